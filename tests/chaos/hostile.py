@@ -126,7 +126,7 @@ def copies(device: str, seconds: str, seed: str, how: str) -> None:
 def let_in_by_switch(end: tuple[str, int], draw: random.Random) -> bool:
     import msgpack
 
-    from netfold.control import VERSION
+    from netfold.switch_protocol.control_messages import VERSION
 
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE

@@ -17,7 +17,7 @@ import pytest
 from load import seconds
 from ranks import run_command, run_ranks, running_switch, values
 
-from netfold import control
+from netfold.switch_protocol import control_messages
 from netfold.check import links
 from netfold.communicator.membership import ask_room
 
@@ -173,8 +173,8 @@ def test_a_switch_that_udp_does_not_reach_is_told_from_one_that_is_absent(tmp_pa
 
 def test_the_switch_sends_nothing_back_to_whoever_does_not_know_the_number() -> None:
     with running_switch() as switch, socket.create_connection(switch.address, 10) as stream:
-        control.send(stream, {"type": "room", "version": control.VERSION, "udp": True})
-        place = control.receive(stream)["udp"]
+        control_messages.send(stream, {"type": "room", "version": control_messages.VERSION, "udp": True})
+        place = control_messages.receive(stream)["udp"]
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as port:
             port.connect((switch.address[0], place["port"]))
             port.settimeout(seconds(10))

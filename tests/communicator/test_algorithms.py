@@ -22,7 +22,8 @@ from folds import (
 )
 from ranks import run_ranks, running_switch, values
 
-from netfold import Communicator, FileStore, Options, control
+from netfold import Communicator, FileStore, Options
+from netfold.switch_protocol import control_messages
 from netfold.profile import Records
 
 pytestmark = pytest.mark.xdist_group("algorithms")  # the worlds are made once
@@ -84,9 +85,9 @@ def contributions(size: int, count: int, dtype: str) -> tuple[Any, ...]:
 def reduce_everything(rank: int, size: int, folder: str, switch: str) -> dict[str, Any]:
     """label -> {case: (what is wrong or "", digest of the bits)}, and the labels' back-to-back runs and events."""
     found: dict[str, Any] = {}
-    candidates = control.PAYLOAD_CANDIDATES
+    candidates = control_messages.PAYLOAD_CANDIDATES
     for label, (algorithm, wire, payload) in ALGORITHMS.items():
-        control.PAYLOAD_CANDIDATES = candidates if payload is None else (payload,)
+        control_messages.PAYLOAD_CANDIDATES = candidates if payload is None else (payload,)
         options = Options(switch=switch if algorithm == "in_network" else None, algorithm=algorithm, wire=wire)
         with Communicator(
             FileStore(f"{folder}/{label}"), rank, size, options=options, timeout_s=30, join_timeout_s=30

@@ -22,7 +22,8 @@ from fabrics import need_libfabric
 from load import seconds
 from ranks import run_ranks, run_threads, values
 
-from netfold import Communicator, FileStore, Options, control
+from netfold import Communicator, FileStore, Options
+from netfold.switch_protocol import control_messages
 from netfold._native import fabric
 from netfold.communicator.errors import RendezvousError
 from netfold.communicator.fabric import meet, port_of
@@ -307,9 +308,9 @@ def test_who_leaves_while_the_ranks_meet_is_not_waited_for(last: str) -> None:
     ours, theirs = socket.socketpair()
     mine = port.open(fabric.make_doorbell(), 1)
     said = {"type": "fabric", "greeting": bytes(16), "provider": port.provider, "names": port.names}
-    control.send(theirs, {**said, "terms": [mine.params]})
+    control_messages.send(theirs, {**said, "terms": [mine.params]})
     if last:
-        control.send(theirs, {"type": "parted", "error": last, "rank": 1})
+        control_messages.send(theirs, {"type": "parted", "error": last, "rank": 1})
     theirs.close()
     settings = {"direct_bytes": 0, "registrations": 0, "registered_bytes": 0}
     began = time.monotonic()

@@ -15,7 +15,8 @@ from hosts import apart
 from load import seconds
 from ranks import RunningSwitch, run_threads, running_switch, values
 
-from netfold import Communicator, FileStore, Options, control
+from netfold import Communicator, FileStore, Options
+from netfold.switch_protocol import control_messages
 from netfold._native import engine
 from netfold.communicator.group import region
 
@@ -35,7 +36,7 @@ def switch() -> Iterator[RunningSwitch]:
 @pytest.fixture
 def short_packets(monkeypatch: pytest.MonkeyPatch) -> None:
     """As over Ethernet: many packets an operation."""
-    monkeypatch.setattr(control, "PAYLOAD_CANDIDATES", (1408,))
+    monkeypatch.setattr(control_messages, "PAYLOAD_CANDIDATES", (1408,))
 
 
 def join(rank: int, size: int, folder: str, endpoint: str, timeout_s: float = 20.0, **options: str) -> Communicator:

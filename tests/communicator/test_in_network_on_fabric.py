@@ -21,12 +21,13 @@ from folds import FLOAT_OPS, INTEGER_OPS
 from load import seconds
 from ranks import RunningSwitch, run_ranks, run_threads, running_switch, values
 
-from netfold import Communicator, FileStore, Options, control
+from netfold import Communicator, FileStore, Options
+from netfold.switch_protocol import control_messages
 from netfold._native import engine, protocol
 from netfold._native.dataplane import DataPlane
 from netfold._native.transport import FabricPort
 from netfold.communicator import PeerLost
-from netfold.data_path import fabric_payload
+from netfold.switch_protocol.data_path import fabric_payload
 from netfold.switch.view import read_status
 
 need_libfabric()
@@ -135,7 +136,7 @@ def both(rank: int, size: int, folder: str, endpoint: str, token_file: str) -> l
 
 def test_jobs_over_udp_and_over_both_threads_on_a_fabric_stand_side_by_side(switch: RunningSwitch) -> None:
     metrics = switch.wait_for(r"metrics at http://([\d.]+:\d+)/")[0]
-    status = read_status(control.parse_endpoint(metrics, what="metrics"))
+    status = read_status(control_messages.parse_endpoint(metrics, what="metrics"))
     assert list(status["fabrics"]) == ["tcp;ofi_rxm"]
     found = values(run_threads(both, 2, switch.endpoint, token_of(switch)))
     assert all(count > 10 for counts in found for count in counts), found
@@ -326,21 +327,21 @@ def test_a_hello_counts_with_the_workers_own_tag_and_key_and_nonce_and_comes_bac
 def test_who_has_not_got_the_hello_back_is_not_ready(open_switch: RunningSwitch) -> None:
     elsewhere = FabricPort("tcp", HERE, packet_bytes=4096, in_flight_bytes=4096).address
     place = {"provider": "tcp;ofi_rxm", "name": elsewhere["name"], "tag": 7}
-    join = {"type": "join", "version": control.VERSION, "job": "j", "name": "", "ranks": [0, 1], "timeout_s": 10}
+    join = {"type": "join", "version": control_messages.VERSION, "job": "j", "name": "", "ranks": [0, 1], "timeout_s": 10}
 
     def says(message: dict[str, Any]) -> socket.socket:
         stream = socket.create_connection(open_switch.address, 10)
-        control.send(stream, {**join, **message})
+        control_messages.send(stream, {**join, **message})
         return stream
 
     with says({"rank": 0, "fabric": place}) as first, says({"rank": 1, "port": 9}) as second:
-        admitted, refused = control.receive(first), control.receive(second)
+        admitted, refused = control_messages.receive(first), control_messages.receive(second)
         assert admitted["type"] == "admitted", admitted
         assert "rank 1's packets come over UDP, others' over provider tcp;ofi_rxm" in refused["reason"]
-        control.send(first, {"type": "ready", "payload_bytes": 1024, "proof": admitted["nonce"]})
+        control_messages.send(first, {"type": "ready", "payload_bytes": 1024, "proof": admitted["nonce"]})
         open_switch.wait_for("ready without the number that its hello came back with")
     for wrong in ({"provider": ""}, {"name": b""}, {"name": bytes(513)}, {"tag": -1}):
         with says({"rank": 0, "fabric": {**place, **wrong}}) as stream:
             assert stream.recv(1) == b"", wrong
     with says({"rank": 0, "fabric": {**place, "name": bytes(16)}}) as stream:
-        assert "rank 0 is nowhere on the fabric" in control.receive(stream)["reason"]
+        assert "rank 0 is nowhere on the fabric" in control_messages.receive(stream)["reason"]

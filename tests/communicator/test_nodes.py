@@ -16,7 +16,8 @@ import pytest
 from load import settles
 from ranks import run_ranks, run_threads, values
 
-from netfold import Communicator, FileStore, Options, control
+from netfold import Communicator, FileStore, Options
+from netfold.switch_protocol import control_messages
 from netfold.communicator import RendezvousError
 from netfold.communicator import nodes as discovery
 from netfold.communicator.nodes import find_nodes
@@ -104,7 +105,7 @@ def test_a_rank_that_leaves_meanwhile_is_named(rank: int, steps: int) -> None:
     with mine:
         with theirs:
             if steps > 0:
-                control.send(theirs, {"type": "node", "path": "/nonexistent", "token": bytes(16)})
+                control_messages.send(theirs, {"type": "node", "path": "/nonexistent", "token": bytes(16)})
             if steps > 1 and peer > rank:
                 theirs.sendall(b"\1" if steps == 2 else b"\0")  # whether it will connect
         with pytest.raises(RendezvousError, match=f"rank {rank}: rank {peer} (left|did not answer in time)") as found:

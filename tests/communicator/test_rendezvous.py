@@ -23,7 +23,7 @@ from netfold import Communicator, FileStore, Options
 from netfold.communicator import door, handshake, rendezvous
 from netfold.communicator.addresses import Interfaces
 from netfold.communicator.door import Resident, leave, open_door
-from netfold.control import parse_endpoint
+from netfold.switch_protocol.control_messages import parse_endpoint
 
 pytestmark = pytest.mark.native
 

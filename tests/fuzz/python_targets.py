@@ -37,15 +37,15 @@ class BrokenPromiseError(Exception):
 
 def control_message(data: bytes) -> None:
     """A message behind its length, and what is asked of a first one."""
-    from netfold import control
+    from netfold.switch_protocol import control_messages
 
-    with contextlib.suppress(control.ProtocolError):
-        control.length_of(data[:4].ljust(4, b"\0"))
-        message = control.decode(data[4:])
-        control.version_problem(message, them="the worker", us="this switch")
+    with contextlib.suppress(control_messages.ProtocolError):
+        control_messages.length_of(data[:4].ljust(4, b"\0"))
+        message = control_messages.decode(data[4:])
+        control_messages.version_problem(message, them="the worker", us="this switch")
         # As bytes, since a NaN equals none.
-        said = control.encode(message)
-        assert control.encode(control.decode(said[4:])) == said
+        said = control_messages.encode(message)
+        assert control_messages.encode(control_messages.decode(said[4:])) == said
 
 
 def handshake(data: bytes) -> None:
@@ -73,7 +73,7 @@ def switch(data: bytes) -> None:
 
 def store(data: bytes) -> None:
     """Requests to rank 0's store behind a hello of its job: its thread ends in order, whatever comes."""
-    from netfold import control
+    from netfold.switch_protocol import control_messages
     from netfold.communicator.tcp_store import TcpStoreServer
 
     server = TcpStoreServer.__new__(TcpStoreServer)
@@ -84,7 +84,7 @@ def store(data: bytes) -> None:
     server._changed.wait_for = lambda ready, timeout=None: _wait_for(ready, timeout)  # type: ignore[method-assign]
     stream, stranger = socket.socketpair()
     with stranger:
-        stranger.sendall(control.encode({"type": "hello", "job": "job"}) + data[:16384])
+        stranger.sendall(control_messages.encode({"type": "hello", "job": "job"}) + data[:16384])
         stranger.shutdown(socket.SHUT_WR)
         server._serve(stream)
     assert server._bytes == sum(len(key) + len(value) for key, value in server._values.items()) + sum(
@@ -243,18 +243,18 @@ def _of_switch() -> _Switch:
 
 
 def framed(*messages: dict[str, Any]) -> bytes:
-    from netfold import control
+    from netfold.switch_protocol import control_messages
 
-    return b"".join(map(control.encode, messages))
+    return b"".join(map(control_messages.encode, messages))
 
 
 def seeds() -> dict[str, list[bytes]]:
     """What a corpus begins with: whole inputs of each kind, since mutation finds no format by itself."""
-    from netfold import control
+    from netfold.switch_protocol import control_messages
     from netfold.plan.cluster import load as clusters
     from netfold.train.recipe import shipped
 
-    version = {"version": control.VERSION}
+    version = {"version": control_messages.VERSION}
     join = {"type": "join", **version, "job": "j", "name": "", "rank": 0, "ranks": [0], "port": 9, "timeout_s": 5.0}
     both = {**join, "ranks": [0, 1], "paths": [[1], [1]], "window_bytes": 4096}
     ready = {"type": "ready", "payload_bytes": 1408}
@@ -315,11 +315,11 @@ def write_seeds() -> None:
 
 # What of each target is followed by lines; the whole package costs most of the time.
 FOLLOWED = {
-    "control_message": ("netfold.control",),
+    "control_message": ("netfold.switch_protocol.control_messages",),
     "handshake": ("netfold.communicator.handshake",),
-    "switch": ("netfold.control", "netfold.switch"),
-    "store": ("netfold.control", "netfold.communicator.tcp_store"),
-    "tokens": ("netfold.control", "netfold.switch.tokens"),
+    "switch": ("netfold.switch_protocol.control_messages", "netfold.switch"),
+    "store": ("netfold.switch_protocol.control_messages", "netfold.communicator.tcp_store"),
+    "tokens": ("netfold.switch_protocol.control_messages", "netfold.switch.tokens"),
     "recipe": ("netfold.train.recipe", "tomllib"),
     "cluster": ("netfold.plan.cluster", "tomllib"),
     "measured": ("netfold.plan.cluster.measured", "netfold.tuning.fit"),

@@ -11,7 +11,7 @@ import pytest
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from load import seconds
 
-from netfold import packet_keys
+from netfold.switch_protocol import packet_keys
 from netfold._native import protocol, auth
 
 pytestmark = pytest.mark.native

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from netfold import control
+from netfold.switch_protocol import control_messages
 
 ROOT = Path(__file__).parents[2]
 UNIT = (ROOT / "deploy" / "netfold-switch.service").read_text()
@@ -57,7 +57,7 @@ def health_check() -> list[str]:
 
 def test_the_health_check_follows_the_switch_and_fails_once_it_is_killed() -> None:
     (variable, address) = re.findall(r"^ENV (NETFOLD_\w+)=(\S+)$", CONTAINERFILE, re.M)[0]
-    control.parse_endpoint(address, what=variable)
+    control_messages.parse_endpoint(address, what=variable)
     with socket.create_server(("127.0.0.1", 0)) as free:
         address = f"127.0.0.1:{free.getsockname()[1]}"
     # A proxy of the environment is none between the check and its own host.

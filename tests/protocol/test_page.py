@@ -25,7 +25,7 @@ from machines import (
     send_all,
 )
 
-from netfold import packet_keys
+from netfold.switch_protocol import packet_keys
 from netfold._native import protocol
 
 ROOT = Path(__file__).parents[2]

@@ -274,7 +274,7 @@ def test_forged_icmp_of_every_kind_changes_nothing(tmp_path: Path) -> None:
 
 JOINS = """
 import time
-from netfold.data_path import PathError, open_path
+from netfold.switch_protocol.data_path import PathError, open_path
 admitted = {"port": 9, "job_id": 1, "incarnation": 1, "worker": 0, "nonce": 5}
 try:
     open_path(None, "127.0.0.1", 1 << 16).reach("127.0.0.1", admitted, time.monotonic() + 1)

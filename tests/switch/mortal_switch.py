@@ -15,7 +15,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from netfold import control
+from netfold.switch_protocol import control_messages
 from netfold._native import protocol
 
 HELLO = protocol.FLAGS["hello"]
@@ -103,10 +103,10 @@ class MortalSwitch:
     def _serve(self, stream: socket.socket) -> None:
         job, rank = None, -1
         try:
-            message = control.receive(stream)
+            message = control_messages.receive(stream)
             if message["type"] == "path":
-                path = {"version": control.VERSION, "switches": [[self.incarnation, ""]], "broken": ""}
-                control.send(stream, {"type": "path", **path})
+                path = {"version": control_messages.VERSION, "switches": [[self.incarnation, ""]], "broken": ""}
+                control_messages.send(stream, {"type": "path", **path})
                 return
             rank = message["rank"]
             with self._lock:
@@ -118,10 +118,10 @@ class MortalSwitch:
                     self._sockets.append(job.port)
                     self._start(self._add, job)
             admitted = {"job_id": job.id, "incarnation": self.incarnation, "worker": job.ranks.index(rank), "nonce": 1}
-            admitted |= {"version": control.VERSION, "port": job.port.getsockname()[1]}
-            control.send(stream, {"type": "admitted", **admitted})
+            admitted |= {"version": control_messages.VERSION, "port": job.port.getsockname()[1]}
+            control_messages.send(stream, {"type": "admitted", **admitted})
             while True:
-                message = control.receive(stream)
+                message = control_messages.receive(stream)
                 if message["type"] == "ready":
                     with self._lock:
                         job.ready.add(rank)
@@ -129,7 +129,7 @@ class MortalSwitch:
                             job.begin(next(self._epochs), self)
                 elif message["type"] == "missing":
                     ranks = [job.ranks[worker] for worker in job.machine.missing(message["chunk"])]
-                    control.send(stream, {"type": "missing", "ranks": ranks, "serial": message["serial"]})
+                    control_messages.send(stream, {"type": "missing", "ranks": ranks, "serial": message["serial"]})
         except (OSError, EOFError, ValueError):
             if job is not None and not self.dead.is_set():
                 job.lose(rank)
@@ -187,10 +187,10 @@ class _Job:
             job=self.id, epoch=epoch, incarnation=switch.incarnation, workers=len(self.ranks), **shape
         )
         for stream in self.streams.values():
-            control.send(stream, {"type": "start", "epoch": epoch, **shape})
+            control_messages.send(stream, {"type": "start", "epoch": epoch, **shape})
 
     def lose(self, rank: int) -> None:
         self.streams.pop(rank, None)
         for stream in list(self.streams.values()):
             with contextlib.suppress(OSError):
-                control.send(stream, {"type": "left", "rank": rank, "reason": "its connection was lost", "fault": None})
+                control_messages.send(stream, {"type": "left", "rank": rank, "reason": "its connection was lost", "fault": None})

@@ -19,7 +19,8 @@ import pytest
 from load import seconds, settles
 from ranks import RunningSwitch, run_command, run_threads, running_switch, values
 
-from netfold import Communicator, FileStore, Options, control
+from netfold import Communicator, FileStore, Options
+from netfold.switch_protocol import control_messages
 from netfold.switch import Switch
 
 
@@ -168,10 +169,10 @@ def impostor(answer: bytes | None, stop: threading.Event) -> str:
         pytest.param(b"", "is no netfold switch, or it stopped", id="hangs up"),
         pytest.param(b"HTTP/1.1 400 Bad Request\r\n\r\n", "is no netfold switch", id="speaks HTTP"),
         pytest.param(b"\x00\x00\x00\x04nono", "is no netfold switch", id="is not msgpack"),
-        pytest.param(control.encode({"type": "start"}), "is no netfold switch", id="answers out of turn"),
+        pytest.param(control_messages.encode({"type": "start"}), "is no netfold switch", id="answers out of turn"),
         pytest.param(struct.pack(">I", 1 << 31), "is no netfold switch", id="announces two gigabytes"),
         pytest.param(
-            control.encode({"type": "admitted", "version": control.VERSION}),
+            control_messages.encode({"type": "admitted", "version": control_messages.VERSION}),
             "is no netfold switch",
             id="leaves out what belongs in",
         ),
@@ -193,7 +194,7 @@ def test_something_else_at_the_switchs_address_is_an_error_in_time(answer: bytes
 
 JOIN: dict[str, Any] = {
     "type": "join",
-    "version": control.VERSION,
+    "version": control_messages.VERSION,
     "job": "j",
     "rank": 0,
     "ranks": [0, 1],
@@ -201,49 +202,49 @@ JOIN: dict[str, Any] = {
     "window_bytes": 1 << 20,
     "timeout_s": 5.0,
 }
-REFUSED = {"type": "refused", "version": control.VERSION}
+REFUSED = {"type": "refused", "version": control_messages.VERSION}
 GARBAGE: dict[str, bytes] = {
     "random bytes": os.urandom(2000),
     "an HTTP request": b"GET / HTTP/1.1\r\n\r\n",
     "a length of 4 GB": b"\xff\xff\xff\xff" + bytes(64),
     "a length of 0": bytes(4),
-    "half a message": control.encode(JOIN)[:20],
+    "half a message": control_messages.encode(JOIN)[:20],
     "half a length": b"\x00\x00",
     "a message that is a list": struct.pack(">I", 2) + msgpack.packb([1]),
-    "no type": control.encode({"no": "type"}),
-    "an unknown type": control.encode({"type": "dance"}),
+    "no type": control_messages.encode({"no": "type"}),
+    "an unknown type": control_messages.encode({"type": "dance"}),
     "nested beyond reason": struct.pack(">I", 60_000) + b"\x91" * 60_000,
-    "a join of another version": control.encode({**JOIN, "version": 999}),
-    "a join without a name": control.encode({**JOIN, "job": ""}),
-    "a join with a name too long": control.encode({**JOIN, "job": "j" * 5000}),
-    "a join as a rank that is none": control.encode({**JOIN, "rank": 2}),
-    "a join as a negative rank": control.encode({**JOIN, "rank": -1}),
-    "a join as a rank in words": control.encode({**JOIN, "rank": "zero"}),
-    "a join of a job of many ranks": control.encode({**JOIN, "ranks": list(range(20_000))}),
-    "a join of a job of no rank": control.encode({**JOIN, "ranks": []}),
-    "a join of a job of one rank twice": control.encode({**JOIN, "ranks": [0, 0]}),
-    "a join of a job of ranks in words": control.encode({**JOIN, "ranks": ["zero", "one"]}),
-    "a join without a port": control.encode({**JOIN, "port": None}),
-    "a join with a port that is none": control.encode({**JOIN, "port": 1 << 16}),
-    "a join with a window in words": control.encode({**JOIN, "window_bytes": "large"}),
-    "a join with a negative window": control.encode({**JOIN, "window_bytes": -4096}),
-    "a join with a timeout in words": control.encode({**JOIN, "timeout_s": "later"}),
-    "a join with no time at all": control.encode({**JOIN, "timeout_s": float("nan")}),
-    "a join with an endless timeout": control.encode({**JOIN, "timeout_s": float("inf")}),
-    "a join, then nonsense": control.encode(JOIN) + os.urandom(64),
-    "ready without hello": control.encode(JOIN) + control.encode({"type": "ready", "payload_bytes": 1408}),
-    "ready with an odd size": control.encode(JOIN) + control.encode({"type": "ready", "payload_bytes": 1409}),
-    "ready with words": control.encode(JOIN) + control.encode({"type": "ready", "payload_bytes": "all"}),
-    "asks for a chunk beyond 64 bits": control.encode(JOIN)
-    + control.encode({"type": "missing", "chunk": 2**64 - 1, "serial": 1}),
-    "asks for a negative chunk": control.encode(JOIN) + control.encode({"type": "missing", "chunk": -1}),
+    "a join of another version": control_messages.encode({**JOIN, "version": 999}),
+    "a join without a name": control_messages.encode({**JOIN, "job": ""}),
+    "a join with a name too long": control_messages.encode({**JOIN, "job": "j" * 5000}),
+    "a join as a rank that is none": control_messages.encode({**JOIN, "rank": 2}),
+    "a join as a negative rank": control_messages.encode({**JOIN, "rank": -1}),
+    "a join as a rank in words": control_messages.encode({**JOIN, "rank": "zero"}),
+    "a join of a job of many ranks": control_messages.encode({**JOIN, "ranks": list(range(20_000))}),
+    "a join of a job of no rank": control_messages.encode({**JOIN, "ranks": []}),
+    "a join of a job of one rank twice": control_messages.encode({**JOIN, "ranks": [0, 0]}),
+    "a join of a job of ranks in words": control_messages.encode({**JOIN, "ranks": ["zero", "one"]}),
+    "a join without a port": control_messages.encode({**JOIN, "port": None}),
+    "a join with a port that is none": control_messages.encode({**JOIN, "port": 1 << 16}),
+    "a join with a window in words": control_messages.encode({**JOIN, "window_bytes": "large"}),
+    "a join with a negative window": control_messages.encode({**JOIN, "window_bytes": -4096}),
+    "a join with a timeout in words": control_messages.encode({**JOIN, "timeout_s": "later"}),
+    "a join with no time at all": control_messages.encode({**JOIN, "timeout_s": float("nan")}),
+    "a join with an endless timeout": control_messages.encode({**JOIN, "timeout_s": float("inf")}),
+    "a join, then nonsense": control_messages.encode(JOIN) + os.urandom(64),
+    "ready without hello": control_messages.encode(JOIN) + control_messages.encode({"type": "ready", "payload_bytes": 1408}),
+    "ready with an odd size": control_messages.encode(JOIN) + control_messages.encode({"type": "ready", "payload_bytes": 1409}),
+    "ready with words": control_messages.encode(JOIN) + control_messages.encode({"type": "ready", "payload_bytes": "all"}),
+    "asks for a chunk beyond 64 bits": control_messages.encode(JOIN)
+    + control_messages.encode({"type": "missing", "chunk": 2**64 - 1, "serial": 1}),
+    "asks for a negative chunk": control_messages.encode(JOIN) + control_messages.encode({"type": "missing", "chunk": -1}),
     **{
-        f"a capacity of {said}": control.encode(JOIN) + control.encode({"type": "alive", "bytes_per_s": said})
+        f"a capacity of {said}": control_messages.encode(JOIN) + control_messages.encode({"type": "alive", "bytes_per_s": said})
         for said in (float("nan"), float("inf"), -1, -0.5, True, "fast", [1.0], None, 1 << 63)
     },
-    "another rank's capacity": control.encode({**JOIN, "rank": 1})
-    + control.encode({"type": "alive", "bytes_per_s": 1e6}),
-    "joins twice": control.encode(JOIN) * 2,
+    "another rank's capacity": control_messages.encode({**JOIN, "rank": 1})
+    + control_messages.encode({"type": "alive", "bytes_per_s": 1e6}),
+    "joins twice": control_messages.encode(JOIN) * 2,
 }
 
 
@@ -301,11 +302,11 @@ def test_garbage_at_the_control_port_is_dropped_and_a_running_job_goes_on() -> N
 
 def test_a_worker_that_stops_in_mid_sentence_does_not_hold_its_job_for_longer_than_the_job_allows() -> None:
     with running_switch() as switch, socket.create_connection(switch.address, 5) as stream:
-        stream.sendall(control.encode({**JOIN, "timeout_s": 0.5}))
+        stream.sendall(control_messages.encode({**JOIN, "timeout_s": 0.5}))
         stream.settimeout(5)
-        assert control.receive(stream)["type"] == "admitted"
+        assert control_messages.receive(stream)["type"] == "admitted"
         stream.sendall(b"\x00\x00\x00\x10half")
-        refused = control.receive(stream)
+        refused = control_messages.receive(stream)
         assert (refused["type"], refused["reason"]) == ("refused", "rank 1 did not join within 0 s")
         switch.wait_for("job j closed after")
 
@@ -316,8 +317,8 @@ def test_the_second_of_two_workers_with_one_rank_is_refused_by_the_switch() -> N
         said = []
         for stream in streams:
             stream.settimeout(5)
-            stream.sendall(control.encode(JOIN))
-            said.append(control.receive(stream))
+            stream.sendall(control_messages.encode(JOIN))
+            said.append(control_messages.receive(stream))
         assert said[0]["type"] == "admitted"
         assert said[1]["type"] == "refused"
         assert "rank 0 of this job has joined before, from 127.0.0.1:" in said[1]["reason"]
@@ -331,8 +332,8 @@ def test_a_first_worker_that_is_refused_leaves_no_job_behind() -> None:
             with socket.create_connection(switch.address, 5) as stream:
                 stream.settimeout(5)
                 # A switch that is in no tree of this job.
-                stream.sendall(control.encode({**JOIN, "switch": 5, "timeout_s": 600.0}))
-                answer = control.receive(stream)
+                stream.sendall(control_messages.encode({**JOIN, "switch": 5, "timeout_s": 600.0}))
+                answer = control_messages.receive(stream)
                 assert "a switch joins here, and by the tree of this job it does not" in answer["reason"]
         serves(switch)
 
@@ -355,8 +356,8 @@ def test_a_job_for_which_there_is_no_descriptor_left_is_refused_with_the_reason(
                 time.sleep(0.01)
             free = min(set(range(idle + 2)) - descriptors())
             resource.prlimit(switch.process.pid, resource.RLIMIT_NOFILE, (free, before[1]))
-            stream.sendall(control.encode({**JOIN, "timeout_s": 600.0}))
-            reason = control.receive(stream)["reason"]
+            stream.sendall(control_messages.encode({**JOIN, "timeout_s": 600.0}))
+            reason = control_messages.receive(stream)["reason"]
         assert "cannot open a data port" in reason
         assert "Too many open files" in reason
         resource.prlimit(switch.process.pid, resource.RLIMIT_NOFILE, before)
@@ -380,14 +381,14 @@ def test_more_questions_at_once_than_the_bound_end_the_membership() -> None:
     """Each question costs a turn of the thread that adds: nobody may have thousands of them open."""
     with running_switch() as switch, socket.create_connection(switch.address, 5) as stream:
         stream.settimeout(5)
-        stream.sendall(control.encode(JOIN))
-        assert control.receive(stream)["type"] == "admitted"
+        stream.sendall(control_messages.encode(JOIN))
+        assert control_messages.receive(stream)["type"] == "admitted"
         for serial in range(20):  # one after another there may be any number
-            stream.sendall(control.encode({"type": "missing", "chunk": 0, "serial": serial}))
-            assert control.receive(stream) == {"type": "missing", "serial": serial, "ranks": []}
-            stream.sendall(control.encode({"type": "alive", "serial": serial}))
-            assert control.receive(stream) == {"type": "alive", "serial": serial}
-        stream.sendall(control.encode({"type": "missing", "chunk": 0, "serial": 1}) * 1000)
+            stream.sendall(control_messages.encode({"type": "missing", "chunk": 0, "serial": serial}))
+            assert control_messages.receive(stream) == {"type": "missing", "serial": serial, "ranks": []}
+            stream.sendall(control_messages.encode({"type": "alive", "serial": serial}))
+            assert control_messages.receive(stream) == {"type": "alive", "serial": serial}
+        stream.sendall(control_messages.encode({"type": "missing", "chunk": 0, "serial": 1}) * 1000)
         switch.wait_for(r"broke the control protocol: more than 8 questions at once")
         serves(switch)
 
@@ -397,21 +398,21 @@ def test_ranks_that_name_different_sizes_for_one_job_are_told() -> None:
         with socket.create_connection(switch.address, 5) as first, socket.create_connection(switch.address, 5) as other:
             for stream, join in ((first, JOIN), (other, {**JOIN, "rank": 2, "ranks": [0, 1, 2]})):
                 stream.settimeout(5)
-                stream.sendall(control.encode(join))
-                answer = control.receive(stream)
+                stream.sendall(control_messages.encode(join))
+                answer = control_messages.receive(stream)
         assert answer == {**REFUSED, "reason": "rank 2 says that its job has 3 ranks; others said 2"}
 
 
 def test_a_rank_that_leaves_before_the_job_starts_ends_it_for_the_others_with_the_reason() -> None:
     with running_switch() as switch, socket.create_connection(switch.address, 5) as first:
         first.settimeout(5)
-        first.sendall(control.encode(JOIN))
-        assert control.receive(first)["type"] == "admitted"
+        first.sendall(control_messages.encode(JOIN))
+        assert control_messages.receive(first)["type"] == "admitted"
         with socket.create_connection(switch.address, 5) as other:
-            other.sendall(control.encode({**JOIN, "rank": 1}))
-            assert control.receive(other)["type"] == "admitted"
-            other.sendall(control.encode({"type": "leave", "reason": "no UDP here"}))
-        assert control.receive(first) == {
+            other.sendall(control_messages.encode({**JOIN, "rank": 1}))
+            assert control_messages.receive(other)["type"] == "admitted"
+            other.sendall(control_messages.encode({"type": "leave", "reason": "no UDP here"}))
+        assert control_messages.receive(first) == {
             "type": "refused",
             "reason": "rank 1 left before the job started: no UDP here",
         }

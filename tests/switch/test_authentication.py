@@ -20,7 +20,8 @@ import pytest
 from load import seconds
 from ranks import RunningSwitch, run_threads, running_switch, values
 
-from netfold import Communicator, FileStore, Options, packet_keys
+from netfold import Communicator, FileStore, Options
+from netfold.switch_protocol import packet_keys
 from netfold._native import protocol, auth
 from netfold._native.dataplane import DataPlane
 from netfold.communicator import membership

@@ -12,7 +12,7 @@ from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from load import seconds
 
-from netfold import packet_keys
+from netfold.switch_protocol import packet_keys
 from netfold._native import protocol, auth
 from netfold._native.dataplane import DataPlane
 

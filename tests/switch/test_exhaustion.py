@@ -19,7 +19,7 @@ from load import seconds
 from ranks import RunningSwitch, running_switch
 from test_admission import JOIN, serves
 
-from netfold import control
+from netfold.switch_protocol import control_messages
 from netfold.switch.entrance import MAX_STRANGERS
 from netfold.switch.tokens import MAX_TENANTS, Tokens
 
@@ -29,7 +29,7 @@ MORE_BYTES = 48 << 20
 FEW = 8
 CONNECTIONS = 1500
 JOBS, MOST_JOBS = 200, 8
-BLOCK = control.encode({"type": "alive", "serial": 1}) * 4096
+BLOCK = control_messages.encode({"type": "alive", "serial": 1}) * 4096
 # What a sender gets rid of before the other end stops reading: two socket buffers and a reader's.
 UNREAD_BYTES = 64 << 20
 
@@ -63,7 +63,7 @@ def settled(switch: RunningSwitch, most: int) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize(
-    "said", [b"", b"\0\0", control.encode({"type": "room", "version": control.VERSION, "udp": True})]
+    "said", [b"", b"\0\0", control_messages.encode({"type": "room", "version": control_messages.VERSION, "udp": True})]
 )
 def test_strangers_take_no_more_than_their_bound(said: bytes) -> None:
     # One that asks whether UDP passes has a port beside its connection.
@@ -96,8 +96,8 @@ def test_jobs_that_never_begin_take_no_more_than_their_bound_and_give_it_back() 
             for number in range(JOBS):
                 stream = stack.enter_context(socket.create_connection(switch.address, seconds(10)))
                 stream.settimeout(seconds(10))
-                stream.sendall(control.encode({**JOIN, "job": f"job {number}", "timeout_s": 300.0}))
-                answer = control.receive(stream)
+                stream.sendall(control_messages.encode({**JOIN, "job": f"job {number}", "timeout_s": 300.0}))
+                answer = control_messages.receive(stream)
                 admitted += answer["type"] == "admitted"
                 if answer["type"] == "refused":
                     assert f"it serves {MOST_JOBS} jobs (--max-jobs)" in answer["reason"]
@@ -114,8 +114,8 @@ def test_a_member_that_asks_and_never_reads_is_not_read_either() -> None:
     with running_switch() as switch, socket.create_connection(switch.address, 5) as stream:
         serves(switch)
         stream.settimeout(seconds(5))
-        stream.sendall(control.encode(JOIN))
-        assert control.receive(stream)["type"] == "admitted"
+        stream.sendall(control_messages.encode(JOIN))
+        assert control_messages.receive(stream)["type"] == "admitted"
         count, resident = usage(switch)
         sent = 0
         stream.settimeout(seconds(1))

@@ -28,7 +28,8 @@ from load import seconds
 from prometheus_client.parser import text_string_to_metric_families
 from ranks import RunningSwitch, run_command, run_threads, running_switch, values
 
-from netfold import Communicator, FileStore, Options, control
+from netfold import Communicator, FileStore, Options
+from netfold.switch_protocol import control_messages
 from netfold.cli import app
 from netfold.communicator import capacity
 from netfold.switch import metrics
@@ -155,7 +156,7 @@ def test_a_slot_that_waits_for_a_rank_is_seen_as_collecting() -> None:
 
 
 def test_a_jobs_capacity_is_shown_once_its_lowest_rank_has_said_it_and_what_is_no_rate_changes_nothing() -> None:
-    join = {"type": "join", "version": control.VERSION, "job": "j", "name": "said", "port": 9, "window_bytes": 1 << 20}
+    join = {"type": "join", "version": control_messages.VERSION, "job": "j", "name": "said", "port": 9, "window_bytes": 1 << 20}
     join |= {"ranks": [3, 5], "timeout_s": 60.0}
     with running_switch(*WATCHED) as switch, contextlib.ExitStack() as streams:
         address = pages(switch)
@@ -166,22 +167,22 @@ def test_a_jobs_capacity_is_shown_once_its_lowest_rank_has_said_it_and_what_is_n
         def say(rank: int, bytes_per_s: object) -> socket.socket:
             stream = streams.enter_context(socket.create_connection(switch.address, seconds(5)))
             for message in ({**join, "rank": rank}, {"type": "alive", "serial": 1, "bytes_per_s": bytes_per_s}):
-                control.send(stream, message)
-            assert control.receive(stream)["type"] == "admitted"
+                control_messages.send(stream, message)
+            assert control_messages.receive(stream)["type"] == "admitted"
             return stream
 
         lowest = say(3, 25e6)
-        assert control.receive(lowest)["type"] == "alive"
+        assert control_messages.receive(lowest)["type"] == "alive"
         assert shown() == 25e6
         assert samples(address)["netfold_switch_job_capacity_bytes_per_second", "said"] == 25e6
         columns = status_command(address, "--once").stdout.splitlines()
         (line,) = [line for line in columns if " said " in line]
         assert line.split()[7] == "200" and "at most" in columns[1]
         # Twice as much, then a lie: the lie ends the membership, and with it the job.
-        control.send(lowest, {"type": "alive", "serial": 2, "bytes_per_s": 50_000_000})
-        assert control.receive(lowest)["type"] == "alive"
+        control_messages.send(lowest, {"type": "alive", "serial": 2, "bytes_per_s": 50_000_000})
+        assert control_messages.receive(lowest)["type"] == "alive"
         assert shown() == 50e6
-        control.send(lowest, {"type": "alive", "serial": 3, "bytes_per_s": -1})
+        control_messages.send(lowest, {"type": "alive", "serial": 3, "bytes_per_s": -1})
         switch.wait_for("event=protocol_error .*alive with bytes_per_s '-1'")
         switch.wait_for("event=ended job=j")
         say(5, 1e6)

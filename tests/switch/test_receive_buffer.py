@@ -16,7 +16,7 @@ from ranks import RunningSwitch, run_threads, running_switch, values
 from netfold import Communicator, FileStore, Options
 from netfold.cli import app
 from netfold.communicator.membership import ask_room
-from netfold.data_path import ReceiveBuffer
+from netfold.switch_protocol.data_path import ReceiveBuffer
 
 DEBIANS_RMEM_MAX = 212_992
 RMEM_MAX = Path("/proc/sys/net/core/rmem_max")

@@ -19,7 +19,8 @@ from interceptor import ThroughInterceptor
 from load import seconds
 from ranks import run_ranks, run_threads, running_switch, values
 
-from netfold import Communicator, FileStore, Options, control
+from netfold import Communicator, FileStore, Options
+from netfold.switch_protocol import control_messages
 from netfold.communicator.membership import Membership
 
 pytestmark = pytest.mark.native
@@ -121,8 +122,8 @@ def test_workers_of_a_job_that_ask_for_different_security_are_refused(tmp_path: 
 def test_an_open_switch_refuses_a_job_whose_packets_are_to_be_encrypted() -> None:
     with running_switch() as switch, socket.create_connection(switch.address, 5) as stream:
         join = {"job": "d" * 32, "name": "", "rank": 0, "ranks": [0], "port": 9, "window_bytes": 1 << 20}
-        control.send(stream, {"type": "join", "version": control.VERSION, **join, "encrypt": True})
-        reply = control.receive(stream)
+        control_messages.send(stream, {"type": "join", "version": control_messages.VERSION, **join, "encrypt": True})
+        reply = control_messages.receive(stream)
     assert reply["type"] == "refused" and "this switch has no keys" in reply["reason"], reply
 
 

@@ -20,7 +20,8 @@ from hosts import apart
 from load import seconds
 from ranks import Outcome, RunningSwitch, run_command, run_threads, running_switch, values
 
-from netfold import Communicator, FileStore, Options, control
+from netfold import Communicator, FileStore, Options
+from netfold.switch_protocol import control_messages
 from netfold._native import engine, protocol
 from netfold._native.transport import UdpPort
 from netfold.communicator import membership
@@ -475,19 +476,19 @@ def serve_as_parent(server: socket.socket, start: Callable[[dict[str, Any]], dic
         port.bind(("127.0.0.1", 0))
         for _ in range(3):
             with server.accept()[0] as stream:
-                asked = control.receive(stream)
+                asked = control_messages.receive(stream)
                 if asked["type"] == "path":
-                    path = {"version": control.VERSION, "switches": [[77, ""]], "broken": ""}
-                    control.send(stream, {"type": "path", **path})
+                    path = {"version": control_messages.VERSION, "switches": [[77, ""]], "broken": ""}
+                    control_messages.send(stream, {"type": "path", **path})
                     continue
                 admitted = {"job_id": 5, "incarnation": 77, "worker": 0, "nonce": 9, "port": port.getsockname()[1]}
-                control.send(stream, {"type": "admitted", "version": control.VERSION, **admitted})
+                control_messages.send(stream, {"type": "admitted", "version": control_messages.VERSION, **admitted})
                 port.settimeout(5)
                 hello, leaf = port.recvfrom(1 << 16)
                 port.sendto(hello, leaf)
-                control.send(stream, start(control.receive(stream)))
+                control_messages.send(stream, start(control_messages.receive(stream)))
                 with contextlib.suppress(OSError, EOFError):
-                    control.receive(stream)
+                    control_messages.receive(stream)
                 return
 
 
@@ -512,15 +513,15 @@ def test_a_parent_that_says_more_than_was_granted_ends_the_job(
         parent.start()
         with running_switch("--parent", f"127.0.0.1:{server.getsockname()[1]}") as leaf:
             with socket.create_connection(leaf.address, 10) as stream:
-                control.send(stream, {"type": "path", "version": control.VERSION, "below": []})
-                (me, _), (above, _) = control.receive(stream)["switches"]
+                control_messages.send(stream, {"type": "path", "version": control_messages.VERSION, "below": []})
+                (me, _), (above, _) = control_messages.receive(stream)["switches"]
             with socket.create_connection(leaf.address, 10) as stream:
                 port = UdpPort(host="127.0.0.1", buffer_bytes=1 << 20)
-                join = {"version": control.VERSION, "job": "j", "name": "", "rank": 0, "ranks": [0, 1]}
+                join = {"version": control_messages.VERSION, "job": "j", "name": "", "rank": 0, "ranks": [0, 1]}
                 join |= {"port": port.port}
                 paths = [[me, above], [above]]
-                control.send(stream, {"type": "join", **join, "paths": paths, "window_bytes": 1 << 20, "timeout_s": 10})
-                admitted = control.receive(stream)
+                control_messages.send(stream, {"type": "join", **join, "paths": paths, "window_bytes": 1 << 20, "timeout_s": 10})
+                admitted = control_messages.receive(stream)
                 port.connect("127.0.0.1", admitted["port"])
                 assert port.hello(
                     job=admitted["job_id"],
@@ -531,8 +532,8 @@ def test_a_parent_that_says_more_than_was_granted_ends_the_job(
                     key=None,
                     timeout_ns=5_000_000_000,
                 )
-                control.send(stream, {"type": "ready", "payload_bytes": 1408})
-                refused = control.receive(stream)
+                control_messages.send(stream, {"type": "ready", "payload_bytes": 1408})
+                refused = control_messages.receive(stream)
             assert refused["type"] == "refused"
             assert re.search(says, refused["reason"]), refused
             parent.join(seconds(10))

@@ -18,8 +18,9 @@ import pytest
 from load import seconds
 from ranks import Outcome, RunningSwitch, run_command, run_threads, running_switch, values
 
-from netfold import Communicator, FileStore, Options, control
-from netfold.communicator.pinned import FingerprintError, PinnedStream
+from netfold import Communicator, FileStore, Options
+from netfold.switch_protocol import control_messages
+from netfold.switch_protocol.pinned_tls import FingerprintError, PinnedStream
 from netfold.switch import Switch, Tokens
 from netfold.switch.certificate import server_context
 from netfold.switch.entrance import STRANGER_S
@@ -190,42 +191,42 @@ def test_a_token_file_that_makes_no_sense_is_named_and_not_quoted(
 
 def join(switch: RunningSwitch, token: str, **words: Any) -> PinnedStream:
     """A join by hand, over TLS."""
-    host, port, fingerprint = control.parse_switch(switch.endpoint, what="endpoint")
+    host, port, fingerprint = control_messages.parse_switch(switch.endpoint, what="endpoint")
     assert fingerprint is not None
     stream = PinnedStream(socket.create_connection((host, port), 5), fingerprint)
-    message = {"type": "join", "version": control.VERSION, "job": "j", "name": "vision-1", "rank": 0, "ranks": [0, 1]}
-    control.send(stream, {**message, "port": 9, "token": token, **words})
+    message = {"type": "join", "version": control_messages.VERSION, "job": "j", "name": "vision-1", "rank": 0, "ranks": [0, 1]}
+    control_messages.send(stream, {**message, "port": 9, "token": token, **words})
     return stream
 
 
 def test_another_tenant_who_knows_a_jobs_name_cannot_take_a_rank_in_it(switch: RunningSwitch) -> None:
     ours = join(switch, VISION, timeout_s=5.0)
-    assert control.receive(ours)["type"] == "admitted"
+    assert control_messages.receive(ours)["type"] == "admitted"
     theirs = join(switch, SPEECH, rank=1)
-    answer = control.receive(theirs)
-    refused = {"type": "refused", "version": control.VERSION}
+    answer = control_messages.receive(theirs)
+    refused = {"type": "refused", "version": control_messages.VERSION}
     assert answer == {**refused, "reason": "this job belongs to another token: all its ranks need the same"}
     mine = join(switch, VISION, rank=1)
-    assert control.receive(mine)["type"] == "admitted"
+    assert control_messages.receive(mine)["type"] == "admitted"
     for stream in (ours, theirs, mine):
         stream.close()
 
 
 def test_a_token_that_is_no_text_is_refused_like_none(switch: RunningSwitch) -> None:
     for token in (7, None, [VISION], b"\xff" * 40):
-        answer = control.receive(join(switch, token))  # type: ignore[arg-type]
+        answer = control_messages.receive(join(switch, token))  # type: ignore[arg-type]
         assert answer["type"] == "refused"
         assert "none came" in answer["reason"]
 
 
 def test_the_wire_shows_neither_token_nor_name(switch: RunningSwitch, tmp_path: Path) -> None:
     said: list[bytes] = []
-    host, port, fingerprint = control.parse_switch(switch.endpoint, what="endpoint")
+    host, port, fingerprint = control_messages.parse_switch(switch.endpoint, what="endpoint")
     relay = eavesdropper((host, port), said)
-    stream = PinnedStream(socket.create_connection(control.parse_endpoint(relay, what="relay"), 5), fingerprint or "")
-    join_message = {"type": "join", "version": control.VERSION, "job": "j", "name": "vision-1", "rank": 0, "ranks": [0]}
-    control.send(stream, {**join_message, "port": 9, "token": VISION})
-    assert control.receive(stream)["type"] == "admitted"
+    stream = PinnedStream(socket.create_connection(control_messages.parse_endpoint(relay, what="relay"), 5), fingerprint or "")
+    join_message = {"type": "join", "version": control_messages.VERSION, "job": "j", "name": "vision-1", "rank": 0, "ranks": [0]}
+    control_messages.send(stream, {**join_message, "port": 9, "token": VISION})
+    assert control_messages.receive(stream)["type"] == "admitted"
     stream.close()
     assert said
     for secret in (VISION, "vision-1"):
@@ -233,7 +234,7 @@ def test_the_wire_shows_neither_token_nor_name(switch: RunningSwitch, tmp_path: 
 
 
 def test_strangers_who_say_nothing_keep_no_worker_out(switch: RunningSwitch, tmp_path: Path) -> None:
-    host, port, _ = control.parse_switch(switch.endpoint, what="endpoint")
+    host, port, _ = control_messages.parse_switch(switch.endpoint, what="endpoint")
     silent = [socket.create_connection((host, port), 5) for _ in range(600)]
     try:
         assert values(run_threads(add, 2, vision(switch, tmp_path))) == [999 * 2 + 1.0] * 2
@@ -255,7 +256,7 @@ def _hung_up(stream: socket.socket) -> bool:
 
 
 def test_a_stranger_who_says_nothing_is_hung_up_on_in_time(switch: RunningSwitch) -> None:
-    host, port, fingerprint = control.parse_switch(switch.endpoint, what="endpoint")
+    host, port, fingerprint = control_messages.parse_switch(switch.endpoint, what="endpoint")
     began = time.monotonic()
     before_tls = socket.create_connection((host, port), 5)
     within_tls = PinnedStream(socket.create_connection((host, port), 5), fingerprint or "")
@@ -269,7 +270,7 @@ def test_a_stranger_who_says_nothing_is_hung_up_on_in_time(switch: RunningSwitch
 
 
 def test_garbage_instead_of_a_handshake_is_dropped(switch: RunningSwitch, tmp_path: Path) -> None:
-    host, port, _ = control.parse_switch(switch.endpoint, what="endpoint")
+    host, port, _ = control_messages.parse_switch(switch.endpoint, what="endpoint")
     hello = b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03"
     for words in (
         b"GET / HTTP/1.1\r\n\r\n",
@@ -414,21 +415,21 @@ def test_one_thread_receives_while_others_send() -> None:
         while data := inside.recv(1 << 16):
             inside.sendall(data)
 
-    host, port, fingerprint = control.parse_switch(tls_server(echo), what="endpoint")
+    host, port, fingerprint = control_messages.parse_switch(tls_server(echo), what="endpoint")
     stream = PinnedStream(socket.create_connection((host, port), 5), fingerprint or "")
     stream.settimeout(seconds(10))
     found: list[bytes] = []
 
     def receive() -> None:
         for _ in range(2 * count):
-            found.append(control.receive(stream)["body"])
+            found.append(control_messages.receive(stream)["body"])
 
     receiver = threading.Thread(target=receive, daemon=True)
     receiver.start()
 
     def send(letter: bytes) -> None:
         for number in range(count):
-            control.send(stream, {"type": "x", "body": letter * (size + number)})
+            control_messages.send(stream, {"type": "x", "body": letter * (size + number)})
 
     senders = [threading.Thread(target=send, args=(letter,), daemon=True) for letter in (b"a", b"b")]
     for sender in senders:
@@ -442,14 +443,14 @@ def test_one_thread_receives_while_others_send() -> None:
 
 
 def test_a_stream_that_is_cut_ends_like_a_socket() -> None:
-    host, port, fingerprint = control.parse_switch(tls_server(lambda inside: inside.sendall(b"abc")), what="endpoint")
+    host, port, fingerprint = control_messages.parse_switch(tls_server(lambda inside: inside.sendall(b"abc")), what="endpoint")
     stream = PinnedStream(socket.create_connection((host, port), 5), fingerprint or "")
-    assert control.receive_exactly(stream, 3) == b"abc"
+    assert control_messages.receive_exactly(stream, 3) == b"abc"
     assert stream.recv(1) == b""
     stream.close()
 
 
 def test_another_certificate_is_no_stream() -> None:
-    host, port, _ = control.parse_switch(tls_server(lambda inside: None), what="endpoint")
+    host, port, _ = control_messages.parse_switch(tls_server(lambda inside: None), what="endpoint")
     with socket.create_connection((host, port), 5) as stream, pytest.raises(FingerprintError, match="0" * 64):
         PinnedStream(stream, "0" * 64)

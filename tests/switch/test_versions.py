@@ -19,13 +19,14 @@ import pytest
 from ranks import run_threads, running_switch
 
 import netfold
-from netfold import Communicator, FileStore, Options, control
+from netfold import Communicator, FileStore, Options
+from netfold.switch_protocol import control_messages
 from netfold._native import protocol
 from netfold.communicator.errors import SwitchError
 from netfold.communicator.membership import Membership, ask_room
 
 ROOT = Path(__file__).parents[2]
-VERSION = control.VERSION
+VERSION = control_messages.VERSION
 OURS = f"(netfold {netfold.__version__}) speaks control protocol {VERSION}"
 OTHERS = [VERSION - 1, VERSION + 1]
 
@@ -40,8 +41,8 @@ FIRST: dict[str, dict[str, Any]] = {
 
 def ask(address: tuple[str, int], message: dict[str, Any]) -> dict[str, Any]:
     with socket.create_connection(address, 10) as stream:
-        control.send(stream, message)
-        return control.receive(stream)
+        control_messages.send(stream, message)
+        return control_messages.receive(stream)
 
 
 def test_a_switch_refuses_every_first_message_of_another_version_with_what_to_upgrade() -> None:
@@ -82,8 +83,8 @@ def fake_switch(answer: dict[str, Any]) -> Iterator[str]:
                 except OSError:
                     return
                 with contextlib.suppress(OSError, EOFError), stream:
-                    control.receive(stream)
-                    control.send(stream, answer)
+                    control_messages.receive(stream)
+                    control_messages.send(stream, answer)
 
         threading.Thread(target=serve, daemon=True).start()
         try:

@@ -6,7 +6,8 @@ from typing import Any
 import numpy as np
 import torch.distributed as dist
 
-from netfold import Options, control
+from netfold import Options
+from netfold.switch_protocol import control_messages
 from netfold.bench.sides import SideName
 from netfold.bench.sides.torch_side import TorchSide, TorchWorld
 
@@ -25,13 +26,13 @@ class TorchGroups(TorchWorld):
             return TorchSide(dist.new_group(ranks, backend="gloo"), SideName("gloo", "torch", "gloo", ""))
         if options.get("switch") == "nearest":
             options["switch"] = str(self._switch)
-        tried = control.PAYLOAD_CANDIDATES
+        tried = control_messages.PAYLOAD_CANDIDATES
         if payload_bytes is not None:
             # A job's packets are as long as its worker with the shortest says.
-            control.PAYLOAD_CANDIDATES = (payload_bytes,)  # type: ignore[assignment]
+            control_messages.PAYLOAD_CANDIDATES = (payload_bytes,)  # type: ignore[assignment]
         told: Any = options
         group = dist.new_group(ranks, backend="netfold", pg_options=Options(**told))
         if self.rank < workers:
             dist.barrier(group=group)
-        control.PAYLOAD_CANDIDATES = tried
+        control_messages.PAYLOAD_CANDIDATES = tried
         return TorchSide(group, SideName("netfold", "torch", "netfold", ""))

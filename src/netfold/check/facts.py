@@ -20,7 +20,7 @@ from netfold.communicator.addresses import interface_of, own_interfaces
 from netfold.communicator.errors import NetfoldError
 from netfold.communicator.fabric import look_ahead
 from netfold.communicator.membership import ask_room
-from netfold.control import switches_of
+from netfold.switch_protocol.control_messages import switches_of
 
 # Whose values are nobody's business; that they are set is.
 _SECRET = ("TOKEN", "SECRET", "KEY", "PASSWORD")

@@ -12,7 +12,7 @@ from netfold.check.facts import Facts
 from netfold.check.gather import Gathered
 from netfold.check.links import PairLink
 from netfold.check.words import by_host, listed, rate_of, size
-from netfold.data_path import ReceiveBuffer
+from netfold.switch_protocol.data_path import ReceiveBuffer
 
 # Shared memory that a host's ranks take: slots and bells, and DDP's buckets, which may move there.
 _SHM_A_RANK = 64 << 20

@@ -107,8 +107,8 @@ def _windows(options: Options, workers: int) -> list[str]:
     from netfold._native import protocol
     from netfold.communicator.errors import NetfoldError
     from netfold.communicator.membership import ask_room
-    from netfold.control import switches_of
-    from netfold.data_path import window_chunks
+    from netfold.switch_protocol.control_messages import switches_of
+    from netfold.switch_protocol.data_path import window_chunks
 
     told = []
     payload_bytes = protocol.ETHERNET_PAYLOAD_BYTES
@@ -128,9 +128,9 @@ def _windows(options: Options, workers: int) -> list[str]:
 
 def _protection(switch: str, security: str) -> str:
     """What guards the packets between a worker and the switch, in a sentence. ValueError for no switch's address."""
-    from netfold import control
+    from netfold.switch_protocol import control_messages
 
-    if control.parse_switch(switch, what="NETFOLD_SWITCH").fingerprint is None:
+    if control_messages.parse_switch(switch, what="NETFOLD_SWITCH").fingerprint is None:
         return "packets to and from the switch are not authenticated: NETFOLD_SWITCH names no fingerprint"
     if security == "encrypt":
         return "packets to and from the switch are encrypted (AES-GCM, 16 bytes more each)"

@@ -101,7 +101,7 @@ def switch(
     """
     if context.invoked_subcommand is not None:
         return
-    from netfold import control
+    from netfold.switch_protocol import control_messages
     from netfold.bench.sizes import parse_size
     from netfold.switch import Limits, Switch, Tokens
     from netfold.switch.facts import OneLine, Sparingly, say
@@ -116,7 +116,7 @@ def switch(
     output.addFilter(Sparingly())
     logging.basicConfig(level=level, handlers=[output])
     try:
-        host, port = control.parse_endpoint(listen, what="--listen")
+        host, port = control_messages.parse_endpoint(listen, what="--listen")
         limits = Limits(
             jobs=max_jobs,
             workers=max_workers,
@@ -143,7 +143,7 @@ def switch(
             busy_poll_s=busy_poll / 1e6,
             fabrics=fabric or (),
         )
-        web = None if metrics is None else Web(*control.parse_endpoint(metrics, what="--metrics"), daemon.status)
+        web = None if metrics is None else Web(*control_messages.parse_endpoint(metrics, what="--metrics"), daemon.status)
     except ValueError as error:
         typer.echo(f"netfold switch: {error}", err=True)
         raise typer.Exit(CANNOT) from None
@@ -219,11 +219,11 @@ def status(
     from rich.console import Console
     from rich.live import Live
 
-    from netfold import control
+    from netfold.switch_protocol import control_messages
     from netfold.switch.view import read_status, show
 
     try:
-        address = control.parse_endpoint(endpoint, what="ENDPOINT")
+        address = control_messages.parse_endpoint(endpoint, what="ENDPOINT")
     except ValueError as error:
         typer.echo(f"netfold switch status: {error}", err=True)
         raise typer.Exit(CANNOT) from None

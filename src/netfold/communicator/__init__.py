@@ -2,7 +2,7 @@
 
 A `Group` is ranks that share a mesh of authenticated connections, a choice table and, with NETFOLD_SWITCH, membership
 of a job on a switch; it takes addresses and sizes. A `Communicator` is a Group for arrays of any kind. May import:
-`netfold.control`, plan, profile's records, and the native engine.
+`netfold.switch_protocol.control_messages`, plan, profile's records, and the native engine.
 
 Always: who talks to us proved that it knows the job's secret; all ranks hold the same table; a wait has a deadline; an
 error names the rank.

@@ -16,7 +16,7 @@ import psutil
 
 from netfold.communicator.errors import RendezvousError
 from netfold.communicator.options import Options
-from netfold.control import is_loopback, parse_switch, switches_of
+from netfold.switch_protocol.control_messages import is_loopback, parse_switch, switches_of
 
 
 @dataclass(frozen=True)

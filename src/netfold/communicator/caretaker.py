@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from netfold import control
+from netfold.switch_protocol import control_messages
 from netfold._native import engine
 from netfold.communicator import handshake, rendezvous
 from netfold.communicator.door import Answer, Resident
@@ -31,7 +31,7 @@ from netfold.communicator.errors import RendezvousError
 from netfold.communicator.handshake import CALL, Hello
 from netfold.communicator.rendezvous import Neighbours
 from netfold.communicator.sealed_stream import mesh_secrets
-from netfold.control import format_endpoint
+from netfold.switch_protocol.control_messages import format_endpoint
 
 log = logging.getLogger("netfold")
 
@@ -76,7 +76,7 @@ class Ward:
     def rank(self) -> int:
         return self.resident.rank
 
-    def call(self, peer: int, rail: int, message: control.Message, timeout_s: float) -> tuple[Any, control.Message]:
+    def call(self, peer: int, rail: int, message: control_messages.Message, timeout_s: float) -> tuple[Any, control_messages.Message]:
         """Ask a rank's door; the connection, and the reply. RendezvousError, TimeoutError, OSError, EOFError."""
         hello = Hello(
             CALL,
@@ -90,13 +90,13 @@ class Ward:
         stream = rendezvous.connect(self.neighbours, hello, self.resident.secret, time.monotonic() + timeout_s)
         try:
             stream.settimeout(timeout_s)
-            control.send(stream, message)
-            return stream, control.receive(stream)
+            control_messages.send(stream, message)
+            return stream, control_messages.receive(stream)
         except BaseException:
             stream.close()
             raise
 
-    def answer(self, peer: int, question: control.Message) -> tuple[control.Message, Any]:
+    def answer(self, peer: int, question: control_messages.Message) -> tuple[control_messages.Message, Any]:
         """What this rank says to another's question (door.Answer)."""
         if question["type"] in self.questions:
             return self.questions[question["type"]](peer, question)
@@ -190,7 +190,7 @@ class Ward:
         waited_s = time.monotonic() - began
         self.native.give_up(lane, peer, rail, mends, f"after {waited_s:.1f} s of trying to make it again: {why}")
 
-    def _hear(self, peer: int, reply: control.Message) -> None:
+    def _hear(self, peer: int, reply: control_messages.Message) -> None:
         """After a failure nobody goes on: what a rank says that befell it."""
         _, fault, why = reply["failure"]
         fault = fault if fault not in (-1, self.rank) else peer
@@ -202,7 +202,7 @@ class Ward:
         where = f"lane {lane}, rail {rail}, {here} to {there}"
         log.warning("rank %d: the connection to rank %d was made again (%s)", self.rank, peer, where)
 
-    def ask(self, ranks: Iterable[int], sequence: int = 0) -> dict[int, control.Message]:
+    def ask(self, ranks: Iterable[int], sequence: int = 0) -> dict[int, control_messages.Message]:
         """What each of some ranks says it does, within a second; why it says nothing, where it does not."""
         pool = ThreadPoolExecutor(_MOST_ASKED, "netfold asks")
         try:
@@ -213,7 +213,7 @@ class Ward:
         finally:
             pool.shutdown(wait=False)
 
-    def _ask(self, peer: int, sequence: int) -> control.Message:
+    def _ask(self, peer: int, sequence: int) -> control_messages.Message:
         try:
             stream, reply = self.call(peer, 0, {"type": "ask", "sequence": sequence}, ASK_S)
         except RendezvousError:
@@ -256,22 +256,22 @@ class Ward:
             log.warning("rank %d has waited %.0f s in %s: %s", self.rank, waited_s, mine, describe(awaited))
 
 
-def expired_of(reply: control.Message) -> tuple[int, int]:
+def expired_of(reply: control_messages.Message) -> tuple[int, int]:
     """The collective that passed its deadline, and its timeout, where that ended the group of the rank that replied."""
     call, timeout_ns = reply.get("expired") or (0, 0)
     return int(call), int(timeout_ns)
 
 
-def without_call(seen: dict[int, control.Message], sequence: int) -> list[int]:
+def without_call(seen: dict[int, control_messages.Message], sequence: int) -> list[int]:
     """Of the ranks that were asked, those that have not made collective `sequence`, or do not answer."""
     return sorted(rank for rank, reply in seen.items() if reply.get("calls", 0) < sequence)
 
 
-def describe(seen: dict[int, control.Message]) -> str:
+def describe(seen: dict[int, control_messages.Message]) -> str:
     return "; ".join(f"rank {rank} is {reply['doing']}" for rank, reply in seen.items())
 
 
-def _about(kind: str, lane: int, rail: int) -> control.Message:
+def _about(kind: str, lane: int, rail: int) -> control_messages.Message:
     return {"type": kind, "lane": lane, "rail": rail}
 
 

@@ -18,12 +18,12 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from netfold import control
+from netfold.switch_protocol import control_messages
 from netfold.communicator import handshake
 from netfold.communicator.errors import RendezvousError
 from netfold.communicator.handshake import Hello
 from netfold.communicator.sealed_stream import sealed
-from netfold.control import format_endpoint
+from netfold.switch_protocol.control_messages import format_endpoint
 
 # A stranger keeps a visit open for no longer than this.
 HANDSHAKE_TIMEOUT_S = 5.0
@@ -36,7 +36,7 @@ Failure = tuple[
     int, int, str
 ]  # its kind, the rank at fault (-1: nobody knows) and what befell, as native groups say it
 # (the rank that asks, its question) -> the reply, and what is done with the connection once the reply is on its way.
-Answer = Callable[[int, control.Message], tuple[control.Message, Callable[[socket.socket], None] | None]]
+Answer = Callable[[int, control_messages.Message], tuple[control_messages.Message, Callable[[socket.socket], None] | None]]
 
 
 @dataclass
@@ -162,7 +162,7 @@ class Door:
                 resident.welcome((hello.knocker, hello.lane, hello.rail), stream)
             elif resident.answer is not None:
                 await self._loop.run_in_executor(None, _converse, stream, resident.answer, hello.knocker)
-        except (OSError, EOFError, TimeoutError, asyncio.TimeoutError, control.ProtocolError):
+        except (OSError, EOFError, TimeoutError, asyncio.TimeoutError, control_messages.ProtocolError):
             pass  # a stranger, or a rank that gave up: the real one, if any, is still to come
         finally:
             self._visits -= 1
@@ -183,8 +183,8 @@ class Door:
 
 def _converse(stream: socket.socket, answer: Answer, peer: int) -> None:
     stream.settimeout(HANDSHAKE_TIMEOUT_S)
-    reply, then = answer(peer, control.receive(stream))
-    control.send(stream, reply)
+    reply, then = answer(peer, control_messages.receive(stream))
+    control_messages.send(stream, reply)
     if then is not None:
         then(stream)
 

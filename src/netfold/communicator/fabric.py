@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing.util import Finalize
 from typing import Any
 
-from netfold import control
+from netfold.switch_protocol import control_messages
 from netfold._native import fabric
 from netfold.communicator.addresses import own_interfaces
 from netfold.communicator.errors import RendezvousError
@@ -163,18 +163,18 @@ class _Others:
         self._readable = select.poll()
         for number in self._ranks:
             self._readable.register(number, select.POLLIN)
-        self._said: dict[tuple[int, str], control.Message] = {}
+        self._said: dict[tuple[int, str], control_messages.Message] = {}
         self.streams: Streams = []
 
-    def tell(self, peer: int, message: control.Message) -> None:
+    def tell(self, peer: int, message: control_messages.Message) -> None:
         with self.told_of(peer):
             try:
-                control.send(self.peers[peer], message)
+                control_messages.send(self.peers[peer], message)
             except OSError:
                 self._listen(0)  # it may have said why it went
                 raise
 
-    def hear(self, peer: int, kind: str, *, meanwhile: Callable[[], None] | None = None) -> control.Message:
+    def hear(self, peer: int, kind: str, *, meanwhile: Callable[[], None] | None = None) -> control_messages.Message:
         """What that rank says of this kind; `meanwhile` is called again and again."""
         while (peer, kind) not in self._said:
             if meanwhile is not None:
@@ -195,7 +195,7 @@ class _Others:
         """Tell everybody why nothing comes of it: who is at fault, and in whose words."""
         for stream in self.peers.values():
             with contextlib.suppress(OSError):  # who has gone need not hear it
-                control.send(stream, {"type": "parted", "error": str(error), "rank": error.rank})
+                control_messages.send(stream, {"type": "parted", "error": str(error), "rank": error.rank})
 
     @contextlib.contextmanager
     def told_of(self, peer: int | None = None) -> Iterator[None]:
@@ -240,7 +240,7 @@ class _Others:
             for number, _ in ready:
                 peer = self._ranks[number]
                 with self.told_of(peer):
-                    message = control.receive(self.peers[peer])
+                    message = control_messages.receive(self.peers[peer])
                 if message["type"] == "parted":
                     raise RendezvousError(message["error"], rank=message["rank"])
                 self._said[peer, message["type"]] = message

@@ -30,7 +30,7 @@ from netfold.communicator.recovery import Recovery
 from netfold.communicator.sealed_stream import mesh_secrets
 from netfold.communicator.store import Store
 from netfold.communicator.way_up import WayUp
-from netfold.control import Message, switches_of
+from netfold.switch_protocol.control_messages import Message, switches_of
 from netfold.tuning import Candidate, ChoiceTable, DEFAULT_LINKS, Links, Topology, build_table, candidates, format_seconds, table_without_switch
 from netfold.profile import Records, recording, records_of
 from netfold.profile.run import GroupName

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from netfold._native import auth
 from netfold.communicator.options import SECURITIES
 from netfold.communicator.sealed_stream import Secrets, Session
-from netfold.control import receive_exactly
+from netfold.switch_protocol.control_messages import receive_exactly
 
 JOIN, CALL = 1, 2  # what a connection is for: a place in the mesh; a question to a group that stands
 

@@ -25,14 +25,14 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from netfold import control, packet_keys
+from netfold.switch_protocol import control_messages, packet_keys
 from netfold._native import protocol, auth
 from netfold._native.transport import DataPort
 from netfold.communicator.errors import RendezvousError, SwitchError
-from netfold.communicator.pinned import FingerprintError, PinnedStream
+from netfold.switch_protocol.pinned_tls import FingerprintError, PinnedStream
 from netfold.communicator.switch_watch import Ask, Lost, SwitchWatch
 from netfold.communicator.way_up import WayUp, above, agree_on_tree
-from netfold.data_path import PathError, ReceiveBuffer, open_path
+from netfold.switch_protocol.data_path import PathError, ReceiveBuffer, open_path
 
 log = logging.getLogger("netfold")
 
@@ -105,7 +105,7 @@ class Membership:
         tree = {"paths": [list(path) for path in paths]} if any(len(path) > 1 for path in paths) else {}
         message = {
             "type": "join",
-            "version": control.VERSION,
+            "version": control_messages.VERSION,
             "job": job,
             "name": name,
             "rank": rank,
@@ -124,11 +124,11 @@ class Membership:
         except _UnreachableError as error:
             raise SwitchError(str(error)) from None
 
-    def _join(self, who: str, message: control.Message, window_bytes: int, fabric: str | None, deadline: float) -> None:
+    def _join(self, who: str, message: control_messages.Message, window_bytes: int, fabric: str | None, deadline: float) -> None:
         try:
             # From the address that the control connection uses: the switch takes packets from no other host.
             path = open_path(fabric, self._stream.getsockname()[0], window_bytes)
-            control.send(self._stream, {**message, **path.said()})
+            control_messages.send(self._stream, {**message, **path.said()})
             admitted = _expect(self._stream, "admitted", who, deadline, is_first=True)
             if self.authenticated and "secret" not in admitted:
                 raise SwitchError(f"{who} speaks TLS and gave no keys for packets")
@@ -138,11 +138,11 @@ class Membership:
             ready = path.reach(self._stream.getpeername()[0], admitted, deadline)
         except PathError as error:
             # Nor does it answer packets of a job that it has ended meanwhile; then it has said why.
-            with contextlib.suppress(OSError, EOFError, control.ProtocolError):
+            with contextlib.suppress(OSError, EOFError, control_messages.ProtocolError):
                 _expect(self._stream, "refused", who, time.monotonic() - _GRACE_S)
             raise SwitchError(f"{who} {error}") from None
         self._port = path.port
-        control.send(self._stream, {"type": "ready", **ready})
+        control_messages.send(self._stream, {"type": "ready", **ready})
         start = _expect(self._stream, "start", who, deadline)
         self.payload_bytes = int(start["payload_bytes"])
         self.window = int(start["window"])
@@ -217,9 +217,9 @@ class Membership:
             with self._answered:
                 del self._answers[serial]
 
-    def _send(self, message: control.Message) -> None:
+    def _send(self, message: control_messages.Message) -> None:
         with self._send_lock:
-            control.send(self._stream, message)
+            control_messages.send(self._stream, message)
 
     def leave(self, reason: str, fault: int = -1) -> None:
         """Say goodbye and close; `fault`: the rank that is the reason, -1 for none. Idempotent."""
@@ -231,7 +231,7 @@ class Membership:
         try:
             with self._send_lock:
                 self._stream.settimeout(1.0)
-                control.send(self._stream, {"type": "leave", "reason": reason[:400], "fault": fault})
+                control_messages.send(self._stream, {"type": "leave", "reason": reason[:400], "fault": fault})
             self._stream.shutdown(socket.SHUT_RDWR)
         except OSError:
             pass
@@ -242,7 +242,7 @@ class Membership:
         reason, gone = "it closed the connection", self.endpoint
         try:
             while True:
-                message = control.receive(self._stream)
+                message = control_messages.receive(self._stream)
                 if message["type"] in ("missing", "alive"):
                     ranks = [int(rank) for rank in message.get("ranks", ())]
                     with self._answered:
@@ -257,7 +257,7 @@ class Membership:
                 elif message["type"] == "refused":
                     # Another switch of the tree may be the one that is gone.
                     reason, gone = str(message.get("reason")), str(message.get("switch") or gone)
-        except (EOFError, OSError, control.ProtocolError, ValueError):
+        except (EOFError, OSError, control_messages.ProtocolError, ValueError):
             pass
         if os.getpid() == pid:
             self._say_lost(lost, reason, gone)
@@ -305,7 +305,7 @@ class Membership:
                 open_question = serial, action
                 with self._answered:
                     self._answers[serial] = None
-                about: control.Message
+                about: control_messages.Message
                 if action.chunk is not None:
                     about = {"type": "missing", "chunk": action.chunk}
                 elif bytes_per_s is not None and self.rank == self.workers[0]:
@@ -327,10 +327,10 @@ class Membership:
 
 def refuse_open(endpoint: str, security: str, rank: int) -> None:
     """SwitchError where packets would go to a switch without keys, and `security` is more than none."""
-    host, port, fingerprint = control.parse_switch(endpoint, what="NETFOLD_SWITCH")
+    host, port, fingerprint = control_messages.parse_switch(endpoint, what="NETFOLD_SWITCH")
     if security != "none" and fingerprint is None:
         raise SwitchError(
-            f"rank {rank}: the switch at {control.format_endpoint(host, port)} has no keys, and "
+            f"rank {rank}: the switch at {control_messages.format_endpoint(host, port)} has no keys, and "
             f"NETFOLD_SECURITY={security}: start it with --token-file, and name it with its fingerprint"
         )
 
@@ -358,7 +358,7 @@ def ask_way_up(
             left_s = min(left_s, _CONNECT_S)
         try:
             with _conversation(candidate, token_file, rank, len(workers), left_s) as (stream, who, token):
-                control.send(stream, {"type": "path", "version": control.VERSION, "below": [], **token})
+                control_messages.send(stream, {"type": "path", "version": control_messages.VERSION, "below": [], **token})
                 way = WayUp.of(_expect(stream, "path", who, time.monotonic() + left_s, is_first=True), candidate)
                 stream.close()
         except _UnreachableError as error:
@@ -402,7 +402,7 @@ def ask_room(endpoint: str, *, token_file: str | None, rank: int, timeout_s: flo
     try:
         with _conversation(endpoint, token_file, rank, 1, timeout_s) as (stream, who, token):
             asked = {"udp": True} if udp else {}
-            control.send(stream, {"type": "room", "version": control.VERSION, **asked, **token})
+            control_messages.send(stream, {"type": "room", "version": control_messages.VERSION, **asked, **token})
             answer = _expect(stream, "room", who, deadline, is_first=True)
             jobs, workers, memory_bytes, slots = (int(answer[name]) for name in Room._fields[:4])
             udp_error = _udp_error(stream, answer["udp"], who) if "udp" in answer else ""
@@ -415,11 +415,11 @@ def ask_room(endpoint: str, *, token_file: str | None, rank: int, timeout_s: flo
     return room
 
 
-def _udp_error(stream: socket.socket | PinnedStream, place: control.Message, who: str) -> str:
+def _udp_error(stream: socket.socket | PinnedStream, place: control_messages.Message, who: str) -> str:
     """Why no packet comes back from the switch's UDP port; empty where one does."""
     own, theirs, port = stream.getsockname(), stream.getpeername(), int(place["port"])
     # As long as the shortest packets that a job can have, from the address that they would come from.
-    packet = bytes(place["nonce"]).ljust(control.PAYLOAD_CANDIDATES[-1] + protocol.HEADER_BYTES, b"\0")
+    packet = bytes(place["nonce"]).ljust(control_messages.PAYLOAD_CANDIDATES[-1] + protocol.HEADER_BYTES, b"\0")
     with socket.socket(socket.AF_INET6 if ":" in own[0] else socket.AF_INET, socket.SOCK_DGRAM) as ours:
         ours.bind((own[0], 0, *own[2:]))
         ours.connect((theirs[0], port, *theirs[2:]))
@@ -445,7 +445,7 @@ def _conversation(
     _UnreachableError where there is none. What goes wrong inside closes it, and becomes a SwitchError that says what it
     may mean.
     """
-    host, port, fingerprint = control.parse_switch(endpoint, what="NETFOLD_SWITCH")
+    host, port, fingerprint = control_messages.parse_switch(endpoint, what="NETFOLD_SWITCH")
     who = f"rank {rank}: the switch at {_bare(endpoint)} (NETFOLD_SWITCH)"
     token = _token(who, token_file, fingerprint)
     if fingerprint is not None and auth.unavailable_reason():
@@ -486,26 +486,26 @@ def _conversation(
 
 def _expect(
     stream: socket.socket | PinnedStream, kind: str, who: str, deadline: float, *, is_first: bool = False
-) -> control.Message:
+) -> control_messages.Message:
     """Receive a message of this kind, or raise. is_first: it answers a first message, so it carries a version."""
     stream.settimeout(max(0.01, deadline + _GRACE_S - time.monotonic()))
-    message = control.receive(stream)
+    message = control_messages.receive(stream)
     # Up to control protocol 5 a refusal has no version, but its reason has one.
     if is_first and ("version" in message or message["type"] == kind):
-        problem = control.version_problem(message, them="it", us="this worker")
+        problem = control_messages.version_problem(message, them="it", us="this worker")
         if problem:
             raise SwitchError(f"{who} cannot be joined: {problem}")
     if message["type"] == "refused":
         raise SwitchError(f"{who} refused: {message.get('reason')}")
     if message["type"] != kind:
-        raise control.ProtocolError(f"expected {kind!r}, got {message['type']!r}")
+        raise control_messages.ProtocolError(f"expected {kind!r}, got {message['type']!r}")
     return message
 
 
 def _bare(endpoint: str) -> str:
     """Without the fingerprint."""
-    host, port, _ = control.parse_switch(endpoint, what="NETFOLD_SWITCH")
-    return control.format_endpoint(host, port)
+    host, port, _ = control_messages.parse_switch(endpoint, what="NETFOLD_SWITCH")
+    return control_messages.format_endpoint(host, port)
 
 
 def _token(who: str, token_file: str | None, fingerprint: str | None) -> str | None:
@@ -517,8 +517,8 @@ def _token(who: str, token_file: str | None, fingerprint: str | None) -> str | N
             "the token. Set NETFOLD_SWITCH to all of what the switch says when it starts, host:port#fingerprint"
         )
     try:
-        token = control.read_private(token_file).strip()
-        control.check_token(token)
+        token = control_messages.read_private(token_file).strip()
+        control_messages.check_token(token)
     except OSError as error:
         raise SwitchError(f"{who}: NETFOLD_TOKEN_FILE={token_file}: {error.strerror}") from None
     except ValueError as error:
@@ -609,14 +609,14 @@ def join_for_host(
         for stream in waiting:
             with contextlib.suppress(OSError):  # one that is gone is missed at the first operation
                 stream.settimeout(_GRACE_S)
-                control.send(stream, {"type": "joined", "refused": refused})
+                control_messages.send(stream, {"type": "joined", "refused": refused})
 
 
 def _hear_of_join(stream: socket.socket, worker: int, rank: int, deadline: float) -> None:
     stream.settimeout(max(0.1, deadline - time.monotonic()) + 2 * _GRACE_S)
     try:
-        refused = control.receive(stream).get("refused")
-    except (EOFError, OSError, control.ProtocolError) as error:
+        refused = control_messages.receive(stream).get("refused")
+    except (EOFError, OSError, control_messages.ProtocolError) as error:
         raise RendezvousError(
             f"rank {rank}: rank {worker}, which joins the switch for this host, did not say that it has ({error}); "
             "see its own output",

@@ -21,7 +21,7 @@ import zlib
 from collections.abc import Sequence
 from typing import Any
 
-from netfold import control
+from netfold.switch_protocol import control_messages
 from netfold._native import mpi
 from netfold.communicator.errors import RendezvousError
 
@@ -47,7 +47,7 @@ def port_of(rank: int, sockets: Sequence[socket.socket | None], deadline: float)
     except RuntimeError as error:
         for stream in peers.values():
             with contextlib.suppress(OSError):  # who has left need not hear it
-                control.send(stream, {"type": "mpi", "error": str(error)})
+                control_messages.send(stream, {"type": "mpi", "error": str(error)})
         raise RendezvousError(f"rank {rank} cannot go over MPI (NETFOLD_TRANSPORT): {error}", rank=rank) from None
     world = api.COMM_WORLD
     version = _version(api)
@@ -59,9 +59,9 @@ def port_of(rank: int, sockets: Sequence[socket.socket | None], deadline: float)
     peer = rank
     try:
         for peer, stream in peers.items():  # noqa: B007
-            control.send(stream, mine)
+            control_messages.send(stream, mine)
         for peer, stream in peers.items():
-            theirs = control.receive(stream)
+            theirs = control_messages.receive(stream)
             if theirs["error"]:
                 raise RendezvousError(
                     f"rank {peer} cannot go over MPI (NETFOLD_TRANSPORT): {theirs['error']}", rank=peer

@@ -22,10 +22,10 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from netfold import control
+from netfold.switch_protocol import control_messages
 from netfold._native import engine
 from netfold.communicator.errors import RendezvousError
-from netfold.control import receive_exactly
+from netfold.switch_protocol.control_messages import receive_exactly
 
 _TOKEN_BYTES = 16
 _LETTER = struct.Struct(f">I{_TOKEN_BYTES}s")  # the giver's rank, and the token that the taker gave it
@@ -123,11 +123,11 @@ def _exchange(
     for peer, stream in _others(sockets):
         with _with(rank, peer):
             stream.settimeout(max(0.001, deadline - time.monotonic()))
-            control.send(stream, {"type": "node", "path": path, "token": tokens[peer]})
+            control_messages.send(stream, {"type": "node", "path": path, "token": tokens[peer]})
     told = {}
     for peer, stream in _others(sockets):
         with _with(rank, peer):
-            told[peer] = control.receive(stream)
+            told[peer] = control_messages.receive(stream)
     for peer, stream in _others(sockets[:rank]):
         with _with(rank, peer):
             link = _connect(told[peer]["path"]) if listener is not None else None
@@ -226,10 +226,10 @@ def _agree(
     for peer, stream in _others(sockets):
         with _with(rank, peer):
             stream.settimeout(max(0.001, deadline - time.monotonic()))
-            control.send(stream, {"type": "reached", "ranks": sorted(reached)})
+            control_messages.send(stream, {"type": "reached", "ranks": sorted(reached)})
     for peer, stream in _others(sockets):
         with _with(rank, peer):
-            reaches[peer] = set(control.receive(stream)["ranks"])
+            reaches[peer] = set(control_messages.receive(stream)["ranks"])
     members: list[list[int]] = []
     nodes = []
     for peer in range(size):

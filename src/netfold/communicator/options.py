@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 
-from netfold.control import switches_of
+from netfold.switch_protocol.control_messages import switches_of
 
 
 @dataclass(frozen=True)

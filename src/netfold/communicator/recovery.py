@@ -36,7 +36,7 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any
 
-from netfold import control
+from netfold.switch_protocol import control_messages
 from netfold._native import engine
 from netfold.communicator import recovery_machine as machine
 from netfold.communicator.caretaker import Ward
@@ -56,13 +56,13 @@ _LOOK_S = 0.5
 # What the others should know before this rank goes takes no longer.
 _LAST_WORD_S = 1.0
 # Results travel in messages of up to so many bytes.
-_PARCEL_BYTES = control.MAX_MESSAGE_BYTES // 2
+_PARCEL_BYTES = control_messages.MAX_MESSAGE_BYTES // 2
 # Shorter than a call: the rank that asks waits for the answer.
 _WAY_S = 3.0
 _JOIN_S = 10.0
 _MOST_WORDS = 2000
 _FAILURES: tuple[str, ...] = engine.FAILURES
-_HEARD: control.Message = {"type": "heard"}
+_HEARD: control_messages.Message = {"type": "heard"}
 # What travels as a message between machines, by the type of its message.
 _MESSAGES: dict[str, type[Message]] = {
     "lost": machine.Lost,
@@ -210,7 +210,7 @@ class Recovery:
             actions = [] if self._over() else event()
         self._carry_out(actions)
 
-    def _hear(self, kind: str, peer: int, question: control.Message) -> tuple[control.Message, None]:
+    def _hear(self, kind: str, peer: int, question: control_messages.Message) -> tuple[control_messages.Message, None]:
         message = _decoded(kind, question)
         with self._lock:
             if self._over():
@@ -328,7 +328,7 @@ class Recovery:
             try:
                 with stream:
                     if answer["type"] == "kept":
-                        parcels = [control.receive(stream)["packets"] for _ in range(answer["parcels"])]
+                        parcels = [control_messages.receive(stream)["packets"] for _ in range(answer["parcels"])]
                         packets = [packet for parcel in parcels for packet in parcel]
             except (OSError, EOFError):
                 continue
@@ -336,8 +336,8 @@ class Recovery:
         return None
 
     def _give(
-        self, _: int, question: control.Message
-    ) -> tuple[control.Message, Callable[[socket.socket], None] | None]:
+        self, _: int, question: control_messages.Message
+    ) -> tuple[control_messages.Message, Callable[[socket.socket], None] | None]:
         packets = self._uplink.kept(question["life"], chunks_of(unpack(question["chunks"]), question["base"]))
         if packets is None:
             return {"type": "unknown"}, None
@@ -346,7 +346,7 @@ class Recovery:
 
         def send(stream: socket.socket) -> None:
             for parcel in parcels:
-                control.send(stream, {"type": "packets", "packets": parcel})
+                control_messages.send(stream, {"type": "packets", "packets": parcel})
 
         return {"type": "kept", "parcels": len(parcels)}, send
 
@@ -361,7 +361,7 @@ class Recovery:
         tree = None if paths is None else tuple(map(tuple, paths))
         self._happen(lambda: self._machine.found_tree(tree))
 
-    def _say_way_up(self, _: int, __: control.Message) -> tuple[control.Message, None]:
+    def _say_way_up(self, _: int, __: control_messages.Message) -> tuple[control_messages.Message, None]:
         try:
             self._way = self._look_up(_WAY_S)
         except SwitchError as error:
@@ -370,7 +370,7 @@ class Recovery:
 
     def _tree(self) -> list[list[int]] | None:
         """The paths of all workers; None where there is no tree of them yet."""
-        question: control.Message = {"type": "way up"}
+        question: control_messages.Message = {"type": "way up"}
         mine, _ = self._say_way_up(self._rank, question)
         if "refused" in mine:
             return None  # nobody else needs to look
@@ -409,9 +409,9 @@ class Recovery:
 
     def _tell_all(
         self,
-        message_for: Callable[[int], control.Message],
-        said: Mapping[int, control.Message] = MappingProxyType({}),
-    ) -> dict[int, control.Message] | None:
+        message_for: Callable[[int], control_messages.Message],
+        said: Mapping[int, control_messages.Message] = MappingProxyType({}),
+    ) -> dict[int, control_messages.Message] | None:
         """Every rank's reply, this one's among them; None when the group is over before all have replied. `said`: the
         replies of those that need not be asked."""
 
@@ -428,7 +428,7 @@ class Recovery:
             thread.join()
         return replies if len(replies) == len(self._workers) else None
 
-    def _tell(self, peer: int, message: control.Message) -> control.Message | None:
+    def _tell(self, peer: int, message: control_messages.Message) -> control_messages.Message | None:
         """A rank's reply, however long it takes; None when the group is over before."""
         if peer == self._rank:
             return self._ward.questions[self._of_switch(message["type"])](peer, message)[0]
@@ -439,7 +439,7 @@ class Recovery:
                 return reply[1]
         return None
 
-    def _try(self, peer: int, message: control.Message) -> tuple[Any, control.Message] | None:
+    def _try(self, peer: int, message: control_messages.Message) -> tuple[Any, control_messages.Message] | None:
         """One try, and the connection; None where it failed, which ends the group if the rank is gone."""
         try:
             asked = {**message, "type": self._of_switch(message["type"])}
@@ -473,11 +473,11 @@ class Recovery:
                 thread.join(_LAST_WORD_S)
         self._native.fail(_FAILURES.index(kind), rank, text)
 
-    def _say_last(self, peer: int, message: control.Message) -> None:
+    def _say_last(self, peer: int, message: control_messages.Message) -> None:
         with contextlib.suppress(RendezvousError, OSError, EOFError):
             self._ward.call(peer, 0, message, _LAST_WORD_S)[0].close()
 
-    def _hear_over(self, peer: int, question: control.Message) -> tuple[control.Message, None]:
+    def _hear_over(self, peer: int, question: control_messages.Message) -> tuple[control_messages.Message, None]:
         text = f"rank {peer} gave up on the group: {question['why']}"
         self._native.fail(_FAILURES.index(question["kind"]), question["rank"], text)
         return _HEARD, None
@@ -493,17 +493,17 @@ def _spoken(table: ChoiceTable) -> str:
     return ", ".join(row.algorithm + (f" from {row.min_bytes} bytes" if row.min_bytes else "") for row in rows)
 
 
-def _encoded(message: Message) -> control.Message:
+def _encoded(message: Message) -> control_messages.Message:
     """As it travels."""
     (kind,) = (kind for kind, each in _MESSAGES.items() if isinstance(message, each))
-    said: control.Message = {"type": kind, **vars(message)}
+    said: control_messages.Message = {"type": kind, **vars(message)}
     if isinstance(message, machine.Recover):
         said["held"] = pack(message.held)
         said["gets"] = [(giver, pack(bits)) for giver, bits in message.gets]
     return said
 
 
-def _decoded(kind: str, question: control.Message) -> Message:
+def _decoded(kind: str, question: control_messages.Message) -> Message:
     said = {name: value for name, value in question.items() if name != "type"}
     if kind == "recover":
         said["held"] = unpack(said["held"])

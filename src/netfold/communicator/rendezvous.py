@@ -27,7 +27,7 @@ from netfold.communicator.handshake import JOIN, Hello
 from netfold.communicator.options import Options
 from netfold.communicator.sealed_stream import sealed
 from netfold.communicator.store import PrefixStore, Store
-from netfold.control import format_endpoint, parse_endpoint, switches_of
+from netfold.switch_protocol.control_messages import format_endpoint, parse_endpoint, switches_of
 from netfold.tuning import check_words
 
 Sockets = list[list[list[socket.socket]]]  # by lane, rank and rail; none at our own place

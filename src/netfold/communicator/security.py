@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 
-from netfold import control
+from netfold.switch_protocol import control_messages
 from netfold._native import auth
 from netfold.communicator.options import SECURITIES, Options
 
@@ -29,11 +29,11 @@ def why_no_switch(security: str, switch: str | None) -> str:
     """Why packets may not go to `switch`, as NETFOLD_SWITCH names it, under that security; empty where they may."""
     if switch is None or security == SECURITIES[0]:
         return ""
-    for endpoint in control.switches_of(switch):
-        host, port, fingerprint = control.parse_switch(endpoint, what="NETFOLD_SWITCH")
+    for endpoint in control_messages.switches_of(switch):
+        host, port, fingerprint = control_messages.parse_switch(endpoint, what="NETFOLD_SWITCH")
         if fingerprint is None:
             return (
-                f"the switch at {control.format_endpoint(host, port)} is not used: NETFOLD_SECURITY={security}, and a "
+                f"the switch at {control_messages.format_endpoint(host, port)} is not used: NETFOLD_SECURITY={security}, and a "
                 "switch that NETFOLD_SWITCH names without a fingerprint has no keys"
             )
     return ""
@@ -46,8 +46,8 @@ def job_secret(drawn: bytes, secret_file: str | None) -> bytes:
     if secret_file is None:
         return drawn
     try:
-        text = control.read_private(secret_file).strip()
-        control.check_token(text)
+        text = control_messages.read_private(secret_file).strip()
+        control_messages.check_token(text)
     except OSError as error:
         raise ValueError(f"NETFOLD_SECRET_FILE={secret_file}: {error.strerror}") from None
     except ValueError as error:

@@ -2,7 +2,7 @@
 
 As torch's TCPStore it is plaintext and asks for no proof of identity: it protects the job's secret only from those who
 cannot reach the port. (The standard library's managers and the key-value stores of package registries either unpickle
-what strangers send or want a server of their own.) Requests and answers are `netfold.control` messages, bounded by it.
+what strangers send or want a server of their own.) Requests and answers are `netfold.switch_protocol.control_messages` messages, bounded by it.
 
     client -> server   hello  job             is this the store of my job?
                        set    key, value
@@ -21,7 +21,7 @@ import threading
 import time
 from typing import Any
 
-from netfold import control
+from netfold.switch_protocol import control_messages
 from netfold.communicator.errors import RendezvousError
 
 # Ports tried from the given one on: another program, often torch's own store, may have the first.
@@ -71,7 +71,7 @@ class TcpStoreServer:
         self._closed = False
         self._connections: set[socket.socket] = set()
         # A name may mean this host's loopback here and its network address elsewhere: then listen on all addresses.
-        bind_to = "127.0.0.1" if host == "localhost" else host if control.is_loopback(host) else ""
+        bind_to = "127.0.0.1" if host == "localhost" else host if control_messages.is_loopback(host) else ""
         self._listener, self.port = _listen(bind_to, port)
         threading.Thread(target=self._accept, name="netfold store", daemon=True).start()
 
@@ -102,13 +102,13 @@ class TcpStoreServer:
         try:
             # A stranger that says nothing costs one thread for so long.
             stream.settimeout(_HELLO_TIMEOUT_S)
-            hello = control.receive(stream)
+            hello = control_messages.receive(stream)
             if hello["type"] != "hello" or hello.get("job") != self._job:
-                return control.send(stream, {"type": "no", "reason": "this is the store of another job"})
-            control.send(stream, {"type": "ok", "value": None})
+                return control_messages.send(stream, {"type": "no", "reason": "this is the store of another job"})
+            control_messages.send(stream, {"type": "ok", "value": None})
             stream.settimeout(None)
             while True:
-                control.send(stream, self._answer(control.receive(stream)))
+                control_messages.send(stream, self._answer(control_messages.receive(stream)))
         except (EOFError, OSError, ValueError, KeyError, TypeError):
             pass  # it left, or is no client of ours
         finally:
@@ -202,8 +202,8 @@ class TcpStore:
         try:
             stream = self._take()
             stream.settimeout(timeout_s)
-            control.send(stream, request)
-            answer = control.receive(stream)
+            control_messages.send(stream, request)
+            answer = control_messages.receive(stream)
             with self._lock:
                 self._idle.append(stream)
             return answer
@@ -229,8 +229,8 @@ class TcpStore:
         stream = socket.create_connection((self._host, self._port), timeout=_GRACE_S)
         with self._lock:
             self._streams.add(stream)
-        control.send(stream, {"type": "hello", "job": self._job})
-        answer = control.receive(stream)
+        control_messages.send(stream, {"type": "hello", "job": self._job})
+        answer = control_messages.receive(stream)
         if answer["type"] != "ok":
             raise OSError(str(answer.get("reason")))
         return stream
@@ -244,8 +244,8 @@ class TcpStore:
                 try:
                     left = max(0.05, deadline - time.monotonic())
                     stream = socket.create_connection((host, candidate), timeout=min(left, _HELLO_TIMEOUT_S))
-                    control.send(stream, {"type": "hello", "job": job})
-                    answer = control.receive(stream)
+                    control_messages.send(stream, {"type": "hello", "job": job})
+                    answer = control_messages.receive(stream)
                     if answer["type"] == "ok":
                         return stream
                     said = f"port {candidate}: {answer.get('reason')}"

@@ -13,7 +13,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from netfold import control
+from netfold.switch_protocol import control_messages
 from netfold.communicator.errors import SwitchError
 
 # For a message that is on its way when the deadline comes.
@@ -34,7 +34,7 @@ class WayUp(NamedTuple):
     broken: str
 
     @classmethod
-    def of(cls, answer: control.Message, endpoint: str) -> WayUp:
+    def of(cls, answer: control_messages.Message, endpoint: str) -> WayUp:
         """From the answer of the switch at `endpoint`; KeyError, TypeError, ValueError for what is none."""
         ids = tuple(int(switch) for switch, _ in answer["switches"])
         endpoints = (endpoint, *(str(address) for _, address in answer["switches"][1:]))
@@ -79,13 +79,13 @@ def agree_on_tree(
     first, *others = workers
     within_s = max(0.0, deadline - time.monotonic())
     if rank != first:
-        word: control.Message = {"type": "way up"}
+        word: control_messages.Message = {"type": "way up"}
         if isinstance(way, SwitchError):
             word["refused"] = str(way)
         else:
             word |= {"ids": list(way.ids), "endpoints": list(way.endpoints), "broken": way.broken}
         with contextlib.suppress(OSError):  # its silence is noticed below, or by whoever comes next
-            control.send(streams[first], word)
+            control_messages.send(streams[first], word)
         if isinstance(way, SwitchError):
             raise way
         return _paths_of(_hear(streams[first], first, rank, deadline + _GRACE_S, within_s), rank)
@@ -105,31 +105,31 @@ def agree_on_tree(
             paths = common_tree(ways, workers)
     except SwitchError as error:
         failure = SwitchError(f"rank {rank}: {error}")
-    answer: control.Message = {"paths": paths} if failure is None else {"refused": str(failure)}
+    answer: control_messages.Message = {"paths": paths} if failure is None else {"refused": str(failure)}
     for peer in others:
         with contextlib.suppress(OSError):  # one that is gone is missed when the others join
-            control.send(streams[peer], {"type": "tree", **answer})
+            control_messages.send(streams[peer], {"type": "tree", **answer})
     if failure is not None:
         raise failure
     return paths
 
 
-def _paths_of(word: control.Message, rank: int) -> list[list[int]]:
+def _paths_of(word: control_messages.Message, rank: int) -> list[list[int]]:
     if "refused" in word:
         raise SwitchError(f"rank {rank}: {word['refused']}")
     paths: list[list[int]] = word["paths"]
     return paths
 
 
-def _hear(stream: socket.socket, peer: int, rank: int, deadline: float, within_s: float) -> control.Message:
+def _hear(stream: socket.socket, peer: int, rank: int, deadline: float, within_s: float) -> control_messages.Message:
     stream.settimeout(max(0.01, deadline - time.monotonic()))
     try:
-        return control.receive(stream)
+        return control_messages.receive(stream)
     except TimeoutError:
         raise SwitchError(
             f"rank {rank}: rank {peer} did not join within {within_s:.0f} s: it has not said what is above it"
         ) from None
-    except (EOFError, OSError, control.ProtocolError) as error:
+    except (EOFError, OSError, control_messages.ProtocolError) as error:
         raise SwitchError(
             f"rank {rank}: rank {peer} did not say which switches it is below ({error}); see its own output"
         ) from None

@@ -15,9 +15,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from netfold import control, packet_keys
+from netfold.switch_protocol import control_messages, packet_keys
 from netfold._native import fabric, protocol, auth
-from netfold.data_path import ReceiveBuffer, without_strict
+from netfold.switch_protocol.data_path import ReceiveBuffer, without_strict
 from netfold.switch.fabrics import Fabrics
 from netfold.switch.job import Job, Member, RefusedError, listed
 from netfold.switch.ledger import EVERYBODY, Ledger
@@ -48,11 +48,11 @@ class OnFabric:
         words = said if isinstance(said, dict) else {}
         provider, name, tag = words.get("provider"), words.get("name"), words.get("tag")
         if not isinstance(provider, str) or not 0 < len(provider) <= cls.MAX_PROVIDER:
-            raise control.ProtocolError("join over a fabric without a provider")
+            raise control_messages.ProtocolError("join over a fabric without a provider")
         if not isinstance(name, bytes) or not 0 < len(name) <= cls.MAX_NAME_BYTES:
-            raise control.ProtocolError(f"join over provider {provider} without an address there")
+            raise control_messages.ProtocolError(f"join over provider {provider} without an address there")
         if not isinstance(tag, int) or not 0 <= tag < 1 << 64:
-            raise control.ProtocolError(f"join over provider {provider} with the tag {str(tag)[:80]!r}")
+            raise control_messages.ProtocolError(f"join over provider {provider} with the tag {str(tag)[:80]!r}")
         return cls(provider, name, tag)
 
 
@@ -74,28 +74,28 @@ class Join:
     encrypt: bool
 
     @classmethod
-    def of(cls, message: control.Message) -> Join:
+    def of(cls, message: control_messages.Message) -> Join:
         name, label = message.get("job"), message.get("name", "")
         rank, ranks, port = message.get("rank"), _ranks(message), message.get("port")
         if not isinstance(name, str) or not 0 < len(name) <= MAX_JOB_NAME:
-            raise control.ProtocolError("join without a job name")
+            raise control_messages.ProtocolError("join without a job name")
         if not isinstance(label, str) or not _LABEL.fullmatch(label):
-            raise control.ProtocolError(f"join of a job that is called {str(label)[:80]!r}")
+            raise control_messages.ProtocolError(f"join of a job that is called {str(label)[:80]!r}")
         if not isinstance(rank, int) or rank not in ranks:
-            raise control.ProtocolError(f"join as rank {rank!r}, which is not one of the job's {len(ranks)}")
+            raise control_messages.ProtocolError(f"join as rank {rank!r}, which is not one of the job's {len(ranks)}")
         place = None if message.get("fabric") is None else OnFabric.of(message["fabric"])
         if place is None and (not isinstance(port, int) or not 0 < port < 1 << 16):
-            raise control.ProtocolError(f"join with the port {port!r}")
+            raise control_messages.ProtocolError(f"join with the port {port!r}")
         window_bytes, seconds = message.get("window_bytes"), message.get("timeout_s", 60.0)
         if window_bytes is not None and (not isinstance(window_bytes, int) or window_bytes <= 0):
-            raise control.ProtocolError(f"join with window_bytes {window_bytes!r}")
+            raise control_messages.ProtocolError(f"join with window_bytes {window_bytes!r}")
         if not isinstance(seconds, (int, float)) or not seconds > 0:
-            raise control.ProtocolError(f"join with timeout_s {seconds!r}")
+            raise control_messages.ProtocolError(f"join with timeout_s {seconds!r}")
         endpoint = str(message.get("endpoint") or "")
         paths, switch = message.get("paths"), message.get("switch")
         encrypt = message.get("encrypt", False)
         if not isinstance(encrypt, bool):
-            raise control.ProtocolError(f"join with encrypt {str(encrypt)[:80]!r}")
+            raise control_messages.ProtocolError(f"join with encrypt {str(encrypt)[:80]!r}")
         return cls(
             name, label, rank, ranks, port, place, paths, switch, endpoint, window_bytes, float(seconds), encrypt
         )
@@ -106,11 +106,11 @@ class Join:
         return "UDP" if self.fabric is None else f"provider {without_strict(self.fabric.provider)}"
 
 
-def check_version(message: control.Message) -> None:
+def check_version(message: control_messages.Message) -> None:
     """Raise RefusedError where a connection's first message is of another version of the control protocol."""
     below = message.get("switch") is not None or message.get("below")
     them = "the switch below" if below else "the worker"
-    problem = control.version_problem(message, them=them, us="this switch")
+    problem = control_messages.version_problem(message, them=them, us="this switch")
     if problem:
         raise RefusedError("version", problem)
 
@@ -139,7 +139,7 @@ class Admission:
         self._tagged = tagged
         self._listens_everywhere = _is_unspecified(host)
 
-    def tenant(self, message: control.Message) -> Tenant:
+    def tenant(self, message: control_messages.Message) -> Tenant:
         """Who asks, whatever for; RefusedError for a token that is not known."""
         if self._tokens is None:
             return EVERYBODY
@@ -153,14 +153,14 @@ class Admission:
 
     def admit(
         self,
-        message: control.Message,
+        message: control_messages.Message,
         writer: asyncio.StreamWriter,
         address: str,
         opened: Callable[[Job], None],
     ) -> tuple[Job, Member]:
         """The job that this worker joins, and its seat there. opened: called with a job that is new."""
         if message["type"] != "join":
-            raise control.ProtocolError(f"expected join, not {message['type']!r}")
+            raise control_messages.ProtocolError(f"expected join, not {message['type']!r}")
         tenant = self.tenant(message)
         join = Join.of(message)
         if not tenant.may_call(join.label):
@@ -236,7 +236,7 @@ class Admission:
                     nonces=nonces,
                     proofs=proofs,
                     hello_keys=hello_keys,
-                    packet_bytes=control.FABRIC_PAYLOAD_BYTES + protocol.HEADER_BYTES + auth.MAC_BYTES,
+                    packet_bytes=control_messages.FABRIC_PAYLOAD_BYTES + protocol.HEADER_BYTES + auth.MAC_BYTES,
                     in_flight_bytes=window_bytes,
                 )
         except OSError as error:  # fabric.FabricError is one
@@ -287,7 +287,7 @@ class Admission:
             or len(paths) != size
             or not all(isinstance(path, list) and all(isinstance(each, int) for each in path) for path in paths)
         ):
-            raise control.ProtocolError("join with paths that are not a list of ids for each worker")
+            raise control_messages.ProtocolError("join with paths that are not a list of ids for each worker")
         try:
             place = place_of(self._incarnation, paths)
         except ValueError as error:
@@ -346,12 +346,12 @@ def _other_numbers(nonces: Sequence[int]) -> list[int]:
     return [nonce ^ (secrets.randbelow((1 << 64) - 1) + 1) for nonce in nonces]
 
 
-def _ranks(message: control.Message) -> tuple[int, ...]:
+def _ranks(message: control_messages.Message) -> tuple[int, ...]:
     ranks = message.get("ranks")
     if not isinstance(ranks, list) or not ranks or not all(isinstance(rank, int) and rank >= 0 for rank in ranks):
-        raise control.ProtocolError("join without the job's ranks")
+        raise control_messages.ProtocolError("join without the job's ranks")
     if len(set(ranks)) != len(ranks):
-        raise control.ProtocolError("join with a rank that is there twice")
+        raise control_messages.ProtocolError("join with a rank that is there twice")
     return tuple(ranks)
 
 

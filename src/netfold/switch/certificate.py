@@ -18,7 +18,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
-from netfold import control
+from netfold.switch_protocol import control_messages
 
 FILE = "switch.pem"
 _LIFE = datetime.timedelta(days=36500)
@@ -40,7 +40,7 @@ def _kept(folder: Path) -> Path:
     path = folder / FILE
     if not path.exists():
         _write(path, _make())
-    control.read_private(path)
+    control_messages.read_private(path)
     return path
 
 

@@ -12,11 +12,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from netfold import control
+from netfold.switch_protocol import control_messages
 from netfold._native import protocol, auth
 from netfold._native.dataplane import DataPlane
 from netfold._native.transport import granted_receive_buffer
-from netfold.data_path import MIN_WINDOW_CHUNKS, ReceiveBuffer, fabric_payload, window_chunks
+from netfold.switch_protocol.data_path import MIN_WINDOW_CHUNKS, ReceiveBuffer, fabric_payload, window_chunks
 from netfold.switch.admission import Admission, check_version
 from netfold.switch.certificate import server_context
 from netfold.switch.echo import open_echo
@@ -70,7 +70,7 @@ class Switch:
             raise ValueError("--open turns tokens and TLS off, and --token-file asks for both: say one of the two")
         if tokens is None and state_dir is not None:
             raise ValueError("--state-dir keeps the certificate, which only a switch with --token-file has")
-        if tokens is None and not open_to_all and not control.is_loopback(host):
+        if tokens is None and not open_to_all and not control_messages.is_loopback(host):
             raise ValueError(
                 f"{host} is not a loopback address: anyone who reaches it could join. Name those who may with "
                 "--token-file, say --open if every host on that network is trusted, or listen on 127.0.0.1"
@@ -101,7 +101,7 @@ class Switch:
         self._admission = Admission(
             self._ledger, self.incarnation, tokens, parent, self._fabrics, tagged=self.authenticated, host=host
         )
-        self._asking: asyncio.Task[control.Message] | None = None  # the way up, for workers
+        self._asking: asyncio.Task[control_messages.Message] | None = None  # the way up, for workers
         self._listens = (host, port)
         # An epoch is never given twice in an incarnation, not even to a job of the same name.
         self._next_epoch = 1
@@ -116,7 +116,7 @@ class Switch:
     async def start(self) -> str:
         """Bind and listen; what workers take as NETFOLD_SWITCH. OSError where it cannot be."""
         self._listens = self._entrance.start()
-        endpoint = control.format_endpoint(*self._listens)
+        endpoint = control_messages.format_endpoint(*self._listens)
         self._say_buffer()
         if self.fingerprint is None:
             what = f"no tokens and no TLS: whoever reaches {endpoint} may join, and packets are not authenticated"
@@ -203,9 +203,9 @@ class Switch:
             self._ledger.refusals[refusal.kind] += 1
             say(logging.WARNING, "refused", f"refused {address}: {refusal}", peer=address, reason=refusal.kind)
             loop = {"loop": True} if refusal.kind == "loop" else {}
-            refused = {"type": "refused", "version": control.VERSION, "reason": str(refusal), **loop}
+            refused = {"type": "refused", "version": control_messages.VERSION, "reason": str(refusal), **loop}
             await tell(guest.writer, refused)
-        except (control.ProtocolError, asyncio.IncompleteReadError, OSError, *TIMEOUTS) as error:
+        except (control_messages.ProtocolError, asyncio.IncompleteReadError, OSError, *TIMEOUTS) as error:
             what = f"dropped connection from {address} before it joined: {error or type(error).__name__}"
             say(logging.WARNING, "stranger", what, peer=address)
 
@@ -222,7 +222,7 @@ class Switch:
             return
         try:
             job, member = self._admission.admit(first, writer, guest.address, self._opened)
-        except (RefusedError, control.ProtocolError) as refusal:
+        except (RefusedError, control_messages.ProtocolError) as refusal:
             # What the first of a job's ranks opened goes with it.
             opened = self._ledger.jobs.get(str(first.get("job")))
             if opened is not None and not opened.members and not opened.started:
@@ -234,9 +234,9 @@ class Switch:
         reason, fault, gone = "its connection was lost", None, ""
         try:
             number = job.place.children.index(member.child)
-            admitted: control.Message = {
+            admitted: control_messages.Message = {
                 "type": "admitted",
-                "version": control.VERSION,
+                "version": control_messages.VERSION,
                 "job_id": job.id,
                 "incarnation": self.incarnation,
                 "worker": number,
@@ -260,18 +260,18 @@ class Switch:
                     await self._tell(member, {"type": "alive", "serial": message.get("serial")})
                 elif kind == "left" and member.child.switch is not None:
                     if message.get("rank") not in member.ranks:
-                        raise control.ProtocolError(f"left of rank {message.get('rank')!r}, which is not below it")
+                        raise control_messages.ProtocolError(f"left of rank {message.get('rank')!r}, which is not below it")
                     await self._announce(job, message, member)
                 elif kind == "leave":
                     reason, fault = str(message.get("reason", ""))[:512] or "it left", message.get("fault")
                     gone = str(message.get("switch", ""))
                     return
                 else:
-                    raise control.ProtocolError(f"unknown message {kind!r}")
+                    raise control_messages.ProtocolError(f"unknown message {kind!r}")
         except RefusedError:
             reason = "it was refused"
             raise
-        except control.ProtocolError as error:
+        except control_messages.ProtocolError as error:
             reason = f"it broke the control protocol: {error}"
             what = f"job {job.name}: {member.who}: {reason}"
             say(logging.WARNING, "protocol_error", what, **job.who, rank=member.rank)
@@ -280,12 +280,12 @@ class Switch:
         finally:
             await self._leave(job, member, reason, fault if isinstance(fault, int) else None, gone)
 
-    async def _path(self, message: control.Message) -> control.Message:
+    async def _path(self, message: control_messages.Message) -> control_messages.Message:
         """What is above whoever asks: this switch, its parent, and so on."""
         self._admission.tenant(message)
         below = message.get("below")
         if not isinstance(below, list) or not all(isinstance(each, int) for each in below):
-            raise control.ProtocolError("path without the switches that ask")
+            raise control_messages.ProtocolError("path without the switches that ask")
         if self.incarnation in below:
             raise RefusedError(
                 "loop", "the parents of these switches go in a circle, and this one is in it: look at each --parent"
@@ -293,7 +293,7 @@ class Switch:
         if len(below) >= MAX_DEPTH:
             raise RefusedError("bound", f"a tree has at most {MAX_DEPTH} levels of switches")
         own = [self.incarnation, ""]
-        answer: control.Message = {"type": "path", "version": control.VERSION}
+        answer: control_messages.Message = {"type": "path", "version": control_messages.VERSION}
         if self._parent is None:
             return {**answer, "switches": [own], "broken": ""}
         try:
@@ -311,7 +311,7 @@ class Switch:
         switches = [own, [parent, self._parent.full_endpoint], *rest]
         return {**answer, "switches": switches, "broken": above["broken"]}
 
-    async def _serve_room(self, message: control.Message, guest: Guest) -> None:
+    async def _serve_room(self, message: control_messages.Message, guest: Guest) -> None:
         room = self._room(message)
         if message.get("udp") is not True:
             await tell(guest.writer, room)
@@ -326,14 +326,14 @@ class Switch:
             with contextlib.suppress(OSError):
                 await guest.reader.read(1)  # until it has what it wants, or has been a stranger for too long
 
-    def _room(self, message: control.Message) -> control.Message:
+    def _room(self, message: control_messages.Message) -> control_messages.Message:
         """What whoever asks could have now: nothing is kept for it."""
         tenant = self._admission.tenant(message)
         if self._ledger.draining:
             raise RefusedError("draining", f"the switch is shutting down: {self._ledger.draining}")
         buffer = {"buffer_bytes": self.buffer.granted_bytes, "window_bytes": self.buffer.window_bytes}
         own = {"threads": len(self._planes), **buffer}
-        return {"type": "room", "version": control.VERSION, **self._ledger.room(tenant), **own}
+        return {"type": "room", "version": control_messages.VERSION, **self._ledger.room(tenant), **own}
 
     def _opened(self, job: Job) -> None:
         """From now on it waits for its ranks, and for the parent's word."""
@@ -378,11 +378,11 @@ class Switch:
                         or link.ready is None
                         or not all(0 < given <= said for given, said in zip((payload, window), link.ready, strict=True))
                     ):
-                        raise control.ProtocolError(f"start with window {window} x {payload} bytes")
+                        raise control_messages.ProtocolError(f"start with window {window} x {payload} bytes")
                     await self._begin(job, payload, window, int(told["epoch"]))
                 elif kind == "left":
                     if told.get("rank") not in job.ranks:
-                        raise control.ProtocolError(f"left of rank {told.get('rank')!r}, which the job does not have")
+                        raise control_messages.ProtocolError(f"left of rank {told.get('rank')!r}, which the job does not have")
                     await self._announce(job, told, None)
                 elif kind == "missing":
                     self._on_missing(job, None, told)
@@ -390,7 +390,7 @@ class Switch:
                     reason, gone = str(told.get("reason")), str(told.get("switch") or gone)
                     break
                 else:
-                    raise control.ProtocolError(f"unknown message {kind!r}")
+                    raise control_messages.ProtocolError(f"unknown message {kind!r}")
         except ParentError as error:
             await self._end(job, "parent", str(error))
             return
@@ -426,21 +426,21 @@ class Switch:
             what = f"the parent switch at {job.link.parent.endpoint} did not begin"
         await self._end(job, "absent", f"{what} within {job.deadline:.0f} s")
 
-    async def _ready(self, job: Job, member: Member, message: control.Message) -> None:
+    async def _ready(self, job: Job, member: Member, message: control_messages.Message) -> None:
         payload = message.get("payload_bytes")
         if (
             not isinstance(payload, int)
             or payload % 8
             or not MIN_PAYLOAD_BYTES <= payload <= protocol.MAX_PAYLOAD_BYTES
         ):
-            raise control.ProtocolError(f"ready with payload_bytes {payload!r}")
+            raise control_messages.ProtocolError(f"ready with payload_bytes {payload!r}")
         if job.fabric is not None and payload > fabric_payload(job.fabric["packet_bytes"]):
-            raise control.ProtocolError(f"ready with payload_bytes {payload}, more than its messages hold")
+            raise control_messages.ProtocolError(f"ready with payload_bytes {payload}, more than its messages hold")
         if job.proofs and message.get("proof") != job.proofs[job.place.children.index(member.child)]:
-            raise control.ProtocolError("ready without the number that its hello came back with")
+            raise control_messages.ProtocolError("ready without the number that its hello came back with")
         window = message.get("window")
         if window is not None and (not isinstance(window, int) or window < MIN_WINDOW_CHUNKS):
-            raise control.ProtocolError(f"ready with window {window!r}")
+            raise control_messages.ProtocolError(f"ready with window {window!r}")
         member.payload_bytes, member.window = payload, window
         await self._advance(job)
 
@@ -525,7 +525,7 @@ class Switch:
             cut = ""  # memory, or another switch of the tree, has room for even less
         if cut:
             say(logging.WARNING, "buffer", f"job {job.name}: {cut}", **job.who, window=window)
-        start = control.encode(
+        start = control_messages.encode(
             {
                 "type": "start",
                 "epoch": epoch,
@@ -538,14 +538,14 @@ class Switch:
         for other in job.members.values():
             say_at_once(other.writer, start)
 
-    def _on_missing(self, job: Job, member: Member | None, message: control.Message) -> None:
+    def _on_missing(self, job: Job, member: Member | None, message: control_messages.Message) -> None:
         """A question, or an answer to one of ours; `member`: whose, None for the parent's."""
         if take_answer(job, message):
             return
         asker = member if member is not None else job.link
         assert asker is not None, "whoever asks is a member, or the parent"
         if asker.questions == MAX_QUESTIONS:
-            raise control.ProtocolError(f"more than {MAX_QUESTIONS} questions at once")
+            raise control_messages.ProtocolError(f"more than {MAX_QUESTIONS} questions at once")
         asker.questions += 1
         task = self._spawn(say_missing(job, member, chunk_of(message), message.get("serial")))
 
@@ -575,7 +575,7 @@ class Switch:
         if not job.members and self._ledger.holds(job):
             self._close(job, "all below it left")
 
-    async def _announce(self, job: Job, left: control.Message, source: Member | None) -> None:
+    async def _announce(self, job: Job, left: control_messages.Message, source: Member | None) -> None:
         """Tell all but who said so that a rank has left; `source`: None for the parent."""
         job.left.add(left["rank"])
         message = {key: left.get(key) for key in ("type", "rank", "reason", "fault")}
@@ -585,7 +585,7 @@ class Switch:
             if other is not source:
                 await self._tell(other, message)
 
-    async def _tell(self, member: Member, message: control.Message) -> None:
+    async def _tell(self, member: Member, message: control_messages.Message) -> None:
         """Tell a member; one that does not read is disconnected, and its reader then ends its membership."""
         if not await tell(member.writer, message):
             hang_up(member.writer)

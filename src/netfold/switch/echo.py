@@ -13,7 +13,7 @@ import secrets
 from collections.abc import AsyncIterator
 from typing import cast
 
-from netfold import control
+from netfold.switch_protocol import control_messages
 
 MOST_ANSWERS = 16
 _NONCE_BYTES = 16
@@ -36,7 +36,7 @@ class _Echo(asyncio.DatagramProtocol):
 
 
 @contextlib.asynccontextmanager
-async def open_echo(writer: asyncio.StreamWriter) -> AsyncIterator[control.Message]:
+async def open_echo(writer: asyncio.StreamWriter) -> AsyncIterator[control_messages.Message]:
     """The port, on the address that a connection came to, and the number; OSError where there is no port."""
     host, peer = writer.get_extra_info("sockname"), writer.get_extra_info("peername")
     nonce = secrets.token_bytes(_NONCE_BYTES)

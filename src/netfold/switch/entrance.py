@@ -16,7 +16,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
-from netfold import control
+from netfold.switch_protocol import control_messages
 from netfold.switch.facts import say
 from netfold.switch.streams import end_when_host_vanishes, hang_up
 
@@ -89,7 +89,7 @@ class Entrance:
                 self._end(oldest, "others came")
                 # Its descriptor is free before the next connection is taken: the backlog may hold a thousand more.
                 await asyncio.wait([oldest], timeout=_BREATH_S)
-            address = control.format_endpoint(peer[0], peer[1])
+            address = control_messages.format_endpoint(peer[0], peer[1])
             task = asyncio.ensure_future(self._meet(stream, address))
             self._guests.add(task)
             timer = loop.call_later(STRANGER_S, self._end, task, f"{STRANGER_S:.0f} s were over")
@@ -115,7 +115,7 @@ class Entrance:
         assert task is not None
         loop = asyncio.get_running_loop()
         end_when_host_vanishes(stream)
-        reader = asyncio.StreamReader(limit=control.MAX_MESSAGE_BYTES)
+        reader = asyncio.StreamReader(limit=control_messages.MAX_MESSAGE_BYTES)
         protocol = asyncio.StreamReaderProtocol(reader)
         try:
             # From here on the loop owns the socket, and closes it where no handshake comes of it.

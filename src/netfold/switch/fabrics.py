@@ -6,7 +6,7 @@ import ipaddress
 from collections.abc import Sequence
 
 from netfold._native import fabric
-from netfold.data_path import without_strict
+from netfold.switch_protocol.data_path import without_strict
 
 
 class Fabrics:

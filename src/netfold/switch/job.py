@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from netfold import control, packet_keys
+from netfold.switch_protocol import control_messages, packet_keys
 from netfold._native.dataplane import DataPlane
-from netfold.data_path import ReceiveBuffer, without_strict
+from netfold.switch_protocol.data_path import ReceiveBuffer, without_strict
 from netfold.switch.parent import Link
 from netfold.switch.tokens import Tenant
 from netfold.switch.tree import Child, Place
@@ -120,9 +120,9 @@ class Job:
     def hear_capacity(self, member: Member, said: object) -> None:
         """Take what `member` says of this switch's rate; ProtocolError where it has no say, or `said` is no rate."""
         if member.child.switch is not None or member.rank != min(self.ranks):
-            raise control.ProtocolError(f"bytes_per_s from {member.who}, and only the job's lowest rank says it")
+            raise control_messages.ProtocolError(f"bytes_per_s from {member.who}, and only the job's lowest rank says it")
         if not isinstance(said, (int, float)) or isinstance(said, bool) or not 0 <= said <= MAX_BYTES_PER_S:
-            raise control.ProtocolError(f"alive with bytes_per_s {str(said)[:80]!r}")
+            raise control_messages.ProtocolError(f"alive with bytes_per_s {str(said)[:80]!r}")
         self.capacity_bytes_per_s = float(said)
 
     def keys(self, epoch: int) -> tuple[list[bytes], bytes] | None:

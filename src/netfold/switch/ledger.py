@@ -13,7 +13,7 @@ from typing import Any
 
 from netfold._native import protocol
 from netfold._native.dataplane import DataPlane
-from netfold.data_path import MIN_WINDOW_CHUNKS
+from netfold.switch_protocol.data_path import MIN_WINDOW_CHUNKS
 from netfold.switch.job import Job, RefusedError
 from netfold.switch.parts import Limits, Part, fitting_window, part_of
 from netfold.switch.tokens import Tenant

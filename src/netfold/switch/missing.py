@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 
-from netfold import control
+from netfold.switch_protocol import control_messages
 from netfold.switch.job import Job, Member
 from netfold.switch.parent import Link
 from netfold.switch.streams import TIMEOUTS, hang_up, tell
@@ -16,7 +16,7 @@ MAX_QUESTIONS = 8
 _ASK_S = 0.7
 
 
-def take_answer(job: Job, message: control.Message) -> bool:
+def take_answer(job: Job, message: control_messages.Message) -> bool:
     """Whether `message` is an answer to a question of ours; if so it goes to who asked."""
     ranks, serial = message.get("ranks"), message.get("serial")
     if not isinstance(ranks, list) or not isinstance(serial, int):
@@ -27,11 +27,11 @@ def take_answer(job: Job, message: control.Message) -> bool:
     return True
 
 
-def chunk_of(message: control.Message) -> int:
+def chunk_of(message: control_messages.Message) -> int:
     """What is asked about; ProtocolError where that is nothing."""
     chunk = message.get("chunk")
     if not isinstance(chunk, int) or not 0 <= chunk < 1 << 64:
-        raise control.ProtocolError("missing without a chunk")
+        raise control_messages.ProtocolError("missing without a chunk")
     return chunk
 
 
@@ -50,7 +50,7 @@ async def say_missing(job: Job, member: Member | None, chunk: int, serial: objec
         asks.append(_ask(job, job.link, chunk))
     for answer in await asyncio.gather(*asks):
         ranks.update(answer)
-    said: control.Message = {"type": "missing", "serial": serial, "ranks": sorted(ranks)}
+    said: control_messages.Message = {"type": "missing", "serial": serial, "ranks": sorted(ranks)}
     if member is not None:
         if not await tell(member.writer, said):
             hang_up(member.writer)  # it does not read: its reader ends its membership
@@ -61,7 +61,7 @@ async def say_missing(job: Job, member: Member | None, chunk: int, serial: objec
 async def _ask(job: Job, other: Member | Link, chunk: int) -> list[int]:
     serial = secrets.randbits(63)
     answer = job.asked[serial] = asyncio.get_running_loop().create_future()
-    question: control.Message = {"type": "missing", "chunk": chunk, "serial": serial}
+    question: control_messages.Message = {"type": "missing", "chunk": chunk, "serial": serial}
     try:
         await (other.tell(question) if isinstance(other, Link) else tell(other.writer, question))
         return await asyncio.wait_for(answer, _ASK_S)

@@ -17,9 +17,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from netfold import control, packet_keys
+from netfold.switch_protocol import control_messages, packet_keys
 from netfold._native import auth
-from netfold.data_path import PathError, open_path
+from netfold.switch_protocol.data_path import PathError, open_path
 from netfold.switch.streams import TIMEOUTS, end_when_host_vanishes, read, say_at_once, tell
 
 # To connect, or to answer a question.
@@ -38,8 +38,8 @@ class Parent:
     """Where it is, and this switch's token there. ValueError, without the token, for what makes no sense."""
 
     def __init__(self, text: str, token_file: Path | None) -> None:
-        self._address = control.parse_switch(text, what="--parent")
-        self.endpoint = control.format_endpoint(self._address.host, self._address.port)
+        self._address = control_messages.parse_switch(text, what="--parent")
+        self.endpoint = control_messages.format_endpoint(self._address.host, self._address.port)
         # With its fingerprint: what a worker needs to join there.
         self.full_endpoint = text.strip()
         self._token: str | None = None
@@ -49,16 +49,16 @@ class Parent:
                     "--parent-token-file without a fingerprint behind --parent's #: whoever answers there would get "
                     "the token"
                 )
-            self._token = control.read_private(token_file).strip()
-            control.check_token(self._token)
+            self._token = control_messages.read_private(token_file).strip()
+            control_messages.check_token(self._token)
         # For people: how the last question or join ended.
         self.trouble = ""
 
-    async def path(self, below: Sequence[int]) -> control.Message:
+    async def path(self, below: Sequence[int]) -> control_messages.Message:
         """Its word on what is above the switches `below`, the last of which asks. ParentError where it has none."""
         stream = await self.connect()
         try:
-            await stream.tell({"type": "path", "version": control.VERSION, "below": list(below), **self.token()})
+            await stream.tell({"type": "path", "version": control_messages.VERSION, "below": list(below), **self.token()})
             answer = await stream.expect("path", PARENT_S)
         finally:
             stream.close()
@@ -76,7 +76,7 @@ class Parent:
             context.check_hostname = False
             context.verify_mode = ssl.CERT_NONE
         try:
-            opening = asyncio.open_connection(host, port, ssl=context, limit=control.MAX_MESSAGE_BYTES)
+            opening = asyncio.open_connection(host, port, ssl=context, limit=control_messages.MAX_MESSAGE_BYTES)
             reader, writer = await asyncio.wait_for(opening, PARENT_S)
         except TIMEOUTS:
             raise self.error(f"did not answer within {PARENT_S:.0f} s") from None
@@ -107,24 +107,24 @@ class Stream:
     def __init__(self, parent: Parent, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._parent, self._reader, self._writer = parent, reader, writer
 
-    async def read(self) -> control.Message:
+    async def read(self) -> control_messages.Message:
         """EOFError, OSError or ProtocolError where there is no more."""
         return await read(self._reader)
 
-    async def expect(self, kind: str, seconds: float) -> control.Message:
+    async def expect(self, kind: str, seconds: float) -> control_messages.Message:
         """The answer to a first message; ParentError where it is a refusal, or another, or none comes."""
         try:
             message = await asyncio.wait_for(self.read(), seconds)
         except TIMEOUTS:
             raise self._parent.error(f"did not answer within {seconds:.0f} s") from None
-        except (asyncio.IncompleteReadError, OSError, control.ProtocolError) as error:
+        except (asyncio.IncompleteReadError, OSError, control_messages.ProtocolError) as error:
             hint = (
                 "" if self._parent.full_endpoint.count("#") else "; does it want TLS: --parent host:port#fingerprint?"
             )
             raise self._parent.error(f"is no netfold switch, or it stopped: {error}{hint}") from None
         # Up to control protocol 5 a refusal has no version, but its reason has one.
         if "version" in message or message["type"] == kind:
-            problem = control.version_problem(message, them="it", us="this switch")
+            problem = control_messages.version_problem(message, them="it", us="this switch")
             if problem:
                 raise self._parent.error(f"cannot be joined: {problem}")
         if message["type"] == "refused":
@@ -134,11 +134,11 @@ class Stream:
             raise self._parent.error(f"said {message['type']!r} where {kind!r} was expected")
         return message
 
-    async def tell(self, message: control.Message) -> None:
+    async def tell(self, message: control_messages.Message) -> None:
         await tell(self._writer, message)
 
-    def say(self, message: control.Message) -> None:
-        say_at_once(self._writer, control.encode(message))
+    def say(self, message: control_messages.Message) -> None:
+        say_at_once(self._writer, control_messages.encode(message))
 
     def addresses(self) -> tuple[str, str]:
         """Ours, and the parent's."""
@@ -156,14 +156,14 @@ class Link:
         self.payload_bytes = 0  # 0 until the path has been tried
         self.port: Any = None  # connected to the parent's
         self.numbers: tuple[int, int, int] = (0, 0, 0)  # job, incarnation and worker, as the parent gave them
-        self._admitted: control.Message = {}
-        self.said: control.Message = {}  # for `ready`, of the path
+        self._admitted: control_messages.Message = {}
+        self.said: control_messages.Message = {}  # for `ready`, of the path
         self.ready: tuple[int, int] | None = None  # the payload and the window that it was told, at most
         self._stream: Stream | None = None
         self.questions = 0  # of the parent's, open
 
     async def join(
-        self, join: control.Message, listens: tuple[str, int], provider: str | None, timeout_s: float
+        self, join: control_messages.Message, listens: tuple[str, int], provider: str | None, timeout_s: float
     ) -> None:
         """Say `join`, and try the path. listens: where this switch does; provider: None for UDP. ParentError."""
         deadline = time.monotonic() + timeout_s
@@ -171,13 +171,13 @@ class Link:
         ours, theirs = stream.addresses()
         host, port = listens
         # One that listens everywhere is called by the address that it has here.
-        name = control.format_endpoint(ours if ipaddress.ip_address(host).is_unspecified else host, port)
+        name = control_messages.format_endpoint(ours if ipaddress.ip_address(host).is_unspecified else host, port)
         try:
             path = open_path(provider, ours, int(join["window_bytes"]))
         except PathError as error:
             raise self.parent.error(str(error)) from None
         who = {"endpoint": name, **path.said(), **self.parent.token()}
-        await stream.tell({**join, "type": "join", "version": control.VERSION, **who})
+        await stream.tell({**join, "type": "join", "version": control_messages.VERSION, **who})
         admitted = await stream.expect("admitted", max(PARENT_S, deadline - time.monotonic()))
         if "secret" in admitted and auth.unavailable_reason():
             raise self.parent.error(f"wants packets to be authenticated, and this host cannot: {auth.unavailable_reason()}")
@@ -198,15 +198,15 @@ class Link:
         """Of sums and of the parent's answers, in an epoch of the parent's; None where packets carry no tags there."""
         return packet_keys.of_member(self._admitted, epoch)
 
-    async def read(self) -> control.Message:
+    async def read(self) -> control_messages.Message:
         assert self._stream is not None
         return await self._stream.read()
 
-    async def tell(self, message: control.Message) -> None:
+    async def tell(self, message: control_messages.Message) -> None:
         if self._stream is not None:
             await self._stream.tell(message)
 
-    def leave(self, message: control.Message) -> None:
+    def leave(self, message: control_messages.Message) -> None:
         """Say goodbye and close, without waiting."""
         if self._stream is not None:
             self._stream.say(message)

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import socket
 
-from netfold import control
+from netfold.switch_protocol import control_messages
 
 # For one who does not read.
 TELL_S = 5.0
@@ -16,14 +16,14 @@ KEEPALIVE_S = 18
 TIMEOUTS = (TimeoutError, asyncio.TimeoutError)
 
 
-async def read(reader: asyncio.StreamReader) -> control.Message:
+async def read(reader: asyncio.StreamReader) -> control_messages.Message:
     """One message; asyncio.IncompleteReadError at the end, OSError, control.ProtocolError."""
-    return control.decode(await reader.readexactly(control.length_of(await reader.readexactly(4))))
+    return control_messages.decode(await reader.readexactly(control_messages.length_of(await reader.readexactly(4))))
 
 
-async def tell(writer: asyncio.StreamWriter, message: control.Message) -> bool:
+async def tell(writer: asyncio.StreamWriter, message: control_messages.Message) -> bool:
     """Send it; False where the other end has not read for TELL_S, or is gone."""
-    if not say_at_once(writer, control.encode(message)):
+    if not say_at_once(writer, control_messages.encode(message)):
         return False
     with contextlib.suppress(OSError, RuntimeError, *TIMEOUTS):
         await asyncio.wait_for(writer.drain(), TELL_S)

@@ -17,7 +17,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from netfold import control
+from netfold.switch_protocol import control_messages
 
 MAX_TENANTS = 1024
 _TENANT = re.compile(r"[\w.-]{1,64}", re.ASCII)
@@ -48,7 +48,7 @@ class Tokens:
     def read(cls, path: Path) -> Tokens:
         """ValueError with file and line where it is not private or makes no sense; OSError where it cannot be read."""
         tenants: dict[bytes, Tenant] = {}
-        for number, line in enumerate(control.read_private(path).splitlines(), 1):
+        for number, line in enumerate(control_messages.read_private(path).splitlines(), 1):
             words = line.partition("#")[0].split()
             if not words:
                 continue
@@ -81,7 +81,7 @@ def _tenant(words: list[str]) -> tuple[bytes, Tenant]:
     # Never a word of the line in the error but the names of things: it may be the token.
     if len(words) < 2 or not _TENANT.fullmatch(words[0]):
         raise ValueError("expected: tenant token [weight=] [names=] [slots=] [memory=]")
-    control.check_token(words[1])
+    control_messages.check_token(words[1])
     bounds: dict[str, str] = {}
     for word in words[2:]:
         name, equals, value = word.partition("=")

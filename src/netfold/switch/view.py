@@ -12,7 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from netfold import control
+from netfold.switch_protocol import control_messages
 
 # A page of 64 jobs of 256 ranks has a few megabytes.
 MAX_STATUS_BYTES = 64 << 20
@@ -21,7 +21,7 @@ READ_S = 5.0
 
 def read_status(address: tuple[str, int]) -> dict[str, Any]:
     """/status of the switch whose --metrics is at `address`; OSError where there is none."""
-    url = f"http://{control.format_endpoint(*address)}/status"
+    url = f"http://{control_messages.format_endpoint(*address)}/status"
     # A proxy of the environment has no business between an operator and a switch.
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:

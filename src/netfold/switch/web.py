@@ -13,7 +13,7 @@ import json
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from netfold import control
+from netfold.switch_protocol import control_messages
 from netfold.switch.metrics import CONTENT_TYPE, exposition
 
 # A request is a line and some headers; a reader that is slower, or says more, is hung up on.
@@ -35,7 +35,7 @@ class Web:
         """Bind and listen; where, as host:port. OSError where it cannot be."""
         self._server = await asyncio.start_server(self._on_reader, self._host, self._port, limit=MAX_REQUEST_BYTES)
         bound: tuple[Any, ...] = self._server.sockets[0].getsockname()
-        return control.format_endpoint(bound[0], bound[1])
+        return control_messages.format_endpoint(bound[0], bound[1])
 
     def stop(self) -> None:
         if self._server is not None:

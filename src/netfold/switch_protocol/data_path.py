@@ -1,7 +1,7 @@
 """How packets of a job go from who joins a switch to that switch: by UDP, or over a provider of libfabric.
 
 Shared by workers and by switches that are below another. What each says of its place on the network travels in `join`
-and `admitted` (control.py); a hello then shows that packets pass both ways.
+and `admitted` (control_messages.py); a hello then shows that packets pass both ways.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import time
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from netfold import control, packet_keys
+from netfold.switch_protocol import control_messages, packet_keys
 from netfold._native import fabric, protocol, auth
 from netfold._native.transport import DataPort, FabricPort, UdpPort
 
@@ -76,10 +76,10 @@ class DataPath(Protocol):
 
     port: DataPort
 
-    def said(self) -> control.Message:
+    def said(self) -> control_messages.Message:
         """What `join` says of this end."""
 
-    def reach(self, host: str, admitted: control.Message, deadline: float) -> control.Message:
+    def reach(self, host: str, admitted: control_messages.Message, deadline: float) -> control_messages.Message:
         """Try the way to the switch at `host`; what `ready` says of it. PathError, and what a bad `admitted` raises."""
 
 
@@ -96,7 +96,7 @@ def without_strict(provider: str) -> str:
 def fabric_payload(packet_bytes: int) -> int:
     """Bytes of values in a packet of that length, of pairs too, with room for a tag."""
     room: int = packet_bytes - protocol.HEADER_BYTES - auth.MAC_BYTES
-    return min(control.FABRIC_PAYLOAD_BYTES, room // 16 * 16)
+    return min(control_messages.FABRIC_PAYLOAD_BYTES, room // 16 * 16)
 
 
 class _Udp:
@@ -104,14 +104,14 @@ class _Udp:
         self._port = UdpPort(host=host, buffer_bytes=4 * window_bytes)
         self.port: DataPort = self._port
 
-    def said(self) -> control.Message:
+    def said(self) -> control_messages.Message:
         return {"port": self._port.port}
 
-    def reach(self, host: str, admitted: control.Message, deadline: float) -> control.Message:
+    def reach(self, host: str, admitted: control_messages.Message, deadline: float) -> control_messages.Message:
         self._port.connect(host, int(admitted["port"]))
-        for payload in control.PAYLOAD_CANDIDATES:
-            last = payload == control.PAYLOAD_CANDIDATES[-1]
-            if _hello(self.port, admitted, payload, deadline, _LAST_S if last else control.PROBE_S) is not None:
+        for payload in control_messages.PAYLOAD_CANDIDATES:
+            last = payload == control_messages.PAYLOAD_CANDIDATES[-1]
+            if _hello(self.port, admitted, payload, deadline, _LAST_S if last else control_messages.PROBE_S) is not None:
                 return {"payload_bytes": payload}
         raise PathError(
             f"is reached by TCP, but no UDP packet came back from its data port {admitted['port']}: a firewall may "
@@ -121,7 +121,7 @@ class _Udp:
 
 class _Fabric:
     def __init__(self, provider: str, host: str, window_bytes: int) -> None:
-        longest = control.FABRIC_PAYLOAD_BYTES + protocol.HEADER_BYTES + auth.MAC_BYTES
+        longest = control_messages.FABRIC_PAYLOAD_BYTES + protocol.HEADER_BYTES + auth.MAC_BYTES
         try:
             self._port = FabricPort(provider, host, packet_bytes=longest, in_flight_bytes=window_bytes)
         except fabric.FabricError as error:
@@ -129,10 +129,10 @@ class _Fabric:
         self.port: DataPort = self._port
         self._place: dict[str, Any] = self._port.address
 
-    def said(self) -> control.Message:
+    def said(self) -> control_messages.Message:
         return {"fabric": {key: self._place[key] for key in ("provider", "name", "tag")}}
 
-    def reach(self, host: str, admitted: control.Message, deadline: float) -> control.Message:
+    def reach(self, host: str, admitted: control_messages.Message, deadline: float) -> control_messages.Message:
         theirs = admitted["fabric"]
         provider = self._place["provider"]
         try:
@@ -154,7 +154,7 @@ def _refused(port: DataPort) -> str:
     return f" (the last packet did not leave: {port.last_send_error})" if port.last_send_error else ""
 
 
-def _hello(port: DataPort, admitted: control.Message, payload: int, deadline: float, seconds: float) -> int | None:
+def _hello(port: DataPort, admitted: control_messages.Message, payload: int, deadline: float, seconds: float) -> int | None:
     found: int | None = port.hello(
         job=int(admitted["job_id"]),
         incarnation=int(admitted["incarnation"]),

@@ -21,7 +21,7 @@ def draw_secret() -> bytes:
 
 
 def of_hellos(admitted: Mapping[str, Any]) -> bytes | None:
-    """The key of who was `admitted` (control.py); None where packets carry no tags."""
+    """The key of who was `admitted` (control_messages.py); None where packets carry no tags."""
     if "secret" not in admitted:
         return None
     return hello_key(admitted["secret"], job=int(admitted["job_id"]), worker=int(admitted["worker"]))
