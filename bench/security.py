@@ -30,7 +30,7 @@ from told_ranks import Orders, told_ranks
 from netfold import Communicator, FileStore, Options
 from netfold.bench.machine import spoken
 from netfold.bench.spread import paired_ratios, spread
-from netfold.communicator.options import SECURITIES
+from netfold.options import SECURITIES
 from netfold.rack import Rack
 from netfold.rack.aggregator import Aggregator, start_aggregator
 from netfold.rack.command import run

@@ -25,7 +25,7 @@ from ranks import run_ranks, run_threads, values
 from netfold import Communicator, FileStore, Options
 from netfold.switch_protocol import control_messages
 from netfold._native import fabric
-from netfold.communicator.errors import RendezvousError
+from netfold.errors import RendezvousError
 from netfold.communicator.fabric import meet, port_of
 
 LIBFABRIC = need_libfabric()

@@ -17,7 +17,7 @@ from ranks import run_threads, values
 
 from netfold import Communicator, FileStore, Options
 from netfold.communicator import probe
-from netfold.communicator.errors import RendezvousError
+from netfold.errors import RendezvousError
 from netfold.tuning import ChoiceTable, DEFAULT_LINKS, Links, Row, Topology, build_table
 
 pytestmark = pytest.mark.native

@@ -14,7 +14,7 @@ from ranks import Outcome, run_ranks, values
 
 from netfold import Communicator, FileStore, Options
 from netfold._native import auth
-from netfold.communicator.errors import PeerLost
+from netfold.errors import PeerLost
 
 pytestmark = pytest.mark.native
 

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from netfold.communicator.errors import SwitchError
+from netfold.errors import SwitchError
 from netfold.communicator.way_up import WayUp, common_tree
 from netfold.switch.tree import MAX_DEPTH, Child, Place, alone, place_of
 

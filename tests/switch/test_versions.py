@@ -22,7 +22,7 @@ import netfold
 from netfold import Communicator, FileStore, Options
 from netfold.switch_protocol import control_messages
 from netfold._native import protocol
-from netfold.communicator.errors import SwitchError
+from netfold.errors import SwitchError
 from netfold.communicator.membership import Membership, ask_room
 
 ROOT = Path(__file__).parents[2]

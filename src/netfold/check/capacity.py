@@ -11,7 +11,7 @@ import numpy as np
 from netfold.check.facts import Facts
 from netfold.communicator import Communicator, Options
 from netfold.communicator.capacity import measure
-from netfold.communicator.errors import NetfoldError
+from netfold.errors import NetfoldError
 from netfold.switch_protocol.control_messages import switches_of
 
 # Ten times what a job takes for it: the figure is read by people, who wait.

@@ -75,7 +75,7 @@ def check(
 
     from netfold.check import advise, check_alone, check_ranks, failed, judge, show
     from netfold.communicator import Communicator, Options, launchers
-    from netfold.communicator.errors import NetfoldError
+    from netfold.errors import NetfoldError
 
     # Links are what is measured first; each switch is joined by itself, for a moment, where it has room.
     own: dict[str, Any] = {"options": Options(switch=""), "timeout_s": timeout, "join_timeout_s": timeout}

@@ -105,7 +105,7 @@ _SWITCH_S = 1.0
 def _windows(options: Options, workers: int) -> list[str]:
     """Of each switch, asked over TCP: what window `workers` get there, or why that is not known."""
     from netfold._native import protocol
-    from netfold.communicator.errors import NetfoldError
+    from netfold.errors import NetfoldError
     from netfold.communicator.membership import ask_room
     from netfold.switch_protocol.control_messages import switches_of
     from netfold.switch_protocol.data_path import window_chunks

@@ -12,7 +12,7 @@ Tests: `.venv/bin/pytest tests/communicator`
 
 from netfold.communicator.buffers import empty
 from netfold.communicator.communicator import Communicator
-from netfold.communicator.errors import (
+from netfold.errors import (
     CollectiveTimeout,
     GroupAborted,
     Mismatch,
@@ -24,7 +24,7 @@ from netfold.communicator.errors import (
 )
 from netfold.communicator.group import Group
 from netfold.communicator.launchers import Placement, is_launched, placement
-from netfold.communicator.options import Options
+from netfold.options import Options
 from netfold.communicator.store import FileStore, PrefixStore, Store
 from netfold.communicator.tcp_store import TcpStore
 from netfold.communicator.work import Work

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 import psutil
 
-from netfold.communicator.errors import RendezvousError
-from netfold.communicator.options import Options
+from netfold.errors import RendezvousError
+from netfold.options import Options
 from netfold.switch_protocol.control_messages import is_loopback, parse_switch, switches_of
 
 

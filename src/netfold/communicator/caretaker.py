@@ -27,7 +27,7 @@ from netfold.switch_protocol import control_messages
 from netfold._native import engine
 from netfold.communicator import handshake, rendezvous
 from netfold.communicator.door import Answer, Resident
-from netfold.communicator.errors import RendezvousError
+from netfold.errors import RendezvousError
 from netfold.communicator.handshake import CALL, Hello
 from netfold.communicator.rendezvous import Neighbours
 from netfold.communicator.sealed_stream import mesh_secrets

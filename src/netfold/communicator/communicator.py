@@ -13,7 +13,7 @@ from netfold.communicator import launchers
 from netfold.communicator.arrays import lend
 from netfold.communicator.collectives import Collectives
 from netfold.communicator.group import Group
-from netfold.communicator.options import Options
+from netfold.options import Options
 from netfold.communicator.store import PrefixStore, Store
 from netfold.communicator.tcp_store import process_store
 

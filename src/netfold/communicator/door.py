@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 
 from netfold.switch_protocol import control_messages
 from netfold.communicator import handshake
-from netfold.communicator.errors import RendezvousError
+from netfold.errors import RendezvousError
 from netfold.communicator.handshake import Hello
 from netfold.communicator.sealed_stream import sealed
 from netfold.switch_protocol.control_messages import format_endpoint

@@ -23,8 +23,8 @@ from typing import Any
 from netfold.switch_protocol import control_messages
 from netfold._native import fabric
 from netfold.communicator.addresses import own_interfaces
-from netfold.communicator.errors import RendezvousError
-from netfold.communicator.options import Options
+from netfold.errors import RendezvousError
+from netfold.options import Options
 
 Streams = list[list[Any]]  # by lane and rank; None at our own place
 

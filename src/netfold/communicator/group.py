@@ -22,10 +22,10 @@ from netfold.communicator.addresses import interface_of, own_interfaces
 from netfold.communicator.capacity_watch import CapacityWatch
 from netfold.communicator.caretaker import Ward
 from netfold.communicator.door import Resident, leave, open_door
-from netfold.communicator.errors import NetfoldError, RendezvousError, WaitTimeout, error_of
+from netfold.errors import NetfoldError, RendezvousError, WaitTimeout, error_of
 from netfold.communicator.membership import Membership, ask_way_up, join_for_host
 from netfold.communicator.nodes import Node, find_nodes
-from netfold.communicator.options import SECURITIES, Options
+from netfold.options import SECURITIES, Options
 from netfold.communicator.recovery import Recovery
 from netfold.communicator.sealed_stream import mesh_secrets
 from netfold.communicator.store import Store

@@ -22,7 +22,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from netfold._native import auth
-from netfold.communicator.options import SECURITIES
+from netfold.options import SECURITIES
 from netfold.communicator.sealed_stream import Secrets, Session
 from netfold.switch_protocol.control_messages import receive_exactly
 

@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 from netfold.switch_protocol import control_messages, packet_keys
 from netfold._native import protocol, auth
 from netfold._native.transport import DataPort
-from netfold.communicator.errors import RendezvousError, SwitchError
+from netfold.errors import RendezvousError, SwitchError
 from netfold.switch_protocol.pinned_tls import FingerprintError, PinnedStream
 from netfold.communicator.switch_watch import Ask, Lost, SwitchWatch
 from netfold.communicator.way_up import WayUp, above, agree_on_tree

@@ -23,7 +23,7 @@ from typing import Any
 
 from netfold.switch_protocol import control_messages
 from netfold._native import mpi
-from netfold.communicator.errors import RendezvousError
+from netfold.errors import RendezvousError
 
 # By ranks of MPI's world, in order. Never closed before the process ends.
 _Members = tuple[int, ...]

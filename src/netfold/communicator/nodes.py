@@ -24,7 +24,7 @@ from dataclasses import dataclass
 
 from netfold.switch_protocol import control_messages
 from netfold._native import engine
-from netfold.communicator.errors import RendezvousError
+from netfold.errors import RendezvousError
 from netfold.switch_protocol.control_messages import receive_exactly
 
 _TOKEN_BYTES = 16

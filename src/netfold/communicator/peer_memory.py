@@ -14,7 +14,7 @@ import time
 from typing import Any
 
 from netfold._native import engine
-from netfold.communicator.errors import RendezvousError
+from netfold.errors import RendezvousError
 from netfold.communicator.nodes import Node
 
 _MARK_BYTES = 16

@@ -21,7 +21,7 @@ from typing import Protocol
 
 import numpy as np
 
-from netfold.communicator.errors import RendezvousError
+from netfold.errors import RendezvousError
 from netfold.switch_protocol.control_messages import receive_exactly
 from netfold.tuning import ChoiceTable, DEFAULT_LINKS, Link, Links, Topology, fit_link
 

@@ -41,7 +41,7 @@ from netfold._native import engine
 from netfold.communicator import recovery_machine as machine
 from netfold.communicator.caretaker import Ward
 from netfold.communicator.door import Answer
-from netfold.communicator.errors import RendezvousError, SwitchError
+from netfold.errors import RendezvousError, SwitchError
 from netfold.communicator.membership import Membership
 from netfold.communicator.recovery_machine import Action, Have, Message, RecoveryMachine
 from netfold.communicator.recovery_plan import chunks_of, pack, unpack

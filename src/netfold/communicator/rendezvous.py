@@ -22,9 +22,9 @@ import netfold
 from netfold.communicator import handshake, security
 from netfold.communicator.addresses import Interfaces
 from netfold.communicator.door import Door, Resident
-from netfold.communicator.errors import RendezvousError
+from netfold.errors import RendezvousError
 from netfold.communicator.handshake import JOIN, Hello
-from netfold.communicator.options import Options
+from netfold.options import Options
 from netfold.communicator.sealed_stream import sealed
 from netfold.communicator.store import PrefixStore, Store
 from netfold.switch_protocol.control_messages import format_endpoint, parse_endpoint, switches_of

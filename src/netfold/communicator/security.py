@@ -7,7 +7,7 @@ import hmac
 
 from netfold.switch_protocol import control_messages
 from netfold._native import auth
-from netfold.communicator.options import SECURITIES, Options
+from netfold.options import SECURITIES, Options
 
 
 def why_not_secure(options: Options) -> str:

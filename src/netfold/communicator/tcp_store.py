@@ -22,7 +22,7 @@ import time
 from typing import Any
 
 from netfold.switch_protocol import control_messages
-from netfold.communicator.errors import RendezvousError
+from netfold.errors import RendezvousError
 
 # Ports tried from the given one on: another program, often torch's own store, may have the first.
 PORTS = 8

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from netfold.switch_protocol import control_messages
-from netfold.communicator.errors import SwitchError
+from netfold.errors import SwitchError
 
 # For a message that is on its way when the deadline comes.
 _GRACE_S = 2.0

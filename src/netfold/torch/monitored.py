@@ -13,7 +13,7 @@ from datetime import timedelta
 
 from torch._C._distributed_c10d import Store
 
-from netfold.communicator.errors import CollectiveTimeout
+from netfold.errors import CollectiveTimeout
 
 # Rank 0 may have come later than others and still be waiting when their time is over; its answer is the better one.
 _GRACE_S = 1.0

@@ -17,7 +17,7 @@ from device_worlds import distinct, on_devices, reduce_options, threads_named  #
 from load import seconds  # noqa: E402
 from ranks import Outcome, values  # noqa: E402
 
-from netfold.communicator.errors import GroupAborted  # noqa: E402
+from netfold.errors import GroupAborted  # noqa: E402
 from netfold.torch.device import driver  # noqa: E402
 
 pytestmark = pytest.mark.torch

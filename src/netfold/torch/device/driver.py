@@ -21,7 +21,7 @@ from torch._C._distributed_c10d import Store
 
 from netfold._native import engine
 from netfold.communicator import Group
-from netfold.communicator.errors import CollectiveTimeout, GroupAborted, NetfoldError
+from netfold.errors import CollectiveTimeout, GroupAborted, NetfoldError
 from netfold.torch.calls import Prepared
 from netfold.torch.device.layer import LONGEST_PAUSE_S, SHORTEST_PAUSE_S, DeviceLayer, Event, refuse_capture
 from netfold.torch.device.ways import MEET_S, SETTLE_S, Ways, find_ways

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import torch
 
-from netfold.communicator.errors import CollectiveTimeout
+from netfold.errors import CollectiveTimeout
 
 Tensor = torch.Tensor
 

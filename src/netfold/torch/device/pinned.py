@@ -8,7 +8,7 @@ import weakref
 
 import torch
 
-from netfold.communicator.errors import NetfoldError
+from netfold.errors import NetfoldError
 from netfold.torch.device.layer import DeviceLayer
 
 log = logging.getLogger("netfold")

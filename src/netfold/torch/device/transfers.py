@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from netfold.communicator.errors import NetfoldError
+from netfold.errors import NetfoldError
 from netfold.communicator.group import DTYPES, KINDS
 from netfold.torch.calls import DTYPE_CODES, with_memory
 from netfold.torch.device.layer import DeviceLayer, Event, refuse_capture, wait_for

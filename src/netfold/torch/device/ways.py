@@ -13,7 +13,7 @@ import torch
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from netfold.communicator import Group
-from netfold.communicator.errors import NetfoldError
+from netfold.errors import NetfoldError
 from netfold.torch.device import arithmetic, ipc, meeting, pinned
 from netfold.torch.device.inside import FROM_BYTES, InsideWay, NcclSums, Sums, places
 from netfold.torch.device.layer import DeviceLayer, wait_for

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from netfold.communicator.errors import WaitTimeout
+from netfold.errors import WaitTimeout
 from netfold.torch.device.layer import DeviceLayer, Event, Stream, refuse_capture
 from netfold.torch.forwarding import NetfoldWorkBase
 
