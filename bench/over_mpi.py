@@ -26,7 +26,7 @@ from netfold import Communicator, Options
 from netfold.bench.launch import start_mpi
 from netfold.bench.peers import ORDER, have_peer, launch_mpi
 from netfold.bench.spread import paired_ratios, spread
-from netfold.communicator.launchers import placement
+from netfold.bootstrap.launchers import placement
 from netfold.rack import Rack
 
 SIZES = (8, 4 << 10, 64 << 10, 1 << 20, 16 << 20)

@@ -58,7 +58,7 @@ def pytest_collection_modifyitems(items):
 def pytest_runtest_teardown(item, nextitem):
     # Each provider that a test names keeps its endpoint, about 300 MB, until the process ends, and every rank
     # that is forked later copies its tables.
-    fabric = sys.modules.get("netfold.communicator.fabric")
+    fabric = sys.modules.get("netfold.bootstrap.fabric")
     if fabric is not None:
         fabric._let_go()
 

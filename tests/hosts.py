@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from netfold.communicator import nodes
+from netfold.bootstrap import shm_discovery
 
-_exchange = nodes._exchange
+_exchange = shm_discovery._exchange
 
 
 def apart(layout: tuple[int, ...]) -> tuple[Any, str, Callable[..., None]]:
@@ -17,7 +17,7 @@ def apart(layout: tuple[int, ...]) -> tuple[Any, str, Callable[..., None]]:
         streams = [stream and _Hidden(stream, layout[peer] != layout[rank]) for peer, stream in enumerate(sockets)]
         _exchange(rank, size, streams, *rest)
 
-    return nodes, "_exchange", exchange_apart
+    return shm_discovery, "_exchange", exchange_apart
 
 
 class _Hidden:

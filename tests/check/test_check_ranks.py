@@ -29,7 +29,7 @@ def _check(rank: int, size: int, folder: str, endpoint: str) -> object:
     os.environ["NETFOLD_JOIN_TOKEN"] = "a secret that nobody should see"
     from netfold.check import check_ranks, judge
     from netfold.communicator import Communicator, Options
-    from netfold.communicator.store import FileStore
+    from netfold.bootstrap.store import FileStore
 
     options = Options(switch="", transport="tcp")
     with Communicator(FileStore(f"{folder}/store"), rank, size, options=options) as communicator:
@@ -61,7 +61,7 @@ def _measure(rank: int, size: int, folder: str, endpoint: str) -> object:
     os.environ["NETFOLD_SWITCH"] = endpoint
     from netfold.check import advise, check_ranks
     from netfold.communicator import Communicator, Options
-    from netfold.communicator.store import FileStore
+    from netfold.bootstrap.store import FileStore
 
     options = Options(switch="", transport="tcp", algorithm="ring")
     with Communicator(FileStore(f"{folder}/store"), rank, size, options=options) as communicator:

@@ -44,7 +44,7 @@ def algorithms() -> Any:
                     getattr(host, f"check_{operation}")(group, algorithm, "sum", "float32", count)
             check_messages(group)
             assert len(set(group.group.nodes)) == group.size, "some ranks share memory"
-    from netfold.communicator.mpi import _ports
+    from netfold.bootstrap.mpi import _ports
 
     (port,) = _ports.values()
     return {"segments": port.counters["segments_sent"], "version": port.version}
@@ -71,7 +71,7 @@ def beside() -> Any:
     with join(transport="mpi") as group:
         part = group.split(group.rank % 2)
         assert part is not None
-        from netfold.communicator.mpi import _ports
+        from netfold.bootstrap.mpi import _ports
 
         assert len(_ports) == 1, "a part of a group goes over the group's communicator"
 

@@ -7,7 +7,7 @@ import logging
 import pytest
 
 from netfold._native import shares
-from netfold.communicator import capacity
+from netfold.bootstrap import capacity
 from netfold.communicator.capacity_watch import CapacityWatch, drifted
 
 ENDS = frozenset({"a", "b"})

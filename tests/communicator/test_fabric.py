@@ -26,7 +26,7 @@ from netfold import Communicator, FileStore, Options
 from netfold.switch_protocol import control_messages
 from netfold._native import fabric
 from netfold.errors import RendezvousError
-from netfold.communicator.fabric import meet, port_of
+from netfold.bootstrap.fabric import meet, port_of
 
 LIBFABRIC = need_libfabric()
 

@@ -17,7 +17,7 @@ from test_fabric import LOOPBACK, SOON_S, join
 
 from netfold import Communicator
 from netfold._native import fabric
-from netfold.communicator.fabric import port_of
+from netfold.bootstrap.fabric import port_of
 
 PROVIDERS = ("tcp", "net")
 # Some tenths of a second over loopback: a rank that stops or dies after a few hundredths is in the middle.

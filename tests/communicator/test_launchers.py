@@ -11,8 +11,8 @@ from collections.abc import Iterator
 import pytest
 from load import seconds
 
-from netfold.communicator import pmi
-from netfold.communicator.launchers import Placement, first_host, is_launched, placement
+from netfold.bootstrap import pmi
+from netfold.bootstrap.launchers import Placement, first_host, is_launched, placement
 
 pytestmark = pytest.mark.native
 

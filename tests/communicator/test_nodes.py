@@ -19,8 +19,8 @@ from ranks import run_ranks, run_threads, values
 from netfold import Communicator, FileStore, Options
 from netfold.switch_protocol import control_messages
 from netfold.communicator import RendezvousError
-from netfold.communicator import nodes as discovery
-from netfold.communicator.nodes import find_nodes
+from netfold.bootstrap import shm_discovery as discovery
+from netfold.bootstrap.shm_discovery import find_nodes
 
 pytestmark = pytest.mark.native
 

@@ -16,7 +16,7 @@ from load import seconds
 from ranks import run_threads, values
 
 from netfold import Communicator, FileStore, Options
-from netfold.communicator import probe
+from netfold.bootstrap import probe
 from netfold.errors import RendezvousError
 from netfold.tuning import ChoiceTable, DEFAULT_LINKS, Links, Row, Topology, build_table
 

@@ -15,7 +15,7 @@ from test_fabric import LOOPBACK, join
 
 from netfold import Communicator
 from netfold._native import fabric
-from netfold.communicator.fabric import port_of
+from netfold.bootstrap.fabric import port_of
 
 # Elements of a bucket: 1 MB, which goes in four large pieces over two ranks.
 COUNT = 1 << 18

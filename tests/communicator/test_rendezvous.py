@@ -20,9 +20,9 @@ from load import seconds
 from ranks import run_ranks, run_threads, values
 
 from netfold import Communicator, FileStore, Options
-from netfold.communicator import door, handshake, rendezvous
-from netfold.communicator.addresses import Interfaces
-from netfold.communicator.door import Resident, leave, open_door
+from netfold.bootstrap import handshake, listener, rendezvous
+from netfold.bootstrap.addresses import Interfaces
+from netfold.bootstrap.listener import Resident, leave, open_door
 from netfold.switch_protocol.control_messages import parse_endpoint
 
 pytestmark = pytest.mark.native
@@ -158,7 +158,7 @@ def _mesh_with_a_silent_visitor(rank: int, size: int, folder: str) -> Any:
 
 
 def test_a_stranger_that_stays_and_says_nothing_delays_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(door, "HANDSHAKE_TIMEOUT_S", 100.0)  # waiting for the visitor would take this long
+    monkeypatch.setattr(listener, "HANDSHAKE_TIMEOUT_S", 100.0)  # waiting for the visitor would take this long
     began = time.monotonic()
     assert values(run_threads(_mesh_with_a_silent_visitor, 2)) == everyone(2)
     assert time.monotonic() - began < seconds(5)

@@ -149,7 +149,7 @@ def test_a_secret_that_is_in_no_store_is_part_of_all_keys() -> None:
 
 
 def _without_libcrypto(rank: int, size: int, folder: str) -> None:
-    from netfold.communicator import security
+    from netfold.bootstrap import security
 
     if rank == 1:
 

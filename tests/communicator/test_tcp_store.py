@@ -14,7 +14,8 @@ from load import seconds
 from ranks import run_ranks, values
 
 from netfold import Communicator
-from netfold.communicator import RendezvousError, TcpStore, tcp_store
+from netfold.bootstrap import tcp_store
+from netfold.communicator import RendezvousError, TcpStore
 
 pytestmark = pytest.mark.native
 

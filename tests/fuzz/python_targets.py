@@ -50,7 +50,7 @@ def control_message(data: bytes) -> None:
 
 def handshake(data: bytes) -> None:
     """What a stranger says to a listener, and then hangs up."""
-    from netfold.communicator.handshake import Hello, open_to
+    from netfold.bootstrap.handshake import Hello, open_to
 
     async def opened() -> Hello | None:
         stream.setblocking(False)
@@ -74,7 +74,7 @@ def switch(data: bytes) -> None:
 def store(data: bytes) -> None:
     """Requests to rank 0's store behind a hello of its job: its thread ends in order, whatever comes."""
     from netfold.switch_protocol import control_messages
-    from netfold.communicator.tcp_store import TcpStoreServer
+    from netfold.bootstrap.tcp_store import TcpStoreServer
 
     server = TcpStoreServer.__new__(TcpStoreServer)
     server._job, server._values, server._counters = "job", {}, {}
@@ -316,9 +316,9 @@ def write_seeds() -> None:
 # What of each target is followed by lines; the whole package costs most of the time.
 FOLLOWED = {
     "control_message": ("netfold.switch_protocol.control_messages",),
-    "handshake": ("netfold.communicator.handshake",),
+    "handshake": ("netfold.bootstrap.handshake",),
     "switch": ("netfold.switch_protocol.control_messages", "netfold.switch"),
-    "store": ("netfold.switch_protocol.control_messages", "netfold.communicator.tcp_store"),
+    "store": ("netfold.switch_protocol.control_messages", "netfold.bootstrap.tcp_store"),
     "tokens": ("netfold.switch_protocol.control_messages", "netfold.switch.tokens"),
     "recipe": ("netfold.train.recipe", "tomllib"),
     "cluster": ("netfold.plan.cluster", "tomllib"),

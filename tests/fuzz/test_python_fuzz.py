@@ -17,7 +17,7 @@ from load import seconds
 from python_targets import TARGETS, BrokenPromiseError, check, framed, seeds
 from targets import HERE, corpus
 
-from netfold.communicator.tcp_store import TcpStoreServer
+from netfold.bootstrap.tcp_store import TcpStoreServer
 from netfold.plan.cluster.load import cluster_of, load_cluster
 from netfold.profile.run import RunError, read_run
 from netfold.train.recipe.load import load

@@ -19,8 +19,8 @@ from ranks import RunningSwitch, run_threads, running_switch, values
 
 from netfold import Communicator, FileStore, Options
 from netfold._native import shares
-from netfold.communicator import capacity
-from netfold.communicator.capacity import Measured
+from netfold.bootstrap import capacity
+from netfold.bootstrap.capacity import Measured
 from netfold.tuning import DEFAULT_LINKS, Topology, build_table
 
 WRONG = "what the switch at 127.0.0.1:"

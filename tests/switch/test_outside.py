@@ -31,7 +31,7 @@ from ranks import RunningSwitch, run_command, run_threads, running_switch, value
 from netfold import Communicator, FileStore, Options
 from netfold.switch_protocol import control_messages
 from netfold.cli import app
-from netfold.communicator import capacity
+from netfold.bootstrap import capacity
 from netfold.switch import metrics
 from netfold.switch.facts import OneLine, Sparingly, say
 

@@ -14,7 +14,7 @@ from ranks import run_threads, running_switch, values
 
 from netfold import Communicator, FileStore, Options
 from netfold._native import engine, shares
-from netfold.communicator import capacity
+from netfold.bootstrap import capacity
 
 SPLIT = engine.ALGORITHMS["split"]
 # Below a part's least size, about it, and large enough to teach something: more than a megabyte.

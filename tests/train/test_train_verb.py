@@ -18,7 +18,7 @@ from load import seconds
 from typer.testing import CliRunner
 
 from netfold.cli import app
-from netfold.communicator.launchers import placement
+from netfold.bootstrap.launchers import placement
 from netfold.train.audience.metrics_file import read_metrics
 from netfold.train.survive.stop import POLICY_STATUS, STOPPED_STATUS
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from netfold.check.facts import Facts
 from netfold.communicator import Communicator, Options
-from netfold.communicator.capacity import measure
+from netfold.bootstrap.capacity import measure
 from netfold.errors import NetfoldError
 from netfold.switch_protocol.control_messages import switches_of
 

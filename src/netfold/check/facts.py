@@ -16,9 +16,9 @@ from pathlib import Path
 import psutil
 
 from netfold.communicator import Options
-from netfold.communicator.addresses import interface_of, own_interfaces
+from netfold.bootstrap.addresses import interface_of, own_interfaces
 from netfold.errors import NetfoldError
-from netfold.communicator.fabric import look_ahead
+from netfold.bootstrap.fabric import look_ahead
 from netfold.communicator.membership import ask_room
 from netfold.switch_protocol.control_messages import switches_of
 

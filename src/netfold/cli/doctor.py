@@ -74,7 +74,8 @@ def check(
     from rich.console import Console
 
     from netfold.check import advise, check_alone, check_ranks, failed, judge, show
-    from netfold.communicator import Communicator, Options, launchers
+    from netfold.bootstrap import launchers
+    from netfold.communicator import Communicator, Options
     from netfold.errors import NetfoldError
 
     # Links are what is measured first; each switch is joined by itself, for a moment, where it has room.

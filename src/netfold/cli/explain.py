@@ -32,8 +32,8 @@ def explain(
 
     from netfold.bench.sizes import parse_size
     from netfold.communicator import Options
-    from netfold.communicator.fabric import look_ahead
-    from netfold.communicator.security import why_no_switch, why_not_secure
+    from netfold.bootstrap.fabric import look_ahead
+    from netfold.bootstrap.security import why_no_switch, why_not_secure
     from netfold.tuning import DEFAULT_LINKS, Link, Topology, build_table, candidates, format_seconds
 
     name = operation.replace("-", "_")

@@ -14,7 +14,7 @@ from typer.core import TyperGroup
 from netfold.extras import need
 
 if TYPE_CHECKING:
-    from netfold.communicator.launchers import Placement
+    from netfold.bootstrap.launchers import Placement
 
 # As of a shell: the command line, or this machine, cannot do what was asked.
 CANNOT = 2
@@ -51,7 +51,7 @@ def run(
     """
     _need_packages()
 
-    from netfold.communicator.launchers import is_launched
+    from netfold.bootstrap.launchers import is_launched
     from netfold.train.survive.stop import leaves_in_order
 
     # To load torch and to make the data takes a while.
@@ -74,7 +74,7 @@ def report(folder: Annotated[Path, typer.Argument(help="Of a run: runs/edsr.")])
 
 
 def _run(recipe: Path, settings: Sequence[str], explain: bool, nproc: int | None) -> None:
-    from netfold.communicator.launchers import is_launched, placement
+    from netfold.bootstrap.launchers import is_launched, placement
     from netfold.train.recipe.load import load
     from netfold.train.recipe.problem import RecipeError
     from netfold.train.recipe.split import ranks_asked, split

@@ -23,10 +23,10 @@ from netfold.errors import (
     SwitchLost,
 )
 from netfold.communicator.group import Group
-from netfold.communicator.launchers import Placement, is_launched, placement
+from netfold.bootstrap.launchers import Placement, is_launched, placement
 from netfold.options import Options
-from netfold.communicator.store import FileStore, PrefixStore, Store
-from netfold.communicator.tcp_store import TcpStore
+from netfold.bootstrap.store import FileStore, PrefixStore, Store
+from netfold.bootstrap.tcp_store import TcpStore
 from netfold.communicator.work import Work
 
 __all__ = [

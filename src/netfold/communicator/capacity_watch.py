@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from netfold.communicator import capacity
+from netfold.bootstrap import capacity
 
 log = logging.getLogger("netfold")
 

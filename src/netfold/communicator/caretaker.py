@@ -25,12 +25,12 @@ from typing import Any
 
 from netfold.switch_protocol import control_messages
 from netfold._native import engine
-from netfold.communicator import handshake, rendezvous
-from netfold.communicator.door import Answer, Resident
+from netfold.bootstrap import handshake, rendezvous
+from netfold.bootstrap.listener import Answer, Resident
 from netfold.errors import RendezvousError
-from netfold.communicator.handshake import CALL, Hello
-from netfold.communicator.rendezvous import Neighbours
-from netfold.communicator.sealed_stream import mesh_secrets
+from netfold.bootstrap.handshake import CALL, Hello
+from netfold.bootstrap.rendezvous import Neighbours
+from netfold.bootstrap.secure_stream import mesh_secrets
 from netfold.switch_protocol.control_messages import format_endpoint
 
 log = logging.getLogger("netfold")

@@ -9,13 +9,13 @@ from typing import Any
 
 import numpy as np
 
-from netfold.communicator import launchers
+from netfold.bootstrap import launchers
 from netfold.communicator.arrays import lend
 from netfold.communicator.collectives import Collectives
 from netfold.communicator.group import Group
 from netfold.options import Options
-from netfold.communicator.store import PrefixStore, Store
-from netfold.communicator.tcp_store import process_store
+from netfold.bootstrap.store import PrefixStore, Store
+from netfold.bootstrap.tcp_store import process_store
 
 
 class Registered:

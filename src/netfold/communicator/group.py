@@ -17,18 +17,19 @@ import numpy as np
 
 import netfold
 from netfold._native import engine, protocol
-from netfold.communicator import capacity, caretaker, fabric, mpi, peer_memory, probe, rendezvous
-from netfold.communicator.addresses import interface_of, own_interfaces
+from netfold.bootstrap import capacity, fabric, mpi, peer_memory, probe, rendezvous
+from netfold.communicator import caretaker
+from netfold.bootstrap.addresses import interface_of, own_interfaces
 from netfold.communicator.capacity_watch import CapacityWatch
 from netfold.communicator.caretaker import Ward
-from netfold.communicator.door import Resident, leave, open_door
+from netfold.bootstrap.listener import Resident, leave, open_door
 from netfold.errors import NetfoldError, RendezvousError, WaitTimeout, error_of
 from netfold.communicator.membership import Membership, ask_way_up, join_for_host
-from netfold.communicator.nodes import Node, find_nodes
+from netfold.bootstrap.shm_discovery import Node, find_nodes
 from netfold.options import SECURITIES, Options
 from netfold.communicator.recovery import Recovery
-from netfold.communicator.sealed_stream import mesh_secrets
-from netfold.communicator.store import Store
+from netfold.bootstrap.secure_stream import mesh_secrets
+from netfold.bootstrap.store import Store
 from netfold.communicator.way_up import WayUp
 from netfold.switch_protocol.control_messages import Message, switches_of
 from netfold.tuning import Candidate, ChoiceTable, DEFAULT_LINKS, Links, Topology, build_table, candidates, format_seconds, table_without_switch

@@ -40,7 +40,7 @@ from netfold.switch_protocol import control_messages
 from netfold._native import engine
 from netfold.communicator import recovery_machine as machine
 from netfold.communicator.caretaker import Ward
-from netfold.communicator.door import Answer
+from netfold.bootstrap.listener import Answer
 from netfold.errors import RendezvousError, SwitchError
 from netfold.communicator.membership import Membership
 from netfold.communicator.recovery_machine import Action, Have, Message, RecoveryMachine

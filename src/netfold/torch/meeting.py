@@ -2,7 +2,7 @@
 
 torch raises then. What it does where its variables are there, torchrun's above all, stays its own: so this changes no
 script that ran before. Rank 0 serves torch's store on whichever port is free; the others hear of it over the store that
-a `Communicator` meets by (communicator/launchers.py), which is there for the job alone.
+a `Communicator` meets by (bootstrap/launchers.py), which is there for the job alone.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from urllib.parse import parse_qs, urlparse
 from torch._C._distributed_c10d import Store, TCPStore
 from torch.distributed.constants import default_pg_timeout
 
-from netfold.communicator.launchers import is_launched, placement
-from netfold.communicator.tcp_store import process_store
+from netfold.bootstrap.launchers import is_launched, placement
+from netfold.bootstrap.tcp_store import process_store
 
 _Meeting = Iterator[tuple[Store, int, int]]
 _TORCHS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")

@@ -19,7 +19,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from netfold.communicator.launchers import Placement, placement
+from netfold.bootstrap.launchers import Placement, placement
 from netfold.train.recipe import Recipe
 from netfold.train.recipe.problem import Source, in_a_sentence
 from netfold.train.survive.stop import POLICY_STATUS, STOPPED_STATUS, PolicyStopError

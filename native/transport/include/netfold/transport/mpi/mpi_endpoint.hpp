@@ -7,7 +7,7 @@
 // not ask for); a shim for each MPI, compiled against its mpi.h (a user's machine need not have a compiler, nor Intel's
 // wheel a header); tables of each ABI's constants, as mpi4py and MPItrampoline have them (right until an MPI changes
 // one). Here mpi4py does what is done once (communicator, error handler, end) and lends us its handles, their widths,
-// the constants, and where a status has its fields, which it tries out (communicator/mpi.py). The data path is eight
+// the constants, and where a status has its fields, which it tries out (bootstrap/mpi.py). The data path is eight
 // functions, looked up where mpi4py's own are, that take such handles: of four bytes or of eight.
 //
 // THREADS. Whoever waits for a stream polls: the engine's thread or any of the caller's, while the program may call MPI

@@ -19,10 +19,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from netfold.switch_protocol import control_messages
-from netfold.communicator import handshake
+from netfold.bootstrap import handshake
 from netfold.errors import RendezvousError
-from netfold.communicator.handshake import Hello
-from netfold.communicator.sealed_stream import sealed
+from netfold.bootstrap.handshake import Hello
+from netfold.bootstrap.secure_stream import sealed
 from netfold.switch_protocol.control_messages import format_endpoint
 
 # A stranger keeps a visit open for no longer than this.

@@ -15,7 +15,7 @@ from typing import Any
 
 from netfold._native import engine
 from netfold.errors import RendezvousError
-from netfold.communicator.nodes import Node
+from netfold.bootstrap.shm_discovery import Node
 
 _MARK_BYTES = 16
 _OFFER = struct.Struct(f">?Q{_MARK_BYTES}s")  # whether there is a mark; its address; the mark

@@ -1,6 +1,6 @@
 """From a store to a mesh: every rank leaves its addresses, and is connected with every other.
 
-Rank i knocks at the doors (door.py) of all ranks below it, once for each lane and rail. A connection counts only after
+Rank i knocks at the doors (listener.py) of all ranks below it, once for each lane and rail. A connection counts only after
 both ends have proved that they know the job's secret, which rank 0 drew and left in the store (handshake.py).
 """
 
@@ -19,14 +19,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import netfold
-from netfold.communicator import handshake, security
-from netfold.communicator.addresses import Interfaces
-from netfold.communicator.door import Door, Resident
+from netfold.bootstrap import handshake, security
+from netfold.bootstrap.addresses import Interfaces
+from netfold.bootstrap.listener import Door, Resident
 from netfold.errors import RendezvousError
-from netfold.communicator.handshake import JOIN, Hello
+from netfold.bootstrap.handshake import JOIN, Hello
 from netfold.options import Options
-from netfold.communicator.sealed_stream import sealed
-from netfold.communicator.store import PrefixStore, Store
+from netfold.bootstrap.secure_stream import sealed
+from netfold.bootstrap.store import PrefixStore, Store
 from netfold.switch_protocol.control_messages import format_endpoint, parse_endpoint, switches_of
 from netfold.tuning import check_words
 

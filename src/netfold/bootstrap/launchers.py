@@ -19,7 +19,7 @@ import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from netfold.communicator import pmi
+from netfold.bootstrap import pmi
 
 # (rank, size, local rank, local size).
 _Names = tuple[str, str, str, str]

@@ -22,7 +22,7 @@ from typing import Any
 
 from netfold.switch_protocol import control_messages
 from netfold._native import fabric
-from netfold.communicator.addresses import own_interfaces
+from netfold.bootstrap.addresses import own_interfaces
 from netfold.errors import RendezvousError
 from netfold.options import Options
 
