@@ -7,7 +7,7 @@ import re
 import pytest
 
 from netfold.errors import SwitchError
-from netfold.communicator.way_up import WayUp, common_tree
+from netfold.communicator.switch_tree import WayUp, common_tree
 from netfold.switch.tree import MAX_DEPTH, Child, Place, alone, place_of
 
 ROOT, MIDDLE, LEFT, RIGHT = 90, 80, 70, 60

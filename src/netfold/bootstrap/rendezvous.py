@@ -148,7 +148,7 @@ def agree(store: Store, rank: int, size: int, options: Options, deadline: float)
         )
     # Everyone uses what rank 0 chose; that another rank's environment says otherwise is worth an error, not a guess.
     # Which switches is each rank's own affair, as long as there are as many, and the first of all are in one tree, the
-    # second in one, and so on (way_up.py).
+    # second in one, and so on (switch_tree.py).
     if len(switches_of(own_switch)) != len(switches_of(read["switch"])):
         refused = f" (rank {rank}: {no_switch})" if no_switch else ""
         raise RendezvousError(

@@ -10,7 +10,7 @@ error names the rank.
 Tests: `.venv/bin/pytest tests/communicator`
 """
 
-from netfold.communicator.buffers import empty
+from netfold.communicator.shared_arrays import empty
 from netfold.communicator.communicator import Communicator
 from netfold.errors import (
     CollectiveTimeout,

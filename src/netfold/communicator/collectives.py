@@ -10,7 +10,7 @@ import numpy as np
 
 from netfold.communicator.arrays import Array, Lent, lend, like, travels_as
 from netfold.communicator.group import ANY_SOURCE, REDUCE_OPS, Group, Region, region
-from netfold.communicator.located import LOCATED_OPS, pack, unpack
+from netfold.communicator.minloc import LOCATED_OPS, pack, unpack
 from netfold.communicator.work import Receiving, Work
 
 # op -> what the native floor calls it, for the short way.

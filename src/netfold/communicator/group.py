@@ -18,10 +18,10 @@ import numpy as np
 import netfold
 from netfold._native import engine, protocol
 from netfold.bootstrap import capacity, fabric, mpi, peer_memory, probe, rendezvous
-from netfold.communicator import caretaker
+from netfold.communicator import connection_manager
 from netfold.bootstrap.addresses import interface_of, own_interfaces
 from netfold.communicator.capacity_watch import CapacityWatch
-from netfold.communicator.caretaker import Ward
+from netfold.communicator.connection_manager import Ward
 from netfold.bootstrap.listener import Resident, leave, open_door
 from netfold.errors import NetfoldError, RendezvousError, WaitTimeout, error_of
 from netfold.communicator.membership import Membership, ask_way_up, join_for_host
@@ -30,7 +30,7 @@ from netfold.options import SECURITIES, Options
 from netfold.communicator.recovery import Recovery
 from netfold.bootstrap.secure_stream import mesh_secrets
 from netfold.bootstrap.store import Store
-from netfold.communicator.way_up import WayUp
+from netfold.communicator.switch_tree import WayUp
 from netfold.switch_protocol.control_messages import Message, switches_of
 from netfold.tuning import Candidate, ChoiceTable, DEFAULT_LINKS, Links, Topology, build_table, candidates, format_seconds, table_without_switch
 from netfold.profile import Records, recording, records_of
@@ -256,7 +256,7 @@ class Group:
         for number, (switch, joined) in enumerate(zip(switches, memberships, strict=bool(memberships))):
             looks = functools.partial(watch.look, number)
             self.recoveries.append(self._go_by(number, switch, joined, job, options, looks))
-        caretaker.take_care(self._id, self._ward)
+        connection_manager.take_care(self._id, self._ward)
         if job.switch is not None and workers:
             run = functools.partial(self._run_once, deadline)
             try:
@@ -527,11 +527,11 @@ class Group:
                 self._seen = self._ward.ask(sorted(others, key=lambda each: each != rank))
         if not self._seen:
             return rank, ""
-        ranks = [] if sequence is None else caretaker.without_call(self._seen, sequence)
+        ranks = [] if sequence is None else connection_manager.without_call(self._seen, sequence)
         if ranks and rank not in ranks:
             rank = ranks[0]
         ranks = sorted(ranks or self._seen, key=lambda each: (each != rank, each))
-        return rank, f" Just now {caretaker.describe({each: self._seen[each] for each in ranks})}"
+        return rank, f" Just now {connection_manager.describe({each: self._seen[each] for each in ranks})}"
 
     def candidates(self, operation: str, size_bytes: int) -> list[Candidate]:
         """All algorithms for it and what this group's cost model expects of them, the quickest first.
@@ -610,7 +610,7 @@ class Group:
         why, fault = ("it closed the group", -1) if failure is None else (failure[2], failure[1])
         for recovery in self.recoveries:
             recovery.close(why, fault)
-        caretaker.let_go(self._id)
+        connection_manager.let_go(self._id)
         self._door.bid_farewell(self._resident, failure, self.collectives_submitted, self._native.expired)
         engine.remove_group(self._native)
         leave(self._door)

@@ -1,7 +1,7 @@
 """A rank's membership of a job on a switch: joining, and hearing who left.
 
 A job's ranks may have several switches, in a tree: each joins its own, and says in its join which tree all of them make
-(way_up.py). A rank whose switch cannot be reached joins the next one above it, if it heard of that before.
+(switch_tree.py). A rank whose switch cannot be reached joins the next one above it, if it heard of that before.
 
 Where several ranks share memory, one of a host joins, for all of them: a worker is a rank that joined, and the switch
 calls it by its rank.
@@ -31,7 +31,7 @@ from netfold._native.transport import DataPort
 from netfold.errors import RendezvousError, SwitchError
 from netfold.switch_protocol.pinned_tls import FingerprintError, PinnedStream
 from netfold.communicator.switch_watch import Ask, Lost, SwitchWatch
-from netfold.communicator.way_up import WayUp, above, agree_on_tree
+from netfold.communicator.switch_tree import WayUp, above, agree_on_tree
 from netfold.switch_protocol.data_path import PathError, ReceiveBuffer, open_path
 
 log = logging.getLogger("netfold")

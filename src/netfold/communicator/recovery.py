@@ -39,13 +39,13 @@ from typing import Any
 from netfold.switch_protocol import control_messages
 from netfold._native import engine
 from netfold.communicator import recovery_machine as machine
-from netfold.communicator.caretaker import Ward
+from netfold.communicator.connection_manager import Ward
 from netfold.bootstrap.listener import Answer
 from netfold.errors import RendezvousError, SwitchError
 from netfold.communicator.membership import Membership
 from netfold.communicator.recovery_machine import Action, Have, Message, RecoveryMachine
 from netfold.communicator.recovery_plan import chunks_of, pack, unpack
-from netfold.communicator.way_up import WayUp, common_tree
+from netfold.communicator.switch_tree import WayUp, common_tree
 from netfold.tuning import ChoiceTable
 
 log = logging.getLogger("netfold")
