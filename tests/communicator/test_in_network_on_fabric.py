@@ -28,7 +28,7 @@ from netfold._native.dataplane import DataPlane
 from netfold._native.transport import FabricPort
 from netfold.communicator import PeerLost
 from netfold.switch_protocol.data_path import fabric_payload
-from netfold.switch.view import read_status
+from netfold.switch.status_table import read_status
 
 need_libfabric()
 

@@ -204,7 +204,7 @@ class _Switch:
         assert not self.switch._ledger.jobs, "a stranger left a job behind"
 
     async def _serve(self, data: bytes) -> None:
-        from netfold.switch.entrance import Guest
+        from netfold.switch.acceptor import Guest
 
         reader = asyncio.StreamReader()
         reader.feed_data(data)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from netfold.switch.certificate import server_context
-from netfold.switch.streams import hang_up, read, tell
+from netfold.switch.control_io import hang_up, read, tell
 
 MESSAGE = {"type": "missing", "serial": 1, "ranks": [0]}
 

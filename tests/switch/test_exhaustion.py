@@ -20,7 +20,7 @@ from ranks import RunningSwitch, running_switch
 from test_admission import JOIN, serves
 
 from netfold.switch_protocol import control_messages
-from netfold.switch.entrance import MAX_STRANGERS
+from netfold.switch.acceptor import MAX_STRANGERS
 from netfold.switch.tokens import MAX_TENANTS, Tokens
 
 # Far above what the bounded number takes, and far below what the unbounded one would.

@@ -33,7 +33,7 @@ from netfold.switch_protocol import control_messages
 from netfold.cli import app
 from netfold.bootstrap import capacity
 from netfold.switch import metrics
-from netfold.switch.facts import OneLine, Sparingly, say
+from netfold.switch.log import OneLine, Sparingly, say
 
 ROOT = Path(__file__).parents[2]
 WATCHED = ("--metrics", "127.0.0.1:0")

@@ -14,7 +14,7 @@ from ranks import RunningSwitch, run_threads, running_switch, values
 
 from netfold import Communicator, FileStore, Options
 from netfold._native import protocol
-from netfold.switch.parts import Limits, fitting_window, part_of
+from netfold.switch.quota import Limits, fitting_window, part_of
 from netfold.switch.tokens import Tenant
 
 TOKENS = {name: name[0] * 40 for name in ("small", "large", "bound")}

@@ -25,7 +25,7 @@ from netfold.switch_protocol import control_messages
 from netfold._native import engine, protocol
 from netfold._native.transport import UdpPort
 from netfold.communicator import membership
-from netfold.switch.view import read_status
+from netfold.switch.status_table import read_status
 
 SOON_S = 3.0
 BY_SWITCH = "all_reduce=in_network"

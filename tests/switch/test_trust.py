@@ -23,8 +23,8 @@ from netfold.switch_protocol import control_messages
 from netfold.switch_protocol.pinned_tls import FingerprintError, PinnedStream
 from netfold.switch import Switch, Tokens
 from netfold.switch.certificate import server_context
-from netfold.switch.entrance import STRANGER_S
-from netfold.switch.facts import Sparingly
+from netfold.switch.acceptor import STRANGER_S
+from netfold.switch.log import Sparingly
 
 JOIN_S = 30.0
 VISION = "a" * 31 + "1"

@@ -104,9 +104,9 @@ def switch(
     from netfold.switch_protocol import control_messages
     from netfold.bench.sizes import parse_size
     from netfold.switch import Limits, Switch, Tokens
-    from netfold.switch.facts import OneLine, Sparingly, say
+    from netfold.switch.log import OneLine, Sparingly, say
     from netfold.switch.parent import Parent
-    from netfold.switch.web import Web
+    from netfold.switch.http import Web
 
     level = getattr(logging, log.upper(), None)
     if not isinstance(level, int):
@@ -220,7 +220,7 @@ def status(
     from rich.live import Live
 
     from netfold.switch_protocol import control_messages
-    from netfold.switch.view import read_status, show
+    from netfold.switch.status_table import read_status, show
 
     try:
         address = control_messages.parse_endpoint(endpoint, what="ENDPOINT")

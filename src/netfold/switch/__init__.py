@@ -11,7 +11,7 @@ Tests: `.venv/bin/pytest tests/switch`
 """
 
 from netfold.switch.daemon import Switch
-from netfold.switch.parts import Limits
+from netfold.switch.quota import Limits
 from netfold.switch.tokens import Tokens
 
 __all__ = ["Limits", "Switch", "Tokens"]

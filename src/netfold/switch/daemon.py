@@ -20,15 +20,15 @@ from netfold.switch_protocol.data_path import MIN_WINDOW_CHUNKS, ReceiveBuffer, 
 from netfold.switch.admission import Admission, check_version
 from netfold.switch.certificate import server_context
 from netfold.switch.echo import open_echo
-from netfold.switch.entrance import Entrance, Guest
+from netfold.switch.acceptor import Entrance, Guest
 from netfold.switch.fabrics import Fabrics
-from netfold.switch.facts import say
+from netfold.switch.log import say
 from netfold.switch.job import Job, Member, RefusedError, labelled, listed
 from netfold.switch.ledger import EVERYBODY, Ledger, retransmissions
-from netfold.switch.missing import MAX_QUESTIONS, chunk_of, say_missing, take_answer
+from netfold.switch.stragglers import MAX_QUESTIONS, chunk_of, say_missing, take_answer
 from netfold.switch.parent import Link, Parent, ParentError
-from netfold.switch.parts import Limits
-from netfold.switch.streams import TIMEOUTS, hang_up, read, say_at_once, tell
+from netfold.switch.quota import Limits
+from netfold.switch.control_io import TIMEOUTS, hang_up, read, say_at_once, tell
 from netfold.switch.tokens import Tokens
 from netfold.switch.tree import MAX_DEPTH
 

@@ -15,7 +15,7 @@ from netfold._native import protocol
 from netfold._native.dataplane import DataPlane
 from netfold.switch_protocol.data_path import MIN_WINDOW_CHUNKS
 from netfold.switch.job import Job, RefusedError
-from netfold.switch.parts import Limits, Part, fitting_window, part_of
+from netfold.switch.quota import Limits, Part, fitting_window, part_of
 from netfold.switch.tokens import Tenant
 
 # The tenant of a switch without tokens.

@@ -20,7 +20,7 @@ from typing import Any
 from netfold.switch_protocol import control_messages, packet_keys
 from netfold._native import auth
 from netfold.switch_protocol.data_path import PathError, open_path
-from netfold.switch.streams import TIMEOUTS, end_when_host_vanishes, read, say_at_once, tell
+from netfold.switch.control_io import TIMEOUTS, end_when_host_vanishes, read, say_at_once, tell
 
 # To connect, or to answer a question.
 PARENT_S = 5.0

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from netfold.switch_protocol import control_messages
-from netfold.switch.facts import say
-from netfold.switch.streams import end_when_host_vanishes, hang_up
+from netfold.switch.log import say
+from netfold.switch.control_io import end_when_host_vanishes, hang_up
 
 MAX_STRANGERS = 512
 # From connecting to a join that was admitted.

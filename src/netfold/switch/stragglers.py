@@ -8,7 +8,7 @@ import secrets
 from netfold.switch_protocol import control_messages
 from netfold.switch.job import Job, Member
 from netfold.switch.parent import Link
-from netfold.switch.streams import TIMEOUTS, hang_up, tell
+from netfold.switch.control_io import TIMEOUTS, hang_up, tell
 
 # Open questions of one member, or of the parent; one more breaks the protocol. A worker has two at most.
 MAX_QUESTIONS = 8
