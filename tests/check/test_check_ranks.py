@@ -18,7 +18,7 @@ from load import seconds
 from ranks import run_command, run_ranks, running_switch, values
 
 from netfold.switch_protocol import control_messages
-from netfold.check import links
+from netfold.diagnostics.preflight import links
 from netfold.communicator.membership import ask_room
 
 pytestmark = pytest.mark.native
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.native
 def _check(rank: int, size: int, folder: str, endpoint: str) -> object:
     os.environ["NETFOLD_SWITCH"] = endpoint
     os.environ["NETFOLD_JOIN_TOKEN"] = "a secret that nobody should see"
-    from netfold.check import check_ranks, judge
+    from netfold.diagnostics.preflight import check_ranks, judge
     from netfold.communicator import Communicator, Options
     from netfold.bootstrap.store import FileStore
 
@@ -59,7 +59,7 @@ def test_every_rank_sees_every_link_and_the_switch() -> None:
 
 def _measure(rank: int, size: int, folder: str, endpoint: str) -> object:
     os.environ["NETFOLD_SWITCH"] = endpoint
-    from netfold.check import advise, check_ranks
+    from netfold.diagnostics.preflight import advise, check_ranks
     from netfold.communicator import Communicator, Options
     from netfold.bootstrap.store import FileStore
 

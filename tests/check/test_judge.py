@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from netfold.check import Capacity, Facts, Gathered, Level, PairLink, advise, judge
-from netfold.check.facts import SwitchRoom
-from netfold.check.links import rounds
+from netfold.diagnostics.preflight import Capacity, Facts, Gathered, Level, PairLink, advise, judge
+from netfold.diagnostics.preflight.facts import SwitchRoom
+from netfold.diagnostics.preflight.links import rounds
 
 GIGABIT = 1e9 / 8
 WELL = Facts(

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from netfold._native import fabric
 from netfold.cli import app
-from netfold.doctor import fabric as looked_at
+from netfold.diagnostics import fabric as looked_at
 
 need_libfabric()
 

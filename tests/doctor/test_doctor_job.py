@@ -19,7 +19,7 @@ from load import seconds
 from ranks import run_ranks, values
 
 from netfold import Communicator, FileStore, Options
-from netfold.doctor import Transfer, diagnose, find_ranks
+from netfold.diagnostics import Transfer, diagnose, find_ranks
 
 
 def test_a_rank_that_has_not_called_is_named_with_what_it_did_last() -> None:
@@ -190,7 +190,7 @@ def test_a_process_waits_for_a_disk_only_where_that_lasts(
 ) -> None:
     letters = iter(states)
     with Communicator(FileStore(str(tmp_path)), 0, 1):
-        monkeypatch.setattr("netfold.doctor.page._process", lambda folder: (next(letters), "python train.py"))
+        monkeypatch.setattr("netfold.diagnostics.status_segment._process", lambda folder: (next(letters), "python train.py"))
         found = find_ranks(os.getpid())
     # Other tests' groups may live in this process, too.
     assert {rank.process_state for rank in found} == {seen}

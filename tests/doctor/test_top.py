@@ -23,8 +23,8 @@ from ranks import Outcome, run_ranks, running_switch, values
 from rich.console import Console
 
 from netfold import Communicator, FileStore
-from netfold.doctor import Line, Picture, Slowest, View, Watch, behind, find_ranks
-from netfold.doctor.watch import _Group, _Member
+from netfold.diagnostics import Line, Picture, Slowest, View, Watch, behind, find_ranks
+from netfold.diagnostics.sampler import _Group, _Member
 
 MS = 1_000_000
 MB = 1 << 20

@@ -23,7 +23,7 @@ from ranks import run_ranks, run_threads, running_switch, values
 
 from netfold import Communicator, FileStore, Options
 from netfold._native import engine
-from netfold.doctor.page import find_ranks
+from netfold.diagnostics.status_segment import find_ranks
 
 KINDS = ("all_reduce", "reduce", "broadcast", "all_gather", "reduce_scatter")
 REDUCE = {"sum": lambda parts: parts.sum(0), "avg": lambda parts: parts.mean(0), "max": lambda parts: parts.max(0)}

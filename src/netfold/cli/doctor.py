@@ -24,7 +24,7 @@ def job(pid: Annotated[int | None, typer.Option(help="Look at the groups of this
     from rich.console import Console
     from rich.table import Table
 
-    from netfold.doctor import diagnose, find_ranks
+    from netfold.diagnostics import diagnose, find_ranks
 
     ranks = find_ranks()
     if pid is not None:
@@ -73,7 +73,7 @@ def check(
 
     from rich.console import Console
 
-    from netfold.check import advise, check_alone, check_ranks, failed, judge, show
+    from netfold.diagnostics.preflight import advise, check_alone, check_ranks, failed, judge, show
     from netfold.bootstrap import launchers
     from netfold.communicator import Communicator, Options
     from netfold.errors import NetfoldError
@@ -109,7 +109,7 @@ def fabric(as_json: Annotated[bool, typer.Option("--json", help="As JSON.")] = F
     from rich.console import Console
     from rich.table import Table
 
-    from netfold.doctor import fabric as looked_at
+    from netfold.diagnostics import fabric as looked_at
 
     version, why_not = looked_at.library()
     if why_not:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
-    from netfold.doctor import Picture
+    from netfold.diagnostics import Picture
 
 NOBODY = "no group of netfold on this machine that this user may look at"
 
@@ -27,7 +27,7 @@ def top(
     from rich.console import Console
     from rich.live import Live
 
-    from netfold.doctor import Watch
+    from netfold.diagnostics import Watch
 
     console = Console()
     with (
@@ -59,7 +59,7 @@ def top(
 def _view(pictures: list[Picture]) -> Any:
     import time
 
-    from netfold.doctor import View
+    from netfold.diagnostics import View
 
     return View(pictures, time.monotonic_ns())
 

@@ -10,7 +10,7 @@ from rich.console import Console
 from torch._C._distributed_c10d import PrefixStore
 from torch.distributed import distributed_c10d
 
-from netfold.check import Gathered, check_alone, check_ranks, failed, judge, show
+from netfold.diagnostics.preflight import Gathered, check_alone, check_ranks, failed, judge, show
 from netfold.communicator import Communicator, Options
 from netfold.torch.meeting import store_host
 from netfold.torch.store import TorchStore

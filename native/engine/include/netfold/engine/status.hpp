@@ -3,7 +3,7 @@
 // One page of anonymous memory a process, found by its name among the process's descriptors (/proc/PID/fd): nothing is
 // left behind, whoever may read the process's descriptors may look, and a process that hangs need not answer. Each
 // group has an entry; its driver alone writes it, under a count that is odd meanwhile. Of sends and receives it shows
-// the oldest that is not done. Readers: netfold/doctor/page.py.
+// the oldest that is not done. Readers: netfold/diagnostics/status_segment.py.
 #pragma once
 
 #include <netfold/collective/call.hpp>

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import numpy as np
 
-from netfold.check.capacity import Capacity, agreed, measure_switches
-from netfold.check.facts import Facts, facts_here
-from netfold.check.links import PairLink, measure_links
+from netfold.diagnostics.preflight.capacity import Capacity, agreed, measure_switches
+from netfold.diagnostics.preflight.facts import Facts, facts_here
+from netfold.diagnostics.preflight.links import PairLink, measure_links
 from netfold.communicator import Communicator
 
 

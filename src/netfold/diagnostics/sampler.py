@@ -34,7 +34,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from netfold.doctor.page import Page, Rank, find_pages
+from netfold.diagnostics.status_segment import Page, Rank, find_pages
 
 # Looks a second, on average: short against a step of training.
 LOOKS_HZ = 25

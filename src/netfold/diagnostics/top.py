@@ -6,8 +6,8 @@ from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderR
 from rich.table import Table
 from rich.text import Text
 
-from netfold.doctor.job import doing
-from netfold.doctor.watch import Line, Picture
+from netfold.diagnostics.job import doing
+from netfold.diagnostics.sampler import Line, Picture
 
 # What goes first where there is not room for all columns; `doing` then stands in lines of its own.
 _COLUMNS = ("rank", "process", "op/s", "tensor B/s", "wire B/s", "again", "under way", "exposed", "switch")

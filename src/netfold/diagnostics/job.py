@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from netfold.doctor.page import Rank, Transfer
+from netfold.diagnostics.status_segment import Rank, Transfer
 
 _STATES = {"T": "stopped", "t": "being debugged", "Z": "dead", "X": "dead", "D": "waiting for a disk"}
 

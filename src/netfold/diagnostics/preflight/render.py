@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.table import Table
 
-from netfold.check.gather import Gathered
-from netfold.check.judge import Finding, Level
-from netfold.check.words import by_host, listed, rate_of, size
+from netfold.diagnostics.preflight.gather import Gathered
+from netfold.diagnostics.preflight.rules import Finding, Level
+from netfold.diagnostics.preflight.wording import by_host, listed, rate_of, size
 
 _COLOURS = {Level.FAIL: "red", Level.WARN: "yellow", Level.NOTE: "green"}
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from netfold.check.facts import Facts
+from netfold.diagnostics.preflight.facts import Facts
 
 
 def by_host(facts: Sequence[Facts]) -> list[tuple[Facts, list[int]]]:

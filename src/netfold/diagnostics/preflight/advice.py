@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from netfold.check.gather import Gathered
-from netfold.check.judge import Finding, Level
-from netfold.check.words import rate_of
+from netfold.diagnostics.preflight.gather import Gathered
+from netfold.diagnostics.preflight.rules import Finding, Level
+from netfold.diagnostics.preflight.wording import rate_of
 from netfold.tuning import DEFAULT_LINKS, Topology, ring_bytes_per_s
 from netfold.tuning.cost import Case, split_rate, switch_part
 

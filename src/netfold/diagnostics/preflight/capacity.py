@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from netfold.check.facts import Facts
+from netfold.diagnostics.preflight.facts import Facts
 from netfold.communicator import Communicator, Options
 from netfold.bootstrap.capacity import measure
 from netfold.errors import NetfoldError

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TypeAlias
 
-from netfold.check.facts import Facts
-from netfold.check.gather import Gathered
-from netfold.check.links import PairLink
-from netfold.check.words import by_host, listed, rate_of, size
+from netfold.diagnostics.preflight.facts import Facts
+from netfold.diagnostics.preflight.gather import Gathered
+from netfold.diagnostics.preflight.links import PairLink
+from netfold.diagnostics.preflight.wording import by_host, listed, rate_of, size
 from netfold.switch_protocol.data_path import ReceiveBuffer
 
 # Shared memory that a host's ranks take: slots and bells, and DDP's buckets, which may move there.

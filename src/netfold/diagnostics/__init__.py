@@ -1,0 +1,31 @@
+"""What is wrong, seen from outside.
+
+`status_segment` finds the status pages of this machine's processes and reads them; `job` says what each rank of a hung job is
+doing, and who keeps the others; `sampler` looks at a running job many times a second, `top` shows what that gives;
+`fabric` asks libfabric what there is, and tries it. May import: the native engine, for names and libfabric.
+`preflight` checks hosts, links and switches before a job: it forms a group, and nothing else here does.
+
+Always: it only reads; a process that hangs, is stopped or is dying need not answer.
+
+Tests: `.venv/bin/pytest tests/doctor`
+"""
+
+from netfold.diagnostics.job import Verdict, diagnose
+from netfold.diagnostics.status_segment import Counters, Rank, Transfer, find_ranks
+from netfold.diagnostics.top import View
+from netfold.diagnostics.sampler import Line, Picture, Slowest, Watch, behind
+
+__all__ = [
+    "Counters",
+    "Line",
+    "Picture",
+    "Rank",
+    "Slowest",
+    "Transfer",
+    "Verdict",
+    "View",
+    "Watch",
+    "behind",
+    "diagnose",
+    "find_ranks",
+]
