@@ -133,8 +133,8 @@ leaks: build ## native tests under LeakSanitizer: what netfold's module asked fo
 tsan: build ## the native tests of engine, transports, switch and status once more under ThreadSanitizer
 	@tools/sanitize $(PY) $(JOBS) thread
 
-prove: build ## search every order of events of the protocol's scopes, the large ones too; show what mutants break
-	@$(PY) -m netfold.prove --all
+model-check: build ## search every order of events of the protocol's scopes, the large ones too; show what mutants break
+	@$(PY) -m netfold.model_check --all
 	@PYTHONPATH=tests $(PY) tests/prove/mutants.py
 	@PYTHONPATH=tests $(PY) tests/prove/recovery_mutants.py
 
@@ -175,4 +175,4 @@ sbom: .venv-wheels/.tools ## dist/netfold-VERSION.cdx.json: what an installed wh
 clean: ## remove everything that was built
 	@rm -rf $(VENV) .venv-mpi-* .venv-wheels .venv-ecosystem .venv-torch-* .torch-logs build build-sanitize build-tsan dist netfold-demo .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
-.PHONY: help build chaos demo test wheels test-wheel test-aarch64 sdist sbom test-cuda test-jobs test-rack test-soak test-fuzz test-browser test-all test-ecosystem test-bare test-image conformance test-torch lock check format sanitize leaks tsan prove bench-peers bench clean
+.PHONY: help build chaos demo test wheels test-wheel test-aarch64 sdist sbom test-cuda test-jobs test-rack test-soak test-fuzz test-browser test-all test-ecosystem test-bare test-image conformance test-torch lock check format sanitize leaks tsan model-check bench-peers bench clean

@@ -20,7 +20,7 @@ from types import SimpleNamespace
 
 from changed import change
 
-from netfold.prove import Scope, draw
+from netfold.model_check import Scope, draw
 from netfold.sim import diagram
 
 ROOT = Path(__file__).parents[2]

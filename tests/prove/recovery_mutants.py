@@ -20,7 +20,7 @@ from typing import Any
 from changed import change, execute, load
 
 from netfold.communicator import recovery_machine, recovery_plan
-from netfold.prove.recovery import STUCK, Machines, RecoveryReport, RecoveryScope, search_recovery
+from netfold.model_check.recovery import STUCK, Machines, RecoveryReport, RecoveryScope, search_recovery
 
 ROOT = Path(__file__).parents[2]
 COLLECTIVE = ROOT / "native" / "collective"

@@ -9,7 +9,7 @@ import pytest
 from changed import change, execute
 
 from netfold.communicator import switch_watch as production
-from netfold.prove.switch_watch import search_switch_watch, sentence
+from netfold.model_check.switch_watch import search_switch_watch, sentence
 
 pytestmark = pytest.mark.native
 

@@ -18,7 +18,7 @@ matter. A rank that is gone, the leader too, ends the group as ever; one that is
 deadline, and no longer.
 
 What a rank decides is a pure state machine, recovery_machine.py, which the search over recovery drives as well
-(netfold/prove/recovery.py). Here are its threads, connections and clock. Each event is one call of the machine, under
+(netfold/model_check/recovery.py). Here are its threads, connections and clock. Each event is one call of the machine, under
 one lock; the actions that it returns are carried out in order.
 """
 

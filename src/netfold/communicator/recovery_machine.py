@@ -1,6 +1,6 @@
 """What one rank does about a lost switch: a pure state machine, without clock, thread or socket.
 
-Its owner (recovery.py; for the search, netfold/prove/recovery.py) calls a method for each thing that happens, one at a
+Its owner (recovery.py; for the search, netfold/model_check/recovery.py) calls a method for each thing that happens, one at a
 time, and carries out the actions that it returns, in order. What each message means: recovery.py.
 
     event                          becomes

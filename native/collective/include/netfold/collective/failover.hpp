@@ -2,7 +2,7 @@
 //
 // A pure state machine: a value without socket, clock, thread or payload. A SwitchPath (switch_path.hpp) owns one and does what
 // it decides: it freezes channels, starts operations on them and runs host algorithms. The search over recovery
-// (netfold/prove/recovery.py) drives the same class.
+// (netfold/model_check/recovery.py) drives the same class.
 //
 //   membership  event                        becomes
 //   current     freeze                       frozen: nothing is sent or taken

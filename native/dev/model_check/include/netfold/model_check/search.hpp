@@ -38,7 +38,7 @@
 //              so there is a bound: each timer rings, and each leaf is asked for sums once more, so many times. Clocks
 //              stand still but when a timer rings. Nothing is left out of a worker's state then. A leaf's results from
 //              the root follow each other by one: what its sender makes of skipped ones is a search of its own
-//              (netfold/prove/parent_sender.py). Not together with workers that call something else.
+//              (netfold/model_check/parent_sender.py). Not together with workers that call something else.
 //
 // Safety. What a worker is given is the exact sum of every worker's contribution to that chunk in that generation, once, and
 // never of a chunk on which workers disagree. None is said to disagree that agrees, and none is told what it said

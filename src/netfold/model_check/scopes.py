@@ -1,7 +1,7 @@
 """The named scopes."""
 
-from netfold.prove import Scope
-from netfold.prove.recovery import RecoveryScope
+from netfold.model_check import Scope
+from netfold.model_check.recovery import RecoveryScope
 
 # Searched by `make test`, in seconds. What each is for:
 QUICK = {
@@ -49,7 +49,7 @@ QUICK = {
     "exact": Scope(workers=2, window=1, operations="3", network="exact"),
 }
 
-# Searched by `make prove`, after those above.
+# Searched by `make model-check`, after those above.
 LARGE = {
     "exact-restarted": Scope(workers=2, window=1, operations="1", restarts=2, network="exact"),
     "wide": Scope(workers=3, window=2, operations="6"),
@@ -90,7 +90,7 @@ RECOVERY_QUICK = {
     "died-returning": RecoveryScope(ranks=2, window=1, operations="1", losses=2, attempts=1, deaths=1),
 }
 
-# Searched by `make prove`, after those above.
+# Searched by `make model-check`, after those above.
 RECOVERY_LARGE = {
     "three-lost-again": RecoveryScope(ranks=3, window=1, operations="1", losses=2, attempts=1),
     "streamed-lost-again": RecoveryScope(ranks=2, window=2, operations="2,1", losses=2, attempts=1),

@@ -1,4 +1,4 @@
-"""`python -m netfold.prove`: search the named scopes or one of your own, or show a trace step by step."""
+"""`python -m netfold.model_check`: search the named scopes or one of your own, or show a trace step by step."""
 
 from __future__ import annotations
 
@@ -9,26 +9,14 @@ from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 
-from netfold.prove import (
-    HELLO_WORKERS,
-    Scope,
-    arrivals,
-    draw,
-    parent_sender,
-    recovery,
-    replay,
-    search,
-    search_validation,
-    sentence,
-    switch_watch,
-)
-from netfold.prove.scopes import LARGE, QUICK, RECOVERY_LARGE, RECOVERY_QUICK
+from netfold.model_check import HELLO_WORKERS, Scope, draw, gap_detector, parent_sender, recovery, replay, search, search_validation, sentence, switch_watch
+from netfold.model_check.scopes import LARGE, QUICK, RECOVERY_LARGE, RECOVERY_QUICK
 from netfold.sim import diagram
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print a line a scope; 1 when a promise was broken (with the trace that breaks it) or a scope not exhausted."""
-    parser = argparse.ArgumentParser(prog="python -m netfold.prove", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m netfold.model_check", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="the scopes that CI searches")
     parser.add_argument("--all", action="store_true", help="these, and those that take longer")
     for field in fields(Scope):
@@ -76,8 +64,8 @@ def _search_recovery(name: str, scope: recovery.RecoveryScope) -> int:
 
 
 def _search_arrivals(everything: bool) -> int:
-    report = arrivals.search_arrivals(arrivals.PACKETS + (2 if everything else 0))
-    print(f"arrivals: {arrivals.sentence(report)}", flush=True)
+    report = gap_detector.search_arrivals(gap_detector.PACKETS + (2 if everything else 0))
+    print(f"arrivals: {gap_detector.sentence(report)}", flush=True)
     return int(bool(report.broken))
 
 

@@ -1,9 +1,9 @@
 """Exhaustive search of small scopes over the production machines: what native/dev/model_check does, with names and words.
 
-  scopes    the named scopes: those that CI searches, and those of `make prove`
+  scopes    the named scopes: those that CI searches, and those of `make model-check`
   recovery  the search over recovery from a lost switch: production's decisions, communicator/recovery_machine.py and
             native/collective's Failover
-  arrivals  the search over gap detection alone: native/protocol's GapDetector
+  gap_detector  the search over gap detection alone: native/protocol's GapDetector
   switch_watch  the search over when a switch is held to be lost: communicator/switch_watch.py
   parent_sender  the search over what a leaf sends to its parent: native/protocol's ParentSender
 
@@ -12,7 +12,7 @@ search.hpp. May import netfold._native.model_check and sim's diagrams; recovery 
 switch_watch communicator.switch_watch. Always: a report says whether its scope was exhausted; a broken promise comes
 with the shortest trace, and the command that shows it again.
 
-Tests: `.venv/bin/pytest tests/prove`    All scopes: `make prove`
+Tests: `.venv/bin/pytest tests/prove`    All scopes: `make model-check`
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ HELLO_WORKERS = 3
 
 @dataclass(frozen=True)
 class Scope:
-    """What is searched. Each field is an option of `python -m netfold.prove`.
+    """What is searched. Each field is an option of `python -m netfold.model_check`.
 
     leaves: workers below each, as "1,1"; none: all of them at one switch. operations: chunks of each, as "2,2". last:
     the same of the last worker, if it calls something else. foreign_packets: 1 where another job's packets are on the wire.
@@ -62,7 +62,7 @@ class Scope:
             for field in fields(self)
             if getattr(self, field.name) != field.default
         ]
-        return " ".join(["python -m netfold.prove", *options])
+        return " ".join(["python -m netfold.model_check", *options])
 
     def _arguments(self) -> dict[str, Any]:
         arguments: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}

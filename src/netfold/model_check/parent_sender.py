@@ -44,7 +44,7 @@ QUICK = {
     "passed-over": SenderScope(),
     "named": SenderScope(slots=2, results=2, nacks=1),
 }
-# By `make prove`.
+# By `make model-check`.
 LARGE = {
     "sent-often": SenderScope(slots=2, sends=4, results=2, nacks=1),
     "all-three": SenderScope(results=2, nacks=1),
