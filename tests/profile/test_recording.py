@@ -361,7 +361,7 @@ def test_off_it_costs_nothing(tmp_path: Path) -> None:
             assert "netfold records" not in names, names
             from netfold._native import engine
             engine.ComputeSampler(threading.main_thread().ident, os.getpid()).stop()  # nobody else watches
-        assert "netfold.torch.recording" not in sys.modules
+        assert "netfold.torch.profiler_source" not in sys.modules
         """,
     )
     done = run(sys.executable, job, tmp_path / "store")
@@ -559,7 +559,7 @@ def test_a_profiler_of_the_users_goes_first_and_what_is_missing_is_said(tmp_path
 
 WITHOUT_STEPS = """
     import sys, time, torch, torch.distributed as dist, netfold
-    from netfold.torch import recording
+    from netfold.torch import profiler_source as recording
     recording._MOST_OPERATIONS = 100
     with netfold.profile(sys.argv[1]) as profile:
         dist.init_process_group("gloo")
@@ -583,7 +583,7 @@ def test_a_job_without_steps_is_read_at_the_end_up_to_a_bound(tmp_path: Path) ->
 MARKS = """
     import sys, torch, torch.distributed as dist, netfold
     from torch.nn.parallel import DistributedDataParallel
-    from netfold.torch import recording
+    from netfold.torch import profiler_source as recording
     recording.WINDOW_S = 0.0  # every step's hook reads, within the optimizer's own mark
     dist.init_process_group("gloo")
     layers = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(4)))

@@ -28,7 +28,7 @@ from netfold.profile.perfetto import write_trace
 from netfold.profile.recording import Names, Recording
 from netfold.profile.run import PROGRESS, STEP, About, GroupName, Run, Trace
 from netfold.profile.table import render_comparison, render_table
-from netfold.torch import recording as recorded_by_torch
+from netfold.torch import profiler_source as recorded_by_torch
 
 GROUPS = {"model": range(2), "cpu": range(2)}
 HOW = ("torch.cuda.Event(enable_timing=True)", "torch.profiler")

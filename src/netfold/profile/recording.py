@@ -1,6 +1,6 @@
 """Recording: what a process of a job does while it trains, into a folder of its rank.
 
-A `Recording` has sources of operations (netfold's groups by their event records; netfold/torch/recording.py for other
+A `Recording` has sources of operations (netfold's groups by their event records; netfold/torch/profiler_source.py for other
 backends), a watcher of the training thread, and one thread that writes what they have every half second, and at the
 end. It begins armed: nothing is written before the process is in a group, since who it is (its rank) says the group,
 and a process without one, such as a launcher or a worker that loads data, leaves nothing.
@@ -249,7 +249,7 @@ class Recording:
 
     def _add_torch(self) -> None:
         # By name: this room imports none of ours, and without torch there is nothing to import.
-        source = importlib.import_module("netfold.torch.recording").TorchSource(self)
+        source = importlib.import_module("netfold.torch.profiler_source").TorchSource(self)
         source.begin()
         self._sources.append(source)
 

@@ -71,7 +71,7 @@ def _create(options: Any, pg_options: Any) -> Any:
 
 
 def _meet(torchs: Any, url: str, **options: Any) -> Any:
-    from netfold.torch.meeting import meet
+    from netfold.torch.env_rendezvous import meet
 
     return meet(torchs, url, **options)
 

@@ -21,7 +21,7 @@ from netfold.communicator import Group, Options
 from netfold.torch.device.cuda import cuda_layer as cuda_layer
 from netfold.torch.device.layer import DeviceLayer
 from netfold.torch.dynamo import skip_netfold
-from netfold.torch.meeting import store_host
+from netfold.torch.env_rendezvous import store_host
 from netfold.torch.operations import Operations
 from netfold.torch.store import TorchStore
 

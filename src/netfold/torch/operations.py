@@ -25,7 +25,7 @@ from torch._C._distributed_c10d import AllreduceOptions, Store
 from netfold._native import engine
 from netfold.communicator import Group
 from netfold.communicator.group import KINDS, Region
-from netfold.torch import calls, monitored, sparse
+from netfold.torch import calls, monitored_barriers, sparse
 from netfold.torch.buckets import RegisteredBuckets, SharedBuckets
 from netfold.torch.calls import Prepared, copies
 from netfold.torch.device.driver import DeviceDriver
@@ -69,7 +69,7 @@ class Operations:
         self.devices = DeviceDriver(group, layer, part) if layer is not None else None
         self._transfers = Transfers(group, layer)
         self._coalesced = _Coalesced()
-        self._barriers = monitored.Turns(part, group.rank, group.size)
+        self._barriers = monitored_barriers.Turns(part, group.rank, group.size)
 
     # --- the life of the group -------------------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ from torch.distributed import distributed_c10d
 
 from netfold.diagnostics.preflight import Gathered, check_alone, check_ranks, failed, judge, show
 from netfold.communicator import Communicator, Options
-from netfold.torch.meeting import store_host
+from netfold.torch.env_rendezvous import store_host
 from netfold.torch.store import TorchStore
 from netfold.train.recipe import Recipe
 

@@ -101,7 +101,7 @@ def train(recipe: Recipe, source: Source, begun: Path | None = None) -> int:
 
 def name_local_rank(place: Placement, environment: MutableMapping[str, str]) -> None:
     """By torch's names, for who chooses a device by them. Not the rank's: torch meets at a port of its own choice where
-    it has those, and we at one that is free (torch/meeting.py)."""
+    it has those, and we at one that is free (torch/env_rendezvous.py)."""
     if place.local_rank is not None:
         environment["LOCAL_RANK"] = str(place.local_rank)
     if place.local_size is not None:
