@@ -52,7 +52,7 @@ test-image: ## build the switch's image and try its health check (root, buildah,
 # Its own Python: the one of .venv has torch without CUDA. It needs netfold and pytest, too.
 CUDA_PYTHON ?= $(PY)
 test-cuda: build ## tests on a GPU; says what ran, and plainly where there is none (CUDA_PYTHON=a python whose torch has CUDA)
-	@$(CUDA_PYTHON) -m netfold.torch.device.trial
+	@$(CUDA_PYTHON) -m netfold.torch.device.selftest
 	@$(CUDA_PYTHON) -m pytest -v -rs tests/torch/device/test_cuda.py
 
 # The frameworks have an environment of their own: tests/ecosystem/constraints.txt has versions that work together.

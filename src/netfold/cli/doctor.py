@@ -51,7 +51,7 @@ def job(pid: Annotated[int | None, typer.Option(help="Look at the groups of this
 def gpu() -> None:
     """The GPUs of this host, and whether ranks here reach each other's memory there, or why not: two ranks try it. Exit
     code 1 where they do not."""
-    from netfold.torch.device.trial import findings
+    from netfold.torch.device.selftest import findings
 
     lines, fine = findings()
     typer.echo("\n".join(lines))

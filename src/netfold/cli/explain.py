@@ -93,7 +93,7 @@ def explain(
     for told in about_switch:
         console.print(told, soft_wrap=True, highlight=False, markup=False)
     if gpu:
-        from netfold.torch.device.trial import findings
+        from netfold.torch.device.selftest import findings
 
         console.print("\n".join(findings()[0]), soft_wrap=True, highlight=False, markup=False)
 

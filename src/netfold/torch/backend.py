@@ -18,7 +18,7 @@ from torch._C import _distributed_c10d as _c10d
 from torch._C._distributed_c10d import Store
 
 from netfold.communicator import Group
-from netfold.torch.device.layer import DeviceLayer
+from netfold.torch.device.device_api import DeviceLayer
 from netfold.torch.operations import Operations
 
 

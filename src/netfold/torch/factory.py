@@ -19,7 +19,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from netfold.communicator import Group, Options
 from netfold.torch.device.cuda import cuda_layer as cuda_layer
-from netfold.torch.device.layer import DeviceLayer
+from netfold.torch.device.device_api import DeviceLayer
 from netfold.torch.dynamo import skip_netfold
 from netfold.torch.env_rendezvous import store_host
 from netfold.torch.operations import Operations

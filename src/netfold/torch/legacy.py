@@ -31,7 +31,7 @@ from torch.distributed import distributed_c10d
 
 from netfold.communicator import Group
 from netfold.torch import factory
-from netfold.torch.device.layer import DeviceLayer
+from netfold.torch.device.device_api import DeviceLayer
 from netfold.torch.operations import Operations
 
 Tensor = torch.Tensor

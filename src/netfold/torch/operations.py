@@ -29,7 +29,7 @@ from netfold.torch import calls, monitored_barriers, sparse
 from netfold.torch.buckets import RegisteredBuckets, SharedBuckets
 from netfold.torch.calls import Prepared, copies
 from netfold.torch.device.driver import DeviceDriver
-from netfold.torch.device.layer import DeviceLayer
+from netfold.torch.device.device_api import DeviceLayer
 from netfold.torch.device.transfers import ReceiveWork
 from netfold.torch.device.work import DeviceWork, WorksTogether
 from netfold.torch.transfers import Transfers

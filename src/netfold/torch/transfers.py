@@ -16,7 +16,7 @@ import torch
 from netfold.communicator import Group
 from netfold.communicator.group import ANY_SOURCE, DTYPES, KINDS
 from netfold.torch.calls import DTYPE_CODES, with_memory
-from netfold.torch.device.layer import DeviceLayer
+from netfold.torch.device.device_api import DeviceLayer
 from netfold.torch.device.transfers import DeviceTransfers, SendWork
 from netfold.torch.work import CompletedWork, NetfoldWork, Work
 

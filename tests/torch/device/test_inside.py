@@ -16,7 +16,7 @@ from device_worlds import ORDERS, distinct, on_devices, reduce_options  # noqa: 
 from load import seconds  # noqa: E402
 from ranks import values  # noqa: E402
 
-from netfold.torch.device import inside, ipc  # noqa: E402
+from netfold.torch.device import intra_host, ipc  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
@@ -35,7 +35,7 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is tested is several pieces long."""
     monkeypatch.setattr(ipc, "HALF_BYTES", 128 << 10)
     monkeypatch.setattr(ipc.IpcSums, "piece_bytes", 128 << 10)
-    monkeypatch.setattr(inside.NcclSums, "piece_bytes", 128 << 10)
+    monkeypatch.setattr(intra_host.NcclSums, "piece_bytes", 128 << 10)
 
 
 def sums(group: Any, layer: Any) -> None:
@@ -139,10 +139,10 @@ def hangs_at_the_end(group: Any, layer: Any) -> None:
 
 
 def test_a_device_that_does_not_come_to_an_end_keeps_what_it_may_still_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    from netfold.torch.device import ways
+    from netfold.torch.device import paths
 
-    monkeypatch.setattr(ways, "SETTLE_S", 0.2)
-    monkeypatch.setattr(ways, "AFTER_ABORT_S", 0.2)
+    monkeypatch.setattr(paths, "SETTLE_S", 0.2)
+    monkeypatch.setattr(paths, "AFTER_ABORT_S", 0.2)
     monkeypatch.setattr(ipc, "_never_released", [])
     values(on_devices(hangs_at_the_end, 2))
     assert len(ipc._never_released) == 2, "its own window and the other's"

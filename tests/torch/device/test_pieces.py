@@ -7,7 +7,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from netfold.torch.calls import Prepared  # noqa: E402
-from netfold.torch.device.pieces import count_pieces, cut, elements_a_piece  # noqa: E402
+from netfold.torch.device.chunks import count_pieces, cut, elements_a_piece  # noqa: E402
 from netfold.torch.device.pinned import ALIGN_BYTES  # noqa: E402
 
 pytestmark = pytest.mark.torch

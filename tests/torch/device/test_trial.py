@@ -9,7 +9,7 @@ torch = pytest.importorskip("torch")
 from typer.testing import CliRunner  # noqa: E402
 
 from netfold.cli import app  # noqa: E402
-from netfold.torch.device import trial  # noqa: E402
+from netfold.torch.device import selftest  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
@@ -32,17 +32,17 @@ def test_explain_says_it_where_it_is_asked() -> None:
 
 
 def test_two_gpus_are_tried_with_and_without_the_other_in_sight() -> None:
-    assert trial._ways(["GPU-a"]) == [("on one GPU", ["", ""])]
-    both, own = trial._ways(["GPU-a", "GPU-b"])
+    assert selftest._ways(["GPU-a"]) == [("on one GPU", ["", ""])]
+    both, own = selftest._ways(["GPU-a", "GPU-b"])
     assert both[1] == ["GPU-b,GPU-a", "GPU-a,GPU-b"] and own[1] == ["GPU-a", "GPU-b"]
 
 
 def test_a_part_of_a_gpu_is_seen_by_both_ranks_as_this_process_sees_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-a")
-    assert trial._environment("")["CUDA_VISIBLE_DEVICES"] == "MIG-a"
-    assert trial._environment("GPU-b")["CUDA_VISIBLE_DEVICES"] == "GPU-b"
+    assert selftest._environment("")["CUDA_VISIBLE_DEVICES"] == "MIG-a"
+    assert selftest._environment("GPU-b")["CUDA_VISIBLE_DEVICES"] == "GPU-b"
 
 
 def test_a_rank_that_dies_is_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trial.sys, "executable", "/bin/false")
-    assert trial._try(["", ""]) == ("a rank died without a word", False)
+    monkeypatch.setattr(selftest.sys, "executable", "/bin/false")
+    assert selftest._try(["", ""]) == ("a rank died without a word", False)

@@ -20,7 +20,7 @@ from torch._C import _distributed_c10d
 from torch._C._distributed_c10d import AllgatherOptions
 
 from netfold.torch.device import cuda_driver
-from netfold.torch.device.layer import DeviceLayer, Inside
+from netfold.torch.device.device_api import DeviceLayer, Inside
 
 log = logging.getLogger("netfold")
 

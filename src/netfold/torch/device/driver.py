@@ -23,8 +23,8 @@ from netfold._native import engine
 from netfold.communicator import Group
 from netfold.errors import CollectiveTimeout, GroupAborted, NetfoldError
 from netfold.torch.calls import Prepared
-from netfold.torch.device.layer import LONGEST_PAUSE_S, SHORTEST_PAUSE_S, DeviceLayer, Event, refuse_capture
-from netfold.torch.device.ways import MEET_S, SETTLE_S, Ways, find_ways
+from netfold.torch.device.device_api import LONGEST_PAUSE_S, SHORTEST_PAUSE_S, DeviceLayer, Event, refuse_capture
+from netfold.torch.device.paths import MEET_S, SETTLE_S, Ways, find_ways
 from netfold.torch.device.work import DeviceWork
 
 log = logging.getLogger("netfold")

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import torch
 
-from netfold.torch.device.pieces import BLOCK_ELEMENTS
+from netfold.torch.device.chunks import BLOCK_ELEMENTS
 
 Tensor = torch.Tensor
 

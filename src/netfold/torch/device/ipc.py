@@ -28,10 +28,10 @@ import torch
 
 from netfold.communicator import Group
 from netfold.torch.device import arithmetic
-from netfold.torch.device.layer import DeviceLayer, wait_for
-from netfold.torch.device.meeting import exchange
-from netfold.torch.device.pieces import BLOCK_ELEMENTS
-from netfold.torch.device.staged import seconds_until
+from netfold.torch.device.device_api import DeviceLayer, wait_for
+from netfold.torch.device.capability_exchange import exchange
+from netfold.torch.device.chunks import BLOCK_ELEMENTS
+from netfold.torch.device.host_staging import seconds_until
 
 Tensor = torch.Tensor
 
@@ -43,7 +43,7 @@ _never_released: list[Tensor] = []
 
 
 class IpcSums:
-    """See `netfold.torch.device.inside.Sums`."""
+    """See `netfold.torch.device.intra_host.Sums`."""
 
     piece_bytes = HALF_BYTES
     dtypes = arithmetic.DTYPES

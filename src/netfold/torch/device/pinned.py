@@ -9,7 +9,7 @@ import weakref
 import torch
 
 from netfold.errors import NetfoldError
-from netfold.torch.device.layer import DeviceLayer
+from netfold.torch.device.device_api import DeviceLayer
 
 log = logging.getLogger("netfold")
 

@@ -24,8 +24,8 @@ import torch
 from netfold.errors import NetfoldError
 from netfold.communicator.group import DTYPES, KINDS
 from netfold.torch.calls import DTYPE_CODES, with_memory
-from netfold.torch.device.layer import DeviceLayer, Event, refuse_capture, wait_for
-from netfold.torch.device.pieces import as_bytes
+from netfold.torch.device.device_api import DeviceLayer, Event, refuse_capture, wait_for
+from netfold.torch.device.chunks import as_bytes
 from netfold.torch.device.pinned import TransferMemory
 from netfold.torch.device.work import DeviceWork
 from netfold.torch.work import NetfoldWork

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from netfold.errors import WaitTimeout
-from netfold.torch.device.layer import DeviceLayer, Event, Stream, refuse_capture
+from netfold.torch.device.device_api import DeviceLayer, Event, Stream, refuse_capture
 from netfold.torch.forwarding import NetfoldWorkBase
 
 

@@ -11,7 +11,7 @@ import torch
 
 from netfold.communicator import Group
 from netfold.errors import Mismatch, NetfoldError
-from netfold.torch.device.staged import seconds_until
+from netfold.torch.device.host_staging import seconds_until
 
 # A letter: its length, then msgpack. The largest has the handles of a window, some 300 bytes for each of up to 50 ranks
 # of a host.

@@ -1,6 +1,6 @@
 """What the GPUs of this host can do for ranks here: tried by two of them, as a job would find it.
 
-python -m netfold.torch.device.trial
+python -m netfold.torch.device.selftest
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def _try(masks: Sequence[str]) -> tuple[str, bool]:
     with tempfile.TemporaryDirectory(prefix="netfold-trial-") as folder:
         ranks = [
             subprocess.Popen(
-                [sys.executable, "-W", "ignore", "-m", "netfold.torch.device.trial", str(rank), folder],
+                [sys.executable, "-W", "ignore", "-m", "netfold.torch.device.selftest", str(rank), folder],
                 env=_environment(mask),
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,

@@ -14,9 +14,9 @@ import torch
 from netfold.communicator import Group
 from netfold.torch.calls import Prepared
 from netfold.torch.device import arithmetic, fixed_point
-from netfold.torch.device.layer import DeviceLayer, Event, Inside
-from netfold.torch.device.pieces import BLOCK_ELEMENTS
-from netfold.torch.device.staged import Staged
+from netfold.torch.device.device_api import DeviceLayer, Event, Inside
+from netfold.torch.device.chunks import BLOCK_ELEMENTS
+from netfold.torch.device.host_staging import Staged
 
 Tensor = torch.Tensor
 

@@ -14,10 +14,10 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from netfold.communicator import Group
 from netfold.errors import NetfoldError
-from netfold.torch.device import arithmetic, ipc, meeting, pinned
-from netfold.torch.device.inside import FROM_BYTES, InsideWay, NcclSums, Sums, places
-from netfold.torch.device.layer import DeviceLayer, wait_for
-from netfold.torch.device.staged import Staged
+from netfold.torch.device import arithmetic, capability_exchange, ipc, pinned
+from netfold.torch.device.intra_host import FROM_BYTES, InsideWay, NcclSums, Sums, places
+from netfold.torch.device.device_api import DeviceLayer, wait_for
+from netfold.torch.device.host_staging import Staged
 from netfold.torch.store import TorchStore
 
 log = logging.getLogger("netfold")
@@ -87,7 +87,7 @@ def find_ways(group: Group, layer: DeviceLayer, device: torch.device, part: Stor
         slots = pinned.slots(layer, int(group.options.pinned_bytes or 0), group.rank)
     except NetfoldError as error:
         problem = str(error)
-    facts = meeting.meet(group, meeting.facts_of(group, layer, device, problem), deadline)
+    facts = capability_exchange.meet(group, capability_exchange.facts_of(group, layer, device, problem), deadline)
     made = _Made(group, layer, device, part, deadline)
     try:
         inside, how = made.inside([each.uuid for each in facts])

@@ -23,8 +23,8 @@ import torch
 
 from netfold.communicator import Group
 from netfold.torch.calls import Prepared
-from netfold.torch.device.layer import DeviceLayer, Event, wait_for
-from netfold.torch.device.pieces import Piece, count_pieces, cut, elements_a_piece
+from netfold.torch.device.device_api import DeviceLayer, Event, wait_for
+from netfold.torch.device.chunks import Piece, count_pieces, cut, elements_a_piece
 from netfold.torch.device.pinned import ALIGN_BYTES
 
 Tensor = torch.Tensor
