@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from traces import Op, make_run, make_trace
 
-from netfold.profile.clocks import Clocks, find_clocks
+from netfold.profile.clock_sync import Clocks, find_clocks
 from netfold.profile.columns import columns_of
 from netfold.profile.matching import match
 from netfold.profile.run import Run

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from traces import Op, make_run, make_trace
 
-from netfold.profile.exposed import expose, overall, step_times
+from netfold.profile.overlap import expose, overall, step_times
 
 MS = 1e-3
 

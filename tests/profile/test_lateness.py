@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from traces import Op, Trace, make_run, make_trace
 
-from netfold.profile.clocks import find_clocks
+from netfold.profile.clock_sync import find_clocks
 from netfold.profile.columns import columns_of
-from netfold.profile.lateness import Waits, find_lateness
+from netfold.profile.stragglers import Waits, find_lateness
 from netfold.profile.matching import match
 
 MS = 1e-3

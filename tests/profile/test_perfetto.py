@@ -16,7 +16,7 @@ from invented import AHEAD_NS, STEP_NS, about, clocks, run
 from typer.testing import CliRunner
 
 from netfold.cli import app
-from netfold.profile.aligned import calls, lanes
+from netfold.profile.timeline import calls, lanes
 from netfold.profile.findings import ClockOffset
 from netfold.profile.perfetto import trace_events, write_trace
 from netfold.profile.record import RECORD

@@ -12,7 +12,7 @@ import pytest
 from netfold.profile.record import RECORD
 from netfold.profile.recording import Member
 from netfold.profile.run import GroupName
-from netfold.profile.running import Running, _covered_ns
+from netfold.profile.live import Running, _covered_ns
 
 MS = 1_000_000
 Between = list[tuple[float, float, bool]]
@@ -23,7 +23,7 @@ class Clock:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now_ns, self.busy_ns = 5_000 * MS, 700 * MS
-        monkeypatch.setattr("netfold.profile.running.time", SimpleNamespace(perf_counter_ns=lambda: self.now_ns))
+        monkeypatch.setattr("netfold.profile.live.time", SimpleNamespace(perf_counter_ns=lambda: self.now_ns))
         monkeypatch.setattr(Running, "_busy", lambda running: self.busy_ns)
 
     def sleeps(self, ms: int) -> None:
@@ -43,7 +43,7 @@ def share(
         1, GroupName("world", "netfold"), 0, 2, lambda since: (len(rows[since:]) + since, rows[since:].tobytes())
     )
     there = [Member(1, group.group, 0, 2, lambda since: (0, b""))]
-    monkeypatch.setattr("netfold.profile.running.members", lambda: there)
+    monkeypatch.setattr("netfold.profile.live.members", lambda: there)
     clock = Clock(monkeypatch)
     running = Running()
     began_ns = clock.now_ns
@@ -98,7 +98,7 @@ def test_the_kernel_says_what_a_thread_computed_and_not_what_it_slept() -> None:
 
 
 def test_without_a_group_nothing_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("netfold.profile.running.members", list)
+    monkeypatch.setattr("netfold.profile.live.members", list)
     assert Running().exposed_share() is None
 
 

@@ -11,7 +11,7 @@ from traces import KB, MB, PROFILER, Op, make_run, make_trace
 
 from netfold.profile.analyse import analyse
 from netfold.profile.compare import compare
-from netfold.profile.data import as_csv, as_json, comparison_as_json
+from netfold.profile.export import as_csv, as_json, comparison_as_json
 from netfold.profile.findings import Advice, Row
 from netfold.profile.page import render_page
 from netfold.profile.run import Run

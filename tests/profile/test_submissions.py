@@ -19,8 +19,8 @@ from netfold.plan.advice import advise
 from netfold.profile.analyse import analyse
 from netfold.profile.columns import completes, submitted_to
 from netfold.profile.compare import compare
-from netfold.profile.data import as_csv, as_json, comparison_as_json
-from netfold.profile.exposed import each_step
+from netfold.profile.export import as_csv, as_json, comparison_as_json
+from netfold.profile.overlap import each_step
 from netfold.profile.findings import Findings, Row
 from netfold.profile.page import render_page
 from netfold.profile.page.timeline import FIELDS, timeline

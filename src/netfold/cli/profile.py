@@ -62,9 +62,9 @@ def report(
     from dataclasses import replace
 
     from netfold.plan.advice import advise
-    from netfold.profile import data
+    from netfold.profile import export as export_module
     from netfold.profile.analyse import analyse
-    from netfold.profile.exposed import each_step
+    from netfold.profile.overlap import each_step
     from netfold.profile.page import render_page
     from netfold.profile.table import render_table
 
@@ -77,7 +77,7 @@ def report(
         typer.echo(f"netfold profile report: {error}", err=True)
         raise typer.Exit(CANNOT) from None
     findings = replace(findings, advice=advise(found, findings))
-    render = data.as_json if as_json else data.as_csv if as_csv else render_table
+    render = export_module.as_json if as_json else export_module.as_csv if as_csv else render_table
     typer.echo(render(findings), nl=not as_csv)
     if html is None and (as_json or as_csv):
         return
@@ -99,7 +99,7 @@ def compare(
 ) -> None:
     """What became faster or SLOWER from run A to run B, by operation and size, and what is within their noise."""
     from netfold.profile.compare import compare as compare_runs
-    from netfold.profile.data import comparison_as_json
+    from netfold.profile.export import comparison_as_json
     from netfold.profile.table import render_comparison
 
     try:

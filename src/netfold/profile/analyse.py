@@ -6,11 +6,11 @@ import shlex
 from collections import Counter
 from collections.abc import Sequence
 
-from netfold.profile.clocks import Clocks, find_clocks
+from netfold.profile.clock_sync import Clocks, find_clocks
 from netfold.profile.columns import columns_of, submitted_to
-from netfold.profile.exposed import Exposure, expose, overall, step_times
+from netfold.profile.overlap import Exposure, expose, overall, step_times
 from netfold.profile.findings import BUCKETS, Findings, submissions_text
-from netfold.profile.lateness import find_lateness
+from netfold.profile.stragglers import find_lateness
 from netfold.profile.matching import Matching, match
 from netfold.profile.run import Run
 from netfold.profile.summary import place, sized, summarise

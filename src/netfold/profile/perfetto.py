@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from netfold.profile.aligned import calls, group_name, lanes, on_one_clock
+from netfold.profile.timeline import calls, group_name, lanes, on_one_clock
 from netfold.profile.columns import Integers, completes
 from netfold.profile.findings import ClockOffset
 from netfold.profile.record import RECORD

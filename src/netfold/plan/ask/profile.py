@@ -1,6 +1,6 @@
 """A profile's folder as the planner takes it: the step that its ranks took, and the network that it shows.
 
-A step's time is what a rank computed and what it waited for communication (`netfold.profile.exposed`). What it computed
+A step's time is what a rank computed and what it waited for communication (`netfold.profile.overlap`). What it computed
 is taken to be the same on any network; the all_reduces are put on another one, each when its gradients were there.
 """
 
@@ -23,7 +23,7 @@ from netfold.plan.observed import Fitted, fit, observe
 from netfold.tuning.choice_table import format_seconds
 from netfold.tuning.topology import DEFAULT_LINKS
 from netfold.profile.columns import Columns, Floats, Integers, columns_of
-from netfold.profile.exposed import expose
+from netfold.profile.overlap import expose
 from netfold.profile.run import Run, Trace, read_run
 
 # Steps that did the same: fewer have no median to speak of.

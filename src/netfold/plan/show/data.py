@@ -11,7 +11,7 @@ from netfold.plan.curve import Point
 from netfold.plan.model import Traced
 from netfold.plan.search import Choice, words
 from netfold.plan.show.parts import as_object as parts_object
-from netfold.profile.page.plain import plain
+from netfold.profile.page.escape import plain
 
 
 def as_json(answer: Answer) -> str:

@@ -14,10 +14,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from netfold.profile.findings import Findings, Overlap
-from netfold.profile.page import by_size, ranks, units, words
-from netfold.profile.page.clouds import clouds
-from netfold.profile.page.plain import embed, escape
-from netfold.profile.page.sheet import sheet
+from netfold.profile.page import by_size, ranks, text as text_module, units
+from netfold.profile.page.scatter import clouds
+from netfold.profile.page.escape import embed, escape
+from netfold.profile.page.layout import sheet
 from netfold.profile.page.steps import steps
 from netfold.profile.page.timeline import timeline
 from netfold.profile.run import Run
@@ -33,14 +33,14 @@ def render_page(findings: Findings, run: Run | None, *, each_step: Sequence[Over
 
     each_step: of each step in its order, a rank's. Cost: below 3 MB, whatever the run, up to some thousand ranks.
     """
-    failed = "".join(f'<p class="failed">{escape(text)}</p>' for text in words.missing(findings))
+    failed = "".join(f'<p class="failed">{escape(text)}</p>' for text in text_module.missing(findings))
     return sheet(
         title=f"netfold profile: {findings.title}",
-        headline=words.headline(findings),
+        headline=text_module.headline(findings),
         opening=f"""<p class="command"><code>{escape(findings.title)}</code><br>{_who(findings)}</p>
 {failed}
-<p>{escape(words.story(findings))}</p>""",
-        facts=words.facts(findings),
+<p>{escape(text_module.story(findings))}</p>""",
+        facts=text_module.facts(findings),
         sections=_sections(findings, run, each_step),
         data=("findings", findings),
         scripts=[_FOLDER / "timeline.js"],

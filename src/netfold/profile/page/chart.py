@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from netfold.profile.page.plain import escape
+from netfold.profile.page.escape import escape
 
 # The marks' own units, across and up.
 SIDE = 1000

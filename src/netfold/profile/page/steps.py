@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from netfold.profile.findings import Overlap, StepTimes
 from netfold.profile.page import units
 from netfold.profile.page.chart import SIDE, Axis, chart
-from netfold.profile.page.plain import escape
+from netfold.profile.page.escape import escape
 from netfold.profile.page.table import Column, table
 
 # More steps than this share a place: of those that do, the slowest is drawn.

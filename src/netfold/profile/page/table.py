@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from netfold.profile.page import units
-from netfold.profile.page.plain import escape, known, plain
+from netfold.profile.page.escape import escape, known, plain
 
 Item = TypeVar("Item")
 # Where a bar begins and ends, as parts of the cell's width, and where a mark stands on it.

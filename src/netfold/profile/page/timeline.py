@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from netfold.profile.aligned import group_name, lanes, on_one_clock
+from netfold.profile.timeline import group_name, lanes, on_one_clock
 from netfold.profile.columns import TRANSFERS, Integers, completes
 from netfold.profile.findings import ClockOffset, Lateness
 from netfold.profile.page import units

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from netfold.profile.running import Running
+from netfold.profile.live import Running
 from netfold.train.listeners import Listener, Stepped
 
 _EVERY_S = 0.5

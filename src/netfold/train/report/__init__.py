@@ -14,8 +14,8 @@ import os
 from pathlib import Path
 
 from netfold.profile.page import units
-from netfold.profile.page.plain import escape
-from netfold.profile.page.sheet import sheet
+from netfold.profile.page.escape import escape
+from netfold.profile.page.layout import sheet
 from netfold.train.audience.metrics_file import NAME, Metrics, read_metrics
 from netfold.train.audience.result import result
 from netfold.train.report.communication import communication

@@ -8,10 +8,10 @@ from pathlib import Path
 
 from netfold.plan.advice import advise
 from netfold.profile.analyse import analyse
-from netfold.profile.exposed import each_step
-from netfold.profile.page import advice, render_page, words
-from netfold.profile.page.plain import escape
-from netfold.profile.page.sheet import facts_of
+from netfold.profile.overlap import each_step
+from netfold.profile.page import advice, render_page, text as text_module
+from netfold.profile.page.escape import escape
+from netfold.profile.page.layout import facts_of
 from netfold.profile.run import Run, RunError, Trace, read_run
 from netfold.train.audience.profiled import NAME
 
@@ -35,10 +35,10 @@ def communication(folder: Path) -> str:
     new.write_text(render_page(findings, run, each_step=each_step(run)), encoding="utf-8")
     os.replace(new, folder / PAGE)
     steps = f"{findings.steps.count} steps were recorded. " if findings.steps is not None else ""
-    missing = "".join(f'<p class="failed">{escape(text)}</p>' for text in words.missing(findings))
+    missing = "".join(f'<p class="failed">{escape(text)}</p>' for text in text_module.missing(findings))
     return (
-        f"<p>{steps}{escape(words.headline(findings))}</p>{missing}"
-        f'<div class="facts">{facts_of(words.facts(findings))}</div>{advice(findings)}'
+        f"<p>{steps}{escape(text_module.headline(findings))}</p>{missing}"
+        f'<div class="facts">{facts_of(text_module.facts(findings))}</div>{advice(findings)}'
         f'<p><a href="{PAGE}">All of the profile</a></p>'
     )
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from netfold.profile.page import units
 from netfold.profile.page.chart import SIDE, Axis, chart
-from netfold.profile.page.plain import escape
+from netfold.profile.page.escape import escape
 from netfold.train.audience.metrics_file import Line, Metrics
 from netfold.train.audience.result import with_unit
 

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from netfold.profile.page.plain import escape
+from netfold.profile.page.escape import escape
 from netfold.train.audience.run_folder import ENVIRONMENT
 from netfold.train.recipe.resolved import NAME
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from PIL import Image
 
-from netfold.profile.page.plain import escape
+from netfold.profile.page.escape import escape
 from netfold.train.examples import Panel
 
 FOLDER, _INDEX = "pictures", "pictures.json"

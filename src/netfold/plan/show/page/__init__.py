@@ -21,8 +21,8 @@ from netfold.plan.show.page.ways import few, front
 from netfold.plan.show.text import asked as said
 from netfold.plan.show.text import duration, failures, money, rate, remembers, time, utilised
 from netfold.profile.page import units
-from netfold.profile.page.plain import escape
-from netfold.profile.page.sheet import sheet
+from netfold.profile.page.escape import escape
+from netfold.profile.page.layout import sheet
 
 __all__ = ["render_page"]
 

@@ -7,7 +7,7 @@ from netfold.plan.search import words
 from netfold.plan.sensitivity import Gain
 from netfold.plan.show.page.ways import stacks
 from netfold.plan.show.text import offered, time, times
-from netfold.profile.page.plain import escape
+from netfold.profile.page.escape import escape
 from netfold.profile.page.table import Column, of_largest, table
 
 

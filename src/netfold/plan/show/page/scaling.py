@@ -11,7 +11,7 @@ from netfold.plan.search import Choice, words
 from netfold.plan.show.text import duration, rate, time, utilised
 from netfold.profile.page import units
 from netfold.profile.page.chart import SIDE, Axis, chart
-from netfold.profile.page.plain import escape
+from netfold.profile.page.escape import escape
 from netfold.profile.page.table import Column, table
 
 _SAID = {"strong": "strong: the batch stays", "weak": "weak: the batch grows with the devices"}

@@ -9,7 +9,7 @@ from netfold.plan.search import Choice
 from netfold.plan.show.text import time
 from netfold.plan.step import Prediction
 from netfold.profile.page import units
-from netfold.profile.page.plain import escape
+from netfold.profile.page.escape import escape
 from netfold.profile.page.table import Column, table
 
 # A part's name, as the style has it.

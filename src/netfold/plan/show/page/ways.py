@@ -9,7 +9,7 @@ from netfold.plan.show.page.split import bar, classes, legend
 from netfold.plan.show.text import time
 from netfold.profile.page import units
 from netfold.profile.page.chart import SIDE, Axis, chart
-from netfold.profile.page.plain import escape
+from netfold.profile.page.escape import escape
 from netfold.profile.page.table import Column, table
 
 

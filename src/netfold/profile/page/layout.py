@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from netfold.profile.page.plain import embed, escape
+from netfold.profile.page.escape import embed, escape
 
 _FOLDER = Path(__file__).parent
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from netfold.profile.findings import Findings, Lateness, submissions_text
 from netfold.profile.page import units
-from netfold.profile.page.plain import known
+from netfold.profile.page.escape import known
 
 _MOST_NAMED = 16
 

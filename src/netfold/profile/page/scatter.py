@@ -9,7 +9,7 @@ import numpy as np
 from netfold.profile.columns import completes
 from netfold.profile.page import units
 from netfold.profile.page.chart import SIDE, Axis, chart
-from netfold.profile.page.plain import escape
+from netfold.profile.page.escape import escape
 from netfold.profile.record import Records
 from netfold.profile.run import Run
 

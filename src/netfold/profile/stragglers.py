@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from netfold.profile.clocks import Clocks
+from netfold.profile.clock_sync import Clocks
 from netfold.profile.columns import Columns, Floats
 from netfold.profile.findings import Lateness
 from netfold.profile.matching import Matched, meetings
