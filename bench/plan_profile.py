@@ -14,7 +14,7 @@ import tempfile
 from pathlib import Path
 
 from netfold.bench.machine import spoken
-from netfold.plan.ask.profile import Seen, read_profile
+from netfold.plan.request.profile import Seen, read_profile
 from netfold.plan.cluster import Cluster
 from netfold.plan.job import Job, Split
 from netfold.plan.step import predict

@@ -14,7 +14,7 @@ from netfold.plan.aggregators import MOST_CORES, MOST_PORTS, offers
 from netfold.plan.cluster import load_cluster
 from netfold.plan.cluster.networks import with_network
 from netfold.plan.job import Job, Split
-from netfold.plan.model.named import find_model
+from netfold.plan.model.registry import find_model
 from netfold.plan.search import Space, search
 
 

@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from netfold.cli import app
-from netfold.plan.ask import question
+from netfold.plan.request import question
 from netfold.plan.cluster import BOX, SPARE_HOST, Aggregator, Cluster, Device, Tier, cluster_of
 from netfold.plan.step import FITTED
 from netfold.plan.step.traffic import Group, collective_s

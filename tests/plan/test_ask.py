@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from netfold.plan.ask import AskError, Question, question, read_job
+from netfold.plan.request import AskError, Question, question, read_job
 from netfold.plan.model import Layered
-from netfold.plan.model.named import find_model, model_presets, names
+from netfold.plan.model.registry import find_model, model_presets, names
 
 JOB = """
 model = "megatron-1b7"

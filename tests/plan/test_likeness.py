@@ -6,7 +6,7 @@ import pytest
 
 from netfold.plan.job import Split
 from netfold.plan.validate import read_runs
-from netfold.plan.validate.likeness import Likeness
+from netfold.plan.validate.residual_gp import Likeness
 from netfold.plan.validate.sources import DATA
 
 RUN = replace(read_runs(DATA / "a100_single_node_gpt.csv")[0], measured_ms=110.0)

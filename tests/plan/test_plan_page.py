@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from browser import needs_chromium, opened, parse
 
-from netfold.plan.answer import Answer, answer
-from netfold.plan.ask import question
-from netfold.plan.show import as_json, render_page, render_text
+from netfold.plan.result import Answer, answer
+from netfold.plan.request import question
+from netfold.plan.render import as_json, render_page, render_text
 
 
 @cache

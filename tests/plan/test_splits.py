@@ -7,14 +7,14 @@ from functools import cache
 
 import pytest
 
-from netfold.plan.accuracy import Training
+from netfold.plan.training_length import Training
 from netfold.plan.cluster import load_cluster
 from netfold.plan.cluster.networks import networks, with_network
 from netfold.plan.compare import compare, parse_comparison
-from netfold.plan.curve import curve, parse_range
+from netfold.plan.scaling_curve import curve, parse_range
 from netfold.plan.job import Job
-from netfold.plan.model.named import find_model
-from netfold.plan.price import Prices, cost
+from netfold.plan.model.registry import find_model
+from netfold.plan.cost_of_training import Prices, cost
 from netfold.plan.search import Found, Space, search
 from netfold.plan.sensitivity import sensitivity
 

@@ -11,7 +11,7 @@ from netfold.plan.events import Conditions, simulate, timeline
 from netfold.plan.events.cores import SLICE_S, Cores
 from netfold.plan.job import Job, Split
 from netfold.plan.model import ReadyBucket, TimedLayer, TimedStep, read_timed_step
-from netfold.plan.model.named import find_model
+from netfold.plan.model.registry import find_model
 from netfold.plan.step import FITTED, predict
 
 # Nothing but the link's own rate and latency.

@@ -10,7 +10,7 @@ from traces import KB, MB, PROFILER, Op, Trace, make_run, make_trace
 
 from netfold.plan.advice import advise
 from netfold.tuning.cost import predict
-from netfold.plan.observed import Fitted, fit, observe
+from netfold.plan.profile_link import Fitted, fit, observe
 from netfold.tuning.topology import DEFAULT_LINKS, Link, Links, Topology
 from netfold.profile.analyse import analyse
 from netfold.profile.findings import Advice

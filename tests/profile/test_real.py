@@ -14,7 +14,7 @@ from traces import MB, make_run
 from netfold import Communicator, FileStore, Options
 from netfold._native import engine
 from netfold.tuning.cost import predict
-from netfold.plan.observed import Fitted, Observed, fit, observe
+from netfold.plan.profile_link import Fitted, Observed, fit, observe
 from netfold.tuning.topology import DEFAULT_LINKS, Link
 from netfold.profile.analyse import analyse
 from netfold.profile.matching import SYNCHRONISING

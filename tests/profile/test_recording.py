@@ -24,7 +24,7 @@ from ranks import run_ranks, values
 
 import netfold
 from netfold import Communicator, FileStore
-from netfold.plan.ask.profile import read_profile
+from netfold.plan.request.profile import read_profile
 from netfold.profile import RECORD, recording
 from netfold.profile.launch import LaunchError, namespace, new_folder
 from netfold.profile.run import PROGRESS, GroupName, Trace, read_run

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from netfold.plan.ask.places import line_of, places
+from netfold.plan.request.key_lines import line_of, places
 from netfold.train.recipe.load import load
 from netfold.train.recipe.problem import RecipeError
 from netfold.train.recipe.split import split

@@ -7,20 +7,20 @@ import typer
 
 def clusters() -> None:
     """Clusters by name: devices, what joins them, where the figures come from."""
-    from netfold.plan.show.listed import render_clusters
+    from netfold.plan.render.listed import render_clusters
 
     typer.echo(render_clusters())
 
 
 def models() -> None:
     """Models by name: dimensions, parameters, where they come from."""
-    from netfold.plan.show.listed import render_models
+    from netfold.plan.render.listed import render_models
 
     typer.echo(render_models())
 
 
 def networks() -> None:
     """Networks for `--compare network=...`, and what each changes between a cluster's nodes."""
-    from netfold.plan.show.listed import render_networks
+    from netfold.plan.render.listed import render_networks
 
     typer.echo(render_networks())

@@ -44,7 +44,7 @@ def trace(
     import json
 
     from netfold.plan.cluster.units import parse_quantity
-    from netfold.plan.show.parts import as_object, render_parts
+    from netfold.plan.render.parts import as_object, render_parts
 
     try:
         bucket_bytes = parse_quantity(bucket, "bytes", "--bucket")

@@ -105,12 +105,12 @@ def predict(
     }
 
     from netfold.cli.plan_given import given_model
-    from netfold.plan.answer import answer, stage_ranks
-    from netfold.plan.ask import question, read_job
-    from netfold.plan.curve import parse_range
+    from netfold.plan.result import answer, stage_ranks
+    from netfold.plan.request import question, read_job
+    from netfold.plan.scaling_curve import parse_range
     from netfold.plan.events import Conditions, write_timeline
-    from netfold.plan.show import as_json as render_json
-    from netfold.plan.show import render_page, render_text
+    from netfold.plan.render import as_json as render_json
+    from netfold.plan.render import render_page, render_text
 
     try:
         tree: dict[str, Any] = {}

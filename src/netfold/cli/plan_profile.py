@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from netfold.plan.ask.profile import Seen
+    from netfold.plan.request.profile import Seen
 
 
 def profile_model(folder: Path, job: Mapping[str, Any], elsewhere: bool) -> tuple[Seen, dict[str, Any]]:
@@ -17,7 +17,7 @@ def profile_model(folder: Path, job: Mapping[str, Any], elsewhere: bool) -> tupl
     A profile does not know samples. Each rank trains on as many as on the one that was measured, so that many are
     counted as one where no batch is said. Raises ValueError, in a sentence.
     """
-    from netfold.plan.ask.profile import read_profile
+    from netfold.plan.request.profile import read_profile
 
     seen = read_profile(folder)
     if job.get("precision", seen.precision) != seen.precision:

@@ -1,16 +1,12 @@
-"""The cost model, the choice of algorithms by it, and what training will take by it.
+"""What training will take, by the formulas that choose at run time (`netfold.tuning`).
 
-At run time: (operation, size) -> algorithm, wire format, reason. `cost` has the formulas, `topology` what they know of
-ranks and links, `fit` makes a link of a probe's samples, `table` the choice; `observed` makes a link of a profile's
-operations, `advice` sentences of both. At plan time, and imported by nothing before: `cluster` and `model` say what
+`profile_link` makes a link of a profile's operations, `advice` sentences of it and of the formulas. `cluster` and `model` say what
 there is, `job` what is wanted, `step` predicts it, `events` plays it, `packets` an all_reduce through switches,
 `failures` says what is left of a long run, `validate` holds predictions against what others measured; `scaling` and
-`slots` are laws and schedules by hand. `search` tries every split; `curve`, `compare`, `sensitivity` and `aggregators`
-ask what else would be, `price` and `accuracy` what all of training takes; `ask` reads a question, `answer` answers it,
-`show` says it as text, JSON or a page. May import NumPy, the native floor, for what there is a machine for, what
-profile has found, and, in `packets` alone, sim; no other room of ours. Always: all ranks of a group hold the same
-immutable table; rank 0 makes it, its hash travels with every operation; a choice can be printed with its reason; a
-formula is written once.
+`slots` are laws and schedules by hand. `search` tries every split; `scaling_curve`, `compare`, `sensitivity` and `aggregators`
+ask what else would be, `cost_of_training` and `training_length` what all of training takes; `request` reads a request,
+`result` has the result, `render` prints it as text, JSON or a page. May import NumPy, the native engine, tuning, what
+profile has found, and, in `packets` alone, sim. Always: a formula is written once, in tuning.
 
 Tests: `.venv/bin/pytest tests/plan`
 """

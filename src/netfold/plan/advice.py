@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from netfold.tuning.cost import FORMULAS, predict
-from netfold.plan.observed import NO_LINE, Fitted, Observed, fit, observe
+from netfold.plan.profile_link import NO_LINE, Fitted, Observed, fit, observe
 from netfold.tuning.choice_table import format_seconds
 from netfold.profile.columns import Bools, Floats
 from netfold.profile.findings import MB, Advice, Findings, Lateness, Row, submissions_text

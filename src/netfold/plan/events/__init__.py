@@ -8,8 +8,8 @@
   timed_step  a step as one host's profile shows it, on a cluster of many
   cores       what hosts that share cores do, in turn
   buckets     what data-parallel ranks do together, and what waits for it
-  script      a step written out: tasks, durations, messages
-  play        the events, in the order of time
+  build      a step written out: tasks, durations, messages
+  event_loop        the events, in the order of time
   links       flows that share links
   simulate    the parts of the step that was played
   timeline    the same by rank, as a list and as a file for Perfetto

@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 
 from netfold.plan.cluster import Cluster
 from netfold.plan.events.conditions import Conditions
-from netfold.plan.events.play import Played, play
-from netfold.plan.events.script import Script, write_script
+from netfold.plan.events.event_loop import Played, play
+from netfold.plan.events.build import Script, write_script
 from netfold.plan.events.timed_step import write_timed_step
 from netfold.plan.job import Job
 from netfold.plan.model import Model, TimedStep

@@ -10,9 +10,9 @@ from netfold.plan.cluster import Cluster
 from netfold.plan.events.buckets import Act, Bucket
 from netfold.plan.events.conditions import Conditions
 from netfold.plan.events.mesh import Mesh
-from netfold.plan.events.play import Hosts, Step, Task
+from netfold.plan.events.event_loop import Hosts, Step, Task
 from netfold.plan.events.schedule import BACKWARD, FORWARD, Turn
-from netfold.plan.events.script import Pace, Script
+from netfold.plan.events.build import Pace, Script
 from netfold.plan.job import Job
 from netfold.plan.model import TimedStep
 from netfold.plan.step import Constants

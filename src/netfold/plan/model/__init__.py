@@ -6,7 +6,7 @@ from netfold.plan.model.profiled import Profiled
 from netfold.plan.model.timed_step import ReadyBucket, TimedLayer, TimedStep, read_timed_step, timed_step_of
 from netfold.plan.model.traced import Bulk, Gradient, Kernels, Part, Traced
 from netfold.plan.model.transformer import Transformer
-from netfold.plan.model.work import Bucket, Bucketed, Collective, Layer, Matmul, Measured, Model, Pass, Share
+from netfold.plan.model.layer_cost import Bucket, Bucketed, Collective, Layer, Matmul, Measured, Model, Pass, Share
 
 __all__ = [
     "Bucket",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-from netfold.plan.model.work import Layer, Matmul, Pass, Share
+from netfold.plan.model.layer_cost import Layer, Matmul, Pass, Share
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from math import prod
 
 from netfold.plan.model.catalogue import Model, find_model
 from netfold.plan.model.catalogue.layers import Layer as Listed
-from netfold.plan.model.work import Collective, Layer, Matmul, Pass, Share
+from netfold.plan.model.layer_cost import Collective, Layer, Matmul, Pass, Share
 
 
 @dataclass(frozen=True)

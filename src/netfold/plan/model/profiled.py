@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import pairwise
 
-from netfold.plan.model.work import Bucket, Layer, Measured, Pass, Share
+from netfold.plan.model.layer_cost import Bucket, Layer, Measured, Pass, Share
 
 # A backward pass takes about twice as long as a forward pass: where its begin does not show, it is put there.
 _FORWARD = 1 / 3

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from netfold.plan.model.work import Bucket, Layer, Measured, Pass, Share
+from netfold.plan.model.layer_cost import Bucket, Layer, Measured, Pass, Share
 
 
 @dataclass(frozen=True)

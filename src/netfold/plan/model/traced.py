@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from itertools import pairwise
 
-from netfold.plan.model.work import Bucket, Layer, Matmul, Pass, Share
+from netfold.plan.model.layer_cost import Bucket, Layer, Matmul, Pass, Share
 
 
 @dataclass(frozen=True)

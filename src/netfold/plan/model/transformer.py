@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-from netfold.plan.model.work import Collective, Layer, Matmul, Pass, Share
+from netfold.plan.model.layer_cost import Collective, Layer, Matmul, Pass, Share
 
 # Megatron-LM pads a vocabulary so that each tensor rank's part is a multiple of this (arguments.py).
 _PAD = 128

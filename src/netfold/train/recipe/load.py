@@ -14,7 +14,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from netfold.plan.ask.places import Key, places
+from netfold.plan.request.key_lines import Key, places
 from netfold.train.recipe import Recipe, shipped
 from netfold.train.recipe.problem import RecipeError, Source
 from netfold.train.recipe.wording import sentences

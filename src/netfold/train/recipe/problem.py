@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from netfold.plan.ask.places import Key, line_of
+from netfold.plan.request.key_lines import Key, line_of
 from netfold.train.recipe import Recipe
 
 # Not a file's name: .../data.txt.

@@ -8,7 +8,7 @@ from typing import Any, get_args
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from netfold.plan.ask.places import Key
+from netfold.plan.request.key_lines import Key
 from netfold.train.recipe import Recipe
 from netfold.train.recipe.problem import meant
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from netfold.plan.validate.claims import aws, edsr, nvidia, sharp, switchml
 from netfold.plan.validate.claims.claim import Claim
-from netfold.plan.validate.claims.show import claims_markdown, claims_text
+from netfold.plan.validate.claims.render import claims_markdown, claims_text
 
 
 def claims() -> list[Claim]:

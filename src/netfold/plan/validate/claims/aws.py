@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from netfold.plan.cluster import Cluster
-from netfold.plan.curve import curve
+from netfold.plan.scaling_curve import curve
 from netfold.plan.step import predict
 from netfold.plan.validate.claims.claim import Asked, Claim, near
 

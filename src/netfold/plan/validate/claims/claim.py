@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from netfold.plan.ask import Question, question
+from netfold.plan.request import Question, question
 from netfold.plan.cluster import Cluster
 from netfold.plan.search import Choice, search
 

@@ -10,16 +10,16 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from netfold.plan.answer import Answer
+from netfold.plan.result import Answer
 from netfold.plan.model import Measured
 from netfold.plan.search import words
-from netfold.plan.show.data import as_object
-from netfold.plan.show.page.others import aggregators, comparisons, gains
-from netfold.plan.show.page.scaling import scaling
-from netfold.plan.show.page.split import memory, played, step
-from netfold.plan.show.page.ways import few, front
-from netfold.plan.show.text import asked as said
-from netfold.plan.show.text import duration, failures, money, rate, remembers, time, utilised
+from netfold.plan.render.data import as_object
+from netfold.plan.render.page.others import aggregators, comparisons, gains
+from netfold.plan.render.page.scaling import scaling
+from netfold.plan.render.page.split import memory, played, step
+from netfold.plan.render.page.candidates import few, front
+from netfold.plan.render.text import asked as said
+from netfold.plan.render.text import duration, failures, money, rate, remembers, time, utilised
 from netfold.profile.page import units
 from netfold.profile.page.escape import escape
 from netfold.profile.page.layout import sheet

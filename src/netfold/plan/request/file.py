@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from netfold.plan.ask.places import Key, places
+from netfold.plan.request.key_lines import Key, places
 
 if sys.version_info >= (3, 11):
     import tomllib

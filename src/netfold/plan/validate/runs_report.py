@@ -10,7 +10,7 @@ from typing import Any
 from netfold.plan.cluster import Cluster
 from netfold.plan.step import FITTED, Constants, Prediction, predict
 from netfold.plan.validate.calibrate import Fitted, fit
-from netfold.plan.validate.likeness import OUTLIER, Likeness, correlated, held_up, shape_of
+from netfold.plan.validate.residual_gp import OUTLIER, Likeness, correlated, held_up, shape_of
 from netfold.plan.validate.runs import Run, recomputed
 from netfold.plan.validate.score import Compared, Score, score
 

@@ -14,7 +14,7 @@ from netfold.plan.events.buckets import Act, Bucket, Cuts, Plan, last_turns
 from netfold.plan.events.conditions import Conditions
 from netfold.plan.events.links import Uses
 from netfold.plan.events.mesh import Mesh
-from netfold.plan.events.play import Step, Task
+from netfold.plan.events.event_loop import Step, Task
 from netfold.plan.events.schedule import BACKWARD, FORWARD, WEIGHTS, Turn, order
 from netfold.plan.job import Job
 from netfold.plan.model import Layer, Model, Share

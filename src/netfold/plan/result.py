@@ -5,15 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from netfold.plan.aggregators import Offer, idle_workers, offers
-from netfold.plan.ask import Question
+from netfold.plan.request import Question
 from netfold.plan.cluster import Cluster
 from netfold.plan.compare import Variant, compare, parse_comparison
-from netfold.plan.curve import SCALINGS, Point, curve
+from netfold.plan.scaling_curve import SCALINGS, Point, curve
 from netfold.plan.events import Conditions, Simulated, simulate
 from netfold.plan.failures import Failures, best_interval_s, expected_goodput
 from netfold.plan.job import Job
 from netfold.plan.model import Chain, Layered, Measured, Model, Profiled, TimedStep, Traced
-from netfold.plan.price import Cost, cost
+from netfold.plan.cost_of_training import Cost, cost
 from netfold.plan.search import ZERO_3_RANKS, Choice, Found, search
 from netfold.plan.sensitivity import Gain, sensitivity
 from netfold.plan.step import Prediction, predict

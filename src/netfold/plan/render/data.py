@@ -6,11 +6,11 @@ import json
 import math
 from typing import Any
 
-from netfold.plan.answer import Answer, parts
-from netfold.plan.curve import Point
+from netfold.plan.result import Answer, parts
+from netfold.plan.scaling_curve import Point
 from netfold.plan.model import Traced
 from netfold.plan.search import Choice, words
-from netfold.plan.show.parts import as_object as parts_object
+from netfold.plan.render.parts import as_object as parts_object
 from netfold.profile.page.escape import plain
 
 

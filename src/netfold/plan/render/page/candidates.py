@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from netfold.plan.answer import Answer, Way, parts
+from netfold.plan.result import Answer, Way, parts
 from netfold.plan.job import Job
 from netfold.plan.search import Choice, words
-from netfold.plan.show.page.split import bar, classes, legend
-from netfold.plan.show.text import time
+from netfold.plan.render.page.split import bar, classes, legend
+from netfold.plan.render.text import time
 from netfold.profile.page import units
 from netfold.profile.page.chart import SIDE, Axis, chart
 from netfold.profile.page.escape import escape

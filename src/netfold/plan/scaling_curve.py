@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from netfold.plan.accuracy import Training
+from netfold.plan.training_length import Training
 from netfold.plan.cluster import Cluster
 from netfold.plan.job import Job
 from netfold.plan.model import Model

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from netfold.plan.model import Part, Traced
-from netfold.plan.show.text import aligned, big
+from netfold.plan.render.text import aligned, big
 from netfold.profile.page import units
 
 # What sizes are said for: weights, gradients and activations in f32.

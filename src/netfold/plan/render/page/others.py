@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from netfold.plan.answer import Answer
+from netfold.plan.result import Answer
 from netfold.plan.search import words
 from netfold.plan.sensitivity import Gain
-from netfold.plan.show.page.ways import stacks
-from netfold.plan.show.text import offered, time, times
+from netfold.plan.render.page.candidates import stacks
+from netfold.plan.render.text import offered, time, times
 from netfold.profile.page.escape import escape
 from netfold.profile.page.table import Column, of_largest, table
 

@@ -19,7 +19,7 @@ from netfold.plan.cluster import Cluster, Device, Tier
 from netfold.tuning.cost import HALVES, INTEGERS
 from netfold.plan.job import PRECISIONS
 from netfold.plan.model import Profiled
-from netfold.plan.observed import Fitted, fit, observe
+from netfold.plan.profile_link import Fitted, fit, observe
 from netfold.tuning.choice_table import format_seconds
 from netfold.tuning.topology import DEFAULT_LINKS
 from netfold.profile.columns import Columns, Floats, Integers, columns_of

@@ -6,12 +6,12 @@ import math
 from collections.abc import Sequence
 
 from netfold.plan.aggregators import Offer
-from netfold.plan.answer import Answer, parts
+from netfold.plan.result import Answer, parts
 from netfold.plan.compare import Variant
-from netfold.plan.curve import Point
+from netfold.plan.scaling_curve import Point
 from netfold.plan.job import Job
 from netfold.plan.model import Measured
-from netfold.plan.price import Cost, Prices
+from netfold.plan.cost_of_training import Cost, Prices
 from netfold.plan.search import Choice, words
 from netfold.plan.sensitivity import Gain
 from netfold.plan.step import Prediction

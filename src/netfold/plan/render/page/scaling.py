@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from netfold.plan.answer import Answer
-from netfold.plan.curve import Point
+from netfold.plan.result import Answer
+from netfold.plan.scaling_curve import Point
 from netfold.plan.search import Choice, words
-from netfold.plan.show.text import duration, rate, time, utilised
+from netfold.plan.render.text import duration, rate, time, utilised
 from netfold.profile.page import units
 from netfold.profile.page.chart import SIDE, Axis, chart
 from netfold.profile.page.escape import escape

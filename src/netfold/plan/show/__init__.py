@@ -1,7 +1,0 @@
-"""Answers for people: as text, as JSON, as a page."""
-
-from netfold.plan.show.data import as_json
-from netfold.plan.show.page import render_page
-from netfold.plan.show.text import render_text
-
-__all__ = ["as_json", "render_page", "render_text"]
