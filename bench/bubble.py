@@ -203,7 +203,7 @@ def gpt(line: StartLine, rounds: int) -> dict[str, Any]:
     from netfold.train.mesh import Mesh
     from netfold.train.model import Chain
     from netfold.train.models import make_model
-    from netfold.train.parallel.parts import Parts
+    from netfold.train.parallel.shards import Parts
     from netfold.train.parallel.pipeline import Piped
     from netfold.train.parallel.pipeline_plan import Plan
     from netfold.train.parallel.stages import Cut

@@ -113,7 +113,7 @@ def tokens(data: bytes) -> None:
 def recipe(data: bytes) -> None:
     """A recipe file."""
     from netfold.train.recipe.load import load
-    from netfold.train.recipe.problem import RecipeError
+    from netfold.train.recipe.errors import RecipeError
 
     path = _folder() / "recipe.toml"
     path.write_bytes(data)

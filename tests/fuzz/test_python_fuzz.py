@@ -21,7 +21,7 @@ from netfold.bootstrap.tcp_store import TcpStoreServer
 from netfold.plan.cluster.load import cluster_of, load_cluster
 from netfold.profile.run import RunError, read_run
 from netfold.train.recipe.load import load
-from netfold.train.recipe.problem import RecipeError
+from netfold.train.recipe.errors import RecipeError
 
 SECONDS = int(os.environ.get("FUZZ_SECONDS", "5"))
 EXAMPLES = 100

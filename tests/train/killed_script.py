@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from surviving import Heard, run
 
-from netfold.train import listeners as said
+from netfold.train import events as said
 
 EVERY = 10
 

@@ -22,13 +22,13 @@ from invented_run import (
 )
 from rich.console import Console
 
-from netfold.train.audience.chosen import Guarded, listeners
-from netfold.train.audience.exposed import Exposed
-from netfold.train.audience.metrics_file import read_metrics
-from netfold.train.audience.progress import Progress
-from netfold.train.audience.tensorboard import TensorBoard
-from netfold.train.audience.trackers import MLflow, Wandb
-from netfold.train.listeners import Ended, Noted
+from netfold.train.callbacks.selection import Guarded, listeners
+from netfold.train.callbacks.overlap import Exposed
+from netfold.train.callbacks.metrics_file import read_metrics
+from netfold.train.callbacks.progress import Progress
+from netfold.train.callbacks.tensorboard import TensorBoard
+from netfold.train.callbacks.trackers import MLflow, Wandb
+from netfold.train.events import Ended, Noted
 
 
 def kinds(chosen: Any) -> list[str]:
@@ -51,7 +51,7 @@ def test_the_recipe_chooses_who_is_told_and_other_ranks_only_record(tmp_path: Pa
 def test_a_tracker_that_is_not_installed_is_named_with_its_key(
     tmp_path: Path, tracker: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("netfold.train.audience.chosen.find_spec", lambda name: None)
+    monkeypatch.setattr("netfold.train.callbacks.selection.find_spec", lambda name: None)
     wanted = r"'netfold\[train\]'" if tracker == "tensorboard" else tracker
     with pytest.raises(ValueError, match=rf"report\.{tracker} is on.*pip install {wanted}.*report\.{tracker} = false"):
         listeners(recipe(tmp_path, report={"tensorboard": False, tracker: True}), tmp_path, 0)
@@ -117,7 +117,7 @@ def test_what_is_not_known_of_communication_is_a_dash(tmp_path: Path) -> None:
 
 
 def test_on_a_terminal_one_line_lives_and_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("netfold.train.audience.progress.LIVE_S", 0.0)
+    monkeypatch.setattr("netfold.train.callbacks.progress.LIVE_S", 0.0)
     text = io.StringIO()
     console = Console(file=text, width=60, force_terminal=True, color_system=None)
     progress = Progress(tmp_path, Exposed(), console)

@@ -197,7 +197,7 @@ def test_buckets_of_a_size_are_refused_where_layers_travel() -> None:
     from types import SimpleNamespace
 
     from netfold.train import Recipe
-    from netfold.train.parallel.share import share
+    from netfold.train.parallel.data_parallel import share
 
     recipe = Recipe.model_validate(changed(GPT, parallel={"data": 2, "zero": 3, "bucket_mb": 4}))
     mesh: Any = SimpleNamespace(data=SimpleNamespace(size=2))

@@ -19,7 +19,7 @@ def drifting(rank: int, folder: Path, world: World) -> dict[str, Any]:
 
     from netfold.train import Recipe, Trainer
     from netfold.train.datasets import make_data
-    from netfold.train.survive.drift import DriftError
+    from netfold.train.fault_tolerance.drift import DriftError
 
     recipe = changed(
         TINY_GPT, training={"steps": 4}, checkpoint={"every": 2, "asynchronous": False}, parallel={"tensor": 2}

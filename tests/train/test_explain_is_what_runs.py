@@ -43,7 +43,7 @@ Found = dict[tuple[str, int], tuple[int, int]]
 def plan(name: str) -> Any:
     from netfold.train import Recipe
     from netfold.train.explain import explain
-    from netfold.train.recipe.checked import check
+    from netfold.train.recipe.validate import check
 
     recipe = Recipe.model_validate(RECIPES[name])
     return explain(recipe, check(recipe, RANKS))

@@ -26,10 +26,10 @@ from netfold.train import Batch, Chain, Model, Recipe
 from netfold.train.explain import Plan, explain, size
 from netfold.train.explain.layers import Call, Layer, measure
 from netfold.train.explain.memory import a_parameter, fsdp2, passes_kept
-from netfold.train.explain.show import show
+from netfold.train.explain.render import show
 from netfold.train.explain.traffic import Traffic, buckets, traffic
-from netfold.train.parallel.tables import Tables
-from netfold.train.recipe.checked import check
+from netfold.train.parallel.embeddings import Tables
+from netfold.train.recipe.validate import check
 from netfold.train.recipe.load import load
 from netfold.train.recipe.split import Split, ranks_asked, split
 

@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 from surviving import toy_recipe
 
-from netfold.train.hosts import hosts_will_do
+from netfold.train.preflight import hosts_will_do
 
 
 @pytest.fixture

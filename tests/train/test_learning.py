@@ -12,7 +12,7 @@ from training import trained
 from netfold.train import Recipe
 from netfold.train.datasets import DATASETS
 from netfold.train.models import MODELS
-from netfold.train.recipe.named import factory
+from netfold.train.recipe.registry import factory
 
 if sys.version_info >= (3, 11):
     import tomllib

@@ -30,8 +30,8 @@ def _runs(rank: int, size: int, folder: str, table: dict[str, Any], runs: str) -
     import torch.distributed as dist
 
     from netfold.train import Recipe, Trainer
-    from netfold.train.audience.chosen import listeners
-    from netfold.train.audience.run_folder import run_folder
+    from netfold.train.callbacks.selection import listeners
+    from netfold.train.callbacks.run_folder import run_folder
     from netfold.train.pictures import render
 
     torch.set_num_threads(1)
@@ -70,7 +70,7 @@ def test_all_ranks_agree_on_the_folder(left: tuple[Path, list[Any]]) -> None:
 
 
 def test_metrics_are_those_of_the_outcome_and_exposed_communication_is_a_share(left: tuple[Path, list[Any]]) -> None:
-    from netfold.train.audience.metrics_file import read_metrics
+    from netfold.train.callbacks.metrics_file import read_metrics
 
     folder, found = left
     metrics = read_metrics(folder)

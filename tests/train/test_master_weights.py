@@ -62,7 +62,7 @@ def _averaged(rank: int, size: int, folder: str) -> dict[str, float]:
     from torch.distributed.tensor import DTensor
 
     from netfold.train.mesh import Mesh
-    from netfold.train.parallel.share import share
+    from netfold.train.parallel.data_parallel import share
 
     dist.init_process_group("netfold", init_method=f"file://{folder}/store", rank=rank, world_size=size)
     found = {}

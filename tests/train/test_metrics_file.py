@@ -21,8 +21,8 @@ from invented_run import (
     tell,
 )
 
-from netfold.train.audience.metrics_file import MetricsFile, read_metrics
-from netfold.train.listeners import Ended, Stepped
+from netfold.train.callbacks.metrics_file import MetricsFile, read_metrics
+from netfold.train.events import Ended, Stepped
 from netfold.train.report import write_report
 
 

@@ -16,7 +16,7 @@ def unlike_disks(rank: int, folder: Path, world: World) -> Any:
     from surviving import Heard, run
 
     from netfold.train import UnreadableError
-    from netfold.train.order import Order, sample_seed
+    from netfold.train.sampler import Order, sample_seed
 
     seen = Order(96, 0).indices(0, 64)
     # An example of the second step; and the one that the first rank would take in its place.

@@ -228,18 +228,18 @@ def _twin(mesh: Any, lr: float, momentum: float) -> dict[str, Any]:
     import torch
 
     from netfold.train.optimizers.norms import local
-    from netfold.train.parallel import outer
+    from netfold.train.parallel import diloco
     from netfold.train.recipe import Outer
 
     held = _parameters(mesh)
-    whole, outer.BUFFER_BYTES = outer.BUFFER_BYTES, 40
-    rounds = outer.Rounds(
+    whole, diloco.BUFFER_BYTES = diloco.BUFFER_BYTES, 40
+    rounds = diloco.Rounds(
         Held(held),
         torch.optim.SGD(list(held.values())),
         Outer(every=EVERY, lr=lr, momentum=momentum),
         mesh.data,
     )
-    outer.BUFFER_BYTES = whole
+    diloco.BUFFER_BYTES = whole
     with torch.no_grad():
         for step in range(STEPS):
             for name, w in held.items():
@@ -254,7 +254,7 @@ def _update(mesh: Any) -> tuple[Any, Any, dict[str, Any]]:
     import torch
 
     from netfold.train.recipe import Recipe
-    from netfold.train.update import Update
+    from netfold.train.optimizer_step import Update
 
     recipe = Recipe.model_validate(
         {"model": {"name": "m"}, "data": {"name": "d"}, "training": {"steps": 6}, "outer": {"every": EVERY}}
@@ -291,7 +291,7 @@ def _may_checkpoint(mesh: Any) -> list[bool]:
 def _buffers(mesh: Any) -> dict[str, Any]:
     import torch
 
-    from netfold.train.parallel.outer import Rounds
+    from netfold.train.parallel.diloco import Rounds
     from netfold.train.recipe import Outer
 
     norm = torch.nn.BatchNorm1d(2)

@@ -155,7 +155,7 @@ def in_a_plain_loop(recipe: Any, data: Any) -> dict[str, Any]:
     import torch
 
     from netfold.train.models import make_model
-    from netfold.train.order import Order
+    from netfold.train.sampler import Order
 
     torch.manual_seed(recipe.training.seed)
     model, order, size = make_model(recipe.model), Order(len(data.train), recipe.training.seed), recipe.training.batch

@@ -14,10 +14,10 @@ from own_parts import line
 
 from netfold.train import Recipe
 from netfold.train.recipe import Checkpoint, Factory
-from netfold.train.recipe.checked import check
+from netfold.train.recipe.validate import check
 from netfold.train.recipe.load import load
-from netfold.train.recipe.named import arguments, factory
-from netfold.train.recipe.problem import RecipeError, Source, in_a_sentence, kind
+from netfold.train.recipe.registry import arguments, factory
+from netfold.train.recipe.errors import RecipeError, Source, in_a_sentence, kind
 from netfold.train.recipe.split import split
 
 OWN: dict[str, Any] = {

@@ -9,7 +9,7 @@ import pytest
 
 from netfold.plan.request.key_lines import line_of, places
 from netfold.train.recipe.load import load
-from netfold.train.recipe.problem import RecipeError
+from netfold.train.recipe.errors import RecipeError
 from netfold.train.recipe.split import split
 
 RECIPE = """\

@@ -14,9 +14,9 @@ from typing import Any, get_args
 from rich.console import Console
 
 from netfold.train.explain import explain
-from netfold.train.explain.show import show
+from netfold.train.explain.render import show
 from netfold.train.recipe import Recipe
-from netfold.train.recipe.checked import check
+from netfold.train.recipe.validate import check
 from netfold.train.recipe.load import load
 from netfold.train.recipe.split import ranks_asked
 

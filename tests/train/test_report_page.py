@@ -14,11 +14,11 @@ from invented_run import BITS, STEPS, a_run_that_was_cut_off_and_went_on, evalua
 from ranks import run_command
 
 from netfold.train import Recipe
-from netfold.train.audience.metrics_file import MetricsFile, read_metrics
-from netfold.train.audience.result import metric_words, result
-from netfold.train.audience.run_folder import run_folder
+from netfold.train.callbacks.metrics_file import MetricsFile, read_metrics
+from netfold.train.callbacks.result import metric_words, result
+from netfold.train.callbacks.run_folder import run_folder
 from netfold.train.examples import Panel
-from netfold.train.listeners import Ended, Noted
+from netfold.train.events import Ended, Noted
 from netfold.train.report import write_report
 from netfold.train.report.listener import Page
 

@@ -180,7 +180,7 @@ def _held(trainer: Any) -> dict[str, int]:
     import torch
     from torch.distributed.tensor import DTensor
 
-    from netfold.train.survive.contents import contents
+    from netfold.train.fault_tolerance.state import contents
 
     parameters = dict(trainer.replica.named_parameters())
     tensors, _ = contents(trainer.replica, parameters, trainer.optimizer, trainer.update, buffers=False)

@@ -11,10 +11,10 @@ import pytest
 from invented_run import goes_through, recipe, tell
 
 from netfold.train import Recipe
-from netfold.train.audience.metrics_file import MetricsFile
-from netfold.train.audience.run_folder import run_folder, run_name
-from netfold.train.listeners import Ended
-from netfold.train.recipe.resolved import read_resolved, to_toml
+from netfold.train.callbacks.metrics_file import MetricsFile
+from netfold.train.callbacks.run_folder import run_folder, run_name
+from netfold.train.events import Ended
+from netfold.train.recipe.serialize import read_resolved, to_toml
 
 if sys.version_info >= (3, 11):
     import tomllib

@@ -10,7 +10,7 @@ from load import seconds
 
 SCRIPT = """
 import os, signal, sys, time
-from netfold.train.survive.stop import StopRequest
+from netfold.train.fault_tolerance.stop import StopRequest
 
 request = StopRequest(grace_s=float(sys.argv[1]))
 if sys.argv[3] == "listens":

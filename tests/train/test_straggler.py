@@ -12,7 +12,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from netfold.train.mesh import Mesh
 from netfold.train.recipe import Parallel, Survive
-from netfold.train.survive import straggler
+from netfold.train.fault_tolerance import straggler
 
 # Of ranks 0..7 = pipeline 2 x data 2 x tensor 2: the second stage has three times the work, and rank 6 is slow in it.
 SECONDS = (0.10, 0.11, 0.12, 0.13, 0.30, 0.31, 0.90, 0.33)

@@ -148,7 +148,7 @@ def damaged(rank: int, folder: Path, world: World) -> dict[str, Any]:
     """A checkpoint that somebody has touched, in each way, under each policy."""
     from surviving import Heard, run
 
-    from netfold.train.survive.checkpoint import CheckpointError
+    from netfold.train.fault_tolerance.checkpoint import CheckpointError
 
     def cut(path: Path) -> None:
         os.truncate(path / "__0_0.distcp", 100)
@@ -214,7 +214,7 @@ def crashed(rank: int, folder: Path, world: World) -> list[str]:
     import torch
     from torch.distributed.checkpoint import save
 
-    from netfold.train.survive import sealed
+    from netfold.train.fault_tolerance import atomic_checkpoint
 
     if rank:
         return []
@@ -224,12 +224,12 @@ def crashed(rank: int, folder: Path, world: World) -> list[str]:
 
     found = []
     folder.mkdir()
-    position = functools.partial(sealed.Position, samples=0, ranks=1, taken_s=0.0, numbers={}, recipe={})
+    position = functools.partial(atomic_checkpoint.Position, samples=0, ranks=1, taken_s=0.0, numbers={}, recipe={})
     for moment in range(100):
         into = folder / str(moment)
         into.mkdir()
         save(
-            {"model.x": torch.arange(9.0)}, storage_writer=sealed.SealedWriter(into, position(1), keep=1), no_dist=True
+            {"model.x": torch.arange(9.0)}, storage_writer=atomic_checkpoint.SealedWriter(into, position(1), keep=1), no_dist=True
         )
         calls = 0
 
@@ -250,19 +250,19 @@ def crashed(rank: int, folder: Path, world: World) -> list[str]:
                 (os, "rmdir"), (os, "open"),
             ):  # fmt: skip
                 patch.setattr(holder, name, counted(getattr(holder, name)))
-            writer = sealed.SealedWriter(into, position(2), keep=1)
+            writer = atomic_checkpoint.SealedWriter(into, position(2), keep=1)
             with contextlib.suppress(CrashError):
                 try:
                     save({"model.x": torch.arange(9.0) + 1}, storage_writer=writer, no_dist=True)
                     ended = "whole"
                 except BaseException as error:
                     assert "CrashError" in repr(error), error
-        left = sealed.whole(into)
+        left = atomic_checkpoint.whole(into)
         assert left, f"moment {moment}: no checkpoint is left"
         for path in left:
-            assert not sealed.damage(path, sealed.Manifest.read(path), 0, 1), (moment, path)
+            assert not atomic_checkpoint.damage(path, atomic_checkpoint.Manifest.read(path), 0, 1), (moment, path)
         found.append(f"{ended} {left[-1].name}")
-        sealed.sweep(into)
+        atomic_checkpoint.sweep(into)
         assert not list(into.glob("*.part"))
         if ended == "whole":
             return found
@@ -273,8 +273,8 @@ def full(rank: int, folder: Path, world: World) -> dict[str, Any]:
     """No room: a tiny disk where this process may mount one, else a disk that says so."""
     from surviving import Heard, run
 
-    from netfold.train.survive import sealed
-    from netfold.train.survive.checkpoint import CheckpointError
+    from netfold.train.fault_tolerance import atomic_checkpoint
+    from netfold.train.fault_tolerance.checkpoint import CheckpointError
 
     found: dict[str, Any] = {}
     for policy in ("warn", "stop"):
@@ -298,7 +298,7 @@ def full(rank: int, folder: Path, world: World) -> dict[str, Any]:
                     def no_room(*_: Any) -> Any:
                         raise OSError(errno.ENOSPC, "No space left on device")
 
-                    patch.setattr(sealed.FileSystemWriter, "write_data", no_room)
+                    patch.setattr(atomic_checkpoint.FileSystemWriter, "write_data", no_room)
 
             heard = Heard(fill)
             saving = {"every": 3, "asynchronous": policy == "stop"}
@@ -331,8 +331,8 @@ def not_finite(rank: int, folder: Path, world: World) -> dict[str, Any]:
     """One example is no number: it is in the batch of one step, on one of the ranks."""
     from surviving import Heard, run
 
-    from netfold.train.order import Order
-    from netfold.train.survive.policies import NonFiniteError
+    from netfold.train.sampler import Order
+    from netfold.train.fault_tolerance.policies import NonFiniteError
 
     order = Order(96, 0).indices(0, 96)
 
@@ -384,7 +384,7 @@ def gradients_not_finite(rank: int, folder: Path, world: World) -> tuple[str, li
     from surviving import run, toy_model
 
     from netfold.train import trainer
-    from netfold.train.survive.policies import NonFiniteError, bad_gradients
+    from netfold.train.fault_tolerance.policies import NonFiniteError, bad_gradients
 
     model = toy_model(noisy=False)
     for parameter in model.module.parameters():
@@ -413,7 +413,7 @@ def vanished(rank: int, folder: Path, world: World) -> dict[str, Any]:
     from surviving import Heard, run
 
     from netfold.train import UnreadableError
-    from netfold.train.order import Order
+    from netfold.train.sampler import Order
 
     gone = {index: f"/data/{index}.png" for index in Order(96, 0).indices(0, 64)[8 + 6 :: 16][:2]}
 
@@ -469,7 +469,7 @@ def straggling(rank: int, folder: Path, world: World) -> dict[str, Any]:
     """Rank 1 takes its time in the forward pass; then for its batches."""
     from surviving import Heard, run
 
-    from netfold.train.survive import straggler
+    from netfold.train.fault_tolerance import straggler
 
     found: dict[str, Any] = {}
     with world(2), pytest.MonkeyPatch.context() as patch:
@@ -587,7 +587,7 @@ def test_what_the_update_keeps_goes_on_too() -> None:
 
 
 def test_a_batch_of_another_size_goes_on_with_the_next_sample() -> None:
-    from netfold.train.order import Order
+    from netfold.train.sampler import Order
 
     first, second = FOUND[weak]
     cut = first.index([])
@@ -664,7 +664,7 @@ def test_a_step_left_out_leaves_nothing_behind() -> None:
 
 
 def test_a_rewind_takes_the_weights_back_and_the_data_on() -> None:
-    from netfold.train.order import Order
+    from netfold.train.sampler import Order
 
     first, second = (found["rewind"] for found in FOUND[not_finite])
     assert first[0].step == second[0].step == 8 and first[0].metric == second[0].metric
@@ -681,7 +681,7 @@ def test_so_many_bad_steps_in_a_row_end_the_job_under_any_policy() -> None:
 
 
 def test_another_example_stands_in_for_one_that_vanished_the_same_on_any_number_of_ranks() -> None:
-    from netfold.train.order import Order
+    from netfold.train.sampler import Order
 
     first, second = FOUND[vanished]
     alone, notes = first["skip 1"]

@@ -195,8 +195,8 @@ def _counts() -> dict[str, Any]:
 
     from netfold.train.mesh import Mesh
     from netfold.train.models import make_model
-    from netfold.train.parallel.parts import Parts
-    from netfold.train.parallel.tables import share_out
+    from netfold.train.parallel.shards import Parts
+    from netfold.train.parallel.embeddings import share_out
 
     found = {}
     for kind in ("table", "row"):
@@ -249,8 +249,8 @@ def _refused() -> dict[str, str]:
     from netfold.train.mesh import Mesh
     from netfold.train.models import make_model
     from netfold.train.models.linear import linear_stack
-    from netfold.train.parallel.parts import Parts
-    from netfold.train.parallel.tables import share_out
+    from netfold.train.parallel.shards import Parts
+    from netfold.train.parallel.embeddings import share_out
 
     def refused(recipe: Any, model: Any = None) -> str:
         model = model or make_model(recipe.model)

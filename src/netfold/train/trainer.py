@@ -16,24 +16,24 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from netfold.train import listeners as said
+from netfold.train import events as said
 from netfold.train.datasets import make_data
 from netfold.train.equal_weights import EqualWeights
 from netfold.train.evaluate import evaluate
 from netfold.train.examples import Batch, Data, Panel
-from netfold.train.feed import Feed
+from netfold.train.prefetch import Feed
 from netfold.train.mesh import Mesh
 from netfold.train.model import Model
 from netfold.train.models import make_model
 from netfold.train.optimizers import make_optimizer
 from netfold.train.optimizers.decay import undecayed
-from netfold.train.order import sample_seed
+from netfold.train.sampler import sample_seed
 from netfold.train.parallel import parallelise
 from netfold.train.pictures import render
-from netfold.train.recipe import Recipe, refused
-from netfold.train.recipe.problem import RecipeError, kind, words
+from netfold.train.recipe import Recipe, constraints
+from netfold.train.recipe.errors import RecipeError, kind, words
 from netfold.train.schedule import learning_rate
-from netfold.train.survive.policies import (
+from netfold.train.fault_tolerance.policies import (
     Buffers,
     NonFinite,
     NonFiniteError,
@@ -42,12 +42,12 @@ from netfold.train.survive.policies import (
     tell_others,
     what_is_bad,
 )
-from netfold.train.survive.recovery import Recovery
-from netfold.train.survive.stop import StopRequest
-from netfold.train.survive.straggler import Straggler, StragglerError
-from netfold.train.survive.unreadable import Replacing
-from netfold.train.update import Update
-from netfold.train.word import Word, agree, together
+from netfold.train.fault_tolerance.recovery import Recovery
+from netfold.train.fault_tolerance.stop import StopRequest
+from netfold.train.fault_tolerance.straggler import Straggler, StragglerError
+from netfold.train.fault_tolerance.bad_examples import Replacing
+from netfold.train.optimizer_step import Update
+from netfold.train.step_vote import Word, agree, together
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class Trainer:
         folder: Path | None = None,
         listeners: Sequence[said.Listener] = (),
     ) -> None:
-        if told := refused.rewind(recipe):
+        if told := constraints.rewind(recipe):
             raise RecipeError(told)
         if recipe.survive.non_finite == "rewind" and folder is None:
             raise ValueError("survive.non_finite is 'rewind', and no checkpoints are kept without a folder: give one")

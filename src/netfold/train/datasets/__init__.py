@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from netfold.train.examples import Data
 from netfold.train.recipe import Factory
-from netfold.train.recipe.named import factory
+from netfold.train.recipe.registry import factory
 
 DATASETS = {
     "class-folders": "netfold.train.datasets.classes:class_folders",

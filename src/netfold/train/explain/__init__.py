@@ -1,6 +1,6 @@
 """A recipe's plan, before anything runs: ranks as a mesh, what each holds and needs, what travels in a step.
 
-Arithmetic on what the recipe says and on shapes; `show` prints it.
+Arithmetic on what the recipe says and on shapes; `render` prints it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from netfold.train.parallel.buckets import CANDIDATES_MB, START_MB
 from netfold.train.parallel.stages import cut
 from netfold.train.parallel.tensor import styles_of
 from netfold.train.recipe import Recipe
-from netfold.train.recipe.checked import Checked
+from netfold.train.recipe.validate import Checked
 from netfold.train.recipe.split import Split
 
 

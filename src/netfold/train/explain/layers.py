@@ -23,7 +23,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 
 from netfold.train.examples import Batch
 from netfold.train.model import Chain, Model
-from netfold.train.parallel.tables import Tables
+from netfold.train.parallel.embeddings import Tables
 from netfold.train.parallel.tensor import cut_along, localise
 from netfold.train.precision import DTYPES, keeps_statistics
 

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from netfold.train.explain.layers import Call, Layer, Shape
 from netfold.train.explain.memory import F32_BYTES, computed_bytes
 from netfold.train.parallel.buckets import START_MB
-from netfold.train.parallel.outer import BUFFER_BYTES
+from netfold.train.parallel.diloco import BUFFER_BYTES
 from netfold.train.recipe import Recipe
 from netfold.train.recipe.schedules import SPLIT_BACKWARD, stages_of
 from netfold.train.recipe.split import Split
-from netfold.train.survive.straggler import WINDOW_STEPS
+from netfold.train.fault_tolerance.straggler import WINDOW_STEPS
 
 F64_BYTES = I64_BYTES = 8
 WORD_BYTES = 5 * F64_BYTES

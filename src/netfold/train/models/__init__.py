@@ -6,7 +6,7 @@ from torch import nn
 
 from netfold.train.model import Model
 from netfold.train.recipe import Factory
-from netfold.train.recipe.named import factory
+from netfold.train.recipe.registry import factory
 
 MODELS = {
     "bert": "netfold.train.models.transformer:bert",

@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from netfold.train.model import Chain, Model, Style
 from netfold.train.models.linear import Dense, stack_plan
-from netfold.train.parallel.tables import Tables
+from netfold.train.parallel.embeddings import Tables
 
 
 def dlrm(

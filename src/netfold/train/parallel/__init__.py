@@ -9,12 +9,12 @@ from __future__ import annotations
 from netfold.train.examples import Examples
 from netfold.train.mesh import Mesh
 from netfold.train.model import Model
-from netfold.train.parallel import tables, tensor
+from netfold.train.parallel import embeddings, tensor
 from netfold.train.parallel.batch_norm import convert_batch_norm
-from netfold.train.parallel.parts import Parts
+from netfold.train.parallel.shards import Parts
 from netfold.train.parallel.pipeline import Piped
 from netfold.train.parallel.pipeline_plan import Plan
-from netfold.train.parallel.whole import Whole
+from netfold.train.parallel.unpipelined import Whole
 from netfold.train.parallel.zero import zero_level
 from netfold.train.recipe import Recipe
 from netfold.train.replica import Replica
@@ -30,7 +30,7 @@ def parallelise(model: Model, recipe: Recipe, mesh: Mesh, examples: Examples | N
         convert_batch_norm(model.module, recipe.parallel.batch_norm, mesh)
     parts = Parts()
     tensor.cut(model, recipe.parallel, mesh, parts)
-    tables.share_out(model, recipe, mesh, parts)
+    embeddings.share_out(model, recipe, mesh, parts)
     if zero_level(recipe, mesh) < 2:
         tensor.localise(model.module)
     if mesh.pipeline.size > 1:

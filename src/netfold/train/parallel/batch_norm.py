@@ -15,14 +15,14 @@ from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from netfold.train.mesh import Mesh
-from netfold.train.recipe import refused
-from netfold.train.recipe.problem import RecipeError
+from netfold.train.recipe import constraints
+from netfold.train.recipe.errors import RecipeError
 
 
 def convert_batch_norm(module: nn.Module, ranks: int, mesh: Mesh) -> None:
     """Put a SubGroupBatchNorm in the place of every nn.BatchNorm*d inside `module`, over runs of `ranks` data-parallel
     ranks. Collective over the world: makes groups. Parameters and buffers stay the same objects, names too."""
-    if said := refused.batch_norm(ranks, mesh.data.size):
+    if said := constraints.batch_norm(ranks, mesh.data.size):
         raise RecipeError(said)
     found = norms_of(module, ranks)
     group = _run_of(ranks, mesh)

@@ -23,11 +23,11 @@ from torch.distributed.tensor import DTensor
 from netfold.train.examples import Batch
 from netfold.train.mesh import Mesh
 from netfold.train.model import Chain, Model
-from netfold.train.order import sample_seed
-from netfold.train.parallel.costs import Crossing
-from netfold.train.parallel.parts import Parts
+from netfold.train.sampler import sample_seed
+from netfold.train.parallel.layer_timing import Crossing
+from netfold.train.parallel.shards import Parts
 from netfold.train.parallel.pipeline_plan import Plan
-from netfold.train.parallel.share import same_buffers, share
+from netfold.train.parallel.data_parallel import same_buffers, share
 from netfold.train.parallel.tied import Tied
 from netfold.train.parallel.zero import free_gathered
 from netfold.train.precision import Precision

@@ -9,7 +9,7 @@ from dataclasses import replace
 from netfold.train.examples import Examples
 from netfold.train.mesh import Mesh
 from netfold.train.model import Chain, Model
-from netfold.train.parallel.costs import Measured, measured
+from netfold.train.parallel.layer_timing import Measured, measured
 from netfold.train.parallel.stages import Cut, cut
 from netfold.train.precision import Precision
 from netfold.train.recipe import Parallel, Recipe

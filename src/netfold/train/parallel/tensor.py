@@ -21,10 +21,10 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 
 from netfold.train.mesh import Mesh
 from netfold.train.model import Model
-from netfold.train.parallel.parts import Parts
+from netfold.train.parallel.shards import Parts
 from netfold.train.parallel.tied import tied_names
-from netfold.train.recipe import Parallel, refused
-from netfold.train.recipe.problem import RecipeError
+from netfold.train.recipe import Parallel, constraints
+from netfold.train.recipe.errors import RecipeError
 
 
 class _Linear(ParallelStyle):
@@ -115,7 +115,7 @@ def cut(model: Model, parallel: Parallel, mesh: Mesh, parts: Parts) -> None:
 
 def styles_of(model: Model, parallel: Parallel) -> Mapping[str, Any]:
     """By the path of each module that is cut, how. Raises ValueError where it cannot be cut so."""
-    if said := refused.sequence(parallel):
+    if said := constraints.sequence(parallel):
         raise RecipeError(said)
     if parallel.tensor == 1:
         return {}

@@ -1,7 +1,7 @@
 """What a job is to do, as one file: every key of a recipe, with its meaning, its default and its bounds.
 
 A recipe is TOML (`netfold train recipe.toml`) or made in Python (`Recipe(model={"name": "gpt"}, ...)`). Here is only
-what can be said of it without a model, data or torch; what needs those is checked by `checked.py`.
+what can be said of it without a model, data or torch; what needs those is checked by `validate.py`.
 """
 
 from __future__ import annotations

@@ -16,8 +16,8 @@ from pydantic import ValidationError
 
 from netfold.plan.request.key_lines import Key, places
 from netfold.train.recipe import Recipe, shipped
-from netfold.train.recipe.problem import RecipeError, Source
-from netfold.train.recipe.wording import sentences
+from netfold.train.recipe.errors import RecipeError, Source
+from netfold.train.recipe.messages import sentences
 
 if sys.version_info >= (3, 11):
     import tomllib

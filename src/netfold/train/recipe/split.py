@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from netfold.train.recipe import Parallel, Recipe, refused
-from netfold.train.recipe.problem import RecipeError
+from netfold.train.recipe import Parallel, Recipe, constraints
+from netfold.train.recipe.errors import RecipeError
 from netfold.train.recipe.schedules import stages_a_rank
 
 
@@ -53,9 +53,9 @@ def split(recipe: Recipe, ranks: int) -> Split:
     parts = training.accumulate * microbatches * (data if training.scaling == "strong" else 1)
     if training.batch % parts:
         problems.append(_batch(recipe, data, microbatches, parts))
-    problems += refused.batch_norm(parallel.batch_norm, data) + refused.pipeline(recipe, microbatches)
-    problems += refused.buckets(parallel, data) + refused.tables(parallel) + refused.sequence(parallel)
-    problems += refused.rewind(recipe)
+    problems += constraints.batch_norm(parallel.batch_norm, data) + constraints.pipeline(recipe, microbatches)
+    problems += constraints.buckets(parallel, data) + constraints.tables(parallel) + constraints.sequence(parallel)
+    problems += constraints.rewind(recipe)
     if problems:
         raise RecipeError(problems)
     batch = training.batch * (data if training.scaling == "weak" else 1)

@@ -16,12 +16,12 @@ from pathlib import Path
 from netfold.profile.page import units
 from netfold.profile.page.escape import escape
 from netfold.profile.page.layout import sheet
-from netfold.train.audience.metrics_file import NAME, Metrics, read_metrics
-from netfold.train.audience.result import result
+from netfold.train.callbacks.metrics_file import NAME, Metrics, read_metrics
+from netfold.train.callbacks.result import result
 from netfold.train.report.communication import communication
 from netfold.train.report.curves import columns, curves
-from netfold.train.report.happened import happened
-from netfold.train.report.made_with import made_with
+from netfold.train.report.history import happened
+from netfold.train.report.provenance import made_with
 from netfold.train.report.pictures import pictures
 
 __all__ = ["PAGE", "write_report"]

@@ -13,7 +13,7 @@ from netfold.profile.page import advice, render_page, text as text_module
 from netfold.profile.page.escape import escape
 from netfold.profile.page.layout import facts_of
 from netfold.profile.run import Run, RunError, Trace, read_run
-from netfold.train.audience.profiled import NAME
+from netfold.train.callbacks.profiling import NAME
 
 PAGE = "profile.html"
 

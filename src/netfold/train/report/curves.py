@@ -8,8 +8,8 @@ from typing import Any
 from netfold.profile.page import units
 from netfold.profile.page.chart import SIDE, Axis, chart
 from netfold.profile.page.escape import escape
-from netfold.train.audience.metrics_file import Line, Metrics
-from netfold.train.audience.result import with_unit
+from netfold.train.callbacks.metrics_file import Line, Metrics
+from netfold.train.callbacks.result import with_unit
 
 # More points than this share a place, of which the lowest and the highest are drawn.
 _MOST_PLACES = 400

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from netfold.train.listeners import Ended, Evaluated, Listener, Started
+from netfold.train.events import Ended, Evaluated, Listener, Started
 from netfold.train.report import write_report
 from netfold.train.report.pictures import write_pictures
 

@@ -8,7 +8,7 @@ its forward pass may not ask for a number (`if x.sum() > 0`), and custom kernels
     asked    modules and inputs as people write them    watch    what runs, part by part
 """
 
-from netfold.train.trace.asked import Input, Untraceable, asked_input, asked_module
+from netfold.train.trace.module_spec import Input, Untraceable, asked_input, asked_module
 from netfold.train.trace.traced import traced
 
 __all__ = ["Input", "Untraceable", "asked_input", "asked_module", "traced"]

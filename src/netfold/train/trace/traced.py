@@ -17,8 +17,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from netfold.plan.model import Gradient, Kernels, Part, Traced
 from netfold.train.model import Model
-from netfold.train.trace.asked import Input, Untraceable
-from netfold.train.trace.watch import OnAnAccelerator, Ran, Watch, tensors
+from netfold.train.trace.module_spec import Input, Untraceable
+from netfold.train.trace.tracer import OnAnAccelerator, Ran, Watch, tensors
 
 # torch's errors where an operation's result, or its size, depends on numbers: of fake tensors, and of meta tensors.
 _WANTS_NUMBERS = ("DataDependent", "DynamicOutputShape", "UnsupportedFakeTensor", "GuardOnDataDependent")

@@ -24,9 +24,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from netfold.train.audience.exposed import Exposed
-from netfold.train.audience.result import metric_words
-from netfold.train.listeners import Ended, Evaluated, Listener, Noted, Started, Stepped
+from netfold.train.callbacks.overlap import Exposed
+from netfold.train.callbacks.result import metric_words
+from netfold.train.events import Ended, Evaluated, Listener, Noted, Started, Stepped
 
 NAME = "metrics.jsonl"
 Line = dict[str, Any]

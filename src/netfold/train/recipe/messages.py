@@ -10,7 +10,7 @@ from pydantic_core import ErrorDetails
 
 from netfold.plan.request.key_lines import Key
 from netfold.train.recipe import Recipe
-from netfold.train.recipe.problem import meant
+from netfold.train.recipe.errors import meant
 
 _KINDS = {
     "int_type": "a whole number",

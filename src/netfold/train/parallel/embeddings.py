@@ -20,9 +20,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from netfold.train.mesh import Axis, Mesh
 from netfold.train.model import Model
-from netfold.train.parallel.parts import Parts
-from netfold.train.recipe import Recipe, refused
-from netfold.train.recipe.problem import RecipeError
+from netfold.train.parallel.shards import Parts
+from netfold.train.recipe import Recipe, constraints
+from netfold.train.recipe.errors import RecipeError
 
 
 class Tables(nn.Module):
@@ -54,7 +54,7 @@ def share_out(model: Model, recipe: Recipe, mesh: Mesh, parts: Parts) -> None:
     """
     kind = recipe.parallel.tables
     paths = paths_to_share(model, recipe)
-    if said := refused.tables(recipe.parallel):
+    if said := constraints.tables(recipe.parallel):
         raise RecipeError(said)
     if mesh.data.size == 1:
         return

@@ -6,8 +6,8 @@ import functools
 
 from netfold.profile.page import units
 from netfold.profile.page.table import Column, table
-from netfold.train.audience.metrics_file import NAME, Line, Metrics
-from netfold.train.audience.result import with_unit
+from netfold.train.callbacks.metrics_file import NAME, Line, Metrics
+from netfold.train.callbacks.result import with_unit
 
 
 def happened(metrics: Metrics) -> str:

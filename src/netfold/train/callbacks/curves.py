@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from netfold.train.listeners import Evaluated, Stepped
+from netfold.train.events import Evaluated, Stepped
 
 
 def of_step(event: Stepped, batch: int, exposed: float | None) -> dict[str, float]:

@@ -20,10 +20,10 @@ from typing import Any
 
 import torch.distributed as dist
 
-from netfold.train.audience.environment import environment, rank_facts
-from netfold.train.audience.metrics_file import is_held, read_metrics
+from netfold.train.callbacks.environment import environment, rank_facts
+from netfold.train.callbacks.metrics_file import is_held, read_metrics
 from netfold.train.recipe import Recipe
-from netfold.train.recipe.resolved import NAME, read_resolved, to_toml
+from netfold.train.recipe.serialize import NAME, read_resolved, to_toml
 
 ENVIRONMENT = "environment.json"
 

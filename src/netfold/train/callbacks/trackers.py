@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from netfold.train.audience.curves import of_evaluation, of_step
-from netfold.train.audience.exposed import Exposed
-from netfold.train.listeners import Ended, Evaluated, Listener, Noted, Started, Stepped
+from netfold.train.callbacks.curves import of_evaluation, of_step
+from netfold.train.callbacks.overlap import Exposed
+from netfold.train.events import Ended, Evaluated, Listener, Noted, Started, Stepped
 
 
 class Wandb(Listener):

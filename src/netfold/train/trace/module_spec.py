@@ -14,8 +14,8 @@ import torch
 
 from netfold.train.models import MODELS
 from netfold.train.recipe import Factory
-from netfold.train.recipe.named import factory
-from netfold.train.recipe.problem import RecipeError, in_a_sentence
+from netfold.train.recipe.registry import factory
+from netfold.train.recipe.errors import RecipeError, in_a_sentence
 
 DTYPES = {
     "float32": torch.float32,

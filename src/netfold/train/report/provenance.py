@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from netfold.profile.page.escape import escape
-from netfold.train.audience.run_folder import ENVIRONMENT
-from netfold.train.recipe.resolved import NAME
+from netfold.train.callbacks.run_folder import ENVIRONMENT
+from netfold.train.recipe.serialize import NAME
 
 
 def made_with(folder: Path) -> str:

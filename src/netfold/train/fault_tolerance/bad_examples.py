@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from netfold.train.examples import Batch, Examples, UnreadableError
-from netfold.train.order import sample_seed
+from netfold.train.sampler import sample_seed
 
 # So many others are tried for one: where all of them cannot be read, the data is gone as a whole.
 TRIES = 8

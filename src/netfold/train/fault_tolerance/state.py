@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from netfold.train.optimizers import local_optimizer
 from netfold.train.replica import Replica
-from netfold.train.update import Update
+from netfold.train.optimizer_step import Update
 
 Metadata = Mapping[str, TensorStorageMetadata]
 Parameters = Mapping[str, nn.Parameter]

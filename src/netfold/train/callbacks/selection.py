@@ -8,13 +8,13 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from netfold.extras import command
-from netfold.train.audience.exposed import Exposed
-from netfold.train.audience.metrics_file import MetricsFile
-from netfold.train.audience.profiled import Profiled
-from netfold.train.audience.progress import Progress
-from netfold.train.audience.tensorboard import TensorBoard
-from netfold.train.audience.trackers import MLflow, Wandb
-from netfold.train.listeners import Ended, Evaluated, Listener, Noted, Started, Stepped
+from netfold.train.callbacks.overlap import Exposed
+from netfold.train.callbacks.metrics_file import MetricsFile
+from netfold.train.callbacks.profiling import Profiled
+from netfold.train.callbacks.progress import Progress
+from netfold.train.callbacks.tensorboard import TensorBoard
+from netfold.train.callbacks.trackers import MLflow, Wandb
+from netfold.train.events import Ended, Evaluated, Listener, Noted, Started, Stepped
 from netfold.train.recipe import Recipe
 from netfold.train.report.listener import Page
 

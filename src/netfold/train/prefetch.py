@@ -7,7 +7,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
 
 from netfold.train.examples import Batch, Examples
-from netfold.train.order import Order, share
+from netfold.train.sampler import Order, share
 
 
 class Feed:

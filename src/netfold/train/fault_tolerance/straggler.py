@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from netfold.train.mesh import Mesh
 from netfold.train.recipe import Survive
-from netfold.train.survive.stop import PolicyStopError
+from netfold.train.fault_tolerance.stop import PolicyStopError
 
 # A window is so many steps: one all_gather of two numbers.
 WINDOW_STEPS = 20

@@ -24,8 +24,8 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save, save
 
 from netfold.train import recipe as asked
-from netfold.train.survive.contents import Metadata, Wanted
-from netfold.train.survive.sealed import (
+from netfold.train.fault_tolerance.state import Metadata, Wanted
+from netfold.train.fault_tolerance.atomic_checkpoint import (
     PART,
     Manifest,
     Position,
@@ -36,7 +36,7 @@ from netfold.train.survive.sealed import (
     sweep,
     whole,
 )
-from netfold.train.survive.stop import PolicyStopError
+from netfold.train.fault_tolerance.stop import PolicyStopError
 
 T = TypeVar("T")
 # What is saved -> what a rank asks for of it.

@@ -13,13 +13,13 @@ import torch.distributed as dist
 from netfold.train.mesh import Mesh
 from netfold.train.recipe import Recipe
 from netfold.train.replica import Replica
-from netfold.train.survive.changed import changed as changed_keys
-from netfold.train.survive.checkpoint import CheckpointError, Checkpoints, CheckpointStopError
-from netfold.train.survive.contents import Metadata, Wanted, contents
-from netfold.train.survive.drift import check_replicated
-from netfold.train.survive.lives import Lives
-from netfold.train.survive.sealed import Position
-from netfold.train.update import Update
+from netfold.train.fault_tolerance.recipe_changes import changed as changed_keys
+from netfold.train.fault_tolerance.checkpoint import CheckpointError, Checkpoints, CheckpointStopError
+from netfold.train.fault_tolerance.state import Metadata, Wanted, contents
+from netfold.train.fault_tolerance.drift import check_replicated
+from netfold.train.fault_tolerance.restart_log import Lives
+from netfold.train.fault_tolerance.atomic_checkpoint import Position
+from netfold.train.optimizer_step import Update
 
 Note = Callable[[str, str], None]  # (level, text)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from netfold.profile.live import Running
-from netfold.train.listeners import Listener, Stepped
+from netfold.train.events import Listener, Stepped
 
 _EVERY_S = 0.5
 

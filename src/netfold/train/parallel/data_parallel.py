@@ -12,11 +12,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from netfold.train.mesh import Mesh
 from netfold.train.parallel.buckets import START_MB, data_parallel
-from netfold.train.parallel.tables import leave_to_owners
+from netfold.train.parallel.embeddings import leave_to_owners
 from netfold.train.parallel.zero import shard, zero_level
 from netfold.train.precision import Precision
-from netfold.train.recipe import Recipe, refused
-from netfold.train.recipe.problem import RecipeError
+from netfold.train.recipe import Recipe, constraints
+from netfold.train.recipe.errors import RecipeError
 
 
 def share(module: nn.Module, recipe: Recipe, mesh: Mesh, *, averages: bool = True) -> nn.Module:
@@ -31,7 +31,7 @@ def share(module: nn.Module, recipe: Recipe, mesh: Mesh, *, averages: bool = Tru
         recipe.parallel.bucket_mb,
         zero_level(recipe, mesh),
     )
-    if said := refused.buckets(recipe.parallel, mesh.data.size):
+    if said := constraints.buckets(recipe.parallel, mesh.data.size):
         raise RecipeError(said)
     if zero >= 2:
         return shard(module, mesh, precision, free_after_forward=zero == 3)

@@ -15,8 +15,8 @@ from pydantic.errors import PydanticUserError
 
 from netfold.extras import missing_extra
 from netfold.train.recipe import Factory
-from netfold.train.recipe.problem import RecipeError, meant
-from netfold.train.recipe.wording import wanted
+from netfold.train.recipe.errors import RecipeError, meant
+from netfold.train.recipe.messages import wanted
 
 
 def factory(asked: Factory, known: Mapping[str, str], kind: str) -> Callable[..., Any]:

@@ -19,13 +19,13 @@ from netfold.train.datasets import DATASETS, make_data
 from netfold.train.examples import Batch, Data, UnreadableError
 from netfold.train.model import Model
 from netfold.train.models import MODELS, make_model
-from netfold.train.parallel import tables, tensor
+from netfold.train.parallel import embeddings, tensor
 from netfold.train.parallel.batch_norm import norms_of
 from netfold.train.parallel.pipeline_plan import check_chain
 from netfold.train.recipe import Factory, Recipe
-from netfold.train.recipe.followed import Followed
-from netfold.train.recipe.named import arguments, factory
-from netfold.train.recipe.problem import RecipeError, in_a_sentence, meant
+from netfold.train.recipe.index_tracking import Followed
+from netfold.train.recipe.registry import arguments, factory
+from netfold.train.recipe.errors import RecipeError, in_a_sentence, meant
 from netfold.train.recipe.split import Split, split
 
 Made = TypeVar("Made")
@@ -206,7 +206,7 @@ def _loss(recipe: Recipe, loss: torch.Tensor) -> list[str]:
 def _parts(recipe: Recipe, model: Model) -> list[str]:
     """Whether the model can be put together as the ranks will: each part says what it cannot do."""
     parallel, problems = recipe.parallel, []
-    asked: list[Callable[[], object]] = [lambda: tables.paths_to_share(model, recipe)]
+    asked: list[Callable[[], object]] = [lambda: embeddings.paths_to_share(model, recipe)]
     if parallel.tensor > 1:
         asked.append(lambda: tensor.styles_of(model, parallel))
     if parallel.pipeline > 1:

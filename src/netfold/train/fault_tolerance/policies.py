@@ -15,7 +15,7 @@ from netfold.train.examples import Batch, UnreadableError
 from netfold.train.mesh import Mesh
 from netfold.train.recipe import Survive
 from netfold.train.replica import Replica
-from netfold.train.survive.stop import PolicyStopError
+from netfold.train.fault_tolerance.stop import PolicyStopError
 
 
 class NonFiniteError(PolicyStopError):

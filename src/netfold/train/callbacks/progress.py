@@ -11,9 +11,9 @@ from rich.live import Live
 from rich.text import Text
 
 from netfold.profile.page import units
-from netfold.train.audience.exposed import Exposed
-from netfold.train.audience.result import with_unit
-from netfold.train.listeners import Ended, Evaluated, Listener, Noted, Started, Stepped
+from netfold.train.callbacks.overlap import Exposed
+from netfold.train.callbacks.result import with_unit
+from netfold.train.events import Ended, Evaluated, Listener, Noted, Started, Stepped
 
 LIVE_S = 0.25
 PLAIN_S = 10.0

@@ -12,7 +12,7 @@ from netfold.train.mesh import Mesh
 from netfold.train.optimizers.clip import Clip
 from netfold.train.optimizers.loss_scale import LossScale
 from netfold.train.optimizers.norms import local
-from netfold.train.parallel.outer import Rounds, of_rounds
+from netfold.train.parallel.diloco import Rounds, of_rounds
 from netfold.train.recipe import Recipe
 from netfold.train.replica import Replica
 

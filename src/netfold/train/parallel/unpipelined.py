@@ -14,8 +14,8 @@ from netfold.train.examples import Batch
 from netfold.train.mesh import Mesh
 from netfold.train.model import Model
 from netfold.train.parallel.buckets import Tuning
-from netfold.train.parallel.parts import Parts
-from netfold.train.parallel.share import held_back, same_buffers, share
+from netfold.train.parallel.shards import Parts
+from netfold.train.parallel.data_parallel import held_back, same_buffers, share
 from netfold.train.parallel.zero import free_gathered
 from netfold.train.precision import Precision
 from netfold.train.recipe import Recipe

@@ -1,4 +1,0 @@
-"""Who is told of a run, and what they make of it: `chosen` says who, `run_folder` where; then a file for each of them.
-
-`metrics_file` is what all else is made from afterwards; `curves`, `exposed` and `result` are what several of them show.
-"""
