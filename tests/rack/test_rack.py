@@ -12,8 +12,8 @@ import time
 import pytest
 from endings import has_ended
 
-from netfold.rack import Rack, RackError, names, remains
-from netfold.rack.cables import Cables
+from netfold.rack import Rack, RackError, cleanup, names
+from netfold.rack.delay_links import Cables
 from netfold.rack.command import missing
 from netfold.rack.processes import Process, spawn, supervise
 from netfold.rack.topology import End
@@ -100,7 +100,7 @@ def await_ready(process: Process) -> None:
 
 def nothing_is_left(rack_id: str) -> bool:
     listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
-    return rack_id not in listed and rack_id not in remains.racks()
+    return rack_id not in listed and rack_id not in cleanup.racks()
 
 
 def rack_id_in(process: Process) -> str:

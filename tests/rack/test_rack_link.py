@@ -6,7 +6,7 @@ from netfold.rack import Rack, names
 from netfold.rack.check import judge, ways
 from netfold.rack.link import BURST_BYTES, Link, loss_rules, parse_link
 from netfold.rack.topology import End, Layout, build_steps
-from netfold.rack.wire import Measured
+from netfold.rack.measure import Measured
 
 
 @pytest.mark.parametrize(

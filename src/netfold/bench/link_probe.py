@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from netfold.bench.collectives import COLLECTIVES
 from netfold.rack import Rack
-from netfold.rack.wire import measure, payload_share
+from netfold.rack.measure import measure, payload_share
 
 
 @dataclass(frozen=True)

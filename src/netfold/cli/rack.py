@@ -100,20 +100,20 @@ def check(
 @app.command()
 def down() -> None:
     """Remove what racks left behind that were killed with all that looks after them; those that run are left alone."""
-    from netfold.rack import RackError, remains
+    from netfold.rack import RackError, cleanup
     from netfold.rack.command import missing
 
     lack = missing(loss=False)
     if lack is not None:
         typer.echo(f"netfold rack down: {lack}", err=True)
         raise typer.Exit(CANNOT)
-    for rack_id in remains.racks():
-        pid = remains.owner(rack_id)
+    for rack_id in cleanup.racks():
+        pid = cleanup.owner(rack_id)
         if pid is not None:
             typer.echo(f"rack {rack_id} still runs under process {pid}; `kill {pid}` ends it in order")
             continue
         try:
-            remains.remove(rack_id)
+            cleanup.remove(rack_id)
         except RackError as error:
             typer.echo(f"netfold rack down: {error}", err=True)
             raise typer.Exit(CANNOT) from None

@@ -6,14 +6,14 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import TracebackType
 
-from netfold.rack import names, remains
+from netfold.rack import cleanup, names
 from netfold.rack.aggregator import aggregator_argv, start_aggregator
-from netfold.rack.cables import Cables
+from netfold.rack.delay_links import Cables
 from netfold.rack.command import RackError, missing, run
 from netfold.rack.link import parse_link, single_packets_command
 from netfold.rack.processes import Process, spawn, stop, uninterrupted
 from netfold.rack.topology import End, Layout, build_steps
-from netfold.rack.warden import Warden
+from netfold.rack.reaper import Warden
 
 
 class Rack:
@@ -62,7 +62,7 @@ class Rack:
         if lack is not None:
             raise RackError(lack)
         try:
-            self._claim = remains.claim(self.rack_id)
+            self._claim = cleanup.claim(self.rack_id)
             self._warden = Warden(self.rack_id)
             for step in build_steps(self.rack_id, self.layout):
                 if step.ends is None:
@@ -87,7 +87,7 @@ class Rack:
         """
         switch = self.leaf_addresses[self.layout.rack_of(host)] if self.leaf_addresses else self.switch_address
         worker = names.worker_environment(host, self.hosts, switch)
-        worker["TMPDIR"] = str(remains.HOST_FOLDER)
+        worker["TMPDIR"] = str(cleanup.HOST_FOLDER)
         alone = ["sh", "-c", 'mount -t tmpfs netfold "$TMPDIR" && exec "$@"', "sh", *argv]
         return self._spawn(names.host_namespace(self.rack_id, host), alone, {**worker, **(environment or {})})
 
@@ -156,7 +156,7 @@ class Rack:
             if self._claim is not None:
                 try:
                     self._cables.stop()
-                    remains.remove(self.rack_id)
+                    cleanup.remove(self.rack_id)
                 finally:
                     os.close(self._claim)
                     self._claim = None

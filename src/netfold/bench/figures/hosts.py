@@ -22,7 +22,7 @@ from netfold.bench.peers import find_mpi
 from netfold.bench.turns import Way, gather
 from netfold.rack import Rack
 from netfold.rack.link import parse_link
-from netfold.rack.wire import payload_share
+from netfold.rack.measure import payload_share
 
 HOSTS = (2, 4, 8, 16)
 # Two cores carry 8 hosts of 1 Gbit/s through the software switch (bench/results/links.md); 16 of these are a fifth of

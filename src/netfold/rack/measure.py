@@ -1,4 +1,4 @@
-"""What the wire between two places of a rack does to packets: `python -m netfold.rack.wire serve|measure ...`.
+"""What the wire between two places of a rack does to packets: `python -m netfold.rack.measure serve|measure ...`.
 
 One end serves, the other measures: round trips of 4 bytes, one TCP stream, and single datagrams, counted each way.
 """
@@ -60,7 +60,7 @@ def measure(rack: Rack, host: int, other: int | None, rate_bits: int) -> Measure
 
     Takes some 6 s. Raises RackError.
     """
-    argv = [sys.executable, "-m", "netfold.rack.wire"]
+    argv = [sys.executable, "-m", "netfold.rack.measure"]
     with tempfile.TemporaryDirectory(prefix="netfold-wire-") as folder:
         result = Path(folder, "measured.json")
         address = rack.address(other)

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 
-from netfold.rack import remains
+from netfold.rack import cleanup
 from netfold.rack.command import RackError
 
 # It has nothing left to do when it is let go.
@@ -51,4 +51,4 @@ def stand_by(rack_id: str, owner: int) -> None:
             select.select([ended, sys.stdin], [], [])
     # `netfold rack down` says what cannot be taken away.
     with contextlib.suppress(RackError):
-        remains.remove(rack_id)
+        cleanup.remove(rack_id)
