@@ -15,7 +15,7 @@ from pathlib import Path
 
 from netfold.bench.machine import spoken
 from netfold.bench.spread import spread
-from netfold.bench.turns import Turn, Way, gather, set_loss
+from netfold.bench.rack_runner import Turn, Way, gather, set_loss
 from netfold.rack import Rack
 from netfold.rack.link import parse_link
 from netfold.rack.processes import exit_on_signals

@@ -24,7 +24,7 @@ import numpy as np
 
 from netfold import Communicator, Options
 from netfold.bench.launch import start_mpi
-from netfold.bench.peers import ORDER, have_peer, launch_mpi
+from netfold.bench.mpi_peers import ORDER, have_peer, launch_mpi
 from netfold.bench.spread import paired_ratios, spread
 from netfold.bootstrap.launchers import placement
 from netfold.rack import Rack

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from netfold._native import fabric
-from netfold.bench.peers import have_peer
+from netfold.bench.mpi_peers import have_peer
 
 
 def need_libfabric() -> str:

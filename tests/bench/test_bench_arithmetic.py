@@ -7,9 +7,9 @@ import pytest
 
 from netfold.bench.collectives import COLLECTIVES, REDOPS, expected, parse_redops
 from netfold.bench.config import Measured, Place, Result, SizeResult, Trials, calls_a_round
-from netfold.bench.pattern import Pattern, byte_bound, contribution, encode, fill, mismatches, modulus
+from netfold.bench.test_data import Pattern, byte_bound, contribution, encode, fill, mismatches, modulus
 from netfold.bench.report import describe_run, make_rows, total_wrong
-from netfold.bench.sides import parse_side, unique_labels
+from netfold.bench.backends import parse_side, unique_labels
 from netfold.bench.sizes import DTYPES, format_size, parse_dtypes, parse_size, sweep
 from netfold.bench.spread import paired_ratios, spread
 from netfold.bench.table import render_table
@@ -359,7 +359,7 @@ def test_a_run_as_json_says_what_it_was_measured_on() -> None:
 def test_shared_tensors_are_views_of_what_netfold_empty_made(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 
-    from netfold.bench.sides.torch_side import TorchSide
+    from netfold.bench.backends.torch_backend import TorchSide
 
     made: list[np.ndarray] = []
 

@@ -11,12 +11,12 @@ from load import seconds
 from typer.testing import CliRunner
 
 from netfold.bench.collectives import COLLECTIVES, REDOPS
-from netfold.bench.conduct import BenchError, conduct, measure
+from netfold.bench.runner import BenchError, conduct, measure
 from netfold.bench.config import Place, Trials
 from netfold.bench.link_probe import probe_rack
-from netfold.bench.peers import PeerMissingError, have_peer, launch_mpi
+from netfold.bench.mpi_peers import PeerMissingError, have_peer, launch_mpi
 from netfold.bench.report import Row, make_rows, total_wrong
-from netfold.bench.sides import parse_side
+from netfold.bench.backends import parse_side
 from netfold.bench.sizes import DTYPES
 from netfold.cli.bench import app
 from netfold.rack.command import missing

@@ -13,15 +13,15 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from netfold.bench import peers
-from netfold.bench.conduct import BenchError
+from netfold.bench import mpi_peers
+from netfold.bench.runner import BenchError
 from netfold.bench.figures import by_link, efficiency, hosts, latency, loss, packets, run, speedup, tree
 from netfold.bench.figures.budget import LEAST_ROUNDS, MOST_ROUNDS, Budget, Share
 from netfold.bench.figures.catalogue import FIGURES
 from netfold.bench.figures.figure import GLOO, HOSTS_ONLY, IN_NETWORK, RING, Figure, Taken
 from netfold.bench.figures.mpi import said_of, series_of
 from netfold.bench.figures.replay import NETFOLD, fitting_rounds
-from netfold.bench.turns import Turn
+from netfold.bench.rack_runner import Turn
 from netfold.cli.bench import app
 from netfold.rack.command import missing
 
@@ -483,13 +483,13 @@ def test_where_an_mpi_is_quicker_the_page_says_so() -> None:
 
 def test_the_mpi_of_a_figure_is_the_first_that_is_here(monkeypatch: pytest.MonkeyPatch) -> None:
     here = {"openmpi", "intel"}
-    monkeypatch.setattr(peers, "have_peer", here.__contains__)
-    assert peers.find_mpi() == "openmpi"
-    assert [peers.with_mpi_named(side) for side in ("mpi", "gloo", "mpi:intel")] == ["mpi:openmpi", "gloo", "mpi:intel"]
+    monkeypatch.setattr(mpi_peers, "have_peer", here.__contains__)
+    assert mpi_peers.find_mpi() == "openmpi"
+    assert [mpi_peers.with_mpi_named(side) for side in ("mpi", "gloo", "mpi:intel")] == ["mpi:openmpi", "gloo", "mpi:intel"]
     here.clear()
-    assert peers.find_mpi() == ""
-    with pytest.raises(peers.PeerMissingError, match="no MPI is here; `make bench-peers`"):
-        peers.with_mpi_named("mpi")
+    assert mpi_peers.find_mpi() == ""
+    with pytest.raises(mpi_peers.PeerMissingError, match="no MPI is here; `make bench-peers`"):
+        mpi_peers.with_mpi_named("mpi")
 
 
 def test_models_are_in_the_order_of_what_was_gained() -> None:
@@ -514,7 +514,7 @@ def test_a_figure_measured_in_a_rack_is_right_in_every_element_and_can_be_told()
     hosts.measure(Share(0, time.monotonic), taken, counts=(2, 3), size_bytes=64 << 10)
     assert taken.wrong == 0
     assert len(taken.rows) == LEAST_ROUNDS * (len(hosts.OPTIONS) + len(series_of(taken))) * 2
-    assert len(series_of(taken)) == bool(peers.find_mpi())
+    assert len(series_of(taken)) == bool(mpi_peers.find_mpi())
     assert all(row["took_s"] > 0 for row in taken.rows)
     assert taken.cut == ["The time sufficed for 3 rounds of 30."]
     assert len(hosts.tell(taken).table) == 2

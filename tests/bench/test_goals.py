@@ -7,7 +7,7 @@ import pytest
 
 from netfold.bench.config import Measured, Place, Result, SizeResult, Trials
 from netfold.bench.goals import MB, MPIS, SECTIONS, Goal, all_goals, places, trials_at
-from netfold.bench.judge import judge, render_verdicts, unmeasured
+from netfold.bench.rules import judge, render_verdicts, unmeasured
 from netfold.bench.link_probe import Wire, limit_s
 from netfold.bench.report import Row, make_rows
 from netfold.bench.suite import Section, render_markdown

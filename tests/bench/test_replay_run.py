@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from netfold.bench.conduct import conduct
+from netfold.bench.runner import conduct
 from netfold.bench.config import Place, Replay
-from netfold.bench.peers import have_peer
+from netfold.bench.mpi_peers import have_peer
 from netfold.bench.program import build_program
 from netfold.bench.step import measure_models, total_wrong
 from netfold.cli.bench import app

@@ -23,7 +23,7 @@ from netfold.bench.program import (
     gradient_buckets,
 )
 from netfold.bench.replay import StepTrial
-from netfold.bench.sides import Buffer
+from netfold.bench.backends import Buffer
 from netfold.bench.start_line import StartLine
 from netfold.bench.step import describe_network, make_step_rows
 from netfold.bench.step_table import render_steps

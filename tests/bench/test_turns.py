@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from netfold.bench.conduct import BenchError
+from netfold.bench.runner import BenchError
 from netfold.bench.machine import congestion_controls
-from netfold.bench.peers import find_mpi
-from netfold.bench.turns import Way, gather, set_congestion_control, set_loss
+from netfold.bench.mpi_peers import find_mpi
+from netfold.bench.rack_runner import Way, gather, set_congestion_control, set_loss
 from netfold.rack import Rack
 from netfold.rack.command import missing
 from netfold.rack.names import host_namespace
@@ -104,7 +104,7 @@ def pid_of(rack: Rack, host: int, world: str) -> int:
     """Of this host's rank in this world, not of what started it."""
     inside = ["ip", "netns", "pids", host_namespace(rack.rack_id, host)]
     pids = subprocess.run(inside, capture_output=True, text=True, check=True).stdout.split()
-    start = [sys.executable, "-m", "netfold.bench.turns_rank", world]
+    start = [sys.executable, "-m", "netfold.bench.rack_runner_rank", world]
     return next(int(pid) for pid in pids if Path("/proc", pid, "cmdline").read_text().split("\0")[:4] == start)
 
 

@@ -18,7 +18,7 @@ from load import seconds
 from ranks import run_ranks, run_threads
 
 from netfold import Communicator, FileStore, Options
-from netfold.bench.peers import have_peer, launch_mpi
+from netfold.bench.mpi_peers import have_peer, launch_mpi
 
 MPIS = ("openmpi", "mpich", "intel")
 SCRIPT = Path(__file__).with_name("mpi_ranks.py")

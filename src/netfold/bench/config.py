@@ -5,7 +5,7 @@ from typing import Any
 
 from netfold.bench.collectives import parse_collective, parse_redops
 from netfold.bench.program import BUCKET_BYTES
-from netfold.bench.sides import SideName, parse_side, unique_labels
+from netfold.bench.backends import SideName, parse_side, unique_labels
 from netfold.bench.sizes import parse_dtype
 from netfold.plan.model.catalogue import find_model
 

@@ -2,10 +2,10 @@
 
 import statistics
 
-from netfold.bench.conduct import Conductor
+from netfold.bench.runner import Conductor
 from netfold.bench.config import Measured, Place
-from netfold.bench.judge import Verdict
-from netfold.bench.sides import parse_side
+from netfold.bench.rules import Verdict
+from netfold.bench.backends import parse_side
 from netfold.bench.spread import paired_ratios, spread
 from netfold.bench.table import describe_time
 

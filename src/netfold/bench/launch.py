@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from netfold.bench.config import Place
-from netfold.bench.peers import launch_mpi, launch_mpi_in_rack
-from netfold.bench.sides.side import MPIS
+from netfold.bench.mpi_peers import launch_mpi, launch_mpi_in_rack
+from netfold.bench.backends.backend import MPIS
 from netfold.extras import need
 from netfold.rack import Rack
 from netfold.rack.aggregator import aggregator_argv, start_aggregator

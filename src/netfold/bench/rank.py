@@ -18,7 +18,7 @@ from typing import Any, cast
 from netfold.bench.config import SMALL_BYTES
 from netfold.bench.program import build_program
 from netfold.bench.replay import StepTrial
-from netfold.bench.sides import RefusedError, Side, SideName, World, how_it_ran
+from netfold.bench.backends import RefusedError, Side, SideName, World, how_it_ran
 from netfold.bench.start_line import StartLine
 from netfold.bench.trial import Task, Trial
 from netfold.plan.model.catalogue import find_model
@@ -209,14 +209,14 @@ def split_calls(records: Any, durations_ns: list[int]) -> list[list[int]]:
 
 def _make_world(name: str, folder: str) -> World:
     if name == "torch":
-        from netfold.bench.sides.torch_side import TorchWorld
+        from netfold.bench.backends.torch_backend import TorchWorld
 
         return TorchWorld()
     if name == "communicator":
-        from netfold.bench.sides.communicator_side import CommunicatorWorld
+        from netfold.bench.backends.communicator_backend import CommunicatorWorld
 
         return CommunicatorWorld(folder)
-    from netfold.bench.sides.mpi_side import MpiWorld
+    from netfold.bench.backends.mpi_backend import MpiWorld
 
     return MpiWorld(name)
 

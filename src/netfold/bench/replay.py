@@ -5,9 +5,9 @@ import time
 from collections.abc import Callable
 
 from netfold.bench.collectives import COLLECTIVES, Collective, expected
-from netfold.bench.pattern import encode, fill, mismatches
+from netfold.bench.test_data import encode, fill, mismatches
 from netfold.bench.program import Await, Compute, Program, Start
-from netfold.bench.sides import Buffer, Pending, Side
+from netfold.bench.backends import Buffer, Pending, Side
 from netfold.bench.start_line import StartLine
 from netfold.bench.trial import make_pattern
 from netfold.plan.model.catalogue import ITEM_BYTES

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from netfold.bench.conduct import Conductor, conduct
+from netfold.bench.runner import Conductor, conduct
 from netfold.bench.config import Place, Replay, Replayed
 from netfold.bench.program import Program, build_program
 from netfold.bench.report import Ratio

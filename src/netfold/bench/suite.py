@@ -9,16 +9,16 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from netfold.bench.conduct import BenchError, Conductor, conduct
+from netfold.bench.runner import BenchError, Conductor, conduct
 from netfold.bench.config import Place, Trials
 from netfold.bench.extras import DDP_PLACES, WAITING_PLACES, ddp_verdicts, waiting_verdicts
 from netfold.bench.goals import SECTIONS, Goal, all_goals, places, trials_at
-from netfold.bench.judge import Verdict, judge, render_verdicts, unmeasured
+from netfold.bench.rules import Verdict, judge, render_verdicts, unmeasured
 from netfold.bench.link_probe import Wire, limit_s, probe_rack
-from netfold.bench.peers import PeerMissingError, launch_mpi
+from netfold.bench.mpi_peers import PeerMissingError, launch_mpi
 from netfold.bench.report import Row, describe_run, make_rows, total_wrong
-from netfold.bench.sides import parse_side
-from netfold.bench.sides.side import MPIS
+from netfold.bench.backends import parse_side
+from netfold.bench.backends.backend import MPIS
 from netfold.bench.table import describe_breakdown
 from netfold.extras import MissingExtraError
 from netfold.rack import RackError

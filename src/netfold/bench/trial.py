@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from netfold.bench.collectives import COLLECTIVES, expected
-from netfold.bench.pattern import Pattern, byte_bound, encode, fill, mismatches
-from netfold.bench.sides import Buffer, RefusedError, Side
+from netfold.bench.test_data import Pattern, byte_bound, encode, fill, mismatches
+from netfold.bench.backends import Buffer, RefusedError, Side
 from netfold.bench.sizes import DTYPES, parse_dtype
 from netfold.bench.start_line import StartLine
 

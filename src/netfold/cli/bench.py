@@ -60,9 +60,9 @@ def _bench(
     import json
 
     from netfold.bench.collectives import parse_collective, parse_redops
-    from netfold.bench.conduct import BenchError, measure
+    from netfold.bench.runner import BenchError, measure
     from netfold.bench.config import Place, Trials
-    from netfold.bench.peers import with_mpi_named
+    from netfold.bench.mpi_peers import with_mpi_named
     from netfold.bench.report import describe_run, make_rows, total_wrong
     from netfold.bench.sizes import parse_dtypes, parse_size, sweep
     from netfold.bench.table import render_table
@@ -165,7 +165,7 @@ def model(
     """
     import json
 
-    from netfold.bench.conduct import BenchError
+    from netfold.bench.runner import BenchError
     from netfold.bench.config import Place, Replay
     from netfold.bench.sizes import parse_size
     from netfold.bench.step import describe_network, replay_models, total_wrong

@@ -1,6 +1,6 @@
 """What of a training step is computing, against the number of hosts."""
 
-from netfold.bench.conduct import conduct
+from netfold.bench.runner import conduct
 from netfold.bench.config import Place
 from netfold.bench.figures import chart
 from netfold.bench.figures.budget import Share

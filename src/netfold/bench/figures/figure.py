@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 
 from netfold.bench.figures.budget import MOST_ROUNDS, Share
 from netfold.bench.spread import Spread, paired_ratios, spread
-from netfold.bench.turns import Turn, Turns
+from netfold.bench.rack_runner import Turn, Turns
 from netfold.rack.link import parse_link
 
 Row = dict[str, Any]

@@ -16,8 +16,8 @@ from netfold.bench.figures.figure import (
     play,
 )
 from netfold.bench.figures.mpi import said_of, series_of, ways_among
-from netfold.bench.peers import find_mpi
-from netfold.bench.turns import Way, gather
+from netfold.bench.mpi_peers import find_mpi
+from netfold.bench.rack_runner import Way, gather
 from netfold.rack import Rack
 
 HOSTS = (2, 4, 8, 16)

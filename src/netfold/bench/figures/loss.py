@@ -17,7 +17,7 @@ from netfold.bench.figures.figure import (
     play,
 )
 from netfold.bench.machine import congestion_control, congestion_controls
-from netfold.bench.turns import Way, gather, set_congestion_control, set_loss
+from netfold.bench.rack_runner import Way, gather, set_congestion_control, set_loss
 from netfold.rack import Rack
 from netfold.rack.link import parse_link
 

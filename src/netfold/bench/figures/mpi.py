@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from netfold.bench.figures.figure import Taken
-from netfold.bench.turns import Way
+from netfold.bench.rack_runner import Way
 
 
 def ways_among(counts: Sequence[int], options: Mapping[str, Any], mpi: str) -> list[tuple[str, Way]]:

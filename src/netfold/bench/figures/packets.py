@@ -5,7 +5,7 @@ from netfold.bench.figures import chart
 from netfold.bench.figures.budget import Share
 from netfold.bench.figures.figure import SWITCH, Figure, Taken, Told, deadline_s, in_mb, in_rate, in_times, play
 from netfold.bench.spread import Spread, spread
-from netfold.bench.turns import Way, gather
+from netfold.bench.rack_runner import Way, gather
 from netfold.rack import Rack
 from netfold.rack.link import parse_link
 

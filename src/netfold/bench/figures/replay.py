@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from netfold.bench.conduct import BenchError, Conductor
+from netfold.bench.runner import BenchError, Conductor
 from netfold.bench.config import Replay
 from netfold.bench.figures.budget import LEAST_ROUNDS, MOST_ROUNDS, Share
 from netfold.bench.figures.figure import GLOO, Taken

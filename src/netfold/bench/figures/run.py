@@ -13,7 +13,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from netfold.bench.conduct import BenchError
+from netfold.bench.runner import BenchError
 from netfold.bench.figures import chart, page
 from netfold.bench.figures.budget import Budget
 from netfold.bench.figures.catalogue import FIGURES

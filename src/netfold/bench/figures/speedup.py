@@ -1,6 +1,6 @@
 """How much quicker known models train: their steps replayed, the accelerator a timer, the transfers real."""
 
-from netfold.bench.conduct import conduct
+from netfold.bench.runner import conduct
 from netfold.bench.config import Place
 from netfold.bench.figures import by_link, chart
 from netfold.bench.figures.budget import Share

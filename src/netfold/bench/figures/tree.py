@@ -16,7 +16,7 @@ from netfold.bench.figures.figure import (
     in_times,
     play,
 )
-from netfold.bench.turns import Way, gather
+from netfold.bench.rack_runner import Way, gather
 from netfold.rack import Rack
 
 HOSTS, RACKS = 8, 2

@@ -1,4 +1,4 @@
-"""An MPI through mpi4py, on NumPy arrays. Which MPI it is, MPI4PY_LIBMPI says (see peers.py)."""
+"""An MPI through mpi4py, on NumPy arrays. Which MPI it is, MPI4PY_LIBMPI says (see mpi_peers.py)."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,7 +8,7 @@ import numpy as np
 from mpi4py import MPI
 
 from netfold.bench.collectives import ROOT, Collective, partner
-from netfold.bench.sides.side import Buffer, Pending, RefusedError, SideName, ping_pong
+from netfold.bench.backends.backend import Buffer, Pending, RefusedError, SideName, ping_pong
 from netfold.bench.sizes import parse_dtype
 
 _OPS = {"sum": MPI.SUM, "prod": MPI.PROD, "min": MPI.MIN, "max": MPI.MAX}

@@ -1,6 +1,6 @@
 """An all_reduce at a time, in a rack: which way, among how many hosts and of what, the caller says turn by turn.
 
-The bench's other conductor (`conduct.py`) plays whole trials; this one is for measurements that change something
+The bench's other conductor (`runner.py`) plays whole trials; this one is for measurements that change something
 between two calls: a link's loss, who takes part, the length of a packet.
 """
 
@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from netfold.bench.conduct import BenchError
+from netfold.bench.runner import BenchError
 from netfold.bench.connection import Connection, Message
 from netfold.bench.launch import start_mpi
 from netfold.bench.start_line import StartLine
@@ -106,7 +106,7 @@ class Turns:
 
     def _start(self, folder: Path) -> None:
         def argv(world: str) -> list[str]:
-            return [sys.executable, "-m", "netfold.bench.turns_rank", world, str(folder), str(int(self._deadline_s))]
+            return [sys.executable, "-m", "netfold.bench.rack_runner_rank", world, str(folder), str(int(self._deadline_s))]
 
         environment = {"NETFOLD_INTERFACE": HOST_INTERFACE}
         self._started[_TORCH] = [

@@ -10,7 +10,7 @@
 Sides of one *world* live in the same processes: two MPIs cannot, so each has a world of its own.
 """
 
-from netfold.bench.sides.side import (
+from netfold.bench.backends.backend import (
     Buffer,
     Pending,
     RefusedError,

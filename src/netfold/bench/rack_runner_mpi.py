@@ -1,10 +1,10 @@
-"""The groups that `turns_rank.py` opens in an MPI: communicators of some of the ranks."""
+"""The groups that `rack_runner_rank.py` opens in an MPI: communicators of some of the ranks."""
 
 from typing import cast
 
 from mpi4py import MPI
 
-from netfold.bench.sides.mpi_side import MpiSide, MpiWorld
+from netfold.bench.backends.mpi_backend import MpiSide, MpiWorld
 
 
 class MpiGroups(MpiWorld):

@@ -1,4 +1,4 @@
-"""The groups that `turns_rank.py` opens on the torch backends, gloo and netfold: of some of the ranks, as told."""
+"""The groups that `rack_runner_rank.py` opens on the torch backends, gloo and netfold: of some of the ranks, as told."""
 
 import os
 from typing import Any
@@ -8,8 +8,8 @@ import torch.distributed as dist
 
 from netfold import Options
 from netfold.switch_protocol import control_messages
-from netfold.bench.sides import SideName
-from netfold.bench.sides.torch_side import TorchSide, TorchWorld
+from netfold.bench.backends import SideName
+from netfold.bench.backends.torch_backend import TorchSide, TorchWorld
 
 
 class TorchGroups(TorchWorld):

@@ -8,7 +8,7 @@ import numpy as np
 
 import netfold
 from netfold.bench.collectives import ROOT, Collective, partner
-from netfold.bench.sides.side import Buffer, Pending, RefusedError, SideName, ping_pong, refusing, shared_empty
+from netfold.bench.backends.backend import Buffer, Pending, RefusedError, SideName, ping_pong, refusing, shared_empty
 from netfold.bench.sizes import parse_dtype
 
 

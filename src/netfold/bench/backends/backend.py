@@ -10,7 +10,7 @@ import numpy as np
 import netfold
 from netfold._native import engine
 from netfold.bench.collectives import Collective
-from netfold.bench.pattern import Array
+from netfold.bench.test_data import Array
 from netfold.bench.sizes import parse_dtype
 from netfold.tuning import SUPPORTS
 

@@ -1,4 +1,4 @@
-"""One rank of `turns.py`: `python -m netfold.bench.turns_rank WORLD FOLDER DEADLINE_S`.
+"""One rank of `rack_runner.py`: `python -m netfold.bench.rack_runner_rank WORLD FOLDER DEADLINE_S`.
 
 WORLD: `torch`, or an MPI's name. Between two commands it sleeps in a read, so that who has no turn uses no CPU.
 """
@@ -19,7 +19,7 @@ from netfold.bench.accuracy import tensors
 from netfold.bench.collectives import parse_collective
 from netfold.bench.connection import Message
 from netfold.bench.machine import congestion_control
-from netfold.bench.sides import Side
+from netfold.bench.backends import Side
 from netfold.bench.start_line import StartLine
 
 # The parent stops us at the deadline; should it be gone, the kernel does.
@@ -67,10 +67,10 @@ def main(world: str, folder: str, deadline_s: str) -> None:
 def make_groups(world: str) -> Groups:
     # What one of them imports the other need not have, and takes long: torch.
     if world == "torch":
-        from netfold.bench.turns_torch import TorchGroups
+        from netfold.bench.rack_runner_torch import TorchGroups
 
         return TorchGroups()
-    from netfold.bench.turns_mpi import MpiGroups
+    from netfold.bench.rack_runner_mpi import MpiGroups
 
     return MpiGroups(world)
 

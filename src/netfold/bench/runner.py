@@ -30,7 +30,7 @@ from netfold.bench.config import (
 from netfold.bench.connection import Connection, Message
 from netfold.bench.launch import KEPT_LINES, Lines, Running, start_worlds
 from netfold.bench.machine import congestion_control, describe_machine, describe_versions
-from netfold.bench.sides import SideName
+from netfold.bench.backends import SideName
 from netfold.bench.start_line import StartLine
 from netfold.rack.processes import DRAIN_S, FAILURE_GRACE_S, follow, stop, uninterrupted
 
