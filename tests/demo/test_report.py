@@ -10,7 +10,7 @@ import torch
 from netfold.demo import figures, report
 from netfold.demo.agreement import compare
 from netfold.demo.settings import SCALE, Run, Training, straight
-from netfold.demo.story import HeldOut, Outcome, Story
+from netfold.demo.experiment import HeldOut, Outcome, Story
 from netfold.train.datasets.pairs import Pair
 from netfold.train.resolution import bicubic, psnr, smaller, to_8_bits
 

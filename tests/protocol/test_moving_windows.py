@@ -2,7 +2,7 @@
 
 The search has windows of a few chunks, which never move (`kLeastWindow`). Here W is 32 or more, and the links of each
 seed hold between a part of it and several times what a path's queue may: windows shrink by queues and by losses, and
-grow again. What is checked at every step stands in netfold/sim/world.py.
+grow again. What is checked at every step stands in netfold/sim/harness.py.
 """
 
 import ctypes
@@ -15,7 +15,7 @@ import pytest
 from changed import build, change_file, load
 
 from netfold._native import protocol
-from netfold.sim import LATENCY_NS, LOST, Copy, Fate, Operation, Simulation, SimulationError, world
+from netfold.sim import Copy, Fate, LATENCY_NS, LOST, Operation, Simulation, SimulationError, harness
 
 pytestmark = pytest.mark.native
 
@@ -117,7 +117,7 @@ MUTANTS = {
 def test_a_window_without_a_bound_is_caught(name, tmp_path, parts, monkeypatch):
     text, instead, message = MUTANTS[name]
     mutant = _mutant(text, instead, tmp_path, parts)
-    monkeypatch.setattr(world, "protocol", SimpleNamespace(**{**vars(protocol), "Worker": mutant}))
+    monkeypatch.setattr(harness, "protocol", SimpleNamespace(**{**vars(protocol), "Worker": mutant}))
     with pytest.raises(SimulationError, match=message):
         for seed in range(SEEDS):
             Campaign(seed).run()
@@ -127,7 +127,7 @@ def test_a_worker_that_is_compiled_unchanged_does_what_production_does(tmp_path,
     production = Campaign(1)
     expected = production.run()
     monkeypatch.setattr(
-        world, "protocol", SimpleNamespace(**{**vars(protocol), "Worker": _mutant(ROOM, ROOM, tmp_path, parts)})
+        harness, "protocol", SimpleNamespace(**{**vars(protocol), "Worker": _mutant(ROOM, ROOM, tmp_path, parts)})
     )
     compiled = Campaign(1)
     assert str(compiled.run()) == str(expected)

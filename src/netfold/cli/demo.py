@@ -36,7 +36,7 @@ def demo(
 
     need("netfold demo", NEEDED, "demo")
 
-    from netfold.demo import report, show, story
+    from netfold.demo import experiment, render, report
     from netfold.demo.launch import LaunchError
     from netfold.demo.settings import SMALLEST, Training
 
@@ -55,10 +55,10 @@ def demo(
         typer.echo(f"netfold demo: --out {out}: {error.strerror}; name a folder that can be made", err=True)
         raise typer.Exit(CANNOT) from None
     console = Console()
-    runs = story.runs_over_netfold(training) + story.runs_over_gloo(training)
+    runs = experiment.runs_over_netfold(training) + experiment.runs_over_gloo(training)
     try:
-        with show.Steps(console, runs) as watched:
-            told = story.tell(training, watched.stepped)
+        with render.Steps(console, runs) as watched:
+            told = experiment.tell(training, watched.stepped)
     except LaunchError as error:
         typer.echo(f"netfold demo: {error}", err=True)
         raise typer.Exit(1) from None
@@ -68,7 +68,7 @@ def demo(
     except OSError as error:
         page = "not written"
         failures = [*failures, f"the report could not be written to {out}: {error.strerror}"]
-    show.ending(console, told, page)
+    render.ending(console, told, page)
     for failure in failures:
         typer.echo(f"netfold demo: {failure}", err=True)
     raise typer.Exit(1 if failures else 0)

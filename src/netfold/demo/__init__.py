@@ -3,7 +3,7 @@
 What it does: starts a switch and a few workers on this machine, trains EDSR with DistributedDataParallel on
 the photographs inside the scikit-image wheel, does the same with gloo from the same seeds, measures how far
 gloo is from gloo when only the order of its sums changes, and writes one page with all of it.
-A run in four files: `story` (what happens, in order) -> `launch` (processes) -> `worker` (what a rank does)
+A run in four files: `experiment` (what happens, in order) -> `launch` (processes) -> `worker` (what a rank does)
 -> `agreement` (are the losses the same?) and `report` (the page).
 
 May use: torch, scikit-image, matplotlib (the extra `netfold[demo]`), bench's description of the machine, and train's

@@ -20,7 +20,7 @@ from torch import Tensor
 from netfold.bench.figures import chart
 from netfold.demo.agreement import Agreement
 from netfold.demo.settings import SCALE
-from netfold.demo.story import HeldOut, Story
+from netfold.demo.experiment import HeldOut, Story
 from netfold.train.resolution import psnr
 
 # Side of a crop in pixels of the truth, and the grid on which crops may lie.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from netfold.demo.settings import SCALE, Training
-from netfold.demo.story import Outcome, Story
+from netfold.demo.experiment import Outcome, Story
 from netfold.train.datasets.photos import HELD_OUT
 from netfold.train.resolution import PSNR_BORDER_PIXELS
 

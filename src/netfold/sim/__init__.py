@@ -3,7 +3,7 @@
   clock       virtual nanoseconds, and what is due when
   network     packets and their fates: delivered, lost, duplicated, late, truncated, corrupted, refused by the socket
   values      what workers contribute and what the sum must be, in NumPy
-  world       workers and switch as their glue drives them, with every promise checked at every step
+  harness       workers and switch as their glue drives them, with every promise checked at every step
   tree        the same with leaf switches between the workers and the root
   simulation  one run: world, network and clock, until nothing is due
   scenario    a run made from a seed
@@ -33,7 +33,7 @@ from netfold.sim.network import (
 from netfold.sim.scenario import Scenario
 from netfold.sim.simulation import Record, Simulation, SimulationError, Summary
 from netfold.sim.tree import TreeWorld
-from netfold.sim.world import BrokenPromiseError, Identity, Operation, World
+from netfold.sim.harness import BrokenPromiseError, Identity, Operation, World
 
 __all__ = [
     "DELIVERED",

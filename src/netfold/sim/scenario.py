@@ -9,7 +9,7 @@ from typing import Any
 from netfold.sim import values
 from netfold.sim.network import LATENCY_NS, Ratios, SeededFates
 from netfold.sim.simulation import Simulation
-from netfold.sim.world import Operation
+from netfold.sim.harness import Operation
 
 
 @dataclass(frozen=True)

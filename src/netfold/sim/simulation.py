@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from netfold.sim.clock import Clock
 from netfold.sim.network import LATENCY_NS, FateSource, Network, Packet
 from netfold.sim.tree import TreeWorld
-from netfold.sim.world import BrokenPromiseError, Contributions, Identity, Operation, Verdict, World, describe
-from netfold.sim.world import seeded_contributions as _seeded_contributions
+from netfold.sim.harness import BrokenPromiseError, Contributions, Identity, Operation, Verdict, World, describe
+from netfold.sim.harness import seeded_contributions as _seeded_contributions
 
 # When a worker whose socket was full tries again.
 _ROOM_AFTER_NS = 2_000

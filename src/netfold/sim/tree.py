@@ -13,7 +13,7 @@ from typing import Any
 from netfold._native import protocol
 from netfold.sim import values
 from netfold.sim.network import SWITCH, Packet, address_of
-from netfold.sim.world import HONEST_DROPS, BrokenPromiseError, Operation, Verdict, World
+from netfold.sim.harness import HONEST_DROPS, BrokenPromiseError, Operation, Verdict, World
 
 
 class TreeWorld(World):

@@ -10,7 +10,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from rich.table import Table
 
 from netfold.demo.settings import Run
-from netfold.demo.story import Story
+from netfold.demo.experiment import Story
 from netfold.demo.table import COLUMNS, notes, rows
 
 
