@@ -33,17 +33,17 @@ WAYS: dict[str, tuple[str, dict[str, str]]] = {
     "gloo, ring": ("gloo", {}),
     "netfold, ring": (
         "netfold",
-        {"NETFOLD_ALGORITHM": "all_reduce=ring", "NETFOLD_TRANSPORT": "tcp", "NETFOLD_WIRE": "f32"},
+        {"NETFOLD_ALGORITHM": "all_reduce=ring", "NETFOLD_TRANSPORT": "tcp", "NETFOLD_WIRE_DTYPE": "f32"},
     ),
-    "in-network, f32": ("netfold", {"NETFOLD_ALGORITHM": "all_reduce=in_network", "NETFOLD_WIRE": "f32"}),
-    "in-network, bf16": ("netfold", {"NETFOLD_ALGORITHM": "all_reduce=in_network", "NETFOLD_WIRE": "bf16"}),
+    "in-network, f32": ("netfold", {"NETFOLD_ALGORITHM": "all_reduce=in_network", "NETFOLD_WIRE_DTYPE": "f32"}),
+    "in-network, bf16": ("netfold", {"NETFOLD_ALGORITHM": "all_reduce=in_network", "NETFOLD_WIRE_DTYPE": "bf16"}),
 }
 
 
 def chosen(way: str, switch: str) -> str:
     """Set for the groups that are made from now on; the backend's name."""
     backend, settings = WAYS[way]
-    for name in ("NETFOLD_SWITCH", "NETFOLD_ALGORITHM", "NETFOLD_TRANSPORT", "NETFOLD_WIRE"):
+    for name in ("NETFOLD_SWITCH", "NETFOLD_ALGORITHM", "NETFOLD_TRANSPORT", "NETFOLD_WIRE_DTYPE"):
         os.environ.pop(name, None)
     os.environ.update(settings | ({"NETFOLD_SWITCH": switch} if "in-network" in way else {}))
     return backend

@@ -31,8 +31,8 @@ from netfold._native import fabric
 _SPAWN = multiprocessing.get_context("spawn")
 _FABRIC = {"NETFOLD_ALGORITHM": "ring", "NETFOLD_INTERFACE": "127.0.0.1", "NETFOLD_PROBE": "off"}
 WAYS = {
-    "segments, copied (default of the talk)": {**_FABRIC, "NETFOLD_DIRECT_BYTES": "0"},
-    "direct, registered by each operation": {**_FABRIC, "NETFOLD_REGISTERED_BYTES": "0"},
+    "segments, copied (default of the talk)": {**_FABRIC, "NETFOLD_RMA_MIN_BYTES": "0"},
+    "direct, registered by each operation": {**_FABRIC, "NETFOLD_REGISTRATION_CACHE_BYTES": "0"},
     "direct, with the registration cache": _FABRIC,
 }
 PROVIDERS = ("tcp;ofi_rxm", "net")

@@ -59,8 +59,8 @@ def test_another_netfold_fails_and_another_kernel_warns() -> None:
 
 
 def test_a_variable_that_differs_is_named_with_both_values() -> None:
-    (finding,) = judge(hosts(2, environment={1: {"NETFOLD_WIRE": "bf16"}}))
-    assert "NETFOLD_WIRE" in finding.what and "unset on rank 0; bf16 on rank 1" in finding.what
+    (finding,) = judge(hosts(2, environment={1: {"NETFOLD_WIRE_DTYPE": "bf16"}}))
+    assert "NETFOLD_WIRE_DTYPE" in finding.what and "unset on rank 0; bf16 on rank 1" in finding.what
     assert judge(hosts(2, environment={1: {"NETFOLD_INTERFACE": "eth1"}})) == []
 
 

@@ -146,4 +146,4 @@ def test_who_goes_in_segments_says_why() -> None:
     port = fabric.StreamMux("tcp", list(LOOPBACK))
     assert port.why_not_rma == ""
     port.set(direct_bytes=0, registrations=0, registered_bytes=0)
-    assert "NETFOLD_DIRECT_BYTES" in port.why_not_rma
+    assert "NETFOLD_RMA_MIN_BYTES" in port.why_not_rma

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.native
 
 
 def test_a_field_beats_its_variable_which_beats_the_default() -> None:
-    environment = {"NETFOLD_ALGORITHM": "ring", "NETFOLD_WIRE": "bf16", "NETFOLD_SPIN_US": "7"}
+    environment = {"NETFOLD_ALGORITHM": "ring", "NETFOLD_WIRE_DTYPE": "bf16", "NETFOLD_SPIN_US": "7"}
     options = Options(wire="f16").resolved(environment)
     assert options == Options(
         switch=None,
@@ -74,7 +74,7 @@ def _join(rank: int, size: int, folder: str, options: Options) -> None:
             Options(algorithm="broadcast=ring"),
             "there is no broadcast by ring; there are direct, in_network, shared_memory, tree, hierarchical, chain",
         ),
-        (Options(wire="nonsense"), "NETFOLD_WIRE='nonsense' is not one of"),
+        (Options(wire="nonsense"), "NETFOLD_WIRE_DTYPE='nonsense' is not one of"),
         (Options(probe="nonsense"), "NETFOLD_PROBE='nonsense' is not one of on, off"),
         (Options(algorithm="in_network"), "NETFOLD_ALGORITHM=in_network needs an aggregator"),
         (Options(switch="nonsense"), "NETFOLD_SWITCH is 'nonsense'; expected host:port"),

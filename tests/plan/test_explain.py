@@ -18,7 +18,7 @@ def explain(*arguments: str) -> tuple[int, str]:
 @pytest.fixture(autouse=True)
 def wide_and_clean(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "200")
-    for name in ("NETFOLD_ALGORITHM", "NETFOLD_SWITCH", "NETFOLD_TRANSPORT", "NETFOLD_WIRE"):
+    for name in ("NETFOLD_ALGORITHM", "NETFOLD_SWITCH", "NETFOLD_TRANSPORT", "NETFOLD_WIRE_DTYPE"):
         monkeypatch.delenv(name, raising=False)
 
 

@@ -274,7 +274,7 @@ def test_a_wire_format_is_named_in_the_reason() -> None:
     for switch in (None, SWITCH):
         row = build_table(ranks=4, switch=switch, wire="bf16").choose("all_reduce", 1)
         assert row.wire == "bf16"
-        assert "f32 tensors travel as bf16 (NETFOLD_WIRE)" in row.reason
+        assert "f32 tensors travel as bf16 (NETFOLD_WIRE_DTYPE)" in row.reason
 
 
 def test_a_narrow_wire_leaves_the_switchs_other_operations_as_they_are() -> None:
@@ -391,14 +391,14 @@ ALL = (
             "NETFOLD_ALGORITHM='broadcast=ring': there is no broadcast by ring; there are direct, in_network, "
             "shared_memory, tree, hierarchical, chain",
         ),
-        ({"wire": "i7"}, "NETFOLD_WIRE='i7' is not one of auto, f32, bf16, f16, i32, i8"),
+        ({"wire": "i7"}, "NETFOLD_WIRE_DTYPE='i7' is not one of auto, f32, bf16, f16, i32, i8"),
         (
             {"algorithm": "in_network"},
             "NETFOLD_ALGORITHM=in_network needs an aggregator: start `netfold switch` and set NETFOLD_SWITCH=host:port",
         ),
         (
             {"algorithm": "direct", "wire": "bf16"},
-            "NETFOLD_ALGORITHM=direct sends tensors as they are; NETFOLD_WIRE=bf16 needs ring or halving_doubling or "
+            "NETFOLD_ALGORITHM=direct sends tensors as they are; NETFOLD_WIRE_DTYPE=bf16 needs ring or halving_doubling or "
             "tree or in_network or split or hierarchical",
         ),
     ],

@@ -133,7 +133,7 @@ def the_first_step_in_f32_is_that_of_one_process_within_the_bound(dist: Any, ran
     v, u = 2.0**-24, 2.0**-8
     gamma = batch * v / (1 - batch * v)
     bound = 2 * gamma * magnitude
-    if os.environ.get("NETFOLD_WIRE") == "bf16":
+    if os.environ.get("NETFOLD_WIRE_DTYPE") == "bf16":
         bound += ((1 + u) ** 2 * (1 + v) ** (size - 1) - 1) * magnitude * (1 + gamma)
     (got,), (expected,) = gradients(ddp), gradients(single)
     assert ((got.double() - expected.double()).abs() <= bound).all()

@@ -49,7 +49,7 @@ def test_training_through_a_killed_switch_is_the_training_without_a_kill(wire: s
     runs: list[list[Any]] = []
     for killed in (False, True):
         with running_switch() as switch:
-            env = {"NETFOLD_SWITCH": switch.endpoint, "NETFOLD_WIRE": wire, "NETFOLD_PROBE": "off"}
+            env = {"NETFOLD_SWITCH": switch.endpoint, "NETFOLD_WIRE_DTYPE": wire, "NETFOLD_PROBE": "off"}
             runs.append(values(run_ranks(trains, 3, switch.process.pid if killed else 0, env=env, timeout_s=120)))
     for alive, killed_run in zip(*runs, strict=True):
         if wire == "i32":

@@ -25,7 +25,7 @@ MODES: dict[str, dict[str, str]] = {
     "auto": {},
     "ring": {"NETFOLD_ALGORITHM": "ring"},
     "switch": {"NETFOLD_SWITCH": "switch"},
-    "switch_bf16": {"NETFOLD_SWITCH": "switch", "NETFOLD_WIRE": "bf16"},
+    "switch_bf16": {"NETFOLD_SWITCH": "switch", "NETFOLD_WIRE_DTYPE": "bf16"},
 }
 VARIABLES = sorted({variable for mode in MODES.values() for variable in mode})
 

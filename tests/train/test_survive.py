@@ -530,7 +530,7 @@ def lost_switch(rank: int, folder: Path, world: World) -> Any:
             os.kill(pid, signal.SIGKILL)
 
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in {"NETFOLD_SWITCH": endpoint, "NETFOLD_WIRE": "i32", "NETFOLD_PROBE": "off"}.items():
+        for name, value in {"NETFOLD_SWITCH": endpoint, "NETFOLD_WIRE_DTYPE": "i32", "NETFOLD_PROBE": "off"}.items():
             patch.setenv(name, value)
         with world(2):
             alive = run(None)

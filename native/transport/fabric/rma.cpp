@@ -91,7 +91,7 @@ std::string StreamMux::why_not_rma() const {
 }
 
 std::string StreamMux::obstacle() const {
-  if (settings_.rma_min_bytes == 0) return "it is turned off (NETFOLD_DIRECT_BYTES)";
+  if (settings_.rma_min_bytes == 0) return "it is turned off (NETFOLD_RMA_MIN_BYTES)";
   if (limits().write_bytes == 0)
     return "provider " + limits().provider + " cannot write to a peer's memory with a word";
   if (limits().peers_write)

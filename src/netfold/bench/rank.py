@@ -174,7 +174,7 @@ class Rank:
 
 def _wire_of(name: SideName) -> str:
     """How a side sends f32. Without a word of its own it follows the environment, and is checked as that travels."""
-    return name.wire or (os.environ.get("NETFOLD_WIRE", "") if name.is_netfold else "")
+    return name.wire or (os.environ.get("NETFOLD_WIRE_DTYPE", "") if name.is_netfold else "")
 
 
 def _insist(name: SideName, ran: tuple[str, str] | None) -> None:

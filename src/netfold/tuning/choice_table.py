@@ -159,10 +159,10 @@ def build_table(
     topology = topology or Topology.apart(ranks)
     overrides = parse_overrides(algorithm, SUPPORTS, OPERATIONS)
     if wire not in WIRES:
-        raise ValueError(f"NETFOLD_WIRE={wire!r} is not one of {', '.join(WIRES)}")
+        raise ValueError(f"NETFOLD_WIRE_DTYPE={wire!r} is not one of {', '.join(WIRES)}")
     if wire == "i8" and ranks > kernels.max_byte_contributions:
         raise ValueError(
-            f"NETFOLD_WIRE=i8 adds for at most {kernels.max_byte_contributions} ranks, not {ranks}: a byte that must "
+            f"NETFOLD_WIRE_DTYPE=i8 adds for at most {kernels.max_byte_contributions} ranks, not {ranks}: a byte that must "
             f"hold the sum of {ranks} has too few levels left for each; bf16 and i32 take any number"
         )
     for operation in OPERATIONS:
@@ -209,7 +209,7 @@ def check_words(*, ranks: int, switch: str | None, algorithm: str, wire: str) ->
 def _rows(
     operation: str, overrides: Overrides, topology: Topology, links: Links, switch: str | None, wire: str
 ) -> list[Row]:
-    in_wire = "" if wire == "auto" else f"; f32 tensors travel as {wire} (NETFOLD_WIRE)"
+    in_wire = "" if wire == "auto" else f"; f32 tensors travel as {wire} (NETFOLD_WIRE_DTYPE)"
     # One rank of each host joins the switch, unless all were told to; then none goes through it for its host.
     by_host = topology.has_levels and not any(map(overrides.asks, BY_SWITCH))
     between_hosts = switch if by_host or not topology.has_levels else None
@@ -358,7 +358,7 @@ def _refuse(
     if wire in HALVES and not FORMULAS[operation, asked].narrow:
         able = [name for name in algorithms_of(operation) if FORMULAS[operation, name].narrow]
         raise ValueError(
-            f"{overrides.named(operation)} sends tensors as they are; NETFOLD_WIRE={wire} needs {' or '.join(able)}"
+            f"{overrides.named(operation)} sends tensors as they are; NETFOLD_WIRE_DTYPE={wire} needs {' or '.join(able)}"
         )
     why_not = _why_not(operation, asked, topology, switch, wire)
     if why_not is not None and (operation, asked) not in BY_NAME_ONLY:

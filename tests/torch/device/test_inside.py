@@ -217,7 +217,7 @@ def same_device(layer: Any) -> None:
 def test_nccl_is_refused_where_two_ranks_have_one_device() -> None:
     for outcome in on_devices(reduce_and_say, 2, before=same_device, inside="nccl"):
         assert outcome.error == "ValueError"
-        assert "NETFOLD_INSIDE=nccl cannot be done: ranks 0 and 1 are both on FAKE-0000" in outcome.text
+        assert "NETFOLD_INTRA_HOST=nccl cannot be done: ranks 0 and 1 are both on FAKE-0000" in outcome.text
 
 
 def i8_wire(group: Any, layer: Any) -> None:

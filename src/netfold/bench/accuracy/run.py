@@ -25,7 +25,7 @@ def measure_accuracy(settings: Settings, say: Say, deadline_s: float) -> dict[st
     """What `rank.main` writes. Raises AccuracyError, RackError where the switch cannot start. Leaves no process."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     # Every training has its own wire, and all of them the switch.
-    for variable in ("NETFOLD_WIRE", "NETFOLD_ALGORITHM"):
+    for variable in ("NETFOLD_WIRE_DTYPE", "NETFOLD_ALGORITHM"):
         environment.pop(variable, None)
     processes: list[Process] = []
 

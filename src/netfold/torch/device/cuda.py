@@ -178,7 +178,7 @@ class _Nccl:
     def __init__(self, layer: CudaLayer, device: torch.device, store: Any, rank: int, size: int) -> None:
         kind: Any = getattr(_distributed_c10d, "ProcessGroupNCCL", None)
         if kind is None:
-            raise ValueError("NETFOLD_INSIDE=nccl: this torch was built without NCCL; auto does without")
+            raise ValueError("NETFOLD_INTRA_HOST=nccl: this torch was built without NCCL; auto does without")
         options = kind.Options()
         options._timeout = _NCCL_TIMEOUT
         with _environment(_NCCL_ENVIRONMENT):

@@ -130,10 +130,10 @@ class _Made:
         if word == "nccl":
             reason = reason or _twice(group.nodes, uuids)
             if reason:
-                raise ValueError(f"NETFOLD_INSIDE=nccl cannot be done: {reason}; auto does without")
+                raise ValueError(f"NETFOLD_INTRA_HOST=nccl cannot be done: {reason}; auto does without")
             return self._by_nccl(members, peers)
         if word == "off":
-            reason = "NETFOLD_INSIDE=off"
+            reason = "NETFOLD_INTRA_HOST=off"
         stream = self._layer.new_stream(self._device)
         windows: list[torch.Tensor] = []
         if not reason:
