@@ -52,7 +52,7 @@ def serve(rank: int, size: int, folder: str, part: str, rounds: int, steps: int)
         dist.init_process_group("netfold", store=store, rank=rank, world_size=size)
         found = train(line, device, rounds, steps)
     else:
-        options = netfold.Options(inside="auto")
+        options = netfold.Options(intra_host="auto")
         dist.init_process_group("netfold", store=store, rank=rank, world_size=size, pg_options=options)
         found = reduce_both_ways(line, device, rounds)
     Path(folder, str(rank)).write_bytes(pickle.dumps(found))
@@ -64,7 +64,7 @@ def reduce_both_ways(line: StartLine, device: torch.device, rounds: int) -> tupl
     """Seconds of each call by way, the first ones left out; and what the ranks say of IPC."""
     rank, size = dist.get_rank(), dist.get_world_size()
     groups = {
-        name: dist.new_group(backend="netfold", pg_options=netfold.Options(inside=inside))
+        name: dist.new_group(backend="netfold", pg_options=netfold.Options(intra_host=inside))
         for name, inside in WAYS.items()
     }
     tensor = torch.empty(ALL_REDUCE_BYTES // 4, device=device)

@@ -57,7 +57,7 @@ def serve(folder: str, rounds: int, result: str) -> None:
     tensor = np.empty_like(pattern)
     options = Options(interface=HOST_INTERFACE, algorithm="all_reduce=in_network")
     with Communicator(FileStore(folder), rank, size, options=options) as f32:
-        bf16 = f32.split(0, rank, options=replace(options, wire="bf16"))
+        bf16 = f32.split(0, rank, options=replace(options, wire_dtype="bf16"))
         assert bf16 is not None
 
         def by_gloo(array: Any) -> None:

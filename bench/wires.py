@@ -28,7 +28,7 @@ def main(folder: str, rounds: int) -> None:
     options = Options(interface=HOST_INTERFACE)
     given = np.random.default_rng(rank).standard_normal(SIZE // 4).astype(np.float32)
     with Communicator(FileStore(folder), rank, size, options=options) as whole:
-        groups = {wire: whole.split(0, rank, options=replace(options, wire=wire)) for wire in WIRES}
+        groups = {wire: whole.split(0, rank, options=replace(options, wire_dtype=wire)) for wire in WIRES}
         taken: dict[str, list[float]] = {wire: [] for wire in WIRES}
         for turn in range(-1, rounds):
             for wire, group in groups.items():

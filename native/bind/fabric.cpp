@@ -223,7 +223,7 @@ void bind_fabric(nb::module_& m) {
             self.set(
                 {.rma_min_bytes = rma_min_bytes, .registrations = {.entries = registrations, .bytes = registered_bytes}});
           },
-          nb::arg("direct_bytes"), nb::arg("registrations"), nb::arg("registered_bytes"),
+          nb::arg("rma_min_bytes"), nb::arg("registration_cache_entries"), nb::arg("registration_cache_bytes"),
           "What is to go the direct path, in streams that are opened from now on, and the bounds of what is kept "
           "registered.")
       .def(

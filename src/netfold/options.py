@@ -25,7 +25,7 @@ class Options:
     job_name: what the switch's metrics and log call this job (NETFOLD_JOB_NAME); letters, digits and _.:/+-, up to 64.
     algorithm: auto, the name of an algorithm for every operation that it can do, or operation=algorithm pairs by commas
         (NETFOLD_ALGORITHM; docs/algorithms.md).
-    wire: auto, f32, bf16, f16, i32 or i8: what f32 tensors travel as in all_reduce (NETFOLD_WIRE_DTYPE, docs/numbers.md);
+    wire_dtype: auto, f32, bf16, f16, i32 or i8: what f32 tensors travel as in all_reduce (NETFOLD_WIRE_DTYPE, docs/numbers.md);
         auto never loses a bit, the bits of a sum by i32 are the same whatever runs it, i8 is for gradients.
     transport: auto; tcp to keep ranks that share memory from using it; fabric:PROVIDER to go over a provider of
         libfabric instead of tcp, and of UDP to a switch, fabric:PROVIDER,memory where ranks that share memory should
@@ -47,12 +47,12 @@ class Options:
     window_bytes: bytes in flight to the switch (NETFOLD_WINDOW_BYTES), within what it grants.
     probe: on or off: whether a new group measures its links (NETFOLD_PROBE); off: built-in figures, and the
         same choice of algorithms in every run.
-    inside: what adds up tensors in GPUs among the ranks of a host, before anything leaves it (NETFOLD_INTRA_HOST): auto, by
+    intra_host: what adds up tensors in GPUs among the ranks of a host, before anything leaves it (NETFOLD_INTRA_HOST): auto, by
         reaching each other's memory where all can; nccl; off: nothing, each rank goes through the host's memory.
     pinned_bytes: pinned host memory for collectives on GPUs' memory, a group (NETFOLD_PINNED_BYTES).
-    direct_bytes: pieces from this size on are written straight to the other rank's memory, over a fabric that can
+    rma_min_bytes: pieces from this size on are written straight to the other rank's memory, over a fabric that can
         (NETFOLD_RMA_MIN_BYTES, docs/fabric.md); 0: none.
-    registrations, registered_bytes: how many ranges of memory, and bytes in them, a process keeps registered with a
+    registration_cache_entries, registration_cache_bytes: how many ranges of memory, and bytes in them, a process keeps registered with a
         fabric at most (NETFOLD_REGISTRATION_CACHE_ENTRIES, NETFOLD_REGISTRATION_CACHE_BYTES); 0: none beyond an operation.
     spin_us: microseconds of polling before a waiting thread sleeps (NETFOLD_SPIN_US); default: for memory 200 where the
         ranks of a machine have a core each, 1000, yielding, where they have not; for sockets 0.
@@ -64,7 +64,7 @@ class Options:
     secret_file: str | None = None
     job_name: str | None = None
     algorithm: str | None = None
-    wire: str | None = None
+    wire_dtype: str | None = None
     transport: str | None = None
     single_copy: str | None = None
     share_buckets: str | None = None
@@ -74,11 +74,11 @@ class Options:
     reconnect_s: int | None = None
     rejoin_s: int | None = None
     probe: str | None = None
-    inside: str | None = None
+    intra_host: str | None = None
     pinned_bytes: int | None = None
-    direct_bytes: int | None = None
-    registrations: int | None = None
-    registered_bytes: int | None = None
+    rma_min_bytes: int | None = None
+    registration_cache_entries: int | None = None
+    registration_cache_bytes: int | None = None
     spin_us: int | None = None
 
     def resolved(self, environment: Mapping[str, str] = os.environ) -> Options:
@@ -103,8 +103,8 @@ class Options:
             )
         if options.security not in SECURITIES:
             raise ValueError(f"NETFOLD_SECURITY={options.security!r} is not one of {', '.join(SECURITIES)}")
-        if options.inside not in INSIDE:
-            raise ValueError(f"NETFOLD_INTRA_HOST={options.inside!r} is not one of {', '.join(INSIDE)}")
+        if options.intra_host not in INTRA_HOST:
+            raise ValueError(f"NETFOLD_INTRA_HOST={options.intra_host!r} is not one of {', '.join(INTRA_HOST)}")
         for name in ("single_copy", "share_buckets", "probe"):
             if getattr(options, name) not in ("on", "off"):
                 raise ValueError(f"NETFOLD_{name.upper()}={getattr(options, name)!r} is not one of on, off")
@@ -153,27 +153,27 @@ class Options:
 
 
 TRANSPORTS = ("auto", "tcp")
-INSIDE = ("auto", "nccl", "off")
+INTRA_HOST = ("auto", "nccl", "off")
 # In the order of strength; the place of each is what the handshake says.
 SECURITIES = ("none", "authenticate", "encrypt")
 _DEFAULT_WORDS = {
     "algorithm": "auto",
     "security": "none",
-    "wire": "auto",
+    "wire_dtype": "auto",
     "transport": "auto",
     "single_copy": "on",
     "share_buckets": "on",
     "probe": "on",
-    "inside": "auto",
+    "intra_host": "auto",
 }
 _DEFAULT_NUMBERS = {
     "window_bytes": 1 << 20,
     "reconnect_s": 10,
     "rejoin_s": 5,
     "pinned_bytes": 12 << 20,
-    "direct_bytes": 64 << 10,
-    "registrations": 1024,
-    "registered_bytes": 4 << 30,
+    "rma_min_bytes": 64 << 10,
+    "registration_cache_entries": 1024,
+    "registration_cache_bytes": 4 << 30,
     "spin_us": None,
 }
 

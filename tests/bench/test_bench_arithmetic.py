@@ -232,7 +232,7 @@ def test_a_netfold_side_takes_an_algorithm_a_wire_format_and_shared_in_any_order
         name = parse_side(text)
         assert (name.kind, name.variant, name.algorithm, name.wire) == ("netfold", "shared", "ring", "bf16")
     options = parse_side("communicator:in_network").options()
-    assert options is not None and (options.algorithm, options.wire) == ("in_network", None)
+    assert options is not None and (options.algorithm, options.wire_dtype) == ("in_network", None)
     assert parse_side("netfold:shared").options() is None
 
 

@@ -55,7 +55,7 @@ def test_sums_of_values_that_are_no_whole_numbers_are_measured_by_their_error() 
     with Rack(2, "1gbit") as rack:
         rack.start_switch(lambda line: None)
         with gather(rack, DEADLINE_S) as turns:
-            ways = [Way(wire, 2, {**SWITCH, "wire": wire}) for wire in ("f32", "bf16", "i8")]
+            ways = [Way(wire, 2, {**SWITCH, "wire_dtype": wire}) for wire in ("f32", "bf16", "i8")]
             turns.open(ways)
             found = [turns.turn(way, SIZE, 0, values="normal") for way in ways]
             # Of whole numbers i8 keeps but a few: what is wrong is counted, on every rank.

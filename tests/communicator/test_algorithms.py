@@ -88,7 +88,7 @@ def reduce_everything(rank: int, size: int, folder: str, switch: str) -> dict[st
     candidates = control_messages.PAYLOAD_CANDIDATES
     for label, (algorithm, wire, payload) in ALGORITHMS.items():
         control_messages.PAYLOAD_CANDIDATES = candidates if payload is None else (payload,)
-        options = Options(switch=switch if algorithm == "in_network" else None, algorithm=algorithm, wire=wire)
+        options = Options(switch=switch if algorithm == "in_network" else None, algorithm=algorithm, wire_dtype=wire)
         with Communicator(
             FileStore(f"{folder}/{label}"), rank, size, options=options, timeout_s=30, join_timeout_s=30
         ) as group:

@@ -52,7 +52,7 @@ def join(
 def every_algorithm(rank: int, size: int, folder: str, provider: str) -> None:
     for index, text in enumerate(host.SETS):
         chosen = dict(pair.split("=") for pair in text.split(","))
-        with join(rank, size, f"{folder}/{index}", provider, algorithm=text, direct_bytes=4096) as group:
+        with join(rank, size, f"{folder}/{index}", provider, algorithm=text, rma_min_bytes=4096) as group:
             for operation, algorithm in chosen.items():
                 check = getattr(host, f"check_{operation}")
                 for count in (0, 1, 353, 30_011, 70_003):
@@ -312,7 +312,7 @@ def test_who_leaves_while_the_ranks_meet_is_not_waited_for(last: str) -> None:
     if last:
         control_messages.send(theirs, {"type": "parted", "error": last, "rank": 1})
     theirs.close()
-    settings = {"direct_bytes": 0, "registrations": 0, "registered_bytes": 0}
+    settings = {"rma_min_bytes": 0, "registration_cache_entries": 0, "registration_cache_bytes": 0}
     began = time.monotonic()
     with pytest.raises(RendezvousError) as told:
         meet("tcp", LOOPBACK, 0, 1, [None, ours], began + 30, settings=settings)

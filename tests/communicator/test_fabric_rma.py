@@ -145,5 +145,5 @@ def test_who_goes_in_segments_says_why() -> None:
     assert "several rails" in port.why_not_rma
     port = fabric.StreamMux("tcp", list(LOOPBACK))
     assert port.why_not_rma == ""
-    port.set(direct_bytes=0, registrations=0, registered_bytes=0)
+    port.set(rma_min_bytes=0, registration_cache_entries=0, registration_cache_bytes=0)
     assert "NETFOLD_RMA_MIN_BYTES" in port.why_not_rma

@@ -264,7 +264,7 @@ def test_a_split_makes_groups_by_color_in_the_order_of_the_keys() -> None:
 
 def split_with_options(rank: int, size: int, folder: str) -> str:
     with join(rank, size, folder) as group:
-        other = group.split(0, rank, options=Options(algorithm="ring", wire="bf16"))
+        other = group.split(0, rank, options=Options(algorithm="ring", wire_dtype="bf16"))
         assert other is not None
         with other:
             return other.group.why("all_reduce", 1 << 20)

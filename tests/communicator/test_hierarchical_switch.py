@@ -113,7 +113,7 @@ def test_who_joins_follows_what_was_asked_for(
 
 
 def narrow(rank: int, size: int, folder: str, endpoint: str, wire: str, layout: tuple[int, ...]) -> None:
-    with join(rank, size, folder, endpoint, wire=wire) as group:
+    with join(rank, size, folder, endpoint, wire_dtype=wire) as group:
         for count in (1, 353, 40_009):
             parts = [contribution(other, count, "float32") for other in range(size)]
             mine = parts[rank].copy()
@@ -168,7 +168,7 @@ def test_a_killed_rank_is_named_by_all_others_whether_it_had_joined_or_not(victi
 
 
 def adds_on(rank: int, size: int, folder: str, endpoint: str, started: threading.Event, wire: str) -> Any:
-    with join(rank, size, folder, endpoint, wire=wire) as group:
+    with join(rank, size, folder, endpoint, wire_dtype=wire) as group:
         for turn in range(60):
             buffer = (np.arange(50_000) * (rank + 1) % 1000 + turn).astype(np.float32)
             expected = sum(np.arange(50_000) * (other + 1) % 1000 + turn for other in range(size))

@@ -58,7 +58,7 @@ def sizes(ranks: int) -> list[int]:
 
 
 def join(rank: int, size: int, folder: str, algorithm: str, wire: str = "auto") -> Communicator:
-    options = Options(algorithm=algorithm, wire=wire, probe="off", transport="tcp")
+    options = Options(algorithm=algorithm, wire_dtype=wire, probe="off", transport="tcp")
     return Communicator(FileStore(folder), rank, size, options=options, timeout_s=20, join_timeout_s=20)
 
 

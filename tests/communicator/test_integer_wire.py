@@ -99,7 +99,7 @@ def newest(group: Communicator, count: int = 1) -> list[int]:
 
 
 def sums(rank: int, size: int, folder: str, options: Options) -> tuple[dict[Any, str], str]:
-    wire = str(options.wire)
+    wire = str(options.wire_dtype)
     with Communicator(FileStore(folder), rank, size, options=options, timeout_s=30, join_timeout_s=30) as group:
         digests = {}
         for count in COUNTS:
@@ -146,7 +146,7 @@ def test_a_sum_has_the_same_bits_by_every_algorithm(monkeypatch: pytest.MonkeyPa
                     if size == 2:
                         continue
                     patch.setattr(*apart(tuple(rank % 2 for rank in range(size))))
-                options = Options(algorithm=f"all_reduce={way}", wire=wire, switch=endpoint)
+                options = Options(algorithm=f"all_reduce={way}", wire_dtype=wire, switch=endpoint)
                 for digests, why in values(run_threads(sums, size, options, timeout_s=90)):
                     assert f"f32 tensors travel as {wire}" in why and why.startswith(way), why
                     found.setdefault(way, digests)
@@ -157,7 +157,7 @@ def test_a_sum_has_the_same_bits_by_every_algorithm(monkeypatch: pytest.MonkeyPa
 def test_hosts_of_several_ranks_add_integers_through_a_switch(monkeypatch: pytest.MonkeyPatch, wire: str) -> None:
     monkeypatch.setattr(*apart((0, 0, 1, 1)))
     with running_switch() as switch:
-        options = Options(wire=wire, switch=switch.endpoint, algorithm="all_reduce=hierarchical:in_network")
+        options = Options(wire_dtype=wire, switch=switch.endpoint, algorithm="all_reduce=hierarchical:in_network")
         found = values(run_threads(sums, 4, options, timeout_s=90))
         switch.wait_for("starts with 2 workers")
     assert all(why.startswith("hierarchical (NETFOLD_ALGORITHM=") for _, why in found), found
@@ -175,7 +175,7 @@ def test_i8_sends_a_quarter_of_the_bytes(way: str) -> None:
     with running_switch() as switch:
         for wire in ("f32", "i32", "i8"):
             endpoint = switch.endpoint if way == "in_network" else None
-            options = Options(algorithm=f"all_reduce={way}", wire=wire, switch=endpoint)
+            options = Options(algorithm=f"all_reduce={way}", wire_dtype=wire, switch=endpoint)
             sent[wire] = min(values(run_threads(bytes_sent, 2, options)))
     # The scales of blocks are 1/128 of f32's bytes; packets that were sent again are a little more.
     assert 1 / 4 < sent["i8"] / sent["f32"] < 0.3
@@ -192,7 +192,7 @@ def disagree(rank: int, size: int, folder: str, options: Options) -> None:
 def test_ranks_with_different_sizes_hear_of_both(way: str, wire: str) -> None:
     with running_switch() as switch:
         endpoint = switch.endpoint if way == "in_network" else None
-        options = Options(algorithm=f"all_reduce={way}", wire=wire, switch=endpoint)
+        options = Options(algorithm=f"all_reduce={way}", wire_dtype=wire, switch=endpoint)
         outcomes = run_threads(disagree, 2, options)
     assert {outcome.error for outcome in outcomes} <= {"Mismatch", "PeerLost"}, outcomes
     assert "Mismatch" in {outcome.error for outcome in outcomes}, outcomes
@@ -253,7 +253,7 @@ def test_a_residual_brings_what_was_lost_with_the_next_sum(way: str) -> None:
     size = 3
     with running_switch() as switch:
         endpoint = switch.endpoint if way == "in_network" else None
-        options = Options(algorithm=f"all_reduce={way}", wire="i8", switch=endpoint)
+        options = Options(algorithm=f"all_reduce={way}", wire_dtype="i8", switch=endpoint)
         for found in values(run_threads(with_residual, size, options, timeout_s=90)):
             largest = np.max([np.abs(gradient(rank)) for rank in range(size)], 0).astype(np.float64)
             padded = np.pad(largest, (0, 24)).reshape(-1, 128).max(1)
@@ -291,7 +291,7 @@ def give_residuals(rank: int, size: int, folder: str, options: Options) -> list[
 def test_a_residual_is_refused_where_nothing_is_rounded_that_could_be_kept() -> None:
     reason = "a residual is for sums of f32 that travel as i8"
     for wire, plain in (("i8", ""), ("i32", reason), ("bf16", reason), ("auto", reason)):
-        for said in values(run_threads(give_residuals, 2, Options(algorithm="all_reduce=ring", wire=wire))):
+        for said in values(run_threads(give_residuals, 2, Options(algorithm="all_reduce=ring", wire_dtype=wire))):
             assert plain in said[0] and bool(plain) == bool(said[0])
             assert reason in said[1] and reason in said[2]
             assert "takes one residual, as long as the tensor" in said[3]
@@ -299,4 +299,4 @@ def test_a_residual_is_refused_where_nothing_is_rounded_that_could_be_kept() -> 
 
 def test_i8_goes_only_to_groups_whose_sums_have_room_in_a_byte(tmp_path: Any) -> None:
     with pytest.raises(ValueError, match="NETFOLD_WIRE_DTYPE=i8 adds for at most 32 ranks, not 33: a byte"):
-        Communicator(FileStore(str(tmp_path)), 0, 33, options=Options(wire="i8"))
+        Communicator(FileStore(str(tmp_path)), 0, 33, options=Options(wire_dtype="i8"))

@@ -15,11 +15,11 @@ pytestmark = pytest.mark.native
 
 def test_a_field_beats_its_variable_which_beats_the_default() -> None:
     environment = {"NETFOLD_ALGORITHM": "ring", "NETFOLD_WIRE_DTYPE": "bf16", "NETFOLD_SPIN_US": "7"}
-    options = Options(wire="f16").resolved(environment)
+    options = Options(wire_dtype="f16").resolved(environment)
     assert options == Options(
         switch=None,
         algorithm="ring",
-        wire="f16",
+        wire_dtype="f16",
         transport="auto",
         single_copy="on",
         share_buckets="on",
@@ -28,11 +28,11 @@ def test_a_field_beats_its_variable_which_beats_the_default() -> None:
         spin_us=7,
         reconnect_s=10,
         rejoin_s=5,
-        inside="auto",
+        intra_host="auto",
         pinned_bytes=12 << 20,
-        direct_bytes=64 << 10,
-        registrations=1024,
-        registered_bytes=4 << 30,
+        rma_min_bytes=64 << 10,
+        registration_cache_entries=1024,
+        registration_cache_bytes=4 << 30,
         security="none",
     )
 
@@ -74,7 +74,7 @@ def _join(rank: int, size: int, folder: str, options: Options) -> None:
             Options(algorithm="broadcast=ring"),
             "there is no broadcast by ring; there are direct, in_network, shared_memory, tree, hierarchical, chain",
         ),
-        (Options(wire="nonsense"), "NETFOLD_WIRE_DTYPE='nonsense' is not one of"),
+        (Options(wire_dtype="nonsense"), "NETFOLD_WIRE_DTYPE='nonsense' is not one of"),
         (Options(probe="nonsense"), "NETFOLD_PROBE='nonsense' is not one of on, off"),
         (Options(algorithm="in_network"), "NETFOLD_ALGORITHM=in_network needs an aggregator"),
         (Options(switch="nonsense"), "NETFOLD_SWITCH is 'nonsense'; expected host:port"),

@@ -29,7 +29,7 @@ _MAP_FIXED_NOREPLACE = 0x100000
 
 
 def ring(rank: int, size: int, folder: str, provider: str, **options: Any) -> Communicator:
-    return join(rank, size, folder, provider, algorithm="ring", direct_bytes=32 << 10, **options)
+    return join(rank, size, folder, provider, algorithm="ring", rma_min_bytes=32 << 10, **options)
 
 
 def pages(address: int | None = None) -> np.ndarray:
@@ -93,7 +93,7 @@ def bounded(rank: int, size: int, folder: str, bounds: dict[str, int]) -> list[t
         return outcomes(group)
 
 
-@pytest.mark.parametrize("bounds", [{"registrations": 5}, {"registered_bytes": 5 << 20}])
+@pytest.mark.parametrize("bounds", [{"registration_cache_entries": 5}, {"registration_cache_bytes": 5 << 20}])
 def test_who_was_used_last_stays_and_who_was_not_goes(bounds: dict[str, int]) -> None:
     port = port_of(STRICT.replace("11", "12"), LOOPBACK)
     before = port.counters["registration_evictions"]
@@ -105,7 +105,7 @@ def test_who_was_used_last_stays_and_who_was_not_goes(bounds: dict[str, int]) ->
 
 
 def unkept(rank: int, size: int, folder: str) -> list[tuple[int, int]]:
-    with ring(rank, size, folder, "net", registered_bytes=0) as group:
+    with ring(rank, size, folder, "net", registration_cache_bytes=0) as group:
         bucket = np.zeros(COUNT, np.float32)
         with group.register(bucket):
             for scale in range(3):

@@ -357,7 +357,7 @@ LENGTHS = (1, 2, 3, 351, 352, 353, 2219, 2220, 2221, 100_003)
 )
 def test_tensors_of_every_length_pass_with_tags(switch: RunningSwitch, tmp_path: Path, dtype: type, wire: str) -> None:
     """Values begin and end at any address: pieces of a packet are tagged where they lie."""
-    chosen = Options(**{**options(switch, tmp_path).__dict__, "wire": wire})
+    chosen = Options(**{**options(switch, tmp_path).__dict__, "wire_dtype": wire})
 
     def add(rank: int, size: int, folder: str) -> dict[str, Any]:
         with Communicator(FileStore(folder), rank, size, options=chosen, timeout_s=20) as group:

@@ -98,7 +98,7 @@ class Stream:
         results: list[Any] = []
         if endpoint is not None:
             options = {"algorithm": "in_network", **options}
-        with join(rank, size, folder, endpoint, wire=self.wire, **options) as group:
+        with join(rank, size, folder, endpoint, wire_dtype=self.wire, **options) as group:
             under_way: list[tuple[Any, Any]] = []
             for turn in range(len(self.counts)):
                 if len(under_way) == self.at_once:

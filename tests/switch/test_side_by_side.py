@@ -131,7 +131,7 @@ def cpu_s(switch: RunningSwitch) -> float:
 
 def test_sums_by_shared_exponents_are_the_same_bits_over_one_switch_over_two_and_over_none() -> None:
     def add(rank: int, size: int, folder: str, endpoints: list[str]) -> bytes:
-        with join(rank, size, folder, endpoints, wire="i32") as group:
+        with join(rank, size, folder, endpoints, wire_dtype="i32") as group:
             buffer = np.random.default_rng(rank).standard_normal(200_000).astype(np.float32)
             group.all_reduce(buffer)
             return buffer.tobytes()

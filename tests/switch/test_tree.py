@@ -134,7 +134,7 @@ def test_a_job_below_one_leaf_asks_nothing_of_the_parent_beside_one_that_does() 
 
 def add_as_integers(rank: int, size: int, folder: str, homes: list[str] | None) -> bytes:
     algorithm = BY_SWITCH if homes else "auto"
-    options = Options(switch=homes[rank] if homes else None, transport="tcp", wire="i32", algorithm=algorithm)
+    options = Options(switch=homes[rank] if homes else None, transport="tcp", wire_dtype="i32", algorithm=algorithm)
     with Communicator(FileStore(folder), rank, size, options=options, timeout_s=20, join_timeout_s=20) as group:
         buffer = numbers(rank, 20_000) * np.float32(10.0) ** (rank - 3)
         group.all_reduce(buffer)

@@ -94,7 +94,7 @@ def agree(store: Store, rank: int, size: int, options: Options, deadline: float)
     own_switch = None if no_switch else options.switch
     # Every rank looks at the words, so that none waits for a rank 0 that gave up over them.
     try:
-        check_words(ranks=size, switch=own_switch, algorithm=str(options.algorithm), wire=str(options.wire))
+        check_words(ranks=size, switch=own_switch, algorithm=str(options.algorithm), wire=str(options.wire_dtype))
         problem = security.why_not_secure(options)
         if problem:
             raise ValueError(problem)
@@ -108,7 +108,7 @@ def agree(store: Store, rank: int, size: int, options: Options, deadline: float)
             "secret": secrets.token_hex(32),
             "size": size,
             "algorithm": options.algorithm,
-            "wire": options.wire,
+            "wire": options.wire_dtype,
             "switch": own_switch,
             "security": own_security,
             "window_bytes": options.window_bytes,

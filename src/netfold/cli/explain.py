@@ -58,7 +58,7 @@ def explain(
             ranks=ranks,
             switch=switch,
             algorithm=str(options.algorithm),
-            wire=str(options.wire),
+            wire=str(options.wire_dtype),
             topology=topology,
             links=links,
         )

@@ -138,7 +138,7 @@ class Group:
                 hosts = interfaces.hosts[: interfaces.rails]
                 port = mpi.port_of(rank, streams, deadline) if options.over_mpi else None
                 settings = {
-                    name: getattr(options, name) for name in ("direct_bytes", "registrations", "registered_bytes")
+                    name: getattr(options, name) for name in ("rma_min_bytes", "registration_cache_entries", "registration_cache_bytes")
                 }
                 over = fabric.meet(options.fabric, hosts, rank, lanes, streams, deadline, settings=settings, port=port)
                 self._port = port or fabric.port_of(options.fabric, hosts)

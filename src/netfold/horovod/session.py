@@ -21,7 +21,7 @@ Average, Sum, Min, Max, Product = "avg", "sum", "min", "max", "product"
 
 
 class Compression:
-    """What float32 arrays travel as; results are float32 again, and sums are made in float32 (`Options.wire`)."""
+    """What float32 arrays travel as; results are float32 again, and sums are made in float32 (`Options.wire_dtype`)."""
 
     none: str | None = None
     fp16: str | None = "f16"
@@ -156,7 +156,7 @@ class Session:
         if compression is None:
             return self.communicator
         if compression not in self._compressed:
-            made = self.communicator.split(0, self.communicator.rank, options=replace(self._options, wire=compression))
+            made = self.communicator.split(0, self.communicator.rank, options=replace(self._options, wire_dtype=compression))
             assert made is not None
             self._compressed[compression] = made
         return self._compressed[compression]

@@ -84,7 +84,7 @@ def compress(model: DistributedDataParallel, whole: Operations) -> GradientCompr
             dist.get_process_group_ranks(model.process_group),
             backend="netfold",
             timeout=timedelta(seconds=whole.netfold.timeout_s),
-            pg_options=replace(whole.netfold.options, wire="i8"),
+            pg_options=replace(whole.netfold.options, wire_dtype="i8"),
             use_local_synchronization=True,
             group_desc="gradients as i8",
         )

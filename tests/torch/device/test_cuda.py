@@ -73,7 +73,7 @@ def collectives(rank: int, size: int, folder: str, inside: str) -> str:
     """Nothing here has the host wait for the device before the last line of each check."""
     import netfold.torch
 
-    device = world(rank, size, folder, inside=inside)
+    device = world(rank, size, folder, intra_host=inside)
     summed = late(mine(rank), device)
     work = dist.all_reduce(summed, async_op=True)
     work.wait()
@@ -177,7 +177,7 @@ def test_nccl_inside_the_host() -> None:
 def leaves_early(rank: int, size: int, folder: str) -> None:
     """Ranks leave as soon as their own device is done, and their GPUs are not done at one time."""
     for turn in range(5):
-        device = world(rank, size, folder, f"store {turn}", inside="nccl")
+        device = world(rank, size, folder, f"store {turn}", intra_host="nccl")
         tensor = late(mine(rank), device) if rank else mine(rank).to(device)
         dist.all_reduce(tensor)
         dist.destroy_process_group()
@@ -193,7 +193,7 @@ def launches_alone(rank: int, size: int, folder: str) -> str:
     """Rank 1 makes no second call. The kernel of rank 0 is given up, and no process ends."""
     from netfold.torch.operations import operations_of
 
-    device = world(rank, size, folder, inside="nccl")
+    device = world(rank, size, folder, intra_host="nccl")
     tensor, said = mine(rank).to(device), ""
     dist.all_reduce(tensor)
     found = operations_of(dist.group.WORLD)
@@ -218,7 +218,7 @@ def test_a_kernel_of_nccls_that_waits_in_vain_is_given_up_and_no_process_ends() 
 
 def fixed(rank: int, size: int, folder: str) -> None:
     for inside in ("auto", "off"):
-        device = world(rank, size, folder, inside, wire="i32", inside=inside)
+        device = world(rank, size, folder, inside, wire_dtype="i32", intra_host=inside)
         generator = torch.Generator().manual_seed(rank)
         values = torch.randn(ELEMENTS, generator=generator) * torch.logspace(-30, 20, ELEMENTS)
         values[[5, 1000]] = torch.tensor([torch.inf, torch.nan])
@@ -265,7 +265,7 @@ def test_messages() -> None:
 
 
 def leaves_no_context(rank: int, size: int, folder: str) -> None:
-    device, other = world(rank, size, folder, inside="off"), 1 - rank
+    device, other = world(rank, size, folder, intra_host="off"), 1 - rank
     came = torch.empty(ELEMENTS, device=device)
     works = [
         dist.all_reduce(late(mine(rank), device), async_op=True),
@@ -289,7 +289,7 @@ def test_no_thread_leaves_a_context_on_another_gpu() -> None:
 def own_streams(rank: int, size: int, folder: str) -> None:
     from netfold.torch.operations import operations_of
 
-    device = world(rank, size, folder, inside="off")
+    device = world(rank, size, folder, intra_host="off")
     tensor = mine(rank).to(device)
     dist.all_reduce(tensor)
     found = operations_of(dist.group.WORLD)

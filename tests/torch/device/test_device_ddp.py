@@ -25,7 +25,7 @@ def train(rank: int, size: int, folder: str) -> None:
     layer = FakeLayer("early", rank)
     layer.takes_everything = True
     factory.cuda_layer = lambda: layer  # type: ignore[attr-defined]
-    options = netfold.Options(inside="off", pinned_bytes=300 << 10)
+    options = netfold.Options(intra_host="off", pinned_bytes=300 << 10)
     dist.init_process_group(
         "netfold", init_method=f"file://{folder}/store", rank=rank, world_size=size, pg_options=options
     )

@@ -22,7 +22,7 @@ from netfold.torch.device import driver  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
-OFF = {"inside": "off", "pinned_bytes": 120 << 10}
+OFF = {"intra_host": "off", "pinned_bytes": 120 << 10}
 
 
 def reduce_once(group: Any, layer: Any) -> None:
@@ -46,7 +46,7 @@ def test_no_room_for_pinned_memory_is_said_by_every_rank() -> None:
 
 
 def test_slots_too_small_for_the_group() -> None:
-    outcomes = on_devices(reduce_once, 2, inside="off", pinned_bytes=900)
+    outcomes = on_devices(reduce_once, 2, intra_host="off", pinned_bytes=900)
     says(outcomes, 0, "ValueError", "300 bytes of pinned memory a slot are too few", "NETFOLD_PINNED_BYTES")
 
 
@@ -227,7 +227,7 @@ def cannot_abort(group: Any, layer: Any) -> None:
 
 def test_a_device_that_fails_is_told_also_where_nccl_cannot_be_aborted() -> None:
     """An error of the abort ended the driver's thread before it had told those who waited."""
-    outcomes = on_devices(cannot_abort, 2, inside="nccl")
+    outcomes = on_devices(cannot_abort, 2, intra_host="nccl")
     says(outcomes, 1, "NetfoldError", "rank 1: all_reduce on cuda:1 failed", "illegal memory access")
 
 
@@ -254,7 +254,7 @@ def test_a_graph_that_is_captured_is_told_that_it_would_not_replay_and_the_group
 
 def of_another_mind(group: Any, layer: Any) -> None:
     if group.rank() == 1:
-        group.netfold.options = replace(group.netfold.options, inside="auto")
+        group.netfold.options = replace(group.netfold.options, intra_host="auto")
     reduce_once(group, layer)
 
 
@@ -304,7 +304,7 @@ def leaves_while_others_gather(group: Any, layer: Any) -> None:
 
 def test_a_rank_that_leaves_does_not_end_the_kernels_of_others() -> None:
     """Closing a group was an abort of NCCL, in the midst of another rank's last all-gather."""
-    values(on_devices(leaves_while_others_gather, 2, "late", inside="nccl"))
+    values(on_devices(leaves_while_others_gather, 2, "late", intra_host="nccl"))
 
 
 def closes_before_its_device_is_done(group: Any, layer: Any) -> None:
@@ -322,7 +322,7 @@ def closes_before_its_device_is_done(group: Any, layer: Any) -> None:
 
 
 def test_closing_waits_for_what_the_device_has_begun() -> None:
-    values(on_devices(closes_before_its_device_is_done, 2, "late", inside="nccl"))
+    values(on_devices(closes_before_its_device_is_done, 2, "late", intra_host="nccl"))
 
 
 def hangs_when_closed(group: Any, layer: Any) -> float:
@@ -346,7 +346,7 @@ def hangs_when_closed(group: Any, layer: Any) -> float:
 
 def test_closing_waits_for_a_device_that_hangs_only_so_long(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(driver, "SETTLE_S", 0.3)
-    took, _ = values(on_devices(hangs_when_closed, 2, "late", inside="nccl"))
+    took, _ = values(on_devices(hangs_when_closed, 2, "late", intra_host="nccl"))
     assert 0.3 <= took < seconds(5)
 
 
@@ -368,7 +368,7 @@ def launches_alone(group: Any, layer: Any) -> tuple[str, float]:
 
 def test_a_kernel_that_waits_for_another_rank_does_so_until_the_deadline_of_its_operation() -> None:
     """It was left to NCCL's timeout, after which torch ends the process."""
-    (said, took), _ = values(on_devices(launches_alone, 2, "late", inside="nccl"))
+    (said, took), _ = values(on_devices(launches_alone, 2, "late", intra_host="nccl"))
     assert said.startswith("CollectiveTimeout: rank 0: all_reduce on cuda:0 is not done at its deadline"), said
     assert 0.5 <= took < seconds(5)
 
@@ -391,11 +391,11 @@ def dies_before_it_launches(group: Any, layer: Any) -> tuple[str, float]:
 
 
 def test_a_kernel_that_waits_for_a_rank_that_failed_is_given_up_long_before_the_deadline() -> None:
-    (said, took), _ = values(on_devices(dies_before_it_launches, 2, "late", inside="nccl", timeout_s=60.0))
+    (said, took), _ = values(on_devices(dies_before_it_launches, 2, "late", intra_host="nccl", timeout_s=60.0))
     assert "a wheel came off" in said and took < seconds(8), (said, took)
 
 
 @pytest.mark.parametrize("inside", ["off", "auto", "nccl"])
 def test_a_rank_that_is_done_and_leaves_does_not_end_what_others_still_wait_for(inside: str) -> None:
     for _ in range(5):
-        values(on_devices(leaves_at_once, 2, "late", inside=inside, pinned_bytes=120 << 10))
+        values(on_devices(leaves_at_once, 2, "late", intra_host=inside, pinned_bytes=120 << 10))

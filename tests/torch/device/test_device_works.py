@@ -20,7 +20,7 @@ from ranks import values  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
-OFF = {"inside": "off", "pinned_bytes": 120 << 10}
+OFF = {"intra_host": "off", "pinned_bytes": 120 << 10}
 
 
 def wait_does_not_wait_for_the_device(group: Any, layer: Any) -> bool:
@@ -245,7 +245,7 @@ def lets_go(group: Any, layer: Any) -> None:
 @pytest.mark.parametrize("inside", ["off", "auto"])
 def test_what_is_done_is_not_held_until_the_next_call_comes(inside: str) -> None:
     """The threads kept the last tensor, a bucket of a model maybe, for as long as nobody called again."""
-    values(on_devices(lets_go, 2, inside=inside, pinned_bytes=120 << 10))
+    values(on_devices(lets_go, 2, intra_host=inside, pinned_bytes=120 << 10))
 
 
 def test_every_kind_of_tensor() -> None:
@@ -313,4 +313,4 @@ def residuals(group: Any, layer: Any) -> None:
 
 
 def test_compressed_gradients_leave_their_residual_on_the_device() -> None:
-    values(on_devices(residuals, 2, "late", wire="i8", **OFF))
+    values(on_devices(residuals, 2, "late", wire_dtype="i8", **OFF))

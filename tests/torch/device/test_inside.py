@@ -24,8 +24,8 @@ pytestmark = pytest.mark.torch
 WORLDS = {
     "ipc, one host": ({}, (0, 0, 0)),
     "ipc, two hosts": ({}, (0, 1, 0, 1)),
-    "nccl, one host": ({"inside": "nccl"}, (0, 0, 0)),
-    "nccl, two hosts": ({"inside": "nccl"}, (0, 0, 1, 1)),
+    "nccl, one host": ({"intra_host": "nccl"}, (0, 0, 0)),
+    "nccl, two hosts": ({"intra_host": "nccl"}, (0, 0, 1, 1)),
 }
 COUNT = 60_001
 
@@ -163,8 +163,8 @@ def fixed(group: Any, layer: Any) -> None:
 
 @pytest.mark.parametrize("world", [*WORLDS, "staged"])
 def test_sums_by_i32_have_the_bits_of_a_hosts(world: str) -> None:
-    options, hosts = WORLDS.get(world, ({"inside": "off", "pinned_bytes": 240 << 10}, (0, 0, 0)))
-    values(on_devices(fixed, len(hosts), "late", hosts=hosts, wire="i32", **options))
+    options, hosts = WORLDS.get(world, ({"intra_host": "off", "pinned_bytes": 240 << 10}, (0, 0, 0)))
+    values(on_devices(fixed, len(hosts), "late", hosts=hosts, wire_dtype="i32", **options))
 
 
 def reduce_and_say(group: Any, layer: Any) -> str:
@@ -215,7 +215,7 @@ def same_device(layer: Any) -> None:
 
 
 def test_nccl_is_refused_where_two_ranks_have_one_device() -> None:
-    for outcome in on_devices(reduce_and_say, 2, before=same_device, inside="nccl"):
+    for outcome in on_devices(reduce_and_say, 2, before=same_device, intra_host="nccl"):
         assert outcome.error == "ValueError"
         assert "NETFOLD_INTRA_HOST=nccl cannot be done: ranks 0 and 1 are both on FAKE-0000" in outcome.text
 
@@ -228,4 +228,4 @@ def i8_wire(group: Any, layer: Any) -> None:
 
 
 def test_sums_by_i8_are_staged() -> None:
-    values(on_devices(i8_wire, 2, "late", wire="i8"))
+    values(on_devices(i8_wire, 2, "late", wire_dtype="i8"))

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.torch
 
 SIZE = 3
 # Slots of 40 KB: what is tested is many pieces long.
-SMALL = {"pinned_bytes": 120 << 10, "inside": "off"}
+SMALL = {"pinned_bytes": 120 << 10, "intra_host": "off"}
 COUNT = 50_001
 
 

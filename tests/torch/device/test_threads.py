@@ -16,7 +16,7 @@ from ranks import values  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
-OFF = {"inside": "off", "pinned_bytes": 120 << 10}
+OFF = {"intra_host": "off", "pinned_bytes": 120 << 10}
 COUNT = 50_001
 
 
@@ -48,7 +48,7 @@ def use_everything(group: Any, layer: Any) -> None:
 @pytest.mark.parametrize("inside", ["off", "auto", "nccl"])
 def test_every_thread_makes_the_tensors_device_current_before_it_calls(inside: str) -> None:
     """`on_devices` raises where one did not. In CUDA such a thread leaves a context on GPU 0."""
-    values(on_devices(use_everything, 2, inside=inside, pinned_bytes=120 << 10))
+    values(on_devices(use_everything, 2, intra_host=inside, pinned_bytes=120 << 10))
 
 
 def capture_while_works_go_on(group: Any, layer: Any) -> None:
@@ -74,7 +74,7 @@ def capture_while_works_go_on(group: Any, layer: Any) -> None:
 @pytest.mark.parametrize("inside", ["off", "auto", "nccl"])
 def test_works_that_go_on_end_no_other_threads_capture(inside: str) -> None:
     """The driver's query of an event ended a capture in the default mode, and the group with it."""
-    values(on_devices(capture_while_works_go_on, 2, "late", inside=inside, pinned_bytes=120 << 10))
+    values(on_devices(capture_while_works_go_on, 2, "late", intra_host=inside, pinned_bytes=120 << 10))
 
 
 def unsafe_call(group: Any, layer: Any) -> str:

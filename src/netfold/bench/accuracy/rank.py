@@ -53,7 +53,7 @@ class Sums:
 
     def group(self, wire: str) -> Any:
         if wire not in self._groups:
-            self._groups[wire] = dist.new_group(backend="netfold", pg_options=Options(wire=wire))
+            self._groups[wire] = dist.new_group(backend="netfold", pg_options=Options(wire_dtype=wire))
         return self._groups[wire]
 
     def total(self, form: str, part: tensors.Floats, largest: float) -> tensors.Floats:

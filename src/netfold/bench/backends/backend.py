@@ -99,7 +99,7 @@ class SideName:
         """None: as the environment says."""
         if not self.algorithm and not self.wire:
             return None
-        return netfold.Options(algorithm=self.algorithm or None, wire=self.wire or None)
+        return netfold.Options(algorithm=self.algorithm or None, wire_dtype=self.wire or None)
 
 
 def parse_side(text: str, label: str | None = None) -> SideName:

@@ -31,7 +31,7 @@ def measure(share: Share, taken: Taken) -> None:
     with Rack(HOSTS, RATE) as rack:
         rack.start_switch(lambda line: None)
         with gather(rack, deadline_s(share)) as turns:
-            ways = [*(Way(wire, HOSTS, {**SWITCH, "wire": wire}) for wire in WIRES), Way(GLOO, HOSTS)]
+            ways = [*(Way(wire, HOSTS, {**SWITCH, "wire_dtype": wire}) for wire in WIRES), Way(GLOO, HOSTS)]
             turns.open(ways)
 
             def turn(way: Way, number: int) -> None:

@@ -50,7 +50,7 @@ def measure_switches(communicator: Communicator, facts: Sequence[Facts]) -> list
 
 def _measure(communicator: Communicator, own: Sequence[str], endpoint: str) -> Capacity:
     between = "hierarchical:in_network" if communicator.group.topology.has_levels else "in_network"
-    options = replace(communicator.group.options, switch=",".join(own), algorithm=f"all_reduce={between}", wire="auto")
+    options = replace(communicator.group.options, switch=",".join(own), algorithm=f"all_reduce={between}", wire_dtype="auto")
     group: Communicator | None = None
     try:
         group = communicator.split(0, options=options)

@@ -25,7 +25,7 @@ class Facts:
     kind: str
     device: str
     uuid: str
-    inside: str
+    intra_host: str
     pinned_bytes: int
     problem: str = ""
 
@@ -40,7 +40,7 @@ def facts_of(group: Group, layer: Any, device: torch.device, problem: str) -> Fa
         layer.kind,
         str(device),
         uuid,
-        str(options.inside),
+        str(options.intra_host),
         int(options.pinned_bytes or 0),
         problem,
     )
@@ -66,7 +66,7 @@ def meet(group: Group, mine: Facts, deadline: float) -> list[Facts]:
                 "tensors on devices of one kind",
                 rank=rank,
             )
-        for name in ("inside", "pinned_bytes"):
+        for name in ("intra_host", "pinned_bytes"):
             if getattr(theirs, name) != getattr(found[0], name):
                 raise ValueError(
                     f"rank {rank} has NETFOLD_{name.upper()}={getattr(theirs, name)}, rank 0 "

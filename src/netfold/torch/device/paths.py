@@ -99,7 +99,7 @@ def find_ways(group: Group, layer: DeviceLayer, device: torch.device, part: Stor
                 each.abort("the group was not made")
         raise
     found = made.ways(slots, inside, how)
-    could = group.options.inside == "auto" and len(set(group.nodes)) < group.size
+    could = group.options.intra_host == "auto" and len(set(group.nodes)) < group.size
     level = logging.WARNING if could and inside is None and group.rank == 0 else logging.DEBUG
     log.log(level, "rank %d of %d: %s", group.rank, group.size, found.reason)
     return found
@@ -125,7 +125,7 @@ class _Made:
 
     def inside(self, uuids: Sequence[str]) -> tuple[InsideWay | None, str]:
         """The way inside hosts, and what is to be said of it."""
-        group, word = self._group, str(self._group.options.inside)
+        group, word = self._group, str(self._group.options.intra_host)
         members, peers, reason = places(group.nodes, group.rank)
         if word == "nccl":
             reason = reason or _twice(group.nodes, uuids)
