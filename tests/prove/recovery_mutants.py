@@ -58,10 +58,10 @@ MUTANTS = {
     ),
     "plan-not-for-the-leader": Mutant(ONE, STUCK, ((MACHINE, "*self._hear_plan(parts[self.rank]),", ""),)),
     "loss-is-not-told": Mutant(
-        ONE, STUCK, ((MACHINE, "return [GiveUp(life), Report(life)]", "return [GiveUp(life)]"),)
+        ONE, STUCK, ((MACHINE, "return [GiveUp(generation), Report(generation)]", "return [GiveUp(generation)]"),)
     ),
     "a-dead-leader-is-waited-for": Mutant(
-        DEATH, STUCK, ((MACHINE, ", *([Report(message.life)] if is_news else [])", ""),)
+        DEATH, STUCK, ((MACHINE, ", *([Report(message.generation)] if is_news else [])", ""),)
     ),
     "lacking-results-are-not-fetched": Mutant(
         ONE, OTHER, ((MACHINE, "if self._fetched < len(task.gets):", "if False:"),)
@@ -71,7 +71,7 @@ MUTANTS = {
         MEETS,
         (
             (MACHINE, "if self._fetched < len(task.gets):", "if False:"),
-            (MACHINE, "if self._freeze(task.life).words().from_chunk(task.base) != task.held:", "if False:"),
+            (MACHINE, "if self._freeze(task.generation).words().from_chunk(task.base) != task.held:", "if False:"),
         ),
     ),
     "announcement-is-not-remembered": Mutant(
@@ -82,8 +82,8 @@ MUTANTS = {
         BACK,
         UNKNOWN,
         (
-            (MACHINE, "if life in self.lost:\n            # Another", "if False:\n            # Another"),
-            (MACHINE, "if life != 0 and life not in self.lost and", "if life != 0 and"),
+            (MACHINE, "if generation in self.lost:\n            # Another", "if False:\n            # Another"),
+            (MACHINE, "if generation != 0 and generation not in self.lost and", "if generation != 0 and"),
         ),
     ),
     # As it was: the leader's own join, when it began late, set the number of the attempt that answers are counted for.
@@ -103,15 +103,15 @@ MUTANTS = {
         TWICE,
         UNKNOWN,
         (
-            (MACHINE, "            (life,) = lives\n", "            life = max(lives)\n"),
-            (MACHINE, " and len(lives) == 1:", ":"),
+            (MACHINE, "            (generation,) = generations\n", "            generation = max(generations)\n"),
+            (MACHINE, " and len(generations) == 1:", ":"),
         ),
     ),
     "promised-without-all": Mutant(
         TWICE,
         UNKNOWN,
         (
-            (MACHINE, "if len(attempt.joined) == len(self.workers) and len(lives) == 1:", "if len(lives) == 1:"),
+            (MACHINE, "if len(attempt.joined) == len(self.workers) and len(generations) == 1:", "if len(generations) == 1:"),
             (MACHINE, "attempt.unasked or len(attempt.joined) < len(self.workers)", "not attempt.joined"),
         ),
     ),
@@ -173,8 +173,8 @@ def _failover(library: ctypes.CDLL) -> Any:
     library.failover_host_operation.restype = ctypes.c_int64
 
     class Failover:
-        def __init__(self, life: int, copied: Any = None) -> None:
-            made = library.failover_new(ctypes.c_uint64(life)) if copied is None else library.failover_copy(copied)
+        def __init__(self, generation: int, copied: Any = None) -> None:
+            made = library.failover_new(ctypes.c_uint64(generation)) if copied is None else library.failover_copy(copied)
             self._self = ctypes.c_void_p(made)
 
         def __del__(self) -> None:
@@ -194,8 +194,8 @@ def _failover(library: ctypes.CDLL) -> Any:
         def generation(self) -> int:
             return self._call("generation")
 
-        def freeze(self, life: int) -> tuple[int, bool]:
-            said = self._call("freeze", life)
+        def freeze(self, generation: int) -> tuple[int, bool]:
+            said = self._call("freeze", generation)
             return said & 3, bool(said & 4)
 
         def host_operation(self) -> int | None:

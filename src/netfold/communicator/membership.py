@@ -67,7 +67,7 @@ class Membership:
         self.authenticated = isinstance(stream, PinnedStream)  # whether its packets carry tags
         self.encrypts = False  # ... and are encrypted
         self._stream = stream
-        self.life = 0  # names this membership and no other (collective::Channel::life)
+        self.generation = 0  # names this membership and no other (collective::Channel::generation)
         self._port: DataPort | None = None
         self._attach_arguments: dict[str, Any] = {}
         self._send_lock = threading.Lock()
@@ -148,9 +148,9 @@ class Membership:
         self.window = int(start["window"])
         self.cut = str(start.get("cut", ""))[:_MOST_TEXT]
         # A job's name is used once; that a switch gives epochs as well is between each worker and its own switch.
-        self.life = int(message["job"][:16], 16) or 1
+        self.generation = int(message["job"][:16], 16) or 1
         self._attach_arguments = {
-            "generation": self.life,
+            "generation": self.generation,
             "job": int(admitted["job_id"]),
             "epoch": int(start["epoch"]),
             "incarnation": int(admitted["incarnation"]),
@@ -185,7 +185,7 @@ class Membership:
         is_alive: Callable[[int], bool],
         capacity: Callable[[], float | None],
     ) -> None:
-        """Begin to listen. `fail(kind, rank, text)` ends the group; `lost(life, why)`: a switch is; `is_alive`:
+        """Begin to listen. `fail(kind, rank, text)` ends the group; `lost(generation, why)`: a switch is; `is_alive`:
         whether a rank that the switch calls gone is there, and in the group. capacity: bytes of tensor a second through
         this switch as they are known now, asked every _WATCH_S; the lowest rank's is told to the switch."""
         self._stream.settimeout(None)
@@ -268,7 +268,7 @@ class Membership:
                 return
             self._given_up = True
             self._answered.notify_all()
-        lost(self.life, f"the switch at {gone} is gone ({reason})")
+        lost(self.generation, f"the switch at {gone} is gone ({reason})")
 
     def _watch(
         self,
@@ -290,7 +290,7 @@ class Membership:
                     open_question = None
             bytes_per_s = capacity()
             traffic = native.traffic()
-            operates = traffic is not None and traffic["generation"] == self.life
+            operates = traffic is not None and traffic["generation"] == self.generation
             if operates and traffic["path_error"]:
                 self._say_lost(lost, traffic["path_error"], self.endpoint)
                 return

@@ -2,7 +2,7 @@
 
 The rank that joined first leads. All go by the other ranks' doors, so it does not matter what a rank is doing:
 
-    lost      a rank tells the leader that the switch is gone, from the membership of that `life`
+    lost      a rank tells the leader that the switch is gone, from the membership of that `generation`
     freeze    the leader asks all: from here on a rank takes nothing more from the switch, and says which results it has
     recover   the leader knows what all have, and makes one plan (recovery_plan.py): each fetches what it lacks from
               those who kept it (`kept`), and goes on by host algorithms with the rest (native/collective/switch_path.hpp)
@@ -110,10 +110,10 @@ class Recovery:
         self._capacity = capacity
         self._without = f"all_reduce goes by {_spoken(table)}"
         self._lock = threading.Lock()
-        self._memberships = {membership.life: membership}
+        self._memberships = {membership.generation: membership}
         self._joined: Membership | None = None  # that does not stand by yet
         self._machine = RecoveryMachine(
-            self._rank, self._workers, self, membership.life, membership.window, rejoin_s=rejoin_s
+            self._rank, self._workers, self, membership.generation, membership.window, rejoin_s=rejoin_s
         )
         self._began: dict[int, tuple[float, str]] = {}  # of losses: when, and what this rank did
         self._pid = os.getpid()
@@ -177,33 +177,33 @@ class Recovery:
 
     # --- the machine's path to the switch (recovery_machine.Path); called under the lock ---
 
-    def freeze(self, life: int) -> tuple[int, int, bytes, bool] | None:
-        return self._uplink.freeze(life)  # type: ignore[no-any-return]
+    def freeze(self, generation: int) -> tuple[int, int, bytes, bool] | None:
+        return self._uplink.freeze(generation)  # type: ignore[no-any-return]
 
-    def accept(self, life: int, packets: Sequence[bytes]) -> bool:
-        return bool(self._uplink.accept(life, list(packets)))
+    def accept(self, generation: int, packets: Sequence[bytes]) -> bool:
+        return bool(self._uplink.accept(generation, list(packets)))
 
-    def fall_back(self, life: int, end: int, promised: bool) -> None:
-        self._uplink.fall_back(life, end, promised)
+    def fall_back(self, generation: int, end: int, promised: bool) -> None:
+        self._uplink.fall_back(generation, end, promised)
 
-    def stand_by(self, life: int) -> None:
+    def stand_by(self, generation: int) -> None:
         membership, self._joined = self._joined, None
-        assert membership is not None and membership.life == life, "only what was joined last stands by"
+        assert membership is not None and membership.generation == generation, "only what was joined last stands by"
         membership.stand_by(self._uplink)
         membership.listen(self._uplink, self._fail, self.lose, self._ward.is_well, self._capacity)
 
-    def promise(self, life: int) -> bool:
-        return bool(self._uplink.promise(life))
+    def promise(self, generation: int) -> bool:
+        return bool(self._uplink.promise(generation))
 
     # --- what happens ---
 
-    def lose(self, life: int, why: str) -> None:
-        """The membership of that life is of no use any more. From any thread, any number of times."""
-        self._happen(lambda: self._lose(life, why))
+    def lose(self, generation: int, why: str) -> None:
+        """The membership of that generation is of no use any more. From any thread, any number of times."""
+        self._happen(lambda: self._lose(generation, why))
 
-    def _lose(self, life: int, why: str) -> list[Action]:
-        self._began.setdefault(life, (time.monotonic(), self._native.last_seen()))
-        return self._machine.lose(life, why)
+    def _lose(self, generation: int, why: str) -> list[Action]:
+        self._began.setdefault(generation, (time.monotonic(), self._native.last_seen()))
+        return self._machine.lose(generation, why)
 
     def _happen(self, event: Callable[[], list[Action]]) -> None:
         with self._lock:
@@ -217,7 +217,7 @@ class Recovery:
                 # What the native group had is gone: words about it would be wrong.
                 return ({"type": "ended", "failure": self._ward.failure} if kind == "freeze" else _HEARD), None
             if isinstance(message, machine.Lost):
-                have, actions = None, self._lose(message.life, message.why)
+                have, actions = None, self._lose(message.generation, message.why)
             else:
                 have, actions = self._machine.hear(peer, message)
         self._carry_out(actions)
@@ -241,9 +241,9 @@ class Recovery:
             case machine.Tell():
                 self._start(lambda: self._tell_message(action.peer, action.message))
             case machine.Report():
-                self._start(lambda: self._report(action.life))
+                self._start(lambda: self._report(action.generation))
             case machine.Fetch():
-                self._start(lambda: self._fetch(action.giver, action.life, action.chunks))
+                self._start(lambda: self._fetch(action.giver, action.generation, action.chunks))
             case machine.Wait():
                 self._start(lambda: self._wait(action))
             case machine.FindTree():
@@ -252,12 +252,12 @@ class Recovery:
                 self._start(lambda: self._join_again(action.attempt, action.paths))
             case machine.GiveUp():
                 with self._lock:
-                    membership = self._memberships.get(action.life)
+                    membership = self._memberships.get(action.generation)
                 if membership is not None:
                     membership.give_up()
             case machine.Leave():
                 with self._lock:
-                    membership = self._memberships.pop(action.life, None)
+                    membership = self._memberships.pop(action.generation, None)
                 if membership is not None:
                     membership.leave(action.why)
             case machine.Fail():
@@ -267,29 +267,29 @@ class Recovery:
 
     def _log(self, action: Action) -> None:
         match action:
-            case machine.Planned(life, plan, True):
+            case machine.Planned(generation, plan, True):
                 # Before the plan goes out: once it has, the group may be done, and this process gone, at any moment.
                 passed_on = sum(bits.bit_count() for shares in plan.gives.values() for bits in shares.values())
                 log.warning(
                     "rank %d: %s. No step is lost: %s%s. This rank was %s; %d results are passed on",
                     self._rank,
-                    self._machine.lost[life],
+                    self._machine.lost[generation],
                     self._without,
                     f", and the switch is asked again in {self._rejoin_s:g} s" if self._rejoin_s else "",
-                    self._began[life][1],
+                    self._began[generation][1],
                     passed_on,
                 )
-            case machine.Told(life, True):
+            case machine.Told(generation, True):
                 log.info(
                     "rank %d: all ranks know how to go on, %.3f s after the loss",
                     self._rank,
-                    time.monotonic() - self._began[life][0],
+                    time.monotonic() - self._began[generation][0],
                 )
-            case machine.Promised(life):
+            case machine.Promised(generation):
                 log.warning(
                     "rank %d: the switch at %s has the group again, from the next operation on",
                     self._rank,
-                    self._memberships[life].endpoint,
+                    self._memberships[generation].endpoint,
                 )
             case machine.NotJoined(why):
                 log.info("rank %d: no switch has the group again: %s", self._rank, why)
@@ -305,20 +305,20 @@ class Recovery:
             have = Have(reply["base"], reply["end"], unpack(reply["held"]), reply["promised"])
         self._happen(lambda: self._machine.replied(peer, message, have))
 
-    def _report(self, life: int) -> None:
+    def _report(self, generation: int) -> None:
         """Tell the leader, and look now and then whether there still is one: a rank that waits for it hears nobody."""
-        message = _encoded(machine.Lost(life, self._machine.lost[life]))
-        while not self._over() and self._machine.awaits_plan(life):
+        message = _encoded(machine.Lost(generation, self._machine.lost[generation]))
+        while not self._over() and self._machine.awaits_plan(generation):
             reply = self._try(self._workers[0], message)
             if reply is not None:
                 reply[0].close()
                 self._ward.over.wait(_LOOK_S)
 
-    def _fetch(self, giver: int, life: int, chunks: Sequence[int]) -> None:
+    def _fetch(self, giver: int, generation: int, chunks: Sequence[int]) -> None:
         """Results that another rank kept, in parcels."""
         base = chunks[0]
         bits = sum(1 << (chunk - base) for chunk in chunks)
-        question = {"type": "kept", "life": life, "base": base, "chunks": pack(bits)}
+        question = {"type": "kept", "generation": generation, "base": base, "chunks": pack(bits)}
         while not self._over():
             reply = self._try(giver, question)
             if reply is None:
@@ -338,7 +338,7 @@ class Recovery:
     def _give(
         self, _: int, question: control_messages.Message
     ) -> tuple[control_messages.Message, Callable[[socket.socket], None] | None]:
-        packets = self._uplink.kept(question["life"], chunks_of(unpack(question["chunks"]), question["base"]))
+        packets = self._uplink.kept(question["generation"], chunks_of(unpack(question["chunks"]), question["base"]))
         if packets is None:
             return {"type": "unknown"}, None
         each = max(1, _PARCEL_BYTES // len(packets[0]))
@@ -397,8 +397,8 @@ class Recovery:
             return self._happen(lambda: self._machine.joined(0, 0, why))
 
         def joined() -> list[Action]:
-            self._memberships[membership.life] = self._joined = membership
-            return self._machine.joined(membership.life, membership.window, "")
+            self._memberships[membership.generation] = self._joined = membership
+            return self._machine.joined(membership.generation, membership.window, "")
 
         self._happen(joined)
         if self._over():

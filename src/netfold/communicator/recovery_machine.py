@@ -40,7 +40,7 @@ Tree = tuple[tuple[int, ...], ...]  # the paths of all workers
 class Lost:
     """To the leader: the switch of this membership is gone."""
 
-    life: int
+    generation: int
     why: str
 
 
@@ -48,7 +48,7 @@ class Lost:
 class Freeze:
     """To all: take nothing more from it, and say what you have; the reply is a `Have`."""
 
-    life: int
+    generation: int
     why: str
 
 
@@ -69,7 +69,7 @@ class Have:
 class Recover:
     """To one rank: its part of the plan. gets: from which rank it gets which chunks, bit i for chunk base + i."""
 
-    life: int
+    generation: int
     base: int
     end: int
     held: int
@@ -87,10 +87,10 @@ class Rejoin:
 
 @dataclass(frozen=True)
 class Rejoined:
-    """To the leader: the membership of that life stands by here; life 0: it does not, and why."""
+    """To the leader: the membership of that generation stands by here; generation 0: it does not, and why."""
 
     attempt: int
-    life: int
+    generation: int
     why: str
 
 
@@ -112,7 +112,7 @@ class Tell:
 class Report:
     """Tell the leader of the loss, again and again until `awaits_plan` says no: a leader that is gone is noticed."""
 
-    life: int
+    generation: int
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ class Fetch:
     """Ask a rank for results that it kept; then call `fetched`."""
 
     giver: int
-    life: int
+    generation: int
     chunks: tuple[int, ...]
 
 
@@ -150,14 +150,14 @@ class Join:
 class GiveUp:
     """What the switch says of this membership from now on means nothing."""
 
-    life: int
+    generation: int
 
 
 @dataclass(frozen=True)
 class Leave:
     """Say goodbye to the switch and close the membership."""
 
-    life: int
+    generation: int
     why: str
 
 
@@ -174,7 +174,7 @@ class Fail:
 class Planned:
     """For the log: the plan goes out now."""
 
-    life: int
+    generation: int
     plan: Plan
     promised: bool
 
@@ -183,7 +183,7 @@ class Planned:
 class Told:
     """For the log: every rank has its part of the plan."""
 
-    life: int
+    generation: int
     promised: bool
 
 
@@ -191,7 +191,7 @@ class Told:
 class Promised:
     """For the log: operations go by this membership as soon as the leader says so."""
 
-    life: int
+    generation: int
 
 
 @dataclass(frozen=True)
@@ -209,19 +209,19 @@ Action = (
 class Path(Protocol):
     """This rank's way to the switch (native/collective/switch_path.hpp)."""
 
-    def freeze(self, life: int) -> tuple[int, int, bytes, bool] | None:
+    def freeze(self, generation: int) -> tuple[int, int, bytes, bool] | None:
         """Stop it; base, end, held and promised. None: no such membership."""
 
-    def accept(self, life: int, packets: Sequence[bytes]) -> bool:
+    def accept(self, generation: int, packets: Sequence[bytes]) -> bool:
         """Take results that another rank kept. False: one is not of this job."""
 
-    def fall_back(self, life: int, end: int, promised: bool) -> None:
+    def fall_back(self, generation: int, end: int, promised: bool) -> None:
         """Go on without it."""
 
-    def stand_by(self, life: int) -> None:
+    def stand_by(self, generation: int) -> None:
         """Have the membership that was joined last ready."""
 
-    def promise(self, life: int) -> bool:
+    def promise(self, generation: int) -> bool:
         """At the leader: go by it from the next operation on. False: it is frozen, or not the one that stands by."""
 
 
@@ -247,18 +247,18 @@ class RecoveryMachine:
     """Of one rank at one switch."""
 
     def __init__(
-        self, rank: int, workers: Sequence[int], path: Path, life: int, window: int, *, rejoin_s: float
+        self, rank: int, workers: Sequence[int], path: Path, generation: int, window: int, *, rejoin_s: float
     ) -> None:
-        """life, window: of the membership that operations go by now. rejoin_s: 0 to never look for a switch again."""
+        """generation, window: of the membership that operations go by now. rejoin_s: 0 to never look for a switch again."""
         self.rank = rank
         self.workers = tuple(workers)
         self.leader = self.workers[0]
         self._path = path
         self._rejoin_s = rejoin_s
-        self._windows = {life: window}
-        self._members = {life}  # lives of memberships that were joined and not left
+        self._windows = {generation: window}
+        self._members = {generation}  # generations of memberships that were joined and not left
         self.lost: dict[int, str] = {}
-        self._planned: set[int] = set()  # lives whose plan has come
+        self._planned: set[int] = set()  # generations whose plan has come
         self._tasks: deque[Recover | Rejoin] = deque()  # the first is under way
         self._fetched = 0  # gets of the task under way that are here
         self._attempt = 0  # of the newest Rejoin that has come
@@ -273,8 +273,8 @@ class RecoveryMachine:
     def leads(self) -> bool:
         return self.rank == self.leader
 
-    def awaits_plan(self, life: int) -> bool:
-        return life in self.lost and life not in self._planned
+    def awaits_plan(self, generation: int) -> bool:
+        return generation in self.lost and generation not in self._planned
 
     def silent(self) -> list[int]:
         """At the leader: ranks that have not said what they have."""
@@ -282,20 +282,20 @@ class RecoveryMachine:
 
     # --- the loss ---
 
-    def lose(self, life: int, why: str) -> list[Action]:
-        """The membership of that life is of no use any more. Any number of times."""
-        if life in self.lost:
+    def lose(self, generation: int, why: str) -> list[Action]:
+        """The membership of that generation is of no use any more. Any number of times."""
+        if generation in self.lost:
             return []
-        self.lost[life] = why
-        have = self._freeze(life)
+        self.lost[generation] = why
+        have = self._freeze(generation)
         if not self.leads:
-            return [GiveUp(life), Report(life)]
-        self._rounds[life] = _Round({self.rank: have})
+            return [GiveUp(generation), Report(generation)]
+        self._rounds[generation] = _Round({self.rank: have})
         others = [rank for rank in self.workers if rank != self.rank]
-        return [GiveUp(life), *(Tell(rank, Freeze(life, why)) for rank in others), *self._plan(life)]
+        return [GiveUp(generation), *(Tell(rank, Freeze(generation, why)) for rank in others), *self._plan(generation)]
 
-    def _freeze(self, life: int) -> Have:
-        said = self._path.freeze(life)
+    def _freeze(self, generation: int) -> Have:
+        said = self._path.freeze(generation)
         if said is None:
             return Have(0, 0, 0, False)
         base, end, held, promised = said
@@ -304,48 +304,48 @@ class RecoveryMachine:
     def hear(self, peer: int, message: Message) -> tuple[Have | None, list[Action]]:
         """What another rank says: the reply, None where it is only that this rank has heard; and what to do."""
         if isinstance(message, Lost):
-            return None, self.lose(message.life, message.why)
+            return None, self.lose(message.generation, message.why)
         if isinstance(message, Freeze):
-            is_news = message.life not in self.lost
-            self.lost.setdefault(message.life, message.why)
-            have = self._freeze(message.life)
-            return have, [GiveUp(message.life), *([Report(message.life)] if is_news else [])]
+            is_news = message.generation not in self.lost
+            self.lost.setdefault(message.generation, message.why)
+            have = self._freeze(message.generation)
+            return have, [GiveUp(message.generation), *([Report(message.generation)] if is_news else [])]
         if isinstance(message, Recover):
             return None, self._hear_plan(message)
         if isinstance(message, Rejoin):
             return None, self._hear_rejoin(message)
         return None, self._hear_rejoined(peer, message)
 
-    def _plan(self, life: int) -> list[Action]:
-        round_ = self._rounds[life]
+    def _plan(self, generation: int) -> list[Action]:
+        round_ = self._rounds[generation]
         if len(round_.said) < len(self.workers):
             return []
         try:
             words = {rank: have.words() for rank, have in round_.said.items()}
-            plan = make_plan(words, self._windows.get(life, 0))
+            plan = make_plan(words, self._windows.get(generation, 0))
         except ValueError as error:
-            return [Fail("switch_lost", -1, f"{self.lost[life]}, and the ranks' words do not fit together: {error}")]
+            return [Fail("switch_lost", -1, f"{self.lost[generation]}, and the ranks' words do not fit together: {error}")]
         round_.promised = round_.said[self.rank].promised
         round_.untold = {rank for rank in self.workers if rank != self.rank}
         parts = {
             rank: Recover(
-                life, plan.base, plan.end, plan.held, tuple(plan.gives.get(rank, {}).items()), round_.promised
+                generation, plan.base, plan.end, plan.held, tuple(plan.gives.get(rank, {}).items()), round_.promised
             )
             for rank in self.workers
         }
         return [
-            Planned(life, plan, round_.promised),
+            Planned(generation, plan, round_.promised),
             *(Tell(rank, parts[rank]) for rank in sorted(round_.untold)),
             *self._hear_plan(parts[self.rank]),
-            *self._told(life),
+            *self._told(generation),
         ]
 
-    def _told(self, life: int) -> list[Action]:
-        round_ = self._rounds[life]
+    def _told(self, generation: int) -> list[Action]:
+        round_ = self._rounds[generation]
         if round_.untold:
             return []
-        del self._rounds[life]
-        actions: list[Action] = [Told(life, round_.promised)]
+        del self._rounds[generation]
+        actions: list[Action] = [Told(generation, round_.promised)]
         if self._rejoin_s != 0 and not self._looks:
             self._wait_s = self._rejoin_s
             actions += self._wait_again()
@@ -355,14 +355,14 @@ class RecoveryMachine:
         """The peer has heard the message."""
         if isinstance(message, Freeze):
             assert reply is not None, "a rank that is asked what it has says so"
-            round_ = self._rounds.get(message.life)
+            round_ = self._rounds.get(message.generation)
             if round_ is None or peer in round_.said:
                 return []
             round_.said[peer] = reply
-            return self._plan(message.life)
-        if isinstance(message, Recover) and message.life in self._rounds:
-            self._rounds[message.life].untold.discard(peer)
-            return self._told(message.life)
+            return self._plan(message.generation)
+        if isinstance(message, Recover) and message.generation in self._rounds:
+            self._rounds[message.generation].untold.discard(peer)
+            return self._told(message.generation)
         if isinstance(message, Rejoin) and self._joins is not None and self._joins.number == message.attempt:
             self._joins.unasked.discard(peer)
             if not self._joins.unasked:
@@ -372,9 +372,9 @@ class RecoveryMachine:
     # --- tasks ---
 
     def _hear_plan(self, plan: Recover) -> list[Action]:
-        if plan.life in self._planned:
+        if plan.generation in self._planned:
             return []
-        self._planned.add(plan.life)
+        self._planned.add(plan.generation)
         return self._enqueue(plan)
 
     def _hear_rejoin(self, message: Rejoin) -> list[Action]:
@@ -406,12 +406,12 @@ class RecoveryMachine:
     def _recover(self, task: Recover) -> tuple[list[Action], bool]:
         if self._fetched < len(task.gets):
             giver, bits = task.gets[self._fetched]
-            return [Fetch(giver, task.life, tuple(chunks_of(bits, task.base)))], False
-        if self._freeze(task.life).words().from_chunk(task.base) != task.held:
+            return [Fetch(giver, task.generation, tuple(chunks_of(bits, task.base)))], False
+        if self._freeze(task.generation).words().from_chunk(task.base) != task.held:
             return [Fail("switch_lost", -1, "this rank has other results than the plan of recovery says")], False
-        self._path.fall_back(task.life, task.end, task.promised)
-        self._members.discard(task.life)
-        return [Leave(task.life, "the group goes on without this switch")], True
+        self._path.fall_back(task.generation, task.end, task.promised)
+        self._members.discard(task.generation)
+        return [Leave(task.generation, "the group goes on without this switch")], True
 
     def fetched(self, packets: Sequence[bytes] | None) -> list[Action]:
         """What the open `Fetch` brought; None: the giver does not have it."""
@@ -421,7 +421,7 @@ class RecoveryMachine:
         if packets is None:
             text = f"rank {giver} does not have the results that it said it has"
             return [Fail("switch_lost", giver, text)]
-        if not self._path.accept(task.life, packets):
+        if not self._path.accept(task.generation, packets):
             text = f"rank {giver} passed on a result that is not one of this job"
             return [Fail("switch_lost", giver, text)]
         self._fetched += 1
@@ -430,23 +430,23 @@ class RecoveryMachine:
     def _join(self, task: Rejoin) -> tuple[list[Action], bool]:
         older = sorted(self._members)
         self._members.clear()
-        left = [action for life in older for action in (GiveUp(life), Leave(life, "it tries again"))]
+        left = [action for generation in older for action in (GiveUp(generation), Leave(generation, "it tries again"))]
         return [*left, Join(task.attempt, task.paths)], False
 
-    def joined(self, life: int, window: int, why: str) -> list[Action]:
-        """What the open `Join` came to; life 0: nothing, and why."""
+    def joined(self, generation: int, window: int, why: str) -> list[Action]:
+        """What the open `Join` came to; generation 0: nothing, and why."""
         task = self._tasks[0]
         assert isinstance(task, Rejoin), "only a task that joins joins"
         actions: list[Action] = []
-        if life in self.lost:
+        if generation in self.lost:
             # Another rank lost it before this rank was through: all ranks have gone on without it.
-            actions.append(Leave(life, "another rank lost this switch"))
-            life, why = 0, self.lost[life]
-        if life != 0:
-            self._members.add(life)
-            self._windows[life] = window
-            self._path.stand_by(life)
-        said = Rejoined(task.attempt, life, why)
+            actions.append(Leave(generation, "another rank lost this switch"))
+            generation, why = 0, self.lost[generation]
+        if generation != 0:
+            self._members.add(generation)
+            self._windows[generation] = window
+            self._path.stand_by(generation)
+        said = Rejoined(task.attempt, generation, why)
         actions += self._hear_rejoined(self.rank, said) if self.leads else [Tell(self.leader, said)]
         self._end_task()
         return [*actions, *self._proceed()]
@@ -487,7 +487,7 @@ class RecoveryMachine:
     def _hear_rejoined(self, peer: int, message: Rejoined) -> list[Action]:
         if self._joins is None or self._joins.number != message.attempt:
             return []
-        self._joins.joined[peer] = message.life, message.why
+        self._joins.joined[peer] = message.generation, message.why
         return self._conclude()
 
     def _conclude(self) -> list[Action]:
@@ -499,11 +499,11 @@ class RecoveryMachine:
     def _end_attempt(self) -> list[Action]:
         attempt, self._joins = self._joins, None
         assert attempt is not None, "an attempt ends once"
-        lives = {life for life, _ in attempt.joined.values()}
-        if len(attempt.joined) == len(self.workers) and len(lives) == 1:
-            (life,) = lives
-            if life != 0 and life not in self.lost and self._path.promise(life):
+        generations = {generation for generation, _ in attempt.joined.values()}
+        if len(attempt.joined) == len(self.workers) and len(generations) == 1:
+            (generation,) = generations
+            if generation != 0 and generation not in self.lost and self._path.promise(generation):
                 self._looks = ""
-                return [Promised(life)]
+                return [Promised(generation)]
         whys = dict.fromkeys(why for _, why in attempt.joined.values() if why)
         return [NotJoined("; ".join(whys) or "not every rank joined in time"), *self._wait_again()]

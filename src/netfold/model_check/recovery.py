@@ -134,30 +134,30 @@ class _Path:
         self.whole: set[int] = set()
         self.under_way: frozenset[int] = frozenset()  # operations that were called and have not finished
 
-    def freeze(self, life: int) -> tuple[int, int, bytes, bool] | None:
-        which, promised = self.failover.freeze(life)
+    def freeze(self, generation: int) -> tuple[int, int, bytes, bool] | None:
+        which, promised = self.failover.freeze(generation)
         if not which:
             return None
-        channel = self.channels[life]
+        channel = self.channels[generation]
         channel.frozen = True
         held = channel.answered >> channel.base
         if held >> self.window:
             raise BrokenError("a rank has results that are further apart than its window")
         return channel.base, len(channel.line), held.to_bytes((held.bit_length() + 7) // 8, "little"), promised
 
-    def kept(self, life: int, chunks: Sequence[int]) -> tuple[Any, ...] | None:
-        channel = self.channels.get(life)
-        if channel is None or not self.failover.offers_results(life):
+    def kept(self, generation: int, chunks: Sequence[int]) -> tuple[Any, ...] | None:
+        channel = self.channels.get(generation)
+        if channel is None or not self.failover.offers_results(generation):
             return None
         newest = channel.answered.bit_length() - 1
         if not all(channel.answered >> chunk & 1 and chunk > newest - self.window for chunk in chunks):
             return None
         return tuple((chunk, channel.line[chunk]) for chunk in chunks)
 
-    def accept(self, life: int, packets: Sequence[Any]) -> bool:
-        if not self.failover.accepts_results(life):
+    def accept(self, generation: int, packets: Sequence[Any]) -> bool:
+        if not self.failover.accepts_results(generation):
             return False
-        channel = self.channels[life]
+        channel = self.channels[generation]
         for chunk, content in packets:
             if chunk >= len(channel.line) or channel.answered >> chunk & 1:
                 return False
@@ -173,23 +173,23 @@ class _Path:
             raise BrokenError("an element has two results")
         self.delivered[operation] |= 1 << place
 
-    def fall_back(self, life: int, end: int, promised: bool) -> None:
+    def fall_back(self, generation: int, end: int, promised: bool) -> None:
         going = self.going_by_channel()
-        which = self.failover.fall_back(life, end, promised)
+        which = self.failover.fall_back(generation, end, promised)
         if which == STANDING:
-            del self.channels[life]
+            del self.channels[generation]
         elif which:
             for operation in going:
                 if self.failover.mode(operation) == HOST:
                     self.rest[operation] = (1 << self.chunks[operation]) - 1 & ~self.delivered[operation]
 
-    def stand_by(self, life: int) -> None:
+    def stand_by(self, generation: int) -> None:
         self.channels = {each: channel for each, channel in self.channels.items() if each == self.failover.generation}
-        self.channels[life] = Channel()
-        self.failover.stand_by(life)
+        self.channels[generation] = Channel()
+        self.failover.stand_by(generation)
 
-    def promise(self, life: int) -> bool:
-        return bool(self.failover.promise(life))
+    def promise(self, generation: int) -> bool:
+        return bool(self.failover.promise(generation))
 
     # --- what operations do ---
 
@@ -214,7 +214,7 @@ class _Path:
         """False: this rank has no such membership."""
         followed = self.failover.follow(operation, word)
         if followed == ADOPTED:
-            self.channels = {life: each for life, each in self.channels.items() if life == self.failover.generation}
+            self.channels = {generation: each for generation, each in self.channels.items() if generation == self.failover.generation}
             for each in self.going_by_channel():
                 self.enter(each)
         elif followed == UNKNOWN:
@@ -238,12 +238,12 @@ class _Rank:
         self.posted: tuple[Event, ...] = ()  # steps on the spare connections
         self.ended = 0  # of them
         self.told: frozenset[tuple[int, Any]] = frozenset()  # messages whose reply counts
-        self.reports: frozenset[int] = frozenset()  # lives that the leader is told of until it has a plan
+        self.reports: frozenset[int] = frozenset()  # generations that the leader is told of until it has a plan
         self.fetch: Any = None
         self.join: Any = None
         self.finds = False
         self.waits: frozenset[tuple[str, int]] = frozenset()
-        self.joined: frozenset[int] = frozenset({1})  # lives
+        self.joined: frozenset[int] = frozenset({1})  # generations
         self.left: frozenset[int] = frozenset()
         self.failure = ""
         self.out: list[tuple[int, Any]] = []  # messages that the event made this rank send
@@ -267,8 +267,8 @@ class _Rank:
             self.path.start(self.called)
             self.called += 1
         elif kind == "result":
-            life, chunk = about
-            self.path.deliver(self.path.channels[life], chunk)
+            generation, chunk = about
+            self.path.deliver(self.path.channels[generation], chunk)
         elif kind == "step":
             self._end_step(about[0])
         else:
@@ -307,8 +307,8 @@ class _Rank:
                 if isinstance(action.message, production.Freeze | production.Recover | production.Rejoin):
                     self.told |= {(action.peer, action.message)}
             elif isinstance(action, production.Report):
-                self.reports |= {action.life}
-                self.out.append((LEADER, production.Lost(action.life, "lost")))
+                self.reports |= {action.generation}
+                self.out.append((LEADER, production.Lost(action.generation, "lost")))
             elif isinstance(action, production.Fetch):
                 self.fetch = action
             elif isinstance(action, production.Join):
@@ -318,9 +318,9 @@ class _Rank:
             elif isinstance(action, production.Wait):
                 self.waits |= {(action.what, action.attempt)}
             elif isinstance(action, production.Leave):
-                if self.path.failover.generation == action.life and self.path.failover.is_up:
+                if self.path.failover.generation == action.generation and self.path.failover.is_up:
                     raise BrokenError("a rank leaves the membership that operations go by")
-                self.left |= {action.life}
+                self.left |= {action.generation}
             elif isinstance(action, production.Fail):
                 self.fail(action.text)
                 return
@@ -430,11 +430,11 @@ class _View:
     status: int
     finished: bool
     is_up: bool
-    life: int
+    generation: int
     events: tuple[Event, ...]  # that depend on nobody else
     timers: tuple[Event, ...]  # likewise, that are faults
-    wants: tuple[tuple[int, int], ...]  # (life, chunk) without a result, while it is not frozen
-    contributed: Mapping[int, int]  # by life
+    wants: tuple[tuple[int, int], ...]  # (generation, chunk) without a result, while it is not frozen
+    contributed: Mapping[int, int]  # by generation
     lines: Mapping[int, tuple[tuple[int, int], ...]]
     posted: tuple[Event, ...]
     ended: int
@@ -443,7 +443,7 @@ class _View:
     fetch: Any
     join: Any
     losable: tuple[int, ...]
-    doomed: int  # lives that it lost or left, a bit each
+    doomed: int  # generations that it lost or left, a bit each
     failure: str
 
 
@@ -457,7 +457,7 @@ class _Step:
     broken: str
 
 
-# The numbers of the ranks' states; then, a bit each: messages that were sent, (rank, attempt) pairs that joined, lives
+# The numbers of the ranks' states; then, a bit each: messages that were sent, (rank, attempt) pairs that joined, generations
 # that somebody lost or left; then how many losses, refusals and deaths are left. All flat, since it is hashed often.
 _State = tuple[int, ...]
 _SENT, _ASKED, _DOOMED, _LOSSES, _REFUSALS, _DEATHS = range(-6, 0)
@@ -503,15 +503,15 @@ class _Search:
                 waits.append(("waited", number, what, attempt))
             elif machine._attempts < self.scope.attempts:
                 events.append(("waited", number, what, attempt))
-        life, is_up = path.failover.generation, path.failover.is_up
-        channel = path.channels[life]
+        generation, is_up = path.failover.generation, path.failover.is_up
+        channel = path.channels[generation]
         is_waiting = is_up and bool(path.going_by_channel())
-        wants = tuple((life, chunk) for chunk in range(len(channel.line)) if not channel.answered >> chunk & 1)
+        wants = tuple((generation, chunk) for chunk in range(len(channel.line)) if not channel.answered >> chunk & 1)
         return _View(
             status=rank.status,
             finished=rank.has_finished(),
             is_up=is_up,
-            life=life,
+            generation=generation,
             events=tuple(events),
             timers=tuple(waits),
             wants=wants if is_waiting else (),
@@ -524,7 +524,7 @@ class _Search:
             fetch=rank.fetch,
             join=rank.join,
             losable=tuple(sorted(rank.joined - set(machine.lost) - rank.left)),
-            doomed=sum(1 << life for life in {*machine.lost, *rank.left}),
+            doomed=sum(1 << generation for generation in {*machine.lost, *rank.left}),
             failure=rank.failure,
         )
 
@@ -563,26 +563,26 @@ class _Search:
             if refusals:
                 for event in view.timers:
                     yield event, True
-            silent = 0  # lives of which a result is due
-            for life, chunk in view.wants:
-                if all(each.contributed.get(life, 0) >> chunk & 1 for each in views):
-                    silent |= 1 << life
-                    yield ("result", rank, life, chunk), bool(doomed >> life & 1)
+            silent = 0  # generations of which a result is due
+            for generation, chunk in view.wants:
+                if all(each.contributed.get(generation, 0) >> chunk & 1 for each in views):
+                    silent |= 1 << generation
+                    yield ("result", rank, generation, chunk), bool(doomed >> generation & 1)
             if view.ended < len(view.posted) and self._may_end(views, view):
                 word = views[LEADER].posted[view.ended][2] if view.posted[view.ended][0] == "word" else 0
                 yield ("step", rank, word), False
             if view.fetch is not None and view.fetch.giver not in gone:
                 giver = self.ranks[state[view.fetch.giver]]
-                yield ("fetched", rank, giver.path.kept(view.fetch.life, view.fetch.chunks)), False
+                yield ("fetched", rank, giver.path.kept(view.fetch.generation, view.fetch.chunks)), False
             if view.join is not None:
                 asked = state[_ASKED] >> (view.join.attempt * len(views))
                 if asked & (1 << len(views)) - 1 == (1 << len(views)) - 1:
                     yield ("joined", rank, view.join.attempt + 1), False
                 if refusals:
                     yield ("joined", rank, 0), True
-            for life in view.losable:
-                if losses or doomed >> life & 1:
-                    yield ("lose", rank, life), not (doomed & silent) >> life & 1
+            for generation in view.losable:
+                if losses or doomed >> generation & 1:
+                    yield ("lose", rank, generation), not (doomed & silent) >> generation & 1
             if deaths:
                 yield ("die", rank), True
             if gone and self._notices(view, gone, views):
@@ -614,7 +614,7 @@ class _Search:
             return True
         if any(peer in gone for peer, _ in view.told):
             return True
-        return any(not views[rank].contributed.get(life, 0) >> chunk & 1 for life, chunk in view.wants for rank in gone)
+        return any(not views[rank].contributed.get(generation, 0) >> chunk & 1 for generation, chunk in view.wants for rank in gone)
 
     def after(self, state: _State, event: Event) -> _State:
         """Raises BrokenError."""
@@ -702,7 +702,7 @@ class _Search:
 
     def _has_returned(self, state: _State) -> bool:
         views = [self.views[number] for number in state[: self.scope.ranks]]
-        return all(view.is_up and view.life > 1 for view in views)
+        return all(view.is_up and view.generation > 1 for view in views)
 
     def _first_stuck(self, states: Sequence[_State], ways: Sequence[Sequence[int]]) -> int | None:
         back: list[list[int]] = [[] for _ in states]
