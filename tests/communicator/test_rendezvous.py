@@ -22,7 +22,7 @@ from ranks import run_ranks, run_threads, values
 from netfold import Communicator, FileStore, Options
 from netfold.bootstrap import handshake, listener, rendezvous
 from netfold.bootstrap.addresses import Interfaces
-from netfold.bootstrap.listener import Resident, leave, open_door
+from netfold.bootstrap.listener import RegisteredGroup, release_listener, acquire_listener
 from netfold.switch_protocol.control_messages import parse_endpoint
 
 pytestmark = pytest.mark.native
@@ -42,11 +42,11 @@ def mesh(
     """Meet over loopback and exchange a byte a connection; who answered: 100 * lane + 10 * rail + rank."""
     deadline = time.monotonic() + timeout_s
     interfaces = Interfaces(hosts, named=True)
-    resident = Resident(secrets[rank], rank, size, LANES, interfaces.rails)
-    here = open_door(rank, hosts, ANY_PORT, deadline)
+    registered_group = RegisteredGroup(secrets[rank], rank, size, LANES, interfaces.rails)
+    here = acquire_listener(rank, hosts, ANY_PORT, deadline)
     try:
-        here.admit(resident)
-        sockets, _ = rendezvous.connect_mesh(FileStore(folder), resident, here, interfaces, deadline)
+        here.register(registered_group)
+        sockets, _ = rendezvous.connect_mesh(FileStore(folder), registered_group, here, interfaces, deadline)
         for lane, peers in enumerate(sockets):
             for rails in peers:
                 for rail, stream in enumerate(rails):
@@ -56,8 +56,8 @@ def mesh(
         rendezvous.close_all(sockets)
         return met
     finally:
-        here.bid_farewell(resident, None)
-        leave(here)
+        here.deregister(registered_group, None)
+        release_listener(here)
 
 
 def everyone(size: int, rails: int = 1) -> list[list[list[list[int]]]]:
@@ -330,7 +330,7 @@ def test_a_range_without_a_free_port_is_named() -> None:
         with pytest.raises(
             rendezvous.RendezvousError, match=rf"no port of {port}-{port} is free on 127.0.0.1 .NETFOLD_PORTS"
         ):
-            open_door(0, LOOPBACK, range(port, port + 1), time.monotonic() + 0.1)
+            acquire_listener(0, LOOPBACK, range(port, port + 1), time.monotonic() + 0.1)
 
 
 @pytest.mark.parametrize("words", ["x", "0", "7-3", "1-70000", "5-"])

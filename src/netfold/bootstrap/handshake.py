@@ -37,7 +37,7 @@ _YES, _NO = b"+", b"-"
 
 @dataclass(frozen=True)
 class Hello:
-    """Who knocks, at whose door, and what for."""
+    """Who knocks, at whose listener, and what for."""
 
     purpose: int
     token: bytes  # 16 bytes
@@ -58,7 +58,7 @@ class WrongSecret(Exception):  # noqa: N818
 
 
 def token_of(secret: bytes) -> bytes:
-    return hashlib.sha256(b"netfold door" + secret).digest()[:16]
+    return hashlib.sha256(b"netfold listener" + secret).digest()[:16]
 
 
 def knock(stream: socket.socket, hello: Hello, secret: bytes) -> Session | None:

@@ -31,17 +31,17 @@ _RETRY_S = 0.05
 _MOST_VISITS = 4096
 _MOST_REMEMBERED = 256
 
-Place = tuple[int, int, int]  # peer, lane, rail
+ConnectionKey = tuple[int, int, int]  # peer, lane, rail
 Failure = tuple[
     int, int, str
 ]  # its kind, the rank at fault (-1: nobody knows) and what befell, as native groups say it
 # (the rank that asks, its question) -> the reply, and what is done with the connection once the reply is on its way.
-Answer = Callable[[int, control_messages.Message], tuple[control_messages.Message, Callable[[socket.socket], None] | None]]
+RequestHandler = Callable[[int, control_messages.Message], tuple[control_messages.Message, Callable[[socket.socket], None] | None]]
 
 
 @dataclass
-class Resident:
-    """A rank of a group, at home behind a door. Its sockets arrive here while the group comes together."""
+class RegisteredGroup:
+    """A rank of a group, at home behind a listener. Its sockets arrive here while the group comes together."""
 
     secret: bytes
     rank: int
@@ -50,25 +50,25 @@ class Resident:
     rails: int
     security: int = 0  # of handshake.SECURITIES, for every connection
     # Answers a question from a rank of the group; on a thread of its own. Set once the group stands.
-    answer: Answer | None = None
-    arrived: dict[Place, socket.socket] = field(default_factory=dict)
-    twice: int | None = None  # a rank that came again to a place that was taken
+    handler: RequestHandler | None = None
+    accepted: dict[ConnectionKey, socket.socket] = field(default_factory=dict)
+    duplicate: int | None = None  # a rank that came again to a place that was taken
     changed: threading.Condition = field(default_factory=threading.Condition)
 
     @property
     def key(self) -> tuple[bytes, int]:
         return handshake.token_of(self.secret), self.rank
 
-    def welcome(self, place: Place, stream: socket.socket) -> None:
+    def add_connection(self, place: ConnectionKey, stream: socket.socket) -> None:
         with self.changed:
-            if place in self.arrived:
-                self.twice = place[0]
+            if place in self.accepted:
+                self.duplicate = place[0]
                 stream.close()
             else:
-                self.arrived[place] = stream
+                self.accepted[place] = stream
             self.changed.notify_all()
 
-    def expects(self, hello: Hello) -> bool:
+    def accepts(self, hello: Hello) -> bool:
         if hello.security != self.security:
             return False
         if hello.size != self.size or hello.knocker >= self.size or hello.knocker == self.rank:
@@ -78,49 +78,49 @@ class Resident:
         return hello.purpose == handshake.JOIN and hello.lane < self.lanes and hello.rail < self.rails
 
 
-class Door:
+class Listener:
     """Listens on the same port of each of some addresses."""
 
     def __init__(self, rank: int, hosts: Sequence[str], ports: range, deadline: float) -> None:
-        self._listeners = _listen(rank, hosts, ports, deadline)
-        self.port = int(self._listeners[0].getsockname()[1])
-        self.hosts = [str(listener.getsockname()[0]) for listener in self._listeners]
-        self.guests = 0  # under _doors_lock
-        self._residents: dict[tuple[bytes, int], Resident] = {}
-        self._remembered: OrderedDict[tuple[bytes, int], Resident] = OrderedDict()
+        self._sockets = _listen(rank, hosts, ports, deadline)
+        self.port = int(self._sockets[0].getsockname()[1])
+        self.hosts = [str(listener.getsockname()[0]) for listener in self._sockets]
+        self.references = 0  # under _open_listeners_lock
+        self._registered_groups: dict[tuple[bytes, int], RegisteredGroup] = {}
+        self._remembered: OrderedDict[tuple[bytes, int], RegisteredGroup] = OrderedDict()
         self._visits = 0
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._run, name="netfold door", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="netfold listener", daemon=True)
         self._thread.start()
 
-    def admit(self, resident: Resident) -> None:
-        self._residents[resident.key] = resident
+    def register(self, registered_group: RegisteredGroup) -> None:
+        self._registered_groups[registered_group.key] = registered_group
 
-    def bid_farewell(
-        self, resident: Resident, failure: Failure | None, calls: int = 0, expired: tuple[int, int] = (0, 0)
+    def deregister(
+        self, registered_group: RegisteredGroup, failure: Failure | None, calls: int = 0, expired: tuple[int, int] = (0, 0)
     ) -> None:
         """It has left, in order or after a failure; whoever asks hears that. calls: the collectives that it made;
         expired: as native groups say it."""
-        if self._residents.pop(resident.key, None) is None:
+        if self._registered_groups.pop(registered_group.key, None) is None:
             return
         reply = {"type": "ended", "failure": failure, "calls": calls, "expired": expired}
-        resident.answer = lambda _, __: (reply, None)
-        self._remembered[resident.key] = resident
+        registered_group.handler = lambda _, __: (reply, None)
+        self._remembered[registered_group.key] = registered_group
         while len(self._remembered) > _MOST_REMEMBERED:
             self._remembered.popitem(last=False)
 
     def close(self) -> None:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
-        self.close_listeners()
+        self.close_sockets()
 
-    def close_listeners(self) -> None:
-        for listener in self._listeners:
+    def close_sockets(self) -> None:
+        for listener in self._sockets:
             listener.close()
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
-        tasks = [self._loop.create_task(self._serve(listener)) for listener in self._listeners]
+        tasks = [self._loop.create_task(self._serve(listener)) for listener in self._sockets]
         self._loop.run_forever()
         pending = [*tasks, *asyncio.all_tasks(self._loop)]
         for task in pending:
@@ -134,7 +134,7 @@ class Door:
         while True:
             try:
                 stream, _ = await self._loop.sock_accept(listener)
-            except OSError:  # out of descriptors: those who come find no open door until some are free
+            except OSError:  # out of descriptors: those who come find no open listener until some are free
                 await asyncio.sleep(_RETRY_S)
                 continue
             if self._visits >= _MOST_VISITS:
@@ -154,14 +154,14 @@ class Door:
                 return
             hello, session = opened
             stream = sealed(stream, session)
-            resident = self._find(hello)
-            if resident is None:
+            registered_group = self._find(hello)
+            if registered_group is None:
                 return
             if hello.purpose == handshake.JOIN:
                 kept = True
-                resident.welcome((hello.knocker, hello.lane, hello.rail), stream)
-            elif resident.answer is not None:
-                await self._loop.run_in_executor(None, _converse, stream, resident.answer, hello.knocker)
+                registered_group.add_connection((hello.knocker, hello.lane, hello.rail), stream)
+            elif registered_group.handler is not None:
+                await self._loop.run_in_executor(None, _converse, stream, registered_group.handler, hello.knocker)
         except (OSError, EOFError, TimeoutError, asyncio.TimeoutError, control_messages.ProtocolError):
             pass  # a stranger, or a rank that gave up: the real one, if any, is still to come
         finally:
@@ -169,19 +169,19 @@ class Door:
             if not kept:
                 stream.close()
 
-    def _find(self, hello: Hello) -> Resident | None:
+    def _find(self, hello: Hello) -> RegisteredGroup | None:
         key = (hello.token, hello.at)
-        resident = self._residents.get(key)
-        if resident is None and hello.purpose == handshake.CALL:
-            resident = self._remembered.get(key)
-        return resident if resident is not None and resident.expects(hello) else None
+        registered_group = self._registered_groups.get(key)
+        if registered_group is None and hello.purpose == handshake.CALL:
+            registered_group = self._remembered.get(key)
+        return registered_group if registered_group is not None and registered_group.accepts(hello) else None
 
     def _secret_of(self, hello: Hello) -> bytes | None:
-        resident = self._find(hello)
-        return None if resident is None else resident.secret
+        registered_group = self._find(hello)
+        return None if registered_group is None else registered_group.secret
 
 
-def _converse(stream: socket.socket, answer: Answer, peer: int) -> None:
+def _converse(stream: socket.socket, answer: RequestHandler, peer: int) -> None:
     stream.settimeout(HANDSHAKE_TIMEOUT_S)
     reply, then = answer(peer, control_messages.receive(stream))
     control_messages.send(stream, reply)
@@ -228,38 +228,38 @@ def _bound(host: str, port: int) -> socket.socket:
     return listener
 
 
-_doors: dict[tuple[tuple[str, ...], range], Door] = {}
-_doors_lock = threading.Lock()
+_open_listeners: dict[tuple[tuple[str, ...], range], Listener] = {}
+_open_listeners_lock = threading.Lock()
 
 
-def open_door(rank: int, hosts: Sequence[str], ports: range, deadline: float) -> Door:
-    """This process's door on those addresses and ports, opened for the first and kept for all who ask. Give it back by
-    `leave`. Raises RendezvousError."""
+def acquire_listener(rank: int, hosts: Sequence[str], ports: range, deadline: float) -> Listener:
+    """This process's listener on those addresses and ports, opened for the first and kept for all who ask. Give it back by
+    `release_listener`. Raises RendezvousError."""
     key = (tuple(hosts), ports)
-    with _doors_lock:
-        if key not in _doors:
-            _doors[key] = Door(rank, hosts, ports, deadline)
-        _doors[key].guests += 1
-        return _doors[key]
+    with _open_listeners_lock:
+        if key not in _open_listeners:
+            _open_listeners[key] = Listener(rank, hosts, ports, deadline)
+        _open_listeners[key].references += 1
+        return _open_listeners[key]
 
 
-def leave(door: Door) -> None:
-    with _doors_lock:
-        door.guests -= 1
-        if door.guests > 0:
+def release_listener(listener: Listener) -> None:
+    with _open_listeners_lock:
+        listener.references -= 1
+        if listener.references > 0:
             return
-        for key in [key for key, each in _doors.items() if each is door]:
-            del _doors[key]
-    door.close()
+        for key in [key for key, each in _open_listeners.items() if each is listener]:
+            del _open_listeners[key]
+    listener.close()
 
 
 def _forget_in_child() -> None:
     """A child made by fork must not keep its parent's port open: others would think that the parent lives."""
-    global _doors_lock
-    _doors_lock = threading.Lock()
-    for door in _doors.values():
-        door.close_listeners()
-    _doors.clear()
+    global _open_listeners_lock
+    _open_listeners_lock = threading.Lock()
+    for listener in _open_listeners.values():
+        listener.close_sockets()
+    _open_listeners.clear()
 
 
 os.register_at_fork(after_in_child=_forget_in_child)

@@ -1,6 +1,6 @@
 """From a store to a mesh: every rank leaves its addresses, and is connected with every other.
 
-Rank i knocks at the doors (listener.py) of all ranks below it, once for each lane and rail. A connection counts only after
+Rank i knocks at the listeners (listener.py) of all ranks below it, once for each lane and rail. A connection counts only after
 both ends have proved that they know the job's secret, which rank 0 drew and left in the store (handshake.py).
 """
 
@@ -21,7 +21,7 @@ from typing import Any
 import netfold
 from netfold.bootstrap import handshake, security
 from netfold.bootstrap.addresses import Interfaces
-from netfold.bootstrap.listener import Door, Resident
+from netfold.bootstrap.listener import Listener, RegisteredGroup
 from netfold.errors import RendezvousError
 from netfold.bootstrap.handshake import JOIN, Hello
 from netfold.options import Options
@@ -198,27 +198,27 @@ class Neighbours:
 
 
 def connect_mesh(
-    store: Store, resident: Resident, door: Door, interfaces: Interfaces, deadline: float, *, fabric: str | None = None
+    store: Store, registered_group: RegisteredGroup, listener: Listener, interfaces: Interfaces, deadline: float, *, fabric: str | None = None
 ) -> tuple[Sockets, Neighbours]:
     """A socket a lane, rank and rail, and where the ranks are. Raises RendezvousError naming the ranks that did not
     come, or that are to go over another fabric."""
-    rank, size, lanes, rails = resident.rank, resident.size, resident.lanes, resident.rails
-    mine = {"at": [format_endpoint(host, door.port) for host in interfaces.hosts], "rails": rails, "fabric": fabric}
+    rank, size, lanes, rails = registered_group.rank, registered_group.size, registered_group.lanes, registered_group.rails
+    mine = {"at": [format_endpoint(host, listener.port) for host in interfaces.hosts], "rails": rails, "fabric": fabric}
     store.set(_address(rank), json.dumps(mine).encode())
     # All before the first connection: whoever cannot be of this group is known to everybody then, and at once.
-    neighbours = Neighbours(interfaces, _everybodys_endpoints(store, resident, fabric, deadline))
+    neighbours = Neighbours(interfaces, _everybodys_endpoints(store, registered_group, fabric, deadline))
     places = list(itertools.product(range(size), range(lanes), range(rails)))
     try:
         for peer, lane, rail in places:
             if peer < rank:
-                token = handshake.token_of(resident.secret)
-                hello = Hello(JOIN, token, rank, peer, size, lane, rail, resident.security)
-                resident.arrived[peer, lane, rail] = connect(neighbours, hello, resident.secret, deadline)
-        _await_arrivals(resident, {place for place in places if place[0] > rank}, deadline)
+                token = handshake.token_of(registered_group.secret)
+                hello = Hello(JOIN, token, rank, peer, size, lane, rail, registered_group.security)
+                registered_group.accepted[peer, lane, rail] = connect(neighbours, hello, registered_group.secret, deadline)
+        _await_arrivals(registered_group, {place for place in places if place[0] > rank}, deadline)
     except BaseException as error:
-        absent = sorted({place[0] for place in places if place[0] != rank and place not in resident.arrived})
-        with resident.changed:
-            for stream in resident.arrived.values():
+        absent = sorted({place[0] for place in places if place[0] != rank and place not in registered_group.accepted})
+        with registered_group.changed:
+            for stream in registered_group.accepted.values():
                 stream.close()
         if isinstance(error, TimeoutError):
             raise RendezvousError(
@@ -229,7 +229,7 @@ def connect_mesh(
             ) from None
         raise
     sockets: Sockets = [
-        [[resident.arrived[peer, lane, rail] for rail in range(rails)] if peer != rank else [] for peer in range(size)]
+        [[registered_group.accepted[peer, lane, rail] for rail in range(rails)] if peer != rank else [] for peer in range(size)]
         for lane in range(lanes)
     ]
     for row in itertools.chain.from_iterable(sockets):
@@ -253,18 +253,18 @@ def _address(rank: int) -> str:
 
 
 def _everybodys_endpoints(
-    store: Store, resident: Resident, fabric: str | None, deadline: float
+    store: Store, registered_group: RegisteredGroup, fabric: str | None, deadline: float
 ) -> list[list[tuple[str, int]]]:
     """By rank; none of our own. RendezvousError that names who is absent, gave up, or is to go another way."""
-    others = [peer for peer in range(resident.size) if peer != resident.rank]
-    endpoints: list[list[tuple[str, int]]] = [[] for _ in range(resident.size)]
+    others = [peer for peer in range(registered_group.size) if peer != registered_group.rank]
+    endpoints: list[list[tuple[str, int]]] = [[] for _ in range(registered_group.size)]
     try:
         for peer in others:
-            endpoints[peer] = _endpoints(json.loads(store.get(_address(peer), _left(deadline))), resident, peer, fabric)
+            endpoints[peer] = _endpoints(json.loads(store.get(_address(peer), _left(deadline))), registered_group, peer, fabric)
     except TimeoutError:
         absent = [peer for peer in others if not endpoints[peer] and not _is_there(store, _address(peer))]
         raise RendezvousError(
-            f"rank {resident.rank}: rank {', '.join(map(str, absent))} of {resident.size} did not come in time; did "
+            f"rank {registered_group.rank}: rank {', '.join(map(str, absent))} of {registered_group.size} did not come in time; did "
             "every rank start, and does each reach the store that they meet by?",
             rank=absent[0] if absent else None,
         ) from None
@@ -279,18 +279,18 @@ def _is_there(store: Store, key: str) -> bool:
     return True
 
 
-def _endpoints(theirs: dict[str, Any], resident: Resident, peer: int, fabric: str | None) -> list[tuple[str, int]]:
+def _endpoints(theirs: dict[str, Any], registered_group: RegisteredGroup, peer: int, fabric: str | None) -> list[tuple[str, int]]:
     if "gave_up" in theirs:
         raise RendezvousError(f"rank {peer} could not join; it said: {theirs['gave_up']}", rank=peer)
     if theirs["fabric"] != fabric:
         raise RendezvousError(
-            f"rank {peer} is to go over {_way(theirs['fabric'])}, rank {resident.rank} over {_way(fabric)}: every rank "
+            f"rank {peer} is to go over {_way(theirs['fabric'])}, rank {registered_group.rank} over {_way(fabric)}: every rank "
             "needs the same (NETFOLD_TRANSPORT)",
             rank=peer,
         )
-    if theirs["rails"] != resident.rails:
+    if theirs["rails"] != registered_group.rails:
         raise RendezvousError(
-            f"rank {peer} names {theirs['rails']} interfaces, rank {resident.rank} {resident.rails}: every rank needs "
+            f"rank {peer} names {theirs['rails']} interfaces, rank {registered_group.rank} {registered_group.rails}: every rank needs "
             "as many (NETFOLD_INTERFACE)",
             rank=peer,
         )
@@ -301,20 +301,20 @@ def _way(fabric: str | None) -> str:
     return "TCP" if fabric is None else "MPI" if fabric == "mpi" else f"the fabric {fabric}"
 
 
-def _await_arrivals(resident: Resident, places: set[tuple[int, int, int]], deadline: float) -> None:
-    with resident.changed:
-        while resident.twice is None and not places <= resident.arrived.keys():
-            resident.changed.wait(_left(deadline))
-    if resident.twice is not None:
+def _await_arrivals(registered_group: RegisteredGroup, places: set[tuple[int, int, int]], deadline: float) -> None:
+    with registered_group.changed:
+        while registered_group.duplicate is None and not places <= registered_group.accepted.keys():
+            registered_group.changed.wait(_left(deadline))
+    if registered_group.duplicate is not None:
         raise RendezvousError(
-            f"rank {resident.twice} connected to rank {resident.rank} twice: two processes were started with the same "
+            f"rank {registered_group.duplicate} connected to rank {registered_group.rank} twice: two processes were started with the same "
             "rank",
-            rank=resident.twice,
+            rank=registered_group.duplicate,
         )
 
 
 def connect(neighbours: Neighbours, hello: Hello, secret: bytes, deadline: float) -> socket.socket:
-    """A connection to a rank's door that both ends have proved, over the first of its addresses that leads there.
+    """A connection to a rank's listener that both ends have proved, over the first of its addresses that leads there.
 
     Raises RendezvousError when nobody listens there any more, or somebody else does; TimeoutError at the deadline.
     """

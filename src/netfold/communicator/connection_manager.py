@@ -1,7 +1,7 @@
 """What a group's ranks do for each other beside its operations: make broken connections again, and tell what they do.
 
 One thread a process sleeps until the engine has news: a connection broke, or an operation waits longer than usual. Each
-piece of news is looked into on a thread of its own, by way of the other ranks' doors:
+piece of news is looked into on a thread of its own, by way of the other ranks' listeners:
 
     broken  the rank that had connected knocks again and both go on from where the other stands; the other pokes it. Who
             finds no such group there, or nobody, or no way in time, gives the connection up, with that as the reason.
@@ -26,7 +26,7 @@ from typing import Any
 from netfold.switch_protocol import control_messages
 from netfold._native import engine
 from netfold.bootstrap import handshake, rendezvous
-from netfold.bootstrap.listener import Answer, Resident
+from netfold.bootstrap.listener import RequestHandler, RegisteredGroup
 from netfold.errors import RendezvousError
 from netfold.bootstrap.handshake import CALL, Hello
 from netfold.bootstrap.rendezvous import Neighbours
@@ -51,13 +51,13 @@ class Ward:
     """One end of a group, under care."""
 
     native: Any
-    resident: Resident
+    registered_group: RegisteredGroup
     neighbours: Neighbours
     reconnect_s: float
     over: threading.Event = field(default_factory=threading.Event)
     lock: threading.Lock = field(default_factory=threading.Lock)
     # What else other ranks may ask (recovery.py), by type.
-    questions: dict[str, Answer] = field(default_factory=dict)
+    questions: dict[str, RequestHandler] = field(default_factory=dict)
     mending: set[tuple[int, int, int, int]] = field(default_factory=set)  # lane, peer, rail, mends before
     # Set when this rank closes the group: the failure before that, in a tuple of one.
     _left_with: tuple[Any] | None = None
@@ -74,20 +74,20 @@ class Ward:
 
     @property
     def rank(self) -> int:
-        return self.resident.rank
+        return self.registered_group.rank
 
     def call(self, peer: int, rail: int, message: control_messages.Message, timeout_s: float) -> tuple[Any, control_messages.Message]:
-        """Ask a rank's door; the connection, and the reply. RendezvousError, TimeoutError, OSError, EOFError."""
+        """Ask a rank's listener; the connection, and the reply. RendezvousError, TimeoutError, OSError, EOFError."""
         hello = Hello(
             CALL,
-            handshake.token_of(self.resident.secret),
+            handshake.token_of(self.registered_group.secret),
             self.rank,
             peer,
-            self.resident.size,
+            self.registered_group.size,
             rail=rail,
-            security=self.resident.security,
+            security=self.registered_group.security,
         )
-        stream = rendezvous.connect(self.neighbours, hello, self.resident.secret, time.monotonic() + timeout_s)
+        stream = rendezvous.connect(self.neighbours, hello, self.registered_group.secret, time.monotonic() + timeout_s)
         try:
             stream.settimeout(timeout_s)
             control_messages.send(stream, message)
@@ -97,7 +97,7 @@ class Ward:
             raise
 
     def answer(self, peer: int, question: control_messages.Message) -> tuple[control_messages.Message, Any]:
-        """What this rank says to another's question (door.Answer)."""
+        """What this rank says to another's question (listener.RequestHandler)."""
         if question["type"] in self.questions:
             return self.questions[question["type"]](peer, question)
         if question["type"] == "ask":
@@ -120,7 +120,7 @@ class Ward:
             return {"type": "ended", "failure": failure, "expired": self.native.expired}, None
 
         def go_on(stream: Any) -> None:
-            # The door closes its own end of the descriptor.
+            # The listener closes its own end of the descriptor.
             secrets = mesh_secrets(stream)
             end = os.dup(stream.fileno())
             if self.native.reconnect(lane, peer, rail, broken[1], end, question["received"], secrets):
@@ -236,7 +236,7 @@ class Ward:
 
         The others are asked, too, or of many some: one that has failed is heard of although nothing of it is missing.
         """
-        others = [rank for rank in range(self.resident.size) if rank != self.rank and rank not in ranks]
+        others = [rank for rank in range(self.registered_group.size) if rank != self.rank and rank not in ranks]
         random.shuffle(others)
         seen = self.ask([*ranks, *others], sequence)
         mine = self.native.recent_call(sequence)
@@ -295,7 +295,7 @@ class _Caretaker:
             self._wards[group] = ward
             if not self._threads and not self._stopping:
                 self._start(self._run)
-        ward.resident.answer = ward.answer
+        ward.registered_group.handler = ward.answer
 
     def let_go(self, group: int) -> None:
         with self._lock:

@@ -22,7 +22,7 @@ from netfold.communicator import connection_manager
 from netfold.bootstrap.addresses import interface_of, own_interfaces
 from netfold.communicator.capacity_watch import CapacityWatch
 from netfold.communicator.connection_manager import Ward
-from netfold.bootstrap.listener import Resident, leave, open_door
+from netfold.bootstrap.listener import RegisteredGroup, release_listener, acquire_listener
 from netfold.errors import NetfoldError, RendezvousError, WaitTimeout, error_of
 from netfold.communicator.membership import Membership, ask_way_up, join_for_host
 from netfold.bootstrap.shm_discovery import Node, find_nodes
@@ -115,17 +115,17 @@ class Group:
             self._no_switch = job.no_switch
             lanes = _LANES + len(switches)
             security = SECURITIES.index(job.security)
-            self._resident = Resident(job.secret, rank, size, lanes, interfaces.rails, security)
-            self._door = door = open_door(rank, interfaces.hosts, options.port_range(), deadline)
+            self._registered_group = RegisteredGroup(job.secret, rank, size, lanes, interfaces.rails, security)
+            self._listener = listener = acquire_listener(rank, interfaces.hosts, options.port_range(), deadline)
         except BaseException as error:
             rendezvous.give_up(store, rank, str(error) or type(error).__name__)
             raise
         sockets: rendezvous.Sockets = []
         node: Node | None = None
         try:
-            door.admit(self._resident)
+            listener.register(self._registered_group)
             sockets, neighbours = rendezvous.connect_mesh(
-                store, self._resident, door, interfaces, deadline, fabric=options.fabric
+                store, self._registered_group, listener, interfaces, deadline, fabric=options.fabric
             )
             streams = rendezvous.first_rail(sockets[0])
             on_this_host = 1 + sum(_is_here(stream) for stream in streams if stream is not None)
@@ -215,8 +215,8 @@ class Group:
             rendezvous.close_all(sockets)
             if node is not None:
                 node.close()
-            door.bid_farewell(self._resident, (engine.FAILURES.index("system"), -1, "it could not join"))
-            leave(door)
+            listener.deregister(self._registered_group, (engine.FAILURES.index("system"), -1, "it could not join"))
+            release_listener(listener)
             raise
         self._switch = job.switch
         # Which ranks are reached over which interface, in words.
@@ -250,7 +250,7 @@ class Group:
         if node is not None:
             self._native.share(node.position, list(node.ranks), node.segments, node.bells, node.links, self.peer_memory)
             log.debug("rank %d of %d: %s", rank, size, self._single_copy)
-        self._ward = Ward(self._native, self._resident, neighbours, float(options.reconnect_s or 0))
+        self._ward = Ward(self._native, self._registered_group, neighbours, float(options.reconnect_s or 0))
         native = self._native
         watch = CapacityWatch(lambda: native.shares, rank=rank, ends=ends, switch=job.switch or "")
         for number, (switch, joined) in enumerate(zip(switches, memberships, strict=bool(memberships))):
@@ -287,8 +287,8 @@ class Group:
             "rank %d of %d listens on %s, port %d; %s; all_reduce: %s",
             rank,
             size,
-            ", ".join(door.hosts),
-            door.port,
+            ", ".join(listener.hosts),
+            listener.port,
             "; ".join([*used, *_secured(job.security), *(f"not used: {failed}" for failed in neighbours.failed)]),
             self.why("all_reduce", 1 << 24),
         )
@@ -611,9 +611,9 @@ class Group:
         for recovery in self.recoveries:
             recovery.close(why, fault)
         connection_manager.let_go(self._id)
-        self._door.bid_farewell(self._resident, failure, self.collectives_submitted, self._native.expired)
+        self._listener.deregister(self._registered_group, failure, self.collectives_submitted, self._native.expired)
         engine.remove_group(self._native)
-        leave(self._door)
+        release_listener(self._listener)
 
     def _fail(self, kind: str, rank: int, text: str) -> None:
         self._native.fail(engine.FAILURES.index(kind), rank, text)

@@ -1,6 +1,6 @@
 """A switch that is lost costs no step: what the ranks say to each other about it, and how they find it again.
 
-The rank that joined first leads. All go by the other ranks' doors, so it does not matter what a rank is doing:
+The rank that joined first leads. All go by the other ranks' listeners, so it does not matter what a rank is doing:
 
     lost      a rank tells the leader that the switch is gone, from the membership of that `generation`
     freeze    the leader asks all: from here on a rank takes nothing more from the switch, and says which results it has
@@ -40,7 +40,7 @@ from netfold.switch_protocol import control_messages
 from netfold._native import engine
 from netfold.communicator import recovery_machine as machine
 from netfold.communicator.connection_manager import Ward
-from netfold.bootstrap.listener import Answer
+from netfold.bootstrap.listener import RequestHandler
 from netfold.errors import RendezvousError, SwitchError
 from netfold.communicator.membership import Membership
 from netfold.communicator.recovery_machine import Action, Have, Message, RecoveryMachine
@@ -117,7 +117,7 @@ class Recovery:
         )
         self._began: dict[int, tuple[float, str]] = {}  # of losses: when, and what this rank did
         self._pid = os.getpid()
-        questions: dict[str, Answer] = {
+        questions: dict[str, RequestHandler] = {
             **{kind: partial(self._hear, kind) for kind in _MESSAGES},
             "kept": self._give,
             "way up": self._say_way_up,
