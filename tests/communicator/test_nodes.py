@@ -20,7 +20,7 @@ from netfold import Communicator, FileStore, Options
 from netfold.switch_protocol import control_messages
 from netfold.communicator import RendezvousError
 from netfold.bootstrap import shm_discovery as discovery
-from netfold.bootstrap.shm_discovery import find_nodes
+from netfold.bootstrap.shm_discovery import discover_nodes
 
 pytestmark = pytest.mark.native
 
@@ -109,7 +109,7 @@ def test_a_rank_that_leaves_meanwhile_is_named(rank: int, steps: int) -> None:
             if steps > 1 and peer > rank:
                 theirs.sendall(b"\1" if steps == 2 else b"\0")  # whether it will connect
         with pytest.raises(RendezvousError, match=f"rank {rank}: rank {peer} (left|did not answer in time)") as found:
-            find_nodes(rank, 2, [None, mine] if peer else [mine, None], enabled=True, deadline=time.monotonic() + 1)
+            discover_nodes(rank, 2, [None, mine] if peer else [mine, None], enabled=True, deadline=time.monotonic() + 1)
     assert found.value.rank == peer
 
 
@@ -123,7 +123,7 @@ def test_an_unauthenticated_peer_that_says_nothing_is_left_alone(
 
     def find(rank: int) -> None:
         sockets = [None, streams[0]] if rank == 0 else [streams[1], None]
-        found[rank], node = find_nodes(rank, 2, sockets, enabled=True, deadline=time.monotonic() + 60)
+        found[rank], node = discover_nodes(rank, 2, sockets, enabled=True, deadline=time.monotonic() + 60)
         assert node is not None
         node.close()
 

@@ -93,14 +93,14 @@ def test_ranks_that_name_different_numbers_of_interfaces_say_so() -> None:
 def hello(
     purpose: int = 1,
     token: bytes = TOKEN,
-    knocker: int = 1,
+    initiator: int = 1,
     at: int = 0,
     size: int = 3,
     lane: int = 0,
     rail: int = 0,
     security: int = 0,
 ) -> bytes:
-    said = purpose, token, knocker, at, size, lane, rail, security
+    said = purpose, token, initiator, at, size, lane, rail, security
     return struct.pack(">8sB16sIIIBBB32s", b"netfold4", *said, bytes(32))
 
 
@@ -110,9 +110,9 @@ STRANGERS: dict[str, list[bytes]] = {
     "sends half a hello": [b"netfold4\x00\x00"],
     "claims a rank but knows no secret": [hello(), bytes(32)],
     "asks what a rank does but knows no secret": [hello(purpose=2), bytes(32)],
-    "claims a rank that does not exist": [hello(knocker=9)],
+    "claims a rank that does not exist": [hello(initiator=9)],
     "asks for a rank that is not here": [hello(at=2)],
-    "claims to be the rank it talks to": [hello(knocker=0)],
+    "claims to be the rank it talks to": [hello(initiator=0)],
     "is of a group of another size": [hello(size=7)],
     "is of another group": [hello(token=bytes(16))],
     "asks for a lane that does not exist": [hello(lane=LANES)],
@@ -180,7 +180,7 @@ def _forward(rank: int, size: int, folder: str) -> Any:
     with socket.create_connection(_address_of_rank_0(folder), 5) as stream:
         stream.sendall(said)
         answer = stream.recv(65, socket.MSG_WAITALL)
-        proof = hmac.new(SECRET, b"open" + said + answer[1:33], hashlib.sha256).digest()
+        proof = hmac.new(SECRET, b"accept" + said + answer[1:33], hashlib.sha256).digest()
         assert hmac.compare_digest(answer[33:], proof)
         stream.sendall(proof)
         stream.settimeout(5)

@@ -50,12 +50,12 @@ def control_message(data: bytes) -> None:
 
 def handshake(data: bytes) -> None:
     """What a stranger says to a listener, and then hangs up."""
-    from netfold.bootstrap.handshake import Hello, open_to
+    from netfold.bootstrap.handshake import Hello, accept
 
     async def opened() -> Hello | None:
         stream.setblocking(False)
         try:
-            return await asyncio.wait_for(open_to(stream, lambda hello: b"s" * 32 if hello.size else None), ANSWER_S)
+            return await asyncio.wait_for(accept(stream, lambda hello: b"s" * 32 if hello.size else None), ANSWER_S)
         except (EOFError, OSError):
             return None
 

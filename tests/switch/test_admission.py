@@ -248,7 +248,7 @@ GARBAGE: dict[str, bytes] = {
 }
 
 
-def knock(address: tuple[str, int], words: bytes) -> None:
+def send_raw(address: tuple[str, int], words: bytes) -> None:
     """Say it and wait for the switch to hang up, or for a while."""
     with socket.create_connection(address, 5) as stream:
         stream.sendall(words)
@@ -288,7 +288,7 @@ def test_garbage_at_the_control_port_is_dropped_and_a_running_job_goes_on() -> N
             try:
                 assert began.wait(seconds(10))
                 for name, words in GARBAGE.items():
-                    knock(switch.address, words)
+                    send_raw(switch.address, words)
                     assert switch.process.poll() is None, f"the switch died of {name}"
                 serves(switch)  # a second job finds its place
             finally:

@@ -272,14 +272,14 @@ def _receives(stream: Any, expected: bytes) -> Callable[[int], bool]:
     return receives
 
 
-def as_streams(lane: Sequence[Any], sockets: Sequence[socket.socket | None], provider: str) -> list[Talk | None]:
+def as_streams(lane: Sequence[Any], sockets: Sequence[socket.socket | None], provider: str) -> list[FabricByteStream | None]:
     """By rank: what ranks speak over before the native floor takes the streams."""
     return [
-        None if beside is None else Talk(stream, beside, provider) for stream, beside in zip(lane, sockets, strict=True)
+        None if beside is None else FabricByteStream(stream, beside, provider) for stream, beside in zip(lane, sockets, strict=True)
     ]
 
 
-class Talk:
+class FabricByteStream:
     """A stream as the socket that the probe speaks over."""
 
     def __init__(self, stream: Any, beside: socket.socket, provider: str) -> None:

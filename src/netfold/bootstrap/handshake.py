@@ -41,19 +41,19 @@ class Hello:
 
     purpose: int
     token: bytes  # 16 bytes
-    knocker: int
-    at: int
+    initiator: int
+    target: int
     size: int
     lane: int = 0
     rail: int = 0
     security: int = 0  # of SECURITIES, of all that is said after the handshake
 
 
-class NotAtHome(Exception):  # noqa: N818 - what it says is who is there
+class GroupNotFoundError(Exception):
     """Somebody answered, and knows no such group or rank."""
 
 
-class WrongSecret(Exception):  # noqa: N818
+class WrongSecretError(Exception):
     """Who answered does not know the group's secret."""
 
 
@@ -61,7 +61,7 @@ def token_of(secret: bytes) -> bytes:
     return hashlib.sha256(b"netfold listener" + secret).digest()[:16]
 
 
-def knock(stream: socket.socket, hello: Hello, secret: bytes) -> Session | None:
+def initiate(stream: socket.socket, hello: Hello, secret: bytes) -> Session | None:
     """The connecting side, blocking under the socket's timeout; None where the security is none.
 
     EOFError or OSError when the other goes away.
@@ -70,8 +70,8 @@ def knock(stream: socket.socket, hello: Hello, secret: bytes) -> Session | None:
         _MAGIC,
         hello.purpose,
         hello.token,
-        hello.knocker,
-        hello.at,
+        hello.initiator,
+        hello.target,
         hello.size,
         hello.lane,
         hello.rail,
@@ -80,17 +80,17 @@ def knock(stream: socket.socket, hello: Hello, secret: bytes) -> Session | None:
     )
     stream.sendall(said)
     if receive_exactly(stream, 1) != _YES:
-        raise NotAtHome
+        raise GroupNotFoundError
     nonce = receive_exactly(stream, _NONCE_BYTES)
-    if not hmac.compare_digest(receive_exactly(stream, _PROOF_BYTES), _proof(secret, b"open", said, nonce)):
-        raise WrongSecret
-    stream.sendall(_proof(secret, b"knock", said, nonce))
+    if not hmac.compare_digest(receive_exactly(stream, _PROOF_BYTES), _proof(secret, b"accept", said, nonce)):
+        raise WrongSecretError
+    stream.sendall(_proof(secret, b"initiate", said, nonce))
     if receive_exactly(stream, 1) != _YES:  # else we would count a connection that the other has given up
-        raise NotAtHome
-    return _session(secret, said, nonce, hello.security, ours=b"knock", theirs=b"open")
+        raise GroupNotFoundError
+    return _session(secret, said, nonce, hello.security, ours=b"initiate", theirs=b"accept")
 
 
-async def open_to(
+async def accept(
     stream: socket.socket, secret_of: Callable[[Hello], bytes | None]
 ) -> tuple[Hello, Session | None] | None:
     """The accepting side, of a non-blocking socket; None for a stranger. `secret_of` says whether somebody is in."""
@@ -105,12 +105,12 @@ async def open_to(
         await loop.sock_sendall(stream, _NO)
         return None
     nonce = secrets.token_bytes(_NONCE_BYTES)
-    await loop.sock_sendall(stream, _YES + nonce + _proof(secret, b"open", said, nonce))
+    await loop.sock_sendall(stream, _YES + nonce + _proof(secret, b"accept", said, nonce))
     proof = await _exactly(lambda count: loop.sock_recv(stream, count), _PROOF_BYTES)
-    if not hmac.compare_digest(proof, _proof(secret, b"knock", said, nonce)):
+    if not hmac.compare_digest(proof, _proof(secret, b"initiate", said, nonce)):
         return None
     await loop.sock_sendall(stream, _YES)
-    return hello, _session(secret, said, nonce, hello.security, ours=b"open", theirs=b"knock")
+    return hello, _session(secret, said, nonce, hello.security, ours=b"accept", theirs=b"initiate")
 
 
 async def _exactly(receive: Callable[[int], Awaitable[bytes]], count: int) -> bytes:
@@ -141,7 +141,7 @@ def _session(secret: bytes, said: bytes, nonce: bytes, security: int, *, ours: b
     def secrets_of(speaker: bytes) -> Secrets:
         return name, secret_of(speaker, ours), secret_of(speaker, theirs)
 
-    return Session(talk=secrets_of(b"talk"), mesh=secrets_of(b"mesh"))
+    return Session(control=secrets_of(b"control"), mesh=secrets_of(b"mesh"))
 
 
 def _proof(secret: bytes, side: bytes, said: bytes, nonce: bytes) -> bytes:

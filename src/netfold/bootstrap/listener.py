@@ -22,7 +22,7 @@ from netfold.switch_protocol import control_messages
 from netfold.bootstrap import handshake
 from netfold.errors import RendezvousError
 from netfold.bootstrap.handshake import Hello
-from netfold.bootstrap.secure_stream import sealed
+from netfold.bootstrap.secure_stream import secure_stream
 from netfold.switch_protocol.control_messages import format_endpoint
 
 # A stranger keeps a visit open for no longer than this.
@@ -71,7 +71,7 @@ class RegisteredGroup:
     def accepts(self, hello: Hello) -> bool:
         if hello.security != self.security:
             return False
-        if hello.size != self.size or hello.knocker >= self.size or hello.knocker == self.rank:
+        if hello.size != self.size or hello.initiator >= self.size or hello.initiator == self.rank:
             return False
         if hello.purpose == handshake.CALL:
             return True
@@ -149,19 +149,19 @@ class Listener:
         kept = False
         try:
             stream.setblocking(False)
-            opened = await asyncio.wait_for(handshake.open_to(stream, self._secret_of), HANDSHAKE_TIMEOUT_S)
+            opened = await asyncio.wait_for(handshake.accept(stream, self._secret_of), HANDSHAKE_TIMEOUT_S)
             if opened is None:
                 return
             hello, session = opened
-            stream = sealed(stream, session)
+            stream = secure_stream(stream, session)
             registered_group = self._find(hello)
             if registered_group is None:
                 return
             if hello.purpose == handshake.JOIN:
                 kept = True
-                registered_group.add_connection((hello.knocker, hello.lane, hello.rail), stream)
+                registered_group.add_connection((hello.initiator, hello.lane, hello.rail), stream)
             elif registered_group.handler is not None:
-                await self._loop.run_in_executor(None, _converse, stream, registered_group.handler, hello.knocker)
+                await self._loop.run_in_executor(None, _converse, stream, registered_group.handler, hello.initiator)
         except (OSError, EOFError, TimeoutError, asyncio.TimeoutError, control_messages.ProtocolError):
             pass  # a stranger, or a rank that gave up: the real one, if any, is still to come
         finally:
@@ -170,7 +170,7 @@ class Listener:
                 stream.close()
 
     def _find(self, hello: Hello) -> RegisteredGroup | None:
-        key = (hello.token, hello.at)
+        key = (hello.token, hello.target)
         registered_group = self._registered_groups.get(key)
         if registered_group is None and hello.purpose == handshake.CALL:
             registered_group = self._remembered.get(key)

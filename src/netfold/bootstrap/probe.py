@@ -44,7 +44,7 @@ _measured: dict[frozenset[str], Link] = {}
 _local: tuple[float, float] | None = None
 
 
-class Speaker(Protocol):
+class ByteStream(Protocol):
     """What of a socket is used here."""
 
     def settimeout(self, seconds: float, /) -> None: ...
@@ -76,7 +76,7 @@ class Choice:
 
 
 def agree(
-    sockets: Sequence[Speaker | None],
+    sockets: Sequence[ByteStream | None],
     rank: int,
     topology: Topology,
     build: Callable[[Links], ChoiceTable],
@@ -114,7 +114,7 @@ def agree(
         ) from None
 
 
-def _follow(leader: Speaker) -> Choice:
+def _follow(leader: ByteStream) -> Choice:
     leader.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     while True:
         kind, size = _FRAME.unpack(receive_exactly(leader, _FRAME.size))
@@ -126,7 +126,7 @@ def _follow(leader: Speaker) -> Choice:
         leader.sendall(data[:1])
 
 
-def _measure(streams: dict[int, Speaker], peer: int, rails: int) -> Links:
+def _measure(streams: dict[int, ByteStream], peer: int, rails: int) -> Links:
     memory_bytes_per_s, reduce_bytes_per_s = _local_rates()
     links = replace(
         DEFAULT_LINKS,
@@ -144,7 +144,7 @@ def _measure(streams: dict[int, Speaker], peer: int, rails: int) -> Links:
     return replace(links, network=replace(network, bytes_per_s=network.bytes_per_s * rails))
 
 
-def _ping(stream: Speaker) -> list[tuple[int, float]]:
+def _ping(stream: ByteStream) -> list[tuple[int, float]]:
     """(bytes, seconds one way): there with the bytes, back with one."""
     stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     samples: list[tuple[int, float]] = []
@@ -168,7 +168,7 @@ def _ping(stream: Speaker) -> list[tuple[int, float]]:
     return samples
 
 
-def _turn(stream: Speaker, size: int) -> float:
+def _turn(stream: ByteStream, size: int) -> float:
     message = _FRAME.pack(_PING, size) + bytes(size)
     sent = time.perf_counter()
     stream.sendall(message)

@@ -25,7 +25,7 @@ from netfold.bootstrap.listener import Listener, RegisteredGroup
 from netfold.errors import RendezvousError
 from netfold.bootstrap.handshake import JOIN, Hello
 from netfold.options import Options
-from netfold.bootstrap.secure_stream import sealed
+from netfold.bootstrap.secure_stream import secure_stream
 from netfold.bootstrap.store import PrefixStore, Store
 from netfold.switch_protocol.control_messages import format_endpoint, parse_endpoint, switches_of
 from netfold.tuning import check_words
@@ -115,7 +115,7 @@ def agree(store: Store, rank: int, size: int, options: Options, deadline: float)
             "probe": options.probe == "on",
         }
         drawn = bytes.fromhex(str(job["secret"]))
-        job["check"] = security.check_of(security.job_secret(drawn, options.secret_file))
+        job["check"] = security.digest_of(security.job_secret(drawn, options.secret_file))
         store.set("job", json.dumps(job).encode())
     try:
         read = json.loads(store.get("job", _left(deadline)))
@@ -140,7 +140,7 @@ def agree(store: Store, rank: int, size: int, options: Options, deadline: float)
             rank=rank,
         )
     secret = security.job_secret(bytes.fromhex(read["secret"]), options.secret_file)
-    if security.check_of(secret) != read["check"]:
+    if security.digest_of(secret) != read["check"]:
         raise RendezvousError(
             f"rank {rank} has another secret than rank 0: every rank needs the same NETFOLD_SECRET_FILE, or none has "
             "one",
@@ -170,7 +170,7 @@ def agree(store: Store, rank: int, size: int, options: Options, deadline: float)
 
 
 @dataclass
-class Neighbours:
+class PeerAddresses:
     """Where the other ranks listen, and which of their addresses has been found to lead there."""
 
     interfaces: Interfaces
@@ -178,7 +178,7 @@ class Neighbours:
     used: dict[tuple[int, int], tuple[str, int]] = field(default_factory=dict)  # by rank and rail
     failed: list[str] = field(default_factory=list)  # what was tried in vain, in words
 
-    def to_try(self, peer: int, rail: int) -> list[tuple[str, int]]:
+    def candidates(self, peer: int, rail: int) -> list[tuple[str, int]]:
         """In order: what led there before, or leads to others; of named interfaces only the rail's own at first."""
         endpoints = self.endpoints[peer]
         if (peer, rail) in self.used:
@@ -189,7 +189,7 @@ class Neighbours:
         places = {self.endpoints[other].index(used) for (other, _), used in self.used.items()}
         return sorted(endpoints, key=lambda each: endpoints.index(each) not in places)
 
-    def note(self, errors: Iterable[str]) -> None:
+    def record_failures(self, errors: Iterable[str]) -> None:
         self.failed.extend(error for error in dict.fromkeys(errors) if error not in self.failed)
 
     def source(self, rail: int) -> tuple[str, int] | None:
@@ -199,21 +199,21 @@ class Neighbours:
 
 def connect_mesh(
     store: Store, registered_group: RegisteredGroup, listener: Listener, interfaces: Interfaces, deadline: float, *, fabric: str | None = None
-) -> tuple[Sockets, Neighbours]:
+) -> tuple[Sockets, PeerAddresses]:
     """A socket a lane, rank and rail, and where the ranks are. Raises RendezvousError naming the ranks that did not
     come, or that are to go over another fabric."""
     rank, size, lanes, rails = registered_group.rank, registered_group.size, registered_group.lanes, registered_group.rails
     mine = {"at": [format_endpoint(host, listener.port) for host in interfaces.hosts], "rails": rails, "fabric": fabric}
     store.set(_address(rank), json.dumps(mine).encode())
     # All before the first connection: whoever cannot be of this group is known to everybody then, and at once.
-    neighbours = Neighbours(interfaces, _everybodys_endpoints(store, registered_group, fabric, deadline))
+    peer_addresses = PeerAddresses(interfaces, _everybodys_endpoints(store, registered_group, fabric, deadline))
     places = list(itertools.product(range(size), range(lanes), range(rails)))
     try:
         for peer, lane, rail in places:
             if peer < rank:
                 token = handshake.token_of(registered_group.secret)
                 hello = Hello(JOIN, token, rank, peer, size, lane, rail, registered_group.security)
-                registered_group.accepted[peer, lane, rail] = connect(neighbours, hello, registered_group.secret, deadline)
+                registered_group.accepted[peer, lane, rail] = connect(peer_addresses, hello, registered_group.secret, deadline)
         _await_arrivals(registered_group, {place for place in places if place[0] > rank}, deadline)
     except BaseException as error:
         absent = sorted({place[0] for place in places if place[0] != rank and place not in registered_group.accepted})
@@ -224,7 +224,7 @@ def connect_mesh(
             raise RendezvousError(
                 f"rank {rank}: rank {', '.join(map(str, absent))} of {size} did not connect in time; did every rank "
                 f"start, and does {', '.join(interfaces.hosts)} reach their hosts (NETFOLD_INTERFACE, NETFOLD_PORTS)?"
-                f"{_tried(neighbours)}",
+                f"{_tried(peer_addresses)}",
                 rank=absent[0] if absent else None,
             ) from None
         raise
@@ -235,14 +235,14 @@ def connect_mesh(
     for row in itertools.chain.from_iterable(sockets):
         for stream in row:
             stream.settimeout(_left(deadline))
-    return sockets, neighbours
+    return sockets, peer_addresses
 
 
-def _tried(neighbours: Neighbours) -> str:
-    return f" Tried in vain: {'; '.join(neighbours.failed)}." if neighbours.failed else ""
+def _tried(peer_addresses: PeerAddresses) -> str:
+    return f" Tried in vain: {'; '.join(peer_addresses.failed)}." if peer_addresses.failed else ""
 
 
-def give_up(store: Store, rank: int, why: str) -> None:
+def publish_failure(store: Store, rank: int, why: str) -> None:
     """Tell the ranks that wait for this one's addresses that there will be none."""
     with contextlib.suppress(Exception):  # who cannot be told finds out by waiting
         store.set(_address(rank), json.dumps({"gave_up": why}).encode())
@@ -313,26 +313,26 @@ def _await_arrivals(registered_group: RegisteredGroup, places: set[tuple[int, in
         )
 
 
-def connect(neighbours: Neighbours, hello: Hello, secret: bytes, deadline: float) -> socket.socket:
+def connect(peer_addresses: PeerAddresses, hello: Hello, secret: bytes, deadline: float) -> socket.socket:
     """A connection to a rank's listener that both ends have proved, over the first of its addresses that leads there.
 
     Raises RendezvousError when nobody listens there any more, or somebody else does; TimeoutError at the deadline.
     """
-    peer, rail = hello.at, hello.rail
+    peer, rail = hello.target, hello.rail
     while True:
         errors: list[str] = []
         final = 0  # errors that time will not mend
-        for host, port in neighbours.to_try(peer, rail):
+        for host, port in peer_addresses.candidates(peer, rail):
             where = format_endpoint(host, port)
             try:
-                stream = _try(neighbours, hello, secret, (host, port), deadline)
+                stream = _try(peer_addresses, hello, secret, (host, port), deadline)
             except ConnectionRefusedError:
                 final += 1
                 errors.append(f"rank {peer} is not listening on {where} any more; it died or gave up")
-            except handshake.NotAtHome:
+            except handshake.GroupNotFoundError:
                 final += 1
                 errors.append(f"who listens on {where} is not rank {peer} of this group")
-            except handshake.WrongSecret:
+            except handshake.WrongSecretError:
                 final += 1
                 errors.append(
                     f"who listens on {where} is not rank {peer} of this job: it does not know the job's secret"
@@ -345,29 +345,29 @@ def connect(neighbours: Neighbours, hello: Hello, secret: bytes, deadline: float
             except OSError as error:
                 # A link that is down may come back; one that never was there will not.
                 final += hello.purpose == JOIN and error.errno in _NO_WAY
-                errors.append(f"rank {hello.knocker} cannot reach rank {peer} at {where}: {error} (NETFOLD_INTERFACE)")
+                errors.append(f"rank {hello.initiator} cannot reach rank {peer} at {where}: {error} (NETFOLD_INTERFACE)")
             else:
-                neighbours.used[peer, rail] = (host, port)
-                neighbours.note(errors)
+                peer_addresses.used[peer, rail] = (host, port)
+                peer_addresses.record_failures(errors)
                 return stream
         if final and final == len(errors):
             raise RendezvousError("; ".join(errors), rank=peer)
         if time.monotonic() > deadline:
-            neighbours.note(errors)
+            peer_addresses.record_failures(errors)
             raise TimeoutError("; ".join(errors))
         time.sleep(_RETRY_S)
 
 
 def _try(
-    neighbours: Neighbours, hello: Hello, secret: bytes, endpoint: tuple[str, int], deadline: float
+    peer_addresses: PeerAddresses, hello: Hello, secret: bytes, endpoint: tuple[str, int], deadline: float
 ) -> socket.socket:
-    alone = len(neighbours.to_try(hello.at, hello.rail)) == 1
+    alone = len(peer_addresses.candidates(hello.target, hello.rail)) == 1
     patience_s = _left(deadline) if alone else min(_left(deadline), _TRY_S)
-    stream = socket.create_connection(endpoint, patience_s, source_address=neighbours.source(hello.rail))
+    stream = socket.create_connection(endpoint, patience_s, source_address=peer_addresses.source(hello.rail))
     try:
         # A busy peer answers late: wait for it as long as there is time.
         stream.settimeout(_left(deadline))
-        return sealed(stream, handshake.knock(stream, hello, secret))
+        return secure_stream(stream, handshake.initiate(stream, hello, secret))
     except BaseException:
         stream.close()
         raise

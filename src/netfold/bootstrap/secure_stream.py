@@ -1,6 +1,6 @@
 """A socket whose bytes are authenticated or encrypted: what ranks speak over, from the handshake on.
 
-Two sets of keys come from one handshake. `talk` is for what Python says over the connection; `mesh` is for the native
+Two sets of keys come from one handshake. `control` is for what Python says over the connection; `mesh` is for the native
 layer, which takes the socket over later, so that no state of a cipher is handed on. The records are those of
 native/auth/records.hpp, and docs/security.md says what they are for.
 """
@@ -28,11 +28,11 @@ class ForgedRecordError(ConnectionError):
 class Session:
     """What a handshake brought, at one of its ends."""
 
-    talk: Secrets
+    control: Secrets
     mesh: Secrets
 
 
-class SealedStream(socket.socket):
+class SecureStream(socket.socket):
     """`stream`, which it takes over, in records. For one thread at a time."""
 
     def __init__(self, stream: socket.socket, session: Session) -> None:
@@ -40,7 +40,7 @@ class SealedStream(socket.socket):
         super().__init__(stream.family, stream.type, stream.proto, fileno=stream.detach())
         self.settimeout(timeout_s)
         self.session = session
-        security, send, receive = session.talk
+        security, send, receive = session.control
         self._protector = auth.RecordProtector(security, send)
         self._unprotector = auth.RecordUnprotector(security, receive)
         self._payload = b""
@@ -94,14 +94,14 @@ class SealedStream(socket.socket):
         raise NotImplementedError("a sealed stream is read by recv")
 
 
-def sealed(stream: socket.socket, session: Session | None) -> socket.socket:
+def secure_stream(stream: socket.socket, session: Session | None) -> socket.socket:
     """The stream as the handshake says that it is to be used; None: plain bytes."""
-    return stream if session is None else SealedStream(stream, session)
+    return stream if session is None else SecureStream(stream, session)
 
 
 def mesh_secrets(stream: socket.socket) -> Secrets | None:
     """What the native layer is to use for this connection; None for plain bytes."""
-    return stream.session.mesh if isinstance(stream, SealedStream) else None
+    return stream.session.mesh if isinstance(stream, SecureStream) else None
 
 
-__all__ = ["ForgedRecordError", "SealedStream", "Secrets", "Session", "mesh_secrets", "sealed"]
+__all__ = ["ForgedRecordError", "SecureStream", "Secrets", "Session", "mesh_secrets", "secure_stream"]

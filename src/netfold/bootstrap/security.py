@@ -55,6 +55,6 @@ def job_secret(drawn: bytes, secret_file: str | None) -> bytes:
     return hmac.new(text.encode(), b"netfold job secret" + drawn, hashlib.sha256).digest()
 
 
-def check_of(secret: bytes) -> str:
+def digest_of(secret: bytes) -> str:
     """What shows whether two ranks have the same secret, and tells nothing of it."""
     return hmac.new(secret, b"netfold secret check", hashlib.sha256).hexdigest()[:16]

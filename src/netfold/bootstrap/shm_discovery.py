@@ -3,7 +3,7 @@ not.
 
 Every rank listens on a socket in the file system (TMPDIR), under a name that only the group learns. Whoever reaches it
 is on the same machine and in the same view of the file system; over it the two exchange their segments (memfd) and
-bells (eventfd), and keep it to pass the descriptors of buffers later. What authenticates them is the mesh: over its
+doorbells (eventfd), and keep it to pass the descriptors of buffers later. What authenticates them is the mesh: over its
 connections, which are already proved, each gets a token for the other.
 """
 
@@ -41,16 +41,16 @@ class Node:
     ranks: tuple[int, ...]
     position: int
     segments: list[int]
-    bells: list[int]
+    doorbells: list[int]
     links: list[int]  # -1 at this rank's position
 
     def close(self) -> None:
-        for fd in (*self.segments, *self.bells, *self.links):
+        for fd in (*self.segments, *self.doorbells, *self.links):
             if fd >= 0:
                 os.close(fd)
 
 
-def find_nodes(
+def discover_nodes(
     rank: int, size: int, sockets: Sequence[socket.socket | None], *, enabled: bool, deadline: float
 ) -> tuple[tuple[int, ...], Node | None]:
     """The node of every rank, by number; and this rank's own node, None where it is alone.
@@ -78,8 +78,8 @@ def find_nodes(
                         os.close(fd)
     if len(members) == 1:
         return nodes, None
-    segments, bells, links = zip(*(given[peer] for peer in members), strict=True)
-    return nodes, Node(members, members.index(rank), list(segments), list(bells), list(links))
+    segments, doorbells, links = zip(*(given[peer] for peer in members), strict=True)
+    return nodes, Node(members, members.index(rank), list(segments), list(doorbells), list(links))
 
 
 @contextlib.contextmanager

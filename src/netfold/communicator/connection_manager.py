@@ -29,7 +29,7 @@ from netfold.bootstrap import handshake, rendezvous
 from netfold.bootstrap.listener import RequestHandler, RegisteredGroup
 from netfold.errors import RendezvousError
 from netfold.bootstrap.handshake import CALL, Hello
-from netfold.bootstrap.rendezvous import Neighbours
+from netfold.bootstrap.rendezvous import PeerAddresses
 from netfold.bootstrap.secure_stream import mesh_secrets
 from netfold.switch_protocol.control_messages import format_endpoint
 
@@ -52,7 +52,7 @@ class Ward:
 
     native: Any
     registered_group: RegisteredGroup
-    neighbours: Neighbours
+    peer_addresses: PeerAddresses
     reconnect_s: float
     over: threading.Event = field(default_factory=threading.Event)
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -87,7 +87,7 @@ class Ward:
             rail=rail,
             security=self.registered_group.security,
         )
-        stream = rendezvous.connect(self.neighbours, hello, self.registered_group.secret, time.monotonic() + timeout_s)
+        stream = rendezvous.connect(self.peer_addresses, hello, self.registered_group.secret, time.monotonic() + timeout_s)
         try:
             stream.settimeout(timeout_s)
             control_messages.send(stream, message)

@@ -25,7 +25,7 @@ from netfold.communicator.connection_manager import Ward
 from netfold.bootstrap.listener import RegisteredGroup, release_listener, acquire_listener
 from netfold.errors import NetfoldError, RendezvousError, WaitTimeout, error_of
 from netfold.communicator.membership import Membership, ask_way_up, join_for_host
-from netfold.bootstrap.shm_discovery import Node, find_nodes
+from netfold.bootstrap.shm_discovery import Node, discover_nodes
 from netfold.options import SECURITIES, Options
 from netfold.communicator.recovery import Recovery
 from netfold.bootstrap.secure_stream import mesh_secrets
@@ -118,13 +118,13 @@ class Group:
             self._registered_group = RegisteredGroup(job.secret, rank, size, lanes, interfaces.rails, security)
             self._listener = listener = acquire_listener(rank, interfaces.hosts, options.port_range(), deadline)
         except BaseException as error:
-            rendezvous.give_up(store, rank, str(error) or type(error).__name__)
+            rendezvous.publish_failure(store, rank, str(error) or type(error).__name__)
             raise
         sockets: rendezvous.Sockets = []
         node: Node | None = None
         try:
             listener.register(self._registered_group)
-            sockets, neighbours = rendezvous.connect_mesh(
+            sockets, peer_addresses = rendezvous.connect_mesh(
                 store, self._registered_group, listener, interfaces, deadline, fabric=options.fabric
             )
             streams = rendezvous.first_rail(sockets[0])
@@ -144,7 +144,7 @@ class Group:
                 self._port = port or fabric.port_of(options.fabric, hosts)
                 self.fabric = f"{fabric.words_of(self._port)} (NETFOLD_TRANSPORT={options.transport})"
                 probed = fabric.as_streams(over[0], streams, options.fabric)
-            self.nodes, node = find_nodes(rank, size, streams, enabled=options.shares_memory, deadline=deadline)
+            self.nodes, node = discover_nodes(rank, size, streams, enabled=options.shares_memory, deadline=deadline)
             self.peer_memory: Any = None
             self._single_copy = ""
             if node is not None:
@@ -248,9 +248,9 @@ class Group:
             secrets=[] if job.security == SECURITIES[0] else secrets,
         )
         if node is not None:
-            self._native.share(node.position, list(node.ranks), node.segments, node.bells, node.links, self.peer_memory)
+            self._native.share(node.position, list(node.ranks), node.segments, node.doorbells, node.links, self.peer_memory)
             log.debug("rank %d of %d: %s", rank, size, self._single_copy)
-        self._ward = Ward(self._native, self._registered_group, neighbours, float(options.reconnect_s or 0))
+        self._ward = Ward(self._native, self._registered_group, peer_addresses, float(options.reconnect_s or 0))
         native = self._native
         watch = CapacityWatch(lambda: native.shares, rank=rank, ends=ends, switch=job.switch or "")
         for number, (switch, joined) in enumerate(zip(switches, memberships, strict=bool(memberships))):
@@ -289,7 +289,7 @@ class Group:
             size,
             ", ".join(listener.hosts),
             listener.port,
-            "; ".join([*used, *_secured(job.security), *(f"not used: {failed}" for failed in neighbours.failed)]),
+            "; ".join([*used, *_secured(job.security), *(f"not used: {failed}" for failed in peer_addresses.failed)]),
             self.why("all_reduce", 1 << 24),
         )
 
