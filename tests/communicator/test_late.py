@@ -189,11 +189,11 @@ def test_who_is_only_slow_is_waited_for() -> None:
 def _answers_after(rank: int, size: int, folder: str, aborts: bool) -> object:
     with join(rank, size, folder) as group:
         group.barrier()
-        ward = group.group._ward
+        monitor = group.group._monitor
         if aborts:
             group.group.abort("enough")
     # A question that had come before the group was closed, and is answered only now.
-    return ward.answer(1 - rank, {"type": "ask", "sequence": 1})[0]["failure"]
+    return monitor.handle_request(1 - rank, {"type": "query", "sequence": 1})[0]["failure"]
 
 
 def test_a_rank_that_has_closed_its_group_is_taken_for_no_failure() -> None:

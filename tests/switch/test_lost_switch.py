@@ -544,7 +544,7 @@ def test_a_rank_that_is_stopped_makes_the_others_wait_until_their_deadline_and_i
             group.barrier()
             if rank == 2:
                 # Its door stays shut: like a process that is stopped, in threads of one.
-                group.group._ward.questions["freeze 0"] = lambda _, __: time.sleep(3)  # type: ignore[assignment, func-returns-value]
+                group.group._monitor.handlers["freeze 0"] = lambda _, __: time.sleep(3)  # type: ignore[assignment, func-returns-value]
                 ready.set()
                 time.sleep(3)
                 return "", "", 0.0

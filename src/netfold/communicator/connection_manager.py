@@ -36,33 +36,33 @@ from netfold.switch_protocol.control_messages import format_endpoint
 log = logging.getLogger("netfold")
 
 # Asking is for people who wait: an answer that takes longer is as good as none.
-ASK_S = 1.0
+QUERY_TIMEOUT_S = 1.0
 _MOST_ASKED = 16
 _LOG_FROM_S = 10.0
 _RETRY_S = 0.1
-_POKE_S = 2.0
+_REQUEST_RECONNECT_S = 2.0
 _IDLE_NS = 60_000_000_000
 _END_S = 2.0
 _FAILURES: tuple[str, ...] = engine.FAILURES
 
 
 @dataclass
-class Ward:
+class GroupMonitor:
     """One end of a group, under care."""
 
     native: Any
     registered_group: RegisteredGroup
     peer_addresses: PeerAddresses
     reconnect_s: float
-    over: threading.Event = field(default_factory=threading.Event)
+    ended: threading.Event = field(default_factory=threading.Event)
     lock: threading.Lock = field(default_factory=threading.Lock)
     # What else other ranks may ask (recovery.py), by type.
-    questions: dict[str, RequestHandler] = field(default_factory=dict)
-    mending: set[tuple[int, int, int, int]] = field(default_factory=set)  # lane, peer, rail, mends before
+    handlers: dict[str, RequestHandler] = field(default_factory=dict)
+    reconnecting: set[tuple[int, int, int, int]] = field(default_factory=set)  # lane, peer, rail, mends before
     # Set when this rank closes the group: the failure before that, in a tuple of one.
     _left_with: tuple[Any] | None = None
 
-    def leave(self) -> Any:
+    def mark_closed(self) -> Any:
         """This rank closes the group, which is no failure. Returns the failure that there was before, if any."""
         self._left_with = (self.native.failure,)
         return self._left_with[0]
@@ -96,27 +96,27 @@ class Ward:
             stream.close()
             raise
 
-    def answer(self, peer: int, question: control_messages.Message) -> tuple[control_messages.Message, Any]:
+    def handle_request(self, peer: int, question: control_messages.Message) -> tuple[control_messages.Message, Any]:
         """What this rank says to another's question (listener.RequestHandler)."""
-        if question["type"] in self.questions:
-            return self.questions[question["type"]](peer, question)
-        if question["type"] == "ask":
+        if question["type"] in self.handlers:
+            return self.handlers[question["type"]](peer, question)
+        if question["type"] == "query":
             return {
-                "type": "seen",
-                "said": self.native.recent_call(question["sequence"]),
-                "doing": self.native.last_seen(),
+                "type": "status",
+                "recent_call": self.native.recent_call(question["sequence"]),
+                "activity": self.native.last_seen(),
                 "calls": self.native.collectives_submitted,
                 "failure": self.failure,
                 "expired": self.native.expired,
             }, None
         lane, rail = question["lane"], question["rail"]
-        poked = question["type"] == "poke"
-        broken = self.native.disconnect(lane, peer, rail, question["mends"] if poked else -1)
+        requested = question["type"] == "request_reconnect"
+        broken = self.native.disconnect(lane, peer, rail, question["reconnects"] if requested else -1)
         failure = self.failure
-        if poked and failure is None:
-            _caretaker.look_into(partial(self.mend, lane, peer, rail))
-            return {"type": "poked"}, None
-        if poked or broken is None:
+        if requested and failure is None:
+            _manager.start_task(partial(self.reconnect, lane, peer, rail))
+            return {"type": "will_reconnect"}, None
+        if requested or broken is None:
             return {"type": "ended", "failure": failure, "expired": self.native.expired}, None
 
         def go_on(stream: Any) -> None:
@@ -124,11 +124,11 @@ class Ward:
             secrets = mesh_secrets(stream)
             end = os.dup(stream.fileno())
             if self.native.reconnect(lane, peer, rail, broken[1], end, question["received"], secrets):
-                self._log_mended(lane, peer, rail, stream)
+                self._log_reconnected(lane, peer, rail, stream)
 
-        return {"type": "mend", "received": broken[0]}, go_on
+        return {"type": "reconnect", "received": broken[0]}, go_on
 
-    def mend(self, lane: int, peer: int, rail: int) -> None:
+    def reconnect(self, lane: int, peer: int, rail: int) -> None:
         """Make a connection again that is broken, or give it up."""
         broken = self.native.broken(lane, peer, rail)
         if broken is None:
@@ -136,43 +136,43 @@ class Ward:
         received, mends = broken
         place = (lane, peer, rail, mends)
         with self.lock:
-            if place in self.mending:
+            if place in self.reconnecting:
                 return
-            self.mending.add(place)
+            self.reconnecting.add(place)
         try:
             # Another thread may have come and gone since we looked; from here on only this one changes it.
             if self.native.broken(lane, peer, rail) == broken:
-                self._mend(lane, peer, rail, received, mends)
+                self._reconnect(lane, peer, rail, received, mends)
         finally:
             with self.lock:
-                self.mending.discard(place)
+                self.reconnecting.discard(place)
 
-    def _mend(self, lane: int, peer: int, rail: int, received: int, mends: int) -> None:
+    def _reconnect(self, lane: int, peer: int, rail: int, received: int, mends: int) -> None:
         began = time.monotonic()
         log.warning("rank %d: the connection to rank %d broke (lane %d, rail %d)", self.rank, peer, lane, rail)
         why = ""
-        while time.monotonic() < began + self.reconnect_s and not self.over.is_set():
+        while time.monotonic() < began + self.reconnect_s and not self.ended.is_set():
             left_s = began + self.reconnect_s - time.monotonic()
             try:
                 if self.rank < peer:
                     # The other had connected, and may not have noticed.
                     stream, reply = self.call(
-                        peer, rail, {**_about("poke", lane, rail), "mends": mends}, min(left_s, _POKE_S)
+                        peer, rail, {**_about("request_reconnect", lane, rail), "reconnects": mends}, min(left_s, _REQUEST_RECONNECT_S)
                     )
                     stream.close()
-                    if reply["type"] == "poked":
+                    if reply["type"] == "will_reconnect":
                         # It has some time for that, then it is asked again: it may have ended meanwhile.
-                        until = min(time.monotonic() + _POKE_S, began + self.reconnect_s)
-                        while time.monotonic() < until and not self.over.wait(_RETRY_S):
+                        until = min(time.monotonic() + _REQUEST_RECONNECT_S, began + self.reconnect_s)
+                        while time.monotonic() < until and not self.ended.wait(_RETRY_S):
                             if self.native.broken(lane, peer, rail) != (received, mends):
                                 return
                         why = "it did not connect again"
                         continue
                 else:
-                    message = {**_about("mend", lane, rail), "received": received}
+                    message = {**_about("reconnect", lane, rail), "received": received}
                     stream, reply = self.call(peer, rail, message, left_s)
-                    if reply["type"] == "mend":
-                        self._log_mended(lane, peer, rail, stream)
+                    if reply["type"] == "reconnect":
+                        self._log_reconnected(lane, peer, rail, stream)
                         secrets = mesh_secrets(stream)
                         self.native.reconnect(lane, peer, rail, mends, stream.detach(), reply["received"], secrets)
                         return
@@ -186,7 +186,7 @@ class Ward:
                 break
             except (OSError, EOFError) as error:
                 why = f"no new connection came about ({error})"
-                self.over.wait(_RETRY_S)
+                self.ended.wait(_RETRY_S)
         waited_s = time.monotonic() - began
         self.native.give_up(lane, peer, rail, mends, f"after {waited_s:.1f} s of trying to make it again: {why}")
 
@@ -197,51 +197,51 @@ class Ward:
         text = f"rank {peer} gave up on the group: {why}"
         self.native.fail(_FAILURES.index("peer_lost"), fault, text, expired_of(reply))
 
-    def _log_mended(self, lane: int, peer: int, rail: int, stream: Any) -> None:
+    def _log_reconnected(self, lane: int, peer: int, rail: int, stream: Any) -> None:
         here, there = (format_endpoint(*end[:2]) for end in (stream.getsockname(), stream.getpeername()))
         where = f"lane {lane}, rail {rail}, {here} to {there}"
         log.warning("rank %d: the connection to rank %d was made again (%s)", self.rank, peer, where)
 
-    def ask(self, ranks: Iterable[int], sequence: int = 0) -> dict[int, control_messages.Message]:
+    def query_status(self, ranks: Iterable[int], sequence: int = 0) -> dict[int, control_messages.Message]:
         """What each of some ranks says it does, within a second; why it says nothing, where it does not."""
         pool = ThreadPoolExecutor(_MOST_ASKED, "netfold asks")
         try:
             asked = {rank: pool.submit(self._ask, rank, sequence) for rank in list(ranks)[:_MOST_ASKED]}
-            done, _ = wait(asked.values(), ASK_S + 0.2)
-            silent = {"type": "silent", "doing": "not answering (stopped, or its host cannot be reached)"}
+            done, _ = wait(asked.values(), QUERY_TIMEOUT_S + 0.2)
+            silent = {"type": "no_reply", "activity": "not answering (stopped, or its host cannot be reached)"}
             return {rank: future.result() if future in done else silent for rank, future in asked.items()}
         finally:
             pool.shutdown(wait=False)
 
     def _ask(self, peer: int, sequence: int) -> control_messages.Message:
         try:
-            stream, reply = self.call(peer, 0, {"type": "ask", "sequence": sequence}, ASK_S)
+            stream, reply = self.call(peer, 0, {"type": "query", "sequence": sequence}, QUERY_TIMEOUT_S)
         except RendezvousError:
-            return {"type": "gone", "doing": "gone: nobody of this group listens at its address"}
+            return {"type": "gone", "activity": "gone: nobody of this group listens at its address"}
         except (OSError, EOFError):
-            return {"type": "silent", "doing": "not answering (stopped, or its host cannot be reached)"}
+            return {"type": "no_reply", "activity": "not answering (stopped, or its host cannot be reached)"}
         stream.close()
         if reply["type"] == "ended":
             failure = reply["failure"]
-            return {**reply, "doing": "gone: " + ("it closed the group" if failure is None else failure[2])}
+            return {**reply, "activity": "gone: " + ("it closed the group" if failure is None else failure[2])}
         return reply
 
-    def is_well(self, rank: int) -> bool:
+    def is_healthy(self, rank: int) -> bool:
         """Whether a rank answers, as one of this group that has not failed."""
-        reply = self.ask([rank])[rank]
-        return reply["type"] == "seen" and reply["failure"] is None
+        reply = self.query_status([rank])[rank]
+        return reply["type"] == "status" and reply["failure"] is None
 
-    def look_at_late(self, ranks: list[int], sequence: int, waited_s: float) -> None:
+    def check_overdue(self, ranks: list[int], sequence: int, waited_s: float) -> None:
         """An operation waits for some ranks: end it where that is hopeless, tell of it where it takes long.
 
         The others are asked, too, or of many some: one that has failed is heard of although nothing of it is missing.
         """
         others = [rank for rank in range(self.registered_group.size) if rank != self.rank and rank not in ranks]
         random.shuffle(others)
-        seen = self.ask([*ranks, *others], sequence)
+        seen = self.query_status([*ranks, *others], sequence)
         mine = self.native.recent_call(sequence)
         for rank, reply in seen.items():
-            said = reply.get("said")
+            said = reply.get("recent_call")
             if said is not None and mine is not None and said != mine:
                 text = (
                     f"rank {rank} is in {said}, this rank {self.rank} in {mine}; every rank must make the same calls "
@@ -253,7 +253,7 @@ class Ward:
                 return self._hear(rank, reply)
         if waited_s >= _LOG_FROM_S:
             awaited = {rank: reply for rank, reply in sorted(seen.items()) if rank in ranks} or seen
-            log.warning("rank %d has waited %.0f s in %s: %s", self.rank, waited_s, mine, describe(awaited))
+            log.warning("rank %d has waited %.0f s in %s: %s", self.rank, waited_s, mine, describe_status(awaited))
 
 
 def expired_of(reply: control_messages.Message) -> tuple[int, int]:
@@ -262,20 +262,20 @@ def expired_of(reply: control_messages.Message) -> tuple[int, int]:
     return int(call), int(timeout_ns)
 
 
-def without_call(seen: dict[int, control_messages.Message], sequence: int) -> list[int]:
+def overdue_ranks(seen: dict[int, control_messages.Message], sequence: int) -> list[int]:
     """Of the ranks that were asked, those that have not made collective `sequence`, or do not answer."""
     return sorted(rank for rank, reply in seen.items() if reply.get("calls", 0) < sequence)
 
 
-def describe(seen: dict[int, control_messages.Message]) -> str:
-    return "; ".join(f"rank {rank} is {reply['doing']}" for rank, reply in seen.items())
+def describe_status(seen: dict[int, control_messages.Message]) -> str:
+    return "; ".join(f"rank {rank} is {reply['activity']}" for rank, reply in seen.items())
 
 
 def _about(kind: str, lane: int, rail: int) -> control_messages.Message:
     return {"type": kind, "lane": lane, "rail": rail}
 
 
-class _Caretaker:
+class _ConnectionManager:
     """The thread, those that look into something, and whom they care for."""
 
     def __init__(self) -> None:
@@ -283,25 +283,25 @@ class _Caretaker:
 
     def _reset(self) -> None:
         self._lock = threading.Lock()
-        self._wards: dict[int, Ward] = {}
+        self._monitors: dict[int, GroupMonitor] = {}
         self._threads: set[threading.Thread] = set()
         self._stopping = False
         self._pid = os.getpid()
 
-    def take(self, group: int, ward: Ward) -> None:
+    def add(self, group: int, monitor: GroupMonitor) -> None:
         if self._pid != os.getpid():
             self._reset()  # threads do not survive a fork
         with self._lock:
-            self._wards[group] = ward
+            self._monitors[group] = monitor
             if not self._threads and not self._stopping:
                 self._start(self._run)
-        ward.registered_group.handler = ward.answer
+        monitor.registered_group.handler = monitor.handle_request
 
-    def let_go(self, group: int) -> None:
+    def remove(self, group: int) -> None:
         with self._lock:
-            ward = self._wards.pop(group, None)
-        if ward is not None:
-            ward.over.set()
+            monitor = self._monitors.pop(group, None)
+        if monitor is not None:
+            monitor.ended.set()
 
     def _start(self, work: Callable[[], None]) -> None:
         def run() -> None:
@@ -311,11 +311,11 @@ class _Caretaker:
                 with self._lock:
                     self._threads.discard(thread)
 
-        thread = threading.Thread(target=run, name="netfold caretaker", daemon=True)
+        thread = threading.Thread(target=run, name="netfold connection manager", daemon=True)
         self._threads.add(thread)
         thread.start()
 
-    def look_into(self, work: Callable[[], None]) -> None:
+    def start_task(self, work: Callable[[], None]) -> None:
         with self._lock:
             if not self._stopping:
                 self._start(work)
@@ -327,13 +327,13 @@ class _Caretaker:
                 continue
             broken, group, ranks, lane, rail, sequence, waited_s = news
             with self._lock:
-                ward = self._wards.get(group)
-            if ward is None:
+                monitor = self._monitors.get(group)
+            if monitor is None:
                 continue
             if broken:
-                self.look_into(partial(ward.mend, lane, ranks[0], rail))
+                self.start_task(partial(monitor.reconnect, lane, ranks[0], rail))
             else:
-                self.look_into(partial(ward.look_at_late, ranks, sequence, waited_s))
+                self.start_task(partial(monitor.check_overdue, ranks, sequence, waited_s))
 
     def stop(self) -> None:
         """At the end of the process: no thread may come back from the native floor when Python is gone."""
@@ -342,21 +342,21 @@ class _Caretaker:
         with self._lock:
             self._stopping = True
             threads = list(self._threads)
-            for ward in self._wards.values():
-                ward.over.set()
+            for monitor in self._monitors.values():
+                monitor.ended.set()
         engine.interrupt_async_events()
         for thread in threads:
             thread.join(_END_S)
 
 
-_caretaker = _Caretaker()
-atexit.register(_caretaker.stop)
+_manager = _ConnectionManager()
+atexit.register(_manager.stop)
 
 
-def take_care(group: int, ward: Ward) -> None:
-    """Of a native group, by its id, until `let_go`."""
-    _caretaker.take(group, ward)
+def watch_group(group: int, monitor: GroupMonitor) -> None:
+    """Of a native group, by its id, until `unwatch_group`."""
+    _manager.add(group, monitor)
 
 
-def let_go(group: int) -> None:
-    _caretaker.let_go(group)
+def unwatch_group(group: int) -> None:
+    _manager.remove(group)

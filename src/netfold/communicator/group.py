@@ -21,7 +21,7 @@ from netfold.bootstrap import capacity, fabric, mpi, peer_memory, probe, rendezv
 from netfold.communicator import connection_manager
 from netfold.bootstrap.addresses import interface_of, own_interfaces
 from netfold.communicator.capacity_watch import CapacityWatch
-from netfold.communicator.connection_manager import Ward
+from netfold.communicator.connection_manager import GroupMonitor
 from netfold.bootstrap.listener import RegisteredGroup, release_listener, acquire_listener
 from netfold.errors import NetfoldError, RendezvousError, WaitTimeout, error_of
 from netfold.communicator.membership import Membership, ask_way_up, join_for_host
@@ -250,13 +250,13 @@ class Group:
         if node is not None:
             self._native.share(node.position, list(node.ranks), node.segments, node.doorbells, node.links, self.peer_memory)
             log.debug("rank %d of %d: %s", rank, size, self._single_copy)
-        self._ward = Ward(self._native, self._registered_group, peer_addresses, float(options.reconnect_s or 0))
+        self._monitor = GroupMonitor(self._native, self._registered_group, peer_addresses, float(options.reconnect_s or 0))
         native = self._native
         watch = CapacityWatch(lambda: native.shares, rank=rank, ends=ends, switch=job.switch or "")
         for number, (switch, joined) in enumerate(zip(switches, memberships, strict=bool(memberships))):
             looks = functools.partial(watch.look, number)
-            self.recoveries.append(self._go_by(number, switch, joined, job, options, looks))
-        connection_manager.take_care(self._id, self._ward)
+            self.recoveries.append(self._attach_switch(number, switch, joined, job, options, looks))
+        connection_manager.watch_group(self._id, self._monitor)
         if job.switch is not None and workers:
             run = functools.partial(self._run_once, deadline)
             try:
@@ -293,7 +293,7 @@ class Group:
             self.why("all_reduce", 1 << 24),
         )
 
-    def _go_by(
+    def _attach_switch(
         self,
         number: int,
         switch: str,
@@ -342,7 +342,7 @@ class Group:
             )
 
         return Recovery(
-            self._ward,
+            self._monitor,
             membership,
             look_up,
             join,
@@ -524,14 +524,14 @@ class Group:
         with self._close_lock:
             if self._seen is None:
                 others = [each for each in range(self.size) if each != self.rank]
-                self._seen = self._ward.ask(sorted(others, key=lambda each: each != rank))
+                self._seen = self._monitor.query_status(sorted(others, key=lambda each: each != rank))
         if not self._seen:
             return rank, ""
-        ranks = [] if sequence is None else connection_manager.without_call(self._seen, sequence)
+        ranks = [] if sequence is None else connection_manager.overdue_ranks(self._seen, sequence)
         if ranks and rank not in ranks:
             rank = ranks[0]
         ranks = sorted(ranks or self._seen, key=lambda each: (each != rank, each))
-        return rank, f" Just now {connection_manager.describe({each: self._seen[each] for each in ranks})}"
+        return rank, f" Just now {connection_manager.describe_status({each: self._seen[each] for each in ranks})}"
 
     def candidates(self, operation: str, size_bytes: int) -> list[Candidate]:
         """All algorithms for it and what this group's cost model expects of them, the quickest first.
@@ -606,11 +606,11 @@ class Group:
         recording.left(self._member)
 
     def _end(self) -> None:
-        failure = self._ward.leave()
+        failure = self._monitor.mark_closed()
         why, fault = ("it closed the group", -1) if failure is None else (failure[2], failure[1])
         for recovery in self.recoveries:
             recovery.close(why, fault)
-        connection_manager.let_go(self._id)
+        connection_manager.unwatch_group(self._id)
         self._listener.deregister(self._registered_group, failure, self.collectives_submitted, self._native.expired)
         engine.remove_group(self._native)
         release_listener(self._listener)

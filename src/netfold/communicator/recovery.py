@@ -39,7 +39,7 @@ from typing import Any
 from netfold.switch_protocol import control_messages
 from netfold._native import engine
 from netfold.communicator import recovery_machine as machine
-from netfold.communicator.connection_manager import Ward
+from netfold.communicator.connection_manager import GroupMonitor
 from netfold.bootstrap.listener import RequestHandler
 from netfold.errors import RendezvousError, SwitchError
 from netfold.communicator.membership import Membership
@@ -83,7 +83,7 @@ class Recovery:
 
     def __init__(
         self,
-        ward: Ward,
+        monitor: GroupMonitor,
         membership: Membership,
         look_up: Callable[[float], WayUp],
         join: Join,
@@ -96,9 +96,9 @@ class Recovery:
     ) -> None:
         """membership: attached, as switch `number`. job: what only this group's ranks know, of this switch alone.
         table: in force while there is no switch. capacity: as in Membership.listen."""
-        self._ward = ward
-        self._native = ward.native
-        self._uplink = ward.native.shard(number)
+        self._monitor = monitor
+        self._native = monitor.native
+        self._uplink = monitor.native.shard(number)
         self._number = number
         self._rank = membership.rank
         self._workers = membership.workers
@@ -117,15 +117,15 @@ class Recovery:
         )
         self._began: dict[int, tuple[float, str]] = {}  # of losses: when, and what this rank did
         self._pid = os.getpid()
-        questions: dict[str, RequestHandler] = {
+        handlers: dict[str, RequestHandler] = {
             **{kind: partial(self._hear, kind) for kind in _MESSAGES},
             "kept": self._give,
             "way up": self._say_way_up,
             "over": self._hear_over,
             "silent": lambda _, __: ({"type": "silent", "ranks": self._machine.silent()}, None),
         }
-        ward.questions.update({self._of_switch(kind): answer for kind, answer in questions.items()})
-        membership.listen(self._uplink, self._fail, self.lose, ward.is_well, capacity)
+        monitor.handlers.update({self._of_switch(kind): answer for kind, answer in handlers.items()})
+        membership.listen(self._uplink, self._fail, self.lose, monitor.is_healthy, capacity)
 
     @property
     def state(self) -> str:
@@ -158,7 +158,7 @@ class Recovery:
         if self._machine.leads:
             return self._machine.silent()
         try:
-            stream, reply = self._ward.call(self._workers[0], 0, {"type": self._of_switch("silent")}, 1.0)
+            stream, reply = self._monitor.call(self._workers[0], 0, {"type": self._of_switch("silent")}, 1.0)
         except (RendezvousError, OSError, EOFError):
             return [self._workers[0]]
         stream.close()
@@ -172,7 +172,7 @@ class Recovery:
             membership.leave(why, fault)
 
     def close(self, why: str, fault: int = -1) -> None:
-        self._ward.over.set()
+        self._monitor.ended.set()
         self.leave(why, fault)
 
     # --- the machine's path to the switch (recovery_machine.Path); called under the lock ---
@@ -190,7 +190,7 @@ class Recovery:
         membership, self._joined = self._joined, None
         assert membership is not None and membership.generation == generation, "only what was joined last stands by"
         membership.stand_by(self._uplink)
-        membership.listen(self._uplink, self._fail, self.lose, self._ward.is_well, self._capacity)
+        membership.listen(self._uplink, self._fail, self.lose, self._monitor.is_healthy, self._capacity)
 
     def promise(self, generation: int) -> bool:
         return bool(self._uplink.promise(generation))
@@ -215,7 +215,7 @@ class Recovery:
         with self._lock:
             if self._over():
                 # What the native group had is gone: words about it would be wrong.
-                return ({"type": "ended", "failure": self._ward.failure} if kind == "freeze" else _HEARD), None
+                return ({"type": "ended", "failure": self._monitor.failure} if kind == "freeze" else _HEARD), None
             if isinstance(message, machine.Lost):
                 have, actions = None, self._lose(message.generation, message.why)
             else:
@@ -312,7 +312,7 @@ class Recovery:
             reply = self._try(self._workers[0], message)
             if reply is not None:
                 reply[0].close()
-                self._ward.over.wait(_LOOK_S)
+                self._monitor.ended.wait(_LOOK_S)
 
     def _fetch(self, giver: int, generation: int, chunks: Sequence[int]) -> None:
         """Results that another rank kept, in parcels."""
@@ -353,7 +353,7 @@ class Recovery:
     # --- the way back ------------------------------------------------------------------------------------------------
 
     def _wait(self, action: machine.Wait) -> None:
-        if not self._ward.over.wait(action.seconds):
+        if not self._monitor.ended.wait(action.seconds):
             self._happen(lambda: self._machine.waited(action.what, action.attempt))
 
     def _find_tree(self) -> None:
@@ -431,7 +431,7 @@ class Recovery:
     def _tell(self, peer: int, message: control_messages.Message) -> control_messages.Message | None:
         """A rank's reply, however long it takes; None when the group is over before."""
         if peer == self._rank:
-            return self._ward.questions[self._of_switch(message["type"])](peer, message)[0]
+            return self._monitor.handlers[self._of_switch(message["type"])](peer, message)[0]
         while not self._over():
             reply = self._try(peer, message)
             if reply is not None:
@@ -443,11 +443,11 @@ class Recovery:
         """One try, and the connection; None where it failed, which ends the group if the rank is gone."""
         try:
             asked = {**message, "type": self._of_switch(message["type"])}
-            stream, reply = self._ward.call(peer, 0, asked, _CALL_S)
+            stream, reply = self._monitor.call(peer, 0, asked, _CALL_S)
         except RendezvousError as error:
             self._fail("peer_lost", peer, f"rank {peer} is gone: {error}")
         except (OSError, EOFError):
-            self._ward.over.wait(_AGAIN_S)
+            self._monitor.ended.wait(_AGAIN_S)
         else:
             if reply["type"] != "ended":
                 return stream, reply
@@ -462,7 +462,7 @@ class Recovery:
         return f"{kind} {self._number}"
 
     def _over(self) -> bool:
-        return self._ward.over.is_set() or self._native.failure is not None or self._pid != os.getpid()
+        return self._monitor.ended.is_set() or self._native.failure is not None or self._pid != os.getpid()
 
     def _fail(self, kind: str, rank: int, text: str) -> None:
         """End the group; those who wait for this rank's plan hear why."""
@@ -475,7 +475,7 @@ class Recovery:
 
     def _say_last(self, peer: int, message: control_messages.Message) -> None:
         with contextlib.suppress(RendezvousError, OSError, EOFError):
-            self._ward.call(peer, 0, message, _LAST_WORD_S)[0].close()
+            self._monitor.call(peer, 0, message, _LAST_WORD_S)[0].close()
 
     def _hear_over(self, peer: int, question: control_messages.Message) -> tuple[control_messages.Message, None]:
         text = f"rank {peer} gave up on the group: {question['why']}"
