@@ -7,7 +7,7 @@ import re
 import pytest
 
 from netfold.errors import SwitchError
-from netfold.communicator.switch_tree import WayUp, common_tree
+from netfold.communicator.switch_tree import PathToRoot, common_tree
 from netfold.switch.tree import MAX_DEPTH, Child, Place, alone, place_of
 
 ROOT, MIDDLE, LEFT, RIGHT = 90, 80, 70, 60
@@ -50,8 +50,8 @@ def test_paths_that_are_no_tree_are_refused(paths: list[list[int]], says: str) -
         place_of(LEFT, paths)
 
 
-def way(*ids: int, broken: str = "") -> WayUp:
-    return WayUp(ids, tuple(f"h{each}:7171" for each in ids), broken)
+def way(*ids: int, broken: str = "") -> PathToRoot:
+    return PathToRoot(ids, tuple(f"h{each}:7171" for each in ids), broken)
 
 
 def test_ways_are_cut_at_the_lowest_switch_that_all_are_below() -> None:

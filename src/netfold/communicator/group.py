@@ -24,13 +24,13 @@ from netfold.communicator.capacity_watch import CapacityWatch
 from netfold.communicator.connection_manager import GroupMonitor
 from netfold.bootstrap.listener import RegisteredGroup, release_listener, acquire_listener
 from netfold.errors import NetfoldError, RendezvousError, WaitTimeout, error_of
-from netfold.communicator.membership import Membership, ask_way_up, join_for_host
+from netfold.communicator.membership import Membership, query_path_to_root, join_for_host
 from netfold.bootstrap.shm_discovery import Node, discover_nodes
 from netfold.options import SECURITIES, Options
 from netfold.communicator.recovery import Recovery
 from netfold.bootstrap.secure_stream import mesh_secrets
 from netfold.bootstrap.store import Store
-from netfold.communicator.switch_tree import WayUp
+from netfold.communicator.switch_tree import PathToRoot
 from netfold.switch_protocol.control_messages import Message, switches_of
 from netfold.tuning import Candidate, ChoiceTable, DEFAULT_LINKS, Links, Topology, build_table, candidates, format_seconds, table_without_switch
 from netfold.profile import Records, recording, records_of
@@ -326,10 +326,10 @@ class Group:
             "security": job.security,
         }
 
-        def look_up(timeout_s: float) -> WayUp:
-            return ask_way_up(switch, **mine, timeout_s=timeout_s)
+        def look_up(timeout_s: float) -> PathToRoot:
+            return query_path_to_root(switch, **mine, timeout_s=timeout_s)
 
-        def join(digest: str, way: WayUp, paths: Sequence[Sequence[int]], timeout_s: float) -> Membership:
+        def join(digest: str, way: PathToRoot, paths: Sequence[Sequence[int]], timeout_s: float) -> Membership:
             return Membership.join(
                 way.endpoints[0],
                 **mine,

@@ -31,7 +31,7 @@ from netfold._native.transport import DataPort
 from netfold.errors import RendezvousError, SwitchError
 from netfold.switch_protocol.pinned_tls import FingerprintError, PinnedStream
 from netfold.communicator.switch_watch import Ask, Lost, SwitchWatch
-from netfold.communicator.switch_tree import WayUp, above, agree_on_tree
+from netfold.communicator.switch_tree import PathToRoot, known_parents, agree_on_tree
 from netfold.switch_protocol.data_path import PathError, ReceiveBuffer, open_path
 
 log = logging.getLogger("netfold")
@@ -335,7 +335,7 @@ def refuse_open(endpoint: str, security: str, rank: int) -> None:
         )
 
 
-def ask_way_up(
+def query_path_to_root(
     endpoint: str,
     *,
     token_file: str | None,
@@ -343,13 +343,13 @@ def ask_way_up(
     workers: Sequence[int],
     timeout_s: float,
     security: str = "none",
-) -> WayUp:
+) -> PathToRoot:
     """The switches above `endpoint`, or, where that cannot be reached, above the next that it is known to be below.
 
     SwitchError where one of them has no keys and `security` is more than none.
     """
     deadline = time.monotonic() + timeout_s
-    candidates = [endpoint, *above(endpoint)]
+    candidates = [endpoint, *known_parents(endpoint)]
     failure = ""
     for place, candidate in enumerate(candidates):
         refuse_open(candidate, security, rank)
@@ -359,7 +359,7 @@ def ask_way_up(
         try:
             with _conversation(candidate, token_file, rank, len(workers), left_s) as (stream, who, token):
                 control_messages.send(stream, {"type": "path", "version": control_messages.VERSION, "below": [], **token})
-                way = WayUp.of(_expect(stream, "path", who, time.monotonic() + left_s, is_first=True), candidate)
+                way = PathToRoot.parse(_expect(stream, "path", who, time.monotonic() + left_s, is_first=True), candidate)
                 stream.close()
         except _UnreachableError as error:
             failure = failure or str(error)
@@ -577,16 +577,16 @@ def join_for_host(
     waiting = [stream for peer, stream in others.items() if peer not in workers]
     refused: str | None = f"rank {rank} failed while it joined the switch; see its own output"
     try:
-        way: WayUp | SwitchError
+        way: PathToRoot | SwitchError
         try:
-            way = ask_way_up(
+            way = query_path_to_root(
                 endpoint, token_file=token_file, rank=rank, workers=workers, timeout_s=timeout_s, security=security
             )
         except SwitchError as error:
             way = error
         among = {peer: stream for peer in workers if (stream := streams[peer]) is not None}
         paths = agree_on_tree(way, rank, workers, among, deadline)
-        assert isinstance(way, WayUp)
+        assert isinstance(way, PathToRoot)
         membership = Membership.join(
             way.endpoints[0],
             job=job,

@@ -7,7 +7,7 @@ The rank that joined first leads. All go by the other ranks' listeners, so it do
     recover   the leader knows what all have, and makes one plan (recovery_plan.py): each fetches what it lacks from
               those who kept it (`kept`), and goes on by host algorithms with the rest (native/collective/switch_path.hpp)
     over      the leader ends the group, and says why
-    way up    the leader's switch, or one above it, listens again: which switches are above each rank now
+    path_to_root  the leader's switch, or one above it, listens again: which switches are above each rank now
     rejoin    there is a tree of all: each joins, under a name for this attempt, and lets the membership stand by;
               `rejoined` says so. When all have, the leader's next operation tells the others to go by it.
 
@@ -45,7 +45,7 @@ from netfold.errors import RendezvousError, SwitchError
 from netfold.communicator.membership import Membership
 from netfold.communicator.recovery_machine import Action, Have, Message, RecoveryMachine
 from netfold.communicator.recovery_plan import chunks_of, pack, unpack
-from netfold.communicator.switch_tree import WayUp, common_tree
+from netfold.communicator.switch_tree import PathToRoot, common_tree
 from netfold.tuning import ChoiceTable
 
 log = logging.getLogger("netfold")
@@ -75,7 +75,7 @@ _MESSAGES: dict[str, type[Message]] = {
 _SLOW = (machine.Leave, machine.Fail)
 
 # The job's digest, the way up to join by, the paths of all workers, seconds.
-Join = Callable[[str, WayUp, Sequence[Sequence[int]], float], Membership]
+Join = Callable[[str, PathToRoot, Sequence[Sequence[int]], float], Membership]
 
 
 class Recovery:
@@ -85,7 +85,7 @@ class Recovery:
         self,
         monitor: GroupMonitor,
         membership: Membership,
-        look_up: Callable[[float], WayUp],
+        look_up: Callable[[float], PathToRoot],
         join: Join,
         *,
         number: int,
@@ -104,7 +104,7 @@ class Recovery:
         self._workers = membership.workers
         self._look_up = look_up
         self._join = join
-        self._way: WayUp | None = None
+        self._way: PathToRoot | None = None
         self._job = job
         self._rejoin_s = rejoin_s
         self._capacity = capacity
@@ -120,7 +120,7 @@ class Recovery:
         handlers: dict[str, RequestHandler] = {
             **{kind: partial(self._hear, kind) for kind in _MESSAGES},
             "kept": self._give,
-            "way up": self._say_way_up,
+            "path_to_root": self._tell_path_to_root,
             "over": self._hear_over,
             "silent": lambda _, __: ({"type": "silent", "ranks": self._machine.silent()}, None),
         }
@@ -361,17 +361,17 @@ class Recovery:
         tree = None if paths is None else tuple(map(tuple, paths))
         self._happen(lambda: self._machine.found_tree(tree))
 
-    def _say_way_up(self, _: int, __: control_messages.Message) -> tuple[control_messages.Message, None]:
+    def _tell_path_to_root(self, _: int, __: control_messages.Message) -> tuple[control_messages.Message, None]:
         try:
             self._way = self._look_up(_WAY_S)
         except SwitchError as error:
-            return {"type": "way up", "refused": str(error)}, None
-        return {"type": "way up", **self._way._asdict()}, None
+            return {"type": "path_to_root", "refused": str(error)}, None
+        return {"type": "path_to_root", **self._way._asdict()}, None
 
     def _tree(self) -> list[list[int]] | None:
         """The paths of all workers; None where there is no tree of them yet."""
-        question: control_messages.Message = {"type": "way up"}
-        mine, _ = self._say_way_up(self._rank, question)
+        question: control_messages.Message = {"type": "path_to_root"}
+        mine, _ = self._tell_path_to_root(self._rank, question)
         if "refused" in mine:
             return None  # nobody else needs to look
         said = self._tell_all(lambda _: question, said={self._rank: mine})
@@ -381,7 +381,7 @@ class Recovery:
             for reply in said.values():
                 if "refused" in reply:
                     raise SwitchError(str(reply["refused"]))
-            ways = [WayUp(said[rank]["ids"], said[rank]["endpoints"], said[rank]["broken"]) for rank in self._workers]
+            ways = [PathToRoot(said[rank]["ids"], said[rank]["endpoints"], said[rank]["broken"]) for rank in self._workers]
             return common_tree(ways, self._workers)
         except SwitchError as error:
             log.info("rank %d: no switch has the group again: %s", self._rank, error)

@@ -23,18 +23,18 @@ _GRACE_S = 2.0
 _remembered: dict[str, tuple[str, ...]] = {}
 
 
-class WayUp(NamedTuple):
+class PathToRoot(NamedTuple):
     """A worker's switches, its own first: their ids, and what each is called as NETFOLD_SWITCH.
 
-    broken: why the last one did not say what is above it, or "".
+    error: why the last one did not say what is above it, or "".
     """
 
     ids: tuple[int, ...]
     endpoints: tuple[str, ...]
-    broken: str
+    error: str
 
     @classmethod
-    def of(cls, answer: control_messages.Message, endpoint: str) -> WayUp:
+    def of(cls, answer: control_messages.Message, endpoint: str) -> PathToRoot:
         """From the answer of the switch at `endpoint`; KeyError, TypeError, ValueError for what is none."""
         ids = tuple(int(switch) for switch, _ in answer["switches"])
         endpoints = (endpoint, *(str(address) for _, address in answer["switches"][1:]))
@@ -44,12 +44,12 @@ class WayUp(NamedTuple):
         return cls(ids, endpoints, str(answer["broken"]))
 
 
-def above(endpoint: str) -> tuple[str, ...]:
+def known_parents(endpoint: str) -> tuple[str, ...]:
     """Switches that are known to be above the one at `endpoint`, the next one first."""
     return _remembered.get(endpoint, ())
 
 
-def common_tree(ways: Sequence[WayUp], ranks: Sequence[int]) -> list[list[int]]:
+def common_tree(ways: Sequence[PathToRoot], ranks: Sequence[int]) -> list[list[int]]:
     """By worker, the ids from its own switch to the lowest that all are below; SwitchError where there is none."""
     common = set(ways[0].ids).intersection(*(way.ids for way in ways))
     for switch in ways[0].ids:
@@ -57,7 +57,7 @@ def common_tree(ways: Sequence[WayUp], ranks: Sequence[int]) -> list[list[int]]:
             return [list(way.ids[: way.ids.index(switch) + 1]) for way in ways]
     said: dict[str, str] = {}
     for way, rank in zip(ways, ranks, strict=True):
-        said.setdefault(" below ".join(way.endpoints) + (f" ({way.broken})" if way.broken else ""), f"rank {rank}'s is")
+        said.setdefault(" below ".join(way.endpoints) + (f" ({way.error})" if way.error else ""), f"rank {rank}'s is")
     raise SwitchError(
         "the switches of this group's ranks have no common parent: "
         + "; ".join(f"{whose} {what}" for what, whose in said.items())
@@ -66,7 +66,7 @@ def common_tree(ways: Sequence[WayUp], ranks: Sequence[int]) -> list[list[int]]:
 
 
 def agree_on_tree(
-    way: WayUp | SwitchError,
+    way: PathToRoot | SwitchError,
     rank: int,
     workers: Sequence[int],
     streams: Mapping[int, socket.socket],
@@ -79,11 +79,11 @@ def agree_on_tree(
     first, *others = workers
     within_s = max(0.0, deadline - time.monotonic())
     if rank != first:
-        word: control_messages.Message = {"type": "way up"}
+        word: control_messages.Message = {"type": "path_to_root"}
         if isinstance(way, SwitchError):
             word["refused"] = str(way)
         else:
-            word |= {"ids": list(way.ids), "endpoints": list(way.endpoints), "broken": way.broken}
+            word |= {"ids": list(way.ids), "endpoints": list(way.endpoints), "broken": way.error}
         with contextlib.suppress(OSError):  # its silence is noticed below, or by whoever comes next
             control_messages.send(streams[first], word)
         if isinstance(way, SwitchError):
@@ -97,7 +97,7 @@ def agree_on_tree(
             word = _hear(streams[peer], peer, rank, deadline, within_s)
             if "refused" in word:
                 raise SwitchError(f"rank {rank}: {word['refused']}")
-            ways.append(WayUp(tuple(word["ids"]), tuple(word["endpoints"]), word["broken"]))
+            ways.append(PathToRoot(tuple(word["ids"]), tuple(word["endpoints"]), word["broken"]))
         except SwitchError as error:
             failure = failure or error
     try:
