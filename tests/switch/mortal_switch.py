@@ -105,7 +105,7 @@ class MortalSwitch:
         try:
             message = control_messages.receive(stream)
             if message["type"] == "path":
-                path = {"version": control_messages.VERSION, "switches": [[self.incarnation, ""]], "broken": ""}
+                path = {"version": control_messages.VERSION, "switches": [[self.incarnation, ""]], "error": ""}
                 control_messages.send(stream, {"type": "path", **path})
                 return
             rank = message["rank"]

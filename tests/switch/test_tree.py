@@ -478,7 +478,7 @@ def serve_as_parent(server: socket.socket, start: Callable[[dict[str, Any]], dic
             with server.accept()[0] as stream:
                 asked = control_messages.receive(stream)
                 if asked["type"] == "path":
-                    path = {"version": control_messages.VERSION, "switches": [[77, ""]], "broken": ""}
+                    path = {"version": control_messages.VERSION, "switches": [[77, ""]], "error": ""}
                     control_messages.send(stream, {"type": "path", **path})
                     continue
                 admitted = {"job_id": 5, "incarnation": 77, "worker": 0, "nonce": 9, "port": port.getsockname()[1]}

@@ -93,7 +93,7 @@ def fake_switch(answer: dict[str, Any]) -> Iterator[str]:
             server.shutdown(socket.SHUT_RDWR)  # ends accept
 
 
-PATH = {"type": "path", "switches": [[7, ""]], "broken": ""}
+PATH = {"type": "path", "switches": [[7, ""]], "error": ""}
 ADMITTED = {"type": "admitted", "job_id": 1, "incarnation": 7, "worker": 0, "nonce": 1, "port": 9}
 ROOM = {"type": "room", "jobs": 1, "workers": 1, "memory_bytes": 1, "slots": 1}
 

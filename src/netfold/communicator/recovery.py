@@ -381,7 +381,7 @@ class Recovery:
             for reply in said.values():
                 if "refused" in reply:
                     raise SwitchError(str(reply["refused"]))
-            ways = [PathToRoot(said[rank]["ids"], said[rank]["endpoints"], said[rank]["broken"]) for rank in self._workers]
+            ways = [PathToRoot(said[rank]["ids"], said[rank]["endpoints"], said[rank]["error"]) for rank in self._workers]
             return common_tree(ways, self._workers)
         except SwitchError as error:
             log.info("rank %d: no switch has the group again: %s", self._rank, error)

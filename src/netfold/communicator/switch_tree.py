@@ -41,7 +41,7 @@ class PathToRoot(NamedTuple):
         if not ids:
             raise ValueError("it named no switch, not even itself")
         _remembered[endpoint] = endpoints[1:]
-        return cls(ids, endpoints, str(answer["broken"]))
+        return cls(ids, endpoints, str(answer["error"]))
 
 
 def known_parents(endpoint: str) -> tuple[str, ...]:
@@ -83,7 +83,7 @@ def agree_on_tree(
         if isinstance(way, SwitchError):
             word["refused"] = str(way)
         else:
-            word |= {"ids": list(way.ids), "endpoints": list(way.endpoints), "broken": way.error}
+            word |= {"ids": list(way.ids), "endpoints": list(way.endpoints), "error": way.error}
         with contextlib.suppress(OSError):  # its silence is noticed below, or by whoever comes next
             control_messages.send(streams[first], word)
         if isinstance(way, SwitchError):
@@ -97,7 +97,7 @@ def agree_on_tree(
             word = _hear(streams[peer], peer, rank, deadline, within_s)
             if "refused" in word:
                 raise SwitchError(f"rank {rank}: {word['refused']}")
-            ways.append(PathToRoot(tuple(word["ids"]), tuple(word["endpoints"]), word["broken"]))
+            ways.append(PathToRoot(tuple(word["ids"]), tuple(word["endpoints"]), word["error"]))
         except SwitchError as error:
             failure = failure or error
     try:

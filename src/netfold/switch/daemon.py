@@ -295,7 +295,7 @@ class Switch:
         own = [self.incarnation, ""]
         answer: control_messages.Message = {"type": "path", "version": control_messages.VERSION}
         if self._parent is None:
-            return {**answer, "switches": [own], "broken": ""}
+            return {**answer, "switches": [own], "error": ""}
         try:
             if below:
                 above = await self._parent.path([*below, self.incarnation])
@@ -306,10 +306,10 @@ class Switch:
         except ParentError as error:
             if error.loop:
                 raise RefusedError("loop", str(error)) from None
-            return {**answer, "switches": [own], "broken": str(error)}
+            return {**answer, "switches": [own], "error": str(error)}
         (parent, _), *rest = above["switches"]
         switches = [own, [parent, self._parent.full_endpoint], *rest]
-        return {**answer, "switches": switches, "broken": above["broken"]}
+        return {**answer, "switches": switches, "error": above["error"]}
 
     async def _serve_room(self, message: control_messages.Message, guest: Guest) -> None:
         room = self._room(message)

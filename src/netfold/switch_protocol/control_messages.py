@@ -4,7 +4,7 @@ Membership lives here, data does not. A message is a map with a `type`; sizes ar
 unknown fields are ignored. The first message of each side carries `version`; docs/versions.md says when it changes.
 
     worker -> switch   path      version, below               (below: ids of the switches that ask on its behalf)
-    switch -> worker   path      version, switches, broken    (id and address of this switch and of each above it, its
+    switch -> worker   path      version, switches, error     (id and address of this switch and of each above it, its
                                                                own address empty; why it goes no further, or empty)
     worker -> switch   room      version
                                  udp                         (true: try, too, whether UDP passes)
