@@ -58,20 +58,20 @@ MUTANTS = {
     ),
     "plan-not-for-the-leader": Mutant(ONE, STUCK, ((MACHINE, "*self._hear_plan(parts[self.rank]),", ""),)),
     "loss-is-not-told": Mutant(
-        ONE, STUCK, ((MACHINE, "return [GiveUp(generation), Report(generation)]", "return [GiveUp(generation)]"),)
+        ONE, STUCK, ((MACHINE, "return [GiveUp(generation), ReportLoss(generation)]", "return [GiveUp(generation)]"),)
     ),
     "a-dead-leader-is-waited-for": Mutant(
-        DEATH, STUCK, ((MACHINE, ", *([Report(message.generation)] if is_news else [])", ""),)
+        DEATH, STUCK, ((MACHINE, ", *([ReportLoss(message.generation)] if is_news else [])", ""),)
     ),
     "lacking-results-are-not-fetched": Mutant(
-        ONE, OTHER, ((MACHINE, "if self._fetched < len(task.gets):", "if False:"),)
+        ONE, OTHER, ((MACHINE, "if self._fetched < len(task.fetches):", "if False:"),)
     ),
     "results-are-not-compared": Mutant(
         ONE,
         MEETS,
         (
-            (MACHINE, "if self._fetched < len(task.gets):", "if False:"),
-            (MACHINE, "if self._freeze(task.generation).words().from_chunk(task.base) != task.held:", "if False:"),
+            (MACHINE, "if self._fetched < len(task.fetches):", "if False:"),
+            (MACHINE, "if self._freeze(task.generation).receive_state().from_chunk(task.base) != task.held:", "if False:"),
         ),
     ),
     "announcement-is-not-remembered": Mutant(

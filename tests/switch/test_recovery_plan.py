@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from netfold.communicator.recovery_plan import Plan, Words, chunks_of, make_plan, pack, unpack
+from netfold.communicator.recovery_plan import Plan, ReceiveState, chunks_of, make_plan, pack, unpack
 
-Job = tuple[int, dict[int, Words]]
+Job = tuple[int, dict[int, ReceiveState]]
 
 
 @st.composite
@@ -26,11 +26,11 @@ def jobs(draw: st.DrawFn) -> Job:
         base = 0
         while results >> base & 1:
             base += 1
-        said[rank] = Words(lowest + base, end + draw(st.integers(0, 5)), results >> base)
+        said[rank] = ReceiveState(lowest + base, end + draw(st.integers(0, 5)), results >> base)
     return window, said
 
 
-def has(words: Words, chunk: int) -> bool:
+def has(words: ReceiveState, chunk: int) -> bool:
     return chunk < words.base or bool(words.held >> (chunk - words.base) & 1)
 
 
@@ -43,7 +43,7 @@ def test_everybody_ends_with_what_anybody_had(job: Job) -> None:
         anybody = any(has(words, chunk) for words in said.values())
         assert bool(plan.held >> (chunk - plan.base) & 1) == anybody
         for rank, words in said.items():
-            gets = [giver for giver, bits in plan.gives.get(rank, {}).items() if bits >> (chunk - plan.base) & 1]
+            gets = [giver for giver, bits in plan.fetches.get(rank, {}).items() if bits >> (chunk - plan.base) & 1]
             # Once, from one who has it, and only what was lacking.
             assert len(gets) == int(anybody and not has(words, chunk))
             assert all(giver != rank and has(said[giver], chunk) for giver in gets)
@@ -54,7 +54,7 @@ def test_what_is_passed_on_is_still_kept(job: Job) -> None:
     """Each keeps the results of its last W chunks: a chunk and one W above it are never both asked for or had."""
     window, said = job
     plan = make_plan(said, window)
-    for shares in plan.gives.values():
+    for shares in plan.fetches.values():
         for giver, bits in shares.items():
             newest = max(chunk for chunk in range(said[giver].base + window) if has(said[giver], chunk))
             assert all(chunk > newest - window for chunk in chunks_of(bits, plan.base))
@@ -81,17 +81,17 @@ def test_a_map_survives_its_way(bits: int) -> None:
 
 
 def test_those_who_have_a_chunk_take_turns() -> None:
-    plan = make_plan({0: Words(0, 8, 0), 1: Words(8, 8, 0), 2: Words(8, 8, 0)}, 8)
+    plan = make_plan({0: ReceiveState(0, 8, 0), 1: ReceiveState(8, 8, 0), 2: ReceiveState(8, 8, 0)}, 8)
     assert plan == Plan(base=0, end=8, held=0xFF, gives={0: {1: 0b01010101, 2: 0b10101010}})
 
 
 @pytest.mark.parametrize(
     ("said", "why"),
     [
-        pytest.param({0: Words(0, 9, 0), 1: Words(9, 9, 0)}, "a window of 8", id="ahead by more than a window"),
-        pytest.param({0: Words(0, 2, 0), 1: Words(0, 4, 0b1000)}, "begun none from 2 on", id="ahead of a contribution"),
+        pytest.param({0: ReceiveState(0, 9, 0), 1: ReceiveState(9, 9, 0)}, "a window of 8", id="ahead by more than a window"),
+        pytest.param({0: ReceiveState(0, 2, 0), 1: ReceiveState(0, 4, 0b1000)}, "begun none from 2 on", id="ahead of a contribution"),
     ],
 )
-def test_words_that_cannot_be_true_make_no_plan(said: dict[int, Words], why: str) -> None:
+def test_words_that_cannot_be_true_make_no_plan(said: dict[int, ReceiveState], why: str) -> None:
     with pytest.raises(ValueError, match=why):
         make_plan(said, 8)

@@ -500,7 +500,7 @@ class Group:
         if name == "timeout":
             if rank < 0 and in_network and self.recoveries:
                 for recovery in self.recoveries:
-                    missing, words = recovery.waits_for()
+                    missing, words = recovery.stragglers()
                     rank = missing[0] if missing and rank < 0 else rank
                     text += f"; {words}"
                 text += ". Did every rank make this call?"

@@ -5,8 +5,8 @@ The rank that joined first leads. All go by the other ranks' listeners, so it do
     lost      a rank tells the leader that the switch is gone, from the membership of that `generation`
     freeze    the leader asks all: from here on a rank takes nothing more from the switch, and says which results it has
     recover   the leader knows what all have, and makes one plan (recovery_plan.py): each fetches what it lacks from
-              those who kept it (`kept`), and goes on by host algorithms with the rest (native/collective/switch_path.hpp)
-    over      the leader ends the group, and says why
+              those who kept it (`fetch`), and goes on by host algorithms with the rest (native/collective/switch_path.hpp)
+    abort     the leader ends the group, and says why
     path_to_root  the leader's switch, or one above it, listens again: which switches are above each rank now
     rejoin    there is a tree of all: each joins, under a name for this attempt, and lets the membership stand by;
               `rejoined` says so. When all have, the leader's next operation tells the others to go by it.
@@ -43,7 +43,7 @@ from netfold.communicator.connection_manager import GroupMonitor
 from netfold.bootstrap.listener import RequestHandler
 from netfold.errors import RendezvousError, SwitchError
 from netfold.communicator.membership import Membership
-from netfold.communicator.recovery_machine import Action, Have, Message, RecoveryMachine
+from netfold.communicator.recovery_machine import Action, FrozenState, Message, RecoveryMachine
 from netfold.communicator.recovery_plan import chunks_of, pack, unpack
 from netfold.communicator.switch_tree import PathToRoot, common_tree
 from netfold.tuning import ChoiceTable
@@ -56,13 +56,13 @@ _LOOK_S = 0.5
 # What the others should know before this rank goes takes no longer.
 _LAST_WORD_S = 1.0
 # Results travel in messages of up to so many bytes.
-_PARCEL_BYTES = control_messages.MAX_MESSAGE_BYTES // 2
+_BATCH_BYTES = control_messages.MAX_MESSAGE_BYTES // 2
 # Shorter than a call: the rank that asks waits for the answer.
 _WAY_S = 3.0
 _JOIN_S = 10.0
 _MOST_WORDS = 2000
 _FAILURES: tuple[str, ...] = engine.FAILURES
-_HEARD: control_messages.Message = {"type": "heard"}
+_ACK: control_messages.Message = {"type": "ack"}
 # What travels as a message between machines, by the type of its message.
 _MESSAGES: dict[str, type[Message]] = {
     "lost": machine.Lost,
@@ -119,13 +119,13 @@ class Recovery:
         self._pid = os.getpid()
         handlers: dict[str, RequestHandler] = {
             **{kind: partial(self._hear, kind) for kind in _MESSAGES},
-            "kept": self._give,
+            "fetch": self._give,
             "path_to_root": self._tell_path_to_root,
-            "over": self._hear_over,
-            "silent": lambda _, __: ({"type": "silent", "ranks": self._machine.silent()}, None),
+            "abort": self._hear_abort,
+            "stragglers": lambda _, __: ({"type": "stragglers", "ranks": self._machine.stragglers()}, None),
         }
         monitor.handlers.update({self._of_switch(kind): answer for kind, answer in handlers.items()})
-        membership.listen(self._uplink, self._fail, self.lose, monitor.is_healthy, capacity)
+        membership.listen(self._uplink, self._fail, self.handle_loss, monitor.is_healthy, capacity)
 
     @property
     def state(self) -> str:
@@ -141,11 +141,11 @@ class Recovery:
         with self._lock:
             return self._memberships.get(self._uplink.traffic()["generation"])
 
-    def waits_for(self) -> tuple[list[int], str]:
+    def stragglers(self) -> tuple[list[int], str]:
         """Ranks that this rank waits for at the switch, or that hold up recovery from its loss; and a sentence."""
         membership = self.membership()
         if membership is None:
-            ranks = self._silent_ranks()
+            ranks = self._stragglers()
             named = f"; rank {', '.join(map(str, ranks))} did not say what it has" if ranks else ""
             return ranks, self.state + named
         ranks = membership.missing(self._uplink.traffic()["oldest_outstanding"])
@@ -153,12 +153,12 @@ class Recovery:
             return ranks, f"the switch still waits for rank {', '.join(map(str, ranks))}"
         return [], "the switch has every rank's part, or cannot be reached: packets to it may be lost"
 
-    def _silent_ranks(self) -> list[int]:
+    def _stragglers(self) -> list[int]:
         """Ranks that have not said what they have, of a loss that is being recovered from."""
-        if self._machine.leads:
-            return self._machine.silent()
+        if self._machine.is_leader:
+            return self._machine.stragglers()
         try:
-            stream, reply = self._monitor.call(self._workers[0], 0, {"type": self._of_switch("silent")}, 1.0)
+            stream, reply = self._monitor.call(self._workers[0], 0, {"type": self._of_switch("stragglers")}, 1.0)
         except (RendezvousError, OSError, EOFError):
             return [self._workers[0]]
         stream.close()
@@ -175,7 +175,7 @@ class Recovery:
         self._monitor.ended.set()
         self.leave(why, fault)
 
-    # --- the machine's path to the switch (recovery_machine.Path); called under the lock ---
+    # --- the machine's path to the switch (recovery_machine.SwitchPath); called under the lock ---
 
     def freeze(self, generation: int) -> tuple[int, int, bytes, bool] | None:
         return self._uplink.freeze(generation)  # type: ignore[no-any-return]
@@ -190,20 +190,20 @@ class Recovery:
         membership, self._joined = self._joined, None
         assert membership is not None and membership.generation == generation, "only what was joined last stands by"
         membership.stand_by(self._uplink)
-        membership.listen(self._uplink, self._fail, self.lose, self._monitor.is_healthy, self._capacity)
+        membership.listen(self._uplink, self._fail, self.handle_loss, self._monitor.is_healthy, self._capacity)
 
     def promise(self, generation: int) -> bool:
         return bool(self._uplink.promise(generation))
 
     # --- what happens ---
 
-    def lose(self, generation: int, why: str) -> None:
+    def handle_loss(self, generation: int, why: str) -> None:
         """The membership of that generation is of no use any more. From any thread, any number of times."""
-        self._happen(lambda: self._lose(generation, why))
+        self._happen(lambda: self._handle_loss(generation, why))
 
-    def _lose(self, generation: int, why: str) -> list[Action]:
+    def _handle_loss(self, generation: int, why: str) -> list[Action]:
         self._began.setdefault(generation, (time.monotonic(), self._native.last_seen()))
-        return self._machine.lose(generation, why)
+        return self._machine.handle_loss(generation, why)
 
     def _happen(self, event: Callable[[], list[Action]]) -> None:
         with self._lock:
@@ -215,15 +215,15 @@ class Recovery:
         with self._lock:
             if self._over():
                 # What the native group had is gone: words about it would be wrong.
-                return ({"type": "ended", "failure": self._monitor.failure} if kind == "freeze" else _HEARD), None
+                return ({"type": "ended", "failure": self._monitor.failure} if kind == "freeze" else _ACK), None
             if isinstance(message, machine.Lost):
-                have, actions = None, self._lose(message.generation, message.why)
+                have, actions = None, self._handle_loss(message.generation, message.why)
             else:
-                have, actions = self._machine.hear(peer, message)
+                have, actions = self._machine.handle_message(peer, message)
         self._carry_out(actions)
         if have is None:
-            return _HEARD, None
-        return {"type": "words", **vars(have), "held": pack(have.held)}, None
+            return _ACK, None
+        return {"type": "frozen", **vars(have), "held": pack(have.held)}, None
 
     def _carry_out(self, actions: Sequence[Action]) -> None:
         if any(isinstance(action, _SLOW) for action in actions):
@@ -238,12 +238,12 @@ class Recovery:
     def _do(self, action: Action) -> None:
         """Carry out an action; what takes time, on a thread of its own."""
         match action:
-            case machine.Tell():
+            case machine.Send():
                 self._start(lambda: self._tell_message(action.peer, action.message))
-            case machine.Report():
+            case machine.ReportLoss():
                 self._start(lambda: self._report(action.generation))
             case machine.Fetch():
-                self._start(lambda: self._fetch(action.giver, action.generation, action.chunks))
+                self._start(lambda: self._fetch(action.source, action.generation, action.chunks))
             case machine.Wait():
                 self._start(lambda: self._wait(action))
             case machine.FindTree():
@@ -269,7 +269,7 @@ class Recovery:
         match action:
             case machine.Planned(generation, plan, True):
                 # Before the plan goes out: once it has, the group may be done, and this process gone, at any moment.
-                passed_on = sum(bits.bit_count() for shares in plan.gives.values() for bits in shares.values())
+                passed_on = sum(bits.bit_count() for shares in plan.fetches.values() for bits in shares.values())
                 log.warning(
                     "rank %d: %s. No step is lost: %s%s. This rank was %s; %d results are passed on",
                     self._rank,
@@ -279,7 +279,7 @@ class Recovery:
                     self._began[generation][1],
                     passed_on,
                 )
-            case machine.Told(generation, True):
+            case machine.PlanDelivered(generation, True):
                 log.info(
                     "rank %d: all ranks know how to go on, %.3f s after the loss",
                     self._rank,
@@ -302,8 +302,8 @@ class Recovery:
             return
         have = None
         if isinstance(message, machine.Freeze):
-            have = Have(reply["base"], reply["end"], unpack(reply["held"]), reply["promised"])
-        self._happen(lambda: self._machine.replied(peer, message, have))
+            have = FrozenState(reply["base"], reply["end"], unpack(reply["held"]), reply["promised"])
+        self._happen(lambda: self._machine.handle_reply(peer, message, have))
 
     def _report(self, generation: int) -> None:
         """Tell the leader, and look now and then whether there still is one: a rank that waits for it hears nobody."""
@@ -315,10 +315,10 @@ class Recovery:
                 self._monitor.ended.wait(_LOOK_S)
 
     def _fetch(self, giver: int, generation: int, chunks: Sequence[int]) -> None:
-        """Results that another rank kept, in parcels."""
+        """Results that another rank kept, in batches."""
         base = chunks[0]
         bits = sum(1 << (chunk - base) for chunk in chunks)
-        question = {"type": "kept", "generation": generation, "base": base, "chunks": pack(bits)}
+        question = {"type": "fetch", "generation": generation, "base": base, "chunks": pack(bits)}
         while not self._over():
             reply = self._try(giver, question)
             if reply is None:
@@ -327,12 +327,12 @@ class Recovery:
             packets: list[bytes] | None = None
             try:
                 with stream:
-                    if answer["type"] == "kept":
-                        parcels = [control_messages.receive(stream)["packets"] for _ in range(answer["parcels"])]
-                        packets = [packet for parcel in parcels for packet in parcel]
+                    if answer["type"] == "results":
+                        batches = [control_messages.receive(stream)["packets"] for _ in range(answer["batches"])]
+                        packets = [packet for batch in batches for packet in batch]
             except (OSError, EOFError):
                 continue
-            return self._happen(partial(self._machine.fetched, packets))
+            return self._happen(partial(self._machine.handle_fetched, packets))
         return None
 
     def _give(
@@ -341,25 +341,25 @@ class Recovery:
         packets = self._uplink.kept(question["generation"], chunks_of(unpack(question["chunks"]), question["base"]))
         if packets is None:
             return {"type": "unknown"}, None
-        each = max(1, _PARCEL_BYTES // len(packets[0]))
-        parcels = [packets[at : at + each] for at in range(0, len(packets), each)]
+        each = max(1, _BATCH_BYTES // len(packets[0]))
+        batches = [packets[at : at + each] for at in range(0, len(packets), each)]
 
         def send(stream: socket.socket) -> None:
-            for parcel in parcels:
-                control_messages.send(stream, {"type": "packets", "packets": parcel})
+            for batch in batches:
+                control_messages.send(stream, {"type": "packets", "packets": batch})
 
-        return {"type": "kept", "parcels": len(parcels)}, send
+        return {"type": "results", "batches": len(batches)}, send
 
     # --- the way back ------------------------------------------------------------------------------------------------
 
     def _wait(self, action: machine.Wait) -> None:
         if not self._monitor.ended.wait(action.seconds):
-            self._happen(lambda: self._machine.waited(action.what, action.attempt))
+            self._happen(lambda: self._machine.handle_timer(action.what, action.attempt))
 
     def _find_tree(self) -> None:
         paths = self._tree()
         tree = None if paths is None else tuple(map(tuple, paths))
-        self._happen(lambda: self._machine.found_tree(tree))
+        self._happen(lambda: self._machine.handle_tree(tree))
 
     def _tell_path_to_root(self, _: int, __: control_messages.Message) -> tuple[control_messages.Message, None]:
         try:
@@ -394,11 +394,11 @@ class Recovery:
             membership = self._join(digest, self._way, paths, _JOIN_S)
         except SwitchError as error:
             why = str(error)
-            return self._happen(lambda: self._machine.joined(0, 0, why))
+            return self._happen(lambda: self._machine.handle_joined(0, 0, why))
 
         def joined() -> list[Action]:
             self._memberships[membership.generation] = self._joined = membership
-            return self._machine.joined(membership.generation, membership.window, "")
+            return self._machine.handle_joined(membership.generation, membership.window, "")
 
         self._happen(joined)
         if self._over():
@@ -466,8 +466,8 @@ class Recovery:
 
     def _fail(self, kind: str, rank: int, text: str) -> None:
         """End the group; those who wait for this rank's plan hear why."""
-        if self._machine.leads:
-            message = {"type": self._of_switch("over"), "kind": kind, "rank": rank, "why": text[:_MOST_WORDS]}
+        if self._machine.is_leader:
+            message = {"type": self._of_switch("abort"), "kind": kind, "rank": rank, "why": text[:_MOST_WORDS]}
             others = [each for each in self._workers if each not in (self._rank, rank)]
             for thread in [self._start(partial(self._say_last, each, message)) for each in others]:
                 thread.join(_LAST_WORD_S)
@@ -477,10 +477,10 @@ class Recovery:
         with contextlib.suppress(RendezvousError, OSError, EOFError):
             self._monitor.call(peer, 0, message, _LAST_WORD_S)[0].close()
 
-    def _hear_over(self, peer: int, question: control_messages.Message) -> tuple[control_messages.Message, None]:
+    def _hear_abort(self, peer: int, question: control_messages.Message) -> tuple[control_messages.Message, None]:
         text = f"rank {peer} gave up on the group: {question['why']}"
         self._native.fail(_FAILURES.index(question["kind"]), question["rank"], text)
-        return _HEARD, None
+        return _ACK, None
 
     def _start(self, work: Callable[[], Any]) -> threading.Thread:
         thread = threading.Thread(target=work, name="netfold recovery", daemon=True)
@@ -499,7 +499,7 @@ def _encoded(message: Message) -> control_messages.Message:
     said: control_messages.Message = {"type": kind, **vars(message)}
     if isinstance(message, machine.Recover):
         said["held"] = pack(message.held)
-        said["gets"] = [(giver, pack(bits)) for giver, bits in message.gets]
+        said["fetches"] = [(giver, pack(bits)) for giver, bits in message.fetches]
     return said
 
 
@@ -507,7 +507,7 @@ def _decoded(kind: str, question: control_messages.Message) -> Message:
     said = {name: value for name, value in question.items() if name != "type"}
     if kind == "recover":
         said["held"] = unpack(said["held"])
-        said["gets"] = tuple((giver, unpack(bits)) for giver, bits in said["gets"])
+        said["fetches"] = tuple((giver, unpack(bits)) for giver, bits in said["fetches"])
     if kind == "rejoin":
         said["paths"] = tuple(map(tuple, said["paths"]))
     return _MESSAGES[kind](**said)

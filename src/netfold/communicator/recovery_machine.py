@@ -9,7 +9,7 @@ time, and carries out the actions that it returns, in order. What each message m
     replied(Freeze), of all        the leader makes one plan and sends each rank its part
     hear(Recover)                  a task: fetch what this rank lacks, compare with the plan, fall back
     replied(Recover), of all       the leader begins to look for a switch, unless it already does
-    waited("again"), found_tree    the leader asks all to join, as attempt n
+    handle_timer("again"), handle_tree    the leader asks all to join, as attempt n
     hear(Rejoin)                   a task: leave every older membership, join, let the new one stand by
     hear(Rejoined), of all         the leader promises the new membership, if all have the same and none lost it
 
@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from netfold.communicator.recovery_plan import Plan, Words, chunks_of, make_plan, unpack
+from netfold.communicator.recovery_plan import Plan, ReceiveState, chunks_of, make_plan, unpack
 
 # For all ranks to join, from when the last of them has been asked.
 JOIN_S = 20.0
@@ -46,14 +46,14 @@ class Lost:
 
 @dataclass(frozen=True)
 class Freeze:
-    """To all: take nothing more from it, and say what you have; the reply is a `Have`."""
+    """To all: take nothing more from it, and say what you have; the reply is a `FrozenState`."""
 
     generation: int
     why: str
 
 
 @dataclass(frozen=True)
-class Have:
+class FrozenState:
     """Words of a rank; promised: it goes, or will go, by this membership."""
 
     base: int
@@ -61,19 +61,19 @@ class Have:
     held: int
     promised: bool
 
-    def words(self) -> Words:
-        return Words(self.base, self.end, self.held)
+    def receive_state(self) -> ReceiveState:
+        return ReceiveState(self.base, self.end, self.held)
 
 
 @dataclass(frozen=True)
 class Recover:
-    """To one rank: its part of the plan. gets: from which rank it gets which chunks, bit i for chunk base + i."""
+    """To one rank: its part of the plan. fetches: from which rank it gets which chunks, bit i for chunk base + i."""
 
     generation: int
     base: int
     end: int
     held: int
-    gets: tuple[tuple[int, int], ...]
+    fetches: tuple[tuple[int, int], ...]
     promised: bool
 
 
@@ -101,15 +101,15 @@ Message = Lost | Freeze | Recover | Rejoin | Rejoined
 
 
 @dataclass(frozen=True)
-class Tell:
-    """Send until the peer replies, then call `replied`; end the group if the peer is gone."""
+class Send:
+    """Send until the peer replies, then call `handle_reply`; end the group if the peer is gone."""
 
     peer: int
     message: Message
 
 
 @dataclass(frozen=True)
-class Report:
+class ReportLoss:
     """Tell the leader of the loss, again and again until `awaits_plan` says no: a leader that is gone is noticed."""
 
     generation: int
@@ -117,16 +117,16 @@ class Report:
 
 @dataclass(frozen=True)
 class Fetch:
-    """Ask a rank for results that it kept; then call `fetched`."""
+    """Ask a rank for results that it kept; then call `handle_fetched`."""
 
-    giver: int
+    source: int
     generation: int
     chunks: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class Wait:
-    """Call `waited(what, attempt)` after so many seconds."""
+    """Call `handle_timer(what, attempt)` after so many seconds."""
 
     seconds: float
     what: str
@@ -135,12 +135,12 @@ class Wait:
 
 @dataclass(frozen=True)
 class FindTree:
-    """Ask which switches are above each rank; then call `found_tree`."""
+    """Ask which switches are above each rank; then call `handle_tree`."""
 
 
 @dataclass(frozen=True)
 class Join:
-    """Join, as that attempt; then call `joined`."""
+    """Join, as that attempt; then call `handle_joined`."""
 
     attempt: int
     paths: Tree
@@ -180,7 +180,7 @@ class Planned:
 
 
 @dataclass(frozen=True)
-class Told:
+class PlanDelivered:
     """For the log: every rank has its part of the plan."""
 
     generation: int
@@ -202,11 +202,11 @@ class NotJoined:
 
 
 Action = (
-    Tell | Report | Fetch | Wait | FindTree | Join | GiveUp | Leave | Fail | Planned | Told | Promised | NotJoined
+    Send | ReportLoss | Fetch | Wait | FindTree | Join | GiveUp | Leave | Fail | Planned | PlanDelivered | Promised | NotJoined
 )  # fmt: skip
 
 
-class Path(Protocol):
+class SwitchPath(Protocol):
     """This rank's way to the switch (native/collective/switch_path.hpp)."""
 
     def freeze(self, generation: int) -> tuple[int, int, bytes, bool] | None:
@@ -229,7 +229,7 @@ class Path(Protocol):
 class _Round:
     """At the leader: a loss that is recovered from."""
 
-    said: dict[int, Have] = field(default_factory=dict)
+    said: dict[int, FrozenState] = field(default_factory=dict)
     promised: bool = False
     untold: set[int] = field(default_factory=set)  # ranks that do not have the plan yet
 
@@ -247,7 +247,7 @@ class RecoveryMachine:
     """Of one rank at one switch."""
 
     def __init__(
-        self, rank: int, workers: Sequence[int], path: Path, generation: int, window: int, *, rejoin_s: float
+        self, rank: int, workers: Sequence[int], path: SwitchPath, generation: int, window: int, *, rejoin_s: float
     ) -> None:
         """generation, window: of the membership that operations go by now. rejoin_s: 0 to never look for a switch again."""
         self.rank = rank
@@ -260,7 +260,7 @@ class RecoveryMachine:
         self.lost: dict[int, str] = {}
         self._planned: set[int] = set()  # generations whose plan has come
         self._tasks: deque[Recover | Rejoin] = deque()  # the first is under way
-        self._fetched = 0  # gets of the task under way that are here
+        self._fetched = 0  # fetches of the task under way that are here
         self._attempt = 0  # of the newest Rejoin that has come
         # At the leader:
         self._rounds: dict[int, _Round] = {}
@@ -270,46 +270,46 @@ class RecoveryMachine:
         self._joins: _Attempt | None = None
 
     @property
-    def leads(self) -> bool:
+    def is_leader(self) -> bool:
         return self.rank == self.leader
 
     def awaits_plan(self, generation: int) -> bool:
         return generation in self.lost and generation not in self._planned
 
-    def silent(self) -> list[int]:
+    def stragglers(self) -> list[int]:
         """At the leader: ranks that have not said what they have."""
         return sorted({rank for round_ in self._rounds.values() for rank in self.workers if rank not in round_.said})
 
     # --- the loss ---
 
-    def lose(self, generation: int, why: str) -> list[Action]:
+    def handle_loss(self, generation: int, why: str) -> list[Action]:
         """The membership of that generation is of no use any more. Any number of times."""
         if generation in self.lost:
             return []
         self.lost[generation] = why
         have = self._freeze(generation)
-        if not self.leads:
-            return [GiveUp(generation), Report(generation)]
+        if not self.is_leader:
+            return [GiveUp(generation), ReportLoss(generation)]
         self._rounds[generation] = _Round({self.rank: have})
         others = [rank for rank in self.workers if rank != self.rank]
-        return [GiveUp(generation), *(Tell(rank, Freeze(generation, why)) for rank in others), *self._plan(generation)]
+        return [GiveUp(generation), *(Send(rank, Freeze(generation, why)) for rank in others), *self._plan(generation)]
 
-    def _freeze(self, generation: int) -> Have:
+    def _freeze(self, generation: int) -> FrozenState:
         said = self._path.freeze(generation)
         if said is None:
-            return Have(0, 0, 0, False)
+            return FrozenState(0, 0, 0, False)
         base, end, held, promised = said
-        return Have(base, end, unpack(held), promised)
+        return FrozenState(base, end, unpack(held), promised)
 
-    def hear(self, peer: int, message: Message) -> tuple[Have | None, list[Action]]:
+    def handle_message(self, peer: int, message: Message) -> tuple[FrozenState | None, list[Action]]:
         """What another rank says: the reply, None where it is only that this rank has heard; and what to do."""
         if isinstance(message, Lost):
-            return None, self.lose(message.generation, message.why)
+            return None, self.handle_loss(message.generation, message.why)
         if isinstance(message, Freeze):
             is_news = message.generation not in self.lost
             self.lost.setdefault(message.generation, message.why)
             have = self._freeze(message.generation)
-            return have, [GiveUp(message.generation), *([Report(message.generation)] if is_news else [])]
+            return have, [GiveUp(message.generation), *([ReportLoss(message.generation)] if is_news else [])]
         if isinstance(message, Recover):
             return None, self._hear_plan(message)
         if isinstance(message, Rejoin):
@@ -321,7 +321,7 @@ class RecoveryMachine:
         if len(round_.said) < len(self.workers):
             return []
         try:
-            words = {rank: have.words() for rank, have in round_.said.items()}
+            words = {rank: have.receive_state() for rank, have in round_.said.items()}
             plan = make_plan(words, self._windows.get(generation, 0))
         except ValueError as error:
             return [Fail("switch_lost", -1, f"{self.lost[generation]}, and the ranks' words do not fit together: {error}")]
@@ -329,13 +329,13 @@ class RecoveryMachine:
         round_.untold = {rank for rank in self.workers if rank != self.rank}
         parts = {
             rank: Recover(
-                generation, plan.base, plan.end, plan.held, tuple(plan.gives.get(rank, {}).items()), round_.promised
+                generation, plan.base, plan.end, plan.held, tuple(plan.fetches.get(rank, {}).items()), round_.promised
             )
             for rank in self.workers
         }
         return [
             Planned(generation, plan, round_.promised),
-            *(Tell(rank, parts[rank]) for rank in sorted(round_.untold)),
+            *(Send(rank, parts[rank]) for rank in sorted(round_.untold)),
             *self._hear_plan(parts[self.rank]),
             *self._told(generation),
         ]
@@ -345,13 +345,13 @@ class RecoveryMachine:
         if round_.untold:
             return []
         del self._rounds[generation]
-        actions: list[Action] = [Told(generation, round_.promised)]
+        actions: list[Action] = [PlanDelivered(generation, round_.promised)]
         if self._rejoin_s != 0 and not self._looks:
             self._wait_s = self._rejoin_s
             actions += self._wait_again()
         return actions
 
-    def replied(self, peer: int, message: Message, reply: Have | None) -> list[Action]:
+    def handle_reply(self, peer: int, message: Message, reply: FrozenState | None) -> list[Action]:
         """The peer has heard the message."""
         if isinstance(message, Freeze):
             assert reply is not None, "a rank that is asked what it has says so"
@@ -404,20 +404,20 @@ class RecoveryMachine:
         self._fetched = 0
 
     def _recover(self, task: Recover) -> tuple[list[Action], bool]:
-        if self._fetched < len(task.gets):
-            giver, bits = task.gets[self._fetched]
+        if self._fetched < len(task.fetches):
+            giver, bits = task.fetches[self._fetched]
             return [Fetch(giver, task.generation, tuple(chunks_of(bits, task.base)))], False
-        if self._freeze(task.generation).words().from_chunk(task.base) != task.held:
+        if self._freeze(task.generation).receive_state().from_chunk(task.base) != task.held:
             return [Fail("switch_lost", -1, "this rank has other results than the plan of recovery says")], False
         self._path.fall_back(task.generation, task.end, task.promised)
         self._members.discard(task.generation)
         return [Leave(task.generation, "the group goes on without this switch")], True
 
-    def fetched(self, packets: Sequence[bytes] | None) -> list[Action]:
+    def handle_fetched(self, packets: Sequence[bytes] | None) -> list[Action]:
         """What the open `Fetch` brought; None: the giver does not have it."""
         task = self._tasks[0]
         assert isinstance(task, Recover), "only a task of recovery fetches"
-        giver = task.gets[self._fetched][0]
+        giver = task.fetches[self._fetched][0]
         if packets is None:
             text = f"rank {giver} does not have the results that it said it has"
             return [Fail("switch_lost", giver, text)]
@@ -433,7 +433,7 @@ class RecoveryMachine:
         left = [action for generation in older for action in (GiveUp(generation), Leave(generation, "it tries again"))]
         return [*left, Join(task.attempt, task.paths)], False
 
-    def joined(self, generation: int, window: int, why: str) -> list[Action]:
+    def handle_joined(self, generation: int, window: int, why: str) -> list[Action]:
         """What the open `Join` came to; generation 0: nothing, and why."""
         task = self._tasks[0]
         assert isinstance(task, Rejoin), "only a task that joins joins"
@@ -447,7 +447,7 @@ class RecoveryMachine:
             self._windows[generation] = window
             self._path.stand_by(generation)
         said = Rejoined(task.attempt, generation, why)
-        actions += self._hear_rejoined(self.rank, said) if self.leads else [Tell(self.leader, said)]
+        actions += self._hear_rejoined(self.rank, said) if self.is_leader else [Send(self.leader, said)]
         self._end_task()
         return [*actions, *self._proceed()]
 
@@ -459,7 +459,7 @@ class RecoveryMachine:
         self._wait_s = min(2 * seconds, _LONGEST_WAIT * self._rejoin_s)
         return [Wait(seconds, "again", self._attempts)]
 
-    def waited(self, what: str, attempt: int) -> list[Action]:
+    def handle_timer(self, what: str, attempt: int) -> list[Action]:
         """The time of a `Wait` is over."""
         if what == "again":
             if self._looks != "waits" or attempt != self._attempts:
@@ -470,7 +470,7 @@ class RecoveryMachine:
             return []
         return self._end_attempt()
 
-    def found_tree(self, paths: Tree | None) -> list[Action]:
+    def handle_tree(self, paths: Tree | None) -> list[Action]:
         """The tree that the ranks' switches make; None: there is none yet."""
         if self._looks != "finds":
             return []
@@ -480,7 +480,7 @@ class RecoveryMachine:
         self._attempts += 1
         rejoin = Rejoin(self._attempts, paths)
         self._joins = _Attempt(self._attempts, {rank for rank in self.workers if rank != self.rank})
-        told: list[Action] = [Tell(rank, rejoin) for rank in sorted(self._joins.unasked)]
+        told: list[Action] = [Send(rank, rejoin) for rank in sorted(self._joins.unasked)]
         wait: list[Action] = [] if told else [Wait(JOIN_S, "join", self._attempts)]
         return [*told, *wait, *self._hear_rejoin(rejoin)]
 

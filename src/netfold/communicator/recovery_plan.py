@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Words:
+class ReceiveState:
     """What one rank has: bit i of `held` for chunk base + i. It has begun the chunks below `end`."""
 
     base: int
@@ -31,16 +31,16 @@ class Plan:
     """Bit i stands for chunk base + i everywhere.
 
     base: the lowest chunk that some rank lacks. end: the lowest that some rank has not begun. held: what somebody has.
-    gives: by rank that lacks something, what it gets from which other.
+    fetches: by rank that lacks something, what it gets from which other.
     """
 
     base: int
     end: int
     held: int
-    gives: Mapping[int, Mapping[int, int]]
+    fetches: Mapping[int, Mapping[int, int]]
 
 
-def make_plan(said: Mapping[int, Words], window: int) -> Plan:
+def make_plan(said: Mapping[int, ReceiveState], window: int) -> Plan:
     """From what each rank said, by rank; `window` is W, the chunks that each keeps.
 
     Work is shared: those who have a chunk take turns in giving it. Raises ValueError for words that cannot all be true.
@@ -58,8 +58,8 @@ def make_plan(said: Mapping[int, Words], window: int) -> Plan:
             f"a rank has the result of chunk {base + held.bit_length() - 1}; another lacks chunk {base} of a window of "
             f"{window}, or has begun none from {end} on"
         )
-    gives = {rank: _shares(has, held & ~chunks, rank) for rank, chunks in has.items()}
-    return Plan(base, end, held, {rank: shares for rank, shares in gives.items() if shares})
+    fetches = {rank: _shares(has, held & ~chunks, rank) for rank, chunks in has.items()}
+    return Plan(base, end, held, {rank: shares for rank, shares in fetches.items() if shares})
 
 
 def _shares(has: Mapping[int, int], lacking: int, rank: int) -> dict[int, int]:

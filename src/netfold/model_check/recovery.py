@@ -279,34 +279,34 @@ class _Rank:
     def _decide(self, kind: str, about: Sequence[Any]) -> Sequence[Any]:
         machine = self.machine
         if kind == "lose":
-            return machine.lose(about[0], "lost")
+            return machine.handle_loss(about[0], "lost")
         if kind == "hear":
-            self.reply, actions = machine.hear(about[0], about[1])
+            self.reply, actions = machine.handle_message(about[0], about[1])
             return actions
         if kind == "reply":
             self.told -= {(about[0], about[1])}
-            return machine.replied(about[0], about[1], about[2])
+            return machine.handle_reply(about[0], about[1], about[2])
         if kind == "fetched":
             self.fetch = None
-            return machine.fetched(about[0])
+            return machine.handle_fetched(about[0])
         if kind == "joined":
             self.join = None
             if about[0]:
                 self.joined |= {about[0]}
-            return machine.joined(about[0], self.path.window, "" if about[0] else "refused")
+            return machine.handle_joined(about[0], self.path.window, "" if about[0] else "refused")
         if kind == "waited":
             self.waits -= {(about[0], about[1])}
-            return machine.waited(about[0], about[1])
+            return machine.handle_timer(about[0], about[1])
         self.finds = False
-        return machine.found_tree(())
+        return machine.handle_tree(())
 
     def _do(self, actions: Sequence[Any]) -> None:
         for action in actions:
-            if isinstance(action, production.Tell):
+            if isinstance(action, production.Send):
                 self.out.append((action.peer, action.message))
                 if isinstance(action.message, production.Freeze | production.Recover | production.Rejoin):
                     self.told |= {(action.peer, action.message)}
-            elif isinstance(action, production.Report):
+            elif isinstance(action, production.ReportLoss):
                 self.reports |= {action.generation}
                 self.out.append((LEADER, production.Lost(action.generation, "lost")))
             elif isinstance(action, production.Fetch):
@@ -571,8 +571,8 @@ class _Search:
             if view.ended < len(view.posted) and self._may_end(views, view):
                 word = views[LEADER].posted[view.ended][2] if view.posted[view.ended][0] == "word" else 0
                 yield ("step", rank, word), False
-            if view.fetch is not None and view.fetch.giver not in gone:
-                giver = self.ranks[state[view.fetch.giver]]
+            if view.fetch is not None and view.fetch.source not in gone:
+                giver = self.ranks[state[view.fetch.source]]
                 yield ("fetched", rank, giver.path.kept(view.fetch.generation, view.fetch.chunks)), False
             if view.join is not None:
                 asked = state[_ASKED] >> (view.join.attempt * len(views))
@@ -610,7 +610,7 @@ class _Search:
     def _notices(view: _View, gone: set[int], views: Sequence[_View]) -> bool:
         if view.ended < len(view.posted) or (view.awaits_plan and LEADER in gone):
             return True
-        if view.fetch is not None and view.fetch.giver in gone:
+        if view.fetch is not None and view.fetch.source in gone:
             return True
         if any(peer in gone for peer, _ in view.told):
             return True
