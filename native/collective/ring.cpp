@@ -19,18 +19,18 @@ void Ring::plan_all_reduce() {
   const Span whole{0, tensor.bytes / unit};
   const auto blocks = static_cast<std::size_t>(ranks);
   const std::size_t chunks = chunks_of(part(whole, blocks, 0).count * unit);
-  const auto chunk_of = [&](int block, std::size_t index) {
+  const auto requested_chunk = [&](int block, std::size_t index) {
     return part(part(whole, blocks, static_cast<std::size_t>(team().wrapped(block))), chunks, index);
   };
   std::vector<Mark> arrived(chunks);  // of the step before
   for (int step = 0; step < 2 * (ranks - 1); ++step) {
     const bool reduces = step < ranks - 1;
     for (std::size_t i = 0; i < chunks; ++i) {
-      const Span mine = chunk_of(me - step, i);
+      const Span mine = requested_chunk(me - step, i);
       add(next, Send{tensor.data + mine.first * unit, mine.count * unit, arrived[i], step == ranks - 1});
     }
     for (std::size_t i = 0; i < chunks; ++i) {
-      const Span theirs = chunk_of(me - step - 1, i);
+      const Span theirs = requested_chunk(me - step - 1, i);
       std::byte* data = tensor.data + theirs.first * unit;
       arrived[i] = add(previous, Receive{data, theirs.count * unit, reduces ? data : nullptr, true, {}});
     }

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from netfold.communicator.switch_watch import ALIVE_S, ANSWER_S, PATH_S, QUIET_S, Ask, Lost, SwitchWatch
+from netfold.communicator.switch_watch import ALIVE_S, ANSWER_S, PATH_S, QUIET_S, Query, Lost, SwitchWatch
 
 RANK = 1
 TICK_S = 0.2
@@ -28,7 +28,7 @@ def run(
 ) -> tuple[float, Lost] | None:
     """Tick for so long; when the switch was held to be lost, and why."""
     watch = SwitchWatch(RANK, 0.0)
-    asked: tuple[float, Ask] | None = None
+    asked: tuple[float, Query] | None = None
     now = 0.0
     while now < seconds:
         now += TICK_S
@@ -101,7 +101,7 @@ def test_a_rank_that_was_stopped_does_not_blame_the_switch() -> None:
     now = 0.0
     while (action := watch.poll(now, 7)) is None:
         now += TICK_S
-    assert action == Ask(7)
+    assert action == Query(7)
     # Stopped for a minute with the question open; the answer waits in the socket, and is read a tick later.
     assert watch.poll(now + 60, 7) is None
     watch.answer([0])
@@ -115,15 +115,15 @@ def test_an_answer_about_an_earlier_chunk_says_nothing_of_this_one() -> None:
         now += TICK_S
     watch.poll(now, 8)
     watch.answer([2])
-    assert watch.missing == ()
+    assert watch.stragglers == ()
 
 
 def test_a_rank_that_left_is_asked_about_at_every_tick() -> None:
     watch = SwitchWatch(RANK, 0.0)
     for tick in range(1, 20):
-        assert watch.poll(tick * TICK_S, 7, urgent=True) == Ask(7)
+        assert watch.poll(tick * TICK_S, 7, urgent=True) == Query(7)
         watch.answer([0])
-        assert watch.missing == (0,)
+        assert watch.stragglers == (0,)
 
 
 @given(
@@ -133,7 +133,7 @@ def test_it_is_lost_only_after_bad_answers_or_none(ticks: list[tuple[float, bool
     """Any ticks, however long, with any answers: what was said of the loss had happened."""
     watch = SwitchWatch(RANK, 0.0)
     now, chunk, bad, ticks_open = 0.0, 0, 0, 0
-    asked: Ask | None = None
+    asked: Query | None = None
     for gap_s, moves, answers, missing in ticks:
         now += gap_s
         if moves:
@@ -145,7 +145,7 @@ def test_it_is_lost_only_after_bad_answers_or_none(ticks: list[tuple[float, bool
             watch.answer(sorted(missing) if asked.chunk is not None else None)
             asked, ticks_open = None, 0
         action = watch.poll(now, chunk)
-        if isinstance(action, Ask):
+        if isinstance(action, Query):
             assert asked is None
             asked = action
         elif isinstance(action, Lost):

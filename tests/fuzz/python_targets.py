@@ -258,7 +258,7 @@ def seeds() -> dict[str, list[bytes]]:
     join = {"type": "join", **version, "job": "j", "name": "", "rank": 0, "ranks": [0], "port": 9, "timeout_s": 5.0}
     both = {**join, "ranks": [0, 1], "paths": [[1], [1]], "window_bytes": 4096}
     ready = {"type": "ready", "payload_bytes": 1408}
-    missing = {"type": "missing", "chunk": 1, "serial": 2}
+    missing = {"type": "stragglers", "chunk": 1, "serial": 2}
     leave = {"type": "leave", "reason": "done", "fault": -1}
     hello = struct.pack(">8sB16sIIIBB32s", b"netfold3", 1, b"t" * 16, 1, 0, 3, 0, 0, b"n" * 32)
     about = (

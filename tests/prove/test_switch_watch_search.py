@@ -46,8 +46,8 @@ MUTANTS = {
         ANSWERS,
     ),
     "former-chunks-count": (
-        "self._chunk, self._since, self._bad_answers, self.missing = chunk, self._time, 0, ()",
-        "self._chunk, self._since, self.missing = chunk, self._time, ()",
+        "self._chunk, self._since, self._bad_answers, self.stragglers = chunk, self._time, 0, ()",
+        "self._chunk, self._since, self.stragglers = chunk, self._time, ()",
         ANSWERS,
     ),
     "a-cut-to-the-switch": ("not missing or self._rank in missing", "not missing", CUT),

@@ -127,9 +127,9 @@ class MortalSwitch:
                         job.ready.add(rank)
                         if len(job.ready) == len(job.ranks):
                             job.begin(next(self._epochs), self)
-                elif message["type"] == "missing":
+                elif message["type"] == "stragglers":
                     ranks = [job.ranks[worker] for worker in job.machine.missing(message["chunk"])]
-                    control_messages.send(stream, {"type": "missing", "ranks": ranks, "serial": message["serial"]})
+                    control_messages.send(stream, {"type": "stragglers", "ranks": ranks, "serial": message["serial"]})
         except (OSError, EOFError, ValueError):
             if job is not None and not self.dead.is_set():
                 job.lose(rank)

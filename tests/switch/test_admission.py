@@ -236,8 +236,8 @@ GARBAGE: dict[str, bytes] = {
     "ready with an odd size": control_messages.encode(JOIN) + control_messages.encode({"type": "ready", "payload_bytes": 1409}),
     "ready with words": control_messages.encode(JOIN) + control_messages.encode({"type": "ready", "payload_bytes": "all"}),
     "asks for a chunk beyond 64 bits": control_messages.encode(JOIN)
-    + control_messages.encode({"type": "missing", "chunk": 2**64 - 1, "serial": 1}),
-    "asks for a negative chunk": control_messages.encode(JOIN) + control_messages.encode({"type": "missing", "chunk": -1}),
+    + control_messages.encode({"type": "stragglers", "chunk": 2**64 - 1, "serial": 1}),
+    "asks for a negative chunk": control_messages.encode(JOIN) + control_messages.encode({"type": "stragglers", "chunk": -1}),
     **{
         f"a capacity of {said}": control_messages.encode(JOIN) + control_messages.encode({"type": "alive", "bytes_per_s": said})
         for said in (float("nan"), float("inf"), -1, -0.5, True, "fast", [1.0], None, 1 << 63)
@@ -384,11 +384,11 @@ def test_more_questions_at_once_than_the_bound_end_the_membership() -> None:
         stream.sendall(control_messages.encode(JOIN))
         assert control_messages.receive(stream)["type"] == "admitted"
         for serial in range(20):  # one after another there may be any number
-            stream.sendall(control_messages.encode({"type": "missing", "chunk": 0, "serial": serial}))
-            assert control_messages.receive(stream) == {"type": "missing", "serial": serial, "ranks": []}
+            stream.sendall(control_messages.encode({"type": "stragglers", "chunk": 0, "serial": serial}))
+            assert control_messages.receive(stream) == {"type": "stragglers", "serial": serial, "ranks": []}
             stream.sendall(control_messages.encode({"type": "alive", "serial": serial}))
             assert control_messages.receive(stream) == {"type": "alive", "serial": serial}
-        stream.sendall(control_messages.encode({"type": "missing", "chunk": 0, "serial": 1}) * 1000)
+        stream.sendall(control_messages.encode({"type": "stragglers", "chunk": 0, "serial": 1}) * 1000)
         switch.wait_for(r"broke the control protocol: more than 8 questions at once")
         serves(switch)
 

@@ -11,7 +11,7 @@ import pytest
 from netfold.switch.certificate import server_context
 from netfold.switch.control_io import hang_up, read, tell
 
-MESSAGE = {"type": "missing", "serial": 1, "ranks": [0]}
+MESSAGE = {"type": "stragglers", "serial": 1, "ranks": [0]}
 
 
 def close_twice(writer: asyncio.StreamWriter) -> None:

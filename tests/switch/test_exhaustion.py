@@ -1,6 +1,6 @@
 """Who opens as much as a switch lets them: connections, jobs, questions, tenants. Memory and descriptors stay bounded.
 
-The bounds have names: entrance.MAX_STRANGERS, --max-jobs, missing.MAX_QUESTIONS, tokens.MAX_TENANTS. Answers that
+The bounds have names: entrance.MAX_STRANGERS, --max-jobs, missing.MAX_QUERIES, tokens.MAX_TENANTS. Answers that
 nobody reads are bounded by the buffers of one connection.
 """
 

@@ -30,7 +30,7 @@ from netfold._native import protocol, auth
 from netfold._native.transport import DataPort
 from netfold.errors import RendezvousError, SwitchError
 from netfold.switch_protocol.pinned_tls import FingerprintError, PinnedStream
-from netfold.communicator.switch_watch import Ask, Lost, SwitchWatch
+from netfold.communicator.switch_watch import Query, Lost, SwitchWatch
 from netfold.communicator.switch_tree import PathToRoot, known_parents, agree_on_tree
 from netfold.switch_protocol.data_path import PathError, ReceiveBuffer, open_path
 
@@ -199,13 +199,13 @@ class Membership:
             self._given_up = True
             self._answered.notify_all()
 
-    def missing(self, chunk: int, timeout_s: float = 1.0) -> list[int]:
+    def stragglers(self, chunk: int, timeout_s: float = 1.0) -> list[int]:
         """Ranks whose contribution to `chunk` the switch has not seen; empty where it does not say in time."""
         serial = next(self._serials)
         with self._answered:
             self._answers[serial] = None
         try:
-            self._send({"type": "missing", "chunk": chunk, "serial": serial})
+            self._send({"type": "stragglers", "chunk": chunk, "serial": serial})
             with self._answered:
                 self._answered.wait_for(
                     lambda: self._answers[serial] is not None or self._given_up or self._closed, timeout_s
@@ -243,7 +243,7 @@ class Membership:
         try:
             while True:
                 message = control_messages.receive(self._stream)
-                if message["type"] in ("missing", "alive"):
+                if message["type"] in ("stragglers", "alive"):
                     ranks = [int(rank) for rank in message.get("ranks", ())]
                     with self._answered:
                         if message["serial"] in self._answers:
@@ -279,7 +279,7 @@ class Membership:
         capacity: Callable[[], float | None],
     ) -> None:
         watch = SwitchWatch(self.rank, time.monotonic())
-        open_question: tuple[int, Ask] | None = None
+        open_question: tuple[int, Query] | None = None
         while True:
             with self._answered:
                 if self._answered.wait_for(lambda: self._given_up or self._closed, _WATCH_S):
@@ -300,21 +300,21 @@ class Membership:
                 refused = f" ({traffic['send_error']})" if operates and traffic["send_error"] else ""
                 self._say_lost(lost, action.why + refused, self.endpoint)
                 return
-            if isinstance(action, Ask):
+            if isinstance(action, Query):
                 serial = next(self._serials)
                 open_question = serial, action
                 with self._answered:
                     self._answers[serial] = None
                 about: control_messages.Message
                 if action.chunk is not None:
-                    about = {"type": "missing", "chunk": action.chunk}
+                    about = {"type": "stragglers", "chunk": action.chunk}
                 elif bytes_per_s is not None and self.rank == self.workers[0]:
                     about = {"type": "alive", "bytes_per_s": bytes_per_s}
                 else:
                     about = {"type": "alive"}
                 with contextlib.suppress(OSError):  # then no answer comes, which the watch sees
                     self._send({**about, "serial": serial})
-            gone = [rank for rank in watch.missing if rank in self._left and not is_alive(rank)]
+            gone = [rank for rank in watch.stragglers if rank in self._left and not is_alive(rank)]
             if gone:
                 reason, fault = self._left[gone[0]]
                 fail(

@@ -148,7 +148,7 @@ class Recovery:
             ranks = self._stragglers()
             named = f"; rank {', '.join(map(str, ranks))} did not say what it has" if ranks else ""
             return ranks, self.state + named
-        ranks = membership.missing(self._uplink.traffic()["oldest_outstanding"])
+        ranks = membership.stragglers(self._uplink.traffic()["oldest_outstanding"])
         if ranks:
             return ranks, f"the switch still waits for rank {', '.join(map(str, ranks))}"
         return [], "the switch has every rank's part, or cannot be reached: packets to it may be lost"

@@ -27,7 +27,7 @@ TICK_S = 0.5
 
 
 @dataclass(frozen=True)
-class Ask:
+class Query:
     """A question to the switch. chunk: the one that is waited for; None: only whether the switch is there."""
 
     chunk: int | None
@@ -49,14 +49,14 @@ class SwitchWatch:
         self._time = 0.0
         self._chunk: int | None = None
         self._since = 0.0  # of the chunk's wait
-        self._asked: Ask | None = None
+        self._asked: Query | None = None
         self._asked_at = 0.0
         self._next_ask = ALIVE_S
         self._asked_of_chunk = False
         self._bad_answers = 0
-        self.missing: tuple[int, ...] = ()  # the switch's last answer about this chunk
+        self.stragglers: tuple[int, ...] = ()  # the switch's last answer about this chunk
 
-    def poll(self, now: float, chunk: int | None, *, urgent: bool = False) -> Ask | Lost | None:
+    def poll(self, now: float, chunk: int | None, *, urgent: bool = False) -> Query | Lost | None:
         """What to do now.
 
         chunk: the oldest one without a result; None: nothing is awaited. urgent: ask without waiting for QUIET_S, since
@@ -65,7 +65,7 @@ class SwitchWatch:
         self._time += min(now - self._last_tick, TICK_S)
         self._last_tick = now
         if chunk != self._chunk:
-            self._chunk, self._since, self._bad_answers, self.missing = chunk, self._time, 0, ()
+            self._chunk, self._since, self._bad_answers, self.stragglers = chunk, self._time, 0, ()
             self._asked_of_chunk = False
         if self._asked is not None:
             waited = self._time - self._asked_at
@@ -79,17 +79,17 @@ class SwitchWatch:
         is_quiet = self._chunk is not None and (urgent or waited >= QUIET_S)
         if self._time < self._next_ask and not (is_quiet and (urgent or not self._asked_of_chunk)):
             return None
-        self._asked, self._asked_at = Ask(self._chunk if is_quiet else None), self._time
+        self._asked, self._asked_at = Query(self._chunk if is_quiet else None), self._time
         self._asked_of_chunk = is_quiet
         self._next_ask = self._time + ALIVE_S
         return self._asked
 
     def answer(self, missing: Sequence[int] | None) -> None:
-        """The open question's answer; missing: ranks that the switch waits for, None to `Ask(None)`."""
+        """The open question's answer; missing: ranks that the switch waits for, None to `Query(None)`."""
         asked, self._asked = self._asked, None
         if asked is None or missing is None or asked.chunk is None or asked.chunk != self._chunk:
             return
-        self.missing = tuple(missing)
+        self.stragglers = tuple(missing)
         self._bad_answers = self._bad_answers + 1 if not missing or self._rank in missing else 0
         if self._bad_answers == 0:
             self._since = self._time

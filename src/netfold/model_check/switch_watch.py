@@ -22,7 +22,7 @@ from copy import copy
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from netfold.communicator.switch_watch import ALIVE_S, ANSWER_S, PATH_S, TICK_S, Ask, Lost, SwitchWatch
+from netfold.communicator.switch_watch import ALIVE_S, ANSWER_S, PATH_S, TICK_S, Query, Lost, SwitchWatch
 
 RANK, OTHER = 0, 1
 PAUSE_S = 60.0
@@ -101,15 +101,15 @@ def _events(past: _Past) -> Iterator[Event]:
                 yield answer, chunk, seconds, urgent
 
 
-def _happen(watch: Any, past: _Past, event: Event, new_chunk: int) -> tuple[Ask | Lost | None, _Past, str]:
+def _happen(watch: Any, past: _Past, event: Event, new_chunk: int) -> tuple[Query | Lost | None, _Past, str]:
     """What the watch makes of the event; what has happened then; the promise that breaks."""
     answer, becomes, seconds, urgent = event
     broken = ""
     if answer != "none":
-        missing = watch.missing
+        missing = watch.stragglers
         watch.answer(answer)
         past = _answered(past, answer)
-        if past.about == "former" and watch.missing != missing:
+        if past.about == "former" and watch.stragglers != missing:
             broken = "an answer about a chunk that has its result is taken for this one's"
         past = past._replace(open_s=-1.0, about="", silent_s=0.0)
     chunk = watch._chunk if becomes == "same" else new_chunk if becomes == "next" else None
@@ -127,7 +127,7 @@ def _happen(watch: Any, past: _Past, event: Event, new_chunk: int) -> tuple[Ask 
     if isinstance(action, Lost):
         silent, cut = past.open_s >= ANSWER_S, past.bad >= 2 and past.waited_s >= PATH_S
         return action, past, broken or ("" if silent or cut else "a switch is lost that answers")
-    if isinstance(action, Ask):
+    if isinstance(action, Query):
         if past.open_s >= 0:
             broken = broken or "a question is asked while another is open"
         past = past._replace(open_s=0.0, about="alive" if action.chunk is None else "chunk")
@@ -159,7 +159,7 @@ def _key(watch: Any, past: _Past) -> tuple[Any, ...]:
         max(0.0, watch._next_ask - now),
         watch._asked_of_chunk,
         min(2, watch._bad_answers),
-        watch.missing,
+        watch.stragglers,
         past,
     )
 

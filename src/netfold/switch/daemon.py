@@ -25,7 +25,7 @@ from netfold.switch.fabrics import Fabrics
 from netfold.switch.log import say
 from netfold.switch.job import Job, Member, RefusedError, labelled, listed
 from netfold.switch.ledger import EVERYBODY, Ledger, retransmissions
-from netfold.switch.stragglers import MAX_QUESTIONS, chunk_of, say_missing, take_answer
+from netfold.switch.stragglers import MAX_QUERIES, requested_chunk, report_stragglers, accept_reply
 from netfold.switch.parent import Link, Parent, ParentError
 from netfold.switch.quota import Limits
 from netfold.switch.control_io import TIMEOUTS, hang_up, read, say_at_once, tell
@@ -252,8 +252,8 @@ class Switch:
                 kind = message["type"]
                 if kind == "ready":
                     await self._ready(job, member, message)
-                elif kind == "missing":
-                    self._on_missing(job, member, message)
+                elif kind == "stragglers":
+                    self._on_stragglers(job, member, message)
                 elif kind == "alive":
                     if "bytes_per_s" in message:
                         job.hear_capacity(member, message["bytes_per_s"])
@@ -384,8 +384,8 @@ class Switch:
                     if told.get("rank") not in job.ranks:
                         raise control_messages.ProtocolError(f"left of rank {told.get('rank')!r}, which the job does not have")
                     await self._announce(job, told, None)
-                elif kind == "missing":
-                    self._on_missing(job, None, told)
+                elif kind == "stragglers":
+                    self._on_stragglers(job, None, told)
                 elif kind == "refused":
                     reason, gone = str(told.get("reason")), str(told.get("switch") or gone)
                     break
@@ -538,16 +538,16 @@ class Switch:
         for other in job.members.values():
             say_at_once(other.writer, start)
 
-    def _on_missing(self, job: Job, member: Member | None, message: control_messages.Message) -> None:
+    def _on_stragglers(self, job: Job, member: Member | None, message: control_messages.Message) -> None:
         """A question, or an answer to one of ours; `member`: whose, None for the parent's."""
-        if take_answer(job, message):
+        if accept_reply(job, message):
             return
         asker = member if member is not None else job.link
         assert asker is not None, "whoever asks is a member, or the parent"
-        if asker.questions == MAX_QUESTIONS:
-            raise control_messages.ProtocolError(f"more than {MAX_QUESTIONS} questions at once")
+        if asker.questions == MAX_QUERIES:
+            raise control_messages.ProtocolError(f"more than {MAX_QUERIES} questions at once")
         asker.questions += 1
-        task = self._spawn(say_missing(job, member, chunk_of(message), message.get("serial")))
+        task = self._spawn(report_stragglers(job, member, requested_chunk(message), message.get("serial")))
 
         def answered(_: asyncio.Task[None]) -> None:
             asker.questions -= 1

@@ -11,12 +11,12 @@ from netfold.switch.parent import Link
 from netfold.switch.control_io import TIMEOUTS, hang_up, tell
 
 # Open questions of one member, or of the parent; one more breaks the protocol. A worker has two at most.
-MAX_QUESTIONS = 8
+MAX_QUERIES = 8
 # For a neighbour in the tree to say who it waits for; workers give the whole tree a second.
 _ASK_S = 0.7
 
 
-def take_answer(job: Job, message: control_messages.Message) -> bool:
+def accept_reply(job: Job, message: control_messages.Message) -> bool:
     """Whether `message` is an answer to a question of ours; if so it goes to who asked."""
     ranks, serial = message.get("ranks"), message.get("serial")
     if not isinstance(ranks, list) or not isinstance(serial, int):
@@ -27,15 +27,15 @@ def take_answer(job: Job, message: control_messages.Message) -> bool:
     return True
 
 
-def chunk_of(message: control_messages.Message) -> int:
+def requested_chunk(message: control_messages.Message) -> int:
     """What is asked about; ProtocolError where that is nothing."""
     chunk = message.get("chunk")
     if not isinstance(chunk, int) or not 0 <= chunk < 1 << 64:
-        raise control_messages.ProtocolError("missing without a chunk")
+        raise control_messages.ProtocolError("stragglers without a chunk")
     return chunk
 
 
-async def say_missing(job: Job, member: Member | None, chunk: int, serial: object) -> None:
+async def report_stragglers(job: Job, member: Member | None, chunk: int, serial: object) -> None:
     """Tell `member`, or the parent for None: those that this switch waits for; of switches, who they wait for."""
     ranks: set[int] = set()
     asks = []
@@ -50,7 +50,7 @@ async def say_missing(job: Job, member: Member | None, chunk: int, serial: objec
         asks.append(_ask(job, job.link, chunk))
     for answer in await asyncio.gather(*asks):
         ranks.update(answer)
-    said: control_messages.Message = {"type": "missing", "serial": serial, "ranks": sorted(ranks)}
+    said: control_messages.Message = {"type": "stragglers", "serial": serial, "ranks": sorted(ranks)}
     if member is not None:
         if not await tell(member.writer, said):
             hang_up(member.writer)  # it does not read: its reader ends its membership
@@ -61,7 +61,7 @@ async def say_missing(job: Job, member: Member | None, chunk: int, serial: objec
 async def _ask(job: Job, other: Member | Link, chunk: int) -> list[int]:
     serial = secrets.randbits(63)
     answer = job.asked[serial] = asyncio.get_running_loop().create_future()
-    question: control_messages.Message = {"type": "missing", "chunk": chunk, "serial": serial}
+    question: control_messages.Message = {"type": "stragglers", "chunk": chunk, "serial": serial}
     try:
         await (other.tell(question) if isinstance(other, Link) else tell(other.writer, question))
         return await asyncio.wait_for(answer, _ASK_S)

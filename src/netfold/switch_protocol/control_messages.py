@@ -35,11 +35,11 @@ unknown fields are ignored. The first message of each side carries `version`; do
     switch -> worker   start     epoch, payload_bytes, window               (every rank is ready)
                                  cut                         (why the window is smaller than it should be, and what
                                                               to set)
-    worker -> switch   missing   chunk, serial                 (at most 8 open at once)
+    worker -> switch   stragglers  chunk, serial                 (at most 8 open at once)
                        alive     serial
                                  bytes_per_s                 (of tensor, through this switch, as the job's lowest rank
                                                               knows it: shown, and used for nothing)
-    switch -> worker   missing   ranks, serial
+    switch -> worker   stragglers  ranks, serial
                        alive     serial
                        left      rank, reason, fault                        (a rank's connection ended)
     worker -> switch   leave     reason, fault                              (the rank that it holds to be at fault)
@@ -52,8 +52,8 @@ A switch's id is its incarnation. A leaf is a worker of its parent, and says mor
                        ready     window                      (the most chunks that it can grant)
                        left      rank, reason, fault         (one below it)
                        leave     switch                      (the address of one that is gone, if that is why)
-    parent -> leaf     missing   chunk, serial               (asked both ways)
-    leaf -> parent     missing   ranks, serial
+    parent -> leaf     stragglers  chunk, serial               (asked both ways)
+    leaf -> parent     stragglers  ranks, serial
 """
 
 from __future__ import annotations
