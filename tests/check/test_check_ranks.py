@@ -19,7 +19,7 @@ from ranks import run_command, run_ranks, running_switch, values
 
 from netfold.switch_protocol import control_messages
 from netfold.diagnostics.preflight import links
-from netfold.communicator.membership import ask_room
+from netfold.communicator.membership import query_quota
 
 pytestmark = pytest.mark.native
 
@@ -76,7 +76,7 @@ def test_what_each_switch_takes_is_measured_by_itself_and_nothing_is_held_afterw
         for switch in (first, second):
             assert len(switch.wait_for("event=closed")) == 1
             assert len(switch.wait_for("event=started .*workers=3")) == 1
-            assert ask_room(switch.endpoint, token_file=None, rank=0, timeout_s=5).jobs == 64
+            assert query_quota(switch.endpoint, token_file=None, rank=0, timeout_s=5).jobs == 64
     assert all(each == found[0] for each in found)
     capacities, notes = found[0]
     assert [each.endpoint for each in capacities] == endpoints
@@ -162,7 +162,7 @@ def test_a_switch_that_udp_does_not_reach_is_told_from_one_that_is_absent(tmp_pa
         with behind_a_firewall(switch.endpoint) as endpoint:
             environment = {**os.environ, "NETFOLD_SWITCH": endpoint, "NETFOLD_TOKEN_FILE": token_file}
             run = run_command("doctor", "check", "--json", env=environment)
-        assert ask_room(switch.endpoint, token_file=token_file, rank=0, timeout_s=5, udp=True).udp_error == ""
+        assert query_quota(switch.endpoint, token_file=token_file, rank=0, timeout_s=5, udp=True).udp_error == ""
         assert not [line for line in switch.log().splitlines() if "joined" in line]
     assert run.returncode == 1, run.stderr
     finding = json.loads(run.stdout)["findings"][0]
@@ -173,7 +173,7 @@ def test_a_switch_that_udp_does_not_reach_is_told_from_one_that_is_absent(tmp_pa
 
 def test_the_switch_sends_nothing_back_to_whoever_does_not_know_the_number() -> None:
     with running_switch() as switch, socket.create_connection(switch.address, 10) as stream:
-        control_messages.send(stream, {"type": "room", "version": control_messages.VERSION, "udp": True})
+        control_messages.send(stream, {"type": "quota", "version": control_messages.VERSION, "udp": True})
         place = control_messages.receive(stream)["udp"]
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as port:
             port.connect((switch.address[0], place["port"]))

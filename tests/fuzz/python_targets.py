@@ -275,7 +275,7 @@ def seeds() -> dict[str, list[bytes]]:
             framed(both, ready),
             framed({**join, "fabric": {"provider": "tcp", "name": b"n", "tag": 1}}),
             framed({"type": "path", **version, "below": [1, 2]}),
-            framed({"type": "room", **version}),
+            framed({"type": "quota", **version}),
             framed({**join, "switch": 7, "endpoint": "127.0.0.1:1"}),
         ],
         "store": [

@@ -63,7 +63,7 @@ def settled(switch: RunningSwitch, most: int) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize(
-    "said", [b"", b"\0\0", control_messages.encode({"type": "room", "version": control_messages.VERSION, "udp": True})]
+    "said", [b"", b"\0\0", control_messages.encode({"type": "quota", "version": control_messages.VERSION, "udp": True})]
 )
 def test_strangers_take_no_more_than_their_bound(said: bytes) -> None:
     # One that asks whether UDP passes has a port beside its connection.

@@ -14,7 +14,7 @@ from ranks import RunningSwitch, run_threads, running_switch, values
 
 from netfold import Communicator, FileStore, Options
 from netfold._native import protocol
-from netfold.switch.quota import Limits, fitting_window, part_of
+from netfold.switch.quota import Limits, fitting_window, quota_of
 from netfold.switch.tokens import Tenant
 
 TOKENS = {name: name[0] * 40 for name in ("small", "large", "bound")}
@@ -23,7 +23,7 @@ TOKENS = {name: name[0] * 40 for name in ("small", "large", "bound")}
 def test_parts_go_by_weight_and_are_never_more_than_the_whole() -> None:
     tenants = [Tenant("a", weight=1), Tenant("b", weight=2), Tenant("c", weight=4, memory_bytes=100, slots=32)]
     limits = Limits(jobs=9, memory_bytes=1000, connections=70)
-    parts = [part_of(tenant, tenants, limits) for tenant in tenants]
+    parts = [quota_of(tenant, tenants, limits) for tenant in tenants]
     assert [part.memory_bytes for part in parts] == [142, 285, 100]
     assert [part.jobs for part in parts] == [1, 2, 5]
     assert [part.connections for part in parts] == [10, 20, 40]
@@ -33,14 +33,14 @@ def test_parts_go_by_weight_and_are_never_more_than_the_whole() -> None:
 
 def test_a_tenant_alone_has_all_of_it() -> None:
     only = Tenant("a", weight=7)
-    part = part_of(only, [only], Limits())
+    part = quota_of(only, [only], Limits())
     assert (part.jobs, part.connections, part.memory_bytes) == (64, 4096, 1 << 30)
 
 
 def test_a_part_of_nothing_is_refused_at_the_start() -> None:
     tenants = [Tenant("a"), Tenant("b", weight=100)]
     with pytest.raises(ValueError, match=r"a's part, 1 of 101, is 0 jobs, .* raise its weight, --max-jobs"):
-        part_of(tenants[0], tenants, Limits(jobs=64))
+        quota_of(tenants[0], tenants, Limits(jobs=64))
 
 
 @pytest.mark.parametrize("workers", [1, 2, 256])

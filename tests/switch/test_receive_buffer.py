@@ -15,7 +15,7 @@ from ranks import RunningSwitch, run_threads, running_switch, values
 
 from netfold import Communicator, FileStore, Options
 from netfold.cli import app
-from netfold.communicator.membership import ask_room
+from netfold.communicator.membership import query_quota
 from netfold.switch_protocol.data_path import ReceiveBuffer
 
 DEBIANS_RMEM_MAX = 212_992
@@ -94,7 +94,7 @@ def test_a_cut_window_is_told_at_the_start_to_the_job_and_to_who_asks(
         f"the switch at {switch.endpoint}: {told}"
     ]
     # Who asks before a job.
-    room = ask_room(switch.endpoint, token_file=None, rank=0, timeout_s=10)
+    room = query_quota(switch.endpoint, token_file=None, rank=0, timeout_s=10)
     assert room.buffer == expected
     monkeypatch.setenv("NETFOLD_SWITCH", switch.endpoint)
     said = typer.testing.CliRunner().invoke(app, ["explain", "all-reduce", "--ranks", "2"]).output

@@ -360,8 +360,8 @@ def test_a_tenant_has_what_its_line_says(tokens: str) -> None:
     assert vision is not None and speech is not None
     assert (vision.name, vision.weight, vision.slots, vision.memory_bytes) == ("vision", 1, None, None)
     assert (speech.name, speech.weight) == ("speech", 2)
-    assert [vision.may_call(name) for name in ("vision-a", "shared", "shared2", "")] == [True, True, False, False]
-    assert speech.may_call("")
+    assert [vision.allows_job_name(name) for name in ("vision-a", "shared", "shared2", "")] == [True, True, False, False]
+    assert speech.allows_job_name("")
     assert found.find(VISION[:-1]) is None
     assert VISION not in repr(vars(found))
 

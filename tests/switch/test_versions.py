@@ -23,7 +23,7 @@ from netfold import Communicator, FileStore, Options
 from netfold.switch_protocol import control_messages
 from netfold._native import protocol
 from netfold.errors import SwitchError
-from netfold.communicator.membership import Membership, ask_room
+from netfold.communicator.membership import Membership, query_quota
 
 ROOT = Path(__file__).parents[2]
 VERSION = control_messages.VERSION
@@ -34,7 +34,7 @@ JOIN: dict[str, Any] = {"type": "join", "job": "j", "rank": 0, "ranks": [0], "po
 FIRST: dict[str, dict[str, Any]] = {
     "join": JOIN,
     "path": {"type": "path", "below": []},
-    "room": {"type": "room"},
+    "quota": {"type": "quota"},
     "a type of its own": {"type": "greet"},
 }
 
@@ -95,7 +95,7 @@ def fake_switch(answer: dict[str, Any]) -> Iterator[str]:
 
 PATH = {"type": "path", "switches": [[7, ""]], "error": ""}
 ADMITTED = {"type": "admitted", "job_id": 1, "incarnation": 7, "worker": 0, "nonce": 1, "port": 9}
-ROOM = {"type": "room", "jobs": 1, "workers": 1, "memory_bytes": 1, "slots": 1}
+ROOM = {"type": "quota", "jobs": 1, "workers": 1, "memory_bytes": 1, "slots": 1}
 
 
 def refused_by_worker(endpoint: str, theirs: int) -> str:
@@ -135,7 +135,7 @@ def test_a_worker_refuses_an_admission_and_a_grant_of_another_version(theirs: in
         )
     assert str(raised.value) == refused_by_worker(endpoint, theirs)
     with fake_switch({**ROOM, "version": theirs}) as endpoint, pytest.raises(SwitchError) as raised:
-        ask_room(endpoint, token_file=None, rank=0, timeout_s=5)
+        query_quota(endpoint, token_file=None, rank=0, timeout_s=5)
     assert str(raised.value) == refused_by_worker(endpoint, theirs)
 
 
@@ -173,7 +173,7 @@ def test_fields_that_this_version_does_not_know_are_ignored() -> None:
         answer = ask(switch.address, {"type": "path", "version": VERSION, "below": [], "colour": "green"})
         assert answer["type"] == "path"
     with fake_switch({**ROOM, "version": VERSION, "colour": "green"}) as endpoint:
-        assert ask_room(endpoint, token_file=None, rank=0, timeout_s=5).jobs == 1
+        assert query_quota(endpoint, token_file=None, rank=0, timeout_s=5).jobs == 1
 
 
 def make_a_group(endpoint: str) -> None:

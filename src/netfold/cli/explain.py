@@ -106,7 +106,7 @@ def _windows(options: Options, workers: int) -> list[str]:
     """Of each switch, asked over TCP: what window `workers` get there, or why that is not known."""
     from netfold._native import protocol
     from netfold.errors import NetfoldError
-    from netfold.communicator.membership import ask_room
+    from netfold.communicator.membership import query_quota
     from netfold.switch_protocol.control_messages import switches_of
     from netfold.switch_protocol.data_path import window_chunks
 
@@ -115,7 +115,7 @@ def _windows(options: Options, workers: int) -> list[str]:
     for endpoint in switches_of(options.switch):
         where = endpoint.partition("#")[0]
         try:
-            buffer = ask_room(endpoint, token_file=options.token_file, rank=0, timeout_s=_SWITCH_S).buffer
+            buffer = query_quota(endpoint, token_file=options.token_file, rank=0, timeout_s=_SWITCH_S).buffer
         except (NetfoldError, ValueError):
             told.append(f"the switch at {where} was asked for its window, and does not answer from here")
             continue

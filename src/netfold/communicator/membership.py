@@ -372,7 +372,7 @@ def query_path_to_root(
     raise SwitchError(failure)
 
 
-class Room(NamedTuple):
+class AvailableQuota(NamedTuple):
     """What a switch could still grant to whoever holds this token. slots: -1 where only the memory bounds them.
 
     udp_error: why packets would not reach it, though it answers over TCP; empty where they do, or nobody tried.
@@ -393,7 +393,7 @@ class Room(NamedTuple):
         return ReceiveBuffer(self.buffer_bytes, self.window_bytes)
 
 
-def ask_room(endpoint: str, *, token_file: str | None, rank: int, timeout_s: float, udp: bool = False) -> Room:
+def query_quota(endpoint: str, *, token_file: str | None, rank: int, timeout_s: float, udp: bool = False) -> AvailableQuota:
     """What the switch at `endpoint` has left; nothing is reserved. SwitchError where it cannot be asked or refuses.
 
     udp: try, too, whether UDP passes both ways. Cost: a round trip; UDP_S where it does not pass.
@@ -402,13 +402,13 @@ def ask_room(endpoint: str, *, token_file: str | None, rank: int, timeout_s: flo
     try:
         with _conversation(endpoint, token_file, rank, 1, timeout_s) as (stream, who, token):
             asked = {"udp": True} if udp else {}
-            control_messages.send(stream, {"type": "room", "version": control_messages.VERSION, **asked, **token})
-            answer = _expect(stream, "room", who, deadline, is_first=True)
-            jobs, workers, memory_bytes, slots = (int(answer[name]) for name in Room._fields[:4])
+            control_messages.send(stream, {"type": "quota", "version": control_messages.VERSION, **asked, **token})
+            answer = _expect(stream, "quota", who, deadline, is_first=True)
+            jobs, workers, memory_bytes, slots = (int(answer[name]) for name in AvailableQuota._fields[:4])
             udp_error = _udp_error(stream, answer["udp"], who) if "udp" in answer else ""
             buffer = int(answer.get("buffer_bytes", 0)), int(answer.get("window_bytes", 0))
             threads = max(1, int(answer.get("threads", 1)))
-            room = Room(jobs, workers, memory_bytes, slots, udp_error, *buffer, threads)
+            room = AvailableQuota(jobs, workers, memory_bytes, slots, udp_error, *buffer, threads)
             stream.close()
     except _UnreachableError as error:
         raise SwitchError(str(error)) from None

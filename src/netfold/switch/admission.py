@@ -20,7 +20,7 @@ from netfold._native import fabric, protocol, auth
 from netfold.switch_protocol.data_path import ReceiveBuffer, without_strict
 from netfold.switch.fabrics import Fabrics
 from netfold.switch.job import Job, Member, RefusedError, listed
-from netfold.switch.ledger import EVERYBODY, Ledger
+from netfold.switch.ledger import DEFAULT_TENANT, Ledger
 from netfold.switch.parent import Link, Parent
 from netfold.switch.tokens import Tenant, Tokens
 from netfold.switch.tree import Child, Place, alone, place_of
@@ -142,7 +142,7 @@ class Admission:
     def tenant(self, message: control_messages.Message) -> Tenant:
         """Who asks, whatever for; RefusedError for a token that is not known."""
         if self._tokens is None:
-            return EVERYBODY
+            return DEFAULT_TENANT
         token = message.get("token")
         if not isinstance(token, str):
             raise RefusedError("token", "this switch wants a token, and none came: set NETFOLD_TOKEN_FILE")
@@ -163,7 +163,7 @@ class Admission:
             raise control_messages.ProtocolError(f"expected join, not {message['type']!r}")
         tenant = self.tenant(message)
         join = Join.of(message)
-        if not tenant.may_call(join.label):
+        if not tenant.allows_job_name(join.label):
             raise RefusedError(
                 "name",
                 f"{tenant.name}'s jobs are called {' or '.join(tenant.names)}, not {join.label!r} (NETFOLD_JOB_NAME)",
@@ -204,7 +204,7 @@ class Admission:
             )
         place = self._place(join)
         size = len(place.children)
-        self._ledger.check_room(tenant, size)
+        self._ledger.check_quota(tenant, size)
         most_bytes = self._ledger.limits.window_bytes
         window_bytes = most_bytes if join.window_bytes is None else min(join.window_bytes, most_bytes)
         job_id = self._ledger.draw_id()
@@ -213,7 +213,7 @@ class Admission:
         hello_keys = [packet_keys.hello_key(secret, job=job_id, worker=i) for i, secret in enumerate(drawn)]
         proofs = [] if join.fabric is None else _other_numbers(nonces)
         host = writer.get_extra_info("sockname")[0]
-        plane = self._ledger.quietest_plane()
+        plane = self._ledger.least_loaded_plane()
         port, provider, place_on_fabric = None, None, None
         try:
             if join.fabric is None:
@@ -242,7 +242,7 @@ class Admission:
         except OSError as error:  # fabric.FabricError is one
             raise RefusedError("port", f"the switch cannot open a data port on {host}: {error}") from None
         if place_on_fabric is not None:
-            needs, free = place_on_fabric["buffer_bytes"], self._ledger.room(tenant)["memory_bytes"]
+            needs, free = place_on_fabric["buffer_bytes"], self._ledger.available(tenant)["memory_bytes"]
             if needs > free:
                 plane.close(job_id)
                 raise RefusedError(

@@ -24,7 +24,7 @@ from netfold.switch.acceptor import Entrance, Guest
 from netfold.switch.fabrics import Fabrics
 from netfold.switch.log import say
 from netfold.switch.job import Job, Member, RefusedError, labelled, listed
-from netfold.switch.ledger import EVERYBODY, Ledger, retransmissions
+from netfold.switch.ledger import DEFAULT_TENANT, Ledger, retransmissions
 from netfold.switch.stragglers import MAX_QUERIES, requested_chunk, report_stragglers, accept_reply
 from netfold.switch.parent import Link, Parent, ParentError
 from netfold.switch.quota import Limits
@@ -87,7 +87,7 @@ class Switch:
             context, self.fingerprint = server_context(state_dir)
         self._fabrics = Fabrics(fabrics, host)
         self._entrance = Entrance(host, port, context, self._on_guest)
-        tenants = [EVERYBODY] if tokens is None else tokens.tenants
+        tenants = [DEFAULT_TENANT] if tokens is None else tokens.tenants
         if cores and len(cores) != threads:
             raise ValueError(f"{threads} threads on {len(cores)} cores: name one core for each")
         self._planes = [DataPlane(core=core, busy_poll_s=busy_poll_s) for core in cores or [-1] * threads]
@@ -217,8 +217,8 @@ class Switch:
         if first["type"] == "path":
             await tell(writer, await self._path(first))
             return
-        if first["type"] == "room":
-            await self._serve_room(first, guest)
+        if first["type"] == "quota":
+            await self._serve_quota(first, guest)
             return
         try:
             job, member = self._admission.admit(first, writer, guest.address, self._opened)
@@ -311,8 +311,8 @@ class Switch:
         switches = [own, [parent, self._parent.full_endpoint], *rest]
         return {**answer, "switches": switches, "error": above["error"]}
 
-    async def _serve_room(self, message: control_messages.Message, guest: Guest) -> None:
-        room = self._room(message)
+    async def _serve_quota(self, message: control_messages.Message, guest: Guest) -> None:
+        room = self._quota(message)
         if message.get("udp") is not True:
             await tell(guest.writer, room)
             return
@@ -326,14 +326,14 @@ class Switch:
             with contextlib.suppress(OSError):
                 await guest.reader.read(1)  # until it has what it wants, or has been a stranger for too long
 
-    def _room(self, message: control_messages.Message) -> control_messages.Message:
+    def _quota(self, message: control_messages.Message) -> control_messages.Message:
         """What whoever asks could have now: nothing is kept for it."""
         tenant = self._admission.tenant(message)
         if self._ledger.draining:
             raise RefusedError("draining", f"the switch is shutting down: {self._ledger.draining}")
         buffer = {"buffer_bytes": self.buffer.granted_bytes, "window_bytes": self.buffer.window_bytes}
         own = {"threads": len(self._planes), **buffer}
-        return {"type": "room", "version": control_messages.VERSION, **self._ledger.room(tenant), **own}
+        return {"type": "quota", "version": control_messages.VERSION, **self._ledger.available(tenant), **own}
 
     def _opened(self, job: Job) -> None:
         """From now on it waits for its ranks, and for the parent's word."""

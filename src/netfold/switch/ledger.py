@@ -15,11 +15,11 @@ from netfold._native import protocol
 from netfold._native.dataplane import DataPlane
 from netfold.switch_protocol.data_path import MIN_WINDOW_CHUNKS
 from netfold.switch.job import Job, RefusedError
-from netfold.switch.quota import Limits, Part, fitting_window, part_of
+from netfold.switch.quota import Limits, Quota, fitting_window, quota_of
 from netfold.switch.tokens import Tenant
 
 # The tenant of a switch without tokens.
-EVERYBODY = Tenant("everybody")
+DEFAULT_TENANT = Tenant("default")
 # Counters that stay when their job has ended.
 _TOTALS = ("result_bytes", "results", "contributions", "results_sent", "results_resent")
 
@@ -34,7 +34,7 @@ class Ledger:
         self.refusals: Counter[str] = Counter()
         # Why no job is taken any more; empty as long as they are.
         self.draining = ""
-        self._parts = {tenant: part_of(tenant, tenants, limits) for tenant in tenants}
+        self._quotas = {tenant: quota_of(tenant, tenants, limits) for tenant in tenants}
         self._ids: set[int] = set()
         self._memory_bytes = 0
         self._started = 0
@@ -46,11 +46,11 @@ class Ledger:
         """Whether it has not ended; another of its name may have come since."""
         return self.jobs.get(job.name) is job
 
-    def check_room(self, tenant: Tenant, size: int) -> None:
+    def check_quota(self, tenant: Tenant, size: int) -> None:
         """Raise RefusedError where `tenant` may not have one job more, of `size` workers here."""
         if self.draining:
             raise RefusedError("draining", f"the switch is shutting down: {self.draining}")
-        part, own = self._parts[tenant], self._jobs_of(tenant)
+        part, own = self._quotas[tenant], self._jobs_of(tenant)
         if len(own) >= part.jobs:
             raise RefusedError("full", f"this switch is full: it serves {part.jobs} jobs (--max-jobs){_for(tenant)}")
         if sum(job.size for job in own) + size > part.connections:
@@ -60,9 +60,9 @@ class Ledger:
                 "bound", f"a job has at most {self.limits.workers} workers here (--max-workers), not {size}"
             )
 
-    def room(self, tenant: Tenant) -> dict[str, int]:
+    def available(self, tenant: Tenant) -> dict[str, int]:
         """What `tenant` could still have; -1 for slots without a bound of their own."""
-        part, own = self._parts[tenant], self._jobs_of(tenant)
+        part, own = self._quotas[tenant], self._jobs_of(tenant)
         return {
             "jobs": part.jobs - len(own),
             "workers": min(self.limits.workers, part.connections - sum(job.size for job in own)),
@@ -76,7 +76,7 @@ class Ledger:
             pass
         return drawn
 
-    def quietest_plane(self) -> DataPlane:
+    def least_loaded_plane(self) -> DataPlane:
         """The thread with the fewest jobs: a group that goes over this switch twice has two of them."""
         return min(self.planes, key=lambda each: sum(job.plane is each for job in self.jobs.values()))
 
@@ -88,7 +88,7 @@ class Ledger:
 
     def fitting_window(self, job: Job, payload: int) -> int:
         """Chunks in flight that there is room for; RefusedError where that is too few to be of use."""
-        part, own = self._parts[job.tenant], self._jobs_of(job.tenant)
+        part, own = self._quotas[job.tenant], self._jobs_of(job.tenant)
         free_bytes = part.memory_bytes - job.buffer_bytes - sum(other.memory_bytes for other in own if other is not job)
         free_slots = None if part.slots is None else part.slots - sum(other.slots for other in own)
         has_parent = job.link is not None
@@ -145,11 +145,11 @@ class Ledger:
             "jobs_started": self._started,
             "refusals": dict(self.refusals),
             "totals": {**{name: totals[name] for name in _TOTALS}, "drops": dict(drops)},
-            "tenants": [self._tenant_status(tenant, part) for tenant, part in self._parts.items()],
+            "tenants": [self._tenant_status(tenant, part) for tenant, part in self._quotas.items()],
             "jobs": jobs,
         }
 
-    def _tenant_status(self, tenant: Tenant, part: Part) -> dict[str, Any]:
+    def _tenant_status(self, tenant: Tenant, part: Quota) -> dict[str, Any]:
         own = self._jobs_of(tenant)
         granted_bytes = sum(job.memory_bytes for job in own)
         return {
@@ -198,4 +198,4 @@ def _job_status(job: Job, counters: dict[str, Any]) -> dict[str, Any]:
 
 def _for(tenant: Tenant) -> str:
     """What a bound is a part of, where it is one."""
-    return "" if tenant is EVERYBODY else f"; that is the part of {tenant.name}"
+    return "" if tenant is DEFAULT_TENANT else f"; that is the part of {tenant.name}"

@@ -25,7 +25,7 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class Part:
+class Quota:
     """What one tenant's jobs may have together. slots: None for as many as the memory holds."""
 
     jobs: int
@@ -34,7 +34,7 @@ class Part:
     slots: int | None
 
 
-def part_of(tenant: Tenant, tenants: Sequence[Tenant], limits: Limits) -> Part:
+def quota_of(tenant: Tenant, tenants: Sequence[Tenant], limits: Limits) -> Quota:
     """What `tenant`, one of `tenants`, gets of `limits` by its weight, within its bounds; ValueError for nothing."""
     total = sum(each.weight for each in tenants)
 
@@ -44,7 +44,7 @@ def part_of(tenant: Tenant, tenants: Sequence[Tenant], limits: Limits) -> Part:
     memory_bytes = share(limits.memory_bytes)
     if tenant.memory_bytes is not None:
         memory_bytes = min(memory_bytes, tenant.memory_bytes)
-    part = Part(share(limits.jobs), share(limits.connections), memory_bytes, tenant.slots)
+    part = Quota(share(limits.jobs), share(limits.connections), memory_bytes, tenant.slots)
     if not (part.jobs and part.connections and part.memory_bytes):
         raise ValueError(
             f"{tenant.name}'s part, {tenant.weight} of {total}, is {part.jobs} jobs, {part.connections} connections and"

@@ -34,7 +34,7 @@ class Tenant:
     slots: int | None = None
     memory_bytes: int | None = None
 
-    def may_call(self, label: str) -> bool:
+    def allows_job_name(self, label: str) -> bool:
         return any(fnmatch.fnmatchcase(label, pattern) for pattern in self.names)
 
 

@@ -6,9 +6,9 @@ unknown fields are ignored. The first message of each side carries `version`; do
     worker -> switch   path      version, below               (below: ids of the switches that ask on its behalf)
     switch -> worker   path      version, switches, error     (id and address of this switch and of each above it, its
                                                                own address empty; why it goes no further, or empty)
-    worker -> switch   room      version
+    worker -> switch   quota     version
                                  udp                         (true: try, too, whether UDP passes)
-    switch -> worker   room      version, jobs, workers, memory_bytes, slots   (what a new job could have; -1 slots: all
+    switch -> worker   quota     version, jobs, workers, memory_bytes, slots   (what a new job could have; -1 slots: all
                                                                that the memory holds)
                                  buffer_bytes, window_bytes  (what the kernel grants a job's packets, and a worker's
                                                               window where that suffices)
@@ -44,7 +44,7 @@ unknown fields are ignored. The first message of each side carries `version`; do
                        left      rank, reason, fault                        (a rank's connection ended)
     worker -> switch   leave     reason, fault                              (the rank that it holds to be at fault)
 
-`path`, `room` and `join` carry a token where the switch wants one, which is inside TLS only; after a path or a room the
+`path`, `quota` and `join` carry a token where the switch wants one, which is inside TLS only; after a path or a quota the
 connection ends, by the worker's end where UDP is tried.
 A switch's id is its incarnation. A leaf is a worker of its parent, and says more there:
 

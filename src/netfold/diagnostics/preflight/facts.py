@@ -19,7 +19,7 @@ from netfold.communicator import Options
 from netfold.bootstrap.addresses import interface_of, own_interfaces
 from netfold.errors import NetfoldError
 from netfold.bootstrap.fabric import look_ahead
-from netfold.communicator.membership import ask_room
+from netfold.communicator.membership import query_quota
 from netfold.switch_protocol.control_messages import switches_of
 
 # Whose values are nobody's business; that they are set is.
@@ -129,7 +129,7 @@ def _room(endpoint: str, options: Options, rank: int) -> SwitchRoom:
     bare = endpoint.partition("#")[0]
     by_udp = options.switch_fabric is None
     try:
-        room = ask_room(endpoint, token_file=options.token_file, rank=rank, timeout_s=SWITCH_S, udp=by_udp)
+        room = query_quota(endpoint, token_file=options.token_file, rank=rank, timeout_s=SWITCH_S, udp=by_udp)
     except (NetfoldError, ValueError) as error:
         return SwitchRoom(bare, error=str(error))
     return SwitchRoom(bare, "", *(room if by_udp else room._replace(buffer_bytes=0, window_bytes=0)))
