@@ -8,7 +8,7 @@ import pytest
 
 from netfold.errors import SwitchError
 from netfold.communicator.switch_tree import PathToRoot, common_tree
-from netfold.switch.tree import MAX_DEPTH, Child, Place, alone, place_of
+from netfold.switch.tree import MAX_DEPTH, Child, TreePosition, single_switch, tree_position
 
 ROOT, MIDDLE, LEFT, RIGHT = 90, 80, 70, 60
 # Workers 0 and 3 below the left leaf, 1 below the right one, 2 at the middle, 4 at the root.
@@ -18,19 +18,19 @@ PATHS = [[LEFT, MIDDLE, ROOT], [RIGHT, ROOT], [MIDDLE, ROOT], [LEFT, MIDDLE, ROO
 @pytest.mark.parametrize(
     ("me", "place"),
     [
-        (LEFT, Place((Child((0,)), Child((3,))), MIDDLE)),
-        (RIGHT, Place((Child((1,)),), ROOT)),
-        (MIDDLE, Place((Child((0, 3), LEFT), Child((2,))), ROOT)),
-        (ROOT, Place((Child((0, 2, 3), MIDDLE), Child((1,), RIGHT), Child((4,))), None)),
+        (LEFT, TreePosition((Child((0,)), Child((3,))), MIDDLE)),
+        (RIGHT, TreePosition((Child((1,)),), ROOT)),
+        (MIDDLE, TreePosition((Child((0, 3), LEFT), Child((2,))), ROOT)),
+        (ROOT, TreePosition((Child((0, 2, 3), MIDDLE), Child((1,), RIGHT), Child((4,))), None)),
     ],
 )
-def test_every_switch_finds_who_is_below_it_in_the_order_of_the_lowest(me: int, place: Place) -> None:
-    assert place_of(me, PATHS) == place
+def test_every_switch_finds_who_is_below_it_in_the_order_of_the_lowest(me: int, place: TreePosition) -> None:
+    assert tree_position(me, PATHS) == place
 
 
 def test_a_switch_with_all_workers_has_neither_leaves_nor_a_parent() -> None:
-    assert place_of(7, [[7]] * 3) == alone(3)
-    assert [child.name for child in alone(3).children] == [0, 1, 2]
+    assert tree_position(7, [[7]] * 3) == single_switch(3)
+    assert [child.name for child in single_switch(3).children] == [0, 1, 2]
 
 
 @pytest.mark.parametrize(
@@ -47,7 +47,7 @@ def test_a_switch_with_all_workers_has_neither_leaves_nor_a_parent() -> None:
 )
 def test_paths_that_are_no_tree_are_refused(paths: list[list[int]], says: str) -> None:
     with pytest.raises(ValueError, match=re.escape(says)):
-        place_of(LEFT, paths)
+        tree_position(LEFT, paths)
 
 
 def way(*ids: int, broken: str = "") -> PathToRoot:

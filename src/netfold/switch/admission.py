@@ -23,7 +23,7 @@ from netfold.switch.job import Job, Member, RefusedError, listed
 from netfold.switch.ledger import DEFAULT_TENANT, Ledger
 from netfold.switch.parent import Link, Parent
 from netfold.switch.tokens import Tenant, Tokens
-from netfold.switch.tree import Child, Place, alone, place_of
+from netfold.switch.tree import Child, TreePosition, single_switch, tree_position
 
 # Longest that a job waits for its ranks, whatever a worker asks for.
 MAX_ASSEMBLY_S = 600.0
@@ -33,7 +33,7 @@ _LABEL = re.compile(r"[\w.:/+-]{0,64}", re.ASCII)
 
 
 @dataclass(frozen=True)
-class OnFabric:
+class FabricAddress:
     """Where a worker is on a fabric, by its own word: an address as the provider has it, and the tag that it wants."""
 
     provider: str
@@ -44,7 +44,7 @@ class OnFabric:
     MAX_NAME_BYTES = 512
 
     @classmethod
-    def of(cls, said: object) -> OnFabric:
+    def parse(cls, said: object) -> FabricAddress:
         words = said if isinstance(said, dict) else {}
         provider, name, tag = words.get("provider"), words.get("name"), words.get("tag")
         if not isinstance(provider, str) or not 0 < len(provider) <= cls.MAX_PROVIDER:
@@ -65,7 +65,7 @@ class Join:
     rank: int
     ranks: tuple[int, ...]
     port: int | None
-    fabric: OnFabric | None
+    fabric: FabricAddress | None
     paths: Any
     switch: object
     endpoint: str
@@ -83,7 +83,7 @@ class Join:
             raise control_messages.ProtocolError(f"join of a job that is called {str(label)[:80]!r}")
         if not isinstance(rank, int) or rank not in ranks:
             raise control_messages.ProtocolError(f"join as rank {rank!r}, which is not one of the job's {len(ranks)}")
-        place = None if message.get("fabric") is None else OnFabric.of(message["fabric"])
+        place = None if message.get("fabric") is None else FabricAddress.parse(message["fabric"])
         if place is None and (not isinstance(port, int) or not 0 < port < 1 << 16):
             raise control_messages.ProtocolError(f"join with the port {port!r}")
         window_bytes, seconds = message.get("window_bytes"), message.get("timeout_s", 60.0)
@@ -162,7 +162,7 @@ class Admission:
         if message["type"] != "join":
             raise control_messages.ProtocolError(f"expected join, not {message['type']!r}")
         tenant = self.tenant(message)
-        join = Join.of(message)
+        join = Join.parse(message)
         if not tenant.allows_job_name(join.label):
             raise RefusedError(
                 "name",
@@ -261,7 +261,7 @@ class Admission:
             id=job_id,
             ranks=join.ranks,
             paths=join.paths,
-            place=place,
+            position=place,
             plane=plane,
             link=None if place.parent is None or self._parent is None else Link(self._parent),
             port=port,
@@ -278,10 +278,10 @@ class Admission:
             created=time.monotonic(),
         )
 
-    def _place(self, join: Join) -> Place:
+    def _place(self, join: Join) -> TreePosition:
         size, paths = len(join.ranks), join.paths
         if paths is None:
-            return alone(size)
+            return single_switch(size)
         if (
             not isinstance(paths, list)
             or len(paths) != size
@@ -289,7 +289,7 @@ class Admission:
         ):
             raise control_messages.ProtocolError("join with paths that are not a list of ids for each worker")
         try:
-            place = place_of(self._incarnation, paths)
+            place = tree_position(self._incarnation, paths)
         except ValueError as error:
             raise RefusedError("tree", str(error)) from None
         if place.parent is not None and self._parent is None:
@@ -357,7 +357,7 @@ def _ranks(message: control_messages.Message) -> tuple[int, ...]:
 
 def _child(job: Job, worker: int, switch: object) -> tuple[int, Child]:
     """Who joins, with its number here: worker `worker`, or the switch of that id with it as the lowest below."""
-    for number, child in enumerate(job.place.children):
+    for number, child in enumerate(job.position.children):
         if child.name == worker and child.switch == switch:
             return number, child
     what = f"rank {job.ranks[worker]}" if switch is None else "a switch"

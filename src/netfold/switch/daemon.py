@@ -233,7 +233,7 @@ class Switch:
         guest.admitted()
         reason, fault, gone = "its connection was lost", None, ""
         try:
-            number = job.place.children.index(member.child)
+            number = job.position.children.index(member.child)
             admitted: control_messages.Message = {
                 "type": "admitted",
                 "version": control_messages.VERSION,
@@ -241,7 +241,7 @@ class Switch:
                 "incarnation": self.incarnation,
                 "worker": number,
                 "nonce": job.nonces[number],
-                **job.place_for(number),
+                **job.data_address_of(number),
             }
             if job.secrets:
                 admitted |= {"secret": job.secrets[number], "answer_secret": job.answer_secret}
@@ -411,7 +411,7 @@ class Switch:
             return
         absent = [
             rank
-            for number, child in enumerate(job.place.children)
+            for number, child in enumerate(job.position.children)
             if number not in job.members
             for rank in job.ranks_of(child)
         ]
@@ -436,7 +436,7 @@ class Switch:
             raise control_messages.ProtocolError(f"ready with payload_bytes {payload!r}")
         if job.fabric is not None and payload > fabric_payload(job.fabric["packet_bytes"]):
             raise control_messages.ProtocolError(f"ready with payload_bytes {payload}, more than its messages hold")
-        if job.proofs and message.get("proof") != job.proofs[job.place.children.index(member.child)]:
+        if job.proofs and message.get("proof") != job.proofs[job.position.children.index(member.child)]:
             raise control_messages.ProtocolError("ready without the number that its hello came back with")
         window = message.get("window")
         if window is not None and (not isinstance(window, int) or window < MIN_WINDOW_CHUNKS):
@@ -488,7 +488,7 @@ class Switch:
                 keys=job.keys(epoch),
                 parent=parent,
                 parent_keys=None if job.link is None else job.link.keys(parent_epoch),
-                names=[child.name for child in job.place.children],
+                names=[child.name for child in job.position.children],
                 encrypts=job.encrypts,
             )
         except ValueError as error:
@@ -555,7 +555,7 @@ class Switch:
         task.add_done_callback(answered)
 
     async def _leave(self, job: Job, member: Member, reason: str, fault: int | None, gone: str) -> None:
-        number = job.place.children.index(member.child)
+        number = job.position.children.index(member.child)
         if job.members.get(number) is not member:
             return
         del job.members[number]

@@ -12,7 +12,7 @@ from netfold._native.dataplane import DataPlane
 from netfold.switch_protocol.data_path import ReceiveBuffer, without_strict
 from netfold.switch.parent import Link
 from netfold.switch.tokens import Tenant
-from netfold.switch.tree import Child, Place
+from netfold.switch.tree import Child, TreePosition
 
 # A worker that says more is wrong about its switch.
 MAX_BYTES_PER_S = 1e15
@@ -55,7 +55,7 @@ class Job:
     id: int
     ranks: tuple[int, ...]  # what its workers, by number, are called; of the whole tree
     paths: Any  # of its workers, as they said
-    place: Place
+    position: TreePosition
     plane: DataPlane
     port: int | None  # of UDP
     provider: str | None  # of the fabric that its packets go over, as the switch was told to serve it; None: UDP
@@ -85,7 +85,7 @@ class Job:
     @property
     def size(self) -> int:
         """Who contributes here."""
-        return len(self.place.children)
+        return len(self.position.children)
 
     @property
     def who(self) -> dict[str, object]:
@@ -107,7 +107,7 @@ class Job:
         """Of memory for packets on the way, which are the kernel's over UDP."""
         return 0 if self.fabric is None else int(self.fabric["buffer_bytes"])
 
-    def place_for(self, number: int) -> dict[str, Any]:
+    def data_address_of(self, number: int) -> dict[str, Any]:
         """What `admitted` says to a worker of where its packets go."""
         if self.fabric is None:
             return {"port": self.port}

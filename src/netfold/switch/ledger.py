@@ -170,7 +170,7 @@ def retransmissions(counters: dict[str, Any]) -> int:
 
 
 def _job_status(job: Job, counters: dict[str, Any]) -> dict[str, Any]:
-    parts = [job.ranks_of(child) for child in job.place.children]
+    parts = [job.ranks_of(child) for child in job.position.children]
     lags = zip(parts, counters["arrivals"], counters["arrival_lag_ns"], counters["last_arrivals"], strict=True)
     return {
         "id": f"{job.id:08x}",

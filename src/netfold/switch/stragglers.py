@@ -41,7 +41,7 @@ async def report_stragglers(job: Job, member: Member | None, chunk: int, serial:
     asks = []
     # Waits for one turn of the data thread, which the daemon's loop must not do.
     for number in await asyncio.to_thread(job.plane.missing, job.id, chunk):
-        child, other = job.place.children[number], job.members.get(number)
+        child, other = job.position.children[number], job.members.get(number)
         if child.switch is None:
             ranks.update(job.ranks_of(child))
         elif other is not None and other is not member:

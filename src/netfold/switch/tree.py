@@ -27,14 +27,14 @@ class Child:
 
 
 @dataclass(frozen=True)
-class Place:
+class TreePosition:
     """children: in the order in which their contributions are added. parent: its id, None at the root."""
 
     children: tuple[Child, ...]
     parent: int | None = None
 
 
-def place_of(me: int, paths: Sequence[Sequence[int]]) -> Place:
+def tree_position(me: int, paths: Sequence[Sequence[int]]) -> TreePosition:
     """The place of switch `me`; ValueError, in words for the worker, for paths that are no tree or not above it."""
     above: dict[int, int | None] = {}
     for worker, path in enumerate(paths):
@@ -57,9 +57,9 @@ def place_of(me: int, paths: Sequence[Sequence[int]]) -> Place:
         else:
             below.setdefault(path[level - 1], []).append(worker)
     children = [*direct, *(Child(tuple(workers), switch) for switch, workers in below.items())]
-    return Place(tuple(sorted(children, key=lambda child: child.name)), above[me])
+    return TreePosition(tuple(sorted(children, key=lambda child: child.name)), above[me])
 
 
-def alone(workers: int) -> Place:
+def single_switch(workers: int) -> TreePosition:
     """Of a switch to which all workers contribute themselves."""
-    return Place(tuple(Child((worker,)) for worker in range(workers)))
+    return TreePosition(tuple(Child((worker,)) for worker in range(workers)))
