@@ -204,12 +204,12 @@ class _Switch:
         assert not self.switch._ledger.jobs, "a stranger left a job behind"
 
     async def _serve(self, data: bytes) -> None:
-        from netfold.switch.acceptor import Guest
+        from netfold.switch.acceptor import Connection
 
         reader = asyncio.StreamReader()
         reader.feed_data(data)
         reader.feed_eof()
-        await self.switch._on_guest(Guest(reader, _Writer(), "127.0.0.1:9", lambda: None))  # type: ignore[arg-type]
+        await self.switch._on_connection(Connection(reader, _Writer(), "127.0.0.1:9", lambda: None))  # type: ignore[arg-type]
         await asyncio.gather(*self.switch._tasks)
 
 

@@ -1,6 +1,6 @@
 """Who opens as much as a switch lets them: connections, jobs, questions, tenants. Memory and descriptors stay bounded.
 
-The bounds have names: entrance.MAX_STRANGERS, --max-jobs, missing.MAX_QUERIES, tokens.MAX_TENANTS. Answers that
+The bounds have names: entrance.MAX_UNAUTHENTICATED, --max-jobs, missing.MAX_QUERIES, tokens.MAX_TENANTS. Answers that
 nobody reads are bounded by the buffers of one connection.
 """
 
@@ -20,7 +20,7 @@ from ranks import RunningSwitch, running_switch
 from test_admission import JOIN, serves
 
 from netfold.switch_protocol import control_messages
-from netfold.switch.acceptor import MAX_STRANGERS
+from netfold.switch.acceptor import MAX_UNAUTHENTICATED
 from netfold.switch.tokens import MAX_TENANTS, Tokens
 
 # Far above what the bounded number takes, and far below what the unbounded one would.
@@ -79,11 +79,11 @@ def test_strangers_take_no_more_than_their_bound(said: bytes) -> None:
                 stream.sendall(said)
             if number % 100 == 0:
                 highest = max(highest, usage(switch)[0])
-        found = settled(switch, count + each * MAX_STRANGERS + FEW)
-        assert max(found[0], highest) <= count + each * MAX_STRANGERS + FEW
+        found = settled(switch, count + each * MAX_UNAUTHENTICATED + FEW)
+        assert max(found[0], highest) <= count + each * MAX_UNAUTHENTICATED + FEW
         assert found[1] <= resident + MORE_BYTES
         # They do keep its bound: the test opened more than fit.
-        assert highest >= count + MAX_STRANGERS // 2
+        assert highest >= count + MAX_UNAUTHENTICATED // 2
         serves(switch)
 
 

@@ -414,14 +414,14 @@ def test_strangers_do_not_fill_the_log() -> None:
         return [record for record in records if sparingly.filter(record)]
 
     assert len(lines("joined", 1000)) == 1000
-    assert len(lines("stranger", 1000)) == Sparingly.AT_ONCE
+    assert len(lines("unauthenticated", 1000)) == Sparingly.AT_ONCE
     assert lines("refused", 10) == []
     now[0] += 2.5
-    first, second = lines("stranger", 5)
+    first, second = lines("unauthenticated", 5)
     assert first.fields == {"peer": "0", "kept_back": 990}  # type: ignore[attr-defined]
     assert second.fields == {"peer": "1"}  # type: ignore[attr-defined]
     now[0] += 1000
-    assert len(lines("stranger", 1000)) == Sparingly.AT_ONCE
+    assert len(lines("unauthenticated", 1000)) == Sparingly.AT_ONCE
 
 
 def test_the_units_command_is_one_that_there_is() -> None:

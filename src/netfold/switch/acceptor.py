@@ -1,7 +1,7 @@
 """Who connects to a switch, until they have said who they are: TLS, deadlines, and a bound on strangers.
 
-A stranger is a connection that has not been admitted. It costs a task and a socket for STRANGER_S at most, and at most
-MAX_STRANGERS are there at once; one more ends the one that has been a stranger for longest. A worker is none after some
+A stranger is a connection that has not been admitted. It costs a task and a socket for AUTHENTICATION_TIMEOUT_S at most, and at most
+MAX_UNAUTHENTICATED are there at once; one more ends the one that has been a stranger for longest. A worker is none after some
 milliseconds, so those who connect and say nothing keep no worker out.
 """
 
@@ -20,15 +20,15 @@ from netfold.switch_protocol import control_messages
 from netfold.switch.log import say
 from netfold.switch.control_io import end_when_host_vanishes, hang_up
 
-MAX_STRANGERS = 512
+MAX_UNAUTHENTICATED = 512
 # From connecting to a join that was admitted.
-STRANGER_S = 10.0
+AUTHENTICATION_TIMEOUT_S = 10.0
 # After the kernel refused a connection for want of descriptors or memory.
 _BREATH_S = 0.2
 
 
 @dataclass
-class Guest:
+class Connection:
     """A connection, and `admitted`, to be called once it is no stranger any more."""
 
     reader: asyncio.StreamReader
@@ -37,26 +37,26 @@ class Guest:
     admitted: Callable[[], None]
 
 
-class Entrance:
-    """Listens until `stop`. serve: speaks with a guest to its end. context: TLS, None for none."""
+class Acceptor:
+    """Listens until `stop`. serve: speaks with a connection to its end. context: TLS, None for none."""
 
     def __init__(
-        self, host: str, port: int, context: ssl.SSLContext | None, serve: Callable[[Guest], Awaitable[None]]
+        self, host: str, port: int, context: ssl.SSLContext | None, serve: Callable[[Connection], Awaitable[None]]
     ) -> None:
         self._host, self._port, self._context, self._serve = host, port, context, serve
         self._listener: socket.socket | None = None
         self._accepting: asyncio.Task[None] | None = None
-        self._guests: set[asyncio.Task[None]] = set()
+        self._connections: set[asyncio.Task[None]] = set()
         # In the order in which they came: what ends the wait of a task, and its address.
-        self._strangers: dict[asyncio.Task[None], tuple[asyncio.TimerHandle, str]] = {}
+        self._unauthenticated: dict[asyncio.Task[None], tuple[asyncio.TimerHandle, str]] = {}
 
     @property
     def connections(self) -> int:
-        return len(self._guests)
+        return len(self._connections)
 
     @property
-    def strangers(self) -> int:
-        return len(self._strangers)
+    def unauthenticated(self) -> int:
+        return len(self._unauthenticated)
 
     def start(self) -> tuple[str, int]:
         """Bind and listen; the address that was bound. OSError where it cannot be."""
@@ -68,7 +68,7 @@ class Entrance:
         return str(bound[0]), int(bound[1])
 
     async def stop(self) -> None:
-        tasks = [*self._guests, *([self._accepting] if self._accepting else [])]
+        tasks = [*self._connections, *([self._accepting] if self._accepting else [])]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -84,31 +84,31 @@ class Entrance:
                 say(logging.ERROR, "accept_failed", f"cannot take a connection: {error.strerror or error}")
                 await asyncio.sleep(_BREATH_S)
                 continue
-            if len(self._strangers) >= MAX_STRANGERS:
-                oldest = next(iter(self._strangers))
+            if len(self._unauthenticated) >= MAX_UNAUTHENTICATED:
+                oldest = next(iter(self._unauthenticated))
                 self._end(oldest, "others came")
                 # Its descriptor is free before the next connection is taken: the backlog may hold a thousand more.
                 await asyncio.wait([oldest], timeout=_BREATH_S)
             address = control_messages.format_endpoint(peer[0], peer[1])
             task = asyncio.ensure_future(self._meet(stream, address))
-            self._guests.add(task)
-            timer = loop.call_later(STRANGER_S, self._end, task, f"{STRANGER_S:.0f} s were over")
-            self._strangers[task] = timer, address
+            self._connections.add(task)
+            timer = loop.call_later(AUTHENTICATION_TIMEOUT_S, self._end, task, f"{AUTHENTICATION_TIMEOUT_S:.0f} s were over")
+            self._unauthenticated[task] = timer, address
             task.add_done_callback(self._left)
 
     def _end(self, stranger: asyncio.Task[None], why: str) -> None:
-        timer, address = self._strangers.pop(stranger)
+        timer, address = self._unauthenticated.pop(stranger)
         timer.cancel()
         stranger.cancel()
-        say(logging.WARNING, "stranger", f"dropped connection from {address}: {why} before it joined", peer=address)
+        say(logging.WARNING, "unauthenticated", f"dropped connection from {address}: {why} before it joined", peer=address)
 
     def _left(self, task: asyncio.Task[None]) -> None:
-        self._guests.discard(task)
+        self._connections.discard(task)
         self._known(task)
 
     def _known(self, task: asyncio.Task[None]) -> None:
-        if task in self._strangers:
-            self._strangers.pop(task)[0].cancel()
+        if task in self._unauthenticated:
+            self._unauthenticated.pop(task)[0].cancel()
 
     async def _meet(self, stream: socket.socket, address: str) -> None:
         task = asyncio.current_task()
@@ -123,14 +123,14 @@ class Entrance:
                 lambda: protocol,
                 stream,
                 ssl=self._context,
-                ssl_handshake_timeout=None if self._context is None else STRANGER_S,
+                ssl_handshake_timeout=None if self._context is None else AUTHENTICATION_TIMEOUT_S,
             )
         except OSError as error:  # ssl.SSLError among them
-            say(logging.WARNING, "stranger", f"dropped connection from {address}: no TLS ({error})", peer=address)
+            say(logging.WARNING, "unauthenticated", f"dropped connection from {address}: no TLS ({error})", peer=address)
             return
         writer = asyncio.StreamWriter(transport, protocol, reader, loop)
         try:
-            await self._serve(Guest(reader, writer, address, lambda: self._known(task)))
+            await self._serve(Connection(reader, writer, address, lambda: self._known(task)))
             writer.close()
             with contextlib.suppress(OSError):
                 await writer.wait_closed()

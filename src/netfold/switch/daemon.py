@@ -20,7 +20,7 @@ from netfold.switch_protocol.data_path import MIN_WINDOW_CHUNKS, ReceiveBuffer, 
 from netfold.switch.admission import Admission, check_version
 from netfold.switch.certificate import server_context
 from netfold.switch.echo import open_echo
-from netfold.switch.acceptor import Entrance, Guest
+from netfold.switch.acceptor import Acceptor, Connection
 from netfold.switch.fabrics import Fabrics
 from netfold.switch.log import say
 from netfold.switch.job import Job, Member, RefusedError, labelled, listed
@@ -86,7 +86,7 @@ class Switch:
         if tokens is not None:
             context, self.fingerprint = server_context(state_dir)
         self._fabrics = Fabrics(fabrics, host)
-        self._entrance = Entrance(host, port, context, self._on_guest)
+        self._acceptor = Acceptor(host, port, context, self._on_connection)
         tenants = [DEFAULT_TENANT] if tokens is None else tokens.tenants
         if cores and len(cores) != threads:
             raise ValueError(f"{threads} threads on {len(cores)} cores: name one core for each")
@@ -115,7 +115,7 @@ class Switch:
 
     async def start(self) -> str:
         """Bind and listen; what workers take as NETFOLD_SWITCH. OSError where it cannot be."""
-        self._listens = self._entrance.start()
+        self._listens = self._acceptor.start()
         endpoint = control_messages.format_endpoint(*self._listens)
         self._say_buffer()
         if self.fingerprint is None:
@@ -165,7 +165,7 @@ class Switch:
         """Tell every worker, end every job, close the port."""
         for job in list(self._ledger.jobs.values()):
             await self._end(job, "draining", f"the switch is shutting down: {reason}")
-        await self._entrance.stop()
+        await self._acceptor.stop()
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -189,28 +189,28 @@ class Switch:
             "incarnation": self.incarnation,
             "authenticated": self.authenticated,
             "fabrics": {each: sum(job.provider_below == each for job in jobs) for each in self._fabrics.providers},
-            "connections": self._entrance.connections,
-            "strangers": self._entrance.strangers,
+            "connections": self._acceptor.connections,
+            "unauthenticated_connections": self._acceptor.unauthenticated,
             "parent": parent,
             **ledger.status(counters),
         }
 
-    async def _on_guest(self, guest: Guest) -> None:
-        address = guest.address
+    async def _on_connection(self, connection: Connection) -> None:
+        address = connection.address
         try:
-            await self._serve(guest)
+            await self._serve(connection)
         except RefusedError as refusal:
             self._ledger.refusals[refusal.kind] += 1
             say(logging.WARNING, "refused", f"refused {address}: {refusal}", peer=address, reason=refusal.kind)
             loop = {"loop": True} if refusal.kind == "loop" else {}
             refused = {"type": "refused", "version": control_messages.VERSION, "reason": str(refusal), **loop}
-            await tell(guest.writer, refused)
+            await tell(connection.writer, refused)
         except (control_messages.ProtocolError, asyncio.IncompleteReadError, OSError, *TIMEOUTS) as error:
             what = f"dropped connection from {address} before it joined: {error or type(error).__name__}"
-            say(logging.WARNING, "stranger", what, peer=address)
+            say(logging.WARNING, "unauthenticated", what, peer=address)
 
-    async def _serve(self, guest: Guest) -> None:
-        reader, writer = guest.reader, guest.writer
+    async def _serve(self, connection: Connection) -> None:
+        reader, writer = connection.reader, connection.writer
         first = await read(reader)
         # Before its type, which another version may not have.
         check_version(first)
@@ -218,10 +218,10 @@ class Switch:
             await tell(writer, await self._path(first))
             return
         if first["type"] == "quota":
-            await self._serve_quota(first, guest)
+            await self._serve_quota(first, connection)
             return
         try:
-            job, member = self._admission.admit(first, writer, guest.address, self._opened)
+            job, member = self._admission.admit(first, writer, connection.address, self._opened)
         except (RefusedError, control_messages.ProtocolError) as refusal:
             # What the first of a job's ranks opened goes with it.
             opened = self._ledger.jobs.get(str(first.get("job")))
@@ -229,8 +229,8 @@ class Switch:
                 self._close(opened, str(refusal))
             raise
         what = f"job {job.name}: {member.who} of {len(job.ranks)} joined from {member.address}"
-        say(logging.INFO, "joined", what, **job.who, rank=labelled(member.ranks), peer=guest.address)
-        guest.admitted()
+        say(logging.INFO, "joined", what, **job.who, rank=labelled(member.ranks), peer=connection.address)
+        connection.admitted()
         reason, fault, gone = "its connection was lost", None, ""
         try:
             number = job.position.children.index(member.child)
@@ -311,20 +311,20 @@ class Switch:
         switches = [own, [parent, self._parent.full_endpoint], *rest]
         return {**answer, "switches": switches, "error": above["error"]}
 
-    async def _serve_quota(self, message: control_messages.Message, guest: Guest) -> None:
+    async def _serve_quota(self, message: control_messages.Message, connection: Connection) -> None:
         room = self._quota(message)
         if message.get("udp") is not True:
-            await tell(guest.writer, room)
+            await tell(connection.writer, room)
             return
         async with contextlib.AsyncExitStack() as stack:
             try:
-                place = await stack.enter_async_context(open_echo(guest.writer))
+                place = await stack.enter_async_context(open_echo(connection.writer))
             except OSError as error:
-                host = guest.writer.get_extra_info("sockname")[0]
+                host = connection.writer.get_extra_info("sockname")[0]
                 raise RefusedError("port", f"the switch cannot open a data port on {host}: {error}") from None
-            await tell(guest.writer, {**room, "udp": place})
+            await tell(connection.writer, {**room, "udp": place})
             with contextlib.suppress(OSError):
-                await guest.reader.read(1)  # until it has what it wants, or has been a stranger for too long
+                await connection.reader.read(1)  # until it has what it wants, or has been a stranger for too long
 
     def _quota(self, message: control_messages.Message) -> control_messages.Message:
         """What whoever asks could have now: nothing is kept for it."""

@@ -41,7 +41,7 @@ class Sparingly(logging.Filter):
     The next line that is let through says how many were not, as `kept_back`. clock: seconds.
     """
 
-    EVENTS = ("stranger", "refused")
+    EVENTS = ("unauthenticated", "refused")
     AT_ONCE = 20
     A_SECOND = 1.0
 

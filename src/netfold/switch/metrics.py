@@ -47,7 +47,7 @@ def _switch(status: dict[str, Any]) -> Iterator[Metric]:
         ("jobs", "Jobs that are assembled or under way.", len(status["jobs"])),
         ("workers", "Workers of those jobs that have joined.", sum(job["joined"] for job in status["jobs"])),
         ("connections", "Control connections, of strangers too.", status["connections"]),
-        ("strangers", "Connections that have not joined yet.", status["strangers"]),
+        ("unauthenticated_connections", "Connections that have not joined yet.", status["unauthenticated_connections"]),
         ("memory_granted_bytes", "Memory granted to jobs for slots.", status["memory_granted_bytes"]),
         ("memory_free_bytes", "Memory that is left to grant.", status["memory_free_bytes"]),
     ):
