@@ -33,7 +33,7 @@ from netfold.switch_protocol import control_messages
 from netfold.cli import app
 from netfold.bootstrap import capacity
 from netfold.switch import metrics
-from netfold.switch.log import OneLine, Sparingly, say
+from netfold.switch.log import LogfmtFormatter, RateLimit, event
 
 ROOT = Path(__file__).parents[2]
 WATCHED = ("--metrics", "127.0.0.1:0")
@@ -387,10 +387,10 @@ def test_a_fact_is_one_line_whatever_it_holds(capsys: pytest.CaptureFixture[str]
     handler.emit = record.append  # type: ignore[method-assign]
     logging.getLogger("netfold.switch").addHandler(handler)
     try:
-        say(logging.ERROR, "left", 'a "b"\nlevel=info \\ \x1b', rank=3, seconds=0.25, peer=None, name="ä b")
+        event(logging.ERROR, "left", 'a "b"\nlevel=info \\ \x1b', rank=3, seconds=0.25, peer=None, name="ä b")
     finally:
         logging.getLogger("netfold.switch").removeHandler(handler)
-    line = OneLine().format(record[0])
+    line = LogfmtFormatter().format(record[0])
     assert re.fullmatch(
         r"time=\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z level=error event=left rank=3 seconds=0\.25 "
         r'name="ä b" msg="a \\"b\\"\\nlevel=info \\\\ \\u001b"',
@@ -407,21 +407,21 @@ def parses(arguments: list[str]) -> None:
 
 def test_strangers_do_not_fill_the_log() -> None:
     now = [0.0]
-    sparingly = Sparingly(clock=lambda: now[0])
+    sparingly = RateLimit(clock=lambda: now[0])
 
     def lines(event: str, count: int) -> list[logging.LogRecord]:
         records = [logging.makeLogRecord({"event": event, "fields": {"peer": str(each)}}) for each in range(count)]
         return [record for record in records if sparingly.filter(record)]
 
     assert len(lines("joined", 1000)) == 1000
-    assert len(lines("unauthenticated", 1000)) == Sparingly.AT_ONCE
+    assert len(lines("unauthenticated", 1000)) == RateLimit.BURST
     assert lines("refused", 10) == []
     now[0] += 2.5
     first, second = lines("unauthenticated", 5)
-    assert first.fields == {"peer": "0", "kept_back": 990}  # type: ignore[attr-defined]
+    assert first.fields == {"peer": "0", "suppressed": 990}  # type: ignore[attr-defined]
     assert second.fields == {"peer": "1"}  # type: ignore[attr-defined]
     now[0] += 1000
-    assert len(lines("unauthenticated", 1000)) == Sparingly.AT_ONCE
+    assert len(lines("unauthenticated", 1000)) == RateLimit.BURST
 
 
 def test_the_units_command_is_one_that_there_is() -> None:

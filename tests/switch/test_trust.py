@@ -24,7 +24,7 @@ from netfold.switch_protocol.pinned_tls import FingerprintError, PinnedStream
 from netfold.switch import Switch, Tokens
 from netfold.switch.certificate import server_context
 from netfold.switch.acceptor import AUTHENTICATION_TIMEOUT_S
-from netfold.switch.log import Sparingly
+from netfold.switch.log import RateLimit
 
 JOIN_S = 30.0
 VISION = "a" * 31 + "1"
@@ -239,7 +239,7 @@ def test_strangers_who_say_nothing_keep_no_worker_out(switch: RunningSwitch, tmp
     try:
         assert values(run_threads(add, 2, vision(switch, tmp_path))) == [999 * 2 + 1.0] * 2
         # 88 at least, of which the log has some.
-        switch.wait_for("others came before it joined", count=Sparingly.AT_ONCE)
+        switch.wait_for("others came before it joined", count=RateLimit.BURST)
         silent[0].settimeout(5)
         assert _hung_up(silent[0])
     finally:

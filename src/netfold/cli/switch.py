@@ -104,7 +104,7 @@ def switch(
     from netfold.switch_protocol import control_messages
     from netfold.bench.sizes import parse_size
     from netfold.switch import Limits, Switch, Tokens
-    from netfold.switch.log import OneLine, Sparingly, say
+    from netfold.switch.log import LogfmtFormatter, RateLimit, event
     from netfold.switch.parent import Parent
     from netfold.switch.http import Web
 
@@ -112,8 +112,8 @@ def switch(
     if not isinstance(level, int):
         raise typer.BadParameter(f"{log!r} is not a log level", param_hint="--log")
     output = logging.StreamHandler(sys.stderr)
-    output.setFormatter(OneLine())
-    output.addFilter(Sparingly())
+    output.setFormatter(LogfmtFormatter())
+    output.addFilter(RateLimit())
     logging.basicConfig(level=level, handlers=[output])
     try:
         host, port = control_messages.parse_endpoint(listen, what="--listen")
@@ -166,7 +166,7 @@ def switch(
             asyncio.get_running_loop().add_signal_handler(number, stop, number)
         if web is not None:
             address = await bind(web.start(), metrics or "")
-            say(logging.INFO, "metrics", f"metrics at http://{address}/metrics", address=address)
+            event(logging.INFO, "metrics", f"metrics at http://{address}/metrics", address=address)
         endpoint = await bind(daemon.start(), listen)
         # One line on stdout, for who starts a switch from a program; all else is log, on stderr.
         print(f"netfold switch listening on {endpoint}", flush=True)
@@ -186,7 +186,7 @@ def switch(
         await daemon.stop(reason)
         if web is not None:
             web.stop()
-        say(logging.INFO, "stopped", f"stopped by {reason}", signal=reason)
+        event(logging.INFO, "stopped", f"stopped by {reason}", signal=reason)
 
     async def bind(starting: Awaitable[str], where: str) -> str:
         try:

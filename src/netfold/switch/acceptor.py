@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from netfold.switch_protocol import control_messages
-from netfold.switch.log import say
+from netfold.switch.log import event
 from netfold.switch.control_io import end_when_host_vanishes, hang_up
 
 MAX_UNAUTHENTICATED = 512
@@ -81,7 +81,7 @@ class Acceptor:
             try:
                 stream, peer = await loop.sock_accept(listener)
             except OSError as error:
-                say(logging.ERROR, "accept_failed", f"cannot take a connection: {error.strerror or error}")
+                event(logging.ERROR, "accept_failed", f"cannot take a connection: {error.strerror or error}")
                 await asyncio.sleep(_BREATH_S)
                 continue
             if len(self._unauthenticated) >= MAX_UNAUTHENTICATED:
@@ -100,7 +100,7 @@ class Acceptor:
         timer, address = self._unauthenticated.pop(stranger)
         timer.cancel()
         stranger.cancel()
-        say(logging.WARNING, "unauthenticated", f"dropped connection from {address}: {why} before it joined", peer=address)
+        event(logging.WARNING, "unauthenticated", f"dropped connection from {address}: {why} before it joined", peer=address)
 
     def _left(self, task: asyncio.Task[None]) -> None:
         self._connections.discard(task)
@@ -126,7 +126,7 @@ class Acceptor:
                 ssl_handshake_timeout=None if self._context is None else AUTHENTICATION_TIMEOUT_S,
             )
         except OSError as error:  # ssl.SSLError among them
-            say(logging.WARNING, "unauthenticated", f"dropped connection from {address}: no TLS ({error})", peer=address)
+            event(logging.WARNING, "unauthenticated", f"dropped connection from {address}: no TLS ({error})", peer=address)
             return
         writer = asyncio.StreamWriter(transport, protocol, reader, loop)
         try:

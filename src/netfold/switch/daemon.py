@@ -22,7 +22,7 @@ from netfold.switch.certificate import server_context
 from netfold.switch.echo import open_echo
 from netfold.switch.acceptor import Acceptor, Connection
 from netfold.switch.fabrics import Fabrics
-from netfold.switch.log import say
+from netfold.switch.log import event
 from netfold.switch.job import Job, Member, RefusedError, labelled, listed
 from netfold.switch.ledger import DEFAULT_TENANT, Ledger, retransmissions
 from netfold.switch.stragglers import MAX_QUERIES, requested_chunk, report_stragglers, accept_reply
@@ -120,7 +120,7 @@ class Switch:
         self._say_buffer()
         if self.fingerprint is None:
             what = f"no tokens and no TLS: whoever reaches {endpoint} may join, and packets are not authenticated"
-            say(logging.WARNING, "open", what, address=endpoint)
+            event(logging.WARNING, "open", what, address=endpoint)
             return endpoint
         return f"{endpoint}#{self.fingerprint}"
 
@@ -131,10 +131,10 @@ class Switch:
         cut = self.buffer.cut(most)
         if not cut:
             what = f"the kernel holds the windows of {most} workers a job, {window_bytes} bytes each"
-            say(logging.INFO, "buffer", what, **fields)
+            event(logging.INFO, "buffer", what, **fields)
             return
         whole = max(workers for workers in range(most) if workers == 0 or not self.buffer.cut(workers))
-        say(logging.INFO, "buffer", f"windows are whole for jobs of up to {whole} workers; {cut}", **fields)
+        event(logging.INFO, "buffer", f"windows are whole for jobs of up to {whole} workers; {cut}", **fields)
 
     async def meet_parent(self) -> None:
         """Look whether the parent is there, and say so in the log. ValueError where it is below this switch itself."""
@@ -146,17 +146,17 @@ class Switch:
         except ParentError as error:
             if error.loop:
                 raise ValueError(str(error)) from None
-            say(logging.WARNING, "parent", f"{error}; until it is there jobs must end at this switch", parent=where)
+            event(logging.WARNING, "parent", f"{error}; until it is there jobs must end at this switch", parent=where)
             return
         levels = 1 + len(path["switches"])
-        say(logging.INFO, "parent", f"below the switch at {where}, {levels} levels in all", parent=where, levels=levels)
+        event(logging.INFO, "parent", f"below the switch at {where}, {levels} levels in all", parent=where, levels=levels)
 
     async def drain(self, reason: str, within_s: float) -> None:
         """Take no new job, end those that have not begun, and wait for the others to end, at most `within_s`."""
         self._ledger.draining = reason
         for job in [job for job in self._ledger.jobs.values() if not job.started]:
             await self._end(job, "draining", f"the switch is shutting down: {reason}")
-        say(logging.INFO, "drain", f"draining after {reason}", jobs=len(self._ledger.jobs), within_s=within_s)
+        event(logging.INFO, "drain", f"draining after {reason}", jobs=len(self._ledger.jobs), within_s=within_s)
         deadline = time.monotonic() + within_s
         while self._ledger.jobs and time.monotonic() < deadline:
             await asyncio.sleep(_DRAIN_POLL_S)
@@ -201,13 +201,13 @@ class Switch:
             await self._serve(connection)
         except RefusedError as refusal:
             self._ledger.refusals[refusal.kind] += 1
-            say(logging.WARNING, "refused", f"refused {address}: {refusal}", peer=address, reason=refusal.kind)
+            event(logging.WARNING, "refused", f"refused {address}: {refusal}", peer=address, reason=refusal.kind)
             loop = {"loop": True} if refusal.kind == "loop" else {}
             refused = {"type": "refused", "version": control_messages.VERSION, "reason": str(refusal), **loop}
             await tell(connection.writer, refused)
         except (control_messages.ProtocolError, asyncio.IncompleteReadError, OSError, *TIMEOUTS) as error:
             what = f"dropped connection from {address} before it joined: {error or type(error).__name__}"
-            say(logging.WARNING, "unauthenticated", what, peer=address)
+            event(logging.WARNING, "unauthenticated", what, peer=address)
 
     async def _serve(self, connection: Connection) -> None:
         reader, writer = connection.reader, connection.writer
@@ -229,7 +229,7 @@ class Switch:
                 self._close(opened, str(refusal))
             raise
         what = f"job {job.name}: {member.who} of {len(job.ranks)} joined from {member.address}"
-        say(logging.INFO, "joined", what, **job.who, rank=labelled(member.ranks), peer=connection.address)
+        event(logging.INFO, "joined", what, **job.who, rank=labelled(member.ranks), peer=connection.address)
         connection.admitted()
         reason, fault, gone = "its connection was lost", None, ""
         try:
@@ -274,7 +274,7 @@ class Switch:
         except control_messages.ProtocolError as error:
             reason = f"it broke the control protocol: {error}"
             what = f"job {job.name}: {member.who}: {reason}"
-            say(logging.WARNING, "protocol_error", what, **job.who, rank=member.rank)
+            event(logging.WARNING, "protocol_error", what, **job.who, rank=member.rank)
         except (asyncio.IncompleteReadError, OSError):
             pass
         finally:
@@ -504,7 +504,7 @@ class Switch:
             + f", packets {'encrypted' if job.encrypts else 'authenticated' if job.secrets else 'not authenticated'}"
             + ("" if job.link is None else f", below {job.link.parent.endpoint}")
         )
-        say(
+        event(
             logging.INFO,
             "started",
             what,
@@ -524,7 +524,7 @@ class Switch:
         if cut and window < window_chunks(job.window_bytes, payload):
             cut = ""  # memory, or another switch of the tree, has room for even less
         if cut:
-            say(logging.WARNING, "buffer", f"job {job.name}: {cut}", **job.who, window=window)
+            event(logging.WARNING, "buffer", f"job {job.name}: {cut}", **job.who, window=window)
         start = control_messages.encode(
             {
                 "type": "start",
@@ -560,7 +560,7 @@ class Switch:
             return
         del job.members[number]
         what = f"job {job.name}: {member.who} left: {reason}"
-        say(logging.INFO, "left", what, **job.who, rank=labelled(member.ranks))
+        event(logging.INFO, "left", what, **job.who, rank=labelled(member.ranks))
         if not job.started:
             if self._ledger.holds(job):
                 await self._end(job, "left", f"{member.who} left before the job started: {reason}")
@@ -600,7 +600,7 @@ class Switch:
         if not job.started:
             self._ledger.refusals[kind] += 1
         what = f"job {job.name} ends: " + (f"the switch at {gone} is gone: {reason}" if gone else reason)
-        say(logging.WARNING, "ended", what, **job.who, reason=kind)
+        event(logging.WARNING, "ended", what, **job.who, reason=kind)
         members = list(job.members.values())
         job.members.clear()
         switch = {"switch": gone} if gone else {}
@@ -629,7 +629,7 @@ class Switch:
         )
         if counters["send_errors"]:
             what += f"; send errors: {counters['send_errors']}, last: {counters['last_send_error']}"
-        say(
+        event(
             logging.INFO,
             "closed",
             what,

@@ -13,12 +13,12 @@ log = logging.getLogger("netfold.switch")
 _PLAIN = re.compile(r"[\w.:/+*#\[\]-]+")
 
 
-def say(level: int, event: str, text: str, **fields: object) -> None:
-    """Log `text`, a sentence, as an `event` with `fields`; a field that is None is left out."""
-    log.log(level, "%s", text, extra={"event": event, "fields": fields})
+def event(level: int, name: str, text: str, /, **fields: object) -> None:
+    """Log `text`, a sentence, as the event `name` with `fields`; a field that is None is left out."""
+    log.log(level, "%s", text, extra={"event": name, "fields": fields})
 
 
-class OneLine(logging.Formatter):
+class LogfmtFormatter(logging.Formatter):
     """`time=... level=... event=... key=value ... msg="..."`, whatever the values hold: one line stays one line."""
 
     def format(self, record: logging.LogRecord) -> str:
@@ -35,35 +35,35 @@ class OneLine(logging.Formatter):
         return " ".join(f"{key}={_value(value)}" for key, value in pairs.items() if value is not None)
 
 
-class Sparingly(logging.Filter):
+class RateLimit(logging.Filter):
     """Who may not join must not fill the log: of their lines some at once, and then one a second.
 
-    The next line that is let through says how many were not, as `kept_back`. clock: seconds.
+    The next line that is let through says how many were not, as `suppressed`. clock: seconds.
     """
 
     EVENTS = ("unauthenticated", "refused")
-    AT_ONCE = 20
-    A_SECOND = 1.0
+    BURST = 20
+    RATE_PER_S = 1.0
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__()
         self._clock = clock
-        self._left, self._since = float(self.AT_ONCE), clock()
-        self._kept_back = 0
+        self._left, self._since = float(self.BURST), clock()
+        self._suppressed = 0
 
     def filter(self, record: logging.LogRecord) -> bool:
         if getattr(record, "event", "") not in self.EVENTS:
             return True
         now = self._clock()
-        self._left = min(self.AT_ONCE, self._left + (now - self._since) * self.A_SECOND)
+        self._left = min(self.BURST, self._left + (now - self._since) * self.RATE_PER_S)
         self._since = now
         if self._left < 1:
-            self._kept_back += 1
+            self._suppressed += 1
             return False
         self._left -= 1
-        if self._kept_back:
-            record.fields = {**getattr(record, "fields", {}), "kept_back": self._kept_back}
-            self._kept_back = 0
+        if self._suppressed:
+            record.fields = {**getattr(record, "fields", {}), "suppressed": self._suppressed}
+            self._suppressed = 0
         return True
 
 
