@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from netfold.switch.certificate import server_context
-from netfold.switch.control_io import hang_up, read, tell
+from netfold.switch.control_io import abort, read, send
 
 MESSAGE = {"type": "stragglers", "serial": 1, "ranks": [0]}
 
@@ -20,7 +20,7 @@ def close_twice(writer: asyncio.StreamWriter) -> None:
     writer.close()
 
 
-@pytest.mark.parametrize("end", [close_twice, hang_up, asyncio.StreamWriter.close])
+@pytest.mark.parametrize("end", [close_twice, abort, asyncio.StreamWriter.close])
 @pytest.mark.parametrize("secure", [False, True], ids=["clear", "tls"])
 def test_a_question_that_is_answered_after_its_connection_ended_is_dropped(
     end: Callable[[asyncio.StreamWriter], None], secure: bool
@@ -30,10 +30,10 @@ def test_a_question_that_is_answered_after_its_connection_ended_is_dropped(
 
         async def serve(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             try:
-                before = await tell(writer, MESSAGE)
+                before = await send(writer, MESSAGE)
                 end(writer)
-                after = await tell(writer, MESSAGE)
-                hang_up(writer)
+                after = await send(writer, MESSAGE)
+                abort(writer)
                 said.set_result((before, after))
             except BaseException as error:
                 said.set_exception(error)
@@ -43,10 +43,10 @@ def test_a_question_that_is_answered_after_its_connection_ended_is_dropped(
         client.check_hostname, client.verify_mode = False, ssl.CERT_NONE
         address = server.sockets[0].getsockname()
         reader, writer = await asyncio.open_connection(*address, ssl=client if secure else None)
-        if end is not hang_up:  # which drops what was not sent yet
+        if end is not abort:  # which drops what was not sent yet
             assert await read(reader) == MESSAGE
         assert await asyncio.wait_for(said, 20) == (True, False)
-        hang_up(writer)
+        abort(writer)
         server.close()
 
     asyncio.run(converse())

@@ -18,7 +18,7 @@ from typing import Any
 
 from netfold.switch_protocol import control_messages
 from netfold.switch.log import event
-from netfold.switch.control_io import end_when_host_vanishes, hang_up
+from netfold.switch.control_io import enable_keepalive, abort
 
 MAX_UNAUTHENTICATED = 512
 # From connecting to a join that was admitted.
@@ -114,7 +114,7 @@ class Acceptor:
         task = asyncio.current_task()
         assert task is not None
         loop = asyncio.get_running_loop()
-        end_when_host_vanishes(stream)
+        enable_keepalive(stream)
         reader = asyncio.StreamReader(limit=control_messages.MAX_MESSAGE_BYTES)
         protocol = asyncio.StreamReaderProtocol(reader)
         try:
@@ -135,4 +135,4 @@ class Acceptor:
             with contextlib.suppress(OSError):
                 await writer.wait_closed()
         finally:
-            hang_up(writer)
+            abort(writer)

@@ -28,7 +28,7 @@ from netfold.switch.ledger import DEFAULT_TENANT, Ledger, retransmissions
 from netfold.switch.stragglers import MAX_QUERIES, requested_chunk, report_stragglers, accept_reply
 from netfold.switch.parent import Link, Parent, ParentError
 from netfold.switch.quota import Limits
-from netfold.switch.control_io import TIMEOUTS, hang_up, read, say_at_once, tell
+from netfold.switch.control_io import TIMEOUTS, abort, read, send_nowait, send
 from netfold.switch.tokens import Tokens
 from netfold.switch.tree import MAX_DEPTH
 
@@ -204,7 +204,7 @@ class Switch:
             event(logging.WARNING, "refused", f"refused {address}: {refusal}", peer=address, reason=refusal.kind)
             loop = {"loop": True} if refusal.kind == "loop" else {}
             refused = {"type": "refused", "version": control_messages.VERSION, "reason": str(refusal), **loop}
-            await tell(connection.writer, refused)
+            await send(connection.writer, refused)
         except (control_messages.ProtocolError, asyncio.IncompleteReadError, OSError, *TIMEOUTS) as error:
             what = f"dropped connection from {address} before it joined: {error or type(error).__name__}"
             event(logging.WARNING, "unauthenticated", what, peer=address)
@@ -215,7 +215,7 @@ class Switch:
         # Before its type, which another version may not have.
         check_version(first)
         if first["type"] == "path":
-            await tell(writer, await self._path(first))
+            await send(writer, await self._path(first))
             return
         if first["type"] == "quota":
             await self._serve_quota(first, connection)
@@ -246,7 +246,7 @@ class Switch:
             if job.secrets:
                 admitted |= {"secret": job.secrets[number], "answer_secret": job.answer_secret}
                 admitted["encrypt"] = job.encrypts
-            await tell(writer, admitted)
+            await send(writer, admitted)
             while True:
                 message = await read(reader)
                 kind = message["type"]
@@ -314,7 +314,7 @@ class Switch:
     async def _serve_quota(self, message: control_messages.Message, connection: Connection) -> None:
         room = self._quota(message)
         if message.get("udp") is not True:
-            await tell(connection.writer, room)
+            await send(connection.writer, room)
             return
         async with contextlib.AsyncExitStack() as stack:
             try:
@@ -322,7 +322,7 @@ class Switch:
             except OSError as error:
                 host = connection.writer.get_extra_info("sockname")[0]
                 raise RefusedError("port", f"the switch cannot open a data port on {host}: {error}") from None
-            await tell(connection.writer, {**room, "udp": place})
+            await send(connection.writer, {**room, "udp": place})
             with contextlib.suppress(OSError):
                 await connection.reader.read(1)  # until it has what it wants, or has been a stranger for too long
 
@@ -468,7 +468,7 @@ class Switch:
         # Granted now, and not more later: the parent's word is at most this.
         self._ledger.grant(job, window, payload)
         link.ready = payload, window
-        await link.tell({"type": "ready", **link.said, "payload_bytes": payload, "window": window})
+        await link.send({"type": "ready", **link.said, "payload_bytes": payload, "window": window})
 
     async def _begin(self, job: Job, payload: int, window: int, parent_epoch: int = 0) -> None:
         self._ledger.grant(job, window, payload)
@@ -536,7 +536,7 @@ class Switch:
         )
         # All at once: with a pause between them, one that starts and leaves at once would be told of before the start.
         for other in job.members.values():
-            say_at_once(other.writer, start)
+            send_nowait(other.writer, start)
 
     def _on_stragglers(self, job: Job, member: Member | None, message: control_messages.Message) -> None:
         """A question, or an answer to one of ours; `member`: whose, None for the parent's."""
@@ -580,15 +580,15 @@ class Switch:
         job.left.add(left["rank"])
         message = {key: left.get(key) for key in ("type", "rank", "reason", "fault")}
         if source is not None and job.link is not None:
-            await job.link.tell(message)
+            await job.link.send(message)
         for other in list(job.members.values()):
             if other is not source:
                 await self._tell(other, message)
 
     async def _tell(self, member: Member, message: control_messages.Message) -> None:
         """Tell a member; one that does not read is disconnected, and its reader then ends its membership."""
-        if not await tell(member.writer, message):
-            hang_up(member.writer)
+        if not await send(member.writer, message):
+            abort(member.writer)
 
     async def _end(self, job: Job, kind: str, reason: str, gone: str = "") -> None:
         """Refuse what is assembled so far, or end what is under way; everything is given back.
@@ -606,7 +606,7 @@ class Switch:
         switch = {"switch": gone} if gone else {}
         self._close(job, reason, **switch)
         for member in members:
-            await tell(member.writer, {"type": "refused", "reason": reason, **switch})
+            await send(member.writer, {"type": "refused", "reason": reason, **switch})
             member.writer.close()
 
     def _close(self, job: Job, reason: str, **more: str) -> None:

@@ -20,7 +20,7 @@ from typing import Any
 from netfold.switch_protocol import control_messages, packet_keys
 from netfold._native import auth
 from netfold.switch_protocol.data_path import PathError, open_path
-from netfold.switch.control_io import TIMEOUTS, end_when_host_vanishes, read, say_at_once, tell
+from netfold.switch.control_io import TIMEOUTS, enable_keepalive, read, send_nowait, send
 
 # To connect, or to answer a question.
 PARENT_S = 5.0
@@ -58,7 +58,7 @@ class Parent:
         """Its word on what is above the switches `below`, the last of which asks. ParentError where it has none."""
         stream = await self.connect()
         try:
-            await stream.tell({"type": "path", "version": control_messages.VERSION, "below": list(below), **self.token()})
+            await stream.send({"type": "path", "version": control_messages.VERSION, "below": list(below), **self.token()})
             answer = await stream.expect("path", PARENT_S)
         finally:
             stream.close()
@@ -90,7 +90,7 @@ class Parent:
             if not hmac.compare_digest(found, fingerprint):
                 writer.transport.abort()
                 raise self.error(f"is another switch: its certificate's fingerprint is {found}")
-        end_when_host_vanishes(writer.get_extra_info("socket"))
+        enable_keepalive(writer.get_extra_info("socket"))
         return Stream(self, reader, writer)
 
     def token(self) -> dict[str, str]:
@@ -134,11 +134,11 @@ class Stream:
             raise self._parent.error(f"said {message['type']!r} where {kind!r} was expected")
         return message
 
-    async def tell(self, message: control_messages.Message) -> None:
-        await tell(self._writer, message)
+    async def send(self, message: control_messages.Message) -> None:
+        await send(self._writer, message)
 
-    def say(self, message: control_messages.Message) -> None:
-        say_at_once(self._writer, control_messages.encode(message))
+    def send_nowait(self, message: control_messages.Message) -> None:
+        send_nowait(self._writer, control_messages.encode(message))
 
     def addresses(self) -> tuple[str, str]:
         """Ours, and the parent's."""
@@ -177,7 +177,7 @@ class Link:
         except PathError as error:
             raise self.parent.error(str(error)) from None
         who = {"endpoint": name, **path.said(), **self.parent.token()}
-        await stream.tell({**join, "type": "join", "version": control_messages.VERSION, **who})
+        await stream.send({**join, "type": "join", "version": control_messages.VERSION, **who})
         admitted = await stream.expect("admitted", max(PARENT_S, deadline - time.monotonic()))
         if "secret" in admitted and auth.unavailable_reason():
             raise self.parent.error(f"wants packets to be authenticated, and this host cannot: {auth.unavailable_reason()}")
@@ -202,12 +202,12 @@ class Link:
         assert self._stream is not None
         return await self._stream.read()
 
-    async def tell(self, message: control_messages.Message) -> None:
+    async def send(self, message: control_messages.Message) -> None:
         if self._stream is not None:
-            await self._stream.tell(message)
+            await self._stream.send(message)
 
     def leave(self, message: control_messages.Message) -> None:
         """Say goodbye and close, without waiting."""
         if self._stream is not None:
-            self._stream.say(message)
+            self._stream.send_nowait(message)
             self._stream.close()

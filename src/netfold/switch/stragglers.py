@@ -8,7 +8,7 @@ import secrets
 from netfold.switch_protocol import control_messages
 from netfold.switch.job import Job, Member
 from netfold.switch.parent import Link
-from netfold.switch.control_io import TIMEOUTS, hang_up, tell
+from netfold.switch.control_io import TIMEOUTS, abort, send
 
 # Open questions of one member, or of the parent; one more breaks the protocol. A worker has two at most.
 MAX_QUERIES = 8
@@ -52,10 +52,10 @@ async def report_stragglers(job: Job, member: Member | None, chunk: int, serial:
         ranks.update(answer)
     said: control_messages.Message = {"type": "stragglers", "serial": serial, "ranks": sorted(ranks)}
     if member is not None:
-        if not await tell(member.writer, said):
-            hang_up(member.writer)  # it does not read: its reader ends its membership
+        if not await send(member.writer, said):
+            abort(member.writer)  # it does not read: its reader ends its membership
     elif job.link is not None:
-        await job.link.tell(said)
+        await job.link.send(said)
 
 
 async def _ask(job: Job, other: Member | Link, chunk: int) -> list[int]:
@@ -63,7 +63,7 @@ async def _ask(job: Job, other: Member | Link, chunk: int) -> list[int]:
     answer = job.asked[serial] = asyncio.get_running_loop().create_future()
     question: control_messages.Message = {"type": "stragglers", "chunk": chunk, "serial": serial}
     try:
-        await (other.tell(question) if isinstance(other, Link) else tell(other.writer, question))
+        await (other.send(question) if isinstance(other, Link) else send(other.writer, question))
         return await asyncio.wait_for(answer, _ASK_S)
     except TIMEOUTS:
         return []
