@@ -28,7 +28,7 @@ from netfold._native.dataplane import DataPlane
 from netfold._native.transport import FabricPort
 from netfold.communicator import PeerLost
 from netfold.switch_protocol.data_path import fabric_payload
-from netfold.switch.status_table import read_status
+from netfold.switch.status_table import fetch_status
 
 need_libfabric()
 
@@ -136,7 +136,7 @@ def both(rank: int, size: int, folder: str, endpoint: str, token_file: str) -> l
 
 def test_jobs_over_udp_and_over_both_threads_on_a_fabric_stand_side_by_side(switch: RunningSwitch) -> None:
     metrics = switch.wait_for(r"metrics at http://([\d.]+:\d+)/")[0]
-    status = read_status(control_messages.parse_endpoint(metrics, what="metrics"))
+    status = fetch_status(control_messages.parse_endpoint(metrics, what="metrics"))
     assert list(status["fabrics"]) == ["tcp;ofi_rxm"]
     found = values(run_threads(both, 2, switch.endpoint, token_of(switch)))
     assert all(count > 10 for counts in found for count in counts), found

@@ -25,7 +25,7 @@ from netfold.switch_protocol import control_messages
 from netfold._native import engine, protocol
 from netfold._native.transport import UdpPort
 from netfold.communicator import membership
-from netfold.switch.status_table import read_status
+from netfold.switch.status_table import fetch_status
 
 SOON_S = 3.0
 BY_SWITCH = "all_reduce=in_network"
@@ -447,8 +447,8 @@ def test_status_metrics_and_log_show_the_link_to_the_parent(shown: tuple[Tree, s
 
     def look() -> None:
         looked.wait(seconds(60))
-        status = read_status((host, int(port)))
-        assert status["parent"] == {"endpoint": root, "jobs": 1, "trouble": ""}
+        status = fetch_status((host, int(port)))
+        assert status["parent"] == {"endpoint": root, "jobs": 1, "last_error": ""}
         (job,) = status["jobs"]
         assert job["parent"] == root
         assert job["counters"]["sums_sent"] == job["counters"]["results"] > 0

@@ -106,7 +106,7 @@ def switch(
     from netfold.switch import Limits, Switch, Tokens
     from netfold.switch.log import LogfmtFormatter, RateLimit, event
     from netfold.switch.parent import Parent
-    from netfold.switch.http import Web
+    from netfold.switch.http import HttpServer
 
     level = getattr(logging, log.upper(), None)
     if not isinstance(level, int):
@@ -143,7 +143,7 @@ def switch(
             busy_poll_s=busy_poll / 1e6,
             fabrics=fabric or (),
         )
-        web = None if metrics is None else Web(*control_messages.parse_endpoint(metrics, what="--metrics"), daemon.status)
+        web = None if metrics is None else HttpServer(*control_messages.parse_endpoint(metrics, what="--metrics"), daemon.status)
     except ValueError as error:
         typer.echo(f"netfold switch: {error}", err=True)
         raise typer.Exit(CANNOT) from None
@@ -171,7 +171,7 @@ def switch(
         # One line on stdout, for who starts a switch from a program; all else is log, on stderr.
         print(f"netfold switch listening on {endpoint}", flush=True)
         try:
-            await daemon.meet_parent()
+            await daemon.check_parent()
         except ValueError as error:
             typer.echo(f"netfold switch: {error}", err=True)
             await daemon.stop("its parent is below it")
@@ -220,7 +220,7 @@ def status(
     from rich.live import Live
 
     from netfold.switch_protocol import control_messages
-    from netfold.switch.status_table import read_status, show
+    from netfold.switch.status_table import fetch_status, render
 
     try:
         address = control_messages.parse_endpoint(endpoint, what="ENDPOINT")
@@ -228,20 +228,20 @@ def status(
         typer.echo(f"netfold switch status: {error}", err=True)
         raise typer.Exit(CANNOT) from None
     try:
-        now = read_status(address)
+        now = fetch_status(address)
         if as_json:
             print(json.dumps(now, indent=2))
             return
         # A pipe has no width; a line a job is what a program can cut up.
         console = Console(width=None if sys.stdout.isatty() else 160)
         if once:
-            console.print(show(now, None))
+            console.print(render(now, None))
             return
-        with contextlib.suppress(KeyboardInterrupt), Live(show(now, None), console=console, auto_refresh=False) as live:
+        with contextlib.suppress(KeyboardInterrupt), Live(render(now, None), console=console, auto_refresh=False) as live:
             while True:
                 time.sleep(every_s)
-                before, now = now, read_status(address)
-                live.update(show(now, before), refresh=True)
+                before, now = now, fetch_status(address)
+                live.update(render(now, before), refresh=True)
     except OSError as error:
         typer.echo(
             f"netfold switch status: nothing to read at http://{endpoint}/status ({error}). Is the switch up, with "

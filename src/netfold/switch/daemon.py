@@ -136,7 +136,7 @@ class Switch:
         whole = max(workers for workers in range(most) if workers == 0 or not self.buffer.cut(workers))
         event(logging.INFO, "buffer", f"windows are whole for jobs of up to {whole} workers; {cut}", **fields)
 
-    async def meet_parent(self) -> None:
+    async def check_parent(self) -> None:
         """Look whether the parent is there, and say so in the log. ValueError where it is below this switch itself."""
         if self._parent is None:
             return
@@ -180,7 +180,7 @@ class Switch:
         parent = None
         if self._parent is not None:
             below = sum(job.link is not None for job in jobs)
-            parent = {"endpoint": self._parent.endpoint, "jobs": below, "trouble": self._parent.trouble}
+            parent = {"endpoint": self._parent.endpoint, "jobs": below, "last_error": self._parent.last_error}
         return {
             "state": "draining" if ledger.draining else "serving",
             "uptime_s": time.monotonic() - self._started_s,
@@ -229,7 +229,7 @@ class Switch:
                 self._close(opened, str(refusal))
             raise
         what = f"job {job.name}: {member.who} of {len(job.ranks)} joined from {member.address}"
-        event(logging.INFO, "joined", what, **job.who, rank=labelled(member.ranks), peer=connection.address)
+        event(logging.INFO, "joined", what, **job.log_fields, rank=labelled(member.ranks), peer=connection.address)
         connection.admitted()
         reason, fault, gone = "its connection was lost", None, ""
         try:
@@ -256,7 +256,7 @@ class Switch:
                     self._on_stragglers(job, member, message)
                 elif kind == "alive":
                     if "bytes_per_s" in message:
-                        job.hear_capacity(member, message["bytes_per_s"])
+                        job.record_capacity(member, message["bytes_per_s"])
                     await self._tell(member, {"type": "alive", "serial": message.get("serial")})
                 elif kind == "left" and member.child.switch is not None:
                     if message.get("rank") not in member.ranks:
@@ -274,7 +274,7 @@ class Switch:
         except control_messages.ProtocolError as error:
             reason = f"it broke the control protocol: {error}"
             what = f"job {job.name}: {member.who}: {reason}"
-            event(logging.WARNING, "protocol_error", what, **job.who, rank=member.rank)
+            event(logging.WARNING, "protocol_error", what, **job.log_fields, rank=member.rank)
         except (asyncio.IncompleteReadError, OSError):
             pass
         finally:
@@ -340,7 +340,7 @@ class Switch:
         loop = asyncio.get_running_loop()
         job.timer = loop.call_later(job.deadline, lambda: self._spawn(self._give_up(job)))
         if job.link is not None:
-            job.climb = self._spawn(self._climb(job, job.link))
+            job.parent_task = self._spawn(self._serve_parent(job, job.link))
 
     def _spawn(self, work: Any) -> asyncio.Task[Any]:
         task: asyncio.Task[Any] = asyncio.ensure_future(work)
@@ -348,7 +348,7 @@ class Switch:
         task.add_done_callback(self._tasks.discard)
         return task
 
-    async def _climb(self, job: Job, link: Link) -> None:
+    async def _serve_parent(self, job: Job, link: Link) -> None:
         """Be a worker of the parent for this job, to its end."""
         seconds = max(0.1, job.created + job.deadline - time.monotonic())
         lowest = min(worker for worker, path in enumerate(job.paths) if self.incarnation in path)
@@ -398,7 +398,7 @@ class Switch:
             if not isinstance(error, asyncio.IncompleteReadError):
                 reason = str(error)
         if job.started:
-            link.parent.trouble = f"the parent switch at {link.parent.endpoint} ended a job: {reason}"
+            link.parent.last_error = f"the parent switch at {link.parent.endpoint} ended a job: {reason}"
             await self._end(job, "parent", reason, gone)
         else:
             await self._end(job, "parent", str(link.parent.error(f"refused: {reason}")))
@@ -468,14 +468,14 @@ class Switch:
         # Granted now, and not more later: the parent's word is at most this.
         self._ledger.grant(job, window, payload)
         link.ready = payload, window
-        await link.send({"type": "ready", **link.said, "payload_bytes": payload, "window": window})
+        await link.send({"type": "ready", **link.ready_fields, "payload_bytes": payload, "window": window})
 
     async def _begin(self, job: Job, payload: int, window: int, parent_epoch: int = 0) -> None:
         self._ledger.grant(job, window, payload)
         epoch, self._next_epoch = self._next_epoch, self._next_epoch + 1
         parent = None
         if job.link is not None:
-            parent_job, incarnation, worker = job.link.numbers
+            parent_job, incarnation, worker = job.link.identity
             parent = (parent_job, parent_epoch, incarnation, worker)
         try:
             job.plane.begin(
@@ -508,7 +508,7 @@ class Switch:
             logging.INFO,
             "started",
             what,
-            **job.who,
+            **job.log_fields,
             epoch=epoch,
             workers=job.size,
             window=window,
@@ -524,7 +524,7 @@ class Switch:
         if cut and window < window_chunks(job.window_bytes, payload):
             cut = ""  # memory, or another switch of the tree, has room for even less
         if cut:
-            event(logging.WARNING, "buffer", f"job {job.name}: {cut}", **job.who, window=window)
+            event(logging.WARNING, "buffer", f"job {job.name}: {cut}", **job.log_fields, window=window)
         start = control_messages.encode(
             {
                 "type": "start",
@@ -544,13 +544,13 @@ class Switch:
             return
         asker = member if member is not None else job.link
         assert asker is not None, "whoever asks is a member, or the parent"
-        if asker.questions == MAX_QUERIES:
+        if asker.open_queries == MAX_QUERIES:
             raise control_messages.ProtocolError(f"more than {MAX_QUERIES} questions at once")
-        asker.questions += 1
+        asker.open_queries += 1
         task = self._spawn(report_stragglers(job, member, requested_chunk(message), message.get("serial")))
 
         def answered(_: asyncio.Task[None]) -> None:
-            asker.questions -= 1
+            asker.open_queries -= 1
 
         task.add_done_callback(answered)
 
@@ -560,7 +560,7 @@ class Switch:
             return
         del job.members[number]
         what = f"job {job.name}: {member.who} left: {reason}"
-        event(logging.INFO, "left", what, **job.who, rank=labelled(member.ranks))
+        event(logging.INFO, "left", what, **job.log_fields, rank=labelled(member.ranks))
         if not job.started:
             if self._ledger.holds(job):
                 await self._end(job, "left", f"{member.who} left before the job started: {reason}")
@@ -600,7 +600,7 @@ class Switch:
         if not job.started:
             self._ledger.refusals[kind] += 1
         what = f"job {job.name} ends: " + (f"the switch at {gone} is gone: {reason}" if gone else reason)
-        event(logging.WARNING, "ended", what, **job.who, reason=kind)
+        event(logging.WARNING, "ended", what, **job.log_fields, reason=kind)
         members = list(job.members.values())
         job.members.clear()
         switch = {"switch": gone} if gone else {}
@@ -615,8 +615,8 @@ class Switch:
             job.timer.cancel()
         if job.link is not None:
             job.link.leave({"type": "leave", "reason": reason, **more})
-        if job.climb is not None and job.climb is not asyncio.current_task():
-            job.climb.cancel()
+        if job.parent_task is not None and job.parent_task is not asyncio.current_task():
+            job.parent_task.cancel()
         counters = self._ledger.remove(job)
         if counters is None:
             return
@@ -633,7 +633,7 @@ class Switch:
             logging.INFO,
             "closed",
             what,
-            **job.who,
+            **job.log_fields,
             seconds=seconds,
             result_bytes=counters["result_bytes"],
             contributions=counters["contributions"],

@@ -2,7 +2,7 @@
 
 It opens no job and holds nothing: it is there as long as the connection over which it was asked for. It answers the
 host at the other end of that connection alone, what begins with the number that went over it, as long as it came, and
-MOST_ANSWERS times at most: so nobody is sent what they did not ask for.
+MAX_REPLIES times at most: so nobody is sent what they did not ask for.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from typing import cast
 
 from netfold.switch_protocol import control_messages
 
-MOST_ANSWERS = 16
+MAX_REPLIES = 16
 _NONCE_BYTES = 16
 
 
 class _Echo(asyncio.DatagramProtocol):
     def __init__(self, peer: str, nonce: bytes) -> None:
         self._peer, self._nonce = peer, nonce
-        self._left = MOST_ANSWERS
+        self._left = MAX_REPLIES
         self._transport: asyncio.DatagramTransport | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:

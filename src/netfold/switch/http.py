@@ -23,7 +23,7 @@ MAX_REQUEST_BYTES = 8192
 MAX_READERS = 32
 
 
-class Web:
+class HttpServer:
     """Serve until `stop`. status: what there is to see now, as plain values."""
 
     def __init__(self, host: str, port: int, status: Callable[[], Awaitable[dict[str, Any]]]) -> None:

@@ -36,7 +36,7 @@ class Member:
     address: str  # of the connection; of a switch: where it listens
     payload_bytes: int = 0
     window: int | None = None  # the most chunks that a switch can grant
-    questions: int = 0  # of this member's, open
+    open_queries: int = 0  # of this member's, open
 
     @property
     def rank(self) -> int:
@@ -71,9 +71,9 @@ class Job:
     created: float
     members: dict[int, Member] = field(default_factory=dict)  # by number here
     link: Link | None = None  # to the parent
-    climb: asyncio.Task[None] | None = None  # reads from it
+    parent_task: asyncio.Task[None] | None = None  # reads from it
     left: set[int] = field(default_factory=set)  # ranks of which all were told
-    asked: dict[int, asyncio.Future[list[int]]] = field(default_factory=dict)  # by serial: who misses what
+    pending_queries: dict[int, asyncio.Future[list[int]]] = field(default_factory=dict)  # by serial: who misses what
     started: bool = False
     epoch: int = 0
     memory_bytes: int = 0
@@ -88,7 +88,7 @@ class Job:
         return len(self.position.children)
 
     @property
-    def who(self) -> dict[str, object]:
+    def log_fields(self) -> dict[str, object]:
         """Its fields in the log."""
         return {"job": self.name, "name": self.label or None, "tenant": self.tenant.name, "id": f"{self.id:08x}"}
 
@@ -117,7 +117,7 @@ class Job:
     def ranks_of(self, child: Child) -> tuple[int, ...]:
         return tuple(self.ranks[worker] for worker in child.workers)
 
-    def hear_capacity(self, member: Member, said: object) -> None:
+    def record_capacity(self, member: Member, said: object) -> None:
         """Take what `member` says of this switch's rate; ProtocolError where it has no say, or `said` is no rate."""
         if member.child.switch is not None or member.rank != min(self.ranks):
             raise control_messages.ProtocolError(f"bytes_per_s from {member.who}, and only the job's lowest rank says it")

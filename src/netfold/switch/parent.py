@@ -52,7 +52,7 @@ class Parent:
             self._token = control_messages.read_private(token_file).strip()
             control_messages.check_token(self._token)
         # For people: how the last question or join ended.
-        self.trouble = ""
+        self.last_error = ""
 
     async def path(self, below: Sequence[int]) -> control_messages.Message:
         """Its word on what is above the switches `below`, the last of which asks. ParentError where it has none."""
@@ -62,7 +62,7 @@ class Parent:
             answer = await stream.expect("path", PARENT_S)
         finally:
             stream.close()
-        self.trouble = ""
+        self.last_error = ""
         return answer
 
     async def connect(self) -> Stream:
@@ -97,8 +97,8 @@ class Parent:
         return {} if self._token is None else {"token": self._token}
 
     def error(self, what: str, *, loop: bool = False) -> ParentError:
-        self.trouble = f"the parent switch at {self.endpoint} {what}"
-        return ParentError(self.trouble, loop=loop)
+        self.last_error = f"the parent switch at {self.endpoint} {what}"
+        return ParentError(self.last_error, loop=loop)
 
 
 class Stream:
@@ -155,12 +155,12 @@ class Link:
         self.parent = parent
         self.payload_bytes = 0  # 0 until the path has been tried
         self.port: Any = None  # connected to the parent's
-        self.numbers: tuple[int, int, int] = (0, 0, 0)  # job, incarnation and worker, as the parent gave them
+        self.identity: tuple[int, int, int] = (0, 0, 0)  # job, incarnation and worker, as the parent gave them
         self._admitted: control_messages.Message = {}
-        self.said: control_messages.Message = {}  # for `ready`, of the path
+        self.ready_fields: control_messages.Message = {}  # for `ready`, of the path
         self.ready: tuple[int, int] | None = None  # the payload and the window that it was told, at most
         self._stream: Stream | None = None
-        self.questions = 0  # of the parent's, open
+        self.open_queries = 0  # of the parent's, open
 
     async def join(
         self, join: control_messages.Message, listens: tuple[str, int], provider: str | None, timeout_s: float
@@ -184,15 +184,15 @@ class Link:
         if join["encrypt"] and not (admitted.get("encrypt") and "secret" in admitted):
             raise self.parent.error("does not encrypt packets, and the job's are to be encrypted (NETFOLD_SECURITY)")
         self._admitted = admitted
-        self.numbers = int(admitted["job_id"]), int(admitted["incarnation"]), int(admitted["worker"])
+        self.identity = int(admitted["job_id"]), int(admitted["incarnation"]), int(admitted["worker"])
         loop = asyncio.get_running_loop()
         try:
-            self.said = await loop.run_in_executor(None, path.reach, theirs, admitted, deadline)
+            self.ready_fields = await loop.run_in_executor(None, path.reach, theirs, admitted, deadline)
         except PathError as error:
             raise self.parent.error(str(error)) from None
         self.port = path.port
-        self.payload_bytes = int(self.said["payload_bytes"])
-        self.parent.trouble = ""
+        self.payload_bytes = int(self.ready_fields["payload_bytes"])
+        self.parent.last_error = ""
 
     def keys(self, epoch: int) -> tuple[bytes, bytes] | None:
         """Of sums and of the parent's answers, in an epoch of the parent's; None where packets carry no tags there."""

@@ -19,7 +19,7 @@ MAX_STATUS_BYTES = 64 << 20
 READ_S = 5.0
 
 
-def read_status(address: tuple[str, int]) -> dict[str, Any]:
+def fetch_status(address: tuple[str, int]) -> dict[str, Any]:
     """/status of the switch whose --metrics is at `address`; OSError where there is none."""
     url = f"http://{control_messages.format_endpoint(*address)}/status"
     # A proxy of the environment has no business between an operator and a switch.
@@ -35,7 +35,7 @@ def read_status(address: tuple[str, int]) -> dict[str, Any]:
     return status
 
 
-def show(now: dict[str, Any], before: dict[str, Any] | None) -> RenderableType:
+def render(now: dict[str, Any], before: dict[str, Any] | None) -> RenderableType:
     """Tables of `now`; rates since `before`, a look of some time ago, or since each job's start."""
     headline = Text(_headline(now))
     if not now["jobs"]:
@@ -55,7 +55,7 @@ def _headline(now: dict[str, Any]) -> str:
     below = ""
     if parent is not None:
         below = f"; below {parent['endpoint']} with {parent['jobs']} jobs"
-        below += f" ({parent['trouble']})" if parent["trouble"] else ""
+        below += f" ({parent['last_error']})" if parent["last_error"] else ""
     fabrics = "".join(f"; {jobs} jobs over provider {provider}" for provider, jobs in now["fabrics"].items())
     total = granted + now["memory_free_bytes"]
     return (

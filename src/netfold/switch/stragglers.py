@@ -21,7 +21,7 @@ def accept_reply(job: Job, message: control_messages.Message) -> bool:
     ranks, serial = message.get("ranks"), message.get("serial")
     if not isinstance(ranks, list) or not isinstance(serial, int):
         return False
-    answer = job.asked.get(serial)
+    answer = job.pending_queries.get(serial)
     if answer is not None and not answer.done():
         answer.set_result([rank for rank in ranks if rank in job.ranks])
     return True
@@ -60,7 +60,7 @@ async def report_stragglers(job: Job, member: Member | None, chunk: int, serial:
 
 async def _ask(job: Job, other: Member | Link, chunk: int) -> list[int]:
     serial = secrets.randbits(63)
-    answer = job.asked[serial] = asyncio.get_running_loop().create_future()
+    answer = job.pending_queries[serial] = asyncio.get_running_loop().create_future()
     question: control_messages.Message = {"type": "stragglers", "chunk": chunk, "serial": serial}
     try:
         await (other.send(question) if isinstance(other, Link) else send(other.writer, question))
@@ -68,4 +68,4 @@ async def _ask(job: Job, other: Member | Link, chunk: int) -> list[int]:
     except TIMEOUTS:
         return []
     finally:
-        del job.asked[serial]
+        del job.pending_queries[serial]
