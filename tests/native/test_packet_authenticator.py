@@ -48,7 +48,7 @@ def test_a_key_of_another_length_is_none() -> None:
 
 def test_no_two_lives_workers_or_directions_share_a_key() -> None:
     keys = [packet_keys.hello_key(SECRET, job=job, worker=worker) for job in (1, 2) for worker in (0, 1)]
-    keys += [packet_keys.answer_key(SECRET, job=job, epoch=epoch) for job in (1, 2) for epoch in (0, 1)]
+    keys += [packet_keys.result_key(SECRET, job=job, epoch=epoch) for job in (1, 2) for epoch in (0, 1)]
     keys += [
         packet_keys.contribution_key(SECRET, job=job, epoch=epoch, worker=worker)
         for job in (1, 2)
@@ -60,7 +60,7 @@ def test_no_two_lives_workers_or_directions_share_a_key() -> None:
 
 def test_a_secret_of_another_length_is_refused() -> None:
     with pytest.raises(ValueError, match="32 bytes was expected, not of 31"):
-        packet_keys.answer_key(SECRET[1:], job=1, epoch=1)
+        packet_keys.result_key(SECRET[1:], job=1, epoch=1)
 
 
 ASKS = """

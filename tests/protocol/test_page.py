@@ -443,7 +443,7 @@ def test_keys_are_made_as_the_page_says():
     made = {
         "hellos": packet_keys.hello_key(secret, job=job, worker=worker),
         "contributions": packet_keys.contribution_key(secret, job=job, epoch=epoch, worker=worker),
-        "answers": packet_keys.answer_key(secret, job=job, epoch=epoch),
+        "answers": packet_keys.result_key(secret, job=job, epoch=epoch),
     }
     numbers = {"0": 0, "the job's": epoch, "its number": worker}
     (text,) = re.findall(r"`(netfold packets \d )`", PAGE)

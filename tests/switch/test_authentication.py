@@ -39,7 +39,7 @@ class Job:
         self.plane = DataPlane()
         self.payload_bytes, self.window = payload_bytes, window
         self.secrets = [packet_keys.draw_secret() for _ in range(workers)]
-        self.answer_secret = packet_keys.draw_secret()
+        self.result_secret = packet_keys.draw_secret()
         self.nonces = [secrets.randbits(64) for _ in range(workers)]
         self.sockets = [stranger() for _ in range(workers)]
         self.counters = [0] * workers
@@ -55,8 +55,8 @@ class Job:
         return packet_keys.contribution_key(self.secrets[worker], job=JOB, epoch=epoch, worker=worker)
 
     @property
-    def answer_key(self) -> bytes:
-        return packet_keys.answer_key(self.answer_secret, job=JOB, epoch=EPOCH)
+    def result_key(self) -> bytes:
+        return packet_keys.result_key(self.result_secret, job=JOB, epoch=EPOCH)
 
     def hello(self, worker: int) -> bytes:
         header = self.header(worker, flags=FLAGS["hello"], epoch=0, packet_number=self.nonces[worker])
@@ -75,7 +75,7 @@ class Job:
             workers=len(self.sockets),
             window=self.window,
             payload_bytes=self.payload_bytes,
-            keys=([self.key(worker) for worker in range(len(self.sockets))], self.answer_key),
+            keys=([self.key(worker) for worker in range(len(self.sockets))], self.result_key),
         )
 
     def header(self, worker: int, **fields: int) -> bytes:
@@ -111,7 +111,7 @@ class Job:
     def answer(self, worker: int) -> bytes:
         """What came, its tag checked and taken off."""
         packet = self.sockets[worker].recv(65536)
-        assert auth.with_mac(self.answer_key, packet[:-16]) == packet
+        assert auth.with_mac(self.result_key, packet[:-16]) == packet
         return packet[:-16]
 
     def adds(self, chunk: int) -> None:
@@ -196,7 +196,7 @@ def test_a_workers_key_is_for_its_own_packets() -> None:
         made.begin()
         # Worker 1 knows its own key and the answers', and can send from its own address.
         forged = made.contribution(0, 0, 99.0)
-        for key in (made.key(1), made.answer_key, made.hello_key(0)):
+        for key in (made.key(1), made.result_key, made.hello_key(0)):
             made.send(0, auth.with_mac(key, forged))  # from worker 0's address, as if it had been spoofed
         made.send(1, auth.with_mac(made.key(1), forged))
         assert made.drops(4) == {"unauthenticated": 3, "source": 1}

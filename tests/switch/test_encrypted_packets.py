@@ -50,7 +50,7 @@ class EncryptedJob:
         self.keys = [
             packet_keys.contribution_key(each, job=JOB, epoch=EPOCH, worker=worker) for worker, each in enumerate(own)
         ]
-        self.answer_key = packet_keys.answer_key(answers, job=JOB, epoch=EPOCH)
+        self.result_key = packet_keys.result_key(answers, job=JOB, epoch=EPOCH)
         self.sockets = [socket.socket(socket.AF_INET, socket.SOCK_DGRAM) for _ in range(WORKERS)]
         port = self.plane.open(JOB, INCARNATION, "127.0.0.1", nonces, hellos, 1 << 20)
         for worker, each in enumerate(self.sockets):
@@ -71,7 +71,7 @@ class EncryptedJob:
             workers=WORKERS,
             window=16,
             payload_bytes=payload_bytes,
-            keys=(self.keys, self.answer_key),
+            keys=(self.keys, self.result_key),
             encrypts=True,
         )
 
@@ -108,7 +108,7 @@ def test_the_switch_adds_what_another_implementation_encrypted_and_encrypts_what
     expected = struct.pack(f"<{count}f", *(13.0 + 2 * place for place in range(count)))
     came = [each.recv(65536) for each in job.sockets]
     assert came[0] == came[1]
-    assert decrypted(job.answer_key, came[0])[protocol.HEADER_BYTES :] == expected
+    assert decrypted(job.result_key, came[0])[protocol.HEADER_BYTES :] == expected
     assert expected[:8] not in came[0]
     with pytest.raises(InvalidTag):
         decrypted(job.keys[0], came[0])
@@ -131,5 +131,5 @@ def test_packets_that_are_changed_or_in_the_clear_or_of_another_length_change_no
     job.unauthenticated(len(wrong))
     job.sockets[0].send(right)
     job.sockets[1].send(encrypted(job.keys[1], job.contribution(1, 0, 2.0)))
-    values = decrypted(job.answer_key, job.sockets[0].recv(65536))[protocol.HEADER_BYTES :]
+    values = decrypted(job.result_key, job.sockets[0].recv(65536))[protocol.HEADER_BYTES :]
     assert struct.unpack_from("<2f", values) == (3.0, 5.0)

@@ -26,25 +26,25 @@ def test_64_workers_have_the_least_window_in_debians_buffer() -> None:
     granted_bytes = 2 * DEBIANS_RMEM_MAX  # the kernel reports twice what it takes
     debians = ReceiveBuffer(granted_bytes, 1 << 20)
     assert debians.held_bytes(64) == DEBIANS_RMEM_MAX // 64 == 3328
-    assert debians.cut(64) == (
+    assert debians.window_shortfall(64) == (
         "the kernel holds 212992 bytes of a job's packets (net.core.rmem_max), so each of 64 workers has a window of 8 "
         "packets of 1408 bytes and not 720: set sysctl net.core.rmem_max to 67108864 on the switch's host, or give the "
         "switch CAP_NET_ADMIN"
     )
-    assert "a window of 73 packets of 1408 bytes and not 720" in debians.cut(2)
-    assert "a window of 8 packets of 8880 bytes and not 117" in debians.cut(64, 8880)
+    assert "a window of 73 packets of 1408 bytes and not 720" in debians.window_shortfall(2)
+    assert "a window of 8 packets of 8880 bytes and not 117" in debians.window_shortfall(64, 8880)
 
 
 def test_the_value_that_is_named_makes_the_window_whole() -> None:
     for workers in (1, 2, 64, 256):
-        cut = ReceiveBuffer(2 * DEBIANS_RMEM_MAX, 1 << 20).cut(workers)
+        cut = ReceiveBuffer(2 * DEBIANS_RMEM_MAX, 1 << 20).window_shortfall(workers)
         (bound,) = re.findall(r"rmem_max to (\d+)", cut)
-        assert ReceiveBuffer(2 * int(bound), 1 << 20).cut(workers) == ""
-        assert ReceiveBuffer(2 * int(bound) * 9 // 10, 1 << 20).cut(workers) != ""
+        assert ReceiveBuffer(2 * int(bound), 1 << 20).window_shortfall(workers) == ""
+        assert ReceiveBuffer(2 * int(bound) * 9 // 10, 1 << 20).window_shortfall(workers) != ""
 
 
 def test_a_buffer_that_nobody_named_cuts_nothing() -> None:
-    assert ReceiveBuffer(0, 1 << 20).cut(256) == ""
+    assert ReceiveBuffer(0, 1 << 20).window_shortfall(256) == ""
     assert ReceiveBuffer(0, 1 << 20).held_bytes(256) == 1 << 20
 
 
@@ -74,7 +74,7 @@ def test_a_cut_window_is_told_at_the_start_to_the_job_and_to_who_asks(
     # At the start: the most workers that have all of it, and what the largest job would get.
     (line,) = switch.wait_for(r"level=info event=buffer .*")
     assert "windows are whole for jobs of up to 1 workers" in line
-    assert expected.cut(256) in line
+    assert expected.window_shortfall(256) in line
 
     def add(rank: int, size: int, folder: str) -> float:
         options = Options(switch=switch.endpoint, window_bytes=window_bytes)
@@ -86,7 +86,7 @@ def test_a_cut_window_is_told_at_the_start_to_the_job_and_to_who_asks(
     assert values(run_threads(add, 2, timeout_s=60)) == [1999.0] * 2
     # The job: one warning at the switch and one at its first rank, with the window that it really got.
     ((window, payload),) = switch.wait_for(r"window (\d+) x (\d+) bytes")
-    told = expected.cut(2, int(payload))
+    told = expected.window_shortfall(2, int(payload))
     assert f"a window of {window} packets of {payload} bytes" in told
     (line,) = switch.wait_for(r"level=warning event=buffer .*")
     assert told in line and f"window={window}" in line
@@ -98,7 +98,7 @@ def test_a_cut_window_is_told_at_the_start_to_the_job_and_to_who_asks(
     assert room.buffer == expected
     monkeypatch.setenv("NETFOLD_SWITCH", switch.endpoint)
     said = typer.testing.CliRunner().invoke(app, ["explain", "all-reduce", "--ranks", "2"]).output
-    assert expected.cut(2) in said
+    assert expected.window_shortfall(2) in said
 
 
 def test_a_window_that_is_whole_is_told_to_nobody_as_cut(caplog: pytest.LogCaptureFixture) -> None:

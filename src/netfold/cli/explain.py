@@ -122,7 +122,7 @@ def _windows(options: Options, workers: int) -> list[str]:
         if buffer.window_bytes:
             chunks = window_chunks(buffer.held_bytes(workers), payload_bytes)
             whole = f"{workers} workers have a window of {chunks} packets of {payload_bytes} bytes each"
-            told.append(f"the switch at {where}: {buffer.cut(workers) or whole}")
+            told.append(f"the switch at {where}: {buffer.window_shortfall(workers) or whole}")
     return told
 
 

@@ -313,8 +313,8 @@ class Group:
             options.switch_fabric or "UDP",
             membership.protection,
         )
-        if membership.cut and self.rank == membership.workers[0]:
-            log.warning("the switch at %s: %s", membership.endpoint, membership.cut)
+        if membership.window_shortfall and self.rank == membership.workers[0]:
+            log.warning("the switch at %s: %s", membership.endpoint, membership.window_shortfall)
         table = table_without_switch(len(membership.workers), wire=job.wire, links=self.links)
         rows = [(KINDS[row.operation], row.min_bytes, engine.ALGORITHMS[row.algorithm]) for row in table.rows]
         membership.attach(self._native, rows, table.hash16)

@@ -63,7 +63,7 @@ class Membership:
         self.workers = tuple(workers)
         self.payload_bytes = 0
         self.window = 0
-        self.cut = ""  # why the window is smaller than it should be, with what to set; empty where it is not
+        self.window_shortfall = ""  # why the window is smaller than it should be, with what to set; empty where it is not
         self.authenticated = isinstance(stream, PinnedStream)  # whether its packets carry tags
         self.encrypts = False  # ... and are encrypted
         self._stream = stream
@@ -128,14 +128,14 @@ class Membership:
         try:
             # From the address that the control connection uses: the switch takes packets from no other host.
             path = open_path(fabric, self._stream.getsockname()[0], window_bytes)
-            control_messages.send(self._stream, {**message, **path.said()})
+            control_messages.send(self._stream, {**message, **path.join_fields()})
             admitted = _expect(self._stream, "admitted", who, deadline, is_first=True)
             if self.authenticated and "secret" not in admitted:
                 raise SwitchError(f"{who} speaks TLS and gave no keys for packets")
             self.encrypts = bool(admitted.get("encrypt", False))
             if message.get("encrypt", False) and not self.encrypts:
                 raise SwitchError(f"{who} does not encrypt packets, and NETFOLD_SECURITY=encrypt: upgrade it")
-            ready = path.reach(self._stream.getpeername()[0], admitted, deadline)
+            ready = path.connect(self._stream.getpeername()[0], admitted, deadline)
         except PathError as error:
             # Nor does it answer packets of a job that it has ended meanwhile; then it has said why.
             with contextlib.suppress(OSError, EOFError, control_messages.ProtocolError):
@@ -146,7 +146,7 @@ class Membership:
         start = _expect(self._stream, "start", who, deadline)
         self.payload_bytes = int(start["payload_bytes"])
         self.window = int(start["window"])
-        self.cut = str(start.get("cut", ""))[:_MOST_TEXT]
+        self.window_shortfall = str(start.get("window_shortfall", ""))[:_MOST_TEXT]
         # A job's name is used once; that a switch gives epochs as well is between each worker and its own switch.
         self.generation = int(message["job"][:16], 16) or 1
         self._attach_arguments = {
@@ -158,7 +158,7 @@ class Membership:
             "ranks": list(self.workers),
             "window": self.window,
             "payload_bytes": self.payload_bytes,
-            "keys": packet_keys.of_member(admitted, int(start["epoch"])),
+            "keys": packet_keys.member_keys(admitted, int(start["epoch"])),
             "encrypts": self.encrypts,
         }
 

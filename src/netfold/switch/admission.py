@@ -270,7 +270,7 @@ class Admission:
             nonces=nonces,
             proofs=proofs,
             secrets=drawn,
-            answer_secret=packet_keys.draw_secret(),
+            result_secret=packet_keys.draw_secret(),
             encrypts=join.encrypt,
             buffer=buffer,
             window_bytes=window_bytes,

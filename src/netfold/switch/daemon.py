@@ -128,12 +128,12 @@ class Switch:
         """What the kernel grants, and what windows that makes."""
         most, window_bytes = self._ledger.limits.workers, self.buffer.window_bytes
         fields = {"granted_bytes": self.buffer.granted_bytes, "window_bytes": window_bytes}
-        cut = self.buffer.cut(most)
+        cut = self.buffer.window_shortfall(most)
         if not cut:
             what = f"the kernel holds the windows of {most} workers a job, {window_bytes} bytes each"
             event(logging.INFO, "buffer", what, **fields)
             return
-        whole = max(workers for workers in range(most) if workers == 0 or not self.buffer.cut(workers))
+        whole = max(workers for workers in range(most) if workers == 0 or not self.buffer.window_shortfall(workers))
         event(logging.INFO, "buffer", f"windows are whole for jobs of up to {whole} workers; {cut}", **fields)
 
     async def check_parent(self) -> None:
@@ -244,7 +244,7 @@ class Switch:
                 **job.data_address_of(number),
             }
             if job.secrets:
-                admitted |= {"secret": job.secrets[number], "answer_secret": job.answer_secret}
+                admitted |= {"secret": job.secrets[number], "result_secret": job.result_secret}
                 admitted["encrypt"] = job.encrypts
             await send(writer, admitted)
             while True:
@@ -520,7 +520,7 @@ class Switch:
             encrypted="yes" if job.encrypts else "no",
             parent=None if job.link is None else job.link.parent.endpoint,
         )
-        cut = "" if job.buffer is None else job.buffer.cut(job.size, payload)
+        cut = "" if job.buffer is None else job.buffer.window_shortfall(job.size, payload)
         if cut and window < window_chunks(job.window_bytes, payload):
             cut = ""  # memory, or another switch of the tree, has room for even less
         if cut:
@@ -531,7 +531,7 @@ class Switch:
                 "epoch": epoch,
                 "payload_bytes": payload,
                 "window": window,
-                **({"cut": cut} if cut else {}),
+                **({"window_shortfall": cut} if cut else {}),
             }
         )
         # All at once: with a pause between them, one that starts and leaves at once would be told of before the start.

@@ -63,7 +63,7 @@ class Job:
     nonces: list[int]
     proofs: list[int]  # on a fabric: by worker, what its hello comes back with
     secrets: list[bytes]  # of workers, by number; empty where packets carry no tags
-    answer_secret: bytes
+    result_secret: bytes
     encrypts: bool  # packets with values, here and at the parent
     buffer: ReceiveBuffer | None  # None on a fabric
     window_bytes: int
@@ -133,7 +133,7 @@ class Job:
             packet_keys.contribution_key(secret, job=self.id, epoch=epoch, worker=worker)
             for worker, secret in enumerate(self.secrets)
         ]
-        return own, packet_keys.answer_key(self.answer_secret, job=self.id, epoch=epoch)
+        return own, packet_keys.result_key(self.result_secret, job=self.id, epoch=epoch)
 
 
 def listed(ranks: Sequence[int]) -> str:

@@ -176,7 +176,7 @@ class Link:
             path = open_path(provider, ours, int(join["window_bytes"]))
         except PathError as error:
             raise self.parent.error(str(error)) from None
-        who = {"endpoint": name, **path.said(), **self.parent.token()}
+        who = {"endpoint": name, **path.join_fields(), **self.parent.token()}
         await stream.send({**join, "type": "join", "version": control_messages.VERSION, **who})
         admitted = await stream.expect("admitted", max(PARENT_S, deadline - time.monotonic()))
         if "secret" in admitted and auth.unavailable_reason():
@@ -187,7 +187,7 @@ class Link:
         self.identity = int(admitted["job_id"]), int(admitted["incarnation"]), int(admitted["worker"])
         loop = asyncio.get_running_loop()
         try:
-            self.ready_fields = await loop.run_in_executor(None, path.reach, theirs, admitted, deadline)
+            self.ready_fields = await loop.run_in_executor(None, path.connect, theirs, admitted, deadline)
         except PathError as error:
             raise self.parent.error(str(error)) from None
         self.port = path.port
@@ -196,7 +196,7 @@ class Link:
 
     def keys(self, epoch: int) -> tuple[bytes, bytes] | None:
         """Of sums and of the parent's answers, in an epoch of the parent's; None where packets carry no tags there."""
-        return packet_keys.of_member(self._admitted, epoch)
+        return packet_keys.member_keys(self._admitted, epoch)
 
     async def read(self) -> control_messages.Message:
         assert self._stream is not None

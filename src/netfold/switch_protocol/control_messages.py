@@ -25,7 +25,7 @@ unknown fields are ignored. The first message of each side carries `version`; do
     switch -> worker   admitted  version, job_id, incarnation, worker, nonce, port   (send hello packets to that UDP
                                                                port as that worker)
                                  fabric                      (name, tag, packet_bytes: in the port's place)
-                                 secret, answer_secret       (inside TLS only: for the keys of packets)
+                                 secret, result_secret       (inside TLS only: for the keys of packets)
                                  encrypt                     (inside TLS only: whether values in packets are encrypted)
                        refused   reason                      (version: where it answers a first message; switch: the
                                                               address of one that is gone; loop: parents go in a
@@ -33,7 +33,7 @@ unknown fields are ignored. The first message of each side carries `version`; do
     worker -> switch   ready     payload_bytes                              (the longest that came back)
                                  proof                       (over a fabric: the number with which it came back)
     switch -> worker   start     epoch, payload_bytes, window               (every rank is ready)
-                                 cut                         (why the window is smaller than it should be, and what
+                                 window_shortfall            (why the window is smaller than it should be, and what
                                                               to set)
     worker -> switch   stragglers  chunk, serial                 (at most 8 open at once)
                        alive     serial

@@ -54,7 +54,7 @@ class ReceiveBuffer:
             return self.window_bytes
         return min(self.window_bytes, self.granted_bytes // (2 * workers))
 
-    def cut(self, workers: int, payload_bytes: int = protocol.ETHERNET_PAYLOAD_BYTES) -> str:
+    def window_shortfall(self, workers: int, payload_bytes: int = protocol.ETHERNET_PAYLOAD_BYTES) -> str:
         """A sentence, with what to set, where `workers` have a smaller window than they should; else empty."""
         chunks = window_chunks(self.held_bytes(workers), payload_bytes)
         whole = window_chunks(self.window_bytes, payload_bytes)
@@ -79,7 +79,7 @@ class DataPath(Protocol):
     def said(self) -> control_messages.Message:
         """What `join` says of this end."""
 
-    def reach(self, host: str, admitted: control_messages.Message, deadline: float) -> control_messages.Message:
+    def connect(self, host: str, admitted: control_messages.Message, deadline: float) -> control_messages.Message:
         """Try the way to the switch at `host`; what `ready` says of it. PathError, and what a bad `admitted` raises."""
 
 
@@ -107,7 +107,7 @@ class _Udp:
     def said(self) -> control_messages.Message:
         return {"port": self._port.port}
 
-    def reach(self, host: str, admitted: control_messages.Message, deadline: float) -> control_messages.Message:
+    def connect(self, host: str, admitted: control_messages.Message, deadline: float) -> control_messages.Message:
         self._port.connect(host, int(admitted["port"]))
         for payload in control_messages.PAYLOAD_CANDIDATES:
             last = payload == control_messages.PAYLOAD_CANDIDATES[-1]
@@ -132,7 +132,7 @@ class _Fabric:
     def said(self) -> control_messages.Message:
         return {"fabric": {key: self._place[key] for key in ("provider", "name", "tag")}}
 
-    def reach(self, host: str, admitted: control_messages.Message, deadline: float) -> control_messages.Message:
+    def connect(self, host: str, admitted: control_messages.Message, deadline: float) -> control_messages.Message:
         theirs = admitted["fabric"]
         provider = self._place["provider"]
         try:
@@ -161,7 +161,7 @@ def _hello(port: DataPort, admitted: control_messages.Message, payload: int, dea
         worker=int(admitted["worker"]),
         nonce=int(admitted["nonce"]),
         packet_bytes=payload + protocol.HEADER_BYTES,
-        key=packet_keys.of_hellos(admitted),
+        key=packet_keys.hello_key_of(admitted),
         timeout_ns=int(min(seconds, max(0.0, deadline - time.monotonic())) * 1e9),
     )
     return found

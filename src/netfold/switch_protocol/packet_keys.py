@@ -20,21 +20,21 @@ def draw_secret() -> bytes:
     return secrets.token_bytes(SECRET_BYTES)
 
 
-def of_hellos(admitted: Mapping[str, Any]) -> bytes | None:
+def hello_key_of(admitted: Mapping[str, Any]) -> bytes | None:
     """The key of who was `admitted` (control_messages.py); None where packets carry no tags."""
     if "secret" not in admitted:
         return None
     return hello_key(admitted["secret"], job=int(admitted["job_id"]), worker=int(admitted["worker"]))
 
 
-def of_member(admitted: Mapping[str, Any], epoch: int) -> tuple[bytes, bytes] | None:
+def member_keys(admitted: Mapping[str, Any], epoch: int) -> tuple[bytes, bytes] | None:
     """The keys of what it sends, and of what the switch answers; None where packets carry no tags."""
     if "secret" not in admitted:
         return None
     job, worker = int(admitted["job_id"]), int(admitted["worker"])
     return (
         contribution_key(admitted["secret"], job=job, epoch=epoch, worker=worker),
-        answer_key(admitted["answer_secret"], job=job, epoch=epoch),
+        result_key(admitted["result_secret"], job=job, epoch=epoch),
     )
 
 
@@ -48,7 +48,7 @@ def contribution_key(secret: bytes, *, job: int, epoch: int, worker: int) -> byt
     return _derived(secret, b"contributions", job, epoch, worker)
 
 
-def answer_key(secret: bytes, *, job: int, epoch: int) -> bytes:
+def result_key(secret: bytes, *, job: int, epoch: int) -> bytes:
     """`secret`: the one that all workers of the job are told."""
     return _derived(secret, b"answers", job, epoch, 0)
 

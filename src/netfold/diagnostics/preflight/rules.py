@@ -193,7 +193,7 @@ def _switches(gathered: Gathered) -> Iterator[Finding]:
             )
             todo = "wait for a job to end (netfold switch status), or start it with more (--max-jobs, --memory)"
             yield Finding(Level.FAIL, f"switch {endpoint}", what, todo)
-        what, _, todo = ReceiveBuffer(room.buffer_bytes, room.window_bytes).cut(workers).partition(": ")
+        what, _, todo = ReceiveBuffer(room.buffer_bytes, room.window_bytes).window_shortfall(workers).partition(": ")
         if what:
             yield Finding(Level.WARN, f"switch {endpoint}", what, todo)
         named = max([sum(each.endpoint == endpoint for each in facts.switches) for facts in gathered.facts])
