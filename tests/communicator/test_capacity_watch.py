@@ -43,10 +43,10 @@ def test_a_drift_of_a_fifth_is_what_the_next_group_begins_with(
         assert turns.look() == [4e6, 6e6]
         turns.operation(4_700_000)
         assert turns.look() == [4.7e6, 6e6]
-        assert capacity.known(ENDS, SWITCH) == () and not caplog.records
+        assert capacity.cached_rates(ENDS, SWITCH) == () and not caplog.records
         turns.operation(1_000_000)
         assert turns.look() == [1e6, 6e6]
-    assert capacity.known(ENDS, SWITCH) == (1e6, 6e6)
+    assert capacity.cached_rates(ENDS, SWITCH) == (1e6, 6e6)
     (record,) = caplog.records
     assert "the switch at s:1 4 MB/s then, 1 now (2 s ago, when the group was made)" in record.getMessage()
     assert "s:2" not in record.getMessage() and "0000" not in record.getMessage()
@@ -68,7 +68,7 @@ def test_one_line_a_minute_has_all_that_changed_since_the_last(
     said = caplog.records[1].getMessage()
     assert "the switch at s:1 2 MB/s then" in said and "the host algorithm 14 MB/s then, 21 now" in said
     assert "in the last such line" in said
-    assert capacity.known(ENDS, SWITCH)[0] == turns.look()[0], "the first rate does not wait for the log"
+    assert capacity.cached_rates(ENDS, SWITCH)[0] == turns.look()[0], "the first rate does not wait for the log"
 
 
 def test_another_rank_remembers_and_logs_nothing(
@@ -78,7 +78,7 @@ def test_another_rank_remembers_and_logs_nothing(
     with caplog.at_level(logging.INFO, "netfold"):
         turns.operation(1_000_000)
         turns.look()
-    assert capacity.known(ENDS, SWITCH) == (1e6, 6e6) and not caplog.records
+    assert capacity.cached_rates(ENDS, SWITCH) == (1e6, 6e6) and not caplog.records
 
 
 def test_what_nobody_measured_is_told_to_nobody(monkeypatch: pytest.MonkeyPatch) -> None:

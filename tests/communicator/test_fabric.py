@@ -26,7 +26,7 @@ from netfold import Communicator, FileStore, Options
 from netfold.switch_protocol import control_messages
 from netfold._native import fabric
 from netfold.errors import RendezvousError
-from netfold.bootstrap.fabric import meet, port_of
+from netfold.bootstrap.fabric import connect, port_of
 
 LIBFABRIC = need_libfabric()
 
@@ -310,12 +310,12 @@ def test_who_leaves_while_the_ranks_meet_is_not_waited_for(last: str) -> None:
     said = {"type": "fabric", "greeting": bytes(16), "provider": port.provider, "names": port.names}
     control_messages.send(theirs, {**said, "terms": [mine.params]})
     if last:
-        control_messages.send(theirs, {"type": "parted", "error": last, "rank": 1})
+        control_messages.send(theirs, {"type": "connect_failed", "error": last, "rank": 1})
     theirs.close()
     settings = {"rma_min_bytes": 0, "registration_cache_entries": 0, "registration_cache_bytes": 0}
     began = time.monotonic()
     with pytest.raises(RendezvousError) as told:
-        meet("tcp", LOOPBACK, 0, 1, [None, ours], began + 30, settings=settings)
+        connect("tcp", LOOPBACK, 0, 1, [None, ours], began + 30, settings=settings)
     assert time.monotonic() - began < seconds(SOON_S)
     assert told.value.rank == 1
     assert str(told.value).startswith(last or "rank 0: rank 1 left while the ranks met over the fabric"), told.value

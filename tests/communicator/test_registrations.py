@@ -174,7 +174,7 @@ def test_the_strict_provider_tells_who_frees_memory_that_is_registered() -> None
     def rank_of(rank: int, size: int, folder: str) -> None:
         with ring(rank, size, folder, provider) as group:
             bucket = pages()
-            found.append((bucket, group.group.hold((bucket.ctypes.data, bucket.nbytes))))
+            found.append((bucket, group.group.lease((bucket.ctypes.data, bucket.nbytes))))
             check_sum(group, bucket, 1)
 
     values(run_threads(rank_of, 2))

@@ -20,7 +20,7 @@ from ranks import RunningSwitch, run_threads, running_switch, values
 from netfold import Communicator, FileStore, Options
 from netfold._native import shares
 from netfold.bootstrap import capacity
-from netfold.bootstrap.capacity import Measured
+from netfold.bootstrap.capacity import Measurement
 from netfold.tuning import DEFAULT_LINKS, Topology, build_table
 
 WRONG = "what the switch at 127.0.0.1:"
@@ -59,7 +59,7 @@ def all_alike(found: list[Any]) -> Any:
 
 
 @contextlib.contextmanager
-def measures(monkeypatch: pytest.MonkeyPatch, change: Callable[[Measured, int], Measured]) -> Iterator[None]:
+def measures(monkeypatch: pytest.MonkeyPatch, change: Callable[[Measurement, int], Measurement]) -> Iterator[None]:
     """Ranks measure, and take for the result what `change` makes of it; each call has another number."""
     measure, numbers = capacity.measure, iter(range(1000))
     monkeypatch.setattr(capacity, "measure", lambda *args, **how: change(measure(*args, **how), next(numbers)))
@@ -82,7 +82,7 @@ def test_a_switch_whose_measured_rate_is_a_lie_is_used_as_all_ranks_agree(
     lie: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     rate = LIES[lie]
-    with running_switch() as switch, measures(monkeypatch, lambda *_: Measured((rate,))):
+    with running_switch() as switch, measures(monkeypatch, lambda *_: Measurement((rate,))):
         table, links, ways, _ = all_alike(values(run_threads(chosen, 4, switch.endpoint, timeout_s=90)))
     assert all(0 < each < 1e13 for way in ways for each in way)
     if lie != "a byte a day":  # which is no reason to use a switch at all
@@ -98,14 +98,14 @@ def test_a_switch_whose_measured_rate_is_a_lie_is_used_as_all_ranks_agree(
 def test_ranks_that_measured_differently_go_by_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
     lied: list[float] = []
 
-    def change(_: Measured, number: int) -> Measured:
+    def change(_: Measurement, number: int) -> Measurement:
         lied.append(1e5 * 10.0**number)
-        return Measured((lied[-1],)) if number != 2 else Measured(why_not="this rank has seen nothing")
+        return Measurement((lied[-1],)) if number != 2 else Measurement(why_not="this rank has seen nothing")
 
     with running_switch() as switch, measures(monkeypatch, change):
         _, links, *_ = all_alike(values(run_threads(chosen, 4, switch.endpoint, timeout_s=90)))
     assert links.switches == () or min(abs(links.switches[0] - each) for each in [*lied, links.network.bytes_per_s]) < 1
-    assert all(rates in ((), links.switches) or rates for rates, _ in capacity._known.values())
+    assert all(rates in ((), links.switches) or rates for rates, _ in capacity._cache.values())
 
 
 @contextlib.contextmanager
@@ -137,7 +137,7 @@ def test_a_switch_that_goes_while_it_is_measured_costs_seconds_and_no_sum(
         assert time.monotonic() - began < seconds(15)
         switch.process.kill()
         switch.process.wait()
-    assert links.switches == () and capacity._known == {}
+    assert links.switches == () and capacity._cache == {}
     (reason,) = [record.getMessage() for record in caplog.records if record.getMessage().startswith(f"rank 0: {WRONG}")]
     assert "was not measured: " in reason and "link like a rank's" in reason
 
@@ -239,17 +239,17 @@ def test_a_large_operation_that_was_to_go_through_a_switch_alone_is_split_and_no
     links = replace(DEFAULT_LINKS, network=network, switches=(23.5e6,), measured=True)
     table = build_table(ranks=8, switch="s:1", links=links)
     assert table.choose("all_reduce", 16 << 20).algorithm == "in_network"
-    learns = capacity.learning(table, 8)
+    learns = capacity.with_learned_split(table, 8)
     below, above = learns.choose("all_reduce", (1 << 20) - 1), learns.choose("all_reduce", 1 << 20)
     assert (below.algorithm, above.algorithm) == ("in_network", "split")
     assert above.reason == below.reason + "; by split, which notices where a switch takes less"
     assert [row for row in learns.rows if row != above] == list(table.rows)
-    assert capacity.learning(table, 2) == table, "between two hosts nothing is split"
+    assert capacity.with_learned_split(table, 2) == table, "between two hosts nothing is split"
     slow = replace(links, switches=(5e6,))
     by_parts = build_table(ranks=8, switch="s:1", links=slow)
-    assert capacity.learning(by_parts, 8) == by_parts
+    assert capacity.with_learned_split(by_parts, 8) == by_parts
     on_hosts = build_table(ranks=8, switch="s:1", links=links, topology=Topology.even(8, 4))
-    between = capacity.learning(on_hosts, 4).choose("all_reduce", 16 << 20)
+    between = capacity.with_learned_split(on_hosts, 4).choose("all_reduce", 16 << 20)
     assert (between.algorithm, between.between) == ("hierarchical", "split")
 
 
@@ -264,23 +264,23 @@ def test_a_loss_that_one_rank_sees_ends_the_measurement_on_all(monkeypatch: pyte
         if dtype == "f64":
             array[1] = 0.0  # another rank's
 
-    assert capacity.measure(run, 1) == Measured(why_not="another rank has lost a switch")
+    assert capacity.measure(run, 1) == Measurement(why_not="another rank has lost a switch")
     lost = capacity.measure(run, 1, lost=lambda: "the switch is gone")
     assert lost.rates == () and lost.why_not == "the switch is gone"
 
 
 def test_what_was_given_up_is_measured_again_by_the_next_group(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
-    results = iter([Measured(why_not="the first time")] * 3)
+    results = iter([Measurement(why_not="the first time")] * 3)
     measure = capacity.measure
 
-    def once(*args: Any, **how: Any) -> Measured:
+    def once(*args: Any, **how: Any) -> Measurement:
         real = measure(*args, **how)
         return next(results, real)
 
     monkeypatch.setattr(capacity, "measure", once)
     with running_switch() as switch, caplog.at_level(logging.WARNING, "netfold"):
         first = all_alike(values(run_threads(chosen, 3, switch.endpoint, timeout_s=60)))
-        capacity._known.clear()  # what operations taught
+        capacity._cache.clear()  # what operations taught
         second = all_alike(values(run_threads(chosen, 3, switch.endpoint, timeout_s=60)))
     assert first[1].switches == () and second[1].switches != ()
     assert sum("was not measured: the first time" in record.getMessage() for record in caplog.records) == 1

@@ -218,10 +218,10 @@ def test_a_rate_that_is_older_than_an_hour_counts_for_nothing(monkeypatch: pytes
     now = 10_000.0
     monkeypatch.setattr(capacity, "_known", {(ends, "s:1,s:2"): ((5.0, 7.0), now)})
     monkeypatch.setattr(time, "monotonic", lambda: now + 3599)
-    assert capacity.known(ends, "s:1,s:2") == (5.0, 7.0)
-    assert capacity.known(ends, "s:1") == capacity.known(frozenset({"a"}), "s:1,s:2") == ()
+    assert capacity.cached_rates(ends, "s:1,s:2") == (5.0, 7.0)
+    assert capacity.cached_rates(ends, "s:1") == capacity.cached_rates(frozenset({"a"}), "s:1,s:2") == ()
     monkeypatch.setattr(time, "monotonic", lambda: now + 3601)
-    assert capacity.known(ends, "s:1,s:2") == ()
+    assert capacity.cached_rates(ends, "s:1,s:2") == ()
 
 
 @pytest.mark.parametrize(

@@ -38,28 +38,28 @@ _LEARN_BYTES = 1 << 20
 _LEAST_PART_BYTES = 64 << 10
 _FIRST_BYTES, _MOST_BYTES, _GROWTH = 32 << 10, 4 << 20, 4
 _WARM_UP_BYTES = 4 << 10
-KEPT_S = 3600.0
+CACHE_TTL_S = 3600.0
 
 # Of this process, by the hosts and the switches: bytes a second of each switch, and when that was.
-_known: dict[tuple[frozenset[str], str], tuple[tuple[float, ...], float]] = {}
+_cache: dict[tuple[frozenset[str], str], tuple[tuple[float, ...], float]] = {}
 
 # Runs one operation to its end: kind, dtype, reduce, memory.
 Run = Callable[[str, str, str, "np.ndarray[Any, Any]"], None]
 
 
-def known(hosts: frozenset[str], switch: str) -> tuple[float, ...]:
+def cached_rates(hosts: frozenset[str], switch: str) -> tuple[float, ...]:
     """What was measured there less than an hour ago, of each switch; empty where nothing was."""
-    rates, at = _known.get((hosts, switch), ((), 0.0))
-    return rates if time.monotonic() - at < KEPT_S else ()
+    rates, at = _cache.get((hosts, switch), ((), 0.0))
+    return rates if time.monotonic() - at < CACHE_TTL_S else ()
 
 
-def remember(hosts: frozenset[str], switch: str, rates: tuple[float, ...]) -> None:
+def cache_rates(hosts: frozenset[str], switch: str, rates: tuple[float, ...]) -> None:
     """What the next group of this process begins with there."""
-    _known[hosts, switch] = rates, time.monotonic()
+    _cache[hosts, switch] = rates, time.monotonic()
 
 
 @dataclass(frozen=True)
-class Measured:
+class Measurement:
     """What a measurement found, the same on every rank."""
 
     rates: tuple[float, ...] = ()
@@ -68,7 +68,7 @@ class Measured:
     """Why it was given up."""
 
 
-def measure(run: Run, switches: int, *, budget_s: float = BUDGET_S, lost: Callable[[], str] = lambda: "") -> Measured:
+def measure(run: Run, switches: int, *, budget_s: float = BUDGET_S, lost: Callable[[], str] = lambda: "") -> Measurement:
     """Bytes of tensor a second that each of `switches` gives back. Every rank calls it, and gets the same.
 
     Costs about budget_s, more where the path is so slow that the first size takes longer. It is given up once it has
@@ -92,8 +92,8 @@ def measure(run: Run, switches: int, *, budget_s: float = BUDGET_S, lost: Callab
             rate = (larger - size) / (larger_s - took_s) if larger_s > 1.5 * took_s else larger / larger_s
             size, took_s = larger, larger_s
     except _GivenUpError as reason:
-        return Measured(why_not=str(reason))
-    return Measured((rate / switches,) * switches)
+        return Measurement(why_not=str(reason))
+    return Measurement((rate / switches,) * switches)
 
 
 class _GivenUpError(Exception):
@@ -156,11 +156,11 @@ def agree(
     parts = json.loads(said.tobytes())
     table, links = ChoiceTable.from_json(parts["table"]), Links.from_json(parts["links"])
     if links.switches:
-        remember(hosts, switch, links.switches)
+        cache_rates(hosts, switch, links.switches)
     return table, links
 
 
-def _usable(found: Measured, links: Links, switch: str) -> tuple[float, ...]:
+def _usable(found: Measurement, links: Links, switch: str) -> tuple[float, ...]:
     """The rates, a rank's link at most, beyond which no rank can see; empty, with a line in the log, for no rates."""
     why_not = found.why_not
     if not why_not and not all(math.isfinite(rate) and rate > 0 for rate in found.rates):
@@ -177,7 +177,7 @@ def _usable(found: Measured, links: Links, switch: str) -> tuple[float, ...]:
     return ()
 
 
-def learning(table: ChoiceTable, hosts: int) -> ChoiceTable:
+def with_learned_split(table: ChoiceTable, hosts: int) -> ChoiceTable:
     """`table` with every large all_reduce that goes through the switches alone split instead.
 
     What goes through a switch alone teaches nothing: a rate that was measured too high, or a link that shrinks, would
@@ -214,7 +214,7 @@ def shares_of(links: Links, workers: int, switches: int, *, fixed: bool) -> Any:
     return shares.Shares(*rates, found.balanced[:-1]) if fixed else found
 
 
-def text(said: Any) -> str:
+def describe_shares(said: Any) -> str:
     """Where a group's split stands, in words. `said`: its native Shares."""
     parts = [f"{part / shares.WHOLE:.0%}" for part in said.balanced]
     beside = [f"{rate / 1e6:.3g}" for rate, _ in said.paths]

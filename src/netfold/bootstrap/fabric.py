@@ -57,14 +57,14 @@ def _let_go() -> None:
         _ports.clear()
 
 
-def words_of(port: Any) -> str:
+def describe_port(port: Any) -> str:
     """What is gone over: provider, version, and the device of each rail."""
     if port.provider == "mpi":
         return f"MPI ({port.version})"
     return f"provider {port.provider} {port.version} of libfabric {fabric.version()} on {', '.join(port.domains)}"
 
 
-def look_ahead(options: Options, store_host: str | None = None) -> tuple[str, str]:
+def preview_transport(options: Options, store_host: str | None = None) -> tuple[str, str]:
     """What a group with these options would go over on this host in the place of TCP, and why it cannot: one of the two
     is empty, both where that is TCP. Opens the port that it would use; an MPI is left alone."""
     why = f"NETFOLD_TRANSPORT={options.transport}"
@@ -74,12 +74,12 @@ def look_ahead(options: Options, store_host: str | None = None) -> tuple[str, st
         return "", ""
     try:
         interfaces = own_interfaces(options, store_host)
-        return f"{words_of(port_of(options.fabric, interfaces.hosts[: interfaces.rails]))} ({why})", ""
+        return f"{describe_port(port_of(options.fabric, interfaces.hosts[: interfaces.rails]))} ({why})", ""
     except (fabric.FabricError, RendezvousError) as error:
         return "", f"{why}: {error}"
 
 
-def meet(
+def connect(
     provider: str,
     hosts: Sequence[str],
     rank: int,
@@ -131,9 +131,9 @@ def meet(
             others.until(peer, lane[peer].flush)
         # A provider may need us until the others have heard us as well.
         for peer in others.peers:
-            others.tell(peer, {"type": "met"})
+            others.tell(peer, {"type": "connected"})
         for peer in others.peers:
-            others.hear(peer, "met", meanwhile=port.progress)
+            others.hear(peer, "connected", meanwhile=port.progress)
         return streams
     except RendezvousError as error:
         others.part(error)
@@ -195,7 +195,7 @@ class _Others:
         """Tell everybody why nothing comes of it: who is at fault, and in whose words."""
         for stream in self.peers.values():
             with contextlib.suppress(OSError):  # who has gone need not hear it
-                control_messages.send(stream, {"type": "parted", "error": str(error), "rank": error.rank})
+                control_messages.send(stream, {"type": "connect_failed", "error": str(error), "rank": error.rank})
 
     @contextlib.contextmanager
     def told_of(self, peer: int | None = None) -> Iterator[None]:
@@ -241,10 +241,10 @@ class _Others:
                 peer = self._ranks[number]
                 with self.told_of(peer):
                     message = control_messages.receive(self.peers[peer])
-                if message["type"] == "parted":
+                if message["type"] == "connect_failed":
                     raise RendezvousError(message["error"], rank=message["rank"])
                 self._said[peer, message["type"]] = message
-                if message["type"] == "met":
+                if message["type"] == "connected":
                     self._readable.unregister(number)  # what comes now is for who has this connection next
 
 
@@ -272,7 +272,7 @@ def _receives(stream: Any, expected: bytes) -> Callable[[int], bool]:
     return receives
 
 
-def as_streams(lane: Sequence[Any], sockets: Sequence[socket.socket | None], provider: str) -> list[FabricByteStream | None]:
+def byte_streams(lane: Sequence[Any], sockets: Sequence[socket.socket | None], provider: str) -> list[FabricByteStream | None]:
     """By rank: what ranks speak over before the native floor takes the streams."""
     return [
         None if beside is None else FabricByteStream(stream, beside, provider) for stream, beside in zip(lane, sockets, strict=True)

@@ -23,7 +23,7 @@ _REASON_BYTES = 512
 _CREDENTIALS = struct.Struct("iII")  # pid, uid, gid
 
 
-def meet(node: Node, *, enabled: bool, deadline: float) -> tuple[Any, str]:
+def negotiate(node: Node, *, enabled: bool, deadline: float) -> tuple[Any, str]:
     """What reads the others' memory, None where some rank of the node may not; and the sentence that says so.
 
     Raises RendezvousError when a rank is gone, or silent until the deadline.

@@ -32,7 +32,7 @@ def explain(
 
     from netfold.bench.sizes import parse_size
     from netfold.communicator import Options
-    from netfold.bootstrap.fabric import look_ahead
+    from netfold.bootstrap.fabric import preview_transport
     from netfold.bootstrap.security import why_no_switch, why_not_secure
     from netfold.tuning import DEFAULT_LINKS, Link, Topology, build_table, candidates, format_seconds
 
@@ -83,7 +83,7 @@ def explain(
     if apart:
         told = f"ranks of one host do not share memory: NETFOLD_TRANSPORT={options.transport}"
         console.print(told, soft_wrap=True, highlight=False, markup=False)
-    over, why_not = look_ahead(options)
+    over, why_not = preview_transport(options)
     if over or why_not:
         told = f"over {over}" if over else f"no group would come together: {why_not}"
         console.print(told, soft_wrap=True, highlight=False, markup=False)

@@ -37,7 +37,7 @@ _NAMES: dict[Any, str] = {
         ("complex128", "c128"),
     )
 }
-_TRAVELS_AS = {"bool": "u8", "c64": "f32", "c128": "f64"}
+_TRANSFER_DTYPES = {"bool": "u8", "c64": "f32", "c128": "f64"}
 
 # What NumPy does with bools; each keeps a byte at 0 or 1.
 _BOOL_OPS = ("product", "min", "max", "band", "bor", "bxor")
@@ -45,7 +45,7 @@ _BOOL_OPS = ("product", "min", "max", "band", "bor", "bxor")
 OPS = ("avg", *(op for op in REDUCE_OPS if not op.endswith("_loc")))
 
 
-class Lent(NamedTuple):
+class ArrayView(NamedTuple):
     """An array's memory, for as long as this is held."""
 
     region: Region
@@ -69,11 +69,11 @@ class Lent(NamedTuple):
         return out
 
 
-def lend(array: Any, *, writable: bool) -> Lent:
+def array_view(array: Any, *, writable: bool) -> ArrayView:
     """`array`'s memory; TypeError or ValueError in a sentence where it cannot be borrowed so."""
     if not isinstance(array, np.ndarray):
         borrowed = arrays.ExportedArray(array, writable)
-        return Lent((borrowed.address, borrowed.bytes), borrowed.dtype, borrowed.shape, borrowed)
+        return ArrayView((borrowed.address, borrowed.bytes), borrowed.dtype, borrowed.shape, borrowed)
     # ml_dtypes registers its own dtype object; NumPy cannot name it without that package.
     name = _NAMES.get(array.dtype) or ("bf16" if array.dtype.name == "bfloat16" else None)
     if name is None:
@@ -84,13 +84,13 @@ def lend(array: Any, *, writable: bool) -> Lent:
         raise ValueError("the array must be C-contiguous; pass numpy.ascontiguousarray(array)")
     if writable and not array.flags.writeable:
         raise ValueError("the array is read-only and cannot take a result; pass a copy, or `out`")
-    return Lent(region(array), name, array.shape, array)
+    return ArrayView(region(array), name, array.shape, array)
 
 
-def travels_as(kind: str, dtype: str, op: str | None) -> tuple[str, str, bool]:
+def transfer_type(kind: str, dtype: str, op: str | None) -> tuple[str, str, bool]:
     """(dtype, operator, whether to divide by the ranks) as the native floor knows them; `op` None: a plain move."""
     if op is None:
-        return _TRAVELS_AS.get(dtype, dtype), "sum", False
+        return _TRANSFER_DTYPES.get(dtype, dtype), "sum", False
     if op not in OPS:
         raise ValueError(f"{kind}: no operator {op!r}; there are {', '.join(OPS)}")
     if dtype == "bool" and op not in _BOOL_OPS:
@@ -99,10 +99,10 @@ def travels_as(kind: str, dtype: str, op: str | None) -> tuple[str, str, bool]:
         )
     if dtype in ("c64", "c128") and op not in ("sum", "avg"):
         raise ValueError(f"{kind}: {op} is not defined for complex numbers; there are sum and avg")
-    return _TRAVELS_AS.get(dtype, dtype), "sum" if op == "avg" else op, op == "avg"
+    return _TRANSFER_DTYPES.get(dtype, dtype), "sum" if op == "avg" else op, op == "avg"
 
 
-def like(lent: Lent, array: Any, shape: tuple[int, ...]) -> Array:
+def empty_like(lent: ArrayView, array: Any, shape: tuple[int, ...]) -> Array:
     """A new NumPy array with `array`'s type of elements."""
     if isinstance(array, np.ndarray):
         return np.empty(shape, array.dtype)

@@ -27,7 +27,7 @@ LOG_S = 60.0
 class CapacityWatch:
     """Of one rank. Thread-safe: the thread of each of its memberships looks.
 
-    shares: a reading of the group's native Shares, None before there are any. ends, switch: as in `capacity.known`.
+    shares: a reading of the group's native Shares, None before there are any. ends, switch: as in `capacity.cached_rates`.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class CapacityWatch:
     def _compare(self, rates: list[int]) -> None:
         if drifted(self._known, rates):
             self._known = rates
-            capacity.remember(self._ends, self._switch, tuple(map(float, rates[:-1])))
+            capacity.cache_rates(self._ends, self._switch, tuple(map(float, rates[:-1])))
         now = self._clock()
         ways = drifted(self._said, rates)
         if self._rank != 0 or not ways or (self._logged_at is not None and now - self._logged_at < LOG_S):

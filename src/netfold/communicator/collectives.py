@@ -8,13 +8,13 @@ from typing import Any
 
 import numpy as np
 
-from netfold.communicator.arrays import Array, Lent, lend, like, travels_as
+from netfold.communicator.arrays import Array, ArrayView, array_view, empty_like, transfer_type
 from netfold.communicator.group import ANY_SOURCE, REDUCE_OPS, Group, Region, region
-from netfold.communicator.minloc import LOCATED_OPS, pack, unpack
-from netfold.communicator.work import Receiving, Work
+from netfold.communicator.minloc import LOC_OPS, pack, unpack
+from netfold.communicator.work import ReceiveWork, Work
 
 # op -> what the native floor calls it, for the short way.
-_SHORT = {op: (code, False) for op, code in REDUCE_OPS.items() if op not in LOCATED_OPS}
+_SHORT = {op: (code, False) for op, code in REDUCE_OPS.items() if op not in LOC_OPS}
 _SHORT["avg"] = (REDUCE_OPS["sum"], True)
 
 
@@ -75,8 +75,8 @@ class Collectives:
         copy is made in any case: a pair travels as 16 bytes). Among equal values the lowest index wins, -0 equals +0; a
         NaN comes before every number, as in numpy.argmin and argmax, and among NaNs the lowest index wins.
         """
-        if op not in LOCATED_OPS:
-            raise ValueError(f"all_reduce_loc: no operator {op!r}; there are {', '.join(LOCATED_OPS)}")
+        if op not in LOC_OPS:
+            raise ValueError(f"all_reduce_loc: no operator {op!r}; there are {', '.join(LOC_OPS)}")
         for name, array in (("values", values), ("indices", indices)):
             if not isinstance(array, np.ndarray):
                 raise TypeError(f"all_reduce_loc: {name} must be a NumPy array, not {type(array).__name__}")
@@ -104,14 +104,14 @@ class Collectives:
         if self.rank == root:
             result, lent = _in_place("reduce", buffer, out)
         else:
-            result, lent = None, lend(buffer, writable=False)
+            result, lent = None, array_view(buffer, writable=False)
         return self._run("reduce", lent, [], [lent.region], result, op, root, timeout_s, asynchronous)
 
     def broadcast(
         self, buffer: Any, root: int = 0, *, timeout_s: float | None = None, asynchronous: bool = False
     ) -> Any:
         """Replace `buffer` on every rank by the root's; that array."""
-        lent = lend(buffer, writable=self.rank != root)
+        lent = array_view(buffer, writable=self.rank != root)
         return self._run("broadcast", lent, [], [lent.region], buffer, None, root, timeout_s, asynchronous)
 
     def all_gather(
@@ -122,9 +122,9 @@ class Collectives:
         into: a list, into[r] for rank r's buffer, whose sizes may differ; or one array of size times as many elements,
         in rank order; or None: a new NumPy array of the shape [size, *buffer's].
         """
-        lent = lend(buffer, writable=False)
+        lent = array_view(buffer, writable=False)
         if into is None:
-            into = like(lent, buffer, (self.size, *lent.shape))
+            into = empty_like(lent, buffer, (self.size, *lent.shape))
         outputs, held = self._pieces("all_gather", into, lent, None, writable=True)
         return self._run("all_gather", lent, [lent.region], outputs, into, None, 0, timeout_s, asynchronous, held)
 
@@ -138,14 +138,14 @@ class Collectives:
         asynchronous: bool = False,
     ) -> Any:
         """As all_gather, on the root alone; elsewhere `into` is not looked at and None is returned."""
-        lent = lend(buffer, writable=False)
+        lent = array_view(buffer, writable=False)
         outputs: list[Region] = []
-        held: list[Lent] = []
+        held: list[ArrayView] = []
         if self.rank != root:
             into = None
         else:
             if into is None:
-                into = like(lent, buffer, (self.size, *lent.shape))
+                into = empty_like(lent, buffer, (self.size, *lent.shape))
             outputs, held = self._pieces("gather", into, lent, None, writable=True)
         return self._run("gather", lent, [lent.region], outputs, into, None, root, timeout_s, asynchronous, held)
 
@@ -156,9 +156,9 @@ class Collectives:
 
         buffers: on the root a list, whose sizes may differ, or one array cut into equal parts; elsewhere not looked at.
         """
-        lent = lend(into, writable=True)
+        lent = array_view(into, writable=True)
         inputs: list[Region] = []
-        held: list[Lent] = []
+        held: list[ArrayView] = []
         if self.rank == root:
             inputs, held = self._pieces("scatter", buffers, lent, None, writable=False)
         return self._run("scatter", lent, inputs, [lent.region], into, None, root, timeout_s, asynchronous, held)
@@ -179,7 +179,7 @@ class Collectives:
         """
         if into is None:
             into = self._part_like("reduce_scatter", buffers)
-        lent = lend(into, writable=True)
+        lent = array_view(into, writable=True)
         inputs, held = self._pieces("reduce_scatter", buffers, lent, None, writable=False)
         return self._run("reduce_scatter", lent, inputs, [lent.region], into, op, 0, timeout_s, asynchronous, held)
 
@@ -199,9 +199,9 @@ class Collectives:
         into send_rows[r] (receive_rows[r]) rows for (from) rank r.
         """
         if isinstance(buffers, list | tuple):
-            lent = lend(buffers[0], writable=False) if buffers else lend(np.empty(0, np.uint8), writable=False)
+            lent = array_view(buffers[0], writable=False) if buffers else array_view(np.empty(0, np.uint8), writable=False)
         else:
-            lent = lend(buffers, writable=False)
+            lent = array_view(buffers, writable=False)
         inputs, held = self._pieces("all_to_all", buffers, lent, send_rows, writable=False)
         outputs, more = self._pieces("all_to_all", into, lent, receive_rows, writable=True)
         return self._run("all_to_all", lent, inputs, outputs, into, None, 0, timeout_s, asynchronous, [*held, *more])
@@ -220,7 +220,7 @@ class Collectives:
         when the receiver has asked for it. Messages to one rank with one tag arrive in the order of sending;
         collectives are neither waited for nor held up. Cost: 1 way (eager) or 3 (rendezvous).
         """
-        lent = lend(buffer, writable=False)
+        lent = array_view(buffer, writable=False)
         operation = self._transfer("send", lent, to, tag, timeout_s, asynchronous, inputs=[lent.region])
         if asynchronous:
             return Work(self.group, operation, lent, None)
@@ -240,18 +240,18 @@ class Collectives:
 
         A message of another size or dtype is a Mismatch here, and ends the group; the sender hears of it.
         """
-        lent = lend(buffer, writable=True)
+        lent = array_view(buffer, writable=True)
         root = ANY_SOURCE if source is None else source
         operation = self._transfer("receive", lent, root, tag, timeout_s, asynchronous, outputs=[lent.region])
         if asynchronous:
-            return Receiving(self.group, operation, lent, None)
+            return ReceiveWork(self.group, operation, lent, None)
         self.group.wait(operation)
         return int(operation.peer)
 
     def _transfer(
         self,
         kind: str,
-        lent: Lent,
+        lent: ArrayView,
         root: int,
         tag: int,
         timeout_s: float | None,
@@ -262,7 +262,7 @@ class Collectives:
     ) -> Any:
         return self.group.submit(
             kind,
-            dtype=travels_as(kind, lent.dtype, None)[0],
+            dtype=transfer_type(kind, lent.dtype, None)[0],
             root=root,
             tag=tag,
             inputs=inputs,
@@ -274,7 +274,7 @@ class Collectives:
     def _run(
         self,
         kind: str,
-        lent: Lent,
+        lent: ArrayView,
         inputs: Sequence[Region],
         outputs: Sequence[Region],
         result: Any,
@@ -282,9 +282,9 @@ class Collectives:
         root: int,
         timeout_s: float | None,
         asynchronous: bool,
-        held: Sequence[Lent] = (),
+        held: Sequence[ArrayView] = (),
     ) -> Any:
-        dtype, reduce, average = travels_as(kind, lent.dtype, op)
+        dtype, reduce, average = transfer_type(kind, lent.dtype, op)
         operation = self.group.submit(
             kind,
             dtype=dtype,
@@ -302,23 +302,23 @@ class Collectives:
         return result
 
     def _pieces(
-        self, kind: str, arrays: Any, lent: Lent, rows: Sequence[int] | None, *, writable: bool
-    ) -> tuple[list[Region], list[Lent]]:
+        self, kind: str, arrays: Any, lent: ArrayView, rows: Sequence[int] | None, *, writable: bool
+    ) -> tuple[list[Region], list[ArrayView]]:
         """A part a rank: of a list, each its array; of one array, cut along its first axis."""
         if isinstance(arrays, list | tuple):
             if rows is not None:
                 raise ValueError(f"{kind}: a list of arrays needs no rows: they are what they are")
-            held = [lend(array, writable=writable) for array in arrays]
+            held = [array_view(array, writable=writable) for array in arrays]
             regions = [piece.region for piece in held]
         else:
-            held = [lend(arrays, writable=writable)]
+            held = [array_view(arrays, writable=writable)]
             regions = held[0].rows(self._rows(kind, held[0], rows))
         for piece in held:
             if piece.dtype != lent.dtype:
                 raise TypeError(f"{kind}: every array must be {lent.dtype}, like the others, not {piece.dtype}")
         return regions, held
 
-    def _rows(self, kind: str, lent: Lent, rows: Sequence[int] | None) -> Sequence[int]:
+    def _rows(self, kind: str, lent: ArrayView, rows: Sequence[int] | None) -> Sequence[int]:
         there = lent.shape[0] if lent.shape else 1
         if rows is None:
             if there % self.size:
@@ -332,17 +332,17 @@ class Collectives:
         if isinstance(buffers, list | tuple):
             if len(buffers) != self.size:
                 raise ValueError(f"{kind}: needs {self.size} arrays, one a rank, not {len(buffers)}")
-            mine = lend(buffers[self.rank], writable=False)
-            return like(mine, buffers[self.rank], mine.shape)
-        whole = lend(buffers, writable=False)
-        return like(whole, buffers, (self._rows(kind, whole, None)[0], *whole.shape[1:]))
+            mine = array_view(buffers[self.rank], writable=False)
+            return empty_like(mine, buffers[self.rank], mine.shape)
+        whole = array_view(buffers, writable=False)
+        return empty_like(whole, buffers, (self._rows(kind, whole, None)[0], *whole.shape[1:]))
 
 
-def _in_place(kind: str, buffer: Any, out: Any) -> tuple[Any, Lent]:
+def _in_place(kind: str, buffer: Any, out: Any) -> tuple[Any, ArrayView]:
     """The array that is reduced in place: the buffer, or `out` with the buffer's values in it."""
     if out is None:
-        return buffer, lend(buffer, writable=True)
-    source, target = lend(buffer, writable=False), lend(out, writable=True)
+        return buffer, array_view(buffer, writable=True)
+    source, target = array_view(buffer, writable=False), array_view(out, writable=True)
     if source.dtype != target.dtype or source.region[1] != target.region[1]:
         raise ValueError(
             f"{kind}: the buffer has {source.elements} elements of {source.dtype}, "

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from netfold.bootstrap import launchers
-from netfold.communicator.arrays import lend
+from netfold.communicator.arrays import array_view
 from netfold.communicator.collectives import Collectives
 from netfold.communicator.group import Group
 from netfold.options import Options
@@ -18,18 +18,18 @@ from netfold.bootstrap.store import PrefixStore, Store
 from netfold.bootstrap.tcp_store import process_store
 
 
-class Registered:
+class Registration:
     """Memory that stays registered; `close` ends that."""
 
-    def __init__(self, owner: Any, hold: Any) -> None:
-        self._owner, self._hold = owner, hold
+    def __init__(self, owner: Any, lease: Any) -> None:
+        self._owner, self._lease = owner, lease
 
     def close(self) -> None:
         # In this order: the memory may go with its owner.
-        self._hold = None
+        self._lease = None
         self._owner = None
 
-    def __enter__(self) -> Registered:
+    def __enter__(self) -> Registration:
         return self
 
     def __exit__(
@@ -121,14 +121,14 @@ class Communicator(Collectives):
             store_host=self._store_host,
         )
 
-    def register(self, array: Any) -> Registered:
+    def register(self, array: Any) -> Registration:
         """Keep `array`'s memory registered with the fabric, so that collectives on it, or on parts of it, need not.
 
         Until `close`, or the end of a `with`: the array's memory is held on to as long, and must not be resized. Where
         there is no fabric it changes nothing. Registering it costs nothing yet; the first collective pays.
         """
-        lent = lend(array, writable=True)
-        return Registered(lent.owner, self.group.hold(lent.region))
+        lent = array_view(array, writable=True)
+        return Registration(lent.owner, self.group.lease(lent.region))
 
     def close(self) -> None:
         """Leave the group: waits for no other rank. Operations under way fail. Idempotent."""

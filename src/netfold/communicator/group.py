@@ -140,16 +140,16 @@ class Group:
                 settings = {
                     name: getattr(options, name) for name in ("rma_min_bytes", "registration_cache_entries", "registration_cache_bytes")
                 }
-                over = fabric.meet(options.fabric, hosts, rank, lanes, streams, deadline, settings=settings, port=port)
+                over = fabric.connect(options.fabric, hosts, rank, lanes, streams, deadline, settings=settings, port=port)
                 self._port = port or fabric.port_of(options.fabric, hosts)
-                self.fabric = f"{fabric.words_of(self._port)} (NETFOLD_TRANSPORT={options.transport})"
-                probed = fabric.as_streams(over[0], streams, options.fabric)
+                self.fabric = f"{fabric.describe_port(self._port)} (NETFOLD_TRANSPORT={options.transport})"
+                probed = fabric.byte_streams(over[0], streams, options.fabric)
             self.nodes, node = discover_nodes(rank, size, streams, enabled=options.shares_memory, deadline=deadline)
             self.peer_memory: Any = None
             self._single_copy = ""
             if node is not None:
                 enabled = options.single_copy != "off"
-                self.peer_memory, self._single_copy = peer_memory.meet(node, enabled=enabled, deadline=deadline)
+                self.peer_memory, self._single_copy = peer_memory.negotiate(node, enabled=enabled, deadline=deadline)
             shared = node is not None and len(node.ranks) == size
             self.shares_buckets = shared and options.share_buckets != "off"
             topology = Topology(self.nodes)
@@ -173,13 +173,13 @@ class Group:
                     links=links,
                     measuring=measuring,
                 )
-                return capacity.learning(table, topology.node_count) if measures and not measuring else table
+                return capacity.with_learned_split(table, topology.node_count) if measures and not measuring else table
 
             def build_first(links: Links) -> ChoiceTable:
                 return build(links, measuring=measures and not links.switches)
 
             if job.probe and not shared and size > 1:
-                switched = capacity.known(ends, job.switch) if measures and job.switch is not None else ()
+                switched = capacity.cached_rates(ends, job.switch) if measures and job.switch is not None else ()
                 choice = probe.agree(
                     probed, rank, topology, build_first, deadline, rails=interfaces.rails, switches=switched
                 )
@@ -554,7 +554,7 @@ class Group:
         ]
         reason = row.reason
         if "split" in (row.algorithm, row.between) and self._native.shares is not None:
-            reason += f"; {capacity.text(self._native.shares)}"
+            reason += f"; {capacity.describe_shares(self._native.shares)}"
         if {row.algorithm, row.between} & {"in_network", "split"}:
             reason += "".join(f"; {recovery.state}" for recovery in self.recoveries if recovery.state)
         reason += f"; {self._no_switch}" if self._no_switch else ""
@@ -565,7 +565,7 @@ class Group:
         over = f"; over {self.fabric}" if self.fabric else ""
         return f"{row.algorithm} ({reason}); for {size_bytes} bytes the model says {', '.join(times)}{over}"
 
-    def hold(self, region: Region) -> Any:
+    def lease(self, region: Region) -> Any:
         """Says that this memory stays mapped as it is until the object that comes back ends: a fabric then keeps it
         registered. None where there is no fabric, which is all the same to the caller."""
         return None if self._port is None else self._port.lease(*region)

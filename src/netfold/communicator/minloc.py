@@ -11,7 +11,7 @@ import numpy as np
 
 from netfold.communicator.arrays import Array
 
-LOCATED_OPS = ("min_loc", "max_loc")
+LOC_OPS = ("min_loc", "max_loc")
 
 _FLOAT = np.dtype([("value", np.float64), ("index", np.int64)])
 _INTEGER = np.dtype([("value", np.int64), ("index", np.int64)])

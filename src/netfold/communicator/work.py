@@ -45,7 +45,7 @@ class Work:
         return self.wait()
 
 
-class Receiving(Work):
+class ReceiveWork(Work):
     """A receive: its result is the rank that sent."""
 
     def wait(self, timeout_s: float | None = None) -> Any:

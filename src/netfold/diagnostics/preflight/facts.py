@@ -18,7 +18,7 @@ import psutil
 from netfold.communicator import Options
 from netfold.bootstrap.addresses import interface_of, own_interfaces
 from netfold.errors import NetfoldError
-from netfold.bootstrap.fabric import look_ahead
+from netfold.bootstrap.fabric import preview_transport
 from netfold.communicator.membership import query_quota
 from netfold.switch_protocol.control_messages import switches_of
 
@@ -99,7 +99,7 @@ def facts_here(rank: int = 0, *, folder: Path | None = None, store_host: str | N
     TCP and UDP: SWITCH_S and a second each at most."""
     options = Options().resolved()
     names, error, mtu, speed_mbit = _interfaces(options, store_host)
-    fabric, fabric_error = look_ahead(options, store_host) if not error else ("", "")
+    fabric, fabric_error = preview_transport(options, store_host) if not error else ("", "")
     disk = _existing(folder or Path.cwd())
     return Facts(
         rank=rank,
