@@ -31,7 +31,7 @@ ANSWER_S = 5.0
 MEMORY_MB = 1024
 
 
-class BrokenPromiseError(Exception):
+class InvariantError(Exception):
     """A parser raised what it does not document; the cause is that error."""
 
 
@@ -164,11 +164,11 @@ TARGETS: dict[str, Callable[[bytes], None]] = {
 
 
 def check(name: str, data: bytes) -> None:
-    """Run a target. BrokenPromiseError where anything comes out of it."""
+    """Run a target. InvariantError where anything comes out of it."""
     try:
         TARGETS[name](data)
     except Exception as error:
-        raise BrokenPromiseError(f"{name} raised {error!r} for {data!r}") from error
+        raise InvariantError(f"{name} raised {error!r} for {data!r}") from error
 
 
 @functools.cache

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from load import seconds
-from python_targets import TARGETS, BrokenPromiseError, check, framed, seeds
+from python_targets import TARGETS, InvariantError, check, framed, seeds
 from targets import HERE, corpus
 
 from netfold.bootstrap.tcp_store import TcpStoreServer
@@ -54,7 +54,7 @@ def test_changed_inputs_of_a_python_parser_break_no_promise(name: str) -> None:
 
 def test_a_target_that_raises_what_it_does_not_document_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(TARGETS, "tokens", lambda data: [][data[0]])
-    with pytest.raises(BrokenPromiseError, match="IndexError"):
+    with pytest.raises(InvariantError, match="IndexError"):
         check("tokens", b"\1")
 
 

@@ -15,7 +15,7 @@ import pytest
 from changed import build, change_file, load
 
 from netfold._native import protocol
-from netfold.sim import Copy, Fate, LATENCY_NS, LOST, Operation, Simulation, SimulationError, harness
+from netfold.sim import Copy, Delivery, LATENCY_NS, LOST, Operation, Simulation, SimulationError, harness
 
 pytestmark = pytest.mark.native
 
@@ -44,7 +44,7 @@ class Campaign:
             window=self.window,
             payload_bytes=8,
             operations=[Operation(0, 12 * self.window, "i32"), Operation(1, 8 * self.window, "i32")],
-            fates=self._fate,
+            deliveries=self._fate,
             latency_ns=chance.choice([1, 50]) * LATENCY_NS,
             compare_machines=False,
             watch=self._watch,
@@ -58,11 +58,11 @@ class Campaign:
         self._free_ns[link] = now_ns + waits_ns
         if self._chance.random() < self._loss:
             return LOST
-        late_ns = self._chance.randrange(5 * MS) if self._chance.random() < self._delay else 0
-        return Fate((Copy(waits_ns + late_ns),))
+        extra_delay_ns = self._chance.randrange(5 * MS) if self._chance.random() < self._delay else 0
+        return Delivery((Copy(waits_ns + extra_delay_ns),))
 
     def _watch(self, _):
-        for side, sizes in zip(self.simulation.world.workers, self.sizes, strict=True):
+        for side, sizes in zip(self.simulation.harness.workers, self.sizes, strict=True):
             size = side.machine.congestion_window
             if not sizes or sizes[-1] != size:
                 sizes.append(size)

@@ -49,7 +49,7 @@ def test_floats_are_summed_in_rank_order_whatever_the_order_of_arrival(order):
     contributions = [f32(1e8, 1), f32(1, 1e8), f32(-1e8, 1), f32(1, -1e8)]
     _, result = through_switch(contributions, order=order)
     assert same_bits(result, f32(1, 0))
-    assert same_bits(result, values.fold("sum", "f32", contributions))
+    assert same_bits(result, values.reference_reduce("sum", "f32", contributions))
 
 
 @pytest.mark.parametrize("order", list(permutations(range(3))))
@@ -71,7 +71,7 @@ def test_nan_and_infinities_reach_every_worker_as_in_a_float_sum(wire, place):
     _, result = through_switch(encoded, wire)
     got = result if wire == "f64" else values.to_f32(wire, result)
     np.testing.assert_array_equal(got, [np.nan, np.inf, -np.inf, np.nan])
-    assert same_bits(result, values.fold("sum", wire, encoded)), "every NaN is the one canonical NaN"
+    assert same_bits(result, values.reference_reduce("sum", wire, encoded)), "every NaN is the one canonical NaN"
 
 
 @pytest.mark.parametrize("reduce", ["min", "max"])
@@ -94,7 +94,7 @@ def test_every_wire_format_and_operator_gives_the_fold_that_numpy_gives(wire, re
             contributions = [values.contribution(3, worker, count, wire) for worker in range(workers)]
             order = sorted(range(workers), key=lambda worker: -worker)
             _, result = through_switch(contributions, wire, reduce, order)
-            assert same_bits(result, values.fold(reduce, wire, contributions))
+            assert same_bits(result, values.reference_reduce(reduce, wire, contributions))
 
 
 @given(st.data(), st.integers(1, 5), st.integers(1, 8))
@@ -105,7 +105,7 @@ def test_any_floats_in_any_order_give_the_bits_of_the_fold_in_rank_order(data, w
     ]
     order = data.draw(st.permutations(range(workers)))
     _, result = through_switch(contributions, order=order)
-    assert same_bits(result, values.fold("sum", "f32", contributions))
+    assert same_bits(result, values.reference_reduce("sum", "f32", contributions))
 
 
 def test_contributions_differ_in_every_element_worker_and_operation():

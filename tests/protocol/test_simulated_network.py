@@ -23,9 +23,9 @@ from netfold.sim import (
     REFUSED,
     SWITCH,
     Copy,
-    Fate,
+    Delivery,
     Identity,
-    ListedFates,
+    ListedDeliveries,
     Operation,
     Packet,
     Scenario,
@@ -38,7 +38,7 @@ pytestmark = pytest.mark.native
 
 MS = 1_000_000
 
-# Strategies: small first, so that failures shrink to few workers, small windows and honest fates.
+# Strategies: small first, so that failures shrink to few workers, small windows and honest deliveries.
 
 # From "overtaken by its neighbour" over many turns of the window to later than several timeouts.
 lateness = st.sampled_from([LATENCY_NS * turns // 2 for turns in (0, 1, 3, 5, 8, 13, 21, 34, 60, 100)] + [30 * MS])
@@ -49,17 +49,17 @@ copies = st.one_of(
     st.builds(Copy, lateness, cut_to_bytes=st.integers(0, 111)),
     st.builds(Copy, lateness, flipped_bit=st.sampled_from(GUARDED_BITS)),
 )
-fates = st.one_of(
+deliveries = st.one_of(
     st.just(DELIVERED),
     st.just(LOST),
     st.just(REFUSED),
-    st.builds(Fate, st.tuples(copies)),
-    st.builds(Fate, st.tuples(copies, copies)),
-    st.builds(Fate, st.tuples(copies, copies, copies)),
+    st.builds(Delivery, st.tuples(copies)),
+    st.builds(Delivery, st.tuples(copies, copies)),
+    st.builds(Delivery, st.tuples(copies, copies, copies)),
 )
 # Copies and delays alone: without a stall between the turns, late twins meet the slot at work.
 reorderings = st.one_of(
-    st.just(DELIVERED), st.builds(lambda *late: Fate(tuple(map(Copy, late))), lateness, lateness), st.just(DELIVERED)
+    st.just(DELIVERED), st.builds(lambda *late: Delivery(tuple(map(Copy, late))), lateness, lateness), st.just(DELIVERED)
 )
 
 
@@ -91,17 +91,17 @@ def jobs(draw, **lengths):
     }
 
 
-@given(jobs(), schedules(fates))
+@given(jobs(), schedules(deliveries))
 def test_the_sum_is_right_whatever_happens_to_packets(job, schedule):
-    Simulation(**job, fates=ListedFates(schedule)).run()
+    Simulation(**job, deliveries=ListedDeliveries(schedule)).run()
 
 
 @given(jobs(), schedules(reorderings))
 def test_the_sum_is_right_when_twins_come_turns_later(job, schedule):
-    Simulation(**job, fates=ListedFates(schedule)).run()
+    Simulation(**job, deliveries=ListedDeliveries(schedule)).run()
 
 
-@given(jobs(), schedules(fates), st.data())
+@given(jobs(), schedules(deliveries), st.data())
 def test_workers_may_start_at_different_times(job, schedule, data):
     gap_ns = st.sampled_from([0, LATENCY_NS, 7 * LATENCY_NS, 12 * MS, 300 * MS])
     calls_ns = []
@@ -111,16 +111,16 @@ def test_workers_may_start_at_different_times(job, schedule, data):
             now_ns += data.draw(gap_ns)
             calls.append(now_ns)
         calls_ns.append(calls)
-    Simulation(**job, fates=ListedFates(schedule), calls_ns=calls_ns).run()
+    Simulation(**job, deliveries=ListedDeliveries(schedule), calls_ns=calls_ns).run()
 
 
-@given(jobs(most=24, largest=4), schedules(fates))
+@given(jobs(most=24, largest=4), schedules(deliveries))
 def test_many_short_operations_stream_through_one_window(job, schedule):
     # More than MAX_OPERATIONS: the rest wait outside the machine.
-    Simulation(**job, fates=ListedFates(schedule)).run()
+    Simulation(**job, deliveries=ListedDeliveries(schedule)).run()
 
 
-@given(jobs(), schedules(fates), st.data())
+@given(jobs(), schedules(deliveries), st.data())
 def test_blocks_that_one_worker_gives_and_the_others_leave_out_reach_all_as_they_are(job, schedule, data):
     # What a broadcast and an all_gather are to the protocol: zeros, but in one's own block; a bitwise or of all.
     unsigned = st.sampled_from(["u8", "u16", "u32", "u64"])
@@ -138,14 +138,14 @@ def test_blocks_that_one_worker_gives_and_the_others_leave_out_reach_all_as_they
         )
 
     simulation = Simulation(
-        **{**job, "operations": operations}, fates=ListedFates(schedule), contributions=contributions
+        **{**job, "operations": operations}, deliveries=ListedDeliveries(schedule), contributions=contributions
     )
     simulation.run()
-    for side in simulation.world.workers:
+    for side in simulation.harness.workers:
         assert [bytes(buffer) for buffer in side.buffers] == [each.tobytes() for each in moved]
 
 
-@given(jobs(most=2), schedules(fates, longest=60), st.data())
+@given(jobs(most=2), schedules(deliveries, longest=60), st.data())
 def test_packets_of_another_life_change_nothing(job, schedule, data):
     life = data.draw(st.sampled_from([Identity(epoch=2), Identity(epoch=4), Identity(job=8), Identity(incarnation=1)]))
     ghosts = []
@@ -154,11 +154,11 @@ def test_packets_of_another_life_change_nothing(job, schedule, data):
         ghosts.append(Packet(packet.source, packet.to, packet.data, must_drop=True))
         return DELIVERED
 
-    Simulation(**job, fates=record, identity=life).run()
+    Simulation(**job, deliveries=record, identity=life).run()
     # As early and as late as packets of this life come.
     shift_ns = data.draw(st.sampled_from([0, 3 * LATENCY_NS, 10 * MS]))
     injected = [(shift_ns + place * LATENCY_NS // 4, ghost) for place, ghost in enumerate(ghosts)]
-    summary = Simulation(**job, fates=ListedFates(schedule), injected=injected).run()
+    summary = Simulation(**job, deliveries=ListedDeliveries(schedule), injected=injected).run()
     reason = {2: "epoch", 4: "epoch"}.get(life.epoch) or ("foreign" if life.job == 8 else "incarnation")
     assert summary.drops[f"switch.{reason}"] + summary.drops[f"worker.{reason}"] >= len(ghosts)
 
@@ -169,10 +169,10 @@ def test_garbage_changes_nothing(job, garbage):
         (when_ns, Packet(0 if to == SWITCH else SWITCH, to % job["workers"] if to >= 0 else SWITCH, data, True))
         for when_ns, to, data in garbage
     ]
-    Simulation(**job, fates=ListedFates([]), injected=injected).run()
+    Simulation(**job, deliveries=ListedDeliveries([]), injected=injected).run()
 
 
-@given(jobs(most=2), schedules(fates, longest=60), st.data())
+@given(jobs(most=2), schedules(deliveries, longest=60), st.data())
 def test_packets_sent_the_wrong_way_change_nothing(job, schedule, data):
     # Every contribution is reflected to a worker, every answer to the switch, as if a router had lost its mind.
     reflected = []
@@ -182,18 +182,18 @@ def test_packets_sent_the_wrong_way_change_nothing(job, schedule, data):
         reflected.append(Packet(packet.to, to, packet.data, must_drop=True))
         return DELIVERED
 
-    Simulation(**job, fates=record).run()
+    Simulation(**job, deliveries=record).run()
     injected = [(place * data.draw(st.integers(0, LATENCY_NS)), packet) for place, packet in enumerate(reflected[:20])]
-    Simulation(**job, fates=ListedFates(schedule), injected=injected).run()
+    Simulation(**job, deliveries=ListedDeliveries(schedule), injected=injected).run()
 
 
 def test_a_flip_of_any_guarded_bit_is_a_loss():
     job = {"workers": 2, "window": 2, "payload_bytes": 8, "operations": [Operation(0, 9, "i32")]}
     for bit in GUARDED_BITS:
-        damaged = Fate((Copy(flipped_bit=bit),))
+        damaged = Delivery((Copy(flipped_bit=bit),))
         # The first contribution, and the first answer.
         schedule = [damaged, DELIVERED, DELIVERED, DELIVERED, damaged]
-        summary = Simulation(**job, fates=ListedFates(schedule)).run()
+        summary = Simulation(**job, deliveries=ListedDeliveries(schedule)).run()
         assert sum(summary.drops.values()) >= 2, bit
         assert summary.retransmissions >= 2, bit
 
@@ -202,7 +202,7 @@ def test_a_clean_network_sees_each_packet_once():
     for window in (1, 2, 5, 64):
         job = {"workers": 3, "window": window, "payload_bytes": 16}
         operations = [Operation(number, 37 + number, "f32") for number in range(4)]
-        summary = Simulation(**job, operations=operations, fates=ListedFates([])).run()
+        summary = Simulation(**job, operations=operations, deliveries=ListedDeliveries([])).run()
         chunks = sum(-(-operation.elements // 4) for operation in operations)
         assert summary.packets == {"sent": 2 * 3 * chunks}
         assert (summary.timeouts, summary.retransmissions, summary.drops) == (0, 0, {})
@@ -213,7 +213,7 @@ def test_one_loss_in_a_long_stream_is_repaired_from_the_gap_without_a_timeout():
         operations = [Operation(0, 2000, "i32")]
         schedule = [LOST if place == lost else DELIVERED for place in range(lost + 1)]
         job = {"workers": 2, "window": 32, "payload_bytes": 8, "operations": operations}
-        summary = Simulation(**job, fates=ListedFates(schedule)).run()
+        summary = Simulation(**job, deliveries=ListedDeliveries(schedule)).run()
         assert summary.timeouts == 0
         assert 1 <= summary.retransmissions <= 2, "a lost contribution looks like a loss to both workers"
 
@@ -232,7 +232,7 @@ class Links:
             window=192,
             payload_bytes=8,
             operations=[Operation(0, 2 * self.CHUNKS, "i32")],
-            fates=self._fate,
+            deliveries=self._fate,
             compare_machines=False,
             watch=self._watch,
         )
@@ -248,7 +248,7 @@ class Links:
         waits_ns = max(0, self._free_ns.get(link, 0) - now_ns) + self.PACKET_NS
         self._free_ns[link] = now_ns + waits_ns
         # Behind the queue, as on a bad cable: a lost packet takes its time all the same.
-        return LOST if self._loses(packet) else Fate((Copy(waits_ns),))
+        return LOST if self._loses(packet) else Delivery((Copy(waits_ns),))
 
 
 def first_tries(count, to, source, chunks):
@@ -284,7 +284,7 @@ def test_a_queue_is_kept_short_and_the_link_busy():
     links = Links(lambda _: False)
     summary = links.simulation.run()
     assert links.finished_ns < 1.03 * Links.CHUNKS * Links.PACKET_NS
-    for side in links.simulation.world.workers:
+    for side in links.simulation.harness.workers:
         # 32 packets, the least but in a trial, take 6.4 ms here, longer than the target: so there are trials.
         assert 16 <= side.machine.congestion_window < 48
         assert side.machine.smoothed_rtt_ns < 9 * MS, "192 packets would take 38 ms"
@@ -343,10 +343,10 @@ def test_a_worker_has_one_timer_however_often_it_is_set_anew():
 
 
 def test_a_straggler_costs_each_other_worker_a_probe_a_timeout_and_at_most_one_window():
-    late_ns = 3_000 * MS
+    extra_delay_ns = 3_000 * MS
     job = {"workers": 4, "window": 64, "payload_bytes": 8, "operations": [Operation(0, 1000, "i32")]}
-    calls_ns = [[late_ns], [0], [0], [0]]
-    summary = Simulation(**job, fates=ListedFates([]), calls_ns=calls_ns).run()
+    calls_ns = [[extra_delay_ns], [0], [0], [0]]
+    summary = Simulation(**job, deliveries=ListedDeliveries([]), calls_ns=calls_ns).run()
     # 50, 100, then every 200 ms: at most 17 timeouts each in three seconds, of one packet. When the straggler comes at
     # last, the answer to the probe says nothing of whether the rest was lost or late too: it follows, once.
     assert summary.timeouts <= 3 * 17
@@ -355,7 +355,7 @@ def test_a_straggler_costs_each_other_worker_a_probe_a_timeout_and_at_most_one_w
 
 def test_the_machine_of_a_job_without_a_switch_asks_forever_but_ever_more_slowly():
     job = {"workers": 2, "window": 32, "payload_bytes": 8, "operations": [Operation(0, 1000, "i32")]}
-    simulation = Simulation(**job, fates=lambda packet: LOST, max_events=300, replay="THE COMMAND")
+    simulation = Simulation(**job, deliveries=lambda packet: LOST, max_events=300, replay="THE COMMAND")
     with pytest.raises(AssertionError, match="did not end within 300 events") as failure:
         simulation.run()
     assert "replay: THE COMMAND" in str(failure.value)
@@ -368,7 +368,7 @@ WEATHERS = {
     "lossy": {"loss": 0.2},
     "twins": {"loss": 0.0, "duplicate": 0.5, "delay": 0.5, "refuse": 0.0},
     "one_slot_of_twins": {"workers": 2, "window": 1, "payload_bytes": 8, "loss": 0.0, "duplicate": 0.4, "delay": 0.4},
-    "very_late": {"delay": 0.3, "duplicate": 0.3, "late_us": 60_000},
+    "very_late": {"delay": 0.3, "duplicate": 0.3, "extra_delay_us": 60_000},
     "damaged": {"truncate": 0.1, "corrupt": 0.2, "refuse": 0.1},
     "wide_window": {"window": 64, "loss": 0.05, "max_elements": 2000, "operations": 4},
     "stragglers": {"straggle_ms": 40.0, "operations": 20, "workers": 5},

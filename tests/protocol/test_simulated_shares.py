@@ -5,7 +5,7 @@ from itertools import pairwise
 import pytest
 from flows import SECOND_NS, Bbr, Bottleneck, Cubic
 
-from netfold.sim import LOST, SWITCH, Copy, Fate, Operation, Simulation
+from netfold.sim import LOST, SWITCH, Copy, Delivery, Operation, Simulation
 
 pytestmark = pytest.mark.native
 
@@ -34,7 +34,7 @@ class Shared:
             window=192,
             payload_bytes=8,
             operations=[Operation(number, 4_000, "i32") for number in range(seconds * SECOND_NS // packet_ns // 1_250)],
-            fates=self._fate,
+            deliveries=self._fate,
             compare_machines=False,
             watch=self._watch,
         )
@@ -54,7 +54,7 @@ class Shared:
         self.flow.advance(now_ns)
         link = self.sender if packet.source == 0 else self.links[packet.source, packet.to]
         left_ns = link.enqueue(now_ns)
-        return LOST if left_ns is None else Fate((Copy(left_ns - now_ns),))
+        return LOST if left_ns is None else Delivery((Copy(left_ns - now_ns),))
 
     def _watch(self, record):
         if record.when_ns >= len(self.parts) * PART_S * SECOND_NS:
@@ -77,6 +77,6 @@ def test_after_the_flow_has_ended_the_queue_is_short_again_and_the_link_busy():
     shared = Shared(lambda link, start_ns: Cubic(link, start_ns, end_ns=5 * SECOND_NS), 9).run()
     (before, _), (after, _) = shared.parts[1:3]
     assert after - before > 0.8 * PART_S * SECOND_NS / shared.sender.packet_ns
-    for side in shared.simulation.world.workers:
+    for side in shared.simulation.harness.workers:
         assert side.machine.control == "delay"
         assert side.machine.smoothed_rtt_ns < 24_000_000, "as far as the least window lets it: 32 packets are 13 ms"

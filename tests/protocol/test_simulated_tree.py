@@ -3,10 +3,10 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from test_simulated_network import fates, jobs, reorderings, schedules
+from test_simulated_network import deliveries, jobs, reorderings, schedules
 
 from netfold._native import protocol
-from netfold.sim import DELIVERED, LOST, SWITCH, ListedFates, Operation, Scenario, Simulation, SimulationError
+from netfold.sim import DELIVERED, LOST, SWITCH, ListedDeliveries, Operation, Scenario, Simulation, SimulationError
 from netfold.sim.__main__ import main
 from netfold.sim.network import address_of
 
@@ -20,14 +20,14 @@ def trees(draw, **lengths):
     return {**job, "workers": sum(leaves), "leaves": leaves}
 
 
-@given(trees(), schedules(fates))
+@given(trees(), schedules(deliveries))
 def test_the_sum_is_right_whatever_happens_on_any_link(job, schedule):
-    Simulation(**job, fates=ListedFates(schedule)).run()
+    Simulation(**job, deliveries=ListedDeliveries(schedule)).run()
 
 
 @given(trees(), schedules(reorderings))
 def test_the_sum_is_right_when_twins_come_turns_later(job, schedule):
-    Simulation(**job, fates=ListedFates(schedule)).run()
+    Simulation(**job, deliveries=ListedDeliveries(schedule)).run()
 
 
 @pytest.mark.parametrize("leaves", ["1,1", "2,2", "1,3,2"])
@@ -58,7 +58,7 @@ def run_long(loses):
         window=16,
         payload_bytes=8,
         operations=[Operation(0, 400, "i32")],
-        fates=uplinks_only(loses),
+        deliveries=uplinks_only(loses),
         leaves=(2, 2),
     )
     return simulation, simulation.run()
@@ -71,20 +71,20 @@ LEAF = address_of(0)
 def test_a_loss_between_leaf_and_root_is_repaired_without_any_timer(way):
     simulation, summary = run_long({(way, 40)})
     assert summary.timeouts == 0
-    assert simulation.world.sums_resent == 1
+    assert simulation.harness.sums_resent == 1
     assert summary.retransmissions == 0, "the workers did not even notice"
 
 
 def test_what_is_lost_twice_is_repaired_end_to_end():
     # The result, and the one that was asked for again.
     simulation, summary = run_long({((SWITCH, LEAF), number) for number in range(40, 60)})
-    assert simulation.world.sums_resent > 1
+    assert simulation.harness.sums_resent > 1
     assert summary.retransmissions > 0
 
 
 def test_without_losses_a_chunk_crosses_each_link_once():
     simulation, summary = run_long(set())
-    assert simulation.world.sums_resent == 0
+    assert simulation.harness.sums_resent == 0
     # 4 workers and 2 leaves send, and get, each of 200 chunks.
     assert summary.packets["sent"] == 2 * 6 * 200
 

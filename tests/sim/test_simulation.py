@@ -13,15 +13,15 @@ from netfold.sim import (
     LOST,
     REFUSED,
     Copy,
-    Fate,
-    ListedFates,
+    Delivery,
+    ListedDeliveries,
     Operation,
     Packet,
     Ratios,
     Scenario,
     Simulation,
     SimulationError,
-    World,
+    Harness,
     values,
 )
 from netfold.sim.__main__ import main
@@ -52,12 +52,12 @@ def test_the_same_seed_gives_the_same_run():
 
 
 def test_a_replay_command_names_the_whole_scenario():
-    scenario = Scenario(seed=9, workers=3, loss=0.25, wire="bf16", late_us=7)
-    assert scenario.command() == "python -m netfold.sim --seed 9 --workers 3 --wire bf16 --loss 0.25 --late-us 7"
+    scenario = Scenario(seed=9, workers=3, loss=0.25, wire="bf16", extra_delay_us=7)
+    assert scenario.command() == "python -m netfold.sim --seed 9 --workers 3 --wire bf16 --loss 0.25 --extra-delay-us 7"
 
 
 def test_the_replay_command_replays(capsys):
-    scenario = Scenario(seed=9, workers=3, loss=0.25, wire="bf16", late_us=7)
+    scenario = Scenario(seed=9, workers=3, loss=0.25, wire="bf16", extra_delay_us=7)
     assert main(shlex.split(scenario.command())[3:]) == 0
     assert capsys.readouterr().out == f"seed 9: {scenario.simulation().run()}\n"
 
@@ -111,11 +111,11 @@ def test_a_ratio_of_1_is_refused():
         (DELIVERED, {"sent": 1}, 1),
         (LOST, {"sent": 1, "lost": 1}, 0),
         (REFUSED, {"sent": 1, "refused": 1}, 0),
-        (Fate((Copy(), Copy(5))), {"sent": 1, "duplicated": 1, "delayed": 1}, 2),
-        (Fate((Copy(cut_to_bytes=7),)), {"sent": 1, "truncated": 1}, 1),
-        (Fate((Copy(cut_to_bytes=70),)), {"sent": 1}, 1),
-        (Fate((Copy(flipped_bit=3),)), {"sent": 1, "corrupted": 1}, 1),
-        (Fate((Copy(flipped_bit=48 * 8),)), {"sent": 1, "corrupted": 1}, 0),  # a value: the checksum sees it
+        (Delivery((Copy(), Copy(5))), {"sent": 1, "duplicated": 1, "delayed": 1}, 2),
+        (Delivery((Copy(cut_to_bytes=7),)), {"sent": 1, "truncated": 1}, 1),
+        (Delivery((Copy(cut_to_bytes=70),)), {"sent": 1}, 1),
+        (Delivery((Copy(flipped_bit=3),)), {"sent": 1, "corrupted": 1}, 1),
+        (Delivery((Copy(flipped_bit=48 * 8),)), {"sent": 1, "corrupted": 1}, 0),  # a value: the checksum sees it
     ],
     ids=str,
 )
@@ -135,7 +135,7 @@ def test_a_packet_meets_its_fate(fate, counts, arrivals):
 
 
 def test_a_run_that_cannot_end_says_so_with_its_state():
-    simulation = Simulation(**JOB, fates=lambda packet: LOST, max_events=50, replay="THE COMMAND")
+    simulation = Simulation(**JOB, deliveries=lambda packet: LOST, max_events=50, replay="THE COMMAND")
     with pytest.raises(SimulationError) as failure:
         simulation.run()
     text = str(failure.value)
@@ -146,16 +146,16 @@ def test_a_run_that_cannot_end_says_so_with_its_state():
 def test_an_operation_that_one_worker_never_calls_is_found():
     calls_ns = [[0], []]
     with pytest.raises(ValueError, match="worker 1 calls 0 operations"):
-        Simulation(**JOB, fates=ListedFates([]), calls_ns=calls_ns)
+        Simulation(**JOB, deliveries=ListedDeliveries([]), calls_ns=calls_ns)
 
 
 def test_an_honest_packet_cannot_be_injected():
     with pytest.raises(ValueError, match="must_drop"):
-        Simulation(**JOB, fates=ListedFates([]), injected=[(0, Packet(0, -1, bytes(56)))])
+        Simulation(**JOB, deliveries=ListedDeliveries([]), injected=[(0, Packet(0, -1, bytes(56)))])
 
 
 def test_a_world_runs_without_clock_or_network():
-    world = World(**JOB)
+    world = Harness(**JOB)
     packets = []
     for worker in range(2):
         world.submit(worker)

@@ -23,7 +23,7 @@ import numpy as np
 
 from netfold.tuning.cost import predict
 from netfold.tuning.topology import DEFAULT_LINKS, Link, Topology
-from netfold.sim import LOST, Copy, Fate, Operation, Packet, Record, Simulation
+from netfold.sim import LOST, Copy, Delivery, Operation, Packet, Record, Simulation
 
 # What a switch has at most below it (native/protocol/include/netfold/protocol/packet.hpp).
 MOST_BELOW = 256
@@ -131,7 +131,7 @@ def all_reduce(fabric: Fabric, size_bytes: float, *, seed: int = 0, most_packets
         payload_bytes=fabric.payload_bytes,
         operations=[Operation(number, elements) for number, elements in enumerate(sizes)],
         calls_ns=[[0, begins_ns][-len(sizes) :]] * small.workers,
-        fates=links,
+        deliveries=links,
         contributions=lambda operation, worker: np.full(operation.elements, worker, np.float32),
         latency_ns=round(fabric.latency_s * 1e9),
         compare_machines=False,
@@ -179,7 +179,7 @@ class _Links:
             for end, links in ((True, fabric.workers / small.workers), (False, fabric.racks / small.racks))
         }
 
-    def __call__(self, packet: Packet) -> Fate:
+    def __call__(self, packet: Packet) -> Delivery:
         now_ns = self.run.clock.now_ns
         link, end = (packet.source, packet.to), packet.source >= 0 or packet.to >= 0
         left_ns = max(self._free_ns.get(link, 0.0), now_ns) + self._packet_ns[end]
@@ -187,7 +187,7 @@ class _Links:
         # A packet that is lost has used the link all the same.
         if now_ns >= self._loses_from_ns and self._chance.random() < self._loss[end]:
             return LOST
-        return Fate((Copy(late_ns=round(left_ns - now_ns)),))
+        return Delivery((Copy(extra_delay_ns=round(left_ns - now_ns)),))
 
 
 def _smaller(fabric: Fabric) -> Fabric:

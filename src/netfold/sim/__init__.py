@@ -1,7 +1,7 @@
 """The production aggregation machines in virtual time, over a virtual network that may do anything to a packet.
 
   clock       virtual nanoseconds, and what is due when
-  network     packets and their fates: delivered, lost, duplicated, late, truncated, corrupted, refused by the socket
+  network     packets and their deliveries: delivered, lost, duplicated, late, truncated, corrupted, refused by the socket
   values      what workers contribute and what the sum must be, in NumPy
   harness       workers and switch as their glue drives them, with every promise checked at every step
   tree        the same with leaf switches between the workers and the root
@@ -24,16 +24,16 @@ from netfold.sim.network import (
     REFUSED,
     SWITCH,
     Copy,
-    Fate,
-    ListedFates,
+    Delivery,
+    ListedDeliveries,
     Packet,
     Ratios,
-    SeededFates,
+    SeededDeliveries,
 )
 from netfold.sim.scenario import Scenario
 from netfold.sim.simulation import Record, Simulation, SimulationError, Summary
-from netfold.sim.tree import TreeWorld
-from netfold.sim.harness import BrokenPromiseError, Identity, Operation, World
+from netfold.sim.tree import TreeHarness
+from netfold.sim.harness import InvariantError, Identity, Operation, Harness
 
 __all__ = [
     "DELIVERED",
@@ -42,20 +42,20 @@ __all__ = [
     "LOST",
     "REFUSED",
     "SWITCH",
-    "BrokenPromiseError",
+    "InvariantError",
     "Copy",
-    "Fate",
+    "Delivery",
     "Identity",
-    "ListedFates",
+    "ListedDeliveries",
     "Operation",
     "Packet",
     "Ratios",
     "Record",
     "Scenario",
-    "SeededFates",
+    "SeededDeliveries",
     "Simulation",
     "SimulationError",
     "Summary",
-    "TreeWorld",
-    "World",
+    "TreeHarness",
+    "Harness",
 ]

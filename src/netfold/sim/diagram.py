@@ -8,7 +8,7 @@ from html import escape
 
 from netfold._native import protocol
 from netfold.sim.network import SWITCH, Packet, address_of
-from netfold.sim.simulation import Call, Lost, Record, Room
+from netfold.sim.simulation import Call, Lost, Record, Writable
 
 _LANE = 22  # characters
 _PIXELS = 7.5  # a character
@@ -37,7 +37,7 @@ def line_of(record: Record) -> Line:
         if verdict is not None and verdict.outcome == "dropped":
             became += f": {verdict.drop}"
         return Line(when, packet.source, packet.to, _label(packet), became, arrives=not isinstance(event, Lost))
-    label = "call" if isinstance(event, Call) else "room" if isinstance(event, Room) else "timer"
+    label = "call" if isinstance(event, Call) else "writable" if isinstance(event, Writable) else "timer"
     return Line(when, event.worker, event.worker, label)
 
 

@@ -24,10 +24,10 @@ PROBE_GROWTH = 2
 MIN_TIMEOUT_NS = 10_000_000
 
 # An honest packet, whatever the network did to its order, its copies and its delay, is dropped for these alone.
-HONEST_DROPS = ("stale", "duplicate")
+EXPECTED_DROPS = ("stale", "duplicate")
 
 
-class BrokenPromiseError(AssertionError):
+class InvariantError(AssertionError):
     """A machine did what the protocol says it never does."""
 
 
@@ -90,7 +90,7 @@ def seeded_contributions(operation: Operation, worker: int) -> values.Array:
     return values.contribution(operation.number, worker, operation.elements, operation.wire)
 
 
-class World:
+class Harness:
     """N workers, their switch, and what each has been seen to do.
 
     compare_machines: hold every machine against a copy of its state before each packet that may change nothing; costs
@@ -140,7 +140,7 @@ class World:
         return protocol.Worker(**shape, worker=index)
 
     def _fold(self, operation: Operation, terms: Sequence[values.Array]) -> values.Array:
-        return values.fold(operation.reduce, operation.wire, terms)
+        return values.reference_reduce(operation.reduce, operation.wire, terms)
 
     def switch_of(self, worker: int) -> int:
         """The address that it contributes to."""
@@ -161,14 +161,14 @@ class World:
             offers.append(self._offer(side, send))
             room = side.machine.congestion_window
             if not 1 <= room <= self.window:
-                raise BrokenPromiseError(f"worker {worker} has a congestion window of {room} within {self.window}")
+                raise InvariantError(f"worker {worker} has a congestion window of {room} within {self.window}")
             # What is sent again may be a probe, which does not wait for room.
             if not send.again and side.machine.in_flight > room:
-                raise BrokenPromiseError(
+                raise InvariantError(
                     f"worker {worker} has {side.machine.in_flight} chunks in flight, its congestion window is {room}"
                 )
             if len(offers) > self.window:
-                raise BrokenPromiseError(
+                raise InvariantError(
                     f"worker {worker} offers {len(offers)} packets at once, its window is {self.window}"
                 )
         return offers
@@ -197,12 +197,12 @@ class World:
         given_up = flight - machine.in_flight
         if probes > 0:
             if given_up > PROBE_GROWTH * probes:
-                raise BrokenPromiseError(f"worker {worker} gave up {given_up} chunks after {probes} answered probes")
+                raise InvariantError(f"worker {worker} gave up {given_up} chunks after {probes} answered probes")
             return True
         if given_up != 1:
-            raise BrokenPromiseError(f"worker {worker} gave up {given_up} chunks at one timeout, not 1")
+            raise InvariantError(f"worker {worker} gave up {given_up} chunks at one timeout, not 1")
         if side.timeout_ns is not None and now_ns - side.timeout_ns < MIN_TIMEOUT_NS:
-            raise BrokenPromiseError(f"worker {worker} had two timeouts within {now_ns - side.timeout_ns} ns")
+            raise InvariantError(f"worker {worker} had two timeouts within {now_ns - side.timeout_ns} ns")
         side.timeout_ns = now_ns
         side.timeouts += 1
         return True
@@ -213,12 +213,12 @@ class World:
         if verdict.outcome == "dropped":
             where = "switch" if packet.to < 0 else "worker"
             self.drops[f"{where}.{verdict.drop}"] += 1
-            if not packet.must_drop and verdict.drop not in HONEST_DROPS:
-                raise BrokenPromiseError(f"an honest packet was dropped as {verdict.drop}: {describe(packet)}")
+            if not packet.must_drop and verdict.drop not in EXPECTED_DROPS:
+                raise InvariantError(f"an honest packet was dropped as {verdict.drop}: {describe(packet)}")
         elif packet.must_drop:
-            raise BrokenPromiseError(f"a damaged or forged packet was {verdict.outcome}: {describe(packet)}")
+            raise InvariantError(f"a damaged or forged packet was {verdict.outcome}: {describe(packet)}")
         elif verdict.outcome == "mismatch":
-            raise BrokenPromiseError(f"workers that agree were said not to: {describe(packet)}")
+            raise InvariantError(f"workers that agree were said not to: {describe(packet)}")
         return verdict
 
     # How it all stands.
@@ -232,14 +232,14 @@ class World:
         for side in self.workers:
             who, machine = f"worker {side.index}", side.machine
             if not machine.idle or side.submitted < len(self.operations):
-                raise BrokenPromiseError(f"nothing is due any more, but {who} waits for chunk {side.base}")
+                raise InvariantError(f"nothing is due any more, but {who} waits for chunk {side.base}")
             if machine.in_flight != 0 or machine.sendable() != 0 or machine.poll_timeout() != -1:
-                raise BrokenPromiseError(f"{who} is idle, yet has something in flight, to send, or a timer")
+                raise InvariantError(f"{who} is idle, yet has something in flight, to send, or a timer")
             for operation, expected, got in zip(self.operations, self._expected, side.buffers, strict=True):
                 if got != expected:
-                    raise BrokenPromiseError(f"{who} ended with a wrong result of {operation}")
+                    raise InvariantError(f"{who} ended with a wrong result of {operation}")
             if machine.retransmissions != side.sent_again:
-                raise BrokenPromiseError(
+                raise InvariantError(
                     f"{who} counts {machine.retransmissions} retransmissions, but sent {side.sent_again}"
                 )
             # Every other mark of chunk c rests on the answer to a chunk of (c, c + W) that was sent, for the first
@@ -247,7 +247,7 @@ class World:
             # brings at most PROBE_GROWTH overdue ones. All others are a timeout's, one each, or a NACK's.
             bound = side.timeouts + side.nacked + (self.window - 1 + PROBE_GROWTH) * len(self.chunks)
             if side.timeouts > now_ns // MIN_TIMEOUT_NS + 1 or side.sent_again > bound:
-                raise BrokenPromiseError(
+                raise InvariantError(
                     f"{who} sent {side.sent_again} packets again after {side.timeouts} timeouts in {now_ns} ns"
                 )
 
@@ -282,23 +282,23 @@ class World:
         header = send.header
         number: int = header.chunk
         if number >= len(self.chunks) or self.chunks[number].operation >= side.started:
-            raise BrokenPromiseError(f"{who} sends chunk {number}, which no operation has")
+            raise InvariantError(f"{who} sends chunk {number}, which no operation has")
         # The switch's whole argument rests on this rule.
         if not side.base <= number < side.base + self.window:
-            raise BrokenPromiseError(
+            raise InvariantError(
                 f"{who} sends chunk {number} with every answer up to {side.base} and window {self.window}"
             )
         if number in side.received:
-            raise BrokenPromiseError(f"{who} sends chunk {number} again although it has the answer")
+            raise InvariantError(f"{who} sends chunk {number} again although it has the answer")
         if header.packet_number <= side.packet_number:
-            raise BrokenPromiseError(f"{who} repeats packet number {header.packet_number}")
+            raise InvariantError(f"{who} repeats packet number {header.packet_number}")
         side.packet_number = header.packet_number
         again: bool = send.again
         if again != (number in side.left):
-            raise BrokenPromiseError(f"{who} sends chunk {number} with again={again}, expected {not again}")
+            raise InvariantError(f"{who} sends chunk {number} with again={again}, expected {not again}")
         chunk = self.chunks[number]
         if (send.first, send.count) != (chunk.first, chunk.count):
-            raise BrokenPromiseError(
+            raise InvariantError(
                 f"{who} sends {send.count} elements from {send.first} as chunk {number}, not {chunk}"
             )
 
@@ -315,7 +315,7 @@ class World:
         switch = self.switch
         before = switch.copy() if self._compare else None
         outcome, drop, slot, number, worker, _ = switch.handle_packet(packet.data)
-        nacks = self._nacks(header) if outcome != "dropped" or drop in HONEST_DROPS else ()
+        nacks = self._nacks(header) if outcome != "dropped" or drop in EXPECTED_DROPS else ()
         if outcome in ("stored", "completed"):
             self._count(number, worker, outcome)
             if outcome == "stored":
@@ -336,7 +336,7 @@ class World:
             return ()
         last = first + count - 1
         if first <= self._named[worker] or last + protocol.REORDER_THRESHOLD > header.packet_number:
-            raise BrokenPromiseError(
+            raise InvariantError(
                 f"worker {worker} is told of packets {first} to {last} by packet {header.packet_number}, after it was told "
                 f"of those up to {self._named[worker]}"
             )
@@ -346,18 +346,18 @@ class World:
     def _count(self, number: int, worker: int, outcome: str) -> None:
         contributed = self._contributed.setdefault(number, set())
         if worker in contributed:
-            raise BrokenPromiseError(f"worker {worker}'s contribution to chunk {number} was counted twice")
+            raise InvariantError(f"worker {worker}'s contribution to chunk {number} was counted twice")
         contributed.add(worker)
         missing = [side.index for side in self.workers if side.index not in contributed]
         if (outcome == "completed") != (not missing):
-            raise BrokenPromiseError(f"chunk {number} was {outcome} while workers {missing} are missing")
+            raise InvariantError(f"chunk {number} was {outcome} while workers {missing} are missing")
         if self.switch.missing(number) != missing:
-            raise BrokenPromiseError(f"chunk {number} misses {missing}, the switch says {self.switch.missing(number)}")
+            raise InvariantError(f"chunk {number} misses {missing}, the switch says {self.switch.missing(number)}")
 
     def _announce(self, number: int, slot: int) -> None:
         frame: bytes = self.switch.frame(slot)
         if self._kept.setdefault(number, frame) != frame:
-            raise BrokenPromiseError(f"the result of chunk {number} changed after it was announced")
+            raise InvariantError(f"the result of chunk {number} changed after it was announced")
 
     def _answer(self, slot: int, worker: int) -> Packet:
         frame: bytes = self.switch.frame(slot)
@@ -384,30 +384,30 @@ class World:
         number: int = header.chunk
         who, chunk = f"worker {side.index}", self.chunks[number]
         if number in side.received:
-            raise BrokenPromiseError(f"{who} was given chunk {number} twice")
+            raise InvariantError(f"{who} was given chunk {number} twice")
         side.received.add(number)
         expected = self._expected[chunk.operation][chunk.first_byte : chunk.end_byte]
         operation = self.operations[chunk.operation]
         if (first, header.count, header.operation) != (chunk.first, chunk.count, operation.number):
-            raise BrokenPromiseError(f"{who} was given chunk {number} as elements {first} to {first + header.count}")
+            raise InvariantError(f"{who} was given chunk {number} as elements {first} to {first + header.count}")
         if got != expected:
-            raise BrokenPromiseError(
+            raise InvariantError(
                 f"{who} was given a wrong result of chunk {number}: {got.hex()}, expected {expected.hex()}"
             )
         side.buffers[chunk.operation][chunk.first_byte : chunk.end_byte] = got
         side.unanswered[chunk.operation] -= 1
         if finished != (side.unanswered[chunk.operation] == 0):
-            raise BrokenPromiseError(f"{who}: chunk {number} came with finished={finished} for {operation}")
+            raise InvariantError(f"{who}: chunk {number} came with finished={finished} for {operation}")
         while side.base in side.received:
             side.base += 1
         if side.machine.oldest_outstanding != side.base:
-            raise BrokenPromiseError(
+            raise InvariantError(
                 f"{who} moved its window to {side.machine.oldest_outstanding}, expected {side.base}"
             )
 
     def _unchanged(self, who: str, machine: Any, before: Any, why: str) -> None:
         if before is not None and not (machine == before and machine.canonical() == before.canonical()):
-            raise BrokenPromiseError(f"{who} was changed by {why}")
+            raise InvariantError(f"{who} was changed by {why}")
 
 
 class _WorkerSide:

@@ -45,13 +45,13 @@ class Packet:
 class Copy:
     """One arrival of a packet: how much later than the latency, and what happened to its bytes."""
 
-    late_ns: int = 0
+    extra_delay_ns: int = 0
     cut_to_bytes: int | None = None
     flipped_bit: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Fate:
+class Delivery:
     """What becomes of one packet: a copy for each arrival, so none is a loss and two are a duplicate.
 
     `refused`: a worker's socket is full; the packet never leaves, and the worker is told so. (A switch that cannot
@@ -62,11 +62,11 @@ class Fate:
     refused: bool = False
 
 
-DELIVERED = Fate()
-LOST = Fate(copies=())
-REFUSED = Fate(copies=(), refused=True)
+DELIVERED = Delivery()
+LOST = Delivery(copies=())
+REFUSED = Delivery(copies=(), refused=True)
 
-FateSource = Callable[[Packet], Fate]
+DeliverySource = Callable[[Packet], Delivery]
 
 
 def _guarded_bits() -> tuple[int, ...]:
@@ -89,17 +89,17 @@ def flip(data: bytes, bit: int) -> bytes:
 
 
 class Network:
-    """Carries packets with one latency for all, plus what their fates say; counts fates by name."""
+    """Carries packets with one latency for all, plus what their deliveries say; counts deliveries by name."""
 
-    def __init__(self, clock: Clock[Any], fates: FateSource, latency_ns: int = LATENCY_NS) -> None:
+    def __init__(self, clock: Clock[Any], deliveries: DeliverySource, latency_ns: int = LATENCY_NS) -> None:
         self.counts: Counter[str] = Counter()
         self._clock = clock
-        self._fates = fates
+        self._deliveries = deliveries
         self._latency_ns = latency_ns
 
     def send(self, packet: Packet) -> bool:
         """Let the packet meet its fate. False: the socket refused it."""
-        fate = self._fates(packet)
+        fate = self._deliveries(packet)
         self.counts["sent"] += 1
         if fate.refused:
             self.counts["refused"] += 1
@@ -114,7 +114,7 @@ class Network:
 
     def _arrive(self, packet: Packet, copy: Copy) -> None:
         data, must_drop = packet.data, packet.must_drop
-        if copy.late_ns > 0:
+        if copy.extra_delay_ns > 0:
             self.counts["delayed"] += 1
         if copy.flipped_bit is not None:
             self.counts["corrupted"] += 1
@@ -126,22 +126,22 @@ class Network:
             self.counts["truncated"] += 1
             data, must_drop = data[: copy.cut_to_bytes], True
         arriving = Packet(packet.source, packet.to, data, must_drop)
-        self._clock.at(self._clock.now_ns + self._latency_ns + copy.late_ns, arriving)
+        self._clock.at(self._clock.now_ns + self._latency_ns + copy.extra_delay_ns, arriving)
 
 
-class ListedFates:
+class ListedDeliveries:
     """The n-th packet meets the n-th fate; all packets after the list are delivered: a network that is fair at last."""
 
-    def __init__(self, fates: Sequence[Fate]) -> None:
-        self._fates = iter(tuple(fates))
+    def __init__(self, deliveries: Sequence[Delivery]) -> None:
+        self._deliveries = iter(tuple(deliveries))
 
-    def __call__(self, packet: Packet) -> Fate:
-        return next(self._fates, DELIVERED)
+    def __call__(self, packet: Packet) -> Delivery:
+        return next(self._deliveries, DELIVERED)
 
 
 @dataclass(frozen=True)
 class Ratios:
-    """How often each fate befalls a packet, each drawn for itself; `late_ns` is the longest delay."""
+    """How often each fate befalls a packet, each drawn for itself; `extra_delay_ns` is the longest delay."""
 
     loss: float = 0.0
     duplicate: float = 0.0
@@ -149,25 +149,25 @@ class Ratios:
     truncate: float = 0.0
     corrupt: float = 0.0
     refuse: float = 0.0
-    late_ns: int = 50 * LATENCY_NS
+    extra_delay_ns: int = 50 * LATENCY_NS
 
     def __post_init__(self) -> None:
         for name in ("loss", "duplicate", "delay", "truncate", "corrupt", "refuse"):
             # At 1 nothing would ever get through, and the run could only end at its bound.
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"{name} is a ratio from 0 to below 1, not {getattr(self, name)}")
-        if self.late_ns < 1:
-            raise ValueError(f"late_ns is at least 1, not {self.late_ns}")
+        if self.extra_delay_ns < 1:
+            raise ValueError(f"extra_delay_ns is at least 1, not {self.extra_delay_ns}")
 
 
-class SeededFates:
+class SeededDeliveries:
     """Fates by chance, the same for the same seed."""
 
     def __init__(self, chance: random.Random, ratios: Ratios) -> None:
         self._chance = chance
         self._ratios = ratios
 
-    def __call__(self, packet: Packet) -> Fate:
+    def __call__(self, packet: Packet) -> Delivery:
         chance, ratios = self._chance.random, self._ratios
         if chance() < ratios.refuse:
             return REFUSED
@@ -177,14 +177,14 @@ class SeededFates:
         # Bounded, so that a packet is never copied without end.
         while copies < 4 and chance() < ratios.duplicate:
             copies += 1
-        return Fate(tuple(self._copy(packet) for _ in range(copies)))
+        return Delivery(tuple(self._copy(packet) for _ in range(copies)))
 
     def _copy(self, packet: Packet) -> Copy:
         chance, ratios = self._chance, self._ratios
-        late_ns = 0
+        extra_delay_ns = 0
         if chance.random() < ratios.delay:
             # Squared: most are a little late, a few are late by many turns of the window.
-            late_ns = 1 + int(chance.random() ** 2 * ratios.late_ns)
+            extra_delay_ns = 1 + int(chance.random() ** 2 * ratios.extra_delay_ns)
         cut = chance.randrange(len(packet.data)) if chance.random() < ratios.truncate else None
         bit = chance.choice(GUARDED_BITS) if chance.random() < ratios.corrupt else None
-        return Copy(late_ns, cut, bit)
+        return Copy(extra_delay_ns, cut, bit)

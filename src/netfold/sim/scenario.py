@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from netfold.sim import values
-from netfold.sim.network import LATENCY_NS, Ratios, SeededFates
+from netfold.sim.network import LATENCY_NS, Ratios, SeededDeliveries
 from netfold.sim.simulation import Simulation
 from netfold.sim.harness import Operation
 
@@ -26,7 +26,7 @@ class Scenario:
     loss: float = 0.02
     duplicate: float = 0.02
     delay: float = 0.05
-    late_us: int = 500  # the longest delay
+    extra_delay_us: int = 500  # the longest delay
     truncate: float = 0.005
     corrupt: float = 0.005
     refuse: float = 0.01  # the socket is full
@@ -67,15 +67,15 @@ class Scenario:
             payload_bytes=self.payload_bytes,
             operations=operations,
             calls_ns=[self._calls_ns(chance) for _ in range(self.workers)],
-            fates=SeededFates(chance, self._ratios()),
+            deliveries=SeededDeliveries(chance, self._ratios()),
             replay=self.command(),
             leaves=self.below,
             **how,
         )
 
     def _ratios(self) -> Ratios:
-        late_ns = max(1, self.late_us * 1000)
-        return Ratios(self.loss, self.duplicate, self.delay, self.truncate, self.corrupt, self.refuse, late_ns=late_ns)
+        extra_delay_ns = max(1, self.extra_delay_us * 1000)
+        return Ratios(self.loss, self.duplicate, self.delay, self.truncate, self.corrupt, self.refuse, extra_delay_ns=extra_delay_ns)
 
     def _operation(self, number: int, chance: random.Random) -> Operation:
         elements = chance.randint(1, self.max_elements)

@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from netfold.sim.clock import Clock
-from netfold.sim.network import LATENCY_NS, FateSource, Network, Packet
-from netfold.sim.tree import TreeWorld
-from netfold.sim.harness import BrokenPromiseError, Contributions, Identity, Operation, Verdict, World, describe
+from netfold.sim.network import LATENCY_NS, DeliverySource, Network, Packet
+from netfold.sim.tree import TreeHarness
+from netfold.sim.harness import InvariantError, Contributions, Identity, Operation, Verdict, Harness, describe
 from netfold.sim.harness import seeded_contributions as _seeded_contributions
 
 # When a worker whose socket was full tries again.
@@ -35,14 +35,14 @@ class Timer:
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
+class Writable:
     """The worker's socket takes packets again."""
 
     worker: int
 
 
 @dataclass(frozen=True, slots=True)
-class Paced:
+class PacingTimer:
     """The worker sends what its pacing held back."""
 
     worker: int
@@ -55,7 +55,7 @@ class Lost:
     packet: Packet
 
 
-Event = Packet | Call | Timer | Room | Paced | Lost
+Event = Packet | Call | Timer | Writable | PacingTimer | Lost
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +100,7 @@ class Simulation:
 
     operations: called by every worker in this order.
     calls_ns: by worker, when it calls each operation; by default all at 0. Stragglers have later times.
-    fates: what becomes of each packet, in order of sending; fair in the end, else the run ends at `max_events`.
+    deliveries: what becomes of each packet, in order of sending; fair in the end, else the run ends at `max_events`.
     injected: packets from nowhere: garbage, forgeries, a former life's. All must be dropped, so each is `must_drop`.
     replay: how to run this again, for the message of a failure.
     watch: called with every event after it has happened.
@@ -114,7 +114,7 @@ class Simulation:
         window: int,
         payload_bytes: int,
         operations: Sequence[Operation],
-        fates: FateSource,
+        deliveries: DeliverySource,
         calls_ns: Sequence[Sequence[int]] | None = None,
         injected: Sequence[tuple[int, Packet]] = (),
         contributions: Contributions = _seeded_contributions,
@@ -127,7 +127,7 @@ class Simulation:
         leaves: Sequence[int] = (),
     ) -> None:
         tree = {"leaves": leaves} if leaves else {}
-        self.world: World = (TreeWorld if leaves else World)(
+        self.harness: Harness = (TreeHarness if leaves else Harness)(
             **tree,
             workers=workers,
             window=window,
@@ -138,13 +138,13 @@ class Simulation:
             compare_machines=compare_machines,
         )
         self.clock: Clock[Event] = Clock()
-        self.network = Network(self.clock, fates, latency_ns)
+        self.network = Network(self.clock, deliveries, latency_ns)
         self._replay = replay
         self._watch = watch
         self._past: deque[Record] = deque(maxlen=_REMEMBERED_EVENTS)
         self._lost: list[Packet] = []  # of what the present event sent
         self._events = 0
-        packets = 2 * workers * len(self.world.chunks)
+        packets = 2 * workers * len(self.harness.chunks)
         self._max_events = max_events or 10_000 + 100 * packets + 4 * len(injected)
         self._timer_ns: list[int | None] = [None] * workers
         self._paced_ns: list[int | None] = [None] * workers
@@ -167,22 +167,22 @@ class Simulation:
             while (event := self.clock.next()) is not None:
                 self._events += 1
                 if self._events > self._max_events:
-                    raise BrokenPromiseError(f"the run did not end within {self._max_events} events")
+                    raise InvariantError(f"the run did not end within {self._max_events} events")
                 self._happen(event)
-            self.world.check_finished(self.clock.now_ns)
-        except BrokenPromiseError as broken:
+            self.harness.check_finished(self.clock.now_ns)
+        except InvariantError as broken:
             raise SimulationError(self._report(broken)) from broken
         return Summary(
             events=self._events,
             duration_ns=self.clock.now_ns,
             packets=self.network.counts,
-            drops=self.world.drops,
-            timeouts=sum(side.timeouts for side in self.world.workers),
-            retransmissions=sum(side.sent_again for side in self.world.workers),
+            drops=self.harness.drops,
+            timeouts=sum(side.timeouts for side in self.harness.workers),
+            retransmissions=sum(side.sent_again for side in self.harness.workers),
         )
 
     def _happen(self, event: Event) -> None:
-        world, now_ns = self.world, self.clock.now_ns
+        world, now_ns = self.harness, self.clock.now_ns
         self._past.append(Record(now_ns, event))  # before, so that a failure shows what broke it
         verdict = None
         match event:
@@ -201,10 +201,10 @@ class Simulation:
                     self._timer_ns[worker] = None
                 world.timeout(worker, now_ns)
                 self._serve(worker)
-            case Room(worker):
+            case Writable(worker):
                 self._room_awaited[worker] = False
                 self._serve(worker)
-            case Paced(worker):
+            case PacingTimer(worker):
                 if self._paced_ns[worker] == now_ns:
                     self._paced_ns[worker] = None
                 self._serve(worker)
@@ -218,12 +218,12 @@ class Simulation:
         """Send what the worker offers, as far as its socket takes it, and set its timer."""
         if not self._room_awaited[worker]:
             self._send(worker)
-        machine = self.world.workers[worker].machine
+        machine = self.harness.workers[worker].machine
         send_ns: int = machine.next_send_ns()
         waking_ns = self._paced_ns[worker]
         if send_ns >= 0 and not self._room_awaited[worker] and (waking_ns is None or send_ns < waking_ns):
             self._paced_ns[worker] = send_ns
-            self.clock.at(send_ns, Paced(worker))
+            self.clock.at(send_ns, PacingTimer(worker))
         due_ns: int = machine.poll_timeout()
         ringing_ns = self._timer_ns[worker]
         # A timer that rings too early is harmless (and must be); it is set anew then.
@@ -232,15 +232,15 @@ class Simulation:
             self.clock.at(due_ns, Timer(worker))
 
     def _send(self, worker: int) -> None:
-        offers = self.world.offers(worker, self.clock.now_ns)
+        offers = self.harness.offers(worker, self.clock.now_ns)
         for place, offer in enumerate(offers):
             if self._give(offer.packet):
-                self.world.sent(worker, offer)
+                self.harness.sent(worker, offer)
                 continue
             for kept in offers[place:]:
-                self.world.not_sent(worker, kept)
+                self.harness.not_sent(worker, kept)
             self._room_awaited[worker] = True
-            self.clock.at(self.clock.now_ns + _ROOM_AFTER_NS, Room(worker))
+            self.clock.at(self.clock.now_ns + _ROOM_AFTER_NS, Writable(worker))
             return
 
     def _give(self, packet: Packet) -> bool:
@@ -251,11 +251,11 @@ class Simulation:
             self._lost.append(packet)
         return left
 
-    def _report(self, broken: BrokenPromiseError) -> str:
+    def _report(self, broken: InvariantError) -> str:
         lines = [str(broken), f"at {self.clock.now_ns} ns, event {self._events}"]
         if self._replay:
             lines.append(f"replay: {self._replay}")
-        lines += self.world.state()
+        lines += self.harness.state()
         lines.append(f"the last {len(self._past)} events:")
         lines += [f"  {record}" for record in self._past]
         return "\n".join(lines)

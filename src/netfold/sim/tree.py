@@ -13,10 +13,10 @@ from typing import Any
 from netfold._native import protocol
 from netfold.sim import values
 from netfold.sim.network import SWITCH, Packet, address_of
-from netfold.sim.harness import HONEST_DROPS, BrokenPromiseError, Operation, Verdict, World
+from netfold.sim.harness import EXPECTED_DROPS, InvariantError, Operation, Verdict, Harness
 
 
-class TreeWorld(World):
+class TreeHarness(Harness):
     """leaves: how many of the workers are below each, in order. Each link has a life of its own."""
 
     def __init__(self, *, leaves: Sequence[int], **how: Any) -> None:
@@ -55,10 +55,10 @@ class TreeWorld(World):
 
     def _fold(self, operation: Operation, terms: Sequence[values.Array]) -> values.Array:
         sums = [self._fold_of(operation, leaf, terms) for leaf in range(len(self._below))]
-        return values.fold(operation.reduce, operation.wire, sums)
+        return values.reference_reduce(operation.reduce, operation.wire, sums)
 
     def _fold_of(self, operation: Operation, leaf: int, terms: Sequence[values.Array]) -> values.Array:
-        total = values.fold(operation.reduce, operation.wire, [terms[worker] for worker in self._below[leaf]])
+        total = values.reference_reduce(operation.reduce, operation.wire, [terms[worker] for worker in self._below[leaf]])
         self._sums[leaf, operation.number] = total.tobytes()
         return total
 
@@ -78,7 +78,7 @@ class TreeWorld(World):
             return Verdict("dropped", "source")
         outcome, drop, slot, number, worker, _ = side.machine.handle_packet(packet.data)
         answers: tuple[Packet, ...] = ()
-        if outcome != "dropped" or drop in HONEST_DROPS:
+        if outcome != "dropped" or drop in EXPECTED_DROPS:
             answers = side.nacks(header)
         if outcome in ("stored", "completed", "summed"):
             side.count(number, worker, outcome)
@@ -90,30 +90,30 @@ class TreeWorld(World):
             answers += tuple(side.answer(number, slot, child) for child in children)
         elif outcome == "resend_result":
             answers += (side.answer(number, slot, children[worker]),)
-        return Verdict(outcome, drop, answers + self._climb(side))
+        return Verdict(outcome, drop, answers + self._send_to_parent(side))
 
     def _from_parent(self, side: _SwitchSide, packet: Packet, before: Any) -> Verdict:
         outcome, drop, slot, number, _, _ = side.machine.handle_parent(packet.data)
         header = protocol.Header.parse(packet.data)
         if outcome == "completed":
             if number in side.results:
-                raise BrokenPromiseError(f"{side.name} took the result of chunk {number} twice")
+                raise InvariantError(f"{side.name} took the result of chunk {number} twice")
             side.results.add(number)
             side.sender.handle_result(slot, header.packet_number)
             answers = tuple(side.answer(number, slot, child) for child in side.children)
-            return Verdict(outcome, drop, answers + self._climb(side))
+            return Verdict(outcome, drop, answers + self._send_to_parent(side))
         self._unchanged(side.name, side.machine, before, f"a packet of its parent that was {outcome}")
         if outcome == "nack" and side.sender.handle_nack(header.chunk, header.elements) == 0:
             return Verdict("dropped", "stale")
-        return Verdict(outcome, drop, self._climb(side))
+        return Verdict(outcome, drop, self._send_to_parent(side))
 
-    def _climb(self, side: _SwitchSide) -> tuple[Packet, ...]:
+    def _send_to_parent(self, side: _SwitchSide) -> tuple[Packet, ...]:
         """All that it sends up now."""
         packets: list[Packet] = []
         while side.sender is not None and (send := side.sender.poll_send()) is not None:
             slot, packet_number = send
             if packet_number <= side.packet_number:
-                raise BrokenPromiseError(f"{side.name} repeats packet number {packet_number}")
+                raise InvariantError(f"{side.name} repeats packet number {packet_number}")
             side.packet_number = packet_number
             data: bytes = side.machine.sum(slot, packet_number)
             header = protocol.Header.parse(data)
@@ -121,9 +121,9 @@ class TreeWorld(World):
             leaf = self._leaf_of[side.children[0]]
             expected = self._sums[leaf, self.operations[chunk.operation].number][chunk.first_byte : chunk.end_byte]
             if data[protocol.HEADER_BYTES :] != expected.ljust(len(data) - protocol.HEADER_BYTES, b"\0"):
-                raise BrokenPromiseError(f"{side.name} sends a wrong sum of chunk {header.chunk} up")
+                raise InvariantError(f"{side.name} sends a wrong sum of chunk {header.chunk} up")
             if len(packets) > protocol.job_slots(self.window):
-                raise BrokenPromiseError(f"{side.name} sends more sums at once than it has slots")
+                raise InvariantError(f"{side.name} sends more sums at once than it has slots")
             packets.append(Packet(side.address, SWITCH, data))
         return tuple(packets)
 
@@ -157,17 +157,17 @@ class _SwitchSide:
     def count(self, number: int, worker: int, outcome: str) -> None:
         contributed = self._contributed.setdefault(number, set())
         if worker in contributed:
-            raise BrokenPromiseError(f"{self.name} counted contribution {worker} to chunk {number} twice")
+            raise InvariantError(f"{self.name} counted contribution {worker} to chunk {number} twice")
         contributed.add(worker)
         missing = [each for each in range(len(self.children)) if each not in contributed]
         full = "completed" if self.parent is None else "summed"
         if outcome != ("stored" if missing else full):
-            raise BrokenPromiseError(f"{self.name}: chunk {number} was {outcome} while {missing} are missing")
+            raise InvariantError(f"{self.name}: chunk {number} was {outcome} while {missing} are missing")
         if self.machine.missing(number) != missing:
-            raise BrokenPromiseError(f"{self.name}: chunk {number} misses {missing}, and it says otherwise")
+            raise InvariantError(f"{self.name}: chunk {number} misses {missing}, and it says otherwise")
 
     def answer(self, number: int, slot: int, child: int) -> Packet:
         frame: bytes = self.machine.frame(slot)
         if self._kept.setdefault(number, frame) != frame:
-            raise BrokenPromiseError(f"{self.name}: the result of chunk {number} changed after it was announced")
+            raise InvariantError(f"{self.name}: the result of chunk {number} changed after it was announced")
         return Packet(self.address, child, frame)

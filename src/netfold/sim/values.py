@@ -47,7 +47,7 @@ WIRES = {
 REDUCES = {"sum": 0, "product": 1, "min": 2, "max": 3, "band": 4, "bor": 5, "bxor": 6}
 BITWISE = ("band", "bor", "bxor")
 
-_FOLDS: dict[str, Callable[[Array, Array], Array]] = {
+_REDUCTIONS: dict[str, Callable[[Array, Array], Array]] = {
     "sum": np.add,
     "product": np.multiply,
     "min": np.minimum,
@@ -107,9 +107,9 @@ def from_f32(wire: str, values: Array) -> Array:
         return values.astype(WIRES[wire].storage)
 
 
-def fold(reduce: str, wire: str, contributions: Sequence[Array]) -> Array:
+def reference_reduce(reduce: str, wire: str, contributions: Sequence[Array]) -> Array:
     """op(...op(op(c[0], c[1]), c[2])...), bit for bit what every worker must get."""
-    combine = _FOLDS[reduce]
+    combine = _REDUCTIONS[reduce]
     narrow = wire in ("f16", "bf16")
     terms = [to_f32(wire, values) for values in contributions] if narrow else list(contributions)
     total = terms[0]
