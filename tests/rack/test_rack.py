@@ -13,7 +13,7 @@ import pytest
 from endings import has_ended
 
 from netfold.rack import Rack, RackError, cleanup, names
-from netfold.rack.delay_links import Cables
+from netfold.rack.delay_links import DelayLinks
 from netfold.rack.command import missing
 from netfold.rack.processes import Process, spawn, supervise
 from netfold.rack.topology import End
@@ -223,8 +223,8 @@ def test_nothing_is_left_after_a_signal(number: signal.Signals) -> None:
     assert nothing_is_left(rack_id)
 
 
-def warden_of(rack_id: str) -> int:
-    (found,) = subprocess.run(["pgrep", "-f", f"warden.*{rack_id}"], capture_output=True).stdout.split()
+def reaper_of(rack_id: str) -> int:
+    (found,) = subprocess.run(["pgrep", "-f", f"reaper.*{rack_id}"], capture_output=True).stdout.split()
     return int(found)
 
 
@@ -238,15 +238,15 @@ def gone_within_s(rack_id: str, limit_s: float) -> bool:
 def test_nothing_is_left_of_a_rack_whose_process_was_killed() -> None:
     process = rack_run("sh", "-c", "ip netns identify; trap '' TERM; sleep 60")
     rack_id = rack_id_in(process)
-    warden = warden_of(rack_id)
+    reaper = reaper_of(rack_id)
     process.kill()
     process.wait()
     # The hosts' processes do not heed SIGTERM.
     assert gone_within_s(rack_id, 20)
     deadline = time.monotonic() + 5
-    while not has_ended(warden) and time.monotonic() < deadline:
+    while not has_ended(reaper) and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert has_ended(warden)
+    assert has_ended(reaper)
 
 
 def test_a_process_that_a_killed_rack_has_forked_keeps_nothing_alive() -> None:
@@ -275,7 +275,7 @@ def test_down_removes_what_a_killed_rack_left_and_spares_a_living_one() -> None:
     with Rack(1, "1gbit") as living:
         process = rack_run("sh", "-c", "ip netns identify; sleep 60")
         rack_id = rack_id_in(process)
-        os.kill(warden_of(rack_id), signal.SIGKILL)
+        os.kill(reaper_of(rack_id), signal.SIGKILL)
         process.kill()
         process.wait()
         assert not nothing_is_left(rack_id)
@@ -339,7 +339,7 @@ def test_packets_through_a_link_that_takes_time_come_whole_and_in_the_switch_add
 
 def test_a_cable_into_a_namespace_that_is_not_there_is_refused_with_its_name() -> None:
     with pytest.raises(RackError, match="nf-no-such"):
-        Cables().add(End("nf-no-such", "a"), End("nf-no-such", "b"), 1000)
+        DelayLinks().add(End("nf-no-such", "a"), End("nf-no-such", "b"), 1000)
 
 
 def test_a_rack_of_racks_has_a_leaf_in_each_where_asked() -> None:

@@ -6,7 +6,7 @@ from netfold.rack import Rack, names
 from netfold.rack.check import judge, ways
 from netfold.rack.link import BURST_BYTES, Link, loss_rules, parse_link
 from netfold.rack.topology import End, Layout, build_steps
-from netfold.rack.measure import Measured
+from netfold.rack.measure import Measurement
 
 
 @pytest.mark.parametrize(
@@ -145,7 +145,7 @@ def test_what_cannot_be_built_is_refused(wrong: dict[str, object], why: str) -> 
         Rack(2, "1gbit", **wrong)  # type: ignore[arg-type]
 
 
-GOOD = Measured(round_trip_s=110e-6, mss=1448, stream_bits=0.9e9, sent=10_000, there=9_990, back=9_991)
+GOOD = Measurement(round_trip_s=110e-6, mss=1448, stream_bits=0.9e9, sent=10_000, there=9_990, back=9_991)
 
 
 @pytest.mark.parametrize(
@@ -163,7 +163,7 @@ GOOD = Measured(round_trip_s=110e-6, mss=1448, stream_bits=0.9e9, sent=10_000, t
     ],
 )
 def test_a_check_names_what_is_not_as_asked(change: dict[str, float], bad: str | None) -> None:
-    found = judge("h0 to h1", [Link(10**9, 0.001, 50_000)], 1500, Measured(**{**GOOD.__dict__, **change}))
+    found = judge("h0 to h1", [Link(10**9, 0.001, 50_000)], 1500, Measurement(**{**GOOD.__dict__, **change}))
     assert [finding.what.split(",")[0] for finding in found if not finding.good] == ([] if bad is None else [bad])
 
 

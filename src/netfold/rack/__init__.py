@@ -12,7 +12,7 @@
 
 May use: the standard library and iproute2 (`ip`, `tc`), and with loss nftables (`nft`) and ethtool. No torch.
 Must always hold: nothing is created outside our own namespaces; when a rack ends, its processes and namespaces
-are gone, after SIGKILL a moment later (`reaper`); where the warden is killed too, `netfold rack down` does it; only
+are gone, after SIGKILL a moment later (`reaper`); where the reaper is killed too, `netfold rack down` does it; only
 processes inside our namespaces, or started by this rack, are ever signalled.
 One command that tests it (as root): pytest tests/rack
 """

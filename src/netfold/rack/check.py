@@ -7,7 +7,7 @@ from typing import NamedTuple
 from netfold.rack.link import Link
 from netfold.rack.rack import Rack
 from netfold.rack.topology import Layout
-from netfold.rack.measure import Measured, measure, payload_share
+from netfold.rack.measure import Measurement, measure, payload_share
 
 # A shaper may be below its rate by what a busy machine costs; TCP pays for losses besides.
 LEAST_RATE, LEAST_RATE_LOSSY = 0.85, 0.5
@@ -46,7 +46,7 @@ def ways(layout: Layout) -> list[tuple[str, int, int | None]]:
     return found
 
 
-def judge(way: str, links: list[Link], mtu: int, found: Measured) -> list[Finding]:
+def judge(way: str, links: list[Link], mtu: int, found: Measurement) -> list[Finding]:
     """Pure: what `links`, in a row, should do to packets of `mtu`, against what was found."""
     rate = min(link.rate_bits for link in links)
     delay_s = sum(link.delay_ns for link in links) / 1e9

@@ -1,7 +1,7 @@
 """What a rack leaves on the machine, and how to take it away: namespaces, processes inside, a state file.
 
 The state file /run/netfold/<id> is locked by the rack's own process for as long as that lives. The kernel
-lets go of the lock at any death, SIGKILL included; a free lock says that its warden cleans up, or, where that was
+lets go of the lock at any death, SIGKILL included; a free lock says that its reaper cleans up, or, where that was
 killed too, nobody.
 """
 
@@ -68,7 +68,7 @@ def remove(rack_id: str) -> None:
         try:
             run(["ip", "netns", "delete", namespace])
         except RackError:
-            # A warden and `rack down` may be at it at once.
+            # A reaper and `rack down` may be at it at once.
             if namespace in _namespaces():
                 raise
     (STATE_FOLDER / rack_id).unlink(missing_ok=True)

@@ -15,7 +15,7 @@ from netfold.rack.topology import End
 NAMESPACES = "/run/netns"
 
 
-class Cables:
+class DelayLinks:
     """Those of one rack. Costs nothing where there are none."""
 
     def __init__(self) -> None:

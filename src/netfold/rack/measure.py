@@ -38,7 +38,7 @@ _END = struct.pack("!I", 0xFFFFFFFF)
 
 
 @dataclass(frozen=True)
-class Measured:
+class Measurement:
     """round_trip_s: of 4 bytes, warm, the median; mss: payload bytes of a full TCP packet; stream_bits: payload a
     second of one TCP stream; there, back: of `sent` datagrams each way, those that came."""
 
@@ -55,7 +55,7 @@ def payload_share(mss: int) -> float:
     return mss / (mss + HEADER_BYTES)
 
 
-def measure(rack: Rack, host: int, other: int | None, rate_bits: int) -> Measured:
+def measure(rack: Rack, host: int, other: int | None, rate_bits: int) -> Measurement:
     """Between a host and another, or the aggregator's place (None). rate_bits: of the wire, for how much to send.
 
     Takes some 6 s. Raises RackError.
@@ -71,7 +71,7 @@ def measure(rack: Rack, host: int, other: int | None, rate_bits: int) -> Measure
         if outcome.exit_code != 0:
             said = "\n".join(process.communicate()[0] for process in processes)
             raise RackError(f"the measurement from host {host} to {address} failed; it said: {said}")
-        return Measured(**json.loads(result.read_text()))
+        return Measurement(**json.loads(result.read_text()))
 
 
 def _serve(host: str, rate_bits: int) -> None:
@@ -116,7 +116,7 @@ def _measure(host: str, rate_bits: int, result: str) -> None:
         stream.sendall(b"turn")
         back = _count(datagrams)
         stream.sendall(b"done")
-    found = Measured(statistics.median(trips), mss, size * 8 / taken_s, sent, there, back)
+    found = Measurement(statistics.median(trips), mss, size * 8 / taken_s, sent, there, back)
     Path(result).write_text(json.dumps(found.__dict__))
 
 

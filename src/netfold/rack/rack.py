@@ -8,12 +8,12 @@ from types import TracebackType
 
 from netfold.rack import cleanup, names
 from netfold.rack.aggregator import aggregator_argv, start_aggregator
-from netfold.rack.delay_links import Cables
+from netfold.rack.delay_links import DelayLinks
 from netfold.rack.command import RackError, missing, run
 from netfold.rack.link import parse_link, single_packets_command
 from netfold.rack.processes import Process, spawn, stop, uninterrupted
 from netfold.rack.topology import End, Layout, build_steps
-from netfold.rack.reaper import Warden
+from netfold.rack.reaper import Reaper
 
 
 class Rack:
@@ -53,9 +53,9 @@ class Rack:
         self.switch_address: str | None = None
         self.leaf_addresses: list[str] = []  # by rack, where there is a switch in each
         self._processes: list[Process] = []
-        self._cables = Cables()
+        self._delay_links = DelayLinks()
         self._claim: int | None = None
-        self._warden: Warden | None = None
+        self._reaper: Reaper | None = None
 
     def __enter__(self) -> "Rack":
         lack = missing(loss=self.link.loss_ratio > 0, delay=self.link.delay_ns > 0)
@@ -63,13 +63,13 @@ class Rack:
             raise RackError(lack)
         try:
             self._claim = cleanup.claim(self.rack_id)
-            self._warden = Warden(self.rack_id)
+            self._reaper = Reaper(self.rack_id)
             for step in build_steps(self.rack_id, self.layout):
                 if step.ends is None:
                     run(step.argv, step.stdin)
                 else:
-                    self._cables.add(*step.ends, step.delay_ns)
-            self._cables.start()
+                    self._delay_links.add(*step.ends, step.delay_ns)
+            self._delay_links.start()
         except BaseException:
             self._tear_down()
             raise
@@ -106,7 +106,7 @@ class Rack:
         end, far = End(namespace, names.HOST_INTERFACE), self._switch_end(host)
         for each in (end, far):
             run(single_packets_command(each.namespace, each.device))
-        self._cables.disturb(end, duplicate_ratio, reorder_ratio, reorder_ns, seed)
+        self._delay_links.disturb(end, duplicate_ratio, reorder_ratio, reorder_ns, seed)
 
     def _switch_end(self, host: int) -> End:
         one_rack = self.layout.uplink is None
@@ -155,10 +155,10 @@ class Rack:
             stop(self._processes)
             if self._claim is not None:
                 try:
-                    self._cables.stop()
+                    self._delay_links.stop()
                     cleanup.remove(self.rack_id)
                 finally:
                     os.close(self._claim)
                     self._claim = None
-                    if self._warden is not None:
-                        self._warden.let_go()
+                    if self._reaper is not None:
+                        self._reaper.release()

@@ -16,20 +16,20 @@ from netfold.rack.command import RackError
 _LEAVE_S = 10.0
 
 
-class Warden:
+class Reaper:
     """Stands by `rack_id` until it is let go, or this process dies. Cost: a Python of its own, started in the back."""
 
     def __init__(self, rack_id: str) -> None:
         # Nothing of ours is kept open by it: whoever reads our output sees its end when we have ended.
         self._process = subprocess.Popen(
-            [sys.executable, "-c", f"from {__name__} import stand_by; stand_by({rack_id!r}, {os.getpid()})"],
+            [sys.executable, "-c", f"from {__name__} import reap_when_orphaned; reap_when_orphaned({rack_id!r}, {os.getpid()})"],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             start_new_session=True,
         )
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """The rack is gone, or this process is about to end and will not come back for it."""
         assert self._process.stdin is not None
         self._process.stdin.close()
@@ -40,7 +40,7 @@ class Warden:
             self._process.wait()
 
 
-def stand_by(rack_id: str, owner: int) -> None:
+def reap_when_orphaned(rack_id: str, owner: int) -> None:
     """The process itself: waits until standard input ends or `owner` has died, then removes what there is."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
