@@ -19,9 +19,9 @@ from netfold.bench.report import Row, make_rows, total_wrong
 from netfold.bench.backends import parse_side
 from netfold.bench.sizes import DTYPES
 from netfold.cli.bench import app
-from netfold.rack.command import missing
+from netfold.rack.command import why_unavailable
 
-LACK = missing(loss=False)
+LACK = why_unavailable(loss=False)
 pytestmark = [pytest.mark.torch, pytest.mark.jobs]
 
 

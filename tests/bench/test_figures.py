@@ -23,9 +23,9 @@ from netfold.bench.figures.mpi import said_of, series_of
 from netfold.bench.figures.replay import NETFOLD, fitting_rounds
 from netfold.bench.rack_runner import Turn
 from netfold.cli.bench import app
-from netfold.rack.command import missing
+from netfold.rack.command import why_unavailable
 
-LACK = missing(loss=False)
+LACK = why_unavailable(loss=False)
 CIRCUMSTANCES = {
     "machine": {"cpu": "a processor", "cores": 2, "kernel": "6.0"},
     "versions": {"netfold": "0"},
@@ -277,7 +277,7 @@ def test_without_root_nothing_is_touched_and_the_figures_that_need_it_are_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("matplotlib")
-    monkeypatch.setattr(run, "missing", lambda *, loss: "a rack needs root")
+    monkeypatch.setattr(run, "why_unavailable", lambda *, loss: "a rack needs root")
     done = CliRunner().invoke(app, ["figures", str(tmp_path / "new"), "--only", "hosts", "--only", "loss"])
     assert done.exit_code == 2
     assert "a rack needs root; without it none of these can be drawn: hosts, loss" in done.stderr
@@ -298,7 +298,7 @@ def staged(monkeypatch: pytest.MonkeyPatch, **measures: Callable[[Share, Taken],
     for name, measure in measures.items():
         figure: Figure = replace(FIGURES[name], measure=measure)
         monkeypatch.setitem(FIGURES, name, figure)
-    monkeypatch.setattr(run, "missing", lambda *, loss: None)
+    monkeypatch.setattr(run, "why_unavailable", lambda *, loss: None)
 
 
 def take(name: str) -> Callable[[Share, Taken], None]:

@@ -13,9 +13,9 @@ from netfold.bench.program import build_program
 from netfold.bench.step import measure_models, total_wrong
 from netfold.cli.bench import app
 from netfold.plan.model.catalogue import find_model
-from netfold.rack.command import missing
+from netfold.rack.command import why_unavailable
 
-LACK = missing(loss=False)
+LACK = why_unavailable(loss=False)
 pytestmark = pytest.mark.torch
 
 

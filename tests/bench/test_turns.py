@@ -15,10 +15,10 @@ from netfold.bench.machine import congestion_controls
 from netfold.bench.mpi_peers import find_mpi
 from netfold.bench.rack_runner import Way, gather, set_congestion_control, set_loss
 from netfold.rack import Rack
-from netfold.rack.command import missing
+from netfold.rack.command import why_unavailable
 from netfold.rack.names import host_namespace
 
-LACK = missing(loss=True)
+LACK = why_unavailable(loss=True)
 pytestmark = [
     pytest.mark.rack,
     pytest.mark.torch,

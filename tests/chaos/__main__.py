@@ -23,7 +23,7 @@ from report import Row, commit, table, write
 from schedule import KIND_OF, draw
 from verdict import problems
 
-from netfold.rack.command import RackError, missing
+from netfold.rack.command import RackError, why_unavailable
 
 
 def main() -> int:
@@ -37,7 +37,7 @@ def main() -> int:
     parser.add_argument("--keep", type=Path, help="keep logs and steps of failed schedules in this folder")
     parser.add_argument("--for-s", type=float, default=float("inf"), help="begin no schedule after so many seconds")
     options = parser.parse_args()
-    lack = missing(loss=True, delay=True)
+    lack = why_unavailable(loss=True, delay=True)
     if lack is not None:
         print(lack, file=sys.stderr)
         return 2

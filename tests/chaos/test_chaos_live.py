@@ -14,9 +14,9 @@ from schedule import SHAPES, Fault, Schedule
 from verdict import problems
 
 from netfold.rack import Rack, names
-from netfold.rack.command import missing
+from netfold.rack.command import why_unavailable
 
-LACK = missing(loss=True, delay=True)
+LACK = why_unavailable(loss=True, delay=True)
 pytestmark = [pytest.mark.rack, pytest.mark.skipif(LACK is not None, reason=str(LACK))]
 
 SECONDS = 8.0

@@ -14,11 +14,11 @@ from endings import has_ended
 
 from netfold.rack import Rack, RackError, cleanup, names
 from netfold.rack.delay_links import DelayLinks
-from netfold.rack.command import missing
+from netfold.rack.command import why_unavailable
 from netfold.rack.processes import Process, spawn, supervise
 from netfold.rack.topology import End
 
-LACK = missing(loss=True, delay=True)
+LACK = why_unavailable(loss=True, delay=True)
 pytestmark = [pytest.mark.rack, pytest.mark.skipif(LACK is not None, reason=str(LACK))]
 
 # Ethernet, IPv4 and TCP with time stamps: what a full packet carries of what the shaper counts.

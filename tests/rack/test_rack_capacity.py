@@ -23,12 +23,12 @@ from load import seconds
 
 from netfold.rack import Rack
 from netfold.rack.aggregator import aggregator_argv, start_aggregator
-from netfold.rack.command import missing, run
+from netfold.rack.command import why_unavailable, run
 from netfold.rack.link import parse_link, shape_command
 from netfold.rack.names import HOST_INTERFACE, SWITCH_PORT, aggregator_namespace, host_address, switch_namespace
 from netfold.rack.processes import Process
 
-LACK = missing(loss=True)
+LACK = why_unavailable(loss=True)
 pytestmark = [pytest.mark.rack, pytest.mark.skipif(LACK is not None, reason=str(LACK))]
 
 HOSTS = 4

@@ -18,10 +18,10 @@ from pathlib import Path
 import pytest
 from load import seconds
 
-from netfold.rack.command import missing, run
+from netfold.rack.command import why_unavailable, run
 from netfold.rack.processes import Process, spawn, stop
 
-LACK = missing(loss=True)
+LACK = why_unavailable(loss=True)
 pytestmark = [pytest.mark.rack, pytest.mark.skipif(LACK is not None, reason=str(LACK))]
 
 STORE_PORT, SWITCH_PORT = 29700, 7171

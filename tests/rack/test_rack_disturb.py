@@ -8,9 +8,9 @@ import pytest
 from load import seconds
 
 from netfold.rack import Rack, RackError
-from netfold.rack.command import missing
+from netfold.rack.command import why_unavailable
 
-LACK = missing(loss=True, delay=True)
+LACK = why_unavailable(loss=True, delay=True)
 pytestmark = [pytest.mark.rack, pytest.mark.skipif(LACK is not None, reason=str(LACK))]
 
 COUNT, GAP_S = 3000, 0.0003

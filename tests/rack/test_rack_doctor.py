@@ -8,9 +8,9 @@ import sys
 
 import pytest
 
-from netfold.rack.command import missing
+from netfold.rack.command import why_unavailable
 
-LACK = missing(loss=False)
+LACK = why_unavailable(loss=False)
 pytestmark = [pytest.mark.rack, pytest.mark.skipif(LACK is not None, reason=str(LACK))]
 
 # Host 2 sends at a tenth of what the others do.
@@ -55,7 +55,7 @@ exec "$PYTHON" -m netfold.cli doctor check --json
 """
 
 
-@pytest.mark.skipif(missing(loss=True) is not None, reason=str(missing(loss=True)))
+@pytest.mark.skipif(why_unavailable(loss=True) is not None, reason=str(why_unavailable(loss=True)))
 def test_a_host_whose_udp_does_not_reach_the_switch_is_named() -> None:
     command = [sys.executable, "-m", "netfold.cli", "rack", "run", "--hosts", "2", "--rate", "200mbit", "--"]
     run = subprocess.run(

@@ -6,9 +6,9 @@ import pytest
 from fabrics import need_libfabric
 from test_rack_interfaces import gain_of_a_second_link, hosts, last_json, outputs
 
-from netfold.rack.command import missing
+from netfold.rack.command import why_unavailable
 
-LACK = missing(loss=False)
+LACK = why_unavailable(loss=False)
 pytestmark = [pytest.mark.rack, pytest.mark.skipif(LACK is not None, reason=str(LACK))]
 
 need_libfabric()

@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 from load import seconds
 
-from netfold.rack.command import missing, run
+from netfold.rack.command import why_unavailable, run
 from netfold.rack.processes import Process, spawn, stop
 
-LACK = missing(loss=True)
+LACK = why_unavailable(loss=True)
 pytestmark = [pytest.mark.rack, pytest.mark.skipif(LACK is not None, reason=str(LACK))]
 
 SWITCH_PORT = 7171

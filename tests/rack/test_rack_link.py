@@ -3,7 +3,7 @@
 import pytest
 
 from netfold.rack import Rack, names
-from netfold.rack.check import judge, ways
+from netfold.rack.check import evaluate, routes
 from netfold.rack.link import BURST_BYTES, Link, loss_rules, parse_link
 from netfold.rack.topology import End, Layout, build_steps
 from netfold.rack.measure import Measurement
@@ -163,12 +163,12 @@ GOOD = Measurement(round_trip_s=110e-6, mss=1448, stream_bits=0.9e9, sent=10_000
     ],
 )
 def test_a_check_names_what_is_not_as_asked(change: dict[str, float], bad: str | None) -> None:
-    found = judge("h0 to h1", [Link(10**9, 0.001, 50_000)], 1500, Measurement(**{**GOOD.__dict__, **change}))
-    assert [finding.what.split(",")[0] for finding in found if not finding.good] == ([] if bad is None else [bad])
+    found = evaluate("h0 to h1", [Link(10**9, 0.001, 50_000)], 1500, Measurement(**{**GOOD.__dict__, **change}))
+    assert [finding.what.split(",")[0] for finding in found if not finding.passed] == ([] if bad is None else [bad])
 
 
 def test_a_check_takes_one_way_of_each_kind() -> None:
     link = Link(10**9)
-    assert [way[1:] for way in ways(Layout(1, link))] == [(0, None)]
-    assert [way[1:] for way in ways(Layout(4, link, racks=2, uplink=link))] == [(0, None), (0, 1), (0, 3)]
-    assert [way[1:] for way in ways(Layout(2, link, racks=2, uplink=link))] == [(0, None), (0, 1)]
+    assert [way[1:] for way in routes(Layout(1, link))] == [(0, None)]
+    assert [way[1:] for way in routes(Layout(4, link, racks=2, uplink=link))] == [(0, None), (0, 1), (0, 3)]
+    assert [way[1:] for way in routes(Layout(2, link, racks=2, uplink=link))] == [(0, None), (0, 1)]

@@ -11,9 +11,9 @@ from fabrics import need_mpi
 
 from netfold.bench.launch import start_mpi
 from netfold.rack import Rack
-from netfold.rack.command import missing
+from netfold.rack.command import why_unavailable
 
-LACK = missing(loss=False)
+LACK = why_unavailable(loss=False)
 pytestmark = [pytest.mark.rack, pytest.mark.skipif(LACK is not None, reason=str(LACK))]
 
 TESTS = Path(__file__).parents[1]

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from netfold.rack import Rack
-from netfold.rack.command import missing
+from netfold.rack.command import why_unavailable
 from netfold.rack.remote_shell import named, remote_shell
 
-LACK = missing(loss=False)
+LACK = why_unavailable(loss=False)
 
 
 def test_an_address_of_no_host_is_an_error(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from netfold.bench.backends.backend import MPIS
 from netfold.bench.table import describe_breakdown
 from netfold.extras import MissingExtraError
 from netfold.rack import RackError
-from netfold.rack.command import missing
+from netfold.rack.command import why_unavailable
 
 Say = Callable[[str], None]
 
@@ -90,7 +90,7 @@ def _absent_peers(sections: dict[str, Section], say: Say) -> list[str]:
 
 def _probe(goals: Sequence[Goal], sections: dict[str, Section], say: Say) -> Wire | None:
     rates = {goal.place.rack_rate for goal in goals if goal.against_limit and goal.place.rack_rate is not None}
-    if not rates or missing(loss=False):
+    if not rates or why_unavailable(loss=False):
         return None
     (rate,) = rates
     try:
@@ -119,7 +119,7 @@ def _run_stage(
     """All trials of one place, in one set of processes; what goes wrong is a verdict on the goals that it leaves."""
     left = list(goals)
     try:
-        if place.rack_rate is not None and (lack := missing(loss=False)):
+        if place.rack_rate is not None and (lack := why_unavailable(loss=False)):
             raise RackError(lack)
         trials = trials_at(place, goals, quick, absent)
         worlds = [name.world for one in trials for name in one.side_names()]

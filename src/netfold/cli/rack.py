@@ -84,12 +84,12 @@ def check(
         asked = Rack(hosts, rate, loss, delay=delay, mtu=mtu, racks=racks, uplink=uplink, switch_rate=switch_rate)
         with exit_on_signals(), asked as rack:
             for finding in findings(rack):
-                good &= finding.good
-                verdict = "as asked" if finding.good else "NOT as asked"
-                if finding.way != way:
+                good &= finding.passed
+                verdict = "as asked" if finding.passed else "NOT as asked"
+                if finding.route != way:
                     table.add_section()
-                table.add_row("" if finding.way == way else finding.way, *finding[1:4], verdict)
-                way = finding.way
+                table.add_row("" if finding.route == way else finding.route, *finding[1:4], verdict)
+                way = finding.route
     except (RackError, ValueError) as error:
         typer.echo(f"netfold rack check: {error}", err=True)
         raise typer.Exit(CANNOT) from None
@@ -101,9 +101,9 @@ def check(
 def down() -> None:
     """Remove what racks left behind that were killed with all that looks after them; those that run are left alone."""
     from netfold.rack import RackError, cleanup
-    from netfold.rack.command import missing
+    from netfold.rack.command import why_unavailable
 
-    lack = missing(loss=False)
+    lack = why_unavailable(loss=False)
     if lack is not None:
         typer.echo(f"netfold rack down: {lack}", err=True)
         raise typer.Exit(CANNOT)

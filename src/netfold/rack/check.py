@@ -20,22 +20,22 @@ DEVIATIONS = 4
 class Finding(NamedTuple):
     """One quantity of one way: what was asked for and what was measured, as words, and whether they agree."""
 
-    way: str
+    route: str
     what: str
     asked: str
     measured: str
-    good: bool
+    passed: bool
 
 
 def check(rack: Rack) -> Iterator[Finding]:
     """Measure a rack that stands, some 6 s a way. Raises RackError."""
-    for way, host, other in ways(rack.layout):
+    for way, host, other in routes(rack.layout):
         links = rack.layout.path(host, other)
         found = measure(rack, host, other, min(link.rate_bits for link in links))
-        yield from judge(way, links, rack.layout.mtu, found)
+        yield from evaluate(way, links, rack.layout.mtu, found)
 
 
-def ways(layout: Layout) -> list[tuple[str, int, int | None]]:
+def routes(layout: Layout) -> list[tuple[str, int, int | None]]:
     """A way of each kind: to the aggregator, to a neighbour, to another rack."""
     found: list[tuple[str, int, int | None]] = [("h0 to the aggregator", 0, None)]
     if layout.hosts > 1 and layout.rack_of(1) == 0:
@@ -46,7 +46,7 @@ def ways(layout: Layout) -> list[tuple[str, int, int | None]]:
     return found
 
 
-def judge(way: str, links: list[Link], mtu: int, found: Measurement) -> list[Finding]:
+def evaluate(way: str, links: list[Link], mtu: int, found: Measurement) -> list[Finding]:
     """Pure: what `links`, in a row, should do to packets of `mtu`, against what was found."""
     rate = min(link.rate_bits for link in links)
     delay_s = sum(link.delay_ns for link in links) / 1e9

@@ -15,7 +15,7 @@ class RackError(RuntimeError):
     """The rack could not be built, used or removed; the message says where and what to try."""
 
 
-def missing(*, loss: bool, delay: bool = False) -> str | None:
+def why_unavailable(*, loss: bool, delay: bool = False) -> str | None:
     """One sentence on what this machine lacks for a rack, or None."""
     if os.geteuid() != 0:
         return "a rack needs root to make network namespaces; try again with sudo"

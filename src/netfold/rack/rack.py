@@ -9,7 +9,7 @@ from types import TracebackType
 from netfold.rack import cleanup, names
 from netfold.rack.aggregator import aggregator_argv, start_aggregator
 from netfold.rack.delay_links import DelayLinks
-from netfold.rack.command import RackError, missing, run
+from netfold.rack.command import RackError, why_unavailable, run
 from netfold.rack.link import parse_link, single_packets_command
 from netfold.rack.processes import Process, spawn, stop, uninterrupted
 from netfold.rack.topology import End, Layout, build_steps
@@ -58,7 +58,7 @@ class Rack:
         self._reaper: Reaper | None = None
 
     def __enter__(self) -> "Rack":
-        lack = missing(loss=self.link.loss_ratio > 0, delay=self.link.delay_ns > 0)
+        lack = why_unavailable(loss=self.link.loss_ratio > 0, delay=self.link.delay_ns > 0)
         if lack is not None:
             raise RackError(lack)
         try:

@@ -20,7 +20,7 @@ from netfold.bench.figures.catalogue import FIGURES
 from netfold.bench.figures.figure import Taken
 from netfold.bench.machine import describe_machine, describe_versions
 from netfold.rack import RackError
-from netfold.rack.command import missing
+from netfold.rack.command import why_unavailable
 from netfold.rack.processes import uninterrupted
 
 Say = Callable[[str], None]
@@ -44,7 +44,7 @@ def run_figures(folder: Path, names: Sequence[str], say: Say, *, total_s: float)
         raise ValueError(f"figure {unknown[0]!r} is not known; there are {', '.join(FIGURES)}")
     wanted = [figure for name, figure in FIGURES.items() if not names or name in names]
     chart.require()
-    if lack := missing(loss=False):
+    if lack := why_unavailable(loss=False):
         raise RackError(f"{lack}; without it none of these can be drawn: {', '.join(figure.name for figure in wanted)}")
     figures = read(folder) if (folder / DATA).exists() else {}
     weights = {figure.name: figure.weight for figure in wanted}
