@@ -34,7 +34,7 @@ class PathToRoot(NamedTuple):
     error: str
 
     @classmethod
-    def of(cls, answer: control_messages.Message, endpoint: str) -> PathToRoot:
+    def parse(cls, answer: control_messages.Message, endpoint: str) -> PathToRoot:
         """From the answer of the switch at `endpoint`; KeyError, TypeError, ValueError for what is none."""
         ids = tuple(int(switch) for switch, _ in answer["switches"])
         endpoints = (endpoint, *(str(address) for _, address in answer["switches"][1:]))

@@ -74,7 +74,7 @@ class Join:
     encrypt: bool
 
     @classmethod
-    def of(cls, message: control_messages.Message) -> Join:
+    def parse(cls, message: control_messages.Message) -> Join:
         name, label = message.get("job"), message.get("name", "")
         rank, ranks, port = message.get("rank"), _ranks(message), message.get("port")
         if not isinstance(name, str) or not 0 < len(name) <= MAX_JOB_NAME:

@@ -76,7 +76,7 @@ class DataPath(Protocol):
 
     port: DataPort
 
-    def said(self) -> control_messages.Message:
+    def join_fields(self) -> control_messages.Message:
         """What `join` says of this end."""
 
     def connect(self, host: str, admitted: control_messages.Message, deadline: float) -> control_messages.Message:
@@ -104,7 +104,7 @@ class _Udp:
         self._port = UdpPort(host=host, buffer_bytes=4 * window_bytes)
         self.port: DataPort = self._port
 
-    def said(self) -> control_messages.Message:
+    def join_fields(self) -> control_messages.Message:
         return {"port": self._port.port}
 
     def connect(self, host: str, admitted: control_messages.Message, deadline: float) -> control_messages.Message:
@@ -129,7 +129,7 @@ class _Fabric:
         self.port: DataPort = self._port
         self._place: dict[str, Any] = self._port.address
 
-    def said(self) -> control_messages.Message:
+    def join_fields(self) -> control_messages.Message:
         return {"fabric": {key: self._place[key] for key in ("provider", "name", "tag")}}
 
     def connect(self, host: str, admitted: control_messages.Message, deadline: float) -> control_messages.Message:
