@@ -81,7 +81,7 @@ def reduce_both_ways(line: StartLine, device: torch.device, rounds: int) -> tupl
             assert bool(tensor.eq(size * (size + 1) / 2).all()), f"{name}: a wrong sum"
             if turn >= 2:
                 seconds[name].append(took)
-    return seconds, netfold.torch.device_ways(groups["IPC"])
+    return seconds, netfold.torch.device_paths(groups["IPC"])
 
 
 def train(line: StartLine, device: torch.device, rounds: int, steps: int) -> dict[str, dict[str, list[float] | str]]:

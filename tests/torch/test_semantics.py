@@ -349,7 +349,7 @@ def without_a_gpu_a_group_has_nothing_for_one(dist: Any, rank: int, size: int, f
     if not torch.cuda.is_available():
         assert operations_of(dist.group.WORLD).devices is None
         assert BY_DISPATCHER or {device.type for device in dist.group.WORLD._device_types} == {"cpu"}
-        assert netfold.torch.device_ways() == "IPC disabled because torch finds no CUDA device here"
+        assert netfold.torch.device_paths() == "IPC disabled because torch finds no CUDA device here"
 
 
 @case

@@ -51,9 +51,9 @@ def job(pid: Annotated[int | None, typer.Option(help="Look at the groups of this
 def gpu() -> None:
     """The GPUs of this host, and whether ranks here reach each other's memory there, or why not: two ranks try it. Exit
     code 1 where they do not."""
-    from netfold.torch.device.selftest import findings
+    from netfold.torch.device.selftest import run_selftest
 
-    lines, fine = findings()
+    lines, fine = run_selftest()
     typer.echo("\n".join(lines))
     if not fine:
         raise typer.Exit(FOUND)

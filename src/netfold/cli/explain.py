@@ -93,9 +93,9 @@ def explain(
     for told in about_switch:
         console.print(told, soft_wrap=True, highlight=False, markup=False)
     if gpu:
-        from netfold.torch.device.selftest import findings
+        from netfold.torch.device.selftest import run_selftest
 
-        console.print("\n".join(findings()[0]), soft_wrap=True, highlight=False, markup=False)
+        console.print("\n".join(run_selftest()[0]), soft_wrap=True, highlight=False, markup=False)
 
 
 # How long a switch may take to say what it grants.

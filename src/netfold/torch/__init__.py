@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from netfold.torch.compression import GradientCompression
     from netfold.torch.operations import Operations
 
-__all__ = ["compress_gradients", "device_ways", "events", "monitored_barrier", "new_process_group", "register", "why"]
+__all__ = ["compress_gradients", "device_paths", "events", "monitored_barrier", "new_process_group", "register", "why"]
 
 
 def register() -> None:
@@ -123,7 +123,7 @@ def why(group: dist.ProcessGroup | None = None, *, operation: str = "all_reduce"
     return _group(group).why(operation, size_bytes)
 
 
-def device_ways(group: dist.ProcessGroup | None = None) -> str:
+def device_paths(group: dist.ProcessGroup | None = None) -> str:
     """How this group's collectives on GPUs' memory go, and why no better: found by its ranks when the first came."""
     devices = _operations(group).devices
     return devices.why() if devices is not None else "IPC disabled because torch finds no CUDA device here"

@@ -123,7 +123,7 @@ def collectives(rank: int, size: int, folder: str, inside: str) -> str:
         tensor = torch.ones(100_000, device=device).to(dtype)
         dist.all_reduce(tensor)
         assert tensor.eq(1 if dtype is torch.bool else size).all(), dtype
-    said = netfold.torch.device_ways()
+    said = netfold.torch.device_paths()
     dist.destroy_process_group()
     return said
 

@@ -53,7 +53,7 @@ def train(rank: int, size: int, folder: str) -> None:
     objects: list[Any] = [None] * size
     dist.all_gather_object(objects, {"rank": rank})
     assert objects == [{"rank": each} for each in range(size)]
-    assert "staged through 3 x" in netfold.torch.device_ways()
+    assert "staged through 3 x" in netfold.torch.device_paths()
     assert len(netfold.torch.events()) > 10
     dist.destroy_process_group()
 

@@ -19,7 +19,7 @@ _LETTER_BYTES = 16384
 
 
 @dataclass(frozen=True)
-class Facts:
+class Capabilities:
     """One rank's."""
 
     kind: str
@@ -30,13 +30,13 @@ class Facts:
     problem: str = ""
 
 
-def facts_of(group: Group, layer: Any, device: torch.device, problem: str) -> Facts:
+def capabilities_of(group: Group, layer: Any, device: torch.device, problem: str) -> Capabilities:
     options = group.options
     try:
         uuid = layer.uuid(device)
     except RuntimeError as error:
         uuid, problem = "", problem or f"rank {group.rank}: {device} does not answer: {error}"
-    return Facts(
+    return Capabilities(
         layer.kind,
         str(device),
         uuid,
@@ -46,17 +46,17 @@ def facts_of(group: Group, layer: Any, device: torch.device, problem: str) -> Fa
     )
 
 
-def meet(group: Group, mine: Facts, deadline: float) -> list[Facts]:
+def exchange_capabilities(group: Group, mine: Capabilities, deadline: float) -> list[Capabilities]:
     """Every rank's facts. NetfoldError, on all ranks, where one has a problem; ValueError where options differ."""
     try:
-        letters = exchange(group, asdict(mine), deadline)
+        letters = exchange_messages(group, asdict(mine), deadline)
     except Mismatch as error:
         raise Mismatch(
             f"{error}; this rank's tensor is on {mine.device}: those of all ranks must be on devices of one kind, "
             "not some on the CPU",
             rank=error.rank,
         ) from error
-    found = [Facts(**letter) for letter in letters]
+    found = [Capabilities(**letter) for letter in letters]
     for rank, theirs in enumerate(found):
         if theirs.problem:
             raise NetfoldError(theirs.problem, rank=rank)
@@ -75,7 +75,7 @@ def meet(group: Group, mine: Facts, deadline: float) -> list[Facts]:
     return found
 
 
-def exchange(group: Group, letter: Any, deadline: float) -> list[Any]:
+def exchange_messages(group: Group, letter: Any, deadline: float) -> list[Any]:
     """Every rank's letter, by rank; each of up to some 16000 bytes of msgpack."""
     packed = msgpack.packb(letter)
     if len(packed) > _LETTER_BYTES - 4:

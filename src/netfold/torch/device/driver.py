@@ -24,7 +24,7 @@ from netfold.communicator import Group
 from netfold.errors import CollectiveTimeout, GroupAborted, NetfoldError
 from netfold.torch.calls import Prepared
 from netfold.torch.device.device_api import LONGEST_PAUSE_S, SHORTEST_PAUSE_S, DeviceLayer, Event, refuse_capture
-from netfold.torch.device.paths import MEET_S, SETTLE_S, Ways, find_ways
+from netfold.torch.device.paths import MEET_S, SETTLE_S, DevicePaths, choose_paths
 from netfold.torch.device.work import DeviceWork
 
 log = logging.getLogger("netfold")
@@ -76,7 +76,7 @@ class DeviceDriver:
         self._closed = ""
         self._thread: threading.Thread | None = None
         # The thread's own.
-        self._ways: Ways | None = None
+        self._ways: DevicePaths | None = None
         self._failed = False
         self._meet_s = MEET_S
         self._ending = threading.Event()
@@ -254,7 +254,7 @@ class DeviceDriver:
     def _begin(self, job: _Job) -> None:
         if self._ways is None:
             self.layer.enter(job.device)
-            self._ways = find_ways(self._group, self.layer, job.device, self._part, job.deadline)
+            self._ways = choose_paths(self._group, self.layer, job.device, self._part, job.deadline)
         elif job.device != self._ways.device:
             raise ValueError(
                 f"rank {self._group.rank}: {job.calls[0].kind} came with tensors on {job.device}, after others on "

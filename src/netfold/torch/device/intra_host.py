@@ -90,7 +90,7 @@ class NcclSums:
         return self._whole[: self._size * nbytes].view(values.dtype), self._shard[:nbytes].view(values.dtype)
 
 
-class InsideWay:
+class IntraHostPath:
     """One group's, for one device. Not thread-safe."""
 
     def __init__(

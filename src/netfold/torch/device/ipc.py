@@ -29,7 +29,7 @@ import torch
 from netfold.communicator import Group
 from netfold.torch.device import arithmetic
 from netfold.torch.device.device_api import DeviceLayer, wait_for
-from netfold.torch.device.capability_exchange import exchange
+from netfold.torch.device.capability_exchange import exchange_messages
 from netfold.torch.device.chunks import BLOCK_ELEMENTS
 from netfold.torch.device.host_staging import seconds_until
 
@@ -117,7 +117,7 @@ def open_windows(
     except RuntimeError as error:
         reason = f"rank {group.rank} cannot export memory of {layer.uuid(device)}: {_first_line(error)}"
     offer = {"handles": list(handles.items()), "mark": mark, "uuid": layer.uuid(device)}
-    offers = exchange(group, offer, deadline)
+    offers = exchange_messages(group, offer, deadline)
     windows = []
     for peer in members:
         offer = offers[peer]
@@ -140,7 +140,7 @@ def open_windows(
                     f"rank {group.rank} cannot open the memory of rank {peer} on {offer['uuid']}{hidden}: "
                     f"{_first_line(error)}"
                 )
-    refusals = [said for said in exchange(group, reason[:2000], deadline) if said]
+    refusals = [said for said in exchange_messages(group, reason[:2000], deadline) if said]
     return (windows, "") if not refusals else ([], refusals[0])
 
 

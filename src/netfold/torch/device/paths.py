@@ -15,7 +15,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from netfold.communicator import Group
 from netfold.errors import NetfoldError
 from netfold.torch.device import arithmetic, capability_exchange, ipc, pinned
-from netfold.torch.device.intra_host import FROM_BYTES, InsideWay, NcclSums, Sums, places
+from netfold.torch.device.intra_host import FROM_BYTES, IntraHostPath, NcclSums, Sums, places
 from netfold.torch.device.device_api import DeviceLayer, wait_for
 from netfold.torch.device.host_staging import Staged
 from netfold.torch.store import TorchStore
@@ -30,12 +30,12 @@ AFTER_ABORT_S = 2.0
 
 
 @dataclass
-class Ways:
+class DevicePaths:
     """`reason`: what all ranks found, in a sentence. `done`: the stream in which results are handed over."""
 
     device: torch.device
     staged: Staged
-    inside: InsideWay | None
+    inside: IntraHostPath | None
     done: Any
     reason: str
     parts: list[Any] = field(default_factory=list)
@@ -68,7 +68,7 @@ class Ways:
             elif settled:
                 part.close(meet_s)
 
-    def _settle(self, inside: InsideWay, wait_s: float) -> bool:
+    def _settle(self, inside: IntraHostPath, wait_s: float) -> bool:
         """Whether the device came to the end of what it was given."""
         deadline = time.monotonic() + wait_s
         try:
@@ -79,7 +79,7 @@ class Ways:
         return True
 
 
-def find_ways(group: Group, layer: DeviceLayer, device: torch.device, part: Store, deadline: float) -> Ways:
+def choose_paths(group: Group, layer: DeviceLayer, device: torch.device, part: Store, deadline: float) -> DevicePaths:
     """A collective: the first thing that a group's driver sends. Raises what `meeting.meet` does."""
     slots: list[torch.Tensor] = []
     problem = ""
@@ -87,7 +87,7 @@ def find_ways(group: Group, layer: DeviceLayer, device: torch.device, part: Stor
         slots = pinned.slots(layer, int(group.options.pinned_bytes or 0), group.rank)
     except NetfoldError as error:
         problem = str(error)
-    facts = capability_exchange.meet(group, capability_exchange.facts_of(group, layer, device, problem), deadline)
+    facts = capability_exchange.exchange_capabilities(group, capability_exchange.capabilities_of(group, layer, device, problem), deadline)
     made = _Made(group, layer, device, part, deadline)
     try:
         inside, how = made.inside([each.uuid for each in facts])
@@ -116,14 +116,14 @@ class _Made:
         self._deadline = deadline
         self.parts: list[Any] = []
 
-    def ways(self, slots: Sequence[torch.Tensor], inside: InsideWay | None, how: str) -> Ways:
+    def ways(self, slots: Sequence[torch.Tensor], inside: IntraHostPath | None, how: str) -> DevicePaths:
         layer, device = self._layer, self._device
         reason = f"{layer.kind}: {how}staged through {len(slots)} x {slots[0].numel()} bytes of pinned memory"
-        return Ways(
+        return DevicePaths(
             device, Staged(self._group, layer, device, slots), inside, layer.new_stream(device), reason, self.parts
         )
 
-    def inside(self, uuids: Sequence[str]) -> tuple[InsideWay | None, str]:
+    def inside(self, uuids: Sequence[str]) -> tuple[IntraHostPath | None, str]:
         """The way inside hosts, and what is to be said of it."""
         group, word = self._group, str(self._group.options.intra_host)
         members, peers, reason = places(group.nodes, group.rank)
@@ -143,7 +143,7 @@ class _Made:
         local = group if len(members) == group.size else self._of("host", group.nodes[group.rank], members)
         return self._way(stream, ipc.IpcSums(self._layer, stream, local, windows), members, peers, "IPC")
 
-    def _by_nccl(self, members: Sequence[int], peers: Sequence[int]) -> tuple[InsideWay | None, str]:
+    def _by_nccl(self, members: Sequence[int], peers: Sequence[int]) -> tuple[IntraHostPath | None, str]:
         store = PrefixStore(f"nccl/{members[0]}", self._part)
         place = members.index(self._group.rank)
         nccl = self._layer.nccl(self._device, store, place, len(members))
@@ -160,7 +160,7 @@ class _Made:
         peers: Sequence[int],
         name: str,
         watch: Group | None = None,
-    ) -> tuple[InsideWay, str]:
+    ) -> tuple[IntraHostPath, str]:
         group, layer, device = self._group, self._layer, self._device
         between = None
         how = f"all_reduce from {FROM_BYTES} bytes by {name} among the {len(members)} ranks of a host"
@@ -172,7 +172,7 @@ class _Made:
         without = sorted(str(dtype).removeprefix("torch.") for dtype in arithmetic.DTYPES - sums.dtypes)
         if without:
             how += f", but for {', '.join(without)}, for which {name} has no datatype"
-        return InsideWay(group, layer, stream, sums, between, watch), f"{how}; else "
+        return IntraHostPath(group, layer, stream, sums, between, watch), f"{how}; else "
 
     def _of(self, what: str, number: int, ranks: Sequence[int]) -> Group:
         """A group of some of the ranks. Inside a host there is nothing for a switch to do."""

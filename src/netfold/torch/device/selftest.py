@@ -18,7 +18,7 @@ _DEADLINE_S = 120.0
 _MASK = "CUDA_VISIBLE_DEVICES"
 
 
-def findings() -> tuple[list[str], bool]:
+def run_selftest() -> tuple[list[str], bool]:
     """Lines for people, and whether ranks reach each other's memory in every way that was tried."""
     import torch
 
@@ -89,7 +89,7 @@ def _be_rank(rank: int, folder: str) -> None:
     import torch
     import torch.distributed as dist
 
-    from netfold.torch import device_ways
+    from netfold.torch import device_paths
 
     device = torch.device("cuda", torch.cuda.device_count() - 1)
     torch.cuda.set_device(device)
@@ -101,7 +101,7 @@ def _be_rank(rank: int, folder: str) -> None:
     dist.all_reduce(tensor)
     if not bool(tensor.eq(3).all()):
         raise RuntimeError(f"a sum of 1 and 2 is {float(tensor.min())} to {float(tensor.max())}")
-    print(device_ways())
+    print(device_paths())
     dist.destroy_process_group()
 
 
@@ -109,4 +109,4 @@ if __name__ == "__main__":
     if sys.argv[1:]:
         _be_rank(int(sys.argv[1]), sys.argv[2])
     else:
-        print("\n".join(findings()[0]))
+        print("\n".join(run_selftest()[0]))
