@@ -21,7 +21,7 @@ def can_reduce(dtype: torch.dtype, reduce: str, *, average: bool) -> bool:
     return dtype in DTYPES and reduce in _FOLDS and (not average or dtype.is_floating_point)
 
 
-def fold(sources: Sequence[Tensor], reduce: str) -> Tensor:
+def reduce_in_order(sources: Sequence[Tensor], reduce: str) -> Tensor:
     """The reduction of `sources`, in their order; half precision is added up in f32 and rounded once."""
     wide = [source.float() if source.dtype in _HALVES else source for source in sources]
     total = wide[0]

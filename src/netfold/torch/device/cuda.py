@@ -20,7 +20,7 @@ from torch._C import _distributed_c10d
 from torch._C._distributed_c10d import AllgatherOptions
 
 from netfold.torch.device import cuda_driver
-from netfold.torch.device.device_api import DeviceLayer, Inside
+from netfold.torch.device.device_api import DeviceLayer, NcclGroup
 
 log = logging.getLogger("netfold")
 
@@ -153,7 +153,7 @@ class CudaLayer:
         with torch.cuda.stream(stream):
             future.set_result(value)
 
-    def nccl(self, device: torch.device, store: Any, rank: int, size: int) -> Inside:
+    def nccl(self, device: torch.device, store: Any, rank: int, size: int) -> NcclGroup:
         return _Nccl(self, device, store, rank, size)
 
 
@@ -173,7 +173,7 @@ _NCCL_END_S = 10.0
 
 
 class _Nccl:
-    """See `Inside`: torch's own group, by itself."""
+    """See `NcclGroup`: torch's own group, by itself."""
 
     def __init__(self, layer: CudaLayer, device: torch.device, store: Any, rank: int, size: int) -> None:
         kind: Any = getattr(_distributed_c10d, "ProcessGroupNCCL", None)

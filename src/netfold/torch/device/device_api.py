@@ -34,7 +34,7 @@ class Stream(Protocol):
         """What comes after this in the stream begins behind the event. The host goes on."""
 
 
-class Inside(Protocol):
+class NcclGroup(Protocol):
     """A group of NCCL's. Its collectives come in the order of the stream that is named; the host goes on.
 
     NCCL ends no operation and no process by itself here: deadlines and failures are the caller's concern.
@@ -138,7 +138,7 @@ class DeviceLayer(Protocol):
 
     def resolve(self, stream: Any, future: torch.futures.Future[Any], value: Any) -> None: ...
 
-    def nccl(self, device: torch.device, store: Any, rank: int, size: int) -> Inside:
+    def nccl(self, device: torch.device, store: Any, rank: int, size: int) -> NcclGroup:
         """ValueError where torch has none."""
 
 

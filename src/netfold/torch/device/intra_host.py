@@ -14,14 +14,14 @@ import torch
 from netfold.communicator import Group
 from netfold.torch.calls import Prepared
 from netfold.torch.device import arithmetic, fixed_point
-from netfold.torch.device.device_api import DeviceLayer, Event, Inside
+from netfold.torch.device.device_api import DeviceLayer, Event, NcclGroup
 from netfold.torch.device.chunks import BLOCK_ELEMENTS
 from netfold.torch.device.host_staging import Staged
 
 Tensor = torch.Tensor
 
 # Below, two meetings of a host's ranks are taken to cost more than one collective of them all; that is not measured.
-FROM_BYTES = 64 << 10
+MIN_BYTES = 64 << 10
 _NCCL_BYTES = 16 << 20
 # Those of the dtypes that are reduced here for which NCCL has a datatype (ncclDataType_t): not int16.
 _NCCL_DTYPES = frozenset({
@@ -34,7 +34,7 @@ _NAMES = {
 }  # fmt: skip
 
 
-class Sums(Protocol):
+class IntraHostReducer(Protocol):
     """Reductions among the ranks of one host, in one stream's order; all give pieces of one size and dtype."""
 
     piece_bytes: int
@@ -53,14 +53,14 @@ class Sums(Protocol):
         """No call comes any more. `settled`: whether the device is done with what it was given."""
 
 
-class NcclSums:
-    """See `Sums`: by NCCL."""
+class NcclReducer:
+    """See `IntraHostReducer`: by NCCL."""
 
     piece_bytes = _NCCL_BYTES
     dtypes = _NCCL_DTYPES
     kernels_wait = True
 
-    def __init__(self, layer: DeviceLayer, stream: Any, inside: Inside, size: int) -> None:
+    def __init__(self, layer: DeviceLayer, stream: Any, inside: NcclGroup, size: int) -> None:
         self._layer = layer
         self._stream = stream
         self._inside = inside
@@ -94,7 +94,7 @@ class IntraHostPath:
     """One group's, for one device. Not thread-safe."""
 
     def __init__(
-        self, group: Group, layer: DeviceLayer, stream: Any, sums: Sums, between: Staged | None, watch: Group | None
+        self, group: Group, layer: DeviceLayer, stream: Any, sums: IntraHostReducer, between: Staged | None, watch: Group | None
     ) -> None:
         """`between`: among the ranks that have this one's place on their hosts; None where there is one host. `watch`:
         of the host's ranks where kernels wait for each other, for what the driver must hear of them meanwhile."""
@@ -118,7 +118,7 @@ class IntraHostPath:
 
     def takes(self, call: Prepared) -> bool:
         """By what all ranks know alike. i8 rounds at random, natively."""
-        if call.kind != "all_reduce" or call.inputs or call.outputs[0].nbytes < FROM_BYTES:
+        if call.kind != "all_reduce" or call.inputs or call.outputs[0].nbytes < MIN_BYTES:
             return False
         dtype = _plain(call.outputs[0]).dtype
         if dtype not in self._sums.dtypes:
@@ -179,7 +179,7 @@ def _plain(tensor: Tensor) -> Tensor:
     return flat.view(torch.uint8) if flat.dtype is torch.bool else flat
 
 
-def places(nodes: Sequence[int], rank: int) -> tuple[list[int], list[int], str]:
+def host_groups(nodes: Sequence[int], rank: int) -> tuple[list[int], list[int], str]:
     """The ranks of this rank's host; those with its place on every host; and why there is nothing to do inside hosts,
     which is found alike by all."""
     hosts = [[each for each, node in enumerate(nodes) if node == host] for host in sorted(set(nodes))]

@@ -42,8 +42,8 @@ _MARK_BYTES = 16
 _never_released: list[Tensor] = []
 
 
-class IpcSums:
-    """See `netfold.torch.device.intra_host.Sums`."""
+class IpcReducer:
+    """See `netfold.torch.device.intra_host.IntraHostReducer`."""
 
     piece_bytes = HALF_BYTES
     dtypes = arithmetic.DTYPES
@@ -66,7 +66,7 @@ class IpcSums:
         shard = mine[begin:end]
         if len(shard):
             sources = [part[begin:end] for part in parts]
-            self._layer.launch(self._stream, lambda: shard.copy_(arithmetic.fold(sources, reduce)))
+            self._layer.launch(self._stream, lambda: shard.copy_(arithmetic.reduce_in_order(sources, reduce)))
         return shard
 
     def gather(self, values: Tensor, deadline: float) -> None:

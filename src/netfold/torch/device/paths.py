@@ -15,7 +15,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from netfold.communicator import Group
 from netfold.errors import NetfoldError
 from netfold.torch.device import arithmetic, capability_exchange, ipc, pinned
-from netfold.torch.device.intra_host import FROM_BYTES, IntraHostPath, NcclSums, Sums, places
+from netfold.torch.device.intra_host import MIN_BYTES, IntraHostPath, NcclReducer, IntraHostReducer, host_groups
 from netfold.torch.device.device_api import DeviceLayer, wait_for
 from netfold.torch.device.host_staging import Staged
 from netfold.torch.store import TorchStore
@@ -126,7 +126,7 @@ class _Made:
     def inside(self, uuids: Sequence[str]) -> tuple[IntraHostPath | None, str]:
         """The way inside hosts, and what is to be said of it."""
         group, word = self._group, str(self._group.options.intra_host)
-        members, peers, reason = places(group.nodes, group.rank)
+        members, peers, reason = host_groups(group.nodes, group.rank)
         if word == "nccl":
             reason = reason or _twice(group.nodes, uuids)
             if reason:
@@ -141,7 +141,7 @@ class _Made:
         if reason:
             return None, f"IPC disabled because {reason}; "
         local = group if len(members) == group.size else self._of("host", group.nodes[group.rank], members)
-        return self._way(stream, ipc.IpcSums(self._layer, stream, local, windows), members, peers, "IPC")
+        return self._way(stream, ipc.IpcReducer(self._layer, stream, local, windows), members, peers, "IPC")
 
     def _by_nccl(self, members: Sequence[int], peers: Sequence[int]) -> tuple[IntraHostPath | None, str]:
         store = PrefixStore(f"nccl/{members[0]}", self._part)
@@ -149,13 +149,13 @@ class _Made:
         nccl = self._layer.nccl(self._device, store, place, len(members))
         self.parts.append(nccl)
         stream = self._layer.new_stream(self._device)
-        sums = NcclSums(self._layer, stream, nccl, len(members))
+        sums = NcclReducer(self._layer, stream, nccl, len(members))
         return self._way(stream, sums, members, peers, "NCCL", self._of("watch", members[0], members))
 
     def _way(
         self,
         stream: Any,
-        sums: Sums,
+        sums: IntraHostReducer,
         members: Sequence[int],
         peers: Sequence[int],
         name: str,
@@ -163,7 +163,7 @@ class _Made:
     ) -> tuple[IntraHostPath, str]:
         group, layer, device = self._group, self._layer, self._device
         between = None
-        how = f"all_reduce from {FROM_BYTES} bytes by {name} among the {len(members)} ranks of a host"
+        how = f"all_reduce from {MIN_BYTES} bytes by {name} among the {len(members)} ranks of a host"
         if len(peers) > 1:
             among = self._of("between", members.index(group.rank), peers)
             slots = pinned.slots(layer, int(group.options.pinned_bytes or 0), group.rank)
