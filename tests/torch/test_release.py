@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from netfold.torch import release
-from netfold.torch.device.cuda import cuda_layer
+from netfold.torch.device.cuda import cuda_api
 
 pytestmark = pytest.mark.torch
 
@@ -54,4 +54,4 @@ def test_a_cuda_build_without_a_driver_has_no_device_layer_and_no_warning(monkey
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert cuda_layer() is None
+        assert cuda_api() is None

@@ -18,7 +18,7 @@ from torch._C import _distributed_c10d as _c10d
 from torch._C._distributed_c10d import Store
 
 from netfold.communicator import Group
-from netfold.torch.device.device_api import DeviceLayer
+from netfold.torch.device.device_api import DeviceApi
 from netfold.torch.operations import Operations
 
 
@@ -29,7 +29,7 @@ class NetfoldBackend(Operations, _c10d.Backend):
         self,
         group: Group,
         part: Store,
-        layer: DeviceLayer | None = None,
+        layer: DeviceApi | None = None,
         join: Callable[[Store, Sequence[int], timedelta], NetfoldBackend] | None = None,
     ) -> None:
         """`part`: a store with keys that no other group uses. `layer`: the devices that the group serves beside the

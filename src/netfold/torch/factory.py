@@ -18,8 +18,8 @@ from torch._C import _distributed_c10d as _c10d
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from netfold.communicator import Group, Options
-from netfold.torch.device.cuda import cuda_layer as cuda_layer
-from netfold.torch.device.device_api import DeviceLayer
+from netfold.torch.device.cuda import cuda_api as cuda_api
+from netfold.torch.device.device_api import DeviceApi
 from netfold.torch.dynamo import skip_netfold
 from netfold.torch.env_rendezvous import store_host
 from netfold.torch.operations import Operations
@@ -66,13 +66,13 @@ def standalone(
         for device in _devices(made):
             group._register_backend(device, dist.ProcessGroup.BackendType.CUSTOM, made)
     else:
-        made = group = known(carrier(open_group(part, rank, size, timeout, options), store, part, cuda_layer()))
+        made = group = known(carrier(open_group(part, rank, size, timeout, options), store, part, cuda_api()))
     # Only the user of such a group says when it ends, and torchft drops a group without a call.
     weakref.finalize(group, _close_in_thread, made.netfold).atexit = False
     return group, made
 
 
-def carrier(group: Group, store: Store, part: Store, layer: DeviceLayer | None) -> Operations:
+def carrier(group: Group, store: Store, part: Store, layer: DeviceApi | None) -> Operations:
     """The object that torch calls for an open group: a backend, on torch older than 2.14 a ProcessGroup."""
     if takes_backends:
         from netfold.torch.backend import NetfoldBackend
@@ -134,7 +134,7 @@ def _backend(
         part_of_it: NetfoldBackend = _backend(child, ranks.index(rank), len(ranks), child_timeout, options, members)
         return part_of_it
 
-    made = known(NetfoldBackend(group, part, cuda_layer(), join))
+    made = known(NetfoldBackend(group, part, cuda_api(), join))
     if _c10d.get_debug_level() == _c10d.DebugLevel.DETAIL:
         _held.append(made)
     return made
@@ -154,7 +154,7 @@ def _refuse_second_custom_backend(group: Any) -> None:
 
 
 def _devices(made: Operations) -> list[torch.device]:
-    layer: DeviceLayer | None = made.devices.layer if made.devices is not None else None
+    layer: DeviceApi | None = made.devices.layer if made.devices is not None else None
     return [torch.device(kind) for kind in (("cpu",) if layer is None else ("cpu", layer.kind))]
 
 

@@ -31,7 +31,7 @@ from torch.distributed import distributed_c10d
 
 from netfold.communicator import Group
 from netfold.torch import factory
-from netfold.torch.device.device_api import DeviceLayer
+from netfold.torch.device.device_api import DeviceApi
 from netfold.torch.operations import Operations
 
 Tensor = torch.Tensor
@@ -51,7 +51,7 @@ def create(options: Any, pg_options: Any) -> NetfoldProcessGroup:
         group.close()
         raise
     asked = _asked_for()
-    layer = factory.cuda_layer() if not asked or asked.get("cuda") == "netfold" else None
+    layer = factory.cuda_api() if not asked or asked.get("cuda") == "netfold" else None
     made = (
         NetfoldProcessGroup(group, options.store, part, layer)
         if others is None
@@ -64,7 +64,7 @@ def create(options: Any, pg_options: Any) -> NetfoldProcessGroup:
 class NetfoldProcessGroup(Operations, dist.ProcessGroup):
     """One group on this rank."""
 
-    def __init__(self, group: Group, store: Store, part: Store, layer: DeviceLayer | None = None) -> None:
+    def __init__(self, group: Group, store: Store, part: Store, layer: DeviceApi | None = None) -> None:
         """`store`: the one that torch gave; `part`: a store with keys that no other group uses; `layer`: the devices
         that the group serves beside the CPU."""
         dist.ProcessGroup.__init__(self, group.rank, group.size)  # type: ignore[call-arg]  # stubs lack this overload
@@ -193,7 +193,7 @@ class _WithSiblings(NetfoldProcessGroup):
     """The backends of `others` for tensors of their devices; netfold for the rest."""
 
     def __init__(
-        self, group: Group, store: Store, part: Store, others: dist.ProcessGroup, layer: DeviceLayer | None
+        self, group: Group, store: Store, part: Store, others: dist.ProcessGroup, layer: DeviceApi | None
     ) -> None:
         super().__init__(group, store, part, layer)
         self.others = others

@@ -29,7 +29,7 @@ from netfold.torch import calls, monitored_barriers, sparse
 from netfold.torch.buckets import RegisteredBuckets, SharedBuckets
 from netfold.torch.calls import Prepared, copies
 from netfold.torch.device.driver import DeviceDriver
-from netfold.torch.device.device_api import DeviceLayer
+from netfold.torch.device.device_api import DeviceApi
 from netfold.torch.device.transfers import ReceiveWork
 from netfold.torch.device.work import DeviceWork, WorksTogether
 from netfold.torch.transfers import Transfers
@@ -51,7 +51,7 @@ engine.hide_from_call_sites(os.path.dirname(torch.__file__) + os.sep)
 class Operations:
     """The operations of one group on this rank; `netfold` is its `netfold.communicator.Group`."""
 
-    def attach(self, group: Group, part: Store, layer: DeviceLayer | None = None) -> None:
+    def attach(self, group: Group, part: Store, layer: DeviceApi | None = None) -> None:
         """Take over an open group. The carrying class calls this once, from its constructor.
 
         `part`: a store with keys that no other group uses. `layer`: the devices whose tensors the group takes beside

@@ -16,7 +16,7 @@ import torch
 from netfold.communicator import Group
 from netfold.communicator.group import ANY_SOURCE, DTYPES, KINDS
 from netfold.torch.calls import DTYPE_CODES, with_memory
-from netfold.torch.device.device_api import DeviceLayer
+from netfold.torch.device.device_api import DeviceApi
 from netfold.torch.device.transfers import DeviceTransfers, SendWork
 from netfold.torch.work import CompletedWork, NetfoldWork, Work
 
@@ -32,7 +32,7 @@ _SWEEP_AT = 64
 class Transfers:
     """A group's sends and receives under way, with the tensors that they borrow: users drop Works."""
 
-    def __init__(self, group: Group, layer: DeviceLayer | None = None) -> None:
+    def __init__(self, group: Group, layer: DeviceApi | None = None) -> None:
         self.group = group
         self._device = DeviceTransfers(self, layer) if layer is not None else None
         self._lock = threading.Lock()

@@ -18,7 +18,7 @@ import torch.distributed as dist  # noqa: E402
 from load import seconds  # noqa: E402
 
 from netfold.torch.device import cuda, cuda_driver  # noqa: E402
-from netfold.torch.device.cuda import CudaLayer  # noqa: E402
+from netfold.torch.device.cuda import CudaApi  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
@@ -66,12 +66,12 @@ def standin(monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIn]:
 
 
 def test_a_thread_of_netfolds_takes_the_device_and_the_relaxed_mode_for_good(standin: StandIn) -> None:
-    CudaLayer().enter(DEVICE)
+    CudaApi().enter(DEVICE)
     assert (standin.current, standin.mode) == (1, cuda_driver.RELAXED)
 
 
 def test_a_thread_of_the_users_gets_back_its_device_and_its_mode(standin: StandIn) -> None:
-    with pytest.raises(KeyError), CudaLayer().on(DEVICE):
+    with pytest.raises(KeyError), CudaApi().on(DEVICE):
         assert (standin.current, standin.mode) == (1, cuda_driver.RELAXED)
         raise KeyError
     assert (standin.current, standin.mode) == (0, cuda_driver.GLOBAL)
@@ -125,7 +125,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
 
 
 def test_own_streams_are_none_that_the_users_code_gets_from_torch(driver: Driver) -> None:
-    own = [CudaLayer().new_stream(DEVICE) for _ in range(8)]
+    own = [CudaApi().new_stream(DEVICE) for _ in range(8)]
     users = [torch.cuda.Stream(DEVICE) for _ in range(32)]
     handles = {stream.cuda_stream for stream in own}
     assert len(handles) == 8 and handles.isdisjoint(stream.cuda_stream for stream in users)
@@ -134,8 +134,8 @@ def test_own_streams_are_none_that_the_users_code_gets_from_torch(driver: Driver
 
 def test_a_stream_that_nobody_holds_is_given_to_the_next_group(driver: Driver) -> None:
     for _ in range(5):
-        held = [CudaLayer().new_stream(DEVICE) for _ in range(3)]
-        elsewhere = CudaLayer().new_stream(torch.device("cuda", 2))
+        held = [CudaApi().new_stream(DEVICE) for _ in range(3)]
+        elsewhere = CudaApi().new_stream(torch.device("cuda", 2))
         assert elsewhere.cuda_stream not in {stream.cuda_stream for stream in held}
         del held, elsewhere
     assert driver.made == 4
@@ -144,7 +144,7 @@ def test_a_stream_that_nobody_holds_is_given_to_the_next_group(driver: Driver) -
 def test_a_driver_that_gives_no_stream_is_an_error_and_the_context_is_as_before(driver: Driver) -> None:
     driver.fails = "cuStreamCreate"
     with pytest.raises(RuntimeError, match="cuStreamCreate: CUDA driver error 2"):
-        CudaLayer().new_stream(DEVICE)
+        CudaApi().new_stream(DEVICE)
     assert driver.calls[-1] == "cuCtxPopCurrent_v2"
 
 
@@ -152,7 +152,7 @@ def test_without_a_driver_library_streams_are_of_torchs_other_pool(
     driver: Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cuda_driver, "_library", lambda kind: None)
-    assert CudaLayer().new_stream(DEVICE).cuda_stream >= 2000
+    assert CudaApi().new_stream(DEVICE).cuda_stream >= 2000
 
 
 def test_without_a_driver_library_the_mode_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -210,7 +210,7 @@ def test_nccl_is_made_so_that_it_ends_no_process_and_the_users_environment_is_as
     for name in ENDS_THE_PROCESS:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("TORCH_NCCL_BLOCKING_WAIT", "1")
-    CudaLayer().nccl(DEVICE, dist.HashStore(), 0, 1)
+    CudaApi().nccl(DEVICE, dist.HashStore(), 0, 1)
     assert nccl[0].found == ENDS_THE_PROCESS
     assert nccl[0].timeout.total_seconds() >= 86_400, "deadlines are netfold's"
     assert {name: os.environ.get(name) for name in ENDS_THE_PROCESS} == {
@@ -220,7 +220,7 @@ def test_nccl_is_made_so_that_it_ends_no_process_and_the_users_environment_is_as
 
 
 def test_a_group_of_nccls_is_freed_once_all_ranks_are_done_and_aborted_only_when_told_to(nccl: list[Nccl]) -> None:
-    store, layer = dist.HashStore(), CudaLayer()
+    store, layer = dist.HashStore(), CudaApi()
     first, second = (layer.nccl(DEVICE, store, rank, 2) for rank in range(2))
     closing = threading.Thread(target=first.close, args=(seconds(20),))
     closing.start()
@@ -245,6 +245,6 @@ def test_a_group_of_nccls_that_cannot_be_ended_holds_up_nobody(
     held = threading.Event()
     monkeypatch.setattr(cuda, "_NCCL_END_S", 0.1)
     monkeypatch.setattr(Nccl, "abort", lambda self: held.wait(seconds(20)))
-    CudaLayer().nccl(DEVICE, dist.HashStore(), 0, 1).abort("the device hangs")
+    CudaApi().nccl(DEVICE, dist.HashStore(), 0, 1).abort("the device hangs")
     assert not held.is_set()
     held.set()

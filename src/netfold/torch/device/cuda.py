@@ -20,7 +20,7 @@ from torch._C import _distributed_c10d
 from torch._C._distributed_c10d import AllgatherOptions
 
 from netfold.torch.device import cuda_driver
-from netfold.torch.device.device_api import DeviceLayer, NcclGroup
+from netfold.torch.device.device_api import DeviceApi, NcclGroup
 
 log = logging.getLogger("netfold")
 
@@ -38,14 +38,14 @@ _REDUCTIONS: dict[str, Any] = {
 _free_streams: dict[int, list[int]] = collections.defaultdict(list)
 
 
-def cuda_layer() -> DeviceLayer | None:
+def cuda_api() -> DeviceApi | None:
     """None where torch was built without CUDA or finds no device. A fork may come after: devices are counted by NVML,
     where there is one, and CUDA itself is not begun, as `torch.cuda.is_available` would."""
-    return CudaLayer() if torch.cuda.device_count() > 0 else None
+    return CudaApi() if torch.cuda.device_count() > 0 else None
 
 
-class CudaLayer:
-    """See `DeviceLayer`. Events and streams are torch's own."""
+class CudaApi:
+    """See `DeviceApi`. Events and streams are torch's own."""
 
     kind = "cuda"
 
@@ -175,7 +175,7 @@ _NCCL_END_S = 10.0
 class _Nccl:
     """See `NcclGroup`: torch's own group, by itself."""
 
-    def __init__(self, layer: CudaLayer, device: torch.device, store: Any, rank: int, size: int) -> None:
+    def __init__(self, layer: CudaApi, device: torch.device, store: Any, rank: int, size: int) -> None:
         kind: Any = getattr(_distributed_c10d, "ProcessGroupNCCL", None)
         if kind is None:
             raise ValueError("NETFOLD_INTRA_HOST=nccl: this torch was built without NCCL; auto does without")

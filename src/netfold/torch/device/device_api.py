@@ -55,7 +55,7 @@ class NcclGroup(Protocol):
         """
 
 
-class DeviceLayer(Protocol):
+class DeviceApi(Protocol):
     """One kind of device. Functions raise RuntimeError in the device's own words where it fails or has no room.
 
     The calling thread's current device must be the one that the call is for: `enter` or `on` comes first. CUDA makes a
@@ -142,7 +142,7 @@ class DeviceLayer(Protocol):
         """ValueError where torch has none."""
 
 
-def refuse_capture(layer: DeviceLayer, rank: int, what: str) -> None:
+def refuse_capture(layer: DeviceApi, rank: int, what: str) -> None:
     """ValueError while a graph is captured: the host takes part in all that is done here, and no graph replays it."""
     if layer.captures():
         raise ValueError(

@@ -23,7 +23,7 @@ from netfold._native import engine
 from netfold.communicator import Group
 from netfold.errors import CollectiveTimeout, GroupAborted, NetfoldError
 from netfold.torch.calls import Prepared
-from netfold.torch.device.device_api import LONGEST_PAUSE_S, SHORTEST_PAUSE_S, DeviceLayer, Event, refuse_capture
+from netfold.torch.device.device_api import LONGEST_PAUSE_S, SHORTEST_PAUSE_S, DeviceApi, Event, refuse_capture
 from netfold.torch.device.paths import MEET_S, SETTLE_S, DevicePaths, choose_paths
 from netfold.torch.device.work import DeviceWork
 
@@ -64,7 +64,7 @@ class _Job:
 class DeviceDriver:
     """One group's. Thread-safe."""
 
-    def __init__(self, group: Group, layer: DeviceLayer, part: Store) -> None:
+    def __init__(self, group: Group, layer: DeviceApi, part: Store) -> None:
         """`part`: of a store, where groups that are parts of this one meet."""
         self._group = group
         self._part = part

@@ -23,7 +23,7 @@ import torch
 
 from netfold.communicator import Group
 from netfold.torch.calls import Prepared
-from netfold.torch.device.device_api import DeviceLayer, Event, wait_for
+from netfold.torch.device.device_api import DeviceApi, Event, wait_for
 from netfold.torch.device.chunks import Piece, count_pieces, cut, elements_a_piece
 from netfold.torch.device.pinned import ALIGN_BYTES
 
@@ -55,7 +55,7 @@ class Passage:
 class Staged:
     """One group's way through the host for one device. Not thread-safe."""
 
-    def __init__(self, group: Group, layer: DeviceLayer, device: torch.device, slots: Iterable[Tensor]) -> None:
+    def __init__(self, group: Group, layer: DeviceApi, device: torch.device, slots: Iterable[Tensor]) -> None:
         self._group = group
         self._layer = layer
         self._device = device

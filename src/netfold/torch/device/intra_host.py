@@ -14,7 +14,7 @@ import torch
 from netfold.communicator import Group
 from netfold.torch.calls import Prepared
 from netfold.torch.device import arithmetic, fixed_point
-from netfold.torch.device.device_api import DeviceLayer, Event, NcclGroup
+from netfold.torch.device.device_api import DeviceApi, Event, NcclGroup
 from netfold.torch.device.chunks import BLOCK_ELEMENTS
 from netfold.torch.device.host_staging import Staged
 
@@ -60,7 +60,7 @@ class NcclReducer:
     dtypes = _NCCL_DTYPES
     kernels_wait = True
 
-    def __init__(self, layer: DeviceLayer, stream: Any, inside: NcclGroup, size: int) -> None:
+    def __init__(self, layer: DeviceApi, stream: Any, inside: NcclGroup, size: int) -> None:
         self._layer = layer
         self._stream = stream
         self._inside = inside
@@ -94,7 +94,7 @@ class IntraHostPath:
     """One group's, for one device. Not thread-safe."""
 
     def __init__(
-        self, group: Group, layer: DeviceLayer, stream: Any, sums: IntraHostReducer, between: Staged | None, watch: Group | None
+        self, group: Group, layer: DeviceApi, stream: Any, sums: IntraHostReducer, between: Staged | None, watch: Group | None
     ) -> None:
         """`between`: among the ranks that have this one's place on their hosts; None where there is one host. `watch`:
         of the host's ranks where kernels wait for each other, for what the driver must hear of them meanwhile."""

@@ -28,7 +28,7 @@ import torch
 
 from netfold.communicator import Group
 from netfold.torch.device import arithmetic
-from netfold.torch.device.device_api import DeviceLayer, wait_for
+from netfold.torch.device.device_api import DeviceApi, wait_for
 from netfold.torch.device.capability_exchange import exchange_messages
 from netfold.torch.device.chunks import BLOCK_ELEMENTS
 from netfold.torch.device.host_staging import seconds_until
@@ -49,7 +49,7 @@ class IpcReducer:
     dtypes = arithmetic.DTYPES
     kernels_wait = False  # the host's ranks have met before each kernel
 
-    def __init__(self, layer: DeviceLayer, stream: Any, local: Group, windows: Sequence[Tensor]) -> None:
+    def __init__(self, layer: DeviceApi, stream: Any, local: Group, windows: Sequence[Tensor]) -> None:
         """`local`: the host's ranks; `windows`: by their order there, this rank's own among them."""
         self._layer = layer
         self._stream = stream
@@ -97,7 +97,7 @@ class IpcReducer:
 
 
 def open_windows(
-    group: Group, members: Sequence[int], layer: DeviceLayer, stream: Any, device: torch.device, deadline: float
+    group: Group, members: Sequence[int], layer: DeviceApi, stream: Any, device: torch.device, deadline: float
 ) -> tuple[list[Tensor], str]:
     """The windows of `members`, the ranks of this host, in this order; else the reason, on every rank of the group.
 
@@ -144,7 +144,7 @@ def open_windows(
     return (windows, "") if not refusals else ([], refusals[0])
 
 
-def _open(layer: DeviceLayer, handle: dict[str, Any], device: torch.device) -> Tensor:
+def _open(layer: DeviceApi, handle: dict[str, Any], device: torch.device) -> Tensor:
     try:
         return layer.open(handle, device)
     except RuntimeError:

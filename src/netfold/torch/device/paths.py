@@ -16,7 +16,7 @@ from netfold.communicator import Group
 from netfold.errors import NetfoldError
 from netfold.torch.device import arithmetic, capability_exchange, ipc, pinned
 from netfold.torch.device.intra_host import MIN_BYTES, IntraHostPath, NcclReducer, IntraHostReducer, host_groups
-from netfold.torch.device.device_api import DeviceLayer, wait_for
+from netfold.torch.device.device_api import DeviceApi, wait_for
 from netfold.torch.device.host_staging import Staged
 from netfold.torch.store import TorchStore
 
@@ -79,7 +79,7 @@ class DevicePaths:
         return True
 
 
-def choose_paths(group: Group, layer: DeviceLayer, device: torch.device, part: Store, deadline: float) -> DevicePaths:
+def choose_paths(group: Group, layer: DeviceApi, device: torch.device, part: Store, deadline: float) -> DevicePaths:
     """A collective: the first thing that a group's driver sends. Raises what `meeting.meet` does."""
     slots: list[torch.Tensor] = []
     problem = ""
@@ -108,7 +108,7 @@ def choose_paths(group: Group, layer: DeviceLayer, device: torch.device, part: S
 class _Made:
     """What is made while the ways are found: groups of a part of the ranks."""
 
-    def __init__(self, group: Group, layer: DeviceLayer, device: torch.device, part: Store, deadline: float) -> None:
+    def __init__(self, group: Group, layer: DeviceApi, device: torch.device, part: Store, deadline: float) -> None:
         self._group = group
         self._layer = layer
         self._device = device

@@ -9,7 +9,7 @@ import weakref
 import torch
 
 from netfold.errors import NetfoldError
-from netfold.torch.device.device_api import DeviceLayer
+from netfold.torch.device.device_api import DeviceApi
 
 log = logging.getLogger("netfold")
 
@@ -24,7 +24,7 @@ ALIGN_BYTES = 64
 TRANSFER_BYTES = 64 << 20
 
 
-def slots(layer: DeviceLayer, pinned_bytes: int, rank: int) -> list[Tensor]:
+def slots(layer: DeviceApi, pinned_bytes: int, rank: int) -> list[Tensor]:
     """`SLOTS` buffers of as many bytes together. NetfoldError where the host does not give them."""
     try:
         return [layer.pinned(pinned_bytes // SLOTS) for _ in range(SLOTS)]
@@ -39,7 +39,7 @@ def slots(layer: DeviceLayer, pinned_bytes: int, rank: int) -> list[Tensor]:
 class TransferMemory:
     """What messages are staged in. Thread-safe."""
 
-    def __init__(self, layer: DeviceLayer, budget_bytes: int = TRANSFER_BYTES) -> None:
+    def __init__(self, layer: DeviceApi, budget_bytes: int = TRANSFER_BYTES) -> None:
         self._layer = layer
         self._left = budget_bytes
         self._refused = False

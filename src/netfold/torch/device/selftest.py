@@ -25,9 +25,9 @@ def run_selftest() -> tuple[list[str], bool]:
     if not torch.cuda.is_available():
         built = "finds no CUDA device" if torch.backends.cuda.is_built() else "was built without CUDA"  # type: ignore[no-untyped-call]
         return [f"no GPU: IPC disabled because torch {torch.__version__} {built}"], False
-    from netfold.torch.device.cuda import CudaLayer
+    from netfold.torch.device.cuda import CudaApi
 
-    uuids = list(CudaLayer().visible())
+    uuids = list(CudaApi().visible())
     mask = os.environ.get(_MASK)
     lines = [f"GPUs that this process sees ({_MASK}={mask}):" if mask else "GPUs that this process sees:"]
     lines += [

@@ -24,7 +24,7 @@ import torch
 from netfold.errors import NetfoldError
 from netfold.communicator.group import DTYPES, KINDS
 from netfold.torch.calls import DTYPE_CODES, with_memory
-from netfold.torch.device.device_api import DeviceLayer, Event, refuse_capture, wait_for
+from netfold.torch.device.device_api import DeviceApi, Event, refuse_capture, wait_for
 from netfold.torch.device.chunks import as_bytes
 from netfold.torch.device.pinned import TransferMemory
 from netfold.torch.device.work import DeviceWork
@@ -42,7 +42,7 @@ _HOST = torch.device("cpu")
 class DeviceTransfers:
     """A group's messages from and to devices."""
 
-    def __init__(self, transfers: Transfers, layer: DeviceLayer) -> None:
+    def __init__(self, transfers: Transfers, layer: DeviceApi) -> None:
         self._transfers = transfers
         self._layer = layer
         self._memory = TransferMemory(layer)
@@ -179,7 +179,7 @@ def _stop() -> None:
 class SendWork(DeviceWork):
     """One send: it is on its way once it is copied out, and done when the native one is."""
 
-    def __init__(self, layer: DeviceLayer, device: torch.device, result: Any, transfers: Transfers, to: int) -> None:
+    def __init__(self, layer: DeviceApi, device: torch.device, result: Any, transfers: Transfers, to: int) -> None:
         super().__init__(layer, device, result, transfers.group.rank)
         self._transfers = transfers
         self._to = to
@@ -221,7 +221,7 @@ class SendWork(DeviceWork):
 class QueuedSend(SendWork):
     """One send of a CPU tensor that comes after sends from devices: no stream waits for it."""
 
-    def __init__(self, layer: DeviceLayer, result: Any, transfers: Transfers, to: int) -> None:
+    def __init__(self, layer: DeviceApi, result: Any, transfers: Transfers, to: int) -> None:
         super().__init__(layer, _HOST, result, transfers, to)
 
     def _order_stream(self) -> None:
@@ -238,7 +238,7 @@ class ReceiveWork(NetfoldWork):
         self,
         transfers: Transfers,
         operation: Any,
-        layer: DeviceLayer,
+        layer: DeviceApi,
         device: torch.device,
         back: Any,
         tensor: Tensor,

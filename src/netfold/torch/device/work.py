@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from netfold.errors import WaitTimeout
-from netfold.torch.device.device_api import DeviceLayer, Event, Stream, refuse_capture
+from netfold.torch.device.device_api import DeviceApi, Event, Stream, refuse_capture
 from netfold.torch.forwarding import NetfoldWorkBase
 
 
@@ -23,7 +23,7 @@ class DeviceWork(NetfoldWorkBase):
 
     _operations: Sequence[Any] = ()  # nothing that a group could wait for
 
-    def __init__(self, layer: DeviceLayer, device: torch.device, result: Any, rank: int) -> None:
+    def __init__(self, layer: DeviceApi, device: torch.device, result: Any, rank: int) -> None:
         """`result`: what the Future holds."""
         super().__init__()
         self._layer = layer
