@@ -153,7 +153,7 @@ class Capture:
 
 
 class FakeLayer:
-    """See `DeviceLayer`."""
+    """See `DeviceApi`."""
 
     kind = _KIND
 
