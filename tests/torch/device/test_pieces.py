@@ -7,7 +7,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from netfold.torch.calls import Prepared  # noqa: E402
-from netfold.torch.device.chunks import count_pieces, cut, elements_a_piece  # noqa: E402
+from netfold.torch.device.chunks import count_chunks, split_into_chunks, chunk_elements  # noqa: E402
 from netfold.torch.device.pinned import ALIGN_BYTES  # noqa: E402
 
 pytestmark = pytest.mark.torch
@@ -32,9 +32,9 @@ def call(kind: str, inputs: list[int], outputs: list[int], root: int = 0) -> Pre
     ],
 )
 def test_pieces_cover_every_element_once_and_fit_a_slot(made: Prepared) -> None:
-    elements = elements_a_piece(made, 3, SLOT_BYTES)
+    elements = chunk_elements(made, 3, SLOT_BYTES)
     assert elements % 128 == 0 and elements > 0
-    pieces = list(cut(made, 1, elements, count_pieces(made, elements)))
+    pieces = list(split_into_chunks(made, 1, elements, count_chunks(made, elements)))
     for piece in pieces:
         staged = [*piece.inputs, *piece.outputs]
         assert sum(-(-len(each) // ALIGN_BYTES) * ALIGN_BYTES for each in staged) <= SLOT_BYTES
@@ -51,14 +51,14 @@ def test_a_root_and_the_others_cut_alike() -> None:
         ("scatter", ([900] * 3, [900]), ([], [900])),
     ):
         root, other = call(kind, *at_root), call(kind, *elsewhere)
-        elements = elements_a_piece(root, 3, SLOT_BYTES)
-        assert elements == elements_a_piece(other, 3, SLOT_BYTES)
-        assert count_pieces(root, elements) == count_pieces(other, elements)
+        elements = chunk_elements(root, 3, SLOT_BYTES)
+        assert elements == chunk_elements(other, 3, SLOT_BYTES)
+        assert count_chunks(root, elements) == count_chunks(other, elements)
 
 
 def test_only_what_is_needed_crosses() -> None:
     def ways(made: Prepared, rank: int) -> tuple[int, int]:
-        (piece,) = cut(made, rank, 1024, 1)
+        (piece,) = split_into_chunks(made, rank, 1024, 1)
         return len(piece.out), len(piece.back)
 
     assert ways(call("all_reduce", [], [10]), 0) == (1, 1)

@@ -21,7 +21,7 @@ BLOCK_ELEMENTS = 128
 
 
 @dataclass(frozen=True)
-class Piece:
+class Chunk:
     """One collective. Tensors are flat bytes on the device; those `out` go to the host first, those `back` return."""
 
     inputs: Sequence[Tensor]
@@ -35,7 +35,7 @@ def as_bytes(tensor: Tensor) -> Tensor:
     return tensor.detach().reshape(-1).view(torch.uint8)
 
 
-def elements_a_piece(call: Prepared, ranks: int, slot_bytes: int) -> int:
+def chunk_elements(call: Prepared, ranks: int, slot_bytes: int) -> int:
     """How many elements of each tensor are one piece; ValueError where the slots are too small for any."""
     tensors = _tensors(call, ranks)
     element_bytes = [*call.inputs, *call.outputs][0].element_size()
@@ -49,13 +49,13 @@ def elements_a_piece(call: Prepared, ranks: int, slot_bytes: int) -> int:
     return elements
 
 
-def count_pieces(call: Prepared, elements: int) -> int:
+def count_chunks(call: Prepared, elements: int) -> int:
     """By what this rank knows. Of all_to_all the others may need more: the greatest count of all ranks is used."""
     largest = max((tensor.numel() for tensor in (*call.inputs, *call.outputs)), default=0)
     return max(1, -(-largest // elements))
 
 
-def cut(call: Prepared, rank: int, elements: int, count: int) -> Iterator[Piece]:
+def split_into_chunks(call: Prepared, rank: int, elements: int, count: int) -> Iterator[Chunk]:
     """`count` pieces of up to `elements` of each tensor, in order; tensors that are shorter end earlier."""
     inputs = [(as_bytes(tensor), tensor.element_size()) for tensor in call.inputs]
     outputs = [(as_bytes(tensor), tensor.element_size()) for tensor in call.outputs]
@@ -63,7 +63,7 @@ def cut(call: Prepared, rank: int, elements: int, count: int) -> Iterator[Piece]
         at = number * elements
         ins = [_part(flat, at * each, (at + elements) * each) for flat, each in inputs]
         outs = [_part(flat, at * each, (at + elements) * each) for flat, each in outputs]
-        yield Piece(ins, outs, *_ways(call, rank, ins, outs))
+        yield Chunk(ins, outs, *_ways(call, rank, ins, outs))
 
 
 def _ways(

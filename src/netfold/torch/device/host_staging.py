@@ -24,7 +24,7 @@ import torch
 from netfold.communicator import Group
 from netfold.torch.calls import Prepared
 from netfold.torch.device.device_api import DeviceApi, Event, wait_for
-from netfold.torch.device.chunks import Piece, count_pieces, cut, elements_a_piece
+from netfold.torch.device.chunks import Chunk, count_chunks, split_into_chunks, chunk_elements
 from netfold.torch.device.pinned import ALIGN_BYTES
 
 Tensor = torch.Tensor
@@ -40,11 +40,11 @@ class Slot:
 
 
 @dataclass(eq=False)
-class Passage:
+class StagedChunk:
     """A piece on its way."""
 
     call: Prepared
-    piece: Piece
+    piece: Chunk
     slot: Slot
     deadline: float
     left: Event | None
@@ -52,7 +52,7 @@ class Passage:
     operation: Any = None
 
 
-class Staged:
+class HostStaging:
     """One group's way through the host for one device. Not thread-safe."""
 
     def __init__(self, group: Group, layer: DeviceApi, device: torch.device, slots: Iterable[Tensor]) -> None:
@@ -63,8 +63,8 @@ class Staged:
         self.back = layer.new_stream(device)
         self._slots = collections.deque(Slot(memory) for memory in slots)
         self._slot_bytes = self._slots[0].memory.numel()
-        self._leaving: collections.deque[Passage] = collections.deque()
-        self._running: collections.deque[Passage] = collections.deque()
+        self._leaving: collections.deque[StagedChunk] = collections.deque()
+        self._running: collections.deque[StagedChunk] = collections.deque()
         # Memory that pieces under way will write, and that which copies to the device may not have reached yet: who
         # reads either must come after.
         self._written: collections.Counter[int] = collections.Counter()
@@ -78,8 +78,8 @@ class Staged:
         """Send a call's pieces on their way; `ready`: when its tensors hold their values. `returned` is called, by
         `step` at the latest, with the event after which the results are in place."""
         some = [*call.inputs, *call.outputs]
-        elements = elements_a_piece(call, self._group.size, self._slot_bytes)
-        count = count_pieces(call, elements)
+        elements = chunk_elements(call, self._group.size, self._slot_bytes)
+        count = count_chunks(call, elements)
         if call.kind == "all_to_all":
             self.drain()  # what is submitted must come in one order
             count = self._greatest(count, deadline)
@@ -94,7 +94,7 @@ class Staged:
         for tensor in some:
             self._layer.keep(tensor, self.out)
             self._layer.keep(tensor, self.back)
-        for number, piece in enumerate(cut(call, self._group.rank, elements, count)):
+        for number, piece in enumerate(split_into_chunks(call, self._group.rank, elements, count)):
             self._leave(call, piece, deadline, returned if number == count - 1 else None)
 
     def step(self) -> None:
@@ -116,7 +116,7 @@ class Staged:
         self._leaving.clear()
         self._running.clear()
 
-    def _leave(self, call: Prepared, piece: Piece, deadline: float, returned: Callable[[Event], None] | None) -> None:
+    def _leave(self, call: Prepared, piece: Chunk, deadline: float, returned: Callable[[Event], None] | None) -> None:
         slot = self._slots.popleft()  # there is one: of three pieces, one has returned
         if slot.free is not None and piece.out:
             self.out.wait_event(slot.free)
@@ -126,13 +126,13 @@ class Staged:
         left = self.out.record_event() if piece.out else None
         for tensor in piece.back:
             self._written[_place(tensor)] += 1
-        self._leaving.append(Passage(call, piece, slot, deadline, left, returned))
+        self._leaving.append(StagedChunk(call, piece, slot, deadline, left, returned))
         if len(self._leaving) > 1:
             self._run(self._leaving.popleft())
         if len(self._running) > 1:
             self._return(self._running.popleft())
 
-    def _run(self, passage: Passage) -> None:
+    def _run(self, passage: StagedChunk) -> None:
         call, rank = passage.call, self._group.rank
         # The collective writes where the last piece of this slot is read from.
         for event, what in ((passage.slot.free, "the copy to the device"), (passage.left, "the copy to the host")):
@@ -152,7 +152,7 @@ class Staged:
         )
         self._running.append(passage)
 
-    def _return(self, passage: Passage) -> None:
+    def _return(self, passage: StagedChunk) -> None:
         self._group.wait(passage.operation)
         regions = _regions(passage.slot.memory, passage.piece)
         for tensor in passage.piece.back:
@@ -193,7 +193,7 @@ def seconds_until(deadline: float) -> float:
     return max(0.001, deadline - time.monotonic())
 
 
-def _regions(memory: Tensor, piece: Piece) -> dict[int, Tensor]:
+def _regions(memory: Tensor, piece: Chunk) -> dict[int, Tensor]:
     """Where each tensor of a piece lies in its slot."""
     regions, at = {}, 0
     for tensor in (*piece.inputs, *piece.outputs):

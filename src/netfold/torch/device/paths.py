@@ -17,7 +17,7 @@ from netfold.errors import NetfoldError
 from netfold.torch.device import arithmetic, capability_exchange, ipc, pinned
 from netfold.torch.device.intra_host import MIN_BYTES, IntraHostPath, NcclReducer, IntraHostReducer, host_groups
 from netfold.torch.device.device_api import DeviceApi, wait_for
-from netfold.torch.device.host_staging import Staged
+from netfold.torch.device.host_staging import HostStaging
 from netfold.torch.store import TorchStore
 
 log = logging.getLogger("netfold")
@@ -34,7 +34,7 @@ class DevicePaths:
     """`reason`: what all ranks found, in a sentence. `done`: the stream in which results are handed over."""
 
     device: torch.device
-    staged: Staged
+    staged: HostStaging
     inside: IntraHostPath | None
     done: Any
     reason: str
@@ -120,7 +120,7 @@ class _Made:
         layer, device = self._layer, self._device
         reason = f"{layer.kind}: {how}staged through {len(slots)} x {slots[0].numel()} bytes of pinned memory"
         return DevicePaths(
-            device, Staged(self._group, layer, device, slots), inside, layer.new_stream(device), reason, self.parts
+            device, HostStaging(self._group, layer, device, slots), inside, layer.new_stream(device), reason, self.parts
         )
 
     def inside(self, uuids: Sequence[str]) -> tuple[IntraHostPath | None, str]:
@@ -167,7 +167,7 @@ class _Made:
         if len(peers) > 1:
             among = self._of("between", members.index(group.rank), peers)
             slots = pinned.slots(layer, int(group.options.pinned_bytes or 0), group.rank)
-            between = Staged(among, layer, device, slots)
+            between = HostStaging(among, layer, device, slots)
             how += f", by netfold between {len(peers)} hosts"
         without = sorted(str(dtype).removeprefix("torch.") for dtype in arithmetic.DTYPES - sums.dtypes)
         if without:
