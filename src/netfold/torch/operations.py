@@ -323,7 +323,7 @@ class Operations:
     def _in_turn(self) -> None:
         """Calls on devices' memory that came before are matched before, too."""
         if self.devices is not None:
-            self.devices.let_pass()
+            self.devices.wait_until_idle()
 
     def _handed_out(self, work: AnyWork, opts: Any = None) -> AnyWork | None:
         """The Work for the caller. None inside a coalescing manager for a call that torch would wait for at once: the

@@ -59,7 +59,7 @@ class Transfers:
             )
         staged = with_memory(tensor).contiguous()
         if kind == _SEND and self._device is not None:
-            queued = self._device.send_behind(tensor, staged, peer, tag)
+            queued = self._device.send_queued(tensor, staged, peer, tag)
             if queued is not None:
                 return queued
         dtype = DTYPE_CODES.get(tensor.dtype, _BYTES)

@@ -1,7 +1,7 @@
 """The thread that takes a group's collectives on device memory, in the order in which they were called.
 
 A caller leaves a call here, with an event of its stream, and gets a Work at once. Collectives of the same group on CPU
-tensors that come later must not overtake: their callers wait until this queue is empty (`let_pass`), since the order of
+tensors that come later must not overtake: their callers wait until this queue is empty (`wait_until_idle`), since the order of
 calls is what ranks match them by.
 """
 
@@ -112,7 +112,7 @@ class DeviceDriver:
             self._changed.notify_all()
         return work
 
-    def let_pass(self) -> None:
+    def wait_until_idle(self) -> None:
         """Return once every call so far is on its way. Raises nothing: a failure is the group's, who calls it hears."""
         if self._unsettled:
             with self._changed:
@@ -265,7 +265,7 @@ class DeviceDriver:
             if inside is not None and inside.takes(call):
                 staged.drain()
                 done = inside.run(call, [job.ready, staged.back.record_event()], job.deadline)
-                staged.land(call.outputs, done)
+                staged.copy_back(call.outputs, done)
                 if inside.kernels_wait:
                     if not self._awaited:
                         self._wait_for_next()

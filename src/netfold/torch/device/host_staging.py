@@ -44,7 +44,7 @@ class StagedChunk:
     """A piece on its way."""
 
     call: Prepared
-    piece: Chunk
+    chunk: Chunk
     slot: Slot
     deadline: float
     left: Event | None
@@ -138,15 +138,15 @@ class HostStaging:
         for event, what in ((passage.slot.free, "the copy to the device"), (passage.left, "the copy to the host")):
             if event is not None:
                 wait_for(event, passage.deadline, rank, f"{call.kind}: {what}")
-        regions = _regions(passage.slot.memory, passage.piece)
+        regions = _regions(passage.slot.memory, passage.chunk)
         passage.operation = self._group.submit(
             call.kind,
             dtype=call.dtype,
             reduce=call.reduce,
             average=call.average,
             root=call.root,
-            inputs=[_region(regions[id(tensor)]) for tensor in passage.piece.inputs],
-            outputs=[_region(regions[id(tensor)]) for tensor in passage.piece.outputs],
+            inputs=[_region(regions[id(tensor)]) for tensor in passage.chunk.inputs],
+            outputs=[_region(regions[id(tensor)]) for tensor in passage.chunk.outputs],
             timeout_s=seconds_until(passage.deadline),
             wait_here=False,
         )
@@ -154,21 +154,21 @@ class HostStaging:
 
     def _return(self, passage: StagedChunk) -> None:
         self._group.wait(passage.operation)
-        regions = _regions(passage.slot.memory, passage.piece)
-        for tensor in passage.piece.back:
+        regions = _regions(passage.slot.memory, passage.chunk)
+        for tensor in passage.chunk.back:
             self._layer.copy(self.back, tensor, regions[id(tensor)])
             place = _place(tensor)
             self._written[place] -= 1
             if not self._written[place]:
                 del self._written[place]
-        passage.slot.free = self.back.record_event() if passage.piece.back else None
+        passage.slot.free = self.back.record_event() if passage.chunk.back else None
         if passage.slot.free is not None:
-            self.land(passage.piece.back, passage.slot.free)
+            self.copy_back(passage.chunk.back, passage.slot.free)
         self._slots.append(passage.slot)
         if passage.returned is not None:
             passage.returned(self.back.record_event())
 
-    def land(self, tensors: Iterable[Tensor], event: Event) -> None:
+    def copy_back(self, tensors: Iterable[Tensor], event: Event) -> None:
         """Calls that come later and read these will do so behind `event`."""
         if len(self._landing) > _MAX_LANDING:
             self._landing = {place: each for place, each in self._landing.items() if not each.query()}

@@ -83,7 +83,7 @@ class DeviceTransfers:
             self._put(copy_and_send, work, to, tag, f"send to rank {to} from {device}")
         return work
 
-    def send_behind(self, tensor: Tensor, staged: Tensor, to: int, tag: int) -> QueuedSend | None:
+    def send_queued(self, tensor: Tensor, staged: Tensor, to: int, tag: int) -> QueuedSend | None:
         """Send a CPU tensor, `staged`, after the sends from devices to `to` with `tag`; None where there are none.
 
         `tensor`: what the Work's result holds.
