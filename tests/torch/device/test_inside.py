@@ -34,8 +34,8 @@ COUNT = 60_001
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is tested is several pieces long."""
     monkeypatch.setattr(ipc, "HALF_BYTES", 128 << 10)
-    monkeypatch.setattr(ipc.IpcReducer, "piece_bytes", 128 << 10)
-    monkeypatch.setattr(intra_host.NcclReducer, "piece_bytes", 128 << 10)
+    monkeypatch.setattr(ipc.IpcReducer, "chunk_bytes", 128 << 10)
+    monkeypatch.setattr(intra_host.NcclReducer, "chunk_bytes", 128 << 10)
 
 
 def sums(group: Any, layer: Any) -> None:

@@ -37,7 +37,7 @@ _NAMES = {
 class IntraHostReducer(Protocol):
     """Reductions among the ranks of one host, in one stream's order; all give pieces of one size and dtype."""
 
-    piece_bytes: int
+    chunk_bytes: int
     dtypes: frozenset[torch.dtype]  # others are staged, on every rank: ranks call with one dtype
     # Whether kernels wait for other ranks' kernels. Then a sum is made once its event has passed, and not before.
     kernels_wait: bool
@@ -56,7 +56,7 @@ class IntraHostReducer(Protocol):
 class NcclReducer:
     """See `IntraHostReducer`: by NCCL."""
 
-    piece_bytes = _NCCL_BYTES
+    chunk_bytes = _NCCL_BYTES
     dtypes = _NCCL_DTYPES
     kernels_wait = True
 
@@ -132,7 +132,7 @@ class IntraHostPath:
         for event in ready:
             self._stream.wait_event(event)
         sum_up: Callable[[Tensor, str, float], None] = self._fixed if self._wire(call) == "i32" else self._sum
-        elements = self._sums.piece_bytes // values.element_size()
+        elements = self._sums.chunk_bytes // values.element_size()
         for piece in torch.split(values, elements):
             sum_up(piece, call.reduce, deadline)
         if call.average:

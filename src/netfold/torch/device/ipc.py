@@ -45,7 +45,7 @@ _never_released: list[Tensor] = []
 class IpcReducer:
     """See `netfold.torch.device.intra_host.IntraHostReducer`."""
 
-    piece_bytes = HALF_BYTES
+    chunk_bytes = HALF_BYTES
     dtypes = arithmetic.DTYPES
     kernels_wait = False  # the host's ranks have met before each kernel
 
