@@ -111,7 +111,7 @@ def short_of_room(rank: int, size: int, folder: str, how: str) -> tuple[list[str
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("netfold").addHandler(handler)
     if how == "short":
-        buckets.lacks = lambda wanted_bytes: "/dev/shm has no room"
+        buckets.shm_shortage = lambda wanted_bytes: "/dev/shm has no room"
     else:
         # This rank's alone, and gone with it: in a mount namespace of its own.
         assert ctypes.CDLL(None, use_errno=True).unshare(0x00020000) == 0  # CLONE_NEWNS
@@ -124,7 +124,7 @@ def short_of_room(rank: int, size: int, folder: str, how: str) -> tuple[list[str
         below = f'mount --make-rprivate "$(findmnt --noheadings --output TARGET --target {where} | tail -n 1)"'
         subprocess.run(f"{below} && mount {what} {where}", shell=True, check=True)
         if how == "refused":  # root may write everywhere: as open() answers another user
-            buckets.lacks = lambda wanted_bytes: None
+            buckets.shm_shortage = lambda wanted_bytes: None
             subprocess.run("mount -o remount,ro /dev/shm", shell=True, check=True)
     dist.init_process_group("netfold", init_method=f"file://{folder}/store", rank=rank, world_size=size)
     network = torch.nn.Linear(700, 700)
@@ -157,7 +157,7 @@ def test_buckets_stay_where_they_are_and_say_so_where_dev_shm_is_of_no_use(how: 
 
 
 def test_room_is_what_the_file_system_says() -> None:
-    from netfold.torch.buckets import lacks
+    from netfold.torch.buckets import shm_shortage
 
-    assert lacks(0) is None
-    assert "/dev/shm has no room for" in str(lacks(1 << 60))
+    assert shm_shortage(0) is None
+    assert "/dev/shm has no room for" in str(shm_shortage(1 << 60))

@@ -71,9 +71,9 @@ def _create(options: Any, pg_options: Any) -> Any:
 
 
 def _meet(torchs: Any, url: str, **options: Any) -> Any:
-    from netfold.torch.env_rendezvous import meet
+    from netfold.torch.env_rendezvous import env_rendezvous
 
-    return meet(torchs, url, **options)
+    return env_rendezvous(torchs, url, **options)
 
 
 def new_process_group(

@@ -39,7 +39,7 @@ _MAX_CANDIDATES = 1024
 _backward = graph._engine_run_backward.__code__
 
 
-def lacks(wanted_bytes: int) -> str | None:
+def shm_shortage(wanted_bytes: int) -> str | None:
     """Why /dev/shm cannot take so much and keep an eighth of itself free; None where it can."""
     try:
         found = os.statvfs("/dev/shm")
@@ -52,7 +52,7 @@ def lacks(wanted_bytes: int) -> str | None:
     return None
 
 
-class Sightings:
+class BucketDetector:
     """Which tensors are buckets: those that the reducer brings again and again from the same place."""
 
     def __init__(self) -> None:
@@ -83,7 +83,7 @@ class RegisteredBuckets:
 
     def __init__(self, hold: Callable[[tuple[int, int]], Any]) -> None:
         self._hold = hold
-        self._sightings = Sightings()
+        self._sightings = BucketDetector()
         self._held: dict[int, tuple[torch.UntypedStorage, int, Any]] = {}
 
     def consider(self, tensor: torch.Tensor) -> None:
@@ -122,7 +122,7 @@ class SharedBuckets:
         """`ranks` of one machine do the same at the same time, and share its /dev/shm."""
         self._enabled = enabled
         self._ranks = ranks
-        self._sightings = Sightings()
+        self._sightings = BucketDetector()
         self._moved: dict[int, torch.UntypedStorage] = {}
 
     def consider(self, tensor: torch.Tensor) -> None:
@@ -135,7 +135,7 @@ class SharedBuckets:
         place = (storage.data_ptr(), storage.nbytes())
         self._forget_unused()
         # A page for which there is no room when it is touched would end the process, not raise.
-        reason = lacks(self._ranks * place[1])
+        reason = shm_shortage(self._ranks * place[1])
         if reason is None:
             try:
                 fd, size = storage._share_fd_cpu_()

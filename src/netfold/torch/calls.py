@@ -102,7 +102,7 @@ class Prepared:
         )
 
 
-def copies(kind: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor], root: int = 0) -> Prepared:
+def copy_call(kind: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor], root: int = 0) -> Prepared:
     """A call that moves bytes as they are. The dtype goes along, so that ranks that mean different ones hear of it."""
     for tensor in (*inputs, *outputs):
         _check(tensor)
@@ -118,7 +118,7 @@ def copies(kind: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor], root:
     )
 
 
-def reduction(kind: str, tensor: Tensor, op: Any, *, root: int = 0, result_here: bool = True) -> Prepared:
+def reduction_call(kind: str, tensor: Tensor, op: Any, *, root: int = 0, result_here: bool = True) -> Prepared:
     """all_reduce and reduce, in place. `result_here`: this rank's tensor takes the result."""
     asked = reduction_of(op)
     real = _real(tensor, asked)
@@ -191,7 +191,7 @@ def reduction_of(op: Any) -> Reduction:
     raise ValueError(f"netfold does not reduce by {op}")
 
 
-def listed(tensors: Any) -> list[Tensor]:
+def as_list(tensors: Any) -> list[Tensor]:
     """torch's methods take a tensor in place of a list of one."""
     return [tensors] if isinstance(tensors, torch.Tensor) else tensors
 

@@ -28,7 +28,7 @@ _meetings = itertools.count(1)
 _host: str | None = None
 
 
-def meet(torchs: Callable[..., _Meeting], url: str, **options: Any) -> _Meeting:
+def env_rendezvous(torchs: Callable[..., _Meeting], url: str, **options: Any) -> _Meeting:
     """torch's own handler of env://, or ours where its variables are not all there and a launcher's are."""
     complete = all(os.environ.get(name) for name in _TORCHS)
     if complete or "rank" in parse_qs(urlparse(url).query) or not is_launched():

@@ -47,7 +47,7 @@ def create(options: Any, pg_options: Any) -> Any:
 
         return legacy.create(options, pg_options)
     _refuse_second_custom_backend(getattr(options, "process_group", None))
-    part = part_of_store(options.store, options.global_ranks_in_group)
+    part = store_for_group(options.store, options.global_ranks_in_group)
     # torch lists no ranks for the default group.
     job_ranks = list(options.global_ranks_in_group) or list(range(options.group_size))
     return _backend(part, options.group_rank, options.group_size, options.timeout, pg_options, job_ranks)
@@ -66,13 +66,13 @@ def standalone(
         for device in _devices(made):
             group._register_backend(device, dist.ProcessGroup.BackendType.CUSTOM, made)
     else:
-        made = group = known(carrier(open_group(part, rank, size, timeout, options), store, part, cuda_api()))
+        made = group = close_at_exit(make_process_group(open_group(part, rank, size, timeout, options), store, part, cuda_api()))
     # Only the user of such a group says when it ends, and torchft drops a group without a call.
     weakref.finalize(group, _close_in_thread, made.netfold).atexit = False
     return group, made
 
 
-def carrier(group: Group, store: Store, part: Store, layer: DeviceApi | None) -> Operations:
+def make_process_group(group: Group, store: Store, part: Store, layer: DeviceApi | None) -> Operations:
     """The object that torch calls for an open group: a backend, on torch older than 2.14 a ProcessGroup."""
     if takes_backends:
         from netfold.torch.backend import NetfoldBackend
@@ -100,13 +100,13 @@ def open_group(
     )
 
 
-def known(made: Any) -> Any:
+def close_at_exit(made: Any) -> Any:
     """Have the group closed when the process ends."""
     _live.add(made)
     return made
 
 
-def part_of_store(store: Store, members: Sequence[int]) -> Store:
+def store_for_group(store: Store, members: Sequence[int]) -> Store:
     """The part of `store` where no other group finds its keys.
 
     torchrun gives all attempts of a job one store: a restarted worker must not find its predecessor's keys. And torch
@@ -122,10 +122,10 @@ def _backend(
 ) -> Any:
     from netfold.torch.backend import NetfoldBackend
     from netfold.torch.forwarding import forward_work_methods
-    from netfold.torch.split_group import keep_outsiders_out
+    from netfold.torch.split_group import patch_split_group
 
     forward_work_methods()
-    keep_outsiders_out()
+    patch_split_group()
     group = open_group(part, rank, size, timeout, options, job_ranks)
 
     def join(store: Store, ranks: Sequence[int], child_timeout: timedelta) -> NetfoldBackend:
@@ -134,7 +134,7 @@ def _backend(
         part_of_it: NetfoldBackend = _backend(child, ranks.index(rank), len(ranks), child_timeout, options, members)
         return part_of_it
 
-    made = known(NetfoldBackend(group, part, cuda_api(), join))
+    made = close_at_exit(NetfoldBackend(group, part, cuda_api(), join))
     if _c10d.get_debug_level() == _c10d.DebugLevel.DETAIL:
         _held.append(made)
     return made

@@ -74,7 +74,7 @@ def _unused() -> torch.futures.Future[Any]:
     return future
 
 
-def python_half(work: dist.Work) -> NetfoldWorkBase | None:
+def python_work(work: dist.Work) -> NetfoldWorkBase | None:
     """The netfold Work inside a holder, None for a Work of another backend."""
     _look_up.wanted, _look_up.found = True, None
     try:
@@ -97,7 +97,7 @@ def forward_work_methods() -> None:
 def _forwarding(name: str, original: Callable[[dist.Work], Any]) -> Callable[[dist.Work], Any]:
     @functools.wraps(original)
     def method(self: dist.Work) -> Any:
-        found = python_half(self) if type(self) is dist.Work else None
+        found = python_work(self) if type(self) is dist.Work else None
         return original(self) if found is None else getattr(found, name)()
 
     return method

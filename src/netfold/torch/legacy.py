@@ -39,7 +39,7 @@ Tensor = torch.Tensor
 
 def create(options: Any, pg_options: Any) -> NetfoldProcessGroup:
     """See `factory.create`."""
-    part = factory.part_of_store(options.store, options.global_ranks_in_group)
+    part = factory.store_for_group(options.store, options.global_ranks_in_group)
     job_ranks = options.global_ranks_in_group or range(options.group_size)
     _override_all_gather()
     group = factory.open_group(
@@ -57,7 +57,7 @@ def create(options: Any, pg_options: Any) -> NetfoldProcessGroup:
         if others is None
         else _WithSiblings(group, options.store, part, others, layer)
     )
-    factory.known(made)
+    factory.close_at_exit(made)
     return made
 
 

@@ -20,7 +20,7 @@ _GRACE_S = 1.0
 _PASSED = "passed"
 
 
-class Turns:
+class MonitoredBarriers:
     """One rank's count of the barriers of a group: every one has keys of its own."""
 
     def __init__(self, store: Store, rank: int, size: int) -> None:

@@ -27,17 +27,17 @@ from netfold.communicator import Group
 from netfold.communicator.group import KINDS, Region
 from netfold.torch import calls, monitored_barriers, sparse
 from netfold.torch.buckets import RegisteredBuckets, SharedBuckets
-from netfold.torch.calls import Prepared, copies
+from netfold.torch.calls import Prepared, copy_call
 from netfold.torch.device.driver import DeviceDriver
 from netfold.torch.device.device_api import DeviceApi
 from netfold.torch.device.transfers import ReceiveWork
-from netfold.torch.device.work import DeviceWork, WorksTogether
+from netfold.torch.device.work import DeviceWork, CoalescedWork
 from netfold.torch.transfers import Transfers
 from netfold.torch.work import CompletedWork, NetfoldWork
 from netfold.torch.work import Work as HostWork
 
 Tensor = torch.Tensor
-Work = HostWork | DeviceWork | WorksTogether
+Work = HostWork | DeviceWork | CoalescedWork
 AnyWork = TypeVar("AnyWork", bound=Work)
 
 _ALL_REDUCE = KINDS["all_reduce"]
@@ -69,7 +69,7 @@ class Operations:
         self.devices = DeviceDriver(group, layer, part) if layer is not None else None
         self._transfers = Transfers(group, layer)
         self._coalesced = _Coalesced()
-        self._barriers = monitored_barriers.Turns(part, group.rank, group.size)
+        self._barriers = monitored_barriers.MonitoredBarriers(part, group.rank, group.size)
 
     # --- the life of the group -------------------------------------------------------------------------------------
 
@@ -101,7 +101,7 @@ class Operations:
 
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> Work | None:
         if opts is None or not hasattr(opts, "asyncOp"):
-            tensors, opts = calls.listed(tensors), calls.with_op(AllreduceOptions(), opts)
+            tensors, opts = calls.as_list(tensors), calls.with_op(AllreduceOptions(), opts)
         if len(tensors) == 1:
             plain = self._plain_all_reduce(tensors[0], opts)
             if plain is not None and not opts.asyncOp:
@@ -118,7 +118,7 @@ class Operations:
                     _ALL_REDUCE, *plain, _region(tensors[0]), calls.timeout_of(opts), wait_here=False
                 )
                 return self._plain_work(operation, tensors)
-        prepared = [calls.reduction("all_reduce", tensor, opts.reduceOp) for tensor in tensors]
+        prepared = [calls.reduction_call("all_reduce", tensor, opts.reduceOp) for tensor in tensors]
         return self._together(prepared, tensors, opts)
 
     def _plain_all_reduce(self, tensor: Tensor, opts: Any) -> tuple[int, int, bool] | None:
@@ -159,7 +159,7 @@ class Operations:
     def reduce(self, tensors: list[Tensor], opts: Any) -> Work | None:
         (tensor,) = tensors
         here = opts.rootRank == self.netfold.rank
-        call = calls.reduction("reduce", tensor, opts.reduceOp, root=opts.rootRank, result_here=here)
+        call = calls.reduction_call("reduce", tensor, opts.reduceOp, root=opts.rootRank, result_here=here)
         return self._together([call], tensors, opts)
 
     def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> Work | None:
@@ -190,8 +190,8 @@ class Operations:
 
     def broadcast(self, tensors: list[Tensor], opts: Any = 0) -> Work | None:
         if isinstance(opts, int):  # one of torch's overloads
-            tensors, opts = calls.listed(tensors), calls.with_root(dist.BroadcastOptions(), opts)
-        prepared = [copies("broadcast", [], [tensor], root=opts.rootRank) for tensor in tensors]
+            tensors, opts = calls.as_list(tensors), calls.with_root(dist.BroadcastOptions(), opts)
+        prepared = [copy_call("broadcast", [], [tensor], root=opts.rootRank) for tensor in tensors]
         return self._together(prepared, tensors, opts)
 
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> Work | None:
@@ -219,7 +219,7 @@ class Operations:
         """`parts`: for each input one output a rank; these may differ in size."""
         for each in parts:
             self._one_a_rank("all_gather", "output", each)
-        prepared = [copies("all_gather", [mine], each) for each, mine in zip(parts, inputs, strict=True)]
+        prepared = [copy_call("all_gather", [mine], each) for each, mine in zip(parts, inputs, strict=True)]
         return self._together(prepared, result, opts)
 
     def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> Work | None:
@@ -227,7 +227,7 @@ class Operations:
         parts = outputs[0] if outputs else []
         if opts.rootRank == self.netfold.rank:
             self._one_a_rank("gather", "output", parts)
-        return self._together([copies("gather", [mine], parts, root=opts.rootRank)], outputs, opts)
+        return self._together([copy_call("gather", [mine], parts, root=opts.rootRank)], outputs, opts)
 
     def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> Work | None:
         (mine,) = outputs
@@ -236,12 +236,12 @@ class Operations:
             self._one_a_rank("scatter", "input", parts)
             if any(part.numel() != mine.numel() or part.dtype != mine.dtype for part in parts):
                 raise ValueError("scatter: every input tensor must have the output's size and dtype")
-        return self._together([copies("scatter", parts, [mine], root=opts.rootRank)], outputs, opts)
+        return self._together([copy_call("scatter", parts, [mine], root=opts.rootRank)], outputs, opts)
 
     def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Work | None:
         self._one_a_rank("all_to_all", "input", inputs)
         self._one_a_rank("all_to_all", "output", outputs)
-        return self._together([copies("all_to_all", inputs, outputs)], outputs, opts)
+        return self._together([copy_call("all_to_all", inputs, outputs)], outputs, opts)
 
     def all_to_all_single(
         self, output: Tensor, input: Tensor, output_splits: list[int], input_splits: list[int], opts: Any = None
@@ -250,7 +250,7 @@ class Operations:
             raise ValueError("all_to_all_single: tensors must be contiguous")
         to = calls.by_splits(input, input_splits, self.netfold.size)
         into = calls.by_splits(output, output_splits, self.netfold.size)
-        return self._together([copies("all_to_all", to, into)], [output], opts)
+        return self._together([copy_call("all_to_all", to, into)], [output], opts)
 
     # --- barriers --------------------------------------------------------------------------------------------------
 
@@ -336,7 +336,7 @@ class Operations:
     def average(self, tensor: Tensor, residual: Tensor | None = None) -> torch.futures.Future[Tensor]:
         """The average over all ranks, in place, for hooks of DDP. `residual`, as long as the tensor, in groups whose
         wire is i8: added to this rank's part; then what rounding took from that."""
-        call = calls.reduction("all_reduce", tensor, dist.ReduceOp.AVG)
+        call = calls.reduction_call("all_reduce", tensor, dist.ReduceOp.AVG)
         if residual is not None:
             call.inputs = [residual]
         work = self._together([call], tensor, None)
@@ -363,13 +363,13 @@ class Operations:
             raise RuntimeError("a coalescing manager is already open in this thread for this group")
         self._coalesced.works = []
 
-    def end_coalescing(self) -> NetfoldWork | WorksTogether:
+    def end_coalescing(self) -> NetfoldWork | CoalescedWork:
         """One Work for all operations since `start_coalescing`."""
         works, self._coalesced.works = self._coalesced.works, None
         if works is None:
             raise RuntimeError("no coalescing manager is open in this thread for this group")
         on_host = [work for work in works if isinstance(work, HostWork) and not isinstance(work, ReceiveWork)]
-        return together(self.netfold, on_host) if len(on_host) == len(works) else WorksTogether(works)
+        return coalesce(self.netfold, on_host) if len(on_host) == len(works) else CoalescedWork(works)
 
 
 def _region(tensor: Tensor) -> Region:
@@ -382,7 +382,7 @@ class _Coalesced(threading.local):
     works: list[Work] | None = None
 
 
-def together(group: Group, works: list[HostWork]) -> NetfoldWork:
+def coalesce(group: Group, works: list[HostWork]) -> NetfoldWork:
     """One Work for several; its result is the list of theirs."""
 
     def finish() -> None:

@@ -31,7 +31,7 @@ def all_reduce(group: Operations, tensor: Tensor, opts: Any) -> Work | None:
     size = group.netfold.size
     shape = torch.tensor([own._nnz(), own.sparse_dim(), own.dense_dim(), *own.shape], dtype=torch.int64)
     shapes = [torch.empty_like(shape) for _ in range(size)]
-    group.wait_for(calls.copies("all_gather", [shape], shapes), opts)
+    group.wait_for(calls.copy_call("all_gather", [shape], shapes), opts)
     for rank, theirs in enumerate(shapes):
         if not torch.equal(theirs[1:], shape[1:]):
             raise ValueError(
@@ -42,8 +42,8 @@ def all_reduce(group: Operations, tensor: Tensor, opts: Any) -> Work | None:
     indices = [own.indices().new_empty(own.sparse_dim(), count) for count in counts]
     values = [own.values().new_empty(count, *own.values().shape[1:]) for count in counts]
     gathered = [
-        calls.copies("all_gather", [own.indices()], indices),
-        calls.copies("all_gather", [own.values()], values),
+        calls.copy_call("all_gather", [own.indices()], indices),
+        calls.copy_call("all_gather", [own.values()], values),
     ]
 
     def add_up() -> None:

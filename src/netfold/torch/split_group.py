@@ -16,7 +16,7 @@ from netfold.torch.operations import operations_of
 
 
 @functools.cache
-def keep_outsiders_out() -> None:
+def patch_split_group() -> None:
     """Have `split_group` return NON_GROUP_MEMBER on outsiders of netfold groups. Idempotent; for torch from 2.14 on."""
     torchs: Any = distributed_c10d  # the stubs of older torch lack the function
     original = torchs.split_group

@@ -13,7 +13,7 @@ from fake_layer import FakeHost, FakeLayer, Order
 from ranks import Outcome, run_threads
 
 from netfold.communicator import Group, Options
-from netfold.torch.factory import carrier
+from netfold.torch.factory import make_process_group
 from netfold.torch.operations import Operations
 from netfold.torch.store import TorchStore
 
@@ -45,7 +45,7 @@ def on_devices(
         some = Options(probe="off", **options)
         group = Group(TorchStore(part), rank, size, options=some, timeout_s=timeout_s, join_timeout_s=20.0)
         group.nodes = hosts or group.nodes
-        made = carrier(group, store, part, layer)
+        made = make_process_group(group, store, part, layer)
         try:
             return act(made, layer)
         finally:

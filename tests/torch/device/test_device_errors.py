@@ -157,7 +157,7 @@ def test_a_cuda_tensor_in_a_group_without_devices_is_refused() -> None:
     from netfold.torch import calls
 
     with pytest.raises(ValueError, match="CPU tensors and those of CUDA devices, this one is on meta"):
-        calls.copies("broadcast", [], [torch.ones(1, device="meta")])
+        calls.copy_call("broadcast", [], [torch.ones(1, device="meta")])
 
 
 def sends_late(group: Any, layer: Any) -> None:

@@ -128,7 +128,7 @@ class DeviceWork(NetfoldWorkBase):
             self._layer.resolve(self._stream, future, self._result)
 
 
-class WorksTogether(NetfoldWorkBase):
+class CoalescedWork(NetfoldWorkBase):
     """What a coalescing manager that saw device memory hands out."""
 
     _operations: Sequence[Any] = ()
