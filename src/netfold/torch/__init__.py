@@ -142,7 +142,7 @@ def monitored_barrier(
     RuntimeError and a TimeoutError); its `rank` is the first missing one.
     """
     seconds = timeout if timeout is None or not isinstance(timeout, (int, float)) else timedelta(seconds=timeout)
-    _operations(group).pass_monitored_barrier(seconds, wait_all_ranks)
+    _operations(group).run_monitored_barrier(seconds, wait_all_ranks)
 
 
 def _group(group: dist.ProcessGroup | None) -> Group:

@@ -109,7 +109,7 @@ class NetfoldBackend(Operations, _c10d.Backend):
     def monitored_barrier(self, opts: Any = None, wait_all_ranks: bool = False) -> None:
         """See `netfold.torch.monitored_barrier`."""
         timeout = opts.timeout if opts is not None and opts.timeout.days >= 0 else None  # negative: none is named
-        self.pass_monitored_barrier(timeout, wait_all_ranks)
+        self.run_monitored_barrier(timeout, wait_all_ranks)
 
     def _get_sequence_number_for_group(self) -> int:
         return self.sequence_number()

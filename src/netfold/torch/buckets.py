@@ -58,7 +58,7 @@ class BucketDetector:
     def __init__(self) -> None:
         self._times: dict[tuple[int, int], int] = {}
 
-    def comes_again(self, tensor: torch.Tensor) -> torch.UntypedStorage | None:
+    def is_bucket(self, tensor: torch.Tensor) -> torch.UntypedStorage | None:
         """The storage of one that was seen often enough. To be called by what the function that torch calls, calls."""
         caller = sys._getframe(3)
         if caller.f_code is not _backward or not tensor.is_contiguous():
@@ -94,7 +94,7 @@ class RegisteredBuckets:
         for address, (storage, size, _) in list(self._held.items()):
             if (storage.data_ptr(), storage.nbytes()) != (address, size):
                 self._let_go(address)
-        found = self._sightings.comes_again(tensor)
+        found = self._sightings.is_bucket(tensor)
         if found is None or found.data_ptr() in self._held:
             return
         for address, (storage, _, _) in list(self._held.items()):
@@ -129,7 +129,7 @@ class SharedBuckets:
         """Called for each tensor to reduce, by the function that torch calls. Moves it when it is due."""
         if not self._enabled or tensor.nbytes < _MIN_BYTES:
             return
-        storage = self._sightings.comes_again(tensor)
+        storage = self._sightings.is_bucket(tensor)
         if storage is None or storage.data_ptr() in self._moved:
             return
         place = (storage.data_ptr(), storage.nbytes())

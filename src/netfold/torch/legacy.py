@@ -90,7 +90,7 @@ class NetfoldProcessGroup(Operations, dist.ProcessGroup):
         return self._store
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
-        self.pass_monitored_barrier(timeout, wait_all_ranks)
+        self.run_monitored_barrier(timeout, wait_all_ranks)
 
     def _get_sequence_number_for_group(self) -> int:
         return self.sequence_number()

@@ -28,7 +28,7 @@ class MonitoredBarriers:
         self._count = 0
         self._lock = threading.Lock()
 
-    def pass_together(self, timeout_s: float, wait_all_ranks: bool) -> None:
+    def wait_all(self, timeout_s: float, wait_all_ranks: bool) -> None:
         """Return once every rank is here; CollectiveTimeout names those that are not, on every rank that is."""
         store, rank, size = self._store, self._rank, self._size
         with self._lock:

@@ -257,10 +257,10 @@ class Operations:
     def barrier(self, opts: Any = None) -> Work | None:
         return self._together([Prepared("barrier")], [], opts)
 
-    def pass_monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
+    def run_monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         """See `netfold.torch.monitored_barrier`."""
         seconds = self.netfold.timeout_s if timeout is None else timeout.total_seconds()
-        self._barriers.pass_together(seconds, wait_all_ranks)
+        self._barriers.wait_all(seconds, wait_all_ranks)
 
     # --- point to point --------------------------------------------------------------------------------------------
 
