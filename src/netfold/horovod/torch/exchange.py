@@ -18,7 +18,7 @@ from netfold.horovod.torch.handles import (
     Sum,
     apply,
     check_tensors,
-    described,
+    make_call,
     first,
     submit,
     submit_into,
@@ -66,7 +66,7 @@ def _allgather(
 ) -> Handle:
     check_tensors(tensors, (*NUMBERS, torch.bool))
     engine = process_set.engine()
-    call = described(engine, "allgather", name, tensors, rows_differ=True)
+    call = make_call(engine, "allgather", name, tensors, rows_differ=True)
     return submit(engine, Operation(call, [tensor.detach() for tensor in tensors], result=result), background)
 
 
@@ -142,7 +142,7 @@ def _broadcast(
 ) -> Handle:
     check_tensors(tensors, (*NUMBERS, torch.bool))
     engine = process_set.engine()
-    call = described(engine, "broadcast", name, tensors, root=process_set.root(root_rank))
+    call = make_call(engine, "broadcast", name, tensors, root=process_set.root(root_rank))
     return submit_into(outputs, engine, call, tensors, background, result)
 
 
@@ -204,7 +204,7 @@ def _alltoall(tensor: Tensor, splits: Any, name: str | None, process_set: Proces
             f"alltoall: splits {counts} must be {engine.size} numbers, none negative, whose sum is at most the "
             f"tensor's {rows} rows"
         )
-    call = described(engine, "alltoall", name, [tensor], rows_differ=True)
+    call = make_call(engine, "alltoall", name, [tensor], rows_differ=True)
 
     def result(outputs: list[Tensor]) -> tuple[Tensor, Tensor]:
         if like is None:
@@ -307,7 +307,7 @@ def _reducescatter(
     if any(tensor.dim() == 0 for tensor in tensors):
         raise ValueError("reducescatter: a tensor without dimensions has no rows to scatter")
     engine = process_set.engine()
-    call = described(engine, "reducescatter", name, tensors, op=op, prescale=prescale, postscale=postscale)
+    call = make_call(engine, "reducescatter", name, tensors, op=op, prescale=prescale, postscale=postscale)
     return submit(engine, Operation(call, [tensor.detach() for tensor in tensors], result=result), background)
 
 

@@ -237,7 +237,7 @@ class Executor:
             if call.prescale != 1.0:
                 mine = mine.clone()
                 _scale(mine, call.prescale)
-            counts = rows_of(len(mine), self._data.size)
+            counts = rows_per_rank(len(mine), self._data.size)
             into = mine.new_empty((counts[self._data.rank], *mine.shape[1:]))
             op = "sum" if call.op == "avg" and not mine.is_floating_point() else call.op
             made.append(into)
@@ -268,7 +268,7 @@ class Executor:
         operation.transfers.append(Transfer(works, finish))
 
 
-def rows_of(rows: int, size: int) -> list[int]:
+def rows_per_rank(rows: int, size: int) -> list[int]:
     """How many rows of a reducescatter each rank gets: the first ranks one more where rows do not divide."""
     return [rows // size + (rank < rows % size) for rank in range(size)]
 
@@ -357,4 +357,4 @@ class _Buffers:
                 self._free.setdefault(buffer.nbytes, []).append(buffer.view(torch.uint8))
 
 
-__all__ = ["NUMBERS", "Executor", "Operation", "Transfer", "rows_of"]
+__all__ = ["NUMBERS", "Executor", "Operation", "Transfer", "rows_per_rank"]

@@ -71,7 +71,7 @@ def join(device: int = -1) -> int:
     return last
 
 
-def described(
+def make_call(
     engine: Engine,
     kind: str,
     name: str | None,

@@ -17,7 +17,7 @@ from netfold.horovod.torch.handles import (
     Sum,
     apply,
     check_tensors,
-    described,
+    make_call,
     first,
     submit_into,
     synchronize,
@@ -188,7 +188,7 @@ def begin(
     chosen = check_operator(_operator(op, average), process_set)
     check_tensors(tensors, NUMBERS)
     engine = process_set.engine()
-    call = described(
+    call = make_call(
         engine, "allreduce", name, tensors, op=chosen, members=members, prescale=prescale, postscale=postscale
     )
     return submit_into(outputs, engine, call, tensors, background, result)
