@@ -64,7 +64,7 @@ class Gradients:
         self._of = {param: bucket for bucket in self._buckets for param in bucket.params}
 
     @property
-    def under_way(self) -> bool:
+    def pending(self) -> bool:
         """Whether operations were begun and not synchronized."""
         return any(bucket.handle is not None for bucket in self._buckets) or any(
             wait is not None for wait in self._sparse.values()
@@ -192,7 +192,7 @@ class _Distributed:
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As the wrapped optimizer does. AssertionError between a backward pass and its `step` or `synchronize`."""
-        if self._gradients.under_way:
+        if self._gradients.pending:
             raise AssertionError(
                 "zero_grad() would change gradients that are being reduced: call step() or synchronize() first"
             )
