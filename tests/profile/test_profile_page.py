@@ -14,7 +14,7 @@ from browser import Element, needs_chromium, opened, parse
 from invented import AHEAD_NS, STEP_NS, about, clocks, each_step, findings, rows, run
 from load import seconds
 
-from netfold.profile.findings import ClockOffset, Findings, Lateness, Overlap
+from netfold.profile.findings import ClockOffset, Findings, Straggler, Overlap
 from netfold.profile.page import render_page, units
 from netfold.profile.page.by_size import COLUMNS
 from netfold.profile.page.ranks import MOST_ROWS
@@ -232,7 +232,7 @@ def test_what_a_run_says_is_text_whatever_it_is(where: str, tmp_path: Path) -> N
     if where == "command":
         found = replace(found, title=HOSTILE, versions={HOSTILE: HOSTILE}, hosts=[HOSTILE], sources=[HOSTILE])
     if where == "host":
-        found = replace(found, lateness=[Lateness(0, HOSTILE, 1, 1, 1.0, 0.0)], blind_spots=[HOSTILE])
+        found = replace(found, lateness=[Straggler(0, HOSTILE, 1, 1, 1.0, 0.0)], blind_spots=[HOSTILE])
     if where == "advice":
         found = replace(found, advice=[replace(found.advice[0], text=HOSTILE)])
     if where == "names":
@@ -418,7 +418,7 @@ def test_a_rank_that_did_something_is_shown_before_those_that_did_nothing() -> N
 
 def test_of_more_ranks_than_fit_those_are_shown_that_others_waited_for() -> None:
     ranks = MOST_RANKS + 6
-    late = [Lateness(rank, "node", 10, 1, float(rank), 0.0) for rank in range(ranks)]
+    late = [Straggler(rank, "node", 10, 1, float(rank), 0.0) for rank in range(ranks)]
     drawn = timeline(run(ranks=ranks, steps=1), clocks(ranks), late)
     assert drawn is not None
     assert [rank["rank"] for rank in drawn.data["windows"][0]["ranks"]] == list(range(6, ranks))

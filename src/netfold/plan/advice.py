@@ -16,7 +16,7 @@ from netfold.tuning.cost import FORMULAS, predict
 from netfold.plan.profile_link import NO_LINE, Fitted, Observed, fit, observe
 from netfold.tuning.choice_table import format_seconds
 from netfold.profile.columns import Bools, Floats
-from netfold.profile.findings import MB, Advice, Findings, Lateness, Row, submissions_text
+from netfold.profile.findings import MB, Advice, Findings, Straggler, Row, submissions_text
 from netfold.profile.run import Run
 from netfold.profile.table import bytes_text, sizes_text
 
@@ -88,7 +88,7 @@ def _where(top: Row, findings: Findings) -> Advice:
 
 def _stragglers(findings: Findings) -> list[Advice]:
     """The rank that the others waited for most, if that is twice its share of all such waiting."""
-    late: Lateness | None = max(findings.lateness, key=lambda each: each.waited_for_s, default=None)
+    late: Straggler | None = max(findings.lateness, key=lambda each: each.waited_for_s, default=None)
     waited = sum(each.waited_for_s for each in findings.lateness)
     # Of operations that overlap each is waited for by itself, so the whole is all their times, and not the clock's.
     took = sum(map(_total_s, findings.rows))

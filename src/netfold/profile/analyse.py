@@ -10,7 +10,7 @@ from netfold.profile.clock_sync import Clocks, find_clocks
 from netfold.profile.columns import columns_of, submitted_to
 from netfold.profile.overlap import Exposure, expose, overall, step_times
 from netfold.profile.findings import BUCKETS, Findings, submissions_text
-from netfold.profile.stragglers import find_lateness
+from netfold.profile.stragglers import find_stragglers
 from netfold.profile.matching import Matching, match
 from netfold.profile.run import Run
 from netfold.profile.summary import place, sized, summarise
@@ -26,7 +26,7 @@ def analyse(run: Run, buckets: Sequence[int] = BUCKETS) -> Findings:
     columns = sized(columns, matching.groups)
     places = place(columns, buckets)
     clocks = find_clocks(run, columns, matching.groups)
-    waits = find_lateness(run, columns, matching.groups, clocks)
+    waits = find_stragglers(run, columns, matching.groups, clocks)
     exposures = [expose(trace) for trace in run.traces]
     exposed = [each.of_operations(trace) for each, trace in zip(exposures, run.traces, strict=True)]
     abouts = [trace.about for trace in run.traces]

@@ -90,7 +90,7 @@ class StepTimes:
 
 
 @dataclass(frozen=True)
-class Lateness:
+class Straggler:
     """One rank, in the operations that no rank can finish before all have begun.
 
     last: how many it was the last to begin; waited_for_s: what the others spent waiting for it there, the mean over
@@ -166,7 +166,7 @@ class Findings:
     rows: list[Row]
     overall: Overlap
     steps: StepTimes | None
-    lateness: list[Lateness]
+    lateness: list[Straggler]
     clocks: list[ClockOffset]
     advice: list[Advice]
     blind_spots: list[str]

@@ -15,20 +15,20 @@ import numpy as np
 
 from netfold.profile.clock_sync import Clocks
 from netfold.profile.columns import Columns, Floats
-from netfold.profile.findings import Lateness
+from netfold.profile.findings import Straggler
 from netfold.profile.matching import Matched, meetings
 from netfold.profile.run import Run
 
 
 @dataclass(frozen=True)
-class Waits:
+class WaitTimes:
     """ranks: one a trace; skew_s: [n] a trace, each record's wait for the last to begin, NaN where it is not known."""
 
-    ranks: list[Lateness]
+    ranks: list[Straggler]
     skew_s: list[Floats]
 
 
-def find_lateness(run: Run, columns: Sequence[Columns], groups: Sequence[Matched], clocks: Clocks) -> Waits:
+def find_stragglers(run: Run, columns: Sequence[Columns], groups: Sequence[Matched], clocks: Clocks) -> WaitTimes:
     """Cost: P a matched operation."""
     size = len(run.traces)
     operations, last = np.zeros(size, np.int64), np.zeros(size, np.int64)
@@ -58,9 +58,9 @@ def find_lateness(run: Run, columns: Sequence[Columns], groups: Sequence[Matched
             waited_for[member] += wait[mine].sum() / max(1, len(matched.members) - 1)
             waited[member] += wait[known, at].sum()
             skew[member][matched.places[known, at]] = wait[known, at]
-    return Waits(
+    return WaitTimes(
         [
-            Lateness(
+            Straggler(
                 rank=trace.about.rank,
                 host=trace.about.host,
                 operations=int(operations[at]),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from netfold.profile.compare import Change, Comparison
-from netfold.profile.findings import KB, MB, Findings, Lateness, Row
+from netfold.profile.findings import KB, MB, Findings, Straggler, Row
 
 _HEADER = (
     *("operation", "size", "count", "time(ms)", "share", "mean(ms)", "p50", "p99", "exposed(ms)", "queue(ms)"),
@@ -142,7 +142,7 @@ def _steps(findings: Findings) -> list[str]:
     return [", ".join(said)]
 
 
-def _late(lateness: Sequence[Lateness]) -> list[str]:
+def _late(lateness: Sequence[Straggler]) -> list[str]:
     """Whom the others waited for, most first."""
     late = sorted((each for each in lateness if each.last), key=lambda each: -each.waited_for_s)
     lines = [

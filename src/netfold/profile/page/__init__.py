@@ -71,8 +71,8 @@ def _sections(findings: Findings, run: Run | None, each_step: Sequence[Overlap])
             if findings.steps is None
             else steps(findings.steps, each_step),
         ),
-        ("lateness-section", "Who waited for whom", ranks.lateness(findings.lateness)),
-        ("clocks-section", "Clocks", ranks.clocks(findings.clocks)),
+        ("lateness-section", "Who waited for whom", ranks.straggler_table(findings.lateness)),
+        ("clocks-section", "Clocks", ranks.clock_table(findings.clocks)),
         ("timeline", "All ranks over time", without if drawn is None else drawn),
         ("blind", "What is not in these records", _list(findings.blind_spots, "No rank named anything.")),
         ("lost", "Lost records", _lost(findings)),

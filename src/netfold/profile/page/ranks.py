@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from netfold.profile.findings import ClockOffset, Lateness
+from netfold.profile.findings import ClockOffset, Straggler
 from netfold.profile.page import units
 from netfold.profile.page.table import Column, of_largest, table
 
@@ -12,11 +12,11 @@ from netfold.profile.page.table import Column, of_largest, table
 MOST_ROWS = 256
 
 
-def lateness(each: Sequence[Lateness]) -> str:
+def straggler_table(each: Sequence[Straggler]) -> str:
     if not each:
         return "<p>Not known: it takes the records of two ranks of one group, and operations that need them all.</p>"
     by_wait = sorted(each, key=lambda late: -late.waited_for_s)[:MOST_ROWS]
-    columns: tuple[Column[Lateness], ...] = (
+    columns: tuple[Column[Straggler], ...] = (
         Column("rank", lambda late: late.rank, units.count),
         Column("host", lambda late: late.host),
         Column(
@@ -41,7 +41,7 @@ def lateness(each: Sequence[Lateness]) -> str:
     return table("lateness", caption, columns, by_wait, heads=2)
 
 
-def clocks(each: Sequence[ClockOffset]) -> str:
+def clock_table(each: Sequence[ClockOffset]) -> str:
     if not each:
         return "<p>Not known: nothing was recorded by which the ranks' clocks could be compared.</p>"
     columns: tuple[Column[ClockOffset], ...] = (

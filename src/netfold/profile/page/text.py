@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from netfold.profile.findings import Findings, Lateness, submissions_text
+from netfold.profile.findings import Findings, Straggler, submissions_text
 from netfold.profile.page import units
 from netfold.profile.page.escape import known
 
@@ -25,7 +25,7 @@ def headline(findings: Findings) -> str:
     said = f"{communication} of the time was communication"
     if overall.exposed_s is not None:
         said += f", {units.ratio(overall.exposed_s / overall.wall_s)} was exposed"
-    late = latest(findings.lateness)
+    late = worst_straggler(findings.lateness)
     if late is not None:
         said += f"; the others waited longest for rank {late.rank}"
     return said + "."
@@ -51,7 +51,7 @@ def story(findings: Findings) -> str:
         said.append("How much of that was exposed is not known: nobody watched the training thread.")
     else:
         said.append(f"For {units.seconds(overall.exposed_s)} of that the training thread did not compute meanwhile.")
-    late = latest(findings.lateness)
+    late = worst_straggler(findings.lateness)
     if late is not None:
         said.append(
             f"Rank {late.rank} ({late.host}) was the last to begin in {units.count(late.last)} of "
@@ -68,7 +68,7 @@ def facts(findings: Findings) -> list[tuple[str, str]]:
     if not findings.rows:
         return []
     overall = findings.overall
-    late = latest(findings.lateness)
+    late = worst_straggler(findings.lateness)
     submitted = [(units.count(_submitted(findings)), "operations submitted to a device: their times are not known")]
     if overall.communication_s is None:
         return submitted
@@ -85,7 +85,7 @@ def facts(findings: Findings) -> list[tuple[str, str]]:
     return found + (submitted if findings.submissions else [])
 
 
-def latest(lateness: Sequence[Lateness]) -> Lateness | None:
+def worst_straggler(lateness: Sequence[Straggler]) -> Straggler | None:
     """Whom the others waited for longest; None where nobody waited."""
     late = max(lateness, key=lambda each: each.waited_for_s, default=None)
     return late if late is not None and late.waited_for_s > 0 else None

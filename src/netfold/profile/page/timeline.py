@@ -14,7 +14,7 @@ import numpy as np
 
 from netfold.profile.timeline import group_name, lanes, on_one_clock
 from netfold.profile.columns import TRANSFERS, Integers, completes
-from netfold.profile.findings import ClockOffset, Lateness
+from netfold.profile.findings import ClockOffset, Straggler
 from netfold.profile.page import units
 from netfold.profile.run import Run, Trace
 
@@ -73,7 +73,7 @@ class _Names:
         return out
 
 
-def timeline(run: Run, clocks: Sequence[ClockOffset], lateness: Sequence[Lateness]) -> Timeline | None:
+def timeline(run: Run, clocks: Sequence[ClockOffset], lateness: Sequence[Straggler]) -> Timeline | None:
     """None where no rank recorded an operation."""
     total = sum(len(trace.operations) for trace in run.traces)
     if total == 0:
@@ -111,7 +111,7 @@ def timeline(run: Run, clocks: Sequence[ClockOffset], lateness: Sequence[Latenes
     return Timeline(said, any(rank["computing"] for window in data["windows"] for rank in window["ranks"]), data)
 
 
-def _shown(run: Run, lateness: Sequence[Lateness]) -> list[Trace]:
+def _shown(run: Run, lateness: Sequence[Straggler]) -> list[Trace]:
     """All ranks, or those that the others waited for longest; who did nothing comes last."""
     if len(run.traces) <= MOST_RANKS:
         return run.traces
