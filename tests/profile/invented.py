@@ -143,7 +143,7 @@ def findings(*, size: int = 4, **changes: object) -> Findings:
         rows=rows(),
         overall=Overlap(wall_s=91.5, communication_s=34.8, exposed_s=11.2, overlap_ratio=1 - 11.2 / 34.8),
         steps=StepTimes(310, (0.29, 0.27, 0.41), (0.11, 0.1, 0.19), (0.036, 0.03, 0.09)),
-        lateness=[
+        stragglers=[
             Straggler(rank, f"node-{rank // 2}", 2400, 1900 if rank == 1 else 100 + rank, 4.2 if rank == 1 else 0.2, 1.3)
             for rank in range(size)
         ],

@@ -232,7 +232,7 @@ def test_what_a_run_says_is_text_whatever_it_is(where: str, tmp_path: Path) -> N
     if where == "command":
         found = replace(found, title=HOSTILE, versions={HOSTILE: HOSTILE}, hosts=[HOSTILE], sources=[HOSTILE])
     if where == "host":
-        found = replace(found, lateness=[Straggler(0, HOSTILE, 1, 1, 1.0, 0.0)], blind_spots=[HOSTILE])
+        found = replace(found, stragglers=[Straggler(0, HOSTILE, 1, 1, 1.0, 0.0)], blind_spots=[HOSTILE])
     if where == "advice":
         found = replace(found, advice=[replace(found.advice[0], text=HOSTILE)])
     if where == "names":

@@ -89,7 +89,7 @@ def test_real_records_bound_clocks_name_the_late_and_show_a_link(transport: str)
     behind = np.delete(waits, LATE, 0).min(0)
     certain, possible = behind > 2 * error_ns, behind > 0
     assert certain.any(), "LATE was never last by more than clocks say"
-    late = findings.lateness[LATE]
+    late = findings.stragglers[LATE]
     assert late.operations == len(SYNCHRONISING) * ROUNDS
     assert certain.sum() <= late.last <= possible.sum()
     waited_ns = waits.sum(0) / (SIZE - 1)

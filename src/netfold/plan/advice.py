@@ -88,8 +88,8 @@ def _where(top: Row, findings: Findings) -> Advice:
 
 def _stragglers(findings: Findings) -> list[Advice]:
     """The rank that the others waited for most, if that is twice its share of all such waiting."""
-    late: Straggler | None = max(findings.lateness, key=lambda each: each.waited_for_s, default=None)
-    waited = sum(each.waited_for_s for each in findings.lateness)
+    late: Straggler | None = max(findings.stragglers, key=lambda each: each.waited_for_s, default=None)
+    waited = sum(each.waited_for_s for each in findings.stragglers)
     # Of operations that overlap each is waited for by itself, so the whole is all their times, and not the clock's.
     took = sum(map(_total_s, findings.rows))
     if late is None or waited == 0 or took <= 0:

@@ -166,7 +166,7 @@ class Findings:
     rows: list[Row]
     overall: Overlap
     steps: StepTimes | None
-    lateness: list[Straggler]
+    stragglers: list[Straggler]
     clocks: list[ClockOffset]
     advice: list[Advice]
     blind_spots: list[str]

@@ -23,7 +23,7 @@ def render_table(findings: Findings) -> str:
         parts.append("\n".join(_aligned(_said([_HEADER, *(_cells(row) for row in findings.rows)]))))
     parts.append(registrations_text(findings))
     parts.append("\n".join(_steps(findings)))
-    parts.append("\n".join(_late(findings.lateness)))
+    parts.append("\n".join(_late(findings.stragglers)))
     parts.append("\n".join(("prediction: " if each.prediction else "") + each.text for each in findings.advice))
     parts.append("\n".join(f"# {text}" for text in findings.blind_spots))
     return "\n\n".join(part for part in parts if part)

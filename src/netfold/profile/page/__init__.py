@@ -71,7 +71,7 @@ def _sections(findings: Findings, run: Run | None, each_step: Sequence[Overlap])
             if findings.steps is None
             else steps(findings.steps, each_step),
         ),
-        ("lateness-section", "Who waited for whom", ranks.straggler_table(findings.lateness)),
+        ("lateness-section", "Who waited for whom", ranks.straggler_table(findings.stragglers)),
         ("clocks-section", "Clocks", ranks.clock_table(findings.clocks)),
         ("timeline", "All ranks over time", without if drawn is None else drawn),
         ("blind", "What is not in these records", _list(findings.blind_spots, "No rank named anything.")),
@@ -104,7 +104,7 @@ def advice(findings: Findings) -> str:
 
 
 def _timeline(findings: Findings, run: Run) -> str:
-    drawn = timeline(run, findings.clocks, findings.lateness)
+    drawn = timeline(run, findings.clocks, findings.stragglers)
     if drawn is None:
         return "<p>No operation was recorded.</p>"
     key, below = "", "Nobody watched the training threads: when they computed is not known."

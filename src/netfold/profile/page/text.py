@@ -25,7 +25,7 @@ def headline(findings: Findings) -> str:
     said = f"{communication} of the time was communication"
     if overall.exposed_s is not None:
         said += f", {units.ratio(overall.exposed_s / overall.wall_s)} was exposed"
-    late = worst_straggler(findings.lateness)
+    late = worst_straggler(findings.stragglers)
     if late is not None:
         said += f"; the others waited longest for rank {late.rank}"
     return said + "."
@@ -51,7 +51,7 @@ def story(findings: Findings) -> str:
         said.append("How much of that was exposed is not known: nobody watched the training thread.")
     else:
         said.append(f"For {units.seconds(overall.exposed_s)} of that the training thread did not compute meanwhile.")
-    late = worst_straggler(findings.lateness)
+    late = worst_straggler(findings.stragglers)
     if late is not None:
         said.append(
             f"Rank {late.rank} ({late.host}) was the last to begin in {units.count(late.last)} of "
@@ -68,7 +68,7 @@ def facts(findings: Findings) -> list[tuple[str, str]]:
     if not findings.rows:
         return []
     overall = findings.overall
-    late = worst_straggler(findings.lateness)
+    late = worst_straggler(findings.stragglers)
     submitted = [(units.count(_submitted(findings)), "operations submitted to a device: their times are not known")]
     if overall.communication_s is None:
         return submitted
