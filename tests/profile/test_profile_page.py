@@ -64,7 +64,7 @@ def test_every_number_of_the_findings_is_in_the_page_that_a_browser_shows(tmp_pa
         assert by_title["p99"].text == units.seconds(row.p99_s)
         assert by_title["busbw"].text == units.rate(row.busbw)
 
-    late = page.rows("lateness")
+    late = page.rows("stragglers")
     assert [int(cells[0].text) for cells in late] == [1, 0, 2, 3]
     assert json.loads(late[0][2].attributes["data-value"]) == 4.2
     by_rank = {int(cells[0].text): cells for cells in page.rows("clocks")}
@@ -271,7 +271,7 @@ def test_what_is_no_utf_8_and_what_is_no_number_can_be_written() -> None:
 def bare(**changes: object) -> Findings:
     """Nothing that an empty run has not."""
     nothing: dict[str, object] = {
-        "rows": [], "overall": Overlap(0.0, 0.0, None, None), "steps": None, "lateness": [], "clocks": [], "advice": [],
+        "rows": [], "overall": Overlap(0.0, 0.0, None, None), "steps": None, "stragglers": [], "clocks": [], "advice": [],
         "blind_spots": [], "versions": {}, "hosts": [], "sources": [], "backends": [],
     }  # fmt: skip
     return findings(**{**nothing, **changes})
@@ -290,7 +290,7 @@ def nothing(ranks: int) -> Run:
 def test_a_run_that_lacks_something_says_what(case: str, tmp_path: Path) -> None:
     found, recorded, says = {
         "nothing": (bare(), nothing(4), "No operation was recorded."),
-        "one rank": (findings(size=1, lateness=[], clocks=clocks(1)), run(ranks=1), "takes the records of two ranks"),
+        "one rank": (findings(size=1, stragglers=[], clocks=clocks(1)), run(ranks=1), "takes the records of two ranks"),
         "no progress": (
             findings(overall=Overlap(91.5, 34.8, None, None), rows=[replace(row, exposed_s=None) for row in rows()]),
             run(progress=False),
@@ -369,9 +369,9 @@ def test_the_largest_page_is_within_its_bound() -> None:
     text = render_page(findings(size=2000), many, each_step=each_step(100_000))
     assert 1_500_000 < len(text.encode()) < 3_000_000
     page = parse(text)
-    assert len(page.rows("lateness")) == len(page.rows("clocks")) == MOST_ROWS
+    assert len(page.rows("stragglers")) == len(page.rows("clocks")) == MOST_ROWS
     assert f"The first {MOST_ROWS} of 2,000 ranks" in page.one(id="clocks-caption").text
-    assert len(json.loads(page.one("script", id="findings").text)["lateness"]) == 2000
+    assert len(json.loads(page.one("script", id="findings").text)["stragglers"]) == 2000
 
 
 def test_steps_beyond_the_bound_are_not_shaded_and_the_page_says_so() -> None:

@@ -38,7 +38,7 @@ def straggler_table(each: Sequence[Straggler]) -> str:
     )
     caption = "Operations that no rank can finish before all have begun; first, whom the others waited for longest."
     caption += _first(len(by_wait), len(each))
-    return table("lateness", caption, columns, by_wait, heads=2)
+    return table("stragglers", caption, columns, by_wait, heads=2)
 
 
 def clock_table(each: Sequence[ClockOffset]) -> str:
