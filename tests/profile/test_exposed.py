@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from traces import Op, make_run, make_trace
 
-from netfold.profile.overlap import expose, overall, step_times
+from netfold.profile.overlap import find_overlap, mean_overlap, step_times
 
 MS = 1e-3
 
@@ -30,10 +30,10 @@ def test_what_is_not_computed_during_operations_is_exposed_and_shared_by_those_u
         steps_ms=[(0, 25), (25, 50)],
     )
     run = make_run(trace)
-    exposure = expose(trace)
+    exposure = find_overlap(trace)
     assert exposure.of_operations(trace) == pytest.approx([7.5 * MS, 2.5 * MS])
     assert exposure.unwatched_s == 0
-    whole = overall(run, [exposure])
+    whole = mean_overlap(run, [exposure])
     assert whole.wall_s == pytest.approx(50 * MS)
     assert whole.communication_s == pytest.approx(30 * MS)
     assert whole.exposed_s == pytest.approx(10 * MS)
@@ -49,34 +49,34 @@ def test_what_is_not_computed_during_operations_is_exposed_and_shared_by_those_u
 def test_computing_between_two_lines_is_spread_over_all_of_the_time_between_them() -> None:
     """Lines at 0 and 100 with 40 ms of computing: 60% idle. An operation from 10 to 20 has 6 ms of that."""
     trace = make_trace(0, 1, [Op(10, 20)], progress_ms=[(0, 0), (100, 40)])
-    assert expose(trace).of_operations(trace) == pytest.approx([6 * MS])
+    assert find_overlap(trace).of_operations(trace) == pytest.approx([6 * MS])
 
 
 def test_more_computing_than_time_hides_all_and_no_more() -> None:
     """The thread's clock and the wall's are read one after the other: 12 ms in 10 are 10."""
     trace = make_trace(0, 1, [Op(0, 20)], progress_ms=[(0, 0), (10, 12), (20, 12)])
-    assert expose(trace).of_operations(trace) == pytest.approx([10 * MS])
+    assert find_overlap(trace).of_operations(trace) == pytest.approx([10 * MS])
 
 
 def test_what_nobody_watched_counts_as_exposed_and_is_told_apart() -> None:
     """Watched from 10 to 20, computing: of the operation's 30 ms 20 are exposed, all of them unwatched."""
     trace = make_trace(0, 1, [Op(0, 30)], progress_ms=[(10, 0), (20, 10)])
-    exposure = expose(trace)
+    exposure = find_overlap(trace)
     assert exposure.of_operations(trace) == pytest.approx([20 * MS])
     assert exposure.unwatched_s == pytest.approx(20 * MS)
 
 
 def test_without_lines_nothing_is_said_of_exposed_time() -> None:
     bare = make_trace(1, 2, [Op(0, 10)], steps_ms=[(0, 20)])
-    assert expose(bare).of_operations(bare) is None
+    assert find_overlap(bare).of_operations(bare) is None
     alone = make_run(bare)
-    assert overall(alone, [expose(bare)]).exposed_s is None
-    assert overall(alone, [expose(bare)]).overlap_ratio is None
-    found = step_times(alone, [expose(bare)])
+    assert mean_overlap(alone, [find_overlap(bare)]).exposed_s is None
+    assert mean_overlap(alone, [find_overlap(bare)]).overlap_ratio is None
+    found = step_times(alone, [find_overlap(bare)])
     assert found is not None and found.exposed_s is None
     # With a watched rank beside it (30 ms, 15 of them hidden) the ratio is that rank's alone.
     watched = make_trace(0, 2, [Op(0, 30)], progress_ms=[(0, 0), (30, 15)])
-    whole = overall(make_run(watched, bare), [expose(watched), expose(bare)])
+    whole = mean_overlap(make_run(watched, bare), [find_overlap(watched), find_overlap(bare)])
     assert whole.communication_s == pytest.approx(20 * MS)
     assert whole.exposed_s == pytest.approx(15 * MS)
     assert whole.overlap_ratio == pytest.approx(0.5)
@@ -84,9 +84,9 @@ def test_without_lines_nothing_is_said_of_exposed_time() -> None:
 
 def test_an_empty_run_has_no_time() -> None:
     trace = make_trace(0, 1)
-    assert overall(make_run(trace), [expose(trace)]).communication_s == 0
-    assert step_times(make_run(trace), [expose(trace)]) is None
-    assert overall(make_run(), []).wall_s == 0
+    assert mean_overlap(make_run(trace), [find_overlap(trace)]).communication_s == 0
+    assert step_times(make_run(trace), [find_overlap(trace)]) is None
+    assert mean_overlap(make_run(), []).wall_s == 0
 
 
 @given(
@@ -100,7 +100,7 @@ def test_operations_add_up_to_the_whole_and_the_whole_is_what_counting_finds(
     """Against a plain count, millisecond by millisecond; lines of progress every 10 ms."""
     progress = [(10 * index, sum(busy[:index])) for index in range(len(busy) + 1)]
     trace = make_trace(0, 1, [Op(begun, begun + length) for begun, length in spans], progress_ms=progress)
-    exposure = expose(trace)
+    exposure = find_overlap(trace)
     communicated, exposed = 0, 0.0
     for at in range(100):
         if any(begun <= at < begun + length for begun, length in spans):

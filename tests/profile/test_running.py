@@ -12,7 +12,7 @@ import pytest
 from netfold.profile.record import RECORD
 from netfold.profile.recording import Member
 from netfold.profile.run import GroupName
-from netfold.profile.live import Running, _covered_ns
+from netfold.profile.live import LiveOverlap, _covered_ns
 
 MS = 1_000_000
 Between = list[tuple[float, float, bool]]
@@ -24,7 +24,7 @@ class Clock:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now_ns, self.busy_ns = 5_000 * MS, 700 * MS
         monkeypatch.setattr("netfold.profile.live.time", SimpleNamespace(perf_counter_ns=lambda: self.now_ns))
-        monkeypatch.setattr(Running, "_busy", lambda running: self.busy_ns)
+        monkeypatch.setattr(LiveOverlap, "_busy", lambda running: self.busy_ns)
 
     def sleeps(self, ms: int) -> None:
         self.now_ns += ms * MS
@@ -45,7 +45,7 @@ def share(
     there = [Member(1, group.group, 0, 2, lambda since: (0, b""))]
     monkeypatch.setattr("netfold.profile.live.members", lambda: there)
     clock = Clock(monkeypatch)
-    running = Running()
+    running = LiveOverlap()
     began_ns = clock.now_ns
     during(clock)
     passed_ns = clock.now_ns - began_ns
@@ -85,7 +85,7 @@ def test_waiting_for_other_things_is_taken_off(monkeypatch: pytest.MonkeyPatch) 
 
 def test_the_kernel_says_what_a_thread_computed_and_not_what_it_slept() -> None:
     """Time in the queue for a core counts as computing and sleep does not, so these bounds hold under any load."""
-    busy = Running()._busy
+    busy = LiveOverlap()._busy
     began_ns, before_ns = time.perf_counter_ns(), busy()
     if before_ns is None:
         pytest.skip("this kernel does not say how long a thread ran and queued (/proc/self/task/*/schedstat)")
@@ -99,7 +99,7 @@ def test_the_kernel_says_what_a_thread_computed_and_not_what_it_slept() -> None:
 
 def test_without_a_group_nothing_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("netfold.profile.live.members", list)
-    assert Running().exposed_share() is None
+    assert LiveOverlap().exposed_share() is None
 
 
 def test_overlapping_operations_count_once() -> None:

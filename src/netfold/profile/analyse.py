@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from netfold.profile.clock_sync import Clocks, find_clocks
 from netfold.profile.columns import columns_of, submitted_to
-from netfold.profile.overlap import Exposure, expose, overall, step_times
+from netfold.profile.overlap import RankOverlap, find_overlap, mean_overlap, step_times
 from netfold.profile.findings import BUCKETS, Findings, submissions_text
 from netfold.profile.stragglers import find_stragglers
 from netfold.profile.matching import Matching, match
@@ -27,7 +27,7 @@ def analyse(run: Run, buckets: Sequence[int] = BUCKETS) -> Findings:
     places = place(columns, buckets)
     clocks = find_clocks(run, columns, matching.groups)
     waits = find_stragglers(run, columns, matching.groups, clocks)
-    exposures = [expose(trace) for trace in run.traces]
+    exposures = [find_overlap(trace) for trace in run.traces]
     exposed = [each.of_operations(trace) for each, trace in zip(exposures, run.traces, strict=True)]
     abouts = [trace.about for trace in run.traces]
     return Findings(
@@ -37,7 +37,7 @@ def analyse(run: Run, buckets: Sequence[int] = BUCKETS) -> Findings:
         sources=sorted({about.source for about in abouts}),
         backends=sorted({group.backend for about in abouts for group in about.groups.values()}),
         rows=summarise(run, columns, places, buckets, exposed, waits.skew_s),
-        overall=overall(run, exposures),
+        overall=mean_overlap(run, exposures),
         steps=step_times(run, exposures),
         stragglers=waits.ranks,
         clocks=clocks.offsets(run),
@@ -67,7 +67,7 @@ def title_of(run: Run) -> str:
     return str(command or run.folder)
 
 
-def _blind_spots(run: Run, matching: Matching, clocks: Clocks, exposures: Sequence[Exposure]) -> list[str]:
+def _blind_spots(run: Run, matching: Matching, clocks: Clocks, exposures: Sequence[RankOverlap]) -> list[str]:
     """What ranks say themselves, each sentence once; then what was found missing here."""
     said = list(dict.fromkeys(text for trace in run.traces for text in trace.about.blind_spots))
     said += filter(None, [submissions_text(submissions(run))])

@@ -19,7 +19,7 @@ from netfold.profile.record import RECORD, Records, records_of
 from netfold.profile.recording import members
 
 
-class Running:
+class LiveOverlap:
     """Looks at the thread that makes it."""
 
     def __init__(self) -> None:

@@ -28,7 +28,7 @@ from netfold.profile.run import Run, Trace
 
 
 @dataclass(frozen=True)
-class Exposure:
+class RankOverlap:
     """Of one rank. edges_ns: [E], never falling, where anything changes; the rest [E], in seconds, sums up to there.
 
     communicated: with an operation under way; exposed: of that, without computing; of_one: the share of each operation
@@ -55,7 +55,7 @@ class Exposure:
         return np.where(completes(trace), self.between(self.of_one, records["started_ns"], records["finished_ns"]), 0.0)
 
 
-def expose(trace: Trace) -> Exposure:
+def find_overlap(trace: Trace) -> RankOverlap:
     """Cost: sorting the rank's records and lines."""
     timed = trace.operations[completes(trace)]
     started, finished = timed["started_ns"], timed["finished_ns"]
@@ -66,7 +66,7 @@ def expose(trace: Trace) -> Exposure:
     if not len(edges):
         edges = np.zeros(1, np.int64)
     if not len(timed) and len(trace.operations):
-        return Exposure(edges, None, None, None, 0.0)
+        return RankOverlap(edges, None, None, None, 0.0)
     under_way = np.zeros(len(edges), np.int64)
     np.add.at(under_way, np.searchsorted(edges, started), 1)
     np.add.at(under_way, np.searchsorted(edges, finished), -1)
@@ -74,14 +74,14 @@ def expose(trace: Trace) -> Exposure:
     seconds = np.diff(edges) / 1e9
     communicating = np.where(under_way > 0, seconds, 0)
     if not watched:
-        return Exposure(edges, _sums(communicating), None, None, float(communicating.sum()))
+        return RankOverlap(edges, _sums(communicating), None, None, float(communicating.sum()))
     idle = 1 - np.diff(lines["busy_ns"]) / np.maximum(np.diff(lines["at_ns"]), 1)
     # Which two lines an edge's interval lies between; before and after all of them nothing is hidden.
     idle = np.concatenate([[1.0], np.clip(idle, 0, 1), [1.0]])
     line = np.searchsorted(lines["at_ns"], edges[:-1], side="right")
     exposed = communicating * idle[line]
     unseen = (line == 0) | (line == len(lines))
-    return Exposure(
+    return RankOverlap(
         edges,
         _sums(communicating),
         _sums(exposed),
@@ -90,7 +90,7 @@ def expose(trace: Trace) -> Exposure:
     )
 
 
-def overall(run: Run, exposures: list[Exposure]) -> Overlap:
+def mean_overlap(run: Run, exposures: list[RankOverlap]) -> Overlap:
     """Means over ranks; exposed time over those that were watched, and their communication for the ratio. Ranks that
     recorded submissions alone are in the wall time only."""
     if not run.traces:
@@ -114,7 +114,7 @@ def _overlap(wall_s: float, ranks: list[tuple[float, float | None]]) -> Overlap:
     return Overlap(wall_s, float(np.mean([communication for communication, _ in ranks])), exposed_s, ratio)
 
 
-def step_times(run: Run, exposures: list[Exposure]) -> StepTimes | None:
+def step_times(run: Run, exposures: list[RankOverlap]) -> StepTimes | None:
     """Of all ranks' steps together; None where no rank says what a step is."""
     ranks = [_steps_of(trace, exposure) for trace, exposure in zip(run.traces, exposures, strict=True)]
     count = max((len(wall) for wall, _, _ in ranks), default=0)
@@ -132,7 +132,7 @@ def step_times(run: Run, exposures: list[Exposure]) -> StepTimes | None:
 
 def each_step(run: Run) -> list[Overlap]:
     """Of each step, in order, means over the ranks that have one of its number."""
-    ranks = [_steps_of(trace, expose(trace)) for trace in run.traces]
+    ranks = [_steps_of(trace, find_overlap(trace)) for trace in run.traces]
     found = []
     for number in range(max((len(wall) for wall, _, _ in ranks), default=0)):
         there = [rank for rank in ranks if len(rank[0]) > number]
@@ -145,7 +145,7 @@ def each_step(run: Run) -> list[Overlap]:
     return found
 
 
-def _steps_of(trace: Trace, exposure: Exposure) -> tuple[Floats, Floats | None, Floats | None]:
+def _steps_of(trace: Trace, exposure: RankOverlap) -> tuple[Floats, Floats | None, Floats | None]:
     """Seconds of each of a rank's steps: all of it, with communication, and with exposed communication."""
     begun, ended = trace.steps["began_ns"], trace.steps["ended_ns"]
     communicated, exposed = (

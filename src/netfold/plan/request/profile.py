@@ -23,7 +23,7 @@ from netfold.plan.profile_link import Fitted, fit, observe
 from netfold.tuning.choice_table import format_seconds
 from netfold.tuning.topology import DEFAULT_LINKS
 from netfold.profile.columns import Columns, Floats, Integers, columns_of
-from netfold.profile.overlap import expose
+from netfold.profile.overlap import find_overlap
 from netfold.profile.run import Run, Trace, read_run
 
 # Steps that did the same: fewer have no median to speak of.
@@ -146,7 +146,7 @@ def _cycle(before: Sequence[_Step], steps: Sequence[_Step]) -> _Step:
 
 
 def _steps(folder: Path, trace: Trace, columns: Columns) -> list[_Step]:
-    about, records, exposure = trace.about, trace.operations, expose(trace)
+    about, records, exposure = trace.about, trace.operations, find_overlap(trace)
     if not len(trace.steps):
         raise ValueError(
             f"{folder}: rank {about.rank} recorded no step of training; call netfold.profile.step() between two, or "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from netfold.profile.live import Running
+from netfold.profile.live import LiveOverlap
 from netfold.train.events import Listener, Stepped
 
 _EVERY_S = 0.5
@@ -18,14 +18,14 @@ class Exposed(Listener):
 
     def __init__(self) -> None:
         self.share: float | None = None
-        self._running: Running | None = None
+        self._running: LiveOverlap | None = None
         self._began_s = self._data_s = 0.0
 
     def stepped(self, event: Stepped) -> None:
         now_s = time.perf_counter()
         if self._running is None:
             # From the thread that trains: it is the one to be looked at.
-            self._running, self._began_s = Running(), now_s
+            self._running, self._began_s = LiveOverlap(), now_s
             return
         self._data_s += event.data_s
         if now_s - self._began_s < _EVERY_S:
