@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from traces import Op, make_run, make_trace
 
-from netfold.profile.clock_sync import Clocks, find_clocks
+from netfold.profile.clock_sync import ClockSync, synchronise_clocks
 from netfold.profile.columns import columns_of
 from netfold.profile.matching import match
 from netfold.profile.run import Run
@@ -16,9 +16,9 @@ from netfold.profile.run import Run
 BASE_NS = 100_000_000_000  # `make_trace`: a clock that shows 0 ms
 
 
-def clocks_of(run: Run) -> Clocks:
+def clocks_of(run: Run) -> ClockSync:
     columns = columns_of(run)
-    return find_clocks(run, columns, match(run, columns).groups)
+    return synchronise_clocks(run, columns, match(run, columns).groups)
 
 
 def simulated(offset_ms: list, count: int = 60, every_ms: float = 50, seed: int = 1, hosts: list | None = None) -> Run:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from traces import Op, Trace, make_run, make_trace
 
-from netfold.profile.clock_sync import find_clocks
+from netfold.profile.clock_sync import synchronise_clocks
 from netfold.profile.columns import columns_of
 from netfold.profile.stragglers import WaitTimes, find_stragglers
 from netfold.profile.matching import match
@@ -18,7 +18,7 @@ def waits(*traces: Trace) -> WaitTimes:
     run = make_run(*traces)
     columns = columns_of(run)
     groups = match(run, columns).groups
-    return find_stragglers(run, columns, groups, find_clocks(run, columns, groups))
+    return find_stragglers(run, columns, groups, synchronise_clocks(run, columns, groups))
 
 
 def test_the_last_to_begin_is_named_with_what_the_others_waited_for_it() -> None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from traces import EVENTS, PROFILER, Op, Trace, make_run, make_trace
 
 from netfold.profile.columns import columns_of
-from netfold.profile.matching import Matching, match, meetings
+from netfold.profile.matching import Matching, match, synchronising_operations
 
 
 def matched(*traces: Trace) -> Matching:
@@ -119,10 +119,10 @@ def test_only_what_all_must_have_begun_is_a_meeting() -> None:
         run = make_run(make_trace(0, 2, ops, source=source), make_trace(1, 2, failed, source=source))
         columns = columns_of(run)
         (group,) = match(run, columns).groups
-        assert sorted(meetings(run, columns, group).places[:, 0].tolist()) == [
+        assert sorted(synchronising_operations(run, columns, group).places[:, 0].tolist()) == [
             index for index in range(5) if source == EVENTS or index != 3
         ]
-        assert len(meetings(run, columns, group).places) == count
+        assert len(synchronising_operations(run, columns, group).places) == count
 
 
 def test_a_submission_is_no_meeting() -> None:
@@ -136,4 +136,4 @@ def test_a_submission_is_no_meeting() -> None:
     columns = columns_of(run)
     (group,) = match(run, columns).groups
     assert len(group.places) == 1
-    assert len(meetings(run, columns, group).places) == 0
+    assert len(synchronising_operations(run, columns, group).places) == 0

@@ -16,7 +16,7 @@ from invented import AHEAD_NS, STEP_NS, about, clocks, run
 from typer.testing import CliRunner
 
 from netfold.cli import app
-from netfold.profile.timeline import calls, lanes
+from netfold.profile.timeline import number_calls, lanes
 from netfold.profile.findings import ClockOffset
 from netfold.profile.perfetto import trace_events, write_trace
 from netfold.profile.record import RECORD
@@ -156,7 +156,7 @@ def test_sends_other_groups_and_numbers_used_twice_are_joined_with_nothing() -> 
         lists = (operations, np.zeros(0, STEP), np.zeros(0, PROGRESS))
         return Trace(about(rank, 3, group=group, ranks=ranks), *lists)
 
-    one, two, other = calls(
+    one, two, other = number_calls(
         Run(
             Path(),
             {},
@@ -178,7 +178,7 @@ def test_a_group_without_a_name_is_taken_for_no_other_ranks() -> None:
     nameless = [replace(trace, about=replace(trace.about, groups={})) for trace in run(ranks=2).traces]
     for trace in nameless:
         trace.operations["group"] = 5
-    assert not any(each.any() for each in calls(Run(Path(), {}, nameless)))
+    assert not any(each.any() for each in number_calls(Run(Path(), {}, nameless)))
 
 
 def test_lanes_hold_no_two_at_once_and_are_no_more_than_needed() -> None:

@@ -17,7 +17,7 @@ import numpy as np
 from netfold.tuning.cost import FORMULAS, predict
 from netfold.tuning.topology import DEFAULT_LINKS, Link, Links, Topology
 from netfold.profile.columns import Bools, Columns, Floats, Names, columns_of
-from netfold.profile.matching import Matched, match, meetings
+from netfold.profile.matching import Matched, match, synchronising_operations
 from netfold.profile.run import Run
 
 # Of one operation, algorithm and size: fewer have no median to speak of.
@@ -74,7 +74,7 @@ class Fitted:
 def observe(run: Run) -> list[Observed]:
     """Groups of two ranks and more whose ranks all left records, the one with the most time first."""
     columns = columns_of(run)
-    found = [_observed(run, columns, meetings(run, columns, matched)) for matched in match(run, columns).groups]
+    found = [_observed(run, columns, synchronising_operations(run, columns, matched)) for matched in match(run, columns).groups]
     return sorted((each for each in found if len(each.size)), key=lambda each: -float(each.pure_s.sum()))
 
 

@@ -6,14 +6,14 @@ import shlex
 from collections import Counter
 from collections.abc import Sequence
 
-from netfold.profile.clock_sync import Clocks, find_clocks
+from netfold.profile.clock_sync import ClockSync, synchronise_clocks
 from netfold.profile.columns import columns_of, submitted_to
 from netfold.profile.overlap import RankOverlap, find_overlap, mean_overlap, step_times
 from netfold.profile.findings import BUCKETS, Findings, submissions_text
 from netfold.profile.stragglers import find_stragglers
 from netfold.profile.matching import Matching, match
 from netfold.profile.run import Run
-from netfold.profile.summary import place, sized, summarise
+from netfold.profile.summary import assign_rows, sized, summarise
 
 
 def analyse(run: Run, buckets: Sequence[int] = BUCKETS) -> Findings:
@@ -24,8 +24,8 @@ def analyse(run: Run, buckets: Sequence[int] = BUCKETS) -> Findings:
     columns = columns_of(run)
     matching = match(run, columns)
     columns = sized(columns, matching.groups)
-    places = place(columns, buckets)
-    clocks = find_clocks(run, columns, matching.groups)
+    places = assign_rows(columns, buckets)
+    clocks = synchronise_clocks(run, columns, matching.groups)
     waits = find_stragglers(run, columns, matching.groups, clocks)
     exposures = [find_overlap(trace) for trace in run.traces]
     exposed = [each.of_operations(trace) for each, trace in zip(exposures, run.traces, strict=True)]
@@ -67,7 +67,7 @@ def title_of(run: Run) -> str:
     return str(command or run.folder)
 
 
-def _blind_spots(run: Run, matching: Matching, clocks: Clocks, exposures: Sequence[RankOverlap]) -> list[str]:
+def _blind_spots(run: Run, matching: Matching, clocks: ClockSync, exposures: Sequence[RankOverlap]) -> list[str]:
     """What ranks say themselves, each sentence once; then what was found missing here."""
     said = list(dict.fromkeys(text for trace in run.traces for text in trace.about.blind_spots))
     said += filter(None, [submissions_text(submissions(run))])

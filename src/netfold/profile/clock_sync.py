@@ -27,7 +27,7 @@ import numpy as np
 
 from netfold.profile.columns import Bools, Columns, Floats, Integers
 from netfold.profile.findings import ClockOffset
-from netfold.profile.matching import Matched, meetings
+from netfold.profile.matching import Matched, synchronising_operations
 from netfold.profile.run import Run
 
 _DRIFTS = (100e-6, 1000e-6)
@@ -39,7 +39,7 @@ _FAR_NS = 1e18
 
 
 @dataclass(frozen=True)
-class Clocks:
+class ClockSync:
     """hosts: [ranks] which clock a trace goes by, 0 the first rank's. knots_ns: [K] on the first clock, ascending,
     each reach_ns from both ends of its part of the run.
 
@@ -98,11 +98,11 @@ class Clocks:
         return found
 
 
-def find_clocks(run: Run, columns: list[Columns], groups: list[Matched]) -> Clocks:
+def synchronise_clocks(run: Run, columns: list[Columns], groups: list[Matched]) -> ClockSync:
     """Cost: P a matched operation; H^3 a knot for H hosts, at most a few hundred million in all."""
     names = list(dict.fromkeys(trace.about.host for trace in run.traces))
     hosts = np.array([names.index(trace.about.host) for trace in run.traces], np.int64)
-    met = [meetings(run, columns, matched) for matched in groups]
+    met = [synchronising_operations(run, columns, matched) for matched in groups]
     rough = _rough_offsets(run, hosts, len(names), met)
     begin, end = _span(run, hosts, rough)
     count = min(max(1, math.ceil((end - begin) / _SPACING_NS)), max(1, _MOST_BOUNDS // len(names) ** 2))
@@ -136,7 +136,7 @@ def find_clocks(run: Run, columns: list[Columns], groups: list[Matched]) -> Cloc
     apart = middles[:, None, :] - middles[:, :, None]
     errors = np.maximum(bounds - apart, np.swapaxes(bounds, 1, 2) + apart)
     # Bounds are on what is left after the rough offsets.
-    return Clocks(hosts, knots, reach, middles + rough, errors, drift, -worst or 0.0, contradicted)
+    return ClockSync(hosts, knots, reach, middles + rough, errors, drift, -worst or 0.0, contradicted)
 
 
 def _rough_offsets(run: Run, hosts: Integers, count: int, met: list[Matched]) -> Floats:

@@ -19,7 +19,7 @@ from netfold.profile.columns import Bools, Floats, columns_of
 from netfold.profile.findings import BUCKETS, submissions_text
 from netfold.profile.matching import match
 from netfold.profile.run import Run, Trace
-from netfold.profile.summary import Places, place, sized
+from netfold.profile.summary import RowIndex, assign_rows, sized
 
 _STRETCHES = 32
 _LEAST_STRETCHES = 4
@@ -98,7 +98,7 @@ class Comparison:
 
 @dataclass(frozen=True)
 class _Side:
-    """One run by rows, as `Places` has them. total_s, count: a rank's; series: [n] in the order of time, a step's or an
+    """One run by rows, as `RowIndex` has them. total_s, count: a rank's; series: [n] in the order of time, a step's or an
     operation's time. Of submissions there is the count alone."""
 
     total_s: dict[tuple[str, int, bool], float]
@@ -184,7 +184,7 @@ def _steps(run: Run) -> int:
 
 def _side(run: Run, buckets: Sequence[int], by_step: bool) -> _Side:
     columns = columns_of(run)
-    places = place(sized(columns, match(run, columns).groups), buckets)
+    places = assign_rows(sized(columns, match(run, columns).groups), buckets)
     total, count, series = {}, {}, {}
     ranks, steps = len(run.traces), _steps(run)
     for index, key in enumerate(places.keys):
@@ -206,7 +206,7 @@ def _side(run: Run, buckets: Sequence[int], by_step: bool) -> _Side:
     return _Side(total, count, series)
 
 
-def _times(run: Run, places: Places, index: int) -> list[Floats]:
+def _times(run: Run, places: RowIndex, index: int) -> list[Floats]:
     """[n] seconds a trace, in the order in which operations started."""
     found = []
     for trace, of_trace in zip(run.traces, places.of_trace, strict=True):

@@ -20,7 +20,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from netfold.profile.recording import LAUNCHER, VARIABLE, describe_run, foreign_to
+from netfold.profile.recording import LAUNCHER, VARIABLE, describe_run, unknown_files
 
 # A launcher of another host that has not touched its file for so long has ended, or the hosts' clocks differ as much.
 BEAT_S, STALE_S = 10.0, 120.0
@@ -115,7 +115,7 @@ def _refuse_used(folder: Path) -> None:
     # In this order: a launcher makes its file before anything else, and removes it after everything else.
     names = sorted(os.listdir(folder))
     reasons = [_not_of_this_run(mark) for mark in folder.glob(f"{LAUNCHER}*")]
-    if foreign := foreign_to(names):
+    if foreign := unknown_files(names):
         raise LaunchError(
             f"{folder} is not empty: it holds {foreign[0]}; name a new folder, so that no profile is overwritten"
         )

@@ -73,7 +73,7 @@ def match(run: Run, columns: list[Columns]) -> Matching:
     return Matching(groups, {reason: number for reason, number in left_out.items() if number})
 
 
-def meetings(run: Run, columns: list[Columns], matched: Matched) -> Matched:
+def synchronising_operations(run: Run, columns: list[Columns], matched: Matched) -> Matched:
     """Those of `matched` in which no rank can have finished before all had begun. Failed ones are evidence of nothing,
     nor those of which only the submission was seen.
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from netfold.profile.timeline import calls, group_name, lanes, on_one_clock
+from netfold.profile.timeline import number_calls, group_name, lanes, align_clocks
 from netfold.profile.columns import Integers, completes
 from netfold.profile.findings import ClockOffset
 from netfold.profile.record import RECORD
@@ -62,7 +62,7 @@ def write_events(events: Iterable[dict[str, Any]], path: Path) -> int:
 def trace_events(run: Run, clocks: Iterable[ClockOffset]) -> Iterator[dict[str, Any]]:
     """Rank by rank. Where nothing bounds how far a rank's clock is off, its process says so."""
     clocks = list(clocks)
-    run = on_one_clock(run, clocks)
+    run = align_clocks(run, clocks)
     bounded = {clock.rank for clock in clocks if clock.bound_ns is not None}
     bounded |= {trace.about.rank for trace in run.traces[:1]}
     origin_ns = min((first for trace in run.traces for first in _firsts(trace)), default=0)
@@ -82,7 +82,7 @@ def work_events(trace: Trace, work: Iterable[tuple[str, int, int]]) -> Iterator[
         yield _slice(trace, _WORK_THREAD, name, "computing", began_ns, ended_ns)
 
 
-def laid_beside(
+def merge_traces(
     measured: Iterable[dict[str, Any]], predicted: Iterable[dict[str, Any]], step: int
 ) -> Iterator[dict[str, Any]]:
     """All events of a measured trace, then those of another as processes of their own.
@@ -237,7 +237,7 @@ def computing_percent(progress: Any) -> tuple[Integers, Integers]:
 
 def _arrows(run: Run) -> list[tuple[Integers, Integers]]:
     """For each trace: each operation's call, and `_IN` and `_OUT` of its slice; 0 where it has no arrow."""
-    number = calls(run)
+    number = number_calls(run)
     if not number:
         return []
     # Of a submission to a device it is not known who waited for whom.

@@ -168,7 +168,7 @@ class Recording:
             raise RuntimeError("a recording cannot be started twice; make another, in another folder")
         if _current is not None:
             raise RuntimeError(f"this process is recorded already, to {_current.folder}")
-        refuse_foreign(self.folder)
+        require_profile_folder(self.folder)
         if not self._replaces and (who := self._identity()) is not None:
             self._refuse_rank(who)
         for member in members():
@@ -392,7 +392,7 @@ def step() -> None:
         _current.step()
 
 
-def arm() -> None:
+def start_if_requested() -> None:
     """Record this process if the environment asks for it. Never raises; what it cannot do it says on stderr."""
     folder = os.environ.get(VARIABLE)
     if not folder or _current is not None:
@@ -406,7 +406,7 @@ def arm() -> None:
 def joined(member: Member) -> None:
     """A netfold group was made. Always told, so that a recording may begin later."""
     _members[member.number] = member
-    arm()
+    start_if_requested()
     if _current is not None:
         _current.joined()
 
@@ -418,17 +418,17 @@ def left(member: Member) -> None:
     _members.pop(member.number, None)
 
 
-def refuse_foreign(folder: Path) -> None:
+def require_profile_folder(folder: Path) -> None:
     """Raises ValueError where there is something in `folder` that no profile leaves."""
     if not folder.exists():
         return
     if not folder.is_dir():
         raise ValueError(f"{folder} is no folder; a profile is written into a folder of its own")
-    if foreign := foreign_to(sorted(os.listdir(folder))):
+    if foreign := unknown_files(sorted(os.listdir(folder))):
         raise ValueError(f"{folder} holds {foreign[0]}, which is no profile's; name another folder")
 
 
-def foreign_to(names: Sequence[str]) -> list[str]:
+def unknown_files(names: Sequence[str]) -> list[str]:
     """Those of a folder's `names` that no recording leaves there."""
     return [name for name in names if name != "run.json" and not name.startswith(("rank-", LAUNCHER))]
 

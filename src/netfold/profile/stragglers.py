@@ -13,10 +13,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from netfold.profile.clock_sync import Clocks
+from netfold.profile.clock_sync import ClockSync
 from netfold.profile.columns import Columns, Floats
 from netfold.profile.findings import Straggler
-from netfold.profile.matching import Matched, meetings
+from netfold.profile.matching import Matched, synchronising_operations
 from netfold.profile.run import Run
 
 
@@ -28,14 +28,14 @@ class WaitTimes:
     skew_s: list[Floats]
 
 
-def find_stragglers(run: Run, columns: Sequence[Columns], groups: Sequence[Matched], clocks: Clocks) -> WaitTimes:
+def find_stragglers(run: Run, columns: Sequence[Columns], groups: Sequence[Matched], clocks: ClockSync) -> WaitTimes:
     """Cost: P a matched operation."""
     size = len(run.traces)
     operations, last = np.zeros(size, np.int64), np.zeros(size, np.int64)
     waited_for, waited = np.zeros(size), np.zeros(size)
     skew = [np.full(len(trace.operations), np.nan) for trace in run.traces]
     for group in groups:
-        matched = meetings(run, list(columns), group)
+        matched = synchronising_operations(run, list(columns), group)
         started = matched.field(run, "started_ns")
         aligned = np.stack([clocks.align(m, started[:, at]) for at, m in enumerate(matched.members)], axis=1)
         latest = aligned.argmax(axis=1)

@@ -27,7 +27,7 @@ _ROOTED = ("gather", "scatter")
 
 
 @dataclass(frozen=True)
-class Places:
+class RowIndex:
     """Which row each record is in. keys: (operation, bucket, whether it is of submissions alone) a row; of_trace: [n] a
     trace, places in keys."""
 
@@ -56,7 +56,7 @@ def _bus(columns: Columns, gathers: Integers, whole: Floats) -> Floats:
     return bus
 
 
-def place(columns: Sequence[Columns], buckets: Sequence[int]) -> Places:
+def assign_rows(columns: Sequence[Columns], buckets: Sequence[int]) -> RowIndex:
     """buckets: upper ends; a size belongs to the first that is not below it, or to one more. ValueError, in a sentence,
     where they do not ascend."""
     if not buckets or buckets[0] < 1 or any(one >= next_ for one, next_ in pairwise(buckets)):
@@ -77,13 +77,13 @@ def place(columns: Sequence[Columns], buckets: Sequence[int]) -> Places:
         for index, (name, bucket, submitted) in enumerate(keys):
             row[(each.operation == name) & (number == bucket) & (each.completes != submitted)] = index
         of_trace.append(row)
-    return Places(keys, of_trace)
+    return RowIndex(keys, of_trace)
 
 
 def summarise(
     run: Run,
     columns: Sequence[Columns],
-    places: Places,
+    places: RowIndex,
     buckets: Sequence[int],
     exposed: Sequence[Floats | None],
     skew: Sequence[Floats],
@@ -105,7 +105,7 @@ def _row(
     index: int,
     run: Run,
     columns: Sequence[Columns],
-    places: Places,
+    places: RowIndex,
     buckets: Sequence[int],
     exposed: Sequence[Floats | None],
     skew: Sequence[Floats],

@@ -15,7 +15,7 @@ from netfold.profile.record import Records
 from netfold.profile.run import Run, Trace
 
 
-def on_one_clock(run: Run, clocks: Iterable[ClockOffset]) -> Run:
+def align_clocks(run: Run, clocks: Iterable[ClockOffset]) -> Run:
     """The run with every time as the first rank's clock would have shown it; a rank without an offset keeps its own.
 
     Memory: that of the run once more.
@@ -64,7 +64,7 @@ def group_name(trace: Trace, group: int) -> str:
     return known.name if known is not None else f"group {group:x} of rank {trace.about.rank}"
 
 
-def calls(run: Run) -> list[Integers]:
+def number_calls(run: Run) -> list[Integers]:
     """For each operation of each trace the number of the call that it is part of, the same on all ranks; 0: of none."""
     number = [np.zeros(len(trace.operations), np.int64) for trace in run.traces]
     known = 0

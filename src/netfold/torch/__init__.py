@@ -53,7 +53,7 @@ def register() -> None:
         if "NETFOLD_PROFILE" in os.environ:
             from netfold.profile import recording
 
-            recording.arm()
+            recording.start_if_requested()
     except Exception as error:
         # torch turns an exception here into a failure of `import torch` itself: a warning is enough.
         import warnings

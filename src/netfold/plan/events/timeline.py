@@ -16,7 +16,7 @@ import numpy as np
 from netfold.plan.events.schedule import FORWARD
 from netfold.plan.events.simulate import Simulated
 from netfold.profile.findings import ClockOffset
-from netfold.profile.perfetto import laid_beside, trace_events, work_events, write_events
+from netfold.profile.perfetto import merge_traces, trace_events, work_events, write_events
 from netfold.profile.record import RECORD
 from netfold.profile.run import PROGRESS, STEP, About, GroupName, Run, Trace
 
@@ -73,7 +73,7 @@ def write_timeline(
     """
     events = _events(simulated, ranks, path.parent)
     if beside is not None:
-        events = laid_beside(trace_events(beside, clocks), events, step)
+        events = merge_traces(trace_events(beside, clocks), events, step)
     return write_events(events, path)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from netfold.profile.timeline import group_name, lanes, on_one_clock
+from netfold.profile.timeline import group_name, lanes, align_clocks
 from netfold.profile.columns import TRANSFERS, Integers, completes
 from netfold.profile.findings import ClockOffset, Straggler
 from netfold.profile.page import units
@@ -78,7 +78,7 @@ def timeline(run: Run, clocks: Sequence[ClockOffset], lateness: Sequence[Straggl
     total = sum(len(trace.operations) for trace in run.traces)
     if total == 0:
         return None
-    traces = _shown(on_one_clock(run, clocks), lateness)
+    traces = _shown(align_clocks(run, clocks), lateness)
     windows = _windows(traces)
     cut = [_cut(window, traces, MOST_OPERATIONS // len(windows)) for window in windows]
     names = _Names()
