@@ -11,7 +11,7 @@ from netfold.plan.scaling_curve import Point
 from netfold.plan.model import Traced
 from netfold.plan.search import Choice, words
 from netfold.plan.render.parts import as_object as parts_object
-from netfold.profile.page.escape import plain
+from netfold.profile.page.escape import to_plain
 
 
 def as_json(answer: Answer) -> str:
@@ -73,7 +73,7 @@ def as_object(answer: Answer) -> dict[str, Any]:
         "training_s": answer.training_s,
         "training_cost": answer.training_cost,
     }
-    as_plain: dict[str, Any] = plain(found)
+    as_plain: dict[str, Any] = to_plain(found)
     return as_plain
 
 

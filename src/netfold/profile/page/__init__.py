@@ -15,9 +15,9 @@ from pathlib import Path
 
 from netfold.profile.findings import Findings, Overlap
 from netfold.profile.page import by_size, ranks, text as text_module, units
-from netfold.profile.page.scatter import clouds
+from netfold.profile.page.scatter import scatter
 from netfold.profile.page.escape import embed, escape
-from netfold.profile.page.layout import sheet
+from netfold.profile.page.layout import render_layout
 from netfold.profile.page.steps import steps
 from netfold.profile.page.timeline import timeline
 from netfold.profile.run import Run
@@ -33,13 +33,13 @@ def render_page(findings: Findings, run: Run | None, *, each_step: Sequence[Over
 
     each_step: of each step in its order, a rank's. Cost: below 3 MB, whatever the run, up to some thousand ranks.
     """
-    failed = "".join(f'<p class="failed">{escape(text)}</p>' for text in text_module.missing(findings))
-    return sheet(
+    failed = "".join(f'<p class="failed">{escape(text)}</p>' for text in text_module.limitations(findings))
+    return render_layout(
         title=f"netfold profile: {findings.title}",
         headline=text_module.headline(findings),
         opening=f"""<p class="command"><code>{escape(findings.title)}</code><br>{_who(findings)}</p>
 {failed}
-<p>{escape(text_module.story(findings))}</p>""",
+<p>{escape(text_module.summary(findings))}</p>""",
         facts=text_module.facts(findings),
         sections=_sections(findings, run, each_step),
         data=("findings", findings),
@@ -62,7 +62,7 @@ def _sections(findings: Findings, run: Run | None, each_step: Sequence[Overlap])
         (
             "by-size-section",
             "Where time goes, by size",
-            (by_size.pictures(findings.rows) if findings.rows else "") + (without if run is None else clouds(run)),
+            (by_size.pictures(findings.rows) if findings.rows else "") + (without if run is None else scatter(run)),
         ),
         (
             "steps-section",

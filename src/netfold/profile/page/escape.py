@@ -23,25 +23,25 @@ def escape(text: object) -> str:
 def embed(name: str, value: Any) -> str:
     """A JSON block that the page's scripts, and whoever reads the file later, find by its id."""
     # ASCII alone, and none of it opens or closes an element or a comment.
-    text = json.dumps(plain(value), separators=(",", ":"), allow_nan=False)
+    text = json.dumps(to_plain(value), separators=(",", ":"), allow_nan=False)
     for character in "<>&":
         text = text.replace(character, f"\\u{ord(character):04x}")
     return f'<script type="application/json" id="{name}">{text}</script>'
 
 
-def plain(value: Any) -> Any:
+def to_plain(value: Any) -> Any:
     """Dataclasses as objects, by the names of their fields. A number that is not finite has no place in JSON: null."""
     if is_dataclass(value) and not isinstance(value, type):
-        return {field.name: plain(getattr(value, field.name)) for field in fields(value)}
+        return {field.name: to_plain(getattr(value, field.name)) for field in fields(value)}
     if isinstance(value, Mapping):
-        return {str(key): plain(each) for key, each in value.items()}
+        return {str(key): to_plain(each) for key, each in value.items()}
     if isinstance(value, (list, tuple)):
-        return [plain(each) for each in value]
+        return [to_plain(each) for each in value]
     if isinstance(value, np.generic):
         value = value.item()
-    return value if known(value) else None
+    return value if is_known(value) else None
 
 
-def known(value: object) -> bool:
+def is_known(value: object) -> bool:
     """Whether there is anything to show: None is not, nor is a number that is not finite."""
     return value is not None and not (isinstance(value, (float, np.floating)) and not math.isfinite(value))

@@ -16,7 +16,7 @@ from netfold.profile.page.escape import embed, escape
 _FOLDER = Path(__file__).parent
 
 
-def sheet(
+def render_layout(
     *,
     title: str,
     headline: str,

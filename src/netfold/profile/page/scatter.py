@@ -18,7 +18,7 @@ _ACROSS, _UP = 48, 32
 _SHADES = 8
 
 
-def clouds(run: Run) -> str:
+def scatter(run: Run) -> str:
     """Operations without bytes (a barrier) are on no logarithmic scale, and left out."""
     by_name = _operations(run)
     if not by_name:

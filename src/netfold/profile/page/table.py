@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from netfold.profile.page import units
-from netfold.profile.page.escape import escape, known, plain
+from netfold.profile.page.escape import escape, is_known, to_plain
 
 Item = TypeVar("Item")
 # Where a bar begins and ends, as parts of the cell's width, and where a mark stands on it.
@@ -55,11 +55,11 @@ def table(name: str, caption: str, columns: Sequence[Column[Item]], items: Seque
 def of_largest(items: Sequence[Item], value: Callable[[Item], float | None]) -> Callable[[Item], Bar | None]:
     """Bars from nothing to each value, the largest of all as wide as the cell."""
     numbers = [value(item) for item in items]
-    largest = max((number for number in numbers if number is not None and known(number)), default=0.0)
+    largest = max((number for number in numbers if number is not None and is_known(number)), default=0.0)
 
     def bar(item: Item) -> Bar | None:
         number = value(item)
-        return None if number is None or not known(number) or largest <= 0 else (0.0, max(0.0, number) / largest, None)
+        return None if number is None or not is_known(number) or largest <= 0 else (0.0, max(0.0, number) / largest, None)
 
     return bar
 
@@ -72,10 +72,10 @@ def times_taken(names: Mapping[str, int]) -> str:
 
 def _cell(column: Column[Item], item: Item, heads: bool, notes: dict[str, int]) -> str:
     value = column.value(item)
-    if known(value):
+    if is_known(value):
         text = escape(column.text(value))
         # Of names and how often, the sum: it is what a column of these can be sorted by.
-        exact = sum(value.values()) if isinstance(value, Mapping) else plain(value)
+        exact = sum(value.values()) if isinstance(value, Mapping) else to_plain(value)
         exact = f' data-value="{escape(json.dumps(exact))}"'
     else:
         why = column.unknown if isinstance(column.unknown, str) else column.unknown(item)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from netfold.profile.findings import Findings, Straggler, submissions_text
 from netfold.profile.page import units
-from netfold.profile.page.escape import known
+from netfold.profile.page.escape import is_known
 
 _MOST_NAMED = 16
 
@@ -31,7 +31,7 @@ def headline(findings: Findings) -> str:
     return said + "."
 
 
-def story(findings: Findings) -> str:
+def summary(findings: Findings) -> str:
     """The headline once more, with the numbers that it is made of."""
     overall = findings.overall
     if not findings.rows or overall.wall_s <= 0:
@@ -77,7 +77,7 @@ def facts(findings: Findings) -> list[tuple[str, str]]:
         found.append(("not known", "exposed: nobody watched the training thread"))
     else:
         found.append((units.seconds(overall.exposed_s), "exposed, the training thread did not compute meanwhile"))
-    if overall.overlap_ratio is not None and known(overall.overlap_ratio):
+    if overall.overlap_ratio is not None and is_known(overall.overlap_ratio):
         found.append((units.ratio(overall.overlap_ratio), "of communication hidden behind computing"))
     if late is not None:
         waited = units.seconds(late.waited_for_s)
@@ -95,7 +95,7 @@ def _submitted(findings: Findings) -> int:
     return sum(findings.submissions.values())
 
 
-def missing(findings: Findings) -> list[str]:
+def limitations(findings: Findings) -> list[str]:
     """What is not in the records and makes them say less than they seem to."""
     said = [f"{text}." for text in [submissions_text(findings.submissions)] if text]
     absent = sorted(set(range(findings.size)) - set(findings.ranks))

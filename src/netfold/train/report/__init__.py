@@ -15,7 +15,7 @@ from pathlib import Path
 
 from netfold.profile.page import units
 from netfold.profile.page.escape import escape
-from netfold.profile.page.layout import sheet
+from netfold.profile.page.layout import render_layout
 from netfold.train.callbacks.metrics_file import NAME, Metrics, read_metrics
 from netfold.train.callbacks.result import result
 from netfold.train.report.communication import communication
@@ -58,7 +58,7 @@ def _render(folder: Path) -> str:
         "ended": metrics.ended,
     }
     what = f"{folder.name}: {recipe['model']['name']} on {recipe['data']['name']}"
-    return sheet(
+    return render_layout(
         title=f"netfold train: {folder.name}",
         headline=_headline(metrics),
         opening=f'<p class="command">{escape(what)}</p>\n{_end(metrics)}',

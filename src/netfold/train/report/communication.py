@@ -35,7 +35,7 @@ def communication(folder: Path) -> str:
     new.write_text(render_page(findings, run, each_step=each_step(run)), encoding="utf-8")
     os.replace(new, folder / PAGE)
     steps = f"{findings.steps.count} steps were recorded. " if findings.steps is not None else ""
-    missing = "".join(f'<p class="failed">{escape(text)}</p>' for text in text_module.missing(findings))
+    missing = "".join(f'<p class="failed">{escape(text)}</p>' for text in text_module.limitations(findings))
     return (
         f"<p>{steps}{escape(text_module.headline(findings))}</p>{missing}"
         f'<div class="facts">{facts_of(text_module.facts(findings))}</div>{advice(findings)}'

@@ -22,7 +22,7 @@ from netfold.plan.render.text import asked as said
 from netfold.plan.render.text import duration, failures, money, rate, remembers, time, utilised
 from netfold.profile.page import units
 from netfold.profile.page.escape import escape
-from netfold.profile.page.layout import sheet
+from netfold.profile.page.layout import render_layout
 
 __all__ = ["render_page"]
 
@@ -31,7 +31,7 @@ def render_page(answer: Answer) -> str:
     """Some 100 KB at most."""
     asked, job = answer.question, answer.best.job
     notes = "".join(f'<p class="quiet">Note: {escape(note)}.</p>' for note in answer.notes)
-    return sheet(
+    return render_layout(
         title=f"netfold plan: {asked.model.name} on {asked.devices:,} devices",
         headline=_headline(answer),
         opening=f"""<p class="command">{escape(said(answer))}</p>
