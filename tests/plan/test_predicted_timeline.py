@@ -14,7 +14,7 @@ from netfold.plan.events import CALM, Conditions, simulate, timeline, write_time
 from netfold.plan.job import Job, Split
 from netfold.plan.model import Layered
 from netfold.profile.record import RECORD
-from netfold.profile.run import PROGRESS, STEP, About, GroupName, Run, Trace
+from netfold.profile.run import PROGRESS, STEP, RankMetadata, GroupName, Run, Trace
 
 MODEL = EvenModel(input_bytes=1e7, layer_parameters=1e8)
 JOB = Job(32, 1, Split(data=2, tensor=2, pipeline=4), overlap=True)
@@ -95,7 +95,7 @@ def test_the_file_has_the_shape_of_a_profile(tmp_path):
 
 
 def test_it_lies_over_a_measured_run(tmp_path):
-    own = About(
+    own = RankMetadata(
         0, 2, "host", 1, "event records", {"operation": {"0": "all_reduce"}}, {"1": GroupName("g", "netfold", [0, 1])}
     )
     operations = np.zeros(1, RECORD)

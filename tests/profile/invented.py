@@ -19,7 +19,7 @@ from netfold.profile.findings import (
     StepTimes,
 )
 from netfold.profile.record import RECORD
-from netfold.profile.run import PROGRESS, STEP, About, GroupName, Run, Trace
+from netfold.profile.run import PROGRESS, STEP, RankMetadata, GroupName, Run, Trace
 
 NAMES: Mapping[str, Mapping[str, str]] = {
     "operation": {"0": "all_reduce", "2": "all_gather", "8": "barrier", "9": "send", "10": "receive"},
@@ -35,8 +35,8 @@ AHEAD_NS = 7_000_000_000_000
 SIZES = (4 << 10, 1 << 20, 24 << 20, 80 << 20)
 
 
-def about(rank: int, size: int, *, host: str = "", group: str = "world", ranks: list[int] | None = None) -> About:
-    return About(
+def about(rank: int, size: int, *, host: str = "", group: str = "world", ranks: list[int] | None = None) -> RankMetadata:
+    return RankMetadata(
         rank=rank,
         size=size,
         host=host or f"node-{rank // 2}",

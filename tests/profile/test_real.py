@@ -19,7 +19,7 @@ from netfold.tuning.topology import DEFAULT_LINKS, Link
 from netfold.profile.analyse import analyse
 from netfold.profile.matching import SYNCHRONISING
 from netfold.profile.record import records_of
-from netfold.profile.run import PROGRESS, STEP, About, GroupName, Run, Trace
+from netfold.profile.run import PROGRESS, STEP, RankMetadata, GroupName, Run, Trace
 
 SIZE, ROUNDS, LATE, LATE_S = 3, 12, 1, 0.03
 NAMES = {"operation": engine.KINDS, "algorithm": engine.ALGORITHMS, "dtype": engine.DTYPES, "wire": engine.DTYPES}
@@ -49,7 +49,7 @@ def run_of(found: list[Any], clocks_ns: list[int]) -> Run:
         records = records_of(raw).copy()
         for name in ("queued_ns", "started_ns", "finished_ns"):
             records[name] += clocks_ns[rank]
-        about = About(
+        about = RankMetadata(
             rank=rank,
             size=SIZE,
             host=f"host-{rank}",

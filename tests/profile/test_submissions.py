@@ -26,7 +26,7 @@ from netfold.profile.page import render_page
 from netfold.profile.page.timeline import FIELDS, timeline
 from netfold.profile.perfetto import write_trace
 from netfold.profile.recording import Names, Recording
-from netfold.profile.run import PROGRESS, STEP, About, GroupName, Run, Trace
+from netfold.profile.run import PROGRESS, STEP, RankMetadata, GroupName, Run, Trace
 from netfold.profile.table import render_comparison, render_table
 from netfold.torch import profiler_source as recorded_by_torch
 
@@ -207,7 +207,7 @@ def test_in_a_group_of_gloo_and_nccl_each_operation_is_its_own_backends(monkeypa
     source._seen.windows.append(recorded_by_torch._Window(events, (0, 0), (100, 0), {"0": 0}, kept, 2))
     names = Names(engine)
     (operations,) = source.take(names).operations
-    about = About(0, 2, "a", 1, PROFILER, names.by_number(), source.groups())
+    about = RankMetadata(0, 2, "a", 1, PROFILER, names.by_number(), source.groups())
     trace = Trace(about, operations, np.zeros(0, STEP), np.zeros(0, PROGRESS))
     assert completes(trace).tolist() == [False, True] and submitted_to(trace) == {"nccl": 1}
     assert analyse(make_run(trace)).backends == ["gloo", "nccl"]

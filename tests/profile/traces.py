@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from netfold.profile.record import RECORD
-from netfold.profile.run import PROGRESS, STEP, About, GroupName, RankWriter, Run, Trace
+from netfold.profile.run import PROGRESS, STEP, RankMetadata, GroupName, RankWriter, Run, Trace
 
 KB, MB = 1 << 10, 1 << 20
 EVENTS, PROFILER = "event records", "torch profiler"
@@ -97,7 +97,7 @@ def make_trace(
     names = {what: {str(index): name for index, name in enumerate(all_of)} for what, all_of in NAMES.items()}
     if source == PROFILER:
         names |= {"algorithm": {}, "wire": {}}
-    about = About(
+    about = RankMetadata(
         rank=rank,
         size=size,
         host=f"host-{rank}" if host is None else host,

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from netfold.profile.run import About, GroupName, Run, Trace
+from netfold.profile.run import RankMetadata, GroupName, Run, Trace
 
 Names: TypeAlias = "np.ndarray[Any, np.dtype[np.str_]]"
 Floats: TypeAlias = "np.ndarray[Any, np.dtype[np.float64]]"
@@ -99,13 +99,13 @@ def submitted_to(trace: Trace) -> dict[str, int]:
     return dict(found)
 
 
-def _is_engine(about: About, number: int) -> bool:
+def _is_engine(about: RankMetadata, number: int) -> bool:
     """A rank with records of both kinds says which backend serves a group."""
     group = about.groups.get(str(number))
     return about.source == EVENTS or (EVENTS in about.source and group is not None and group.backend == "netfold")
 
 
-def _completes(about: About, number: int) -> bool:
+def _completes(about: RankMetadata, number: int) -> bool:
     group = about.groups.get(str(number))
     return _is_engine(about, number) or (group is not None and group.backend in COMPLETING)
 

@@ -35,7 +35,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from netfold.profile.record import Records, records_of
-from netfold.profile.run import FORMAT, PROGRESS, STEP, About, GroupName, RankWriter
+from netfold.profile.run import FORMAT, PROGRESS, STEP, RankMetadata, GroupName, RankWriter
 
 VARIABLE = "NETFOLD_PROFILE"
 # What the file of a launcher (netfold.profile.launch) begins with.
@@ -144,7 +144,7 @@ class Recording:
         self._replaces = replaces
         self._lock = threading.Lock()  # who writes
         self._writer: RankWriter | None = None
-        self._about: About | None = None
+        self._about: RankMetadata | None = None
         self._watcher: Any = None
         self._sources: list[Source] = []
         self._names: Names | None = None
@@ -313,7 +313,7 @@ class Recording:
         self.folder.mkdir(parents=True, exist_ok=True)
         with contextlib.suppress(FileExistsError):  # the launcher or another rank was first
             describe_run(self.folder, sys.orig_argv)
-        self._about = About(rank=who.rank, size=who.size, host=socket.gethostname(), pid=os.getpid(), source="")
+        self._about = RankMetadata(rank=who.rank, size=who.size, host=socket.gethostname(), pid=os.getpid(), source="")
         self._writer = RankWriter(self.folder, self._about)
         main = threading.main_thread()
         # The kernel's name of a process's first thread is the process's; Python's idea of it is stale after a fork.

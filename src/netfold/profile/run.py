@@ -1,7 +1,7 @@
 """A run: the folder that a profiled job leaves, a folder a rank in it. What is written, and how it is read back.
 
     RUN/run.json                what was run, when, by which versions
-    RUN/rank-0003/about.json    an `About`: who the rank is, where its records come from, what they cannot show
+    RUN/rank-0003/about.json    an `RankMetadata`: who the rank is, where its records come from, what they cannot show
     RUN/rank-0003/operations    `RECORD`s, in the order in which operations ended
     RUN/rank-0003/steps         `STEP`s: one of training each
     RUN/rank-0003/progress      `PROGRESS`: how long the training thread has computed, a line every few milliseconds
@@ -52,7 +52,7 @@ class GroupName:
 
 
 @dataclass(frozen=True)
-class About:
+class RankMetadata:
     """One rank's own words on its records.
 
     source: where operations come from, `event records` or `torch profiler`; names: for each field of a record that is
@@ -84,7 +84,7 @@ class About:
 class Trace:
     """What one rank left: `operations` [n] RECORD, `steps` [n] STEP, `progress` [n] PROGRESS; any may be empty."""
 
-    about: About
+    about: RankMetadata
     operations: Records
     steps: Steps
     progress: Progress
@@ -105,13 +105,13 @@ class RankWriter:
     Raises OSError where the disk is full or the folder is gone; the caller says so once and goes on training.
     """
 
-    def __init__(self, run: Path, about: About) -> None:
+    def __init__(self, run: Path, about: RankMetadata) -> None:
         self._folder = run / f"rank-{about.rank:04}"
         self._folder.mkdir(parents=True, exist_ok=True)
         self.describe(about)
         self._files = {name: (self._folder / name).open("wb", buffering=0) for name in _LISTS}
 
-    def describe(self, about: About) -> None:
+    def describe(self, about: RankMetadata) -> None:
         """Replace what the rank says of itself, whole or not at all."""
         new = self._folder / "about.json.new"
         new.write_text(json.dumps(asdict(about), indent=1))
@@ -149,7 +149,7 @@ def _read_rank(path: Path) -> Trace:
             raise RunError(f"{path} is of format {raw['format']}, this netfold reads {FORMAT}")
         raw["groups"] = {number: GroupName(**group) for number, group in raw["groups"].items()}
         raw.setdefault("registrations", {})  # a run of before
-        about = About(**{one.name: raw[one.name] for one in fields(About)})
+        about = RankMetadata(**{one.name: raw[one.name] for one in fields(RankMetadata)})
         _check_types(about)
     except RunError:
         raise
@@ -158,7 +158,7 @@ def _read_rank(path: Path) -> Trace:
     return Trace(about, **{name: _read_list(path.parent / name, dtype) for name, dtype in _LISTS.items()})
 
 
-def _check_types(about: About) -> None:
+def _check_types(about: RankMetadata) -> None:
     """Raise TypeError where a field is of another type than About says, as a file that was changed may have it."""
     of_all: list[tuple[str, object, type]] = [
         *((name, getattr(about, name), int) for name in ("rank", "size", "pid", "lost", "format")),

@@ -18,7 +18,7 @@ from netfold.plan.events.simulate import Simulated
 from netfold.profile.findings import ClockOffset
 from netfold.profile.perfetto import merge_traces, trace_events, work_events, write_events
 from netfold.profile.record import RECORD
-from netfold.profile.run import PROGRESS, STEP, About, GroupName, Run, Trace
+from netfold.profile.run import PROGRESS, STEP, RankMetadata, GroupName, Run, Trace
 
 # Kinds of what a rank does with others.
 _COMMUNICATION = ("tensor", "data", "tables", "send", "receive")
@@ -157,7 +157,7 @@ def _trace(simulated: Simulated, rank: int, slices: Sequence[Slice]) -> Trace:
         record["bytes"] = each.size_bytes / (simulated.job.split.data if operation in _BLOCKS else 1)
         record["started_ns"], record["finished_ns"] = _ns(each)
         record["queued_ns"] = record["started_ns"]
-    about = About(
+    about = RankMetadata(
         rank=rank,
         size=simulated.job.split.ranks,
         host="a predicted cluster",
