@@ -124,7 +124,7 @@ def test_a_profile_with_a_field_of_another_type_is_refused(field: str, value: ob
         folder.mkdir()
         about = json.loads(seeds()["profile"][0].split(b"\n----\n")[1]) | {"rank": rank}
         (folder / "about.json").write_text(json.dumps(about))
-    assert [trace.about.rank for trace in read_run(tmp_path).traces] == [0, 1]
+    assert [trace.metadata.rank for trace in read_run(tmp_path).traces] == [0, 1]
     (folder / "about.json").write_text(json.dumps(about | {field: value}))
     with pytest.raises(RunError, match=field):
         read_run(tmp_path)

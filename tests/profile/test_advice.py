@@ -113,7 +113,7 @@ def test_what_computing_hides_already_cannot_be_won() -> None:
     run = run_of([16 * MB] * 5)
     end = run.traces[0].operations["finished_ns"].max() / 1e6 - 100_000
     lines = make_trace(0, RANKS, progress_ms=[(0, 0), (end - 100, end - 100), (end, end - 100)]).progress
-    busy = make_run(*(Trace(trace.about, *_lists(trace)[:2], lines) for trace in run.traces))
+    busy = make_run(*(Trace(trace.metadata, *_lists(trace)[:2], lines) for trace in run.traces))
     (switch,) = [text for text in predictions(busy) if "through a switch" in text]
     assert switch.endswith("; computing hides all but 100 ms of it now, which is all that can be won")
     assert not any("can be won" in text for text in predictions(run)), "nobody watched"
@@ -138,7 +138,7 @@ def test_without_an_algorithm_nothing_is_predicted_and_it_is_said_why() -> None:
     run = run_of(SIZES)
     blind = make_run(
         *(
-            Trace(replace(trace.about, names={**trace.about.names, "algorithm": {}}), *_lists(trace))
+            Trace(replace(trace.metadata, names={**trace.metadata.names, "algorithm": {}}), *_lists(trace))
             for trace in run.traces
         )
     )
@@ -206,7 +206,7 @@ def small_messages(steps: int, **more) -> Run:
     begins = run.traces[0].operations["started_ns"][::20][:steps] / 1e6 - 100_000
     spans = [(float(a), float(b)) for a, b in zip(begins, ends, strict=True)]
     steps_of = make_trace(0, RANKS, [], steps_ms=spans).steps
-    return make_run(*(Trace(trace.about, trace.operations, steps_of, trace.progress) for trace in run.traces))
+    return make_run(*(Trace(trace.metadata, trace.operations, steps_of, trace.progress) for trace in run.traces))
 
 
 def test_many_small_messages_are_told_what_one_would_take() -> None:
@@ -222,7 +222,7 @@ def test_small_messages_without_a_link_are_an_observation() -> None:
     run = small_messages(10)
     blind = make_run(
         *(
-            Trace(replace(trace.about, names={**trace.about.names, "algorithm": {}}), *_lists(trace))
+            Trace(replace(trace.metadata, names={**trace.metadata.names, "algorithm": {}}), *_lists(trace))
             for trace in run.traces
         )
     )
@@ -276,8 +276,8 @@ def test_small_messages_of_a_busy_host_do_not_keep_the_link_from_being_found() -
     for trace in run.traces:
         at = trace.operations["finished_ns"].max() / 1e6 - 100_000
         ops = [Op(at + 40 * (1 + i), at + 40 * (1 + i) + 30, 4 * KB, sequence=100 + i) for i in range(5)]
-        more = make_trace(trace.about.rank, RANKS, ops)
-        traces.append(Trace(trace.about, np.concatenate([trace.operations, more.operations]), *_lists(trace)[1:]))
+        more = make_trace(trace.metadata.rank, RANKS, ops)
+        traces.append(Trace(trace.metadata, np.concatenate([trace.operations, more.operations]), *_lists(trace)[1:]))
     (group,) = observe(make_run(*traces))
     assert isinstance(fit(group), str)
     found = fit(group, 128 * KB)

@@ -50,7 +50,7 @@ def test_groups_go_by_name_and_of_a_rank_without_records_nothing_is_guessed() ->
     both = [Op(0, 1), Op(1, 2, group="pair"), Op(2, 3)]
     one = make_trace(0, 3, both, groups=groups)
     other = make_trace(1, 3, both, groups=dict(reversed(groups.items())))
-    assert {int(number) for number in one.about.groups} & {int(number) for number in other.about.groups} == set()
+    assert {int(number) for number in one.metadata.groups} & {int(number) for number in other.metadata.groups} == set()
     found = matched(one, other)
     assert [group.group.name for group in found.groups] == ["pair"]
     assert places(found) == [[[1, 1]]]
@@ -77,9 +77,9 @@ def test_a_rank_with_records_of_both_kinds_has_those_of_netfolds_groups_matched_
         trace = make_trace(rank, 2, [*mine, Op(4, 5, group="other")], groups=groups)
         named = {
             number: replace(group, backend="gloo") if group.name == "other" else group
-            for number, group in trace.about.groups.items()
+            for number, group in trace.metadata.groups.items()
         }
-        about = replace(trace.about, source=f"{EVENTS} and {PROFILER}", groups=named)
+        about = replace(trace.metadata, source=f"{EVENTS} and {PROFILER}", groups=named)
         traces.append(Trace(about, trace.operations, trace.steps, trace.progress))
     found = matched(*traces)
     assert places(found) == [[[0, 1], [1, 0]], [[2, 2]]]
@@ -130,8 +130,8 @@ def test_a_submission_is_no_meeting() -> None:
     traces = []
     for rank in range(2):
         trace = make_trace(rank, 2, [Op(0, 1)], source=PROFILER)
-        nccl = {number: replace(group, backend="nccl") for number, group in trace.about.groups.items()}
-        traces.append(Trace(replace(trace.about, groups=nccl), trace.operations, trace.steps, trace.progress))
+        nccl = {number: replace(group, backend="nccl") for number, group in trace.metadata.groups.items()}
+        traces.append(Trace(replace(trace.metadata, groups=nccl), trace.operations, trace.steps, trace.progress))
     run = make_run(*traces)
     columns = columns_of(run)
     (group,) = match(run, columns).groups

@@ -103,7 +103,7 @@ def test_every_operation_is_a_slice_on_the_first_ranks_clock(tmp_path: Path) -> 
     recorded = run()
     events = written(recorded, tmp_path / "trace.json", clocks(4))
     for trace in recorded.traces:
-        rank = trace.about.rank
+        rank = trace.metadata.rank
         shown = of(events, "X", rank, cat="communication")
         assert len(shown) == len(trace.operations) == 48
         by_sequence = {event["args"]["sequence"]: event for event in shown}
@@ -113,10 +113,10 @@ def test_every_operation_is_a_slice_on_the_first_ranks_clock(tmp_path: Path) -> 
             assert ns(event["ts"]) == one["started_ns"] - rank * AHEAD_NS
             assert ns(event["dur"]) == one["finished_ns"] - one["started_ns"]
             assert ns(event["args"]["queued_us"]) == one["started_ns"] - one["queued_ns"]
-            assert event["name"] == trace.about.name_of("operation", one["operation"])
+            assert event["name"] == trace.metadata.name_of("operation", one["operation"])
             assert event["args"]["bytes"] == one["bytes"]
             assert event["args"]["wire_bytes"] == one["wire_bytes"]
-            assert event["args"]["algorithm"] == trace.about.name_of("algorithm", one["algorithm"])
+            assert event["args"]["algorithm"] == trace.metadata.name_of("algorithm", one["algorithm"])
             assert event["args"]["wire"] == "f32" and event["args"]["group"] == "world"
         steps = of(events, "X", rank, cat="step")
         assert [(event["name"], ns(event["ts"])) for event in steps] == [
@@ -175,7 +175,7 @@ def test_sends_other_groups_and_numbers_used_twice_are_joined_with_nothing() -> 
 
 
 def test_a_group_without_a_name_is_taken_for_no_other_ranks() -> None:
-    nameless = [replace(trace, about=replace(trace.about, groups={})) for trace in run(ranks=2).traces]
+    nameless = [replace(trace, metadata=replace(trace.metadata, groups={})) for trace in run(ranks=2).traces]
     for trace in nameless:
         trace.operations["group"] = 5
     assert not any(each.any() for each in number_calls(Run(Path(), {}, nameless)))
@@ -227,7 +227,7 @@ def test_hostile_names_stay_names(tmp_path: Path) -> None:
     for trace in recorded.traces:
         trace.operations["error"][0] = 4
     recorded = replace(
-        recorded, traces=[replace(trace, about=replace(trace.about, names=names)) for trace in recorded.traces]
+        recorded, traces=[replace(trace, metadata=replace(trace.metadata, names=names)) for trace in recorded.traces]
     )
     events = written(recorded, tmp_path / "trace.json", clocks(2))
     assert any(event["args"]["name"] == f"rank 1 on {HOSTILE}" for event in of(events, "M", 1, name="process_name"))
@@ -243,8 +243,8 @@ def test_a_disk_that_fails_leaves_what_was_there(tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
     path.write_text("as before")
     broken = run()
-    names = {**broken.traces[3].about.names, "operation": 5}
-    broken.traces[3] = replace(broken.traces[3], about=replace(broken.traces[3].about, names=names))  # type: ignore[arg-type]
+    names = {**broken.traces[3].metadata.names, "operation": 5}
+    broken.traces[3] = replace(broken.traces[3], metadata=replace(broken.traces[3].metadata, names=names))  # type: ignore[arg-type]
     with pytest.raises(AttributeError):
         write_trace(broken, clocks(4), path)
     assert path.read_text() == "as before"
@@ -253,7 +253,7 @@ def test_a_disk_that_fails_leaves_what_was_there(tmp_path: Path) -> None:
 
 def leave(recorded: Run, folder: Path) -> Path:
     for trace in recorded.traces:
-        writer = RankWriter(folder, trace.about)
+        writer = RankWriter(folder, trace.metadata)
         for name in ("operations", "steps", "progress"):
             writer.append(name, getattr(trace, name))
         writer.close()

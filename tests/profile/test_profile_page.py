@@ -167,11 +167,11 @@ def test_the_timeline_shows_all_ranks_aligned_and_zooms(tmp_path: Path) -> None:
     began_ns, length_ns = 6 * STEP_NS * (0.5 - 1 / 64), 6 * STEP_NS / 32
     expected = []
     for trace in run().traces:
-        shift_ns = -trace.about.rank * AHEAD_NS
+        shift_ns = -trace.metadata.rank * AHEAD_NS
         for one in trace.operations:
             begin, end = int(one["started_ns"]) + shift_ns, int(one["finished_ns"]) + shift_ns
             if begin <= began_ns + length_ns and end >= began_ns:
-                expected.append((trace.about.rank, int(one["sequence"])))
+                expected.append((trace.metadata.rank, int(one["sequence"])))
     listed = [(int(cells[0].text), int(cells[5].text)) for cells in page.rows("timeline-list")]
     assert sorted(listed) == sorted(expected)
     assert expected
@@ -194,10 +194,10 @@ def test_a_touched_operation_is_described_with_who_was_last(tmp_path: Path) -> N
     no_errors(page)
     said = page.one("p", id="timeline-picked").text
     assert re.match(r"rank 0: all_reduce of 4 KB, .* from 10\.\d+ ms on, queued .* before; number 1 of world; ", said)
-    first = min(recorded.traces, key=lambda trace: trace.operations["started_ns"][0] - trace.about.rank * AHEAD_NS)
+    first = min(recorded.traces, key=lambda trace: trace.operations["started_ns"][0] - trace.metadata.rank * AHEAD_NS)
     late_ns = recorded.traces[1].operations["started_ns"][0] - AHEAD_NS
-    late_ns -= first.operations["started_ns"][0] - first.about.rank * AHEAD_NS
-    after = f"{late_ns / 1000:.1f} µs after rank {first.about.rank}."
+    late_ns -= first.operations["started_ns"][0] - first.metadata.rank * AHEAD_NS
+    after = f"{late_ns / 1000:.1f} µs after rank {first.metadata.rank}."
     assert said.endswith(f"algorithm ring, wire f32. Rank 1 was the last of 4 to begin, {after}")
 
 
@@ -209,7 +209,7 @@ def test_the_timelines_numbers_are_the_runs_on_the_first_ranks_clock() -> None:
     for rank, trace in zip(window["ranks"], run().traces, strict=True):
         numbers = np.array(rank["operations"]).reshape(-1, len(FIELDS))
         assert len(numbers) == len(trace.operations)
-        shift_ns = -trace.about.rank * AHEAD_NS
+        shift_ns = -trace.metadata.rank * AHEAD_NS
         order = np.argsort(trace.operations["started_ns"], kind="stable")
         for line, one in zip(numbers, trace.operations[order], strict=True):
             said = dict(zip(FIELDS, line.tolist(), strict=True))
@@ -218,7 +218,7 @@ def test_the_timelines_numbers_are_the_runs_on_the_first_ranks_clock() -> None:
             assert said["queued"] == one["started_ns"] - one["queued_ns"]
             assert (said["bytes"], said["sequence"], said["error"]) == (one["bytes"], one["sequence"], -1)
             for what in ("operation", "algorithm", "wire"):
-                assert drawn.data["names"][what][said[what]] == trace.about.name_of(what, one[what])
+                assert drawn.data["names"][what][said[what]] == trace.metadata.name_of(what, one[what])
             assert drawn.data["names"]["group"][said["group"]] == "world"
         assert rank["steps"][:6] == [0, 0, STEP_NS, 1, STEP_NS, 2 * STEP_NS]
         # Six tenths of a step of 20 ms: computing all of the time until 12 ms, then not at all.
@@ -240,7 +240,7 @@ def test_what_a_run_says_is_text_whatever_it_is(where: str, tmp_path: Path) -> N
             found, rows=[replace(rows()[0], operation=HOSTILE, algorithms={HOSTILE: 1}, wires={HOSTILE: 2})]
         )
         traces = [
-            replace(trace, about=replace(trace.about, names={"operation": {"0": HOSTILE}})) for trace in recorded.traces
+            replace(trace, metadata=replace(trace.metadata, names={"operation": {"0": HOSTILE}})) for trace in recorded.traces
         ]
         recorded = replace(recorded, traces=traces)
     page = opened(render_page(found, recorded, each_step=each_step(3)), tmp_path)
@@ -304,7 +304,7 @@ def test_a_run_that_lacks_something_says_what(case: str, tmp_path: Path) -> None
         "no run": (findings(), None, "The records themselves are not at hand"),
         "missing": (
             findings(ranks=[0, 1, 3], lost=12),
-            replace(run(), traces=[trace for trace in run().traces if trace.about.rank != 2]),
+            replace(run(), traces=[trace for trace in run().traces if trace.metadata.rank != 2]),
             "1 of 4 ranks left no records: 2.",
         ),
         "unaligned": (
@@ -365,7 +365,7 @@ def test_the_largest_page_is_within_its_bound() -> None:
         trace.operations["finished_ns"] = trace.operations["started_ns"] + 10 ** random.integers(3, 9, count)
         trace.operations["wire_bytes"] = trace.operations["sequence"] = random.integers(1 << 30, 1 << 31, count)
     names = {"operation": {str(number): f"operation_{number}" for number in range(9)}}
-    many = replace(many, traces=[replace(trace, about=replace(trace.about, names=names)) for trace in many.traces])
+    many = replace(many, traces=[replace(trace, metadata=replace(trace.metadata, names=names)) for trace in many.traces])
     text = render_page(findings(size=2000), many, each_step=each_step(100_000))
     assert 1_500_000 < len(text.encode()) < 3_000_000
     page = parse(text)
@@ -413,7 +413,7 @@ def test_a_rank_that_did_something_is_shown_before_those_that_did_nothing() -> N
     drawn = timeline(Run(Path(), {}, [*idle, last]), clocks(len(others) + 1), [])
     assert drawn is not None
     shown = drawn.data["windows"][0]["ranks"]
-    assert [rank["rank"] for rank in shown if rank["operations"]] == [last.about.rank]
+    assert [rank["rank"] for rank in shown if rank["operations"]] == [last.metadata.rank]
 
 
 def test_of_more_ranks_than_fit_those_are_shown_that_others_waited_for() -> None:

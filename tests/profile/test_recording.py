@@ -97,7 +97,7 @@ def run_started(ranks: int, *words: str | Path) -> str:
 
 
 def operations(trace: Trace) -> list[tuple[str, str, int]]:
-    name_of = trace.about.name_of
+    name_of = trace.metadata.name_of
     ordered = np.sort(trace.operations, order=["group", "sequence"])
     return [
         (name_of("operation", each["operation"]), name_of("dtype", each["dtype"]), int(each["bytes"]))
@@ -128,13 +128,13 @@ def test_a_ddp_job_is_recorded_without_a_line_of_code(backend: str, ranks: int, 
     assert "USDT" not in done.stderr and done.stdout == "", "the profiler says nothing of itself"
     found = read_run(folder)
     assert found.description["command"][-3:] == [str(HERE / "ddp_job.py"), backend, str(STEPS)]
-    assert [trace.about.rank for trace in found.traces] == list(range(ranks))
+    assert [trace.metadata.rank for trace in found.traces] == list(range(ranks))
     for trace in found.traces:
-        assert trace.about.size == ranks
-        assert trace.about.source == {"gloo": "torch profiler", "netfold": "event records"}[backend]
-        assert [(group.backend, group.ranks) for group in trace.about.groups.values()] == [(backend, [*range(ranks)])]
-        assert set(map(str, set(trace.operations["group"]))) == set(trace.about.groups)
-        assert trace.about.lost == 0
+        assert trace.metadata.size == ranks
+        assert trace.metadata.source == {"gloo": "torch profiler", "netfold": "event records"}[backend]
+        assert [(group.backend, group.ranks) for group in trace.metadata.groups.values()] == [(backend, [*range(ranks)])]
+        assert set(map(str, set(trace.operations["group"]))) == set(trace.metadata.groups)
+        assert trace.metadata.lost == 0
         assert sorted(trace.operations["sequence"]) == list(range(1, len(trace.operations) + 1))
         seen = operations(trace)
         # The model's one bucket, and what the job does by hand, in its order.
@@ -143,7 +143,7 @@ def test_a_ddp_job_is_recorded_without_a_line_of_code(backend: str, ranks: int, 
         assert len(trace.steps) == STEPS - 1
         check_times(trace)
     assert len({tuple(operations(trace)) for trace in found.traces}) == 1, "every rank says the same of each number"
-    assert len({group.name for trace in found.traces for group in trace.about.groups.values()}) == 1
+    assert len({group.name for trace in found.traces for group in trace.metadata.groups.values()}) == 1
     planned = read_profile(folder).model
     assert (planned.ranks, planned.parameters, planned.bucket_bytes) == (ranks, 1000, (4000,))
     assert 0 < planned.ready_s[0] <= planned.computed_s
@@ -169,7 +169,7 @@ def test_a_job_that_ends_its_group_after_a_moment_is_recorded_whole(backend: str
     done = run(*NETFOLD, "profile", "run", "-o", folder, "--", *torchrun(2, job, backend))
     assert done.returncode == 0, done.stderr
     found = read_run(folder)
-    assert [trace.about.rank for trace in found.traces] == [0, 1]
+    assert [trace.metadata.rank for trace in found.traces] == [0, 1]
     for trace in found.traces:
         # Of what has a block a rank a record has the size of one.
         assert operations(trace) == 3 * [
@@ -196,9 +196,9 @@ def test_a_job_without_torch_is_recorded(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     (trace,) = read_run(folder).traces
     assert ("all_reduce", "f32", 12) in operations(trace) and ("all_reduce", "i64", 40) in operations(trace)
-    assert trace.about.name_of("reduce", trace.operations["reduce"].max()) == "max"
-    assert len(trace.about.groups) == 2
-    assert "torch" not in trace.about.versions
+    assert trace.metadata.name_of("reduce", trace.operations["reduce"].max()) == "max"
+    assert len(trace.metadata.groups) == 2
+    assert "torch" not in trace.metadata.versions
 
 
 def test_the_exit_code_is_the_commands_and_a_folder_is_made_for_it(tmp_path: Path) -> None:
@@ -248,7 +248,7 @@ def test_launchers_of_several_hosts_record_into_one_folder(tmp_path: Path) -> No
         first.kill()
         first.wait()
     assert (first.returncode, second.returncode) == (0, 0), said + second.stderr
-    assert [trace.about.rank for trace in read_run(folder).traces] == [0, 1]
+    assert [trace.metadata.rank for trace in read_run(folder).traces] == [0, 1]
     assert sorted(each.name for each in folder.iterdir()) == ["rank-0000", "rank-0001", "run.json"]
     with pytest.raises(LaunchError, match=r"holds an earlier profile, .*; name a new folder"):
         new_folder(folder)
@@ -315,12 +315,12 @@ def in_a_script(rank: int, size: int, folder: str, run_folder: str) -> Any:
 def test_a_stretch_of_a_script_is_recorded(tmp_path: Path) -> None:
     assert values(run_ranks(in_a_script, 2, str(tmp_path / "run"))) == [[], []]
     traces = read_run(tmp_path / "run").traces
-    assert [trace.about.size for trace in traces] == [2, 2]
+    assert [trace.metadata.size for trace in traces] == [2, 2]
     for trace in traces:
         assert [each[2] for each in operations(trace)] == [40, 80, 120], "neither what was before nor what came after"
         assert len(trace.steps) == 3
         check_times(trace)
-    assert len({group.name for trace in traces for group in trace.about.groups.values()}) == 1
+    assert len({group.name for trace in traces for group in trace.metadata.groups.values()}) == 1
 
 
 def test_the_room_can_be_called_and_imported_from() -> None:
@@ -420,7 +420,7 @@ def test_a_rank_that_is_killed_leaves_what_it_had(tmp_path: Path) -> None:
     run_ranks(is_killed, 2, str(folder), env={"NETFOLD_PROFILE": str(folder)}, dies=[1])
     killed = read_run(folder).traces[1]
     assert [each[2] for each in operations(killed)][:7] == [40] * 7
-    assert killed.about.name_of("algorithm", killed.operations["algorithm"][0]) == "shared_memory"
+    assert killed.metadata.name_of("algorithm", killed.operations["algorithm"][0]) == "shared_memory"
     assert len(killed.progress) > 1
 
 
@@ -449,7 +449,7 @@ def test_groups_are_made_again_and_a_forks_child_begins_anew(tmp_path: Path) -> 
     folder = tmp_path / "run"
     assert values(run_ranks(again_and_in_a_child, 1, env={"NETFOLD_PROFILE": str(folder)})) == [0]
     (trace,) = read_run(folder).traces
-    assert len(trace.about.groups) == 1, "the child, rank 0 of a group of its own, has replaced what its parent left"
+    assert len(trace.metadata.groups) == 1, "the child, rank 0 of a group of its own, has replaced what its parent left"
     assert [each[2] for each in operations(trace)] == [200]
 
 
@@ -461,7 +461,7 @@ def overran(rank: int, size: int, folder: str) -> tuple[int, int]:
     with netfold.profile(Path(folder, "run")):
         time.sleep(0.2)
     (trace,) = read_run(Path(folder, "run")).traces
-    return len(trace.operations), trace.about.lost
+    return len(trace.operations), trace.metadata.lost
 
 
 def test_what_a_ring_overran_is_counted() -> None:
@@ -478,7 +478,7 @@ def in_mid_job(rank: int, size: int, folder: str) -> list[int]:
             with netfold.profile(Path(folder, run)):
                 for _ in range(calls):
                     group.all_reduce(np.ones(10))
-            counts += [len(each.operations) for each in read_run(Path(folder, run)).traces if each.about.rank == rank]
+            counts += [len(each.operations) for each in read_run(Path(folder, run)).traces if each.metadata.rank == rank]
     return counts
 
 
@@ -511,7 +511,7 @@ SEVERAL_GROUPS = """
 def test_operations_of_several_gloo_groups_are_told_apart(tmp_path: Path) -> None:
     run_forked(3, script(tmp_path, SEVERAL_GROUPS), tmp_path / "run")
     for trace in read_run(tmp_path / "run").traces:
-        about, rank = trace.about, trace.about.rank
+        about, rank = trace.metadata, trace.metadata.rank
         assert about.lost == 0, "steps are when nothing is under way"
         expected = {"default_pg": [0, 1, 2], "low": [0, 1], "group 2": [1, 2]}
         mine = {name: ranks for name, ranks in expected.items() if rank in ranks}
@@ -554,7 +554,7 @@ def test_a_profiler_of_the_users_goes_first_and_what_is_missing_is_said(tmp_path
         assert operations(trace)[-1] == ("all_reduce", "f32", 16)
         assert ("all_reduce", "f32", 8) not in operations(trace)
         assert trace.operations["sequence"].tolist()[-1] == 5, "numbers go on from the group's own"
-        assert any("profiler of the job's own ran" in each for each in trace.about.blind_spots)
+        assert any("profiler of the job's own ran" in each for each in trace.metadata.blind_spots)
 
 
 WITHOUT_STEPS = """
@@ -574,9 +574,9 @@ def test_a_job_without_steps_is_read_at_the_end_up_to_a_bound(tmp_path: Path) ->
     run_forked(2, script(tmp_path, WITHOUT_STEPS), tmp_path / "run")
     for trace in read_run(tmp_path / "run").traces:
         assert 100 <= len(trace.operations) < 200
-        assert len(trace.operations) + trace.about.lost == 200
+        assert len(trace.operations) + trace.metadata.lost == 200
         assert trace.operations["sequence"].tolist() == list(range(1, len(trace.operations) + 1))
-        assert any("should call netfold.profile.step()" in each for each in trace.about.blind_spots)
+        assert any("should call netfold.profile.step()" in each for each in trace.metadata.blind_spots)
         assert len(trace.steps) == 0
 
 
@@ -601,7 +601,7 @@ MARKS = """
 def test_reading_within_marks_and_right_after_buckets_is_safe(tmp_path: Path) -> None:
     run_forked(2, script(tmp_path, MARKS), tmp_path / "run")
     for trace in read_run(tmp_path / "run").traces:
-        assert trace.about.lost == 0
+        assert trace.metadata.lost == 0
         numbers = sorted(trace.operations["sequence"])
         assert numbers == list(range(numbers[0], numbers[-1] + 1))
         assert len(trace.operations) > 400
@@ -645,10 +645,10 @@ def test_what_is_under_way_at_the_end_is_lost_and_has_what_it_writes_to(tmp_path
         first, second = read_run(tmp_path / name).traces
         assert len(first.operations) == 1
         assert len(second.operations) == 0
-        assert any("did not end within 1 s" in each for each in second.about.blind_spots)
-        assert not any("did not end within 1 s" in each for each in first.about.blind_spots)
-        assert not any("profiler of the job's own" in each for each in second.about.blind_spots)
-    assert read_run(tmp_path / "run").traces[1].about.lost == 2
+        assert any("did not end within 1 s" in each for each in second.metadata.blind_spots)
+        assert not any("did not end within 1 s" in each for each in first.metadata.blind_spots)
+        assert not any("profiler of the job's own" in each for each in second.metadata.blind_spots)
+    assert read_run(tmp_path / "run").traces[1].metadata.lost == 2
 
 
 STOPPED = """

@@ -63,7 +63,7 @@ def test_over_a_fabric_the_share_of_tensors_that_it_knew_is_shown() -> None:
 def test_what_a_fabric_kept_registered_is_shown_of_all_ranks_together() -> None:
     assert "evicted" not in render_table(analyse(small()))
     kept = {"ranges": 2, "bytes": 3 * MB, "evictions": 5}
-    traces = [replace(each, about=replace(each.about, registrations=kept)) for each in small().traces]
+    traces = [replace(each, metadata=replace(each.metadata, registrations=kept)) for each in small().traces]
     findings = analyse(make_run(*traces))
     said = "at the end: 4 ranges of memory, 6 MB, on 2 ranks; 10 were evicted for others"
     assert said in render_table(findings) and said in render_page(findings, None)

@@ -102,8 +102,8 @@ def test_what_ran_on_the_host_keeps_its_times_beside_submissions() -> None:
 def test_a_group_of_two_backends_counts_as_submissions() -> None:
     """Of `cpu:gloo,cuda:nccl` an old record does not say which backend an operation was of."""
     run = nccl()
-    named = [{n: replace(g, backend="gloo and nccl") for n, g in t.about.groups.items()} for t in run.traces]
-    traces = [replace(t, about=replace(t.about, groups=g)) for t, g in zip(run.traces, named, strict=True)]
+    named = [{n: replace(g, backend="gloo and nccl") for n, g in t.metadata.groups.items()} for t in run.traces]
+    traces = [replace(t, metadata=replace(t.metadata, groups=g)) for t, g in zip(run.traces, named, strict=True)]
     (row,) = analyse(make_run(*traces)).rows
     assert row.submitted_only and row.total_s is None
 

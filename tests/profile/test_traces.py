@@ -22,7 +22,7 @@ def test_a_run_comes_back_from_disk_as_it_was_made(tmp_path: Path) -> None:
     made = training(3, 5)
     read = read_run(write_run(made, tmp_path / "run"))
     assert read.description == {"command": ["python", "train.py"]}
-    assert [trace.about for trace in read.traces] == [trace.about for trace in made.traces]
+    assert [trace.metadata for trace in read.traces] == [trace.metadata for trace in made.traces]
     for one, other in zip(made.traces, read.traces, strict=True):
         assert len(one.operations) == 31 and len(one.steps) == 5
         for name in ("operations", "steps", "progress"):

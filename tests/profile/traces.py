@@ -121,7 +121,7 @@ def make_trace(
 
 def make_run(*traces: Trace, **description: Any) -> Run:
     """In memory: nothing of it is on disk."""
-    return Run(Path("RUN"), description, sorted(traces, key=lambda trace: trace.about.rank))
+    return Run(Path("RUN"), description, sorted(traces, key=lambda trace: trace.metadata.rank))
 
 
 def write_run(run: Run, folder: Path) -> Path:
@@ -131,7 +131,7 @@ def write_run(run: Run, folder: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "run.json").write_text(json.dumps(run.description))
     for trace in run.traces:
-        writer = RankWriter(folder, trace.about)
+        writer = RankWriter(folder, trace.metadata)
         for name in ("operations", "steps", "progress"):
             writer.append(name, getattr(trace, name))
         writer.close()

@@ -86,7 +86,7 @@ def test_a_stretch_of_steps_is_recorded_on_every_rank_and_is_on_the_page(left: t
 
     folder, _ = left
     run = read_run(folder / "profile")
-    assert [trace.about.rank for trace in run.traces] == list(range(RANKS))
+    assert [trace.metadata.rank for trace in run.traces] == list(range(RANKS))
     # 12 steps: from the end of the 3rd on.
     assert [len(trace.steps) for trace in run.traces] == [9] * RANKS
     assert all(len(trace.operations) for trace in run.traces)

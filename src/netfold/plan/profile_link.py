@@ -157,7 +157,7 @@ def _observed(run: Run, columns: list[Columns], matched: Matched) -> Observed:
     alone = np.all(
         [_alone(run, member)[matched.places[:, at]] for at, member in enumerate(matched.members)], axis=0
     ).reshape(len(places))
-    about = run.traces[trace].about
+    about = run.traces[trace].metadata
     dtypes = [about.name_of("dtype", number) for number in run.traces[trace].operations["dtype"][places]]
     wires = [
         wire if dtype == "f32" and wire != "?" else "auto"
@@ -191,7 +191,7 @@ def _alone(run: Run, trace: int) -> Bools:
 
 def _topology(run: Run, matched: Matched, algorithms: set[str]) -> Topology:
     """Ranks of one host share its memory, unless all of them are on one and go over the network all the same."""
-    hosts = [run.traces[member].about.host for member in matched.members]
+    hosts = [run.traces[member].metadata.host for member in matched.members]
     if len(set(hosts)) == 1 and not algorithms & {"shared_memory", "hierarchical"}:
         return Topology.apart(len(hosts))
     names = list(dict.fromkeys(hosts))

@@ -29,7 +29,7 @@ def analyse(run: Run, buckets: Sequence[int] = BUCKETS) -> Findings:
     waits = find_stragglers(run, columns, matching.groups, clocks)
     exposures = [find_overlap(trace) for trace in run.traces]
     exposed = [each.of_operations(trace) for each, trace in zip(exposures, run.traces, strict=True)]
-    abouts = [trace.about for trace in run.traces]
+    abouts = [trace.metadata for trace in run.traces]
     return Findings(
         title=title_of(run),
         size=max((about.size for about in abouts), default=0),
@@ -69,13 +69,13 @@ def title_of(run: Run) -> str:
 
 def _blind_spots(run: Run, matching: Matching, clocks: ClockSync, exposures: Sequence[RankOverlap]) -> list[str]:
     """What ranks say themselves, each sentence once; then what was found missing here."""
-    said = list(dict.fromkeys(text for trace in run.traces for text in trace.about.blind_spots))
+    said = list(dict.fromkeys(text for trace in run.traces for text in trace.metadata.blind_spots))
     said += filter(None, [submissions_text(submissions(run))])
-    size = max((trace.about.size for trace in run.traces), default=0)
-    absent = sorted(set(range(size)) - {trace.about.rank for trace in run.traces})
+    size = max((trace.metadata.size for trace in run.traces), default=0)
+    absent = sorted(set(range(size)) - {trace.metadata.rank for trace in run.traces})
     if absent:
         said.append(f"{_ranks(absent)} left no records: means are of the other {len(run.traces)}")
-    lost = sum(trace.about.lost for trace in run.traces)
+    lost = sum(trace.metadata.lost for trace in run.traces)
     if lost:
         said.append(f"{lost} operations came faster than they could be written, and are in no number here")
     for reason, count in matching.left_out.items():
@@ -90,14 +90,14 @@ def _blind_spots(run: Run, matching: Matching, clocks: ClockSync, exposures: Seq
     unbounded = [each.rank for each in clocks.offsets(run) if each.bound_ns is None]
     if unbounded and not clocks.contradiction_ns:
         said.append(f"nothing bounds how far the clock of {_ranks(unbounded)} is from the first rank's: not compared")
-    unwatched = [trace.about.rank for trace in run.traces if len(trace.progress) < 2]
+    unwatched = [trace.metadata.rank for trace in run.traces if len(trace.progress) < 2]
     if unwatched:
         said.append(f"nobody watched the training thread of {_ranks(unwatched)}: what was exposed there is not known")
     for trace, exposure in zip(run.traces, exposures, strict=True):
         communication = 0.0 if exposure.communicated is None else exposure.communicated[-1]
         if exposure.exposed is not None and communication and exposure.unwatched_s > 0.01 * communication:
             said.append(
-                f"the training thread of rank {trace.about.rank} was not watched during "
+                f"the training thread of rank {trace.metadata.rank} was not watched during "
                 f"{100 * exposure.unwatched_s / communication:.0f}% of its communication, which counts as exposed"
             )
     return said

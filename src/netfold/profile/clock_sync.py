@@ -94,14 +94,14 @@ class ClockSync:
                     (int(at - offset), int(offset)) for at, offset in zip(self.knots_ns, offsets, strict=True)
                 )
             bound = math.ceil(errors.max()) if np.isfinite(errors).all() else None
-            found.append(ClockOffset(trace.about.rank, round(middle), bound, knots))
+            found.append(ClockOffset(trace.metadata.rank, round(middle), bound, knots))
         return found
 
 
 def synchronise_clocks(run: Run, columns: list[Columns], groups: list[Matched]) -> ClockSync:
     """Cost: P a matched operation; H^3 a knot for H hosts, at most a few hundred million in all."""
-    names = list(dict.fromkeys(trace.about.host for trace in run.traces))
-    hosts = np.array([names.index(trace.about.host) for trace in run.traces], np.int64)
+    names = list(dict.fromkeys(trace.metadata.host for trace in run.traces))
+    hosts = np.array([names.index(trace.metadata.host) for trace in run.traces], np.int64)
     met = [synchronising_operations(run, columns, matched) for matched in groups]
     rough = _rough_offsets(run, hosts, len(names), met)
     begin, end = _span(run, hosts, rough)

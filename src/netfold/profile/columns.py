@@ -74,7 +74,7 @@ class Columns:
 
 def groups_of(run: Run) -> list[Group]:
     """Each once, in the order in which the first rank that is in it names them."""
-    return list(dict.fromkeys(_group(group) for trace in run.traces for group in trace.about.groups.values()))
+    return list(dict.fromkeys(_group(group) for trace in run.traces for group in trace.metadata.groups.values()))
 
 
 def columns_of(run: Run) -> list[Columns]:
@@ -86,15 +86,15 @@ def columns_of(run: Run) -> list[Columns]:
 def completes(trace: Trace) -> Bools:
     """[n] whether each of a rank's records ends when its operation was done."""
     numbers, inverse = np.unique(trace.operations["group"], return_inverse=True)
-    return np.array([_completes(trace.about, int(number)) for number in numbers], np.bool_)[inverse]
+    return np.array([_completes(trace.metadata, int(number)) for number in numbers], np.bool_)[inverse]
 
 
 def submitted_to(trace: Trace) -> dict[str, int]:
     """How many of a rank's records are submissions alone, by backend; `?` where the group is not known."""
     found: Counter[str] = Counter()
     for number, count in zip(*np.unique(trace.operations["group"], return_counts=True), strict=True):
-        if not _completes(trace.about, int(number)):
-            group = trace.about.groups.get(str(number))
+        if not _completes(trace.metadata, int(number)):
+            group = trace.metadata.groups.get(str(number))
             found["?" if group is None else group.backend] += int(count)
     return dict(found)
 
@@ -115,7 +115,7 @@ def _group(named: GroupName) -> Group:
 
 
 def _columns(trace: Trace, places: dict[Group, int]) -> Columns:
-    about, records = trace.about, trace.operations
+    about, records = trace.metadata, trace.operations
     numbers, inverse = np.unique(records["group"], return_inverse=True)
     known = [about.groups.get(str(number)) for number in numbers]
     place = np.array([NO_GROUP if group is None else places[_group(group)] for group in known], np.int64)
@@ -146,7 +146,7 @@ def _columns(trace: Trace, places: dict[Group, int]) -> Columns:
 def _names(trace: Trace, field: str) -> Names:
     numbers = trace.operations[field]
     used = np.bincount(numbers, minlength=256) > 0  # they are bytes
-    names = _strings([trace.about.name_of(field, number) if used[number] else "" for number in range(256)])
+    names = _strings([trace.metadata.name_of(field, number) if used[number] else "" for number in range(256)])
     named: Names = names[numbers]
     return named
 

@@ -261,11 +261,11 @@ def _notes(a: Run, b: Run, steps: tuple[int, int]) -> list[str]:
         notes.append(
             f"only {'A' if steps[0] else 'B'} says what a step is: totals are compared, whatever was done in them"
         )
-    sizes = [{trace.about.size for trace in run.traces} for run in (a, b)]
+    sizes = [{trace.metadata.size for trace in run.traces} for run in (a, b)]
     if sizes[0] != sizes[1]:
         said = [" and ".join(map(str, sorted(size))) for size in sizes]
         notes.append(f"A is of {said[0]} ranks, B of {said[1]}")
-    sources = [{trace.about.source for trace in run.traces} for run in (a, b)]
+    sources = [{trace.metadata.source for trace in run.traces} for run in (a, b)]
     if sources[0] != sources[1]:
         said = [" and ".join(sorted(source)) for source in sources]
         notes.append(f"A's times are of {said[0]}, B's of {said[1]}, which may count different things")

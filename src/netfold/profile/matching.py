@@ -49,7 +49,7 @@ class Matching:
 
 def match(run: Run, columns: list[Columns]) -> Matching:
     """Cost: sorting every rank's records."""
-    trace_of = {trace.about.rank: index for index, trace in enumerate(run.traces)}
+    trace_of = {trace.metadata.rank: index for index, trace in enumerate(run.traces)}
     left_out: Counter[str] = Counter()
     left_out["of a group that the rank does not name"] = sum(int((each.group == NO_GROUP).sum()) for each in columns)
     groups = []

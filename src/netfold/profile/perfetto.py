@@ -64,11 +64,11 @@ def trace_events(run: Run, clocks: Iterable[ClockOffset]) -> Iterator[dict[str, 
     clocks = list(clocks)
     run = align_clocks(run, clocks)
     bounded = {clock.rank for clock in clocks if clock.bound_ns is not None}
-    bounded |= {trace.about.rank for trace in run.traces[:1]}
+    bounded |= {trace.metadata.rank for trace in run.traces[:1]}
     origin_ns = min((first for trace in run.traces for first in _firsts(trace)), default=0)
     arrows = _arrows(run)
     for trace, (call, role) in zip(run.traces, arrows, strict=True):
-        yield from _process(trace, bounded=trace.about.rank in bounded)
+        yield from _process(trace, bounded=trace.metadata.rank in bounded)
         yield from _steps(trace, -origin_ns)
         yield from _operations(trace, -origin_ns, call, role)
         yield from _computing(trace, -origin_ns)
@@ -123,7 +123,7 @@ def _firsts(trace: Trace) -> Iterator[int]:
 
 
 def _process(trace: Trace, *, bounded: bool) -> Iterator[dict[str, Any]]:
-    about = trace.about
+    about = trace.metadata
     yield _named(trace, "process_name", name=f"rank {about.rank} on {about.host}")
     yield _named(trace, "process_sort_index", sort_index=about.rank)
     if not bounded:
@@ -142,7 +142,7 @@ def _named(trace: Trace, what: str, **args: Any) -> dict[str, Any]:
 
 
 def _pid(trace: Trace) -> int:
-    return trace.about.rank + 1  # 0 is the kernel's idle process
+    return trace.metadata.rank + 1  # 0 is the kernel's idle process
 
 
 def _tid(trace: Trace, thread: int) -> int:
@@ -155,7 +155,7 @@ def _steps(trace: Trace, shift_ns: int) -> Iterator[dict[str, Any]]:
 
 
 def _operations(trace: Trace, shift_ns: int, call: Integers, role: Integers) -> Iterator[dict[str, Any]]:
-    operations, about = trace.operations, trace.about
+    operations, about = trace.operations, trace.metadata
     order, ends = np.argsort(operations["started_ns"], kind="stable"), completes(trace)
     lane = lanes(operations["started_ns"][order], operations["finished_ns"][order])
     for number in range(int(lane.max()) + 1 if len(lane) else 0):
@@ -190,7 +190,7 @@ def _operations(trace: Trace, shift_ns: int, call: Integers, role: Integers) -> 
 
 
 def _args(trace: Trace, said: Mapping[str, int]) -> dict[str, Any]:
-    about = trace.about
+    about = trace.metadata
     args = {
         "group": group_name(trace, said["group"]),
         "sequence": said["sequence"],

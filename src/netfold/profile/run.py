@@ -84,7 +84,7 @@ class RankMetadata:
 class Trace:
     """What one rank left: `operations` [n] RECORD, `steps` [n] STEP, `progress` [n] PROGRESS; any may be empty."""
 
-    about: RankMetadata
+    metadata: RankMetadata
     operations: Records
     steps: Steps
     progress: Progress
@@ -139,7 +139,7 @@ def read_run(folder: Path) -> Run:
         raise RunError(f"{path} is not JSON: {error}") from None
     if not isinstance(description, dict):
         raise RunError(f"{path} is not what describes a run: a JSON object")
-    return Run(folder, description, sorted(map(_read_rank, ranks), key=lambda trace: trace.about.rank))
+    return Run(folder, description, sorted(map(_read_rank, ranks), key=lambda trace: trace.metadata.rank))
 
 
 def _read_rank(path: Path) -> Trace:

@@ -61,8 +61,8 @@ def find_stragglers(run: Run, columns: Sequence[Columns], groups: Sequence[Match
     return WaitTimes(
         [
             Straggler(
-                rank=trace.about.rank,
-                host=trace.about.host,
+                rank=trace.metadata.rank,
+                host=trace.metadata.host,
                 operations=int(operations[at]),
                 last=int(last[at]),
                 waited_for_s=float(waited_for[at]),

@@ -23,12 +23,12 @@ def align_clocks(run: Run, clocks: Iterable[ClockOffset]) -> Run:
     clock = {each.rank: each for each in clocks}
     traces = []
     for trace in run.traces:
-        own = clock.get(trace.about.rank)
+        own = clock.get(trace.metadata.rank)
         if own is not None and (own.offset_ns or own.knots):
             operations, steps, progress = (
                 _moved(each, own) for each in (trace.operations, trace.steps, trace.progress)
             )
-            trace = Trace(trace.about, operations, steps, progress)
+            trace = Trace(trace.metadata, operations, steps, progress)
         traces.append(trace)
     return replace(run, traces=traces)
 
@@ -60,8 +60,8 @@ def lanes(began: Integers, ended: Integers) -> Integers:
 
 def group_name(trace: Trace, group: int) -> str:
     """The name that all of a group's ranks share; one of this rank's own where it did not say."""
-    known = trace.about.groups.get(str(group))
-    return known.name if known is not None else f"group {group:x} of rank {trace.about.rank}"
+    known = trace.metadata.groups.get(str(group))
+    return known.name if known is not None else f"group {group:x} of rank {trace.metadata.rank}"
 
 
 def number_calls(run: Run) -> list[Integers]:

@@ -83,7 +83,7 @@ def _events(simulated: Simulated, ranks: Sequence[int], folder: Path) -> Iterato
     run = Run(folder, {}, [_trace(simulated, rank, mine) for rank, mine in by_rank.items()])
     yield from trace_events(run, ())
     for trace in run.traces:
-        work = [each for each in by_rank[trace.about.rank] if each.is_work]
+        work = [each for each in by_rank[trace.metadata.rank] if each.is_work]
         yield from work_events(trace, [(each.name, *_ns(each)) for each in work])
 
 

@@ -62,7 +62,7 @@ def read_profile(folder: Path) -> Seen:
     known.
     """
     run = read_run(folder)
-    size = max(trace.about.size for trace in run.traces)
+    size = max(trace.metadata.size for trace in run.traces)
     if len(run.traces) < size:
         raise ValueError(f"{folder}: {len(run.traces)} of {size} ranks left records; put all their folders together")
     columns = columns_of(run)
@@ -146,7 +146,7 @@ def _cycle(before: Sequence[_Step], steps: Sequence[_Step]) -> _Step:
 
 
 def _steps(folder: Path, trace: Trace, columns: Columns) -> list[_Step]:
-    about, records, exposure = trace.about, trace.operations, find_overlap(trace)
+    about, records, exposure = trace.metadata, trace.operations, find_overlap(trace)
     if not len(trace.steps):
         raise ValueError(
             f"{folder}: rank {about.rank} recorded no step of training; call netfold.profile.step() between two, or "

@@ -50,7 +50,7 @@ def _operations(run: Run) -> Mapping[str, list[Records]]:
     for trace in run.traces:
         with_bytes = trace.operations[(trace.operations["bytes"] > 0) & completes(trace)]
         for number in np.unique(with_bytes["operation"]):
-            name = trace.about.name_of("operation", int(number))
+            name = trace.metadata.name_of("operation", int(number))
             found.setdefault(name, []).append(with_bytes[with_bytes["operation"] == number])
     return found
 

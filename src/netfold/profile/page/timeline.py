@@ -68,7 +68,7 @@ class _Names:
     def numbers(self, trace: Trace, operations: Any, what: str) -> Integers:
         known, out = self.lists[what], np.zeros(len(operations), np.int64)
         for number in np.unique(operations[what]):
-            name = group_name(trace, int(number)) if what == "group" else trace.about.name_of(what, int(number))
+            name = group_name(trace, int(number)) if what == "group" else trace.metadata.name_of(what, int(number))
             out[operations[what] == number] = known.setdefault(name, len(known))
         return out
 
@@ -82,7 +82,7 @@ def timeline(run: Run, clocks: Sequence[ClockOffset], lateness: Sequence[Straggl
     windows = _windows(traces)
     cut = [_cut(window, traces, MOST_OPERATIONS // len(windows)) for window in windows]
     names = _Names()
-    spans = {(window.name, trace.about.rank): _spans(trace, window) for window in cut for trace in traces}
+    spans = {(window.name, trace.metadata.rank): _spans(trace, window) for window in cut for trace in traces}
     shaded = sum(len(each) for each in spans.values()) <= 3 * MOST_STEPS
     data: dict[str, Any] = {
         "windows": [
@@ -91,7 +91,7 @@ def timeline(run: Run, clocks: Sequence[ClockOffset], lateness: Sequence[Straggl
                 "length": window.end_ns - window.begin_ns,
                 "ranks": [
                     _rank(trace, window, names, MOST_STRETCHES // (len(cut) * len(traces)))
-                    | {"steps": spans[window.name, trace.about.rank] if shaded else []}
+                    | {"steps": spans[window.name, trace.metadata.rank] if shaded else []}
                     for trace in traces
                 ],
             }
@@ -118,9 +118,9 @@ def _shown(run: Run, lateness: Sequence[Straggler]) -> list[Trace]:
     waited_for = {late.rank: late.waited_for_s for late in lateness}
 
     def order(trace: Trace) -> tuple[bool, float]:
-        return len(trace.operations) == 0, -waited_for.get(trace.about.rank, 0.0)
+        return len(trace.operations) == 0, -waited_for.get(trace.metadata.rank, 0.0)
 
-    return sorted(sorted(run.traces, key=order)[:MOST_RANKS], key=lambda trace: trace.about.rank)
+    return sorted(sorted(run.traces, key=order)[:MOST_RANKS], key=lambda trace: trace.metadata.rank)
 
 
 def _windows(traces: Sequence[Trace]) -> list[_Window]:
@@ -188,8 +188,8 @@ def _rank(trace: Trace, window: _Window, names: _Names, stretches: int) -> dict[
     columns["error"] = np.where(operations["error"] == 0, -1, columns["error"])
     flat = np.stack([columns[field].astype(np.int64) for field in FIELDS], axis=1).reshape(-1)
     return {
-        "rank": trace.about.rank,
-        "host": trace.about.host,
+        "rank": trace.metadata.rank,
+        "host": trace.metadata.host,
         "lanes": int(lane.max()) + 1 if len(lane) else 0,
         "operations": flat.tolist(),
         "computing": _computing(trace, window, stretches),
@@ -239,7 +239,7 @@ def _said(
     ranks = "1 rank" if len(run.traces) == 1 else f"{len(run.traces):,} ranks"
     said = [f"Shown: {shown}; the run has {units.count(total)} operations of {ranks}."]
     bounds = {clock.rank: clock.bound_ns for clock in clocks}
-    others = [trace.about.rank for trace in traces if trace is not run.traces[0]]
+    others = [trace.metadata.rank for trace in traces if trace is not run.traces[0]]
     apart = [rank for rank in others if bounds.get(rank) is None]
     if apart:
         said.append(f"Nothing bounds how far the clocks of these ranks are off: {', '.join(map(str, apart))}.")
