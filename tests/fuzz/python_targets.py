@@ -150,7 +150,7 @@ def profile(data: bytes) -> None:
     (folder / "rank-0000").mkdir(parents=True, exist_ok=True)
     (folder / "rank-0001").mkdir(parents=True, exist_ok=True)
     parts = data.split(b"\n----\n")
-    names = ("run.json", "rank-0000/about.json", "rank-0001/about.json", "rank-0000/operations", "rank-0000/steps")
+    names = ("run.json", "rank-0000/metadata.json", "rank-0001/metadata.json", "rank-0000/operations", "rank-0000/steps")
     for place, name in enumerate(names):
         (folder / name).write_bytes(parts[place] if place < len(parts) else b"")
     with contextlib.suppress(RunError):
@@ -263,7 +263,7 @@ def seeds() -> dict[str, list[bytes]]:
     hello = struct.pack(">8sB16sIIIBB32s", b"netfold3", 1, b"t" * 16, 1, 0, 3, 0, 0, b"n" * 32)
     about = (
         b'{"rank": 0, "size": 2, "host": "h", "pid": 1, "source": "event records", "names": {"operation": {"0": '
-        b'"all_reduce"}}, "groups": {"1": {"name": "g", "backend": "netfold", "ranks": [0, 1]}}, "blind_spots": [], '
+        b'"all_reduce"}}, "groups": {"1": {"name": "g", "backend": "netfold", "ranks": [0, 1]}}, "coverage_gaps": [], '
         b'"versions": {}, "lost": 0, "registrations": {}, "format": 1}'
     )
     second = about.replace(b'"rank": 0', b'"rank": 1')

@@ -114,7 +114,7 @@ def test_a_quantity_beyond_every_float_is_refused() -> None:
         ("rank", "x"),
         ("rank", True),
         ("names", {"operation": 3}),
-        ("blind_spots", [1]),
+        ("coverage_gaps", [1]),
         ("groups", {"1": {"name": 1, "backend": "b"}}),
     ],
 )
@@ -123,17 +123,17 @@ def test_a_profile_with_a_field_of_another_type_is_refused(field: str, value: ob
         folder = tmp_path / f"rank-000{rank}"
         folder.mkdir()
         about = json.loads(seeds()["profile"][0].split(b"\n----\n")[1]) | {"rank": rank}
-        (folder / "about.json").write_text(json.dumps(about))
+        (folder / "metadata.json").write_text(json.dumps(about))
     assert [trace.metadata.rank for trace in read_run(tmp_path).traces] == [0, 1]
-    (folder / "about.json").write_text(json.dumps(about | {field: value}))
+    (folder / "metadata.json").write_text(json.dumps(about | {field: value}))
     with pytest.raises(RunError, match=field):
         read_run(tmp_path)
 
 
-@pytest.mark.parametrize("name", ["run.json", "rank-0000/about.json"])
+@pytest.mark.parametrize("name", ["run.json", "rank-0000/metadata.json"])
 def test_a_profile_of_lists_within_lists_is_refused(name: str, tmp_path: Path) -> None:
     (tmp_path / "rank-0000").mkdir()
-    (tmp_path / "rank-0000" / "about.json").write_bytes(seeds()["profile"][0].split(b"\n----\n")[1])
+    (tmp_path / "rank-0000" / "metadata.json").write_bytes(seeds()["profile"][0].split(b"\n----\n")[1])
     (tmp_path / name).write_text("[" * 100_000)
     with pytest.raises(RunError, match=name):
         read_run(tmp_path)
@@ -141,7 +141,7 @@ def test_a_profile_of_lists_within_lists_is_refused(name: str, tmp_path: Path) -
 
 def test_a_run_json_that_is_no_object_is_refused(tmp_path: Path) -> None:
     (tmp_path / "rank-0000").mkdir()
-    (tmp_path / "rank-0000" / "about.json").write_bytes(seeds()["profile"][0].split(b"\n----\n")[1])
+    (tmp_path / "rank-0000" / "metadata.json").write_bytes(seeds()["profile"][0].split(b"\n----\n")[1])
     (tmp_path / "run.json").write_text("[]")
     with pytest.raises(RunError, match="object"):
         read_run(tmp_path)

@@ -152,7 +152,7 @@ def findings(*, size: int = 4, **changes: object) -> Findings:
             Advice("rank 1 was the last to begin in 1,900 of 2,400 operations: look at node-0 first", prediction=False),
             Advice("all_reduce above 64 MB in bf16 would take 31 ms instead of 52", prediction=True),
         ],
-        blind_spots=["what ran on the GPU is not in the records", "messages of less than a microsecond are rounded"],
+        coverage_gaps=["what ran on the GPU is not in the records", "messages of less than a microsecond are rounded"],
         lost=0,
         versions={"netfold": "0.1.0", "torch": "2.9.1", "python": "3.12.3"},
         hosts=["node-0", "node-1"],

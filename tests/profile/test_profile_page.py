@@ -232,7 +232,7 @@ def test_what_a_run_says_is_text_whatever_it_is(where: str, tmp_path: Path) -> N
     if where == "command":
         found = replace(found, title=HOSTILE, versions={HOSTILE: HOSTILE}, hosts=[HOSTILE], sources=[HOSTILE])
     if where == "host":
-        found = replace(found, stragglers=[Straggler(0, HOSTILE, 1, 1, 1.0, 0.0)], blind_spots=[HOSTILE])
+        found = replace(found, stragglers=[Straggler(0, HOSTILE, 1, 1, 1.0, 0.0)], coverage_gaps=[HOSTILE])
     if where == "advice":
         found = replace(found, advice=[replace(found.advice[0], text=HOSTILE)])
     if where == "names":
@@ -272,7 +272,7 @@ def bare(**changes: object) -> Findings:
     """Nothing that an empty run has not."""
     nothing: dict[str, object] = {
         "rows": [], "overall": Overlap(0.0, 0.0, None, None), "steps": None, "stragglers": [], "clocks": [], "advice": [],
-        "blind_spots": [], "versions": {}, "hosts": [], "sources": [], "backends": [],
+        "coverage_gaps": [], "versions": {}, "hosts": [], "sources": [], "backends": [],
     }  # fmt: skip
     return findings(**{**nothing, **changes})
 

@@ -79,7 +79,7 @@ def test_real_records_bound_clocks_name_the_late_and_show_a_link(transport: str)
     for each, truth in zip(findings.clocks, clocks, strict=True):
         assert each.bound_ns is not None and each.bound_ns < 1e9
         assert abs(each.offset_ns + truth) <= each.bound_ns + 1
-    assert not [text for text in findings.blind_spots if "clock" in text or "records" in text], findings.blind_spots
+    assert not [text for text in findings.coverage_gaps if "clock" in text or "records" in text], findings.coverage_gaps
 
     # The true start of each meeting by rank, on one clock, and the largest error of a wait.
     records = [np.sort(records_of(raw), order="sequence") for raw, _ in found]

@@ -527,7 +527,7 @@ def test_operations_of_several_gloo_groups_are_told_apart(tmp_path: Path) -> Non
             assert Counter(calls) == counts
             assert sorted(found["sequence"]) == list(range(1, sum(counts.values()) + 1))
         assert len(trace.steps) == 999
-        assert any("Messages between two ranks" in each for each in about.blind_spots) == (rank < 2)
+        assert any("Messages between two ranks" in each for each in about.coverage_gaps) == (rank < 2)
 
 
 USERS_PROFILER = """
@@ -554,7 +554,7 @@ def test_a_profiler_of_the_users_goes_first_and_what_is_missing_is_said(tmp_path
         assert operations(trace)[-1] == ("all_reduce", "f32", 16)
         assert ("all_reduce", "f32", 8) not in operations(trace)
         assert trace.operations["sequence"].tolist()[-1] == 5, "numbers go on from the group's own"
-        assert any("profiler of the job's own ran" in each for each in trace.metadata.blind_spots)
+        assert any("profiler of the job's own ran" in each for each in trace.metadata.coverage_gaps)
 
 
 WITHOUT_STEPS = """
@@ -576,7 +576,7 @@ def test_a_job_without_steps_is_read_at_the_end_up_to_a_bound(tmp_path: Path) ->
         assert 100 <= len(trace.operations) < 200
         assert len(trace.operations) + trace.metadata.lost == 200
         assert trace.operations["sequence"].tolist() == list(range(1, len(trace.operations) + 1))
-        assert any("should call netfold.profile.step()" in each for each in trace.metadata.blind_spots)
+        assert any("should call netfold.profile.step()" in each for each in trace.metadata.coverage_gaps)
         assert len(trace.steps) == 0
 
 
@@ -645,9 +645,9 @@ def test_what_is_under_way_at_the_end_is_lost_and_has_what_it_writes_to(tmp_path
         first, second = read_run(tmp_path / name).traces
         assert len(first.operations) == 1
         assert len(second.operations) == 0
-        assert any("did not end within 1 s" in each for each in second.metadata.blind_spots)
-        assert not any("did not end within 1 s" in each for each in first.metadata.blind_spots)
-        assert not any("profiler of the job's own" in each for each in second.metadata.blind_spots)
+        assert any("did not end within 1 s" in each for each in second.metadata.coverage_gaps)
+        assert not any("did not end within 1 s" in each for each in first.metadata.coverage_gaps)
+        assert not any("profiler of the job's own" in each for each in second.metadata.coverage_gaps)
     assert read_run(tmp_path / "run").traces[1].metadata.lost == 2
 
 

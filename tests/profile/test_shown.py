@@ -24,8 +24,8 @@ def small() -> Run:
     both = {"steps_ms": [(0, 100)], "progress_ms": [(0, 0), (10, 10), (30, 20), (100, 90)], "host": "a"}
     small = Op(30, 31, 4, algorithm="tree", wire_bytes=44)
     return make_run(
-        make_trace(0, 2, [Op(10, 30, 8 * MB, wire_bytes=8 * MB), small], blind_spots=["no sends"], **both),
-        make_trace(1, 2, [Op(14, 30, 8 * MB, wire_bytes=8 * MB), small], blind_spots=["no sends"], **both),
+        make_trace(0, 2, [Op(10, 30, 8 * MB, wire_bytes=8 * MB), small], coverage_gaps=["no sends"], **both),
+        make_trace(1, 2, [Op(14, 30, 8 * MB, wire_bytes=8 * MB), small], coverage_gaps=["no sends"], **both),
         command="train.py",
     )
 

@@ -76,7 +76,7 @@ def test_submissions_have_counts_and_bytes_and_no_times() -> None:
     assert findings.steps is not None
     assert (findings.steps.count, findings.steps.communication_s, findings.steps.exposed_s) == (2, None, None)
     assert findings.submissions == {"nccl": 8}
-    assert [said_how(text, 8) for text in findings.blind_spots] == [True]
+    assert [said_how(text, 8) for text in findings.coverage_gaps] == [True]
     assert [(step.communication_s, step.exposed_s, step.overlap_ratio) for step in each_step(nccl())] == [
         (None,) * 3
     ] * 2

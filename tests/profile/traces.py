@@ -69,7 +69,7 @@ def make_trace(
     groups: Mapping[str, Sequence[int]] | None = None,
     source: str = EVENTS,
     backends: Mapping[str, str] | None = None,
-    blind_spots: Sequence[str] = (),
+    coverage_gaps: Sequence[str] = (),
     lost: int = 0,
 ) -> Trace:
     """progress_ms: (at, computed so far). clock_ms: what this rank's clock shows more than the first rank's.
@@ -110,7 +110,7 @@ def make_trace(
             )
             for name, ranks in named.items()
         },
-        blind_spots=list(blind_spots),
+        coverage_gaps=list(coverage_gaps),
         versions={"netfold": "0.1.0"},
         lost=lost,
     )

@@ -39,7 +39,7 @@ def run(
     except LaunchError as error:
         typer.echo(f"netfold profile run: {error}", err=True)
         raise typer.Exit(CANNOT) from None
-    ranks = len(list(folder.glob("rank-*/about.json")))
+    ranks = len(list(folder.glob("rank-*/metadata.json")))
     if ranks == 0:
         typer.echo(f"netfold profile: no process of the job was in a group; {folder} holds no records", err=True)
     else:

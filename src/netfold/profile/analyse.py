@@ -42,7 +42,7 @@ def analyse(run: Run, buckets: Sequence[int] = BUCKETS) -> Findings:
         stragglers=waits.ranks,
         clocks=clocks.offsets(run),
         advice=[],
-        blind_spots=_blind_spots(run, matching, clocks, exposures),
+        coverage_gaps=_blind_spots(run, matching, clocks, exposures),
         lost=sum(about.lost for about in abouts),
         versions={name: text for about in reversed(abouts) for name, text in about.versions.items()},
         hosts=list(dict.fromkeys(about.host for about in abouts)),
@@ -69,7 +69,7 @@ def title_of(run: Run) -> str:
 
 def _blind_spots(run: Run, matching: Matching, clocks: ClockSync, exposures: Sequence[RankOverlap]) -> list[str]:
     """What ranks say themselves, each sentence once; then what was found missing here."""
-    said = list(dict.fromkeys(text for trace in run.traces for text in trace.metadata.blind_spots))
+    said = list(dict.fromkeys(text for trace in run.traces for text in trace.metadata.coverage_gaps))
     said += filter(None, [submissions_text(submissions(run))])
     size = max((trace.metadata.size for trace in run.traces), default=0)
     absent = sorted(set(range(size)) - {trace.metadata.rank for trace in run.traces})

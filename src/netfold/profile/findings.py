@@ -169,7 +169,7 @@ class Findings:
     stragglers: list[Straggler]
     clocks: list[ClockOffset]
     advice: list[Advice]
-    blind_spots: list[str]
+    coverage_gaps: list[str]
     lost: int
     versions: Mapping[str, str] = field(default_factory=dict)
     hosts: list[str] = field(default_factory=list)

@@ -98,7 +98,7 @@ class Source(Protocol):
 
     def groups(self) -> Mapping[str, GroupName]: ...
 
-    def blind_spots(self) -> list[str]: ...
+    def coverage_gaps(self) -> list[str]: ...
 
     def versions(self) -> Mapping[str, str]: ...
 
@@ -337,7 +337,7 @@ class Recording:
             self._lost += total - since - len(records)
             member.read_up_to = total
             most = max(most, len(records))
-        blind_spots = []
+        coverage_gaps = []
         versions = {"netfold": _version(), "python": platform.python_version()}
         for source in self._sources:
             batch = source.take(self._names)
@@ -346,12 +346,12 @@ class Recording:
                 self._writer.append("operations", records)
             self._lost += batch.lost
             groups.update(source.groups())
-            blind_spots += source.blind_spots()
+            coverage_gaps += source.coverage_gaps()
             versions.update(source.versions())
         if (progress := np.frombuffer(self._watcher.take(), PROGRESS)).size:
             self._writer.append("progress", progress)
         if not self._watcher.sees_queue:
-            blind_spots.append(
+            coverage_gaps.append(
                 "This kernel does not say how long a thread waits for a core: such time is not computing."
             )
         if steps := [self._steps.popleft() for _ in range(len(self._steps))]:
@@ -361,7 +361,7 @@ class Recording:
             source=" and ".join(sorted(self._read)),
             names=self._names.by_number(),
             groups=groups,
-            blind_spots=blind_spots,
+            coverage_gaps=coverage_gaps,
             versions=versions,
             lost=self._lost,
             registrations=registrations,

@@ -1,7 +1,7 @@
 """A run: the folder that a profiled job leaves, a folder a rank in it. What is written, and how it is read back.
 
     RUN/run.json                what was run, when, by which versions
-    RUN/rank-0003/about.json    an `RankMetadata`: who the rank is, where its records come from, what they cannot show
+    RUN/rank-0003/metadata.json    an `RankMetadata`: who the rank is, where its records come from, what they cannot show
     RUN/rank-0003/operations    `RECORD`s, in the order in which operations ended
     RUN/rank-0003/steps         `STEP`s: one of training each
     RUN/rank-0003/progress      `PROGRESS`: how long the training thread has computed, a line every few milliseconds
@@ -57,7 +57,7 @@ class RankMetadata:
 
     source: where operations come from, `event records` or `torch profiler`; names: for each field of a record that is
     a number for a name (operation, dtype, reduce, algorithm, wire, error) what each number means; groups: by the number
-    in records (as text, since JSON has no other keys); blind_spots: sentences on what is not in the records; lost: how
+    in records (as text, since JSON has no other keys); coverage_gaps: sentences on what is not in the records; lost: how
     many operations came faster than they could be written; registrations: what a fabric's cache of registered memory
     did (`evictions`) and has (`ranges`, `bytes`), empty where there is no fabric.
     """
@@ -69,7 +69,7 @@ class RankMetadata:
     source: str
     names: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     groups: Mapping[str, GroupName] = field(default_factory=dict)
-    blind_spots: list[str] = field(default_factory=list)
+    coverage_gaps: list[str] = field(default_factory=list)
     versions: Mapping[str, str] = field(default_factory=dict)
     lost: int = 0
     registrations: Mapping[str, int] = field(default_factory=dict)
@@ -113,9 +113,9 @@ class RankWriter:
 
     def describe(self, about: RankMetadata) -> None:
         """Replace what the rank says of itself, whole or not at all."""
-        new = self._folder / "about.json.new"
+        new = self._folder / "metadata.json.new"
         new.write_text(json.dumps(asdict(about), indent=1))
-        os.replace(new, self._folder / "about.json")
+        os.replace(new, self._folder / "metadata.json")
 
     def append(self, name: str, records: np.ndarray[Any, Any]) -> None:
         """records: of `operations`, `steps` or `progress`, with that list's dtype."""
@@ -129,9 +129,9 @@ class RankWriter:
 
 def read_run(folder: Path) -> Run:
     """Raises RunError where `folder` holds no run. The end of a list that was being written is left out."""
-    ranks = sorted(folder.glob("rank-*/about.json"))
+    ranks = sorted(folder.glob("rank-*/metadata.json"))
     if not ranks:
-        raise RunError(f"{folder} holds no profile: no rank left an about.json there; `netfold profile run` makes one")
+        raise RunError(f"{folder} holds no profile: no rank left an metadata.json there; `netfold profile run` makes one")
     try:
         path = folder / "run.json"
         description = json.loads(path.read_text()) if path.exists() else {}
@@ -164,13 +164,13 @@ def _check_types(about: RankMetadata) -> None:
         *((name, getattr(about, name), int) for name in ("rank", "size", "pid", "lost", "format")),
         *((name, getattr(about, name), str) for name in ("host", "source")),
         *((name, getattr(about, name), dict) for name in ("names", "groups", "versions", "registrations")),
-        ("blind_spots", about.blind_spots, list),
+        ("coverage_gaps", about.coverage_gaps, list),
     ]
     of_all += [("names", each, dict) for each in about.names.values()]
     for group in about.groups.values():
         of_all += [("groups", group.ranks, list), *(("groups", each, str) for each in (group.name, group.backend))]
         of_all += [("groups", rank, int) for rank in group.ranks]
-    of_all += [("blind_spots", each, str) for each in about.blind_spots]
+    of_all += [("coverage_gaps", each, str) for each in about.coverage_gaps]
     for name, value, kind in of_all:
         if not isinstance(value, kind) or isinstance(value, bool):
             raise TypeError(f"{name} holds {value!r}, expected {kind.__name__}")

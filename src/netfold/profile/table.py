@@ -25,7 +25,7 @@ def render_table(findings: Findings) -> str:
     parts.append("\n".join(_steps(findings)))
     parts.append("\n".join(_late(findings.stragglers)))
     parts.append("\n".join(("prediction: " if each.prediction else "") + each.text for each in findings.advice))
-    parts.append("\n".join(f"# {text}" for text in findings.blind_spots))
+    parts.append("\n".join(f"# {text}" for text in findings.coverage_gaps))
     return "\n\n".join(part for part in parts if part)
 
 

@@ -440,7 +440,7 @@ class TorchSource:
             for (name, backend), number in self._numbers.items()
         }
 
-    def blind_spots(self) -> list[str]:
+    def coverage_gaps(self) -> list[str]:
         found = self._others
         said = []
         if torch.get_num_threads() > 1:

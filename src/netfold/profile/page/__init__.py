@@ -74,7 +74,7 @@ def _sections(findings: Findings, run: Run | None, each_step: Sequence[Overlap])
         ("lateness-section", "Who waited for whom", ranks.straggler_table(findings.stragglers)),
         ("clocks-section", "Clocks", ranks.clock_table(findings.clocks)),
         ("timeline", "All ranks over time", without if drawn is None else drawn),
-        ("blind", "What is not in these records", _list(findings.blind_spots, "No rank named anything.")),
+        ("blind", "What is not in these records", _list(findings.coverage_gaps, "No rank named anything.")),
         ("lost", "Lost records", _lost(findings)),
         ("versions", "Versions", _terms(findings.versions)),
     ]
