@@ -14,7 +14,7 @@ import tempfile
 from pathlib import Path
 
 from netfold.bench.machine import spoken
-from netfold.plan.request.profile import Seen, read_profile
+from netfold.plan.request.profile import ProfiledJob, read_profile
 from netfold.plan.cluster import Cluster
 from netfold.plan.job import Job, Split
 from netfold.plan.step import predict
@@ -46,7 +46,7 @@ def train() -> None:
     dist.destroy_process_group()
 
 
-def recorded(rate: str, folder: Path) -> Seen:
+def recorded(rate: str, folder: Path) -> ProfiledJob:
     command = ["env", f"NETFOLD_PROFILE={folder}", "OMP_NUM_THREADS=1", sys.executable, __file__, "train"]
     said: list[str] = []
     with Rack(HOSTS, rate, "0%") as rack:
@@ -55,7 +55,7 @@ def recorded(rate: str, folder: Path) -> Seen:
     return read_profile(folder)
 
 
-def step_s(seen: Seen, network: Cluster) -> float:
+def step_s(seen: ProfiledJob, network: Cluster) -> float:
     job = Job(HOSTS, split=Split(data=HOSTS), precision=seen.precision, overlap=True)
     return predict(seen.model, network, job).step_s
 

@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from netfold.cli import app
-from netfold.plan.request import question
+from netfold.plan.request import parse_request
 from netfold.plan.cluster import BOX, SPARE_HOST, Aggregator, Cluster, Device, Tier, cluster_of
 from netfold.plan.step import FITTED
 from netfold.plan.step.traffic import Group, collective_s
@@ -203,11 +203,11 @@ def asked(cluster: str | dict[str, Any], **job: Any) -> dict[str, Any]:
 
 def test_reductions_in_the_network_are_off_where_nothing_adds_and_refused_where_asked_for() -> None:
     file = {**FILE, "tier": [FILE["tier"][0] | {"aggregator": [{"link": 1}]}]}
-    assert not question(asked(FILE, precision="f32"), {}).job.in_network
-    assert question(asked(file, precision="f32"), {}).job.in_network
-    assert not question(asked(file, precision="f32", in_network=False), {}).job.in_network
+    assert not parse_request(asked(FILE, precision="f32"), {}).job.in_network
+    assert parse_request(asked(file, precision="f32"), {}).job.in_network
+    assert not parse_request(asked(file, precision="f32", in_network=False), {}).job.in_network
     with pytest.raises(ValueError, match=r"nothing in .* adds up what ranks send"):
-        question(asked(FILE, precision="f32", in_network=True), {})
+        parse_request(asked(FILE, precision="f32", in_network=True), {})
 
 
 ASKED = ("--model", "vgg16:measured=true", "--gpus", "8", "--batch", "512", "--precision", "f32", "--overlap")

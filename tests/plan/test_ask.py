@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from netfold.plan.request import AskError, Question, question, read_job
+from netfold.plan.request import RequestError, Request, parse_request, read_job
 from netfold.plan.model import Layered
 from netfold.plan.model.registry import find_model, model_presets, names
 
@@ -32,14 +32,14 @@ epochs = { 32 = 4, 128 = 8 }
 """
 
 
-def asked(text: str, folder: Path) -> Question:
+def asked(text: str, folder: Path) -> Request:
     file = folder / "job.toml"
     file.write_text(text)
-    return question(*read_job(file))
+    return parse_request(*read_job(file))
 
 
 def problems(text: str, folder: Path) -> list[str]:
-    with pytest.raises(AskError) as error:
+    with pytest.raises(RequestError) as error:
         asked(text, folder)
     return [problem.replace(f"{folder}/", "") for problem in error.value.problems]
 
@@ -69,8 +69,8 @@ def test_a_bare_true_is_no_number_and_a_table_no_word(tmp_path: Path) -> None:
 
 
 def test_what_is_missing_is_named() -> None:
-    with pytest.raises(AskError) as error:
-        question({}, {})
+    with pytest.raises(RequestError) as error:
+        parse_request({}, {})
     assert [problem.split(" is missing")[0] for problem in error.value.problems] == [
         "the model",
         "the cluster",

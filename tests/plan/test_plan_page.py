@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 from browser import needs_chromium, opened, parse
 
-from netfold.plan.result import Answer, answer
-from netfold.plan.request import question
+from netfold.plan.result import Result, solve
+from netfold.plan.request import parse_request
 from netfold.plan.render import as_json, render_page, render_text
 
 
 @cache
-def found() -> Answer:
+def found() -> Result:
     tree = {
         "model": "megatron-1b7",
         "cluster": "dgx-a100",
@@ -24,7 +24,7 @@ def found() -> Answer:
         "price": {"gpu_hour": 2.0, "currency": "<EUR>"},
         "training": {"samples": 1e6},
     }
-    return answer(question(tree, {}), sizes=(8, 16, 32), comparisons=("network=tcp,in-network",))
+    return solve(parse_request(tree, {}), sizes=(8, 16, 32), comparisons=("network=tcp,in-network",))
 
 
 def test_a_page_fetches_nothing_and_lets_no_other_script_run() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from netfold.plan.request.key_lines import line_of, places
+from netfold.plan.request.key_lines import line_of, key_lines
 from netfold.train.recipe.load import load
 from netfold.train.recipe.errors import RecipeError
 from netfold.train.recipe.split import split
@@ -228,7 +228,7 @@ def test_keys_are_found_on_their_lines_in_every_form_that_toml_has() -> None:
         "list = [1, # ]\n  { y = 2 },\n]\nafter = '''\n'''\n"
         "[ a . 'b' ]\nc.d = 1\n[[many]]\nx = {p = 1, q = '='}\n"
     )
-    found = places(text)
+    found = key_lines(text)
     assert found == {
         ("model",): 2,
         ("model", "na.me"): 3,

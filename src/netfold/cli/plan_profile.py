@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from netfold.plan.request.profile import Seen
+    from netfold.plan.request.profile import ProfiledJob
 
 
-def profile_model(folder: Path, job: Mapping[str, Any], elsewhere: bool) -> tuple[Seen, dict[str, Any]]:
+def profile_model(folder: Path, job: Mapping[str, Any], elsewhere: bool) -> tuple[ProfiledJob, dict[str, Any]]:
     """What the folder shows, and what it says of a job. job: what was asked of it; elsewhere: a cluster was named.
 
     A profile does not know samples. Each rank trains on as many as on the one that was measured, so that many are

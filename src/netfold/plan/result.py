@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from netfold.plan.aggregators import Offer, idle_workers, offers
-from netfold.plan.request import Question
+from netfold.plan.request import Request
 from netfold.plan.cluster import Cluster
 from netfold.plan.compare import Variant, compare, parse_comparison
 from netfold.plan.scaling_curve import SCALINGS, Point, curve
@@ -24,7 +24,7 @@ FEW, FRONT = 5, 8
 
 
 @dataclass(frozen=True)
-class Way:
+class RankedChoice:
     """One of the best few, and why it is not better than the best."""
 
     choice: Choice
@@ -32,7 +32,7 @@ class Way:
 
 
 @dataclass(frozen=True)
-class Lasting:
+class FailureImpact:
     """With failures: a checkpoint every interval_s of computing loses least; `goodput` of the time makes progress."""
 
     interval_s: float
@@ -40,7 +40,7 @@ class Lasting:
 
 
 @dataclass(frozen=True)
-class Answer:
+class Result:
     """tried, fitting: ways that were predicted, and that fit. efficiency: throughput a device, against one replica that
     trains alone, with as many samples of its own. few: the fastest of each mesh. front: none of those that fit is
     better in both time and memory. offers: what one more aggregator would buy. curves: by scaling. notes: what to be
@@ -48,12 +48,12 @@ class Answer:
     known, without failures.
     """
 
-    question: Question
+    question: Request
     best: Choice
     efficiency: float
     tried: int
     fitting: int
-    few: tuple[Way, ...]
+    few: tuple[RankedChoice, ...]
     front: tuple[Choice, ...]
     gains: tuple[Gain, ...]
     offers: tuple[Offer, ...]
@@ -61,19 +61,19 @@ class Answer:
     comparisons: dict[str, tuple[Variant, ...]]
     notes: tuple[str, ...]
     played: Simulated | None
-    lasting: Lasting | None
+    lasting: FailureImpact | None
     training_s: float | None
     training_cost: Cost | None
     step_cost: Cost
 
 
-def answer(
-    asked: Question,
+def solve(
+    asked: Request,
     *,
     sizes: tuple[int, ...] = (),
     comparisons: tuple[str, ...] = (),
     conditions: Conditions | None = None,
-) -> Answer:
+) -> Result:
     """Raises ValueError, in a sentence, where no way comes out even, or none fits: then by how much.
 
     sizes: numbers of devices of a curve. comparisons: as `parse_comparison` reads them. conditions: under which the
@@ -88,13 +88,13 @@ def answer(
     except ValueError as error:
         raise ValueError(f"{model.name} {error}") from None
     seconds = asked.training.seconds(job.global_batch, best.prediction.samples_per_s)
-    return Answer(
+    return Result(
         asked,
         best,
         efficiency(model, cluster, best),
         found.tried,
         len(found.fitting),
-        tuple(Way(choice, reason(choice, best)) for choice in found.best_few(FEW)),
+        tuple(RankedChoice(choice, reason(choice, best)) for choice in found.best_few(FEW)),
         _thinned(found),
         sensitivity(model, cluster, found),
         offers(model, cluster, found),
@@ -119,7 +119,7 @@ def answer(
 _PIPELINE_RANKS = 2000
 
 
-def notes(asked: Question, best: Choice) -> tuple[str, ...]:
+def notes(asked: Request, best: Choice) -> tuple[str, ...]:
     """Where the answer goes beyond what it was held against."""
     said, split = [], best.job.split
     if split.zero == 3 and split.data > ZERO_3_RANKS:
@@ -143,9 +143,9 @@ def notes(asked: Question, best: Choice) -> tuple[str, ...]:
     return tuple(said)
 
 
-def _lasting(failures: Failures) -> Lasting:
+def _lasting(failures: Failures) -> FailureImpact:
     interval_s = best_interval_s(failures)
-    return Lasting(interval_s, expected_goodput(failures, interval_s))
+    return FailureImpact(interval_s, expected_goodput(failures, interval_s))
 
 
 def _of_model(model: Model, job: Job) -> list[str]:
@@ -175,7 +175,7 @@ def _of_model(model: Model, job: Job) -> list[str]:
     return [f"microbatches of {job.micro_batch}: {model.name}'s published speed is of {batch}, smaller ones are slower"]
 
 
-def _of_profile(asked: Question, best: Choice) -> list[str]:
+def _of_profile(asked: Request, best: Choice) -> list[str]:
     """What was measured, beside what is predicted; and what stays as it was there."""
     model, split = asked.model, best.job.split
     assert isinstance(model, Profiled)

@@ -12,7 +12,7 @@ from netfold.bench.spread import Spread, spread
 from netfold.tuning import DEFAULT_LINKS, Link, Topology
 from netfold.tuning.cost import Case, given_back_bytes_per_s, ring_bytes_per_s, split_rate
 from netfold.plan.validate.claims.by_link import LINKS, gains, name_of
-from netfold.plan.validate.claims.switchml import asked_of
+from netfold.plan.validate.claims.switchml import claim_job
 
 _MODEL = (
     "c is the rate of the switch's link over a worker's; c = P, a port a worker, is the talk's switch. A host that "
@@ -49,7 +49,7 @@ def by_hosts(size_bytes: int, hosts: Sequence[int], *, rate_bytes_per_s: float) 
 
 def by_model(models: Sequence[str], workers: int) -> Predicted:
     """How many times as quick steps are as by a ring, on the talk's own cluster."""
-    found = {model: gains(asked_of(model, "switchml-10g", workers)) for model in models}
+    found = {model: gains(claim_job(model, "switchml-10g", workers)) for model in models}
     ordered = sorted(models, key=lambda model: found[model][None], reverse=True)
     rows = [chart.Dots(model, {name_of(c): _exactly(found[model][c]) for c in LINKS}) for model in ordered]
     most = ordered[0]

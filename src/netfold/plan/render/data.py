@@ -6,7 +6,7 @@ import json
 import math
 from typing import Any
 
-from netfold.plan.result import Answer, parts
+from netfold.plan.result import Result, parts
 from netfold.plan.scaling_curve import Point
 from netfold.plan.model import Traced
 from netfold.plan.search import Choice, words
@@ -14,11 +14,11 @@ from netfold.plan.render.parts import as_object as parts_object
 from netfold.profile.page.escape import to_plain
 
 
-def as_json(answer: Answer) -> str:
+def as_json(answer: Result) -> str:
     return json.dumps(as_object(answer), indent=2, allow_nan=False)
 
 
-def as_object(answer: Answer) -> dict[str, Any]:
+def as_object(answer: Result) -> dict[str, Any]:
     """Everything that the text and the page show."""
     asked = answer.question
     found: dict[str, Any] = {

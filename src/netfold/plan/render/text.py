@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 from netfold.plan.aggregators import Offer
-from netfold.plan.result import Answer, parts
+from netfold.plan.result import Result, parts
 from netfold.plan.compare import Variant
 from netfold.plan.scaling_curve import Point
 from netfold.plan.job import Job
@@ -21,7 +21,7 @@ from netfold.profile.page import units
 _BAR = 24
 
 
-def render_text(answer: Answer) -> str:
+def render_text(answer: Result) -> str:
     """What was asked, the step, memory, throughput; then other ways, curves, comparisons, what more would buy."""
     sections = [_asked(answer), _step(answer)]
     if remembers(answer):
@@ -42,7 +42,7 @@ def render_text(answer: Answer) -> str:
     return "\n\n".join(sections)
 
 
-def asked(answer: Answer) -> str:
+def asked(answer: Result) -> str:
     """What is trained on what."""
     said, job = answer.question, answer.best.job
     # What was measured does not say by what weights are updated.
@@ -53,7 +53,7 @@ def asked(answer: Answer) -> str:
     )
 
 
-def offered(answer: Answer) -> list[str]:
+def offered(answer: Result) -> list[str]:
     """A sentence for each aggregator that there could be."""
     named = sum(each.hosts for tier in answer.question.cluster.tiers for each in tier.aggregators)
     now = f"{named} aggregator{'s' if named > 1 else ''} now;" if named else "no aggregator:"
@@ -67,12 +67,12 @@ def _offer(offer: Offer) -> str:
     return f"{what} would save {units.ratio(offer.saved)}: {time(offer.step_s)} in place of {time(offer.base_s)}"
 
 
-def remembers(answer: Answer) -> bool:
+def remembers(answer: Result) -> bool:
     """Whether it is known what a rank holds in memory."""
     return math.isfinite(answer.best.prediction.memory_bytes)
 
 
-def utilised(answer: Answer) -> bool:
+def utilised(answer: Result) -> bool:
     """Whether it is known what part of the devices' peak is used."""
     return math.isfinite(answer.best.prediction.mfu)
 
@@ -124,7 +124,7 @@ def money(cost: Cost, prices: Prices) -> str:
     return ", ".join(said)
 
 
-def _asked(answer: Answer) -> str:
+def _asked(answer: Result) -> str:
     job = answer.best.job
     ways = f"the fastest of {answer.fitting:,} that fit, of {answer.tried:,} ways to split" if answer.tried > 1 else ""
     return "\n".join(
@@ -138,7 +138,7 @@ def _asked(answer: Answer) -> str:
     )
 
 
-def _step(answer: Answer) -> str:
+def _step(answer: Result) -> str:
     found = answer.best.prediction
     rows = [["", "time", "share", ""]]
     for name, seconds in parts(found).items():
@@ -159,7 +159,7 @@ def _memory(best: Choice) -> str:
     return "\n".join(["memory of the rank that needs most", *aligned([head, row])])
 
 
-def _together(answer: Answer) -> str:
+def _together(answer: Result) -> str:
     found, asked = answer.best.prediction, answer.question
     used = f"; model FLOP/s utilisation {units.ratio(found.mfu)}" if utilised(answer) else ""
     lines = [
@@ -202,7 +202,7 @@ def _played(closed: Prediction, played: Prediction) -> str:
     return "\n".join(["the same step, played as events", *aligned(rows, left=(0,))])
 
 
-def failures(answer: Answer) -> str:
+def failures(answer: Result) -> str:
     """What failures leave, in a sentence; there must be any."""
     assert answer.lasting is not None and answer.question.failures is not None
     goodput, between_s = answer.lasting.goodput, answer.question.failures.job_between_s
@@ -219,7 +219,7 @@ def duration(seconds: float) -> str:
     return f"{seconds / 86400:.3g} days" if seconds >= 2 * 86400 else units.seconds(seconds)
 
 
-def _few(answer: Answer) -> str:
+def _few(answer: Result) -> str:
     best = answer.best.prediction.step_s
     rows = [["step", "", "memory", "MFU", *_SPLIT, ""]]
     for way in answer.few:
@@ -238,7 +238,7 @@ def _few(answer: Answer) -> str:
     return "\n".join(["the best ways, the fastest of each mesh", *aligned(rows, left=(-2, -1))])
 
 
-def _front(answer: Answer) -> str:
+def _front(answer: Result) -> str:
     rows = [["memory", "step", *_SPLIT]]
     rows += [
         [units.size(each.prediction.memory.total), time(each.prediction.step_s), *_split(each.job)]

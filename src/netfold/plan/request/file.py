@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from netfold.plan.request.key_lines import Key, places
+from netfold.plan.request.key_lines import Key, key_lines
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -27,4 +27,4 @@ def read_job(path: Path) -> tuple[dict[str, Any], Mapping[Key, str]]:
         tree = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise ValueError(f"{path}: is not TOML: {error}") from None
-    return tree, {key: f"{path}:{line}" for key, line in places(text).items()}
+    return tree, {key: f"{path}:{line}" for key, line in key_lines(text).items()}

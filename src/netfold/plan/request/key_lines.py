@@ -12,7 +12,7 @@ _STRING = r'"""(?:\\.|[^\\])*?"""|\'\'\'.*?\'\'\'|"(?:\\.|[^"\\\n])*"|\'[^\'\n]*
 _PIECE = re.compile(rf"(?P<string>{_STRING})|(?P<comment>\#[^\n]*)|(?P<bare>[A-Za-z0-9_-]+)|.", re.DOTALL)
 
 
-def places(text: str) -> Mapping[Key, int]:
+def key_lines(text: str) -> Mapping[Key, int]:
     """Key, from the root -> its line, from 1. `text` is TOML that has been read without an error.
 
     Tables are there by their headers. A key inside an inline table is not: `line_of` finds the table's own.

@@ -38,7 +38,7 @@ _ITEM_BYTES = {"f32": 4, "f16": 2, "bf16": 2, "f64": 8}
 
 
 @dataclass(frozen=True)
-class Seen:
+class ProfiledJob:
     """A profile: the step, the device it ran on, and its own network, or why that is not known.
 
     gradient_bytes: of an element that is reduced.
@@ -50,12 +50,12 @@ class Seen:
     precision: str
     gradient_bytes: int
 
-    def of_samples(self, samples: int) -> Seen:
+    def of_samples(self, samples: int) -> ProfiledJob:
         """The same, where a rank's share of a step were so many samples."""
         return replace(self, model=replace(self.model, samples=samples))
 
 
-def read_profile(folder: Path) -> Seen:
+def read_profile(folder: Path) -> ProfiledJob:
     """A rank's share of a step is one sample: no profile says how many there were.
 
     Raises ValueError, in a sentence: no profile, none of training, ranks of whose operations only the submission is
@@ -110,7 +110,7 @@ def read_profile(folder: Path) -> Seen:
     )
     precision = widest if widest in PRECISIONS else "f32"
     device = _device(precision)
-    return Seen(model, device, _network(run, str(folder), device), precision, _ITEM_BYTES[widest])
+    return ProfiledJob(model, device, _network(run, str(folder), device), precision, _ITEM_BYTES[widest])
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from netfold.plan.search import Space
 from netfold.plan.words import nearest
 
 
-class AskError(ValueError):
+class RequestError(ValueError):
     """One line a problem: where, which key, what is wrong, what to do."""
 
     def __init__(self, problems: list[str]) -> None:
@@ -28,7 +28,7 @@ class AskError(ValueError):
 
 
 @dataclass(frozen=True)
-class Question:
+class Request:
     """job: all of it but the split, the microbatch and the recomputation, which `space` fixes or leaves free."""
 
     model: Model
@@ -41,16 +41,16 @@ class Question:
     failures: Failures | None = None
 
 
-def question(
+def parse_request(
     tree: Mapping[str, Any],
     where: Mapping[Key, str],
     *,
     model: Model | None = None,
     device: Device | None = None,
     network: Cluster | None = None,
-) -> Question:
+) -> Request:
     """tree: as a job's file has it. where: the place of each key. model: one that is there already, instead of a name.
-    device: that it was measured on, in place of the cluster's own; network: where no cluster is named. Raises AskError
+    device: that it was measured on, in place of the cluster's own; network: where no cluster is named. Raises RequestError
     with all that is wrong.
     """
     asking = _Asking(tree, where)
@@ -91,7 +91,7 @@ def question(
     prices = Prices(price.get("gpu_hour", cluster.price_an_hour), price.get("kwh", 0.0), price.get("currency", ""))
     failures = asking.tried(("failures",), lambda: _failures(asking.section("failures"), devices))
     asking.end()
-    return Question(found, cluster, devices, made, space, prices, training, failures)
+    return Request(found, cluster, devices, made, space, prices, training, failures)
 
 
 # What a job is computed in where it does not say: the first that a device has.
@@ -216,7 +216,7 @@ class _Asking:
 
     def end(self) -> None:
         if self._problems:
-            raise AskError(self._problems)
+            raise RequestError(self._problems)
 
 
 def _shown(value: Any) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from netfold.plan.request.key_lines import Key, places
+from netfold.plan.request.key_lines import Key, key_lines
 from netfold.train.recipe import Recipe, shipped
 from netfold.train.recipe.errors import RecipeError, Source
 from netfold.train.recipe.messages import sentences
@@ -47,7 +47,7 @@ def load(file: Path, settings: Sequence[str] = ()) -> tuple[Recipe, Source]:
     said: dict[Key, str] = {}
     for setting in settings:
         said[_lay_over(tree, setting)] = setting
-    source = Source(file, places(text), said)
+    source = Source(file, key_lines(text), said)
     try:
         # A date becomes text: JSON, as which the recipe reaches the ranks, has none.
         recipe = Recipe.model_validate(json.loads(json.dumps(tree, default=str)))

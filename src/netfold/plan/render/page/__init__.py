@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from netfold.plan.result import Answer
+from netfold.plan.result import Result
 from netfold.plan.model import Measured
 from netfold.plan.search import words
 from netfold.plan.render.data import as_object
@@ -27,7 +27,7 @@ from netfold.profile.page.layout import render_layout
 __all__ = ["render_page"]
 
 
-def render_page(answer: Answer) -> str:
+def render_page(answer: Result) -> str:
     """Some 100 KB at most."""
     asked, job = answer.question, answer.best.job
     notes = "".join(f'<p class="quiet">Note: {escape(note)}.</p>' for note in answer.notes)
@@ -56,28 +56,28 @@ def render_page(answer: Answer) -> str:
     )
 
 
-def _headline(answer: Answer) -> str:
+def _headline(answer: Result) -> str:
     found = answer.best.prediction
     return f"A step takes {time(found.step_s)}: {rate(found.samples_per_s)} samples a second."
 
 
-def _played(answer: Answer) -> str:
+def _played(answer: Result) -> str:
     return "" if answer.played is None else played(answer.best.prediction, answer.played.prediction)
 
 
-def _searched(answer: Answer) -> str:
+def _searched(answer: Result) -> str:
     if answer.tried == 1:
         return ""
     return f", the fastest of {answer.fitting:,} ways that fit, of {answer.tried:,} tried"
 
 
-def _measured(answer: Answer) -> str:
+def _measured(answer: Result) -> str:
     if isinstance(answer.question.model, Measured):
         return "What a rank computes was measured; all else is predicted."
     return "All of it is predicted, nothing measured."
 
 
-def _facts(answer: Answer) -> list[tuple[str, str]]:
+def _facts(answer: Result) -> list[tuple[str, str]]:
     found, asked = answer.best.prediction, answer.question
     said = [
         (time(found.step_s), f"a step; about 80 of 100 lie between {time(found.low_s)} and {time(found.high_s)}"),
@@ -95,7 +95,7 @@ def _facts(answer: Answer) -> list[tuple[str, str]]:
     return said
 
 
-def _cluster(answer: Answer) -> str:
+def _cluster(answer: Result) -> str:
     cluster = answer.question.cluster
     tiers = "".join(
         f"<li>{escape(tier.name)}: joins {tier.devices:,} devices, {units.rate(tier.bytes_per_s)} each way a device, "

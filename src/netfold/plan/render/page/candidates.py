@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from netfold.plan.result import Answer, Way, parts
+from netfold.plan.result import Result, RankedChoice, parts
 from netfold.plan.job import Job
 from netfold.plan.search import Choice, words
 from netfold.plan.render.page.split import bar, classes, legend
@@ -13,7 +13,7 @@ from netfold.profile.page.escape import escape
 from netfold.profile.page.table import Column, table
 
 
-def few(answer: Answer) -> str:
+def few(answer: Result) -> str:
     if len(answer.few) == 1:
         return ""
     return stacks([(mesh(way.choice.job), way.choice) for way in answer.few]) + _table(answer)
@@ -37,7 +37,7 @@ def mesh(job: Job) -> str:
     return f"{split.tensor} x {split.pipeline} x {split.data}"
 
 
-def front(answer: Answer) -> str:
+def front(answer: Result) -> str:
     each = answer.front
     if len(each) == 1:
         return ""
@@ -70,9 +70,9 @@ def _seconds(value: float) -> str:
     return f"{value:g} s"
 
 
-def _table(answer: Answer) -> str:
+def _table(answer: Result) -> str:
     ways = answer.few
-    columns: tuple[Column[Way], ...] = (
+    columns: tuple[Column[RankedChoice], ...] = (
         Column("mesh", lambda way: mesh(way.choice.job), meaning="ranks: tensor x pipeline x data"),
         Column("step", lambda way: way.choice.prediction.step_s, time),
         Column("memory", lambda way: way.choice.prediction.memory.total, units.size),

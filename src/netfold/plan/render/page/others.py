@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from netfold.plan.result import Answer
+from netfold.plan.result import Result
 from netfold.plan.search import words
 from netfold.plan.sensitivity import Gain
 from netfold.plan.render.page.candidates import stacks
@@ -11,7 +11,7 @@ from netfold.profile.page.escape import escape
 from netfold.profile.page.table import Column, of_largest, table
 
 
-def comparisons(answer: Answer) -> str:
+def comparisons(answer: Result) -> str:
     said = []
     for text, variants in answer.comparisons.items():
         there = [(each.name, each.choice) for each in variants if each.choice is not None]
@@ -24,12 +24,12 @@ def comparisons(answer: Answer) -> str:
     return "".join(said)
 
 
-def aggregators(answer: Answer) -> str:
+def aggregators(answer: Result) -> str:
     said = "".join(f"<li>{escape(each)}</li>" for each in offered(answer))
     return f"<ul>{said}</ul>" if said else ""
 
 
-def gains(answer: Answer) -> str:
+def gains(answer: Result) -> str:
     if not answer.gains:
         return ""
     columns: tuple[Column[Gain], ...] = (

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from netfold.plan.result import Answer
+from netfold.plan.result import Result
 from netfold.plan.scaling_curve import Point
 from netfold.plan.search import Choice, words
 from netfold.plan.render.text import duration, rate, time, utilised
@@ -17,7 +17,7 @@ from netfold.profile.page.table import Column, table
 _SAID = {"strong": "strong: the batch stays", "weak": "weak: the batch grows with the devices"}
 
 
-def scaling(answer: Answer) -> str:
+def scaling(answer: Result) -> str:
     curves = {name: [point for point in points if point.choice] for name, points in answer.curves.items()}
     drawn = {name: points for name, points in curves.items() if len(points) > 1}
     figures = f'<div class="charts">{_throughput(drawn)}{_efficiency(drawn)}</div>' if drawn else ""

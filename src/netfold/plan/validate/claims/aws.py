@@ -7,12 +7,12 @@ from dataclasses import replace
 from netfold.plan.cluster import Cluster
 from netfold.plan.scaling_curve import curve
 from netfold.plan.step import predict
-from netfold.plan.validate.claims.claim import Asked, Claim, near
+from netfold.plan.validate.claims.claim import ClaimJob, Claim, near
 
 _TALK = "seeds/000, AWS, libfabric and EFA, 2020"
 # NVIDIA's BERT, which the talk names (DeepLearningExamples, PyTorch): 65,536 sequences of 128 a step, gradients of 16
 # bits added up over microbatches, and reduced once after the last.
-_BERT = Asked("bert-large:sequence=128", "p3dn-efa", 256, 65536, {"precision": "f16", "gradient_bytes": 2})
+_BERT = ClaimJob("bert-large:sequence=128", "p3dn-efa", 256, 65536, {"precision": "f16", "gradient_bytes": 2})
 _ONE_NODE = 8
 # As many servers as make an hour of nine days, at the efficiency that the talk names.
 _NINE_DAYS = 2048
@@ -91,7 +91,7 @@ def _scaled(scaling: str) -> dict[int, float]:
 
 
 def _mask_rcnn() -> Claim:
-    asked = Asked(
+    asked = ClaimJob(
         "mask-rcnn:measured=true",
         "p3dn-efa",
         192,

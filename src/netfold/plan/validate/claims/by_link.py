@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from netfold.plan.cluster import Aggregator, Cluster
-from netfold.plan.validate.claims.claim import Asked
+from netfold.plan.validate.claims.claim import ClaimJob
 
 # c; None is a port a worker.
 LINKS: tuple[int | None, ...] = (1, 2, 4, None)
@@ -32,7 +32,7 @@ def in_the_place_of_switches(cluster: Cluster, c: int | None) -> Cluster:
     )
 
 
-def gains(asked: Asked) -> Mapping[int | None, float]:
+def gains(asked: ClaimJob) -> Mapping[int | None, float]:
     """By c: how many times as many samples a second as by host algorithms alone."""
     cluster = asked.question().cluster
     ring = asked.best(in_network=False).prediction.samples_per_s
@@ -42,7 +42,7 @@ def gains(asked: Asked) -> Mapping[int | None, float]:
     }
 
 
-def said_of(asked: Asked) -> str:
+def said_of(asked: ClaimJob) -> str:
     """A clause: `a host in the switch's place gains 6.0%, 12.1%, 23.4% and 64.0% with c = 1, ...`."""
     found = gains(asked)
     percents = _listed([f"{100 * (of - 1):.1f}%" for of in found.values()])

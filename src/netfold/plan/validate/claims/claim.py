@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from netfold.plan.request import Question, question
+from netfold.plan.request import Request, parse_request
 from netfold.plan.cluster import Cluster
 from netfold.plan.search import Choice, search
 
@@ -49,7 +49,7 @@ def near(said: float, nothing: float = 0.0) -> tuple[float, float]:
 
 
 @dataclass(frozen=True)
-class Asked:
+class ClaimJob:
     """A data-parallel job as a file has it (docs/plan/README.md). What `split` leaves free the planner chooses."""
 
     model: str
@@ -59,10 +59,10 @@ class Asked:
     job: Mapping[str, Any]
     split: Mapping[str, Any] = field(default_factory=dict)
 
-    def question(self) -> Question:
+    def question(self) -> Request:
         split = {"tensor": 1, "pipeline": 1, "zero": 0, "recompute": "none"} | dict(self.split)
         job = {"gpus": self.gpus, "batch": self.batch} | dict(self.job)
-        return question({"model": self.model, "cluster": self.cluster, "job": job, "split": split}, {})
+        return parse_request({"model": self.model, "cluster": self.cluster, "job": job, "split": split}, {})
 
     def best(self, cluster: Cluster | None = None, *, in_network: bool | None = None) -> Choice:
         """cluster: in place of its own. in_network: in place of what the job says."""

@@ -8,14 +8,14 @@ from netfold.plan.cluster import load_cluster
 from netfold.plan.job import Job, Split
 from netfold.plan.model import Chain, Link, Product
 from netfold.plan.step import predict
-from netfold.plan.validate.claims.claim import Asked, Claim, near
+from netfold.plan.validate.claims.claim import ClaimJob, Claim, near
 
 _TALK = "seeds/002, NVIDIA, scaling out, 2020"
 # As N grows: large enough that its limit shows.
 _STAGES = 256
-_RESNET = Asked("resnet50", "dgx-1", 1, 256, {"precision": "f16", "optimizer": "momentum"}, {"micro_batch": 256})
+_RESNET = ClaimJob("resnet50", "dgx-1", 1, 256, {"precision": "f16", "optimizer": "momentum"}, {"micro_batch": 256})
 # The microbatch of 1,024 on fewer, too: a larger one would fit beside a split state, and not beside a whole one.
-_UPDATED = Asked(
+_UPDATED = ClaimJob(
     "bert-large:sequence=128", "dgx-a100", 1024, 4096, {"precision": "f16", "overlap": True}, {"micro_batch": 4}
 )
 

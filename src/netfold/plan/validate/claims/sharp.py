@@ -8,10 +8,10 @@ from netfold.tuning import DEFAULT_LINKS, Link, Topology
 from netfold.plan.cluster import load_cluster
 from netfold.tuning.cost import predict
 from netfold.plan.validate.claims.by_link import said_of
-from netfold.plan.validate.claims.claim import NEAR, Asked, Claim, near
+from netfold.plan.validate.claims.claim import NEAR, ClaimJob, Claim, near
 
 _TALK = "seeds/001, Mellanox, SHARP, 2019"
-_RESNET = Asked(
+_RESNET = ClaimJob(
     "resnet50",
     "sharp-hdr",
     128,

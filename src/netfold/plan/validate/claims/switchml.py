@@ -7,7 +7,7 @@ from netfold.plan.model.catalogue import SWITCHML_MODELS, find_model
 from netfold.plan.step import FITTED
 from netfold.plan.step.traffic import Group, collective_s
 from netfold.plan.validate.claims.by_link import LINKS, in_the_place_of_switches, name_of, said_of
-from netfold.plan.validate.claims.claim import NEAR, Asked, Claim, near
+from netfold.plan.validate.claims.claim import NEAR, ClaimJob, Claim, near
 
 _TALK = "seeds/003, SwitchML"
 # Percent.
@@ -23,11 +23,11 @@ _SLOWER = (
 )
 
 
-def asked_of(name: str, cluster: str, workers: int = _WORKERS) -> Asked:
+def claim_job(name: str, cluster: str, workers: int = _WORKERS) -> ClaimJob:
     """One of the talk's models, with as many samples a worker as its published speed is of."""
     batch = find_model(name).speed.batch
     job = {"precision": "f32", "optimizer": "momentum", "overlap": True}
-    return Asked(f"{name}:measured=true", cluster, workers, workers * batch, job, {"micro_batch": batch})
+    return ClaimJob(f"{name}:measured=true", cluster, workers, workers * batch, job, {"micro_batch": batch})
 
 
 def claims() -> list[Claim]:
@@ -45,10 +45,10 @@ def claims() -> list[Claim]:
             slow[least],
             "%",
             *near(_LEAST),
-            asked_of(least, "switchml-10g").text + "; with reductions in the network, and without",
+            claim_job(least, "switchml-10g").text + "; with reductions in the network, and without",
             f"{_hidden(slow)} of nine models hide most of a ring at 10 Gbit/s beside computing, {_hidden(fast)} at "
             "100 Gbit/s; with a baseline that hides less, or is slower than its line, a switch gains more; "
-            + said_of(asked_of(least, "switchml-10g")),
+            + said_of(claim_job(least, "switchml-10g")),
         ),
         Claim(
             "SwitchML, the model that gains most",
@@ -58,8 +58,8 @@ def claims() -> list[Claim]:
             slow[most],
             "%",
             *near(_GREATEST),
-            asked_of(most, "switchml-10g").text + "; with reductions in the network, and without",
-            f"{_SLOWER}; {said_of(asked_of(most, 'switchml-10g'))}",
+            claim_job(most, "switchml-10g").text + "; with reductions in the network, and without",
+            f"{_SLOWER}; {said_of(claim_job(most, 'switchml-10g'))}",
         ),
         _flat(),
     ]
@@ -72,7 +72,7 @@ def _hidden(gains: dict[str, float]) -> int:
 
 def _gain(name: str, cluster: str) -> float:
     """Percent."""
-    asked = asked_of(name, cluster)
+    asked = claim_job(name, cluster)
     ring, switch = (asked.best(in_network=word).prediction.samples_per_s for word in (False, True))
     return 100 * (switch / ring - 1)
 
