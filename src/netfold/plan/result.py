@@ -48,7 +48,7 @@ class Result:
     known, without failures.
     """
 
-    question: Request
+    request: Request
     best: Choice
     efficiency: float
     tried: int

@@ -20,7 +20,7 @@ def as_json(answer: Result) -> str:
 
 def as_object(answer: Result) -> dict[str, Any]:
     """Everything that the text and the page show."""
-    asked = answer.question
+    asked = answer.request
     found: dict[str, Any] = {
         "model": {"name": asked.model.name, "parameters": asked.model.parameters}
         | (parts_object(asked.model, asked.job.bucket_bytes) if isinstance(asked.model, Traced) else {}),

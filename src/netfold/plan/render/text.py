@@ -44,7 +44,7 @@ def render_text(answer: Result) -> str:
 
 def asked(answer: Result) -> str:
     """What is trained on what."""
-    said, job = answer.question, answer.best.job
+    said, job = answer.request, answer.best.job
     # What was measured does not say by what weights are updated.
     how = job.precision if isinstance(said.model, Measured) else f"{job.precision}, {job.optimizer}"
     return (
@@ -55,7 +55,7 @@ def asked(answer: Result) -> str:
 
 def offered(answer: Result) -> list[str]:
     """A sentence for each aggregator that there could be."""
-    named = sum(each.hosts for tier in answer.question.cluster.tiers for each in tier.aggregators)
+    named = sum(each.hosts for tier in answer.request.cluster.tiers for each in tier.aggregators)
     now = f"{named} aggregator{'s' if named > 1 else ''} now;" if named else "no aggregator:"
     return [f"{now} {_offer(each)}" for each in answer.offers]
 
@@ -160,7 +160,7 @@ def _memory(best: Choice) -> str:
 
 
 def _together(answer: Result) -> str:
-    found, asked = answer.best.prediction, answer.question
+    found, asked = answer.best.prediction, answer.request
     used = f"; model FLOP/s utilisation {units.ratio(found.mfu)}" if utilised(answer) else ""
     lines = [
         f"{rate(found.samples_per_s)} samples a second, {rate(found.samples_per_s / asked.devices)} a device{used}",
@@ -204,8 +204,8 @@ def _played(closed: Prediction, played: Prediction) -> str:
 
 def failures(answer: Result) -> str:
     """What failures leave, in a sentence; there must be any."""
-    assert answer.lasting is not None and answer.question.failures is not None
-    goodput, between_s = answer.lasting.goodput, answer.question.failures.job_between_s
+    assert answer.lasting is not None and answer.request.failures is not None
+    goodput, between_s = answer.lasting.goodput, answer.request.failures.job_between_s
     said = f"with a failure every {duration(between_s)}, "
     if goodput < 0.01:
         return said + "nothing is ever done; take fewer devices, or save faster"

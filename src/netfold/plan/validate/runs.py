@@ -50,7 +50,7 @@ class Run:
         return self.job.split.ranks
 
     @property
-    def question(self) -> tuple[object, ...]:
+    def request(self) -> tuple[object, ...]:
         """Runs that differ only in how they are split have this in common."""
         return self.model, self.job.global_batch, self.gpus
 

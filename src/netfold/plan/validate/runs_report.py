@@ -63,7 +63,7 @@ class Row:
         return self.predicted_ms - aside_ms, self.predicted_ms + aside_ms
 
     def compared(self) -> Compared:
-        return Compared(self.run.question, self.run.measured_ms, self.predicted_ms, *self.band_ms)
+        return Compared(self.run.request, self.run.measured_ms, self.predicted_ms, *self.band_ms)
 
 
 @dataclass(frozen=True)

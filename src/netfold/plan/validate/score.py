@@ -16,7 +16,7 @@ class Compared:
     """One measured quantity and its prediction, in any one unit. question: those that share it are
     alternatives; None: it has none."""
 
-    question: Hashable
+    request: Hashable
     measured: float
     predicted: float
     low: float
@@ -53,8 +53,8 @@ def score(rows: Sequence[Compared]) -> Score:
     errors = np.array([row.error for row in rows])
     asked: dict[Hashable, list[Compared]] = defaultdict(list)
     for row in rows:
-        if row.question is not None:
-            asked[row.question].append(row)
+        if row.request is not None:
+            asked[row.request].append(row)
     correlations = [_spearman(group) for group in asked.values() if len(group) >= 3]
     regrets = [_regret(group) for group in asked.values() if len(group) >= 2]
     return Score(

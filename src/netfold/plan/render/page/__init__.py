@@ -29,7 +29,7 @@ __all__ = ["render_page"]
 
 def render_page(answer: Result) -> str:
     """Some 100 KB at most."""
-    asked, job = answer.question, answer.best.job
+    asked, job = answer.request, answer.best.job
     notes = "".join(f'<p class="quiet">Note: {escape(note)}.</p>' for note in answer.notes)
     return render_layout(
         title=f"netfold plan: {asked.model.name} on {asked.devices:,} devices",
@@ -72,13 +72,13 @@ def _searched(answer: Result) -> str:
 
 
 def _measured(answer: Result) -> str:
-    if isinstance(answer.question.model, Measured):
+    if isinstance(answer.request.model, Measured):
         return "What a rank computes was measured; all else is predicted."
     return "All of it is predicted, nothing measured."
 
 
 def _facts(answer: Result) -> list[tuple[str, str]]:
-    found, asked = answer.best.prediction, answer.question
+    found, asked = answer.best.prediction, answer.request
     said = [
         (time(found.step_s), f"a step; about 80 of 100 lie between {time(found.low_s)} and {time(found.high_s)}"),
     ]
@@ -96,7 +96,7 @@ def _facts(answer: Result) -> list[tuple[str, str]]:
 
 
 def _cluster(answer: Result) -> str:
-    cluster = answer.question.cluster
+    cluster = answer.request.cluster
     tiers = "".join(
         f"<li>{escape(tier.name)}: joins {tier.devices:,} devices, {units.rate(tier.bytes_per_s)} each way a device, "
         f"{units.seconds(tier.latency_s)}{', its switches add' if tier.in_network else ''}"

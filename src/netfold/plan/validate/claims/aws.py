@@ -26,7 +26,7 @@ def claims() -> list[Claim]:
 
 def _over_tcp() -> Claim:
     asked = replace(_BERT, cluster="p3dn-tcp")
-    cluster, model = asked.question().cluster, asked.question().model
+    cluster, model = asked.request().cluster, asked.request().model
     rate = cluster.tiers[1].bytes_per_s * cluster.node
     slower = predict(model, _slower_tcp(cluster), asked.best().job).step_s / _BERT.best().prediction.step_s
     microbatches = _BERT.best().job.microbatches
@@ -77,7 +77,7 @@ def _efficiency() -> Claim:
 
 
 def _scaled(scaling: str) -> dict[int, float]:
-    asked = _BERT.question()
+    asked = _BERT.request()
     points = curve(
         asked.model,
         asked.cluster,

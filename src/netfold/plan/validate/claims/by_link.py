@@ -34,7 +34,7 @@ def in_the_place_of_switches(cluster: Cluster, c: int | None) -> Cluster:
 
 def gains(asked: ClaimJob) -> Mapping[int | None, float]:
     """By c: how many times as many samples a second as by host algorithms alone."""
-    cluster = asked.question().cluster
+    cluster = asked.request().cluster
     ring = asked.best(in_network=False).prediction.samples_per_s
     return {
         c: asked.best(in_the_place_of_switches(cluster, c), in_network=True).prediction.samples_per_s / ring

@@ -59,14 +59,14 @@ class ClaimJob:
     job: Mapping[str, Any]
     split: Mapping[str, Any] = field(default_factory=dict)
 
-    def question(self) -> Request:
+    def request(self) -> Request:
         split = {"tensor": 1, "pipeline": 1, "zero": 0, "recompute": "none"} | dict(self.split)
         job = {"gpus": self.gpus, "batch": self.batch} | dict(self.job)
         return parse_request({"model": self.model, "cluster": self.cluster, "job": job, "split": split}, {})
 
     def best(self, cluster: Cluster | None = None, *, in_network: bool | None = None) -> Choice:
         """cluster: in place of its own. in_network: in place of what the job says."""
-        asked = self.question()
+        asked = self.request()
         job = asked.job if in_network is None else replace(asked.job, in_network=in_network)
         return search(asked.model, cluster or asked.cluster, asked.devices, job, asked.space).best
 

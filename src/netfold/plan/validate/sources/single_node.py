@@ -31,7 +31,7 @@ def crossed(_: Sequence[Published]) -> list[Case]:
         for run in runs:
             if _kind(run) == kind:
                 prediction = predict(run.model, cluster, run.job, constants)
-                cases.append(of_time(f"line {run.line}", run.measured_ms / 1e3, prediction, run.question))
+                cases.append(of_time(f"line {run.line}", run.measured_ms / 1e3, prediction, run.request))
     return cases
 
 
