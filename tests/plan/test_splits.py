@@ -30,20 +30,20 @@ def found() -> Found:
 
 def test_every_way_uses_all_devices_and_comes_out_even() -> None:
     assert found().tried > 500
-    for way in found().ways:
+    for way in found().candidates:
         split = way.job.split
         assert split.ranks == 32 and 32 % (split.data * way.job.micro_batch) == 0
         assert 36 % (split.pipeline * split.interleave) == 0
         assert split.interleave == 1 or way.job.microbatches % split.pipeline == 0
         assert not (split.zero >= 2 and split.pipeline > 1)
-    assert len({way.job for way in found().ways}) == found().tried
+    assert len({way.job for way in found().candidates}) == found().tried
 
 
 def test_the_best_fits_and_no_way_that_fits_is_faster() -> None:
     best = found().best.prediction
     assert best.fits
     # Of ways that are equal to three digits, the simplest is taken.
-    assert all(way.prediction.step_s >= 0.99 * best.step_s for way in found().ways if way.prediction.fits)
+    assert all(way.prediction.step_s >= 0.99 * best.step_s for way in found().candidates if way.prediction.fits)
 
 
 def test_no_way_that_fits_beats_one_of_the_front_in_time_and_memory() -> None:
@@ -56,7 +56,7 @@ def test_no_way_that_fits_beats_one_of_the_front_in_time_and_memory() -> None:
 
 
 def test_what_is_fixed_stays_and_what_means_nothing_is_left_out() -> None:
-    ways = search(MODEL, CLUSTER, 32, JOB, Space(tensor=4, pipeline=1, zero=1, interleave=3, recomputation="full")).ways
+    ways = search(MODEL, CLUSTER, 32, JOB, Space(tensor=4, pipeline=1, zero=1, interleave=3, recomputation="full")).candidates
     assert {(way.job.split.tensor, way.job.split.pipeline, way.job.split.data) for way in ways} == {(4, 1, 8)}
     assert {way.job.split.interleave for way in ways} == {1}
     assert {way.job.recomputation for way in ways} == {"full"} and {way.job.split.zero for way in ways} == {1}
@@ -64,7 +64,7 @@ def test_what_is_fixed_stays_and_what_means_nothing_is_left_out() -> None:
 
 def test_zero_3_is_tried_as_far_as_published_runs_agree_and_beyond_where_it_is_asked_for() -> None:
     def levels(space: Space) -> set[tuple[int, int]]:
-        ways = search(MODEL, CLUSTER, 256, Job(256), space).ways
+        ways = search(MODEL, CLUSTER, 256, Job(256), space).candidates
         return {(way.job.split.data, way.job.split.zero) for way in ways}
 
     free = Space(pipeline=1, recomputation="full", micro_batch=1)
@@ -162,7 +162,7 @@ def test_what_is_compared_fits_beside_what_tensors_cannot_have() -> None:
     # Of 80 GiB, 60 are not for tensors: what the search rejects is not offered elsewhere either.
     full = replace(CLUSTER, device=replace(CLUSTER.device, reserved_bytes=60 * 2**30))
     ways = search(MODEL, full, 32, JOB, Space(pipeline=1))
-    assert ways.best.prediction.fits and not ways.ways[0].prediction.fits
+    assert ways.best.prediction.fits and not ways.candidates[0].prediction.fits
     variants = compare(ways, MODEL, full, parse_comparison("network=infiniband-edr,ethernet-10", full))
     assert all(each.choice is not None and each.choice.prediction.fits for each in variants)
     # A device that would hold the smallest way, were none of its memory taken.

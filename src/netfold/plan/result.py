@@ -53,7 +53,7 @@ class Result:
     efficiency: float
     tried: int
     fitting: int
-    few: tuple[RankedChoice, ...]
+    best_few: tuple[RankedChoice, ...]
     front: tuple[Choice, ...]
     gains: tuple[Gain, ...]
     offers: tuple[Offer, ...]
@@ -61,7 +61,7 @@ class Result:
     comparisons: dict[str, tuple[Variant, ...]]
     notes: tuple[str, ...]
     played: Simulated | None
-    lasting: FailureImpact | None
+    failure_impact: FailureImpact | None
     training_s: float | None
     training_cost: Cost | None
     step_cost: Cost

@@ -59,18 +59,18 @@ class Found:
     front: of those that fit, the ones that none beats in both time and memory.
     """
 
-    ways: tuple[Choice, ...]
+    candidates: tuple[Choice, ...]
     fitting: tuple[Choice, ...]
     front: tuple[Choice, ...]
 
     @property
     def tried(self) -> int:
-        return len(self.ways)
+        return len(self.candidates)
 
     @property
     def least(self) -> Choice:
         """The one that needs least memory, whether it fits or not."""
-        return min(self.ways, key=lambda way: way.prediction.memory.total)
+        return min(self.candidates, key=lambda way: way.prediction.memory.total)
 
     @property
     def best(self) -> Choice:
@@ -90,7 +90,7 @@ class Found:
         """The fastest that fit so much memory, of all and of each mesh; the fastest first."""
         kept: list[Choice] = []
         meshes: Counter[tuple[int, int, int]] = Counter()
-        for way in self.ways:
+        for way in self.candidates:
             if way.prediction.memory.total > memory_bytes:
                 continue
             meshes[way.mesh] += 1

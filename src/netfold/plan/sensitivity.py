@@ -102,5 +102,5 @@ def _gain(model: Model, what: str, changed: Cluster, shortlist: Sequence[Choice]
 
 def _more_memory(cluster: Cluster, found: Found) -> Gain:
     base, roomy_bytes = found.best.prediction.step_s, cluster.device.memory_bytes + cluster.device.usable_bytes
-    roomy = min((way for way in found.ways if way.prediction.memory.total <= roomy_bytes), key=order)
+    roomy = min((way for way in found.candidates if way.prediction.memory.total <= roomy_bytes), key=order)
     return Gain("2x the memory", base, base, roomy)

@@ -30,7 +30,7 @@ def as_object(answer: Result) -> dict[str, Any]:
         "fitting": answer.fitting,
         "best": choice_object(answer.best),
         "efficiency": answer.efficiency,
-        "few": [choice_object(way.choice) | {"reason": way.reason} for way in answer.few],
+        "few": [choice_object(way.choice) | {"reason": way.reason} for way in answer.best_few],
         "front": [choice_object(choice) for choice in answer.front],
         "sensitivity": [
             {
@@ -65,7 +65,7 @@ def as_object(answer: Result) -> dict[str, Any]:
             for text, variants in answer.comparisons.items()
         },
         "notes": answer.notes,
-        "failures": answer.lasting,
+        "failures": answer.failure_impact,
         "played": None
         if answer.played is None
         else {"step_s": answer.played.prediction.step_s, "parts_s": parts(answer.played.prediction)},

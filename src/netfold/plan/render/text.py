@@ -29,7 +29,7 @@ def render_text(answer: Result) -> str:
     sections.append(_together(answer))
     if answer.played is not None:
         sections.append(_played(answer.best.prediction, answer.played.prediction))
-    if len(answer.few) > 1:
+    if len(answer.best_few) > 1:
         sections.append(_few(answer))
     if len(answer.front) > 1:
         sections.append(_front(answer))
@@ -189,7 +189,7 @@ def _together(answer: Result) -> str:
             None if answer.step_cost.energy_kwh is None else per * answer.step_cost.energy_kwh,
         )
         lines.append(f"1,000 steps: {money(thousand, asked.prices)}")
-    if answer.lasting is not None:
+    if answer.failure_impact is not None:
         lines.append(failures(answer))
     return "\n".join([*lines, *(f"note: {note}" for note in answer.notes)])
 
@@ -204,12 +204,12 @@ def _played(closed: Prediction, played: Prediction) -> str:
 
 def failures(answer: Result) -> str:
     """What failures leave, in a sentence; there must be any."""
-    assert answer.lasting is not None and answer.request.failures is not None
-    goodput, between_s = answer.lasting.goodput, answer.request.failures.job_between_s
+    assert answer.failure_impact is not None and answer.request.failures is not None
+    goodput, between_s = answer.failure_impact.goodput, answer.request.failures.job_between_s
     said = f"with a failure every {duration(between_s)}, "
     if goodput < 0.01:
         return said + "nothing is ever done; take fewer devices, or save faster"
-    said += f"a checkpoint every {duration(answer.lasting.interval_s)} is best: "
+    said += f"a checkpoint every {duration(answer.failure_impact.interval_s)} is best: "
     said += f"{units.ratio(goodput)} of the time is progress"
     return said + (f", {duration(answer.training_s / goodput)} in all" if answer.training_s is not None else "")
 
@@ -222,7 +222,7 @@ def duration(seconds: float) -> str:
 def _few(answer: Result) -> str:
     best = answer.best.prediction.step_s
     rows = [["step", "", "memory", "MFU", *_SPLIT, ""]]
-    for way in answer.few:
+    for way in answer.best_few:
         found = way.choice.prediction
         more = found.step_s / best - 1
         rows.append(

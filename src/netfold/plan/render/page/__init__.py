@@ -90,8 +90,8 @@ def _facts(answer: Result) -> list[tuple[str, str]]:
         said.append((units.ratio(answer.efficiency), "scaling efficiency, against a replica alone"))
     if answer.training_s is not None and answer.training_cost is not None:
         said.append((duration(answer.training_s), money(answer.training_cost, asked.prices)))
-    if answer.lasting is not None:
-        said.append((units.ratio(answer.lasting.goodput), failures(answer)))
+    if answer.failure_impact is not None:
+        said.append((units.ratio(answer.failure_impact.goodput), failures(answer)))
     return said
 
 

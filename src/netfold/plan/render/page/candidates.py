@@ -14,9 +14,9 @@ from netfold.profile.page.table import Column, table
 
 
 def few(answer: Result) -> str:
-    if len(answer.few) == 1:
+    if len(answer.best_few) == 1:
         return ""
-    return stacks([(mesh(way.choice.job), way.choice) for way in answer.few]) + _table(answer)
+    return stacks([(mesh(way.choice.job), way.choice) for way in answer.best_few]) + _table(answer)
 
 
 def stacks(each: list[tuple[str, Choice]]) -> str:
@@ -71,7 +71,7 @@ def _seconds(value: float) -> str:
 
 
 def _table(answer: Result) -> str:
-    ways = answer.few
+    ways = answer.best_few
     columns: tuple[Column[RankedChoice], ...] = (
         Column("mesh", lambda way: mesh(way.choice.job), meaning="ranks: tensor x pipeline x data"),
         Column("step", lambda way: way.choice.prediction.step_s, time),
