@@ -30,7 +30,7 @@ def as_object(answer: Result) -> dict[str, Any]:
         "fitting": answer.fitting,
         "best": choice_object(answer.best),
         "efficiency": answer.efficiency,
-        "few": [choice_object(way.choice) | {"reason": way.reason} for way in answer.best_few],
+        "best_few": [choice_object(way.choice) | {"reason": way.reason} for way in answer.best_few],
         "front": [choice_object(choice) for choice in answer.front],
         "sensitivity": [
             {
