@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from netfold.cli import app
-from netfold.plan.aggregators import MOST_CORES, MOST_PORTS, offers
+from netfold.plan.aggregators import MOST_CORES, MOST_PORTS, aggregator_gains
 from netfold.plan.cluster import load_cluster
 from netfold.plan.cluster.networks import with_network
 from netfold.plan.job import Job, Split
@@ -23,7 +23,7 @@ def test_what_is_offered_lies_between_what_there_is_and_a_port_a_worker() -> Non
     found = search(
         model, cluster, 8, Job(512, 64, Split(8), precision="f32", optimizer="momentum", overlap=True), Space()
     )
-    spare, box = offers(model, cluster, found)
+    spare, box = aggregator_gains(model, cluster, found)
     now, best = found.best.prediction.step_s, found.best.job
     assert now > spare.step_s > box.step_s and spare.choice.job.in_network
     assert (spare.c, box.c, spare.cores) == (1, 8, 1) and 1 <= box.cores <= MOST_CORES
@@ -31,7 +31,7 @@ def test_what_is_offered_lies_between_what_there_is_and_a_port_a_worker() -> Non
     small = replace(best, overlap=False)
     bare = search(model, cluster, 8, small, Space(data=8, micro_batch=64, zero=0))
     gradients_s = bare.best.prediction.exposed_s["data"]
-    one = offers(model, cluster, bare)[0]
+    one = aggregator_gains(model, cluster, bare)[0]
     assert one.choice.prediction.exposed_s["data"] / gradients_s == pytest.approx(1.6 / 1.75, rel=0.01)
     # Where there is one already, the next buys what a second one does.
     with_one = with_network(cluster, "aggregator")
@@ -40,7 +40,7 @@ def test_what_is_offered_lies_between_what_there_is_and_a_port_a_worker() -> Non
     assert again.best.prediction.step_s == pytest.approx(one.step_s)
     two = with_network(cluster, "two-aggregators")
     both = search(model, two, 8, job, Space(data=8, micro_batch=64, zero=0))
-    assert offers(model, with_one, again)[0].step_s == pytest.approx(both.best.prediction.step_s)
+    assert aggregator_gains(model, with_one, again)[0].step_s == pytest.approx(both.best.prediction.step_s)
 
 
 def test_a_box_has_no_more_ports_than_cards_have() -> None:
@@ -49,16 +49,16 @@ def test_a_box_has_no_more_ports_than_cards_have() -> None:
     for workers, count in ((MOST_PORTS, 2), (MOST_PORTS + 1, 1)):
         sized = replace(job, global_batch=64 * workers)
         found = search(model, cluster, workers, sized, Space(data=workers, micro_batch=64, zero=0))
-        assert len(offers(model, cluster, found)) == count
+        assert len(aggregator_gains(model, cluster, found)) == count
 
 
 def test_nothing_is_offered_where_switches_add_or_nothing_travels() -> None:
     model = find_model("vgg16:measured=true")
     job = Job(512, 64, Split(8), precision="f32", optimizer="momentum", in_network=True)
     tofino = load_cluster("switchml-10g")
-    assert offers(model, tofino, search(model, tofino, 8, job, Space())) == ()
+    assert aggregator_gains(model, tofino, search(model, tofino, 8, job, Space())) == ()
     alone = load_cluster("ethernet-1g")
-    assert offers(model, alone, search(model, alone, 1, replace(job, in_network=False), Space())) == ()
+    assert aggregator_gains(model, alone, search(model, alone, 1, replace(job, in_network=False), Space())) == ()
 
 
 ASKED = ("--model", "vgg16:measured=true", "--gpus", "8", "--batch", "512", "--precision", "f32", "--overlap")

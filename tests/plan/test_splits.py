@@ -11,11 +11,11 @@ from netfold.plan.training_length import Training
 from netfold.plan.cluster import load_cluster
 from netfold.plan.cluster.networks import networks, with_network
 from netfold.plan.compare import compare, parse_comparison
-from netfold.plan.scaling_curve import curve, parse_range
+from netfold.plan.scaling_curve import scaling_curve, parse_range
 from netfold.plan.job import Job
 from netfold.plan.model.registry import find_model
 from netfold.plan.cost_of_training import Prices, cost
-from netfold.plan.search import Found, Space, search
+from netfold.plan.search import SearchResult, Space, search
 from netfold.plan.sensitivity import sensitivity
 
 MODEL = find_model("megatron-7b5")
@@ -24,7 +24,7 @@ JOB = Job(32)
 
 
 @cache
-def found() -> Found:
+def found() -> SearchResult:
     return search(MODEL, CLUSTER, 32, JOB)
 
 
@@ -114,11 +114,11 @@ def test_a_job_inside_a_node_is_asked_nothing_about_the_links_beyond() -> None:
 def test_a_curve_begins_at_an_efficiency_of_one_and_says_where_nothing_fits() -> None:
     sizes = parse_range("1..16")
     assert sizes == (1, 2, 4, 8, 16)
-    points = curve(MODEL, CLUSTER, Job(16), Space(), devices=16, sizes=sizes, scaling="strong")
+    points = scaling_curve(MODEL, CLUSTER, Job(16), Space(), devices=16, sizes=sizes, scaling="strong")
     assert points[0].choice is None and "too little" in points[0].why
     there = [point for point in points if point.choice is not None]
     assert there[0].efficiency == 1 and all(point.batch == 16 for point in points)
-    weak = curve(MODEL, CLUSTER, Job(16), Space(), devices=16, sizes=(8, 16), scaling="weak")
+    weak = scaling_curve(MODEL, CLUSTER, Job(16), Space(), devices=16, sizes=(8, 16), scaling="weak")
     assert [point.batch for point in weak] == [8, 16]
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from netfold.plan.cluster import BOX, SPARE_HOST, Aggregator, Cluster, Tier
 from netfold.plan.model import Model
-from netfold.plan.search import Choice, Found, order
+from netfold.plan.search import Choice, SearchResult, rank_by_time
 from netfold.plan.step import predict
 
 # Cores that an offered host adds with, at most: those of a small server. Ports of a box, at most: eight cards of four.
@@ -16,7 +16,7 @@ MOST_CORES, MOST_PORTS = 16, 32
 
 
 @dataclass(frozen=True)
-class Offer:
+class AggregatorGain:
     """what: in words. c: its link over a worker's. cores: that add. base_s: a step as it is now.
 
     choice: the best way to split with it.
@@ -43,7 +43,7 @@ class Offer:
         return self.saved >= 0.005
 
 
-def offers(model: Model, cluster: Cluster, found: Found) -> tuple[Offer, ...]:
+def aggregator_gains(model: Model, cluster: Cluster, found: SearchResult) -> tuple[AggregatorGain, ...]:
     """Of the best way that was found; none where its ranks are inside one host, where no gradients travel between
     replicas, or where the switches on the way add themselves.
     """
@@ -63,8 +63,8 @@ def offers(model: Model, cluster: Cluster, found: Found) -> tuple[Offer, ...]:
         host = _with_cores(host, a_host * tier.bytes_per_s, hosts)
         there = _with(cluster, tier, host)
         ways = [replace(way.job, in_network=True) for way in shortlist]
-        choice = min((Choice(job, predict(model, there, job)) for job in ways), key=order)
-        made.append(Offer(what, c, host.cores, best.prediction.step_s, choice))
+        choice = min((Choice(job, predict(model, there, job)) for job in ways), key=rank_by_time)
+        made.append(AggregatorGain(what, c, host.cores, best.prediction.step_s, choice))
     return tuple(made)
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from netfold.plan.cluster import Cluster, load_cluster
 from netfold.plan.cluster.networks import networks, with_network
 from netfold.plan.model import Model
-from netfold.plan.search import Choice, Found, order
+from netfold.plan.search import Choice, SearchResult, rank_by_time
 from netfold.plan.step import predict
 from netfold.plan.words import nearest
 
@@ -46,7 +46,7 @@ def parse_comparison(text: str, cluster: Cluster, *, keep_device: bool = False) 
 
 
 def compare(
-    found: Found, model: Model, cluster: Cluster, others: tuple[tuple[str, Cluster], ...]
+    found: SearchResult, model: Model, cluster: Cluster, others: tuple[tuple[str, Cluster], ...]
 ) -> tuple[Variant, ...]:
     """The cluster as it is, by its best way, then each other, split as is best there.
 
@@ -67,7 +67,7 @@ def compare(
     return tuple(variants)
 
 
-def _best(found: Found, model: Model, cluster: Cluster, in_network: bool) -> Choice:
+def _best(found: SearchResult, model: Model, cluster: Cluster, in_network: bool) -> Choice:
     """Raises ValueError, in a sentence, where no way fits beside what the device keeps from tensors."""
     device = cluster.device
     # Of what was measured memory is not known, and all of it fits.
@@ -83,4 +83,4 @@ def _best(found: Found, model: Model, cluster: Cluster, in_network: bool) -> Cho
         raise ValueError(
             f"does not fit: {device.name} has {there}, {left} of them for tensors, and {least} are needed at least"
         )
-    return min(ways, key=order)
+    return min(ways, key=rank_by_time)

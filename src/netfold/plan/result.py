@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from netfold.plan.aggregators import Offer, idle_workers, offers
+from netfold.plan.aggregators import AggregatorGain, idle_workers, aggregator_gains
 from netfold.plan.request import Request
 from netfold.plan.cluster import Cluster
 from netfold.plan.compare import Variant, compare, parse_comparison
-from netfold.plan.scaling_curve import SCALINGS, Point, curve
+from netfold.plan.scaling_curve import SCALINGS, ScalingPoint, scaling_curve
 from netfold.plan.events import Conditions, Simulated, simulate
 from netfold.plan.failures import Failures, best_interval_s, expected_goodput
 from netfold.plan.job import Job
 from netfold.plan.model import Chain, Layered, Measured, Model, Profiled, TimedStep, Traced
 from netfold.plan.cost_of_training import Cost, cost
-from netfold.plan.search import ZERO_3_RANKS, Choice, Found, search
+from netfold.plan.search import ZERO_3_RANKS, Choice, SearchResult, search
 from netfold.plan.sensitivity import Gain, sensitivity
 from netfold.plan.step import Prediction, predict
 from netfold.tuning.choice_table import format_seconds
@@ -56,8 +56,8 @@ class Result:
     best_few: tuple[RankedChoice, ...]
     front: tuple[Choice, ...]
     gains: tuple[Gain, ...]
-    offers: tuple[Offer, ...]
-    curves: dict[str, tuple[Point, ...]]
+    offers: tuple[AggregatorGain, ...]
+    curves: dict[str, tuple[ScalingPoint, ...]]
     comparisons: dict[str, tuple[Variant, ...]]
     notes: tuple[str, ...]
     played: Simulated | None
@@ -97,9 +97,9 @@ def solve(
         tuple(RankedChoice(choice, reason(choice, best)) for choice in found.best_few(FEW)),
         _thinned(found),
         sensitivity(model, cluster, found),
-        offers(model, cluster, found),
+        aggregator_gains(model, cluster, found),
         {
-            scaling: curve(
+            scaling: scaling_curve(
                 model, cluster, job, space, devices=devices, sizes=sizes, scaling=scaling, training=asked.training
             )
             # Of another number of samples a rank a profile says nothing.
@@ -228,7 +228,7 @@ def reason(choice: Choice, best: Choice) -> str:
     return f"{name} takes {100 * more[name] / best.prediction.step_s:.1f}% of a step more"
 
 
-def _thinned(found: Found) -> tuple[Choice, ...]:
+def _thinned(found: SearchResult) -> tuple[Choice, ...]:
     """The front's ends, and what lies evenly between them."""
     front = found.front
     if len(front) <= FRONT:

@@ -16,7 +16,7 @@ SCALINGS = ("strong", "weak")
 
 
 @dataclass(frozen=True)
-class Point:
+class ScalingPoint:
     """batch: samples of a step. choice: None where no way comes out even or fits, and then `why` says so.
 
     efficiency: throughput a device, against that of the curve's first point. training_s: of the whole training; None
@@ -44,7 +44,7 @@ def parse_range(text: str) -> tuple[int, ...]:
     return tuple(numbers)
 
 
-def curve(
+def scaling_curve(
     model: Model,
     cluster: Cluster,
     job: Job,
@@ -54,7 +54,7 @@ def curve(
     sizes: Sequence[int],
     scaling: str,
     training: Training | None = None,
-) -> tuple[Point, ...]:
+) -> tuple[ScalingPoint, ...]:
     """A point a size. devices: that the job's batch is meant for.
 
     What `space` leaves free is chosen anew at each size; where all of a mesh is fixed, it is the number of
@@ -90,14 +90,14 @@ def _batch(job: Job, devices: int, size: int, scaling: str) -> int:
     return job.global_batch if scaling == "strong" else max(1, job.global_batch * size // devices)
 
 
-def _point(model: Model, cluster: Cluster, job: Job, space: Space, size: int, batch: int) -> Point:
+def _point(model: Model, cluster: Cluster, job: Job, space: Space, size: int, batch: int) -> ScalingPoint:
     try:
         best = search(model, cluster, size, replace(job, global_batch=batch, micro_batch=1), space).best
     except ValueError as error:
-        return Point(size, batch, None, str(error))
-    return Point(size, batch, best)
+        return ScalingPoint(size, batch, None, str(error))
+    return ScalingPoint(size, batch, best)
 
 
-def _each(point: Point) -> float:
+def _each(point: ScalingPoint) -> float:
     assert point.choice is not None
     return point.choice.prediction.samples_per_s / point.devices

@@ -18,7 +18,7 @@ MOST_MICRO_BATCH, MOST_PIECES = 64, 8
 # are DeepSpeed's of early 2021, which hid nothing and took 1.3 to 1.6 times as long as with prefetch.
 ZERO_3_RANKS = 128
 # Ways in all. Where there are more, the search says so and asks for a fixed value.
-MOST_WAYS = 60_000
+MAX_CANDIDATES = 60_000
 # Ways that are predicted anew where a cluster changes a little: so many of all, and of each mesh. One beyond them would
 # have to overtake all of these.
 SHORTLIST, OF_A_MESH = 50, 4
@@ -52,7 +52,7 @@ class Choice:
 
 
 @dataclass(frozen=True)
-class Found:
+class SearchResult:
     """ways: all that were predicted, the fastest first; of equal ones, to three digits, the simplest. fitting: those
     that fit a device's memory.
 
@@ -105,14 +105,14 @@ class Found:
         however = f", however split ({self.tried:,} ways)" if self.tried > 1 else ""
         return (
             f"does not fit{however}: it needs {need:.1f} GB a device at least, which has {there:.1f} GB, "
-            f"{need - there:.1f} GB too little ({words(job)}); try more devices, or devices with more memory"
+            f"{need - there:.1f} GB too little ({describe_split(job)}); try more devices, or devices with more memory"
         )
 
 
-def search(model: Model, cluster: Cluster, devices: int, job: Job, space: Space | None = None) -> Found:
+def search(model: Model, cluster: Cluster, devices: int, job: Job, space: Space | None = None) -> SearchResult:
     """Predict every way. job: as it is but for the split, the microbatch and the recomputation, which are searched.
 
-    Raises ValueError, in a sentence, where no way comes out even, or more than MOST_WAYS do.
+    Raises ValueError, in a sentence, where no way comes out even, or more than MAX_CANDIDATES do.
     """
     space = space or Space()
     if devices > cluster.devices:
@@ -120,9 +120,9 @@ def search(model: Model, cluster: Cluster, devices: int, job: Job, space: Space 
     ways: list[Choice] = []
     refused = ""
     for way in _ways(model, devices, job, space):
-        if len(ways) == MOST_WAYS:
+        if len(ways) == MAX_CANDIDATES:
             raise ValueError(
-                f"there are more than {MOST_WAYS:,} ways to split over {devices} devices; fix one, such as tensor, "
+                f"there are more than {MAX_CANDIDATES:,} ways to split over {devices} devices; fix one, such as tensor, "
                 "pipeline or micro_batch"
             )
         try:
@@ -131,19 +131,19 @@ def search(model: Model, cluster: Cluster, devices: int, job: Job, space: Space 
             refused = str(error)
     if not ways:
         raise ValueError(refused or _none_even(model, devices, job, space))
-    ways.sort(key=order)
+    ways.sort(key=rank_by_time)
     fitting = [way for way in ways if way.prediction.fits]
-    return Found(tuple(ways), tuple(fitting), _front(fitting))
+    return SearchResult(tuple(ways), tuple(fitting), _front(fitting))
 
 
-def order(choice: Choice) -> tuple[float, ...]:
+def rank_by_time(choice: Choice) -> tuple[float, ...]:
     """By time; of ways that are as fast to three digits, the simplest first."""
     job, step_s = choice.job, choice.prediction.step_s
     effort = (job.split.zero, RECOMPUTATIONS.index(job.recomputation), job.split.interleave)
     return float(f"{step_s:.3g}"), *effort, step_s, choice.prediction.memory.total
 
 
-def words(job: Job) -> str:
+def describe_split(job: Job) -> str:
     """A way, in words."""
     said = [job.split.text(), f"microbatches of {job.micro_batch}"]
     if job.recomputation != "none":

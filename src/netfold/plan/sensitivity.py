@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from netfold.plan.cluster import Cluster, Tier
 from netfold.plan.model import Layered, Measured, Model
-from netfold.plan.search import Choice, Found, order, words
+from netfold.plan.search import Choice, SearchResult, rank_by_time, describe_split
 from netfold.plan.step import predict
 
 
@@ -44,10 +44,10 @@ class Gain:
         if self.factor < 1.005 * kept:
             return f"{self.what} buys {self.factor:.2f}x"
         now = f"; {kept:.2f}x as it is split now" if kept >= 1.005 else ""
-        return f"{self.what} buys {self.factor:.2f}x, split as {words(self.choice.job)}{now}"
+        return f"{self.what} buys {self.factor:.2f}x, split as {describe_split(self.choice.job)}{now}"
 
 
-def sensitivity(model: Model, cluster: Cluster, found: Found) -> tuple[Gain, ...]:
+def sensitivity(model: Model, cluster: Cluster, found: SearchResult) -> tuple[Gain, ...]:
     """Of the best way that was found, the largest gain first. Tiers that the job does not reach are left out."""
     best, shortlist = found.best, found.shortlist(cluster.device.usable_bytes)
     changes = _of_links(cluster, best.job.split.ranks)
@@ -96,11 +96,11 @@ def _with(tiers: Sequence[Tier], index: int, tier: Tier) -> tuple[Tier, ...]:
 
 def _gain(model: Model, what: str, changed: Cluster, shortlist: Sequence[Choice]) -> Gain:
     ways = [Choice(way.job, predict(model, changed, way.job)) for way in shortlist]
-    best = min(ways, key=order)
+    best = min(ways, key=rank_by_time)
     return Gain(what, shortlist[0].prediction.step_s, ways[0].prediction.step_s, best)
 
 
-def _more_memory(cluster: Cluster, found: Found) -> Gain:
+def _more_memory(cluster: Cluster, found: SearchResult) -> Gain:
     base, roomy_bytes = found.best.prediction.step_s, cluster.device.memory_bytes + cluster.device.usable_bytes
-    roomy = min((way for way in found.candidates if way.prediction.memory.total <= roomy_bytes), key=order)
+    roomy = min((way for way in found.candidates if way.prediction.memory.total <= roomy_bytes), key=rank_by_time)
     return Gain("2x the memory", base, base, roomy)

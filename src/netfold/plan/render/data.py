@@ -7,9 +7,9 @@ import math
 from typing import Any
 
 from netfold.plan.result import Result, parts
-from netfold.plan.scaling_curve import Point
+from netfold.plan.scaling_curve import ScalingPoint
 from netfold.plan.model import Traced
-from netfold.plan.search import Choice, words
+from netfold.plan.search import Choice, describe_split
 from netfold.plan.render.parts import as_object as parts_object
 from netfold.profile.page.escape import to_plain
 
@@ -38,7 +38,7 @@ def as_object(answer: Result) -> dict[str, Any]:
                 "factor": gain.factor,
                 "step_s": gain.step_s,
                 "kept_s": gain.kept_s,
-                "split": words(gain.choice.job),
+                "split": describe_split(gain.choice.job),
                 "sentence": gain.sentence(),
             }
             for gain in answer.gains
@@ -51,7 +51,7 @@ def as_object(answer: Result) -> dict[str, Any]:
                 "now_s": offer.base_s,
                 "step_s": offer.step_s,
                 "saved": offer.saved,
-                "split": words(offer.choice.job),
+                "split": describe_split(offer.choice.job),
             }
             for offer in answer.offers
         ],
@@ -80,7 +80,7 @@ def as_object(answer: Result) -> dict[str, Any]:
 def choice_object(choice: Choice) -> dict[str, Any]:
     found = choice.prediction
     return {
-        "split": words(choice.job),
+        "split": describe_split(choice.job),
         "job": choice.job,
         "step_s": found.step_s,
         "low_s": found.low_s,
@@ -96,7 +96,7 @@ def choice_object(choice: Choice) -> dict[str, Any]:
     }
 
 
-def _point(point: Point) -> dict[str, Any]:
+def _point(point: ScalingPoint) -> dict[str, Any]:
     said: dict[str, Any] = {"devices": point.devices, "batch": point.batch, "why": point.why}
     said |= {"efficiency": point.efficiency, "training_s": point.training_s}
     return said | ({} if point.choice is None else {"best": choice_object(point.choice)})

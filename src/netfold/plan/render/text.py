@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from netfold.plan.aggregators import Offer
+from netfold.plan.aggregators import AggregatorGain
 from netfold.plan.result import Result, parts
 from netfold.plan.compare import Variant
-from netfold.plan.scaling_curve import Point
+from netfold.plan.scaling_curve import ScalingPoint
 from netfold.plan.job import Job
 from netfold.plan.model import Measured
 from netfold.plan.cost_of_training import Cost, Prices
-from netfold.plan.search import Choice, words
+from netfold.plan.search import Choice, describe_split
 from netfold.plan.sensitivity import Gain
 from netfold.plan.step import Prediction
 from netfold.profile.page import units
@@ -60,7 +60,7 @@ def offered(answer: Result) -> list[str]:
     return [f"{now} {_offer(each)}" for each in answer.offers]
 
 
-def _offer(offer: Offer) -> str:
+def _offer(offer: AggregatorGain) -> str:
     what = f"{offer.what} (c = {offer.c:g}, {offer.cores} core{'s' if offer.cores > 1 else ''})"
     if not offer.saves:
         return f"{what} would save nothing of a step of {time(offer.base_s)}"
@@ -131,7 +131,7 @@ def _asked(answer: Result) -> str:
         line
         for line in (
             asked(answer),
-            f"split: {words(job)}",
+            f"split: {describe_split(job)}",
             ways,
         )
         if line
@@ -247,7 +247,7 @@ def _front(answer: Result) -> str:
     return "\n".join(["less memory for more time (no way that fits is better in both)", *aligned(rows, left=(-1,))])
 
 
-def _curve(scaling: str, points: Sequence[Point]) -> str:
+def _curve(scaling: str, points: Sequence[ScalingPoint]) -> str:
     what = "the batch stays" if scaling == "strong" else "the batch grows with the devices"
     known = any(point.training_s is not None for point in points)
     rows = [["devices", "batch", "step", "samples/s", "efficiency", "MFU", *(["training"] if known else []), *_SPLIT]]

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from netfold.plan.result import Result
 from netfold.plan.model import Measured
-from netfold.plan.search import words
+from netfold.plan.search import describe_split
 from netfold.plan.render.data import as_object
 from netfold.plan.render.page.others import aggregators, comparisons, gains
 from netfold.plan.render.page.scaling import scaling
@@ -35,7 +35,7 @@ def render_page(answer: Result) -> str:
         title=f"netfold plan: {asked.model.name} on {asked.devices:,} devices",
         headline=_headline(answer),
         opening=f"""<p class="command">{escape(said(answer))}</p>
-<p>Split: {escape(words(job))}{_searched(answer)}. What limits it: {escape(answer.best.prediction.limit)}.
+<p>Split: {escape(describe_split(job))}{_searched(answer)}. What limits it: {escape(answer.best.prediction.limit)}.
 {_measured(answer)}</p>
 {notes}""",
         facts=_facts(answer),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from netfold.plan.result import Result, RankedChoice, parts
 from netfold.plan.job import Job
-from netfold.plan.search import Choice, words
+from netfold.plan.search import Choice, describe_split
 from netfold.plan.render.page.split import bar, classes, legend
 from netfold.plan.render.text import time
 from netfold.profile.page import units
@@ -56,7 +56,7 @@ def front(answer: Result) -> str:
     columns: tuple[Column[Choice], ...] = (
         Column("memory", lambda choice: choice.prediction.memory.total, units.size),
         Column("step", lambda choice: choice.prediction.step_s, time),
-        Column("split", lambda choice: words(choice.job)),
+        Column("split", lambda choice: describe_split(choice.job)),
     )
     rows = table("front", "No way that fits is better than one of these in both time and memory.", columns, each)
     return f'<div class="charts"><figure class="alone">{chart(marks, across, up, said=said)}</figure></div>{rows}'

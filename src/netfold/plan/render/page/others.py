@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from netfold.plan.result import Result
-from netfold.plan.search import words
+from netfold.plan.search import describe_split
 from netfold.plan.sensitivity import Gain
 from netfold.plan.render.page.candidates import stacks
 from netfold.plan.render.text import offered, time, times
@@ -40,6 +40,6 @@ def gains(answer: Result) -> str:
         ),
         Column("step", lambda gain: gain.step_s, time),
         Column("split as now", lambda gain: gain.base_s / gain.kept_s, times),
-        Column("best split then", lambda gain: words(gain.choice.job)),
+        Column("best split then", lambda gain: describe_split(gain.choice.job)),
     )  # fmt: skip
     return table("gains", "Each change alone, all else as it is; bars show what is gained.", columns, answer.gains)

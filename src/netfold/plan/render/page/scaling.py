@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from netfold.plan.result import Result
-from netfold.plan.scaling_curve import Point
-from netfold.plan.search import Choice, words
+from netfold.plan.scaling_curve import ScalingPoint
+from netfold.plan.search import Choice, describe_split
 from netfold.plan.render.text import duration, rate, time, utilised
 from netfold.profile.page import units
 from netfold.profile.page.chart import SIDE, Axis, chart
@@ -25,7 +25,7 @@ def scaling(answer: Result) -> str:
     return figures + "".join(_table(name, points, utilised=known) for name, points in answer.curves.items())
 
 
-def _throughput(curves: dict[str, list[Point]]) -> str:
+def _throughput(curves: dict[str, list[ScalingPoint]]) -> str:
     every = [point for points in curves.values() for point in points]
     across = _devices(every)
     first = min(every, key=lambda point: point.devices)
@@ -37,7 +37,7 @@ def _throughput(curves: dict[str, list[Point]]) -> str:
     return _figure(curves, across, up, _rate, marks, "as many times as fast as there are devices")
 
 
-def _efficiency(curves: dict[str, list[Point]]) -> str:
+def _efficiency(curves: dict[str, list[ScalingPoint]]) -> str:
     every = [point for points in curves.values() for point in points]
     across, up = _devices(every), Axis("throughput a device, against the fewest", 0, 1.05, units.ratio)
     at = SIDE - up.at(1.0)
@@ -46,7 +46,7 @@ def _efficiency(curves: dict[str, list[Point]]) -> str:
 
 
 def _figure(
-    curves: dict[str, list[Point]], across: Axis, up: Axis, value: Callable[[Point], float], marks: str, ideal: str
+    curves: dict[str, list[ScalingPoint]], across: Axis, up: Axis, value: Callable[[ScalingPoint], float], marks: str, ideal: str
 ) -> str:
     for name, points in curves.items():
         line = [(point.devices, value(point)) for point in points]
@@ -58,7 +58,7 @@ def _figure(
     return f'<figure>{chart(marks, across, up, said=said)}<div class="legend">{legend}</div></figure>'
 
 
-def _devices(points: Sequence[Point]) -> Axis:
+def _devices(points: Sequence[ScalingPoint]) -> Axis:
     numbers = [point.devices for point in points]
     return Axis.holding("devices", min(numbers), max(numbers), units.count, 2)
 
@@ -67,24 +67,24 @@ def _line(points: Sequence[tuple[int, float]], across: Axis, up: Axis) -> str:
     return "M" + " L".join(f"{across.at(x):.1f},{SIDE - up.at(y):.1f}" for x, y in points)
 
 
-def _rate(point: Point) -> float:
+def _rate(point: ScalingPoint) -> float:
     assert point.choice is not None
     return point.choice.prediction.samples_per_s
 
 
-_TRAINING: Column[Point] = Column(
+_TRAINING: Column[ScalingPoint] = Column(
     "training", lambda point: point.training_s, duration, unknown="how many epochs it takes at this batch is not said"
 )
 
 
-def _table(name: str, points: Sequence[Point], *, utilised: bool) -> str:
+def _table(name: str, points: Sequence[ScalingPoint], *, utilised: bool) -> str:
     """utilised: what part of the devices' peak is used is known."""
     why = "see below"
 
-    def found(value: Callable[[Choice], Any]) -> Callable[[Point], Any]:
+    def found(value: Callable[[Choice], Any]) -> Callable[[ScalingPoint], Any]:
         return lambda point: None if point.choice is None else value(point.choice)
 
-    columns: tuple[Column[Point], ...] = (
+    columns: tuple[Column[ScalingPoint], ...] = (
         Column("devices", lambda point: point.devices, units.count),
         Column("batch", lambda point: point.batch, units.count),
         Column("step", found(lambda choice: choice.prediction.step_s), time, unknown=why),
@@ -92,7 +92,7 @@ def _table(name: str, points: Sequence[Point], *, utilised: bool) -> str:
         Column("efficiency", lambda point: point.efficiency if point.choice else None, units.ratio, unknown=why),
         *([Column("MFU", found(lambda choice: choice.prediction.mfu), units.ratio, unknown=why)] if utilised else []),
         *([_TRAINING] if any(point.training_s is not None for point in points) else []),
-        Column("split", found(lambda choice: words(choice.job)), unknown=why),
+        Column("split", found(lambda choice: describe_split(choice.job)), unknown=why),
     )
     notes = "".join(f"<li>{point.devices:,} devices: {escape(point.why)}</li>" for point in points if point.why)
     shown = table(name, f"{_SAID[name].capitalize()}.", columns, points)

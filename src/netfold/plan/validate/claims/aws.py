@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from netfold.plan.cluster import Cluster
-from netfold.plan.scaling_curve import curve
+from netfold.plan.scaling_curve import scaling_curve
 from netfold.plan.step import predict
 from netfold.plan.validate.claims.claim import ClaimJob, Claim, near
 
@@ -78,7 +78,7 @@ def _efficiency() -> Claim:
 
 def _scaled(scaling: str) -> dict[int, float]:
     asked = _BERT.request()
-    points = curve(
+    points = scaling_curve(
         asked.model,
         asked.cluster,
         asked.job,
