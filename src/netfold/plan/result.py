@@ -56,7 +56,7 @@ class Result:
     best_few: tuple[RankedChoice, ...]
     front: tuple[Choice, ...]
     gains: tuple[Gain, ...]
-    offers: tuple[AggregatorGain, ...]
+    aggregator_gains: tuple[AggregatorGain, ...]
     curves: dict[str, tuple[ScalingPoint, ...]]
     comparisons: dict[str, tuple[Variant, ...]]
     notes: tuple[str, ...]

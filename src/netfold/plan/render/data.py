@@ -53,7 +53,7 @@ def as_object(answer: Result) -> dict[str, Any]:
                 "saved": offer.saved,
                 "split": describe_split(offer.choice.job),
             }
-            for offer in answer.offers
+            for offer in answer.aggregator_gains
         ],
         "curves": {scaling: [_point(point) for point in points] for scaling, points in answer.curves.items()},
         "comparisons": {

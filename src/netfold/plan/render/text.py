@@ -37,7 +37,7 @@ def render_text(answer: Result) -> str:
     sections += [_comparison(text, variants) for text, variants in answer.comparisons.items()]
     if answer.gains:
         sections.append(_gains(answer.gains))
-    if answer.offers:
+    if answer.aggregator_gains:
         sections.append("\n".join(["what one more aggregator would buy", *(f"  {each}" for each in offered(answer))]))
     return "\n\n".join(sections)
 
@@ -57,7 +57,7 @@ def offered(answer: Result) -> list[str]:
     """A sentence for each aggregator that there could be."""
     named = sum(each.hosts for tier in answer.request.cluster.tiers for each in tier.aggregators)
     now = f"{named} aggregator{'s' if named > 1 else ''} now;" if named else "no aggregator:"
-    return [f"{now} {_offer(each)}" for each in answer.offers]
+    return [f"{now} {_offer(each)}" for each in answer.aggregator_gains]
 
 
 def _offer(offer: AggregatorGain) -> str:
