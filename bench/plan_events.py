@@ -16,7 +16,7 @@ from pathlib import Path
 
 from netfold.bench.machine import spoken
 from netfold.plan.cluster import Cluster, load_cluster
-from netfold.plan.events import CALM, Conditions, simulate
+from netfold.plan.events import IDEAL, Conditions, simulate
 from netfold.plan.job import Job, Split
 from netfold.plan.model import Transformer
 
@@ -28,7 +28,7 @@ MICROBATCHES = 32
 # tensor, pipeline, pieces a stage.
 SPLITS = ((8, 16, 1), (8, 32, 1), (8, 16, 4), (4, 16, 1))
 CONDITIONS = {
-    "calm": CALM,
+    "calm": IDEAL,
     "links shared": Conditions(),
     "links shared, jitter, a straggler": Conditions(jitter=0.05, stragglers={4321: 1.2}),
 }

@@ -8,7 +8,7 @@ from even_model import EvenModel, cluster
 
 from netfold.plan.cluster import Cluster
 from netfold.plan.cluster.networks import with_network
-from netfold.plan.events import CALM, Conditions, simulate, timeline
+from netfold.plan.events import IDEAL, Conditions, simulate, timeline
 from netfold.plan.job import Job, Split
 from netfold.plan.model import Chain, Layered, Product, Transformer
 from netfold.plan.model import Link as ChainLink
@@ -100,7 +100,7 @@ def test_a_step_of_zero_1_and_2_played_takes_what_the_closed_form_says(level: in
     longer = replace(STATE, moved_bytes=2e9)
     closed = predict(longer, cluster(), job, BYTES_ALONE)
     for folded in (True, False):
-        said = simulate(longer, cluster(), job, CALM, BYTES_ALONE, folded=folded)
+        said = simulate(longer, cluster(), job, IDEAL, BYTES_ALONE, folded=folded)
         assert said.prediction.step_s == pytest.approx(closed.step_s, rel=0.01)
         assert said.prediction.exposed_s["data"] == pytest.approx(closed.exposed_s["data"], rel=0.05)
         (gathered,) = [each for each in timeline(said, [3]) if each.name == "all_gather"]
@@ -229,7 +229,7 @@ def test_messages_between_stages_take_the_link_that_joins_these_two(
     # Once forwards and once backwards, while the pipeline fills and drains.
     assert closed.exposed_s["pipeline"] == pytest.approx(2 * (near * NEAR_S + far * FAR_S))
     for folded in (True, False):
-        said = simulate(ACTIVATIONS, cluster(node=node), job, CALM, MESSAGES_ALONE, folded=folded)
+        said = simulate(ACTIVATIONS, cluster(node=node), job, IDEAL, MESSAGES_ALONE, folded=folded)
         assert said.prediction.step_s == pytest.approx(closed.step_s)
 
 
@@ -241,7 +241,7 @@ def test_one_forward_one_backward_waits_for_links_of_two_kinds_as_played(microba
     for size in (1e7, 1e8):
         model = EvenModel(input_bytes=size)
         closed = predict(model, cluster(node=node), job, MESSAGES_ALONE)
-        said = simulate(model, cluster(node=node), job, CALM, MESSAGES_ALONE).prediction
+        said = simulate(model, cluster(node=node), job, IDEAL, MESSAGES_ALONE).prediction
         assert closed.step_s == pytest.approx(said.step_s, rel=0.02 if microbatches == 64 else 0.07), size
 
 

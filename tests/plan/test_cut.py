@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import pytest
 from even_model import cluster
 
-from netfold.plan.events import CALM, simulate
+from netfold.plan.events import IDEAL, simulate
 from netfold.plan.job import Job, Split
 from netfold.plan.model import Layer, Layered, Pass, Share
 from netfold.plan.step import predict
@@ -75,7 +75,7 @@ def test_the_slowest_stage_of_a_chain_has_whole_layers() -> None:
         assert found.compute_s == pytest.approx(8 * slowest)
         # All stages but the slowest fill and drain.
         assert found.bubble_s == pytest.approx(18 - slowest)
-        assert simulate(Uneven((3.0, 1.0, 1.0, 1.0)), cluster(), job, CALM).prediction.step_s == pytest.approx(
+        assert simulate(Uneven((3.0, 1.0, 1.0, 1.0)), cluster(), job, IDEAL).prediction.step_s == pytest.approx(
             found.step_s, rel=0.001
         )
 

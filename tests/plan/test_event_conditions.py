@@ -5,7 +5,7 @@ import math
 import pytest
 from even_model import EvenModel, cluster
 
-from netfold.plan.events import CALM, Conditions, simulate
+from netfold.plan.events import IDEAL, Conditions, simulate
 from netfold.plan.job import Job, Split
 
 CLUSTER, EVEN = cluster(), EvenModel()
@@ -28,14 +28,14 @@ def test_jitter_costs_more_the_more_of_it_there_is():
 
 def test_jitter_of_one_rank_alone_averages_out():
     job = Job(4096, 1, Split())
-    assert step_s(Conditions(jitter=0.2), job=job) == pytest.approx(step_s(CALM, job=job), rel=0.02)
+    assert step_s(Conditions(jitter=0.2), job=job) == pytest.approx(step_s(IDEAL, job=job), rel=0.02)
 
 
 def test_two_replicas_wait_for_the_slower_of_two_normal_sums():
     # Of 1024 microbatches each a sum is normal: the larger of two is its deviation / sqrt(pi) above the mean.
     job, jitter = Job(2048, 1, Split(data=2)), 0.5
-    computing = simulate(EVEN, CLUSTER, job, CALM).prediction.compute_s
-    late = [step_s(Conditions(jitter=jitter, seed=seed), job=job) - step_s(CALM, job=job) for seed in range(24)]
+    computing = simulate(EVEN, CLUSTER, job, IDEAL).prediction.compute_s
+    late = [step_s(Conditions(jitter=jitter, seed=seed), job=job) - step_s(IDEAL, job=job) for seed in range(24)]
     # A microbatch is a forward pass and a backward pass of twice its length.
     deviation = jitter * computing / 3 * math.sqrt(1 + 2**2) / math.sqrt(1024)
     assert sum(late) / len(late) == pytest.approx(deviation / math.sqrt(math.pi), abs=0.5 * deviation)
@@ -43,7 +43,7 @@ def test_two_replicas_wait_for_the_slower_of_two_normal_sums():
 
 def test_a_straggler_of_a_replica_slows_all():
     job = Job(32, 1, Split(data=4, tensor=2))
-    calm = simulate(EVEN, CLUSTER, job, CALM).prediction
+    calm = simulate(EVEN, CLUSTER, job, IDEAL).prediction
     slow = simulate(EVEN, CLUSTER, job, Conditions(contention=False, stragglers={5: 1.5})).prediction
     assert slow.step_s - calm.step_s == pytest.approx(0.5 * calm.compute_s)
     assert slow.compute_s == pytest.approx(1.5 * calm.compute_s)
@@ -61,7 +61,7 @@ def test_links_that_are_too_few_slow_the_messages_between_stages():
         simulate(model, narrow, job, Conditions(contention=contention)).prediction for contention in (False, True)
     )
     assert shared.exposed_s["pipeline"] == pytest.approx(4 * alone.exposed_s["pipeline"], rel=0.01)
-    assert step_s(Conditions(), model, cluster(), job) == pytest.approx(step_s(CALM, model, cluster(), job))
+    assert step_s(Conditions(), model, cluster(), job) == pytest.approx(step_s(IDEAL, model, cluster(), job))
 
 
 def test_a_collective_that_has_its_links_to_itself_takes_as_long_as_the_closed_form_says():
@@ -69,7 +69,7 @@ def test_a_collective_that_has_its_links_to_itself_takes_as_long_as_the_closed_f
     for oversubscription in (1.0, 4.0):
         at = cluster(oversubscription=oversubscription)
         model = EvenModel(layer_parameters=1e8)
-        assert step_s(Conditions(), model, at, job) == pytest.approx(step_s(CALM, model, at, job))
+        assert step_s(Conditions(), model, at, job) == pytest.approx(step_s(IDEAL, model, at, job))
 
 
 def test_gradients_under_way_share_ports_with_activations():
@@ -77,14 +77,14 @@ def test_gradients_under_way_share_ports_with_activations():
     model = EvenModel(input_bytes=5e7, layer_parameters=3e7)
     split = Split(data=8, pipeline=4, interleave=4)
     job = Job(32, 1, split, schedule="interleaved", overlap=True)
-    assert step_s(Conditions(), model, CLUSTER, job) > step_s(CALM, model, CLUSTER, job)
+    assert step_s(Conditions(), model, CLUSTER, job) > step_s(IDEAL, model, CLUSTER, job)
 
 
 def test_overlap_hides_gradients_and_interference_takes_some_of_it_back():
     model = EvenModel(layer_parameters=2e7)
     split = Split(data=8)
-    one_after_the_other = step_s(CALM, model, job=Job(32, 1, split))
-    hidden = step_s(CALM, model, job=Job(32, 1, split, overlap=True))
+    one_after_the_other = step_s(IDEAL, model, job=Job(32, 1, split))
+    hidden = step_s(IDEAL, model, job=Job(32, 1, split, overlap=True))
     disturbed = step_s(Conditions(contention=False, interference=1.3), model, job=Job(32, 1, split, overlap=True))
     assert hidden < disturbed < one_after_the_other
 

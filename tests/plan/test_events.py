@@ -7,8 +7,8 @@ import pytest
 from even_model import EvenModel, cluster
 
 from netfold.plan.cluster import load_cluster
-from netfold.plan.events import CALM, Conditions, simulate
-from netfold.plan.events.schedule import BACKWARD, FORWARD, WEIGHTS, order
+from netfold.plan.events import IDEAL, Conditions, simulate
+from netfold.plan.events.schedule import BACKWARD, FORWARD, WEIGHTS, turn_order
 from netfold.plan.job import Job, Split
 from netfold.plan.model import Layered, Transformer
 from netfold.plan.step import costs, predict
@@ -25,7 +25,7 @@ def job(batch, *, micro_batch=1, schedule="1f1b", overlap=False, bucket_bytes=25
 
 def bubble(model, at, job):
     """As a ratio of what the busiest stage computes, as papers give it."""
-    said = simulate(model, at, job, CALM).prediction
+    said = simulate(model, at, job, IDEAL).prediction
     return said.bubble_s / (said.compute_s + said.exposed_s["tensor"])
 
 
@@ -48,7 +48,7 @@ def test_pieces_divide_the_bubble(stages, microbatches, pieces):
 def test_an_even_step_takes_what_the_closed_form_says(schedule, input_bytes, split):
     # Of nodes as large as a stage, so that all messages go between nodes.
     model, at, wanted = EvenModel(input_bytes=input_bytes), cluster(node=2), job(16, schedule=schedule, **split)
-    said, closed = simulate(model, at, wanted, CALM).prediction, predict(model, at, wanted)
+    said, closed = simulate(model, at, wanted, IDEAL).prediction, predict(model, at, wanted)
     assert said.step_s == pytest.approx(closed.step_s)
     for part in ("compute_s", "bubble_s", "optimizer_s"):
         assert getattr(said, part) == pytest.approx(getattr(closed, part)), part
@@ -60,7 +60,7 @@ def test_one_forward_one_backward_waits_for_messages_all_along(stages, microbatc
     # Stage s has p - s microbatches on their way, too few to hide both messages of each: 2 (p-1)/p of one a microbatch,
     # and 2 (p-2) to fill and drain. Found here, for stages that take the same.
     wanted, nodes_of_one = job(microbatches, pipeline=stages), cluster(node=1)
-    quiet, talking = (simulate(EvenModel(input_bytes=size), nodes_of_one, wanted, CALM).prediction for size in (0, 1e6))
+    quiet, talking = (simulate(EvenModel(input_bytes=size), nodes_of_one, wanted, IDEAL).prediction for size in (0, 1e6))
     messages = (talking.step_s - quiet.step_s) / talking.stages[0].send_s
     assert messages == pytest.approx(2 * ((stages - 1) * microbatches / stages + stages - 2))
     assert talking.exposed_s["pipeline"] == pytest.approx(messages * talking.stages[0].send_s, rel=0.05)
@@ -72,7 +72,7 @@ def test_messages_of_uneven_stages_take_what_the_closed_form_says(batch, micro_b
     # The first and the last stage have words on top, few enough that messages are not hidden behind them.
     model, slow = Transformer("gpt", 2048, 16, 24, 1024, vocabulary=1024), cluster()
     wanted = job(batch, micro_batch=micro_batch, **split)
-    said, closed = simulate(model, slow, wanted, CALM).prediction, predict(model, slow, wanted)
+    said, closed = simulate(model, slow, wanted, IDEAL).prediction, predict(model, slow, wanted)
     assert said.step_s == pytest.approx(closed.step_s, rel=0.01)
 
 
@@ -80,7 +80,7 @@ def test_messages_of_uneven_stages_take_what_the_closed_form_says(batch, micro_b
 def test_interleaved_stages_wait_for_messages_only_while_they_fill_and_drain(stages, microbatches, pieces):
     model = EvenModel(input_bytes=1e6)
     wanted = job(microbatches, schedule="interleaved", pipeline=stages, interleave=pieces)
-    assert simulate(model, CLUSTER, wanted, CALM).prediction.step_s == pytest.approx(
+    assert simulate(model, CLUSTER, wanted, IDEAL).prediction.step_s == pytest.approx(
         predict(model, CLUSTER, wanted).step_s
     )
 
@@ -98,7 +98,7 @@ def test_interleaved_stages_wait_for_messages_only_while_they_fill_and_drain(sta
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 def test_a_transformer_takes_within_five_percent_of_the_closed_form(schedule, batch, split):
     wanted = job(batch, schedule=schedule, **split)
-    said = simulate(GPT, A100, wanted, CALM).prediction.step_s
+    said = simulate(GPT, A100, wanted, IDEAL).prediction.step_s
     assert said == pytest.approx(predict(GPT, A100, wanted).step_s, rel=0.05)
 
 
@@ -106,7 +106,7 @@ def test_a_transformer_takes_within_five_percent_of_the_closed_form(schedule, ba
 @pytest.mark.parametrize("overlap", [False, True])
 def test_a_model_of_the_catalogue_takes_within_five_percent_of_the_closed_form(name, overlap):
     wanted = job(512, micro_batch=32, overlap=overlap, data=16)
-    said, closed = simulate(Layered(name), A100, wanted, CALM).prediction, predict(Layered(name), A100, wanted)
+    said, closed = simulate(Layered(name), A100, wanted, IDEAL).prediction, predict(Layered(name), A100, wanted)
     assert said.step_s == pytest.approx(closed.step_s, rel=0.05)
     assert said.exposed_s["tables"] == pytest.approx(closed.exposed_s["tables"])
 
@@ -123,7 +123,7 @@ def test_replicas_folded_into_one_take_as_long_as_all_of_them(overlap, contentio
     assert folded == simulate(model, at, wanted, conditions, folded=False).prediction
 
 
-@pytest.mark.parametrize("conditions", [CALM, Conditions(jitter=0.1), Conditions(interference=1.3)])
+@pytest.mark.parametrize("conditions", [IDEAL, Conditions(jitter=0.1), Conditions(interference=1.3)])
 @pytest.mark.parametrize("overlap", [False, True])
 def test_the_parts_of_a_step_add_up(conditions, overlap):
     model = EvenModel(input_bytes=1e7, layer_parameters=1e8)
@@ -137,7 +137,7 @@ def test_the_parts_of_a_step_add_up(conditions, overlap):
 def test_weights_that_come_while_others_compute_cost_what_the_closed_form_says(layer_parameters):
     model = EvenModel(layer_parameters=layer_parameters)
     wanted = job(64, bucket_bytes=2e6, data=8, zero=3)
-    said, closed = simulate(model, CLUSTER, wanted, CALM).prediction, predict(model, CLUSTER, wanted)
+    said, closed = simulate(model, CLUSTER, wanted, IDEAL).prediction, predict(model, CLUSTER, wanted)
     assert said.step_s == pytest.approx(closed.step_s, rel=0.05)
     assert said.compute_s == pytest.approx(closed.compute_s)
 
@@ -145,7 +145,7 @@ def test_weights_that_come_while_others_compute_cost_what_the_closed_form_says(l
 def test_weights_that_take_longer_than_computing_are_all_that_counts():
     model = EvenModel(layer_parameters=1e9, moved_bytes=1e6)
     wanted = job(64, data=8, zero=3)
-    parts, said = costs(model, CLUSTER, wanted), simulate(model, CLUSTER, wanted, CALM).prediction
+    parts, said = costs(model, CLUSTER, wanted), simulate(model, CLUSTER, wanted, IDEAL).prediction
     talking = 8 * (2 * parts.gathered_s + parts.data_s)
     assert said.step_s - said.optimizer_s == pytest.approx(talking, rel=0.01)
     assert said.exposed_s["data"] == pytest.approx(talking, rel=0.01)
@@ -155,7 +155,7 @@ def test_weights_that_take_longer_than_computing_are_all_that_counts():
 def test_without_prefetch_computing_waits_for_all_that_is_gathered_and_reduced(layer_parameters):
     model = EvenModel(layer_parameters=layer_parameters)
     wanted = replace(job(64, bucket_bytes=2e6, data=8, zero=3), prefetch=False)
-    said, closed = simulate(model, CLUSTER, wanted, CALM).prediction, predict(model, CLUSTER, wanted)
+    said, closed = simulate(model, CLUSTER, wanted, IDEAL).prediction, predict(model, CLUSTER, wanted)
     parts = costs(model, CLUSTER, wanted)
     assert closed.exposed_s["data"] == pytest.approx(8 * (2 * parts.gathered_s + parts.data_s))
     assert said.step_s == pytest.approx(closed.step_s, rel=0.01)
@@ -174,7 +174,7 @@ def test_pipelines_of_split_weights_get_through():
 def test_gradients_beside_the_last_backward_pass_cost_what_the_closed_form_says(layer_parameters, split):
     model = EvenModel(layer_parameters=layer_parameters)
     wanted = job(64, overlap=True, bucket_bytes=1e7, **split)
-    said, closed = simulate(model, CLUSTER, wanted, CALM).prediction, predict(model, CLUSTER, wanted)
+    said, closed = simulate(model, CLUSTER, wanted, IDEAL).prediction, predict(model, CLUSTER, wanted)
     assert said.step_s == pytest.approx(closed.step_s, rel=0.05)
 
 
@@ -183,7 +183,7 @@ def test_gradients_of_weights_fill_the_bubble_as_published(stages, microbatches)
     # Forward, gradients of inputs and of weights take as long as each other: (p-1) of one of them is left of 3 (p-1).
     thirds = EvenModel(weights=True)
     wanted = job(microbatches, schedule="zero-bubble", pipeline=stages)
-    said, closed = simulate(thirds, CLUSTER, wanted, CALM).prediction, predict(thirds, CLUSTER, wanted)
+    said, closed = simulate(thirds, CLUSTER, wanted, IDEAL).prediction, predict(thirds, CLUSTER, wanted)
     assert said.bubble_s / said.compute_s == pytest.approx((stages - 1) / (3 * microbatches), rel=0.01)
     assert said.step_s == pytest.approx(closed.step_s, rel=0.001)
 
@@ -198,7 +198,7 @@ def test_a_stage_keeps_as_many_microbatches_as_memory_is_reckoned_for(schedule, 
     wanted = job(batch, schedule=schedule, pipeline=4, interleave=pieces)
     ends = WEIGHTS if schedule == "zero-bubble" else BACKWARD
     kept = most = 0
-    for turn in order(schedule, stage, 4, batch, pieces):
+    for turn in turn_order(schedule, stage, 4, batch, pieces):
         kept += (turn.kind == FORWARD) - (turn.kind == ends)
         most = max(most, kept)
     assert most / pieces == pytest.approx(waiting(stage, batch, wanted))

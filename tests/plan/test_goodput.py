@@ -8,7 +8,7 @@ from netfold.plan.failures import (
     Failures,
     best_interval_s,
     expected_goodput,
-    played_goodput,
+    simulated_goodput,
     young_interval_s,
 )
 
@@ -25,7 +25,7 @@ CASES = [
 @pytest.mark.parametrize("times", [0.3, 1.0, 3.0])
 def test_a_run_that_is_played_makes_the_progress_that_is_expected(failures, times):
     interval_s = times * best_interval_s(failures)
-    played = played_goodput(failures, interval_s, segments=20_000)
+    played = simulated_goodput(failures, interval_s, segments=20_000)
     assert played == pytest.approx(expected_goodput(failures, interval_s), rel=0.02)
 
 
@@ -68,7 +68,7 @@ def test_more_ranks_leave_less():
 
 def test_what_never_ends_is_said():
     with pytest.raises(ValueError, match="hardly anything is ever done; save more often, or on fewer devices"):
-        played_goodput(Failures(between_s=60, ranks=1, checkpoint_s=600, restart_s=600), 3600)
+        simulated_goodput(Failures(between_s=60, ranks=1, checkpoint_s=600, restart_s=600), 3600)
     assert expected_goodput(Failures(between_s=1, ranks=1, checkpoint_s=600, restart_s=600), 3600) == 0
     with pytest.raises(ValueError, match="a checkpoint every 0 s leaves no time to train"):
         expected_goodput(CASES[0], 0)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from netfold.plan.events.schedule import BACKWARD, FORWARD, WEIGHTS, Turn, order
+from netfold.plan.events.schedule import BACKWARD, FORWARD, WEIGHTS, Turn, turn_order
 
 SHAPES = [(1, 1, 1), (2, 1, 1), (4, 8, 1), (4, 2, 1), (8, 8, 1), (4, 8, 2), (4, 4, 3), (3, 9, 2), (4, 10, 2), (8, 2, 2)]
 CASES = [
@@ -18,13 +18,13 @@ def test_every_stage_does_everything_once(schedule, stages, microbatches, pieces
     kinds = (FORWARD, BACKWARD, WEIGHTS) if schedule == "zero-bubble" else (FORWARD, BACKWARD)
     wanted = {Turn(kind, piece, each) for kind in kinds for piece in range(pieces) for each in range(microbatches)}
     for stage in range(stages):
-        turns = order(schedule, stage, stages, microbatches, pieces)
+        turns = turn_order(schedule, stage, stages, microbatches, pieces)
         assert len(turns) == len(wanted) and set(turns) == wanted
 
 
 @pytest.mark.parametrize(("schedule", "stages", "microbatches", "pieces"), CASES)
 def test_no_stage_waits_for_one_that_waits_for_it(schedule, stages, microbatches, pieces):
-    left = {stage: list(order(schedule, stage, stages, microbatches, pieces)) for stage in range(stages)}
+    left = {stage: list(turn_order(schedule, stage, stages, microbatches, pieces)) for stage in range(stages)}
     done = set()
 
     def can(stage, turn):
@@ -66,7 +66,7 @@ def test_orders_of_several_pieces_are_those_of_torch(split, stages, microbatches
             stage if split else 0,
             split,
         )
-        ours = order("zero-bubble" if split else "interleaved", stage, stages, microbatches, pieces)
+        ours = turn_order("zero-bubble" if split else "interleaved", stage, stages, microbatches, pieces)
         wanted = [
             Turn(names[action.computation_type.name], action.stage_index // stages, action.microbatch_index)
             for action in theirs
@@ -76,15 +76,15 @@ def test_orders_of_several_pieces_are_those_of_torch(split, stages, microbatches
 
 
 def test_the_first_stage_of_1f1b_holds_as_many_microbatches_as_there_are_stages():
-    turns = order("1f1b", 0, 4, 8)
+    turns = turn_order("1f1b", 0, 4, 8)
     assert [turn.kind for turn in turns[:5]] == [FORWARD] * 4 + [BACKWARD]
-    assert [turn.kind for turn in order("1f1b", 3, 4, 8)[:4]] == [FORWARD, BACKWARD, FORWARD, BACKWARD]
+    assert [turn.kind for turn in turn_order("1f1b", 3, 4, 8)[:4]] == [FORWARD, BACKWARD, FORWARD, BACKWARD]
 
 
 def test_what_a_schedule_cannot_do_is_said():
     with pytest.raises(ValueError, match="schedule 1f1b has one piece of the model a stage, not 2; take interleaved"):
-        order("1f1b", 0, 4, 8, 2)
+        turn_order("1f1b", 0, 4, 8, 2)
     with pytest.raises(ValueError, match="11 microbatches do not come out even in 2 rounds of 4 stages"):
-        order("interleaved", 0, 4, 11, 2)
+        turn_order("interleaved", 0, 4, 11, 2)
     with pytest.raises(ValueError, match="schedule='pipedream' is not one of gpipe, 1f1b, interleaved, zero-bubble"):
-        order("pipedream", 0, 4, 8)
+        turn_order("pipedream", 0, 4, 8)

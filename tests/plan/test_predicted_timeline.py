@@ -10,7 +10,7 @@ import pytest
 from even_model import EvenModel, cluster
 
 from netfold.plan.cluster import load_cluster
-from netfold.plan.events import CALM, Conditions, simulate, timeline, write_timeline
+from netfold.plan.events import IDEAL, Conditions, simulate, timeline, write_timeline
 from netfold.plan.job import Job, Split
 from netfold.plan.model import Layered
 from netfold.profile.record import RECORD
@@ -20,7 +20,7 @@ MODEL = EvenModel(input_bytes=1e7, layer_parameters=1e8)
 JOB = Job(32, 1, Split(data=2, tensor=2, pipeline=4), overlap=True)
 
 
-def played(conditions=CALM, **how):
+def played(conditions=IDEAL, **how):
     return simulate(MODEL, cluster(latency_s=1e-5), JOB, conditions, **how)
 
 

@@ -76,7 +76,7 @@ def young_interval_s(failures: Failures) -> float:
     return math.sqrt(2 * failures.checkpoint_s * failures.job_between_s)
 
 
-def played_goodput(failures: Failures, interval_s: float, *, segments: int = 10_000, seed: int = 0) -> float:
+def simulated_goodput(failures: Failures, interval_s: float, *, segments: int = 10_000, seed: int = 0) -> float:
     """The same by playing a run until so many segments are done, failure by failure: the expectation's check.
 
     Cost: a few operations a segment and failure. Raises ValueError where failures come so fast that it would not end.

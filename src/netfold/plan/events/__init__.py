@@ -15,8 +15,8 @@
   timeline    the same by rank, as a list and as a file for Perfetto
 """
 
-from netfold.plan.events.conditions import CALM, Conditions
+from netfold.plan.events.conditions import IDEAL, Conditions
 from netfold.plan.events.simulate import Simulated, simulate
 from netfold.plan.events.timeline import Slice, timeline, write_timeline
 
-__all__ = ["CALM", "Conditions", "Simulated", "Slice", "simulate", "timeline", "write_timeline"]
+__all__ = ["IDEAL", "Conditions", "Simulated", "Slice", "simulate", "timeline", "write_timeline"]

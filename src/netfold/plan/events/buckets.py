@@ -24,7 +24,7 @@ MOST_BUCKETS = 32
 
 
 @dataclass(frozen=True)
-class Act:
+class TaskInfo:
     """A task in words. part, of parts: a pass that waits for buckets or completes them is several tasks.
 
     computing_s: on a rank as it should be. tensor_s: in collectives among tensor ranks. tables_s: in exchanges of what
@@ -62,7 +62,7 @@ class Plan:
     awaited: Mapping[int, int] = field(default_factory=dict)
 
 
-class Cuts:
+class BucketPlanner:
     """Of one stage. share: its parameters, of those of the stage that has most, which `parts` speaks of.
 
     updated: the gather of all weights after the update; None where there is none.
@@ -96,12 +96,12 @@ class Cuts:
         count = self._count if self._gathers or (self._job.overlap and is_last) else 1
         return (1 / count,) * count
 
-    def plan(self, acts: Sequence[Act]) -> Plan:
+    def plan(self, acts: Sequence[TaskInfo]) -> Plan:
         if not self._talks:
             return Plan()
         if self._gathers:
             return self._plan_of_gathers(acts)
-        last = last_turns([act.turn for act in acts], self._job.split.zero)
+        last = last_backward_turns([act.turn for act in acts], self._job.split.zero)
         if self._job.split.zero == 2:
             return self._plan_of_microbatches(acts, last)
         if not self._job.overlap:
@@ -114,7 +114,7 @@ class Cuts:
         done = [at for at, act in enumerate(acts) if act.turn in last]
         return Plan((self._reduced,) * len(done), {at: (number,) for number, at in enumerate(done)})
 
-    def _plan_of_microbatches(self, acts: Sequence[Act], reduced: set[Turn]) -> Plan:
+    def _plan_of_microbatches(self, acts: Sequence[TaskInfo], reduced: set[Turn]) -> Plan:
         """Every microbatch's gradients go, beside its backward pass or after it; the next pass waits for them."""
         releases: dict[int, tuple[int, ...]] = {}
         awaited: dict[int, int] = {}
@@ -129,7 +129,7 @@ class Cuts:
                 awaited[at + 1] = sent - 1
         return Plan((self._reduced,) * sent, releases, 0, awaited)
 
-    def _plan_of_gathers(self, acts: Sequence[Act]) -> Plan:
+    def _plan_of_gathers(self, acts: Sequence[TaskInfo]) -> Plan:
         """A gather goes when the task before the one that needs it begins; the first of a pass, or all of them without
         prefetch, when it is that task's turn, since only then it is known which weights come next. Gradients go after
         it, or before it without prefetch: then nothing is beside anything."""
@@ -158,7 +158,7 @@ class Cuts:
         return Plan(tuple(buckets), releases, first, awaited)
 
 
-def last_turns(turns: Sequence[Turn], zero: int) -> set[Turn]:
+def last_backward_turns(turns: Sequence[Turn], zero: int) -> set[Turn]:
     """By piece, the turn that completes its gradients; with ZeRO-2 those of every microbatch."""
     kind = WEIGHTS if any(turn.kind == WEIGHTS for turn in turns) else BACKWARD
     ends = [turn for turn in turns if turn.kind == kind]

@@ -10,12 +10,12 @@ import numpy as np
 import numpy.typing as npt
 
 from netfold.plan.cluster import Cluster
-from netfold.plan.events.buckets import Act, Bucket, Cuts, Plan, last_turns
+from netfold.plan.events.buckets import TaskInfo, Bucket, BucketPlanner, Plan, last_backward_turns
 from netfold.plan.events.conditions import Conditions
 from netfold.plan.events.links import Uses
 from netfold.plan.events.mesh import Mesh
 from netfold.plan.events.event_loop import Step, Task
-from netfold.plan.events.schedule import BACKWARD, FORWARD, WEIGHTS, Turn, order
+from netfold.plan.events.schedule import BACKWARD, FORWARD, WEIGHTS, Turn, turn_order
 from netfold.plan.job import Job
 from netfold.plan.model import Layer, Model, Share
 from netfold.plan.step import Costs, Stage
@@ -24,7 +24,7 @@ _Seconds = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)
-class Script:
+class BuiltStep:
     """acts, buckets: by stage; an act is a task of the step. collectives: among tensor ranks, in a pass of a piece.
 
     updated: by stage, the gather of all weights after the update, or None.
@@ -32,15 +32,15 @@ class Script:
 
     step: Step
     mesh: Mesh
-    acts: tuple[tuple[Act, ...], ...]
+    acts: tuple[tuple[TaskInfo, ...], ...]
     buckets: tuple[tuple[Bucket, ...], ...]
     collectives: int
     updated: tuple[Bucket | None, ...]
 
 
-def write_script(
+def build_step(
     model: Model, cluster: Cluster, job: Job, parts: Costs, conditions: Conditions, *, folded: bool
-) -> Script:
+) -> BuiltStep:
     """Raises ValueError, in a sentence, where the schedule cannot be had."""
     split = job.split
     mesh = Mesh(cluster, split, folded=folded, contention=conditions.contention)
@@ -50,18 +50,18 @@ def write_script(
     shares = [stage.parameters / most if most else 0.0 for stage in parts.stages]
     bucket_flag = 2 * split.interleave * parts.microbatches
     uses = [mesh.gradients(stage) for stage in range(split.pipeline)]
-    acts: list[tuple[Act, ...]] = []
+    acts: list[tuple[TaskInfo, ...]] = []
     plans: list[Plan] = []
     updated: list[Bucket | None] = []
     tasks: list[list[Task]] = []
     for index, (stage, share) in enumerate(zip(parts.stages, shares, strict=True)):
-        turns = order(job.schedule, index, split.pipeline, parts.microbatches, split.interleave)
-        cuts = Cuts(job, stage, parts, share)
+        turns = turn_order(job.schedule, index, split.pipeline, parts.microbatches, split.interleave)
+        cuts = BucketPlanner(job, stage, parts, share)
         acts.append(_acts(turns, stage, job, cuts))
         updated.append(cuts.updated)
         plans.append(cuts.plan(acts[-1]))
         tasks.append(_tasks(acts[-1], plans[-1], index, job, bucket_flag))
-    pace = Pace(mesh, conditions, collectives)
+    pace = TaskDurations(mesh, conditions, collectives)
     lanes = [lane // mesh.replicas for lane in range(mesh.lanes)]
     step = Step(
         replicas=mesh.replicas,
@@ -85,10 +85,10 @@ def write_script(
         capacity=mesh.capacity,
         slowed=conditions.interference,
     )
-    return Script(step, mesh, tuple(acts), tuple(plan.buckets for plan in plans), collectives, tuple(updated))
+    return BuiltStep(step, mesh, tuple(acts), tuple(plan.buckets for plan in plans), collectives, tuple(updated))
 
 
-class Pace:
+class TaskDurations:
     """How long tasks take on lanes whose ranks differ."""
 
     def __init__(self, mesh: Mesh, conditions: Conditions, collectives: int) -> None:
@@ -100,7 +100,7 @@ class Pace:
         for rank, factor in conditions.stragglers.items():
             self._slow.setdefault(mesh.lane_of(rank), {})[rank] = factor
 
-    def seconds(self, stage: int, acts: Sequence[Act]) -> list[list[float]]:
+    def seconds(self, stage: int, acts: Sequence[TaskInfo]) -> list[list[float]]:
         """By lane of the stage."""
         computing = np.array([act.computing_s for act in acts])
         talking = np.array([act.tensor_s + act.tables_s for act in acts])
@@ -131,7 +131,7 @@ def _collectives(layers: tuple[Layer, ...], pieces: int) -> int:
     return round(sum(found) / pieces)
 
 
-def _acts(turns: Sequence[Turn], stage: Stage, job: Job, cuts: Cuts) -> tuple[Act, ...]:
+def _acts(turns: Sequence[Turn], stage: Stage, job: Job, cuts: BucketPlanner) -> tuple[TaskInfo, ...]:
     pieces = job.split.interleave
     weights_s = stage.weights_s if any(turn.kind == WEIGHTS for turn in turns) else 0.0
     times = {
@@ -139,16 +139,16 @@ def _acts(turns: Sequence[Turn], stage: Stage, job: Job, cuts: Cuts) -> tuple[Ac
         BACKWARD: (stage.backward_s - weights_s, stage.backward_tensor_s, stage.tables_s / 2),
         WEIGHTS: (weights_s, 0.0, 0.0),
     }
-    last = last_turns(turns, job.split.zero)
+    last = last_backward_turns(turns, job.split.zero)
     acts = []
     for turn in turns:
         shares = cuts.shares(turn, is_last=turn in last)
         whole = [each / pieces for each in times[turn.kind]]
-        acts += [Act(turn, part, len(shares), *(share * each for each in whole)) for part, share in enumerate(shares)]
+        acts += [TaskInfo(turn, part, len(shares), *(share * each for each in whole)) for part, share in enumerate(shares)]
     return tuple(acts)
 
 
-def _tasks(acts: Sequence[Act], plan: Plan, stage: int, job: Job, bucket_flag: int) -> list[Task]:
+def _tasks(acts: Sequence[TaskInfo], plan: Plan, stage: int, job: Job, bucket_flag: int) -> list[Task]:
     split = job.split
     end = split.pipeline * split.interleave - 1
     tasks = []

@@ -36,4 +36,4 @@ class Conditions:
         return self.jitter == 0 and not self.stragglers
 
 
-CALM = Conditions(contention=False)
+IDEAL = Conditions(contention=False)

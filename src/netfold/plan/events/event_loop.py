@@ -88,7 +88,7 @@ class Step:
 
 
 @dataclass
-class Played:
+class EventTimes:
     """When everything began and ended: by lane and task; -1 where nothing was sent. buckets, gathers: by stage."""
 
     began_s: list[list[float]]
@@ -104,7 +104,7 @@ class Played:
         return max(ended for _, ended in (*self.update_s, *self.gather_s))
 
 
-def play(step: Step) -> Played:
+def run_event_loop(step: Step) -> EventTimes:
     """Cost: some microseconds a task and message, with the logarithm of how many are under way at once."""
     return _Player(step).run()
 
@@ -146,7 +146,7 @@ class _Player:
         self.beside = [False] * lanes
         # Before a step the links have been still for long.
         self.still_since_s = [-math.inf] * stages
-        self.played = Played(
+        self.played = EventTimes(
             began_s=self._of_tasks(),
             ended_s=self._of_tasks(),
             sent_s=self._of_tasks(),
@@ -160,7 +160,7 @@ class _Player:
         step = self.step
         return [[-1.0] * len(step.tasks[lane // step.replicas]) for lane in range(step.lanes)]
 
-    def run(self) -> Played:
+    def run(self) -> EventTimes:
         for stage in range(len(self.step.tasks)):
             self._begin_bucket(stage)
         for lane in range(self.step.lanes):

@@ -30,7 +30,7 @@ class Turn(NamedTuple):
 
 
 @lru_cache(maxsize=1024)
-def order(schedule: str, stage: int, stages: int, microbatches: int, pieces: int = 1) -> tuple[Turn, ...]:
+def turn_order(schedule: str, stage: int, stages: int, microbatches: int, pieces: int = 1) -> tuple[Turn, ...]:
     """Of one stage. Raises ValueError, in a sentence, for what the schedule cannot do."""
     if schedule == "gpipe":
         _only_one_piece(schedule, pieces)

@@ -6,9 +6,9 @@ from dataclasses import dataclass, replace
 
 from netfold.plan.cluster import Cluster
 from netfold.plan.events.conditions import Conditions
-from netfold.plan.events.event_loop import Played, play
-from netfold.plan.events.build import Script, write_script
-from netfold.plan.events.timed_step import write_timed_step
+from netfold.plan.events.event_loop import EventTimes, run_event_loop
+from netfold.plan.events.build import BuiltStep, build_step
+from netfold.plan.events.timed_step import build_timed_step
 from netfold.plan.job import Job
 from netfold.plan.model import Model, TimedStep
 from netfold.plan.step import FITTED, Constants, Prediction, costs, limit_of, predict
@@ -20,8 +20,8 @@ class Simulated:
 
     job: Job
     prediction: Prediction
-    script: Script
-    played: Played
+    script: BuiltStep
+    played: EventTimes
 
 
 def simulate(
@@ -51,14 +51,14 @@ def simulate(
         raise ValueError(f"there is no rank {outside[0]} to be slow; there are {job.split.ranks}, from 0")
     closed = predict(model, cluster, job, constants)
     if isinstance(model, TimedStep):
-        script = write_timed_step(model, cluster, job, conditions, constants, folded=folded)
+        script = build_timed_step(model, cluster, job, conditions, constants, folded=folded)
     else:
-        script = write_script(model, cluster, job, costs(model, cluster, job, constants), conditions, folded=folded)
-    played = play(script.step)
+        script = build_step(model, cluster, job, costs(model, cluster, job, constants), conditions, folded=folded)
+    played = run_event_loop(script.step)
     return Simulated(job, _prediction(closed, job, script, played), script, played)
 
 
-def _prediction(closed: Prediction, job: Job, script: Script, played: Played) -> Prediction:
+def _prediction(closed: Prediction, job: Job, script: BuiltStep, played: EventTimes) -> Prediction:
     """Of the lane that computes longest; memory and bands are those of the closed form."""
     lane = max(range(script.step.lanes), key=lambda lane: sum(script.step.seconds[lane]))
     stage, step_s = lane // script.step.replicas, played.end_s
@@ -97,7 +97,7 @@ def _prediction(closed: Prediction, job: Job, script: Script, played: Played) ->
     )
 
 
-def _waited_for(script: Script, played: Played, lane: int) -> tuple[float, float]:
+def _waited_for(script: BuiltStep, played: EventTimes, lane: int) -> tuple[float, float]:
     """Of the time until a lane's last pass ends, what messages between stages and what gathers of weights take: those
     that nothing else hid.
 
@@ -130,7 +130,7 @@ def _waited_for(script: Script, played: Played, lane: int) -> tuple[float, float
     return messages_s, gathers_s
 
 
-def _bucket_end(script: Script, played: Played, stage: int, flag: int) -> float | None:
+def _bucket_end(script: BuiltStep, played: EventTimes, stage: int, flag: int) -> float | None:
     """None where the flag is not a bucket's."""
     first = script.step.bucket_flag
     return None if first is None or flag < first else played.buckets_s[stage][flag - first][1]

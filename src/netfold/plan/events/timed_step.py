@@ -7,21 +7,21 @@ cores, what the processor did round the layers takes its turn there, and so does
 from __future__ import annotations
 
 from netfold.plan.cluster import Cluster
-from netfold.plan.events.buckets import Act, Bucket
+from netfold.plan.events.buckets import TaskInfo, Bucket
 from netfold.plan.events.conditions import Conditions
 from netfold.plan.events.mesh import Mesh
 from netfold.plan.events.event_loop import Hosts, Step, Task
 from netfold.plan.events.schedule import BACKWARD, FORWARD, Turn
-from netfold.plan.events.build import Pace, Script
+from netfold.plan.events.build import TaskDurations, BuiltStep
 from netfold.plan.job import Job
 from netfold.plan.model import TimedStep
 from netfold.plan.step import Constants
 from netfold.plan.step.traffic import Group, collective_s
 
 
-def write_timed_step(
+def build_timed_step(
     model: TimedStep, cluster: Cluster, job: Job, conditions: Conditions, constants: Constants, *, folded: bool
-) -> Script:
+) -> BuiltStep:
     """Raises ValueError, in a sentence, for a split or an order that was not profiled."""
     split = job.split
     if split.ranks != split.data or split.zero or job.microbatches > 1 or not job.overlap:
@@ -54,7 +54,7 @@ def write_timed_step(
         busy = [shared.operation_s + steps * shared.message_s + shared.byte_s * rate * each for each in sent_s]
         if job.in_network:
             switch = [split.data * shared.switch_byte_s * rate * each for each in sent_s]
-    pace = Pace(mesh, conditions, 0)
+    pace = TaskDurations(mesh, conditions, 0)
     step = Step(
         replicas=mesh.replicas,
         tasks=[tasks],
@@ -85,10 +85,10 @@ def write_timed_step(
     buckets = tuple(
         Bucket("all_reduce", size, each) for size, each in zip((*sizes, model.word_bytes), took, strict=True)
     )
-    return Script(step, mesh, (tuple(acts),), (buckets,), 0, (None,))
+    return BuiltStep(step, mesh, (tuple(acts),), (buckets,), 0, (None,))
 
 
-def _acts(model: TimedStep) -> tuple[list[Act], list[float], dict[int, tuple[int, ...]], int]:
+def _acts(model: TimedStep) -> tuple[list[TaskInfo], list[float], dict[int, tuple[int, ...]], int]:
     """Tasks; what each asks of a core before; which buckets leave after which; and the bucket that the last waits for.
 
     The last task is the close: from the end of the last bucket to the word.
@@ -112,5 +112,5 @@ def _acts(model: TimedStep) -> tuple[list[Act], list[float], dict[int, tuple[int
     acts = []
     for kind, parts in ((FORWARD, forward), (BACKWARD, backward)):
         turn = Turn(kind, 0, 0)
-        acts += [Act(turn, part, len(parts), device_s, 0.0, 0.0) for part, (_, device_s) in enumerate(parts)]
+        acts += [TaskInfo(turn, part, len(parts), device_s, 0.0, 0.0) for part, (_, device_s) in enumerate(parts)]
     return acts, [host_s for host_s, _ in forward + backward], releases, len(model.ready) - 1
