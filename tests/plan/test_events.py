@@ -238,5 +238,5 @@ def test_any_step_gets_through_and_its_parts_add_up(seed):
     parts = said.compute_s + said.bubble_s + said.optimizer_s + sum(said.exposed_s.values())
     assert parts == pytest.approx(said.step_s)
     assert min(said.compute_s, said.bubble_s, said.optimizer_s, *said.exposed_s.values()) >= -1e-9 * said.step_s
-    assert all(sum(row) <= said.step_s * (1 + 1e-9) for row in whole.script.step.seconds)
-    assert all(0 <= began <= ended for stage in whole.played.buckets_s for began, ended in stage)
+    assert all(sum(row) <= said.step_s * (1 + 1e-9) for row in whole.built.step.seconds)
+    assert all(0 <= began <= ended for stage in whole.times.buckets_s for began, ended in stage)

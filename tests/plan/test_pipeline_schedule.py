@@ -28,7 +28,7 @@ def test_no_stage_waits_for_one_that_waits_for_it(schedule, stages, microbatches
     done = set()
 
     def can(stage, turn):
-        place = turn.piece * stages + stage
+        place = turn.virtual_stage * stages + stage
         if turn.kind == FORWARD:
             return place == 0 or (FORWARD, place - 1, turn.microbatch) in done
         before = {(FORWARD, place, turn.microbatch)} if turn.kind == BACKWARD else {(BACKWARD, place, turn.microbatch)}
@@ -41,7 +41,7 @@ def test_no_stage_waits_for_one_that_waits_for_it(schedule, stages, microbatches
         assert ready, f"nobody can go on: {[turns[:1] for turns in left.values()]}"
         for stage in ready:
             turn = left[stage].pop(0)
-            done.add((turn.kind, turn.piece * stages + stage, turn.microbatch))
+            done.add((turn.kind, turn.virtual_stage * stages + stage, turn.microbatch))
 
 
 @pytest.mark.torch

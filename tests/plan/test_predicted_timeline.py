@@ -38,8 +38,8 @@ def test_a_rank_does_one_thing_after_the_other_and_all_of_it():
 
 def test_what_is_computed_adds_up_to_what_was_predicted():
     step = played()
-    lane = max(range(4), key=lambda lane: sum(step.script.step.seconds[lane]))
-    mine = timeline(step, [step.script.mesh.ranks(lane)[0]])
+    lane = max(range(4), key=lambda lane: sum(step.built.step.seconds[lane]))
+    mine = timeline(step, [step.built.mesh.ranks(lane)[0]])
     passes = sum(each.end_s - each.start_s for each in mine if each.kind in ("forward", "backward"))
     tensor = sum(each.end_s - each.start_s for each in mine if each.kind == "tensor")
     assert tensor == pytest.approx(step.prediction.exposed_s["tensor"])

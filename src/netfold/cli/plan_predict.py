@@ -134,8 +134,8 @@ def predict(
         raise typer.Exit(CANNOT) from None
     typer.echo(render_json(found) if as_json else render_text(found))
     _write(html, "page", as_json, lambda path: path.write_text(render_page(found), encoding="utf-8"))
-    if found.played is not None:
-        played, stages = found.played, stage_ranks(found.best.job)
+    if found.simulated is not None:
+        played, stages = found.simulated, stage_ranks(found.best.job)
         _write(timeline, "timeline", as_json, lambda path: write_timeline(played, stages, path))
 
 

@@ -60,7 +60,7 @@ class Result:
     curves: dict[str, tuple[ScalingPoint, ...]]
     comparisons: dict[str, tuple[Variant, ...]]
     notes: tuple[str, ...]
-    played: Simulated | None
+    simulated: Simulated | None
     failure_impact: FailureImpact | None
     training_s: float | None
     training_cost: Cost | None

@@ -162,4 +162,4 @@ def last_backward_turns(turns: Sequence[Turn], zero: int) -> set[Turn]:
     """By piece, the turn that completes its gradients; with ZeRO-2 those of every microbatch."""
     kind = WEIGHTS if any(turn.kind == WEIGHTS for turn in turns) else BACKWARD
     ends = [turn for turn in turns if turn.kind == kind]
-    return set(ends) if zero == 2 else set({turn.piece: turn for turn in ends}.values())
+    return set(ends) if zero == 2 else set({turn.virtual_stage: turn for turn in ends}.values())

@@ -32,7 +32,7 @@ class BuiltStep:
 
     step: Step
     mesh: Mesh
-    acts: tuple[tuple[TaskInfo, ...], ...]
+    task_info: tuple[tuple[TaskInfo, ...], ...]
     buckets: tuple[tuple[Bucket, ...], ...]
     collectives: int
     updated: tuple[Bucket | None, ...]

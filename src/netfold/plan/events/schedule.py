@@ -21,12 +21,12 @@ class Turn(NamedTuple):
     """What a stage does at one time: kind is FORWARD, BACKWARD or WEIGHTS; piece: of those that the stage holds."""
 
     kind: str
-    piece: int
+    virtual_stage: int
     microbatch: int
 
     def text(self) -> str:
         """As a timeline names it: `forward 3`, and which piece of the model beyond the first."""
-        return f"{self.kind} {self.microbatch}" + (f", piece {self.piece}" if self.piece else "")
+        return f"{self.kind} {self.microbatch}" + (f", piece {self.virtual_stage}" if self.virtual_stage else "")
 
 
 @lru_cache(maxsize=1024)

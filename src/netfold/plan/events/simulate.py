@@ -20,8 +20,8 @@ class Simulated:
 
     job: Job
     prediction: Prediction
-    script: BuiltStep
-    played: EventTimes
+    built: BuiltStep
+    times: EventTimes
 
 
 def simulate(
@@ -62,7 +62,7 @@ def _prediction(closed: Prediction, job: Job, script: BuiltStep, played: EventTi
     """Of the lane that computes longest; memory and bands are those of the closed form."""
     lane = max(range(script.step.lanes), key=lambda lane: sum(script.step.seconds[lane]))
     stage, step_s = lane // script.step.replicas, played.end_s
-    acts = script.acts[stage]
+    acts = script.task_info[stage]
     busy_s = sum(ended - began for began, ended in zip(played.began_s[lane], played.ended_s[lane], strict=True))
     tensor_s, tables_s = sum(act.tensor_s for act in acts), sum(act.tables_s for act in acts)
     turns_end_s = played.ended_s[lane][-1]

@@ -88,9 +88,9 @@ def _events(simulated: Simulated, ranks: Sequence[int], folder: Path) -> Iterato
 
 
 def _passes(simulated: Simulated, rank: int) -> Iterator[Slice]:
-    script, played = simulated.script, simulated.played
+    script, played = simulated.built, simulated.times
     lane = script.mesh.lane_of(rank)
-    acts = script.acts[lane // script.mesh.replicas]
+    acts = script.task_info[lane // script.mesh.replicas]
     began_s = 0.0
     for at, act in enumerate(acts):
         if act.part == 0:
@@ -113,7 +113,7 @@ def _passes(simulated: Simulated, rank: int) -> Iterator[Slice]:
 
 
 def _messages(simulated: Simulated, rank: int) -> Iterator[Slice]:
-    script, played = simulated.script, simulated.played
+    script, played = simulated.built, simulated.times
     replicas, stages = script.mesh.replicas, simulated.job.split.pipeline
     stage, replica = divmod(script.mesh.lane_of(rank), replicas)
     for other in {stage, (stage + 1) % stages, (stage - 1) % stages}:
@@ -122,7 +122,7 @@ def _messages(simulated: Simulated, rank: int) -> Iterator[Slice]:
             start_s, end_s = played.sent_s[lane][at], played.arrived_s[lane][at]
             if start_s < 0 or task.gives is None or (other != stage and task.gives[0] != stage):
                 continue
-            turn = script.acts[other][at].turn
+            turn = script.task_info[other][at].turn
             what = "activations" if turn.kind == FORWARD else "gradients"
             # Gradients are as large as the activations that came the other way.
             sender = other if turn.kind == FORWARD else (other - 1) % stages
@@ -132,7 +132,7 @@ def _messages(simulated: Simulated, rank: int) -> Iterator[Slice]:
 
 
 def _ends(simulated: Simulated, rank: int) -> Iterator[Slice]:
-    script, played = simulated.script, simulated.played
+    script, played = simulated.built, simulated.times
     lane = script.mesh.lane_of(rank)
     stage = lane // script.mesh.replicas
     for bucket, (start_s, end_s) in zip(script.buckets[stage], played.buckets_s[stage], strict=True):
@@ -169,7 +169,7 @@ def _trace(simulated: Simulated, rank: int, slices: Sequence[Slice]) -> Trace:
             for number, name in enumerate(_GROUPS)
         },
     )
-    step = np.array([(0, round(simulated.played.end_s * 1e9))], STEP)
+    step = np.array([(0, round(simulated.times.end_s * 1e9))], STEP)
     return Trace(about, records, step, np.zeros(0, PROGRESS))
 
 

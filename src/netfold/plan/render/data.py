@@ -67,8 +67,8 @@ def as_object(answer: Result) -> dict[str, Any]:
         "notes": answer.notes,
         "failures": answer.failure_impact,
         "played": None
-        if answer.played is None
-        else {"step_s": answer.played.prediction.step_s, "parts_s": parts(answer.played.prediction)},
+        if answer.simulated is None
+        else {"step_s": answer.simulated.prediction.step_s, "parts_s": parts(answer.simulated.prediction)},
         "step_cost": answer.step_cost,
         "training_s": answer.training_s,
         "training_cost": answer.training_cost,

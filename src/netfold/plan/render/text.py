@@ -27,8 +27,8 @@ def render_text(answer: Result) -> str:
     if remembers(answer):
         sections.append(_memory(answer.best))
     sections.append(_together(answer))
-    if answer.played is not None:
-        sections.append(_played(answer.best.prediction, answer.played.prediction))
+    if answer.simulated is not None:
+        sections.append(_played(answer.best.prediction, answer.simulated.prediction))
     if len(answer.best_few) > 1:
         sections.append(_few(answer))
     if len(answer.front) > 1:

@@ -62,7 +62,7 @@ def _headline(answer: Result) -> str:
 
 
 def _played(answer: Result) -> str:
-    return "" if answer.played is None else played(answer.best.prediction, answer.played.prediction)
+    return "" if answer.simulated is None else played(answer.best.prediction, answer.simulated.prediction)
 
 
 def _searched(answer: Result) -> str:
