@@ -160,7 +160,7 @@ def test_on_more_workers_of_another_network_only_the_weak_curve_is_drawn(folder:
     code, said = plan(*asked, "--events", "--json")
     answer = json.loads(said)
     assert answer["best"]["mfu"] is None and answer["best"]["memory"] is None
-    assert answer["played"]["step_s"] == pytest.approx(answer["best"]["step_s"], rel=1e-6)
+    assert answer["simulated"]["step_s"] == pytest.approx(answer["best"]["step_s"], rel=1e-6)
 
 
 @pytest.mark.parametrize(

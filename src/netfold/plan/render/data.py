@@ -66,7 +66,7 @@ def as_object(answer: Result) -> dict[str, Any]:
         },
         "notes": answer.notes,
         "failures": answer.failure_impact,
-        "played": None
+        "simulated": None
         if answer.simulated is None
         else {"step_s": answer.simulated.prediction.step_s, "parts_s": parts(answer.simulated.prediction)},
         "step_cost": answer.step_cost,
