@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from netfold.plan.cluster import Cluster, Device, Tier
-from netfold.plan.model import Collective, Layer, Matmul, Pass, Share
+from netfold.plan.model import Collective, Layer, Matmul, Pass, ShardSpec
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class EvenModel:
     def flops(self) -> float:
         return 1e12
 
-    def layers(self, share: Share) -> tuple[Layer, ...]:
+    def layers(self, share: ShardSpec) -> tuple[Layer, ...]:
         shared = () if share.tensor == 1 else (Collective("all_reduce", 1e6),) * 2
         forward = Pass((), self.moved_bytes, 1, shared)
         # Next to nothing; but all of it by weights, which is what a backward pass is halved by.

@@ -6,7 +6,7 @@ import pytest
 
 from netfold.plan.cluster import Cluster, load_cluster
 from netfold.plan.job import Job, Split
-from netfold.plan.model import Layer, Matmul, Pass, Share, Transformer
+from netfold.plan.model import Layer, Matmul, Pass, ShardSpec, Transformer
 from netfold.plan.slots import Slots
 from netfold.plan.step import FITTED, predict
 from netfold.plan.step.compute import matmul_s
@@ -28,7 +28,7 @@ class _Equal:
     parameters = 8.0
     flops = 1.0
 
-    def layers(self, share: Share) -> tuple[Layer, ...]:
+    def layers(self, share: ShardSpec) -> tuple[Layer, ...]:
         work = Pass((Matmul(4096, 4096, 4096 * share.micro_batch),), kernels=1)
         return (Layer("layer", work, work, Pass(), 1.0, 1.0, 1.0, count=64),)
 
@@ -69,9 +69,9 @@ def test_activations_are_korthikantis(dgx: Cluster) -> None:
     """Table 2 and section 4.2.3, of blocks; embeddings and logits come on top."""
     job = Job(64, 1, Split(tensor=8, pipeline=8, interleave=3))
     model = Transformer("GPT 175B", 12288, 96, 96, 2048)
-    block = model.layers(Share(1, 8))[1]
+    block = model.layers(ShardSpec(1, 8))[1]
     assert block.kept_bytes == pytest.approx(2048 * 12288 * (10 + 24 / 8 + 5 * 96 * 2048 / (12288 * 8)))
-    small = model.layers(Share(1, 8, sequence=True, recomputation="selective"))[1]
+    small = model.layers(ShardSpec(1, 8, sequence=True, recomputation="selective"))[1]
     assert small.kept_bytes == pytest.approx(2048 * 12288 * 34 / 8)
     assert waiting(0, job.microbatches, job) == pytest.approx(8 * (1 + 7 / 24))
 
@@ -79,7 +79,7 @@ def test_activations_are_korthikantis(dgx: Cluster) -> None:
 def test_layers_that_do_not_come_out_even_make_the_first_stages_longer(dgx: Cluster) -> None:
     odd = replace(GPT, depth=50)
     stages = predict(odd, dgx, Job(8, 1, Split(tensor=8, pipeline=4))).stages
-    block = odd.layers(Share(1, 8))[1].parameters
+    block = odd.layers(ShardSpec(1, 8))[1].parameters
     held = [stage.parameters / block for stage in stages]
     assert held[1] == pytest.approx(13) and held[2] == pytest.approx(12)
     assert stages[1].total_s > stages[2].total_s

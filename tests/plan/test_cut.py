@@ -9,7 +9,7 @@ from even_model import cluster
 
 from netfold.plan.events import IDEAL, simulate
 from netfold.plan.job import Job, Split
-from netfold.plan.model import Layer, Layered, Pass, Share
+from netfold.plan.model import Layer, Layered, Pass, ShardSpec
 from netfold.plan.step import predict
 from netfold.plan.step.cut import cut
 
@@ -52,7 +52,7 @@ class Uneven:
     parameters: float = 1.0
     flops: float = 1.0
 
-    def layers(self, share: Share) -> tuple[Layer, ...]:
+    def layers(self, share: ShardSpec) -> tuple[Layer, ...]:
         return tuple(
             Layer(
                 f"layer {index}",

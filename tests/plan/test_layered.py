@@ -4,7 +4,7 @@ import pytest
 
 from netfold.plan.cluster import load_cluster
 from netfold.plan.job import Job, Split
-from netfold.plan.model import Layered, Share
+from netfold.plan.model import Layered, ShardSpec
 from netfold.plan.model.catalogue import MODELS, find_model
 from netfold.plan.step import predict
 
@@ -13,7 +13,7 @@ from netfold.plan.step import predict
 def test_its_matmuls_have_the_layers_arithmetic(name: str) -> None:
     model = Layered(name)
     listed = find_model(name).layers
-    for layer, one in zip(listed, model.layers(Share(3)), strict=True):
+    for layer, one in zip(listed, model.layers(ShardSpec(3)), strict=True):
         if one.forward.matmuls and layer.flops >= 2 * max(layer.counts):
             assert one.forward.flops == pytest.approx(3 * layer.flops, rel=1e-9), layer.name
         assert one.parameters == sum(layer.counts)
@@ -51,4 +51,4 @@ def test_a_recommender_waits_for_its_tables() -> None:
 
 def test_tensor_ranks_are_refused() -> None:
     with pytest.raises(ValueError, match="tensor = 1 is the only way"):
-        Layered("vgg16").layers(Share(1, tensor=2))
+        Layered("vgg16").layers(ShardSpec(1, tensor=2))

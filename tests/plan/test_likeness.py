@@ -6,22 +6,22 @@ import pytest
 
 from netfold.plan.job import Split
 from netfold.plan.validate import read_runs
-from netfold.plan.validate.residual_gp import Likeness
+from netfold.plan.validate.residual_gp import ResidualGP
 from netfold.plan.validate.sources import DATA
 
 RUN = replace(read_runs(DATA / "a100_single_node_gpt.csv")[0], measured_ms=110.0)
 
 
 def test_an_error_is_carried_to_the_same_shape_almost_whole() -> None:
-    (factor,) = Likeness([RUN] * 4, [100.0] * 4).factors([RUN])
+    (factor,) = ResidualGP([RUN] * 4, [100.0] * 4).factors([RUN])
     assert factor == pytest.approx(1.1, rel=0.01)
 
 
 def test_an_error_is_not_carried_to_another_shape() -> None:
     far = replace(RUN, job=replace(RUN.job, split=Split(tensor=8)), model=replace(RUN.model, hidden=12288))
-    (factor,) = Likeness([RUN] * 4, [100.0] * 4).factors([far])
+    (factor,) = ResidualGP([RUN] * 4, [100.0] * 4).factors([far])
     assert factor == pytest.approx(1.0, abs=1e-3)
 
 
 def test_known_runs_without_errors_change_nothing() -> None:
-    assert Likeness([RUN], [110.0]).factors([RUN, RUN]) == pytest.approx([1.0, 1.0])
+    assert ResidualGP([RUN], [110.0]).factors([RUN, RUN]) == pytest.approx([1.0, 1.0])

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from netfold.cli import app
 from netfold.cli.plan_recipe import recipe_model
-from netfold.plan.model import Chain, Link, Product, Share
+from netfold.plan.model import Chain, Link, Product, ShardSpec
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 CHAIN = Chain(
@@ -28,17 +28,17 @@ def test_a_chain_counts_every_product_three_times_and_what_is_frozen_once() -> N
 
 
 def test_activations_of_a_chain_grow_with_the_microbatch_and_recomputation_keeps_what_comes_in() -> None:
-    assert [layer.kept_bytes for layer in CHAIN.layers(Share(3))] == [3 * 32 * 2, 3 * 8 * 2]
-    full = CHAIN.layers(Share(3, recomputation="full"))
+    assert [layer.kept_bytes for layer in CHAIN.layers(ShardSpec(3))] == [3 * 32 * 2, 3 * 8 * 2]
+    full = CHAIN.layers(ShardSpec(3, recomputation="full"))
     assert [layer.kept_bytes for layer in full] == [layer.input_bytes for layer in full] == [0, 3 * 32 * 2]
     assert all(layer.again == layer.forward for layer in full)
 
 
 def test_a_chain_says_what_it_cannot_be_split_by() -> None:
     with pytest.raises(ValueError, match="take tensor 1"):
-        CHAIN.layers(Share(1, tensor=2))
+        CHAIN.layers(ShardSpec(1, tensor=2))
     with pytest.raises(ValueError, match="for transformers"):
-        CHAIN.layers(Share(1, recomputation="selective"))
+        CHAIN.layers(ShardSpec(1, recomputation="selective"))
 
 
 @pytest.mark.torch

@@ -7,14 +7,14 @@ from functools import cache
 
 import pytest
 
-from netfold.plan.training_length import Training
+from netfold.plan.training_length import TrainingLength
 from netfold.plan.cluster import load_cluster
 from netfold.plan.cluster.networks import networks, with_network
 from netfold.plan.compare import compare, parse_comparison
 from netfold.plan.scaling_curve import scaling_curve, parse_range
 from netfold.plan.job import Job
 from netfold.plan.model.registry import find_model
-from netfold.plan.cost_of_training import Prices, cost
+from netfold.plan.cost_of_training import Prices, training_cost
 from netfold.plan.search import SearchResult, Space, search
 from netfold.plan.sensitivity import sensitivity
 
@@ -181,15 +181,15 @@ def test_every_network_names_its_source() -> None:
 
 
 def test_epochs_between_two_batches_lie_between_theirs_and_beyond_them_are_unknown() -> None:
-    training = Training(dataset=1000, epochs=((32.0, 4.0), (128.0, 16.0)))
+    training = TrainingLength(dataset=1000, epochs=((32.0, 4.0), (128.0, 16.0)))
     assert training.epochs_at(64) == pytest.approx(8.0)
     assert training.epochs_at(16) is None and training.seconds(256, 10.0) is None
     assert training.seconds(32, 100.0) == pytest.approx(40.0)
-    assert Training(samples=500).seconds(7, 100.0) == 5.0 and Training().seconds(7, 100.0) is None
+    assert TrainingLength(samples=500).seconds(7, 100.0) == 5.0 and TrainingLength().seconds(7, 100.0) is None
 
 
 def test_money_is_by_the_hour_and_energy_by_what_devices_draw() -> None:
-    spent = cost(3600.0, 10, CLUSTER, Prices(gpu_hour=2.0, kwh=0.5))
+    spent = training_cost(3600.0, 10, CLUSTER, Prices(gpu_hour=2.0, kwh=0.5))
     assert spent.gpu_hours == 10 and spent.energy_kwh == 4.0 and spent.money == 22.0
     unknown = replace(CLUSTER, device=replace(CLUSTER.device, power_w=0.0))
-    assert cost(3600.0, 10, unknown, Prices()).energy_kwh is None
+    assert training_cost(3600.0, 10, unknown, Prices()).energy_kwh is None

@@ -7,15 +7,15 @@ import pytest
 from netfold.plan.cluster import load_cluster
 from netfold.plan.events import simulate
 from netfold.plan.job import Job, Split
-from netfold.plan.model import Bulk, Gradient, Kernels, Matmul, Part, Share, Traced
+from netfold.plan.model import TensorSize, Gradient, Kernels, Matmul, Part, ShardSpec, Traced
 from netfold.plan.step import predict
 
 
 def part(name: str, samples: int, received: int, parameters: int = 64 * 64) -> Part:
     """A product by a weight, whose gradient is another one; it receives so many numbers a sample."""
-    forward = Kernels((Matmul(samples, 64, 64),), Bulk(100.0 + samples), 2)
-    backward = Kernels((Matmul(samples, 64, 64), Matmul(64, 64, samples)), Bulk(2.0 * samples), 3)
-    return Part(name, forward, backward, parameters, Bulk(64.0 * samples, 8.0 * samples), Bulk(received * samples), 1)
+    forward = Kernels((Matmul(samples, 64, 64),), TensorSize(100.0 + samples), 2)
+    backward = Kernels((Matmul(samples, 64, 64), Matmul(64, 64, samples)), TensorSize(2.0 * samples), 3)
+    return Part(name, forward, backward, parameters, TensorSize(64.0 * samples, 8.0 * samples), TensorSize(received * samples), 1)
 
 
 # A residual block's inside hands on more than its ends.
@@ -31,12 +31,12 @@ MODEL = Traced(
 
 def test_it_is_cut_where_the_least_is_handed_on() -> None:
     assert [(block.start, block.stop) for block in MODEL.blocks] == [(0, 1), (1, 4), (4, 6), (6, 7)]
-    sent = [layer.input_bytes for layer in MODEL.layers(Share(4))]
+    sent = [layer.input_bytes for layer in MODEL.layers(ShardSpec(4))]
     assert sent == [0, 64 * 4 * 2, 64 * 4 * 2, 64 * 4 * 2]
 
 
 def test_another_number_of_samples_lies_on_the_line_through_both() -> None:
-    once, thrice = MODEL.layers(Share(4)), MODEL.layers(Share(12))
+    once, thrice = MODEL.layers(ShardSpec(4)), MODEL.layers(ShardSpec(12))
     assert [each.forward.matmuls[0].m for each in once] == [4] * 4
     assert thrice[0].forward.matmuls == (Matmul(12, 64, 64),)
     assert thrice[0].backward.matmuls == (Matmul(12, 64, 64), Matmul(64, 64, 12))
@@ -45,21 +45,21 @@ def test_another_number_of_samples_lies_on_the_line_through_both() -> None:
 
 
 def test_what_is_no_floating_point_number_is_as_large_in_any_precision() -> None:
-    halves, whole = (MODEL.layers(Share(4, item_bytes=item))[0].kept_bytes for item in (2, 4))
+    halves, whole = (MODEL.layers(ShardSpec(4, item_bytes=item))[0].kept_bytes for item in (2, 4))
     assert halves == 64 * 4 * 2 + 8 * 4 and whole == 64 * 4 * 4 + 8 * 4
 
 
 def test_recomputation_keeps_what_a_block_receives() -> None:
-    layers = MODEL.layers(Share(4, recomputation="full"))
+    layers = MODEL.layers(ShardSpec(4, recomputation="full"))
     assert [layer.kept_bytes for layer in layers] == [0, 64 * 4 * 2, 64 * 4 * 2, 64 * 4 * 2]
     assert all(layer.again == layer.forward for layer in layers)
 
 
 def test_it_says_what_it_cannot_be_split_by() -> None:
     with pytest.raises(ValueError, match="take tensor 1"):
-        MODEL.layers(Share(1, tensor=2))
+        MODEL.layers(ShardSpec(1, tensor=2))
     with pytest.raises(ValueError, match="for transformers"):
-        MODEL.layers(Share(1, recomputation="selective"))
+        MODEL.layers(ShardSpec(1, recomputation="selective"))
 
 
 def test_buckets_close_with_the_gradient_that_fills_them_the_first_one_early() -> None:

@@ -10,7 +10,7 @@ from traces import KB, MB, PROFILER, Op, Trace, make_run, make_trace
 
 from netfold.plan.advice import advise
 from netfold.tuning.cost import predict
-from netfold.plan.profile_link import Fitted, fit, observe
+from netfold.plan.profile_link import Fitted, fit, observe_groups
 from netfold.tuning.topology import DEFAULT_LINKS, Link, Links, Topology
 from netfold.profile.analyse import analyse
 from netfold.profile.findings import Advice
@@ -60,7 +60,7 @@ SIZES = [MB] * 5 + [4 * MB] * 5 + [16 * MB] * 5
 
 
 def test_the_link_is_found_again_in_the_operations_and_late_ranks_do_not_hide_it() -> None:
-    (group,) = observe(run_of(SIZES))
+    (group,) = observe_groups(run_of(SIZES))
     assert group.pure_s[:1] == pytest.approx([ring_s(MB)], rel=1e-4)
     found = fit(group)
     assert isinstance(found, Fitted)
@@ -73,18 +73,18 @@ def test_the_link_is_found_again_in_the_operations_and_late_ranks_do_not_hide_it
 
 @pytest.mark.parametrize("algorithm", ["halving_doubling", "tree", "direct", "in_network"])
 def test_every_algorithm_between_hosts_shows_the_same_link(algorithm: str) -> None:
-    found = fit(observe(run_of(SIZES, algorithm=algorithm))[0])
+    found = fit(observe_groups(run_of(SIZES, algorithm=algorithm))[0])
     assert isinstance(found, Fitted)
     assert found.links.network.bytes_per_s == pytest.approx(100e6, rel=1e-3)
 
 
 def test_of_one_size_the_rate_is_found_if_the_latency_is_a_small_part_of_it() -> None:
-    found = fit(observe(run_of([16 * MB] * 5))[0])
+    found = fit(observe_groups(run_of([16 * MB] * 5))[0])
     assert isinstance(found, Fitted) and found.latency_assumed and found.off is None
     # 60 us are assumed where 100 are: 6 * 40 us of 255 ms are 0.1% of the rate.
     assert found.links.network.bytes_per_s == pytest.approx(100e6, rel=2e-3)
     assert "60 us (assumed), 99.9 MB/s, of too few sizes to check" in found.text()
-    assert fit(observe(run_of([4 * KB] * 5))[0]) == (
+    assert fit(observe_groups(run_of([4 * KB] * 5))[0]) == (
         "all operations are of about one size, too small to tell the link's rate from its latency"
     )
 
@@ -169,14 +169,14 @@ def test_operations_that_share_the_link_and_memory_alone_tell_nothing_of_it() ->
 
 
 def test_ranks_of_one_host_that_go_over_the_network_are_taken_to_be_apart() -> None:
-    found = fit(observe(run_of(SIZES, hosts=["a"] * RANKS))[0])
+    found = fit(observe_groups(run_of(SIZES, hosts=["a"] * RANKS))[0])
     assert isinstance(found, Fitted) and found.links.network.bytes_per_s == pytest.approx(100e6, rel=1e-3)
 
 
 def test_several_ranks_a_host_are_predicted_through_memory_and_the_switch() -> None:
     topology = Topology((0, 0, 1, 1))
     run = run_of(SIZES, hosts=["a", "a", "b", "b"], topology=topology)
-    found = fit(observe(run)[0])
+    found = fit(observe_groups(run)[0])
     assert isinstance(found, Fitted) and found.links.network.bytes_per_s == pytest.approx(100e6, rel=1e-3)
     assert any("through a switch" in text for text in predictions(run))
 
@@ -278,7 +278,7 @@ def test_small_messages_of_a_busy_host_do_not_keep_the_link_from_being_found() -
         ops = [Op(at + 40 * (1 + i), at + 40 * (1 + i) + 30, 4 * KB, sequence=100 + i) for i in range(5)]
         more = make_trace(trace.metadata.rank, RANKS, ops)
         traces.append(Trace(trace.metadata, np.concatenate([trace.operations, more.operations]), *_lists(trace)[1:]))
-    (group,) = observe(make_run(*traces))
+    (group,) = observe_groups(make_run(*traces))
     assert isinstance(fit(group), str)
     found = fit(group, 128 * KB)
     assert isinstance(found, Fitted) and found.links.network.bytes_per_s == pytest.approx(100e6, rel=1e-3)

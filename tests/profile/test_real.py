@@ -14,7 +14,7 @@ from traces import MB, make_run
 from netfold import Communicator, FileStore, Options
 from netfold._native import engine
 from netfold.tuning.cost import predict
-from netfold.plan.profile_link import Fitted, Observed, fit, observe
+from netfold.plan.profile_link import Fitted, ObservedGroup, fit, observe_groups
 from netfold.tuning.topology import DEFAULT_LINKS, Link
 from netfold.profile.analyse import analyse
 from netfold.profile.matching import SYNCHRONISING
@@ -113,9 +113,9 @@ def test_real_records_bound_clocks_name_the_late_and_show_a_link(transport: str)
         assert link.operations >= 3 * ROUNDS
 
 
-def as_over(run: Run, link: Link) -> Observed:
+def as_over(run: Run, link: Link) -> ObservedGroup:
     """Give each operation the time that the cost model states for `link`, and start them a second apart."""
-    (observed,) = observe(run)
+    (observed,) = observe_groups(run)
     links = replace(DEFAULT_LINKS, network=link)
     for trace in run.traces:
         order = np.argsort(trace.operations["sequence"])
@@ -125,4 +125,4 @@ def as_over(run: Run, link: Link) -> Observed:
             seconds = predict(kind, algorithm, float(observed.size[number]), observed.topology, links, wire)
             trace.operations["queued_ns"][place] = trace.operations["started_ns"][place] = (number + 1) * 1_000_000_000
             trace.operations["finished_ns"][place] = (number + 1) * 1_000_000_000 + round(1e9 * seconds)
-    return observe(run)[0]
+    return observe_groups(run)[0]

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint  # noqa: E402
 from typer.testing import CliRunner  # noqa: E402
 
 from netfold.cli import app  # noqa: E402
-from netfold.plan.model import Bulk, Layered, Share, Traced  # noqa: E402
+from netfold.plan.model import TensorSize, Layered, ShardSpec, Traced  # noqa: E402
 from netfold.train.examples import Batch  # noqa: E402
 from netfold.train.explain.layers import measure  # noqa: E402
 from netfold.train.models import make_model  # noqa: E402
@@ -43,7 +43,7 @@ def test_resnet_50_has_its_published_parameters_and_the_catalogues_arithmetic(re
     assert resnet50.parameters == 25_557_032
     forward = sum(part.forward.flops for part in resnet50.parts) / 2
     assert forward / 2 == pytest.approx(4.09e9, rel=0.01)
-    products = sum(layer.forward.flops for layer in Layered("resnet50").layers(Share(1)))
+    products = sum(layer.forward.flops for layer in Layered("resnet50").layers(ShardSpec(1)))
     assert forward == products
     # Nothing flows back into the pictures: the first convolution has no gradient of its input.
     first = resnet50.parts[0].forward.flops / 2
@@ -89,7 +89,7 @@ def test_it_agrees_to_the_digit_with_what_a_recipes_chain_measures(
         parts = [part for part in found.parts if f"{part.name}.".startswith(f"layers.{layer.name}.")]
         flops = sum(part.forward.flops + part.backward.flops for part in parts)
         assert (sum(part.parameters for part in parts), flops) == (layer.parameters, layer.operations), layer.name
-        kept = sum((part.kept for part in parts), Bulk()).bytes(4)
+        kept = sum((part.kept for part in parts), TensorSize()).bytes(4)
         assert layer.saved_bytes is not None
         # A chain's last layer has the loss in it; and where there are statistics, a trace leaves them out.
         less = layer.saved_bytes - kept
@@ -118,7 +118,7 @@ def test_gradients_come_in_the_order_in_which_a_real_backward_pass_completes_the
 
 def test_what_it_says_of_more_samples_is_what_a_trace_of_them_says() -> None:
     few, many = (trace("gpt:layers=1", f"{samples}x32:int64") for samples in (2, 6))
-    for one, other in zip(few.layers(Share(6)), many.layers(Share(6)), strict=True):
+    for one, other in zip(few.layers(ShardSpec(6)), many.layers(ShardSpec(6)), strict=True):
         assert (one.forward, one.backward, one.kept_bytes) == (other.forward, other.backward, other.kept_bytes)
 
 
@@ -142,7 +142,7 @@ class Dropped(nn.Module):
 
 def test_dropout_keeps_a_byte_an_element_and_inside_attention_nothing() -> None:
     found = {part.name: part for part in trace(Dropped, "8x64").parts}
-    assert found["dropout"].kept == Bulk(other_bytes=8 * 64)
+    assert found["dropout"].kept == TensorSize(other_bytes=8 * 64)
     (attention,) = found["itself"].forward.matmuls
     assert attention.fused == 2
 
@@ -161,7 +161,7 @@ class Deep(nn.Module):
 
 def test_checkpointing_keeps_less_and_computes_again() -> None:
     plain, again = (trace(lambda again=again: Deep(again), "8x64") for again in (False, True))
-    kept = [sum((part.kept for part in model.parts), Bulk()).elements for model in (plain, again)]
+    kept = [sum((part.kept for part in model.parts), TensorSize()).elements for model in (plain, again)]
     # Of each block what it is given.
     assert kept[1] == 3 * 8 * 64 < kept[0]
     # torch stops when it has what it wants: the last product of a block is not repeated.

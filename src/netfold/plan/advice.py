@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from netfold.tuning.cost import FORMULAS, predict
-from netfold.plan.profile_link import NO_LINE, Fitted, Observed, fit, observe
+from netfold.plan.profile_link import NO_LINE, Fitted, ObservedGroup, fit, observe_groups
 from netfold.tuning.choice_table import format_seconds
 from netfold.profile.columns import Bools, Floats
 from netfold.profile.findings import MB, Advice, Findings, Straggler, Row, submissions_text
@@ -47,7 +47,7 @@ def advise(run: Run, findings: Findings) -> list[Advice]:
     top = max(rows, key=_total_s)
     advice.append(_where(top, findings))
     advice += _stragglers(findings)
-    groups = observe(run)
+    groups = observe_groups(run)
     # Small messages tell how busy hosts are, as much as a link: what large ones take is found without them.
     links = [fit(each, _SMALL_BYTES) for each in groups]
     known = [(each, link) for each, link in zip(groups, links, strict=True) if isinstance(link, Fitted)]
@@ -114,7 +114,7 @@ class _Way:
     switch: bool
 
 
-def _faster_ways(row: Row, known: list[tuple[Observed, Fitted]], ranks: int) -> list[Advice]:
+def _faster_ways(row: Row, known: list[tuple[ObservedGroup, Fitted]], ranks: int) -> list[Advice]:
     """Of the group with most of the row's time: a sentence for each way that would save a tenth and more."""
     advice = []
     for observed, fitted in known:
@@ -143,7 +143,7 @@ def _faster_ways(row: Row, known: list[tuple[Observed, Fitted]], ranks: int) -> 
     return advice
 
 
-def _of_row(row: Row, observed: Observed) -> Bools:
+def _of_row(row: Row, observed: ObservedGroup) -> Bools:
     """[n] which operations of the group are in the row, and have a formula of a link."""
     to_bytes = np.inf if row.to_bytes is None else row.to_bytes
     inside = (observed.size > row.above_bytes) & (observed.size <= to_bytes)
@@ -152,7 +152,7 @@ def _of_row(row: Row, observed: Observed) -> Bools:
     return mine
 
 
-def _ways(observed: Observed, mine: Bools) -> list[_Way]:
+def _ways(observed: ObservedGroup, mine: Bools) -> list[_Way]:
     algorithms, wires = set(observed.algorithm[mine].tolist()), set(observed.wire[mine].tolist())
     ways = []
     if "in_network" not in algorithms:
@@ -165,7 +165,7 @@ def _ways(observed: Observed, mine: Bools) -> list[_Way]:
     return ways
 
 
-def _predicted(observed: Observed, fitted: Fitted, mine: Bools, way: _Way | None) -> Floats:
+def _predicted(observed: ObservedGroup, fitted: Fitted, mine: Bools, way: _Way | None) -> Floats:
     """[n] seconds of the chosen operations, as they ran or by another way."""
     cells = list(
         zip(
@@ -187,7 +187,7 @@ def _predicted(observed: Observed, fitted: Fitted, mine: Bools, way: _Way | None
     return np.array([times[cell] for cell in cells])
 
 
-def _small_messages(findings: Findings, known: list[tuple[Observed, Fitted]]) -> list[Advice]:
+def _small_messages(findings: Findings, known: list[tuple[ObservedGroup, Fitted]]) -> list[Advice]:
     """Of the small bucket's reductions: how many a step has, and what one of all of them would take."""
     if findings.steps is None:
         return []

@@ -10,7 +10,7 @@ from netfold.plan.cluster.networks import networks, with_network
 from netfold.plan.model import Model
 from netfold.plan.search import Choice, SearchResult, rank_by_time
 from netfold.plan.step import predict
-from netfold.plan.words import nearest
+from netfold.plan.words import suggest
 
 WHAT = ("network", "cluster")
 
@@ -36,7 +36,7 @@ def parse_comparison(text: str, cluster: Cluster, *, keep_device: bool = False) 
     what, equals, names = text.partition("=")
     each = [name.strip() for name in names.split(",") if name.strip()]
     if not equals or what not in WHAT:
-        raise ValueError(f"--compare {text}: {nearest(what, WHAT)}; write network=tcp,in-network or cluster=a,b")
+        raise ValueError(f"--compare {text}: {suggest(what, WHAT)}; write network=tcp,in-network or cluster=a,b")
     if not each:
         raise ValueError(f"--compare {text}: names nothing; write {what}=one,other")
     if what == "cluster":

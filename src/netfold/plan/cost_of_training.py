@@ -27,7 +27,7 @@ class Cost:
     energy_kwh: float | None
 
 
-def cost(seconds: float, devices: int, cluster: Cluster, prices: Prices) -> Cost:
+def training_cost(seconds: float, devices: int, cluster: Cluster, prices: Prices) -> Cost:
     """Of so long on so many devices."""
     hours = devices * seconds / _HOUR_S
     energy = hours * cluster.device.power_w / 1000 if cluster.device.power_w else None

@@ -35,7 +35,7 @@ NO_LINE = ("shared_memory", "hierarchical", "split")
 
 
 @dataclass(frozen=True)
-class Observed:
+class ObservedGroup:
     """One group's meetings, [n] each. kind, algorithm, wire: names, wire `auto` for tensors that no wire format is for;
     size: bytes as in `netfold.tuning.cost`; pure_s: from the last start on; apart_s: how much longer another rank took;
     alone: no other was under way meanwhile.
@@ -71,14 +71,14 @@ class Fitted:
         return f"with the link that {self.operations} operations show: {latency}, {rate}, {checked}"
 
 
-def observe(run: Run) -> list[Observed]:
+def observe_groups(run: Run) -> list[ObservedGroup]:
     """Groups of two ranks and more whose ranks all left records, the one with the most time first."""
     columns = columns_of(run)
     found = [_observed(run, columns, synchronising_operations(run, columns, matched)) for matched in match(run, columns).groups]
     return sorted((each for each in found if len(each.size)), key=lambda each: -float(each.pure_s.sum()))
 
 
-def fit(observed: Observed, above_bytes: int = 0) -> Fitted | str:
+def fit(observed: ObservedGroup, above_bytes: int = 0) -> Fitted | str:
     """The link, from operations of more bytes than that; or why there is none, in half a sentence."""
     cells: dict[tuple[str, str, str, float], Floats] = {}
     usable = observed.alone & (observed.size > above_bytes) & (observed.pure_s > 0)
@@ -149,7 +149,7 @@ def _least_squares(rows: Floats, wanted: Floats) -> Floats:
     return scaled
 
 
-def _observed(run: Run, columns: list[Columns], matched: Matched) -> Observed:
+def _observed(run: Run, columns: list[Columns], matched: Matched) -> ObservedGroup:
     trace = matched.members[0]
     places = matched.places[:, 0]
     first = columns[trace]
@@ -164,7 +164,7 @@ def _observed(run: Run, columns: list[Columns], matched: Matched) -> Observed:
         for wire, dtype in zip(first.wire[places].tolist(), dtypes, strict=True)
     ]
     algorithm = first.algorithm[places]
-    return Observed(
+    return ObservedGroup(
         kind=first.operation[places],
         algorithm=algorithm,
         wire=np.array(wires, np.str_),

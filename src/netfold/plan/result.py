@@ -13,7 +13,7 @@ from netfold.plan.events import Conditions, Simulated, simulate
 from netfold.plan.failures import Failures, best_interval_s, expected_goodput
 from netfold.plan.job import Job
 from netfold.plan.model import Chain, Layered, Measured, Model, Profiled, TimedStep, Traced
-from netfold.plan.cost_of_training import Cost, cost
+from netfold.plan.cost_of_training import Cost, training_cost
 from netfold.plan.search import ZERO_3_RANKS, Choice, SearchResult, search
 from netfold.plan.sensitivity import Gain, sensitivity
 from netfold.plan.step import Prediction, predict
@@ -110,8 +110,8 @@ def solve(
         None if conditions is None else simulate(model, cluster, best.job, conditions),
         None if asked.failures is None else _lasting(asked.failures),
         seconds,
-        None if seconds is None else cost(seconds, devices, cluster, asked.prices),
-        cost(best.prediction.step_s, devices, cluster, asked.prices),
+        None if seconds is None else training_cost(seconds, devices, cluster, asked.prices),
+        training_cost(best.prediction.step_s, devices, cluster, asked.prices),
     )
 
 

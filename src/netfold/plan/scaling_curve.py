@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from netfold.plan.training_length import Training
+from netfold.plan.training_length import TrainingLength
 from netfold.plan.cluster import Cluster
 from netfold.plan.job import Job
 from netfold.plan.model import Model
@@ -53,7 +53,7 @@ def scaling_curve(
     devices: int,
     sizes: Sequence[int],
     scaling: str,
-    training: Training | None = None,
+    training: TrainingLength | None = None,
 ) -> tuple[ScalingPoint, ...]:
     """A point a size. devices: that the job's batch is meant for.
 
@@ -65,7 +65,7 @@ def scaling_curve(
     first = next((point for point in points if point.choice is not None), None)
     if first is None:
         return tuple(points)
-    base, length = _each(first), training or Training()
+    base, length = _each(first), training or TrainingLength()
     return tuple(
         replace(
             point,

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from netfold.plan.cluster import Cluster
 from netfold.plan.job import RECOMPUTATIONS, Job, Split
-from netfold.plan.model import Model, Share
+from netfold.plan.model import Model, ShardSpec
 from netfold.plan.step import Prediction, predict
 
 # Bounds of what is tried where nothing is said: samples of a microbatch but the whole of a rank's, pieces of a stage.
@@ -167,7 +167,7 @@ def _front(fitting: list[Choice]) -> tuple[Choice, ...]:
 def _ways(model: Model, devices: int, job: Job, space: Space) -> Iterator[Job]:
     for tensor in divisors(devices) if space.tensor is None else [space.tensor]:
         try:
-            layers = model.layers(Share(space.micro_batch or 1, tensor))
+            layers = model.layers(ShardSpec(space.micro_batch or 1, tensor))
         except ValueError:
             continue
         depth = max(layer.count for layer in layers)
@@ -236,7 +236,7 @@ def _none_even(model: Model, devices: int, job: Job, space: Space) -> str:
     }
     asked = ", ".join(f"{name} {value}" for name, value in fixed.items())
     mesh = math.prod(fixed.get(name, 1) for name in ("tensor", "pipeline", "data"))
-    layers = model.layers(Share(space.micro_batch or 1, space.tensor or 1))
+    layers = model.layers(ShardSpec(space.micro_batch or 1, space.tensor or 1))
     depth = max(layer.count for layer in layers)
     if devices % mesh:
         reason = f"the ranks that are fixed make {mesh}, which does not divide {devices} devices"

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Training:
+class TrainingLength:
     """samples: of the whole training; 0 where it is not known. dataset: samples of an epoch.
 
     epochs: (samples of a step, epochs to the accuracy), by batch: what measurements of one's own or others' say.

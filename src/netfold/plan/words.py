@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Iterable
 
 
-def nearest(word: str, known: Iterable[str]) -> str:
+def suggest(word: str, known: Iterable[str]) -> str:
     """ "did you mean x?" where something is spelt alike, else all that there is."""
     known = list(known)
     close = difflib.get_close_matches(word, known, n=1, cutoff=0.5)

@@ -11,7 +11,7 @@ from netfold.plan.cluster.aggregator import Aggregator
 from netfold.plan.cluster.cluster import Cluster, Tier
 from netfold.plan.cluster.load import aggregators_of
 from netfold.plan.cluster.units import parse_quantity
-from netfold.plan.words import nearest
+from netfold.plan.words import suggest
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -53,7 +53,7 @@ def with_network(cluster: Cluster, name: str) -> Cluster:
     Raises ValueError for a name that is none.
     """
     if name not in networks():
-        raise ValueError(f"there is no network {name!r}; {nearest(name, networks())}")
+        raise ValueError(f"there is no network {name!r}; {suggest(name, networks())}")
     network = networks()[name]
     inside = cluster.tiers[:1] if len(cluster.tiers) > 1 else ()
     sharing = cluster.node if inside else 1

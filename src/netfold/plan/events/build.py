@@ -17,7 +17,7 @@ from netfold.plan.events.mesh import Mesh
 from netfold.plan.events.event_loop import Step, Task
 from netfold.plan.events.schedule import BACKWARD, FORWARD, WEIGHTS, Turn, turn_order
 from netfold.plan.job import Job
-from netfold.plan.model import Layer, Model, Share
+from netfold.plan.model import Layer, Model, ShardSpec
 from netfold.plan.step import Costs, Stage
 
 _Seconds = npt.NDArray[np.float64]
@@ -44,7 +44,7 @@ def build_step(
     """Raises ValueError, in a sentence, where the schedule cannot be had."""
     split = job.split
     mesh = Mesh(cluster, split, folded=folded, contention=conditions.contention)
-    layers = model.layers(Share(job.micro_batch, split.tensor, split.sequence, job.recomputation, job.item_bytes))
+    layers = model.layers(ShardSpec(job.micro_batch, split.tensor, split.sequence, job.recomputation, job.item_bytes))
     collectives = _collectives(layers, split.pipeline * split.interleave)
     most = max(stage.parameters for stage in parts.stages)
     shares = [stage.parameters / most if most else 0.0 for stage in parts.stages]

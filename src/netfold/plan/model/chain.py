@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-from netfold.plan.model.layer_cost import Layer, Matmul, Pass, Share
+from netfold.plan.model.layer_cost import Layer, Matmul, Pass, ShardSpec
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Chain:
             for product in link.products
         )
 
-    def layers(self, share: Share) -> tuple[Layer, ...]:
+    def layers(self, share: ShardSpec) -> tuple[Layer, ...]:
         """Raises ValueError for tensor ranks, and for selective recomputation, which is for attention."""
         if share.tensor > 1:
             raise ValueError(f"{self.name}: {share.tensor} tensor ranks cannot split it; take tensor 1")
@@ -65,7 +65,7 @@ class Chain:
 
 
 @lru_cache(maxsize=512)
-def _layers(chain: Chain, share: Share) -> tuple[Layer, ...]:
+def _layers(chain: Chain, share: ShardSpec) -> tuple[Layer, ...]:
     made, received = [], 0.0
     for link in chain.links:
         made.append(_layer(link, share, received))
@@ -73,7 +73,7 @@ def _layers(chain: Chain, share: Share) -> tuple[Layer, ...]:
     return tuple(made)
 
 
-def _layer(link: Link, share: Share, received: float) -> Layer:
+def _layer(link: Link, share: ShardSpec, received: float) -> Layer:
     a_sample = share.micro_batch * share.item_bytes
     matmuls = tuple(
         Matmul(max(1, round(product.rows * share.micro_batch)), product.n, product.k) for product in link.products

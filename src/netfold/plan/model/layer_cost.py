@@ -89,7 +89,7 @@ class Bucket:
 
 
 @dataclass(frozen=True)
-class Share:
+class ShardSpec:
     """What part of a model, and how, one rank works on.
 
     micro_batch: samples. tensor: ranks that split each layer. sequence: they split what is between the matmuls too.
@@ -119,7 +119,7 @@ class Model(Hashable, Protocol):
         """Of one sample, forward and backward, without recomputation: what utilisation is counted by."""
         ...
 
-    def layers(self, share: Share) -> tuple[Layer, ...]:
+    def layers(self, share: ShardSpec) -> tuple[Layer, ...]:
         """In order. Stages of a pipeline are cut between layers. Raises ValueError where `share` cannot be."""
         ...
 
@@ -133,7 +133,7 @@ class Measured(ABC):
     name: str
     samples: int
 
-    def as_it_ran(self, share: Share) -> None:
+    def as_it_ran(self, share: ShardSpec) -> None:
         """Raises ValueError for any share but the one that was measured."""
         if share.tensor > 1 or share.recomputation != "none":
             raise ValueError(f"{self.name}: was measured in whole layers, as they ran; take tensor 1, recompute none")

@@ -8,7 +8,7 @@ from math import prod
 
 from netfold.plan.model.catalogue import Model, find_model
 from netfold.plan.model.catalogue.layers import Layer as Listed
-from netfold.plan.model.layer_cost import Collective, Layer, Matmul, Pass, Share
+from netfold.plan.model.layer_cost import Collective, Layer, Matmul, Pass, ShardSpec
 
 
 @dataclass(frozen=True)
@@ -35,13 +35,13 @@ class Layered:
         """Backward twice the forward pass, less what is frozen."""
         return float(sum(layer.flops * (1 if layer.frozen else 3) for layer in self.listed.layers))
 
-    def layers(self, share: Share) -> tuple[Layer, ...]:
+    def layers(self, share: ShardSpec) -> tuple[Layer, ...]:
         """Raises ValueError for tensor ranks."""
         return _layers(self, share)
 
 
 @lru_cache(maxsize=256)
-def _layers(model: Layered, share: Share) -> tuple[Layer, ...]:
+def _layers(model: Layered, share: ShardSpec) -> tuple[Layer, ...]:
     if share.tensor > 1:
         raise ValueError(f"{model.name}: its layers are not split over tensor ranks; tensor = 1 is the only way")
     listed = model.listed
@@ -61,7 +61,7 @@ def _layers(model: Layered, share: Share) -> tuple[Layer, ...]:
     return tuple(made)
 
 
-def _layer(layer: Listed, share: Share, before: float, a_flop: float, talks: tuple[Collective, ...]) -> Layer:
+def _layer(layer: Listed, share: ShardSpec, before: float, a_flop: float, talks: tuple[Collective, ...]) -> Layer:
     """before: bytes of what comes in. a_flop: seconds of one, where they are known."""
     batch, item = share.micro_batch, share.item_bytes
     output = _output_bytes(layer, share)
@@ -103,7 +103,7 @@ def _matmuls(layer: Listed, batch: int) -> tuple[Matmul, ...]:
     return (Matmul(batch * places, shape[0], prod(shape[1:])),)
 
 
-def _output_bytes(layer: Listed, share: Share) -> float:
+def _output_bytes(layer: Listed, share: ShardSpec) -> float:
     """What a layer hands on, for a microbatch; a norm's is counted from its two operations an element."""
     if not layer.flops:
         return 0.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import pairwise
 
-from netfold.plan.model.layer_cost import Bucket, Layer, Measured, Pass, Share
+from netfold.plan.model.layer_cost import Bucket, Layer, Measured, Pass, ShardSpec
 
 # A backward pass takes about twice as long as a forward pass: where its begin does not show, it is put there.
 _FORWARD = 1 / 3
@@ -42,7 +42,7 @@ class Profiled(Measured):
         """From the first moment on at which the forward pass can have ended."""
         return self.computed_s - min(_FORWARD * self.computed_s, self.ready_s[0])
 
-    def layers(self, share: Share) -> tuple[Layer, ...]:
+    def layers(self, share: ShardSpec) -> tuple[Layer, ...]:
         """A layer a bucket, the last bucket's first. Raises ValueError for anything but the step that was measured."""
         self.as_it_ran(share)
         first = self.computed_s - self.backward_s

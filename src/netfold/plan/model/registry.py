@@ -13,7 +13,7 @@ from netfold.plan.model.layered import Layered
 from netfold.plan.model.timed_step import read_timed_step
 from netfold.plan.model.transformer import Transformer
 from netfold.plan.model.layer_cost import Model
-from netfold.plan.words import nearest
+from netfold.plan.words import suggest
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -75,7 +75,7 @@ def model_of(name: str, keys: Mapping[str, Any]) -> Model:
     if name in names():
         return _layered(name, keys)
     raise ValueError(
-        f"there is no model {name!r}; {nearest(name, (*KINDS, *names()))} (`netfold plan models` lists them, or "
+        f"there is no model {name!r}; {suggest(name, (*KINDS, *names()))} (`netfold plan models` lists them, or "
         "gpt:hidden=..,layers=..,heads=..)"
     )
 
@@ -87,7 +87,7 @@ def _transformer(name: str, kind: str, preset: Mapping[str, Any], keys: Mapping[
     known = KINDS[kind]
     for key, value in keys.items():
         if key not in known:
-            raise ValueError(f"model {name}: {key!r} is no dimension of a {kind}; {nearest(key, known)}")
+            raise ValueError(f"model {name}: {key!r} is no dimension of a {kind}; {suggest(key, known)}")
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ValueError(f"model {name}: {key} is {value!r}; it must be a whole number, at least 1")
     size = {key: default for key, default in known.items() if default is not None} | dict(preset) | dict(keys)

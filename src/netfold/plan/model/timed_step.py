@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from netfold.plan.model.layer_cost import Bucket, Layer, Measured, Pass, Share
+from netfold.plan.model.layer_cost import Bucket, Layer, Measured, Pass, ShardSpec
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class TimedStep(Measured):
     def parameters(self) -> float:
         return float(sum(layer.parameters for layer in self.timed))
 
-    def layers(self, share: Share) -> tuple[Layer, ...]:
+    def layers(self, share: ShardSpec) -> tuple[Layer, ...]:
         """Raises ValueError for any share but the one that was measured."""
         self.as_it_ran(share)
         return tuple(

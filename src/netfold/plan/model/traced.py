@@ -7,25 +7,25 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from itertools import pairwise
 
-from netfold.plan.model.layer_cost import Bucket, Layer, Matmul, Pass, Share
+from netfold.plan.model.layer_cost import Bucket, Layer, Matmul, Pass, ShardSpec
 
 
 @dataclass(frozen=True)
-class Bulk:
+class TensorSize:
     """Numbers of a tensor, or of several: floating-point ones, as many bytes each as the job's precision has, and the
     bytes of all others (indices, masks)."""
 
     elements: float = 0.0
     other_bytes: float = 0.0
 
-    def __add__(self, more: Bulk) -> Bulk:
-        return Bulk(self.elements + more.elements, self.other_bytes + more.other_bytes)
+    def __add__(self, more: TensorSize) -> TensorSize:
+        return TensorSize(self.elements + more.elements, self.other_bytes + more.other_bytes)
 
     def bytes(self, item_bytes: int) -> float:
         return self.elements * item_bytes + self.other_bytes
 
 
-NONE = Bulk()
+NONE = TensorSize()
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Kernels:
     """What a pass launches: matrix products, and `count` kernels in all, of which the others move `moved`."""
 
     matmuls: tuple[Matmul, ...] = ()
-    moved: Bulk = NONE
+    moved: TensorSize = NONE
     count: int = 0
 
     @property
@@ -53,8 +53,8 @@ class Part:
     forward: Kernels
     backward: Kernels
     parameters: int
-    kept: Bulk
-    received: Bulk
+    kept: TensorSize
+    received: TensorSize
     tensors: int
 
 
@@ -100,7 +100,7 @@ class Traced:
         blocks, not inside them."""
         return _blocks(self.parts)
 
-    def layers(self, share: Share) -> tuple[Layer, ...]:
+    def layers(self, share: ShardSpec) -> tuple[Layer, ...]:
         """Parts together, from one place where little is handed on to the next: what a pipeline can be cut into.
 
         Raises ValueError for tensor ranks, and for selective recomputation, which is for attention.
@@ -118,7 +118,7 @@ class Traced:
 
 
 @lru_cache(maxsize=64)
-def _layers(model: Traced, share: Share) -> tuple[Layer, ...]:
+def _layers(model: Traced, share: ShardSpec) -> tuple[Layer, ...]:
     further = share.micro_batch / model.samples - 1
     made = {run: _layer(model, run, further, share) for run in set(_alike(model))}
     return tuple(made[run] for run in _alike(model))
@@ -135,12 +135,12 @@ def _alike(model: Traced) -> tuple[range, ...]:
     return tuple(found)
 
 
-def _layer(model: Traced, run: range, further: float, share: Share) -> Layer:
+def _layer(model: Traced, run: range, further: float, share: ShardSpec) -> Layer:
     here = [model.parts[index] for index in run]
     there = [model.doubled[index] for index in run]
     item = share.item_bytes
 
-    def size(low: Iterable[Bulk], high: Iterable[Bulk]) -> float:
+    def size(low: Iterable[TensorSize], high: Iterable[TensorSize]) -> float:
         return _between(sum(each.bytes(item) for each in low), sum(each.bytes(item) for each in high), further)
 
     def launched(low: Sequence[Kernels], high: Sequence[Kernels]) -> Pass:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-from netfold.plan.model.layer_cost import Collective, Layer, Matmul, Pass, Share
+from netfold.plan.model.layer_cost import Collective, Layer, Matmul, Pass, ShardSpec
 
 # Megatron-LM pads a vocabulary so that each tensor rank's part is a multiple of this (arguments.py).
 _PAD = 128
@@ -43,7 +43,7 @@ class Transformer:
         h, s = self.hidden, self.sequence
         return 72.0 * s * self.depth * h * h * (1 + s / (6 * h) + self.vocabulary / (12 * self.depth * h))
 
-    def layers(self, share: Share) -> tuple[Layer, ...]:
+    def layers(self, share: ShardSpec) -> tuple[Layer, ...]:
         return _layers(self, share)
 
     def padded(self, tensor: int) -> int:
@@ -53,17 +53,17 @@ class Transformer:
 
 
 @lru_cache(maxsize=4096)
-def _layers(model: Transformer, share: Share) -> tuple[Layer, ...]:
+def _layers(model: Transformer, share: ShardSpec) -> tuple[Layer, ...]:
     if model.heads % share.tensor:
         raise ValueError(f"{model.name}: {model.heads} heads cannot be split over {share.tensor} tensor ranks")
     return (_embedding(model, share), _block(model, share), _head(model, share))
 
 
-def _tokens_bytes(model: Transformer, share: Share) -> float:
+def _tokens_bytes(model: Transformer, share: ShardSpec) -> float:
     return float(model.sequence * share.micro_batch * model.hidden * share.item_bytes)
 
 
-def _embedding(model: Transformer, share: Share) -> Layer:
+def _embedding(model: Transformer, share: ShardSpec) -> Layer:
     """Looks words up, adds positions, drops out; the rows that are not a rank's own come by an all_reduce."""
     whole = _tokens_bytes(model, share)
     return Layer(
@@ -78,7 +78,7 @@ def _embedding(model: Transformer, share: Share) -> Layer:
     )
 
 
-def _block(model: Transformer, share: Share) -> Layer:
+def _block(model: Transformer, share: ShardSpec) -> Layer:
     h, s, b, t = model.hidden, model.sequence, share.micro_batch, share.tensor
     rows, heads = s * b, b * model.heads // t
     whole = _tokens_bytes(model, share)
@@ -136,7 +136,7 @@ def _fused(attention: tuple[Matmul, ...], products: int) -> Matmul:
     return Matmul(scores.m, scores.n, scores.k, scores.count, products / 2)
 
 
-def _head(model: Transformer, share: Share) -> Layer:
+def _head(model: Transformer, share: ShardSpec) -> Layer:
     """The last norm, logits by the words' embedding, and the loss, for which logits are cast to 4 bytes."""
     t, rows = share.tensor, model.sequence * share.micro_batch
     words = model.padded(t) // t
@@ -153,7 +153,7 @@ def _head(model: Transformer, share: Share) -> Layer:
     )
 
 
-def _shared(share: Share, size_bytes: float, count: int = 1) -> tuple[Collective, ...]:
+def _shared(share: ShardSpec, size_bytes: float, count: int = 1) -> tuple[Collective, ...]:
     """What tensor ranks add up; with sequence parallelism in two halves, an activation gathered and one scattered."""
     if share.tensor == 1:
         return ()

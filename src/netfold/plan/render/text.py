@@ -24,7 +24,7 @@ _BAR = 24
 def render_text(answer: Result) -> str:
     """What was asked, the step, memory, throughput; then other ways, curves, comparisons, what more would buy."""
     sections = [_asked(answer), _step(answer)]
-    if remembers(answer):
+    if memory_is_known(answer):
         sections.append(_memory(answer.best))
     sections.append(_together(answer))
     if answer.simulated is not None:
@@ -38,11 +38,11 @@ def render_text(answer: Result) -> str:
     if answer.gains:
         sections.append(_gains(answer.gains))
     if answer.aggregator_gains:
-        sections.append("\n".join(["what one more aggregator would buy", *(f"  {each}" for each in offered(answer))]))
+        sections.append("\n".join(["what one more aggregator would buy", *(f"  {each}" for each in describe_aggregators(answer))]))
     return "\n\n".join(sections)
 
 
-def asked(answer: Result) -> str:
+def describe_request(answer: Result) -> str:
     """What is trained on what."""
     said, job = answer.request, answer.best.job
     # What was measured does not say by what weights are updated.
@@ -53,7 +53,7 @@ def asked(answer: Result) -> str:
     )
 
 
-def offered(answer: Result) -> list[str]:
+def describe_aggregators(answer: Result) -> list[str]:
     """A sentence for each aggregator that there could be."""
     named = sum(each.hosts for tier in answer.request.cluster.tiers for each in tier.aggregators)
     now = f"{named} aggregator{'s' if named > 1 else ''} now;" if named else "no aggregator:"
@@ -67,12 +67,12 @@ def _offer(offer: AggregatorGain) -> str:
     return f"{what} would save {units.ratio(offer.saved)}: {time(offer.step_s)} in place of {time(offer.base_s)}"
 
 
-def remembers(answer: Result) -> bool:
+def memory_is_known(answer: Result) -> bool:
     """Whether it is known what a rank holds in memory."""
     return math.isfinite(answer.best.prediction.memory_bytes)
 
 
-def utilised(answer: Result) -> bool:
+def utilisation_is_known(answer: Result) -> bool:
     """Whether it is known what part of the devices' peak is used."""
     return math.isfinite(answer.best.prediction.mfu)
 
@@ -130,7 +130,7 @@ def _asked(answer: Result) -> str:
     return "\n".join(
         line
         for line in (
-            asked(answer),
+            describe_request(answer),
             f"split: {describe_split(job)}",
             ways,
         )
@@ -161,7 +161,7 @@ def _memory(best: Choice) -> str:
 
 def _together(answer: Result) -> str:
     found, asked = answer.best.prediction, answer.request
-    used = f"; model FLOP/s utilisation {units.ratio(found.mfu)}" if utilised(answer) else ""
+    used = f"; model FLOP/s utilisation {units.ratio(found.mfu)}" if utilisation_is_known(answer) else ""
     lines = [
         f"{rate(found.samples_per_s)} samples a second, {rate(found.samples_per_s / asked.devices)} a device{used}",
     ]

@@ -19,7 +19,7 @@ from netfold.plan.cluster import Cluster, Device, Tier
 from netfold.tuning.cost import HALVES, INTEGERS
 from netfold.plan.job import PRECISIONS
 from netfold.plan.model import Profiled
-from netfold.plan.profile_link import Fitted, fit, observe
+from netfold.plan.profile_link import Fitted, fit, observe_groups
 from netfold.tuning.choice_table import format_seconds
 from netfold.tuning.topology import DEFAULT_LINKS
 from netfold.profile.columns import Columns, Floats, Integers, columns_of
@@ -226,7 +226,7 @@ def _device(precision: str) -> Device:
 
 
 def _network(run: Run, name: str, device: Device) -> Cluster | str:
-    groups = observe(run)
+    groups = observe_groups(run)
     if not groups:
         return "no operation that all ranks of a group recorded"
     if groups[0].topology.has_levels:

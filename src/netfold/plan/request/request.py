@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from netfold.plan.training_length import Training
+from netfold.plan.training_length import TrainingLength
 from netfold.plan.request.key_lines import Key
 from netfold.plan.cluster import Cluster, Device, cluster_of, load_cluster
 from netfold.plan.cluster.units import parse_quantity
@@ -16,7 +16,7 @@ from netfold.plan.model import Model
 from netfold.plan.model.registry import find_model, model_of
 from netfold.plan.cost_of_training import Prices
 from netfold.plan.search import Space
-from netfold.plan.words import nearest
+from netfold.plan.words import suggest
 
 
 class RequestError(ValueError):
@@ -37,7 +37,7 @@ class Request:
     job: Job
     space: Space = field(default_factory=Space)
     prices: Prices = field(default_factory=Prices)
-    training: Training = field(default_factory=Training)
+    training: TrainingLength = field(default_factory=TrainingLength)
     failures: Failures | None = None
 
 
@@ -130,7 +130,7 @@ def _one_of(*words: Any) -> _Check:
     def check(value: Any) -> str:
         if value in words and not isinstance(value, bool):
             return ""
-        hint = nearest(value, words) if isinstance(value, str) else ""
+        hint = suggest(value, words) if isinstance(value, str) else ""
         return f"one of {', '.join(map(str, words))}{f'; {hint}' if hint.startswith('did') else ''}"
 
     return check
@@ -203,7 +203,7 @@ class _Asking:
         for key, value in table.items():
             name = ".".join((*section, key))
             if key not in keys:
-                self.problem((*section, key), f"{name} is not known; {nearest(key, keys)}")
+                self.problem((*section, key), f"{name} is not known; {suggest(key, keys)}")
             elif isinstance(keys, Mapping) and (must := keys[key](value)):
                 self.problem((*section, key), f"{name} is {_shown(value)}; it must be {must}")
 
@@ -259,7 +259,7 @@ def _bucket_bytes(said: str) -> float:
     return found
 
 
-def _training(said: Mapping[str, Any]) -> Training:
+def _training(said: Mapping[str, Any]) -> TrainingLength:
     curve: list[tuple[float, float]] = []
     for batch, epochs in said.get("epochs", {}).items():
         if not batch.isdecimal() or int(batch) < 1 or _number(epochs):
@@ -268,7 +268,7 @@ def _training(said: Mapping[str, Any]) -> Training:
                 "as 256 = 38"
             )
         curve.append((float(batch), float(epochs)))
-    return Training(**dict(said) | {"epochs": tuple(sorted(curve))})
+    return TrainingLength(**dict(said) | {"epochs": tuple(sorted(curve))})
 
 
 def _failures(said: Mapping[str, Any], devices: int) -> Failures | None:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from netfold.plan.cluster import Cluster
 from netfold.plan.job import OPTIMIZERS, Job
-from netfold.plan.model import Bucketed, Layer, Measured, Model, Pass, Share
+from netfold.plan.model import Bucketed, Layer, Measured, Model, Pass, ShardSpec
 from netfold.plan.step.compute import blended, device_s, host_s, moved_s
 from netfold.plan.step.constants import FITTED, Constants
 from netfold.plan.step.cut import cut
@@ -92,7 +92,7 @@ def costs(model: Model, cluster: Cluster, job: Job, constants: Constants = FITTE
         raise ValueError(f"{split.text()} needs {split.ranks} devices; {cluster.name} has {cluster.devices}")
     if isinstance(model, Measured) and split.pipeline > 1:
         raise ValueError(f"{model.name}: what was measured are ranks that hold the whole model; take pipeline 1")
-    share = Share(job.micro_batch, split.tensor, split.sequence, job.recomputation, job.item_bytes)
+    share = ShardSpec(job.micro_batch, split.tensor, split.sequence, job.recomputation, job.item_bytes)
     layers = model.layers(share)
     times = _layer_times(model, share, cluster, job.precision, constants, job.in_network)
     parts, handed = _cut(layers, times, split.pipeline, split.interleave)
@@ -187,7 +187,7 @@ class _Times:
 
 @lru_cache(maxsize=16384)
 def _layer_times(
-    model: Model, share: Share, cluster: Cluster, precision: str, constants: Constants, in_network: bool
+    model: Model, share: ShardSpec, cluster: Cluster, precision: str, constants: Constants, in_network: bool
 ) -> tuple[_Times, ...]:
     """Of each layer, once."""
     device, group = cluster.device, Group(share.tensor)

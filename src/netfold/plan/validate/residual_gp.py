@@ -24,7 +24,7 @@ _REACH = (0.5, 0.5, 0.5, 4.0)
 OUTLIER = 3 * float(np.hypot(_SHAPES, _RUNS))
 
 
-class Likeness:
+class ResidualGP:
     """runs: with what was predicted of each, in the same unit as measured."""
 
     def __init__(self, runs: Sequence[Run], predicted_ms: Sequence[float]) -> None:
@@ -48,12 +48,12 @@ class Likeness:
         return found
 
 
-def shape_of(run: Run) -> tuple[int, int, int]:
+def similarity_key(run: Run) -> tuple[int, int, int]:
     """Width, tensor degree, microbatch: runs that have these in common have most of their error in common."""
     return run.model.hidden, run.job.split.tensor, run.job.micro_batch
 
 
-def held_up(measured_ms: float, predicted_ms: float) -> bool:
+def is_outlier(measured_ms: float, predicted_ms: float) -> bool:
     """Whether a run is further from what is predicted than shapes are."""
     return abs(float(np.log(measured_ms / predicted_ms))) > OUTLIER
 
@@ -67,7 +67,7 @@ def correlated(runs: Sequence[Run]) -> Floats:
 
 def _places(runs: Sequence[Run]) -> Floats:
     """[n, 4], in reaches."""
-    shapes = [(*shape_of(run), run.job.split.pipeline) for run in runs]
+    shapes = [(*similarity_key(run), run.job.split.pipeline) for run in runs]
     places: Floats = np.log2(np.array(shapes, dtype=float).reshape(-1, len(_REACH))) / np.array(_REACH)
     return places
 

@@ -10,7 +10,7 @@ from typing import Any
 from netfold.plan.cluster import Cluster
 from netfold.plan.step import FITTED, Constants, Prediction, predict
 from netfold.plan.validate.calibrate import Fitted, fit
-from netfold.plan.validate.residual_gp import OUTLIER, Likeness, correlated, held_up, shape_of
+from netfold.plan.validate.residual_gp import OUTLIER, ResidualGP, correlated, is_outlier, similarity_key
 from netfold.plan.validate.runs import Run, recomputed
 from netfold.plan.validate.score import Compared, Score, score
 
@@ -128,7 +128,7 @@ def validate(runs: Sequence[Run], cluster: Cluster, calibration: Sequence[Run] =
     rows = [_row(run, cluster, constants, recomputation) for run in runs]
     if calibration:
         known = [_row(run, cluster, constants, recomputation).predicted_ms for run in calibration]
-        likeness = Likeness(calibration, known)
+        likeness = ResidualGP(calibration, known)
         told = zip(rows, likeness.factors(runs), likeness.doubts(runs), strict=True)
         rows = [replace(row, factor=factor, doubt=doubt) for row, factor, doubt in told]
     found = score([row.compared() for row in rows])
@@ -148,13 +148,13 @@ def _fitted(runs: Sequence[Run], cluster: Cluster, recomputation: str, constants
 
 def _helps(runs: Sequence[Run], cluster: Cluster, recomputation: str, constants: Constants) -> bool:
     """Whether constants that are fitted to all shapes but one bring that one nearer. Fewer than three cannot say."""
-    shapes = {shape_of(run) for run in runs}
+    shapes = {similarity_key(run) for run in runs}
     if len(shapes) < _FEWEST_SHAPES:
         return True
     before = after = 0.0
     for shape in shapes:
-        fitted = _fitted([run for run in runs if shape_of(run) != shape], cluster, recomputation, constants).constants
-        for run in (run for run in runs if shape_of(run) == shape):
+        fitted = _fitted([run for run in runs if similarity_key(run) != shape], cluster, recomputation, constants).constants
+        for run in (run for run in runs if similarity_key(run) == shape):
             before += _off(run, cluster, recomputation, constants)
             after += _off(run, cluster, recomputation, fitted)
     return after <= _NEARER * before
@@ -178,7 +178,7 @@ def calibrated(
     if tried[likely].cost <= tried[best].cost + _CLEARLY:
         best = likely
     fitted = tried[best].constants
-    plain = [run for run in runs if not held_up(run.measured_ms, _row(run, cluster, fitted, best).predicted_ms)]
+    plain = [run for run in runs if not is_outlier(run.measured_ms, _row(run, cluster, fitted, best).predicted_ms)]
     if (1 - _HELD_UP) * len(runs) <= len(plain) < len(runs):
         fitted = _fitted(plain, cluster, best, constants).constants
     if not _helps(runs, cluster, best, constants):

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from netfold.plan.model import Bulk, Matmul
+from netfold.plan.model import TensorSize, Matmul
 from netfold.plan.model.traced import NONE
 
 # Of a node that adds to a parameter's gradient: made once, numbered as the last of all.
@@ -34,7 +34,7 @@ class Ran:
     """Of one pass of one part."""
 
     matmuls: list[Matmul] = field(default_factory=list)
-    moved: Bulk = NONE
+    moved: TensorSize = NONE
     count: int = 0
 
 
@@ -46,7 +46,7 @@ class Seen:
     node: int
     forward: Ran = field(default_factory=Ran)
     backward: Ran = field(default_factory=Ran)
-    kept: Bulk = NONE
+    kept: TensorSize = NONE
 
     parameters: int = 0
 
@@ -73,7 +73,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._aside = False
         # By storage: the size, the part that made it and the last one that read it. Storages are held, since one that
         # is freed gives its number away.
-        self._storages: dict[int, tuple[Tensor, Bulk]] = {}
+        self._storages: dict[int, tuple[Tensor, TensorSize]] = {}
         self._made: dict[int, int] = {}
         self._read: dict[int, int] = {}
         # Parameters and buffers are there anyway.
@@ -109,7 +109,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         finally:
             self._aside = False
 
-    def received(self) -> list[tuple[Bulk, int]]:
+    def received(self) -> list[tuple[TensorSize, int]]:
         """For each part, what it and those after it read of what was made before; how many tensors these are."""
         found = [(NONE, 0) for _ in self.seen]
         for number, made in self._made.items():
@@ -230,11 +230,11 @@ def _number(tensor: Tensor) -> int:
     return number
 
 
-def _bulk(tensor: Tensor, size_bytes: int | None = None) -> Bulk:
+def _bulk(tensor: Tensor, size_bytes: int | None = None) -> TensorSize:
     size = tensor.numel() * tensor.element_size() if size_bytes is None else size_bytes
     if tensor.is_floating_point():
-        return Bulk(elements=size / tensor.element_size())
-    return Bulk(other_bytes=float(size))
+        return TensorSize(elements=size / tensor.element_size())
+    return TensorSize(other_bytes=float(size))
 
 
 def _mm(left: Tensor, right: Tensor) -> list[Matmul]:

@@ -16,10 +16,10 @@ from netfold.plan.search import describe_split
 from netfold.plan.render.data import as_object
 from netfold.plan.render.page.others import aggregators, comparisons, gains
 from netfold.plan.render.page.scaling import scaling
-from netfold.plan.render.page.split import memory, played, step
-from netfold.plan.render.page.candidates import few, front
-from netfold.plan.render.text import asked as said
-from netfold.plan.render.text import duration, failures, money, rate, remembers, time, utilised
+from netfold.plan.render.page.split import memory, simulated_table, step
+from netfold.plan.render.page.candidates import best_few, front
+from netfold.plan.render.text import describe_request as said
+from netfold.plan.render.text import duration, failures, money, rate, memory_is_known, time, utilisation_is_known
 from netfold.profile.page import units
 from netfold.profile.page.escape import escape
 from netfold.profile.page.layout import render_layout
@@ -42,8 +42,8 @@ def render_page(answer: Result) -> str:
         sections=[
             ("step", "Where a step's time goes", step(answer.best)),
             ("events", "The step as events", _played(answer)),
-            ("memory", "Memory of the rank that needs most", memory(answer.best) if remembers(answer) else ""),
-            ("ways", "Ways to split it", few(answer)),
+            ("memory", "Memory of the rank that needs most", memory(answer.best) if memory_is_known(answer) else ""),
+            ("ways", "Ways to split it", best_few(answer)),
             ("less", "Less memory for more time", front(answer)),
             ("scaling", "Scaling out", scaling(answer)),
             ("compared", "Elsewhere", comparisons(answer)),
@@ -62,7 +62,7 @@ def _headline(answer: Result) -> str:
 
 
 def _played(answer: Result) -> str:
-    return "" if answer.simulated is None else played(answer.best.prediction, answer.simulated.prediction)
+    return "" if answer.simulated is None else simulated_table(answer.best.prediction, answer.simulated.prediction)
 
 
 def _searched(answer: Result) -> str:
@@ -82,9 +82,9 @@ def _facts(answer: Result) -> list[tuple[str, str]]:
     said = [
         (time(found.step_s), f"a step; about 80 of 100 lie between {time(found.low_s)} and {time(found.high_s)}"),
     ]
-    if utilised(answer):
+    if utilisation_is_known(answer):
         said.append((units.ratio(found.mfu), "of the devices' peak goes into the model (MFU)"))
-    if remembers(answer):
+    if memory_is_known(answer):
         said.append((units.size(found.memory.total), f"of {units.size(found.memory_bytes)} a device"))
     if answer.best.job.split.data > 1:
         said.append((units.ratio(answer.efficiency), "scaling efficiency, against a replica alone"))

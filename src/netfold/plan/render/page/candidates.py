@@ -13,7 +13,7 @@ from netfold.profile.page.escape import escape
 from netfold.profile.page.table import Column, table
 
 
-def few(answer: Result) -> str:
+def best_few(answer: Result) -> str:
     if len(answer.best_few) == 1:
         return ""
     return stacks([(mesh(way.choice.job), way.choice) for way in answer.best_few]) + _table(answer)

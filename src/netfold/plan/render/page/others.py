@@ -6,7 +6,7 @@ from netfold.plan.result import Result
 from netfold.plan.search import describe_split
 from netfold.plan.sensitivity import Gain
 from netfold.plan.render.page.candidates import stacks
-from netfold.plan.render.text import offered, time, times
+from netfold.plan.render.text import describe_aggregators, time, times
 from netfold.profile.page.escape import escape
 from netfold.profile.page.table import Column, of_largest, table
 
@@ -25,7 +25,7 @@ def comparisons(answer: Result) -> str:
 
 
 def aggregators(answer: Result) -> str:
-    said = "".join(f"<li>{escape(each)}</li>" for each in offered(answer))
+    said = "".join(f"<li>{escape(each)}</li>" for each in describe_aggregators(answer))
     return f"<ul>{said}</ul>" if said else ""
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from netfold.plan.result import Result
 from netfold.plan.scaling_curve import ScalingPoint
 from netfold.plan.search import Choice, describe_split
-from netfold.plan.render.text import duration, rate, time, utilised
+from netfold.plan.render.text import duration, rate, time, utilisation_is_known
 from netfold.profile.page import units
 from netfold.profile.page.chart import SIDE, Axis, chart
 from netfold.profile.page.escape import escape
@@ -21,7 +21,7 @@ def scaling(answer: Result) -> str:
     curves = {name: [point for point in points if point.choice] for name, points in answer.curves.items()}
     drawn = {name: points for name, points in curves.items() if len(points) > 1}
     figures = f'<div class="charts">{_throughput(drawn)}{_efficiency(drawn)}</div>' if drawn else ""
-    known = utilised(answer)
+    known = utilisation_is_known(answer)
     return figures + "".join(_table(name, points, utilised=known) for name, points in answer.curves.items())
 
 

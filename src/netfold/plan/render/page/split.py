@@ -24,7 +24,7 @@ def step(best: Choice) -> str:
     )
 
 
-def played(closed: Prediction, events: Prediction) -> str:
+def simulated_table(closed: Prediction, events: Prediction) -> str:
     """The step as events beside its closed form, part by part."""
     here, there = parts(closed), parts(events)
     rows = [(name, here.get(name, 0.0), there.get(name, 0.0)) for name in {**here, **there}]
