@@ -162,7 +162,7 @@ def serve(rank: int, ranks: int, folder: str, case: str, blocks: int) -> None:
     import torch.distributed as dist
 
     from netfold.train import Recipe, Trainer
-    from netfold.train.callbacks.selection import listeners
+    from netfold.train.callbacks.selection import make_callbacks
     from netfold.train.callbacks.run_folder import run_folder
 
     torch.set_num_threads(1)
@@ -178,7 +178,7 @@ def serve(rank: int, ranks: int, folder: str, case: str, blocks: int) -> None:
             "run": {"folder": folder, "name": name},
         }
         recipe = Recipe.model_validate(table)
-        return Trainer(recipe, listeners=[*listeners(recipe, run_folder(recipe), rank), last])
+        return Trainer(recipe, listeners=[*make_callbacks(recipe, run_folder(recipe), rank), last])
 
     def fit(steps: int, name: str, block: int) -> Alternating:
         last = Alternating(block)

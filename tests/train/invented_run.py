@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from netfold.train import Metric, Recipe
-from netfold.train.events import Ended, Evaluated, Listener, Noted, Started, Stepped
+from netfold.train.events import Ended, Evaluated, Callback, Noted, Started, Stepped
 from netfold.train.model import Model
 
 STEPS, BATCH, EVERY = 20, 16, 5
@@ -71,13 +71,13 @@ def bad_one(event: Any, bad: Stepped) -> Any:
     return Stepped(bad.step, math.nan, bad.lr, math.inf, bad.seconds, bad.data_s, bad.samples, skipped=True)
 
 
-def tell(listeners: Sequence[Listener], events: Sequence[Any]) -> None:
+def tell(listeners: Sequence[Callback], events: Sequence[Any]) -> None:
     for event in events:
         for listener in listeners:
             getattr(listener, type(event).__name__.lower())(event)
 
 
-class Failing(Listener):
+class Failing(Callback):
     """Raises from every call while `error` is there."""
 
     def __init__(self, error: Exception | None) -> None:

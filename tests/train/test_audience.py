@@ -22,10 +22,10 @@ from invented_run import (
 )
 from rich.console import Console
 
-from netfold.train.callbacks.selection import Guarded, listeners
-from netfold.train.callbacks.overlap import Exposed
+from netfold.train.callbacks.selection import GuardedCallback, make_callbacks
+from netfold.train.callbacks.overlap import OverlapCallback
 from netfold.train.callbacks.metrics_file import read_metrics
-from netfold.train.callbacks.progress import Progress
+from netfold.train.callbacks.progress import ProgressCallback
 from netfold.train.callbacks.tensorboard import TensorBoard
 from netfold.train.callbacks.trackers import MLflow, Wandb
 from netfold.train.events import Ended, Noted
@@ -39,12 +39,12 @@ def test_the_recipe_chooses_who_is_told_and_other_ranks_only_record(tmp_path: Pa
     some = {"tensorboard": True, "profile": True}
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
-    assert kinds(listeners(recipe(tmp_path, report=some), tmp_path / "a", 0)) == [
+    assert kinds(make_callbacks(recipe(tmp_path, report=some), tmp_path / "a", 0)) == [
         *("Profiled", "Exposed", "MetricsFile", "TensorBoard", "Page", "Progress"),
     ]
-    assert kinds(listeners(recipe(tmp_path, report=some), tmp_path / "a", 1)) == ["Profiled"]
-    assert kinds(listeners(recipe(tmp_path), tmp_path / "b", 0)) == ["Exposed", "MetricsFile", "Page", "Progress"]
-    assert kinds(listeners(recipe(tmp_path), tmp_path / "b", 3)) == []
+    assert kinds(make_callbacks(recipe(tmp_path, report=some), tmp_path / "a", 1)) == ["Profiled"]
+    assert kinds(make_callbacks(recipe(tmp_path), tmp_path / "b", 0)) == ["Exposed", "MetricsFile", "Page", "Progress"]
+    assert kinds(make_callbacks(recipe(tmp_path), tmp_path / "b", 3)) == []
 
 
 @pytest.mark.parametrize("tracker", ["wandb", "mlflow", "tensorboard"])
@@ -54,13 +54,13 @@ def test_a_tracker_that_is_not_installed_is_named_with_its_key(
     monkeypatch.setattr("netfold.train.callbacks.selection.find_spec", lambda name: None)
     wanted = r"'netfold\[train\]'" if tracker == "tensorboard" else tracker
     with pytest.raises(ValueError, match=rf"report\.{tracker} is on.*pip install {wanted}.*report\.{tracker} = false"):
-        listeners(recipe(tmp_path, report={"tensorboard": False, tracker: True}), tmp_path, 0)
+        make_callbacks(recipe(tmp_path, report={"tensorboard": False, tracker: True}), tmp_path, 0)
 
 
 def test_a_listener_that_fails_is_said_once_and_again_when_it_works() -> None:
     failing, other = Failing(OSError("No space left on device")), Failing(None)
-    guarded: list[Guarded] = []
-    guarded += [Guarded(failing, guarded), Guarded(other, guarded)]
+    guarded: list[GuardedCallback] = []
+    guarded += [GuardedCallback(failing, guarded), GuardedCallback(other, guarded)]
     tell(guarded, [stepped(step) for step in (1, 2, 3)])
     failing.error = None
     tell(guarded, [stepped(4), stepped(5)])
@@ -75,14 +75,14 @@ def test_a_listener_that_fails_is_said_once_and_again_when_it_works() -> None:
 
 
 def test_where_everybody_fails_nothing_is_raised() -> None:
-    guarded: list[Guarded] = []
-    guarded += [Guarded(Failing(OSError("gone")), guarded) for _ in range(3)]
+    guarded: list[GuardedCallback] = []
+    guarded += [GuardedCallback(Failing(OSError("gone")), guarded) for _ in range(3)]
     tell(guarded, [stepped(1), evaluated(1)])
 
 
 def test_a_listener_that_is_alone_is_said_on_stderr(capsys: pytest.CaptureFixture[str]) -> None:
-    guarded: list[Guarded] = []
-    guarded.append(Guarded(Failing(OSError("gone")), guarded))
+    guarded: list[GuardedCallback] = []
+    guarded.append(GuardedCallback(Failing(OSError("gone")), guarded))
     tell(guarded, [stepped(1), stepped(2)])
     assert capsys.readouterr().err.splitlines() == [
         "netfold train: step 1: Failing failed (OSError: gone); training goes on without it while it does"
@@ -90,10 +90,10 @@ def test_a_listener_that_is_alone_is_said_on_stderr(capsys: pytest.CaptureFixtur
 
 
 def test_without_a_terminal_progress_is_plain_lines_now_and_then(tmp_path: Path) -> None:
-    exposed = Exposed()
+    exposed = OverlapCallback()
     exposed.share = 0.125
     text = io.StringIO()
-    progress = Progress(tmp_path, exposed, Console(file=text, width=200))
+    progress = ProgressCallback(tmp_path, exposed, Console(file=text, width=200))
     tell([progress], goes_through(recipe(tmp_path), 0, STEPS))
     tell([progress], [Noted(20, "warning", "rank 3 is [slow]"), Ended(STEPS, "done", 61.0)])
     lines = text.getvalue().splitlines()
@@ -112,7 +112,7 @@ def test_without_a_terminal_progress_is_plain_lines_now_and_then(tmp_path: Path)
 
 def test_what_is_not_known_of_communication_is_a_dash(tmp_path: Path) -> None:
     text = io.StringIO()
-    tell([Progress(tmp_path, Exposed(), Console(file=text, width=200))], goes_through(recipe(tmp_path), 0, 1))
+    tell([ProgressCallback(tmp_path, OverlapCallback(), Console(file=text, width=200))], goes_through(recipe(tmp_path), 0, 1))
     assert "  exposed -  " in text.getvalue()
 
 
@@ -120,7 +120,7 @@ def test_on_a_terminal_one_line_lives_and_goes(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr("netfold.train.callbacks.progress.LIVE_S", 0.0)
     text = io.StringIO()
     console = Console(file=text, width=60, force_terminal=True, color_system=None)
-    progress = Progress(tmp_path, Exposed(), console)
+    progress = ProgressCallback(tmp_path, OverlapCallback(), console)
     tell([progress], [*goes_through(recipe(tmp_path), 0, 4), Ended(4, "SIGTERM", 1.0)])
     shown = text.getvalue()
     assert "step 1/20" in shown and "step 4/20" in shown
@@ -134,7 +134,7 @@ def test_tensorboard_shows_each_step_once_though_the_run_was_cut_off(tmp_path: P
 
     asked = recipe(tmp_path)
     for events in a_run_that_was_cut_off_and_went_on(asked):
-        board = TensorBoard(tmp_path, 1, Exposed())
+        board = TensorBoard(tmp_path, 1, OverlapCallback())
         tell([board], events)
         board._writer.close()
     read = EventAccumulator(str(tmp_path / "tensorboard"))
@@ -176,7 +176,7 @@ def as_package(calls: Calls, *names: str) -> ModuleType:
 def test_wandb_is_told_in_its_own_words_and_a_run_that_goes_on_is_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked, exposed = recipe(tmp_path), Exposed()
+    asked, exposed = recipe(tmp_path), OverlapCallback()
     run = Calls()
     run.id = "abc123"  # type: ignore[attr-defined]
     calls = Calls(init=run)
@@ -214,7 +214,7 @@ def test_mlflow_is_told_in_its_own_words_and_a_run_that_goes_on_is_the_same(
     names = ("start_run", "active_run", "log_params", "log_metrics", "set_tag", "end_run")
     monkeypatch.setitem(sys.modules, "mlflow", as_package(calls, *names))
     for events in a_run_that_was_cut_off_and_went_on(asked):
-        tell([MLflow(tmp_path, 1, Exposed())], events)
+        tell([MLflow(tmp_path, 1, OverlapCallback())], events)
     assert [named["run_id"] for _, named in calls.of("start_run")] == [None, "f00d"]
     ((parameters,), _), *more = calls.of("log_params")
     assert not more and parameters["model.width"] == 32 and parameters["training.batch"] == BATCH
@@ -230,7 +230,7 @@ def test_an_mlflow_that_never_starts_a_run_is_told_of_once_and_begins_no_other(
     calls = Calls()
     package = as_package(calls, "active_run", "log_metrics", "end_run")
     monkeypatch.setitem(sys.modules, "mlflow", package)
-    tell([Guarded(MLflow(tmp_path, 1, Exposed()), [])], a_run_that_was_cut_off_and_went_on(recipe(tmp_path))[-1])
+    tell([GuardedCallback(MLflow(tmp_path, 1, OverlapCallback()), [])], a_run_that_was_cut_off_and_went_on(recipe(tmp_path))[-1])
     (said,) = capsys.readouterr().err.splitlines()
     assert "MLflow failed (AttributeError" in said
     assert not calls.of("log_metrics") and not calls.of("end_run")
@@ -240,7 +240,7 @@ def test_a_full_disk_is_said_on_screen_and_the_run_ends_well(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     asked = recipe(tmp_path)
-    chosen = listeners(asked, tmp_path, 0)
+    chosen = make_callbacks(asked, tmp_path, 0)
     (metrics,) = [each._listener for each in chosen if type(each._listener).__name__ == "MetricsFile"]  # type: ignore[attr-defined]
 
     class Full:

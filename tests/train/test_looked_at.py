@@ -30,7 +30,7 @@ def _runs(rank: int, size: int, folder: str, table: dict[str, Any], runs: str) -
     import torch.distributed as dist
 
     from netfold.train import Recipe, Trainer
-    from netfold.train.callbacks.selection import listeners
+    from netfold.train.callbacks.selection import make_callbacks
     from netfold.train.callbacks.run_folder import run_folder
     from netfold.train.pictures import render
 
@@ -39,7 +39,7 @@ def _runs(rank: int, size: int, folder: str, table: dict[str, Any], runs: str) -
     try:
         recipe = Recipe.model_validate({**table, "run": {**table["run"], "folder": runs}})
         chosen = run_folder(recipe)
-        trainer = Trainer(recipe, listeners=listeners(recipe, chosen, rank))
+        trainer = Trainer(recipe, listeners=make_callbacks(recipe, chosen, rank))
         outcome = trainer.fit()
         pictures = trainer.data.pictures
         assert pictures is not None

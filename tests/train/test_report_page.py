@@ -20,7 +20,7 @@ from netfold.train.callbacks.run_folder import run_folder
 from netfold.train.examples import Panel
 from netfold.train.events import Ended, Noted
 from netfold.train.report import write_report
-from netfold.train.report.listener import Page
+from netfold.train.report.listener import ReportCallback
 
 HOSTILE = "</script><script>document.title='taken'</script>\"'><img src=x onerror=document.title='taken'>&amp;]]>"
 
@@ -152,7 +152,7 @@ def test_pictures_are_in_the_page_and_in_the_folder_without_loss(tmp_path: Path)
     folder = run_folder(asked)
     pixels = torch.arange(3 * 6 * 8).view(3, 6, 8).to(torch.uint8)
     panels = (Panel("bicubic", "27.50 dB", pixels), Panel("the truth", "", 255 - pixels))
-    tell([MetricsFile(folder), Page(folder)], [started(asked), replace(evaluated(5), pictures=panels)])
+    tell([MetricsFile(folder), ReportCallback(folder)], [started(asked), replace(evaluated(5), pictures=panels)])
     page = parse((folder / "report.html").read_text())
     shown = page.one("section", id="pictures").all("img")
     for image, panel in zip(shown, panels, strict=True):
@@ -178,7 +178,7 @@ def test_a_page_is_written_seldom_if_writing_takes_long_and_always_at_the_end(
 
     monkeypatch.setattr("netfold.train.report.listener.write_report", slow)
     monkeypatch.setattr("netfold.train.report.listener.time.monotonic", lambda: now_s[0])
-    page = Page(tmp_path)
+    page = ReportCallback(tmp_path)
     for at_s, times in ((100.0, 1), (150.0, 1), (200.4, 1), (200.6, 2)):
         now_s[0] = at_s
         tell([page], [evaluated(5)])

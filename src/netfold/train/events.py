@@ -80,7 +80,7 @@ class Ended:
     seconds: float
 
 
-class Listener(Protocol):
+class Callback(Protocol):
     """Called on the training thread of every rank that has one; must return soon, and must not raise.
 
     A class that says this is its base is told of everything, and does nothing about what it does not define.

@@ -48,7 +48,7 @@ def train(recipe: Recipe, source: Source, begun: Path | None = None) -> int:
     import torch
     import torch.distributed as dist
 
-    from netfold.train.callbacks.selection import listeners
+    from netfold.train.callbacks.selection import make_callbacks
     from netfold.train.callbacks.run_folder import run_folder
     from netfold.train.preflight import hosts_will_do
     from netfold.train.trainer import Trainer
@@ -67,7 +67,7 @@ def train(recipe: Recipe, source: Source, begun: Path | None = None) -> int:
         if recipe.run.check and not hosts_will_do(recipe):
             return CANNOT
         folder = run_folder(recipe, source.file)
-        trainer = Trainer(recipe, folder=folder, listeners=listeners(recipe, folder, rank))
+        trainer = Trainer(recipe, folder=folder, listeners=make_callbacks(recipe, folder, rank))
         trainer.stop.listen()
         if begun is not None:
             # The folder goes when the starter does.

@@ -78,7 +78,7 @@ class Trainer:
         model: Model | None = None,
         data: Data | None = None,
         folder: Path | None = None,
-        listeners: Sequence[said.Listener] = (),
+        listeners: Sequence[said.Callback] = (),
     ) -> None:
         if told := constraints.rewind(recipe):
             raise RecipeError(told)

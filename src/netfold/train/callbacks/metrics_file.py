@@ -24,22 +24,22 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from netfold.train.callbacks.overlap import Exposed
+from netfold.train.callbacks.overlap import OverlapCallback
 from netfold.train.callbacks.result import metric_words
-from netfold.train.events import Ended, Evaluated, Listener, Noted, Started, Stepped
+from netfold.train.events import Ended, Evaluated, Callback, Noted, Started, Stepped
 
 NAME = "metrics.jsonl"
 Line = dict[str, Any]
 
 
-class MetricsFile(Listener):
+class MetricsFile(Callback):
     """Appends to a run's metrics.jsonl, and holds it: two runs must not write one file.
 
     Raises BlockingIOError where another process holds it. A full disk raises OSError from each call; what could not be
     written is missing, and the file stays readable.
     """
 
-    def __init__(self, folder: Path, every: int = 1, exposed: Exposed | None = None) -> None:
+    def __init__(self, folder: Path, every: int = 1, exposed: OverlapCallback | None = None) -> None:
         """every: steps between two lines of steps; the last one of a run always has one."""
         self._every, self._exposed = every, exposed
         self._seen = max((line["step"] for line in read_metrics(folder).steps), default=0)

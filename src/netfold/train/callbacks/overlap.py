@@ -5,12 +5,12 @@ from __future__ import annotations
 import time
 
 from netfold.profile.live import LiveOverlap
-from netfold.train.events import Listener, Stepped
+from netfold.train.events import Callback, Stepped
 
 _EVERY_S = 0.5
 
 
-class Exposed(Listener):
+class OverlapCallback(Callback):
     """`share`: of the time of the newest steps, half a second or more of them. Others read it; it tells nobody.
 
     None where it is not known: before the first half second, and where no netfold group is.

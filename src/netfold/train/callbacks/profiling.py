@@ -7,14 +7,14 @@ from pathlib import Path
 
 from netfold import profile
 from netfold.profile import recording
-from netfold.train.events import Ended, Listener, Started, Stepped
+from netfold.train.events import Ended, Callback, Started, Stepped
 
 NAME = "profile"
 # The first steps are not like the others: buffers are made, links are measured.
 _SKIPPED, _STEPS = 10, 50
 
 
-class Profiled(Listener):
+class ProfileCallback(Callback):
     """Steps 11 to 60 of what a start has to do, or fewer and earlier where that is short.
 
     Where the whole process is recorded already (`netfold profile run`) it does nothing: that profile has it all.

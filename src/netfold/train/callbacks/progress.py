@@ -11,9 +11,9 @@ from rich.live import Live
 from rich.text import Text
 
 from netfold.profile.page import units
-from netfold.train.callbacks.overlap import Exposed
+from netfold.train.callbacks.overlap import OverlapCallback
 from netfold.train.callbacks.result import with_unit
-from netfold.train.events import Ended, Evaluated, Listener, Noted, Started, Stepped
+from netfold.train.events import Ended, Evaluated, Callback, Noted, Started, Stepped
 
 LIVE_S = 0.25
 PLAIN_S = 10.0
@@ -22,10 +22,10 @@ _COLOURS = {"warning": "yellow", "error": "bold red"}
 _NEWEST = 0.1
 
 
-class Progress(Listener):
+class ProgressCallback(Callback):
     """Writes to stderr. The time left is that of steps alone; evaluations come on top."""
 
-    def __init__(self, folder: Path, exposed: Exposed | None = None, console: Console | None = None) -> None:
+    def __init__(self, folder: Path, exposed: OverlapCallback | None = None, console: Console | None = None) -> None:
         self._folder, self._exposed = folder, exposed
         self._console = console or Console(stderr=True, highlight=False, soft_wrap=True)
         self._live: Live | None = None

@@ -8,15 +8,15 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from netfold.extras import command
-from netfold.train.callbacks.overlap import Exposed
+from netfold.train.callbacks.overlap import OverlapCallback
 from netfold.train.callbacks.metrics_file import MetricsFile
-from netfold.train.callbacks.profiling import Profiled
-from netfold.train.callbacks.progress import Progress
+from netfold.train.callbacks.profiling import ProfileCallback
+from netfold.train.callbacks.progress import ProgressCallback
 from netfold.train.callbacks.tensorboard import TensorBoard
 from netfold.train.callbacks.trackers import MLflow, Wandb
-from netfold.train.events import Ended, Evaluated, Listener, Noted, Started, Stepped
+from netfold.train.events import Ended, Evaluated, Callback, Noted, Started, Stepped
 from netfold.train.recipe import Recipe
-from netfold.train.report.listener import Page
+from netfold.train.report.listener import ReportCallback
 
 # By their packages' names, which are their keys in a recipe's `report`.
 _TRACKERS: dict[str, type[TensorBoard | Wandb | MLflow]] = {
@@ -26,7 +26,7 @@ _TRACKERS: dict[str, type[TensorBoard | Wandb | MLflow]] = {
 }
 
 
-def listeners(recipe: Recipe, folder: Path, rank: int) -> list[Listener]:
+def make_callbacks(recipe: Recipe, folder: Path, rank: int) -> list[Callback]:
     """For `Trainer`, on the rank of the world that this process is. folder: of `run_folder`.
 
     Rank 0 has all of them; the others only record what they communicate. None of them ends a run: what one raises is
@@ -35,17 +35,17 @@ def listeners(recipe: Recipe, folder: Path, rank: int) -> list[Listener]:
     """
     asked = recipe.report
     # Profiles first: a step ends before others are told of it.
-    chosen: list[Listener] = [Profiled(folder, rank)] if asked.profile else []
+    chosen: list[Callback] = [ProfileCallback(folder, rank)] if asked.profile else []
     if rank == 0:
-        exposed = Exposed()
+        exposed = OverlapCallback()
         chosen += [exposed, MetricsFile(folder, asked.every, exposed)]
         check_packages(recipe)
         for name, tracker in _TRACKERS.items():
             if getattr(asked, name):
                 chosen.append(tracker(folder, asked.every, exposed))
-        chosen += [Page(folder), Progress(folder, exposed)]
-    guarded: list[Guarded] = []
-    guarded += [Guarded(each, guarded) for each in chosen]
+        chosen += [ReportCallback(folder), ProgressCallback(folder, exposed)]
+    guarded: list[GuardedCallback] = []
+    guarded += [GuardedCallback(each, guarded) for each in chosen]
     return list(guarded)
 
 
@@ -59,13 +59,13 @@ def check_packages(recipe: Recipe) -> None:
             )
 
 
-class Guarded(Listener):
+class GuardedCallback(Callback):
     """A listener that may fail: its first failure in a row is told to the others, and when it works again.
 
     It goes on being told: a full disk may have room again.
     """
 
-    def __init__(self, listener: Listener, others: Sequence[Listener]) -> None:
+    def __init__(self, listener: Callback, others: Sequence[Callback]) -> None:
         """others: who is told, itself perhaps among them; nobody else there: stderr is."""
         self._listener, self._others = listener, others
         self._failures = 0

@@ -7,17 +7,17 @@ from pathlib import Path
 from typing import Any
 
 from netfold.train.callbacks.curves import of_evaluation, of_step
-from netfold.train.callbacks.overlap import Exposed
-from netfold.train.events import Ended, Evaluated, Listener, Noted, Started, Stepped
+from netfold.train.callbacks.overlap import OverlapCallback
+from netfold.train.events import Ended, Evaluated, Callback, Noted, Started, Stepped
 
 # What a run that is killed may lose.
 _FLUSH_S = 10
 
 
-class TensorBoard(Listener):
+class TensorBoard(Callback):
     """Curves under train/ and held-out/, what was noted as text. A run that goes on takes back what it does again."""
 
-    def __init__(self, folder: Path, every: int, exposed: Exposed) -> None:
+    def __init__(self, folder: Path, every: int, exposed: OverlapCallback) -> None:
         """every: steps between two points."""
         self._folder, self._every, self._exposed = folder / "tensorboard", every, exposed
         self._batch = 0

@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from netfold.train.callbacks.curves import of_evaluation, of_step
-from netfold.train.callbacks.overlap import Exposed
-from netfold.train.events import Ended, Evaluated, Listener, Noted, Started, Stepped
+from netfold.train.callbacks.overlap import OverlapCallback
+from netfold.train.events import Ended, Evaluated, Callback, Noted, Started, Stepped
 
 
-class Wandb(Listener):
+class Wandb(Callback):
     """The run's name is its folder's; what wandb keeps on disk is in there."""
 
-    def __init__(self, folder: Path, every: int, exposed: Exposed) -> None:
+    def __init__(self, folder: Path, every: int, exposed: OverlapCallback) -> None:
         """every: steps between two points."""
         self._wandb = importlib.import_module("wandb")
         self._folder, self._every, self._exposed = folder, every, exposed
@@ -54,10 +54,10 @@ class Wandb(Listener):
         self._run.finish(exit_code=0 if event.reason == "done" else 1)
 
 
-class MLflow(Listener):
+class MLflow(Callback):
     """The run's name is its folder's; keys of the recipe are its parameters, what was noted its tags."""
 
-    def __init__(self, folder: Path, every: int, exposed: Exposed) -> None:
+    def __init__(self, folder: Path, every: int, exposed: OverlapCallback) -> None:
         """every: steps between two points."""
         self._mlflow = importlib.import_module("mlflow")
         self._folder, self._every, self._exposed = folder, every, exposed

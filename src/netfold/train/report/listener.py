@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from netfold.train.events import Ended, Evaluated, Listener, Started
+from netfold.train.events import Ended, Evaluated, Callback, Started
 from netfold.train.report import write_report
 from netfold.train.report.pictures import write_pictures
 
@@ -13,7 +13,7 @@ from netfold.train.report.pictures import write_pictures
 _RARE = 200
 
 
-class Page(Listener):
+class ReportCallback(Callback):
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._next_s = 0.0
