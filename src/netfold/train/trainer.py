@@ -85,7 +85,7 @@ class Trainer:
         if recipe.survive.non_finite == "rewind" and folder is None:
             raise ValueError("survive.non_finite is 'rewind', and no checkpoints are kept without a folder: give one")
         self.recipe = recipe
-        self._listeners = listeners
+        self._callbacks = listeners
         self.mesh = Mesh(recipe.parallel)
         self.data = data or make_data(recipe.data)
         torch.manual_seed(recipe.training.seed)
@@ -359,7 +359,7 @@ class Trainer:
             self._notes.append((level, text))
 
     def _tell(self, event: said.Started | said.Stepped | said.Evaluated | said.Noted | said.Ended) -> None:
-        for listener in self._listeners:
+        for listener in self._callbacks:
             getattr(listener, type(event).__name__.lower())(event)
 
 
