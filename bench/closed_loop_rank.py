@@ -66,7 +66,7 @@ def main(one_host: str, folder: str, turns: int, settling: int, steps: int) -> N
             dist.init_process_group(backend, store=made, rank=rank, world_size=size, timeout=timedelta(seconds=240))
             torch.manual_seed(0)
             ends = Ends()
-            Trainer(recipe, model=timed(make_model(recipe.model), times), data=few, listeners=[ends]).fit()
+            Trainer(recipe, model=timed(make_model(recipe.model), times), data=few, callbacks=[ends]).fit()
             seconds[way] += ends.between(settling)
             dist.destroy_process_group()
     if rank == 0:

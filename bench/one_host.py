@@ -148,7 +148,7 @@ def train(recipe: Recipe, model: Model, listener: Any) -> None:
     dist.init_process_group("still", store=dist.HashStore(), rank=0, world_size=RANKS)
     data = make_data(recipe.data)
     few = replace(data, held_out=First(data.held_out, recipe.training.batch * RANKS))
-    Trainer(recipe, model=model, data=few, listeners=[listener]).fit()
+    Trainer(recipe, model=model, data=few, callbacks=[listener]).fit()
     dist.destroy_process_group()
 
 

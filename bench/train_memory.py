@@ -134,7 +134,7 @@ def held_by(model: dict[str, Any], ranks: int, zero: int) -> tuple[int, float, f
     data = make_data(recipe.data)
     listener = Held()
     data = dataclasses.replace(data, held_out=Few(data.held_out, recipe.training.batch))
-    trainer = Trainer(recipe, data=data, listeners=[listener])
+    trainer = Trainer(recipe, data=data, callbacks=[listener])
     listener.watch(trainer)
     parameters = sum(parameter.numel() for parameter in trainer.replica.modules[0].parameters())
     trainer.fit()

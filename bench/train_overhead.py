@@ -178,7 +178,7 @@ def serve(rank: int, ranks: int, folder: str, case: str, blocks: int) -> None:
             "run": {"folder": folder, "name": name},
         }
         recipe = Recipe.model_validate(table)
-        return Trainer(recipe, listeners=[*make_callbacks(recipe, run_folder(recipe), rank), last])
+        return Trainer(recipe, callbacks=[*make_callbacks(recipe, run_folder(recipe), rank), last])
 
     def fit(steps: int, name: str, block: int) -> Alternating:
         last = Alternating(block)

@@ -186,7 +186,7 @@ def play(name: str, store: Any, timed_file: Path | None, turns: Turns) -> dict[s
             model = catalogue_model(name) if name in CATALOGUE else make_model(recipe.model)
             listener = Seconds()
             trainer = Trainer(
-                recipe, model=timed(model, times) if times is not None else model, data=few, listeners=[listener]
+                recipe, model=timed(model, times) if times is not None else model, data=few, callbacks=[listener]
             )
             trainer.fit()
             # What was spent goes with the times: all ranks must end with the same round.

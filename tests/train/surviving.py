@@ -131,7 +131,7 @@ def run(
         model=toy_model(noisy, forward),
         data=toy_data(change),
         folder=folder,
-        listeners=[heard or Heard()],
+        callbacks=[heard or Heard()],
     )
     try:
         return trainer.fit()

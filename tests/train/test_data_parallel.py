@@ -306,7 +306,7 @@ def _one(recipe: Table) -> Learnt:
     from netfold.train.precision import DTYPES
 
     heard = Heard()
-    trainer = heard.trainer = Trainer(Recipe.model_validate(recipe), listeners=[heard])
+    trainer = heard.trainer = Trainer(Recipe.model_validate(recipe), callbacks=[heard])
     if recipe["training"]["steps"] == SCALED["training"]["steps"]:
         trainer.update.load_state_dict({"loss_scale": TOO_LARGE, "loss_scale_good_steps": 0})
     group = trainer.mesh.data.group

@@ -39,7 +39,7 @@ def drifting(rank: int, folder: Path, world: World) -> dict[str, Any]:
 
         with world(4):
             asked = Recipe.model_validate(changed(recipe, parallel={"tensor": 2, "data": 2, "zero": zero}))
-            trainer = Trainer(asked, data=data, folder=folder / name, listeners=[Heard(after)])
+            trainer = Trainer(asked, data=data, folder=folder / name, callbacks=[Heard(after)])
             running.append(trainer)
             try:
                 trainer.fit()

@@ -138,7 +138,7 @@ def _record(rank: int, size: int, folder: str, recipes: dict[str, Table], bounds
         data = made.setdefault(recipe.data.name, make_data(recipe.data))
         few = dataclasses.replace(data, held_out=Few(data.held_out))
         pipeline_plan.cut = lambda costs, stages, here=bounds[name]: Cut(here, (1,) * stages)  # type: ignore[assignment]
-        trainer = Trainer(recipe, data=few, listeners=[third])  # type: ignore[list-item]
+        trainer = Trainer(recipe, data=few, callbacks=[third])  # type: ignore[list-item]
         mesh = trainer.mesh
         groups |= {dist.group.WORLD, mesh.pipeline.group, mesh.data.group, mesh.tensor.group}
         trainer.fit()

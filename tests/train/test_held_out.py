@@ -73,7 +73,7 @@ def unequal(rank: int, folder: Path, world: World) -> Any:
                 model = Model(Chain([("first", First(False, None)), ("last", nn.Linear(12, 3))]), loss)
                 data = Data(Padded(), Padded(), metric)
                 try:
-                    trainer = Trainer(toy_recipe(**sections), model=model, data=data, listeners=[Heard()])
+                    trainer = Trainer(toy_recipe(**sections), model=model, data=data, callbacks=[Heard()])
                     found[f"{name} {kind}"] = trainer.fit().losses
                 except Exception as error:
                     found[f"{name} {kind}"] = f"{type(error).__name__}: {error}"

@@ -30,7 +30,7 @@ def calls(rank: int, folder: Path, world: World) -> Any:
     heard = Heard(count)
     with world(2) as here:
         recipe = toy_recipe(outer=OUTER, training={"steps": 10, "clip": 1.0}, survive={"missing_data": "stop"})
-        trainer = Trainer(recipe, model=toy_model(noisy=False), data=toy_data(), listeners=[heard])
+        trainer = Trainer(recipe, model=toy_model(noisy=False), data=toy_data(), callbacks=[heard])
         losses = trainer.fit().losses
     return counted, losses, [step.loss for step in heard.steps]
 

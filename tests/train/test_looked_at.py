@@ -39,7 +39,7 @@ def _runs(rank: int, size: int, folder: str, table: dict[str, Any], runs: str) -
     try:
         recipe = Recipe.model_validate({**table, "run": {**table["run"], "folder": runs}})
         chosen = run_folder(recipe)
-        trainer = Trainer(recipe, listeners=make_callbacks(recipe, chosen, rank))
+        trainer = Trainer(recipe, callbacks=make_callbacks(recipe, chosen, rank))
         outcome = trainer.fit()
         pictures = trainer.data.pictures
         assert pictures is not None

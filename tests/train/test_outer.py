@@ -185,7 +185,7 @@ def _fitted(recipe: dict[str, Any]) -> dict[str, Any]:
         def ended(self, event: Any) -> None: ...
 
     steps = Steps()
-    trainer = Trainer(Recipe.model_validate(recipe), listeners=[steps])
+    trainer = Trainer(Recipe.model_validate(recipe), callbacks=[steps])
     made = len(netfold.torch.events(trainer.mesh.data.group))
     outcome = trainer.fit()
     events = netfold.torch.events(trainer.mesh.data.group)[made:]

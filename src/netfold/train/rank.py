@@ -67,7 +67,7 @@ def train(recipe: Recipe, source: Source, begun: Path | None = None) -> int:
         if recipe.run.check and not hosts_will_do(recipe):
             return CANNOT
         folder = run_folder(recipe, source.file)
-        trainer = Trainer(recipe, folder=folder, listeners=make_callbacks(recipe, folder, rank))
+        trainer = Trainer(recipe, folder=folder, callbacks=make_callbacks(recipe, folder, rank))
         trainer.stop.listen()
         if begun is not None:
             # The folder goes when the starter does.

@@ -78,14 +78,14 @@ class Trainer:
         model: Model | None = None,
         data: Data | None = None,
         folder: Path | None = None,
-        listeners: Sequence[said.Callback] = (),
+        callbacks: Sequence[said.Callback] = (),
     ) -> None:
         if told := constraints.rewind(recipe):
             raise RecipeError(told)
         if recipe.survive.non_finite == "rewind" and folder is None:
             raise ValueError("survive.non_finite is 'rewind', and no checkpoints are kept without a folder: give one")
         self.recipe = recipe
-        self._callbacks = listeners
+        self._callbacks = callbacks
         self.mesh = Mesh(recipe.parallel)
         self.data = data or make_data(recipe.data)
         torch.manual_seed(recipe.training.seed)
@@ -359,8 +359,8 @@ class Trainer:
             self._notes.append((level, text))
 
     def _tell(self, event: said.Started | said.Stepped | said.Evaluated | said.Noted | said.Ended) -> None:
-        for listener in self._callbacks:
-            getattr(listener, type(event).__name__.lower())(event)
+        for callback in self._callbacks:
+            getattr(callback, said.HANDLERS[type(event)])(event)
 
 
 def _due(step: int, every: int | None) -> bool:

@@ -65,9 +65,9 @@ class GuardedCallback(Callback):
     It goes on being told: a full disk may have room again.
     """
 
-    def __init__(self, listener: Callback, others: Sequence[Callback]) -> None:
+    def __init__(self, callback: Callback, others: Sequence[Callback]) -> None:
         """others: who is told, itself perhaps among them; nobody else there: stderr is."""
-        self._listener, self._others = listener, others
+        self._callback, self._others = callback, others
         self._failures = 0
 
     def started(self, event: Started) -> None:
@@ -86,9 +86,9 @@ class GuardedCallback(Callback):
         self._tell("ended", event)
 
     def _tell(self, what: str, event: Started | Stepped | Evaluated | Noted | Ended) -> None:
-        name = type(self._listener).__name__
+        name = type(self._callback).__name__
         try:
-            getattr(self._listener, what)(event)
+            getattr(self._callback, what)(event)
         except Exception as error:
             self._failures += 1
             if self._failures == 1:
