@@ -134,7 +134,7 @@ class Alternating:
         self.profile = cProfile.Profile() if "NETFOLD_BENCH_WHERE" in os.environ else None
         self._began: np.ndarray[Any, Any] | None = None
 
-    def stepped(self, event: Any) -> None:
+    def on_step(self, event: Any) -> None:
         if event.step % self.steps:
             return
         if self.profile is not None:
@@ -153,7 +153,7 @@ class Alternating:
     def _nothing(self, event: Any) -> None:
         return
 
-    started = evaluated = noted = ended = _nothing
+    on_start = on_evaluation = on_note = on_end = _nothing
 
 
 def serve(rank: int, ranks: int, folder: str, case: str, blocks: int) -> None:

@@ -89,4 +89,4 @@ class Failing(Callback):
             raise self.error
         self.told.append(event)
 
-    started = stepped = evaluated = noted = ended = _hear
+    on_start = on_step = on_evaluation = on_note = on_end = _hear

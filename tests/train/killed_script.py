@@ -30,12 +30,12 @@ class Dying(Heard):
         super().__init__()
         self._log, self._dies_after_s = log, dies_after_s
 
-    def started(self, event: said.Started) -> None:
+    def on_start(self, event: said.Started) -> None:
         self._write({"from": event.step})
         if self._dies_after_s is not None:
             threading.Thread(target=self._die, args=(self._dies_after_s,), daemon=True).start()
 
-    def stepped(self, event: said.Stepped) -> None:
+    def on_step(self, event: said.Stepped) -> None:
         self._write({"step": event.step})
 
     def seen(self, numbers: list[int]) -> None:

@@ -87,19 +87,19 @@ class Heard:
     steps: list[said.Stepped] = field(default_factory=list)
     reason: str = ""
 
-    def started(self, event: said.Started) -> None: ...
+    def on_start(self, event: said.Started) -> None: ...
 
-    def stepped(self, event: said.Stepped) -> None:
+    def on_step(self, event: said.Stepped) -> None:
         self.steps.append(event)
         if self.after is not None:
             self.after(event.step)
 
-    def evaluated(self, event: said.Evaluated) -> None: ...
+    def on_evaluation(self, event: said.Evaluated) -> None: ...
 
-    def noted(self, event: said.Noted) -> None:
+    def on_note(self, event: said.Noted) -> None:
         self.notes.append(f"{event.level}: {event.text}")
 
-    def ended(self, event: said.Ended) -> None:
+    def on_end(self, event: said.Ended) -> None:
         self.reason = event.reason
 
 

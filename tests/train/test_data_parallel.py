@@ -351,20 +351,20 @@ class Heard:
         self.changed: list[bool] = []
         self._weights = b""
 
-    def started(self, event: Any) -> None:
+    def on_start(self, event: Any) -> None:
         self._weights = self._now()
 
-    def stepped(self, event: Any) -> None:
+    def on_step(self, event: Any) -> None:
         before, self._weights = self._weights, self._now()
         self.skipped.append(event.skipped)
         self.changed.append(self._weights != before)
 
-    def evaluated(self, event: Any) -> None: ...
+    def on_evaluation(self, event: Any) -> None: ...
 
-    def noted(self, event: Any) -> None:
+    def on_note(self, event: Any) -> None:
         self.notes.append(event.text)
 
-    def ended(self, event: Any) -> None: ...
+    def on_end(self, event: Any) -> None: ...
 
     def _now(self) -> bytes:
         from torch.distributed.tensor import DTensor

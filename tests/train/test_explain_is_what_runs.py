@@ -104,7 +104,7 @@ def _record(rank: int, size: int, folder: str, recipes: dict[str, Table], bounds
         def __init__(self) -> None:
             self.began_ns, self.found = 0, dict[tuple[str, int], tuple[int, int]]()
 
-        def stepped(self, event: Any) -> None:
+        def on_step(self, event: Any) -> None:
             for group in groups if event.step == 3 else ():
                 for record in netfold.torch.events(group):
                     kind, size = kinds[int(record["operation"])], group.size()

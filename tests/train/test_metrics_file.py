@@ -112,7 +112,7 @@ def test_a_full_disk_is_an_error_and_the_file_stays_readable(tmp_path: Path) -> 
 
     writer._file = Full()  # type: ignore[assignment]
     with pytest.raises(OSError, match="11 of"):
-        writer.stepped(stepped(3))
+        writer.on_step(stepped(3))
     writer._file = whole
     tell([writer], [stepped(4)])
     found = read_metrics(tmp_path)

@@ -86,17 +86,17 @@ class Callback(Protocol):
     A class that says this is its base is told of everything, and does nothing about what it does not define.
     """
 
-    def started(self, event: Started) -> None:
+    def on_start(self, event: Started) -> None:
         return
 
-    def stepped(self, event: Stepped) -> None:
+    def on_step(self, event: Stepped) -> None:
         return
 
-    def evaluated(self, event: Evaluated) -> None:
+    def on_evaluation(self, event: Evaluated) -> None:
         return
 
-    def noted(self, event: Noted) -> None:
+    def on_note(self, event: Noted) -> None:
         return
 
-    def ended(self, event: Ended) -> None:
+    def on_end(self, event: Ended) -> None:
         return

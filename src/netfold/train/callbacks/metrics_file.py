@@ -54,14 +54,14 @@ class MetricsFile(Callback):
         self._torn = _ends_torn(folder / NAME)
         self._steps = self._batch = 0
 
-    def started(self, event: Started) -> None:
+    def on_start(self, event: Started) -> None:
         self._steps, self._batch = event.steps, event.batch
         self._write(
             "started", event.step, steps=event.steps, batch=event.batch, ranks=event.ranks,
             parameters=event.parameters, metric=metric_words(event.metric), recipe=event.recipe.model_dump(mode="json"),
         )  # fmt: skip
 
-    def stepped(self, event: Stepped) -> None:
+    def on_step(self, event: Stepped) -> None:
         if event.step % self._every and event.step != self._steps:
             return
         more: Line = {}
@@ -79,13 +79,13 @@ class MetricsFile(Callback):
             samples=event.samples, samples_per_s=self._batch / event.seconds, **more,
         )  # fmt: skip
 
-    def evaluated(self, event: Evaluated) -> None:
+    def on_evaluation(self, event: Evaluated) -> None:
         self._write("evaluation", event.step, values=dict(event.values), seconds=event.seconds)
 
-    def noted(self, event: Noted) -> None:
+    def on_note(self, event: Noted) -> None:
         self._write("note", event.step, level=event.level, text=event.text)
 
-    def ended(self, event: Ended) -> None:
+    def on_end(self, event: Ended) -> None:
         self._write("ended", event.step, reason=event.reason, seconds=event.seconds)
         fcntl.flock(self._file, fcntl.LOCK_UN)
 
@@ -109,14 +109,14 @@ class Metrics:
     notes: list[Line] = field(default_factory=list)
     happened: list[Line] = field(default_factory=list)
     """Starts, notes and ends, as they came."""
-    ended: Line | None = None
+    on_end: Line | None = None
     """None where the last start has no end yet: the run goes on, or was killed."""
     unreadable: int = 0
     """Lines that were cut off."""
 
     @property
     def is_finished(self) -> bool:
-        return self.ended is not None and self.ended["reason"] == "done"
+        return self.on_end is not None and self.on_end["reason"] == "done"
 
 
 def read_metrics(folder: Path) -> Metrics:

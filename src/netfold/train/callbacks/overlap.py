@@ -21,7 +21,7 @@ class OverlapCallback(Callback):
         self._running: LiveOverlap | None = None
         self._began_s = self._data_s = 0.0
 
-    def stepped(self, event: Stepped) -> None:
+    def on_step(self, event: Stepped) -> None:
         now_s = time.perf_counter()
         if self._running is None:
             # From the thread that trains: it is the one to be looked at.

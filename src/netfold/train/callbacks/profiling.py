@@ -25,7 +25,7 @@ class ProfileCallback(Callback):
         self._first = self._last = 0
         self._recording: recording.Recording | None = None
 
-    def started(self, event: Started) -> None:
+    def on_start(self, event: Started) -> None:
         left = event.steps - event.step
         self._first = event.step + min(_SKIPPED, left // 4)
         self._last = min(self._first + _STEPS, event.steps)
@@ -33,7 +33,7 @@ class ProfileCallback(Callback):
             # Of an earlier start, which may have had more ranks. No rank records before all have done a step.
             shutil.rmtree(self._folder, ignore_errors=True)
 
-    def stepped(self, event: Stepped) -> None:
+    def on_step(self, event: Stepped) -> None:
         if self._recording is not None:
             profile.step()
             if event.step >= self._last:
@@ -42,7 +42,7 @@ class ProfileCallback(Callback):
             self._recording = recording.Recording(self._folder, replaces=True).start()
             profile.step()
 
-    def ended(self, event: Ended) -> None:
+    def on_end(self, event: Ended) -> None:
         self._stop()
 
     def _stop(self) -> None:

@@ -33,7 +33,7 @@ class ProgressCallback(Callback):
         self._shown_s = 0.0
         self._step_s: float | None = None
 
-    def started(self, event: Started) -> None:
+    def on_start(self, event: Started) -> None:
         self._start, self._shown_s = event, 0.0
         recipe = event.recipe
         goes_on = f", going on after step {event.step}" if event.step else ""
@@ -48,7 +48,7 @@ class ProgressCallback(Callback):
             # A run that an exception ends leaves a terminal that shows its cursor.
             atexit.register(self._leave)
 
-    def stepped(self, event: Stepped) -> None:
+    def on_step(self, event: Stepped) -> None:
         before = self._step_s
         self._step_s = event.seconds if before is None else before + _NEWEST * (event.seconds - before)
         now_s = time.monotonic()
@@ -61,7 +61,7 @@ class ProgressCallback(Callback):
         else:
             self._print(line)
 
-    def evaluated(self, event: Evaluated) -> None:
+    def on_evaluation(self, event: Evaluated) -> None:
         assert self._start is not None
         metric = self._start.metric
         value = event.values[metric.name]
@@ -70,10 +70,10 @@ class ProgressCallback(Callback):
             f"{metric.baseline_is} {with_unit(metric.baseline, metric.unit)}, in {units.seconds(event.seconds)}"
         )
 
-    def noted(self, event: Noted) -> None:
+    def on_note(self, event: Noted) -> None:
         self._print(f"step {event.step:,}: {event.text}", _COLOURS.get(event.level, ""))
 
-    def ended(self, event: Ended) -> None:
+    def on_end(self, event: Ended) -> None:
         self._leave()
         assert self._start is not None
         took = f"after step {event.step:,}, in {units.seconds(event.seconds)}"

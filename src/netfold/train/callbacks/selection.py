@@ -70,19 +70,19 @@ class GuardedCallback(Callback):
         self._callback, self._others = callback, others
         self._failures = 0
 
-    def started(self, event: Started) -> None:
+    def on_start(self, event: Started) -> None:
         self._tell("started", event)
 
-    def stepped(self, event: Stepped) -> None:
+    def on_step(self, event: Stepped) -> None:
         self._tell("stepped", event)
 
-    def evaluated(self, event: Evaluated) -> None:
+    def on_evaluation(self, event: Evaluated) -> None:
         self._tell("evaluated", event)
 
-    def noted(self, event: Noted) -> None:
+    def on_note(self, event: Noted) -> None:
         self._tell("noted", event)
 
-    def ended(self, event: Ended) -> None:
+    def on_end(self, event: Ended) -> None:
         self._tell("ended", event)
 
     def _tell(self, what: str, event: Started | Stepped | Evaluated | Noted | Ended) -> None:
@@ -102,6 +102,6 @@ class GuardedCallback(Callback):
     def _note(self, step: int, text: str) -> None:
         others = [other for other in self._others if other is not self]
         for other in others:
-            other.noted(Noted(step, "warning", text))
+            other.on_note(Noted(step, "warning", text))
         if not others:
             print(f"netfold train: step {step}: {text}", file=sys.stderr, flush=True)

@@ -24,7 +24,7 @@ class TensorBoard(Callback):
         self._proto: Any = None
         self._writer: Any = None
 
-    def started(self, event: Started) -> None:
+    def on_start(self, event: Started) -> None:
         from tensorboard.compat.proto import summary_pb2  # type: ignore[import-untyped]
         from torch.utils.tensorboard import SummaryWriter
 
@@ -34,18 +34,18 @@ class TensorBoard(Callback):
             str(self._folder), purge_step=event.step + 1 if event.step else None, flush_secs=_FLUSH_S
         )
 
-    def stepped(self, event: Stepped) -> None:
+    def on_step(self, event: Stepped) -> None:
         if event.step % self._every == 0:
             self._add(of_step(event, self._batch, self._exposed.share), event.step)
 
-    def evaluated(self, event: Evaluated) -> None:
+    def on_evaluation(self, event: Evaluated) -> None:
         self._add(of_evaluation(event), event.step)
 
-    def noted(self, event: Noted) -> None:
+    def on_note(self, event: Noted) -> None:
         if self._writer is not None:
             self._writer.add_text(event.level, event.text, event.step)
 
-    def ended(self, event: Ended) -> None:
+    def on_end(self, event: Ended) -> None:
         self._writer.close()
 
     def _add(self, values: Mapping[str, float], step: int) -> None:

@@ -28,7 +28,7 @@ class Wandb(Callback):
         self._run: Any = None
         self._wanted = False
 
-    def started(self, event: Started) -> None:
+    def on_start(self, event: Started) -> None:
         self._batch, self._wanted = event.batch, True
         kept = _Kept(self._folder / "wandb.json")
         self._run = self._wandb.init(
@@ -37,18 +37,18 @@ class Wandb(Callback):
         )  # fmt: skip
         kept.keep(self._run.id)
 
-    def stepped(self, event: Stepped) -> None:
+    def on_step(self, event: Stepped) -> None:
         if event.step % self._every == 0:
             self._run.log(of_step(event, self._batch, self._exposed.share), step=event.step)
 
-    def evaluated(self, event: Evaluated) -> None:
+    def on_evaluation(self, event: Evaluated) -> None:
         self._run.log(of_evaluation(event), step=event.step)
 
-    def noted(self, event: Noted) -> None:
+    def on_note(self, event: Noted) -> None:
         if self._wanted and event.level != "info":
             self._run.alert(title=f"step {event.step}", text=event.text)
 
-    def ended(self, event: Ended) -> None:
+    def on_end(self, event: Ended) -> None:
         # A finished run takes no alert.
         self._wanted = False
         self._run.finish(exit_code=0 if event.reason == "done" else 1)
@@ -64,7 +64,7 @@ class MLflow(Callback):
         self._batch = 0
         self._wanted = False
 
-    def started(self, event: Started) -> None:
+    def on_start(self, event: Started) -> None:
         self._batch, self._wanted = event.batch, True
         kept = _Kept(self._folder / "mlflow.json")
         run = self._mlflow.start_run(run_id=kept.known, run_name=self._folder.name)
@@ -72,19 +72,19 @@ class MLflow(Callback):
             self._mlflow.log_params(_flat(event.recipe.model_dump(mode="json")))
         kept.keep(run.info.run_id)
 
-    def stepped(self, event: Stepped) -> None:
+    def on_step(self, event: Stepped) -> None:
         if event.step % self._every == 0:
             self._log(of_step(event, self._batch, self._exposed.share), event.step)
 
-    def evaluated(self, event: Evaluated) -> None:
+    def on_evaluation(self, event: Evaluated) -> None:
         self._log(of_evaluation(event), event.step)
 
-    def noted(self, event: Noted) -> None:
+    def on_note(self, event: Noted) -> None:
         if self._wanted:
             self._active()
             self._mlflow.set_tag(f"{event.level} at step {event.step}", event.text)
 
-    def ended(self, event: Ended) -> None:
+    def on_end(self, event: Ended) -> None:
         self._wanted = False
         self._active()
         self._mlflow.end_run("FINISHED" if event.reason == "done" else "KILLED")

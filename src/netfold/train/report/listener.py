@@ -19,10 +19,10 @@ class ReportCallback(Callback):
         self._next_s = 0.0
         self._steps = 0
 
-    def started(self, event: Started) -> None:
+    def on_start(self, event: Started) -> None:
         self._steps = event.steps
 
-    def evaluated(self, event: Evaluated) -> None:
+    def on_evaluation(self, event: Evaluated) -> None:
         if event.pictures:
             write_pictures(self._folder, event.step, event.pictures)
         began_s = time.monotonic()
@@ -32,5 +32,5 @@ class ReportCallback(Callback):
         ended_s = time.monotonic()
         self._next_s = ended_s + _RARE * (ended_s - began_s)
 
-    def ended(self, event: Ended) -> None:
+    def on_end(self, event: Ended) -> None:
         write_report(self._folder)
