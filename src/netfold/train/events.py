@@ -100,3 +100,13 @@ class Callback(Protocol):
 
     def on_end(self, event: Ended) -> None:
         return
+
+
+HANDLERS = {
+    Started: "on_start",
+    Stepped: "on_step",
+    Evaluated: "on_evaluation",
+    Noted: "on_note",
+    Ended: "on_end",
+}
+"""By the event, the method of a `Callback` that is called with it."""

@@ -71,19 +71,19 @@ class GuardedCallback(Callback):
         self._failures = 0
 
     def on_start(self, event: Started) -> None:
-        self._tell("started", event)
+        self._tell("on_start", event)
 
     def on_step(self, event: Stepped) -> None:
-        self._tell("stepped", event)
+        self._tell("on_step", event)
 
     def on_evaluation(self, event: Evaluated) -> None:
-        self._tell("evaluated", event)
+        self._tell("on_evaluation", event)
 
     def on_note(self, event: Noted) -> None:
-        self._tell("noted", event)
+        self._tell("on_note", event)
 
     def on_end(self, event: Ended) -> None:
-        self._tell("ended", event)
+        self._tell("on_end", event)
 
     def _tell(self, what: str, event: Started | Stepped | Evaluated | Noted | Ended) -> None:
         name = type(self._callback).__name__
