@@ -1,6 +1,6 @@
 """The word of all ranks: one small all_reduce a step, from which they take every decision alike.
 
-Under [outer] the ranks of one copy of the model agree in every step, and all ranks at the end of a round (`together`).
+Under [outer] the ranks of one copy of the model agree in every step, and all ranks at the end of a round (`merge_votes`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Word:
+class StepVote:
     """What the ranks said of a step, the same on each of them."""
 
     loss: float
@@ -27,14 +27,14 @@ class Word:
     """Ranks that know that the checkpoint under way has failed."""
 
 
-def agree(
+def vote(
     loss: Tensor | None,
     *,
     not_finite: bool,
     stop: bool,
     checkpoint_failed: bool,
     group: dist.ProcessGroup | None = None,
-) -> Word:
+) -> StepVote:
     """Collective over the group, by default the world; f64: [loss, losses, then a count each]."""
     said = torch.tensor(
         [0.0 if loss is None else float(loss), loss is not None, not_finite, stop, checkpoint_failed],
@@ -43,10 +43,10 @@ def agree(
     if dist.get_world_size(group) > 1:
         dist.all_reduce(said, group=group)
     total, losses, *counts = said.tolist()
-    return Word(total / losses, *(round(count) for count in counts))
+    return StepVote(total / losses, *(round(count) for count in counts))
 
 
-def together(steps: Sequence[Word]) -> list[Word]:
+def merge_votes(steps: Sequence[StepVote]) -> list[StepVote]:
     """The words of a round's steps, each told by some ranks to themselves, as those of all ranks. All groups of ranks
     that told them have the same size. Collective over the world, f64: [a loss a step, then a count each].
 
@@ -57,4 +57,4 @@ def together(steps: Sequence[Word]) -> list[Word]:
     said = torch.tensor([*(step.loss for step in steps), *counts], dtype=torch.float64)
     dist.all_reduce(said)
     losses, (bad, stop, failed) = said[: len(steps)] / dist.get_world_size(), said[len(steps) :].tolist()
-    return [Word(loss, round(bad), round(stop), round(failed)) for loss in losses.tolist()]
+    return [StepVote(loss, round(bad), round(stop), round(failed)) for loss in losses.tolist()]

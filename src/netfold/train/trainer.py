@@ -47,7 +47,7 @@ from netfold.train.fault_tolerance.stop import StopRequest
 from netfold.train.fault_tolerance.straggler import Straggler, StragglerError
 from netfold.train.fault_tolerance.bad_examples import Replacing
 from netfold.train.optimizer_step import Update
-from netfold.train.step_vote import Word, agree, together
+from netfold.train.step_vote import StepVote, vote, merge_votes
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ class Trainer:
         self.optimizer = make_optimizer(self.replica, recipe, self.mesh, alone)
         self._island = self.mesh.island() if recipe.outer is not None else None
         self.update = Update(self.replica, self.optimizer, recipe, self.mesh, self._island)
-        self._round: list[Word] = []
+        self._round: list[StepVote] = []
         self._spoilt: list[str] = []
         """Under [outer]: what was told of this round's steps, and of those that were left out, on this island."""
         self.batch = recipe.training.batch * (self.mesh.data.size if recipe.training.scaling == "weak" else 1)
@@ -223,7 +223,7 @@ class Trainer:
         elif asked == "auto" and every < self.steps:
             self._note("info", f"a checkpoint every {every} steps (checkpoint.every)")
 
-    def _one_step(self, feed: Feed) -> Word:
+    def _one_step(self, feed: Feed) -> StepVote:
         began_s = time.perf_counter()
         batch = self._batch = feed.get(self.samples)
         data_s = time.perf_counter() - began_s
@@ -240,7 +240,7 @@ class Trainer:
         gradients_s = time.perf_counter()
         # f16 scales its losses until gradients overflow: that is the update's to see.
         bad = bad_gradients(self.replica) if self.recipe.training.precision != "f16" else []
-        word = agree(
+        word = vote(
             loss,
             not_finite=bool(bad) or (loss is not None and not math.isfinite(loss)),
             stop=self.stop.asked,
@@ -285,14 +285,14 @@ class Trainer:
         """All ranks agree after this step: after every one, and under [outer] at the end of a round, or of training."""
         return self.recipe.outer is None or self.step % self.recipe.outer.every == 0 or self.step >= self.steps
 
-    def _heard(self, word: Word) -> list[Word]:
+    def _heard(self, word: StepVote) -> list[StepVote]:
         """The words of all ranks on the steps since they last agreed; none where they do not agree yet."""
         if self._island is None:
             return [word]
         self._round.append(word)
         if not self._is_agreed():
             return []
-        words, self._round = together(self._round), []
+        words, self._round = merge_votes(self._round), []
         if words[-1].not_finite:
             found: list[list[str]] = [[] for _ in range(dist.get_world_size())]
             dist.all_gather_object(found, self._spoilt)

@@ -17,7 +17,7 @@ from netfold.train.recipe.split import Split
 from netfold.train.fault_tolerance.straggler import WINDOW_STEPS
 
 F64_BYTES = I64_BYTES = 8
-WORD_BYTES = 5 * F64_BYTES
+VOTE_BYTES = 5 * F64_BYTES
 
 
 @dataclass(frozen=True)
@@ -229,7 +229,7 @@ def _all(recipe: Recipe, layers: Sequence[Layer], split: Split) -> list[Traffic]
     island = ranks if recipe.outer is None else split.pipeline * split.tensor
     found = []
     if island > 1:
-        found.append(Traffic("all", "all_reduce", "the word of all ranks", island, 1, WORD_BYTES))
+        found.append(Traffic("all", "all_reduce", "the word of all ranks", island, 1, VOTE_BYTES))
     if recipe.outer is not None:
         # A loss a step, and three counts.
         found.append(Traffic("all", "all_reduce", "the word of a round", ranks, 1, (every + 3) * F64_BYTES, every))
