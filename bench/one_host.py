@@ -241,7 +241,7 @@ def _profile(path: str, share: int, names: list[str], parameters: list[int], ste
             for at, (size, layers) in enumerate(shapes.pop())
         ),
         closing_host_s=middle(lambda row: row.closing_s),
-        word_bytes=rows[0].word_bytes,
+        vote_bytes=rows[0].vote_bytes,
         updating_host_s=middle(lambda row: row.update_s),
         beside_host_s=max(0.0, middle(lambda row: row.beside_s)),
     )
@@ -255,7 +255,7 @@ class _Row:
     slept_s: list[float]
     host_s: list[float]
     buckets: list[tuple[int, int, float]]
-    word_bytes: int
+    vote_bytes: int
     closing_s: float
     update_s: float
     beside_s: float
@@ -273,8 +273,8 @@ def _row(began_s: float, events: list[tuple[str, float, float]], count: int, pro
         else:
             update_s = now_s - last_s
         last_s = now_s
-    *buckets, (word_bytes, _, closing_s) = operations
-    return _Row(slept_s, host_s, buckets, word_bytes, closing_s, update_s, process_s - (last_s - began_s))
+    *buckets, (vote_bytes, _, closing_s) = operations
+    return _Row(slept_s, host_s, buckets, vote_bytes, closing_s, update_s, process_s - (last_s - began_s))
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ MODEL = TimedStep(
     ),
     ready=(ReadyBucket(8000, 1, 0.0005), ReadyBucket(4000, 2, 0.0005)),
     closing_host_s=0.002,
-    word_bytes=40,
+    vote_bytes=40,
     updating_host_s=0.005,
     beside_host_s=0.0,
 )  # fmt: skip

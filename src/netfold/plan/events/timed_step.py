@@ -42,7 +42,7 @@ def build_timed_step(
     def seconds(size: float, wire: str) -> float:
         return collective_s("all_reduce", size, group, cluster, constants, job.in_network, wire=wire, alongside=1)
 
-    took = [seconds(size, job.wire) for size in sizes] + [seconds(model.word_bytes, "f32")]
+    took = [seconds(size, job.wire) for size in sizes] + [seconds(model.vote_bytes, "f32")]
     # What is left without its bytes no pause can save.
     least = seconds(1.0, "f32")
     sent_s = [max(0.0, each - least) for each in took]
@@ -83,7 +83,7 @@ def build_timed_step(
         ),
     )
     buckets = tuple(
-        Bucket("all_reduce", size, each) for size, each in zip((*sizes, model.word_bytes), took, strict=True)
+        Bucket("all_reduce", size, each) for size, each in zip((*sizes, model.vote_bytes), took, strict=True)
     )
     return BuiltStep(step, mesh, (tuple(acts),), (buckets,), 0, (None,))
 

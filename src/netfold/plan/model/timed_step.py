@@ -43,7 +43,7 @@ class TimedStep(Measured):
     """samples: of a rank in a step. timed: in order; ready: as they go.
 
     closing_host_s: of the processor, from the end of the last bucket to the word of all ranks, a small all_reduce of
-    word_bytes; updating_host_s: from there to the next step; beside_host_s: of its other threads, all step long.
+    vote_bytes; updating_host_s: from there to the next step; beside_host_s: of its other threads, all step long.
     crowded: how many times as long the processor takes for all of these while every core of its machine is busy with
     the like: they share the memory's rate.
     """
@@ -53,7 +53,7 @@ class TimedStep(Measured):
     timed: tuple[TimedLayer, ...]
     ready: tuple[ReadyBucket, ...]
     closing_host_s: float
-    word_bytes: int
+    vote_bytes: int
     updating_host_s: float
     beside_host_s: float
     crowded: float = 1.0
