@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 from surviving import toy_recipe
 
-from netfold.train.preflight import hosts_will_do
+from netfold.train.preflight import preflight
 
 
 @pytest.fixture
@@ -27,7 +27,7 @@ def few_files(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("one_rank", "few_files")
 def test_hosts_on_which_training_would_fail_are_named_with_what_to_do(capsys: pytest.CaptureFixture[str]) -> None:
-    assert not hosts_will_do(toy_recipe())
+    assert not preflight(toy_recipe())
     said = capsys.readouterr().err
     assert "200 files may be open" in said and "ulimit -n 4096" in said
     last = "training would fail on these hosts, see what to do above; run.check = false tries it anyway"

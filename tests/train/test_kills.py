@@ -26,7 +26,7 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 
 def survives(folder: Path, seed: int, kills: int, steps: int, timeout_s: float) -> None:
-    from netfold.train.sampler import Order
+    from netfold.train.sampler import Sampler
 
     replay = f"{SCRIPT.name} FOLDER {seed} {kills} {steps}"
     ended = subprocess.run(
@@ -42,7 +42,7 @@ def survives(folder: Path, seed: int, kills: int, steps: int, timeout_s: float) 
     )  # fmt: skip
     assert ended.returncode == 0, f"{replay}\n{ended.stderr[-5000:]}"
 
-    order = Order(96, 0)
+    order = Sampler(96, 0)
     reached, repeated = 0, 0
     for attempt in range(kills + 1):
         starts = set()

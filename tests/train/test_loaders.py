@@ -23,7 +23,7 @@ from made import (
     table,
 )
 
-from netfold.train import Data, UnreadableError
+from netfold.train import Data, BadExampleError
 from netfold.train.datasets import make_data
 from netfold.train.recipe import Factory
 
@@ -100,7 +100,7 @@ def test_what_cannot_be_read_is_said_with_its_path(asked: dict[str, object], sai
     table(tmp_path / "none_yet.csv", ROWS.assign(bought=[0, None] * 10))
     table(tmp_path / "twos.csv", ROWS.assign(bought=[0, 2] * 10))
     options = {key: value.format(tmp_path) if isinstance(value, str) else value for key, value in asked.items()}
-    with pytest.raises(UnreadableError, match=said):
+    with pytest.raises(BadExampleError, match=said):
         make_data(Factory.model_validate(options))
 
 

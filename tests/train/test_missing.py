@@ -15,12 +15,12 @@ def unlike_disks(rank: int, folder: Path, world: World) -> Any:
     """Losses and what each rank said, where other ranks cannot read two examples: none, the last stage's, all."""
     from surviving import Heard, run
 
-    from netfold.train import UnreadableError
-    from netfold.train.sampler import Order, sample_seed
+    from netfold.train import BadExampleError
+    from netfold.train.sampler import Sampler, sample_seed
 
-    seen = Order(96, 0).indices(0, 64)
+    seen = Sampler(96, 0).indices(0, 64)
     # An example of the second step; and the one that the first rank would take in its place.
-    instead = sample_seed(Order(96, 0).seeds(10, 1)[0], 0) % 96
+    instead = sample_seed(Sampler(96, 0).seeds(10, 1)[0], 0) % 96
     found: dict[str, Any] = {"gone": [seen[10], instead]}
     for name, gone in (
         ("none", {}),
@@ -33,7 +33,7 @@ def unlike_disks(rank: int, folder: Path, world: World) -> Any:
         def change(indices: Any, features: Any, gone: Any = gone) -> None:
             for index in indices:
                 if rank in gone.get(index, ()):
-                    raise UnreadableError(f"/data/{index}.png: No such file")
+                    raise BadExampleError(f"/data/{index}.png: No such file")
 
         with world(2):
             heard, numbers = Heard(), list[list[int]]()

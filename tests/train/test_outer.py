@@ -254,7 +254,7 @@ def _update(mesh: Any) -> tuple[Any, Any, dict[str, Any]]:
     import torch
 
     from netfold.train.recipe import Recipe
-    from netfold.train.optimizer_step import Update
+    from netfold.train.optimizer_step import OptimizerStep
 
     recipe = Recipe.model_validate(
         {"model": {"name": "m"}, "data": {"name": "d"}, "training": {"steps": 6}, "outer": {"every": EVERY}}
@@ -262,7 +262,7 @@ def _update(mesh: Any) -> tuple[Any, Any, dict[str, Any]]:
     held = _parameters(mesh)
     del held["third"]
     optimizer = torch.optim.Adam(held.values())
-    return Update(Held(held), optimizer, recipe, mesh), optimizer, held
+    return OptimizerStep(Held(held), optimizer, recipe, mesh), optimizer, held
 
 
 def _steps(update: Any, held: dict[str, Any], mesh: Any, steps: range) -> None:

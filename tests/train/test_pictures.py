@@ -13,7 +13,7 @@ import torch
 from made import GARBAGE, class_folders, data, div2k, everything, fashion, idx, needs_fashion_mnist, pictures
 from skimage.io import imsave
 
-from netfold.train import UnreadableError
+from netfold.train import BadExampleError
 from netfold.train.datasets import pairs, photos
 from netfold.train.datasets.fashion import read_idx
 from netfold.train.datasets.pairs import Pair
@@ -85,7 +85,7 @@ def test_small_pictures_that_are_there_are_taken_and_others_made(tmp_path: Path)
     given = made.train.batch([0, 1], [7, 8])
     assert given.inputs[0][0].max() == 0 and given.inputs[0][1].max() > 0 and torch.equal(given.target[0], truth)
     imsave(black / "0002x2.png", np.zeros((20, 24, 3), np.uint8), check_contrast=False)
-    with pytest.raises(UnreadableError, match=r"0002x2.png: 24 x 20 pixels.* not 0002.png's 50 x 41"):
+    with pytest.raises(BadExampleError, match=r"0002x2.png: 24 x 20 pixels.* not 0002.png's 50 x 41"):
         made.train.batch([1], [8])
 
 
@@ -134,11 +134,11 @@ def test_a_picture_that_vanishes_or_is_garbage_is_named(tmp_path: Path) -> None:
         (found.train, 2, "0003.png"),
         (kinds.train, 4, "coat1.png"),
     ):
-        with pytest.raises(UnreadableError, match=rf"{name}: no picture can be read there"):
+        with pytest.raises(BadExampleError, match=rf"{name}: no picture can be read there"):
             examples.batch([number], [0])
     assert len(found.train.batch([0], [0])) == 1
     pictures(tmp_path / "pairs/DIV2K_train_HR", ["0001.png"], 20, 60)
-    with pytest.raises(UnreadableError, match=r"0001.png: 30 x 10 pixels when made smaller; data.patch is 12"):
+    with pytest.raises(BadExampleError, match=r"0001.png: 30 x 10 pixels when made smaller; data.patch is 12"):
         found.train.batch([0], [0])
 
 
@@ -155,5 +155,5 @@ def test_an_idx_file_that_is_cut_or_of_another_type_is_named(tmp_path: Path) -> 
         (GARBAGE, "x.gz: "),
     ):
         path.write_bytes(raw)
-        with pytest.raises(UnreadableError, match=said):
+        with pytest.raises(BadExampleError, match=said):
             read_idx(path)

@@ -155,10 +155,10 @@ def in_a_plain_loop(recipe: Any, data: Any) -> dict[str, Any]:
     import torch
 
     from netfold.train.models import make_model
-    from netfold.train.sampler import Order
+    from netfold.train.sampler import Sampler
 
     torch.manual_seed(recipe.training.seed)
-    model, order, size = make_model(recipe.model), Order(len(data.train), recipe.training.seed), recipe.training.batch
+    model, order, size = make_model(recipe.model), Sampler(len(data.train), recipe.training.seed), recipe.training.batch
     losses = []
     for step in range(STEPS):
         batch = data.train.batch(order.indices(step * size, size), order.seeds(step * size, size))
@@ -320,7 +320,7 @@ def refused_by_zero_bubble() -> str:
 
 
 def failed_to_be_measured() -> str:
-    from netfold.train import Recipe, UnreadableError
+    from netfold.train import Recipe, BadExampleError
     from netfold.train.mesh import Mesh
     from netfold.train.models import make_model
     from netfold.train.parallel import parallelise
@@ -330,7 +330,7 @@ def failed_to_be_measured() -> str:
             return 64
 
         def batch(self, indices: Any, seeds: Any) -> Any:
-            raise UnreadableError("photo 3 is gone")
+            raise BadExampleError("photo 3 is gone")
 
     recipe = Recipe.model_validate(changed(GPT, parallel={"pipeline": 4}))
     try:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from made import COLUMNS, ROWS, data, everything, table
 
-from netfold.train import UnreadableError
+from netfold.train import BadExampleError
 from netfold.train.datasets import flights
 
 
@@ -46,11 +46,11 @@ def test_a_table_that_cannot_be_split_or_read_alike_is_refused(tmp_path: Path) -
     with pytest.raises(ValueError, match=r"column 'bought' is named twice"):
         data("table", train=path, dense=["age", "bought"], categorical=["shop"], target="bought")
     words = table(tmp_path / "words.csv", ROWS.assign(size="large"))
-    with pytest.raises(UnreadableError, match=r"words.csv: column 'size' is .*; in .*rows.csv it is int64"):
+    with pytest.raises(BadExampleError, match=r"words.csv: column 'size' is .*; in .*rows.csv it is int64"):
         data("table", train=path, held_out=words, **COLUMNS)
     with pytest.raises(ValueError, match=r"a tenth of the 4 rows of .*few.csv is none"):
         data("table", train=table(tmp_path / "few.csv", ROWS[:4]), **COLUMNS)
-    with pytest.raises(UnreadableError, match=r"empty.csv: no rows"):
+    with pytest.raises(BadExampleError, match=r"empty.csv: no rows"):
         data("table", train=table(tmp_path / "empty.csv", ROWS[:0]), **COLUMNS)
 
 

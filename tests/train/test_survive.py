@@ -77,7 +77,7 @@ def update_kept(rank: int, folder: Path, world: World) -> dict[str, Any]:
 
     kept: list[Any] = []
 
-    class Remembers(trainer.Update):
+    class Remembers(trainer.OptimizerStep):
         def __init__(self, replica: Any, *others: Any) -> None:
             super().__init__(replica, *others)
             self.parameters = dict(replica.named_parameters())
@@ -331,10 +331,10 @@ def not_finite(rank: int, folder: Path, world: World) -> dict[str, Any]:
     """One example is no number: it is in the batch of one step, on one of the ranks."""
     from surviving import Heard, run
 
-    from netfold.train.sampler import Order
+    from netfold.train.sampler import Sampler
     from netfold.train.fault_tolerance.policies import NonFiniteError
 
-    order = Order(96, 0).indices(0, 96)
+    order = Sampler(96, 0).indices(0, 96)
 
     def spoilt(*places: int) -> Callable[[Any, Any], None]:
         """Samples at these places of the order are no numbers."""
@@ -391,7 +391,7 @@ def gradients_not_finite(rank: int, folder: Path, world: World) -> tuple[str, li
         parameter.grad = torch.full_like(parameter, 3e38)
     large = bad_gradients(model.module)  # type: ignore[arg-type]
 
-    class Spoilt(trainer.Update):
+    class Spoilt(trainer.OptimizerStep):
         """The last layer's gradient is spoilt on the way to rank 1."""
 
         def __init__(self, replica: Any, *others: Any) -> None:
@@ -412,15 +412,15 @@ def vanished(rank: int, folder: Path, world: World) -> dict[str, Any]:
     """Two examples cannot be read; with "stop" one rank meets one, and the other one hears of it."""
     from surviving import Heard, run
 
-    from netfold.train import UnreadableError
-    from netfold.train.sampler import Order
+    from netfold.train import BadExampleError
+    from netfold.train.sampler import Sampler
 
-    gone = {index: f"/data/{index}.png" for index in Order(96, 0).indices(0, 64)[8 + 6 :: 16][:2]}
+    gone = {index: f"/data/{index}.png" for index in Sampler(96, 0).indices(0, 64)[8 + 6 :: 16][:2]}
 
     def change(indices: Any, features: Any) -> None:
         for index in indices:
             if index in gone:
-                raise UnreadableError(f"{gone[index]}: No such file or directory")
+                raise BadExampleError(f"{gone[index]}: No such file or directory")
 
     found: dict[str, Any] = {"gone": sorted(gone)}
     for size in (2, 1):
@@ -587,12 +587,12 @@ def test_what_the_update_keeps_goes_on_too() -> None:
 
 
 def test_a_batch_of_another_size_goes_on_with_the_next_sample() -> None:
-    from netfold.train.sampler import Order
+    from netfold.train.sampler import Sampler
 
     first, second = FOUND[weak]
     cut = first.index([])
     two_ranks = [a + b for a, b in zip(first[:cut], second[:cut], strict=True)]
-    order = Order(96, 0)
+    order = Sampler(96, 0)
     # Broken off after step 3, the checkpoint is of step 2: 32 samples. The third step's are seen again, then the rest.
     assert flat(two_ranks) == order.indices(0, 48)
     assert flat(first[cut + 1 :]) == order.indices(32, 64)
@@ -664,12 +664,12 @@ def test_a_step_left_out_leaves_nothing_behind() -> None:
 
 
 def test_a_rewind_takes_the_weights_back_and_the_data_on() -> None:
-    from netfold.train.sampler import Order
+    from netfold.train.sampler import Sampler
 
     first, second = (found["rewind"] for found in FOUND[not_finite])
     assert first[0].step == second[0].step == 8 and first[0].metric == second[0].metric
     assert "back to the weights of step 3, on with sample 48" in first[1][0]
-    assert sorted(first[3] + second[3]) == sorted(Order(96, 0).indices(0, 88)), "11 steps, and no sample twice"
+    assert sorted(first[3] + second[3]) == sorted(Sampler(96, 0).indices(0, 88)), "11 steps, and no sample twice"
 
 
 def test_so_many_bad_steps_in_a_row_end_the_job_under_any_policy() -> None:
@@ -681,12 +681,12 @@ def test_so_many_bad_steps_in_a_row_end_the_job_under_any_policy() -> None:
 
 
 def test_another_example_stands_in_for_one_that_vanished_the_same_on_any_number_of_ranks() -> None:
-    from netfold.train.sampler import Order
+    from netfold.train.sampler import Sampler
 
     first, second = FOUND[vanished]
     alone, notes = first["skip 1"]
     assert alone == [a + b for a, b in zip(first["skip 2"][0], second["skip 2"][0], strict=True)]
-    order = Order(96, 0).indices(0, 64)
+    order = Sampler(96, 0).indices(0, 64)
     replaced = [(was, now) for was, now in zip(order, flat(alone), strict=True) if was != now]
     assert sorted(was for was, _ in replaced) == first["gone"]
     assert not {now for _, now in replaced} & set(first["gone"])

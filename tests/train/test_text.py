@@ -11,7 +11,7 @@ import pytest
 import torch
 from made import data, everything, python
 
-from netfold.train import UnreadableError
+from netfold.train import BadExampleError
 from netfold.train.datasets import text
 
 
@@ -35,7 +35,7 @@ def test_every_example_has_exactly_as_many_masks(tmp_path: Path, monkeypatch: py
     python(tmp_path, monkeypatch)
     masked, plain = data("masked-source", context=20, masked=0.15), data("source", context=20)
     batch, whole = masked.train.batch(range(50), range(100, 150)), plain.train.batch(range(50), range(50))
-    asked = batch.target != text.NOT_ASKED
+    asked = batch.target != text.IGNORE_INDEX
     assert asked.sum(1).tolist() == [3] * 50 and torch.equal(asked, batch.inputs[0] == text.MASK)
     assert torch.equal(torch.where(asked, batch.target, batch.inputs[0]), whole.inputs[0])
     assert len({tuple(row.nonzero().flatten().tolist()) for row in asked}) > 40
@@ -81,14 +81,14 @@ def test_a_token_file_that_shrinks_or_lies_is_named_with_the_place(tmp_path: Pat
     np.arange(2000, dtype="<u2").tofile(path)
     found = data("tokens", train=str(path), vocabulary=2000, context=4)
     os.truncate(path, 600)
-    with pytest.raises(UnreadableError, match=r"train.bin: 0 of 5 tokens at token 400; it has shrunk"):
+    with pytest.raises(BadExampleError, match=r"train.bin: 0 of 5 tokens at token 400; it has shrunk"):
         found.train.batch([100], [0])
     np.array([7] * 1000, "<u2").tofile(path)
-    with pytest.raises(UnreadableError, match=r"train.bin: token 0 is 7; data.vocabulary is 5"):
+    with pytest.raises(BadExampleError, match=r"train.bin: token 0 is 7; data.vocabulary is 5"):
         data("tokens", train=str(path), vocabulary=5, context=4)
     path.write_bytes(b"odd")
-    with pytest.raises(UnreadableError, match=r"train.bin: 3 bytes are no whole number of uint16 tokens"):
+    with pytest.raises(BadExampleError, match=r"train.bin: 3 bytes are no whole number of uint16 tokens"):
         data("tokens", train=str(path), vocabulary=5)
     path.write_bytes(b"even")
-    with pytest.raises(UnreadableError, match=r"train.bin: 2 tokens, which is no window"):
+    with pytest.raises(BadExampleError, match=r"train.bin: 2 tokens, which is no window"):
         data("tokens", train=str(path), vocabulary=1 << 16)

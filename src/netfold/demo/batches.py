@@ -13,7 +13,7 @@ from torch import Tensor
 
 from netfold.demo.settings import SCALE, Training
 from netfold.train.datasets.pairs import Crops, Pair
-from netfold.train.sampler import Order
+from netfold.train.sampler import Sampler
 
 
 def share(training: Training, order: Sequence[int], rank: int) -> range:
@@ -26,6 +26,6 @@ def batch(training: Training, photographs: Sequence[Pair], step: int, indices: r
     """Low resolution [n, 3, p, p] and truth [n, 3, 2p, 2p] of those patches of a step."""
     count = len(photographs)
     crops = Crops(photographs.__getitem__, count, SCALE, training.patch_pixels, count)
-    order, first = Order(count, training.seed), step * training.patches + indices.start
+    order, first = Sampler(count, training.seed), step * training.patches + indices.start
     made = crops.batch(order.indices(first, len(indices)), order.seeds(first, len(indices)))
     return made.inputs[0], made.target

@@ -25,7 +25,7 @@ class Batch:
         return [Batch(tuple(row[:-1]), row[-1]) for row in zip(*columns, strict=True)]
 
 
-class UnreadableError(Exception):
+class BadExampleError(Exception):
     """An example that cannot be read: a file that is gone or garbage. The message names it and says why."""
 
 
@@ -38,7 +38,7 @@ class Examples(Protocol):
         """The examples with these numbers, in this order, all of one shape.
 
         What is drawn for an example (a crop, a flip, a mask) must come from its seed alone: so a batch is the same
-        wherever and whenever it is made. Called from a thread of its own. Raises UnreadableError.
+        wherever and whenever it is made. Called from a thread of its own. Raises BadExampleError.
         """
         ...
 

@@ -17,7 +17,7 @@ from netfold.train.recipe import Recipe
 from netfold.train.replica import Replica
 
 
-class Update:
+class OptimizerStep:
     """One optimizer's step a call, on every rank; all ranks call alike."""
 
     def __init__(

@@ -7,13 +7,13 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
 
 from netfold.train.examples import Batch, Examples
-from netfold.train.sampler import Order, share
+from netfold.train.sampler import Sampler, rank_slice
 
 
-class Feed:
+class Prefetcher:
     """The share of one data-parallel rank in each global batch of `batch` samples.
 
-    Which samples is `Order`'s to say: they depend on the samples before, and not on the number of ranks.
+    Which samples is `Sampler`'s to say: they depend on the samples before, and not on the number of ranks.
     """
 
     def __init__(
@@ -27,7 +27,7 @@ class Feed:
     ) -> None:
         """agree: (a batch, its indices and seeds) -> the batch to train on; called by `get`, on its thread."""
         self._examples = examples
-        self._order = Order(len(examples), seed)
+        self._order = Sampler(len(examples), seed)
         self._batch, self._rank, self._ranks, self._agree = batch, rank, ranks, agree
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="netfold-feed")
         self._ahead: tuple[int, Future[Batch]] | None = None
@@ -40,7 +40,7 @@ class Feed:
         self._ahead = samples + self._batch, self._begin(samples + self._batch)
         return batch if self._agree is None else self._agree(batch, *self._numbers(samples))
 
-    def __enter__(self) -> Feed:
+    def __enter__(self) -> Prefetcher:
         return self
 
     def __exit__(
@@ -56,5 +56,5 @@ class Feed:
 
     def _numbers(self, samples: int) -> tuple[Sequence[int], Sequence[int]]:
         """The share's indices and seeds."""
-        indices = share(self._order.indices(samples, self._batch), self._rank, self._ranks)
-        return indices, share(self._order.seeds(samples, self._batch), self._rank, self._ranks)
+        indices = rank_slice(self._order.indices(samples, self._batch), self._rank, self._ranks)
+        return indices, rank_slice(self._order.seeds(samples, self._batch), self._rank, self._ranks)

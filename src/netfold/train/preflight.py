@@ -17,7 +17,7 @@ from netfold.torch.store import TorchStore
 from netfold.train.recipe import Recipe
 
 
-def hosts_will_do(recipe: Recipe) -> bool:
+def preflight(recipe: Recipe) -> bool:
     """Look at all ranks' hosts; False where the job would fail on them. Rank 0 says what is wrong and what to do.
 
     The same on every rank, whatever the backend. Collective over the world.

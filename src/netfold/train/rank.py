@@ -50,7 +50,7 @@ def train(recipe: Recipe, source: Source, begun: Path | None = None) -> int:
 
     from netfold.train.callbacks.selection import make_callbacks
     from netfold.train.callbacks.run_folder import run_folder
-    from netfold.train.preflight import hosts_will_do
+    from netfold.train.preflight import preflight
     from netfold.train.trainer import Trainer
 
     began_s = time.perf_counter()
@@ -64,7 +64,7 @@ def train(recipe: Recipe, source: Source, begun: Path | None = None) -> int:
         print(f"netfold train: all ranks start anew, restart {restarts} of {most}", file=sys.stderr, flush=True)
     try:
         dist.init_process_group(recipe.run.backend, timeout=timedelta(seconds=recipe.run.timeout_s))
-        if recipe.run.check and not hosts_will_do(recipe):
+        if recipe.run.check and not preflight(recipe):
             return CANNOT
         folder = run_folder(recipe, source.file)
         trainer = Trainer(recipe, folder=folder, callbacks=make_callbacks(recipe, folder, rank))

@@ -14,7 +14,7 @@ import numpy as np
 
 
 @dataclass(frozen=True)
-class Order:
+class Sampler:
     """Every epoch goes through all examples once, in an order of its own; batches run on over its end."""
 
     examples: int
@@ -41,7 +41,7 @@ def sample_seed(seed: int, sample: int) -> int:
     return (value ^ value >> 31) >> 1
 
 
-def share(total: Sequence[int], rank: int, ranks: int) -> Sequence[int]:
+def rank_slice(total: Sequence[int], rank: int, ranks: int) -> Sequence[int]:
     """A rank's run of a batch: equal parts, in the order of ranks."""
     part = len(total) // ranks
     return total[rank * part : (rank + 1) * part]

@@ -21,7 +21,7 @@ from netfold.train.datasets import make_data
 from netfold.train.equal_weights import EqualWeights
 from netfold.train.evaluate import evaluate
 from netfold.train.examples import Batch, Data, Panel
-from netfold.train.prefetch import Feed
+from netfold.train.prefetch import Prefetcher
 from netfold.train.mesh import Mesh
 from netfold.train.model import Model
 from netfold.train.models import make_model
@@ -45,8 +45,8 @@ from netfold.train.fault_tolerance.policies import (
 from netfold.train.fault_tolerance.recovery import Recovery
 from netfold.train.fault_tolerance.stop import StopRequest
 from netfold.train.fault_tolerance.straggler import Straggler, StragglerError
-from netfold.train.fault_tolerance.bad_examples import Replacing
-from netfold.train.optimizer_step import Update
+from netfold.train.fault_tolerance.bad_examples import BadExampleReplacer
+from netfold.train.optimizer_step import OptimizerStep
 from netfold.train.step_vote import StepVote, vote, merge_votes
 
 
@@ -101,7 +101,7 @@ class Trainer:
             loss.on = True  # it was timed until now
         self.optimizer = make_optimizer(self.replica, recipe, self.mesh, alone)
         self._island = self.mesh.island() if recipe.outer is not None else None
-        self.update = Update(self.replica, self.optimizer, recipe, self.mesh, self._island)
+        self.update = OptimizerStep(self.replica, self.optimizer, recipe, self.mesh, self._island)
         self._round: list[StepVote] = []
         self._spoilt: list[str] = []
         """Under [outer]: what was told of this round's steps, and of those that were left out, on this island."""
@@ -112,11 +112,11 @@ class Trainer:
         self._batch: Batch | None = None
         self._notes: list[tuple[str, str]] = []
         self._started = False
-        self._replacing: Replacing | None = None
+        self._replacing: BadExampleReplacer | None = None
         if recipe.survive.missing_data == "skip":
             # The stages of a pipeline and the parts of a layer are given the same samples.
             shared = self.mesh.pipeline.size * self.mesh.tensor.size > 1
-            self._replacing = Replacing(self.data.train, self.mesh.island() if shared else None)
+            self._replacing = BadExampleReplacer(self.data.train, self.mesh.island() if shared else None)
         self._non_finite = NonFinite(recipe.survive)
         self._buffers = Buffers(self.replica.modules) if recipe.survive.non_finite == "skip" else None
         self._straggler: Straggler | None = None
@@ -173,7 +173,7 @@ class Trainer:
         reason = "done"
         replacing = self._replacing
         agree = None if replacing is None else replacing.agree
-        with Feed(replacing or self.data.train, training.seed, self.batch, data.rank, data.size, agree) as feed:
+        with Prefetcher(replacing or self.data.train, training.seed, self.batch, data.rank, data.size, agree) as feed:
             while self.step < self.steps:
                 heard = self._heard(self._one_step(feed))
                 if not heard:
@@ -223,7 +223,7 @@ class Trainer:
         elif asked == "auto" and every < self.steps:
             self._note("info", f"a checkpoint every {every} steps (checkpoint.every)")
 
-    def _one_step(self, feed: Feed) -> StepVote:
+    def _one_step(self, feed: Prefetcher) -> StepVote:
         began_s = time.perf_counter()
         batch = self._batch = feed.get(self.samples)
         data_s = time.perf_counter() - began_s

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from netfold.train.datasets.pairs import read_picture
-from netfold.train.examples import Batch, Data, Metric, UnreadableError
+from netfold.train.examples import Batch, Data, Metric, BadExampleError
 
 _SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".tif", ".tiff")
 _HELD_OUT = ("valid", "val", "test")
@@ -29,13 +29,13 @@ def class_folders(root: str, size: int = 64) -> Data:
     folder = Path(root)
     part = next((name for name in _HELD_OUT if (folder / name).is_dir()), None)
     if part is None:
-        raise UnreadableError(
+        raise BadExampleError(
             f"{folder}: no folder {', '.join(_HELD_OUT[:-1])} or {_HELD_OUT[-1]} with held-out pictures"
         )
     train, held = _labelled(folder / "train"), _labelled(folder / part)
     classes = sorted({name for _, name in train})
     if unknown := sorted({name for _, name in held} - set(classes)):
-        raise UnreadableError(f"{folder / part / unknown[0]}: a class that {folder / 'train'} does not have")
+        raise BadExampleError(f"{folder / part / unknown[0]}: a class that {folder / 'train'} does not have")
     frequent = Counter(name for _, name in train).most_common(1)[0][0]
     baseline = sum(name == frequent for _, name in held) / len(held)
     return Data(
@@ -94,5 +94,5 @@ def _right(logits: Tensor, target: Tensor) -> Tensor:
 def _labelled(folder: Path) -> list[tuple[Path, str]]:
     files = [(path, path.parent.name) for path in sorted(folder.glob("*/*")) if path.suffix.lower() in _SUFFIXES]
     if not files:
-        raise UnreadableError(f"{folder}: no pictures; they lie in {folder / '<class>'}/, a folder a class")
+        raise BadExampleError(f"{folder}: no pictures; they lie in {folder / '<class>'}/, a folder a class")
     return files

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from netfold.train.datasets import pairs
 from netfold.train.datasets.pairs import Pair
-from netfold.train.examples import Data, UnreadableError
+from netfold.train.examples import Data, BadExampleError
 
 _SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".tif", ".tiff")
 
@@ -57,12 +57,12 @@ class _Folder:
             names = sorted(path.name for path in high.glob("*") if path.suffix.lower() in _SUFFIXES)
             if names:
                 return cls(high, low / f"X{scale}", names, scale)
-        raise UnreadableError(
+        raise BadExampleError(
             f"{root}: no pictures to {part} with; they may lie in " + ", ".join(str(high) for high, _ in places)
         )
 
     def pair(self, number: int) -> Pair:
-        """Reads one or two files. Raises UnreadableError."""
+        """Reads one or two files. Raises BadExampleError."""
         path = self.high / self.names[number]
         small = self.low / f"{path.stem}x{self.scale}{path.suffix}"
         if not small.exists():
@@ -70,7 +70,7 @@ class _Folder:
         low, high = pairs.read_picture(small), pairs.read_picture(path)
         height, width = low.shape[1] * self.scale, low.shape[2] * self.scale
         if not (0 <= high.shape[1] - height < self.scale and 0 <= high.shape[2] - width < self.scale):
-            raise UnreadableError(
+            raise BadExampleError(
                 f"{small}: {low.shape[2]} x {low.shape[1]} pixels, of which {self.scale} times as many on each side "
                 f"are not {path.name}'s {high.shape[2]} x {high.shape[1]}"
             )
@@ -81,7 +81,7 @@ def _large_enough(folder: _Folder, number: int, patch: int) -> Pair:
     pair = folder.pair(number)
     height, width = pair.low.shape[1:]
     if min(height, width) < patch:
-        raise UnreadableError(
+        raise BadExampleError(
             f"{folder.high / folder.names[number]}: {width} x {height} pixels when made smaller; data.patch is {patch}"
         )
     return pair

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from netfold.train.datasets.classes import accuracy, nearest_mean
-from netfold.train.examples import Batch, Data, UnreadableError
+from netfold.train.examples import Batch, Data, BadExampleError
 
 _DTYPE_U8 = 0x08
 
@@ -28,7 +28,7 @@ def fashion_mnist(root: str = "/usr/share/datasets/fashion-mnist", held_out: int
         raise ValueError(f"data.held_out is {held_out}; at least one picture must be held out")
     folder = Path(root)
     if not folder.is_dir():
-        raise UnreadableError(
+        raise BadExampleError(
             f"{folder}: there is no such folder; install Debian's dataset-fashion-mnist, or name in data.root the "
             "folder with Fashion-MNIST's four .gz files"
         )
@@ -37,10 +37,10 @@ def fashion_mnist(root: str = "/usr/share/datasets/fashion-mnist", held_out: int
     mean, deviation = pictures.mean(), pictures.std()
     pictures, held = (pictures - mean) / deviation, (held - mean) / deviation
     baseline = nearest_mean(pictures, classes, held, held_classes)
-    return Data(Kept(pictures, classes), Kept(held, held_classes), accuracy(baseline, "the nearest class mean"))
+    return Data(InMemoryPictures(pictures, classes), InMemoryPictures(held, held_classes), accuracy(baseline, "the nearest class mean"))
 
 
-class Kept:
+class InMemoryPictures:
     """Pictures in memory, as they are."""
 
     def __init__(self, pictures: Tensor, classes: Tensor) -> None:
@@ -59,19 +59,19 @@ def read_idx(path: Path) -> NDArray[np.uint8]:
     try:
         raw = gzip.decompress(path.read_bytes())
     except (OSError, EOFError, zlib.error) as error:
-        raise UnreadableError(f"{path}: {getattr(error, 'strerror', None) or error}") from error
+        raise BadExampleError(f"{path}: {getattr(error, 'strerror', None) or error}") from error
     if len(raw) < 4 or raw[:3] != bytes((0, 0, _DTYPE_U8)):
-        raise UnreadableError(f"{path}: it begins with {raw[:4].hex()}; an IDX file of bytes begins with 000008")
+        raise BadExampleError(f"{path}: it begins with {raw[:4].hex()}; an IDX file of bytes begins with 000008")
     begin = 4 + 4 * raw[3]
     shape = [int.from_bytes(raw[at : at + 4], "big") for at in range(4, begin, 4)]
     if len(raw) != begin + int(np.prod(shape)):
-        raise UnreadableError(f"{path}: {len(raw) - begin} bytes behind a header that says {shape}")
+        raise BadExampleError(f"{path}: {len(raw) - begin} bytes behind a header that says {shape}")
     return np.frombuffer(raw, np.uint8, offset=begin).reshape(shape)
 
 
 def _part(folder: Path, name: str) -> tuple[Tensor, Tensor]:
     pictures, classes = (read_idx(folder / f"{name}-{kind}-ubyte.gz") for kind in ("images-idx3", "labels-idx1"))
     if pictures.ndim != 3 or classes.shape != pictures.shape[:1] or not len(classes):
-        raise UnreadableError(f"{folder}: {name} has pictures {pictures.shape} and classes {classes.shape}")
+        raise BadExampleError(f"{folder}: {name} has pictures {pictures.shape} and classes {classes.shape}")
     scaled = torch.from_numpy(pictures.astype(np.float32)).div(255.0).unsqueeze(1)
     return scaled, torch.from_numpy(classes.astype(np.int64))

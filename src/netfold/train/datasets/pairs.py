@@ -11,7 +11,7 @@ import torch
 from skimage.io import imread
 from torch import Tensor
 
-from netfold.train.examples import Batch, Metric, UnreadableError
+from netfold.train.examples import Batch, Metric, BadExampleError
 from netfold.train.resolution import PSNR_BORDER_PIXELS, bicubic, psnr, smaller
 
 
@@ -39,15 +39,15 @@ def check(scale: int, patch: int, tiles: int | None) -> None:
 
 
 def read_picture(path: Path) -> Tensor:
-    """[3, h, w] f32, 0..1; a grey one has three equal channels. Raises UnreadableError."""
+    """[3, h, w] f32, 0..1; a grey one has three equal channels. Raises BadExampleError."""
     try:
         pixels = np.asarray(imread(path))
     except Exception as error:  # A decoder that meets garbage raises what it likes.
-        raise UnreadableError(f"{path}: no picture can be read there: {type(error).__name__}: {error}") from error
+        raise BadExampleError(f"{path}: no picture can be read there: {type(error).__name__}: {error}") from error
     if pixels.ndim == 2:
         pixels = np.stack([pixels] * 3, axis=-1)
     if pixels.ndim != 3 or pixels.shape[2] not in (3, 4) or pixels.dtype not in (np.uint8, np.uint16):
-        raise UnreadableError(
+        raise BadExampleError(
             f"{path}: a picture of shape {pixels.shape} and {pixels.dtype}; grey or colour of 8 or 16 bits is read"
         )
     largest = float(np.iinfo(pixels.dtype).max)

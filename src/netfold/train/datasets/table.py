@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
-from netfold.train.examples import Batch, Data, Metric, UnreadableError
+from netfold.train.examples import Batch, Data, Metric, BadExampleError
 
 
 def table(
@@ -41,7 +41,7 @@ def table(
         for name in categorical:
             kinds = [str(part[name].dtype) for part in (rows, held)]
             if len({pandas.api.types.is_numeric_dtype(part[name]) for part in (rows, held)}) > 1:
-                raise UnreadableError(f"{held_out}: column {name!r} is {kinds[1]}; in {train} it is {kinds[0]}")
+                raise BadExampleError(f"{held_out}: column {name!r} is {kinds[1]}; in {train} it is {kinds[0]}")
     elif len(rows) < 10:
         raise ValueError(f"data.held_out: a tenth of the {len(rows)} rows of {train} is none; name a file of its own")
     else:
@@ -69,16 +69,16 @@ def rows_data(
 
 
 def read_table(path: Path, columns: Sequence[str]) -> pandas.DataFrame:
-    """These columns of a file. Raises UnreadableError."""
+    """These columns of a file. Raises BadExampleError."""
     try:
         if path.suffix == ".parquet":
             return pandas.read_parquet(path, columns=list(columns))
         # Not in pieces (low_memory): each would have its own idea of a column's type, and 7 and "7" be two categories.
         return pandas.read_csv(path, usecols=lambda name: name in columns, low_memory=False)[list(columns)]
     except KeyError as error:
-        raise UnreadableError(f"{path}: {error.args[0]}; the columns asked for are {', '.join(columns)}") from error
+        raise BadExampleError(f"{path}: {error.args[0]}; the columns asked for are {', '.join(columns)}") from error
     except Exception as error:  # pandas, pyarrow and zipfile raise some twenty kinds for garbage.
-        raise UnreadableError(f"{path}: {type(error).__name__}: {error}") from error
+        raise BadExampleError(f"{path}: {type(error).__name__}: {error}") from error
 
 
 def log_loss(logits: Tensor, target: Tensor) -> Tensor:
@@ -130,15 +130,15 @@ class Rows:
 
 def _checked(path: Path, rows: pandas.DataFrame, dense: Sequence[str], target: str) -> pandas.DataFrame:
     if rows.empty:
-        raise UnreadableError(f"{path}: no rows")
+        raise BadExampleError(f"{path}: no rows")
     for name in dense:
         if not pandas.api.types.is_numeric_dtype(rows[name]):
-            raise UnreadableError(f"{path}: column {name!r} is {rows[name].dtype}; columns of data.dense are numbers")
+            raise BadExampleError(f"{path}: column {name!r} is {rows[name].dtype}; columns of data.dense are numbers")
         if (endless := np.isinf(rows[name].to_numpy(np.float64, na_value=np.nan))).any():
-            raise UnreadableError(f"{path}: column {name!r}, row {int(endless.argmax())}: a number without end")
+            raise BadExampleError(f"{path}: column {name!r}, row {int(endless.argmax())}: a number without end")
     if (wrong := ~rows[target].isin((0, 1)).to_numpy(bool)).any():
         row = int(wrong.argmax())
-        raise UnreadableError(f"{path}: column {target!r}, row {row}: {rows[target].iloc[row]}; a target is 0 or 1")
+        raise BadExampleError(f"{path}: column {target!r}, row {row}: {rows[target].iloc[row]}; a target is 0 or 1")
     return rows
 
 

@@ -16,10 +16,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
-from netfold.train.examples import Batch, Data, Metric, UnreadableError
+from netfold.train.examples import Batch, Data, Metric, BadExampleError
 
 MASK = 256
-NOT_ASKED = -100
+IGNORE_INDEX = -100
 """In a target: no byte is asked for here (torch's cross entropy leaves it out)."""
 
 # Not the library's own text: what pip brings. Not text that somebody wrote: tables of characters.
@@ -39,8 +39,8 @@ def source(context: int = 128, held_out: float = 0.01) -> Data:
     windows = _windows(held, context)
     baseline = float(asked[windows[:, :-1], windows[:, 1:]].mean())
     return Data(
-        Following(_windows(train, context)),
-        Following(windows),
+        CausalWindows(_windows(train, context)),
+        CausalWindows(windows),
         Metric("bits per byte", "bit", "lower", bits, baseline, "how often a byte follows the one before it"),
     )
 
@@ -59,13 +59,13 @@ def masked_source(context: int = 128, masked: float = 0.15, held_out: float = 0.
             f"data.masked is {masked}: that masks {count} of {context} bytes; at least 1, at most {context - 1} will do"
         )
     train, held = _two_parts(held_out)
-    examples = Masked(_windows(held, context), count)
+    examples = MaskedWindows(_windows(held, context), count)
     # As `evaluate` does: a held-out example's seed is its number. The text's first byte has no neighbour.
     asked = np.concatenate([number * context + examples.places(number) for number in range(len(examples))])
     asked = asked[asked > 0]
     guess = _most_often_between(train)[held[asked - 1], held[asked + 1]]
     return Data(
-        Masked(_windows(train, context), count),
+        MaskedWindows(_windows(train, context), count),
         examples,
         Metric(
             "masked accuracy",
@@ -78,7 +78,7 @@ def masked_source(context: int = 128, masked: float = 0.15, held_out: float = 0.
     )
 
 
-class Following:
+class CausalWindows:
     """Windows [n, context + 1] of bytes: the target is the input moved on by one."""
 
     def __init__(self, windows: NDArray[np.uint8]) -> None:
@@ -92,7 +92,7 @@ class Following:
         return Batch((tokens[:, :-1].contiguous(),), tokens[:, 1:].contiguous())
 
 
-class Masked:
+class MaskedWindows:
     """Windows [n, context + 1] of bytes, the last one left away: `count` of them are masked, and are the target."""
 
     def __init__(self, windows: NDArray[np.uint8], count: int) -> None:
@@ -103,7 +103,7 @@ class Masked:
 
     def batch(self, indices: Sequence[int], seeds: Sequence[int]) -> Batch:
         tokens = torch.from_numpy(self.windows[list(indices)]).long()
-        target = torch.full_like(tokens, NOT_ASKED)
+        target = torch.full_like(tokens, IGNORE_INDEX)
         for row, seed in enumerate(seeds):
             places = self.places(seed)
             target[row, places] = tokens[row, places]
@@ -122,7 +122,7 @@ def bits(logits: Tensor, target: Tensor) -> Tensor:
 
 
 def _found(logits: Tensor, target: Tensor) -> Tensor:
-    asked = target != NOT_ASKED
+    asked = target != IGNORE_INDEX
     return ((logits.argmax(-1) == target) & asked).sum(1) / asked.sum(1)
 
 
@@ -146,7 +146,7 @@ def _texts(root: str) -> list[bytes]:
             try:
                 text = path.read_bytes()
             except OSError as error:
-                raise UnreadableError(f"{path}: {error.strerror or error}") from error
+                raise BadExampleError(f"{path}: {error.strerror or error}") from error
             texts[hashlib.sha256(text).digest()] = text
     return [text for _, text in sorted(texts.items())]
 

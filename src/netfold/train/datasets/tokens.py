@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from netfold.train.datasets.text import bits
-from netfold.train.examples import Batch, Data, Metric, UnreadableError
+from netfold.train.examples import Batch, Data, Metric, BadExampleError
 
 _COUNTED_TOKENS = 1 << 24
 """The baseline counts at most so many, from the start of the training tokens: files may have billions."""
@@ -46,39 +46,39 @@ def tokens(
     held_windows = Windows(held_file, every[:: max(1, len(every) // windows)][:windows], context)
     for part, file in ((train_windows, whole), (held_windows, held_file)):
         if not len(part):
-            raise UnreadableError(f"{file.path}: {len(file)} tokens, which is no window of data.context = {context}")
+            raise BadExampleError(f"{file.path}: {len(file)} tokens, which is no window of data.context = {context}")
     return Data(train_windows, held_windows, _metric(whole, behind, held_windows, vocabulary))
 
 
 class TokenFile:
-    """Reads, and maps nothing: a file that has shrunk is then an UnreadableError, not the end of the process."""
+    """Reads, and maps nothing: a file that has shrunk is then an BadExampleError, not the end of the process."""
 
     def __init__(self, path: Path, dtype: np.dtype[np.unsignedinteger], vocabulary: int) -> None:
         self.path, self._dtype, self._vocabulary = path, dtype, vocabulary
         try:
             self._file = path.open("rb", buffering=0)
         except OSError as error:
-            raise UnreadableError(f"{path}: {error.strerror or error}") from error
+            raise BadExampleError(f"{path}: {error.strerror or error}") from error
         self._bytes = os.fstat(self._file.fileno()).st_size
         if self._bytes % dtype.itemsize:
-            raise UnreadableError(f"{path}: {self._bytes} bytes are no whole number of {dtype} tokens; see data.dtype")
+            raise BadExampleError(f"{path}: {self._bytes} bytes are no whole number of {dtype} tokens; see data.dtype")
 
     def __len__(self) -> int:
         return self._bytes // self._dtype.itemsize
 
     def read(self, first: int, count: int) -> NDArray[np.int64]:
-        """Tokens first..first+count-1. Raises UnreadableError."""
+        """Tokens first..first+count-1. Raises BadExampleError."""
         size = self._dtype.itemsize
         try:
             raw = os.pread(self._file.fileno(), count * size, first * size)
         except OSError as error:
-            raise UnreadableError(f"{self.path}: {error.strerror or error}, at token {first}") from error
+            raise BadExampleError(f"{self.path}: {error.strerror or error}, at token {first}") from error
         if len(raw) != count * size:
-            raise UnreadableError(f"{self.path}: {len(raw) // size} of {count} tokens at token {first}; it has shrunk")
+            raise BadExampleError(f"{self.path}: {len(raw) // size} of {count} tokens at token {first}; it has shrunk")
         found = np.frombuffer(raw, self._dtype).astype(np.int64)
         if found.max(initial=0) >= self._vocabulary:
             place = int((found >= self._vocabulary).argmax())
-            raise UnreadableError(
+            raise BadExampleError(
                 f"{self.path}: token {first + place} is {found[place]}; data.vocabulary is {self._vocabulary}"
             )
         return found

@@ -8,14 +8,14 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from netfold.train.examples import Batch, Examples, UnreadableError
+from netfold.train.examples import Batch, Examples, BadExampleError
 from netfold.train.sampler import sample_seed
 
 # So many others are tried for one: where all of them cannot be read, the data is gone as a whole.
 TRIES = 8
 
 
-class Replacing:
+class BadExampleReplacer:
     """Examples of which some may have vanished.
 
     Which one is taken instead is a function of the sample's seed: the same on any number of ranks, and in every run.
@@ -37,10 +37,10 @@ class Replacing:
         return len(self._examples)
 
     def batch(self, indices: Sequence[int], seeds: Sequence[int]) -> Batch:
-        """As the examples' own; raises UnreadableError where TRIES others cannot be read either."""
+        """As the examples' own; raises BadExampleError where TRIES others cannot be read either."""
         try:
             return self._examples.batch(indices, seeds)
-        except UnreadableError:
+        except BadExampleError:
             read = [self._one(index, seed) for index, seed in zip(indices, seeds, strict=True)]
         if self._group is not None:
             self._attempts[tuple(seeds)] = [attempt for _, attempt in read]
@@ -76,19 +76,19 @@ class Replacing:
     def _one(self, index: int, seed: int, first: int = 0) -> tuple[Batch, int]:
         """The first example that can be read, of the sample's own and those in its place, from attempt `first` on; and
         which attempt that was."""
-        last = UnreadableError(f"example {index} cannot be read on another rank")
+        last = BadExampleError(f"example {index} cannot be read on another rank")
         for attempt in range(first, TRIES + 1):
             # The first is the sample's own; each other follows from its seed.
             chosen = sample_seed(seed, attempt - 1) % len(self._examples) if attempt else index
             try:
                 batch = self._examples.batch([chosen], [seed])
-            except UnreadableError as error:
+            except BadExampleError as error:
                 self._say(str(error))
                 last = error
                 continue
             self.replaced += attempt > 0
             return batch, attempt
-        raise UnreadableError(f"{last}; nor could any of {TRIES} others be read that were taken in its place")
+        raise BadExampleError(f"{last}; nor could any of {TRIES} others be read that were taken in its place")
 
     def _say(self, text: str) -> None:
         if text not in self._said:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from netfold.train.examples import Batch, UnreadableError
+from netfold.train.examples import Batch, BadExampleError
 from netfold.train.mesh import Mesh
 from netfold.train.recipe import Survive
 from netfold.train.replica import Replica
@@ -87,8 +87,8 @@ def explained(error: Exception, step: int, batch: Batch | None) -> Exception | N
         return None  # another rank's failure, in its own words
     rank = f"rank {dist.get_rank()} ({socket.gethostname()}): step {step}"
     sizes = "" if batch is None else f" with a batch of {', '.join(str(list(each.shape)) for each in _tensors(batch))}"
-    if isinstance(error, UnreadableError):
-        return UnreadableError(
+    if isinstance(error, BadExampleError):
+        return BadExampleError(
             f'{rank}: {error}; mend the data, or survive.missing_data = "skip" takes other training examples instead'
         )
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in str(error):

@@ -19,7 +19,7 @@ from netfold.train.fault_tolerance.state import Metadata, Wanted, contents
 from netfold.train.fault_tolerance.drift import check_replicated
 from netfold.train.fault_tolerance.restart_log import Lives
 from netfold.train.fault_tolerance.atomic_checkpoint import Position
-from netfold.train.optimizer_step import Update
+from netfold.train.optimizer_step import OptimizerStep
 
 Note = Callable[[str, str], None]  # (level, text)
 
@@ -35,7 +35,7 @@ class Recovery:
         mesh: Mesh,
         replica: Replica,
         optimizer: torch.optim.Optimizer,
-        update: Update,
+        update: OptimizerStep,
         note: Note,
     ) -> None:
         """`folder` is the run's; all ranks share it."""

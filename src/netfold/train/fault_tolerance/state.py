@@ -17,14 +17,14 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from netfold.train.optimizers import local_optimizer
 from netfold.train.replica import Replica
-from netfold.train.optimizer_step import Update
+from netfold.train.optimizer_step import OptimizerStep
 
 Metadata = Mapping[str, TensorStorageMetadata]
 Parameters = Mapping[str, nn.Parameter]
 
 
 def contents(
-    replica: Replica, parameters: Parameters, optimizer: torch.optim.Optimizer, update: Update, buffers: bool
+    replica: Replica, parameters: Parameters, optimizer: torch.optim.Optimizer, update: OptimizerStep, buffers: bool
 ) -> tuple[dict[str, Tensor], dict[str, float]]:
     """What this rank holds: tensors, borrowed, and the numbers of the update, which are the same on every rank.
 
@@ -68,7 +68,7 @@ class Wanted:
         replica: Replica,
         parameters: Parameters,
         optimizer: torch.optim.Optimizer,
-        update: Update,
+        update: OptimizerStep,
     ) -> None:
         """`parameters`: as for `contents`."""
         self._optimizer, self._update = local_optimizer(optimizer), update

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from netfold.train.datasets import DATASETS, make_data
-from netfold.train.examples import Batch, Data, UnreadableError
+from netfold.train.examples import Batch, Data, BadExampleError
 from netfold.train.model import Model
 from netfold.train.models import MODELS, make_model
 from netfold.train.parallel import embeddings, tensor
@@ -113,7 +113,7 @@ def _example(recipe: Recipe, data: Data) -> Batch:
         try:
             return data.train.batch([index, index], [0, 1])
         except Exception as error:
-            if index + 1 < tries and isinstance(error, UnreadableError):
+            if index + 1 < tries and isinstance(error, BadExampleError):
                 continue
             raise RecipeError([f"data.name {name!r} cannot give an example: {in_a_sentence(error)}"]) from error
     raise AssertionError("there is at least one example")
@@ -181,7 +181,7 @@ def _many(data: Data, example: Batch) -> Batch:
     chosen = range(0, count, max(1, -(-count * numbers // NUMBERS_TRIED)))
     try:
         return data.train.batch(chosen, chosen)
-    except UnreadableError:
+    except BadExampleError:
         # What is done about it is for training to say (survive.missing_data).
         return example
 
