@@ -484,7 +484,7 @@ def test_zero_bubble_refuses_a_stage_whose_gradients_torch_would_lose() -> None:
 
 
 def test_what_keeps_layers_from_being_measured_is_heard_by_every_rank() -> None:
-    said = "the layers could not be measured on rank 0: UnreadableError: photo 3 is gone"
+    said = "the layers could not be measured on rank 0: BadExampleError: photo 3 is gone"
     assert [rank["unmeasured"] for rank in world()] == [said] * RANKS
 
 

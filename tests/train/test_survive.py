@@ -103,7 +103,7 @@ def update_kept(rank: int, folder: Path, world: World) -> dict[str, Any]:
 
     found: dict[str, Any] = {}
     with world(2), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(trainer, "Update", Remembers)
+        patch.setattr(trainer, "OptimizerStep", Remembers)
 
         def ends_with() -> dict[str, Any]:
             state = kept[-1].state.items()
@@ -400,7 +400,7 @@ def gradients_not_finite(rank: int, folder: Path, world: World) -> tuple[str, li
             last.register_hook(lambda gradient: gradient * (float("inf") if rank else 1.0))
 
     with world(2), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(trainer, "Update", Spoilt)
+        patch.setattr(trainer, "OptimizerStep", Spoilt)
         try:
             run(None, noisy=False)
         except NonFiniteError as error:
@@ -695,7 +695,7 @@ def test_another_example_stands_in_for_one_that_vanished_the_same_on_any_number_
 
 def test_a_file_that_vanished_ends_the_job_on_all_ranks_at_once() -> None:
     (other, heard, other_s), (kind, text, own_s) = (found["stop"] for found in FOUND[vanished])
-    assert kind == "UnreadableError" and text.startswith("rank 1 (")
+    assert kind == "BadExampleError" and text.startswith("rank 1 (")
     assert "step 2: /data/" in text and "survive.missing_data" in text
     assert other in ("PeerLost", "RuntimeError") and "/data/" in heard, heard
     assert max(other_s, own_s) < seconds(20)

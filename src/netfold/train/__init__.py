@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 __all__ = ["Batch", "Chain", "Data", "Examples", "Metric", "Model", "Outcome", "Recipe", "Trainer", "BadExampleError"]
 
 _PLACES = {
-    "examples": ("Batch", "Data", "Examples", "Metric", "UnreadableError"),
+    "examples": ("Batch", "Data", "Examples", "Metric", "BadExampleError"),
     "model": ("Chain", "Model"),
     "trainer": ("Outcome", "Trainer"),
 }

@@ -33,7 +33,7 @@ class Prefetcher:
         self._ahead: tuple[int, Future[Batch]] | None = None
 
     def get(self, samples: int) -> Batch:
-        """The share in the batch that comes after `samples` samples; the next one is begun. Raises UnreadableError."""
+        """The share in the batch that comes after `samples` samples; the next one is begun. Raises BadExampleError."""
         ahead, self._ahead = self._ahead, None
         future = ahead[1] if ahead is not None and ahead[0] == samples else self._begin(samples)
         batch = future.result()

@@ -143,7 +143,7 @@ class Trainer:
         """Train to the last step, from the newest checkpoint in the run's folder. Collective over the world.
 
         Raises what made it fail: NonFiniteError, StragglerError and CheckpointError on all ranks alike; DeviceError and
-        UnreadableError on the rank that met them, while the others hear of it as PeerLost.
+        BadExampleError on the rank that met them, while the others hear of it as PeerLost.
         """
         began_s = time.perf_counter()
         try:
