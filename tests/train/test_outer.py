@@ -229,14 +229,14 @@ def _twin(mesh: Any, lr: float, momentum: float) -> dict[str, Any]:
 
     from netfold.train.optimizers.norms import local
     from netfold.train.parallel import diloco
-    from netfold.train.recipe import Outer
+    from netfold.train.recipe import DiLoCo
 
     held = _parameters(mesh)
     whole, diloco.BUFFER_BYTES = diloco.BUFFER_BYTES, 40
-    rounds = diloco.Rounds(
+    rounds = diloco.DiLoCoRounds(
         Held(held),
         torch.optim.SGD(list(held.values())),
-        Outer(every=EVERY, lr=lr, momentum=momentum),
+        DiLoCo(every=EVERY, lr=lr, momentum=momentum),
         mesh.data,
     )
     diloco.BUFFER_BYTES = whole
@@ -291,12 +291,12 @@ def _may_checkpoint(mesh: Any) -> list[bool]:
 def _buffers(mesh: Any) -> dict[str, Any]:
     import torch
 
-    from netfold.train.parallel.diloco import Rounds
-    from netfold.train.recipe import Outer
+    from netfold.train.parallel.diloco import DiLoCoRounds
+    from netfold.train.recipe import DiLoCo
 
     norm = torch.nn.BatchNorm1d(2)
-    rounds = Rounds(
-        Held(dict(norm.named_parameters()), (norm,)), torch.optim.SGD(norm.parameters()), Outer(every=1), mesh.data
+    rounds = DiLoCoRounds(
+        Held(dict(norm.named_parameters()), (norm,)), torch.optim.SGD(norm.parameters()), DiLoCo(every=1), mesh.data
     )
     assert norm.running_mean is not None and norm.num_batches_tracked is not None
     norm.running_mean.copy_(torch.tensor([1.0, 10.0]) * (mesh.data.rank + 1))

@@ -12,7 +12,7 @@ from netfold.train.mesh import Mesh
 from netfold.train.optimizers.clip import Clip
 from netfold.train.optimizers.loss_scale import LossScale
 from netfold.train.optimizers.norms import local
-from netfold.train.parallel.diloco import Rounds, of_rounds
+from netfold.train.parallel.diloco import DiLoCoRounds, is_diloco_key
 from netfold.train.recipe import Recipe
 from netfold.train.replica import Replica
 
@@ -36,7 +36,7 @@ class OptimizerStep:
         if outer is not None and island is None:
             island = mesh.island()
         self._clip = Clip(replica, limit, mesh, island=island) if limit is not None else None
-        self._rounds = Rounds(replica, optimizer, outer, mesh.data) if outer is not None else None
+        self._rounds = DiLoCoRounds(replica, optimizer, outer, mesh.data) if outer is not None else None
         self.skipped = False
         """The last step left weights as they were: its gradients had overflowed."""
 
@@ -88,7 +88,7 @@ class OptimizerStep:
     def wanted(self, saved: Iterable[str]) -> set[str]:
         """Of the names of tensors in a checkpoint, those that `load_state_dict` wants on this rank."""
         names = set(saved)
-        rounds = {name for name in names if of_rounds(name)}
+        rounds = {name for name in names if is_diloco_key(name)}
         return names - rounds | (self._rounds.wanted(rounds) if self._rounds is not None else set())
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -14,14 +14,14 @@ from torch import Tensor, nn
 
 from netfold.train.mesh import Axis
 from netfold.train.optimizers.norms import local
-from netfold.train.recipe import Outer
+from netfold.train.recipe import DiLoCo
 from netfold.train.replica import Replica
 
 # What travels together: few large calls, and not one more copy of the whole model.
 BUFFER_BYTES = 64 << 20
 
 
-class Rounds:
+class DiLoCoRounds:
     """At the end of every round of `every` steps makes the data-parallel ranks' weights the same again.
 
     The gradient of a round is where it began less the mean of where the ranks are; SGD with Nesterov's momentum takes
@@ -29,7 +29,7 @@ class Rounds:
     mean. Holds two copies of the weights that are here: where the round began, and the momentum.
     """
 
-    def __init__(self, replica: Replica, optimizer: torch.optim.Optimizer, asked: Outer, data: Axis) -> None:
+    def __init__(self, replica: Replica, optimizer: torch.optim.Optimizer, asked: DiLoCo, data: Axis) -> None:
         """Collective over the data axis: all begin with the weights of its first rank."""
         self._replica, self._optimizer, self._asked, self._data = replica, optimizer, asked, data
         self._buffers = [_Buffer(part) for part in _packed(dict(replica.named_parameters()))]
@@ -116,7 +116,7 @@ class Rounds:
 _INNER = re.compile(r"inner(\d+)_(\w+)\.(.+)")
 
 
-def of_rounds(name: str) -> bool:
+def is_diloco_key(name: str) -> bool:
     """Whether a name in a checkpoint is one that `Rounds.state_dict` gives."""
     return name.startswith("outer_") or _INNER.match(name) is not None
 

@@ -119,7 +119,7 @@ class Parallel(Section):
     """Embedding tables: on every rank, whole ones shared out, or each cut by rows; among the data-parallel ranks."""
 
 
-class Outer(Section):
+class DiLoCo(Section):
     """Low-communication data parallel: ranks train apart for `every` steps, then the mean of what they learnt is
     taken as a gradient (DiLoCo, Douillard 2023). lr 1 and momentum 0 is local SGD: models are averaged."""
 
@@ -194,7 +194,7 @@ class Recipe(Section):
     optimizer: Optimizer = Optimizer()
     schedule: Schedule = Schedule()
     parallel: Parallel = Parallel()
-    outer: Outer | None = None
+    outer: DiLoCo | None = None
     checkpoint: Checkpoint = Checkpoint()
     survive: Survive = Survive()
     report: Report = Report()
