@@ -37,11 +37,11 @@ RECIPE: dict[str, Any] = {
 # Rounds of so many steps; the outer optimizer's lr and momentum.
 WAYS: dict[str, dict[str, Any]] = {
     "data parallel": {},
-    "DiLoCo, 8": {"outer": {"every": 8}},
-    "DiLoCo, 32": {"outer": {"every": 32}},
-    "models averaged, 8": {"outer": {"every": 8, "lr": 1.0, "momentum": 0.0}},
-    "models averaged, 32": {"outer": {"every": 32, "lr": 1.0, "momentum": 0.0}},
-    "models averaged at the end alone": {"outer": {"every": STEPS, "lr": 1.0, "momentum": 0.0}},
+    "DiLoCo, 8": {"diloco": {"every": 8}},
+    "DiLoCo, 32": {"diloco": {"every": 32}},
+    "models averaged, 8": {"diloco": {"every": 8, "lr": 1.0, "momentum": 0.0}},
+    "models averaged, 32": {"diloco": {"every": 32, "lr": 1.0, "momentum": 0.0}},
+    "models averaged at the end alone": {"diloco": {"every": STEPS, "lr": 1.0, "momentum": 0.0}},
 }
 RESULT = Path(__file__).parent / "results" / "outer.md"
 # A loaded machine takes ten times as long as a quiet one.

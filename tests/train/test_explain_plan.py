@@ -60,7 +60,7 @@ def test_bytes_a_parameter_follow_zeros_formulas() -> None:
     assert f32 == [16, 8 + 8 / 4, 4 + 12 / 4, 16 / 4]
     assert a_parameter(recipe(optimizer={"name": "sgd"}), 1).state == 4
     assert a_parameter(recipe(optimizer={"name": "sgd", "momentum": 0.0}), 1).state == 0
-    assert a_parameter(recipe(outer={"every": 5}), 1).state == 8 + 8
+    assert a_parameter(recipe(diloco={"every": 5}), 1).state == 8 + 8
 
 
 @pytest.mark.parametrize(
@@ -151,7 +151,7 @@ def test_stages_in_turn_send_round_the_ranks() -> None:
         ({"training": {"precision": "bf16"}}, [("all_reduce", 1, 180)]),
         # Of 64 bytes: the last layer and the one before, then the first.
         ({"parallel": {"bucket_mb": 64 / 2**20}}, [("all_reduce", 2, 180)]),
-        ({"outer": {"every": 10}}, [("all_reduce", 1, 180)]),
+        ({"diloco": {"every": 10}}, [("all_reduce", 1, 180)]),
     ],
 )
 def test_what_ranks_with_the_same_layers_exchange(
@@ -161,7 +161,7 @@ def test_what_ranks_with_the_same_layers_exchange(
     (place,) = plan(2, **sections).places
     found = [each for each in place.traffic if each.axis == "data"]
     assert [(each.operation, each.calls, each.bytes) for each in found] == expected
-    assert all(each.every == (10 if "outer" in sections else 1) for each in found)
+    assert all(each.every == (10 if "diloco" in sections else 1) for each in found)
 
 
 def test_tables_and_batch_norm_by_hand() -> None:

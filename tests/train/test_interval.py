@@ -92,7 +92,7 @@ def test_the_default_interval_is_a_tenth_of_the_run_within_bounds_and_ends_with_
 
     for steps, every in ((8, 10), (300, 30), (5000, 500), (10**6, 500)):
         assert toy_recipe().checkpoint_every(steps) == every
-    assert toy_recipe(outer={"every": 32}).checkpoint_every(300) == 32
-    assert toy_recipe(outer={"every": 32}).checkpoint_every(5000) == 512
+    assert toy_recipe(diloco={"every": 32}).checkpoint_every(300) == 32
+    assert toy_recipe(diloco={"every": 32}).checkpoint_every(5000) == 512
     assert toy_recipe(checkpoint={"every": 7}).checkpoint_every(300) == 7
     assert toy_recipe(checkpoint={"every": "end"}).checkpoint_every(300) is None

@@ -1,4 +1,4 @@
-"""Ranks that train apart ([outer]) wait for each other at the end of a round alone, whatever goes wrong before it."""
+"""Ranks that train apart ([diloco]) wait for each other at the end of a round alone, whatever goes wrong before it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def calls(rank: int, folder: Path, world: World) -> Any:
 
     heard = Heard(count)
     with world(2) as here:
-        recipe = toy_recipe(outer=OUTER, training={"steps": 10, "clip": 1.0}, survive={"missing_data": "stop"})
+        recipe = toy_recipe(diloco=OUTER, training={"steps": 10, "clip": 1.0}, survive={"missing_data": "stop"})
         trainer = Trainer(recipe, model=toy_model(noisy=False), data=toy_data(), callbacks=[heard])
         losses = trainer.fit().losses
     return counted, losses, [step.loss for step in heard.steps]
@@ -56,7 +56,7 @@ def not_finite(rank: int, folder: Path, world: World) -> dict[str, Any]:
                     folder / policy,
                     heard=heard,
                     change=change,
-                    outer=OUTER,
+                    diloco=OUTER,
                     checkpoint={"every": 4},
                     survive={"non_finite": policy},
                 )

@@ -174,6 +174,6 @@ def test_the_rate_grows_with_the_batch_it_was_found_for() -> None:
 )
 def test_what_does_not_go_with_training_apart_is_refused(sections: dict[str, dict[str, object]], said: str) -> None:
     whole = {"model": {"name": "gpt"}, "data": {"name": "source"}, "training": {"steps": 8}, **sections}
-    assert Recipe.model_validate(whole).outer is None
+    assert Recipe.model_validate(whole).diloco is None
     with pytest.raises(ValueError, match=said):
-        Recipe.model_validate({**whole, "outer": {"every": 4}})
+        Recipe.model_validate({**whole, "diloco": {"every": 4}})

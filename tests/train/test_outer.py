@@ -143,8 +143,8 @@ def _rank(rank: int, size: int, folder: str) -> dict[str, Any]:
         mesh = Mesh(Parallel(data=2))
         return {
             "plain": _fitted(recipe),
-            "every 1": _fitted({**recipe, "outer": {"every": 1, "lr": 1.0, "momentum": 0.0}}),
-            "every 4": _fitted({**recipe, "outer": {"every": 4}}),
+            "every 1": _fitted({**recipe, "diloco": {"every": 1, "lr": 1.0, "momentum": 0.0}}),
+            "every 4": _fitted({**recipe, "diloco": {"every": 4}}),
             "short": _fitted(
                 {
                     **changed(
@@ -152,7 +152,7 @@ def _rank(rank: int, size: int, folder: str) -> dict[str, Any]:
                         training={"steps": 5, "scaling": "weak", "clip": 0.5},
                         schedule={"shape": "constant", "reference_batch": 16},
                     ),
-                    "outer": {"every": 4},
+                    "diloco": {"every": 4},
                 }
             ),
             "model_bytes": _model_bytes(recipe),
@@ -257,7 +257,7 @@ def _update(mesh: Any) -> tuple[Any, Any, dict[str, Any]]:
     from netfold.train.optimizer_step import OptimizerStep
 
     recipe = Recipe.model_validate(
-        {"model": {"name": "m"}, "data": {"name": "d"}, "training": {"steps": 6}, "outer": {"every": EVERY}}
+        {"model": {"name": "m"}, "data": {"name": "d"}, "training": {"steps": 6}, "diloco": {"every": EVERY}}
     )
     held = _parameters(mesh)
     del held["third"]

@@ -396,7 +396,7 @@ def serve(rank: int, size: int, folder: str) -> dict[str, Any]:
         found[name] = {"losses": outcome.losses, "metric": outcome.metric, "weights": weights}
     for name, (model, parallel) in COMPARED.items():
         found[name] = gradients_in_stages(model, parallel)
-    found["outer"] = gradients_in_stages("gpt", {"pipeline": 2, "schedule": "zero-bubble"}, outer={"every": 2})
+    found["diloco"] = gradients_in_stages("gpt", {"pipeline": 2, "schedule": "zero-bubble"}, diloco={"every": 2})
     found["dropout"] = kept_by_four_dropouts()
     found["refused"] = refused_by_zero_bubble()
     found["unmeasured"] = failed_to_be_measured()
@@ -456,7 +456,7 @@ def test_gradients_are_those_of_the_whole_batch(name: str) -> None:
 
 def test_ranks_that_train_apart_keep_their_own_gradients() -> None:
     first, second = (
-        [rank["outer"]["gradients"] for rank in world() if rank["outer"]["data"] == data] for data in (0, 1)
+        [rank["diloco"]["gradients"] for rank in world() if rank["diloco"]["data"] == data] for data in (0, 1)
     )
     (first, second), whole = (joined(first), joined(second)), world()[0]["alone"]["gpt"]["total"]
     for key, mean in whole.items():

@@ -47,7 +47,7 @@ def recipes(precision: str) -> dict[str, dict[str, Any]]:
     made = {name: changed(short, parallel=SPLITS[name]) for name in chosen}
     if precision == "f32":
         plain = changed(short, optimizer={"name": "sgd", "lr": 0.1, "momentum": 0.0})
-        made |= {name: {**changed(plain, parallel=split), "outer": AVERAGED} for name, split in APART.items()}
+        made |= {name: {**changed(plain, parallel=split), "diloco": AVERAGED} for name, split in APART.items()}
     return made
 
 

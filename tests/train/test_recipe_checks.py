@@ -276,7 +276,7 @@ def test_a_sentence_of_another_part_gets_the_line_of_the_first_key_that_was_writ
     assert source.placed(ValueError("a width of 3")) == ["a width of 3"]
     assert source.placed(ValueError("/x/data.txt is empty")) == ["/x/data.txt is empty"]
     assert source.place("parallel.tensor is 3") == "r.toml:3: "
-    assert source.place("outer.every is 3") == "r.toml: "
+    assert source.place("diloco.every is 3") == "r.toml: "
     assert source.place("run.name is x") == "--set run.name=x: "
 
 

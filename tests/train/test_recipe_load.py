@@ -66,7 +66,7 @@ def uneven(tmp_path: Path, ranks: int, *settings: str) -> list[str]:
         ("[survive]\nrestarts = -1", "mine.toml:11: survive.restarts is -1; it must be at least 0"),
         ("[report]\nprofile = 'no'", "mine.toml:11: report.profile is 'no'; it must be true or false"),
         ("[run]\nfolder = 3", "mine.toml:11: run.folder is 3; it must be a path, in quotes"),
-        ("[outer]\nlr = 1", "mine.toml:10: outer.every is missing; a recipe must have it"),
+        ("[diloco]\nlr = 1", "mine.toml:10: diloco.every is missing; a recipe must have it"),
     ],
 )
 def test_a_wrong_key_or_value_is_told_with_its_line_and_what_would_do(
@@ -111,10 +111,10 @@ def test_settings_lie_over_the_file(tmp_path: Path) -> None:
     file = tmp_path / "mine.toml"
     file.write_text(RECIPE)
     settings = ["training.steps=", "training.epochs=2", "parallel.schedule=gpipe", "optimizer.betas=[0, 0.5]"]
-    recipe, _ = load(file, [*settings, "model.width=64", "outer.every=5", "run.folder=/x/y", 'model.name="bert"'])
+    recipe, _ = load(file, [*settings, "model.width=64", "diloco.every=5", "run.folder=/x/y", 'model.name="bert"'])
     assert (recipe.training.steps, recipe.training.epochs, recipe.parallel.schedule) == (None, 2, "gpipe")
     assert recipe.model.name == "bert" and recipe.model.options == {"width": 64}
-    assert recipe.optimizer.betas == (0.0, 0.5) and recipe.outer is not None and recipe.run.folder == Path("/x/y")
+    assert recipe.optimizer.betas == (0.0, 0.5) and recipe.diloco is not None and recipe.run.folder == Path("/x/y")
     # The run is called as the file, unless it says a name.
     assert recipe.run.name == "mine" and load(file, ["run.name=other"])[0].run.name == "other"
 

@@ -142,7 +142,7 @@ def same_split(rank: int, folder: Path, world: World) -> Any:
         ("pipeline", (2, {"pipeline": 2}), {"training": {"precision": "bf16"}}),
         ("zero 1", (2, {"zero": 1}), {"training": {"precision": "f16"}, "optimizer": {"name": "lamb"}}),
         ("zero 3", (2, {"zero": 3}), {"optimizer": {"name": "lamb"}}),
-        ("outer", (2, {"data": 2}), {"outer": {"every": SAVED_AT}}),
+        ("diloco", (2, {"data": 2}), {"diloco": {"every": SAVED_AT}}),
     ):
         recipe = changed(GPT, checkpoint={"every": SAVED_AT}, **changes)
         whole = life(world, folder / name, recipe, split, 2 * SAVED_AT)
@@ -199,7 +199,7 @@ def outer_elsewhere(rank: int, folder: Path, world: World) -> Any:
     """Ranks that train apart: what each wants of a checkpoint of two; then one rank, and two that do not, go on."""
     from torch.distributed.checkpoint.filesystem import FileSystemReader
 
-    apart = changed(GPT, outer={"every": SAVED_AT})
+    apart = changed(GPT, diloco={"every": SAVED_AT})
     wants = []
 
     def look(trainer: Any) -> None:
@@ -245,6 +245,6 @@ def test_f32_weights_and_optimizer_states_outlive_every_split_bit_for_bit() -> N
 
 def test_ranks_that_train_apart_read_their_own_state_and_go_on_with_others() -> None:
     for number, (wants, fewer, together, again) in enumerate(FOUND[outer_elsewhere][:2]):
-        assert wants == {"outer", f"inner{number}"}
+        assert wants == {"diloco", f"inner{number}"}
         for losses in ([fewer] if number == 0 else []) + [together, again]:
             assert len(losses) == SAVED_AT and all(map(math.isfinite, losses))

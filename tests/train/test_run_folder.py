@@ -34,7 +34,7 @@ HARD: dict[str, Any] = {
     "training": {"epochs": 2, "clip": 0.5, "precision": "f32"},
     "optimizer": {"name": "lamb", "betas": [0.5, 0.75], "eps": 1e-12},
     "parallel": {"data": 2, "bucket_mb": 16.0, "pipeline": 2, "microbatches": 8},
-    "outer": {"every": 20},
+    "diloco": {"every": 20},
     "run": {"folder": "some/where", "name": "x"},
 }
 

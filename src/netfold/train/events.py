@@ -37,7 +37,7 @@ class Stepped:
     step: int
     """From 1."""
     loss: float
-    """The mean over the global batch; under `outer` over what this rank's copy of the model has seen of it."""
+    """The mean over the global batch; under `diloco` over what this rank's copy of the model has seen of it."""
     lr: float
     gradient_norm: float | None
     """Where gradients are clipped."""

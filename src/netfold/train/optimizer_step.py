@@ -28,11 +28,11 @@ class OptimizerStep:
         mesh: Mesh,
         island: dist.ProcessGroup | None = None,
     ) -> None:
-        """`island`: under `outer`, as of `Mesh.island`; without, it is made. Collective over the world."""
+        """`island`: under `diloco`, as of `Mesh.island`; without, it is made. Collective over the world."""
         self.optimizer = optimizer
         self._replica = replica
         self._scale = LossScale() if recipe.training.precision == "f16" else None
-        limit, outer = recipe.training.clip, recipe.outer
+        limit, outer = recipe.training.clip, recipe.diloco
         if outer is not None and island is None:
             island = mesh.island()
         self._clip = Clip(replica, limit, mesh, island=island) if limit is not None else None
@@ -47,7 +47,7 @@ class OptimizerStep:
 
     def step(self, lr: float) -> float | None:
         """Take the gradients that lie in the parameters. Returns their norm before, where they are clipped; under
-        `outer` that of this data-parallel rank's own."""
+        `diloco` that of this data-parallel rank's own."""
         scale = self.loss_scale
         if self._scale is not None:
             held = (parameter.grad for _, parameter in self._replica.named_parameters())
@@ -66,7 +66,7 @@ class OptimizerStep:
         return norm
 
     def end_step(self, number: int) -> None:
-        """Step `number` of the job, from 1, is over, its update taken or left out: under `outer` the round may end."""
+        """Step `number` of the job, from 1, is over, its update taken or left out: under `diloco` the round may end."""
         if self._rounds is not None:
             self._rounds.end_step(number)
 
@@ -92,7 +92,7 @@ class OptimizerStep:
         return names - rounds | (self._rounds.wanted(rounds) if self._rounds is not None else set())
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Weights have been loaded before. What a checkpoint of another precision, or of one without `outer`, does not
+        """Weights have been loaded before. What a checkpoint of another precision, or of one without `diloco`, does not
         have begins anew."""
         if self._scale is not None and "loss_scale" in state:
             self._scale.load_state_dict(state)

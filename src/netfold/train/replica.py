@@ -21,7 +21,7 @@ class Replica(Protocol):
 
     def gradients(self, batch: Batch, scale: float = 1.0) -> Tensor | None:
         """Forward and backward of this rank's share of a batch; leaves in every parameter's `grad` the mean over the
-        global batch (under `outer`: over this rank's share) times `scale`, in parts of the data as the recipe says.
+        global batch (under `diloco`: over this rank's share) times `scale`, in parts of the data as the recipe says.
 
         Returns the mean loss of the share, not scaled, f32, detached; None on ranks that have no part in computing it
         (all stages but the last).

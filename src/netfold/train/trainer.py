@@ -1,6 +1,6 @@
 """The loop: a batch, gradients, the word of all ranks on them, a step of the optimizer, and who is told.
 
-Every decision that all ranks must take alike is taken from one small all_reduce a step (`word`), under [outer] from one
+Every decision that all ranks must take alike is taken from one small all_reduce a step (`word`), under [diloco] from one
 a round: within a round only the ranks of one copy of the model wait for each other. What is done when
 something goes wrong is in files of its own (`policies`, `recovery`, `stop`, `straggler`, `unreadable`); here is when.
 """
@@ -100,11 +100,11 @@ class Trainer:
         if loss is not None:
             loss.on = True  # it was timed until now
         self.optimizer = make_optimizer(self.replica, recipe, self.mesh, alone)
-        self._island = self.mesh.island() if recipe.outer is not None else None
+        self._island = self.mesh.island() if recipe.diloco is not None else None
         self.update = OptimizerStep(self.replica, self.optimizer, recipe, self.mesh, self._island)
         self._round: list[StepVote] = []
         self._spoilt: list[str] = []
-        """Under [outer]: what was told of this round's steps, and of those that were left out, on this island."""
+        """Under [diloco]: what was told of this round's steps, and of those that were left out, on this island."""
         self.batch = recipe.training.batch * (self.mesh.data.size if recipe.training.scaling == "weak" else 1)
         self.step = 0
         self.samples = 0
@@ -282,8 +282,8 @@ class Trainer:
         return word
 
     def _is_agreed(self) -> bool:
-        """All ranks agree after this step: after every one, and under [outer] at the end of a round, or of training."""
-        return self.recipe.outer is None or self.step % self.recipe.outer.every == 0 or self.step >= self.steps
+        """All ranks agree after this step: after every one, and under [diloco] at the end of a round, or of training."""
+        return self.recipe.diloco is None or self.step % self.recipe.diloco.every == 0 or self.step >= self.steps
 
     def _heard(self, word: StepVote) -> list[StepVote]:
         """The words of all ranks on the steps since they last agreed; none where they do not agree yet."""
@@ -305,7 +305,7 @@ class Trainer:
 
     def _left_out(self, what: str) -> bool:
         """A step whose numbers are bad. True: it counts as done; False: training is back at the last checkpoint."""
-        # Under [outer] the round is over, and its steps are counted.
+        # Under [diloco] the round is over, and its steps are counted.
         over = self._island is not None
         if self._non_finite.bad(self.step + (0 if over else 1), what) == "skip":
             if self._buffers is not None and not over:

@@ -92,7 +92,7 @@ def _notes(recipe: Recipe, split: Split, places: Sequence[Place], counted: bool)
             f"weights, gradients and optimizer are ZeRO's formula; torch's FSDP2 has {between} of them between steps "
             f"and {forward} at the end of a forward pass"
         )
-    ddp = split.data > 1 and recipe.parallel.zero < 2 and recipe.outer is None
+    ddp = split.data > 1 and recipe.parallel.zero < 2 and recipe.diloco is None
     if ddp and split.pipeline == 1 and recipe.parallel.bucket_mb == "auto":
         others = ", ".join(f"{each:g}" for each in CANDIDATES_MB[1:])
         found.append(

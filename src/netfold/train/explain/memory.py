@@ -41,9 +41,9 @@ def a_parameter(recipe: Recipe, data: int) -> Memory:
         state += F32_BYTES
     elif recipe.training.precision != "f32":
         weights += F32_BYTES
-    if recipe.outer is not None:
+    if recipe.diloco is not None:
         # What all ranks started from, and the outer optimizer's momentum.
-        state += F32_BYTES * (2 if recipe.outer.momentum else 1)
+        state += F32_BYTES * (2 if recipe.diloco.momentum else 1)
     zero = recipe.parallel.zero
     return Memory(
         weights / (data if zero >= 3 else 1), gradients / (data if zero >= 2 else 1), state / (data if zero >= 1 else 1)

@@ -137,7 +137,7 @@ def _replicas(recipe: Recipe, stages: Sequence[Sequence[Layer]], split: Split, p
     if data == 1:
         return []
     layers = [layer for stage in stages for layer in stage]
-    if recipe.outer is not None:
+    if recipe.diloco is not None:
         return _rounds(recipe, layers, data)
     if zero >= 2:
         return _fsdp(recipe, layers, split, passes)
@@ -202,7 +202,7 @@ def _fsdp(recipe: Recipe, layers: Sequence[Layer], split: Split, passes: int) ->
 
 def _rounds(recipe: Recipe, layers: Sequence[Layer], data: int) -> list[Traffic]:
     """Weights in buffers, as parallel/outer.py packs them, and batch norm's two statistics one by one."""
-    assert recipe.outer is not None
+    assert recipe.diloco is not None
     sizes = _gradients(recipe, layers)
     runs, room = 0, 0
     for size in sizes:
@@ -211,7 +211,7 @@ def _rounds(recipe: Recipe, layers: Sequence[Layer], data: int) -> list[Traffic]
         room -= size
     norms, every = (
         [count * F32_BYTES for layer in layers for count in layer.norms for _ in range(2)],
-        recipe.outer.every,
+        recipe.diloco.every,
     )
     return [
         Traffic("data", "all_reduce", "what was learnt", data, runs, sum(sizes), every),
@@ -225,12 +225,12 @@ def _all(recipe: Recipe, layers: Sequence[Layer], split: Split) -> list[Traffic]
         return []
     ranks, fsdp = split.ranks, recipe.parallel.zero >= 2 and split.data > 1
     # Ranks that train apart agree in every step among those that hold one copy of the model.
-    every = 1 if recipe.outer is None else recipe.outer.every
-    island = ranks if recipe.outer is None else split.pipeline * split.tensor
+    every = 1 if recipe.diloco is None else recipe.diloco.every
+    island = ranks if recipe.diloco is None else split.pipeline * split.tensor
     found = []
     if island > 1:
         found.append(Traffic("all", "all_reduce", "the word of all ranks", island, 1, VOTE_BYTES))
-    if recipe.outer is not None:
+    if recipe.diloco is not None:
         # A loss a step, and three counts.
         found.append(Traffic("all", "all_reduce", "the word of a round", ranks, 1, (every + 3) * F64_BYTES, every))
     if split.data > 1:

@@ -10,7 +10,7 @@ _TRAINING = ("steps", "epochs", "batch", "scaling", "clip")
 
 
 def changed(then: Recipe, now: Recipe) -> tuple[list[str], list[str]]:
-    """Keys of [optimizer], [schedule], [outer] and [training] that differ, each as "key is NEW and was OLD": those that
+    """Keys of [optimizer], [schedule], [diloco] and [training] that differ, each as "key is NEW and was OLD": those that
     change steps which the run would have taken, and those that only make it longer or shorter."""
     steps: list[str] = []
     length: list[str] = []
@@ -18,8 +18,8 @@ def changed(then: Recipe, now: Recipe) -> tuple[list[str], list[str]]:
     both += [
         (section, key) for section in ("optimizer", "schedule") for key in type(getattr(now, section)).model_fields
     ]
-    if then.outer is not None and now.outer is not None:
-        both += [("outer", key) for key in type(now.outer).model_fields]
+    if then.diloco is not None and now.diloco is not None:
+        both += [("diloco", key) for key in type(now.diloco).model_fields]
     for section, key in both:
         old, new = (getattr(getattr(recipe, section), key) for recipe in (then, now))
         if old == new:

@@ -149,10 +149,10 @@ class Recovery:
         changed += ["training.seed"] if then.training.seed != now.training.seed else []
         if changed:
             self._note("warning", f"{', '.join(changed)} changed since the checkpoint: samples may come twice or never")
-        if then.outer is None and now.outer is not None:
-            self._note("warning", "outer is new since the checkpoint: its momentum begins at 0")
-        if then.outer is not None and now.outer is None:
-            self._note("warning", "outer is gone since the checkpoint: of the ranks' optimizer states one is taken")
+        if then.diloco is None and now.diloco is not None:
+            self._note("warning", "diloco is new since the checkpoint: its momentum begins at 0")
+        if then.diloco is not None and now.diloco is None:
+            self._note("warning", "diloco is gone since the checkpoint: of the ranks' optimizer states one is taken")
         if then.training.precision != "f16" and now.training.precision == "f16":
             self._note("warning", "training.precision is f16 since the checkpoint: the loss scale begins anew")
 

@@ -38,7 +38,7 @@ def share(module: nn.Module, recipe: Recipe, mesh: Mesh, *, averages: bool = Tru
     if precision.name != "f32":
         precision.lend(module)
     # Ranks that train apart take nobody's gradients.
-    if mesh.data.size > 1 and averages and recipe.outer is None:
+    if mesh.data.size > 1 and averages and recipe.diloco is None:
         leave_to_owners(module)
         return data_parallel(module, mesh, START_MB if bucket_mb == "auto" else bucket_mb)
     return module

@@ -74,7 +74,7 @@ class Piped:
         for name in set(model.module.layers).difference(held):
             del model.module.layers[name]
         # Under zero-bubble torch adds up the gradients of weights by itself, and DDP never hears of them.
-        self._averages = schedule in SPLIT_BACKWARD and mesh.data.size > 1 and recipe.outer is None
+        self._averages = schedule in SPLIT_BACKWARD and mesh.data.size > 1 and recipe.diloco is None
         self._mesh, self._buffers_differ = mesh, False
         stages = [
             _Stage(
@@ -169,7 +169,7 @@ class Piped:
 
 def _check_tied(tied: Tied, recipe: Recipe, mesh: Mesh) -> None:
     """Raises ValueError where one rank has a weight in two stages, each of which would average its gradient."""
-    if not tied.on_one_rank or mesh.data.size == 1 or recipe.outer is not None:
+    if not tied.on_one_rank or mesh.data.size == 1 or recipe.diloco is not None:
         return
     schedule = recipe.parallel.schedule
     if schedule in SPLIT_BACKWARD:

@@ -194,7 +194,7 @@ class Recipe(Section):
     optimizer: Optimizer = Optimizer()
     schedule: Schedule = Schedule()
     parallel: Parallel = Parallel()
-    outer: DiLoCo | None = None
+    diloco: DiLoCo | None = None
     checkpoint: Checkpoint = Checkpoint()
     survive: Survive = Survive()
     report: Report = Report()
@@ -209,11 +209,11 @@ class Recipe(Section):
             return every
         interval = min(max(steps // 10, 10), 500)
         # Between rounds there is one model.
-        return interval if self.outer is None else -(-interval // self.outer.every) * self.outer.every
+        return interval if self.diloco is None else -(-interval // self.diloco.every) * self.diloco.every
 
     @model_validator(mode="after")
     def _apart(self) -> Recipe:
-        if self.outer is None:
+        if self.diloco is None:
             return self
         for key, value, alone in (
             ("parallel.zero", self.parallel.zero, 0),
@@ -222,22 +222,22 @@ class Recipe(Section):
         ):
             if value != alone:
                 raise ValueError(
-                    f"{key} is {value!r}, which data-parallel ranks share in every step, but with [outer] they train "
-                    f"apart; {alone!r} would do, or leave [outer] out"
+                    f"{key} is {value!r}, which data-parallel ranks share in every step, but with [diloco] they train "
+                    f"apart; {alone!r} would do, or leave [diloco] out"
                 )
         if self.training.precision != "f32":
             raise ValueError(
-                f"training.precision is {self.training.precision!r}, but with [outer] weights themselves are averaged, "
+                f"training.precision is {self.training.precision!r}, but with [diloco] weights themselves are averaged, "
                 "which are f32; 'f32' would do"
             )
-        every = self.outer.every
+        every = self.diloco.every
         for key, steps in (
             ("training.evaluate_every", self.training.evaluate_every),
             ("checkpoint.every", self.checkpoint.every),
         ):
             if isinstance(steps, int) and steps % every:
                 raise ValueError(
-                    f"{key} is {steps}, in the middle of a round of outer.every = {every} steps, where data-parallel "
+                    f"{key} is {steps}, in the middle of a round of diloco.every = {every} steps, where data-parallel "
                     f"ranks hold different weights; a multiple of {every} would do"
                 )
         return self
