@@ -197,12 +197,12 @@ def test_buckets_of_a_size_are_refused_where_layers_travel() -> None:
     from types import SimpleNamespace
 
     from netfold.train import Recipe
-    from netfold.train.parallel.data_parallel import share
+    from netfold.train.parallel.data_parallel import wrap_data_parallel
 
     recipe = Recipe.model_validate(changed(GPT, parallel={"data": 2, "zero": 3, "bucket_mb": 4}))
     mesh: Any = SimpleNamespace(data=SimpleNamespace(size=2))
     with pytest.raises(ValueError, match=r"^parallel.bucket_mb is 4, but with parallel.zero = 3 a layer's gradients"):
-        share(small_network().module, recipe, mesh)
+        wrap_data_parallel(small_network().module, recipe, mesh)
 
 
 def begins(rank: int, size: int, folder: str, apart: bool) -> list[float]:
@@ -219,7 +219,7 @@ def begins(rank: int, size: int, folder: str, apart: bool) -> list[float]:
     buckets.BUFFERS_APART = apart
     module = nn.BatchNorm1d(1)
     module.running_mean.fill_(rank + 1.0)
-    ddp = buckets.data_parallel(module, types.SimpleNamespace(data=types.SimpleNamespace(group=dist.group.WORLD)))
+    ddp = buckets.wrap_ddp(module, types.SimpleNamespace(data=types.SimpleNamespace(group=dist.group.WORLD)))
     found = [module.running_mean.item()]
     for _ in range(2):
         ddp(torch.full((2, 1), 10.0 * rank)).sum().backward()

@@ -62,7 +62,7 @@ def _averaged(rank: int, size: int, folder: str) -> dict[str, float]:
     from torch.distributed.tensor import DTensor
 
     from netfold.train.mesh import Mesh
-    from netfold.train.parallel.data_parallel import share
+    from netfold.train.parallel.data_parallel import wrap_data_parallel
 
     dist.init_process_group("netfold", init_method=f"file://{folder}/store", rank=rank, world_size=size)
     found = {}
@@ -70,7 +70,7 @@ def _averaged(rank: int, size: int, folder: str) -> dict[str, float]:
         for precision in ("bf16", "f16"):
             module = nn.Linear(1, 2, bias=False)
             recipe = toy_recipe(training={"precision": precision}, parallel={"zero": zero})
-            shared = share(module, recipe, Mesh(recipe.parallel))
+            shared = wrap_data_parallel(module, recipe, Mesh(recipe.parallel))
             inputs = torch.full((1, 1), 0.25 if rank else 256.0, dtype=DTYPES[precision])
             shared(inputs).sum().backward()
             gradient = module.weight.grad

@@ -29,7 +29,7 @@ SETTLING_STEPS = 2
 TIMED_STEPS = 3
 
 
-def data_parallel(
+def wrap_ddp(
     module: nn.Module, mesh: Mesh, bucket_mb: float = START_MB, *, synchronise: bool = True
 ) -> DistributedDataParallel:
     """`module` under DDP over the data axis; collective over it. Without `synchronise`, weights are alike already.
@@ -81,7 +81,7 @@ class Tuning:
             self._size_mb = size
             # The old one must not see another gradient, whoever has it still.
             self.ddp._remove_autograd_hooks()  # type: ignore[no-untyped-call]
-            self.ddp = data_parallel(self.ddp.module, self._mesh, size, synchronise=False)
+            self.ddp = wrap_ddp(self.ddp.module, self._mesh, size, synchronise=False)
 
     def end(self, seconds: float) -> str | None:
         """After a step whose forward and backward passes took `seconds`. After the last trial: which size it is, and

@@ -11,7 +11,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from netfold.train.mesh import Mesh
-from netfold.train.parallel.buckets import START_MB, data_parallel
+from netfold.train.parallel.buckets import START_MB, wrap_ddp
 from netfold.train.parallel.embeddings import leave_to_owners
 from netfold.train.parallel.zero import shard, zero_level
 from netfold.train.precision import Precision
@@ -19,7 +19,7 @@ from netfold.train.recipe import Recipe, constraints
 from netfold.train.recipe.errors import RecipeError
 
 
-def share(module: nn.Module, recipe: Recipe, mesh: Mesh, *, averages: bool = True) -> nn.Module:
+def wrap_data_parallel(module: nn.Module, recipe: Recipe, mesh: Mesh, *, averages: bool = True) -> nn.Module:
     """`module` in the recipe's precision, its gradients averaged over the data axis, in f32, in its backward pass.
 
     A DDP, or the module itself, cut in place (ZeRO 2 and 3) or with nobody to share with; without `averages` the latter
@@ -40,11 +40,11 @@ def share(module: nn.Module, recipe: Recipe, mesh: Mesh, *, averages: bool = Tru
     # Ranks that train apart take nobody's gradients.
     if mesh.data.size > 1 and averages and recipe.diloco is None:
         leave_to_owners(module)
-        return data_parallel(module, mesh, START_MB if bucket_mb == "auto" else bucket_mb)
+        return wrap_ddp(module, mesh, START_MB if bucket_mb == "auto" else bucket_mb)
     return module
 
 
-def same_buffers(module: nn.Module, mesh: Mesh) -> None:
+def broadcast_buffers(module: nn.Module, mesh: Mesh) -> None:
     """Make the buffers of `module` those of the first data-parallel rank: batch norms have each seen their own
     share. Collective over the data axis."""
     if mesh.data.size > 1:
@@ -53,7 +53,7 @@ def same_buffers(module: nn.Module, mesh: Mesh) -> None:
 
 
 @contextlib.contextmanager
-def held_back(module: nn.Module) -> Iterator[None]:
+def no_sync(module: nn.Module) -> Iterator[None]:
     """Inside, backward passes add up gradients on this rank alone; the next one outside sends their sum."""
     if isinstance(module, DistributedDataParallel):
         with module.no_sync():

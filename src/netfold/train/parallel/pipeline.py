@@ -27,7 +27,7 @@ from netfold.train.sampler import sample_seed
 from netfold.train.parallel.layer_timing import Crossing
 from netfold.train.parallel.shards import Parts
 from netfold.train.parallel.pipeline_plan import Plan
-from netfold.train.parallel.data_parallel import same_buffers, share
+from netfold.train.parallel.data_parallel import broadcast_buffers, wrap_data_parallel
 from netfold.train.parallel.tied import Tied
 from netfold.train.parallel.zero import free_gathered
 from netfold.train.precision import Precision
@@ -117,7 +117,7 @@ class Piped:
         self._check(batch)
         for module in self.modules:
             if self._buffers_differ:
-                same_buffers(module, self._mesh)
+                broadcast_buffers(module, self._mesh)
             module.eval()
         self._buffers_differ = False
         try:
@@ -184,7 +184,7 @@ def _check_tied(tied: Tied, recipe: Recipe, mesh: Mesh) -> None:
 def _shared(module: nn.Module, recipe: Recipe, mesh: Mesh) -> nn.Module:
     """A stage as it is shared among data-parallel ranks: what the schedule is to run."""
     apart = recipe.parallel.schedule in SPLIT_BACKWARD or not any(each.requires_grad for each in module.parameters())
-    return share(module, recipe, mesh, averages=not apart)
+    return wrap_data_parallel(module, recipe, mesh, averages=not apart)
 
 
 @contextlib.contextmanager

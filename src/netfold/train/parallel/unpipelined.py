@@ -15,7 +15,7 @@ from netfold.train.mesh import Mesh
 from netfold.train.model import Model
 from netfold.train.parallel.buckets import Tuning
 from netfold.train.parallel.shards import Parts
-from netfold.train.parallel.data_parallel import held_back, same_buffers, share
+from netfold.train.parallel.data_parallel import no_sync, broadcast_buffers, wrap_data_parallel
 from netfold.train.parallel.zero import free_gathered
 from netfold.train.precision import Precision
 from netfold.train.recipe import Recipe
@@ -32,7 +32,7 @@ class Whole:
         self._accumulate = recipe.training.accumulate
         self._precision = Precision(recipe.training.precision)
         self._mesh = mesh
-        self._shared = share(model.module, recipe, mesh)
+        self._shared = wrap_data_parallel(model.module, recipe, mesh)
         self._tuning: Tuning | None = None
         if recipe.parallel.bucket_mb == "auto" and isinstance(self._shared, DistributedDataParallel):
             self._tuning = Tuning(self._shared, mesh)
@@ -48,7 +48,7 @@ class Whole:
         total = torch.zeros(())
         for number, part in enumerate(batch.parts(self._accumulate)):
             last = number + 1 == self._accumulate
-            with contextlib.nullcontext() if last else held_back(self._shared):
+            with contextlib.nullcontext() if last else no_sync(self._shared):
                 output = self._precision.output(self._shared(*self._precision.inputs(part.inputs)))
                 loss = self._loss(output, part.target) / self._accumulate
                 (loss * scale).backward()  # type: ignore[no-untyped-call]
@@ -63,7 +63,7 @@ class Whole:
     def outputs(self, batch: Batch) -> Tensor:
         module = self.modules[0]
         if self._buffers_differ:
-            same_buffers(module, self._mesh)
+            broadcast_buffers(module, self._mesh)
             self._buffers_differ = False
         module.eval()
         try:
