@@ -203,8 +203,8 @@ def gpt(line: StartLine, rounds: int) -> dict[str, Any]:
     from netfold.train.mesh import Mesh
     from netfold.train.model import Chain
     from netfold.train.models import make_model
-    from netfold.train.parallel.shards import Parts
-    from netfold.train.parallel.pipeline import Piped
+    from netfold.train.parallel.shards import Shards
+    from netfold.train.parallel.pipeline import Pipelined
     from netfold.train.parallel.pipeline_plan import Plan
     from netfold.train.parallel.stages import Cut
 
@@ -223,7 +223,7 @@ def gpt(line: StartLine, rounds: int) -> dict[str, Any]:
         if name == "by layers":
             bounds, costs = (0, len(names) // 2, len(names)), plan.measured.costs_ns
             plan.cut = Cut(bounds, tuple(sum(costs[first:end]) for first, end in itertools.pairwise(bounds)))
-        replicas.append(Piped(model, recipe, mesh, Parts(), plan))
+        replicas.append(Pipelined(model, recipe, mesh, Shards(), plan))
         total = sum(plan.cut.costs)
         ends = [(names[layers[0]], names[layers[-1]]) for layers in map(plan.cut.layers, range(2))]
         cuts[name] = " + ".join(

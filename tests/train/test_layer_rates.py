@@ -212,9 +212,9 @@ def _unequal(zero: int, mesh: Any, precision: str = "f32") -> dict[str, Any]:
     from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
     from netfold.train.optimizers import kind_of, local_optimizer, make_optimizer
-    from netfold.train.parallel.shards import Parts
+    from netfold.train.parallel.shards import Shards
 
-    parts, axes = Parts(), {"first": "tensor"} if zero else {"first": "tensor", "last": "data"}
+    parts, axes = Shards(), {"first": "tensor"} if zero else {"first": "tensor", "last": "data"}
     for name, axis in axes.items():
         parts.add(name, mesh.device_mesh[axis], [Shard(0)], torch.Size(SHAPES[name]))
 

@@ -147,7 +147,7 @@ def _counts() -> dict[str, Any]:
     from netfold.train.model import Chain, Model
     from netfold.train.models.linear import Dense, linear_stack, stack_plan
     from netfold.train.models.transformer import gpt
-    from netfold.train.parallel.shards import Parts
+    from netfold.train.parallel.shards import Shards
     from netfold.train.parallel.tensor import cut, localise
     from netfold.train.recipe import Parallel
 
@@ -155,7 +155,7 @@ def _counts() -> dict[str, Any]:
     mesh = Mesh(Parallel(tensor=4))
 
     def ready(model: Model, style: Any, sequence: bool = False) -> Any:
-        cut(model, Parallel(tensor=4, style=style, sequence=sequence), mesh, Parts())
+        cut(model, Parallel(tensor=4, style=style, sequence=sequence), mesh, Shards())
         localise(model.module)
         return model.module
 
@@ -325,10 +325,10 @@ def _sharded(model: Any, recipe: Any, mesh: Any, batches: Any) -> _Learnt:
     """The same with fully_shard over the data-parallel ranks, on layers that are cut already."""
     from torch.distributed.fsdp import fully_shard
 
-    from netfold.train.parallel.shards import Parts
+    from netfold.train.parallel.shards import Shards
     from netfold.train.parallel.tensor import cut
 
-    cut(model, recipe.parallel, mesh, Parts())
+    cut(model, recipe.parallel, mesh, Shards())
     for layer in (*model.module.layers.values(), model.module):
         fully_shard(layer, mesh=mesh.device_mesh["data"])
     learnt = _alone(model, batches)
@@ -352,7 +352,7 @@ def _refused() -> dict[str, str]:
     from netfold.train.model import Model
     from netfold.train.models.linear import linear_stack
     from netfold.train.models.transformer import gpt
-    from netfold.train.parallel.shards import Parts
+    from netfold.train.parallel.shards import Shards
     from netfold.train.parallel.tensor import cut
     from netfold.train.recipe import Parallel
 
@@ -361,7 +361,7 @@ def _refused() -> dict[str, str]:
 
     def refused(model: Model, mesh: Mesh = mesh, inputs: Any = None, **parallel: Any) -> str:
         with pytest.raises(ValueError) as caught:
-            cut(model, Parallel(**parallel), mesh, Parts())
+            cut(model, Parallel(**parallel), mesh, Shards())
             model.module(inputs)
         return str(caught.value)
 

@@ -15,7 +15,7 @@ from netfold.train.optimizers.lamb import LAMB
 from netfold.train.optimizers.lars import LARS
 from netfold.train.optimizers.layerwise import LayerWise
 from netfold.train.optimizers.norms import axes, pieces
-from netfold.train.parallel.zero import shared_out, zero_level
+from netfold.train.parallel.zero import shard_optimizer, zero_level
 from netfold.train.recipe import Optimizer, Recipe
 from netfold.train.replica import Replica
 
@@ -37,7 +37,7 @@ def make_optimizer(
         options["foreach"] = zero_level(recipe, mesh) >= 2
     if zero_level(recipe, mesh) == 1:
         sizes = {held: part.numel() // pieces(part) for held, part in parts.items()}
-        kind = functools.partial(shared_out, kind=kind, mesh=mesh, sizes=sizes)
+        kind = functools.partial(shard_optimizer, kind=kind, mesh=mesh, sizes=sizes)
     made = kind(groups, **options)
     _tell_cuts(made, parts)
     return made

@@ -11,10 +11,10 @@ from netfold.train.mesh import Mesh
 from netfold.train.model import Model
 from netfold.train.parallel import embeddings, tensor
 from netfold.train.parallel.batch_norm import convert_batch_norm
-from netfold.train.parallel.shards import Parts
-from netfold.train.parallel.pipeline import Piped
+from netfold.train.parallel.shards import Shards
+from netfold.train.parallel.pipeline import Pipelined
 from netfold.train.parallel.pipeline_plan import Plan
-from netfold.train.parallel.unpipelined import Whole
+from netfold.train.parallel.unpipelined import Unpipelined
 from netfold.train.parallel.zero import zero_level
 from netfold.train.recipe import Recipe
 from netfold.train.replica import Replica
@@ -28,11 +28,11 @@ def parallelise(model: Model, recipe: Recipe, mesh: Mesh, examples: Examples | N
     """
     if recipe.parallel.batch_norm > 1:
         convert_batch_norm(model.module, recipe.parallel.batch_norm, mesh)
-    parts = Parts()
+    parts = Shards()
     tensor.cut(model, recipe.parallel, mesh, parts)
     embeddings.share_out(model, recipe, mesh, parts)
     if zero_level(recipe, mesh) < 2:
         tensor.localise(model.module)
     if mesh.pipeline.size > 1:
-        return Piped(model, recipe, mesh, parts, Plan(model, recipe, mesh, examples))
-    return Whole(model, recipe, mesh, parts)
+        return Pipelined(model, recipe, mesh, parts, Plan(model, recipe, mesh, examples))
+    return Unpipelined(model, recipe, mesh, parts)

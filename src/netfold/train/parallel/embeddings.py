@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from netfold.train.mesh import Axis, Mesh
 from netfold.train.model import Model
-from netfold.train.parallel.shards import Parts
+from netfold.train.parallel.shards import Shards
 from netfold.train.recipe import Recipe, constraints
 from netfold.train.recipe.errors import RecipeError
 
@@ -46,7 +46,7 @@ class Tables(nn.Module):
         return torch.stack(found, 1)
 
 
-def share_out(model: Model, recipe: Recipe, mesh: Mesh, parts: Parts) -> None:
+def share_out(model: Model, recipe: Recipe, mesh: Mesh, parts: Shards) -> None:
     """Replace every `Tables` in `model` by this rank's part of it, as `parallel.tables` says; no communication.
 
     `parts` learns of rows; a whole table is the whole, on one rank alone, and nobody else names it. With one

@@ -20,7 +20,7 @@ REPEATS = 5
 
 
 @dataclass(frozen=True)
-class Crossing:
+class BoundaryTensor:
     """One tensor that a layer takes or returns, of a microbatch."""
 
     shape: tuple[int, ...]
@@ -33,18 +33,18 @@ class Crossing:
 
 
 @dataclass(frozen=True)
-class Measured:
+class LayerTimings:
     """Of every layer of a chain, in order."""
 
     costs_ns: tuple[int, ...]
     """Forward and backward of a microbatch."""
-    crossings: tuple[tuple[Crossing, ...], ...]
+    crossings: tuple[tuple[BoundaryTensor, ...], ...]
     """What layer i takes; behind the last layer's, what it returns. Like `Chain`, a tuple even of one."""
     reaches: tuple[tuple[tuple[bool, ...], ...], ...]
     """[layer][output][input]: whether a gradient goes from the one to the other."""
 
 
-def measured(model: Model, examples: Examples, samples: int, mesh: Mesh, precision: Precision) -> Measured:
+def time_layers(model: Model, examples: Examples, samples: int, mesh: Mesh, precision: Precision) -> LayerTimings:
     """On the first `samples` examples, as rank 0 found it; told to every rank. Collective over the world. `model`
     computes in `precision` already.
 
@@ -54,7 +54,7 @@ def measured(model: Model, examples: Examples, samples: int, mesh: Mesh, precisi
     """
     chain = model.module
     assert isinstance(chain, Chain)
-    found: list[Measured | str | None] = [None]
+    found: list[LayerTimings | str | None] = [None]
     failed: Exception | None = None
     if mesh.pipeline.rank == 0:
         try:
@@ -63,14 +63,14 @@ def measured(model: Model, examples: Examples, samples: int, mesh: Mesh, precisi
         except Exception as error:
             failed, found = error, [f"{type(error).__name__}: {error}"]
     dist.broadcast_object_list(found, src=0)
-    if not isinstance(found[0], Measured):
+    if not isinstance(found[0], LayerTimings):
         raise RuntimeError(f"the layers could not be measured on rank 0: {found[0]}") from failed
     return found[0]
 
 
-def _measure(chain: Chain, model: Model, sample: Batch, precision: Precision) -> Measured:
+def _measure(chain: Chain, model: Model, sample: Batch, precision: Precision) -> LayerTimings:
     costs: list[int] = []
-    crossings: list[tuple[Crossing, ...]] = []
+    crossings: list[tuple[BoundaryTensor, ...]] = []
     reaches: list[tuple[tuple[bool, ...], ...]] = []
     values: tuple[Tensor, ...] = precision.inputs(sample.inputs)
     buffers = [(buffer, buffer.clone()) for buffer in chain.buffers()]
@@ -95,11 +95,11 @@ def _measure(chain: Chain, model: Model, sample: Batch, precision: Precision) ->
     with torch.no_grad():
         for buffer, kept in buffers:
             buffer.copy_(kept)
-    return Measured(tuple(costs), tuple(crossings), tuple(reaches))
+    return LayerTimings(tuple(costs), tuple(crossings), tuple(reaches))
 
 
-def _described(values: tuple[Tensor, ...]) -> tuple[Crossing, ...]:
-    return tuple(Crossing(tuple(value.shape), value.dtype, value.requires_grad) for value in values)
+def _described(values: tuple[Tensor, ...]) -> tuple[BoundaryTensor, ...]:
+    return tuple(BoundaryTensor(tuple(value.shape), value.dtype, value.requires_grad) for value in values)
 
 
 def _gradients(ends: tuple[Tensor, ...], layer: nn.Module, inputs: tuple[Tensor, ...]) -> None:

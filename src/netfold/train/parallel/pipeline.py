@@ -24,12 +24,12 @@ from netfold.train.examples import Batch
 from netfold.train.mesh import Mesh
 from netfold.train.model import Chain, Model
 from netfold.train.sampler import sample_seed
-from netfold.train.parallel.layer_timing import Crossing
-from netfold.train.parallel.shards import Parts
+from netfold.train.parallel.layer_timing import BoundaryTensor
+from netfold.train.parallel.shards import Shards
 from netfold.train.parallel.pipeline_plan import Plan
 from netfold.train.parallel.data_parallel import broadcast_buffers, wrap_data_parallel
 from netfold.train.parallel.tied import Tied
-from netfold.train.parallel.zero import free_gathered
+from netfold.train.parallel.zero import reshard
 from netfold.train.precision import Precision
 from netfold.train.recipe import Recipe
 from netfold.train.recipe.schedules import SEVERAL_A_RANK, SPLIT_BACKWARD, stages_of
@@ -43,10 +43,10 @@ SCHEDULES: dict[str, Any] = {
 }
 
 
-class Piped:
+class Pipelined:
     """A `Replica` of one stage or several."""
 
-    def __init__(self, model: Model, recipe: Recipe, mesh: Mesh, parts: Parts, plan: Plan) -> None:
+    def __init__(self, model: Model, recipe: Recipe, mesh: Mesh, parts: Shards, plan: Plan) -> None:
         """Takes the model over; the layers that other ranks hold are dropped from it."""
         assert isinstance(model.module, Chain)
         self.notes: list[str] = [plan.reason]
@@ -126,7 +126,7 @@ class Piped:
         finally:
             for module in self.modules:
                 module.train()
-                free_gathered(module)
+                reshard(module)
         return self._precision.output(output) if output is not None else None
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
@@ -218,7 +218,7 @@ class _Layers(Chain):
     FSDP2 computes a tensor that only passes by in the lower precision, too.
     """
 
-    def __init__(self, chain: Chain, layers: range, results: tuple[Crossing, ...]) -> None:
+    def __init__(self, chain: Chain, layers: range, results: tuple[BoundaryTensor, ...]) -> None:
         super().__init__(chain.part(layers.start, layers.stop).layers.items())
         self._results = tuple(result.dtype for result in results)
 
@@ -242,5 +242,5 @@ def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def _empty(crossings: tuple[Crossing, ...]) -> tuple[Tensor, ...]:
+def _empty(crossings: tuple[BoundaryTensor, ...]) -> tuple[Tensor, ...]:
     return tuple(crossing.empty() for crossing in crossings)

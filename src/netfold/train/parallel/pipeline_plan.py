@@ -9,7 +9,7 @@ from dataclasses import replace
 from netfold.train.examples import Examples
 from netfold.train.mesh import Mesh
 from netfold.train.model import Chain, Model
-from netfold.train.parallel.layer_timing import Measured, measured
+from netfold.train.parallel.layer_timing import LayerTimings, time_layers
 from netfold.train.parallel.stages import Cut, cut
 from netfold.train.precision import Precision
 from netfold.train.recipe import Parallel, Recipe
@@ -37,7 +37,7 @@ class Plan:
                 "measure the layers on"
             )
         precision = Precision(recipe.training.precision)
-        self.measured: Measured = measured(_lowered(model, precision), examples, self.samples, mesh, precision)
+        self.measured: LayerTimings = time_layers(_lowered(model, precision), examples, self.samples, mesh, precision)
         self.cut: Cut = cut(self.measured.costs_ns, shares.stages)
         self.reason = self.cut.described(list(chain.layers))
         if parallel.schedule in SPLIT_BACKWARD:

@@ -19,7 +19,7 @@ class _Part:
     """Of the whole."""
 
 
-class Parts:
+class Shards:
     """Parameters that were cut, by their names in the whole model. One that was not is the whole."""
 
     def __init__(self) -> None:

@@ -21,7 +21,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 
 from netfold.train.mesh import Mesh
 from netfold.train.model import Model
-from netfold.train.parallel.shards import Parts
+from netfold.train.parallel.shards import Shards
 from netfold.train.parallel.tied import tied_names
 from netfold.train.recipe import Parallel, constraints
 from netfold.train.recipe.errors import RecipeError
@@ -89,7 +89,7 @@ class CutSequence(ParallelStyle):
         return cut.to_local()
 
 
-def cut(model: Model, parallel: Parallel, mesh: Mesh, parts: Parts) -> None:
+def cut(model: Model, parallel: Parallel, mesh: Mesh, parts: Shards) -> None:
     """Cut `model`'s layers in place, by its plan, among the ranks of the tensor axis; no communication.
 
     Weights that are cut become DTensors on `mesh.device_mesh["tensor"]`, of which every rank keeps its own part of what

@@ -14,17 +14,17 @@ from netfold.train.examples import Batch
 from netfold.train.mesh import Mesh
 from netfold.train.model import Model
 from netfold.train.parallel.buckets import Tuning
-from netfold.train.parallel.shards import Parts
+from netfold.train.parallel.shards import Shards
 from netfold.train.parallel.data_parallel import no_sync, broadcast_buffers, wrap_data_parallel
-from netfold.train.parallel.zero import free_gathered
+from netfold.train.parallel.zero import reshard
 from netfold.train.precision import Precision
 from netfold.train.recipe import Recipe
 
 
-class Whole:
+class Unpipelined:
     """A `Replica` without stages."""
 
-    def __init__(self, model: Model, recipe: Recipe, mesh: Mesh, parts: Parts) -> None:
+    def __init__(self, model: Model, recipe: Recipe, mesh: Mesh, parts: Shards) -> None:
         self.modules: tuple[nn.Module, ...] = (model.module,)
         self.notes: list[str] = []
         self._parts = parts
@@ -71,7 +71,7 @@ class Whole:
                 output = self._precision.output(module(*self._precision.inputs(batch.inputs)))
         finally:
             module.train()
-            free_gathered(module)
+            reshard(module)
         return output
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:

@@ -43,7 +43,7 @@ def shard(module: nn.Module, mesh: Mesh, precision: Precision, *, free_after_for
     return module
 
 
-def free_gathered(module: nn.Module) -> None:
+def reshard(module: nn.Module) -> None:
     """Leave each rank its own parts alone. After a forward pass that no backward pass followed (ZeRO 2 keeps what it
     gathered): the next one would compute with weights from before the optimizer's step."""
     for part in module.modules():
@@ -51,7 +51,7 @@ def free_gathered(module: nn.Module) -> None:
             part.reshard()
 
 
-def shared_out(
+def shard_optimizer(
     parameters: Sequence[Any],
     kind: Callable[..., torch.optim.Optimizer],
     mesh: Mesh,
