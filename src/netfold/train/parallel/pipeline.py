@@ -110,7 +110,7 @@ class Pipelined:
             self._schedule.step(*self._taken(batch), target=self._wanted(batch), losses=losses, return_outputs=False)
         if self._averages:
             self._average()
-        self._tied.add_up(dict(self.named_parameters()))
+        self._tied.all_reduce_gradients(dict(self.named_parameters()))
         return torch.stack(losses).detach().sum() / scale if self._last else None
 
     def outputs(self, batch: Batch) -> Tensor | None:

@@ -47,7 +47,7 @@ class Tied:
                 if dist.get_rank() in line:
                     self._groups.append((cast(dist.ProcessGroup, group), weights))
 
-    def add_up(self, parameters: Mapping[str, nn.Parameter]) -> None:
+    def all_reduce_gradients(self, parameters: Mapping[str, nn.Parameter]) -> None:
         """Make the gradient of each copy the sum of all copies'. parameters: those here, under their first names.
         Collective over the ranks that have copies: one all_reduce for each set of ranks."""
         for group, names in self._groups:
