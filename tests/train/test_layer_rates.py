@@ -187,7 +187,7 @@ def _learnt(kind: str, split: str) -> tuple[float, float]:
         optimizer.step()
     off = 0.0
     for name, held in replica.named_parameters():
-        part = replica.as_part(name, held.detach())
+        part = replica.as_shard(name, held.detach())
         part = part.full_tensor() if isinstance(part, DTensor) else part
         off = max(off, float((part - expected[name]).norm()))
     return off, of_one_bit
@@ -197,7 +197,7 @@ class _Held:
     """A replica of given parameters."""
 
     def __init__(self, parameters: dict[str, Any], parts: Any) -> None:
-        self.parameters, self.as_part = parameters, parts.of
+        self.parameters, self.as_shard = parameters, parts.of
 
     def named_parameters(self) -> Iterator[tuple[str, Any]]:
         return iter(self.parameters.items())

@@ -116,7 +116,7 @@ class Held:
     def named_parameters(self) -> Iterator[tuple[str, Any]]:
         return iter(self.parameters.items())
 
-    def as_part(self, name: str, tensor: Any) -> Any:
+    def as_shard(self, name: str, tensor: Any) -> Any:
         return tensor
 
 

@@ -210,7 +210,7 @@ def gradients_in_stages(name: str, parallel: dict[str, Any], **sections: Any) ->
     from netfold.train.parallel.tensor import ColumnWise, RowWise
 
     def whole(replica: Any, name: str, tensor: Any) -> Any:
-        part = replica.as_part(name, tensor)
+        part = replica.as_shard(name, tensor)
         return part.full_tensor() if isinstance(part, DTensor) else part
 
     recipe = Recipe.model_validate(changed(GPT, parallel=parallel, training={"batch": ROWS}, **sections))

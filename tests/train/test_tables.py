@@ -176,7 +176,7 @@ def _learnt() -> dict[str, Any]:
             optimizer.step()
         weights = {}
         for name, parameter in replica.named_parameters():
-            part = replica.as_part(name, parameter.detach())
+            part = replica.as_shard(name, parameter.detach())
             weights[name] = part.full_tensor() if isinstance(part, DTensor) else part
         held: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(held, weights)

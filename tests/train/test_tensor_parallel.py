@@ -309,7 +309,7 @@ def _parallel(model: Any, recipe: Any, mesh: Any, batches: Any) -> _Learnt:
     weights, momentum, same = {}, {}, "same"
     for name, parameter in replica.named_parameters():
         for into, tensor in ((weights, parameter.detach()), (momentum, optimizer.state[parameter]["momentum_buffer"])):
-            part = replica.as_part(name, tensor)
+            part = replica.as_shard(name, tensor)
             into[name] = part.full_tensor() if isinstance(part, DTensor) else part
             if not (isinstance(part, DTensor) and isinstance(part.placements[0], Shard)):
                 everywhere: list[Any] = [None] * dist.get_world_size()

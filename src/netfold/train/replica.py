@@ -37,7 +37,7 @@ class Replica(Protocol):
         """Every parameter here, under its name in the whole model."""
         ...
 
-    def as_part(self, name: str, tensor: Tensor) -> Tensor:
+    def as_shard(self, name: str, tensor: Tensor) -> Tensor:
         """`tensor`, which has the shape that parameter `name` has here (itself, its momentum), as the part of the whole
         that it is: a DTensor that says which; itself where it is the whole, or a DTensor already."""
         ...

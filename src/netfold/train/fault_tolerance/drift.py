@@ -30,7 +30,7 @@ def check_replicated(replica: Replica, parameters: Mapping[str, nn.Parameter], m
     """
     if mesh.tensor.size == 1:
         return
-    whole = [name for name, each in parameters.items() if not _is_cut(replica.as_part(name, each.detach()))]
+    whole = [name for name, each in parameters.items() if not _is_cut(replica.as_shard(name, each.detach()))]
     sums = torch.tensor([_checksum(parameters[name]) for name in whole], dtype=torch.int64)
     rows = [torch.empty_like(sums) for _ in range(mesh.tensor.size)]
     dist.all_gather(rows, sums, group=mesh.tensor.group)

@@ -4,7 +4,7 @@
     buffer.<buffer>                 update.<what Update.state_dict says>
 
 A weight is there once, as the optimizer steps on it: in f32, whatever it is computed with. A part of a tensor is a
-DTensor that says which (`Replica.as_part`); a rank gives what it holds, and asks for the same.
+DTensor that says which (`Replica.as_shard`); a rank gives what it holds, and asks for the same.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def contents(
     but tensors for a parameter.
     """
     local = local_optimizer(optimizer)
-    tensors = {f"model.{name}": replica.as_part(name, each.detach()) for name, each in parameters.items()}
+    tensors = {f"model.{name}": replica.as_shard(name, each.detach()) for name, each in parameters.items()}
     if buffers:
         tensors |= {f"buffer.{name}": buffer for name, buffer in named_buffers(replica)}
     for name, parameter in parameters.items():
@@ -72,7 +72,7 @@ class Wanted:
     ) -> None:
         """`parameters`: as for `contents`."""
         self._optimizer, self._update = local_optimizer(optimizer), update
-        self.tensors = {f"model.{name}": replica.as_part(name, each.detach()) for name, each in parameters.items()}
+        self.tensors = {f"model.{name}": replica.as_shard(name, each.detach()) for name, each in parameters.items()}
         self.tensors |= {f"buffer.{name}": buffer for name, buffer in named_buffers(replica)}
         self._states: dict[nn.Parameter, dict[str, Tensor]] = {}
         self._updates: dict[str, Tensor] = {}
@@ -126,11 +126,11 @@ def _owned(optimizer: torch.optim.Optimizer) -> set[int]:
 
 
 def _part(replica: Replica, parameter: nn.Parameter, name: str, value: Tensor) -> Tensor:
-    return replica.as_part(name, value) if value.shape == parameter.shape else value
+    return replica.as_shard(name, value) if value.shape == parameter.shape else value
 
 
 def _empty(replica: Replica, name: str, parameter: nn.Parameter, meta: TensorStorageMetadata) -> Tensor:
     """Of this rank's shape where it goes with the parameter's elements, else of the saved one (a count of steps)."""
-    if meta.size == replica.as_part(name, parameter.detach()).shape:
+    if meta.size == replica.as_shard(name, parameter.detach()).shape:
         return torch.zeros_like(parameter, dtype=meta.properties.dtype, requires_grad=False)
     return torch.empty(meta.size, dtype=meta.properties.dtype)

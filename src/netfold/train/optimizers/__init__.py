@@ -28,7 +28,7 @@ def make_optimizer(
     undecayed: names of parameters that `weight_decay` leaves alone (`decay.undecayed` of the whole model), unless
     `optimizer.decay` is "all".
     """
-    parts = {held: replica.as_part(name, held.detach()) for name, held in replica.named_parameters()}
+    parts = {held: replica.as_shard(name, held.detach()) for name, held in replica.named_parameters()}
     groups = _groups(replica, recipe.optimizer, undecayed)
     kind: Callable[..., torch.optim.Optimizer]
     kind, options = kind_of(recipe.optimizer)

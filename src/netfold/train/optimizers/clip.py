@@ -25,7 +25,7 @@ class Clip:
         """Collective over the world. `island`: data-parallel ranks have gradients of their own, and a norm each; the
         ranks that share this rank's (`Mesh.island`)."""
         self._replica, self._limit, self._group = replica, limit, island
-        here = {name: pieces(replica.as_part(name, held.detach())) for name, held in replica.named_parameters()}
+        here = {name: pieces(replica.as_shard(name, held.detach())) for name, held in replica.named_parameters()}
         everywhere: list[tuple[int, dict[str, int]]] = [(0, {})] * dist.get_world_size()
         dist.all_gather_object(everywhere, (mesh.data.rank, here))
         together = [held for rank, held in everywhere if island is None or rank == mesh.data.rank]

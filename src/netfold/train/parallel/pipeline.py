@@ -136,7 +136,7 @@ class Pipelined:
                 found.setdefault(self._tied.names.get(name, name), parameter)
         yield from found.items()
 
-    def as_part(self, name: str, tensor: Tensor) -> Tensor:
+    def as_shard(self, name: str, tensor: Tensor) -> Tensor:
         return self._parts.of(name, tensor)
 
     def _part_of_the_loss(self, output: Tensor, target: Tensor) -> Tensor:

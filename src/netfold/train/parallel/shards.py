@@ -1,4 +1,4 @@
-"""Which part of the whole a parameter here is: what `Replica.as_part` answers from."""
+"""Which part of the whole a parameter here is: what `Replica.as_shard` answers from."""
 
 from __future__ import annotations
 

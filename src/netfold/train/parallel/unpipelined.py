@@ -77,5 +77,5 @@ class Unpipelined:
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         return self.modules[0].named_parameters()
 
-    def as_part(self, name: str, tensor: Tensor) -> Tensor:
+    def as_shard(self, name: str, tensor: Tensor) -> Tensor:
         return self._parts.of(name, tensor)
