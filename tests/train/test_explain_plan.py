@@ -28,7 +28,7 @@ from netfold.train.explain.layers import Call, Layer, measure
 from netfold.train.explain.memory import a_parameter, fsdp2, passes_kept
 from netfold.train.explain.render import show
 from netfold.train.explain.traffic import Traffic, buckets, traffic
-from netfold.train.parallel.embeddings import Tables
+from netfold.train.parallel.embeddings import Embeddings
 from netfold.train.recipe.validate import check
 from netfold.train.recipe.load import load
 from netfold.train.recipe.split import Split, ranks_asked, split
@@ -186,7 +186,7 @@ def test_tables_and_norms_are_found_in_a_model() -> None:
     class Wide(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.tables, self.norm, self.linear = Tables([10, 6], 4), nn.BatchNorm1d(2), nn.Linear(8, 4)
+            self.tables, self.norm, self.linear = Embeddings([10, 6], 4), nn.BatchNorm1d(2), nn.Linear(8, 4)
 
         def forward(self, rows: torch.Tensor) -> torch.Tensor:
             return self.linear(self.norm(self.tables(rows)).flatten(1))

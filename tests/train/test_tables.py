@@ -196,13 +196,13 @@ def _counts() -> dict[str, Any]:
     from netfold.train.mesh import Mesh
     from netfold.train.models import make_model
     from netfold.train.parallel.shards import Shards
-    from netfold.train.parallel.embeddings import share_out
+    from netfold.train.parallel.embeddings import shard_embeddings
 
     found = {}
     for kind in ("table", "row"):
         recipe = _recipe(kind)
         model = make_model(recipe.model)
-        share_out(model, recipe, Mesh(recipe.parallel), Shards())
+        shard_embeddings(model, recipe, Mesh(recipe.parallel), Shards())
         with CommDebugMode() as forward:
             loss = model.module(torch.zeros(4, 2), torch.zeros(4, len(ROWS), dtype=torch.long)).sum()
         with CommDebugMode() as backward:
@@ -250,12 +250,12 @@ def _refused() -> dict[str, str]:
     from netfold.train.models import make_model
     from netfold.train.models.linear import linear_stack
     from netfold.train.parallel.shards import Shards
-    from netfold.train.parallel.embeddings import share_out
+    from netfold.train.parallel.embeddings import shard_embeddings
 
     def refused(recipe: Any, model: Any = None) -> str:
         model = model or make_model(recipe.model)
         with pytest.raises(ValueError) as caught:
-            share_out(model, recipe, Mesh(recipe.parallel), Shards())
+            shard_embeddings(model, recipe, Mesh(recipe.parallel), Shards())
             model.module(torch.zeros(2, 2), torch.tensor([[0] * len(ROWS), [0, 3, 0]]))
         return str(caught.value)
 

@@ -23,7 +23,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 
 from netfold.train.examples import Batch
 from netfold.train.model import Chain, Model
-from netfold.train.parallel.embeddings import Tables
+from netfold.train.parallel.embeddings import Embeddings
 from netfold.train.parallel.tensor import cut_along, localise
 from netfold.train.precision import DTYPES, keeps_statistics
 
@@ -131,7 +131,7 @@ def _lower(module: nn.Module, dtype: torch.dtype) -> None:
 
 def _held(name: str, layer: nn.Module) -> Layer:
     norms = [part for part in layer.modules() if keeps_statistics(part)]
-    tables = [weight for part in layer.modules() if isinstance(part, Tables) for weight in part.parameters()]
+    tables = [weight for part in layer.modules() if isinstance(part, Embeddings) for weight in part.parameters()]
     apart = {id(weight) for weight in (*tables, *(weight for norm in norms for weight in norm.parameters()))}
     weights = [weight for weight in layer.parameters() if id(weight) not in apart]
     return Layer(

@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from netfold.train.model import Chain, Model, Style
 from netfold.train.models.linear import Dense, stack_plan
-from netfold.train.parallel.embeddings import Tables
+from netfold.train.parallel.embeddings import Embeddings
 
 
 def dlrm(
@@ -30,7 +30,7 @@ def dlrm(
     vectors = 1 + len(rows)
     widths = [width + vectors * (vectors - 1) // 2, *top]
     layers: list[tuple[str, nn.Module]] = [
-        ("features", Features([numbers, *bottom, width], Tables(rows, width))),
+        ("features", Features([numbers, *bottom, width], Embeddings(rows, width))),
         ("interaction", Interaction()),
         *((f"top{number}", Dense(*widths[number : number + 2])) for number in range(len(top))),
         ("logit", Logit(widths[-1])),
@@ -50,7 +50,7 @@ def dlrm(
 class Features(nn.Module):
     """([n, numbers], [n, tables]) -> [n, 1 + tables, width]: the numbers' vector, then each table's."""
 
-    def __init__(self, widths: Sequence[int], tables: Tables) -> None:
+    def __init__(self, widths: Sequence[int], tables: Embeddings) -> None:
         super().__init__()
         self.bottom = nn.Sequential(*(Dense(*pair) for pair in itertools.pairwise(widths)))
         self.tables = tables

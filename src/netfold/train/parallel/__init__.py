@@ -30,7 +30,7 @@ def parallelise(model: Model, recipe: Recipe, mesh: Mesh, examples: Examples | N
         convert_batch_norm(model.module, recipe.parallel.batch_norm, mesh)
     parts = Shards()
     tensor.cut(model, recipe.parallel, mesh, parts)
-    embeddings.share_out(model, recipe, mesh, parts)
+    embeddings.shard_embeddings(model, recipe, mesh, parts)
     if zero_level(recipe, mesh) < 2:
         tensor.localise(model.module)
     if mesh.pipeline.size > 1:

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from netfold.train.mesh import Mesh
 from netfold.train.parallel.buckets import START_MB, wrap_ddp
-from netfold.train.parallel.embeddings import leave_to_owners
+from netfold.train.parallel.embeddings import exclude_from_ddp
 from netfold.train.parallel.zero import shard, zero_level
 from netfold.train.precision import Precision
 from netfold.train.recipe import Recipe, constraints
@@ -39,7 +39,7 @@ def wrap_data_parallel(module: nn.Module, recipe: Recipe, mesh: Mesh, *, average
         precision.lend(module)
     # Ranks that train apart take nobody's gradients.
     if mesh.data.size > 1 and averages and recipe.diloco is None:
-        leave_to_owners(module)
+        exclude_from_ddp(module)
         return wrap_ddp(module, mesh, START_MB if bucket_mb == "auto" else bucket_mb)
     return module
 

@@ -25,7 +25,7 @@ from netfold.train.recipe import Recipe, constraints
 from netfold.train.recipe.errors import RecipeError
 
 
-class Tables(nn.Module):
+class Embeddings(nn.Module):
     """One embedding table a column: rows asked for, int64 [n, tables] -> f32 [n, tables, width].
 
     rows: of each table, one or more. Weights start uniform within 1 / sqrt(rows), as DLRM's. This is what
@@ -46,33 +46,33 @@ class Tables(nn.Module):
         return torch.stack(found, 1)
 
 
-def share_out(model: Model, recipe: Recipe, mesh: Mesh, parts: Shards) -> None:
-    """Replace every `Tables` in `model` by this rank's part of it, as `parallel.tables` says; no communication.
+def shard_embeddings(model: Model, recipe: Recipe, mesh: Mesh, parts: Shards) -> None:
+    """Replace every `Embeddings` in `model` by this rank's part of it, as `parallel.tables` says; no communication.
 
     `parts` learns of rows; a whole table is the whole, on one rank alone, and nobody else names it. With one
     data-parallel rank there is nothing to share. Raises ValueError where it cannot be done.
     """
     kind = recipe.parallel.tables
-    paths = paths_to_share(model, recipe)
-    if said := constraints.tables(recipe.parallel):
+    paths = embeddings_to_shard(model, recipe)
+    if said := constraints.embeddings(recipe.parallel):
         raise RecipeError(said)
     if mesh.data.size == 1:
         return
     for path in paths:
         whole = model.module.get_submodule(path)
-        assert isinstance(whole, Tables)
+        assert isinstance(whole, Embeddings)
         rule: _Rule = (_ByTable if kind == "table" else _ByRow)(whole, mesh.data)
-        model.module.set_submodule(path, SharedTables(whole, mesh.data, rule))
+        model.module.set_submodule(path, ShardedEmbeddings(whole, mesh.data, rule))
         if kind == "row":
             for number, weight in _weights(whole.tables).items():
                 parts.add(f"{path}.tables.{number}.weight", mesh.device_mesh["data"], [Shard(0)], weight.shape)
 
 
-def paths_to_share(model: Model, recipe: Recipe) -> list[str]:
+def embeddings_to_shard(model: Model, recipe: Recipe) -> list[str]:
     """Of the modules that `parallel.tables` asks to share out. ValueError where there is none."""
     if recipe.parallel.tables == "replicated":
         return []
-    paths = [path for path, module in model.module.named_modules() if isinstance(module, Tables)]
+    paths = [path for path, module in model.module.named_modules() if isinstance(module, Embeddings)]
     if not paths:
         raise ValueError(
             f'parallel.tables = "{recipe.parallel.tables}": the model has no embedding tables (Tables); use '
@@ -81,9 +81,9 @@ def paths_to_share(model: Model, recipe: Recipe) -> list[str]:
     return paths
 
 
-def leave_to_owners(module: nn.Module) -> None:
+def exclude_from_ddp(module: nn.Module) -> None:
     """Make DDP, which is to wrap `module`, leave parts of tables alone: their gradients are whole where they are."""
-    shared = [path for path, part in module.named_modules() if isinstance(part, SharedTables)]
+    shared = [path for path, part in module.named_modules() if isinstance(part, ShardedEmbeddings)]
     held = [name for name, _ in (*module.named_parameters(), *module.named_buffers())]
     names = [name for name in held if any(name.startswith(f"{path}.") for path in shared)]
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, names)  # type: ignore[no-untyped-call]
@@ -110,7 +110,7 @@ class _Rule(Protocol):
 class _ByTable:
     """Whole tables: the largest first, each to the rank that has least so far."""
 
-    def __init__(self, whole: Tables, axis: Axis) -> None:
+    def __init__(self, whole: Embeddings, axis: Axis) -> None:
         self._rank = axis.rank
         load, owners = [0] * axis.size, [0] * len(whole.rows)
         for number in sorted(range(len(whole.rows)), key=lambda number: -whole.rows[number]):
@@ -133,7 +133,7 @@ class _ByTable:
 class _ByRow:
     """Equal runs of every table's rows, in the order of ranks; DTensor's Shard(0): the last ones may be shorter."""
 
-    def __init__(self, whole: Tables, axis: Axis) -> None:
+    def __init__(self, whole: Embeddings, axis: Axis) -> None:
         self._axis = axis
         self._runs = [-(-rows // axis.size) for rows in whole.rows]
 
@@ -149,13 +149,13 @@ class _ByRow:
         return all_to_all_single(leaving, None, None, self._axis.group).view_as(leaving)
 
 
-class SharedTables(nn.Module):
-    """This rank's part of `Tables`, with the same names; every data-parallel rank calls it alike, with as many samples.
+class ShardedEmbeddings(nn.Module):
+    """This rank's part of `Embeddings`, with the same names; every data-parallel rank calls it alike, with as many samples.
 
     Raises ValueError where a row is asked for that its table has not.
     """
 
-    def __init__(self, whole: Tables, axis: Axis, rule: _Rule) -> None:
+    def __init__(self, whole: Embeddings, axis: Axis, rule: _Rule) -> None:
         super().__init__()
         self.rows, self.width, self._axis, self._rule = whole.rows, whole.width, axis, rule
         # No row, in the dtype and on the device that the module is cast and moved to: for a rank that has no table.
@@ -167,7 +167,7 @@ class SharedTables(nn.Module):
                 self.tables[str(number)] = nn.Embedding(len(mine), self.width, _weight=mine)
 
     def forward(self, asked: Tensor) -> Tensor:
-        """int64 [n, tables] -> [n, tables, width], as `Tables`."""
+        """int64 [n, tables] -> [n, tables, width], as `Embeddings`."""
         wrong = ((asked < 0) | (asked >= asked.new_tensor(self.rows))).nonzero()
         if len(wrong):
             sample, number = wrong[0].tolist()

@@ -57,7 +57,7 @@ def buckets(parallel: Parallel, data: int) -> list[str]:
     ]
 
 
-def tables(parallel: Parallel) -> list[str]:
+def embeddings(parallel: Parallel) -> list[str]:
     if parallel.tables == "replicated" or not parallel.zero:
         return []
     return [

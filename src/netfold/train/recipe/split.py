@@ -54,7 +54,7 @@ def split(recipe: Recipe, ranks: int) -> Split:
     if training.batch % parts:
         problems.append(_batch(recipe, data, microbatches, parts))
     problems += constraints.batch_norm(parallel.batch_norm, data) + constraints.pipeline(recipe, microbatches)
-    problems += constraints.buckets(parallel, data) + constraints.tables(parallel) + constraints.sequence(parallel)
+    problems += constraints.buckets(parallel, data) + constraints.embeddings(parallel) + constraints.sequence(parallel)
     problems += constraints.rewind(recipe)
     if problems:
         raise RecipeError(problems)

@@ -206,7 +206,7 @@ def _loss(recipe: Recipe, loss: torch.Tensor) -> list[str]:
 def _parts(recipe: Recipe, model: Model) -> list[str]:
     """Whether the model can be put together as the ranks will: each part says what it cannot do."""
     parallel, problems = recipe.parallel, []
-    asked: list[Callable[[], object]] = [lambda: embeddings.paths_to_share(model, recipe)]
+    asked: list[Callable[[], object]] = [lambda: embeddings.embeddings_to_shard(model, recipe)]
     if parallel.tensor > 1:
         asked.append(lambda: tensor.styles_of(model, parallel))
     if parallel.pipeline > 1:
