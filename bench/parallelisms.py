@@ -99,8 +99,8 @@ SPLITS: list[tuple[str, Table, list[tuple[str, Table]]]] = [
         DLRM,
         [
             ("data 4, tables replicated", {"data": 4}),
-            ("data 4, whole tables shared out", {"data": 4, "tables": "table"}),
-            ("data 4, tables by rows", {"data": 4, "tables": "row"}),
+            ("data 4, whole tables shared out", {"data": 4, "embeddings": "table_wise"}),
+            ("data 4, tables by rows", {"data": 4, "embeddings": "row_wise"}),
         ],
     ),
 ]

@@ -34,7 +34,7 @@ RECIPES: dict[str, Table] = {
     "sequence in stages": changed(GPT, parallel={"tensor": 2, "sequence": True, "pipeline": 2}),
     "zero 3 in stages": changed(GPT, parallel={"zero": 3, "pipeline": 2, "microbatches": 4}),
     "there and back": changed(GPT, parallel={"pipeline": 2, "schedule": "zero-bubble-v", "microbatches": 4}),
-    "rows of tables, lars": changed(DLRM, optimizer={"name": "lars"}, parallel={"tables": "row"}),
+    "rows of tables, lars": changed(DLRM, optimizer={"name": "lars"}, parallel={"embeddings": "row_wise"}),
 }
 Found = dict[tuple[str, int], tuple[int, int]]
 

@@ -165,7 +165,7 @@ def test_what_ranks_with_the_same_layers_exchange(
 
 
 def test_tables_and_batch_norm_by_hand() -> None:
-    asked = recipe(parallel={"data": 4, "tables": "row", "batch_norm": 2})
+    asked = recipe(parallel={"data": 4, "embeddings": "row_wise", "batch_norm": 2})
     # 4 samples a rank ask two tables for rows of 8 numbers; one norm of 3 channels.
     layer = Layer("tables", ((5, 2),), (3,), ((100, 8), (25, 8)), 0, 0, (0,), (0,))
     assert (layer.parameters, layer.table_parameters) == (1016, 1000)

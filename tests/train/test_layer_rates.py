@@ -22,8 +22,8 @@ SPLITS: dict[str, dict[str, Any]] = {
     "data x tensor": {"data": 2, "tensor": 2},
     "data x tensor, ZeRO 1": {"data": 2, "tensor": 2, "zero": 1},
     "pipeline x tensor": {"pipeline": 2, "tensor": 2, "microbatches": 2},
-    "tables by rows": {"tables": "row"},
-    "tables by rows x tensor": {"data": 2, "tensor": 2, "tables": "row"},
+    "tables by rows": {"embeddings": "row_wise"},
+    "tables by rows x tensor": {"data": 2, "tensor": 2, "embeddings": "row_wise"},
 }
 # Nothing divides: pieces differ in size.
 SHAPES = {"first": (7, 5), "bias": (5,), "last": (3, 6)}

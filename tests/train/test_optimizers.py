@@ -166,7 +166,7 @@ def test_the_rate_grows_with_the_batch_it_was_found_for() -> None:
     [
         ({"parallel": {"zero": 1}}, "parallel.zero is 1.* 0 would do"),
         ({"parallel": {"batch_norm": 2}}, "parallel.batch_norm is 2.* 1 would do"),
-        ({"parallel": {"tables": "row"}}, "parallel.tables is 'row'.* 'replicated' would do"),
+        ({"parallel": {"embeddings": "row_wise"}}, "parallel.embeddings is 'row_wise'.* 'replicated' would do"),
         ({"training": {"steps": 8, "evaluate_every": 6}}, "training.evaluate_every is 6.* a multiple of 4 would do"),
         ({"training": {"steps": 8, "precision": "bf16"}}, "training.precision is 'bf16'.* 'f32' would do"),
         ({"checkpoint": {"every": 2}}, "checkpoint.every is 2.* a multiple of 4 would do"),

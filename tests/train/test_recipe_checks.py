@@ -204,9 +204,9 @@ def test_data_whose_package_is_not_installed_names_the_extra(monkeypatch: pytest
             "parallel.tensor = 2: the model's plan cuts 'layers.layer1', which it has not",
         ),
         (
-            {"parallel": {"data": 2, "tables": "row"}},
+            {"parallel": {"data": 2, "embeddings": "row_wise"}},
             2,
-            'parallel.tables = "row": the model has no embedding tables (Tables); use tables = "replicated"',
+            'parallel.embeddings = "row_wise": the model has no embedding tables (Embeddings); use embeddings = "replicated"',
         ),
         (
             {"parallel": {"data": 2, "batch_norm": 2}},

@@ -52,7 +52,7 @@ CHAIN: list[Split] = [
 ]
 # Of what keeps f32 weights beside lower ones, and what does not, each after the other.
 LOWER_CHAIN = [CHAIN[index] for index in (0, 3, 4, 1, 8)]
-TABLES: list[Split] = [(2, {"tables": kind}) for kind in ("replicated", "row", "table", "replicated")]
+TABLES: list[Split] = [(2, {"embeddings": kind}) for kind in ("replicated", "row_wise", "table_wise", "replicated")]
 
 
 class Tokens:

@@ -44,7 +44,7 @@ def test_shared_tables_learn_what_whole_ones_do(found: list[dict[str, Any]], cas
         assert moved > 1e-4  # what a lost gradient would amount to
 
 
-@pytest.mark.parametrize("kind, forward", [("table", 2), ("row", 3)])
+@pytest.mark.parametrize("kind, forward", [("table_wise", 2), ("row_wise", 3)])
 def test_rows_travel_and_gradients_of_rows(found: list[dict[str, Any]], kind: str, forward: int) -> None:
     # Rows in whole tables: what is asked, what is found. Of cut tables, first how much is asked of whom.
     assert all(rank[f"counts, {kind}"] == [{"all_to_all": forward}, {"all_to_all": 1}] for rank in found)
@@ -75,7 +75,7 @@ def test_rows_travel_in_the_precision_of_the_recipe(found: list[dict[str, Any]])
 @pytest.mark.parametrize(
     "asked, said",
     [
-        ("no tables", 'parallel.tables = "row": the model has no embedding tables'),
+        ("no tables", 'parallel.embeddings = "row_wise": the model has no embedding tables'),
         ("zero", "so would parallel.zero = 1"),
         ("row", "sample 1 of its batch asks for row 3 of table 1, which has 3"),
     ],
@@ -135,7 +135,7 @@ def _recipe(kind: str, tensor: int = 1, parts: int = 1, **others: Any) -> Any:
         "data": {"name": "given"},
         "training": {"steps": STEPS, "batch": BATCH, "accumulate": parts},
         "optimizer": {"name": "sgd", "lr": 0.1},
-        "parallel": {"tables": kind, "tensor": tensor},
+        "parallel": {"embeddings": kind, "tensor": tensor},
     }
     return Recipe.model_validate(recipe | others)
 
@@ -162,7 +162,7 @@ def _learnt() -> dict[str, Any]:
     expected, before = (
         {name: weight.detach() for name, weight in model.module.named_parameters()} for model in (alone, start)
     )
-    meshes = {tensor: Mesh(_recipe("row", tensor).parallel) for tensor in (1, 2)}
+    meshes = {tensor: Mesh(_recipe("row_wise", tensor).parallel) for tensor in (1, 2)}
     found: dict[str, Any] = {}
     for case in CASES:
         tensor = 2 if "tensor" in case else 1
@@ -199,7 +199,7 @@ def _counts() -> dict[str, Any]:
     from netfold.train.parallel.embeddings import shard_embeddings
 
     found = {}
-    for kind in ("table", "row"):
+    for kind in ("table_wise", "row_wise"):
         recipe = _recipe(kind)
         model = make_model(recipe.model)
         shard_embeddings(model, recipe, Mesh(recipe.parallel), Shards())
@@ -225,7 +225,7 @@ def _by_recipe() -> dict[str, Any]:
     flights = _Flights(STEPS * BATCH + 40)
     data = Data(flights, flights, Metric("accuracy", "of 1", "higher", right, 0.5, "a coin"))
     found = []
-    for kind, tensor in (("replicated", 1), ("table", 1), ("row", 1), ("row", 2)):
+    for kind, tensor in (("replicated", 1), ("table_wise", 1), ("row_wise", 1), ("row_wise", 2)):
         outcome = Trainer(_recipe(kind, tensor), data=data).fit()
         found.append((*outcome.losses, outcome.metric))
     return {"losses": found}
@@ -239,7 +239,7 @@ def _in_bf16() -> dict[str, Any]:
     flights = _Flights(STEPS * BATCH)
     data = Data(flights, flights, Metric("logit", "of 1", "higher", torch.sub, 0.0, "nothing"))
     training = {"steps": STEPS, "batch": BATCH, "precision": "bf16"}
-    kinds = ("replicated", "table", "row")
+    kinds = ("replicated", "table_wise", "row_wise")
     return {"in bf16": [Trainer(_recipe(kind, training=training), data=data).fit().losses for kind in kinds]}
 
 
@@ -260,7 +260,7 @@ def _refused() -> dict[str, str]:
         return str(caught.value)
 
     return {
-        "refused, no tables": refused(_recipe("row"), linear_stack([8, 8])),
-        "refused, zero": refused(_recipe("row", parallel={"tables": "row", "zero": 1})),
-        "refused, row": refused(_recipe("row")),
+        "refused, no tables": refused(_recipe("row_wise"), linear_stack([8, 8])),
+        "refused, zero": refused(_recipe("row_wise", parallel={"embeddings": "row_wise", "zero": 1})),
+        "refused, row": refused(_recipe("row_wise")),
     }

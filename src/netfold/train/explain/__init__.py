@@ -114,7 +114,7 @@ def size(count: float) -> str:
 def _place(recipe: Recipe, split: Split, stages: Sequence[Sequence[Layer]], number: int, unknown: bool) -> Place:
     held = [stages[stage] for stage in held_by(recipe, split, number)]
     layers = [layer for stage in held for layer in stage]
-    tables = sum(layer.table_parameters for layer in layers) if recipe.parallel.tables != "replicated" else 0
+    tables = sum(layer.table_parameters for layer in layers) if recipe.parallel.embeddings != "replicated" else 0
     rest = sum(layer.parameters for layer in layers) - tables
     each, alone = a_parameter(recipe, split.data), a_parameter(recipe, 1)
     table = tables / split.data

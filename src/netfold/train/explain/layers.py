@@ -50,7 +50,7 @@ class Layer:
     norms: tuple[int, ...] = ()
     """Channels of each batch norm; it has a weight and a bias for each, in f32 whatever is computed in."""
     tables: tuple[Shape, ...] = ()
-    """[rows, width] of each embedding table that `parallel.tables` can share out."""
+    """[rows, width] of each embedding table that `parallel.embeddings` can share out."""
     cut_matrices: int = 0
     """Of the weights, those of two dimensions or more that tensor parallelism has cut."""
     saved_bytes: int | None = None

@@ -89,13 +89,13 @@ def _kind(call: Call) -> tuple[bool, str]:
 def _tables(recipe: Recipe, layers: Sequence[Layer], split: Split, passes: int) -> list[Traffic]:
     # Each sample asks once of every table.
     tables = [table for layer in layers for table in layer.tables]
-    if recipe.parallel.tables == "replicated" or split.data == 1 or not tables:
+    if recipe.parallel.embeddings == "replicated" or split.data == 1 or not tables:
         return []
     groups = passes * sum(1 for layer in layers if layer.tables)
     ids = split.samples * len(tables) * I64_BYTES * passes
     rows = split.samples * sum(width for _, width in tables) * computed_bytes(recipe) * passes
     found = [("numbers of rows", ids), ("rows of tables", rows), ("gradients of rows of tables", rows)]
-    if recipe.parallel.tables == "row":
+    if recipe.parallel.embeddings == "row_wise":
         # How many are asked of whom: whole tables are asked equally often by all.
         found.insert(0, ("counts of rows", split.data * len(tables) * I64_BYTES * passes))
     return [Traffic("data", "all_to_all", of, split.data, groups, size) for of, size in found]
@@ -165,7 +165,7 @@ def _gradients(recipe: Recipe, layers: Sequence[Layer]) -> list[int]:
 def _units(recipe: Recipe, layer: Layer) -> list[tuple[list[Shape], int]]:
     """(weights, bytes of an element) that FSDP2 gathers together: a layer's, and each batch norm's where that is of
     another kind."""
-    shared_out = recipe.parallel.tables != "replicated"
+    shared_out = recipe.parallel.embeddings != "replicated"
     weights = [*layer.weights, *(() if shared_out else layer.tables)]
     norms: list[list[Shape]] = [[(count,), (count,)] for count in layer.norms]
     size = computed_bytes(recipe)
@@ -243,14 +243,14 @@ def _all(recipe: Recipe, layers: Sequence[Layer], split: Split) -> list[Traffic]
     if recipe.training.precision == "f16":
         found.append(Traffic("all", "all_reduce", "whether gradients overflow", ranks, 1, 4))
     parts = split.pipeline * split.tensor > 1 or fsdp
-    parts |= recipe.parallel.tables != "replicated" and split.data > 1
+    parts |= recipe.parallel.embeddings != "replicated" and split.data > 1
     if recipe.training.clip is not None and parts:
         found.append(Traffic("all", "all_reduce", "the gradients' norm", island, 1, F64_BYTES))
     if recipe.optimizer.name in ("lars", "lamb"):
         # Of each layer two: its weights', and its gradient's or its change's.
         matrices = sum(len(shape) > 1 for layer in layers for shape in layer.weights)
         tables = sum(len(layer.tables) for layer in layers)
-        by_rows = tables if recipe.parallel.tables == "row" else 0
+        by_rows = tables if recipe.parallel.embeddings == "row_wise" else 0
         for axis, size, count in (
             ("data", split.data, matrices + tables if fsdp else by_rows),
             ("tensor", split.tensor, sum(layer.cut_matrices for layer in layers)),

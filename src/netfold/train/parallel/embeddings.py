@@ -29,7 +29,7 @@ class Embeddings(nn.Module):
     """One embedding table a column: rows asked for, int64 [n, tables] -> f32 [n, tables, width].
 
     rows: of each table, one or more. Weights start uniform within 1 / sqrt(rows), as DLRM's. This is what
-    `parallel.tables` shares out, wherever it is in a model but as the model itself.
+    `parallel.embeddings` shares out, wherever it is in a model but as the model itself.
     """
 
     def __init__(self, rows: Sequence[int], width: int) -> None:
@@ -47,12 +47,12 @@ class Embeddings(nn.Module):
 
 
 def shard_embeddings(model: Model, recipe: Recipe, mesh: Mesh, parts: Shards) -> None:
-    """Replace every `Embeddings` in `model` by this rank's part of it, as `parallel.tables` says; no communication.
+    """Replace every `Embeddings` in `model` by this rank's part of it, as `parallel.embeddings` says; no communication.
 
     `parts` learns of rows; a whole table is the whole, on one rank alone, and nobody else names it. With one
     data-parallel rank there is nothing to share. Raises ValueError where it cannot be done.
     """
-    kind = recipe.parallel.tables
+    kind = recipe.parallel.embeddings
     paths = embeddings_to_shard(model, recipe)
     if said := constraints.embeddings(recipe.parallel):
         raise RecipeError(said)
@@ -61,22 +61,22 @@ def shard_embeddings(model: Model, recipe: Recipe, mesh: Mesh, parts: Shards) ->
     for path in paths:
         whole = model.module.get_submodule(path)
         assert isinstance(whole, Embeddings)
-        rule: _Rule = (_ByTable if kind == "table" else _ByRow)(whole, mesh.data)
+        rule: _Rule = (_ByTable if kind == "table_wise" else _ByRow)(whole, mesh.data)
         model.module.set_submodule(path, ShardedEmbeddings(whole, mesh.data, rule))
-        if kind == "row":
+        if kind == "row_wise":
             for number, weight in _weights(whole.tables).items():
                 parts.add(f"{path}.tables.{number}.weight", mesh.device_mesh["data"], [Shard(0)], weight.shape)
 
 
 def embeddings_to_shard(model: Model, recipe: Recipe) -> list[str]:
-    """Of the modules that `parallel.tables` asks to share out. ValueError where there is none."""
-    if recipe.parallel.tables == "replicated":
+    """Of the modules that `parallel.embeddings` asks to share out. ValueError where there is none."""
+    if recipe.parallel.embeddings == "replicated":
         return []
     paths = [path for path, module in model.module.named_modules() if isinstance(module, Embeddings)]
     if not paths:
         raise ValueError(
-            f'parallel.tables = "{recipe.parallel.tables}": the model has no embedding tables (Tables); use '
-            'tables = "replicated"'
+            f'parallel.embeddings = "{recipe.parallel.embeddings}": the model has no embedding tables (Embeddings); use '
+            'embeddings = "replicated"'
         )
     return paths
 

@@ -115,7 +115,7 @@ class Parallel(Section):
     """How a linear layer's weights are cut: by rows, by columns, or in turn (one all-reduce every two layers)."""
     sequence: bool = False
     """Between the layers cut by `tensor`, activations are cut along the sequence."""
-    tables: Literal["replicated", "table", "row"] = "replicated"
+    embeddings: Literal["replicated", "table_wise", "row_wise"] = "replicated"
     """Embedding tables: on every rank, whole ones shared out, or each cut by rows; among the data-parallel ranks."""
 
 
@@ -218,7 +218,7 @@ class Recipe(Section):
         for key, value, alone in (
             ("parallel.zero", self.parallel.zero, 0),
             ("parallel.batch_norm", self.parallel.batch_norm, 1),
-            ("parallel.tables", self.parallel.tables, "replicated"),
+            ("parallel.embeddings", self.parallel.embeddings, "replicated"),
         ):
             if value != alone:
                 raise ValueError(

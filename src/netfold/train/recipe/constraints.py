@@ -24,10 +24,10 @@ def pipeline(recipe: Recipe, microbatches: int) -> list[str]:
             f"parallel.schedule is {schedule!r}, which cannot go with parallel.zero = {parallel.zero}: FSDP "
             "would miss gradients that are computed apart; make it 1, or take 'interleaved'"
         )
-    if schedule in SPLIT_BACKWARD and parallel.tables != "replicated":
+    if schedule in SPLIT_BACKWARD and parallel.embeddings != "replicated":
         found.append(
             f"parallel.schedule is {schedule!r}, under which all gradients are averaged, but "
-            f"parallel.tables = {parallel.tables!r} leaves tables to their owners: take 'interleaved'"
+            f"parallel.embeddings = {parallel.embeddings!r} leaves tables to their owners: take 'interleaved'"
         )
     if schedule == "zero-bubble-v" and parallel.interleave != 2:
         found.append(
@@ -58,10 +58,10 @@ def buckets(parallel: Parallel, data: int) -> list[str]:
 
 
 def embeddings(parallel: Parallel) -> list[str]:
-    if parallel.tables == "replicated" or not parallel.zero:
+    if parallel.embeddings == "replicated" or not parallel.zero:
         return []
     return [
-        f'parallel.tables = "{parallel.tables}" shares out tables, and so would parallel.zero = {parallel.zero}; '
+        f'parallel.embeddings = "{parallel.embeddings}" shares out tables, and so would parallel.zero = {parallel.zero}; '
         "use zero = 0"
     ]
 
