@@ -207,7 +207,7 @@ def gradients_in_stages(name: str, parallel: dict[str, Any], **sections: Any) ->
     from netfold.train import Batch, Recipe
     from netfold.train.mesh import Mesh
     from netfold.train.parallel import parallelise
-    from netfold.train.parallel.tensor import ColumnWise, RowWise
+    from netfold.train.parallel.tensor import RowwiseLinear, ColwiseLinear
 
     def whole(replica: Any, name: str, tensor: Any) -> Any:
         part = replica.as_shard(name, tensor)
@@ -218,7 +218,7 @@ def gradients_in_stages(name: str, parallel: dict[str, Any], **sections: Any) ->
     model, examples = model_and_examples(name)
     if name == "mlp":
         paths = [f"layers.{block}" for block in model.module.layers]
-        plan = {f"{path}.0": RowWise() for path in paths} | {f"{path}.2": ColumnWise() for path in paths}
+        plan = {f"{path}.0": ColwiseLinear() for path in paths} | {f"{path}.2": RowwiseLinear() for path in paths}
         model = dataclasses.replace(model, tensor_plan=lambda style, sequence: plan)
     before = torch.get_rng_state()
     replica = parallelise(model, recipe, mesh, examples)

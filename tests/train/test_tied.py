@@ -52,9 +52,9 @@ def tied_model(layers: int) -> Any:
     chain = Chain([(f"layer{number}", each) for number, each in enumerate(made)])
 
     def plan(style: str, sequence: bool) -> dict[str, Any]:
-        from netfold.train.parallel.tensor import RowWise
+        from netfold.train.parallel.tensor import ColwiseLinear
 
-        return {"layers.layer0.linear": RowWise()}
+        return {"layers.layer0.linear": ColwiseLinear()}
 
     return Model(chain, functional.mse_loss, plan)
 

@@ -10,7 +10,7 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 from torch.nn import functional
 
 from netfold.train.model import Chain, Model, Style
-from netfold.train.parallel.tensor import ColumnWise, RowWise
+from netfold.train.parallel.tensor import RowwiseLinear, ColwiseLinear
 
 
 def linear_stack(widths: Sequence[int]) -> Model:
@@ -61,11 +61,11 @@ def stack_plan(
         takes = first if number == 0 else cut
         gives = last if number == len(paths) - 1 else cut
         if style == "row":
-            plan[path] = RowWise(takes, gives)
+            plan[path] = ColwiseLinear(takes, gives)
         elif style == "column":
-            plan[path] = ColumnWise(takes, gives)
+            plan[path] = RowwiseLinear(takes, gives)
         elif number % 2:
-            plan[path] = ColumnWise(cut, last if number == len(paths) - 1 else whole)
+            plan[path] = RowwiseLinear(cut, last if number == len(paths) - 1 else whole)
         else:
-            plan[path] = RowWise(first if number == 0 else whole, gives)
+            plan[path] = ColwiseLinear(first if number == 0 else whole, gives)
     return plan

@@ -18,7 +18,7 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import PrepareModuleInput, SequenceParallel
 
 from netfold.train.model import Style, TensorPlan
-from netfold.train.parallel.tensor import ColumnWise, CutSequence, RowWise
+from netfold.train.parallel.tensor import RowwiseLinear, ShardSequence, ColwiseLinear
 
 
 def transformer_plan(layers: int, head_width: int) -> TensorPlan:
@@ -30,7 +30,7 @@ def transformer_plan(layers: int, head_width: int) -> TensorPlan:
             block = _sequence_block(head_width) if sequence else _block(style, head_width)
             found.update({f"layers.block{number}.{path}": how for path, how in block.items()})
         if sequence:
-            found["layers.embedding"] = CutSequence()
+            found["layers.embedding"] = ShardSequence()
             found["layers.head.norm"] = SequenceParallel(use_local_output=True)
             found["layers.head.logits"] = _taken(Shard(1), local=True)
         return found
@@ -44,17 +44,17 @@ def _block(style: Style, head_width: int) -> dict[str, Any]:
     if style == "column":
         return {
             "attention": _taken(whole, cut),
-            **{f"attention.{name}": ColumnWise(cut, cut, **heads) for name in ("query", "key", "value")},
-            "attention.out": ColumnWise(cut, whole),
-            "mlp.up": ColumnWise(whole, cut),
-            "mlp.down": ColumnWise(cut, whole),
+            **{f"attention.{name}": RowwiseLinear(cut, cut, **heads) for name in ("query", "key", "value")},
+            "attention.out": RowwiseLinear(cut, whole),
+            "mlp.up": RowwiseLinear(whole, cut),
+            "mlp.down": RowwiseLinear(cut, whole),
         }
-    second = RowWise if style == "row" else ColumnWise
+    second = ColwiseLinear if style == "row" else RowwiseLinear
     return {
         "attention": _taken(whole),
-        **{f"attention.{name}": RowWise(whole, cut, **heads) for name in ("query", "key", "value")},
+        **{f"attention.{name}": ColwiseLinear(whole, cut, **heads) for name in ("query", "key", "value")},
         "attention.out": second(cut, whole),
-        "mlp.up": RowWise(whole, cut),
+        "mlp.up": ColwiseLinear(whole, cut),
         "mlp.down": second(cut, whole),
     }
 
@@ -64,10 +64,10 @@ def _sequence_block(head_width: int) -> dict[str, Any]:
     return block | {
         "attention_norm": SequenceParallel(use_local_output=True),
         "attention": _taken(Shard(1)),
-        "attention.out": ColumnWise(Shard(-1), Shard(1)),
+        "attention.out": RowwiseLinear(Shard(-1), Shard(1)),
         "mlp_norm": SequenceParallel(use_local_output=True),
         "mlp": _taken(Shard(1)),
-        "mlp.down": ColumnWise(Shard(-1), Shard(1)),
+        "mlp.down": RowwiseLinear(Shard(-1), Shard(1)),
     }
 
 

@@ -42,7 +42,7 @@ class _Linear(ParallelStyle):
         self.unit, self.units = unit, units
 
 
-class RowWise(_Linear, ColwiseParallel):
+class ColwiseLinear(_Linear, ColwiseParallel):
     """A linear layer's weight and bias cut along the outputs.
 
     source: how the input comes, `Replicate()` (whole) or `Shard(-1)` (gathered here: an all_gather, and a
@@ -51,17 +51,17 @@ class RowWise(_Linear, ColwiseParallel):
     """
 
 
-class ColumnWise(_Linear, RowwiseParallel):
+class RowwiseLinear(_Linear, RowwiseParallel):
     """A linear layer's weight cut along the inputs; its bias is whole, and added once.
 
     source: how the input comes, `Shard(-1)` or `Replicate()` (each rank takes its share; an all_gather of its
     gradient). result: how the summands are added up, `Replicate()` (an all_reduce), or `Shard(-1)` or another
-    dimension's (a reduce_scatter, and an all_gather of the gradient). unit, units: as in `RowWise`, where the result is
+    dimension's (a reduce_scatter, and an all_gather of the gradient). unit, units: as in `ColwiseLinear`, where the result is
     cut along the outputs.
     """
 
 
-class CutSequence(ParallelStyle):
+class ShardSequence(ParallelStyle):
     """What a module returns, [n, s, ...] and whole on every rank, leaves as this rank's part of the sequence.
 
     No communication; an all_gather of its gradient. From here on, what acts on each token alone (norms, skips) is done
@@ -135,15 +135,15 @@ def styles_of(model: Model, parallel: Parallel) -> Mapping[str, Any]:
 
 @contextlib.contextmanager
 def sequences_checked(module: nn.Module, styles: Mapping[str, Any], ranks: int) -> Iterator[None]:
-    """Meanwhile what `module` computes whole is held against the cuts it will have. Raises as CutSequence.check does.
+    """Meanwhile what `module` computes whole is held against the cuts it will have. Raises as ShardSequence.check does.
 
     styles: as of `styles_of`.
     """
 
     def look(_layer: nn.Module, _inputs: Any, output: Tensor) -> None:
-        CutSequence.check(output, ranks)
+        ShardSequence.check(output, ranks)
 
-    cut = [path for path, style in styles.items() if isinstance(style, CutSequence)]
+    cut = [path for path, style in styles.items() if isinstance(style, ShardSequence)]
     hooks = [module.get_submodule(path).register_forward_hook(look) for path in cut]
     try:
         yield
@@ -208,7 +208,7 @@ def _check(path: str, module: nn.Module, style: Any, ranks: int) -> None:
         return
     row, column = isinstance(style, ColwiseParallel), isinstance(style, RowwiseParallel)
     outputs = row or (column and style.output_layouts == (Shard(-1),))
-    unit, units = (style.unit, style.units) if isinstance(style, RowWise | ColumnWise) else (1, "outputs")
+    unit, units = (style.unit, style.units) if isinstance(style, ColwiseLinear | RowwiseLinear) else (1, "outputs")
     for asked, count, what in ((outputs, module.out_features // unit, units), (column, module.in_features, "inputs")):
         if asked and count % ranks:
             raise ValueError(
