@@ -29,7 +29,7 @@ RECIPES: dict[str, Table] = {
     "zero 3 of lars, tensor": changed(
         GPT, training={"accumulate": 2, "clip": 1.0}, optimizer={"name": "lars"}, parallel={"zero": 3, "tensor": 2}
     ),
-    "tensor": changed(GPT, training={"precision": "f16", "clip": 1.0}, parallel={"tensor": 2, "style": "row"}),
+    "tensor": changed(GPT, training={"precision": "f16", "clip": 1.0}, parallel={"tensor": 2, "style": "colwise"}),
     "zero 1 of lamb, tensor": changed(GPT, optimizer={"name": "lamb"}, parallel={"zero": 1, "tensor": 2}),
     "sequence in stages": changed(GPT, parallel={"tensor": 2, "sequence": True, "pipeline": 2}),
     "zero 3 in stages": changed(GPT, parallel={"zero": 3, "pipeline": 2, "microbatches": 4}),

@@ -25,7 +25,7 @@ SPLITS: dict[str, dict[str, Any]] = {
     "pipeline x tensor by rows, zero bubble": {
         "pipeline": 2,
         "tensor": 2,
-        "style": "row",
+        "style": "colwise",
         "schedule": "zero-bubble-v",
     },
 }

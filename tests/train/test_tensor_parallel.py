@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from ranks import run_ranks, values
 
-STYLES = ("row", "column", "alternating")
+STYLES = ("colwise", "rowwise", "alternating")
 LAYERS = 4
 # Sums of the same terms in another order, in f64. A sum of k terms is off by at most k 2^-53 of their magnitudes
 # (Higham 2002, section 4.2); no sum here has more than 256 terms, some twenty follow on each other in a step, and none
@@ -32,8 +32,8 @@ def found() -> Iterator[dict[str, Any]]:
 @pytest.mark.parametrize("style", STYLES)
 def test_a_stack_of_linear_layers_communicates_what_the_talk_says(found: dict[str, Any], style: str) -> None:
     forward, backward = {
-        "row": ({"all_gather": LAYERS}, {"reduce_scatter": LAYERS}),
-        "column": ({"reduce_scatter": LAYERS}, {"all_gather": LAYERS}),
+        "colwise": ({"all_gather": LAYERS}, {"reduce_scatter": LAYERS}),
+        "rowwise": ({"reduce_scatter": LAYERS}, {"all_gather": LAYERS}),
         "alternating": ({"all_reduce": LAYERS // 2}, {"all_reduce": LAYERS // 2}),
     }[style]
     assert found[f"counts of a stack, {style}"] == [forward, backward]
@@ -43,8 +43,8 @@ def test_a_stack_of_linear_layers_communicates_what_the_talk_says(found: dict[st
 def test_a_whole_model_saves_what_its_ends_do_not_need(found: dict[str, Any], style: str) -> None:
     # Samples ask for no gradient, and every rank computes the loss of the whole output.
     forward, backward = {
-        "row": ({"all_gather": LAYERS}, {"reduce_scatter": LAYERS - 1}),
-        "column": ({"reduce_scatter": LAYERS - 1, "all_reduce": 1}, {"all_gather": LAYERS - 1}),
+        "colwise": ({"all_gather": LAYERS}, {"reduce_scatter": LAYERS - 1}),
+        "rowwise": ({"reduce_scatter": LAYERS - 1, "all_reduce": 1}, {"all_gather": LAYERS - 1}),
         "alternating": ({"all_reduce": LAYERS // 2}, {"all_reduce": LAYERS // 2 - 1}),
     }[style]
     assert found[f"counts of a model, {style}"] == [forward, backward]
@@ -53,8 +53,8 @@ def test_a_whole_model_saves_what_its_ends_do_not_need(found: dict[str, Any], st
 @pytest.mark.parametrize("style", STYLES)
 def test_a_block_of_a_transformer_communicates_once_a_half_or_once_a_layer(found: dict[str, Any], style: str) -> None:
     forward, backward = {
-        "row": ({"all_gather": 4}, {"reduce_scatter": 2, "all_reduce": 2}),
-        "column": ({"reduce_scatter": 4, "all_reduce": 2}, {"all_gather": 6}),
+        "colwise": ({"all_gather": 4}, {"reduce_scatter": 2, "all_reduce": 2}),
+        "rowwise": ({"reduce_scatter": 4, "all_reduce": 2}, {"all_gather": 6}),
         "alternating": ({"all_reduce": 2}, {"all_reduce": 2}),
     }[style]
     assert found[f"counts of a block, {style}"] == [forward, backward]
@@ -116,7 +116,7 @@ def test_a_part_keeps_no_more_memory_than_it_has_elements(found: dict[str, Any])
         ("inputs", "layers.layer0.linear has 6 inputs, of which 4 ranks cannot have equally many"),
         ("length", "a sequence of 6 cannot be cut into parallel.tensor = 4 equal parts"),
         ("no plan", "parallel.tensor = 4: this model does not say how its layers are cut"),
-        ("sequence by rows", 'parallel.sequence is true, and parallel.style is "row"'),
+        ("sequence by rows", 'parallel.sequence is true, and parallel.style is "colwise"'),
         ("sequence alone", "parallel.sequence is true, and parallel.tensor is 1"),
         ("sequence of features", "a stack of linear layers has no sequence"),
     ],
@@ -368,10 +368,10 @@ def _refused() -> dict[str, str]:
     whole = gpt(16, 8, 16, 4, 1)
     return {
         "refused, heads": refused(gpt(16, 8, 16, 2, 1), tensor=4),
-        "refused, inputs": refused(linear_stack([6, 8, 8]), tensor=4, style="column"),
+        "refused, inputs": refused(linear_stack([6, 8, 8]), tensor=4, style="rowwise"),
         "refused, length": refused(whole, inputs=torch.zeros(2, 6, dtype=torch.long), tensor=4, sequence=True),
         "refused, no plan": refused(Model(whole.module, whole.loss), tensor=4),
-        "refused, sequence by rows": refused(gpt(16, 8, 16, 4, 1), tensor=4, sequence=True, style="row"),
+        "refused, sequence by rows": refused(gpt(16, 8, 16, 4, 1), tensor=4, sequence=True, style="colwise"),
         "refused, sequence alone": refused(gpt(16, 8, 16, 4, 1), alone, tensor=1, sequence=True),
         "refused, sequence of features": refused(linear_stack([8, 8, 8]), tensor=4, sequence=True),
     }

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
-Style = Literal["alternating", "row", "column"]
+Style = Literal["alternating", "colwise", "rowwise"]
 # style, sequence -> module path -> torch.distributed.tensor.parallel.ParallelStyle
 TensorPlan = Callable[[Style, bool], Mapping[str, Any]]
 

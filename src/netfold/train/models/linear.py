@@ -52,7 +52,7 @@ def stack_plan(
     `Shard(-1)`. Between them, L layers communicate
     row: an all_gather of a layer's input forward, a reduce_scatter of its gradient backward, in each layer;
     column: a reduce_scatter of a layer's output forward, an all_gather of its gradient backward, in each layer;
-    alternating: an all_reduce every two layers, forward and backward. A last one without a partner is row-wise.
+    alternating: an all_reduce every two layers, forward and backward. A last one without a partner is colwise.
     """
     whole, cut = Replicate(), Shard(-1)
     first, last = source or whole, result or whole
@@ -60,9 +60,9 @@ def stack_plan(
     for number, path in enumerate(paths):
         takes = first if number == 0 else cut
         gives = last if number == len(paths) - 1 else cut
-        if style == "row":
+        if style == "colwise":
             plan[path] = ColwiseLinear(takes, gives)
-        elif style == "column":
+        elif style == "rowwise":
             plan[path] = RowwiseLinear(takes, gives)
         elif number % 2:
             plan[path] = RowwiseLinear(cut, last if number == len(paths) - 1 else whole)

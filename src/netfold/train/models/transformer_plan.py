@@ -4,9 +4,9 @@ Embedding and head are on every rank, whole. Collectives of a block, forward / b
 alternating: 2 all_reduce / 2 all_reduce (Shoeybi et al. 2019, section 3);
   along the sequence between them: 2 all_gather and 2 reduce_scatter / the same, as many bytes (Korthikanti et al.
   2022), and a small all_reduce backward for each weight and bias of a norm;
-row: 4 all_gather / 2 reduce_scatter and 2 all_reduce: query, key and value are one layer here, for heads are not
+colwise: 4 all_gather / 2 reduce_scatter and 2 all_reduce: query, key and value are one layer here, for heads are not
   gathered before attention; what enters a half of the block is whole on every rank, so its gradient is all-reduced;
-column: 4 reduce_scatter and 2 all_reduce / 6 all_gather: what leaves a half of the block is made whole.
+rowwise: 4 reduce_scatter and 2 all_reduce / 6 all_gather: what leaves a half of the block is made whole.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def transformer_plan(layers: int, head_width: int) -> TensorPlan:
 def _block(style: Style, head_width: int) -> dict[str, Any]:
     whole, cut = Replicate(), Shard(-1)
     heads: dict[str, Any] = {"unit": head_width, "units": "heads"}
-    if style == "column":
+    if style == "rowwise":
         return {
             "attention": _taken(whole, cut),
             **{f"attention.{name}": RowwiseLinear(cut, cut, **heads) for name in ("query", "key", "value")},
@@ -49,7 +49,7 @@ def _block(style: Style, head_width: int) -> dict[str, Any]:
             "mlp.up": RowwiseLinear(whole, cut),
             "mlp.down": RowwiseLinear(cut, whole),
         }
-    second = ColwiseLinear if style == "row" else RowwiseLinear
+    second = ColwiseLinear if style == "colwise" else RowwiseLinear
     return {
         "attention": _taken(whole),
         **{f"attention.{name}": ColwiseLinear(whole, cut, **heads) for name in ("query", "key", "value")},

@@ -1,9 +1,9 @@
 """Layers cut within themselves: every rank of the `tensor` axis has a part of each weight and does a part of the work.
 
-The talk's words are the weight's, [outputs, inputs]. *Row-wise*: a rank has some rows, needs all of the input and
-computes some of the output; torch calls it ColwiseParallel, after the transposed weight. *Column-wise*: a rank has some
-columns, needs some of the input and computes a summand of the output; torch's RowwiseParallel. Row-wise, then
-column-wise needs nothing between the two (Shoeybi et al. 2019, section 3).
+Names follow torch, which counts rows and columns of the transposed weight, [inputs, outputs]. *Colwise* (the talk's
+row-wise): a rank has some rows of the stored weight [outputs, inputs], needs all of the input and computes some of the
+output. *Rowwise* (the talk's column-wise): a rank has some columns of the stored weight, needs some of the input and
+computes a summand of the output. Colwise, then rowwise needs nothing between the two (Shoeybi et al. 2019, section 3).
 
 Which layer is cut how is the model's to say (`Model.tensor_plan`), in the styles below or in torch's.
 """

@@ -111,8 +111,8 @@ class Parallel(Section):
     interleave: PositiveInt = 2
     """Stages a rank holds where the schedule is interleaved, zero-bubble or zero-bubble-v (there always 2)."""
     tensor: PositiveInt = 1
-    style: Literal["alternating", "row", "column"] = "alternating"
-    """How a linear layer's weights are cut: by rows, by columns, or in turn (one all-reduce every two layers)."""
+    style: Literal["alternating", "colwise", "rowwise"] = "alternating"
+    """How a linear layer's weights are cut, in torch's names: colwise, rowwise, or in turn (one all-reduce every two layers)."""
     sequence: bool = False
     """Between the layers cut by `tensor`, activations are cut along the sequence."""
     embeddings: Literal["replicated", "table_wise", "row_wise"] = "replicated"
