@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from netfold.train.mesh import Mesh
-from netfold.train.recipe import Parallel, Survive
+from netfold.train.recipe import Parallel, FaultTolerance
 from netfold.train.fault_tolerance import straggler
 
 # Of ranks 0..7 = pipeline 2 x data 2 x tensor 2: the second stage has three times the work, and rank 6 is slow in it.
@@ -40,7 +40,7 @@ def mesh(monkeypatch: pytest.MonkeyPatch) -> Iterator[Mesh]:
 
 def test_only_ranks_with_the_same_work_are_compared(mesh: Mesh) -> None:
     assert mesh.alike() == [[0, 2], [1, 3], [4, 6], [5, 7]]
-    watch = straggler.Straggler([nn.Linear(1, 1)], Survive(straggler_ratio=2.0), mesh)
+    watch = straggler.Straggler([nn.Linear(1, 1)], FaultTolerance(straggler_ratio=2.0), mesh)
     said = [watch.on_step(0.0, 0.0, 0.0) for _ in range(straggler.WINDOW_STEPS * (straggler.WINDOWS + 1))]
     (sentence,) = filter(None, said)
     assert sentence.startswith(

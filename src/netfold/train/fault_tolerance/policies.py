@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from netfold.train.examples import Batch, BadExampleError
 from netfold.train.mesh import Mesh
-from netfold.train.recipe import Survive
+from netfold.train.recipe import FaultTolerance
 from netfold.train.replica import Replica
 from netfold.train.fault_tolerance.stop import PolicyStopError
 
@@ -29,7 +29,7 @@ class DeviceError(RuntimeError):
 class NonFinite:
     """Counts the steps whose numbers were bad, and says when they are too many."""
 
-    def __init__(self, recipe: Survive) -> None:
+    def __init__(self, recipe: FaultTolerance) -> None:
         self._recipe = recipe
         self._in_row = 0
         self._furthest = 0

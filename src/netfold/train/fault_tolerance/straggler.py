@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from netfold.train.mesh import Mesh
-from netfold.train.recipe import Survive
+from netfold.train.recipe import FaultTolerance
 from netfold.train.fault_tolerance.stop import PolicyStopError
 
 # A window is so many steps: one all_gather of two numbers.
@@ -36,7 +36,7 @@ class StragglerError(PolicyStopError):
 class Straggler:
     """Compares the ranks' own time, every WINDOW_STEPS steps."""
 
-    def __init__(self, modules: Iterable[nn.Module], recipe: Survive, mesh: Mesh) -> None:
+    def __init__(self, modules: Iterable[nn.Module], recipe: FaultTolerance, mesh: Mesh) -> None:
         """modules: a replica's. mesh: with two data-parallel ranks or more; one alone has no one to be held against."""
         self._ratio = recipe.straggler_ratio
         self._alike = mesh.alike()

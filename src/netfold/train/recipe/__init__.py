@@ -137,7 +137,7 @@ class Checkpoint(Section):
     """Written beside training, from a copy in memory."""
 
 
-class Survive(Section):
+class FaultTolerance(Section):
     """What is done when something goes wrong."""
 
     restarts: Annotated[int, Field(ge=0)] = 3
@@ -196,7 +196,7 @@ class Recipe(Section):
     parallel: Parallel = Parallel()
     diloco: DiLoCo | None = None
     checkpoint: Checkpoint = Checkpoint()
-    survive: Survive = Survive()
+    survive: FaultTolerance = FaultTolerance()
     report: Report = Report()
     run: Run = Run()
 
