@@ -29,7 +29,7 @@ def calls(rank: int, folder: Path, world: World) -> Any:
 
     heard = Heard(count)
     with world(2) as here:
-        recipe = toy_recipe(diloco=OUTER, training={"steps": 10, "clip": 1.0}, survive={"missing_data": "stop"})
+        recipe = toy_recipe(diloco=OUTER, training={"steps": 10, "clip": 1.0}, fault_tolerance={"missing_data": "stop"})
         trainer = Trainer(recipe, model=toy_model(noisy=False), data=toy_data(), callbacks=[heard])
         losses = trainer.fit().losses
     return counted, losses, [step.loss for step in heard.steps]
@@ -58,7 +58,7 @@ def not_finite(rank: int, folder: Path, world: World) -> dict[str, Any]:
                     change=change,
                     diloco=OUTER,
                     checkpoint={"every": 4},
-                    survive={"non_finite": policy},
+                    fault_tolerance={"non_finite": policy},
                 )
                 found[policy] = ended.step, ended.metric, heard.notes, [step.step for step in heard.steps]
             except NonFiniteError as error:

@@ -44,7 +44,7 @@ def unlike_disks(rank: int, folder: Path, world: World) -> Any:
                 change=change,
                 forward=numbers.append,
                 parallel={"pipeline": 2},
-                survive={"missing_data": "skip"},
+                fault_tolerance={"missing_data": "skip"},
             )
             found[name] = ended.losses, heard.notes, numbers
     return found

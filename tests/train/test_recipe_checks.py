@@ -240,12 +240,12 @@ def test_a_split_that_the_model_does_not_bear_is_told(
 
 def test_a_rewind_without_checkpoints_is_told_with_its_line() -> None:
     asked, source = load(
-        Path(__file__).parents[2] / "recipes" / "gpt.toml", ["survive.non_finite=rewind", "checkpoint.every=end"]
+        Path(__file__).parents[2] / "recipes" / "gpt.toml", ["fault_tolerance.non_finite=rewind", "checkpoint.every=end"]
     )
     with pytest.raises(RecipeError) as error:
         split(asked, 2)
     assert source.placed(error.value) == [
-        "--set survive.non_finite=rewind: survive.non_finite is 'rewind', and there are no checkpoints to go back to: "
+        "--set fault_tolerance.non_finite=rewind: fault_tolerance.non_finite is 'rewind', and there are no checkpoints to go back to: "
         "set checkpoint.every"
     ]
     split(asked.model_copy(update={"checkpoint": Checkpoint(every=2)}), 2)

@@ -63,7 +63,7 @@ def uneven(tmp_path: Path, ranks: int, *settings: str) -> list[str]:
         ),
         ("[optimiser]\nlr = 1", "mine.toml:10: optimiser is not a key of a recipe; did you mean optimizer?"),
         ("[parallel.zero]\nstage = 1", "mine.toml:10: parallel.zero is a table; it must be one of 0, 1, 2, 3"),
-        ("[survive]\nrestarts = -1", "mine.toml:11: survive.restarts is -1; it must be at least 0"),
+        ("[fault_tolerance]\nrestarts = -1", "mine.toml:11: fault_tolerance.restarts is -1; it must be at least 0"),
         ("[report]\nprofile = 'no'", "mine.toml:11: report.profile is 'no'; it must be true or false"),
         ("[run]\nfolder = 3", "mine.toml:11: run.folder is 3; it must be a path, in quotes"),
         ("[diloco]\nlr = 1", "mine.toml:10: diloco.every is missing; a recipe must have it"),

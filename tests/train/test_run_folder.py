@@ -50,7 +50,7 @@ def test_a_recipe_that_is_written_down_loads_to_an_equal_one(tmp_path: Path, tab
     assert read_resolved(tmp_path) == asked
     # All of its defaults are there: another version's would change nothing.
     written = tomllib.loads(to_toml(asked))
-    assert written["training"]["batch"] == 32 and written["survive"]["grace_s"] == 30.0
+    assert written["training"]["batch"] == 32 and written["fault_tolerance"]["grace_s"] == 30.0
 
 
 def test_an_option_that_no_file_can_say_is_named() -> None:

@@ -177,7 +177,7 @@ def damaged(rank: int, folder: Path, world: World) -> dict[str, Any]:
                 harm(into / "checkpoints" / "step-000008")
             here.barrier()
             try:
-                run(into, noisy=False, survive={"corrupt_checkpoint": "stop"})
+                run(into, noisy=False, fault_tolerance={"corrupt_checkpoint": "stop"})
             except CheckpointError as error:
                 found[f"{name} stop"] = str(error)
             heard = Heard()
@@ -198,7 +198,7 @@ def other_model(rank: int, folder: Path, world: World) -> list[str]:
             except ValueError as error:
                 found.append(str(error))
         try:
-            run(folder / "none", survive={"non_finite": "rewind"}, checkpoint={"every": "end"})
+            run(folder / "none", fault_tolerance={"non_finite": "rewind"}, checkpoint={"every": "end"})
         except ValueError as error:
             found.append(str(error))
         run(folder / "small", noisy=False)
@@ -303,7 +303,7 @@ def full(rank: int, folder: Path, world: World) -> dict[str, Any]:
             heard = Heard(fill)
             saving = {"every": 3, "asynchronous": policy == "stop"}
             try:
-                ended = run(into, noisy=False, heard=heard, survive={"disk_full": policy}, checkpoint=saving)
+                ended = run(into, noisy=False, heard=heard, fault_tolerance={"disk_full": policy}, checkpoint=saving)
                 found[policy] = ended.step, ended.reason, heard.notes
             except CheckpointError as error:
                 found[policy] = str(error), error.disk_full, heard.notes
@@ -358,7 +358,7 @@ def not_finite(rank: int, folder: Path, world: World) -> dict[str, Any]:
                     change=spoilt(place),
                     forward=seen.append,
                     checkpoint=SAVING,
-                    survive={"non_finite": policy},
+                    fault_tolerance={"non_finite": policy},
                 )
                 found[policy] = ended, heard.notes, [step.step for step in heard.steps if step.skipped], flat(seen)
             except NonFiniteError as error:
@@ -371,7 +371,7 @@ def not_finite(rank: int, folder: Path, world: World) -> dict[str, Any]:
                     folder / f"limit {policy}",
                     change=spoilt(*(batch * 8 for batch in batches)),
                     checkpoint=SAVING,
-                    survive={"non_finite": policy, "non_finite_limit": 3},
+                    fault_tolerance={"non_finite": policy, "non_finite_limit": 3},
                 )
             except NonFiniteError as error:
                 found[f"limit {policy}"] = str(error)
@@ -429,7 +429,7 @@ def vanished(rank: int, folder: Path, world: World) -> dict[str, Any]:
                 heard = Heard()
                 seen: list[list[int]] = []
                 run(
-                    None, noisy=False, heard=heard, change=change, forward=seen.append, survive={"missing_data": "skip"}
+                    None, noisy=False, heard=heard, change=change, forward=seen.append, fault_tolerance={"missing_data": "skip"}
                 )
                 found[f"skip {size}"] = seen, heard.notes
     with world(2):
@@ -480,7 +480,7 @@ def straggling(rank: int, folder: Path, world: World) -> dict[str, Any]:
                 run(
                     folder / policy,
                     heard=heard,
-                    survive={"straggler": policy, "straggler_ratio": 3.0},
+                    fault_tolerance={"straggler": policy, "straggler_ratio": 3.0},
                     training={"steps": 8},
                     forward=lambda numbers: time.sleep(0.2 * rank),
                 )
@@ -611,7 +611,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_taken() -> None:
             assert steps == 4, "from step 4 to step 8"
             assert reason in notes[0] and "put aside" in notes[0] and "step-000008" in notes[0]
             assert "checkpoint of step 4" in notes[1]
-            assert reason in found[f"{harm} stop"] and "survive.corrupt_checkpoint" in found[f"{harm} stop"]
+            assert reason in found[f"{harm} stop"] and "fault_tolerance.corrupt_checkpoint" in found[f"{harm} stop"]
 
 
 def test_a_checkpoint_of_another_job_is_refused() -> None:
@@ -696,7 +696,7 @@ def test_another_example_stands_in_for_one_that_vanished_the_same_on_any_number_
 def test_a_file_that_vanished_ends_the_job_on_all_ranks_at_once() -> None:
     (other, heard, other_s), (kind, text, own_s) = (found["stop"] for found in FOUND[vanished])
     assert kind == "BadExampleError" and text.startswith("rank 1 (")
-    assert "step 2: /data/" in text and "survive.missing_data" in text
+    assert "step 2: /data/" in text and "fault_tolerance.missing_data" in text
     assert other in ("PeerLost", "RuntimeError") and "/data/" in heard, heard
     assert max(other_s, own_s) < seconds(20)
 

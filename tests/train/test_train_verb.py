@@ -40,7 +40,7 @@ batch = 8
 name = "sgd"
 lr = 0.1
 
-[survive]
+[fault_tolerance]
 restarts = 1
 
 [report]
@@ -207,7 +207,7 @@ def test_a_policy_that_stops_the_run_has_a_status_of_its_own_one_sentence_and_no
     status, out, err = ended(start(command, environment(tmp_path)))
     assert (status, out) == (POLICY_STATUS, "") and POLICY_STATUS not in (0, 1, 2, STOPPED_STATUS), err
     (said,) = [line for line in err.splitlines() if line.startswith("netfold train: ")]
-    assert "not finite: rank " in said and "survive.non_finite" in said, err
+    assert "not finite: rank " in said and "fault_tolerance.non_finite" in said, err
     assert "start anew" not in err and "Traceback" not in err
     assert jobs_left(tmp_path) == 0
 

@@ -1,7 +1,7 @@
 """Starts a job's ranks on this machine, through torchrun's own agent, and leaves none of them behind.
 
-The agent restarts all ranks when one is lost (`survive.restarts`). A signal to this process reaches every rank, which
-has `survive.grace_s` to leave; a rank also leaves when this process is killed without a word.
+The agent restarts all ranks when one is lost (`fault_tolerance.restarts`). A signal to this process reaches every rank, which
+has `fault_tolerance.grace_s` to leave; a rank also leaves when this process is killed without a word.
 """
 
 from __future__ import annotations
@@ -93,10 +93,10 @@ def _config(recipe: Recipe, ranks: int, folder: Path) -> LaunchConfig:
         # A free port; all ranks are here, and this machine's name need not resolve.
         "rdzv_endpoint": "127.0.0.1:0",
         "local_addr": "127.0.0.1",
-        "max_restarts": recipe.survive.restarts,
+        "max_restarts": recipe.fault_tolerance.restarts,
         "logs_specs": DefaultLogsSpecs(log_dir=str(folder / "agent")),
         # Longer than the grace: the ranks' own deadline comes first.
-        "shutdown_timeout": math.ceil(recipe.survive.grace_s) + 5,
+        "shutdown_timeout": math.ceil(recipe.fault_tolerance.grace_s) + 5,
     }
     # Some older torch knows no such deadline, and waits 30 s.
     known = {field.name for field in dataclasses.fields(LaunchConfig)}
@@ -108,9 +108,9 @@ def _ending(error: ChildFailedError, recipe: Recipe, *, hopeless: bool) -> str:
     how = f"was killed by {failure.signal_name()}" if failure.exitcode < 0 else f"ended with status {failure.exitcode}"
     if hopeless:
         return "no restart would help; see the sentence above"
-    restarts = recipe.survive.restarts
+    restarts = recipe.fault_tolerance.restarts
     often = (
-        f"after {restarts} restart{'' if restarts == 1 else 's'} (survive.restarts)" if restarts else "(no restarts)"
+        f"after {restarts} restart{'' if restarts == 1 else 's'} (fault_tolerance.restarts)" if restarts else "(no restarts)"
     )
     return f"given up {often}: rank {rank} failed first, it {how}"
 

@@ -82,8 +82,8 @@ class Trainer:
     ) -> None:
         if told := constraints.rewind(recipe):
             raise RecipeError(told)
-        if recipe.survive.non_finite == "rewind" and folder is None:
-            raise ValueError("survive.non_finite is 'rewind', and no checkpoints are kept without a folder: give one")
+        if recipe.fault_tolerance.non_finite == "rewind" and folder is None:
+            raise ValueError("fault_tolerance.non_finite is 'rewind', and no checkpoints are kept without a folder: give one")
         self.recipe = recipe
         self._callbacks = callbacks
         self.mesh = Mesh(recipe.parallel)
@@ -113,18 +113,18 @@ class Trainer:
         self._notes: list[tuple[str, str]] = []
         self._started = False
         self._replacing: BadExampleReplacer | None = None
-        if recipe.survive.missing_data == "skip":
+        if recipe.fault_tolerance.missing_data == "skip":
             # The stages of a pipeline and the parts of a layer are given the same samples.
             shared = self.mesh.pipeline.size * self.mesh.tensor.size > 1
             self._replacing = BadExampleReplacer(self.data.train, self.mesh.island() if shared else None)
-        self._non_finite = NonFinite(recipe.survive)
-        self._buffers = Buffers(self.replica.modules) if recipe.survive.non_finite == "skip" else None
+        self._non_finite = NonFinite(recipe.fault_tolerance)
+        self._buffers = Buffers(self.replica.modules) if recipe.fault_tolerance.non_finite == "skip" else None
         self._straggler: Straggler | None = None
         if self.mesh.data.size > 1:
-            self._straggler = Straggler(self.replica.modules, recipe.survive, self.mesh)
+            self._straggler = Straggler(self.replica.modules, recipe.fault_tolerance, self.mesh)
         elif dist.get_world_size() > 1:
             self._note("info", "no two ranks have the same work (parallel.data is 1): none can be named as a straggler")
-        self.stop = StopRequest(recipe.survive.grace_s)
+        self.stop = StopRequest(recipe.fault_tolerance.grace_s)
         self.recovery: Recovery | None = None
         if folder is not None:
             self.recovery = Recovery(folder, recipe, self.mesh, self.replica, self.optimizer, self.update, self._note)
@@ -274,7 +274,7 @@ class Trainer:
         if self.recovery is not None:
             self.recovery.stepped(self.step)
         for text in self._replacing.news() if self._replacing is not None else ():
-            self._note("warning", f"{text}; another example is taken instead (survive.missing_data)")
+            self._note("warning", f"{text}; another example is taken instead (fault_tolerance.missing_data)")
         if self._straggler is not None:
             slow = self._straggler.stepped(began_s, data_s, gradients_s, may_compare=self._is_agreed())
             if slow is not None:
@@ -310,7 +310,7 @@ class Trainer:
         if self._non_finite.bad(self.step + (0 if over else 1), what) == "skip":
             if self._buffers is not None and not over:
                 self._buffers.put_back()
-            self._note("warning", f"{what}; the step is left out (survive.non_finite)")
+            self._note("warning", f"{what}; the step is left out (fault_tolerance.non_finite)")
             return True
         position = self.recovery.back() if self.recovery is not None else None
         if position is None:
@@ -325,9 +325,9 @@ class Trainer:
         return False
 
     def _slow(self, text: str) -> None:
-        if self.recipe.survive.straggler == "stop":
+        if self.recipe.fault_tolerance.straggler == "stop":
             self._save()
-            raise StragglerError(f"step {self.step}: {text}; survive.straggler is 'stop'")
+            raise StragglerError(f"step {self.step}: {text}; fault_tolerance.straggler is 'stop'")
         self._note("warning", text)
 
     def _save(self) -> None:

@@ -237,7 +237,7 @@ def _all(recipe: Recipe, layers: Sequence[Layer], split: Split) -> list[Traffic]
         window = -(-WINDOW_STEPS // every) * every
         found.append(Traffic("all", "all_gather", "each rank's own time", ranks, 1, 2 * F64_BYTES * ranks, window))
     copy = split.pipeline * split.tensor
-    if recipe.survive.missing_data == "skip" and copy > 1:
+    if recipe.fault_tolerance.missing_data == "skip" and copy > 1:
         size = split.batch // split.data * I64_BYTES
         found.append(Traffic("all", "all_reduce", "which examples cannot be read", copy, 1, size))
     if recipe.training.precision == "f16":

@@ -1,4 +1,4 @@
-"""Another example in place of one that cannot be read (survive.missing_data = "skip")."""
+"""Another example in place of one that cannot be read (fault_tolerance.missing_data = "skip")."""
 
 from __future__ import annotations
 

@@ -128,7 +128,7 @@ class Checkpoints:
             if corrupt == "stop":
                 raise CheckpointStopError(
                     f"checkpoint {path} is damaged: {damages[0]}; remove it to go on from the one before it, or set "
-                    'survive.corrupt_checkpoint = "previous"'
+                    'fault_tolerance.corrupt_checkpoint = "previous"'
                 )
             if dist.get_rank() == 0:
                 put_aside(path)

@@ -47,9 +47,9 @@ class NonFinite:
         policy = self._recipe.non_finite
         tries = "try a lower optimizer.lr, more schedule.warmup, training.clip, or training.precision bf16 or f32"
         if policy == "stop":
-            raise NonFiniteError(f'{what}; {tries}; survive.non_finite = "skip" leaves such steps out')
+            raise NonFiniteError(f'{what}; {tries}; fault_tolerance.non_finite = "skip" leaves such steps out')
         if self._in_row >= self._recipe.non_finite_limit:
-            raise NonFiniteError(f"{what}; that is {self._in_row} in a row (survive.non_finite_limit); {tries}")
+            raise NonFiniteError(f"{what}; that is {self._in_row} in a row (fault_tolerance.non_finite_limit); {tries}")
         return policy
 
 
@@ -89,7 +89,7 @@ def explained(error: Exception, step: int, batch: Batch | None) -> Exception | N
     sizes = "" if batch is None else f" with a batch of {', '.join(str(list(each.shape)) for each in _tensors(batch))}"
     if isinstance(error, BadExampleError):
         return BadExampleError(
-            f'{rank}: {error}; mend the data, or survive.missing_data = "skip" takes other training examples instead'
+            f'{rank}: {error}; mend the data, or fault_tolerance.missing_data = "skip" takes other training examples instead'
         )
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in str(error):
         return DeviceError(

@@ -66,7 +66,7 @@ class Recovery:
     def back(self) -> Position | None:
         """To the newest checkpoint that is whole; None where there is none, and then nothing has changed."""
         self.settle()
-        path, said = self._checkpoints.newest(self._recipe.survive.corrupt_checkpoint)
+        path, said = self._checkpoints.newest(self._recipe.fault_tolerance.corrupt_checkpoint)
         for text in said:
             self._note("warning", text)
         if path is None:
@@ -98,9 +98,9 @@ class Recovery:
         except CheckpointError as error:
             if not error.disk_full:
                 raise
-            if self._recipe.survive.disk_full == "stop":
-                raise CheckpointStopError(f"{error}; survive.disk_full is 'stop'", disk_full=True) from error
-            self._note("warning", f"{error}; training goes on without it (survive.disk_full)")
+            if self._recipe.fault_tolerance.disk_full == "stop":
+                raise CheckpointStopError(f"{error}; fault_tolerance.disk_full is 'stop'", disk_full=True) from error
+            self._note("warning", f"{error}; training goes on without it (fault_tolerance.disk_full)")
 
     def failed(self) -> bool:
         return self._checkpoints.failed()
@@ -118,7 +118,7 @@ class Recovery:
 
     def leave(self) -> None:
         """Also of a rank that fails. What it was writing may become whole first."""
-        self._checkpoints.let_finish(self._recipe.survive.grace_s)
+        self._checkpoints.let_finish(self._recipe.fault_tolerance.grace_s)
         if self._lives is not None:
             self._lives.close()
 

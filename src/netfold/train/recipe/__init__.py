@@ -196,7 +196,7 @@ class Recipe(Section):
     parallel: Parallel = Parallel()
     diloco: DiLoCo | None = None
     checkpoint: Checkpoint = Checkpoint()
-    survive: FaultTolerance = FaultTolerance()
+    fault_tolerance: FaultTolerance = FaultTolerance()
     report: Report = Report()
     run: Run = Run()
 

@@ -90,6 +90,6 @@ def sequence(parallel: Parallel) -> list[str]:
 
 
 def rewind(recipe: Recipe) -> list[str]:
-    if recipe.survive.non_finite != "rewind" or recipe.checkpoint.every != "end":
+    if recipe.fault_tolerance.non_finite != "rewind" or recipe.checkpoint.every != "end":
         return []
-    return ["survive.non_finite is 'rewind', and there are no checkpoints to go back to: set checkpoint.every"]
+    return ["fault_tolerance.non_finite is 'rewind', and there are no checkpoints to go back to: set checkpoint.every"]

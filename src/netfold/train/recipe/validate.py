@@ -108,7 +108,7 @@ def _example(recipe: Recipe, data: Data) -> Batch:
         if len(examples) == 0:
             raise RecipeError([f"data.name {name!r} has no {which} examples; look at its options"])
     # Where an unreadable one is left out, a later one may be read.
-    tries = min(len(data.train), EXAMPLES_TRIED) if recipe.survive.missing_data == "skip" else 1
+    tries = min(len(data.train), EXAMPLES_TRIED) if recipe.fault_tolerance.missing_data == "skip" else 1
     for index in range(tries):
         try:
             return data.train.batch([index, index], [0, 1])
@@ -182,7 +182,7 @@ def _many(data: Data, example: Batch) -> Batch:
     try:
         return data.train.batch(chosen, chosen)
     except BadExampleError:
-        # What is done about it is for training to say (survive.missing_data).
+        # What is done about it is for training to say (fault_tolerance.missing_data).
         return example
 
 
