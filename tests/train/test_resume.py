@@ -180,10 +180,10 @@ def _held(trainer: Any) -> dict[str, int]:
     import torch
     from torch.distributed.tensor import DTensor
 
-    from netfold.train.fault_tolerance.state import contents
+    from netfold.train.fault_tolerance.state import collect_state
 
     parameters = dict(trainer.replica.named_parameters())
-    tensors, _ = contents(trainer.replica, parameters, trainer.optimizer, trainer.update, buffers=False)
+    tensors, _ = collect_state(trainer.replica, parameters, trainer.optimizer, trainer.update, buffers=False)
     for name, each in parameters.items():
         given = tensors.get(f"model.{name}")
         if given is not None:

@@ -229,7 +229,7 @@ def crashed(rank: int, folder: Path, world: World) -> list[str]:
         into = folder / str(moment)
         into.mkdir()
         save(
-            {"model.x": torch.arange(9.0)}, storage_writer=atomic_checkpoint.SealedWriter(into, position(1), keep=1), no_dist=True
+            {"model.x": torch.arange(9.0)}, storage_writer=atomic_checkpoint.AtomicCheckpointWriter(into, position(1), keep=1), no_dist=True
         )
         calls = 0
 
@@ -250,19 +250,19 @@ def crashed(rank: int, folder: Path, world: World) -> list[str]:
                 (os, "rmdir"), (os, "open"),
             ):  # fmt: skip
                 patch.setattr(holder, name, counted(getattr(holder, name)))
-            writer = atomic_checkpoint.SealedWriter(into, position(2), keep=1)
+            writer = atomic_checkpoint.AtomicCheckpointWriter(into, position(2), keep=1)
             with contextlib.suppress(CrashError):
                 try:
                     save({"model.x": torch.arange(9.0) + 1}, storage_writer=writer, no_dist=True)
                     ended = "whole"
                 except BaseException as error:
                     assert "CrashError" in repr(error), error
-        left = atomic_checkpoint.whole(into)
+        left = atomic_checkpoint.complete_checkpoints(into)
         assert left, f"moment {moment}: no checkpoint is left"
         for path in left:
-            assert not atomic_checkpoint.damage(path, atomic_checkpoint.Manifest.read(path), 0, 1), (moment, path)
+            assert not atomic_checkpoint.find_damage(path, atomic_checkpoint.Manifest.read(path), 0, 1), (moment, path)
         found.append(f"{ended} {left[-1].name}")
-        atomic_checkpoint.sweep(into)
+        atomic_checkpoint.remove_incomplete(into)
         assert not list(into.glob("*.part"))
         if ended == "whole":
             return found

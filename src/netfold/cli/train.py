@@ -52,10 +52,10 @@ def run(
     _need_packages()
 
     from netfold.bootstrap.launchers import is_launched
-    from netfold.train.fault_tolerance.stop import leaves_in_order
+    from netfold.train.fault_tolerance.stop import unwind_on_signals
 
     # To load torch and to make the data takes a while.
-    with contextlib.nullcontext() if is_launched() else leaves_in_order():
+    with contextlib.nullcontext() if is_launched() else unwind_on_signals():
         _run(recipe, settings or (), explain, nproc)
 
 

@@ -27,7 +27,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from netfold.train.rank import BEGUN, FAILED, JOB, final_status
 from netfold.train.recipe import Recipe
 from netfold.train.recipe.errors import Source
-from netfold.train.fault_tolerance.stop import POLICY_STATUS, STOPPED_STATUS, leaves_in_order
+from netfold.train.fault_tolerance.stop import POLICY_STATUS, STOPPED_STATUS, unwind_on_signals
 
 
 def launch(recipe: Recipe, source: Source, ranks: int) -> int:
@@ -38,7 +38,7 @@ def launch(recipe: Recipe, source: Source, ranks: int) -> int:
 
     What a rank has to say it says itself; here only what it could not: which of them failed first, or was killed.
     """
-    with leaves_in_order(), _folder() as folder:
+    with unwind_on_signals(), _folder() as folder:
         # With this process's number: a rank that finds another parent has been left alone.
         job = {
             "starter": os.getpid(),
@@ -50,7 +50,7 @@ def launch(recipe: Recipe, source: Source, ranks: int) -> int:
         os.environ["OMP_NUM_THREADS"] = str(recipe.run.threads)
         try:
             # The agent leaves its own handlers behind.
-            with _agent_quiet(), leaves_in_order():
+            with _agent_quiet(), unwind_on_signals():
                 elastic_launch(_config(recipe, ranks, folder), sys.executable)("-m", "netfold.train.rank", str(folder))
         except ChildFailedError as error:
             final = final_status(folder)

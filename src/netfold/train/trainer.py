@@ -38,8 +38,8 @@ from netfold.train.fault_tolerance.policies import (
     NonFinite,
     NonFiniteError,
     bad_gradients,
-    explained,
-    tell_others,
+    explain_device_error,
+    abort_groups,
     what_is_bad,
 )
 from netfold.train.fault_tolerance.recovery import Recovery
@@ -150,9 +150,9 @@ class Trainer:
             with self.stop:
                 outcome = self._train()
         except Exception as error:
-            better = explained(error, self.step + 1, self._batch)
+            better = explain_device_error(error, self.step + 1, self._batch)
             if better is not None:
-                tell_others(self.mesh, better)
+                abort_groups(self.mesh, better)
             if self._started:
                 self._note("error", words(better or error).partition("\n")[0])
                 self._tell(said.Ended(self.step, kind(better or error), time.perf_counter() - began_s))

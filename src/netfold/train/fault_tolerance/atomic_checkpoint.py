@@ -65,13 +65,13 @@ def name_of(step: int) -> str:
     return f"step-{step:06d}"
 
 
-def whole(folder: Path) -> list[Path]:
+def complete_checkpoints(folder: Path) -> list[Path]:
     """The checkpoints in a folder, oldest first."""
     found = [path for path in folder.glob("step-*") if not path.suffix and path.name.removeprefix("step-").isdigit()]
     return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
 
 
-def sweep(folder: Path) -> list[str]:
+def remove_incomplete(folder: Path) -> list[str]:
     """Remove what crashes left behind; the names."""
     left = sorted(folder.glob(f"step-*{PART}"))
     for path in left:
@@ -79,14 +79,14 @@ def sweep(folder: Path) -> list[str]:
     return [path.name for path in left]
 
 
-def put_aside(path: Path) -> None:
+def quarantine(path: Path) -> None:
     aside = path.with_name(path.name + CORRUPT)
     if aside.exists():
         shutil.rmtree(aside)
     path.rename(aside)
 
 
-def damage(folder: Path, manifest: Manifest, rank: int, ranks: int) -> str:
+def find_damage(folder: Path, manifest: Manifest, rank: int, ranks: int) -> str:
     """What is wrong with this rank's share of the files, read whole; "" where nothing is."""
     for name in sorted(manifest.files)[rank::ranks]:
         size, crc32 = manifest.files[name]
@@ -116,7 +116,7 @@ class _Written(WriteResult):
     crc32: int
 
 
-class SealedWriter(FileSystemWriter):
+class AtomicCheckpointWriter(FileSystemWriter):
     """torch's writer of files, and what makes a folder of them whole: the last to finish, rank 0, seals it."""
 
     def __init__(self, folder: Path, position: Position, keep: int) -> None:
@@ -160,7 +160,7 @@ class SealedWriter(FileSystemWriter):
         _sync(part)
         part.rename(self._folder / name_of(self._position.step))
         _sync(self._folder)
-        for old in whole(self._folder)[: -self._keep]:
+        for old in complete_checkpoints(self._folder)[: -self._keep]:
             # Under a name that a crash in the middle makes a leftover of, and not a checkpoint without a file.
             shutil.rmtree(old.rename(old.with_name(old.name + PART)))
 

@@ -24,23 +24,23 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save, save
 
 from netfold.train import recipe as asked
-from netfold.train.fault_tolerance.state import Metadata, Wanted
+from netfold.train.fault_tolerance.state import Metadata, StateToLoad
 from netfold.train.fault_tolerance.atomic_checkpoint import (
     PART,
     Manifest,
     Position,
-    SealedWriter,
-    damage,
+    AtomicCheckpointWriter,
+    find_damage,
     name_of,
-    put_aside,
-    sweep,
-    whole,
+    quarantine,
+    remove_incomplete,
+    complete_checkpoints,
 )
 from netfold.train.fault_tolerance.stop import PolicyStopError
 
 T = TypeVar("T")
 # What is saved -> what a rank asks for of it.
-WantedOf = Callable[[Metadata], Wanted]
+WantedOf = Callable[[Metadata], StateToLoad]
 
 
 class CheckpointError(RuntimeError):
@@ -66,13 +66,13 @@ class Checkpoints:
         self._under_way: tuple[int, Future[Any]] | None = None
         if dist.get_rank() == 0:
             folder.mkdir(parents=True, exist_ok=True)
-            sweep(folder)
+            remove_incomplete(folder)
 
     def save(self, tensors: dict[str, Tensor], position: Position) -> None:
         """Begin to write one, or write it where checkpoints are not asynchronous; `tensors` are copied before it
         returns. `wait` comes before the next one, and says what came of this one."""
         assert self._under_way is None, "wait() comes before the next save()"
-        writer = SealedWriter(self.folder, position, self._recipe.keep)
+        writer = AtomicCheckpointWriter(self.folder, position, self._recipe.keep)
         future: Any
         if self._recipe.asynchronous:
             future = async_save(tensors, storage_writer=writer, process_group=self._group)
@@ -117,9 +117,9 @@ class Checkpoints:
         it is tried; "stop": raises CheckpointStopError.
         """
         said: list[str] = []
-        for path in reversed(self._agreed(whole(self.folder) if dist.get_rank() == 0 else [])):
+        for path in reversed(self._agreed(complete_checkpoints(self.folder) if dist.get_rank() == 0 else [])):
             try:
-                damages = [damage(path, Manifest.read(path), dist.get_rank(), dist.get_world_size())]
+                damages = [find_damage(path, Manifest.read(path), dist.get_rank(), dist.get_world_size())]
             except ValueError as error:
                 damages = [str(error)]
             damages = [each for each in self._everyones(damages[0]) if each]
@@ -131,7 +131,7 @@ class Checkpoints:
                     'fault_tolerance.corrupt_checkpoint = "previous"'
                 )
             if dist.get_rank() == 0:
-                put_aside(path)
+                quarantine(path)
             said.append(f"checkpoint {path} is damaged and was put aside: {damages[0]}; the one before it is taken")
         return None, said
 

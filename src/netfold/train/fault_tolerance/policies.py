@@ -81,7 +81,7 @@ def what_is_bad(step: int, loss: Tensor | None, gradients: list[str], group: dis
     return f"step {step}: not finite: {'; '.join(parts)}"
 
 
-def explained(error: Exception, step: int, batch: Batch | None) -> Exception | None:
+def explain_device_error(error: Exception, step: int, batch: Batch | None) -> Exception | None:
     """The same failure in words that say where and what to try; None where there is nothing to add."""
     if "PeerLost" in f"{type(error).__name__} {error}":
         return None  # another rank's failure, in its own words
@@ -103,7 +103,7 @@ def explained(error: Exception, step: int, batch: Batch | None) -> Exception | N
     return None
 
 
-def tell_others(mesh: Mesh, error: Exception) -> None:
+def abort_groups(mesh: Mesh, error: Exception) -> None:
     """They wait for this rank, which is leaving: their groups end now, with the reason, and not when it is gone."""
     groups: list[Any] = [dist.group.WORLD, *(axis.group for axis in (mesh.pipeline, mesh.data, mesh.tensor))]
     for group in groups:

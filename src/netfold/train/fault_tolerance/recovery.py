@@ -15,9 +15,9 @@ from netfold.train.recipe import Recipe
 from netfold.train.replica import Replica
 from netfold.train.fault_tolerance.recipe_changes import changed as changed_keys
 from netfold.train.fault_tolerance.checkpoint import CheckpointError, Checkpoints, CheckpointStopError
-from netfold.train.fault_tolerance.state import Metadata, Wanted, contents
+from netfold.train.fault_tolerance.state import Metadata, StateToLoad, collect_state
 from netfold.train.fault_tolerance.drift import check_replicated
-from netfold.train.fault_tolerance.restart_log import Lives
+from netfold.train.fault_tolerance.restart_log import RestartLog
 from netfold.train.fault_tolerance.atomic_checkpoint import Position
 from netfold.train.optimizer_step import OptimizerStep
 
@@ -45,7 +45,7 @@ class Recovery:
         self._note = note
         self._saved: int | None = None
         self._checkpoints = Checkpoints(folder / "checkpoints", recipe.checkpoint, recipe.run.timeout_s)
-        self._lives = Lives(folder / "lives.json") if dist.get_rank() == 0 else None
+        self._lives = RestartLog(folder / "lives.json") if dist.get_rank() == 0 else None
 
     def begin(self) -> Position | None:
         """Take up the newest checkpoint; None where there is none. Raises ValueError, CheckpointError."""
@@ -82,7 +82,7 @@ class Recovery:
             return
         self.settle()
         check_replicated(self._replica, self._parameters, self._mesh, step)
-        tensors, numbers = contents(
+        tensors, numbers = collect_state(
             self._replica, self._parameters, self._optimizer, self._update, buffers=self._mesh.data.rank == 0
         )
         recipe = self._recipe.model_dump(mode="json")
@@ -122,8 +122,8 @@ class Recovery:
         if self._lives is not None:
             self._lives.close()
 
-    def _wanted(self, saved: Metadata) -> Wanted:
-        return Wanted(saved, self._replica, self._parameters, self._optimizer, self._update)
+    def _wanted(self, saved: Metadata) -> StateToLoad:
+        return StateToLoad(saved, self._replica, self._parameters, self._optimizer, self._update)
 
     def _compare(self, position: Position) -> None:
         """What has changed in the recipe since the checkpoint, as far as it changes what is going on."""

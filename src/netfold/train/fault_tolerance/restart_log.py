@@ -11,7 +11,7 @@ from pathlib import Path
 
 
 @dataclass(frozen=True)
-class Toll:
+class Goodput:
     began_s: float
     """The first life's start, the time of day."""
     step: int = 0
@@ -31,16 +31,16 @@ class Toll:
         )
 
 
-class Lives:
+class RestartLog:
     """The toll of one run, in a file that outlives a killed process: what is written is the kernel's at once."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self.toll = Toll(began_s=time.time())
+        self.toll = Goodput(began_s=time.time())
         self._first = not path.exists()
         # Empty: there was no room for the first line.
         if not self._first and (text := path.read_text()):
-            self.toll = Toll(**json.loads(text))
+            self.toll = Goodput(**json.loads(text))
         self._file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
 
     def begin(self, step: int, taken_s: float | None) -> None:
@@ -64,7 +64,7 @@ class Lives:
     def close(self) -> None:
         os.close(self._file)
 
-    def _write(self, toll: Toll) -> None:
+    def _write(self, toll: Goodput) -> None:
         self.toll = toll
         # Of one length, in one write: a reader never sees half a line.
         # No room is the checkpoints' to speak of: it must not end a job that goes on without them.

@@ -23,7 +23,7 @@ Metadata = Mapping[str, TensorStorageMetadata]
 Parameters = Mapping[str, nn.Parameter]
 
 
-def contents(
+def collect_state(
     replica: Replica, parameters: Parameters, optimizer: torch.optim.Optimizer, update: OptimizerStep, buffers: bool
 ) -> tuple[dict[str, Tensor], dict[str, float]]:
     """What this rank holds: tensors, borrowed, and the numbers of the update, which are the same on every rank.
@@ -54,7 +54,7 @@ def contents(
     return tensors, numbers
 
 
-class Wanted:
+class StateToLoad:
     """What this rank asks of a checkpoint: `tensors`, to be filled, then `adopt`.
 
     Parameters and buffers are filled in place, in whatever they are kept in. The optimizer's state is made
@@ -70,7 +70,7 @@ class Wanted:
         optimizer: torch.optim.Optimizer,
         update: OptimizerStep,
     ) -> None:
-        """`parameters`: as for `contents`."""
+        """`parameters`: as for `collect_state`."""
         self._optimizer, self._update = local_optimizer(optimizer), update
         self.tensors = {f"model.{name}": replica.as_shard(name, each.detach()) for name, each in parameters.items()}
         self.tensors |= {f"buffer.{name}": buffer for name, buffer in named_buffers(replica)}

@@ -4,7 +4,7 @@ One rank that is asked is enough: the others hear it in the next word (`step_vot
 once, and so does the end of the grace time, with every thread's traceback on stderr. As with any signal in Python, the
 request is seen when the main thread is back from native code.
 
-Before training there is nothing to save: a process that starts ranks leaves at once (`leaves_in_order`).
+Before training there is nothing to save: a process that starts ranks leaves at once (`unwind_on_signals`).
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class StopRequest:
 
 
 @contextlib.contextmanager
-def leaves_in_order() -> Iterator[None]:
+def unwind_on_signals() -> Iterator[None]:
     """Of a process that starts ranks: a signal goes through every `finally`, so no folder and no process is left.
 
     The status is 128 + n after signal n, and STOPPED_STATUS after SIGTERM. While ranks run, the agent's own handlers
