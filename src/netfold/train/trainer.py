@@ -235,7 +235,7 @@ class Trainer:
         lr = learning_rate(self.recipe.optimizer.lr, self.recipe.schedule, self.step, self.steps, self.batch)
         self.optimizer.zero_grad()
         if self._buffers is not None:
-            self._buffers.keep()
+            self._buffers.save()
         loss = self.replica.gradients(batch, self.update.loss_scale)
         gradients_s = time.perf_counter()
         # f16 scales its losses until gradients overflow: that is the update's to see.
@@ -254,7 +254,7 @@ class Trainer:
                 # Other islands do not know, and wait for nobody before the end of the round.
                 self._spoilt.append(what)
                 if self._buffers is not None:
-                    self._buffers.put_back()
+                    self._buffers.restore()
                 skipped = True
             else:
                 skipped = self._left_out(what)
@@ -273,7 +273,7 @@ class Trainer:
         self._pass_on()
         if self.recovery is not None:
             self.recovery.stepped(self.step)
-        for text in self._replacing.news() if self._replacing is not None else ():
+        for text in self._replacing.replaced() if self._replacing is not None else ():
             self._note("warning", f"{text}; another example is taken instead (fault_tolerance.missing_data)")
         if self._straggler is not None:
             slow = self._straggler.stepped(began_s, data_s, gradients_s, may_compare=self._is_agreed())
@@ -309,7 +309,7 @@ class Trainer:
         over = self._island is not None
         if self._non_finite.bad(self.step + (0 if over else 1), what) == "skip":
             if self._buffers is not None and not over:
-                self._buffers.put_back()
+                self._buffers.restore()
             self._note("warning", f"{what}; the step is left out (fault_tolerance.non_finite)")
             return True
         position = self.recovery.back() if self.recovery is not None else None

@@ -119,11 +119,11 @@ class Buffers:
         self._buffers = [buffer for module in modules for buffer in module.buffers()]
         self._copies = [torch.empty_like(buffer) for buffer in self._buffers]
 
-    def keep(self) -> None:
+    def save(self) -> None:
         for copy, buffer in zip(self._copies, self._buffers, strict=True):
             copy.copy_(buffer)
 
-    def put_back(self) -> None:
+    def restore(self) -> None:
         with torch.no_grad():
             for copy, buffer in zip(self._copies, self._buffers, strict=True):
                 buffer.copy_(copy)

@@ -45,7 +45,7 @@ class Recovery:
         self._note = note
         self._saved: int | None = None
         self._checkpoints = Checkpoints(folder / "checkpoints", recipe.checkpoint, recipe.run.timeout_s)
-        self._lives = RestartLog(folder / "lives.json") if dist.get_rank() == 0 else None
+        self._restart_log = RestartLog(folder / "lives.json") if dist.get_rank() == 0 else None
 
     def begin(self) -> Position | None:
         """Take up the newest checkpoint; None where there is none. Raises ValueError, CheckpointError."""
@@ -59,8 +59,8 @@ class Recovery:
                 )
             self._compare(position)
             self._note("info", f"goes on from the checkpoint of step {position.step}, {position.samples} samples")
-        if self._lives is not None:
-            self._lives.begin(position.step if position else 0, position.taken_s if position else None)
+        if self._restart_log is not None:
+            self._restart_log.begin(position.step if position else 0, position.taken_s if position else None)
         return position
 
     def back(self) -> Position | None:
@@ -106,21 +106,21 @@ class Recovery:
         return self._checkpoints.failed()
 
     def stepped(self, step: int) -> None:
-        if self._lives is not None:
-            self._lives.stepped(step)
+        if self._restart_log is not None:
+            self._restart_log.stepped(step)
 
     def end(self) -> None:
         """The run is over, or was asked to stop, and its last checkpoint is whole. Says what failures have cost."""
-        if self._lives is not None:
-            self._lives.end()
-            if self._lives.toll.lost:
-                self._note("info", str(self._lives.toll))
+        if self._restart_log is not None:
+            self._restart_log.end()
+            if self._restart_log.goodput.lost:
+                self._note("info", str(self._restart_log.goodput))
 
     def leave(self) -> None:
         """Also of a rank that fails. What it was writing may become whole first."""
         self._checkpoints.let_finish(self._recipe.fault_tolerance.grace_s)
-        if self._lives is not None:
-            self._lives.close()
+        if self._restart_log is not None:
+            self._restart_log.close()
 
     def _wanted(self, saved: Metadata) -> StateToLoad:
         return StateToLoad(saved, self._replica, self._parameters, self._optimizer, self._update)

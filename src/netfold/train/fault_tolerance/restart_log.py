@@ -36,16 +36,16 @@ class RestartLog:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self.toll = Goodput(began_s=time.time())
+        self.goodput = Goodput(began_s=time.time())
         self._first = not path.exists()
         # Empty: there was no room for the first line.
         if not self._first and (text := path.read_text()):
-            self.toll = Goodput(**json.loads(text))
+            self.goodput = Goodput(**json.loads(text))
         self._file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
 
     def begin(self, step: int, taken_s: float | None) -> None:
         """A life that starts at `step`, from a checkpoint taken at that time of day, or from nothing."""
-        toll = self.toll
+        toll = self.goodput
         if not self._first and not toll.ended:
             toll = replace(
                 toll,
@@ -56,16 +56,16 @@ class RestartLog:
         self._write(replace(toll, step=step, ended=False))
 
     def stepped(self, step: int) -> None:
-        self._write(replace(self.toll, step=step))
+        self._write(replace(self.goodput, step=step))
 
     def end(self) -> None:
-        self._write(replace(self.toll, ended=True))
+        self._write(replace(self.goodput, ended=True))
 
     def close(self) -> None:
         os.close(self._file)
 
     def _write(self, toll: Goodput) -> None:
-        self.toll = toll
+        self.goodput = toll
         # Of one length, in one write: a reader never sees half a line.
         # No room is the checkpoints' to speak of: it must not end a job that goes on without them.
         with contextlib.suppress(OSError):
