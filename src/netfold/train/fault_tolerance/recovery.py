@@ -45,7 +45,7 @@ class Recovery:
         self._note = note
         self._saved: int | None = None
         self._checkpoints = Checkpoints(folder / "checkpoints", recipe.checkpoint, recipe.run.timeout_s)
-        self._restart_log = RestartLog(folder / "lives.json") if dist.get_rank() == 0 else None
+        self._restart_log = RestartLog(folder / "restarts.json") if dist.get_rank() == 0 else None
 
     def begin(self) -> Position | None:
         """Take up the newest checkpoint; None where there is none. Raises ValueError, CheckpointError."""
