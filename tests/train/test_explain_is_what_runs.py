@@ -43,10 +43,10 @@ Found = dict[tuple[str, int], tuple[int, int]]
 def plan(name: str) -> Any:
     from netfold.train import Recipe
     from netfold.train.explain import explain
-    from netfold.train.recipe.validate import check
+    from netfold.train.recipe.validate import validate_recipe
 
     recipe = Recipe.model_validate(RECIPES[name])
-    return explain(recipe, check(recipe, RANKS))
+    return explain(recipe, validate_recipe(recipe, RANKS))
 
 
 @functools.cache

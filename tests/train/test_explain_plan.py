@@ -26,10 +26,10 @@ from netfold.train import Batch, Chain, Model, Recipe
 from netfold.train.explain import Plan, explain, size
 from netfold.train.explain.layers import Call, Layer, measure
 from netfold.train.explain.memory import a_parameter, fsdp2, passes_kept
-from netfold.train.explain.render import show
+from netfold.train.explain.render import print_plan
 from netfold.train.explain.traffic import Traffic, buckets, traffic
 from netfold.train.parallel.embeddings import Embeddings
-from netfold.train.recipe.validate import check
+from netfold.train.recipe.validate import validate_recipe
 from netfold.train.recipe.load import load
 from netfold.train.recipe.split import Split, ranks_asked, split
 
@@ -47,7 +47,7 @@ def recipe(**sections: dict[str, Any]) -> Recipe:
 
 def plan(ranks: int, **sections: dict[str, Any]) -> Plan:
     asked = recipe(**sections)
-    return explain(asked, check(asked, ranks))
+    return explain(asked, validate_recipe(asked, ranks))
 
 
 def test_bytes_a_parameter_follow_zeros_formulas() -> None:
@@ -302,7 +302,7 @@ def test_what_a_rank_keeps_is_its_part() -> None:
 
 def shown(found: Plan) -> str:
     console = Console(file=io.StringIO(), width=80)
-    show(found, console)
+    print_plan(found, console)
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
 
@@ -335,5 +335,5 @@ def test_sizes_are_read_at_a_glance() -> None:
 )
 def test_every_recipe_that_we_bring_has_a_plan(file: Path) -> None:
     asked, _ = load(file)
-    found = explain(asked, check(asked, ranks_asked(asked.parallel)))
+    found = explain(asked, validate_recipe(asked, ranks_asked(asked.parallel)))
     assert not found.unknown and "the word of all" in shown(found)

@@ -14,10 +14,10 @@ from own_parts import line
 
 from netfold.train import Recipe
 from netfold.train.recipe import Checkpoint, Factory
-from netfold.train.recipe.validate import check
+from netfold.train.recipe.validate import validate_recipe
 from netfold.train.recipe.load import load
 from netfold.train.recipe.registry import arguments, factory
-from netfold.train.recipe.errors import RecipeError, Source, in_a_sentence, kind
+from netfold.train.recipe.errors import RecipeError, Source, error_sentence, error_kind
 from netfold.train.recipe.split import split
 
 OWN: dict[str, Any] = {
@@ -30,7 +30,7 @@ OWN: dict[str, Any] = {
 def said(ranks: int = 1, **sections: dict[str, Any]) -> list[str]:
     tables = {name: {**OWN.get(name, {}), **sections.get(name, {})} for name in {*OWN, *sections}}
     with pytest.raises(RecipeError) as error:
-        check(Recipe.model_validate(tables), ranks)
+        validate_recipe(Recipe.model_validate(tables), ranks)
     return list(error.value.problems)
 
 
@@ -256,7 +256,7 @@ def test_a_recipe_that_nothing_is_known_against_passes(tmp_path: Path) -> None:
     # Text is a path where the factory's annotation wants one.
     tables = {**OWN, "data": {**OWN["data"], "folder": str(tmp_path)}, "parallel": {"pipeline": 3}}
     tables["training"] = {"steps": 2, "batch": 12}
-    found = check(Recipe.model_validate(tables), 6)
+    found = validate_recipe(Recipe.model_validate(tables), 6)
     assert found.split.data == 2 and len(found.example) == 2 and found.fake is not None
 
 
@@ -282,7 +282,7 @@ def test_a_sentence_of_another_part_gets_the_line_of_the_first_key_that_was_writ
 
 def test_torchs_words_round_a_lost_peer_are_left_out() -> None:
     wrapped = "Got the following error when running the callback: PeerLost: rank 1 is gone\n\nAt:\n  /x/work.py(3): f\n"
-    assert in_a_sentence(RuntimeError(wrapped)) == "PeerLost: rank 1 is gone"
-    assert kind(RuntimeError(wrapped)) == "PeerLost"
+    assert error_sentence(RuntimeError(wrapped)) == "PeerLost: rank 1 is gone"
+    assert error_kind(RuntimeError(wrapped)) == "PeerLost"
     # A hook may raise without a kind.
-    assert kind(RuntimeError(wrapped.replace("PeerLost: ", ""))) == kind(RuntimeError("ours: 1")) == "RuntimeError"
+    assert error_kind(RuntimeError(wrapped.replace("PeerLost: ", ""))) == error_kind(RuntimeError("ours: 1")) == "RuntimeError"

@@ -14,9 +14,9 @@ from typing import Any, get_args
 from rich.console import Console
 
 from netfold.train.explain import explain
-from netfold.train.explain.render import show
+from netfold.train.explain.render import print_plan
 from netfold.train.recipe import Recipe
-from netfold.train.recipe.validate import check
+from netfold.train.recipe.validate import validate_recipe
 from netfold.train.recipe.load import load
 from netfold.train.recipe.split import ranks_asked
 
@@ -32,7 +32,7 @@ def plan_of(page: str) -> str:
         file.write_text(recipe)
         asked, _ = load(file)
     console = Console(file=io.StringIO(), width=100)
-    show(explain(asked, check(asked, ranks_asked(asked.parallel))), console)
+    print_plan(explain(asked, validate_recipe(asked, ranks_asked(asked.parallel))), console)
     assert isinstance(console.file, io.StringIO)
     return "".join(f"{line.rstrip()}\n" for line in console.file.getvalue().splitlines())
 

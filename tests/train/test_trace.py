@@ -22,15 +22,15 @@ from netfold.train.examples import Batch  # noqa: E402
 from netfold.train.explain.layers import measure  # noqa: E402
 from netfold.train.models import make_model  # noqa: E402
 from netfold.train.recipe import Factory  # noqa: E402
-from netfold.train.trace import Untraceable, asked_input, asked_module, traced  # noqa: E402
+from netfold.train.trace import TraceError, parse_input, parse_module, trace_module  # noqa: E402
 
 pytestmark = pytest.mark.torch
 HERE = "test_trace"
 
 
 def trace(what: str | Callable[[], Any], *inputs: str) -> Traced:
-    make = asked_module(what) if isinstance(what, str) else what
-    return traced(make, [asked_input(each) for each in inputs], "it")
+    make = parse_module(what) if isinstance(what, str) else what
+    return trace_module(make, [parse_input(each) for each in inputs], "it")
 
 
 @pytest.fixture(scope="module")
@@ -100,7 +100,7 @@ def test_it_agrees_to_the_digit_with_what_a_recipes_chain_measures(
 
 
 def zeros(said: str) -> Tensor:
-    asked = asked_input(said)
+    asked = parse_input(said)
     return torch.zeros(asked.shape, dtype=asked.dtype)
 
 
@@ -260,7 +260,7 @@ def lost() -> nn.Module:
     ],
 )
 def test_what_cannot_be_traced_is_a_sentence(what: str, inputs: tuple[str, ...], reason: str) -> None:
-    with pytest.raises(Untraceable, match=reason):
+    with pytest.raises(TraceError, match=reason):
         trace(what, *inputs)
 
 

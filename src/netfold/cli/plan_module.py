@@ -21,11 +21,11 @@ def module_model(said: str, inputs: Sequence[str]) -> Traced:
     """
     need("a module", ("torch", "pydantic"), "train")
 
-    from netfold.train.trace import asked_input, asked_module, traced
+    from netfold.train.trace import parse_input, parse_module, trace_module
 
     # A module:factory of one's own is looked for here, as `python -m` does.
     sys.path.insert(0, "")
-    return traced(asked_module(said), [asked_input(each) for each in inputs], said)
+    return trace_module(parse_module(said), [parse_input(each) for each in inputs], said)
 
 
 def trace(

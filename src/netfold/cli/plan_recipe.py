@@ -23,14 +23,14 @@ def recipe_model(path: Path, settings: Sequence[str]) -> tuple[Model, dict[str, 
 
     from netfold.plan.model import Chain
     from netfold.train.explain.layers import measure
-    from netfold.train.recipe.validate import check
+    from netfold.train.recipe.validate import validate_recipe
     from netfold.train.recipe.load import load
     from netfold.train.recipe.errors import RecipeError
     from netfold.train.recipe.split import ranks_asked
 
     recipe, source = load(path, settings)
     try:
-        checked = check(recipe, ranks_asked(recipe.parallel))
+        checked = validate_recipe(recipe, ranks_asked(recipe.parallel))
     except ValueError as error:
         raise RecipeError(source.placed(error)) from None
     split, precision = checked.split, recipe.training.precision

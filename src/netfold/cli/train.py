@@ -90,9 +90,9 @@ def _run(recipe: Path, settings: Sequence[str], explain: bool, nproc: int | None
         try:
             ranks = place.size if place is not None else nproc or ranks_asked(asked.parallel)
             if place is None or explain:
-                from netfold.train.recipe.validate import check
+                from netfold.train.recipe.validate import validate_recipe
 
-                checked = check(asked, ranks)
+                checked = validate_recipe(asked, ranks)
             else:
                 # A rank makes model and data to train, and finds the rest itself.
                 split(asked, ranks)
@@ -110,10 +110,10 @@ def _run(recipe: Path, settings: Sequence[str], explain: bool, nproc: int | None
         raise typer.Exit(CANNOT) from None
     if explain:
         from netfold.train.explain import explain as explained
-        from netfold.train.explain.render import show
+        from netfold.train.explain.render import print_plan
 
         if place is None or place.rank == 0:
-            show(explained(asked, checked))
+            print_plan(explained(asked, checked))
     elif place is not None:
         from netfold.train.rank import train as train_here
 

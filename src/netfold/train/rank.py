@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 from netfold.bootstrap.launchers import Placement, placement
 from netfold.train.recipe import Recipe
-from netfold.train.recipe.errors import Source, in_a_sentence
+from netfold.train.recipe.errors import Source, error_sentence
 from netfold.train.fault_tolerance.stop import POLICY_STATUS, STOPPED_STATUS, PolicyStopError
 
 if TYPE_CHECKING:
@@ -168,7 +168,7 @@ def _tell(error: Exception, place: Placement, trainer: Trainer | None, source: S
     if isinstance(error, ValueError):
         said = "; ".join(source.placed(error))
     else:
-        said = str(error) if isinstance(error, PolicyStopError) else in_a_sentence(error)
+        said = str(error) if isinstance(error, PolicyStopError) else error_sentence(error)
     sentence = f"rank {place.rank} of {place.size}{_step(trainer)}: {said}"
     print(f"netfold train: {sentence}", file=sys.stderr, flush=True)
     if os.environ.get("LOGLEVEL") in ("INFO", "DEBUG"):

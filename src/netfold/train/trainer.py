@@ -31,7 +31,7 @@ from netfold.train.sampler import sample_seed
 from netfold.train.parallel import parallelise
 from netfold.train.pictures import render
 from netfold.train.recipe import Recipe, constraints
-from netfold.train.recipe.errors import RecipeError, kind, words
+from netfold.train.recipe.errors import RecipeError, error_kind, error_text
 from netfold.train.schedule import learning_rate
 from netfold.train.fault_tolerance.policies import (
     Buffers,
@@ -154,8 +154,8 @@ class Trainer:
             if better is not None:
                 abort_groups(self.mesh, better)
             if self._started:
-                self._note("error", words(better or error).partition("\n")[0])
-                self._tell(said.Ended(self.step, kind(better or error), time.perf_counter() - began_s))
+                self._note("error", error_text(better or error).partition("\n")[0])
+                self._tell(said.Ended(self.step, error_kind(better or error), time.perf_counter() - began_s))
             if better is not None:
                 raise better from error
             raise

@@ -15,7 +15,7 @@ from netfold.train.parallel.buckets import CANDIDATES_MB, START_MB
 from netfold.train.parallel.stages import cut
 from netfold.train.parallel.tensor import styles_of
 from netfold.train.recipe import Recipe
-from netfold.train.recipe.validate import Checked
+from netfold.train.recipe.validate import ValidatedRecipe
 from netfold.train.recipe.split import Split
 
 
@@ -47,7 +47,7 @@ class Plan:
     """Activations, and what travels inside layers and between stages, could not be measured; a note says why."""
 
 
-def explain(recipe: Recipe, checked: Checked) -> Plan:
+def explain(recipe: Recipe, checked: ValidatedRecipe) -> Plan:
     """Takes over the model that was checked. The memory is that of what is named; torch itself and the data come on
     top."""
     split, model = checked.split, checked.model

@@ -14,7 +14,7 @@ COLUMNS = 6
 _AXES = ("tensor", "pipeline", "data", "all")
 
 
-def show(plan: Plan, console: Console | None = None) -> None:
+def print_plan(plan: Plan, console: Console | None = None) -> None:
     """Print it: the mesh, what each rank holds and needs, what travels in a step."""
     console = console or Console()
     split, recipe = plan.split, plan.recipe

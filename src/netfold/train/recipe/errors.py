@@ -47,7 +47,7 @@ class Source:
         """The sentences of an error, each with its place before it where it is about a recipe's key."""
         if isinstance(error, RecipeError):
             return [self.place(sentence) + sentence for sentence in error.problems]
-        sentence = in_a_sentence(error)
+        sentence = error_sentence(error)
         return [(self.place(sentence) if _KEY.search(sentence) else "") + sentence]
 
     def place(self, sentence: str, key: Key | None = None) -> str:
@@ -73,28 +73,28 @@ class RecipeError(ValueError):
         self.problems = tuple(problems)
 
 
-def meant(word: str, known: Iterable[str]) -> str:
+def suggest(word: str, known: Iterable[str]) -> str:
     """ "did you mean x?" where something is spelt alike, else what there is."""
     known = list(known)
     close = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
     return f"did you mean {close[0]}?" if close else f"there is {', '.join(known)}"
 
 
-def words(error: BaseException) -> str:
+def error_text(error: BaseException) -> str:
     """What it says, without torch's words and stack round what a communication hook raised."""
     return _CALLBACK.sub(r"\1", str(error))
 
 
-def kind(error: BaseException) -> str:
+def error_kind(error: BaseException) -> str:
     """The name of its class; of what a communication hook raised, of which torch keeps words alone, the one in them."""
     told = _CALLBACK.match(str(error))
     first = told.group(1).partition(":")[0] if told else ""
     return first if first.isidentifier() else type(error).__name__
 
 
-def in_a_sentence(error: BaseException) -> str:
+def error_sentence(error: BaseException) -> str:
     """What was raised: netfold's own ValueErrors as they are; others with their type, and the line that raised them."""
-    text = " ".join(words(error).split())
+    text = " ".join(error_text(error).split())
     if isinstance(error, OSError) and error.filename is not None:
         return f"{error.filename}: {error.strerror}"
     last = next(iter(traceback.extract_tb(error.__traceback__)[-1:]), None)

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 
-class Followed(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class IndexTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Enter it inside the fake mode. A row that a table has not, and a class beyond the last one, raise ValueError."""
 
     def __init__(self, module: nn.Module) -> None:

@@ -10,7 +10,7 @@ from pydantic_core import ErrorDetails
 
 from netfold.plan.request.key_lines import Key
 from netfold.train.recipe import Recipe
-from netfold.train.recipe.errors import meant
+from netfold.train.recipe.errors import suggest
 
 _KINDS = {
     "int_type": "a whole number",
@@ -66,7 +66,7 @@ def _sentence(key: Key, details: list[ErrorDetails]) -> str:
     if first["type"] == "extra_forbidden":
         known = _known(key[:-1])
         where = f"[{'.'.join(key[:-1])}]" if len(key) > 1 else "a recipe"
-        return f"{name} is not a key of {where}; {meant(key[-1], known)}"
+        return f"{name} is not a key of {where}; {suggest(key[-1], known)}"
     if first["type"] == "missing":
         if len(first["loc"]) == len(key):
             return f"{name} is missing; a recipe must have it"
@@ -78,7 +78,7 @@ def _sentence(key: Key, details: list[ErrorDetails]) -> str:
     must = " or ".join(dict.fromkeys(wanted(each) for each in details))
     hint = ""
     if any(each["type"] == "literal_error" for each in details) and isinstance(first["input"], str):
-        guess = meant(first["input"], [word.strip("'") for each in details for word in _choices(each)])
+        guess = suggest(first["input"], [word.strip("'") for each in details for word in _choices(each)])
         hint = f"; {guess}" if guess.startswith("did") else ""
     return f"{name} is {_shown(first['input'])}; it must be {must}{hint}"
 

@@ -15,7 +15,7 @@ from pydantic.errors import PydanticUserError
 
 from netfold.extras import missing_extra
 from netfold.train.recipe import Factory
-from netfold.train.recipe.errors import RecipeError, meant
+from netfold.train.recipe.errors import RecipeError, suggest
 from netfold.train.recipe.messages import wanted
 
 
@@ -34,7 +34,7 @@ def factory(asked: Factory, known: Mapping[str, str], kind: str) -> Callable[...
     names = [name for name, each in parameters.items() if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)]
     for name, value in asked.options.items():
         if name not in names and not open_ended:
-            there = meant(name, names) if names else "it has none"
+            there = suggest(name, names) if names else "it has none"
             problems.append(f"{kind}.{name} is not an option of {asked.name}; {there}")
             continue
         try:
@@ -63,7 +63,7 @@ def _find(asked: Factory, known: Mapping[str, str], kind: str) -> Callable[..., 
     place = known.get(asked.name, asked.name)
     if ":" not in place:
         raise RecipeError(
-            [f"{kind}.name is {asked.name!r}; {meant(asked.name, known)} (one of your own is written module:factory)"]
+            [f"{kind}.name is {asked.name!r}; {suggest(asked.name, known)} (one of your own is written module:factory)"]
         )
     module, _, name = place.partition(":")
     try:

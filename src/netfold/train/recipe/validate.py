@@ -23,9 +23,9 @@ from netfold.train.parallel import embeddings, tensor
 from netfold.train.parallel.batch_norm import norms_of
 from netfold.train.parallel.pipeline_plan import check_chain
 from netfold.train.recipe import Factory, Recipe
-from netfold.train.recipe.index_tracking import Followed
+from netfold.train.recipe.index_tracking import IndexTracker
 from netfold.train.recipe.registry import arguments, factory
-from netfold.train.recipe.errors import RecipeError, in_a_sentence, meant
+from netfold.train.recipe.errors import RecipeError, error_sentence, suggest
 from netfold.train.recipe.split import Split, split
 
 Made = TypeVar("Made")
@@ -36,7 +36,7 @@ NUMBERS_TRIED = 1 << 21
 
 
 @dataclass(frozen=True)
-class Checked:
+class ValidatedRecipe:
     """A recipe that nothing is known against."""
 
     split: Split
@@ -48,7 +48,7 @@ class Checked:
     """Of the training examples: two samples."""
 
 
-def check(recipe: Recipe, ranks: int) -> Checked:
+def validate_recipe(recipe: Recipe, ranks: int) -> ValidatedRecipe:
     """Make what the recipe names, for so many ranks. Raises RecipeError with everything that is wrong."""
     problems = _backend(recipe.run.backend)
     shares = _collected(problems, lambda: split(recipe, ranks))
@@ -61,7 +61,7 @@ def check(recipe: Recipe, ranks: int) -> Checked:
         problems += _fit(recipe, model, fake, data, example)
     if problems or shares is None or model is None or data is None or example is None:
         raise RecipeError(problems)
-    return Checked(shares, model, fake, data, example)
+    return ValidatedRecipe(shares, model, fake, data, example)
 
 
 def _collected(problems: list[str], make: Callable[[], Made]) -> Made | None:
@@ -92,14 +92,14 @@ def _made(make: Callable[[Factory], Made], asked: Factory, kind: str) -> Made:
     except RecipeError:
         raise
     except Exception as error:
-        raise RecipeError([f"{kind}.name {asked.name!r} cannot be made: {in_a_sentence(error)}"]) from error
+        raise RecipeError([f"{kind}.name {asked.name!r} cannot be made: {error_sentence(error)}"]) from error
 
 
 def _backend(name: str) -> list[str]:
     if dist.is_backend_available(name.lower()):
         return []
     there = [each for each in dist.Backend.backend_list if each != "undefined" and dist.is_backend_available(each)]
-    return [f"run.backend is {name!r}, which this torch has not; {meant(name, there)}"]
+    return [f"run.backend is {name!r}, which this torch has not; {suggest(name, there)}"]
 
 
 def _example(recipe: Recipe, data: Data) -> Batch:
@@ -115,7 +115,7 @@ def _example(recipe: Recipe, data: Data) -> Batch:
         except Exception as error:
             if index + 1 < tries and isinstance(error, BadExampleError):
                 continue
-            raise RecipeError([f"data.name {name!r} cannot give an example: {in_a_sentence(error)}"]) from error
+            raise RecipeError([f"data.name {name!r} cannot give an example: {error_sentence(error)}"]) from error
     raise AssertionError("there is at least one example")
 
 
@@ -146,7 +146,7 @@ def _fit(recipe: Recipe, model: Model, fake: FakeTensorMode | None, data: Data, 
 def _in_plain_words(error: Exception) -> str:
     shapes = _SHAPE.findall(str(error)) if isinstance(error, UserWarning) else []
     if len(shapes) != 2:
-        return in_a_sentence(error)
+        return error_sentence(error)
     target, output = shapes
     return f"the loss is given outputs of shape {output} and targets of shape {target}"
 
@@ -165,7 +165,7 @@ def _computed(recipe: Recipe, model: Model, numbers: Sequence[torch.Tensor]) -> 
 
 def _fake_loss(recipe: Recipe, model: Model, fake: FakeTensorMode, batch: Batch) -> torch.Tensor:
     real = [*batch.inputs, batch.target]
-    with fake, Followed(model.module) as followed:
+    with fake, IndexTracker(model.module) as followed:
         like = [torch.empty_like(each, device="cpu") for each in real]
         for each, value in zip(like, real, strict=True):
             followed.tell(each, value)
@@ -219,5 +219,5 @@ def _parts(recipe: Recipe, model: Model) -> list[str]:
         except RecipeError:
             pass  # of the recipe alone: the split has said it
         except ValueError as error:
-            problems.append(in_a_sentence(error))
+            problems.append(error_sentence(error))
     return problems

@@ -1,7 +1,7 @@
 """A run's page, report.html: what came of it, how it went, what it was. A sheet as a profile's.
 
     curves         a chart a quantity          happened     notes, starts and evaluations, as tables
-    pictures       what the model makes        made_with    the recipe, the environment
+    pictures       what the model makes        provenance    the recipe, the environment
     communication  the profile's main figures  listener     writes the page while a run goes on
 
 Made of the run's folder alone, so it can be made again elsewhere: `write_report(folder)`.
@@ -20,8 +20,8 @@ from netfold.train.callbacks.metrics_file import NAME, Metrics, read_metrics
 from netfold.train.callbacks.result import result
 from netfold.train.report.communication import communication
 from netfold.train.report.curves import columns, curves
-from netfold.train.report.history import happened
-from netfold.train.report.provenance import made_with
+from netfold.train.report.history import history
+from netfold.train.report.provenance import provenance
 from netfold.train.report.pictures import pictures
 
 __all__ = ["PAGE", "write_report"]
@@ -66,9 +66,9 @@ def _render(folder: Path) -> str:
         sections=[
             ("pictures", "What the model makes of what it has never seen", pictures(folder)),
             ("curves", "How it went", curves(metrics)),
-            ("happened", "What happened", happened(metrics)),
+            ("happened", "What happened", history(metrics)),
             ("communication", "Communication", communication(folder)),
-            ("recipe", "Recipe and environment", made_with(folder) + _carried(every)),
+            ("recipe", "Recipe and environment", provenance(folder) + _carried(every)),
         ],
         data=("metrics", numbers),
         style=Path(__file__).with_name("style.css"),

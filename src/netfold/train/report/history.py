@@ -10,7 +10,7 @@ from netfold.train.callbacks.metrics_file import NAME, Line, Metrics
 from netfold.train.callbacks.result import with_unit
 
 
-def happened(metrics: Metrics) -> str:
+def history(metrics: Metrics) -> str:
     return _notes(metrics) + _evaluations(metrics)
 
 

@@ -11,7 +11,7 @@ from netfold.train.callbacks.run_folder import ENVIRONMENT
 from netfold.train.recipe.serialize import NAME
 
 
-def made_with(folder: Path) -> str:
+def provenance(folder: Path) -> str:
     """Files that are not there are left out: a page can be made of metrics alone."""
     said = ""
     if (folder / NAME).exists():

@@ -15,7 +15,7 @@ import torch
 from netfold.train.models import MODELS
 from netfold.train.recipe import Factory
 from netfold.train.recipe.registry import factory
-from netfold.train.recipe.errors import RecipeError, in_a_sentence
+from netfold.train.recipe.errors import RecipeError, error_sentence
 
 DTYPES = {
     "float32": torch.float32,
@@ -29,7 +29,7 @@ DTYPES = {
 _INPUT = re.compile(r"(?:(?P<name>[A-Za-z_]\w*)=)?(?P<shape>\d+(?:x\d+)*)(?::(?P<dtype>\w+))?")
 
 
-class Untraceable(ValueError):  # noqa: N818 - it says what the module is
+class TraceError(ValueError):  # noqa: N818 - it says what the module is
     """A module that cannot be traced as it was asked for; the message says why, and what to do."""
 
 
@@ -46,23 +46,23 @@ class Input:
         return f"{self.name + '=' if self.name else ''}{'x'.join(map(str, self.shape))}:{str(self.dtype)[6:]}"
 
 
-def asked_input(said: str) -> Input:
+def parse_input(said: str) -> Input:
     """`32x3x224x224`, `8x128:int64`, `input_ids=8x128:int64`; raises Untraceable for anything else."""
     found = _INPUT.fullmatch(said.strip())
     if found is None:
-        raise Untraceable(f"{said!r} is no input; write its shape, the samples first: 32x3x224x224, or 8x128:int64")
+        raise TraceError(f"{said!r} is no input; write its shape, the samples first: 32x3x224x224, or 8x128:int64")
     dtype = found["dtype"] or "float32"
     if dtype not in DTYPES:
         near = difflib.get_close_matches(dtype, DTYPES, n=1, cutoff=0.5)
         meant = f"did you mean {near[0]}?" if near else f"there are {', '.join(DTYPES)}"
-        raise Untraceable(f"{said!r}: there is no dtype {dtype!r}; {meant}")
+        raise TraceError(f"{said!r}: there is no dtype {dtype!r}; {meant}")
     shape = tuple(map(int, found["shape"].split("x")))
     if 0 in shape:
-        raise Untraceable(f"{said!r} holds nothing: a dimension is 0; give each at least 1")
+        raise TraceError(f"{said!r} holds nothing: a dimension is 0; give each at least 1")
     return Input(shape, DTYPES[dtype], found["name"] or "")
 
 
-def asked_module(said: str) -> Callable[[], Any]:
+def parse_module(said: str) -> Callable[[], Any]:
     """What makes it: `package.module:factory`, or a model of `netfold train` by its name; options after one more colon,
     `gpt:layers=12,width=768`. Raises Untraceable, a line a problem, for names and options that there are not.
     """
@@ -70,7 +70,7 @@ def asked_module(said: str) -> Callable[[], Any]:
     try:
         found = factory(Factory.model_validate({"name": name} | options), MODELS, "module")
     except RecipeError as error:
-        raise Untraceable(str(error)) from None
+        raise TraceError(str(error)) from None
     return functools.partial(_called, found, said)
 
 
@@ -78,7 +78,7 @@ def _called(make: Callable[[], Any], said: str) -> Any:
     try:
         return make()
     except Exception as error:
-        raise Untraceable(f"{said} cannot be made of tensors without memory: {in_a_sentence(error)}") from error
+        raise TraceError(f"{said} cannot be made of tensors without memory: {error_sentence(error)}") from error
 
 
 def _parted(said: str) -> tuple[str, dict[str, Any]]:
@@ -90,9 +90,9 @@ def _parted(said: str) -> tuple[str, dict[str, Any]]:
     for part in filter(None, (each.strip() for each in ":".join(rest).split(","))):
         key, equals, value = (each.strip() for each in part.partition("="))
         if not equals:
-            raise Untraceable(f"{said}: {part!r} says no value; write it as width=128")
+            raise TraceError(f"{said}: {part!r} says no value; write it as width=128")
         if key == "name":
-            raise Untraceable(f"{said}: an option that is called name cannot be given here; write a factory without it")
+            raise TraceError(f"{said}: an option that is called name cannot be given here; write a factory without it")
         options[key] = _value(value)
     return name, options
 

@@ -17,15 +17,15 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from netfold.plan.model import Gradient, Kernels, Part, Traced
 from netfold.train.model import Model
-from netfold.train.trace.module_spec import Input, Untraceable
-from netfold.train.trace.tracer import OnAnAccelerator, Ran, Watch, tensors
+from netfold.train.trace.module_spec import Input, TraceError
+from netfold.train.trace.tracer import OnAnAccelerator, Ran, TraceMode, tensors
 
 # torch's errors where an operation's result, or its size, depends on numbers: of fake tensors, and of meta tensors.
 _WANTS_NUMBERS = ("DataDependent", "DynamicOutputShape", "UnsupportedFakeTensor", "GuardOnDataDependent")
 _SAYS_SO = ("data-dependent", "meta tensors", ".numpy() is not supported", ".tolist() is not supported")
 
 
-def traced(make: Callable[[], Any], inputs: Sequence[Input], name: str = "") -> Traced:
+def trace_module(make: Callable[[], Any], inputs: Sequence[Input], name: str = "") -> Traced:
     """What `make` makes (a module, or netfold.train's Model), in a step on `inputs`; name: the class's, if it is not
     said.
 
@@ -33,10 +33,10 @@ def traced(make: Callable[[], Any], inputs: Sequence[Input], name: str = "") -> 
     alone. Raises Untraceable, in a sentence: no module, inputs that it does not take, values that it asks for.
     """
     if not inputs:
-        raise Untraceable("a module is traced with inputs: give each, such as --input 32x3x224x224")
+        raise TraceError("a module is traced with inputs: give each, such as --input 32x3x224x224")
     counts = sorted({each.shape[0] for each in inputs})
     if len(counts) > 1:
-        raise Untraceable(
+        raise TraceError(
             f"inputs of {' and '.join(map(str, counts))} samples; the first dimension is the sample, and as long in all"
         )
     with warnings.catch_warnings(), _quiet():
@@ -51,7 +51,7 @@ def traced(make: Callable[[], Any], inputs: Sequence[Input], name: str = "") -> 
     parts, place = _parts(once)
     more, _ = _parts(twice)
     if [_outline(each) for each in parts] != [_outline(each) for each in more]:
-        raise Untraceable(
+        raise TraceError(
             f"{name}: does other things with {2 * counts[0]} samples than with {counts[0]}, so nothing can be said of "
             "other microbatches; trace it with more samples"
         )
@@ -87,15 +87,15 @@ def _made(make: Callable[[], Any]) -> nn.Module:
     made = make()
     module = made.module if isinstance(made, Model) else made
     if not isinstance(module, nn.Module):
-        raise Untraceable(f"what it makes is no torch.nn.Module but {type(made).__name__}; return the module")
+        raise TraceError(f"what it makes is no torch.nn.Module but {type(made).__name__}; return the module")
     return module.train()
 
 
-def _run(module: nn.Module, inputs: Sequence[Input], times: int, name: str) -> Watch:
+def _run(module: nn.Module, inputs: Sequence[Input], times: int, name: str) -> TraceMode:
     given = [(each, torch.zeros((times * each.shape[0], *each.shape[1:]), dtype=each.dtype)) for each in inputs]
     positional = [tensor for each, tensor in given if not each.name]
     named = {each.name: tensor for each, tensor in given if each.name}
-    watch = Watch(module)
+    watch = TraceMode(module)
     try:
         with watch.hooked(), OnAnAccelerator():
             returned = module(*positional, **named)
@@ -107,7 +107,7 @@ def _run(module: nn.Module, inputs: Sequence[Input], times: int, name: str) -> W
     except Exception as error:
         _explain(error, name, inputs)
     if not ends:
-        raise Untraceable(f"{name}: returns nothing that has a gradient, so there is nothing to train")
+        raise TraceError(f"{name}: returns nothing that has a gradient, so there is nothing to train")
     module.zero_grad()
     return watch
 
@@ -118,7 +118,7 @@ def _ends(returned: Any) -> list[Tensor]:
     return [each for each in found if each.requires_grad]
 
 
-def _parts(watch: Watch) -> tuple[tuple[Part, ...], dict[int, int]]:
+def _parts(watch: TraceMode) -> tuple[tuple[Part, ...], dict[int, int]]:
     """Without stretches in which nothing was done; and of each place in what was seen, the part it belongs to."""
     made: list[Part] = []
     place: dict[int, int] = {}
@@ -145,7 +145,7 @@ def _outline(part: Part) -> tuple[object, ...]:
     return part.name, part.parameters, len(part.forward.matmuls), len(part.backward.matmuls)
 
 
-def _notes(name: str, watch: Watch) -> list[str]:
+def _notes(name: str, watch: TraceMode) -> list[str]:
     found = []
     if watch.custom:
         found.append(
@@ -166,12 +166,12 @@ def _explain(error: Exception, name: str, inputs: Sequence[Input]) -> NoReturn:
     kind = type(error).__name__
     place = _place(error)
     if kind.startswith(_WANTS_NUMBERS) or any(each in what for each in _SAYS_SO):
-        raise Untraceable(
+        raise TraceError(
             f"{name}: asks for a number that was computed{place}, and a trace has shapes alone; trace what does not "
             "depend on it, or give the model by its dimensions"
         ) from error
     shapes = ", ".join(each.text for each in inputs)
-    raise Untraceable(f"{name}: does not go through with inputs of {shapes}{place}: {kind}: {what[:300]}") from error
+    raise TraceError(f"{name}: does not go through with inputs of {shapes}{place}: {kind}: {what[:300]}") from error
 
 
 def _place(error: Exception) -> str:

@@ -39,7 +39,7 @@ class Ran:
 
 
 @dataclass
-class Seen:
+class TracedPart:
     """A part: a stretch of the forward pass inside one module. node: the number of the first node made in it."""
 
     module: str
@@ -55,7 +55,7 @@ class Seen:
         return self.forward.count > 0 or self.backward.count > 0 or self.kept != NONE
 
 
-class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class TraceMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """seen: parts, in order. gradients: parameters as the backward pass completes them, each with the part that did.
 
     custom: operations that are not torch's. unused: elements of parameters that nothing has read, by storage.
@@ -64,7 +64,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.seen: list[Seen] = []
+        self.seen: list[TracedPart] = []
         self.gradients: list[tuple[Tensor, int]] = []
         self.custom: set[str] = set()
         self._module = module
@@ -172,9 +172,9 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _begin(self) -> None:
         node = torch._C._autograd._get_sequence_nr()
         if self.seen and not self.seen[-1].worked:
-            self.seen[-1] = Seen(self._path[-1], self.seen[-1].node)
+            self.seen[-1] = TracedPart(self._path[-1], self.seen[-1].node)
         else:
-            self.seen.append(Seen(self._path[-1], node))
+            self.seen.append(TracedPart(self._path[-1], node))
         self._at = len(self.seen) - 1
 
     def _keep(self, saved: Tensor) -> Tensor:
