@@ -47,7 +47,7 @@ class Input:
 
 
 def parse_input(said: str) -> Input:
-    """`32x3x224x224`, `8x128:int64`, `input_ids=8x128:int64`; raises Untraceable for anything else."""
+    """`32x3x224x224`, `8x128:int64`, `input_ids=8x128:int64`; raises TraceError for anything else."""
     found = _INPUT.fullmatch(said.strip())
     if found is None:
         raise TraceError(f"{said!r} is no input; write its shape, the samples first: 32x3x224x224, or 8x128:int64")
@@ -64,7 +64,7 @@ def parse_input(said: str) -> Input:
 
 def parse_module(said: str) -> Callable[[], Any]:
     """What makes it: `package.module:factory`, or a model of `netfold train` by its name; options after one more colon,
-    `gpt:layers=12,width=768`. Raises Untraceable, a line a problem, for names and options that there are not.
+    `gpt:layers=12,width=768`. Raises TraceError, a line a problem, for names and options that there are not.
     """
     name, options = _parted(said)
     try:

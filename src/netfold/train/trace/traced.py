@@ -30,7 +30,7 @@ def trace_module(make: Callable[[], Any], inputs: Sequence[Input], name: str = "
     said.
 
     Everything that a forward pass returns and that has a gradient is gone back from; of an output with a `loss`, that
-    alone. Raises Untraceable, in a sentence: no module, inputs that it does not take, values that it asks for.
+    alone. Raises TraceError, in a sentence: no module, inputs that it does not take, values that it asks for.
     """
     if not inputs:
         raise TraceError("a module is traced with inputs: give each, such as --input 32x3x224x224")
