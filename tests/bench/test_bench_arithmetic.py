@@ -9,7 +9,7 @@ from netfold.bench.collectives import COLLECTIVES, REDOPS, expected, parse_redop
 from netfold.bench.config import Measured, Place, Result, SizeResult, Trials, calls_a_round
 from netfold.bench.test_data import Pattern, byte_bound, contribution, encode, fill, mismatches, modulus
 from netfold.bench.report import describe_run, make_rows, total_wrong
-from netfold.bench.backends import parse_side, unique_labels
+from netfold.bench.backends import parse_backend, unique_labels
 from netfold.bench.sizes import DTYPES, format_size, parse_dtypes, parse_size, sweep
 from netfold.bench.spread import paired_ratios, spread
 from netfold.bench.table import render_table
@@ -216,7 +216,7 @@ def test_a_side_named_twice_has_two_labels() -> None:
 
 def test_two_mpis_never_share_processes_and_torch_backends_do() -> None:
     sides = ["gloo", "netfold:shared", "communicator:shared", "mpi:intel", "mpi:intel:out", "mpi:mpich"]
-    names = [parse_side(side) for side in sides]
+    names = [parse_backend(side) for side in sides]
     assert [name.world for name in names] == ["torch", "torch", "communicator", "intel", "intel", "mpich"]
     assert [name.variant for name in names] == ["", "shared", "shared", "", "out", ""]
 
@@ -224,23 +224,23 @@ def test_two_mpis_never_share_processes_and_torch_backends_do() -> None:
 @pytest.mark.parametrize("text", ["", "mpi", "mpi:lam", "mpi:intel:shared", "gloo:shared", "netfold:out", "a:b:c"])
 def test_a_side_that_is_not_understood_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="not understood"):
-        parse_side(text)
+        parse_backend(text)
 
 
 def test_a_netfold_side_takes_an_algorithm_a_wire_format_and_shared_in_any_order() -> None:
     for text in ("netfold:shared:ring:bf16", "netfold:bf16:ring:shared", "netfold:ring:shared:bf16"):
-        name = parse_side(text)
+        name = parse_backend(text)
         assert (name.kind, name.variant, name.algorithm, name.wire) == ("netfold", "shared", "ring", "bf16")
-    options = parse_side("communicator:in_network").options()
+    options = parse_backend("communicator:in_network").options()
     assert options is not None and (options.algorithm, options.wire_dtype) == ("in_network", None)
-    assert parse_side("netfold:shared").options() is None
+    assert parse_backend("netfold:shared").options() is None
 
 
 def test_an_unknown_word_of_a_side_is_answered_with_what_there_is() -> None:
     with pytest.raises(ValueError, match=r"'star' is none of shared; the algorithms .*halving_doubling.* i32, i8"):
-        parse_side("netfold:star")
+        parse_backend("netfold:star")
     with pytest.raises(ValueError, match=r"it says both ring and tree"):
-        parse_side("netfold:ring:tree")
+        parse_backend("netfold:ring:tree")
 
 
 def test_the_smaller_a_message_the_more_calls_a_round() -> None:
@@ -359,7 +359,7 @@ def test_a_run_as_json_says_what_it_was_measured_on() -> None:
 def test_shared_tensors_are_views_of_what_netfold_empty_made(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 
-    from netfold.bench.backends.torch_backend import TorchSide
+    from netfold.bench.backends.torch_backend import TorchBackend
 
     made: list[np.ndarray] = []
 
@@ -368,7 +368,7 @@ def test_shared_tensors_are_views_of_what_netfold_empty_made(dtype: str, monkeyp
         return made[-1]
 
     monkeypatch.setattr("netfold.empty", empty, raising=False)
-    buffer = TorchSide(None, parse_side("netfold:shared")).empty(5, dtype)
+    buffer = TorchBackend(None, parse_backend("netfold:shared")).empty(5, dtype)
     assert buffer.native.dtype == getattr(torch, DTYPES[dtype].torch_name)
     assert buffer.native.data_ptr() == buffer.values.ctypes.data == made[0].ctypes.data
     assert (len(buffer.native), buffer.values.nbytes) == (5, 5 * DTYPES[dtype].item_bytes)

@@ -16,7 +16,7 @@ from netfold.bench.config import Place, Trials
 from netfold.bench.link_probe import probe_rack
 from netfold.bench.mpi_peers import PeerMissingError, have_peer, launch_mpi
 from netfold.bench.report import Row, make_rows, total_wrong
-from netfold.bench.backends import parse_side
+from netfold.bench.backends import parse_backend
 from netfold.bench.sizes import DTYPES
 from netfold.cli.bench import app
 from netfold.rack.command import why_unavailable
@@ -121,7 +121,7 @@ def test_every_collective_is_right_on_every_side_that_needs_no_other_program() -
                 # What a side does not have it says; what it does, it does right.
                 assert row.refused is not None or row.wrong == 0, row
                 assert row.refused is None or (name == "send_recv" and row.side != "gloo"), row
-        waiting = conductor.measure_waiting(parse_side("communicator"), 4, 0.3)
+        waiting = conductor.measure_waiting(parse_backend("communicator"), 4, 0.3)
     assert len(waiting) == 3 and all(rank["wall_s"] > 0.25 for rank in waiting)
     assert all(rank["cpu_s"] < 0.5 * rank["wall_s"] for rank in waiting[:-1])
 
@@ -162,7 +162,7 @@ def test_netfold_beside_gloo_is_right_and_its_small_calls_are_broken_down() -> N
 
 def test_ddp_steps_are_timed_and_leave_all_ranks_the_same_parameters() -> None:
     with conduct(Place(2, switch=False, deadline_s=60), ["torch"]) as conductor:
-        ours, peer = conductor.measure_ddp([parse_side("netfold"), parse_side("gloo")], rounds=2, steps=1, width=256)
+        ours, peer = conductor.measure_ddp([parse_backend("netfold"), parse_backend("gloo")], rounds=2, steps=1, width=256)
     assert (len(ours.times_ns), len(peer.times_ns)) == (2, 2)
     assert (ours.wrong, peer.wrong) == (0, 0)
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from netfold.bench.collectives import parse_collective, parse_redops
 from netfold.bench.program import BUCKET_BYTES
-from netfold.bench.backends import SideName, parse_side, unique_labels
+from netfold.bench.backends import BackendName, parse_backend, unique_labels
 from netfold.bench.sizes import parse_dtype
 from netfold.plan.model.catalogue import find_model
 
@@ -64,8 +64,8 @@ class Trials:
         if min(self.sizes) < item_bytes and self.collective != "barrier":
             raise ValueError(f"{min(self.sizes)} bytes hold no element of {self.dtype} ({item_bytes} bytes each)")
 
-    def side_names(self) -> list[SideName]:
-        return [parse_side(side, label) for side, label in zip(self.sides, self.labels(), strict=True)]
+    def side_names(self) -> list[BackendName]:
+        return [parse_backend(side, label) for side, label in zip(self.sides, self.labels(), strict=True)]
 
     def labels(self) -> list[str]:
         return unique_labels(self.sides)
@@ -104,8 +104,8 @@ class Replay:
             find_model(model)
         self.side_names()
 
-    def side_names(self) -> list[SideName]:
-        return [parse_side(side, label) for side, label in zip(self.sides, self.labels(), strict=True)]
+    def side_names(self) -> list[BackendName]:
+        return [parse_backend(side, label) for side, label in zip(self.sides, self.labels(), strict=True)]
 
     def labels(self) -> list[str]:
         return unique_labels(self.sides)

@@ -5,7 +5,7 @@ import statistics
 from netfold.bench.runner import Conductor
 from netfold.bench.config import Measured, Place
 from netfold.bench.rules import Verdict
-from netfold.bench.backends import parse_side
+from netfold.bench.backends import parse_backend
 from netfold.bench.spread import paired_ratios, spread
 from netfold.bench.table import describe_time
 
@@ -23,10 +23,10 @@ def waiting_verdicts(conductor: Conductor, sides: list[str], quick: bool) -> lis
     """A line a side: CPU seconds of the ranks that wait in an all_reduce for one that comes SLEEP_S late."""
     verdicts = []
     for side in sides:
-        answers = conductor.measure_waiting(parse_side(side), size_bytes=4, sleep_s=SLEEP_S)
+        answers = conductor.measure_waiting(parse_backend(side), size_bytes=4, sleep_s=SLEEP_S)
         waiting_s = [answer["cpu_s"] for answer in answers[:-1]]
         worst_s = max(waiting_s)
-        asked = parse_side(side).is_netfold
+        asked = parse_backend(side).is_netfold
         verdicts.append(
             Verdict(
                 what=f"one rank {SLEEP_S:.0f} s late",
@@ -47,7 +47,7 @@ def waiting_verdicts(conductor: Conductor, sides: list[str], quick: bool) -> lis
 def ddp_verdicts(conductor: Conductor, sides: list[str], quick: bool) -> list[Verdict]:
     """Training steps of the first side beside the second's, interleaved by round."""
     ours, peer = conductor.measure_ddp(
-        [parse_side(side) for side in sides], rounds=4 if quick else 8, steps=2 if quick else 3, width=DDP_WIDTH
+        [parse_backend(side) for side in sides], rounds=4 if quick else 8, steps=2 if quick else 3, width=DDP_WIDTH
     )
     of = spread(paired_ratios(peer.times_ns, ours.times_ns))
     why = "; ".join(filter(None, (_differing(sides[0], ours), _differing(sides[1], peer))))

@@ -4,12 +4,12 @@ from typing import cast
 
 from mpi4py import MPI
 
-from netfold.bench.backends.mpi_backend import MpiSide, MpiWorld
+from netfold.bench.backends.mpi_backend import MpiBackend, MpiWorld
 
 
 class MpiGroups(MpiWorld):
-    def group(self, workers: int, options: None, payload_bytes: None) -> MpiSide:
+    def group(self, workers: int, options: None, payload_bytes: None) -> MpiBackend:
         """Of the first `workers` ranks; the others must call too. The rest is for netfold alone."""
         assert options is None and payload_bytes is None
         part = MPI.COMM_WORLD.Split(0 if self.rank < workers else MPI.UNDEFINED, self.rank)
-        return MpiSide(cast(MPI.Intracomm, part), in_place=True)
+        return MpiBackend(cast(MPI.Intracomm, part), in_place=True)

@@ -19,7 +19,7 @@ from netfold.bench.accuracy import tensors
 from netfold.bench.collectives import parse_collective
 from netfold.bench.connection import Message
 from netfold.bench.machine import congestion_control
-from netfold.bench.backends import Side
+from netfold.bench.backends import Backend
 from netfold.bench.start_line import StartLine
 
 # The parent stops us at the deadline; should it be gone, the kernel does.
@@ -36,7 +36,7 @@ class Groups(Protocol):
     rank: int
     versions: dict[str, str]
 
-    def group(self, workers: int, options: Any, payload_bytes: Any) -> Side: ...
+    def group(self, workers: int, options: Any, payload_bytes: Any) -> Backend: ...
 
     def close(self) -> None: ...
 
@@ -79,7 +79,7 @@ class Rank:
     def __init__(self, groups: Groups, folder: Path, world: str) -> None:
         self._groups = groups
         self._folder, self._world = folder, world
-        self._sides: dict[str, Side] = {}
+        self._sides: dict[str, Backend] = {}
         self._workers: dict[str, int] = {}
         self._lines: dict[int, StartLine] = {}
 

@@ -8,8 +8,8 @@ import torch.distributed as dist
 
 from netfold import Options
 from netfold.switch_protocol import control_messages
-from netfold.bench.backends import SideName
-from netfold.bench.backends.torch_backend import TorchSide, TorchWorld
+from netfold.bench.backends import BackendName
+from netfold.bench.backends.torch_backend import TorchBackend, TorchWorld
 
 
 class TorchGroups(TorchWorld):
@@ -19,11 +19,11 @@ class TorchGroups(TorchWorld):
         super().__init__()
         self.versions |= {"numpy": str(np.__version__)}
 
-    def group(self, workers: int, options: dict[str, str] | None, payload_bytes: int | None) -> TorchSide:
+    def group(self, workers: int, options: dict[str, str] | None, payload_bytes: int | None) -> TorchBackend:
         """Of the first `workers` ranks; the others must call too. Fields as Way's."""
         ranks = list(range(workers))
         if options is None:
-            return TorchSide(dist.new_group(ranks, backend="gloo"), SideName("gloo", "torch", "gloo", ""))
+            return TorchBackend(dist.new_group(ranks, backend="gloo"), BackendName("gloo", "torch", "gloo", ""))
         if options.get("switch") == "nearest":
             options["switch"] = str(self._switch)
         tried = control_messages.PAYLOAD_CANDIDATES
@@ -35,4 +35,4 @@ class TorchGroups(TorchWorld):
         if self.rank < workers:
             dist.barrier(group=group)
         control_messages.PAYLOAD_CANDIDATES = tried
-        return TorchSide(group, SideName("netfold", "torch", "netfold", ""))
+        return TorchBackend(group, BackendName("netfold", "torch", "netfold", ""))

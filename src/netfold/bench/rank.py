@@ -18,7 +18,7 @@ from typing import Any, cast
 from netfold.bench.config import SMALL_BYTES
 from netfold.bench.program import build_program
 from netfold.bench.replay import StepTrial
-from netfold.bench.backends import RefusedError, Side, SideName, World, how_it_ran
+from netfold.bench.backends import RefusedError, Backend, BackendName, World, how_it_ran
 from netfold.bench.start_line import StartLine
 from netfold.bench.trial import Task, Trial
 from netfold.plan.model.catalogue import find_model
@@ -65,15 +65,15 @@ class Rank:
     def __init__(self, world: World, line: StartLine) -> None:
         self._world = world
         self._line = line
-        self._sides: dict[str, Side] = {}
-        self._names: dict[str, SideName] = {}
+        self._sides: dict[str, Backend] = {}
+        self._names: dict[str, BackendName] = {}
         self._trials: dict[str, Any] = {}
 
     def obey(self, command: Message) -> Message:
         return cast(Message, getattr(self, f"_{command.pop('do')}")(**command))
 
     def _open(self, **fields: str) -> Message:
-        name = SideName(**fields)
+        name = BackendName(**fields)
         try:
             self._sides[name.label] = self._world.side(name)
         except RefusedError as refusal:
@@ -172,12 +172,12 @@ class Rank:
         return {}
 
 
-def _wire_of(name: SideName) -> str:
+def _wire_of(name: BackendName) -> str:
     """How a side sends f32. Without a word of its own it follows the environment, and is checked as that travels."""
     return name.wire or (os.environ.get("NETFOLD_WIRE_DTYPE", "") if name.is_netfold else "")
 
 
-def _insist(name: SideName, ran: tuple[str, str] | None) -> None:
+def _insist(name: BackendName, ran: tuple[str, str] | None) -> None:
     """A side with an algorithm or a wire format in its name is measured in that or not at all."""
     if ran is None:
         return

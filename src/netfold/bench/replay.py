@@ -7,7 +7,7 @@ from collections.abc import Callable
 from netfold.bench.collectives import COLLECTIVES, Collective, expected
 from netfold.bench.test_data import encode, fill, mismatches
 from netfold.bench.program import Await, Compute, Program, Start
-from netfold.bench.backends import Buffer, Pending, Side
+from netfold.bench.backends import Buffer, Pending, Backend
 from netfold.bench.start_line import StartLine
 from netfold.bench.trial import make_pattern
 from netfold.plan.model.catalogue import ITEM_BYTES
@@ -23,7 +23,7 @@ class StepTrial:
     made; the timer of a machine with more ranks than cores.
     """
 
-    def __init__(self, side: Side, line: StartLine, rank: int, ranks: int, program: Program, wire: str = "") -> None:
+    def __init__(self, side: Backend, line: StartLine, rank: int, ranks: int, program: Program, wire: str = "") -> None:
         self.rank, self.ranks = rank, ranks
         self.late_ns: list[int] = []
         self._line = line
@@ -104,7 +104,7 @@ class StepTrial:
 class _Moved:
     """One transfer: its buffers, and the call that starts it."""
 
-    def __init__(self, side: Side, name: str, count: int, ranks: int) -> None:
+    def __init__(self, side: Backend, name: str, count: int, ranks: int) -> None:
         self.collective: Collective = COLLECTIVES[name]
         # Shrunk to nothing, a part of each rank is still an element.
         least = ranks if self.collective.split else 1

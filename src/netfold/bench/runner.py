@@ -30,7 +30,7 @@ from netfold.bench.config import (
 from netfold.bench.connection import Connection, Message
 from netfold.bench.launch import KEPT_LINES, Lines, Running, start_worlds
 from netfold.bench.machine import congestion_control, describe_machine, describe_versions
-from netfold.bench.backends import SideName
+from netfold.bench.backends import BackendName
 from netfold.bench.start_line import StartLine
 from netfold.rack.processes import DRAIN_S, FAILURE_GRACE_S, follow, stop, uninterrupted
 
@@ -118,7 +118,7 @@ class Conductor:
         machine = {**describe_machine(), "tcp_congestion_control": congestion_control(), "load": load}
         return {"machine": machine, "versions": describe_versions(self.versions), "place": asdict(self.place)}
 
-    def measure_ddp(self, sides: list[SideName], rounds: int, steps: int, width: int) -> list[Measured]:
+    def measure_ddp(self, sides: list[BackendName], rounds: int, steps: int, width: int) -> list[Measured]:
         """Training steps, of a model with layers so wide, in place of calls."""
         for name in sides:
             self._ensure_open(name)
@@ -156,7 +156,7 @@ class Conductor:
         self._release(playing)
         return replayed
 
-    def measure_waiting(self, name: SideName, size_bytes: int, sleep_s: float) -> list[Message]:
+    def measure_waiting(self, name: BackendName, size_bytes: int, sleep_s: float) -> list[Message]:
         """A rank each: CPU and wall seconds of an all_reduce that the last rank joins `sleep_s` late."""
         self._prepare(name, Trials("all_reduce", [name.label], [size_bytes]), size_bytes, calls=1)
         answers = self._tell(name, "waiting", sleep_s=sleep_s)
@@ -199,7 +199,7 @@ class Conductor:
         self._release(playing)
         return SizeResult(size_bytes, count, measured)
 
-    def _prepare(self, name: SideName, trials: Trials, size_bytes: int, calls: int) -> list[Message]:
+    def _prepare(self, name: BackendName, trials: Trials, size_bytes: int, calls: int) -> list[Message]:
         return self._prepared(
             name,
             "prepare",
@@ -210,7 +210,7 @@ class Conductor:
             calls=calls,
         )
 
-    def _prepared(self, name: SideName, what: str, **more: Any) -> list[Message]:
+    def _prepared(self, name: BackendName, what: str, **more: Any) -> list[Message]:
         """The ranks' answers, each of which may be a refusal; one alone where there is no such side at all."""
         self._ensure_open(name)
         refused = self._open[name.label]
@@ -218,7 +218,7 @@ class Conductor:
 
     def _play(
         self,
-        sides: list[SideName],
+        sides: list[BackendName],
         takes: "dict[str, _Takes]",
         rounds: int,
         warmups: int,
@@ -231,16 +231,16 @@ class Conductor:
                 answers = self._tell(name, "burst", round_index=round_index, check=check, breakdown=breakdown)
                 takes[name.label].add(answers, timed=round_index >= warmups)
 
-    def _ensure_open(self, name: SideName) -> None:
+    def _ensure_open(self, name: BackendName) -> None:
         if name.label not in self._open:
             answers = self._tell(name, "open", **{key: value for key, value in asdict(name).items() if key != "label"})
             self._open[name.label] = next((a["refused"] for a in answers if "refused" in a), None)
 
-    def _release(self, sides: list[SideName]) -> None:
+    def _release(self, sides: list[BackendName]) -> None:
         for name in sides:
             self._tell(name, "release")
 
-    def _tell(self, name: SideName, what: str, **more: Any) -> list[Message]:
+    def _tell(self, name: BackendName, what: str, **more: Any) -> list[Message]:
         """One command to every rank of the side's world; their answers in the order of ranks."""
         ranks = self._connections[name.world]
         for connection in ranks:

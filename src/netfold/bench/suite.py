@@ -17,7 +17,7 @@ from netfold.bench.rules import Verdict, judge, render_verdicts, unmeasured
 from netfold.bench.link_probe import Wire, limit_s, probe_rack
 from netfold.bench.mpi_peers import PeerMissingError, launch_mpi
 from netfold.bench.report import Row, describe_run, make_rows, total_wrong
-from netfold.bench.backends import parse_side
+from netfold.bench.backends import parse_backend
 from netfold.bench.backends.backend import MPIS
 from netfold.bench.table import describe_breakdown
 from netfold.extras import MissingExtraError
@@ -175,7 +175,7 @@ def _run_extra(
     for place, sides in extra_places.items():
         here = [side for side in sides if side not in absent]
         try:
-            with conduct(place, [parse_side(side).world for side in here]) as conductor:
+            with conduct(place, [parse_backend(side).world for side in here]) as conductor:
                 verdicts = verdicts_of(conductor, here, quick)
                 section.verdicts += verdicts
                 section.bad += any(verdict.why for verdict in verdicts)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from netfold.bench.collectives import COLLECTIVES, expected
 from netfold.bench.test_data import Pattern, byte_bound, encode, fill, mismatches
-from netfold.bench.backends import Buffer, RefusedError, Side
+from netfold.bench.backends import Buffer, RefusedError, Backend
 from netfold.bench.sizes import DTYPES, parse_dtype
 from netfold.bench.start_line import StartLine
 
@@ -32,7 +32,7 @@ class Trial:
     tolerance: by how much an element may be off; 0 for all but wire formats that round at random. Raises RefusedError.
     """
 
-    def __init__(self, side: Side, line: StartLine, rank: int, ranks: int, task: Task) -> None:
+    def __init__(self, side: Backend, line: StartLine, rank: int, ranks: int, task: Task) -> None:
         self.rank, self.ranks, self.dtype = rank, ranks, task.dtype
         self.collective = COLLECTIVES[task.collective]
         self._line = line

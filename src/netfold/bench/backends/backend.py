@@ -40,7 +40,7 @@ class Pending(Protocol):
     def wait(self) -> object: ...
 
 
-class Side(Protocol):
+class Backend(Protocol):
     """One rank's end of one way to call collectives. Every rank makes the same calls in the same order."""
 
     in_place: bool
@@ -72,13 +72,13 @@ class World(Protocol):
     size: int
     versions: dict[str, str]
 
-    def side(self, name: "SideName") -> Side: ...
+    def side(self, name: "BackendName") -> Backend: ...
 
     def close(self) -> None: ...
 
 
 @dataclass(frozen=True)
-class SideName:
+class BackendName:
     """label: unique in a run; world: which processes; kind: a torch backend's name, or the world's; variant: ''...
 
     algorithm, wire: what netfold is told to take for every operation; '': its own choice.
@@ -102,19 +102,19 @@ class SideName:
         return netfold.Options(algorithm=self.algorithm or None, wire_dtype=self.wire or None)
 
 
-def parse_side(text: str, label: str | None = None) -> SideName:
+def parse_backend(text: str, label: str | None = None) -> BackendName:
     """From `gloo`, `netfold:shared`, `communicator`, `mpi:intel:out`; ValueError says what there is."""
     first, *rest = text.split(":")
     if first == "mpi":
         if not rest or rest[0] not in MPIS or rest[1:] not in ([], ["out"]):
             raise ValueError(f"side {text!r} is not understood; there are {', '.join(f'mpi:{m}[:out]' for m in MPIS)}")
-        return SideName(label or text, rest[0], rest[0], "".join(rest[1:]))
+        return BackendName(label or text, rest[0], rest[0], "".join(rest[1:]))
     if not first or (rest and first not in NETFOLDS):
         raise ValueError(
             f"side {text!r} is not understood; a torch backend, netfold, communicator or mpi:NAME is wanted, and only "
             f"netfold and communicator take words behind a colon: {_words()}"
         )
-    return SideName(label or text, "communicator" if first == "communicator" else "torch", first, *_told(text, rest))
+    return BackendName(label or text, "communicator" if first == "communicator" else "torch", first, *_told(text, rest))
 
 
 def _told(text: str, words: Sequence[str]) -> tuple[str, str, str]:
@@ -136,7 +136,7 @@ def _words() -> str:
 
 
 @contextlib.contextmanager
-def refusing(name: SideName) -> Iterator[None]:
+def refusing(name: BackendName) -> Iterator[None]:
     """What netfold says to words that it cannot follow, as a refusal."""
     try:
         yield

@@ -8,7 +8,7 @@ import numpy as np
 
 import netfold
 from netfold.bench.collectives import ROOT, Collective, partner
-from netfold.bench.backends.backend import Buffer, Pending, RefusedError, SideName, ping_pong, refusing, shared_empty
+from netfold.bench.backends.backend import Buffer, Pending, RefusedError, BackendName, ping_pong, refusing, shared_empty
 from netfold.bench.sizes import parse_dtype
 
 
@@ -23,22 +23,22 @@ class CommunicatorWorld:
         self._open: list[netfold.Communicator] = []
         self._stores = 0
 
-    def side(self, name: SideName) -> "CommunicatorSide":
+    def side(self, name: BackendName) -> "CommunicatorBackend":
         self._stores += 1
         store = netfold.FileStore(os.path.join(self._folder, f"store{self._stores}"))
         with refusing(name):
             self._open.append(netfold.Communicator(store, self.rank, self.size, options=name.options()))
-        return CommunicatorSide(self._open[-1], name)
+        return CommunicatorBackend(self._open[-1], name)
 
     def close(self) -> None:
         for communicator in self._open:
             communicator.close()
 
 
-class CommunicatorSide:
+class CommunicatorBackend:
     in_place = True
 
-    def __init__(self, communicator: netfold.Communicator, name: SideName) -> None:
+    def __init__(self, communicator: netfold.Communicator, name: BackendName) -> None:
         self.communicator = communicator
         self.name = name
 

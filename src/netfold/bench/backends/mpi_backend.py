@@ -8,7 +8,7 @@ import numpy as np
 from mpi4py import MPI
 
 from netfold.bench.collectives import ROOT, Collective, partner
-from netfold.bench.backends.backend import Buffer, Pending, RefusedError, SideName, ping_pong
+from netfold.bench.backends.backend import Buffer, Pending, RefusedError, BackendName, ping_pong
 from netfold.bench.sizes import parse_dtype
 
 _OPS = {"sum": MPI.SUM, "prod": MPI.PROD, "min": MPI.MIN, "max": MPI.MAX}
@@ -22,14 +22,14 @@ class MpiWorld:
         version = MPI.Get_library_version().splitlines()[0].partition(",")[0].strip("\x00")
         self.versions = {"mpi4py": mpi4py.__version__, name: " ".join(version.split())}
 
-    def side(self, name: SideName) -> "MpiSide":
-        return MpiSide(MPI.COMM_WORLD.Dup(), in_place=name.variant != "out")
+    def side(self, name: BackendName) -> "MpiBackend":
+        return MpiBackend(MPI.COMM_WORLD.Dup(), in_place=name.variant != "out")
 
     def close(self) -> None:
         MPI.Finalize()
 
 
-class MpiSide:
+class MpiBackend:
     def __init__(self, comm: MPI.Intracomm, *, in_place: bool) -> None:
         self.comm = comm
         self.in_place = in_place

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from netfold.bench.collectives import ROOT, Collective, partner
-from netfold.bench.backends.backend import Buffer, Pending, RefusedError, SideName, ping_pong, refusing, shared_empty
+from netfold.bench.backends.backend import Buffer, Pending, RefusedError, BackendName, ping_pong, refusing, shared_empty
 from netfold.bench.sizes import parse_dtype
 
 _OPS = {
@@ -28,18 +28,18 @@ class TorchWorld:
         self.size = dist.get_world_size()
         self.versions = {"torch": str(torch.__version__)}
 
-    def side(self, name: SideName) -> "TorchSide":
+    def side(self, name: BackendName) -> "TorchBackend":
         with refusing(name):
-            return TorchSide(dist.new_group(backend=name.kind, pg_options=name.options()), name)
+            return TorchBackend(dist.new_group(backend=name.kind, pg_options=name.options()), name)
 
     def close(self) -> None:
         dist.destroy_process_group()
 
 
-class TorchSide:
+class TorchBackend:
     in_place = True
 
-    def __init__(self, group: Any, name: SideName) -> None:
+    def __init__(self, group: Any, name: BackendName) -> None:
         self.group = group
         self.name = name
 
