@@ -25,13 +25,13 @@ DEADLINE_S = 600
 SIZES = ("-b", "4", "-e", "64M", "-f", "4096")  # 4 bytes, 16 KB, 64 MB
 # Name: what `netfold bench all-reduce` is told.
 PLACES = {
-    "one host, 2 ranks": ("--side", "netfold", "--side", "netfold:ring", "--workers", "2", *SIZES, "-n", "15"),
+    "one host, 2 ranks": ("--backend", "netfold", "--backend", "netfold:ring", "--workers", "2", *SIZES, "-n", "15"),
     "one host, 2 ranks, 1 MB": (
-        *("--side", "netfold", "--side", "netfold:ring", "--workers", "2", "-b", "1M", "-e", "1M", "-n", "40"),
+        *("--backend", "netfold", "--backend", "netfold:ring", "--workers", "2", "-b", "1M", "-e", "1M", "-n", "40"),
     ),
-    "one host, 4 ranks": ("--side", "netfold", "--side", "netfold:ring", "--workers", "4", *SIZES, "-n", "10"),
+    "one host, 4 ranks": ("--backend", "netfold", "--backend", "netfold:ring", "--workers", "4", *SIZES, "-n", "10"),
     "rack, 4 hosts, 1 Gbit/s, switch": (
-        *("--side", "netfold:in_network", "--side", "netfold:ring", "--workers", "4", "--rack-rate", "1gbit"),
+        *("--backend", "netfold:in_network", "--backend", "netfold:ring", "--workers", "4", "--rack-rate", "1gbit"),
         *("-b", "1M", "-e", "16M", "-f", "16", "-n", "8"),
     ),
 }
@@ -44,7 +44,7 @@ def launch(python: str, place: str) -> tuple[dict[tuple[str, int], float], str]:
     if done.returncode != 0:
         raise SystemExit(f"{' '.join(command)} ended with {done.returncode}:\n{done.stderr[-2000:]}")
     found = json.loads(done.stdout)
-    return {(row["side"], row["size_bytes"]): row["time_ns"]["median"] for row in found["rows"]}, found["versions"][
+    return {(row["backend"], row["size_bytes"]): row["time_ns"]["median"] for row in found["rows"]}, found["versions"][
         "commit"
     ]
 

@@ -40,7 +40,7 @@ NOT_HERE = "not installed here: pip install 'netfold[{}]'".format
         ("torch", "train report runs/none", "netfold train needs torch, " + NOT_HERE("train")),
         ("torch,skimage", "demo", "netfold demo needs torch and skimage, " + NOT_HERE("demo")),
         ("torch", "bench all-reduce --backend netfold", "a backend of torch needs torch, " + NOT_HERE("torch")),
-        ("torch", "bench model vgg16 --side gloo", "a backend of torch needs torch, " + NOT_HERE("torch")),
+        ("torch", "bench model vgg16 --backend gloo", "a backend of torch needs torch, " + NOT_HERE("torch")),
         ("torch", "bench accuracy --quick", "netfold bench accuracy needs torch, " + NOT_HERE("torch")),
         ("torch", "plan trace own:thing", "netfold plan trace: a module needs torch, " + NOT_HERE("train")),
     ],

@@ -215,8 +215,8 @@ def test_a_side_named_twice_has_two_labels() -> None:
 
 
 def test_two_mpis_never_share_processes_and_torch_backends_do() -> None:
-    sides = ["gloo", "netfold:shared", "communicator:shared", "mpi:intel", "mpi:intel:out", "mpi:mpich"]
-    names = [parse_backend(side) for side in sides]
+    backends = ["gloo", "netfold:shared", "communicator:shared", "mpi:intel", "mpi:intel:out", "mpi:mpich"]
+    names = [parse_backend(backend) for backend in backends]
     assert [name.world for name in names] == ["torch", "torch", "communicator", "intel", "intel", "mpich"]
     assert [name.variant for name in names] == ["", "shared", "shared", "", "out", ""]
 
@@ -252,8 +252,8 @@ def test_the_smaller_a_message_the_more_calls_a_round() -> None:
 @pytest.mark.parametrize(
     ("changed", "complaint"),
     [
-        ({"sides": []}, "nobody"),
-        ({"sides": ["mpi:lam"]}, "mpi:openmpi"),
+        ({"backends": []}, "nobody"),
+        ({"backends": ["mpi:lam"]}, "mpi:openmpi"),
         ({"collective": "all_sum"}, "all-reduce"),
         ({"rounds": 0}, "rounds"),
         ({"sizes": [2]}, "no element of f32"),
@@ -261,7 +261,7 @@ def test_the_smaller_a_message_the_more_calls_a_round() -> None:
     ],
 )
 def test_a_run_that_would_measure_nothing_is_refused(changed: dict[str, object], complaint: str) -> None:
-    asked: dict[str, object] = {"collective": "all_reduce", "sides": ["gloo"], "sizes": [4], **changed}
+    asked: dict[str, object] = {"collective": "all_reduce", "backends": ["gloo"], "sizes": [4], **changed}
     with pytest.raises(ValueError, match=complaint):
         Trials(**asked)  # type: ignore[arg-type]
 
@@ -294,7 +294,7 @@ RESULT = Result(
 
 def test_rows_hold_the_columns_of_nccl_tests() -> None:
     ours, peer = make_rows(PLACE, TRIALS, RESULT)
-    assert (ours.side, ours.size_bytes, ours.count, ours.dtype, ours.redop) == (
+    assert (ours.backend, ours.size_bytes, ours.count, ours.dtype, ours.redop) == (
         "netfold",
         1 << 20,
         1 << 18,
@@ -341,7 +341,7 @@ def test_a_side_that_refuses_has_its_sentence_below_the_table_and_takes_no_ratio
 
 def test_a_table_has_a_line_a_row_under_its_header() -> None:
     lines = render_table(make_rows(PLACE, TRIALS, RESULT)).splitlines()
-    assert lines[0].split()[:6] == ["size(B)", "count", "type", "redop", "side", "algorithm"]
+    assert lines[0].split()[:6] == ["size(B)", "count", "type", "redop", "backend", "algorithm"]
     assert len({len(line) for line in lines[:3]}) == 1
     assert "Python" in lines[3]
 

@@ -41,7 +41,7 @@ def run(place: Place, trials: Trials) -> list[Row]:
 def test_gloo_beside_itself_is_right_in_every_element_and_has_all_its_rounds() -> None:
     trials = Trials("all_reduce", ["gloo", "gloo"], sizes=[4, 1 << 20], rounds=4, warmups=1, breakdown=True)
     rows = run(Place(2, deadline_s=120), trials)
-    assert [(row.side, row.size_bytes) for row in rows] == [
+    assert [(row.backend, row.size_bytes) for row in rows] == [
         ("gloo", 4),
         ("gloo#2", 4),
         ("gloo", 1 << 20),
@@ -63,30 +63,30 @@ def test_every_dtype_is_right_in_every_element() -> None:
 
 
 def test_every_reduction_is_right_in_every_element_of_every_dtype() -> None:
-    sides = ["netfold", "netfold:ring", "gloo", "communicator:halving_doubling"]
+    backends = ["netfold", "netfold:ring", "gloo", "communicator:halving_doubling"]
     with conduct(Place(3, switch=False, deadline_s=120), ["torch", "communicator"]) as conductor:
         for dtype in DTYPES:
             for redop in REDOPS:
-                trials = Trials("all_reduce", sides, [70000 * 8], rounds=1, warmups=0, dtype=dtype, redop=redop)
+                trials = Trials("all_reduce", backends, [70000 * 8], rounds=1, warmups=0, dtype=dtype, redop=redop)
                 for row in make_rows(conductor.place, trials, conductor.measure(trials)):
                     # NumPy has no bf16, and a mean of integers is none.
-                    lacks = (dtype == "bf16" and row.side.startswith("communicator")) or (
+                    lacks = (dtype == "bf16" and row.backend.startswith("communicator")) or (
                         redop == "avg" and dtype in ("i32", "i64")
                     )
                     assert (row.refused is not None, row.wrong) == (lacks, None if lacks else 0), row
         for redop in ("prod", "max", "avg"):
-            trials = Trials("reduce_scatter", sides[:2], [70000 * 4], rounds=1, warmups=0, redop=redop)
+            trials = Trials("reduce_scatter", backends[:2], [70000 * 4], rounds=1, warmups=0, redop=redop)
             for row in make_rows(conductor.place, trials, conductor.measure(trials)):
                 assert (row.refused, row.wrong) == (None, 0), row
 
 
 def test_a_side_runs_by_the_algorithm_and_in_the_wire_format_of_its_name_or_says_why_not() -> None:
-    sides = [f"netfold:in_network:{wire}" for wire in ("f32", "bf16", "f16", "i32", "i8")]
-    sides += ["communicator:i32:halving_doubling", "netfold:tree", "netfold:shared:i8"]
-    trials = Trials("all_reduce", sides, [70000 * 4], rounds=2, warmups=0)
+    backends = [f"netfold:in_network:{wire}" for wire in ("f32", "bf16", "f16", "i32", "i8")]
+    backends += ["communicator:i32:halving_doubling", "netfold:tree", "netfold:shared:i8"]
+    trials = Trials("all_reduce", backends, [70000 * 4], rounds=2, warmups=0)
     rows = run(Place(3, switch=True, deadline_s=120), trials)
-    assert [row.refused for row in rows] == [None] * len(sides)
-    assert [row.wrong for row in rows] == [0] * len(sides)
+    assert [row.refused for row in rows] == [None] * len(backends)
+    assert [row.wrong for row in rows] == [0] * len(backends)
     assert [row.algorithm for row in rows[:7]] == ["in_network"] * 5 + ["halving_doubling", "tree"]
     assert [row.wire for row in rows] == ["f32", "bf16", "f16", "i32", "i8", "i32", "f32", "i8"]
     assert [row.tolerance > 0 for row in rows] == [row.wire == "i8" for row in rows]
@@ -96,31 +96,31 @@ def test_a_side_runs_by_the_algorithm_and_in_the_wire_format_of_its_name_or_says
 
 def test_what_a_side_cannot_do_as_its_name_says_is_refused_and_the_others_go_on() -> None:
     place = Place(2, switch=False, deadline_s=120)
-    sides = ["gloo", "netfold:in_network", "communicator:in_network", "netfold:ring", "netfold:i32"]
+    backends = ["gloo", "netfold:in_network", "communicator:in_network", "netfold:ring", "netfold:i32"]
     with conduct(place, ["torch", "communicator"]) as conductor:
 
         def refusals(trials: Trials) -> list[str | None]:
             return [row.refused for row in make_rows(place, trials, conductor.measure(trials))]
 
-        gloo, *by_switch, ring, i32 = refusals(Trials("all_reduce", sides, [4096], rounds=1, redop="max"))
+        gloo, *by_switch, ring, i32 = refusals(Trials("all_reduce", backends, [4096], rounds=1, redop="max"))
         assert (gloo, ring) == (None, None)
         assert all(each is not None and "needs an aggregator" in each for each in by_switch)
         assert i32 is not None and "in f32, not by i32" in i32
-        gloo, *_, ring, _ = refusals(Trials("gather", sides, [4096], rounds=1))
+        gloo, *_, ring, _ = refusals(Trials("gather", backends, [4096], rounds=1))
         assert gloo is None and ring is not None and "not by ring" in ring
 
 
 def test_every_collective_is_right_on_every_side_that_needs_no_other_program() -> None:
     place = Place(3, switch=False, deadline_s=120)
-    sides = ["netfold", "gloo", "communicator"]
+    backends = ["netfold", "gloo", "communicator"]
     with conduct(place, ["torch", "communicator"]) as conductor:
         for name in COLLECTIVES:
             # 3 ranks do not divide it, and it ends within a period of the pattern.
-            trials = Trials(name, sides, sizes=[70000 * 4], rounds=1, warmups=0)
+            trials = Trials(name, backends, sizes=[70000 * 4], rounds=1, warmups=0)
             for row in make_rows(place, trials, conductor.measure(trials)):
-                # What a side does not have it says; what it does, it does right.
+                # What a backend does not have it says; what it does, it does right.
                 assert row.refused is not None or row.wrong == 0, row
-                assert row.refused is None or (name == "send_recv" and row.side != "gloo"), row
+                assert row.refused is None or (name == "send_recv" and row.backend != "gloo"), row
         waiting = conductor.measure_waiting(parse_backend("communicator"), 4, 0.3)
     assert len(waiting) == 3 and all(rank["wall_s"] > 0.25 for rank in waiting)
     assert all(rank["cpu_s"] < 0.5 * rank["wall_s"] for rank in waiting[:-1])
@@ -208,7 +208,7 @@ def test_wrong_elements_are_counted_and_make_the_verb_fail(tmp_path: Path, monke
 
 
 def test_the_verb_takes_several_dtypes_and_reductions_and_skips_sizes_without_an_element() -> None:
-    words = ["all-reduce", "--side", "gloo", "--workers", "2", "-b", "4", "-e", "8", "-f", "2", "-n", "1", "-w", "0"]
+    words = ["all-reduce", "--backend", "gloo", "--workers", "2", "-b", "4", "-e", "8", "-f", "2", "-n", "1", "-w", "0"]
     done = CliRunner().invoke(app, [*words, "-d", "f32,f64", "-o", "prod,max", "--json"])
     assert done.exit_code == 0, done.stderr
     told = json.loads(done.stdout)

@@ -40,7 +40,7 @@ NOISE = (0.99, 1.0, 1.0, 1.01)
 
 
 def canned(settings: dict[str, object], times: dict[tuple[str, object], float], **more: object) -> Taken:
-    """Rounds that differ by a little, all sides alike, so that every ratio is exact."""
+    """Rounds that differ by a little, all backends alike, so that every ratio is exact."""
     rows = [
         {"series": series, "x": x, "round": number, "took_s": took_s * noise, "wrong": 0, "again": 3}
         for number, noise in enumerate(NOISE)
@@ -57,8 +57,8 @@ def of_hosts(grown: float) -> Taken:
 
 def of_loss(ours: float, theirs: float) -> Taken:
     times = {
-        (side, x): 0.4 * (at_most if x == "1%" else 1 + (at_most - 1) / 2 if x == "0.1%" else 1)
-        for side, at_most in ((IN_NETWORK, ours), ("gloo, TCP reno", theirs))
+        (backend, x): 0.4 * (at_most if x == "1%" else 1 + (at_most - 1) / 2 if x == "0.1%" else 1)
+        for backend, at_most in ((IN_NETWORK, ours), ("gloo, TCP reno", theirs))
         for x in loss.LOSSES
     }
     return canned({"hosts": 4, "rate": "200mbit", "size_bytes": 8 << 20}, times)
@@ -90,10 +90,10 @@ def of_wires(fixed: float) -> Taken:
 
 
 def of_latency(ours: float) -> Taken:
-    sides = {IN_NETWORK: ours, HOSTS_ONLY: 1e-4, GLOO: 3e-4}
+    backends = {IN_NETWORK: ours, HOSTS_ONLY: 1e-4, GLOO: 3e-4}
     times = {
-        (f"{side}, {size} B", count): took_s * count
-        for side, took_s in sides.items()
+        (f"{backend}, {size} B", count): took_s * count
+        for backend, took_s in backends.items()
         for size in (8, 64)
         for count in (2, 4)
     }
@@ -485,7 +485,7 @@ def test_the_mpi_of_a_figure_is_the_first_that_is_here(monkeypatch: pytest.Monke
     here = {"openmpi", "intel"}
     monkeypatch.setattr(mpi_peers, "have_peer", here.__contains__)
     assert mpi_peers.find_mpi() == "openmpi"
-    assert [mpi_peers.with_mpi_named(side) for side in ("mpi", "gloo", "mpi:intel")] == ["mpi:openmpi", "gloo", "mpi:intel"]
+    assert [mpi_peers.with_mpi_named(backend) for backend in ("mpi", "gloo", "mpi:intel")] == ["mpi:openmpi", "gloo", "mpi:intel"]
     here.clear()
     assert mpi_peers.find_mpi() == ""
     with pytest.raises(mpi_peers.PeerMissingError, match="no MPI is here; `make bench-peers`"):
@@ -499,7 +499,7 @@ def test_models_are_in_the_order_of_what_was_gained() -> None:
 
 
 def test_so_many_steps_are_replayed_as_fit_and_never_fewer_than_the_least() -> None:
-    # 2 sides, 0.5 s a step, 1.6 times as long with transfers: 40 s hold 25, of which 5 are no rounds.
+    # 2 backends, 0.5 s a step, 1.6 times as long with transfers: 40 s hold 25, of which 5 are no rounds.
     assert fitting_rounds(40, 0.5) == 20
     assert fitting_rounds(0, 0.5) == fitting_rounds(-3, 0.5) == LEAST_ROUNDS
     assert fitting_rounds(1e6, 0.5) == MOST_ROUNDS

@@ -17,11 +17,11 @@ GOAL = Goal("all-reduce", PLACE, "all_reduce", MB, "netfold", ("mpi:openmpi", "m
 
 
 def rows(**times_ms: list[float]) -> dict[str, Row]:
-    """Rows of one trial, from each side's rounds; `_` in a name stands for `:`."""
-    sides = [name.replace("_", ":") for name in times_ms]
+    """Rows of one trial, from each backend's rounds; `_` in a name stands for `:`."""
+    backends = [name.replace("_", ":") for name in times_ms]
     measured = [Measured([round(t * 1e6) for t in times], 0) for times in times_ms.values()]
     result = Result({}, "bbr", (0, 0), [SizeResult(MB, MB // 4, measured)])
-    return {row.side: row for row in make_rows(PLACE, Trials("all_reduce", sides, [MB]), result)}
+    return {row.backend: row for row in make_rows(PLACE, Trials("all_reduce", backends, [MB]), result)}
 
 
 @pytest.mark.parametrize("quick", [True, False])
@@ -57,9 +57,9 @@ def test_a_trial_is_run_once_for_all_goals_that_share_it_and_without_the_absent(
     for place in places(goals):
         trials = trials_at(place, goals, quick=True, missing=("mpi:intel", "mpi:intel:out"))
         assert len({(one.collective, one.sizes[0]) for one in trials}) == len(trials)
-        assert not any("mpi:intel" in one.sides for one in trials)
+        assert not any("mpi:intel" in one.backends for one in trials)
     (large,) = [one for one in trials_at(PLACE_OF_TWO, goals, quick=True) if one.collective == "all_reduce"][:1]
-    assert large.sides == ["netfold", "gloo", *MPIS, "netfold:shared"]
+    assert large.backends == ["netfold", "gloo", *MPIS, "netfold:shared"]
 
 
 PLACE_OF_TWO = next(goal.place for goal in all_goals(quick=True) if goal.place.workers == 2)

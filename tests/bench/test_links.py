@@ -27,8 +27,8 @@ def test_the_bound_is_where_the_switch_and_the_links_end_together(hosts: int, c:
 
 
 def test_a_switch_that_would_take_long_is_not_measured_alone() -> None:
-    assert Place("1gbit", 8, 1).sides == ("auto", "ring")
-    assert Place("1gbit", 8, 2).sides == ("auto", "ring", "in_network")
+    assert Place("1gbit", 8, 1).backends == ("auto", "ring")
+    assert Place("1gbit", 8, 2).backends == ("auto", "ring", "in_network")
 
 
 @pytest.mark.parametrize(
@@ -56,6 +56,6 @@ def test_a_rack_is_measured_and_told_as_json() -> None:
     done = run_command("bench", "links", "--hosts", "2", "-c", "1", "--size", "4M", "-n", "2", "--json", timeout_s=120)
     assert done.returncode in (0, 1), done.stderr
     (row,) = json.loads(done.stdout.splitlines()[-1])
-    assert {side: len(times) for side, times in row["seconds"].items()} == {"auto": 2, "ring": 2, "in_network": 2}
+    assert {backend: len(times) for backend, times in row["seconds"].items()} == {"auto": 2, "ring": 2, "in_network": 2}
     # A ring of two takes as long; what the links let through at once after a pause is part of so few bytes.
     assert 0.8 * row["bound_s"] < min(row["seconds"]["ring"])

@@ -1,4 +1,4 @@
-"""Whole replays on this machine, and in a rack: sides beside each other, from the command line to the JSON."""
+"""Whole replays on this machine, and in a rack: backends beside each other, from the command line to the JSON."""
 
 import json
 from pathlib import Path
@@ -25,7 +25,7 @@ def test_steps_take_what_they_compute_and_little_more_where_the_network_is_memor
     with conduct(Place(2, switch=False, deadline_s=120), ["torch", "communicator"]) as conductor:
         rows = measure_models(conductor, replay)
     compute_ns = build_program(find_model("resnet50")).compute_ns
-    assert [row.side for row in rows] == ["netfold", "gloo", "communicator"]
+    assert [row.backend for row in rows] == ["netfold", "gloo", "communicator"]
     for row in rows:
         assert (row.wrong, row.refused, len(row.times_ns)) == (0, None, 4)
         assert row.compute_ns == compute_ns and row.alone_ns is not None and row.alone_ns >= compute_ns
@@ -47,7 +47,7 @@ def test_a_recommenders_exchanges_are_right_through_a_switch_and_through_gloo() 
 
 @pytest.mark.jobs
 def test_the_verbs_json_has_everything_and_its_table_says_what_it_stands_for() -> None:
-    arguments = ["model", "edsr-baseline", "--side", "netfold", "--side", "gloo", "--shrink", "10", "--workers", "2"]
+    arguments = ["model", "edsr-baseline", "--backend", "netfold", "--backend", "gloo", "--shrink", "10", "--workers", "2"]
     done = CliRunner().invoke(app, [*arguments, "-n", "3", "--no-switch", "--bucket", "2M", "--json"])
     assert done.exit_code == 0, done.stderr
     assert "tensors 1/10 of their size" in done.stderr and "edsr-baseline" in done.stderr
@@ -76,7 +76,7 @@ def test_wrong_sums_make_the_verb_fail(tmp_path: Path, monkeypatch: pytest.Monke
     # torch's fake backend leaves every buffer as it is; this file registers it wherever Python starts.
     (tmp_path / "sitecustomize.py").write_text("import torch.testing._internal.distributed.fake_pg\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    arguments = ["model", "edsr-baseline", "--side", "fake", "--shrink", "10", "--workers", "2", "-n", "2", "-w", "0"]
+    arguments = ["model", "edsr-baseline", "--backend", "fake", "--shrink", "10", "--workers", "2", "-n", "2", "-w", "0"]
     done = CliRunner().invoke(app, [*arguments, "--json"])
     assert done.exit_code == 1, done.stderr
     assert json.loads(done.stdout)["rows"][0]["wrong"] > 2 * 2 * 151_757 * 0.99
@@ -85,10 +85,10 @@ def test_wrong_sums_make_the_verb_fail(tmp_path: Path, monkeypatch: pytest.Monke
 def test_models_are_listed_and_an_unknown_one_is_refused() -> None:
     listed = CliRunner().invoke(app, ["model", "list"])
     assert listed.exit_code == 0 and "25557032" in listed.stdout and "derived: at the FLOP/s of vgg16" in listed.stdout
-    refused = CliRunner().invoke(app, ["model", "lenet", "--side", "gloo"])
+    refused = CliRunner().invoke(app, ["model", "lenet", "--backend", "gloo"])
     assert refused.exit_code == 2 and refused.stderr.startswith("netfold bench model: model 'lenet'")
     nobody = CliRunner().invoke(app, ["model", "vgg16"])
-    assert nobody.exit_code == 2 and "--side" in nobody.stderr
+    assert nobody.exit_code == 2 and "--backend" in nobody.stderr
 
 
 @pytest.mark.rack

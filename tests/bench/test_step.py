@@ -156,7 +156,7 @@ class Clock:
 
 
 class Link:
-    """A side of one rank: transfers pass one after the other, each in `transfer_ns`. `spoil`: what it does to sums."""
+    """A backend of one rank: transfers pass one after the other, each in `transfer_ns`. `spoil`: what it does to sums."""
 
     in_place = True
 
@@ -206,8 +206,8 @@ def trial_of(
     monkeypatch.setattr(replay_module, "time", clock)
     line = folder / "line"
     StartLine.draw(line, 1)
-    side = Link(clock, transfer_ns, spoil)
-    return StepTrial(side, StartLine(line, 0, 1), 0, 1, build_program(model, shrink=1000, **options))
+    backend = Link(clock, transfer_ns, spoil)
+    return StepTrial(backend, StartLine(line, 0, 1), 0, 1, build_program(model, shrink=1000, **options))
 
 
 def test_with_an_instant_network_a_step_takes_what_it_computes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -310,8 +310,8 @@ def replayed(times_ns: list[int], wrong: int = 0) -> Replayed:
 def test_a_row_holds_exposed_time_efficiency_and_images_a_second() -> None:
     replay = Replay(["resnet50"], ["netfold", "gloo"], rounds=3)
     compute_ns = build_program(find_model("resnet50")).compute_ns
-    sides = [replayed([compute_ns + 10**7] * 3), replayed([2 * compute_ns] * 3, wrong=4)]
-    ours, theirs = make_step_rows(Place(4), replay, "resnet50", sides)
+    backends = [replayed([compute_ns + 10**7] * 3), replayed([2 * compute_ns] * 3, wrong=4)]
+    ours, theirs = make_step_rows(Place(4), replay, "resnet50", backends)
     assert ours.exposed_ns is not None and ours.exposed_ns.median == 10**7
     assert ours.efficiency is not None and ours.efficiency.median == pytest.approx(compute_ns / (compute_ns + 10**7))
     assert theirs.efficiency is not None and theirs.efficiency.median == pytest.approx(0.5)
@@ -354,8 +354,8 @@ def test_a_run_says_which_network_it_stands_for(place: Place, options: dict[str,
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"models": []}, {"sides": []}, {"models": ["lenet"]}, {"rounds": 0}, {"shrink": 0}, {"compute_scale": 0.0}],
+    [{"models": []}, {"backends": []}, {"models": ["lenet"]}, {"rounds": 0}, {"shrink": 0}, {"compute_scale": 0.0}],
 )
 def test_a_replay_that_cannot_be_is_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValueError):
-        Replay(**{"models": ["resnet50"], "sides": ["gloo"], **wrong})
+        Replay(**{"models": ["resnet50"], "backends": ["gloo"], **wrong})

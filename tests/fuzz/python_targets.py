@@ -291,7 +291,7 @@ def seeds() -> dict[str, list[bytes]]:
             b'{"links": [{"latency_s": 1e-5, "there_bytes_per_s": 1e9, "back_bytes_per_s": 2e9}]}',
             b'{"place": {"workers": 4}, "rows": ['
             + b", ".join(
-                b'{"side": "a", "time_ns": {"median": %d}, "collective": "all_reduce", "size_bytes": %d, "algorithm": '
+                b'{"backend": "a", "time_ns": {"median": %d}, "collective": "all_reduce", "size_bytes": %d, "algorithm": '
                 b'"ring"}' % (1000 + size, size)
                 for size in (4096, 1 << 20)
             )

@@ -26,7 +26,7 @@ def bench(ranks: int, latency_s: float, bytes_per_s: float, algorithm: str | Non
 
     sizes = [4096 << (2 * power) for power in range(8)]
     rows = [
-        {"side": side, "collective": "all_reduce", "size_bytes": size, "algorithm": algorithm}
+        {"backend": side, "collective": "all_reduce", "size_bytes": size, "algorithm": algorithm}
         | {"time_ns": {"median": factor * time_ns(size)}}
         for size in sizes
         for side, factor in (("netfold", 1), ("gloo", 3))

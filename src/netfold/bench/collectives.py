@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 ROOT = 0
-# nccl-tests' words; avg is what not every side has.
+# nccl-tests' words; avg is what not every backend has.
 REDOPS = ("sum", "prod", "min", "max", "avg")
 
 

@@ -37,13 +37,13 @@ class Place:
 
 @dataclass(frozen=True)
 class Trials:
-    """What: one collective at some sizes (bytes each), on sides in the order of the command line.
+    """What: one collective at some sizes (bytes each), on backends in the order of the command line.
 
-    The same side may stand twice (an A/A test). check: compare every element of every result.
+    The same backend may stand twice (an A/A test). check: compare every element of every result.
     """
 
     collective: str
-    sides: list[str]
+    backends: list[str]
     sizes: list[int]
     rounds: int = 20
     warmups: int = 5
@@ -53,22 +53,22 @@ class Trials:
     redop: str = "sum"
 
     def __post_init__(self) -> None:
-        if not self.sides:
-            raise ValueError("nobody to measure; name one or more sides: --side netfold --side gloo")
+        if not self.backends:
+            raise ValueError("nobody to measure; name one or more backends: --backend netfold --backend gloo")
         if self.rounds < 1 or self.warmups < 0:
             raise ValueError("rounds (-n) must be 1 or more, warm-ups (-w) 0 or more")
         parse_collective(self.collective)
         parse_redops(self.redop)
-        self.side_names()
+        self.backend_names()
         item_bytes = parse_dtype(self.dtype).item_bytes
         if min(self.sizes) < item_bytes and self.collective != "barrier":
             raise ValueError(f"{min(self.sizes)} bytes hold no element of {self.dtype} ({item_bytes} bytes each)")
 
-    def side_names(self) -> list[BackendName]:
-        return [parse_backend(side, label) for side, label in zip(self.sides, self.labels(), strict=True)]
+    def backend_names(self) -> list[BackendName]:
+        return [parse_backend(backend, label) for backend, label in zip(self.backends, self.labels(), strict=True)]
 
     def labels(self) -> list[str]:
-        return unique_labels(self.sides)
+        return unique_labels(self.backends)
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -76,14 +76,14 @@ class Trials:
 
 @dataclass(frozen=True)
 class Replay:
-    """What: a training step of some models, on sides in the order of the command line (see program.py).
+    """What: a training step of some models, on backends in the order of the command line (see program.py).
 
     bucket_bytes: DDP's bucket_cap_mb; shrink: transfers have so many times fewer elements than the models';
     compute_scale: accelerators are so many times as fast as the published ones.
     """
 
     models: list[str]
-    sides: list[str]
+    backends: list[str]
     rounds: int = 10
     warmups: int = 1
     bucket_bytes: int = BUCKET_BYTES
@@ -92,9 +92,9 @@ class Replay:
     check: bool = True
 
     def __post_init__(self) -> None:
-        if not self.models or not self.sides:
+        if not self.models or not self.backends:
             raise ValueError(
-                "nobody to measure; name a model and one or more sides: resnet50 --side netfold --side gloo"
+                "nobody to measure; name a model and one or more backends: resnet50 --backend netfold --backend gloo"
             )
         if self.rounds < 1 or self.warmups < 0:
             raise ValueError("rounds (-n) must be 1 or more, warm-ups (-w) 0 or more")
@@ -102,13 +102,13 @@ class Replay:
             raise ValueError("a bucket, --shrink and --compute-scale must be above 0, and --shrink a whole number")
         for model in self.models:
             find_model(model)
-        self.side_names()
+        self.backend_names()
 
-    def side_names(self) -> list[BackendName]:
-        return [parse_backend(side, label) for side, label in zip(self.sides, self.labels(), strict=True)]
+    def backend_names(self) -> list[BackendName]:
+        return [parse_backend(backend, label) for backend, label in zip(self.backends, self.labels(), strict=True)]
 
     def labels(self) -> list[str]:
-        return unique_labels(self.sides)
+        return unique_labels(self.backends)
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -120,7 +120,7 @@ def calls_a_round(size_bytes: int) -> int:
 
 @dataclass(frozen=True)
 class Measured:
-    """One side at one size.
+    """One backend at one size.
 
     times_ns: a round each, of one call, the slowest rank's; wrong: elements, over all ranks and rounds, None where
     nothing was checked; wire_bytes: a rank each, [sent, received] in one call, medians; call_ns: every rank's calls,
@@ -142,7 +142,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class Replayed:
-    """One side's steps of one model.
+    """One backend's steps of one model.
 
     steps: whole steps, the slowest rank's; alone_ns: a step without its transfers, the slowest rank's median of a few;
     late_ns: how late the timer made each start, over all ranks and steps.
@@ -157,7 +157,7 @@ class Replayed:
 class SizeResult:
     size_bytes: int
     count: int
-    sides: list[Measured]
+    backends: list[Measured]
 
 
 @dataclass(frozen=True)

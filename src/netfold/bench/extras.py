@@ -19,20 +19,20 @@ WAITING_PLACES = {Place(workers, switch=False): _WAITING for workers in (2, 4)}
 DDP_PLACES = {Place(workers, switch=False): ["netfold", "gloo"] for workers in (2, 4)}
 
 
-def waiting_verdicts(conductor: Conductor, sides: list[str], quick: bool) -> list[Verdict]:
-    """A line a side: CPU seconds of the ranks that wait in an all_reduce for one that comes SLEEP_S late."""
+def waiting_verdicts(conductor: Conductor, backends: list[str], quick: bool) -> list[Verdict]:
+    """A line a backend: CPU seconds of the ranks that wait in an all_reduce for one that comes SLEEP_S late."""
     verdicts = []
-    for side in sides:
-        answers = conductor.measure_waiting(parse_backend(side), size_bytes=4, sleep_s=SLEEP_S)
+    for backend in backends:
+        answers = conductor.measure_waiting(parse_backend(backend), size_bytes=4, sleep_s=SLEEP_S)
         waiting_s = [answer["cpu_s"] for answer in answers[:-1]]
         worst_s = max(waiting_s)
-        asked = parse_backend(side).is_netfold
+        asked = parse_backend(backend).is_netfold
         verdicts.append(
             Verdict(
                 what=f"one rank {SLEEP_S:.0f} s late",
                 size="4",
                 ranks=str(conductor.place.workers),
-                ours=side,
+                ours=backend,
                 our_time=f"CPU {statistics.median(waiting_s):.3f} s a waiting rank, at most {worst_s:.3f}",
                 peer="-",
                 peer_time="-",
@@ -44,21 +44,21 @@ def waiting_verdicts(conductor: Conductor, sides: list[str], quick: bool) -> lis
     return verdicts
 
 
-def ddp_verdicts(conductor: Conductor, sides: list[str], quick: bool) -> list[Verdict]:
-    """Training steps of the first side beside the second's, interleaved by round."""
+def ddp_verdicts(conductor: Conductor, backends: list[str], quick: bool) -> list[Verdict]:
+    """Training steps of the first backend beside the second's, interleaved by round."""
     ours, peer = conductor.measure_ddp(
-        [parse_backend(side) for side in sides], rounds=4 if quick else 8, steps=2 if quick else 3, width=DDP_WIDTH
+        [parse_backend(backend) for backend in backends], rounds=4 if quick else 8, steps=2 if quick else 3, width=DDP_WIDTH
     )
     of = spread(paired_ratios(peer.times_ns, ours.times_ns))
-    why = "; ".join(filter(None, (_differing(sides[0], ours), _differing(sides[1], peer))))
+    why = "; ".join(filter(None, (_differing(backends[0], ours), _differing(backends[1], peer))))
     return [
         Verdict(
             what="DDP step, 96 MB of gradients",
             size="96M",
             ranks=str(conductor.place.workers),
-            ours=sides[0],
+            ours=backends[0],
             our_time=describe_time(spread(ours.times_ns)),
-            peer=sides[1],
+            peer=backends[1],
             peer_time=describe_time(spread(peer.times_ns)),
             ratio=f"{of.median:.2f} ({of.p5:.2f}..{of.p95:.2f}, n={of.n})",
             goal="-",
@@ -68,5 +68,5 @@ def ddp_verdicts(conductor: Conductor, sides: list[str], quick: bool) -> list[Ve
     ]
 
 
-def _differing(side: str, measured: Measured) -> str:
-    return f"{side}: {measured.wrong} layers differ between ranks" if measured.wrong else ""
+def _differing(backend: str, measured: Measured) -> str:
+    return f"{backend}: {measured.wrong} layers differ between ranks" if measured.wrong else ""

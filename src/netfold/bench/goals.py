@@ -82,12 +82,12 @@ def places(goals: Sequence[Goal]) -> list[Place]:
 
 
 def trials_at(place: Place, goals: Sequence[Goal], quick: bool, missing: Sequence[str] = ()) -> list[Trials]:
-    """The benchmarks that these goals need there, each with the sides of all goals it serves, but for the missing."""
-    sides: dict[tuple[str, int], dict[str, None]] = {}
+    """The benchmarks that these goals need there, each with the backends of all goals it serves, but for the missing."""
+    backends: dict[tuple[str, int], dict[str, None]] = {}
     for goal in goals:
         if goal.place == place:
-            wanted = sides.setdefault((goal.collective, goal.size_bytes), {})
-            wanted |= dict.fromkeys(side for side in (goal.ours, *goal.peers) if side not in missing)
+            wanted = backends.setdefault((goal.collective, goal.size_bytes), {})
+            wanted |= dict.fromkeys(backend for backend in (goal.ours, *goal.peers) if backend not in missing)
     return [
         Trials(
             collective,
@@ -97,7 +97,7 @@ def trials_at(place: Place, goals: Sequence[Goal], quick: bool, missing: Sequenc
             warmups=1 if quick else 2,
             breakdown=size_bytes <= SMALL_BYTES and collective != "ping_pong",  # whose calls are two operations
         )
-        for (collective, size_bytes), names in sides.items()
+        for (collective, size_bytes), names in backends.items()
     ]
 
 

@@ -1,7 +1,7 @@
 """What a switch behind a link of its own is worth: all_reduce by `auto`, by a ring, through the switch alone.
 
 Racks whose switch is a host at the core, behind a link of c times a worker's; c = P: in the switch's place, with a port
-a worker. The sides take turns in the same processes, round by round, after as many rounds as the split has to find its
+a worker. The backends take turns in the same processes, round by round, after as many rounds as the split has to find its
 parts; its trials (docs/algorithms.md) count. Times are the slowest rank's; every element is checked. The switch alone
 is left out where it would take more than four times a ring. The bound is n/b (x + R (1-x)), with R = 2 (P-1)/P, b a
 link's rate less headers, and x where the switch, x P/c, ends when the links do: n/b R / (1 + (R-1) c/P).
@@ -30,7 +30,7 @@ from netfold.rack.processes import supervise
 WARM_ROUNDS = 4
 # Of auto's time: over the better of the other two, and over the bound.
 MOST_OVER_BETTER, MOST_OVER_BOUND = 1.05, 1.10
-# A rack's rounds, all sides together.
+# A rack's rounds, all backends together.
 DEADLINE_S = 900.0
 # Of the aggregation protocol at an MTU of 1500: bytes of tensor in a packet, and what it takes on the link.
 PAYLOAD, PACKET = 1408, 1498
@@ -64,7 +64,7 @@ class Place:
         return self.size / link * self._ring / (1 + (self._ring - 1) * min(1.0, self.c / self.hosts))
 
     @property
-    def sides(self) -> tuple[str, ...]:
+    def backends(self) -> tuple[str, ...]:
         slow = self.hosts > _SLOW * self._ring * self.c
         return ("auto", "ring") if slow else ("auto", "ring", "in_network")
 
@@ -75,18 +75,18 @@ class Place:
 
 @dataclass(frozen=True)
 class Taken:
-    """Seconds of each round, by side; `row`: what auto chose, `part` of it through the switch."""
+    """Seconds of each round, by backend; `row`: what auto chose, `part` of it through the switch."""
 
     seconds: dict[str, list[float]]
     row: str
     part: float
 
-    def over(self, side: str) -> float:
-        """auto's time over the side's, paired by round."""
-        return spread(paired_ratios(self.seconds["auto"], self.seconds[side])).median
+    def over(self, backend: str) -> float:
+        """auto's time over the backend's, paired by round."""
+        return spread(paired_ratios(self.seconds["auto"], self.seconds[backend])).median
 
     def met(self, place: Place) -> bool:
-        others = [side for side in self.seconds if side != "auto"]
+        others = [backend for backend in self.seconds if backend != "auto"]
         bound = spread(self.seconds["auto"]).median / place.bound_s
         return max(map(self.over, others)) <= MOST_OVER_BETTER and bound <= MOST_OVER_BOUND
 
@@ -106,42 +106,42 @@ def measure(place: Place, rounds: int) -> Taken:
             rack.switch_address = start_aggregator(
                 lambda argv: rack.popen(0, argv, {}), argv, lambda line: None
             ).address
-        for side in place.sides:
-            Path(folder, side).mkdir()
-        argv = [sys.executable, "-m", "netfold.bench.links", folder, str(rounds), str(place.size), *place.sides]
+        for backend in place.backends:
+            Path(folder, backend).mkdir()
+        argv = [sys.executable, "-m", "netfold.bench.links", folder, str(rounds), str(place.size), *place.backends]
         ranks = [rack.popen(host, argv, {"NETFOLD_INTERFACE": HOST_INTERFACE}) for host in range(place.hosts)]
         if supervise(ranks, DEADLINE_S).exit_code != 0:
             raise RackError("\n".join(rank.communicate()[0] for rank in ranks))
         return Taken(**json.loads(Path(folder, "taken").read_text()))
 
 
-def rank_main(folder: str, rounds: int, size: int, sides: Sequence[str]) -> None:
-    """One rank of all sides."""
+def rank_main(folder: str, rounds: int, size: int, backends: Sequence[str]) -> None:
+    """One rank of all backends."""
     from netfold import Communicator, FileStore, Options
 
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     pattern = (np.arange(size // 4) % 16).astype(np.float32)
     tensor = np.empty_like(pattern)
     groups = {
-        side: Communicator(
-            FileStore(f"{folder}/{side}"), rank, ranks, options=Options(interface=HOST_INTERFACE, algorithm=side)
+        backend: Communicator(
+            FileStore(f"{folder}/{backend}"), rank, ranks, options=Options(interface=HOST_INTERFACE, algorithm=backend)
         )
-        for side in sides
+        for backend in backends
     }
     auto, ring = groups["auto"], groups["ring"]
-    seconds: dict[str, list[float]] = {side: [] for side in groups}
+    seconds: dict[str, list[float]] = {backend: [] for backend in groups}
     for turn in range(-WARM_ROUNDS, rounds):
         for place in range(len(groups)):
-            side = list(groups)[(turn + place) % len(groups)]
+            backend = list(groups)[(turn + place) % len(groups)]
             np.copyto(tensor, pattern)
             ring.barrier()
             began = time.perf_counter()
-            groups[side].all_reduce(tensor)
+            groups[backend].all_reduce(tensor)
             slowest = ring.all_reduce(np.array([time.perf_counter() - began]), op="max")
             if not (tensor == pattern * ranks).all():
-                raise SystemExit(f"rank {rank}: {side} of {size} bytes gave wrong sums")
+                raise SystemExit(f"rank {rank}: {backend} of {size} bytes gave wrong sums")
             if turn >= 0:
-                seconds[side].append(float(slowest[0]))
+                seconds[backend].append(float(slowest[0]))
     row = auto.group.table.choose("all_reduce", size).algorithm
     shares = auto.group.shares
     part = 1 - shares.balanced[-1] / sum(shares.balanced) if row == "split" else float(row == "in_network")
@@ -164,9 +164,9 @@ def table(found: dict[Place, Taken]) -> list[str]:
         "|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for place, taken in found.items():
-        ms = {side: spread([each * 1e3 for each in seconds]) for side, seconds in taken.seconds.items()}
-        words = {side: f"{each.median:.0f}, {each.p5:.0f} .. {each.p95:.0f}" for side, each in ms.items()}
-        over = {side: f"{taken.over(side):.2f}" for side in words if side != "auto"}
+        ms = {backend: spread([each * 1e3 for each in seconds]) for backend, seconds in taken.seconds.items()}
+        words = {backend: f"{each.median:.0f}, {each.p5:.0f} .. {each.p95:.0f}" for backend, each in ms.items()}
+        over = {backend: f"{taken.over(backend):.2f}" for backend in words if backend != "auto"}
         link = place.rate if place.loss == "0%" else f"{place.rate}, {place.loss} lost"
         lines.append(
             f"| {link} | {place.hosts} | {place.name} | {place.size >> 20} "

@@ -2,7 +2,7 @@
 
 Each is a wheel from PyPI, and all of them install the same file names (bin/mpiexec, lib/libmpi.so), so each has a
 virtual environment of its own beside the sources, made by `make bench-peers`; or one of them is in the environment that
-netfold runs in. Only its launcher and its library are used: every side runs on the same Python and NumPy, and mpi4py
+netfold runs in. Only its launcher and its library are used: every backend runs on the same Python and NumPy, and mpi4py
 (the extra `bench`) loads the library it is told to.
 """
 
@@ -23,7 +23,7 @@ class PeerMissingError(ValueError):
 
 @dataclass(frozen=True)
 class Mpi:
-    """How an MPI's ranks are started. Nothing is pinned: the other sides are not either.
+    """How an MPI's ranks are started. Nothing is pinned: the other backends are not either.
 
     remote: the launcher's words for hosts (SHELL and HOSTS stand for the remote shell's path and their addresses);
     over_tcp: what makes ranks talk by TCP over a rack's links and by nothing else. The hosts of a rack are one machine,
@@ -127,10 +127,10 @@ def find_mpi() -> str:
     return next((name for name in ORDER if have_peer(name)), "")
 
 
-def with_mpi_named(side: str) -> str:
-    """A side as the user says it, `mpi` as the one that is here: `mpi:mpich`. Raises PeerMissingError."""
-    if side != "mpi":
-        return side
+def with_mpi_named(backend: str) -> str:
+    """A backend as the user says it, `mpi` as the one that is here: `mpi:mpich`. Raises PeerMissingError."""
+    if backend != "mpi":
+        return backend
     found = find_mpi()
     if not found:
         raise PeerMissingError("no MPI is here; `make bench-peers` installs three, or pip install mpich mpi4py")

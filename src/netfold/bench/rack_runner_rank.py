@@ -95,12 +95,12 @@ class Rank:
         return {}
 
     def _turn(self, label: str, size_bytes: int, number: int, calls: int, values: str) -> Message:
-        side, rank, workers = self._sides[label], self._groups.rank, self._workers[label]
+        backend, rank, workers = self._sides[label], self._groups.rank, self._workers[label]
         count = size_bytes // 4
         parts = normal_parts(workers, count) if values == "normal" else None
-        buffer = side.empty(count, "f32")
+        buffer = backend.empty(count, "f32")
         array = cast(tensors.Floats, buffer.values)
-        all_reduce = side.bind(parse_collective("all_reduce"), "sum", buffer, buffer)
+        all_reduce = backend.bind(parse_collective("all_reduce"), "sum", buffer, buffer)
         answer: Message = {"took_s": [], "wrong": 0, "error": None}
         self._lines[workers].cross()
         # What every call adds up differs from the one before: an old result is a wrong one.
@@ -116,7 +116,7 @@ class Rank:
             else:
                 due = whole_numbers(count) * workers + np.float32(sum(range(workers)) + workers * call)
                 answer["wrong"] += int(np.count_nonzero(array != due))
-        records = side.records()
+        records = backend.records()
         latest = None if records is None else records[-calls:]
         answer["again"] = 0 if latest is None else int(latest["retransmissions"].sum())
         answer["sent_bytes"] = None if latest is None else int(latest[-1]["wire_bytes"])

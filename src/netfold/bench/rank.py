@@ -1,7 +1,7 @@
 """One rank of one world: `python -m netfold.bench.rank WORLD CONTROL_SOCKET FOLDER DEADLINE_S`.
 
 It connects to the conductor and does what it is told, one command at a time; between commands it sleeps in recv(),
-so that the sides whose turn it is not use no CPU.
+so that the backends whose turn it is not use no CPU.
 """
 
 import json
@@ -60,7 +60,7 @@ def main(world_name: str, control: str, folder: str, deadline_s: str) -> None:
 
 
 class Rank:
-    """The commands. Each answers with plain values; that a side refuses a call is an answer, all else is an error."""
+    """The commands. Each answers with plain values; that a backend refuses a call is an answer, all else is an error."""
 
     def __init__(self, world: World, line: StartLine) -> None:
         self._world = world
@@ -75,7 +75,7 @@ class Rank:
     def _open(self, **fields: str) -> Message:
         name = BackendName(**fields)
         try:
-            self._sides[name.label] = self._world.side(name)
+            self._sides[name.label] = self._world.backend(name)
         except RefusedError as refusal:
             return {"refused": str(refusal)}
         self._names[name.label] = name
@@ -83,12 +83,12 @@ class Rank:
 
     def _prepare(self, label: str, collective: str, size_bytes: int, dtype: str, redop: str, calls: int) -> Message:
         self._trials.pop(label, None)
-        name, side = self._names[label], self._sides[label]
+        name, backend = self._names[label], self._sides[label]
         task = Task(collective, size_bytes, dtype, calls, redop, _wire_of(name))
         try:
-            trial = Trial(side, self._line, self._world.rank, self._world.size, task)
+            trial = Trial(backend, self._line, self._world.rank, self._world.size, task)
             trial.run_once()
-            ran = how_it_ran(side.records())
+            ran = how_it_ran(backend.records())
             _insist(name, ran)
         except (RuntimeError, ValueError) as refusal:
             return {"refused": str(refusal)}
@@ -132,10 +132,10 @@ class Rank:
         return answer
 
     def _wire(self, label: str, in_rack: bool) -> Message:
-        trial, side = self._trials[label], self._sides[label]
+        trial, backend = self._trials[label], self._sides[label]
         if in_rack:
             return {"wire": self._count_interface(trial)}
-        records = side.records()
+        records = backend.records()
         if records is None or len(records) == 0:
             return {"wire": None}
         return {"wire": [int(records[-1]["wire_bytes"]), 0]}
@@ -173,12 +173,12 @@ class Rank:
 
 
 def _wire_of(name: BackendName) -> str:
-    """How a side sends f32. Without a word of its own it follows the environment, and is checked as that travels."""
+    """How a backend sends f32. Without a word of its own it follows the environment, and is checked as that travels."""
     return name.wire or (os.environ.get("NETFOLD_WIRE_DTYPE", "") if name.is_netfold else "")
 
 
 def _insist(name: BackendName, ran: tuple[str, str] | None) -> None:
-    """A side with an algorithm or a wire format in its name is measured in that or not at all."""
+    """A backend with an algorithm or a wire format in its name is measured in that or not at all."""
     if ran is None:
         return
     for asked, took in zip((name.algorithm, name.wire), ran, strict=True):
@@ -192,7 +192,7 @@ def interface_bytes(interface: str) -> list[int]:
 
 
 def split_calls(records: Any, durations_ns: list[int]) -> list[list[int]]:
-    """[Python, queue, wire] nanoseconds of the latest calls, from the side's own event records."""
+    """[Python, queue, wire] nanoseconds of the latest calls, from the backend's own event records."""
     latest = records[-len(durations_ns) :]
     if len(latest) != len(durations_ns) or any(int(record["bytes"]) > SMALL_BYTES for record in latest):
         raise RuntimeError(

@@ -19,17 +19,17 @@ _ALONE_STEPS = 3
 class StepTrial:
     """One step a burst, all ranks from the start line; gradients are in their buckets before it begins.
 
-    wire: what the side was asked to send f32 as, as in Trial; late_ns: of every start, how long after its moment it was
+    wire: what the backend was asked to send f32 as, as in Trial; late_ns: of every start, how long after its moment it was
     made; the timer of a machine with more ranks than cores.
     """
 
-    def __init__(self, side: Backend, line: StartLine, rank: int, ranks: int, program: Program, wire: str = "") -> None:
+    def __init__(self, backend: Backend, line: StartLine, rank: int, ranks: int, program: Program, wire: str = "") -> None:
         self.rank, self.ranks = rank, ranks
         self.late_ns: list[int] = []
         self._line = line
         self._program = program
         self._pattern, self._tolerance = make_pattern("sum", wire, _DTYPE, ranks)
-        self._transfers = [_Moved(side, one.collective, one.count, ranks) for one in program.transfers]
+        self._transfers = [_Moved(backend, one.collective, one.count, ranks) for one in program.transfers]
 
     def run_once(self) -> None:
         """Every transfer once, untimed: connections are made, and who cannot do this says so."""
@@ -104,16 +104,16 @@ class StepTrial:
 class _Moved:
     """One transfer: its buffers, and the call that starts it."""
 
-    def __init__(self, side: Backend, name: str, count: int, ranks: int) -> None:
+    def __init__(self, backend: Backend, name: str, count: int, ranks: int) -> None:
         self.collective: Collective = COLLECTIVES[name]
         # Shrunk to nothing, a part of each rank is still an element.
         least = ranks if self.collective.split else 1
         self.count = self.collective.whole_count(max(least, count) * ITEM_BYTES, ITEM_BYTES, ranks)
-        self.receive: Buffer = side.empty(self.collective.receive_count(self.count, ranks), _DTYPE)
+        self.receive: Buffer = backend.empty(self.collective.receive_count(self.count, ranks), _DTYPE)
         self.send = self.receive
         if not self.collective.in_place:
-            self.send = side.empty(self.collective.send_count(self.count, ranks), _DTYPE)
-        self.start: Callable[[], Pending] = side.start(self.collective, self.send, self.receive)
+            self.send = backend.empty(self.collective.send_count(self.count, ranks), _DTYPE)
+        self.start: Callable[[], Pending] = backend.start(self.collective, self.send, self.receive)
 
 
 def _sleep_until(moment_ns: int) -> int:

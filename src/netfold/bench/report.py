@@ -25,7 +25,7 @@ class Ratio:
 class Breakdown:
     """Medians over all ranks' single calls, each on its own: they need not add up.
 
-    The parts are None for a side that keeps no event records.
+    The parts are None for a backend that keeps no event records.
     """
 
     calls: int
@@ -39,7 +39,7 @@ class Breakdown:
 class Row:
     """algbw and busbw as nccl-tests defines them (bytes a second); wire_bytes: sent and received, a rank's mean.
 
-    refused: the side's own sentence; its times and bandwidths are None then. algorithm, wire: of netfold alone.
+    refused: the backend's own sentence; its times and bandwidths are None then. algorithm, wire: of netfold alone.
     tolerance: see config.Measured.
     """
 
@@ -48,7 +48,7 @@ class Row:
     count: int
     dtype: str
     redop: str
-    side: str
+    backend: str
     times_ns: list[int]
     time_ns: Spread | None
     algbw: float | None
@@ -66,7 +66,7 @@ class Row:
 
 
 def make_rows(place: Place, trials: Trials, result: Result) -> list[Row]:
-    return [_row(place, trials, size, index) for size in result.sizes for index in range(len(trials.sides))]
+    return [_row(place, trials, size, index) for size in result.sizes for index in range(len(trials.backends))]
 
 
 def total_wrong(rows: Sequence[Row]) -> int:
@@ -86,7 +86,7 @@ def describe_run(place: Place, trials: Trials, result: Result, rows: Sequence[Ro
 
 
 def _row(place: Place, trials: Trials, size: SizeResult, index: int) -> Row:
-    measured = size.sides[index]
+    measured = size.backends[index]
     collective = parse_collective(trials.collective)
     time_ns = spread(measured.times_ns) if measured.times_ns else None
     # As nccl-tests: of the elements that really travelled, which are whole parts.
@@ -99,7 +99,7 @@ def _row(place: Place, trials: Trials, size: SizeResult, index: int) -> Row:
         count=size.count,
         dtype=trials.dtype,
         redop=trials.redop if collective.reduces else "none",
-        side=trials.labels()[index],
+        backend=trials.labels()[index],
         times_ns=measured.times_ns,
         time_ns=time_ns,
         algbw=algbw,
@@ -118,13 +118,13 @@ def _row(place: Place, trials: Trials, size: SizeResult, index: int) -> Row:
 
 
 def _ratio(trials: Trials, size: SizeResult, index: int) -> Ratio | None:
-    """To the first side, or of the first to the second."""
-    if len(trials.sides) < 2:
+    """To the first backend, or of the first to the second."""
+    if len(trials.backends) < 2:
         return None
     peer = 1 if index == 0 else 0
-    if not size.sides[peer].times_ns or not size.sides[index].times_ns:
+    if not size.backends[peer].times_ns or not size.backends[index].times_ns:
         return None
-    ratios = paired_ratios(size.sides[peer].times_ns, size.sides[index].times_ns)
+    ratios = paired_ratios(size.backends[peer].times_ns, size.backends[index].times_ns)
     return Ratio(trials.labels()[peer], ratios, spread(ratios))
 
 

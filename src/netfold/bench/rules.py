@@ -30,9 +30,9 @@ class Verdict:
 
 
 def judge(goal: Goal, rows: Rows, limit_s: float | None = None) -> Verdict:
-    """rows: by side, of the goal's own trial; the best peer is the one with the least median time."""
+    """rows: by backend, of the goal's own trial; the best peer is the one with the least median time."""
     ours = rows.get(goal.ours)
-    peers = [rows[side] for side in goal.peers if side in rows and rows[side].time_ns is not None]
+    peers = [rows[backend] for backend in goal.peers if backend in rows and rows[backend].time_ns is not None]
     if ours is None or ours.time_ns is None:
         return unmeasured(goal, (ours.refused if ours is not None else None) or f"{goal.ours} was not measured")
     if goal.against_limit:
@@ -42,10 +42,10 @@ def judge(goal: Goal, rows: Rows, limit_s: float | None = None) -> Verdict:
         of = spread([limit_s * 1e9 / time_ns for time_ns in ours.times_ns])
     else:
         if not peers:
-            refusals = [rows[side].refused for side in goal.peers if side in rows]
+            refusals = [rows[backend].refused for backend in goal.peers if backend in rows]
             return unmeasured(goal, next(filter(None, refusals), f"no peer of {', '.join(goal.peers)} is here"))
         best = min(peers, key=_median)
-        name, peer_time = best.side, _time(best)
+        name, peer_time = best.backend, _time(best)
         of = spread(paired_ratios(best.times_ns, ours.times_ns))
     return Verdict(
         **_head(goal),
@@ -65,7 +65,7 @@ def unmeasured(goal: Goal, why: str) -> Verdict:
 
 def render_verdicts(verdicts: Sequence[Verdict]) -> list[str]:
     lines = [
-        "| what | size | ranks | side | time, median (p5..p95) | beside | its time | ratio (p5..p95) | goal | |",
+        "| what | size | ranks | backend | time, median (p5..p95) | beside | its time | ratio (p5..p95) | goal | |",
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for one in verdicts:

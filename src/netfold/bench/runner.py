@@ -1,4 +1,4 @@
-"""The conductor: gives every side its turn, round by round, and pairs what they took.
+"""The conductor: gives every backend its turn, round by round, and pairs what they took.
 
 Sides A, B, C run A B C, B C A, C A B, ...: whatever else the machine does meets them alike, and each is first as often
 as any other (the first one meets colder caches). While one has its turn the others sleep in a read.
@@ -42,8 +42,8 @@ class BenchError(RuntimeError):
 
 
 def measure(place: Place, *trials: Trials) -> list[Result]:
-    """Benchmarks of the same sides from start to end, one after the other. Raises BenchError, ValueError, RackError."""
-    names = trials[0].side_names()
+    """Benchmarks of the same backends from start to end, one after the other. Raises BenchError, ValueError, RackError."""
+    names = trials[0].backend_names()
     if not any(name.is_netfold for name in names):
         place = replace(place, switch=False)
     with conduct(place, [name.world for name in names]) as conductor:
@@ -85,7 +85,7 @@ class Conductor:
             self._outputs[name] = deque(maxlen=KEPT_LINES)
             self._readers.append(follow(process, self._outputs[name].append))
         self._connections: dict[str, list[Connection]] = {}
-        self._open: dict[str, str | None] = {}  # by label: why there is no such side, or None
+        self._open: dict[str, str | None] = {}  # by label: why there is no such backend, or None
         self._load_before = os.getloadavg()[0]
 
     def meet(self, server: socket.socket, worlds: list[str]) -> None:
@@ -108,7 +108,7 @@ class Conductor:
         self._connections = {world: [ranks[rank] for rank in sorted(ranks)] for world, ranks in here.items()}
 
     def measure(self, trials: Trials) -> Result:
-        """Every size, every side, interleaved round by round."""
+        """Every size, every backend, interleaved round by round."""
         sizes = [self._measure_size(trials, size_bytes) for size_bytes in trials.sizes]
         return Result(dict(self.versions), congestion_control(), (self._load_before, os.getloadavg()[0]), sizes)
 
@@ -118,21 +118,21 @@ class Conductor:
         machine = {**describe_machine(), "tcp_congestion_control": congestion_control(), "load": load}
         return {"machine": machine, "versions": describe_versions(self.versions), "place": asdict(self.place)}
 
-    def measure_ddp(self, sides: list[BackendName], rounds: int, steps: int, width: int) -> list[Measured]:
+    def measure_ddp(self, backends: list[BackendName], rounds: int, steps: int, width: int) -> list[Measured]:
         """Training steps, of a model with layers so wide, in place of calls."""
-        for name in sides:
+        for name in backends:
             self._ensure_open(name)
             self._tell(name, "prepare_ddp", steps=steps, width=width)
-        takes = {name.label: _Takes() for name in sides}
-        self._play(sides, takes, rounds, warmups=1, check=True, breakdown=False)
-        self._release(sides)
-        return [takes[name.label].measured(None, True, False) for name in sides]
+        takes = {name.label: _Takes() for name in backends}
+        self._play(backends, takes, rounds, warmups=1, check=True, breakdown=False)
+        self._release(backends)
+        return [takes[name.label].measured(None, True, False) for name in backends]
 
     def measure_step(self, replay: Replay, model: str) -> list[Replayed]:
-        """Training steps of one model in place of calls: an entry a side."""
+        """Training steps of one model in place of calls: an entry a backend."""
         takes = {label: _Takes() for label in replay.labels()}
         alone_ns: dict[str, int] = {}
-        for name in replay.side_names():
+        for name in replay.backend_names():
             answers = self._prepared(
                 name,
                 "prepare_step",
@@ -144,10 +144,10 @@ class Conductor:
             takes[name.label].refused = next((a["refused"] for a in answers if "refused" in a), None)
             if takes[name.label].refused is None:
                 alone_ns[name.label] = max(answer["alone_ns"] for answer in answers)
-        playing = [name for name in replay.side_names() if name.label in alone_ns]
+        playing = [name for name in replay.backend_names() if name.label in alone_ns]
         self._play(playing, takes, replay.rounds, replay.warmups, replay.check, breakdown=False)
         replayed = []
-        for name in replay.side_names():
+        for name in replay.backend_names():
             late_ns: list[int] = []
             if name in playing:
                 late_ns = [late for answer in self._tell(name, "timer") for late in answer["late_ns"]]
@@ -182,14 +182,14 @@ class Conductor:
         breakdown = trials.breakdown and size_bytes <= SMALL_BYTES
         takes = {label: _Takes() for label in trials.labels()}
         count = 0
-        for name in trials.side_names():
+        for name in trials.backend_names():
             answers = self._prepare(name, trials, size_bytes, calls_a_round(size_bytes))
             takes[name.label].prepared(answers)
             count = max(count, answers[0].get("count", 0))
-        playing = [name for name in trials.side_names() if takes[name.label].refused is None]
+        playing = [name for name in trials.backend_names() if takes[name.label].refused is None]
         self._play(playing, takes, trials.rounds, trials.warmups, trials.check, breakdown)
         measured = []
-        for name in trials.side_names():
+        for name in trials.backend_names():
             take = takes[name.label]
             wire = None
             if take.refused is None:
@@ -211,14 +211,14 @@ class Conductor:
         )
 
     def _prepared(self, name: BackendName, what: str, **more: Any) -> list[Message]:
-        """The ranks' answers, each of which may be a refusal; one alone where there is no such side at all."""
+        """The ranks' answers, each of which may be a refusal; one alone where there is no such backend at all."""
         self._ensure_open(name)
         refused = self._open[name.label]
         return self._tell(name, what, **more) if refused is None else [{"refused": refused}]
 
     def _play(
         self,
-        sides: list[BackendName],
+        backends: list[BackendName],
         takes: "dict[str, _Takes]",
         rounds: int,
         warmups: int,
@@ -226,8 +226,8 @@ class Conductor:
         breakdown: bool,
     ) -> None:
         for round_index in range(warmups + rounds):
-            for turn in range(len(sides)):
-                name = sides[(round_index + turn) % len(sides)]
+            for turn in range(len(backends)):
+                name = backends[(round_index + turn) % len(backends)]
                 answers = self._tell(name, "burst", round_index=round_index, check=check, breakdown=breakdown)
                 takes[name.label].add(answers, timed=round_index >= warmups)
 
@@ -236,12 +236,12 @@ class Conductor:
             answers = self._tell(name, "open", **{key: value for key, value in asdict(name).items() if key != "label"})
             self._open[name.label] = next((a["refused"] for a in answers if "refused" in a), None)
 
-    def _release(self, sides: list[BackendName]) -> None:
-        for name in sides:
+    def _release(self, backends: list[BackendName]) -> None:
+        for name in backends:
             self._tell(name, "release")
 
     def _tell(self, name: BackendName, what: str, **more: Any) -> list[Message]:
-        """One command to every rank of the side's world; their answers in the order of ranks."""
+        """One command to every rank of the backend's world; their answers in the order of ranks."""
         ranks = self._connections[name.world]
         for connection in ranks:
             connection.send({"do": what, "label": name.label, **more})
@@ -289,7 +289,7 @@ class Conductor:
 
 
 class _Takes:
-    """What one side's rounds took."""
+    """What one backend's rounds took."""
 
     def __init__(self) -> None:
         self.refused: str | None = None

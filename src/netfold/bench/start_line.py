@@ -1,6 +1,6 @@
-"""Where the ranks of a side line up before a burst, all sides alike.
+"""Where the ranks of a backend line up before a burst, all backends alike.
 
-Each side's own barrier would do it too, but would let its ranks go unevenly, by as much as a slow one takes; the
+Each backend's own barrier would do it too, but would let its ranks go unevenly, by as much as a slow one takes; the
 small calls timed right after it would pay for that.
 """
 

@@ -18,7 +18,7 @@ _RATES = (("gbit", 10**9), ("mbit", 10**6), ("kbit", 10**3))
 
 @dataclass(frozen=True)
 class StepRow:
-    """One side's steps of one model; times in ns.
+    """One backend's steps of one model; times in ns.
 
     parameters, gradient_bytes: the model's own, before `shrink`; buckets: all_reduces a step; compute_ns: the step
     where transfers take no time; alone_ns: that, measured; step_ns: the slowest rank's; exposed_ns: what of it
@@ -27,7 +27,7 @@ class StepRow:
     """
 
     model: str
-    side: str
+    backend: str
     workers: int
     batch: int
     parameters: int
@@ -48,7 +48,7 @@ class StepRow:
 
 def replay_models(place: Place, replay: Replay) -> tuple[list[StepRow], dict[str, Any]]:
     """A run from start to end: rows, and everything about it for JSON. Raises BenchError, ValueError, RackError."""
-    names = replay.side_names()
+    names = replay.backend_names()
     if not any(name.is_netfold for name in names):
         place = replace(place, switch=False)
     with conduct(place, [name.world for name in names]) as conductor:
@@ -63,10 +63,10 @@ def replay_models(place: Place, replay: Replay) -> tuple[list[StepRow], dict[str
 
 
 def measure_models(conductor: Conductor, replay: Replay) -> list[StepRow]:
-    """A row a model and side, in the replay's order; within a model the sides are interleaved round by round.
+    """A row a model and backend, in the replay's order; within a model the backends are interleaved round by round.
 
-    The conductor's worlds must hold those of all sides. A step takes as long as the model's computing and what is not
-    hidden behind it; rounds + warmups + 4 of them are played a side and model. Raises BenchError.
+    The conductor's worlds must hold those of all backends. A step takes as long as the model's computing and what is not
+    hidden behind it; rounds + warmups + 4 of them are played a backend and model. Raises BenchError.
     """
     rows = []
     for model in replay.models:
@@ -75,7 +75,7 @@ def measure_models(conductor: Conductor, replay: Replay) -> list[StepRow]:
 
 
 def make_step_rows(place: Place, replay: Replay, model: str, replayed: Sequence[Replayed]) -> list[StepRow]:
-    """What one model's sides did, a row each. Pure."""
+    """What one model's backends did, a row each. Pure."""
     program = build_program(
         find_model(model), bucket_bytes=replay.bucket_bytes, shrink=replay.shrink, compute_scale=replay.compute_scale
     )
@@ -118,7 +118,7 @@ def _row(
     compute_ns = program.compute_ns
     return StepRow(
         model=model.name,
-        side=replay.labels()[index],
+        backend=replay.labels()[index],
         workers=place.workers,
         batch=model.speed.batch,
         parameters=model.parameters,
@@ -139,7 +139,7 @@ def _row(
 
 
 def _ratio(replay: Replay, replayed: Sequence[Replayed], index: int) -> Ratio | None:
-    """To the first side, or of the first to the second."""
+    """To the first backend, or of the first to the second."""
     if len(replayed) < 2:
         return None
     peer = 1 if index == 0 else 0

@@ -7,7 +7,7 @@ from netfold.bench.step import StepRow
 from netfold.plan.model.catalogue import MODELS, find_model
 
 _HEADER = (
-    *("model", "side", "batch", "compute(ms)", "step(ms)", "p5..p95", "exposed(ms)", "efficiency", "samples/s"),
+    *("model", "backend", "batch", "compute(ms)", "step(ms)", "p5..p95", "exposed(ms)", "efficiency", "samples/s"),
     *("#wrong", "ratio", "p5..p95", "n", "to"),
 )
 _MODELS_HEADER = (
@@ -20,13 +20,13 @@ def render_steps(rows: Sequence[StepRow]) -> str:
     """One line a row; the ratio is the peer's time over the row's. Below, how exact the accelerators' timer was."""
     lines = _columns([_HEADER, *(_cells(row) for row in rows)], left=2)
     lines += [
-        f"# {row.model}, {row.side}: computing alone {_ms(row.alone_ns)} ms; transfers started "
+        f"# {row.model}, {row.backend}: computing alone {_ms(row.alone_ns)} ms; transfers started "
         f"{row.late_ns.median / 1e3:.0f} us late (p95 {row.late_ns.p95 / 1e3:.0f}); "
         f"{row.gradient_bytes / 1e6:.1f} MB of gradients in {row.buckets} buckets"
         for row in rows
         if row.alone_ns is not None and row.late_ns is not None
     ]
-    lines += [f"# {row.model}, {row.side}: {row.refused}" for row in rows if row.refused is not None]
+    lines += [f"# {row.model}, {row.backend}: {row.refused}" for row in rows if row.refused is not None]
     return "\n".join(lines)
 
 
@@ -73,7 +73,7 @@ def _cells(row: StepRow) -> tuple[str, ...]:
         of = row.ratio.spread
         ratio = (f"{of.median:.2f}", f"{of.p5:.2f}..{of.p95:.2f}", str(of.n), row.ratio.peer)
     wrong = "-" if row.wrong is None else str(row.wrong)
-    return (row.model, row.side, str(row.batch), _ms(row.compute_ns), *step, wrong, *ratio)
+    return (row.model, row.backend, str(row.batch), _ms(row.compute_ns), *step, wrong, *ratio)
 
 
 def _columns(cells: Sequence[tuple[str, ...]], left: int) -> list[str]:

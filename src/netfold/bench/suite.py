@@ -122,7 +122,7 @@ def _run_stage(
         if place.rack_rate is not None and (lack := why_unavailable(loss=False)):
             raise RackError(lack)
         trials = trials_at(place, goals, quick, absent)
-        worlds = [name.world for one in trials for name in one.side_names()]
+        worlds = [name.world for one in trials for name in one.backend_names()]
         with conduct(place, worlds) as conductor:
             for one in trials:
                 rows, document = _run_trials(conductor, one)
@@ -144,7 +144,7 @@ def _run_stage(
 def _run_trials(conductor: Conductor, trials: Trials) -> tuple[dict[str, Row], dict[str, Any]]:
     result = conductor.measure(trials)
     rows = make_rows(conductor.place, trials, result)
-    return {row.side: row for row in rows}, describe_run(conductor.place, trials, result, rows)
+    return {row.backend: row for row in rows}, describe_run(conductor.place, trials, result, rows)
 
 
 def _is_of(goal: Goal, trials: Trials) -> bool:
@@ -158,7 +158,7 @@ def _keep(section: Section, document: dict[str, Any], rows: dict[str, Row]) -> N
     section.runs.append(document)
     section.bad += total_wrong(list(rows.values())) > 0
     section.notes += [
-        f"{row.side}, {document['place']['workers']} ranks, one call of {row.size_bytes} B: "
+        f"{row.backend}, {document['place']['workers']} ranks, one call of {row.size_bytes} B: "
         f"{describe_breakdown(row.breakdown)}."
         for row in rows.values()
         if row.breakdown is not None and row.breakdown.python_ns is not None
@@ -172,10 +172,10 @@ def _run_extra(
     absent: Sequence[str],
     quick: bool,
 ) -> None:
-    for place, sides in extra_places.items():
-        here = [side for side in sides if side not in absent]
+    for place, backends in extra_places.items():
+        here = [backend for backend in backends if backend not in absent]
         try:
-            with conduct(place, [parse_backend(side).world for side in here]) as conductor:
+            with conduct(place, [parse_backend(backend).world for backend in here]) as conductor:
                 verdicts = verdicts_of(conductor, here, quick)
                 section.verdicts += verdicts
                 section.bad += any(verdict.why for verdict in verdicts)

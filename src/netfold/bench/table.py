@@ -11,7 +11,7 @@ _HEADER = (
         "count",
         "type",
         "redop",
-        "side",
+        "backend",
         "algorithm",
         "wire",
         "time(us)",
@@ -30,16 +30,16 @@ def render_table(rows: Sequence[Row]) -> str:
     widths = [max(len(line[column]) for line in cells) for column in range(len(_HEADER))]
     lines = ["  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in cells]
     lines += [
-        f"# {row.size_bytes} B, {row.side}, one call: {describe_breakdown(row.breakdown)}"
+        f"# {row.size_bytes} B, {row.backend}, one call: {describe_breakdown(row.breakdown)}"
         for row in rows
         if row.breakdown is not None
     ]
     lines += [
-        f"# {row.size_bytes} B, {row.side}: an element counts as wrong where it is off by more than {row.tolerance:.4g}"
+        f"# {row.size_bytes} B, {row.backend}: an element counts as wrong where it is off by more than {row.tolerance:.4g}"
         for row in rows
         if row.tolerance > 0 and row.wrong is not None
     ]
-    lines += [f"# {row.size_bytes} B, {row.side}: {row.refused}" for row in rows if row.refused is not None]
+    lines += [f"# {row.size_bytes} B, {row.backend}: {row.refused}" for row in rows if row.refused is not None]
     return "\n".join(lines)
 
 
@@ -69,7 +69,7 @@ def _cells(row: Row) -> tuple[str, ...]:
     if row.time_ns is not None:
         time = (_us(row.time_ns.median), f"{_us(row.time_ns.p5)}..{_us(row.time_ns.p95)}")
     return (
-        *(str(row.size_bytes), str(row.count), row.dtype, row.redop, row.side, row.algorithm or "-", row.wire or "-"),
+        *(str(row.size_bytes), str(row.count), row.dtype, row.redop, row.backend, row.algorithm or "-", row.wire or "-"),
         *time,
         *("-" if bandwidth is None else f"{bandwidth / 1e9:.4f}" for bandwidth in (row.algbw, row.busbw)),
         "-" if row.wrong is None else str(row.wrong),

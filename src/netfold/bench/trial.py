@@ -1,4 +1,4 @@
-"""One side's buffers for one collective and size on one rank: filled, called, checked."""
+"""One backend's buffers for one collective and size on one rank: filled, called, checked."""
 
 import itertools
 import time
@@ -16,7 +16,7 @@ _ALWAYS_IN_PLACE = ("broadcast", "barrier")
 
 
 class Task(NamedTuple):
-    """wire: what the side was asked to send f32 as; empty: whatever it takes, which loses nothing."""
+    """wire: what the backend was asked to send f32 as; empty: whatever it takes, which loses nothing."""
 
     collective: str
     size_bytes: int
@@ -32,7 +32,7 @@ class Trial:
     tolerance: by how much an element may be off; 0 for all but wire formats that round at random. Raises RefusedError.
     """
 
-    def __init__(self, side: Backend, line: StartLine, rank: int, ranks: int, task: Task) -> None:
+    def __init__(self, backend: Backend, line: StartLine, rank: int, ranks: int, task: Task) -> None:
         self.rank, self.ranks, self.dtype = rank, ranks, task.dtype
         self.collective = COLLECTIVES[task.collective]
         self._line = line
@@ -43,16 +43,16 @@ class Trial:
         wire = task.wire if task.collective == "all_reduce" and self.dtype == "f32" else ""
         self._pattern, self.tolerance = make_pattern(redop, wire, self.dtype, self.ranks)
         self._pieces = expected(self.collective, self.rank, self.ranks, self.count)
-        in_place = self.collective.in_place and (side.in_place or task.collective in _ALWAYS_IN_PLACE)
+        in_place = self.collective.in_place and (backend.in_place or task.collective in _ALWAYS_IN_PLACE)
         self._buffers: list[tuple[Buffer, Buffer]] = []
         for _ in range(task.calls):
-            receive = side.empty(self.collective.receive_count(self.count, self.ranks), self.dtype)
+            receive = backend.empty(self.collective.receive_count(self.count, self.ranks), self.dtype)
             send = receive
             if not in_place:
-                send = side.empty(self.collective.send_count(self.count, self.ranks), self.dtype)
+                send = backend.empty(self.collective.send_count(self.count, self.ranks), self.dtype)
             self._buffers.append((send, receive))
         self._calls: list[Callable[[], object]] = [
-            side.bind(self.collective, task.redop, send, receive) for send, receive in self._buffers
+            backend.bind(self.collective, task.redop, send, receive) for send, receive in self._buffers
         ]
 
     def burst(self, round_index: int) -> list[int]:

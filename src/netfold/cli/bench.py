@@ -1,4 +1,4 @@
-"""`netfold bench`: nccl-tests-like benchmarks, every side paired with its peers."""
+"""`netfold bench`: nccl-tests-like benchmarks, every backend paired with its peers."""
 
 from pathlib import Path
 from typing import Annotated
@@ -7,7 +7,7 @@ import typer
 
 from netfold.extras import need
 
-app = typer.Typer(help="Benchmarks in nccl-tests' words, every side paired with its peers.")
+app = typer.Typer(help="Benchmarks in nccl-tests' words, every backend paired with its peers.")
 
 # The command line, or this machine, cannot do what was asked.
 CANNOT = 2
@@ -17,10 +17,9 @@ FAILED = 1
 
 def _bench(
     context: typer.Context,
-    side: Annotated[
+    backend: Annotated[
         list[str],
         typer.Option(
-            "--side",
             "--backend",
             help="Who is measured; repeat it to compare: a torch backend (gloo, netfold), netfold:shared, "
             "netfold:ring, netfold:in_network:bf16 (an algorithm, a wire format), communicator[:...], mpi (the one "
@@ -30,7 +29,7 @@ def _bench(
     begin: Annotated[str, typer.Option("-b", help="Smallest size; K, M, G are 2^10, 2^20, 2^30.")] = "4",
     end: Annotated[str, typer.Option("-e", help="Largest size.")] = "64M",
     factor: Annotated[int, typer.Option("-f", help="From a size to the next.")] = 4,
-    rounds: Annotated[int, typer.Option("-n", help="Timed rounds; each side runs once in each.")] = 20,
+    rounds: Annotated[int, typer.Option("-n", help="Timed rounds; each backend runs once in each.")] = 20,
     warmups: Annotated[int, typer.Option("-w", help="Rounds before that are not timed.")] = 5,
     check: Annotated[int, typer.Option("-c", min=0, max=1, help="Check every element (1) or none (0).")] = 1,
     workers: Annotated[int, typer.Option(help="Ranks.")] = 4,
@@ -53,7 +52,7 @@ def _bench(
     as_json: Annotated[bool, typer.Option("--json", help="JSON on stdout, the table on stderr.")] = False,
     timeout: Annotated[int, typer.Option(help="Seconds for the whole run.")] = 600,
 ) -> None:
-    """Time one collective of every size on every side, interleaved, and check every element.
+    """Time one collective of every size on every backend, interleaved, and check every element.
 
     The ratio column is a peer's time over the row's, paired round by round, with its 5th and 95th percentile.
     """
@@ -73,14 +72,14 @@ def _bench(
     assert verb is not None
     try:
         place = Place(workers, rack_rate, loss, delay, switch, timeout)
-        sides = [with_mpi_named(each) for each in side]
+        backends = [with_mpi_named(each) for each in backend]
         collective = parse_collective(verb)
         sizes = [0] if verb == "barrier" else sweep(parse_size(begin), parse_size(end), factor)
         dtypes = parse_dtypes(dtype)
         trials = [
             Trials(
                 collective=collective.name,
-                sides=sides,
+                backends=backends,
                 sizes=_that_hold_one(sizes, one_dtype) if len(dtypes) > 1 else sizes,
                 rounds=rounds,
                 warmups=warmups,
@@ -128,10 +127,9 @@ for _collective in (
 @app.command()
 def model(
     name: Annotated[list[str], typer.Argument(help="Models: resnet50, vgg16, bert-large, ... `list` shows them all.")],
-    side: Annotated[
+    backend: Annotated[
         list[str] | None,
         typer.Option(
-            "--side",
             "--backend",
             help="Who is measured; repeat it to compare: a torch backend (gloo, netfold), netfold:shared, "
             "communicator.",
@@ -142,7 +140,7 @@ def model(
         int, typer.Option(help="Send 1 in so many elements; on links so many times slower the ratio is the real one.")
     ] = 1,
     compute_scale: Annotated[float, typer.Option(help="Accelerators so many times as fast as published.")] = 1.0,
-    rounds: Annotated[int, typer.Option("-n", help="Timed steps of each side and model.")] = 10,
+    rounds: Annotated[int, typer.Option("-n", help="Timed steps of each backend and model.")] = 10,
     warmups: Annotated[int, typer.Option("-w", help="Steps before that are not timed.")] = 1,
     check: Annotated[int, typer.Option("-c", min=0, max=1, help="Check every element (1) or none (0).")] = 1,
     workers: Annotated[int, typer.Option(help="Ranks.")] = 4,
@@ -180,7 +178,7 @@ def model(
         place = Place(workers, rack_rate, loss, delay, switch, timeout)
         replay = Replay(
             models=name,
-            sides=side or [],
+            backends=backend or [],
             rounds=rounds,
             warmups=warmups,
             bucket_bytes=parse_size(bucket),
@@ -285,7 +283,7 @@ def links(
     ] = "0.25,0.5,1,2,4,P",
     size: Annotated[str, typer.Option(help="Of the tensor, several by commas; K, M, G.")] = "16M",
     loss: Annotated[str, typer.Option(help="On every link, such as 0.1%.")] = "0%",
-    rounds: Annotated[int, typer.Option("-n", min=1, help="Timed rounds; each side runs once in each.")] = 10,
+    rounds: Annotated[int, typer.Option("-n", min=1, help="Timed rounds; each backend runs once in each.")] = 10,
     as_json: Annotated[bool, typer.Option("--json", help="What was measured, on stdout, in place of a table.")] = False,
 ) -> None:
     """What a switch behind a link of its own is worth, beside a ring over the same links. Needs root: an emulated rack.

@@ -1,4 +1,4 @@
-"""Who is measured. A side is one way to call a collective; a new one is a file here and a line in `_WORLDS`.
+"""Who is measured. A backend is one way to call a collective; a new one is a file here and a line in `_WORLDS`.
 
     gloo, netfold, ...          a torch.distributed backend, on plain torch tensors
     netfold:shared              the same, on tensors that netfold.empty() made

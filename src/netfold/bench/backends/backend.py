@@ -1,4 +1,4 @@
-"""What a side must offer, and how sides are named."""
+"""What a backend must offer, and how backends are named."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
@@ -16,19 +16,19 @@ from netfold.tuning import SUPPORTS
 
 MPIS = ("openmpi", "intel", "mpich")
 NETFOLDS = ("netfold", "communicator")
-# What a netfold side may be told, in any order, one of each.
+# What a netfold backend may be told, in any order, one of each.
 VARIANTS = ("shared",)
 ALGORITHMS = tuple(name for name in SUPPORTS if name not in ("local", "point_to_point"))
 WIRES = ("f32", "bf16", "f16", "i32", "i8")
 
 
 class RefusedError(RuntimeError):
-    """This side does not do that; the message is what it said. The benchmark goes on with the others."""
+    """This backend does not do that; the message is what it said. The benchmark goes on with the others."""
 
 
 @dataclass(frozen=True)
 class Buffer:
-    """values: the memory as NumPy sees it, flat; native: the same memory as the side takes it."""
+    """values: the memory as NumPy sees it, flat; native: the same memory as the backend takes it."""
 
     values: Array
     native: Any
@@ -46,7 +46,7 @@ class Backend(Protocol):
     in_place: bool
 
     def empty(self, count: int, dtype: str) -> Buffer:
-        """A buffer of the kind that users of this side have. Raises RefusedError for a dtype it lacks."""
+        """A buffer of the kind that users of this backend have. Raises RefusedError for a dtype it lacks."""
         ...
 
     def bind(self, collective: Collective, redop: str, send: Buffer, receive: Buffer) -> Callable[[], object]:
@@ -66,13 +66,13 @@ class Backend(Protocol):
 
 
 class World(Protocol):
-    """One rank of a set of processes in which some sides live."""
+    """One rank of a set of processes in which some backends live."""
 
     rank: int
     size: int
     versions: dict[str, str]
 
-    def side(self, name: "BackendName") -> Backend: ...
+    def backend(self, name: "BackendName") -> Backend: ...
 
     def close(self) -> None: ...
 
@@ -107,26 +107,26 @@ def parse_backend(text: str, label: str | None = None) -> BackendName:
     first, *rest = text.split(":")
     if first == "mpi":
         if not rest or rest[0] not in MPIS or rest[1:] not in ([], ["out"]):
-            raise ValueError(f"side {text!r} is not understood; there are {', '.join(f'mpi:{m}[:out]' for m in MPIS)}")
+            raise ValueError(f"backend {text!r} is not understood; there are {', '.join(f'mpi:{m}[:out]' for m in MPIS)}")
         return BackendName(label or text, rest[0], rest[0], "".join(rest[1:]))
     if not first or (rest and first not in NETFOLDS):
         raise ValueError(
-            f"side {text!r} is not understood; a torch backend, netfold, communicator or mpi:NAME is wanted, and only "
+            f"backend {text!r} is not understood; a torch backend, netfold, communicator or mpi:NAME is wanted, and only "
             f"netfold and communicator take words behind a colon: {_words()}"
         )
     return BackendName(label or text, "communicator" if first == "communicator" else "torch", first, *_told(text, rest))
 
 
 def _told(text: str, words: Sequence[str]) -> tuple[str, str, str]:
-    """(variant, algorithm, wire) from a netfold side's words."""
+    """(variant, algorithm, wire) from a netfold backend's words."""
     kinds = (VARIANTS, ALGORITHMS, WIRES)
     told = ["", "", ""]
     for word in words:
         kind = next((index for index, known in enumerate(kinds) if word in known), None)
         if kind is None:
-            raise ValueError(f"side {text!r} is not understood: {word!r} is none of {_words()}")
+            raise ValueError(f"backend {text!r} is not understood: {word!r} is none of {_words()}")
         if told[kind]:
-            raise ValueError(f"side {text!r} is not understood: it says both {told[kind]} and {word}")
+            raise ValueError(f"backend {text!r} is not understood: it says both {told[kind]} and {word}")
         told[kind] = word
     return told[0], told[1], told[2]
 
@@ -163,13 +163,13 @@ def shared_empty(count: int, dtype: str) -> Array:
     return np.asarray(make(count, np.dtype("uint16" if dtype == "bf16" else parse_dtype(dtype).torch_name)))
 
 
-def unique_labels(sides: Sequence[str]) -> list[str]:
-    """The sides' names, with a number where one stands more than once: gloo, gloo#2."""
+def unique_labels(backends: Sequence[str]) -> list[str]:
+    """The backends' names, with a number where one stands more than once: gloo, gloo#2."""
     seen: dict[str, int] = {}
     result = []
-    for side in sides:
-        seen[side] = seen.get(side, 0) + 1
-        result.append(side if seen[side] == 1 else f"{side}#{seen[side]}")
+    for backend in backends:
+        seen[backend] = seen.get(backend, 0) + 1
+        result.append(backend if seen[backend] == 1 else f"{backend}#{seen[backend]}")
     return result
 
 

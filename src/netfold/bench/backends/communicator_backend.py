@@ -23,7 +23,7 @@ class CommunicatorWorld:
         self._open: list[netfold.Communicator] = []
         self._stores = 0
 
-    def side(self, name: BackendName) -> "CommunicatorBackend":
+    def backend(self, name: BackendName) -> "CommunicatorBackend":
         self._stores += 1
         store = netfold.FileStore(os.path.join(self._folder, f"store{self._stores}"))
         with refusing(name):

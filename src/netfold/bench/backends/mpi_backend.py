@@ -22,7 +22,7 @@ class MpiWorld:
         version = MPI.Get_library_version().splitlines()[0].partition(",")[0].strip("\x00")
         self.versions = {"mpi4py": mpi4py.__version__, name: " ".join(version.split())}
 
-    def side(self, name: BackendName) -> "MpiBackend":
+    def backend(self, name: BackendName) -> "MpiBackend":
         return MpiBackend(MPI.COMM_WORLD.Dup(), in_place=name.variant != "out")
 
     def close(self) -> None:

@@ -28,7 +28,7 @@ class TorchWorld:
         self.size = dist.get_world_size()
         self.versions = {"torch": str(torch.__version__)}
 
-    def side(self, name: BackendName) -> "TorchBackend":
+    def backend(self, name: BackendName) -> "TorchBackend":
         with refusing(name):
             return TorchBackend(dist.new_group(backend=name.kind, pg_options=name.options()), name)
 

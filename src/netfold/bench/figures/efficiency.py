@@ -5,7 +5,7 @@ from netfold.bench.config import Place
 from netfold.bench.figures import chart
 from netfold.bench.figures.budget import Share
 from netfold.bench.figures.figure import GLOO, Figure, Taken, Told, deadline_s, in_rate
-from netfold.bench.figures.replay import NETFOLD, SIDES, keep, note, replay
+from netfold.bench.figures.replay import NETFOLD, BACKENDS, keep, note, replay
 from netfold.bench.spread import Spread, spread
 
 # The most come first, lest the time be up before them.
@@ -38,8 +38,8 @@ def tell(taken: Taken) -> Told:
             chart.Panel(
                 model,
                 [
-                    chart.Line(side, [1, *counts], [_ALONE, *(efficiency(taken, side, model, n) for n in counts)])
-                    for side in SIDES
+                    chart.Line(backend, [1, *counts], [_ALONE, *(efficiency(taken, backend, model, n) for n in counts)])
+                    for backend in BACKENDS
                 ],
             )
             for model in models
@@ -50,7 +50,7 @@ def tell(taken: Taken) -> Told:
         x_log=True,
     )
     most = max(counts)
-    with_most = {(side, model): efficiency(taken, side, model, most).median for side in SIDES for model in models}
+    with_most = {(backend, model): efficiency(taken, backend, model, most).median for backend in BACKENDS for model in models}
     short = [
         f"{model}: no better than gloo with {most} hosts, "
         f"{with_most[NETFOLD, model]:.0%} to {with_most[GLOO, model]:.0%}."
@@ -69,28 +69,28 @@ def tell(taken: Taken) -> Told:
     )
     return Told(
         picture,
-        ["model", "hosts", *(f"{side}, computing / step" for side in SIDES)],
+        ["model", "hosts", *(f"{backend}, computing / step" for backend in BACKENDS)],
         [
-            [model, f"{count}", *(_in_percent(efficiency(taken, side, model, count)) for side in SIDES)]
+            [model, f"{count}", *(_in_percent(efficiency(taken, backend, model, count)) for backend in BACKENDS)]
             for model in models
             for count in counts
         ],
         f"Links of {in_rate(taken.settings['rate'])} and smaller tensors stand for links of "
         f"{taken.settings['stands_for']}. With {most} hosts, "
         + "; ".join(
-            f"{model}: {', '.join(f'{side} {with_most[side, model]:.0%}' for side in SIDES)}" for model in models
+            f"{model}: {', '.join(f'{backend} {with_most[backend, model]:.0%}' for backend in BACKENDS)}" for model in models
         )
         + ".",
         short,
     )
 
 
-def efficiency(taken: Taken, side: str, model: str, hosts: int) -> Spread:
+def efficiency(taken: Taken, backend: str, model: str, hosts: int) -> Spread:
     return spread(
         [
             row["compute_s"] / row["took_s"]
             for row in taken.rows
-            if (row["series"], row["x"], row["workers"]) == (side, model, hosts)
+            if (row["series"], row["x"], row["workers"]) == (backend, model, hosts)
         ]
     )
 

@@ -100,7 +100,7 @@ def tell(taken: Taken) -> Told:
             *slower,
             said_of(taken, hosts),
             f"Not alike: {taken.cores} cores take turns for {most} hosts and the switch, so the time grows with their "
-            "number on every side; SHARP runs in the switches of an InfiniBand network of 1500 nodes.",
+            "number on every backend; SHARP runs in the switches of an InfiniBand network of 1500 nodes.",
         ],
     )
 

@@ -57,11 +57,11 @@ def measure(share: Share, taken: Taken) -> None:
 
 
 def tell(taken: Taken) -> Told:
-    losses, size_bytes, sides = taken.xs(), taken.settings["size_bytes"], taken.series()
+    losses, size_bytes, backends = taken.xs(), taken.settings["size_bytes"], taken.series()
     none, places = losses[0], list(range(len(losses)))
-    inflation = {side: {x: taken.ratios((side, x), (side, none)) for x in losses} for side in sides}
+    inflation = {backend: {x: taken.ratios((backend, x), (backend, none)) for x in losses} for backend in backends}
     picture = chart.lines(
-        [chart.Panel("", [chart.Line(side, places, [inflation[side][x] for x in losses]) for side in sides])],
+        [chart.Panel("", [chart.Line(backend, places, [inflation[backend][x] for x in losses]) for backend in backends])],
         name=TITLE,
         x_label="loss of a packet on a link, each way",
         y_label="time over that without loss",
@@ -73,10 +73,10 @@ def tell(taken: Taken) -> Told:
     if ours[REASONABLE].median > NONE:
         short.append(f"Not without impact: at {REASONABLE} it takes {ours[REASONABLE].median:.3f} times as long.")
     short += [
-        f"Not lower than TCP's at {x}: {ours[x].median:.3f}, and {inflation[side][x].median:.3f} for {side}."
-        for side in sides[1:]
+        f"Not lower than TCP's at {x}: {ours[x].median:.3f}, and {inflation[backend][x].median:.3f} for {backend}."
+        for backend in backends[1:]
         for x in losses[1:]
-        if ours[x].median > inflation[side][x].median + ALIKE
+        if ours[x].median > inflation[backend][x].median + ALIKE
     ]
     short.append(
         "Not alike: what gloo sends crosses two links on its way from host to host, what goes to the switch one; and "
@@ -84,15 +84,15 @@ def tell(taken: Taken) -> Told:
     )
 
     def at(x: str) -> str:
-        return ", ".join(f"{side} {in_times(inflation[side][x])}" for side in sides)
+        return ", ".join(f"{backend} {in_times(inflation[backend][x])}" for backend in backends)
 
     return Told(
         picture,
-        ["loss", *(word for side in sides for word in (f"{side}, ms", "over no loss")), "sent again, in the network"],
+        ["loss", *(word for backend in backends for word in (f"{backend}, ms", "over no loss")), "sent again, in the network"],
         [
             [
                 x,
-                *(word for side in sides for word in (in_ms(taken.spread(side, x)), in_times(inflation[side][x]))),
+                *(word for backend in backends for word in (in_ms(taken.spread(backend, x)), in_times(inflation[backend][x]))),
                 f"{taken.spread(IN_NETWORK, x, 'again').median:.0f}",
             ]
             for x in losses

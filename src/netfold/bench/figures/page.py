@@ -23,7 +23,7 @@ def render(figures: Mapping[str, Taken]) -> str:
 <body>
 <main>
 <h1>The talks' figures, measured here</h1>
-<p>Hosts are network namespaces of one machine, their links shaped; the switch is a process. All sides of a figure
+<p>Hosts are network namespaces of one machine, their links shaped; the switch is a process. All backends of a figure
 take turns in every round, in the same processes (an MPI in its own, on the same hosts). Dots and numbers are
 medians, bars and brackets the 5th to the 95th percentile of the rounds; a ratio is taken round by round. A time is
 the slowest host's, and every result was checked. A link lets its first 128 KB pass at once, so a time can lie a

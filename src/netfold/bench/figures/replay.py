@@ -1,4 +1,4 @@
-"""What the two figures of training share: steps of a known model, replayed by all sides in turn, as rounds."""
+"""What the two figures of training share: steps of a known model, replayed by all backends in turn, as rounds."""
 
 from collections.abc import Sequence
 
@@ -10,36 +10,36 @@ from netfold.bench.step import StepRow, measure_models
 from netfold.plan.model.catalogue import find_model
 
 NETFOLD = "netfold, with a switch"
-SIDES = {NETFOLD: "netfold", GLOO: "gloo"}
-# Beside its rounds a side plays so many steps: connections, the timer alone three times, one to warm up.
+BACKENDS = {NETFOLD: "netfold", GLOO: "gloo"}
+# Beside its rounds a backend plays so many steps: connections, the timer alone three times, one to warm up.
 _BESIDE = 5
 # A step with its transfers, of the step without them, as a guess at what fits.
 _LONGER = 1.6
 
 
 def fitting_rounds(left_s: float, step_s: float) -> int:
-    """How many rounds of all sides fit into what is left, where a step without transfers takes step_s."""
-    fit = int(left_s / (len(SIDES) * _LONGER * step_s)) - _BESIDE
+    """How many rounds of all backends fit into what is left, where a step without transfers takes step_s."""
+    fit = int(left_s / (len(BACKENDS) * _LONGER * step_s)) - _BESIDE
     return max(LEAST_ROUNDS, min(MOST_ROUNDS, fit))
 
 
 def replay(conductor: Conductor, share: Share, model: str, *, shrink: int, compute_scale: int) -> Sequence[StepRow]:
-    """A row a side, in the order of SIDES."""
+    """A row a backend, in the order of BACKENDS."""
     rounds = fitting_rounds(share.left_s, find_model(model).compute_s / compute_scale)
-    asked = Replay([model], list(SIDES.values()), rounds=rounds, shrink=shrink, compute_scale=float(compute_scale))
+    asked = Replay([model], list(BACKENDS.values()), rounds=rounds, shrink=shrink, compute_scale=float(compute_scale))
     return measure_models(conductor, asked)
 
 
 def keep(taken: Taken, model: str, workers: int, rows: Sequence[StepRow]) -> None:
-    """Every round of every side, with what the step takes without transfers, in seconds. Raises
-    BenchError where a side refuses."""
-    for side, row in zip(SIDES, rows, strict=True):
+    """Every round of every backend, with what the step takes without transfers, in seconds. Raises
+    BenchError where a backend refuses."""
+    for backend, row in zip(BACKENDS, rows, strict=True):
         if row.refused is not None:
-            raise BenchError(f"{side}, {model}: {row.refused}")
+            raise BenchError(f"{backend}, {model}: {row.refused}")
         for number, took_ns in enumerate(row.times_ns):
             taken.rows.append(
                 {
-                    "series": side,
+                    "series": backend,
                     "x": model,
                     "workers": workers,
                     "round": number,

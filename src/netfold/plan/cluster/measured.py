@@ -53,7 +53,7 @@ def _of_doctor(path: Path, links: list[dict[str, Any]]) -> Link:
 
 def _of_bench(path: Path, found: dict[str, Any]) -> Link:
     ranks, rows = int(found["place"]["workers"]), found["rows"]
-    rows = [row for row in rows if row["side"] == rows[0]["side"] and row["time_ns"] is not None]
+    rows = [row for row in rows if row["backend"] == rows[0]["backend"] and row["time_ns"] is not None]
     if ranks < 2 or any(row["collective"] != "all_reduce" for row in rows):
         raise ValueError(f"{path}: is not of all_reduce over two ranks or more; `netfold bench all-reduce --json`")
     # A ring: 2(P-1) steps, each of a P-th of the tensor (Patarasuk and Yuan 2009).
