@@ -15,7 +15,7 @@ from pathlib import Path
 
 from netfold.bench.machine import spoken
 from netfold.bench.spread import spread
-from netfold.bench.rack_runner import Turn, Way, gather, set_loss
+from netfold.bench.rack_runner import Timing, Configuration, start_rack_runner, set_loss
 from netfold.rack import Rack
 from netfold.rack.link import parse_link
 from netfold.rack.processes import exit_on_signals
@@ -27,15 +27,15 @@ RESULT = Path(__file__).parent / "results" / "loss.md"
 DEADLINE_S = 900
 
 
-def measure(rounds: int, hosts: int, rate: str, losses: list[str]) -> dict[str, list[Turn]]:
+def measure(rounds: int, hosts: int, rate: str, losses: list[str]) -> dict[str, list[Timing]]:
     """For each loss a turn a round."""
-    rows: dict[str, list[Turn]] = {loss: [] for loss in losses}
-    way = Way("in the network", hosts, {"switch": "nearest"})
+    rows: dict[str, list[Timing]] = {loss: [] for loss in losses}
+    way = Configuration("in the network", hosts, {"switch": "nearest"})
     # Lossy from the start: such a link cuts packets first, and must do so in every round.
     with Rack(hosts, rate, losses[-1]) as rack:
         set_loss(rack, 0)
         rack.start_switch(lambda line: None)
-        with gather(rack, DEADLINE_S) as turns:
+        with start_rack_runner(rack, DEADLINE_S) as turns:
             turns.open([way])
             for number in range(-WARMUPS, rounds):
                 for place in range(len(losses)):
@@ -47,7 +47,7 @@ def measure(rounds: int, hosts: int, rate: str, losses: list[str]) -> dict[str, 
     return rows
 
 
-def render(rows: dict[str, list[Turn]], hosts: int, rate: str, load: tuple[float, float]) -> str:
+def render(rows: dict[str, list[Timing]], hosts: int, rate: str, load: tuple[float, float]) -> str:
     chunks = hosts * -(-SIZE // 1408)
     clean = spread([turn.median_s for turn in rows["0%"]])
     lines = [

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from netfold.bench.machine import spoken
 from netfold.bench.spread import spread
-from netfold.bench.rack_runner import Turn, Way, gather
+from netfold.bench.rack_runner import Timing, Configuration, start_rack_runner
 from netfold.rack import Rack
 from netfold.rack.processes import exit_on_signals
 
@@ -31,15 +31,15 @@ RESULT = Path(__file__).parent / "results" / "tree.md"
 DEADLINE_S = 600
 
 
-def measure(rounds: int, rate: str) -> list[list[Turn]]:
+def measure(rounds: int, rate: str) -> list[list[Timing]]:
     """By shape, a turn a round."""
-    rows: list[list[Turn]] = [[] for _ in SHAPES]
+    rows: list[list[Timing]] = [[] for _ in SHAPES]
     with Rack(WORKERS, rate, racks=RACKS, uplink=rate) as rack:
         rack.start_switch(lambda line: None)
         rack.start_leaves(lambda line: None)
         options = ({"switch": str(rack.switch_address)}, {"switch": "nearest"}, {"algorithm": "all_reduce=ring"})
-        ways = [Way(shape, WORKERS, each) for shape, each in zip(SHAPES, options, strict=True)]
-        with gather(rack, DEADLINE_S) as turns:
+        ways = [Configuration(shape, WORKERS, each) for shape, each in zip(SHAPES, options, strict=True)]
+        with start_rack_runner(rack, DEADLINE_S) as turns:
             turns.open(ways)
             for number in range(-WARMUPS, rounds):
                 for place in range(len(SHAPES)):
@@ -50,7 +50,7 @@ def measure(rounds: int, rate: str) -> list[list[Turn]]:
     return rows
 
 
-def render(rows: list[list[Turn]], rate: str, load: tuple[float, float]) -> str:
+def render(rows: list[list[Timing]], rate: str, load: tuple[float, float]) -> str:
     one = spread([turn.median_s for turn in rows[0]])
     chunks = WORKERS * -(-SIZE // 1408)
     lines = [

@@ -11,7 +11,7 @@ from load import seconds
 from typer.testing import CliRunner
 
 from netfold.bench.collectives import COLLECTIVES, REDOPS
-from netfold.bench.runner import BenchError, conduct, measure
+from netfold.bench.runner import BenchError, start_runner, measure
 from netfold.bench.config import Place, Trials
 from netfold.bench.link_probe import probe_rack
 from netfold.bench.mpi_peers import PeerMissingError, have_peer, launch_mpi
@@ -55,7 +55,7 @@ def test_gloo_beside_itself_is_right_in_every_element_and_has_all_its_rounds() -
 
 def test_every_dtype_is_right_in_every_element() -> None:
     place = Place(2, deadline_s=120)
-    with conduct(place, ["torch"]) as conductor:
+    with start_runner(place, ["torch"]) as conductor:
         for dtype in ("f64", "f16", "bf16", "i32", "i64"):
             trials = Trials("all_reduce", ["gloo"], sizes=[1 << 18], rounds=1, warmups=0, dtype=dtype)
             (row,) = make_rows(place, trials, conductor.measure(trials))
@@ -64,7 +64,7 @@ def test_every_dtype_is_right_in_every_element() -> None:
 
 def test_every_reduction_is_right_in_every_element_of_every_dtype() -> None:
     backends = ["netfold", "netfold:ring", "gloo", "communicator:halving_doubling"]
-    with conduct(Place(3, switch=False, deadline_s=120), ["torch", "communicator"]) as conductor:
+    with start_runner(Place(3, switch=False, deadline_s=120), ["torch", "communicator"]) as conductor:
         for dtype in DTYPES:
             for redop in REDOPS:
                 trials = Trials("all_reduce", backends, [70000 * 8], rounds=1, warmups=0, dtype=dtype, redop=redop)
@@ -97,7 +97,7 @@ def test_a_side_runs_by_the_algorithm_and_in_the_wire_format_of_its_name_or_says
 def test_what_a_side_cannot_do_as_its_name_says_is_refused_and_the_others_go_on() -> None:
     place = Place(2, switch=False, deadline_s=120)
     backends = ["gloo", "netfold:in_network", "communicator:in_network", "netfold:ring", "netfold:i32"]
-    with conduct(place, ["torch", "communicator"]) as conductor:
+    with start_runner(place, ["torch", "communicator"]) as conductor:
 
         def refusals(trials: Trials) -> list[str | None]:
             return [row.refused for row in make_rows(place, trials, conductor.measure(trials))]
@@ -113,7 +113,7 @@ def test_what_a_side_cannot_do_as_its_name_says_is_refused_and_the_others_go_on(
 def test_every_collective_is_right_on_every_side_that_needs_no_other_program() -> None:
     place = Place(3, switch=False, deadline_s=120)
     backends = ["netfold", "gloo", "communicator"]
-    with conduct(place, ["torch", "communicator"]) as conductor:
+    with start_runner(place, ["torch", "communicator"]) as conductor:
         for name in COLLECTIVES:
             # 3 ranks do not divide it, and it ends within a period of the pattern.
             trials = Trials(name, backends, sizes=[70000 * 4], rounds=1, warmups=0)
@@ -131,7 +131,7 @@ def test_every_collective_is_right_on_an_mpi_in_place_and_out_of_place(mpi: str)
     if not have_peer(mpi):
         pytest.skip(f"mpi:{mpi} is not here (make bench-peers)")
     place = Place(3, deadline_s=60)
-    with conduct(place, [mpi]) as conductor:
+    with start_runner(place, [mpi]) as conductor:
         for name in COLLECTIVES:
             trials = Trials(name, [f"mpi:{mpi}", f"mpi:{mpi}:out"], sizes=[70000 * 4], rounds=1, warmups=0)
             for row in make_rows(place, trials, conductor.measure(trials)):
@@ -161,7 +161,7 @@ def test_netfold_beside_gloo_is_right_and_its_small_calls_are_broken_down() -> N
 
 
 def test_ddp_steps_are_timed_and_leave_all_ranks_the_same_parameters() -> None:
-    with conduct(Place(2, switch=False, deadline_s=60), ["torch"]) as conductor:
+    with start_runner(Place(2, switch=False, deadline_s=60), ["torch"]) as conductor:
         ours, peer = conductor.measure_ddp([parse_backend("netfold"), parse_backend("gloo")], rounds=2, steps=1, width=256)
     assert (len(ours.times_ns), len(peer.times_ns)) == (2, 2)
     assert (ours.wrong, peer.wrong) == (0, 0)

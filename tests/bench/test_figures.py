@@ -21,7 +21,7 @@ from netfold.bench.figures.catalogue import FIGURES
 from netfold.bench.figures.figure import GLOO, HOSTS_ONLY, IN_NETWORK, RING, Figure, Taken
 from netfold.bench.figures.mpi import said_of, series_of
 from netfold.bench.figures.replay import NETFOLD, fitting_rounds
-from netfold.bench.rack_runner import Turn
+from netfold.bench.rack_runner import Timing
 from netfold.cli.bench import app
 from netfold.rack.command import why_unavailable
 
@@ -373,7 +373,7 @@ def test_what_is_measured_when_a_signal_comes_is_kept_and_older_figures_too(
 def test_wrong_elements_of_the_round_that_warms_up_count_too() -> None:
     taken = Taken()
     for number in (-1, 0):
-        taken.add(GLOO, 2, number, Turn([0.5, 0.1, 0.2], wrong=3, again=0, sent_bytes=None, error=None))
+        taken.add(GLOO, 2, number, Timing([0.5, 0.1, 0.2], wrong=3, again=0, sent_bytes=None, error=None))
     assert taken.wrong == 6
     assert [(row["round"], row["took_s"]) for row in taken.rows] == [(0, 0.2)]
 

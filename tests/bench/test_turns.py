@@ -13,7 +13,7 @@ import pytest
 from netfold.bench.runner import BenchError
 from netfold.bench.machine import congestion_controls
 from netfold.bench.mpi_peers import find_mpi
-from netfold.bench.rack_runner import Way, gather, set_congestion_control, set_loss
+from netfold.bench.rack_runner import Configuration, start_rack_runner, set_congestion_control, set_loss
 from netfold.rack import Rack
 from netfold.rack.command import why_unavailable
 from netfold.rack.names import host_namespace
@@ -32,12 +32,12 @@ SIZE = 1 << 18
 def test_ways_among_some_of_the_hosts_are_right_in_every_element_and_take_what_they_were_told_to() -> None:
     with Rack(3, "1gbit", mtu=9000) as rack:
         rack.start_switch(lambda line: None)
-        with gather(rack, DEADLINE_S) as turns:
+        with start_rack_runner(rack, DEADLINE_S) as turns:
             ways = [
-                *(Way(f"switch {workers}", workers, SWITCH) for workers in (2, 3)),
-                *(Way(f"{payload} bytes", 3, SWITCH, payload) for payload in (512, 1024)),
-                Way("ring", 3, {"algorithm": "all_reduce=ring"}),
-                Way("gloo", 2),
+                *(Configuration(f"switch {workers}", workers, SWITCH) for workers in (2, 3)),
+                *(Configuration(f"{payload} bytes", 3, SWITCH, payload) for payload in (512, 1024)),
+                Configuration("ring", 3, {"algorithm": "all_reduce=ring"}),
+                Configuration("gloo", 2),
             ]
             turns.open(ways)
             found = {way.label: turns.turn(way, SIZE, 7, calls=2) for way in ways}
@@ -54,8 +54,8 @@ def test_ways_among_some_of_the_hosts_are_right_in_every_element_and_take_what_t
 def test_sums_of_values_that_are_no_whole_numbers_are_measured_by_their_error() -> None:
     with Rack(2, "1gbit") as rack:
         rack.start_switch(lambda line: None)
-        with gather(rack, DEADLINE_S) as turns:
-            ways = [Way(wire, 2, {**SWITCH, "wire_dtype": wire}) for wire in ("f32", "bf16", "i8")]
+        with start_rack_runner(rack, DEADLINE_S) as turns:
+            ways = [Configuration(wire, 2, {**SWITCH, "wire_dtype": wire}) for wire in ("f32", "bf16", "i8")]
             turns.open(ways)
             found = [turns.turn(way, SIZE, 0, values="normal") for way in ways]
             # Of whole numbers i8 keeps but a few: what is wrong is counted, on every rank.
@@ -74,12 +74,12 @@ def test_loss_and_tcp_are_what_was_set_last() -> None:
     with Rack(3, "200mbit", "1%") as rack:
         set_loss(rack, 0)
         rack.start_switch(lambda line: None)
-        with gather(rack, DEADLINE_S) as turns:
+        with start_rack_runner(rack, DEADLINE_S) as turns:
             set_congestion_control(rack, "cubic")
-            switch, gloo = Way("switch", 3, SWITCH), Way("gloo", 3)
+            switch, gloo = Configuration("switch", 3, SWITCH), Configuration("gloo", 3)
             turns.open([gloo])
             set_congestion_control(rack, other)
-            turns.open([switch, Way("gloo again", 3)])
+            turns.open([switch, Configuration("gloo again", 3)])
             clean = turns.turn(switch, 1 << 20, 0)
             set_loss(rack, 0.05)
             lossy = turns.turn(switch, 1 << 20, 1)
@@ -116,8 +116,8 @@ def cpu_s(pid: int) -> float:
 def test_an_mpis_ranks_are_right_in_every_element_and_sleep_while_others_have_their_turn() -> None:
     if not (mpi := find_mpi()):
         pytest.skip("no MPI is here (make bench-peers)")
-    with Rack(3, "100mbit") as rack, gather(rack, DEADLINE_S, mpi) as turns:
-        few, all_of_them, gloo = Way("two", 2, mpi=mpi), Way("three", 3, mpi=mpi), Way("gloo", 3)
+    with Rack(3, "100mbit") as rack, start_rack_runner(rack, DEADLINE_S, mpi) as turns:
+        few, all_of_them, gloo = Configuration("two", 2, mpi=mpi), Configuration("three", 3, mpi=mpi), Configuration("gloo", 3)
         turns.open([few, gloo, all_of_them])
         found = [turns.turn(way, 1 << 20, number, calls=2) for number, way in enumerate((few, all_of_them, few))]
         errors = turns.turn(all_of_them, SIZE, 0, values="normal")
@@ -142,9 +142,9 @@ def test_an_mpi_whose_rank_is_killed_is_an_error() -> None:
     with (
         Rack(2, "1gbit") as rack,
         pytest.raises(BenchError, match=f"{mpi} (ended with exit code|rank . failed)"),
-        gather(rack, DEADLINE_S, mpi) as turns,
+        start_rack_runner(rack, DEADLINE_S, mpi) as turns,
     ):
-        way = Way("MPI", 2, mpi=mpi)
+        way = Configuration("MPI", 2, mpi=mpi)
         turns.open([way])
         os.kill(pid_of(rack, 1, mpi), signal.SIGKILL)
         turns.turn(way, SIZE, 0)
@@ -154,19 +154,19 @@ def test_a_way_that_cannot_be_is_an_error_with_the_reason() -> None:
     with (
         Rack(2, "1gbit") as rack,
         pytest.raises(BenchError, match=r"rank \d failed(.|\n)*no_such"),
-        gather(rack, DEADLINE_S) as turns,
+        start_rack_runner(rack, DEADLINE_S) as turns,
     ):
-        turns.open([Way("wrong", 2, {"algorithm": "no_such"})])
+        turns.open([Configuration("wrong", 2, {"algorithm": "no_such"})])
 
 
 def test_a_rank_that_is_killed_is_an_error_and_the_deadline_too() -> None:
     with Rack(2, "1gbit") as rack:
-        with pytest.raises(BenchError, match="rank 1 ended with exit code"), gather(rack, DEADLINE_S) as turns:
-            way = Way("gloo", 2)
+        with pytest.raises(BenchError, match="rank 1 ended with exit code"), start_rack_runner(rack, DEADLINE_S) as turns:
+            way = Configuration("gloo", 2)
             turns.open([way])
             inside = ["ip", "netns", "pids", host_namespace(rack.rack_id, 1)]
             for pid in subprocess.run(inside, capture_output=True, text=True, check=True).stdout.split():
                 os.kill(int(pid), signal.SIGKILL)
             turns.turn(way, SIZE, 0)
-        with pytest.raises(BenchError, match="had not ended after 0 s"), gather(rack, 0.1):
+        with pytest.raises(BenchError, match="had not ended after 0 s"), start_rack_runner(rack, 0.1):
             pass

@@ -2,7 +2,7 @@
 
 import statistics
 
-from netfold.bench.runner import Conductor
+from netfold.bench.runner import Runner
 from netfold.bench.config import Measured, Place
 from netfold.bench.rules import Verdict
 from netfold.bench.backends import parse_backend
@@ -19,7 +19,7 @@ WAITING_PLACES = {Place(workers, switch=False): _WAITING for workers in (2, 4)}
 DDP_PLACES = {Place(workers, switch=False): ["netfold", "gloo"] for workers in (2, 4)}
 
 
-def waiting_verdicts(conductor: Conductor, backends: list[str], quick: bool) -> list[Verdict]:
+def waiting_verdicts(conductor: Runner, backends: list[str], quick: bool) -> list[Verdict]:
     """A line a backend: CPU seconds of the ranks that wait in an all_reduce for one that comes SLEEP_S late."""
     verdicts = []
     for backend in backends:
@@ -44,7 +44,7 @@ def waiting_verdicts(conductor: Conductor, backends: list[str], quick: bool) -> 
     return verdicts
 
 
-def ddp_verdicts(conductor: Conductor, backends: list[str], quick: bool) -> list[Verdict]:
+def ddp_verdicts(conductor: Runner, backends: list[str], quick: bool) -> list[Verdict]:
     """Training steps of the first backend beside the second's, interleaved by round."""
     ours, peer = conductor.measure_ddp(
         [parse_backend(backend) for backend in backends], rounds=4 if quick else 8, steps=2 if quick else 3, width=DDP_WIDTH

@@ -33,7 +33,7 @@ _KEPT_LINES = 60
 
 
 @dataclass(frozen=True)
-class Way:
+class Configuration:
     """One way to add up, among the first `workers` hosts.
 
     options: fields of netfold.Options, None: gloo, or the MPI. payload_bytes: of values in a packet to the switch,
@@ -53,7 +53,7 @@ class Way:
 
 
 @dataclass(frozen=True)
-class Turn:
+class Timing:
     """Of some calls: seconds of each, the slowest rank's; wrong elements, over all ranks and calls; packets sent again
     by all; bytes that a rank sent in the last call, as netfold's records have it (None: gloo, MPI); the greatest rank's
     root mean square of errors over that of the exact sum (None: whole numbers, which are right or wrong)."""
@@ -69,7 +69,7 @@ class Turn:
         return statistics.median(self.took_s)
 
 
-class Turns:
+class RackRunner:
     """The ranks, one on every host of a rack that stands, and one more of the MPI, if there is one. `versions`,
     `congestion_control`: what they said of themselves."""
 
@@ -121,13 +121,13 @@ class Turns:
             for workers in range(1, self.rack.hosts + 1):
                 StartLine.draw(folder / f"{world}-{workers}.line", workers)
 
-    def open(self, ways: Sequence[Way]) -> None:
+    def open(self, ways: Sequence[Configuration]) -> None:
         """Make a group for each; every host must know of it, also one that is not in it."""
         for way in ways:
             fields = {name: value for name, value in asdict(way).items() if name != "mpi"}
             self._tell(way.world, self.rack.hosts, {"do": "open", **fields})
 
-    def turn(self, way: Way, size_bytes: int, number: int, *, calls: int = 1, values: str = "whole") -> Turn:
+    def turn(self, way: Configuration, size_bytes: int, number: int, *, calls: int = 1, values: str = "whole") -> Timing:
         """`calls` calls one after the other, of `size_bytes` of f32 each.
 
         values: `whole` numbers whose sum f32 holds exactly, others for each `number` (0 to 1000) and checked one by
@@ -136,7 +136,7 @@ class Turns:
         command = {"do": "turn", "label": way.label, "size_bytes": size_bytes, "number": number}
         answers = self._tell(way.world, way.workers, {**command, "calls": calls, "values": values})
         errors = [answer["error"] for answer in answers if answer["error"] is not None]
-        return Turn(
+        return Timing(
             took_s=[max(took) for took in zip(*(answer["took_s"] for answer in answers), strict=True)],
             wrong=sum(answer["wrong"] for answer in answers),
             again=sum(answer["again"] for answer in answers),
@@ -204,14 +204,14 @@ class Turns:
 
 
 @contextlib.contextmanager
-def gather(rack: Rack, deadline_s: float, mpi: str = "") -> Iterator[Turns]:
+def start_rack_runner(rack: Rack, deadline_s: float, mpi: str = "") -> Iterator[RackRunner]:
     """A rank on every host of `rack`, which stands; its aggregators are the caller's, and started before.
 
     mpi: one of bench.peers', whose ranks stand beside the others; "": none. The ranks end with the block, or with the
     rack. Raises BenchError where one fails, or at the deadline; PeerMissingError where the MPI is not here.
     """
     with tempfile.TemporaryDirectory(prefix="netfold-turns-") as name:
-        turns = Turns(rack, deadline_s, mpi)
+        turns = RackRunner(rack, deadline_s, mpi)
         try:
             turns.meet(Path(name))
             yield turns

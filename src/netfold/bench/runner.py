@@ -46,12 +46,12 @@ def measure(place: Place, *trials: Trials) -> list[Result]:
     names = trials[0].backend_names()
     if not any(name.is_netfold for name in names):
         place = replace(place, switch=False)
-    with conduct(place, [name.world for name in names]) as conductor:
+    with start_runner(place, [name.world for name in names]) as conductor:
         return [conductor.measure(each) for each in trials]
 
 
 @contextlib.contextmanager
-def conduct(place: Place, worlds: list[str]) -> Iterator["Conductor"]:
+def start_runner(place: Place, worlds: list[str]) -> Iterator["Runner"]:
     """A stage on which any number of trials can follow each other; its processes end with the block."""
     worlds = list(dict.fromkeys(worlds))
     with tempfile.TemporaryDirectory(prefix="netfold-bench-") as name, socket.socket(socket.AF_UNIX) as server:
@@ -63,7 +63,7 @@ def conduct(place: Place, worlds: list[str]) -> Iterator["Conductor"]:
             StartLine.draw(folder / f"{world}.line", place.workers)
         deadline = time.monotonic() + place.deadline_s
         with start_worlds(place, worlds, control, folder) as running:
-            conductor = Conductor(place, running, deadline)
+            conductor = Runner(place, running, deadline)
             try:
                 conductor.meet(server, worlds)
                 yield conductor
@@ -73,7 +73,7 @@ def conduct(place: Place, worlds: list[str]) -> Iterator["Conductor"]:
                     conductor.close()
 
 
-class Conductor:
+class Runner:
     def __init__(self, place: Place, running: Running, deadline: float) -> None:
         self.place = place
         self.versions: dict[str, str] = {}

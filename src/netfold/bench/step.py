@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from netfold.bench.runner import Conductor, conduct
+from netfold.bench.runner import Runner, start_runner
 from netfold.bench.config import Place, Replay, Replayed
 from netfold.bench.program import Program, build_program
 from netfold.bench.report import Ratio
@@ -51,7 +51,7 @@ def replay_models(place: Place, replay: Replay) -> tuple[list[StepRow], dict[str
     names = replay.backend_names()
     if not any(name.is_netfold for name in names):
         place = replace(place, switch=False)
-    with conduct(place, [name.world for name in names]) as conductor:
+    with start_runner(place, [name.world for name in names]) as conductor:
         rows = measure_models(conductor, replay)
         return rows, {
             "command": sys.argv,
@@ -62,7 +62,7 @@ def replay_models(place: Place, replay: Replay) -> tuple[list[StepRow], dict[str
         }
 
 
-def measure_models(conductor: Conductor, replay: Replay) -> list[StepRow]:
+def measure_models(conductor: Runner, replay: Replay) -> list[StepRow]:
     """A row a model and backend, in the replay's order; within a model the backends are interleaved round by round.
 
     The conductor's worlds must hold those of all backends. A step takes as long as the model's computing and what is not

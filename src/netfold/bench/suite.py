@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from netfold.bench.runner import BenchError, Conductor, conduct
+from netfold.bench.runner import BenchError, Runner, start_runner
 from netfold.bench.config import Place, Trials
 from netfold.bench.extras import DDP_PLACES, WAITING_PLACES, ddp_verdicts, waiting_verdicts
 from netfold.bench.goals import SECTIONS, Goal, all_goals, places, trials_at
@@ -123,7 +123,7 @@ def _run_stage(
             raise RackError(lack)
         trials = trials_at(place, goals, quick, absent)
         worlds = [name.world for one in trials for name in one.backend_names()]
-        with conduct(place, worlds) as conductor:
+        with start_runner(place, worlds) as conductor:
             for one in trials:
                 rows, document = _run_trials(conductor, one)
                 for goal in [goal for goal in left if _is_of(goal, one)]:
@@ -141,7 +141,7 @@ def _run_stage(
             sections[goal.section].bad += 1
 
 
-def _run_trials(conductor: Conductor, trials: Trials) -> tuple[dict[str, Row], dict[str, Any]]:
+def _run_trials(conductor: Runner, trials: Trials) -> tuple[dict[str, Row], dict[str, Any]]:
     result = conductor.measure(trials)
     rows = make_rows(conductor.place, trials, result)
     return {row.backend: row for row in rows}, describe_run(conductor.place, trials, result, rows)
@@ -167,7 +167,7 @@ def _keep(section: Section, document: dict[str, Any], rows: dict[str, Row]) -> N
 
 def _run_extra(
     section: Section,
-    verdicts_of: Callable[[Conductor, list[str], bool], list[Verdict]],
+    verdicts_of: Callable[[Runner, list[str], bool], list[Verdict]],
     extra_places: dict[Place, list[str]],
     absent: Sequence[str],
     quick: bool,
@@ -175,7 +175,7 @@ def _run_extra(
     for place, backends in extra_places.items():
         here = [backend for backend in backends if backend not in absent]
         try:
-            with conduct(place, [parse_backend(backend).world for backend in here]) as conductor:
+            with start_runner(place, [parse_backend(backend).world for backend in here]) as conductor:
                 verdicts = verdicts_of(conductor, here, quick)
                 section.verdicts += verdicts
                 section.bad += any(verdict.why for verdict in verdicts)

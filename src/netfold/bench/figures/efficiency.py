@@ -1,6 +1,6 @@
 """What of a training step is computing, against the number of hosts."""
 
-from netfold.bench.runner import conduct
+from netfold.bench.runner import start_runner
 from netfold.bench.config import Place
 from netfold.bench.figures import chart
 from netfold.bench.figures.budget import Share
@@ -25,7 +25,7 @@ def measure(share: Share, taken: Taken) -> None:
             taken.cut.append(f"The time did not suffice for {hosts} hosts.")
             continue
         place = Place(hosts, rack_rate=RATE, deadline_s=int(deadline_s(part)))
-        with conduct(place, ["torch"]) as conductor:
+        with start_runner(place, ["torch"]) as conductor:
             for (model, (shrink, speed)), turn in zip(MODELS.items(), part.split(len(MODELS)), strict=True):
                 keep(taken, model, hosts, replay(conductor, turn, model, shrink=shrink, compute_scale=speed))
             note(taken, conductor)

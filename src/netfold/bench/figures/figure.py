@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 
 from netfold.bench.figures.budget import MOST_ROUNDS, Share
 from netfold.bench.spread import Spread, paired_ratios, spread
-from netfold.bench.rack_runner import Turn, Turns
+from netfold.bench.rack_runner import Timing, RackRunner
 from netfold.rack.link import parse_link
 
 Row = dict[str, Any]
@@ -34,7 +34,7 @@ class Taken:
     lack: str = ""
     circumstances: dict[str, Any] = field(default_factory=dict)
 
-    def add(self, series: str, x: Any, number: int, turn: Turn, **more: Any) -> None:
+    def add(self, series: str, x: Any, number: int, turn: Timing, **more: Any) -> None:
         """A round; of the one before the first only what was wrong is kept."""
         if number < 0:
             self.wrong_in_warmup += turn.wrong
@@ -42,7 +42,7 @@ class Taken:
             row = {"series": series, "x": x, "round": number, "took_s": turn.median_s, "wrong": turn.wrong}
             self.rows.append({**row, "again": turn.again, **more})
 
-    def note(self, turns: Turns) -> None:
+    def note(self, turns: RackRunner) -> None:
         """What the ranks said of themselves."""
         self.circumstances |= {"versions": turns.versions, "tcp_congestion_control": turns.congestion_control}
 

@@ -19,7 +19,7 @@ from netfold.bench.figures.figure import (
 )
 from netfold.bench.figures.mpi import said_of, series_of, ways_among
 from netfold.bench.mpi_peers import find_mpi
-from netfold.bench.rack_runner import Way, gather
+from netfold.bench.rack_runner import Configuration, start_rack_runner
 from netfold.rack import Rack
 from netfold.rack.link import parse_link
 from netfold.rack.measure import payload_share
@@ -41,11 +41,11 @@ def measure(share: Share, taken: Taken, counts: tuple[int, ...] = HOSTS, size_by
     taken.settings |= {"rate": RATE, "size_bytes": size_bytes, "mpi": mpi}
     with Rack(max(counts), RATE) as rack:
         rack.start_switch(lambda line: None)
-        with gather(rack, deadline_s(share), mpi) as turns:
+        with start_rack_runner(rack, deadline_s(share), mpi) as turns:
             ways = ways_among(counts, OPTIONS, mpi)
             turns.open([way for _, way in ways])
 
-            def turn(case: tuple[str, Way], number: int) -> None:
+            def turn(case: tuple[str, Configuration], number: int) -> None:
                 series, way = case
                 taken.add(series, way.workers, number, turns.turn(way, size_bytes, number + 1))
 

@@ -17,7 +17,7 @@ from netfold.bench.figures.figure import (
 )
 from netfold.bench.figures.mpi import said_of, series_of, ways_among
 from netfold.bench.mpi_peers import find_mpi
-from netfold.bench.rack_runner import Way, gather
+from netfold.bench.rack_runner import Configuration, start_rack_runner
 from netfold.rack import Rack
 
 HOSTS = (2, 4, 8, 16)
@@ -32,11 +32,11 @@ def measure(share: Share, taken: Taken) -> None:
     taken.settings |= {"rate": RATE, "sizes": SIZES, "calls": CALLS, "mpi": mpi}
     with Rack(max(HOSTS), RATE) as rack:
         rack.start_switch(lambda line: None)
-        with gather(rack, deadline_s(share), mpi) as turns:
+        with start_rack_runner(rack, deadline_s(share), mpi) as turns:
             ways = ways_among(HOSTS, OPTIONS, mpi)
             turns.open([way for _, way in ways])
 
-            def turn(case: tuple[str, Way], number: int) -> None:
+            def turn(case: tuple[str, Configuration], number: int) -> None:
                 series, way = case
                 for size_bytes in SIZES:
                     found = turns.turn(way, size_bytes, number + 1, calls=CALLS)

@@ -17,7 +17,7 @@ from netfold.bench.figures.figure import (
     play,
 )
 from netfold.bench.machine import congestion_control, congestion_controls
-from netfold.bench.rack_runner import Way, gather, set_congestion_control, set_loss
+from netfold.bench.rack_runner import Configuration, start_rack_runner, set_congestion_control, set_loss
 from netfold.rack import Rack
 from netfold.rack.link import parse_link
 
@@ -39,12 +39,12 @@ def measure(share: Share, taken: Taken) -> None:
     with Rack(HOSTS, RATE, LOSSES[-1]) as rack:
         set_loss(rack, 0)
         rack.start_switch(lambda line: None)
-        with gather(rack, deadline_s(share)) as turns:
-            ways = [Way(IN_NETWORK, HOSTS, SWITCH)]
+        with start_rack_runner(rack, deadline_s(share)) as turns:
+            ways = [Configuration(IN_NETWORK, HOSTS, SWITCH)]
             turns.open(ways)
             for control in dict.fromkeys((ours, *(each for each in congestion_controls() if each == CUBIC))):
                 set_congestion_control(rack, control)
-                ways.append(Way(f"{GLOO}, TCP {control}", HOSTS))
+                ways.append(Configuration(f"{GLOO}, TCP {control}", HOSTS))
                 turns.open(ways[-1:])
 
             def turn(loss: str, number: int) -> None:

@@ -4,15 +4,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from netfold.bench.figures.figure import Taken
-from netfold.bench.rack_runner import Way
+from netfold.bench.rack_runner import Configuration
 
 
-def ways_among(counts: Sequence[int], options: Mapping[str, Any], mpi: str) -> list[tuple[str, Way]]:
+def ways_among(counts: Sequence[int], options: Mapping[str, Any], mpi: str) -> list[tuple[str, Configuration]]:
     """Every series among so many hosts each, with its name: those of `options`, and this MPI's, if there is one."""
     told: list[tuple[str, dict[str, Any]]] = [(series, {"options": each}) for series, each in options.items()]
     if mpi:
         told.append((_series(mpi), {"mpi": mpi}))
-    return [(series, Way(f"{series}, {count}", count, **each)) for count in counts for series, each in told]
+    return [(series, Configuration(f"{series}, {count}", count, **each)) for count in counts for series, each in told]
 
 
 def series_of(taken: Taken) -> list[str]:

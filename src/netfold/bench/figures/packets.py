@@ -5,7 +5,7 @@ from netfold.bench.figures import chart
 from netfold.bench.figures.budget import Share
 from netfold.bench.figures.figure import SWITCH, Figure, Taken, Told, deadline_s, in_mb, in_rate, in_times, play
 from netfold.bench.spread import Spread, spread
-from netfold.bench.rack_runner import Way, gather
+from netfold.bench.rack_runner import Configuration, start_rack_runner
 from netfold.rack import Rack
 from netfold.rack.link import parse_link
 
@@ -27,11 +27,11 @@ def measure(share: Share, taken: Taken) -> None:
     for (rate, size_bytes), part in zip(RATES.items(), share.split(len(RATES)), strict=True):
         with Rack(HOSTS, rate, mtu=MTU) as rack:
             rack.start_switch(lambda line: None)
-            with gather(rack, deadline_s(part)) as turns:
-                ways = [Way(str(payload), HOSTS, SWITCH, payload) for payload in PAYLOADS]
+            with start_rack_runner(rack, deadline_s(part)) as turns:
+                ways = [Configuration(str(payload), HOSTS, SWITCH, payload) for payload in PAYLOADS]
                 turns.open(ways)
 
-                def turn(way: Way, number: int, rate: str = rate, size_bytes: int = size_bytes) -> None:
+                def turn(way: Configuration, number: int, rate: str = rate, size_bytes: int = size_bytes) -> None:
                     taken.add(rate, way.payload_bytes, number, turns.turn(way, size_bytes, number + 1))
 
                 play(part, taken, ways, turn, of=f" on links of {in_rate(rate)}")

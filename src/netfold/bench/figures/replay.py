@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from netfold.bench.runner import BenchError, Conductor
+from netfold.bench.runner import BenchError, Runner
 from netfold.bench.config import Replay
 from netfold.bench.figures.budget import LEAST_ROUNDS, MOST_ROUNDS, Share
 from netfold.bench.figures.figure import GLOO, Taken
@@ -23,7 +23,7 @@ def fitting_rounds(left_s: float, step_s: float) -> int:
     return max(LEAST_ROUNDS, min(MOST_ROUNDS, fit))
 
 
-def replay(conductor: Conductor, share: Share, model: str, *, shrink: int, compute_scale: int) -> Sequence[StepRow]:
+def replay(conductor: Runner, share: Share, model: str, *, shrink: int, compute_scale: int) -> Sequence[StepRow]:
     """A row a backend, in the order of BACKENDS."""
     rounds = fitting_rounds(share.left_s, find_model(model).compute_s / compute_scale)
     asked = Replay([model], list(BACKENDS.values()), rounds=rounds, shrink=shrink, compute_scale=float(compute_scale))
@@ -50,7 +50,7 @@ def keep(taken: Taken, model: str, workers: int, rows: Sequence[StepRow]) -> Non
             )
 
 
-def note(taken: Taken, conductor: Conductor) -> None:
+def note(taken: Taken, conductor: Runner) -> None:
     described = conductor.describe()
     control = described["machine"]["tcp_congestion_control"]
     taken.circumstances |= {"versions": conductor.versions, "tcp_congestion_control": control}

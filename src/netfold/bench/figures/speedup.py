@@ -1,6 +1,6 @@
 """How much quicker known models train: their steps replayed, the accelerator a timer, the transfers real."""
 
-from netfold.bench.runner import conduct
+from netfold.bench.runner import start_runner
 from netfold.bench.config import Place
 from netfold.bench.figures import by_link, chart
 from netfold.bench.figures.budget import Share
@@ -21,7 +21,7 @@ def measure(share: Share, taken: Taken) -> None:
     taken.settings |= {"hosts": HOSTS, "rate": RATE, "shrink": SHRINK, "stands_for": STANDS_FOR}
     place = Place(HOSTS, rack_rate=RATE, deadline_s=int(deadline_s(share)))
     skipped = []
-    with conduct(place, ["torch"]) as conductor:
+    with start_runner(place, ["torch"]) as conductor:
         for model, part in zip(MODELS, share.split(len(MODELS)), strict=True):
             if share.left_s <= 0 and taken.rows:
                 skipped.append(model)

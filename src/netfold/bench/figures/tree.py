@@ -16,7 +16,7 @@ from netfold.bench.figures.figure import (
     in_times,
     play,
 )
-from netfold.bench.rack_runner import Way, gather
+from netfold.bench.rack_runner import Configuration, start_rack_runner
 from netfold.rack import Rack
 
 HOSTS, RACKS = 8, 2
@@ -30,16 +30,16 @@ def measure(share: Share, taken: Taken) -> None:
     with Rack(HOSTS, RATE, racks=RACKS, uplink=RATE) as rack:
         rack.start_switch(lambda line: None)
         rack.start_leaves(lambda line: None)
-        with gather(rack, deadline_s(share)) as turns:
+        with start_rack_runner(rack, deadline_s(share)) as turns:
             ways = [
-                Way(LEAVES, HOSTS, SWITCH),
-                Way(ROOT, HOSTS, {**SWITCH, "switch": str(rack.switch_address)}),
-                Way(RING, HOSTS, {"algorithm": "all_reduce=ring"}),
-                Way(GLOO, HOSTS),
+                Configuration(LEAVES, HOSTS, SWITCH),
+                Configuration(ROOT, HOSTS, {**SWITCH, "switch": str(rack.switch_address)}),
+                Configuration(RING, HOSTS, {"algorithm": "all_reduce=ring"}),
+                Configuration(GLOO, HOSTS),
             ]
             turns.open(ways)
 
-            def turn(way: Way, number: int) -> None:
+            def turn(way: Configuration, number: int) -> None:
                 taken.add(way.label, "", number, turns.turn(way, SIZE_BYTES, number + 1))
 
             play(share, taken, ways, turn)

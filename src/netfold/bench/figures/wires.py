@@ -15,7 +15,7 @@ from netfold.bench.figures.figure import (
     in_times,
     play,
 )
-from netfold.bench.rack_runner import Way, gather
+from netfold.bench.rack_runner import Configuration, start_rack_runner
 from netfold.rack import Rack
 
 HOSTS = 4
@@ -30,11 +30,11 @@ def measure(share: Share, taken: Taken) -> None:
     taken.settings |= {"hosts": HOSTS, "rate": RATE, "size_bytes": SIZE_BYTES}
     with Rack(HOSTS, RATE) as rack:
         rack.start_switch(lambda line: None)
-        with gather(rack, deadline_s(share)) as turns:
-            ways = [*(Way(wire, HOSTS, {**SWITCH, "wire_dtype": wire}) for wire in WIRES), Way(GLOO, HOSTS)]
+        with start_rack_runner(rack, deadline_s(share)) as turns:
+            ways = [*(Configuration(wire, HOSTS, {**SWITCH, "wire_dtype": wire}) for wire in WIRES), Configuration(GLOO, HOSTS)]
             turns.open(ways)
 
-            def turn(way: Way, number: int) -> None:
+            def turn(way: Configuration, number: int) -> None:
                 found = turns.turn(way, SIZE_BYTES, number + 1, values="normal")
                 taken.add(way.label, "", number, found, error=found.error, sent_bytes=found.sent_bytes)
 
