@@ -55,20 +55,20 @@ def test_gloo_beside_itself_is_right_in_every_element_and_has_all_its_rounds() -
 
 def test_every_dtype_is_right_in_every_element() -> None:
     place = Place(2, deadline_s=120)
-    with start_runner(place, ["torch"]) as conductor:
+    with start_runner(place, ["torch"]) as runner:
         for dtype in ("f64", "f16", "bf16", "i32", "i64"):
             trials = Trials("all_reduce", ["gloo"], sizes=[1 << 18], rounds=1, warmups=0, dtype=dtype)
-            (row,) = make_rows(place, trials, conductor.measure(trials))
+            (row,) = make_rows(place, trials, runner.measure(trials))
             assert (row.wrong, row.refused) == (0, None), dtype
 
 
 def test_every_reduction_is_right_in_every_element_of_every_dtype() -> None:
     backends = ["netfold", "netfold:ring", "gloo", "communicator:halving_doubling"]
-    with start_runner(Place(3, switch=False, deadline_s=120), ["torch", "communicator"]) as conductor:
+    with start_runner(Place(3, switch=False, deadline_s=120), ["torch", "communicator"]) as runner:
         for dtype in DTYPES:
             for redop in REDOPS:
                 trials = Trials("all_reduce", backends, [70000 * 8], rounds=1, warmups=0, dtype=dtype, redop=redop)
-                for row in make_rows(conductor.place, trials, conductor.measure(trials)):
+                for row in make_rows(runner.place, trials, runner.measure(trials)):
                     # NumPy has no bf16, and a mean of integers is none.
                     lacks = (dtype == "bf16" and row.backend.startswith("communicator")) or (
                         redop == "avg" and dtype in ("i32", "i64")
@@ -76,7 +76,7 @@ def test_every_reduction_is_right_in_every_element_of_every_dtype() -> None:
                     assert (row.refused is not None, row.wrong) == (lacks, None if lacks else 0), row
         for redop in ("prod", "max", "avg"):
             trials = Trials("reduce_scatter", backends[:2], [70000 * 4], rounds=1, warmups=0, redop=redop)
-            for row in make_rows(conductor.place, trials, conductor.measure(trials)):
+            for row in make_rows(runner.place, trials, runner.measure(trials)):
                 assert (row.refused, row.wrong) == (None, 0), row
 
 
@@ -97,10 +97,10 @@ def test_a_side_runs_by_the_algorithm_and_in_the_wire_format_of_its_name_or_says
 def test_what_a_side_cannot_do_as_its_name_says_is_refused_and_the_others_go_on() -> None:
     place = Place(2, switch=False, deadline_s=120)
     backends = ["gloo", "netfold:in_network", "communicator:in_network", "netfold:ring", "netfold:i32"]
-    with start_runner(place, ["torch", "communicator"]) as conductor:
+    with start_runner(place, ["torch", "communicator"]) as runner:
 
         def refusals(trials: Trials) -> list[str | None]:
-            return [row.refused for row in make_rows(place, trials, conductor.measure(trials))]
+            return [row.refused for row in make_rows(place, trials, runner.measure(trials))]
 
         gloo, *by_switch, ring, i32 = refusals(Trials("all_reduce", backends, [4096], rounds=1, redop="max"))
         assert (gloo, ring) == (None, None)
@@ -113,15 +113,15 @@ def test_what_a_side_cannot_do_as_its_name_says_is_refused_and_the_others_go_on(
 def test_every_collective_is_right_on_every_side_that_needs_no_other_program() -> None:
     place = Place(3, switch=False, deadline_s=120)
     backends = ["netfold", "gloo", "communicator"]
-    with start_runner(place, ["torch", "communicator"]) as conductor:
+    with start_runner(place, ["torch", "communicator"]) as runner:
         for name in COLLECTIVES:
             # 3 ranks do not divide it, and it ends within a period of the pattern.
             trials = Trials(name, backends, sizes=[70000 * 4], rounds=1, warmups=0)
-            for row in make_rows(place, trials, conductor.measure(trials)):
+            for row in make_rows(place, trials, runner.measure(trials)):
                 # What a backend does not have it says; what it does, it does right.
                 assert row.refused is not None or row.wrong == 0, row
                 assert row.refused is None or (name == "send_recv" and row.backend != "gloo"), row
-        waiting = conductor.measure_waiting(parse_backend("communicator"), 4, 0.3)
+        waiting = runner.measure_waiting(parse_backend("communicator"), 4, 0.3)
     assert len(waiting) == 3 and all(rank["wall_s"] > 0.25 for rank in waiting)
     assert all(rank["cpu_s"] < 0.5 * rank["wall_s"] for rank in waiting[:-1])
 
@@ -131,14 +131,14 @@ def test_every_collective_is_right_on_an_mpi_in_place_and_out_of_place(mpi: str)
     if not have_peer(mpi):
         pytest.skip(f"mpi:{mpi} is not here (make bench-peers)")
     place = Place(3, deadline_s=60)
-    with start_runner(place, [mpi]) as conductor:
+    with start_runner(place, [mpi]) as runner:
         for name in COLLECTIVES:
             trials = Trials(name, [f"mpi:{mpi}", f"mpi:{mpi}:out"], sizes=[70000 * 4], rounds=1, warmups=0)
-            for row in make_rows(place, trials, conductor.measure(trials)):
+            for row in make_rows(place, trials, runner.measure(trials)):
                 assert (row.refused, row.wrong) == (None, 0), row
         for redop in ("prod", "min", "max"):
             trials = Trials("all_reduce", [f"mpi:{mpi}"], sizes=[70000 * 4], rounds=1, warmups=0, redop=redop)
-            (row,) = make_rows(place, trials, conductor.measure(trials))
+            (row,) = make_rows(place, trials, runner.measure(trials))
             assert (row.refused, row.wrong) == (None, 0), row
     assert not workers_alive()
 
@@ -161,8 +161,8 @@ def test_netfold_beside_gloo_is_right_and_its_small_calls_are_broken_down() -> N
 
 
 def test_ddp_steps_are_timed_and_leave_all_ranks_the_same_parameters() -> None:
-    with start_runner(Place(2, switch=False, deadline_s=60), ["torch"]) as conductor:
-        ours, peer = conductor.measure_ddp([parse_backend("netfold"), parse_backend("gloo")], rounds=2, steps=1, width=256)
+    with start_runner(Place(2, switch=False, deadline_s=60), ["torch"]) as runner:
+        ours, peer = runner.measure_ddp([parse_backend("netfold"), parse_backend("gloo")], rounds=2, steps=1, width=256)
     assert (len(ours.times_ns), len(peer.times_ns)) == (2, 2)
     assert (ours.wrong, peer.wrong) == (0, 0)
 

@@ -1,4 +1,4 @@
-"""Lines of JSON between a conductor and one of its ranks."""
+"""Lines of JSON between a runner and one of its ranks."""
 
 import contextlib
 import json
@@ -9,7 +9,7 @@ Message = dict[str, Any]
 
 
 class Connection:
-    """The conductor's end."""
+    """The runner's end."""
 
     def __init__(self, connected: socket.socket) -> None:
         self.socket = connected

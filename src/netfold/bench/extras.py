@@ -19,11 +19,11 @@ WAITING_PLACES = {Place(workers, switch=False): _WAITING for workers in (2, 4)}
 DDP_PLACES = {Place(workers, switch=False): ["netfold", "gloo"] for workers in (2, 4)}
 
 
-def waiting_verdicts(conductor: Runner, backends: list[str], quick: bool) -> list[Verdict]:
+def waiting_verdicts(runner: Runner, backends: list[str], quick: bool) -> list[Verdict]:
     """A line a backend: CPU seconds of the ranks that wait in an all_reduce for one that comes SLEEP_S late."""
     verdicts = []
     for backend in backends:
-        answers = conductor.measure_waiting(parse_backend(backend), size_bytes=4, sleep_s=SLEEP_S)
+        answers = runner.measure_waiting(parse_backend(backend), size_bytes=4, sleep_s=SLEEP_S)
         waiting_s = [answer["cpu_s"] for answer in answers[:-1]]
         worst_s = max(waiting_s)
         asked = parse_backend(backend).is_netfold
@@ -31,7 +31,7 @@ def waiting_verdicts(conductor: Runner, backends: list[str], quick: bool) -> lis
             Verdict(
                 what=f"one rank {SLEEP_S:.0f} s late",
                 size="4",
-                ranks=str(conductor.place.workers),
+                ranks=str(runner.place.workers),
                 ours=backend,
                 our_time=f"CPU {statistics.median(waiting_s):.3f} s a waiting rank, at most {worst_s:.3f}",
                 peer="-",
@@ -44,9 +44,9 @@ def waiting_verdicts(conductor: Runner, backends: list[str], quick: bool) -> lis
     return verdicts
 
 
-def ddp_verdicts(conductor: Runner, backends: list[str], quick: bool) -> list[Verdict]:
+def ddp_verdicts(runner: Runner, backends: list[str], quick: bool) -> list[Verdict]:
     """Training steps of the first backend beside the second's, interleaved by round."""
-    ours, peer = conductor.measure_ddp(
+    ours, peer = runner.measure_ddp(
         [parse_backend(backend) for backend in backends], rounds=4 if quick else 8, steps=2 if quick else 3, width=DDP_WIDTH
     )
     of = spread(paired_ratios(peer.times_ns, ours.times_ns))
@@ -55,7 +55,7 @@ def ddp_verdicts(conductor: Runner, backends: list[str], quick: bool) -> list[Ve
         Verdict(
             what="DDP step, 96 MB of gradients",
             size="96M",
-            ranks=str(conductor.place.workers),
+            ranks=str(runner.place.workers),
             ours=backends[0],
             our_time=describe_time(spread(ours.times_ns)),
             peer=backends[1],

@@ -1,6 +1,6 @@
 """An all_reduce at a time, in a rack: which way, among how many hosts and of what, the caller says turn by turn.
 
-The bench's other conductor (`runner.py`) plays whole trials; this one is for measurements that change something
+The bench's other runner (`runner.py`) plays whole trials; this one is for measurements that change something
 between two calls: a link's loss, who takes part, the length of a packet.
 """
 

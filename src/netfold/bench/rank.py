@@ -1,6 +1,6 @@
 """One rank of one world: `python -m netfold.bench.rank WORLD CONTROL_SOCKET FOLDER DEADLINE_S`.
 
-It connects to the conductor and does what it is told, one command at a time; between commands it sleeps in recv(),
+It connects to the runner and does what it is told, one command at a time; between commands it sleeps in recv(),
 so that the backends whose turn it is not use no CPU.
 """
 

@@ -1,4 +1,4 @@
-"""The conductor: gives every backend its turn, round by round, and pairs what they took.
+"""The runner: gives every backend its turn, round by round, and pairs what they took.
 
 Sides A, B, C run A B C, B C A, C A B, ...: whatever else the machine does meets them alike, and each is first as often
 as any other (the first one meets colder caches). While one has its turn the others sleep in a read.
@@ -46,8 +46,8 @@ def measure(place: Place, *trials: Trials) -> list[Result]:
     names = trials[0].backend_names()
     if not any(name.is_netfold for name in names):
         place = replace(place, switch=False)
-    with start_runner(place, [name.world for name in names]) as conductor:
-        return [conductor.measure(each) for each in trials]
+    with start_runner(place, [name.world for name in names]) as runner:
+        return [runner.measure(each) for each in trials]
 
 
 @contextlib.contextmanager
@@ -63,14 +63,14 @@ def start_runner(place: Place, worlds: list[str]) -> Iterator["Runner"]:
             StartLine.draw(folder / f"{world}.line", place.workers)
         deadline = time.monotonic() + place.deadline_s
         with start_worlds(place, worlds, control, folder) as running:
-            conductor = Runner(place, running, deadline)
+            runner = Runner(place, running, deadline)
             try:
-                conductor.meet(server, worlds)
-                yield conductor
-                conductor.end()
+                runner.meet(server, worlds)
+                yield runner
+                runner.end()
             finally:
                 with uninterrupted():
-                    conductor.close()
+                    runner.close()
 
 
 class Runner:

@@ -51,26 +51,26 @@ def replay_models(place: Place, replay: Replay) -> tuple[list[StepRow], dict[str
     names = replay.backend_names()
     if not any(name.is_netfold for name in names):
         place = replace(place, switch=False)
-    with start_runner(place, [name.world for name in names]) as conductor:
-        rows = measure_models(conductor, replay)
+    with start_runner(place, [name.world for name in names]) as runner:
+        rows = measure_models(runner, replay)
         return rows, {
             "command": sys.argv,
-            **conductor.describe(),
+            **runner.describe(),
             "config": replay.to_json(),
             "stands_for": describe_network(place, replay),
             "rows": [asdict(row) for row in rows],
         }
 
 
-def measure_models(conductor: Runner, replay: Replay) -> list[StepRow]:
+def measure_models(runner: Runner, replay: Replay) -> list[StepRow]:
     """A row a model and backend, in the replay's order; within a model the backends are interleaved round by round.
 
-    The conductor's worlds must hold those of all backends. A step takes as long as the model's computing and what is not
+    The runner's worlds must hold those of all backends. A step takes as long as the model's computing and what is not
     hidden behind it; rounds + warmups + 4 of them are played a backend and model. Raises BenchError.
     """
     rows = []
     for model in replay.models:
-        rows += make_step_rows(conductor.place, replay, model, conductor.measure_step(replay, model))
+        rows += make_step_rows(runner.place, replay, model, runner.measure_step(replay, model))
     return rows
 
 

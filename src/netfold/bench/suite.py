@@ -123,9 +123,9 @@ def _run_stage(
             raise RackError(lack)
         trials = trials_at(place, goals, quick, absent)
         worlds = [name.world for one in trials for name in one.backend_names()]
-        with start_runner(place, worlds) as conductor:
+        with start_runner(place, worlds) as runner:
             for one in trials:
-                rows, document = _run_trials(conductor, one)
+                rows, document = _run_trials(runner, one)
                 for goal in [goal for goal in left if _is_of(goal, one)]:
                     least_s = limit_s(wire, goal.collective, goal.size_bytes, place.workers) if wire else None
                     sections[goal.section].verdicts.append(judge(goal, rows, least_s))
@@ -141,10 +141,10 @@ def _run_stage(
             sections[goal.section].bad += 1
 
 
-def _run_trials(conductor: Runner, trials: Trials) -> tuple[dict[str, Row], dict[str, Any]]:
-    result = conductor.measure(trials)
-    rows = make_rows(conductor.place, trials, result)
-    return {row.backend: row for row in rows}, describe_run(conductor.place, trials, result, rows)
+def _run_trials(runner: Runner, trials: Trials) -> tuple[dict[str, Row], dict[str, Any]]:
+    result = runner.measure(trials)
+    rows = make_rows(runner.place, trials, result)
+    return {row.backend: row for row in rows}, describe_run(runner.place, trials, result, rows)
 
 
 def _is_of(goal: Goal, trials: Trials) -> bool:
@@ -175,11 +175,11 @@ def _run_extra(
     for place, backends in extra_places.items():
         here = [backend for backend in backends if backend not in absent]
         try:
-            with start_runner(place, [parse_backend(backend).world for backend in here]) as conductor:
-                verdicts = verdicts_of(conductor, here, quick)
+            with start_runner(place, [parse_backend(backend).world for backend in here]) as runner:
+                verdicts = verdicts_of(runner, here, quick)
                 section.verdicts += verdicts
                 section.bad += any(verdict.why for verdict in verdicts)
-                section.runs.append(conductor.describe())
+                section.runs.append(runner.describe())
         except BenchError as error:
             section.notes.append(f"{describe_place(place)}: not measured: {error}")
             section.bad += 1

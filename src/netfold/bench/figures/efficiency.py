@@ -25,10 +25,10 @@ def measure(share: Share, taken: Taken) -> None:
             taken.cut.append(f"The time did not suffice for {hosts} hosts.")
             continue
         place = Place(hosts, rack_rate=RATE, deadline_s=int(deadline_s(part)))
-        with start_runner(place, ["torch"]) as conductor:
+        with start_runner(place, ["torch"]) as runner:
             for (model, (shrink, speed)), turn in zip(MODELS.items(), part.split(len(MODELS)), strict=True):
-                keep(taken, model, hosts, replay(conductor, turn, model, shrink=shrink, compute_scale=speed))
-            note(taken, conductor)
+                keep(taken, model, hosts, replay(runner, turn, model, shrink=shrink, compute_scale=speed))
+            note(taken, runner)
 
 
 def tell(taken: Taken) -> Told:

@@ -23,11 +23,11 @@ def fitting_rounds(left_s: float, step_s: float) -> int:
     return max(LEAST_ROUNDS, min(MOST_ROUNDS, fit))
 
 
-def replay(conductor: Runner, share: Share, model: str, *, shrink: int, compute_scale: int) -> Sequence[StepRow]:
+def replay(runner: Runner, share: Share, model: str, *, shrink: int, compute_scale: int) -> Sequence[StepRow]:
     """A row a backend, in the order of BACKENDS."""
     rounds = fitting_rounds(share.left_s, find_model(model).compute_s / compute_scale)
     asked = Replay([model], list(BACKENDS.values()), rounds=rounds, shrink=shrink, compute_scale=float(compute_scale))
-    return measure_models(conductor, asked)
+    return measure_models(runner, asked)
 
 
 def keep(taken: Taken, model: str, workers: int, rows: Sequence[StepRow]) -> None:
@@ -50,7 +50,7 @@ def keep(taken: Taken, model: str, workers: int, rows: Sequence[StepRow]) -> Non
             )
 
 
-def note(taken: Taken, conductor: Runner) -> None:
-    described = conductor.describe()
+def note(taken: Taken, runner: Runner) -> None:
+    described = runner.describe()
     control = described["machine"]["tcp_congestion_control"]
-    taken.circumstances |= {"versions": conductor.versions, "tcp_congestion_control": control}
+    taken.circumstances |= {"versions": runner.versions, "tcp_congestion_control": control}

@@ -21,13 +21,13 @@ def measure(share: Share, taken: Taken) -> None:
     taken.settings |= {"hosts": HOSTS, "rate": RATE, "shrink": SHRINK, "stands_for": STANDS_FOR}
     place = Place(HOSTS, rack_rate=RATE, deadline_s=int(deadline_s(share)))
     skipped = []
-    with start_runner(place, ["torch"]) as conductor:
+    with start_runner(place, ["torch"]) as runner:
         for model, part in zip(MODELS, share.split(len(MODELS)), strict=True):
             if share.left_s <= 0 and taken.rows:
                 skipped.append(model)
             else:
-                keep(taken, model, HOSTS, replay(conductor, part, model, shrink=SHRINK, compute_scale=1))
-        note(taken, conductor)
+                keep(taken, model, HOSTS, replay(runner, part, model, shrink=SHRINK, compute_scale=1))
+        note(taken, runner)
     if skipped:
         taken.cut.append(f"The time did not suffice for {', '.join(skipped)}.")
 
