@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 
 from netfold.bench.collectives import COLLECTIVES, REDOPS, expected, parse_redops
-from netfold.bench.config import Measured, Place, Result, SizeResult, Trials, calls_a_round
-from netfold.bench.test_data import Pattern, byte_bound, contribution, encode, fill, mismatches, modulus
+from netfold.bench.config import Measured, BenchEnvironment, Result, SizeResult, Trials, calls_a_round
+from netfold.bench.test_data import MessageData, byte_bound, contribution, encode, fill, mismatches, modulus
 from netfold.bench.report import describe_run, make_rows, total_wrong
 from netfold.bench.backends import parse_backend, unique_labels
 from netfold.bench.sizes import DTYPES, format_size, parse_dtypes, parse_size, sweep
 from netfold.bench.spread import paired_ratios, spread
 from netfold.bench.table import render_table
-from netfold.bench.trial import make_pattern
+from netfold.bench.trial import make_message_data
 
 
 @pytest.mark.parametrize(("text", "size_bytes"), [("4", 4), ("64K", 65536), ("16M", 1 << 24), ("1G", 1 << 30)])
@@ -43,7 +43,7 @@ def test_a_sweep_that_would_not_end_or_not_begin_is_refused(begin: int, end: int
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("workers", [1, 2, 8, 36])
 def test_the_largest_sum_is_exact_in_its_dtype(dtype: str, workers: int) -> None:
-    pattern = Pattern.of("sum", workers, DTYPES[dtype].exact_below)
+    pattern = MessageData.of("sum", workers, DTYPES[dtype].exact_below)
     assert workers * (pattern.p - 1) < DTYPES[dtype].exact_below
     for round_index in (0, 1, 1000):
         assert pattern.reduced(round_index).max() <= workers * (pattern.p - 1)
@@ -53,7 +53,7 @@ def test_the_largest_sum_is_exact_in_its_dtype(dtype: str, workers: int) -> None
 @pytest.mark.parametrize("workers", [1, 2, 4, 5])
 @pytest.mark.parametrize("redop", REDOPS)
 def test_every_reduction_and_every_part_of_it_is_exact_in_its_dtype(redop: str, workers: int, dtype: str) -> None:
-    pattern = Pattern.of(redop, workers, DTYPES[dtype].exact_below)
+    pattern = MessageData.of(redop, workers, DTYPES[dtype].exact_below)
     reduce = {"min": np.minimum, "max": np.maximum, "prod": np.multiply}.get(redop, np.add)
     for round_index in (0, 3):
         sent = [pattern.sent(rank, round_index) for rank in range(workers)]
@@ -71,7 +71,7 @@ def test_every_reduction_and_every_part_of_it_is_exact_in_its_dtype(redop: str, 
 
 @pytest.mark.parametrize("redop", ["sum", "avg", "prod"])
 def test_a_rank_that_is_left_out_or_taken_twice_shows_in_a_third_of_the_elements(redop: str) -> None:
-    pattern = Pattern.of(redop, 4, DTYPES["f32"].exact_below)
+    pattern = MessageData.of(redop, 4, DTYPES["f32"].exact_below)
     sent = np.stack([pattern.sent(rank, 2) for rank in range(4)])
     reduce = np.multiply if redop == "prod" else np.add
     right = reduce.reduce(sent)
@@ -85,7 +85,7 @@ def test_a_rank_that_is_left_out_or_taken_twice_shows_in_a_third_of_the_elements
 
 def test_numbers_of_the_pattern_are_whole_steps_of_shared_exponents() -> None:
     for ranks in (2, 5, 1 << 10):
-        pattern = Pattern.of("sum", ranks, DTYPES["f32"].exact_below)
+        pattern = MessageData.of("sum", ranks, DTYPES["f32"].exact_below)
         e, h = int(pattern.largest).bit_length(), (ranks - 1).bit_length()
         assert e + h <= 30
 
@@ -102,11 +102,11 @@ def test_what_may_be_off_counts_as_wrong_beyond_its_bound_and_so_does_a_nan() ->
 
 
 def test_only_a_sum_of_f32_by_i8_may_be_off_at_all() -> None:
-    _, tolerance = make_pattern("sum", "i8", "f32", 4)
+    _, tolerance = make_message_data("sum", "i8", "f32", 4)
     assert tolerance > 0
-    assert [make_pattern("sum", wire, "f32", 4)[1] for wire in ("", "f32", "bf16", "f16", "i32")] == [0] * 5
-    assert make_pattern("max", "i8", "f32", 4)[1] == 0
-    assert make_pattern("avg", "i8", "f32", 4)[1] == pytest.approx(tolerance, rel=0.1), "of numbers P times as large"
+    assert [make_message_data("sum", wire, "f32", 4)[1] for wire in ("", "f32", "bf16", "f16", "i32")] == [0] * 5
+    assert make_message_data("max", "i8", "f32", 4)[1] == 0
+    assert make_message_data("avg", "i8", "f32", 4)[1] == pytest.approx(tolerance, rel=0.1), "of numbers P times as large"
 
 
 def test_lists_of_dtypes_and_reductions_are_read_and_unknown_words_are_named() -> None:
@@ -268,10 +268,10 @@ def test_a_run_that_would_measure_nothing_is_refused(changed: dict[str, object],
 
 def test_a_place_for_nobody_is_refused() -> None:
     with pytest.raises(ValueError, match="workers"):
-        Place(workers=0)
+        BenchEnvironment(workers=0)
 
 
-PLACE = Place(workers=4, rack_rate="1gbit")
+PLACE = BenchEnvironment(workers=4, rack_rate="1gbit")
 TRIALS = Trials("all_reduce", ["netfold", "gloo"], sizes=[1 << 20], rounds=3, breakdown=True)
 RESULT = Result(
     {"torch": "2.13.0"},

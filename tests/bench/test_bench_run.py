@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from netfold.bench.collectives import COLLECTIVES, REDOPS
 from netfold.bench.runner import BenchError, start_runner, measure
-from netfold.bench.config import Place, Trials
+from netfold.bench.config import BenchEnvironment, Trials
 from netfold.bench.link_probe import probe_rack
 from netfold.bench.mpi_peers import PeerMissingError, have_peer, launch_mpi
 from netfold.bench.report import Row, make_rows, total_wrong
@@ -34,13 +34,13 @@ def workers_alive() -> list[str]:
     return [line for line in found if "netfold.bench.rank" in line]
 
 
-def run(place: Place, trials: Trials) -> list[Row]:
+def run(place: BenchEnvironment, trials: Trials) -> list[Row]:
     return make_rows(place, trials, *measure(place, trials))
 
 
 def test_gloo_beside_itself_is_right_in_every_element_and_has_all_its_rounds() -> None:
     trials = Trials("all_reduce", ["gloo", "gloo"], sizes=[4, 1 << 20], rounds=4, warmups=1, breakdown=True)
-    rows = run(Place(2, deadline_s=120), trials)
+    rows = run(BenchEnvironment(2, deadline_s=120), trials)
     assert [(row.backend, row.size_bytes) for row in rows] == [
         ("gloo", 4),
         ("gloo#2", 4),
@@ -54,7 +54,7 @@ def test_gloo_beside_itself_is_right_in_every_element_and_has_all_its_rounds() -
 
 
 def test_every_dtype_is_right_in_every_element() -> None:
-    place = Place(2, deadline_s=120)
+    place = BenchEnvironment(2, deadline_s=120)
     with start_runner(place, ["torch"]) as runner:
         for dtype in ("f64", "f16", "bf16", "i32", "i64"):
             trials = Trials("all_reduce", ["gloo"], sizes=[1 << 18], rounds=1, warmups=0, dtype=dtype)
@@ -64,7 +64,7 @@ def test_every_dtype_is_right_in_every_element() -> None:
 
 def test_every_reduction_is_right_in_every_element_of_every_dtype() -> None:
     backends = ["netfold", "netfold:ring", "gloo", "communicator:halving_doubling"]
-    with start_runner(Place(3, switch=False, deadline_s=120), ["torch", "communicator"]) as runner:
+    with start_runner(BenchEnvironment(3, switch=False, deadline_s=120), ["torch", "communicator"]) as runner:
         for dtype in DTYPES:
             for redop in REDOPS:
                 trials = Trials("all_reduce", backends, [70000 * 8], rounds=1, warmups=0, dtype=dtype, redop=redop)
@@ -84,7 +84,7 @@ def test_a_side_runs_by_the_algorithm_and_in_the_wire_format_of_its_name_or_says
     backends = [f"netfold:in_network:{wire}" for wire in ("f32", "bf16", "f16", "i32", "i8")]
     backends += ["communicator:i32:halving_doubling", "netfold:tree", "netfold:shared:i8"]
     trials = Trials("all_reduce", backends, [70000 * 4], rounds=2, warmups=0)
-    rows = run(Place(3, switch=True, deadline_s=120), trials)
+    rows = run(BenchEnvironment(3, switch=True, deadline_s=120), trials)
     assert [row.refused for row in rows] == [None] * len(backends)
     assert [row.wrong for row in rows] == [0] * len(backends)
     assert [row.algorithm for row in rows[:7]] == ["in_network"] * 5 + ["halving_doubling", "tree"]
@@ -95,7 +95,7 @@ def test_a_side_runs_by_the_algorithm_and_in_the_wire_format_of_its_name_or_says
 
 
 def test_what_a_side_cannot_do_as_its_name_says_is_refused_and_the_others_go_on() -> None:
-    place = Place(2, switch=False, deadline_s=120)
+    place = BenchEnvironment(2, switch=False, deadline_s=120)
     backends = ["gloo", "netfold:in_network", "communicator:in_network", "netfold:ring", "netfold:i32"]
     with start_runner(place, ["torch", "communicator"]) as runner:
 
@@ -111,7 +111,7 @@ def test_what_a_side_cannot_do_as_its_name_says_is_refused_and_the_others_go_on(
 
 
 def test_every_collective_is_right_on_every_side_that_needs_no_other_program() -> None:
-    place = Place(3, switch=False, deadline_s=120)
+    place = BenchEnvironment(3, switch=False, deadline_s=120)
     backends = ["netfold", "gloo", "communicator"]
     with start_runner(place, ["torch", "communicator"]) as runner:
         for name in COLLECTIVES:
@@ -130,7 +130,7 @@ def test_every_collective_is_right_on_every_side_that_needs_no_other_program() -
 def test_every_collective_is_right_on_an_mpi_in_place_and_out_of_place(mpi: str) -> None:
     if not have_peer(mpi):
         pytest.skip(f"mpi:{mpi} is not here (make bench-peers)")
-    place = Place(3, deadline_s=60)
+    place = BenchEnvironment(3, deadline_s=60)
     with start_runner(place, [mpi]) as runner:
         for name in COLLECTIVES:
             trials = Trials(name, [f"mpi:{mpi}", f"mpi:{mpi}:out"], sizes=[70000 * 4], rounds=1, warmups=0)
@@ -154,14 +154,14 @@ def test_an_mpi_that_is_not_here_is_named_with_the_way_to_get_it(
 
 def test_netfold_beside_gloo_is_right_and_its_small_calls_are_broken_down() -> None:
     trials = Trials("all_reduce", ["netfold", "gloo"], sizes=[4, 1 << 20], rounds=2, warmups=1, breakdown=True)
-    small, _, large, _ = run(Place(2, switch=True, deadline_s=120), trials)
+    small, _, large, _ = run(BenchEnvironment(2, switch=True, deadline_s=120), trials)
     assert (small.wrong, large.wrong) == (0, 0)
     assert small.breakdown is not None and small.breakdown.wire_ns is not None
     assert 0 < small.breakdown.wire_ns < small.breakdown.call_ns
 
 
 def test_ddp_steps_are_timed_and_leave_all_ranks_the_same_parameters() -> None:
-    with start_runner(Place(2, switch=False, deadline_s=60), ["torch"]) as runner:
+    with start_runner(BenchEnvironment(2, switch=False, deadline_s=60), ["torch"]) as runner:
         ours, peer = runner.measure_ddp([parse_backend("netfold"), parse_backend("gloo")], rounds=2, steps=1, width=256)
     assert (len(ours.times_ns), len(peer.times_ns)) == (2, 2)
     assert (ours.wrong, peer.wrong) == (0, 0)
@@ -169,14 +169,14 @@ def test_ddp_steps_are_timed_and_leave_all_ranks_the_same_parameters() -> None:
 
 def test_a_failing_worker_is_an_error_with_what_it_said_and_nothing_runs_on() -> None:
     with pytest.raises(BenchError, match=r"rank \d failed(.|\n)*no-such-backend"):
-        measure(Place(2, deadline_s=60), Trials("all_reduce", ["gloo", "no-such-backend"], sizes=[4], rounds=1))
+        measure(BenchEnvironment(2, deadline_s=60), Trials("all_reduce", ["gloo", "no-such-backend"], sizes=[4], rounds=1))
     assert not workers_alive()
 
 
 def test_the_deadline_ends_a_run() -> None:
     started = time.monotonic()
     with pytest.raises(BenchError, match="had not ended after 1 s"):
-        measure(Place(2, deadline_s=1), Trials("all_reduce", ["gloo", "gloo"], sizes=[4], rounds=10**6))
+        measure(BenchEnvironment(2, deadline_s=1), Trials("all_reduce", ["gloo", "gloo"], sizes=[4], rounds=10**6))
     assert time.monotonic() - started < seconds(20)
     assert not workers_alive()
 
@@ -248,7 +248,7 @@ def test_a_racks_wire_is_probed_with_its_round_trip_and_its_headers() -> None:
 def test_in_a_rack_gloos_ring_moves_the_bytes_that_a_ring_moves() -> None:
     size_bytes, workers = 1 << 20, 3
     trials = Trials("all_reduce", ["gloo", "gloo"], [size_bytes], rounds=2, warmups=1)
-    rows = run(Place(workers, rack_rate="1gbit", deadline_s=120), trials)
+    rows = run(BenchEnvironment(workers, rack_rate="1gbit", deadline_s=120), trials)
     # 2 (P - 1) / P of the message sent and as much received; above it headers, acknowledgements, repeats.
     ring_bytes = 2 * 2 * (workers - 1) / workers * size_bytes
     for row in rows:
@@ -265,7 +265,7 @@ def test_in_a_rack_an_mpis_ranks_are_on_hosts_of_their_own_and_share_no_memory(m
         pytest.skip(f"mpi:{mpi} is not here (make bench-peers)")
     size_bytes, workers = 1 << 20, 3
     trials = Trials("all_reduce", [f"mpi:{mpi}", "gloo"], [size_bytes], rounds=2, warmups=1)
-    ours, _ = run(Place(workers, rack_rate="1gbit", deadline_s=120), trials)
+    ours, _ = run(BenchEnvironment(workers, rack_rate="1gbit", deadline_s=120), trials)
     assert (ours.refused, ours.wrong) == (None, 0)
     # No all_reduce moves less than a ring does, sent and received: anything less went through memory.
     ring_bytes = 2 * 2 * (workers - 1) / workers * size_bytes

@@ -18,7 +18,7 @@ from netfold.bench.runner import BenchError
 from netfold.bench.figures import by_link, efficiency, hosts, latency, loss, packets, run, speedup, tree
 from netfold.bench.figures.budget import LEAST_ROUNDS, MOST_ROUNDS, Budget, Share
 from netfold.bench.figures.catalogue import FIGURES
-from netfold.bench.figures.figure import GLOO, HOSTS_ONLY, IN_NETWORK, RING, Figure, Taken
+from netfold.bench.figures.figure import GLOO, HOSTS_ONLY, IN_NETWORK, RING, Figure, Measurements
 from netfold.bench.figures.mpi import said_of, series_of
 from netfold.bench.figures.replay import NETFOLD, fitting_rounds
 from netfold.bench.rack_runner import Timing
@@ -39,23 +39,23 @@ CIRCUMSTANCES = {
 NOISE = (0.99, 1.0, 1.0, 1.01)
 
 
-def canned(settings: dict[str, object], times: dict[tuple[str, object], float], **more: object) -> Taken:
+def canned(settings: dict[str, object], times: dict[tuple[str, object], float], **more: object) -> Measurements:
     """Rounds that differ by a little, all backends alike, so that every ratio is exact."""
     rows = [
         {"series": series, "x": x, "round": number, "took_s": took_s * noise, "wrong": 0, "again": 3}
         for number, noise in enumerate(NOISE)
         for (series, x), took_s in times.items()
     ]
-    return Taken(settings, [{**row, **more} for row in rows], circumstances=dict(CIRCUMSTANCES))
+    return Measurements(settings, [{**row, **more} for row in rows], circumstances=dict(CIRCUMSTANCES))
 
 
-def of_hosts(grown: float) -> Taken:
+def of_hosts(grown: float) -> Measurements:
     times: dict[tuple[str, object], float] = {(GLOO, 2): 0.35, (GLOO, 16): 0.7, (RING, 2): 0.35, (RING, 16): 0.65}
     times |= {(IN_NETWORK, 2): 0.35, (IN_NETWORK, 16): 0.35 * grown}
     return canned({"rate": "100mbit", "size_bytes": 4 << 20}, times)
 
 
-def of_loss(ours: float, theirs: float) -> Taken:
+def of_loss(ours: float, theirs: float) -> Measurements:
     times = {
         (backend, x): 0.4 * (at_most if x == "1%" else 1 + (at_most - 1) / 2 if x == "0.1%" else 1)
         for backend, at_most in ((IN_NETWORK, ours), ("gloo, TCP reno", theirs))
@@ -64,7 +64,7 @@ def of_loss(ours: float, theirs: float) -> Taken:
     return canned({"hosts": 4, "rate": "200mbit", "size_bytes": 8 << 20}, times)
 
 
-def of_packets(slower: float) -> Taken:
+def of_packets(slower: float) -> Measurements:
     """Of every payload as the headers have it, but the smallest on the quicker links `slower`."""
     sizes = {"200mbit": 4 << 20, "1gbit": 16 << 20}
     times = {
@@ -80,7 +80,7 @@ def of_packets(slower: float) -> Taken:
     return canned({"hosts": 4, "mtu": 9000, "size_bytes": sizes}, times)
 
 
-def of_wires(fixed: float) -> Taken:
+def of_wires(fixed: float) -> Measurements:
     factors = {"f32": 1.0, "bf16": 0.5, "f16": 0.5, "i32": fixed, "i8": 0.3, GLOO: 1.5}
     times = {(form, ""): 0.36 * factor for form, factor in factors.items()}
     taken = canned({"hosts": 4, "rate": "200mbit", "size_bytes": 8 << 20}, times)
@@ -89,7 +89,7 @@ def of_wires(fixed: float) -> Taken:
     return taken
 
 
-def of_latency(ours: float) -> Taken:
+def of_latency(ours: float) -> Measurements:
     backends = {IN_NETWORK: ours, HOSTS_ONLY: 1e-4, GLOO: 3e-4}
     times = {
         (f"{backend}, {size} B", count): took_s * count
@@ -100,12 +100,12 @@ def of_latency(ours: float) -> Taken:
     return canned({"rate": "1gbit", "sizes": [8, 64], "calls": 10}, times)
 
 
-def of_tree(gloo: float) -> Taken:
+def of_tree(gloo: float) -> Measurements:
     times = {(tree.LEAVES, ""): 0.4, (tree.ROOT, ""): 1.6, (RING, ""): 0.7, (GLOO, ""): gloo}
     return canned({"hosts": 8, "racks": 2, "rate": "200mbit", "size_bytes": 8 << 20}, times)
 
 
-def of_speedup(vgg: float) -> Taken:
+def of_speedup(vgg: float) -> Measurements:
     """Steps of gloo over netfold's: of vgg16 `vgg`, of resnet50 1.3."""
     times: dict[tuple[str, object], float] = {(NETFOLD, "vgg16"): 0.4, (GLOO, "vgg16"): 0.4 * vgg}
     times |= {(NETFOLD, "resnet50"): 0.3, (GLOO, "resnet50"): 0.39}
@@ -113,7 +113,7 @@ def of_speedup(vgg: float) -> Taken:
     return canned(settings, times, workers=8, compute_s=0.2)
 
 
-def of_efficiency(ours: float) -> Taken:
+def of_efficiency(ours: float) -> Measurements:
     """Computing over the step: among 8 hosts `ours` by netfold, 0.5 by gloo."""
     settings: dict[str, object] = {"rate": "250mbit", "stands_for": "2.5 Gbit/s"}
     few = canned(settings, {(NETFOLD, "edsr"): 0.2, (GLOO, "edsr"): 0.25}, workers=2, compute_s=0.2)
@@ -122,7 +122,7 @@ def of_efficiency(ours: float) -> Taken:
 
 
 # Of each figure rounds that keep up with the talk, and rounds that fall short of it, with what is to be said then.
-KEPT_UP: dict[str, Taken] = {
+KEPT_UP: dict[str, Measurements] = {
     "speedup": of_speedup(1.5),
     "hosts": of_hosts(1.0),
     "loss": of_loss(1.01, 3.0),
@@ -132,7 +132,7 @@ KEPT_UP: dict[str, Taken] = {
     "efficiency": of_efficiency(0.8),
     "tree": of_tree(0.7),
 }
-FELL_SHORT: dict[str, tuple[Taken, str]] = {
+FELL_SHORT: dict[str, tuple[Measurements, str]] = {
     "speedup": (of_speedup(1.1), "Below the talk's range, 1.2 to 4.0: vgg16."),
     "hosts": (of_hosts(1.2), "Not flat: 16 hosts take 1.200 times as long as 2."),
     "loss": (of_loss(1.4, 1.1), "Not without impact: at 0.1% it takes 1.200 times as long."),
@@ -225,7 +225,7 @@ def test_hostile_strings_stay_text(tmp_path: Path) -> None:
     for row in named.rows:
         row["series"] = bad if row["series"] == RING else row["series"]
     named.circumstances = {**CIRCUMSTANCES, "machine": {**CIRCUMSTANCES["machine"], "cpu": bad}, "command": bad}  # type: ignore[dict-item]
-    failed = Taken(lack=bad, circumstances=dict(CIRCUMSTANCES))
+    failed = Measurements(lack=bad, circumstances=dict(CIRCUMSTANCES))
     page = run.write(tmp_path, {"tree": replace(named, cut=[bad]), "hosts": failed}).read_text()
     assert "<script" not in page
     assert page.count("&lt;script&gt;") >= 5
@@ -293,7 +293,7 @@ def test_without_matplotlib_the_extra_is_named_before_anything_is_measured(
     assert not (tmp_path / "new").exists()
 
 
-def staged(monkeypatch: pytest.MonkeyPatch, **measures: Callable[[Share, Taken], None]) -> None:
+def staged(monkeypatch: pytest.MonkeyPatch, **measures: Callable[[Share, Measurements], None]) -> None:
     """Figures that measure nothing real."""
     for name, measure in measures.items():
         figure: Figure = replace(FIGURES[name], measure=measure)
@@ -301,8 +301,8 @@ def staged(monkeypatch: pytest.MonkeyPatch, **measures: Callable[[Share, Taken],
     monkeypatch.setattr(run, "why_unavailable", lambda *, loss: None)
 
 
-def take(name: str) -> Callable[[Share, Taken], None]:
-    def measure(share: Share, taken: Taken) -> None:
+def take(name: str) -> Callable[[Share, Measurements], None]:
+    def measure(share: Share, taken: Measurements) -> None:
         taken.settings |= KEPT_UP[name].settings
         taken.rows += KEPT_UP[name].rows
         taken.circumstances |= {"versions": {}, "tcp_congestion_control": "reno"}
@@ -313,7 +313,7 @@ def take(name: str) -> Callable[[Share, Taken], None]:
 def test_a_figure_that_fails_is_said_and_the_others_are_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("matplotlib")
 
-    def fail(share: Share, taken: Taken) -> None:
+    def fail(share: Share, taken: Measurements) -> None:
         taken.rows.append({"series": "half a round"})
         raise BenchError("rank 3 <ended>")
 
@@ -329,7 +329,7 @@ def test_a_figure_by_itself_takes_no_longer_than_among_all(tmp_path: Path, monke
     pytest.importorskip("matplotlib")
     shares: list[float] = []
 
-    def measure(share: Share, taken: Taken) -> None:
+    def measure(share: Share, taken: Measurements) -> None:
         shares.append(share.left_s)
         take("tree")(share, taken)
 
@@ -342,7 +342,7 @@ def test_a_figure_by_itself_takes_no_longer_than_among_all(tmp_path: Path, monke
 def test_wrong_elements_are_on_the_page_and_fail_the_verb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("matplotlib")
 
-    def measure(share: Share, taken: Taken) -> None:
+    def measure(share: Share, taken: Measurements) -> None:
         take("tree")(share, taken)
         taken.rows[0] = {**taken.rows[0], "wrong": 7}
 
@@ -357,7 +357,7 @@ def test_what_is_measured_when_a_signal_comes_is_kept_and_older_figures_too(
 ) -> None:
     pytest.importorskip("matplotlib")
 
-    def interrupted(share: Share, taken: Taken) -> None:
+    def interrupted(share: Share, taken: Measurements) -> None:
         raise SystemExit(130)
 
     run.write(tmp_path, {"wires": KEPT_UP["wires"]})
@@ -371,7 +371,7 @@ def test_what_is_measured_when_a_signal_comes_is_kept_and_older_figures_too(
 
 
 def test_wrong_elements_of_the_round_that_warms_up_count_too() -> None:
-    taken = Taken()
+    taken = Measurements()
     for number in (-1, 0):
         taken.add(GLOO, 2, number, Timing([0.5, 0.1, 0.2], wrong=3, again=0, sent_bytes=None, error=None))
     assert taken.wrong == 6
@@ -446,7 +446,7 @@ def test_an_efficiency_is_computing_over_the_step() -> None:
     assert worse[0] == "edsr: 60% with 8 hosts is no more than the talk's default had at scale."
 
 
-def with_mpi(taken: Taken, slower: float) -> Taken:
+def with_mpi(taken: Measurements, slower: float) -> Measurements:
     """An MPI's rounds too, each so many times as long as gloo's."""
     ours = [row for row in taken.rows if row["series"].startswith(GLOO)]
     rows = [
@@ -510,7 +510,7 @@ def test_so_many_steps_are_replayed_as_fit_and_never_fewer_than_the_least() -> N
 @pytest.mark.skipif(LACK is not None, reason=str(LACK))
 def test_a_figure_measured_in_a_rack_is_right_in_every_element_and_can_be_told() -> None:
     pytest.importorskip("matplotlib")
-    taken = Taken(circumstances=dict(CIRCUMSTANCES))
+    taken = Measurements(circumstances=dict(CIRCUMSTANCES))
     hosts.measure(Share(0, time.monotonic), taken, counts=(2, 3), size_bytes=64 << 10)
     assert taken.wrong == 0
     assert len(taken.rows) == LEAST_ROUNDS * (len(hosts.OPTIONS) + len(series_of(taken))) * 2

@@ -5,14 +5,14 @@ import json
 
 import pytest
 
-from netfold.bench.config import Measured, Place, Result, SizeResult, Trials
+from netfold.bench.config import Measured, BenchEnvironment, Result, SizeResult, Trials
 from netfold.bench.goals import MB, MPIS, SECTIONS, Goal, all_goals, places, trials_at
-from netfold.bench.rules import judge, render_verdicts, unmeasured
-from netfold.bench.link_probe import Wire, limit_s
+from netfold.bench.rules import evaluate_goal, render_verdicts, unmeasured
+from netfold.bench.link_probe import LinkMeasurement, lower_bound_s
 from netfold.bench.report import Row, make_rows
 from netfold.bench.suite import Section, render_markdown
 
-PLACE = Place(2, switch=False)
+PLACE = BenchEnvironment(2, switch=False)
 GOAL = Goal("all-reduce", PLACE, "all_reduce", MB, "netfold", ("mpi:openmpi", "mpi:mpich"), 1.3)
 
 
@@ -66,42 +66,42 @@ PLACE_OF_TWO = next(goal.place for goal in all_goals(quick=True) if goal.place.w
 
 
 def test_the_best_peer_counts_and_ratios_are_paired_by_round() -> None:
-    verdict = judge(GOAL, rows(netfold=[1, 2, 1], mpi_openmpi=[9, 9, 9], mpi_mpich=[1.5, 3, 1.5]))
+    verdict = evaluate_goal(GOAL, rows(netfold=[1, 2, 1], mpi_openmpi=[9, 9, 9], mpi_mpich=[1.5, 3, 1.5]))
     assert (verdict.peer, verdict.met) == ("mpi:mpich", True)
     assert verdict.ratio.startswith("1.50 (1.50..1.50")
 
 
 def test_a_goal_that_is_missed_is_marked() -> None:
-    verdict = judge(GOAL, rows(netfold=[1, 1], mpi_openmpi=[1.29, 1.29]))
+    verdict = evaluate_goal(GOAL, rows(netfold=[1, 1], mpi_openmpi=[1.29, 1.29]))
     assert verdict.met is False
     assert "**missed**" in render_verdicts([verdict])[-1]
 
 
 def test_a_goal_without_a_number_is_only_reported() -> None:
-    verdict = judge(dataclasses.replace(GOAL, at_least=None), rows(netfold=[1], mpi_openmpi=[0.1]))
+    verdict = evaluate_goal(dataclasses.replace(GOAL, at_least=None), rows(netfold=[1], mpi_openmpi=[0.1]))
     assert verdict.met is None and verdict.goal == "-"
 
 
 def test_what_could_not_be_measured_says_why_in_one_table_line() -> None:
     refused = rows(netfold=[1], mpi_mpich=[1])
     refused["netfold"] = dataclasses.replace(refused["netfold"], time_ns=None, refused="not | yet\nmore")
-    lines = render_verdicts([judge(GOAL, refused), judge(GOAL, rows(netfold=[1])), unmeasured(GOAL, "no rack")])
+    lines = render_verdicts([evaluate_goal(GOAL, refused), evaluate_goal(GOAL, rows(netfold=[1])), unmeasured(GOAL, "no rack")])
     assert "not / yet" in lines[2] and "no peer of mpi:openmpi, mpi:mpich is here" in lines[3] and "no rack" in lines[4]
     assert len({line.count("|") for line in lines}) == 1
 
 
 def test_the_alpha_beta_limit_is_log_steps_and_the_fewest_bytes() -> None:
-    wire = Wire(round_trip_s=100e-6, rate_bits=10**9, mss=1448, stream_bits=0)
+    wire = LinkMeasurement(round_trip_s=100e-6, rate_bits=10**9, mss=1448, stream_bits=0)
     # 2 log2(4) steps of 50 us; 1.5 bytes a byte at 1448 of every 1514 bytes.
-    assert limit_s(wire, "all_reduce", 10**6, 4) == pytest.approx(4 * 50e-6 + 1.5e6 * 8 / 1e9 * 1514 / 1448)
-    assert limit_s(wire, "all_gather", 10**6, 4) == pytest.approx(2 * 50e-6 + 0.75e6 * 8 / 1e9 * 1514 / 1448)
+    assert lower_bound_s(wire, "all_reduce", 10**6, 4) == pytest.approx(4 * 50e-6 + 1.5e6 * 8 / 1e9 * 1514 / 1448)
+    assert lower_bound_s(wire, "all_gather", 10**6, 4) == pytest.approx(2 * 50e-6 + 0.75e6 * 8 / 1e9 * 1514 / 1448)
     against = dataclasses.replace(GOAL, against_limit=True, at_least=1 / 1.1)
-    assert judge(against, rows(netfold=[10.9, 10.9]), limit_s=10e-3).met is True
-    assert judge(against, rows(netfold=[11.1, 11.1]), limit_s=10e-3).met is False
+    assert evaluate_goal(against, rows(netfold=[10.9, 10.9]), limit_s=10e-3).met is True
+    assert evaluate_goal(against, rows(netfold=[11.1, 11.1]), limit_s=10e-3).met is False
 
 
 def test_a_report_is_rendered_from_its_json_alone() -> None:
-    section = Section([judge(GOAL, rows(netfold=[1], mpi_mpich=[2]))], ["a note\nand its rest"], [], 0)
+    section = Section([evaluate_goal(GOAL, rows(netfold=[1], mpi_mpich=[2]))], ["a note\nand its rest"], [], 0)
     whole = json.loads(json.dumps({"all-reduce": dataclasses.asdict(section)}))
     markdown = render_markdown(whole)
     assert "## all-reduce" in markdown and "| met |" in markdown and "- a note\n" in markdown

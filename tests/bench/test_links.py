@@ -5,7 +5,7 @@ import json
 import pytest
 from ranks import run_command
 
-from netfold.bench.links import PACKET, PAYLOAD, Place, Taken, table
+from netfold.bench.links import PACKET, PAYLOAD, LinkSetup, LinkResult, table
 
 # 1 byte of tensor takes 40 ns of the link.
 LINK = 25e6 * PAYLOAD / PACKET
@@ -21,14 +21,14 @@ LINK = 25e6 * PAYLOAD / PACKET
     ],
 )
 def test_the_bound_is_where_the_switch_and_the_links_end_together(hosts: int, c: float, of_ring: float) -> None:
-    place = Place("200mbit", hosts, c, 16 << 20)
+    place = LinkSetup("200mbit", hosts, c, 16 << 20)
     ring_s = (16 << 20) / LINK * 2 * (hosts - 1) / hosts
     assert place.bound_s == pytest.approx(ring_s * of_ring)
 
 
 def test_a_switch_that_would_take_long_is_not_measured_alone() -> None:
-    assert Place("1gbit", 8, 1).backends == ("auto", "ring")
-    assert Place("1gbit", 8, 2).backends == ("auto", "ring", "in_network")
+    assert LinkSetup("1gbit", 8, 1).backends == ("auto", "ring")
+    assert LinkSetup("1gbit", 8, 2).backends == ("auto", "ring", "in_network")
 
 
 @pytest.mark.parametrize(
@@ -37,11 +37,11 @@ def test_a_switch_that_would_take_long_is_not_measured_alone() -> None:
 def test_auto_is_held_to_the_better_of_the_two_and_to_the_bound(
     auto: float, ring: float, switch: float, met: bool
 ) -> None:
-    place = Place("200mbit", 2, 1, size=int(LINK))  # whose bound is a second
-    taken = Taken({"auto": [auto] * 3, "ring": [ring] * 3, "in_network": [switch] * 3}, "split", 0.5)
+    place = LinkSetup("200mbit", 2, 1, size=int(LINK))  # whose bound is a second
+    taken = LinkResult({"auto": [auto] * 3, "ring": [ring] * 3, "in_network": [switch] * 3}, "split", 0.5)
     assert taken.met(place) is met
     assert table({place: taken})[-1].endswith("| yes |" if met else "| **no** |")
-    slow = Taken({"auto": [1.2] * 3, "ring": [1.2] * 3}, "ring", 0.0)
+    slow = LinkResult({"auto": [1.2] * 3, "ring": [1.2] * 3}, "ring", 0.0)
     assert not slow.met(place), "over the bound by a fifth"
 
 

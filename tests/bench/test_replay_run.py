@@ -7,7 +7,7 @@ import pytest
 from typer.testing import CliRunner
 
 from netfold.bench.runner import start_runner
-from netfold.bench.config import Place, Replay
+from netfold.bench.config import BenchEnvironment, Replay
 from netfold.bench.mpi_peers import have_peer
 from netfold.bench.program import build_program
 from netfold.bench.step import measure_models, total_wrong
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.torch
 @pytest.mark.jobs
 def test_steps_take_what_they_compute_and_little_more_where_the_network_is_memory() -> None:
     replay = Replay(["resnet50"], ["netfold", "gloo", "communicator"], rounds=4, shrink=100)
-    with start_runner(Place(2, switch=False, deadline_s=120), ["torch", "communicator"]) as runner:
+    with start_runner(BenchEnvironment(2, switch=False, deadline_s=120), ["torch", "communicator"]) as runner:
         rows = measure_models(runner, replay)
     compute_ns = build_program(find_model("resnet50")).compute_ns
     assert [row.backend for row in rows] == ["netfold", "gloo", "communicator"]
@@ -39,7 +39,7 @@ def test_steps_take_what_they_compute_and_little_more_where_the_network_is_memor
 @pytest.mark.jobs
 def test_a_recommenders_exchanges_are_right_through_a_switch_and_through_gloo() -> None:
     replay = Replay(["dlrm"], ["netfold", "gloo"], rounds=3, shrink=64)
-    with start_runner(Place(3, switch=True, deadline_s=120), ["torch"]) as runner:
+    with start_runner(BenchEnvironment(3, switch=True, deadline_s=120), ["torch"]) as runner:
         rows = measure_models(runner, replay)
     assert [(row.wrong, row.refused) for row in rows] == [(0, None)] * 2
     assert all(min(row.times_ns) >= row.compute_ns for row in rows)
@@ -65,7 +65,7 @@ def test_an_mpi_is_not_replayed_and_says_why() -> None:
     if not have_peer("mpich"):
         pytest.skip("mpi:mpich is not here (make bench-peers)")
     replay = Replay(["edsr-baseline"], ["gloo", "mpi:mpich"], rounds=1, shrink=10)
-    with start_runner(Place(2, deadline_s=60), ["torch", "mpich"]) as runner:
+    with start_runner(BenchEnvironment(2, deadline_s=60), ["torch", "mpich"]) as runner:
         theirs, refused = measure_models(runner, replay)
     assert (theirs.wrong, theirs.refused) == (0, None)
     assert refused.times_ns == [] and refused.refused is not None and "only in its own calls" in refused.refused
@@ -95,7 +95,7 @@ def test_models_are_listed_and_an_unknown_one_is_refused() -> None:
 @pytest.mark.skipif(LACK is not None, reason=str(LACK))
 def test_in_a_rack_vggs_gradients_take_as_long_as_the_links_that_the_run_stands_for() -> None:
     replay = Replay(["vgg16"], ["gloo"], rounds=2, shrink=100, compute_scale=4)
-    place = Place(2, rack_rate="200mbit", switch=False, deadline_s=120)
+    place = BenchEnvironment(2, rack_rate="200mbit", switch=False, deadline_s=120)
     with start_runner(place, ["torch"]) as runner:
         (row,) = measure_models(runner, replay)
     assert total_wrong([row]) == 0

@@ -11,7 +11,7 @@ import pytest
 
 from netfold.bench import replay as replay_module
 from netfold.bench.collectives import Collective
-from netfold.bench.config import Measured, Place, Replay, Replayed
+from netfold.bench.config import Measured, BenchEnvironment, Replay, Replayed
 from netfold.bench.program import (
     BUCKET_BYTES,
     FIRST_BUCKET_BYTES,
@@ -311,7 +311,7 @@ def test_a_row_holds_exposed_time_efficiency_and_images_a_second() -> None:
     replay = Replay(["resnet50"], ["netfold", "gloo"], rounds=3)
     compute_ns = build_program(find_model("resnet50")).compute_ns
     backends = [replayed([compute_ns + 10**7] * 3), replayed([2 * compute_ns] * 3, wrong=4)]
-    ours, theirs = make_step_rows(Place(4), replay, "resnet50", backends)
+    ours, theirs = make_step_rows(BenchEnvironment(4), replay, "resnet50", backends)
     assert ours.exposed_ns is not None and ours.exposed_ns.median == 10**7
     assert ours.efficiency is not None and ours.efficiency.median == pytest.approx(compute_ns / (compute_ns + 10**7))
     assert theirs.efficiency is not None and theirs.efficiency.median == pytest.approx(0.5)
@@ -324,7 +324,7 @@ def test_a_row_holds_exposed_time_efficiency_and_images_a_second() -> None:
 def test_a_side_that_refuses_has_its_sentence_below_the_table() -> None:
     replay = Replay(["resnet50"], ["netfold", "mpi:mpich"])
     refusal = Replayed(Measured([], None, refused="an MPI does not do that"), None, [])
-    rows = make_step_rows(Place(2), replay, "resnet50", [replayed([3 * 10**8]), refusal])
+    rows = make_step_rows(BenchEnvironment(2), replay, "resnet50", [replayed([3 * 10**8]), refusal])
     assert rows[1].step_ns is None and rows[1].ratio is None and rows[0].ratio is None
     assert render_steps(rows).splitlines()[-1] == "# resnet50, mpi:mpich: an MPI does not do that"
 
@@ -332,23 +332,23 @@ def test_a_side_that_refuses_has_its_sentence_below_the_table() -> None:
 @pytest.mark.parametrize(
     ("place", "options", "sentence"),
     [
-        (Place(2), {}, "2 ranks on this machine, tensors as they are"),
-        (Place(2), {"shrink": 8}, "2 ranks on this machine, tensors 1/8 of their size"),
-        (Place(4, rack_rate="1gbit"), {}, "4 hosts, links of 1gbit, tensors as they are"),
+        (BenchEnvironment(2), {}, "2 ranks on this machine, tensors as they are"),
+        (BenchEnvironment(2), {"shrink": 8}, "2 ranks on this machine, tensors 1/8 of their size"),
+        (BenchEnvironment(4, rack_rate="1gbit"), {}, "4 hosts, links of 1gbit, tensors as they are"),
         (
-            Place(4, rack_rate="200mbit"),
+            BenchEnvironment(4, rack_rate="200mbit"),
             {"shrink": 50},
             "stands for 4 hosts with links of 10gbit: tensors 1/50 of their size, rack links of 200mbit",
         ),
         (
-            Place(4, rack_rate="200mbit"),
+            BenchEnvironment(4, rack_rate="200mbit"),
             {"shrink": 10, "compute_scale": 0.2},
             "stands for 4 hosts with links of 2gbit: tensors 1/10 of their size, rack links of 200mbit; accelerators "
             "0.2 times as fast as published, for which published ones would have links of 10gbit",
         ),
     ],
 )
-def test_a_run_says_which_network_it_stands_for(place: Place, options: dict[str, Any], sentence: str) -> None:
+def test_a_run_says_which_network_it_stands_for(place: BenchEnvironment, options: dict[str, Any], sentence: str) -> None:
     assert describe_network(place, Replay(["vgg16"], ["gloo"], **options)) == sentence
 
 

@@ -13,7 +13,7 @@ REDOPS = ("sum", "prod", "min", "max", "avg")
 
 
 @dataclass(frozen=True)
-class Piece:
+class Segment:
     """A run of elements that must look like entries `start`... of a source's message; source None: of the sum."""
 
     source: int | None
@@ -88,30 +88,30 @@ def partner(rank: int, ranks: int) -> int | None:
     return other if other < ranks else None
 
 
-def expected(collective: Collective, rank: int, ranks: int, count: int) -> list[Piece]:
+def expected(collective: Collective, rank: int, ranks: int, count: int) -> list[Segment]:
     """What `rank`'s receive buffer must hold; `count` as of whole_count. An empty list: anything may stand there."""
     part = count // ranks
     match collective.name:
         case "all_reduce":
-            return [Piece(None, 0, count)]
+            return [Segment(None, 0, count)]
         case "reduce":
-            return [Piece(None, 0, count)] if rank == ROOT else []
+            return [Segment(None, 0, count)] if rank == ROOT else []
         case "broadcast":
-            return [Piece(ROOT, 0, count)]
+            return [Segment(ROOT, 0, count)]
         case "all_gather":
-            return [Piece(source, 0, part) for source in range(ranks)]
+            return [Segment(source, 0, part) for source in range(ranks)]
         case "gather":
-            return [Piece(source, 0, part) for source in range(ranks)] if rank == ROOT else []
+            return [Segment(source, 0, part) for source in range(ranks)] if rank == ROOT else []
         case "scatter":
-            return [Piece(ROOT, rank * part, part)]
+            return [Segment(ROOT, rank * part, part)]
         case "reduce_scatter":
-            return [Piece(None, rank * part, part)]
+            return [Segment(None, rank * part, part)]
         case "all_to_all":
-            return [Piece(source, rank * part, part) for source in range(ranks)]
+            return [Segment(source, rank * part, part) for source in range(ranks)]
         case "send_recv":
-            return [Piece((rank - 1) % ranks, 0, count)]
+            return [Segment((rank - 1) % ranks, 0, count)]
         case "ping_pong":
             other = partner(rank, ranks)
-            return [] if other is None else [Piece(other, 0, count)]
+            return [] if other is None else [Segment(other, 0, count)]
         case _:
             return []

@@ -16,7 +16,7 @@ CALLS = ((1 << 10, 128), (SMALL_BYTES, 32), (4 << 20, 4))
 
 
 @dataclass(frozen=True)
-class Place:
+class BenchEnvironment:
     """Where: `workers` ranks on this machine, or, with rack_rate, on as many hosts of a rack with such links.
 
     rack_rate, rack_loss, rack_delay: in tc's words; switch: whether netfold's ranks get an aggregator (None: in a rack

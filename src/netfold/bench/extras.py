@@ -3,7 +3,7 @@
 import statistics
 
 from netfold.bench.runner import Runner
-from netfold.bench.config import Measured, Place
+from netfold.bench.config import Measured, BenchEnvironment
 from netfold.bench.rules import Verdict
 from netfold.bench.backends import parse_backend
 from netfold.bench.spread import paired_ratios, spread
@@ -15,8 +15,8 @@ DDP_WIDTH = 2048
 # A rank that waits may spin for a moment; a tenth of a core is no moment any more.
 WAITING_CPU_MOST_S = SLEEP_S / 10
 _WAITING = ["netfold", "communicator", "gloo", "mpi:openmpi", "mpi:intel", "mpi:mpich"]
-WAITING_PLACES = {Place(workers, switch=False): _WAITING for workers in (2, 4)}
-DDP_PLACES = {Place(workers, switch=False): ["netfold", "gloo"] for workers in (2, 4)}
+WAITING_PLACES = {BenchEnvironment(workers, switch=False): _WAITING for workers in (2, 4)}
+DDP_PLACES = {BenchEnvironment(workers, switch=False): ["netfold", "gloo"] for workers in (2, 4)}
 
 
 def waiting_verdicts(runner: Runner, backends: list[str], quick: bool) -> list[Verdict]:

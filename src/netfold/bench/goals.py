@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from netfold.bench.config import SMALL_BYTES, Place, Trials
+from netfold.bench.config import SMALL_BYTES, BenchEnvironment, Trials
 
 MB = 1 << 20
 MPIS = ("mpi:openmpi", "mpi:intel", "mpi:intel:out", "mpi:mpich")
@@ -30,7 +30,7 @@ class Goal:
     """
 
     section: str
-    place: Place
+    place: BenchEnvironment
     collective: str
     size_bytes: int
     ours: str
@@ -42,7 +42,7 @@ class Goal:
 def all_goals(quick: bool) -> list[Goal]:
     goals = []
     for workers in (2, 4, 8):
-        place = Place(workers, switch=False, deadline_s=STAGE_DEADLINE_S)
+        place = BenchEnvironment(workers, switch=False, deadline_s=STAGE_DEADLINE_S)
         more_than_cores = workers == 8
         large = ("all_reduce", 64 * MB)
         goals += [
@@ -61,27 +61,27 @@ def all_goals(quick: bool) -> list[Goal]:
                 for name in ("all_gather", "reduce_scatter", "all_to_all", "broadcast")
                 for size_bytes in (MB, 64 * MB)
             ]
-    pair = Place(2, switch=False, deadline_s=STAGE_DEADLINE_S)
+    pair = BenchEnvironment(2, switch=False, deadline_s=STAGE_DEADLINE_S)
     for size_bytes, least in ((8, 4.0), (64 << 10, 2.0), (16 * MB, 1.0)):
         goals.append(Goal("messages", pair, "ping_pong", size_bytes, "netfold", ("gloo",), least))
-    rack = Place(4, rack_rate="1gbit", switch=False, deadline_s=STAGE_DEADLINE_S)
+    rack = BenchEnvironment(4, rack_rate="1gbit", switch=False, deadline_s=STAGE_DEADLINE_S)
     for size_bytes in (MB, 16 * MB) if quick else (MB, 16 * MB, 64 * MB):
         least = 1 / 1.10 if size_bytes == MB else 1 / 1.05
         goals.append(Goal("hosts", rack, "all_reduce", size_bytes, "netfold", ("gloo",), least, against_limit=True))
     for hosts in (4,) if quick else (4, 8):
-        place = Place(hosts, rack_rate="1gbit", switch=True, deadline_s=STAGE_DEADLINE_S)
+        place = BenchEnvironment(hosts, rack_rate="1gbit", switch=True, deadline_s=STAGE_DEADLINE_S)
         goals.append(Goal("in-network", place, "all_reduce", 16 * MB, "netfold", ("gloo",), 1.35))
     for workers, size_bytes in ((4, 64 * MB), (4, 4), (2, 4)):
-        place = Place(workers, switch=True, deadline_s=STAGE_DEADLINE_S)
+        place = BenchEnvironment(workers, switch=True, deadline_s=STAGE_DEADLINE_S)
         goals.append(Goal("in-network", place, "all_reduce", size_bytes, "netfold", ("gloo",), None))
     return goals
 
 
-def places(goals: Sequence[Goal]) -> list[Place]:
+def places(goals: Sequence[Goal]) -> list[BenchEnvironment]:
     return list(dict.fromkeys(goal.place for goal in goals))
 
 
-def trials_at(place: Place, goals: Sequence[Goal], quick: bool, missing: Sequence[str] = ()) -> list[Trials]:
+def trials_at(place: BenchEnvironment, goals: Sequence[Goal], quick: bool, missing: Sequence[str] = ()) -> list[Trials]:
     """The benchmarks that these goals need there, each with the backends of all goals it serves, but for the missing."""
     backends: dict[tuple[str, int], dict[str, None]] = {}
     for goal in goals:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from netfold.bench.config import Place
+from netfold.bench.config import BenchEnvironment
 from netfold.bench.mpi_peers import launch_mpi, launch_mpi_in_rack
 from netfold.bench.backends.backend import MPIS
 from netfold.extras import need
@@ -34,7 +34,7 @@ class Running:
 
 
 @contextlib.contextmanager
-def start_worlds(place: Place, worlds: Sequence[str], control: Path, folder: Path) -> Iterator[Running]:
+def start_worlds(place: BenchEnvironment, worlds: Sequence[str], control: Path, folder: Path) -> Iterator[Running]:
     """The ranks of all worlds, as processes that connect to `control`. None is left when the block is done.
 
     Raises ValueError (PeerMissingError, MissingExtraError) where a world cannot be had, RackError where the rack or the
@@ -64,7 +64,7 @@ def start_mpi(rack: Rack, mpi: str, folder: Path, argv: list[str]) -> Process:
 
 
 @contextlib.contextmanager
-def _in_rack(place: Place, commands: dict[str, list[str]], folder: Path) -> Iterator[Running]:
+def _in_rack(place: BenchEnvironment, commands: dict[str, list[str]], folder: Path) -> Iterator[Running]:
     assert place.rack_rate is not None
     running = Running()
     with Rack(place.workers, place.rack_rate, place.rack_loss, delay=place.rack_delay) as rack:
@@ -82,7 +82,7 @@ def _in_rack(place: Place, commands: dict[str, list[str]], folder: Path) -> Iter
 
 
 @contextlib.contextmanager
-def _on_this_machine(place: Place, commands: dict[str, list[str]], folder: Path) -> Iterator[Running]:
+def _on_this_machine(place: BenchEnvironment, commands: dict[str, list[str]], folder: Path) -> Iterator[Running]:
     running = Running()
     processes: list[Process] = []
     environment = {

@@ -13,7 +13,7 @@ from netfold.rack.measure import measure, payload_share
 
 
 @dataclass(frozen=True)
-class Wire:
+class LinkMeasurement:
     """round_trip_s: of 4 bytes, warm; rate_bits: the link's, headers included; mss: payload bytes of a full packet;
     stream_bits: payload a second that one TCP stream reached."""
 
@@ -28,7 +28,7 @@ class Wire:
         return self.rate_bits * payload_share(self.mss)
 
 
-def limit_s(wire: Wire, collective: str, size_bytes: int, ranks: int) -> float:
+def lower_bound_s(wire: LinkMeasurement, collective: str, size_bytes: int, ranks: int) -> float:
     """The alpha-beta limit. A reduction over all ranks and its way back: two times log2 P steps; else one time."""
     there_and_back = 2 if collective == "all_reduce" else 1
     steps = there_and_back * math.ceil(math.log2(ranks))
@@ -36,8 +36,8 @@ def limit_s(wire: Wire, collective: str, size_bytes: int, ranks: int) -> float:
     return steps * wire.round_trip_s / 2 + moved * 8 / wire.payload_bits
 
 
-def probe_rack(rate: str) -> Wire:
+def probe_rack(rate: str) -> LinkMeasurement:
     """Measure a rack of two hosts. Raises RackError."""
     with Rack(2, rate) as rack:
         found = measure(rack, 0, 1, rack.link.rate_bits)
-    return Wire(found.round_trip_s, rack.link.rate_bits, found.mss, found.stream_bits)
+    return LinkMeasurement(found.round_trip_s, rack.link.rate_bits, found.mss, found.stream_bits)

@@ -38,7 +38,7 @@ _SLOW = 4  # times a ring: not measured
 
 
 @dataclass(frozen=True)
-class Place:
+class LinkSetup:
     """c: the switch's link over a worker's; `hosts` or more: a port a worker; 0: the first worker's host is the switch.
 
     loss: as `0.1%`, on every link.
@@ -74,7 +74,7 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Taken:
+class LinkResult:
     """Seconds of each round, by backend; `row`: what auto chose, `part` of it through the switch."""
 
     seconds: dict[str, list[float]]
@@ -85,13 +85,13 @@ class Taken:
         """auto's time over the backend's, paired by round."""
         return spread(paired_ratios(self.seconds["auto"], self.seconds[backend])).median
 
-    def met(self, place: Place) -> bool:
+    def met(self, place: LinkSetup) -> bool:
         others = [backend for backend in self.seconds if backend != "auto"]
         bound = spread(self.seconds["auto"]).median / place.bound_s
         return max(map(self.over, others)) <= MOST_OVER_BETTER and bound <= MOST_OVER_BOUND
 
 
-def measure(place: Place, rounds: int) -> Taken:
+def measure(place: LinkSetup, rounds: int) -> LinkResult:
     """In a rack of its own. RackError, with what the ranks said, where one fails."""
     behind = place.c > 0 and not place.has_ports
     switch_rate = f"{parse_link(place.rate, '0%').rate_bits * place.c / 1e6:g}mbit" if behind else None
@@ -112,7 +112,7 @@ def measure(place: Place, rounds: int) -> Taken:
         ranks = [rack.popen(host, argv, {"NETFOLD_INTERFACE": HOST_INTERFACE}) for host in range(place.hosts)]
         if supervise(ranks, DEADLINE_S).exit_code != 0:
             raise RackError("\n".join(rank.communicate()[0] for rank in ranks))
-        return Taken(**json.loads(Path(folder, "taken").read_text()))
+        return LinkResult(**json.loads(Path(folder, "taken").read_text()))
 
 
 def rank_main(folder: str, rounds: int, size: int, backends: Sequence[str]) -> None:
@@ -152,7 +152,7 @@ def rank_main(folder: str, rounds: int, size: int, backends: Sequence[str]) -> N
         Path(folder, "taken").write_text(json.dumps({"seconds": seconds, "row": row, "part": part}))
 
 
-def table(found: dict[Place, Taken]) -> list[str]:
+def table(found: dict[LinkSetup, LinkResult]) -> list[str]:
     """As Markdown."""
     lines = [
         "c: the switch's link over a worker's. Milliseconds are the slowest rank's: median, 5% .. 95%. Ratios are of "

@@ -9,7 +9,7 @@ from netfold.bench.test_data import encode, fill, mismatches
 from netfold.bench.program import Await, Compute, Program, Start
 from netfold.bench.backends import Buffer, Pending, Backend
 from netfold.bench.start_line import StartLine
-from netfold.bench.trial import make_pattern
+from netfold.bench.trial import make_message_data
 from netfold.plan.model.catalogue import ITEM_BYTES
 
 _DTYPE = "f32"
@@ -28,7 +28,7 @@ class StepTrial:
         self.late_ns: list[int] = []
         self._line = line
         self._program = program
-        self._pattern, self._tolerance = make_pattern("sum", wire, _DTYPE, ranks)
+        self._pattern, self._tolerance = make_message_data("sum", wire, _DTYPE, ranks)
         self._transfers = [_Moved(backend, one.collective, one.count, ranks) for one in program.transfers]
 
     def run_once(self) -> None:

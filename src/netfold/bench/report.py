@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from netfold.bench.collectives import parse_collective
-from netfold.bench.config import Measured, Place, Result, SizeResult, Trials
+from netfold.bench.config import Measured, BenchEnvironment, Result, SizeResult, Trials
 from netfold.bench.machine import describe_machine, describe_versions
 from netfold.bench.spread import Spread, paired_ratios, spread
 
@@ -65,7 +65,7 @@ class Row:
     tolerance: float
 
 
-def make_rows(place: Place, trials: Trials, result: Result) -> list[Row]:
+def make_rows(place: BenchEnvironment, trials: Trials, result: Result) -> list[Row]:
     return [_row(place, trials, size, index) for size in result.sizes for index in range(len(trials.backends))]
 
 
@@ -73,7 +73,7 @@ def total_wrong(rows: Sequence[Row]) -> int:
     return sum(row.wrong or 0 for row in rows)
 
 
-def describe_run(place: Place, trials: Trials, result: Result, rows: Sequence[Row]) -> dict[str, Any]:
+def describe_run(place: BenchEnvironment, trials: Trials, result: Result, rows: Sequence[Row]) -> dict[str, Any]:
     """Everything about a run, for JSON: times in ns, bandwidths in bytes a second, goodput in bits a second."""
     return {
         "command": sys.argv,
@@ -85,7 +85,7 @@ def describe_run(place: Place, trials: Trials, result: Result, rows: Sequence[Ro
     }
 
 
-def _row(place: Place, trials: Trials, size: SizeResult, index: int) -> Row:
+def _row(place: BenchEnvironment, trials: Trials, size: SizeResult, index: int) -> Row:
     measured = size.backends[index]
     collective = parse_collective(trials.collective)
     time_ns = spread(measured.times_ns) if measured.times_ns else None

@@ -29,7 +29,7 @@ class Verdict:
     why: str = ""
 
 
-def judge(goal: Goal, rows: Rows, limit_s: float | None = None) -> Verdict:
+def evaluate_goal(goal: Goal, rows: Rows, limit_s: float | None = None) -> Verdict:
     """rows: by backend, of the goal's own trial; the best peer is the one with the least median time."""
     ours = rows.get(goal.ours)
     peers = [rows[backend] for backend in goal.peers if backend in rows and rows[backend].time_ns is not None]

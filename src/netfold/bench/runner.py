@@ -19,7 +19,7 @@ from typing import Any
 from netfold.bench.config import (
     SMALL_BYTES,
     Measured,
-    Place,
+    BenchEnvironment,
     Replay,
     Replayed,
     Result,
@@ -41,7 +41,7 @@ class BenchError(RuntimeError):
     """The ranks did not come to a result; the message holds what the first to fail said."""
 
 
-def measure(place: Place, *trials: Trials) -> list[Result]:
+def measure(place: BenchEnvironment, *trials: Trials) -> list[Result]:
     """Benchmarks of the same backends from start to end, one after the other. Raises BenchError, ValueError, RackError."""
     names = trials[0].backend_names()
     if not any(name.is_netfold for name in names):
@@ -51,7 +51,7 @@ def measure(place: Place, *trials: Trials) -> list[Result]:
 
 
 @contextlib.contextmanager
-def start_runner(place: Place, worlds: list[str]) -> Iterator["Runner"]:
+def start_runner(place: BenchEnvironment, worlds: list[str]) -> Iterator["Runner"]:
     """A stage on which any number of trials can follow each other; its processes end with the block."""
     worlds = list(dict.fromkeys(worlds))
     with tempfile.TemporaryDirectory(prefix="netfold-bench-") as name, socket.socket(socket.AF_UNIX) as server:
@@ -74,7 +74,7 @@ def start_runner(place: Place, worlds: list[str]) -> Iterator["Runner"]:
 
 
 class Runner:
-    def __init__(self, place: Place, running: Running, deadline: float) -> None:
+    def __init__(self, place: BenchEnvironment, running: Running, deadline: float) -> None:
         self.place = place
         self.versions: dict[str, str] = {}
         self._running = running

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from netfold.bench.runner import Runner, start_runner
-from netfold.bench.config import Place, Replay, Replayed
+from netfold.bench.config import BenchEnvironment, Replay, Replayed
 from netfold.bench.program import Program, build_program
 from netfold.bench.report import Ratio
 from netfold.bench.spread import Spread, paired_ratios, spread
@@ -46,7 +46,7 @@ class StepRow:
     refused: str | None
 
 
-def replay_models(place: Place, replay: Replay) -> tuple[list[StepRow], dict[str, Any]]:
+def replay_models(place: BenchEnvironment, replay: Replay) -> tuple[list[StepRow], dict[str, Any]]:
     """A run from start to end: rows, and everything about it for JSON. Raises BenchError, ValueError, RackError."""
     names = replay.backend_names()
     if not any(name.is_netfold for name in names):
@@ -74,7 +74,7 @@ def measure_models(runner: Runner, replay: Replay) -> list[StepRow]:
     return rows
 
 
-def make_step_rows(place: Place, replay: Replay, model: str, replayed: Sequence[Replayed]) -> list[StepRow]:
+def make_step_rows(place: BenchEnvironment, replay: Replay, model: str, replayed: Sequence[Replayed]) -> list[StepRow]:
     """What one model's backends did, a row each. Pure."""
     program = build_program(
         find_model(model), bucket_bytes=replay.bucket_bytes, shrink=replay.shrink, compute_scale=replay.compute_scale
@@ -86,7 +86,7 @@ def total_wrong(rows: Sequence[StepRow]) -> int:
     return sum(row.wrong or 0 for row in rows)
 
 
-def describe_network(place: Place, replay: Replay) -> str:
+def describe_network(place: BenchEnvironment, replay: Replay) -> str:
     """Which network and accelerators the run stands for, in a sentence."""
     tensors = "tensors as they are" if replay.shrink == 1 else f"tensors 1/{replay.shrink} of their size"
     fast = "" if replay.compute_scale == 1 else f"; accelerators {replay.compute_scale:g} times as fast as published"
@@ -110,7 +110,7 @@ def _format_rate(rate_bits: float) -> str:
 
 
 def _row(
-    place: Place, replay: Replay, model: Model, program: Program, replayed: Sequence[Replayed], index: int
+    place: BenchEnvironment, replay: Replay, model: Model, program: Program, replayed: Sequence[Replayed], index: int
 ) -> StepRow:
     mine = replayed[index]
     times_ns = mine.steps.times_ns

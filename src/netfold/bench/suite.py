@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from netfold.bench.runner import BenchError, Runner, start_runner
-from netfold.bench.config import Place, Trials
+from netfold.bench.config import BenchEnvironment, Trials
 from netfold.bench.extras import DDP_PLACES, WAITING_PLACES, ddp_verdicts, waiting_verdicts
 from netfold.bench.goals import SECTIONS, Goal, all_goals, places, trials_at
-from netfold.bench.rules import Verdict, judge, render_verdicts, unmeasured
-from netfold.bench.link_probe import Wire, limit_s, probe_rack
+from netfold.bench.rules import Verdict, evaluate_goal, render_verdicts, unmeasured
+from netfold.bench.link_probe import LinkMeasurement, lower_bound_s, probe_rack
 from netfold.bench.mpi_peers import PeerMissingError, launch_mpi
 from netfold.bench.report import Row, describe_run, make_rows, total_wrong
 from netfold.bench.backends import parse_backend
@@ -68,7 +68,7 @@ def run_suite(names: Sequence[str], folder: Path, say: Say, *, quick: bool) -> i
     return sum(section.bad for section in sections.values())
 
 
-def describe_place(place: Place) -> str:
+def describe_place(place: BenchEnvironment) -> str:
     where = f"a rack of {place.workers} hosts, {place.rack_rate}" if place.rack_rate else f"{place.workers} ranks here"
     return where + (", with a switch" if place.switch else "")
 
@@ -88,7 +88,7 @@ def _absent_peers(sections: dict[str, Section], say: Say) -> list[str]:
     return absent
 
 
-def _probe(goals: Sequence[Goal], sections: dict[str, Section], say: Say) -> Wire | None:
+def _probe(goals: Sequence[Goal], sections: dict[str, Section], say: Say) -> LinkMeasurement | None:
     rates = {goal.place.rack_rate for goal in goals if goal.against_limit and goal.place.rack_rate is not None}
     if not rates or why_unavailable(loss=False):
         return None
@@ -108,11 +108,11 @@ def _probe(goals: Sequence[Goal], sections: dict[str, Section], say: Say) -> Wir
 
 
 def _run_stage(
-    place: Place,
+    place: BenchEnvironment,
     goals: Sequence[Goal],
     sections: dict[str, Section],
     absent: Sequence[str],
-    wire: Wire | None,
+    wire: LinkMeasurement | None,
     quick: bool,
     say: Say,
 ) -> None:
@@ -127,8 +127,8 @@ def _run_stage(
             for one in trials:
                 rows, document = _run_trials(runner, one)
                 for goal in [goal for goal in left if _is_of(goal, one)]:
-                    least_s = limit_s(wire, goal.collective, goal.size_bytes, place.workers) if wire else None
-                    sections[goal.section].verdicts.append(judge(goal, rows, least_s))
+                    least_s = lower_bound_s(wire, goal.collective, goal.size_bytes, place.workers) if wire else None
+                    sections[goal.section].verdicts.append(evaluate_goal(goal, rows, least_s))
                     left.remove(goal)
                     _keep(sections[goal.section], document, rows)
     except RackError as error:
@@ -168,7 +168,7 @@ def _keep(section: Section, document: dict[str, Any], rows: dict[str, Row]) -> N
 def _run_extra(
     section: Section,
     verdicts_of: Callable[[Runner, list[str], bool], list[Verdict]],
-    extra_places: dict[Place, list[str]],
+    extra_places: dict[BenchEnvironment, list[str]],
     absent: Sequence[str],
     quick: bool,
 ) -> None:

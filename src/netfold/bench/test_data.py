@@ -46,7 +46,7 @@ def contribution(rank: int, round_index: int, p: int) -> npt.NDArray[np.int64]:
 
 
 @dataclass(frozen=True)
-class Pattern:
+class MessageData:
     """What the ranks send, and what `redop` (or "none") must make of it; [p] each, one period of a message."""
 
     redop: str
@@ -54,7 +54,7 @@ class Pattern:
     p: int
 
     @classmethod
-    def of(cls, redop: str, ranks: int, exact_below: int) -> "Pattern":
+    def of(cls, redop: str, ranks: int, exact_below: int) -> "MessageData":
         """With the largest p that is exact; ValueError where there is none."""
         match redop:
             case "min" | "max":

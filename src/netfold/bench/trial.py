@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from netfold.bench.collectives import COLLECTIVES, expected
-from netfold.bench.test_data import Pattern, byte_bound, encode, fill, mismatches
+from netfold.bench.test_data import MessageData, byte_bound, encode, fill, mismatches
 from netfold.bench.backends import Buffer, RefusedError, Backend
 from netfold.bench.sizes import DTYPES, parse_dtype
 from netfold.bench.start_line import StartLine
@@ -41,7 +41,7 @@ class Trial:
         redop = task.redop if self.collective.reduces else "none"
         # Nothing else ever travels as anything but itself (docs/numbers.md), whatever was asked for.
         wire = task.wire if task.collective == "all_reduce" and self.dtype == "f32" else ""
-        self._pattern, self.tolerance = make_pattern(redop, wire, self.dtype, self.ranks)
+        self._pattern, self.tolerance = make_message_data(redop, wire, self.dtype, self.ranks)
         self._pieces = expected(self.collective, self.rank, self.ranks, self.count)
         in_place = self.collective.in_place and (backend.in_place or task.collective in _ALWAYS_IN_PLACE)
         self._buffers: list[tuple[Buffer, Buffer]] = []
@@ -101,7 +101,7 @@ class Trial:
         self.call_all()
 
 
-def make_pattern(redop: str, wire: str, dtype: str, ranks: int) -> tuple[Pattern, float]:
+def make_message_data(redop: str, wire: str, dtype: str, ranks: int) -> tuple[MessageData, float]:
     """Numbers that the dtype and the wire format keep exactly, and 0; or, of a sum by i8, the bound of its error.
 
     Raises RefusedError where the dtype is too narrow for so many ranks.
@@ -110,7 +110,7 @@ def make_pattern(redop: str, wire: str, dtype: str, ranks: int) -> tuple[Pattern
     if wire in ("bf16", "f16"):
         exact_below = min(exact_below, DTYPES[wire].exact_below)
     try:
-        pattern = Pattern.of(redop, ranks, exact_below)
+        pattern = MessageData.of(redop, ranks, exact_below)
     except ValueError as error:
         raise RefusedError(str(error)) from None
     if wire != "i8" or redop not in ("sum", "avg"):

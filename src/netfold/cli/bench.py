@@ -60,7 +60,7 @@ def _bench(
 
     from netfold.bench.collectives import parse_collective, parse_redops
     from netfold.bench.runner import BenchError, measure
-    from netfold.bench.config import Place, Trials
+    from netfold.bench.config import BenchEnvironment, Trials
     from netfold.bench.mpi_peers import with_mpi_named
     from netfold.bench.report import describe_run, make_rows, total_wrong
     from netfold.bench.sizes import parse_dtypes, parse_size, sweep
@@ -71,7 +71,7 @@ def _bench(
     verb = context.info_name
     assert verb is not None
     try:
-        place = Place(workers, rack_rate, loss, delay, switch, timeout)
+        place = BenchEnvironment(workers, rack_rate, loss, delay, switch, timeout)
         backends = [with_mpi_named(each) for each in backend]
         collective = parse_collective(verb)
         sizes = [0] if verb == "barrier" else sweep(parse_size(begin), parse_size(end), factor)
@@ -164,7 +164,7 @@ def model(
     import json
 
     from netfold.bench.runner import BenchError
-    from netfold.bench.config import Place, Replay
+    from netfold.bench.config import BenchEnvironment, Replay
     from netfold.bench.sizes import parse_size
     from netfold.bench.step import describe_network, replay_models, total_wrong
     from netfold.bench.step_table import render_models, render_steps
@@ -175,7 +175,7 @@ def model(
         typer.echo(render_models())
         return
     try:
-        place = Place(workers, rack_rate, loss, delay, switch, timeout)
+        place = BenchEnvironment(workers, rack_rate, loss, delay, switch, timeout)
         replay = Replay(
             models=name,
             backends=backend or [],
@@ -293,7 +293,7 @@ def links(
     import json
     import os
 
-    from netfold.bench.links import Place, measure, table
+    from netfold.bench.links import LinkSetup, measure, table
     from netfold.bench.machine import spoken
     from netfold.bench.sizes import parse_size
     from netfold.rack import RackError
@@ -303,7 +303,7 @@ def links(
     found = {}
     try:
         places = [
-            Place(link, count, float(count if each == "P" else each), parse_size(length), loss)
+            LinkSetup(link, count, float(count if each == "P" else each), parse_size(length), loss)
             for link in rate.split(",")
             for count in map(int, hosts.split(","))
             for each in c.split(",")

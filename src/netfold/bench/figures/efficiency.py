@@ -1,10 +1,10 @@
 """What of a training step is computing, against the number of hosts."""
 
 from netfold.bench.runner import start_runner
-from netfold.bench.config import Place
+from netfold.bench.config import BenchEnvironment
 from netfold.bench.figures import chart
 from netfold.bench.figures.budget import Share
-from netfold.bench.figures.figure import GLOO, Figure, Taken, Told, deadline_s, in_rate
+from netfold.bench.figures.figure import GLOO, Figure, Measurements, FigureText, deadline_s, in_rate
 from netfold.bench.figures.replay import NETFOLD, BACKENDS, keep, note, replay
 from netfold.bench.spread import Spread, spread
 
@@ -18,20 +18,20 @@ MODELS = {"resnet50": (10, 1), "edsr": (40, 4)}
 TALK = (0.55, 0.65)
 
 
-def measure(share: Share, taken: Taken) -> None:
+def measure(share: Share, taken: Measurements) -> None:
     taken.settings |= {"rate": RATE, "stands_for": STANDS_FOR, "shrink_and_speed": MODELS}
     for hosts, part in zip(HOSTS, share.split(len(HOSTS)), strict=True):
         if share.left_s <= 0 and taken.rows:
             taken.cut.append(f"The time did not suffice for {hosts} hosts.")
             continue
-        place = Place(hosts, rack_rate=RATE, deadline_s=int(deadline_s(part)))
+        place = BenchEnvironment(hosts, rack_rate=RATE, deadline_s=int(deadline_s(part)))
         with start_runner(place, ["torch"]) as runner:
             for (model, (shrink, speed)), turn in zip(MODELS.items(), part.split(len(MODELS)), strict=True):
                 keep(taken, model, hosts, replay(runner, turn, model, shrink=shrink, compute_scale=speed))
             note(taken, runner)
 
 
-def tell(taken: Taken) -> Told:
+def tell(taken: Measurements) -> FigureText:
     models, counts = taken.xs(), sorted({row["workers"] for row in taken.rows})
     picture = chart.lines(
         [
@@ -67,7 +67,7 @@ def tell(taken: Taken) -> Told:
         "that a timer plays, on links of ordinary Ethernet. The talk's efficiency is throughput over that of as many "
         "single GPUs, the same fraction where each keeps its batch. That of one host is 1 by definition."
     )
-    return Told(
+    return FigureText(
         picture,
         ["model", "hosts", *(f"{backend}, computing / step" for backend in BACKENDS)],
         [
@@ -85,7 +85,7 @@ def tell(taken: Taken) -> Told:
     )
 
 
-def efficiency(taken: Taken, backend: str, model: str, hosts: int) -> Spread:
+def efficiency(taken: Measurements, backend: str, model: str, hosts: int) -> Spread:
     return spread(
         [
             row["compute_s"] / row["took_s"]

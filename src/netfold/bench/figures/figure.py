@@ -18,7 +18,7 @@ SWITCH = {"switch": "nearest", "algorithm": "all_reduce=in_network"}
 
 
 @dataclass
-class Taken:
+class Measurements:
     """What was measured, as it is kept on disk.
 
     settings: of the whole figure, by name. rows: a round of a series at an x each, with took_s and wrong.
@@ -83,7 +83,7 @@ class Predicted:
 
 
 @dataclass(frozen=True)
-class Told:
+class FigureText:
     """What a page says. picture: an SVG element; measured: one or two sentences; short: a sentence each on where this
     falls short of the talk, or is unlike it; predicted: beside what was measured."""
 
@@ -104,11 +104,11 @@ class Figure:
     title: str
     talk: str
     weight: int
-    measure: Callable[[Share, Taken], None]
-    tell: Callable[[Taken], Told]
+    measure: Callable[[Share, Measurements], None]
+    tell: Callable[[Measurements], FigureText]
 
 
-def play(share: Share, taken: Taken, cases: Sequence[Case], turn: Callable[[Case, int], None], of: str = "") -> None:
+def run_cases(share: Share, taken: Measurements, cases: Sequence[Case], turn: Callable[[Case, int], None], of: str = "") -> None:
     """Every case in every round, another one first each time, as long as the time suffices. turn: has a round's number,
     -1 for the one that warms up. of: which part of the figure this is."""
     for number in share.rounds():

@@ -8,14 +8,14 @@ from netfold.bench.figures.figure import (
     RING,
     SWITCH,
     Figure,
-    Taken,
-    Told,
+    Measurements,
+    FigureText,
     deadline_s,
     in_mb,
     in_ms,
     in_rate,
     in_times,
-    play,
+    run_cases,
 )
 from netfold.bench.figures.mpi import said_of, series_of, ways_among
 from netfold.bench.mpi_peers import find_mpi
@@ -36,7 +36,7 @@ OPTIONS = {IN_NETWORK: SWITCH, RING: {"algorithm": "all_reduce=ring"}, GLOO: Non
 _MSS = 1448
 
 
-def measure(share: Share, taken: Taken, counts: tuple[int, ...] = HOSTS, size_bytes: int = SIZE_BYTES) -> None:
+def measure(share: Share, taken: Measurements, counts: tuple[int, ...] = HOSTS, size_bytes: int = SIZE_BYTES) -> None:
     mpi = find_mpi()
     taken.settings |= {"rate": RATE, "size_bytes": size_bytes, "mpi": mpi}
     with Rack(max(counts), RATE) as rack:
@@ -49,11 +49,11 @@ def measure(share: Share, taken: Taken, counts: tuple[int, ...] = HOSTS, size_by
                 series, way = case
                 taken.add(series, way.workers, number, turns.turn(way, size_bytes, number + 1))
 
-            play(share, taken, ways, turn)
+            run_cases(share, taken, ways, turn)
             taken.note(turns)
 
 
-def tell(taken: Taken) -> Told:
+def tell(taken: Measurements) -> FigureText:
     hosts, size_bytes, rate = taken.xs(), taken.settings["size_bytes"], taken.settings["rate"]
     peers = [GLOO, *series_of(taken)]
     series = [*OPTIONS, *series_of(taken)]
@@ -79,7 +79,7 @@ def tell(taken: Taken) -> Told:
     ]
     if grown[IN_NETWORK].median > FLAT:
         short.insert(0, f"Not flat: {most} hosts take {grown[IN_NETWORK].median:.3f} times as long as {least}.")
-    return Told(
+    return FigureText(
         picture,
         ["hosts", *(f"{one}, ms" for one in series), *(f"{peer} / in the network" for peer in peers)],
         [

@@ -8,12 +8,12 @@ from netfold.bench.figures.figure import (
     IN_NETWORK,
     SWITCH,
     Figure,
-    Taken,
-    Told,
+    Measurements,
+    FigureText,
     deadline_s,
     in_times,
     in_us,
-    play,
+    run_cases,
 )
 from netfold.bench.figures.mpi import said_of, series_of, ways_among
 from netfold.bench.mpi_peers import find_mpi
@@ -27,7 +27,7 @@ CALLS = 10
 OPTIONS = {IN_NETWORK: SWITCH, HOSTS_ONLY: {}, GLOO: None}
 
 
-def measure(share: Share, taken: Taken) -> None:
+def measure(share: Share, taken: Measurements) -> None:
     mpi = find_mpi()
     taken.settings |= {"rate": RATE, "sizes": SIZES, "calls": CALLS, "mpi": mpi}
     with Rack(max(HOSTS), RATE) as rack:
@@ -42,11 +42,11 @@ def measure(share: Share, taken: Taken) -> None:
                     found = turns.turn(way, size_bytes, number + 1, calls=CALLS)
                     taken.add(_series(series, size_bytes), way.workers, number, found)
 
-            play(share, taken, ways, turn)
+            run_cases(share, taken, ways, turn)
             taken.note(turns)
 
 
-def tell(taken: Taken) -> Told:
+def tell(taken: Measurements) -> FigureText:
     hosts, sizes = taken.xs(), taken.settings["sizes"]
     series, peers = [*OPTIONS, *series_of(taken)], [HOSTS_ONLY, GLOO, *series_of(taken)]
     picture = chart.lines(
@@ -78,7 +78,7 @@ def tell(taken: Taken) -> Told:
         for peer in peers
         if (by := taken.ratios((_series(peer, size), count), (_series(IN_NETWORK, size), count))).median < 1
     ]
-    return Told(
+    return FigureText(
         picture,
         [
             *("size, B", "hosts", *(f"{one}, us" for one in series)),

@@ -7,14 +7,14 @@ from netfold.bench.figures.figure import (
     IN_NETWORK,
     SWITCH,
     Figure,
-    Taken,
-    Told,
+    Measurements,
+    FigureText,
     deadline_s,
     in_mb,
     in_ms,
     in_rate,
     in_times,
-    play,
+    run_cases,
 )
 from netfold.bench.machine import congestion_control, congestion_controls
 from netfold.bench.rack_runner import Configuration, start_rack_runner, set_congestion_control, set_loss
@@ -32,7 +32,7 @@ REASONABLE, NONE = "0.1%", 1.05
 ALIKE = 0.02
 
 
-def measure(share: Share, taken: Taken) -> None:
+def measure(share: Share, taken: Measurements) -> None:
     taken.settings |= {"hosts": HOSTS, "rate": RATE, "size_bytes": SIZE_BYTES}
     ours = congestion_control()
     # Lossy from the start: such a link cuts packets first, and must do so in every round.
@@ -52,11 +52,11 @@ def measure(share: Share, taken: Taken) -> None:
                 for way in ways:
                     taken.add(way.label, loss, number, turns.turn(way, SIZE_BYTES, number + 1))
 
-            play(share, taken, LOSSES, turn)
+            run_cases(share, taken, LOSSES, turn)
             taken.note(turns)
 
 
-def tell(taken: Taken) -> Told:
+def tell(taken: Measurements) -> FigureText:
     losses, size_bytes, backends = taken.xs(), taken.settings["size_bytes"], taken.series()
     none, places = losses[0], list(range(len(losses)))
     inflation = {backend: {x: taken.ratios((backend, x), (backend, none)) for x in losses} for backend in backends}
@@ -86,7 +86,7 @@ def tell(taken: Taken) -> Told:
     def at(x: str) -> str:
         return ", ".join(f"{backend} {in_times(inflation[backend][x])}" for backend in backends)
 
-    return Told(
+    return FigureText(
         picture,
         ["loss", *(word for backend in backends for word in (f"{backend}, ms", "over no loss")), "sent again, in the network"],
         [

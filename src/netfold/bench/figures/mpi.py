@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from netfold.bench.figures.figure import Taken
+from netfold.bench.figures.figure import Measurements
 from netfold.bench.rack_runner import Configuration
 
 
@@ -15,13 +15,13 @@ def ways_among(counts: Sequence[int], options: Mapping[str, Any], mpi: str) -> l
     return [(series, Configuration(f"{series}, {count}", count, **each)) for count in counts for series, each in told]
 
 
-def series_of(taken: Taken) -> list[str]:
+def series_of(taken: Measurements) -> list[str]:
     """One, or none."""
     mpi = taken.settings.get("mpi", "")
     return [_series(mpi)] if mpi else []
 
 
-def said_of(taken: Taken, hosts: Sequence[int]) -> str:
+def said_of(taken: Measurements, hosts: Sequence[int]) -> str:
     """A sentence on what the times of the figure's MPI measure, among so many hosts; or that it has none."""
     mpi = taken.settings.get("mpi", "")
     if not mpi:

@@ -3,7 +3,7 @@
 from netfold._native import protocol
 from netfold.bench.figures import chart
 from netfold.bench.figures.budget import Share
-from netfold.bench.figures.figure import SWITCH, Figure, Taken, Told, deadline_s, in_mb, in_rate, in_times, play
+from netfold.bench.figures.figure import SWITCH, Figure, Measurements, FigureText, deadline_s, in_mb, in_rate, in_times, run_cases
 from netfold.bench.spread import Spread, spread
 from netfold.bench.rack_runner import Configuration, start_rack_runner
 from netfold.rack import Rack
@@ -22,7 +22,7 @@ LINE = 0.95
 _OUTER_BYTES = 42
 
 
-def measure(share: Share, taken: Taken) -> None:
+def measure(share: Share, taken: Measurements) -> None:
     taken.settings |= {"hosts": HOSTS, "mtu": MTU, "size_bytes": RATES}
     for (rate, size_bytes), part in zip(RATES.items(), share.split(len(RATES)), strict=True):
         with Rack(HOSTS, rate, mtu=MTU) as rack:
@@ -34,11 +34,11 @@ def measure(share: Share, taken: Taken) -> None:
                 def turn(way: Configuration, number: int, rate: str = rate, size_bytes: int = size_bytes) -> None:
                     taken.add(rate, way.payload_bytes, number, turns.turn(way, size_bytes, number + 1))
 
-                play(part, taken, ways, turn, of=f" on links of {in_rate(rate)}")
+                run_cases(part, taken, ways, turn, of=f" on links of {in_rate(rate)}")
                 taken.note(turns)
 
 
-def tell(taken: Taken) -> Told:
+def tell(taken: Measurements) -> FigureText:
     payloads, rates = taken.xs(), list(taken.settings["size_bytes"])
     values = [payload // 4 for payload in payloads]
     limit = [payload / (payload + protocol.HEADER_BYTES + _OUTER_BYTES) for payload in payloads]
@@ -75,7 +75,7 @@ def tell(taken: Taken) -> Told:
         "Not alike: a packet of the talk's carries the 32 values that its P4 program can add, of which headers leave "
         f"less than of the least packet here, {SMALLEST // 4} values; so there was more to gain."
     )
-    return Told(
+    return FigureText(
         picture,
         ["values", "bytes of values", *(f"goodput / rate, {in_rate(rate)}" for rate in rates), "what headers leave"],
         [
@@ -94,7 +94,7 @@ def tell(taken: Taken) -> Told:
     )
 
 
-def _goodput(taken: Taken, rate: str, payload: int) -> Spread:
+def _goodput(taken: Measurements, rate: str, payload: int) -> Spread:
     bits, rate_bits = taken.settings["size_bytes"][rate] * 8, parse_link(rate).rate_bits
     return spread([bits / took_s / rate_bits for took_s in taken.values(rate, payload)])
 

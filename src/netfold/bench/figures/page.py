@@ -5,10 +5,10 @@ from html import escape
 from typing import Any
 
 from netfold.bench.figures.catalogue import FIGURES
-from netfold.bench.figures.figure import Figure, Predicted, Taken
+from netfold.bench.figures.figure import Figure, Predicted, Measurements
 
 
-def render(figures: Mapping[str, Taken]) -> str:
+def render(figures: Mapping[str, Measurements]) -> str:
     """A section a figure. Needs matplotlib. Raises chart.MissingError."""
     known = [(FIGURES[name], taken) for name, taken in figures.items()]
     contents = "".join(f'<li><a href="#{figure.name}">{escape(figure.title)}</a></li>' for figure, _ in known)
@@ -38,7 +38,7 @@ each figure.</p>
 """
 
 
-def _section(figure: Figure, taken: Taken) -> str:
+def _section(figure: Figure, taken: Measurements) -> str:
     head = f'<section id="{figure.name}">\n<h2>{escape(figure.title)}</h2>\n'
     talk = f"<p><b>The talk reported:</b> {escape(figure.talk)}</p>\n"
     if taken.lack:
@@ -70,7 +70,7 @@ def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
 
 
-def _made(figure: Figure, taken: Taken) -> str:
+def _made(figure: Figure, taken: Measurements) -> str:
     of: dict[str, Any] = taken.circumstances
     machine = of["machine"]
     versions = ", ".join(f"{name} {version}" for name, version in of["versions"].items())

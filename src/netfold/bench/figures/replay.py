@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from netfold.bench.runner import BenchError, Runner
 from netfold.bench.config import Replay
 from netfold.bench.figures.budget import LEAST_ROUNDS, MOST_ROUNDS, Share
-from netfold.bench.figures.figure import GLOO, Taken
+from netfold.bench.figures.figure import GLOO, Measurements
 from netfold.bench.step import StepRow, measure_models
 from netfold.plan.model.catalogue import find_model
 
@@ -30,7 +30,7 @@ def replay(runner: Runner, share: Share, model: str, *, shrink: int, compute_sca
     return measure_models(runner, asked)
 
 
-def keep(taken: Taken, model: str, workers: int, rows: Sequence[StepRow]) -> None:
+def keep(taken: Measurements, model: str, workers: int, rows: Sequence[StepRow]) -> None:
     """Every round of every backend, with what the step takes without transfers, in seconds. Raises
     BenchError where a backend refuses."""
     for backend, row in zip(BACKENDS, rows, strict=True):
@@ -50,7 +50,7 @@ def keep(taken: Taken, model: str, workers: int, rows: Sequence[StepRow]) -> Non
             )
 
 
-def note(taken: Taken, runner: Runner) -> None:
+def note(taken: Measurements, runner: Runner) -> None:
     described = runner.describe()
     control = described["machine"]["tcp_congestion_control"]
     taken.circumstances |= {"versions": runner.versions, "tcp_congestion_control": control}

@@ -17,14 +17,14 @@ from netfold.bench.runner import BenchError
 from netfold.bench.figures import chart, page
 from netfold.bench.figures.budget import Budget
 from netfold.bench.figures.catalogue import FIGURES
-from netfold.bench.figures.figure import Taken
+from netfold.bench.figures.figure import Measurements
 from netfold.bench.machine import describe_machine, describe_versions
 from netfold.rack import RackError
 from netfold.rack.command import why_unavailable
 from netfold.rack.processes import uninterrupted
 
 Say = Callable[[str], None]
-Figures = dict[str, Taken]
+Figures = dict[str, Measurements]
 
 # For all figures together, starting and ending included; some are over their time by a few seconds.
 TOTAL_S, QUICK_S = 1200, 255
@@ -51,12 +51,12 @@ def run_figures(folder: Path, names: Sequence[str], say: Say, *, total_s: float)
     part = sum(weights.values()) / sum(figure.weight for figure in FIGURES.values())
     budget = Budget(total_s * part, weights)
     for figure in wanted:
-        share, taken, began, load = budget.begin(figure.name), Taken(), time.monotonic(), os.getloadavg()[0]
+        share, taken, began, load = budget.begin(figure.name), Measurements(), time.monotonic(), os.getloadavg()[0]
         say(f"measuring: {figure.name}, {figure.title.lower()}; some {share.left_s:.0f} s")
         try:
             figure.measure(share, taken)
         except (BenchError, RackError) as error:
-            taken = Taken(lack=str(error), circumstances=taken.circumstances)
+            taken = Measurements(lack=str(error), circumstances=taken.circumstances)
             say(f"{figure.name}: {error}")
         taken.circumstances |= _circumstances(taken, load, time.monotonic() - began)
         figures[figure.name] = taken
@@ -72,12 +72,12 @@ def read(folder: Path) -> Figures:
         document = json.loads(path.read_text(encoding="utf-8"))
         if document["format"] != _FORMAT:
             raise ValueError(f"format {document['format']}, expected {_FORMAT}")
-        return {name: Taken(**document["figures"][name]) for name in FIGURES if name in document["figures"]}
+        return {name: Measurements(**document["figures"][name]) for name in FIGURES if name in document["figures"]}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path} holds no figures: {error}") from None
 
 
-def write(folder: Path, figures: Mapping[str, Taken]) -> Path:
+def write(folder: Path, figures: Mapping[str, Measurements]) -> Path:
     """The data, a CSV for each figure, and the page, which is returned."""
     folder.mkdir(parents=True, exist_ok=True)
     _replace(folder / DATA, json.dumps(document_of(figures), indent=1) + "\n")
@@ -87,11 +87,11 @@ def write(folder: Path, figures: Mapping[str, Taken]) -> Path:
     return folder / PAGE
 
 
-def document_of(figures: Mapping[str, Taken]) -> dict[str, Any]:
+def document_of(figures: Mapping[str, Measurements]) -> dict[str, Any]:
     return {"format": _FORMAT, "figures": {name: asdict(taken) for name, taken in figures.items()}}
 
 
-def to_csv(taken: Taken) -> str:
+def to_csv(taken: Measurements) -> str:
     """A line a round; columns are all that any of its rounds has."""
     columns = list(dict.fromkeys(column for row in taken.rows for column in row))
     text = io.StringIO()
@@ -101,7 +101,7 @@ def to_csv(taken: Taken) -> str:
     return text.getvalue()
 
 
-def _circumstances(taken: Taken, load: float, seconds: float) -> dict[str, Any]:
+def _circumstances(taken: Measurements, load: float, seconds: float) -> dict[str, Any]:
     return {
         "machine": describe_machine(),
         "versions": describe_versions(taken.circumstances.get("versions", {})),

@@ -1,10 +1,10 @@
 """How much quicker known models train: their steps replayed, the accelerator a timer, the transfers real."""
 
 from netfold.bench.runner import start_runner
-from netfold.bench.config import Place
+from netfold.bench.config import BenchEnvironment
 from netfold.bench.figures import by_link, chart
 from netfold.bench.figures.budget import Share
-from netfold.bench.figures.figure import GLOO, Figure, Taken, Told, deadline_s, in_ms, in_rate, in_times
+from netfold.bench.figures.figure import GLOO, Figure, Measurements, FigureText, deadline_s, in_ms, in_rate, in_times
 from netfold.bench.figures.replay import NETFOLD, keep, note, replay
 from netfold.plan.model.catalogue import find_model
 
@@ -17,9 +17,9 @@ MODELS = ("vgg16", "resnet50", "inception3", "alexnet", "googlenet", "vgg11", "r
 TALK = (1.2, 4.0)
 
 
-def measure(share: Share, taken: Taken) -> None:
+def measure(share: Share, taken: Measurements) -> None:
     taken.settings |= {"hosts": HOSTS, "rate": RATE, "shrink": SHRINK, "stands_for": STANDS_FOR}
-    place = Place(HOSTS, rack_rate=RATE, deadline_s=int(deadline_s(share)))
+    place = BenchEnvironment(HOSTS, rack_rate=RATE, deadline_s=int(deadline_s(share)))
     skipped = []
     with start_runner(place, ["torch"]) as runner:
         for model, part in zip(MODELS, share.split(len(MODELS)), strict=True):
@@ -32,7 +32,7 @@ def measure(share: Share, taken: Taken) -> None:
         taken.cut.append(f"The time did not suffice for {', '.join(skipped)}.")
 
 
-def tell(taken: Taken) -> Told:
+def tell(taken: Measurements) -> FigureText:
     hosts = taken.settings["hosts"]
     gain = {model: taken.ratios((GLOO, model), (NETFOLD, model)) for model in taken.xs(NETFOLD)}
     models = sorted(gain, key=lambda model: gain[model].median, reverse=True)
@@ -56,7 +56,7 @@ def tell(taken: Taken) -> Told:
         "Nobody trains here: computing times are published ones of one accelerator, which a timer plays, and gradients "
         "are sent while it runs, in the buckets of PyTorch's DDP."
     )
-    return Told(
+    return FigureText(
         picture,
         ["model", "gradients, MB", "computing, ms", f"{NETFOLD}, ms", "gloo, ms", "gloo / netfold"],
         [

@@ -7,14 +7,14 @@ from netfold.bench.figures.figure import (
     RING,
     SWITCH,
     Figure,
-    Taken,
-    Told,
+    Measurements,
+    FigureText,
     deadline_s,
     in_mb,
     in_ms,
     in_rate,
     in_times,
-    play,
+    run_cases,
 )
 from netfold.bench.rack_runner import Configuration, start_rack_runner
 from netfold.rack import Rack
@@ -25,7 +25,7 @@ SIZE_BYTES = 8 << 20
 LEAVES, ROOT = "netfold, a leaf in each rack", "netfold, one switch at the core"
 
 
-def measure(share: Share, taken: Taken) -> None:
+def measure(share: Share, taken: Measurements) -> None:
     taken.settings |= {"hosts": HOSTS, "racks": RACKS, "rate": RATE, "size_bytes": SIZE_BYTES}
     with Rack(HOSTS, RATE, racks=RACKS, uplink=RATE) as rack:
         rack.start_switch(lambda line: None)
@@ -42,11 +42,11 @@ def measure(share: Share, taken: Taken) -> None:
             def turn(way: Configuration, number: int) -> None:
                 taken.add(way.label, "", number, turns.turn(way, SIZE_BYTES, number + 1))
 
-            play(share, taken, ways, turn)
+            run_cases(share, taken, ways, turn)
             taken.note(turns)
 
 
-def tell(taken: Taken) -> Told:
+def tell(taken: Measurements) -> FigureText:
     shapes = taken.series()
     picture = chart.dots(
         [chart.Dots(shape, {shape: taken.spread(shape, "").scaled(1e3)}) for shape in shapes],
@@ -54,7 +54,7 @@ def tell(taken: Taken) -> Told:
         x_label=f"all_reduce of {in_mb(taken.settings['size_bytes'])}, ms",
     )
     slower = {shape: taken.ratios((shape, ""), (LEAVES, "")) for shape in shapes}
-    return Told(
+    return FigureText(
         picture,
         ["", "ms", "over a leaf in each rack"],
         [[shape, in_ms(taken.spread(shape, "")), in_times(slower[shape])] for shape in shapes],

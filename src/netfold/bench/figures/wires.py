@@ -6,14 +6,14 @@ from netfold.bench.figures.figure import (
     GLOO,
     SWITCH,
     Figure,
-    Taken,
-    Told,
+    Measurements,
+    FigureText,
     deadline_s,
     in_mb,
     in_ms,
     in_rate,
     in_times,
-    play,
+    run_cases,
 )
 from netfold.bench.rack_runner import Configuration, start_rack_runner
 from netfold.rack import Rack
@@ -26,7 +26,7 @@ WIRES = ("f32", "bf16", "f16", "i32", "i8")
 SAME = 1.05
 
 
-def measure(share: Share, taken: Taken) -> None:
+def measure(share: Share, taken: Measurements) -> None:
     taken.settings |= {"hosts": HOSTS, "rate": RATE, "size_bytes": SIZE_BYTES}
     with Rack(HOSTS, RATE) as rack:
         rack.start_switch(lambda line: None)
@@ -38,11 +38,11 @@ def measure(share: Share, taken: Taken) -> None:
                 found = turns.turn(way, SIZE_BYTES, number + 1, values="normal")
                 taken.add(way.label, "", number, found, error=found.error, sent_bytes=found.sent_bytes)
 
-            play(share, taken, ways, turn)
+            run_cases(share, taken, ways, turn)
             taken.note(turns)
 
 
-def tell(taken: Taken) -> Told:
+def tell(taken: Measurements) -> FigureText:
     forms = taken.series()
     quicker = {form: taken.ratios(("f32", ""), (form, "")) for form in forms}
     error = {form: taken.spread(form, "", "error").median for form in forms}
@@ -60,7 +60,7 @@ def tell(taken: Taken) -> Told:
             "an exponent for every block first, where SwitchML has one factor that a person must choose."
         )
     short.append("Not shown here: what becomes of training; netfold bench accuracy trains two models with each format.")
-    return Told(
+    return FigureText(
         picture,
         ["format", "ms", "f32's time over it", "error of the sum", "bytes sent a host"],
         [
