@@ -10,7 +10,7 @@ import torch
 from netfold.demo import figures, report
 from netfold.demo.agreement import compare
 from netfold.demo.settings import SCALE, Run, Training, straight
-from netfold.demo.experiment import HeldOut, Outcome, Story
+from netfold.demo.experiment import HeldOut, Outcome, Experiment
 from netfold.train.datasets.pairs import Pair
 from netfold.train.resolution import bicubic, psnr, smaller, to_8_bits
 
@@ -44,10 +44,10 @@ def _photograph(error: float, name: str = "a <tree>") -> HeldOut:
     return HeldOut(name, pair, to_8_bits(by_bicubic), by_network, decibels)
 
 
-def _story(*, error: float = 0.5, offset: float = 0.0, replicas_equal: bool = True) -> Story:
+def _story(*, error: float = 0.5, offset: float = 0.0, replicas_equal: bool = True) -> Experiment:
     gloo = np.linspace(0.03, 0.02, STEPS)
     permuted = [(gloo[:30] + scale * 1e-8).tolist() for scale in (1, 2, 3)]
-    return Story(
+    return Experiment(
         training=Training(steps=STEPS),
         parameters=269955,
         netfold=_outcome("netfold", gloo + 1e-8 + offset, replicas_equal=replicas_equal),

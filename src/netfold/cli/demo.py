@@ -58,7 +58,7 @@ def demo(
     runs = experiment.runs_over_netfold(training) + experiment.runs_over_gloo(training)
     try:
         with render.Steps(console, runs) as watched:
-            told = experiment.tell(training, watched.stepped)
+            told = experiment.run_experiment(training, watched.stepped)
     except LaunchError as error:
         typer.echo(f"netfold demo: {error}", err=True)
         raise typer.Exit(1) from None
@@ -68,7 +68,7 @@ def demo(
     except OSError as error:
         page = "not written"
         failures = [*failures, f"the report could not be written to {out}: {error.strerror}"]
-    render.ending(console, told, page)
+    render.print_summary(console, told, page)
     for failure in failures:
         typer.echo(f"netfold demo: {failure}", err=True)
     raise typer.Exit(1 if failures else 0)

@@ -59,7 +59,7 @@ class HeldOut:
 
 
 @dataclass(frozen=True)
-class Story:
+class Experiment:
     training: Training
     parameters: int
     netfold: Outcome
@@ -111,7 +111,7 @@ def runs_over_gloo(training: Training) -> tuple[Run, ...]:
     )
 
 
-def tell(training: Training, stepped: Callable[[str, int, float], None]) -> Story:
+def run_experiment(training: Training, stepped: Callable[[str, int, float], None]) -> Experiment:
     """Run all of it. `stepped(run name, step, loss)` after each step; raises launch.LaunchError."""
     with tempfile.TemporaryDirectory(prefix="netfold-demo-") as name, launch.signals_unwind():
         folder = Path(name)
@@ -129,7 +129,7 @@ def tell(training: Training, stepped: Callable[[str, int, float], None]) -> Stor
             "netfold": _trained(over_netfold, over_netfold.runs[0]),
             "gloo": _trained(over_gloo, over_gloo.runs[0]),
         }
-    return Story(
+    return Experiment(
         training=training,
         parameters=sum(parameter.numel() for parameter in models["netfold"].parameters()),
         netfold=netfold,

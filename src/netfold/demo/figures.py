@@ -20,7 +20,7 @@ from torch import Tensor
 from netfold.bench.figures import chart
 from netfold.demo.agreement import Agreement
 from netfold.demo.settings import SCALE
-from netfold.demo.experiment import HeldOut, Story
+from netfold.demo.experiment import HeldOut, Experiment
 from netfold.train.resolution import psnr
 
 # Side of a crop in pixels of the truth, and the grid on which crops may lie.
@@ -42,7 +42,7 @@ class Crop:
     netfold_psnr: float
 
 
-def loss_curves(story: Story) -> str:
+def loss_curves(story: Experiment) -> str:
     """Both backends' losses over each other, and bicubic's on the same batches."""
     figure, axes = _chart(height=3.6)
     steps = np.arange(1, story.training.steps + 1)

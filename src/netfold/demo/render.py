@@ -10,7 +10,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from rich.table import Table
 
 from netfold.demo.settings import Run
-from netfold.demo.experiment import Story
+from netfold.demo.experiment import Experiment
 from netfold.demo.table import COLUMNS, notes, rows
 
 
@@ -51,7 +51,7 @@ class Steps:
             self._console.print(f"{name}: step {step} of {self._steps[name]}, loss {loss:.4f}")
 
 
-def ending(console: Console, story: Story, page: str) -> None:
+def print_summary(console: Console, story: Experiment, page: str) -> None:
     table = Table(box=box.SIMPLE_HEAD, header_style="bold", pad_edge=False)
     for index, column in enumerate(COLUMNS):
         table.add_column(column, justify="left" if index == 0 else "right", no_wrap=True)

@@ -15,7 +15,7 @@ from netfold.bench.machine import describe_machine, describe_versions
 from netfold.demo import figures
 from netfold.demo.agreement import ALLOWED_RATIO
 from netfold.demo.settings import SCALE
-from netfold.demo.experiment import HeldOut, Story
+from netfold.demo.experiment import HeldOut, Experiment
 from netfold.demo.table import COLUMNS, notes, rows
 from netfold.train.datasets.photos import HELD_OUT, TRAINING
 
@@ -23,7 +23,7 @@ from netfold.train.datasets.photos import HELD_OUT, TRAINING
 CROP_ZOOM = 3
 
 
-def write(story: Story, folder: Path, seconds: float) -> Path:
+def write(story: Experiment, folder: Path, seconds: float) -> Path:
     """Write the page into `folder`, which is made where it is missing; `seconds` is what all of it took."""
     folder.mkdir(parents=True, exist_ok=True)
     page = folder / "report.html"
@@ -31,7 +31,7 @@ def write(story: Story, folder: Path, seconds: float) -> Path:
     return page
 
 
-def render(story: Story, seconds: float) -> str:
+def render(story: Experiment, seconds: float) -> str:
     agreement = story.agreement
     failures = story.failures()
     verdict = "".join(f"<li>{escape(failure)}.</li>" for failure in failures)
@@ -80,7 +80,7 @@ large, pixel by pixel.</p>
 """
 
 
-def _what_happened(story: Story) -> str:
+def _what_happened(story: Experiment) -> str:
     training = story.training
     return (
         f"{training.workers} worker processes on this machine trained EDSR, a super-resolution network of "
@@ -91,7 +91,7 @@ def _what_happened(story: Story) -> str:
     )
 
 
-def _how_equal(story: Story) -> str:
+def _how_equal(story: Experiment) -> str:
     agreement = story.agreement
     permutations = len(agreement.gloo_differences)
     if not agreement.gloo_ever_differs:
@@ -110,7 +110,7 @@ def _how_equal(story: Story) -> str:
     )
 
 
-def _facts(story: Story) -> str:
+def _facts(story: Experiment) -> str:
     agreement = story.agreement
     gain = story.mean_psnr("netfold") - story.mean_psnr("bicubic")
     if agreement.gloo_ever_differs:
@@ -138,7 +138,7 @@ def _facts(story: Story) -> str:
     )
 
 
-def _table(story: Story) -> str:
+def _table(story: Experiment) -> str:
     head = "".join(f"<th>{escape(column)}</th>" for column in COLUMNS)
     body = "".join("<tr>" + "".join(f"<td>{escape(cell) or '–'}</td>" for cell in row) + "</tr>" for row in rows(story))
     return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
@@ -176,7 +176,7 @@ def _strip(photograph: HeldOut) -> str:
 """
 
 
-def _made(story: Story, seconds: float) -> str:
+def _made(story: Experiment, seconds: float) -> str:
     training = story.training
     machine, versions = describe_machine(), describe_versions({"torch": torch.__version__})
     facts = {

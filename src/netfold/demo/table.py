@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from netfold.demo.settings import SCALE, Training
-from netfold.demo.experiment import Outcome, Story
+from netfold.demo.experiment import Outcome, Experiment
 from netfold.train.datasets.photos import HELD_OUT
 from netfold.train.resolution import PSNR_BORDER_PIXELS
 
 COLUMNS = ("", "PSNR", "images/s", "on the wire\na worker-step", "in collectives\na worker-step")
 
 
-def rows(story: Story) -> list[tuple[str, ...]]:
+def rows(story: Experiment) -> list[tuple[str, ...]]:
     bicubic = ("bicubic", f"{story.mean_psnr('bicubic'):.2f} dB", "", "", "")
     return [bicubic, *(_row(story, outcome) for outcome in (story.netfold, story.gloo))]
 
 
-def _row(story: Story, outcome: Outcome) -> tuple[str, ...]:
+def _row(story: Experiment, outcome: Outcome) -> tuple[str, ...]:
     backend = outcome.run.backend
     psnr = story.mean_psnr(backend)
     return (
