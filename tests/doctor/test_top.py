@@ -23,7 +23,7 @@ from ranks import Outcome, run_ranks, running_switch, values
 from rich.console import Console
 
 from netfold import Communicator, FileStore
-from netfold.diagnostics import Line, Picture, Slowest, View, Watch, behind, find_ranks
+from netfold.diagnostics import RankRates, Snapshot, Slowest, View, Sampler, ranks_behind, find_ranks
 from netfold.diagnostics.sampler import _Group, _Member
 
 MS = 1_000_000
@@ -32,20 +32,20 @@ STEPS = 8  # from one look whether to stop to the next
 
 
 def test_who_has_not_called_what_others_wait_in_is_behind() -> None:
-    assert behind([rank(0), rank(1), rank(2)]) == []
-    assert behind([waiting(0, 2), waiting(1, 2), rank(2)]) == [2]
-    assert behind([waiting(0, 1), waiting(1, sequence=4), rank(2, done_sequence=5)]) == [1]
-    assert behind([waiting(0, 1), waiting(1, 2), waiting(2, 0)]) == [], "all have called: values are on their way"
+    assert ranks_behind([rank(0), rank(1), rank(2)]) == []
+    assert ranks_behind([waiting(0, 2), waiting(1, 2), rank(2)]) == [2]
+    assert ranks_behind([waiting(0, 1), waiting(1, sequence=4), rank(2, done_sequence=5)]) == [1]
+    assert ranks_behind([waiting(0, 1), waiting(1, 2), waiting(2, 0)]) == [], "all have called: values are on their way"
 
 
 def test_a_rank_that_looks_for_an_operation_that_it_has_not_shown_is_not_behind() -> None:
     looking = replace(rank(2).counters, is_under_way=True)
-    assert behind([waiting(0, 2), waiting(1, 2), rank(2, counters=looking)]) == []
+    assert ranks_behind([waiting(0, 2), waiting(1, 2), rank(2, counters=looking)]) == []
 
 
 def test_a_rank_of_another_host_is_behind_when_others_wait_for_it_and_nobody_here_is() -> None:
-    assert behind([waiting(0, 2), waiting(1, 0)]) == [2]
-    assert behind([waiting(0, 1, 2), rank(1)]) == [1]
+    assert ranks_behind([waiting(0, 2), waiting(1, 0)]) == [2]
+    assert ranks_behind([waiting(0, 1, 2), rank(1)]) == [1]
 
 
 @pytest.mark.parametrize(
@@ -89,14 +89,14 @@ def test_of_ranks_that_are_not_seen_one_is_last_when_the_switch_names_nobody_her
     assert group._slowest((2, 3)) == Slowest((1,), 8, 10, says_switch=True)
 
 
-def picture(**fields: Any) -> Picture:
-    line = Line(waiting(0, 2), False, 49.6, 52.1e6, 104.2e6, 3, 0.82, 0.125)
+def picture(**fields: Any) -> Snapshot:
+    line = RankRates(waiting(0, 2), False, 49.6, 52.1e6, 104.2e6, 3, 0.82, 0.125)
     lines = (line, replace(line, rank=waiting(1, 2)), replace(line, rank=rank(2), exposed_share=None))
-    plain = Picture("a", 3, 1.0, lines, (), Slowest((2,), 20, 25, False))
+    plain = Snapshot("a", 3, 1.0, lines, (), Slowest((2,), 20, 25, False))
     return replace(plain, **fields)
 
 
-def shown(one: Picture, width: int) -> str:
+def shown(one: Snapshot, width: int) -> str:
     console = Console(file=io.StringIO(), width=width)
     console.print(View([one], NOW))
     assert isinstance(console.file, io.StringIO)
@@ -162,7 +162,7 @@ def running(folder: Path, size: int, step: Callable[..., None], **env: str) -> I
         assert counted == page
 
 
-def picture_of(watch: Watch, operations: int) -> Picture:
+def picture_of(watch: Sampler, operations: int) -> Snapshot:
     """A picture of so many operations on each rank at least: of few, one that is cut by a look would weigh too much."""
     deadline = time.monotonic() + seconds(60)
     interval_s = 2.0
@@ -181,7 +181,7 @@ def every_20_ms(group: Communicator) -> None:
 
 @pytest.mark.native
 def test_known_rates_are_seen_from_outside_and_the_counters_are_the_events_sums(tmp_path: Path) -> None:
-    with running(tmp_path, 3, every_20_ms, NETFOLD_TRANSPORT="tcp") as (pid, _), closing(Watch(pid)) as watch:
+    with running(tmp_path, 3, every_20_ms, NETFOLD_TRANSPORT="tcp") as (pid, _), closing(Sampler(pid)) as watch:
         seen = picture_of(watch, 30)
         rates = [line.operations_per_s for line in seen.lines]
         assert [line.rank.rank for line in seen.lines] == [0, 1, 2] and seen.absent == ()
@@ -215,7 +215,7 @@ def late_overlapping_waiting(group: Communicator) -> None:
 @pytest.mark.parametrize("transport", ["auto", "tcp"])
 def test_the_late_rank_is_slowest_and_only_who_waits_is_exposed(tmp_path: Path, transport: str) -> None:
     env = {"NETFOLD_TRANSPORT": transport}
-    with running(tmp_path, 3, late_overlapping_waiting, **env) as (pid, _), closing(Watch(pid)) as watch:
+    with running(tmp_path, 3, late_overlapping_waiting, **env) as (pid, _), closing(Sampler(pid)) as watch:
         (seen,) = watch.picture(2.0)
     assert seen.slowest is not None and seen.slowest.ranks == (2,) and not seen.slowest.says_switch
     assert seen.slowest.count > 0.5 * seen.slowest.of, seen.slowest
@@ -229,7 +229,7 @@ def test_the_late_rank_is_slowest_and_only_who_waits_is_exposed(tmp_path: Path, 
 def test_with_a_switch_the_switch_says_who_is_last(tmp_path: Path) -> None:
     with running_switch() as switch:
         env = {"NETFOLD_SWITCH": switch.endpoint, "NETFOLD_ALGORITHM": "in_network", "NETFOLD_TRANSPORT": "tcp"}
-        with running(tmp_path, 3, late_overlapping_waiting, **env) as (pid, _), closing(Watch(pid)) as watch:
+        with running(tmp_path, 3, late_overlapping_waiting, **env) as (pid, _), closing(Sampler(pid)) as watch:
             (seen,) = watch.picture(2.0)
     assert seen.slowest is not None and seen.slowest.ranks == (2,) and seen.slowest.says_switch
     assert all(line.rank.with_switch and not line.rank.without_switch for line in seen.lines)
@@ -237,7 +237,7 @@ def test_with_a_switch_the_switch_says_who_is_last(tmp_path: Path) -> None:
 
 @pytest.mark.native
 def test_a_watch_shows_nothing_any_more_when_the_job_has_ended(tmp_path: Path) -> None:
-    with running(tmp_path, 2, every_20_ms) as (pid, _), closing(Watch(pid)) as watch:
+    with running(tmp_path, 2, every_20_ms) as (pid, _), closing(Sampler(pid)) as watch:
         assert len(watch.picture(0.2)) == 1
         (tmp_path / "enough").touch()
         deadline = time.monotonic() + seconds(60)

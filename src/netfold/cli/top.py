@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
-    from netfold.diagnostics import Picture
+    from netfold.diagnostics import Snapshot
 
 NOBODY = "no group of netfold on this machine that this user may look at"
 
@@ -27,11 +27,11 @@ def top(
     from rich.console import Console
     from rich.live import Live
 
-    from netfold.diagnostics import Watch
+    from netfold.diagnostics import Sampler
 
     console = Console()
     with (
-        contextlib.closing(Watch(pid)) as watch,
+        contextlib.closing(Sampler(pid)) as watch,
         contextlib.ExitStack() as stack,
         contextlib.suppress(KeyboardInterrupt),
     ):
@@ -56,7 +56,7 @@ def top(
                 return
 
 
-def _view(pictures: list[Picture]) -> Any:
+def _view(pictures: list[Snapshot]) -> Any:
     import time
 
     from netfold.diagnostics import View
@@ -64,11 +64,11 @@ def _view(pictures: list[Picture]) -> Any:
     return View(pictures, time.monotonic_ns())
 
 
-def _print(console: Any, pictures: list[Picture]) -> None:
+def _print(console: Any, pictures: list[Snapshot]) -> None:
     console.print(_view(pictures), soft_wrap=False, highlight=False)
 
 
-def _json(pictures: list[Picture]) -> str:
+def _json(pictures: list[Snapshot]) -> str:
     import json
     from dataclasses import asdict
 

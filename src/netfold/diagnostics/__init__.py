@@ -13,19 +13,19 @@ Tests: `.venv/bin/pytest tests/doctor`
 from netfold.diagnostics.job import Verdict, diagnose
 from netfold.diagnostics.status_segment import Counters, Rank, Transfer, find_ranks
 from netfold.diagnostics.top import View
-from netfold.diagnostics.sampler import Line, Picture, Slowest, Watch, behind
+from netfold.diagnostics.sampler import RankRates, Snapshot, Slowest, Sampler, ranks_behind
 
 __all__ = [
     "Counters",
-    "Line",
-    "Picture",
+    "RankRates",
+    "Snapshot",
     "Rank",
     "Slowest",
     "Transfer",
     "Verdict",
     "View",
-    "Watch",
-    "behind",
+    "Sampler",
+    "ranks_behind",
     "diagnose",
     "find_ranks",
 ]

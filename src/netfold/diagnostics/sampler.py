@@ -34,10 +34,10 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from netfold.diagnostics.status_segment import Page, Rank, find_pages
+from netfold.diagnostics.status_segment import StatusSegment, Rank, find_segments
 
 # Looks a second, on average: short against a step of training.
-LOOKS_HZ = 25
+SAMPLE_HZ = 25
 # How often to look for new processes, which goes through all descriptors of all processes of the machine.
 _FIND_S = 5.0
 # How much sleep seen too much is kept to be taken from later sleep: as long as a thread may stand in line unseen.
@@ -45,7 +45,7 @@ _MAX_OWED_NS = 50_000_000
 
 
 @dataclass(frozen=True)
-class Line:
+class RankRates:
     """One rank over one interval. `rank` is as of its end; has_ended: its process left before that."""
 
     rank: Rank
@@ -72,18 +72,18 @@ class Slowest:
 
 
 @dataclass(frozen=True)
-class Picture:
+class Snapshot:
     """One group over one interval. absent: its ranks that are no process of this machine that this user may see."""
 
     job: str
     size: int
     interval_s: float
-    lines: tuple[Line, ...]
+    lines: tuple[RankRates, ...]
     absent: tuple[int, ...]
     slowest: Slowest | None
 
 
-class Watch:
+class Sampler:
     """Looks at the groups of this machine, or at those that process `pid` has a rank of. Close it."""
 
     def __init__(self, pid: int | None = None) -> None:
@@ -91,7 +91,7 @@ class Watch:
         self._processes: dict[int, _Process] = {}
         self._find_at = 0.0
 
-    def picture(self, interval_s: float) -> list[Picture]:
+    def picture(self, interval_s: float) -> list[Snapshot]:
         """Look for `interval_s` seconds; one picture a group, none where there is no group."""
         self._find()
         began_ns = time.monotonic_ns()
@@ -103,7 +103,7 @@ class Watch:
             if left_s <= 0:
                 break
             # At equal distances, a job whose steps take as long would be seen at the same place of each.
-            time.sleep(min(random.uniform(0.5, 1.5) / LOOKS_HZ, left_s))
+            time.sleep(min(random.uniform(0.5, 1.5) / SAMPLE_HZ, left_s))
         return [groups[job].picture() for job in sorted(groups)]
 
     def close(self) -> None:
@@ -118,7 +118,7 @@ class Watch:
         if self._processes and time.monotonic() < self._find_at:
             return
         self._find_at = time.monotonic() + _FIND_S
-        for page in find_pages():
+        for page in find_segments():
             if page.pid in self._processes:
                 page.close()
             else:
@@ -137,7 +137,7 @@ class Watch:
 class _Process:
     """One process: its page, and the time that its main thread slept."""
 
-    def __init__(self, page: Page) -> None:
+    def __init__(self, page: StatusSegment) -> None:
         self.pid = page.pid
         self.has_ended = False
         self.slept_ns: int | None = None  # since the look before; None: first look, or not known
@@ -239,7 +239,7 @@ class _Group:
         self._see_who_is_last(members)
 
     def _see_who_is_last(self, members: Sequence[tuple[_Process, Rank]]) -> None:
-        late = behind([rank for _, rank in members])
+        late = ranks_behind([rank for _, rank in members])
         by_rank = {rank.rank: process for process, rank in members}
         front = max(rank.sequence for _, rank in members)
         for number in late:
@@ -249,13 +249,13 @@ class _Group:
                     continue
             self._last[number] += 1
 
-    def picture(self) -> Picture:
+    def picture(self) -> Snapshot:
         lines = tuple(self._line(self._members[number]) for number in sorted(self._members))
         size = lines[0].rank.size
         absent = tuple(sorted(set(range(size)) - set(self._members)))
         began_ns = min(member.first.counters.read_ns for member in self._members.values())
         ended_ns = max(member.last.counters.read_ns for member in self._members.values())
-        return Picture(
+        return Snapshot(
             job=self._job,
             size=size,
             interval_s=(ended_ns - began_ns) / 1e9,
@@ -279,13 +279,13 @@ class _Group:
         ranks = max(by_rank, key=lambda ranks: by_rank[ranks])
         return Slowest(ranks, by_rank[ranks], judged, says_switch=True)
 
-    def _line(self, member: _Member) -> Line:
+    def _line(self, member: _Member) -> RankRates:
         first, last = member.first.counters, member.last.counters
         seconds = (last.read_ns - first.read_ns) / 1e9
         under_way_ns = member.since("under_way_ns")
         per_s = 1 / seconds if seconds > 0 else 0.0
         exposed = member.exposed_ns
-        return Line(
+        return RankRates(
             rank=member.last,
             has_ended=member.seen_at < self._looks,
             operations_per_s=member.since("operations") * per_s,
@@ -297,7 +297,7 @@ class _Group:
         )
 
 
-def behind(ranks: Sequence[Rank]) -> list[int]:
+def ranks_behind(ranks: Sequence[Rank]) -> list[int]:
     """The ranks of one group that have not called what others already wait in; of ranks elsewhere, those waited for."""
     front = max(rank.sequence for rank in ranks)
     if front == 0:

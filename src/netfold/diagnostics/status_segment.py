@@ -150,7 +150,7 @@ class Counters:
 def find_ranks(pid: int | None = None) -> list[Rank]:
     """Every rank of every group on this machine that this user may look at, or those of one process."""
     found: list[Rank] = []
-    for page in find_pages(pid):
+    for page in find_segments(pid):
         with contextlib.closing(page), contextlib.suppress(OSError):
             found += page.ranks()
     return sorted(_look_again(found), key=lambda rank: (rank.job, rank.rank))
@@ -170,16 +170,16 @@ def _look_again(ranks: list[Rank]) -> list[Rank]:
     return [replace(rank, process_state=states[rank.pid]) for rank in ranks]
 
 
-def find_pages(pid: int | None = None) -> list[Page]:
+def find_segments(pid: int | None = None) -> list[StatusSegment]:
     """The page of every process on this machine that has one and that this user may look at, or of one process."""
     pages = []
     for folder in [Path("/proc", str(pid))] if pid is not None else Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError, ValueError):  # it has just ended, is not ours to look at, or has none
-            pages.append(Page(folder))
+            pages.append(StatusSegment(folder))
     return pages
 
 
-class Page:
+class StatusSegment:
     """The page of one process, mapped: to look again costs that process nothing. Close it.
 
     Raises OSError where the process is not there or has no page, ValueError where it is not a page of this layout.

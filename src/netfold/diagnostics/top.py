@@ -7,7 +7,7 @@ from rich.table import Table
 from rich.text import Text
 
 from netfold.diagnostics.job import doing
-from netfold.diagnostics.sampler import Line, Picture
+from netfold.diagnostics.sampler import RankRates, Snapshot
 
 # What goes first where there is not room for all columns; `doing` then stands in lines of its own.
 _COLUMNS = ("rank", "process", "op/s", "tensor B/s", "wire B/s", "again", "under way", "exposed", "switch")
@@ -28,7 +28,7 @@ _DOING_WIDTH = 40
 class View:
     """Renders pictures as wide as the console is."""
 
-    def __init__(self, pictures: list[Picture], now_ns: int) -> None:
+    def __init__(self, pictures: list[Snapshot], now_ns: int) -> None:
         """now_ns: CLOCK_MONOTONIC, to say for how long."""
         self._pictures = pictures
         self._now_ns = now_ns
@@ -38,7 +38,7 @@ class View:
             yield _show(picture, options.max_width, self._now_ns)
 
 
-def _show(picture: Picture, width: int, now_ns: int) -> RenderableType:
+def _show(picture: Snapshot, width: int, now_ns: int) -> RenderableType:
     columns = list(_COLUMNS)
     beside = width >= _needs(columns) + _DOING_WIDTH
     for name in _SPARE:
@@ -54,10 +54,10 @@ def _show(picture: Picture, width: int, now_ns: int) -> RenderableType:
         cells = _cells(line)
         table.add_row(*(cells[name] for name in columns), *([_doing(line, now_ns)] if beside else []))
     below = [] if beside else [Text(f"rank {line.rank.rank} {_doing(line, now_ns)}") for line in picture.lines]
-    return Group(table, *below, *(Text(line) for line in remarks(picture)), Text(""))
+    return Group(table, *below, *(Text(line) for line in summarise(picture)), Text(""))
 
 
-def remarks(picture: Picture) -> list[str]:
+def summarise(picture: Snapshot) -> list[str]:
     """Who is last most often, and who is not seen: a sentence each."""
     said = []
     slowest = picture.slowest
@@ -77,7 +77,7 @@ def _needs(columns: list[str]) -> int:
     return sum(_WIDTHS.get(name, len(name)) + 2 for name in columns)
 
 
-def _cells(line: Line) -> dict[str, str]:
+def _cells(line: RankRates) -> dict[str, str]:
     rank = line.rank
     return {
         "rank": str(rank.rank),
@@ -92,7 +92,7 @@ def _cells(line: Line) -> dict[str, str]:
     }
 
 
-def _doing(line: Line, now_ns: int) -> str:
+def _doing(line: RankRates, now_ns: int) -> str:
     if line.has_ended:
         return "has ended"
     return f"has failed: {line.rank.failure}" if line.rank.failure else doing(line.rank, now_ns)
