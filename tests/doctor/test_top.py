@@ -84,9 +84,9 @@ def test_of_ranks_that_are_not_seen_one_is_last_when_the_switch_names_nobody_her
 
     group = _Group("a")
     group._members = {0: after(0, 2), 1: after(1, 1)}
-    assert group._slowest((2, 3)) == Slowest((2, 3), 7, 10, says_switch=True)
+    assert group._slowest((2, 3)) == Slowest((2, 3), 7, 10, reported_by_switch=True)
     group._members[1] = after(1, 8)
-    assert group._slowest((2, 3)) == Slowest((1,), 8, 10, says_switch=True)
+    assert group._slowest((2, 3)) == Slowest((1,), 8, 10, reported_by_switch=True)
 
 
 def picture(**fields: Any) -> Snapshot:
@@ -167,7 +167,7 @@ def picture_of(watch: Sampler, operations: int) -> Snapshot:
     deadline = time.monotonic() + seconds(60)
     interval_s = 2.0
     while True:
-        (seen,) = watch.picture(interval_s)
+        (seen,) = watch.snapshot(interval_s)
         if min(line.operations_per_s for line in seen.lines) * seen.interval_s >= operations:
             return seen
         assert time.monotonic() < deadline, seen
@@ -216,8 +216,8 @@ def late_overlapping_waiting(group: Communicator) -> None:
 def test_the_late_rank_is_slowest_and_only_who_waits_is_exposed(tmp_path: Path, transport: str) -> None:
     env = {"NETFOLD_TRANSPORT": transport}
     with running(tmp_path, 3, late_overlapping_waiting, **env) as (pid, _), closing(Sampler(pid)) as watch:
-        (seen,) = watch.picture(2.0)
-    assert seen.slowest is not None and seen.slowest.ranks == (2,) and not seen.slowest.says_switch
+        (seen,) = watch.snapshot(2.0)
+    assert seen.slowest is not None and seen.slowest.ranks == (2,) and not seen.slowest.reported_by_switch
     assert seen.slowest.count > 0.5 * seen.slowest.of, seen.slowest
     overlapping, waits, _ = (line.exposed_share for line in seen.lines)
     assert overlapping is not None and overlapping < 0.4
@@ -230,18 +230,18 @@ def test_with_a_switch_the_switch_says_who_is_last(tmp_path: Path) -> None:
     with running_switch() as switch:
         env = {"NETFOLD_SWITCH": switch.endpoint, "NETFOLD_ALGORITHM": "in_network", "NETFOLD_TRANSPORT": "tcp"}
         with running(tmp_path, 3, late_overlapping_waiting, **env) as (pid, _), closing(Sampler(pid)) as watch:
-            (seen,) = watch.picture(2.0)
-    assert seen.slowest is not None and seen.slowest.ranks == (2,) and seen.slowest.says_switch
+            (seen,) = watch.snapshot(2.0)
+    assert seen.slowest is not None and seen.slowest.ranks == (2,) and seen.slowest.reported_by_switch
     assert all(line.rank.with_switch and not line.rank.without_switch for line in seen.lines)
 
 
 @pytest.mark.native
 def test_a_watch_shows_nothing_any_more_when_the_job_has_ended(tmp_path: Path) -> None:
     with running(tmp_path, 2, every_20_ms) as (pid, _), closing(Sampler(pid)) as watch:
-        assert len(watch.picture(0.2)) == 1
+        assert len(watch.snapshot(0.2)) == 1
         (tmp_path / "enough").touch()
         deadline = time.monotonic() + seconds(60)
-        while watch.picture(0.2):
+        while watch.snapshot(0.2):
             assert time.monotonic() < deadline
 
 

@@ -38,7 +38,7 @@ def top(
         live: Live | None = None
         seen = False
         while True:
-            pictures = watch.picture(interval_s)
+            pictures = watch.snapshot(interval_s)
             if not pictures:
                 stack.close()
                 typer.echo("the job has ended" if seen else NOBODY, err=as_json)

@@ -68,7 +68,7 @@ class Slowest:
     ranks: tuple[int, ...]
     count: int
     of: int
-    says_switch: bool
+    reported_by_switch: bool
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class Sampler:
         self._processes: dict[int, _Process] = {}
         self._find_at = 0.0
 
-    def picture(self, interval_s: float) -> list[Snapshot]:
+    def snapshot(self, interval_s: float) -> list[Snapshot]:
         """Look for `interval_s` seconds; one picture a group, none where there is no group."""
         self._find()
         began_ns = time.monotonic_ns()
@@ -104,7 +104,7 @@ class Sampler:
                 break
             # At equal distances, a job whose steps take as long would be seen at the same place of each.
             time.sleep(min(random.uniform(0.5, 1.5) / SAMPLE_HZ, left_s))
-        return [groups[job].picture() for job in sorted(groups)]
+        return [groups[job].snapshot() for job in sorted(groups)]
 
     def close(self) -> None:
         for process in self._processes.values():
@@ -249,7 +249,7 @@ class _Group:
                     continue
             self._last[number] += 1
 
-    def picture(self) -> Snapshot:
+    def snapshot(self) -> Snapshot:
         lines = tuple(self._line(self._members[number]) for number in sorted(self._members))
         size = lines[0].rank.size
         absent = tuple(sorted(set(range(size)) - set(self._members)))
@@ -270,14 +270,14 @@ class _Group:
             return None
         if judged == 0:
             rank, count = self._last.most_common(1)[0]
-            return Slowest((rank,), count, self._last.total(), says_switch=False)
+            return Slowest((rank,), count, self._last.total(), reported_by_switch=False)
         by_rank: dict[tuple[int, ...], int] = {
             (number,): member.since("last") for number, member in self._members.items()
         }
         if absent:
             by_rank[absent] = max(0, judged - sum(by_rank.values()))
         ranks = max(by_rank, key=lambda ranks: by_rank[ranks])
-        return Slowest(ranks, by_rank[ranks], judged, says_switch=True)
+        return Slowest(ranks, by_rank[ranks], judged, reported_by_switch=True)
 
     def _line(self, member: _Member) -> RankRates:
         first, last = member.first.counters, member.last.counters

@@ -62,7 +62,7 @@ def summarise(picture: Snapshot) -> list[str]:
     said = []
     slowest = picture.slowest
     if slowest is not None:
-        source = "so the switch says" if slowest.says_switch else "others waited and it had not called"
+        source = "so the switch says" if slowest.reported_by_switch else "others waited and it had not called"
         said.append(f"slowest: {_ranks(slowest.ranks)}, {slowest.count} of {slowest.of} times; {source}")
     if picture.absent:
         said.append(f"not seen: {_ranks(picture.absent)}, on other hosts or of another user")
