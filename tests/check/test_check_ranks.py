@@ -27,14 +27,14 @@ pytestmark = pytest.mark.native
 def _check(rank: int, size: int, folder: str, endpoint: str) -> object:
     os.environ["NETFOLD_SWITCH"] = endpoint
     os.environ["NETFOLD_JOIN_TOKEN"] = "a secret that nobody should see"
-    from netfold.diagnostics.preflight import check_ranks, judge
+    from netfold.diagnostics.preflight import check_ranks, apply_rules
     from netfold.communicator import Communicator, Options
     from netfold.bootstrap.store import FileStore
 
     options = Options(switch="", transport="tcp")
     with Communicator(FileStore(f"{folder}/store"), rank, size, options=options) as communicator:
         gathered = check_ranks(communicator, Path(folder))
-        return gathered, judge(gathered)
+        return gathered, apply_rules(gathered)
 
 
 def test_every_rank_sees_every_link_and_the_switch() -> None:

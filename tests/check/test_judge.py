@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from netfold.diagnostics.preflight import Capacity, Facts, Gathered, Level, PairLink, advise, judge
-from netfold.diagnostics.preflight.facts import SwitchRoom
+from netfold.diagnostics.preflight import Capacity, Facts, PreflightFacts, Level, PairLink, advise, apply_rules
+from netfold.diagnostics.preflight.facts import SwitchQuota
 from netfold.diagnostics.preflight.links import rounds
 
 GIGABIT = 1e9 / 8
@@ -31,37 +31,37 @@ WELL = Facts(
 )
 
 
-def hosts(count: int, **changes: dict[int, Any]) -> Gathered:
+def hosts(count: int, **changes: dict[int, Any]) -> PreflightFacts:
     """One rank a host; `changes`: field -> rank -> value. Links of a gigabit, 50 us."""
     facts = []
     for rank in range(count):
         own = {name: by[rank] for name, by in changes.items() if rank in by}
         facts.append(replace(WELL, rank=rank, host="abcdefgh"[rank], boot=str(rank), **own))
     links = [PairLink(i, j, 50e-6, GIGABIT, GIGABIT, 0.0) for i in range(count) for j in range(i + 1, count)]
-    return Gathered(facts, links, list(range(count)), [""] * count, link_bytes_per_s=GIGABIT)
+    return PreflightFacts(facts, links, list(range(count)), [""] * count, link_bytes_per_s=GIGABIT)
 
 
-def relinked(gathered: Gathered, change: Any) -> Gathered:
+def relinked(gathered: PreflightFacts, change: Any) -> PreflightFacts:
     return replace(gathered, links=[change(link) for link in gathered.links])
 
 
 def test_where_all_is_well_nothing_is_found() -> None:
-    assert judge(hosts(4)) == []
-    assert judge(Gathered([WELL], [], [0], [""])) == []
+    assert apply_rules(hosts(4)) == []
+    assert apply_rules(PreflightFacts([WELL], [], [0], [""])) == []
 
 
 def test_another_netfold_fails_and_another_kernel_warns() -> None:
-    (finding,) = judge(hosts(3, versions={1: {"netfold": "0.2.0", "torch": "2.13.0"}}))
+    (finding,) = apply_rules(hosts(3, versions={1: {"netfold": "0.2.0", "torch": "2.13.0"}}))
     assert finding.level is Level.FAIL
     assert "0.1.0 on rank 0, 2; 0.2.0 on rank 1" in finding.what
-    (finding,) = judge(hosts(2, kernel={1: "5.10"}))
+    (finding,) = apply_rules(hosts(2, kernel={1: "5.10"}))
     assert finding.level is Level.WARN
 
 
 def test_a_variable_that_differs_is_named_with_both_values() -> None:
-    (finding,) = judge(hosts(2, environment={1: {"NETFOLD_WIRE_DTYPE": "bf16"}}))
+    (finding,) = apply_rules(hosts(2, environment={1: {"NETFOLD_WIRE_DTYPE": "bf16"}}))
     assert "NETFOLD_WIRE_DTYPE" in finding.what and "unset on rank 0; bf16 on rank 1" in finding.what
-    assert judge(hosts(2, environment={1: {"NETFOLD_INTERFACE": "eth1"}})) == []
+    assert apply_rules(hosts(2, environment={1: {"NETFOLD_INTERFACE": "eth1"}})) == []
 
 
 def test_a_rank_whose_every_link_is_slow_is_blamed_once() -> None:
@@ -72,7 +72,7 @@ def test_a_rank_whose_every_link_is_slow_is_blamed_once() -> None:
     def also_to_0(link: PairLink) -> PairLink:
         return replace(link, back_bytes_per_s=GIGABIT / 10) if (link.one, link.other) == (0, 1) else slower(link)
 
-    (finding,) = judge(relinked(hosts(4), also_to_0))
+    (finding,) = apply_rules(relinked(hosts(4), also_to_0))
     assert finding.where == "rank 1 (b)"
     assert "sends at 100 Mbit/s; others at 1000 Mbit/s" in finding.what
 
@@ -81,7 +81,7 @@ def test_one_slow_way_is_that_ways_fault() -> None:
     def slower(link: PairLink) -> PairLink:
         return replace(link, back_bytes_per_s=GIGABIT / 10) if (link.one, link.other) == (1, 3) else link
 
-    (finding,) = judge(relinked(hosts(4), slower))
+    (finding,) = apply_rules(relinked(hosts(4), slower))
     assert finding.where == "rank 3 (d) -> rank 1 (b)"
 
 
@@ -91,22 +91,22 @@ def test_between_two_hosts_a_link_is_held_against_the_speed_of_their_interfaces(
     def fallen(link: PairLink) -> PairLink:
         return replace(link, there_bytes_per_s=GIGABIT / 10)
 
-    assert judge(relinked(hosts(2), fallen)) == []
+    assert apply_rules(relinked(hosts(2), fallen)) == []
     gigabit = dict.fromkeys(range(4), 1000)
-    assert judge(hosts(2, speed_mbit=gigabit)) == []
-    (finding,) = judge(relinked(hosts(2, speed_mbit=gigabit), fallen))
+    assert apply_rules(hosts(2, speed_mbit=gigabit)) == []
+    (finding,) = apply_rules(relinked(hosts(2, speed_mbit=gigabit), fallen))
     assert finding.level is Level.WARN and finding.where == "rank 0 (a) -> rank 1 (b)"
     assert finding.what == "100 Mbit/s; the interfaces at its ends run at 1000 Mbit/s"
     # The slower end bounds a link, and no single stream fills what is faster than 10 Gbit/s.
     mixed = relinked(hosts(2, speed_mbit={0: 100_000, 1: 1000}), fallen)
-    assert [each.what for each in judge(mixed) if "->" in each.where] == [finding.what]
+    assert [each.what for each in apply_rules(mixed) if "->" in each.where] == [finding.what]
     fast = relinked(hosts(2, speed_mbit={0: 100_000, 1: 100_000}), lambda link: replace(link, back_bytes_per_s=1e9))
-    assert [each.where for each in judge(fast)] == ["rank 0 (a) -> rank 1 (b)"], "a gigabit of 10"
+    assert [each.where for each in apply_rules(fast)] == ["rank 0 (a) -> rank 1 (b)"], "a gigabit of 10"
 
 
 def test_where_all_links_are_slower_than_the_interfaces_it_is_said_once() -> None:
     gigabit = dict.fromkeys(range(4), 1000)
-    (finding,) = judge(
+    (finding,) = apply_rules(
         relinked(
             hosts(4, speed_mbit=gigabit),
             lambda link: replace(link, there_bytes_per_s=GIGABIT / 10, back_bytes_per_s=GIGABIT / 10),
@@ -122,22 +122,22 @@ def test_a_slow_pair_is_named_once_where_the_others_and_the_interfaces_both_show
     def slower(link: PairLink) -> PairLink:
         return replace(link, back_bytes_per_s=GIGABIT / 10) if (link.one, link.other) == (1, 3) else link
 
-    (finding,) = judge(relinked(hosts(4, speed_mbit=gigabit), slower))
+    (finding,) = apply_rules(relinked(hosts(4, speed_mbit=gigabit), slower))
     assert finding.where == "rank 3 (d) -> rank 1 (b)" and finding.what == "100 Mbit/s; others have 1000 Mbit/s"
 
 
 def test_an_interface_that_negotiated_100_mbit_is_named() -> None:
-    found = judge(hosts(2, speed_mbit={0: 1000, 1: 100}))
+    found = apply_rules(hosts(2, speed_mbit={0: 1000, 1: 100}))
     assert [each.where for each in found] == ["rank 1 (b)"]
     assert found[0].what == "eth0 (10.0.0.1), MTU 1500: it runs at 100 Mbit/s; others at 1000 Mbit/s"
-    alone = judge(hosts(2, speed_mbit={0: 100, 1: 100}))
+    alone = apply_rules(hosts(2, speed_mbit={0: 100, 1: 100}))
     assert [each.what for each in alone] == ["eth0 (10.0.0.1), MTU 1500: it runs at 100 Mbit/s"] * 2
-    assert judge(hosts(2, speed_mbit={0: 0, 1: 10_000})) == []
+    assert apply_rules(hosts(2, speed_mbit={0: 0, 1: 10_000})) == []
 
 
 def test_udp_that_does_not_pass_fails_with_what_to_do() -> None:
-    cut = [SwitchRoom("10.0.0.9:7171", jobs=4, workers=8, memory_bytes=1 << 30, udp_error="no UDP packet came back")]
-    (finding,) = judge(hosts(2, switches={0: cut, 1: [replace(cut[0], udp_error="")]}))
+    cut = [SwitchQuota("10.0.0.9:7171", jobs=4, workers=8, memory_bytes=1 << 30, udp_error="no UDP packet came back")]
+    (finding,) = apply_rules(hosts(2, switches={0: cut, 1: [replace(cut[0], udp_error="")]}))
     assert (finding.level, finding.where, finding.what) == (Level.FAIL, "rank 0", "no UDP packet came back")
     assert "UDP" in finding.todo
 
@@ -149,47 +149,47 @@ def test_a_detour_and_a_wrong_clock_are_found() -> None:
     def off(link: PairLink) -> PairLink:
         return replace(link, clock_s=7.0) if link.other == 3 else link
 
-    found = judge(relinked(relinked(hosts(4), far), off))
+    found = apply_rules(relinked(relinked(hosts(4), far), off))
     assert [finding.where for finding in found] == ["rank 0 (a) - rank 2 (c)", "rank 3 (d)"]
     assert "2000 us" in found[0].what and "+7.0 s" in found[1].what
 
 
 def test_a_switch_that_is_gone_or_full_fails_with_its_own_words() -> None:
-    gone = [SwitchRoom("10.0.0.9:7171", error="refused the connection")]
-    (finding,) = judge(hosts(2, switches={0: gone, 1: gone}))
+    gone = [SwitchQuota("10.0.0.9:7171", error="refused the connection")]
+    (finding,) = apply_rules(hosts(2, switches={0: gone, 1: gone}))
     assert finding.level is Level.FAIL and finding.where == "rank 0, 1" and "refused" in finding.what
-    full = [SwitchRoom("10.0.0.9:7171", jobs=0, workers=8, memory_bytes=1 << 30)]
-    (finding,) = judge(hosts(2, switches={0: full, 1: full}))
+    full = [SwitchQuota("10.0.0.9:7171", jobs=0, workers=8, memory_bytes=1 << 30)]
+    (finding,) = apply_rules(hosts(2, switches={0: full, 1: full}))
     assert finding.level is Level.FAIL and "room for 0 jobs" in finding.what
-    small = [SwitchRoom("10.0.0.9:7171", jobs=1, workers=1, memory_bytes=1 << 30)]
-    assert judge(hosts(1, switches={0: small})) == []
-    assert len(judge(hosts(2, switches={0: small, 1: small}))) == 1
+    small = [SwitchQuota("10.0.0.9:7171", jobs=1, workers=1, memory_bytes=1 << 30)]
+    assert apply_rules(hosts(1, switches={0: small})) == []
+    assert len(apply_rules(hosts(2, switches={0: small, 1: small}))) == 1
 
 
 def test_a_window_that_the_switchs_kernel_cuts_is_a_warning_with_the_number() -> None:
-    room = SwitchRoom(
+    room = SwitchQuota(
         "10.0.0.9:7171", jobs=4, workers=8, memory_bytes=1 << 30, buffer_bytes=425_984, window_bytes=1 << 20
     )
-    (finding,) = judge(hosts(2, switches={0: [room], 1: [room]}))
+    (finding,) = apply_rules(hosts(2, switches={0: [room], 1: [room]}))
     assert (finding.level, finding.where) == (Level.WARN, "switch 10.0.0.9:7171")
     assert finding.what.endswith("each of 2 workers has a window of 73 packets of 1408 bytes and not 720")
     assert finding.todo.startswith("set sysctl net.core.rmem_max to 2097152 on the switch's host")
     whole = replace(room, buffer_bytes=8 << 20)
-    assert judge(hosts(2, switches={0: [whole], 1: [whole]})) == []
+    assert apply_rules(hosts(2, switches={0: [whole], 1: [whole]})) == []
 
 
 def test_threads_of_a_switch_that_the_job_leaves_idle_are_worth_knowing() -> None:
-    room = SwitchRoom("10.0.0.9:7171", jobs=4, workers=8, memory_bytes=1 << 30, threads=2)
-    (finding,) = judge(hosts(2, switches={0: [room], 1: [room]}))
+    room = SwitchQuota("10.0.0.9:7171", jobs=4, workers=8, memory_bytes=1 << 30, threads=2)
+    (finding,) = apply_rules(hosts(2, switches={0: [room], 1: [room]}))
     assert (finding.level, finding.what) == (Level.NOTE, "has 2 threads, and a group of this job uses 1")
     assert "name it twice in NETFOLD_SWITCH" in finding.todo
-    assert judge(hosts(2, switches={0: [room] * 2, 1: [room] * 2})) == []
+    assert apply_rules(hosts(2, switches={0: [room] * 2, 1: [room] * 2})) == []
 
 
 def test_what_one_host_lacks_for_its_ranks() -> None:
     def together(**changes: Any) -> list[str]:
         facts = [replace(WELL, rank=rank, **changes) for rank in range(4)]
-        return [finding.what for finding in judge(Gathered(facts, [], [0] * 4, [""] * 4))]
+        return [finding.what for finding in apply_rules(PreflightFacts(facts, [], [0] * 4, [""] * 4))]
 
     assert together() == []
     assert together(shm_free_bytes=64 << 20) == ["/dev/shm: 64 MiB are free for 4 ranks"]
@@ -199,8 +199,8 @@ def test_what_one_host_lacks_for_its_ranks() -> None:
     assert together(disk_free_bytes=1 << 20) == ["1 MiB are free in /data"]
     assert together(open_files_limit=64)[0].startswith("64 files may be open")
     assert together(interface_error="NETFOLD_INTERFACE=ib0: no such interface")[0].endswith("no such interface")
-    apart = Gathered([replace(WELL, rank=rank) for rank in range(2)], [], [0, 1], [""] * 2)
-    assert "do not share memory" in judge(apart)[0].what
+    apart = PreflightFacts([replace(WELL, rank=rank) for rank in range(2)], [], [0, 1], [""] * 2)
+    assert "do not share memory" in apply_rules(apart)[0].what
 
 
 def test_in_a_tournament_everybody_meets_everybody_once() -> None:
@@ -212,9 +212,9 @@ def test_in_a_tournament_everybody_meets_everybody_once() -> None:
     assert len(rounds(100)) == 31
 
 
-def noted(gathered: Gathered) -> tuple[str, str]:
+def noted(gathered: PreflightFacts) -> tuple[str, str]:
     (finding,) = advise(gathered)
-    assert finding.level is Level.NOTE and judge(gathered) == []
+    assert finding.level is Level.NOTE and apply_rules(gathered) == []
     return finding.what, finding.todo
 
 
@@ -227,7 +227,7 @@ def test_without_a_switch_a_spare_host_is_offered_at_what_the_formulas_say() -> 
 
 
 def test_a_switch_is_worth_what_its_link_is_and_one_more_like_it_is_offered() -> None:
-    def measured(*of_link: float) -> Gathered:
+    def measured(*of_link: float) -> PreflightFacts:
         return replace(hosts(8), capacities=[Capacity(f"s:{c}", GIGABIT * c / 8) for c in of_link])
 
     what, todo = noted(measured(4))
@@ -241,6 +241,6 @@ def test_a_switch_is_worth_what_its_link_is_and_one_more_like_it_is_offered() ->
 
 def test_a_switch_that_could_not_be_measured_warns_and_is_worth_nothing_known() -> None:
     gathered = replace(hosts(4), capacities=[Capacity("s:1", 5.0), Capacity("s:2", error="it is gone")])
-    (finding,) = judge(gathered)
+    (finding,) = apply_rules(gathered)
     assert finding.level is Level.WARN and finding.where == "switch s:2" and "it is gone" in finding.what
     assert list(advise(gathered)) == []

@@ -73,7 +73,7 @@ def check(
 
     from rich.console import Console
 
-    from netfold.diagnostics.preflight import advise, check_alone, check_ranks, failed, judge, show
+    from netfold.diagnostics.preflight import advise, check_alone, check_ranks, failed, apply_rules, print_report
     from netfold.bootstrap import launchers
     from netfold.communicator import Communicator, Options
     from netfold.errors import NetfoldError
@@ -89,12 +89,12 @@ def check(
     except (NetfoldError, ValueError) as error:
         typer.echo(f"netfold doctor check: {error}", err=True)
         raise typer.Exit(FOUND) from None
-    findings = [*judge(gathered), *advise(gathered)]
+    findings = [*apply_rules(gathered), *advise(gathered)]
     if rank == 0 and as_json:
         told = [{**asdict(finding), "level": finding.level.value} for finding in findings]
         typer.echo(json.dumps({**asdict(gathered), "findings": told}))
     elif rank == 0:
-        show(Console(), gathered, findings)
+        print_report(Console(), gathered, findings)
     if failed(findings):
         raise typer.Exit(FOUND)
 

@@ -10,7 +10,7 @@ from rich.console import Console
 from torch._C._distributed_c10d import PrefixStore
 from torch.distributed import distributed_c10d
 
-from netfold.diagnostics.preflight import Gathered, check_alone, check_ranks, failed, judge, show
+from netfold.diagnostics.preflight import PreflightFacts, check_alone, check_ranks, failed, apply_rules, print_report
 from netfold.communicator import Communicator, Options
 from netfold.torch.env_rendezvous import store_host
 from netfold.torch.store import TorchStore
@@ -23,12 +23,12 @@ def preflight(recipe: Recipe) -> bool:
     The same on every rank, whatever the backend. Collective over the world.
     """
     gathered = _gathered(recipe)
-    findings = judge(gathered)
+    findings = apply_rules(gathered)
     fails = failed(findings)
     if dist.get_rank() == 0:
         console = Console(stderr=True, highlight=False)
         if findings:
-            show(console, gathered, findings)
+            print_report(console, gathered, findings)
         else:
             hosts = len({facts.boot for facts in gathered.facts})
             console.print(f"{hosts} {'host' if hosts == 1 else 'hosts'} checked, nothing is wrong")
@@ -38,7 +38,7 @@ def preflight(recipe: Recipe) -> bool:
     return not fails
 
 
-def _gathered(recipe: Recipe) -> Gathered:
+def _gathered(recipe: Recipe) -> PreflightFacts:
     if dist.get_world_size() == 1:
         return check_alone(recipe.run.folder)
     # torchrun's agent has one store for all lives of a job.

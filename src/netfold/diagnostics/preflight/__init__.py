@@ -12,16 +12,16 @@ Tested by `pytest tests/check`.
 from netfold.diagnostics.preflight.advice import advise
 from netfold.diagnostics.preflight.capacity import Capacity
 from netfold.diagnostics.preflight.facts import Facts, facts_here
-from netfold.diagnostics.preflight.gather import Gathered, check_alone, check_ranks
-from netfold.diagnostics.preflight.rules import Finding, Level, judge
+from netfold.diagnostics.preflight.gather import PreflightFacts, check_alone, check_ranks
+from netfold.diagnostics.preflight.rules import Finding, Level, apply_rules
 from netfold.diagnostics.preflight.links import PairLink
-from netfold.diagnostics.preflight.render import failed, show
+from netfold.diagnostics.preflight.render import failed, print_report
 
 __all__ = [
     "Capacity",
     "Facts",
     "Finding",
-    "Gathered",
+    "PreflightFacts",
     "Level",
     "PairLink",
     "advise",
@@ -29,6 +29,6 @@ __all__ = [
     "check_ranks",
     "facts_here",
     "failed",
-    "judge",
-    "show",
+    "apply_rules",
+    "print_report",
 ]

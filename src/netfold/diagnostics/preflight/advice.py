@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from netfold.diagnostics.preflight.gather import Gathered
+from netfold.diagnostics.preflight.gather import PreflightFacts
 from netfold.diagnostics.preflight.rules import Finding, Level
 from netfold.diagnostics.preflight.wording import rate_of
 from netfold.tuning import DEFAULT_LINKS, Topology, ring_bytes_per_s
@@ -15,7 +15,7 @@ from netfold.tuning.cost import Case, split_rate, switch_part
 _WORTH = 0.97
 
 
-def advise(gathered: Gathered) -> Iterator[Finding]:
+def advise(gathered: PreflightFacts) -> Iterator[Finding]:
     """What the switches are worth to a large all_reduce, and what one more would be, by the cost model's formulas.
 
     Nothing where the link was not measured, or with fewer than three hosts: each of two sends as much round a ring as

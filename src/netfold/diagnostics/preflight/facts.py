@@ -31,7 +31,7 @@ SWITCH_S = 3.0
 
 
 @dataclass(frozen=True)
-class SwitchRoom:
+class SwitchQuota:
     """What a switch could grant, or why it could not be asked."""
 
     endpoint: str
@@ -76,7 +76,7 @@ class Facts:
     interface_error: str
     mtu: int
     """Of the first."""
-    switches: Sequence[SwitchRoom]
+    switches: Sequence[SwitchQuota]
     fabric: str = ""
     """What NETFOLD_TRANSPORT names in the place of TCP, in words; empty where it names nothing."""
     fabric_error: str = ""
@@ -90,7 +90,7 @@ class Facts:
     @classmethod
     def from_json(cls, text: bytes) -> Facts:
         values = json.loads(text)
-        values["switches"] = [SwitchRoom(**room) for room in values["switches"]]
+        values["switches"] = [SwitchQuota(**room) for room in values["switches"]]
         return cls(**values)
 
 
@@ -125,14 +125,14 @@ def facts_here(rank: int = 0, *, folder: Path | None = None, store_host: str | N
     )
 
 
-def _room(endpoint: str, options: Options, rank: int) -> SwitchRoom:
+def _room(endpoint: str, options: Options, rank: int) -> SwitchQuota:
     bare = endpoint.partition("#")[0]
     by_udp = options.switch_fabric is None
     try:
         room = query_quota(endpoint, token_file=options.token_file, rank=rank, timeout_s=SWITCH_S, udp=by_udp)
     except (NetfoldError, ValueError) as error:
-        return SwitchRoom(bare, error=str(error))
-    return SwitchRoom(bare, "", *(room if by_udp else room._replace(buffer_bytes=0, window_bytes=0)))
+        return SwitchQuota(bare, error=str(error))
+    return SwitchQuota(bare, "", *(room if by_udp else room._replace(buffer_bytes=0, window_bytes=0)))
 
 
 def _interfaces(options: Options, store_host: str | None) -> tuple[list[str], str, int, int]:

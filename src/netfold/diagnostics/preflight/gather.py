@@ -16,7 +16,7 @@ from netfold.communicator import Communicator
 
 
 @dataclass(frozen=True)
-class Gathered:
+class PreflightFacts:
     """What is judged."""
 
     facts: Sequence[Facts]
@@ -33,12 +33,12 @@ class Gathered:
     """Of a host's link, by which a job chooses its algorithms; 0 where it was not measured."""
 
 
-def check_alone(folder: Path | None = None) -> Gathered:
+def check_alone(folder: Path | None = None) -> PreflightFacts:
     """This host, without a job. folder: where one will write."""
-    return Gathered([facts_here(folder=folder)], [], [0], [""])
+    return PreflightFacts([facts_here(folder=folder)], [], [0], [""])
 
 
-def check_ranks(communicator: Communicator, folder: Path | None = None, *, capacity: bool = False) -> Gathered:
+def check_ranks(communicator: Communicator, folder: Path | None = None, *, capacity: bool = False) -> PreflightFacts:
     """All ranks of a group, the same on every one. Collective; well below a second on one host, and about as many
     quarters of a second as there are hosts. A rank that does not come is named by the group's own errors. capacity:
     measure, too, what the switches take, which joins each of them for a moment."""
@@ -58,7 +58,7 @@ def check_ranks(communicator: Communicator, folder: Path | None = None, *, capac
     measured = agreed([[Capacity(**each) for each in answer["capacities"]] for answer in answers])
     link = communicator.group.links
     rate = link.network.bytes_per_s if link.measured else 0.0
-    return Gathered(facts, found, nodes, [answer["reached"] for answer in answers], measured, rate)
+    return PreflightFacts(facts, found, nodes, [answer["reached"] for answer in answers], measured, rate)
 
 
 def _exchange(communicator: Communicator, text: bytes) -> list[bytes]:

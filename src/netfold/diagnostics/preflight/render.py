@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.table import Table
 
-from netfold.diagnostics.preflight.gather import Gathered
+from netfold.diagnostics.preflight.gather import PreflightFacts
 from netfold.diagnostics.preflight.rules import Finding, Level
 from netfold.diagnostics.preflight.wording import by_host, listed, rate_of, size
 
@@ -18,7 +18,7 @@ def failed(findings: Sequence[Finding]) -> bool:
     return any(finding.level is Level.FAIL for finding in findings)
 
 
-def show(console: Console, gathered: Gathered, findings: Sequence[Finding]) -> None:
+def print_report(console: Console, gathered: PreflightFacts, findings: Sequence[Finding]) -> None:
     """Hosts, links between them, the switch, then what is wrong and what to do."""
     hosts = Table("host", "ranks", "cores", "memory free", "/dev/shm free", "disk free", "interfaces", box=None)
     for facts, ranks in by_host(gathered.facts):

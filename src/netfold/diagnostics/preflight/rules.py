@@ -9,7 +9,7 @@ from enum import Enum
 from typing import TypeAlias
 
 from netfold.diagnostics.preflight.facts import Facts
-from netfold.diagnostics.preflight.gather import Gathered
+from netfold.diagnostics.preflight.gather import PreflightFacts
 from netfold.diagnostics.preflight.links import PairLink
 from netfold.diagnostics.preflight.wording import by_host, listed, rate_of, size
 from netfold.switch_protocol.data_path import ReceiveBuffer
@@ -51,7 +51,7 @@ class Finding:
     todo: str
 
 
-def judge(gathered: Gathered) -> list[Finding]:
+def apply_rules(gathered: PreflightFacts) -> list[Finding]:
     """What fails first, then what warns; empty where all is well."""
     found = [
         finding
@@ -74,7 +74,7 @@ def judge(gathered: Gathered) -> list[Finding]:
     return sorted(found, key=lambda finding: finding.level is not Level.FAIL)
 
 
-def _versions(gathered: Gathered) -> Iterator[Finding]:
+def _versions(gathered: PreflightFacts) -> Iterator[Finding]:
     for name in gathered.facts[0].versions:
         told = _differ(gathered.facts, [facts.versions.get(name, "absent") for facts in gathered.facts])
         if told:
@@ -94,14 +94,14 @@ def _versions(gathered: Gathered) -> Iterator[Finding]:
 _OF_THE_HOST = ("NETFOLD_INTERFACE", "NETFOLD_SWITCH", "NETFOLD_LOG", "NETFOLD_PORTS", "NETFOLD_PROFILE")
 
 
-def _environment(gathered: Gathered) -> Iterator[Finding]:
+def _environment(gathered: PreflightFacts) -> Iterator[Finding]:
     for name in sorted({name for facts in gathered.facts for name in facts.environment} - {*_OF_THE_HOST}):
         told = _differ(gathered.facts, [facts.environment.get(name, "unset") for facts in gathered.facts])
         if told:
             yield Finding(Level.WARN, "all ranks", f"{name} is not the same: {told}", "set it alike on every host")
 
 
-def _interfaces(gathered: Gathered) -> Iterator[Finding]:
+def _interfaces(gathered: PreflightFacts) -> Iterator[Finding]:
     for facts in gathered.facts:
         if facts.interface_error:
             yield Finding(Level.FAIL, _who(facts), facts.interface_error, "see docs/environment.md, NETFOLD_INTERFACE")
@@ -113,7 +113,7 @@ def _interfaces(gathered: Gathered) -> Iterator[Finding]:
             yield Finding(Level.WARN, "all hosts", f"the MTU of the first interface is not the same: {told}", todo)
 
 
-def _speeds(gathered: Gathered) -> Iterator[Finding]:
+def _speeds(gathered: PreflightFacts) -> Iterator[Finding]:
     hosts = [facts for facts in _hosts(gathered.facts) if facts.speed_mbit > 0]
     fastest = max((facts.speed_mbit for facts in hosts), default=0)
     for facts in hosts:
@@ -123,7 +123,7 @@ def _speeds(gathered: Gathered) -> Iterator[Finding]:
             yield Finding(Level.WARN, _who(facts), what, "check its cable and port, and what both ends negotiate")
 
 
-def _memory(gathered: Gathered) -> Iterator[Finding]:
+def _memory(gathered: PreflightFacts) -> Iterator[Finding]:
     for facts, ranks in by_host(gathered.facts):
         if facts.memory_free_bytes < _MEMORY_A_RANK * len(ranks):
             what = f"{size(facts.memory_free_bytes)} of memory are free for {len(ranks)} ranks"
@@ -133,7 +133,7 @@ def _memory(gathered: Gathered) -> Iterator[Finding]:
             yield Finding(Level.WARN, facts.host, what, "make room: a checkpoint that does not fit is not written")
 
 
-def _shared(gathered: Gathered) -> Iterator[Finding]:
+def _shared(gathered: PreflightFacts) -> Iterator[Finding]:
     for facts, ranks in by_host(gathered.facts):
         if len(ranks) < 2:
             continue
@@ -149,7 +149,7 @@ def _shared(gathered: Gathered) -> Iterator[Finding]:
             yield Finding(Level.WARN, facts.host, what, todo)
 
 
-def _limits(gathered: Gathered) -> Iterator[Finding]:
+def _limits(gathered: PreflightFacts) -> Iterator[Finding]:
     needed = _FILES + _FILES_A_RANK * len(gathered.facts)
     for facts in gathered.facts:
         if 0 <= facts.open_files_limit < needed:
@@ -157,21 +157,21 @@ def _limits(gathered: Gathered) -> Iterator[Finding]:
             yield Finding(Level.FAIL, _who(facts), what, f"ulimit -n {max(4096, needed)}")
 
 
-def _cores(gathered: Gathered) -> Iterator[Finding]:
+def _cores(gathered: PreflightFacts) -> Iterator[Finding]:
     for facts, ranks in by_host(gathered.facts):
         if len(ranks) > facts.cores:
             what = f"{len(ranks)} ranks on {facts.cores} cores"
             yield Finding(Level.WARN, facts.host, what, "they wait for each other's cores: start fewer a host")
 
 
-def _fabrics(gathered: Gathered) -> Iterator[Finding]:
+def _fabrics(gathered: PreflightFacts) -> Iterator[Finding]:
     for error in sorted({facts.fabric_error for facts in gathered.facts if facts.fabric_error}):
         ranks = [facts.rank for facts in gathered.facts if facts.fabric_error == error]
         todo = "name one that netfold doctor fabric lists, or unset NETFOLD_TRANSPORT"
         yield Finding(Level.FAIL, f"rank {listed(ranks)}", error, todo)
 
 
-def _switches(gathered: Gathered) -> Iterator[Finding]:
+def _switches(gathered: PreflightFacts) -> Iterator[Finding]:
     for endpoint in sorted({room.endpoint for facts in gathered.facts for room in facts.switches}):
         rooms = {facts.rank: room for facts in gathered.facts for room in facts.switches if room.endpoint == endpoint}
         for error in sorted({room.error for room in rooms.values() if room.error}):
@@ -204,14 +204,14 @@ def _switches(gathered: Gathered) -> Iterator[Finding]:
             yield Finding(Level.NOTE, f"switch {endpoint}", what, todo)
 
 
-def _capacities(gathered: Gathered) -> Iterator[Finding]:
+def _capacities(gathered: PreflightFacts) -> Iterator[Finding]:
     for each in gathered.capacities:
         if each.error:
             what = f"what it takes could not be measured: {each.error}"
             yield Finding(Level.WARN, f"switch {each.endpoint}", what, "see its log, and that of rank 0")
 
 
-def _links(gathered: Gathered) -> Iterator[Finding]:
+def _links(gathered: PreflightFacts) -> Iterator[Finding]:
     """A pair that is far from the others, or from what its interfaces carry."""
     boot = {facts.rank: facts.boot for facts in gathered.facts}
     # What ranks of one machine reach over its loopback depends on its cores.
@@ -233,7 +233,7 @@ def _links(gathered: Gathered) -> Iterator[Finding]:
     yield from _slower_than_interfaces(gathered, [way for way in ways if way not in slow])
 
 
-def _slower_than_interfaces(gathered: Gathered, ways: Sequence[_Way]) -> Iterator[Finding]:
+def _slower_than_interfaces(gathered: PreflightFacts, ways: Sequence[_Way]) -> Iterator[Finding]:
     speed = {facts.rank: facts.speed_mbit for facts in gathered.facts}
     host = {facts.rank: facts.host for facts in gathered.facts}
     # Both ends' speed where both say one; a link's slower end bounds it.
@@ -257,7 +257,7 @@ def _slower_than_interfaces(gathered: Gathered, ways: Sequence[_Way]) -> Iterato
 
 
 def _slower_than_others(
-    gathered: Gathered, links: Sequence[PairLink], slow: Sequence[_Way], usual: float
+    gathered: PreflightFacts, links: Sequence[PairLink], slow: Sequence[_Way], usual: float
 ) -> Iterator[Finding]:
     host = {facts.rank: facts.host for facts in gathered.facts}
     blamed = _in_common([(sender, receiver) for _, sender, receiver in slow], links)
@@ -274,7 +274,7 @@ def _slower_than_others(
             yield Finding(Level.WARN, where, what, "check the way between these two")
 
 
-def _farther_than_others(gathered: Gathered, links: Sequence[PairLink]) -> Iterator[Finding]:
+def _farther_than_others(gathered: PreflightFacts, links: Sequence[PairLink]) -> Iterator[Finding]:
     host = {facts.rank: facts.host for facts in gathered.facts}
     latency = statistics.median(link.latency_s for link in links)
     for link in links:
@@ -295,7 +295,7 @@ def _in_common(slow: Sequence[tuple[int, int]], links: Sequence[PairLink]) -> li
     return found if len(found) < len({rank for link in links for rank in (link.one, link.other)}) else []
 
 
-def _clocks(gathered: Gathered) -> Iterator[Finding]:
+def _clocks(gathered: PreflightFacts) -> Iterator[Finding]:
     host = {facts.rank: facts.host for facts in gathered.facts}
     for link in gathered.links:
         # Against the first host alone: one wrong clock is one finding.
