@@ -48,7 +48,7 @@ def test_every_rank_sees_every_link_and_the_switch() -> None:
     assert [(link.one, link.other) for link in gathered.links] == [(0, 1), (0, 2), (0, 3), (1, 2), (1, 3), (2, 3)]
     for link in gathered.links:
         assert 0 < link.latency_s < seconds(1)
-        assert min(link.there_bytes_per_s, link.back_bytes_per_s) > 1e3
+        assert min(link.forward_bytes_per_s, link.reverse_bytes_per_s) > 1e3
         # All ranks read one clock, so the difference is at most the stated error, however busy the machine is.
         assert abs(link.clock_s) <= link.latency_s + 1e-5
     (room,) = gathered.facts[0].switches
@@ -168,7 +168,7 @@ def test_a_switch_that_udp_does_not_reach_is_told_from_one_that_is_absent(tmp_pa
     finding = json.loads(run.stdout)["findings"][0]
     assert "is reached by TCP, but no UDP packet came back from its port" in finding["what"], finding
     assert finding["level"] == "fails" and finding["where"] == "rank 0"
-    assert finding["todo"].startswith("let UDP pass")
+    assert finding["remedy"].startswith("let UDP pass")
 
 
 def test_the_switch_sends_nothing_back_to_whoever_does_not_know_the_number() -> None:

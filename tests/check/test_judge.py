@@ -66,11 +66,11 @@ def test_a_variable_that_differs_is_named_with_both_values() -> None:
 
 def test_a_rank_whose_every_link_is_slow_is_blamed_once() -> None:
     def slower(link: PairLink) -> PairLink:
-        return replace(link, there_bytes_per_s=GIGABIT / 10) if link.one == 1 else link
+        return replace(link, forward_bytes_per_s=GIGABIT / 10) if link.one == 1 else link
 
     # Rank 1 sends slowly to 2 and 3; to 0 the link is written the other way round.
     def also_to_0(link: PairLink) -> PairLink:
-        return replace(link, back_bytes_per_s=GIGABIT / 10) if (link.one, link.other) == (0, 1) else slower(link)
+        return replace(link, reverse_bytes_per_s=GIGABIT / 10) if (link.one, link.other) == (0, 1) else slower(link)
 
     (finding,) = apply_rules(relinked(hosts(4), also_to_0))
     assert finding.where == "rank 1 (b)"
@@ -79,7 +79,7 @@ def test_a_rank_whose_every_link_is_slow_is_blamed_once() -> None:
 
 def test_one_slow_way_is_that_ways_fault() -> None:
     def slower(link: PairLink) -> PairLink:
-        return replace(link, back_bytes_per_s=GIGABIT / 10) if (link.one, link.other) == (1, 3) else link
+        return replace(link, reverse_bytes_per_s=GIGABIT / 10) if (link.one, link.other) == (1, 3) else link
 
     (finding,) = apply_rules(relinked(hosts(4), slower))
     assert finding.where == "rank 3 (d) -> rank 1 (b)"
@@ -89,7 +89,7 @@ def test_between_two_hosts_a_link_is_held_against_the_speed_of_their_interfaces(
     """There is no other link to compare it with. An interface's speed is 0 where it is not known."""
 
     def fallen(link: PairLink) -> PairLink:
-        return replace(link, there_bytes_per_s=GIGABIT / 10)
+        return replace(link, forward_bytes_per_s=GIGABIT / 10)
 
     assert apply_rules(relinked(hosts(2), fallen)) == []
     gigabit = dict.fromkeys(range(4), 1000)
@@ -100,7 +100,7 @@ def test_between_two_hosts_a_link_is_held_against_the_speed_of_their_interfaces(
     # The slower end bounds a link, and no single stream fills what is faster than 10 Gbit/s.
     mixed = relinked(hosts(2, speed_mbit={0: 100_000, 1: 1000}), fallen)
     assert [each.what for each in apply_rules(mixed) if "->" in each.where] == [finding.what]
-    fast = relinked(hosts(2, speed_mbit={0: 100_000, 1: 100_000}), lambda link: replace(link, back_bytes_per_s=1e9))
+    fast = relinked(hosts(2, speed_mbit={0: 100_000, 1: 100_000}), lambda link: replace(link, reverse_bytes_per_s=1e9))
     assert [each.where for each in apply_rules(fast)] == ["rank 0 (a) -> rank 1 (b)"], "a gigabit of 10"
 
 
@@ -109,7 +109,7 @@ def test_where_all_links_are_slower_than_the_interfaces_it_is_said_once() -> Non
     (finding,) = apply_rules(
         relinked(
             hosts(4, speed_mbit=gigabit),
-            lambda link: replace(link, there_bytes_per_s=GIGABIT / 10, back_bytes_per_s=GIGABIT / 10),
+            lambda link: replace(link, forward_bytes_per_s=GIGABIT / 10, reverse_bytes_per_s=GIGABIT / 10),
         )
     )
     assert finding.where == "all hosts"
@@ -120,7 +120,7 @@ def test_a_slow_pair_is_named_once_where_the_others_and_the_interfaces_both_show
     gigabit = dict.fromkeys(range(4), 1000)
 
     def slower(link: PairLink) -> PairLink:
-        return replace(link, back_bytes_per_s=GIGABIT / 10) if (link.one, link.other) == (1, 3) else link
+        return replace(link, reverse_bytes_per_s=GIGABIT / 10) if (link.one, link.other) == (1, 3) else link
 
     (finding,) = apply_rules(relinked(hosts(4, speed_mbit=gigabit), slower))
     assert finding.where == "rank 3 (d) -> rank 1 (b)" and finding.what == "100 Mbit/s; others have 1000 Mbit/s"
@@ -139,7 +139,7 @@ def test_udp_that_does_not_pass_fails_with_what_to_do() -> None:
     cut = [SwitchQuota("10.0.0.9:7171", jobs=4, workers=8, memory_bytes=1 << 30, udp_error="no UDP packet came back")]
     (finding,) = apply_rules(hosts(2, switches={0: cut, 1: [replace(cut[0], udp_error="")]}))
     assert (finding.level, finding.where, finding.what) == (Level.FAIL, "rank 0", "no UDP packet came back")
-    assert "UDP" in finding.todo
+    assert "UDP" in finding.remedy
 
 
 def test_a_detour_and_a_wrong_clock_are_found() -> None:
@@ -173,7 +173,7 @@ def test_a_window_that_the_switchs_kernel_cuts_is_a_warning_with_the_number() ->
     (finding,) = apply_rules(hosts(2, switches={0: [room], 1: [room]}))
     assert (finding.level, finding.where) == (Level.WARN, "switch 10.0.0.9:7171")
     assert finding.what.endswith("each of 2 workers has a window of 73 packets of 1408 bytes and not 720")
-    assert finding.todo.startswith("set sysctl net.core.rmem_max to 2097152 on the switch's host")
+    assert finding.remedy.startswith("set sysctl net.core.rmem_max to 2097152 on the switch's host")
     whole = replace(room, buffer_bytes=8 << 20)
     assert apply_rules(hosts(2, switches={0: [whole], 1: [whole]})) == []
 
@@ -182,7 +182,7 @@ def test_threads_of_a_switch_that_the_job_leaves_idle_are_worth_knowing() -> Non
     room = SwitchQuota("10.0.0.9:7171", jobs=4, workers=8, memory_bytes=1 << 30, threads=2)
     (finding,) = apply_rules(hosts(2, switches={0: [room], 1: [room]}))
     assert (finding.level, finding.what) == (Level.NOTE, "has 2 threads, and a group of this job uses 1")
-    assert "name it twice in NETFOLD_SWITCH" in finding.todo
+    assert "name it twice in NETFOLD_SWITCH" in finding.remedy
     assert apply_rules(hosts(2, switches={0: [room] * 2, 1: [room] * 2})) == []
 
 
@@ -215,14 +215,14 @@ def test_in_a_tournament_everybody_meets_everybody_once() -> None:
 def noted(gathered: PreflightFacts) -> tuple[str, str]:
     (finding,) = advise(gathered)
     assert finding.level is Level.NOTE and apply_rules(gathered) == []
-    return finding.what, finding.todo
+    return finding.what, finding.remedy
 
 
 def test_without_a_switch_a_spare_host_is_offered_at_what_the_formulas_say() -> None:
-    what, todo = noted(hosts(8))
+    what, remedy = noted(hosts(8))
     # n/b over 1/8 + (1 - 1/8) 8/14 of it each, where a ring takes 14/8.
     assert "(1000 Mbit/s)" in what and "91% of a ring's time, 20% through it" in what
-    assert "NETFOLD_SWITCH" in todo
+    assert "NETFOLD_SWITCH" in remedy
     assert list(advise(hosts(2))) == [] and list(advise(replace(hosts(8), link_bytes_per_s=0.0))) == []
 
 
@@ -230,13 +230,13 @@ def test_a_switch_is_worth_what_its_link_is_and_one_more_like_it_is_offered() ->
     def measured(*of_link: float) -> PreflightFacts:
         return replace(hosts(8), capacities=[Capacity(f"s:{c}", GIGABIT * c / 8) for c in of_link])
 
-    what, todo = noted(measured(4))
+    what, remedy = noted(measured(4))
     assert "c = 4 of a host's link" in what and "73% of a ring's time, 64% through the switch" in what
-    assert todo == "one more like it: 79% of the time now"
-    what, todo = noted(measured(1, 2))
-    assert "c = 1, 2 of a host's link" in what and todo == "one more like it: 87% of the time now"
-    what, todo = noted(measured(8))
-    assert "57% of a ring's time, 100% through the switch" in what and todo == "one more would buy nothing"
+    assert remedy == "one more like it: 79% of the time now"
+    what, remedy = noted(measured(1, 2))
+    assert "c = 1, 2 of a host's link" in what and remedy == "one more like it: 87% of the time now"
+    what, remedy = noted(measured(8))
+    assert "57% of a ring's time, 100% through the switch" in what and remedy == "one more would buy nothing"
 
 
 def test_a_switch_that_could_not_be_measured_warns_and_is_worth_nothing_known() -> None:

@@ -288,7 +288,7 @@ def seeds() -> dict[str, list[bytes]]:
         "recipe": [path.read_bytes() for path in map(shipped.find, map(Path, shipped.names()))],
         "cluster": [path.read_bytes() for path in sorted(clusters._PRESETS.glob("*.toml"))[:6]],
         "measured": [
-            b'{"links": [{"latency_s": 1e-5, "there_bytes_per_s": 1e9, "back_bytes_per_s": 2e9}]}',
+            b'{"links": [{"latency_s": 1e-5, "forward_bytes_per_s": 1e9, "reverse_bytes_per_s": 2e9}]}',
             b'{"place": {"workers": 4}, "rows": ['
             + b", ".join(
                 b'{"backend": "a", "time_ns": {"median": %d}, "collective": "all_reduce", "size_bytes": %d, "algorithm": '

@@ -16,7 +16,7 @@ INSIDE = {"name": "memory", "devices": 4, "latency": "1 us", "rate": "10 GB/s"}
 
 
 def doctor(*links: tuple[float, float, float]) -> dict[str, Any]:
-    names = ("latency_s", "there_bytes_per_s", "back_bytes_per_s")
+    names = ("latency_s", "forward_bytes_per_s", "reverse_bytes_per_s")
     return {"facts": [], "links": [dict(zip(names, link, strict=True)) for link in links]}
 
 

@@ -32,7 +32,7 @@ def test_a_host_that_sends_slowly_is_named() -> None:
     slow = [each for each in said["findings"] if each["level"] == "warns" and "Mbit/s" in each["what"]]
     (finding,) = slow
     assert finding["where"].startswith("rank 2 ") and finding["what"].startswith("sends at")
-    rates = [link["there_bytes_per_s"] * 8e-6 for link in said["links"] if link["one"] != 2]
+    rates = [link["forward_bytes_per_s"] * 8e-6 for link in said["links"] if link["one"] != 2]
     # The link's 200 Mbit/s, by what passes a bucket of tokens at once a little more.
     assert all(150 < rate < 260 for rate in rates)
     (capacity,) = said["capacities"]

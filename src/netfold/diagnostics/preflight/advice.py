@@ -49,5 +49,5 @@ def advise(gathered: PreflightFacts) -> Iterator[Finding]:
         f"{ring / split_rate(now):.0%} of a ring's time, {switch_part(now):.0%} through the switch"
     )
     gain = split_rate(now) / split_rate(more)
-    todo = f"one more like it: {gain:.0%} of the time now" if gain < _WORTH else "one more would buy nothing"
-    yield Finding(Level.NOTE, ", ".join(f"switch {each.endpoint}" for each in gathered.capacities), what, todo)
+    remedy = f"one more like it: {gain:.0%} of the time now" if gain < _WORTH else "one more would buy nothing"
+    yield Finding(Level.NOTE, ", ".join(f"switch {each.endpoint}" for each in gathered.capacities), what, remedy)

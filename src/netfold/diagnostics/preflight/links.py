@@ -34,9 +34,9 @@ class PairLink:
     other: int
     latency_s: float
     """Half of the shortest round trip."""
-    there_bytes_per_s: float
+    forward_bytes_per_s: float
     """From `one` to `other`."""
-    back_bytes_per_s: float
+    reverse_bytes_per_s: float
     clock_s: float
     """What to take from other's wall clock to have one's, off by `latency_s` at most."""
 

@@ -30,7 +30,7 @@ def print_report(console: Console, gathered: PreflightFacts, findings: Sequence[
     if gathered.links:
         links = Table("ranks", "one way", "there", "back", "clocks apart", box=None)
         for link in gathered.links:
-            rates = (rate_of(link.there_bytes_per_s), rate_of(link.back_bytes_per_s))
+            rates = (rate_of(link.forward_bytes_per_s), rate_of(link.reverse_bytes_per_s))
             apart = f"{link.clock_s * 1e3:+.2f} ms"
             links.add_row(f"{link.one} - {link.other}", f"{link.latency_s * 1e6:.0f} us", *rates, apart)
         console.print(links)
@@ -54,5 +54,5 @@ def print_report(console: Console, gathered: PreflightFacts, findings: Sequence[
     wrong = Table("", "where", "what", "what to do", box=None, show_lines=False)
     for finding in findings:
         colour = _COLOURS[finding.level]
-        wrong.add_row(f"[{colour}]{finding.level.value}[/]", finding.where, finding.what, finding.todo)
+        wrong.add_row(f"[{colour}]{finding.level.value}[/]", finding.where, finding.what, finding.remedy)
     console.print(wrong)

@@ -48,7 +48,7 @@ class Finding:
     """FAIL: the job will not run. WARN: it will, worse. NOTE: nothing is wrong, and this is worth knowing."""
     where: str
     what: str
-    todo: str
+    remedy: str
 
 
 def apply_rules(gathered: PreflightFacts) -> list[Finding]:
@@ -86,8 +86,8 @@ def _versions(gathered: PreflightFacts) -> Iterator[Finding]:
         yield Finding(Level.WARN, "all ranks", f"kernels differ: {kernels}", "expect hosts of different speed")
     told = _differ(gathered.facts, [facts.congestion for facts in gathered.facts])
     if told:
-        todo = "set net.ipv4.tcp_congestion_control alike: flows of different kinds do not share a link fairly"
-        yield Finding(Level.WARN, "all ranks", f"TCP's congestion control is not the same: {told}", todo)
+        remedy = "set net.ipv4.tcp_congestion_control alike: flows of different kinds do not share a link fairly"
+        yield Finding(Level.WARN, "all ranks", f"TCP's congestion control is not the same: {told}", remedy)
 
 
 # What may differ, since it says which host, or whose way up, this is.
@@ -109,8 +109,8 @@ def _interfaces(gathered: PreflightFacts) -> Iterator[Finding]:
     if len(hosts) > 1:
         told = _differ(hosts, [str(facts.mtu) for facts in hosts])
         if told:
-            todo = "set one MTU on all interfaces of this network: packets that do not fit are lost without a word"
-            yield Finding(Level.WARN, "all hosts", f"the MTU of the first interface is not the same: {told}", todo)
+            remedy = "set one MTU on all interfaces of this network: packets that do not fit are lost without a word"
+            yield Finding(Level.WARN, "all hosts", f"the MTU of the first interface is not the same: {told}", remedy)
 
 
 def _speeds(gathered: PreflightFacts) -> Iterator[Finding]:
@@ -140,13 +140,13 @@ def _shared(gathered: PreflightFacts) -> Iterator[Finding]:
         needed = _SHM_A_RANK * len(ranks)
         if facts.shm_free_bytes < needed:
             there = "there is no /dev/shm" if facts.shm_free_bytes < 0 else f"{size(facts.shm_free_bytes)} are free"
-            todo = f"give it {size(needed)} (in a container: --shm-size), or ranks of this host talk by TCP"
-            yield Finding(Level.WARN, facts.host, f"/dev/shm: {there} for {len(ranks)} ranks", todo)
+            remedy = f"give it {size(needed)} (in a container: --shm-size), or ranks of this host talk by TCP"
+            yield Finding(Level.WARN, facts.host, f"/dev/shm: {there} for {len(ranks)} ranks", remedy)
         if len({gathered.nodes[rank] for rank in ranks}) > 1:
             what = f"ranks {listed(ranks)} are on one machine and do not share memory"
-            todo = "let them have one IPC and network namespace (containers: --ipc=host), or add ,memory to"
-            todo += " NETFOLD_TRANSPORT if it is set"
-            yield Finding(Level.WARN, facts.host, what, todo)
+            remedy = "let them have one IPC and network namespace (containers: --ipc=host), or add ,memory to"
+            remedy += " NETFOLD_TRANSPORT if it is set"
+            yield Finding(Level.WARN, facts.host, what, remedy)
 
 
 def _limits(gathered: PreflightFacts) -> Iterator[Finding]:
@@ -167,8 +167,8 @@ def _cores(gathered: PreflightFacts) -> Iterator[Finding]:
 def _fabrics(gathered: PreflightFacts) -> Iterator[Finding]:
     for error in sorted({facts.fabric_error for facts in gathered.facts if facts.fabric_error}):
         ranks = [facts.rank for facts in gathered.facts if facts.fabric_error == error]
-        todo = "name one that netfold doctor fabric lists, or unset NETFOLD_TRANSPORT"
-        yield Finding(Level.FAIL, f"rank {listed(ranks)}", error, todo)
+        remedy = "name one that netfold doctor fabric lists, or unset NETFOLD_TRANSPORT"
+        yield Finding(Level.FAIL, f"rank {listed(ranks)}", error, remedy)
 
 
 def _switches(gathered: PreflightFacts) -> Iterator[Finding]:
@@ -176,12 +176,12 @@ def _switches(gathered: PreflightFacts) -> Iterator[Finding]:
         rooms = {facts.rank: room for facts in gathered.facts for room in facts.switches if room.endpoint == endpoint}
         for error in sorted({room.error for room in rooms.values() if room.error}):
             ranks = [rank for rank, room in rooms.items() if room.error == error]
-            todo = "start it, or unset NETFOLD_SWITCH to use host algorithms"
-            yield Finding(Level.FAIL, f"rank {listed(ranks)}", error, todo)
+            remedy = "start it, or unset NETFOLD_SWITCH to use host algorithms"
+            yield Finding(Level.FAIL, f"rank {listed(ranks)}", error, remedy)
         for error in sorted({room.udp_error for room in rooms.values() if room.udp_error}):
             ranks = [rank for rank, room in rooms.items() if room.udp_error == error]
-            todo = "let UDP pass both ways between these hosts and the switch, or unset NETFOLD_SWITCH to use host"
-            yield Finding(Level.FAIL, f"rank {listed(ranks)}", error, f"{todo} algorithms")
+            remedy = "let UDP pass both ways between these hosts and the switch, or unset NETFOLD_SWITCH to use host"
+            yield Finding(Level.FAIL, f"rank {listed(ranks)}", error, f"{remedy} algorithms")
         answered = [room for room in rooms.values() if not room.error]
         if not answered:
             continue
@@ -191,17 +191,17 @@ def _switches(gathered: PreflightFacts) -> Iterator[Finding]:
                 f"the switch at {endpoint} is full: room for {max(0, room.jobs)} jobs, {max(0, room.workers)} workers "
                 f"and {size(room.memory_bytes)}"
             )
-            todo = "wait for a job to end (netfold switch status), or start it with more (--max-jobs, --memory)"
-            yield Finding(Level.FAIL, f"switch {endpoint}", what, todo)
-        what, _, todo = ReceiveBuffer(room.buffer_bytes, room.window_bytes).window_shortfall(workers).partition(": ")
+            remedy = "wait for a job to end (netfold switch status), or start it with more (--max-jobs, --memory)"
+            yield Finding(Level.FAIL, f"switch {endpoint}", what, remedy)
+        what, _, remedy = ReceiveBuffer(room.buffer_bytes, room.window_bytes).window_shortfall(workers).partition(": ")
         if what:
-            yield Finding(Level.WARN, f"switch {endpoint}", what, todo)
+            yield Finding(Level.WARN, f"switch {endpoint}", what, remedy)
         named = max([sum(each.endpoint == endpoint for each in facts.switches) for facts in gathered.facts])
         if named < room.threads:
             what = f"has {room.threads} threads, and a group of this job uses {named}"
             times = "twice" if room.threads == 2 else f"{room.threads} times"
-            todo = f"name it {times} in NETFOLD_SWITCH, where its core and not its link is the limit"
-            yield Finding(Level.NOTE, f"switch {endpoint}", what, todo)
+            remedy = f"name it {times} in NETFOLD_SWITCH, where its core and not its link is the limit"
+            yield Finding(Level.NOTE, f"switch {endpoint}", what, remedy)
 
 
 def _capacities(gathered: PreflightFacts) -> Iterator[Finding]:
@@ -220,8 +220,8 @@ def _links(gathered: PreflightFacts) -> Iterator[Finding]:
         way
         for link in links
         for way in (
-            (link.there_bytes_per_s, link.one, link.other),
-            (link.back_bytes_per_s, link.other, link.one),
+            (link.forward_bytes_per_s, link.one, link.other),
+            (link.reverse_bytes_per_s, link.other, link.one),
         )
     ]
     # With one pair there is nothing to compare it with.
@@ -242,18 +242,18 @@ def _slower_than_interfaces(gathered: PreflightFacts, ways: Sequence[_Way]) -> I
         for rate, sender, receiver in ways
     ]
     slow = [way for way in bounds if way[0] < _OF_SPEED * way[3]]
-    todo = "check cables, ports and what both ends negotiate, and what else uses the way between them"
+    remedy = "check cables, ports and what both ends negotiate, and what else uses the way between them"
     if len(slow) > 2 and len(slow) == len(ways):
         usual = rate_of(statistics.median(rate for rate, *_ in slow))
         what = f"{len(slow)} of {len(ways)} ways run at half of their interfaces' speed or less, usually at {usual}"
-        yield Finding(Level.WARN, "all hosts", what, todo)
+        yield Finding(Level.WARN, "all hosts", what, remedy)
         return
     for rate, sender, receiver, bound in slow:
         what = f"{rate_of(rate)}; the interfaces at its ends run at {rate_of(bound)}"
         if bound < min(speed[sender], speed[receiver]) * 1e6 / 8:
             what = f"{rate_of(rate)}; the interfaces at its ends run at {rate_of(bound)} and more"
         where = f"rank {sender} ({host[sender]}) -> rank {receiver} ({host[receiver]})"
-        yield Finding(Level.WARN, where, what, todo)
+        yield Finding(Level.WARN, where, what, remedy)
 
 
 def _slower_than_others(
@@ -301,8 +301,8 @@ def _clocks(gathered: PreflightFacts) -> Iterator[Finding]:
         # Against the first host alone: one wrong clock is one finding.
         if link.one == gathered.links[0].one and abs(link.clock_s) > _CLOCK_S + link.latency_s:
             what = f"its clock is {link.clock_s:+.1f} s from that of rank {link.one} ({host[link.one]})"
-            todo = "set it (chrony, systemd-timesyncd): logs and certificates go by it, profiles do not"
-            yield Finding(Level.WARN, f"rank {link.other} ({host[link.other]})", what, todo)
+            remedy = "set it (chrony, systemd-timesyncd): logs and certificates go by it, profiles do not"
+            yield Finding(Level.WARN, f"rank {link.other} ({host[link.other]})", what, remedy)
 
 
 def _differ(facts: Sequence[Facts], values: Sequence[str]) -> str:
