@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 _PIPED_WIDTH = 120
 
 app = typer.Typer(
-    cls=plan_predict.UnlessNamed,
+    cls=plan_predict.DefaultCommandGroup,
     help="What scaling out will bring, on which network, split how: `netfold plan JOB.toml`, or options.",
     no_args_is_help=True,
 )

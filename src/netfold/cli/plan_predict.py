@@ -12,7 +12,7 @@ from typer.core import TyperGroup
 CANNOT = 2
 
 
-class UnlessNamed(TyperGroup):
+class DefaultCommandGroup(TyperGroup):
     """What is no command's name is a question: `netfold plan job.toml` is `netfold plan predict job.toml`."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
