@@ -21,14 +21,14 @@ CANNOT = 2
 NEEDED = ("torch", "pydantic")
 
 
-class _RunUnlessNamed(TyperGroup):
+class _DefaultCommandGroup(TyperGroup):
     """What is no command's name is a recipe's: `netfold train edsr.toml` is `netfold train run edsr.toml`."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         return super().parse_args(ctx, args if args and args[0] in self.commands else ["run", *args])
 
 
-app = typer.Typer(cls=_RunUnlessNamed, help="Train what a recipe says; `train report FOLDER` makes a run's page again.")
+app = typer.Typer(cls=_DefaultCommandGroup, help="Train what a recipe says; `train report FOLDER` makes a run's page again.")
 
 
 @app.command(epilog="netfold train report FOLDER makes the page of a run again.")
