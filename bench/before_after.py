@@ -25,13 +25,13 @@ DEADLINE_S = 600
 SIZES = ("-b", "4", "-e", "64M", "-f", "4096")  # 4 bytes, 16 KB, 64 MB
 # Name: what `netfold bench all-reduce` is told.
 PLACES = {
-    "one host, 2 ranks": ("--backend", "netfold", "--backend", "netfold:ring", "--workers", "2", *SIZES, "-n", "15"),
+    "one host, 2 ranks": ("--backend", "netfold", "--backend", "netfold:ring", "--ranks", "2", *SIZES, "-n", "15"),
     "one host, 2 ranks, 1 MB": (
-        *("--backend", "netfold", "--backend", "netfold:ring", "--workers", "2", "-b", "1M", "-e", "1M", "-n", "40"),
+        *("--backend", "netfold", "--backend", "netfold:ring", "--ranks", "2", "-b", "1M", "-e", "1M", "-n", "40"),
     ),
-    "one host, 4 ranks": ("--backend", "netfold", "--backend", "netfold:ring", "--workers", "4", *SIZES, "-n", "10"),
+    "one host, 4 ranks": ("--backend", "netfold", "--backend", "netfold:ring", "--ranks", "4", *SIZES, "-n", "10"),
     "rack, 4 hosts, 1 Gbit/s, switch": (
-        *("--backend", "netfold:in_network", "--backend", "netfold:ring", "--workers", "4", "--rack-rate", "1gbit"),
+        *("--backend", "netfold:in_network", "--backend", "netfold:ring", "--ranks", "4", "--rack-rate", "1gbit"),
         *("-b", "1M", "-e", "16M", "-f", "16", "-n", "8"),
     ),
 }

@@ -209,7 +209,7 @@ def products(environment: Environment, row: Row) -> None:
     netfold = ["-m", "netfold.cli"]
     torchrun = ["torchrun", "--standalone", "--nproc-per-node", "2", "job.py"]
     recipe = str(ROOT / "recipes" / "gpt.toml")
-    sides = ["--backend", "netfold", "--backend", "gloo", "--workers", "2"]
+    sides = ["--backend", "netfold", "--backend", "gloo", "--ranks", "2"]
     short = ["--set", "training.steps=4", "--set", f"run.folder={folder}/runs"]
     commands = {
         "demo": [*netfold, "demo", "--quick"],

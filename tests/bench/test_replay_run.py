@@ -47,7 +47,7 @@ def test_a_recommenders_exchanges_are_right_through_a_switch_and_through_gloo() 
 
 @pytest.mark.jobs
 def test_the_verbs_json_has_everything_and_its_table_says_what_it_stands_for() -> None:
-    arguments = ["model", "edsr-baseline", "--backend", "netfold", "--backend", "gloo", "--shrink", "10", "--workers", "2"]
+    arguments = ["model", "edsr-baseline", "--backend", "netfold", "--backend", "gloo", "--shrink", "10", "--ranks", "2"]
     done = CliRunner().invoke(app, [*arguments, "-n", "3", "--no-switch", "--bucket", "2M", "--json"])
     assert done.exit_code == 0, done.stderr
     assert "tensors 1/10 of their size" in done.stderr and "edsr-baseline" in done.stderr
@@ -76,7 +76,7 @@ def test_wrong_sums_make_the_verb_fail(tmp_path: Path, monkeypatch: pytest.Monke
     # torch's fake backend leaves every buffer as it is; this file registers it wherever Python starts.
     (tmp_path / "sitecustomize.py").write_text("import torch.testing._internal.distributed.fake_pg\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    arguments = ["model", "edsr-baseline", "--backend", "fake", "--shrink", "10", "--workers", "2", "-n", "2", "-w", "0"]
+    arguments = ["model", "edsr-baseline", "--backend", "fake", "--shrink", "10", "--ranks", "2", "-n", "2", "-w", "0"]
     done = CliRunner().invoke(app, [*arguments, "--json"])
     assert done.exit_code == 1, done.stderr
     assert json.loads(done.stdout)["rows"][0]["wrong"] > 2 * 2 * 151_757 * 0.99

@@ -28,7 +28,7 @@ def _demo(folder: Path, *options: str, **environment: str) -> subprocess.Complet
 
 @pytest.mark.jobs
 def test_the_smallest_demo_beats_bicubic_agrees_with_gloo_and_leaves_nothing_but_its_page(tmp_path: Path) -> None:
-    ended = _demo(tmp_path, "--quick", "--workers", "2")
+    ended = _demo(tmp_path, "--quick", "--ranks", "2")
     assert ended.returncode == 0, ended.stdout + ended.stderr
     for row in ("bicubic", "EDSR, netfold", "EDSR, gloo"):
         assert row in ended.stdout

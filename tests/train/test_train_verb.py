@@ -218,7 +218,7 @@ def test_a_signal_to_the_verb_leaves_no_process_behind(tmp_path: Path, recipe: P
     sent, counts = (signal.SIGTERM, signal.SIGINT, signal.SIGKILL), (2, 1, 1)
     verbs = [
         start(
-            [*VERB, str(recipe), *long, "--nproc", str(count), *settings(run__name=number.name)], environment(tmp_path)
+            [*VERB, str(recipe), *long, "--ranks", str(count), *settings(run__name=number.name)], environment(tmp_path)
         )
         for number, count in zip(sent, counts, strict=True)
     ]
@@ -306,7 +306,7 @@ def test_what_is_wrong_is_said_before_anything_starts(
     started: list[object] = []
     monkeypatch.setattr("netfold.train.launch.launch", lambda *job: started.append(job) or 0)
     run = CliRunner()
-    wrong = ["--nproc", "3", "--set", "model.width=x", "--set", "parallel.pipeline=2"]
+    wrong = ["--ranks", "3", "--set", "model.width=x", "--set", "parallel.pipeline=2"]
     result = run.invoke(app, ["train", str(recipe), *wrong])
     assert result.exit_code == 2 and started == []
     assert result.stderr.splitlines() == [
@@ -324,8 +324,8 @@ def test_what_is_wrong_is_said_before_anything_starts(
     )
     result = run.invoke(app, ["train", "report", str(recipe.parent)])
     assert result.exit_code == 2 and "is no folder of a run" in result.stderr
-    result = run.invoke(app, ["train", str(recipe), "--explain", "--nproc", "4"])
+    result = run.invoke(app, ["train", str(recipe), "--explain", "--ranks", "4"])
     assert result.exit_code == 0 and "4 ranks = pipeline 1 x data 4 x tensor 1" in result.stdout and started == []
-    result = run.invoke(app, ["train", str(recipe), "--nproc", "4"])
+    result = run.invoke(app, ["train", str(recipe), "--ranks", "4"])
     ((_, _, ranks),) = started
     assert result.exit_code == 0 and ranks == 4

@@ -32,7 +32,7 @@ def _bench(
     rounds: Annotated[int, typer.Option("-n", help="Timed rounds; each backend runs once in each.")] = 20,
     warmups: Annotated[int, typer.Option("-w", help="Rounds before that are not timed.")] = 5,
     check: Annotated[int, typer.Option("-c", min=0, max=1, help="Check every element (1) or none (0).")] = 1,
-    workers: Annotated[int, typer.Option(help="Ranks.")] = 4,
+    ranks: Annotated[int, typer.Option(help="Ranks.")] = 4,
     dtype: Annotated[
         str, typer.Option("-d", "--dtype", help="f32, f64, f16, bf16, i32, i64; several by commas, or all.")
     ] = "f32",
@@ -71,7 +71,7 @@ def _bench(
     verb = context.info_name
     assert verb is not None
     try:
-        place = BenchEnvironment(workers, rack_rate, loss, delay, switch, timeout)
+        place = BenchEnvironment(ranks, rack_rate, loss, delay, switch, timeout)
         backends = [with_mpi_named(each) for each in backend]
         collective = parse_collective(verb)
         sizes = [0] if verb == "barrier" else sweep(parse_size(begin), parse_size(end), factor)
@@ -143,7 +143,7 @@ def model(
     rounds: Annotated[int, typer.Option("-n", help="Timed steps of each backend and model.")] = 10,
     warmups: Annotated[int, typer.Option("-w", help="Steps before that are not timed.")] = 1,
     check: Annotated[int, typer.Option("-c", min=0, max=1, help="Check every element (1) or none (0).")] = 1,
-    workers: Annotated[int, typer.Option(help="Ranks.")] = 4,
+    ranks: Annotated[int, typer.Option(help="Ranks.")] = 4,
     rack_rate: Annotated[str | None, typer.Option(help="Run in a rack with such links: 200mbit.")] = None,
     loss: Annotated[str, typer.Option(help="Packets each link of the rack loses: 0.1%.")] = "0%",
     delay: Annotated[str, typer.Option(help="What each link of the rack takes beside its rate: 50us.")] = "0us",
@@ -175,7 +175,7 @@ def model(
         typer.echo(render_models())
         return
     try:
-        place = BenchEnvironment(workers, rack_rate, loss, delay, switch, timeout)
+        place = BenchEnvironment(ranks, rack_rate, loss, delay, switch, timeout)
         replay = Replay(
             models=name,
             backends=backend or [],

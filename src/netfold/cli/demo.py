@@ -17,8 +17,8 @@ NEEDED = ("torch", "skimage", "matplotlib", "pydantic")
 
 
 def demo(
-    workers: Annotated[
-        int | None, typer.Option(min=2, help="Worker processes.", show_default="4; 2 with --quick")
+    ranks: Annotated[
+        int | None, typer.Option(min=2, help="Ranks.", show_default="4; 2 with --quick")
     ] = None,
     steps: Annotated[
         int | None,
@@ -41,7 +41,7 @@ def demo(
     from netfold.demo.settings import SMALLEST, Training
 
     started_s = time.monotonic()
-    chosen = {"workers": workers, "steps": steps}
+    chosen = {"workers": ranks, "steps": steps}
     try:
         training = replace(
             SMALLEST if quick else Training(), **{name: value for name, value in chosen.items() if value is not None}

@@ -39,8 +39,8 @@ def run(
         typer.Option("--set", metavar="KEY=VALUE", help="parallel.pipeline=4, over the file; KEY= takes a key out."),
     ] = None,
     explain: Annotated[bool, typer.Option("--explain", help="Print the plan, and start nothing.")] = False,
-    nproc: Annotated[
-        int | None, typer.Option(min=1, help="Ranks to start here.", show_default="those that [parallel] makes")
+    ranks_here: Annotated[
+        int | None, typer.Option("--ranks", min=1, help="Ranks to start here.", show_default="those that [parallel] makes")
     ] = None,
 ) -> None:
     """Train what a recipe says: as one of the ranks that torchrun, srun or mpirun has started, or by starting them.
@@ -56,7 +56,7 @@ def run(
 
     # To load torch and to make the data takes a while.
     with contextlib.nullcontext() if is_launched() else unwind_on_signals():
-        _run(recipe, settings or (), explain, nproc)
+        _run(recipe, settings or (), explain, ranks_here)
 
 
 @app.command()
@@ -73,7 +73,7 @@ def report(folder: Annotated[Path, typer.Argument(help="Of a run: runs/edsr.")])
         raise typer.Exit(CANNOT) from None
 
 
-def _run(recipe: Path, settings: Sequence[str], explain: bool, nproc: int | None) -> None:
+def _run(recipe: Path, settings: Sequence[str], explain: bool, ranks_here: int | None) -> None:
     from netfold.bootstrap.launchers import is_launched, placement
     from netfold.train.recipe.load import load
     from netfold.train.recipe.errors import RecipeError
@@ -84,11 +84,11 @@ def _run(recipe: Path, settings: Sequence[str], explain: bool, nproc: int | None
     place: Placement | None = None
     try:
         place = placement() if is_launched() else None
-        if place is not None and nproc is not None:
-            raise ValueError(f"--nproc {nproc}: a launcher has started {place.size} ranks already; leave it out")
+        if place is not None and ranks_here is not None:
+            raise ValueError(f"--ranks {ranks_here}: a launcher has started {place.size} ranks already; leave it out")
         asked, source = load(recipe, settings)
         try:
-            ranks = place.size if place is not None else nproc or ranks_asked(asked.parallel)
+            ranks = place.size if place is not None else ranks_here or ranks_asked(asked.parallel)
             if place is None or explain:
                 from netfold.train.recipe.validate import validate_recipe
 
