@@ -26,18 +26,18 @@ def _bench(
             "that is here), mpi:openmpi, mpi:intel, mpi:mpich, and mpi:...:out for out of place.",
         ),
     ],
-    begin: Annotated[str, typer.Option("-b", help="Smallest size; K, M, G are 2^10, 2^20, 2^30.")] = "4",
-    end: Annotated[str, typer.Option("-e", help="Largest size.")] = "64M",
-    factor: Annotated[int, typer.Option("-f", help="From a size to the next.")] = 4,
-    rounds: Annotated[int, typer.Option("-n", help="Timed rounds; each backend runs once in each.")] = 20,
-    warmups: Annotated[int, typer.Option("-w", help="Rounds before that are not timed.")] = 5,
-    check: Annotated[int, typer.Option("-c", min=0, max=1, help="Check every element (1) or none (0).")] = 1,
+    begin: Annotated[str, typer.Option("-b", "--minbytes", help="Smallest size; K, M, G are 2^10, 2^20, 2^30.")] = "4",
+    end: Annotated[str, typer.Option("-e", "--maxbytes", help="Largest size.")] = "64M",
+    factor: Annotated[int, typer.Option("-f", "--stepfactor", help="From a size to the next.")] = 4,
+    rounds: Annotated[int, typer.Option("-n", "--iters", help="Timed rounds; each backend runs once in each.")] = 20,
+    warmups: Annotated[int, typer.Option("-w", "--warmup_iters", help="Rounds before that are not timed.")] = 5,
+    check: Annotated[int, typer.Option("-c", "--check", min=0, max=1, help="Check every element (1) or none (0).")] = 1,
     ranks: Annotated[int, typer.Option(help="Ranks.")] = 4,
     dtype: Annotated[
-        str, typer.Option("-d", "--dtype", help="f32, f64, f16, bf16, i32, i64; several by commas, or all.")
+        str, typer.Option("-d", "--datatype", "--dtype", help="f32, f64, f16, bf16, i32, i64; several by commas, or all.")
     ] = "f32",
     redop: Annotated[
-        str, typer.Option("-o", "--redop", help="sum, prod, min, max, avg; several by commas, or all.")
+        str, typer.Option("--op", "--redop", help="sum, prod, min, max, avg; several by commas, or all.")
     ] = "sum",
     rack_rate: Annotated[str | None, typer.Option(help="Run in a rack with such links: 1gbit.")] = None,
     loss: Annotated[str, typer.Option(help="Packets each link of the rack loses: 0.1%.")] = "0%",
@@ -140,9 +140,9 @@ def model(
         int, typer.Option(help="Send 1 in so many elements; on links so many times slower the ratio is the real one.")
     ] = 1,
     compute_scale: Annotated[float, typer.Option(help="Accelerators so many times as fast as published.")] = 1.0,
-    rounds: Annotated[int, typer.Option("-n", help="Timed steps of each backend and model.")] = 10,
-    warmups: Annotated[int, typer.Option("-w", help="Steps before that are not timed.")] = 1,
-    check: Annotated[int, typer.Option("-c", min=0, max=1, help="Check every element (1) or none (0).")] = 1,
+    rounds: Annotated[int, typer.Option("-n", "--iters", help="Timed steps of each backend and model.")] = 10,
+    warmups: Annotated[int, typer.Option("-w", "--warmup_iters", help="Steps before that are not timed.")] = 1,
+    check: Annotated[int, typer.Option("-c", "--check", min=0, max=1, help="Check every element (1) or none (0).")] = 1,
     ranks: Annotated[int, typer.Option(help="Ranks.")] = 4,
     rack_rate: Annotated[str | None, typer.Option(help="Run in a rack with such links: 200mbit.")] = None,
     loss: Annotated[str, typer.Option(help="Packets each link of the rack loses: 0.1%.")] = "0%",
