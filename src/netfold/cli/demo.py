@@ -24,7 +24,7 @@ def demo(
         int | None,
         typer.Option(help="Training steps over each backend.", show_default="200; 120 with --quick"),
     ] = None,
-    out: Annotated[Path, typer.Option(help="Folder for report.html.")] = Path("netfold-demo"),
+    out: Annotated[Path, typer.Option("-o", help="Folder for report.html.")] = Path("netfold-demo"),
     quick: Annotated[bool, typer.Option("--quick", help="A much smaller network, for some seconds.")] = False,
 ) -> None:
     """Train a super-resolution network through a switch on this machine, then with gloo, and compare.
@@ -52,7 +52,7 @@ def demo(
     try:
         out.mkdir(parents=True, exist_ok=True)  # now, not after two minutes
     except OSError as error:
-        typer.echo(f"netfold demo: --out {out}: {error.strerror}; name a folder that can be made", err=True)
+        typer.echo(f"netfold demo: -o {out}: {error.strerror}; name a folder that can be made", err=True)
         raise typer.Exit(CANNOT) from None
     console = Console()
     runs = experiment.runs_over_netfold(training) + experiment.runs_over_gloo(training)

@@ -23,7 +23,7 @@ def run(
         list[str], typer.Argument(help="What to run: `-- python train.py`, `-- torchrun ... train.py`.")
     ],
     output: Annotated[
-        Path | None, typer.Option("-o", "--output", help="A new folder; netfold-profile-1, -2, ... unless told.")
+        Path | None, typer.Option("-o", help="A new folder; netfold-profile-1, -2, ... unless told.")
     ] = None,
 ) -> None:
     """Run a job and record its communication, whatever backend it uses; its exit code is this one's.
@@ -114,7 +114,7 @@ def compare(
 def export(
     run: _Run,
     perfetto: Annotated[bool, typer.Option("--perfetto", help="For ui.perfetto.dev and chrome://tracing.")] = False,
-    output: Annotated[Path | None, typer.Option("-o", "--output", help="RUN.perfetto.json here, if not said.")] = None,
+    output: Annotated[Path | None, typer.Option("-o", help="RUN.perfetto.json here, if not said.")] = None,
 ) -> None:
     """Write a run for another tool: every operation, step and arrow between ranks, not only what a page can hold."""
     from netfold.profile.analyse import analyse
