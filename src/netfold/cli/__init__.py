@@ -22,7 +22,6 @@ app = typer.Typer(
     name="netfold",
     help="The network part of a training job: collectives that add up gradients inside the network.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
 
