@@ -7,7 +7,7 @@ Where the ranks meet: MASTER_ADDR and MASTER_PORT, if they are set. Else rank 0 
     port   drawn from the job's name, which no other job on any host has; where it is taken, one of those that follow
            (tcp_store.py). Who finds the store of another job there is turned away, and looks on
 
-Recorded environments of each are in tests/communicator/test_launchers.py.
+Recorded environments of each are in tests/bootstrap/test_launchers.py.
 """
 
 from __future__ import annotations
