@@ -45,7 +45,7 @@ LONGEST = (
     "communicator/test_messages_in_memory.py",
     "communicator/test_in_network_on_fabric.py",
     "communicator/test_algorithms.py",
-    "doctor/test_top.py",
+    "diagnostics/test_top.py",
     "profile/test_recording.py",
 )
 

@@ -7,7 +7,7 @@ doing, and who keeps the others; `sampler` looks at a running job many times a s
 
 Always: it only reads; a process that hangs, is stopped or is dying need not answer.
 
-Tests: `.venv/bin/pytest tests/doctor`
+Tests: `.venv/bin/pytest tests/diagnostics`
 """
 
 from netfold.diagnostics.job import Verdict, diagnose

@@ -6,7 +6,7 @@ switch; `gather` brings these together over a Communicator, or for this host alo
 May import: communicator, bootstrap, tuning, switch_protocol. Nothing imports it but train and cli.
 Always: it changes nothing, holds nothing on a switch once it has ended, and ends in bounded time; a secret's value is
 never a fact.
-Tested by `pytest tests/check`.
+Tested by `pytest tests/diagnostics`.
 """
 
 from netfold.diagnostics.preflight.advice import advise
