@@ -20,7 +20,7 @@ LONGEST = (
     "protocol/test_simulated_network.py",
     "train/test_products.py",
     "train/test_resume.py",
-    "prove/test_mutants.py",
+    "model_check/test_mutants.py",
     "communicator/test_failures.py",
     "profile/test_profile_page.py",
     "communicator/test_hierarchical_switch.py",

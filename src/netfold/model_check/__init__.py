@@ -12,7 +12,7 @@ search.hpp. May import netfold._native.model_check and sim's diagrams; recovery 
 switch_watch communicator.switch_watch. Always: a report says whether its scope was exhausted; a broken promise comes
 with the shortest trace, and the command that shows it again.
 
-Tests: `.venv/bin/pytest tests/prove`    All scopes: `make model-check`
+Tests: `.venv/bin/pytest tests/model_check`    All scopes: `make model-check`
 """
 
 from __future__ import annotations

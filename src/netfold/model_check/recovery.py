@@ -5,7 +5,7 @@ each operation goes) and the plan's arithmetic. The search stands for what they 
 
     switch     rank r contributes to chunk c of its line when it has all results up to c - W. A chunk has a result when
                all ranks have contributed, and then reaches each rank that is not frozen, at any time, in any order, or
-               never. `tests/prove/test_recovery.py` holds this (`Channel`) against the protocol's own machines, whose
+               never. `tests/model_check/test_recovery.py` holds this (`Channel`) against the protocol's own machines, whose
                sums native/dev/model_check searches.
     loss       Any rank may believe at any time that its switch is gone, rightly or not; `losses` times. From then on
                any other rank with that membership may believe it too. No way to the end may count on the results of
@@ -370,7 +370,7 @@ class _Rank:
 
 @dataclass(frozen=True)
 class Machines:
-    """Production's, or mutants of them (tests/prove/recovery_mutants.py)."""
+    """Production's, or mutants of them (tests/model_check/recovery_mutants.py)."""
 
     failover: Callable[[int], Any] = native.Failover
     recovery: Callable[..., production.RecoveryMachine] = production.RecoveryMachine

@@ -4,7 +4,7 @@ A mutant is a text that stands exactly once in a source, and what stands there i
 recovery_machine.py and recovery_plan.py the changed text is executed beside production; failover.cpp is compiled and
 called by ctypes.
 
-    PYTHONPATH=tests .venv/bin/python tests/prove/recovery_mutants.py [NAME...]      the shortest trace of each
+    PYTHONPATH=tests .venv/bin/python tests/model_check/recovery_mutants.py [NAME...]      the shortest trace of each
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ A mutant is a text that stands exactly once in a source of native/protocol, and 
 compiled so changed and linked with the search; production itself has nothing that could be turned off. Where a text
 is not found, the code has changed: look for where the check has gone, and change the mutant.
 
-    PYTHONPATH=tests .venv/bin/python tests/prove/mutants.py [NAME...]      the shortest trace of each
+    PYTHONPATH=tests .venv/bin/python tests/model_check/mutants.py [NAME...]      the shortest trace of each
 """
 
 from __future__ import annotations
