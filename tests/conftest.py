@@ -41,7 +41,7 @@ LONGEST = (
     "train/test_explain_plan.py",
     "communicator/test_fabric.py",
     "switch/test_trust.py",
-    "train/test_survive.py",
+    "train/test_fault_tolerance.py",
     "communicator/test_messages_in_memory.py",
     "communicator/test_in_network_on_fabric.py",
     "communicator/test_algorithms.py",

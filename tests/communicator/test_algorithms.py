@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from folds import (
+from reductions import (
     FLOAT_OPS,
     INTEGER_OPS,
     UNIT_ROUNDOFF,

@@ -9,7 +9,7 @@ import time
 
 import numpy as np
 import pytest
-from folds import FLOAT_OPS, INTEGER_OPS, by_rank, contribution
+from reductions import FLOAT_OPS, INTEGER_OPS, by_rank, contribution
 from ranks import run_threads, values
 
 from netfold import Communicator, FileStore, Options

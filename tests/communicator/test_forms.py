@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from folds import contribution
+from reductions import contribution
 from load import seconds
 from ranks import run_threads, values
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from folds import UFUNCS, Array, contribution
+from reductions import UFUNCS, Array, contribution
 from hosts import apart
 from ranks import run_threads, values
 

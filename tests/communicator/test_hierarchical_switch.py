@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from folds import by_rank, contribution
+from reductions import by_rank, contribution
 from hosts import apart
 from load import seconds
 from ranks import run_ranks, run_threads, running_switch, values

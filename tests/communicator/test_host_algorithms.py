@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from folds import by_halving, by_halving_scatter, by_rank, by_ring, by_ring_scatter, by_tree, contribution
+from reductions import by_halving, by_halving_scatter, by_rank, by_ring, by_ring_scatter, by_tree, contribution
 from ranks import run_threads, values
 
 from netfold import Communicator, FileStore, Options

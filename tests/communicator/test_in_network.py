@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from folds import FLOAT_OPS, INTEGER_OPS, by_rank, contribution
+from reductions import FLOAT_OPS, INTEGER_OPS, by_rank, contribution
 from hosts import apart
 from load import seconds
 from ranks import RunningSwitch, run_threads, running_switch, values

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import test_in_network as by_udp
 from fabrics import need_libfabric
-from folds import FLOAT_OPS, INTEGER_OPS
+from reductions import FLOAT_OPS, INTEGER_OPS
 from load import seconds
 from ranks import RunningSwitch, run_ranks, run_threads, running_switch, values
 

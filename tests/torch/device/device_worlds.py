@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from fake_layer import FakeHost, FakeLayer, Order
+from fake_device_api import FakeHost, FakeLayer, Order
 from ranks import Outcome, run_threads
 
 from netfold.communicator import Group, Options

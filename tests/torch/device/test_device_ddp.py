@@ -15,7 +15,7 @@ def train(rank: int, size: int, folder: str) -> None:
     import torch
     import torch.distributed as dist
     import torch.distributed._functional_collectives as functional
-    from fake_layer import FakeLayer
+    from fake_device_api import FakeLayer
 
     import netfold
     import netfold.torch

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from folds import by_rank, contribution
+from reductions import by_rank, contribution
 from ranks import run_ranks, run_threads, values
 
 import netfold
