@@ -17,9 +17,9 @@ from dataclasses import replace
 import numpy as np
 
 from netfold import Communicator, FileStore, Options
+from netfold.rack.names import HOST_INTERFACE
 from netfold.tuning import DEFAULT_LINKS, Link, Links, Topology, format_seconds
 from netfold.tuning.cost import predict
-from netfold.rack.names import HOST_INTERFACE
 
 # A packet's 1448 bytes of tensor travel as 1514 in a rack, whose links count Ethernet's own header and no gap.
 RATE_BYTES_PER_S = 125e6 * 1448 / 1514

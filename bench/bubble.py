@@ -203,9 +203,9 @@ def gpt(line: StartLine, rounds: int) -> dict[str, Any]:
     from netfold.train.mesh import Mesh
     from netfold.train.model import Chain
     from netfold.train.models import make_model
-    from netfold.train.parallel.shards import Shards
     from netfold.train.parallel.pipeline import Pipelined
     from netfold.train.parallel.pipeline_plan import Plan
+    from netfold.train.parallel.shards import Shards
     from netfold.train.parallel.stages import Cut
 
     recipe = Recipe.model_validate(

@@ -30,13 +30,13 @@ from netfold.bench.machine import spoken
 from netfold.plan.cluster import Cluster
 from netfold.plan.cluster.load import cluster_of
 from netfold.plan.events import Conditions, simulate
-from netfold.tuning.fit import fit_link
 from netfold.plan.job import Job, Split
 from netfold.plan.model import TimedStep, timed_step_of
 from netfold.plan.step import FITTED
 from netfold.rack import Rack
 from netfold.rack.link import BURST_BYTES
 from netfold.rack.processes import DRAIN_S, exit_on_signals, follow, supervise
+from netfold.tuning.fit import fit_link
 
 HERE = Path(__file__).parent
 RECIPES = HERE.parent / "recipes"

@@ -14,9 +14,9 @@ import tempfile
 from pathlib import Path
 
 from netfold.bench.machine import spoken
-from netfold.plan.request.profile import ProfiledJob, read_profile
 from netfold.plan.cluster import Cluster
 from netfold.plan.job import Job, Split
+from netfold.plan.request.profile import ProfiledJob, read_profile
 from netfold.plan.step import predict
 from netfold.rack import Rack
 from netfold.rack.job import run_on_every_host

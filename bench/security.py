@@ -189,7 +189,11 @@ def auth_costs() -> list[tuple[int, float, float, float]]:
     with tempfile.TemporaryDirectory() as folder:
         program = Path(folder) / "auth_cost"
         auth = ROOT / "native/auth"
-        sources = [str(ROOT / "bench/auth_cost.cpp"), str(auth / "packet_authenticator.cpp"), str(auth / "libcrypto.cpp")]
+        sources = [
+            str(ROOT / "bench/auth_cost.cpp"),
+            str(auth / "packet_authenticator.cpp"),
+            str(auth / "libcrypto.cpp"),
+        ]
         include = f"-I{auth / 'include'}"
         subprocess.run(["c++", "-std=c++20", "-O2", include, *sources, "-o", str(program), "-ldl"], check=True)
         said = subprocess.run([program, *map(str, PACKETS)], check=True, capture_output=True, text=True).stdout

@@ -162,8 +162,8 @@ def serve(rank: int, ranks: int, folder: str, case: str, blocks: int) -> None:
     import torch.distributed as dist
 
     from netfold.train import Recipe, Trainer
-    from netfold.train.callbacks.selection import make_callbacks
     from netfold.train.callbacks.run_folder import run_folder
+    from netfold.train.callbacks.selection import make_callbacks
 
     torch.set_num_threads(1)
     dist.init_process_group("netfold", init_method=f"file://{folder}/store", rank=rank, world_size=ranks)

@@ -15,8 +15,8 @@ import sys
 from pathlib import Path
 
 from netfold.bench.machine import spoken
+from netfold.bench.rack_runner import Configuration, Timing, start_rack_runner
 from netfold.bench.spread import spread
-from netfold.bench.rack_runner import Timing, Configuration, start_rack_runner
 from netfold.rack import Rack
 from netfold.rack.processes import exit_on_signals
 

@@ -22,7 +22,17 @@ MAY_INCLUDE = {
     "engine": {"collective", "protocol", "transport", "auth", "kernels"},
     "dataplane": {"protocol", "transport", "auth"},
     "dev/delay_link": set(),
-    "bind": {"kernels", "transport", "auth", "protocol", "model_check", "collective", "engine", "dataplane", "delay_link"},
+    "bind": {
+        "kernels",
+        "transport",
+        "auth",
+        "protocol",
+        "model_check",
+        "collective",
+        "engine",
+        "dataplane",
+        "delay_link",
+    },
 }
 
 

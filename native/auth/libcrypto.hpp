@@ -10,7 +10,7 @@ inline constexpr std::size_t kBlockBytes = 16;
 
 using BlockFunction = void (*)(const unsigned char* in, unsigned char* out, const void* key);
 using CounterFunction = void (*)(const unsigned char* in, unsigned char* out, std::size_t blocks, const void* key,
-                         const unsigned char* first);
+                                 const unsigned char* first);
 
 // From openssl/modes.h, openssl/evp.h, openssl/hmac.h and openssl/crypto.h.
 struct Crypto {
@@ -31,8 +31,10 @@ struct Crypto {
   void (*free_gcm)(void* gcm);
   void (*set_nonce)(void* gcm, const unsigned char* nonce, std::size_t bytes);
   int (*read)(void* gcm, const unsigned char* in, std::size_t bytes);
-  int (*encrypt_gcm)(void* gcm, const unsigned char* in, unsigned char* out, std::size_t bytes, CounterFunction counter);
-  int (*decrypt_gcm)(void* gcm, const unsigned char* in, unsigned char* out, std::size_t bytes, CounterFunction counter);
+  int (*encrypt_gcm)(void* gcm, const unsigned char* in, unsigned char* out, std::size_t bytes,
+                     CounterFunction counter);
+  int (*decrypt_gcm)(void* gcm, const unsigned char* in, unsigned char* out, std::size_t bytes,
+                     CounterFunction counter);
   void (*get_tag)(void* gcm, unsigned char* out, std::size_t bytes);
   int (*compare)(const void* a, const void* b, std::size_t bytes);  // in constant time
   const void* (*sha_256)();

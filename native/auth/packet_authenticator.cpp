@@ -33,7 +33,7 @@ void count_blocks(const unsigned char* in, unsigned char* out, std::size_t block
       for (int byte = 0; byte < 4; ++byte) block[12 + byte] = static_cast<unsigned char>(counter >> (24 - 8 * byte));
     }
     check(crypto().encrypt(const_cast<void*>(cipher), stream, stream, static_cast<unsigned>(bytes)) > 0,
-           "encrypt a packet");
+          "encrypt a packet");
     for (std::size_t i = 0; i < bytes; ++i) out[i] = in[i] ^ stream[i];
     in += bytes;
     out += bytes;
@@ -75,7 +75,7 @@ bool PacketAuthenticator::verify(const Nonce& nonce, std::span<const std::byte> 
 }
 
 void PacketAuthenticator::encrypt(const Nonce& nonce, std::span<const std::byte> header, std::span<const iovec> pieces,
-                     std::byte* out, std::byte* tag) {
+                                  std::byte* out, std::byte* tag) {
   const Crypto& library = crypto();
   library.set_nonce(gcm_.get(), bytes_of(nonce.data()), nonce.size());
   check(library.read(gcm_.get(), bytes_of(header.data()), header.size()) == 0, "read a header");
@@ -87,15 +87,16 @@ void PacketAuthenticator::encrypt(const Nonce& nonce, std::span<const std::byte>
   library.get_tag(gcm_.get(), bytes_of(tag), kMacBytes);
 }
 
-bool PacketAuthenticator::decrypt(const Nonce& nonce, std::span<const std::byte> sealed, std::size_t header_bytes, std::byte* out) {
+bool PacketAuthenticator::decrypt(const Nonce& nonce, std::span<const std::byte> sealed, std::size_t header_bytes,
+                                  std::byte* out) {
   const Crypto& library = crypto();
   const std::size_t bytes = sealed.size() - kMacBytes;
   std::memcpy(out, sealed.data(), header_bytes);
   library.set_nonce(gcm_.get(), bytes_of(nonce.data()), nonce.size());
   check(library.read(gcm_.get(), bytes_of(out), header_bytes) == 0, "read a header");
   check(library.decrypt_gcm(gcm_.get(), bytes_of(sealed.data() + header_bytes), bytes_of(out + header_bytes),
-                             bytes - header_bytes, count_blocks) == 0,
-         "decrypt a packet");
+                            bytes - header_bytes, count_blocks) == 0,
+        "decrypt a packet");
   std::byte expected[kMacBytes];
   library.get_tag(gcm_.get(), bytes_of(expected), kMacBytes);
   return library.compare(expected, sealed.last(kMacBytes).data(), kMacBytes) == 0;

@@ -1,5 +1,5 @@
-#include <netfold/auth/records.hpp>
 #include <netfold/auth/packet_authenticator.hpp>
+#include <netfold/auth/records.hpp>
 
 #include <cstring>
 #include <stdexcept>

@@ -62,7 +62,8 @@ void bind_auth(nb::module_& m) {
   nb::module_ s = m.def_submodule("auth");
   s.attr("KEY_BYTES") = auth::kKeyBytes;
   s.attr("MAC_BYTES") = auth::kMacBytes;
-  s.def("unavailable_reason", &auth::unavailable_reason, "Why packets cannot be authenticated on this host; empty where they can.");
+  s.def("unavailable_reason", &auth::unavailable_reason,
+        "Why packets cannot be authenticated on this host; empty where they can.");
   s.def(
       "with_mac",
       [](const nb::bytes& key, const nb::bytes& packet) {
@@ -104,7 +105,8 @@ void bind_auth(nb::module_& m) {
   nb::class_<auth::RecordUnprotector>(s, "RecordUnprotector", "One direction of a stream, at the end that receives.")
       .def(
           "__init__",
-          [](auth::RecordUnprotector* self, const std::string& security, const nb::bytes& secret, std::uint64_t per_key) {
+          [](auth::RecordUnprotector* self, const std::string& security, const nb::bytes& secret,
+             std::uint64_t per_key) {
             if (per_key == 0) throw nb::value_error("a key is for one record at least");
             new (self) auth::RecordUnprotector(security_of(security), secret_of(secret), per_key);
           },

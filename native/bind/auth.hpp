@@ -4,8 +4,8 @@
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
-#include <netfold/auth/records.hpp>
 #include <netfold/auth/packet_authenticator.hpp>
+#include <netfold/auth/records.hpp>
 
 #include <optional>
 #include <string>

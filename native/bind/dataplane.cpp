@@ -6,8 +6,8 @@
 #include <netfold/dataplane/data_plane.hpp>
 #include <netfold/transport/fabric/strict_endpoint.hpp>
 
-#include "module.hpp"
 #include "auth.hpp"
+#include "module.hpp"
 #include "transport.hpp"
 
 namespace nb = nanobind;
@@ -90,8 +90,8 @@ void bind_dataplane(nb::module_& m) {
               nb::gil_scoped_release release;
               auto fabric_endpoint = fabric::open_named_endpoint(provider, host, 0);
               resolved = fabric_endpoint->limits().provider;
-              address = self.open_on_fabric(job, incarnation, std::move(fabric_endpoint), nonces, proofs, keys, packet_bytes,
-                                          in_flight_bytes);
+              address = self.open_on_fabric(job, incarnation, std::move(fabric_endpoint), nonces, proofs, keys,
+                                            packet_bytes, in_flight_bytes);
             }
             nb::dict out;
             out["provider"] = resolved;
@@ -113,8 +113,8 @@ void bind_dataplane(nb::module_& m) {
             self.set_worker_fabric_address(job, worker, bytes, tag);
           },
           nb::arg("job"), nb::arg("worker"), nb::arg("name"), nb::arg("tag"))
-      .def("set_worker_address", &DataPlane::set_worker_address, nb::arg("job"), nb::arg("worker"), nb::arg("host"), nb::arg("port"),
-           nb::arg("local") = "", Release())
+      .def("set_worker_address", &DataPlane::set_worker_address, nb::arg("job"), nb::arg("worker"), nb::arg("host"),
+           nb::arg("port"), nb::arg("local") = "", Release())
       .def("receive_buffer_bytes", &DataPlane::receive_buffer_bytes, Release())
       .def(
           "connect_parent",

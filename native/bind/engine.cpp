@@ -8,18 +8,18 @@
 #include <pthread.h>
 #include <unistd.h>
 #include <netfold/collective/registry.hpp>
-#include <netfold/engine/engine.hpp>
 #include <netfold/engine/compute_sampler.hpp>
+#include <netfold/engine/engine.hpp>
 #include <netfold/transport/tcp/tcp_pipe.hpp>
 
 #include <atomic>
 #include <cerrno>
 #include <cstring>
 
+#include "auth.hpp"
 #include "call_site.hpp"
 #include "fabric.hpp"
 #include "module.hpp"
-#include "auth.hpp"
 #include "transport.hpp"
 
 namespace nb = nanobind;
@@ -72,10 +72,10 @@ std::unique_ptr<transport::Mesh> make_mesh(int rank, const Connections& fds, con
     if (reconnects[peer]) {
       on_broken = [group, lane, peer](int rail) {
         Engine::instance().post_event({.kind = engine::AsyncEvent::Kind::broken,
-                                 .group = group,
-                                 .ranks = {static_cast<int>(peer)},
-                                 .lane = lane,
-                                 .rail = rail});
+                                       .group = group,
+                                       .ranks = {static_cast<int>(peer)},
+                                       .lane = lane,
+                                       .rail = rail});
       };
     }
     std::unique_ptr<transport::Pipe> pipe;
@@ -111,8 +111,8 @@ std::vector<engine::Choice> table_of(const std::vector<TableRow>& rows) {
 }
 
 std::shared_ptr<Group> make_group(int rank, const Connections& fds, const Connections& lane_fds,
-                                  const std::vector<Connections>& fallback_fds, std::vector<bool> reconnects, std::uint64_t id,
-                                  std::string job, int spin_us, bool spins_for_sockets, bool yields,
+                                  const std::vector<Connections>& fallback_fds, std::vector<bool> reconnects,
+                                  std::uint64_t id, std::string job, int spin_us, bool spins_for_sockets, bool yields,
                                   const std::vector<TableRow>& table, std::uint16_t table_hash, std::vector<int> nodes,
                                   const nb::list& fabric, const Secrets& secrets) {
   if (rank < 0 || static_cast<std::size_t>(rank) >= fds.size()) throw nb::value_error("rank is not one of the group's");
@@ -134,7 +134,8 @@ std::shared_ptr<Group> make_group(int rank, const Connections& fds, const Connec
   auto lane = make_mesh(rank, lane_fds, reconnects, id, 1, secrets, fabric);
   std::vector<std::unique_ptr<transport::Mesh>> fallback_meshes;
   for (const Connections& fallback : fallback_fds) {
-    fallback_meshes.push_back(make_mesh(rank, fallback, reconnects, id, 2 + static_cast<int>(fallback_meshes.size()), secrets, fabric));
+    fallback_meshes.push_back(
+        make_mesh(rank, fallback, reconnects, id, 2 + static_cast<int>(fallback_meshes.size()), secrets, fabric));
   }
   nb::gil_scoped_release release;
   return Engine::instance().add_group(std::move(options), std::move(mesh), std::move(lane), std::move(fallback_meshes));
@@ -175,7 +176,8 @@ std::unique_ptr<collective::Channel> make_channel(const Group& group, DataPort& 
   const auto security = encrypts ? auth::Security::encrypt : auth::Security::authenticate;
   std::optional<collective::ChannelKeys> channel_keys;
   if (keys) channel_keys = {key_of(std::get<0>(*keys)), key_of(std::get<1>(*keys)), security};
-  return std::make_unique<collective::Channel>(generation, config, channel_keys, ranks, group.rank(), port.take(), port.to);
+  return std::make_unique<collective::Channel>(generation, config, channel_keys, ranks, group.rank(), port.take(),
+                                               port.to);
 }
 
 nb::bytes as_bytes(const std::vector<std::byte>& bytes) {
@@ -198,7 +200,8 @@ nb::object kept_packets(const Shard& shard, std::uint64_t generation, const std:
   std::optional<std::vector<std::vector<std::byte>>> packets;
   {
     nb::gil_scoped_release release;
-    shard.group->on_switch_path(shard.number, [&](collective::SwitchPath& path) { packets = path.kept(generation, chunks); });
+    shard.group->on_switch_path(shard.number,
+                                [&](collective::SwitchPath& path) { packets = path.kept(generation, chunks); });
   }
   if (!packets) return nb::none();
   nb::list out;
@@ -213,8 +216,8 @@ bool accept_packets(const Shard& shard, std::uint64_t generation, const std::vec
   }
   nb::gil_scoped_release release;
   bool accepted = false;
-  shard.group->on_switch_path(shard.number,
-                         [&](collective::SwitchPath& path) { accepted = path.accept(generation, views, engine::now_ns()); });
+  shard.group->on_switch_path(
+      shard.number, [&](collective::SwitchPath& path) { accepted = path.accept(generation, views, engine::now_ns()); });
   return accepted;
 }
 
@@ -402,9 +405,7 @@ void bind_engine(nb::module_& m) {
       "Memory that is mapped, shared, from the start of `fd`: other ranks may map it until unshare_memory(address).");
   e.def(
       "unshare_memory",
-      [](std::uintptr_t address) {
-        transport::ShmRegistry::instance().remove(reinterpret_cast<std::byte*>(address));
-      },
+      [](std::uintptr_t address) { transport::ShmRegistry::instance().remove(reinterpret_cast<std::byte*>(address)); },
       nb::arg("address"));
 
   using transport::PeerMemory;
@@ -458,11 +459,12 @@ void bind_engine(nb::module_& m) {
             }
             const protocol::WorkerConfig config{
                 job, epoch, incarnation, worker, static_cast<std::uint16_t>(ranks.size()), window, payload_bytes};
-            self.attach(make_channel(self, port, generation, config, ranks, keys, encrypts), std::move(table), table_hash);
+            self.attach(make_channel(self, port, generation, config, ranks, keys, encrypts), std::move(table),
+                        table_hash);
           },
-          nb::arg("port"), nb::kw_only(), nb::arg("generation"), nb::arg("job"), nb::arg("epoch"), nb::arg("incarnation"),
-          nb::arg("worker"), nb::arg("ranks"), nb::arg("window"), nb::arg("payload_bytes"), nb::arg("keys").none(),
-          nb::arg("rows"), nb::arg("table_hash"), nb::arg("encrypts") = false,
+          nb::arg("port"), nb::kw_only(), nb::arg("generation"), nb::arg("job"), nb::arg("epoch"),
+          nb::arg("incarnation"), nb::arg("worker"), nb::arg("ranks"), nb::arg("window"), nb::arg("payload_bytes"),
+          nb::arg("keys").none(), nb::arg("rows"), nb::arg("table_hash"), nb::arg("encrypts") = false,
           "keys: of this worker's contributions and of the answers; None without tags. rows: (operation, bytes from "
           "which on, algorithm) for as long as the switch is gone, hashed.")
       .def(
@@ -484,7 +486,7 @@ void bind_engine(nb::module_& m) {
              const std::vector<int>& doorbells, const std::vector<int>& links,
              std::shared_ptr<transport::PeerMemory> memory) {
             self.share(std::make_unique<transport::ShmNode>(position, ranks, owned(segments), owned(doorbells),
-                                                               owned(links), std::move(memory)));
+                                                            owned(links), std::move(memory)));
           },
           nb::arg("position"), nb::arg("ranks"), nb::arg("segments"), nb::arg("doorbells"), nb::arg("links"),
           nb::arg("memory").none(),
@@ -545,12 +547,12 @@ void bind_engine(nb::module_& m) {
             nb::gil_scoped_release release;
             return self.reconnect(lane, peer, rail, reconnects, std::move(socket), peer_received, given);
           },
-          nb::arg("lane"), nb::arg("peer"), nb::arg("rail"), nb::arg("reconnects"), nb::arg("fd"), nb::arg("peer_received"),
-          nb::arg("secrets").none() = nb::none(),
+          nb::arg("lane"), nb::arg("peer"), nb::arg("rail"), nb::arg("reconnects"), nb::arg("fd"),
+          nb::arg("peer_received"), nb::arg("secrets").none() = nb::none(),
           "Go on over `fd`, which is taken over, from what the peer has received, if the connection is broken and was "
           "mended `reconnects` times. False: it cannot be gone on with.")
-      .def("give_up", &Group::give_up, nb::arg("lane"), nb::arg("peer"), nb::arg("rail"), nb::arg("reconnects"), nb::arg("why"),
-           nb::call_guard<nb::gil_scoped_release>(),
+      .def("give_up", &Group::give_up, nb::arg("lane"), nb::arg("peer"), nb::arg("rail"), nb::arg("reconnects"),
+           nb::arg("why"), nb::call_guard<nb::gil_scoped_release>(),
            "A connection that is broken, after so many times of mending, will not be made again.")
       .def_prop_ro("collectives_submitted", &Group::collectives_submitted,
                    "The number of collectives that this rank has submitted.")
@@ -594,13 +596,15 @@ void bind_engine(nb::module_& m) {
             auto channel = make_channel(*self.group, port, generation, config, ranks, keys, encrypts);
             nb::gil_scoped_release release;
             self.group->on_switch_path(self.number,
-                                  [&](collective::SwitchPath& path) { path.stand_by(std::move(channel)); });
+                                       [&](collective::SwitchPath& path) { path.stand_by(std::move(channel)); });
           },
-          nb::arg("port"), nb::kw_only(), nb::arg("generation"), nb::arg("job"), nb::arg("epoch"), nb::arg("incarnation"),
-          nb::arg("worker"), nb::arg("ranks"), nb::arg("window"), nb::arg("payload_bytes"), nb::arg("keys").none(),
-          nb::arg("encrypts") = false, "A membership to go on by, once the first of `ranks` says so (promise).")
+          nb::arg("port"), nb::kw_only(), nb::arg("generation"), nb::arg("job"), nb::arg("epoch"),
+          nb::arg("incarnation"), nb::arg("worker"), nb::arg("ranks"), nb::arg("window"), nb::arg("payload_bytes"),
+          nb::arg("keys").none(), nb::arg("encrypts") = false,
+          "A membership to go on by, once the first of `ranks` says so (promise).")
       .def("freeze", &freeze_generation, nb::arg("generation"),
-           "Stop a membership. (base, end, held, promised), see collective::SwitchPath::FrozenState; None: there is no such.")
+           "Stop a membership. (base, end, held, promised), see collective::SwitchPath::FrozenState; None: there is no "
+           "such.")
       .def("kept", &kept_packets, nb::arg("generation"), nb::arg("chunks"),
            "Results as they came; None where one is not kept.")
       .def("accept", &accept_packets, nb::arg("generation"), nb::arg("packets"),
@@ -608,8 +612,8 @@ void bind_engine(nb::module_& m) {
       .def(
           "fall_back",
           [](const Shard& self, std::uint64_t generation, std::uint64_t end, bool promised) {
-            self.group->on_switch_path(self.number,
-                                  [&](collective::SwitchPath& path) { path.fall_back(generation, end, promised); });
+            self.group->on_switch_path(
+                self.number, [&](collective::SwitchPath& path) { path.fall_back(generation, end, promised); });
           },
           nb::arg("generation"), nb::arg("end"), nb::arg("promised"), nb::call_guard<nb::gil_scoped_release>(),
           "Go on without it. end: the lowest chunk that some rank had not begun; promised: as the first rank said.")
@@ -617,22 +621,23 @@ void bind_engine(nb::module_& m) {
           "promise",
           [](const Shard& self, std::uint64_t generation) {
             bool promised = false;
-            self.group->on_switch_path(self.number, [&](collective::SwitchPath& path) { promised = path.promise(generation); });
+            self.group->on_switch_path(self.number,
+                                       [&](collective::SwitchPath& path) { promised = path.promise(generation); });
             return promised;
           },
           nb::arg("generation"), nb::call_guard<nb::gil_scoped_release>(),
           "At the first rank: the next operation, on all ranks, goes by this membership. False: it cannot.")
       .def("traffic", &traffic_of, "None: not attached.");
 
-  e.def(
-      "add_group", &make_group, nb::arg("rank"), nb::arg("fds"), nb::arg("lane_fds"), nb::arg("fallback_fds"),
-      nb::arg("resumable"), nb::arg("id"), nb::arg("job"), nb::arg("spin_us"), nb::arg("spins_for_sockets"),
-      nb::arg("yields"), nb::arg("table"), nb::arg("table_hash"), nb::arg("nodes"), nb::arg("fabric"),
-      nb::arg("secrets") = Secrets{},
-      "fds[r]: connected stream sockets to rank r, one a rail, none at this rank's place; lane_fds[r]: others, for "
-      "messages between two ranks; fallback_fds[i][r]: for what switch i was to do; resumable[r]: whether one that breaks may "
-      "be made again; fabric[lane][r]: a stream to go over instead, if any are given (spares are lanes from 2 on); "
-      "secrets[lane][r]: by rail, what authenticates or encrypts it, if any are given. Takes ownership of them.");
+  e.def("add_group", &make_group, nb::arg("rank"), nb::arg("fds"), nb::arg("lane_fds"), nb::arg("fallback_fds"),
+        nb::arg("resumable"), nb::arg("id"), nb::arg("job"), nb::arg("spin_us"), nb::arg("spins_for_sockets"),
+        nb::arg("yields"), nb::arg("table"), nb::arg("table_hash"), nb::arg("nodes"), nb::arg("fabric"),
+        nb::arg("secrets") = Secrets{},
+        "fds[r]: connected stream sockets to rank r, one a rail, none at this rank's place; lane_fds[r]: others, for "
+        "messages between two ranks; fallback_fds[i][r]: for what switch i was to do; resumable[r]: whether one that "
+        "breaks may "
+        "be made again; fabric[lane][r]: a stream to go over instead, if any are given (spares are lanes from 2 on); "
+        "secrets[lane][r]: by rail, what authenticates or encrypts it, if any are given. Takes ownership of them.");
   e.def(
       "remove_group", [](const std::shared_ptr<Group>& group) { Engine::instance().remove_group(group); },
       nb::call_guard<nb::gil_scoped_release>());
@@ -646,8 +651,8 @@ void bind_engine(nb::module_& m) {
           -> std::optional<std::tuple<bool, std::uint64_t, std::vector<int>, int, int, std::uint32_t, double>> {
         const auto event = Engine::instance().next_async_event(timeout_ns);
         if (!event) return std::nullopt;
-        return std::tuple(event->kind == engine::AsyncEvent::Kind::broken, event->group, event->ranks, event->lane, event->rail,
-                          event->sequence, static_cast<double>(event->waited_ns) / 1e9);
+        return std::tuple(event->kind == engine::AsyncEvent::Kind::broken, event->group, event->ranks, event->lane,
+                          event->rail, event->sequence, static_cast<double>(event->waited_ns) / 1e9);
       },
       nb::arg("timeout_ns"), nb::call_guard<nb::gil_scoped_release>(),
       "(is a broken connection, else an overdue operation; group id; ranks; lane, rail; sequence, seconds waited)");
@@ -663,7 +668,8 @@ void bind_engine(nb::module_& m) {
           "take",
           [](ComputeSampler& self) {
             const auto samples = self.take();
-            return nb::bytes(reinterpret_cast<const char*>(samples.data()), samples.size() * sizeof(engine::ComputeSample));
+            return nb::bytes(reinterpret_cast<const char*>(samples.data()),
+                             samples.size() * sizeof(engine::ComputeSample));
           },
           "The lines since the last call (netfold.profile.run.PROGRESS).")
       .def_prop_ro("sees_queue", &ComputeSampler::sees_queue);

@@ -113,7 +113,8 @@ nb::bytes receive_all(FabricStream& end, std::size_t bytes, std::int64_t timeout
 }
 
 // Until the memory is the caller's again. False where the time was over before; the endpoint is closed then.
-bool put_all(FabricStream& end, std::uintptr_t address, std::size_t bytes, std::uint64_t name, std::int64_t timeout_ns) {
+bool put_all(FabricStream& end, std::uintptr_t address, std::size_t bytes, std::uint64_t name,
+             std::int64_t timeout_ns) {
   fabric::FabricPipe& pipe = pipe_of(end);
   nb::gil_scoped_release release;
   const std::int64_t deadline = monotonic_ns() + timeout_ns;
@@ -166,7 +167,8 @@ void bind_fabric(nb::module_& m) {
   nb::class_<fabric::Doorbell>(f, "Doorbell", "Wakes the driver of the streams that were opened with it.");
   f.def("make_doorbell", [] { return std::make_shared<fabric::Doorbell>(); });
 
-  nb::class_<netfold::transport::Pipe::RegistrationLease>(f, "RegistrationLease", "Memory that stays as it is until this ends.");
+  nb::class_<netfold::transport::Pipe::RegistrationLease>(f, "RegistrationLease",
+                                                          "Memory that stays as it is until this ends.");
   nb::class_<fabric::StreamMux>(f, "StreamMux", "This process's place on a fabric.")
       .def(nb::new_([](const std::string& provider, const std::vector<std::string>& hosts) {
              nb::gil_scoped_release release;
@@ -219,9 +221,10 @@ void bind_fabric(nb::module_& m) {
                    "Why large pieces go in segments; empty where they are written to the peer's memory.")
       .def(
           "set",
-          [](fabric::StreamMux& self, std::size_t rma_min_bytes, std::size_t registrations, std::size_t registered_bytes) {
-            self.set(
-                {.rma_min_bytes = rma_min_bytes, .registrations = {.entries = registrations, .bytes = registered_bytes}});
+          [](fabric::StreamMux& self, std::size_t rma_min_bytes, std::size_t registrations,
+             std::size_t registered_bytes) {
+            self.set({.rma_min_bytes = rma_min_bytes,
+                      .registrations = {.entries = registrations, .bytes = registered_bytes}});
           },
           nb::arg("rma_min_bytes"), nb::arg("registration_cache_entries"), nb::arg("registration_cache_bytes"),
           "What is to go the direct path, in streams that are opened from now on, and the bounds of what is kept "
@@ -229,7 +232,8 @@ void bind_fabric(nb::module_& m) {
       .def(
           "lease",
           [](fabric::StreamMux& self, std::uintptr_t address, std::size_t bytes) {
-            return self.lease(reinterpret_cast<std::byte*>(address), bytes, fabric::RegistrationCache::Lifetime::persistent);
+            return self.lease(reinterpret_cast<std::byte*>(address), bytes,
+                              fabric::RegistrationCache::Lifetime::persistent);
           },
           nb::arg("address"), nb::arg("bytes"),
           "Memory that stays mapped as it is until the object that comes back ends: its registration is kept so long.")
@@ -237,7 +241,8 @@ void bind_fabric(nb::module_& m) {
            "Does what the provider has to do, for everybody.")
       .def(
           "open",
-          [](const std::shared_ptr<fabric::StreamMux>& self, std::shared_ptr<fabric::Doorbell> doorbell, std::size_t streams) {
+          [](const std::shared_ptr<fabric::StreamMux>& self, std::shared_ptr<fabric::Doorbell> doorbell,
+             std::size_t streams) {
             return FabricStream{std::make_unique<fabric::FabricPipe>(self, self->open(std::move(doorbell), streams))};
           },
           nb::arg("doorbell"), nb::arg("streams"), "One of `streams` that are opened together.");

@@ -22,7 +22,8 @@ void bind_failover(nb::module_& m) {
             const Failover::Frozen frozen = self.freeze(generation);
             return nb::make_tuple(static_cast<int>(frozen.which), frozen.promised);
           },
-          nb::arg("generation"), "Which membership it was (0 none, 1 current, 2 standing), and whether it was promised.")
+          nb::arg("generation"),
+          "Which membership it was (0 none, 1 current, 2 standing), and whether it was promised.")
       .def("accepts_results", &Failover::accepts_results, nb::arg("generation"))
       .def("offers_results", &Failover::offers_results, nb::arg("generation"))
       .def(

@@ -63,10 +63,10 @@ void bind_model_check(nb::module_& m) {
   p.def(
       "search",
       [](std::uint16_t workers, const Leaves& leaves, std::uint32_t window, const Chunks& operations,
-         const Chunks& last, bool foreign_packets, std::uint32_t restarts, const std::string& network, std::uint32_t numbers,
-         std::uint32_t timeouts, std::uint64_t max_states) {
-        const Scope scope = scope_of(workers, leaves, window, operations, last, foreign_packets, restarts, network, numbers,
-                                     timeouts, max_states);
+         const Chunks& last, bool foreign_packets, std::uint32_t restarts, const std::string& network,
+         std::uint32_t numbers, std::uint32_t timeouts, std::uint64_t max_states) {
+        const Scope scope = scope_of(workers, leaves, window, operations, last, foreign_packets, restarts, network,
+                                     numbers, timeouts, max_states);
         const nb::gil_scoped_release released;
         return search(scope);
       },
@@ -77,11 +77,11 @@ void bind_model_check(nb::module_& m) {
   p.def(
       "replay",
       [](std::uint16_t workers, const Leaves& leaves, std::uint32_t window, const Chunks& operations,
-         const Chunks& last, bool foreign_packets, std::uint32_t restarts, const std::string& network, std::uint32_t numbers,
-         std::uint32_t timeouts, const std::vector<std::string>& steps) {
-        return replay(
-            scope_of(workers, leaves, window, operations, last, foreign_packets, restarts, network, numbers, timeouts, 0),
-            steps);
+         const Chunks& last, bool foreign_packets, std::uint32_t restarts, const std::string& network,
+         std::uint32_t numbers, std::uint32_t timeouts, const std::vector<std::string>& steps) {
+        return replay(scope_of(workers, leaves, window, operations, last, foreign_packets, restarts, network, numbers,
+                               timeouts, 0),
+                      steps);
       },
       nb::kw_only(), nb::arg("workers"), nb::arg("leaves"), nb::arg("window"), nb::arg("operations"), nb::arg("last"),
       nb::arg("foreign_packets"), nb::arg("restarts"), nb::arg("network"), nb::arg("numbers"), nb::arg("timeouts"),

@@ -20,19 +20,19 @@ void bind_mpi(nb::module_& m) {
         nb::gil_scoped_release release;
         std::vector<std::unique_ptr<fabric::Endpoint>> rails;
         rails.push_back(mpi::open_endpoint({.module = module,
-                                        .version = version,
-                                        .handle_bytes = handle_bytes,
-                                        .status_bytes = status_bytes,
-                                        .tag_at = tag_at,
-                                        .error_at = error_at,
-                                        .comm = comm,
-                                        .byte = byte,
-                                        .any_source = any_source,
-                                        .any_tag = any_tag,
-                                        .error_in_status = error_in_status,
-                                        .max_error_text = max_error_text,
-                                        .max_tag = max_tag,
-                                        .rank = rank}));
+                                            .version = version,
+                                            .handle_bytes = handle_bytes,
+                                            .status_bytes = status_bytes,
+                                            .tag_at = tag_at,
+                                            .error_at = error_at,
+                                            .comm = comm,
+                                            .byte = byte,
+                                            .any_source = any_source,
+                                            .any_tag = any_tag,
+                                            .error_in_status = error_in_status,
+                                            .max_error_text = max_error_text,
+                                            .max_tag = max_tag,
+                                            .rank = rank}));
         return std::make_shared<fabric::StreamMux>(std::move(rails));
       },
       nb::kw_only(), nb::arg("module"), nb::arg("version"), nb::arg("handle_bytes"), nb::arg("status_bytes"),

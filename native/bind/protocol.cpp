@@ -4,8 +4,8 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
-#include <netfold/protocol/switch_job.hpp>
 #include <netfold/protocol/parent_sender.hpp>
+#include <netfold/protocol/switch_job.hpp>
 #include <netfold/protocol/worker.hpp>
 
 #include "module.hpp"
@@ -25,8 +25,8 @@ nb::bytes to_bytes(std::span<const std::byte> bytes) {
 }
 
 nb::tuple told(const SwitchJob::Handled& handled) {
-  static const char* const outcomes[] = {"dropped",  "stored", "completed", "resend_result",
-                                         "mismatch", "summed", "resend_sum",     "nack"};
+  static const char* const outcomes[] = {"dropped",  "stored", "completed",  "resend_result",
+                                         "mismatch", "summed", "resend_sum", "nack"};
   return nb::make_tuple(outcomes[static_cast<int>(handled.outcome)], name(handled.drop), handled.slot, handled.chunk,
                         handled.worker, handled.other);
 }
@@ -118,8 +118,8 @@ void bind_protocol(nb::module_& m) {
            [](SwitchJob& self, const nb::bytes& bytes) { return told(self.handle_packet(bytes_of(bytes))); })
       .def("handle_parent",
            [](SwitchJob& self, const nb::bytes& bytes) { return told(self.handle_parent(bytes_of(bytes))); })
-      .def("sum",
-           [](SwitchJob& self, std::uint32_t slot, std::uint64_t packet_number) { return to_bytes(self.sum(slot, packet_number)); })
+      .def("sum", [](SwitchJob& self, std::uint32_t slot,
+                     std::uint64_t packet_number) { return to_bytes(self.sum(slot, packet_number)); })
       .def("frame", [](const SwitchJob& self, std::uint32_t slot) { return to_bytes(self.frame(slot)); })
       .def(
           "mismatch_packet",

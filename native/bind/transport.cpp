@@ -11,8 +11,8 @@
 
 #include <cstring>
 
-#include "module.hpp"
 #include "auth.hpp"
+#include "module.hpp"
 
 namespace nb = nanobind;
 namespace fabric = netfold::transport::fabric;

@@ -12,7 +12,9 @@ bool is_average(CallForm form) {
          form == CallForm::step_avg;
 }
 
-bool has_root(CallForm form) { return form == CallForm::reduce || form == CallForm::reduce_avg || form == CallForm::broadcast; }
+bool has_root(CallForm form) {
+  return form == CallForm::reduce || form == CallForm::reduce_avg || form == CallForm::broadcast;
+}
 
 CallForm form_of(const Call& call) {
   const bool average = call.average || (call.step_of & kStepOfAverage) != 0;
@@ -73,7 +75,8 @@ std::uint16_t CallSignature::packed() const {
 std::optional<CallSignature> CallSignature::unpacked(std::uint16_t bits) {
   const std::uint8_t form = bits & 0xf;
   const std::uint8_t dtype = bits >> 4 & 0xf;
-  const CallSignature signature{static_cast<CallForm>(form), static_cast<kernels::DType>(dtype), static_cast<std::uint8_t>(bits >> 8)};
+  const CallSignature signature{static_cast<CallForm>(form), static_cast<kernels::DType>(dtype),
+                                static_cast<std::uint8_t>(bits >> 8)};
   if (form >= kCallFormCount || !kernels::is_valid_dtype(dtype) || (signature.root != 0 && !has_root(signature.form))) {
     return std::nullopt;
   }

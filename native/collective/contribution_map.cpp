@@ -86,7 +86,7 @@ void ContributionMap::each(std::size_t first, std::size_t count, const Visit& vi
 }
 
 const std::byte* ContributionMap::contribution(std::size_t first, std::size_t count, std::byte* staging,
-                                        const std::byte* zeros) const {
+                                               const std::byte* zeros) const {
   const std::size_t unit = kernels::element_bytes(dtype_);
   const std::size_t wire_unit = kernels::element_bytes(wire_);
   const std::byte* whole = nullptr;

@@ -1,5 +1,5 @@
-#include <netfold/collective/in_network.hpp>
 #include <netfold/collective/call_signature.hpp>
+#include <netfold/collective/in_network.hpp>
 
 #include <algorithm>
 #include <cerrno>
@@ -129,7 +129,7 @@ std::span<const std::byte> Channel::opened(std::span<const std::byte> bytes) {
   const auto nonce = protocol::nonce_of(bytes.data(), bytes.size() - mac_bytes_);
   if (!result_authenticator_->encrypts()) {
     return result_authenticator_->verify(nonce, bytes) ? bytes.first(bytes.size() - mac_bytes_)
-                                                 : std::span<const std::byte>();
+                                                       : std::span<const std::byte>();
   }
   if (bytes.size() != plain_.size() + mac_bytes_) return {};
   return result_authenticator_->decrypt(nonce, bytes, protocol::kHeaderBytes, plain_.data())
@@ -217,8 +217,8 @@ std::vector<Range> Channel::missing(int token) const {
 Failure Channel::mismatch(const protocol::Header& theirs) const {
   const int rank = rank_of(theirs.worker);
   return {Failure::Kind::mismatch, rank,
-          "rank " + std::to_string(rank) + " is in " + text(protocol::CallDescriptor::of(theirs), table_) + ", this rank " +
-              std::to_string(rank_) + " in " + text(machine_.descriptor_at(theirs.chunk), table_) +
+          "rank " + std::to_string(rank) + " is in " + text(protocol::CallDescriptor::of(theirs), table_) +
+              ", this rank " + std::to_string(rank_) + " in " + text(machine_.descriptor_at(theirs.chunk), table_) +
               "; every rank must make the same calls in the same order with the same sizes and dtypes"};
 }
 
@@ -236,7 +236,7 @@ void Channel::stage(const protocol::Worker::Send& send, const ContributionMap& m
   if (authenticator_ && authenticator_->encrypts()) {
     std::byte* encrypted = encrypted_.data() + index * machine_.config().payload_bytes;
     authenticator_->encrypt(protocol::nonce_of(header, machine_.packet_bytes()), {header, protocol::kHeaderBytes},
-                     {pieces + 1, 2}, encrypted, tag);
+                            {pieces + 1, 2}, encrypted, tag);
     pieces[1].iov_base = encrypted;
     pieces[2].iov_base = encrypted + value_bytes;
   } else if (authenticator_) {

@@ -148,8 +148,8 @@ std::size_t IncomingHeader::advance(transport::Mesh& mesh, Failure& failure) {
     const auto io = receive(mesh, chunk, want);
     reason_.append(reinterpret_cast<const char*>(chunk), io.bytes);
     if (io.closed || reason_.size() >= std::min<std::size_t>(header_.bytes, kMaxReasonBytes)) {
-      failure = remote_abort(peer_, header_.root, reason_, {header_.sequence, static_cast<std::int64_t>(header_.elements)},
-                        mesh.rank(), expected_);
+      failure = remote_abort(peer_, header_.root, reason_,
+                             {header_.sequence, static_cast<std::int64_t>(header_.elements)}, mesh.rank(), expected_);
     }
     moved += io.bytes;
   }
@@ -198,7 +198,7 @@ Failure mismatch(int peer, const MessageHeader& theirs, int self, const MessageH
 }
 
 Failure remote_abort(int peer, int fault, const std::string& reason, Expired expired, int self,
-                const MessageHeader& during) {
+                     const MessageHeader& during) {
   // It may have heard of it from yet another rank; that one is at fault, unless it is us.
   return {.kind = Failure::Kind::peer_lost,
           .rank = fault >= 0 && fault != self ? fault : peer,

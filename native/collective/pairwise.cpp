@@ -14,7 +14,7 @@ Pairwise::Pairwise(const Call& call, transport::Mesh& mesh, Team team)
     outgoing_.emplace_back(call, team.rank(to), goes.data, goes.bytes, Among::only);
     incoming_.emplace_back(call, team.rank(from), comes.data, comes.bytes, Among::only);
     has_rma |= mesh.uses_rma(team.rank(to), std::min(goes.bytes, kRmaChunkBytes)) ||
-                  mesh.uses_rma(team.rank(from), std::min(comes.bytes, kRmaChunkBytes));
+               mesh.uses_rma(team.rank(from), std::min(comes.bytes, kRmaChunkBytes));
   }
   if (has_rma) tensor_registrations_.acquire(call, mesh);
 }

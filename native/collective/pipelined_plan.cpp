@@ -27,7 +27,7 @@ Span part(Span whole, std::size_t parts, std::size_t index) {
 
 std::size_t PipelinedPlan::chunks_of(std::size_t block_bytes) const {
   return mesh_.prefers_large_chunks() ? chunks_between(block_bytes, 2, kMinLongChunkBytes)
-                                   : chunks_between(block_bytes, 4, kMinChunkBytes);
+                                      : chunks_between(block_bytes, 4, kMinChunkBytes);
 }
 
 std::size_t PipelinedPlan::pipeline_chunks_of(std::size_t block_bytes) const {
@@ -238,7 +238,9 @@ void PipelinedPlan::account(Out& out, std::size_t bytes) {
   }
   using Position = transport::Mesh::StreamPosition;
   const bool inside = out.sent > 0 || out.header_sent < sizeof out.header;
-  mesh_.set_stream_position(out.peer, inside ? Position::inside : out.all_sent() ? Position::between_messages : Position::between_chunks);
+  mesh_.set_stream_position(out.peer, inside           ? Position::inside
+                                      : out.all_sent() ? Position::between_messages
+                                                       : Position::between_chunks);
 }
 
 bool PipelinedPlan::push() {

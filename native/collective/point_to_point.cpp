@@ -303,7 +303,8 @@ void PointToPoint::give_back(int to, std::size_t bytes) {
   peer.frames.push_back({header});
 }
 
-void PointToPoint::finish(int peer, Ticket ticket, std::uint64_t wire_bytes, const transport::Pipe::RegistrationLease* lease) {
+void PointToPoint::finish(int peer, Ticket ticket, std::uint64_t wire_bytes,
+                          const transport::Pipe::RegistrationLease* lease) {
   --at(peer).outstanding;
   Done done{.ticket = ticket, .peer = peer, .wire_bytes = wire_bytes, .registrations = {}};
   if (lease != nullptr) done.registrations = {lease->hits(), lease->misses()};

@@ -1,3 +1,4 @@
+#include <netfold/collective/binomial_blocks.hpp>
 #include <netfold/collective/bruck.hpp>
 #include <netfold/collective/chain.hpp>
 #include <netfold/collective/direct.hpp>
@@ -8,12 +9,11 @@
 #include <netfold/collective/registry.hpp>
 #include <netfold/collective/ring.hpp>
 #include <netfold/collective/sharded.hpp>
+#include <netfold/collective/shm_call_check.hpp>
 #include <netfold/collective/shm_copy.hpp>
 #include <netfold/collective/shm_reduce.hpp>
-#include <netfold/collective/shm_call_check.hpp>
 #include <netfold/collective/split.hpp>
 #include <netfold/collective/tree.hpp>
-#include <netfold/collective/binomial_blocks.hpp>
 #include <netfold/kernels/reduce.hpp>
 
 #include <algorithm>
@@ -171,8 +171,8 @@ std::unique_ptr<Algorithm> make_algorithm(const Call& call, const Paths& paths) 
 
 namespace {
 
-std::unique_ptr<Algorithm> in_network(const Call& call, std::span<const std::unique_ptr<SwitchPath>> switch_paths, int position,
-                                      int ranks) {
+std::unique_ptr<Algorithm> in_network(const Call& call, std::span<const std::unique_ptr<SwitchPath>> switch_paths,
+                                      int position, int ranks) {
   if (switch_paths.size() == 1) return std::make_unique<FailoverOperation>(call, *switch_paths[0], position, ranks);
   return std::make_unique<Sharded>(call, switch_paths.size(), [&](Call& part, std::size_t shard) {
     return std::make_unique<FailoverOperation>(part, *switch_paths[shard], position, ranks);

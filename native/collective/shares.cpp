@@ -34,7 +34,7 @@ Shares::Shares(std::vector<std::uint64_t> switches, std::uint64_t host, std::uin
   const std::uint64_t used = all >= link ? link / 2 : all;
   for (const std::uint64_t each : switches) {
     paths_.push_back({.beside = std::max<std::uint64_t>(1, scaled(each, used, all)),
-                     .alone = std::max<std::uint64_t>(1, scaled(each, std::min(all, link), all))});
+                      .alone = std::max<std::uint64_t>(1, scaled(each, std::min(all, link), all))});
   }
   paths_.push_back({.beside = std::max<std::uint64_t>(1, scaled(host, link - used, link)), .alone = host});
 }
@@ -61,7 +61,7 @@ std::vector<std::uint32_t> Shares::balanced() const {
   std::uint32_t left = kWhole;
   for (std::size_t path = 0; path + 1 < paths_.size(); ++path) {
     parts[path] = static_cast<std::uint32_t>(joins ? scaled(kWhole, paths_[path].beside, together)
-                                                  : scaled(kWhole, paths_[path].alone, switches));
+                                                   : scaled(kWhole, paths_[path].alone, switches));
     if (parts[path] < kWhole / kLeastPart) parts[path] = 0;
     left -= parts[path];
   }
@@ -94,8 +94,8 @@ std::vector<std::uint32_t> Shares::parts() const {
 
 void Shares::learn(std::span<const Rates> paths) {
   bool drifted = false;
-  const bool host_did_all =
-      std::all_of(paths.begin(), paths.end() - 1, [](const Rates& seen) { return seen.beside == 0 && seen.alone == 0; });
+  const bool host_did_all = std::all_of(paths.begin(), paths.end() - 1,
+                                        [](const Rates& seen) { return seen.beside == 0 && seen.alone == 0; });
   const auto believe = [&](std::uint64_t& kept, std::uint64_t seen) {
     if (seen == 0) return;
     const bool is_far = seen / 2 > kept || kept / 2 > seen;

@@ -291,7 +291,7 @@ void ShmCollective::look_for_lost() {
 void ShmCollective::read_failure(int position) {
   const Node::Segment& segment = node_.segment(position);
   failure_ = remote_abort(node_.rank(position), segment.fault_rank, std::string(segment.reason, segment.reason_bytes),
-                     {segment.expired_call, segment.expired_timeout_ns}, mesh_.rank(), mine_.header);
+                          {segment.expired_call, segment.expired_timeout_ns}, mesh_.rank(), mine_.header);
 }
 
 void ShmCollective::lose(int position) {

@@ -137,7 +137,8 @@ void Split::learn() {
   if (words_.back() != 0) return paths_.shares->skip();
   std::vector<Shares::Rates> path_rates;
   for (std::size_t path = 0; path <= switches_; ++path) {
-    path_rates.push_back(        {.beside = static_cast<std::uint64_t>(words_[2 * path]),
+    path_rates.push_back(
+        {.beside = static_cast<std::uint64_t>(words_[2 * path]),
          .alone = static_cast<std::uint64_t>(words_[2 * path + 1] == kNothing ? 0 : std::abs(words_[2 * path + 1]))});
   }
   paths_.shares->learn(path_rates);

@@ -16,7 +16,8 @@ constexpr std::size_t kGatherElements = 4096;
 
 }  // namespace
 
-SwitchPath::SwitchPath(std::unique_ptr<Channel> channel, transport::Mesh& spare, std::vector<Row> rows, std::uint16_t table)
+SwitchPath::SwitchPath(std::unique_ptr<Channel> channel, transport::Mesh& spare, std::vector<Row> rows,
+                       std::uint16_t table)
     : failover_(channel->generation()),
       channel_(std::move(channel)),
       spare_(spare),
@@ -24,7 +25,9 @@ SwitchPath::SwitchPath(std::unique_ptr<Channel> channel, transport::Mesh& spare,
       table_(table),
       team_(channel_->ranks(), spare.rank()) {}
 
-bool SwitchPath::can_start() const { return operations_.size() < Channel::kMaxOperations && (!is_up() || channel_->can_start()); }
+bool SwitchPath::can_start() const {
+  return operations_.size() < Channel::kMaxOperations && (!is_up() || channel_->can_start());
+}
 
 std::optional<SwitchPath::FrozenState> SwitchPath::freeze(std::uint64_t generation) {
   const auto [which, promised] = failover_.freeze(generation);
@@ -35,7 +38,7 @@ std::optional<SwitchPath::FrozenState> SwitchPath::freeze(std::uint64_t generati
 }
 
 std::optional<std::vector<std::vector<std::byte>>> SwitchPath::kept(std::uint64_t generation,
-                                                                const std::vector<std::uint64_t>& chunks) const {
+                                                                    const std::vector<std::uint64_t>& chunks) const {
   if (!failover_.offers_results(generation)) return std::nullopt;
   std::vector<std::vector<std::byte>> packets;
   for (const std::uint64_t chunk : chunks) {
@@ -46,7 +49,8 @@ std::optional<std::vector<std::vector<std::byte>>> SwitchPath::kept(std::uint64_
   return packets;
 }
 
-bool SwitchPath::accept(std::uint64_t generation, const std::vector<std::span<const std::byte>>& packets, std::int64_t now_ns) {
+bool SwitchPath::accept(std::uint64_t generation, const std::vector<std::span<const std::byte>>& packets,
+                        std::int64_t now_ns) {
   if (!failover_.accepts_results(generation)) return false;
   return std::all_of(packets.begin(), packets.end(),
                      [&](const auto& packet) { return channel_->accept_kept(packet, now_ns); });

@@ -53,13 +53,15 @@ std::span<const std::byte> opened(auth::PacketAuthenticator& authenticator, std:
     return authentic(authenticator, bytes) ? bytes.first(bytes.size() - auth::kMacBytes) : std::span<const std::byte>();
   }
   if (bytes.size() != plain.size() + auth::kMacBytes) return {};
-  return authenticator.decrypt(protocol::nonce_of(bytes.data(), plain.size()), bytes, protocol::kHeaderBytes, plain.data())
+  return authenticator.decrypt(protocol::nonce_of(bytes.data(), plain.size()), bytes, protocol::kHeaderBytes,
+                               plain.data())
              ? std::span<const std::byte>(plain)
              : std::span<const std::byte>();
 }
 
 // Returns the bytes to send before the tag: `packet` as it is, or its encrypted form, which stands at `encrypted`.
-const std::byte* sealed(auth::PacketAuthenticator& authenticator, std::span<const std::byte> packet, std::byte* encrypted, std::byte* out) {
+const std::byte* sealed(auth::PacketAuthenticator& authenticator, std::span<const std::byte> packet,
+                        std::byte* encrypted, std::byte* out) {
   if (!authenticator.encrypts()) {
     tag(authenticator, packet, out);
     return packet.data();
@@ -69,7 +71,7 @@ const std::byte* sealed(auth::PacketAuthenticator& authenticator, std::span<cons
   const iovec piece{const_cast<std::byte*>(values.data()), values.size()};
   if (encrypted != packet.data()) std::copy(header.begin(), header.end(), encrypted);
   authenticator.encrypt(protocol::nonce_of(packet.data(), packet.size()), header, {&piece, 1},
-                 encrypted + protocol::kHeaderBytes, out);
+                        encrypted + protocol::kHeaderBytes, out);
   return encrypted;
 }
 
@@ -150,8 +152,8 @@ void DataPlane::on_thread(const std::function<void()>& command) {
 }
 
 std::unique_ptr<DataPlane::Job> DataPlane::make_job(std::uint32_t id, std::uint32_t incarnation,
-                                            const std::vector<std::uint64_t>& nonces,
-                                            const std::vector<auth::Key>& hello_keys) {
+                                                    const std::vector<std::uint64_t>& nonces,
+                                                    const std::vector<auth::Key>& hello_keys) {
   if (!hello_keys.empty() && hello_keys.size() != nonces.size()) throw std::invalid_argument("open: a key a worker");
   auto job = std::make_unique<Job>();
   job->id = id;
@@ -177,8 +179,8 @@ void DataPlane::add(std::unique_ptr<Job> job) {
 }
 
 std::uint16_t DataPlane::open(std::uint32_t job_id, std::uint32_t incarnation, const std::string& host,
-                          const std::vector<std::uint64_t>& nonces, const std::vector<auth::Key>& hello_keys,
-                          std::size_t buffer_bytes) {
+                              const std::vector<std::uint64_t>& nonces, const std::vector<auth::Key>& hello_keys,
+                              std::size_t buffer_bytes) {
   auto job = make_job(job_id, incarnation, nonces, hello_keys);
   auto socket = std::make_unique<transport::UdpSocket>(transport::Address::parse(host, 0), buffer_bytes);
   job->socket = socket.get();
@@ -189,18 +191,18 @@ std::uint16_t DataPlane::open(std::uint32_t job_id, std::uint32_t incarnation, c
 }
 
 DataPlane::FabricAddress DataPlane::open_on_fabric(std::uint32_t job_id, std::uint32_t incarnation,
-                                         std::unique_ptr<transport::fabric::Endpoint> fabric_endpoint,
-                                         const std::vector<std::uint64_t>& nonces,
-                                         const std::vector<std::uint64_t>& proofs,
-                                         const std::vector<auth::Key>& hello_keys, std::size_t packet_bytes,
-                                         std::size_t in_flight_bytes) {
+                                                   std::unique_ptr<transport::fabric::Endpoint> fabric_endpoint,
+                                                   const std::vector<std::uint64_t>& nonces,
+                                                   const std::vector<std::uint64_t>& proofs,
+                                                   const std::vector<auth::Key>& hello_keys, std::size_t packet_bytes,
+                                                   std::size_t in_flight_bytes) {
   auto job = make_job(job_id, incarnation, nonces, hello_keys);
-  auto endpoint = std::make_unique<transport::fabric::FabricDatagrams>(std::move(fabric_endpoint), packet_bytes, in_flight_bytes,
-                                                                       nonces.size());
+  auto endpoint = std::make_unique<transport::fabric::FabricDatagrams>(std::move(fabric_endpoint), packet_bytes,
+                                                                       in_flight_bytes, nonces.size());
   FabricAddress address{.name = endpoint->name(),
-                    .tags = {},
-                    .packet_bytes = endpoint->packet_bytes(),
-                    .buffer_bytes = endpoint->buffer_bytes()};
+                        .tags = {},
+                        .packet_bytes = endpoint->packet_bytes(),
+                        .buffer_bytes = endpoint->buffer_bytes()};
   for (std::size_t i = 0; i < nonces.size(); ++i) {
     if (proofs.at(i) == nonces[i]) throw std::invalid_argument("open: a proof is another number than the nonce");
     address.tags.push_back(endpoint->tag(static_cast<transport::Datagrams::Peer>(i)));
@@ -212,8 +214,8 @@ DataPlane::FabricAddress DataPlane::open_on_fabric(std::uint32_t job_id, std::ui
   return address;
 }
 
-void DataPlane::set_worker_address(std::uint32_t job_id, std::uint16_t worker, const std::string& host, std::uint16_t port,
-                   const std::string& local) {
+void DataPlane::set_worker_address(std::uint32_t job_id, std::uint16_t worker, const std::string& host,
+                                   std::uint16_t port, const std::string& local) {
   const transport::Address address = transport::Address::parse(host, port);
   std::optional<transport::Address> source;
   if (!local.empty()) source = transport::Address::parse(local, 0);
@@ -225,12 +227,13 @@ void DataPlane::set_worker_address(std::uint32_t job_id, std::uint16_t worker, c
   });
 }
 
-void DataPlane::set_worker_fabric_address(std::uint32_t job_id, std::uint16_t worker, const std::vector<std::byte>& name,
-                             std::uint64_t tag) {
+void DataPlane::set_worker_fabric_address(std::uint32_t job_id, std::uint16_t worker,
+                                          const std::vector<std::byte>& name, std::uint64_t tag) {
   on_thread([&] {
     const auto found = jobs_.find(job_id);
     if (found == jobs_.end()) return;
-    if (found->second->endpoint == nullptr) throw std::invalid_argument("set_worker_fabric_address: the job is on no fabric");
+    if (found->second->endpoint == nullptr)
+      throw std::invalid_argument("set_worker_fabric_address: the job is on no fabric");
     Worker& expected = found->second->workers.at(worker);
     found->second->endpoint->connect(worker, name, tag);
     expected.expected = worker;
@@ -247,7 +250,7 @@ std::size_t DataPlane::receive_buffer_bytes(std::uint32_t job_id) {
 }
 
 void DataPlane::connect_parent(std::uint32_t job_id, std::unique_ptr<transport::Datagrams> port,
-                           transport::Datagrams::Peer to) {
+                               transport::Datagrams::Peer to) {
   on_thread([&] {
     const auto found = jobs_.find(job_id);
     if (found == jobs_.end()) throw std::invalid_argument("connect_parent: no such job");
@@ -259,7 +262,7 @@ void DataPlane::connect_parent(std::uint32_t job_id, std::unique_ptr<transport::
 }
 
 void DataPlane::begin(const protocol::JobConfig& config, const std::optional<JobKeys>& keys,
-                  const std::optional<ParentKeys>& parent_keys, auth::Security security) {
+                      const std::optional<ParentKeys>& parent_keys, auth::Security security) {
   // Slots are allocated here, not between two batches of other jobs.
   const OnCore near(options_.core);
   auto machine = std::make_unique<SwitchJob>(config);
@@ -280,7 +283,8 @@ void DataPlane::begin(const protocol::JobConfig& config, const std::optional<Job
     if (sum_authenticator->encrypts()) encrypted_sums.resize(transport::UdpSocket::kMaxSegments * packet_bytes);
   }
   if (keys) {
-    for (std::size_t i = 0; i < authenticators.size(); ++i) authenticators[i].emplace(keys->contributions.at(i), security);
+    for (std::size_t i = 0; i < authenticators.size(); ++i)
+      authenticators[i].emplace(keys->contributions.at(i), security);
     result_authenticator.emplace(keys->results, security);
     tags.resize(machine->slot_count() * auth::kMacBytes);
     if (result_authenticator->encrypts()) encrypted.resize(machine->slot_count() * packet_bytes);
@@ -291,7 +295,8 @@ void DataPlane::begin(const protocol::JobConfig& config, const std::optional<Job
     if (found == jobs_.end()) throw std::invalid_argument("begin: no such job");
     Job& job = *found->second;
     if (job.authenticated != keys.has_value()) throw std::invalid_argument("begin: keys are for a job that has them");
-    if (job.workers.size() != authenticators.size()) throw std::invalid_argument("begin: not as many workers as were opened");
+    if (job.workers.size() != authenticators.size())
+      throw std::invalid_argument("begin: not as many workers as were opened");
     std::string silent;
     for (std::size_t i = 0; i < job.workers.size(); ++i) {
       if (!job.workers[i].address) silent += " " + std::to_string(i);
@@ -393,7 +398,8 @@ void DataPlane::run() {
         continue;
       }
       std::uint64_t value = 0;
-      [[maybe_unused]] const auto got = ::read(source == kPollTimerId ? poll_timer_.get() : wake_.get(), &value, sizeof value);
+      [[maybe_unused]] const auto got =
+          ::read(source == kPollTimerId ? poll_timer_.get() : wake_.get(), &value, sizeof value);
       looks |= source == kPollTimerId;
       // After the read: a command that came before it has no other event.
       if (source == kWakeId) run_commands();
@@ -459,7 +465,8 @@ void DataPlane::receive(Job& job) {
   });
 }
 
-void DataPlane::take(Job& job, std::span<const std::byte> bytes, transport::Datagrams::Peer source, std::int64_t now_ns) {
+void DataPlane::take(Job& job, std::span<const std::byte> bytes, transport::Datagrams::Peer source,
+                     std::int64_t now_ns) {
   const auto count_drop = [&](Drop reason) { ++job.counters.drops[static_cast<std::size_t>(reason)]; };
   const auto view = protocol::PacketView::parse(bytes);
   if (!view) return count_drop(Drop::malformed);
@@ -572,7 +579,8 @@ void DataPlane::flush_sums(Job& job) {
       const auto sum = job.machine->sum(send->slot, send->packet_number);
       std::byte* tag_of = tags.data() + count * auth::kMacBytes;
       const std::byte* from = sum.data();
-      if (parent.authenticator) from = sealed(*parent.authenticator, sum, parent.encrypted.data() + count * job.plain.size(), tag_of);
+      if (parent.authenticator)
+        from = sealed(*parent.authenticator, sum, parent.encrypted.data() + count * job.plain.size(), tag_of);
       pieces[count * kPieces] = {const_cast<std::byte*>(from), sum.size()};
       pieces[count * kPieces + 1] = {tag_of, mac_bytes};
       slots[count++] = send->slot;
@@ -602,7 +610,7 @@ void DataPlane::arrived(Job& job, const SwitchJob::Handled& handled, std::int64_
 }
 
 void DataPlane::hello(Job& job, const protocol::Header& header, std::span<const std::byte> bytes,
-                  transport::Datagrams::Peer source) {
+                      transport::Datagrams::Peer source) {
   const auto count_drop = [&](Drop reason) { ++job.counters.drops[static_cast<std::size_t>(reason)]; };
   if (header.worker >= job.workers.size()) return count_drop(Drop::worker);
   Worker& worker = job.workers[header.worker];
@@ -714,7 +722,7 @@ void DataPlane::nack(Job& job, std::uint16_t to, const protocol::GapDetector::Ga
 }
 
 void DataPlane::tell_mismatch(Job& job, const SwitchJob::Handled& handled, const protocol::CallDescriptor& said,
-                          std::int64_t now_ns) {
+                              std::int64_t now_ns) {
   ++job.counters.mismatches;
   std::vector<std::byte> packet(job.machine->packet_bytes());
   // Each copy of a packet that disagrees gets one answer. All other workers are told at intervals: one must not make
@@ -782,10 +790,12 @@ bool DataPlane::wait_hint() {
     const bool is_parent = (id & kParentBit) != 0;
     const auto hint = is_parent ? job.parent->port->wait_hint(job.parent->blocked) : job.port->wait_hint(job.blocked);
     if (hint.poll_after_ns == 0) return true;
-    if (hint.poll_after_ns > 0 && (poll_after_ns < 0 || hint.poll_after_ns < poll_after_ns)) poll_after_ns = hint.poll_after_ns;
+    if (hint.poll_after_ns > 0 && (poll_after_ns < 0 || hint.poll_after_ns < poll_after_ns))
+      poll_after_ns = hint.poll_after_ns;
   }
   if (polled_ports_.empty()) return false;
-  const itimerspec once{.it_interval = {}, .it_value = {.tv_sec = 0, .tv_nsec = std::max<std::int64_t>(0, poll_after_ns)}};
+  const itimerspec once{.it_interval = {},
+                        .it_value = {.tv_sec = 0, .tv_nsec = std::max<std::int64_t>(0, poll_after_ns)}};
   timerfd_settime(poll_timer_.get(), 0, &once, nullptr);
   return false;
 }

@@ -1,8 +1,8 @@
 #include <fcntl.h>
 #include <time.h>
 #include <unistd.h>
-#include <netfold/engine/engine.hpp>
 #include <netfold/engine/compute_sampler.hpp>
+#include <netfold/engine/engine.hpp>
 
 #include <algorithm>
 #include <chrono>
@@ -159,7 +159,8 @@ void ComputeSampler::say(const Reading& now) {
 void ComputeSampler::put_held() {
   if (held_.passed_ns == 0) return;
   // It was off its core for whole looks: those came before what it has done since.
-  const bool rested = held_.passed_ns > kSampleNs + kSampleNs / 2 && held_.busy_ns > 0 && held_.busy_ns < held_.passed_ns;
+  const bool rested =
+      held_.passed_ns > kSampleNs + kSampleNs / 2 && held_.busy_ns > 0 && held_.busy_ns < held_.passed_ns;
   if (rested) put({held_.at_ns - held_.busy_ns, busy_ns_});
   busy_ns_ += held_.busy_ns;
   put({held_.at_ns, busy_ns_});

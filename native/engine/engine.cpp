@@ -10,8 +10,8 @@
 #include <netfold/collective/message.hpp>
 #include <netfold/collective/registry.hpp>
 #include <netfold/collective/split.hpp>
-#include <netfold/engine/engine.hpp>
 #include <netfold/engine/compute_sampler.hpp>
+#include <netfold/engine/engine.hpp>
 
 #include <algorithm>
 #include <cerrno>
@@ -192,7 +192,8 @@ void Group::attach(std::unique_ptr<collective::Channel> channel, std::vector<col
   std::lock_guard lock(mutex_);
   traffic_.push_back({.generation = channel->generation()});
   auto& fallback = *fallback_meshes_.at(switch_paths_.size());
-  switch_paths_.push_back(std::make_unique<collective::SwitchPath>(std::move(channel), fallback, std::move(rows), table));
+  switch_paths_.push_back(
+      std::make_unique<collective::SwitchPath>(std::move(channel), fallback, std::move(rows), table));
   if (StatusWrite status(status_); status) status->with_switch = 1;
 }
 
@@ -293,7 +294,8 @@ std::shared_ptr<Operation> Group::submit(collective::Call call, std::int64_t tim
       operation->done_.store(true, std::memory_order_release);
       return operation;
     }
-    if (!is_transfer) recent_calls_[record.sequence % kRecentCalls] = collective::MessageHeader::of(operation->call_, 0);
+    if (!is_transfer)
+      recent_calls_[record.sequence % kRecentCalls] = collective::MessageHeader::of(operation->call_, 0);
     if (outstanding_++ == 0 && status_ != nullptr) status_->under_way.start(record.queued_ns);
     if (can_take_over()) {
       const bool alone = inbox_.size() == 1;
@@ -793,7 +795,8 @@ void Group::fail_all() {
 
 bool Group::has_unsent() const {
   return mesh_->has_unsent() || lane_->mesh().has_unsent() ||
-         std::any_of(fallback_meshes_.begin(), fallback_meshes_.end(), [](const auto& fallback) { return fallback->has_unsent(); });
+         std::any_of(fallback_meshes_.begin(), fallback_meshes_.end(),
+                     [](const auto& fallback) { return fallback->has_unsent(); });
 }
 
 void Group::read_failure_in_memory(Failure& failure) const {
@@ -922,7 +925,8 @@ void Engine::set_interrupts(Interrupts given) { interrupts = given; }
 std::shared_ptr<Group> Engine::add_group(Group::Options options, std::unique_ptr<transport::Mesh> mesh,
                                          std::unique_ptr<transport::Mesh> lane,
                                          std::vector<std::unique_ptr<transport::Mesh>> fallback_meshes) {
-  auto group = std::make_shared<Group>(*this, std::move(options), std::move(mesh), std::move(lane), std::move(fallback_meshes));
+  auto group =
+      std::make_shared<Group>(*this, std::move(options), std::move(mesh), std::move(lane), std::move(fallback_meshes));
   std::lock_guard thread_lock(thread_mutex_);
   std::lock_guard lock(mutex_);
   groups_.push_back(group);
@@ -939,7 +943,8 @@ std::shared_ptr<Group> Engine::add_group(Group::Options options, std::unique_ptr
 
 void Engine::remove_group(const std::shared_ptr<Group>& group) {
   const std::string text = "rank " + std::to_string(group->rank()) + " closed the group";
-  group->fail({.kind = Failure::Kind::aborted, .rank = group->rank(), .text = text, .remote_reason = {}, .orderly = true});
+  group->fail(
+      {.kind = Failure::Kind::aborted, .rank = group->rank(), .text = text, .remote_reason = {}, .orderly = true});
   {
     // The failure above makes whoever drives finish; the engine thread tears down a group without a driver.
     std::unique_lock lock(group->mutex_);
@@ -1031,7 +1036,9 @@ bool Engine::run_once(Round& round) {
     }
   }
   // Callers that wait for each of their messages wake this thread for nothing: leave them alone for longer.
-  if (is_late) takeover_delay_ns_ = driven.empty() ? std::min(2 * takeover_delay_ns_.load(), kMaxTakeoverDelayNs) : kTakeoverDelayNs;
+  if (is_late)
+    takeover_delay_ns_ =
+        driven.empty() ? std::min(2 * takeover_delay_ns_.load(), kMaxTakeoverDelayNs) : kTakeoverDelayNs;
   if (progress_all(driven)) {
     idle_since = 0;
     return true;

@@ -86,11 +86,12 @@ std::optional<Group::Broken> Group::disconnect(int lane, int peer, int number, i
 }
 
 bool Group::reconnect(int lane, int peer, int number, int reconnects, transport::Fd socket, std::uint64_t peer_received,
-                 const auth::StreamSecrets& secrets) {
+                      const auth::StreamSecrets& secrets) {
   bool reconnected = false;
   run_driver_task([&] {
     auto* found = mesh_of(lane).rail(peer, number);
-    reconnected = found != nullptr && found->reconnects() == reconnects && found->reconnect(std::move(socket), peer_received, secrets);
+    reconnected = found != nullptr && found->reconnects() == reconnects &&
+                  found->reconnect(std::move(socket), peer_received, secrets);
     if (reconnected) flush();
   });
   return reconnected;
@@ -181,7 +182,7 @@ std::optional<AsyncEvent> Engine::next_async_event(std::int64_t timeout_ns) {
   std::unique_lock lock(async_event_mutex_);
   const std::uint64_t interrupts = async_event_interrupts_;
   async_event_condition_.wait_for(lock, std::chrono::nanoseconds(timeout_ns),
-                           [&] { return !async_events_.empty() || async_event_interrupts_ != interrupts; });
+                                  [&] { return !async_events_.empty() || async_event_interrupts_ != interrupts; });
   if (async_events_.empty()) return std::nullopt;
   AsyncEvent event = std::move(async_events_.front());
   async_events_.pop_front();

@@ -125,11 +125,11 @@ std::array<std::byte, 12> nonce_of(const std::byte* header, std::size_t bytes) {
 
 CallDescriptor CallDescriptor::of(const Header& header) {
   return CallDescriptor{.operation = header.operation,
-                   .elements = header.elements,
-                   .count = header.count,
-                   .wire = header.wire,
-                   .reduce = header.reduce,
-                   .table = header.table};
+                        .elements = header.elements,
+                        .count = header.count,
+                        .wire = header.wire,
+                        .reduce = header.reduce,
+                        .table = header.table};
 }
 
 void CallDescriptor::fill(Header& header) const {
@@ -141,6 +141,8 @@ void CallDescriptor::fill(Header& header) const {
   header.table = table;
 }
 
-std::size_t CallDescriptor::value_bytes() const { return count * kernels::element_bytes(static_cast<kernels::DType>(wire)); }
+std::size_t CallDescriptor::value_bytes() const {
+  return count * kernels::element_bytes(static_cast<kernels::DType>(wire));
+}
 
 }  // namespace netfold::protocol

@@ -298,8 +298,8 @@ std::span<const std::byte> SwitchJob::frame(std::uint32_t slot) const {
   return {frames_.data() + static_cast<std::size_t>(slot) * packet_bytes(), packet_bytes()};
 }
 
-void SwitchJob::write_mismatch(std::uint64_t chunk, const CallDescriptor& said, std::uint16_t about, std::uint64_t number,
-                               std::byte* out) const {
+void SwitchJob::write_mismatch(std::uint64_t chunk, const CallDescriptor& said, std::uint16_t about,
+                               std::uint64_t number, std::byte* out) const {
   Header header{.flags = kFromSwitch | kMismatch,
                 .job = config_.job,
                 .epoch = config_.epoch,

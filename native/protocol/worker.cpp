@@ -78,7 +78,9 @@ std::optional<Worker::Send> Worker::poll_send(std::int64_t now_ns) {
   retransmissions_ += again ? 1 : 0;
 
   const Placement& placement = *placement_of(chunk);
-  Send send{.first = (chunk - placement.first_chunk) * placement.per_chunk, .count = count_of(placement, chunk), .again = again};
+  Send send{.first = (chunk - placement.first_chunk) * placement.per_chunk,
+            .count = count_of(placement, chunk),
+            .again = again};
   send.header = Header{.job = config_.job,
                        .epoch = config_.epoch,
                        .incarnation = config_.incarnation,
@@ -92,12 +94,13 @@ std::optional<Worker::Send> Worker::poll_send(std::int64_t now_ns) {
 CallDescriptor Worker::descriptor_at(std::uint64_t chunk) const {
   const Placement& placement = *placement_of(chunk);
   const Operation& operation = placement.operation;
-  return {.operation = operation.operation,
-          .elements = operation.size_digest != 0 ? operation.size_digest : static_cast<std::uint32_t>(operation.elements),
-          .count = count_of(placement, chunk),
-          .wire = static_cast<std::uint8_t>(operation.wire),
-          .reduce = static_cast<std::uint8_t>(operation.reduce),
-          .table = operation.table};
+  return {
+      .operation = operation.operation,
+      .elements = operation.size_digest != 0 ? operation.size_digest : static_cast<std::uint32_t>(operation.elements),
+      .count = count_of(placement, chunk),
+      .wire = static_cast<std::uint8_t>(operation.wire),
+      .reduce = static_cast<std::uint8_t>(operation.reduce),
+      .table = operation.table};
 }
 
 void Worker::not_sent(std::uint64_t chunk) {

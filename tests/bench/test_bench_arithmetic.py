@@ -5,14 +5,14 @@ import json
 import numpy as np
 import pytest
 
-from netfold.bench.collectives import COLLECTIVES, REDOPS, expected, parse_redops
-from netfold.bench.config import Measured, BenchEnvironment, Result, SizeResult, Trials, calls_a_round
-from netfold.bench.test_data import MessageData, byte_bound, contribution, encode, fill, mismatches, modulus
-from netfold.bench.report import describe_run, make_rows, total_wrong
 from netfold.bench.backends import parse_backend, unique_labels
+from netfold.bench.collectives import COLLECTIVES, REDOPS, expected, parse_redops
+from netfold.bench.config import BenchEnvironment, Measured, Result, SizeResult, Trials, calls_a_round
+from netfold.bench.report import describe_run, make_rows, total_wrong
 from netfold.bench.sizes import DTYPES, format_size, parse_dtypes, parse_size, sweep
 from netfold.bench.spread import paired_ratios, spread
 from netfold.bench.table import render_table
+from netfold.bench.test_data import MessageData, byte_bound, contribution, encode, fill, mismatches, modulus
 from netfold.bench.trial import make_message_data
 
 
@@ -106,7 +106,9 @@ def test_only_a_sum_of_f32_by_i8_may_be_off_at_all() -> None:
     assert tolerance > 0
     assert [make_message_data("sum", wire, "f32", 4)[1] for wire in ("", "f32", "bf16", "f16", "i32")] == [0] * 5
     assert make_message_data("max", "i8", "f32", 4)[1] == 0
-    assert make_message_data("avg", "i8", "f32", 4)[1] == pytest.approx(tolerance, rel=0.1), "of numbers P times as large"
+    assert make_message_data("avg", "i8", "f32", 4)[1] == pytest.approx(tolerance, rel=0.1), (
+        "of numbers P times as large"
+    )
 
 
 def test_lists_of_dtypes_and_reductions_are_read_and_unknown_words_are_named() -> None:

@@ -10,13 +10,13 @@ import pytest
 from load import seconds
 from typer.testing import CliRunner
 
+from netfold.bench.backends import parse_backend
 from netfold.bench.collectives import COLLECTIVES, REDOPS
-from netfold.bench.runner import BenchError, start_runner, measure
 from netfold.bench.config import BenchEnvironment, Trials
 from netfold.bench.link_probe import probe_rack
 from netfold.bench.mpi_peers import PeerMissingError, have_peer, launch_mpi
 from netfold.bench.report import Row, make_rows, total_wrong
-from netfold.bench.backends import parse_backend
+from netfold.bench.runner import BenchError, measure, start_runner
 from netfold.bench.sizes import DTYPES
 from netfold.cli.bench import app
 from netfold.rack.command import why_unavailable
@@ -169,7 +169,9 @@ def test_ddp_steps_are_timed_and_leave_all_ranks_the_same_parameters() -> None:
 
 def test_a_failing_worker_is_an_error_with_what_it_said_and_nothing_runs_on() -> None:
     with pytest.raises(BenchError, match=r"rank \d failed(.|\n)*no-such-backend"):
-        measure(BenchEnvironment(2, deadline_s=60), Trials("all_reduce", ["gloo", "no-such-backend"], sizes=[4], rounds=1))
+        measure(
+            BenchEnvironment(2, deadline_s=60), Trials("all_reduce", ["gloo", "no-such-backend"], sizes=[4], rounds=1)
+        )
     assert not workers_alive()
 
 

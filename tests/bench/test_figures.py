@@ -14,7 +14,6 @@ import pytest
 from typer.testing import CliRunner
 
 from netfold.bench import mpi_peers
-from netfold.bench.runner import BenchError
 from netfold.bench.figures import by_link, efficiency, hosts, latency, loss, packets, run, speedup, tree
 from netfold.bench.figures.budget import LEAST_ROUNDS, MOST_ROUNDS, Budget, Share
 from netfold.bench.figures.catalogue import FIGURES
@@ -22,6 +21,7 @@ from netfold.bench.figures.figure import GLOO, HOSTS_ONLY, IN_NETWORK, RING, Fig
 from netfold.bench.figures.mpi import said_of, series_of
 from netfold.bench.figures.replay import NETFOLD, fitting_rounds
 from netfold.bench.rack_runner import Timing
+from netfold.bench.runner import BenchError
 from netfold.cli.bench import app
 from netfold.rack.command import why_unavailable
 
@@ -485,7 +485,11 @@ def test_the_mpi_of_a_figure_is_the_first_that_is_here(monkeypatch: pytest.Monke
     here = {"openmpi", "intel"}
     monkeypatch.setattr(mpi_peers, "have_peer", here.__contains__)
     assert mpi_peers.find_mpi() == "openmpi"
-    assert [mpi_peers.with_mpi_named(backend) for backend in ("mpi", "gloo", "mpi:intel")] == ["mpi:openmpi", "gloo", "mpi:intel"]
+    assert [mpi_peers.with_mpi_named(backend) for backend in ("mpi", "gloo", "mpi:intel")] == [
+        "mpi:openmpi",
+        "gloo",
+        "mpi:intel",
+    ]
     here.clear()
     assert mpi_peers.find_mpi() == ""
     with pytest.raises(mpi_peers.PeerMissingError, match="no MPI is here; `make bench-peers`"):

@@ -5,11 +5,11 @@ import json
 
 import pytest
 
-from netfold.bench.config import Measured, BenchEnvironment, Result, SizeResult, Trials
+from netfold.bench.config import BenchEnvironment, Measured, Result, SizeResult, Trials
 from netfold.bench.goals import MB, MPIS, SECTIONS, Goal, all_goals, places, trials_at
-from netfold.bench.rules import evaluate_goal, render_verdicts, unmeasured
 from netfold.bench.link_probe import LinkMeasurement, lower_bound_s
 from netfold.bench.report import Row, make_rows
+from netfold.bench.rules import evaluate_goal, render_verdicts, unmeasured
 from netfold.bench.suite import Section, render_markdown
 
 PLACE = BenchEnvironment(2, switch=False)
@@ -85,7 +85,9 @@ def test_a_goal_without_a_number_is_only_reported() -> None:
 def test_what_could_not_be_measured_says_why_in_one_table_line() -> None:
     refused = rows(netfold=[1], mpi_mpich=[1])
     refused["netfold"] = dataclasses.replace(refused["netfold"], time_ns=None, refused="not | yet\nmore")
-    lines = render_verdicts([evaluate_goal(GOAL, refused), evaluate_goal(GOAL, rows(netfold=[1])), unmeasured(GOAL, "no rack")])
+    lines = render_verdicts(
+        [evaluate_goal(GOAL, refused), evaluate_goal(GOAL, rows(netfold=[1])), unmeasured(GOAL, "no rack")]
+    )
     assert "not / yet" in lines[2] and "no peer of mpi:openmpi, mpi:mpich is here" in lines[3] and "no rack" in lines[4]
     assert len({line.count("|") for line in lines}) == 1
 

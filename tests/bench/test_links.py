@@ -5,7 +5,7 @@ import json
 import pytest
 from ranks import run_command
 
-from netfold.bench.links import PACKET, PAYLOAD, LinkSetup, LinkResult, table
+from netfold.bench.links import PACKET, PAYLOAD, LinkResult, LinkSetup, table
 
 # 1 byte of tensor takes 40 ns of the link.
 LINK = 25e6 * PAYLOAD / PACKET

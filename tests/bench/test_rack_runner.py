@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from netfold.bench.runner import BenchError
 from netfold.bench.machine import congestion_controls
 from netfold.bench.mpi_peers import find_mpi
-from netfold.bench.rack_runner import Configuration, start_rack_runner, set_congestion_control, set_loss
+from netfold.bench.rack_runner import Configuration, set_congestion_control, set_loss, start_rack_runner
+from netfold.bench.runner import BenchError
 from netfold.rack import Rack
 from netfold.rack.command import why_unavailable
 from netfold.rack.names import host_namespace
@@ -117,7 +117,11 @@ def test_an_mpis_ranks_are_right_in_every_element_and_sleep_while_others_have_th
     if not (mpi := find_mpi()):
         pytest.skip("no MPI is here (make bench-peers)")
     with Rack(3, "100mbit") as rack, start_rack_runner(rack, DEADLINE_S, mpi) as turns:
-        few, all_of_them, gloo = Configuration("two", 2, mpi=mpi), Configuration("three", 3, mpi=mpi), Configuration("gloo", 3)
+        few, all_of_them, gloo = (
+            Configuration("two", 2, mpi=mpi),
+            Configuration("three", 3, mpi=mpi),
+            Configuration("gloo", 3),
+        )
         turns.open([few, gloo, all_of_them])
         found = [turns.turn(way, 1 << 20, number, calls=2) for number, way in enumerate((few, all_of_them, few))]
         errors = turns.turn(all_of_them, SIZE, 0, values="normal")
@@ -161,7 +165,10 @@ def test_a_way_that_cannot_be_is_an_error_with_the_reason() -> None:
 
 def test_a_rank_that_is_killed_is_an_error_and_the_deadline_too() -> None:
     with Rack(2, "1gbit") as rack:
-        with pytest.raises(BenchError, match="rank 1 ended with exit code"), start_rack_runner(rack, DEADLINE_S) as turns:
+        with (
+            pytest.raises(BenchError, match="rank 1 ended with exit code"),
+            start_rack_runner(rack, DEADLINE_S) as turns,
+        ):
             way = Configuration("gloo", 2)
             turns.open([way])
             inside = ["ip", "netns", "pids", host_namespace(rack.rack_id, 1)]

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from netfold.bench.runner import start_runner
 from netfold.bench.config import BenchEnvironment, Replay
 from netfold.bench.mpi_peers import have_peer
 from netfold.bench.program import build_program
+from netfold.bench.runner import start_runner
 from netfold.bench.step import measure_models, total_wrong
 from netfold.cli.bench import app
 from netfold.plan.model.catalogue import find_model
@@ -47,7 +47,18 @@ def test_a_recommenders_exchanges_are_right_through_a_switch_and_through_gloo() 
 
 @pytest.mark.jobs
 def test_the_verbs_json_has_everything_and_its_table_says_what_it_stands_for() -> None:
-    arguments = ["model", "edsr-baseline", "--backend", "netfold", "--backend", "gloo", "--shrink", "10", "--ranks", "2"]
+    arguments = [
+        "model",
+        "edsr-baseline",
+        "--backend",
+        "netfold",
+        "--backend",
+        "gloo",
+        "--shrink",
+        "10",
+        "--ranks",
+        "2",
+    ]
     done = CliRunner().invoke(app, [*arguments, "-n", "3", "--no-switch", "--bucket", "2M", "--json"])
     assert done.exit_code == 0, done.stderr
     assert "tensors 1/10 of their size" in done.stderr and "edsr-baseline" in done.stderr

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from netfold.bench import replay as replay_module
+from netfold.bench.backends import Buffer
 from netfold.bench.collectives import Collective
-from netfold.bench.config import Measured, BenchEnvironment, Replay, Replayed
+from netfold.bench.config import BenchEnvironment, Measured, Replay, Replayed
 from netfold.bench.program import (
     BUCKET_BYTES,
     FIRST_BUCKET_BYTES,
@@ -23,7 +24,6 @@ from netfold.bench.program import (
     gradient_buckets,
 )
 from netfold.bench.replay import StepTrial
-from netfold.bench.backends import Buffer
 from netfold.bench.start_line import StartLine
 from netfold.bench.step import describe_network, make_step_rows
 from netfold.bench.step_table import render_steps
@@ -348,7 +348,9 @@ def test_a_side_that_refuses_has_its_sentence_below_the_table() -> None:
         ),
     ],
 )
-def test_a_run_says_which_network_it_stands_for(place: BenchEnvironment, options: dict[str, Any], sentence: str) -> None:
+def test_a_run_says_which_network_it_stands_for(
+    place: BenchEnvironment, options: dict[str, Any], sentence: str
+) -> None:
     assert describe_network(place, Replay(["vgg16"], ["gloo"], **options)) == sentence
 
 

@@ -18,7 +18,7 @@ from ranks import run_threads, values
 from netfold import Communicator, FileStore, Options
 from netfold.bootstrap import probe
 from netfold.errors import RendezvousError
-from netfold.tuning import ChoiceTable, DEFAULT_LINKS, Links, Row, Topology, build_table
+from netfold.tuning import DEFAULT_LINKS, ChoiceTable, Links, Row, Topology, build_table
 
 pytestmark = pytest.mark.native
 

@@ -22,7 +22,7 @@ from ranks import run_ranks, run_threads, values
 from netfold import Communicator, FileStore, Options
 from netfold.bootstrap import handshake, listener, rendezvous
 from netfold.bootstrap.addresses import Interfaces
-from netfold.bootstrap.listener import RegisteredGroup, release_listener, acquire_listener
+from netfold.bootstrap.listener import RegisteredGroup, acquire_listener, release_listener
 from netfold.switch_protocol.control_messages import parse_endpoint
 
 pytestmark = pytest.mark.native

@@ -17,10 +17,10 @@ from load import settles
 from ranks import run_ranks, run_threads, values
 
 from netfold import Communicator, FileStore, Options
-from netfold.switch_protocol import control_messages
-from netfold.communicator import RendezvousError
 from netfold.bootstrap import shm_discovery as discovery
 from netfold.bootstrap.shm_discovery import discover_nodes
+from netfold.communicator import RendezvousError
+from netfold.switch_protocol import control_messages
 
 pytestmark = pytest.mark.native
 

@@ -17,8 +17,8 @@ from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
-from netfold.rack.delay_links import NAMESPACES
 from netfold.rack.cleanup import HOST_FOLDER
+from netfold.rack.delay_links import NAMESPACES
 
 SHM_BYTES = 64 << 20
 _CLONE_NEWNS, _CLONE_NEWNET = 0x00020000, 0x40000000

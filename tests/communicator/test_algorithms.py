@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from ranks import run_ranks, running_switch, values
 from reductions import (
     FLOAT_OPS,
     INTEGER_OPS,
@@ -20,11 +21,10 @@ from reductions import (
     contribution,
     rounded,
 )
-from ranks import run_ranks, running_switch, values
 
 from netfold import Communicator, FileStore, Options
-from netfold.switch_protocol import control_messages
 from netfold.profile import Records
+from netfold.switch_protocol import control_messages
 
 pytestmark = pytest.mark.xdist_group("algorithms")  # the worlds are made once
 

@@ -9,8 +9,8 @@ import time
 
 import numpy as np
 import pytest
-from reductions import FLOAT_OPS, INTEGER_OPS, by_rank, contribution
 from ranks import run_threads, values
+from reductions import FLOAT_OPS, INTEGER_OPS, by_rank, contribution
 
 from netfold import Communicator, FileStore, Options
 

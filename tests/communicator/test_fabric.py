@@ -23,10 +23,10 @@ from load import seconds
 from ranks import run_ranks, run_threads, values
 
 from netfold import Communicator, FileStore, Options
-from netfold.switch_protocol import control_messages
 from netfold._native import fabric
-from netfold.errors import RendezvousError
 from netfold.bootstrap.fabric import connect, port_of
+from netfold.errors import RendezvousError
+from netfold.switch_protocol import control_messages
 
 LIBFABRIC = need_libfabric()
 

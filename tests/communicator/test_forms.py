@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from reductions import contribution
 from load import seconds
 from ranks import run_threads, values
+from reductions import contribution
 
 from netfold import Communicator, FileStore, Options
 from netfold.communicator import Work

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from reductions import UFUNCS, Array, contribution
 from hosts import apart
 from ranks import run_threads, values
+from reductions import UFUNCS, Array, contribution
 
 from netfold import Communicator, FileStore, Options
 from netfold.communicator import group as group_module

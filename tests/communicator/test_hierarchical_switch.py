@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from reductions import by_rank, contribution
 from hosts import apart
 from load import seconds
 from ranks import run_ranks, run_threads, running_switch, values
+from reductions import by_rank, contribution
 
 from netfold import Communicator, FileStore, Options
 from netfold.communicator import group as group_module

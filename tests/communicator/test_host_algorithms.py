@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from reductions import by_halving, by_halving_scatter, by_rank, by_ring, by_ring_scatter, by_tree, contribution
 from ranks import run_threads, values
+from reductions import by_halving, by_halving_scatter, by_rank, by_ring, by_ring_scatter, by_tree, contribution
 
 from netfold import Communicator, FileStore, Options
 from netfold._native import engine

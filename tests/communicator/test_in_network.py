@@ -10,15 +10,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from reductions import FLOAT_OPS, INTEGER_OPS, by_rank, contribution
 from hosts import apart
 from load import seconds
 from ranks import RunningSwitch, run_threads, running_switch, values
+from reductions import FLOAT_OPS, INTEGER_OPS, by_rank, contribution
 
 from netfold import Communicator, FileStore, Options
-from netfold.switch_protocol import control_messages
 from netfold._native import engine
 from netfold.communicator.group import region
+from netfold.switch_protocol import control_messages
 
 THROUGH = ("all_reduce", "reduce", "broadcast", "reduce_scatter", "all_gather", "barrier")
 RANKS = pytest.mark.parametrize("size", [2, 3, 4])

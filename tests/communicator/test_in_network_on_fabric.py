@@ -17,18 +17,18 @@ import numpy as np
 import pytest
 import test_in_network as by_udp
 from fabrics import need_libfabric
-from reductions import FLOAT_OPS, INTEGER_OPS
 from load import seconds
 from ranks import RunningSwitch, run_ranks, run_threads, running_switch, values
+from reductions import FLOAT_OPS, INTEGER_OPS
 
 from netfold import Communicator, FileStore, Options
-from netfold.switch_protocol import control_messages
 from netfold._native import engine, protocol
 from netfold._native.dataplane import DataPlane
 from netfold._native.transport import FabricPort
 from netfold.communicator import PeerLost
-from netfold.switch_protocol.data_path import fabric_payload
 from netfold.switch.status_table import fetch_status
+from netfold.switch_protocol import control_messages
+from netfold.switch_protocol.data_path import fabric_payload
 
 need_libfabric()
 
@@ -327,7 +327,14 @@ def test_a_hello_counts_with_the_workers_own_tag_and_key_and_nonce_and_comes_bac
 def test_who_has_not_got_the_hello_back_is_not_ready(open_switch: RunningSwitch) -> None:
     elsewhere = FabricPort("tcp", HERE, packet_bytes=4096, in_flight_bytes=4096).address
     place = {"provider": "tcp;ofi_rxm", "name": elsewhere["name"], "tag": 7}
-    join = {"type": "join", "version": control_messages.VERSION, "job": "j", "name": "", "ranks": [0, 1], "timeout_s": 10}
+    join = {
+        "type": "join",
+        "version": control_messages.VERSION,
+        "job": "j",
+        "name": "",
+        "ranks": [0, 1],
+        "timeout_s": 10,
+    }
 
     def says(message: dict[str, Any]) -> socket.socket:
         stream = socket.create_connection(open_switch.address, 10)

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from reductions import contribution
 from ranks import run_threads, running_switch, values
+from reductions import contribution
 
 from netfold import Communicator, FileStore, Options
 from netfold._native import kernels

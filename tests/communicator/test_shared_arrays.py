@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from reductions import by_rank, contribution
 from ranks import run_ranks, run_threads, values
+from reductions import by_rank, contribution
 
 import netfold
 from netfold import Communicator, FileStore

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from netfold.communicator.switch_watch import ALIVE_S, ANSWER_S, PATH_S, QUIET_S, Query, Lost, SwitchWatch
+from netfold.communicator.switch_watch import ALIVE_S, ANSWER_S, PATH_S, QUIET_S, Lost, Query, SwitchWatch
 
 RANK = 1
 TICK_S = 0.2

@@ -9,8 +9,8 @@ import torch
 
 from netfold.demo import figures, report
 from netfold.demo.agreement import compare
+from netfold.demo.experiment import Experiment, HeldOut, Outcome
 from netfold.demo.settings import SCALE, Run, Training, straight
-from netfold.demo.experiment import HeldOut, Outcome, Experiment
 from netfold.train.datasets.pairs import Pair
 from netfold.train.resolution import bicubic, psnr, smaller, to_8_bits
 

@@ -190,7 +190,9 @@ def test_a_process_waits_for_a_disk_only_where_that_lasts(
 ) -> None:
     letters = iter(states)
     with Communicator(FileStore(str(tmp_path)), 0, 1):
-        monkeypatch.setattr("netfold.diagnostics.status_segment._process", lambda folder: (next(letters), "python train.py"))
+        monkeypatch.setattr(
+            "netfold.diagnostics.status_segment._process", lambda folder: (next(letters), "python train.py")
+        )
         found = find_ranks(os.getpid())
     # Other tests' groups may live in this process, too.
     assert {rank.process_state for rank in found} == {seen}

@@ -17,9 +17,9 @@ import pytest
 from load import seconds
 from ranks import run_command, run_ranks, running_switch, values
 
-from netfold.switch_protocol import control_messages
-from netfold.diagnostics.preflight import links
 from netfold.communicator.membership import query_quota
+from netfold.diagnostics.preflight import links
+from netfold.switch_protocol import control_messages
 
 pytestmark = pytest.mark.native
 
@@ -27,9 +27,9 @@ pytestmark = pytest.mark.native
 def _check(rank: int, size: int, folder: str, endpoint: str) -> object:
     os.environ["NETFOLD_SWITCH"] = endpoint
     os.environ["NETFOLD_JOIN_TOKEN"] = "a secret that nobody should see"
-    from netfold.diagnostics.preflight import check_ranks, apply_rules
-    from netfold.communicator import Communicator, Options
     from netfold.bootstrap.store import FileStore
+    from netfold.communicator import Communicator, Options
+    from netfold.diagnostics.preflight import apply_rules, check_ranks
 
     options = Options(switch="", transport="tcp")
     with Communicator(FileStore(f"{folder}/store"), rank, size, options=options) as communicator:
@@ -59,9 +59,9 @@ def test_every_rank_sees_every_link_and_the_switch() -> None:
 
 def _measure(rank: int, size: int, folder: str, endpoint: str) -> object:
     os.environ["NETFOLD_SWITCH"] = endpoint
-    from netfold.diagnostics.preflight import advise, check_ranks
-    from netfold.communicator import Communicator, Options
     from netfold.bootstrap.store import FileStore
+    from netfold.communicator import Communicator, Options
+    from netfold.diagnostics.preflight import advise, check_ranks
 
     options = Options(switch="", transport="tcp", algorithm="ring")
     with Communicator(FileStore(f"{folder}/store"), rank, size, options=options) as communicator:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from netfold.diagnostics.preflight import Capacity, Facts, PreflightFacts, Level, PairLink, advise, apply_rules
+from netfold.diagnostics.preflight import Capacity, Facts, Level, PairLink, PreflightFacts, advise, apply_rules
 from netfold.diagnostics.preflight.facts import SwitchQuota
 from netfold.diagnostics.preflight.links import rounds
 

@@ -23,7 +23,7 @@ from ranks import Outcome, run_ranks, running_switch, values
 from rich.console import Console
 
 from netfold import Communicator, FileStore
-from netfold.diagnostics import RankRates, Snapshot, Slowest, View, Sampler, ranks_behind, find_ranks
+from netfold.diagnostics import RankRates, Sampler, Slowest, Snapshot, View, find_ranks, ranks_behind
 from netfold.diagnostics.sampler import _Group, _Member
 
 MS = 1_000_000

@@ -73,8 +73,8 @@ def switch(data: bytes) -> None:
 
 def store(data: bytes) -> None:
     """Requests to rank 0's store behind a hello of its job: its thread ends in order, whatever comes."""
-    from netfold.switch_protocol import control_messages
     from netfold.bootstrap.tcp_store import TcpStoreServer
+    from netfold.switch_protocol import control_messages
 
     server = TcpStoreServer.__new__(TcpStoreServer)
     server._job, server._values, server._counters = "job", {}, {}
@@ -112,8 +112,8 @@ def tokens(data: bytes) -> None:
 
 def recipe(data: bytes) -> None:
     """A recipe file."""
-    from netfold.train.recipe.load import load
     from netfold.train.recipe.errors import RecipeError
+    from netfold.train.recipe.load import load
 
     path = _folder() / "recipe.toml"
     path.write_bytes(data)
@@ -150,7 +150,13 @@ def profile(data: bytes) -> None:
     (folder / "rank-0000").mkdir(parents=True, exist_ok=True)
     (folder / "rank-0001").mkdir(parents=True, exist_ok=True)
     parts = data.split(b"\n----\n")
-    names = ("run.json", "rank-0000/metadata.json", "rank-0001/metadata.json", "rank-0000/operations", "rank-0000/steps")
+    names = (
+        "run.json",
+        "rank-0000/metadata.json",
+        "rank-0001/metadata.json",
+        "rank-0000/operations",
+        "rank-0000/steps",
+    )
     for place, name in enumerate(names):
         (folder / name).write_bytes(parts[place] if place < len(parts) else b"")
     with contextlib.suppress(RunError):
@@ -250,8 +256,8 @@ def framed(*messages: dict[str, Any]) -> bytes:
 
 def seeds() -> dict[str, list[bytes]]:
     """What a corpus begins with: whole inputs of each kind, since mutation finds no format by itself."""
-    from netfold.switch_protocol import control_messages
     from netfold.plan.cluster import load as clusters
+    from netfold.switch_protocol import control_messages
     from netfold.train.recipe import shipped
 
     version = {"version": control_messages.VERSION}

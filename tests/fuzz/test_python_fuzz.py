@@ -20,8 +20,8 @@ from targets import HERE, corpus
 from netfold.bootstrap.tcp_store import TcpStoreServer
 from netfold.plan.cluster.load import cluster_of, load_cluster
 from netfold.profile.run import RunError, read_run
-from netfold.train.recipe.load import load
 from netfold.train.recipe.errors import RecipeError
+from netfold.train.recipe.load import load
 
 SECONDS = int(os.environ.get("FUZZ_SECONDS", "5"))
 EXAMPLES = 100

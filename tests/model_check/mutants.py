@@ -41,7 +41,10 @@ SWITCH, WORKER, PARENT_SENDER, GAP_DETECTOR = "switch_job.cpp", "worker.cpp", "p
 SWITCH_HEADER = "include/netfold/protocol/switch_job.hpp"
 ADDRESS_VALIDATION = "include/netfold/protocol/address_validation.hpp"
 # What is compiled anew where a header changes.
-BUILT_FROM = {SWITCH_HEADER: PROTOCOL / SWITCH, ADDRESS_VALIDATION: ROOT / "native" / "dev" / "model_check" / "validation_search.cpp"}
+BUILT_FROM = {
+    SWITCH_HEADER: PROTOCOL / SWITCH,
+    ADDRESS_VALIDATION: ROOT / "native" / "dev" / "model_check" / "validation_search.cpp",
+}
 
 
 @dataclass(frozen=True)
@@ -243,7 +246,13 @@ MUTANTS = {
     "retransmission-has-its-old-number": Mutant(
         Scope(workers=1, window=2, operations="2", numbers=8, timeouts=1),
         "a worker's packet has a number that another had",
-        ((WORKER, "entry.send_number = ++packet_number_;", "entry.send_number = again ? packet_number_ : ++packet_number_;"),),
+        (
+            (
+                WORKER,
+                "entry.send_number = ++packet_number_;",
+                "entry.send_number = again ? packet_number_ : ++packet_number_;",
+            ),
+        ),
     ),
     "passed-over-too-early": Mutant(
         Scope(workers=1, window=3, operations="3", numbers=4),
@@ -318,7 +327,11 @@ HELLOS = {
     "hello-job": (FOREIGN_HELLO, "if (hello.incarnation != incarnation) return Drop::foreign;", NOT_ITS_OWN),
     "hello-incarnation": (FOREIGN_HELLO, "if (hello.job != job) return Drop::foreign;", NOT_ITS_OWN),
     "hello-source": ("if (!expected || !(*expected == source)) return Drop::source;", "", NOT_ITS_OWN),
-    "hello-first": ("address = source;\n", "if (address) address = source;\n", "a worker's own hello gives it no address"),
+    "hello-first": (
+        "address = source;\n",
+        "if (address) address = source;\n",
+        "a worker's own hello gives it no address",
+    ),
 }
 
 

@@ -71,7 +71,11 @@ MUTANTS = {
         MEETS,
         (
             (MACHINE, "if self._fetched < len(task.fetches):", "if False:"),
-            (MACHINE, "if self._freeze(task.generation).receive_state().from_chunk(task.base) != task.held:", "if False:"),
+            (
+                MACHINE,
+                "if self._freeze(task.generation).receive_state().from_chunk(task.base) != task.held:",
+                "if False:",
+            ),
         ),
     ),
     "announcement-is-not-remembered": Mutant(
@@ -111,7 +115,11 @@ MUTANTS = {
         TWICE,
         UNKNOWN,
         (
-            (MACHINE, "if len(attempt.joined) == len(self.workers) and len(generations) == 1:", "if len(generations) == 1:"),
+            (
+                MACHINE,
+                "if len(attempt.joined) == len(self.workers) and len(generations) == 1:",
+                "if len(generations) == 1:",
+            ),
             (MACHINE, "attempt.unasked or len(attempt.joined) < len(self.workers)", "not attempt.joined"),
         ),
     ),
@@ -174,7 +182,9 @@ def _failover(library: ctypes.CDLL) -> Any:
 
     class Failover:
         def __init__(self, generation: int, copied: Any = None) -> None:
-            made = library.failover_new(ctypes.c_uint64(generation)) if copied is None else library.failover_copy(copied)
+            made = (
+                library.failover_new(ctypes.c_uint64(generation)) if copied is None else library.failover_copy(copied)
+            )
             self._self = ctypes.c_void_p(made)
 
         def __del__(self) -> None:

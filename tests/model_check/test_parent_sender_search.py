@@ -88,7 +88,9 @@ def _mutant(text: str, instead: str, folder: Path) -> Any:
 
     class ParentSender:
         def __init__(self, slots: int, copied: Any = None) -> None:
-            self._self = ctypes.c_void_p(library.parent_sender_new(slots) if copied is None else library.parent_sender_copy(copied))
+            self._self = ctypes.c_void_p(
+                library.parent_sender_new(slots) if copied is None else library.parent_sender_copy(copied)
+            )
 
         def __del__(self) -> None:
             library.parent_sender_delete(self._self)

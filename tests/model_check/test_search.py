@@ -180,7 +180,9 @@ def test_a_packet_that_was_taken_is_gone_unless_it_was_copied():
     exact = Scope(network="exact")
     with pytest.raises(ValueError, match="step 3"):
         replay(exact, ["call 0", "1.1/0>0", "1.1/0>0"])
-    assert [record.became for record in replay(exact, ["call 0", "copy 1.1/0>0", "1.1/0>0", "timeout 0", "1.1/0>0"])] == [
+    assert [
+        record.became for record in replay(exact, ["call 0", "copy 1.1/0>0", "1.1/0>0", "timeout 0", "1.1/0>0"])
+    ] == [
         "called",
         "stored",
         "dropped: duplicate",

@@ -17,7 +17,9 @@ LOCKED = {
     "descriptors": NATIVE / "transport" / "socket.cpp",
     "status": NATIVE / "engine" / "status.cpp",
 }
-INCLUDES = [NATIVE / folder / "include" for folder in ("transport", "engine", "collective", "protocol", "kernels", "auth")]
+INCLUDES = [
+    NATIVE / folder / "include" for folder in ("transport", "engine", "collective", "protocol", "kernels", "auth")
+]
 MAIN = Path(__file__).with_name("fork_locks.cpp")
 
 

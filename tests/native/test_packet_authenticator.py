@@ -11,8 +11,8 @@ import pytest
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from load import seconds
 
+from netfold._native import auth, protocol
 from netfold.switch_protocol import packet_keys
-from netfold._native import protocol, auth
 
 pytestmark = pytest.mark.native
 
@@ -36,7 +36,10 @@ def test_a_tag_is_what_another_implementation_of_aes_gcm_says(payload_bytes: int
 def test_flags_length_and_counter_are_the_nonce() -> None:
     key = os.urandom(16)
     whole = packet(bytes(16))
-    tags = {auth.with_mac(key, each)[-16:] for each in (whole, packet(bytes(16), flags=8), packet(bytes(16), packet_number=8))}
+    tags = {
+        auth.with_mac(key, each)[-16:]
+        for each in (whole, packet(bytes(16), flags=8), packet(bytes(16), packet_number=8))
+    }
     # GCM's tag is a sum of a part of the nonce alone and one of the bytes: the same bytes differ by the nonce alone.
     assert len(tags) == 3
 

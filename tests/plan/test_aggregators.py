@@ -12,8 +12,8 @@ import pytest
 from typer.testing import CliRunner
 
 from netfold.cli import app
-from netfold.plan.request import parse_request
 from netfold.plan.cluster import BOX, SPARE_HOST, Aggregator, Cluster, Device, Tier, cluster_of
+from netfold.plan.request import parse_request
 from netfold.plan.step import FITTED
 from netfold.plan.step.traffic import Group, collective_s
 

@@ -60,7 +60,9 @@ def test_one_forward_one_backward_waits_for_messages_all_along(stages, microbatc
     # Stage s has p - s microbatches on their way, too few to hide both messages of each: 2 (p-1)/p of one a microbatch,
     # and 2 (p-2) to fill and drain. Found here, for stages that take the same.
     wanted, nodes_of_one = job(microbatches, pipeline=stages), cluster(node=1)
-    quiet, talking = (simulate(EvenModel(input_bytes=size), nodes_of_one, wanted, IDEAL).prediction for size in (0, 1e6))
+    quiet, talking = (
+        simulate(EvenModel(input_bytes=size), nodes_of_one, wanted, IDEAL).prediction for size in (0, 1e6)
+    )
     messages = (talking.step_s - quiet.step_s) / talking.stages[0].send_s
     assert messages == pytest.approx(2 * ((stages - 1) * microbatches / stages + stages - 2))
     assert talking.exposed_s["pipeline"] == pytest.approx(messages * talking.stages[0].send_s, rel=0.05)

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from browser import needs_chromium, opened, parse
 
-from netfold.plan.result import Result, solve
-from netfold.plan.request import parse_request
 from netfold.plan.render import as_json, render_page, render_text
+from netfold.plan.request import parse_request
+from netfold.plan.result import Result, solve
 
 
 @cache

@@ -14,7 +14,7 @@ from netfold.plan.events import IDEAL, Conditions, simulate, timeline, write_tim
 from netfold.plan.job import Job, Split
 from netfold.plan.model import Layered
 from netfold.profile.record import RECORD
-from netfold.profile.run import PROGRESS, STEP, RankMetadata, GroupName, Run, Trace
+from netfold.profile.run import PROGRESS, STEP, GroupName, RankMetadata, Run, Trace
 
 MODEL = EvenModel(input_bytes=1e7, layer_parameters=1e8)
 JOB = Job(32, 1, Split(data=2, tensor=2, pipeline=4), overlap=True)

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from netfold.plan.request import RequestError, Request, parse_request, read_job
 from netfold.plan.model import Layered
 from netfold.plan.model.registry import find_model, model_presets, names
+from netfold.plan.request import Request, RequestError, parse_request, read_job
 
 JOB = """
 model = "megatron-1b7"

@@ -6,14 +6,14 @@ from fractions import Fraction
 
 import pytest
 
-from netfold.tuning import DEFAULT_LINKS, Link, Topology
 from netfold.plan.cluster import load_cluster
-from netfold.tuning.cost import predict
 from netfold.plan.job import Job, Split
 from netfold.plan.model import Transformer
 from netfold.plan.slots import Slots, one_shot, ring
 from netfold.plan.step import Prediction
 from netfold.plan.step import predict as predict_step
+from netfold.tuning import DEFAULT_LINKS, Link, Topology
+from netfold.tuning.cost import predict
 
 
 def test_a_naive_pipeline_of_three_is_idle_two_thirds_of_the_time() -> None:

@@ -7,16 +7,16 @@ from functools import cache
 
 import pytest
 
-from netfold.plan.training_length import TrainingLength
 from netfold.plan.cluster import load_cluster
 from netfold.plan.cluster.networks import networks, with_network
 from netfold.plan.compare import compare, parse_comparison
-from netfold.plan.scaling_curve import scaling_curve, parse_range
+from netfold.plan.cost_of_training import Prices, training_cost
 from netfold.plan.job import Job
 from netfold.plan.model.registry import find_model
-from netfold.plan.cost_of_training import Prices, training_cost
+from netfold.plan.scaling_curve import parse_range, scaling_curve
 from netfold.plan.search import SearchResult, Space, search
 from netfold.plan.sensitivity import sensitivity
+from netfold.plan.training_length import TrainingLength
 
 MODEL = find_model("megatron-7b5")
 CLUSTER = load_cluster("dgx-a100")
@@ -56,7 +56,9 @@ def test_no_way_that_fits_beats_one_of_the_front_in_time_and_memory() -> None:
 
 
 def test_what_is_fixed_stays_and_what_means_nothing_is_left_out() -> None:
-    ways = search(MODEL, CLUSTER, 32, JOB, Space(tensor=4, pipeline=1, zero=1, interleave=3, recomputation="full")).candidates
+    ways = search(
+        MODEL, CLUSTER, 32, JOB, Space(tensor=4, pipeline=1, zero=1, interleave=3, recomputation="full")
+    ).candidates
     assert {(way.job.split.tensor, way.job.split.pipeline, way.job.split.data) for way in ways} == {(4, 1, 8)}
     assert {way.job.split.interleave for way in ways} == {1}
     assert {way.job.recomputation for way in ways} == {"full"} and {way.job.split.zero for way in ways} == {1}

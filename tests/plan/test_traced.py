@@ -7,7 +7,7 @@ import pytest
 from netfold.plan.cluster import load_cluster
 from netfold.plan.events import simulate
 from netfold.plan.job import Job, Split
-from netfold.plan.model import TensorSize, Gradient, Kernels, Matmul, Part, ShardSpec, Traced
+from netfold.plan.model import Gradient, Kernels, Matmul, Part, ShardSpec, TensorSize, Traced
 from netfold.plan.step import predict
 
 
@@ -15,7 +15,15 @@ def part(name: str, samples: int, received: int, parameters: int = 64 * 64) -> P
     """A product by a weight, whose gradient is another one; it receives so many numbers a sample."""
     forward = Kernels((Matmul(samples, 64, 64),), TensorSize(100.0 + samples), 2)
     backward = Kernels((Matmul(samples, 64, 64), Matmul(64, 64, samples)), TensorSize(2.0 * samples), 3)
-    return Part(name, forward, backward, parameters, TensorSize(64.0 * samples, 8.0 * samples), TensorSize(received * samples), 1)
+    return Part(
+        name,
+        forward,
+        backward,
+        parameters,
+        TensorSize(64.0 * samples, 8.0 * samples),
+        TensorSize(received * samples),
+        1,
+    )
 
 
 # A residual block's inside hands on more than its ends.

@@ -13,13 +13,13 @@ from netfold.profile.findings import (
     Advice,
     ClockOffset,
     Findings,
-    Straggler,
     Overlap,
     Row,
     StepTimes,
+    Straggler,
 )
 from netfold.profile.record import RECORD
-from netfold.profile.run import PROGRESS, STEP, RankMetadata, GroupName, Run, Trace
+from netfold.profile.run import PROGRESS, STEP, GroupName, RankMetadata, Run, Trace
 
 NAMES: Mapping[str, Mapping[str, str]] = {
     "operation": {"0": "all_reduce", "2": "all_gather", "8": "barrier", "9": "send", "10": "receive"},
@@ -35,7 +35,9 @@ AHEAD_NS = 7_000_000_000_000
 SIZES = (4 << 10, 1 << 20, 24 << 20, 80 << 20)
 
 
-def about(rank: int, size: int, *, host: str = "", group: str = "world", ranks: list[int] | None = None) -> RankMetadata:
+def about(
+    rank: int, size: int, *, host: str = "", group: str = "world", ranks: list[int] | None = None
+) -> RankMetadata:
     return RankMetadata(
         rank=rank,
         size=size,
@@ -144,7 +146,9 @@ def findings(*, size: int = 4, **changes: object) -> Findings:
         overall=Overlap(wall_s=91.5, communication_s=34.8, exposed_s=11.2, overlap_ratio=1 - 11.2 / 34.8),
         steps=StepTimes(310, (0.29, 0.27, 0.41), (0.11, 0.1, 0.19), (0.036, 0.03, 0.09)),
         stragglers=[
-            Straggler(rank, f"node-{rank // 2}", 2400, 1900 if rank == 1 else 100 + rank, 4.2 if rank == 1 else 0.2, 1.3)
+            Straggler(
+                rank, f"node-{rank // 2}", 2400, 1900 if rank == 1 else 100 + rank, 4.2 if rank == 1 else 0.2, 1.3
+            )
             for rank in range(size)
         ],
         clocks=clocks(size),

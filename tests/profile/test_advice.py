@@ -9,12 +9,12 @@ import pytest
 from traces import KB, MB, PROFILER, Op, Trace, make_run, make_trace
 
 from netfold.plan.advice import advise
-from netfold.tuning.cost import predict
 from netfold.plan.profile_link import Fitted, fit, observe_groups
-from netfold.tuning.topology import DEFAULT_LINKS, Link, Links, Topology
 from netfold.profile.analyse import analyse
 from netfold.profile.findings import Advice
 from netfold.profile.run import Run
+from netfold.tuning.cost import predict
+from netfold.tuning.topology import DEFAULT_LINKS, Link, Links, Topology
 
 # 100 us, 100 MB/s. Folding is as built in: 4 GB/s.
 # A switch has a port a host.

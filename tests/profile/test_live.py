@@ -9,10 +9,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from netfold.profile.live import LiveOverlap, _covered_ns
 from netfold.profile.record import RECORD
 from netfold.profile.recording import Member
 from netfold.profile.run import GroupName
-from netfold.profile.live import LiveOverlap, _covered_ns
 
 MS = 1_000_000
 Between = list[tuple[float, float, bool]]

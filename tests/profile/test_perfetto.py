@@ -16,11 +16,11 @@ from invented import AHEAD_NS, STEP_NS, about, clocks, run
 from typer.testing import CliRunner
 
 from netfold.cli import app
-from netfold.profile.timeline import number_calls, lanes
 from netfold.profile.findings import ClockOffset
 from netfold.profile.perfetto import trace_events, write_trace
 from netfold.profile.record import RECORD
 from netfold.profile.run import PROGRESS, STEP, RankWriter, Run, Trace
+from netfold.profile.timeline import lanes, number_calls
 
 HOSTILE = 'a"b\\</script>\n\udcff☃'
 # What an event of each phase must have, and may: "Trace Event Format".

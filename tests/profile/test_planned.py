@@ -11,11 +11,11 @@ from traces import MB, PROFILER, Op, Trace, make_run, make_trace, write_run
 from typer.testing import CliRunner
 
 from netfold.cli import app
-from netfold.plan.request.profile import read_profile
 from netfold.plan.cluster import Cluster
-from netfold.tuning.cost import predict as formula
 from netfold.plan.job import Job, Split
+from netfold.plan.request.profile import read_profile
 from netfold.plan.step import predict
+from netfold.tuning.cost import predict as formula
 from netfold.tuning.topology import DEFAULT_LINKS, Link, Topology
 
 RANKS, STEPS = 4, 12

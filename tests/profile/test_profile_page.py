@@ -14,7 +14,7 @@ from browser import Element, needs_chromium, opened, parse
 from invented import AHEAD_NS, STEP_NS, about, clocks, each_step, findings, rows, run
 from load import seconds
 
-from netfold.profile.findings import ClockOffset, Findings, Straggler, Overlap
+from netfold.profile.findings import ClockOffset, Findings, Overlap, Straggler
 from netfold.profile.page import render_page, units
 from netfold.profile.page.by_size import COLUMNS
 from netfold.profile.page.ranks import MOST_ROWS
@@ -240,7 +240,8 @@ def test_what_a_run_says_is_text_whatever_it_is(where: str, tmp_path: Path) -> N
             found, rows=[replace(rows()[0], operation=HOSTILE, algorithms={HOSTILE: 1}, wires={HOSTILE: 2})]
         )
         traces = [
-            replace(trace, metadata=replace(trace.metadata, names={"operation": {"0": HOSTILE}})) for trace in recorded.traces
+            replace(trace, metadata=replace(trace.metadata, names={"operation": {"0": HOSTILE}}))
+            for trace in recorded.traces
         ]
         recorded = replace(recorded, traces=traces)
     page = opened(render_page(found, recorded, each_step=each_step(3)), tmp_path)
@@ -365,7 +366,9 @@ def test_the_largest_page_is_within_its_bound() -> None:
         trace.operations["finished_ns"] = trace.operations["started_ns"] + 10 ** random.integers(3, 9, count)
         trace.operations["wire_bytes"] = trace.operations["sequence"] = random.integers(1 << 30, 1 << 31, count)
     names = {"operation": {str(number): f"operation_{number}" for number in range(9)}}
-    many = replace(many, traces=[replace(trace, metadata=replace(trace.metadata, names=names)) for trace in many.traces])
+    many = replace(
+        many, traces=[replace(trace, metadata=replace(trace.metadata, names=names)) for trace in many.traces]
+    )
     text = render_page(findings(size=2000), many, each_step=each_step(100_000))
     assert 1_500_000 < len(text.encode()) < 3_000_000
     page = parse(text)

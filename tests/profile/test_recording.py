@@ -132,7 +132,9 @@ def test_a_ddp_job_is_recorded_without_a_line_of_code(backend: str, ranks: int, 
     for trace in found.traces:
         assert trace.metadata.size == ranks
         assert trace.metadata.source == {"gloo": "torch profiler", "netfold": "event records"}[backend]
-        assert [(group.backend, group.ranks) for group in trace.metadata.groups.values()] == [(backend, [*range(ranks)])]
+        assert [(group.backend, group.ranks) for group in trace.metadata.groups.values()] == [
+            (backend, [*range(ranks)])
+        ]
         assert set(map(str, set(trace.operations["group"]))) == set(trace.metadata.groups)
         assert trace.metadata.lost == 0
         assert sorted(trace.operations["sequence"]) == list(range(1, len(trace.operations) + 1))
@@ -478,7 +480,9 @@ def in_mid_job(rank: int, size: int, folder: str) -> list[int]:
             with netfold.profile(Path(folder, run)):
                 for _ in range(calls):
                     group.all_reduce(np.ones(10))
-            counts += [len(each.operations) for each in read_run(Path(folder, run)).traces if each.metadata.rank == rank]
+            counts += [
+                len(each.operations) for each in read_run(Path(folder, run)).traces if each.metadata.rank == rank
+            ]
     return counts
 
 

@@ -8,8 +8,8 @@ from traces import Op, Trace, make_run, make_trace
 
 from netfold.profile.clock_sync import synchronise_clocks
 from netfold.profile.columns import columns_of
-from netfold.profile.stragglers import WaitTimes, find_stragglers
 from netfold.profile.matching import match
+from netfold.profile.stragglers import WaitTimes, find_stragglers
 
 MS = 1e-3
 

@@ -20,13 +20,13 @@ from netfold.profile.analyse import analyse
 from netfold.profile.columns import completes, submitted_to
 from netfold.profile.compare import compare
 from netfold.profile.export import as_csv, as_json, comparison_as_json
-from netfold.profile.overlap import each_step
 from netfold.profile.findings import Findings, Row
+from netfold.profile.overlap import each_step
 from netfold.profile.page import render_page
 from netfold.profile.page.timeline import FIELDS, timeline
 from netfold.profile.perfetto import write_trace
 from netfold.profile.recording import Names, Recording
-from netfold.profile.run import PROGRESS, STEP, RankMetadata, GroupName, Run, Trace
+from netfold.profile.run import PROGRESS, STEP, GroupName, RankMetadata, Run, Trace
 from netfold.profile.table import render_comparison, render_table
 from netfold.torch import profiler_source as recorded_by_torch
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from netfold.profile.record import RECORD
-from netfold.profile.run import PROGRESS, STEP, RankMetadata, GroupName, RankWriter, Run, Trace
+from netfold.profile.run import PROGRESS, STEP, GroupName, RankMetadata, RankWriter, Run, Trace
 
 KB, MB = 1 << 10, 1 << 20
 EVENTS, PROFILER = "event records", "torch profiler"

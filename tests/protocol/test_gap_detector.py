@@ -55,7 +55,11 @@ def test_every_lost_packet_is_named_once_and_in_time(came):
         named += range(first, first + count)
     assert len(named) == len(set(named))
     newest = max(counters, default=0)
-    lost = {packet_number for packet_number, here in enumerate(came, start=1) if not here and packet_number + THRESHOLD <= newest}
+    lost = {
+        packet_number
+        for packet_number, here in enumerate(came, start=1)
+        if not here and packet_number + THRESHOLD <= newest
+    }
     assert lost <= set(named)
     assert sum(came[packet_number - 1] for packet_number in named) <= THRESHOLD * len(named_by(counters))
 

@@ -15,7 +15,7 @@ import pytest
 from changed import build, change_file, load
 
 from netfold._native import protocol
-from netfold.sim import Copy, Delivery, LATENCY_NS, LOST, Operation, Simulation, SimulationError, harness
+from netfold.sim import LATENCY_NS, LOST, Copy, Delivery, Operation, Simulation, SimulationError, harness
 
 pytestmark = pytest.mark.native
 

@@ -25,8 +25,8 @@ from machines import (
     send_all,
 )
 
-from netfold.switch_protocol import packet_keys
 from netfold._native import protocol
+from netfold.switch_protocol import packet_keys
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "protocol.md").read_text()

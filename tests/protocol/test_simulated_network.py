@@ -59,7 +59,9 @@ deliveries = st.one_of(
 )
 # Copies and delays alone: without a stall between the turns, late twins meet the slot at work.
 reorderings = st.one_of(
-    st.just(DELIVERED), st.builds(lambda *late: Delivery(tuple(map(Copy, late))), lateness, lateness), st.just(DELIVERED)
+    st.just(DELIVERED),
+    st.builds(lambda *late: Delivery(tuple(map(Copy, late))), lateness, lateness),
+    st.just(DELIVERED),
 )
 
 

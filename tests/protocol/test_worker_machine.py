@@ -55,7 +55,13 @@ def numbered(send, number):
 
 def nack(first, packets, **changes):
     """Worker 0 is told that so many packets of its own, from number `first` on, did not come."""
-    fields = {"flags": FLAGS["from_switch"] | FLAGS["nack"], "chunk": first, "elements": packets, "count": 0, "wire": F32}
+    fields = {
+        "flags": FLAGS["from_switch"] | FLAGS["nack"],
+        "chunk": first,
+        "elements": packets,
+        "count": 0,
+        "wire": F32,
+    }
     return make_packet(**{**fields, **changes})
 
 
@@ -670,7 +676,10 @@ DROPS = {
     "another_wire_format": ("malformed", {"wire": F16}),
     "another_operator": ("malformed", {"reduce": MAX}),
     "an_operator_that_its_wire_format_does_not_know": ("malformed", {"reduce": MIN_LOC}),
-    "a_mismatch_about_a_chunk_before_its_window": ("stale", {"chunk": 0, "flags": FLAGS["from_switch"] | FLAGS["mismatch"]}),
+    "a_mismatch_about_a_chunk_before_its_window": (
+        "stale",
+        {"chunk": 0, "flags": FLAGS["from_switch"] | FLAGS["mismatch"]},
+    ),
 }
 
 

@@ -13,8 +13,8 @@ import pytest
 from endings import has_ended
 
 from netfold.rack import Rack, RackError, cleanup, names
-from netfold.rack.delay_links import DelayLinks
 from netfold.rack.command import why_unavailable
+from netfold.rack.delay_links import DelayLinks
 from netfold.rack.processes import Process, spawn, supervise
 from netfold.rack.topology import End
 

@@ -23,7 +23,7 @@ from load import seconds
 
 from netfold.rack import Rack
 from netfold.rack.aggregator import aggregator_argv, start_aggregator
-from netfold.rack.command import why_unavailable, run
+from netfold.rack.command import run, why_unavailable
 from netfold.rack.link import parse_link, shape_command
 from netfold.rack.names import HOST_INTERFACE, SWITCH_PORT, aggregator_namespace, host_address, switch_namespace
 from netfold.rack.processes import Process

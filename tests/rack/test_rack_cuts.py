@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 from load import seconds
 
-from netfold.rack.command import why_unavailable, run
+from netfold.rack.command import run, why_unavailable
 from netfold.rack.processes import Process, spawn, stop
 
 LACK = why_unavailable(loss=True)

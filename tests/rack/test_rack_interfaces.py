@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from netfold.rack.command import why_unavailable, run
+from netfold.rack.command import run, why_unavailable
 from netfold.rack.processes import Process, spawn, stop
 
 LACK = why_unavailable(loss=True)

@@ -5,8 +5,8 @@ import pytest
 from netfold.rack import Rack, names
 from netfold.rack.check import evaluate, routes
 from netfold.rack.link import BURST_BYTES, Link, loss_rules, parse_link
-from netfold.rack.topology import End, Layout, build_steps
 from netfold.rack.measure import Measurement
+from netfold.rack.topology import End, Layout, build_steps
 
 
 @pytest.mark.parametrize(

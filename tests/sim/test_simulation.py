@@ -14,6 +14,7 @@ from netfold.sim import (
     REFUSED,
     Copy,
     Delivery,
+    Harness,
     ListedDeliveries,
     Operation,
     Packet,
@@ -21,7 +22,6 @@ from netfold.sim import (
     Scenario,
     Simulation,
     SimulationError,
-    Harness,
     values,
 )
 from netfold.sim.__main__ import main

@@ -15,8 +15,8 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from netfold.switch_protocol import control_messages
 from netfold._native import protocol
+from netfold.switch_protocol import control_messages
 
 HELLO = protocol.FLAGS["hello"]
 # A worker counts as stalled when it has asked so often for a result that is kept back. By then it has read all earlier
@@ -193,4 +193,6 @@ class _Job:
         self.streams.pop(rank, None)
         for stream in list(self.streams.values()):
             with contextlib.suppress(OSError):
-                control_messages.send(stream, {"type": "left", "rank": rank, "reason": "its connection was lost", "fault": None})
+                control_messages.send(
+                    stream, {"type": "left", "rank": rank, "reason": "its connection was lost", "fault": None}
+                )

@@ -20,8 +20,8 @@ from load import seconds, settles
 from ranks import RunningSwitch, run_command, run_threads, running_switch, values
 
 from netfold import Communicator, FileStore, Options
-from netfold.switch_protocol import control_messages
 from netfold.switch import Switch
+from netfold.switch_protocol import control_messages
 
 
 def add(
@@ -232,14 +232,19 @@ GARBAGE: dict[str, bytes] = {
     "a join with no time at all": control_messages.encode({**JOIN, "timeout_s": float("nan")}),
     "a join with an endless timeout": control_messages.encode({**JOIN, "timeout_s": float("inf")}),
     "a join, then nonsense": control_messages.encode(JOIN) + os.urandom(64),
-    "ready without hello": control_messages.encode(JOIN) + control_messages.encode({"type": "ready", "payload_bytes": 1408}),
-    "ready with an odd size": control_messages.encode(JOIN) + control_messages.encode({"type": "ready", "payload_bytes": 1409}),
-    "ready with words": control_messages.encode(JOIN) + control_messages.encode({"type": "ready", "payload_bytes": "all"}),
+    "ready without hello": control_messages.encode(JOIN)
+    + control_messages.encode({"type": "ready", "payload_bytes": 1408}),
+    "ready with an odd size": control_messages.encode(JOIN)
+    + control_messages.encode({"type": "ready", "payload_bytes": 1409}),
+    "ready with words": control_messages.encode(JOIN)
+    + control_messages.encode({"type": "ready", "payload_bytes": "all"}),
     "asks for a chunk beyond 64 bits": control_messages.encode(JOIN)
     + control_messages.encode({"type": "stragglers", "chunk": 2**64 - 1, "serial": 1}),
-    "asks for a negative chunk": control_messages.encode(JOIN) + control_messages.encode({"type": "stragglers", "chunk": -1}),
+    "asks for a negative chunk": control_messages.encode(JOIN)
+    + control_messages.encode({"type": "stragglers", "chunk": -1}),
     **{
-        f"a capacity of {said}": control_messages.encode(JOIN) + control_messages.encode({"type": "alive", "bytes_per_s": said})
+        f"a capacity of {said}": control_messages.encode(JOIN)
+        + control_messages.encode({"type": "alive", "bytes_per_s": said})
         for said in (float("nan"), float("inf"), -1, -0.5, True, "fast", [1.0], None, 1 << 63)
     },
     "another rank's capacity": control_messages.encode({**JOIN, "rank": 1})

@@ -21,11 +21,11 @@ from load import seconds
 from ranks import RunningSwitch, run_threads, running_switch, values
 
 from netfold import Communicator, FileStore, Options
-from netfold.switch_protocol import packet_keys
-from netfold._native import protocol, auth
+from netfold._native import auth, protocol
 from netfold._native.dataplane import DataPlane
 from netfold.communicator import membership
 from netfold.switch import Switch, Tokens, daemon
+from netfold.switch_protocol import packet_keys
 
 TOKEN = "a" * 31 + "1"
 JOB, INCARNATION, EPOCH, WORKERS = 0x0A0B0C0D, 77, 5, 2
@@ -88,7 +88,9 @@ class Job:
     def contribution(self, worker: int, chunk: int, value: float, **fields: int) -> bytes:
         """Without its tag."""
         self.counters[worker] += 1
-        header = self.header(worker, **{"chunk": chunk, "packet_number": self.counters[worker], "elements": 1, **fields})
+        header = self.header(
+            worker, **{"chunk": chunk, "packet_number": self.counters[worker], "elements": 1, **fields}
+        )
         return header + struct.pack("<f", value).ljust(self.payload_bytes, b"\0")
 
     def send(self, worker: int, packet: bytes) -> None:

@@ -12,9 +12,9 @@ from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from load import seconds
 
-from netfold.switch_protocol import packet_keys
-from netfold._native import protocol, auth
+from netfold._native import auth, protocol
 from netfold._native.dataplane import DataPlane
+from netfold.switch_protocol import packet_keys
 
 pytestmark = pytest.mark.native
 
@@ -25,7 +25,11 @@ PAYLOADS = (8, 1408, 1536 + 24, 8880)
 
 def nonce_of(packet: bytes, mac_bytes: int) -> bytes:
     header = protocol.Header.parse(packet)
-    return bytes([header.flags]) + (len(packet) - mac_bytes).to_bytes(3, "big") + int(header.packet_number).to_bytes(8, "big")
+    return (
+        bytes([header.flags])
+        + (len(packet) - mac_bytes).to_bytes(3, "big")
+        + int(header.packet_number).to_bytes(8, "big")
+    )
 
 
 def encrypted(key: bytes, packet: bytes) -> bytes:
@@ -60,7 +64,8 @@ class EncryptedJob:
             self.plane.set_worker_address(JOB, worker, *each.getsockname())
             # A hello has no values, and is authenticated alone.
             hello = auth.with_mac(
-                hellos[worker], self.header(worker, flags=protocol.FLAGS["hello"], epoch=0, packet_number=nonces[worker])
+                hellos[worker],
+                self.header(worker, flags=protocol.FLAGS["hello"], epoch=0, packet_number=nonces[worker]),
             )
             each.send(hello)
             assert each.recv(65536) == hello

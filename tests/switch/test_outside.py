@@ -29,11 +29,11 @@ from prometheus_client.parser import text_string_to_metric_families
 from ranks import RunningSwitch, run_command, run_threads, running_switch, values
 
 from netfold import Communicator, FileStore, Options
-from netfold.switch_protocol import control_messages
-from netfold.cli import app
 from netfold.bootstrap import capacity
+from netfold.cli import app
 from netfold.switch import metrics
 from netfold.switch.log import LogfmtFormatter, RateLimit, event
+from netfold.switch_protocol import control_messages
 
 ROOT = Path(__file__).parents[2]
 WATCHED = ("--metrics", "127.0.0.1:0")
@@ -156,7 +156,14 @@ def test_a_slot_that_waits_for_a_rank_is_seen_as_collecting() -> None:
 
 
 def test_a_jobs_capacity_is_shown_once_its_lowest_rank_has_said_it_and_what_is_no_rate_changes_nothing() -> None:
-    join = {"type": "join", "version": control_messages.VERSION, "job": "j", "name": "said", "port": 9, "window_bytes": 1 << 20}
+    join = {
+        "type": "join",
+        "version": control_messages.VERSION,
+        "job": "j",
+        "name": "said",
+        "port": 9,
+        "window_bytes": 1 << 20,
+    }
     join |= {"ranks": [3, 5], "timeout_s": 60.0}
     with running_switch(*WATCHED) as switch, contextlib.ExitStack() as streams:
         address = pages(switch)

@@ -88,8 +88,14 @@ def test_those_who_have_a_chunk_take_turns() -> None:
 @pytest.mark.parametrize(
     ("said", "why"),
     [
-        pytest.param({0: ReceiveState(0, 9, 0), 1: ReceiveState(9, 9, 0)}, "a window of 8", id="ahead by more than a window"),
-        pytest.param({0: ReceiveState(0, 2, 0), 1: ReceiveState(0, 4, 0b1000)}, "begun none from 2 on", id="ahead of a contribution"),
+        pytest.param(
+            {0: ReceiveState(0, 9, 0), 1: ReceiveState(9, 9, 0)}, "a window of 8", id="ahead by more than a window"
+        ),
+        pytest.param(
+            {0: ReceiveState(0, 2, 0), 1: ReceiveState(0, 4, 0b1000)},
+            "begun none from 2 on",
+            id="ahead of a contribution",
+        ),
     ],
 )
 def test_words_that_cannot_be_true_make_no_plan(said: dict[int, ReceiveState], why: str) -> None:

@@ -20,8 +20,8 @@ from load import seconds
 from ranks import run_ranks, run_threads, running_switch, values
 
 from netfold import Communicator, FileStore, Options
-from netfold.switch_protocol import control_messages
 from netfold.communicator.membership import Membership
+from netfold.switch_protocol import control_messages
 
 pytestmark = pytest.mark.native
 

@@ -21,11 +21,11 @@ from load import seconds
 from ranks import Outcome, RunningSwitch, run_command, run_threads, running_switch, values
 
 from netfold import Communicator, FileStore, Options
-from netfold.switch_protocol import control_messages
 from netfold._native import engine, protocol
 from netfold._native.transport import UdpPort
 from netfold.communicator import membership
 from netfold.switch.status_table import fetch_status
+from netfold.switch_protocol import control_messages
 
 SOON_S = 3.0
 BY_SWITCH = "all_reduce=in_network"
@@ -520,7 +520,9 @@ def test_a_parent_that_says_more_than_was_granted_ends_the_job(
                 join = {"version": control_messages.VERSION, "job": "j", "name": "", "rank": 0, "ranks": [0, 1]}
                 join |= {"port": port.port}
                 paths = [[me, above], [above]]
-                control_messages.send(stream, {"type": "join", **join, "paths": paths, "window_bytes": 1 << 20, "timeout_s": 10})
+                control_messages.send(
+                    stream, {"type": "join", **join, "paths": paths, "window_bytes": 1 << 20, "timeout_s": 10}
+                )
                 admitted = control_messages.receive(stream)
                 port.connect("127.0.0.1", admitted["port"])
                 assert port.hello(

@@ -6,8 +6,8 @@ import re
 
 import pytest
 
-from netfold.errors import SwitchError
 from netfold.communicator.switch_tree import PathToRoot, common_tree
+from netfold.errors import SwitchError
 from netfold.switch.tree import MAX_DEPTH, Child, TreePosition, single_switch, tree_position
 
 ROOT, MIDDLE, LEFT, RIGHT = 90, 80, 70, 60

@@ -19,12 +19,12 @@ from load import seconds
 from ranks import Outcome, RunningSwitch, run_command, run_threads, running_switch, values
 
 from netfold import Communicator, FileStore, Options
+from netfold.switch import Switch, Tokens
+from netfold.switch.acceptor import AUTHENTICATION_TIMEOUT_S
+from netfold.switch.certificate import server_context
+from netfold.switch.log import RateLimit
 from netfold.switch_protocol import control_messages
 from netfold.switch_protocol.pinned_tls import FingerprintError, PinnedStream
-from netfold.switch import Switch, Tokens
-from netfold.switch.certificate import server_context
-from netfold.switch.acceptor import AUTHENTICATION_TIMEOUT_S
-from netfold.switch.log import RateLimit
 
 JOIN_S = 30.0
 VISION = "a" * 31 + "1"
@@ -194,7 +194,14 @@ def join(switch: RunningSwitch, token: str, **words: Any) -> PinnedStream:
     host, port, fingerprint = control_messages.parse_switch(switch.endpoint, what="endpoint")
     assert fingerprint is not None
     stream = PinnedStream(socket.create_connection((host, port), 5), fingerprint)
-    message = {"type": "join", "version": control_messages.VERSION, "job": "j", "name": "vision-1", "rank": 0, "ranks": [0, 1]}
+    message = {
+        "type": "join",
+        "version": control_messages.VERSION,
+        "job": "j",
+        "name": "vision-1",
+        "rank": 0,
+        "ranks": [0, 1],
+    }
     control_messages.send(stream, {**message, "port": 9, "token": token, **words})
     return stream
 
@@ -223,8 +230,17 @@ def test_the_wire_shows_neither_token_nor_name(switch: RunningSwitch, tmp_path: 
     said: list[bytes] = []
     host, port, fingerprint = control_messages.parse_switch(switch.endpoint, what="endpoint")
     relay = eavesdropper((host, port), said)
-    stream = PinnedStream(socket.create_connection(control_messages.parse_endpoint(relay, what="relay"), 5), fingerprint or "")
-    join_message = {"type": "join", "version": control_messages.VERSION, "job": "j", "name": "vision-1", "rank": 0, "ranks": [0]}
+    stream = PinnedStream(
+        socket.create_connection(control_messages.parse_endpoint(relay, what="relay"), 5), fingerprint or ""
+    )
+    join_message = {
+        "type": "join",
+        "version": control_messages.VERSION,
+        "job": "j",
+        "name": "vision-1",
+        "rank": 0,
+        "ranks": [0],
+    }
     control_messages.send(stream, {**join_message, "port": 9, "token": VISION})
     assert control_messages.receive(stream)["type"] == "admitted"
     stream.close()
@@ -360,7 +376,12 @@ def test_a_tenant_has_what_its_line_says(tokens: str) -> None:
     assert vision is not None and speech is not None
     assert (vision.name, vision.weight, vision.slots, vision.memory_bytes) == ("vision", 1, None, None)
     assert (speech.name, speech.weight) == ("speech", 2)
-    assert [vision.allows_job_name(name) for name in ("vision-a", "shared", "shared2", "")] == [True, True, False, False]
+    assert [vision.allows_job_name(name) for name in ("vision-a", "shared", "shared2", "")] == [
+        True,
+        True,
+        False,
+        False,
+    ]
     assert speech.allows_job_name("")
     assert found.find(VISION[:-1]) is None
     assert VISION not in repr(vars(found))
@@ -443,7 +464,9 @@ def test_one_thread_receives_while_others_send() -> None:
 
 
 def test_a_stream_that_is_cut_ends_like_a_socket() -> None:
-    host, port, fingerprint = control_messages.parse_switch(tls_server(lambda inside: inside.sendall(b"abc")), what="endpoint")
+    host, port, fingerprint = control_messages.parse_switch(
+        tls_server(lambda inside: inside.sendall(b"abc")), what="endpoint"
+    )
     stream = PinnedStream(socket.create_connection((host, port), 5), fingerprint or "")
     assert control_messages.receive_exactly(stream, 3) == b"abc"
     assert stream.recv(1) == b""

@@ -20,10 +20,10 @@ from ranks import run_threads, running_switch
 
 import netfold
 from netfold import Communicator, FileStore, Options
-from netfold.switch_protocol import control_messages
 from netfold._native import protocol
-from netfold.errors import SwitchError
 from netfold.communicator.membership import Membership, query_quota
+from netfold.errors import SwitchError
+from netfold.switch_protocol import control_messages
 
 ROOT = Path(__file__).parents[2]
 VERSION = control_messages.VERSION

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from netfold.train import Metric, Recipe
-from netfold.train.events import Ended, Evaluated, Callback, Noted, Started, Stepped
+from netfold.train.events import Callback, Ended, Evaluated, Noted, Started, Stepped
 from netfold.train.model import Model
 
 STEPS, BATCH, EVERY = 20, 16, 5

@@ -22,10 +22,10 @@ from invented_run import (
 )
 from rich.console import Console
 
-from netfold.train.callbacks.selection import GuardedCallback, make_callbacks
-from netfold.train.callbacks.overlap import OverlapCallback
 from netfold.train.callbacks.metrics_file import read_metrics
+from netfold.train.callbacks.overlap import OverlapCallback
 from netfold.train.callbacks.progress import ProgressCallback
+from netfold.train.callbacks.selection import GuardedCallback, make_callbacks
 from netfold.train.callbacks.tensorboard import TensorBoard
 from netfold.train.callbacks.trackers import MLflow, Wandb
 from netfold.train.events import Ended, Noted
@@ -112,7 +112,10 @@ def test_without_a_terminal_progress_is_plain_lines_now_and_then(tmp_path: Path)
 
 def test_what_is_not_known_of_communication_is_a_dash(tmp_path: Path) -> None:
     text = io.StringIO()
-    tell([ProgressCallback(tmp_path, OverlapCallback(), Console(file=text, width=200))], goes_through(recipe(tmp_path), 0, 1))
+    tell(
+        [ProgressCallback(tmp_path, OverlapCallback(), Console(file=text, width=200))],
+        goes_through(recipe(tmp_path), 0, 1),
+    )
     assert "  exposed -  " in text.getvalue()
 
 
@@ -230,7 +233,10 @@ def test_an_mlflow_that_never_starts_a_run_is_told_of_once_and_begins_no_other(
     calls = Calls()
     package = as_package(calls, "active_run", "log_metrics", "end_run")
     monkeypatch.setitem(sys.modules, "mlflow", package)
-    tell([GuardedCallback(MLflow(tmp_path, 1, OverlapCallback()), [])], a_run_that_was_cut_off_and_went_on(recipe(tmp_path))[-1])
+    tell(
+        [GuardedCallback(MLflow(tmp_path, 1, OverlapCallback()), [])],
+        a_run_that_was_cut_off_and_went_on(recipe(tmp_path))[-1],
+    )
     (said,) = capsys.readouterr().err.splitlines()
     assert "MLflow failed (AttributeError" in said
     assert not calls.of("log_metrics") and not calls.of("end_run")

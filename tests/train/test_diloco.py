@@ -253,8 +253,8 @@ def _update(mesh: Any) -> tuple[Any, Any, dict[str, Any]]:
     """An Update of rounds of 3, of Adam; and its weights."""
     import torch
 
-    from netfold.train.recipe import Recipe
     from netfold.train.optimizer_step import OptimizerStep
+    from netfold.train.recipe import Recipe
 
     recipe = Recipe.model_validate(
         {"model": {"name": "m"}, "data": {"name": "d"}, "training": {"steps": 6}, "diloco": {"every": EVERY}}

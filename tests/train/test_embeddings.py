@@ -195,8 +195,8 @@ def _counts() -> dict[str, Any]:
 
     from netfold.train.mesh import Mesh
     from netfold.train.models import make_model
-    from netfold.train.parallel.shards import Shards
     from netfold.train.parallel.embeddings import shard_embeddings
+    from netfold.train.parallel.shards import Shards
 
     found = {}
     for kind in ("table_wise", "row_wise"):
@@ -249,8 +249,8 @@ def _refused() -> dict[str, str]:
     from netfold.train.mesh import Mesh
     from netfold.train.models import make_model
     from netfold.train.models.linear import linear_stack
-    from netfold.train.parallel.shards import Shards
     from netfold.train.parallel.embeddings import shard_embeddings
+    from netfold.train.parallel.shards import Shards
 
     def refused(recipe: Any, model: Any = None) -> str:
         model = model or make_model(recipe.model)

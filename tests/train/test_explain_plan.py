@@ -29,9 +29,9 @@ from netfold.train.explain.memory import a_parameter, fsdp2, passes_kept
 from netfold.train.explain.render import print_plan
 from netfold.train.explain.traffic import Traffic, buckets, traffic
 from netfold.train.parallel.embeddings import Embeddings
-from netfold.train.recipe.validate import validate_recipe
 from netfold.train.recipe.load import load
 from netfold.train.recipe.split import Split, ranks_asked, split
+from netfold.train.recipe.validate import validate_recipe
 
 OWN: dict[str, Any] = {
     "model": {"name": "own_parts:line"},

@@ -229,7 +229,9 @@ def crashed(rank: int, folder: Path, world: World) -> list[str]:
         into = folder / str(moment)
         into.mkdir()
         save(
-            {"model.x": torch.arange(9.0)}, storage_writer=atomic_checkpoint.AtomicCheckpointWriter(into, position(1), keep=1), no_dist=True
+            {"model.x": torch.arange(9.0)},
+            storage_writer=atomic_checkpoint.AtomicCheckpointWriter(into, position(1), keep=1),
+            no_dist=True,
         )
         calls = 0
 
@@ -331,8 +333,8 @@ def not_finite(rank: int, folder: Path, world: World) -> dict[str, Any]:
     """One example is no number: it is in the batch of one step, on one of the ranks."""
     from surviving import Heard, run
 
-    from netfold.train.sampler import Sampler
     from netfold.train.fault_tolerance.policies import NonFiniteError
+    from netfold.train.sampler import Sampler
 
     order = Sampler(96, 0).indices(0, 96)
 
@@ -429,7 +431,12 @@ def vanished(rank: int, folder: Path, world: World) -> dict[str, Any]:
                 heard = Heard()
                 seen: list[list[int]] = []
                 run(
-                    None, noisy=False, heard=heard, change=change, forward=seen.append, fault_tolerance={"missing_data": "skip"}
+                    None,
+                    noisy=False,
+                    heard=heard,
+                    change=change,
+                    forward=seen.append,
+                    fault_tolerance={"missing_data": "skip"},
                 )
                 found[f"skip {size}"] = seen, heard.notes
     with world(2):

@@ -23,7 +23,7 @@ from made import (
     table,
 )
 
-from netfold.train import Data, BadExampleError
+from netfold.train import BadExampleError, Data
 from netfold.train.datasets import make_data
 from netfold.train.recipe import Factory
 

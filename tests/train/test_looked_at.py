@@ -30,8 +30,8 @@ def _runs(rank: int, size: int, folder: str, table: dict[str, Any], runs: str) -
     import torch.distributed as dist
 
     from netfold.train import Recipe, Trainer
-    from netfold.train.callbacks.selection import make_callbacks
     from netfold.train.callbacks.run_folder import run_folder
+    from netfold.train.callbacks.selection import make_callbacks
     from netfold.train.pictures import render
 
     torch.set_num_threads(1)

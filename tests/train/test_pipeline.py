@@ -207,7 +207,7 @@ def gradients_in_stages(name: str, parallel: dict[str, Any], **sections: Any) ->
     from netfold.train import Batch, Recipe
     from netfold.train.mesh import Mesh
     from netfold.train.parallel import parallelise
-    from netfold.train.parallel.tensor import RowwiseLinear, ColwiseLinear
+    from netfold.train.parallel.tensor import ColwiseLinear, RowwiseLinear
 
     def whole(replica: Any, name: str, tensor: Any) -> Any:
         part = replica.as_shard(name, tensor)
@@ -320,7 +320,7 @@ def refused_by_zero_bubble() -> str:
 
 
 def failed_to_be_measured() -> str:
-    from netfold.train import Recipe, BadExampleError
+    from netfold.train import BadExampleError, Recipe
     from netfold.train.mesh import Mesh
     from netfold.train.models import make_model
     from netfold.train.parallel import parallelise

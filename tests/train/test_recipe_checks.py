@@ -14,11 +14,11 @@ from own_parts import line
 
 from netfold.train import Recipe
 from netfold.train.recipe import Checkpoint, Factory
-from netfold.train.recipe.validate import validate_recipe
+from netfold.train.recipe.errors import RecipeError, Source, error_kind, error_sentence
 from netfold.train.recipe.load import load
 from netfold.train.recipe.registry import arguments, factory
-from netfold.train.recipe.errors import RecipeError, Source, error_sentence, error_kind
 from netfold.train.recipe.split import split
+from netfold.train.recipe.validate import validate_recipe
 
 OWN: dict[str, Any] = {
     "model": {"name": "own_parts:line"},
@@ -240,7 +240,8 @@ def test_a_split_that_the_model_does_not_bear_is_told(
 
 def test_a_rewind_without_checkpoints_is_told_with_its_line() -> None:
     asked, source = load(
-        Path(__file__).parents[2] / "recipes" / "gpt.toml", ["fault_tolerance.non_finite=rewind", "checkpoint.every=end"]
+        Path(__file__).parents[2] / "recipes" / "gpt.toml",
+        ["fault_tolerance.non_finite=rewind", "checkpoint.every=end"],
     )
     with pytest.raises(RecipeError) as error:
         split(asked, 2)
@@ -285,4 +286,8 @@ def test_torchs_words_round_a_lost_peer_are_left_out() -> None:
     assert error_sentence(RuntimeError(wrapped)) == "PeerLost: rank 1 is gone"
     assert error_kind(RuntimeError(wrapped)) == "PeerLost"
     # A hook may raise without a kind.
-    assert error_kind(RuntimeError(wrapped.replace("PeerLost: ", ""))) == error_kind(RuntimeError("ours: 1")) == "RuntimeError"
+    assert (
+        error_kind(RuntimeError(wrapped.replace("PeerLost: ", "")))
+        == error_kind(RuntimeError("ours: 1"))
+        == "RuntimeError"
+    )

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from netfold.plan.request.key_lines import line_of, key_lines
-from netfold.train.recipe.load import load
+from netfold.plan.request.key_lines import key_lines, line_of
 from netfold.train.recipe.errors import RecipeError
+from netfold.train.recipe.load import load
 from netfold.train.recipe.split import split
 
 RECIPE = """\

@@ -17,8 +17,8 @@ from netfold.train import Recipe
 from netfold.train.callbacks.metrics_file import MetricsFile, read_metrics
 from netfold.train.callbacks.result import metric_words, result
 from netfold.train.callbacks.run_folder import run_folder
-from netfold.train.examples import Panel
 from netfold.train.events import Ended, Noted
+from netfold.train.examples import Panel
 from netfold.train.report import write_report
 from netfold.train.report.listener import ReportCallback
 

@@ -10,9 +10,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from netfold.train.mesh import Mesh
-from netfold.train.recipe import Parallel, FaultTolerance
 from netfold.train.fault_tolerance import straggler
+from netfold.train.mesh import Mesh
+from netfold.train.recipe import FaultTolerance, Parallel
 
 # Of ranks 0..7 = pipeline 2 x data 2 x tensor 2: the second stage has three times the work, and rank 6 is slow in it.
 SECONDS = (0.10, 0.11, 0.12, 0.13, 0.30, 0.31, 0.90, 0.33)

@@ -17,8 +17,8 @@ import pytest
 from load import seconds
 from typer.testing import CliRunner
 
-from netfold.cli import app
 from netfold.bootstrap.launchers import placement
+from netfold.cli import app
 from netfold.train.callbacks.metrics_file import read_metrics
 from netfold.train.fault_tolerance.stop import POLICY_STATUS, STOPPED_STATUS
 
@@ -148,7 +148,15 @@ def test_alone_it_starts_ranks_and_leaves_a_folder_from_which_they_go_on(tmp_pat
     first = tmp_path / "runs" / "line"
     assert f"the page: {first}/report.html" in err
     assert sorted(each.name for each in first.iterdir()) == [
-        *("checkpoints", "environment.json", "restarts.json", "metrics.jsonl", "profile", "profile.html", "recipe.toml"),
+        *(
+            "checkpoints",
+            "environment.json",
+            "restarts.json",
+            "metrics.jsonl",
+            "profile",
+            "profile.html",
+            "recipe.toml",
+        ),
         *("report.html", "tensorboard"),
     ]
     assert sorted(each.name for each in (first / "checkpoints").iterdir()) == ["step-000006", "step-000008"]

@@ -9,7 +9,18 @@ from collections.abc import Iterator
 
 import pytest
 
-from netfold.tuning import ChoiceTable, DEFAULT_LINKS, Link, OPERATIONS, Row, SUPPORTS, Topology, WIRES, build_table, candidates
+from netfold.tuning import (
+    DEFAULT_LINKS,
+    OPERATIONS,
+    SUPPORTS,
+    WIRES,
+    ChoiceTable,
+    Link,
+    Row,
+    Topology,
+    build_table,
+    candidates,
+)
 from netfold.tuning.cost import predict
 
 SWITCH = "127.0.0.1:7171"

@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from netfold.tuning import DEFAULT_LINKS, Link, Links, OPERATIONS, SUPPORTS, Topology, build_table, fit_link
+from netfold.tuning import DEFAULT_LINKS, OPERATIONS, SUPPORTS, Link, Links, Topology, build_table, fit_link
 from netfold.tuning.cost import FORMULAS, Case, predict, switch_part
 
 # A message takes a second and a byte a second: steps and bytes can be read off.

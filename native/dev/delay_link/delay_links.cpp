@@ -99,8 +99,8 @@ int open_tap(const Interface& end) {
                     (ioctl(tap.get(), TUNSETOFFLOAD, kOffloads | kUdpOffloads) == 0 ||
                      ioctl(tap.get(), TUNSETOFFLOAD, kOffloads) == 0);
   if (!made) {
-    throw DelayLinkError("the interface " + end.device + " in " + end.netns + " cannot be made: " + std::strerror(errno) +
-                     "; a delay wants /dev/net/tun (CONFIG_TUN)");
+    throw DelayLinkError("the interface " + end.device + " in " + end.netns +
+                         " cannot be made: " + std::strerror(errno) + "; a delay wants /dev/net/tun (CONFIG_TUN)");
   }
   return tap.release();
 }
@@ -143,10 +143,10 @@ std::size_t DelayLinks::add(const Interface& one, const Interface& other, std::i
 
 void DelayLinks::set_faults(std::size_t link, const LinkFaults& faults, std::uint64_t seed) {
   const auto is_ratio = [](double ratio) { return ratio >= 0 && ratio <= 1; };
-  if (link >= directions_.size() / 2 || !is_ratio(faults.duplicate_ratio) ||
-      !is_ratio(faults.reorder_ratio) || faults.reorder_ns < 0) {
+  if (link >= directions_.size() / 2 || !is_ratio(faults.duplicate_ratio) || !is_ratio(faults.reorder_ratio) ||
+      faults.reorder_ns < 0) {
     throw DelayLinkError("link " + std::to_string(link) + " of " + std::to_string(directions_.size() / 2) +
-                     " cannot be disturbed so: ratios are from 0 to 1, and a hold is not negative");
+                         " cannot be disturbed so: ratios are from 0 to 1, and a hold is not negative");
   }
   const std::lock_guard lock(faults_mutex_);
   for (const std::size_t which : {2 * link, 2 * link + 1}) {
@@ -206,8 +206,7 @@ void DelayLinks::take(Direction& direction) {
       is_doubled = draw_with(direction.drawn, faults.duplicate_ratio);
       for (std::int64_t& extra : extra_ns) {
         if (faults.reorder_ns > 0 && draw_with(direction.drawn, faults.reorder_ratio)) {
-          extra =
-              1 + static_cast<std::int64_t>(draw(direction.drawn) % static_cast<std::uint64_t>(faults.reorder_ns));
+          extra = 1 + static_cast<std::int64_t>(draw(direction.drawn) % static_cast<std::uint64_t>(faults.reorder_ns));
         }
       }
     }

@@ -142,7 +142,8 @@ std::string StateTable::broken_alone(Id machine, std::vector<Id> leaves, const s
   std::vector<SwitchState> switches;
   std::vector<WorkerState> states;
   for (std::uint16_t leaf = 0; leaf < leaves.size(); ++leaf) {
-    if (switches_[leaves[leaf]].root_generation() != switches_[machine].generation()) leaves[leaf] = new_leaf(machine, leaf);
+    if (switches_[leaves[leaf]].root_generation() != switches_[machine].generation())
+      leaves[leaf] = new_leaf(machine, leaf);
     switches.push_back(switches_[leaves[leaf]]);
   }
   switches.push_back(switches_[machine]);
@@ -191,8 +192,8 @@ std::string StateTable::broken_alone(Id machine, std::vector<Id> leaves, const s
 }
 
 // A packet has that number: what is asked of it, and what is remembered.
-bool StateTable::number(WorkerState& worker, std::uint64_t chunk, std::uint64_t packet_number, bool again, const Allowed& allowed,
-                   Step& step) const {
+bool StateTable::number(WorkerState& worker, std::uint64_t chunk, std::uint64_t packet_number, bool again,
+                        const Allowed& allowed, Step& step) const {
   SentNumbers& numbers = worker.numbers;
   std::uint64_t& last = numbers.sent[chunk];
   if (packet_number <= numbers.newest || packet_number / scope_.numbers >= kMaxNumbers) {

@@ -1,8 +1,8 @@
 #include <netfold/model_check/search.hpp>
 
-#include "transitions.hpp"
 #include "state_set.hpp"
 #include "trace.hpp"
+#include "transitions.hpp"
 
 #include <algorithm>
 #include <chrono>

@@ -17,7 +17,7 @@ constexpr std::uint32_t kJob = 7;
 constexpr std::uint32_t kPayloadBytes = 8;  // one i64: a chunk is an element
 constexpr std::int64_t kNumbers = 1024;     // contributions are in [1024, 2048)
 constexpr int kWorkerBits = 16;
-constexpr std::uint64_t kMaxNumbers = 64;           // packets of one sender, where they are numbered
+constexpr std::uint64_t kMaxNumbers = 64;                 // packets of one sender, where they are numbered
 constexpr std::uint32_t kGenerations = kMaxRestarts + 1;  // most incarnations, and most epochs of one
 
 std::uint64_t chunks_of(const std::vector<std::uint32_t>& line) {
@@ -63,7 +63,9 @@ std::string dropped(protocol::Drop reason) { return std::string("dropped: ") + p
 
 }  // namespace
 
-std::string text_of(Generation generation) { return std::to_string(generation.incarnation) + "." + std::to_string(generation.epoch); }
+std::string text_of(Generation generation) {
+  return std::to_string(generation.incarnation) + "." + std::to_string(generation.epoch);
+}
 
 StateTable::StateTable(const Scope& scope) : scope_(scope) {
   check(scope);
@@ -132,7 +134,8 @@ bool StateTable::finished(Id worker) const {
   return state.ended || (!can_call(worker) && state.now.machine.idle());
 }
 
-Id StateTable::new_switch(Generation generation, std::uint32_t restarts, const std::array<Generation, kMaxLeaves>& leaves) {
+Id StateTable::new_switch(Generation generation, std::uint32_t restarts,
+                          const std::array<Generation, kMaxLeaves>& leaves) {
   std::vector<std::uint16_t> names;  // of leaves: the lowest worker below each
   for (std::uint16_t leaf = 0; leaf < scope_.leaves.size(); ++leaf) names.push_back(first_below(leaf));
   return switch_id(
@@ -610,7 +613,8 @@ std::string StateTable::taken_apart(std::int64_t sum) const {
       parts += " several";
     } else {
       const auto generation = static_cast<std::uint32_t>(number / kMaxChunks);
-      parts += " chunk " + std::to_string(number % kMaxChunks) + " of " + text_of({generation / kGenerations + 1, generation % kGenerations + 1});
+      parts += " chunk " + std::to_string(number % kMaxChunks) + " of " +
+               text_of({generation / kGenerations + 1, generation % kGenerations + 1});
     }
   }
   return parts;

@@ -2,11 +2,11 @@
 // is a few numbers. What a packet makes of a machine depends on these two alone, so it is found out once and kept.
 #pragma once
 
-#include <netfold/protocol/gap_detector.hpp>
-#include <netfold/protocol/switch_job.hpp>
-#include <netfold/protocol/parent_sender.hpp>
-#include <netfold/protocol/worker.hpp>
 #include <netfold/model_check/search.hpp>
+#include <netfold/protocol/gap_detector.hpp>
+#include <netfold/protocol/parent_sender.hpp>
+#include <netfold/protocol/switch_job.hpp>
+#include <netfold/protocol/worker.hpp>
 
 #include <array>
 #include <deque>
@@ -53,14 +53,14 @@ struct SentNumbers {
 
 struct SwitchState {
   protocol::SwitchJob machine;
-  std::uint32_t restarts = 0;                     // so far; a leaf's: 0
-  std::uint16_t leaf = kRoot;                     // which one
-  std::array<Generation, kMaxLeaves> leaves = {};       // the root's: what each leaf's generation is while this one's is
+  std::uint32_t restarts = 0;                      // so far; a leaf's: 0
+  std::uint16_t leaf = kRoot;                      // which one
+  std::array<Generation, kMaxLeaves> leaves = {};  // the root's: what each leaf's generation is while this one's is
   std::vector<protocol::GapDetector> gap_detectors = {};  // by worker, or leaf
-  std::vector<std::uint64_t> came = {};           // packets of each, a bit each: what its GapDetector are determined by
-  protocol::ParentSender sender{0};                     // a leaf's
-  SentNumbers numbers = {};                           // of its packets to the root
-  std::uint32_t asked = 0;                        // for sums once more
+  std::vector<std::uint64_t> came = {};  // packets of each, a bit each: what its GapDetector are determined by
+  protocol::ParentSender sender{0};      // a leaf's
+  SentNumbers numbers = {};              // of its packets to the root
+  std::uint32_t asked = 0;               // for sums once more
   static constexpr std::uint16_t kRoot = 0xffff;
   Generation generation() const { return {machine.config().incarnation, machine.config().epoch}; }
   // Of the root, which no two lives of a tree have in common.
@@ -78,14 +78,14 @@ struct TimedWorker {
 
 struct WorkerState {
   TimedWorker now;
-  std::uint16_t number = 0;    // of all; its machine knows the one that it has at its switch
-  std::uint32_t called = 0;    // operations
-  std::uint64_t sent = 0;      // chunks, a bit each
-  std::uint64_t received = 0;  // chunks, a bit each
-  bool ended = false;          // by a mismatch
-  Generation root_generation;              // of the root, when it joined; without leaves as its own
-  std::vector<TimedWorker> later;    // what timers may have made of it
-  std::vector<Id> again;       // the packets that its timers send once more, in this order
+  std::uint16_t number = 0;        // of all; its machine knows the one that it has at its switch
+  std::uint32_t called = 0;        // operations
+  std::uint64_t sent = 0;          // chunks, a bit each
+  std::uint64_t received = 0;      // chunks, a bit each
+  bool ended = false;              // by a mismatch
+  Generation root_generation;      // of the root, when it joined; without leaves as its own
+  std::vector<TimedWorker> later;  // what timers may have made of it
+  std::vector<Id> again;           // the packets that its timers send once more, in this order
   SentNumbers numbers;
   std::uint32_t timeouts = 0;  // timers so far, where the scope has numbers
   Generation generation() const { return {now.machine.config().incarnation, now.machine.config().epoch}; }

@@ -12,9 +12,9 @@ using Kind = Transition::Kind;
 std::string name_of(const Packet& packet) {
   return (packet.foreign ? "x" : "") + text_of(packet.generation) + "/" + (packet.leaf ? "^" : "") +
          std::to_string(packet.worker) +
-         (packet.nack   ? "!"
+         (packet.nack          ? "!"
           : packet.from_switch ? "<"
-                          : ">") +
+                               : ">") +
          std::to_string(packet.chunk);
 }
 
@@ -41,7 +41,8 @@ class Run {
       case Kind::lose:
         return "lose " + say_packet(transition.what);
       case Kind::timeout:
-        return "timeout " + std::to_string(transition.what) + (transition.times == 1 ? "" : " " + std::to_string(transition.times));
+        return "timeout " + std::to_string(transition.what) +
+               (transition.times == 1 ? "" : " " + std::to_string(transition.times));
       case Kind::call:
         return "call " + std::to_string(transition.what);
       case Kind::hear:
@@ -173,10 +174,10 @@ std::vector<Record> replay(const Scope& scope, const std::vector<std::string>& s
                                       : "leaf " + std::to_string(transitions.table.leaf_of(packet.worker));
         record.source = packet.from_switch ? above : below;
         record.to = packet.from_switch ? below : above;
-        record.what = (packet.nack   ? "NACK from "
+        record.what = (packet.nack          ? "NACK from "
                        : packet.from_switch ? "result "
-                       : packet.leaf   ? "sum "
-                                       : "chunk ") +
+                       : packet.leaf        ? "sum "
+                                            : "chunk ") +
                       std::to_string(packet.chunk) + " of " +
                       (packet.foreign ? "another job" : netfold::model_check::text_of(packet.generation));
         break;
@@ -186,10 +187,10 @@ std::vector<Record> replay(const Scope& scope, const std::vector<std::string>& s
       case Kind::hear:
       case Kind::rejoin:
         record.to = "worker " + std::to_string(transition->what);
-        record.what = transition->kind == Kind::timeout   ? "timer"
-                      : transition->kind == Kind::call ? "next operation"
-                      : transition->kind == Kind::hear ? "another has ended"
-                                                 : "rejoins";
+        record.what = transition->kind == Kind::timeout ? "timer"
+                      : transition->kind == Kind::call  ? "next operation"
+                      : transition->kind == Kind::hear  ? "another has ended"
+                                                        : "rejoins";
         break;
       case Kind::rejoin_leaf:
       case Kind::restart_leaf:

@@ -27,7 +27,8 @@ bool Transitions::finished(const State& state) const {
 }
 
 bool Transitions::rejoins(const State& state, std::uint16_t worker) const {
-  return table.worker_state(state.workers[worker]).generation() != table.switch_state(machine_of(state, worker)).generation();
+  return table.worker_state(state.workers[worker]).generation() !=
+         table.switch_state(machine_of(state, worker)).generation();
 }
 
 bool Transitions::leaf_rejoins(const State& state, std::uint16_t leaf) const {
@@ -112,7 +113,8 @@ std::pair<State, Step> Transitions::done(const State& state, const Transition& t
     case Kind::restart_leaf: {
       const SwitchState& old = table.switch_state(next.machine);
       const auto following = [](Generation generation, bool restarts) {
-        return restarts ? Generation{generation.incarnation + 1, Generation{}.epoch} : Generation{generation.incarnation, generation.epoch + 1};
+        return restarts ? Generation{generation.incarnation + 1, Generation{}.epoch}
+                        : Generation{generation.incarnation, generation.epoch + 1};
       };
       std::array<Generation, kMaxLeaves> leaves = old.leaves;
       for (std::uint32_t leaf = 0; leaf < scope_.leaves.size(); ++leaf) {

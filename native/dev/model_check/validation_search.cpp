@@ -1,5 +1,5 @@
-#include <netfold/protocol/address_validation.hpp>
 #include <netfold/model_check/validation_search.hpp>
+#include <netfold/protocol/address_validation.hpp>
 
 #include <algorithm>
 #include <chrono>

@@ -28,8 +28,8 @@ std::uint64_t random_bits() {
 
 }  // namespace
 
-FabricDatagrams::FabricDatagrams(std::unique_ptr<Endpoint> endpoint, std::size_t packet_bytes, std::size_t in_flight_bytes,
-                                 std::size_t peers)
+FabricDatagrams::FabricDatagrams(std::unique_ptr<Endpoint> endpoint, std::size_t packet_bytes,
+                                 std::size_t in_flight_bytes, std::size_t peers)
     : endpoint_(std::move(endpoint)),
       packet_bytes_(std::min(packet_bytes, endpoint_->limits().message_bytes)),
       peers_(peers),

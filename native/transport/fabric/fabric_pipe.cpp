@@ -13,7 +13,8 @@ std::int64_t now_ns() {
 
 }  // namespace
 
-FabricPipe::FabricPipe(std::shared_ptr<StreamMux> mux, StreamMux::Stream* stream) : mux_(std::move(mux)), stream_(stream) {}
+FabricPipe::FabricPipe(std::shared_ptr<StreamMux> mux, StreamMux::Stream* stream)
+    : mux_(std::move(mux)), stream_(stream) {}
 
 FabricPipe::~FabricPipe() { send_final_counts(mux_->close(stream_)); }
 

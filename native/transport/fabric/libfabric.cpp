@@ -1,5 +1,5 @@
-#include <netfold/transport/fabric/watchdog.hpp>
 #include <netfold/transport/fabric/libfabric.hpp>
+#include <netfold/transport/fabric/watchdog.hpp>
 
 #include <dlfcn.h>
 #include <rdma/fabric.h>
@@ -453,7 +453,8 @@ std::vector<Provider> list_providers() {
   return out;
 }
 
-std::unique_ptr<Endpoint> open_endpoint(const std::string& provider, const std::string& host, int rail, Numbers numbers) {
+std::unique_ptr<Endpoint> open_endpoint(const std::string& provider, const std::string& host, int rail,
+                                        Numbers numbers) {
   // With writes, and messages in order after them, if it has such: a number that comes with a write is more to carry,
   // and ofi_rxm 1.17 reads through a null pointer where a connection ends in the middle of a write that has one.
   bool in_order = numbers == Numbers::if_needed;

@@ -123,7 +123,8 @@ void RegistrationCache::make_room(std::size_t bytes) {
   };
   for (auto entry = entries_.begin(); entry != entries_.end() && is_full();) {
     const auto here = entry++;
-    const bool is_under_way = here->users > 0 || (here->lease != nullptr && here->lease->lifetime == Lifetime::operation);
+    const bool is_under_way =
+        here->users > 0 || (here->lease != nullptr && here->lease->lifetime == Lifetime::operation);
     if (is_under_way) continue;
     drop(here);
     ++counters_.evictions;

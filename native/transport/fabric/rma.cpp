@@ -33,7 +33,8 @@ class StreamMux::MuxLease final : public Pipe::RegistrationLease {
   RegistrationCache::Lease* lease_;
 };
 
-std::unique_ptr<Pipe::RegistrationLease> StreamMux::lease(std::byte* data, std::size_t bytes, RegistrationCache::Lifetime lifetime) {
+std::unique_ptr<Pipe::RegistrationLease> StreamMux::lease(std::byte* data, std::size_t bytes,
+                                                          RegistrationCache::Lifetime lifetime) {
   std::lock_guard lock(mutex_);
   return std::make_unique<MuxLease>(shared_from_this(), cache_.add_lease(data, bytes, lifetime));
 }

@@ -202,7 +202,7 @@ Endpoint::Taken StreamMux::hand_over(Sending& sending) {
   const bool injects = sending.bytes <= endpoint.limits().inject_bytes;
   const auto taken = injects ? endpoint.inject(stream.peers[sending.rail], sending.data, sending.bytes, stream.tag_out)
                              : endpoint.send(stream.peers[sending.rail], sending.data, sending.bytes,
-                                         sending.slab->descriptor(sending.rail), stream.tag_out, &sending);
+                                             sending.slab->descriptor(sending.rail), stream.tag_out, &sending);
   switch (taken) {
     case Endpoint::Taken::yes:
       if (rails_.size() > 1) sending.sent_ns = now_ns();
@@ -306,8 +306,9 @@ void StreamMux::send_credit(Stream& stream) {
 
 Endpoint::Taken StreamMux::send_control(Stream& stream, MessageType type) {
   Sending& credit = stream.credit();
-  const Header header{
-      .sequence = type == MessageType::cancelled ? stream.writes : stream.first_missing(), .read = stream.read, .type = type};
+  const Header header{.sequence = type == MessageType::cancelled ? stream.writes : stream.first_missing(),
+                      .read = stream.read,
+                      .type = type};
   std::memcpy(credit.data, &header, sizeof header);
   credit.bytes = sizeof header;
   credit.rail = stream.take_rail();
@@ -325,7 +326,8 @@ void StreamMux::look_for_losses() {
     if (is_new || now - stream.asked_ns < kAskNs || stream.credit().state != Sending::State::free) continue;
     stream.asked_ns = now;
     // Refused for now: asked again soon enough.
-    if (send_control(stream, MessageType::probe) == Endpoint::Taken::later) stream.credit().state = Sending::State::free;
+    if (send_control(stream, MessageType::probe) == Endpoint::Taken::later)
+      stream.credit().state = Sending::State::free;
   }
 }
 

@@ -20,10 +20,10 @@ inline std::int64_t now_ns() {
 enum class StreamMux::MessageType : std::uint16_t {
   segment = 1,
   credit = 2,
-  probe = 3,  // a credit that wants one back
-  written = 4,   // a segment, and after it bytes that lie where they were granted to
+  probe = 3,    // a credit that wants one back
+  written = 4,  // a segment, and after it bytes that lie where they were granted to
   grant = 5,
-  cancel = 6,    // what was granted counts no more
+  cancel = 6,     // what was granted counts no more
   cancelled = 7,  // the answer: no more of it will be written to; `sequence` is how many writes there were
 };
 
@@ -141,7 +141,7 @@ struct StreamMux::Stream {
 
   // Out.
   std::vector<Endpoint::Peer> peers;  // by rail
-  std::vector<bool> is_out;       // rails that failed
+  std::vector<bool> is_out;           // rails that failed
   std::size_t next_rail = 0;
   std::uint64_t tag_out = 0;
   std::uint32_t window_out = 0;
@@ -168,10 +168,10 @@ struct StreamMux::Stream {
   bool wants_offer = false;  // as last asked for
   bool is_refused = false;   // a write, for now
   std::deque<Writing> writings;
-  std::uint64_t taken = 0;    // bytes, of all kinds
+  std::uint64_t taken = 0;             // bytes, of all kinds
   std::size_t reported_in_flight = 0;  // as last asked for
-  std::uint32_t writes = 0;   // ever begun
-  bool is_cancelled = false;    // by the peer: nothing more is written
+  std::uint32_t writes = 0;            // ever begun
+  bool is_cancelled = false;           // by the peer: nothing more is written
   bool owes_cancelled = false;
   // In.
   std::vector<GrantEntry> to_tell;

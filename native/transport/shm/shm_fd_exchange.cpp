@@ -88,7 +88,8 @@ void ShmFdExchange::read_control_messages(Peer& peer) {
     alignas(cmsghdr) char control[CMSG_SPACE(sizeof(int))];
     message.msg_control = control;
     message.msg_controllen = sizeof control;
-    if (recvmsg(peer.link.get(), &message, MSG_DONTWAIT | MSG_CMSG_CLOEXEC) != static_cast<ssize_t>(sizeof message_out)) {
+    if (recvmsg(peer.link.get(), &message, MSG_DONTWAIT | MSG_CMSG_CLOEXEC) !=
+        static_cast<ssize_t>(sizeof message_out)) {
       return;
     }
     ++peer.read;

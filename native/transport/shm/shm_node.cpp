@@ -8,7 +8,7 @@
 namespace netfold::transport {
 
 ShmNode::ShmNode(int self, std::vector<int> ranks, std::vector<Fd> segments, std::vector<Fd> doorbells,
-                       std::vector<Fd> links, std::shared_ptr<PeerMemory> memory)
+                 std::vector<Fd> links, std::shared_ptr<PeerMemory> memory)
     : self_(self), ranks_(std::move(ranks)), doorbells_(std::move(doorbells)), memory_(std::move(memory)) {
   segments_.reserve(ranks_.size());
   for (const Fd& fd : segments) {
@@ -21,7 +21,7 @@ ShmNode::ShmNode(int self, std::vector<int> ranks, std::vector<Fd> segments, std
   }
   for (int position = 0; position < size(); ++position) {
     fd_exchange_.add(std::move(links[static_cast<std::size_t>(position)]), own().control_messages[position],
-               segment(position).control_messages[self_]);
+                     segment(position).control_messages[self_]);
   }
 }
 
@@ -108,7 +108,7 @@ void ShmNode::end_use_of_all() {
 }
 
 void ShmNode::leave(Left how, int fault_rank, const std::string& reason, std::uint32_t expired_call,
-                       std::int64_t expired_timeout_ns) {
+                    std::int64_t expired_timeout_ns) {
   Segment& mine = own();
   if (mine.left.load(std::memory_order_relaxed) != kHere) return;
   mine.fault_rank = fault_rank;

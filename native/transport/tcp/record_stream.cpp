@@ -1,7 +1,7 @@
 #include <sys/eventfd.h>
 #include <sys/socket.h>
-#include <netfold/transport/tcp/record_stream.hpp>
 #include <netfold/transport/socket.hpp>
+#include <netfold/transport/tcp/record_stream.hpp>
 
 #include <algorithm>
 #include <atomic>

@@ -58,7 +58,8 @@ SpareBlocks& spare_blocks() {
 
 }  // namespace
 
-ResumableSocket::ResumableSocket(Fd socket, bool resumable, const auth::StreamSecrets& secrets) : resumable_(resumable), security_(secrets.security) {
+ResumableSocket::ResumableSocket(Fd socket, bool resumable, const auth::StreamSecrets& secrets)
+    : resumable_(resumable), security_(secrets.security) {
   adopt(std::move(socket), secrets);
 }
 
@@ -258,7 +259,7 @@ bool ResumableSocket::reconnect(Fd socket, std::uint64_t peer_received, const au
   }
   if (peer_received < buffered_from_ || peer_received > sent_) {
     give_up("the peer has " + std::to_string(peer_received) + " of " + std::to_string(sent_) +
-         " bytes, and those before " + std::to_string(buffered_from_) + " are not kept any more");
+            " bytes, and those before " + std::to_string(buffered_from_) + " are not kept any more");
     return false;
   }
   adopt(std::move(socket), secrets);

@@ -24,7 +24,8 @@ Pipe::Io TcpPipe::send(std::span<const iovec> pieces) {
 }
 
 Pipe::Io TcpPipe::receive(std::span<const iovec> pieces) {
-  return by_stripes(pieces, received_, [](ResumableSocket& rail, std::span<const iovec> part) { return rail.receive(part); });
+  return by_stripes(pieces, received_,
+                    [](ResumableSocket& rail, std::span<const iovec> part) { return rail.receive(part); });
 }
 
 // Stripe after stripe, until one does not go as a whole.
@@ -93,7 +94,8 @@ bool TcpPipe::flush() {
 }
 
 bool TcpPipe::has_unsent() const {
-  return has_records_ && std::any_of(rails_.begin(), rails_.end(), [](const ResumableSocket& rail) { return rail.has_unsent(); });
+  return has_records_ &&
+         std::any_of(rails_.begin(), rails_.end(), [](const ResumableSocket& rail) { return rail.has_unsent(); });
 }
 
 void TcpPipe::wait_to_flush(std::vector<pollfd>& fds) {

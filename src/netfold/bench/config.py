@@ -3,9 +3,9 @@
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from netfold.bench.backends import BackendName, parse_backend, unique_labels
 from netfold.bench.collectives import parse_collective, parse_redops
 from netfold.bench.program import BUCKET_BYTES
-from netfold.bench.backends import BackendName, parse_backend, unique_labels
 from netfold.bench.sizes import parse_dtype
 from netfold.plan.model.catalogue import find_model
 

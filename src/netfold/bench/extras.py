@@ -2,10 +2,10 @@
 
 import statistics
 
-from netfold.bench.runner import Runner
-from netfold.bench.config import Measured, BenchEnvironment
-from netfold.bench.rules import Verdict
 from netfold.bench.backends import parse_backend
+from netfold.bench.config import BenchEnvironment, Measured
+from netfold.bench.rules import Verdict
+from netfold.bench.runner import Runner
 from netfold.bench.spread import paired_ratios, spread
 from netfold.bench.table import describe_time
 
@@ -47,7 +47,10 @@ def waiting_verdicts(runner: Runner, backends: list[str], quick: bool) -> list[V
 def ddp_verdicts(runner: Runner, backends: list[str], quick: bool) -> list[Verdict]:
     """Training steps of the first backend beside the second's, interleaved by round."""
     ours, peer = runner.measure_ddp(
-        [parse_backend(backend) for backend in backends], rounds=4 if quick else 8, steps=2 if quick else 3, width=DDP_WIDTH
+        [parse_backend(backend) for backend in backends],
+        rounds=4 if quick else 8,
+        steps=2 if quick else 3,
+        width=DDP_WIDTH,
     )
     of = spread(paired_ratios(peer.times_ns, ours.times_ns))
     why = "; ".join(filter(None, (_differing(backends[0], ours), _differing(backends[1], peer))))

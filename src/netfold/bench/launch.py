@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from netfold.bench.backends.backend import MPIS
 from netfold.bench.config import BenchEnvironment
 from netfold.bench.mpi_peers import launch_mpi, launch_mpi_in_rack
-from netfold.bench.backends.backend import MPIS
 from netfold.extras import need
 from netfold.rack import Rack
 from netfold.rack.aggregator import aggregator_argv, start_aggregator

@@ -17,9 +17,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from netfold.bench.runner import BenchError
 from netfold.bench.connection import Connection, Message
 from netfold.bench.launch import start_mpi
+from netfold.bench.runner import BenchError
 from netfold.bench.start_line import StartLine
 from netfold.rack import Rack
 from netfold.rack.command import run
@@ -106,7 +106,14 @@ class RackRunner:
 
     def _start(self, folder: Path) -> None:
         def argv(world: str) -> list[str]:
-            return [sys.executable, "-m", "netfold.bench.rack_runner_rank", world, str(folder), str(int(self._deadline_s))]
+            return [
+                sys.executable,
+                "-m",
+                "netfold.bench.rack_runner_rank",
+                world,
+                str(folder),
+                str(int(self._deadline_s)),
+            ]
 
         environment = {"NETFOLD_INTERFACE": HOST_INTERFACE}
         self._started[_TORCH] = [
@@ -127,7 +134,9 @@ class RackRunner:
             fields = {name: value for name, value in asdict(way).items() if name != "mpi"}
             self._tell(way.world, self.rack.hosts, {"do": "open", **fields})
 
-    def turn(self, way: Configuration, size_bytes: int, number: int, *, calls: int = 1, values: str = "whole") -> Timing:
+    def turn(
+        self, way: Configuration, size_bytes: int, number: int, *, calls: int = 1, values: str = "whole"
+    ) -> Timing:
         """`calls` calls one after the other, of `size_bytes` of f32 each.
 
         values: `whole` numbers whose sum f32 holds exactly, others for each `number` (0 to 1000) and checked one by

@@ -16,10 +16,10 @@ from typing import Any, Protocol, cast
 import numpy as np
 
 from netfold.bench.accuracy import tensors
+from netfold.bench.backends import Backend
 from netfold.bench.collectives import parse_collective
 from netfold.bench.connection import Message
 from netfold.bench.machine import congestion_control
-from netfold.bench.backends import Backend
 from netfold.bench.start_line import StartLine
 
 # The parent stops us at the deadline; should it be gone, the kernel does.

@@ -7,9 +7,9 @@ import numpy as np
 import torch.distributed as dist
 
 from netfold import Options
-from netfold.switch_protocol import control_messages
 from netfold.bench.backends import BackendName
 from netfold.bench.backends.torch_backend import TorchBackend, TorchWorld
+from netfold.switch_protocol import control_messages
 
 
 class TorchGroups(TorchWorld):

@@ -15,10 +15,10 @@ import traceback
 from pathlib import Path
 from typing import Any, cast
 
+from netfold.bench.backends import Backend, BackendName, RefusedError, World, how_it_ran
 from netfold.bench.config import SMALL_BYTES
 from netfold.bench.program import build_program
 from netfold.bench.replay import StepTrial
-from netfold.bench.backends import RefusedError, Backend, BackendName, World, how_it_ran
 from netfold.bench.start_line import StartLine
 from netfold.bench.trial import Task, Trial
 from netfold.plan.model.catalogue import find_model

@@ -4,11 +4,11 @@ import statistics
 import time
 from collections.abc import Callable
 
+from netfold.bench.backends import Backend, Buffer, Pending
 from netfold.bench.collectives import COLLECTIVES, Collective, expected
-from netfold.bench.test_data import encode, fill, mismatches
 from netfold.bench.program import Await, Compute, Program, Start
-from netfold.bench.backends import Buffer, Pending, Backend
 from netfold.bench.start_line import StartLine
+from netfold.bench.test_data import encode, fill, mismatches
 from netfold.bench.trial import make_message_data
 from netfold.plan.model.catalogue import ITEM_BYTES
 
@@ -23,7 +23,9 @@ class StepTrial:
     made; the timer of a machine with more ranks than cores.
     """
 
-    def __init__(self, backend: Backend, line: StartLine, rank: int, ranks: int, program: Program, wire: str = "") -> None:
+    def __init__(
+        self, backend: Backend, line: StartLine, rank: int, ranks: int, program: Program, wire: str = ""
+    ) -> None:
         self.rank, self.ranks = rank, ranks
         self.late_ns: list[int] = []
         self._line = line

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from netfold.bench.collectives import parse_collective
-from netfold.bench.config import Measured, BenchEnvironment, Result, SizeResult, Trials
+from netfold.bench.config import BenchEnvironment, Measured, Result, SizeResult, Trials
 from netfold.bench.machine import describe_machine, describe_versions
 from netfold.bench.spread import Spread, paired_ratios, spread
 

@@ -16,10 +16,11 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from netfold.bench.backends import BackendName
 from netfold.bench.config import (
     SMALL_BYTES,
-    Measured,
     BenchEnvironment,
+    Measured,
     Replay,
     Replayed,
     Result,
@@ -30,7 +31,6 @@ from netfold.bench.config import (
 from netfold.bench.connection import Connection, Message
 from netfold.bench.launch import KEPT_LINES, Lines, Running, start_worlds
 from netfold.bench.machine import congestion_control, describe_machine, describe_versions
-from netfold.bench.backends import BackendName
 from netfold.bench.start_line import StartLine
 from netfold.rack.processes import DRAIN_S, FAILURE_GRACE_S, follow, stop, uninterrupted
 

@@ -5,10 +5,10 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from netfold.bench.runner import Runner, start_runner
 from netfold.bench.config import BenchEnvironment, Replay, Replayed
 from netfold.bench.program import Program, build_program
 from netfold.bench.report import Ratio
+from netfold.bench.runner import Runner, start_runner
 from netfold.bench.spread import Spread, paired_ratios, spread
 from netfold.plan.model.catalogue import Model, find_model
 from netfold.rack.link import parse_link

@@ -9,16 +9,16 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from netfold.bench.runner import BenchError, Runner, start_runner
+from netfold.bench.backends import parse_backend
+from netfold.bench.backends.backend import MPIS
 from netfold.bench.config import BenchEnvironment, Trials
 from netfold.bench.extras import DDP_PLACES, WAITING_PLACES, ddp_verdicts, waiting_verdicts
 from netfold.bench.goals import SECTIONS, Goal, all_goals, places, trials_at
-from netfold.bench.rules import Verdict, evaluate_goal, render_verdicts, unmeasured
 from netfold.bench.link_probe import LinkMeasurement, lower_bound_s, probe_rack
 from netfold.bench.mpi_peers import PeerMissingError, launch_mpi
 from netfold.bench.report import Row, describe_run, make_rows, total_wrong
-from netfold.bench.backends import parse_backend
-from netfold.bench.backends.backend import MPIS
+from netfold.bench.rules import Verdict, evaluate_goal, render_verdicts, unmeasured
+from netfold.bench.runner import BenchError, Runner, start_runner
 from netfold.bench.table import describe_breakdown
 from netfold.extras import MissingExtraError
 from netfold.rack import RackError

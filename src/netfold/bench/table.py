@@ -69,7 +69,15 @@ def _cells(row: Row) -> tuple[str, ...]:
     if row.time_ns is not None:
         time = (_us(row.time_ns.median), f"{_us(row.time_ns.p5)}..{_us(row.time_ns.p95)}")
     return (
-        *(str(row.size_bytes), str(row.count), row.dtype, row.redop, row.backend, row.algorithm or "-", row.wire or "-"),
+        *(
+            str(row.size_bytes),
+            str(row.count),
+            row.dtype,
+            row.redop,
+            row.backend,
+            row.algorithm or "-",
+            row.wire or "-",
+        ),
         *time,
         *("-" if bandwidth is None else f"{bandwidth / 1e9:.4f}" for bandwidth in (row.algbw, row.busbw)),
         "-" if row.wrong is None else str(row.wrong),

@@ -5,11 +5,11 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple
 
+from netfold.bench.backends import Backend, Buffer, RefusedError
 from netfold.bench.collectives import COLLECTIVES, expected
-from netfold.bench.test_data import MessageData, byte_bound, encode, fill, mismatches
-from netfold.bench.backends import Buffer, RefusedError, Backend
 from netfold.bench.sizes import DTYPES, parse_dtype
 from netfold.bench.start_line import StartLine
+from netfold.bench.test_data import MessageData, byte_bound, encode, fill, mismatches
 
 # There is no other way to run these than in the one buffer.
 _ALWAYS_IN_PLACE = ("broadcast", "barrier")

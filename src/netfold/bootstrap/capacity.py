@@ -68,7 +68,9 @@ class Measurement:
     """Why it was given up."""
 
 
-def measure(run: Run, switches: int, *, budget_s: float = BUDGET_S, lost: Callable[[], str] = lambda: "") -> Measurement:
+def measure(
+    run: Run, switches: int, *, budget_s: float = BUDGET_S, lost: Callable[[], str] = lambda: ""
+) -> Measurement:
     """Bytes of tensor a second that each of `switches` gives back. Every rank calls it, and gets the same.
 
     Costs about budget_s, more where the path is so slow that the first size takes longer. It is given up once it has

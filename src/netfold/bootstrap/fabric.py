@@ -20,11 +20,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing.util import Finalize
 from typing import Any
 
-from netfold.switch_protocol import control_messages
 from netfold._native import fabric
 from netfold.bootstrap.addresses import own_interfaces
 from netfold.errors import RendezvousError
 from netfold.options import Options
+from netfold.switch_protocol import control_messages
 
 Streams = list[list[Any]]  # by lane and rank; None at our own place
 
@@ -272,10 +272,13 @@ def _receives(stream: Any, expected: bytes) -> Callable[[int], bool]:
     return receives
 
 
-def byte_streams(lane: Sequence[Any], sockets: Sequence[socket.socket | None], provider: str) -> list[FabricByteStream | None]:
+def byte_streams(
+    lane: Sequence[Any], sockets: Sequence[socket.socket | None], provider: str
+) -> list[FabricByteStream | None]:
     """By rank: what ranks speak over before the native floor takes the streams."""
     return [
-        None if beside is None else FabricByteStream(stream, beside, provider) for stream, beside in zip(lane, sockets, strict=True)
+        None if beside is None else FabricByteStream(stream, beside, provider)
+        for stream, beside in zip(lane, sockets, strict=True)
     ]
 
 

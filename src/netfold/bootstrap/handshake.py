@@ -22,8 +22,8 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from netfold._native import auth
-from netfold.options import SECURITIES
 from netfold.bootstrap.secure_stream import Secrets, Session
+from netfold.options import SECURITIES
 from netfold.switch_protocol.control_messages import receive_exactly
 
 JOIN, CALL = 1, 2  # what a connection is for: a place in the mesh; a question to a group that stands

@@ -18,11 +18,11 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from netfold.switch_protocol import control_messages
 from netfold.bootstrap import handshake
-from netfold.errors import RendezvousError
 from netfold.bootstrap.handshake import Hello
 from netfold.bootstrap.secure_stream import secure_stream
+from netfold.errors import RendezvousError
+from netfold.switch_protocol import control_messages
 from netfold.switch_protocol.control_messages import format_endpoint
 
 # A stranger keeps a visit open for no longer than this.
@@ -36,7 +36,9 @@ Failure = tuple[
     int, int, str
 ]  # its kind, the rank at fault (-1: nobody knows) and what befell, as native groups say it
 # (the rank that asks, its question) -> the reply, and what is done with the connection once the reply is on its way.
-RequestHandler = Callable[[int, control_messages.Message], tuple[control_messages.Message, Callable[[socket.socket], None] | None]]
+RequestHandler = Callable[
+    [int, control_messages.Message], tuple[control_messages.Message, Callable[[socket.socket], None] | None]
+]
 
 
 @dataclass
@@ -97,7 +99,11 @@ class Listener:
         self._registered_groups[registered_group.key] = registered_group
 
     def deregister(
-        self, registered_group: RegisteredGroup, failure: Failure | None, calls: int = 0, expired: tuple[int, int] = (0, 0)
+        self,
+        registered_group: RegisteredGroup,
+        failure: Failure | None,
+        calls: int = 0,
+        expired: tuple[int, int] = (0, 0),
     ) -> None:
         """It has left, in order or after a failure; whoever asks hears that. calls: the collectives that it made;
         expired: as native groups say it."""

@@ -21,9 +21,9 @@ import zlib
 from collections.abc import Sequence
 from typing import Any
 
-from netfold.switch_protocol import control_messages
 from netfold._native import mpi
 from netfold.errors import RendezvousError
+from netfold.switch_protocol import control_messages
 
 # By ranks of MPI's world, in order. Never closed before the process ends.
 _Members = tuple[int, ...]

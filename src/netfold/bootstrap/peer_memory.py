@@ -14,8 +14,8 @@ import time
 from typing import Any
 
 from netfold._native import engine
-from netfold.errors import RendezvousError
 from netfold.bootstrap.shm_discovery import Node
+from netfold.errors import RendezvousError
 
 _MARK_BYTES = 16
 _OFFER = struct.Struct(f">?Q{_MARK_BYTES}s")  # whether there is a mark; its address; the mark

@@ -23,7 +23,7 @@ import numpy as np
 
 from netfold.errors import RendezvousError
 from netfold.switch_protocol.control_messages import receive_exactly
-from netfold.tuning import ChoiceTable, DEFAULT_LINKS, Link, Links, Topology, fit_link
+from netfold.tuning import DEFAULT_LINKS, ChoiceTable, Link, Links, Topology, fit_link
 
 _FRAME = struct.Struct(">cI")
 _PING, _TABLE = b"P", b"T"

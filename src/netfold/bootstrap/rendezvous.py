@@ -21,12 +21,12 @@ from typing import Any
 import netfold
 from netfold.bootstrap import handshake, security
 from netfold.bootstrap.addresses import Interfaces
-from netfold.bootstrap.listener import Listener, RegisteredGroup
-from netfold.errors import RendezvousError
 from netfold.bootstrap.handshake import JOIN, Hello
-from netfold.options import Options
+from netfold.bootstrap.listener import Listener, RegisteredGroup
 from netfold.bootstrap.secure_stream import secure_stream
 from netfold.bootstrap.store import PrefixStore, Store
+from netfold.errors import RendezvousError
+from netfold.options import Options
 from netfold.switch_protocol.control_messages import format_endpoint, parse_endpoint, switches_of
 from netfold.tuning import check_words
 
@@ -198,11 +198,22 @@ class PeerAddresses:
 
 
 def connect_mesh(
-    store: Store, registered_group: RegisteredGroup, listener: Listener, interfaces: Interfaces, deadline: float, *, fabric: str | None = None
+    store: Store,
+    registered_group: RegisteredGroup,
+    listener: Listener,
+    interfaces: Interfaces,
+    deadline: float,
+    *,
+    fabric: str | None = None,
 ) -> tuple[Sockets, PeerAddresses]:
     """A socket a lane, rank and rail, and where the ranks are. Raises RendezvousError naming the ranks that did not
     come, or that are to go over another fabric."""
-    rank, size, lanes, rails = registered_group.rank, registered_group.size, registered_group.lanes, registered_group.rails
+    rank, size, lanes, rails = (
+        registered_group.rank,
+        registered_group.size,
+        registered_group.lanes,
+        registered_group.rails,
+    )
     mine = {"at": [format_endpoint(host, listener.port) for host in interfaces.hosts], "rails": rails, "fabric": fabric}
     store.set(_address(rank), json.dumps(mine).encode())
     # All before the first connection: whoever cannot be of this group is known to everybody then, and at once.
@@ -213,7 +224,9 @@ def connect_mesh(
             if peer < rank:
                 token = handshake.token_of(registered_group.secret)
                 hello = Hello(JOIN, token, rank, peer, size, lane, rail, registered_group.security)
-                registered_group.accepted[peer, lane, rail] = connect(peer_addresses, hello, registered_group.secret, deadline)
+                registered_group.accepted[peer, lane, rail] = connect(
+                    peer_addresses, hello, registered_group.secret, deadline
+                )
         _await_arrivals(registered_group, {place for place in places if place[0] > rank}, deadline)
     except BaseException as error:
         absent = sorted({place[0] for place in places if place[0] != rank and place not in registered_group.accepted})
@@ -229,7 +242,10 @@ def connect_mesh(
             ) from None
         raise
     sockets: Sockets = [
-        [[registered_group.accepted[peer, lane, rail] for rail in range(rails)] if peer != rank else [] for peer in range(size)]
+        [
+            [registered_group.accepted[peer, lane, rail] for rail in range(rails)] if peer != rank else []
+            for peer in range(size)
+        ]
         for lane in range(lanes)
     ]
     for row in itertools.chain.from_iterable(sockets):
@@ -260,7 +276,9 @@ def _everybodys_endpoints(
     endpoints: list[list[tuple[str, int]]] = [[] for _ in range(registered_group.size)]
     try:
         for peer in others:
-            endpoints[peer] = _endpoints(json.loads(store.get(_address(peer), _left(deadline))), registered_group, peer, fabric)
+            endpoints[peer] = _endpoints(
+                json.loads(store.get(_address(peer), _left(deadline))), registered_group, peer, fabric
+            )
     except TimeoutError:
         absent = [peer for peer in others if not endpoints[peer] and not _is_there(store, _address(peer))]
         raise RendezvousError(
@@ -279,7 +297,9 @@ def _is_there(store: Store, key: str) -> bool:
     return True
 
 
-def _endpoints(theirs: dict[str, Any], registered_group: RegisteredGroup, peer: int, fabric: str | None) -> list[tuple[str, int]]:
+def _endpoints(
+    theirs: dict[str, Any], registered_group: RegisteredGroup, peer: int, fabric: str | None
+) -> list[tuple[str, int]]:
     if "gave_up" in theirs:
         raise RendezvousError(f"rank {peer} could not join; it said: {theirs['gave_up']}", rank=peer)
     if theirs["fabric"] != fabric:
@@ -345,7 +365,9 @@ def connect(peer_addresses: PeerAddresses, hello: Hello, secret: bytes, deadline
             except OSError as error:
                 # A link that is down may come back; one that never was there will not.
                 final += hello.purpose == JOIN and error.errno in _NO_WAY
-                errors.append(f"rank {hello.initiator} cannot reach rank {peer} at {where}: {error} (NETFOLD_INTERFACE)")
+                errors.append(
+                    f"rank {hello.initiator} cannot reach rank {peer} at {where}: {error} (NETFOLD_INTERFACE)"
+                )
             else:
                 peer_addresses.used[peer, rail] = (host, port)
                 peer_addresses.record_failures(errors)

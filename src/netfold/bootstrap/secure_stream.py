@@ -104,4 +104,4 @@ def mesh_secrets(stream: socket.socket) -> Secrets | None:
     return stream.session.mesh if isinstance(stream, SecureStream) else None
 
 
-__all__ = ["ForgedRecordError", "SecureStream", "Secrets", "Session", "mesh_secrets", "secure_stream"]
+__all__ = ["ForgedRecordError", "Secrets", "SecureStream", "Session", "mesh_secrets", "secure_stream"]

@@ -5,9 +5,9 @@ from __future__ import annotations
 import hashlib
 import hmac
 
-from netfold.switch_protocol import control_messages
 from netfold._native import auth
 from netfold.options import SECURITIES, Options
+from netfold.switch_protocol import control_messages
 
 
 def why_not_secure(options: Options) -> str:

@@ -22,9 +22,9 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from netfold.switch_protocol import control_messages
 from netfold._native import engine
 from netfold.errors import RendezvousError
+from netfold.switch_protocol import control_messages
 from netfold.switch_protocol.control_messages import receive_exactly
 
 _TOKEN_BYTES = 16

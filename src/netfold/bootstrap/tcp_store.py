@@ -21,8 +21,8 @@ import threading
 import time
 from typing import Any
 
-from netfold.switch_protocol import control_messages
 from netfold.errors import RendezvousError
+from netfold.switch_protocol import control_messages
 
 # Ports tried from the given one on: another program, often torch's own store, may have the first.
 PORTS = 8

@@ -34,7 +34,8 @@ def _bench(
     check: Annotated[int, typer.Option("-c", "--check", min=0, max=1, help="Check every element (1) or none (0).")] = 1,
     ranks: Annotated[int, typer.Option(help="Ranks.")] = 4,
     dtype: Annotated[
-        str, typer.Option("-d", "--datatype", "--dtype", help="f32, f64, f16, bf16, i32, i64; several by commas, or all.")
+        str,
+        typer.Option("-d", "--datatype", "--dtype", help="f32, f64, f16, bf16, i32, i64; several by commas, or all."),
     ] = "f32",
     redop: Annotated[
         str, typer.Option("--op", "--redop", help="sum, prod, min, max, avg; several by commas, or all.")
@@ -59,10 +60,10 @@ def _bench(
     import json
 
     from netfold.bench.collectives import parse_collective, parse_redops
-    from netfold.bench.runner import BenchError, measure
     from netfold.bench.config import BenchEnvironment, Trials
     from netfold.bench.mpi_peers import with_mpi_named
     from netfold.bench.report import describe_run, make_rows, total_wrong
+    from netfold.bench.runner import BenchError, measure
     from netfold.bench.sizes import parse_dtypes, parse_size, sweep
     from netfold.bench.table import render_table
     from netfold.rack import RackError
@@ -163,8 +164,8 @@ def model(
     """
     import json
 
-    from netfold.bench.runner import BenchError
     from netfold.bench.config import BenchEnvironment, Replay
+    from netfold.bench.runner import BenchError
     from netfold.bench.sizes import parse_size
     from netfold.bench.step import describe_network, replay_models, total_wrong
     from netfold.bench.step_table import render_models, render_steps

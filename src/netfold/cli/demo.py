@@ -17,9 +17,7 @@ NEEDED = ("torch", "skimage", "matplotlib", "pydantic")
 
 
 def demo(
-    ranks: Annotated[
-        int | None, typer.Option(min=2, help="Ranks.", show_default="4; 2 with --quick")
-    ] = None,
+    ranks: Annotated[int | None, typer.Option(min=2, help="Ranks.", show_default="4; 2 with --quick")] = None,
     steps: Annotated[
         int | None,
         typer.Option(help="Training steps over each backend.", show_default="200; 120 with --quick"),

@@ -73,9 +73,9 @@ def check(
 
     from rich.console import Console
 
-    from netfold.diagnostics.preflight import advise, check_alone, check_ranks, failed, apply_rules, print_report
     from netfold.bootstrap import launchers
     from netfold.communicator import Communicator, Options
+    from netfold.diagnostics.preflight import advise, apply_rules, check_alone, check_ranks, failed, print_report
     from netfold.errors import NetfoldError
 
     # Links are what is measured first; each switch is joined by itself, for a moment, where it has room.

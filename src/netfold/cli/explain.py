@@ -31,9 +31,9 @@ def explain(
     from rich.table import Table
 
     from netfold.bench.sizes import parse_size
-    from netfold.communicator import Options
     from netfold.bootstrap.fabric import preview_transport
     from netfold.bootstrap.security import why_no_switch, why_not_secure
+    from netfold.communicator import Options
     from netfold.tuning import DEFAULT_LINKS, Link, Topology, build_table, candidates, format_seconds
 
     name = operation.replace("-", "_")
@@ -105,8 +105,8 @@ _SWITCH_S = 1.0
 def _windows(options: Options, workers: int) -> list[str]:
     """Of each switch, asked over TCP: what window `workers` get there, or why that is not known."""
     from netfold._native import protocol
-    from netfold.errors import NetfoldError
     from netfold.communicator.membership import query_quota
+    from netfold.errors import NetfoldError
     from netfold.switch_protocol.control_messages import switches_of
     from netfold.switch_protocol.data_path import window_chunks
 

@@ -105,12 +105,12 @@ def predict(
     }
 
     from netfold.cli.plan_given import given_model
-    from netfold.plan.result import solve, stage_ranks
-    from netfold.plan.request import parse_request, read_job
-    from netfold.plan.scaling_curve import parse_range
     from netfold.plan.events import Conditions, write_timeline
     from netfold.plan.render import as_json as render_json
     from netfold.plan.render import render_page, render_text
+    from netfold.plan.request import parse_request, read_job
+    from netfold.plan.result import solve, stage_ranks
+    from netfold.plan.scaling_curve import parse_range
 
     try:
         tree: dict[str, Any] = {}
@@ -121,7 +121,9 @@ def predict(
         _over(tree, where, {key: value for key, value in said.items() if value is not None})
         given = given_model(tree, recipe, settings or (), module, inputs or (), profile)
         found = solve(
-            parse_request(_under(tree, given.says), where, model=given.model, device=given.device, network=given.network),
+            parse_request(
+                _under(tree, given.says), where, model=given.model, device=given.device, network=given.network
+            ),
             sizes=parse_range(curve) if curve is not None else (),
             comparisons=tuple(compare or ()),
             conditions=Conditions(jitter or 0.0, stragglers=_stragglers(straggler or ()))

@@ -23,10 +23,10 @@ def recipe_model(path: Path, settings: Sequence[str]) -> tuple[Model, dict[str, 
 
     from netfold.plan.model import Chain
     from netfold.train.explain.layers import measure
-    from netfold.train.recipe.validate import validate_recipe
-    from netfold.train.recipe.load import load
     from netfold.train.recipe.errors import RecipeError
+    from netfold.train.recipe.load import load
     from netfold.train.recipe.split import ranks_asked
+    from netfold.train.recipe.validate import validate_recipe
 
     recipe, source = load(path, settings)
     try:

@@ -101,12 +101,12 @@ def switch(
     """
     if context.invoked_subcommand is not None:
         return
-    from netfold.switch_protocol import control_messages
     from netfold.bench.sizes import parse_size
     from netfold.switch import Limits, Switch, Tokens
+    from netfold.switch.http import HttpServer
     from netfold.switch.log import LogfmtFormatter, RateLimit, event
     from netfold.switch.parent import Parent
-    from netfold.switch.http import HttpServer
+    from netfold.switch_protocol import control_messages
 
     level = getattr(logging, log.upper(), None)
     if not isinstance(level, int):
@@ -143,7 +143,11 @@ def switch(
             busy_poll_s=busy_poll / 1e6,
             fabrics=fabric or (),
         )
-        web = None if metrics is None else HttpServer(*control_messages.parse_endpoint(metrics, what="--metrics"), daemon.status)
+        web = (
+            None
+            if metrics is None
+            else HttpServer(*control_messages.parse_endpoint(metrics, what="--metrics"), daemon.status)
+        )
     except ValueError as error:
         typer.echo(f"netfold switch: {error}", err=True)
         raise typer.Exit(CANNOT) from None
@@ -219,8 +223,8 @@ def status(
     from rich.console import Console
     from rich.live import Live
 
-    from netfold.switch_protocol import control_messages
     from netfold.switch.status_table import fetch_status, render
+    from netfold.switch_protocol import control_messages
 
     try:
         address = control_messages.parse_endpoint(endpoint, what="ENDPOINT")
@@ -237,7 +241,10 @@ def status(
         if once:
             console.print(render(now, None))
             return
-        with contextlib.suppress(KeyboardInterrupt), Live(render(now, None), console=console, auto_refresh=False) as live:
+        with (
+            contextlib.suppress(KeyboardInterrupt),
+            Live(render(now, None), console=console, auto_refresh=False) as live,
+        ):
             while True:
                 time.sleep(every_s)
                 before, now = now, fetch_status(address)

@@ -28,7 +28,9 @@ class _DefaultCommandGroup(TyperGroup):
         return super().parse_args(ctx, args if args and args[0] in self.commands else ["run", *args])
 
 
-app = typer.Typer(cls=_DefaultCommandGroup, help="Train what a recipe says; `train report FOLDER` makes a run's page again.")
+app = typer.Typer(
+    cls=_DefaultCommandGroup, help="Train what a recipe says; `train report FOLDER` makes a run's page again."
+)
 
 
 @app.command(epilog="netfold train report FOLDER makes the page of a run again.")
@@ -40,7 +42,8 @@ def run(
     ] = None,
     explain: Annotated[bool, typer.Option("--explain", help="Print the plan, and start nothing.")] = False,
     ranks_here: Annotated[
-        int | None, typer.Option("--ranks", min=1, help="Ranks to start here.", show_default="those that [parallel] makes")
+        int | None,
+        typer.Option("--ranks", min=1, help="Ranks to start here.", show_default="those that [parallel] makes"),
     ] = None,
 ) -> None:
     """Train what a recipe says: as one of the ranks that torchrun, srun or mpirun has started, or by starting them.
@@ -75,8 +78,8 @@ def report(folder: Annotated[Path, typer.Argument(help="Of a run: runs/edsr.")])
 
 def _run(recipe: Path, settings: Sequence[str], explain: bool, ranks_here: int | None) -> None:
     from netfold.bootstrap.launchers import is_launched, placement
-    from netfold.train.recipe.load import load
     from netfold.train.recipe.errors import RecipeError
+    from netfold.train.recipe.load import load
     from netfold.train.recipe.split import ranks_asked, split
 
     # A module:factory of one's own is looked for here, as `python -m` does.

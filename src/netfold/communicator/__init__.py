@@ -10,8 +10,13 @@ error names the rank.
 Tests: `.venv/bin/pytest tests/communicator`
 """
 
-from netfold.communicator.shared_arrays import empty
+from netfold.bootstrap.launchers import Placement, is_launched, placement
+from netfold.bootstrap.store import FileStore, PrefixStore, Store
+from netfold.bootstrap.tcp_store import TcpStore
 from netfold.communicator.communicator import Communicator
+from netfold.communicator.group import Group
+from netfold.communicator.shared_arrays import empty
+from netfold.communicator.work import Work
 from netfold.errors import (
     CollectiveTimeout,
     GroupAborted,
@@ -22,12 +27,7 @@ from netfold.errors import (
     SwitchError,
     SwitchLost,
 )
-from netfold.communicator.group import Group
-from netfold.bootstrap.launchers import Placement, is_launched, placement
 from netfold.options import Options
-from netfold.bootstrap.store import FileStore, PrefixStore, Store
-from netfold.bootstrap.tcp_store import TcpStore
-from netfold.communicator.work import Work
 
 __all__ = [
     "CollectiveTimeout",

@@ -199,7 +199,9 @@ class Collectives:
         into send_rows[r] (receive_rows[r]) rows for (from) rank r.
         """
         if isinstance(buffers, list | tuple):
-            lent = array_view(buffers[0], writable=False) if buffers else array_view(np.empty(0, np.uint8), writable=False)
+            lent = (
+                array_view(buffers[0], writable=False) if buffers else array_view(np.empty(0, np.uint8), writable=False)
+            )
         else:
             lent = array_view(buffers, writable=False)
         inputs, held = self._pieces("all_to_all", buffers, lent, send_rows, writable=False)

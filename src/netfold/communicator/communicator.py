@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 
 from netfold.bootstrap import launchers
+from netfold.bootstrap.store import PrefixStore, Store
+from netfold.bootstrap.tcp_store import process_store
 from netfold.communicator.arrays import array_view
 from netfold.communicator.collectives import Collectives
 from netfold.communicator.group import Group
 from netfold.options import Options
-from netfold.bootstrap.store import PrefixStore, Store
-from netfold.bootstrap.tcp_store import process_store
 
 
 class Registration:

@@ -23,14 +23,14 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from netfold.switch_protocol import control_messages
 from netfold._native import engine
 from netfold.bootstrap import handshake, rendezvous
-from netfold.bootstrap.listener import RequestHandler, RegisteredGroup
-from netfold.errors import RendezvousError
 from netfold.bootstrap.handshake import CALL, Hello
+from netfold.bootstrap.listener import RegisteredGroup, RequestHandler
 from netfold.bootstrap.rendezvous import PeerAddresses
 from netfold.bootstrap.secure_stream import mesh_secrets
+from netfold.errors import RendezvousError
+from netfold.switch_protocol import control_messages
 from netfold.switch_protocol.control_messages import format_endpoint
 
 log = logging.getLogger("netfold")
@@ -76,7 +76,9 @@ class GroupMonitor:
     def rank(self) -> int:
         return self.registered_group.rank
 
-    def call(self, peer: int, rail: int, message: control_messages.Message, timeout_s: float) -> tuple[Any, control_messages.Message]:
+    def call(
+        self, peer: int, rail: int, message: control_messages.Message, timeout_s: float
+    ) -> tuple[Any, control_messages.Message]:
         """Ask a rank's listener; the connection, and the reply. RendezvousError, TimeoutError, OSError, EOFError."""
         hello = Hello(
             CALL,
@@ -87,7 +89,9 @@ class GroupMonitor:
             rail=rail,
             security=self.registered_group.security,
         )
-        stream = rendezvous.connect(self.peer_addresses, hello, self.registered_group.secret, time.monotonic() + timeout_s)
+        stream = rendezvous.connect(
+            self.peer_addresses, hello, self.registered_group.secret, time.monotonic() + timeout_s
+        )
         try:
             stream.settimeout(timeout_s)
             control_messages.send(stream, message)
@@ -157,7 +161,10 @@ class GroupMonitor:
                 if self.rank < peer:
                     # The other had connected, and may not have noticed.
                     stream, reply = self.call(
-                        peer, rail, {**_about("request_reconnect", lane, rail), "reconnects": mends}, min(left_s, _REQUEST_RECONNECT_S)
+                        peer,
+                        rail,
+                        {**_about("request_reconnect", lane, rail), "reconnects": mends},
+                        min(left_s, _REQUEST_RECONNECT_S),
                     )
                     stream.close()
                     if reply["type"] == "will_reconnect":

@@ -18,23 +18,33 @@ import numpy as np
 import netfold
 from netfold._native import engine, protocol
 from netfold.bootstrap import capacity, fabric, mpi, peer_memory, probe, rendezvous
-from netfold.communicator import connection_manager
 from netfold.bootstrap.addresses import interface_of, own_interfaces
+from netfold.bootstrap.listener import RegisteredGroup, acquire_listener, release_listener
+from netfold.bootstrap.secure_stream import mesh_secrets
+from netfold.bootstrap.shm_discovery import Node, discover_nodes
+from netfold.bootstrap.store import Store
+from netfold.communicator import connection_manager
 from netfold.communicator.capacity_watch import CapacityWatch
 from netfold.communicator.connection_manager import GroupMonitor
-from netfold.bootstrap.listener import RegisteredGroup, release_listener, acquire_listener
-from netfold.errors import NetfoldError, RendezvousError, WaitTimeout, error_of
-from netfold.communicator.membership import Membership, query_path_to_root, join_for_host
-from netfold.bootstrap.shm_discovery import Node, discover_nodes
-from netfold.options import SECURITIES, Options
+from netfold.communicator.membership import Membership, join_for_host, query_path_to_root
 from netfold.communicator.recovery import Recovery
-from netfold.bootstrap.secure_stream import mesh_secrets
-from netfold.bootstrap.store import Store
 from netfold.communicator.switch_tree import PathToRoot
-from netfold.switch_protocol.control_messages import Message, switches_of
-from netfold.tuning import Candidate, ChoiceTable, DEFAULT_LINKS, Links, Topology, build_table, candidates, format_seconds, table_without_switch
+from netfold.errors import NetfoldError, RendezvousError, WaitTimeout, error_of
+from netfold.options import SECURITIES, Options
 from netfold.profile import Records, recording, records_of
 from netfold.profile.run import GroupName
+from netfold.switch_protocol.control_messages import Message, switches_of
+from netfold.tuning import (
+    DEFAULT_LINKS,
+    Candidate,
+    ChoiceTable,
+    Links,
+    Topology,
+    build_table,
+    candidates,
+    format_seconds,
+    table_without_switch,
+)
 
 log = logging.getLogger("netfold")
 _LOG_FORMAT = "%(asctime)s %(name)s %(levelname)-7s %(message)s"
@@ -138,9 +148,12 @@ class Group:
                 hosts = interfaces.hosts[: interfaces.rails]
                 port = mpi.port_of(rank, streams, deadline) if options.over_mpi else None
                 settings = {
-                    name: getattr(options, name) for name in ("rma_min_bytes", "registration_cache_entries", "registration_cache_bytes")
+                    name: getattr(options, name)
+                    for name in ("rma_min_bytes", "registration_cache_entries", "registration_cache_bytes")
                 }
-                over = fabric.connect(options.fabric, hosts, rank, lanes, streams, deadline, settings=settings, port=port)
+                over = fabric.connect(
+                    options.fabric, hosts, rank, lanes, streams, deadline, settings=settings, port=port
+                )
                 self._port = port or fabric.port_of(options.fabric, hosts)
                 self.fabric = f"{fabric.describe_port(self._port)} (NETFOLD_TRANSPORT={options.transport})"
                 probed = fabric.byte_streams(over[0], streams, options.fabric)
@@ -248,9 +261,13 @@ class Group:
             secrets=[] if job.security == SECURITIES[0] else secrets,
         )
         if node is not None:
-            self._native.share(node.position, list(node.ranks), node.segments, node.doorbells, node.links, self.peer_memory)
+            self._native.share(
+                node.position, list(node.ranks), node.segments, node.doorbells, node.links, self.peer_memory
+            )
             log.debug("rank %d of %d: %s", rank, size, self._single_copy)
-        self._monitor = GroupMonitor(self._native, self._registered_group, peer_addresses, float(options.reconnect_s or 0))
+        self._monitor = GroupMonitor(
+            self._native, self._registered_group, peer_addresses, float(options.reconnect_s or 0)
+        )
         native = self._native
         watch = CapacityWatch(lambda: native.shares, rank=rank, ends=ends, switch=job.switch or "")
         for number, (switch, joined) in enumerate(zip(switches, memberships, strict=bool(memberships))):

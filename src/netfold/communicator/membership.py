@@ -25,14 +25,14 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from netfold.switch_protocol import control_messages, packet_keys
-from netfold._native import protocol, auth
+from netfold._native import auth, protocol
 from netfold._native.transport import DataPort
+from netfold.communicator.switch_tree import PathToRoot, agree_on_tree, known_parents
+from netfold.communicator.switch_watch import Lost, Query, SwitchWatch
 from netfold.errors import RendezvousError, SwitchError
-from netfold.switch_protocol.pinned_tls import FingerprintError, PinnedStream
-from netfold.communicator.switch_watch import Query, Lost, SwitchWatch
-from netfold.communicator.switch_tree import PathToRoot, known_parents, agree_on_tree
+from netfold.switch_protocol import control_messages, packet_keys
 from netfold.switch_protocol.data_path import PathError, ReceiveBuffer, open_path
+from netfold.switch_protocol.pinned_tls import FingerprintError, PinnedStream
 
 log = logging.getLogger("netfold")
 
@@ -63,7 +63,9 @@ class Membership:
         self.workers = tuple(workers)
         self.payload_bytes = 0
         self.window = 0
-        self.window_shortfall = ""  # why the window is smaller than it should be, with what to set; empty where it is not
+        self.window_shortfall = (
+            ""  # why the window is smaller than it should be, with what to set; empty where it is not
+        )
         self.authenticated = isinstance(stream, PinnedStream)  # whether its packets carry tags
         self.encrypts = False  # ... and are encrypted
         self._stream = stream
@@ -124,7 +126,9 @@ class Membership:
         except _UnreachableError as error:
             raise SwitchError(str(error)) from None
 
-    def _join(self, who: str, message: control_messages.Message, window_bytes: int, fabric: str | None, deadline: float) -> None:
+    def _join(
+        self, who: str, message: control_messages.Message, window_bytes: int, fabric: str | None, deadline: float
+    ) -> None:
         try:
             # From the address that the control connection uses: the switch takes packets from no other host.
             path = open_path(fabric, self._stream.getsockname()[0], window_bytes)
@@ -358,8 +362,12 @@ def query_path_to_root(
             left_s = min(left_s, _CONNECT_S)
         try:
             with _conversation(candidate, token_file, rank, len(workers), left_s) as (stream, who, token):
-                control_messages.send(stream, {"type": "path", "version": control_messages.VERSION, "below": [], **token})
-                way = PathToRoot.parse(_expect(stream, "path", who, time.monotonic() + left_s, is_first=True), candidate)
+                control_messages.send(
+                    stream, {"type": "path", "version": control_messages.VERSION, "below": [], **token}
+                )
+                way = PathToRoot.parse(
+                    _expect(stream, "path", who, time.monotonic() + left_s, is_first=True), candidate
+                )
                 stream.close()
         except _UnreachableError as error:
             failure = failure or str(error)
@@ -393,7 +401,9 @@ class AvailableQuota(NamedTuple):
         return ReceiveBuffer(self.buffer_bytes, self.window_bytes)
 
 
-def query_quota(endpoint: str, *, token_file: str | None, rank: int, timeout_s: float, udp: bool = False) -> AvailableQuota:
+def query_quota(
+    endpoint: str, *, token_file: str | None, rank: int, timeout_s: float, udp: bool = False
+) -> AvailableQuota:
     """What the switch at `endpoint` has left; nothing is reserved. SwitchError where it cannot be asked or refuses.
 
     udp: try, too, whether UDP passes both ways. Cost: a round trip; UDP_S where it does not pass.

@@ -36,16 +36,16 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any
 
-from netfold.switch_protocol import control_messages
 from netfold._native import engine
+from netfold.bootstrap.listener import RequestHandler
 from netfold.communicator import recovery_machine as machine
 from netfold.communicator.connection_manager import GroupMonitor
-from netfold.bootstrap.listener import RequestHandler
-from netfold.errors import RendezvousError, SwitchError
 from netfold.communicator.membership import Membership
 from netfold.communicator.recovery_machine import Action, FrozenState, Message, RecoveryMachine
 from netfold.communicator.recovery_plan import chunks_of, pack, unpack
 from netfold.communicator.switch_tree import PathToRoot, common_tree
+from netfold.errors import RendezvousError, SwitchError
+from netfold.switch_protocol import control_messages
 from netfold.tuning import ChoiceTable
 
 log = logging.getLogger("netfold")
@@ -381,7 +381,9 @@ class Recovery:
             for reply in said.values():
                 if "refused" in reply:
                     raise SwitchError(str(reply["refused"]))
-            ways = [PathToRoot(said[rank]["ids"], said[rank]["endpoints"], said[rank]["error"]) for rank in self._workers]
+            ways = [
+                PathToRoot(said[rank]["ids"], said[rank]["endpoints"], said[rank]["error"]) for rank in self._workers
+            ]
             return common_tree(ways, self._workers)
         except SwitchError as error:
             log.info("rank %d: no switch has the group again: %s", self._rank, error)

@@ -324,7 +324,9 @@ class RecoveryMachine:
             words = {rank: have.receive_state() for rank, have in round_.said.items()}
             plan = make_plan(words, self._windows.get(generation, 0))
         except ValueError as error:
-            return [Fail("switch_lost", -1, f"{self.lost[generation]}, and the ranks' words do not fit together: {error}")]
+            return [
+                Fail("switch_lost", -1, f"{self.lost[generation]}, and the ranks' words do not fit together: {error}")
+            ]
         round_.promised = round_.said[self.rank].promised
         round_.untold = {rank for rank in self.workers if rank != self.rank}
         parts = {

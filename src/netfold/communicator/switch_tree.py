@@ -13,8 +13,8 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from netfold.switch_protocol import control_messages
 from netfold.errors import SwitchError
+from netfold.switch_protocol import control_messages
 
 # For a message that is on its way when the deadline comes.
 _GRACE_S = 2.0

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from netfold.bench.figures import chart
 from netfold.demo.agreement import Agreement
+from netfold.demo.experiment import Experiment, HeldOut
 from netfold.demo.settings import SCALE
-from netfold.demo.experiment import HeldOut, Experiment
 from netfold.train.resolution import psnr
 
 # Side of a crop in pixels of the truth, and the grid on which crops may lie.

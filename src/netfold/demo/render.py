@@ -9,8 +9,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from netfold.demo.settings import Run
 from netfold.demo.experiment import Experiment
+from netfold.demo.settings import Run
 from netfold.demo.table import COLUMNS, notes, rows
 
 

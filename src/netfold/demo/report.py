@@ -14,8 +14,8 @@ import torch
 from netfold.bench.machine import describe_machine, describe_versions
 from netfold.demo import figures
 from netfold.demo.agreement import ALLOWED_RATIO
+from netfold.demo.experiment import Experiment, HeldOut
 from netfold.demo.settings import SCALE
-from netfold.demo.experiment import HeldOut, Experiment
 from netfold.demo.table import COLUMNS, notes, rows
 from netfold.train.datasets.photos import HELD_OUT, TRAINING
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from netfold.demo.experiment import Experiment, Outcome
 from netfold.demo.settings import SCALE, Training
-from netfold.demo.experiment import Outcome, Experiment
 from netfold.train.datasets.photos import HELD_OUT
 from netfold.train.resolution import PSNR_BORDER_PIXELS
 

@@ -11,21 +11,21 @@ Tests: `.venv/bin/pytest tests/diagnostics`
 """
 
 from netfold.diagnostics.job import Verdict, diagnose
+from netfold.diagnostics.sampler import RankRates, Sampler, Slowest, Snapshot, ranks_behind
 from netfold.diagnostics.status_segment import Counters, Rank, Transfer, find_ranks
 from netfold.diagnostics.top import View
-from netfold.diagnostics.sampler import RankRates, Snapshot, Slowest, Sampler, ranks_behind
 
 __all__ = [
     "Counters",
-    "RankRates",
-    "Snapshot",
     "Rank",
+    "RankRates",
+    "Sampler",
     "Slowest",
+    "Snapshot",
     "Transfer",
     "Verdict",
     "View",
-    "Sampler",
-    "ranks_behind",
     "diagnose",
     "find_ranks",
+    "ranks_behind",
 ]

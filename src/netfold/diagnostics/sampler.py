@@ -34,7 +34,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from netfold.diagnostics.status_segment import StatusSegment, Rank, find_segments
+from netfold.diagnostics.status_segment import Rank, StatusSegment, find_segments
 
 # Looks a second, on average: short against a step of training.
 SAMPLE_HZ = 25

@@ -156,7 +156,9 @@ class Session:
         if compression is None:
             return self.communicator
         if compression not in self._compressed:
-            made = self.communicator.split(0, self.communicator.rank, options=replace(self._options, wire_dtype=compression))
+            made = self.communicator.split(
+                0, self.communicator.rank, options=replace(self._options, wire_dtype=compression)
+            )
             assert made is not None
             self._compressed[compression] = made
         return self._compressed[compression]

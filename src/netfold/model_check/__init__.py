@@ -21,8 +21,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from netfold._native import protocol
 from netfold._native import model_check as native
+from netfold._native import protocol
 from netfold.sim import SWITCH, diagram
 from netfold.sim.network import address_of
 

@@ -9,7 +9,19 @@ from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 
-from netfold.model_check import HELLO_WORKERS, Scope, draw, gap_detector, parent_sender, recovery, replay, search, search_validation, sentence, switch_watch
+from netfold.model_check import (
+    HELLO_WORKERS,
+    Scope,
+    draw,
+    gap_detector,
+    parent_sender,
+    recovery,
+    replay,
+    search,
+    search_validation,
+    sentence,
+    switch_watch,
+)
 from netfold.model_check.scopes import LARGE, QUICK, RECOVERY_LARGE, RECOVERY_QUICK
 from netfold.sim import diagram
 

@@ -214,7 +214,9 @@ class _Path:
         """False: this rank has no such membership."""
         followed = self.failover.follow(operation, word)
         if followed == ADOPTED:
-            self.channels = {generation: each for generation, each in self.channels.items() if generation == self.failover.generation}
+            self.channels = {
+                generation: each for generation, each in self.channels.items() if generation == self.failover.generation
+            }
             for each in self.going_by_channel():
                 self.enter(each)
         elif followed == UNKNOWN:
@@ -614,7 +616,11 @@ class _Search:
             return True
         if any(peer in gone for peer, _ in view.told):
             return True
-        return any(not views[rank].contributed.get(generation, 0) >> chunk & 1 for generation, chunk in view.wants for rank in gone)
+        return any(
+            not views[rank].contributed.get(generation, 0) >> chunk & 1
+            for generation, chunk in view.wants
+            for rank in gone
+        )
 
     def after(self, state: _State, event: Event) -> _State:
         """Raises BrokenError."""

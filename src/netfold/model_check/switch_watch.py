@@ -22,7 +22,7 @@ from copy import copy
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from netfold.communicator.switch_watch import ALIVE_S, ANSWER_S, PATH_S, TICK_S, Query, Lost, SwitchWatch
+from netfold.communicator.switch_watch import ALIVE_S, ANSWER_S, PATH_S, TICK_S, Lost, Query, SwitchWatch
 
 RANK, OTHER = 0, 1
 PAUSE_S = 60.0

@@ -10,4 +10,3 @@ profile has found, and, in `packets` alone, sim. Always: a formula is written on
 
 Tests: `.venv/bin/pytest tests/plan`
 """
-

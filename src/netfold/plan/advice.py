@@ -12,13 +12,13 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from netfold.tuning.cost import FORMULAS, predict
 from netfold.plan.profile_link import NO_LINE, Fitted, ObservedGroup, fit, observe_groups
-from netfold.tuning.choice_table import format_seconds
 from netfold.profile.columns import Bools, Floats
-from netfold.profile.findings import MB, Advice, Findings, Straggler, Row, submissions_text
+from netfold.profile.findings import MB, Advice, Findings, Row, Straggler, submissions_text
 from netfold.profile.run import Run
 from netfold.profile.table import bytes_text, sizes_text
+from netfold.tuning.choice_table import format_seconds
+from netfold.tuning.cost import FORMULAS, predict
 
 # Of all operations' time: a row below this is not worth a sentence.
 _WORTH_A_ROW = 0.05

@@ -21,9 +21,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from netfold.sim import LOST, Copy, Delivery, Operation, Packet, Record, Simulation
 from netfold.tuning.cost import predict
 from netfold.tuning.topology import DEFAULT_LINKS, Link, Topology
-from netfold.sim import LOST, Copy, Delivery, Operation, Packet, Record, Simulation
 
 # What a switch has at most below it (native/protocol/include/netfold/protocol/packet.hpp).
 MOST_BELOW = 256

@@ -14,11 +14,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from netfold.tuning.cost import FORMULAS, predict
-from netfold.tuning.topology import DEFAULT_LINKS, Link, Links, Topology
 from netfold.profile.columns import Bools, Columns, Floats, Names, columns_of
 from netfold.profile.matching import Matched, match, synchronising_operations
 from netfold.profile.run import Run
+from netfold.tuning.cost import FORMULAS, predict
+from netfold.tuning.topology import DEFAULT_LINKS, Link, Links, Topology
 
 # Of one operation, algorithm and size: fewer have no median to speak of.
 _LEAST_OPERATIONS = 3
@@ -74,7 +74,10 @@ class Fitted:
 def observe_groups(run: Run) -> list[ObservedGroup]:
     """Groups of two ranks and more whose ranks all left records, the one with the most time first."""
     columns = columns_of(run)
-    found = [_observed(run, columns, synchronising_operations(run, columns, matched)) for matched in match(run, columns).groups]
+    found = [
+        _observed(run, columns, synchronising_operations(run, columns, matched))
+        for matched in match(run, columns).groups
+    ]
     return sorted((each for each in found if len(each.size)), key=lambda each: -float(each.pure_s.sum()))
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from netfold.plan.training_length import TrainingLength
 from netfold.plan.cluster import Cluster
 from netfold.plan.job import Job
 from netfold.plan.model import Model
 from netfold.plan.search import Choice, Space, search
+from netfold.plan.training_length import TrainingLength
 
 # The batch that a point is measured by: the job's, or as many samples a device as the job has.
 SCALINGS = ("strong", "weak")

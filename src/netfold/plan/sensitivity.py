@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from netfold.plan.cluster import Cluster, Tier
 from netfold.plan.model import Layered, Measured, Model
-from netfold.plan.search import Choice, SearchResult, rank_by_time, describe_split
+from netfold.plan.search import Choice, SearchResult, describe_split, rank_by_time
 from netfold.plan.step import predict
 
 

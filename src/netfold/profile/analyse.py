@@ -8,11 +8,11 @@ from collections.abc import Sequence
 
 from netfold.profile.clock_sync import ClockSync, synchronise_clocks
 from netfold.profile.columns import columns_of, submitted_to
-from netfold.profile.overlap import RankOverlap, find_overlap, mean_overlap, step_times
 from netfold.profile.findings import BUCKETS, Findings, submissions_text
-from netfold.profile.stragglers import find_stragglers
 from netfold.profile.matching import Matching, match
+from netfold.profile.overlap import RankOverlap, find_overlap, mean_overlap, step_times
 from netfold.profile.run import Run
+from netfold.profile.stragglers import find_stragglers
 from netfold.profile.summary import assign_rows, sized, summarise
 
 

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from netfold.profile.run import RankMetadata, GroupName, Run, Trace
+from netfold.profile.run import GroupName, RankMetadata, Run, Trace
 
 Names: TypeAlias = "np.ndarray[Any, np.dtype[np.str_]]"
 Floats: TypeAlias = "np.ndarray[Any, np.dtype[np.float64]]"

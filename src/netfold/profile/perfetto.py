@@ -18,11 +18,11 @@ from typing import Any
 
 import numpy as np
 
-from netfold.profile.timeline import number_calls, group_name, lanes, align_clocks
 from netfold.profile.columns import Integers, completes
 from netfold.profile.findings import ClockOffset
 from netfold.profile.record import RECORD
 from netfold.profile.run import Run, Trace
+from netfold.profile.timeline import align_clocks, group_name, lanes, number_calls
 
 _STEPS_THREAD = 1
 _FIRST_LANE = 2

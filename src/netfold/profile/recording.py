@@ -35,7 +35,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from netfold.profile.record import Records, records_of
-from netfold.profile.run import FORMAT, PROGRESS, STEP, RankMetadata, GroupName, RankWriter
+from netfold.profile.run import FORMAT, PROGRESS, STEP, GroupName, RankMetadata, RankWriter
 
 VARIABLE = "NETFOLD_PROFILE"
 # What the file of a launcher (netfold.profile.launch) begins with.

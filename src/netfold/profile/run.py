@@ -131,7 +131,9 @@ def read_run(folder: Path) -> Run:
     """Raises RunError where `folder` holds no run. The end of a list that was being written is left out."""
     ranks = sorted(folder.glob("rank-*/metadata.json"))
     if not ranks:
-        raise RunError(f"{folder} holds no profile: no rank left an metadata.json there; `netfold profile run` makes one")
+        raise RunError(
+            f"{folder} holds no profile: no rank left an metadata.json there; `netfold profile run` makes one"
+        )
     try:
         path = folder / "run.json"
         description = json.loads(path.read_text()) if path.exists() else {}

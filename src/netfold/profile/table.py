@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from netfold.profile.compare import Change, Comparison
-from netfold.profile.findings import KB, MB, Findings, Straggler, Row
+from netfold.profile.findings import KB, MB, Findings, Row, Straggler
 
 _HEADER = (
     *("operation", "size", "count", "time(ms)", "share", "mean(ms)", "p50", "p99", "exposed(ms)", "queue(ms)"),

@@ -5,9 +5,9 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from netfold.rack.link import Link
+from netfold.rack.measure import Measurement, measure, payload_share
 from netfold.rack.rack import Rack
 from netfold.rack.topology import Layout
-from netfold.rack.measure import Measurement, measure, payload_share
 
 # A shaper may be below its rate by what a busy machine costs; TCP pays for losses besides.
 LEAST_RATE, LEAST_RATE_LOSSY = 0.85, 0.5

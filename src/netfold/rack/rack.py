@@ -8,12 +8,12 @@ from types import TracebackType
 
 from netfold.rack import cleanup, names
 from netfold.rack.aggregator import aggregator_argv, start_aggregator
+from netfold.rack.command import RackError, run, why_unavailable
 from netfold.rack.delay_links import DelayLinks
-from netfold.rack.command import RackError, why_unavailable, run
 from netfold.rack.link import parse_link, single_packets_command
 from netfold.rack.processes import Process, spawn, stop, uninterrupted
-from netfold.rack.topology import End, Layout, build_steps
 from netfold.rack.reaper import Reaper
+from netfold.rack.topology import End, Layout, build_steps
 
 
 class Rack:

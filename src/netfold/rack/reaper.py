@@ -22,7 +22,11 @@ class Reaper:
     def __init__(self, rack_id: str) -> None:
         # Nothing of ours is kept open by it: whoever reads our output sees its end when we have ended.
         self._process = subprocess.Popen(
-            [sys.executable, "-c", f"from {__name__} import reap_when_orphaned; reap_when_orphaned({rack_id!r}, {os.getpid()})"],
+            [
+                sys.executable,
+                "-c",
+                f"from {__name__} import reap_when_orphaned; reap_when_orphaned({rack_id!r}, {os.getpid()})",
+            ],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,

@@ -16,6 +16,7 @@ its seed and the command that replays it.
 Tests: `.venv/bin/pytest tests/protocol`    One run: `python -m netfold.sim --seed 7 --loss 0.05`
 """
 
+from netfold.sim.harness import Harness, Identity, InvariantError, Operation
 from netfold.sim.network import (
     DELIVERED,
     GUARDED_BITS,
@@ -33,7 +34,6 @@ from netfold.sim.network import (
 from netfold.sim.scenario import Scenario
 from netfold.sim.simulation import Record, Simulation, SimulationError, Summary
 from netfold.sim.tree import TreeHarness
-from netfold.sim.harness import InvariantError, Identity, Operation, Harness
 
 __all__ = [
     "DELIVERED",
@@ -42,10 +42,11 @@ __all__ = [
     "LOST",
     "REFUSED",
     "SWITCH",
-    "InvariantError",
     "Copy",
     "Delivery",
+    "Harness",
     "Identity",
+    "InvariantError",
     "ListedDeliveries",
     "Operation",
     "Packet",
@@ -57,5 +58,4 @@ __all__ = [
     "SimulationError",
     "Summary",
     "TreeHarness",
-    "Harness",
 ]

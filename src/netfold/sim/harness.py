@@ -298,9 +298,7 @@ class Harness:
             raise InvariantError(f"{who} sends chunk {number} with again={again}, expected {not again}")
         chunk = self.chunks[number]
         if (send.first, send.count) != (chunk.first, chunk.count):
-            raise InvariantError(
-                f"{who} sends {send.count} elements from {send.first} as chunk {number}, not {chunk}"
-            )
+            raise InvariantError(f"{who} sends {send.count} elements from {send.first} as chunk {number}, not {chunk}")
 
         head: bytes = header.pack()
         data = head + side.buffers[chunk.operation][chunk.first_byte : chunk.end_byte]
@@ -401,9 +399,7 @@ class Harness:
         while side.base in side.received:
             side.base += 1
         if side.machine.oldest_outstanding != side.base:
-            raise InvariantError(
-                f"{who} moved its window to {side.machine.oldest_outstanding}, expected {side.base}"
-            )
+            raise InvariantError(f"{who} moved its window to {side.machine.oldest_outstanding}, expected {side.base}")
 
     def _unchanged(self, who: str, machine: Any, before: Any, why: str) -> None:
         if before is not None and not (machine == before and machine.canonical() == before.canonical()):

@@ -7,9 +7,9 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from netfold.sim import values
+from netfold.sim.harness import Operation
 from netfold.sim.network import LATENCY_NS, Ratios, SeededDeliveries
 from netfold.sim.simulation import Simulation
-from netfold.sim.harness import Operation
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,15 @@ class Scenario:
 
     def _ratios(self) -> Ratios:
         extra_delay_ns = max(1, self.extra_delay_us * 1000)
-        return Ratios(self.loss, self.duplicate, self.delay, self.truncate, self.corrupt, self.refuse, extra_delay_ns=extra_delay_ns)
+        return Ratios(
+            self.loss,
+            self.duplicate,
+            self.delay,
+            self.truncate,
+            self.corrupt,
+            self.refuse,
+            extra_delay_ns=extra_delay_ns,
+        )
 
     def _operation(self, number: int, chance: random.Random) -> Operation:
         elements = chance.randint(1, self.max_elements)

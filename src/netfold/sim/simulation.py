@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from netfold.sim.clock import Clock
+from netfold.sim.harness import Contributions, Harness, Identity, InvariantError, Operation, Verdict, describe
+from netfold.sim.harness import seeded_contributions as _seeded_contributions
 from netfold.sim.network import LATENCY_NS, DeliverySource, Network, Packet
 from netfold.sim.tree import TreeHarness
-from netfold.sim.harness import InvariantError, Contributions, Identity, Operation, Verdict, Harness, describe
-from netfold.sim.harness import seeded_contributions as _seeded_contributions
 
 # When a worker whose socket was full tries again.
 _ROOM_AFTER_NS = 2_000

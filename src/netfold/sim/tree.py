@@ -12,8 +12,8 @@ from typing import Any
 
 from netfold._native import protocol
 from netfold.sim import values
+from netfold.sim.harness import EXPECTED_DROPS, Harness, InvariantError, Operation, Verdict
 from netfold.sim.network import SWITCH, Packet, address_of
-from netfold.sim.harness import EXPECTED_DROPS, InvariantError, Operation, Verdict, Harness
 
 
 class TreeHarness(Harness):
@@ -58,7 +58,9 @@ class TreeHarness(Harness):
         return values.reference_reduce(operation.reduce, operation.wire, sums)
 
     def _fold_of(self, operation: Operation, leaf: int, terms: Sequence[values.Array]) -> values.Array:
-        total = values.reference_reduce(operation.reduce, operation.wire, [terms[worker] for worker in self._below[leaf]])
+        total = values.reference_reduce(
+            operation.reduce, operation.wire, [terms[worker] for worker in self._below[leaf]]
+        )
         self._sums[leaf, operation.number] = total.tobytes()
         return total
 

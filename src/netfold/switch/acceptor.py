@@ -16,9 +16,9 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
-from netfold.switch_protocol import control_messages
+from netfold.switch.control_io import abort, enable_keepalive
 from netfold.switch.log import event
-from netfold.switch.control_io import enable_keepalive, abort
+from netfold.switch_protocol import control_messages
 
 MAX_UNAUTHENTICATED = 512
 # From connecting to a join that was admitted.
@@ -92,7 +92,9 @@ class Acceptor:
             address = control_messages.format_endpoint(peer[0], peer[1])
             task = asyncio.ensure_future(self._meet(stream, address))
             self._connections.add(task)
-            timer = loop.call_later(AUTHENTICATION_TIMEOUT_S, self._end, task, f"{AUTHENTICATION_TIMEOUT_S:.0f} s were over")
+            timer = loop.call_later(
+                AUTHENTICATION_TIMEOUT_S, self._end, task, f"{AUTHENTICATION_TIMEOUT_S:.0f} s were over"
+            )
             self._unauthenticated[task] = timer, address
             task.add_done_callback(self._left)
 
@@ -100,7 +102,12 @@ class Acceptor:
         timer, address = self._unauthenticated.pop(stranger)
         timer.cancel()
         stranger.cancel()
-        event(logging.WARNING, "unauthenticated", f"dropped connection from {address}: {why} before it joined", peer=address)
+        event(
+            logging.WARNING,
+            "unauthenticated",
+            f"dropped connection from {address}: {why} before it joined",
+            peer=address,
+        )
 
     def _left(self, task: asyncio.Task[None]) -> None:
         self._connections.discard(task)
@@ -126,7 +133,9 @@ class Acceptor:
                 ssl_handshake_timeout=None if self._context is None else AUTHENTICATION_TIMEOUT_S,
             )
         except OSError as error:  # ssl.SSLError among them
-            event(logging.WARNING, "unauthenticated", f"dropped connection from {address}: no TLS ({error})", peer=address)
+            event(
+                logging.WARNING, "unauthenticated", f"dropped connection from {address}: no TLS ({error})", peer=address
+            )
             return
         writer = asyncio.StreamWriter(transport, protocol, reader, loop)
         try:

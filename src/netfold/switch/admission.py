@@ -15,15 +15,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from netfold.switch_protocol import control_messages, packet_keys
-from netfold._native import fabric, protocol, auth
-from netfold.switch_protocol.data_path import ReceiveBuffer, without_strict
+from netfold._native import auth, fabric, protocol
 from netfold.switch.fabrics import Fabrics
 from netfold.switch.job import Job, Member, RefusedError, listed
 from netfold.switch.ledger import DEFAULT_TENANT, Ledger
 from netfold.switch.parent import Link, Parent
 from netfold.switch.tokens import Tenant, Tokens
 from netfold.switch.tree import Child, TreePosition, single_switch, tree_position
+from netfold.switch_protocol import control_messages, packet_keys
+from netfold.switch_protocol.data_path import ReceiveBuffer, without_strict
 
 # Longest that a job waits for its ranks, whatever a worker asks for.
 MAX_ASSEMBLY_S = 600.0

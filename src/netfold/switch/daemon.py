@@ -12,25 +12,25 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from netfold.switch_protocol import control_messages
-from netfold._native import protocol, auth
+from netfold._native import auth, protocol
 from netfold._native.dataplane import DataPlane
 from netfold._native.transport import granted_receive_buffer
-from netfold.switch_protocol.data_path import MIN_WINDOW_CHUNKS, ReceiveBuffer, fabric_payload, window_chunks
+from netfold.switch.acceptor import Acceptor, Connection
 from netfold.switch.admission import Admission, check_version
 from netfold.switch.certificate import server_context
+from netfold.switch.control_io import TIMEOUTS, abort, read, send, send_nowait
 from netfold.switch.echo import open_echo
-from netfold.switch.acceptor import Acceptor, Connection
 from netfold.switch.fabrics import Fabrics
-from netfold.switch.log import event
 from netfold.switch.job import Job, Member, RefusedError, labelled, listed
 from netfold.switch.ledger import DEFAULT_TENANT, Ledger, retransmissions
-from netfold.switch.stragglers import MAX_QUERIES, requested_chunk, report_stragglers, accept_reply
+from netfold.switch.log import event
 from netfold.switch.parent import Link, Parent, ParentError
 from netfold.switch.quota import Limits
-from netfold.switch.control_io import TIMEOUTS, abort, read, send_nowait, send
+from netfold.switch.stragglers import MAX_QUERIES, accept_reply, report_stragglers, requested_chunk
 from netfold.switch.tokens import Tokens
 from netfold.switch.tree import MAX_DEPTH
+from netfold.switch_protocol import control_messages
+from netfold.switch_protocol.data_path import MIN_WINDOW_CHUNKS, ReceiveBuffer, fabric_payload, window_chunks
 
 MIN_PAYLOAD_BYTES = 512
 # How often a switch that drains looks whether its jobs have ended.
@@ -149,7 +149,9 @@ class Switch:
             event(logging.WARNING, "parent", f"{error}; until it is there jobs must end at this switch", parent=where)
             return
         levels = 1 + len(path["switches"])
-        event(logging.INFO, "parent", f"below the switch at {where}, {levels} levels in all", parent=where, levels=levels)
+        event(
+            logging.INFO, "parent", f"below the switch at {where}, {levels} levels in all", parent=where, levels=levels
+        )
 
     async def drain(self, reason: str, within_s: float) -> None:
         """Take no new job, end those that have not begun, and wait for the others to end, at most `within_s`."""
@@ -260,7 +262,9 @@ class Switch:
                     await self._tell(member, {"type": "alive", "serial": message.get("serial")})
                 elif kind == "left" and member.child.switch is not None:
                     if message.get("rank") not in member.ranks:
-                        raise control_messages.ProtocolError(f"left of rank {message.get('rank')!r}, which is not below it")
+                        raise control_messages.ProtocolError(
+                            f"left of rank {message.get('rank')!r}, which is not below it"
+                        )
                     await self._announce(job, message, member)
                 elif kind == "leave":
                     reason, fault = str(message.get("reason", ""))[:512] or "it left", message.get("fault")
@@ -382,7 +386,9 @@ class Switch:
                     await self._begin(job, payload, window, int(told["epoch"]))
                 elif kind == "left":
                     if told.get("rank") not in job.ranks:
-                        raise control_messages.ProtocolError(f"left of rank {told.get('rank')!r}, which the job does not have")
+                        raise control_messages.ProtocolError(
+                            f"left of rank {told.get('rank')!r}, which the job does not have"
+                        )
                     await self._announce(job, told, None)
                 elif kind == "stragglers":
                     self._on_stragglers(job, None, told)

@@ -13,8 +13,8 @@ import json
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from netfold.switch_protocol import control_messages
 from netfold.switch.metrics import CONTENT_TYPE, exposition
+from netfold.switch_protocol import control_messages
 
 # A request is a line and some headers; a reader that is slower, or says more, is hung up on.
 REQUEST_S = 5.0

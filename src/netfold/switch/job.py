@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from netfold.switch_protocol import control_messages, packet_keys
 from netfold._native.dataplane import DataPlane
-from netfold.switch_protocol.data_path import ReceiveBuffer, without_strict
 from netfold.switch.parent import Link
 from netfold.switch.tokens import Tenant
 from netfold.switch.tree import Child, TreePosition
+from netfold.switch_protocol import control_messages, packet_keys
+from netfold.switch_protocol.data_path import ReceiveBuffer, without_strict
 
 # A worker that says more is wrong about its switch.
 MAX_BYTES_PER_S = 1e15
@@ -120,7 +120,9 @@ class Job:
     def record_capacity(self, member: Member, said: object) -> None:
         """Take what `member` says of this switch's rate; ProtocolError where it has no say, or `said` is no rate."""
         if member.child.switch is not None or member.rank != min(self.ranks):
-            raise control_messages.ProtocolError(f"bytes_per_s from {member.who}, and only the job's lowest rank says it")
+            raise control_messages.ProtocolError(
+                f"bytes_per_s from {member.who}, and only the job's lowest rank says it"
+            )
         if not isinstance(said, (int, float)) or isinstance(said, bool) or not 0 <= said <= MAX_BYTES_PER_S:
             raise control_messages.ProtocolError(f"alive with bytes_per_s {str(said)[:80]!r}")
         self.capacity_bytes_per_s = float(said)

@@ -13,10 +13,10 @@ from typing import Any
 
 from netfold._native import protocol
 from netfold._native.dataplane import DataPlane
-from netfold.switch_protocol.data_path import MIN_WINDOW_CHUNKS
 from netfold.switch.job import Job, RefusedError
 from netfold.switch.quota import Limits, Quota, fitting_window, quota_of
 from netfold.switch.tokens import Tenant
+from netfold.switch_protocol.data_path import MIN_WINDOW_CHUNKS
 
 # The tenant of a switch without tokens.
 DEFAULT_TENANT = Tenant("default")

@@ -17,10 +17,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from netfold.switch_protocol import control_messages, packet_keys
 from netfold._native import auth
+from netfold.switch.control_io import TIMEOUTS, enable_keepalive, read, send, send_nowait
+from netfold.switch_protocol import control_messages, packet_keys
 from netfold.switch_protocol.data_path import PathError, open_path
-from netfold.switch.control_io import TIMEOUTS, enable_keepalive, read, send_nowait, send
 
 # To connect, or to answer a question.
 PARENT_S = 5.0
@@ -58,7 +58,9 @@ class Parent:
         """Its word on what is above the switches `below`, the last of which asks. ParentError where it has none."""
         stream = await self.connect()
         try:
-            await stream.send({"type": "path", "version": control_messages.VERSION, "below": list(below), **self.token()})
+            await stream.send(
+                {"type": "path", "version": control_messages.VERSION, "below": list(below), **self.token()}
+            )
             answer = await stream.expect("path", PARENT_S)
         finally:
             stream.close()
@@ -180,7 +182,9 @@ class Link:
         await stream.send({**join, "type": "join", "version": control_messages.VERSION, **who})
         admitted = await stream.expect("admitted", max(PARENT_S, deadline - time.monotonic()))
         if "secret" in admitted and auth.unavailable_reason():
-            raise self.parent.error(f"wants packets to be authenticated, and this host cannot: {auth.unavailable_reason()}")
+            raise self.parent.error(
+                f"wants packets to be authenticated, and this host cannot: {auth.unavailable_reason()}"
+            )
         if join["encrypt"] and not (admitted.get("encrypt") and "secret" in admitted):
             raise self.parent.error("does not encrypt packets, and the job's are to be encrypted (NETFOLD_SECURITY)")
         self._admitted = admitted

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import secrets
 
-from netfold.switch_protocol import control_messages
+from netfold.switch.control_io import TIMEOUTS, abort, send
 from netfold.switch.job import Job, Member
 from netfold.switch.parent import Link
-from netfold.switch.control_io import TIMEOUTS, abort, send
+from netfold.switch_protocol import control_messages
 
 # Open questions of one member, or of the parent; one more breaks the protocol. A worker has two at most.
 MAX_QUERIES = 8

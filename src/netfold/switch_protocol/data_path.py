@@ -11,9 +11,9 @@ import time
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from netfold.switch_protocol import control_messages, packet_keys
-from netfold._native import fabric, protocol, auth
+from netfold._native import auth, fabric, protocol
 from netfold._native.transport import DataPort, FabricPort, UdpPort
+from netfold.switch_protocol import control_messages, packet_keys
 
 # Longest that a way is tried whose packets do not come back. A provider connects at the first packet, for which the
 # switch's thread must run several times: on hosts with much other work that takes longer than a packet of UDP.
@@ -111,7 +111,10 @@ class _Udp:
         self._port.connect(host, int(admitted["port"]))
         for payload in control_messages.PAYLOAD_CANDIDATES:
             last = payload == control_messages.PAYLOAD_CANDIDATES[-1]
-            if _hello(self.port, admitted, payload, deadline, _LAST_S if last else control_messages.PROBE_S) is not None:
+            if (
+                _hello(self.port, admitted, payload, deadline, _LAST_S if last else control_messages.PROBE_S)
+                is not None
+            ):
                 return {"payload_bytes": payload}
         raise PathError(
             f"is reached by TCP, but no UDP packet came back from its data port {admitted['port']}: a firewall may "
@@ -154,7 +157,9 @@ def _refused(port: DataPort) -> str:
     return f" (the last packet did not leave: {port.last_send_error})" if port.last_send_error else ""
 
 
-def _hello(port: DataPort, admitted: control_messages.Message, payload: int, deadline: float, seconds: float) -> int | None:
+def _hello(
+    port: DataPort, admitted: control_messages.Message, payload: int, deadline: float, seconds: float
+) -> int | None:
     found: int | None = port.hello(
         job=int(admitted["job_id"]),
         incarnation=int(admitted["incarnation"]),

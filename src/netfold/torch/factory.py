@@ -66,7 +66,9 @@ def standalone(
         for device in _devices(made):
             group._register_backend(device, dist.ProcessGroup.BackendType.CUSTOM, made)
     else:
-        made = group = close_at_exit(make_process_group(open_group(part, rank, size, timeout, options), store, part, cuda_api()))
+        made = group = close_at_exit(
+            make_process_group(open_group(part, rank, size, timeout, options), store, part, cuda_api())
+        )
     # Only the user of such a group says when it ends, and torchft drops a group without a call.
     weakref.finalize(group, _close_in_thread, made.netfold).atexit = False
     return group, made

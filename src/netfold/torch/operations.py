@@ -28,10 +28,10 @@ from netfold.communicator.group import KINDS, Region
 from netfold.torch import calls, monitored_barriers, sparse
 from netfold.torch.buckets import RegisteredBuckets, SharedBuckets
 from netfold.torch.calls import Prepared, copy_call
-from netfold.torch.device.driver import DeviceDriver
 from netfold.torch.device.device_api import DeviceApi
+from netfold.torch.device.driver import DeviceDriver
 from netfold.torch.device.transfers import ReceiveWork
-from netfold.torch.device.work import DeviceWork, CoalescedWork
+from netfold.torch.device.work import CoalescedWork, DeviceWork
 from netfold.torch.transfers import Transfers
 from netfold.torch.work import CompletedWork, NetfoldWork
 from netfold.torch.work import Work as HostWork

@@ -20,11 +20,11 @@ from typing import TYPE_CHECKING, Any
 from netfold.train.recipe import Recipe
 
 if TYPE_CHECKING:
-    from netfold.train.examples import Batch, Data, Examples, Metric, BadExampleError
+    from netfold.train.examples import BadExampleError, Batch, Data, Examples, Metric
     from netfold.train.model import Chain, Model
     from netfold.train.trainer import Outcome, Trainer
 
-__all__ = ["Batch", "Chain", "Data", "Examples", "Metric", "Model", "Outcome", "Recipe", "Trainer", "BadExampleError"]
+__all__ = ["BadExampleError", "Batch", "Chain", "Data", "Examples", "Metric", "Model", "Outcome", "Recipe", "Trainer"]
 
 _PLACES = {
     "examples": ("Batch", "Data", "Examples", "Metric", "BadExampleError"),

@@ -24,10 +24,10 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from netfold.train.fault_tolerance.stop import POLICY_STATUS, STOPPED_STATUS, unwind_on_signals
 from netfold.train.rank import BEGUN, FAILED, JOB, final_status
 from netfold.train.recipe import Recipe
 from netfold.train.recipe.errors import Source
-from netfold.train.fault_tolerance.stop import POLICY_STATUS, STOPPED_STATUS, unwind_on_signals
 
 
 def launch(recipe: Recipe, source: Source, ranks: int) -> int:
@@ -110,7 +110,9 @@ def _ending(error: ChildFailedError, recipe: Recipe, *, hopeless: bool) -> str:
         return "no restart would help; see the sentence above"
     restarts = recipe.fault_tolerance.restarts
     often = (
-        f"after {restarts} restart{'' if restarts == 1 else 's'} (fault_tolerance.restarts)" if restarts else "(no restarts)"
+        f"after {restarts} restart{'' if restarts == 1 else 's'} (fault_tolerance.restarts)"
+        if restarts
+        else "(no restarts)"
     )
     return f"given up {often}: rank {rank} failed first, it {how}"
 

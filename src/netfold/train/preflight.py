@@ -10,8 +10,8 @@ from rich.console import Console
 from torch._C._distributed_c10d import PrefixStore
 from torch.distributed import distributed_c10d
 
-from netfold.diagnostics.preflight import PreflightFacts, check_alone, check_ranks, failed, apply_rules, print_report
 from netfold.communicator import Communicator, Options
+from netfold.diagnostics.preflight import PreflightFacts, apply_rules, check_alone, check_ranks, failed, print_report
 from netfold.torch.env_rendezvous import store_host
 from netfold.torch.store import TorchStore
 from netfold.train.recipe import Recipe

@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from netfold.bootstrap.launchers import Placement, placement
+from netfold.train.fault_tolerance.stop import POLICY_STATUS, STOPPED_STATUS, PolicyStopError
 from netfold.train.recipe import Recipe
 from netfold.train.recipe.errors import Source, error_sentence
-from netfold.train.fault_tolerance.stop import POLICY_STATUS, STOPPED_STATUS, PolicyStopError
 
 if TYPE_CHECKING:
     from netfold.train.trainer import Outcome, Trainer
@@ -48,8 +48,8 @@ def train(recipe: Recipe, source: Source, begun: Path | None = None) -> int:
     import torch
     import torch.distributed as dist
 
-    from netfold.train.callbacks.selection import make_callbacks
     from netfold.train.callbacks.run_folder import run_folder
+    from netfold.train.callbacks.selection import make_callbacks
     from netfold.train.preflight import preflight
     from netfold.train.trainer import Trainer
 

@@ -21,33 +21,33 @@ from netfold.train.datasets import make_data
 from netfold.train.equal_weights import EqualWeights
 from netfold.train.evaluate import evaluate
 from netfold.train.examples import Batch, Data, Panel
-from netfold.train.prefetch import Prefetcher
-from netfold.train.mesh import Mesh
-from netfold.train.model import Model
-from netfold.train.models import make_model
-from netfold.train.optimizers import make_optimizer
-from netfold.train.optimizers.decay import undecayed
-from netfold.train.sampler import sample_seed
-from netfold.train.parallel import parallelise
-from netfold.train.pictures import render
-from netfold.train.recipe import Recipe, constraints
-from netfold.train.recipe.errors import RecipeError, error_kind, error_text
-from netfold.train.schedule import learning_rate
+from netfold.train.fault_tolerance.bad_examples import BadExampleReplacer
 from netfold.train.fault_tolerance.policies import (
     Buffers,
     NonFinite,
     NonFiniteError,
+    abort_groups,
     bad_gradients,
     explain_device_error,
-    abort_groups,
     what_is_bad,
 )
 from netfold.train.fault_tolerance.recovery import Recovery
 from netfold.train.fault_tolerance.stop import StopRequest
 from netfold.train.fault_tolerance.straggler import Straggler, StragglerError
-from netfold.train.fault_tolerance.bad_examples import BadExampleReplacer
+from netfold.train.mesh import Mesh
+from netfold.train.model import Model
+from netfold.train.models import make_model
 from netfold.train.optimizer_step import OptimizerStep
-from netfold.train.step_vote import StepVote, vote, merge_votes
+from netfold.train.optimizers import make_optimizer
+from netfold.train.optimizers.decay import undecayed
+from netfold.train.parallel import parallelise
+from netfold.train.pictures import render
+from netfold.train.prefetch import Prefetcher
+from netfold.train.recipe import Recipe, constraints
+from netfold.train.recipe.errors import RecipeError, error_kind, error_text
+from netfold.train.sampler import sample_seed
+from netfold.train.schedule import learning_rate
+from netfold.train.step_vote import StepVote, merge_votes, vote
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,9 @@ class Trainer:
         if told := constraints.rewind(recipe):
             raise RecipeError(told)
         if recipe.fault_tolerance.non_finite == "rewind" and folder is None:
-            raise ValueError("fault_tolerance.non_finite is 'rewind', and no checkpoints are kept without a folder: give one")
+            raise ValueError(
+                "fault_tolerance.non_finite is 'rewind', and no checkpoints are kept without a folder: give one"
+            )
         self.recipe = recipe
         self._callbacks = callbacks
         self.mesh = Mesh(recipe.parallel)

@@ -7,7 +7,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from netfold.torch.calls import Prepared  # noqa: E402
-from netfold.torch.device.chunks import count_chunks, split_into_chunks, chunk_elements  # noqa: E402
+from netfold.torch.device.chunks import chunk_elements, count_chunks, split_into_chunks  # noqa: E402
 from netfold.torch.device.pinned import ALIGN_BYTES  # noqa: E402
 
 pytestmark = pytest.mark.torch

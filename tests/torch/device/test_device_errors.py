@@ -260,7 +260,9 @@ def of_another_mind(group: Any, layer: Any) -> None:
 
 def test_ranks_that_were_told_different_ways_hear_of_it() -> None:
     for rank in range(2):
-        says(on_devices(of_another_mind, 2, **OFF), rank, "ValueError", "rank 1 has NETFOLD_INTRA_HOST=auto, rank 0 off")
+        says(
+            on_devices(of_another_mind, 2, **OFF), rank, "ValueError", "rank 1 has NETFOLD_INTRA_HOST=auto, rank 0 off"
+        )
 
 
 def on_two_devices(group: Any, layer: Any) -> None:

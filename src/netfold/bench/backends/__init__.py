@@ -11,11 +11,11 @@ Sides of one *world* live in the same processes: two MPIs cannot, so each has a 
 """
 
 from netfold.bench.backends.backend import (
+    Backend,
+    BackendName,
     Buffer,
     Pending,
     RefusedError,
-    Backend,
-    BackendName,
     World,
     how_it_ran,
     parse_backend,
@@ -24,11 +24,11 @@ from netfold.bench.backends.backend import (
 )
 
 __all__ = [
+    "Backend",
+    "BackendName",
     "Buffer",
     "Pending",
     "RefusedError",
-    "Backend",
-    "BackendName",
     "World",
     "how_it_ran",
     "parse_backend",

@@ -10,8 +10,8 @@ import numpy as np
 import netfold
 from netfold._native import engine
 from netfold.bench.collectives import Collective
-from netfold.bench.test_data import Array
 from netfold.bench.sizes import parse_dtype
+from netfold.bench.test_data import Array
 from netfold.tuning import SUPPORTS
 
 MPIS = ("openmpi", "intel", "mpich")
@@ -107,7 +107,9 @@ def parse_backend(text: str, label: str | None = None) -> BackendName:
     first, *rest = text.split(":")
     if first == "mpi":
         if not rest or rest[0] not in MPIS or rest[1:] not in ([], ["out"]):
-            raise ValueError(f"backend {text!r} is not understood; there are {', '.join(f'mpi:{m}[:out]' for m in MPIS)}")
+            raise ValueError(
+                f"backend {text!r} is not understood; there are {', '.join(f'mpi:{m}[:out]' for m in MPIS)}"
+            )
         return BackendName(label or text, rest[0], rest[0], "".join(rest[1:]))
     if not first or (rest and first not in NETFOLDS):
         raise ValueError(

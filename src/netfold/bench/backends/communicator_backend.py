@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 
 import netfold
+from netfold.bench.backends.backend import BackendName, Buffer, Pending, RefusedError, ping_pong, refusing, shared_empty
 from netfold.bench.collectives import ROOT, Collective, partner
-from netfold.bench.backends.backend import Buffer, Pending, RefusedError, BackendName, ping_pong, refusing, shared_empty
 from netfold.bench.sizes import parse_dtype
 
 

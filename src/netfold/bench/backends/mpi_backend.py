@@ -7,8 +7,8 @@ import mpi4py
 import numpy as np
 from mpi4py import MPI
 
+from netfold.bench.backends.backend import BackendName, Buffer, Pending, RefusedError, ping_pong
 from netfold.bench.collectives import ROOT, Collective, partner
-from netfold.bench.backends.backend import Buffer, Pending, RefusedError, BackendName, ping_pong
 from netfold.bench.sizes import parse_dtype
 
 _OPS = {"sum": MPI.SUM, "prod": MPI.PROD, "min": MPI.MIN, "max": MPI.MAX}

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from netfold.bench.backends.backend import BackendName, Buffer, Pending, RefusedError, ping_pong, refusing, shared_empty
 from netfold.bench.collectives import ROOT, Collective, partner
-from netfold.bench.backends.backend import Buffer, Pending, RefusedError, BackendName, ping_pong, refusing, shared_empty
 from netfold.bench.sizes import parse_dtype
 
 _OPS = {

@@ -9,10 +9,10 @@ from dataclasses import replace
 from netfold.bench.figures import chart
 from netfold.bench.figures.figure import Predicted, in_mb
 from netfold.bench.spread import Spread, spread
-from netfold.tuning import DEFAULT_LINKS, Link, Topology
-from netfold.tuning.cost import Case, given_back_bytes_per_s, ring_bytes_per_s, split_rate
 from netfold.plan.validate.claims.by_link import LINKS, gains, name_of
 from netfold.plan.validate.claims.switchml import claim_job
+from netfold.tuning import DEFAULT_LINKS, Link, Topology
+from netfold.tuning.cost import Case, given_back_bytes_per_s, ring_bytes_per_s, split_rate
 
 _MODEL = (
     "c is the rate of the switch's link over a worker's; c = P, a port a worker, is the talk's switch. A host that "

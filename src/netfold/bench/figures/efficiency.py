@@ -1,11 +1,11 @@
 """What of a training step is computing, against the number of hosts."""
 
-from netfold.bench.runner import start_runner
 from netfold.bench.config import BenchEnvironment
 from netfold.bench.figures import chart
 from netfold.bench.figures.budget import Share
-from netfold.bench.figures.figure import GLOO, Figure, Measurements, FigureText, deadline_s, in_rate
-from netfold.bench.figures.replay import NETFOLD, BACKENDS, keep, note, replay
+from netfold.bench.figures.figure import GLOO, Figure, FigureText, Measurements, deadline_s, in_rate
+from netfold.bench.figures.replay import BACKENDS, NETFOLD, keep, note, replay
+from netfold.bench.runner import start_runner
 from netfold.bench.spread import Spread, spread
 
 # The most come first, lest the time be up before them.
@@ -50,7 +50,9 @@ def tell(taken: Measurements) -> FigureText:
         x_log=True,
     )
     most = max(counts)
-    with_most = {(backend, model): efficiency(taken, backend, model, most).median for backend in BACKENDS for model in models}
+    with_most = {
+        (backend, model): efficiency(taken, backend, model, most).median for backend in BACKENDS for model in models
+    }
     short = [
         f"{model}: no better than gloo with {most} hosts, "
         f"{with_most[NETFOLD, model]:.0%} to {with_most[GLOO, model]:.0%}."
@@ -78,7 +80,8 @@ def tell(taken: Measurements) -> FigureText:
         f"Links of {in_rate(taken.settings['rate'])} and smaller tensors stand for links of "
         f"{taken.settings['stands_for']}. With {most} hosts, "
         + "; ".join(
-            f"{model}: {', '.join(f'{backend} {with_most[backend, model]:.0%}' for backend in BACKENDS)}" for model in models
+            f"{model}: {', '.join(f'{backend} {with_most[backend, model]:.0%}' for backend in BACKENDS)}"
+            for model in models
         )
         + ".",
         short,

@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from netfold.bench.figures.budget import MOST_ROUNDS, Share
+from netfold.bench.rack_runner import RackRunner, Timing
 from netfold.bench.spread import Spread, paired_ratios, spread
-from netfold.bench.rack_runner import Timing, RackRunner
 from netfold.rack.link import parse_link
 
 Row = dict[str, Any]
@@ -108,7 +108,9 @@ class Figure:
     tell: Callable[[Measurements], FigureText]
 
 
-def run_cases(share: Share, taken: Measurements, cases: Sequence[Case], turn: Callable[[Case, int], None], of: str = "") -> None:
+def run_cases(
+    share: Share, taken: Measurements, cases: Sequence[Case], turn: Callable[[Case, int], None], of: str = ""
+) -> None:
     """Every case in every round, another one first each time, as long as the time suffices. turn: has a round's number,
     -1 for the one that warms up. of: which part of the figure this is."""
     for number in share.rounds():

@@ -7,8 +7,8 @@ from netfold.bench.figures.figure import (
     IN_NETWORK,
     SWITCH,
     Figure,
-    Measurements,
     FigureText,
+    Measurements,
     deadline_s,
     in_mb,
     in_ms,
@@ -17,7 +17,7 @@ from netfold.bench.figures.figure import (
     run_cases,
 )
 from netfold.bench.machine import congestion_control, congestion_controls
-from netfold.bench.rack_runner import Configuration, start_rack_runner, set_congestion_control, set_loss
+from netfold.bench.rack_runner import Configuration, set_congestion_control, set_loss, start_rack_runner
 from netfold.rack import Rack
 from netfold.rack.link import parse_link
 
@@ -61,7 +61,11 @@ def tell(taken: Measurements) -> FigureText:
     none, places = losses[0], list(range(len(losses)))
     inflation = {backend: {x: taken.ratios((backend, x), (backend, none)) for x in losses} for backend in backends}
     picture = chart.lines(
-        [chart.Panel("", [chart.Line(backend, places, [inflation[backend][x] for x in losses]) for backend in backends])],
+        [
+            chart.Panel(
+                "", [chart.Line(backend, places, [inflation[backend][x] for x in losses]) for backend in backends]
+            )
+        ],
         name=TITLE,
         x_label="loss of a packet on a link, each way",
         y_label="time over that without loss",
@@ -88,11 +92,19 @@ def tell(taken: Measurements) -> FigureText:
 
     return FigureText(
         picture,
-        ["loss", *(word for backend in backends for word in (f"{backend}, ms", "over no loss")), "sent again, in the network"],
+        [
+            "loss",
+            *(word for backend in backends for word in (f"{backend}, ms", "over no loss")),
+            "sent again, in the network",
+        ],
         [
             [
                 x,
-                *(word for backend in backends for word in (in_ms(taken.spread(backend, x)), in_times(inflation[backend][x]))),
+                *(
+                    word
+                    for backend in backends
+                    for word in (in_ms(taken.spread(backend, x)), in_times(inflation[backend][x]))
+                ),
                 f"{taken.spread(IN_NETWORK, x, 'again').median:.0f}",
             ]
             for x in losses

@@ -3,9 +3,19 @@
 from netfold._native import protocol
 from netfold.bench.figures import chart
 from netfold.bench.figures.budget import Share
-from netfold.bench.figures.figure import SWITCH, Figure, Measurements, FigureText, deadline_s, in_mb, in_rate, in_times, run_cases
-from netfold.bench.spread import Spread, spread
+from netfold.bench.figures.figure import (
+    SWITCH,
+    Figure,
+    FigureText,
+    Measurements,
+    deadline_s,
+    in_mb,
+    in_rate,
+    in_times,
+    run_cases,
+)
 from netfold.bench.rack_runner import Configuration, start_rack_runner
+from netfold.bench.spread import Spread, spread
 from netfold.rack import Rack
 from netfold.rack.link import parse_link
 

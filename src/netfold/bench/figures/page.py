@@ -5,7 +5,7 @@ from html import escape
 from typing import Any
 
 from netfold.bench.figures.catalogue import FIGURES
-from netfold.bench.figures.figure import Figure, Predicted, Measurements
+from netfold.bench.figures.figure import Figure, Measurements, Predicted
 
 
 def render(figures: Mapping[str, Measurements]) -> str:

@@ -2,10 +2,10 @@
 
 from collections.abc import Sequence
 
-from netfold.bench.runner import BenchError, Runner
 from netfold.bench.config import Replay
 from netfold.bench.figures.budget import LEAST_ROUNDS, MOST_ROUNDS, Share
 from netfold.bench.figures.figure import GLOO, Measurements
+from netfold.bench.runner import BenchError, Runner
 from netfold.bench.step import StepRow, measure_models
 from netfold.plan.model.catalogue import find_model
 

@@ -13,12 +13,12 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from netfold.bench.runner import BenchError
 from netfold.bench.figures import chart, page
 from netfold.bench.figures.budget import Budget
 from netfold.bench.figures.catalogue import FIGURES
 from netfold.bench.figures.figure import Measurements
 from netfold.bench.machine import describe_machine, describe_versions
+from netfold.bench.runner import BenchError
 from netfold.rack import RackError
 from netfold.rack.command import why_unavailable
 from netfold.rack.processes import uninterrupted

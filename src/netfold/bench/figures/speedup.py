@@ -1,11 +1,11 @@
 """How much quicker known models train: their steps replayed, the accelerator a timer, the transfers real."""
 
-from netfold.bench.runner import start_runner
 from netfold.bench.config import BenchEnvironment
 from netfold.bench.figures import by_link, chart
 from netfold.bench.figures.budget import Share
-from netfold.bench.figures.figure import GLOO, Figure, Measurements, FigureText, deadline_s, in_ms, in_rate, in_times
+from netfold.bench.figures.figure import GLOO, Figure, FigureText, Measurements, deadline_s, in_ms, in_rate, in_times
 from netfold.bench.figures.replay import NETFOLD, keep, note, replay
+from netfold.bench.runner import start_runner
 from netfold.plan.model.catalogue import find_model
 
 HOSTS = 8

@@ -6,8 +6,8 @@ from netfold.bench.figures.figure import (
     GLOO,
     SWITCH,
     Figure,
-    Measurements,
     FigureText,
+    Measurements,
     deadline_s,
     in_mb,
     in_ms,
@@ -31,7 +31,10 @@ def measure(share: Share, taken: Measurements) -> None:
     with Rack(HOSTS, RATE) as rack:
         rack.start_switch(lambda line: None)
         with start_rack_runner(rack, deadline_s(share)) as turns:
-            ways = [*(Configuration(wire, HOSTS, {**SWITCH, "wire_dtype": wire}) for wire in WIRES), Configuration(GLOO, HOSTS)]
+            ways = [
+                *(Configuration(wire, HOSTS, {**SWITCH, "wire_dtype": wire}) for wire in WIRES),
+                Configuration(GLOO, HOSTS),
+            ]
             turns.open(ways)
 
             def turn(way: Configuration, number: int) -> None:

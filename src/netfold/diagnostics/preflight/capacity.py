@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from netfold.diagnostics.preflight.facts import Facts
-from netfold.communicator import Communicator, Options
 from netfold.bootstrap.capacity import measure
+from netfold.communicator import Communicator, Options
+from netfold.diagnostics.preflight.facts import Facts
 from netfold.errors import NetfoldError
 from netfold.switch_protocol.control_messages import switches_of
 
@@ -50,7 +50,9 @@ def measure_switches(communicator: Communicator, facts: Sequence[Facts]) -> list
 
 def _measure(communicator: Communicator, own: Sequence[str], endpoint: str) -> Capacity:
     between = "hierarchical:in_network" if communicator.group.topology.has_levels else "in_network"
-    options = replace(communicator.group.options, switch=",".join(own), algorithm=f"all_reduce={between}", wire_dtype="auto")
+    options = replace(
+        communicator.group.options, switch=",".join(own), algorithm=f"all_reduce={between}", wire_dtype="auto"
+    )
     group: Communicator | None = None
     try:
         group = communicator.split(0, options=options)

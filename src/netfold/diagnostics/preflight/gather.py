@@ -9,10 +9,10 @@ from pathlib import Path
 
 import numpy as np
 
+from netfold.communicator import Communicator
 from netfold.diagnostics.preflight.capacity import Capacity, agreed, measure_switches
 from netfold.diagnostics.preflight.facts import Facts, facts_here
 from netfold.diagnostics.preflight.links import PairLink, measure_links
-from netfold.communicator import Communicator
 
 
 @dataclass(frozen=True)

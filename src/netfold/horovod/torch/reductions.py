@@ -17,8 +17,8 @@ from netfold.horovod.torch.handles import (
     Sum,
     apply,
     check_tensors,
-    make_call,
     first,
+    make_call,
     submit_into,
     synchronize,
 )

@@ -47,7 +47,9 @@ def _of_doctor(path: Path, links: list[dict[str, Any]]) -> Link:
         raise ValueError(f"{path}: has no link; run `netfold doctor check --json` on several hosts, under a launcher")
     return Link(
         statistics.median(float(link["latency_s"]) for link in links),
-        statistics.median(min(float(link["forward_bytes_per_s"]), float(link["reverse_bytes_per_s"])) for link in links),
+        statistics.median(
+            min(float(link["forward_bytes_per_s"]), float(link["reverse_bytes_per_s"])) for link in links
+        ),
     )
 
 

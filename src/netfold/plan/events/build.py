@@ -10,11 +10,11 @@ import numpy as np
 import numpy.typing as npt
 
 from netfold.plan.cluster import Cluster
-from netfold.plan.events.buckets import TaskInfo, Bucket, BucketPlanner, Plan, last_backward_turns
+from netfold.plan.events.buckets import Bucket, BucketPlanner, Plan, TaskInfo, last_backward_turns
 from netfold.plan.events.conditions import Conditions
+from netfold.plan.events.event_loop import Step, Task
 from netfold.plan.events.links import Uses
 from netfold.plan.events.mesh import Mesh
-from netfold.plan.events.event_loop import Step, Task
 from netfold.plan.events.schedule import BACKWARD, FORWARD, WEIGHTS, Turn, turn_order
 from netfold.plan.job import Job
 from netfold.plan.model import Layer, Model, ShardSpec
@@ -144,7 +144,9 @@ def _acts(turns: Sequence[Turn], stage: Stage, job: Job, cuts: BucketPlanner) ->
     for turn in turns:
         shares = cuts.shares(turn, is_last=turn in last)
         whole = [each / pieces for each in times[turn.kind]]
-        acts += [TaskInfo(turn, part, len(shares), *(share * each for each in whole)) for part, share in enumerate(shares)]
+        acts += [
+            TaskInfo(turn, part, len(shares), *(share * each for each in whole)) for part, share in enumerate(shares)
+        ]
     return tuple(acts)
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from netfold.plan.cluster import Cluster
+from netfold.plan.events.build import BuiltStep, build_step
 from netfold.plan.events.conditions import Conditions
 from netfold.plan.events.event_loop import EventTimes, run_event_loop
-from netfold.plan.events.build import BuiltStep, build_step
 from netfold.plan.events.timed_step import build_timed_step
 from netfold.plan.job import Job
 from netfold.plan.model import Model, TimedStep

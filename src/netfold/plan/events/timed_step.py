@@ -7,12 +7,12 @@ cores, what the processor did round the layers takes its turn there, and so does
 from __future__ import annotations
 
 from netfold.plan.cluster import Cluster
-from netfold.plan.events.buckets import TaskInfo, Bucket
+from netfold.plan.events.buckets import Bucket, TaskInfo
+from netfold.plan.events.build import BuiltStep, TaskDurations
 from netfold.plan.events.conditions import Conditions
-from netfold.plan.events.mesh import Mesh
 from netfold.plan.events.event_loop import Hosts, Step, Task
+from netfold.plan.events.mesh import Mesh
 from netfold.plan.events.schedule import BACKWARD, FORWARD, Turn
-from netfold.plan.events.build import TaskDurations, BuiltStep
 from netfold.plan.job import Job
 from netfold.plan.model import TimedStep
 from netfold.plan.step import Constants

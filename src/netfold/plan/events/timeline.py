@@ -18,7 +18,7 @@ from netfold.plan.events.simulate import Simulated
 from netfold.profile.findings import ClockOffset
 from netfold.profile.perfetto import merge_traces, trace_events, work_events, write_events
 from netfold.profile.record import RECORD
-from netfold.profile.run import PROGRESS, STEP, RankMetadata, GroupName, Run, Trace
+from netfold.profile.run import PROGRESS, STEP, GroupName, RankMetadata, Run, Trace
 
 # Kinds of what a rank does with others.
 _COMMUNICATION = ("tensor", "data", "tables", "send", "receive")

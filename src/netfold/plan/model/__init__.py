@@ -1,17 +1,16 @@
 """Models by what their layers ask of a rank."""
 
 from netfold.plan.model.chain import Chain, Link, Product
+from netfold.plan.model.layer_cost import Bucket, Bucketed, Collective, Layer, Matmul, Measured, Model, Pass, ShardSpec
 from netfold.plan.model.layered import Layered
 from netfold.plan.model.profiled import Profiled
 from netfold.plan.model.timed_step import ReadyBucket, TimedLayer, TimedStep, read_timed_step, timed_step_of
-from netfold.plan.model.traced import TensorSize, Gradient, Kernels, Part, Traced
+from netfold.plan.model.traced import Gradient, Kernels, Part, TensorSize, Traced
 from netfold.plan.model.transformer import Transformer
-from netfold.plan.model.layer_cost import Bucket, Bucketed, Collective, Layer, Matmul, Measured, Model, Pass, ShardSpec
 
 __all__ = [
     "Bucket",
     "Bucketed",
-    "TensorSize",
     "Chain",
     "Collective",
     "Gradient",
@@ -28,6 +27,7 @@ __all__ = [
     "Profiled",
     "ReadyBucket",
     "ShardSpec",
+    "TensorSize",
     "TimedLayer",
     "TimedStep",
     "Traced",

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from netfold.plan.model import catalogue
+from netfold.plan.model.layer_cost import Model
 from netfold.plan.model.layered import Layered
 from netfold.plan.model.timed_step import read_timed_step
 from netfold.plan.model.transformer import Transformer
-from netfold.plan.model.layer_cost import Model
 from netfold.plan.words import suggest
 
 if sys.version_info >= (3, 11):

@@ -6,12 +6,12 @@ import math
 from collections.abc import Sequence
 
 from netfold.plan.aggregators import AggregatorGain
-from netfold.plan.result import Result, parts
 from netfold.plan.compare import Variant
-from netfold.plan.scaling_curve import ScalingPoint
+from netfold.plan.cost_of_training import Cost, Prices
 from netfold.plan.job import Job
 from netfold.plan.model import Measured
-from netfold.plan.cost_of_training import Cost, Prices
+from netfold.plan.result import Result, parts
+from netfold.plan.scaling_curve import ScalingPoint
 from netfold.plan.search import Choice, describe_split
 from netfold.plan.sensitivity import Gain
 from netfold.plan.step import Prediction
@@ -38,7 +38,9 @@ def render_text(answer: Result) -> str:
     if answer.gains:
         sections.append(_gains(answer.gains))
     if answer.aggregator_gains:
-        sections.append("\n".join(["what one more aggregator would buy", *(f"  {each}" for each in describe_aggregators(answer))]))
+        sections.append(
+            "\n".join(["what one more aggregator would buy", *(f"  {each}" for each in describe_aggregators(answer))])
+        )
     return "\n\n".join(sections)
 
 

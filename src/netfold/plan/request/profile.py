@@ -16,15 +16,15 @@ from typing import Any
 import numpy as np
 
 from netfold.plan.cluster import Cluster, Device, Tier
-from netfold.tuning.cost import HALVES, INTEGERS
 from netfold.plan.job import PRECISIONS
 from netfold.plan.model import Profiled
 from netfold.plan.profile_link import Fitted, fit, observe_groups
-from netfold.tuning.choice_table import format_seconds
-from netfold.tuning.topology import DEFAULT_LINKS
 from netfold.profile.columns import Columns, Floats, Integers, columns_of
 from netfold.profile.overlap import find_overlap
 from netfold.profile.run import Run, Trace, read_run
+from netfold.tuning.choice_table import format_seconds
+from netfold.tuning.cost import HALVES, INTEGERS
+from netfold.tuning.topology import DEFAULT_LINKS
 
 # Steps that did the same: fewer have no median to speak of.
 _LEAST_STEPS = 5

@@ -7,8 +7,8 @@ from functools import lru_cache
 from itertools import pairwise
 
 from netfold.plan.cluster import Cluster, Tier
-from netfold.tuning.cost import HALVES, predict
 from netfold.plan.step.constants import Constants
+from netfold.tuning.cost import HALVES, predict
 from netfold.tuning.topology import Link, Links, Topology
 
 

@@ -153,7 +153,9 @@ def _helps(runs: Sequence[Run], cluster: Cluster, recomputation: str, constants:
         return True
     before = after = 0.0
     for shape in shapes:
-        fitted = _fitted([run for run in runs if similarity_key(run) != shape], cluster, recomputation, constants).constants
+        fitted = _fitted(
+            [run for run in runs if similarity_key(run) != shape], cluster, recomputation, constants
+        ).constants
         for run in (run for run in runs if similarity_key(run) == shape):
             before += _off(run, cluster, recomputation, constants)
             after += _off(run, cluster, recomputation, fitted)

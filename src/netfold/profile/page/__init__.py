@@ -14,10 +14,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from netfold.profile.findings import Findings, Overlap
-from netfold.profile.page import by_size, ranks, text as text_module, units
-from netfold.profile.page.scatter import scatter
+from netfold.profile.page import by_size, ranks, units
+from netfold.profile.page import text as text_module
 from netfold.profile.page.escape import embed, escape
 from netfold.profile.page.layout import render_layout
+from netfold.profile.page.scatter import scatter
 from netfold.profile.page.steps import steps
 from netfold.profile.page.timeline import timeline
 from netfold.profile.run import Run

@@ -59,7 +59,9 @@ def of_largest(items: Sequence[Item], value: Callable[[Item], float | None]) -> 
 
     def bar(item: Item) -> Bar | None:
         number = value(item)
-        return None if number is None or not is_known(number) or largest <= 0 else (0.0, max(0.0, number) / largest, None)
+        return (
+            None if number is None or not is_known(number) or largest <= 0 else (0.0, max(0.0, number) / largest, None)
+        )
 
     return bar
 

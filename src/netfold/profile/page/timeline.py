@@ -12,11 +12,11 @@ from typing import Any
 
 import numpy as np
 
-from netfold.profile.timeline import group_name, lanes, align_clocks
 from netfold.profile.columns import TRANSFERS, Integers, completes
 from netfold.profile.findings import ClockOffset, Straggler
 from netfold.profile.page import units
 from netfold.profile.run import Run, Trace
+from netfold.profile.timeline import align_clocks, group_name, lanes
 
 # Of the whole page. An operation takes some 60 bytes of it, a step or a stretch of computing some 30.
 MOST_OPERATIONS = 20_000

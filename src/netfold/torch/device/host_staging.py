@@ -23,8 +23,8 @@ import torch
 
 from netfold.communicator import Group
 from netfold.torch.calls import Prepared
+from netfold.torch.device.chunks import Chunk, chunk_elements, count_chunks, split_into_chunks
 from netfold.torch.device.device_api import DeviceApi, Event, wait_for
-from netfold.torch.device.chunks import Chunk, count_chunks, split_into_chunks, chunk_elements
 from netfold.torch.device.pinned import ALIGN_BYTES
 
 Tensor = torch.Tensor

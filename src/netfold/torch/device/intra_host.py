@@ -14,8 +14,8 @@ import torch
 from netfold.communicator import Group
 from netfold.torch.calls import Prepared
 from netfold.torch.device import arithmetic, fixed_point
-from netfold.torch.device.device_api import DeviceApi, Event, NcclGroup
 from netfold.torch.device.chunks import BLOCK_ELEMENTS
+from netfold.torch.device.device_api import DeviceApi, Event, NcclGroup
 from netfold.torch.device.host_staging import HostStaging
 
 Tensor = torch.Tensor
@@ -94,7 +94,13 @@ class IntraHostPath:
     """One group's, for one device. Not thread-safe."""
 
     def __init__(
-        self, group: Group, layer: DeviceApi, stream: Any, sums: IntraHostReducer, between: HostStaging | None, watch: Group | None
+        self,
+        group: Group,
+        layer: DeviceApi,
+        stream: Any,
+        sums: IntraHostReducer,
+        between: HostStaging | None,
+        watch: Group | None,
     ) -> None:
         """`between`: among the ranks that have this one's place on their hosts; None where there is one host. `watch`:
         of the host's ranks where kernels wait for each other, for what the driver must hear of them meanwhile."""

@@ -28,9 +28,9 @@ import torch
 
 from netfold.communicator import Group
 from netfold.torch.device import arithmetic
-from netfold.torch.device.device_api import DeviceApi, wait_for
 from netfold.torch.device.capability_exchange import exchange_messages
 from netfold.torch.device.chunks import BLOCK_ELEMENTS
+from netfold.torch.device.device_api import DeviceApi, wait_for
 from netfold.torch.device.host_staging import seconds_until
 
 Tensor = torch.Tensor

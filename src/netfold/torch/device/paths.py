@@ -15,9 +15,9 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from netfold.communicator import Group
 from netfold.errors import NetfoldError
 from netfold.torch.device import arithmetic, capability_exchange, ipc, pinned
-from netfold.torch.device.intra_host import MIN_BYTES, IntraHostPath, NcclReducer, IntraHostReducer, host_groups
 from netfold.torch.device.device_api import DeviceApi, wait_for
 from netfold.torch.device.host_staging import HostStaging
+from netfold.torch.device.intra_host import MIN_BYTES, IntraHostPath, IntraHostReducer, NcclReducer, host_groups
 from netfold.torch.store import TorchStore
 
 log = logging.getLogger("netfold")
@@ -87,7 +87,9 @@ def choose_paths(group: Group, layer: DeviceApi, device: torch.device, part: Sto
         slots = pinned.slots(layer, int(group.options.pinned_bytes or 0), group.rank)
     except NetfoldError as error:
         problem = str(error)
-    facts = capability_exchange.exchange_capabilities(group, capability_exchange.capabilities_of(group, layer, device, problem), deadline)
+    facts = capability_exchange.exchange_capabilities(
+        group, capability_exchange.capabilities_of(group, layer, device, problem), deadline
+    )
     made = _Made(group, layer, device, part, deadline)
     try:
         inside, how = made.inside([each.uuid for each in facts])

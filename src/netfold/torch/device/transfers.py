@@ -21,11 +21,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from netfold.errors import NetfoldError
 from netfold.communicator.group import DTYPES, KINDS
+from netfold.errors import NetfoldError
 from netfold.torch.calls import DTYPE_CODES, with_memory
-from netfold.torch.device.device_api import DeviceApi, Event, refuse_capture, wait_for
 from netfold.torch.device.chunks import as_bytes
+from netfold.torch.device.device_api import DeviceApi, Event, refuse_capture, wait_for
 from netfold.torch.device.pinned import TransferMemory
 from netfold.torch.device.work import DeviceWork
 from netfold.torch.work import NetfoldWork

@@ -26,7 +26,7 @@ from typing import Any
 
 from netfold.train.callbacks.overlap import OverlapCallback
 from netfold.train.callbacks.result import metric_words
-from netfold.train.events import Ended, Evaluated, Callback, Noted, Started, Stepped
+from netfold.train.events import Callback, Ended, Evaluated, Noted, Started, Stepped
 
 NAME = "metrics.jsonl"
 Line = dict[str, Any]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from netfold import profile
 from netfold.profile import recording
-from netfold.train.events import Ended, Callback, Started, Stepped
+from netfold.train.events import Callback, Ended, Started, Stepped
 
 NAME = "profile"
 # The first steps are not like the others: buffers are made, links are measured.

@@ -13,7 +13,7 @@ from rich.text import Text
 from netfold.profile.page import units
 from netfold.train.callbacks.overlap import OverlapCallback
 from netfold.train.callbacks.result import with_unit
-from netfold.train.events import Ended, Evaluated, Callback, Noted, Started, Stepped
+from netfold.train.events import Callback, Ended, Evaluated, Noted, Started, Stepped
 
 LIVE_S = 0.25
 PLAIN_S = 10.0

@@ -8,13 +8,13 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from netfold.extras import command
-from netfold.train.callbacks.overlap import OverlapCallback
 from netfold.train.callbacks.metrics_file import MetricsFile
+from netfold.train.callbacks.overlap import OverlapCallback
 from netfold.train.callbacks.profiling import ProfileCallback
 from netfold.train.callbacks.progress import ProgressCallback
 from netfold.train.callbacks.tensorboard import TensorBoard
 from netfold.train.callbacks.trackers import MLflow, Wandb
-from netfold.train.events import Ended, Evaluated, Callback, Noted, Started, Stepped
+from netfold.train.events import Callback, Ended, Evaluated, Noted, Started, Stepped
 from netfold.train.recipe import Recipe
 from netfold.train.report.listener import ReportCallback
 

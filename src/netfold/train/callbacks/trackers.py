@@ -14,7 +14,7 @@ from typing import Any
 
 from netfold.train.callbacks.curves import of_evaluation, of_step
 from netfold.train.callbacks.overlap import OverlapCallback
-from netfold.train.events import Ended, Evaluated, Callback, Noted, Started, Stepped
+from netfold.train.events import Callback, Ended, Evaluated, Noted, Started, Stepped
 
 
 class Wandb(Callback):

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from netfold.train.datasets.pairs import read_picture
-from netfold.train.examples import Batch, Data, Metric, BadExampleError
+from netfold.train.examples import BadExampleError, Batch, Data, Metric
 
 _SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".tif", ".tiff")
 _HELD_OUT = ("valid", "val", "test")

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from netfold.train.datasets import pairs
 from netfold.train.datasets.pairs import Pair
-from netfold.train.examples import Data, BadExampleError
+from netfold.train.examples import BadExampleError, Data
 
 _SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".tif", ".tiff")
 

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from netfold.train.datasets.classes import accuracy, nearest_mean
-from netfold.train.examples import Batch, Data, BadExampleError
+from netfold.train.examples import BadExampleError, Batch, Data
 
 _DTYPE_U8 = 0x08
 
@@ -37,7 +37,11 @@ def fashion_mnist(root: str = "/usr/share/datasets/fashion-mnist", held_out: int
     mean, deviation = pictures.mean(), pictures.std()
     pictures, held = (pictures - mean) / deviation, (held - mean) / deviation
     baseline = nearest_mean(pictures, classes, held, held_classes)
-    return Data(InMemoryPictures(pictures, classes), InMemoryPictures(held, held_classes), accuracy(baseline, "the nearest class mean"))
+    return Data(
+        InMemoryPictures(pictures, classes),
+        InMemoryPictures(held, held_classes),
+        accuracy(baseline, "the nearest class mean"),
+    )
 
 
 class InMemoryPictures:

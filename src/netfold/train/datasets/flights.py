@@ -13,7 +13,7 @@ import pandas
 
 from netfold.extras import command
 from netfold.train.datasets.table import read_table, rows_data
-from netfold.train.examples import Data, BadExampleError
+from netfold.train.examples import BadExampleError, Data
 
 CATEGORICAL = ("carrier", "origin", "dest", "month", "weekday", "hour")
 WEATHER = ("temp", "dewp", "humid", "wind_speed", "precip", "pressure", "visib")

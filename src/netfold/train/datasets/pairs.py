@@ -11,7 +11,7 @@ import torch
 from skimage.io import imread
 from torch import Tensor
 
-from netfold.train.examples import Batch, Metric, BadExampleError
+from netfold.train.examples import BadExampleError, Batch, Metric
 from netfold.train.resolution import PSNR_BORDER_PIXELS, bicubic, psnr, smaller
 
 

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
-from netfold.train.examples import Batch, Data, Metric, BadExampleError
+from netfold.train.examples import BadExampleError, Batch, Data, Metric
 
 
 def table(

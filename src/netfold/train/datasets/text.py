@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
-from netfold.train.examples import Batch, Data, Metric, BadExampleError
+from netfold.train.examples import BadExampleError, Batch, Data, Metric
 
 MASK = 256
 IGNORE_INDEX = -100

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from netfold.train.datasets.text import bits
-from netfold.train.examples import Batch, Data, Metric, BadExampleError
+from netfold.train.examples import BadExampleError, Batch, Data, Metric
 
 _COUNTED_TOKENS = 1 << 24
 """The baseline counts at most so many, from the start of the training tokens: files may have billions."""

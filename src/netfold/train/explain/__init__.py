@@ -15,8 +15,8 @@ from netfold.train.parallel.buckets import CANDIDATES_MB, START_MB
 from netfold.train.parallel.stages import cut
 from netfold.train.parallel.tensor import styles_of
 from netfold.train.recipe import Recipe
-from netfold.train.recipe.validate import ValidatedRecipe
 from netfold.train.recipe.split import Split
+from netfold.train.recipe.validate import ValidatedRecipe
 
 
 @dataclass(frozen=True)

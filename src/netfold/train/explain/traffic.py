@@ -9,12 +9,12 @@ from dataclasses import dataclass
 
 from netfold.train.explain.layers import Call, Layer, Shape
 from netfold.train.explain.memory import F32_BYTES, computed_bytes
+from netfold.train.fault_tolerance.straggler import WINDOW_STEPS
 from netfold.train.parallel.buckets import START_MB
 from netfold.train.parallel.diloco import BUFFER_BYTES
 from netfold.train.recipe import Recipe
 from netfold.train.recipe.schedules import SPLIT_BACKWARD, stages_of
 from netfold.train.recipe.split import Split
-from netfold.train.fault_tolerance.straggler import WINDOW_STEPS
 
 F64_BYTES = I64_BYTES = 8
 VOTE_BYTES = 5 * F64_BYTES

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from netfold.train.examples import Batch, Examples, BadExampleError
+from netfold.train.examples import BadExampleError, Batch, Examples
 from netfold.train.sampler import sample_seed
 
 # So many others are tried for one: where all of them cannot be read, the data is gone as a whole.

@@ -24,18 +24,18 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save, save
 
 from netfold.train import recipe as asked
-from netfold.train.fault_tolerance.state import Metadata, StateToLoad
 from netfold.train.fault_tolerance.atomic_checkpoint import (
     PART,
+    AtomicCheckpointWriter,
     Manifest,
     Position,
-    AtomicCheckpointWriter,
+    complete_checkpoints,
     find_damage,
     name_of,
     quarantine,
     remove_incomplete,
-    complete_checkpoints,
 )
+from netfold.train.fault_tolerance.state import Metadata, StateToLoad
 from netfold.train.fault_tolerance.stop import PolicyStopError
 
 T = TypeVar("T")

@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from netfold.train.examples import Batch, BadExampleError
+from netfold.train.examples import BadExampleError, Batch
+from netfold.train.fault_tolerance.stop import PolicyStopError
 from netfold.train.mesh import Mesh
 from netfold.train.recipe import FaultTolerance
 from netfold.train.replica import Replica
-from netfold.train.fault_tolerance.stop import PolicyStopError
 
 
 class NonFiniteError(PolicyStopError):

@@ -10,16 +10,16 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from netfold.train.fault_tolerance.atomic_checkpoint import Position
+from netfold.train.fault_tolerance.checkpoint import CheckpointError, Checkpoints, CheckpointStopError
+from netfold.train.fault_tolerance.drift import check_replicated
+from netfold.train.fault_tolerance.recipe_changes import changed as changed_keys
+from netfold.train.fault_tolerance.restart_log import RestartLog
+from netfold.train.fault_tolerance.state import Metadata, StateToLoad, collect_state
 from netfold.train.mesh import Mesh
+from netfold.train.optimizer_step import OptimizerStep
 from netfold.train.recipe import Recipe
 from netfold.train.replica import Replica
-from netfold.train.fault_tolerance.recipe_changes import changed as changed_keys
-from netfold.train.fault_tolerance.checkpoint import CheckpointError, Checkpoints, CheckpointStopError
-from netfold.train.fault_tolerance.state import Metadata, StateToLoad, collect_state
-from netfold.train.fault_tolerance.drift import check_replicated
-from netfold.train.fault_tolerance.restart_log import RestartLog
-from netfold.train.fault_tolerance.atomic_checkpoint import Position
-from netfold.train.optimizer_step import OptimizerStep
 
 Note = Callable[[str, str], None]  # (level, text)
 

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from netfold.train.optimizer_step import OptimizerStep
 from netfold.train.optimizers import local_optimizer
 from netfold.train.replica import Replica
-from netfold.train.optimizer_step import OptimizerStep
 
 Metadata = Mapping[str, TensorStorageMetadata]
 Parameters = Mapping[str, nn.Parameter]

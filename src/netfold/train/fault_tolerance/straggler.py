@@ -19,9 +19,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from netfold.train.fault_tolerance.stop import PolicyStopError
 from netfold.train.mesh import Mesh
 from netfold.train.recipe import FaultTolerance
-from netfold.train.fault_tolerance.stop import PolicyStopError
 
 # A window is so many steps: one all_gather of two numbers.
 WINDOW_STEPS = 20

@@ -10,7 +10,7 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 from torch.nn import functional
 
 from netfold.train.model import Chain, Model, Style
-from netfold.train.parallel.tensor import RowwiseLinear, ColwiseLinear
+from netfold.train.parallel.tensor import ColwiseLinear, RowwiseLinear
 
 
 def linear_stack(widths: Sequence[int]) -> Model:

@@ -18,7 +18,7 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import PrepareModuleInput, SequenceParallel
 
 from netfold.train.model import Style, TensorPlan
-from netfold.train.parallel.tensor import RowwiseLinear, ShardSequence, ColwiseLinear
+from netfold.train.parallel.tensor import ColwiseLinear, RowwiseLinear, ShardSequence
 
 
 def transformer_plan(layers: int, head_width: int) -> TensorPlan:

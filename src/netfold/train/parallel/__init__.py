@@ -11,9 +11,9 @@ from netfold.train.mesh import Mesh
 from netfold.train.model import Model
 from netfold.train.parallel import embeddings, tensor
 from netfold.train.parallel.batch_norm import convert_batch_norm
-from netfold.train.parallel.shards import Shards
 from netfold.train.parallel.pipeline import Pipelined
 from netfold.train.parallel.pipeline_plan import Plan
+from netfold.train.parallel.shards import Shards
 from netfold.train.parallel.unpipelined import Unpipelined
 from netfold.train.parallel.zero import zero_level
 from netfold.train.recipe import Recipe

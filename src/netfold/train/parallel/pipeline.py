@@ -23,16 +23,16 @@ from torch.distributed.tensor import DTensor
 from netfold.train.examples import Batch
 from netfold.train.mesh import Mesh
 from netfold.train.model import Chain, Model
-from netfold.train.sampler import sample_seed
-from netfold.train.parallel.layer_timing import BoundaryTensor
-from netfold.train.parallel.shards import Shards
-from netfold.train.parallel.pipeline_plan import Plan
 from netfold.train.parallel.data_parallel import broadcast_buffers, wrap_data_parallel
+from netfold.train.parallel.layer_timing import BoundaryTensor
+from netfold.train.parallel.pipeline_plan import Plan
+from netfold.train.parallel.shards import Shards
 from netfold.train.parallel.tied import Tied
 from netfold.train.parallel.zero import reshard
 from netfold.train.precision import Precision
 from netfold.train.recipe import Recipe
 from netfold.train.recipe.schedules import SEVERAL_A_RANK, SPLIT_BACKWARD, stages_of
+from netfold.train.sampler import sample_seed
 
 SCHEDULES: dict[str, Any] = {
     "gpipe": pipelining.ScheduleGPipe,

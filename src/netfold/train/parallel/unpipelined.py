@@ -14,8 +14,8 @@ from netfold.train.examples import Batch
 from netfold.train.mesh import Mesh
 from netfold.train.model import Model
 from netfold.train.parallel.buckets import Tuning
+from netfold.train.parallel.data_parallel import broadcast_buffers, no_sync, wrap_data_parallel
 from netfold.train.parallel.shards import Shards
-from netfold.train.parallel.data_parallel import no_sync, broadcast_buffers, wrap_data_parallel
 from netfold.train.parallel.zero import reshard
 from netfold.train.precision import Precision
 from netfold.train.recipe import Recipe

@@ -16,16 +16,16 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from netfold.train.datasets import DATASETS, make_data
-from netfold.train.examples import Batch, Data, BadExampleError
+from netfold.train.examples import BadExampleError, Batch, Data
 from netfold.train.model import Model
 from netfold.train.models import MODELS, make_model
 from netfold.train.parallel import embeddings, tensor
 from netfold.train.parallel.batch_norm import norms_of
 from netfold.train.parallel.pipeline_plan import check_chain
 from netfold.train.recipe import Factory, Recipe
+from netfold.train.recipe.errors import RecipeError, error_sentence, suggest
 from netfold.train.recipe.index_tracking import IndexTracker
 from netfold.train.recipe.registry import arguments, factory
-from netfold.train.recipe.errors import RecipeError, error_sentence, suggest
 from netfold.train.recipe.split import Split, split
 
 Made = TypeVar("Made")

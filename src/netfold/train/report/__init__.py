@@ -21,8 +21,8 @@ from netfold.train.callbacks.result import result
 from netfold.train.report.communication import communication
 from netfold.train.report.curves import columns, curves
 from netfold.train.report.history import history
-from netfold.train.report.provenance import provenance
 from netfold.train.report.pictures import pictures
+from netfold.train.report.provenance import provenance
 
 __all__ = ["PAGE", "write_report"]
 

@@ -9,7 +9,8 @@ from pathlib import Path
 from netfold.plan.advice import advise
 from netfold.profile.analyse import analyse
 from netfold.profile.overlap import each_step
-from netfold.profile.page import advice, render_page, text as text_module
+from netfold.profile.page import advice, render_page
+from netfold.profile.page import text as text_module
 from netfold.profile.page.escape import escape
 from netfold.profile.page.layout import facts_of
 from netfold.profile.run import Run, RunError, Trace, read_run

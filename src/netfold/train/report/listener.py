@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from netfold.train.events import Ended, Evaluated, Callback, Started
+from netfold.train.events import Callback, Ended, Evaluated, Started
 from netfold.train.report import write_report
 from netfold.train.report.pictures import write_pictures
 

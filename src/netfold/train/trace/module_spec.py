@@ -14,8 +14,8 @@ import torch
 
 from netfold.train.models import MODELS
 from netfold.train.recipe import Factory
-from netfold.train.recipe.registry import factory
 from netfold.train.recipe.errors import RecipeError, error_sentence
+from netfold.train.recipe.registry import factory
 
 DTYPES = {
     "float32": torch.float32,
@@ -29,7 +29,7 @@ DTYPES = {
 _INPUT = re.compile(r"(?:(?P<name>[A-Za-z_]\w*)=)?(?P<shape>\d+(?:x\d+)*)(?::(?P<dtype>\w+))?")
 
 
-class TraceError(ValueError):  # noqa: N818 - it says what the module is
+class TraceError(ValueError):
     """A module that cannot be traced as it was asked for; the message says why, and what to do."""
 
 

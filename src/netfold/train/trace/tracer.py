@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from netfold.plan.model import TensorSize, Matmul
+from netfold.plan.model import Matmul, TensorSize
 from netfold.plan.model.traced import NONE
 
 # Of a node that adds to a parameter's gradient: made once, numbered as the last of all.

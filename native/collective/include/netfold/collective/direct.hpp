@@ -8,9 +8,9 @@
 // rank gets the same bits.
 #pragma once
 
-#include <netfold/collective/tensor_registrations.hpp>
 #include <netfold/collective/message.hpp>
 #include <netfold/collective/team.hpp>
+#include <netfold/collective/tensor_registrations.hpp>
 
 #include <memory>
 

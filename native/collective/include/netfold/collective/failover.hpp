@@ -49,7 +49,9 @@ class Failover {
   };
   Frozen freeze(std::uint64_t generation);
   // Whether results of that generation that other ranks kept may still be taken.
-  bool accepts_results(std::uint64_t generation) const { return generation == current_.generation && current_.frozen && !down_; }
+  bool accepts_results(std::uint64_t generation) const {
+    return generation == current_.generation && current_.frozen && !down_;
+  }
   // Whether this rank still has results of that generation to give.
   bool offers_results(std::uint64_t generation) const { return generation == current_.generation; }
   // Goes on without it. `end`: the lowest chunk that some rank had not begun; `promised`: of the first rank.

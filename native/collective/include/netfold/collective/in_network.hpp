@@ -17,10 +17,10 @@
 // has.
 #pragma once
 
+#include <netfold/auth/packet_authenticator.hpp>
 #include <netfold/collective/algorithm.hpp>
 #include <netfold/collective/contribution_map.hpp>
 #include <netfold/protocol/worker.hpp>
-#include <netfold/auth/packet_authenticator.hpp>
 #include <netfold/transport/datagrams.hpp>
 
 #include <array>
@@ -131,7 +131,7 @@ class Channel {
   protocol::Worker machine_;
   std::optional<auth::PacketAuthenticator> authenticator_;         // of contributions
   std::optional<auth::PacketAuthenticator> result_authenticator_;  // of what the switch says
-  std::size_t mac_bytes_;                      // of a packet: 0 without keys
+  std::size_t mac_bytes_;                                          // of a packet: 0 without keys
   std::vector<int> ranks_;
   int rank_;
   std::unique_ptr<transport::Datagrams> port_;

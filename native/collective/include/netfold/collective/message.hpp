@@ -133,7 +133,8 @@ class Incoming {
 // Both sides of a difference.
 Failure mismatch(int peer, const MessageHeader& theirs, int self, const MessageHeader& ours);
 // What a rank that leaves the group had to say. `fault`: the rank that it holds to be at fault, or -1.
-Failure remote_abort(int peer, int fault, const std::string& reason, Expired expired, int self, const MessageHeader& during);
+Failure remote_abort(int peer, int fault, const std::string& reason, Expired expired, int self,
+                     const MessageHeader& during);
 Failure peer_lost(int peer, const transport::Mesh::Io& io, const MessageHeader& during);
 // What a peer that closed its connection had said before, if it said anything; else `lost`. Only where no
 // message from it is half read.

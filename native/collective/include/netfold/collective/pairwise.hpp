@@ -8,9 +8,9 @@
 // The messages are those of a direct exchange, only paced, and say so: ranks whose sizes differ may choose differently.
 #pragma once
 
-#include <netfold/collective/tensor_registrations.hpp>
 #include <netfold/collective/message.hpp>
 #include <netfold/collective/team.hpp>
+#include <netfold/collective/tensor_registrations.hpp>
 
 namespace netfold::collective {
 

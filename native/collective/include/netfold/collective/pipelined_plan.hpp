@@ -15,9 +15,9 @@
 // Plans must not wait in circles: order a plan's transfers by a time that grows along every mark and every stream.
 #pragma once
 
-#include <netfold/collective/tensor_registrations.hpp>
 #include <netfold/collective/message.hpp>
 #include <netfold/collective/team.hpp>
+#include <netfold/collective/tensor_registrations.hpp>
 
 #include <optional>
 
@@ -101,8 +101,8 @@ class PipelinedPlan : public Algorithm {
     std::size_t header_sent = 0;
     std::vector<Send> chunks;
     std::size_t next = 0;
-    std::size_t sent = 0;  // bytes of the next chunk, its word included
-    std::size_t back = 0;  // chunks that are through
+    std::size_t sent = 0;       // bytes of the next chunk, its word included
+    std::size_t back = 0;       // chunks that are through
     std::size_t in_flight = 0;  // bytes of those that were sent and are not
     bool encoded = false;
     std::vector<std::byte> staging;  // the next chunk in the wire format, where that differs

@@ -194,7 +194,8 @@ class PointToPoint {
   void accept(int peer, const FrameHeader& header, Receive receive);
   bool fits(int peer, const FrameHeader& header, const Receive& receive);
   void give_back(int peer, std::size_t bytes);
-  void finish(int peer, Ticket ticket, std::uint64_t wire_bytes, const transport::Pipe::RegistrationLease* lease = nullptr);
+  void finish(int peer, Ticket ticket, std::uint64_t wire_bytes,
+              const transport::Pipe::RegistrationLease* lease = nullptr);
   void lose(int peer, const transport::Mesh::Io& io);
   void look_for_the_missing();
   Ticket any_ticket(int peer) const;

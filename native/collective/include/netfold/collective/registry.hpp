@@ -3,8 +3,8 @@
 
 #include <netfold/collective/algorithm.hpp>
 #include <netfold/collective/shares.hpp>
-#include <netfold/collective/team.hpp>
 #include <netfold/collective/switch_path.hpp>
+#include <netfold/collective/team.hpp>
 #include <netfold/transport/mesh.hpp>
 #include <netfold/transport/shm/shm_node.hpp>
 
@@ -21,9 +21,9 @@ void validate(const Call& call, int rank, int ranks);
 struct Paths {
   transport::Mesh& mesh;
   std::span<const std::unique_ptr<SwitchPath>> switch_paths = {};  // to switches, if the group joined any
-  transport::ShmNode* node = nullptr;                  // memory that this rank shares with others, if it does
-  std::span<const int> nodes = {};                        // the host of each rank, by a number
-  Shares* shares = nullptr;                               // of the uplinks and a ring, if it is known
+  transport::ShmNode* node = nullptr;  // memory that this rank shares with others, if it does
+  std::span<const int> nodes = {};     // the host of each rank, by a number
+  Shares* shares = nullptr;            // of the uplinks and a ring, if it is known
 };
 
 // Whether there is a machine for it: written here once, and read by the planner.

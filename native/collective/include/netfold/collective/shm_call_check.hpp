@@ -11,8 +11,7 @@ namespace netfold::collective {
 
 class ShmCallCheck final : public ShmCollective {
  public:
-  ShmCallCheck(const Call& call, transport::Mesh& mesh, transport::ShmNode& node,
-               std::unique_ptr<Algorithm> algorithm);
+  ShmCallCheck(const Call& call, transport::Mesh& mesh, transport::ShmNode& node, std::unique_ptr<Algorithm> algorithm);
   Progress poll(std::int64_t now_ns) override;
   void wait_for(WaitSet& set) const override;
   std::vector<int> awaited() const override;

@@ -51,8 +51,8 @@ class ShmReduce final : public ShmCollective {
   std::size_t part_bytes_;  // of a slot, where there is a buffer for each rank
   bool posts_reduced_ = false;
   Mode mode_ = Mode::undecided;  // of what does not stand in posts
-  Buffer whole_;              // in place: what is folded here, of every rank's
-  std::size_t first_ = 0;     // byte of it that is next
+  Buffer whole_;                 // in place: what is folded here, of every rank's
+  std::size_t first_ = 0;        // byte of it that is next
   std::vector<std::byte*> tensors_;
 };
 

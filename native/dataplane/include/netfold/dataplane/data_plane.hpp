@@ -19,10 +19,10 @@
 // Commands from other threads run between two batches, so the data path takes no lock.
 #pragma once
 
-#include <netfold/protocol/address_validation.hpp>
-#include <netfold/protocol/switch_job.hpp>
-#include <netfold/protocol/parent_sender.hpp>
 #include <netfold/auth/packet_authenticator.hpp>
+#include <netfold/protocol/address_validation.hpp>
+#include <netfold/protocol/parent_sender.hpp>
+#include <netfold/protocol/switch_job.hpp>
 #include <netfold/transport/fabric/fabric_datagrams.hpp>
 #include <netfold/transport/udp/udp_socket.hpp>
 
@@ -42,12 +42,12 @@
 namespace netfold::dataplane {
 
 struct JobCounters {
-  std::uint64_t contributions = 0;  // packets that counted
-  std::uint64_t results = 0;        // chunks completed
-  std::uint64_t result_bytes = 0;   // of their values, without padding
-  std::uint64_t results_sent = 0;   // packets
+  std::uint64_t contributions = 0;   // packets that counted
+  std::uint64_t results = 0;         // chunks completed
+  std::uint64_t result_bytes = 0;    // of their values, without padding
+  std::uint64_t results_sent = 0;    // packets
   std::uint64_t results_resent = 0;  // to late duplicates
-  std::uint64_t nacks = 0;        // to workers, of packets that did not come
+  std::uint64_t nacks = 0;           // to workers, of packets that did not come
   std::uint64_t mismatches = 0;
   std::uint64_t hellos = 0;
   std::uint64_t backlog_dropped = 0;  // answers dropped since a worker's queue was full; it will ask again
@@ -67,7 +67,7 @@ struct JobCounters {
   // Of the link to the parent; all 0 without one.
   std::uint32_t slots_summed = 0;  // wait for the parent's result
   std::uint64_t sums_sent = 0;     // packets
-  std::uint64_t sums_resent = 0;    // among them, of sums that were sent before
+  std::uint64_t sums_resent = 0;   // among them, of sums that were sent before
   std::uint64_t parent_nacks = 0;
   std::uint64_t parent_drops[protocol::kDropCount] = {};
 };
@@ -111,15 +111,17 @@ class DataPlane {
     std::size_t buffer_bytes = 0;     // of memory for packets
   };
   FabricAddress open_on_fabric(std::uint32_t job, std::uint32_t incarnation,
-                             std::unique_ptr<transport::fabric::Endpoint> fabric_endpoint, const std::vector<std::uint64_t>& nonces,
-                             const std::vector<std::uint64_t>& proofs, const std::vector<auth::Key>& hello_keys,
-                             std::size_t packet_bytes, std::size_t in_flight_bytes);
+                               std::unique_ptr<transport::fabric::Endpoint> fabric_endpoint,
+                               const std::vector<std::uint64_t>& nonces, const std::vector<std::uint64_t>& proofs,
+                               const std::vector<auth::Key>& hello_keys, std::size_t packet_bytes,
+                               std::size_t in_flight_bytes);
   // Where the worker will send from, a numeric address: hellos from elsewhere are dropped, and so are all before.
   // `local`: this host's address that the worker was told, which answers to it come from; empty: the route's.
   void set_worker_address(std::uint32_t job, std::uint16_t worker, const std::string& host, std::uint16_t port,
-              const std::string& local);
+                          const std::string& local);
   // Where the worker is on the job's fabric, and how it wants packets to be tagged. Throws fabric::Error.
-  void set_worker_fabric_address(std::uint32_t job, std::uint16_t worker, const std::vector<std::byte>& name, std::uint64_t tag);
+  void set_worker_fabric_address(std::uint32_t job, std::uint16_t worker, const std::vector<std::byte>& name,
+                                 std::uint64_t tag);
   // What holds packets of the job that have arrived and were not read: as the kernel granted it, or as was posted.
   std::size_t receive_buffer_bytes(std::uint32_t job);
   // The job's sums go to the parent's data port `to`, through `port`, which showed the parent its place by a hello.
@@ -160,7 +162,7 @@ class DataPlane {
     protocol::ParentSender machine{0};
     std::optional<auth::PacketAuthenticator> authenticator;         // of sums
     std::optional<auth::PacketAuthenticator> result_authenticator;  // of what the parent says
-    std::vector<std::byte> encrypted;           // sums of one run
+    std::vector<std::byte> encrypted;                               // sums of one run
     bool blocked = false;
   };
   struct Job {

@@ -74,8 +74,8 @@ struct Interrupts {
 // What somebody above the engine should look into.
 struct AsyncEvent {
   enum class Kind : std::uint8_t {
-    broken = 0,  // a connection to `ranks[0]`: it can be made again
-    overdue = 1,    // an operation waits for `ranks`, longer than usual
+    broken = 0,   // a connection to `ranks[0]`: it can be made again
+    overdue = 1,  // an operation waits for `ranks`, longer than usual
   };
   Kind kind = Kind::broken;
   std::uint64_t group = 0;
@@ -108,14 +108,14 @@ class Operation {
   std::uint64_t id_ = 0;
   std::int64_t timeout_ns_ = 0;
   std::int64_t deadline_ns_ = 0;
-  std::int64_t overdue_ns_ = 0;    // when others should hear that it waits
-  const char* site_ = nullptr;  // where it was called, if known; lives for ever
+  std::int64_t overdue_ns_ = 0;  // when others should hear that it waits
+  const char* site_ = nullptr;   // where it was called, if known; lives for ever
   EventRecord record_;
   collective::Failure failure_;
   std::unique_ptr<collective::Algorithm> algorithm_;
   std::atomic<bool> done_{false};
   bool notify_ = false;
-  bool updates_shares_ = false;  // how the next split one is to be cut
+  bool updates_shares_ = false;   // how the next split one is to be cut
   bool in_grace_period_ = false;  // past its deadline, for news of who is at fault
   mutable std::mutex mutex_;
   mutable std::condition_variable condition_;
@@ -198,7 +198,7 @@ class Group {
   std::optional<Broken> disconnect(int lane, int peer, int rail, int reconnects);
   // False, too, where it was mended since it had been mended `reconnects` times: the peer was told of another state.
   bool reconnect(int lane, int peer, int rail, int reconnects, transport::Fd socket, std::uint64_t peer_received,
-            const auth::StreamSecrets& secrets);
+                 const auth::StreamSecrets& secrets);
   // If it is still broken, and was mended `reconnects` times.
   void give_up(int lane, int peer, int rail, int reconnects, const std::string& why);
 
@@ -216,7 +216,7 @@ class Group {
     std::int64_t smoothed_rtt_ns = 0;
     std::uint64_t oldest_outstanding = 0;
     bool idle = true;
-    std::string path_error;     // why nothing reaches the switch, where that is known
+    std::string path_error;  // why nothing reaches the switch, where that is known
     std::string send_error;  // what this host last refused to send there
     std::uint64_t drops[protocol::kDropCount] = {};
   };
@@ -273,7 +273,7 @@ class Group {
   bool wait_until(const Operation& operation, std::int64_t until_ns, bool drives);
   bool can_take_over() const;        // under mutex_
   void take_over(std::int64_t now);  // likewise: the caller's thread drives from now on
-  bool progress(std::int64_t now);       // what it throws is the group's failure
+  bool progress(std::int64_t now);   // what it throws is the group's failure
   bool progress_once(std::int64_t now);
   static bool is_split(const Operation& operation);
   static bool is_on_mesh(const Operation& operation);
@@ -300,11 +300,11 @@ class Group {
   void publish_traffic();
   void publish_status();
   void enter(std::int64_t now);  // under mutex_; a thread of the caller, to wait or drive
-  void leave(std::int64_t now);   // likewise
+  void leave(std::int64_t now);  // likewise
   void wait_for(collective::WaitSet& set);
   void cancel_sleep();
   std::int64_t spin_ns() const;
-  bool has_work() const;     // under mutex_
+  bool has_work() const;        // under mutex_
   bool may_leave_work() const;  // likewise, and without a driver: to who may be about to wait for it
   void wake_driver();
   bool driven_by_engine() const;

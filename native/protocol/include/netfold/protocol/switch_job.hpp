@@ -89,14 +89,14 @@ class SwitchJob {
   explicit SwitchJob(const JobConfig& config);
 
   enum class Outcome : std::uint8_t {
-    dropped,    // nothing changed; `drop` says why
-    stored,     // counted; the chunk still misses workers
-    completed,  // the result is there: send frame(slot) to every worker
+    dropped,        // nothing changed; `drop` says why
+    stored,         // counted; the chunk still misses workers
+    completed,      // the result is there: send frame(slot) to every worker
     resend_result,  // a late duplicate: send frame(slot) to `worker` alone
-    mismatch,   // the sender and `other` do not agree; send mismatch packets to both
-    summed,     // the last of this switch's own workers: send sum(slot) to the parent
-    resend_sum,  // a duplicate while the parent's result is not there: send sum(slot) once more
-    nack,     // from the parent: packets to it did not come, as the header says
+    mismatch,       // the sender and `other` do not agree; send mismatch packets to both
+    summed,         // the last of this switch's own workers: send sum(slot) to the parent
+    resend_sum,     // a duplicate while the parent's result is not there: send sum(slot) once more
+    nack,           // from the parent: packets to it did not come, as the header says
   };
   struct Handled {
     Outcome outcome = Outcome::dropped;

@@ -285,14 +285,14 @@ class Worker {
   std::int64_t trial_rtt_ns_ = 0;   // the least round trip then
   std::uint32_t trial_rounds_ = 0;  // of it, with at most half the window
   std::int64_t queue_target_ns_ = kQueueTargetNs;
-  std::uint32_t rounds_ = 0;             // under Control::share, since the last trial
-  std::uint32_t unmoved_trials_ = 0;     // in succession
-  std::int64_t paced_ns_ = 0;            // up to when the pace has been used
-  std::uint64_t round_start_ = 0;        // packet_number_ when the round trip began; it ends with an answer to a later send
-  std::uint64_t round_lost_ = 0;         // found in it
+  std::uint32_t rounds_ = 0;          // under Control::share, since the last trial
+  std::uint32_t unmoved_trials_ = 0;  // in succession
+  std::int64_t paced_ns_ = 0;         // up to when the pace has been used
+  std::uint64_t round_start_ = 0;  // packet_number_ when the round trip began; it ends with an answer to a later send
+  std::uint64_t round_lost_ = 0;   // found in it
   std::int64_t round_least_rtt_ns_ = 0;  // of it; 0: none
   std::uint32_t backoff_ = 0;            // timeouts since the last answer
-  std::uint32_t probe_results_ = 0;    // since an answer to a chunk that was sent once
+  std::uint32_t probe_results_ = 0;      // since an answer to a chunk that was sent once
   std::int64_t timer_start_ns_ = 0;
 };
 

@@ -10,16 +10,16 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from netfold.plan.result import Result
 from netfold.plan.model import Measured
-from netfold.plan.search import describe_split
 from netfold.plan.render.data import as_object
+from netfold.plan.render.page.candidates import best_few, front
 from netfold.plan.render.page.others import aggregators, comparisons, gains
 from netfold.plan.render.page.scaling import scaling
 from netfold.plan.render.page.split import memory, simulated_table, step
-from netfold.plan.render.page.candidates import best_few, front
 from netfold.plan.render.text import describe_request as said
-from netfold.plan.render.text import duration, failures, money, rate, memory_is_known, time, utilisation_is_known
+from netfold.plan.render.text import duration, failures, memory_is_known, money, rate, time, utilisation_is_known
+from netfold.plan.result import Result
+from netfold.plan.search import describe_split
 from netfold.profile.page import units
 from netfold.profile.page.escape import escape
 from netfold.profile.page.layout import render_layout

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from netfold.plan.result import Result, RankedChoice, parts
 from netfold.plan.job import Job
-from netfold.plan.search import Choice, describe_split
 from netfold.plan.render.page.split import bar, classes, legend
 from netfold.plan.render.text import time
+from netfold.plan.result import RankedChoice, Result, parts
+from netfold.plan.search import Choice, describe_split
 from netfold.profile.page import units
 from netfold.profile.page.chart import SIDE, Axis, chart
 from netfold.profile.page.escape import escape

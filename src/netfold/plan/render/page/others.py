@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from netfold.plan.render.page.candidates import stacks
+from netfold.plan.render.text import describe_aggregators, time, times
 from netfold.plan.result import Result
 from netfold.plan.search import describe_split
 from netfold.plan.sensitivity import Gain
-from netfold.plan.render.page.candidates import stacks
-from netfold.plan.render.text import describe_aggregators, time, times
 from netfold.profile.page.escape import escape
 from netfold.profile.page.table import Column, of_largest, table
 

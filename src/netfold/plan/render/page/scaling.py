@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from netfold.plan.render.text import duration, rate, time, utilisation_is_known
 from netfold.plan.result import Result
 from netfold.plan.scaling_curve import ScalingPoint
 from netfold.plan.search import Choice, describe_split
-from netfold.plan.render.text import duration, rate, time, utilisation_is_known
 from netfold.profile.page import units
 from netfold.profile.page.chart import SIDE, Axis, chart
 from netfold.profile.page.escape import escape
@@ -46,7 +46,12 @@ def _efficiency(curves: dict[str, list[ScalingPoint]]) -> str:
 
 
 def _figure(
-    curves: dict[str, list[ScalingPoint]], across: Axis, up: Axis, value: Callable[[ScalingPoint], float], marks: str, ideal: str
+    curves: dict[str, list[ScalingPoint]],
+    across: Axis,
+    up: Axis,
+    value: Callable[[ScalingPoint], float],
+    marks: str,
+    ideal: str,
 ) -> str:
     for name, points in curves.items():
         line = [(point.devices, value(point)) for point in points]

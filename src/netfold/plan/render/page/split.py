@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from netfold.plan.render.text import time
 from netfold.plan.result import parts
 from netfold.plan.search import Choice
-from netfold.plan.render.text import time
 from netfold.plan.step import Prediction
 from netfold.profile.page import units
 from netfold.profile.page.escape import escape

@@ -7,7 +7,7 @@ from dataclasses import replace
 from netfold.plan.cluster import Cluster
 from netfold.plan.scaling_curve import scaling_curve
 from netfold.plan.step import predict
-from netfold.plan.validate.claims.claim import ClaimJob, Claim, near
+from netfold.plan.validate.claims.claim import Claim, ClaimJob, near
 
 _TALK = "seeds/000, AWS, libfabric and EFA, 2020"
 # NVIDIA's BERT, which the talk names (DeepLearningExamples, PyTorch): 65,536 sequences of 128 a step, gradients of 16

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from netfold.plan.request import Request, parse_request
 from netfold.plan.cluster import Cluster
+from netfold.plan.request import Request, parse_request
 from netfold.plan.search import Choice, search
 
 # Of what is gained or lost: a prediction further off than this is said not to come out.

@@ -8,7 +8,7 @@ from netfold.plan.cluster import load_cluster
 from netfold.plan.job import Job, Split
 from netfold.plan.model import Chain, Link, Product
 from netfold.plan.step import predict
-from netfold.plan.validate.claims.claim import ClaimJob, Claim, near
+from netfold.plan.validate.claims.claim import Claim, ClaimJob, near
 
 _TALK = "seeds/002, NVIDIA, scaling out, 2020"
 # As N grows: large enough that its limit shows.

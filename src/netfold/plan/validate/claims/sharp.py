@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from netfold.tuning import DEFAULT_LINKS, Link, Topology
 from netfold.plan.cluster import load_cluster
-from netfold.tuning.cost import predict
 from netfold.plan.validate.claims.by_link import said_of
-from netfold.plan.validate.claims.claim import NEAR, ClaimJob, Claim, near
+from netfold.plan.validate.claims.claim import NEAR, Claim, ClaimJob, near
+from netfold.tuning import DEFAULT_LINKS, Link, Topology
+from netfold.tuning.cost import predict
 
 _TALK = "seeds/001, Mellanox, SHARP, 2019"
 _RESNET = ClaimJob(

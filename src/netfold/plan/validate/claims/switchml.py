@@ -7,7 +7,7 @@ from netfold.plan.model.catalogue import SWITCHML_MODELS, find_model
 from netfold.plan.step import FITTED
 from netfold.plan.step.traffic import Group, collective_s
 from netfold.plan.validate.claims.by_link import LINKS, in_the_place_of_switches, name_of, said_of
-from netfold.plan.validate.claims.claim import NEAR, ClaimJob, Claim, near
+from netfold.plan.validate.claims.claim import NEAR, Claim, ClaimJob, near
 
 _TALK = "seeds/003, SwitchML"
 # Percent.

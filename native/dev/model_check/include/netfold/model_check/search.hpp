@@ -75,11 +75,11 @@ struct Scope {
   std::uint32_t window = 1;               // W; the switch has 2W slots
   std::vector<std::uint32_t> operations;  // chunks of each, in the order in which workers call them; kMaxChunks in all
   std::vector<std::uint32_t> last;        // the last worker's, if it calls something else
-  bool foreign_packets = false;                 // another job's packets are on the wire
+  bool foreign_packets = false;           // another job's packets are on the wire
   std::uint32_t restarts = 0;             // of group or switch, in total; up to kMaxRestarts
   Network network = Network::monotone;
   std::uint32_t numbers = 0;     // packets have numbers, so far apart; 0: they have none
-  std::uint32_t timeouts = 0;       // of each worker's timer, where packets have numbers
+  std::uint32_t timeouts = 0;    // of each worker's timer, where packets have numbers
   std::uint64_t max_states = 0;  // stop there and say so; 0 means 2^32 - 2
 };
 

@@ -39,7 +39,8 @@ class FabricDatagrams final : public Datagrams {
 
   // `packet_bytes`: of the longest packet, and less where the provider takes no such messages. `in_flight_bytes`: of
   // packets each way, with each of `peers`; there is room to send as much, and to receive twice as much. Throws Error.
-  FabricDatagrams(std::unique_ptr<Endpoint> endpoint, std::size_t packet_bytes, std::size_t in_flight_bytes, std::size_t peers);
+  FabricDatagrams(std::unique_ptr<Endpoint> endpoint, std::size_t packet_bytes, std::size_t in_flight_bytes,
+                  std::size_t peers);
   ~FabricDatagrams() override;
   FabricDatagrams(const FabricDatagrams&) = delete;
   FabricDatagrams& operator=(const FabricDatagrams&) = delete;
@@ -114,7 +115,7 @@ class FabricDatagrams final : public Datagrams {
   std::vector<Receiving> receivings_;
   std::vector<Sending*> free_;
   std::vector<Receiving*> unposted_;  // refused for now
-  std::vector<PacketTrain> trains_;         // of one batch, and where they lie
+  std::vector<PacketTrain> trains_;   // of one batch, and where they lie
   std::vector<Receiving*> read_;
   std::vector<PeerState> peers_;
   std::unordered_map<std::uint64_t, Peer> by_tag_;

@@ -40,9 +40,7 @@ class FabricPipe final : public Pipe {
     return mux_->post_receive(stream_, name, into, bytes);
   }
   bool is_posted(std::uint64_t name) override { return mux_->is_offered(stream_, name); }
-  Io put(std::span<const iovec> pieces, std::uint64_t name) override {
-    return sent(mux_->put(stream_, pieces, name));
-  }
+  Io put(std::span<const iovec> pieces, std::uint64_t name) override { return sent(mux_->put(stream_, pieces, name)); }
   std::size_t bytes_in_flight() override { return mux_->bytes_in_flight(stream_); }
   bool cancel() override;
   bool must_force_close() override;

@@ -30,6 +30,6 @@ std::vector<Provider> list_providers();
 // provider goes by such addresses, else on its device number `rail`. Throws Error that names what is missing.
 enum class Numbers : std::uint8_t { if_needed, always };  // with writes, also where a provider keeps their order
 std::unique_ptr<Endpoint> open_endpoint(const std::string& provider, const std::string& host, int rail,
-                                Numbers numbers = Numbers::if_needed);
+                                        Numbers numbers = Numbers::if_needed);
 
 }  // namespace netfold::transport::fabric

@@ -43,7 +43,11 @@ class RegistrationCache {
     std::uint64_t entries = 0;     // now
     std::uint64_t bytes = 0;       // now
   };
-  enum class Lifetime : std::uint8_t { operation, persistent, internal };  // internal: a persistent one that nobody counts
+  enum class Lifetime : std::uint8_t {
+    operation,
+    persistent,
+    internal
+  };  // internal: a persistent one that nobody counts
 
   // Memory that somebody says will stay as it is.
   struct Lease {
@@ -91,7 +95,9 @@ class RegistrationCache {
 
   Entries::iterator find(const std::byte* data, std::size_t bytes);
   Lease* find_lease(const std::byte* data, std::size_t bytes, Lifetime lifetime);
-  bool keeps(const Lease& lease) const { return lease.lifetime != Lifetime::persistent || lease.bytes <= limits_.bytes; }
+  bool keeps(const Lease& lease) const {
+    return lease.lifetime != Lifetime::persistent || lease.bytes <= limits_.bytes;
+  }
   void drop(Entries::iterator entry);
   void make_room(std::size_t bytes);
 

@@ -68,8 +68,8 @@
 // is the peer's. A segment that comes twice, as one that went again may, is dropped by its number.
 #pragma once
 
-#include <netfold/transport/fabric/registration_cache.hpp>
 #include <netfold/transport/fabric/endpoint.hpp>
+#include <netfold/transport/fabric/registration_cache.hpp>
 #include <netfold/transport/pipe.hpp>
 #include <netfold/transport/socket.hpp>
 
@@ -115,7 +115,7 @@ class StreamMux : public std::enable_shared_from_this<StreamMux> {
     std::uint64_t tag = 0;
     std::uint32_t window = 0;         // segments that we have room for
     std::uint32_t segment_bytes = 0;  // of the longest
-    std::uint64_t rma_min_bytes = 0;   // of the shortest piece that may be written; 0: none
+    std::uint64_t rma_min_bytes = 0;  // of the shortest piece that may be written; 0: none
   };
   // How many segments were sent, and how many writes begun.
   struct FinalCounts {
@@ -177,7 +177,8 @@ class StreamMux : public std::enable_shared_from_this<StreamMux> {
   // Closes the endpoint: every stream fails with this reason, and no memory is the provider's any more.
   void force_close(const std::string& why);
   // Says that this memory stays mapped as it is until the hold ends.
-  std::unique_ptr<Pipe::RegistrationLease> lease(std::byte* data, std::size_t bytes, RegistrationCache::Lifetime lifetime);
+  std::unique_ptr<Pipe::RegistrationLease> lease(std::byte* data, std::size_t bytes,
+                                                 RegistrationCache::Lifetime lifetime);
 
   // Registered as long as the port keeps it, for the next who asks, within kScratchBytes.
   std::unique_ptr<Pipe::Scratch> scratch(std::size_t bytes);
@@ -204,7 +205,7 @@ class StreamMux : public std::enable_shared_from_this<StreamMux> {
     std::uint64_t out_of_order = 0;
     std::uint64_t repeated = 0;    // came twice
     std::uint64_t rails_lost = 0;  // counted for each stream
-    std::uint64_t rejected = 0;     // with a tag that nobody has (any more), or malformed
+    std::uint64_t rejected = 0;    // with a tag that nobody has (any more), or malformed
     std::uint64_t writes = 0;
     std::uint64_t bytes_written = 0;
     std::uint64_t grants = 0;
@@ -279,9 +280,9 @@ class StreamMux : public std::enable_shared_from_this<StreamMux> {
   const std::vector<Endpoint::Limits> limits_;    // by rail
   Settings settings_;
   RegistrationCache cache_;
-  std::unordered_map<std::uint32_t, Grant> grants_;       // by number, of all streams
-  std::vector<std::unique_ptr<Block>> blocks_;            // scratch that nobody uses, the last used last
-  std::vector<std::uint32_t> random_;                     // numbers in store
+  std::unordered_map<std::uint32_t, Grant> grants_;           // by number, of all streams
+  std::vector<std::unique_ptr<Block>> blocks_;                // scratch that nobody uses, the last used last
+  std::vector<std::uint32_t> random_;                         // numbers in store
   std::vector<std::map<std::string, Endpoint::Peer>> peers_;  // by rail and name
   std::size_t segment_bytes_ = 0;
   std::size_t used_bytes_ = 0;

@@ -65,9 +65,10 @@ class ShmNode {
     std::int64_t expired_timeout_ns;
     std::uint32_t reason_bytes;
     char reason[1024];
-    alignas(64) std::atomic<std::uint64_t> done;               // calls that this rank is through with
-    alignas(64) std::atomic<std::uint8_t> uses[kMaxSize];      // 1: the owner touches memory of that rank's process
-    alignas(64) std::atomic<std::uint32_t> control_messages[kMaxSize];  // that the owner has sent to that rank (ShmFdExchange)
+    alignas(64) std::atomic<std::uint64_t> done;           // calls that this rank is through with
+    alignas(64) std::atomic<std::uint8_t> uses[kMaxSize];  // 1: the owner touches memory of that rank's process
+    alignas(64)
+        std::atomic<std::uint32_t> control_messages[kMaxSize];  // that the owner has sent to that rank (ShmFdExchange)
     Post posts[kPosts];
     Stream to_reduce;
     Stream to_copy;
@@ -81,7 +82,7 @@ class ShmNode {
   // rank. Takes ownership. `memory`: where every rank of the node has met every other; else null. Throws
   // std::system_error.
   ShmNode(int self, std::vector<int> ranks, std::vector<Fd> segments, std::vector<Fd> doorbells, std::vector<Fd> links,
-             std::shared_ptr<PeerMemory> memory);
+          std::shared_ptr<PeerMemory> memory);
   ~ShmNode();
   ShmNode(const ShmNode&) = delete;
   ShmNode& operator=(const ShmNode&) = delete;

@@ -22,8 +22,8 @@
 #pragma once
 
 #include <netfold/transport/pipe.hpp>
-#include <netfold/transport/tcp/record_stream.hpp>
 #include <netfold/transport/socket.hpp>
+#include <netfold/transport/tcp/record_stream.hpp>
 
 #include <cstdint>
 #include <deque>
