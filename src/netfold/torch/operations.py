@@ -63,7 +63,7 @@ class Operations:
         self._unfinished_lock = threading.Lock()
         self._buckets: SharedBuckets | RegisteredBuckets
         if group.over_fabric and not group.shares_buckets:
-            self._buckets = RegisteredBuckets(group.hold)
+            self._buckets = RegisteredBuckets(group.lease)
         else:
             self._buckets = SharedBuckets(enabled=group.shares_buckets, ranks=group.size)
         self.devices = DeviceDriver(group, layer, part) if layer is not None else None

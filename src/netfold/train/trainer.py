@@ -275,7 +275,7 @@ class Trainer:
         self._pass_on()
         if self.recovery is not None:
             self.recovery.stepped(self.step)
-        for text in self._replacing.replaced() if self._replacing is not None else ():
+        for text in self._replacing.new_messages() if self._replacing is not None else ():
             self._note("warning", f"{text}; another example is taken instead (fault_tolerance.missing_data)")
         if self._straggler is not None:
             slow = self._straggler.stepped(began_s, data_s, gradients_s, may_compare=self._is_agreed())

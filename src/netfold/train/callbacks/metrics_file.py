@@ -109,14 +109,14 @@ class Metrics:
     notes: list[Line] = field(default_factory=list)
     happened: list[Line] = field(default_factory=list)
     """Starts, notes and ends, as they came."""
-    on_end: Line | None = None
+    ended: Line | None = None
     """None where the last start has no end yet: the run goes on, or was killed."""
     unreadable: int = 0
     """Lines that were cut off."""
 
     @property
     def is_finished(self) -> bool:
-        return self.on_end is not None and self.on_end["reason"] == "done"
+        return self.ended is not None and self.ended["reason"] == "done"
 
 
 def read_metrics(folder: Path) -> Metrics:

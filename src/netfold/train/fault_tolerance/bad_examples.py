@@ -69,7 +69,7 @@ class BadExampleReplacer:
                     samples[place], own[place] = self._one(indices[place], seeds[place], attempt)
             batch = _joined(samples)
 
-    def replaced(self) -> list[str]:
+    def new_messages(self) -> list[str]:
         """What cannot be read, each said once."""
         return [self._untold.popleft() for _ in range(len(self._untold))]
 
