@@ -25,7 +25,8 @@ class Options:
     job_name: what the switch's metrics and log call this job (NETFOLD_JOB_NAME); letters, digits and _.:/+-, up to 64.
     algorithm: auto, the name of an algorithm for every operation that it can do, or operation=algorithm pairs by commas
         (NETFOLD_ALGORITHM; docs/algorithms.md).
-    wire_dtype: auto, f32, bf16, f16, i32 or i8: what f32 tensors travel as in all_reduce (NETFOLD_WIRE_DTYPE, docs/numbers.md);
+    wire_dtype: auto, f32, bf16, f16, i32 or i8: what f32 tensors travel as in all_reduce (NETFOLD_WIRE_DTYPE,
+    docs/numbers.md);
         auto never loses a bit, the bits of a sum by i32 are the same whatever runs it, i8 is for gradients.
     transport: auto; tcp to keep ranks that share memory from using it; fabric:PROVIDER to go over a provider of
         libfabric instead of tcp, and of UDP to a switch, fabric:PROVIDER,memory where ranks that share memory should
@@ -47,13 +48,16 @@ class Options:
     window_bytes: bytes in flight to the switch (NETFOLD_WINDOW_BYTES), within what it grants.
     probe: on or off: whether a new group measures its links (NETFOLD_PROBE); off: built-in figures, and the
         same choice of algorithms in every run.
-    intra_host: what adds up tensors in GPUs among the ranks of a host, before anything leaves it (NETFOLD_INTRA_HOST): auto, by
+    intra_host: what adds up tensors in GPUs among the ranks of a host, before anything leaves it (NETFOLD_INTRA_HOST):
+    auto, by
         reaching each other's memory where all can; nccl; off: nothing, each rank goes through the host's memory.
     pinned_bytes: pinned host memory for collectives on GPUs' memory, a group (NETFOLD_PINNED_BYTES).
     rma_min_bytes: pieces from this size on are written straight to the other rank's memory, over a fabric that can
         (NETFOLD_RMA_MIN_BYTES, docs/fabric.md); 0: none.
-    registration_cache_entries, registration_cache_bytes: how many ranges of memory, and bytes in them, a process keeps registered with a
-        fabric at most (NETFOLD_REGISTRATION_CACHE_ENTRIES, NETFOLD_REGISTRATION_CACHE_BYTES); 0: none beyond an operation.
+    registration_cache_entries, registration_cache_bytes: how many ranges of memory, and bytes in them, a process keeps
+    registered with a
+        fabric at most (NETFOLD_REGISTRATION_CACHE_ENTRIES, NETFOLD_REGISTRATION_CACHE_BYTES); 0: none beyond an
+        operation.
     spin_us: microseconds of polling before a waiting thread sleeps (NETFOLD_SPIN_US); default: for memory 200 where the
         ranks of a machine have a core each, 1000, yielding, where they have not; for sockets 0.
     """

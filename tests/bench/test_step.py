@@ -156,7 +156,10 @@ class Clock:
 
 
 class Link:
-    """A backend of one rank: transfers pass one after the other, each in `transfer_ns`. `spoil`: what it does to sums."""
+    """A backend of one rank: transfers pass one after the other, each in `transfer_ns`.
+
+    `spoil`: what it does to sums.
+    """
 
     in_place = True
 

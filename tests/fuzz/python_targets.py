@@ -297,7 +297,8 @@ def seeds() -> dict[str, list[bytes]]:
             b'{"links": [{"latency_s": 1e-5, "forward_bytes_per_s": 1e9, "reverse_bytes_per_s": 2e9}]}',
             b'{"place": {"workers": 4}, "rows": ['
             + b", ".join(
-                b'{"backend": "a", "time_ns": {"median": %d}, "collective": "all_reduce", "size_bytes": %d, "algorithm": '
+                b'{"backend": "a", "time_ns": {"median": %d}, "collective": "all_reduce", "size_bytes": %d, '
+                b'"algorithm": '
                 b'"ring"}' % (1000 + size, size)
                 for size in (4096, 1 << 20)
             )

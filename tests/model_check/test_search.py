@@ -125,7 +125,8 @@ def test_only_a_workers_own_hello_gives_it_a_seat():
 def test_a_leaf_that_restarts_has_another_life_and_the_others_join_again():
     steps = ["call 0", "1.1/0>0", "call 1", "1.1/1>0", "1.1/^0>0", "restart leaf 0", "1.1/^1>0", "rejoin 0", "call 0"]
     scope = Scope(leaves="1,1", restarts=1)
-    # The sum of the old leaf 1 reaches the new root, and leaf 0's is the first of a generation that leaf 1 has not joined.
+    # The sum of the old leaf 1 reaches the new root, and leaf 0's is the first of a generation that leaf 1 has not
+    # joined.
     records = replay(scope, [*steps, "2.1/0>0", "1.2/^0>0", "rejoin leaf 1", "rejoin 1", "call 1", "1.2/1>0"])
     assert [record.became for record in records[4:]] == [
         "stored",

@@ -272,7 +272,8 @@ def test_what_is_no_utf_8_and_what_is_no_number_can_be_written() -> None:
 def bare(**changes: object) -> Findings:
     """Nothing that an empty run has not."""
     nothing: dict[str, object] = {
-        "rows": [], "overall": Overlap(0.0, 0.0, None, None), "steps": None, "stragglers": [], "clocks": [], "advice": [],
+        "rows": [], "overall": Overlap(0.0, 0.0, None, None), "steps": None, "stragglers": [], "clocks": [],
+        "advice": [],
         "coverage_gaps": [], "versions": {}, "hosts": [], "sources": [], "backends": [],
     }  # fmt: skip
     return findings(**{**nothing, **changes})

@@ -1,7 +1,7 @@
 """Whole jobs over a network that does what it likes: the sum is right, everything ends, and nothing else changes.
 
-What is checked at every step stands in netfold/sim/harness.py. Examples shrink to "packet 17 is lost"; seeded runs print
-their replay command.
+What is checked at every step stands in netfold/sim/harness.py. Examples shrink to "packet 17 is lost"; seeded runs
+print their replay command.
 """
 
 import random

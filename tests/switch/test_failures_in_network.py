@@ -223,7 +223,8 @@ def works_until(rank: int, size: int, folder: str, endpoint: str, over: threadin
 def header(**fields: int) -> bytes:
     """A packet's header, big-endian, as packet.hpp lays it out."""
     values_of = {
-        "magic": 0x4E46, "version": 1, "flags": 0, "job": 0, "epoch": 1, "incarnation": 0, "chunk": 0, "packet_number": 0,
+        "magic": 0x4E46, "version": 1, "flags": 0, "job": 0, "epoch": 1, "incarnation": 0, "chunk": 0,
+        "packet_number": 0,
         "operation": 1, "elements": 1000, "worker": 0, "count": 1, "wire": 0, "reduce": 0, "table": 0,
     } | fields  # fmt: skip
     return struct.pack(">HBBIIIQQIIHHBBH", *values_of.values())

@@ -206,7 +206,8 @@ def test_data_whose_package_is_not_installed_names_the_extra(monkeypatch: pytest
         (
             {"parallel": {"data": 2, "embeddings": "row_wise"}},
             2,
-            'parallel.embeddings = "row_wise": the model has no embedding tables (Embeddings); use embeddings = "replicated"',
+            'parallel.embeddings = "row_wise": the model has no embedding tables (Embeddings); '
+            'use embeddings = "replicated"',
         ),
         (
             {"parallel": {"data": 2, "batch_norm": 2}},
@@ -246,7 +247,8 @@ def test_a_rewind_without_checkpoints_is_told_with_its_line() -> None:
     with pytest.raises(RecipeError) as error:
         split(asked, 2)
     assert source.placed(error.value) == [
-        "--set fault_tolerance.non_finite=rewind: fault_tolerance.non_finite is 'rewind', and there are no checkpoints to go back to: "
+        "--set fault_tolerance.non_finite=rewind: fault_tolerance.non_finite is 'rewind', "
+        "and there are no checkpoints to go back to: "
         "set checkpoint.every"
     ]
     split(asked.model_copy(update={"checkpoint": Checkpoint(every=2)}), 2)

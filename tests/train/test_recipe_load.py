@@ -191,7 +191,8 @@ def test_a_wrong_setting_is_told_as_itself(tmp_path: Path, setting: str, sentenc
         (
             2,
             ["parallel.embeddings=row_wise", "parallel.zero=1"],
-            '--set parallel.embeddings=row_wise: parallel.embeddings = "row_wise" shares out tables, and so would parallel.zero = 1; '
+            '--set parallel.embeddings=row_wise: parallel.embeddings = "row_wise" shares out tables, '
+            "and so would parallel.zero = 1; "
             "use zero = 0",
         ),
         (3, [], "mine.toml:9: training.batch is 16, which does not divide by parallel.data 3; 15 or 18 would do"),

@@ -409,7 +409,8 @@ ALL = (
         ),
         (
             {"algorithm": "direct", "wire": "bf16"},
-            "NETFOLD_ALGORITHM=direct sends tensors as they are; NETFOLD_WIRE_DTYPE=bf16 needs ring or halving_doubling or "
+            "NETFOLD_ALGORITHM=direct sends tensors as they are; NETFOLD_WIRE_DTYPE=bf16 needs ring or "
+            "halving_doubling or "
             "tree or in_network or split or hierarchical",
         ),
     ],

@@ -82,7 +82,9 @@ def places(goals: Sequence[Goal]) -> list[BenchEnvironment]:
 
 
 def trials_at(place: BenchEnvironment, goals: Sequence[Goal], quick: bool, missing: Sequence[str] = ()) -> list[Trials]:
-    """The benchmarks that these goals need there, each with the backends of all goals it serves, but for the missing."""
+    """The benchmarks that these goals need there, each with the backends of all goals it serves, but for the
+    missing.
+    """
     backends: dict[tuple[str, int], dict[str, None]] = {}
     for goal in goals:
         if goal.place == place:

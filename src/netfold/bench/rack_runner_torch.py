@@ -1,4 +1,6 @@
-"""The groups that `rack_runner_rank.py` opens on the torch backends, gloo and netfold: of some of the ranks, as told."""
+"""The groups that `rack_runner_rank.py` opens on the torch backends, gloo and netfold: of some of the ranks, as
+told.
+"""
 
 import os
 from typing import Any

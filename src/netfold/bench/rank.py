@@ -60,7 +60,9 @@ def main(world_name: str, control: str, folder: str, deadline_s: str) -> None:
 
 
 class Rank:
-    """The commands. Each answers with plain values; that a backend refuses a call is an answer, all else is an error."""
+    """The commands. Each answers with plain values; that a backend refuses a call is an answer, all else is an
+    error.
+    """
 
     def __init__(self, world: World, line: StartLine) -> None:
         self._world = world

@@ -19,8 +19,8 @@ _ALONE_STEPS = 3
 class StepTrial:
     """One step a burst, all ranks from the start line; gradients are in their buckets before it begins.
 
-    wire: what the backend was asked to send f32 as, as in Trial; late_ns: of every start, how long after its moment it was
-    made; the timer of a machine with more ranks than cores.
+    wire: what the backend was asked to send f32 as, as in Trial; late_ns: of every start, how long after its moment it
+    was made; the timer of a machine with more ranks than cores.
     """
 
     def __init__(

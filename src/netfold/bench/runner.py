@@ -42,7 +42,9 @@ class BenchError(RuntimeError):
 
 
 def measure(place: BenchEnvironment, *trials: Trials) -> list[Result]:
-    """Benchmarks of the same backends from start to end, one after the other. Raises BenchError, ValueError, RackError."""
+    """Benchmarks of the same backends from start to end, one after the other. Raises BenchError, ValueError,
+    RackError.
+    """
     names = trials[0].backend_names()
     if not any(name.is_netfold for name in names):
         place = replace(place, switch=False)

@@ -35,7 +35,8 @@ def render_table(rows: Sequence[Row]) -> str:
         if row.breakdown is not None
     ]
     lines += [
-        f"# {row.size_bytes} B, {row.backend}: an element counts as wrong where it is off by more than {row.tolerance:.4g}"
+        f"# {row.size_bytes} B, {row.backend}: an element counts as wrong where it is off by more than "
+        f"{row.tolerance:.4g}"
         for row in rows
         if row.tolerance > 0 and row.wrong is not None
     ]

@@ -92,8 +92,9 @@ def connect(
 ) -> Streams:
     """A stream a lane and rank, over this host's interfaces with the addresses `hosts`, or over `port`.
 
-    sockets: one to each rank, proved. settings: the options rma_min_bytes, registration_cache_entries, registration_cache_bytes.
-    Raises RendezvousError that names the provider's reason, or the rank that does not answer; every rank hears of it.
+    sockets: one to each rank, proved. settings: the options rma_min_bytes, registration_cache_entries,
+    registration_cache_bytes. Raises RendezvousError that names the provider's reason, or the rank that does not answer;
+    every rank hears of it.
     """
     others = _Others(rank, sockets, port.provider if port else provider, hosts, deadline)
     try:

@@ -239,8 +239,8 @@ _open_listeners_lock = threading.Lock()
 
 
 def acquire_listener(rank: int, hosts: Sequence[str], ports: range, deadline: float) -> Listener:
-    """This process's listener on those addresses and ports, opened for the first and kept for all who ask. Give it back by
-    `release_listener`. Raises RendezvousError."""
+    """This process's listener on those addresses and ports, opened for the first and kept for all who ask. Give it back
+    by `release_listener`. Raises RendezvousError."""
     key = (tuple(hosts), ports)
     with _open_listeners_lock:
         if key not in _open_listeners:

@@ -1,7 +1,8 @@
 """From a store to a mesh: every rank leaves its addresses, and is connected with every other.
 
-Rank i knocks at the listeners (listener.py) of all ranks below it, once for each lane and rail. A connection counts only after
-both ends have proved that they know the job's secret, which rank 0 drew and left in the store (handshake.py).
+Rank i knocks at the listeners (listener.py) of all ranks below it, once for each lane and rail. A connection counts
+only after both ends have proved that they know the job's secret, which rank 0 drew and left in the store
+(handshake.py).
 """
 
 from __future__ import annotations
@@ -282,7 +283,8 @@ def _everybodys_endpoints(
     except TimeoutError:
         absent = [peer for peer in others if not endpoints[peer] and not _is_there(store, _address(peer))]
         raise RendezvousError(
-            f"rank {registered_group.rank}: rank {', '.join(map(str, absent))} of {registered_group.size} did not come in time; did "
+            f"rank {registered_group.rank}: rank {', '.join(map(str, absent))} of {registered_group.size} did not "
+            f"come in time; did "
             "every rank start, and does each reach the store that they meet by?",
             rank=absent[0] if absent else None,
         ) from None
@@ -304,13 +306,15 @@ def _endpoints(
         raise RendezvousError(f"rank {peer} could not join; it said: {theirs['gave_up']}", rank=peer)
     if theirs["fabric"] != fabric:
         raise RendezvousError(
-            f"rank {peer} is to go over {_way(theirs['fabric'])}, rank {registered_group.rank} over {_way(fabric)}: every rank "
+            f"rank {peer} is to go over {_way(theirs['fabric'])}, rank {registered_group.rank} over {_way(fabric)}: "
+            f"every rank "
             "needs the same (NETFOLD_TRANSPORT)",
             rank=peer,
         )
     if theirs["rails"] != registered_group.rails:
         raise RendezvousError(
-            f"rank {peer} names {theirs['rails']} interfaces, rank {registered_group.rank} {registered_group.rails}: every rank needs "
+            f"rank {peer} names {theirs['rails']} interfaces, rank {registered_group.rank} {registered_group.rails}: "
+            f"every rank needs "
             "as many (NETFOLD_INTERFACE)",
             rank=peer,
         )
@@ -327,7 +331,8 @@ def _await_arrivals(registered_group: RegisteredGroup, places: set[tuple[int, in
             registered_group.changed.wait(_left(deadline))
     if registered_group.duplicate is not None:
         raise RendezvousError(
-            f"rank {registered_group.duplicate} connected to rank {registered_group.rank} twice: two processes were started with the same "
+            f"rank {registered_group.duplicate} connected to rank {registered_group.rank} twice: two processes were "
+            f"started with the same "
             "rank",
             rank=registered_group.duplicate,
         )

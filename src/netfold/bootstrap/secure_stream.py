@@ -1,7 +1,7 @@
 """A socket whose bytes are authenticated or encrypted: what ranks speak over, from the handshake on.
 
-Two sets of keys come from one handshake. `control` is for what Python says over the connection; `mesh` is for the native
-layer, which takes the socket over later, so that no state of a cipher is handed on. The records are those of
+Two sets of keys come from one handshake. `control` is for what Python says over the connection; `mesh` is for the
+native layer, which takes the socket over later, so that no state of a cipher is handed on. The records are those of
 native/auth/records.hpp, and docs/security.md says what they are for.
 """
 

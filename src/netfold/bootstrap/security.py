@@ -21,7 +21,8 @@ def why_not_secure(options: Options) -> str:
             "authenticated or encrypted, and what goes over a fabric or MPI is not"
         )
     if auth.unavailable_reason():
-        return f"{asked} needs OpenSSL 3's libcrypto on every host of the job, and this host cannot: {auth.unavailable_reason()}"
+        reason = auth.unavailable_reason()
+        return f"{asked} needs OpenSSL 3's libcrypto on every host of the job, and this host cannot: {reason}"
     return ""
 
 
@@ -33,7 +34,8 @@ def why_no_switch(security: str, switch: str | None) -> str:
         host, port, fingerprint = control_messages.parse_switch(endpoint, what="NETFOLD_SWITCH")
         if fingerprint is None:
             return (
-                f"the switch at {control_messages.format_endpoint(host, port)} is not used: NETFOLD_SECURITY={security}, and a "
+                f"the switch at {control_messages.format_endpoint(host, port)} is not used: "
+                f"NETFOLD_SECURITY={security}, and a "
                 "switch that NETFOLD_SWITCH names without a fingerprint has no keys"
             )
     return ""

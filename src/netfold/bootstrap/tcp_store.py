@@ -2,7 +2,8 @@
 
 As torch's TCPStore it is plaintext and asks for no proof of identity: it protects the job's secret only from those who
 cannot reach the port. (The standard library's managers and the key-value stores of package registries either unpickle
-what strangers send or want a server of their own.) Requests and answers are `netfold.switch_protocol.control_messages` messages, bounded by it.
+what strangers send or want a server of their own.) Requests and answers are `netfold.switch_protocol.control_messages`
+messages, bounded by it.
 
     client -> server   hello  job             is this the store of my job?
                        set    key, value

@@ -49,8 +49,8 @@ def run(
     """Train what a recipe says: as one of the ranks that torchrun, srun or mpirun has started, or by starting them.
 
     All that is wrong with the recipe is said first, a line each. The exit code is then 2; 1 where training failed; 3
-    where a policy of [fault_tolerance] ended it; 75 where it was asked to stop (SIGTERM): nothing is lost, and the same command
-    goes on.
+    where a policy of [fault_tolerance] ended it; 75 where it was asked to stop (SIGTERM): nothing is lost, and the same
+    command goes on.
     """
     _need_packages()
 

@@ -27,7 +27,8 @@ LOG_S = 60.0
 class CapacityWatch:
     """Of one rank. Thread-safe: the thread of each of its memberships looks.
 
-    shares: a reading of the group's native Shares, None before there are any. ends, switch: as in `capacity.cached_rates`.
+    shares: a reading of the group's native Shares, None before there are any. ends, switch: as in
+    `capacity.cached_rates`.
     """
 
     def __init__(

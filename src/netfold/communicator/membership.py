@@ -460,7 +460,8 @@ def _conversation(
     token = _token(who, token_file, fingerprint)
     if fingerprint is not None and auth.unavailable_reason():
         raise SwitchError(
-            f"{who} wants packets to be authenticated, and this host cannot: {auth.unavailable_reason()}. Without it only a "
+            f"{who} wants packets to be authenticated, and this host cannot: {auth.unavailable_reason()}. Without it "
+            f"only a "
             "switch with --open can be joined"
         )
     try:

@@ -5,7 +5,8 @@ The rank that joined first leads. All go by the other ranks' listeners, so it do
     lost      a rank tells the leader that the switch is gone, from the membership of that `generation`
     freeze    the leader asks all: from here on a rank takes nothing more from the switch, and says which results it has
     recover   the leader knows what all have, and makes one plan (recovery_plan.py): each fetches what it lacks from
-              those who kept it (`fetch`), and goes on by host algorithms with the rest (native/collective/switch_path.hpp)
+              those who kept it (`fetch`), and goes on by host algorithms with the rest
+              (native/collective/switch_path.hpp)
     abort     the leader ends the group, and says why
     path_to_root  the leader's switch, or one above it, listens again: which switches are above each rank now
     rejoin    there is a tree of all: each joins, under a name for this attempt, and lets the membership stand by;
@@ -18,8 +19,8 @@ matter. A rank that is gone, the leader too, ends the group as ever; one that is
 deadline, and no longer.
 
 What a rank decides is a pure state machine, recovery_machine.py, which the search over recovery drives as well
-(netfold/model_check/recovery.py). Here are its threads, connections and clock. Each event is one call of the machine, under
-one lock; the actions that it returns are carried out in order.
+(netfold/model_check/recovery.py). Here are its threads, connections and clock. Each event is one call of the machine,
+under one lock; the actions that it returns are carried out in order.
 """
 
 from __future__ import annotations

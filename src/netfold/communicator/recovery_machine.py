@@ -1,7 +1,7 @@
 """What one rank does about a lost switch: a pure state machine, without clock, thread or socket.
 
-Its owner (recovery.py; for the search, netfold/model_check/recovery.py) calls a method for each thing that happens, one at a
-time, and carries out the actions that it returns, in order. What each message means: recovery.py.
+Its owner (recovery.py; for the search, netfold/model_check/recovery.py) calls a method for each thing that happens, one
+at a time, and carries out the actions that it returns, in order. What each message means: recovery.py.
 
     event                          becomes
     lose                           the membership is frozen; the leader asks all, another rank reports to the leader
@@ -202,7 +202,8 @@ class NotJoined:
 
 
 Action = (
-    Send | ReportLoss | Fetch | Wait | FindTree | Join | GiveUp | Leave | Fail | Planned | PlanDelivered | Promised | NotJoined
+    Send | ReportLoss | Fetch | Wait | FindTree | Join | GiveUp | Leave | Fail | Planned | PlanDelivered | Promised |
+    NotJoined
 )  # fmt: skip
 
 
@@ -249,7 +250,9 @@ class RecoveryMachine:
     def __init__(
         self, rank: int, workers: Sequence[int], path: SwitchPath, generation: int, window: int, *, rejoin_s: float
     ) -> None:
-        """generation, window: of the membership that operations go by now. rejoin_s: 0 to never look for a switch again."""
+        """generation, window: of the membership that operations go by now. rejoin_s: 0 to never look for a switch
+        again.
+        """
         self.rank = rank
         self.workers = tuple(workers)
         self.leader = self.workers[0]

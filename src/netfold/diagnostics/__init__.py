@@ -1,8 +1,8 @@
 """What is wrong, seen from outside.
 
-`status_segment` finds the status pages of this machine's processes and reads them; `job` says what each rank of a hung job is
-doing, and who keeps the others; `sampler` looks at a running job many times a second, `top` shows what that gives;
-`fabric` asks libfabric what there is, and tries it. May import: the native engine, for names and libfabric.
+`status_segment` finds the status pages of this machine's processes and reads them; `job` says what each rank of a hung
+job is doing, and who keeps the others; `sampler` looks at a running job many times a second, `top` shows what that
+gives; `fabric` asks libfabric what there is, and tries it. May import: the native engine, for names and libfabric.
 `preflight` checks hosts, links and switches before a job: it forms a group, and nothing else here does.
 
 Always: it only reads; a process that hangs, is stopped or is dying need not answer.

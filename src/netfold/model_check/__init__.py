@@ -1,4 +1,5 @@
-"""Exhaustive search of small scopes over the production machines: what native/dev/model_check does, with names and words.
+"""Exhaustive search of small scopes over the production machines: what native/dev/model_check does, with names and
+words.
 
   scopes    the named scopes: those that CI searches, and those of `make model-check`
   recovery  the search over recovery from a lost switch: production's decisions, communicator/recovery_machine.py and
@@ -7,10 +8,10 @@
   switch_watch  the search over when a switch is held to be lost: communicator/switch_watch.py
   parent_sender  the search over what a leaf sends to its parent: native/protocol's ParentSender
 
-The machines, the network and time, what is asked of every state, and why that is enough: native/dev/model_check's header,
-search.hpp. May import netfold._native.model_check and sim's diagrams; recovery also communicator.recovery_machine, and
-switch_watch communicator.switch_watch. Always: a report says whether its scope was exhausted; a broken promise comes
-with the shortest trace, and the command that shows it again.
+The machines, the network and time, what is asked of every state, and why that is enough: native/dev/model_check's
+header, search.hpp. May import netfold._native.model_check and sim's diagrams; recovery also
+communicator.recovery_machine, and switch_watch communicator.switch_watch. Always: a report says whether its scope was
+exhausted; a broken promise comes with the shortest trace, and the command that shows it again.
 
 Tests: `.venv/bin/pytest tests/model_check`    All scopes: `make model-check`
 """
@@ -37,7 +38,8 @@ class Scope:
     """What is searched. Each field is an option of `python -m netfold.model_check`.
 
     leaves: workers below each, as "1,1"; none: all of them at one switch. operations: chunks of each, as "2,2". last:
-    the same of the last worker, if it calls something else. foreign_packets: 1 where another job's packets are on the wire.
+    the same of the last worker, if it calls something else. foreign_packets: 1 where another job's packets are on the
+    wire.
     window: W; the switch has 2W slots. restarts: of group or switch, in total. network: monotone, merged or exact.
     numbers: packets have numbers so far apart, 0 for none; timeouts, where they have: of each worker's timer, and how
     often each leaf is asked for a sum once more. max_states: stop there; 0 for as many as can be counted.
@@ -79,12 +81,16 @@ class Scope:
 
 
 def search(scope: Scope) -> Any:
-    """Search `scope`; the report's fields are those of native/dev/model_check's Report. ValueError for one without sense."""
+    """Search `scope`; the report's fields are those of native/dev/model_check's Report. ValueError for one without
+    sense.
+    """
     return native.search(**scope._arguments())
 
 
 def search_validation(workers: int = HELLO_WORKERS) -> Any:
-    """Search which hellos make an address a worker's (native/dev/model_check, validation_search.hpp); a report as of `search`."""
+    """Search which hellos make an address a worker's (native/dev/model_check, validation_search.hpp); a report as of
+    `search`.
+    """
     return native.search_validation(workers)
 
 

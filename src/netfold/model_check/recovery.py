@@ -5,8 +5,8 @@ each operation goes) and the plan's arithmetic. The search stands for what they 
 
     switch     rank r contributes to chunk c of its line when it has all results up to c - W. A chunk has a result when
                all ranks have contributed, and then reaches each rank that is not frozen, at any time, in any order, or
-               never. `tests/model_check/test_recovery.py` holds this (`Channel`) against the protocol's own machines, whose
-               sums native/dev/model_check searches.
+               never. `tests/model_check/test_recovery.py` holds this (`Channel`) against the protocol's own machines,
+               whose sums native/dev/model_check searches.
     loss       Any rank may believe at any time that its switch is gone, rightly or not; `losses` times. From then on
                any other rank with that membership may believe it too. No way to the end may count on the results of
                such a switch; a rank for which one is due finds out that the switch is gone: that `SwitchWatch` does so
@@ -459,8 +459,9 @@ class _Step:
     broken: str
 
 
-# The numbers of the ranks' states; then, a bit each: messages that were sent, (rank, attempt) pairs that joined, generations
-# that somebody lost or left; then how many losses, refusals and deaths are left. All flat, since it is hashed often.
+# The numbers of the ranks' states; then, a bit each: messages that were sent, (rank, attempt) pairs that joined,
+# generations that somebody lost or left; then how many losses, refusals and deaths are left. All flat, since it is
+# hashed often.
 _State = tuple[int, ...]
 _SENT, _ASKED, _DOOMED, _LOSSES, _REFUSALS, _DEATHS = range(-6, 0)
 

@@ -122,7 +122,8 @@ def search(model: Model, cluster: Cluster, devices: int, job: Job, space: Space 
     for way in _ways(model, devices, job, space):
         if len(ways) == MAX_CANDIDATES:
             raise ValueError(
-                f"there are more than {MAX_CANDIDATES:,} ways to split over {devices} devices; fix one, such as tensor, "
+                f"there are more than {MAX_CANDIDATES:,} ways to split over {devices} devices; fix one, such as "
+                f"tensor, "
                 "pipeline or micro_batch"
             )
         try:

@@ -2,10 +2,10 @@
 
 `run` is what a profiled job leaves on disk, `record` one operation in it, `findings` what is said of it. `recording` is
 how a process writes it, `launch` runs a command with that on. `analyse` leads from a run to findings: `columns` (names
-and sizes), `matching` (which records are one operation), `clock_sync`, `stragglers`, `overlap`, `summary`. `compare` sets two
-runs side by side; `table`, `export`, `page` and `perfetto` are how it is shown. May import NumPy and, while it records,
-the native floor; no room of ours. The record's layout is the native engine's (`native/engine/include/.../event.hpp`),
-held by a test.
+and sizes), `matching` (which records are one operation), `clock_sync`, `stragglers`, `overlap`, `summary`. `compare`
+sets two runs side by side; `table`, `export`, `page` and `perfetto` are how it is shown. May import NumPy and, while it
+records, the native floor; no room of ours. The record's layout is the native engine's
+(`native/engine/include/.../event.hpp`), held by a test.
 
 Always: reading a run changes nothing in it; a run can be read on another machine, without what made it.
 

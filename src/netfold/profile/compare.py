@@ -98,8 +98,8 @@ class Comparison:
 
 @dataclass(frozen=True)
 class _Side:
-    """One run by rows, as `RowIndex` has them. total_s, count: a rank's; series: [n] in the order of time, a step's or an
-    operation's time. Of submissions there is the count alone."""
+    """One run by rows, as `RowIndex` has them. total_s, count: a rank's; series: [n] in the order of time, a step's or
+    an operation's time. Of submissions there is the count alone."""
 
     total_s: dict[tuple[str, int, bool], float]
     count: dict[tuple[str, int, bool], float]

@@ -1,9 +1,9 @@
 """Recording: what a process of a job does while it trains, into a folder of its rank.
 
-A `Recording` has sources of operations (netfold's groups by their event records; netfold/torch/profiler_source.py for other
-backends), a watcher of the training thread, and one thread that writes what they have every half second, and at the
-end. It begins armed: nothing is written before the process is in a group, since who it is (its rank) says the group,
-and a process without one, such as a launcher or a worker that loads data, leaves nothing.
+A `Recording` has sources of operations (netfold's groups by their event records; netfold/torch/profiler_source.py for
+other backends), a watcher of the training thread, and one thread that writes what they have every half second, and at
+the end. It begins armed: nothing is written before the process is in a group, since who it is (its rank) says the
+group, and a process without one, such as a launcher or a worker that loads data, leaves nothing.
 
 States: armed -> writing -> ended, and from either of the first to failed (a disk is full, a folder has gone): one
 sentence on stderr, nothing more is recorded, training goes on. A fork's child has no recording; one that a variable of

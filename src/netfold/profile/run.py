@@ -1,8 +1,8 @@
 """A run: the folder that a profiled job leaves, a folder a rank in it. What is written, and how it is read back.
 
     RUN/run.json                what was run, when, by which versions
-    RUN/rank-0003/metadata.json    an `RankMetadata`: who the rank is, where its records come from, what they cannot show
-    RUN/rank-0003/operations    `RECORD`s, in the order in which operations ended
+    RUN/rank-0003/metadata.json    an `RankMetadata`: who the rank is, where its records come from, what they cannot
+    show RUN/rank-0003/operations    `RECORD`s, in the order in which operations ended
     RUN/rank-0003/steps         `STEP`s: one of training each
     RUN/rank-0003/progress      `PROGRESS`: how long the training thread has computed, a line every few milliseconds
 
@@ -57,9 +57,9 @@ class RankMetadata:
 
     source: where operations come from, `event records` or `torch profiler`; names: for each field of a record that is
     a number for a name (operation, dtype, reduce, algorithm, wire, error) what each number means; groups: by the number
-    in records (as text, since JSON has no other keys); coverage_gaps: sentences on what is not in the records; lost: how
-    many operations came faster than they could be written; registrations: what a fabric's cache of registered memory
-    did (`evictions`) and has (`ranges`, `bytes`), empty where there is no fabric.
+    in records (as text, since JSON has no other keys); coverage_gaps: sentences on what is not in the records; lost:
+    how many operations came faster than they could be written; registrations: what a fabric's cache of registered
+    memory did (`evictions`) and has (`ranges`, `bytes`), empty where there is no fabric.
     """
 
     rank: int

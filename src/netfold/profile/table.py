@@ -37,7 +37,8 @@ def registrations_text(findings: Findings) -> str:
     ranges, size, evictions = (sum(one.get(name, 0) for one in each) for name in ("ranges", "bytes", "evictions"))
     return (
         f"registered with the fabric at the end: {ranges} ranges of memory, {bytes_text(size)}, on "
-        f"{len(each)} ranks; {evictions} were evicted for others (NETFOLD_REGISTRATION_CACHE_ENTRIES, NETFOLD_REGISTRATION_CACHE_BYTES)"
+        f"{len(each)} ranks; {evictions} were evicted for others (NETFOLD_REGISTRATION_CACHE_ENTRIES, "
+        f"NETFOLD_REGISTRATION_CACHE_BYTES)"
     )
 
 

@@ -1,8 +1,8 @@
 """The production aggregation machines in virtual time, over a virtual network that may do anything to a packet.
 
   clock       virtual nanoseconds, and what is due when
-  network     packets and their deliveries: delivered, lost, duplicated, late, truncated, corrupted, refused by the socket
-  values      what workers contribute and what the sum must be, in NumPy
+  network     packets and their deliveries: delivered, lost, duplicated, late, truncated, corrupted, refused by the
+  socket values      what workers contribute and what the sum must be, in NumPy
   harness       workers and switch as their glue drives them, with every promise checked at every step
   tree        the same with leaf switches between the workers and the root
   simulation  one run: world, network and clock, until nothing is due

@@ -335,7 +335,8 @@ class Harness:
         last = first + count - 1
         if first <= self._named[worker] or last + protocol.REORDER_THRESHOLD > header.packet_number:
             raise InvariantError(
-                f"worker {worker} is told of packets {first} to {last} by packet {header.packet_number}, after it was told "
+                f"worker {worker} is told of packets {first} to {last} by packet {header.packet_number}, after it was "
+                f"told "
                 f"of those up to {self._named[worker]}"
             )
         self._named[worker] = last

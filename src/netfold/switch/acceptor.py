@@ -1,8 +1,8 @@
 """Who connects to a switch, until they have said who they are: TLS, deadlines, and a bound on strangers.
 
-A stranger is a connection that has not been admitted. It costs a task and a socket for AUTHENTICATION_TIMEOUT_S at most, and at most
-MAX_UNAUTHENTICATED are there at once; one more ends the one that has been a stranger for longest. A worker is none after some
-milliseconds, so those who connect and say nothing keep no worker out.
+A stranger is a connection that has not been admitted. It costs a task and a socket for AUTHENTICATION_TIMEOUT_S at
+most, and at most MAX_UNAUTHENTICATED are there at once; one more ends the one that has been a stranger for longest. A
+worker is none after some milliseconds, so those who connect and say nothing keep no worker out.
 """
 
 from __future__ import annotations

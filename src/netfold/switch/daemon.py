@@ -77,7 +77,8 @@ class Switch:
             )
         if tokens is not None and auth.unavailable_reason():
             raise ValueError(
-                f"--token-file: packets cannot be authenticated here: {auth.unavailable_reason()}. Without it only --open, for a "
+                f"--token-file: packets cannot be authenticated here: {auth.unavailable_reason()}. Without it only "
+                f"--open, for a "
                 "wire where every host is trusted, works"
             )
         self._tokens = tokens

@@ -44,8 +44,8 @@ unknown fields are ignored. The first message of each side carries `version`; do
                        left      rank, reason, fault                        (a rank's connection ended)
     worker -> switch   leave     reason, fault                              (the rank that it holds to be at fault)
 
-`path`, `quota` and `join` carry a token where the switch wants one, which is inside TLS only; after a path or a quota the
-connection ends, by the worker's end where UDP is tried.
+`path`, `quota` and `join` carry a token where the switch wants one, which is inside TLS only; after a path or a quota
+the connection ends, by the worker's end where UDP is tried.
 A switch's id is its incarnation. A leaf is a worker of its parent, and says more there:
 
     leaf -> parent     join      switch, endpoint            (its id and address; rank: the lowest below it)

@@ -6,8 +6,8 @@
     netfold.train.Trainer(recipe).fit()                   # in a world of torch.distributed
 
 Layers: `recipe` says what is asked, and what is wrong with it; `explain` what it comes to; `launch` and `rank` start
-it; `parallel` makes a model into this rank's part of it (`Replica`), `trainer` is the loop, `fault_tolerance` what it lives
-through, `events` are who is told. Each part works alone in a loop of one's own.
+it; `parallel` makes a model into this rank's part of it (`Replica`), `trainer` is the loop, `fault_tolerance` what it
+lives through, `events` are who is told. Each part works alone in a loop of one's own.
 May use: torch, plan, profile, and the communicator's names for launchers. Nothing imports it but cli and demo.
 Always: what a batch holds is a function of the seed and of the samples before it, never of the ranks.
 Tested by `pytest tests/train`.

@@ -1,7 +1,7 @@
 """Starts a job's ranks on this machine, through torchrun's own agent, and leaves none of them behind.
 
-The agent restarts all ranks when one is lost (`fault_tolerance.restarts`). A signal to this process reaches every rank, which
-has `fault_tolerance.grace_s` to leave; a rank also leaves when this process is killed without a word.
+The agent restarts all ranks when one is lost (`fault_tolerance.restarts`). A signal to this process reaches every rank,
+which has `fault_tolerance.grace_s` to leave; a rank also leaves when this process is killed without a word.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """The word of all ranks: one small all_reduce a step, from which they take every decision alike.
 
-Under [diloco] the ranks of one copy of the model agree in every step, and all ranks at the end of a round (`merge_votes`).
+Under [diloco] the ranks of one copy of the model agree in every step, and all ranks at the end of a round
+(`merge_votes`).
 """
 
 from __future__ import annotations

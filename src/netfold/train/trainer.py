@@ -1,7 +1,7 @@
 """The loop: a batch, gradients, the word of all ranks on them, a step of the optimizer, and who is told.
 
-Every decision that all ranks must take alike is taken from one small all_reduce a step (`word`), under [diloco] from one
-a round: within a round only the ranks of one copy of the model wait for each other. What is done when
+Every decision that all ranks must take alike is taken from one small all_reduce a step (`word`), under [diloco] from
+one a round: within a round only the ranks of one copy of the model wait for each other. What is done when
 something goes wrong is in files of its own (`policies`, `recovery`, `stop`, `straggler`, `unreadable`); here is when.
 """
 
@@ -284,7 +284,9 @@ class Trainer:
         return word
 
     def _is_agreed(self) -> bool:
-        """All ranks agree after this step: after every one, and under [diloco] at the end of a round, or of training."""
+        """All ranks agree after this step: after every one, and under [diloco] at the end of a round, or of
+        training.
+        """
         return self.recipe.diloco is None or self.step % self.recipe.diloco.every == 0 or self.step >= self.steps
 
     def _heard(self, word: StepVote) -> list[StepVote]:

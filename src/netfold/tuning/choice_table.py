@@ -162,7 +162,8 @@ def build_table(
         raise ValueError(f"NETFOLD_WIRE_DTYPE={wire!r} is not one of {', '.join(WIRES)}")
     if wire == "i8" and ranks > kernels.max_byte_contributions:
         raise ValueError(
-            f"NETFOLD_WIRE_DTYPE=i8 adds for at most {kernels.max_byte_contributions} ranks, not {ranks}: a byte that must "
+            f"NETFOLD_WIRE_DTYPE=i8 adds for at most {kernels.max_byte_contributions} ranks, not {ranks}: a byte that "
+            f"must "
             f"hold the sum of {ranks} has too few levels left for each; bf16 and i32 take any number"
         )
     for operation in OPERATIONS:
@@ -358,7 +359,8 @@ def _refuse(
     if wire in HALVES and not FORMULAS[operation, asked].narrow:
         able = [name for name in algorithms_of(operation) if FORMULAS[operation, name].narrow]
         raise ValueError(
-            f"{overrides.named(operation)} sends tensors as they are; NETFOLD_WIRE_DTYPE={wire} needs {' or '.join(able)}"
+            f"{overrides.named(operation)} sends tensors as they are; NETFOLD_WIRE_DTYPE={wire} needs "
+            f"{' or '.join(able)}"
         )
     why_not = _why_not(operation, asked, topology, switch, wire)
     if why_not is not None and (operation, asked) not in BY_NAME_ONLY:

@@ -113,7 +113,8 @@ def parse_backend(text: str, label: str | None = None) -> BackendName:
         return BackendName(label or text, rest[0], rest[0], "".join(rest[1:]))
     if not first or (rest and first not in NETFOLDS):
         raise ValueError(
-            f"backend {text!r} is not understood; a torch backend, netfold, communicator or mpi:NAME is wanted, and only "
+            f"backend {text!r} is not understood; a torch backend, netfold, communicator or mpi:NAME is wanted, and "
+            f"only "
             f"netfold and communicator take words behind a colon: {_words()}"
         )
     return BackendName(label or text, "communicator" if first == "communicator" else "torch", first, *_told(text, rest))

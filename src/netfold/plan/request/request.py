@@ -50,8 +50,8 @@ def parse_request(
     network: Cluster | None = None,
 ) -> Request:
     """tree: as a job's file has it. where: the place of each key. model: one that is there already, instead of a name.
-    device: that it was measured on, in place of the cluster's own; network: where no cluster is named. Raises RequestError
-    with all that is wrong.
+    device: that it was measured on, in place of the cluster's own; network: where no cluster is named. Raises
+    RequestError with all that is wrong.
     """
     asking = _Asking(tree, where)
     asking.known((), (*_SECTIONS, "model", "cluster"))

@@ -1,8 +1,8 @@
 """The thread that takes a group's collectives on device memory, in the order in which they were called.
 
 A caller leaves a call here, with an event of its stream, and gets a Work at once. Collectives of the same group on CPU
-tensors that come later must not overtake: their callers wait until this queue is empty (`wait_until_idle`), since the order of
-calls is what ranks match them by.
+tensors that come later must not overtake: their callers wait until this queue is empty (`wait_until_idle`), since the
+order of calls is what ranks match them by.
 """
 
 from __future__ import annotations

@@ -89,7 +89,7 @@ def explain_device_error(error: Exception, step: int, batch: Batch | None) -> Ex
     sizes = "" if batch is None else f" with a batch of {', '.join(str(list(each.shape)) for each in _tensors(batch))}"
     if isinstance(error, BadExampleError):
         return BadExampleError(
-            f'{rank}: {error}; mend the data, or fault_tolerance.missing_data = "skip" takes other training examples instead'
+            f'{rank}: {error}; repair the data, or fault_tolerance.missing_data = "skip" takes other training examples'
         )
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in str(error):
         return DeviceError(

@@ -10,8 +10,8 @@ _TRAINING = ("steps", "epochs", "batch", "scaling", "clip")
 
 
 def changed(then: Recipe, now: Recipe) -> tuple[list[str], list[str]]:
-    """Keys of [optimizer], [schedule], [diloco] and [training] that differ, each as "key is NEW and was OLD": those that
-    change steps which the run would have taken, and those that only make it longer or shorter."""
+    """Keys of [optimizer], [schedule], [diloco] and [training] that differ, each as "key is NEW and was OLD": those
+    that change steps which the run would have taken, and those that only make it longer or shorter."""
     steps: list[str] = []
     length: list[str] = []
     both = [("training", key) for key in _TRAINING]

@@ -1,8 +1,8 @@
 """SIGTERM is a request: the step is finished, a checkpoint is written, and all ranks leave (Slurm, spot instances).
 
-One rank that is asked is enough: the others hear it in the next word (`step_vote.py`). A second SIGTERM ends the process at
-once, and so does the end of the grace time, with every thread's traceback on stderr. As with any signal in Python, the
-request is seen when the main thread is back from native code.
+One rank that is asked is enough: the others hear it in the next word (`step_vote.py`). A second SIGTERM ends the
+process at once, and so does the end of the grace time, with every thread's traceback on stderr. As with any signal in
+Python, the request is seen when the main thread is back from native code.
 
 Before training there is nothing to save: a process that starts ranks leaves at once (`unwind_on_signals`).
 """

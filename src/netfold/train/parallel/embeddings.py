@@ -75,7 +75,8 @@ def embeddings_to_shard(model: Model, recipe: Recipe) -> list[str]:
     paths = [path for path, module in model.module.named_modules() if isinstance(module, Embeddings)]
     if not paths:
         raise ValueError(
-            f'parallel.embeddings = "{recipe.parallel.embeddings}": the model has no embedding tables (Embeddings); use '
+            f'parallel.embeddings = "{recipe.parallel.embeddings}": the model has no embedding tables (Embeddings); '
+            "use "
             'embeddings = "replicated"'
         )
     return paths
@@ -150,7 +151,9 @@ class _ByRow:
 
 
 class ShardedEmbeddings(nn.Module):
-    """This rank's part of `Embeddings`, with the same names; every data-parallel rank calls it alike, with as many samples.
+    """This rank's part of `Embeddings`, with the same names.
+
+    Every data-parallel rank calls it alike, with as many samples.
 
     Raises ValueError where a row is asked for that its table has not.
     """

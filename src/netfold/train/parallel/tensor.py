@@ -56,8 +56,8 @@ class RowwiseLinear(_Linear, RowwiseParallel):
 
     source: how the input comes, `Shard(-1)` or `Replicate()` (each rank takes its share; an all_gather of its
     gradient). result: how the summands are added up, `Replicate()` (an all_reduce), or `Shard(-1)` or another
-    dimension's (a reduce_scatter, and an all_gather of the gradient). unit, units: as in `ColwiseLinear`, where the result is
-    cut along the outputs.
+    dimension's (a reduce_scatter, and an all_gather of the gradient). unit, units: as in `ColwiseLinear`, where the
+    result is cut along the outputs.
     """
 
 

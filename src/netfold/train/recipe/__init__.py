@@ -112,7 +112,9 @@ class Parallel(Section):
     """Stages a rank holds where the schedule is interleaved, zero-bubble or zero-bubble-v (there always 2)."""
     tensor: PositiveInt = 1
     style: Literal["alternating", "colwise", "rowwise"] = "alternating"
-    """How a linear layer's weights are cut, in torch's names: colwise, rowwise, or in turn (one all-reduce every two layers)."""
+    """How a linear layer's weights are cut, in torch's names: colwise, rowwise, or in turn (one all-reduce every two
+    layers).
+    """
     sequence: bool = False
     """Between the layers cut by `tensor`, activations are cut along the sequence."""
     embeddings: Literal["replicated", "table_wise", "row_wise"] = "replicated"
@@ -227,7 +229,8 @@ class Recipe(Section):
                 )
         if self.training.precision != "f32":
             raise ValueError(
-                f"training.precision is {self.training.precision!r}, but with [diloco] weights themselves are averaged, "
+                f"training.precision is {self.training.precision!r}, but with [diloco] weights themselves are "
+                f"averaged, "
                 "which are f32; 'f32' would do"
             )
         every = self.diloco.every

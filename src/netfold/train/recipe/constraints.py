@@ -61,7 +61,8 @@ def embeddings(parallel: Parallel) -> list[str]:
     if parallel.embeddings == "replicated" or not parallel.zero:
         return []
     return [
-        f'parallel.embeddings = "{parallel.embeddings}" shares out tables, and so would parallel.zero = {parallel.zero}; '
+        f'parallel.embeddings = "{parallel.embeddings}" shares out tables, and so would '
+        f"parallel.zero = {parallel.zero}; "
         "use zero = 0"
     ]
 
