@@ -63,13 +63,13 @@ std::vector<auth::StreamSecrets> secrets_to(const Secrets& secrets, int lane, st
 }
 
 // `fabric`: by lane and rank, streams to go over in the place of the connections; empty where there are none.
-std::unique_ptr<transport::Mesh> make_mesh(int rank, const Connections& fds, const std::vector<bool>& reconnects,
+std::unique_ptr<transport::Mesh> make_mesh(int rank, const Connections& fds, const std::vector<bool>& resumable,
                                            std::uint64_t group, int lane, const Secrets& secrets,
                                            const nb::list& fabric) {
   std::vector<std::unique_ptr<transport::Pipe>> pipes;
   for (std::size_t peer = 0; peer < fds.size(); ++peer) {
     std::function<void(int)> on_broken;
-    if (reconnects[peer]) {
+    if (resumable[peer]) {
       on_broken = [group, lane, peer](int rail) {
         Engine::instance().post_event({.kind = engine::AsyncEvent::Kind::broken,
                                        .group = group,
@@ -111,8 +111,13 @@ std::vector<engine::Choice> table_of(const std::vector<TableRow>& rows) {
 }
 
 std::shared_ptr<Group> make_group(int rank, const Connections& fds, const Connections& lane_fds,
+<<<<<<< ours
                                   const std::vector<Connections>& fallback_fds, std::vector<bool> reconnects,
                                   std::uint64_t id, std::string job, int spin_us, bool spins_for_sockets, bool yields,
+=======
+                                  const std::vector<Connections>& fallback_fds, std::vector<bool> resumable,
+                                  std::uint64_t id, std::string job, int spin_us, bool spins_for_sockets, bool yields,
+>>>>>>> theirs
                                   const std::vector<TableRow>& table, std::uint16_t table_hash, std::vector<int> nodes,
                                   const nb::list& fabric, const Secrets& secrets) {
   if (rank < 0 || static_cast<std::size_t>(rank) >= fds.size()) throw nb::value_error("rank is not one of the group's");
@@ -120,7 +125,7 @@ std::shared_ptr<Group> make_group(int rank, const Connections& fds, const Connec
   if (!fits(lane_fds) || !std::all_of(fallback_fds.begin(), fallback_fds.end(), fits)) {
     throw nb::value_error("every lane needs as many places as there are ranks");
   }
-  reconnects.resize(fds.size());
+  resumable.resize(fds.size());
   if (nodes.size() != fds.size()) throw nb::value_error("every rank is on some node");
   Group::Options options{.id = id,
                          .job = std::move(job),
@@ -130,12 +135,17 @@ std::shared_ptr<Group> make_group(int rank, const Connections& fds, const Connec
                          .table = table_of(table),
                          .table_hash = table_hash,
                          .nodes = std::move(nodes)};
-  auto mesh = make_mesh(rank, fds, reconnects, id, 0, secrets, fabric);
-  auto lane = make_mesh(rank, lane_fds, reconnects, id, 1, secrets, fabric);
+  auto mesh = make_mesh(rank, fds, resumable, id, 0, secrets, fabric);
+  auto lane = make_mesh(rank, lane_fds, resumable, id, 1, secrets, fabric);
   std::vector<std::unique_ptr<transport::Mesh>> fallback_meshes;
   for (const Connections& fallback : fallback_fds) {
+<<<<<<< ours
     fallback_meshes.push_back(
         make_mesh(rank, fallback, reconnects, id, 2 + static_cast<int>(fallback_meshes.size()), secrets, fabric));
+=======
+    fallback_meshes.push_back(
+        make_mesh(rank, fallback, resumable, id, 2 + static_cast<int>(fallback_meshes.size()), secrets, fabric));
+>>>>>>> theirs
   }
   nb::gil_scoped_release release;
   return Engine::instance().add_group(std::move(options), std::move(mesh), std::move(lane), std::move(fallback_meshes));

@@ -16,14 +16,19 @@ constexpr std::size_t kGatherElements = 4096;
 
 }  // namespace
 
+<<<<<<< ours
 SwitchPath::SwitchPath(std::unique_ptr<Channel> channel, transport::Mesh& spare, std::vector<Row> rows,
                        std::uint16_t table)
+=======
+SwitchPath::SwitchPath(std::unique_ptr<Channel> channel, transport::Mesh& fallback, std::vector<Row> rows,
+                       std::uint16_t table)
+>>>>>>> theirs
     : failover_(channel->generation()),
       channel_(std::move(channel)),
-      spare_(spare),
+      fallback_(fallback),
       rows_(std::move(rows)),
       table_(table),
-      team_(channel_->ranks(), spare.rank()) {}
+      team_(channel_->ranks(), fallback.rank()) {}
 
 bool SwitchPath::can_start() const {
   return operations_.size() < Channel::kMaxOperations && (!is_up() || channel_->can_start());
@@ -129,7 +134,7 @@ void FailoverOperation::send_announcement() {
                     .sequence = call_.sequence,
                     .step_of = call_.step(),
                     .outputs = {{reinterpret_cast<std::byte*>(&announced_), sizeof announced_}}};
-  step_ = make_algorithm(step_call_, {.mesh = path_.spare_}, path_.team_);
+  step_ = make_algorithm(step_call_, {.mesh = path_.fallback_}, path_.team_);
 }
 
 bool FailoverOperation::apply_announcement() {
@@ -159,7 +164,7 @@ void FailoverOperation::run(AlgorithmId algorithm) {
   step_call_.between = AlgorithmId::local;
   step_call_.average = false;
   step_call_.table = path_.table_;
-  step_ = make_algorithm(step_call_, {.mesh = path_.spare_}, path_.team_);
+  step_ = make_algorithm(step_call_, {.mesh = path_.fallback_}, path_.team_);
 }
 
 void FailoverOperation::put_back() {

@@ -300,7 +300,7 @@ std::size_t StreamMux::bytes_in_flight(Stream* stream) {
 //
 //   owner      the receiver, who granted; `grants_` holds the registration's lease until the grant is landed or over
 //   user       one rank, the writer of this stream. It counts its writes, and the owner counts those that have landed
-//   revoke     the owner says so once (`is_revoking`), the writer answers with its count (`disown`) and begins no write
+//   revoke     the owner says so once (`is_cancelling`), the writer answers with its count (`confirm_cancel`) and begins no write
 //              after that. The memory is the owner's again once as many writes have landed
 //   no answer  within Mesh's kCancelNs, or from a rank that is dead: `force_close` closes the endpoint with its
 //              registrations, and the adapter refuses what still comes

@@ -1,4 +1,4 @@
-// What a port is made of: the mux's own, for its two files. stream_mux.cpp carries segments, rma.cpp writes.
+// What a port is made of: the port's own, for its two files. stream_mux.cpp carries segments, rma.cpp writes.
 #pragma once
 
 #include <sys/mman.h>
@@ -116,7 +116,7 @@ struct StreamMux::Block {
   RegistrationCache::Lease* lease = nullptr;
 };
 
-// The buffers that a stream brings along. Those to receive into stay the mux's when it is gone.
+// The buffers that a stream brings along. Those to receive into stay the port's when it is gone.
 struct StreamMux::Slab {
   std::byte* memory = nullptr;
   std::size_t bytes = 0;

@@ -1,11 +1,11 @@
 // A group's way to add in the network, and what takes its place while there is no switch.
 //
-// A SwitchPath has a Channel or, when its switch is lost, connections of its own between the same ranks (`spare`), over
+// A SwitchPath has a Channel or, when its switch is lost, connections of its own between the same ranks (`fallback`), over
 // which host algorithms run. Operations meant for the switch stay in a line of their own either way, so they and those
 // over the mesh overlap as ever, and no rank's order of calls on a connection depends on when it heard of a loss.
 //
 //   up        --freeze()-->      frozen    nothing is sent or taken; what this rank has is said, what it lacks comes in
-//   frozen    --fall_back()-->   down      each operation of the line goes on, one after another, over the spare mesh:
+//   frozen    --fall_back()-->   down      each operation of the line goes on, one after another, over the fallback mesh:
 //                                          one that every rank had begun with the elements that have no result
 //                                          anywhere, any other as a whole
 //   down      --adopt()-->       up        by a membership that stands by, from one operation on
@@ -39,7 +39,7 @@ class SwitchPath {
     AlgorithmId algorithm = AlgorithmId::direct;
   };
   // Borrows the mesh. `table`: the hash of the rows.
-  SwitchPath(std::unique_ptr<Channel> channel, transport::Mesh& spare, std::vector<Row> rows, std::uint16_t table);
+  SwitchPath(std::unique_ptr<Channel> channel, transport::Mesh& fallback, std::vector<Row> rows, std::uint16_t table);
 
   bool can_start() const;
   const Channel& channel() const { return *channel_; }
@@ -78,7 +78,7 @@ class SwitchPath {
   std::uint64_t started_ = 0;         // operations, ever
   std::unique_ptr<Channel> channel_;  // frozen, it stays: others may ask for what it keeps
   std::unique_ptr<Channel> next_;
-  transport::Mesh& spare_;
+  transport::Mesh& fallback_;
   std::vector<Row> rows_;
   std::uint16_t table_;
   Team team_;

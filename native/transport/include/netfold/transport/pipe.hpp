@@ -76,7 +76,7 @@ class Pipe {
   // called until then; where that takes too long, `force_close` makes it so at any price.
   virtual bool cancel() { return true; }
   virtual void force_close() {}
-  // Whether there is no hope for a `withdraw`.
+  // Whether there is no hope for a `cancel`.
   virtual bool must_force_close() { return false; }
   // For who lends or expects parts of it; null where that changes nothing.
   virtual std::unique_ptr<RegistrationLease> lease(std::byte*, std::size_t) { return nullptr; }

@@ -4,7 +4,7 @@
 // It shows that the peer is gone, which a provider may never notice. Who reads that word still waits for the segments
 // that are on their way; who finds the connection broken without it does so for kLastNs. Only then is the pipe closed.
 //
-// The word is also said when the mux's endpoint had to be closed: a peer that wants back what it granted then has its
+// The word is also said when the port's endpoint had to be closed: a peer that wants back what it granted then has its
 // answer. A peer that went without it may have been in the middle of a write that its own host still delivers, so what
 // was granted to it is had back by closing our endpoint, and not otherwise.
 #pragma once

@@ -82,11 +82,11 @@
 namespace netfold::transport::fabric {
 
 // Wakes the driver of one group, when another thread found what it sleeps over. Whoever shares it shares this one
-// count: another, with the bindings' own end, would want Python's lock from under the mux's.
+// count: another, with the bindings' own end, would want Python's lock from under the port's.
 struct Doorbell : std::enable_shared_from_this<Doorbell> {
   Doorbell();
   Fd event;
-  // Under the mux's lock.
+  // Under the port's lock.
   bool asleep = false;
   bool is_rung = false;
   std::int64_t close_ns = -1;  // when the streams that are being closed are to be through
