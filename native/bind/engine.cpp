@@ -111,13 +111,8 @@ std::vector<engine::Choice> table_of(const std::vector<TableRow>& rows) {
 }
 
 std::shared_ptr<Group> make_group(int rank, const Connections& fds, const Connections& lane_fds,
-<<<<<<< ours
-                                  const std::vector<Connections>& fallback_fds, std::vector<bool> reconnects,
-                                  std::uint64_t id, std::string job, int spin_us, bool spins_for_sockets, bool yields,
-=======
                                   const std::vector<Connections>& fallback_fds, std::vector<bool> resumable,
                                   std::uint64_t id, std::string job, int spin_us, bool spins_for_sockets, bool yields,
->>>>>>> theirs
                                   const std::vector<TableRow>& table, std::uint16_t table_hash, std::vector<int> nodes,
                                   const nb::list& fabric, const Secrets& secrets) {
   if (rank < 0 || static_cast<std::size_t>(rank) >= fds.size()) throw nb::value_error("rank is not one of the group's");
@@ -139,13 +134,8 @@ std::shared_ptr<Group> make_group(int rank, const Connections& fds, const Connec
   auto lane = make_mesh(rank, lane_fds, resumable, id, 1, secrets, fabric);
   std::vector<std::unique_ptr<transport::Mesh>> fallback_meshes;
   for (const Connections& fallback : fallback_fds) {
-<<<<<<< ours
-    fallback_meshes.push_back(
-        make_mesh(rank, fallback, reconnects, id, 2 + static_cast<int>(fallback_meshes.size()), secrets, fabric));
-=======
     fallback_meshes.push_back(
         make_mesh(rank, fallback, resumable, id, 2 + static_cast<int>(fallback_meshes.size()), secrets, fabric));
->>>>>>> theirs
   }
   nb::gil_scoped_release release;
   return Engine::instance().add_group(std::move(options), std::move(mesh), std::move(lane), std::move(fallback_meshes));

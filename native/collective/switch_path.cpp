@@ -16,13 +16,8 @@ constexpr std::size_t kGatherElements = 4096;
 
 }  // namespace
 
-<<<<<<< ours
-SwitchPath::SwitchPath(std::unique_ptr<Channel> channel, transport::Mesh& spare, std::vector<Row> rows,
-                       std::uint16_t table)
-=======
 SwitchPath::SwitchPath(std::unique_ptr<Channel> channel, transport::Mesh& fallback, std::vector<Row> rows,
                        std::uint16_t table)
->>>>>>> theirs
     : failover_(channel->generation()),
       channel_(std::move(channel)),
       fallback_(fallback),
