@@ -71,7 +71,7 @@ import msgpack
 import netfold
 
 # Of these messages, and of all else that a worker and a switch exchange: docs/versions.md.
-VERSION = 7
+VERSION = 8
 MAX_MESSAGE_BYTES = 1 << 16
 # That a group goes over side by side.
 MAX_SWITCHES = 8
