@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from netfold.train import Metric, Recipe
-from netfold.train.events import Callback, Ended, Evaluated, Noted, Started, Stepped
+from netfold.train.events import HANDLERS, Callback, Ended, Evaluated, Noted, Started, Stepped
 from netfold.train.model import Model
 
 STEPS, BATCH, EVERY = 20, 16, 5
@@ -74,7 +74,7 @@ def bad_one(event: Any, bad: Stepped) -> Any:
 def tell(listeners: Sequence[Callback], events: Sequence[Any]) -> None:
     for event in events:
         for listener in listeners:
-            getattr(listener, type(event).__name__.lower())(event)
+            getattr(listener, HANDLERS[type(event)])(event)
 
 
 class Failing(Callback):

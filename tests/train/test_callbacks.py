@@ -32,7 +32,7 @@ from netfold.train.events import Ended, Noted
 
 
 def kinds(chosen: Any) -> list[str]:
-    return [type(each._listener).__name__ for each in chosen]
+    return [type(each._callback).__name__ for each in chosen]
 
 
 def test_the_recipe_chooses_who_is_told_and_other_ranks_only_record(tmp_path: Path) -> None:
@@ -247,7 +247,7 @@ def test_a_full_disk_is_said_on_screen_and_the_run_ends_well(
 ) -> None:
     asked = recipe(tmp_path)
     chosen = make_callbacks(asked, tmp_path, 0)
-    (metrics,) = [each._listener for each in chosen if type(each._listener).__name__ == "MetricsFile"]  # type: ignore[attr-defined]
+    (metrics,) = [each._callback for each in chosen if type(each._callback).__name__ == "MetricsFile"]  # type: ignore[attr-defined]
 
     class Full:
         def write(self, raw: bytes) -> int:

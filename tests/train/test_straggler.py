@@ -41,7 +41,7 @@ def mesh(monkeypatch: pytest.MonkeyPatch) -> Iterator[Mesh]:
 def test_only_ranks_with_the_same_work_are_compared(mesh: Mesh) -> None:
     assert mesh.alike() == [[0, 2], [1, 3], [4, 6], [5, 7]]
     watch = straggler.Straggler([nn.Linear(1, 1)], FaultTolerance(straggler_ratio=2.0), mesh)
-    said = [watch.on_step(0.0, 0.0, 0.0) for _ in range(straggler.WINDOW_STEPS * (straggler.WINDOWS + 1))]
+    said = [watch.stepped(0.0, 0.0, 0.0) for _ in range(straggler.WINDOW_STEPS * (straggler.WINDOWS + 1))]
     (sentence,) = filter(None, said)
     assert sentence.startswith(
         "rank 6 (host6) takes 0.900 s a step for itself, 0.090 s of it waiting for its batch, where the median of 2 "
