@@ -121,7 +121,7 @@ MUTANTS = {
     "switch-agreement": Mutant(
         Scope(operations="1,1", last="2"),
         DISAGREED,
-        ((SWITCH, "if (slot.contributed_count > 0 && said != slot.descriptor) {", "if (false) {"),),
+        ((SWITCH, "if (slot.contributed_count > 0 && call != slot.descriptor) {", "if (false) {"),),
     ),
     # It compares everything but the size: the worker cannot see it, since sizes are no part of what it looks at.
     "switch-agreed-elements": Mutant(
@@ -130,9 +130,9 @@ MUTANTS = {
         (
             (
                 SWITCH,
-                "const CallDescriptor said = CallDescriptor::of(header);",
-                "CallDescriptor said = CallDescriptor::of(header);\n  if (slot.contributed_count > 0) "
-                "said.elements = slot.descriptor.elements;",
+                "const CallDescriptor call = CallDescriptor::of(header);",
+                "CallDescriptor call = CallDescriptor::of(header);\n  if (slot.contributed_count > 0) "
+                "call.elements = slot.descriptor.elements;",
             ),
         ),
     ),
@@ -142,8 +142,8 @@ MUTANTS = {
         (
             (
                 SWITCH,
-                "said != slot.descriptor) {\n    handled.outcome = Outcome::mismatch;",
-                "said != slot.descriptor) {\n    return drop(Drop::malformed);",
+                "call != slot.descriptor) {\n    handled.outcome = Outcome::mismatch;",
+                "call != slot.descriptor) {\n    return drop(Drop::malformed);",
             ),
         ),
     ),

@@ -18,7 +18,7 @@ PROTOCOL = Path(__file__).parents[2] / "native" / "protocol"
 # What is changed in gap_detector.cpp, and the promise that breaks.
 MUTANTS = {
     "late-packet-is-not-seen": (
-        "if (age < 64) seen_ |= std::uint64_t{1} << age;",
+        "if (age < 64) received_ |= std::uint64_t{1} << age;",
         "",
         "what is kept depends on the order of the packets",
     ),
@@ -38,8 +38,8 @@ MUTANTS = {
         "last = packet_number - kReorderThreshold - 1;",
         "a packet that is missing is not named",
     ),
-    "what-was-seen-stays": ("seen_ << ahead", "seen_", "a packet that is missing is not named"),
-    "seen-packet-is-named": (" || (seen_ >> age & 1) != 0", "", "a gap names packets that were never sent"),
+    "what-was-seen-stays": ("received_ << ahead", "received_", "a packet that is missing is not named"),
+    "seen-packet-is-named": (" || (received_ >> age & 1) != 0", "", "a gap names packets that were never sent"),
 }
 
 
