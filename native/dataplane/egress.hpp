@@ -1,9 +1,9 @@
 // What one job sends to its workers: every result to all of them, and results once more to workers that ask again.
 //
-// Results stand in a ring of as many slots as the job has; a worker's queue is a position in the ring, so a result costs
-// one entry for all workers. A slot may have a new tenant by the time that it is sent: its frame is then still a whole,
-// final result, with its own chunk number in the header, and at worst not needed.
-// A worker whose queue is full loses its oldest results, and asks for them again.
+// Results stand in a ring of as many slots as the job has; a worker's queue is a position in the ring, so a result
+// costs one entry for all workers. A slot may have a new tenant by the time that it is sent: its frame is then still a
+// whole, final result, with its own chunk number in the header, and at worst not needed. A worker whose queue is full
+// loses its oldest results, and asks for them again.
 #pragma once
 
 #include <netfold/auth/packet_authenticator.hpp>
@@ -32,7 +32,8 @@ class Egress {
   bool add_resend(std::uint16_t worker, std::uint32_t slot);
   // Appends the MAC to a control packet, where packets carry one, and encrypts the packet in place.
   void protect(std::vector<std::byte>& packet);
-  // Sends what is queued. `peers`: by worker. Returns true where the port did not take all: call again when it has room.
+  // Sends what is queued. `peers`: by worker. Returns true where the port did not take all: call again when it has
+  // room.
   bool flush(transport::Datagrams& port, std::span<const Peer> peers, JobCounters& counters);
   // Drops all that is queued.
   void clear();

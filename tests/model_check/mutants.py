@@ -32,10 +32,10 @@ INCLUDES = [f"-I{ROOT / 'native' / folder / 'include'}" for folder in ("dev/mode
 WRONG = "a worker is given a wrong sum of chunk"
 TWICE = "a worker is given chunk"
 DISAGREED = "a worker is given a sum of chunk 0, on which workers disagree"
-SAID = "a worker is told that another differs, which said the same"
-NOT_HEEDED = "a worker does not send again what a NACK names"
-NOT_MISSED = "a worker sends a chunk again that nobody misses"
-STUCK = "from here, with everything lost, no retransmission leads to where all have finished"
+SAME_CALL = "a mismatch names a worker with the reader's own call"
+NOT_RESENT = "a worker does not send again what a NACK names"
+NOT_MISSING = "a worker sends a chunk again that is not missing"
+STUCK = "from here, with all packets lost, no sequence of retransmissions leads to the end"
 
 SWITCH, WORKER, PARENT_SENDER, GAP_DETECTOR = "switch_job.cpp", "worker.cpp", "parent_sender.cpp", "gap_detector.cpp"
 SWITCH_HEADER = "include/netfold/protocol/switch_job.hpp"
@@ -164,7 +164,7 @@ MUTANTS = {
     ),
     "worker-own-mismatch": Mutant(
         Scope(workers=3, operations="1,1", last="2"),
-        SAID,
+        SAME_CALL,
         ((WORKER, "if (CallDescriptor::of(header) == descriptor_at(header.chunk)) return drop(Drop::stale);", ""),),
     ),
     # A leaf does not send its sum again: what is lost between it and the root stays lost.
@@ -224,12 +224,12 @@ MUTANTS = {
     # Packet numbers, and what is lost by them.
     "nack-is-not-heeded": Mutant(
         Scope(workers=1, window=2, operations="2", numbers=8),
-        NOT_HEEDED,
+        NOT_RESENT,
         ((WORKER, "mark_lost(at, false);\n      received.outcome", "received.outcome"),),
     ),
     "nack-misses-its-last": Mutant(
         Scope(workers=1, window=2, operations="2", numbers=8),
-        NOT_HEEDED,
+        NOT_RESENT,
         (
             (
                 WORKER,
@@ -240,12 +240,12 @@ MUTANTS = {
     ),
     "nack-names-what-was-sent-later": Mutant(
         Scope(workers=1, window=2, operations="2", numbers=8),
-        NOT_MISSED,
+        NOT_MISSING,
         ((WORKER, "if (send_number - header.chunk >= header.elements) break;", ""),),
     ),
     "retransmission-has-its-old-number": Mutant(
         Scope(workers=1, window=2, operations="2", numbers=8, timeouts=1),
-        "a worker's packet has a number that another had",
+        "a worker reuses a packet number",
         (
             (
                 WORKER,
@@ -256,7 +256,7 @@ MUTANTS = {
     ),
     "passed-over-too-early": Mutant(
         Scope(workers=1, window=3, operations="3", numbers=4),
-        NOT_MISSED,
+        NOT_MISSING,
         (
             (
                 WORKER,
@@ -267,7 +267,7 @@ MUTANTS = {
     ),
     "passed-over-though-none-was-skipped": Mutant(
         Scope(workers=2, window=2, operations="3", numbers=8),
-        NOT_MISSED,
+        NOT_MISSING,
         (
             (
                 WORKER,
@@ -278,12 +278,12 @@ MUTANTS = {
     ),
     "named-too-early": Mutant(
         Scope(workers=1, window=3, operations="3", numbers=4),
-        "a packet is named as missing that is not",
+        "a NACK names a packet that does not count as missing",
         ((GAP_DETECTOR, "if (age + ahead < kReorderThreshold ||", "if (age + ahead + 4 < kReorderThreshold ||"),),
     ),
     "nack-of-a-former-generation": Mutant(
         Scope(workers=1, window=2, operations="2", numbers=8, restarts=1),
-        "a worker sends a chunk again that nobody misses",
+        NOT_MISSING,
         (
             (
                 WORKER,
@@ -299,7 +299,7 @@ MUTANTS = {
     ),
     "leaf-is-not-asked-twice": Mutant(
         Scope(workers=1, leaves="1", window=2, operations="1", numbers=8, timeouts=1),
-        "a leaf does not send a sum that is asked for",
+        "a leaf does not send a sum that a worker asks for",
         ((PARENT_SENDER, "    make_due(slot);\n    return;", "    return;"),),
     ),
     # The worker runs ahead of its window, and no switch tells it so.
@@ -319,7 +319,7 @@ MUTANTS = {
 
 
 FOREIGN_HELLO = "if (hello.job != job || hello.incarnation != incarnation) return Drop::foreign;"
-NOT_ITS_OWN = "a hello is taken that is not its worker's own"
+NOT_ITS_OWN = "a hello is accepted that is not its worker's own"
 
 # Of the search over hellos: what is changed in ADDRESS_VALIDATION, and the promise that breaks.
 HELLOS = {

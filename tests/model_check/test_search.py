@@ -61,8 +61,8 @@ def test_a_search_that_is_stopped_says_that_it_is_not_exhausted():
         ({"restarts": 5}, "at most 4 restarts"),
         ({"window": 0}, "window"),
         ({"network": "lossy"}, r"monotone, merged or exact"),
-        ({"timeouts": 1}, "timers are counted where packets are"),
-        ({"numbers": 8, "last": "1"}, "no worker that calls something else"),
+        ({"timeouts": 1}, "timeouts are counted only"),
+        ({"numbers": 8, "last": "1"}, "all of its workers call the same"),
     ],
 )
 def test_a_scope_without_sense_is_refused(scope, complaint):
@@ -149,7 +149,7 @@ def test_a_packet_that_is_passed_over_is_named_and_sent_again():
     # Chunk 0's packet has number 8, chunk 1's 16: by the second the first counts as lost.
     scope = Scope(workers=1, window=2, operations="2", numbers=8)
     records = replay(scope, ["call 0", "1.1/0>1", "1.1/0!1", "1.1/0>0=2"])
-    assert [record.became for record in records] == ["called", "completed", "told of a loss", "completed"]
+    assert [record.became for record in records] == ["called", "completed", "received a NACK", "completed"]
 
 
 def test_packets_of_another_job_change_nothing():
