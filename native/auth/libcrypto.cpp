@@ -10,7 +10,7 @@
 namespace netfold::auth {
 namespace {
 
-// The name says which functions are in it: those of OpenSSL 3.
+// The name fixes the functions: those of OpenSSL 3.
 constexpr const char* kLibrary = "libcrypto.so.3";
 
 }  // namespace

@@ -1,4 +1,4 @@
-// What we use of OpenSSL's libcrypto, opened at run time.
+// The functions of OpenSSL's libcrypto that netfold uses, opened at run time.
 #pragma once
 
 #include <cstddef>
@@ -40,15 +40,15 @@ struct Crypto {
   const void* (*sha_256)();
   unsigned char* (*hmac)(const void* digest, const void* key, int key_bytes, const unsigned char* data,
                          std::size_t bytes, unsigned char* out, unsigned* out_bytes);
-  std::string missing;  // why it cannot be used; empty where it can
+  std::string missing;  // why libcrypto cannot be used; empty where it can
 
   Crypto();
 };
 
-// For as long as the process: contexts may outlive any other owner.
+// Lives as long as the process, since contexts may outlive any other owner.
 const Crypto& crypto();
 
-// Ends the process where a function failed that cannot with a key that was accepted: what is not authenticated must not
+// Aborts the process where a function failed that cannot fail with an accepted key: unauthenticated bytes must not
 // leave.
 void check(bool done, const char* what);
 

@@ -1,5 +1,5 @@
-// GCM is driven by its own functions and not through EVP's, which take as long for a packet's nonce and tag as for its
-// bytes; AES is EVP's, one block a packet for a tag, and as many more as the packet has for encryption.
+// GCM goes through its own functions and not through EVP, where a packet's nonce and MAC take as long as its bytes. AES
+// goes through EVP: one block a packet for the MAC, and for encryption as many more as the packet has.
 #include <netfold/auth/packet_authenticator.hpp>
 
 #include <algorithm>
@@ -17,10 +17,10 @@ void encrypt_block(const unsigned char* in, unsigned char* out, const void* ciph
   check(crypto().encrypt(const_cast<void*>(cipher), out, in, kBlockBytes) > 0, "encrypt the nonce of a packet");
 }
 
-// CTR mode as CRYPTO_gcm128_encrypt_ctr32 wants it: the last 32 bits of `first` count blocks, big-endian.
-void count_blocks(const unsigned char* in, unsigned char* out, std::size_t blocks, const void* cipher,
-                  const unsigned char* first) {
-  constexpr std::size_t kBatch = 96;  // the values of a packet of an MTU of 1500
+// CTR mode as CRYPTO_gcm128_encrypt_ctr32 expects it: the last 32 bits of `first` are the block counter, big-endian.
+void encrypt_counter_mode(const unsigned char* in, unsigned char* out, std::size_t blocks, const void* cipher,
+                          const unsigned char* first) {
+  constexpr std::size_t kBatch = 96;  // blocks; holds the values of a packet for an MTU of 1500
   alignas(64) unsigned char stream[kBatch * kBlockBytes];
   std::uint32_t counter = static_cast<std::uint32_t>(first[12]) << 24 | static_cast<std::uint32_t>(first[13]) << 16 |
                           static_cast<std::uint32_t>(first[14]) << 8 | first[15];
@@ -67,39 +67,40 @@ void PacketAuthenticator::mac(const Nonce& nonce, std::span<const iovec> pieces,
   library.get_tag(gcm_.get(), bytes_of(out), kMacBytes);
 }
 
-bool PacketAuthenticator::verify(const Nonce& nonce, std::span<const std::byte> tagged) {
-  const iovec piece{const_cast<std::byte*>(tagged.data()), tagged.size() - kMacBytes};
+bool PacketAuthenticator::verify(const Nonce& nonce, std::span<const std::byte> packet) {
+  const iovec piece{const_cast<std::byte*>(packet.data()), packet.size() - kMacBytes};
   std::byte expected[kMacBytes];
   mac(nonce, {&piece, 1}, expected);
-  return crypto().compare(expected, tagged.last(kMacBytes).data(), kMacBytes) == 0;
+  return crypto().compare(expected, packet.last(kMacBytes).data(), kMacBytes) == 0;
 }
 
 void PacketAuthenticator::encrypt(const Nonce& nonce, std::span<const std::byte> header, std::span<const iovec> pieces,
-                                  std::byte* out, std::byte* tag) {
+                                  std::byte* out, std::byte* mac) {
   const Crypto& library = crypto();
   library.set_nonce(gcm_.get(), bytes_of(nonce.data()), nonce.size());
   check(library.read(gcm_.get(), bytes_of(header.data()), header.size()) == 0, "read a header");
   for (const iovec& piece : pieces) {
     const auto* from = static_cast<const unsigned char*>(piece.iov_base);
-    check(library.encrypt_gcm(gcm_.get(), from, bytes_of(out), piece.iov_len, count_blocks) == 0, "encrypt a packet");
+    check(library.encrypt_gcm(gcm_.get(), from, bytes_of(out), piece.iov_len, encrypt_counter_mode) == 0,
+          "encrypt a packet");
     out += piece.iov_len;
   }
-  library.get_tag(gcm_.get(), bytes_of(tag), kMacBytes);
+  library.get_tag(gcm_.get(), bytes_of(mac), kMacBytes);
 }
 
-bool PacketAuthenticator::decrypt(const Nonce& nonce, std::span<const std::byte> sealed, std::size_t header_bytes,
+bool PacketAuthenticator::decrypt(const Nonce& nonce, std::span<const std::byte> packet, std::size_t header_bytes,
                                   std::byte* out) {
   const Crypto& library = crypto();
-  const std::size_t bytes = sealed.size() - kMacBytes;
-  std::memcpy(out, sealed.data(), header_bytes);
+  const std::size_t bytes = packet.size() - kMacBytes;
+  std::memcpy(out, packet.data(), header_bytes);
   library.set_nonce(gcm_.get(), bytes_of(nonce.data()), nonce.size());
   check(library.read(gcm_.get(), bytes_of(out), header_bytes) == 0, "read a header");
-  check(library.decrypt_gcm(gcm_.get(), bytes_of(sealed.data() + header_bytes), bytes_of(out + header_bytes),
-                            bytes - header_bytes, count_blocks) == 0,
+  check(library.decrypt_gcm(gcm_.get(), bytes_of(packet.data() + header_bytes), bytes_of(out + header_bytes),
+                            bytes - header_bytes, encrypt_counter_mode) == 0,
         "decrypt a packet");
   std::byte expected[kMacBytes];
   library.get_tag(gcm_.get(), bytes_of(expected), kMacBytes);
-  return library.compare(expected, sealed.last(kMacBytes).data(), kMacBytes) == 0;
+  return library.compare(expected, packet.last(kMacBytes).data(), kMacBytes) == 0;
 }
 
 }  // namespace netfold::auth

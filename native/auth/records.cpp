@@ -16,7 +16,7 @@ void store(std::uint64_t value, std::size_t bytes, std::byte* out) {
   for (std::size_t i = bytes; i-- > 0; value >>= 8) out[i] = static_cast<std::byte>(value);
 }
 
-Secret derived(const Secret& from, const char* what) {
+Secret derive_secret(const Secret& from, const char* what) {
   Secret out;
   unsigned bytes = 0;
   const auto* done =
@@ -35,28 +35,30 @@ RecordKey::RecordKey(Security security, const Secret& secret, bool decrypts, std
   if (!unavailable_reason().empty()) throw std::runtime_error(unavailable_reason());
   if (security == Security::none) throw std::invalid_argument("a stream without security has no records");
   cipher_.reset(crypto().new_cipher());
-  const auto init = decrypts_ ? crypto().init_decrypt : crypto().init;
-  if (!cipher_ || init(cipher_.get(), crypto().aes_128_gcm(), nullptr, nullptr, nullptr) != 1) {
+  if (!cipher_ || init(crypto().aes_128_gcm(), nullptr, nullptr) != 1) {
     throw std::runtime_error("OpenSSL's libcrypto offers no AES-128-GCM; its configuration may forbid it");
   }
   derive();
 }
 
+int RecordKey::init(const void* type, const std::byte* key, const std::byte* nonce) {
+  const auto function = decrypts_ ? crypto().init_decrypt : crypto().init;
+  return function(cipher_.get(), type, nullptr, bytes_of(key), bytes_of(nonce));
+}
+
 void RecordKey::derive() {
-  const Secret key = derived(secret_, "netfold record key");
-  const auto init = decrypts_ ? crypto().init_decrypt : crypto().init;
-  check(init(cipher_.get(), nullptr, nullptr, bytes_of(key.data()), nullptr) == 1, "set the key of a stream");
+  const Secret key = derive_secret(secret_, "netfold record key");
+  check(init(nullptr, key.data(), nullptr) == 1, "set the key of a stream");
 }
 
 void* RecordKey::next() {
   if (number_ != 0 && number_ % records_per_key_ == 0) {
-    secret_ = derived(secret_, "netfold next secret");
+    secret_ = derive_secret(secret_, "netfold next secret");
     derive();
   }
   std::byte nonce[kNonceBytes]{};
   store(number_++, 8, nonce + kNonceBytes - 8);
-  const auto init = decrypts_ ? crypto().init_decrypt : crypto().init;
-  check(init(cipher_.get(), nullptr, nullptr, nullptr, bytes_of(nonce)) == 1, "set the nonce of a record");
+  check(init(nullptr, nullptr, nonce) == 1, "set the nonce of a record");
   return cipher_.get();
 }
 
@@ -81,7 +83,7 @@ std::size_t RecordProtector::protect(std::span<const iovec> pieces, std::byte* o
     }
     at += piece.iov_len;
   }
-  // What is copied is what is tagged: the caller's memory may change meanwhile.
+  // Authenticate the copy: the caller's memory may change meanwhile.
   if (security_ == Security::authenticate && bytes > 0) {
     good = good && library.update(cipher, nullptr, &done, bytes_of(payload), static_cast<int>(bytes)) == 1;
   }

@@ -1,7 +1,7 @@
 // The hot kernels for AVX2 with F16C: sums of every dtype, min and max of floats and int32, conversions.
 //
-// What must always hold: the bits of serial.cpp. So no fused multiply-add, NaN made canonical before it is
-// stored, and bf16 rounded in integers.
+// What must always hold: the bits of serial.cpp. So no fused multiply-add, every NaN canonical before it is stored, and
+// bf16 rounded in integers.
 #if defined(__x86_64__)
 
 #include <immintrin.h>
@@ -65,8 +65,8 @@ struct BF16 : F32 {
   }
 };
 
-// For reductions, where elements need not leave their place: a register of bf16 is widened as its even and
-// its odd elements, a shift and a mask instead of shuffles.
+// For reductions, where elements need not change places: a register of bf16 is widened to its even and its odd
+// elements, by a shift and a mask instead of shuffles.
 struct BF16Pairs {
   struct Register {
     __m256 even, odd;
@@ -89,7 +89,7 @@ template <class Base>
 struct Min : Base {
   using Register = typename Base::Register;
   static Register combine(Register a, Register b) {
-    // minps(b, a) gives a for equal values and for a NaN a, as serial does; a NaN b must be put in by hand.
+    // minps(b, a) gives a for equal values and where a is NaN, as serial does; where b is NaN the blend gives b.
     return _mm256_blendv_ps(_mm256_min_ps(b, a), b, _mm256_cmp_ps(b, b, _CMP_UNORD_Q));
   }
 };
@@ -213,26 +213,26 @@ void scale_i8_to_f32(void* dst, const void* src, std::size_t count, float unit) 
 void add_avx2(Table& table) {
   using enum ReduceOp;
   using enum DType;
-  add_fold<F32, sum, f32>(table);
-  add_fold<F64, sum, f64>(table);
-  add_fold<F16, sum, f16>(table);
-  add_fold<BF16Pairs, sum, bf16>(table);
-  add_fold<I8, sum, i8>(table);
-  add_fold<I16, sum, i16>(table);
-  add_fold<I32, sum, i32>(table);
-  add_fold<I64, sum, i64>(table);
-  add_fold<I8, sum, u8>(table);
-  add_fold<I16, sum, u16>(table);
-  add_fold<I32, sum, u32>(table);
-  add_fold<I64, sum, u64>(table);
-  add_fold<Min<F32>, min, f32>(table);
-  add_fold<Max<F32>, max, f32>(table);
-  add_fold<Min<F16>, min, f16>(table);
-  add_fold<Max<F16>, max, f16>(table);
-  add_fold<Min<BF16>, min, bf16>(table);
-  add_fold<Max<BF16>, max, bf16>(table);
-  add_fold<I32Min, min, i32>(table);
-  add_fold<I32Max, max, i32>(table);
+  add_reduction<F32, sum, f32>(table);
+  add_reduction<F64, sum, f64>(table);
+  add_reduction<F16, sum, f16>(table);
+  add_reduction<BF16Pairs, sum, bf16>(table);
+  add_reduction<I8, sum, i8>(table);
+  add_reduction<I16, sum, i16>(table);
+  add_reduction<I32, sum, i32>(table);
+  add_reduction<I64, sum, i64>(table);
+  add_reduction<I8, sum, u8>(table);
+  add_reduction<I16, sum, u16>(table);
+  add_reduction<I32, sum, u32>(table);
+  add_reduction<I64, sum, u64>(table);
+  add_reduction<Min<F32>, min, f32>(table);
+  add_reduction<Max<F32>, max, f32>(table);
+  add_reduction<Min<F16>, min, f16>(table);
+  add_reduction<Max<F16>, max, f16>(table);
+  add_reduction<Min<BF16>, min, bf16>(table);
+  add_reduction<Max<BF16>, max, bf16>(table);
+  add_reduction<I32Min, min, i32>(table);
+  add_reduction<I32Max, max, i32>(table);
 
   add_conversion<F16, f16, F32, f32>(table);
   add_conversion<F32, f32, F16, f16>(table);

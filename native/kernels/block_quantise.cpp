@@ -1,10 +1,9 @@
-// The i32 wire format, block by block: what an exponent means. The arithmetic is in the tables' leaves.
+// The i32 wire format, block by block: the meaning of an exponent. The tables' kernels do the arithmetic.
 //
-// What must always hold: the bits depend on the input, the exponents and the headroom alone. A leaf
-// multiplies by a normal power of two, which is exact here: a product that underflows rounds to the integer 0
-// either way, and a sum that had to be rounded to 24 bits is never subnormal once scaled (units are >=
-// 2^-126). Blocks with smaller units (all magnitudes below about 2^-96) take the slow path in double, where
-// every product is exact.
+// What must always hold: the bits depend on the input, the exponents and the headroom alone. A kernel multiplies by a
+// normal power of two, which is exact here: a product that underflows rounds to the integer 0 either way, and a sum
+// that had to be rounded to 24 bits is never subnormal once scaled (units are >= 2^-126). Blocks with smaller units
+// (all magnitudes below about 2^-96) take the slow path in double, where every product is exact.
 #include <netfold/kernels/block_quantise.hpp>
 
 #include <algorithm>
@@ -21,9 +20,9 @@ namespace {
 constexpr std::uint32_t kInfBits = 0x7f800000u;
 constexpr int kSmallestExponent = -148;
 constexpr int kLargestExponent = 128;
-constexpr int kSmallestLeafUnit = -126;
+constexpr int kSmallestKernelUnit = -126;
 
-// In a non-finite block an integer holds two counters: workers that had +Inf or NaN, and -Inf or NaN.
+// In a non-finite block an integer holds two counters: of workers with +Inf or NaN, and of workers with -Inf or NaN.
 constexpr int kCounterBits = kMaxHeadroomBits + 1;
 constexpr std::int32_t kPlusInf = 1;
 constexpr std::int32_t kMinusInf = 1 << kCounterBits;
@@ -36,7 +35,7 @@ std::int16_t exponent_of(std::uint32_t magnitude_bits) {
   return static_cast<std::int16_t>(biased != 0 ? biased - 126 : std::bit_width(magnitude_bits) - 149);
 }
 
-// log2 of what the integer 1 means. The clamp keeps an exponent that no float has (a broken peer's) harmless.
+// Returns log2 of the unit. The clamp makes an exponent that no float has, from a broken peer, harmless.
 int unit_exponent(std::int16_t exponent, int headroom_bits) {
   return std::clamp<int>(exponent, kSmallestExponent, kLargestExponent) + headroom_bits - 30;
 }
@@ -103,7 +102,7 @@ void quantise(const Table& table, std::int32_t* dst, const float* src, std::size
       map_each<std::int32_t, float>(dst + i, src + i, length, [](float) { return 0; });
     } else if (exponent == kExponentNonFinite) {
       map_each<std::int32_t, float>(dst + i, src + i, length, count_non_finite);
-    } else if (const int unit = unit_exponent(exponent, headroom_bits); unit >= kSmallestLeafUnit) {
+    } else if (const int unit = unit_exponent(exponent, headroom_bits); unit >= kSmallestKernelUnit) {
       table.scale_to_i32(dst + i, src + i, length, power_of_two_f32(-unit));
     } else {
       map_each<std::int32_t, float>(dst + i, src + i, length, [scale = power_of_two_f64(-unit)](float value) {
@@ -121,7 +120,7 @@ void dequantise(const Table& table, float* dst, const std::int32_t* src, std::si
       map_each<float, std::int32_t>(dst + i, src + i, length, [](std::int32_t) { return 0.0f; });
     } else if (exponent == kExponentNonFinite) {
       map_each<float, std::int32_t>(dst + i, src + i, length, value_of_counters);
-    } else if (const int unit = unit_exponent(exponent, headroom_bits); unit >= kSmallestLeafUnit) {
+    } else if (const int unit = unit_exponent(exponent, headroom_bits); unit >= kSmallestKernelUnit) {
       table.scale_to_f32(dst + i, src + i, length, power_of_two_f32(unit));
     } else {
       map_each<float, std::int32_t>(dst + i, src + i, length, [scale = power_of_two_f64(unit)](std::int32_t value) {

@@ -1,5 +1,5 @@
-// The i8 wire format, block by block. The arithmetic is in the tables' leaves, in float32; blocks whose scale or unit
-// could leave its normal range (magnitudes below 2^-100 or above 2^100) take the slow path in double.
+// The i8 wire format, block by block. The tables' kernels do the arithmetic in float32. Blocks whose scale or unit
+// could leave the normal range (magnitudes below 2^-100 or above 2^100) take the slow path in double.
 #include <netfold/kernels/byte_quantise.hpp>
 
 #include <algorithm>
@@ -13,8 +13,8 @@
 namespace netfold::kernels {
 namespace {
 
-constexpr float kSmallestLeafMagnitude = 0x1p-100f;
-constexpr float kLargestLeafMagnitude = 0x1p100f;
+constexpr float kSmallestKernelMagnitude = 0x1p-100f;
+constexpr float kLargestKernelMagnitude = 0x1p100f;
 
 // The finaliser of SplitMix64 (Steele, Lea & Flood, 2014).
 std::uint64_t mixed(std::uint64_t bits) {
@@ -27,8 +27,8 @@ std::uint32_t block_seed(std::uint64_t key, std::size_t block) {
   return static_cast<std::uint32_t>(mixed(key + block * 0x9e3779b97f4a7c15u) >> 32);
 }
 
-bool is_leaf_magnitude(float magnitude) {
-  return magnitude >= kSmallestLeafMagnitude && magnitude <= kLargestLeafMagnitude;
+bool is_kernel_magnitude(float magnitude) {
+  return magnitude >= kSmallestKernelMagnitude && magnitude <= kLargestKernelMagnitude;
 }
 
 std::int8_t round_in_double(float value, double scale, int levels, std::uint32_t seed, std::size_t index) {
@@ -46,7 +46,8 @@ std::uint64_t rounding_key(std::uint32_t operation, std::uint32_t worker) {
   return mixed((static_cast<std::uint64_t>(operation) << 32 | worker) + 0x9e3779b97f4a7c15u);
 }
 
-// Through a block on the stack, front to back: bytes never overtake the floats that they stand for.
+// Goes through a block on the stack, front to back: dst may begin where src does, and bytes never overwrite unread
+// floats.
 void quantise_bytes(const Table& table, std::int8_t* dst, const float* src, float* lost, std::size_t count,
                     const std::int32_t* magnitudes, int levels, std::uint64_t key) {
   assert(levels >= 1);
@@ -61,7 +62,7 @@ void quantise_bytes(const Table& table, std::int8_t* dst, const float* src, floa
     if (magnitude == 0) {
       std::fill_n(bytes.begin(), length, std::int8_t{0});
       std::fill_n(kept.begin(), length, 0.0f);
-    } else if (const std::uint32_t seed = block_seed(key, block); is_leaf_magnitude(magnitude)) {
+    } else if (const std::uint32_t seed = block_seed(key, block); is_kernel_magnitude(magnitude)) {
       table.round_to_i8(bytes.data(), values.data(), length, static_cast<float>(levels) / magnitude,
                         static_cast<float>(levels), seed);
       if (lost != nullptr) {
@@ -81,7 +82,7 @@ void quantise_bytes(const Table& table, std::int8_t* dst, const float* src, floa
   }
 }
 
-// Back to front, for the same reason.
+// Goes back to front, for the same reason.
 void dequantise_bytes(const Table& table, float* dst, const std::int8_t* src, std::size_t count,
                       const std::int32_t* magnitudes, int levels) {
   assert(levels >= 1);
@@ -92,7 +93,7 @@ void dequantise_bytes(const Table& table, float* dst, const std::int8_t* src, st
     const std::size_t length = std::min(kQuantiseBlock, count - begin);
     const auto magnitude = std::bit_cast<float>(magnitudes[block]);
     std::memcpy(bytes.data(), src + begin, length);
-    if (is_leaf_magnitude(magnitude)) {
+    if (is_kernel_magnitude(magnitude)) {
       table.scale_i8_to_f32(values.data(), bytes.data(), length, magnitude / static_cast<float>(levels));
     } else {
       const double unit = static_cast<double>(magnitude) / levels;

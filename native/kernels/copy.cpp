@@ -14,7 +14,7 @@ namespace {
 constexpr std::size_t kLine = 64;
 
 #if defined(__x86_64__)
-// `to` at the beginning of a line; whole lines.
+// Precondition: `to` begins a cache line, and `bytes` are whole lines.
 void stream(std::byte* to, const std::byte* from, std::size_t bytes) {
   for (std::size_t i = 0; i < bytes; i += kLine) {
     const auto* source = reinterpret_cast<const __m128i*>(from + i);
@@ -26,7 +26,7 @@ void stream(std::byte* to, const std::byte* from, std::size_t bytes) {
     _mm_stream_si128(target + 2, c);
     _mm_stream_si128(target + 3, d);
   }
-  _mm_sfence();  // these stores are not ordered by the release that says that they are done
+  _mm_sfence();  // a later release store does not order streaming stores
 }
 #else
 void stream(std::byte* to, const std::byte* from, std::size_t bytes) { std::memcpy(to, from, bytes); }

@@ -1,8 +1,7 @@
-// Chooses the instruction set once a process and sends every public call through its table.
+// Chooses the instruction set once per process and sends every public call through its table.
 //
-// What must always hold: the choice never changes within a process, never exceeds what the CPU has, and can
-// be explained (`isa_reason`). Code of an instruction set runs, its table's set-up included, only after the
-// CPU was asked.
+// What must always hold: the choice never changes within a process, never exceeds what the CPU has, and has a reason
+// (`isa_reason`). Code of an instruction set, its table's set-up included, runs only after the CPU was probed.
 #include <netfold/kernels/convert.hpp>
 #include <netfold/kernels/isa.hpp>
 #include <netfold/kernels/reduce.hpp>

@@ -1,5 +1,4 @@
-// The words for dtypes, operators and instruction sets, as users read and write them. Numbers travel; words
-// do not.
+// The names of dtypes, operators and instruction sets, as users read and write them. Packets hold their numbers.
 #include <netfold/kernels/isa.hpp>
 #include <netfold/kernels/types.hpp>
 

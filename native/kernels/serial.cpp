@@ -1,12 +1,11 @@
-// Every kernel in plain C++: the oracle that vector kernels must equal bit for bit, and their stand-in.
+// Every kernel in plain C++: the oracle that vector kernels equal bit for bit, and their fallback.
 //
 // What must always hold:
-//  - The fold runs in the order of the sources. f16 and bf16 fold in f32 and round once.
-//  - Integers wrap: arithmetic is done unsigned and at least 32 bits wide (u16 * u16 would overflow int).
-//  - A NaN is written as the one canonical quiet NaN. Which of two NaNs an addition keeps depends on
-//    operand order, which compilers may swap, and on the machine; canonical NaNs make "the same bits
-//    everywhere" true without a footnote.
-//  - No pointer is assumed to be aligned: elements come and go through memcpy.
+//  - A reduction runs in the order of the sources. f16 and bf16 accumulate in f32 and are rounded once.
+//  - Integers wrap: arithmetic is unsigned and at least 32 bits wide (u16 * u16 would overflow int).
+//  - A NaN is written as the one canonical quiet NaN. Which of two NaNs an addition keeps depends on the machine and on
+//    the order of operands, which compilers may swap. With canonical NaNs the bits are the same everywhere.
+//  - No pointer is assumed to be aligned: elements are loaded and stored by memcpy.
 #include <algorithm>
 #include <bit>
 #include <cmath>
@@ -59,8 +58,7 @@ std::uint16_t f16_from_f32(float value) {
   if (magnitude > 0x7f800000u) return 0x7e00u;
   if (magnitude >= 0x477ff000u) return static_cast<std::uint16_t>(sign | 0x7c00u);  // 65520 and up round to Inf
   if (magnitude < 0x38800000u) {
-    // Below 2^-14 the result is a count of 2^-24, which is the spacing of floats in [0.5, 1): let the
-    // addition round.
+    // Below 2^-14 the result is a multiple of 2^-24, the spacing of floats in [0.5, 1): the addition rounds.
     const float shifted = std::bit_cast<float>(magnitude) + 0.5f;
     return static_cast<std::uint16_t>(sign | (std::bit_cast<std::uint32_t>(shifted) - 0x3f000000u));
   }
@@ -76,7 +74,7 @@ std::uint16_t bf16_from_f32(float value) {
   return static_cast<std::uint16_t>(bits >> 16);
 }
 
-// How elements of a dtype come in, what they are folded as, and how they go out.
+// How elements of a dtype are loaded and stored, and the type in which they are reduced.
 template <class T>
 struct Plain {
   using Value = T;
@@ -114,7 +112,7 @@ struct Product {
       return static_cast<T>(static_cast<Wrapping<T>>(a) * static_cast<Wrapping<T>>(b));
   }
 };
-// Of -0 and +0, and of two NaNs, the earlier stays.
+// Of -0 and +0, and of two NaNs, the earlier one is kept.
 struct Min {
   template <class T>
   static T combine(T a, T b) {
@@ -146,8 +144,8 @@ struct BitXor {
   }
 };
 
-// A value and its index. A NaN comes before every number, as in NumPy's argmin and argmax; of equal values (all NaNs
-// are, and -0 equals +0) the lower index stays: so the order of the fold does not matter.
+// A value and its index. A NaN comes before every number, as in NumPy's argmin and argmax. Of equal values (all NaNs
+// are equal, and -0 equals +0) the lower index is kept, so the order of the reduction does not matter.
 template <class T>
 struct Located {
   struct Value {
@@ -172,9 +170,9 @@ struct Locate {
   }
 };
 
-// Tile by tile, so that the compiler may vectorise over elements while each element's fold keeps its order.
+// Works tile by tile, so that the compiler may vectorise over elements while each element's reduction keeps its order.
 template <class Element, class Op>
-void fold(void* dst, const void* const* sources, std::size_t source_count, std::size_t first, std::size_t last) {
+void reduce_each(void* dst, const void* const* sources, std::size_t source_count, std::size_t first, std::size_t last) {
   constexpr std::size_t kTile = 64;
   typename Element::Value total[kTile];
   for (std::size_t begin = first; begin < last; begin += kTile) {
@@ -237,21 +235,21 @@ void scale_i8_to_f32(void* dst, const void* src, std::size_t count, float unit) 
 
 template <class Element>
 constexpr void add_dtype(Table& table, DType dtype) {
-  table.reduce[index(ReduceOp::sum)][index(dtype)] = fold<Element, Sum>;
-  table.reduce[index(ReduceOp::product)][index(dtype)] = fold<Element, Product>;
-  table.reduce[index(ReduceOp::min)][index(dtype)] = fold<Element, Min>;
-  table.reduce[index(ReduceOp::max)][index(dtype)] = fold<Element, Max>;
+  table.reduce[index(ReduceOp::sum)][index(dtype)] = reduce_each<Element, Sum>;
+  table.reduce[index(ReduceOp::product)][index(dtype)] = reduce_each<Element, Product>;
+  table.reduce[index(ReduceOp::min)][index(dtype)] = reduce_each<Element, Min>;
+  table.reduce[index(ReduceOp::max)][index(dtype)] = reduce_each<Element, Max>;
   if constexpr (std::is_integral_v<typename Element::Value>) {
-    table.reduce[index(ReduceOp::band)][index(dtype)] = fold<Element, BitAnd>;
-    table.reduce[index(ReduceOp::bor)][index(dtype)] = fold<Element, BitOr>;
-    table.reduce[index(ReduceOp::bxor)][index(dtype)] = fold<Element, BitXor>;
+    table.reduce[index(ReduceOp::band)][index(dtype)] = reduce_each<Element, BitAnd>;
+    table.reduce[index(ReduceOp::bor)][index(dtype)] = reduce_each<Element, BitOr>;
+    table.reduce[index(ReduceOp::bxor)][index(dtype)] = reduce_each<Element, BitXor>;
   }
 }
 
 template <class T>
 constexpr void add_located(Table& table, DType dtype) {
-  table.reduce[index(ReduceOp::min_loc)][index(dtype)] = fold<Located<T>, Locate<std::less<>>>;
-  table.reduce[index(ReduceOp::max_loc)][index(dtype)] = fold<Located<T>, Locate<std::greater<>>>;
+  table.reduce[index(ReduceOp::min_loc)][index(dtype)] = reduce_each<Located<T>, Locate<std::less<>>>;
+  table.reduce[index(ReduceOp::max_loc)][index(dtype)] = reduce_each<Located<T>, Locate<std::greater<>>>;
 }
 
 constexpr Table build_table() {

@@ -1,9 +1,10 @@
-// The room's inside: one table of leaf kernels an instruction set.
+// One table of kernels per instruction set; private to this component.
 //
-// `serial` fills every entry that has a meaning; `avx2` begins as a copy of it, `avx512` as a copy of `avx2`,
-// and each replaces the entries that it does better. So anything without a vector version falls to serial, a
-// new instruction set is one new file, and a call costs one look-up. What must always hold: an entry gives
-// the serial entry's bits.
+// `serial` fills every entry that has a meaning. `avx2` begins as a copy of `serial`, `avx512` as a copy of `avx2`, and
+// each replaces the entries that it does better. So an operation without a vector version falls back to serial, a new
+// instruction set is one new file, and a call costs one look-up.
+//
+// What must always hold: an entry gives the serial entry's bits.
 #pragma once
 
 #include <netfold/kernels/isa.hpp>
@@ -12,7 +13,7 @@
 namespace netfold::kernels {
 
 struct Table {
-  // Elements [first, last), so that a vector kernel leaves its last few to serial without moving pointers.
+  // Reduces elements [first, last): a vector kernel leaves its last elements to serial without moving pointers.
   using Reduce = void(void* dst, const void* const* sources, std::size_t source_count, std::size_t first,
                       std::size_t last);
   using Convert = void(void* dst, const void* src, std::size_t count);
@@ -20,14 +21,14 @@ struct Table {
   Reduce* reduce[kReduceOpCount][kDTypeCount];  // null: the operator has no meaning for the dtype
   Convert* convert[kDTypeCount][kDTypeCount];   // [to][from]; null: no such conversion
 
-  // For block_quantise: float32 magnitudes compare as integers without their sign bit (NaN above Inf above
-  // all).
+  // For block_quantise: float32 magnitudes compare as integers without the sign bit, Inf above all numbers and NaN
+  // above Inf.
   std::uint32_t (*largest_magnitude_bits)(const void* src, std::size_t count);
-  // i32 = round(f32 * scale), f32 = i32 * scale; scale is a normal power of two, results of the first fit.
+  // i32 = round(f32 * scale), f32 = i32 * scale; scale is a normal power of two, and the results of the first fit.
   void (*scale_to_i32)(void* dst, const void* src, std::size_t count, float scale);
   void (*scale_to_f32)(void* dst, const void* src, std::size_t count, float scale);
-  // For byte_quantise: i8 = f32 * scale, element i rounded up where its fraction is above rounding_bits(seed, i) /
-  // 2^24, never past +-levels; f32 = i8 * unit.
+  // For byte_quantise: i8 = f32 * scale, where element i rounds up if its fraction is above rounding_bits(seed, i) /
+  // 2^24, clamped to +-levels; f32 = i8 * unit.
   void (*round_to_i8)(void* dst, const void* src, std::size_t count, float scale, float levels, std::uint32_t seed);
   void (*scale_i8_to_f32)(void* dst, const void* src, std::size_t count, float unit);
 };
@@ -35,7 +36,7 @@ struct Table {
 // Element i of a block draws from seed + i * kRoundingStride.
 inline constexpr std::uint32_t kRoundingStride = 0x9e3779b9u;
 
-// 24 evenly distributed bits ("lowbias32", Wellons 2018; its constants are in the vector leaves too).
+// Returns 24 evenly distributed bits ("lowbias32", Wellons 2018; the vector kernels repeat its constants).
 constexpr std::uint32_t rounding_bits(std::uint32_t seed, std::size_t index) {
   std::uint32_t bits = seed + static_cast<std::uint32_t>(index) * kRoundingStride;
   bits = (bits ^ (bits >> 16)) * 0x7feb352du;
@@ -47,15 +48,15 @@ constexpr std::size_t index(ReduceOp op) { return static_cast<std::size_t>(op); 
 constexpr std::size_t index(DType dtype) { return static_cast<std::size_t>(dtype); }
 
 extern const Table kSerialTable;
-// Compiled for their instruction set as a whole: call only where the CPU has it.
+// Each is compiled for its instruction set as a whole: call only where the CPU has that set.
 void add_avx2(Table& table);
 void add_avx512(Table& table);
 
-// Null where this CPU (or build) lacks the instruction set.
+// Returns null where this CPU or build lacks the instruction set.
 const Table* find_table(Isa isa);
 const Table& active_table();
 
-// The functions of block_quantise.hpp and byte_quantise.hpp on a given table.
+// The functions of block_quantise.hpp and byte_quantise.hpp with a given table.
 void block_magnitudes(const Table& table, std::int32_t* magnitudes, const float* src, std::size_t count);
 void quantise(const Table& table, std::int32_t* dst, const float* src, std::size_t count, const std::int16_t* exponents,
               int headroom_bits, std::size_t first_element);

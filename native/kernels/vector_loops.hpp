@@ -1,11 +1,11 @@
-// The loops that every vector file shares; a file brings its `Lanes`: how one register of elements is loaded,
-// combined and stored.
+// The loops of all vector files; a file brings its `Lanes`: how one register of elements is loaded, combined and
+// stored.
 //
-// A Lanes type has: Register, kElementBytes, kCount (elements a register), kBytes (of memory a register
-// covers), load, store and, to be reduced, combine.
+// A Lanes type has: Register, kElementBytes, kCount (elements per register), kBytes (of memory per register), load,
+// store and, to be reduced, combine.
 //
-// Everything here has internal linkage on purpose: each including file is compiled for another instruction
-// set, and the linker must never keep one file's copy of a function for all of them.
+// Everything here has internal linkage on purpose: each including file is compiled for another instruction set, and the
+// linker must never keep one file's copy of a function for all files.
 #pragma once
 
 #include "tables.hpp"
@@ -16,13 +16,13 @@ namespace {
 constexpr std::uint32_t kQuietNan32 = 0x7fc00000u;
 constexpr std::uint64_t kQuietNan64 = 0x7ff8000000000000u;
 
-// kRegisters registers of accumulators go once through all sources: independent chains that hide the
-// addition's latency. Everything is loaded before anything is stored, so dst may be a source.
+// Reduces kRegisters registers over all sources at once: independent chains hide the latency of the addition.
+// Everything is loaded before anything is stored, so dst may be a source.
 //
-// Inlined by force: gcc 12 leaves the four-register bf16 version out of line, which costs a third.
+// Inlined by force: gcc 12 does not inline the bf16 version with four registers, which costs a third of its speed.
 template <class Lanes, std::size_t kRegisters>
-[[gnu::always_inline]] inline void fold_registers(std::byte* dst, const void* const* sources, std::size_t source_count,
-                                                  std::size_t offset) {
+[[gnu::always_inline]] inline void reduce_registers(std::byte* dst, const void* const* sources,
+                                                    std::size_t source_count, std::size_t offset) {
   typename Lanes::Register total[kRegisters];
   const std::byte* source = static_cast<const std::byte*>(sources[0]) + offset;
   for (std::size_t r = 0; r < kRegisters; ++r) total[r] = Lanes::load(source + r * Lanes::kBytes);
@@ -35,22 +35,23 @@ template <class Lanes, std::size_t kRegisters>
   for (std::size_t r = 0; r < kRegisters; ++r) Lanes::store(dst + offset + r * Lanes::kBytes, total[r]);
 }
 
-// One entry of the reduce table; the elements that do not fill a register are serial's.
+// One entry of the reduce table; serial reduces the elements that do not fill a register.
 template <class Lanes, ReduceOp op, DType dtype>
-void fold(void* dst, const void* const* sources, std::size_t source_count, std::size_t first, std::size_t last) {
+void reduce_lanes(void* dst, const void* const* sources, std::size_t source_count, std::size_t first,
+                  std::size_t last) {
   constexpr std::size_t kRegisters = 4;
   auto* const out = static_cast<std::byte*>(dst);
   std::size_t i = first;
   for (; last - i >= kRegisters * Lanes::kCount; i += kRegisters * Lanes::kCount) {
-    fold_registers<Lanes, kRegisters>(out, sources, source_count, i * Lanes::kElementBytes);
+    reduce_registers<Lanes, kRegisters>(out, sources, source_count, i * Lanes::kElementBytes);
   }
   for (; last - i >= Lanes::kCount; i += Lanes::kCount) {
-    fold_registers<Lanes, 1>(out, sources, source_count, i * Lanes::kElementBytes);
+    reduce_registers<Lanes, 1>(out, sources, source_count, i * Lanes::kElementBytes);
   }
   if (i < last) kSerialTable.reduce[index(op)][index(dtype)](dst, sources, source_count, i, last);
 }
 
-// dst[i] = map(src[i]) for whole registers; returns how many elements that were.
+// dst[i] = map(src[i]) for whole registers; returns the number of these elements.
 template <class To, class From, class Map>
 inline std::size_t map_registers(void* dst, const void* src, std::size_t count, Map map) {
   static_assert(To::kCount == From::kCount);
@@ -75,8 +76,8 @@ void convert_lanes(void* dst, const void* src, std::size_t count) {
 }
 
 template <class Lanes, ReduceOp op, DType dtype>
-void add_fold(Table& table) {
-  table.reduce[index(op)][index(dtype)] = fold<Lanes, op, dtype>;
+void add_reduction(Table& table) {
+  table.reduce[index(op)][index(dtype)] = reduce_lanes<Lanes, op, dtype>;
 }
 
 template <class To, DType to, class From, DType from>

@@ -6,7 +6,7 @@
 namespace netfold::protocol {
 namespace {
 
-// Between a number of this host and one in the order of the network.
+// Converts between this host's byte order and the network's.
 template <class T>
 T swapped(T value) {
   if constexpr (std::endian::native == std::endian::big || sizeof(T) == 1) return value;
@@ -33,35 +33,11 @@ constexpr std::uint8_t kKnownFlags = kFromSwitch | kMismatch | kHello | kNack;
 }  // namespace
 
 const char* name(Drop reason) {
-  switch (reason) {
-    case Drop::none:
-      return "none";
-    case Drop::malformed:
-      return "malformed";
-    case Drop::length:
-      return "length";
-    case Drop::foreign:
-      return "foreign";
-    case Drop::incarnation:
-      return "incarnation";
-    case Drop::epoch:
-      return "epoch";
-    case Drop::worker:
-      return "worker";
-    case Drop::source:
-      return "source";
-    case Drop::unauthenticated:
-      return "unauthenticated";
-    case Drop::direction:
-      return "direction";
-    case Drop::stale:
-      return "stale";
-    case Drop::duplicate:
-      return "duplicate";
-    case Drop::window:
-      return "window";
-  }
-  return "?";
+  constexpr const char* kNames[kDropCount] = {"none",  "malformed", "length", "foreign",         "incarnation",
+                                              "epoch", "worker",    "source", "unauthenticated", "direction",
+                                              "stale", "duplicate", "window"};
+  const auto index = static_cast<std::size_t>(reason);
+  return index < kDropCount ? kNames[index] : "unknown drop reason";
 }
 
 std::optional<PacketView> PacketView::parse(std::span<const std::byte> bytes) {
@@ -117,7 +93,7 @@ void write_header(const Header& header, std::byte* out) {
 
 std::array<std::byte, 12> nonce_of(const std::byte* header, std::size_t bytes) {
   std::array<std::byte, 12> nonce;
-  store_be(nonce.data(), static_cast<std::uint32_t>(bytes));  // at most 24 bits: the first byte is the flags'
+  store_be(nonce.data(), static_cast<std::uint32_t>(bytes));  // at most 24 bits: the flags have the first byte
   nonce[0] = header[3];
   std::memcpy(nonce.data() + 4, header + 24, sizeof(std::uint64_t));
   return nonce;

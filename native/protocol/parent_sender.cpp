@@ -1,3 +1,4 @@
+#include <netfold/protocol/canonical.hpp>
 #include <netfold/protocol/parent_sender.hpp>
 
 #include <algorithm>
@@ -34,14 +35,14 @@ void ParentSender::not_sent(std::uint32_t slot) {
   Entry& entry = entries_[slot];
   --packets_sent_;
   sent_again_ -= entry.again ? 1 : 0;
-  // It never left, so it is not sent again when it does (unless it already was).
+  // The packet never left: its next sending is no retransmission, unless this one was.
   entry.sent = entry.again;
   make_due(slot);
 }
 
 void ParentSender::handle_result(std::uint32_t slot, std::uint64_t number) {
   Entry& entry = entries_[slot];
-  // A sum that was sent twice does not say which of the two was answered.
+  // The result of a sum that was sent twice does not show which of the two was answered.
   if (entry.state == State::flight && !entry.again) {
     highest_received_send_ = std::max(highest_received_send_, entry.send_number);
   }
@@ -95,23 +96,11 @@ void ParentSender::unlink(List& list, std::uint32_t slot) {
 }
 
 void ParentSender::append_canonical(std::vector<std::byte>& out) const {
-  const auto append = [&out](auto value) {
-    const auto* first = reinterpret_cast<const std::byte*>(&value);
-    out.insert(out.end(), first, first + sizeof value);
-  };
-  append(due_.head);
-  append(flight_.head);
+  append_values(out, due_.head, flight_.head);
   for (const Entry& entry : entries_) {
-    append(entry.state);
-    append(entry.sent);
-    append(entry.again);
-    append(entry.next);
-    append(entry.send_number);
+    append_values(out, entry.state, entry.sent, entry.again, entry.next, entry.send_number);
   }
-  append(packet_number_);
-  append(highest_received_send_);
-  append(packets_sent_);
-  append(sent_again_);
+  append_values(out, packet_number_, highest_received_send_, packets_sent_, sent_again_);
 }
 
 }  // namespace netfold::protocol

@@ -1,4 +1,5 @@
 #include <netfold/kernels/reduce.hpp>
+#include <netfold/protocol/canonical.hpp>
 #include <netfold/protocol/switch_job.hpp>
 
 #include <cstring>
@@ -8,42 +9,32 @@
 namespace netfold::protocol {
 namespace {
 
-void append(std::vector<std::byte>& out, const void* data, std::size_t bytes) {
-  const auto* first = static_cast<const std::byte*>(data);
-  out.insert(out.end(), first, first + bytes);
-}
-
-template <class T>
-void append_value(std::vector<std::byte>& out, T value) {
-  append(out, &value, sizeof value);
-}
-
-// How contributions become a sum whose bits do not depend on when each of them came.
-enum class Folds {
-  at_once,   // in any order: integers wrap
-  in_order,  // one by one, in the order of workers
-  together,  // in one pass over all: these fold in f32 and round once
+// The order of addition that makes the sum's bits independent of the order of arrival.
+enum class SumOrder {
+  any,        // integers, which wrap
+  by_worker,  // one by one, in the order of workers
+  together,   // in one pass over all: accumulated in f32 and rounded once
 };
 
-Folds folds_of(const CallDescriptor& said) {
-  switch (static_cast<kernels::DType>(said.wire)) {
+SumOrder sum_order_of(const CallDescriptor& call) {
+  switch (static_cast<kernels::DType>(call.wire)) {
     case kernels::DType::f16:
     case kernels::DType::bf16:
-      return Folds::together;
+      return SumOrder::together;
     case kernels::DType::f32:
     case kernels::DType::f64:
     case kernels::DType::f64_i64:
     case kernels::DType::i64_i64:
-      return Folds::in_order;
+      return SumOrder::by_worker;
     default:
-      return Folds::at_once;
+      return SumOrder::any;
   }
 }
 
 }  // namespace
 
 std::size_t JobConfig::memory_bytes() const {
-  const std::size_t packets = parent ? 2 : 1;  // the result, and the sum
+  const std::size_t packets = parent ? 2 : 1;  // the result, and the sum to the parent
   return slots() * (static_cast<std::size_t>(workers) * payload_bytes + packets * (kHeaderBytes + payload_bytes) + 128);
 }
 
@@ -118,20 +109,15 @@ SwitchJob::Handled SwitchJob::handle_packet(const Header& header, std::span<cons
 
   if (header.chunk < slot.chunk) return drop(Drop::stale);
   if (header.chunk > slot.chunk) {
-    // Only the next tenant may take the slot, and only when the present one is done (see the argument above).
+    // Only the next tenant may take the slot, and only when the present one is complete (switch_job.hpp).
     if (header.chunk != slot.chunk + slot_count() || !slot.complete) return drop(Drop::window);
     slot = Slot{.chunk = header.chunk};
   }
 
-  const CallDescriptor said = CallDescriptor::of(header);
-  if (slot.contributed_count > 0 && said != slot.descriptor) {
+  const CallDescriptor call = CallDescriptor::of(header);
+  if (slot.contributed_count > 0 && call != slot.descriptor) {
     handled.outcome = Outcome::mismatch;
-    for (std::uint16_t worker = 0; worker < config_.workers; ++worker) {
-      if (has_contributed(slot, worker)) {
-        handled.other = worker;
-        break;
-      }
-    }
+    while (!has_contributed(slot, handled.other)) ++handled.other;
     return handled;
   }
   if (slot.complete) {
@@ -147,11 +133,11 @@ SwitchJob::Handled SwitchJob::handle_packet(const Header& header, std::span<cons
   }
 
   word |= bit;
-  slot.descriptor = said;
+  slot.descriptor = call;
   slot.contributed_count = static_cast<std::uint16_t>(slot.contributed_count + 1);
   const std::byte* values = bytes.data() + kHeaderBytes;
   if (slot.contributed_count < config_.workers) {
-    take(handled.slot, header.worker, values);
+    add_contribution(handled.slot, header.worker, values);
     handled.outcome = Outcome::stored;
   } else if (config_.parent) {
     finish(handled.slot, header.worker, values, sum_at(handled.slot), values_in_sum_[handled.slot]);
@@ -196,9 +182,9 @@ SwitchJob::Handled SwitchJob::handle_parent(const Header& header, std::span<cons
     handled.outcome = Outcome::mismatch;
     return handled;
   }
-  // A result without this switch's own sum is of no chunk of this life.
+  // A result without this switch's own sum is of no chunk of this epoch.
   if (header.chunk != slot.chunk || !summed(slot)) return drop(Drop::window);
-  // The parent compared all sums, ours among them.
+  // The parent compared all sums, this switch's among them.
   if (CallDescriptor::of(header) != slot.descriptor) return drop(Drop::malformed);
   const std::size_t value_bytes = slot.descriptor.value_bytes();
   std::memcpy(frame_at(handled.slot) + kHeaderBytes, bytes.data() + kHeaderBytes, value_bytes);
@@ -208,25 +194,25 @@ SwitchJob::Handled SwitchJob::handle_parent(const Header& header, std::span<cons
   return handled;
 }
 
-void SwitchJob::take(std::uint32_t index, std::uint16_t worker, const std::byte* values) {
+void SwitchJob::add_contribution(std::uint32_t index, std::uint16_t worker, const std::byte* values) {
   Slot& slot = slots_[index];
-  const Folds folds = folds_of(slot.descriptor);
-  // Padding is in no sum: small operations must not pay for long packets.
-  const auto keep = [&](std::uint16_t place) {
+  const SumOrder order = sum_order_of(slot.descriptor);
+  // Without the padding: small operations must not pay for long packets.
+  const auto keep_at = [&](std::uint16_t place) {
     std::memcpy(contribution(index, place), values, slot.descriptor.value_bytes());
   };
-  if (folds == Folds::at_once) {
-    if (slot.contributed_count == 1) return keep(0);
+  if (order == SumOrder::any) {
+    if (slot.contributed_count == 1) return keep_at(0);
     const std::array<const void*, 2> both{contribution(index, 0), values};
     return reduce(slot, contribution(index, 0), both);
   }
-  if (folds == Folds::together || worker != slot.folded) return keep(worker);
+  if (order == SumOrder::together || worker != slot.added) return keep_at(worker);
   std::array<const void*, kMaxWorkers> sources;
   std::uint16_t last = worker;
   while (has_contributed(slot, static_cast<std::uint16_t>(last + 1))) ++last;
   const std::size_t count = sources_of(index, worker, values, last, sources);
-  slot.folded = static_cast<std::uint16_t>(last + 1);
-  if (count == 1) return keep(0);
+  slot.added = static_cast<std::uint16_t>(last + 1);
+  if (count == 1) return keep_at(0);
   reduce(slot, contribution(index, 0), {sources.data(), count});
 }
 
@@ -235,7 +221,7 @@ void SwitchJob::finish(std::uint32_t index, std::uint16_t worker, const std::byt
   const Slot& slot = slots_[index];
   std::array<const void*, kMaxWorkers> sources;
   std::size_t count = 0;
-  if (folds_of(slot.descriptor) == Folds::at_once) {
+  if (sum_order_of(slot.descriptor) == SumOrder::any) {
     if (config_.workers > 1) sources[count++] = contribution(index, 0);
     sources[count++] = values;
   } else {
@@ -247,10 +233,10 @@ void SwitchJob::finish(std::uint32_t index, std::uint16_t worker, const std::byt
 
 std::size_t SwitchJob::sources_of(std::uint32_t index, std::uint16_t worker, const std::byte* values,
                                   std::uint16_t last, std::array<const void*, kMaxWorkers>& sources) const {
-  const std::uint16_t folded = slots_[index].folded;
+  const std::uint16_t added = slots_[index].added;
   std::size_t count = 0;
-  if (folded > 0) sources[count++] = contribution(index, 0);
-  for (std::uint16_t from = folded; from <= last; ++from) {
+  if (added > 0) sources[count++] = contribution(index, 0);
+  for (std::uint16_t from = added; from <= last; ++from) {
     sources[count++] = from == worker ? values : contribution(index, from);
   }
   return count;
@@ -298,7 +284,7 @@ std::span<const std::byte> SwitchJob::frame(std::uint32_t slot) const {
   return {frames_.data() + static_cast<std::size_t>(slot) * packet_bytes(), packet_bytes()};
 }
 
-void SwitchJob::write_mismatch(std::uint64_t chunk, const CallDescriptor& said, std::uint16_t about,
+void SwitchJob::write_mismatch(std::uint64_t chunk, const CallDescriptor& call, std::uint16_t about,
                                std::uint64_t number, std::byte* out) const {
   Header header{.flags = kFromSwitch | kMismatch,
                 .job = config_.job,
@@ -307,7 +293,7 @@ void SwitchJob::write_mismatch(std::uint64_t chunk, const CallDescriptor& said, 
                 .chunk = chunk,
                 .packet_number = number,
                 .worker = about};
-  said.fill(header);
+  call.fill(header);
   std::memset(out, 0, packet_bytes());
   write_header(header, out);
 }
@@ -355,52 +341,38 @@ const std::byte* SwitchJob::contribution(std::uint32_t slot, std::uint16_t worke
 
 bool SwitchJob::keeps(const Slot& slot, std::uint16_t worker) const {
   if (slot.contributed_count == 0 || slot.contributed_count == config_.workers) return false;
-  switch (folds_of(slot.descriptor)) {
-    case Folds::at_once:
+  switch (sum_order_of(slot.descriptor)) {
+    case SumOrder::any:
       return worker == 0;
-    case Folds::in_order:
-      return (worker == 0 || worker >= slot.folded) && has_contributed(slot, worker);
-    case Folds::together:
+    case SumOrder::by_worker:
+      return (worker == 0 || worker >= slot.added) && has_contributed(slot, worker);
+    case SumOrder::together:
       return has_contributed(slot, worker);
   }
   return false;
 }
 
 void SwitchJob::append_canonical(std::vector<std::byte>& out) const {
-  append_value(out, config_.job);
-  append_value(out, config_.epoch);
-  append_value(out, config_.incarnation);
-  append_value(out, config_.workers);
-  append_value(out, config_.window);
-  append_value(out, config_.payload_bytes);
-  append_value(out, config_.parent.has_value());
-  if (config_.parent) {
-    append_value(out, config_.parent->job);
-    append_value(out, config_.parent->epoch);
-    append_value(out, config_.parent->incarnation);
-    append_value(out, config_.parent->worker);
+  append_values(out, config_.job, config_.epoch, config_.incarnation, config_.workers, config_.window,
+                config_.payload_bytes, config_.parent.has_value());
+  if (const auto& parent = config_.parent) {
+    append_values(out, parent->job, parent->epoch, parent->incarnation, parent->worker);
   }
-  append(out, config_.names.data(), config_.names.size() * sizeof(std::uint16_t));
+  append_bytes(out, config_.names.data(), config_.names.size() * sizeof(std::uint16_t));
   for (std::uint32_t i = 0; i < slot_count(); ++i) {
     const Slot& slot = slots_[i];
-    append_value(out, slot.chunk);
-    append_value(out, slot.contributed_count);
-    append_value(out, slot.complete);
-    append(out, slot.contributed.data(), sizeof slot.contributed);
-    append_value(out, slot.descriptor.operation);
-    append_value(out, slot.descriptor.elements);
-    append_value(out, slot.descriptor.count);
-    append_value(out, slot.descriptor.wire);
-    append_value(out, slot.descriptor.reduce);
-    append_value(out, slot.descriptor.table);
-    // What is behind them, and of former tenants, is read no more.
+    const CallDescriptor& call = slot.descriptor;
+    append_values(out, slot.chunk, slot.contributed_count, slot.complete);
+    append_bytes(out, slot.contributed.data(), sizeof slot.contributed);
+    append_values(out, call.operation, call.elements, call.count, call.wire, call.reduce, call.table);
+    // Bytes behind the values, and those of former tenants, are read no more.
     for (std::uint16_t worker = 0; worker < config_.workers; ++worker) {
-      if (keeps(slot, worker)) append(out, contribution(i, worker), slot.descriptor.value_bytes());
+      if (keeps(slot, worker)) append_bytes(out, contribution(i, worker), call.value_bytes());
     }
   }
-  append(out, frames_.data(), frames_.size());
-  append(out, sums_.data(), sums_.size());
-  append_value(out, packet_number_);
+  append_bytes(out, frames_.data(), frames_.size());
+  append_bytes(out, sums_.data(), sums_.size());
+  append_values(out, packet_number_);
 }
 
 }  // namespace netfold::protocol

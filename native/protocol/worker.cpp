@@ -1,4 +1,5 @@
 #include <netfold/kernels/reduce.hpp>
+#include <netfold/protocol/canonical.hpp>
 #include <netfold/protocol/worker.hpp>
 
 #include <algorithm>
@@ -54,7 +55,7 @@ std::optional<Worker::Send> Worker::poll_send(std::int64_t now_ns) {
   std::uint64_t chunk = 0;
   std::uint32_t index = 0;
   bool again = false;
-  // After a timeout nothing that is in flight is on the way any more: it must not hold the probe back.
+  // After a timeout the chunks in flight count as gone from the path: they must not hold the probe back.
   if (lost_.head != kNone && (has_room() || backoff_ > 0)) {
     index = lost_.head;
     chunk = chunk_at(index);
@@ -108,7 +109,7 @@ void Worker::not_sent(std::uint64_t chunk) {
   const auto index = index_of(chunk);
   Entry& entry = entries_[index];
   if (entry.state != State::flight) return;
-  // It never left, so it is no retransmission when it does (unless it already was one).
+  // The packet never left: its next sending is no retransmission, unless this one was.
   if (entry.again) --retransmissions_;
   unlink(flight_, index);
   entry.state = State::lost;
@@ -130,7 +131,7 @@ Worker::Received Worker::handle_packet(std::span<const std::byte> bytes, std::in
   if (header.epoch != config_.epoch) return drop(Drop::epoch);
   if (!(header.flags & kFromSwitch) || (header.flags & kHello)) return drop(Drop::direction);
   if (header.worker >= config_.workers) return drop(Drop::worker);
-  // As the switch does: hardly a number is free in the two bytes, but few pairs have a meaning.
+  // As at the switch: nearly every number is a valid operator or dtype, but few pairs have a meaning.
   if (!kernels::is_defined(static_cast<kernels::ReduceOp>(header.reduce), static_cast<kernels::DType>(header.wire))) {
     return drop(Drop::malformed);
   }
@@ -141,7 +142,7 @@ Worker::Received Worker::handle_packet(std::span<const std::byte> bytes, std::in
 
   Placement& placement = placements_[static_cast<std::size_t>(placement_of(header.chunk) - placements_.data())];
   if (header.flags & kMismatch) {
-    // Others who called the same hear of it too, in case it is they who differ from the first.
+    // Workers with the same call get this packet too, since they may be the ones that differ from the first.
     if (CallDescriptor::of(header) == descriptor_at(header.chunk)) return drop(Drop::stale);
     received.outcome = Outcome::mismatch;
     return received;
@@ -149,8 +150,7 @@ Worker::Received Worker::handle_packet(std::span<const std::byte> bytes, std::in
   const auto index = index_of(header.chunk);
   Entry& entry = entries_[index];
   if (entry.state == State::received) return drop(Drop::duplicate);
-  // The switch compared all contributions, ours among them, so an answer that differs is not for what we
-  // sent.
+  // The switch compared all contributions, this worker's among them: an answer that differs is for no packet of ours.
   if (header.operation != placement.operation.operation || header.count != count_of(placement, header.chunk) ||
       header.wire != static_cast<std::uint8_t>(placement.operation.wire) ||
       header.reduce != static_cast<std::uint8_t>(placement.operation.reduce)) {
@@ -160,7 +160,7 @@ Worker::Received Worker::handle_packet(std::span<const std::byte> bytes, std::in
   const bool first_try = entry.state == State::flight && !entry.again;
   note_skipped(header, entry, first_try);
   unlink(entry.state == State::flight ? flight_ : lost_, index);
-  // A chunk that was sent twice says nothing about the round trip (Karn), nor about which send was answered.
+  // A chunk that was sent twice measures no round trip (Karn), and does not show which send was answered.
   if (first_try) {
     measure(now_ns - entry.sent_ns);
     if (entry.send_number > paused_send_) note_path(now_ns - entry.sent_ns);
@@ -184,7 +184,7 @@ Worker::Received Worker::handle_packet(std::span<const std::byte> bytes, std::in
     ++base_;
   }
   while (operation_count_ > 0 && placements_[0].first_chunk + placements_[0].chunk_count <= base_) {
-    // At most 16 of them, once an operation: a ring would make equal machines look different.
+    // Moves at most 15 placements once per operation; a ring would make equal machines look different.
     std::move(placements_.begin() + 1, placements_.end(), placements_.begin());
     placements_.back() = Placement{};
     --operation_count_;
@@ -204,7 +204,8 @@ std::int64_t Worker::base_timeout_ns() const {
   return std::clamp(smoothed_rtt_ns_ + 4 * rtt_variation_ns_, kMinTimeoutNs, kMaxTimeoutNs);
 }
 
-// Another worker's loss is noticed, by the packets behind it, and sent again: one more round trip and some.
+// The time in which another worker's loss is found, by later packets, and repaired: a little more than a round trip
+// more.
 std::int64_t Worker::repair_timeout_ns() const {
   return std::min(kMaxTimeoutNs, base_timeout_ns() + smoothed_rtt_ns_ + smoothed_rtt_ns_ / 4);
 }
@@ -243,7 +244,7 @@ void Worker::mark_lost(std::uint32_t index, bool probe) {
   entries_[index].state = State::lost;
   entries_[index].again = true;
   entries_[index].probe = probe;
-  // A probe may be for a straggler's chunk, which says nothing of the path.
+  // A probe may be for a straggler's chunk, which is no loss of the path.
   if (!probe) ++round_lost_;
   push_back(lost_, index);
 }
@@ -266,20 +267,20 @@ Worker::Received Worker::handle_nack(const Header& header) {
     }
     at = following;
   }
-  // Answered, or sent again, since: the NACK came late, or named packets that never left.
+  // All answered or sent again since: the NACK came late, or named packets that never left.
   if (received.outcome != Outcome::nack) return drop(Drop::stale);
   received.header = header;
   return received;
 }
 
-// The switch numbers answers in the order in which chunks are complete: where a number is skipped, the chunk that it
-// was for was most likely sent between those that were answered before and after it. Where nothing unanswered is
-// between them, it was one of those that had been passed over and waited for a repair.
+// The switch numbers answers in the order in which chunks become complete. A skipped number was most likely for a chunk
+// that was sent between the chunks that were answered before and after it. Where no chunk between them is unanswered,
+// the number was for a chunk that had been passed over and waited for a repair.
 void Worker::note_skipped(const Header& header, const Entry& received_entry, bool first_try) {
   if (header.packet_number <= newest_result_) return;
   result_skipped_ = result_skipped_ || header.packet_number != newest_result_ + 1;
   newest_result_ = header.packet_number;
-  if (!first_try) return;  // its place in the order of sending is not where it was answered
+  if (!first_try) return;  // the order of sending does not show which send was answered
   if (result_skipped_) {
     bool between = false;
     for (std::uint32_t at = received_entry.previous; at != kNone; at = entries_[at].previous) {
@@ -299,10 +300,10 @@ void Worker::note_path(std::int64_t rtt_ns) {
   round_least_rtt_ns_ = lower(round_least_rtt_ns_);
 }
 
-// One decision a round trip: what is sent after it is what the next one judges.
+// Decides once a round trip; the next decision judges the packets that are sent after this one.
 void Worker::end_round() {
   const std::uint64_t window = congestion_window_;
-  const bool more = next_ < end_;  // else the script holds back, and nothing was tried
+  const bool more = next_ < end_;  // otherwise the application held the window back, and nothing was tried
   std::uint64_t wanted = window;
   if (round_lost_ > kFewLosses && round_lost_ * kLossTolerance > packet_number_ - round_start_) {
     const std::uint64_t tenths = control_ == Control::share ? 9 : 7;
@@ -312,11 +313,11 @@ void Worker::end_round() {
   } else if (control_ == Control::share) {
     if (more) wanted = share_window();
   } else if (round_least_rtt_ns_ > least_rtt_ns_ + queue_target_ns_) {
-    // The round trip is that of a window before it was doubled: it begins no trial.
+    // In slow start this round trip is that of the window before it was doubled: it begins no trial.
     wanted = control_ == Control::slow_start ? window / 2 : shorter_queue_window();
     if (control_ == Control::slow_start) control_ = Control::delay;
   } else {
-    // The trial goes on until the window is as large again: another flow may fill the queue to just below the target.
+    // A trial goes on until the window is as large again: another flow may fill the queue to just below the target.
     if (window >= trial_window_) trial_window_ = 0;
     if (more) wanted = control_ == Control::slow_start ? 2 * window : window + kWindowGrowth;
   }
@@ -328,8 +329,8 @@ void Worker::end_round() {
   round_least_rtt_ns_ = 0;
 }
 
-// Control::delay, with more than the target in the queue: as much smaller as the queue is too long, down to half the
-// window that the queue was first seen with. Where that was no help the trial decides.
+// Control::delay with a queue above the target: the window shrinks by the queue's excess, down to half the window at
+// which the queue was first seen. Where that does not shorten the queue, a trial decides.
 std::uint64_t Worker::shorter_queue_window() {
   const std::uint64_t window = congestion_window_;
   if (trial_window_ == 0) begin_trial();
@@ -354,8 +355,8 @@ void Worker::begin_trial() {
   trial_rounds_ = 0;
 }
 
-// With w chunks of ours and q of others in flight, a link that takes C chunks a second answers after (w + q) / C. So by
-// how much the round trip is shorter, of by how much the window is smaller, is w / (w + q): our share.
+// With w chunks of ours and q of others in flight, a link of C chunks a second answers after (w + q) / C. So the ratio
+// of the round trip's relative decrease to the window's relative decrease is w / (w + q): our share.
 std::uint64_t Worker::end_trial() {
   const std::uint64_t before = trial_window_;
   const std::int64_t rtt_ns = round_least_rtt_ns_;
@@ -363,7 +364,7 @@ std::uint64_t Worker::end_trial() {
   const std::int64_t all = trial_rtt_ns_ * static_cast<std::int64_t>(before - congestion_window_);
   trial_window_ = 0;
   rounds_ = 0;
-  if (rtt_ns == 0 || all == 0) return before;  // no packet that would tell, or W of one chunk
+  if (rtt_ns == 0 || all == 0) return before;  // no round trip measured, or W of one chunk
 
   const std::int64_t eighths = std::clamp<std::int64_t>(8 * ours / all, 0, 8);
   unmoved_trials_ = eighths == 0 ? unmoved_trials_ + 1 : 0;
@@ -374,11 +375,12 @@ std::uint64_t Worker::end_trial() {
     return eighths >= 7 ? congestion_window_ : before;
   }
   control_ = Control::share;
-  static constexpr std::array<std::uint64_t, 7> kFactors{10, 10, 9, 7, 7, 6, 5};  // eighths, by eighths that are ours
+  static constexpr std::array<std::uint64_t, 7> kFactors{10, 10, 9, 7, 7, 6, 5};  // in eighths, by our share in eighths
   return before * kFactors[static_cast<std::size_t>(eighths)] / 8;
 }
 
-// A chunk's time on the path is one round trip by the window; so many more are allowed as the window may need to grow.
+// Charges one chunk to the pace: a round trip divided by the window, less what the window needs to grow. False: too
+// early.
 bool Worker::pace(std::int64_t now_ns) {
   if (congestion_window_ <= kLeastWindow || smoothed_rtt_ns_ == 0) return true;
   paced_ns_ = std::max(paced_ns_, now_ns - std::max(kBurstNs, smoothed_rtt_ns_ / 4));
@@ -421,91 +423,35 @@ std::uint64_t Worker::chunk_at(std::uint32_t index) const {
 void Worker::push_back(List& list, std::uint32_t index) {
   entries_[index].previous = list.tail;
   entries_[index].next = kNone;
-  if (list.tail != kNone) {
-    entries_[list.tail].next = index;
-  } else {
-    list.head = index;
-  }
+  (list.tail != kNone ? entries_[list.tail].next : list.head) = index;
   list.tail = index;
   ++list.count;
 }
 
 void Worker::unlink(List& list, std::uint32_t index) {
   Entry& entry = entries_[index];
-  if (entry.previous != kNone) {
-    entries_[entry.previous].next = entry.next;
-  } else {
-    list.head = entry.next;
-  }
-  if (entry.next != kNone) {
-    entries_[entry.next].previous = entry.previous;
-  } else {
-    list.tail = entry.previous;
-  }
+  (entry.previous != kNone ? entries_[entry.previous].next : list.head) = entry.next;
+  (entry.next != kNone ? entries_[entry.next].previous : list.tail) = entry.previous;
   entry.previous = entry.next = kNone;
   --list.count;
 }
 
 void Worker::append_canonical(std::vector<std::byte>& out) const {
-  const auto append = [&out](auto value) {
-    const auto* first = reinterpret_cast<const std::byte*>(&value);
-    out.insert(out.end(), first, first + sizeof value);
-  };
-  append(config_.job);
-  append(config_.epoch);
-  append(config_.incarnation);
-  append(config_.worker);
-  append(config_.workers);
-  append(config_.window);
-  append(config_.payload_bytes);
-  append(base_);
-  append(next_);
-  append(end_);
-  append(packet_number_);
-  append(highest_received_send_);
-  append(newest_result_);
-  append(result_skipped_);
-  append(retransmissions_);
-  append(smoothed_rtt_ns_);
-  append(rtt_variation_ns_);
-  append(congestion_window_);
-  append(paused_send_);
-  append(least_rtt_ns_);
-  append(control_);
-  append(trial_window_);
-  append(trial_rtt_ns_);
-  append(trial_rounds_);
-  append(rounds_);
-  append(queue_target_ns_);
-  append(unmoved_trials_);
-  append(paced_ns_);
-  append(round_start_);
-  append(round_lost_);
-  append(round_least_rtt_ns_);
-  append(backoff_);
-  append(probe_results_);
-  append(timer_start_ns_);
+  append_values(out, config_.job, config_.epoch, config_.incarnation, config_.worker, config_.workers, config_.window,
+                config_.payload_bytes);
+  append_values(out, base_, next_, end_, packet_number_, highest_received_send_, newest_result_, result_skipped_,
+                retransmissions_, smoothed_rtt_ns_, rtt_variation_ns_, congestion_window_, paused_send_, least_rtt_ns_,
+                control_, trial_window_, trial_rtt_ns_, trial_rounds_, rounds_, queue_target_ns_, unmoved_trials_,
+                paced_ns_, round_start_, round_lost_, round_least_rtt_ns_, backoff_, probe_results_, timer_start_ns_);
   for (const Entry& entry : entries_) {
-    append(entry.state);
-    append(entry.again);
-    append(entry.probe);
-    append(entry.complete);
-    append(entry.suspect);
-    append(entry.previous);
-    append(entry.next);
-    append(entry.send_number);
-    append(entry.sent_ns);
+    append_values(out, entry.state, entry.again, entry.probe, entry.complete, entry.suspect, entry.previous, entry.next,
+                  entry.send_number, entry.sent_ns);
   }
   for (std::size_t i = 0; i < operation_count_; ++i) {
     const Placement& placement = placements_[i];
-    append(placement.operation.operation);
-    append(placement.operation.elements);
-    append(placement.operation.wire);
-    append(placement.operation.reduce);
-    append(placement.operation.table);
-    append(placement.operation.size_digest);
-    append(placement.first_chunk);
-    append(placement.received);
+    const Operation& operation = placement.operation;
+    append_values(out, operation.operation, operation.elements, operation.wire, operation.reduce, operation.table,
+                  operation.size_digest, placement.first_chunk, placement.received);
   }
 }
 

@@ -1,4 +1,4 @@
-// Functions that ctypes can call, over a Failover that is compiled from a changed source (recovery_mutants.py).
+// A C interface, for ctypes, to a Failover that is compiled from a changed source (recovery_mutants.py).
 #include <netfold/collective/failover.hpp>
 
 #include <cstring>
@@ -16,7 +16,7 @@ void* failover_copy(void* self) { return new Failover(of(self)); }
 void failover_delete(void* self) { delete static_cast<Failover*>(self); }
 int failover_is_up(void* self) { return of(self).is_up(); }
 u64 failover_generation(void* self) { return of(self).generation(); }
-// The membership in the low two bits, and whether it was promised.
+// Returns the membership in the low two bits, and in bit 2 whether it was promised.
 int failover_freeze(void* self, u64 generation) {
   const Failover::Frozen frozen = of(self).freeze(generation);
   return static_cast<int>(frozen.which) | (frozen.promised ? 4 : 0);
@@ -33,13 +33,13 @@ int failover_start(void* self, u64 number) { return static_cast<int>(of(self).st
 void failover_entered(void* self, u64 number, u64 first_chunk) { of(self).entered(number, first_chunk); }
 void failover_finish(void* self, u64 number) { of(self).finish(number); }
 int failover_mode(void* self, u64 number) { return static_cast<int>(of(self).mode(number)); }
-// The operation's number; -1 for none.
+// Returns the operation's number; -1: none.
 std::int64_t failover_host_operation(void* self) {
   const auto number = of(self).host_operation();
   return number ? static_cast<std::int64_t>(*number) : -1;
 }
 int failover_follow(void* self, u64 number, u64 announced) { return static_cast<int>(of(self).follow(number, announced)); }
-// The bytes' number; written as far as there is room.
+// Returns the number of bytes; writes at most `room` of them.
 u64 failover_canonical(void* self, unsigned char* out, u64 room) {
   std::vector<std::byte> bytes;
   of(self).append_canonical(bytes);

@@ -1,4 +1,4 @@
-// Functions that ctypes can call, over a GapDetector that is compiled from a changed source (test_gap_detector_search.py).
+// A C interface, for ctypes, to a GapDetector that is compiled from a changed source (test_gap_detector_search.py).
 #include <netfold/protocol/gap_detector.hpp>
 
 using netfold::protocol::GapDetector;

@@ -1,7 +1,8 @@
-// One search, for machines that are linked in from elsewhere (mutants.py). In: workers, leaves (as 1,1 or -), window,
-// restarts, whether another job's packets are on the wire, whether the network is merged, the operations, and, behind a 0,
-// the last worker's if it calls others. Out: a line of fields with tabs between for each thing found out. With the one
-// word `hellos`: what that search finds broken.
+// Runs one search with the machines that are linked in (mutants.py).
+// Arguments: workers, leaves (as 1,1 or -), window, restarts, whether the network holds another job's packets, whether it
+// is merged, numbers, timeouts, the operations, and, behind a 0, the last worker's where it calls others.
+// Output: the report and the trace's records, a line each, as fields separated by tabs.
+// With the single argument `hellos`: the promise that search_validation finds broken.
 #include <netfold/model_check/validation_search.hpp>
 
 #include <cstdio>

@@ -1,8 +1,8 @@
 """Machines with one check missing, each made from the production source, and the search that must catch it.
 
-A mutant is a text that stands exactly once in a source of native/protocol, and what stands there instead. The source is
-compiled so changed and linked with the search; production itself has nothing that could be turned off. Where a text
-is not found, the code has changed: look for where the check has gone, and change the mutant.
+A mutant replaces texts that occur exactly once in a source of native/protocol. The changed source is compiled and
+linked with the search; production has no switch to turn a check off. Where a text is not found, the code has changed:
+find the check's new place, and change the mutant.
 
     PYTHONPATH=tests .venv/bin/python tests/model_check/mutants.py [NAME...]      the shortest trace of each
 """
@@ -32,15 +32,15 @@ INCLUDES = [f"-I{ROOT / 'native' / folder / 'include'}" for folder in ("dev/mode
 WRONG = "a worker is given a wrong sum of chunk"
 TWICE = "a worker is given chunk"
 DISAGREED = "a worker is given a sum of chunk 0, on which workers disagree"
-SAID = "a worker is told that another differs, which said the same"
-NOT_HEEDED = "a worker does not send again what a NACK names"
-NOT_MISSED = "a worker sends a chunk again that nobody misses"
-STUCK = "from here, with everything lost, no retransmission leads to where all have finished"
+SAME_CALL = "a mismatch names a worker with the reader's own call"
+NOT_RESENT = "a worker does not send again what a NACK names"
+NOT_MISSING = "a worker sends a chunk again that is not missing"
+STUCK = "from here, with all packets lost, no sequence of retransmissions leads to the end"
 
 SWITCH, WORKER, PARENT_SENDER, GAP_DETECTOR = "switch_job.cpp", "worker.cpp", "parent_sender.cpp", "gap_detector.cpp"
 SWITCH_HEADER = "include/netfold/protocol/switch_job.hpp"
 ADDRESS_VALIDATION = "include/netfold/protocol/address_validation.hpp"
-# What is compiled anew where a header changes.
+# The source to compile where a header changes.
 BUILT_FROM = {
     SWITCH_HEADER: PROTOCOL / SWITCH,
     ADDRESS_VALIDATION: ROOT / "native" / "dev" / "model_check" / "validation_search.cpp",
@@ -49,11 +49,11 @@ BUILT_FROM = {
 
 @dataclass(frozen=True)
 class Mutant:
-    """What is changed, where it shows, and how the search's words for it begin."""
+    """The changes, the scope that reveals them, and the beginning of the promise that breaks."""
 
     scope: Scope
     breaks: str
-    edits: tuple[tuple[str, str, str], ...]  # source, text, what stands there instead
+    edits: tuple[tuple[str, str, str], ...]  # source, text, replacement
 
 
 STALE = "if (header.chunk < slot.chunk) return drop(Drop::stale);"
@@ -66,7 +66,7 @@ MISMATCH_DROPPED = "return drop(Drop::malformed);\n  }\n  // A result"
 
 MUTANTS = {
     "switch-chunk": Mutant(Scope(operations="3"), WRONG, ((SWITCH, STALE, ""),)),
-    # SwitchML's: which of two turns of the slot, in place of the number (VeriNC, ICNP'26).
+    # As SwitchML: a bit for two rounds of the slots in place of the chunk number (VeriNC, ICNP'26).
     "switch-version-bit": Mutant(
         Scope(operations="6"),
         WRONG,
@@ -86,7 +86,7 @@ MUTANTS = {
         STUCK,
         ((SWITCH, "handled.outcome = Outcome::resend_result;\n    return handled;", "return drop(Drop::duplicate);"),),
     ),
-    # A pool of W slots: the next chunk takes the place of a result that somebody may still ask for.
+    # A pool of W slots: the next chunk overwrites a result that a worker may still need.
     "switch-half-the-slots": Mutant(
         Scope(operations="3"), STUCK, ((SWITCH_HEADER, "std::bit_ceil(2 * window)", "std::bit_ceil(window)"),)
     ),
@@ -121,18 +121,18 @@ MUTANTS = {
     "switch-agreement": Mutant(
         Scope(operations="1,1", last="2"),
         DISAGREED,
-        ((SWITCH, "if (slot.contributed_count > 0 && said != slot.descriptor) {", "if (false) {"),),
+        ((SWITCH, "if (slot.contributed_count > 0 && call != slot.descriptor) {", "if (false) {"),),
     ),
-    # It compares everything but the size: the worker cannot see it, since sizes are no part of what it looks at.
+    # Compares everything but the size; the worker cannot detect this, since it does not compare sizes.
     "switch-agreed-elements": Mutant(
         Scope(operations="1,1", last="2"),
         DISAGREED,
         (
             (
                 SWITCH,
-                "const CallDescriptor said = CallDescriptor::of(header);",
-                "CallDescriptor said = CallDescriptor::of(header);\n  if (slot.contributed_count > 0) "
-                "said.elements = slot.descriptor.elements;",
+                "const CallDescriptor call = CallDescriptor::of(header);",
+                "CallDescriptor call = CallDescriptor::of(header);\n  if (slot.contributed_count > 0) "
+                "call.elements = slot.descriptor.elements;",
             ),
         ),
     ),
@@ -142,8 +142,8 @@ MUTANTS = {
         (
             (
                 SWITCH,
-                "said != slot.descriptor) {\n    handled.outcome = Outcome::mismatch;",
-                "said != slot.descriptor) {\n    return drop(Drop::malformed);",
+                "call != slot.descriptor) {\n    handled.outcome = Outcome::mismatch;",
+                "call != slot.descriptor) {\n    return drop(Drop::malformed);",
             ),
         ),
     ),
@@ -164,16 +164,16 @@ MUTANTS = {
     ),
     "worker-own-mismatch": Mutant(
         Scope(workers=3, operations="1,1", last="2"),
-        SAID,
+        SAME_CALL,
         ((WORKER, "if (CallDescriptor::of(header) == descriptor_at(header.chunk)) return drop(Drop::stale);", ""),),
     ),
-    # A leaf does not send its sum again: what is lost between it and the root stays lost.
-    "leaf-asked": Mutant(
+    # A leaf does not send its sum again: a loss between the leaf and the root is never repaired.
+    "leaf-resent-sum": Mutant(
         Scope(leaves="1,1", operations="1"),
         STUCK,
         ((SWITCH, "if (!summed(slot)) return drop(Drop::duplicate);", "return drop(Drop::duplicate);"),),
     ),
-    # A leaf takes the root's result of another chunk of the slot.
+    # A leaf accepts the root's result of another chunk of the slot.
     "leaf-chunk": Mutant(
         Scope(leaves="1,1", operations="3"),
         WRONG,
@@ -182,7 +182,7 @@ MUTANTS = {
             (SWITCH, "if (header.chunk != slot.chunk || !summed(slot)) return", "if (!summed(slot)) return"),
         ),
     ),
-    # A leaf sends what it has when the first of its workers contributed.
+    # A leaf sends its sum when the first of its workers contributed.
     "leaf-sum": Mutant(
         Scope(leaves="2", operations="1"),
         WRONG,
@@ -194,7 +194,7 @@ MUTANTS = {
             ),
         ),
     ),
-    # A leaf believes what is not its parent's of this generation, or of this job.
+    # A leaf accepts packets of another generation, or job, of its parent.
     "leaf-job": Mutant(
         Scope(leaves="1,1", operations="2", foreign_packets=1),
         WRONG,
@@ -221,15 +221,15 @@ MUTANTS = {
         STUCK,
         ((SWITCH, "handled.outcome = Outcome::mismatch;\n    return handled;\n  }\n  // A result", MISMATCH_DROPPED),),
     ),
-    # Packet numbers, and what is lost by them.
-    "nack-is-not-heeded": Mutant(
+    # Packet numbers, and losses found by them.
+    "nack-is-ignored": Mutant(
         Scope(workers=1, window=2, operations="2", numbers=8),
-        NOT_HEEDED,
+        NOT_RESENT,
         ((WORKER, "mark_lost(at, false);\n      received.outcome", "received.outcome"),),
     ),
     "nack-misses-its-last": Mutant(
         Scope(workers=1, window=2, operations="2", numbers=8),
-        NOT_HEEDED,
+        NOT_RESENT,
         (
             (
                 WORKER,
@@ -240,12 +240,12 @@ MUTANTS = {
     ),
     "nack-names-what-was-sent-later": Mutant(
         Scope(workers=1, window=2, operations="2", numbers=8),
-        NOT_MISSED,
+        NOT_MISSING,
         ((WORKER, "if (send_number - header.chunk >= header.elements) break;", ""),),
     ),
     "retransmission-has-its-old-number": Mutant(
         Scope(workers=1, window=2, operations="2", numbers=8, timeouts=1),
-        "a worker's packet has a number that another had",
+        "a worker reuses a packet number",
         (
             (
                 WORKER,
@@ -256,7 +256,7 @@ MUTANTS = {
     ),
     "passed-over-too-early": Mutant(
         Scope(workers=1, window=3, operations="3", numbers=4),
-        NOT_MISSED,
+        NOT_MISSING,
         (
             (
                 WORKER,
@@ -267,7 +267,7 @@ MUTANTS = {
     ),
     "passed-over-though-none-was-skipped": Mutant(
         Scope(workers=2, window=2, operations="3", numbers=8),
-        NOT_MISSED,
+        NOT_MISSING,
         (
             (
                 WORKER,
@@ -278,12 +278,12 @@ MUTANTS = {
     ),
     "named-too-early": Mutant(
         Scope(workers=1, window=3, operations="3", numbers=4),
-        "a packet is named as missing that is not",
+        "a NACK names a packet that does not count as missing",
         ((GAP_DETECTOR, "if (age + ahead < kReorderThreshold ||", "if (age + ahead + 4 < kReorderThreshold ||"),),
     ),
     "nack-of-a-former-generation": Mutant(
         Scope(workers=1, window=2, operations="2", numbers=8, restarts=1),
-        "a worker sends a chunk again that nobody misses",
+        NOT_MISSING,
         (
             (
                 WORKER,
@@ -292,17 +292,17 @@ MUTANTS = {
             ),
         ),
     ),
-    "leaf-nack-is-not-heeded": Mutant(
+    "leaf-nack-is-ignored": Mutant(
         Scope(workers=1, leaves="1", window=2, operations="2", numbers=8),
         "a leaf does not send again what a NACK names",
         ((PARENT_SENDER, "      make_due(at);\n      ++again;", "      ++again;"),),
     ),
-    "leaf-is-not-asked-twice": Mutant(
+    "leaf-resends-no-sum-on-request": Mutant(
         Scope(workers=1, leaves="1", window=2, operations="1", numbers=8, timeouts=1),
-        "a leaf does not send a sum that is asked for",
+        "a leaf does not send a sum that a worker asks for",
         ((PARENT_SENDER, "    make_due(slot);\n    return;", "    return;"),),
     ),
-    # The worker runs ahead of its window, and no switch tells it so.
+    # The worker exceeds its window, and the switch does not check it.
     "worker-window": Mutant(
         Scope(operations="4"),
         TWICE,
@@ -319,9 +319,9 @@ MUTANTS = {
 
 
 FOREIGN_HELLO = "if (hello.job != job || hello.incarnation != incarnation) return Drop::foreign;"
-NOT_ITS_OWN = "a hello is taken that is not its worker's own"
+NOT_ITS_OWN = "a hello is accepted that is not its worker's own"
 
-# Of the search over hellos: what is changed in ADDRESS_VALIDATION, and the promise that breaks.
+# Of search_validation: the text in ADDRESS_VALIDATION, its replacement, and the promise that breaks.
 HELLOS = {
     "hello-nonce": ("if (hello.packet_number != nonce) return Drop::worker;", "", NOT_ITS_OWN),
     "hello-job": (FOREIGN_HELLO, "if (hello.incarnation != incarnation) return Drop::foreign;", NOT_ITS_OWN),
@@ -336,14 +336,14 @@ HELLOS = {
 
 
 def search_validation(name: str, folder: Path) -> str:
-    """Which promise the mutant of ADDRESS_VALIDATION breaks, or nothing."""
+    """Return the promise that the mutant of ADDRESS_VALIDATION breaks, or nothing."""
     text, instead, breaks = HELLOS[name]
     program = make(Mutant(Scope(), breaks, ((ADDRESS_VALIDATION, text, instead),)), folder)
     return subprocess.run([str(program), "hellos"], check=True, capture_output=True, text=True, timeout=60).stdout
 
 
 def make(mutant: Mutant, folder: Path) -> Path:
-    """Compile the mutant into `folder`; the program."""
+    """Compile the mutant into `folder`; return the program."""
     texts: dict[str, str] = {}
     for source, text, instead in mutant.edits:
         before = texts.get(source) or (PROTOCOL / source).read_text()
@@ -355,8 +355,8 @@ def make(mutant: Mutant, folder: Path) -> Path:
         compiled.append(str(BUILT_FROM.get(source, folder / source)))
     libraries = [_library(name) for name in ("model_check", "protocol", "kernels")]
     program = folder / "model_check"
-    # Its own machines come first: those of the libraries are then not asked for. A mutant
-    # without a changed header shares one object of main.cpp.
+    # The linker takes the changed machines first, and not those of the libraries. Mutants without a changed header
+    # share one object of main.cpp.
     main = str(MAIN) if any(source in BUILT_FROM for source in texts) else _main_object()
     command = [*COMPILE, f"-I{folder / 'include'}", *INCLUDES, main, *compiled, *libraries, "-o", str(program)]
     subprocess.run(command, check=True, timeout=300)
@@ -365,12 +365,12 @@ def make(mutant: Mutant, folder: Path) -> Path:
 
 @functools.cache
 def _main_object() -> str:
-    made = Path(_kept.name) / "main.o"
+    made = Path(_object_folder.name) / "main.o"
     subprocess.run([*COMPILE, *INCLUDES, "-c", str(MAIN), "-o", str(made)], check=True, timeout=300)
     return str(made)
 
 
-_kept = tempfile.TemporaryDirectory(prefix="netfold-mutants-")
+_object_folder = tempfile.TemporaryDirectory(prefix="netfold-mutants-")
 
 
 def _library(component: str) -> str:
@@ -381,7 +381,7 @@ def _library(component: str) -> str:
 
 
 def search(mutant: Mutant, folder: Path) -> tuple[str, list[SimpleNamespace]]:
-    """Which promise the mutant breaks, or nothing; and the records of the shortest trace."""
+    """Return the promise that the mutant breaks, or nothing; and the records of the shortest trace."""
     scope = mutant.scope
     arguments: list[object] = [scope.workers, scope.leaves or "-", scope.window, scope.restarts, scope.foreign_packets]
     arguments += [int(scope.network == "merged"), scope.numbers, scope.timeouts]

@@ -1,4 +1,4 @@
-// Functions that ctypes can call, over a ParentSender that is compiled from a changed source (test_parent_sender_search.py).
+// A C interface, for ctypes, to a ParentSender that is compiled from a changed source (test_parent_sender_search.py).
 #include <netfold/protocol/parent_sender.hpp>
 
 #include <cstring>
@@ -13,7 +13,7 @@ extern "C" {
 void* parent_sender_new(std::uint32_t slots) { return new ParentSender(slots); }
 void* parent_sender_copy(void* self) { return new ParentSender(of(self)); }
 void parent_sender_delete(void* self) { delete static_cast<ParentSender*>(self); }
-// The bytes' number; written as far as there is room.
+// Returns the number of bytes; writes at most `room` of them.
 std::uint64_t parent_sender_canonical(void* self, unsigned char* out, std::uint64_t room) {
   std::vector<std::byte> bytes;
   of(self).append_canonical(bytes);
@@ -21,7 +21,7 @@ std::uint64_t parent_sender_canonical(void* self, unsigned char* out, std::uint6
   return bytes.size();
 }
 void parent_sender_offer(void* self, std::uint32_t slot) { of(self).offer(slot); }
-// Slot and number of the packet; 0 for none.
+// Writes the packet's slot and number; returns 0 where there is no packet.
 int parent_sender_poll_send(void* self, std::uint32_t* slot, std::uint64_t* packet_number) {
   const auto send = of(self).poll_send();
   if (!send) return 0;

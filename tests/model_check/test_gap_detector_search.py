@@ -1,4 +1,4 @@
-"""The search over gap detection: production holds in every order of packets, and without any one part it does not."""
+"""The search over gap detection: production holds in every order of packets, and each mutant fails."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ pytestmark = pytest.mark.native
 
 PROTOCOL = Path(__file__).parents[2] / "native" / "protocol"
 
-# What is changed in gap_detector.cpp, and the promise that breaks.
+# The text in gap_detector.cpp, its replacement, and the promise that breaks.
 MUTANTS = {
-    "late-packet-is-not-seen": (
-        "if (age < 64) seen_ |= std::uint64_t{1} << age;",
+    "late-packet-is-not-recorded": (
+        "if (age < 64) received_ |= std::uint64_t{1} << age;",
         "",
         "what is kept depends on the order of the packets",
     ),
@@ -38,8 +38,8 @@ MUTANTS = {
         "last = packet_number - kReorderThreshold - 1;",
         "a packet that is missing is not named",
     ),
-    "what-was-seen-stays": ("seen_ << ahead", "seen_", "a packet that is missing is not named"),
-    "seen-packet-is-named": (" || (seen_ >> age & 1) != 0", "", "a gap names packets that were never sent"),
+    "received-packets-stay": ("received_ << ahead", "received_", "a packet that is missing is not named"),
+    "received-packet-is-named": (" || (received_ >> age & 1) != 0", "", "a gap names packets that were never sent"),
 }
 
 
@@ -47,7 +47,7 @@ def test_every_missing_packet_is_named_once_and_in_time_in_every_order() -> None
     report = search_arrivals()
     print(sentence(report))
     assert report.broken == ""
-    # Each set of packets is one state of the machine: its order does not matter.
+    # Each set of packets is one state of the machine, whatever the order.
     assert report.machines == 2**PACKETS
     assert PACKETS > THRESHOLD + 2, "there are orders in which several packets are named, together and one by one"
 
@@ -62,7 +62,7 @@ def test_gap_detection_without_a_part_is_caught(name: str, tmp_path: Path) -> No
 
 
 def _mutant(text: str, instead: str, folder: Path) -> Any:
-    """A class like protocol.GapDetector, of the changed source."""
+    """Return a class like protocol.GapDetector, compiled from the changed source."""
     source = change_file(PROTOCOL / "gap_detector.cpp", text, instead, folder)
     sources = [source, Path(__file__).with_name("gap_detector_abi.cpp")]
     library = load(folder / "gap_detector.so", sources, [PROTOCOL / "include"], "-O1")
@@ -82,9 +82,11 @@ def _mutant(text: str, instead: str, folder: Path) -> Any:
         def copy(self) -> GapDetector:
             return GapDetector(self._self)
 
-        def observe(self, counter: int) -> tuple[int, int]:
+        def observe(self, packet_number: int) -> tuple[int, int]:
             first, count = ctypes.c_uint64(), ctypes.c_uint32()
-            library.gap_detector_observe(self._self, ctypes.c_uint64(counter), ctypes.byref(first), ctypes.byref(count))
+            library.gap_detector_observe(
+                self._self, ctypes.c_uint64(packet_number), ctypes.byref(first), ctypes.byref(count)
+            )
             return first.value, count.value
 
     return GapDetector

@@ -1,4 +1,4 @@
-"""The search bites: with any one check missing it finds a broken promise. `tests/conftest.py` prints the traces."""
+"""With any one check missing the search finds a broken promise. `tests/conftest.py` prints the traces."""
 
 import pytest
 from mutants import HELLOS, MUTANTS, STUCK, make, search, search_validation
@@ -8,19 +8,18 @@ from netfold.model_check import search as search_production
 
 
 @pytest.mark.parametrize("name", MUTANTS)
-def test_a_machine_without_its_check_is_caught(name, tmp_path):
+def test_a_machine_without_a_check_is_caught(name, tmp_path):
     mutant = MUTANTS[name]
     broken, records = search(mutant, tmp_path)
     assert broken.startswith(mutant.breaks)
-    # The trace ends with the step that breaks the promise, or in the state that there is no way out of: the first one,
-    # where nothing leads to the end.
+    # The trace ends with the step that breaks the promise, or, where no path leads to the end, in the first such state.
     ends = [""] * len(records) if mutant.breaks == STUCK else [""] * (len(records) - 1) + [broken]
     assert [record.broken for record in records] == ends
     print(f"{name}: {broken}\n  {'; '.join(record.step for record in records)}")
 
 
 @pytest.mark.parametrize("name", HELLOS)
-def test_a_seat_without_its_check_is_caught(name, tmp_path):
+def test_address_validation_without_a_check_is_caught(name, tmp_path):
     assert search_validation(name, tmp_path) == HELLOS[name][2]
 
 

@@ -1,4 +1,4 @@
-"""The search over a leaf's sender: production does what its table says in every order, and mutants of it do not."""
+"""The search over a leaf's sender: production follows its table in every order, and each mutant fails."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ OTHER = "another sum goes than the one that is next"
 COUNTED = "packets are counted otherwise than the table says"
 NAMED = "a NACK sends other sums again than it names"
 
-# What is changed in parent_sender.cpp, and the promise that breaks.
+# The text in parent_sender.cpp, its replacement, and the promise that breaks.
 MUTANTS = {
-    "asked-again-is-not-sent-again": ("    make_due(slot);\n    return;", "    return;", IN_FLIGHT),
+    "offered-again-is-not-sent-again": ("    make_due(slot);\n    return;", "    return;", IN_FLIGHT),
     "number-is-used-again": (
         "  --packets_sent_;\n",
         "  --packets_sent_;\n  --packet_number_;\n",
         "a packet has a number that one had before",
     ),
     "refused-counts-as-sent": ("  entry.sent = entry.again;\n", "", COUNTED),
-    "refused-is-forgotten": (
+    "refused-is-not-offered-again": (
         "entry.sent = entry.again;\n  make_due(slot);",
         "entry.sent = entry.again;",
         IN_FLIGHT,
     ),
-    "next-sum-is-taken-for-the-former": ("entry = Entry{};", "entry.state = State::none;", COUNTED),
-    "sent-twice-says-which-was-answered": (" && !entry.again) {", ") {", IN_FLIGHT),
+    "next-sum-counts-as-a-retransmission": ("entry = Entry{};", "entry.state = State::none;", COUNTED),
+    "sent-twice-shows-which-was-answered": (" && !entry.again) {", ") {", IN_FLIGHT),
     "more-go-again-than-are-missing": ("left > 0 && at != kNone", "gap.count > 0 && at != kNone", IN_FLIGHT),
     "one-goes-again-where-several-are-missing": ("left = gap.count;", "left = gap.count > 0;", IN_FLIGHT),
     "passed-over-one-late": (
@@ -52,12 +52,12 @@ MUTANTS = {
 
 
 @pytest.mark.parametrize("name", QUICK)
-def test_a_leaf_sends_what_its_table_says_in_every_order(name: str) -> None:
+def test_a_leaf_follows_its_table_in_every_order(name: str) -> None:
     report = search_parent_sender(QUICK[name])
     print(sentence(QUICK[name], report))
     assert report.broken == ""
-    assert report.passed_over > 0, "no result sends again what it passed over"
-    assert (report.named > 0) == (QUICK[name].nacks > 0), "no NACK sends again what it names"
+    assert report.passed_over > 0, "some result resends a sum that it passed over"
+    assert (report.named > 0) == (QUICK[name].nacks > 0), "some NACK resends a sum exactly where NACKs are searched"
 
 
 @pytest.mark.parametrize("name", MUTANTS)
@@ -71,20 +71,20 @@ def test_a_sender_without_a_part_is_caught(name: str, tmp_path: Path) -> None:
 
 
 def _function_of(text: str) -> str:
-    """The head of the function in parent_sender.cpp that has the text."""
+    """Return the first line of the function in parent_sender.cpp that has the text."""
     before = (PROTOCOL / "parent_sender.cpp").read_text().partition(text)[0]
     return before[before.rindex("ParentSender::") :].splitlines()[0]
 
 
 def _mutant(text: str, instead: str, folder: Path) -> Any:
-    """A class like protocol.ParentSender, of the changed source."""
+    """Return a class like protocol.ParentSender, compiled from the changed source."""
     source = change_file(PROTOCOL / "parent_sender.cpp", text, instead, folder)
     sources = [source, PROTOCOL / "gap_detector.cpp", Path(__file__).with_name("parent_sender_abi.cpp")]
     library = load(folder / "parent_sender.so", sources, [PROTOCOL / "include"], "-O0")
     for name in ("new", "copy"):
-        getattr(library, f"uplink_{name}").restype = ctypes.c_void_p
+        getattr(library, f"parent_sender_{name}").restype = ctypes.c_void_p
     for name in ("packets_sent", "sent_again", "canonical"):
-        getattr(library, f"uplink_{name}").restype = ctypes.c_uint64
+        getattr(library, f"parent_sender_{name}").restype = ctypes.c_uint64
 
     class ParentSender:
         def __init__(self, slots: int, copied: Any = None) -> None:

@@ -1,4 +1,4 @@
-"""The search over recovery: its scopes hold, it bites, and what it found in production stays found."""
+"""The search over recovery: its scopes hold, each mutant fails, and faults that it found stay fixed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_every_promise_holds_in_scope(name: str) -> None:
     report = search_recovery(scope)
     print(sentence(scope, report))
     assert (report.broken, report.exhausted) == ("", True)
-    # Where ranks may join again, there are ways on which a switch has all of them again.
+    # Where ranks may join again, on some paths a switch has all of them again.
     assert (report.returned > 0) == (scope.attempts > 0)
 
 
@@ -44,8 +44,8 @@ def test_production_holds_where_mutants_break(scope: RecoveryScope) -> None:
     assert (report.broken, report.exhausted) == ("", True)
 
 
-def test_a_membership_that_was_lost_before_the_leader_was_through_is_not_promised() -> None:
-    # Rank 1 joins, loses the switch at once and says so; then the leader's own join comes to its end.
+def test_a_membership_that_was_lost_before_the_leader_joined_is_not_promised() -> None:
+    # Rank 1 joins, loses the switch at once and reports it; then the leader's own join completes.
     steps = """lose 0 1; hear 1 0 Freeze(1); hear 1 0 Recover(1,0,0,0,[],True); waited 0 again 0; tree 0;
         hear 1 0 Rejoin(1); joined 1 2; lose 1 2; hear 0 1 Rejoined(1,2); hear 0 1 Lost(2); joined 0 2; call 0;
         hear 1 0 Freeze(2)"""
@@ -56,8 +56,8 @@ def test_a_membership_that_was_lost_before_the_leader_was_through_is_not_promise
     assert replay_recovery(BACK, [*trace, "step 0 0"]) == ""  # the leader announces no membership
 
 
-def test_an_answer_to_an_attempt_that_the_leader_gave_up_is_not_counted() -> None:
-    # The leader fetches a result while attempt 1 runs out of time; it joins as attempt 1 when attempt 2 is under way.
+def test_an_answer_to_an_abandoned_attempt_is_not_counted() -> None:
+    # The leader fetches a result while attempt 1 times out; its join of attempt 1 completes during attempt 2.
     scope = RecoveryScope(losses=1, attempts=2, refusals=1, operations="1,1")
     steps = """call 0; lose 0 1; call 1; result 1 1 0; hear 1 0 Freeze(1); hear 1 0 Recover(1,0,1,1,[],True);
         waited 0 again 0; tree 0; hear 1 0 Rejoin(1); waited 0 join 1; waited 0 again 1; tree 0;
@@ -66,7 +66,7 @@ def test_an_answer_to_an_attempt_that_the_leader_gave_up_is_not_counted() -> Non
     assert replay_recovery(scope, [*trace, "step 0 0"]) == ""
 
 
-def test_a_message_that_comes_twice_is_no_second_task() -> None:
+def test_a_duplicate_message_is_no_second_task() -> None:
     # Before the search, each copy of a Rejoin waited in a queue without a bound.
     scope = RecoveryScope(operations="1", attempts=1)
     steps = ["lose 0 1", "hear 1 0 Freeze(1)", "hear 1 0 Recover(1,0,0,0,[],True)", "waited 0 again 0", "tree 0"]
@@ -75,7 +75,7 @@ def test_a_message_that_comes_twice_is_no_second_task() -> None:
         replay_recovery(scope, [*steps, *["hear 1 0 Rejoin(1)"] * 3, "joined 0 2", "joined 1 2", "joined 1 2"])
 
 
-def test_a_search_that_is_stopped_says_that_it_is_not_exhausted() -> None:
+def test_a_stopped_search_is_not_exhausted() -> None:
     scope = RecoveryScope(ranks=3, max_states=50)
     report = search_recovery(scope)
     assert not report.exhausted
@@ -89,8 +89,8 @@ def test_a_mutant_of_code_that_has_changed_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_the_model_of_a_membership_does_what_the_protocols_machines_do(seed: int) -> None:
-    """The same events through both: what a worker has sent, and which results it takes, chunk by chunk."""
+def test_the_model_of_a_membership_agrees_with_the_protocols_machines(seed: int) -> None:
+    """Apply the same events to both, and compare the chunks that a worker sent and the results that it accepts."""
     draw = random.Random(seed)
     workers, window, lines = draw.choice([2, 3]), draw.choice([1, 2, 3]), [2, 1, 3, 2]
     shape = {"job": 7, "epoch": 3, "incarnation": 5, "workers": workers, "window": window, "payload_bytes": 8}
@@ -112,7 +112,7 @@ def test_the_model_of_a_membership_does_what_the_protocols_machines_do(seed: int
         elif kind == "contribution" and packets:
             chunk, packet = draw.choice(packets)
             outcome, _, slot, *_ = switch.handle_packet(packet)
-            # A result is there when all have contributed, and not before.
+            # A chunk is complete exactly when all workers have contributed.
             if outcome == "completed":
                 assert all(each.contributed >> chunk & 1 for each in channels)
                 results[chunk] = bytes(switch.frame(slot))

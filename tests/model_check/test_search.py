@@ -1,4 +1,4 @@
-"""The search: its scopes hold, its three views of the network agree, and what it finds can be shown again."""
+"""The search: its scopes hold, its three views of the network agree, and its traces can be replayed."""
 
 import pytest
 
@@ -38,13 +38,13 @@ def test_the_views_of_the_network_reach_the_same_machines(scope):
     assert merged <= monotone < exact
 
 
-def test_the_smallest_scope_has_the_states_that_one_can_count():
+def test_the_smallest_scope_has_four_states():
     # One worker, one chunk. The machines: not called; chunk sent; at the switch; and received.
     report = search(Scope(workers=1, operations="1"))
     assert (report.states, report.machines, report.packets, report.depth) == (4, 4, 2, 3)
 
 
-def test_a_search_that_is_stopped_says_that_it_is_not_exhausted():
+def test_a_stopped_search_is_not_exhausted():
     scope = Scope(workers=3, operations="4", max_states=100)
     report = search(scope)
     assert (report.states, report.exhausted, report.broken) == (100, False, "")
@@ -61,11 +61,11 @@ def test_a_search_that_is_stopped_says_that_it_is_not_exhausted():
         ({"restarts": 5}, "at most 4 restarts"),
         ({"window": 0}, "window"),
         ({"network": "lossy"}, r"monotone, merged or exact"),
-        ({"timeouts": 1}, "timers are counted where packets are"),
-        ({"numbers": 8, "last": "1"}, "no worker that calls something else"),
+        ({"timeouts": 1}, "timeouts are counted only"),
+        ({"numbers": 8, "last": "1"}, "all of its workers call the same"),
     ],
 )
-def test_a_scope_without_sense_is_refused(scope, complaint):
+def test_a_contradictory_scope_is_refused(scope, complaint):
     with pytest.raises(ValueError, match=complaint):
         search(Scope(**scope))
 
@@ -82,7 +82,7 @@ def test_a_trace_is_replayed_step_by_step():
         ("switch", "completed"),
         ("worker 0", "received"),
         ("switch", "generation 1.2"),
-        ("worker 1", "received"),  # it has not heard yet that its generation is over
+        ("worker 1", "received"),  # it does not know yet that its generation is over
         ("worker 0", "generation 1.2"),
         ("worker 0", "called"),
         ("switch", "dropped: epoch"),
@@ -92,11 +92,11 @@ def test_a_trace_is_replayed_step_by_step():
     assert records[4].state == "generation 1.1, has 0, waits for 1"
 
 
-def test_workers_that_disagree_end_and_who_says_the_same_waits_for_the_one_that_differs():
+def test_workers_that_disagree_end_and_a_worker_that_agrees_waits_for_the_differing_one():
     # Workers 0 and 1 call an operation of two chunks, worker 2 two of one.
     scope = Scope(workers=3, operations="2", last="1,1")
     steps = ["call 0", "call 1", "call 2", "1.1/2>0", "1.1/0>0"]
-    # The mismatch that names worker 0 reaches worker 1, which says what worker 0 says; its own is refused then.
+    # The mismatch that names worker 0 reaches worker 1, whose call is the same; then worker 1's own packet mismatches.
     steps += ["1.1/1<0", "1.1/1>0", "1.1/1<0=2", "hear 0", "1.1/2<0"]
     records = replay(scope, steps)
     assert [record.became for record in records[3:]] == [
@@ -113,19 +113,19 @@ def test_workers_that_disagree_end_and_who_says_the_same_waits_for_the_one_that_
         replay(scope, ["call 0", "hear 1"])
 
 
-def test_only_a_workers_own_hello_gives_it_a_seat():
+def test_only_a_workers_own_hello_validates_its_address():
     report = search_validation()
     assert (report.exhausted, report.broken) == (True, "")
-    # Each of three seats is empty or taken.
+    # Each of three addresses is validated or not.
     assert (report.states, report.depth) == (2**3, 3)
     with pytest.raises(ValueError, match="1 to 4 workers"):
         search_validation(0)
 
 
-def test_a_leaf_that_restarts_has_another_life_and_the_others_join_again():
+def test_a_leaf_that_restarts_has_another_generation_and_the_others_join_again():
     steps = ["call 0", "1.1/0>0", "call 1", "1.1/1>0", "1.1/^0>0", "restart leaf 0", "1.1/^1>0", "rejoin 0", "call 0"]
     scope = Scope(leaves="1,1", restarts=1)
-    # The sum of the old leaf 1 reaches the new root, and leaf 0's is the first of a generation that leaf 1 has not
+    # The sum of the old leaf 1 reaches the new root; leaf 0's sum is the first of a generation that leaf 1 has not
     # joined.
     records = replay(scope, [*steps, "2.1/0>0", "1.2/^0>0", "rejoin leaf 1", "rejoin 1", "call 1", "1.2/1>0"])
     assert [record.became for record in records[4:]] == [
@@ -146,10 +146,10 @@ def test_a_leaf_that_restarts_has_another_life_and_the_others_join_again():
 
 
 def test_a_packet_that_is_passed_over_is_named_and_sent_again():
-    # Chunk 0's packet has number 8, chunk 1's 16: by the second the first counts as lost.
+    # Chunk 0's packet has number 8 and chunk 1's 16: after the second packet the first counts as lost.
     scope = Scope(workers=1, window=2, operations="2", numbers=8)
     records = replay(scope, ["call 0", "1.1/0>1", "1.1/0!1", "1.1/0>0=2"])
-    assert [record.became for record in records] == ["called", "completed", "told of a loss", "completed"]
+    assert [record.became for record in records] == ["called", "completed", "received a NACK", "completed"]
 
 
 def test_packets_of_another_job_change_nothing():
@@ -162,8 +162,8 @@ def test_packets_of_another_job_change_nothing():
     assert (alone.machines, alone.switches, alone.workers) == (beside.machines, beside.switches, beside.workers)
 
 
-def test_production_drops_the_packet_that_a_version_bit_lets_pass():
-    # The trace of the mutant "switch-version-bit": worker 1 sent chunk 0 twice, and one comes two turns too late.
+def test_production_drops_the_packet_that_a_version_bit_accepts():
+    # The trace of the mutant "switch-version-bit": worker 1 sent chunk 0 twice, and one copy comes two rounds too late.
     rounds = "1.1/0>{0}; 1.1/1>{0}; 1.1/0<{0}; 1.1/1<{0}"
     steps = "; ".join(["call 0; call 1", *(rounds.format(chunk) for chunk in range(4)), "1.1/0>4; 1.1/1>0"]).split("; ")
     records = replay(Scope(operations="6"), steps)
@@ -177,7 +177,7 @@ def test_a_step_that_cannot_happen_is_named():
         replay(Scope(), ["call 0", "1.1/1>0"])
 
 
-def test_a_packet_that_was_taken_is_gone_unless_it_was_copied():
+def test_a_delivered_packet_is_gone_unless_it_was_copied():
     exact = Scope(network="exact")
     with pytest.raises(ValueError, match="step 3"):
         replay(exact, ["call 0", "1.1/0>0", "1.1/0>0"])
@@ -223,5 +223,5 @@ def test_a_search_that_was_not_exhausted_fails_the_command():
     assert main(["--workers", "3", "--max-states", "10"]) == 1
 
 
-def test_the_scope_that_make_prove_promises_is_among_the_named():
+def test_the_largest_promised_scope_is_among_the_named_scopes():
     assert Scope(workers=3, window=1, operations="4", restarts=2, network="merged") in LARGE.values()

@@ -1,4 +1,4 @@
-"""The search over the watch on a switch: production holds with answers in every order, and its mutants do not."""
+"""The search over SwitchWatch: production holds with answers in every order, and each mutant fails."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CUT = "a path that lets no packets through is not noticed"
 FORMER = "an answer about a chunk that has its result is taken for this one's"
 TWO = "a question is asked while another is open"
 
-# What is changed in switch_watch.py, and the promise that breaks.
+# The text in switch_watch.py, its replacement, and the promise that breaks.
 MUTANTS = {
     "a-pause-counts": ("min(now - self._last_tick, TICK_S)", "now - self._last_tick", ANSWERS),
     "one-answer-is-enough": ("self._bad_answers >= 2 and", "self._bad_answers >= 1 and", ANSWERS),
@@ -60,7 +60,7 @@ MUTANTS = {
 }
 
 
-def test_a_switch_is_lost_when_it_is_of_no_use_and_only_then() -> None:
+def test_a_switch_counts_as_lost_exactly_when_it_is_of_no_use() -> None:
     report = search_switch_watch()
     print(sentence(report))
     assert report.broken == ""
@@ -77,6 +77,6 @@ def test_a_watch_without_a_part_is_caught(name: str) -> None:
 
 
 def _mutant(text: str, instead: str) -> Any:
-    """The class of the changed source; questions and losses stay production's."""
+    """Return the class of the changed source; its question and loss types stay production's."""
     source = change(Path(production.__file__).read_text(), text, instead, "switch_watch.py")
     return execute(production, source, "class SwitchWatch:")["SwitchWatch"]

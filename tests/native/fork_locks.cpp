@@ -1,5 +1,5 @@
-// `fork_locks regions|descriptors|status SECONDS`: threads begin to use what is locked over a fork, and the process forks.
-// Exit code 1 where a child of one of 40 forks cannot use it within SECONDS.
+// `fork_locks regions|descriptors|status SECONDS`: threads begin to use an object that is locked over a fork, and the
+// process forks 40 times. Exit code 1: a child cannot use the object within SECONDS.
 #include <sys/wait.h>
 #include <unistd.h>
 #include <netfold/engine/status.hpp>

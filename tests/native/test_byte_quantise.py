@@ -44,7 +44,7 @@ def log_uniform(rng, count, low, high):
 
 
 def rounding_bits(seed, count):
-    """The 24 bits that each element of a block draws, once more in NumPy."""
+    """Return the 24 random bits of each element of a block, computed in NumPy."""
     bits = np.uint32(seed) + np.arange(count, dtype=np.uint32) * np.uint32(0x9E3779B9)
     bits = (bits ^ bits >> np.uint32(16)) * np.uint32(0x7FEB352D)
     bits = (bits ^ bits >> np.uint32(15)) * np.uint32(0x846CA68B)
@@ -59,7 +59,7 @@ def mixed(bits):
 
 
 @pytest.mark.parametrize("isa", ISAS)
-def test_magnitudes_are_the_blocks_greatest_and_order_inf_and_nan_above_all(isa):
+def test_magnitudes_are_each_blocks_greatest_with_inf_and_nan_above_all_numbers(isa):
     for count in SIZES:
         values = log_uniform(np.random.default_rng(count), count, -140, 127)
         found = magnitudes_of(values, isa).view(np.float32)
@@ -72,7 +72,7 @@ def test_magnitudes_are_the_blocks_greatest_and_order_inf_and_nan_above_all(isa)
 
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize(("low", "high"), [(-3, 3), (-99, 99), (-149, -140), (-120, -95), (95, 110), (120, 127.99)])
-def test_every_element_is_rounded_as_the_page_says(isa, low, high):
+def test_every_element_is_rounded_as_documented(isa, low, high):
     """Against the hash in NumPy: the upper neighbour where the fraction is above the draw."""
     operation, worker, contributions = 12345, 6, 3
     key = mixed(((operation << 32 | worker) + 0x9E3779B97F4A7C15) % 2**64)
@@ -136,8 +136,8 @@ def test_rounding_is_unbiased_and_its_spread_is_that_of_one_unit(contributions):
     assert 0.8 < normal.std() < 1.2
 
 
-def test_a_bias_would_be_found():
-    """The test above, on rounding to nearest: it must not pass."""
+def test_a_bias_is_detected():
+    """Rounding to nearest must not pass the test above."""
     values = np.random.default_rng(2).standard_normal(256).astype(np.float32)
     exact = values / units_of(magnitudes_of(values), 2, 256)
     fraction = exact - np.floor(exact)
@@ -171,7 +171,7 @@ def test_the_largest_contributions_cannot_overflow(contributions):
             assert np.abs(integers).max() * contributions <= 127
 
 
-def test_a_sum_stays_within_the_bound_and_what_is_lost_is_what_is_missing():
+def test_a_sum_stays_within_the_bound_and_lost_is_its_error():
     rng = np.random.default_rng(4)
     contributions, count = 7, 5000
     parts = [log_uniform(rng, count, -20, 4) for _ in range(contributions)]
@@ -202,7 +202,7 @@ def test_blocks_of_zeros_stay_zero_and_lose_nothing():
     assert (dequantise(integers, magnitudes, 2).view(np.uint32) == 0).all()
 
 
-def test_misuse_is_refused_with_a_sentence():
+def test_misuse_is_refused_with_a_reason():
     f32, i8, i32 = np.zeros(4, np.float32), np.zeros(4, np.int8), np.zeros(1, np.int32)
     with pytest.raises(ValueError, match=f"contributions is {MOST + 1}, expected 1 to {MOST}"):
         kernels.quantise_bytes(i8, f32, i32, MOST + 1, 0, 0)

@@ -1,4 +1,4 @@
-"""A child of fork finds whole what all groups of a process share, whatever other threads did at that moment."""
+"""A child of fork can use the objects that all groups of a process share, whatever other threads did at the fork."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ def compiled(source: Path, out: Path) -> Path:
 
 
 def ended(objects: dict[str, Path], what: str, seconds: int, folder: Path) -> int:
-    """The first status that is not 0: some of the forks come during the first use."""
+    """Return the first status that is not 0: some of the forks come during the first use."""
     program = build(folder / "fork_locks", objects.values(), [], "-pthread")
     return next(filter(None, (subprocess.run([program, what, str(seconds)]).returncode for _ in range(20))), 0)
 
 
 @pytest.mark.parametrize("what", LOCKED)
-def test_a_child_of_fork_can_use_what_threads_of_its_parent_had_locked(
+def test_a_child_of_fork_can_use_objects_that_threads_of_its_parent_had_locked(
     what: str, objects: dict[str, Path], tmp_path: Path
 ) -> None:
     assert ended(objects, what, 60, tmp_path) == 0

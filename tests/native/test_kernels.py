@@ -38,7 +38,7 @@ U32 = np.uint32
 
 
 def bf16_from_f32(values):
-    """Round to nearest even in integers; every NaN becomes 0x7fc0."""
+    """Round to nearest even, in integers; every NaN becomes 0x7fc0."""
     bits = np.ascontiguousarray(values, np.float32).view(U32)
     rounded = ((bits.astype(np.uint64) + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
     return np.where(np.isnan(values), np.uint16(0x7FC0), rounded)
@@ -55,14 +55,14 @@ def f16_from_f32(values):
 
 
 def widen(array, dtype):
-    """What a dtype is folded in."""
+    """Return the dtype in which a dtype is reduced."""
     if dtype == "bf16":
         return f32_from_bf16(array)
     return array.view(np.float16).astype(np.float32) if dtype == "f16" else array
 
 
 def narrow(values, dtype):
-    """Back to memory, NaNs made canonical."""
+    """Return the values as stored, with canonical NaNs."""
     if dtype == "bf16":
         return bf16_from_f32(values)
     if dtype == "f16":
@@ -73,7 +73,7 @@ def narrow(values, dtype):
 
 
 def fold(op, dtype, sources):
-    """The definition in reduce.hpp, in NumPy."""
+    """Reduce as reduce.hpp defines it, in NumPy."""
     combine = {
         "sum": np.add,
         "product": np.multiply,
@@ -91,7 +91,7 @@ def fold(op, dtype, sources):
 
 
 def distinct(dtype, count, seed):
-    """Elements that differ within a source (as far as the dtype has values) and between sources."""
+    """Return elements that differ within a source (as far as the dtype has values) and between sources."""
     rng = np.random.default_rng([seed, count, list(MEMORY).index(dtype)])
     if dtype in ("f32", "f64"):
         values = (rng.permutation(count) + 1 + rng.random()) * rng.choice([-1, 1], count)
@@ -119,7 +119,7 @@ def assert_same_bits(actual, expected, context):
 
 
 def unaligned(array):
-    """The same elements, one byte past an aligned address."""
+    """Return the same elements, one byte past an aligned address."""
     memory = np.zeros(array.nbytes + 17, np.uint8)
     start = (-memory.ctypes.data) % 16 + 1
     view = memory[start : start + array.nbytes].view(array.dtype)
@@ -183,7 +183,7 @@ def test_reduce_writes_nothing_beyond_its_elements(op, dtype, isa):
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("op", ["sum", "product", "min", "max"])
 def test_reduce_gives_numpys_bits_for_any_bit_pattern(op, dtype, isa):
-    """NaNs of any kind, Inf - Inf, subnormals, signed zeros and overflow, each against each."""
+    """Pairs of NaNs of any kind, infinities, subnormals, signed zeros and the largest numbers."""
     rng = np.random.default_rng(7)
     memory = MEMORY[dtype]
     special = {
@@ -247,7 +247,7 @@ def test_integers_wrap(dtype, isa):
 
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("half", ["f16", "bf16"])
-def test_every_half_widens_as_numpy_does_and_comes_back(half, isa):
+def test_every_half_widens_as_in_numpy_and_narrows_back(half, isa):
     halves = np.arange(65536, dtype=np.uint16)
     wide = convert("f32", half, halves, isa)
     expected = narrow(widen(halves, half), "f32")
@@ -305,7 +305,7 @@ def test_convert_handles_every_size_and_alignment_and_stays_in_bounds(to, from_,
 
 
 @pytest.mark.parametrize("streams", [False, True])
-def test_a_copy_past_the_caches_is_a_copy_at_every_size_and_alignment_and_stays_in_bounds(streams):
+def test_copy_is_exact_at_every_size_and_alignment_and_stays_in_bounds(streams):
     source = np.random.default_rng(16).integers(0, 256, 5000, np.uint8)
     for count in (0, 1, 63, 64, 65, 127, 128, 200, 4096, 4500):
         for target in (0, 1, 17, 63):
@@ -349,7 +349,7 @@ def dequantise(integers, exponents, headroom_bits, isa, first_element=0):
 
 
 def i32_sum(contributions, headroom_bits, isa):
-    """What a group does: agree on exponents, quantise, add integers, dequantise. Also the exponents."""
+    """Sum as a group does: agree on exponents, quantise, add integers, dequantise; also return the exponents."""
     exponents = np.max([block_exponents(c, isa) for c in contributions], axis=0)
     total = np.zeros(len(contributions[0]), np.int64)
     for contribution in contributions:
@@ -399,7 +399,7 @@ def test_quantise_and_dequantise_are_exact_arithmetic_rounded_once(headroom_bits
         values = log_uniform(rng, 4099, low, high)
         exponents = block_exponents(values, isa)
         unit = np.repeat(exponents.astype(np.float64), BLOCK)[:4099] + headroom_bits - 30
-        # An all-zero block (its values rounded to 0) has no unit; any will do for 0.
+        # An all-zero block has no unit; any unit gives 0.
         unit = np.where(np.repeat(exponents, BLOCK)[:4099] == kernels.exponent_all_zero, 0, unit).astype(np.int64)
         context = f"{isa} headroom={headroom_bits} magnitudes 2^{low}..2^{high}"
 
@@ -471,7 +471,7 @@ def test_elements_near_the_maximum_keep_all_their_bits(isa):
 
 
 @pytest.mark.parametrize("isa", ISAS)
-def test_non_finite_elements_sum_as_floats_do_and_spoil_nothing_outside_their_block(isa):
+def test_non_finite_elements_sum_as_floats_do_and_affect_only_their_block(isa):
     inf, nan = np.inf, np.nan
     a, b = distinct("f32", 3 * BLOCK + 5, 1), distinct("f32", 3 * BLOCK + 5, 2)
     a[BLOCK : BLOCK + 6] = [inf, -inf, inf, nan, 1.0, inf]
@@ -486,7 +486,7 @@ def test_non_finite_elements_sum_as_floats_do_and_spoil_nothing_outside_their_bl
 
 
 @pytest.mark.parametrize("isa", ISAS)
-def test_counters_of_a_non_finite_block_hold_the_most_workers(isa):
+def test_counters_of_a_non_finite_block_hold_the_largest_number_of_workers(isa):
     values = np.array([np.inf, -np.inf, np.nan, 4.0], np.float32)
     exponents = block_exponents(values, isa)
     total = quantise(values, exponents, kernels.max_headroom_bits, isa).astype(np.int64) * 2**kernels.max_headroom_bits
@@ -532,7 +532,7 @@ def test_dequantise_works_in_place(isa):
 
 
 @pytest.mark.parametrize("isa", ISAS)
-def test_an_exponent_that_no_float_has_counts_as_the_nearest_that_one_has(isa):
+def test_an_exponent_that_no_float_has_counts_as_the_nearest_exponent_of_a_float(isa):
     sums = np.arange(-64, BLOCK - 64, dtype=np.int32) * 1000003
     for exponent, nearest in ((-32767, -148), (-149, -148), (129, 128), (32766, 128)):
         broken, valid = np.array([exponent], np.int16), np.array([nearest], np.int16)
@@ -570,13 +570,13 @@ def test_the_best_instruction_set_is_chosen_when_nothing_is_forced(setting):
     assert "the best that this CPU has" in reason
 
 
-def test_an_unknown_word_in_netfold_isa_is_explained():
+def test_an_unknown_value_of_netfold_isa_is_explained():
     isa, reason = isa_in_subprocess("sse9")
     assert isa == ISAS[-1]
     assert "NETFOLD_ISA=sse9 is not one of serial, avx2, avx512" in reason
 
 
-def test_misuse_is_refused_with_a_sentence():
+def test_misuse_is_refused_with_a_reason():
     f32, f64, i16, i32 = (np.zeros(4, t) for t in (np.float32, np.float64, np.int16, np.int32))
     cases = [
         (

@@ -1,4 +1,4 @@
-"""Records of a stream against another implementation of AES-GCM, and what an attacker may do to them."""
+"""Records of a stream against another implementation of AES-GCM, and against changes by an attacker."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SECRET = bytes(range(32))
 
 
 def other_record(security: str, payload: bytes, number: int, secret: bytes = SECRET) -> bytes:
-    """The record as another implementation makes it."""
+    """Return the record as another implementation makes it."""
     key = hmac.new(secret, b"netfold record key", hashlib.sha256).digest()[:16]
     nonce, header = number.to_bytes(12, "big"), len(payload).to_bytes(4, "big")
     if security == "encrypt":
@@ -26,7 +26,7 @@ def other_record(security: str, payload: bytes, number: int, secret: bytes = SEC
 
 
 @pytest.mark.parametrize("security", ["authenticate", "encrypt"])
-def test_records_are_what_another_implementation_makes(security: str) -> None:
+def test_records_equal_those_of_another_implementation(security: str) -> None:
     protector = auth.RecordProtector(security, SECRET)
     unprotector = auth.RecordUnprotector(security, SECRET)
     for number, length in enumerate((0, 1, 15, 16, 17, 1000, 65535, 65536)):
@@ -39,7 +39,7 @@ def test_records_are_what_another_implementation_makes(security: str) -> None:
 
 
 @pytest.mark.parametrize("security", ["authenticate", "encrypt"])
-def test_a_key_carries_a_bounded_number_of_records(security: str) -> None:
+def test_a_key_is_used_for_a_bounded_number_of_records(security: str) -> None:
     protector = auth.RecordProtector(security, SECRET, 3)
     unprotector = auth.RecordUnprotector(security, SECRET, 3)
     secret = SECRET
@@ -52,7 +52,7 @@ def test_a_key_carries_a_bounded_number_of_records(security: str) -> None:
 
 
 @pytest.mark.parametrize("security", ["authenticate", "encrypt"])
-def test_every_byte_of_a_record_is_guarded(security: str) -> None:
+def test_every_byte_of_a_record_is_authenticated(security: str) -> None:
     record = auth.RecordProtector(security, SECRET).protect(b"sixteen bytes...and some more")
     for place in range(len(record)):
         for bit in (0x01, 0x80):
@@ -62,7 +62,7 @@ def test_every_byte_of_a_record_is_guarded(security: str) -> None:
 
 
 @pytest.mark.parametrize("security", ["authenticate", "encrypt"])
-def test_records_that_are_repeated_left_out_swapped_or_of_another_connection_are_not_opened(security: str) -> None:
+def test_records_that_are_repeated_omitted_swapped_or_of_another_connection_are_rejected(security: str) -> None:
     protector = auth.RecordProtector(security, SECRET)
     first, second = protector.protect(b"a" * 40), protector.protect(b"a" * 40)
     assert first != second
@@ -75,7 +75,7 @@ def test_records_that_are_repeated_left_out_swapped_or_of_another_connection_are
     assert auth.RecordUnprotector(other, SECRET).unprotect(first) is None
 
 
-def test_what_is_no_security_no_secret_and_no_record_is_refused() -> None:
+def test_an_invalid_security_secret_or_record_is_refused() -> None:
     with pytest.raises(ValueError, match="none, authenticate, encrypt"):
         auth.RecordProtector("obscure", SECRET)
     with pytest.raises(ValueError, match="has no records"):

@@ -1,11 +1,11 @@
-"""Hypothesis as these tests use it. HYPOTHESIS_PROFILE=thorough hunts 30 times longer."""
+"""The Hypothesis profiles of these tests. HYPOTHESIS_PROFILE=thorough runs 30 times as many examples."""
 
 import os
 
 from hypothesis import HealthCheck, settings
 
-# Examples take virtual time, not real time: a slow machine is no failure. In CI the same examples every time, so that
-# a red build is about the change; at a desk new ones, so that there is a hunt.
+# Examples take virtual time, so a slow machine is no failure. CI runs the same examples every time, so that a failure
+# comes from the change; elsewhere each run draws new examples.
 _COMMON = {
     "deadline": None,
     "derandomize": bool(os.environ.get("CI")),

@@ -1,4 +1,4 @@
-"""Models of TCP flows beside a job on one queue: CUBIC and BBR as far as their windows go, a packet at a time."""
+"""Models of TCP flows that share a queue with a job: the windows of CUBIC and BBR, packet by packet."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ SECOND_NS = 1_000_000_000
 
 
 class Bottleneck:
-    """A link that takes `packet_ns` a packet, behind a queue of at most `limit` packets that drops the rest."""
+    """A link that sends a packet in `packet_ns`, behind a queue of at most `limit` packets that drops the rest."""
 
     def __init__(self, packet_ns: int, limit: int) -> None:
         self.packet_ns = packet_ns
@@ -18,7 +18,7 @@ class Bottleneck:
         self._free_ns = 0
 
     def enqueue(self, now_ns: int) -> int | None:
-        """When the packet has left; None where it is dropped."""
+        """Return when the packet has left; None: it is dropped."""
         begins_ns = max(self._free_ns, now_ns)
         if begins_ns - now_ns + self.packet_ns > self._limit_ns:
             return None
@@ -27,9 +27,9 @@ class Bottleneck:
 
 
 class Flow(ABC):
-    """One bulk TCP flow; `advance` plays it up to a time. It knows of a loss when the next packet is acknowledged."""
+    """One bulk TCP flow, which `advance` runs up to a time. It detects a loss when the next packet is acknowledged."""
 
-    RTT_NS = 200_000  # beside the queue
+    RTT_NS = 200_000  # without the queue
 
     def __init__(self, link: Bottleneck, start_ns: int = 0, end_ns: int | None = None) -> None:
         self.link = link
@@ -57,22 +57,22 @@ class Flow(ABC):
 
     def send(self, now_ns: int) -> None:
         while self._in_flight < int(self.window):
-            self.put(now_ns)
+            self.send_one(now_ns)
 
-    def put(self, now_ns: int) -> None:
+    def send_one(self, now_ns: int) -> None:
         self._in_flight += 1
         left_ns = self.link.enqueue(now_ns)
         if left_ns is None:
             self._lost += 1
-            if self._in_flight == self._lost:  # nothing will tell: a timeout
-                self.wake(now_ns + SECOND_NS // 5)
+            if self._in_flight == self._lost:  # no acknowledgement will come: a timeout
+                self.wake_at(now_ns + SECOND_NS // 5)
                 self._in_flight = self._lost = 0
                 self.lost(now_ns)
                 self.window = 2.0
         else:
             heapq.heappush(self._due, (left_ns + self.RTT_NS, next(self._order), now_ns))
 
-    def wake(self, at_ns: int) -> None:
+    def wake_at(self, at_ns: int) -> None:
         heapq.heappush(self._due, (at_ns, next(self._order), None))
 
     @abstractmethod
@@ -121,13 +121,13 @@ class Cubic(Flow):
 
 
 class Bbr(Flow):
-    """BBR's first version: paced by the largest rate of ten round trips, twice its product with the least in flight."""
+    """BBR version 1: paced by the largest rate of ten round trips; its window is twice that rate by the least RTT."""
 
     GAINS = (1.25, 0.75, 1, 1, 1, 1, 1, 1)
 
     def __init__(self, *arguments, **named) -> None:
         super().__init__(*arguments, **named)
-        self._rates: list[tuple[int, float]] = []  # by round trip, packets a ns
+        self._rates: list[tuple[int, float]] = []  # by round trip, packets per ns
         self._rate = 10 / self.RTT_NS / 4
         self._least_ns, self._least_at_ns = 1 << 60, 0
         self._round_ns = self._round_delivered = self._full_rounds = 0
@@ -171,8 +171,8 @@ class Bbr(Flow):
 
     def send(self, now_ns: int) -> None:
         while self._in_flight < int(self.window) and self._next_ns <= now_ns:
-            self.put(now_ns)
+            self.send_one(now_ns)
             self._next_ns = max(self._next_ns, now_ns - 1_000_000) + int(1 / (self._rate * self.gain(now_ns)))
         if self._in_flight < int(self.window) and self._waking_ns <= now_ns:
             self._waking_ns = max(self._next_ns, now_ns + 1)
-            self.wake(self._waking_ns)
+            self.wake_at(self._waking_ns)

@@ -41,7 +41,7 @@ def make_worker(worker=0, workers=2, window=1, payload_bytes=8, **changes):
 
 
 def make_header(**changes):
-    """A contribution of two i32 to chunk 0, unless it is said otherwise."""
+    """Return the header of a contribution of two i32 to chunk 0, with `changes`."""
     header = protocol.Header()
     for name, value in {**IDENTITY, "elements": 2, "count": 2, "wire": I32, **changes}.items():
         setattr(header, name, value)
@@ -57,7 +57,7 @@ def i32(*values):
 
 
 def contribute(switch, worker, chunk, *values, **changes):
-    """Worker's contribution of two i32 to `chunk` reaches the switch."""
+    """Give the switch the worker's contribution of two i32 to `chunk`."""
     packet = make_packet(i32(*values), worker=worker, chunk=chunk, **changes)
     return handle(switch, packet)
 
@@ -75,7 +75,7 @@ def result_of(switch, slot):
 
 
 def answer_to(send, payload=b"", payload_bytes=8, **changes):
-    """The answer a switch would give to what a worker sends."""
+    """Return the answer of a switch to a worker's send."""
     header = protocol.Header.parse(send.header.pack())
     header.flags |= FLAGS["from_switch"]
     for name, value in changes.items():
@@ -84,11 +84,11 @@ def answer_to(send, payload=b"", payload_bytes=8, **changes):
 
 
 def send_all(worker, now_ns=0):
-    """Everything that the worker sends now."""
+    """Return all that the worker sends now."""
     sends = []
     while (send := worker.poll_send(now_ns)) is not None:
         sends.append(send)
-        # Without a bound a worker that offers the same chunk for ever would hang the tests, not fail them.
+        # Without a bound a worker that offers the same chunk for ever would hang the test.
         assert len(sends) <= 1000, "no window of these tests is that wide"
     return sends
 

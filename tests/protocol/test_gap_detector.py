@@ -1,4 +1,4 @@
-"""What of a sender's packets did not come: named once, not too early, and nothing else."""
+"""The gap detector names each lost packet once, not too early, and no other packet."""
 
 import pytest
 from hypothesis import given
@@ -12,61 +12,65 @@ pytestmark = pytest.mark.native
 THRESHOLD = protocol.REORDER_THRESHOLD
 
 
-def named_by(counters):
-    """(packet, first, count) of every NACK."""
+def gaps_of(packet_numbers):
+    """Return (packet number, first, count) for every gap that a packet reveals."""
     gap_detector = protocol.GapDetector()
-    nacks = [(packet_number, *gap_detector.observe(packet_number)) for packet_number in counters]
-    return [one for one in nacks if one[2] > 0]
+    gaps = [(packet_number, *gap_detector.observe(packet_number)) for packet_number in packet_numbers]
+    return [gap for gap in gaps if gap[2] > 0]
 
 
-def test_a_packet_is_missed_when_one_sent_eight_later_is_here():
-    assert named_by([1, 2, 3, *range(5, 12)]) == []
-    assert named_by([1, 2, 3, *range(5, 20)]) == [(12, 4, 1)]
+def test_a_packet_counts_as_lost_once_a_packet_sent_eight_later_has_come():
+    assert gaps_of([1, 2, 3, *range(5, 12)]) == []
+    assert gaps_of([1, 2, 3, *range(5, 20)]) == [(12, 4, 1)]
 
 
-def test_the_first_packets_are_missed_too():
-    assert named_by([3, *range(4, 30)]) == [(9, 1, 1), (10, 2, 1)]
+def test_lost_first_packets_are_named_too():
+    assert gaps_of([3, *range(4, 30)]) == [(9, 1, 1), (10, 2, 1)]
 
 
 @pytest.mark.parametrize("jump", [1, 7, 8, 9, 63, 64, 65, 1000])
-def test_a_burst_is_missed_to_its_last_packet(jump):
-    counters = [*range(1, 101), *range(101 + jump, 200 + jump)]
-    missed = [packet_number for _, first, count in named_by(counters) for packet_number in range(first, first + count)]
+def test_a_burst_is_named_to_its_last_packet(jump):
+    packet_numbers = [*range(1, 101), *range(101 + jump, 200 + jump)]
+    missed = [
+        packet_number for _, first, count in gaps_of(packet_numbers) for packet_number in range(first, first + count)
+    ]
     assert missed == list(range(101, 101 + jump))
 
 
-def test_packets_that_overtake_each_other_by_less_than_eight_are_not_missed():
-    counters = list(range(1, 200))
-    for start in range(0, len(counters) - THRESHOLD, THRESHOLD):
-        counters[start : start + THRESHOLD] = counters[start : start + THRESHOLD][::-1]
-    assert named_by(counters) == []
+def test_packets_that_overtake_each_other_by_less_than_eight_are_not_named():
+    packet_numbers = list(range(1, 200))
+    for start in range(0, len(packet_numbers) - THRESHOLD, THRESHOLD):
+        packet_numbers[start : start + THRESHOLD] = packet_numbers[start : start + THRESHOLD][::-1]
+    assert gaps_of(packet_numbers) == []
 
 
 @given(st.lists(st.booleans(), min_size=1, max_size=300))
-def test_every_lost_packet_is_named_once_and_in_time(came):
-    counters = [packet_number for packet_number, here in enumerate(came, start=1) if here]
+def test_every_lost_packet_is_named_once_and_in_time(received):
+    packet_numbers = [packet_number for packet_number, is_received in enumerate(received, start=1) if is_received]
     named = []
-    for packet_number, first, count in named_by(counters):
+    for packet_number, first, count in gaps_of(packet_numbers):
         last = first + count - 1
         assert last + THRESHOLD <= packet_number
-        # Between the first and the last that are lost there may be a few that came.
-        assert not came[first - 1]
-        assert not came[last - 1]
+        # Between the first and the last lost packet a few may have come.
+        assert not received[first - 1]
+        assert not received[last - 1]
         named += range(first, first + count)
     assert len(named) == len(set(named))
-    newest = max(counters, default=0)
+    newest = max(packet_numbers, default=0)
     lost = {
         packet_number
-        for packet_number, here in enumerate(came, start=1)
-        if not here and packet_number + THRESHOLD <= newest
+        for packet_number, is_received in enumerate(received, start=1)
+        if not is_received and packet_number + THRESHOLD <= newest
     }
     assert lost <= set(named)
-    assert sum(came[packet_number - 1] for packet_number in named) <= THRESHOLD * len(named_by(counters))
+    assert sum(received[packet_number - 1] for packet_number in named) <= THRESHOLD * len(gaps_of(packet_numbers))
 
 
 @given(st.lists(st.integers(1, 120), max_size=120))
-def test_any_order_and_any_copies_name_a_packet_at_most_once(counters):
-    named = [packet_number for _, first, count in named_by(counters) for packet_number in range(first, first + count)]
+def test_any_order_and_any_copies_name_a_packet_at_most_once(packet_numbers):
+    named = [
+        packet_number for _, first, count in gaps_of(packet_numbers) for packet_number in range(first, first + count)
+    ]
     assert len(named) == len(set(named))
 
 

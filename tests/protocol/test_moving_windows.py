@@ -1,8 +1,8 @@
-"""Whole jobs whose congestion windows move: links with queues, losses and delays from seeds, and every sum checked.
+"""Whole jobs whose congestion windows change: links with queues, losses and delays from seeds, and every sum checked.
 
-The search has windows of a few chunks, which never move (`kLeastWindow`). Here W is 32 or more, and the links of each
-seed hold between a part of it and several times what a path's queue may: windows shrink by queues and by losses, and
-grow again. What is checked at every step stands in netfold/sim/harness.py.
+The search has windows of a few chunks, which never change (`kLeastWindow`). Here W is 32 or more. The links of each
+seed hold between a part of W and several times the target of a path's queue, so windows shrink by queues and by losses,
+and grow again. netfold/sim/harness.py has the checks of every step.
 """
 
 import ctypes
@@ -27,17 +27,17 @@ SEEDS = 12
 
 
 class Campaign:
-    """One seed's job: `run` checks its sums, and `sizes` are the windows that its workers had, in order."""
+    """One seed's job: `run` checks its sums; `sizes` are the successive windows of its workers."""
 
     def __init__(self, seed):
-        chance = self._chance = random.Random(seed)
-        self.window = chance.choice([32, 48, 64, 96, 160])
-        # All of W in a link's queue takes from 4 to 60 ms; a queue may take 10.
-        self._packet_ns = int(chance.uniform(4, 60) * MS / self.window)
-        self._loss = chance.choice([0.0, 0.0, 0.01, 0.1])
-        self._delay = chance.choice([0.0, 0.02])
+        generator = self._generator = random.Random(seed)
+        self.window = generator.choice([32, 48, 64, 96, 160])
+        # W packets in a link's queue take 4 to 60 ms.
+        self._packet_ns = int(generator.uniform(4, 60) * MS / self.window)
+        self._loss = generator.choice([0.0, 0.0, 0.01, 0.1])
+        self._delay = generator.choice([0.0, 0.02])
         self._free_ns = {}
-        workers = chance.randint(2, 3)
+        workers = generator.randint(2, 3)
         self.sizes = [[] for _ in range(workers)]
         self.simulation = Simulation(
             workers=workers,
@@ -45,7 +45,7 @@ class Campaign:
             payload_bytes=8,
             operations=[Operation(0, 12 * self.window, "i32"), Operation(1, 8 * self.window, "i32")],
             deliveries=self._fate,
-            latency_ns=chance.choice([1, 50]) * LATENCY_NS,
+            latency_ns=generator.choice([1, 50]) * LATENCY_NS,
             compare_machines=False,
             watch=self._watch,
             replay=f"pytest tests/protocol/test_moving_windows.py -k 'seed_{seed}]'",
@@ -56,9 +56,9 @@ class Campaign:
         link = (packet.source, packet.to)
         waits_ns = max(0, self._free_ns.get(link, 0) - now_ns) + self._packet_ns
         self._free_ns[link] = now_ns + waits_ns
-        if self._chance.random() < self._loss:
+        if self._generator.random() < self._loss:
             return LOST
-        extra_delay_ns = self._chance.randrange(5 * MS) if self._chance.random() < self._delay else 0
+        extra_delay_ns = self._generator.randrange(5 * MS) if self._generator.random() < self._delay else 0
         return Delivery((Copy(waits_ns + extra_delay_ns),))
 
     def _watch(self, _):
@@ -78,11 +78,11 @@ class Campaign:
 
 
 @pytest.mark.parametrize("seed", range(SEEDS), ids="seed_{}".format)
-def test_every_sum_is_right_while_windows_move(seed):
+def test_every_sum_is_right_while_windows_change(seed):
     Campaign(seed).run()
 
 
-def test_windows_move_both_ways_in_the_seeds():
+def test_windows_shrink_and_grow_in_the_seeds():
     campaigns = [Campaign(seed) for seed in range(4)]
     for campaign in campaigns:
         campaign.run()
@@ -92,9 +92,9 @@ def test_windows_move_both_ways_in_the_seeds():
 
 SET = "congestion_window_ = static_cast<std::uint32_t>(std::clamp<std::uint64_t>(wanted, least, config_.window));"
 ROOM = "return flight_.count < congestion_window_;"
-# What is changed in worker.cpp, and how the message begins.
+# Changes of worker.cpp, and the message of the failure.
 MUTANTS = {
-    "beyond-what-was-granted": (
+    "beyond-the-granted-window": (
         SET,
         "congestion_window_ = static_cast<std::uint32_t>(std::max<std::uint64_t>(wanted, least));",
         r"worker \d has a congestion window of \d+ within",
@@ -104,7 +104,7 @@ MUTANTS = {
         "congestion_window_ = static_cast<std::uint32_t>(wanted * least / 65536);",
         r"worker \d has a congestion window of 0 within",
     ),
-    "not-kept-to": (ROOM, "return true;", r"worker \d has \d+ chunks in flight, its congestion window is"),
+    "window-ignored": (ROOM, "return true;", r"worker \d has \d+ chunks in flight, its congestion window is"),
     "one-more": (
         ROOM,
         "return flight_.count <= congestion_window_;",
@@ -114,20 +114,20 @@ MUTANTS = {
 
 
 @pytest.mark.parametrize("name", MUTANTS)
-def test_a_window_without_a_bound_is_caught(name, tmp_path, parts, monkeypatch):
+def test_a_window_without_a_bound_is_caught(name, tmp_path, objects, monkeypatch):
     text, instead, message = MUTANTS[name]
-    mutant = _mutant(text, instead, tmp_path, parts)
+    mutant = _mutant(text, instead, tmp_path, objects)
     monkeypatch.setattr(harness, "protocol", SimpleNamespace(**{**vars(protocol), "Worker": mutant}))
     with pytest.raises(SimulationError, match=message):
         for seed in range(SEEDS):
             Campaign(seed).run()
 
 
-def test_a_worker_that_is_compiled_unchanged_does_what_production_does(tmp_path, parts, monkeypatch):
+def test_a_worker_that_is_compiled_unchanged_does_what_production_does(tmp_path, objects, monkeypatch):
     production = Campaign(1)
     expected = production.run()
     monkeypatch.setattr(
-        harness, "protocol", SimpleNamespace(**{**vars(protocol), "Worker": _mutant(ROOM, ROOM, tmp_path, parts)})
+        harness, "protocol", SimpleNamespace(**{**vars(protocol), "Worker": _mutant(ROOM, ROOM, tmp_path, objects)})
     )
     compiled = Campaign(1)
     assert str(compiled.run()) == str(expected)
@@ -135,19 +135,19 @@ def test_a_worker_that_is_compiled_unchanged_does_what_production_does(tmp_path,
 
 
 @pytest.fixture(scope="module")
-def parts(tmp_path_factory):
-    """What a mutant is linked with."""
-    folder = tmp_path_factory.mktemp("parts")
+def objects(tmp_path_factory):
+    """Return the objects that a mutant is linked with."""
+    folder = tmp_path_factory.mktemp("objects")
     sources = (PROTOCOL / "packet.cpp", Path(__file__).with_name("worker_abi.cpp"))
-    objects = [build(folder / f"{source.stem}.o", [source], INCLUDES, "-c", *OPTIONS) for source in sources]
+    built = [build(folder / f"{source.stem}.o", [source], INCLUDES, "-c", *OPTIONS) for source in sources]
     kernels = PROTOCOL.parents[1].glob("build/*/native/libnetfold_kernels.a")
-    return [*objects, max(kernels, key=lambda path: path.stat().st_mtime)]
+    return [*built, max(kernels, key=lambda path: path.stat().st_mtime)]
 
 
-def _mutant(text, instead, folder, parts):
-    """A class like protocol.Worker, of the changed source."""
+def _mutant(text, instead, folder, objects):
+    """Return a class like protocol.Worker, compiled from the changed source."""
     source = change_file(PROTOCOL / "worker.cpp", text, instead, folder)
-    library = load(folder / "worker.so", [source, *parts], INCLUDES, *OPTIONS)
+    library = load(folder / "worker.so", [source, *objects], INCLUDES, *OPTIONS)
     library.worker_new.restype = ctypes.c_void_p
     for number in ("next_send_ns", "poll_timeout", "oldest_outstanding", "retransmissions"):
         getattr(library, f"worker_{number}").restype = ctypes.c_int64

@@ -1,4 +1,4 @@
-"""Arithmetic through the switch: the fold is in rank order whatever the arrival, and no NaN or Inf is lost."""
+"""Arithmetic at the switch: sums are in rank order for any order of arrival, and no NaN or Inf is lost."""
 
 from itertools import permutations, product
 
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.native
 
 
 def through_switch(contributions, wire="f32", reduce="sum", order=None, payload_bytes=64):
-    """What the switch makes of one chunk, its contributions arriving in `order`."""
+    """Return the header and the values of the result of one chunk whose contributions arrive in `order`."""
     workers = len(contributions)
     switch = make_switch(workers=workers, payload_bytes=payload_bytes)
     for worker in order or range(workers):
@@ -44,8 +44,8 @@ def same_bits(one, two):
 
 
 @pytest.mark.parametrize("order", list(permutations(range(4))))
-def test_floats_are_summed_in_rank_order_whatever_the_order_of_arrival(order):
-    # Ranks 0 and 2 cancel; what rank 1 adds before that is rounded away, what rank 3 adds after is kept.
+def test_floats_are_summed_in_rank_order_for_any_order_of_arrival(order):
+    # Ranks 0 and 2 cancel: rank 1's value, added before, is rounded away; rank 3's, added after, is kept.
     contributions = [f32(1e8, 1), f32(1, 1e8), f32(-1e8, 1), f32(1, -1e8)]
     _, result = through_switch(contributions, order=order)
     assert same_bits(result, f32(1, 0))
@@ -84,7 +84,7 @@ PAIRS = [(wire, reduce) for wire, reduce in product(values.WIRES, values.REDUCES
 
 
 @pytest.mark.parametrize(("wire", "reduce"), PAIRS)
-def test_every_wire_format_and_operator_gives_the_fold_that_numpy_gives(wire, reduce):
+def test_every_wire_format_and_operator_gives_the_reduction_of_numpy(wire, reduce):
     if not values.is_defined(reduce, wire):
         packet = make_packet(count=1, elements=1, wire=values.WIRES[wire].code, reduce=values.REDUCES[reduce])
         assert handle(make_switch(), packet).drop == "malformed"
@@ -98,7 +98,7 @@ def test_every_wire_format_and_operator_gives_the_fold_that_numpy_gives(wire, re
 
 
 @given(st.data(), st.integers(1, 5), st.integers(1, 8))
-def test_any_floats_in_any_order_give_the_bits_of_the_fold_in_rank_order(data, workers, count):
+def test_any_floats_in_any_order_give_the_bits_of_the_sum_in_rank_order(data, workers, count):
     number = st.floats(width=32)
     contributions = [
         np.array(data.draw(st.lists(number, min_size=count, max_size=count)), np.float32) for _ in range(workers)

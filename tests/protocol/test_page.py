@@ -1,4 +1,4 @@
-"""docs/protocol.md says what the code does: every row of its tables is held against it."""
+"""docs/protocol.md describes the code: these tests check every row of its tables against the code."""
 
 import hmac
 import re
@@ -35,7 +35,7 @@ pytestmark = pytest.mark.native
 
 
 def table(first):
-    """Rows of the table whose heading begins with `first`, without their backquotes."""
+    """Return the rows of the table whose heading begins with `first`, without backquotes."""
     lines = PAGE.split(f"\n| {first} |", 1)[1].split("\n\n")[0].splitlines()[2:]
     return [[cell.strip().strip("`") for cell in line.strip("| ").split(" | ")] for line in lines]
 
@@ -98,7 +98,7 @@ def test_constants_are_those_of_the_page():
         assert re.findall(rf"\b{name} = ([^;]+);", text) == [value], name
 
 
-# The state tables: a row each, done with the machines.
+# The state tables: each row is played with the machines.
 
 RESULT = i32(11, 22)
 
@@ -117,7 +117,7 @@ def _complete():
     return switch
 
 
-# What the machine says, by what the page calls the answer.
+# The machine's outcome and drop reason, by the page's answer.
 ANSWERS = {
     "none": ("stored", "none"),
     "none (`duplicate`)": ("dropped", "duplicate"),
@@ -174,7 +174,7 @@ def test_the_switch_does_what_the_page_says(row):
         assert missing == []
 
 
-# A leaf's rows: prepared, and what happens.
+# A leaf's rows: the preparation and the event.
 
 PARENT = (17, 18, 19, 1)  # job, epoch, incarnation and worker at the parent
 
@@ -244,7 +244,7 @@ def test_a_leaf_does_what_the_page_says(row):
     assert (leaf == before) == (becomes == "unchanged")
     if becomes == "complete":
         header = protocol.Header.parse(leaf.frame(0))
-        # Its own life and order, and the parent's word on whose contribution came last.
+        # The leaf's own epoch and packet number, and the parent's name of the last worker.
         assert (header.job, header.epoch, header.packet_number, header.worker) == (7, 3, 1, 3)
         assert leaf.frame(0)[protocol.HEADER_BYTES :] == i32(111, 222)
 
@@ -437,7 +437,7 @@ def test_a_worker_does_what_the_page_says(row):
 # Keys.
 
 
-def test_keys_are_made_as_the_page_says():
+def test_keys_are_derived_as_the_page_says():
     secret = bytes(range(packet_keys.SECRET_BYTES))
     job, epoch, worker = 0xA1B2C3D4, 9, 0x0102
     made = {
@@ -462,7 +462,7 @@ def test_reasons_for_a_drop_are_those_of_the_page():
     assert ["none", *(reason for reason, _, _ in table("reason"))] == list(protocol.DROPS)
 
 
-# What makes the machines drop a packet for each reason that they look at before a chunk's state, on its own.
+# A change for each reason that the machines check before a chunk's state; alone it makes them drop a packet.
 WRONG = {
     "foreign": {"job": 99},
     "incarnation": {"incarnation": INCARNATION + 1},
@@ -473,7 +473,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("at", ["switch", "worker"])
-def test_reasons_are_looked_at_in_the_order_of_the_page(at):
+def test_reasons_are_checked_in_the_order_of_the_page(at):
     switch = make_switch()
     worker, _ = _flight()
     right = FLAGS["from_switch"] if at == "worker" else 0
@@ -481,7 +481,7 @@ def test_reasons_are_looked_at_in_the_order_of_the_page(at):
     order = [reason.strip().removeprefix("then ") for reason in order.split(",")]
     assert order[:2] == ["malformed (the header alone)", "length"]
     assert order[-3:] == ["stale", "window", "duplicate"]
-    # From the last to the first: each packet has everything wrong that comes later as well.
+    # From the last reason to the first: each packet also has all later faults.
     wrong, longer = {"flags": right, "chunk": 1 << 40}, b""
     for reason in reversed(order[:-3]):
         if reason == "direction":

@@ -1,7 +1,7 @@
-"""Whole jobs over a network that does what it likes: the sum is right, everything ends, and nothing else changes.
+"""Whole jobs over an arbitrary network: every sum is right, every job ends, and invalid packets change nothing.
 
-What is checked at every step stands in netfold/sim/harness.py. Examples shrink to "packet 17 is lost"; seeded runs
-print their replay command.
+netfold/sim/harness.py has the checks of every step. Examples shrink to "packet 17 is lost"; seeded runs print their
+replay command.
 """
 
 import random
@@ -38,16 +38,18 @@ pytestmark = pytest.mark.native
 
 MS = 1_000_000
 
-# Strategies: small first, so that failures shrink to few workers, small windows and honest deliveries.
+# Strategies: small first, so that failures shrink to few workers, small windows and plain deliveries.
 
-# From "overtaken by its neighbour" over many turns of the window to later than several timeouts.
-lateness = st.sampled_from([LATENCY_NS * turns // 2 for turns in (0, 1, 3, 5, 8, 13, 21, 34, 60, 100)] + [30 * MS])
+# From "overtaken by the next packet" over many rounds of the window to later than several timeouts.
+extra_delays = st.sampled_from(
+    [LATENCY_NS * half_latencies // 2 for half_latencies in (0, 1, 3, 5, 8, 13, 21, 34, 60, 100)] + [30 * MS]
+)
 copies = st.one_of(
-    st.builds(Copy, lateness),
-    st.builds(Copy, lateness),
-    st.builds(Copy, lateness),
-    st.builds(Copy, lateness, cut_to_bytes=st.integers(0, 111)),
-    st.builds(Copy, lateness, flipped_bit=st.sampled_from(GUARDED_BITS)),
+    st.builds(Copy, extra_delays),
+    st.builds(Copy, extra_delays),
+    st.builds(Copy, extra_delays),
+    st.builds(Copy, extra_delays, cut_to_bytes=st.integers(0, 111)),
+    st.builds(Copy, extra_delays, flipped_bit=st.sampled_from(GUARDED_BITS)),
 )
 deliveries = st.one_of(
     st.just(DELIVERED),
@@ -57,16 +59,16 @@ deliveries = st.one_of(
     st.builds(Delivery, st.tuples(copies, copies)),
     st.builds(Delivery, st.tuples(copies, copies, copies)),
 )
-# Copies and delays alone: without a stall between the turns, late twins meet the slot at work.
+# Copies and delays alone: without a stall between the rounds, late duplicates meet a slot that collects.
 reorderings = st.one_of(
     st.just(DELIVERED),
-    st.builds(lambda *late: Delivery(tuple(map(Copy, late))), lateness, lateness),
+    st.builds(lambda *delays: Delivery(tuple(map(Copy, delays))), extra_delays, extra_delays),
     st.just(DELIVERED),
 )
 
 
 def schedules(fate, longest=150):
-    """How the first packets fare, few or many; all later ones are delivered."""
+    """Draw the fates of the first packets, few or many; all later packets are delivered."""
     return st.sampled_from([0, 5, 30, longest]).flatmap(lambda count: st.lists(fate, min_size=count, max_size=count))
 
 
@@ -99,7 +101,7 @@ def test_the_sum_is_right_whatever_happens_to_packets(job, schedule):
 
 
 @given(jobs(), schedules(reorderings))
-def test_the_sum_is_right_when_twins_come_turns_later(job, schedule):
+def test_the_sum_is_right_when_duplicates_come_rounds_later(job, schedule):
     Simulation(**job, deliveries=ListedDeliveries(schedule)).run()
 
 
@@ -118,13 +120,13 @@ def test_workers_may_start_at_different_times(job, schedule, data):
 
 @given(jobs(most=24, largest=4), schedules(deliveries))
 def test_many_short_operations_stream_through_one_window(job, schedule):
-    # More than MAX_OPERATIONS: the rest wait outside the machine.
+    # More than MAX_OPERATIONS: the others wait outside the machine.
     Simulation(**job, deliveries=ListedDeliveries(schedule)).run()
 
 
 @given(jobs(), schedules(deliveries), st.data())
-def test_blocks_that_one_worker_gives_and_the_others_leave_out_reach_all_as_they_are(job, schedule, data):
-    # What a broadcast and an all_gather are to the protocol: zeros, but in one's own block; a bitwise or of all.
+def test_blocks_that_one_worker_gives_and_the_others_leave_zero_reach_all_unchanged(job, schedule, data):
+    # The protocol's form of a broadcast and an all_gather: zeros outside the own block, and a bitwise or of all.
     unsigned = st.sampled_from(["u8", "u16", "u32", "u64"])
     operations = [Operation(each.number, each.elements, data.draw(unsigned), "bor") for each in job["operations"]]
     moved, owners = [], []
@@ -148,21 +150,23 @@ def test_blocks_that_one_worker_gives_and_the_others_leave_out_reach_all_as_they
 
 
 @given(jobs(most=2), schedules(deliveries, longest=60), st.data())
-def test_packets_of_another_life_change_nothing(job, schedule, data):
-    life = data.draw(st.sampled_from([Identity(epoch=2), Identity(epoch=4), Identity(job=8), Identity(incarnation=1)]))
-    ghosts = []
+def test_packets_of_another_generation_change_nothing(job, schedule, data):
+    identity = data.draw(
+        st.sampled_from([Identity(epoch=2), Identity(epoch=4), Identity(job=8), Identity(incarnation=1)])
+    )
+    foreign = []
 
     def record(packet):
-        ghosts.append(Packet(packet.source, packet.to, packet.data, must_drop=True))
+        foreign.append(Packet(packet.source, packet.to, packet.data, must_drop=True))
         return DELIVERED
 
-    Simulation(**job, deliveries=record, identity=life).run()
-    # As early and as late as packets of this life come.
+    Simulation(**job, deliveries=record, identity=identity).run()
+    # As early and as late as packets of this generation come.
     shift_ns = data.draw(st.sampled_from([0, 3 * LATENCY_NS, 10 * MS]))
-    injected = [(shift_ns + place * LATENCY_NS // 4, ghost) for place, ghost in enumerate(ghosts)]
+    injected = [(shift_ns + place * LATENCY_NS // 4, packet) for place, packet in enumerate(foreign)]
     summary = Simulation(**job, deliveries=ListedDeliveries(schedule), injected=injected).run()
-    reason = {2: "epoch", 4: "epoch"}.get(life.epoch) or ("foreign" if life.job == 8 else "incarnation")
-    assert summary.drops[f"switch.{reason}"] + summary.drops[f"worker.{reason}"] >= len(ghosts)
+    reason = {2: "epoch", 4: "epoch"}.get(identity.epoch) or ("foreign" if identity.job == 8 else "incarnation")
+    assert summary.drops[f"switch.{reason}"] + summary.drops[f"worker.{reason}"] >= len(foreign)
 
 
 @given(jobs(most=2), st.lists(st.tuples(st.integers(0, 300_000), st.integers(-1, 4), st.binary(max_size=120))))
@@ -176,7 +180,7 @@ def test_garbage_changes_nothing(job, garbage):
 
 @given(jobs(most=2), schedules(deliveries, longest=60), st.data())
 def test_packets_sent_the_wrong_way_change_nothing(job, schedule, data):
-    # Every contribution is reflected to a worker, every answer to the switch, as if a router had lost its mind.
+    # Every contribution is reflected to its worker, every answer to the switch, as by a broken router.
     reflected = []
 
     def record(packet):
@@ -221,7 +225,7 @@ def test_one_loss_in_a_long_stream_is_repaired_from_the_gap_without_a_timeout():
 
 
 class Links:
-    """A link to each worker and one from it, a packet at a time, each with a queue; `loses` says what is lost."""
+    """A link to each worker and one from it, each with a queue. loses: a predicate of the lost packets."""
 
     PACKET_NS = 200_000
     CHUNKS = 3000
@@ -240,7 +244,7 @@ class Links:
         )
 
     def _watch(self, record):
-        # A timer that was set before the end rings after it.
+        # A timer that was set before the end expires after it.
         if record.verdict is not None and record.verdict.outcome == "received":
             self.finished_ns = record.when_ns
 
@@ -249,12 +253,12 @@ class Links:
         link = (packet.source, packet.to)
         waits_ns = max(0, self._free_ns.get(link, 0) - now_ns) + self.PACKET_NS
         self._free_ns[link] = now_ns + waits_ns
-        # Behind the queue, as on a bad cable: a lost packet takes its time all the same.
+        # Lost behind the queue, as on a bad cable: a lost packet uses the link too.
         return LOST if self._loses(packet) else Delivery((Copy(waits_ns),))
 
 
 def first_tries(count, to, source, chunks):
-    """Loses the first `count` packets about each of these chunks on that way."""
+    """Return a predicate that loses the first `count` packets of each of these chunks from `source` to `to`."""
     left = dict.fromkeys(chunks, count)
 
     def loses(packet):
@@ -267,14 +271,14 @@ def first_tries(count, to, source, chunks):
     return loses
 
 
-# Of LOSS_SEEDS runs: a ratio of packets, each way; how much longer the whole may take, on average; how many are sent
-# again for one that is lost.
+# Of LOSS_SEEDS runs: the loss ratio in each direction; the most average time, as a ratio; the most retransmissions per
+# lost packet.
 LOSSES = [(0.001, 1.03, 1.2), (0.01, 1.1, 1.4), (0.05, 1.5, 1.5), (0.2, 4, 2)]
 LOSS_SEEDS = 5
 
 
 def run_links(loses):
-    """The summary, and when the last answer came."""
+    """Return the summary and the time of the last answer."""
     links = Links(loses)
     return links.simulation.run(), links.finished_ns
 
@@ -287,7 +291,7 @@ def test_a_queue_is_kept_short_and_the_link_busy():
     summary = links.simulation.run()
     assert links.finished_ns < 1.03 * Links.CHUNKS * Links.PACKET_NS
     for side in links.simulation.harness.workers:
-        # 32 packets, the least but in a trial, take 6.4 ms here, longer than the target: so there are trials.
+        # 32 packets, the least window outside a trial, take 6.4 ms here, longer than the target: so there are trials.
         assert 16 <= side.machine.congestion_window < 48
         assert side.machine.smoothed_rtt_ns < 9 * MS, "192 packets would take 38 ms"
     assert summary.retransmissions == 0
@@ -296,24 +300,24 @@ def test_a_queue_is_kept_short_and_the_link_busy():
 def test_a_contribution_that_is_lost_twice_is_found_twice_without_a_timeout():
     summary, finished_ns = run_links(first_tries(2, SWITCH, 1, [500]))
     assert (summary.packets["lost"], summary.timeouts) == (2, 0)
-    assert summary.retransmissions <= 2 + 3, "the other three workers wait, and ask once at most"
+    assert summary.retransmissions <= 2 + 3, "the other three workers wait, and send again once at most"
     assert finished_ns <= CLEAN_NS + 3 * Links.PACKET_NS
 
 
-def test_an_answer_lost_to_one_worker_is_asked_for_by_that_one_alone():
+def test_only_the_worker_that_lost_an_answer_sends_again():
     summary, finished_ns = run_links(first_tries(1, 2, SWITCH, [500]))
     assert (summary.packets["lost"], summary.timeouts, summary.retransmissions) == (1, 0, 1)
     assert finished_ns <= CLEAN_NS + 3 * Links.PACKET_NS
 
 
 @pytest.mark.parametrize("burst", [5, 15, 40])
-@pytest.mark.parametrize("way", [(SWITCH, 1), (1, SWITCH)], ids=["to_the_switch", "from_the_switch"])
-def test_a_burst_of_losses_amid_a_stream_is_repaired_packet_by_packet(burst, way):
-    summary, _ = run_links(first_tries(1, *way, range(500, 500 + burst)))
+@pytest.mark.parametrize("direction", [(SWITCH, 1), (1, SWITCH)], ids=["to_the_switch", "from_the_switch"])
+def test_a_burst_of_losses_amid_a_stream_is_repaired_packet_by_packet(burst, direction):
+    summary, _ = run_links(first_tries(1, *direction, range(500, 500 + burst)))
     assert summary.packets["lost"] >= burst
-    # A stretch as long as what is in flight takes everything that could tell of it with it: one probe each does.
+    # A burst as long as the window leaves no later packet that reveals it: one probe per worker does.
     assert summary.timeouts <= (0 if burst < 10 else 16)
-    # What takes long to repair the others ask for once.
+    # The other workers send a chunk again once where its repair takes long.
     assert summary.retransmissions <= 4 * summary.packets["lost"] + summary.timeouts
 
 
@@ -321,27 +325,27 @@ def test_a_burst_of_losses_amid_a_stream_is_repaired_packet_by_packet(burst, way
 def test_losses_both_ways_cost_little_more_than_their_packets(loss, longer, again):
     finished_ns, lost, retransmissions = [], 0, 0
     for seed in range(LOSS_SEEDS):
-        chance = random.Random(seed)
-        summary, end_ns = run_links(lambda _, chance=chance: chance.random() < loss)
+        generator = random.Random(seed)
+        summary, end_ns = run_links(lambda _, generator=generator: generator.random() < loss)
         finished_ns.append(end_ns)
         lost += summary.packets["lost"]
         retransmissions += summary.retransmissions
     assert retransmissions <= again * lost + 8 * LOSS_SEEDS
-    assert mean(finished_ns) <= longer * CLEAN_NS + 20 * MS, "and a tail that is repaired by the timer"
+    assert mean(finished_ns) <= longer * CLEAN_NS + 20 * MS, "with a tail that the timer repairs"
 
 
-def test_a_worker_has_one_timer_however_often_it_is_set_anew():
-    chance, rings = random.Random(1), Counter()
-    links = Links(lambda _: chance.random() < 0.2)
+def test_a_worker_has_one_timer_however_often_it_is_set_again():
+    generator, counts = random.Random(1), Counter()
+    links = Links(lambda _: generator.random() < 0.2)
     watch = links.simulation._watch
 
     def count(record):
-        rings[type(record.event)] += 1
+        counts[type(record.event)] += 1
         watch(record)
 
     links.simulation._watch = count
     links.simulation.run()
-    assert rings[Timer] < rings[Packet] / 20, "one that was replaced and rings all the same sets no other"
+    assert counts[Timer] < counts[Packet] / 20, "a replaced timer that expires sets no other"
 
 
 def test_a_straggler_costs_each_other_worker_a_probe_a_timeout_and_at_most_one_window():
@@ -349,13 +353,13 @@ def test_a_straggler_costs_each_other_worker_a_probe_a_timeout_and_at_most_one_w
     job = {"workers": 4, "window": 64, "payload_bytes": 8, "operations": [Operation(0, 1000, "i32")]}
     calls_ns = [[extra_delay_ns], [0], [0], [0]]
     summary = Simulation(**job, deliveries=ListedDeliveries([]), calls_ns=calls_ns).run()
-    # 50, 100, then every 200 ms: at most 17 timeouts each in three seconds, of one packet. When the straggler comes at
-    # last, the answer to the probe says nothing of whether the rest was lost or late too: it follows, once.
+    # 50, 100, then every 200 ms: at most 17 timeouts each in three seconds, of one packet. After the straggler comes,
+    # the probe's answer does not show whether the other chunks were lost or late: they are sent again once.
     assert summary.timeouts <= 3 * 17
     assert summary.retransmissions <= summary.timeouts + 3 * job["window"]
 
 
-def test_the_machine_of_a_job_without_a_switch_asks_forever_but_ever_more_slowly():
+def test_without_a_switch_the_machine_sends_probes_for_ever_at_a_falling_rate():
     job = {"workers": 2, "window": 32, "payload_bytes": 8, "operations": [Operation(0, 1000, "i32")]}
     simulation = Simulation(**job, deliveries=lambda packet: LOST, max_events=300, replay="THE COMMAND")
     with pytest.raises(AssertionError, match="did not end within 300 events") as failure:
@@ -365,11 +369,18 @@ def test_the_machine_of_a_job_without_a_switch_asks_forever_but_ever_more_slowly
     assert per_second < 2 * 8 * 6
 
 
-WEATHERS = {
+NETWORKS = {
     "fair": {"loss": 0.01, "delay": 0.02},
     "lossy": {"loss": 0.2},
-    "twins": {"loss": 0.0, "duplicate": 0.5, "delay": 0.5, "refuse": 0.0},
-    "one_slot_of_twins": {"workers": 2, "window": 1, "payload_bytes": 8, "loss": 0.0, "duplicate": 0.4, "delay": 0.4},
+    "duplicates": {"loss": 0.0, "duplicate": 0.5, "delay": 0.5, "refuse": 0.0},
+    "duplicates_at_one_slot": {
+        "workers": 2,
+        "window": 1,
+        "payload_bytes": 8,
+        "loss": 0.0,
+        "duplicate": 0.4,
+        "delay": 0.4,
+    },
     "very_late": {"delay": 0.3, "duplicate": 0.3, "extra_delay_us": 60_000},
     "damaged": {"truncate": 0.1, "corrupt": 0.2, "refuse": 0.1},
     "wide_window": {"window": 64, "loss": 0.05, "max_elements": 2000, "operations": 4},
@@ -379,7 +390,7 @@ WEATHERS = {
 
 
 @pytest.mark.parametrize("seed", range(12))
-@pytest.mark.parametrize("weather", WEATHERS)
-def test_seeded_weather(weather, seed):
-    summary = Scenario(seed=seed, **WEATHERS[weather]).simulation().run()
+@pytest.mark.parametrize("network", NETWORKS)
+def test_seeded_networks(network, seed):
+    summary = Scenario(seed=seed, **NETWORKS[network]).simulation().run()
     assert re.match(r"ok  events=\d+", str(summary))

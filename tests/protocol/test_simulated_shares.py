@@ -1,4 +1,4 @@
-"""A job beside a TCP flow on one queue, in virtual time: what each gets, and the queue after the flow has ended."""
+"""A job and a TCP flow on one queue, in virtual time: their shares, and the queue after the flow has ended."""
 
 from itertools import pairwise
 
@@ -9,7 +9,7 @@ from netfold.sim import LOST, SWITCH, Copy, Delivery, Operation, Simulation
 
 pytestmark = pytest.mark.native
 
-PART_S = 4
+INTERVAL_S = 4
 
 
 class _OverError(Exception):
@@ -17,16 +17,16 @@ class _OverError(Exception):
 
 
 class Shared:
-    """Two workers stream; a flow shares the queue of worker 0's link to the switch, from the first second on.
+    """Two workers stream; from the first second on, a flow shares the queue of worker 0's link to the switch.
 
-    A link takes `packet_ns` a packet, and its queue has `queue` of them: 64 ms unless told.
+    packet_ns: of a link per packet. queue: packets that a link's queue holds; 64 ms by default.
     """
 
     def __init__(self, flow, seconds, packet_ns=400_000, queue=160):
         self.sender = Bottleneck(packet_ns, queue)
-        self.links = {way: Bottleneck(packet_ns, queue) for way in ((1, SWITCH), (SWITCH, 0), (SWITCH, 1))}
+        self.links = {ends: Bottleneck(packet_ns, queue) for ends in ((1, SWITCH), (SWITCH, 0), (SWITCH, 1))}
         self.flow = flow(self.sender, SECOND_NS)
-        self.parts = []  # the job's packets and the flow's, to the end of each part
+        self.totals = []  # packets of the job and of the flow, at the end of each interval
         self.results = 0
         self.end_ns = seconds * SECOND_NS
         self.simulation = Simulation(
@@ -45,8 +45,8 @@ class Shared:
         return self
 
     def ratios(self):
-        """The flow's packets by the job's, in each part from the fourth second on."""
-        pairs = pairwise(self.parts[1:])
+        """Return the ratio of the flow's packets to the job's, by interval from the fourth second on."""
+        pairs = pairwise(self.totals[1:])
         return [(flow - flow_before) / (job - job_before) for (job_before, flow_before), (job, flow) in pairs]
 
     def _fate(self, packet):
@@ -57,8 +57,8 @@ class Shared:
         return LOST if left_ns is None else Delivery((Copy(left_ns - now_ns),))
 
     def _watch(self, record):
-        if record.when_ns >= len(self.parts) * PART_S * SECOND_NS:
-            self.parts.append((self.results, self.flow.delivered))
+        if record.when_ns >= len(self.totals) * INTERVAL_S * SECOND_NS:
+            self.totals.append((self.results, self.flow.delivered))
         if record.when_ns > self.end_ns:
             raise _OverError
         if record.verdict is not None and record.verdict.outcome == "received" and record.event.to == 0:
@@ -67,7 +67,7 @@ class Shared:
 
 @pytest.mark.parametrize("flow", [Cubic, Bbr])
 @pytest.mark.parametrize("path", [{}, {"packet_ns": 100_000, "queue": 80}], ids=["64 ms", "8 ms"])
-def test_a_job_and_a_tcp_flow_each_get_a_third_to_three_times_what_the_other_gets(flow, path):
+def test_a_job_and_a_tcp_flow_get_a_third_to_three_times_of_each_others_rate(flow, path):
     ratios = Shared(flow, 17, **path).run().ratios()
     assert len(ratios) == 3
     assert all(1 / 3 <= ratio <= 3 for ratio in ratios), ratios
@@ -75,8 +75,8 @@ def test_a_job_and_a_tcp_flow_each_get_a_third_to_three_times_what_the_other_get
 
 def test_after_the_flow_has_ended_the_queue_is_short_again_and_the_link_busy():
     shared = Shared(lambda link, start_ns: Cubic(link, start_ns, end_ns=5 * SECOND_NS), 9).run()
-    (before, _), (after, _) = shared.parts[1:3]
-    assert after - before > 0.8 * PART_S * SECOND_NS / shared.sender.packet_ns
+    (before, _), (after, _) = shared.totals[1:3]
+    assert after - before > 0.8 * INTERVAL_S * SECOND_NS / shared.sender.packet_ns
     for side in shared.simulation.harness.workers:
         assert side.machine.control == "delay"
-        assert side.machine.smoothed_rtt_ns < 24_000_000, "as far as the least window lets it: 32 packets are 13 ms"
+        assert side.machine.smoothed_rtt_ns < 24_000_000, "the least window of 32 packets is 13 ms"

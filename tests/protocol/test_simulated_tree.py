@@ -1,4 +1,4 @@
-"""Leaves and a root over a network that does what it likes on every link; what is checked stands in sim/tree.py."""
+"""Leaves and a root over an arbitrary network on every link; sim/tree.py has the checks."""
 
 import pytest
 from hypothesis import given
@@ -26,7 +26,7 @@ def test_the_sum_is_right_whatever_happens_on_any_link(job, schedule):
 
 
 @given(trees(), schedules(reorderings))
-def test_the_sum_is_right_when_twins_come_turns_later(job, schedule):
+def test_the_sum_is_right_when_duplicates_come_rounds_later(job, schedule):
     Simulation(**job, deliveries=ListedDeliveries(schedule)).run()
 
 
@@ -38,16 +38,16 @@ def test_long_runs_over_lossy_links(leaves, seed):
     scenario.simulation().run()
 
 
-def uplinks_only(loses):
-    """Fates by the number of a packet between leaf and root, each way; all else is delivered."""
-    seen = {}
+def fates_of_uplinks(loses):
+    """Return fates that lose packets between leaf and root. loses: (direction, number of the packet in it)."""
+    counts = {}
 
     def fate(packet):
         if packet.source >= 0 or packet.to >= 0:
             return DELIVERED
-        way = (packet.source, packet.to)
-        seen[way] = seen.get(way, 0) + 1
-        return LOST if (way, seen[way]) in loses else DELIVERED
+        direction = (packet.source, packet.to)
+        counts[direction] = counts.get(direction, 0) + 1
+        return LOST if (direction, counts[direction]) in loses else DELIVERED
 
     return fate
 
@@ -58,7 +58,7 @@ def run_long(loses):
         window=16,
         payload_bytes=8,
         operations=[Operation(0, 400, "i32")],
-        deliveries=uplinks_only(loses),
+        deliveries=fates_of_uplinks(loses),
         leaves=(2, 2),
     )
     return simulation, simulation.run()
@@ -67,16 +67,16 @@ def run_long(loses):
 LEAF = address_of(0)
 
 
-@pytest.mark.parametrize("way", [(LEAF, SWITCH), (SWITCH, LEAF)], ids=["sum", "result"])
-def test_a_loss_between_leaf_and_root_is_repaired_without_any_timer(way):
-    simulation, summary = run_long({(way, 40)})
+@pytest.mark.parametrize("direction", [(LEAF, SWITCH), (SWITCH, LEAF)], ids=["sum", "result"])
+def test_a_loss_between_leaf_and_root_is_repaired_without_any_timer(direction):
+    simulation, summary = run_long({(direction, 40)})
     assert summary.timeouts == 0
     assert simulation.harness.sums_resent == 1
-    assert summary.retransmissions == 0, "the workers did not even notice"
+    assert summary.retransmissions == 0, "the workers send nothing again"
 
 
-def test_what_is_lost_twice_is_repaired_end_to_end():
-    # The result, and the one that was asked for again.
+def test_a_packet_that_is_lost_twice_is_repaired_end_to_end():
+    # The result, and its retransmission.
     simulation, summary = run_long({((SWITCH, LEAF), number) for number in range(40, 60)})
     assert simulation.harness.sums_resent > 1
     assert summary.retransmissions > 0
@@ -85,7 +85,7 @@ def test_what_is_lost_twice_is_repaired_end_to_end():
 def test_without_losses_a_chunk_crosses_each_link_once():
     simulation, summary = run_long(set())
     assert simulation.harness.sums_resent == 0
-    # 4 workers and 2 leaves send, and get, each of 200 chunks.
+    # 4 workers and 2 leaves send and receive 200 chunks each.
     assert summary.packets["sent"] == 2 * 6 * 200
 
 
@@ -110,6 +110,6 @@ def test_a_tree_is_replayed_and_drawn_by_the_command_that_a_failure_names(capsys
     assert any("summed" in line for line in drawn)
 
 
-def test_leaves_that_are_not_those_of_the_workers_are_refused():
+def test_leaves_with_another_number_of_workers_are_refused():
     with pytest.raises(ValueError, match="leaves 1,1 have 2 workers below them, not 3"):
         Scenario(workers=3, leaves="1,1")

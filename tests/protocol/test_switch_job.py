@@ -1,4 +1,4 @@
-"""The switch's machine, step by step: each row of its table, each reason to drop, and its life as a value."""
+"""The switch's machine, step by step: each row of its table, each reason to drop, and value semantics."""
 
 from itertools import permutations
 
@@ -33,7 +33,7 @@ pytestmark = pytest.mark.native
 
 
 def complete(switch, chunk, *workers_values):
-    """Every worker contributes to `chunk`; the last one's outcome."""
+    """Let every worker contribute to `chunk`; return the last outcome."""
     for worker, values in enumerate(workers_values):
         handled = contribute(switch, worker, chunk, *values)
     assert handled.outcome == "completed"
@@ -63,7 +63,7 @@ def test_an_answer_repeats_the_request_and_names_the_last_worker():
 def test_the_padding_of_an_answer_is_zero():
     switch = make_switch(payload_bytes=16)
     for worker in range(2):
-        # What the sender left behind its values is not to reach anybody.
+        # Bytes behind the sender's values must not reach a worker.
         packet = make_packet(i32(1, -1, -1, -1), 16, worker=worker, count=1, elements=1)
         handled = handle(switch, packet)
     assert result_of(switch, handled.slot) == i32(2, 0, 0, 0)
@@ -81,17 +81,17 @@ def test_a_contribution_counts_once():
     assert result_of(switch, handled.slot) == i32(111, 111)
 
 
-def test_late_duplicate_is_answered_from_the_previous_result():
+def test_a_late_duplicate_is_answered_from_the_kept_result():
     switch = make_switch()
-    announced = complete(switch, 0, (1, 2), (10, 20))
-    frame, before = switch.frame(announced.slot), switch.copy()
+    completed = complete(switch, 0, (1, 2), (10, 20))
+    frame, before = switch.frame(completed.slot), switch.copy()
     late = contribute(switch, 1, 0, 7, 7)
-    assert (late.outcome, late.slot, late.worker) == ("resend_result", announced.slot, 1)
+    assert (late.outcome, late.slot, late.worker) == ("resend_result", completed.slot, 1)
     assert switch.frame(late.slot) == frame
     assert_same(switch, before)
 
 
-def test_a_result_is_kept_while_the_next_turn_of_its_slot_collects():
+def test_a_result_is_kept_while_the_next_chunk_of_its_slot_collects():
     switch = make_switch(window=1)
     slot = complete(switch, 0, (1, 2), (10, 20)).slot
     frame = switch.frame(slot)
@@ -99,19 +99,19 @@ def test_a_result_is_kept_while_the_next_turn_of_its_slot_collects():
     assert switch.frame(slot) == frame
 
 
-@pytest.mark.parametrize("turn", [1, 2, 3])
-def test_a_duplicate_delayed_by_turns_of_its_slot_is_stale_and_the_sum_is_right(turn):
-    # SwitchML's unsoundness (VeriNC, ICNP'26): worker 0's first packet was sent twice, and its twin comes when the
-    # slot is collecting a later chunk. With one version bit it counts for that chunk, and worker 0's own values are
-    # dropped as the duplicate.
+@pytest.mark.parametrize("rounds", [1, 2, 3])
+def test_a_duplicate_delayed_by_rounds_of_its_slot_is_stale_and_the_sum_is_right(rounds):
+    # SwitchML's unsoundness (VeriNC, ICNP'26): worker 0's first packet was sent twice, and the second copy comes while
+    # the slot collects a later chunk. With one version bit the copy counts for that chunk, and worker 0's own values
+    # are dropped as the duplicate.
     switch = make_switch(workers=2, window=1)
-    twin = make_packet(i32(1, 1), worker=0, chunk=0)
-    for chunk in range(2 * turn):
+    duplicate = make_packet(i32(1, 1), worker=0, chunk=0)
+    for chunk in range(2 * rounds):
         complete(switch, chunk, (1 + chunk, 1), (10, 10))
-    collecting = 2 * turn
+    collecting = 2 * rounds
     assert contribute(switch, 1, collecting, 70, 70).outcome == "stored"
     before = switch.copy()
-    late = handle(switch, twin)
+    late = handle(switch, duplicate)
     assert (late.outcome, late.drop) == ("dropped", "stale")
     assert_same(switch, before)
     handled = contribute(switch, 0, collecting, 5, 5)
@@ -119,7 +119,7 @@ def test_a_duplicate_delayed_by_turns_of_its_slot_is_stale_and_the_sum_is_right(
     assert result_of(switch, handled.slot) == i32(75, 75)
 
 
-def test_the_twin_of_a_first_contribution_cannot_open_a_past_turn():
+def test_a_duplicate_of_a_first_contribution_cannot_open_a_past_chunk():
     switch = make_switch(workers=2, window=1)
     for chunk in range(3):
         complete(switch, chunk, (1, 1), (2, 2))
@@ -138,8 +138,8 @@ DROPS = {
     "an_answer": ("direction", {"flags": FLAGS["from_switch"]}),
     "a_mismatch": ("direction", {"flags": FLAGS["mismatch"]}),
     "a_hello": ("direction", {"flags": FLAGS["hello"]}),
-    "a_chunk_two_turns_ahead": ("window", {"chunk": 4}),
-    "the_next_turn_while_this_one_collects": ("window", {"chunk": 2}),
+    "a_chunk_two_rounds_ahead": ("window", {"chunk": 4}),
+    "the_slots_next_chunk_while_this_one_collects": ("window", {"chunk": 2}),
     "the_largest_chunk": ("window", {"chunk": 2**64 - 2}),
     "no_values": ("malformed", {"count": 0}),
     "more_values_than_the_payload_holds": ("malformed", {"count": 3}),
@@ -190,13 +190,13 @@ def test_a_worker_that_disagrees_is_named_and_changes_nothing(change):
     handled = handle(switch, odd)
     assert (handled.outcome, handled.chunk, handled.worker, handled.other) == ("mismatch", 0, 2, 1)
     assert_same(switch, before)
-    # The slot goes on: those that agree still get their sum.
+    # The slot goes on: the workers that agree still get their sum.
     contribute(switch, 0, 0, 1, 2)
     handled = contribute(switch, 2, 0, 100, 200)
     assert result_of(switch, handled.slot) == i32(111, 222)
 
 
-def test_a_mismatch_packet_says_what_the_other_worker_asked_for():
+def test_a_mismatch_packet_describes_the_other_workers_call():
     switch = make_switch(workers=2)
     odd = make_packet(i32(1, 2), worker=1, operation=9, elements=77, count=2, reduce=MAX, table=4)
     packet = switch.mismatch_packet(0, odd, 1)
@@ -207,7 +207,7 @@ def test_a_mismatch_packet_says_what_the_other_worker_asked_for():
     assert (header.reduce, header.table) == (MAX, 4)
 
 
-def test_missing_names_who_has_not_contributed():
+def test_missing_names_the_workers_that_have_not_contributed():
     switch = make_switch(workers=4, window=2)
     assert switch.missing(0) == [0, 1, 2, 3]
     contribute(switch, 2, 0, 1, 1)
@@ -217,7 +217,7 @@ def test_missing_names_who_has_not_contributed():
     contribute(switch, 3, 0, 1, 1)
     assert switch.missing(0) == []
     assert switch.missing(4) == [0, 1, 2, 3]  # the slot's next tenant
-    assert switch.missing(8) == []  # unknown: nobody could be that far
+    assert switch.missing(8) == []  # unknown: no worker can be that far
     contribute(switch, 1, 4, 1, 1)
     assert switch.missing(0) == []
     assert switch.missing(4) == [0, 2, 3]
@@ -250,7 +250,7 @@ def test_integers_sum_alike_in_any_order(order):
     assert result_of(switch, handled.slot) == i32(2**31 - 3, 3)  # wraps
 
 
-# As bytes, so that every dtype meets all that it can hold: NaN, infinities, both zeros, numbers that round.
+# Drawn as bytes, so that every dtype has all of its values: NaN, infinities, both zeros, numbers that round.
 DTYPES = {
     "f32": (0, np.float32),
     "f64": (1, np.float64),
@@ -269,18 +269,18 @@ OPERATORS = {"sum": 0, "product": 1, "min": 2, "max": 3}
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("op", OPERATORS)
 @given(data=st.data())
-def test_whatever_the_order_the_bits_are_those_of_one_pass_in_rank_order(op, dtype, data):
+def test_the_bits_of_any_order_of_arrival_are_those_of_one_pass_in_rank_order(op, dtype, data):
     workers, payload_bytes = data.draw(st.integers(1, 5)), 32
     wire, memory = DTYPES[dtype]
     drawn = data.draw(st.lists(st.binary(min_size=32, max_size=32), min_size=workers, max_size=workers))
     whole = np.zeros(payload_bytes, np.uint8).view(memory)
     kernels.reduce(op, dtype, whole, [np.frombuffer(each, memory) for each in drawn])
-    told = {"wire": wire, "reduce": OPERATORS[op], "count": len(whole), "elements": len(whole)}
+    call = {"wire": wire, "reduce": OPERATORS[op], "count": len(whole), "elements": len(whole)}
     first, second = (make_switch(workers=workers, payload_bytes=payload_bytes) for _ in range(2))
     orders = [data.draw(st.permutations(range(workers))) for _ in range(2)]
     for switch, order in zip((first, second), orders, strict=True):
         for place, worker in enumerate(order):
-            packet = make_packet(drawn[worker], payload_bytes, worker=worker, **told)
+            packet = make_packet(drawn[worker], payload_bytes, worker=worker, **call)
             handled = handle(switch, packet)
             if place < workers - 1:
                 assert handle(switch, packet).drop == "duplicate"
@@ -289,12 +289,12 @@ def test_whatever_the_order_the_bits_are_those_of_one_pass_in_rank_order(op, dty
 
 
 @given(st.data())
-def test_what_has_come_is_the_same_state_in_whatever_order_it_came(data):
+def test_the_same_contributions_give_the_same_state_in_any_order_of_arrival(data):
     workers = data.draw(st.integers(2, 6))
-    came = data.draw(st.permutations(range(workers)))[: data.draw(st.integers(1, workers - 1))]
+    contributors = data.draw(st.permutations(range(workers)))[: data.draw(st.integers(1, workers - 1))]
     switches = [make_switch(workers=workers) for _ in range(2)]
     wire = data.draw(st.sampled_from([F32, BF16, I32]))
-    for switch, order in zip(switches, (came, data.draw(st.permutations(came))), strict=True):
+    for switch, order in zip(switches, (contributors, data.draw(st.permutations(contributors))), strict=True):
         for worker in order:
             contribute(switch, worker, 0, 1 << worker, 3, wire=wire)
     assert switches[0].canonical() == switches[1].canonical()
@@ -318,7 +318,7 @@ def test_a_job_of_an_impossible_shape_is_refused(shape):
         make_switch(**shape)
 
 
-# As a value.
+# Value semantics.
 
 STEP = st.tuples(
     st.integers(0, 2),  # worker
@@ -335,7 +335,7 @@ def play(switch, steps):
 
 
 @given(st.lists(STEP, max_size=25), st.lists(STEP, min_size=1, max_size=4))
-def test_a_copy_of_the_switch_lives_its_own_life(past, future):
+def test_a_copy_of_the_switch_is_independent_of_the_original(past, future):
     switch = play(make_switch(workers=3), past)
     copy = switch.copy()
     assert_same(copy, switch)
@@ -351,7 +351,7 @@ def test_canonical_bytes_of_the_switch_are_equal_exactly_when_the_machines_are(o
 
 
 @pytest.mark.parametrize("field", ["job", "epoch", "incarnation"])
-def test_switches_of_other_lives_have_other_canonical_bytes(field):
+def test_switches_of_other_generations_have_other_canonical_bytes(field):
     one, two = make_switch(), make_switch(**{field: 99})
     assert one != two
     assert one.canonical() != two.canonical()
@@ -365,24 +365,24 @@ class Model:
         self.workers, self.slots = workers, {slot: (slot, {}, False) for slot in range(2 * window)}
 
     def expect(self, worker, chunk, operation):
-        """The outcome and drop reason of a contribution; a slot is (chunk, {worker: operation}, complete)."""
+        """Return the outcome and drop reason of a contribution; a slot is (chunk, {worker: operation}, complete)."""
         slot = chunk % len(self.slots)
-        current, said, complete = self.slots[slot]
+        current, calls, complete = self.slots[slot]
         if chunk < current:
             return "dropped", "stale"
         if chunk > current:
             if chunk != current + len(self.slots) or not complete:
                 return "dropped", "window"
-            said, complete = {}, False
-        if said and operation not in said.values():
+            calls, complete = {}, False
+        if calls and operation not in calls.values():
             return "mismatch", "none"
         if complete:
             return "resend_result", "none"
-        if worker in said:
+        if worker in calls:
             return "dropped", "duplicate"
-        said = {**said, worker: operation}
-        complete = len(said) == self.workers
-        self.slots[slot] = (chunk, said, complete)
+        calls = {**calls, worker: operation}
+        complete = len(calls) == self.workers
+        self.slots[slot] = (chunk, calls, complete)
         return "completed" if complete else "stored", "none"
 
 
@@ -398,7 +398,7 @@ def test_the_switch_does_what_its_table_says_whatever_the_workers_do(workers, wi
     kept = {}
     for worker, chunk, operation in steps:
         worker %= workers
-        # Mostly near the slots' present turn, so that chunks complete and slots wrap.
+        # Mostly near the slots' present chunks, so that chunks complete and slots wrap.
         chunk += min(current for current, _, _ in model.slots.values()) - 2
         if chunk < 0:
             continue

@@ -1,4 +1,4 @@
-"""The header: its bytes at their documented places, and a parser that no bytes can upset."""
+"""The header: fields at their documented offsets, and a parser that accepts any bytes."""
 
 import pytest
 from hypothesis import given
@@ -115,7 +115,7 @@ def test_arbitrary_bytes_change_no_machine(garbage):
     _change_no_machine(garbage)
 
 
-@pytest.mark.parametrize("version", [0, 2], ids=["the one before", "the one after"])
+@pytest.mark.parametrize("version", [0, 2], ids=["earlier", "later"])
 def test_a_packet_of_another_version_changes_no_machine(version):
     packet = bytearray(make_packet())
     assert packet[2] == 1
@@ -129,12 +129,12 @@ def test_a_packet_of_another_length_changes_no_machine(longer, more):
     _change_no_machine(packet[:longer] if longer < 0 else packet + more[:longer])
 
 
-# Bits of a packet of two i32. The machines cannot see a flip in the counter or in the values; packet authentication
-# can, where it is on.
+# Bits of a packet of two i32. The machines cannot detect a flip in the packet number or in the values; packet
+# authentication can, where it is on.
 HEADER_BITS, PACKET_BITS = 8 * protocol.HEADER_BYTES, 8 * (protocol.HEADER_BYTES + 8)
-UNSEEN = [*range(8 * 24, 8 * 32), *range(HEADER_BITS, PACKET_BITS)]
+UNDETECTED = [*range(8 * 24, 8 * 32), *range(HEADER_BITS, PACKET_BITS)]
 flips = st.one_of(
-    st.sets(st.sampled_from(UNSEEN), max_size=8),
+    st.sets(st.sampled_from(UNDETECTED), max_size=8),
     st.sets(st.integers(0, PACKET_BITS - 1), max_size=4),
 )
 
@@ -146,41 +146,41 @@ def flip(packet, bits):
     return bytes(flipped)
 
 
-def test_the_counter_stands_where_these_tests_flip_it():
-    for bit in UNSEEN[:64]:
+def test_the_packet_number_is_at_the_bits_that_these_tests_flip():
+    for bit in UNDETECTED[:64]:
         flipped = protocol.Header.parse(flip(make_packet(packet_number=9), [bit]))
         assert flipped.packet_number != 9
         flipped.packet_number = 9
         assert flipped == make_header(packet_number=9)
 
 
-def ours(header):
+def is_of_this_job(header):
     return (header.job, header.epoch, header.incarnation) == tuple(IDENTITY.values())
 
 
 @given(flips, st.integers(-(2**30), 2**30 - 1), st.integers(-(2**30), 2**30 - 1))
-def test_a_contribution_with_flipped_bits_is_added_as_it_is_or_changes_nothing(bits, one, two):
+def test_a_contribution_with_flipped_bits_is_added_unchanged_or_changes_nothing(bits, one, two):
     switch = make_switch()
     before = switch.copy()
     data = flip(make_packet(i32(one, two)), bits)
     header = protocol.Header.parse(data)
     outcome, drop, slot, chunk, worker, _ = switch.handle_packet(data)
-    if bits <= set(UNSEEN):
+    if bits <= set(UNDETECTED):
         assert outcome == "stored", drop
     if outcome != "stored":
         assert (outcome, drop != "none") == ("dropped", True)
         assert_same(switch, before)
         return
-    assert ours(header) and header.flags == 0
+    assert is_of_this_job(header) and header.flags == 0
     assert (worker, chunk) == (header.worker, header.chunk) and worker < 2 and chunk < 2
     if (header.wire, header.reduce, header.count) != (I32, SUM, 2):
-        return  # another call than the other worker's, which is a mismatch later
+        return  # the other worker's call differs, which is a mismatch later
     # The other worker's contribution completes the chunk, and the sum shows the stored values.
     other = protocol.Header.parse(data[: protocol.HEADER_BYTES])
     other.worker, other.packet_number = 1 - worker, 77
     assert switch.handle_packet(other.pack() + i32(5, -7))[0] == "completed"
-    came = [int.from_bytes(data[at : at + 4], "little", signed=True) for at in (48, 52)]
-    assert result_of(switch, slot) == i32(wrapped(came[0] + 5), wrapped(came[1] - 7))
+    stored = [int.from_bytes(data[at : at + 4], "little", signed=True) for at in (48, 52)]
+    assert result_of(switch, slot) == i32(wrapped(stored[0] + 5), wrapped(stored[1] - 7))
 
 
 def wrapped(value):
@@ -188,7 +188,7 @@ def wrapped(value):
 
 
 @given(flips, st.binary(min_size=8, max_size=8))
-def test_an_answer_with_flipped_bits_is_received_as_it_is_or_changes_nothing(bits, payload):
+def test_an_answer_with_flipped_bits_is_received_unchanged_or_changes_nothing(bits, payload):
     worker = make_worker()
     worker.start(0, 2, I32)
     (send,) = send_all(worker)
@@ -197,13 +197,13 @@ def test_an_answer_with_flipped_bits_is_received_as_it_is_or_changes_nothing(bit
     data = flip(answer, bits)
     sent, header = protocol.Header.parse(answer), protocol.Header.parse(data)
     outcome, drop, got, first, finished, received = worker.handle_packet(data, 5)
-    if bits <= set(UNSEEN):
+    if bits <= set(UNDETECTED):
         assert outcome == "received", drop
     if outcome == "dropped":
         assert drop != "none"
         assert_same(worker, before)
         return
-    assert ours(header) and header.flags & FLAGS["from_switch"] and not header.flags & FLAGS["hello"]
+    assert is_of_this_job(header) and header.flags & FLAGS["from_switch"] and not header.flags & FLAGS["hello"]
     if outcome == "received":
         assert got == header and (first, finished, received) == (0, True, data[protocol.HEADER_BYTES :])
         for name in ("chunk", "operation", "count", "wire", "reduce"):

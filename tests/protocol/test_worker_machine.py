@@ -1,4 +1,4 @@
-"""The worker's machine, step by step: window, repair of losses, timers, reasons to drop, and its life as a value."""
+"""The worker's machine, step by step: window, repair of losses, timers, dropped packets, and value semantics."""
 
 from itertools import pairwise
 
@@ -49,12 +49,12 @@ def chunks(sends):
 
 
 def numbered(send, number):
-    """The answer to `send`, the switch's `number`-th."""
+    """Return the answer to `send` with the switch's packet number `number`."""
     return answer_to(send, packet_number=number)
 
 
 def nack(first, packets, **changes):
-    """Worker 0 is told that so many packets of its own, from number `first` on, did not come."""
+    """Return a NACK of `packets` packets of worker 0 from number `first` on."""
     fields = {
         "flags": FLAGS["from_switch"] | FLAGS["nack"],
         "chunk": first,
@@ -73,7 +73,7 @@ def test_a_worker_sends_its_window_and_waits():
     assert [(send.first, send.count) for send in sends] == [(0, 2), (2, 2), (4, 2), (6, 2)]
 
 
-def test_a_contribution_says_everything_that_workers_must_agree_on():
+def test_a_contribution_carries_every_field_on_which_workers_must_agree():
     worker = make_worker(worker=1, payload_bytes=16)
     worker.start(operation=5, elements=3, wire=F32, reduce=3, table=77)
     header = send_all(worker)[0].header
@@ -83,7 +83,7 @@ def test_a_contribution_says_everything_that_workers_must_agree_on():
 
 
 @pytest.mark.parametrize(("elements", "counts"), [(1, [1]), (4, [4]), (5, [4, 1]), (8, [4, 4]), (9, [4, 4, 1])])
-def test_the_last_chunk_takes_what_is_left(elements, counts):
+def test_the_last_chunk_has_the_remaining_elements(elements, counts):
     worker = started(elements, window=6, payload_bytes=16)
     assert [send.count for send in send_all(worker)] == counts
 
@@ -103,8 +103,8 @@ def test_operations_stream_through_the_window_without_a_barrier():
 def test_the_window_moves_only_past_the_oldest_answer():
     worker = started(20, window=4)
     sends = send_all(worker)
-    for late in (3, 2, 1):
-        assert receive(worker, answer_to(sends[late], i32(late, 0))).values == i32(late, 0)
+    for chunk in (3, 2, 1):
+        assert receive(worker, answer_to(sends[chunk], i32(chunk, 0))).values == i32(chunk, 0)
         assert worker.sendable() == 0
     receive(worker, answer_to(sends[0]))
     assert worker.oldest_outstanding == 4
@@ -120,7 +120,7 @@ def test_answers_in_any_order_finish_an_operation_once():
     assert worker.poll_timeout() == -1
 
 
-def test_a_worker_has_at_most_16_operations_under_way():
+def test_a_worker_has_at_most_16_operations_in_progress():
     worker = make_worker(window=2)
     for number in range(protocol.MAX_OPERATIONS):
         assert worker.can_start()
@@ -142,12 +142,12 @@ def test_an_operation_without_elements_is_refused():
 # Repair.
 
 
-def test_a_gap_in_the_answers_brings_a_retransmission_without_a_timer():
+def test_a_gap_in_the_answers_causes_a_retransmission_without_a_timeout():
     worker = started(100, window=16)
     sends = send_all(worker, now_ns=0)
     for chunk in range(1, REORDER_THRESHOLD):
         receive(worker, answer_to(sends[chunk]), now_ns=100)
-        assert worker.sendable() == 0, "a little reordering is no loss"
+        assert worker.sendable() == 0, "reordering by less than the threshold is no loss"
     receive(worker, answer_to(sends[REORDER_THRESHOLD]), now_ns=100)
     (again,) = send_all(worker, now_ns=100)
     assert worker.poll_timeout() > 100
@@ -157,7 +157,7 @@ def test_a_gap_in_the_answers_brings_a_retransmission_without_a_timer():
 
 
 def test_an_answer_to_a_retransmission_reveals_no_gap():
-    # It may be the answer to the first sending, so it says nothing about what was sent before the second (Karn).
+    # It may answer the first send, so it shows nothing about packets that were sent before the second (Karn).
     worker = started(100, window=16)
     sends = send_all(worker, now_ns=0)
     for chunk in range(1, REORDER_THRESHOLD + 1):
@@ -165,11 +165,11 @@ def test_an_answer_to_a_retransmission_reveals_no_gap():
     (again,) = send_all(worker, now_ns=100)
     receive(worker, answer_to(again), now_ns=200)
     following = list(range(16, 16 + REORDER_THRESHOLD + 1))
-    assert chunks(send_all(worker, now_ns=200)) == following, "the window moved, and nothing else was given up"
+    assert chunks(send_all(worker, now_ns=200)) == following, "the window moved, and no other chunk counts as lost"
 
 
 def test_a_timeout_probes_with_the_oldest_chunk_alone():
-    # The others may be waiting for a straggler, as the oldest may be.
+    # All of them may be waiting for a straggler.
     worker = started(100, window=30)
     send_all(worker)
     due_ns = worker.poll_timeout()
@@ -182,7 +182,7 @@ def test_a_timeout_probes_with_the_oldest_chunk_alone():
     assert (again.header.chunk, again.again, worker.retransmissions) == (0, True, 1)
 
 
-def test_an_answered_probe_brings_what_is_overdue_at_twice_the_rate_each_round_trip():
+def test_after_an_answered_probe_twice_as_many_overdue_chunks_go_each_round_trip():
     worker = started(62, window=31)
     assert len(send_all(worker)) == 31
     now_ns = worker.poll_timeout()
@@ -193,17 +193,17 @@ def test_an_answered_probe_brings_what_is_overdue_at_twice_the_rate_each_round_t
         now_ns += MS
         for send in flight:
             receive(worker, answer_to(send), now_ns)
-        assert send_all(worker, now_ns) == [], "the other answers may be right behind"
+        assert send_all(worker, now_ns) == [], "the other answers may follow at once"
         if not worker.idle:
             assert worker.poll_timeout() == now_ns + PROBE_WAIT_NS
             now_ns = worker.poll_timeout()
             worker.handle_timeout(now_ns)
-    assert rounds == [PROBE_GROWTH**turn for turn in range(5)], "a whole lost window of 31 in five round trips"
+    assert rounds == [PROBE_GROWTH**number for number in range(5)], "a whole lost window of 31 in five round trips"
     assert worker.idle
 
 
 def test_a_pause_of_the_path_costs_one_probe():
-    # What looked lost was late: its answers come behind that of the probe, and nothing is sent again for it.
+    # The answers were only late: they follow the probe's answer, and no further chunk is sent again.
     worker = started(100, window=30)
     sends = send_all(worker)
     worker.handle_timeout(50 * MS)
@@ -215,7 +215,7 @@ def test_a_pause_of_the_path_costs_one_probe():
     assert worker.retransmissions == 1
 
 
-def test_an_answered_probe_leaves_alone_what_is_not_overdue():
+def test_an_answered_probe_resends_no_chunk_that_is_not_overdue():
     worker = started(100, window=4)
     sends = send_all(worker)
     worker.handle_timeout(50 * MS)
@@ -229,36 +229,36 @@ def test_an_answered_probe_leaves_alone_what_is_not_overdue():
     assert worker.retransmissions == 1
 
 
-def test_an_answer_to_a_chunk_sent_again_for_a_gap_is_no_answered_probe():
-    # The path is known to work: what is overdue may still come, and the timer watches it.
+def test_an_answer_to_a_chunk_resent_for_a_gap_is_no_answered_probe():
+    # The path works: overdue answers may still come, and the timer covers them.
     worker = started(100, window=16)
     sends = send_all(worker, now_ns=0)
     for chunk in range(1, REORDER_THRESHOLD + 1):
         receive(worker, answer_to(sends[chunk]), now_ns=40 * MS)
     (again,) = send_all(worker, now_ns=40 * MS)
     now_ns = 80 * MS
-    assert 90 * MS < worker.poll_timeout() < 100 * MS, "so what was sent at 0 is overdue, and no timer has rung"
+    assert 90 * MS < worker.poll_timeout() < 100 * MS, "the packets sent at 0 are overdue, and no timeout came"
     receive(worker, answer_to(again), now_ns)
     assert not any(send.again for send in send_all(worker, now_ns))
 
 
-def test_a_chunk_that_is_passed_over_waits_for_anothers_repair_while_no_answer_is_missing():
+def test_a_chunk_that_is_passed_over_waits_for_another_workers_repair_while_no_answer_is_missing():
     worker = make_worker(window=128)
     worker.start(0, 64, I32)
     sends = send_all(worker)
     for number, send in enumerate(sends[1:], start=1):
         receive(worker, numbered(send, number), 2 * MS)
-    assert send_all(worker, 2 * MS) == [], "the switch answered all it had, in this order"
+    assert send_all(worker, 2 * MS) == [], "the switch answered all complete chunks, in this order"
     worker.start(1, 60, I32)
     later = send_all(worker, 9 * MS)
-    # What a repair may take: a timeout, here its floor, and a round trip.
+    # A repair may take a timeout, here its least value, and a round trip.
     receive(worker, numbered(later[0], 32), 11 * MS)
     assert send_all(worker, 11 * MS) == []
     receive(worker, numbered(later[1], 33), 13 * MS)
     assert chunks(send_all(worker, 13 * MS)) == [0]
 
 
-def test_a_skipped_number_is_asked_for_where_it_lies_and_nowhere_else():
+def test_a_skipped_number_resends_only_the_chunk_that_was_sent_at_its_place():
     worker = started(200, window=64)
     sends = send_all(worker)
     # Chunk 0 waits for another worker; the answer to chunk 3, the third, was lost.
@@ -267,17 +267,17 @@ def test_a_skipped_number_is_asked_for_where_it_lies_and_nowhere_else():
     assert [send.header.chunk for send in send_all(worker, 100) if send.again] == [3]
 
 
-def test_a_skipped_number_with_nothing_between_was_for_a_chunk_that_had_been_passed_over():
+def test_a_skipped_number_without_a_chunk_between_resends_one_that_had_been_passed_over():
     worker = started(200, window=64)
     sends = send_all(worker)
     for number, chunk in enumerate(range(1, 20), start=1):
         receive(worker, numbered(sends[chunk], number), 100)
-    # Chunk 0 is complete at last, and its answer, the twentieth, lost.
+    # Chunk 0 completed late, and its answer, number 20, was lost.
     receive(worker, numbered(sends[20], 21), 100)
     assert [send.header.chunk for send in send_all(worker, 100) if send.again] == [0]
 
 
-def test_an_answer_that_is_lost_twice_is_asked_for_twice_without_a_timer():
+def test_an_answer_that_is_lost_twice_is_requested_twice_without_a_timeout():
     worker = started(40, window=64)
     sends = send_all(worker)
     for chunk in range(1, 10):
@@ -289,23 +289,23 @@ def test_an_answer_that_is_lost_twice_is_asked_for_twice_without_a_timer():
         receive(worker, numbered(send, place), 300)
     assert send_all(worker, 300) == []
     receive(worker, numbered(later[7], 28), 300)
-    assert chunks(send_all(worker, 300)) == [0], "the switch answers such a question at once"
+    assert chunks(send_all(worker, 300)) == [0], "the switch answers a duplicate at once"
 
 
-def test_a_nack_brings_those_packets_again_and_no_others():
+def test_a_nack_resends_the_named_packets_and_no_others():
     worker = started(100, window=16)
     sends = send_all(worker)
     got = receive(worker, nack(3, 2))
     assert got.outcome == "nack"
     again = send_all(worker)
-    assert chunks(again) == [2, 3], "counters begin at 1"
+    assert chunks(again) == [2, 3], "packet numbers begin at 1"
     assert all(send.again for send in again)
     assert [send.header.packet_number for send in again] == [17, 18]
     before = worker.copy()
-    assert receive(worker, nack(3, 2)).drop == "stale", "they are under way again"
+    assert receive(worker, nack(3, 2)).drop == "stale", "they are in flight again"
     assert_same(worker, before)
     receive(worker, nack(18, 1))
-    assert chunks(send_all(worker)) == [3], "lost a second time, found as the first"
+    assert chunks(send_all(worker)) == [3], "a second loss is found like the first"
     receive(worker, answer_to(sends[0]))
     assert receive(worker, nack(1, 1)).drop == "stale"
 
@@ -323,7 +323,7 @@ def test_a_nack_brings_those_packets_again_and_no_others():
         ("stale", {"chunk": 0, "elements": 1}),
     ],
 )
-def test_a_worker_drops_a_nack_that_is_none(reason, changes):
+def test_a_worker_drops_an_invalid_nack(reason, changes):
     worker = started(100, window=16)
     send_all(worker)
     before = worker.copy()
@@ -336,20 +336,19 @@ def test_a_worker_drops_a_nack_that_is_none(reason, changes):
 
 
 class Path:
-    """A worker that streams; each round trip takes what the test says, and all that was sent is answered in order."""
+    """A streaming worker; a test sets each round trip's time, and all packets are answered in order."""
 
     def __init__(self, window=320):
         self.worker, self.now_ns, self.numbers = started(10_000_000, window=window), 0, 0
 
-    def opened(self, rtt_ns=MS):
-        """After its slow start."""
+    def after_slow_start(self, rtt_ns=MS):
         for _ in range(8):
             self.round_trip(rtt_ns)
         assert self.worker.congestion_window == 320
         return self
 
     def round_trip(self, rtt_ns, lost=0):
-        """The window before it and after it. `lost`: of the first packets of it, by NACK."""
+        """Return the window before and after. lost: so many of the first packets are lost, and named by a NACK."""
         sends = self.send_all()
         before = self.worker.congestion_window
         self.now_ns += rtt_ns
@@ -365,7 +364,7 @@ class Path:
         return before, self.worker.congestion_window
 
     def send_all(self):
-        """What the window has room for, at its pace, as if no time had passed for what is in flight."""
+        """Send all that the window allows, at its pace; round trips are counted from the end of sending."""
         sends, now_ns = [], self.now_ns
         while (more := send_all(self.worker, now_ns)) or self.worker.next_send_ns() >= 0:
             sends += more
@@ -374,7 +373,7 @@ class Path:
         return sends
 
     def shared(self, others, per_chunk_ns=MS // 8):
-        """A round trip through a queue with so many packets of others; which control sets the window then."""
+        """Make a round trip through a queue with `others` packets of other flows; return the control after it."""
         self.round_trip((self.worker.congestion_window + others) * per_chunk_ns)
         return self.worker.control
 
@@ -388,7 +387,7 @@ def test_the_congestion_window_starts_small_and_doubles_each_round_trip():
     assert sizes == [64, 128, 256, 320]
 
 
-def test_a_window_below_the_least_is_open_at_once():
+def test_a_window_below_the_least_is_sent_at_once():
     assert len(send_all(started(100, window=30))) == 30
 
 
@@ -410,25 +409,25 @@ def test_slow_start_ends_with_half_the_window_that_found_a_queue():
     path = Path()
     for _ in range(2):
         path.round_trip(MS)
-    path.round_trip(20 * MS)  # its first answer ended the round trip before
+    path.round_trip(20 * MS)  # its first answer ends the previous round trip
     assert path.round_trip(20 * MS) == (256, 128)
     assert path.worker.control == "delay"
 
 
-def test_a_queue_on_the_path_shrinks_what_is_in_flight_to_what_the_target_allows():
-    path = Path().opened()
+def test_a_queue_on_the_path_shrinks_the_window_to_what_the_target_allows():
+    path = Path().after_slow_start()
     sizes = [path.round_trip(path.worker.congestion_window * MS // 20)[1] for _ in range(20)]  # 16 ms at 320
-    # 1 + 3.5 ms at 20 packets a millisecond, and two round trips' growth.
+    # 1 + 3.5 ms at 20 packets a millisecond, and the growth of two round trips.
     assert all(76 <= size <= 90 + 2 * WINDOW_GROWTH for size in sizes[3:]), sizes
     assert path.worker.control == "delay"
     assert path.worker.in_flight <= path.worker.congestion_window
 
 
-def test_the_congestion_window_grows_back_and_never_beyond_what_was_granted():
-    path = Path().opened()
+def test_the_congestion_window_grows_back_to_the_granted_window_and_no_further():
+    path = Path().after_slow_start()
     for _ in range(3):
         path.round_trip(60 * MS)
-    for _ in range(ROUNDS_BETWEEN_TRIALS + 4):  # until a trial finds that the queue has gone
+    for _ in range(ROUNDS_BETWEEN_TRIALS + 4):  # until a trial finds that the queue is gone
         path.round_trip(1 * MS)
     assert path.worker.control == "delay"
     for _ in range(60):
@@ -443,8 +442,8 @@ def test_a_long_path_is_no_queue():
     assert sizes == [64, 128, 256, 320, 320]
 
 
-def test_a_path_that_became_longer_is_learnt_in_a_few_trials():
-    path = Path().opened()
+def test_a_path_that_became_longer_is_recognised_in_a_few_trials():
+    path = Path().after_slow_start()
     for _ in range(3):
         path.round_trip(60 * MS)
     controls = set()
@@ -453,30 +452,30 @@ def test_a_path_that_became_longer_is_learnt_in_a_few_trials():
         controls.add(path.worker.control)
     assert controls == {"share", "delay"}
     assert path.worker.control == "delay"
-    assert all(path.round_trip(60 * MS)[1] == 320 for _ in range(20)), "and nothing is tried any more"
+    assert all(path.round_trip(60 * MS)[1] == 320 for _ in range(20)), "there are no further trials"
 
 
 @pytest.mark.parametrize("others", [100, 160, 220])
-def test_beside_a_queue_that_others_keep_full_the_window_goes_to_their_size(others):
-    path = Path().opened()
+def test_the_window_approaches_that_of_other_flows_that_keep_the_queue_full(others):
+    path = Path().after_slow_start()
     controls = [path.shared(others) for _ in range(20 * (ROUNDS_BETWEEN_TRIALS + 3))]
     assert controls[40:] == ["share"] * len(controls[40:])
     windows = [path.round_trip((path.worker.congestion_window + others) * MS // 8)[0] for _ in range(60)]
     assert 0.5 * others < sum(windows) / 60 < 1.3 * others
 
 
-def test_a_flow_that_fills_the_queue_to_just_below_the_target_does_not_have_the_link():
-    path = Path().opened()
+def test_a_flow_that_fills_the_queue_to_just_below_the_target_does_not_take_the_link():
+    path = Path().after_slow_start()
     controls, windows = set(), []
-    for number in range(400):  # 1 ms and the target of 3.5, and now and then less, whatever the worker sends
+    for number in range(400):  # above 1 ms + the target of 3.5 ms, and below in one of four, whatever the worker sends
         windows.append(path.round_trip(5 * MS if number % 4 else 4 * MS)[1])
         controls.add(path.worker.control)
     assert "share" in controls
     assert min(windows[200:]) > 4 * LEAST_WINDOW
 
 
-def test_a_queue_that_others_leave_is_ours_again_after_one_trial():
-    path = Path().opened()
+def test_after_the_other_flows_have_left_the_control_is_delay_again():
+    path = Path().after_slow_start()
     for _ in range(60):
         path.shared(160)
     assert path.worker.control == "share"
@@ -489,8 +488,8 @@ def test_a_queue_that_others_leave_is_ours_again_after_one_trial():
 # Pacing.
 
 
-def test_a_window_that_is_free_after_a_pause_is_spread_over_a_round_trip():
-    path = Path().opened(rtt_ns=20 * MS)
+def test_a_free_window_after_a_pause_is_spread_over_a_round_trip():
+    path = Path().after_slow_start(rtt_ns=20 * MS)
     worker, begin_ns = path.worker, path.now_ns + 1000 * MS
     sent = [(begin_ns, len(send_all(worker, begin_ns)))]
     while worker.next_send_ns() >= 0:
@@ -498,7 +497,7 @@ def test_a_window_that_is_free_after_a_pause_is_spread_over_a_round_trip():
         sent.append((now_ns, len(send_all(worker, now_ns))))
     assert sum(count for _, count in sent) == worker.congestion_window == 320
     rtt_ns = worker.smoothed_rtt_ns
-    assert sent[0][1] <= 320 // 2 + 1, "a quarter of a round trip, at twice the window a round trip"
+    assert sent[0][1] <= 320 // 2 + 1, "a quarter of a round trip at twice the window per round trip"
     assert sent[-1][0] - begin_ns > rtt_ns // 5
     for (earlier_ns, _), (later_ns, count) in pairwise(sent):
         assert later_ns - earlier_ns >= BURST_NS // 2, "no timer for a few packets"
@@ -506,7 +505,7 @@ def test_a_window_that_is_free_after_a_pause_is_spread_over_a_round_trip():
 
 
 def test_a_path_that_answers_within_a_burst_is_not_paced():
-    path = Path().opened(rtt_ns=MS)
+    path = Path().after_slow_start(rtt_ns=MS)
     sends = send_all(path.worker, path.now_ns + 50 * MS)
     assert len(sends) == 320
     assert path.worker.next_send_ns() == -1
@@ -523,7 +522,7 @@ def test_a_window_of_the_least_size_is_not_paced():
 
 
 def test_few_losses_are_no_congestion_and_many_are():
-    path = Path().opened()
+    path = Path().after_slow_start()
     for _ in range(4):
         assert path.round_trip(1 * MS, lost=15)[1] == 320
     assert path.round_trip(1 * MS, lost=120)[1] <= 320
@@ -531,7 +530,7 @@ def test_few_losses_are_no_congestion_and_many_are():
 
 
 def test_a_straggler_is_no_queue():
-    worker = Path().opened().worker
+    worker = Path().after_slow_start().worker
     now_ns = 100 * MS
     sends = send_all(worker, now_ns)
     receive(worker, answer_to(sends[0]), now_ns + MS)
@@ -546,8 +545,8 @@ def test_a_straggler_is_no_queue():
     assert worker.congestion_window == 320
 
 
-def test_a_probe_goes_out_though_more_is_in_flight_than_the_path_carries():
-    path = Path().opened()
+def test_a_probe_is_sent_although_the_congestion_window_is_full():
+    path = Path().after_slow_start()
     path.round_trip(60 * MS)
     sends = path.send_all()
     path.now_ns += 60 * MS
@@ -566,7 +565,7 @@ def test_a_probe_goes_out_though_more_is_in_flight_than_the_path_carries():
 # Timers.
 
 
-def test_timeouts_back_off_to_a_bound_and_an_answer_ends_it():
+def test_timeouts_back_off_to_a_bound_until_an_answer_comes():
     worker = started(100, window=4)
     sends = send_all(worker)
     now_ns, waits_ms = 0, []
@@ -585,7 +584,7 @@ def test_timeouts_back_off_to_a_bound_and_an_answer_ends_it():
     assert worker.poll_timeout() == now_ns + 50 * MS
 
 
-def test_the_timeout_follows_the_round_trip_with_a_floor_and_a_ceiling():
+def test_the_timeout_follows_the_round_trip_between_two_bounds():
     for rtt_ns, timeout_ns in [(1000, 10 * MS), (20 * MS, 60 * MS), (150 * MS, 200 * MS)]:
         worker = started(100, window=2)
         sends = send_all(worker)
@@ -594,7 +593,7 @@ def test_the_timeout_follows_the_round_trip_with_a_floor_and_a_ceiling():
         assert worker.poll_timeout() == rtt_ns + timeout_ns  # RFC 6298: srtt + 4 * (rtt / 2) at first
 
 
-def test_a_chunk_that_was_sent_twice_says_nothing_about_the_round_trip():
+def test_a_chunk_that_was_sent_twice_measures_no_round_trip():
     worker = started(100, window=1)
     send_all(worker)
     worker.handle_timeout(50 * MS)
@@ -603,17 +602,17 @@ def test_a_chunk_that_was_sent_twice_says_nothing_about_the_round_trip():
     assert worker.smoothed_rtt_ns == 0
 
 
-def test_an_answer_to_a_chunk_given_up_as_lost_is_taken_and_nothing_is_resent():
+def test_an_answer_to_a_chunk_that_counts_as_lost_is_accepted_and_nothing_is_resent():
     worker = started(100, window=3)
     sends = send_all(worker)
     worker.handle_timeout(50 * MS)
     assert worker.sendable() == 1
     assert receive(worker, answer_to(sends[0]), 50 * MS).outcome == "received"
-    assert chunks(send_all(worker, 50 * MS)) == [3], "what the window now allows"
+    assert chunks(send_all(worker, 50 * MS)) == [3], "the window allows one more"
     assert worker.retransmissions == 0
 
 
-def test_not_sent_gives_the_chunks_back_in_order_and_counts_no_retransmission():
+def test_refused_chunks_are_offered_again_in_order_and_count_as_no_retransmission():
     worker = started(100, window=4)
     sends = send_all(worker)
     for send in sends[1:]:
@@ -626,7 +625,7 @@ def test_not_sent_gives_the_chunks_back_in_order_and_counts_no_retransmission():
     assert [send.header.packet_number for send in again] == [5, 6, 7], "a packet number never repeats"
 
 
-def test_not_sent_stops_the_timer_when_nothing_is_in_flight():
+def test_a_refused_chunk_stops_the_timer_when_nothing_else_is_in_flight():
     worker = started(2)
     (send,) = send_all(worker)
     worker.not_sent(send.header.chunk)
@@ -635,7 +634,7 @@ def test_not_sent_stops_the_timer_when_nothing_is_in_flight():
     assert worker.poll_timeout() == 120 * MS
 
 
-def test_a_retransmission_that_was_not_sent_is_not_counted_and_stays_one():
+def test_a_refused_retransmission_is_not_counted_until_it_is_sent():
     worker = started(100, window=1)
     send_all(worker)
     worker.handle_timeout(50 * MS)
@@ -658,7 +657,7 @@ def test_not_sent_of_a_chunk_that_is_not_in_flight_changes_nothing():
         assert_same(worker, before)
 
 
-# What it drops.
+# Dropped packets.
 
 DROPS = {
     "another_job": ("foreign", {"job": JOB + 1}),
@@ -736,7 +735,7 @@ def test_a_worker_of_an_impossible_shape_is_refused(shape):
         make_worker(**shape)
 
 
-# As a value.
+# Value semantics.
 
 ACTION = st.one_of(
     st.tuples(st.just("start"), st.integers(1, 7)),
@@ -748,7 +747,7 @@ ACTION = st.one_of(
 
 
 class Player:
-    """Plays actions on a worker; keeps what it sent, so that answers fit."""
+    """Plays actions on a worker, and keeps its sends for the answers."""
 
     def __init__(self):
         self.worker, self.now_ns, self.operations, self.sent = make_worker(window=3), 0, 0, {}
@@ -767,7 +766,6 @@ class Player:
                 if chunk in self.sent:
                     self.worker.handle_packet(self.sent[chunk], self.now_ns)
             elif kind == "not_sent":
-                # Of a batch, the last ones were not taken: chunk and everything in flight behind it.
                 self.worker.not_sent(self.worker.oldest_outstanding + number)
             elif kind == "wait":
                 self.now_ns += number
@@ -776,7 +774,7 @@ class Player:
 
 
 @given(st.lists(ACTION, max_size=25), st.lists(ACTION, min_size=1, max_size=6))
-def test_a_copy_of_a_worker_lives_its_own_life(past, future):
+def test_a_copy_of_a_worker_is_independent_of_the_original(past, future):
     player = Player()
     worker = player.play(past)
     copy = worker.copy()
@@ -793,13 +791,13 @@ def test_canonical_bytes_of_a_worker_are_equal_exactly_when_the_machines_are(one
 
 
 @pytest.mark.parametrize("field", ["job", "epoch", "incarnation", "worker"])
-def test_workers_of_other_lives_have_other_canonical_bytes(field):
+def test_workers_of_other_generations_have_other_canonical_bytes(field):
     one, two = make_worker(workers=3), make_worker(**{"workers": 3, field: 2})
     assert one != two
     assert one.canonical() != two.canonical()
 
 
-def test_workers_that_did_the_same_chunks_in_other_operations_are_equal_exactly_when_their_bytes_are():
+def test_workers_with_the_same_chunks_in_other_operations_are_equal_exactly_when_their_bytes_are():
     one, two = make_worker(window=2), make_worker(window=2)
     one.start(0, 4, I32)
     two.start(0, 2, I32)

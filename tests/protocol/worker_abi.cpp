@@ -1,4 +1,4 @@
-// Functions that ctypes can call, over a Worker that is compiled from a changed source (test_moving_windows.py).
+// A C interface, for ctypes, to a Worker that is compiled from a changed source (test_moving_windows.py).
 #include <netfold/protocol/worker.hpp>
 
 #include <cstring>
@@ -22,7 +22,7 @@ void worker_start(void* self, u32 operation, u64 elements, int wire, int reduce,
   of(self).start({operation, elements, static_cast<netfold::kernels::DType>(wire),
                   static_cast<netfold::kernels::ReduceOp>(reduce), static_cast<std::uint16_t>(table)});
 }
-// 0: nothing; 1: for the first time; 2: again.
+// Returns 0: nothing to send; 1: a first send; 2: a retransmission.
 int worker_poll_send(void* self, std::int64_t now_ns, std::byte* header, u64* first, std::uint16_t* count) {
   const auto send = of(self).poll_send(now_ns);
   if (!send) return 0;
@@ -32,7 +32,7 @@ int worker_poll_send(void* self, std::int64_t now_ns, std::byte* header, u64* fi
   return send->again ? 2 : 1;
 }
 void worker_not_sent(void* self, u64 chunk) { of(self).not_sent(chunk); }
-// `values` has room for a packet's.
+// `values`: room for the values of one packet.
 int worker_handle_packet(void* self, const std::byte* data, u64 bytes, std::int64_t now_ns, int* drop, u64* first,
                          int* finished, u64* value_bytes, std::byte* values) {
   const auto received = of(self).handle_packet({data, bytes}, now_ns);

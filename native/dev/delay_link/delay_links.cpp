@@ -17,17 +17,17 @@
 namespace netfold::delay_link {
 namespace {
 
-// The largest super-packet, and what the kernel says of it in front.
+// The largest super-packet, with the kernel's header before it.
 constexpr std::size_t kFrameBytes = (64u << 10) + 256;
-// Frames of one direction taken in a row, before others have their turn.
-constexpr int kTurn = 64;
-// Waking up takes about so long: what is due within it is waited for awake.
-constexpr std::int64_t kAwakeNs = 15'000;
-// struct virtio_net_hdr, of which linux/virtio_net.h is no C++.
+// Frames of one direction in a row, before the next direction is served.
+constexpr int kBatch = 64;
+// Waking up takes about so long, so the thread polls for frames that are due within it.
+constexpr std::int64_t kPollNs = 15'000;
+// sizeof(virtio_net_hdr); linux/virtio_net.h does not compile as C++.
 constexpr int kHeaderBytes = 10;
-// What the kernel may hand over uncut and unsummed.
+// The kernel may hand over packets uncut and without checksums.
 constexpr unsigned kOffloads = TUN_F_CSUM | TUN_F_TSO4 | TUN_F_TSO6 | TUN_F_TSO_ECN;
-// Super-packets of UDP too: Linux 6.2. Its headers may be older than the kernel.
+// TUN_F_USO4 and TUN_F_USO6: super-packets of UDP, from Linux 6.2. The headers here may be older than the kernel.
 constexpr unsigned kUdpOffloads = 0x20 | 0x40;
 
 std::int64_t now_ns() {
@@ -55,24 +55,24 @@ class Descriptor {
   int fd_;
 };
 
-// This thread is in another network namespace for as long as this lives.
-class Inside {
+// Keeps the calling thread in another network namespace during its lifetime.
+class InNamespace {
  public:
-  explicit Inside(const std::string& netns) : home_(open("/proc/thread-self/ns/net", O_RDONLY | O_CLOEXEC)) {
-    const Descriptor there(open(netns.c_str(), O_RDONLY | O_CLOEXEC));
-    if (home_.get() < 0 || there.get() < 0 || setns(there.get(), CLONE_NEWNET) != 0) {
+  explicit InNamespace(const std::string& netns) : previous_(open("/proc/thread-self/ns/net", O_RDONLY | O_CLOEXEC)) {
+    const Descriptor target(open(netns.c_str(), O_RDONLY | O_CLOEXEC));
+    if (previous_.get() < 0 || target.get() < 0 || setns(target.get(), CLONE_NEWNET) != 0) {
       throw DelayLinkError("the network namespace " + netns + " cannot be entered: " + std::strerror(errno));
     }
   }
-  ~Inside() {
-    // It was entered from there, and nothing else can be done about it here.
-    if (setns(home_.get(), CLONE_NEWNET) != 0) std::abort();
+  ~InNamespace() {
+    // The thread came from this namespace; without it the process cannot go on.
+    if (setns(previous_.get(), CLONE_NEWNET) != 0) std::abort();
   }
-  Inside(const Inside&) = delete;
-  Inside& operator=(const Inside&) = delete;
+  InNamespace(const InNamespace&) = delete;
+  InNamespace& operator=(const InNamespace&) = delete;
 
  private:
-  Descriptor home_;
+  Descriptor previous_;
 };
 
 // splitmix64 (Steele, Lea, Flood 2014).
@@ -88,7 +88,7 @@ bool draw_with(std::uint64_t& state, double ratio) {
 }
 
 int open_tap(const Interface& end) {
-  const Inside inside(end.netns);
+  const InNamespace inside(end.netns);
   Descriptor tap(open("/dev/net/tun", O_RDWR | O_NONBLOCK | O_CLOEXEC));
   ifreq request{};
   request.ifr_flags = static_cast<short>(IFF_TAP | IFF_NO_PI | IFF_VNET_HDR | IFF_TUN_EXCL);
@@ -146,12 +146,12 @@ void DelayLinks::set_faults(std::size_t link, const LinkFaults& faults, std::uin
   if (link >= directions_.size() / 2 || !is_ratio(faults.duplicate_ratio) || !is_ratio(faults.reorder_ratio) ||
       faults.reorder_ns < 0) {
     throw DelayLinkError("link " + std::to_string(link) + " of " + std::to_string(directions_.size() / 2) +
-                         " cannot be disturbed so: ratios are from 0 to 1, and a hold is not negative");
+                         " cannot have these faults: ratios are from 0 to 1, and the extra delay is not negative");
   }
   const std::lock_guard lock(faults_mutex_);
   for (const std::size_t which : {2 * link, 2 * link + 1}) {
     directions_[which].faults = faults;
-    directions_[which].drawn = seed + which;
+    directions_[which].generator = seed + which;
   }
 }
 
@@ -161,14 +161,14 @@ void DelayLinks::start() {
 
 void DelayLinks::stop() {
   if (!thread_.joinable()) return;
-  const std::uint64_t ring = 1;
-  while (write(wake_, &ring, sizeof ring) < 0 && errno == EINTR) {
+  const std::uint64_t one = 1;
+  while (write(wake_, &one, sizeof one) < 0 && errno == EINTR) {
   }
   thread_.join();
 }
 
 void DelayLinks::run() {
-  // Else a sleep may end 50 us late.
+  // With the default slack a sleep may end 50 us late.
   prctl(PR_SET_TIMERSLACK, 1UL);
   std::vector<epoll_event> events(directions_.size() + 1);
   for (;;) {
@@ -180,38 +180,39 @@ void DelayLinks::run() {
     }
     timespec wait{};
     const std::int64_t left_ns = next_ns == INT64_MAX ? INT64_MAX : std::max<std::int64_t>(0, next_ns - now_ns());
-    const std::int64_t asleep_ns = left_ns == INT64_MAX ? 0 : std::max<std::int64_t>(0, left_ns - kAwakeNs);
-    wait.tv_sec = asleep_ns / 1'000'000'000;
-    wait.tv_nsec = asleep_ns % 1'000'000'000;
+    const std::int64_t sleep_ns = left_ns == INT64_MAX ? 0 : std::max<std::int64_t>(0, left_ns - kPollNs);
+    wait.tv_sec = sleep_ns / 1'000'000'000;
+    wait.tv_nsec = sleep_ns % 1'000'000'000;
     const int count = epoll_pwait2(epoll_, events.data(), static_cast<int>(events.size()),
                                    left_ns == INT64_MAX ? nullptr : &wait, nullptr);
     for (int i = 0; i < count; ++i) {
       const std::uint64_t which = events[static_cast<std::size_t>(i)].data.u64;
       if (which == UINT64_MAX) return;
-      take(directions_[which]);
+      receive(directions_[which]);
     }
   }
 }
 
-void DelayLinks::take(Direction& direction) {
-  for (int i = 0; i < kTurn; ++i) {
+void DelayLinks::receive(Direction& direction) {
+  for (int i = 0; i < kBatch; ++i) {
     const ssize_t got = read(direction.from, buffer_.data(), buffer_.size());
-    if (got <= 0) return;  // nothing more, or the interface is down
+    if (got <= 0) return;  // no more frames, or the interface is down
     const auto bytes = static_cast<std::size_t>(got);
     std::int64_t extra_ns[2] = {0, 0};
-    bool is_doubled = false;
+    bool is_duplicated = false;
     {
       const std::lock_guard lock(faults_mutex_);
       const LinkFaults& faults = direction.faults;
-      is_doubled = draw_with(direction.drawn, faults.duplicate_ratio);
+      is_duplicated = draw_with(direction.generator, faults.duplicate_ratio);
       for (std::int64_t& extra : extra_ns) {
-        if (faults.reorder_ns > 0 && draw_with(direction.drawn, faults.reorder_ratio)) {
-          extra = 1 + static_cast<std::int64_t>(draw(direction.drawn) % static_cast<std::uint64_t>(faults.reorder_ns));
+        if (faults.reorder_ns > 0 && draw_with(direction.generator, faults.reorder_ratio)) {
+          extra =
+              1 + static_cast<std::int64_t>(draw(direction.generator) % static_cast<std::uint64_t>(faults.reorder_ns));
         }
       }
     }
     enqueue(direction, bytes, extra_ns[0]);
-    if (is_doubled) enqueue(direction, bytes, extra_ns[1]);
+    if (is_duplicated) enqueue(direction, bytes, extra_ns[1]);
   }
 }
 
@@ -224,7 +225,7 @@ void DelayLinks::enqueue(Direction& direction, std::size_t bytes, std::int64_t e
   std::memcpy(frame.data.get(), buffer_.data(), bytes);
   direction.queued_bytes += bytes;
   const auto later = [](std::int64_t due_ns, const Frame& other) { return due_ns < other.due_ns; };
-  // Nearly always the end.
+  // Nearly always at the end.
   const auto place = direction.queue.empty() || direction.queue.back().due_ns <= frame.due_ns
                          ? direction.queue.end()
                          : std::upper_bound(direction.queue.begin(), direction.queue.end(), frame.due_ns, later);
@@ -234,7 +235,7 @@ void DelayLinks::enqueue(Direction& direction, std::size_t bytes, std::int64_t e
 void DelayLinks::release(Direction& direction, std::int64_t now) {
   while (!direction.queue.empty() && direction.queue.front().due_ns <= now) {
     const Frame& frame = direction.queue.front();
-    // An end that is down, or has no room, loses it, as a wire would.
+    // An end that is down or full loses the frame, as a cable would.
     if (write(direction.to, frame.data.get(), frame.bytes) < 0) dropped_.fetch_add(1, std::memory_order_relaxed);
     direction.queued_bytes -= frame.bytes;
     direction.queue.pop_front();

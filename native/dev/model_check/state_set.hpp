@@ -1,4 +1,4 @@
-// States in the order in which they were found, each once: 36 bytes and a half-full table of 4-byte numbers.
+// A set of states in the order in which they were found: 36 bytes a state, and a half-full table of 4-byte numbers.
 #pragma once
 
 #include "transitions.hpp"
@@ -12,7 +12,7 @@ class StateSet {
  public:
   StateSet() : table_(1024, kNoId) {}
 
-  // Its number, and whether it is new.
+  // Returns the state's number, and whether it is new.
   std::pair<Id, bool> add(const State& state) {
     if (2 * states_.size() >= table_.size()) grow();
     Id& at = table_[slot_of(state)];
@@ -21,7 +21,7 @@ class StateSet {
     states_.push_back(state);
     return {at, true};
   }
-  // kNoId where it is none of them.
+  // Returns kNoId for a state that is not in the set.
   Id find(const State& state) const { return table_[slot_of(state)]; }
 
   const State& operator[](Id id) const { return states_[id]; }
@@ -34,7 +34,7 @@ class StateSet {
     return slot;
   }
   static std::uint64_t hash(const State& state) {
-    // Numbers are small and close together: each is multiplied, and the high bits, where it shows, folded back.
+    // Ids are small and close together: multiplying moves the differences to the high bits; shift them back.
     std::uint64_t hash = 0;
     const auto mix = [&hash](std::uint64_t value) {
       hash = (hash ^ value) * 0x9e3779b97f4a7c15;

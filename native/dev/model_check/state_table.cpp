@@ -2,9 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
-#include <limits>
 #include <numeric>
-#include <stdexcept>
 
 namespace netfold::model_check {
 namespace {
@@ -15,105 +13,74 @@ using protocol::Worker;
 
 constexpr std::uint32_t kJob = 7;
 constexpr std::uint32_t kPayloadBytes = 8;  // one i64: a chunk is an element
-constexpr std::int64_t kNumbers = 1024;     // contributions are in [1024, 2048)
-constexpr int kWorkerBits = 16;
-constexpr std::uint64_t kMaxNumbers = 64;                 // packets of one sender, where they are numbered
-constexpr std::uint32_t kGenerations = kMaxRestarts + 1;  // most incarnations, and most epochs of one
 
-std::uint64_t chunks_of(const std::vector<std::uint32_t>& line) {
-  return std::accumulate(line.begin(), line.end(), std::uint64_t{0});
+Header header_of(std::span<const std::byte> bytes) { return protocol::PacketView::parse(bytes)->header(); }
+
+std::vector<std::byte> bytes_of(const Header& header, std::int64_t value) {
+  std::vector<std::byte> bytes(protocol::kHeaderBytes + kPayloadBytes);
+  protocol::write_header(header, bytes.data());
+  std::memcpy(bytes.data() + protocol::kHeaderBytes, &value, sizeof value);
+  return bytes;
 }
 
-void check(const Scope& scope) {
-  const std::uint64_t chunks = std::max(chunks_of(scope.operations), chunks_of(scope.last));
-  const auto is_zero = [](std::uint32_t each) { return each == 0; };
-  const bool empty = std::ranges::any_of(scope.operations, is_zero) || std::ranges::any_of(scope.last, is_zero);
-  if (scope.workers == 0 || scope.workers > kMaxWorkers) {
-    throw std::invalid_argument("a scope has 1 to " + std::to_string(kMaxWorkers) + " workers");
-  }
-  const std::size_t operations = std::max(scope.operations.size(), scope.last.size());
-  if (scope.operations.empty() || empty || chunks > kMaxChunks || operations > Worker::kMaxOperations) {
-    throw std::invalid_argument("a scope has 1 to " + std::to_string(kMaxChunks) + " chunks, in 1 to " +
-                                std::to_string(Worker::kMaxOperations) + " operations, none of them empty");
-  }
-  if (scope.restarts > kMaxRestarts) {
-    throw std::invalid_argument("a scope has at most " + std::to_string(kMaxRestarts) + " restarts");
-  }
-  if (scope.numbers == 0 && scope.timeouts > 0) throw std::invalid_argument("timers are counted where packets are");
-  if (scope.numbers > 0 && (!scope.last.empty() || scope.network != Network::monotone ||
-                            scope.numbers * kMaxNumbers > std::numeric_limits<std::uint32_t>::max())) {
-    throw std::invalid_argument("a scope with numbers has a monotone network, and no worker that calls something else");
-  }
-  if (scope.leaves.empty()) return;
-  std::uint32_t below = 0;
-  for (const std::uint16_t each : scope.leaves) below += each;
-  const bool childless = std::ranges::any_of(scope.leaves, [](std::uint16_t each) { return each == 0; });
-  if (childless || scope.leaves.size() > kMaxLeaves || below != scope.workers) {
-    throw std::invalid_argument("a scope has no leaves, or 1 to " + std::to_string(kMaxLeaves) +
-                                " with all of its workers below them");
-  }
-}
-
-template <class T>
-void append(std::string& key, T value) {
-  key.append(reinterpret_cast<const char*>(&value), sizeof value);
+template <class Machine>
+void append_machine(std::string& key, const Machine& machine) {
+  std::vector<std::byte> bytes;
+  machine.append_canonical(bytes);
+  key.append(reinterpret_cast<const char*>(bytes.data()), bytes.size());
 }
 
 std::string dropped(protocol::Drop reason) { return std::string("dropped: ") + protocol::name(reason); }
 
 }  // namespace
 
-std::string text_of(Generation generation) {
-  return std::to_string(generation.incarnation) + "." + std::to_string(generation.epoch);
+StateTable::StateTable(const Scope& scope) : scope_(scope), script_(scope) {
+  for (std::uint16_t leaf = 0; leaf < scope.leaves.size(); ++leaf) {
+    leaves_.resize(leaves_.size() + scope.leaves[leaf], leaf);
+  }
 }
 
-StateTable::StateTable(const Scope& scope) : scope_(scope) {
-  check(scope);
-  chunk_count_ = std::max(chunks_of(scope.operations), chunks_of(scope.last));
-  for (std::uint16_t leaf = 0; leaf < scope.leaves.size(); ++leaf)
-    homes_.resize(homes_.size() + scope.leaves[leaf], leaf);
+std::uint16_t StateTable::lowest_worker_below(std::uint16_t leaf) const {
+  return static_cast<std::uint16_t>(std::ranges::find(leaves_, leaf) - leaves_.begin());
 }
 
-std::uint16_t StateTable::first_below(std::uint16_t leaf) const {
-  return static_cast<std::uint16_t>(std::ranges::find(homes_, leaf) - homes_.begin());
-}
-
-std::uint16_t StateTable::place_of(std::uint16_t worker) const {
-  return scope_.leaves.empty() ? worker : static_cast<std::uint16_t>(worker - first_below(leaf_of(worker)));
+std::uint16_t StateTable::index_at_switch(std::uint16_t worker) const {
+  return scope_.leaves.empty() ? worker : static_cast<std::uint16_t>(worker - lowest_worker_below(leaf_of(worker)));
 }
 
 Packet StateTable::foreign_packet(std::uint16_t worker, std::uint64_t chunk, bool from_switch) const {
-  const Script& line = script_of(worker);
-  const std::uint32_t operation =
-      std::min<std::uint32_t>(operation_at(line, chunk), static_cast<std::uint32_t>(line.size() - 1));
+  const Script::Operations& operations = script_.operations_of(worker);
+  const std::size_t operation = std::min<std::size_t>(Script::operation_at(operations, chunk), operations.size() - 1);
   const Header header{.flags = static_cast<std::uint8_t>(from_switch ? protocol::kFromSwitch : 0),
                       .job = kJob + 1,
                       .epoch = Generation{}.epoch,
                       .incarnation = Generation{}.incarnation,
                       .chunk = chunk,
-                      .operation = operation,
-                      .elements = line[operation],
-                      .worker = place_of(worker),
+                      .operation = static_cast<std::uint32_t>(operation),
+                      .elements = operations[operation],
+                      .worker = index_at_switch(worker),
                       .count = 1,
                       .wire = static_cast<std::uint8_t>(kernels::DType::i64),
                       .reduce = static_cast<std::uint8_t>(kernels::ReduceOp::sum)};
-  Packet packet{.from_switch = from_switch, .worker = worker, .chunk = chunk, .generation = {}, .foreign = true};
-  packet.bytes.resize(protocol::kHeaderBytes + kPayloadBytes);  // of zeros, which are in no sum
-  protocol::write_header(header, packet.bytes.data());
-  return packet;
+  return {.from_switch = from_switch,
+          .worker = worker,
+          .chunk = chunk,
+          .generation = {},
+          .foreign = true,
+          .bytes = bytes_of(header, 0)};  // 0 is in no sum
 }
 
 std::vector<Id> StateTable::foreign_packets() {
   std::vector<Id> packets;
   if (!scope_.foreign_packets) return packets;
-  for (std::uint64_t chunk = 0; chunk < chunk_count_; ++chunk) {
+  for (std::uint64_t chunk = 0; chunk < script_.chunk_count(); ++chunk) {
     for (const bool from_switch : {false, true}) {
       for (std::uint16_t worker = 0; worker < scope_.workers; ++worker) {
         packets.push_back(packet_id(foreign_packet(worker, chunk, from_switch)));
       }
       for (std::uint16_t leaf = 0; leaf < scope_.leaves.size(); ++leaf) {
-        Packet packet = foreign_packet(first_below(leaf), chunk, from_switch);
-        Header header = protocol::PacketView::parse(packet.bytes)->header();
+        Packet packet = foreign_packet(lowest_worker_below(leaf), chunk, from_switch);
+        Header header = header_of(packet.bytes);
         header.worker = packet.worker = leaf;
         packet.leaf = true;
         protocol::write_header(header, packet.bytes.data());
@@ -126,7 +93,7 @@ std::vector<Id> StateTable::foreign_packets() {
 
 bool StateTable::can_call(Id worker) const {
   const WorkerState& state = workers_[worker];
-  return !state.ended && state.called < script_of(state.number).size();
+  return !state.ended && state.called < script_.operations_of(state.index).size();
 }
 
 bool StateTable::finished(Id worker) const {
@@ -134,35 +101,33 @@ bool StateTable::finished(Id worker) const {
   return state.ended || (!can_call(worker) && state.now.machine.idle());
 }
 
+protocol::JobConfig StateTable::config_of(Generation generation, std::uint16_t first_worker,
+                                          std::uint16_t workers) const {
+  std::vector<std::uint16_t> names(workers);
+  std::iota(names.begin(), names.end(), first_worker);
+  return {.job = kJob,
+          .epoch = generation.epoch,
+          .incarnation = generation.incarnation,
+          .workers = workers,
+          .window = scope_.window,
+          .payload_bytes = kPayloadBytes,
+          .names = std::move(names)};
+}
+
 Id StateTable::new_switch(Generation generation, std::uint32_t restarts,
                           const std::array<Generation, kMaxLeaves>& leaves) {
-  std::vector<std::uint16_t> names;  // of leaves: the lowest worker below each
-  for (std::uint16_t leaf = 0; leaf < scope_.leaves.size(); ++leaf) names.push_back(first_below(leaf));
-  return switch_id(
-      {SwitchJob({.job = kJob,
-                  .epoch = generation.epoch,
-                  .incarnation = generation.incarnation,
-                  .workers = scope_.leaves.empty() ? scope_.workers : static_cast<std::uint16_t>(scope_.leaves.size()),
-                  .window = scope_.window,
-                  .payload_bytes = kPayloadBytes,
-                  .names = std::move(names)}),
-       restarts, SwitchState::kRoot, leaves});
+  const auto leaf_count = static_cast<std::uint16_t>(scope_.leaves.size());
+  auto config = config_of(generation, 0, leaf_count == 0 ? scope_.workers : leaf_count);
+  for (std::uint16_t leaf = 0; leaf < leaf_count; ++leaf) config.names[leaf] = lowest_worker_below(leaf);
+  if (leaf_count == 0) config.names.clear();
+  return switch_id({.machine = SwitchJob(config), .restarts = restarts, .leaves = leaves});
 }
 
 Id StateTable::new_leaf(Id root, std::uint16_t leaf) {
-  const Generation generation = switches_[root].leaves[leaf];
   const Generation above = switches_[root].generation();
-  std::vector<std::uint16_t> names(scope_.leaves[leaf]);
-  std::iota(names.begin(), names.end(), first_below(leaf));
-  return switch_id({SwitchJob({.job = kJob,
-                               .epoch = generation.epoch,
-                               .incarnation = generation.incarnation,
-                               .workers = scope_.leaves[leaf],
-                               .window = scope_.window,
-                               .payload_bytes = kPayloadBytes,
-                               .parent = protocol::ParentLink{kJob, above.epoch, above.incarnation, leaf},
-                               .names = std::move(names)}),
-                    0, leaf});
+  auto config = config_of(switches_[root].leaves[leaf], lowest_worker_below(leaf), scope_.leaves[leaf]);
+  config.parent = protocol::ParentLink{kJob, above.epoch, above.incarnation, leaf};
+  return switch_id({.machine = SwitchJob(config), .leaf = leaf});
 }
 
 Id StateTable::new_worker(Id machine, std::uint16_t worker) {
@@ -170,73 +135,55 @@ Id StateTable::new_worker(Id machine, std::uint16_t worker) {
   WorkerState state{.now = {Worker({.job = kJob,
                                     .epoch = generation.epoch,
                                     .incarnation = generation.incarnation,
-                                    .worker = place_of(worker),
+                                    .worker = index_at_switch(worker),
                                     .workers = scope_.workers,
                                     .window = scope_.window,
                                     .payload_bytes = kPayloadBytes}),
                             1},
-                    .number = worker,
+                    .index = worker,
                     .root_generation = switches_[machine].root_generation()};
-  Step nothing;
-  return worker_id(std::move(state), nothing);
+  return finish(std::move(state), {}).next;
 }
 
-const Step& StateTable::at_switch(Id machine, Id packet) {
-  auto& known = switch_steps_[machine];
-  if (known.size() <= packet) known.resize(packets_.size(), kNoId);
-  if (known[packet] == kNoId) {
-    steps_.push_back(switch_step(machine, packet));
-    switch_steps_[machine][packet] = static_cast<Id>(steps_.size() - 1);
+const Step& StateTable::remember(StepIds& known, Step (StateTable::*compute)(Id, Id), Id machine, Id packet) {
+  if (known.size() <= machine) known.resize(machine + 1);
+  if (known[machine].size() <= packet) known[machine].resize(packets_.size(), kNoId);
+  if (known[machine][packet] == kNoId) {
+    steps_.push_back((this->*compute)(machine, packet));
+    known[machine][packet] = static_cast<Id>(steps_.size() - 1);
   }
-  return steps_[switch_steps_[machine][packet]];
+  return steps_[known[machine][packet]];
 }
 
-const Step& StateTable::at_worker(Id machine, Id packet) {
-  auto& known = worker_steps_[machine];
-  if (known.size() <= packet) known.resize(packets_.size(), kNoId);
-  if (known[packet] == kNoId) {
-    steps_.push_back(worker_step(machine, packet));
-    worker_steps_[machine][packet] = static_cast<Id>(steps_.size() - 1);
-  }
-  return steps_[worker_steps_[machine][packet]];
+Step StateTable::finish(WorkerState state, Step step) {
+  if (step.broken.empty()) step.next = worker_id(std::move(state), step);
+  return step;
 }
 
 Packet StateTable::answer_to(const SwitchState& from, std::uint16_t worker) const {
   const bool root = from.leaf == SwitchState::kRoot;
-  const auto to = static_cast<std::uint16_t>(root ? worker : first_below(from.leaf) + worker);
-  return {.from_switch = true, .leaf = root && !scope_.leaves.empty(), .worker = to};
+  const auto to = static_cast<std::uint16_t>(root ? worker : lowest_worker_below(from.leaf) + worker);
+  return {.from_switch = true, .leaf = root && !scope_.leaves.empty(), .worker = to, .generation = from.generation()};
 }
 
 Step StateTable::switch_step(Id machine, Id packet) {
   Step step;
   SwitchState state = switches_[machine];
-  take_at_switch(state, Packet(packets_[packet]), step);
-  if (state.asked > scope_.timeouts) return {.next = machine, .sent = {}, .became = "comes later", .broken = {}};
+  receive_at_switch(state, packets_[packet], step);
+  if (state.sum_requests > scope_.timeouts) return {.next = machine, .sent = {}, .became = "comes later", .broken = {}};
   if (step.broken.empty()) step.next = switch_id(std::move(state));
   return step;
 }
 
-void StateTable::take_at_switch(SwitchState& state, const Packet& packet, Step& step) {
+void StateTable::receive_at_switch(SwitchState& state, const Packet& packet, Step& step) {
   const bool from_parent = packet.from_switch;
   const auto handled =
       from_parent ? state.machine.handle_parent(packet.bytes) : state.machine.handle_packet(packet.bytes);
-  const Header header = protocol::PacketView::parse(packet.bytes)->header();
-  // As the aggregator does (native/dataplane/data_plane.cpp): by what belongs to this generation and this job, and by nothing
-  // else.
+  const Header header = header_of(packet.bytes);
+  // As in native/dataplane/job_port.cpp: only packets of this generation and this job count.
   const bool belongs = handled.outcome != SwitchJob::Outcome::dropped || handled.drop == protocol::Drop::stale ||
                        handled.drop == protocol::Drop::duplicate;
-  if (scope_.numbers > 0 && !from_parent && belongs) note_number(state, header, step);
-  const auto send_result = [&](std::uint16_t worker) {
-    const auto frame = state.machine.frame(handled.slot);
-    Packet sent = answer_to(state, worker);
-    sent.bytes = {frame.begin(), frame.end()};
-    Header result = protocol::PacketView::parse(frame)->header();
-    if (scope_.numbers == 0) result.packet_number = 0;
-    protocol::write_header(result, sent.bytes.data());
-    sent.chunk = result.chunk;
-    sent.generation = {result.incarnation, result.epoch};
-    step.sent.push_back(packet_id(std::move(sent)));
-  };
+  if (scope_.numbers > 0 && !from_parent && belongs) observe_number(state, header, step);
   switch (handled.outcome) {
     case SwitchJob::Outcome::dropped:
       step.became = dropped(handled.drop);
@@ -246,9 +193,11 @@ void StateTable::take_at_switch(SwitchState& state, const Packet& packet, Step& 
       break;
     case SwitchJob::Outcome::completed:
       step.became = "completed";
-      for (std::uint16_t worker = 0; worker < state.machine.config().workers; ++worker) send_result(worker);
+      for (std::uint16_t worker = 0; worker < state.machine.config().workers; ++worker) {
+        send_result(state, handled.slot, worker, step);
+      }
       if (scope_.numbers > 0 && from_parent) {
-        state.numbers.take_result(handled.chunk, header.packet_number);
+        state.numbers.record_result(handled.chunk, header.packet_number);
         state.sender.handle_result(handled.slot, header.packet_number);
         send_sums(state, allowed_by(packet, state.numbers, false), step);
       }
@@ -256,102 +205,112 @@ void StateTable::take_at_switch(SwitchState& state, const Packet& packet, Step& 
     case SwitchJob::Outcome::summed:
     case SwitchJob::Outcome::resend_sum: {
       step.became = handled.outcome == SwitchJob::Outcome::summed ? "summed" : "sums again";
-      if (scope_.numbers > 0) {
-        state.asked += handled.outcome == SwitchJob::Outcome::resend_sum;
-        state.sender.offer(handled.slot);
-        const std::uint64_t asked = state.numbers.sent[handled.chunk];
-        send_sums(state, [asked](std::uint64_t number) { return number == asked; }, step);
-        if (state.numbers.sent[handled.chunk] == asked) step.broken = "a leaf does not send a sum that is asked for";
+      if (scope_.numbers == 0) {
+        send_sum(state, state.machine.sum(handled.slot, 0), step);
         break;
       }
-      const auto sum = state.machine.sum(handled.slot, 0);
-      step.sent.push_back(packet_id({.leaf = true,
-                                     .worker = state.leaf,
-                                     .chunk = handled.chunk,
-                                     .generation = state.root_generation(),
-                                     .bytes = {sum.begin(), sum.end()}}));
+      state.sum_requests += handled.outcome == SwitchJob::Outcome::resend_sum;
+      state.sender.offer(handled.slot);
+      const std::uint64_t last = state.numbers.sent[handled.chunk];
+      send_sums(state, [last](std::uint64_t number) { return number == last; }, step);
+      if (state.numbers.sent[handled.chunk] == last) step.broken = "a leaf does not send a sum that a worker asks for";
       break;
     }
     case SwitchJob::Outcome::nack: {
-      step.became = "told of a loss";
+      step.became = "received a NACK";
       const SentNumbers before = state.numbers;
       state.sender.handle_nack(header.chunk, header.elements);
       send_sums(state, allowed_by(packet, before, false), step);
-      if (step.broken.empty() && !heeded(packet, before, state.numbers)) {
+      if (step.broken.empty() && !resends_named(packet, before, state.numbers)) {
         step.broken = "a leaf does not send again what a NACK names";
       }
       break;
     }
     case SwitchJob::Outcome::resend_result:
       step.became = "answered again";
-      send_result(handled.worker);
+      send_result(state, handled.slot, handled.worker, step);
       break;
-    case SwitchJob::Outcome::mismatch: {
+    case SwitchJob::Outcome::mismatch:
       step.became = "mismatch";
-      if (agreed(handled.chunk)) {
-        step.broken = "workers that agree are said not to";
-        return;
-      }
-      // As the aggregator tells them (native/dataplane/data_plane.cpp).
-      const SwitchJob& job = state.machine;
-      const auto tell = [&](std::uint16_t to, const protocol::CallDescriptor& said, std::uint16_t about) {
-        Packet sent = answer_to(state, to);
-        sent.chunk = handled.chunk;
-        sent.generation = state.generation();
-        sent.bytes.resize(state.machine.packet_bytes());
-        // Its number is a nonce, which no machine looks at.
-        state.machine.write_mismatch(handled.chunk, said, about, 0, sent.bytes.data());
-        step.sent.push_back(packet_id(std::move(sent)));
-      };
-      const std::uint16_t about = from_parent ? header.worker : job.name_of(handled.worker);
-      for (std::uint16_t to = 0; to < job.config().workers; ++to) {
-        if (from_parent || to != handled.worker) tell(to, protocol::CallDescriptor::of(header), about);
-      }
-      if (!from_parent) tell(handled.worker, job.descriptor(handled.slot), job.name_of(handled.other));
+      send_mismatches(state, handled, header, from_parent, step);
       break;
-    }
   }
+}
+
+void StateTable::send_result(const SwitchState& state, std::uint32_t slot, std::uint16_t worker, Step& step) {
+  const auto frame = state.machine.frame(slot);
+  Packet packet = answer_to(state, worker);
+  packet.bytes = {frame.begin(), frame.end()};
+  Header header = header_of(frame);
+  if (scope_.numbers == 0) header.packet_number = 0;
+  protocol::write_header(header, packet.bytes.data());
+  packet.chunk = header.chunk;
+  packet.generation = {header.incarnation, header.epoch};
+  step.sent.push_back(packet_id(std::move(packet)));
+}
+
+// As in native/dataplane/job_port.cpp.
+void StateTable::send_mismatches(const SwitchState& state, const SwitchJob::Handled& handled, const Header& header,
+                                 bool from_parent, Step& step) {
+  if (script_.agreed(handled.chunk)) {
+    step.broken = "a mismatch is reported for a chunk on which all workers agree";
+    return;
+  }
+  const SwitchJob& machine = state.machine;
+  const auto send_to = [&](std::uint16_t to, const protocol::CallDescriptor& call, std::uint16_t about) {
+    Packet packet = answer_to(state, to);
+    packet.chunk = handled.chunk;
+    packet.bytes.resize(machine.packet_bytes());
+    machine.write_mismatch(handled.chunk, call, about, 0, packet.bytes.data());  // the number is only a nonce
+    step.sent.push_back(packet_id(std::move(packet)));
+  };
+  const std::uint16_t about = from_parent ? header.worker : machine.name_of(handled.worker);
+  for (std::uint16_t to = 0; to < machine.config().workers; ++to) {
+    if (from_parent || to != handled.worker) send_to(to, protocol::CallDescriptor::of(header), about);
+  }
+  if (!from_parent) send_to(handled.worker, machine.descriptor(handled.slot), machine.name_of(handled.other));
+}
+
+void StateTable::send_sum(const SwitchState& state, std::span<const std::byte> sum, Step& step) {
+  step.sent.push_back(packet_id({.leaf = true,
+                                 .worker = state.leaf,
+                                 .chunk = header_of(sum).chunk,
+                                 .generation = state.root_generation(),
+                                 .bytes = {sum.begin(), sum.end()}}));
 }
 
 Step StateTable::worker_step(Id machine, Id packet) {
   Step step;
-  if (ended(machine)) {
-    step.became = "ended before";
-    step.next = machine;
-    return step;
-  }
+  if (ended(machine)) return {.next = machine, .sent = {}, .became = "ended before", .broken = {}};
   WorkerState state = workers_[machine];
   if (scope_.numbers > 0) {
-    take_at_worker(state, Packet(packets_[packet]), step);
-    if (step.broken.empty()) step.next = worker_id(std::move(state), step);
-    return step;
+    receive_numbered(state, packets_[packet], step);
+    return finish(std::move(state), std::move(step));
   }
   if (!receive(state, packets_[packet], step) || !send(state, step)) return step;
   for (const TimedWorker& later : workers_[machine].later) {
-    Step other;
+    Step late_step;
     WorkerState late = workers_[machine];
     late.now = later;
-    if (!receive(late, packets_[packet], other) || !send(late, other)) return other;
-    if (key_of(late) != key_of(state) || other.became != step.became) {
-      step.broken = "it depends on the worker's timers what an answer makes of it";
+    if (!receive(late, packets_[packet], late_step) || !send(late, late_step)) return late_step;
+    if (key_of(late) != key_of(state) || late_step.became != step.became) {
+      step.broken = "the effect of an answer depends on the worker's timers";
       return step;
     }
   }
-  step.next = worker_id(std::move(state), step);
-  return step;
+  return finish(std::move(state), std::move(step));
 }
 
 Step StateTable::call(Id worker) {
   Step step;
   WorkerState state = workers_[worker];
   call(state, step);
-  if (step.broken.empty()) step.next = worker_id(std::move(state), step);
-  return step;
+  return finish(std::move(state), std::move(step));
 }
 
 void StateTable::call(WorkerState& state, Step& step) {
   state.now.machine.start({.operation = state.called,
-                           .elements = script_of(state.number)[state.called],
+                           .elements = script_.operations_of(state.index)[state.called],
                            .wire = kernels::DType::i64,
                            .reduce = kernels::ReduceOp::sum});
   ++state.called;
@@ -360,12 +319,9 @@ void StateTable::call(WorkerState& state, Step& step) {
 }
 
 Step StateTable::hear(Id worker) {
-  Step step;
   WorkerState state = workers_[worker];
   state.ended = true;
-  step.became = "ended";
-  step.next = worker_id(std::move(state), step);
-  return step;
+  return finish(std::move(state), {.sent = {}, .became = "ended", .broken = {}});
 }
 
 bool StateTable::receive(WorkerState& worker, const Packet& packet, Step& step) const {
@@ -375,61 +331,59 @@ bool StateTable::receive(WorkerState& worker, const Packet& packet, Step& step) 
       step.became = dropped(received.drop);
       return true;
     case Worker::Outcome::mismatch:
-      return end(worker, received.header, step);
+      return check_mismatch(worker, received.header, step);
     case Worker::Outcome::received:
-      return take(worker, received, step);
+      return check_result(worker, received, step);
     case Worker::Outcome::nack:
-      step.became = "told of a loss";
+      step.became = "received a NACK";
       return true;
   }
   return false;
 }
 
-bool StateTable::end(WorkerState& worker, const Header& said, Step& step) const {
-  const Script& line = script_of(worker.number);
-  const std::uint32_t own = operation_at(line, said.chunk);
+bool StateTable::check_mismatch(WorkerState& worker, const Header& header, Step& step) const {
+  const Script::Operations& operations = script_.operations_of(worker.index);
+  const std::uint32_t own = Script::operation_at(operations, header.chunk);
   step.became = "ended: mismatch";
-  if (agreed(said.chunk)) {
-    step.broken = "workers that agree are said not to";
-  } else if (own < line.size() && said.operation == own && said.elements == line[own]) {
-    step.broken = "a worker is told that another differs, which said the same";
+  if (script_.agreed(header.chunk)) {
+    step.broken = "a mismatch is reported for a chunk on which all workers agree";
+  } else if (own < operations.size() && header.operation == own && header.elements == operations[own]) {
+    step.broken = "a mismatch names a worker with the reader's own call";
   }
   worker.ended = true;
   return step.broken.empty();
 }
 
-bool StateTable::take(WorkerState& worker, const Worker::Received& received, Step& step) const {
-  const Script& line = script_of(worker.number);
-  const std::uint64_t chunk = place(line, received.header.operation, received.first);
+bool StateTable::check_result(WorkerState& worker, const Worker::Received& received, Step& step) const {
+  const std::uint64_t chunk = script_.chunk_of(worker.index, received.header.operation, received.first);
   std::int64_t value = 0;
-  if (chunk == chunk_count_ || received.values.size() != sizeof value) {
+  if (chunk == script_.chunk_count() || received.values.size() != sizeof value) {
     step.broken = "a worker is given values of no chunk";
     return false;
   }
   std::memcpy(&value, received.values.data(), sizeof value);
   step.became = "received";
   const std::uint64_t bit = std::uint64_t{1} << chunk;
-  if (!agreed(chunk)) {
+  if (!script_.agreed(chunk)) {
     step.broken = "a worker is given a sum of chunk " + std::to_string(chunk) + ", on which workers disagree";
   } else if (worker.received & bit) {
     step.broken = "a worker is given chunk " + std::to_string(chunk) + " twice";
-  } else if (value != result(worker.root_generation, chunk)) {
-    step.broken = "a worker is given a wrong sum of chunk " + std::to_string(chunk) + ":" + taken_apart(value);
+  } else if (value != script_.result(worker.root_generation, chunk)) {
+    step.broken = "a worker is given a wrong sum of chunk " + std::to_string(chunk) + ":" + script_.describe_sum(value);
   }
   worker.received |= bit;
-  if (scope_.numbers > 0) worker.numbers.take_result(chunk, received.header.packet_number);
+  if (scope_.numbers > 0) worker.numbers.record_result(chunk, received.header.packet_number);
   return step.broken.empty();
 }
 
 bool StateTable::send(WorkerState& worker, Step& step, const Allowed& allowed) {
-  const std::uint16_t index = worker.number;
   if (worker.ended) return true;
-  // Every chunk there is, and a window of those given up: more than any worker ever sends at once.
-  for (std::uint64_t left = (chunk_count_ + scope_.window + 1) * std::max(1U, scope_.numbers);
-       const auto send = worker.now.machine.poll_send(worker.now.now_ns);) {
+  // All chunks, and a window of lost ones: more than a worker can ever send at once.
+  std::uint64_t left = (script_.chunk_count() + scope_.window + 1) * std::max(1U, scope_.numbers);
+  while (const auto send = worker.now.machine.poll_send(worker.now.now_ns)) {
     Header header = send->header;
-    const std::uint64_t chunk = place(script_of(index), header.operation, send->first);
-    if (chunk == chunk_count_ || send->count != 1 || --left == 0) {
+    const std::uint64_t chunk = script_.chunk_of(worker.index, header.operation, send->first);
+    if (chunk == script_.chunk_count() || send->count != 1 || --left == 0) {
       step.broken = left == 0 ? "a worker sends without end" : "a worker sends values of no chunk";
       return false;
     }
@@ -438,20 +392,18 @@ bool StateTable::send(WorkerState& worker, Step& step, const Allowed& allowed) {
     } else if (header.packet_number % scope_.numbers != 0) {
       worker.now.machine.not_sent(header.chunk);
       continue;
-    } else if (!number(worker, chunk, header.packet_number, send->again, allowed, step)) {
+    } else if (!check_number(worker, chunk, header.packet_number, send->again, allowed, step)) {
       return false;
     }
-    Packet packet{.worker = index, .chunk = header.chunk, .generation = worker.generation()};
-    packet.bytes.resize(protocol::kHeaderBytes + kPayloadBytes);
-    protocol::write_header(header, packet.bytes.data());
-    const std::int64_t value = contribution(worker.root_generation, index, chunk);
-    std::memcpy(packet.bytes.data() + protocol::kHeaderBytes, &value, sizeof value);
-
     const std::size_t known = packets_.size();
-    const Id id = packet_id(std::move(packet));
+    const Id id =
+        packet_id({.worker = worker.index,
+                   .chunk = header.chunk,
+                   .generation = worker.generation(),
+                   .bytes = bytes_of(header, script_.contribution(worker.root_generation, worker.index, chunk))});
     const std::uint64_t bit = std::uint64_t{1} << chunk;
     if (scope_.numbers == 0 && (worker.sent & bit) && id == known) {
-      step.broken = "a worker sends chunk " + std::to_string(chunk) + " again, and not as it was";
+      step.broken = "a worker sends chunk " + std::to_string(chunk) + " again with other bytes";
       return false;
     }
     worker.sent |= bit;
@@ -460,64 +412,53 @@ bool StateTable::send(WorkerState& worker, Step& step, const Allowed& allowed) {
   return true;
 }
 
-// As if all of its timers rang, one after the other.
+// Adds the state with its `later` states: its timeouts follow one another until nothing is in flight.
 Id StateTable::worker_id(WorkerState state, Step& step) {
-  const auto [at, added] = worker_ids_.try_emplace(key_of(state), static_cast<Id>(workers_.size()));
-  if (!added) return at->second;
+  std::string key = key_of(state);
+  if (const Id known = workers_.find(key); known != kNoId) return known;
   state.later.clear();
   WorkerState late = state;
   Step resent;
-  for (std::uint32_t timeouts = state.ended || scope_.numbers > 0 ? 0 : state.now.machine.in_flight(); timeouts > 0;
-       --timeouts) {
+  const bool has_timers = !state.ended && scope_.numbers == 0;
+  for (std::uint32_t timeouts = has_timers ? state.now.machine.in_flight() : 0; timeouts > 0; --timeouts) {
     late.now.now_ns = std::max(late.now.now_ns, late.now.machine.poll_timeout());
     late.now.machine.handle_timeout(late.now.now_ns);
-    state.later.push_back(late.now);  // given up, and not yet sent again
+    state.later.push_back(late.now);  // the chunk is lost, and not yet sent again
     if (!send(late, resent) || late.sent != state.sent) {
-      step.broken = resent.broken.empty() ? "a timer sends what was never sent" : resent.broken;
-      worker_ids_.erase(at);
+      step.broken = resent.broken.empty() ? "a timeout sends a chunk that was never sent" : resent.broken;
       return kNoId;
     }
     state.later.push_back(late.now);
   }
-  state.again = resent.sent;
-  workers_.push_back(std::move(state));
-  worker_steps_.emplace_back();
-  return at->second;
+  state.resent = resent.sent;
+  return workers_.add(std::move(key), std::move(state));
 }
 
 Id StateTable::switch_id(SwitchState state) {
   if (scope_.numbers > 0 && state.gap_detectors.empty()) {
     state.gap_detectors.resize(state.machine.config().workers);
-    state.came.resize(state.machine.config().workers);
+    state.received.resize(state.machine.config().workers);
     if (state.leaf != SwitchState::kRoot) state.sender = protocol::ParentSender(state.machine.slot_count());
   }
-  std::vector<std::byte> bytes;
-  state.machine.append_canonical(bytes);
-  Key key(reinterpret_cast<const char*>(bytes.data()), bytes.size());
+  std::string key;
+  append_machine(key, state.machine);
   append(key, state.restarts);
   append(key, state.leaf);
   append(key, state.leaves);
-  for (const std::uint64_t came : state.came) append(key, came);
+  for (const std::uint64_t received : state.received) append(key, received);
   state.numbers.append_canonical(key);
-  append(key, state.asked);
-  bytes.clear();
-  state.sender.append_canonical(bytes);
-  key.append(reinterpret_cast<const char*>(bytes.data()), bytes.size());
-  const auto [at, added] = switch_ids_.try_emplace(std::move(key), static_cast<Id>(switches_.size()));
-  if (added) {
-    switches_.push_back(std::move(state));
-    switch_steps_.emplace_back();
-  }
-  return at->second;
+  append(key, state.sum_requests);
+  append_machine(key, state.sender);
+  return switches_.add(std::move(key), std::move(state));
 }
 
-StateTable::Key StateTable::key_of(const WorkerState& worker) const {
+std::string StateTable::key_of(const WorkerState& worker) const {
   const Worker& machine = worker.now.machine;
-  Key key;
-  append(key, worker.number);
+  std::string key;
+  append(key, worker.index);
   append(key, worker.generation());
   append(key, worker.root_generation);
-  if (worker.ended) return key;  // nothing of it matters any more
+  if (worker.ended) return key;  // the rest has no effect any more
   append(key, worker.called);
   append(key, worker.sent);
   append(key, worker.received);
@@ -527,10 +468,8 @@ StateTable::Key StateTable::key_of(const WorkerState& worker) const {
   append(key, machine.congestion_window());
   append(key, machine.idle());
   if (scope_.numbers == 0) return key;
-  // All of it: what it sends again has a number.
-  std::vector<std::byte> bytes;
-  machine.append_canonical(bytes);
-  key.append(reinterpret_cast<const char*>(bytes.data()), bytes.size());
+  // The whole machine: a retransmission has a number of its own.
+  append_machine(key, machine);
   worker.numbers.append_canonical(key);
   append(key, worker.timeouts);
   append(key, worker.now.now_ns);
@@ -538,22 +477,18 @@ StateTable::Key StateTable::key_of(const WorkerState& worker) const {
 }
 
 Id StateTable::packet_id(Packet packet) {
-  Key key(reinterpret_cast<const char*>(packet.bytes.data()), packet.bytes.size());
+  std::string key(reinterpret_cast<const char*>(packet.bytes.data()), packet.bytes.size());
   append(key, packet.worker);
   append(key, packet.leaf);
-  const auto [at, added] = packet_ids_.try_emplace(std::move(key), static_cast<Id>(packets_.size()));
-  if (added) packets_.push_back(std::move(packet));
-  return at->second;
+  return packets_.add(std::move(key), std::move(packet));
 }
 
 Id StateTable::network_of(std::vector<Id> packets) {
-  Key key(reinterpret_cast<const char*>(packets.data()), packets.size() * sizeof(Id));
-  const auto [at, added] = network_ids_.try_emplace(std::move(key), static_cast<Id>(networks_.size()));
-  if (added) networks_.push_back(std::move(packets));
-  return at->second;
+  std::string key(reinterpret_cast<const char*>(packets.data()), packets.size() * sizeof(Id));
+  return networks_.add(std::move(key), std::move(packets));
 }
 
-Id StateTable::with(Id network, const std::vector<Id>& sent) {
+Id StateTable::network_with(Id network, const std::vector<Id>& sent) {
   for (const Id packet : sent) {
     const auto [at, added] = grown_.try_emplace(std::uint64_t{network} << 32 | packet, kNoId);
     if (added) {
@@ -567,63 +502,10 @@ Id StateTable::with(Id network, const std::vector<Id>& sent) {
   return network;
 }
 
-Id StateTable::without(Id network, Id packet) {
+Id StateTable::network_without(Id network, Id packet) {
   std::vector<Id> packets = networks_[network];
   std::erase(packets, packet);
   return network_of(std::move(packets));
-}
-
-const StateTable::Script& StateTable::script_of(std::uint16_t worker) const {
-  return !scope_.last.empty() && worker + 1 == scope_.workers ? scope_.last : scope_.operations;
-}
-
-std::uint32_t StateTable::operation_at(const Script& line, std::uint64_t chunk) {
-  std::uint32_t operation = 0;
-  while (operation < line.size() && chunk >= line[operation]) chunk -= line[operation++];
-  return operation;
-}
-
-bool StateTable::agreed(std::uint64_t chunk) const {
-  if (scope_.last.empty()) return true;
-  const std::uint32_t usual = operation_at(scope_.operations, chunk);
-  const std::uint32_t other = operation_at(scope_.last, chunk);
-  return usual == other && usual < scope_.operations.size() && other < scope_.last.size() &&
-         scope_.operations[usual] == scope_.last[other];
-}
-
-std::uint64_t StateTable::place(const Script& line, std::uint32_t operation, std::uint64_t first) const {
-  if (operation >= line.size() || first >= line[operation]) return chunk_count_;
-  return std::accumulate(line.begin(), line.begin() + operation, first);
-}
-
-std::int64_t StateTable::contribution(Generation generation, std::uint16_t worker, std::uint64_t chunk) const {
-  const std::uint64_t number = (generation.incarnation - 1) * kGenerations + (generation.epoch - 1);
-  static_assert(kGenerations * kGenerations * kMaxChunks <= kNumbers);
-  return (kNumbers + static_cast<std::int64_t>(number * kMaxChunks + chunk)) << (kWorkerBits * worker);
-}
-
-std::string StateTable::taken_apart(std::int64_t sum) const {
-  std::string parts;
-  for (std::uint16_t worker = 0; worker < scope_.workers; ++worker) {
-    const std::int64_t number = (sum >> (kWorkerBits * worker) & 0xffff) - kNumbers;
-    parts += (worker == 0 ? " worker " : ", worker ") + std::to_string(worker);
-    if (number < 0) {
-      parts += " nothing";
-    } else if (number >= kNumbers) {
-      parts += " several";
-    } else {
-      const auto generation = static_cast<std::uint32_t>(number / kMaxChunks);
-      parts += " chunk " + std::to_string(number % kMaxChunks) + " of " +
-               text_of({generation / kGenerations + 1, generation % kGenerations + 1});
-    }
-  }
-  return parts;
-}
-
-std::int64_t StateTable::result(Generation generation, std::uint64_t chunk) const {
-  std::int64_t sum = 0;
-  for (std::uint16_t worker = 0; worker < scope_.workers; ++worker) sum += contribution(generation, worker, chunk);
-  return sum;
 }
 
 }  // namespace netfold::model_check

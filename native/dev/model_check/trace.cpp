@@ -18,13 +18,13 @@ std::string name_of(const Packet& packet) {
          std::to_string(packet.chunk);
 }
 
-// One run, event by event, and the packets that it has sent, in that order.
+// One run, event by event, with its packets in the order of sending.
 class Run {
  public:
   explicit Run(Transitions& transitions) : transitions_(transitions), state_(transitions.first()) {}
 
-  Step happen(const Transition& transition) {
-    auto [next, step] = transitions_.done(state_, transition);
+  Step apply(const Transition& transition) {
+    auto [next, step] = transitions_.apply(state_, transition);
     if (step.broken.empty()) state_ = next;
     for (const Id packet : step.sent) {
       if (std::ranges::find(sent_, packet) == sent_.end()) sent_.push_back(packet);
@@ -32,14 +32,14 @@ class Run {
     return step;
   }
 
-  std::string say(const Transition& transition) const {
+  std::string text_of(const Transition& transition) const {
     switch (transition.kind) {
       case Kind::deliver:
-        return say_packet(transition.what);
+        return text_of_packet(transition.what);
       case Kind::copy:
-        return "copy " + say_packet(transition.what);
+        return "copy " + text_of_packet(transition.what);
       case Kind::lose:
-        return "lose " + say_packet(transition.what);
+        return "lose " + text_of_packet(transition.what);
       case Kind::timeout:
         return "timeout " + std::to_string(transition.what) +
                (transition.times == 1 ? "" : " " + std::to_string(transition.times));
@@ -61,38 +61,38 @@ class Run {
     return {};
   }
 
-  // The move that `step` says, if it can happen now.
-  std::optional<Transition> understand(const std::string& step) {
+  // Returns the transition of that step, if it is possible now.
+  std::optional<Transition> parse(const std::string& step) {
     for (const Id packet : transitions_.table.network(state_.network)) {
-      // `each` leaves those out that change nothing.
-      if (say({Kind::deliver, packet}) == step) return Transition{Kind::deliver, packet};
+      // `each` skips deliveries without effect.
+      if (text_of({Kind::deliver, packet}) == step) return Transition{Kind::deliver, packet};
     }
     std::optional<Transition> found;
     transitions_.each(state_, [&](const Transition& transition, const State&, const std::string&) {
-      if (say(transition) == step) found = transition;
+      if (text_of(transition) == step) found = transition;
       return !found;
     });
     return found;
   }
 
-  // What there is to say about the machine that a move happened to.
+  // Describes the machine that the transition happened to.
   std::string state_after(const Transition& transition) const {
     switch (transition.kind) {
       case Kind::deliver:
       case Kind::copy:
-        return arrived(transitions_.table.packet(transition.what));
+        return describe_destination(transitions_.table.packet(transition.what));
       case Kind::timeout:
       case Kind::call:
       case Kind::hear:
       case Kind::rejoin:
-        return worker(static_cast<std::uint16_t>(transition.what));
+        return describe_worker(static_cast<std::uint16_t>(transition.what));
       default:
         return {};
     }
   }
 
  private:
-  std::string say_packet(Id packet) const {
+  std::string text_of_packet(Id packet) const {
     const std::string name = name_of(transitions_.table.packet(packet));
     int nth = 0;
     for (const Id other : sent_) {
@@ -102,9 +102,10 @@ class Run {
     return nth <= 1 ? name : name + "=" + std::to_string(nth);
   }
 
-  std::string worker(std::uint16_t index) const {
+  std::string describe_worker(std::uint16_t index) const {
     const WorkerState& state = transitions_.table.worker_state(state_.workers[index]);
-    if (state.ended) return "generation " + text_of(state.generation());
+    const std::string generation = "generation " + model_check::text_of(state.generation());
+    if (state.ended) return generation;
     std::string has, waits;
     for (std::uint64_t chunk = 0; chunk < kMaxChunks; ++chunk) {
       if (state.received >> chunk & 1) {
@@ -113,18 +114,18 @@ class Run {
         waits += " " + std::to_string(chunk);
       }
     }
-    return "generation " + text_of(state.generation()) + ", has" + (has.empty() ? " nothing" : has) + ", waits for" +
+    return generation + ", has" + (has.empty() ? " nothing" : has) + ", waits for" +
            (waits.empty() ? " nothing" : waits);
   }
 
-  std::string arrived(const Packet& packet) const {
-    if (packet.leaf && packet.from_switch) return {};  // nothing is missing there any more
-    if (packet.from_switch) return worker(packet.worker);
-    if (packet.leaf || transitions_.scope().leaves.empty()) return slot(state_.machine, packet.chunk);
-    return slot(state_.leaves[transitions_.table.leaf_of(packet.worker)], packet.chunk);
+  std::string describe_destination(const Packet& packet) const {
+    if (packet.leaf && packet.from_switch) return {};  // the slot has no missing contribution any more
+    if (packet.from_switch) return describe_worker(packet.worker);
+    if (packet.leaf || transitions_.scope().leaves.empty()) return describe_slot(state_.machine, packet.chunk);
+    return describe_slot(state_.leaves[transitions_.table.leaf_of(packet.worker)], packet.chunk);
   }
 
-  std::string slot(Id machine, std::uint64_t chunk) const {
+  std::string describe_slot(Id machine, std::uint64_t chunk) const {
     std::string missing;
     for (const std::uint16_t index : transitions_.table.switch_state(machine).machine.missing(chunk)) {
       missing += " " + std::to_string(index);
@@ -141,25 +142,25 @@ class Run {
 
 std::vector<std::string> trace_steps(Transitions& transitions, const std::vector<Transition>& path) {
   Run run(transitions);
-  std::vector<std::string> words;
+  std::vector<std::string> steps;
   for (const Transition& transition : path) {
-    words.push_back(run.say(transition));
-    run.happen(transition);
+    steps.push_back(run.text_of(transition));
+    run.apply(transition);
   }
-  return words;
+  return steps;
 }
 
 std::vector<Record> replay(const Scope& scope, const std::vector<std::string>& steps) {
   Transitions transitions(scope);
   Run run(transitions);
   std::vector<Record> records;
-  for (const std::string& words : steps) {
-    const auto transition = run.understand(words);
+  for (const std::string& text : steps) {
+    const auto transition = run.parse(text);
     if (!transition) {
-      throw std::invalid_argument("step " + std::to_string(records.size() + 1) + ", " + words + ", cannot happen then");
+      throw std::invalid_argument("step " + std::to_string(records.size() + 1) + ", " + text + ", cannot happen then");
     }
-    Record record{.step = words};
-    const Step step = run.happen(*transition);
+    Record record{.step = text};
+    const Step step = run.apply(*transition);
     record.became = step.became;
     record.broken = step.broken;
     record.state = run.state_after(*transition);
@@ -179,7 +180,7 @@ std::vector<Record> replay(const Scope& scope, const std::vector<std::string>& s
                        : packet.leaf        ? "sum "
                                             : "chunk ") +
                       std::to_string(packet.chunk) + " of " +
-                      (packet.foreign ? "another job" : netfold::model_check::text_of(packet.generation));
+                      (packet.foreign ? "another job" : text_of(packet.generation));
         break;
       }
       case Kind::timeout:
@@ -187,7 +188,7 @@ std::vector<Record> replay(const Scope& scope, const std::vector<std::string>& s
       case Kind::hear:
       case Kind::rejoin:
         record.to = "worker " + std::to_string(transition->what);
-        record.what = transition->kind == Kind::timeout ? "timer"
+        record.what = transition->kind == Kind::timeout ? "timeout"
                       : transition->kind == Kind::call  ? "next operation"
                       : transition->kind == Kind::hear  ? "another has ended"
                                                         : "rejoins";

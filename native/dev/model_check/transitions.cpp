@@ -6,12 +6,12 @@ using Kind = Transition::Kind;
 
 State Transitions::first() {
   State state{.machine = table.new_switch(Generation{}, 0), .network = table.network_of({})};
-  state.network = table.with(state.network, table.foreign_packets());
+  state.network = table.network_with(state.network, table.foreign_packets());
   for (std::uint16_t leaf = 0; leaf < scope_.leaves.size(); ++leaf) {
     state.leaves[leaf] = table.new_leaf(state.machine, leaf);
   }
   for (std::uint16_t worker = 0; worker < scope_.workers; ++worker) {
-    state.workers[worker] = table.new_worker(machine_of(state, worker), worker);
+    state.workers[worker] = table.new_worker(switch_of(state, worker), worker);
   }
   return state;
 }
@@ -28,14 +28,14 @@ bool Transitions::finished(const State& state) const {
 
 bool Transitions::rejoins(const State& state, std::uint16_t worker) const {
   return table.worker_state(state.workers[worker]).generation() !=
-         table.switch_state(machine_of(state, worker)).generation();
+         table.switch_state(switch_of(state, worker)).generation();
 }
 
 bool Transitions::leaf_rejoins(const State& state, std::uint16_t leaf) const {
   return table.switch_state(state.leaves[leaf]).root_generation() != table.switch_state(state.machine).generation();
 }
 
-Id Transitions::machine_of(const State& state, std::uint16_t worker) const {
+Id Transitions::switch_of(const State& state, std::uint16_t worker) const {
   return scope_.leaves.empty() ? state.machine : state.leaves[table.leaf_of(worker)];
 }
 
@@ -49,44 +49,44 @@ bool Transitions::can_hear(const State& state, std::uint16_t worker) const {
   return false;
 }
 
-Id& Transitions::place_of(State& state, const Packet& packet) const {
+Id& Transitions::destination(State& state, const Packet& packet) const {
   if (packet.leaf) return packet.from_switch ? state.leaves[packet.worker] : state.machine;
   if (packet.from_switch) return state.workers[packet.worker];
   return scope_.leaves.empty() ? state.machine : state.leaves[table.leaf_of(packet.worker)];
 }
 
-const Step& Transitions::delivered(const State& state, Id packet) {
+const Step& Transitions::delivery(const State& state, Id packet) {
   const Packet& arriving = table.packet(packet);
   State at = state;
-  const Id machine = place_of(at, arriving);
+  const Id machine = destination(at, arriving);
   return arriving.from_switch && !arriving.leaf ? table.at_worker(machine, packet) : table.at_switch(machine, packet);
 }
 
-std::pair<State, Step> Transitions::done(const State& state, const Transition& transition) {
-  std::pair<State, Step> made{state, {}};
-  auto& [next, step] = made;
+std::pair<State, Step> Transitions::apply(const State& state, const Transition& transition) {
+  std::pair<State, Step> result{state, {}};
+  auto& [next, step] = result;
   switch (transition.kind) {
     case Kind::deliver:
     case Kind::copy: {
-      step = delivered(state, transition.what);
-      place_of(next, table.packet(transition.what)) = step.next;
+      step = delivery(state, transition.what);
+      destination(next, table.packet(transition.what)) = step.next;
       if (scope_.network == Network::exact && transition.kind == Kind::deliver) {
-        next.network = table.without(next.network, transition.what);
+        next.network = table.network_without(next.network, transition.what);
       }
       break;
     }
     case Kind::lose:
-      next.network = table.without(next.network, transition.what);
+      next.network = table.network_without(next.network, transition.what);
       step.became = "lost";
-      return made;
+      return result;
     case Kind::timeout: {
       if (scope_.numbers > 0) {
         step = table.timeout(next.workers[transition.what]);
         next.workers[transition.what] = step.next;
         break;
       }
-      const std::vector<Id>& again = table.worker_state(next.workers[transition.what]).again;
-      step.sent.assign(again.begin(), again.begin() + transition.times);
+      const std::vector<Id>& resent = table.worker_state(next.workers[transition.what]).resent;
+      step.sent.assign(resent.begin(), resent.begin() + transition.times);
       step.became = "sends again";
       break;
     }
@@ -100,7 +100,7 @@ std::pair<State, Step> Transitions::done(const State& state, const Transition& t
       break;
     case Kind::rejoin: {
       const auto worker = static_cast<std::uint16_t>(transition.what);
-      next.workers[worker] = table.new_worker(machine_of(next, worker), worker);
+      next.workers[worker] = table.new_worker(switch_of(next, worker), worker);
       step.became = "generation " + text_of(table.worker_state(next.workers[worker]).generation());
       break;
     }
@@ -129,8 +129,8 @@ std::pair<State, Step> Transitions::done(const State& state, const Transition& t
       break;
     }
   }
-  if (step.broken.empty()) next.network = table.with(next.network, step.sent);
-  return made;
+  if (step.broken.empty()) next.network = table.network_with(next.network, step.sent);
+  return result;
 }
 
 void Transitions::each(const State& state, const Visit& visit) {
@@ -138,13 +138,13 @@ void Transitions::each(const State& state, const Visit& visit) {
   const auto one = [&](const Transition& transition) {
     if (!go_on) return;
     ++tried_;
-    const auto [next, step] = done(state, transition);
+    const auto [next, step] = apply(state, transition);
     go_on = visit(transition, next, step.broken);
   };
   for (const Id packet : table.network(state.network)) {
-    const Step& step = delivered(state, packet);
+    const Step& step = delivery(state, packet);
     State at = state;
-    const Id before = place_of(at, table.packet(packet));
+    const Id before = destination(at, table.packet(packet));
     if (scope_.network == Network::exact) {
       one({Kind::deliver, packet});
       one({Kind::copy, packet});
@@ -152,7 +152,7 @@ void Transitions::each(const State& state, const Visit& visit) {
     } else if (step.next != before || !step.sent.empty()) {
       one({Kind::deliver, packet});
     } else {
-      ++tried_;  // most packets of former generations: worth a short way
+      ++tried_;  // as most packets of former generations: not worth a call of apply()
     }
   }
   for (std::uint16_t worker = 0; worker < scope_.workers; ++worker) {
@@ -162,7 +162,7 @@ void Transitions::each(const State& state, const Visit& visit) {
     if (rejoins(state, worker)) one({Kind::rejoin, worker});
     if (scope_.numbers > 0 && table.can_time_out(id)) one({Kind::timeout, worker, 1});
     if (scope_.network == Network::exact) {
-      for (std::uint32_t timeouts = 1; timeouts <= table.worker_state(id).again.size(); ++timeouts) {
+      for (std::uint32_t timeouts = 1; timeouts <= table.worker_state(id).resent.size(); ++timeouts) {
         one({Kind::timeout, worker, timeouts});
       }
     }
@@ -179,10 +179,10 @@ void Transitions::each(const State& state, const Visit& visit) {
 
 void Transitions::each_without_network(const State& state, const Visit& visit) {
   bool go_on = true;
-  // The move, and the arrival of all that it makes the machines send, one after the other.
+  // The transition, and the arrival of each packet that the machines send because of it, one after the other.
   const std::function<void(State&, const Transition&)> one = [&](State& at, const Transition& transition) {
     if (!go_on) return;
-    auto [next, step] = done(at, transition);
+    auto [next, step] = apply(at, transition);
     next.network = state.network;
     at = next;
     go_on = visit(transition, next, step.broken);
@@ -196,7 +196,7 @@ void Transitions::each_without_network(const State& state, const Visit& visit) {
     if (can_hear(state, worker)) one(next, {Kind::hear, worker});
     next = state;
     if (rejoins(state, worker)) one(next, {Kind::rejoin, worker});
-    for (const Id packet : table.worker_state(id).again) {
+    for (const Id packet : table.worker_state(id).resent) {
       next = state;
       one(next, {Kind::deliver, packet});
     }

@@ -8,9 +8,9 @@
 
 namespace netfold::model_check {
 
-// Numbers of the parts: those beyond the scope's workers and leaves are zero.
+// The numbers of the machines and the network; 0 beyond the scope's workers and leaves.
 struct State {
-  Id machine = 0;  // the switch's, or the root's
+  Id machine = 0;  // of the switch, or the root
   Id network = 0;
   std::array<Id, kMaxWorkers> workers{};
   std::array<Id, kMaxLeaves> leaves{};
@@ -32,10 +32,10 @@ struct Transition {
     restart_leaf
   };
   Kind kind = Kind::deliver;
-  std::uint32_t what = 0;   // deliver, copy, lose: a packet; rejoin_leaf, restart_leaf: a leaf; else a worker
-  std::uint32_t times = 0;  // ring: how many timers, one after the other
+  std::uint32_t what = 0;   // deliver, copy, lose: a packet; rejoin_leaf, restart_leaf: a leaf; otherwise a worker
+  std::uint32_t times = 0;  // timeout: how many, one after the other
 
-  // Of network or machines: what no way to the end may count on.
+  // A fault of the network or of a machine, on which no path to the end may rely.
   bool is_fault() const { return kind == Kind::copy || kind == Kind::lose || kind >= Kind::restart_group; }
 };
 
@@ -44,30 +44,30 @@ class Transitions {
   explicit Transitions(const Scope& scope) : table(scope), scope_(scope) {}
 
   State first();
-  // What `move` makes of `state`; the second is the step of the machine that it happens to.
-  std::pair<State, Step> done(const State& state, const Transition& transition);
-  // The move and what it leads to, for every one there is, but deliveries that change nothing. Ends when `visit`
-  // returns false.
+  // Returns the state after `transition`, and the step of the machine that it happens to.
+  std::pair<State, Step> apply(const State& state, const Transition& transition);
+  // Visits every possible transition with the state after it, except deliveries without effect, until `visit` returns
+  // false.
   using Visit = std::function<bool(const Transition&, const State&, const std::string& broken)>;
   void each(const State& state, const Visit& visit);
-  // Where the machines of `state` can get by themselves, its network being lost: a worker calls, rejoins or sends
-  // again, and what that makes the machines send arrives, up to a point.
+  // Visits the states that the machines can reach without the network's packets, which are lost: a worker calls,
+  // rejoins or sends again, and the packets that follow arrive one after the other.
   void each_without_network(const State& state, const Visit& visit);
 
   bool finished(const State& state) const;
   const Scope& scope() const { return scope_; }
 
-  // Moves that `each` has looked at, those included that change nothing.
+  // Transitions that `each` has tried, those without effect included.
   std::uint64_t tried() const { return tried_; }
 
   StateTable table;
 
  private:
-  // Where the packet arrives.
-  Id& place_of(State& state, const Packet& packet) const;
-  const Step& delivered(const State& state, Id packet);
-  // The worker's switch, or its leaf.
-  Id machine_of(const State& state, std::uint16_t worker) const;
+  // The machine at which the packet arrives.
+  Id& destination(State& state, const Packet& packet) const;
+  const Step& delivery(const State& state, Id packet);
+  // The worker's switch, or leaf.
+  Id switch_of(const State& state, std::uint16_t worker) const;
   bool rejoins(const State& state, std::uint16_t worker) const;
   bool leaf_rejoins(const State& state, std::uint16_t leaf) const;
   bool can_hear(const State& state, std::uint16_t worker) const;

@@ -14,7 +14,7 @@ using AddressValidation = protocol::AddressValidation<int>;
 
 constexpr std::uint32_t kJob = 7;
 constexpr std::uint32_t kIncarnation = 2;
-constexpr std::uint64_t kNonces = 100;  // worker w's is 100 + w
+constexpr std::uint64_t kFirstNonce = 100;  // worker w's nonce is 100 + w
 constexpr int kUnknownPeer = 0;
 const std::string kOwn = "its own";
 
@@ -22,7 +22,7 @@ int address_of(int worker) { return 1 + worker; }
 
 struct Hello {
   std::string words;
-  int worker;  // that it names
+  int worker;  // that the hello names
   int source;
   std::uint64_t nonce;
   std::uint32_t job = kJob;
@@ -33,13 +33,13 @@ std::vector<Hello> hellos_of(int workers) {
   std::vector<Hello> hellos;
   for (int worker = 0; worker < workers; ++worker) {
     const std::string name = "worker " + std::to_string(worker);
-    const std::uint64_t nonce = kNonces + static_cast<std::uint64_t>(worker);
+    const std::uint64_t nonce = kFirstNonce + static_cast<std::uint64_t>(worker);
     hellos.push_back({kOwn, worker, address_of(worker), nonce});
-    hellos.push_back({name + "'s, heard and sent from elsewhere", worker, kUnknownPeer, nonce});
+    hellos.push_back({name + "'s, repeated by an eavesdropper", worker, kUnknownPeer, nonce});
     hellos.push_back({name + "'s in a former incarnation", worker, address_of(worker), nonce, kJob, 1});
     hellos.push_back({name + "'s of another job", worker, address_of(worker), nonce, kJob + 1});
-    hellos.push_back({"a stranger as " + name, worker, kUnknownPeer, 0});
-    hellos.push_back({"a stranger as " + name + ", with its address forged", worker, address_of(worker), 0});
+    hellos.push_back({"an outsider as " + name, worker, kUnknownPeer, 0});
+    hellos.push_back({"an outsider as " + name + ", with a forged address", worker, address_of(worker), 0});
     for (int other = 0; other < workers; ++other) {
       if (other != worker)
         hellos.push_back({name + " as worker " + std::to_string(other), other, address_of(worker), nonce});
@@ -53,28 +53,28 @@ struct State {
   auto operator<=>(const State&) const = default;
 };
 
-// What the hello makes of the state, and what it is answered. In the open: with tags there are fewer hellos to take.
-std::pair<State, Drop> done(const State& state, const Hello& hello) {
+// Returns the state after the hello, and the reason to drop it. Without MACs, which would only exclude hellos.
+std::pair<State, Drop> apply(const State& state, const Hello& hello) {
   const auto at = static_cast<std::size_t>(hello.worker);
-  AddressValidation seat{.nonce = kNonces + at, .expected = address_of(hello.worker), .address = {}};
-  if (state.addresses[at] >= 0) seat.address = state.addresses[at];
+  AddressValidation validation{.nonce = kFirstNonce + at, .expected = address_of(hello.worker), .address = {}};
+  if (state.addresses[at] >= 0) validation.address = state.addresses[at];
   const protocol::Header header{.flags = protocol::kHello,
                                 .job = hello.job,
                                 .incarnation = hello.incarnation,
                                 .packet_number = hello.nonce,
                                 .worker = static_cast<std::uint16_t>(hello.worker)};
-  const Drop drop = seat.handle_hello(header, kJob, kIncarnation, hello.source, [] { return true; });
+  const Drop drop = validation.handle_hello(header, kJob, kIncarnation, hello.source, [] { return true; });
   State next = state;
-  next.addresses[at] = seat.address.value_or(-1);
+  next.addresses[at] = validation.address.value_or(-1);
   return {next, drop};
 }
 
 std::string broken_by(const State& state, const Hello& hello, const State& next, Drop drop) {
   if (hello.words == kOwn) {
-    const bool seated = next.addresses[static_cast<std::size_t>(hello.worker)] == address_of(hello.worker);
-    return seated && drop == Drop::none ? "" : "a worker's own hello gives it no address";
+    const bool has_address = next.addresses[static_cast<std::size_t>(hello.worker)] == address_of(hello.worker);
+    return has_address && drop == Drop::none ? "" : "a worker's own hello gives it no address";
   }
-  return next == state && drop != Drop::none ? "" : "a hello is taken that is not its worker's own";
+  return next == state && drop != Drop::none ? "" : "a hello is accepted that is not its worker's own";
 }
 
 }  // namespace
@@ -101,7 +101,7 @@ Report search_validation(std::uint16_t workers) {
     const State state = found[at];
     for (const Hello& hello : hellos) {
       ++report.transitions;
-      const auto [next, drop] = done(state, hello);
+      const auto [next, drop] = apply(state, hello);
       report.broken = broken_by(state, hello, next, drop);
       if (!report.broken.empty()) {
         report.trace = paths[state];

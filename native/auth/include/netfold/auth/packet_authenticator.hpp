@@ -1,11 +1,11 @@
-// Tags packets and checks them: AES-128-GMAC, which is AES-GCM with nothing to encrypt (NIST SP 800-38D); or encrypts
-// what is behind their headers, by AES-128-GCM with the header as additional data.
+// Authenticates packets by AES-128-GMAC, which is AES-GCM with nothing to encrypt (NIST SP 800-38D), or encrypts the
+// bytes behind their headers by AES-128-GCM, with the header as additional data.
 //
-// The arithmetic is OpenSSL's libcrypto, opened at run time: building needs no headers of it, and a host without it
-// runs everything but packets that are authenticated. Keys come from above, finished.
+// OpenSSL's libcrypto does the arithmetic. It is opened at run time: building needs no headers, and a host without it
+// runs everything but authenticated packets. Keys come from the caller, ready for use.
 //
-// What must always hold: a nonce stands for one packet's bytes under a key, whoever tags them. Two different packets
-// with one nonce give the key away.
+// What must always hold: under one key a nonce is used for one packet's bytes only, whoever computes the MAC. Two
+// different packets with one nonce reveal the key.
 //
 //   .venv/bin/python -m pytest tests/native/test_packet_authenticator.py
 #pragma once
@@ -28,11 +28,11 @@ inline constexpr std::size_t kMacBytes = 16;
 using Key = std::array<std::byte, kKeyBytes>;
 using Nonce = std::array<std::byte, kNonceBytes>;
 
-// Why no PacketAuthenticator can be made on this host; empty where one can.
+// Returns why this host cannot make a PacketAuthenticator; empty where it can.
 const std::string& unavailable_reason();
 
-// One key, scheduled once, for packets that are all authenticated or all encrypted. Not for two threads at a time.
-// Allocates only when it is made.
+// One key, expanded once, for packets that are all authenticated or all encrypted. Not thread-safe. Allocates only in
+// the constructor.
 class PacketAuthenticator {
  public:
   // Throws std::runtime_error with unavailable_reason().
@@ -40,19 +40,20 @@ class PacketAuthenticator {
 
   bool encrypts() const { return security_ == Security::encrypt; }
 
-  // Writes the tag of the pieces, as if they stood one behind the other, to out[0, kMacBytes).
+  // Writes the MAC of the concatenated pieces to out[0, kMacBytes).
   void mac(const Nonce& nonce, std::span<const iovec> pieces, std::byte* out);
-  // Whether the last kMacBytes of `tagged` are the tag of what is before them; takes as long for any wrong one.
-  // Precondition: there are as many.
-  bool verify(const Nonce& nonce, std::span<const std::byte> tagged);
+  // Whether the last kMacBytes of `packet` are the MAC of the bytes before them, in constant time.
+  // Precondition: `packet` has kMacBytes or more.
+  bool verify(const Nonce& nonce, std::span<const std::byte> packet);
 
-  // Of a packet with this header: encrypts the pieces, as if they stood one behind the other, to `out`, which may be
-  // the only piece, and writes the tag. Precondition: encrypts().
+  // Encrypts the concatenated pieces of a packet with this header to `out`, which may be the only piece's memory, and
+  // writes the MAC of header and pieces to `mac`. Precondition: encrypts().
   void encrypt(const Nonce& nonce, std::span<const std::byte> header, std::span<const iovec> pieces, std::byte* out,
-               std::byte* tag);
-  // Decrypts `sealed`, a packet with its tag, behind its first `header_bytes`; the packet goes to `out`, without the
-  // tag. False where the tag is wrong: what is at `out` means nothing then. Preconditions: encrypts(); it is as long.
-  bool decrypt(const Nonce& nonce, std::span<const std::byte> sealed, std::size_t header_bytes, std::byte* out);
+               std::byte* mac);
+  // Decrypts `packet`, which ends with its MAC, to `out`: its first `header_bytes` as they are, and no MAC.
+  // False: the MAC is wrong, and the bytes at `out` are invalid.
+  // Preconditions: encrypts(); `packet` has header_bytes + kMacBytes or more.
+  bool decrypt(const Nonce& nonce, std::span<const std::byte> packet, std::size_t header_bytes, std::byte* out);
 
  private:
   struct FreeCipher {

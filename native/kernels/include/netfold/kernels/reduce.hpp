@@ -1,4 +1,4 @@
-// Reductions over many sources in one pass: the arithmetic of every collective and of the switch.
+// Reduces many sources in one pass: the arithmetic of every collective and of the switch.
 #pragma once
 
 #include <netfold/kernels/types.hpp>
@@ -7,24 +7,24 @@ namespace netfold::kernels {
 
 // dst[i] = op(...op(op(sources[0][i], sources[1][i]), sources[2][i])..., sources[n-1][i])
 //
-// The fold runs in the order of `sources`, so equal inputs give equal bits whatever the instruction set.
-// f16 and bf16 accumulate in f32 and are rounded once (to nearest, ties to even). Integers wrap. Floats keep
-// NaN and Inf; min and max give NaN where any source is NaN (as torch does), and the earlier of -0 and +0.
-// Every NaN is written as the one canonical quiet NaN (also with one source), since which of two NaNs an
-// addition keeps depends on the compiler and the machine. band/bor/bxor on floats: returns false.
-// min_loc and max_loc are for pairs of a value and an index, and nothing else is: the least (greatest) value, NaN
-// before every number, and among equal ones (-0 equals +0, NaN equals NaN) the lowest index.
+// The reduction runs in the order of `sources`, so equal inputs give equal bits on every instruction set.
+// Integers wrap. f16 and bf16 accumulate in f32 and are rounded once, to nearest, ties to even.
+// Floats keep NaN and Inf. min and max give NaN where any source is NaN (as torch does), and the earlier of -0 and +0.
+// Every NaN is written as the one canonical quiet NaN, also with one source: which of two NaNs an addition keeps
+// depends on the compiler and the machine. Floats have no band, bor and bxor: returns false.
+// Pairs of a value and an index have min_loc and max_loc only: the least (greatest) value, NaN before every number, and
+// among equal values (-0 equals +0, NaN equals NaN) the lowest index.
 //
 // Ownership: all pointers are borrowed for the call and need no alignment. `dst` may equal a source; partial
 // overlap is not allowed. source_count >= 1.
 //
 // Cost: reads source_count * count elements and writes count, each once.
 //
-// Returns false, touching nothing, where the operator has no meaning for the dtype.
+// Returns false, and writes nothing, where the operator is not defined for the dtype.
 bool reduce(ReduceOp op, DType dtype, void* dst, const void* const* sources, std::size_t source_count,
             std::size_t count);
 
-// Whether `reduce` has a meaning for this pair (bitwise operators need integers, min_loc and max_loc located values).
+// Whether `reduce` is defined for this pair: bitwise operators need integers, min_loc and max_loc need pairs.
 bool is_defined(ReduceOp op, DType dtype);
 
 }  // namespace netfold::kernels

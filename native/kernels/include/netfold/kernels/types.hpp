@@ -1,4 +1,4 @@
-// Element types and reduction operators: the vocabulary every room above shares.
+// Element types and reduction operators, which all components share.
 #pragma once
 
 #include <cstddef>
@@ -6,7 +6,7 @@
 
 namespace netfold::kernels {
 
-// The numeric values travel in packets and event records: append only, never renumber.
+// Packets and event records hold the numeric values: append only, never renumber.
 enum class DType : std::uint8_t {
   f32 = 0,
   f64 = 1,
@@ -20,8 +20,8 @@ enum class DType : std::uint8_t {
   u16 = 9,
   u32 = 10,
   u64 = 11,
-  // A value and where it was found, 16 bytes: for min_loc and max_loc. Two of them are enough: f64 holds every
-  // narrower float exactly, i64 every integer (u64 with its top bit flipped keeps its order).
+  // A value and its index, 16 bytes, for min_loc and max_loc. Two types are enough: f64 holds every narrower float
+  // exactly, and i64 every integer (u64 with its top bit flipped keeps its order).
   f64_i64 = 12,
   i64_i64 = 13,
 };

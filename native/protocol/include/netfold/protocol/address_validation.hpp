@@ -1,15 +1,15 @@
-// Where a worker sends from: the address that it named over the control connection, once a hello came from there.
+// A worker's packet address: the address that it named over the control connection, once a hello came from there.
 //
-//   hello                                       becomes
-//   another job's, or incarnation's             dropped (foreign)
-//   from another address than its worker named  dropped (source)
-//   without its worker's tag, where there are   dropped (unauthenticated)
-//   not with this worker's nonce                dropped (worker)
-//   any other                                   the address is noted, the hello returned
+//   hello                                        effect
+//   of another job, or another incarnation       dropped (foreign)
+//   from another address than its worker named   dropped (source)
+//   in a job with keys, without its worker's MAC dropped (unauthenticated)
+//   without this worker's nonce                  dropped (worker)
+//   any other                                    the address is recorded, and the hello returned
 //
-// So nothing is ever sent to an address that its worker did not name and that has not shown the nonce: who hears a
-// hello on the wire and sends it from elsewhere gets nothing, and takes nobody's place. A value; `Address` is whatever
-// the transport calls one.
+// So the switch sends nothing to an address that its worker did not name, or that has not shown the nonce. An
+// eavesdropper who repeats a hello from another address gets no answer and no worker's place. A value; `Address` is the
+// transport's type of address.
 #pragma once
 
 #include <netfold/protocol/packet.hpp>
@@ -21,11 +21,11 @@ namespace netfold::protocol {
 template <class Address>
 struct AddressValidation {
   std::uint64_t nonce = 0;
-  std::optional<Address> expected;  // what its worker named
-  std::optional<Address> address;   // the same, once proved
+  std::optional<Address> expected;  // that the worker named
+  std::optional<Address> address;   // the same, once verified
 
-  // A hello that names this worker came from `source`. `authentic`: asked for its tag, where all before is right. none:
-  // return it there.
+  // Handles a hello that names this worker and came from `source`; Drop::none: return it to `source`.
+  // `authentic`: called to check the hello's MAC, after the other checks but the nonce's.
   template <class Authentic>
   Drop handle_hello(const Header& hello, std::uint32_t job, std::uint32_t incarnation, const Address& source,
                     const Authentic& authentic) {

@@ -1,23 +1,23 @@
-// A switch's packets to its parent: which sums go next, under which numbers, and which go once more.
+// A leaf switch's packets to its parent: which sums go next, under which packet numbers, and which are sent again.
 //
-// Theory of operation. A switch offers a sum here when its slot is summed, and once more for each time that a worker
-// asks. It is not a worker's machine: it has no window, since its workers have one and its slots are bounded; and no
-// timer, since theirs run over the whole way to the root and back. What is here only makes repairs quicker, as a worker
-// does it (worker.hpp). The parent's NACK names packets of ours that did not come: what they carried goes again. The
-// parent numbers its results in the order in which chunks became complete: as many as are missing in what came of these
-// numbers, so many results were lost, most likely those of the sums that were sent longest ago and passed over by
-// results of later ones; these go again, and the parent answers them at once. A wrong guess costs a packet.
+// Theory of operation. The switch offers a sum here when its slot is summed, and once more for each request of a
+// worker. Unlike a worker's machine this one has no window, since its workers have windows and its slots are bounded.
+// It has no timer, since the workers' timers cover the whole path to the root and back. It only makes repairs quicker,
+// as a worker does (worker.hpp). The parent's NACK names packets of this switch that did not come: their sums go again.
+// The parent numbers its results in the order in which chunks became complete, so as many results were lost as numbers
+// are missing. Most likely these were the results of the sums that were sent longest ago and passed over by results of
+// later sums. These sums go again, and the parent answers them at once. A wrong guess costs one packet.
 //
-//   slot       event                                                   becomes    action
-//   (none)     offered: it was summed                                  due        -
-//   due        poll_send                                               in flight  send
-//   in flight  offered: a worker asks again                            due        -
-//   in flight  a NACK of the packet that it was sent in              due        -
-//   in flight  passed over, among the oldest, as numbers are skipped   due        -
-//   any        its result                                              (none)     -
+//   slot       event                                                      becomes    action
+//   (none)     offered: the slot was summed                               due        -
+//   due        poll_send                                                  in flight  send
+//   in flight  offered: a worker asks again                               due        -
+//   in flight  a NACK of the sum's last packet                            due        -
+//   in flight  passed over, among the oldest, while numbers are skipped   due        -
+//   any        its result                                                 (none)     -
 //
-// Every packet has a new number, those that are sent again too; a number whose packet the socket refused is not used
-// again. Beside SwitchJob and not in it, as GapDetector are: sums do not depend on what is here.
+// Every packet has a new number, retransmissions included; the number of a packet that the socket refused is not used
+// again. The machine stands beside SwitchJob and not in it, as GapDetector does: sums do not depend on it.
 //
 // A value: copyable, comparable, with canonical bytes and no clock; allocates only when it is made.
 #pragma once
@@ -35,31 +35,32 @@ class ParentSender {
  public:
   explicit ParentSender(std::uint32_t slot_count) : entries_(slot_count) {}
 
-  // The slot's sum goes next, after those that were offered before. Nothing where it is due already.
+  // Queues the slot's sum behind the sums that are due; no effect where the sum is due already.
   void offer(std::uint32_t slot);
 
-  // What goes out now, if anything: SwitchJob::sum(slot, packet_number). Call until empty.
+  // Returns the next sum to send, as SwitchJob::sum(slot, packet_number). Call until empty.
   struct Send {
     std::uint32_t slot = 0;
     std::uint64_t packet_number = 0;
   };
   std::optional<Send> poll_send();
-  // The socket did not take it after all; it will be offered again.
+  // The socket refused the slot's packet: the sum is due again.
   void not_sent(std::uint32_t slot);
 
-  // The parent's result for the slot, `number` in its order, came.
+  // The parent's result for the slot came; `number` is the result's packet number.
   void handle_result(std::uint32_t slot, std::uint64_t number);
-  // The parent misses our packets [first, first + count): how many sums go again. None were named where they were
-  // answered, or sent again, since.
+  // The parent misses the packets [first, first + count); returns how many sums go again. Sums that were answered or
+  // sent again since then do not.
   std::uint32_t handle_nack(std::uint64_t first, std::uint64_t count);
 
   std::uint32_t in_flight() const { return flight_.count; }
   std::uint64_t packets_sent() const { return packets_sent_; }
-  // Among them, sums that had been sent before.
+  // Of packets_sent(): retransmissions.
   std::uint64_t sent_again() const { return sent_again_; }
 
   bool operator==(const ParentSender&) const = default;
-  // Appends bytes that are equal exactly when the machines are, of as many slots, and the same results came.
+  // Appends bytes that are equal exactly when the machines are, for machines of equal size to which the same results
+  // came.
   void append_canonical(std::vector<std::byte>& out) const;
 
  private:
@@ -74,7 +75,7 @@ class ParentSender {
     std::uint64_t send_number = 0;
     bool operator==(const Entry&) const = default;
   };
-  struct List {  // intrusive; `flight_` is in order of sending
+  struct List {  // intrusive; flight_ is in the order of sending
     std::uint32_t head = kNone;
     std::uint32_t tail = kNone;
     std::uint32_t count = 0;
@@ -90,7 +91,7 @@ class ParentSender {
   List flight_;
   GapDetector result_gaps_;
   std::uint64_t packet_number_ = 0;
-  std::uint64_t highest_received_send_ = 0;  // of sums that were sent once
+  std::uint64_t highest_received_send_ = 0;  // among sums that were sent once
   std::uint64_t packets_sent_ = 0;
   std::uint64_t sent_again_ = 0;
 };

@@ -1,11 +1,12 @@
 // The switch's half of aggregation: one job's pool of slots.
 //
-// Theory of operation. A job of N workers has S slots, the least power of two that is 2W or more; chunk c lives in slot
-// c mod S, and a worker has at most W chunks in flight: it sends chunk c only when it has the results of every chunk up
+// Theory of operation. A job of N workers has S slots; S is the least power of two that is 2W or more. Chunk c lives in
+// slot c mod S. A worker has at most W chunks in flight: it sends chunk c only when it has the results of all chunks up
 // to c - W. So the first contribution to chunk c proves that its sender has result c - W, hence that every worker
-// contributed c - W, hence that every worker has result c - 2W: the slot's former tenant, c - S, can be forgotten. The
-// full chunk number is compared (a version bit cannot tell a packet that was delayed by two turns; VeriNC, ICNP'26), so
-// whatever the network does with order, copies and delays, a packet is for the slot's present chunk, or it is dropped.
+// contributed c - W, hence that every worker has result c - 2W. The slot's former tenant, c - S, can then be forgotten.
+// The full chunk number is compared; a version bit cannot tell apart a packet that was delayed by two rounds of the
+// slots (VeriNC, ICNP'26). So under any reordering, duplication and delay, a packet belongs to the slot's present
+// chunk, or the switch drops the packet.
 //
 //   slot state     packet of chunk c (same residue)      becomes            answer
 //   collecting     c = slot's, new worker                collecting         -
@@ -15,16 +16,15 @@
 //   complete       c = slot's                            unchanged          the kept result, to that worker
 //   complete       c = slot's + S                        collecting c       -
 //   any            c < slot's                            unchanged          - (stale)
-//   any            other                                 unchanged          - (window: the sender broke the
-//   rule)
+//   any            other                                 unchanged          - (window: the sender broke the rule)
 //
-// A contribution is added where it came in, as far as that leaves the sum the same for every order of arrival:
-// integers always, f32 and f64 when those of all lower workers are there, else it is kept until they are; f16 and bf16,
-// which are rounded once, when all are. The machine is a value: copyable, comparable, with canonical
-// bytes. It has no socket, clock or thread, and allocates only when it is made.
+// A contribution is added on arrival as far as the sum stays the same for every order of arrival (SumOrder): integers
+// always; f32 and f64 once those of all lower workers are there, else the contribution is kept until they are; f16 and
+// bf16, which are rounded once, when all are there. The machine is a value: copyable, comparable, with canonical bytes.
+// It has no socket, clock or thread, and allocates only when it is made.
 //
-// A tree of switches. A switch that has a parent is a worker of it: what its own workers contributed becomes a sum,
-// which goes up as one contribution to the same chunk, and the parent's result is its workers' result.
+// A tree of switches. A switch with a parent is a worker of the parent. The contributions of its own workers become a
+// sum, which goes up as one contribution to the same chunk; the parent's result is the workers' result.
 //
 //   collecting     c = slot's, last worker               summed             the sum, to the parent
 //   summed         c = slot's, any worker                unchanged          the sum once more, to the parent
@@ -33,14 +33,16 @@
 //   complete       the parent's result of c              unchanged          - (duplicate)
 //   not complete   the parent's mismatch of c            unchanged          the mismatch to every worker
 //
-// Line, window and chunk numbers are the same at every level, so a slot may be taken at every level: a leaf sends chunk
-// c up only when all of its workers sent c, so the first sum for c at the parent proves that a worker has result c - W.
-// No switch has that before all workers of the whole tree contributed c - W; so each of these has result c - 2W, and
-// neither it nor the leaf that it would ask will ask for that again. At a leaf, a worker that contributes c has result
-// c - W in the same way; and the leaf's own slot is complete, since its workers got result c - 2W from it.
+// Chunk numbers and the window are the same at every level, so the argument above holds at every level. A leaf sends
+// chunk c up only when all of its workers sent c, so the first sum for c at the parent proves that a worker has result
+// c - W. No switch has result c - W before all workers of the whole tree contributed c - W. So each of these workers
+// has result c - 2W, and neither a worker nor its leaf will ask for c - 2W again. At a leaf, a worker that contributes
+// c has result c - W in the same way, and the leaf's own slot is complete, since its workers got result c - 2W from the
+// leaf.
 //
-// What is lost between a switch and its parent is repaired end to end: a worker that misses a result contributes again,
-// and that sends the sum again. There is no timer here. Numbers and NACKs of the parent make it quicker (parent_sender.hpp).
+// A packet that is lost between a switch and its parent is repaired end to end: a worker that lacks a result
+// contributes again, and the leaf then sends the sum again. There is no timer here. The parent's packet numbers and
+// NACKs make the repair quicker (parent_sender.hpp).
 #pragma once
 
 #include <netfold/protocol/gap_detector.hpp>
@@ -54,7 +56,7 @@
 
 namespace netfold::protocol {
 
-// What the parent gave this switch when it joined there.
+// A switch's identity at its parent, which the parent assigned when the switch joined.
 struct ParentLink {
   std::uint32_t job = 0;
   std::uint32_t epoch = 0;
@@ -69,34 +71,34 @@ struct JobConfig {
   std::uint32_t epoch = 0;
   std::uint32_t incarnation = 0;
   std::uint16_t workers = 0;        // 1..kMaxWorkers
-  std::uint32_t window = 0;         // W: chunks a worker may have in flight
+  std::uint32_t window = 0;         // W: chunks that a worker may have in flight
   std::uint32_t payload_bytes = 0;  // of every packet; a multiple of 8, up to kMaxPayloadBytes
   std::optional<ParentLink> parent = std::nullopt;
-  // By worker: its number among the workers of the whole tree, of a switch the lowest below it; what answers call it.
-  // Empty: as it is called here.
+  // By worker: its number in answers, counted over the whole tree; a switch has the lowest number below it.
+  // Empty: the worker's index here.
   std::vector<std::uint16_t> names = {};
 
   bool operator==(const JobConfig&) const = default;
-  // 2W, or the next power of two: a slot is then the low bits of a chunk's number.
+  // 2W, rounded up to a power of two: a slot is the low bits of a chunk's number.
   std::uint32_t slots() const { return std::bit_ceil(2 * window); }
-  // Bytes a job of this shape takes: what admission grants.
+  // Bytes that a job of this shape takes, which admission grants.
   std::size_t memory_bytes() const;
 };
 
 class SwitchJob {
  public:
-  // Throws std::invalid_argument, saying which bound was broken.
+  // Throws std::invalid_argument that names the broken bound.
   explicit SwitchJob(const JobConfig& config);
 
   enum class Outcome : std::uint8_t {
-    dropped,        // nothing changed; `drop` says why
+    dropped,        // nothing changed; `drop` has the reason
     stored,         // counted; the chunk still misses workers
-    completed,      // the result is there: send frame(slot) to every worker
+    completed,      // the result is complete: send frame(slot) to every worker
     resend_result,  // a late duplicate: send frame(slot) to `worker` alone
-    mismatch,       // the sender and `other` do not agree; send mismatch packets to both
-    summed,         // the last of this switch's own workers: send sum(slot) to the parent
-    resend_sum,     // a duplicate while the parent's result is not there: send sum(slot) once more
-    nack,           // from the parent: packets to it did not come, as the header says
+    mismatch,       // the calls of the sender and `other` differ: send mismatch packets to both
+    summed,         // all of this switch's workers contributed: send sum(slot) to the parent
+    resend_sum,     // a duplicate before the parent's result: send sum(slot) once more
+    nack,           // the parent's: the packets that the header names did not come
   };
   struct Handled {
     Outcome outcome = Outcome::dropped;
@@ -104,42 +106,43 @@ class SwitchJob {
     std::uint32_t slot = 0;
     std::uint64_t chunk = 0;
     std::uint16_t worker = 0;
-    std::uint16_t other = 0;  // mismatch: the worker that set the slot's descriptor
+    std::uint16_t other = 0;  // mismatch: a worker that agreed on the slot's descriptor
   };
 
-  // One datagram in. Never reads past `bytes`, never throws, and changes nothing unless stored or completed.
+  // Handles one packet of a worker. Never reads past `bytes`, never throws, and changes nothing unless stored, summed
+  // or completed.
   Handled handle_packet(std::span<const std::byte> bytes);
-  // `header`: of these very bytes, where it was parsed already.
+  // `header`: parsed from these bytes.
   Handled handle_packet(const Header& header, std::span<const std::byte> bytes);
 
-  // One datagram from the parent: dropped, completed, mismatch (of the header's worker, by its name) or NACK.
+  // Handles one packet of the parent: dropped, completed, mismatch (of the header's worker, by its name) or nack.
   // Changes nothing unless completed. Precondition: config().parent.
   Handled handle_parent(std::span<const std::byte> bytes);
   Handled handle_parent(const Header& header, std::span<const std::byte> bytes);
-  // The contribution to the parent, after `summed` and until the slot has a new tenant, with `packet_number` in its header:
-  // a number that no packet to the parent had before. Precondition: config().parent.
+  // Returns the contribution to the parent, after `summed` and until the slot has a new tenant.
+  // `packet_number`: for its header, used by no packet to the parent before. Precondition: config().parent.
   std::span<const std::byte> sum(std::uint32_t slot, std::uint64_t packet_number);
 
-  // The answer packet of the slot's last completed chunk, ready to send: whole and final, with its chunk
-  // number on it. The bytes change when a later tenant of the slot completes.
+  // Returns the answer packet of the slot's last completed chunk, whole and final, with its chunk number in the header.
+  // The bytes change when a later tenant of the slot completes.
   std::span<const std::byte> frame(std::uint32_t slot) const;
-  // After `mismatch`: the packet that tells what `about`, by its name, said. `number`: another one for each mismatch
-  // and NACK that is written. `out` has config().payload_bytes + kHeaderBytes.
-  void write_mismatch(std::uint64_t chunk, const CallDescriptor& said, std::uint16_t about, std::uint64_t number,
+  // After `mismatch`: writes the packet that describes the call of worker `about`, by its name.
+  // `number`: the packet number, different for each mismatch and NACK. `out`: packet_bytes() bytes.
+  void write_mismatch(std::uint64_t chunk, const CallDescriptor& call, std::uint16_t about, std::uint64_t number,
                       std::byte* out) const;
-  // The packet that tells `to` which of its packets did not come; `number` and `out` as above. Precondition:
-  // gap.count > 0.
+  // Writes the packet that names worker `to`'s missing packets; `number` and `out` as above.
+  // Precondition: gap.count > 0.
   void write_nack(std::uint16_t to, const GapDetector::Gap& gap, std::uint64_t number, std::byte* out) const;
   CallDescriptor descriptor(std::uint32_t slot) const { return slots_[slot].descriptor; }
   std::uint16_t name_of(std::uint16_t worker) const { return config_.names.empty() ? worker : config_.names[worker]; }
 
-  // Workers whose contribution to `chunk` has not come (bit index order); empty when it is complete, summed or
-  // unknown.
+  // Returns the workers whose contribution to `chunk` has not come, in ascending order; empty for a chunk that is
+  // complete, summed or unknown.
   std::vector<std::uint16_t> missing(std::uint64_t chunk) const;
 
-  // Slots that hold contributions of some workers and wait for the others. Looks at every slot.
+  // Counts the slots that hold contributions of some workers, not of all. Cost: every slot.
   std::uint32_t collecting_count() const;
-  // Slots whose sum is at the parent, or on its way there. Looks at every slot.
+  // Counts the slots that wait for the parent's result. Cost: every slot.
   std::uint32_t summed_count() const;
 
   const JobConfig& config() const { return config_; }
@@ -155,7 +158,7 @@ class SwitchJob {
     std::uint64_t chunk = 0;
     CallDescriptor descriptor;
     std::uint16_t contributed_count = 0;
-    std::uint16_t folded = 0;  // of floats: the first so many workers' values are in the sum so far
+    std::uint16_t added = 0;  // floats: contributions of the workers below are in the sum so far
     bool complete = false;
     Bitmap contributed{};
     bool operator==(const Slot&) const = default;
@@ -168,24 +171,25 @@ class SwitchJob {
     return worker < config_.workers && (slot.contributed[worker / 64] >> (worker % 64) & 1) != 0;
   }
   std::uint32_t slot_of(std::uint64_t chunk) const { return static_cast<std::uint32_t>(chunk) & (slot_count() - 1); }
-  // One of the slot's values that is not the last: added to the sum so far, or kept.
-  void take(std::uint32_t slot, std::uint16_t worker, const std::byte* values);
-  // The last one: all contributions into `packet`, behind where its header goes.
-  // `in_packet`: of the packet, bytes that are not zero; kept true.
+  // Adds a contribution that is not the slot's last to the sum so far, or keeps it.
+  void add_contribution(std::uint32_t slot, std::uint16_t worker, const std::byte* values);
+  // Reduces all contributions, of which `values` is the last, into `packet`, behind its header.
+  // `in_packet`: updated; bytes of values in the packet, zeros follow.
   void finish(std::uint32_t slot, std::uint16_t worker, const std::byte* values, std::byte* packet,
               std::uint32_t& in_packet);
-  // In the order of workers: the sum so far, if any, and what is kept up to `last`, `worker`'s from `values`; how many.
+  // Lists the sum so far, if any, and the kept contributions up to `last` in the order of workers, with `values` for
+  // `worker`'s; returns how many.
   std::size_t sources_of(std::uint32_t slot, std::uint16_t worker, const std::byte* values, std::uint16_t last,
                          std::array<const void*, kMaxWorkers>& sources) const;
   static void reduce(const Slot& slot, std::byte* to, std::span<const void* const> sources);
-  // Whether contribution(slot, worker) holds what a sum will need.
+  // Whether contribution(slot, worker) holds values that the sum still needs.
   bool keeps(const Slot& slot, std::uint16_t worker) const;
   static void clear_behind(std::byte* packet, std::uint32_t& values, std::size_t value_bytes);
-  // The answer's header, over values that are there.
+  // Writes the answer's header before the values.
   void complete(std::uint32_t slot, std::uint16_t last_worker);
   std::byte* frame_at(std::uint32_t slot) { return frames_.data() + slot * packet_bytes(); }
   std::byte* sum_at(std::uint32_t slot) { return sums_.data() + slot * packet_bytes(); }
-  // Worker 0's is where the sum so far stands, too.
+  // Worker 0's contribution shares its memory with the sum so far.
   const std::byte* contribution(std::uint32_t slot, std::uint16_t worker) const;
   std::byte* contribution(std::uint32_t slot, std::uint16_t worker) {
     return const_cast<std::byte*>(std::as_const(*this).contribution(slot, worker));

@@ -1,12 +1,13 @@
-// DelayLinks that take time: what goes in at one end comes out at the other a fixed delay later, in order.
-// `disturb` makes a link duplicate some frames, and hold some longer than later ones.
+// Links with a delay: a frame that enters at one end leaves at the other after a fixed time, in order. `set_faults`
+// makes a link duplicate some frames, and hold some frames longer than later ones.
 //
-// An end is a TAP interface that is made in a network namespace and is gone with the link. A frame waits here between
-// the two as the kernel handed it over, a GSO super-packet uncut, so that a gigabit costs some thousand frames a
-// second. One thread serves all links of a rack. Rates, losses and queues are the kernel's, at the interfaces.
+// An end is a TAP interface in a network namespace, which exists as long as the link. A frame waits between the ends as
+// the kernel handed it over, as an uncut GSO super-packet, so a gigabit costs a few thousand frames a second. One
+// thread serves all links of a rack. Rates, losses and queues are the kernel's, at the interfaces.
 //
-// Uses nothing of ours. Always: a frame leaves no earlier than its delay; frames of one direction keep their order
-// where no disturbance is set; a direction holds at most kMaxQueuedBytes, and what comes beyond is dropped and counted.
+// Uses no other component. What must always hold: a frame leaves no earlier than its delay. Frames of one direction
+// keep their order where no faults are set. A direction holds at most kMaxQueuedBytes; frames beyond are dropped and
+// counted.
 #pragma once
 
 #include <atomic>
@@ -25,7 +26,7 @@ namespace netfold::delay_link {
 // 10 Gbit/s for 25 ms.
 constexpr std::size_t kMaxQueuedBytes = 32u << 20;
 
-// Says which interface of which namespace could not be made, and why.
+// Names the interface and the namespace that failed, and the reason.
 struct DelayLinkError : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
@@ -35,10 +36,10 @@ struct Interface {
   std::string device;
 };
 
-// Faults of a link, drawn for each frame of either direction.
+// Faults of a link, drawn for each frame of each direction.
 struct LinkFaults {
-  double duplicate_ratio = 0;  // of frames; a copy follows its frame after a hold of its own
-  double reorder_ratio = 0;    // of frames; each is held longer, by 1 ns to reorder_ns
+  double duplicate_ratio = 0;  // of frames; the copy has an extra delay of its own
+  double reorder_ratio = 0;    // of frames, which have an extra delay of 1 ns to reorder_ns
   std::int64_t reorder_ns = 0;
 };
 
@@ -49,16 +50,16 @@ class DelayLinks {
   DelayLinks(const DelayLinks&) = delete;
   DelayLinks& operator=(const DelayLinks&) = delete;
 
-  // Makes both interfaces, down; returns the link's number. Needs CAP_NET_ADMIN and CAP_SYS_ADMIN. Not after start.
-  // Throws DelayLinkError.
+  // Makes both interfaces, in state down; returns the link's number. Needs CAP_NET_ADMIN and CAP_SYS_ADMIN.
+  // Precondition: not started. Throws DelayLinkError.
   std::size_t add(const Interface& one, const Interface& other, std::int64_t delay_ns);
   void start();
-  // Sets what the link of that number does from now on, from any thread. The draws follow from `seed` and the frames
-  // that come. Throws DelayLinkError where there is no such link, or a ratio is none.
+  // Sets the faults of that link from now on; from any thread. `seed` and the sequence of frames determine the draws.
+  // Throws DelayLinkError for an unknown link or an invalid ratio.
   void set_faults(std::size_t link, const LinkFaults& faults, std::uint64_t seed);
-  // Ends the thread; the interfaces go with this object.
+  // Ends the thread; the destructor removes the interfaces.
   void stop();
-  // Frames that were dropped because a direction held too much, or the other end took none.
+  // Frames that were dropped because a direction was full, or because the other end refused them.
   std::uint64_t dropped() const { return dropped_.load(std::memory_order_relaxed); }
 
  private:
@@ -74,11 +75,11 @@ class DelayLinks {
     std::deque<Frame> queue;  // by due_ns
     std::size_t queued_bytes = 0;
     LinkFaults faults{};
-    std::uint64_t drawn = 0;  // the generator's state
+    std::uint64_t generator = 0;  // state
   };
 
   void run();
-  void take(Direction& direction);
+  void receive(Direction& direction);
   void enqueue(Direction& direction, std::size_t bytes, std::int64_t extra_ns);
   void release(Direction& direction, std::int64_t now_ns);
 
@@ -88,7 +89,7 @@ class DelayLinks {
   int epoll_ = -1;
   int wake_ = -1;
   std::thread thread_;
-  std::mutex faults_mutex_;  // guards disturbance and drawn of every direction
+  std::mutex faults_mutex_;  // guards faults and generator of every direction
   std::atomic<std::uint64_t> dropped_{0};
 };
 
