@@ -193,7 +193,7 @@ def test_a_jobs_capacity_is_shown_once_its_lowest_rank_has_said_it_and_what_is_n
         switch.wait_for("event=protocol_error .*alive with bytes_per_s '-1'")
         switch.wait_for("event=ended job=j")
         say(5, 1e6)
-        switch.wait_for("event=protocol_error .*bytes_per_s from rank 5, and only the job's lowest rank says it")
+        switch.wait_for("event=protocol_error .*bytes_per_s from rank 5; only the job's lowest rank reports it")
 
 
 def test_a_group_tells_its_switch_what_it_measured(monkeypatch: pytest.MonkeyPatch) -> None:

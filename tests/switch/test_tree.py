@@ -337,7 +337,7 @@ def test_a_switch_that_names_itself_as_its_parent_is_refused() -> None:
     [
         (("--parent", "nowhere"), "--parent is 'nowhere'; expected host:port"),
         (("--parent-token-file", "/dev/null"), "--parent-token-file is for the switch that --parent names"),
-        (("--parent", "127.0.0.1:1", "--parent-token-file", "/dev/null"), "without a fingerprint behind --parent's #"),
+        (("--parent", "127.0.0.1:1", "--parent-token-file", "/dev/null"), "--parent-token-file needs a fingerprint in --parent"),
     ],
 )
 def test_options_that_make_no_sense_are_refused(options: tuple[str, ...], says: str) -> None:
