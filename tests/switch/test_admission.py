@@ -339,7 +339,7 @@ def test_a_first_worker_that_is_refused_leaves_no_job_behind() -> None:
                 # A switch that is in no tree of this job.
                 stream.sendall(control_messages.encode({**JOIN, "switch": 5, "timeout_s": 600.0}))
                 answer = control_messages.receive(stream)
-                assert "a switch joins here, and by the tree of this job it does not" in answer["reason"]
+                assert "a switch joins this switch, but the tree of its job puts it elsewhere" in answer["reason"]
         serves(switch)
 
 
@@ -405,7 +405,7 @@ def test_ranks_that_name_different_sizes_for_one_job_are_told() -> None:
                 stream.settimeout(5)
                 stream.sendall(control_messages.encode(join))
                 answer = control_messages.receive(stream)
-        assert answer == {**REFUSED, "reason": "rank 2 says that its job has 3 ranks; others said 2"}
+        assert answer == {**REFUSED, "reason": "rank 2 has 3 ranks in its job; other ranks have 2"}
 
 
 def test_a_rank_that_leaves_before_the_job_starts_ends_it_for_the_others_with_the_reason() -> None:

@@ -39,7 +39,7 @@ def test_a_tenant_alone_has_all_of_it() -> None:
 
 def test_a_part_of_nothing_is_refused_at_the_start() -> None:
     tenants = [Tenant("a"), Tenant("b", weight=100)]
-    with pytest.raises(ValueError, match=r"a's part, 1 of 101, is 0 jobs, .* raise its weight, --max-jobs"):
+    with pytest.raises(ValueError, match=r"a's quota, 1 of 101, is 0 jobs, .* raise its weight, --max-jobs"):
         quota_of(tenants[0], tenants, Limits(jobs=64))
 
 
@@ -125,7 +125,7 @@ def test_a_tenant_that_is_full_is_refused_and_nobody_else(tmp_path: Path) -> Non
                 assert outcome.error == "SwitchError"
                 assert re.search(
                     r"refused: this switch is full: the job needs 0\.\d MiB and 16 slots at least, \d\.\d of 4\.0 MiB "
-                    r"and 0 of 64 slots are free \(--memory\); that is the part of bound",
+                    r"and 0 of 64 slots are free \(--memory\); that is the quota of bound",
                     outcome.text,
                 ), outcome.text
             assert values(run_threads(add, 2, options(switch, tmp_path, "large"))) == [3.0, 3.0]
@@ -156,6 +156,6 @@ def test_a_tenants_jobs_are_counted_apart_from_the_others(tmp_path: Path) -> Non
     # Five parts: one job for `small` and `bound`, three for `large`.
     with running_switch("--token-file", tokens, "--max-jobs", "5") as switch:
         for said in values(run_threads(two_jobs, 2, options(switch, tmp_path, "small"))):
-            assert all("it serves 1 jobs (--max-jobs); that is the part of small" in text for text in said)
+            assert all("it serves 1 jobs (--max-jobs); that is the quota of small" in text for text in said)
         inside.reset()
         assert values(run_threads(two_jobs, 2, options(switch, tmp_path, "large"))) == [["", ""]] * 2

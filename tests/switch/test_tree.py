@@ -337,7 +337,10 @@ def test_a_switch_that_names_itself_as_its_parent_is_refused() -> None:
     [
         (("--parent", "nowhere"), "--parent is 'nowhere'; expected host:port"),
         (("--parent-token-file", "/dev/null"), "--parent-token-file is for the switch that --parent names"),
-        (("--parent", "127.0.0.1:1", "--parent-token-file", "/dev/null"), "--parent-token-file needs a fingerprint in --parent"),
+        (
+            ("--parent", "127.0.0.1:1", "--parent-token-file", "/dev/null"),
+            "--parent-token-file needs a fingerprint in --parent",
+        ),
     ],
 )
 def test_options_that_make_no_sense_are_refused(options: tuple[str, ...], says: str) -> None:
@@ -387,7 +390,7 @@ def test_a_leaf_joins_with_its_own_token_over_tls_and_without_one_it_is_refused(
         without = stack.enter_context(running_switch("--parent", root.endpoint))
         for outcome in run_threads(add, 2, [left.endpoint, without.endpoint]):
             assert outcome.error == "SwitchError"
-            assert "refused: this switch wants a token, and none came" in outcome.text
+            assert "refused: this switch requires a token, and none came" in outcome.text
         other = root.endpoint.partition("#")[0] + "#" + "0" * 64
         stranger = stack.enter_context(running_switch("--parent", other))
         stranger.wait_for(r"is another switch: its certificate's fingerprint is")

@@ -92,14 +92,14 @@ def test_a_job_with_a_token_adds_over_tls(switch: RunningSwitch, tmp_path: Path)
 def test_a_token_that_is_not_known_is_refused_and_not_repeated(switch: RunningSwitch, tmp_path: Path) -> None:
     wrong = VISION[:-1] + "9"
     outcomes = run_threads(add, 2, vision(switch, tmp_path, wrong))
-    refused(outcomes, "refused: the token of NETFOLD_TOKEN_FILE is not known here")
+    refused(outcomes, "refused: this switch does not know the token of NETFOLD_TOKEN_FILE")
     assert wrong not in switch.log() + "".join(outcome.text for outcome in outcomes)
     switch.wait_for("event=refused .*reason=token", count=2)
 
 
 def test_no_token_is_refused(switch: RunningSwitch) -> None:
     refused(
-        run_threads(add, 2, Options(switch=switch.endpoint)), "wants a token, and none came: set NETFOLD_TOKEN_FILE"
+        run_threads(add, 2, Options(switch=switch.endpoint)), "requires a token, and none came: set NETFOLD_TOKEN_FILE"
     )
 
 
@@ -212,7 +212,7 @@ def test_another_tenant_who_knows_a_jobs_name_cannot_take_a_rank_in_it(switch: R
     theirs = join(switch, SPEECH, rank=1)
     answer = control_messages.receive(theirs)
     refused = {"type": "refused", "version": control_messages.VERSION}
-    assert answer == {**refused, "reason": "this job belongs to another token: all its ranks need the same"}
+    assert answer == {**refused, "reason": "this job belongs to another token: all its ranks need the same token"}
     mine = join(switch, VISION, rank=1)
     assert control_messages.receive(mine)["type"] == "admitted"
     for stream in (ours, theirs, mine):
@@ -362,7 +362,7 @@ def test_tokens_let_a_switch_listen_to_a_network(tokens: str, tmp_path: Path) ->
     with running_switch("--token-file", tokens, "--listen", "0.0.0.0:0") as switch:
         endpoint = switch.endpoint.replace("0.0.0.0", "127.0.0.1")
         assert values(run_threads(add, 2, vision(switch, tmp_path, switch=endpoint))) == [999 * 2 + 1.0] * 2
-        refused(run_threads(add, 2, Options(switch=endpoint)), "wants a token, and none came")
+        refused(run_threads(add, 2, Options(switch=endpoint)), "requires a token, and none came")
 
 
 def test_an_open_switch_says_so_in_its_log() -> None:
@@ -396,10 +396,10 @@ def test_a_tenant_has_what_its_line_says(tokens: str) -> None:
         (f"\nvi/sion {VISION}", "line 2: expected: tenant token"),
         (f"vision {VISION} speed=9", "line 1: tenant 'vision': weight=, names=, slots= and memory="),
         (f"vision {VISION} weight=1 weight=2", "each once"),
-        (f"vision {VISION} weight=0", "weight= wants a number above 0"),
-        (f"vision {VISION} memory=lots", "memory= wants a number above 0"),
-        (f"vision {VISION}\nspeech {VISION}", "line 2: tenant 'speech', or its token, is there twice"),
-        (f"vision {VISION}\nvision {SPEECH}", "line 2: tenant 'vision', or its token, is there twice"),
+        (f"vision {VISION} weight=0", "weight= needs a number above 0"),
+        (f"vision {VISION} memory=lots", "memory= needs a number above 0"),
+        (f"vision {VISION}\nspeech {VISION}", "line 2: tenant 'speech', or its token, occurs twice"),
+        (f"vision {VISION}\nvision {SPEECH}", "line 2: tenant 'vision', or its token, occurs twice"),
     ],
 )
 def test_a_line_that_makes_no_sense_is_named_without_its_token(tmp_path: Path, text: str, words: str) -> None:

@@ -53,9 +53,7 @@ def _context(path: Path) -> tuple[ssl.SSLContext, str]:
         context.load_cert_chain(path)
         certificate = x509.load_pem_x509_certificate(path.read_bytes())
     except (ssl.SSLError, ValueError) as error:
-        raise ValueError(
-            f"{path} holds no key and certificate ({error}); remove it to get a new one"
-        ) from None
+        raise ValueError(f"{path} holds no key and certificate ({error}); remove it to get a new one") from None
     return context, hashlib.sha256(certificate.public_bytes(serialization.Encoding.DER)).hexdigest()
 
 
