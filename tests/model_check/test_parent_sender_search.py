@@ -82,9 +82,9 @@ def _mutant(text: str, instead: str, folder: Path) -> Any:
     sources = [source, PROTOCOL / "gap_detector.cpp", Path(__file__).with_name("parent_sender_abi.cpp")]
     library = load(folder / "parent_sender.so", sources, [PROTOCOL / "include"], "-O0")
     for name in ("new", "copy"):
-        getattr(library, f"uplink_{name}").restype = ctypes.c_void_p
+        getattr(library, f"parent_sender_{name}").restype = ctypes.c_void_p
     for name in ("packets_sent", "sent_again", "canonical"):
-        getattr(library, f"uplink_{name}").restype = ctypes.c_uint64
+        getattr(library, f"parent_sender_{name}").restype = ctypes.c_uint64
 
     class ParentSender:
         def __init__(self, slots: int, copied: Any = None) -> None:

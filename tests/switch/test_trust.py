@@ -348,7 +348,7 @@ def test_a_full_disk_leaves_no_half_certificate(tmp_path: Path, monkeypatch: pyt
 def test_tokens_and_open_contradict_each_other(tokens: str) -> None:
     ended = command("--token-file", tokens, "--open")
     assert ended.returncode == 2
-    assert "--open turns tokens and TLS off, and --token-file asks for both" in ended.stderr
+    assert "--open turns tokens and TLS off, and --token-file needs both" in ended.stderr
 
 
 def test_a_state_folder_without_tokens_is_refused(tmp_path: Path) -> None:
