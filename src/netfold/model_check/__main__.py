@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 from netfold.model_check import (
     HELLO_WORKERS,
@@ -22,20 +23,24 @@ from netfold.model_check import (
     sentence,
     switch_watch,
 )
+from netfold.model_check.recovery_rank import RecoveryScope
 from netfold.model_check.scopes import LARGE, QUICK, RECOVERY_LARGE, RECOVERY_QUICK
 from netfold.sim import diagram
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print a line a scope; 1 when a promise was broken (with the trace that breaks it) or a scope not exhausted."""
+    """Print a line for each scope, and the trace of a broken promise.
+
+    Return 1 where a promise is broken or a scope was not exhausted.
+    """
     parser = argparse.ArgumentParser(prog="python -m netfold.model_check", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="the scopes that CI searches")
-    parser.add_argument("--all", action="store_true", help="these, and those that take longer")
+    parser.add_argument("--all", action="store_true", help="those, and the scopes that take longer")
     for field in fields(Scope):
         option = f"--{field.name.replace('_', '-')}"
         parser.add_argument(option, type=type(field.default), default=field.default, metavar="X")
     parser.add_argument("--replay", metavar="STEPS", help='a trace to show, as "call 0; 1.1/0>0"')
-    parser.add_argument("--svg", type=Path, metavar="FILE", help="draw the trace into FILE as well")
+    parser.add_argument("--svg", type=Path, metavar="FILE", help="also draw the trace into FILE")
     options = vars(parser.parse_args(arguments))
     quick, everything = options.pop("quick"), options.pop("all")
     steps, svg = options.pop("replay"), options.pop("svg")
@@ -67,44 +72,45 @@ def _search(name: str, scope: Scope, svg: Path | None) -> int:
     return int(bool(report.broken) or not report.exhausted)
 
 
-def _search_recovery(name: str, scope: recovery.RecoveryScope) -> int:
+def _search_recovery(name: str, scope: RecoveryScope) -> int:
     report = recovery.search_recovery(scope)
-    print(f"{name}: {recovery.sentence(scope, report)}", flush=True)
+    return _show_report(name, recovery.sentence(scope, report), report)
+
+
+def _search_arrivals(everything: bool) -> int:
+    report = gap_detector.search_arrivals(gap_detector.PACKETS + (2 if everything else 0))
+    return _show_report("arrivals", gap_detector.sentence(report), report)
+
+
+def _search_switch_watch() -> int:
+    report = switch_watch.search_switch_watch()
+    return _show_report("watch", switch_watch.sentence(report), report)
+
+
+def _search_parent_sender(name: str, scope: parent_sender.SenderScope) -> int:
+    report = parent_sender.search_parent_sender(scope)
+    return _show_report(name, parent_sender.sentence(scope, report), report)
+
+
+def _search_validation() -> int:
+    report = search_validation()
+    found = f"BROKEN: {report.broken}" if report.broken else "exhausted"
+    line = (
+        f"{HELLO_WORKERS} workers, {report.packets} hellos: {found}; {report.states:,} states, "
+        f"{report.transitions:,} transitions, depth {report.depth}"
+    )
+    return _show_report("hellos", line, report)
+
+
+def _show_report(name: str, line: str, report: Any) -> int:
+    print(f"{name}: {line}", flush=True)
     if report.broken:
         print(f"  {'; '.join(report.trace)}")
     return int(bool(report.broken) or not report.exhausted)
 
 
-def _search_arrivals(everything: bool) -> int:
-    report = gap_detector.search_arrivals(gap_detector.PACKETS + (2 if everything else 0))
-    print(f"arrivals: {gap_detector.sentence(report)}", flush=True)
-    return int(bool(report.broken))
-
-
-def _search_switch_watch() -> int:
-    report = switch_watch.search_switch_watch()
-    print(f"watch: {switch_watch.sentence(report)}", flush=True)
-    return int(bool(report.broken))
-
-
-def _search_parent_sender(name: str, scope: parent_sender.SenderScope) -> int:
-    report = parent_sender.search_parent_sender(scope)
-    print(f"{name}: {parent_sender.sentence(scope, report)}", flush=True)
-    return int(bool(report.broken))
-
-
-def _search_validation() -> int:
-    report = search_validation()
-    found = f"BROKEN: {report.broken}: {'; '.join(report.trace)}" if report.broken else "exhausted"
-    print(
-        f"hellos: {HELLO_WORKERS} workers, {report.packets} hellos: {found}; {report.states:,} states, "
-        f"{report.transitions:,} transitions, depth {report.depth}"
-    )
-    return int(bool(report.broken))
-
-
 def show(scope: Scope, steps: Sequence[str], svg: Path | None = None) -> None:
-    """Print a trace as a sequence diagram; `svg`: draw it into that file, too."""
+    """Print a trace as a sequence diagram; `svg`: also draw it into that file."""
     lines = draw(scope, replay(scope, steps))
     print(diagram.text(lines, scope.workers, len(scope.below)))
     if svg is not None:
