@@ -136,7 +136,7 @@ def address(rack: Rack) -> str:
 
 
 @pytest.mark.parametrize("ways", [{"to_switch": False}, {"from_switch": False}], ids=["from", "to"])
-def test_one_direction_that_is_slower_is_the_switchs_rate(ways: dict[str, bool], tmp_path: Path) -> None:
+def test_the_slower_direction_is_the_switchs_rate(ways: dict[str, bool], tmp_path: Path) -> None:
     with standing("400mbit") as (rack, _):
         reshape(rack, "50mbit", **ways)
         job = Job(rack, tmp_path, address(rack))
@@ -149,7 +149,7 @@ def test_one_direction_that_is_slower_is_the_switchs_rate(ways: dict[str, bool],
     assert turns[-1]["switches"][0] < 5e6, "400 Mbit/s for four would be 11.8 MB/s"
 
 
-def test_packets_that_are_lost_while_a_switch_is_measured_do_not_make_the_job_slower(tmp_path: Path) -> None:
+def test_losses_during_a_measurement_do_not_slow_the_job(tmp_path: Path) -> None:
     with standing("400mbit", loss="1%") as (rack, _):
         job = Job(rack, tmp_path, address(rack))
         turns = job.wait_for(SETTLES)[-JUDGED:]
@@ -163,7 +163,7 @@ def test_packets_that_are_lost_while_a_switch_is_measured_do_not_make_the_job_sl
 
 
 @pytest.mark.parametrize(("before", "after"), [("800mbit", "100mbit"), ("400mbit", "20mbit"), ("200mbit", "10mbit")])
-def test_a_link_that_shrinks_in_mid_job_costs_a_few_operations(before: str, after: str, tmp_path: Path) -> None:
+def test_a_link_that_slows_down_during_a_job_costs_a_few_operations(before: str, after: str, tmp_path: Path) -> None:
     with standing(before) as (rack, _):
         job = Job(rack, tmp_path, address(rack))
         first = job.wait_for(SETTLES)
@@ -191,7 +191,7 @@ ENDS: dict[str, Callable[[Rack, Process], None]] = {
 
 
 @pytest.mark.parametrize("what", ENDS)
-def test_a_switch_that_goes_in_the_middle_of_its_measurement(what: str, tmp_path: Path) -> None:
+def test_a_switch_that_ends_during_its_measurement(what: str, tmp_path: Path) -> None:
     """The first size is more than what such a link lets through at once, and takes seconds."""
     with standing("64kbit") as (rack, switch):
         job = Job(rack, tmp_path, address(rack), NETFOLD_REJOIN_S="0", NETFOLD_LOG="debug")
@@ -212,7 +212,7 @@ def test_a_switch_that_goes_in_the_middle_of_its_measurement(what: str, tmp_path
     assert over_ring(turns) < 1.3
 
 
-def test_two_switches_with_unlike_links_get_their_parts_within_sixteen_operations(tmp_path: Path) -> None:
+def test_two_switches_with_different_links_get_their_parts_within_16_operations(tmp_path: Path) -> None:
     with standing("400mbit", hosts=HOSTS + 1) as (rack, _):
         spare = f"{host_address(HOSTS)}:{SWITCH_PORT}"
         start_aggregator(partial(rack.popen, HOSTS), aggregator_argv(spare), lambda line: None)

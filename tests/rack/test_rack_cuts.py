@@ -226,7 +226,7 @@ CUTS: dict[str, tuple[Change, Change]] = {
 
 
 @pytest.mark.parametrize("what", CUTS)
-def test_a_cut_ends_in_fallback_without_a_lost_step_and_the_group_goes_back(what: str, tmp_path: Path) -> None:
+def test_a_cut_path_costs_no_step_and_the_group_returns_to_the_switch(what: str, tmp_path: Path) -> None:
     cut, heal = CUTS[what]
     with job(tmp_path) as running:
         cut(running)
@@ -283,7 +283,7 @@ except PathError as error:
 """
 
 
-def test_a_firewall_on_the_host_that_joins_is_told_from_one_on_the_way(tmp_path: Path) -> None:
+def test_a_firewall_on_the_joining_host_is_distinguished_from_one_on_the_path(tmp_path: Path) -> None:
     with lan(1) as there:
         joins = ["ip", "netns", "exec", there.names[0], sys.executable, "-c", JOINS]
         assert "did not leave" not in run(joins)

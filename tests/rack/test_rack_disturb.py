@@ -67,7 +67,7 @@ def late(numbers: list[int]) -> int:
 FEW = COUNT // 100
 
 
-def test_a_disturbed_link_duplicates_and_reorders_until_it_is_told_to_stop() -> None:
+def test_a_disturbed_link_duplicates_and_reorders_until_the_ratios_are_zero() -> None:
     with Rack(2, "1gbit", delay="50us") as rack:
         before = arrivals(rack)
         assert sorted(before) == list(range(COUNT))
@@ -84,7 +84,7 @@ def test_a_disturbed_link_duplicates_and_reorders_until_it_is_told_to_stop() -> 
         assert late(after) <= FEW
 
 
-def test_a_link_without_delay_and_a_ratio_that_is_none_are_refused() -> None:
+def test_a_link_without_delay_and_an_invalid_ratio_are_refused() -> None:
     with Rack(1, "1gbit") as rack, pytest.raises(RackError, match="has no delay"):
         rack.disturb(0, duplicate_ratio=0.1)
     with Rack(1, "1gbit", delay="50us") as rack, pytest.raises(RackError, match="ratios are from 0 to 1"):

@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.rack, pytest.mark.skipif(LACK is not None, reason=str(
 need_libfabric()
 
 
-def test_a_message_in_stripes_over_two_links_takes_half_as_long() -> None:
+def test_a_message_striped_over_two_links_takes_half_as_long() -> None:
     assert gain_of_a_second_link(transport="fabric:tcp") > 1.9
 
 
@@ -29,7 +29,7 @@ UNTIL_CUT = """
 """
 
 
-def test_a_link_that_is_cut_in_the_middle_is_left_out_and_no_sum_is_wrong() -> None:
+def test_a_link_that_is_cut_is_not_used_and_no_sum_is_wrong() -> None:
     with hosts(2) as there:
         master, _ = there.cable(0, 1, "200mbit")
         there.cable(0, 1, "200mbit")

@@ -79,7 +79,7 @@ def two_networks(addresses: list[tuple[str, str]], prefix: int) -> Iterator[list
     ],
     ids=["IPv4", "IPv6"],
 )
-def test_workers_of_two_networks_are_answered_from_their_own_networks_address(
+def test_workers_of_two_networks_get_results_from_their_own_networks_address(
     everywhere: str, addresses: list[tuple[str, str]], prefix: int, tmp_path: Path
 ) -> None:
     with two_networks(addresses, prefix) as names:

@@ -67,7 +67,7 @@ class Hosts:
         self.ip(host, "addr", "add", address, "dev", device)
         self.ip(host, "link", "set", device, "up")
 
-    def leads_nowhere(self, host: int, device: str, address: str) -> None:
+    def add_bridge(self, host: int, device: str, address: str) -> None:
         """As a container bridge does: up, with an address that another host has, too."""
         self.ip(host, "link", "add", device, "type", "bridge")
         self.address(host, device, address)
@@ -122,14 +122,14 @@ def last_json(text: str) -> Any:
     return json.loads(next(line for line in reversed(text.splitlines()) if line.startswith(("[", "{"))))
 
 
-def test_every_pair_of_hosts_takes_an_address_over_which_it_meets() -> None:
+def test_every_pair_of_hosts_uses_an_address_that_connects_them() -> None:
     """A triangle: what leads to the rendezvous does not lead to the third, and a bridge has one address everywhere."""
     with hosts(3) as there:
         master, _ = there.cable(0, 1)
         there.cable(0, 2)
         there.cable(1, 2)
         for host in range(3):
-            there.leads_nowhere(host, "a-bridge0", "172.29.0.1/16")
+            there.add_bridge(host, "a-bridge0", "172.29.0.1/16")
             # Hosts 1 and 2 find the rendezvous, whichever subnet its name is in.
             if host:
                 there.ip(host, "route", "replace", f"{master}/32", "dev", f"c{host - 1}")
@@ -175,11 +175,11 @@ def gain_of_a_second_link(**how: str) -> float:
     return float(seconds["c0"] / seconds["c0,c1"])
 
 
-def test_stripes_use_the_interfaces_that_are_named_and_add_up_their_rates() -> None:
+def test_stripes_use_the_named_interfaces_and_add_their_rates() -> None:
     assert 1.7 < gain_of_a_second_link(algorithm="direct") < 2.3
 
 
-def test_one_port_a_process_is_enough_for_a_firewall() -> None:
+def test_one_open_port_for_each_process_is_enough() -> None:
     # What is let in: what was asked for from here, the rendezvous, one port. Everything else vanishes.
     rules = f"""table inet wall {{
       chain in {{
@@ -224,7 +224,7 @@ UNTIL_STOPPED = """
 """
 
 
-def test_a_firewall_that_forgets_its_connections_costs_a_moment_and_no_byte(tmp_path: Path) -> None:
+def test_a_firewall_that_forgets_its_connections_costs_no_byte(tmp_path: Path) -> None:
     """Every packet of a connection is answered by a reset, for half a second. (Were new ones refused, too, a rank would
     look dead: a closed port says so at once.)"""
     reject = """table inet cut {

@@ -23,7 +23,7 @@ UNSAID = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR",
 
 @pytest.mark.parametrize("case", ["meet", "algorithms"])
 @pytest.mark.parametrize("mpi", ["mpich", "intel"])
-def test_ranks_of_two_hosts_meet_by_what_hydra_says(mpi: str, case: str, tmp_path: Path) -> None:
+def test_ranks_of_two_hosts_join_by_hydras_pmi(mpi: str, case: str, tmp_path: Path) -> None:
     need_mpi(mpi)
     without = [word for name in UNSAID for word in ("-u", name)]
     paths = f"PYTHONPATH={TESTS / 'communicator'}{os.pathsep}{TESTS}"

@@ -168,7 +168,7 @@ def test_a_bit_that_is_flipped_anywhere_changes_nothing() -> None:
         made.adds(0)
 
 
-def test_a_packet_that_is_cut_or_longer_changes_nothing() -> None:
+def test_a_truncated_or_extended_packet_changes_nothing() -> None:
     with job() as made:
         made.greet()
         made.begin()
@@ -182,7 +182,7 @@ def test_a_packet_that_is_cut_or_longer_changes_nothing() -> None:
         made.adds(0)
 
 
-def test_a_packet_without_a_tag_is_none() -> None:
+def test_a_packet_without_a_mac_is_dropped() -> None:
     with job() as made:
         made.greet()
         made.begin()
@@ -192,7 +192,7 @@ def test_a_packet_without_a_tag_is_none() -> None:
         made.adds(0)
 
 
-def test_a_workers_key_is_for_its_own_packets() -> None:
+def test_a_workers_key_authenticates_only_its_own_packets() -> None:
     with job() as made:
         made.greet()
         made.begin()
@@ -205,7 +205,7 @@ def test_a_workers_key_is_for_its_own_packets() -> None:
         made.adds(0)
 
 
-def test_a_packet_of_a_former_epoch_is_not_of_this_one() -> None:
+def test_a_packet_of_an_earlier_epoch_is_dropped() -> None:
     with job() as made:
         made.greet()
         made.begin()
@@ -218,7 +218,7 @@ def test_a_packet_of_a_former_epoch_is_not_of_this_one() -> None:
         made.adds(0)
 
 
-def test_a_packet_that_is_heard_and_said_again_counts_once() -> None:
+def test_a_replayed_packet_counts_once() -> None:
     with job() as made, stranger() as other:
         made.greet()
         made.begin()
@@ -236,7 +236,7 @@ def test_a_packet_that_is_heard_and_said_again_counts_once() -> None:
         assert made.counted()["results"] == 1
 
 
-def test_who_hears_a_hello_cannot_take_its_workers_place() -> None:
+def test_a_replayed_hello_does_not_take_its_workers_address() -> None:
     with job() as made, stranger() as other:
         for worker in range(2):
             other.sendto(made.hello(worker), made.address)
@@ -253,7 +253,7 @@ def test_who_hears_a_hello_cannot_take_its_workers_place() -> None:
         made.adds(0)
 
 
-def test_a_hello_whose_tag_is_wrong_is_not_answered() -> None:
+def test_a_hello_with_a_wrong_mac_is_not_answered() -> None:
     with job() as made:
         whole = made.hello(0)
         for packet in (whole[:-16], whole[:-1] + bytes([whole[-1] ^ 1]), auth.with_mac(made.key(0), whole[:-16])):
@@ -265,7 +265,7 @@ def test_a_hello_whose_tag_is_wrong_is_not_answered() -> None:
         made.adds(0)
 
 
-def test_everything_that_the_switch_says_has_a_tag_and_a_nonce_of_its_own() -> None:
+def test_every_packet_of_the_switch_has_a_mac_and_its_own_nonce() -> None:
     with job(workers=3) as made:
         made.greet()
         made.begin()
@@ -294,7 +294,7 @@ def test_everything_that_the_switch_says_has_a_tag_and_a_nonce_of_its_own() -> N
         assert [packets for packets in said.values() if len(packets) > 1] == []
 
 
-def test_a_worker_that_disagrees_again_and_again_makes_the_switch_send_about_as_much_as_it_sends() -> None:
+def test_a_disagreeing_worker_makes_the_switch_send_about_as_much_as_the_worker_sends() -> None:
     workers, copies = 16, 400
     with job(workers=workers) as made:
         made.greet()
@@ -321,7 +321,7 @@ def test_a_worker_that_disagrees_again_and_again_makes_the_switch_send_about_as_
         assert made.answer(1)  # and whoever disagrees has an answer
 
 
-def test_a_job_with_keys_begins_with_keys_and_one_without_without() -> None:
+def test_a_job_starts_with_keys_if_and_only_if_it_has_keys() -> None:
     with job() as made:
         made.greet()
         shape = {"epoch": EPOCH, "incarnation": INCARNATION, "workers": 2, "window": 8, "payload_bytes": 8}
@@ -357,7 +357,7 @@ LENGTHS = (1, 2, 3, 351, 352, 353, 2219, 2220, 2221, 100_003)
 @pytest.mark.parametrize(
     ("dtype", "wire"), [(np.float32, "f32"), (np.float32, "bf16"), (np.float32, "i32"), (np.int8, "auto")]
 )
-def test_tensors_of_every_length_pass_with_tags(switch: RunningSwitch, tmp_path: Path, dtype: type, wire: str) -> None:
+def test_tensors_of_every_length_pass_with_macs(switch: RunningSwitch, tmp_path: Path, dtype: type, wire: str) -> None:
     """Values begin and end at any address: pieces of a packet are tagged where they lie."""
     chosen = Options(**{**options(switch, tmp_path).__dict__, "wire_dtype": wire})
 
@@ -412,7 +412,7 @@ def datagram(source: int, to: int, packet: bytes) -> bytes:
 @pytest.mark.skipif(
     os.geteuid() != 0, reason="needs CAP_NET_RAW to hear a job's packets and to send from its addresses"
 )
-def test_a_flood_of_forged_packets_from_the_jobs_own_addresses_changes_no_sum(
+def test_a_flood_of_forged_packets_from_the_jobs_addresses_changes_no_sum(
     switch: RunningSwitch, tmp_path: Path
 ) -> None:
     seed = int.from_bytes(os.urandom(4), "big")

@@ -52,7 +52,7 @@ def is_stopped(process: int) -> bool:
 
 
 @pytest.mark.parametrize("payload_bytes", [1408, 8880, 1000, 512], ids=lambda each: f"{each} bytes")
-def test_a_backlog_of_answers_leaves_in_whole_messages(payload_bytes: int) -> None:
+def test_a_backlog_of_results_leaves_in_whole_messages(payload_bytes: int) -> None:
     packet_bytes = payload_bytes + protocol.HEADER_BYTES
     per_message = min(MOST_SEGMENTS, MOST_BYTES // packet_bytes)
     count = 3 * per_message

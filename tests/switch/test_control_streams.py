@@ -22,9 +22,7 @@ def close_twice(writer: asyncio.StreamWriter) -> None:
 
 @pytest.mark.parametrize("end", [close_twice, abort, asyncio.StreamWriter.close])
 @pytest.mark.parametrize("secure", [False, True], ids=["clear", "tls"])
-def test_a_question_that_is_answered_after_its_connection_ended_is_dropped(
-    end: Callable[[asyncio.StreamWriter], None], secure: bool
-) -> None:
+def test_a_reply_to_an_ended_connection_is_dropped(end: Callable[[asyncio.StreamWriter], None], secure: bool) -> None:
     async def converse() -> None:
         said: asyncio.Future[tuple[bool, bool]] = asyncio.get_running_loop().create_future()
 

@@ -102,7 +102,7 @@ class EncryptedJob:
 
 
 @pytest.mark.parametrize("payload_bytes", PAYLOADS)
-def test_the_switch_adds_what_another_implementation_encrypted_and_encrypts_what_that_decrypts(
+def test_another_implementation_exchanges_encrypted_packets_with_the_switch(
     payload_bytes: int,
 ) -> None:
     job = EncryptedJob(payload_bytes)
@@ -123,7 +123,7 @@ def test_the_switch_adds_what_another_implementation_encrypted_and_encrypts_what
     assert job.sockets[0].recv(65536) == came[0]
 
 
-def test_packets_that_are_changed_or_in_the_clear_or_of_another_length_change_nothing() -> None:
+def test_changed_plaintext_or_resized_packets_change_nothing() -> None:
     job = EncryptedJob(1408)
     right = encrypted(job.keys[0], job.contribution(0, 0, 1.0))
     wrong = [right[:place] + bytes([right[place] ^ 1]) + right[place + 1 :] for place in (31, 48, 100, len(right) - 1)]

@@ -65,7 +65,7 @@ def settled(switch: RunningSwitch, most: int) -> tuple[int, int]:
 @pytest.mark.parametrize(
     "said", [b"", b"\0\0", control_messages.encode({"type": "quota", "version": control_messages.VERSION, "udp": True})]
 )
-def test_strangers_take_no_more_than_their_bound(said: bytes) -> None:
+def test_unauthenticated_peers_stay_within_their_bound(said: bytes) -> None:
     # One that asks whether UDP passes has a port beside its connection.
     each = 2 if len(said) > 2 else 1
     with descriptors(CONNECTIONS + 200), contextlib.ExitStack() as stack:
@@ -87,7 +87,7 @@ def test_strangers_take_no_more_than_their_bound(said: bytes) -> None:
         serves(switch)
 
 
-def test_jobs_that_never_begin_take_no_more_than_their_bound_and_give_it_back() -> None:
+def test_jobs_that_never_start_stay_within_their_bound_and_release_everything() -> None:
     with running_switch("--max-jobs", str(MOST_JOBS)) as switch:
         serves(switch)
         count, resident = usage(switch)
@@ -110,7 +110,7 @@ def test_jobs_that_never_begin_take_no_more_than_their_bound_and_give_it_back() 
         serves(switch)
 
 
-def test_a_member_that_asks_and_never_reads_is_not_read_either() -> None:
+def test_the_switch_stops_reading_from_a_member_that_never_reads() -> None:
     with running_switch() as switch, socket.create_connection(switch.address, 5) as stream:
         serves(switch)
         stream.settimeout(seconds(5))
@@ -129,7 +129,7 @@ def test_a_member_that_asks_and_never_reads_is_not_read_either() -> None:
         serves(switch)
 
 
-def test_a_token_file_has_at_most_so_many_tenants(tmp_path: Path) -> None:
+def test_a_token_file_has_a_bounded_number_of_tenants(tmp_path: Path) -> None:
     path = tmp_path / "tokens"
 
     def write(tenants: int) -> None:

@@ -221,14 +221,14 @@ def test_a_switch_that_dies_at_any_moment_costs_no_step(seed: int, caplog: pytes
 _died: list[bool] = []
 
 
-def test_the_seeds_above_had_switches_that_died_in_the_midst() -> None:
+def test_the_seeds_above_had_switches_that_died_during_operations() -> None:
     if not _died:
         pytest.skip("none of them ran in this process")
     assert sum(_died) >= 0.7 * len(_died), _died
 
 
 @pytest.mark.parametrize("holder", range(3))
-def test_results_that_one_rank_alone_has_are_passed_on_and_not_reduced_again(
+def test_a_result_that_one_rank_has_is_forwarded_and_not_reduced_again(
     holder: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The holder has its sums back, and has written over them; the contributions that made them are gone."""
@@ -245,7 +245,7 @@ def test_results_that_one_rank_alone_has_are_passed_on_and_not_reduced_again(
     assert re.search(r"all_reduce goes by direct.*18 results are passed on", warning), warning
 
 
-def test_what_no_rank_has_is_reduced_again_and_only_that(caplog: pytest.LogCaptureFixture) -> None:
+def test_only_chunks_that_no_rank_has_are_reduced_again(caplog: pytest.LogCaptureFixture) -> None:
     stream = Stream(seed=6, size=3, counts=(320,), at_once=1, dtype="float32", wire="bf16", op="avg")
     # 32 bf16 a chunk, 10 chunks: chunk 3 nobody gets, chunk 5 rank 2 alone.
     some = {3: (), 5: (2,)}
@@ -254,7 +254,7 @@ def test_what_no_rank_has_is_reduced_again_and_only_that(caplog: pytest.LogCaptu
     assert "2 results are passed on" in warnings_of(caplog, switch.endpoint)[0]
 
 
-def test_a_rank_that_had_not_begun_an_operation_runs_it_with_those_that_had() -> None:
+def test_a_rank_that_begins_an_operation_late_runs_it_with_all_ranks() -> None:
     def late(rank: int, size: int, folder: str, endpoint: str, switch: MortalSwitch) -> list[Any]:
         with join(rank, size, folder, endpoint) as group:
             first = np.full(100, rank + 1.0, np.float32)
@@ -275,7 +275,7 @@ def test_a_rank_that_had_not_begun_an_operation_runs_it_with_those_that_had() ->
             assert [set(each.tolist()) for each in results] == [{6.0}] * 3
 
 
-def test_operations_over_the_mesh_go_on_meanwhile_in_whatever_order_ranks_call_them() -> None:
+def test_operations_over_the_mesh_go_on_during_recovery_in_any_order() -> None:
     """Rank 0 is in a broadcast when the switch dies, which the others call only when they have their sum."""
 
     def call(rank: int, size: int, folder: str, endpoint: str) -> list[float]:
@@ -293,7 +293,7 @@ def test_operations_over_the_mesh_go_on_meanwhile_in_whatever_order_ranks_call_t
         assert values(run_threads(call, 3, switch.endpoint)) == [[6.0, 6.0, 2.0]] * 3
 
 
-def test_one_ranks_connection_that_breaks_takes_the_whole_group_off_the_switch(
+def test_one_ranks_lost_connection_takes_the_whole_group_off_the_switch(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     cut = threading.Event()
@@ -329,7 +329,7 @@ def test_one_ranks_connection_that_breaks_takes_the_whole_group_off_the_switch(
         (signal.SIGTERM, "the switch is shutting down: SIGTERM"),
     ],
 )
-def test_a_real_switch_that_ends_in_mid_operation_costs_no_step(
+def test_a_real_switch_that_ends_during_an_operation_costs_no_step(
     number: signal.Signals, reason: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     def call(rank: int, size: int, folder: str, endpoint: str) -> bool:
@@ -376,7 +376,7 @@ def stops(rank: int, size: int, folder: str, endpoint: str, pid: int) -> tuple[f
         return slowest_s, group.group.events()["algorithm"].tolist()
 
 
-def test_a_switch_that_is_stopped_is_lost_when_it_answers_no_question() -> None:
+def test_a_stopped_switch_is_lost_when_it_answers_no_query() -> None:
     with running_switch() as switch:
         try:
             found = values(run_ranks(stops, 2, switch.endpoint, switch.process.pid))
@@ -388,7 +388,7 @@ def test_a_switch_that_is_stopped_is_lost_when_it_answers_no_question() -> None:
         assert algorithms[0] == IN_NETWORK and algorithms[-1] != IN_NETWORK
 
 
-def test_a_straggler_is_no_lost_switch(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_straggler_is_not_taken_for_a_lost_switch(caplog: pytest.LogCaptureFixture) -> None:
     def call(rank: int, size: int, folder: str, endpoint: str) -> int:
         with join(rank, size, folder, endpoint) as group:
             if rank == 1:
@@ -434,7 +434,7 @@ def returns(algorithms: list[int]) -> int:
     return sum(before != IN_NETWORK and after == IN_NETWORK for before, after in itertools.pairwise(algorithms))
 
 
-def test_a_switch_that_is_started_again_is_used_again_and_lost_again(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_restarted_switch_is_used_again_and_lost_again(caplog: pytest.LogCaptureFixture) -> None:
     over = threading.Event()
     seed = int.from_bytes(os.urandom(4), "big")
     print(f"seed {seed}")
@@ -461,7 +461,7 @@ def test_a_switch_that_is_started_again_is_used_again_and_lost_again(caplog: pyt
     assert sum("No step is lost" in each for each in said) == 5
 
 
-def test_a_group_goes_back_to_a_real_switch_after_sigkill() -> None:
+def test_a_group_returns_to_a_real_switch_after_sigkill() -> None:
     over = threading.Event()
     with running_switch() as switch:
         port = switch.address[1]
@@ -487,7 +487,7 @@ def test_a_group_goes_back_to_a_real_switch_after_sigkill() -> None:
         assert returns(algorithms) == 1 and algorithms[-1] == IN_NETWORK
 
 
-def test_rejoin_0_never_asks_again() -> None:
+def test_with_rejoin_0_a_group_never_joins_again() -> None:
     over = threading.Event()
     with MortalSwitch() as first:
         port = first.port
@@ -527,7 +527,7 @@ def dies_with_the_switch(rank: int, size: int, folder: str, endpoint: str, victi
 
 
 @pytest.mark.parametrize("victim", range(3))
-def test_a_worker_that_dies_with_the_switch_is_named_by_all_others(victim: int) -> None:
+def test_all_other_ranks_name_a_worker_that_dies_with_the_switch(victim: int) -> None:
     with running_switch() as switch:
         outcomes = run_ranks(dies_with_the_switch, 3, switch.endpoint, victim, switch.process.pid, dies=[victim])
     for rank in set(range(3)) - {victim}:
@@ -537,7 +537,7 @@ def test_a_worker_that_dies_with_the_switch_is_named_by_all_others(victim: int) 
         assert took_s < seconds(5.0)
 
 
-def test_a_rank_that_is_stopped_makes_the_others_wait_until_their_deadline_and_is_named() -> None:
+def test_a_stopped_rank_is_named_at_the_deadline_of_the_waiting_ranks() -> None:
     def call(rank: int, size: int, folder: str, endpoint: str, switch: MortalSwitch) -> tuple[str, str, float]:
         with join(rank, size, folder, endpoint) as group:
             group.all_reduce(np.ones(10))

@@ -28,14 +28,14 @@ def add(rank: int, size: int, folder: str, endpoints: list[str]) -> float:
         return float(buffer[-1])
 
 
-def test_workers_that_come_by_different_addresses_of_the_switch_join_one_job() -> None:
+def test_workers_that_use_different_addresses_of_the_switch_join_one_job() -> None:
     with running_switch("--listen", "0.0.0.0:0", "--open") as switch:
         port = switch.endpoint.rpartition(":")[2]
         endpoints = [f"127.0.0.{host}:{port}" for host in (1, 2, 3)]
         assert values(run_threads(add, 3, endpoints, timeout_s=60)) == [3 * 99_999.0 + 3] * 3
 
 
-def test_a_switch_that_listens_on_one_address_has_its_data_ports_on_that_address_alone() -> None:
+def test_data_ports_are_only_on_the_address_where_the_switch_listens() -> None:
     with running_switch("--listen", "127.0.0.2:0") as switch:
 
         def bound(rank: int, size: int, folder: str) -> list[str]:
@@ -64,7 +64,7 @@ def hello(worker: int, nonce: int, payload_bytes: int = 8) -> bytes:
     [(socket.AF_INET, "0.0.0.0", ["127.0.0.1", "127.0.0.2", "127.1.2.3"]), (socket.AF_INET6, "::", ["::1"])],
     ids=["IPv4", "IPv6"],
 )
-def test_an_answer_comes_from_the_address_that_was_asked(
+def test_a_reply_comes_from_the_address_that_the_worker_sent_to(
     family: socket.AddressFamily, everywhere: str, asked: list[str]
 ) -> None:
     plane = DataPlane()

@@ -101,7 +101,7 @@ class Held:
             return float(buffer[-1])
 
 
-def test_metrics_count_a_jobs_bytes_packets_and_who_is_late() -> None:
+def test_metrics_count_a_jobs_bytes_packets_and_stragglers() -> None:
     with running_switch(*WATCHED) as switch:
         address = pages(switch)
         with Held(switch) as job:
@@ -137,7 +137,7 @@ def test_metrics_count_a_jobs_bytes_packets_and_who_is_late() -> None:
         assert after["netfold_switch_memory_granted_bytes",] == 0
 
 
-def test_a_slot_that_waits_for_a_rank_is_seen_as_collecting() -> None:
+def test_a_slot_that_waits_for_a_rank_counts_as_collecting() -> None:
     with running_switch(*WATCHED) as switch:
         address = pages(switch)
 
@@ -155,7 +155,7 @@ def test_a_slot_that_waits_for_a_rank_is_seen_as_collecting() -> None:
         assert values(run_threads(rank, 2)) == [2.0, 2.0]
 
 
-def test_a_jobs_capacity_is_shown_once_its_lowest_rank_has_said_it_and_what_is_no_rate_changes_nothing() -> None:
+def test_a_jobs_capacity_is_the_one_its_lowest_rank_reports_and_an_invalid_rate_changes_nothing() -> None:
     join = {
         "type": "join",
         "version": control_messages.VERSION,
@@ -196,7 +196,7 @@ def test_a_jobs_capacity_is_shown_once_its_lowest_rank_has_said_it_and_what_is_n
         switch.wait_for("event=protocol_error .*bytes_per_s from rank 5; only the job's lowest rank reports it")
 
 
-def test_a_group_tells_its_switch_what_it_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_group_reports_its_measured_rate_to_its_switch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(capacity, "_cache", {})
     options = {"algorithm": "auto", "transport": "tcp", "job_name": "measures"}
     with running_switch(*WATCHED) as switch:
@@ -240,7 +240,7 @@ def test_refusals_are_counted_by_reason() -> None:
         switch.wait_for("event=refused peer=.* reason=bound", count=2)
 
 
-def test_pages_answer_what_they_have_and_nothing_else() -> None:
+def test_http_has_three_pages_and_no_other() -> None:
     with running_switch(*WATCHED) as switch:
         address = pages(switch)
         assert get(address, "/healthz") == (200, b"serving\n")
@@ -262,7 +262,7 @@ def test_pages_answer_what_they_have_and_nothing_else() -> None:
         assert get(address, "/healthz")[0] == 200
 
 
-def test_readers_that_say_nothing_are_hung_up_on_and_keep_nobody_out_for_long() -> None:
+def test_silent_http_clients_are_disconnected_and_keep_no_client_out_for_long() -> None:
     with running_switch(*WATCHED) as switch:
         address = pages(switch)
         host, _, port = address.rpartition(":")
@@ -297,7 +297,7 @@ def test_status_shows_jobs_and_the_latest_rank() -> None:
     assert told["jobs"][0]["name"] == "vision/a"
 
 
-def test_status_lives_on_a_terminal_until_it_is_interrupted() -> None:
+def test_status_updates_on_a_terminal_until_it_is_interrupted() -> None:
     ours, theirs = os.openpty()
     with running_switch(*WATCHED) as switch, Held(switch), open(ours, "rb", buffering=0) as terminal:
         # A job in a shell's background, as this test may be, hands down that SIGINT is ignored.
@@ -329,20 +329,20 @@ def test_status_lives_on_a_terminal_until_it_is_interrupted() -> None:
         ("127.0.0.1:1", 1, "with `--metrics 127.0.0.1:1`?"),
     ],
 )
-def test_status_of_nothing_says_so(endpoint: str, code: int, words: str) -> None:
+def test_status_of_a_missing_switch_is_an_error(endpoint: str, code: int, words: str) -> None:
     ended = status_command(endpoint, "--once")
     assert ended.returncode == code
     assert words in ended.stderr
 
 
-def test_status_of_the_wrong_port_says_so() -> None:
+def test_status_of_the_wrong_port_is_an_error() -> None:
     with running_switch() as switch:
         ended = status_command(switch.endpoint, "--json")
     assert ended.returncode == 1
     assert "nothing to read at" in ended.stderr
 
 
-def test_a_metrics_address_in_use_is_said_to_be() -> None:
+def test_a_metrics_address_in_use_is_reported() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         ended = run_command("switch", "--listen", "127.0.0.1:0", "--metrics", address)
@@ -350,7 +350,7 @@ def test_a_metrics_address_in_use_is_said_to_be() -> None:
     assert f"cannot listen on {address}" in ended.stderr
 
 
-def test_sigterm_lets_running_jobs_end_and_takes_no_new_one() -> None:
+def test_after_sigterm_running_jobs_end_and_no_new_job_starts() -> None:
     with running_switch(*WATCHED, "--drain-s", "20") as switch:
         address = pages(switch)
         with Held(switch, turns=1) as job:
@@ -371,7 +371,7 @@ def test_sigterm_lets_running_jobs_end_and_takes_no_new_one() -> None:
         switch.wait_for("event=stopped signal=SIGTERM")
 
 
-def test_sigterm_ends_a_job_that_stays_too_long_and_a_second_signal_ends_it_at_once(
+def test_after_sigterm_a_job_ends_at_the_deadline_or_at_a_second_signal(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     for drain_s, signals in (("0.5", 1), ("60", 2)):
@@ -388,7 +388,7 @@ def test_sigterm_ends_a_job_that_stays_too_long_and_a_second_signal_ends_it_at_o
         caplog.clear()
 
 
-def test_a_fact_is_one_line_whatever_it_holds(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_log_event_is_one_line_whatever_its_values(capsys: pytest.CaptureFixture[str]) -> None:
     record: list[logging.LogRecord] = []
     handler = logging.Handler()
     handler.emit = record.append  # type: ignore[method-assign]
@@ -412,7 +412,7 @@ def parses(arguments: list[str]) -> None:
     command.commands[name].make_context(name, options)
 
 
-def test_strangers_do_not_fill_the_log() -> None:
+def test_unauthenticated_peers_do_not_fill_the_log() -> None:
     now = [0.0]
     sparingly = RateLimit(clock=lambda: now[0])
 
@@ -431,7 +431,7 @@ def test_strangers_do_not_fill_the_log() -> None:
     assert len(lines("unauthenticated", 1000)) == RateLimit.BURST
 
 
-def test_the_units_command_is_one_that_there_is() -> None:
+def test_the_units_command_exists() -> None:
     unit = (ROOT / "deploy/netfold-switch.service").read_text()
     (start,) = re.findall(r"^ExecStart=(.*)$", unit, re.M)
     (options,) = re.findall(r'^Environment="NETFOLD_SWITCH_OPTIONS=(.*)"$', unit, re.M)
@@ -446,7 +446,7 @@ def test_the_units_command_is_one_that_there_is() -> None:
     shutil.which("systemd-analyze") is None,
     reason="the unit is checked by systemd-analyze, which is not here (Debian: systemd)",
 )
-def test_systemd_finds_nothing_wrong_with_the_unit(tmp_path: Path) -> None:
+def test_systemd_accepts_the_unit(tmp_path: Path) -> None:
     unit = (ROOT / "deploy/netfold-switch.service").read_text().replace("/opt/netfold/bin/netfold", "/bin/true")
     (tmp_path / "netfold-switch.service").write_text(unit)
     ended = subprocess.run(
@@ -459,7 +459,7 @@ def test_systemd_finds_nothing_wrong_with_the_unit(tmp_path: Path) -> None:
     assert "netfold-switch.service" not in ended.stderr, ended.stderr
 
 
-def test_the_containers_command_is_one_that_there_is() -> None:
+def test_the_containers_command_exists() -> None:
     text = (ROOT / "deploy/Containerfile").read_text()
     (entry,) = re.findall(r"^ENTRYPOINT (\[.*\])$", text, re.M)
     (command,) = re.findall(r"^CMD (\[.*\])$", text, re.M)
@@ -469,7 +469,7 @@ def test_the_containers_command_is_one_that_there_is() -> None:
             assert (ROOT / source).exists(), source
 
 
-def test_a_jobs_series_come_back_from_prometheus_parser_whatever_their_labels_hold() -> None:
+def test_prometheus_parser_reads_a_jobs_series_whatever_their_labels() -> None:
     label = 'a"b\\c\nd,e="f"}'
     counters = dict.fromkeys(("slots", "slots_collecting", "result_bytes", "sums_resent"), 3)
     counters |= dict.fromkeys(metrics.PACKET_KINDS.values(), 5)

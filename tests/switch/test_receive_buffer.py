@@ -22,7 +22,7 @@ DEBIANS_RMEM_MAX = 212_992
 RMEM_MAX = Path("/proc/sys/net/core/rmem_max")
 
 
-def test_64_workers_have_the_least_window_in_debians_buffer() -> None:
+def test_64_workers_have_the_smallest_window_in_debians_buffer() -> None:
     granted_bytes = 2 * DEBIANS_RMEM_MAX  # the kernel reports twice what it takes
     debians = ReceiveBuffer(granted_bytes, 1 << 20)
     assert debians.held_bytes(64) == DEBIANS_RMEM_MAX // 64 == 3328
@@ -35,7 +35,7 @@ def test_64_workers_have_the_least_window_in_debians_buffer() -> None:
     assert "a window of 8 packets of 8880 bytes and not 117" in debians.window_shortfall(64, 8880)
 
 
-def test_the_value_that_is_named_makes_the_window_whole() -> None:
+def test_the_recommended_setting_restores_the_whole_window() -> None:
     for workers in (1, 2, 64, 256):
         cut = ReceiveBuffer(2 * DEBIANS_RMEM_MAX, 1 << 20).window_shortfall(workers)
         (bound,) = re.findall(r"rmem_max to (\d+)", cut)
@@ -43,7 +43,7 @@ def test_the_value_that_is_named_makes_the_window_whole() -> None:
         assert ReceiveBuffer(2 * int(bound) * 9 // 10, 1 << 20).window_shortfall(workers) != ""
 
 
-def test_a_buffer_that_nobody_named_cuts_nothing() -> None:
+def test_an_unknown_buffer_cuts_no_window() -> None:
     assert ReceiveBuffer(0, 1 << 20).window_shortfall(256) == ""
     assert ReceiveBuffer(0, 1 << 20).held_bytes(256) == 1 << 20
 
@@ -66,7 +66,7 @@ def cut_switch() -> Iterator[tuple[RunningSwitch, int]]:
         yield switch, window_bytes
 
 
-def test_a_cut_window_is_told_at_the_start_to_the_job_and_to_who_asks(
+def test_a_cut_window_is_reported_at_the_start_to_the_job_and_to_preflight(
     cut_switch: tuple[RunningSwitch, int], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     switch, window_bytes = cut_switch
@@ -101,7 +101,7 @@ def test_a_cut_window_is_told_at_the_start_to_the_job_and_to_who_asks(
     assert expected.window_shortfall(2) in said
 
 
-def test_a_window_that_is_whole_is_told_to_nobody_as_cut(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_whole_window_is_not_reported_as_cut(caplog: pytest.LogCaptureFixture) -> None:
     with running_switch("--window", "16K", "--max-workers", "2") as switch:
 
         def join(rank: int, size: int, folder: str) -> None:

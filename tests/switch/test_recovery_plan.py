@@ -35,7 +35,7 @@ def has(words: ReceiveState, chunk: int) -> bool:
 
 
 @given(jobs())
-def test_everybody_ends_with_what_anybody_had(job: Job) -> None:
+def test_all_ranks_end_with_every_result_that_any_rank_had(job: Job) -> None:
     window, said = job
     plan = make_plan(said, window)
     assert plan.base == min(words.base for words in said.values())
@@ -50,7 +50,7 @@ def test_everybody_ends_with_what_anybody_had(job: Job) -> None:
 
 
 @given(jobs())
-def test_what_is_passed_on_is_still_kept(job: Job) -> None:
+def test_a_forwarded_result_is_still_kept(job: Job) -> None:
     """Each keeps the results of its last W chunks: a chunk and one W above it are never both asked for or had."""
     window, said = job
     plan = make_plan(said, window)
@@ -61,7 +61,7 @@ def test_what_is_passed_on_is_still_kept(job: Job) -> None:
 
 
 @given(jobs())
-def test_nothing_has_a_result_that_some_rank_never_began(job: Job) -> None:
+def test_no_operation_that_a_rank_has_not_begun_has_a_result(job: Job) -> None:
     window, said = job
     plan = make_plan(said, window)
     assert plan.end == min(words.end for words in said.values())
@@ -69,18 +69,18 @@ def test_nothing_has_a_result_that_some_rank_never_began(job: Job) -> None:
 
 
 @given(jobs())
-def test_the_plan_depends_on_the_words_and_not_on_who_spoke_first(job: Job) -> None:
+def test_the_plan_does_not_depend_on_the_order_of_replies(job: Job) -> None:
     window, said = job
     assert make_plan(dict(reversed(said.items())), window) == make_plan(said, window)
 
 
 @given(st.integers(0, 1 << 300))
-def test_a_map_survives_its_way(bits: int) -> None:
+def test_a_bitmap_survives_its_encoding(bits: int) -> None:
     assert unpack(pack(bits)) == bits
     assert sum(1 << chunk for chunk in chunks_of(bits, 0)) == bits
 
 
-def test_those_who_have_a_chunk_take_turns() -> None:
+def test_ranks_that_have_a_chunk_take_turns() -> None:
     plan = make_plan({0: ReceiveState(0, 8, 0), 1: ReceiveState(8, 8, 0), 2: ReceiveState(8, 8, 0)}, 8)
     assert plan == Plan(base=0, end=8, held=0xFF, gives={0: {1: 0b01010101, 2: 0b10101010}})
 
@@ -98,6 +98,6 @@ def test_those_who_have_a_chunk_take_turns() -> None:
         ),
     ],
 )
-def test_words_that_cannot_be_true_make_no_plan(said: dict[int, ReceiveState], why: str) -> None:
+def test_contradictory_states_make_no_plan(said: dict[int, ReceiveState], why: str) -> None:
     with pytest.raises(ValueError, match=why):
         make_plan(said, 8)

@@ -56,7 +56,7 @@ def options_of(switch: str, tmp_path: Path, security: str, **others: Any) -> Opt
     return Options(switch=switch, token_file=token_file, transport="tcp", security=security, **others)
 
 
-def test_a_switch_without_keys_is_not_used_where_packets_must_have_them(tmp_path: Path) -> None:
+def test_a_switch_without_keys_is_not_used_where_packets_need_them(tmp_path: Path) -> None:
     with running_switch() as switch:
         assert values(run_ranks(_joins, 2, (options_of(switch.endpoint, tmp_path, "none"),)))[0][0]
         for security in ("authenticate", "encrypt"):
@@ -109,7 +109,7 @@ def _joins_alone(
     return joined.protection
 
 
-def test_workers_of_a_job_that_ask_for_different_security_are_refused(tmp_path: Path) -> None:
+def test_workers_of_a_job_with_different_security_are_refused(tmp_path: Path) -> None:
     token_file = private(tmp_path / "token", TOKEN + "\n")
     with running_switch("--token-file", private(tmp_path / "tokens", f"vision {TOKEN}\n")) as switch:
         both = values(run_threads(_joins_alone, 2, switch.endpoint, token_file, ("encrypt", "encrypt")))
@@ -119,7 +119,7 @@ def test_workers_of_a_job_that_ask_for_different_security_are_refused(tmp_path: 
         assert any("all ranks of a job need the same (NETFOLD_SECURITY)" in outcome.text for outcome in outcomes)
 
 
-def test_an_open_switch_refuses_a_job_whose_packets_are_to_be_encrypted() -> None:
+def test_an_open_switch_refuses_a_job_that_requires_encryption() -> None:
     with running_switch() as switch, socket.create_connection(switch.address, 5) as stream:
         join = {"job": "d" * 32, "name": "", "rank": 0, "ranks": [0], "port": 9, "window_bytes": 1 << 20}
         control_messages.send(stream, {"type": "join", "version": control_messages.VERSION, **join, "encrypt": True})
@@ -197,7 +197,7 @@ def _downgraded(rank: int, size: int, folder: str, options: Options, port: int) 
 
 
 @pytest.mark.parametrize("security", ["none", "authenticate", "encrypt"])
-def test_who_resets_the_connection_to_the_switch_gains_nothing(tmp_path: Path, security: str) -> None:
+def test_a_reset_of_the_connection_to_the_switch_does_not_downgrade_security(tmp_path: Path, security: str) -> None:
     with running_switch("--token-file", private(tmp_path / "tokens", f"vision {TOKEN}\n")) as switch:
         options = options_of(switch.endpoint, tmp_path, security, rejoin_s=0)
         port = int(switch.endpoint.partition("#")[0].rpartition(":")[2])

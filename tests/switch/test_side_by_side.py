@@ -71,7 +71,7 @@ def test_every_operation_goes_over_all_switches(switches: int) -> None:
             each.__exit__(None, None, None)
 
 
-def test_a_switch_that_is_named_twice_adds_on_two_threads() -> None:
+def test_a_switch_named_twice_reduces_on_two_threads() -> None:
     with running_switch("--threads", "2") as switch:
         endpoints = [switch.endpoint] * 2
 
@@ -93,7 +93,7 @@ def test_a_switch_that_is_named_twice_adds_on_two_threads() -> None:
         assert len(ports) == 2
 
 
-def test_a_thread_stays_on_the_core_that_it_was_given_and_looks_without_sleep() -> None:
+def test_a_thread_stays_on_its_core_and_polls_without_sleep() -> None:
     cores = sorted(os.sched_getaffinity(0))[:2]
     with running_switch("--cores", ",".join(map(str, cores)), "--busy-poll", "20000") as switch:
         tasks = Path(f"/proc/{switch.process.pid}/task").iterdir()
@@ -117,7 +117,7 @@ def test_a_thread_stays_on_the_core_that_it_was_given_and_looks_without_sleep() 
         (("--cores", "0", "--threads", "3"), "--threads 3 and --cores 0: there is a thread for each core"),
     ],
 )
-def test_cores_that_are_not_to_be_had_are_named(arguments: tuple[str, ...], reason: str) -> None:
+def test_unavailable_cores_are_named(arguments: tuple[str, ...], reason: str) -> None:
     done = run_command("switch", "--listen", "127.0.0.1:0", *arguments)
     assert done.returncode == 2
     assert reason in done.stdout + done.stderr
@@ -129,7 +129,7 @@ def cpu_s(switch: RunningSwitch) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def test_sums_by_shared_exponents_are_the_same_bits_over_one_switch_over_two_and_over_none() -> None:
+def test_i32_sums_have_the_same_bits_with_no_switch_one_or_two() -> None:
     def add(rank: int, size: int, folder: str, endpoints: list[str]) -> bytes:
         with join(rank, size, folder, endpoints, wire_dtype="i32") as group:
             buffer = np.random.default_rng(rank).standard_normal(200_000).astype(np.float32)
@@ -180,7 +180,7 @@ def test_a_switch_that_dies_costs_no_step_and_the_other_goes_on(caplog: pytest.L
     assert len(said) == 1 and endpoint in said[0], said
 
 
-def test_ranks_with_another_number_of_switches_are_told_so() -> None:
+def test_ranks_with_different_numbers_of_switches_get_an_error() -> None:
     with running_switch() as one, running_switch() as other:
         both = [one.endpoint, other.endpoint]
         found = run_threads(lambda rank, *rest: join(rank, *rest, both[: rank + 1]), 2)

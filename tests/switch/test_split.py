@@ -60,7 +60,7 @@ def every_sum(rank: int, size: int, folder: str, endpoints: list[str]) -> Any:
 
 @pytest.mark.parametrize("switches", [1, 2])
 @pytest.mark.parametrize("size", [3, 5])
-def test_sums_are_right_and_all_ranks_cut_alike(size: int, switches: int) -> None:
+def test_sums_are_right_and_all_ranks_split_alike(size: int, switches: int) -> None:
     with running_switch() as first, running_switch() as second:
         endpoints = [first.endpoint, second.endpoint][:switches]
         found = values(run_threads(every_sum, size, endpoints, timeout_s=60))
@@ -87,7 +87,7 @@ def many_at_once(rank: int, size: int, folder: str, endpoints: list[str]) -> Any
         return known(group)
 
 
-def test_several_under_way_with_others_between() -> None:
+def test_several_splits_at_once_with_other_operations_between_them() -> None:
     with running_switch() as switch:
         found = values(run_threads(many_at_once, 4, [switch.endpoint], timeout_s=60))
     assert all(each == found[0] for each in found)
@@ -103,7 +103,7 @@ def through_hosts(rank: int, size: int, folder: str, endpoints: list[str]) -> An
         return traffic and traffic["packets_sent"]
 
 
-def test_one_rank_a_host_splits_what_goes_between_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_rank_of_each_host_splits_the_traffic_between_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(*apart((0, 0, 1, 1, 2)))
     with running_switch() as switch:
         sent = values(run_threads(through_hosts, 5, [switch.endpoint], timeout_s=60))
@@ -121,7 +121,7 @@ def bits(rank: int, size: int, folder: str, endpoints: list[str]) -> Any:
         return sums, known(group)
 
 
-def test_without_a_probe_the_cut_stays_and_so_does_every_bit() -> None:
+def test_without_a_probe_the_split_and_every_bit_stay_the_same() -> None:
     found = []
     for _ in range(2):
         with running_switch() as switch:
@@ -131,7 +131,7 @@ def test_without_a_probe_the_cut_stays_and_so_does_every_bit() -> None:
     assert found[0][1][1][0] / shares.WHOLE == pytest.approx(0.4, abs=0.001)
 
 
-def test_parts_are_those_that_were_said() -> None:
+def test_the_parts_are_those_of_the_table() -> None:
     def one(rank: int, size: int, folder: str, endpoints: list[str]) -> list[int]:
         with join(rank, size, folder, endpoints) as group:
             group.group._native.set_shares(shares.Shares([1, 1], 1, 1, [1024, 512]))
@@ -163,7 +163,7 @@ def goes_on(rank: int, size: int, folder: str, endpoint: str, dies: threading.Ev
         return known(group)
 
 
-def test_a_lost_switch_costs_no_step_and_teaches_nothing() -> None:
+def test_a_lost_switch_costs_no_step_and_changes_no_measured_rate() -> None:
     dies, back = threading.Event(), threading.Event()
     with running_switch() as switch:
 
@@ -213,7 +213,7 @@ def test_a_group_measures_its_switch_once_and_all_ranks_choose_alike(monkeypatch
     assert "measured" in why or "split" not in why
 
 
-def test_a_rate_that_is_older_than_an_hour_counts_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rate_older_than_an_hour_is_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
     ends = frozenset({"a", "b"})
     now = 10_000.0
     monkeypatch.setattr(capacity, "_cache", {(ends, "s:1,s:2"): ((5.0, 7.0), now)})
@@ -228,7 +228,7 @@ def test_a_rate_that_is_older_than_an_hour_counts_for_nothing(monkeypatch: pytes
     ("rate", "at_once", "expected"),
     [(25e6, 0, 25e6), (25e6, 128 << 10, 25e6), (3e6, 0, 3e6), (0.2e6, 0, 0.2e6), (1e9, 1 << 20, 1e9)],
 )
-def test_a_rate_is_found_behind_what_a_link_lets_through_at_once(
+def test_a_rate_is_measured_despite_a_links_burst(
     monkeypatch: pytest.MonkeyPatch, rate: float, at_once: int, expected: float
 ) -> None:
     clock = [0.0]

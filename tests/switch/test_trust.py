@@ -81,7 +81,7 @@ def refused(outcomes: list[Outcome], *words: str) -> None:
             assert word in outcome.text
 
 
-def test_a_job_with_a_token_adds_over_tls(switch: RunningSwitch, tmp_path: Path) -> None:
+def test_a_job_with_a_token_reduces_over_tls(switch: RunningSwitch, tmp_path: Path) -> None:
     assert re.fullmatch(r"127\.0\.0\.1:\d+#[0-9a-f]{64}", switch.endpoint)
     assert values(run_threads(add, 3, vision(switch, tmp_path))) == [999 * 3 + 3.0] * 3
     switch.wait_for("event=started .*name=vision-1 tenant=vision")
@@ -89,7 +89,7 @@ def test_a_job_with_a_token_adds_over_tls(switch: RunningSwitch, tmp_path: Path)
         assert secret not in switch.log()
 
 
-def test_a_token_that_is_not_known_is_refused_and_not_repeated(switch: RunningSwitch, tmp_path: Path) -> None:
+def test_an_unknown_token_is_refused_and_not_quoted(switch: RunningSwitch, tmp_path: Path) -> None:
     wrong = VISION[:-1] + "9"
     outcomes = run_threads(add, 2, vision(switch, tmp_path, wrong))
     refused(outcomes, "refused: this switch does not know the token of NETFOLD_TOKEN_FILE")
@@ -97,13 +97,13 @@ def test_a_token_that_is_not_known_is_refused_and_not_repeated(switch: RunningSw
     switch.wait_for("event=refused .*reason=token", count=2)
 
 
-def test_no_token_is_refused(switch: RunningSwitch) -> None:
+def test_a_join_without_a_token_is_refused(switch: RunningSwitch) -> None:
     refused(
         run_threads(add, 2, Options(switch=switch.endpoint)), "requires a token, and none came: set NETFOLD_TOKEN_FILE"
     )
 
 
-def test_a_job_is_called_what_its_token_allows(switch: RunningSwitch, tmp_path: Path) -> None:
+def test_a_jobs_name_must_match_its_tokens_patterns(switch: RunningSwitch, tmp_path: Path) -> None:
     outcomes = run_threads(add, 2, vision(switch, tmp_path, job_name="nlp-1"))
     refused(outcomes, "refused: vision's jobs are called vision-* or shared, not 'nlp-1' (NETFOLD_JOB_NAME)")
 
@@ -139,7 +139,7 @@ def eavesdropper(forward_to: tuple[str, int] | None, said: list[bytes], answer: 
     return f"127.0.0.1:{server.getsockname()[1]}"
 
 
-def test_a_token_goes_to_no_switch_with_another_certificate(switch: RunningSwitch, tmp_path: Path) -> None:
+def test_a_token_is_not_sent_to_a_switch_with_another_certificate(switch: RunningSwitch, tmp_path: Path) -> None:
     wrong = switch.endpoint.split("#")[0] + "#" + "0" * 64
     began = time.monotonic()
     outcomes = run_threads(add, 2, vision(switch, tmp_path, switch=wrong))
@@ -148,7 +148,7 @@ def test_a_token_goes_to_no_switch_with_another_certificate(switch: RunningSwitc
     assert "event=refused" not in switch.log(), "no join arrived"
 
 
-def test_a_token_is_not_sent_where_the_fingerprint_is_forgotten(switch: RunningSwitch, tmp_path: Path) -> None:
+def test_a_token_is_not_sent_without_a_fingerprint(switch: RunningSwitch, tmp_path: Path) -> None:
     said: list[bytes] = []
     endpoint = eavesdropper(None, said)
     outcomes = run_threads(add, 2, vision(switch, tmp_path, switch=endpoint))
@@ -156,12 +156,12 @@ def test_a_token_is_not_sent_where_the_fingerprint_is_forgotten(switch: RunningS
     assert said == []
 
 
-def test_a_worker_without_fingerprint_is_told_what_the_switch_may_want(switch: RunningSwitch) -> None:
+def test_a_worker_without_fingerprint_gets_a_hint(switch: RunningSwitch) -> None:
     outcomes = run_threads(add, 2, Options(switch=switch.endpoint.split("#")[0]))
     refused(outcomes, "one with --token-file speaks TLS: NETFOLD_SWITCH=host:port#fingerprint")
 
 
-def test_a_fingerprint_at_an_open_switch_says_that_it_has_none(tmp_path: Path) -> None:
+def test_a_fingerprint_of_an_open_switch_is_an_error_with_a_hint(tmp_path: Path) -> None:
     with running_switch() as switch:
         outcomes = run_threads(add, 2, vision(switch, tmp_path, switch=switch.endpoint + "#" + "0" * 64))
     refused(outcomes, "did not shake hands", "One that is open speaks no TLS")
@@ -177,7 +177,7 @@ def test_a_fingerprint_at_an_open_switch_says_that_it_has_none(tmp_path: Path) -
         ("\udcff", 0o600, "NETFOLD_TOKEN_FILE="),
     ],
 )
-def test_a_token_file_that_makes_no_sense_is_named_and_not_quoted(
+def test_an_invalid_token_file_is_named_and_not_quoted(
     switch: RunningSwitch, tmp_path: Path, content: str | None, mode: int, words: str
 ) -> None:
     path = tmp_path / "mine"
@@ -206,7 +206,7 @@ def join(switch: RunningSwitch, token: str, **words: Any) -> PinnedStream:
     return stream
 
 
-def test_another_tenant_who_knows_a_jobs_name_cannot_take_a_rank_in_it(switch: RunningSwitch) -> None:
+def test_another_tenant_cannot_join_a_job_by_its_name(switch: RunningSwitch) -> None:
     ours = join(switch, VISION, timeout_s=5.0)
     assert control_messages.receive(ours)["type"] == "admitted"
     theirs = join(switch, SPEECH, rank=1)
@@ -219,14 +219,14 @@ def test_another_tenant_who_knows_a_jobs_name_cannot_take_a_rank_in_it(switch: R
         stream.close()
 
 
-def test_a_token_that_is_no_text_is_refused_like_none(switch: RunningSwitch) -> None:
+def test_a_token_that_is_no_text_is_refused_like_a_missing_one(switch: RunningSwitch) -> None:
     for token in (7, None, [VISION], b"\xff" * 40):
         answer = control_messages.receive(join(switch, token))  # type: ignore[arg-type]
         assert answer["type"] == "refused"
         assert "none came" in answer["reason"]
 
 
-def test_the_wire_shows_neither_token_nor_name(switch: RunningSwitch, tmp_path: Path) -> None:
+def test_the_network_sees_neither_token_nor_job_name(switch: RunningSwitch, tmp_path: Path) -> None:
     said: list[bytes] = []
     host, port, fingerprint = control_messages.parse_switch(switch.endpoint, what="endpoint")
     relay = eavesdropper((host, port), said)
@@ -249,7 +249,7 @@ def test_the_wire_shows_neither_token_nor_name(switch: RunningSwitch, tmp_path: 
         assert secret.encode() not in b"".join(said)
 
 
-def test_strangers_who_say_nothing_keep_no_worker_out(switch: RunningSwitch, tmp_path: Path) -> None:
+def test_silent_peers_keep_no_worker_out(switch: RunningSwitch, tmp_path: Path) -> None:
     host, port, _ = control_messages.parse_switch(switch.endpoint, what="endpoint")
     silent = [socket.create_connection((host, port), 5) for _ in range(600)]
     try:
@@ -257,21 +257,21 @@ def test_strangers_who_say_nothing_keep_no_worker_out(switch: RunningSwitch, tmp
         # 88 at least, of which the log has some.
         switch.wait_for("others came before it joined", count=RateLimit.BURST)
         silent[0].settimeout(5)
-        assert _hung_up(silent[0])
+        assert _is_disconnected(silent[0])
     finally:
         for stream in silent:
             stream.close()
     assert values(run_threads(add, 2, vision(switch, tmp_path))) == [999 * 2 + 1.0] * 2
 
 
-def _hung_up(stream: socket.socket) -> bool:
+def _is_disconnected(stream: socket.socket) -> bool:
     try:
         return stream.recv(1) == b""
     except ConnectionResetError:
         return True
 
 
-def test_a_stranger_who_says_nothing_is_hung_up_on_in_time(switch: RunningSwitch) -> None:
+def test_a_silent_peer_is_disconnected_in_time(switch: RunningSwitch) -> None:
     host, port, fingerprint = control_messages.parse_switch(switch.endpoint, what="endpoint")
     began = time.monotonic()
     before_tls = socket.create_connection((host, port), 5)
@@ -307,7 +307,7 @@ def test_garbage_instead_of_a_handshake_is_dropped(switch: RunningSwitch, tmp_pa
     assert values(run_threads(add, 2, vision(switch, tmp_path))) == [999 * 2 + 1.0] * 2
 
 
-def test_a_certificate_that_is_kept_has_one_fingerprint_in_every_life(tokens: str, tmp_path: Path) -> None:
+def test_a_stored_certificate_keeps_its_fingerprint_over_restarts(tokens: str, tmp_path: Path) -> None:
     state = tmp_path / "state"
     state.mkdir()
     fingerprints = []
@@ -322,7 +322,7 @@ def command(*options: str) -> subprocess.CompletedProcess[str]:
     return run_command("switch", "--listen", "127.0.0.1:0", *options)
 
 
-def test_a_state_folder_that_cannot_be_used_is_named(tokens: str, tmp_path: Path) -> None:
+def test_an_unusable_state_folder_is_named(tokens: str, tmp_path: Path) -> None:
     absent = command("--token-file", tokens, "--state-dir", str(tmp_path / "none"))
     assert (absent.returncode, "No such file or directory" in absent.stderr) == (1, True), absent.stderr
     private(tmp_path / "switch.pem", "no certificate")
@@ -335,7 +335,7 @@ def test_a_state_folder_that_cannot_be_used_is_named(tokens: str, tmp_path: Path
     assert "can be read by others (mode 644)" in shown.stderr
 
 
-def test_a_full_disk_leaves_no_half_certificate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_leaves_no_partial_certificate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(_: int) -> None:
         raise OSError(28, "No space left on device")
 
@@ -365,12 +365,12 @@ def test_tokens_let_a_switch_listen_to_a_network(tokens: str, tmp_path: Path) ->
         refused(run_threads(add, 2, Options(switch=endpoint)), "requires a token, and none came")
 
 
-def test_an_open_switch_says_so_in_its_log() -> None:
+def test_an_open_switch_logs_that_it_is_open() -> None:
     with running_switch() as switch:
         switch.wait_for("level=warning event=open .*no tokens and no TLS: whoever reaches")
 
 
-def test_a_tenant_has_what_its_line_says(tokens: str) -> None:
+def test_a_tenant_has_the_bounds_of_its_line(tokens: str) -> None:
     found = Tokens.read(Path(tokens))
     vision, speech = found.find(VISION), found.find(SPEECH)
     assert vision is not None and speech is not None
@@ -402,7 +402,7 @@ def test_a_tenant_has_what_its_line_says(tokens: str) -> None:
         (f"vision {VISION}\nvision {SPEECH}", "line 2: tenant 'vision', or its token, occurs twice"),
     ],
 )
-def test_a_line_that_makes_no_sense_is_named_without_its_token(tmp_path: Path, text: str, words: str) -> None:
+def test_an_invalid_line_is_named_without_its_token(tmp_path: Path, text: str, words: str) -> None:
     with pytest.raises(ValueError, match=re.escape(words)) as caught:
         Tokens.read(Path(private(tmp_path / "tokens", text)))
     assert VISION not in str(caught.value)
@@ -463,7 +463,7 @@ def test_one_thread_receives_while_others_send() -> None:
         assert [body for body in found if body[:1] == letter] == [letter * (size + number) for number in range(count)]
 
 
-def test_a_stream_that_is_cut_ends_like_a_socket() -> None:
+def test_a_cut_tls_stream_ends_like_a_socket() -> None:
     host, port, fingerprint = control_messages.parse_switch(
         tls_server(lambda inside: inside.sendall(b"abc")), what="endpoint"
     )
@@ -473,7 +473,7 @@ def test_a_stream_that_is_cut_ends_like_a_socket() -> None:
     stream.close()
 
 
-def test_another_certificate_is_no_stream() -> None:
+def test_another_certificate_gives_no_connection() -> None:
     host, port, _ = control_messages.parse_switch(tls_server(lambda inside: None), what="endpoint")
     with socket.create_connection((host, port), 5) as stream, pytest.raises(FingerprintError, match="0" * 64):
         PinnedStream(stream, "0" * 64)

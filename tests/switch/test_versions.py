@@ -45,7 +45,7 @@ def ask(address: tuple[str, int], message: dict[str, Any]) -> dict[str, Any]:
         return control_messages.receive(stream)
 
 
-def test_a_switch_refuses_every_first_message_of_another_version_with_what_to_upgrade() -> None:
+def test_a_switch_refuses_every_first_message_of_another_version_and_names_the_upgrade() -> None:
     with running_switch() as switch:
         for theirs in OTHERS:
             older = "the worker" if theirs < VERSION else "this switch"
@@ -59,7 +59,7 @@ def test_a_switch_refuses_every_first_message_of_another_version_with_what_to_up
             assert answer["reason"].startswith(f"the switch below {rest}")
 
 
-def test_a_switch_refuses_a_worker_that_does_not_say_its_version() -> None:
+def test_a_switch_refuses_a_worker_without_a_version() -> None:
     unclear: list[dict[str, Any]] = [{}, {"version": str(VERSION)}, {"version": None}, {"version": [VERSION]}]
     with running_switch() as switch:
         for said in unclear:
@@ -112,7 +112,7 @@ def refused_by_worker(endpoint: str, theirs: int) -> str:
     [{"type": "refused", "reason": "no"}, PATH, {"type": "greeted"}],
     ids=["refuses", "answers", "says something new"],
 )
-def test_a_group_refuses_a_switch_of_another_version_with_what_to_upgrade(answer: dict[str, Any], theirs: int) -> None:
+def test_a_group_refuses_a_switch_of_another_version_and_names_the_upgrade(answer: dict[str, Any], theirs: int) -> None:
     with fake_switch({**answer, "version": theirs}) as endpoint, pytest.raises(SwitchError) as raised:
         make_a_group(endpoint)
     assert str(raised.value) == refused_by_worker(endpoint, theirs)
@@ -139,7 +139,7 @@ def test_a_worker_refuses_an_admission_and_a_grant_of_another_version(theirs: in
     assert str(raised.value) == refused_by_worker(endpoint, theirs)
 
 
-def test_an_answer_without_a_version_is_no_answer_of_this_version() -> None:
+def test_a_reply_without_a_version_is_refused() -> None:
     with (
         fake_switch(PATH) as endpoint,
         pytest.raises(SwitchError, match="does not say which control protocol") as raised,
@@ -148,7 +148,7 @@ def test_an_answer_without_a_version_is_no_answer_of_this_version() -> None:
     assert OURS in str(raised.value)
 
 
-def test_what_a_switch_of_control_protocol_5_refuses_with_reaches_the_user() -> None:
+def test_a_refusal_of_control_protocol_5_reaches_the_user() -> None:
     # It names both versions in its reason, and has no other place for them.
     reason = "this switch speaks control protocol 5, the worker 6: run the same netfold on both sides"
     with fake_switch({"type": "refused", "reason": reason}) as endpoint, pytest.raises(SwitchError) as raised:
@@ -157,7 +157,7 @@ def test_what_a_switch_of_control_protocol_5_refuses_with_reaches_the_user() -> 
 
 
 @pytest.mark.parametrize("theirs", OTHERS)
-def test_a_leaf_says_that_its_parent_is_of_another_version(theirs: int) -> None:
+def test_a_leaf_reports_a_parent_of_another_version(theirs: int) -> None:
     older = "it" if theirs < VERSION else "this switch"
     with fake_switch({**PATH, "version": theirs}) as endpoint, running_switch("--parent", endpoint) as leaf:
         leaf.wait_for(
@@ -168,7 +168,7 @@ def test_a_leaf_says_that_its_parent_is_of_another_version(theirs: int) -> None:
         )
 
 
-def test_fields_that_this_version_does_not_know_are_ignored() -> None:
+def test_unknown_fields_are_ignored() -> None:
     with running_switch() as switch:
         answer = ask(switch.address, {"type": "path", "version": VERSION, "below": [], "colour": "green"})
         assert answer["type"] == "path"
@@ -198,7 +198,7 @@ class OtherVersion(FileStore):
         super().set(key, value)
 
 
-def test_a_rank_that_runs_another_netfold_than_rank_0_says_so() -> None:
+def test_a_rank_with_another_netfold_version_than_rank_0_is_an_error() -> None:
     def group(rank: int, size: int, folder: str) -> None:
         store = (OtherVersion if rank == 0 else FileStore)(folder)
         with Communicator(store, rank, size, join_timeout_s=5):
@@ -210,7 +210,7 @@ def test_a_rank_that_runs_another_netfold_than_rank_0_says_so() -> None:
     )
 
 
-def test_the_page_on_versions_names_the_versions_of_the_code() -> None:
+def test_the_page_on_versions_has_the_versions_of_the_code() -> None:
     page = (ROOT / "docs" / "versions.md").read_text()
     rows = dict(re.findall(r"^\| (.+?) \| `?(\S+?)`? \|", page, re.MULTILINE))
     assert rows["control protocol"] == str(VERSION)
