@@ -1,4 +1,4 @@
-"""A rack as it stands: its rate, its loss, and that nothing of it stays behind. Needs root."""
+"""A running rack: its rate, its loss, and its complete removal. Needs root."""
 
 import json
 import math
@@ -21,7 +21,7 @@ from netfold.rack.topology import End
 LACK = why_unavailable(loss=True, delay=True)
 pytestmark = [pytest.mark.rack, pytest.mark.skipif(LACK is not None, reason=str(LACK))]
 
-# Ethernet, IPv4 and TCP with time stamps: what a full packet carries of what the shaper counts.
+# Payload of a full packet as a share of what the shaper counts: less Ethernet, IPv4 and TCP with timestamps.
 TCP_SHARE = 1448 / 1514
 
 SEND_TCP = """
@@ -104,7 +104,7 @@ def no_rack_is_left(rack_id: str) -> bool:
 
 
 def rack_id_in(process: Process) -> str:
-    """The id of the rack that a `netfold rack run` of ours stands in, from its hosts' own namespace name."""
+    """The id of the rack of a `netfold rack run`, from the name of a host's namespace."""
     assert process.stdout is not None
     for line in process.stdout:
         if match := re.match(r"h\d+\| nf-([0-9a-f]+)-h\d+$", line.rstrip()):
@@ -127,7 +127,7 @@ def test_tcp_between_two_hosts_runs_at_the_requested_rate(rate: str, loss: str) 
         assert supervise([sender], deadline_s=10).exit_code == 0
         line_bits = rack.link.rate_bits * TCP_SHARE
     goodput_bits = measured["bytes"] * 8 / measured["seconds"]
-    # Above the line by no more than both ends' bursts; below it by what a busy machine costs.
+    # At most both ends' bursts above the line rate; below it by the cost of a busy machine.
     assert goodput_bits <= line_bits + 2 * 8 * (128 << 10) / measured["seconds"]
     assert goodput_bits >= 0.75 * line_bits
 
@@ -136,7 +136,7 @@ def test_tcp_between_two_hosts_runs_at_the_requested_rate(rate: str, loss: str) 
 def test_a_link_loses_single_packets_at_the_requested_ratio_each_way(up: bool) -> None:
     count, loss_ratio = 32000, 0.02
     receive, send = [sys.executable, "-c", RECEIVE_UDP], [sys.executable, "-c", SEND_UDP]
-    # Of three hosts, so that a rule which other links meet too would show.
+    # Three hosts, so that a rule that also applies to other links would show.
     with Rack(3, "1gbit", "2%") as rack:
         if up:
             receiver = rack.popen_switch(receive)
@@ -148,11 +148,11 @@ def test_a_link_loses_single_packets_at_the_requested_ratio_each_way(up: bool) -
             rack.popen_switch([*send, names.host_address(0), str(count)])
         arrived = set(json.loads(last_line(receiver)))
     lost = [number for number in range(count) if number not in arrived]
-    # Binomial: five standard deviations are passed once in about two million runs.
+    # Binomial: one run in about two million is further than five standard deviations from the mean.
     allowed = 5 * math.sqrt(count * loss_ratio * (1 - loss_ratio))
     assert abs(len(lost) - count * loss_ratio) < allowed
-    # Were super-packets lost whole, each would take its 16 datagrams with it. Lost one by one, two of one
-    # super-packet meet with probability below 15 * 2%: then far more than half of them are hit but once.
+    # A super-packet lost as a whole takes its 16 datagrams with it. Where single packets are lost, the probability of a
+    # second loss in one super-packet is below 15 * 2%, so far more than half of the hit ones lose only one.
     hit = [number // 16 for number in lost]
     assert sum(hit.count(which) == 1 for which in set(hit)) > len(set(hit)) / 2
 
@@ -241,7 +241,7 @@ def test_nothing_is_left_of_a_rack_whose_process_was_killed() -> None:
     reaper = reaper_of(rack_id)
     process.kill()
     process.wait()
-    # The hosts' processes do not heed SIGTERM.
+    # The hosts' processes ignore SIGTERM.
     assert removed_within_s(rack_id, 20)
     deadline = time.monotonic() + 5
     while not has_ended(reaper) and time.monotonic() < deadline:
@@ -285,7 +285,7 @@ def test_down_removes_the_rest_of_a_killed_rack_and_spares_a_running_one() -> No
         assert f"rack {living.rack_id} still runs under process {os.getpid()}" in done.stdout
         assert no_rack_is_left(rack_id)
         assert not no_rack_is_left(living.rack_id)
-        # It still works.
+        # The running rack still works.
         assert supervise([living.popen(0, ["true"])], deadline_s=10).exit_code == 0
     deadline = time.monotonic() + 5
     while not no_rack_is_left(living.rack_id) and time.monotonic() < deadline:
@@ -355,7 +355,7 @@ def test_several_racks_have_a_leaf_each_if_requested() -> None:
     assert process.returncode == 0, said
     for host, rack in enumerate((0, 0, 1, 1)):
         assert f"h{host}| through {names.rack_address(rack)}:{names.SWITCH_PORT}" in said, said
-    # Both leaves sent sums up.
+    # Both leaves sent sums to the parent.
     assert len(re.findall(r"leaf\| .*event=started .*parent=", said)) == 2, said
 
 

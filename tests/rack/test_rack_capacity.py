@@ -1,6 +1,7 @@
-"""A switch whose link is not what it was, or is not the same both ways, costs a job next to nothing. Needs root.
+"""A switch whose link changes, or differs between directions, slows a job little. Needs root.
 
-Four hosts at 200 Mbit/s add 4 MB by `auto` and by a ring in turns; every sum is checked in full. A ring takes 0.27 s.
+Four hosts at 200 Mbit/s reduce 4 MB by `auto` and by a ring in turns; every sum is checked in full. A ring takes
+0.27 s.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ LACK = why_unavailable(loss=True)
 pytestmark = [pytest.mark.rack, pytest.mark.skipif(LACK is not None, reason=str(LACK))]
 
 HOSTS = 4
-# Turns in a row by which a change is judged, and how many there may be before. A trial is among any eight.
+# Consecutive turns that a change is judged by, and the most turns before them. Any eight turns hold one trial.
 JUDGED, SETTLES = 9, 24
 
 RANK = """
@@ -111,7 +112,7 @@ class Job:
 
 
 def over_ring(turns: list[Any]) -> float:
-    """The time by `auto` over a ring's, in turns that followed each other."""
+    """The time by `auto` divided by a ring's, in consecutive turns."""
     return statistics.median(turn["took"][0] / turn["took"][1] for turn in turns)
 
 
@@ -122,7 +123,7 @@ def standing(switch_rate: str, hosts: int = HOSTS, loss: str = "0%") -> Iterator
 
 
 def reshape(rack: Rack, rate: str, *, to_switch: bool = True, from_switch: bool = True) -> None:
-    """Another rate for the switch's link, one way or both."""
+    """Change the rate of the switch's link, in one direction or both."""
     ends = [(switch_namespace(rack.rack_id), "aggregator")] * to_switch
     ends += [(aggregator_namespace(rack.rack_id), HOST_INTERFACE)] * from_switch
     for namespace, device in ends:

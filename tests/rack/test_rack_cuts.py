@@ -1,6 +1,6 @@
-"""A path to the switch that is cut in mid-job costs no step and no sum, and forged ICMP changes nothing. Needs root.
+"""A path to the switch that is cut during a job costs no step and no sum; forged ICMP changes nothing. Needs root.
 
-Two ranks and a switch, each a network namespace on one bridge. Every step's sum is checked in full.
+Two ranks and a switch, each in a network namespace on one bridge. Every step's sum is checked in full.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ with Communicator.from_environment(timeout_s=60, join_timeout_s=20) as group:
     print(f"longest {longest:.3f}", flush=True)
 """
 
-# From a raw socket: an ICMP message that quotes a packet of every port that the switch might have used.
+# Sends, from a raw socket, an ICMP message that quotes a packet of every port that the switch may use.
 FORGE = """
 import socket, struct, sys, time
 source, target, kinds = sys.argv[1], sys.argv[2], sys.argv[3]
@@ -93,7 +93,7 @@ class Lan:
         run(["ip", "netns", "exec", self.names[host], "nft", "-f", "-"], stdin=rules)
 
     def drop(self, host: int, *rules: str) -> None:
-        """Drop what comes in ("in ...") or goes out ("out ...") at that host."""
+        """Drop packets that arrive at the host ("in ...") or leave it ("out ...")."""
         for hook, name in (("input", "in "), ("output", "out ")):
             lines = "\n".join(f"{rule.removeprefix(name)} drop" for rule in rules if rule.startswith(name))
             if lines:
@@ -132,7 +132,7 @@ def lan(hosts: int) -> Iterator[Lan]:
 
 
 class Job:
-    """Two ranks that add without pause, and their switch, on hosts 0, 1 and 2."""
+    """Two ranks that reduce without pause, and their switch, on hosts 0, 1 and 2."""
 
     SWITCH = 2
 
@@ -164,7 +164,7 @@ class Job:
         return self.logs[rank].read_text() if self.logs[rank].exists() else ""
 
     def wait_for(self, pattern: str, timeout_s: float) -> float:
-        """Wait until rank 0, which leads, has said it; how long that took."""
+        """Wait until rank 0, the leader, has printed the text; return the seconds."""
         began = time.monotonic()
         while not re.search(pattern, self.said(0)):
             for rank in range(2):
@@ -174,7 +174,7 @@ class Job:
         return time.monotonic() - began
 
     def end(self) -> list[float]:
-        """Stop the ranks; the longest time of a step of each."""
+        """Stop the ranks; return the longest step of each."""
         (self.folder / "stop").touch()
         for rank, process in enumerate(self.ranks):
             process.wait(seconds(30))

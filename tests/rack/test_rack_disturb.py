@@ -1,4 +1,4 @@
-"""A link with a delay duplicates and reorders the packets that it is told to, and none before. Needs root."""
+"""A delayed link duplicates and reorders packets at the given ratios, and none before. Needs root."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ link.sendto(b"-1", to)
 
 
 def arrivals(rack: Rack) -> list[int]:
-    """Numbers of datagrams from host 0 to host 1, as they came."""
+    """Numbers of the datagrams from host 0 to host 1, in order of arrival."""
     receiver = rack.popen(1, [sys.executable, "-c", RECEIVE, rack.address(1)])
     assert receiver.stdout is not None
     assert receiver.stdout.readline() == "ready\n"
@@ -55,7 +55,7 @@ def arrivals(rack: Rack) -> list[int]:
 
 
 def late(numbers: list[int]) -> int:
-    """How many came after one that was sent later."""
+    """The number of datagrams that arrived after one that was sent later."""
     highest, count = -1, 0
     for number in numbers:
         count += number < highest
@@ -63,7 +63,7 @@ def late(numbers: list[int]) -> int:
     return count
 
 
-# The kernel reorders some packets itself where a thread of the link moves to another processor.
+# The kernel itself reorders some packets when a thread of the link moves to another core.
 FEW = COUNT // 100
 
 

@@ -1,4 +1,4 @@
-"""netfold doctor check between hosts: a host whose way out is slower than the others' is named. Needs root."""
+"""netfold doctor check between hosts: a host that sends more slowly than the other hosts is named. Needs root."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from netfold.rack.command import why_unavailable
 LACK = why_unavailable(loss=False)
 pytestmark = [pytest.mark.rack, pytest.mark.skipif(LACK is not None, reason=str(LACK))]
 
-# Host 2 sends at a tenth of what the others do.
+# Host 2 sends at a tenth of the other hosts' rate.
 HOST = """
 [ "$RANK" != 2 ] || tc qdisc replace dev eth0 root tbf rate 20mbit burst 64kb latency 100ms
 exec "$PYTHON" -m netfold.cli doctor check --json
@@ -33,7 +33,7 @@ def test_a_host_that_sends_slowly_is_named() -> None:
     (finding,) = slow
     assert finding["where"].startswith("rank 2 ") and finding["what"].startswith("sends at")
     rates = [link["forward_bytes_per_s"] * 8e-6 for link in said["links"] if link["one"] != 2]
-    # The link's 200 Mbit/s, by what passes a bucket of tokens at once a little more.
+    # The link's 200 Mbit/s; a little more, by the burst of the token bucket.
     assert all(150 < rate < 260 for rate in rates)
     (capacity,) = said["capacities"]
     assert not capacity["error"] and 1e6 < capacity["bytes_per_s"] < 4e6, "as much as the slow host sends"

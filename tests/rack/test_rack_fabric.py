@@ -1,4 +1,4 @@
-"""Two links a host under a fabric: both carry, and one that is cut is left out. Needs root and libfabric."""
+"""Two links on each host under a fabric: both carry data, and a cut link is not used. Needs root and libfabric."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""A switch with two interfaces and an address on each: workers that come by either are in one job. Needs root.
+"""A switch with an address on each of two interfaces: workers that use either join one job. Needs root.
 
-Each worker's host drops packets from any other address than the one that it was told, as a firewall with state does.
+Each worker's host drops packets from any address but the one that the worker was given, as a stateful firewall does.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def two_networks(addresses: list[tuple[str, str]], prefix: int) -> Iterator[list
             for name, device, address in ((names[host], "eth0", theirs), (switch, f"eth{host}", ours)):
                 run(["ip", "-n", name, "addr", "add", f"{address}/{prefix}", "dev", device, "nodad"])
                 run(["ip", "-n", name, "link", "set", device, "up"])
-            # The ranks' own connections cross the switch's host.
+            # The ranks' own connections pass through the switch's host.
             run(["ip", "-n", names[host], "route", "add", "default", "via", ours])
             family = "ip6" if ":" in ours else "ip"
             rules = (

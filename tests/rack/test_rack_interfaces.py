@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.rack, pytest.mark.skipif(LACK is not None, reason=str(
 
 STORE_PORT = 29700
 
-# What a rank does once it has joined; `group` is there, and what it says last is a line of JSON.
+# What a rank does after it has joined as `group`; its last output is a line of JSON.
 PROLOGUE = """
 import json, os, time
 import numpy as np
@@ -36,7 +36,7 @@ with Communicator.from_environment(timeout_s=30, join_timeout_s=8) as group:
 
 
 class Hosts:
-    """Network namespaces, and cables between two of them, each a pair of interfaces with a subnet of its own."""
+    """Network namespaces, and veth pairs between two of them, each with its own subnet."""
 
     def __init__(self, count: int) -> None:
         tag = f"nft{os.getpid() % 10000}"
@@ -68,12 +68,12 @@ class Hosts:
         self.ip(host, "link", "set", device, "up")
 
     def add_bridge(self, host: int, device: str, address: str) -> None:
-        """As a container bridge does: up, with an address that another host has, too."""
+        """Add a bridge as containers do: it is up, with an address that another host has too."""
         self.ip(host, "link", "add", device, "type", "bridge")
         self.address(host, device, address)
 
     def start(self, script: str, master: str, **settings: str) -> list[Process]:
-        """A rank on every host."""
+        """Start a rank on every host."""
         ranks = []
         for rank, name in enumerate(self.names):
             environment = {
@@ -123,14 +123,14 @@ def last_json(text: str) -> Any:
 
 
 def test_every_pair_of_hosts_uses_an_address_that_connects_them() -> None:
-    """A triangle: what leads to the rendezvous does not lead to the third, and a bridge has one address everywhere."""
+    """A triangle: the interface to the rendezvous does not reach the third host; a bridge has one address everywhere."""
     with hosts(3) as there:
         master, _ = there.cable(0, 1)
         there.cable(0, 2)
         there.cable(1, 2)
         for host in range(3):
             there.add_bridge(host, "a-bridge0", "172.29.0.1/16")
-            # Hosts 1 and 2 find the rendezvous, whichever subnet its name is in.
+            # Hosts 1 and 2 find the rendezvous, whichever subnet its address is in.
             if host:
                 there.ip(host, "route", "replace", f"{master}/32", "dev", f"c{host - 1}")
         texts = outputs(there.start("", master))
@@ -180,7 +180,7 @@ def test_stripes_use_the_named_interfaces_and_add_their_rates() -> None:
 
 
 def test_one_open_port_for_each_process_is_enough() -> None:
-    # What is let in: what was asked for from here, the rendezvous, one port. Everything else vanishes.
+    # The firewall admits replies, the rendezvous and one port, and drops everything else.
     rules = f"""table inet wall {{
       chain in {{
         type filter hook input priority 0; policy drop;
@@ -203,7 +203,7 @@ def test_one_open_port_for_each_process_is_enough() -> None:
         for host in range(2):
             there.firewall(host, rules)
         outputs(there.start(several, master, ports="29800"))
-        # The test can fail: behind the same wall another port is not reached.
+        # Check the test itself: behind the same firewall another port is unreachable.
         ranks = there.start("", master, ports="29801")
         texts = [process.communicate(timeout=60)[0] for process in ranks]
         assert all(process.returncode != 0 for process in ranks)

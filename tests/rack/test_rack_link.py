@@ -1,4 +1,4 @@
-"""What a rack is built from, without building one: names, addresses, rates, the list of commands. No root."""
+"""The parts of a rack, without building one: names, addresses, rates, the list of commands. No root."""
 
 import pytest
 
@@ -93,7 +93,7 @@ def test_losses_happen_where_packets_are_single_and_only_if_requested() -> None:
 
 
 def test_every_interface_has_its_own_table() -> None:
-    # In one table all interfaces of a namespace share a chain, and each would meet every other one's rule too.
+    # In a shared table every packet would pass the rules of all interfaces.
     tables = {loss_rules(f"h{host}", Link(10**9, 0.001)).split("{")[0] for host in range(4)}
     assert len(tables) == 4
 
@@ -156,7 +156,7 @@ GOOD = Measurement(round_trip_s=110e-6, mss=1448, stream_bits=0.9e9, sent=10_000
         ({"stream_bits": 2e9}, "rate"),
         ({"round_trip_s": 20e-6}, "delay"),
         ({"round_trip_s": 0.02}, "delay"),
-        ({"there": 10_000}, None),  # as likely as not to be above four deviations: 10 +- 12.6
+        ({"there": 10_000}, None),  # within four standard deviations: 10 +- 12.6
         ({"there": 9_900}, "loss"),
         ({"back": 9_900}, "loss"),
         ({"mss": 8948}, "MTU"),

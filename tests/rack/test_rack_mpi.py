@@ -1,4 +1,4 @@
-"""Ranks on two hosts that an mpirun started with nothing set: they meet, and go over its MPI. Needs root."""
+"""Ranks on two hosts that mpirun started without settings: they join, and communicate over its MPI. Needs root."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LACK = why_unavailable(loss=False)
 pytestmark = [pytest.mark.rack, pytest.mark.skipif(LACK is not None, reason=str(LACK))]
 
 TESTS = Path(__file__).parents[1]
-# What a rack says of its hosts; here the launcher says it.
+# Variables that a rack sets; here the launcher must set them.
 UNSAID = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 

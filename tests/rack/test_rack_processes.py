@@ -1,4 +1,4 @@
-"""Processes that end together, and an aggregator that has to say where it listens. No root."""
+"""Processes that end together, and an aggregator that must print its address. No root."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""Who may join, what a refusal says, and that everything is given back. Ranks are threads of this process."""
+"""Admission, the text of refusals, and the release of all grants. Ranks are threads of this process."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def serves(switch: RunningSwitch) -> None:
 
 
 def test_each_job_releases_its_grants() -> None:
-    # Room for one job of this shape and not for two: the second would be refused if the first kept anything.
+    # Memory for one job of this shape and not for two: the second is refused if the first keeps anything.
     with running_switch("--max-jobs", "1", "--memory", "12M") as switch:
 
         def descriptors() -> int:
@@ -64,7 +64,7 @@ def test_each_job_releases_its_grants() -> None:
         after_ten = descriptors()
         assert values(run_threads(add, 2, switch.endpoint, 1000, 20, timeout_s=60)) == expected(2)
         switch.wait_for(r"job \w+ closed after", count=30)
-        # One that every job keeps would be 20. The last job's connections are closed after the line about it.
+        # One leaked descriptor per job would be 20. The last job's connections close after its log line.
         assert settles(lambda: descriptors() < after_ten + 5), (descriptors(), after_ten)
         epochs = [int(epoch) for epoch in re.findall(r"epoch (\d+) starts", switch.log())]
         assert epochs == sorted(set(epochs)), "an epoch is never given twice"
@@ -123,7 +123,7 @@ def test_a_job_that_does_not_fit_is_refused_before_it_starts(options: tuple[str,
 
 def test_a_missing_switch_is_named_with_a_remedy() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
-        endpoint = f"127.0.0.1:{server.getsockname()[1]}"  # nobody listens once it is closed
+        endpoint = f"127.0.0.1:{server.getsockname()[1]}"  # nothing listens there after the close
     for rank, outcome in enumerate(run_threads(add, 2, endpoint, timeout_s=10)):
         assert outcome.error == "SwitchError"
         assert f"rank {rank}: the switch at {endpoint} (NETFOLD_SWITCH) refused the connection" in outcome.text
@@ -137,7 +137,7 @@ def test_an_unknown_host_is_named() -> None:
 
 
 def impostor(answer: bytes | None, stop: threading.Event) -> str:
-    """A listener that is no switch: says nothing (None), hangs up (b""), or answers everyone with the same bytes."""
+    """A listener that is no switch: it sends nothing (None), disconnects (b""), or sends everyone the same bytes."""
     server = socket.create_server(("127.0.0.1", 0))
     server.settimeout(0.1)
 
@@ -254,7 +254,7 @@ GARBAGE: dict[str, bytes] = {
 
 
 def send_raw(address: tuple[str, int], words: bytes) -> None:
-    """Say it and wait for the switch to hang up, or for a while."""
+    """Send the bytes and wait until the switch disconnects, or for a timeout."""
     with socket.create_connection(address, 5) as stream:
         stream.sendall(words)
         stream.shutdown(socket.SHUT_WR)
@@ -284,7 +284,7 @@ def test_garbage_at_the_control_port_is_dropped_and_a_running_job_goes_on() -> N
                 turns += 1
                 began.set()
 
-    # Room for one more job than the one that runs: garbage that opened a job and left it open would fill the switch.
+    # Quota for one job beside the running one: garbage that opened a job and left it open would fill the switch.
     with running_switch("--max-jobs", "2") as switch:
 
         def both(rank: int, size: int, folder: str) -> int:
@@ -295,7 +295,7 @@ def test_garbage_at_the_control_port_is_dropped_and_a_running_job_goes_on() -> N
                 for name, words in GARBAGE.items():
                     send_raw(switch.address, words)
                     assert switch.process.poll() is None, f"the switch died of {name}"
-                serves(switch)  # a second job finds its place
+                serves(switch)  # the switch admits a second job
             finally:
                 over.set()
             return 0
@@ -354,7 +354,7 @@ def test_a_job_without_a_free_descriptor_is_refused_with_the_reason() -> None:
         before = resource.prlimit(switch.process.pid, resource.RLIMIT_NOFILE)
         with socket.create_connection(switch.address, 5) as stream:
             stream.settimeout(5)
-            # Until the last job's are closed and this connection has its own, that of the job's data port is not known.
+            # Wait until the last job has closed its descriptors: then the number of the data port's is known.
             deadline = time.monotonic() + 10
             while len(descriptors()) != idle + 1:
                 assert time.monotonic() < deadline, (idle, descriptors())
@@ -383,12 +383,12 @@ def test_a_window_beyond_every_buffer_is_cut_to_what_the_kernel_grants() -> None
 
 
 def test_more_open_queries_than_the_bound_end_the_membership() -> None:
-    """Each question costs a turn of the thread that adds: nobody may have thousands of them open."""
+    """Each query costs an iteration of the data-plane thread, so no member may have thousands of them open."""
     with running_switch() as switch, socket.create_connection(switch.address, 5) as stream:
         stream.settimeout(5)
         stream.sendall(control_messages.encode(JOIN))
         assert control_messages.receive(stream)["type"] == "admitted"
-        for serial in range(20):  # one after another there may be any number
+        for serial in range(20):  # one after another, any number is allowed
             stream.sendall(control_messages.encode({"type": "stragglers", "chunk": 0, "serial": serial}))
             assert control_messages.receive(stream) == {"type": "stragglers", "serial": serial, "ranks": []}
             stream.sendall(control_messages.encode({"type": "alive", "serial": serial}))

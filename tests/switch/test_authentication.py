@@ -1,4 +1,4 @@
-"""Authenticated packets: whatever is forged, changed or said again elsewhere changes nothing and is counted."""
+"""Authenticated packets: forged, changed and replayed packets change nothing and are counted."""
 
 from __future__ import annotations
 
@@ -160,11 +160,11 @@ def test_a_bit_that_is_flipped_anywhere_changes_nothing() -> None:
             changed[bit // 8] ^= 1 << bit % 8
             made.send(0, bytes(changed))
         drops = made.drops(bits)
-        # What is looked at before the tag: magic, version, unknown flags, wire and reduce; whose packet it says it is.
+        # Fields that are checked before the MAC: magic, version, unknown flags, wire, reduce, and the sender.
         assert set(drops) <= {"malformed", "worker", "source", "unauthenticated", "foreign"}
         assert drops["unauthenticated"] > bits - 60
         assert made.counted()["contributions"] == 0
-        made.counters[0] = 0  # nobody has heard that packet
+        made.counters[0] = 0  # no switch has received that packet
         made.adds(0)
 
 
@@ -196,10 +196,10 @@ def test_a_workers_key_authenticates_only_its_own_packets() -> None:
     with job() as made:
         made.greet()
         made.begin()
-        # Worker 1 knows its own key and the answers', and can send from its own address.
+        # Worker 1 has its own key and the results' key, and can send from its own address.
         forged = made.contribution(0, 0, 99.0)
         for key in (made.key(1), made.result_key, made.hello_key(0)):
-            made.send(0, auth.with_mac(key, forged))  # from worker 0's address, as if it had been spoofed
+            made.send(0, auth.with_mac(key, forged))  # from worker 0's address, as a spoofed packet
         made.send(1, auth.with_mac(made.key(1), forged))
         assert made.drops(4) == {"unauthenticated": 3, "source": 1}
         made.adds(0)
@@ -210,7 +210,7 @@ def test_a_packet_of_an_earlier_epoch_is_dropped() -> None:
         made.greet()
         made.begin()
         before = made.key(0, EPOCH - 1)
-        # As it was heard then, and with this epoch's number written over.
+        # As it was captured, and with this epoch's number written into it.
         made.send(0, auth.with_mac(before, made.contribution(0, 0, 99.0, epoch=EPOCH - 1)))
         heard = auth.with_mac(before, made.contribution(0, 0, 99.0, epoch=EPOCH - 1))
         made.send(0, heard[:8] + EPOCH.to_bytes(4, "big") + heard[12:])
@@ -270,7 +270,11 @@ def test_every_packet_of_the_switch_has_a_mac_and_its_own_nonce() -> None:
         made.greet()
         made.begin()
         said: dict[bytes, set[bytes]] = {}
-        made.counters = [30, 30, 30]  # thirty that never came: a NACK each, with the first packet that is late enough
+        made.counters = [
+            30,
+            30,
+            30,
+        ]  # thirty missing packets: a NACK for each worker at the first packet beyond the reorder threshold
         for chunk in range(3):
             for worker in range(3):
                 made.send(worker, auth.with_mac(made.key(worker), made.contribution(worker, chunk, 1.0)))
@@ -302,7 +306,7 @@ def test_a_disagreeing_worker_makes_the_switch_send_about_as_much_as_the_worker_
         made.send(0, auth.with_mac(made.key(0), made.contribution(0, 0, 1.0)))
         began = time.monotonic()
         for _ in range(copies):
-            # Two elements, where worker 0 said one.
+            # Two elements, where worker 0 sent one.
             made.send(1, auth.with_mac(made.key(1), made.contribution(1, 0, 1.0, elements=2)))
         deadline = time.monotonic() + seconds(10)
         while made.counted()["mismatches"] < copies and time.monotonic() < deadline:
@@ -318,7 +322,7 @@ def test_a_disagreeing_worker_makes_the_switch_send_about_as_much_as_the_worker_
                     count += 1
             told.append(count)
         assert all(1 <= count <= 2 + took_s / 0.01 for count in told), (told, took_s)
-        assert made.answer(1)  # and whoever disagrees has an answer
+        assert made.answer(1)  # and the disagreeing worker gets a reply
 
 
 def test_a_job_starts_with_keys_if_and_only_if_it_has_keys() -> None:
@@ -358,7 +362,7 @@ LENGTHS = (1, 2, 3, 351, 352, 353, 2219, 2220, 2221, 100_003)
     ("dtype", "wire"), [(np.float32, "f32"), (np.float32, "bf16"), (np.float32, "i32"), (np.int8, "auto")]
 )
 def test_tensors_of_every_length_pass_with_macs(switch: RunningSwitch, tmp_path: Path, dtype: type, wire: str) -> None:
-    """Values begin and end at any address: pieces of a packet are tagged where they lie."""
+    """Values begin and end at any address: the MAC covers the parts of a packet in place."""
     chosen = Options(**{**options(switch, tmp_path).__dict__, "wire_dtype": wire})
 
     def add(rank: int, size: int, folder: str) -> dict[str, Any]:
@@ -378,7 +382,7 @@ def test_tensors_of_every_length_pass_with_macs(switch: RunningSwitch, tmp_path:
 
 
 def works_until(rank: int, size: int, folder: str, chosen: Options, over: threading.Event) -> dict[str, Any]:
-    """all_reduce until `over`, which rank 0 tells the others in the sum itself."""
+    """all_reduce until `over`, which rank 0 announces in the sum itself."""
     turns = 0
     with Communicator(FileStore(folder), rank, size, options=chosen, timeout_s=30) as group:
         while True:
@@ -393,7 +397,7 @@ def works_until(rank: int, size: int, folder: str, chosen: Options, over: thread
 
 
 def forgeries(packet: bytes, generator: np.random.Generator) -> Iterator[bytes]:
-    """What can be made of a packet that was heard: the same, one bit changed, other values, a counter to come, cut."""
+    """Forgeries of a captured packet: a replay, one bit changed, other values, a future packet number, truncated."""
     yield packet
     changed = bytearray(packet)
     changed[int(generator.integers(len(packet)))] ^= 1 << int(generator.integers(8))
@@ -438,7 +442,7 @@ def test_a_flood_of_forged_packets_from_the_jobs_addresses_changes_no_sum(
                     continue
                 start = (heard[0] & 15) * 4
                 source, to = struct.unpack_from(">HH", heard, start)
-                # Its first packet: loopback carries a run of them in one piece.
+                # Take its first packet: loopback carries a GSO run as one datagram.
                 packet = heard[start + 8 :][:packet_bytes]
                 if port not in (source, to) or len(packet) < packet_bytes:
                     continue

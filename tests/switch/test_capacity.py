@@ -1,4 +1,4 @@
-"""What a switch is said to take may be wrong: nothing hangs, all ranks choose alike, sums stay right."""
+"""The measured rate of a switch may be wrong: no job hangs, all ranks choose alike, and sums stay right."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def all_alike(found: list[Any]) -> Any:
 
 @contextlib.contextmanager
 def measures(monkeypatch: pytest.MonkeyPatch, change: Callable[[Measurement, int], Measurement]) -> Iterator[None]:
-    """Ranks measure, and take for the result what `change` makes of it; each call has another number."""
+    """Ranks measure, and use the result of `change`; each call gets another number."""
     measure, numbers = capacity.measure, iter(range(1000))
     monkeypatch.setattr(capacity, "measure", lambda *args, **how: change(measure(*args, **how), next(numbers)))
     yield
@@ -85,7 +85,7 @@ def test_with_a_wrong_measured_rate_all_ranks_still_choose_alike(
     with running_switch() as switch, measures(monkeypatch, lambda *_: Measurement((rate,))):
         table, links, ways, _ = all_alike(values(run_threads(chosen, 4, switch.endpoint, timeout_s=90)))
     assert all(0 < each < 1e13 for way in ways for each in way)
-    if lie != "a byte a day":  # which is no reason to use a switch at all
+    if lie != "a byte a day":  # with which no switch is used at all
         assert table.choose("all_reduce", 4 << 20).algorithm == "split", "which corrects it in use"
     reasons = [record.getMessage() for record in caplog.records if record.getMessage().startswith(f"rank 0: {WRONG}")]
     if 0 < rate < float("inf"):
@@ -110,7 +110,7 @@ def test_ranks_with_different_measurements_use_rank_0s(monkeypatch: pytest.Monke
 
 @contextlib.contextmanager
 def during_the_measurement(monkeypatch: pytest.MonkeyPatch, event: Callable[[], None]) -> Iterator[None]:
-    """Once, when rank 0 is through with the first operation that measures."""
+    """Act once, when rank 0 has finished the first measuring operation."""
     time_of = capacity._Clock.time
     once = threading.Lock()
 
@@ -210,11 +210,11 @@ def test_a_switch_named_twice_is_measured_as_one_link() -> None:
     assert links.switches == () or links.switches[0] == links.switches[1] > 0
 
 
-# The measurement, on a clock of its own.
+# The measurement, with a virtual clock.
 
 
 def measured(monkeypatch: pytest.MonkeyPatch, seconds_of: Callable[[int], float], switches: int = 1) -> Any:
-    """What is found, the sizes in bytes, and what the clock says after; an operation takes `seconds_of` its size."""
+    """The result, the sizes in bytes, and the time at the end; an operation takes `seconds_of` its size."""
     clock, sizes = [0.0], []
     monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
 
@@ -280,7 +280,7 @@ def test_the_next_group_repeats_an_abandoned_measurement(monkeypatch: pytest.Mon
     monkeypatch.setattr(capacity, "measure", once)
     with running_switch() as switch, caplog.at_level(logging.WARNING, "netfold"):
         first = all_alike(values(run_threads(chosen, 3, switch.endpoint, timeout_s=60)))
-        capacity._cache.clear()  # what operations taught
+        capacity._cache.clear()  # rates learned from operations
         second = all_alike(values(run_threads(chosen, 3, switch.endpoint, timeout_s=60)))
     assert first[1].switches == () and second[1].switches != ()
     assert sum("was not measured: the first time" in record.getMessage() for record in caplog.records) == 1

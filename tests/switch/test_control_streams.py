@@ -1,4 +1,4 @@
-"""What a switch says to a connection that has ended: nothing, and no error, in the clear and under TLS."""
+"""A switch sends nothing to an ended connection, without an error, over TCP and TLS."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MESSAGE = {"type": "stragglers", "serial": 1, "ranks": [0]}
 
 
 def close_twice(writer: asyncio.StreamWriter) -> None:
-    """As the end of a job and the end of its connection's task do."""
+    """Close as the end of a job does, and then the end of its connection's task."""
     writer.close()
     writer.close()
 
@@ -41,7 +41,7 @@ def test_a_reply_to_an_ended_connection_is_dropped(end: Callable[[asyncio.Stream
         client.check_hostname, client.verify_mode = False, ssl.CERT_NONE
         address = server.sockets[0].getsockname()
         reader, writer = await asyncio.open_connection(*address, ssl=client if secure else None)
-        if end is not abort:  # which drops what was not sent yet
+        if end is not abort:  # which drops unsent messages
             assert await read(reader) == MESSAGE
         assert await asyncio.wait_for(said, 20) == (True, False)
         abort(writer)

@@ -19,7 +19,7 @@ from netfold.switch_protocol import packet_keys
 pytestmark = pytest.mark.native
 
 JOB, INCARNATION, EPOCH, WORKERS = 0x0A0B0C0D, 77, 5, 2
-# Of an MTU of 1500, of one batch of AES blocks and one more, and of no whole block.
+# A payload for an MTU of 1500, one batch of AES blocks and one more, and a partial block.
 PAYLOADS = (8, 1408, 1536 + 24, 8880)
 
 
@@ -62,7 +62,7 @@ class EncryptedJob:
             each.settimeout(seconds(10))
             each.connect(("127.0.0.1", port))
             self.plane.set_worker_address(JOB, worker, *each.getsockname())
-            # A hello has no values, and is authenticated alone.
+            # A hello has no values, so it is authenticated and not encrypted.
             hello = auth.with_mac(
                 hellos[worker],
                 self.header(worker, flags=protocol.FLAGS["hello"], epoch=0, packet_number=nonces[worker]),
@@ -117,7 +117,7 @@ def test_another_implementation_exchanges_encrypted_packets_with_the_switch(
     assert expected[:8] not in came[0]
     with pytest.raises(InvalidTag):
         decrypted(job.keys[0], came[0])
-    # Asked again, the switch says the very same: a nonce stands for one packet.
+    # On a second request the switch sends the same bytes: a nonce belongs to one packet.
     again = job.header(0, chunk=0, packet_number=9, count=count, elements=count) + packets[0][protocol.HEADER_BYTES :]
     job.sockets[0].send(encrypted(job.keys[0], again))
     assert job.sockets[0].recv(65536) == came[0]

@@ -133,7 +133,7 @@ def test_a_rank_that_never_calls_is_named_by_the_switch(count: int) -> None:
             assert named == 2, text
             assert "rank 2" in text
             assert TIMEOUT_S * 0.9 < took < TIMEOUT_S + seconds(SOON_S)
-        # The first to give up ends the absent rank's wait, so the others may hear that it left instead.
+        # The first rank that gives up ends the absent rank's wait, so other ranks may get its leaving as the error.
         first = next(each for each in found if each[0] == "CollectiveTimeout")
         assert f"all_reduce #1 of {count} f32" in first[2]
         assert "the switch still waits for rank 2. Did every rank make this call?" in first[2]
@@ -245,7 +245,7 @@ def hostile_packets(generator: np.random.Generator, packet_bytes: int) -> list[b
         header() + payload + b"x",
     ]
     packets += [generator.bytes(int(generator.integers(1, packet_bytes))) for _ in range(20)]
-    # The right length and magic, and every other field anything: what a former job's or another job's packet is.
+    # The right length and magic, and any other fields, as in packets of an earlier job or another job.
     for _ in range(50):
         fields = {
             "flags": int(generator.integers(0, 16)),
@@ -345,7 +345,7 @@ def test_replayed_packets_of_the_job_itself_change_no_sum() -> None:
 
 
 def test_packets_from_other_addresses_change_no_sum_at_a_worker() -> None:
-    """A worker takes answers from the switch's address alone, and counts the rest."""
+    """A worker takes results only from the switch's address, and counts all other packets."""
     over = threading.Event()
     ports: list[int] = []
 
@@ -378,7 +378,7 @@ def test_packets_from_other_addresses_change_no_sum_at_a_worker() -> None:
 
 
 def _own_udp_ports() -> list[int]:
-    """Loopback UDP ports of this process's sockets."""
+    """The loopback UDP ports of this process."""
     inodes = set()
     for entry in os.listdir("/proc/self/fd"):
         try:

@@ -65,7 +65,7 @@ class Stream:
             wire=wire,
             op=draw.choice(["sum", "avg"] if dtype.startswith("float") else ["sum", "max"]),
         )
-        # A narrow wire is all_reduce's alone.
+        # Only all_reduce has a narrow wire format.
         mixed = wire == "auto" and draw.random() < 0.7
         return dataclasses.replace(drawn, kinds=tuple(draw.choice(KINDS) for _ in drawn.counts)) if mixed else drawn
 
@@ -90,7 +90,7 @@ class Stream:
         through: Callable[[int], None] = lambda rank: None,
         **options: Any,
     ) -> list[Any]:
-        """The results; each buffer is written over as soon as it is given back.
+        """Run the operations; return the results. Each buffer is overwritten as soon as it is returned.
 
         through: called with a rank's number when that rank has all its results, before it leaves the group.
         """
@@ -109,7 +109,7 @@ class Stream:
             while under_way:
                 results.append(taken(under_way))
             through(rank)
-            # Who leaves takes with it what it alone has kept.
+            # A rank that leaves takes along the results that only it has kept.
             Path(folder, f"through{rank}").touch()
             deadline = time.monotonic() + seconds(TIMEOUT_S)
             while any(not Path(folder, f"through{other}").exists() for other in range(size)):
@@ -118,14 +118,14 @@ class Stream:
         return results
 
     def start(self, group: Communicator, turn: int, part: Any) -> tuple[Any, Any]:
-        """The work, and the array that it fills."""
+        """Start an operation; return its work, and the array that it fills."""
         kind, root = self.kind(turn), self.root(turn)
         if kind == "all_gather":
             into = np.zeros((self.size, len(part)), part.dtype)
             return group.all_gather(part, into, asynchronous=True), into
         if kind == "reduce_scatter":
             into = np.zeros_like(part)
-            # What goes to rank r is its turn of the part, so that all blocks differ.
+            # The block for rank r is the part rolled by r, so that all blocks differ.
             return group.reduce_scatter(
                 [np.roll(part, to) for to in range(self.size)], into, op=self.op, asynchronous=True
             ), into
@@ -136,7 +136,7 @@ class Stream:
         return group.all_reduce(part, op=self.op, asynchronous=True), part
 
     def wanted(self, rank: int, turn: int) -> tuple[list[Any], bool]:
-        """The contributions to this rank's result, and whether they are to be reduced (or are there as they were)."""
+        """The contributions to this rank's result, and whether they are reduced or copied."""
         kind, parts = self.kind(turn), [self.part(each, turn) for each in range(self.size)]
         if kind == "all_gather":
             return [np.array(parts)], False
@@ -147,7 +147,7 @@ class Stream:
         return [np.roll(part, rank) if kind == "reduce_scatter" else part for part in parts], True
 
     def check(self, results: list[list[Any]]) -> None:
-        # Integers that share exponents: the bits of a group that never had a switch.
+        # i32: the same bits as a group that never had a switch.
         without = values(run_threads(self.run, self.size, None))[0] if self.wire == "i32" else None
         for turn in range(len(self.counts)):
             of_ranks = [each[turn] for each in results]
@@ -166,7 +166,7 @@ class Stream:
                 if self.dtype == "int32":
                     assert (found == exact).all(), where
                     continue
-                # At most P + 1 roundings, each by half a unit of the last place of what is at most the sum of all.
+                # At most P + 1 roundings, each by at most half a unit in the last place of the sum of magnitudes.
                 bits = {"bf16": 8, "f16": 11}.get(self.wire, {"float16": 11, "float32": 24, "float64": 53}[self.dtype])
                 bound = (self.size + 1) * np.abs(np.array(parts).astype(np.float64)).sum(0) * 2.0**-bits
                 assert (np.abs(found - exact) <= bound + 1e-30).all(), where
@@ -181,13 +181,13 @@ def taken(under_way: list[tuple[Any, Any]]) -> Any:
 
 
 def warnings_of(caplog: pytest.LogCaptureFixture, endpoint: str) -> list[str]:
-    """About that switch: a thread of a former test's group may still have had a word to say."""
+    """The warnings about that switch; a thread of an earlier test's group may still log about another one."""
     said = (record.getMessage() for record in caplog.records if record.levelname == "WARNING")
     return [text for text in said if endpoint in text]
 
 
 def lost_while(stream: Stream) -> MortalSwitch:
-    """Dies after some chunks; each worker lacks some results of the last window for good."""
+    """A switch that dies after some chunks; each worker never gets some results of the last window."""
     draw = random.Random(-stream.seed - 1)
     chunks = sum(-(-count * np.dtype(stream.dtype).itemsize // 64) for count in stream.counts)
     loss, first = draw.choice([0.0, 0.1, 0.5]), draw.randrange(1, chunks + 1)
@@ -205,7 +205,7 @@ SEEDS = range(int(os.environ.get("LOST_SWITCH_FIRST", "0")), int(os.environ.get(
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_switch_that_dies_at_any_moment_costs_no_step(seed: int, caplog: pytest.LogCaptureFixture) -> None:
-    """One seed again: LOST_SWITCH_FIRST=7 LOST_SWITCH_LAST=8 pytest tests/switch/test_lost_switch.py -k any_moment."""
+    """Repeat one seed: LOST_SWITCH_FIRST=7 LOST_SWITCH_LAST=8 pytest tests/switch/test_lost_switch.py -k any_moment."""
     stream = Stream.of(seed)
     print(stream)
     with lost_while(stream) as switch:
@@ -213,7 +213,7 @@ def test_a_switch_that_dies_at_any_moment_costs_no_step(seed: int, caplog: pytes
         assert switch.complete > 0, "nothing went through the switch"
         died = switch.dead.is_set()
     said = warnings_of(caplog, switch.endpoint)
-    # A group that had all its results before the switch died may close without a warning.
+    # A group with all its results before the switch died may close without a warning.
     assert len(said) <= 1 and (died or not said), said
     _died.append(died)
 
@@ -231,7 +231,7 @@ def test_the_seeds_above_had_switches_that_died_during_operations() -> None:
 def test_a_result_that_one_rank_has_is_forwarded_and_not_reduced_again(
     holder: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The holder has its sums back, and has written over them; the contributions that made them are gone."""
+    """The holder has its sums, and has overwritten them; the contributions to them are gone."""
     stream = Stream(seed=5, size=3, counts=(16, 16, 100), at_once=3, dtype="int32", wire="auto", op="sum")
 
     def through(rank: int) -> None:
@@ -241,13 +241,13 @@ def test_a_result_that_one_rank_has_is_forwarded_and_not_reduced_again(
     with MortalSwitch(window=16, answers=lambda worker, chunk: worker == holder) as switch:
         stream.check(values(run_threads(stream.run, 3, switch.endpoint, through)))
     (warning,) = warnings_of(caplog, switch.endpoint)
-    # 16 i32 a chunk: 1 + 1 + 7 of them, which two ranks lacked.
+    # 16 i32 for each chunk: 1 + 1 + 7 chunks, which two ranks lacked.
     assert re.search(r"all_reduce goes by direct.*18 results are passed on", warning), warning
 
 
 def test_only_chunks_that_no_rank_has_are_reduced_again(caplog: pytest.LogCaptureFixture) -> None:
     stream = Stream(seed=6, size=3, counts=(320,), at_once=1, dtype="float32", wire="bf16", op="avg")
-    # 32 bf16 a chunk, 10 chunks: chunk 3 nobody gets, chunk 5 rank 2 alone.
+    # 32 bf16 for each chunk, 10 chunks: no rank gets chunk 3, and only rank 2 gets chunk 5.
     some = {3: (), 5: (2,)}
     with MortalSwitch(stalls_at=10, answers=lambda worker, chunk: worker in some.get(chunk, (0, 1, 2))) as switch:
         stream.check(values(run_threads(stream.run, 3, switch.endpoint)))
@@ -276,7 +276,7 @@ def test_a_rank_that_begins_an_operation_late_runs_it_with_all_ranks() -> None:
 
 
 def test_operations_over_the_mesh_go_on_during_recovery_in_any_order() -> None:
-    """Rank 0 is in a broadcast when the switch dies, which the others call only when they have their sum."""
+    """Rank 0 is in a broadcast when the switch dies; the other ranks call it only after their sum."""
 
     def call(rank: int, size: int, folder: str, endpoint: str) -> list[float]:
         with join(rank, size, folder, endpoint) as group:
@@ -383,7 +383,7 @@ def test_a_stopped_switch_is_lost_when_it_answers_no_query() -> None:
         finally:
             switch.process.send_signal(signal.SIGCONT)
     for slowest_s, algorithms in found:
-        # The switch counts as lost after 3 s without an answer, long before TIMEOUT_S.
+        # The switch counts as lost after 3 s without a reply, long before TIMEOUT_S.
         assert 3.0 < slowest_s < seconds(8.0)
         assert algorithms[0] == IN_NETWORK and algorithms[-1] != IN_NETWORK
 
@@ -401,11 +401,11 @@ def test_a_straggler_is_not_taken_for_a_lost_switch(caplog: pytest.LogCaptureFix
     assert warnings_of(caplog, switch.endpoint) == []
 
 
-# --- and back --------------------------------------------------------------------------------------------------------
+# --- the return to the switch --------------------------------------------------------------------------------------------------------
 
 
 def until(rank: int, size: int, folder: str, endpoint: str, over: threading.Event, **options: Any) -> list[int]:
-    """Exact sums until `over`; the algorithms that ran, in order."""
+    """Check exact sums until `over`; return the algorithms that ran, in order."""
     with join(rank, size, folder, endpoint, **options) as group:
         turn = 0
         while True:
@@ -430,7 +430,7 @@ def busy(switch: MortalSwitch) -> None:
 
 
 def returns(algorithms: list[int]) -> int:
-    """How often the network is used again after host algorithms."""
+    """How often the group returned to the switch from host algorithms."""
     return sum(before != IN_NETWORK and after == IN_NETWORK for before, after in itertools.pairwise(algorithms))
 
 
@@ -507,7 +507,7 @@ def test_with_rejoin_0_a_group_never_joins_again() -> None:
     assert all(returns(each) == 0 for each in found)
 
 
-# --- together with something else ------------------------------------------------------------------------------------
+# --- together with another failure ------------------------------------------------------------------------------------
 
 
 def dies_with_the_switch(rank: int, size: int, folder: str, endpoint: str, victim: int, pid: int) -> Any:
@@ -543,7 +543,7 @@ def test_a_stopped_rank_is_named_at_the_deadline_of_the_waiting_ranks() -> None:
             group.all_reduce(np.ones(10))
             group.barrier()
             if rank == 2:
-                # Its door stays shut: like a process that is stopped, in threads of one.
+                # Its listener does not answer, as that of a stopped process; here the ranks are threads.
                 group.group._monitor.handlers["freeze 0"] = lambda _, __: time.sleep(3)  # type: ignore[assignment, func-returns-value]
                 ready.set()
                 time.sleep(3)

@@ -22,7 +22,7 @@ HELLO = protocol.FLAGS["hello"]
 def add(rank: int, size: int, folder: str, endpoints: list[str]) -> float:
     options = Options(switch=endpoints[rank], algorithm="all_reduce=in_network")
     with Communicator(FileStore(folder), rank, size, options=options, timeout_s=20, join_timeout_s=10) as group:
-        # Longer than one packet: answers travel in bursts.
+        # Longer than one packet, so that results travel in bursts.
         buffer = np.arange(100_000, dtype=np.float32) + rank
         group.all_reduce(buffer)
         return float(buffer[-1])

@@ -1,4 +1,4 @@
-"""What a switch shows: metrics, health, status, its log; how it drains; the files in deploy/."""
+"""The operator's view of a switch: metrics, health, status, log, draining, and the files in deploy/."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def samples(address: str) -> dict[tuple[str, ...], float]:
 
 
 class Held:
-    """Two ranks that add 1000 f32 for `turns` times, rank 1 late each time, and stay until released."""
+    """Two ranks that reduce 1000 f32 `turns` times, rank 1 late each time, and stay until released."""
 
     def __init__(self, switch: RunningSwitch, turns: int = 20, late_s: float = 0.02) -> None:
         self.switch, self.turns, self.late_s = switch, turns, late_s
@@ -185,7 +185,7 @@ def test_a_jobs_capacity_is_the_one_its_lowest_rank_reports_and_an_invalid_rate_
         columns = status_command(address, "--once").stdout.splitlines()
         (line,) = [line for line in columns if " said " in line]
         assert line.split()[7] == "200" and "at most" in columns[1]
-        # Twice as much, then a lie: the lie ends the membership, and with it the job.
+        # Twice the rate, then an invalid one, which ends the membership, and with it the job.
         control_messages.send(lowest, {"type": "alive", "serial": 2, "bytes_per_s": 50_000_000})
         assert control_messages.receive(lowest)["type"] == "alive"
         assert shown() == 50e6
@@ -214,7 +214,7 @@ def test_a_group_reports_its_measured_rate_to_its_switch(monkeypatch: pytest.Mon
                 return told or 0.0, group.group.links.switches[0]
 
         (told, measured), *_ = values(run_threads(rank, 3))
-    # Of a link, the switch's part is a link's at most.
+    # Over one link the rate of the switch is at most that of the link.
     assert 0 < told <= measured * 1.001
 
 
@@ -300,7 +300,7 @@ def test_status_shows_jobs_and_the_latest_rank() -> None:
 def test_status_updates_on_a_terminal_until_it_is_interrupted() -> None:
     ours, theirs = os.openpty()
     with running_switch(*WATCHED) as switch, Held(switch), open(ours, "rb", buffering=0) as terminal:
-        # A job in a shell's background, as this test may be, hands down that SIGINT is ignored.
+        # A background job of a shell, as this test may be, inherits that SIGINT is ignored.
         watching = subprocess.Popen(
             [sys.executable, "-m", "netfold.cli", "switch", "status", pages(switch), "--every-s", "0.1"],
             stdout=theirs,
@@ -381,7 +381,7 @@ def test_after_sigterm_a_job_ends_at_the_deadline_or_at_a_second_signal(
                     switch.process.send_signal(signal.SIGTERM)
                     switch.wait_for("event=drain", count=1) if count == 0 else None
                 assert switch.process.wait(seconds(5)) == 0
-            # The job goes on without it, and says why.
+            # The job goes on without the switch, and logs why.
             assert values(job.outcomes) == [4.0, 4.0]
             (warning,) = [record.getMessage() for record in caplog.records if record.name == "netfold"]
             assert "the switch is shutting down: SIGTERM" in warning
@@ -406,7 +406,7 @@ def test_a_log_event_is_one_line_whatever_its_values(capsys: pytest.CaptureFixtu
 
 
 def parses(arguments: list[str]) -> None:
-    """The command line is one that `netfold` would take; click raises where an option is unknown or wrong."""
+    """Parse the command line as `netfold` does; click raises where an option is unknown or wrong."""
     command: Any = typer.main.get_command(app)
     name, *options = arguments
     command.commands[name].make_context(name, options)

@@ -1,4 +1,4 @@
-"""What each tenant has of a switch: by weight, within its bounds, whatever the others do."""
+"""The quota of each tenant: by weight, within its bounds, whatever other tenants do."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_a_window_fills_the_free_memory_and_no_more(workers: int, payload: int) 
     ample = fitting_window(workers, payload, 1 << 20, 1 << 40, None, 8)
     assert ample == (1 << 20) // (payload + protocol.HEADER_BYTES)
     assert fitting_window(workers, payload, 1 << 20, granted(ample), None, 8) == ample
-    # Slots come in powers of two: where one more would take twice the memory, the window is half of them.
+    # Slots are powers of two: where one more would double the memory, the window is half the slots.
     for left in (granted(8), granted(8) + 1, granted(23) - 1, granted(ample) - 1):
         window = fitting_window(workers, payload, 1 << 20, left, None, 8)
         assert granted(window) <= left < granted(window + 1)
@@ -84,7 +84,7 @@ def add(rank: int, size: int, store: str, options: Options) -> float:
 
 
 def started(switch: RunningSwitch, tenant: str) -> list[tuple[int, int]]:
-    """Window and memory of the jobs of a tenant that have begun."""
+    """Window and memory of a tenant's started jobs."""
     found = re.findall(rf"event=started .*tenant={tenant} .*window=(\d+) .*memory_bytes=(\d+)", switch.log())
     return [(int(window), int(memory)) for window, memory in found]
 
@@ -153,7 +153,7 @@ def test_each_tenants_jobs_are_counted_separately(tmp_path: Path) -> None:
             inside.wait(seconds(20))
             return said
 
-    # Five parts: one job for `small` and `bound`, three for `large`.
+    # Five jobs in all: one each for `small` and `bound`, three for `large`.
     with running_switch("--token-file", tokens, "--max-jobs", "5") as switch:
         for said in values(run_threads(two_jobs, 2, options(switch, tmp_path, "small"))):
             assert all("it serves 1 jobs (--max-jobs); that is the quota of small" in text for text in said)

@@ -1,4 +1,4 @@
-"""A window that the kernel's receive buffer cuts: everybody who could ask is told the number and what to set."""
+"""A window that the kernel's receive buffer cuts: switch, job and preflight report the number and the setting."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ RMEM_MAX = Path("/proc/sys/net/core/rmem_max")
 
 
 def test_64_workers_have_the_smallest_window_in_debians_buffer() -> None:
-    granted_bytes = 2 * DEBIANS_RMEM_MAX  # the kernel reports twice what it takes
+    granted_bytes = 2 * DEBIANS_RMEM_MAX  # the kernel reports twice the requested size
     debians = ReceiveBuffer(granted_bytes, 1 << 20)
     assert debians.held_bytes(64) == DEBIANS_RMEM_MAX // 64 == 3328
     assert debians.window_shortfall(64) == (
@@ -50,7 +50,7 @@ def test_an_unknown_buffer_cuts_no_window() -> None:
 
 @pytest.fixture
 def cut_switch() -> Iterator[tuple[RunningSwitch, int]]:
-    """A switch that may ask for twice the window of two workers that the kernel grants; and that window."""
+    """A switch whose windows for two workers take twice what the kernel grants; and that window."""
     if not RMEM_MAX.exists():
         pytest.skip("this host hides net.core.rmem_max")
     rmem_max = int(RMEM_MAX.read_text())
@@ -71,7 +71,7 @@ def test_a_cut_window_is_reported_at_the_start_to_the_job_and_to_preflight(
 ) -> None:
     switch, window_bytes = cut_switch
     expected = ReceiveBuffer(2 * int(RMEM_MAX.read_text()), window_bytes)
-    # At the start: the most workers that have all of it, and what the largest job would get.
+    # At the start: the most workers with whole windows, and the window of the largest job.
     (line,) = switch.wait_for(r"level=info event=buffer .*")
     assert "windows are whole for jobs of up to 1 workers" in line
     assert expected.window_shortfall(256) in line
@@ -84,7 +84,7 @@ def test_a_cut_window_is_reported_at_the_start_to_the_job_and_to_preflight(
             return float(buffer[-1])
 
     assert values(run_threads(add, 2, timeout_s=60)) == [1999.0] * 2
-    # The job: one warning at the switch and one at its first rank, with the window that it really got.
+    # The job: one warning at the switch and one at its first rank, with the window that it got.
     ((window, payload),) = switch.wait_for(r"window (\d+) x (\d+) bytes")
     told = expected.window_shortfall(2, int(payload))
     assert f"a window of {window} packets of {payload} bytes" in told
@@ -93,7 +93,7 @@ def test_a_cut_window_is_reported_at_the_start_to_the_job_and_to_preflight(
     assert [each.getMessage() for each in caplog.records if "rmem_max" in each.getMessage()] == [
         f"the switch at {switch.endpoint}: {told}"
     ]
-    # Who asks before a job.
+    # Preflight.
     room = query_quota(switch.endpoint, token_file=None, rank=0, timeout_s=10)
     assert room.buffer == expected
     monkeypatch.setenv("NETFOLD_SWITCH", switch.endpoint)

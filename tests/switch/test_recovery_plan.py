@@ -1,4 +1,4 @@
-"""The plan of recovery: who gives which kept result to whom, for anything that ranks can have."""
+"""The plan of recovery: which rank sends which kept result to which rank, for all states that ranks can have."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ def test_all_ranks_end_with_every_result_that_any_rank_had(job: Job) -> None:
         assert bool(plan.held >> (chunk - plan.base) & 1) == anybody
         for rank, words in said.items():
             gets = [giver for giver, bits in plan.fetches.get(rank, {}).items() if bits >> (chunk - plan.base) & 1]
-            # Once, from one who has it, and only what was lacking.
+            # Each missing chunk once, from a rank that has it, and no other chunk.
             assert len(gets) == int(anybody and not has(words, chunk))
             assert all(giver != rank and has(said[giver], chunk) for giver in gets)
 
 
 @given(jobs())
 def test_a_forwarded_result_is_still_kept(job: Job) -> None:
-    """Each keeps the results of its last W chunks: a chunk and one W above it are never both asked for or had."""
+    """Each rank keeps the results of its last W chunks, so no plan has both a chunk and the one W above it."""
     window, said = job
     plan = make_plan(said, window)
     for shares in plan.fetches.values():

@@ -1,4 +1,4 @@
-"""A group over several switches at once, or over several threads of one: its operations are cut in parts."""
+"""A group over several switches, or over several threads of one: its operations are split into parts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from netfold import Communicator, FileStore, Options
 from netfold._native import engine
 
 IN_NETWORK = engine.ALGORITHMS["in_network"]
-# About a part's least size, and cut unevenly by three.
+# About a part's smallest size, and unevenly split by three.
 COUNTS = (1, 1000, 40_000, 100_003)
 
 
@@ -32,7 +32,7 @@ def part(rank: int, count: int) -> Any:
 
 
 def everything(rank: int, size: int, folder: str, endpoints: list[str]) -> list[int]:
-    """Each operation at each size; the packets sent to each switch."""
+    """Run each operation at each size; return the packets sent to each switch."""
     with join(rank, size, folder, endpoints, algorithm="in_network") as group:
         for count in COUNTS:
             parts = [part(each, count) for each in range(size)]
@@ -76,7 +76,7 @@ def test_a_switch_named_twice_reduces_on_two_threads() -> None:
         endpoints = [switch.endpoint] * 2
 
         def busy() -> dict[str, float]:
-            """CPU seconds of each thread but the first, which has the control connections; as the kernel counts."""
+            """CPU seconds of each thread, by the kernel's count, except the first, which has the control connections."""
             found = {}
             for task in Path(f"/proc/{switch.process.pid}/task").iterdir():
                 if int(task.name) == switch.process.pid:
@@ -101,7 +101,7 @@ def test_a_thread_stays_on_its_core_and_polls_without_sleep() -> None:
         assert sorted(core for of in pinned for core in of) == cores
         for sent in values(run_threads(everything, 2, [switch.endpoint] * len(cores))):
             assert min(sent) > 100, sent
-        time.sleep(0.5)  # after which they sleep
+        time.sleep(0.5)  # longer than they poll
         spent = cpu_s(switch)
         time.sleep(0.5)
         assert cpu_s(switch) - spent < 0.1
@@ -124,7 +124,7 @@ def test_unavailable_cores_are_named(arguments: tuple[str, ...], reason: str) ->
 
 
 def cpu_s(switch: RunningSwitch) -> float:
-    """That the switch's threads have used."""
+    """CPU seconds of the switch's threads."""
     fields = Path(f"/proc/{switch.process.pid}/stat").read_text().rsplit(")", 1)[1].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 

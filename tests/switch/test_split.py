@@ -1,4 +1,4 @@
-"""An all_reduce of which a part goes through the switch and the rest round a ring: right sums, one cut for all."""
+"""An all_reduce that is split between the switch and a ring: right sums, and one split on all ranks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from netfold._native import engine, shares
 from netfold.bootstrap import capacity
 
 SPLIT = engine.ALGORITHMS["split"]
-# Below a part's least size, about it, and large enough to teach something: more than a megabyte.
+# Below a part's smallest size, about it, and above 1 MB, which is large enough to measure a rate.
 COUNTS = (1, 1000, 40_000, 100_003, 400_009)
 
 
@@ -67,7 +67,7 @@ def test_sums_are_right_and_all_ranks_split_alike(size: int, switches: int) -> N
     assert all(each[0] == found[0][0] for each in found)
     ways, parts, operations = found[0][0]
     assert len(ways) == len(parts) == switches + 1 and sum(parts) == shares.WHOLE
-    # Of a megabyte and more: those of the last count but the one of f16.
+    # 1 MB and more: those of the last count except f16.
     assert operations == 5
     assert all(packets > 0 for _, sent in found for packets in sent)
 
@@ -127,7 +127,7 @@ def test_without_a_probe_the_split_and_every_bit_stay_the_same() -> None:
         with running_switch() as switch:
             found += values(run_threads(bits, 3, [switch.endpoint], timeout_s=60))
     assert all(each == found[0] for each in found)
-    # A switch with a link like a rank's, and a ring of 3: (1/3) / (1/3 + 3/4 * 2/3).
+    # A switch with a link like a rank's, and a ring of 3 ranks: (1/3) / (1/3 + 3/4 * 2/3).
     assert found[0][1][1][0] / shares.WHOLE == pytest.approx(0.4, abs=0.001)
 
 
@@ -184,12 +184,12 @@ def test_a_lost_switch_costs_no_step_and_changes_no_measured_rate() -> None:
     assert all(each == found[0] for each in found)
 
 
-# What the switch takes, before the first operation.
+# The measured rate of the switch, before the first operation.
 
 
 def chosen(rank: int, size: int, folder: str, endpoint: str) -> Any:
     with join(rank, size, folder, [endpoint], algorithm="auto", probe="on") as group:
-        buffer = part(rank, 200_000)  # too small to teach anything, which would be what the next group begins with
+        buffer = part(rank, 200_000)  # too small to measure a rate, with which the next group would begin
         group.all_reduce(buffer)
         np.testing.assert_array_equal(buffer, total(size, 200_000))
         events = group.group.events()
@@ -207,8 +207,8 @@ def test_a_group_measures_its_switch_once_and_all_ranks_choose_alike(monkeypatch
         found = values(run_threads(chosen, 4, switch.endpoint, timeout_s=60))
     table, links, events, why, again = found[0]
     assert len(links.switches) == 1 and links.switches[0] > 0 and again == links.switches
-    assert len(measured) == 4  # the first group's ranks; the second group knew
-    assert events == 1  # what was measured is in no record
+    assert len(measured) == 4  # the first group's ranks; the second group used their result
+    assert events == 1  # measuring operations are in no record
     assert all(each[:2] == (table, links) for each in found)
     assert "measured" in why or "split" not in why
 

@@ -1,4 +1,4 @@
-"""Trees of switches, with real daemons: what they add up to, and what happens where one of them ends."""
+"""Trees of switches, with real daemons: their sums, and the end of one of them."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_three_levels_and_workers_at_each_of_them() -> None:
     with running_tree("root", "middle<root", "left<middle", "right<root") as tree:
         order = ["left", "right", "left", "middle", "right", "root", "middle", "left"]
         found = values(run_threads(add, 8, [tree[name].endpoint for name in order]))
-        # Each switch adds in the order of the lowest rank of each part.
+        # Each switch reduces its children in the order of their lowest rank.
         middle = fold(fold(0, 2, 7), 3, 6)
         assert found == [fold(middle, fold(1, 4), 5).tobytes()] * 8
 
@@ -230,7 +230,7 @@ def test_a_rank_that_leaves_is_named_in_the_other_rack() -> None:
 def test_a_dead_switch_costs_its_jobs_no_step_and_does_not_affect_other_jobs(
     dies: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A job over the tree, and one at the right leaf alone. A leaf's ranks go on below its parent."""
+    """One job uses the tree, and one only the right leaf. A dead leaf's ranks go on below its parent."""
 
     def either(rank: int, size: int, folder: str, homes: list[str], local: str) -> tuple[int, str | None, bool]:
         here, of, home = (rank, 4, homes[rank]) if rank < 4 else (rank - 4, 2, local)
@@ -239,7 +239,7 @@ def test_a_dead_switch_costs_its_jobs_no_step_and_does_not_affect_other_jobs(
                 buffer = np.full(100_000, here + 1.0, np.float32)
                 group.all_reduce(buffer)
                 assert (buffer == of * (of + 1) / 2).all()
-                # All stop at the same turn.
+                # All ranks stop at the same turn.
                 word = np.array([float(over.is_set())], np.float32)
                 group.all_reduce(word)
                 if word[0] > 0:
@@ -305,7 +305,7 @@ def test_after_a_leafs_death_its_ranks_join_its_parent() -> None:
         assert [endpoint for _, endpoint in found] == [root, root, right, right]
 
 
-# Wrong parents.
+# --- invalid parents ---
 
 
 def refused_start(*options: str) -> tuple[int, str]:
@@ -401,7 +401,7 @@ def test_a_leaf_with_absent_ranks_is_reported_to_all_ranks() -> None:
         if rank != 3:
             join(rank, size, folder, homes[rank], join_timeout_s=3.0)
             return
-        # It agrees on the tree, and then does not join.
+        # This rank agrees on the tree, and then does not join.
         real = membership.Membership.join
         absent = threading.current_thread()
 
@@ -424,7 +424,7 @@ def test_a_leaf_with_absent_ranks_is_reported_to_all_ranks() -> None:
         assert re.search(r"rank 3 did not join within \d s", outcome.text), outcome.text
 
 
-# Seen from outside.
+# --- the operator's view ---
 
 
 @pytest.fixture
@@ -470,11 +470,11 @@ def test_status_metrics_and_log_show_the_link_to_the_parent(shown: tuple[Tree, s
     assert re.search(rf"event=started .*parent={re.escape(root)}", tree["leaf"].log())
 
 
-# A parent is trusted with sums and with no more.
+# --- a parent is trusted with sums, and with no more ---
 
 
 def serve_as_parent(server: socket.socket, start: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
-    """One question for the path, and one job, started as `start` makes it of what the leaf is ready for."""
+    """Answer one path request and one join; start the job with what `start` makes of the leaf's `ready`."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as port:
         port.bind(("127.0.0.1", 0))
         for _ in range(3):

@@ -1,4 +1,4 @@
-"""A switch's place in a job's tree, and the tree that ranks make of what their switches say is above them."""
+"""A switch's position in a job's tree, and the tree that ranks derive from their paths."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_a_switch_with_all_workers_has_no_leaves_and_no_parent() -> None:
     [
         ([[LEFT, ROOT], [RIGHT]], "or that is no tree"),  # two roots
         ([[LEFT, ROOT], [LEFT, MIDDLE, ROOT]], "has two parents"),
-        ([[LEFT, RIGHT], [RIGHT, LEFT]], "has two parents"),  # in a circle
+        ([[LEFT, RIGHT], [RIGHT, LEFT]], "has two parents"),  # a cycle
         ([[LEFT, RIGHT, LEFT]], "has two parents"),
         ([[LEFT], []], "worker 1 is below 0 switches"),
         ([[LEFT, *range(MAX_DEPTH)]], "1 to 8 levels"),

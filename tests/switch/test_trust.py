@@ -1,4 +1,4 @@
-"""TLS, fingerprints and tokens: who may join a switch, what a stranger learns and costs."""
+"""TLS, fingerprints and tokens: which peers may join, and what an unauthenticated peer learns and costs."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_a_jobs_name_must_match_its_tokens_patterns(switch: RunningSwitch, tmp_p
 
 
 def eavesdropper(forward_to: tuple[str, int] | None, said: list[bytes], answer: bytes = b"") -> str:
-    """A listener that keeps what it is told and answers once; with `forward_to`, a relay that changes nothing."""
+    """A listener that stores what it receives and replies once; with `forward_to`, a relay that changes nothing."""
     server = socket.create_server(("127.0.0.1", 0))
 
     def pump(source: socket.socket, sink: socket.socket, keep: bool) -> None:
@@ -190,7 +190,7 @@ def test_an_invalid_token_file_is_named_and_not_quoted(
 
 
 def join(switch: RunningSwitch, token: str, **words: Any) -> PinnedStream:
-    """A join by hand, over TLS."""
+    """Send a join by hand, over TLS."""
     host, port, fingerprint = control_messages.parse_switch(switch.endpoint, what="endpoint")
     assert fingerprint is not None
     stream = PinnedStream(socket.create_connection((host, port), 5), fingerprint)
@@ -254,7 +254,7 @@ def test_silent_peers_keep_no_worker_out(switch: RunningSwitch, tmp_path: Path) 
     silent = [socket.create_connection((host, port), 5) for _ in range(600)]
     try:
         assert values(run_threads(add, 2, vision(switch, tmp_path))) == [999 * 2 + 1.0] * 2
-        # 88 at least, of which the log has some.
+        # At least 88 were dropped; the log has some of them.
         switch.wait_for("others came before it joined", count=RateLimit.BURST)
         silent[0].settimeout(5)
         assert _is_disconnected(silent[0])
@@ -279,7 +279,7 @@ def test_a_silent_peer_is_disconnected_in_time(switch: RunningSwitch) -> None:
     for stream in (before_tls, within_tls):
         stream.settimeout(seconds(30))
         assert stream.recv(1) == b""
-        # The switch starts its timer when it accepts, which is after `began`.
+        # The switch starts its timer when it accepts, after `began`.
         assert time.monotonic() - began > AUTHENTICATION_TIMEOUT_S - 0.1
     assert time.monotonic() - began < seconds(2 * AUTHENTICATION_TIMEOUT_S)
     switch.wait_for("10 s were over before it joined", count=2)
@@ -415,7 +415,7 @@ def test_an_endpoint_with_half_a_fingerprint_is_refused(endpoint: str) -> None:
 
 
 def tls_server(serve: Callable[[ssl.SSLSocket], None]) -> str:
-    """One connection, served over TLS in a thread; host:port#fingerprint."""
+    """Serve one connection over TLS in a thread; yield host:port#fingerprint."""
     context, fingerprint = server_context(None)
     listener = socket.create_server(("127.0.0.1", 0))
 

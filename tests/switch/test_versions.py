@@ -1,7 +1,7 @@
-"""Peers of another version: a sentence on both sides names both versions and which side to upgrade (docs/versions.md).
+"""Peers of another version: a sentence on both sides names both versions and the side to upgrade (docs/versions.md).
 
-An old or a new peer is played by this test: it says the first message of its version to a running switch, or answers a
-worker's first message as a switch of its version does.
+The test acts as an older or newer peer: it sends the first message of that version to a running switch, or answers a
+worker's first message as a switch of that version does.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def test_a_switch_refuses_a_worker_without_a_version() -> None:
 
 @contextlib.contextmanager
 def fake_switch(answer: dict[str, Any]) -> Iterator[str]:
-    """Answers every connection's first message with `answer`; its address."""
+    """Answer every connection's first message with `answer`; yield the address."""
     with socket.create_server(("127.0.0.1", 0)) as server:
 
         def serve() -> None:
@@ -90,7 +90,7 @@ def fake_switch(answer: dict[str, Any]) -> Iterator[str]:
         try:
             yield f"127.0.0.1:{server.getsockname()[1]}"
         finally:
-            server.shutdown(socket.SHUT_RDWR)  # ends accept
+            server.shutdown(socket.SHUT_RDWR)  # ends the wait in accept
 
 
 PATH = {"type": "path", "switches": [[7, ""]], "error": ""}
@@ -149,7 +149,7 @@ def test_a_reply_without_a_version_is_refused() -> None:
 
 
 def test_a_refusal_of_control_protocol_5_reaches_the_user() -> None:
-    # It names both versions in its reason, and has no other place for them.
+    # Its reason names both versions; its messages have no version field.
     reason = "this switch speaks control protocol 5, the worker 6: run the same netfold on both sides"
     with fake_switch({"type": "refused", "reason": reason}) as endpoint, pytest.raises(SwitchError) as raised:
         make_a_group(endpoint)
@@ -177,7 +177,7 @@ def test_unknown_fields_are_ignored() -> None:
 
 
 def make_a_group(endpoint: str) -> None:
-    """Two ranks at this switch; rank 0's SwitchError is raised here."""
+    """Make a group of two ranks at this switch; raise rank 0's SwitchError."""
 
     def group(rank: int, size: int, folder: str) -> None:
         with Communicator(FileStore(folder), rank, size, options=Options(switch=endpoint), join_timeout_s=5):
@@ -190,7 +190,7 @@ def make_a_group(endpoint: str) -> None:
 
 
 class OtherVersion(FileStore):
-    """What rank 0 leaves in it for the others looks as if another version of netfold had written it."""
+    """A store in which rank 0's values look as if another version of netfold had written them."""
 
     def set(self, key: str, value: bytes) -> None:
         if key.endswith("job"):
