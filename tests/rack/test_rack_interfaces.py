@@ -123,7 +123,7 @@ def last_json(text: str) -> Any:
 
 
 def test_every_pair_of_hosts_uses_an_address_that_connects_them() -> None:
-    """A triangle: the interface to the rendezvous does not reach the third host; a bridge has one address everywhere."""
+    """A triangle: the rendezvous's interface does not reach the third host, and all bridges have one address."""
     with hosts(3) as there:
         master, _ = there.cable(0, 1)
         there.cable(0, 2)

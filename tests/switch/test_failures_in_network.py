@@ -1,5 +1,7 @@
-"""What goes wrong while a switch adds: each an error that names rank, operation and what to try, in time; and the
-switch goes on serving others."""
+"""Failures during operations through a switch: each is an error in time that names rank, operation and remedy.
+
+The switch goes on serving other jobs.
+"""
 
 from __future__ import annotations
 

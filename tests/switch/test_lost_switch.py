@@ -1,5 +1,7 @@
-"""A switch that is lost costs no step: every operation ends with one and the same result on all ranks, the group says
-so once, goes on by host algorithms, and goes back to the switch when there is one again."""
+"""A lost switch costs no step: every operation ends with the same result on all ranks.
+
+The group warns once, goes on by host algorithms, and returns to the switch when it is back.
+"""
 
 from __future__ import annotations
 
@@ -401,7 +403,7 @@ def test_a_straggler_is_not_taken_for_a_lost_switch(caplog: pytest.LogCaptureFix
     assert warnings_of(caplog, switch.endpoint) == []
 
 
-# --- the return to the switch --------------------------------------------------------------------------------------------------------
+# --- the return to the switch ---------------------------------------------------------------------------------------
 
 
 def until(rank: int, size: int, folder: str, endpoint: str, over: threading.Event, **options: Any) -> list[int]:

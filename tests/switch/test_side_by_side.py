@@ -76,7 +76,7 @@ def test_a_switch_named_twice_reduces_on_two_threads() -> None:
         endpoints = [switch.endpoint] * 2
 
         def busy() -> dict[str, float]:
-            """CPU seconds of each thread, by the kernel's count, except the first, which has the control connections."""
+            """CPU seconds of each thread, by the kernel, except the first, which has the control connections."""
             found = {}
             for task in Path(f"/proc/{switch.process.pid}/task").iterdir():
                 if int(task.name) == switch.process.pid:
