@@ -65,7 +65,7 @@ class _Search(Search[_State, int]):
             machine = self.machines[before].copy()
             self._gaps[before, event] = machine.observe(event)
             if self.machines.setdefault(arrived, machine) != machine:
-                raise BrokenError("what is kept depends on the order of the packets")
+                raise BrokenError("the machine's state depends on the order of the packets")
         first, count = self._gaps[before, event]
         if count > self._packets or (count > 0 and not 1 <= first <= self._packets):
             raise BrokenError("a gap names packets that were never sent")
@@ -89,9 +89,9 @@ def _check(before: int, named: int, arrived: int, gap: int) -> None:
         raise BrokenError("a packet that is missing is not named")
     lowest, highest = gap & -gap, 1 << max(0, gap.bit_length() - 1)
     if gap and (lowest | highest) & arrived:
-        raise BrokenError("a gap begins or ends with a packet that has come")
+        raise BrokenError("a gap begins or ends with a packet that has arrived")
     if (gap & before).bit_count() > THRESHOLD:
-        raise BrokenError("a gap has too many packets that have come")
+        raise BrokenError("a gap holds too many packets that have arrived")
 
 
 def sentence(report: ArrivalsReport) -> str:

@@ -195,7 +195,7 @@ class _Search(Search[_State, Event]):
             nacks += 1
             table = table.nack(*arguments)
             if machine.handle_nack(*arguments) != len(table.due) - len(state.table.due):
-                raise BrokenError("a NACK sends other sums again than it names")
+                raise BrokenError("a NACK resends other sums than it names")
         else:
             refusals += kind != "send"
             for _ in range(arguments[0] if arguments else int(kind == "refuse")):
@@ -223,24 +223,24 @@ def _poll(table: Table, machine: Any) -> Table:
 def _check_send(due: tuple[int, int], send: tuple[int, int] | None, packet_number: int) -> None:
     """Hold what the machine sends against the slot and number that are due; packet_number: of the packet before."""
     if send is None:
-        raise BrokenError("a sum that is due does not go")
+        raise BrokenError("a due sum is not sent")
     if send[1] <= packet_number:
-        raise BrokenError("a packet has a number that one had before")
+        raise BrokenError("a packet number is used twice")
     if send != due:
-        raise BrokenError("another sum goes than the one that is next")
+        raise BrokenError("a sum other than the next one is sent")
 
 
 def _compare(table: Table, machine: Any) -> None:
     """Hold the machine against the table: its counters, and everything that it would send next."""
     if machine.in_flight != len(table.flight):
-        raise BrokenError("other sums are in flight than the table says")
+        raise BrokenError("the sums in flight differ from the table's")
     if (machine.packets_sent, machine.sent_again) != (table.packets, table.again):
-        raise BrokenError("packets are counted otherwise than the table says")
+        raise BrokenError("the packet counts differ from the table's")
     ahead = machine.copy()
     for packet_number, slot in enumerate(table.due, table.packet_number + 1):
         _check_send((slot, packet_number), ahead.poll_send(), packet_number - 1)
     if ahead.poll_send() is not None:
-        raise BrokenError("a sum goes that nobody misses")
+        raise BrokenError("a sum is sent that is not due")
 
 
 def sentence(scope: SenderScope, report: SenderReport) -> str:

@@ -14,11 +14,11 @@ of each operation), and the arithmetic of plans. The search models what surround
                comes back is such a loss too: no result reaches its ranks any more, while results that exist may reach
                other ranks.
     messages   A message between ranks may arrive at any time, late, twice or in any order. A reply that counts arrives
-               at once: while a real reply is on its way, the rank that gave it is frozen, or has one more task, and may
+               at once: while a real reply is in flight, the rank that gave it is frozen, or has one more task, and may
                as well do before or after the reply what it does meanwhile.
     spare      What ranks do without a switch: a stream of steps on connections of their own. A step ends when all ranks
                have begun the same step; an announcement ends when the leader has begun it.
-    join       All ranks that join in one attempt have one membership. Each is told so at any time, or, `refusals`
+    join       All ranks that join in one attempt have one membership. Each is admitted at any time, or, `refusals`
                times, is refused instead. The leader's wait for the other ranks may end early, counted likewise.
     death      `deaths` times, a rank stops for good. A rank that waits for it notices.
 
@@ -27,7 +27,7 @@ switch, or one that another rank kept, belongs to the same chunk of the same ope
 elements of the same operation together. No contribution is read where a result has been written. No rank leaves a
 membership that operations use. While all ranks live, none fails.
 Possibility. From every state some sequence of events without a further fault leads to a state where every living rank
-has finished all operations or has been told of a failure.
+has finished all operations or knows of a failure.
 
 A rank's state is stored once and has a number; the effect of an event on it is computed once.
 """
@@ -42,7 +42,7 @@ from typing import Any
 from netfold.model_check.breadth_first import BrokenError, Report, Search
 from netfold.model_check.recovery_rank import DEAD, FAILED, LEADER, LIVING, Event, Machines, Rank, RecoveryScope
 
-STUCK = "from here no way leads to where every living rank has finished or knows of a failure"
+STUCK = "no events lead from here to a state where every living rank has finished or knows of a failure"
 
 
 @dataclass

@@ -143,7 +143,7 @@ class Path:
     # --- what operations do ---
 
     def by_channel(self) -> list[int]:
-        """Operations under way that go by the switch."""
+        """The running operations that use the switch."""
         return [operation for operation in sorted(self.under_way) if self.failover.mode(operation) == CHANNEL]
 
     def start(self, operation: int) -> None:
@@ -179,7 +179,7 @@ class Path:
 
 
 class Rank:
-    """A rank: production's machines, and what its driver has under way."""
+    """A rank: production's machines, and the state of their driver."""
 
     def __init__(self, scope: RecoveryScope, rank: int, machines: Machines) -> None:
         self.rank = rank

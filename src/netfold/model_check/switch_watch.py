@@ -117,7 +117,7 @@ def _replied(watch: Any, past: _Past, reply: Any) -> _Past:
     missing = watch.stragglers
     watch.answer(reply)
     if past.about == "former" and watch.stragglers != missing:
-        raise BrokenError("an answer about a chunk that has its result is taken for this one's")
+        raise BrokenError("a reply about an earlier chunk is taken for the current chunk's")
     if past.about == "chunk":
         if not reply or RANK in reply:
             past = past._replace(bad=min(2, past.bad + 1))
@@ -145,16 +145,16 @@ def _checked(past: _Past, action: Query | Lost | None) -> _Past:
     """Hold what the watch does at the tick against the promises."""
     if isinstance(action, Lost):
         if past.open_s < ANSWER_S and not (past.bad >= 2 and past.waited_s >= PATH_S):
-            raise BrokenError("a switch is lost that answers")
+            raise BrokenError("a switch that answers counts as lost")
         return past
     if isinstance(action, Query):
         if past.open_s >= 0:
-            raise BrokenError("a question is asked while another is open")
+            raise BrokenError("a query is sent while another is open")
         past = past._replace(open_s=0.0, about="alive" if action.chunk is None else "chunk")
     if past.silent_s >= SILENT_S:
-        raise BrokenError("a switch that does not answer is not lost")
+        raise BrokenError("a switch that does not answer does not count as lost")
     if past.cut_s >= CUT_S:
-        raise BrokenError("a path that lets no packets through is not noticed")
+        raise BrokenError("a path that lets no packets through is not detected")
     return past
 
 

@@ -108,8 +108,8 @@ def svg(lines: Sequence[Line], workers: int, leaves: int = 0) -> str:
     for address, x in lane_x.items():
         out.append(f'<text x="{x:.0f}" y="14" text-anchor="middle">{lanes[address]}</text>')
         out.append(f'<path d="M{x:.0f} {_ROW}V{height}" stroke="silver"/>')
-    for place, line in enumerate(lines):
-        y = _ROW * (place + 2)
+    for row, line in enumerate(lines):
+        y = _ROW * (row + 2)
         source, to = lane_x[line.source], lane_x[line.to]
         out.append(f'<text x="{when - 8:.0f}" y="{y}" text-anchor="end">{escape(line.when)}</text>')
         out.append(f'<text x="{beside:.0f}" y="{y}">{escape(line.became)}</text>')

@@ -27,7 +27,7 @@ EXPECTED_DROPS = ("stale", "duplicate")
 
 
 class InvariantError(AssertionError):
-    """A machine did what the protocol says it never does."""
+    """A machine broke a promise of the protocol."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -459,12 +459,12 @@ class _WorkerSide:
 
 def _lay_out(operations: Sequence[Operation], payload_bytes: int) -> tuple[Chunk, ...]:
     chunks = []
-    for place, operation in enumerate(operations):
+    for index, operation in enumerate(operations):
         element_bytes = values.WIRES[operation.wire].element_bytes
         per_chunk = payload_bytes // element_bytes
         for first in range(0, operation.elements, per_chunk):
             count = min(per_chunk, operation.elements - first)
-            chunks.append(Chunk(place, first, count, first * element_bytes, (first + count) * element_bytes))
+            chunks.append(Chunk(index, first, count, first * element_bytes, (first + count) * element_bytes))
     return tuple(chunks)
 
 

@@ -2,7 +2,7 @@
 
   daemon           Switch: start, drain, stop, status
   acceptor         connections until they are authenticated
-  control_session  one connection: a worker, or a peer that asks for `path` or `quota`
+  control_session  one connection: a worker, or a peer that requests `path` or `quota`
   admission        which worker may join which job
   job_lifecycle    a job from its assembly to its end
   tree_session     the parent's side of a job: this switch as a worker of its parent

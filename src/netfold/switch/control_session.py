@@ -1,4 +1,4 @@
-"""One control connection, from its first message to its end: a worker of a job, or a peer that asks something."""
+"""One control connection, from its first message to its end: a worker of a job, or a peer with one request."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ MAX_BYTES_PER_S = 1e15
 class RefusedError(Exception):
     """The switch refuses a worker or a job; the worker gets the text.
 
-    kind: the reason as one word, for counting.
+    kind: the reason as a short label, for counting.
     """
 
     def __init__(self, kind: str, reason: str) -> None:

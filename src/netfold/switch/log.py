@@ -73,8 +73,8 @@ def _value(value: object) -> str:
     if _PLAIN.fullmatch(text):
         return text
     escaped = "".join(
-        {'"': '\\"', "\\": "\\\\", "\n": "\\n", "\r": "\\r", "\t": "\\t"}.get(letter)
-        or (letter if letter.isprintable() else f"\\u{ord(letter):04x}")
-        for letter in text
+        {'"': '\\"', "\\": "\\\\", "\n": "\\n", "\r": "\\r", "\t": "\\t"}.get(character)
+        or (character if character.isprintable() else f"\\u{ord(character):04x}")
+        for character in text
     )
     return f'"{escaped}"'

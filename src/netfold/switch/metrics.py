@@ -101,7 +101,7 @@ class _Family:
     """The series of one metric of jobs, a line for each sample, in Prometheus' text format.
 
     Jobs may have thousands of series. prometheus_client checks and quotes every label of every sample: with 64 jobs
-    that takes 13 ms, in which the switch admits nobody. This class takes 1 ms. Its `labels` come from `_labels`.
+    that takes 13 ms, in which the switch admits no worker. This class takes 1 ms. Its `labels` come from `_labels`.
     """
 
     def __init__(self, kind: str, name: str, text: str) -> None:

@@ -188,12 +188,12 @@ class Link:
         """
         deadline = time.monotonic() + timeout_s
         stream = self._stream = await self.parent.connect()
-        ours, theirs = stream.addresses()
+        local, remote = stream.addresses()
         host, port = listens
         # A switch that listens on all addresses names the one that it uses towards the parent.
-        endpoint = control_messages.format_endpoint(ours if ipaddress.ip_address(host).is_unspecified else host, port)
+        endpoint = control_messages.format_endpoint(local if ipaddress.ip_address(host).is_unspecified else host, port)
         try:
-            path = open_path(provider, ours, int(join["window_bytes"]))
+            path = open_path(provider, local, int(join["window_bytes"]))
         except PathError as error:
             raise self.parent.error(str(error)) from None
         own = {"endpoint": endpoint, **path.join_fields(), **self.parent.token()}
@@ -209,7 +209,7 @@ class Link:
         self.identity = int(admitted["job_id"]), int(admitted["incarnation"]), int(admitted["worker"])
         loop = asyncio.get_running_loop()
         try:
-            self.ready_fields = await loop.run_in_executor(None, path.connect, theirs, admitted, deadline)
+            self.ready_fields = await loop.run_in_executor(None, path.connect, remote, admitted, deadline)
         except PathError as error:
             raise self.parent.error(str(error)) from None
         self.port = path.port
