@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import resource
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,6 @@ from netfold.model_check import (
     sentence,
     switch_watch,
 )
-from netfold.model_check.recovery_rank import RecoveryScope
 from netfold.model_check.scopes import LARGE, QUICK, RECOVERY_LARGE, RECOVERY_QUICK
 from netfold.sim import diagram
 
@@ -52,11 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 0
         found = [_search(name, each, svg) for name, each in scopes.items()]
         if quick or everything:
-            recoveries = {**RECOVERY_QUICK, **RECOVERY_LARGE} if everything else RECOVERY_QUICK
-            senders = {**parent_sender.QUICK, **parent_sender.LARGE} if everything else parent_sender.QUICK
-            found += [_search_validation(), _search_arrivals(everything), _search_switch_watch()]
-            found += [_search_parent_sender(name, each) for name, each in senders.items()]
-            found += [_search_recovery(name, each) for name, each in recoveries.items()]
+            found += [_show_report(*each) for each in _searches_of_parts(everything)]
         return max(found)
     except ValueError as wrong:
         parser.error(str(wrong))
@@ -72,34 +67,22 @@ def _search(name: str, scope: Scope, svg: Path | None) -> int:
     return int(bool(report.broken) or not report.exhausted)
 
 
-def _search_recovery(name: str, scope: RecoveryScope) -> int:
-    report = recovery.search_recovery(scope)
-    return _show_report(name, recovery.sentence(scope, report), report)
-
-
-def _search_arrivals(everything: bool) -> int:
-    report = gap_detector.search_arrivals(gap_detector.PACKETS + (2 if everything else 0))
-    return _show_report("arrivals", gap_detector.sentence(report), report)
-
-
-def _search_switch_watch() -> int:
-    report = switch_watch.search_switch_watch()
-    return _show_report("watch", switch_watch.sentence(report), report)
-
-
-def _search_parent_sender(name: str, scope: parent_sender.SenderScope) -> int:
-    report = parent_sender.search_parent_sender(scope)
-    return _show_report(name, parent_sender.sentence(scope, report), report)
-
-
-def _search_validation() -> int:
-    report = search_validation()
-    found = f"BROKEN: {report.broken}" if report.broken else "exhausted"
-    line = (
-        f"{HELLO_WORKERS} workers, {report.packets} hellos: {found}; {report.states:,} states, "
-        f"{report.transitions:,} transitions, depth {report.depth}"
-    )
-    return _show_report("hellos", line, report)
+def _searches_of_parts(everything: bool) -> Iterator[tuple[str, str, Any]]:
+    """Run the searches of single parts; yield the name, the report in one line, and the report."""
+    hellos = search_validation()
+    found = f"BROKEN: {hellos.broken}" if hellos.broken else "exhausted"
+    line = f"{HELLO_WORKERS} workers, {hellos.packets} hellos: {found}; {hellos.states:,} states, "
+    yield "hellos", f"{line}{hellos.transitions:,} transitions, depth {hellos.depth}", hellos
+    arrivals = gap_detector.search_arrivals(gap_detector.PACKETS + (2 if everything else 0))
+    yield "arrivals", gap_detector.sentence(arrivals), arrivals
+    watch = switch_watch.search_switch_watch()
+    yield "watch", switch_watch.sentence(watch), watch
+    for name, sender in {**parent_sender.QUICK, **(parent_sender.LARGE if everything else {})}.items():
+        sent = parent_sender.search_parent_sender(sender)
+        yield name, parent_sender.sentence(sender, sent), sent
+    for name, scope in {**RECOVERY_QUICK, **(RECOVERY_LARGE if everything else {})}.items():
+        recovered = recovery.search_recovery(scope)
+        yield name, recovery.sentence(scope, recovered), recovered
 
 
 def _show_report(name: str, line: str, report: Any) -> int:

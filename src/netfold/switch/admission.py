@@ -314,30 +314,22 @@ def _check_same(job: Job, join: Join, tenant: Tenant) -> None:
     """Raise RefusedError where this rank describes the job otherwise than the ranks before it."""
     if job.tenant != tenant:
         raise RefusedError("token", "this job belongs to another token: all its ranks need the same token")
+    mismatch = ""
     if job.over != join.over:
-        raise RefusedError(
-            "mismatch",
-            f"rank {join.rank}'s packets come over {join.over}, others' over {job.over}: all ranks of a job need "
-            "the same (NETFOLD_TRANSPORT)",
-        )
-    if job.encrypts != join.encrypt:
-        raise RefusedError(
-            "mismatch",
-            f"rank {join.rank} {'requires' if join.encrypt else 'does not require'} encrypted packets, and other ranks "
-            f"{'do not' if join.encrypt else 'do'}: all ranks of a job need the same (NETFOLD_SECURITY)",
-        )
-    if len(job.ranks) != len(join.ranks):
-        raise RefusedError(
-            "mismatch",
-            f"rank {join.rank} has {len(join.ranks)} ranks in its job; other ranks have {len(job.ranks)}",
-        )
-    if job.ranks != join.ranks:
-        raise RefusedError(
-            "mismatch",
-            f"rank {join.rank} has the ranks {listed(join.ranks)} in its job; other ranks have different ones",
-        )
-    if job.paths != join.paths:
-        raise RefusedError("mismatch", f"rank {join.rank} has another tree of switches than the job's other ranks")
+        mismatch = f"'s packets come over {join.over}, others' over {job.over}: all ranks of a job need the same "
+        mismatch += "(NETFOLD_TRANSPORT)"
+    elif job.encrypts != join.encrypt:
+        own, others = ("requires", "do not") if join.encrypt else ("does not require", "do")
+        mismatch = f" {own} encrypted packets, and other ranks {others}: all ranks of a job need the same "
+        mismatch += "(NETFOLD_SECURITY)"
+    elif len(job.ranks) != len(join.ranks):
+        mismatch = f" has {len(join.ranks)} ranks in its job; other ranks have {len(job.ranks)}"
+    elif job.ranks != join.ranks:
+        mismatch = f" has the ranks {listed(join.ranks)} in its job; other ranks have different ones"
+    elif job.paths != join.paths:
+        mismatch = " has another tree of switches than the job's other ranks"
+    if mismatch:
+        raise RefusedError("mismatch", f"rank {join.rank}{mismatch}")
 
 
 def _is_unspecified(host: str) -> bool:
