@@ -109,7 +109,7 @@ def rack_id_in(process: Process) -> str:
     for line in process.stdout:
         if match := re.match(r"h\d+\| nf-([0-9a-f]+)-h\d+$", line.rstrip()):
             return match[1]
-    raise AssertionError("no host said where it is")
+    raise AssertionError("no host printed its namespace")
 
 
 def rack_run(*command: str, hosts: int = 2, options: tuple[str, ...] = ("--no-switch",)) -> Process:
@@ -183,9 +183,9 @@ def test_a_process_that_left_its_parent_is_also_ended() -> None:
 
 
 def test_workers_get_the_address_of_a_process_that_replaces_the_switch() -> None:
-    said = "print('netfold switch listening on 10.77.0.254:7171', flush=True); import time; time.sleep(60)"
+    script = "print('netfold switch listening on 10.77.0.254:7171', flush=True); import time; time.sleep(60)"
     with Rack(1, "1gbit") as rack:
-        rack.start_switch(lambda line: None, [sys.executable, "-c", said])
+        rack.start_switch(lambda line: None, [sys.executable, "-c", script])
         assert last_line(rack.popen(0, ["sh", "-c", "echo $NETFOLD_SWITCH"])) == "10.77.0.254:7171"
 
 
@@ -200,8 +200,8 @@ def test_the_aggregator_serves_workers_in_a_rack() -> None:
         )
         workers = [rack.popen(host, [sys.executable, "-c", code]) for host in range(2)]
         outcome = supervise(workers, deadline_s=60)
-        said = [worker.communicate()[0] for worker in workers]
-    assert outcome.exit_code == 0, (said, lines)
+        outputs = [worker.communicate()[0] for worker in workers]
+    assert outcome.exit_code == 0, (outputs, lines)
 
 
 def test_run_streams_with_the_hosts_names_and_returns_the_first_failure() -> None:
@@ -332,9 +332,9 @@ def test_packets_through_delayed_links_arrive_whole_and_the_switch_sums_them() -
         "assert torch.equal(x, 3 * torch.arange(300000.) + 3); print('whole'); dist.destroy_process_group()"
     )
     process = rack_run(sys.executable, "-c", code, hosts=3, options=("--delay", "200us", "--racks", "1"))
-    said = process.communicate(timeout=120)[0]
-    assert process.returncode == 0, said
-    assert said.count("whole") == 3
+    output = process.communicate(timeout=120)[0]
+    assert process.returncode == 0, output
+    assert output.count("whole") == 3
 
 
 def test_a_delayed_link_into_a_missing_namespace_is_refused_with_its_name() -> None:
@@ -351,12 +351,12 @@ def test_several_racks_have_a_leaf_each_if_requested() -> None:
     )
     racks = ("--racks", "2", "--uplink", "400mbit", "--leaves")
     process = rack_run(sys.executable, "-c", code, hosts=4, options=racks)
-    said = process.communicate(timeout=120)[0]
-    assert process.returncode == 0, said
+    output = process.communicate(timeout=120)[0]
+    assert process.returncode == 0, output
     for host, rack in enumerate((0, 0, 1, 1)):
-        assert f"h{host}| through {names.rack_address(rack)}:{names.SWITCH_PORT}" in said, said
+        assert f"h{host}| through {names.rack_address(rack)}:{names.SWITCH_PORT}" in output, output
     # Both leaves sent sums to the parent.
-    assert len(re.findall(r"leaf\| .*event=started .*parent=", said)) == 2, said
+    assert len(re.findall(r"leaf\| .*event=started .*parent=", output)) == 2, output
 
 
 def test_leaves_need_several_racks_and_a_switch_above() -> None:

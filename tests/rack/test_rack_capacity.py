@@ -67,9 +67,10 @@ while not stop[0]:
     ring.broadcast(stop)
     found, turn = auto.group.shares, turn + 1
     if rank == 0:
-        said = {"took": took.tolist(), "parts": [part / 4096 for part in found.balanced], "made_s": made_s}
-        said |= {"switches": auto.group.links.switches, "row": auto.group.table.choose("all_reduce", 4 << 20).algorithm}
-        print(json.dumps(said), flush=True)
+        result = {"took": took.tolist(), "parts": [part / 4096 for part in found.balanced], "made_s": made_s}
+        result["switches"] = auto.group.links.switches
+        result["row"] = auto.group.table.choose("all_reduce", 4 << 20).algorithm
+        print(json.dumps(result), flush=True)
 ring.barrier()
 """
 
@@ -172,13 +173,13 @@ def test_a_link_that_slows_down_during_a_job_costs_a_few_operations(before: str,
         change = job.wait_for(SETTLES)
         turns = job.wait_for(JUDGED)
         job.end()
-        said = job.log()
+        log = job.log()
     slow = sum(turn["took"][0] > 1.15 * turn["took"][1] for turn in change)
     ratio = over_ring(turns)
     earlier = over_ring(first[-JUDGED:])
     print(f"{before} to {after}: {earlier:.3f} before, {slow} slow turns, then {ratio:.3f} of a ring")
     assert ratio < 1.15, (change, turns)
-    assert "rates of a large all_reduce drifted" in said, "one line a minute, which may be of an earlier change"
+    assert "rates of a large all_reduce drifted" in log, "one line a minute, which may be of an earlier change"
 
 
 ENDS: dict[str, Callable[[Rack, Process], None]] = {
@@ -204,12 +205,12 @@ def test_a_switch_that_ends_during_its_measurement(what: str, tmp_path: Path) ->
         ENDS[what](rack, switch)
         turns = job.wait_for(5)
         job.end()
-        said = job.log()
+        log = job.log()
         if what == "stopped":
             os.kill(switch.pid, signal.SIGCONT)
     print(f"{what}: the group was made in {turns[0]['made_s']:.2f} s, {over_ring(turns):.3f} of a ring")
     assert turns[0]["switches"] == [] and turns[0]["made_s"] < seconds(12)
-    assert re.search("was not measured: .*is gone", said), said
+    assert re.search("was not measured: .*is gone", log), log
     assert over_ring(turns) < 1.3
 
 

@@ -160,16 +160,16 @@ class Job:
             }
             self.ranks.append(there.spawn(rank, "sh", "-c", command, sys.executable, RANK, str(folder), **environment))
 
-    def said(self, rank: int) -> str:
+    def output(self, rank: int) -> str:
         return self.logs[rank].read_text() if self.logs[rank].exists() else ""
 
     def wait_for(self, pattern: str, timeout_s: float) -> float:
         """Wait until rank 0, the leader, has printed the text; return the seconds."""
         began = time.monotonic()
-        while not re.search(pattern, self.said(0)):
+        while not re.search(pattern, self.output(0)):
             for rank in range(2):
-                assert self.ranks[rank].poll() is None, self.said(rank)
-            assert time.monotonic() - began < seconds(timeout_s), (pattern, self.said(0), self.said(1))
+                assert self.ranks[rank].poll() is None, self.output(rank)
+            assert time.monotonic() - began < seconds(timeout_s), (pattern, self.output(0), self.output(1))
             time.sleep(0.05)
         return time.monotonic() - began
 
@@ -178,8 +178,8 @@ class Job:
         (self.folder / "stop").touch()
         for rank, process in enumerate(self.ranks):
             process.wait(seconds(30))
-            assert process.returncode == 0, self.said(rank)
-        return [float(re.findall(r"longest ([\d.]+)", self.said(rank))[0]) for rank in range(2)]
+            assert process.returncode == 0, self.output(rank)
+        return [float(re.findall(r"longest ([\d.]+)", self.output(rank))[0]) for rank in range(2)]
 
     def close(self) -> None:
         stop([*self.ranks, self.switch])
@@ -268,7 +268,7 @@ def test_forged_icmp_of_every_kind_changes_nothing(tmp_path: Path) -> None:
             )
             assert forger.wait(30) == 0
         time.sleep(GOES_ON_S)
-        assert all("is gone" not in running.said(rank) for rank in range(2))
+        assert all("is gone" not in running.output(rank) for rank in range(2))
         running.end()
 
 

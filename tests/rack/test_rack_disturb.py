@@ -50,8 +50,8 @@ def arrivals(rack: Rack) -> list[int]:
     assert receiver.stdout.readline() == "ready\n"
     sender = rack.popen(0, [sys.executable, "-c", SEND, rack.address(1), str(COUNT), str(GAP_S)])
     assert sender.wait(seconds(30)) == 0
-    said, _ = receiver.communicate(timeout=seconds(30))
-    return [int(word) for word in said.split()]
+    output, _ = receiver.communicate(timeout=seconds(30))
+    return [int(word) for word in output.split()]
 
 
 def late(numbers: list[int]) -> int:

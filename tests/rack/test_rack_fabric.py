@@ -35,11 +35,11 @@ def test_a_link_that_is_cut_is_not_used_and_no_sum_is_wrong() -> None:
         there.cable(0, 1, "200mbit")
         ranks = there.start(UNTIL_CUT, master, interface="c0,c1", transport="fabric:tcp", algorithm="ring")
         assert ranks[0].stdout is not None
-        said = ""
-        while "under way" not in said:
+        output = ""
+        while "under way" not in output:
             line = ranks[0].stdout.readline()
-            assert line, said
-            said += line
+            assert line, output
+            output += line
         there.ip(0, "link", "set", "c1", "down")
         for text in outputs(ranks, timeout_s=90):
             assert last_json(text) == ["all right"], text

@@ -113,9 +113,9 @@ def test_a_delayed_link_is_a_tap_pair_and_any_other_link_a_veth_pair() -> None:
     steps = build_steps("0a1b", Layout(1, parse_link("1gbit", "0%", "8ms")))
     (cable,) = [step for step in steps if step.ends is not None]
     assert cable.ends == (End("nf-0a1b-h0", "eth0"), End("nf-0a1b-switch", "h0")) and cable.delay_ns == 8_000_000
-    said = [" ".join(step.argv) for step in steps]
-    assert sum("tbf rate 1000000000bit" in line for line in said) == 2
-    assert not any("veth" in line for line in said)
+    commands = [" ".join(step.argv) for step in steps]
+    assert sum("tbf rate 1000000000bit" in line for line in commands) == 2
+    assert not any("veth" in line for line in commands)
     assert all(step.ends is None for step in build_steps("0a1b", Layout(1, parse_link("1gbit"))))
 
 
@@ -169,6 +169,6 @@ def test_a_check_names_the_quantities_that_differ(change: dict[str, float], bad:
 
 def test_a_check_measures_one_path_of_each_kind() -> None:
     link = Link(10**9)
-    assert [way[1:] for way in routes(Layout(1, link))] == [(0, None)]
-    assert [way[1:] for way in routes(Layout(4, link, racks=2, uplink=link))] == [(0, None), (0, 1), (0, 3)]
-    assert [way[1:] for way in routes(Layout(2, link, racks=2, uplink=link))] == [(0, None), (0, 1)]
+    assert [route[1:] for route in routes(Layout(1, link))] == [(0, None)]
+    assert [route[1:] for route in routes(Layout(4, link, racks=2, uplink=link))] == [(0, None), (0, 1), (0, 3)]
+    assert [route[1:] for route in routes(Layout(2, link, racks=2, uplink=link))] == [(0, None), (0, 1)]

@@ -89,13 +89,13 @@ def test_a_full_switch_refuses_a_job_and_takes_it_once_a_job_has_ended() -> None
             first.barrier()
             try:
                 Communicator(FileStore(f"{folder}/2"), rank, size, options=options, join_timeout_s=5)
-                said = ["nothing"]
+                outcome = ["nothing"]
             except Exception as error:
-                said = [type(error).__name__, str(error)]
+                outcome = [type(error).__name__, str(error)]
             buffer = np.ones(10_000)
             first.all_reduce(buffer)  # the first job goes on
             assert buffer[-1] == size
-        return said
+        return outcome
 
     with running_switch("--max-jobs", "1") as switch:
         for rank, (kind, text) in enumerate(values(run_threads(hold_then_add, 2, switch.endpoint))):
@@ -243,9 +243,9 @@ GARBAGE: dict[str, bytes] = {
     "asks for a negative chunk": control_messages.encode(JOIN)
     + control_messages.encode({"type": "stragglers", "chunk": -1}),
     **{
-        f"a capacity of {said}": control_messages.encode(JOIN)
-        + control_messages.encode({"type": "alive", "bytes_per_s": said})
-        for said in (float("nan"), float("inf"), -1, -0.5, True, "fast", [1.0], None, 1 << 63)
+        f"a capacity of {rate}": control_messages.encode(JOIN)
+        + control_messages.encode({"type": "alive", "bytes_per_s": rate})
+        for rate in (float("nan"), float("inf"), -1, -0.5, True, "fast", [1.0], None, 1 << 63)
     },
     "another rank's capacity": control_messages.encode({**JOIN, "rank": 1})
     + control_messages.encode({"type": "alive", "bytes_per_s": 1e6}),
@@ -319,14 +319,14 @@ def test_a_worker_that_stops_within_a_message_delays_its_job_to_the_deadline_at_
 def test_the_second_of_two_workers_with_one_rank_is_refused_by_the_switch() -> None:
     with running_switch() as switch:
         streams = [socket.create_connection(switch.address, 5) for _ in range(2)]
-        said = []
+        replies = []
         for stream in streams:
             stream.settimeout(5)
             stream.sendall(control_messages.encode(JOIN))
-            said.append(control_messages.receive(stream))
-        assert said[0]["type"] == "admitted"
-        assert said[1]["type"] == "refused"
-        assert "rank 0 of this job has joined before, from 127.0.0.1:" in said[1]["reason"]
+            replies.append(control_messages.receive(stream))
+        assert replies[0]["type"] == "admitted"
+        assert replies[1]["type"] == "refused"
+        assert "rank 0 of this job has joined before, from 127.0.0.1:" in replies[1]["reason"]
         for stream in streams:
             stream.close()
 

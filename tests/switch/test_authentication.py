@@ -212,8 +212,8 @@ def test_a_packet_of_an_earlier_epoch_is_dropped() -> None:
         before = made.key(0, EPOCH - 1)
         # As it was captured, and with this epoch's number written into it.
         made.send(0, auth.with_mac(before, made.contribution(0, 0, 99.0, epoch=EPOCH - 1)))
-        heard = auth.with_mac(before, made.contribution(0, 0, 99.0, epoch=EPOCH - 1))
-        made.send(0, heard[:8] + EPOCH.to_bytes(4, "big") + heard[12:])
+        captured = auth.with_mac(before, made.contribution(0, 0, 99.0, epoch=EPOCH - 1))
+        made.send(0, captured[:8] + EPOCH.to_bytes(4, "big") + captured[12:])
         assert made.drops(2) == {"unauthenticated": 2}
         made.adds(0)
 
@@ -222,16 +222,16 @@ def test_a_replayed_packet_counts_once() -> None:
     with job() as made, stranger() as other:
         made.greet()
         made.begin()
-        heard = auth.with_mac(made.key(0), made.contribution(0, 0, 1.5))
-        made.send(0, heard)
-        other.sendto(heard, made.address)
-        made.send(0, heard)
+        captured = auth.with_mac(made.key(0), made.contribution(0, 0, 1.5))
+        made.send(0, captured)
+        other.sendto(captured, made.address)
+        made.send(0, captured)
         assert made.drops(2) == {"source": 1, "duplicate": 1}
         made.send(1, auth.with_mac(made.key(1), made.contribution(1, 0, 2.5)))
         answers = [made.answer(worker) for worker in range(2)]
         assert answers[0] == answers[1]
         assert struct.unpack_from("<f", answers[0], protocol.HEADER_BYTES) == (4.0,)
-        made.send(0, heard)
+        made.send(0, captured)
         assert made.answer(0) == answers[0], "the kept answer, with the same counter and so the same tag"
         assert made.counted()["results"] == 1
 
@@ -269,7 +269,7 @@ def test_every_packet_of_the_switch_has_a_mac_and_its_own_nonce() -> None:
     with job(workers=3) as made:
         made.greet()
         made.begin()
-        said: dict[bytes, set[bytes]] = {}
+        by_nonce: dict[bytes, set[bytes]] = {}
         made.counters = [
             30,
             30,
@@ -292,10 +292,10 @@ def test_every_packet_of_the_switch_has_a_mac_and_its_own_nonce() -> None:
                         packet = made.answer(worker)
                         kinds.add(packet[3])
                         nonce = packet[3:4] + packet[24:32]
-                        said.setdefault(nonce, set()).add(packet)
+                        by_nonce.setdefault(nonce, set()).add(packet)
         answer = FLAGS["from_switch"]
         assert kinds == {answer, answer | FLAGS["nack"], answer | FLAGS["mismatch"]}
-        assert [packets for packets in said.values() if len(packets) > 1] == []
+        assert [packets for packets in by_nonce.values() if len(packets) > 1] == []
 
 
 def test_a_disagreeing_worker_makes_the_switch_send_about_as_much_as_the_worker_sends() -> None:
@@ -313,15 +313,15 @@ def test_a_disagreeing_worker_makes_the_switch_send_about_as_much_as_the_worker_
             time.sleep(0.01)
         took_s = time.monotonic() - began
         assert made.counted()["mismatches"] > copies / 2, "the kernel may drop some of a burst, and no more"
-        told = []
+        counts = []
         for each in made.sockets[2:]:
             each.setblocking(False)
             count = 0
             with contextlib.suppress(BlockingIOError):
                 while each.recv(65536):
                     count += 1
-            told.append(count)
-        assert all(1 <= count <= 2 + took_s / 0.01 for count in told), (told, took_s)
+            counts.append(count)
+        assert all(1 <= count <= 2 + took_s / 0.01 for count in counts), (counts, took_s)
         assert made.answer(1)  # and the disagreeing worker gets a reply
 
 
@@ -437,13 +437,13 @@ def test_a_flood_of_forged_packets_from_the_jobs_addresses_changes_no_sum(
             tap.settimeout(0.2)
             while time.monotonic() < deadline:
                 try:
-                    heard = tap.recv(65536)
+                    captured = tap.recv(65536)
                 except TimeoutError:
                     continue
-                start = (heard[0] & 15) * 4
-                source, to = struct.unpack_from(">HH", heard, start)
+                start = (captured[0] & 15) * 4
+                source, to = struct.unpack_from(">HH", captured, start)
                 # Take its first packet: loopback carries a GSO run as one datagram.
-                packet = heard[start + 8 :][:packet_bytes]
+                packet = captured[start + 8 :][:packet_bytes]
                 if port not in (source, to) or len(packet) < packet_bytes:
                     continue
                 for forgery in forgeries(packet, generator):

@@ -24,7 +24,7 @@ def close_twice(writer: asyncio.StreamWriter) -> None:
 @pytest.mark.parametrize("secure", [False, True], ids=["clear", "tls"])
 def test_a_reply_to_an_ended_connection_is_dropped(end: Callable[[asyncio.StreamWriter], None], secure: bool) -> None:
     async def converse() -> None:
-        said: asyncio.Future[tuple[bool, bool]] = asyncio.get_running_loop().create_future()
+        sent: asyncio.Future[tuple[bool, bool]] = asyncio.get_running_loop().create_future()
 
         async def serve(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             try:
@@ -32,9 +32,9 @@ def test_a_reply_to_an_ended_connection_is_dropped(end: Callable[[asyncio.Stream
                 end(writer)
                 after = await send(writer, MESSAGE)
                 abort(writer)
-                said.set_result((before, after))
+                sent.set_result((before, after))
             except BaseException as error:
-                said.set_exception(error)
+                sent.set_exception(error)
 
         server = await asyncio.start_server(serve, "127.0.0.1", 0, ssl=server_context(None)[0] if secure else None)
         client = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
@@ -43,7 +43,7 @@ def test_a_reply_to_an_ended_connection_is_dropped(end: Callable[[asyncio.Stream
         reader, writer = await asyncio.open_connection(*address, ssl=client if secure else None)
         if end is not abort:  # which drops unsent messages
             assert await read(reader) == MESSAGE
-        assert await asyncio.wait_for(said, 20) == (True, False)
+        assert await asyncio.wait_for(sent, 20) == (True, False)
         abort(writer)
         server.close()
 

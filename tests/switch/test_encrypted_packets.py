@@ -111,16 +111,16 @@ def test_another_implementation_exchanges_encrypted_packets_with_the_switch(
         job.sockets[worker].send(encrypted(job.keys[worker], packet))
     count = payload_bytes // 4
     expected = struct.pack(f"<{count}f", *(13.0 + 2 * place for place in range(count)))
-    came = [each.recv(65536) for each in job.sockets]
-    assert came[0] == came[1]
-    assert decrypted(job.result_key, came[0])[protocol.HEADER_BYTES :] == expected
-    assert expected[:8] not in came[0]
+    results = [each.recv(65536) for each in job.sockets]
+    assert results[0] == results[1]
+    assert decrypted(job.result_key, results[0])[protocol.HEADER_BYTES :] == expected
+    assert expected[:8] not in results[0]
     with pytest.raises(InvalidTag):
-        decrypted(job.keys[0], came[0])
+        decrypted(job.keys[0], results[0])
     # On a second request the switch sends the same bytes: a nonce belongs to one packet.
     again = job.header(0, chunk=0, packet_number=9, count=count, elements=count) + packets[0][protocol.HEADER_BYTES :]
     job.sockets[0].send(encrypted(job.keys[0], again))
-    assert job.sockets[0].recv(65536) == came[0]
+    assert job.sockets[0].recv(65536) == results[0]
 
 
 def test_changed_plaintext_or_resized_packets_change_nothing() -> None:

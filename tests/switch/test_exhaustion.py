@@ -63,11 +63,12 @@ def settled(switch: RunningSwitch, most: int) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize(
-    "said", [b"", b"\0\0", control_messages.encode({"type": "quota", "version": control_messages.VERSION, "udp": True})]
+    "first_message",
+    [b"", b"\0\0", control_messages.encode({"type": "quota", "version": control_messages.VERSION, "udp": True})],
 )
-def test_unauthenticated_peers_stay_within_their_bound(said: bytes) -> None:
+def test_unauthenticated_peers_stay_within_their_bound(first_message: bytes) -> None:
     # A peer that checks UDP has a port beside its connection.
-    each = 2 if len(said) > 2 else 1
+    each = 2 if len(first_message) > 2 else 1
     with descriptors(CONNECTIONS + 200), contextlib.ExitStack() as stack:
         switch = stack.enter_context(running_switch())
         serves(switch)
@@ -76,7 +77,7 @@ def test_unauthenticated_peers_stay_within_their_bound(said: bytes) -> None:
         for number in range(CONNECTIONS):
             stream = stack.enter_context(socket.create_connection(switch.address, seconds(10)))
             with contextlib.suppress(OSError):
-                stream.sendall(said)
+                stream.sendall(first_message)
             if number % 100 == 0:
                 highest = max(highest, usage(switch)[0])
         found = settled(switch, count + each * MAX_UNAUTHENTICATED + FEW)

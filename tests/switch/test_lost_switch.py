@@ -71,17 +71,17 @@ class Stream:
         mixed = wire == "auto" and draw.random() < 0.7
         return dataclasses.replace(drawn, kinds=tuple(draw.choice(KINDS) for _ in drawn.counts)) if mixed else drawn
 
-    def kind(self, turn: int) -> str:
-        return self.kinds[turn] if self.kinds else "all_reduce"
+    def kind(self, index: int) -> str:
+        return self.kinds[index] if self.kinds else "all_reduce"
 
-    def root(self, turn: int) -> int:
-        return (self.seed + turn) % self.size
+    def root(self, index: int) -> int:
+        return (self.seed + index) % self.size
 
-    def part(self, rank: int, turn: int) -> Any:
-        generator = np.random.default_rng([self.seed, rank, turn])
+    def part(self, rank: int, index: int) -> Any:
+        generator = np.random.default_rng([self.seed, rank, index])
         if self.dtype == "int32":
-            return generator.integers(-1000, 1000, self.counts[turn]).astype(np.int32)
-        return generator.standard_normal(self.counts[turn]).astype(self.dtype)
+            return generator.integers(-1000, 1000, self.counts[index]).astype(np.int32)
+        return generator.standard_normal(self.counts[index]).astype(self.dtype)
 
     def run(
         self,
@@ -102,12 +102,12 @@ class Stream:
             options = {"algorithm": "in_network", **options}
         with join(rank, size, folder, endpoint, wire_dtype=self.wire, **options) as group:
             under_way: list[tuple[Any, Any]] = []
-            for turn in range(len(self.counts)):
+            for index in range(len(self.counts)):
                 if len(under_way) == self.at_once:
                     results.append(taken(under_way))
                 if draw.random() < 0.3:
                     time.sleep(draw.random() * 0.01)
-                under_way.append(self.start(group, turn, self.part(rank, turn)))
+                under_way.append(self.start(group, index, self.part(rank, index)))
             while under_way:
                 results.append(taken(under_way))
             through(rank)
@@ -119,9 +119,9 @@ class Stream:
                 time.sleep(0.002)
         return results
 
-    def start(self, group: Communicator, turn: int, part: Any) -> tuple[Any, Any]:
+    def start(self, group: Communicator, index: int, part: Any) -> tuple[Any, Any]:
         """Start an operation; return its work, and the array that it fills."""
-        kind, root = self.kind(turn), self.root(turn)
+        kind, root = self.kind(index), self.root(index)
         if kind == "all_gather":
             into = np.zeros((self.size, len(part)), part.dtype)
             return group.all_gather(part, into, asynchronous=True), into
@@ -137,30 +137,30 @@ class Stream:
             return group.broadcast(part, root, asynchronous=True), part
         return group.all_reduce(part, op=self.op, asynchronous=True), part
 
-    def wanted(self, rank: int, turn: int) -> tuple[list[Any], bool]:
+    def wanted(self, rank: int, index: int) -> tuple[list[Any], bool]:
         """The contributions to this rank's result, and whether they are reduced or copied."""
-        kind, parts = self.kind(turn), [self.part(each, turn) for each in range(self.size)]
+        kind, parts = self.kind(index), [self.part(each, index) for each in range(self.size)]
         if kind == "all_gather":
             return [np.array(parts)], False
         if kind == "broadcast":
-            return [parts[self.root(turn)]], False
-        if kind == "reduce" and rank != self.root(turn):
+            return [parts[self.root(index)]], False
+        if kind == "reduce" and rank != self.root(index):
             return [parts[rank]], False
         return [np.roll(part, rank) if kind == "reduce_scatter" else part for part in parts], True
 
     def check(self, results: list[list[Any]]) -> None:
         # i32: the same bits as a group that never had a switch.
         without = values(run_threads(self.run, self.size, None))[0] if self.wire == "i32" else None
-        for turn in range(len(self.counts)):
-            of_ranks = [each[turn] for each in results]
-            if self.kind(turn) == "all_reduce":
-                assert all(each.tobytes() == of_ranks[0].tobytes() for each in of_ranks), f"turn {turn}: ranks differ"
+        for index in range(len(self.counts)):
+            of_ranks = [each[index] for each in results]
+            if self.kind(index) == "all_reduce":
+                assert all(each.tobytes() == of_ranks[0].tobytes() for each in of_ranks), f"index {index}: ranks differ"
             for rank, found in enumerate(of_ranks):
-                where = f"turn {turn}, {self.kind(turn)}, rank {rank}"
+                where = f"index {index}, {self.kind(index)}, rank {rank}"
                 if without is not None:
-                    assert found.tobytes() == without[turn].tobytes(), where
+                    assert found.tobytes() == without[index].tobytes(), where
                     continue
-                parts, reduced = self.wanted(rank, turn)
+                parts, reduced = self.wanted(rank, index)
                 if not reduced:
                     assert found.tobytes() == parts[0].tobytes(), where
                     continue
@@ -184,8 +184,8 @@ def taken(under_way: list[tuple[Any, Any]]) -> Any:
 
 def warnings_of(caplog: pytest.LogCaptureFixture, endpoint: str) -> list[str]:
     """The warnings about that switch; a thread of an earlier test's group may still log about another one."""
-    said = (record.getMessage() for record in caplog.records if record.levelname == "WARNING")
-    return [text for text in said if endpoint in text]
+    warnings = (record.getMessage() for record in caplog.records if record.levelname == "WARNING")
+    return [text for text in warnings if endpoint in text]
 
 
 def lost_while(stream: Stream) -> MortalSwitch:
@@ -214,9 +214,9 @@ def test_a_switch_that_dies_at_any_moment_costs_no_step(seed: int, caplog: pytes
         stream.check(values(run_threads(stream.run, stream.size, switch.endpoint)))
         assert switch.complete > 0, "nothing went through the switch"
         died = switch.dead.is_set()
-    said = warnings_of(caplog, switch.endpoint)
+    warnings = warnings_of(caplog, switch.endpoint)
     # A group with all its results before the switch died may close without a warning.
-    assert len(said) <= 1 and (died or not said), said
+    assert len(warnings) <= 1 and (died or not warnings), warnings
     _died.append(died)
 
 
@@ -302,14 +302,14 @@ def test_one_ranks_lost_connection_takes_the_whole_group_off_the_switch(
 
     def call(rank: int, size: int, folder: str, endpoint: str, switch: MortalSwitch) -> Any:
         with join(rank, size, folder, endpoint) as group:
-            for turn in range(200):
-                buffer = np.full(500, rank + turn, np.int64)
+            for index in range(200):
+                buffer = np.full(500, rank + index, np.int64)
                 group.all_reduce(buffer)
-                assert set(buffer.tolist()) == {3 + 3 * turn}, turn
-                if turn == 20 and rank == 0:
+                assert set(buffer.tolist()) == {3 + 3 * index}, index
+                if index == 20 and rank == 0:
                     switch.cut(1)
                     cut.set()
-                if turn > 20:
+                if index > 20:
                     time.sleep(0.005)
             mine = [each for each in find_ranks(os.getpid()) if each.group == group.group._id]
             assert [each.without_switch for each in mine] == [True]
@@ -367,14 +367,14 @@ def test_a_real_switch_that_ends_during_an_operation_costs_no_step(
 def stops(rank: int, size: int, folder: str, endpoint: str, pid: int) -> tuple[float, list[int]]:
     slowest_s = 0.0
     with join(rank, size, folder, endpoint) as group:
-        for turn in range(40):
-            if turn == 20 and rank == 0:
+        for index in range(40):
+            if index == 20 and rank == 0:
                 os.kill(pid, signal.SIGSTOP)
-            buffer = np.full(100_000, rank + turn, np.int32)
+            buffer = np.full(100_000, rank + index, np.int32)
             began = time.monotonic()
             group.all_reduce(buffer)
             slowest_s = max(slowest_s, time.monotonic() - began)
-            assert set(buffer.tolist()) == {1 + 2 * turn}
+            assert set(buffer.tolist()) == {1 + 2 * index}
         return slowest_s, group.group.events()["algorithm"].tolist()
 
 
@@ -409,18 +409,18 @@ def test_a_straggler_is_not_taken_for_a_lost_switch(caplog: pytest.LogCaptureFix
 def until(rank: int, size: int, folder: str, endpoint: str, over: threading.Event, **options: Any) -> list[int]:
     """Check exact sums until `over`; return the algorithms that ran, in order."""
     with join(rank, size, folder, endpoint, **options) as group:
-        turn = 0
+        index = 0
         while True:
             flag = np.array([over.is_set()], np.int32)
             group.all_reduce(flag, op="min")
             if flag[0]:
                 return group.group.events()["algorithm"].tolist()
-            buffers = [np.arange(300, dtype=np.int64) * (rank + 1) + turn + k for k in range(3)]
+            buffers = [np.arange(300, dtype=np.int64) * (rank + 1) + index + k for k in range(3)]
             works = [group.all_reduce(each, asynchronous=True) for each in buffers]
             for k, (work, buffer) in enumerate(zip(works, buffers, strict=True)):
                 work.wait()
-                assert (buffer == np.arange(300) * (size * (size + 1) // 2) + size * (turn + k)).all(), (turn, k)
-            turn += 1
+                assert (buffer == np.arange(300) * (size * (size + 1) // 2) + size * (index + k)).all(), (index, k)
+            index += 1
             time.sleep(0.005)  # a group remembers its last 8192 operations
 
 
@@ -458,9 +458,9 @@ def test_a_restarted_switch_is_used_again_and_lost_again(caplog: pytest.LogCaptu
         lives.join()
     assert all(each == found[0] for each in found)
     assert returns(found[0]) >= 4
-    said = warnings_of(caplog, first.endpoint)
-    assert sum("has the group again" in each for each in said) == 4
-    assert sum("No step is lost" in each for each in said) == 5
+    warnings = warnings_of(caplog, first.endpoint)
+    assert sum("has the group again" in each for each in warnings) == 4
+    assert sum("No step is lost" in each for each in warnings) == 5
 
 
 def test_a_group_returns_to_a_real_switch_after_sigkill() -> None:
@@ -516,8 +516,8 @@ def dies_with_the_switch(rank: int, size: int, folder: str, endpoint: str, victi
     with join(rank, size, folder, endpoint) as group:
         began = time.monotonic()
         try:
-            for turn in itertools.count():
-                if rank == victim and turn == 3:
+            for index in itertools.count():
+                if rank == victim and index == 3:
                     os.kill(pid, signal.SIGKILL)
                     os.kill(os.getpid(), signal.SIGKILL)
                 began = time.monotonic()

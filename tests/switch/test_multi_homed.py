@@ -60,19 +60,19 @@ def hello(worker: int, nonce: int, payload_bytes: int = 8) -> bytes:
 
 
 @pytest.mark.parametrize(
-    ("family", "everywhere", "asked"),
+    ("family", "everywhere", "addresses"),
     [(socket.AF_INET, "0.0.0.0", ["127.0.0.1", "127.0.0.2", "127.1.2.3"]), (socket.AF_INET6, "::", ["::1"])],
     ids=["IPv4", "IPv6"],
 )
 def test_a_reply_comes_from_the_address_that_the_worker_sent_to(
-    family: socket.AddressFamily, everywhere: str, asked: list[str]
+    family: socket.AddressFamily, everywhere: str, addresses: list[str]
 ) -> None:
     plane = DataPlane()
-    nonces = [77 + worker for worker in range(len(asked))]
+    nonces = [77 + worker for worker in range(len(addresses))]
     port = plane.open(1, 2, everywhere, nonces, [], 1 << 16)
-    for worker, local in enumerate(asked):
+    for worker, local in enumerate(addresses):
         with socket.socket(family, socket.SOCK_DGRAM) as ours:
-            ours.bind((asked[0], 0))
+            ours.bind((addresses[0], 0))
             ours.settimeout(5)
             plane.set_worker_address(1, worker, *ours.getsockname()[:2], local)
             packet = hello(worker, nonces[worker])

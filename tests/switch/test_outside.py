@@ -105,29 +105,29 @@ def test_metrics_count_a_jobs_bytes_packets_and_stragglers() -> None:
     with running_switch(*WATCHED) as switch:
         address = pages(switch)
         with Held(switch) as job:
-            seen = samples(address)
+            series = samples(address)
             status = json.loads(get(address, "/status")[1])
             name = "vision/a"
-            assert seen["netfold_switch_authenticated",] == 0
-            assert seen["netfold_switch_jobs",] == 1
-            assert seen["netfold_switch_workers",] == 2
-            assert seen["netfold_switch_job_workers", name] == 2
-            assert seen["netfold_switch_job_goodput_bytes_total", name] == 20 * 4000
-            contributions = seen["netfold_switch_job_packets_total", "contribution", name]
+            assert series["netfold_switch_authenticated",] == 0
+            assert series["netfold_switch_jobs",] == 1
+            assert series["netfold_switch_workers",] == 2
+            assert series["netfold_switch_job_workers", name] == 2
+            assert series["netfold_switch_job_goodput_bytes_total", name] == 20 * 4000
+            contributions = series["netfold_switch_job_packets_total", "contribution", name]
             assert contributions % 2 == 0 and contributions >= 40
-            assert seen["netfold_switch_job_packets_total", "result", name] >= contributions
-            assert seen["netfold_switch_job_packets_total", "hello", name] >= 2
-            assert seen["netfold_switch_job_drops_total", name, "foreign"] == 0
-            assert seen["netfold_switch_job_slots_collecting", name] == 0
-            granted = seen["netfold_switch_memory_granted_bytes",]
-            assert granted == seen["netfold_switch_job_memory_granted_bytes", name] > 0
-            assert granted + seen["netfold_switch_memory_free_bytes",] == 1 << 30
-            assert seen["netfold_switch_job_slots", name] == status["jobs"][0]["counters"]["slots"] > 0
-            lag = [seen["netfold_switch_job_arrival_lag_seconds_sum", name, str(rank)] for rank in range(2)]
-            assert seen["netfold_switch_job_arrival_lag_seconds_count", name, "1"] == contributions / 2
+            assert series["netfold_switch_job_packets_total", "result", name] >= contributions
+            assert series["netfold_switch_job_packets_total", "hello", name] >= 2
+            assert series["netfold_switch_job_drops_total", name, "foreign"] == 0
+            assert series["netfold_switch_job_slots_collecting", name] == 0
+            granted = series["netfold_switch_memory_granted_bytes",]
+            assert granted == series["netfold_switch_job_memory_granted_bytes", name] > 0
+            assert granted + series["netfold_switch_memory_free_bytes",] == 1 << 30
+            assert series["netfold_switch_job_slots", name] == status["jobs"][0]["counters"]["slots"] > 0
+            lag = [series["netfold_switch_job_arrival_lag_seconds_sum", name, str(rank)] for rank in range(2)]
+            assert series["netfold_switch_job_arrival_lag_seconds_count", name, "1"] == contributions / 2
             assert lag[1] > 20 * 0.01 > 4 * lag[0], lag
-            assert seen["netfold_switch_job_last_arrivals_total", name, "1"] > contributions / 4
-            assert seen["netfold_switch_job_retransmissions_total", name] == status["jobs"][0]["retransmissions"]
+            assert series["netfold_switch_job_last_arrivals_total", name, "1"] > contributions / 4
+            assert series["netfold_switch_job_retransmissions_total", name] == status["jobs"][0]["retransmissions"]
         assert values(job.outcomes) == [4.0, 4.0]
         switch.wait_for("event=closed")
         after = samples(address)
@@ -205,17 +205,17 @@ def test_a_group_reports_its_measured_rate_to_its_switch(monkeypatch: pytest.Mon
         def rank(rank: int, size: int, folder: str) -> tuple[float, float]:
             own = Options(switch=switch.endpoint, **options)
             with Communicator(FileStore(folder), rank, size, options=own) as group:
-                told, deadline = None, time.monotonic() + seconds(10)
-                while rank == 0 and told is None:
+                reported, deadline = None, time.monotonic() + seconds(10)
+                while rank == 0 and reported is None:
                     assert time.monotonic() < deadline
                     time.sleep(0.05)
-                    told = json.loads(get(address, "/status")[1])["jobs"][0]["capacity_bytes_per_s"]
+                    reported = json.loads(get(address, "/status")[1])["jobs"][0]["capacity_bytes_per_s"]
                 group.barrier()
-                return told or 0.0, group.group.links.switches[0]
+                return reported or 0.0, group.group.links.switches[0]
 
-        (told, measured), *_ = values(run_threads(rank, 3))
+        (reported, measured), *_ = values(run_threads(rank, 3))
     # Over one link the rate of the switch is at most that of the link.
-    assert 0 < told <= measured * 1.001
+    assert 0 < reported <= measured * 1.001
 
 
 def test_names_follow_prometheus_guide() -> None:
@@ -289,12 +289,12 @@ def test_status_shows_jobs_and_the_latest_rank() -> None:
     with running_switch(*WATCHED) as switch, Held(switch):
         address = pages(switch)
         shown = status_command(address, "--once")
-        told = json.loads(status_command(address, "--json").stdout)
+        status = json.loads(status_command(address, "--json").stdout)
     assert shown.returncode == 0, shown.stderr
     assert re.search(r"serving for \d+ s: 1 of 64 jobs, .* packets not authenticated", shown.stdout)
     (line,) = [line for line in shown.stdout.splitlines() if "vision/a" in line]
     assert re.search(r"[0-9a-f]{8} +vision/a +2 .* 1: \d+\.\d ms, \d+ x last", line), line
-    assert told["jobs"][0]["name"] == "vision/a"
+    assert status["jobs"][0]["name"] == "vision/a"
 
 
 def test_status_updates_on_a_terminal_until_it_is_interrupted() -> None:

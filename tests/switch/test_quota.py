@@ -143,19 +143,19 @@ def test_each_tenants_jobs_are_counted_separately(tmp_path: Path) -> None:
     def two_jobs(rank: int, size: int, store: str, chosen: Options) -> list[str]:
         with Communicator(FileStore(f"{store}/1"), rank, size, options=chosen, timeout_s=20):
             inside.wait(seconds(20))
-            said = []
+            errors = []
             for turn in ("2", "3"):
                 try:
                     Communicator(FileStore(f"{store}/{turn}"), rank, size, options=chosen, join_timeout_s=5).close()
-                    said.append("")
+                    errors.append("")
                 except Exception as error:
-                    said.append(str(error))
+                    errors.append(str(error))
             inside.wait(seconds(20))
-            return said
+            return errors
 
     # Five jobs in all: one each for `small` and `bound`, three for `large`.
     with running_switch("--token-file", tokens, "--max-jobs", "5") as switch:
-        for said in values(run_threads(two_jobs, 2, options(switch, tmp_path, "small"))):
-            assert all("it serves 1 jobs (--max-jobs); that is the quota of small" in text for text in said)
+        for errors in values(run_threads(two_jobs, 2, options(switch, tmp_path, "small"))):
+            assert all("it serves 1 jobs (--max-jobs); that is the quota of small" in text for text in errors)
         inside.reset()
         assert values(run_threads(two_jobs, 2, options(switch, tmp_path, "large"))) == [["", ""]] * 2

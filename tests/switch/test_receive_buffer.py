@@ -86,19 +86,19 @@ def test_a_cut_window_is_reported_at_the_start_to_the_job_and_to_preflight(
     assert values(run_threads(add, 2, timeout_s=60)) == [1999.0] * 2
     # The job: one warning at the switch and one at its first rank, with the window that it got.
     ((window, payload),) = switch.wait_for(r"window (\d+) x (\d+) bytes")
-    told = expected.window_shortfall(2, int(payload))
-    assert f"a window of {window} packets of {payload} bytes" in told
+    shortfall = expected.window_shortfall(2, int(payload))
+    assert f"a window of {window} packets of {payload} bytes" in shortfall
     (line,) = switch.wait_for(r"level=warning event=buffer .*")
-    assert told in line and f"window={window}" in line
+    assert shortfall in line and f"window={window}" in line
     assert [each.getMessage() for each in caplog.records if "rmem_max" in each.getMessage()] == [
-        f"the switch at {switch.endpoint}: {told}"
+        f"the switch at {switch.endpoint}: {shortfall}"
     ]
     # Preflight.
     room = query_quota(switch.endpoint, token_file=None, rank=0, timeout_s=10)
     assert room.buffer == expected
     monkeypatch.setenv("NETFOLD_SWITCH", switch.endpoint)
-    said = typer.testing.CliRunner().invoke(app, ["explain", "all-reduce", "--ranks", "2"]).output
-    assert expected.window_shortfall(2) in said
+    output = typer.testing.CliRunner().invoke(app, ["explain", "all-reduce", "--ranks", "2"]).output
+    assert expected.window_shortfall(2) in output
 
 
 def test_a_whole_window_is_not_reported_as_cut(caplog: pytest.LogCaptureFixture) -> None:

@@ -149,11 +149,11 @@ def test_a_switch_that_dies_costs_no_step_and_the_other_goes_on(caplog: pytest.L
                 buffer = np.full(200_000, rank + 1.0, np.float32)
                 group.all_reduce(buffer)
                 assert (buffer == size * (size + 1) / 2).all()
-                word = np.array([float(dead.is_set()) + float(over.is_set())], np.float32)
-                group.all_reduce(word)
+                flags = np.array([float(dead.is_set()) + float(over.is_set())], np.float32)
+                group.all_reduce(flags)
                 traffic = [group.group.traffic(number) or {} for number in range(2)]
                 sent.append([each["packets_sent"] for each in traffic])
-                if word[0] == 2 * size:
+                if flags[0] == 2 * size:
                     return sent
 
     dead, over = threading.Event(), threading.Event()
@@ -176,8 +176,8 @@ def test_a_switch_that_dies_costs_no_step_and_the_other_goes_on(caplog: pytest.L
     for sent in found:
         first, last = sent[len(sent) * 2 // 3], sent[-1]
         assert last[0] == first[0] and last[1] > first[1] + 100, (first, last)
-    said = [record.getMessage() for record in caplog.records if "No step is lost" in record.getMessage()]
-    assert len(said) == 1 and endpoint in said[0], said
+    warnings = [record.getMessage() for record in caplog.records if "No step is lost" in record.getMessage()]
+    assert len(warnings) == 1 and endpoint in warnings[0], warnings
 
 
 def test_ranks_with_different_numbers_of_switches_get_an_error() -> None:

@@ -77,13 +77,13 @@ def many_at_once(rank: int, size: int, folder: str, endpoints: list[str]) -> Any
         for turn in range(8):
             buffers = [part(rank, count + turn) for count in COUNTS]
             works = [group.all_reduce(buffer, asynchronous=True) for buffer in buffers]
-            word = np.full(3, float(rank))
-            works.append(group.broadcast(word, root=turn % size, asynchronous=True))
+            message = np.full(3, float(rank))
+            works.append(group.broadcast(message, root=turn % size, asynchronous=True))
             for work in works:
                 work.wait()
             for count, buffer in zip(COUNTS, buffers, strict=True):
                 np.testing.assert_array_equal(buffer, total(size, count + turn))
-            assert (word == turn % size).all()
+            assert (message == turn % size).all()
         return known(group)
 
 

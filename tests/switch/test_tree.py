@@ -240,9 +240,9 @@ def test_a_dead_switch_costs_its_jobs_no_step_and_does_not_affect_other_jobs(
                 group.all_reduce(buffer)
                 assert (buffer == of * (of + 1) / 2).all()
                 # All ranks stop at the same turn.
-                word = np.array([float(over.is_set())], np.float32)
-                group.all_reduce(word)
-                if word[0] > 0:
+                flags = np.array([float(over.is_set())], np.float32)
+                group.all_reduce(flags)
+                if flags[0] > 0:
                     membership = group.group.membership
                     in_network = group.group.events()["algorithm"][-1] == engine.ALGORITHMS["in_network"]
                     return turns, membership and membership.endpoint, in_network
@@ -507,12 +507,12 @@ def serve_as_parent(server: socket.socket, start: Callable[[dict[str, Any]], dic
 def test_a_parent_that_starts_more_than_was_offered_ends_the_job(
     start: Callable[[dict[str, Any]], dict[str, Any]], says: str
 ) -> None:
-    def word(ready: dict[str, Any]) -> dict[str, Any]:
+    def make_start(ready: dict[str, Any]) -> dict[str, Any]:
         usual = {"type": "start", "epoch": 1, "payload_bytes": ready["payload_bytes"], "window": ready["window"]}
         return {**usual, **start(ready)}
 
     with socket.create_server(("127.0.0.1", 0)) as server:
-        parent = threading.Thread(target=serve_as_parent, args=(server, word), daemon=True)
+        parent = threading.Thread(target=serve_as_parent, args=(server, make_start), daemon=True)
         parent.start()
         with running_switch("--parent", f"127.0.0.1:{server.getsockname()[1]}") as leaf:
             with socket.create_connection(leaf.address, 10) as stream:

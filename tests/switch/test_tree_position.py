@@ -50,18 +50,22 @@ def test_paths_that_form_no_tree_are_refused(paths: list[list[int]], says: str) 
         tree_position(LEFT, paths)
 
 
-def way(*ids: int, broken: str = "") -> PathToRoot:
+def path(*ids: int, broken: str = "") -> PathToRoot:
     return PathToRoot(ids, tuple(f"h{each}:7171" for each in ids), broken)
 
 
 def test_paths_end_at_the_lowest_switch_that_all_workers_are_below() -> None:
-    assert common_tree([way(LEFT, MIDDLE, ROOT), way(LEFT, MIDDLE, ROOT)], [0, 1]) == [[LEFT], [LEFT]]
-    assert common_tree([way(LEFT, MIDDLE, ROOT), way(MIDDLE, ROOT)], [0, 1]) == [[LEFT, MIDDLE], [MIDDLE]]
-    assert common_tree([way(LEFT, MIDDLE, ROOT), way(RIGHT, ROOT)], [0, 1]) == [[LEFT, MIDDLE, ROOT], [RIGHT, ROOT]]
+    assert common_tree([path(LEFT, MIDDLE, ROOT), path(LEFT, MIDDLE, ROOT)], [0, 1]) == [[LEFT], [LEFT]]
+    assert common_tree([path(LEFT, MIDDLE, ROOT), path(MIDDLE, ROOT)], [0, 1]) == [[LEFT, MIDDLE], [MIDDLE]]
+    assert common_tree([path(LEFT, MIDDLE, ROOT), path(RIGHT, ROOT)], [0, 1]) == [[LEFT, MIDDLE, ROOT], [RIGHT, ROOT]]
 
 
 def test_paths_without_a_common_switch_are_all_named_with_the_reason() -> None:
-    ways = [way(LEFT, MIDDLE), way(LEFT, MIDDLE), way(RIGHT, broken="the parent switch at h90:7171 cannot be reached")]
+    ways = [
+        path(LEFT, MIDDLE),
+        path(LEFT, MIDDLE),
+        path(RIGHT, broken="the parent switch at h90:7171 cannot be reached"),
+    ]
     with pytest.raises(SwitchError) as caught:
         common_tree(ways, [0, 2, 4])
     assert (

@@ -108,7 +108,7 @@ def test_a_jobs_name_must_match_its_tokens_patterns(switch: RunningSwitch, tmp_p
     refused(outcomes, "refused: vision's jobs are called vision-* or shared, not 'nlp-1' (NETFOLD_JOB_NAME)")
 
 
-def eavesdropper(forward_to: tuple[str, int] | None, said: list[bytes], answer: bytes = b"") -> str:
+def eavesdropper(forward_to: tuple[str, int] | None, received: list[bytes], answer: bytes = b"") -> str:
     """A listener that stores what it receives and replies once; with `forward_to`, a relay that changes nothing."""
     server = socket.create_server(("127.0.0.1", 0))
 
@@ -116,7 +116,7 @@ def eavesdropper(forward_to: tuple[str, int] | None, said: list[bytes], answer: 
         try:
             while data := source.recv(65536):
                 if keep:
-                    said.append(data)
+                    received.append(data)
                 sink.sendall(data)
             sink.shutdown(socket.SHUT_WR)
         except OSError:
@@ -127,7 +127,7 @@ def eavesdropper(forward_to: tuple[str, int] | None, said: list[bytes], answer: 
             while True:
                 stream, _ = server.accept()
                 if forward_to is None:
-                    said.append(stream.recv(65536))
+                    received.append(stream.recv(65536))
                     stream.sendall(answer)
                     stream.close()
                     continue
@@ -144,16 +144,16 @@ def test_a_token_is_not_sent_to_a_switch_with_another_certificate(switch: Runnin
     began = time.monotonic()
     outcomes = run_threads(add, 2, vision(switch, tmp_path, switch=wrong))
     refused(outcomes, "is not the one that NETFOLD_SWITCH names", switch.endpoint.split("#")[1], "nothing was sent")
-    assert time.monotonic() - began < JOIN_S, "told at once, and not when the time to join was over"
+    assert time.monotonic() - began < JOIN_S, "the error comes at once, and not at the join timeout"
     assert "event=refused" not in switch.log(), "no join arrived"
 
 
 def test_a_token_is_not_sent_without_a_fingerprint(switch: RunningSwitch, tmp_path: Path) -> None:
-    said: list[bytes] = []
-    endpoint = eavesdropper(None, said)
+    received: list[bytes] = []
+    endpoint = eavesdropper(None, received)
     outcomes = run_threads(add, 2, vision(switch, tmp_path, switch=endpoint))
     refused(outcomes, "NETFOLD_SWITCH has no fingerprint: whoever answers there would get the token", "host:port#")
-    assert said == []
+    assert received == []
 
 
 def test_a_worker_without_fingerprint_gets_a_hint(switch: RunningSwitch) -> None:
@@ -227,9 +227,9 @@ def test_a_token_that_is_no_text_is_refused_like_a_missing_one(switch: RunningSw
 
 
 def test_the_network_sees_neither_token_nor_job_name(switch: RunningSwitch, tmp_path: Path) -> None:
-    said: list[bytes] = []
+    received: list[bytes] = []
     host, port, fingerprint = control_messages.parse_switch(switch.endpoint, what="endpoint")
-    relay = eavesdropper((host, port), said)
+    relay = eavesdropper((host, port), received)
     stream = PinnedStream(
         socket.create_connection(control_messages.parse_endpoint(relay, what="relay"), 5), fingerprint or ""
     )
@@ -244,9 +244,9 @@ def test_the_network_sees_neither_token_nor_job_name(switch: RunningSwitch, tmp_
     control_messages.send(stream, {**join_message, "port": 9, "token": VISION})
     assert control_messages.receive(stream)["type"] == "admitted"
     stream.close()
-    assert said
+    assert received
     for secret in (VISION, "vision-1"):
-        assert secret.encode() not in b"".join(said)
+        assert secret.encode() not in b"".join(received)
 
 
 def test_silent_peers_keep_no_worker_out(switch: RunningSwitch, tmp_path: Path) -> None:

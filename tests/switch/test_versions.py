@@ -47,23 +47,23 @@ def ask(address: tuple[str, int], message: dict[str, Any]) -> dict[str, Any]:
 
 def test_a_switch_refuses_every_first_message_of_another_version_and_names_the_upgrade() -> None:
     with running_switch() as switch:
-        for theirs in OTHERS:
-            older = "the worker" if theirs < VERSION else "this switch"
-            rest = f"speaks control protocol {theirs}, this switch {OURS}: upgrade netfold where"
+        for peer_version in OTHERS:
+            older = "the worker" if peer_version < VERSION else "this switch"
+            rest = f"speaks control protocol {peer_version}, this switch {OURS}: upgrade netfold where"
             for name, message in FIRST.items():
-                answer = ask(switch.address, {**message, "version": theirs})
+                answer = ask(switch.address, {**message, "version": peer_version})
                 reason = f"the worker {rest} {older} runs"
                 assert answer == {"type": "refused", "version": VERSION, "reason": reason}, name
             switch.wait_for(rf"event=refused .*reason=version .*{re.escape(reason)}", count=len(FIRST))
-            answer = ask(switch.address, {"type": "path", "below": [5], "version": theirs})
+            answer = ask(switch.address, {"type": "path", "below": [5], "version": peer_version})
             assert answer["reason"].startswith(f"the switch below {rest}")
 
 
 def test_a_switch_refuses_a_worker_without_a_version() -> None:
     unclear: list[dict[str, Any]] = [{}, {"version": str(VERSION)}, {"version": None}, {"version": [VERSION]}]
     with running_switch() as switch:
-        for said in unclear:
-            answer = ask(switch.address, {**JOIN, **said})
+        for fields in unclear:
+            answer = ask(switch.address, {**JOIN, **fields})
             assert answer["type"] == "refused"
             assert answer["reason"] == (
                 f"the worker does not say which control protocol it speaks, and this switch {OURS}: run the same "
@@ -98,29 +98,31 @@ ADMITTED = {"type": "admitted", "job_id": 1, "incarnation": 7, "worker": 0, "non
 ROOM = {"type": "quota", "jobs": 1, "workers": 1, "memory_bytes": 1, "slots": 1}
 
 
-def refused_by_worker(endpoint: str, theirs: int) -> str:
-    older = "it" if theirs < VERSION else "this worker"
+def refused_by_worker(endpoint: str, peer_version: int) -> str:
+    older = "it" if peer_version < VERSION else "this worker"
     return (
-        f"rank 0: the switch at {endpoint} (NETFOLD_SWITCH) cannot be joined: it speaks control protocol {theirs}, "
-        f"this worker {OURS}: upgrade netfold where {older} runs"
+        f"rank 0: the switch at {endpoint} (NETFOLD_SWITCH) cannot be joined: it speaks control protocol "
+        f"{peer_version}, this worker {OURS}: upgrade netfold where {older} runs"
     )
 
 
-@pytest.mark.parametrize("theirs", OTHERS)
+@pytest.mark.parametrize("peer_version", OTHERS)
 @pytest.mark.parametrize(
     "answer",
     [{"type": "refused", "reason": "no"}, PATH, {"type": "greeted"}],
     ids=["refuses", "answers", "says something new"],
 )
-def test_a_group_refuses_a_switch_of_another_version_and_names_the_upgrade(answer: dict[str, Any], theirs: int) -> None:
-    with fake_switch({**answer, "version": theirs}) as endpoint, pytest.raises(SwitchError) as raised:
+def test_a_group_refuses_a_switch_of_another_version_and_names_the_upgrade(
+    answer: dict[str, Any], peer_version: int
+) -> None:
+    with fake_switch({**answer, "version": peer_version}) as endpoint, pytest.raises(SwitchError) as raised:
         make_a_group(endpoint)
-    assert str(raised.value) == refused_by_worker(endpoint, theirs)
+    assert str(raised.value) == refused_by_worker(endpoint, peer_version)
 
 
-@pytest.mark.parametrize("theirs", OTHERS)
-def test_a_worker_refuses_an_admission_and_a_grant_of_another_version(theirs: int) -> None:
-    with fake_switch({**ADMITTED, "version": theirs}) as endpoint, pytest.raises(SwitchError) as raised:
+@pytest.mark.parametrize("peer_version", OTHERS)
+def test_a_worker_refuses_an_admission_and_a_grant_of_another_version(peer_version: int) -> None:
+    with fake_switch({**ADMITTED, "version": peer_version}) as endpoint, pytest.raises(SwitchError) as raised:
         Membership.join(
             endpoint,
             job="0" * 16,
@@ -133,10 +135,10 @@ def test_a_worker_refuses_an_admission_and_a_grant_of_another_version(theirs: in
             fabric=None,
             timeout_s=5,
         )
-    assert str(raised.value) == refused_by_worker(endpoint, theirs)
-    with fake_switch({**ROOM, "version": theirs}) as endpoint, pytest.raises(SwitchError) as raised:
+    assert str(raised.value) == refused_by_worker(endpoint, peer_version)
+    with fake_switch({**ROOM, "version": peer_version}) as endpoint, pytest.raises(SwitchError) as raised:
         query_quota(endpoint, token_file=None, rank=0, timeout_s=5)
-    assert str(raised.value) == refused_by_worker(endpoint, theirs)
+    assert str(raised.value) == refused_by_worker(endpoint, peer_version)
 
 
 def test_a_reply_without_a_version_is_refused() -> None:
@@ -156,14 +158,14 @@ def test_a_refusal_of_control_protocol_5_reaches_the_user() -> None:
     assert str(raised.value) == f"rank 0: the switch at {endpoint} (NETFOLD_SWITCH) refused: {reason}"
 
 
-@pytest.mark.parametrize("theirs", OTHERS)
-def test_a_leaf_reports_a_parent_of_another_version(theirs: int) -> None:
-    older = "it" if theirs < VERSION else "this switch"
-    with fake_switch({**PATH, "version": theirs}) as endpoint, running_switch("--parent", endpoint) as leaf:
+@pytest.mark.parametrize("peer_version", OTHERS)
+def test_a_leaf_reports_a_parent_of_another_version(peer_version: int) -> None:
+    older = "it" if peer_version < VERSION else "this switch"
+    with fake_switch({**PATH, "version": peer_version}) as endpoint, running_switch("--parent", endpoint) as leaf:
         leaf.wait_for(
             re.escape(
-                f"the parent switch at {endpoint} cannot be joined: it speaks control protocol {theirs}, this switch "
-                f"{OURS}: upgrade netfold where {older} runs"
+                f"the parent switch at {endpoint} cannot be joined: it speaks control protocol {peer_version}, "
+                f"this switch {OURS}: upgrade netfold where {older} runs"
             )
         )
 
