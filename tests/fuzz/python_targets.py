@@ -216,7 +216,7 @@ class _Switch:
         reader.feed_data(data)
         reader.feed_eof()
         await self.switch._on_connection(Connection(reader, _Writer(), "127.0.0.1:9", lambda: None))  # type: ignore[arg-type]
-        await asyncio.gather(*self.switch._tasks)
+        await asyncio.gather(*self.switch._jobs.tasks)
 
 
 class _Writer:

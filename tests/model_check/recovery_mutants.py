@@ -20,7 +20,8 @@ from typing import Any
 from changed import change, execute, load
 
 from netfold.communicator import recovery_machine, recovery_plan
-from netfold.model_check.recovery import STUCK, Machines, RecoveryReport, RecoveryScope, search_recovery
+from netfold.model_check.recovery import STUCK, RecoveryReport, search_recovery
+from netfold.model_check.recovery_rank import Machines, RecoveryScope
 
 ROOT = Path(__file__).parents[2]
 COLLECTIVE = ROOT / "native" / "collective"

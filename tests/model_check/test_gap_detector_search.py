@@ -20,7 +20,7 @@ MUTANTS = {
     "late-packet-is-not-recorded": (
         "if (age < 64) received_ |= std::uint64_t{1} << age;",
         "",
-        "what is kept depends on the order of the packets",
+        "the machine's state depends on the order of the packets",
     ),
     "named-one-early": (
         "if (age + ahead < kReorderThreshold ||",

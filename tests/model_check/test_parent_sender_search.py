@@ -15,10 +15,10 @@ pytestmark = pytest.mark.native
 
 PROTOCOL = Path(__file__).parents[2] / "native" / "protocol"
 
-IN_FLIGHT = "other sums are in flight than the table says"
-OTHER = "another sum goes than the one that is next"
-COUNTED = "packets are counted otherwise than the table says"
-NAMED = "a NACK sends other sums again than it names"
+IN_FLIGHT = "the sums in flight differ from the table's"
+OTHER = "a sum other than the next one is sent"
+COUNTED = "the packet counts differ from the table's"
+NAMED = "a NACK resends other sums than it names"
 
 # The text in parent_sender.cpp, its replacement, and the promise that breaks.
 MUTANTS = {
@@ -26,7 +26,7 @@ MUTANTS = {
     "number-is-used-again": (
         "  --packets_sent_;\n",
         "  --packets_sent_;\n  --packet_number_;\n",
-        "a packet has a number that one had before",
+        "a packet number is used twice",
     ),
     "refused-counts-as-sent": ("  entry.sent = entry.again;\n", "", COUNTED),
     "refused-is-not-offered-again": (

@@ -10,7 +10,8 @@ import recovery_mutants
 from recovery_mutants import BACK, MUTANTS, machines
 
 from netfold._native import protocol
-from netfold.model_check.recovery import STUCK, Channel, RecoveryScope, replay_recovery, search_recovery, sentence
+from netfold.model_check.recovery import STUCK, replay_recovery, search_recovery, sentence
+from netfold.model_check.recovery_rank import Channel, RecoveryScope
 from netfold.model_check.scopes import RECOVERY_QUICK
 
 pytestmark = pytest.mark.native

@@ -13,11 +13,11 @@ from netfold.model_check.switch_watch import search_switch_watch, sentence
 
 pytestmark = pytest.mark.native
 
-ANSWERS = "a switch is lost that answers"
-SILENT = "a switch that does not answer is not lost"
-CUT = "a path that lets no packets through is not noticed"
-FORMER = "an answer about a chunk that has its result is taken for this one's"
-TWO = "a question is asked while another is open"
+ANSWERS = "a switch that answers counts as lost"
+SILENT = "a switch that does not answer does not count as lost"
+CUT = "a path that lets no packets through is not detected"
+FORMER = "a reply about an earlier chunk is taken for the current chunk's"
+TWO = "a query is sent while another is open"
 
 # The text in switch_watch.py, its replacement, and the promise that breaks.
 MUTANTS = {

@@ -4,7 +4,7 @@ from pathlib import Path
 
 
 def has_ended(pid: int) -> bool:
-    """A zombie has ended: it only waits for its new parent, who may take its time, to take note."""
+    """A zombie has ended: it only waits for its new parent to reap it."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""A rack as it stands: its rate, its loss, and that nothing of it stays behind. Needs root."""
+"""A running rack: its rate, its loss, and its complete removal. Needs root."""
 
 import json
 import math
@@ -21,7 +21,7 @@ from netfold.rack.topology import End
 LACK = why_unavailable(loss=True, delay=True)
 pytestmark = [pytest.mark.rack, pytest.mark.skipif(LACK is not None, reason=str(LACK))]
 
-# Ethernet, IPv4 and TCP with time stamps: what a full packet carries of what the shaper counts.
+# Payload of a full packet as a share of what the shaper counts: less Ethernet, IPv4 and TCP with timestamps.
 TCP_SHARE = 1448 / 1514
 
 SEND_TCP = """
@@ -98,18 +98,18 @@ def await_ready(process: Process) -> None:
     assert process.stdout.readline() == "ready\n"
 
 
-def nothing_is_left(rack_id: str) -> bool:
+def no_rack_is_left(rack_id: str) -> bool:
     listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
     return rack_id not in listed and rack_id not in cleanup.racks()
 
 
 def rack_id_in(process: Process) -> str:
-    """The id of the rack that a `netfold rack run` of ours stands in, from its hosts' own namespace name."""
+    """The id of the rack of a `netfold rack run`, from the name of a host's namespace."""
     assert process.stdout is not None
     for line in process.stdout:
         if match := re.match(r"h\d+\| nf-([0-9a-f]+)-h\d+$", line.rstrip()):
             return match[1]
-    raise AssertionError("no host said where it is")
+    raise AssertionError("no host printed its namespace")
 
 
 def rack_run(*command: str, hosts: int = 2, options: tuple[str, ...] = ("--no-switch",)) -> Process:
@@ -118,7 +118,7 @@ def rack_run(*command: str, hosts: int = 2, options: tuple[str, ...] = ("--no-sw
 
 
 @pytest.mark.parametrize(("rate", "loss"), [("200mbit", "0%"), ("1gbit", "0%"), ("200mbit", "0.0001%")])
-def test_tcp_between_two_hosts_runs_at_the_rate_asked_for(rate: str, loss: str) -> None:
+def test_tcp_between_two_hosts_runs_at_the_requested_rate(rate: str, loss: str) -> None:
     with Rack(2, rate, loss) as rack:
         receiver = rack.popen(1, [sys.executable, "-c", RECEIVE_TCP])
         await_ready(receiver)
@@ -127,16 +127,16 @@ def test_tcp_between_two_hosts_runs_at_the_rate_asked_for(rate: str, loss: str) 
         assert supervise([sender], deadline_s=10).exit_code == 0
         line_bits = rack.link.rate_bits * TCP_SHARE
     goodput_bits = measured["bytes"] * 8 / measured["seconds"]
-    # Above the line by no more than both ends' bursts; below it by what a busy machine costs.
+    # At most both ends' bursts above the line rate; below it by the cost of a busy machine.
     assert goodput_bits <= line_bits + 2 * 8 * (128 << 10) / measured["seconds"]
     assert goodput_bits >= 0.75 * line_bits
 
 
 @pytest.mark.parametrize("up", [True, False], ids=["to_the_switch", "from_the_switch"])
-def test_a_link_loses_single_packets_at_the_ratio_asked_for_each_way(up: bool) -> None:
+def test_a_link_loses_single_packets_at_the_requested_ratio_each_way(up: bool) -> None:
     count, loss_ratio = 32000, 0.02
     receive, send = [sys.executable, "-c", RECEIVE_UDP], [sys.executable, "-c", SEND_UDP]
-    # Of three hosts, so that a rule which other links meet too would show.
+    # Three hosts, so that a rule that also applies to other links would show.
     with Rack(3, "1gbit", "2%") as rack:
         if up:
             receiver = rack.popen_switch(receive)
@@ -148,33 +148,33 @@ def test_a_link_loses_single_packets_at_the_ratio_asked_for_each_way(up: bool) -
             rack.popen_switch([*send, names.host_address(0), str(count)])
         arrived = set(json.loads(last_line(receiver)))
     lost = [number for number in range(count) if number not in arrived]
-    # Binomial: five standard deviations are passed once in about two million runs.
+    # Binomial: one run in about two million is further than five standard deviations from the mean.
     allowed = 5 * math.sqrt(count * loss_ratio * (1 - loss_ratio))
     assert abs(len(lost) - count * loss_ratio) < allowed
-    # Were super-packets lost whole, each would take its 16 datagrams with it. Lost one by one, two of one
-    # super-packet meet with probability below 15 * 2%: then far more than half of them are hit but once.
+    # A super-packet lost as a whole takes its 16 datagrams with it. Where single packets are lost, the probability of a
+    # second loss in one super-packet is below 15 * 2%, so far more than half of the hit ones lose only one.
     hit = [number // 16 for number in lost]
     assert sum(hit.count(which) == 1 for which in set(hit)) > len(set(hit)) / 2
 
 
-def test_a_rack_is_gone_after_its_with_and_so_is_what_ran_in_it() -> None:
+def test_a_rack_and_its_processes_are_removed_after_its_with_block() -> None:
     with Rack(2, "1gbit") as rack:
         processes = [rack.popen(0, ["sleep", "60"]), rack.popen_switch(["sleep", "60"])]
-        assert not nothing_is_left(rack.rack_id)
+        assert not no_rack_is_left(rack.rack_id)
     assert all(process.poll() is not None for process in processes)
-    assert nothing_is_left(rack.rack_id)
+    assert no_rack_is_left(rack.rack_id)
 
 
-def test_a_rack_is_gone_when_it_could_not_be_built() -> None:
+def test_a_rack_that_cannot_be_built_is_removed() -> None:
     rack = Rack(2, "1gbit")
     taken = names.host_namespace(rack.rack_id, 1)
     subprocess.run(["ip", "netns", "add", taken], check=True)
     with pytest.raises(RackError, match=taken), rack:
         pass
-    assert nothing_is_left(rack.rack_id)
+    assert no_rack_is_left(rack.rack_id)
 
 
-def test_a_process_that_left_its_parent_is_ended_too() -> None:
+def test_a_process_that_left_its_parent_is_also_ended() -> None:
     with Rack(1, "1gbit") as rack:
         parent = rack.popen(0, ["sh", "-c", "setsid sleep 60 >/dev/null 2>&1 & echo $!"])
         orphan = int(last_line(parent))
@@ -182,10 +182,10 @@ def test_a_process_that_left_its_parent_is_ended_too() -> None:
     assert has_ended(orphan)
 
 
-def test_a_stand_in_for_the_switch_is_announced_to_the_workers() -> None:
-    said = "print('netfold switch listening on 10.77.0.254:7171', flush=True); import time; time.sleep(60)"
+def test_workers_get_the_address_of_a_process_that_replaces_the_switch() -> None:
+    script = "print('netfold switch listening on 10.77.0.254:7171', flush=True); import time; time.sleep(60)"
     with Rack(1, "1gbit") as rack:
-        rack.start_switch(lambda line: None, [sys.executable, "-c", said])
+        rack.start_switch(lambda line: None, [sys.executable, "-c", script])
         assert last_line(rack.popen(0, ["sh", "-c", "echo $NETFOLD_SWITCH"])) == "10.77.0.254:7171"
 
 
@@ -200,8 +200,8 @@ def test_the_aggregator_serves_workers_in_a_rack() -> None:
         )
         workers = [rack.popen(host, [sys.executable, "-c", code]) for host in range(2)]
         outcome = supervise(workers, deadline_s=60)
-        said = [worker.communicate()[0] for worker in workers]
-    assert outcome.exit_code == 0, (said, lines)
+        outputs = [worker.communicate()[0] for worker in workers]
+    assert outcome.exit_code == 0, (outputs, lines)
 
 
 def test_run_streams_with_the_hosts_names_and_returns_the_first_failure() -> None:
@@ -210,7 +210,7 @@ def test_run_streams_with_the_hosts_names_and_returns_the_first_failure() -> Non
     output, _ = process.communicate(timeout=30)
     assert process.returncode == 5
     assert "host h1 failed first, with exit code 5" in output
-    assert nothing_is_left(rack_id)
+    assert no_rack_is_left(rack_id)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -220,7 +220,7 @@ def test_nothing_is_left_after_a_signal(number: signal.Signals) -> None:
     process.send_signal(number)
     process.communicate(timeout=30)
     assert process.returncode == 128 + number
-    assert nothing_is_left(rack_id)
+    assert no_rack_is_left(rack_id)
 
 
 def reaper_of(rack_id: str) -> int:
@@ -228,11 +228,11 @@ def reaper_of(rack_id: str) -> int:
     return int(found)
 
 
-def gone_within_s(rack_id: str, limit_s: float) -> bool:
+def removed_within_s(rack_id: str, limit_s: float) -> bool:
     deadline = time.monotonic() + limit_s
-    while not nothing_is_left(rack_id) and time.monotonic() < deadline:
+    while not no_rack_is_left(rack_id) and time.monotonic() < deadline:
         time.sleep(0.05)
-    return nothing_is_left(rack_id)
+    return no_rack_is_left(rack_id)
 
 
 def test_nothing_is_left_of_a_rack_whose_process_was_killed() -> None:
@@ -241,15 +241,15 @@ def test_nothing_is_left_of_a_rack_whose_process_was_killed() -> None:
     reaper = reaper_of(rack_id)
     process.kill()
     process.wait()
-    # The hosts' processes do not heed SIGTERM.
-    assert gone_within_s(rack_id, 20)
+    # The hosts' processes ignore SIGTERM.
+    assert removed_within_s(rack_id, 20)
     deadline = time.monotonic() + 5
     while not has_ended(reaper) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert has_ended(reaper)
 
 
-def test_a_process_that_a_killed_rack_has_forked_keeps_nothing_alive() -> None:
+def test_a_process_that_a_killed_rack_forked_does_not_keep_the_rack() -> None:
     code = """if True:
         import os, sys, time
         from netfold.rack import Rack
@@ -266,34 +266,34 @@ def test_a_process_that_a_killed_rack_has_forked_keeps_nothing_alive() -> None:
     try:
         process.kill()
         process.wait()
-        assert gone_within_s(rack_id, 20)
+        assert removed_within_s(rack_id, 20)
     finally:
         os.killpg(process.pid, signal.SIGKILL)
 
 
-def test_down_removes_what_a_killed_rack_left_and_spares_a_living_one() -> None:
+def test_down_removes_the_rest_of_a_killed_rack_and_spares_a_running_one() -> None:
     with Rack(1, "1gbit") as living:
         process = rack_run("sh", "-c", "ip netns identify; sleep 60")
         rack_id = rack_id_in(process)
         os.kill(reaper_of(rack_id), signal.SIGKILL)
         process.kill()
         process.wait()
-        assert not nothing_is_left(rack_id)
+        assert not no_rack_is_left(rack_id)
         verb = [sys.executable, "-m", "netfold.cli", "rack", "down"]
         done = subprocess.run(verb, capture_output=True, text=True, timeout=60, check=True)
         assert f"rack {rack_id} removed" in done.stdout
         assert f"rack {living.rack_id} still runs under process {os.getpid()}" in done.stdout
-        assert nothing_is_left(rack_id)
-        assert not nothing_is_left(living.rack_id)
-        # It still works.
+        assert no_rack_is_left(rack_id)
+        assert not no_rack_is_left(living.rack_id)
+        # The running rack still works.
         assert supervise([living.popen(0, ["true"])], deadline_s=10).exit_code == 0
     deadline = time.monotonic() + 5
-    while not nothing_is_left(living.rack_id) and time.monotonic() < deadline:
+    while not no_rack_is_left(living.rack_id) and time.monotonic() < deadline:
         time.sleep(0.02)
-    assert nothing_is_left(living.rack_id)
+    assert no_rack_is_left(living.rack_id)
 
 
-def test_a_rack_of_racks_is_what_was_asked_for() -> None:
+def test_several_racks_pass_the_check() -> None:
     verb = [sys.executable, "-m", "netfold.cli", "rack", "check", "--hosts", "4", "--rate", "400mbit"]
     more = ["--racks", "2", "--uplink", "100mbit", "--mtu", "4000", "--loss", "0.5%"]
     done = subprocess.run([*verb, *more], capture_output=True, text=True, timeout=120, check=False)
@@ -301,14 +301,14 @@ def test_a_rack_of_racks_is_what_was_asked_for() -> None:
     assert done.stdout.count("as asked") == 12
 
 
-def test_the_aggregator_may_be_a_host_behind_a_link_of_its_own() -> None:
+def test_the_aggregator_may_be_a_host_behind_its_own_link() -> None:
     verb = [sys.executable, "-m", "netfold.cli", "rack", "check", "--rate", "400mbit", "--switch-rate", "100mbit"]
     done = subprocess.run(verb, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "96 Mbit/s" in done.stdout  # 1448 of 1514 bytes, of 100 Mbit/s
 
 
-def test_a_delay_is_what_was_asked_for_beside_loss_and_rate() -> None:
+def test_a_delay_passes_the_check_together_with_loss_and_rate() -> None:
     verb = [sys.executable, "-m", "netfold.cli", "rack", "check", "--rate", "100mbit", "--delay", "2ms", "--loss", "1%"]
     done = subprocess.run(verb, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -316,7 +316,7 @@ def test_a_delay_is_what_was_asked_for_beside_loss_and_rate() -> None:
 
 
 @pytest.mark.native
-def test_super_packets_through_a_link_that_takes_time_come_in_order_and_all() -> None:
+def test_all_super_packets_through_a_delayed_link_arrive_in_order() -> None:
     with Rack(2, "1gbit", delay="1ms") as rack:
         receiver = rack.popen(1, [sys.executable, "-c", RECEIVE_UDP])
         await_ready(receiver)
@@ -325,24 +325,24 @@ def test_super_packets_through_a_link_that_takes_time_come_in_order_and_all() ->
         assert json.loads(last_line(receiver)) == list(range(3200))
 
 
-def test_packets_through_a_link_that_takes_time_come_whole_and_in_the_switch_add_up() -> None:
+def test_packets_through_delayed_links_arrive_whole_and_the_switch_sums_them() -> None:
     code = (
         "import torch, torch.distributed as dist; dist.init_process_group('netfold'); "
         "x = torch.arange(300000.) + dist.get_rank(); dist.all_reduce(x); "
         "assert torch.equal(x, 3 * torch.arange(300000.) + 3); print('whole'); dist.destroy_process_group()"
     )
     process = rack_run(sys.executable, "-c", code, hosts=3, options=("--delay", "200us", "--racks", "1"))
-    said = process.communicate(timeout=120)[0]
-    assert process.returncode == 0, said
-    assert said.count("whole") == 3
+    output = process.communicate(timeout=120)[0]
+    assert process.returncode == 0, output
+    assert output.count("whole") == 3
 
 
-def test_a_cable_into_a_namespace_that_is_not_there_is_refused_with_its_name() -> None:
+def test_a_delayed_link_into_a_missing_namespace_is_refused_with_its_name() -> None:
     with pytest.raises(RackError, match="nf-no-such"):
         DelayLinks().add(End("nf-no-such", "a"), End("nf-no-such", "b"), 1000)
 
 
-def test_a_rack_of_racks_has_a_leaf_in_each_where_asked() -> None:
+def test_several_racks_have_a_leaf_each_if_requested() -> None:
     code = (
         "import os, torch, torch.distributed as dist; dist.init_process_group('netfold'); "
         "x = torch.arange(100000.) + dist.get_rank(); dist.all_reduce(x); "
@@ -351,14 +351,14 @@ def test_a_rack_of_racks_has_a_leaf_in_each_where_asked() -> None:
     )
     racks = ("--racks", "2", "--uplink", "400mbit", "--leaves")
     process = rack_run(sys.executable, "-c", code, hosts=4, options=racks)
-    said = process.communicate(timeout=120)[0]
-    assert process.returncode == 0, said
+    output = process.communicate(timeout=120)[0]
+    assert process.returncode == 0, output
     for host, rack in enumerate((0, 0, 1, 1)):
-        assert f"h{host}| through {names.rack_address(rack)}:{names.SWITCH_PORT}" in said, said
-    # Both leaves sent sums up.
-    assert len(re.findall(r"leaf\| .*event=started .*parent=", said)) == 2, said
+        assert f"h{host}| through {names.rack_address(rack)}:{names.SWITCH_PORT}" in output, output
+    # Both leaves sent sums to the parent.
+    assert len(re.findall(r"leaf\| .*event=started .*parent=", output)) == 2, output
 
 
-def test_leaves_want_several_racks_and_a_switch_above() -> None:
+def test_leaves_need_several_racks_and_a_switch_above() -> None:
     with Rack(2, "1gbit") as rack, pytest.raises(RackError, match="several racks"):
         rack.start_leaves(lambda line: None)

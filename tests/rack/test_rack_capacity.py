@@ -1,6 +1,7 @@
-"""A switch whose link is not what it was, or is not the same both ways, costs a job next to nothing. Needs root.
+"""A switch whose link changes, or differs between directions, slows a job little. Needs root.
 
-Four hosts at 200 Mbit/s add 4 MB by `auto` and by a ring in turns; every sum is checked in full. A ring takes 0.27 s.
+Four hosts at 200 Mbit/s reduce 4 MB by `auto` and by a ring in turns; every sum is checked in full. A ring takes
+0.27 s.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ LACK = why_unavailable(loss=True)
 pytestmark = [pytest.mark.rack, pytest.mark.skipif(LACK is not None, reason=str(LACK))]
 
 HOSTS = 4
-# Turns in a row by which a change is judged, and how many there may be before. A trial is among any eight.
+# Consecutive turns that a change is judged by, and the most turns before them. Any eight turns hold one trial.
 JUDGED, SETTLES = 9, 24
 
 RANK = """
@@ -66,9 +67,10 @@ while not stop[0]:
     ring.broadcast(stop)
     found, turn = auto.group.shares, turn + 1
     if rank == 0:
-        said = {"took": took.tolist(), "parts": [part / 4096 for part in found.balanced], "made_s": made_s}
-        said |= {"switches": auto.group.links.switches, "row": auto.group.table.choose("all_reduce", 4 << 20).algorithm}
-        print(json.dumps(said), flush=True)
+        result = {"took": took.tolist(), "parts": [part / 4096 for part in found.balanced], "made_s": made_s}
+        result["switches"] = auto.group.links.switches
+        result["row"] = auto.group.table.choose("all_reduce", 4 << 20).algorithm
+        print(json.dumps(result), flush=True)
 ring.barrier()
 """
 
@@ -111,7 +113,7 @@ class Job:
 
 
 def over_ring(turns: list[Any]) -> float:
-    """The time by `auto` over a ring's, in turns that followed each other."""
+    """The time by `auto` divided by a ring's, in consecutive turns."""
     return statistics.median(turn["took"][0] / turn["took"][1] for turn in turns)
 
 
@@ -122,7 +124,7 @@ def standing(switch_rate: str, hosts: int = HOSTS, loss: str = "0%") -> Iterator
 
 
 def reshape(rack: Rack, rate: str, *, to_switch: bool = True, from_switch: bool = True) -> None:
-    """Another rate for the switch's link, one way or both."""
+    """Change the rate of the switch's link, in one direction or both."""
     ends = [(switch_namespace(rack.rack_id), "aggregator")] * to_switch
     ends += [(aggregator_namespace(rack.rack_id), HOST_INTERFACE)] * from_switch
     for namespace, device in ends:
@@ -136,7 +138,7 @@ def address(rack: Rack) -> str:
 
 
 @pytest.mark.parametrize("ways", [{"to_switch": False}, {"from_switch": False}], ids=["from", "to"])
-def test_one_direction_that_is_slower_is_the_switchs_rate(ways: dict[str, bool], tmp_path: Path) -> None:
+def test_the_slower_direction_is_the_switchs_rate(ways: dict[str, bool], tmp_path: Path) -> None:
     with standing("400mbit") as (rack, _):
         reshape(rack, "50mbit", **ways)
         job = Job(rack, tmp_path, address(rack))
@@ -149,7 +151,7 @@ def test_one_direction_that_is_slower_is_the_switchs_rate(ways: dict[str, bool],
     assert turns[-1]["switches"][0] < 5e6, "400 Mbit/s for four would be 11.8 MB/s"
 
 
-def test_packets_that_are_lost_while_a_switch_is_measured_do_not_make_the_job_slower(tmp_path: Path) -> None:
+def test_losses_during_a_measurement_do_not_slow_the_job(tmp_path: Path) -> None:
     with standing("400mbit", loss="1%") as (rack, _):
         job = Job(rack, tmp_path, address(rack))
         turns = job.wait_for(SETTLES)[-JUDGED:]
@@ -163,7 +165,7 @@ def test_packets_that_are_lost_while_a_switch_is_measured_do_not_make_the_job_sl
 
 
 @pytest.mark.parametrize(("before", "after"), [("800mbit", "100mbit"), ("400mbit", "20mbit"), ("200mbit", "10mbit")])
-def test_a_link_that_shrinks_in_mid_job_costs_a_few_operations(before: str, after: str, tmp_path: Path) -> None:
+def test_a_link_that_slows_down_during_a_job_costs_a_few_operations(before: str, after: str, tmp_path: Path) -> None:
     with standing(before) as (rack, _):
         job = Job(rack, tmp_path, address(rack))
         first = job.wait_for(SETTLES)
@@ -171,13 +173,13 @@ def test_a_link_that_shrinks_in_mid_job_costs_a_few_operations(before: str, afte
         change = job.wait_for(SETTLES)
         turns = job.wait_for(JUDGED)
         job.end()
-        said = job.log()
+        log = job.log()
     slow = sum(turn["took"][0] > 1.15 * turn["took"][1] for turn in change)
     ratio = over_ring(turns)
     earlier = over_ring(first[-JUDGED:])
     print(f"{before} to {after}: {earlier:.3f} before, {slow} slow turns, then {ratio:.3f} of a ring")
     assert ratio < 1.15, (change, turns)
-    assert "rates of a large all_reduce drifted" in said, "one line a minute, which may be of an earlier change"
+    assert "rates of a large all_reduce drifted" in log, "one line a minute, which may be of an earlier change"
 
 
 ENDS: dict[str, Callable[[Rack, Process], None]] = {
@@ -191,7 +193,7 @@ ENDS: dict[str, Callable[[Rack, Process], None]] = {
 
 
 @pytest.mark.parametrize("what", ENDS)
-def test_a_switch_that_goes_in_the_middle_of_its_measurement(what: str, tmp_path: Path) -> None:
+def test_a_switch_that_ends_during_its_measurement(what: str, tmp_path: Path) -> None:
     """The first size is more than what such a link lets through at once, and takes seconds."""
     with standing("64kbit") as (rack, switch):
         job = Job(rack, tmp_path, address(rack), NETFOLD_REJOIN_S="0", NETFOLD_LOG="debug")
@@ -203,16 +205,16 @@ def test_a_switch_that_goes_in_the_middle_of_its_measurement(what: str, tmp_path
         ENDS[what](rack, switch)
         turns = job.wait_for(5)
         job.end()
-        said = job.log()
+        log = job.log()
         if what == "stopped":
             os.kill(switch.pid, signal.SIGCONT)
     print(f"{what}: the group was made in {turns[0]['made_s']:.2f} s, {over_ring(turns):.3f} of a ring")
     assert turns[0]["switches"] == [] and turns[0]["made_s"] < seconds(12)
-    assert re.search("was not measured: .*is gone", said), said
+    assert re.search("was not measured: .*is gone", log), log
     assert over_ring(turns) < 1.3
 
 
-def test_two_switches_with_unlike_links_get_their_parts_within_sixteen_operations(tmp_path: Path) -> None:
+def test_two_switches_with_different_links_get_their_parts_within_16_operations(tmp_path: Path) -> None:
     with standing("400mbit", hosts=HOSTS + 1) as (rack, _):
         spare = f"{host_address(HOSTS)}:{SWITCH_PORT}"
         start_aggregator(partial(rack.popen, HOSTS), aggregator_argv(spare), lambda line: None)

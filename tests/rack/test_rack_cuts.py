@@ -1,6 +1,6 @@
-"""A path to the switch that is cut in mid-job costs no step and no sum, and forged ICMP changes nothing. Needs root.
+"""A path to the switch that is cut during a job costs no step and no sum; forged ICMP changes nothing. Needs root.
 
-Two ranks and a switch, each a network namespace on one bridge. Every step's sum is checked in full.
+Two ranks and a switch, each in a network namespace on one bridge. Every step's sum is checked in full.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ with Communicator.from_environment(timeout_s=60, join_timeout_s=20) as group:
     print(f"longest {longest:.3f}", flush=True)
 """
 
-# From a raw socket: an ICMP message that quotes a packet of every port that the switch might have used.
+# Sends, from a raw socket, an ICMP message that quotes a packet of every port that the switch may use.
 FORGE = """
 import socket, struct, sys, time
 source, target, kinds = sys.argv[1], sys.argv[2], sys.argv[3]
@@ -93,7 +93,7 @@ class Lan:
         run(["ip", "netns", "exec", self.names[host], "nft", "-f", "-"], stdin=rules)
 
     def drop(self, host: int, *rules: str) -> None:
-        """Drop what comes in ("in ...") or goes out ("out ...") at that host."""
+        """Drop packets that arrive at the host ("in ...") or leave it ("out ...")."""
         for hook, name in (("input", "in "), ("output", "out ")):
             lines = "\n".join(f"{rule.removeprefix(name)} drop" for rule in rules if rule.startswith(name))
             if lines:
@@ -132,7 +132,7 @@ def lan(hosts: int) -> Iterator[Lan]:
 
 
 class Job:
-    """Two ranks that add without pause, and their switch, on hosts 0, 1 and 2."""
+    """Two ranks that reduce without pause, and their switch, on hosts 0, 1 and 2."""
 
     SWITCH = 2
 
@@ -160,26 +160,26 @@ class Job:
             }
             self.ranks.append(there.spawn(rank, "sh", "-c", command, sys.executable, RANK, str(folder), **environment))
 
-    def said(self, rank: int) -> str:
+    def output(self, rank: int) -> str:
         return self.logs[rank].read_text() if self.logs[rank].exists() else ""
 
     def wait_for(self, pattern: str, timeout_s: float) -> float:
-        """Wait until rank 0, which leads, has said it; how long that took."""
+        """Wait until rank 0, the leader, has printed the text; return the seconds."""
         began = time.monotonic()
-        while not re.search(pattern, self.said(0)):
+        while not re.search(pattern, self.output(0)):
             for rank in range(2):
-                assert self.ranks[rank].poll() is None, self.said(rank)
-            assert time.monotonic() - began < seconds(timeout_s), (pattern, self.said(0), self.said(1))
+                assert self.ranks[rank].poll() is None, self.output(rank)
+            assert time.monotonic() - began < seconds(timeout_s), (pattern, self.output(0), self.output(1))
             time.sleep(0.05)
         return time.monotonic() - began
 
     def end(self) -> list[float]:
-        """Stop the ranks; the longest time of a step of each."""
+        """Stop the ranks; return the longest step of each."""
         (self.folder / "stop").touch()
         for rank, process in enumerate(self.ranks):
             process.wait(seconds(30))
-            assert process.returncode == 0, self.said(rank)
-        return [float(re.findall(r"longest ([\d.]+)", self.said(rank))[0]) for rank in range(2)]
+            assert process.returncode == 0, self.output(rank)
+        return [float(re.findall(r"longest ([\d.]+)", self.output(rank))[0]) for rank in range(2)]
 
     def close(self) -> None:
         stop([*self.ranks, self.switch])
@@ -226,7 +226,7 @@ CUTS: dict[str, tuple[Change, Change]] = {
 
 
 @pytest.mark.parametrize("what", CUTS)
-def test_a_cut_ends_in_fallback_without_a_lost_step_and_the_group_goes_back(what: str, tmp_path: Path) -> None:
+def test_a_cut_path_costs_no_step_and_the_group_returns_to_the_switch(what: str, tmp_path: Path) -> None:
     cut, heal = CUTS[what]
     with job(tmp_path) as running:
         cut(running)
@@ -268,7 +268,7 @@ def test_forged_icmp_of_every_kind_changes_nothing(tmp_path: Path) -> None:
             )
             assert forger.wait(30) == 0
         time.sleep(GOES_ON_S)
-        assert all("is gone" not in running.said(rank) for rank in range(2))
+        assert all("is gone" not in running.output(rank) for rank in range(2))
         running.end()
 
 
@@ -283,7 +283,7 @@ except PathError as error:
 """
 
 
-def test_a_firewall_on_the_host_that_joins_is_told_from_one_on_the_way(tmp_path: Path) -> None:
+def test_a_firewall_on_the_joining_host_is_distinguished_from_one_on_the_path(tmp_path: Path) -> None:
     with lan(1) as there:
         joins = ["ip", "netns", "exec", there.names[0], sys.executable, "-c", JOINS]
         assert "did not leave" not in run(joins)

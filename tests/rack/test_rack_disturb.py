@@ -1,4 +1,4 @@
-"""A link with a delay duplicates and reorders the packets that it is told to, and none before. Needs root."""
+"""A delayed link duplicates and reorders packets at the given ratios, and none before. Needs root."""
 
 from __future__ import annotations
 
@@ -44,18 +44,18 @@ link.sendto(b"-1", to)
 
 
 def arrivals(rack: Rack) -> list[int]:
-    """Numbers of datagrams from host 0 to host 1, as they came."""
+    """Numbers of the datagrams from host 0 to host 1, in order of arrival."""
     receiver = rack.popen(1, [sys.executable, "-c", RECEIVE, rack.address(1)])
     assert receiver.stdout is not None
     assert receiver.stdout.readline() == "ready\n"
     sender = rack.popen(0, [sys.executable, "-c", SEND, rack.address(1), str(COUNT), str(GAP_S)])
     assert sender.wait(seconds(30)) == 0
-    said, _ = receiver.communicate(timeout=seconds(30))
-    return [int(word) for word in said.split()]
+    output, _ = receiver.communicate(timeout=seconds(30))
+    return [int(word) for word in output.split()]
 
 
 def late(numbers: list[int]) -> int:
-    """How many came after one that was sent later."""
+    """The number of datagrams that arrived after one that was sent later."""
     highest, count = -1, 0
     for number in numbers:
         count += number < highest
@@ -63,11 +63,11 @@ def late(numbers: list[int]) -> int:
     return count
 
 
-# The kernel reorders some packets itself where a thread of the link moves to another processor.
+# The kernel itself reorders some packets when a thread of the link moves to another core.
 FEW = COUNT // 100
 
 
-def test_a_disturbed_link_duplicates_and_reorders_until_it_is_told_to_stop() -> None:
+def test_a_disturbed_link_duplicates_and_reorders_until_the_ratios_are_zero() -> None:
     with Rack(2, "1gbit", delay="50us") as rack:
         before = arrivals(rack)
         assert sorted(before) == list(range(COUNT))
@@ -84,7 +84,7 @@ def test_a_disturbed_link_duplicates_and_reorders_until_it_is_told_to_stop() -> 
         assert late(after) <= FEW
 
 
-def test_a_link_without_delay_and_a_ratio_that_is_none_are_refused() -> None:
+def test_a_link_without_delay_and_an_invalid_ratio_are_refused() -> None:
     with Rack(1, "1gbit") as rack, pytest.raises(RackError, match="has no delay"):
         rack.disturb(0, duplicate_ratio=0.1)
     with Rack(1, "1gbit", delay="50us") as rack, pytest.raises(RackError, match="ratios are from 0 to 1"):

@@ -1,4 +1,4 @@
-"""netfold doctor check between hosts: a host whose way out is slower than the others' is named. Needs root."""
+"""netfold doctor check between hosts: a host that sends more slowly than the other hosts is named. Needs root."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from netfold.rack.command import why_unavailable
 LACK = why_unavailable(loss=False)
 pytestmark = [pytest.mark.rack, pytest.mark.skipif(LACK is not None, reason=str(LACK))]
 
-# Host 2 sends at a tenth of what the others do.
+# Host 2 sends at a tenth of the other hosts' rate.
 HOST = """
 [ "$RANK" != 2 ] || tc qdisc replace dev eth0 root tbf rate 20mbit burst 64kb latency 100ms
 exec "$PYTHON" -m netfold.cli doctor check --json
@@ -27,17 +27,17 @@ def test_a_host_that_sends_slowly_is_named() -> None:
     )
     assert run.returncode == 0, run.stdout + run.stderr
     line = next(line for line in run.stdout.splitlines() if '"findings"' in line)
-    said = json.loads(line[line.index("{") :])
-    assert len(said["links"]) == 6
-    slow = [each for each in said["findings"] if each["level"] == "warns" and "Mbit/s" in each["what"]]
+    report = json.loads(line[line.index("{") :])
+    assert len(report["links"]) == 6
+    slow = [each for each in report["findings"] if each["level"] == "warns" and "Mbit/s" in each["what"]]
     (finding,) = slow
     assert finding["where"].startswith("rank 2 ") and finding["what"].startswith("sends at")
-    rates = [link["forward_bytes_per_s"] * 8e-6 for link in said["links"] if link["one"] != 2]
-    # The link's 200 Mbit/s, by what passes a bucket of tokens at once a little more.
+    rates = [link["forward_bytes_per_s"] * 8e-6 for link in report["links"] if link["one"] != 2]
+    # The link's 200 Mbit/s; a little more, by the burst of the token bucket.
     assert all(150 < rate < 260 for rate in rates)
-    (capacity,) = said["capacities"]
+    (capacity,) = report["capacities"]
     assert not capacity["error"] and 1e6 < capacity["bytes_per_s"] < 4e6, "as much as the slow host sends"
-    (note,) = [each["what"] for each in said["findings"] if each["level"] == "notes"]
+    (note,) = [each["what"] for each in report["findings"] if each["level"] == "notes"]
     assert "of a ring's time" in note
 
 

@@ -1,4 +1,4 @@
-"""Two links a host under a fabric: both carry, and one that is cut is left out. Needs root and libfabric."""
+"""Two links on each host under a fabric: both carry data, and a cut link is not used. Needs root and libfabric."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.rack, pytest.mark.skipif(LACK is not None, reason=str(
 need_libfabric()
 
 
-def test_a_message_in_stripes_over_two_links_takes_half_as_long() -> None:
+def test_a_message_striped_over_two_links_takes_half_as_long() -> None:
     assert gain_of_a_second_link(transport="fabric:tcp") > 1.9
 
 
@@ -29,17 +29,17 @@ UNTIL_CUT = """
 """
 
 
-def test_a_link_that_is_cut_in_the_middle_is_left_out_and_no_sum_is_wrong() -> None:
+def test_a_link_that_is_cut_is_not_used_and_no_sum_is_wrong() -> None:
     with hosts(2) as there:
         master, _ = there.cable(0, 1, "200mbit")
         there.cable(0, 1, "200mbit")
         ranks = there.start(UNTIL_CUT, master, interface="c0,c1", transport="fabric:tcp", algorithm="ring")
         assert ranks[0].stdout is not None
-        said = ""
-        while "under way" not in said:
+        output = ""
+        while "under way" not in output:
             line = ranks[0].stdout.readline()
-            assert line, said
-            said += line
+            assert line, output
+            output += line
         there.ip(0, "link", "set", "c1", "down")
         for text in outputs(ranks, timeout_s=90):
             assert last_json(text) == ["all right"], text

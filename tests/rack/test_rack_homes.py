@@ -1,6 +1,6 @@
-"""A switch with two interfaces and an address on each: workers that come by either are in one job. Needs root.
+"""A switch with an address on each of two interfaces: workers that use either join one job. Needs root.
 
-Each worker's host drops packets from any other address than the one that it was told, as a firewall with state does.
+Each worker's host drops packets from any address but the one that the worker was given, as a stateful firewall does.
 """
 
 from __future__ import annotations
@@ -50,13 +50,13 @@ def two_networks(addresses: list[tuple[str, str]], prefix: int) -> Iterator[list
             run(["ip", "-n", name, "link", "set", "lo", "up"])
         within = ["ip", "netns", "exec", switch]
         run([*within, "sysctl", "-qw", "net.ipv4.ip_forward=1", "net.ipv6.conf.all.forwarding=1"])
-        for host, (theirs, ours) in enumerate(addresses):
+        for host, (host_address, ours) in enumerate(addresses):
             ends = (["netns", names[host], "name", "eth0"], ["netns", switch, "name", f"eth{host}"])
             run(["ip", "link", "add", *ends[0], "type", "veth", "peer", *ends[1]])
-            for name, device, address in ((names[host], "eth0", theirs), (switch, f"eth{host}", ours)):
+            for name, device, address in ((names[host], "eth0", host_address), (switch, f"eth{host}", ours)):
                 run(["ip", "-n", name, "addr", "add", f"{address}/{prefix}", "dev", device, "nodad"])
                 run(["ip", "-n", name, "link", "set", device, "up"])
-            # The ranks' own connections cross the switch's host.
+            # The ranks' own connections pass through the switch's host.
             run(["ip", "-n", names[host], "route", "add", "default", "via", ours])
             family = "ip6" if ":" in ours else "ip"
             rules = (
@@ -79,7 +79,7 @@ def two_networks(addresses: list[tuple[str, str]], prefix: int) -> Iterator[list
     ],
     ids=["IPv4", "IPv6"],
 )
-def test_workers_of_two_networks_are_answered_from_their_own_networks_address(
+def test_workers_of_two_networks_get_results_from_their_own_networks_address(
     everywhere: str, addresses: list[tuple[str, str]], prefix: int, tmp_path: Path
 ) -> None:
     with two_networks(addresses, prefix) as names:
@@ -94,9 +94,9 @@ def test_workers_of_two_networks_are_answered_from_their_own_networks_address(
             while "listening" not in (line := processes[0].stdout.readline()):
                 assert line, "the switch ended"
             logs = [tmp_path / f"rank{rank}" for rank in range(2)]
-            for rank, (theirs, ours) in enumerate(addresses):
+            for rank, (host_address, ours) in enumerate(addresses):
                 endpoint = f"[{ours}]:{SWITCH_PORT}" if ":" in ours else f"{ours}:{SWITCH_PORT}"
-                arguments = [RANK, str(tmp_path / "store"), str(rank), endpoint, theirs]
+                arguments = [RANK, str(tmp_path / "store"), str(rank), endpoint, host_address]
                 command = f'exec "$0" -c "$@" >"{logs[rank]}" 2>&1'
                 processes.append(there(rank, "sh", "-c", command, sys.executable, *arguments))
             for rank in range(2):

@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.rack, pytest.mark.skipif(LACK is not None, reason=str(
 
 STORE_PORT = 29700
 
-# What a rank does once it has joined; `group` is there, and what it says last is a line of JSON.
+# What a rank does after it has joined as `group`; its last output is a line of JSON.
 PROLOGUE = """
 import json, os, time
 import numpy as np
@@ -36,7 +36,7 @@ with Communicator.from_environment(timeout_s=30, join_timeout_s=8) as group:
 
 
 class Hosts:
-    """Network namespaces, and cables between two of them, each a pair of interfaces with a subnet of its own."""
+    """Network namespaces, and veth pairs between two of them, each with its own subnet."""
 
     def __init__(self, count: int) -> None:
         tag = f"nft{os.getpid() % 10000}"
@@ -67,13 +67,13 @@ class Hosts:
         self.ip(host, "addr", "add", address, "dev", device)
         self.ip(host, "link", "set", device, "up")
 
-    def leads_nowhere(self, host: int, device: str, address: str) -> None:
-        """As a container bridge does: up, with an address that another host has, too."""
+    def add_bridge(self, host: int, device: str, address: str) -> None:
+        """Add a bridge as containers do: it is up, with an address that another host has too."""
         self.ip(host, "link", "add", device, "type", "bridge")
         self.address(host, device, address)
 
     def start(self, script: str, master: str, **settings: str) -> list[Process]:
-        """A rank on every host."""
+        """Start a rank on every host."""
         ranks = []
         for rank, name in enumerate(self.names):
             environment = {
@@ -122,15 +122,15 @@ def last_json(text: str) -> Any:
     return json.loads(next(line for line in reversed(text.splitlines()) if line.startswith(("[", "{"))))
 
 
-def test_every_pair_of_hosts_takes_an_address_over_which_it_meets() -> None:
-    """A triangle: what leads to the rendezvous does not lead to the third, and a bridge has one address everywhere."""
+def test_every_pair_of_hosts_uses_an_address_that_connects_them() -> None:
+    """A triangle: the rendezvous's interface does not reach the third host, and all bridges have one address."""
     with hosts(3) as there:
         master, _ = there.cable(0, 1)
         there.cable(0, 2)
         there.cable(1, 2)
         for host in range(3):
-            there.leads_nowhere(host, "a-bridge0", "172.29.0.1/16")
-            # Hosts 1 and 2 find the rendezvous, whichever subnet its name is in.
+            there.add_bridge(host, "a-bridge0", "172.29.0.1/16")
+            # Hosts 1 and 2 find the rendezvous, whichever subnet its address is in.
             if host:
                 there.ip(host, "route", "replace", f"{master}/32", "dev", f"c{host - 1}")
         texts = outputs(there.start("", master))
@@ -175,12 +175,12 @@ def gain_of_a_second_link(**how: str) -> float:
     return float(seconds["c0"] / seconds["c0,c1"])
 
 
-def test_stripes_use_the_interfaces_that_are_named_and_add_up_their_rates() -> None:
+def test_stripes_use_the_named_interfaces_and_add_their_rates() -> None:
     assert 1.7 < gain_of_a_second_link(algorithm="direct") < 2.3
 
 
-def test_one_port_a_process_is_enough_for_a_firewall() -> None:
-    # What is let in: what was asked for from here, the rendezvous, one port. Everything else vanishes.
+def test_one_open_port_for_each_process_is_enough() -> None:
+    # The firewall admits replies, the rendezvous and one port, and drops everything else.
     rules = f"""table inet wall {{
       chain in {{
         type filter hook input priority 0; policy drop;
@@ -203,7 +203,7 @@ def test_one_port_a_process_is_enough_for_a_firewall() -> None:
         for host in range(2):
             there.firewall(host, rules)
         outputs(there.start(several, master, ports="29800"))
-        # The test can fail: behind the same wall another port is not reached.
+        # Check the test itself: behind the same firewall another port is unreachable.
         ranks = there.start("", master, ports="29801")
         texts = [process.communicate(timeout=60)[0] for process in ranks]
         assert all(process.returncode != 0 for process in ranks)
@@ -224,7 +224,7 @@ UNTIL_STOPPED = """
 """
 
 
-def test_a_firewall_that_forgets_its_connections_costs_a_moment_and_no_byte(tmp_path: Path) -> None:
+def test_a_firewall_that_forgets_its_connections_costs_no_byte(tmp_path: Path) -> None:
     """Every packet of a connection is answered by a reset, for half a second. (Were new ones refused, too, a rank would
     look dead: a closed port says so at once.)"""
     reject = """table inet cut {

@@ -1,4 +1,4 @@
-"""What a rack is built from, without building one: names, addresses, rates, the list of commands. No root."""
+"""The parts of a rack, without building one: names, addresses, rates, the list of commands. No root."""
 
 import pytest
 
@@ -44,7 +44,7 @@ def test_the_queue_grows_with_the_rate() -> None:
     assert Link(10**10, 0).queue_bytes == (1 << 20) + 5_000_000
 
 
-def test_a_namespace_names_its_rack_and_foreign_ones_do_not() -> None:
+def test_a_namespace_names_its_rack_and_a_foreign_namespace_names_none() -> None:
     assert names.rack_id_of(names.switch_namespace("0a1b")) == "0a1b"
     assert names.rack_id_of(names.host_namespace("0a1b", 12)) == "0a1b"
     assert names.rack_id_of(names.rack_namespace("0a1b", 3)) == "0a1b"
@@ -53,7 +53,7 @@ def test_a_namespace_names_its_rack_and_foreign_ones_do_not() -> None:
         assert names.rack_id_of(foreign) is None
 
 
-def test_every_host_has_an_address_of_its_own_beside_the_switch() -> None:
+def test_every_host_and_the_switch_have_different_addresses() -> None:
     addresses = {names.host_address(host) for host in range(names.HOSTS_MAX)}
     switches = {names.SWITCH_ADDRESS, *(names.rack_address(rack) for rack in range(names.RACKS_MAX))}
     assert len(addresses | switches) == names.HOSTS_MAX + names.RACKS_MAX + 1
@@ -67,14 +67,14 @@ def test_a_rack_without_hosts_or_with_too_many_is_refused(hosts: int) -> None:
         Rack(hosts, "1gbit")
 
 
-def test_a_worker_learns_its_rank_its_rendezvous_and_the_switch() -> None:
+def test_a_worker_gets_its_rank_its_rendezvous_and_the_switch() -> None:
     environment = names.worker_environment(2, 4, "10.77.0.254:7171")
     assert (environment["RANK"], environment["WORLD_SIZE"], environment["LOCAL_RANK"]) == ("2", "4", "0")
     assert (environment["MASTER_ADDR"], environment["NETFOLD_SWITCH"]) == ("10.77.0.1", "10.77.0.254:7171")
     assert "NETFOLD_SWITCH" not in names.worker_environment(2, 4, None)
 
 
-def test_every_link_is_shaped_at_both_ends_and_nothing_is_made_outside_our_namespaces() -> None:
+def test_every_link_is_shaped_at_both_ends_and_created_inside_the_racks_namespaces() -> None:
     steps = build_steps("0a1b", Layout(3, Link(10**9)))
     shaped = [step.argv[2] for step in steps if step.argv[0] == "tc"]
     assert sorted(shaped) == ["nf-0a1b-h0", "nf-0a1b-h1", "nf-0a1b-h2", *["nf-0a1b-switch"] * 3]
@@ -82,7 +82,7 @@ def test_every_link_is_shaped_at_both_ends_and_nothing_is_made_outside_our_names
         assert any(word.startswith("nf-0a1b-") for word in step.argv), step
 
 
-def test_loss_is_made_where_packets_are_single_and_only_when_asked_for() -> None:
+def test_losses_happen_where_packets_are_single_and_only_if_requested() -> None:
     def words(loss_ratio: float) -> list[str]:
         return [" ".join(step.argv) for step in build_steps("0a1b", Layout(2, Link(10**9, loss_ratio)))]
 
@@ -92,8 +92,8 @@ def test_loss_is_made_where_packets_are_single_and_only_when_asked_for() -> None
     assert "random mod 1000000 < 1000 " in loss_rules("eth0", Link(10**9, 0.001))
 
 
-def test_every_interface_has_a_table_of_its_own() -> None:
-    # In one table all interfaces of a namespace share a chain, and each would meet every other one's rule too.
+def test_every_interface_has_its_own_table() -> None:
+    # In a shared table every packet would pass the rules of all interfaces.
     tables = {loss_rules(f"h{host}", Link(10**9, 0.001)).split("{")[0] for host in range(4)}
     assert len(tables) == 4
 
@@ -109,17 +109,17 @@ def test_a_delay_that_tc_would_not_understand_is_refused_with_an_example(delay: 
         parse_link("1gbit", "0%", delay)
 
 
-def test_a_link_that_takes_time_is_a_cable_shaped_at_both_ends_and_one_that_takes_none_a_veth() -> None:
+def test_a_delayed_link_is_a_tap_pair_and_any_other_link_a_veth_pair() -> None:
     steps = build_steps("0a1b", Layout(1, parse_link("1gbit", "0%", "8ms")))
     (cable,) = [step for step in steps if step.ends is not None]
     assert cable.ends == (End("nf-0a1b-h0", "eth0"), End("nf-0a1b-switch", "h0")) and cable.delay_ns == 8_000_000
-    said = [" ".join(step.argv) for step in steps]
-    assert sum("tbf rate 1000000000bit" in line for line in said) == 2
-    assert not any("veth" in line for line in said)
+    commands = [" ".join(step.argv) for step in steps]
+    assert sum("tbf rate 1000000000bit" in line for line in commands) == 2
+    assert not any("veth" in line for line in commands)
     assert all(step.ends is None for step in build_steps("0a1b", Layout(1, parse_link("1gbit"))))
 
 
-def test_hosts_stand_in_racks_of_equal_size_and_uplinks_lie_between_racks() -> None:
+def test_racks_have_equal_sizes_and_uplinks_between_them() -> None:
     link, uplink = Link(10**9), Link(10**8)
     layout = Layout(7, link, racks=3, uplink=uplink)
     assert [layout.rack_of(host) for host in range(7)] == [0, 0, 0, 1, 1, 2, 2]
@@ -136,11 +136,11 @@ def test_hosts_stand_in_racks_of_equal_size_and_uplinks_lie_between_racks() -> N
     [
         ({"racks": 3, "uplink": "1gbit"}, "1 to 2 racks"),
         ({"racks": 2}, "uplinks"),
-        ({"uplink": "1gbit"}, "one rack has none"),
+        ({"uplink": "1gbit"}, "one rack has no uplink"),
         ({"mtu": 576}, "1280"),
     ],
 )
-def test_what_cannot_be_built_is_refused(wrong: dict[str, object], why: str) -> None:
+def test_an_impossible_rack_is_refused(wrong: dict[str, object], why: str) -> None:
     with pytest.raises(ValueError, match=why):
         Rack(2, "1gbit", **wrong)  # type: ignore[arg-type]
 
@@ -156,19 +156,19 @@ GOOD = Measurement(round_trip_s=110e-6, mss=1448, stream_bits=0.9e9, sent=10_000
         ({"stream_bits": 2e9}, "rate"),
         ({"round_trip_s": 20e-6}, "delay"),
         ({"round_trip_s": 0.02}, "delay"),
-        ({"there": 10_000}, None),  # as likely as not to be above four deviations: 10 +- 12.6
+        ({"there": 10_000}, None),  # within four standard deviations: 10 +- 12.6
         ({"there": 9_900}, "loss"),
         ({"back": 9_900}, "loss"),
         ({"mss": 8948}, "MTU"),
     ],
 )
-def test_a_check_names_what_is_not_as_asked(change: dict[str, float], bad: str | None) -> None:
+def test_a_check_names_the_quantities_that_differ(change: dict[str, float], bad: str | None) -> None:
     found = evaluate("h0 to h1", [Link(10**9, 0.001, 50_000)], 1500, Measurement(**{**GOOD.__dict__, **change}))
     assert [finding.what.split(",")[0] for finding in found if not finding.passed] == ([] if bad is None else [bad])
 
 
-def test_a_check_takes_one_way_of_each_kind() -> None:
+def test_a_check_measures_one_path_of_each_kind() -> None:
     link = Link(10**9)
-    assert [way[1:] for way in routes(Layout(1, link))] == [(0, None)]
-    assert [way[1:] for way in routes(Layout(4, link, racks=2, uplink=link))] == [(0, None), (0, 1), (0, 3)]
-    assert [way[1:] for way in routes(Layout(2, link, racks=2, uplink=link))] == [(0, None), (0, 1)]
+    assert [route[1:] for route in routes(Layout(1, link))] == [(0, None)]
+    assert [route[1:] for route in routes(Layout(4, link, racks=2, uplink=link))] == [(0, None), (0, 1), (0, 3)]
+    assert [route[1:] for route in routes(Layout(2, link, racks=2, uplink=link))] == [(0, None), (0, 1)]

@@ -1,4 +1,4 @@
-"""Ranks on two hosts that an mpirun started with nothing set: they meet, and go over its MPI. Needs root."""
+"""Ranks on two hosts that mpirun started without settings: they join, and communicate over its MPI. Needs root."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ LACK = why_unavailable(loss=False)
 pytestmark = [pytest.mark.rack, pytest.mark.skipif(LACK is not None, reason=str(LACK))]
 
 TESTS = Path(__file__).parents[1]
-# What a rack says of its hosts; here the launcher says it.
+# Variables that a rack sets; here the launcher must set them.
 UNSAID = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 @pytest.mark.parametrize("case", ["meet", "algorithms"])
 @pytest.mark.parametrize("mpi", ["mpich", "intel"])
-def test_ranks_of_two_hosts_meet_by_what_hydra_says(mpi: str, case: str, tmp_path: Path) -> None:
+def test_ranks_of_two_hosts_join_by_hydras_pmi(mpi: str, case: str, tmp_path: Path) -> None:
     need_mpi(mpi)
     without = [word for name in UNSAID for word in ("-u", name)]
     paths = f"PYTHONPATH={TESTS / 'communicator'}{os.pathsep}{TESTS}"

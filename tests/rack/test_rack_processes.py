@@ -1,4 +1,4 @@
-"""Processes that end together, and an aggregator that has to say where it listens. No root."""
+"""Processes that end together, and an aggregator that must print its address. No root."""
 
 import os
 import signal
@@ -26,18 +26,18 @@ def spawn_here(argv: Sequence[str]) -> Process:
     return spawn(argv, os.environ)
 
 
-def test_all_ending_well_is_success() -> None:
+def test_success_of_all_processes_is_success() -> None:
     assert supervise([python("pass"), python("pass")]).exit_code == 0
 
 
-def test_the_first_failure_ends_the_others_and_is_the_exit_code() -> None:
+def test_the_first_failure_ends_all_processes_and_is_the_exit_code() -> None:
     processes = [python(SLEEP), python("raise SystemExit(7)"), python(SLEEP)]
     outcome = supervise(processes)
     assert (outcome.exit_code, outcome.first_failed, outcome.timed_out) == (7, 1, False)
     assert [process.poll() for process in processes] == [-signal.SIGTERM, 7, -signal.SIGTERM]
 
 
-def test_a_death_by_signal_is_told_as_a_shell_tells_it() -> None:
+def test_death_by_a_signal_has_a_shells_exit_code() -> None:
     assert supervise([python("import os; os.kill(os.getpid(), 9)")]).exit_code == 128 + 9
 
 
@@ -47,7 +47,7 @@ def test_the_deadline_ends_all() -> None:
     assert (outcome.exit_code, outcome.timed_out, process.poll()) == (124, True, -signal.SIGTERM)
 
 
-def test_a_process_that_ignores_sigterm_is_killed_with_what_it_started() -> None:
+def test_a_process_that_ignores_sigterm_is_killed_with_its_children() -> None:
     process = spawn(["sh", "-c", "trap '' TERM; sleep 60 & echo $!; wait"], os.environ)
     assert process.stdout is not None
     child = int(process.stdout.readline())
@@ -67,7 +67,7 @@ def test_lines_of_output_and_errors_arrive_in_order_without_their_ends() -> None
     assert lines == ["one", "two", "three"]
 
 
-def test_an_aggregator_is_there_once_it_says_where_it_listens() -> None:
+def test_an_aggregator_is_ready_when_it_prints_its_address() -> None:
     lines: list[str] = []
     code = f"print('a word before'); print('netfold switch listening on 127.0.0.1:4711', flush=True); {SLEEP}"
     aggregator = start_aggregator(spawn_here, [sys.executable, "-c", code], lines.append)
@@ -77,13 +77,13 @@ def test_an_aggregator_is_there_once_it_says_where_it_listens() -> None:
     assert lines[0] == "a word before"
 
 
-def test_an_aggregator_that_ends_is_an_error_with_what_it_said() -> None:
+def test_an_aggregator_that_ends_is_an_error_with_its_output() -> None:
     code = "raise SystemExit('address already in use')"
     with pytest.raises(RackError, match=r"ended before it listened; it said: address already in use"):
         start_aggregator(spawn_here, [sys.executable, "-c", code], lambda line: None)
 
 
-def test_an_aggregator_that_stays_silent_is_given_up_and_stopped() -> None:
+def test_an_aggregator_that_prints_no_address_is_stopped() -> None:
     started: list[Process] = []
 
     def spawn_and_keep(argv: Sequence[str]) -> Process:
@@ -98,7 +98,9 @@ def test_an_aggregator_that_stays_silent_is_given_up_and_stopped() -> None:
 @pytest.mark.parametrize(
     "arguments", [["run", "--hosts", "2", "--rate", "1gbit", "--no-switch", "--", "true"], ["down"]]
 )
-def test_without_root_the_verbs_say_so_in_one_sentence(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_root_the_commands_fail_with_one_sentence(
+    arguments: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 65534)
     done = CliRunner().invoke(app, arguments)
     assert done.exit_code == 2

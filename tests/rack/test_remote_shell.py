@@ -1,4 +1,4 @@
-"""What stands for ssh between a rack's hosts: its text, and a command that goes through it."""
+"""The replacement of ssh between a rack's hosts: its text, and a command that it runs."""
 
 from __future__ import annotations
 

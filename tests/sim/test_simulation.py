@@ -1,4 +1,4 @@
-"""The simulator itself: the same seed gives the same run, it ends, and it says what broke and how to see it again."""
+"""The simulator: the same seed gives the same run, every run ends, and a failure names its cause and its replay."""
 
 import shlex
 import subprocess
@@ -32,7 +32,7 @@ pytestmark = pytest.mark.native
 JOB = {"workers": 2, "window": 2, "payload_bytes": 8, "operations": [Operation(0, 9, "i32")]}
 
 
-def test_events_of_one_instant_come_in_the_order_they_were_asked_for():
+def test_events_of_one_instant_come_in_the_order_they_were_added():
     clock = Clock()
     for when_ns, event in [(5, "c"), (3, "a"), (5, "d"), (4, "b")]:
         clock.at(when_ns, event)
@@ -68,7 +68,7 @@ def test_the_simulator_runs_as_a_module():
     assert [line.split(":")[0] for line in out.splitlines()] == ["seed 3", "seed 4"]
 
 
-def test_a_run_is_drawn_with_what_was_lost(tmp_path, capsys):
+def test_the_drawing_of_a_run_shows_lost_packets(tmp_path, capsys):
     file = tmp_path / "run.svg"
     run = ["--seed", "5", "--workers", "2", "--operations", "1", "--max-elements", "20", "--loss", "0.4"]
     assert main([*run, "--diagram", "--svg", str(file)]) == 0
@@ -80,12 +80,12 @@ def test_a_run_is_drawn_with_what_was_lost(tmp_path, capsys):
     assert sum(row.endswith("completed") for row in rows) == 1
     assert file.read_text().count("crimson") == len(lost)
     assert main(run) == 0
-    assert capsys.readouterr().out == f"{summary}\n", "who watches changes nothing"
+    assert capsys.readouterr().out == f"{summary}\n", "drawing a run changes nothing"
 
 
-def test_a_broken_promise_exits_with_1_and_the_way_to_see_it_again(monkeypatch, capsys):
-    # The harness is told to expect a sum that no switch will ever give.
-    monkeypatch.setattr(values, "fold", lambda reduce, wire, contributions: contributions[0])
+def test_a_broken_promise_exits_with_1_and_the_replay_command(monkeypatch, capsys):
+    # The harness now expects a sum that no switch returns.
+    monkeypatch.setattr(values, "reference_reduce", lambda reduce, wire, contributions: contributions[0])
     assert main(["--seed", "4", "--workers", "2", "--wire", "i32", "--loss", "0"]) == 1
     complaint = capsys.readouterr().err
     assert "was given a wrong result of chunk" in complaint
@@ -94,7 +94,7 @@ def test_a_broken_promise_exits_with_1_and_the_way_to_see_it_again(monkeypatch, 
 
 
 @pytest.mark.parametrize("arguments", [["--loss", "1"], ["--wire", "f8"], ["--operations", "0"], ["--delay", "-0.1"]])
-def test_a_scenario_that_makes_no_sense_is_refused(arguments, capsys):
+def test_an_invalid_scenario_is_refused(arguments, capsys):
     with pytest.raises(SystemExit):
         main(arguments)
     assert arguments[0].lstrip("-") in capsys.readouterr().err.replace("wire format", "wire")
@@ -115,11 +115,15 @@ def test_a_ratio_of_1_is_refused():
         (Delivery((Copy(cut_to_bytes=7),)), {"sent": 1, "truncated": 1}, 1),
         (Delivery((Copy(cut_to_bytes=70),)), {"sent": 1}, 1),
         (Delivery((Copy(flipped_bit=3),)), {"sent": 1, "corrupted": 1}, 1),
-        (Delivery((Copy(flipped_bit=48 * 8),)), {"sent": 1, "corrupted": 1}, 0),  # a value: the checksum sees it
+        (
+            Delivery((Copy(flipped_bit=48 * 8),)),
+            {"sent": 1, "corrupted": 1},
+            0,
+        ),  # a bit of a value, which the checksum guards
     ],
     ids=str,
 )
-def test_a_packet_meets_its_fate(fate, counts, arrivals):
+def test_a_packet_has_its_fate(fate, counts, arrivals):
     from netfold.sim.network import Network
 
     clock = Clock()
@@ -134,7 +138,7 @@ def test_a_packet_meets_its_fate(fate, counts, arrivals):
     assert len(got) == arrivals
 
 
-def test_a_run_that_cannot_end_says_so_with_its_state():
+def test_a_run_that_cannot_end_fails_with_its_state():
     simulation = Simulation(**JOB, deliveries=lambda packet: LOST, max_events=50, replay="THE COMMAND")
     with pytest.raises(SimulationError) as failure:
         simulation.run()
@@ -143,7 +147,7 @@ def test_a_run_that_cannot_end_says_so_with_its_state():
         assert part in text
 
 
-def test_an_operation_that_one_worker_never_calls_is_found():
+def test_an_operation_that_one_worker_never_calls_is_refused():
     calls_ns = [[0], []]
     with pytest.raises(ValueError, match="worker 1 calls 0 operations"):
         Simulation(**JOB, deliveries=ListedDeliveries([]), calls_ns=calls_ns)
@@ -154,17 +158,17 @@ def test_an_honest_packet_cannot_be_injected():
         Simulation(**JOB, deliveries=ListedDeliveries([]), injected=[(0, Packet(0, -1, bytes(56)))])
 
 
-def test_a_world_runs_without_clock_or_network():
-    world = Harness(**JOB)
+def test_a_harness_runs_without_clock_or_network():
+    harness = Harness(**JOB)
     packets = []
     for worker in range(2):
-        world.submit(worker)
-    while not world.finished:
+        harness.submit(worker)
+    while not harness.finished:
         for worker in range(2):
-            for offer in world.offers(worker, 0):
-                world.sent(worker, offer)
+            for offer in harness.offers(worker, 0):
+                harness.sent(worker, offer)
                 packets.append(offer.packet)
         arriving, packets = packets, []
         for packet in arriving:
-            packets += world.arrive(packet, 0).answers
-    world.check_finished(0)
+            packets += harness.arrive(packet, 0).answers
+    harness.check_finished(0)

@@ -1,7 +1,7 @@
-"""A switch in the test's own process that answers whom a test lets it answer, and dies when it is told to.
+"""A switch in the test's process: the test decides which workers get results, and when the switch dies.
 
-The sums are those of the production machine (SwitchJob); the sockets and the control connections are a test's: small
-chunks, so that much can happen to few bytes, and an end as sudden as a kill's.
+The sums are those of production's machine (SwitchJob); the sockets and control connections are the test's. Chunks are
+small, so that few bytes meet many events, and the switch ends as suddenly as by SIGKILL.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from netfold._native import protocol
 from netfold.switch_protocol import control_messages
 
 HELLO = protocol.FLAGS["hello"]
-# A worker counts as stalled when it has asked so often for a result that is kept back. By then it has read all earlier
-# answers.
+# A worker counts as stalled after this many requests for a result that is held back. By then it has read all earlier
+# results.
 ASKS = 2
 
 
 class MortalSwitch:
-    """Serves one job at a time.
+    """Serve one job at a time.
 
-    lives_for: the chunks that are complete when it dies at once; None: no number.
-    answers(worker, chunk): whether the worker gets that chunk's result, however often it asks.
+    lives_for: die as soon as this many chunks are complete; None: no such number.
+    answers(worker, chunk): whether the worker ever gets that chunk's result.
     stalls_at: where `answers` keeps results back, it also dies when so many chunks are complete and each worker that
     lacks a result has asked for it in vain ASKS times since the last chunk came to be complete; None: it lives on.
     """
@@ -65,7 +65,7 @@ class MortalSwitch:
         self.die()
 
     def die(self) -> None:
-        """At once, with everything that is on its way."""
+        """End at once, and drop everything in flight."""
         self.dead.set()
         with self._lock:
             sockets, self._sockets = [self._listener, *self._sockets], []
@@ -75,7 +75,7 @@ class MortalSwitch:
             each.close()
 
     def cut(self, rank: int) -> None:
-        """One rank's control connection alone."""
+        """End the control connection of one rank."""
         for job in self._jobs.values():
             with contextlib.suppress(OSError):
                 job.streams[rank].shutdown(socket.SHUT_RDWR)
@@ -136,7 +136,7 @@ class MortalSwitch:
 
     def _add(self, job: _Job) -> None:
         addresses: dict[int, Any] = {}
-        lacking: set[int] = set()  # workers that a result of a complete chunk is kept back from
+        lacking: set[int] = set()  # workers without the result of a complete chunk
         in_vain: collections.Counter[int] = collections.Counter()  # by worker, since the last chunk was complete
         while not self.dead.is_set():
             try:
@@ -144,7 +144,7 @@ class MortalSwitch:
             except OSError:
                 return
             header = protocol.Header.parse(packet)
-            if header is None:  # of a socket that was shut down
+            if header is None:  # the socket was shut down
                 continue
             if header.flags & HELLO:
                 addresses[header.worker] = source
@@ -156,7 +156,7 @@ class MortalSwitch:
                 in_vain.clear()
                 lacking |= {each for each in addresses if not self.answers(each, chunk)}
                 to = list(addresses)
-                # The last one may be announced to some alone.
+                # Only some workers may get the last result.
                 if self.lives_for is not None and self.complete >= self.lives_for:
                     to = random.Random(self.complete).sample(to, random.randrange(len(to) + 1))
             else:

@@ -1,4 +1,4 @@
-"""Who may join, what a refusal says, and that everything is given back. Ranks are threads of this process."""
+"""Admission, the text of refusals, and the release of all grants. Ranks are threads of this process."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ def serves(switch: RunningSwitch) -> None:
     assert values(run_threads(add, 2, switch.endpoint)) == expected(2)
 
 
-def test_job_after_job_gives_back_what_it_was_granted() -> None:
-    # Room for one job of this shape and not for two: the second would be refused if the first kept anything.
+def test_each_job_releases_its_grants() -> None:
+    # Memory for one job of this shape and not for two: the second is refused if the first keeps anything.
     with running_switch("--max-jobs", "1", "--memory", "12M") as switch:
 
         def descriptors() -> int:
@@ -64,7 +64,7 @@ def test_job_after_job_gives_back_what_it_was_granted() -> None:
         after_ten = descriptors()
         assert values(run_threads(add, 2, switch.endpoint, 1000, 20, timeout_s=60)) == expected(2)
         switch.wait_for(r"job \w+ closed after", count=30)
-        # One that every job keeps would be 20. The last job's connections are closed after the line about it.
+        # One leaked descriptor per job would be 20. The last job's connections close after its log line.
         assert settles(lambda: descriptors() < after_ten + 5), (descriptors(), after_ten)
         epochs = [int(epoch) for epoch in re.findall(r"epoch (\d+) starts", switch.log())]
         assert epochs == sorted(set(epochs)), "an epoch is never given twice"
@@ -82,20 +82,20 @@ def test_two_jobs_at_a_time_do_not_disturb_each_other() -> None:
     assert found == expected(2, 200_000) + expected(2, 200_001)
 
 
-def test_a_full_switch_refuses_a_job_with_the_reason_and_takes_it_once_there_is_room() -> None:
+def test_a_full_switch_refuses_a_job_and_takes_it_once_a_job_has_ended() -> None:
     def hold_then_add(rank: int, size: int, folder: str, endpoint: str) -> list[str]:
         options = Options(switch=endpoint)
         with Communicator(FileStore(f"{folder}/1"), rank, size, options=options, timeout_s=20) as first:
             first.barrier()
             try:
                 Communicator(FileStore(f"{folder}/2"), rank, size, options=options, join_timeout_s=5)
-                said = ["nothing"]
+                outcome = ["nothing"]
             except Exception as error:
-                said = [type(error).__name__, str(error)]
+                outcome = [type(error).__name__, str(error)]
             buffer = np.ones(10_000)
             first.all_reduce(buffer)  # the first job goes on
             assert buffer[-1] == size
-        return said
+        return outcome
 
     with running_switch("--max-jobs", "1") as switch:
         for rank, (kind, text) in enumerate(values(run_threads(hold_then_add, 2, switch.endpoint))):
@@ -121,23 +121,23 @@ def test_a_job_that_does_not_fit_is_refused_before_it_starts(options: tuple[str,
             assert reason in outcome.text
 
 
-def test_a_switch_that_is_not_there_is_named_with_what_to_do() -> None:
+def test_a_missing_switch_is_named_with_a_remedy() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
-        endpoint = f"127.0.0.1:{server.getsockname()[1]}"  # nobody listens once it is closed
+        endpoint = f"127.0.0.1:{server.getsockname()[1]}"  # nothing listens there after the close
     for rank, outcome in enumerate(run_threads(add, 2, endpoint, timeout_s=10)):
         assert outcome.error == "SwitchError"
         assert f"rank {rank}: the switch at {endpoint} (NETFOLD_SWITCH) refused the connection" in outcome.text
         assert f"`netfold switch --listen {endpoint}`" in outcome.text
 
 
-def test_a_host_that_does_not_exist_is_named() -> None:
+def test_an_unknown_host_is_named() -> None:
     for outcome in run_threads(add, 2, "no-such-host.invalid:7171", timeout_s=30):
         assert outcome.error in ("SwitchError", "RendezvousError")
         assert "NETFOLD_SWITCH names 'no-such-host.invalid', no host that is known here" in outcome.text
 
 
 def impostor(answer: bytes | None, stop: threading.Event) -> str:
-    """A listener that is no switch: says nothing (None), hangs up (b""), or answers everyone with the same bytes."""
+    """A listener that is no switch: it sends nothing (None), disconnects (b""), or sends everyone the same bytes."""
     server = socket.create_server(("127.0.0.1", 0))
     server.settimeout(0.1)
 
@@ -178,7 +178,7 @@ def impostor(answer: bytes | None, stop: threading.Event) -> str:
         ),
     ],
 )
-def test_something_else_at_the_switchs_address_is_an_error_in_time(answer: bytes | None, words: str) -> None:
+def test_another_service_at_the_switchs_address_is_an_error_in_time(answer: bytes | None, words: str) -> None:
     stop = threading.Event()
     try:
         endpoint = impostor(answer, stop)
@@ -243,9 +243,9 @@ GARBAGE: dict[str, bytes] = {
     "asks for a negative chunk": control_messages.encode(JOIN)
     + control_messages.encode({"type": "stragglers", "chunk": -1}),
     **{
-        f"a capacity of {said}": control_messages.encode(JOIN)
-        + control_messages.encode({"type": "alive", "bytes_per_s": said})
-        for said in (float("nan"), float("inf"), -1, -0.5, True, "fast", [1.0], None, 1 << 63)
+        f"a capacity of {rate}": control_messages.encode(JOIN)
+        + control_messages.encode({"type": "alive", "bytes_per_s": rate})
+        for rate in (float("nan"), float("inf"), -1, -0.5, True, "fast", [1.0], None, 1 << 63)
     },
     "another rank's capacity": control_messages.encode({**JOIN, "rank": 1})
     + control_messages.encode({"type": "alive", "bytes_per_s": 1e6}),
@@ -254,7 +254,7 @@ GARBAGE: dict[str, bytes] = {
 
 
 def send_raw(address: tuple[str, int], words: bytes) -> None:
-    """Say it and wait for the switch to hang up, or for a while."""
+    """Send the bytes and wait until the switch disconnects, or for a timeout."""
     with socket.create_connection(address, 5) as stream:
         stream.sendall(words)
         stream.shutdown(socket.SHUT_WR)
@@ -284,7 +284,7 @@ def test_garbage_at_the_control_port_is_dropped_and_a_running_job_goes_on() -> N
                 turns += 1
                 began.set()
 
-    # Room for one more job than the one that runs: garbage that opened a job and left it open would fill the switch.
+    # Quota for one job beside the running one: garbage that opened a job and left it open would fill the switch.
     with running_switch("--max-jobs", "2") as switch:
 
         def both(rank: int, size: int, folder: str) -> int:
@@ -295,7 +295,7 @@ def test_garbage_at_the_control_port_is_dropped_and_a_running_job_goes_on() -> N
                 for name, words in GARBAGE.items():
                     send_raw(switch.address, words)
                     assert switch.process.poll() is None, f"the switch died of {name}"
-                serves(switch)  # a second job finds its place
+                serves(switch)  # the switch admits a second job
             finally:
                 over.set()
             return 0
@@ -305,7 +305,7 @@ def test_garbage_at_the_control_port_is_dropped_and_a_running_job_goes_on() -> N
         # running_switch fails where the log holds a traceback: all of this was expected.
 
 
-def test_a_worker_that_stops_in_mid_sentence_does_not_hold_its_job_for_longer_than_the_job_allows() -> None:
+def test_a_worker_that_stops_within_a_message_delays_its_job_to_the_deadline_at_most() -> None:
     with running_switch() as switch, socket.create_connection(switch.address, 5) as stream:
         stream.sendall(control_messages.encode({**JOIN, "timeout_s": 0.5}))
         stream.settimeout(5)
@@ -319,19 +319,19 @@ def test_a_worker_that_stops_in_mid_sentence_does_not_hold_its_job_for_longer_th
 def test_the_second_of_two_workers_with_one_rank_is_refused_by_the_switch() -> None:
     with running_switch() as switch:
         streams = [socket.create_connection(switch.address, 5) for _ in range(2)]
-        said = []
+        replies = []
         for stream in streams:
             stream.settimeout(5)
             stream.sendall(control_messages.encode(JOIN))
-            said.append(control_messages.receive(stream))
-        assert said[0]["type"] == "admitted"
-        assert said[1]["type"] == "refused"
-        assert "rank 0 of this job has joined before, from 127.0.0.1:" in said[1]["reason"]
+            replies.append(control_messages.receive(stream))
+        assert replies[0]["type"] == "admitted"
+        assert replies[1]["type"] == "refused"
+        assert "rank 0 of this job has joined before, from 127.0.0.1:" in replies[1]["reason"]
         for stream in streams:
             stream.close()
 
 
-def test_a_first_worker_that_is_refused_leaves_no_job_behind() -> None:
+def test_a_refused_first_worker_leaves_no_job() -> None:
     with running_switch("--max-jobs", "1") as switch:
         for _ in range(2):
             with socket.create_connection(switch.address, 5) as stream:
@@ -339,11 +339,11 @@ def test_a_first_worker_that_is_refused_leaves_no_job_behind() -> None:
                 # A switch that is in no tree of this job.
                 stream.sendall(control_messages.encode({**JOIN, "switch": 5, "timeout_s": 600.0}))
                 answer = control_messages.receive(stream)
-                assert "a switch joins here, and by the tree of this job it does not" in answer["reason"]
+                assert "a switch joins this switch, but the tree of its job puts it elsewhere" in answer["reason"]
         serves(switch)
 
 
-def test_a_job_for_which_there_is_no_descriptor_left_is_refused_with_the_reason() -> None:
+def test_a_job_without_a_free_descriptor_is_refused_with_the_reason() -> None:
     with running_switch() as switch:
 
         def descriptors() -> set[int]:
@@ -354,7 +354,7 @@ def test_a_job_for_which_there_is_no_descriptor_left_is_refused_with_the_reason(
         before = resource.prlimit(switch.process.pid, resource.RLIMIT_NOFILE)
         with socket.create_connection(switch.address, 5) as stream:
             stream.settimeout(5)
-            # Until the last job's are closed and this connection has its own, that of the job's data port is not known.
+            # Wait until the last job has closed its descriptors: then the number of the data port's is known.
             deadline = time.monotonic() + 10
             while len(descriptors()) != idle + 1:
                 assert time.monotonic() < deadline, (idle, descriptors())
@@ -369,7 +369,7 @@ def test_a_job_for_which_there_is_no_descriptor_left_is_refused_with_the_reason(
         serves(switch)
 
 
-def test_a_window_longer_than_any_buffer_is_granted_as_far_as_the_kernel_goes() -> None:
+def test_a_window_beyond_every_buffer_is_cut_to_what_the_kernel_grants() -> None:
     with running_switch("--window", "2G") as switch:
 
         def join(rank: int, size: int, folder: str) -> float:
@@ -382,13 +382,13 @@ def test_a_window_longer_than_any_buffer_is_granted_as_far_as_the_kernel_goes() 
         assert values(run_threads(join, 2)) == [3.0, 3.0]
 
 
-def test_more_questions_at_once_than_the_bound_end_the_membership() -> None:
-    """Each question costs a turn of the thread that adds: nobody may have thousands of them open."""
+def test_more_open_queries_than_the_bound_end_the_membership() -> None:
+    """Each query costs an iteration of the data-plane thread, so no member may have thousands of them open."""
     with running_switch() as switch, socket.create_connection(switch.address, 5) as stream:
         stream.settimeout(5)
         stream.sendall(control_messages.encode(JOIN))
         assert control_messages.receive(stream)["type"] == "admitted"
-        for serial in range(20):  # one after another there may be any number
+        for serial in range(20):  # one after another, any number is allowed
             stream.sendall(control_messages.encode({"type": "stragglers", "chunk": 0, "serial": serial}))
             assert control_messages.receive(stream) == {"type": "stragglers", "serial": serial, "ranks": []}
             stream.sendall(control_messages.encode({"type": "alive", "serial": serial}))
@@ -398,17 +398,17 @@ def test_more_questions_at_once_than_the_bound_end_the_membership() -> None:
         serves(switch)
 
 
-def test_ranks_that_name_different_sizes_for_one_job_are_told() -> None:
+def test_ranks_with_different_sizes_for_one_job_are_refused() -> None:
     with running_switch() as switch:
         with socket.create_connection(switch.address, 5) as first, socket.create_connection(switch.address, 5) as other:
             for stream, join in ((first, JOIN), (other, {**JOIN, "rank": 2, "ranks": [0, 1, 2]})):
                 stream.settimeout(5)
                 stream.sendall(control_messages.encode(join))
                 answer = control_messages.receive(stream)
-        assert answer == {**REFUSED, "reason": "rank 2 says that its job has 3 ranks; others said 2"}
+        assert answer == {**REFUSED, "reason": "rank 2 has 3 ranks in its job; other ranks have 2"}
 
 
-def test_a_rank_that_leaves_before_the_job_starts_ends_it_for_the_others_with_the_reason() -> None:
+def test_a_rank_that_leaves_before_the_start_ends_the_job_with_the_reason() -> None:
     with running_switch() as switch, socket.create_connection(switch.address, 5) as first:
         first.settimeout(5)
         first.sendall(control_messages.encode(JOIN))
@@ -424,7 +424,7 @@ def test_a_rank_that_leaves_before_the_job_starts_ends_it_for_the_others_with_th
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_switch_that_is_told_to_stop_exits_with_0(number: signal.Signals) -> None:
+def test_a_switch_that_gets_a_signal_exits_with_0(number: signal.Signals) -> None:
     with running_switch() as switch:
         switch.process.send_signal(number)
         assert switch.process.wait(seconds(5)) == 0
@@ -435,7 +435,7 @@ def _command(*options: str) -> subprocess.CompletedProcess[str]:
     return run_command("switch", *options)
 
 
-def test_a_network_address_is_refused_unless_open_is_said() -> None:
+def test_a_network_address_is_refused_without_open() -> None:
     ended = _command("--listen", "0.0.0.0:0")
     assert ended.returncode == 2
     assert ended.stderr.startswith(
@@ -446,20 +446,20 @@ def test_a_network_address_is_refused_unless_open_is_said() -> None:
 
 
 @pytest.mark.parametrize("listen", ["nonsense", "127.0.0.1", "127.0.0.1:99999"])
-def test_an_address_that_is_none_is_refused(listen: str) -> None:
+def test_a_malformed_address_is_refused(listen: str) -> None:
     ended = _command("--listen", listen)
     assert ended.returncode == 2
     assert f"--listen is {listen!r}; expected host:port" in ended.stderr
 
 
-def test_an_address_in_use_is_said_to_be() -> None:
+def test_an_address_in_use_is_reported() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         ended = _command("--listen", f"127.0.0.1:{taken.getsockname()[1]}")
     assert ended.returncode == 1
     assert "Is another switch running there" in ended.stderr
 
 
-def test_an_address_that_is_not_this_machines_is_said_to_be() -> None:
+def test_an_address_of_another_machine_is_reported() -> None:
     ended = _command("--listen", "192.0.2.1:7171", "--open")
     assert ended.returncode == 1
     assert "netfold switch: cannot listen on 192.0.2.1:7171" in ended.stderr

@@ -1,4 +1,4 @@
-"""Authenticated packets: whatever is forged, changed or said again elsewhere changes nothing and is counted."""
+"""Authenticated packets: forged, changed and replayed packets change nothing and are counted."""
 
 from __future__ import annotations
 
@@ -160,15 +160,15 @@ def test_a_bit_that_is_flipped_anywhere_changes_nothing() -> None:
             changed[bit // 8] ^= 1 << bit % 8
             made.send(0, bytes(changed))
         drops = made.drops(bits)
-        # What is looked at before the tag: magic, version, unknown flags, wire and reduce; whose packet it says it is.
+        # Fields that are checked before the MAC: magic, version, unknown flags, wire, reduce, and the sender.
         assert set(drops) <= {"malformed", "worker", "source", "unauthenticated", "foreign"}
         assert drops["unauthenticated"] > bits - 60
         assert made.counted()["contributions"] == 0
-        made.counters[0] = 0  # nobody has heard that packet
+        made.counters[0] = 0  # no switch has received that packet
         made.adds(0)
 
 
-def test_a_packet_that_is_cut_or_longer_changes_nothing() -> None:
+def test_a_truncated_or_extended_packet_changes_nothing() -> None:
     with job() as made:
         made.greet()
         made.begin()
@@ -182,7 +182,7 @@ def test_a_packet_that_is_cut_or_longer_changes_nothing() -> None:
         made.adds(0)
 
 
-def test_a_packet_without_a_tag_is_none() -> None:
+def test_a_packet_without_a_mac_is_dropped() -> None:
     with job() as made:
         made.greet()
         made.begin()
@@ -192,51 +192,51 @@ def test_a_packet_without_a_tag_is_none() -> None:
         made.adds(0)
 
 
-def test_a_workers_key_is_for_its_own_packets() -> None:
+def test_a_workers_key_authenticates_only_its_own_packets() -> None:
     with job() as made:
         made.greet()
         made.begin()
-        # Worker 1 knows its own key and the answers', and can send from its own address.
+        # Worker 1 has its own key and the results' key, and can send from its own address.
         forged = made.contribution(0, 0, 99.0)
         for key in (made.key(1), made.result_key, made.hello_key(0)):
-            made.send(0, auth.with_mac(key, forged))  # from worker 0's address, as if it had been spoofed
+            made.send(0, auth.with_mac(key, forged))  # from worker 0's address, as a spoofed packet
         made.send(1, auth.with_mac(made.key(1), forged))
         assert made.drops(4) == {"unauthenticated": 3, "source": 1}
         made.adds(0)
 
 
-def test_a_packet_of_a_former_epoch_is_not_of_this_one() -> None:
+def test_a_packet_of_an_earlier_epoch_is_dropped() -> None:
     with job() as made:
         made.greet()
         made.begin()
         before = made.key(0, EPOCH - 1)
-        # As it was heard then, and with this epoch's number written over.
+        # As it was captured, and with this epoch's number written into it.
         made.send(0, auth.with_mac(before, made.contribution(0, 0, 99.0, epoch=EPOCH - 1)))
-        heard = auth.with_mac(before, made.contribution(0, 0, 99.0, epoch=EPOCH - 1))
-        made.send(0, heard[:8] + EPOCH.to_bytes(4, "big") + heard[12:])
+        captured = auth.with_mac(before, made.contribution(0, 0, 99.0, epoch=EPOCH - 1))
+        made.send(0, captured[:8] + EPOCH.to_bytes(4, "big") + captured[12:])
         assert made.drops(2) == {"unauthenticated": 2}
         made.adds(0)
 
 
-def test_a_packet_that_is_heard_and_said_again_counts_once() -> None:
+def test_a_replayed_packet_counts_once() -> None:
     with job() as made, stranger() as other:
         made.greet()
         made.begin()
-        heard = auth.with_mac(made.key(0), made.contribution(0, 0, 1.5))
-        made.send(0, heard)
-        other.sendto(heard, made.address)
-        made.send(0, heard)
+        captured = auth.with_mac(made.key(0), made.contribution(0, 0, 1.5))
+        made.send(0, captured)
+        other.sendto(captured, made.address)
+        made.send(0, captured)
         assert made.drops(2) == {"source": 1, "duplicate": 1}
         made.send(1, auth.with_mac(made.key(1), made.contribution(1, 0, 2.5)))
         answers = [made.answer(worker) for worker in range(2)]
         assert answers[0] == answers[1]
         assert struct.unpack_from("<f", answers[0], protocol.HEADER_BYTES) == (4.0,)
-        made.send(0, heard)
+        made.send(0, captured)
         assert made.answer(0) == answers[0], "the kept answer, with the same counter and so the same tag"
         assert made.counted()["results"] == 1
 
 
-def test_who_hears_a_hello_cannot_take_its_workers_place() -> None:
+def test_a_replayed_hello_does_not_take_its_workers_address() -> None:
     with job() as made, stranger() as other:
         for worker in range(2):
             other.sendto(made.hello(worker), made.address)
@@ -253,7 +253,7 @@ def test_who_hears_a_hello_cannot_take_its_workers_place() -> None:
         made.adds(0)
 
 
-def test_a_hello_whose_tag_is_wrong_is_not_answered() -> None:
+def test_a_hello_with_a_wrong_mac_is_not_answered() -> None:
     with job() as made:
         whole = made.hello(0)
         for packet in (whole[:-16], whole[:-1] + bytes([whole[-1] ^ 1]), auth.with_mac(made.key(0), whole[:-16])):
@@ -265,12 +265,16 @@ def test_a_hello_whose_tag_is_wrong_is_not_answered() -> None:
         made.adds(0)
 
 
-def test_everything_that_the_switch_says_has_a_tag_and_a_nonce_of_its_own() -> None:
+def test_every_packet_of_the_switch_has_a_mac_and_its_own_nonce() -> None:
     with job(workers=3) as made:
         made.greet()
         made.begin()
-        said: dict[bytes, set[bytes]] = {}
-        made.counters = [30, 30, 30]  # thirty that never came: a NACK each, with the first packet that is late enough
+        by_nonce: dict[bytes, set[bytes]] = {}
+        made.counters = [
+            30,
+            30,
+            30,
+        ]  # thirty missing packets: a NACK for each worker at the first packet beyond the reorder threshold
         for chunk in range(3):
             for worker in range(3):
                 made.send(worker, auth.with_mac(made.key(worker), made.contribution(worker, chunk, 1.0)))
@@ -288,13 +292,13 @@ def test_everything_that_the_switch_says_has_a_tag_and_a_nonce_of_its_own() -> N
                         packet = made.answer(worker)
                         kinds.add(packet[3])
                         nonce = packet[3:4] + packet[24:32]
-                        said.setdefault(nonce, set()).add(packet)
+                        by_nonce.setdefault(nonce, set()).add(packet)
         answer = FLAGS["from_switch"]
         assert kinds == {answer, answer | FLAGS["nack"], answer | FLAGS["mismatch"]}
-        assert [packets for packets in said.values() if len(packets) > 1] == []
+        assert [packets for packets in by_nonce.values() if len(packets) > 1] == []
 
 
-def test_a_worker_that_disagrees_again_and_again_makes_the_switch_send_about_as_much_as_it_sends() -> None:
+def test_a_disagreeing_worker_makes_the_switch_send_about_as_much_as_the_worker_sends() -> None:
     workers, copies = 16, 400
     with job(workers=workers) as made:
         made.greet()
@@ -302,26 +306,26 @@ def test_a_worker_that_disagrees_again_and_again_makes_the_switch_send_about_as_
         made.send(0, auth.with_mac(made.key(0), made.contribution(0, 0, 1.0)))
         began = time.monotonic()
         for _ in range(copies):
-            # Two elements, where worker 0 said one.
+            # Two elements, where worker 0 sent one.
             made.send(1, auth.with_mac(made.key(1), made.contribution(1, 0, 1.0, elements=2)))
         deadline = time.monotonic() + seconds(10)
         while made.counted()["mismatches"] < copies and time.monotonic() < deadline:
             time.sleep(0.01)
         took_s = time.monotonic() - began
         assert made.counted()["mismatches"] > copies / 2, "the kernel may drop some of a burst, and no more"
-        told = []
+        counts = []
         for each in made.sockets[2:]:
             each.setblocking(False)
             count = 0
             with contextlib.suppress(BlockingIOError):
                 while each.recv(65536):
                     count += 1
-            told.append(count)
-        assert all(1 <= count <= 2 + took_s / 0.01 for count in told), (told, took_s)
-        assert made.answer(1)  # and whoever disagrees has an answer
+            counts.append(count)
+        assert all(1 <= count <= 2 + took_s / 0.01 for count in counts), (counts, took_s)
+        assert made.answer(1)  # and the disagreeing worker gets a reply
 
 
-def test_a_job_with_keys_begins_with_keys_and_one_without_without() -> None:
+def test_a_job_starts_with_keys_if_and_only_if_it_has_keys() -> None:
     with job() as made:
         made.greet()
         shape = {"epoch": EPOCH, "incarnation": INCARNATION, "workers": 2, "window": 8, "payload_bytes": 8}
@@ -357,8 +361,8 @@ LENGTHS = (1, 2, 3, 351, 352, 353, 2219, 2220, 2221, 100_003)
 @pytest.mark.parametrize(
     ("dtype", "wire"), [(np.float32, "f32"), (np.float32, "bf16"), (np.float32, "i32"), (np.int8, "auto")]
 )
-def test_tensors_of_every_length_pass_with_tags(switch: RunningSwitch, tmp_path: Path, dtype: type, wire: str) -> None:
-    """Values begin and end at any address: pieces of a packet are tagged where they lie."""
+def test_tensors_of_every_length_pass_with_macs(switch: RunningSwitch, tmp_path: Path, dtype: type, wire: str) -> None:
+    """Values begin and end at any address: the MAC covers the parts of a packet in place."""
     chosen = Options(**{**options(switch, tmp_path).__dict__, "wire_dtype": wire})
 
     def add(rank: int, size: int, folder: str) -> dict[str, Any]:
@@ -378,7 +382,7 @@ def test_tensors_of_every_length_pass_with_tags(switch: RunningSwitch, tmp_path:
 
 
 def works_until(rank: int, size: int, folder: str, chosen: Options, over: threading.Event) -> dict[str, Any]:
-    """all_reduce until `over`, which rank 0 tells the others in the sum itself."""
+    """all_reduce until `over`, which rank 0 announces in the sum itself."""
     turns = 0
     with Communicator(FileStore(folder), rank, size, options=chosen, timeout_s=30) as group:
         while True:
@@ -393,7 +397,7 @@ def works_until(rank: int, size: int, folder: str, chosen: Options, over: thread
 
 
 def forgeries(packet: bytes, generator: np.random.Generator) -> Iterator[bytes]:
-    """What can be made of a packet that was heard: the same, one bit changed, other values, a counter to come, cut."""
+    """Forgeries of a captured packet: a replay, one bit changed, other values, a future packet number, truncated."""
     yield packet
     changed = bytearray(packet)
     changed[int(generator.integers(len(packet)))] ^= 1 << int(generator.integers(8))
@@ -412,7 +416,7 @@ def datagram(source: int, to: int, packet: bytes) -> bytes:
 @pytest.mark.skipif(
     os.geteuid() != 0, reason="needs CAP_NET_RAW to hear a job's packets and to send from its addresses"
 )
-def test_a_flood_of_forged_packets_from_the_jobs_own_addresses_changes_no_sum(
+def test_a_flood_of_forged_packets_from_the_jobs_addresses_changes_no_sum(
     switch: RunningSwitch, tmp_path: Path
 ) -> None:
     seed = int.from_bytes(os.urandom(4), "big")
@@ -433,13 +437,13 @@ def test_a_flood_of_forged_packets_from_the_jobs_own_addresses_changes_no_sum(
             tap.settimeout(0.2)
             while time.monotonic() < deadline:
                 try:
-                    heard = tap.recv(65536)
+                    captured = tap.recv(65536)
                 except TimeoutError:
                     continue
-                start = (heard[0] & 15) * 4
-                source, to = struct.unpack_from(">HH", heard, start)
-                # Its first packet: loopback carries a run of them in one piece.
-                packet = heard[start + 8 :][:packet_bytes]
+                start = (captured[0] & 15) * 4
+                source, to = struct.unpack_from(">HH", captured, start)
+                # Take its first packet: loopback carries a GSO run as one datagram.
+                packet = captured[start + 8 :][:packet_bytes]
                 if port not in (source, to) or len(packet) < packet_bytes:
                     continue
                 for forgery in forgeries(packet, generator):

@@ -1,4 +1,4 @@
-"""Answers leave in as few messages to the kernel as it allows: the switch cuts runs where its socket does."""
+"""Results leave in as few kernel messages as possible: the switch splits runs where its socket does."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from netfold._native import protocol
 
 SOL_UDP, UDP_SEGMENT, UDP_GRO = 17, 103, 104
 JOB, INCARNATION, EPOCH, NONCE = 1, 2, 3, 77
-# What the kernel takes in one message: netfold/transport/udp/udp_socket.hpp has the bounds.
+# The most that the kernel takes in one message; the bounds are in netfold/transport/udp/udp_socket.hpp.
 MOST_BYTES, MOST_SEGMENTS = 65_000, 64
 
 # The data plane in a process of its own, so that a test can stop it.
@@ -52,7 +52,7 @@ def is_stopped(process: int) -> bool:
 
 
 @pytest.mark.parametrize("payload_bytes", [1408, 8880, 1000, 512], ids=lambda each: f"{each} bytes")
-def test_a_backlog_of_answers_leaves_in_whole_messages(payload_bytes: int) -> None:
+def test_a_backlog_of_results_leaves_in_whole_messages(payload_bytes: int) -> None:
     packet_bytes = payload_bytes + protocol.HEADER_BYTES
     per_message = min(MOST_SEGMENTS, MOST_BYTES // packet_bytes)
     count = 3 * per_message
@@ -80,7 +80,7 @@ def test_a_backlog_of_answers_leaves_in_whole_messages(payload_bytes: int) -> No
             ours.sendto(hello, there)
             assert ours.recv(65536) == hello
             go_on("", "begun")
-            # The switch finds all contributions at once, and so has all answers to send at once.
+            # The switch finds all contributions at once, so it has all results to send at once.
             os.kill(switch.pid, signal.SIGSTOP)
             deadline = time.monotonic() + seconds(10)
             while not is_stopped(switch.pid):

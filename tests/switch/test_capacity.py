@@ -1,4 +1,4 @@
-"""What a switch is said to take may be wrong: nothing hangs, all ranks choose alike, sums stay right."""
+"""The measured rate of a switch may be wrong: no job hangs, all ranks choose alike, and sums stay right."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ WRONG = "what the switch at 127.0.0.1:"
 
 @pytest.fixture(autouse=True)
 def _nothing_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(capacity, "_known", {})
+    monkeypatch.setattr(capacity, "_cache", {})
 
 
 def join(rank: int, size: int, folder: str, switch: str, **how: Any) -> Communicator:
@@ -60,7 +60,7 @@ def all_alike(found: list[Any]) -> Any:
 
 @contextlib.contextmanager
 def measures(monkeypatch: pytest.MonkeyPatch, change: Callable[[Measurement, int], Measurement]) -> Iterator[None]:
-    """Ranks measure, and take for the result what `change` makes of it; each call has another number."""
+    """Ranks measure, and use the result of `change`; each call gets another number."""
     measure, numbers = capacity.measure, iter(range(1000))
     monkeypatch.setattr(capacity, "measure", lambda *args, **how: change(measure(*args, **how), next(numbers)))
     yield
@@ -78,14 +78,14 @@ LIES = {
 
 
 @pytest.mark.parametrize("lie", LIES)
-def test_a_switch_whose_measured_rate_is_a_lie_is_used_as_all_ranks_agree(
+def test_with_a_wrong_measured_rate_all_ranks_still_choose_alike(
     lie: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     rate = LIES[lie]
     with running_switch() as switch, measures(monkeypatch, lambda *_: Measurement((rate,))):
         table, links, ways, _ = all_alike(values(run_threads(chosen, 4, switch.endpoint, timeout_s=90)))
     assert all(0 < each < 1e13 for way in ways for each in way)
-    if lie != "a byte a day":  # which is no reason to use a switch at all
+    if lie != "a byte a day":  # with which no switch is used at all
         assert table.choose("all_reduce", 4 << 20).algorithm == "split", "which corrects it in use"
     reasons = [record.getMessage() for record in caplog.records if record.getMessage().startswith(f"rank 0: {WRONG}")]
     if 0 < rate < float("inf"):
@@ -95,7 +95,7 @@ def test_a_switch_whose_measured_rate_is_a_lie_is_used_as_all_ranks_agree(
         assert f"was not measured: {rate:g} bytes a second is no rate" in reasons[0]
 
 
-def test_ranks_that_measured_differently_go_by_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_with_different_measurements_use_rank_0s(monkeypatch: pytest.MonkeyPatch) -> None:
     lied: list[float] = []
 
     def change(_: Measurement, number: int) -> Measurement:
@@ -109,8 +109,8 @@ def test_ranks_that_measured_differently_go_by_rank_0(monkeypatch: pytest.Monkey
 
 
 @contextlib.contextmanager
-def happens_in_the_middle(monkeypatch: pytest.MonkeyPatch, event: Callable[[], None]) -> Iterator[None]:
-    """Once, when rank 0 is through with the first operation that measures."""
+def during_the_measurement(monkeypatch: pytest.MonkeyPatch, event: Callable[[], None]) -> Iterator[None]:
+    """Act once, when rank 0 has finished the first measuring operation."""
     time_of = capacity._Clock.time
     once = threading.Lock()
 
@@ -128,10 +128,10 @@ def signals(switch: RunningSwitch, number: int) -> Callable[[], None]:
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_switch_that_goes_while_it_is_measured_costs_seconds_and_no_sum(
+def test_a_switch_that_ends_during_its_measurement_costs_seconds_and_no_sum(
     number: signal.Signals, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with running_switch() as switch, happens_in_the_middle(monkeypatch, signals(switch, number)):
+    with running_switch() as switch, during_the_measurement(monkeypatch, signals(switch, number)):
         began = time.monotonic()
         _, links, *_ = all_alike(values(run_threads(chosen, 3, switch.endpoint, timeout_s=60)))
         assert time.monotonic() - began < seconds(15)
@@ -151,13 +151,13 @@ def test_a_pause_of_the_switch_is_not_taken_for_its_rate(
             signals(switch, signal.SIGSTOP)()
             threading.Timer(2.6, signals(switch, signal.SIGCONT)).start()
 
-        with happens_in_the_middle(monkeypatch, pause):
+        with during_the_measurement(monkeypatch, pause):
             _, links, *_ = all_alike(values(run_threads(chosen, 3, switch.endpoint, timeout_s=60)))
     assert links.switches == ()
     assert any("it took longer with" in record.getMessage() for record in caplog.records)
 
 
-def test_a_switch_that_another_job_floods_is_measured_in_time_and_all_choose_alike() -> None:
+def test_a_switch_under_another_jobs_flood_is_measured_in_time_and_all_choose_alike() -> None:
     over, floods = threading.Event(), threading.Barrier(3)
 
     def flood(rank: int, size: int, folder: str, switch: str) -> int:
@@ -187,7 +187,7 @@ def test_a_switch_that_another_job_floods_is_measured_in_time_and_all_choose_ali
 
 
 @pytest.mark.parametrize("parts", [[1], [15], [4095], [4096], [1, 4095], [4000, 1]])
-def test_a_part_of_less_than_a_chunk_goes_another_way(parts: list[int]) -> None:
+def test_a_part_below_one_chunk_does_not_go_through_the_switch(parts: list[int]) -> None:
     def rank(rank: int, size: int, folder: str, switch: str) -> list[int]:
         with join(rank, size, folder, switch, algorithm="all_reduce=split", probe="off") as group:
             group.group._native.set_shares(shares.Shares([1] * len(parts), 1, 1, parts))
@@ -201,7 +201,7 @@ def test_a_part_of_less_than_a_chunk_goes_another_way(parts: list[int]) -> None:
     assert found == [*parts, shares.WHOLE - sum(parts)]
 
 
-def test_a_switch_that_is_named_twice_is_measured_as_one_link() -> None:
+def test_a_switch_named_twice_is_measured_as_one_link() -> None:
     with running_switch("--threads", "2") as switch:
         twice = f"{switch.endpoint},{switch.endpoint}"
         _, links, ways, _ = all_alike(values(run_threads(chosen, 3, twice, timeout_s=90)))
@@ -210,11 +210,11 @@ def test_a_switch_that_is_named_twice_is_measured_as_one_link() -> None:
     assert links.switches == () or links.switches[0] == links.switches[1] > 0
 
 
-# The measurement, on a clock of its own.
+# The measurement, with a virtual clock.
 
 
 def measured(monkeypatch: pytest.MonkeyPatch, seconds_of: Callable[[int], float], switches: int = 1) -> Any:
-    """What is found, the sizes in bytes, and what the clock says after; an operation takes `seconds_of` its size."""
+    """The result, the sizes in bytes, and the time at the end; an operation takes `seconds_of` its size."""
     clock, sizes = [0.0], []
     monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
 
@@ -226,7 +226,7 @@ def measured(monkeypatch: pytest.MonkeyPatch, seconds_of: Callable[[int], float]
     return capacity.measure(run, switches), sizes, clock[0]
 
 
-def test_a_path_on_which_the_next_size_would_take_too_long_is_given_up_before_it(
+def test_a_measurement_stops_before_a_size_that_would_take_too_long(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     found, sizes, took_s = measured(monkeypatch, lambda size: size / 10_000)
@@ -234,7 +234,7 @@ def test_a_path_on_which_the_next_size_would_take_too_long_is_given_up_before_it
     assert sizes == [4096] and took_s < 0.5
 
 
-def test_a_large_operation_that_was_to_go_through_a_switch_alone_is_split_and_no_other() -> None:
+def test_only_a_large_operation_that_would_go_through_the_switch_alone_is_split() -> None:
     network = replace(DEFAULT_LINKS.network, bytes_per_s=23.5e6)
     links = replace(DEFAULT_LINKS, network=network, switches=(23.5e6,), measured=True)
     table = build_table(ranks=8, switch="s:1", links=links)
@@ -253,13 +253,13 @@ def test_a_large_operation_that_was_to_go_through_a_switch_alone_is_split_and_no
     assert (between.algorithm, between.between) == ("hierarchical", "split")
 
 
-def test_each_of_several_switches_has_a_part_of_every_size_that_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_of_several_switches_has_a_part_of_every_measured_size(monkeypatch: pytest.MonkeyPatch) -> None:
     found, sizes, _ = measured(monkeypatch, lambda size: size / 25e6, switches=4)
     assert sizes[1] == 4 * (64 << 10) and len(found.rates) == 4
     assert sum(found.rates) == pytest.approx(25e6, rel=0.01)
 
 
-def test_a_loss_that_one_rank_sees_ends_the_measurement_on_all(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_loss_on_one_rank_ends_the_measurement_on_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     def run(kind: str, dtype: str, reduce: str, array: Any) -> None:
         if dtype == "f64":
             array[1] = 0.0  # another rank's
@@ -269,7 +269,7 @@ def test_a_loss_that_one_rank_sees_ends_the_measurement_on_all(monkeypatch: pyte
     assert lost.rates == () and lost.why_not == "the switch is gone"
 
 
-def test_what_was_given_up_is_measured_again_by_the_next_group(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+def test_the_next_group_repeats_an_abandoned_measurement(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
     results = iter([Measurement(why_not="the first time")] * 3)
     measure = capacity.measure
 
@@ -280,7 +280,7 @@ def test_what_was_given_up_is_measured_again_by_the_next_group(monkeypatch: pyte
     monkeypatch.setattr(capacity, "measure", once)
     with running_switch() as switch, caplog.at_level(logging.WARNING, "netfold"):
         first = all_alike(values(run_threads(chosen, 3, switch.endpoint, timeout_s=60)))
-        capacity._cache.clear()  # what operations taught
+        capacity._cache.clear()  # rates learned from operations
         second = all_alike(values(run_threads(chosen, 3, switch.endpoint, timeout_s=60)))
     assert first[1].switches == () and second[1].switches != ()
     assert sum("was not measured: the first time" in record.getMessage() for record in caplog.records) == 1

@@ -19,7 +19,7 @@ from netfold.switch_protocol import packet_keys
 pytestmark = pytest.mark.native
 
 JOB, INCARNATION, EPOCH, WORKERS = 0x0A0B0C0D, 77, 5, 2
-# Of an MTU of 1500, of one batch of AES blocks and one more, and of no whole block.
+# A payload for an MTU of 1500, one batch of AES blocks and one more, and a partial block.
 PAYLOADS = (8, 1408, 1536 + 24, 8880)
 
 
@@ -62,7 +62,7 @@ class EncryptedJob:
             each.settimeout(seconds(10))
             each.connect(("127.0.0.1", port))
             self.plane.set_worker_address(JOB, worker, *each.getsockname())
-            # A hello has no values, and is authenticated alone.
+            # A hello has no values, so it is authenticated and not encrypted.
             hello = auth.with_mac(
                 hellos[worker],
                 self.header(worker, flags=protocol.FLAGS["hello"], epoch=0, packet_number=nonces[worker]),
@@ -102,7 +102,7 @@ class EncryptedJob:
 
 
 @pytest.mark.parametrize("payload_bytes", PAYLOADS)
-def test_the_switch_adds_what_another_implementation_encrypted_and_encrypts_what_that_decrypts(
+def test_another_implementation_exchanges_encrypted_packets_with_the_switch(
     payload_bytes: int,
 ) -> None:
     job = EncryptedJob(payload_bytes)
@@ -111,19 +111,19 @@ def test_the_switch_adds_what_another_implementation_encrypted_and_encrypts_what
         job.sockets[worker].send(encrypted(job.keys[worker], packet))
     count = payload_bytes // 4
     expected = struct.pack(f"<{count}f", *(13.0 + 2 * place for place in range(count)))
-    came = [each.recv(65536) for each in job.sockets]
-    assert came[0] == came[1]
-    assert decrypted(job.result_key, came[0])[protocol.HEADER_BYTES :] == expected
-    assert expected[:8] not in came[0]
+    results = [each.recv(65536) for each in job.sockets]
+    assert results[0] == results[1]
+    assert decrypted(job.result_key, results[0])[protocol.HEADER_BYTES :] == expected
+    assert expected[:8] not in results[0]
     with pytest.raises(InvalidTag):
-        decrypted(job.keys[0], came[0])
-    # Asked again, the switch says the very same: a nonce stands for one packet.
+        decrypted(job.keys[0], results[0])
+    # On a second request the switch sends the same bytes: a nonce belongs to one packet.
     again = job.header(0, chunk=0, packet_number=9, count=count, elements=count) + packets[0][protocol.HEADER_BYTES :]
     job.sockets[0].send(encrypted(job.keys[0], again))
-    assert job.sockets[0].recv(65536) == came[0]
+    assert job.sockets[0].recv(65536) == results[0]
 
 
-def test_packets_that_are_changed_or_in_the_clear_or_of_another_length_change_nothing() -> None:
+def test_changed_plaintext_or_resized_packets_change_nothing() -> None:
     job = EncryptedJob(1408)
     right = encrypted(job.keys[0], job.contribution(0, 0, 1.0))
     wrong = [right[:place] + bytes([right[place] ^ 1]) + right[place + 1 :] for place in (31, 48, 100, len(right) - 1)]

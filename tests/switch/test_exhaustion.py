@@ -1,7 +1,7 @@
-"""Who opens as much as a switch lets them: connections, jobs, questions, tenants. Memory and descriptors stay bounded.
+"""Peers that open as much as a switch allows: connections, jobs, queries, tenants. Memory and descriptors stay bounded.
 
-The bounds have names: entrance.MAX_UNAUTHENTICATED, --max-jobs, missing.MAX_QUERIES, tokens.MAX_TENANTS. Answers that
-nobody reads are bounded by the buffers of one connection.
+The bounds: acceptor.MAX_UNAUTHENTICATED, --max-jobs, stragglers.MAX_QUERIES, tokens.MAX_TENANTS. The buffers of one
+connection bound the replies that its peer does not read.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from netfold.switch.acceptor import MAX_UNAUTHENTICATED
 from netfold.switch.tokens import MAX_TENANTS, Tokens
 from netfold.switch_protocol import control_messages
 
-# Far above what the bounded number takes, and far below what the unbounded one would.
+# Far above what the bounded number takes, and far below what an unbounded one would.
 MORE_BYTES = 48 << 20
-# Of the loop, threads and log: opened at the first use.
+# Descriptors of the loop, threads and log, opened at the first use.
 FEW = 8
 CONNECTIONS = 1500
 JOBS, MOST_JOBS = 200, 8
 BLOCK = control_messages.encode({"type": "alive", "serial": 1}) * 4096
-# What a sender gets rid of before the other end stops reading: two socket buffers and a reader's.
+# What a sender can send while the other end does not read: two socket buffers and a reader's.
 UNREAD_BYTES = 64 << 20
 
 
@@ -63,11 +63,12 @@ def settled(switch: RunningSwitch, most: int) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize(
-    "said", [b"", b"\0\0", control_messages.encode({"type": "quota", "version": control_messages.VERSION, "udp": True})]
+    "first_message",
+    [b"", b"\0\0", control_messages.encode({"type": "quota", "version": control_messages.VERSION, "udp": True})],
 )
-def test_strangers_take_no_more_than_their_bound(said: bytes) -> None:
-    # One that asks whether UDP passes has a port beside its connection.
-    each = 2 if len(said) > 2 else 1
+def test_unauthenticated_peers_stay_within_their_bound(first_message: bytes) -> None:
+    # A peer that checks UDP has a port beside its connection.
+    each = 2 if len(first_message) > 2 else 1
     with descriptors(CONNECTIONS + 200), contextlib.ExitStack() as stack:
         switch = stack.enter_context(running_switch())
         serves(switch)
@@ -76,18 +77,18 @@ def test_strangers_take_no_more_than_their_bound(said: bytes) -> None:
         for number in range(CONNECTIONS):
             stream = stack.enter_context(socket.create_connection(switch.address, seconds(10)))
             with contextlib.suppress(OSError):
-                stream.sendall(said)
+                stream.sendall(first_message)
             if number % 100 == 0:
                 highest = max(highest, usage(switch)[0])
         found = settled(switch, count + each * MAX_UNAUTHENTICATED + FEW)
         assert max(found[0], highest) <= count + each * MAX_UNAUTHENTICATED + FEW
         assert found[1] <= resident + MORE_BYTES
-        # They do keep its bound: the test opened more than fit.
+        # Check the test itself: it opened more connections than the bound.
         assert highest >= count + MAX_UNAUTHENTICATED // 2
         serves(switch)
 
 
-def test_jobs_that_never_begin_take_no_more_than_their_bound_and_give_it_back() -> None:
+def test_jobs_that_never_start_stay_within_their_bound_and_release_everything() -> None:
     with running_switch("--max-jobs", str(MOST_JOBS)) as switch:
         serves(switch)
         count, resident = usage(switch)
@@ -102,7 +103,7 @@ def test_jobs_that_never_begin_take_no_more_than_their_bound_and_give_it_back() 
                 if answer["type"] == "refused":
                     assert f"it serves {MOST_JOBS} jobs (--max-jobs)" in answer["reason"]
             assert admitted == MOST_JOBS
-            # Each has a connection and a port.
+            # Each job has a connection and a port.
             found = settled(switch, count + 2 * MOST_JOBS + FEW)
             assert found[0] <= count + 2 * MOST_JOBS + FEW
             assert found[1] <= resident + MORE_BYTES
@@ -110,7 +111,7 @@ def test_jobs_that_never_begin_take_no_more_than_their_bound_and_give_it_back() 
         serves(switch)
 
 
-def test_a_member_that_asks_and_never_reads_is_not_read_either() -> None:
+def test_the_switch_stops_reading_from_a_member_that_never_reads() -> None:
     with running_switch() as switch, socket.create_connection(switch.address, 5) as stream:
         serves(switch)
         stream.settimeout(seconds(5))
@@ -129,7 +130,7 @@ def test_a_member_that_asks_and_never_reads_is_not_read_either() -> None:
         serves(switch)
 
 
-def test_a_token_file_has_at_most_so_many_tenants(tmp_path: Path) -> None:
+def test_a_token_file_has_a_bounded_number_of_tenants(tmp_path: Path) -> None:
     path = tmp_path / "tokens"
 
     def write(tenants: int) -> None:
@@ -139,5 +140,5 @@ def test_a_token_file_has_at_most_so_many_tenants(tmp_path: Path) -> None:
     write(MAX_TENANTS)
     assert len(Tokens.read(path).tenants) == MAX_TENANTS
     write(MAX_TENANTS + 1)
-    with pytest.raises(ValueError, match=f"has {MAX_TENANTS + 1} tenants; from 1 to {MAX_TENANTS} make sense"):
+    with pytest.raises(ValueError, match=f"has {MAX_TENANTS + 1} tenants; expected 1 to {MAX_TENANTS}"):
         Tokens.read(path)

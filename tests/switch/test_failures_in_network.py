@@ -1,5 +1,7 @@
-"""What goes wrong while a switch adds: each an error that names rank, operation and what to try, in time; and the
-switch goes on serving others."""
+"""Failures during operations through a switch: each is an error in time that names rank, operation and remedy.
+
+The switch goes on serving other jobs.
+"""
 
 from __future__ import annotations
 
@@ -77,7 +79,7 @@ def serves(switch: RunningSwitch) -> None:
         pytest.param(all_reduce(100), all_reduce(100, op="max"), id="operators"),
     ],
 )
-def test_ranks_that_call_different_things_all_hear_of_it(odd: int, usual: Call, other: Call) -> None:
+def test_ranks_that_call_different_operations_all_get_an_error(odd: int, usual: Call, other: Call) -> None:
     calls = [[other if rank == odd else usual, barrier] for rank in range(3)]
     with running_switch() as switch:
         found = values(run_threads(calls_in_turn, 3, switch.endpoint, calls, 20.0))
@@ -93,7 +95,7 @@ def test_ranks_that_call_different_things_all_hear_of_it(odd: int, usual: Call, 
         serves(switch)
 
 
-def test_a_rank_in_another_operation_is_named_when_the_timeout_is_over() -> None:
+def test_a_rank_in_another_operation_is_named_after_the_timeout() -> None:
     calls = [[all_reduce(100)], [barrier], [all_reduce(100)]]
     with running_switch() as switch:
         found = values(run_threads(calls_in_turn, 3, switch.endpoint, calls, TIMEOUT_S))
@@ -104,7 +106,7 @@ def test_a_rank_in_another_operation_is_named_when_the_timeout_is_over() -> None
         serves(switch)
 
 
-def test_an_operation_that_one_rank_left_out_shows_at_the_next() -> None:
+def test_an_operation_that_one_rank_skipped_is_found_at_the_next() -> None:
     calls = [[all_reduce(100), all_reduce(100)], [all_reduce(0), all_reduce(100)]]
     with running_switch() as switch:
         found = values(run_threads(calls_in_turn, 2, switch.endpoint, calls, 20.0))
@@ -113,7 +115,7 @@ def test_an_operation_that_one_rank_left_out_shows_at_the_next() -> None:
 
 
 @COUNTS
-def test_a_rank_that_never_calls_is_named_by_the_switchs_word(count: int) -> None:
+def test_a_rank_that_never_calls_is_named_by_the_switch(count: int) -> None:
     over = threading.Event()
 
     def absent(group: Communicator) -> None:
@@ -133,7 +135,7 @@ def test_a_rank_that_never_calls_is_named_by_the_switchs_word(count: int) -> Non
             assert named == 2, text
             assert "rank 2" in text
             assert TIMEOUT_S * 0.9 < took < TIMEOUT_S + seconds(SOON_S)
-        # The first to give up ends the absent rank's wait, so the others may hear that it left instead.
+        # The first rank that gives up ends the absent rank's wait, so other ranks may get its leaving as the error.
         first = next(each for each in found if each[0] == "CollectiveTimeout")
         assert f"all_reduce #1 of {count} f32" in first[2]
         assert "the switch still waits for rank 2. Did every rank make this call?" in first[2]
@@ -156,7 +158,7 @@ def dies_in_operation(rank: int, size: int, folder: str, endpoint: str, count: i
 
 
 @COUNTS
-def test_a_killed_worker_is_named_by_all_others_within_seconds(count: int) -> None:
+def test_all_other_ranks_name_a_killed_worker_within_seconds(count: int) -> None:
     with running_switch() as switch:
         outcomes = run_ranks(dies_in_operation, 4, switch.endpoint, count, 2, dies=[2])
         for rank in (0, 1, 3):
@@ -179,7 +181,7 @@ def fails_by_itself(rank: int, size: int, folder: str, endpoint: str) -> None:
         group.all_reduce(np.ones(10, np.float32))
 
 
-def test_a_rank_that_fails_with_an_error_of_its_own_tells_the_others_what_it_was() -> None:
+def test_a_failing_rank_sends_its_error_to_all_ranks() -> None:
     with running_switch() as switch:
         outcomes = run_threads(fails_by_itself, 3, switch.endpoint)
     assert outcomes[1].error == "ZeroDivisionError"
@@ -196,7 +198,7 @@ def leaves_early(rank: int, size: int, folder: str, endpoint: str) -> float:
         return float(buffer[-1])
 
 
-def test_ranks_that_leave_after_their_last_operation_harm_nobody() -> None:
+def test_ranks_that_leave_after_their_last_operation_cause_no_error() -> None:
     with running_switch() as switch:
         for _ in range(5):
             assert values(run_threads(leaves_early, 4, switch.endpoint)) == [10.0] * 4
@@ -245,7 +247,7 @@ def hostile_packets(generator: np.random.Generator, packet_bytes: int) -> list[b
         header() + payload + b"x",
     ]
     packets += [generator.bytes(int(generator.integers(1, packet_bytes))) for _ in range(20)]
-    # The right length and magic, and every other field anything: what a former job's or another job's packet is.
+    # The right length and magic, and any other fields, as in packets of an earlier job or another job.
     for _ in range(50):
         fields = {
             "flags": int(generator.integers(0, 16)),
@@ -280,7 +282,7 @@ def captured(port: int, seconds: float, most: int) -> list[bytes]:
     return packets
 
 
-def test_packets_that_do_not_belong_there_change_no_sum_and_no_other_job() -> None:
+def test_foreign_packets_change_no_sum_and_no_other_job() -> None:
     seed = int.from_bytes(os.urandom(4), "big")
     print(f"seed {seed}")
     over = threading.Event()
@@ -344,8 +346,8 @@ def test_replayed_packets_of_the_job_itself_change_no_sum() -> None:
         assert re.search(r"\d+ source", line), line
 
 
-def test_packets_that_do_not_come_from_the_switch_change_no_sum_at_a_worker() -> None:
-    """A worker takes answers from the switch's address alone, and counts the rest."""
+def test_packets_from_other_addresses_change_no_sum_at_a_worker() -> None:
+    """A worker takes results only from the switch's address, and counts all other packets."""
     over = threading.Event()
     ports: list[int] = []
 
@@ -378,7 +380,7 @@ def test_packets_that_do_not_come_from_the_switch_change_no_sum_at_a_worker() ->
 
 
 def _own_udp_ports() -> list[int]:
-    """Loopback UDP ports of this process's sockets."""
+    """The loopback UDP ports of this process."""
     inodes = set()
     for entry in os.listdir("/proc/self/fd"):
         try:

@@ -1,5 +1,7 @@
-"""A switch that is lost costs no step: every operation ends with one and the same result on all ranks, the group says
-so once, goes on by host algorithms, and goes back to the switch when there is one again."""
+"""A lost switch costs no step: every operation ends with the same result on all ranks.
+
+The group warns once, goes on by host algorithms, and returns to the switch when it is back.
+"""
 
 from __future__ import annotations
 
@@ -65,21 +67,21 @@ class Stream:
             wire=wire,
             op=draw.choice(["sum", "avg"] if dtype.startswith("float") else ["sum", "max"]),
         )
-        # A narrow wire is all_reduce's alone.
+        # Only all_reduce has a narrow wire format.
         mixed = wire == "auto" and draw.random() < 0.7
         return dataclasses.replace(drawn, kinds=tuple(draw.choice(KINDS) for _ in drawn.counts)) if mixed else drawn
 
-    def kind(self, turn: int) -> str:
-        return self.kinds[turn] if self.kinds else "all_reduce"
+    def kind(self, index: int) -> str:
+        return self.kinds[index] if self.kinds else "all_reduce"
 
-    def root(self, turn: int) -> int:
-        return (self.seed + turn) % self.size
+    def root(self, index: int) -> int:
+        return (self.seed + index) % self.size
 
-    def part(self, rank: int, turn: int) -> Any:
-        generator = np.random.default_rng([self.seed, rank, turn])
+    def part(self, rank: int, index: int) -> Any:
+        generator = np.random.default_rng([self.seed, rank, index])
         if self.dtype == "int32":
-            return generator.integers(-1000, 1000, self.counts[turn]).astype(np.int32)
-        return generator.standard_normal(self.counts[turn]).astype(self.dtype)
+            return generator.integers(-1000, 1000, self.counts[index]).astype(np.int32)
+        return generator.standard_normal(self.counts[index]).astype(self.dtype)
 
     def run(
         self,
@@ -90,7 +92,7 @@ class Stream:
         through: Callable[[int], None] = lambda rank: None,
         **options: Any,
     ) -> list[Any]:
-        """The results; each buffer is written over as soon as it is given back.
+        """Run the operations; return the results. Each buffer is overwritten as soon as it is returned.
 
         through: called with a rank's number when that rank has all its results, before it leaves the group.
         """
@@ -100,16 +102,16 @@ class Stream:
             options = {"algorithm": "in_network", **options}
         with join(rank, size, folder, endpoint, wire_dtype=self.wire, **options) as group:
             under_way: list[tuple[Any, Any]] = []
-            for turn in range(len(self.counts)):
+            for index in range(len(self.counts)):
                 if len(under_way) == self.at_once:
                     results.append(taken(under_way))
                 if draw.random() < 0.3:
                     time.sleep(draw.random() * 0.01)
-                under_way.append(self.start(group, turn, self.part(rank, turn)))
+                under_way.append(self.start(group, index, self.part(rank, index)))
             while under_way:
                 results.append(taken(under_way))
             through(rank)
-            # Who leaves takes with it what it alone has kept.
+            # A rank that leaves takes along the results that only it has kept.
             Path(folder, f"through{rank}").touch()
             deadline = time.monotonic() + seconds(TIMEOUT_S)
             while any(not Path(folder, f"through{other}").exists() for other in range(size)):
@@ -117,15 +119,15 @@ class Stream:
                 time.sleep(0.002)
         return results
 
-    def start(self, group: Communicator, turn: int, part: Any) -> tuple[Any, Any]:
-        """The work, and the array that it fills."""
-        kind, root = self.kind(turn), self.root(turn)
+    def start(self, group: Communicator, index: int, part: Any) -> tuple[Any, Any]:
+        """Start an operation; return its work, and the array that it fills."""
+        kind, root = self.kind(index), self.root(index)
         if kind == "all_gather":
             into = np.zeros((self.size, len(part)), part.dtype)
             return group.all_gather(part, into, asynchronous=True), into
         if kind == "reduce_scatter":
             into = np.zeros_like(part)
-            # What goes to rank r is its turn of the part, so that all blocks differ.
+            # The block for rank r is the part rolled by r, so that all blocks differ.
             return group.reduce_scatter(
                 [np.roll(part, to) for to in range(self.size)], into, op=self.op, asynchronous=True
             ), into
@@ -135,30 +137,30 @@ class Stream:
             return group.broadcast(part, root, asynchronous=True), part
         return group.all_reduce(part, op=self.op, asynchronous=True), part
 
-    def wanted(self, rank: int, turn: int) -> tuple[list[Any], bool]:
-        """The contributions to this rank's result, and whether they are to be reduced (or are there as they were)."""
-        kind, parts = self.kind(turn), [self.part(each, turn) for each in range(self.size)]
+    def wanted(self, rank: int, index: int) -> tuple[list[Any], bool]:
+        """The contributions to this rank's result, and whether they are reduced or copied."""
+        kind, parts = self.kind(index), [self.part(each, index) for each in range(self.size)]
         if kind == "all_gather":
             return [np.array(parts)], False
         if kind == "broadcast":
-            return [parts[self.root(turn)]], False
-        if kind == "reduce" and rank != self.root(turn):
+            return [parts[self.root(index)]], False
+        if kind == "reduce" and rank != self.root(index):
             return [parts[rank]], False
         return [np.roll(part, rank) if kind == "reduce_scatter" else part for part in parts], True
 
     def check(self, results: list[list[Any]]) -> None:
-        # Integers that share exponents: the bits of a group that never had a switch.
+        # i32: the same bits as a group that never had a switch.
         without = values(run_threads(self.run, self.size, None))[0] if self.wire == "i32" else None
-        for turn in range(len(self.counts)):
-            of_ranks = [each[turn] for each in results]
-            if self.kind(turn) == "all_reduce":
-                assert all(each.tobytes() == of_ranks[0].tobytes() for each in of_ranks), f"turn {turn}: ranks differ"
+        for index in range(len(self.counts)):
+            of_ranks = [each[index] for each in results]
+            if self.kind(index) == "all_reduce":
+                assert all(each.tobytes() == of_ranks[0].tobytes() for each in of_ranks), f"index {index}: ranks differ"
             for rank, found in enumerate(of_ranks):
-                where = f"turn {turn}, {self.kind(turn)}, rank {rank}"
+                where = f"index {index}, {self.kind(index)}, rank {rank}"
                 if without is not None:
-                    assert found.tobytes() == without[turn].tobytes(), where
+                    assert found.tobytes() == without[index].tobytes(), where
                     continue
-                parts, reduced = self.wanted(rank, turn)
+                parts, reduced = self.wanted(rank, index)
                 if not reduced:
                     assert found.tobytes() == parts[0].tobytes(), where
                     continue
@@ -166,7 +168,7 @@ class Stream:
                 if self.dtype == "int32":
                     assert (found == exact).all(), where
                     continue
-                # At most P + 1 roundings, each by half a unit of the last place of what is at most the sum of all.
+                # At most P + 1 roundings, each by at most half a unit in the last place of the sum of magnitudes.
                 bits = {"bf16": 8, "f16": 11}.get(self.wire, {"float16": 11, "float32": 24, "float64": 53}[self.dtype])
                 bound = (self.size + 1) * np.abs(np.array(parts).astype(np.float64)).sum(0) * 2.0**-bits
                 assert (np.abs(found - exact) <= bound + 1e-30).all(), where
@@ -181,13 +183,13 @@ def taken(under_way: list[tuple[Any, Any]]) -> Any:
 
 
 def warnings_of(caplog: pytest.LogCaptureFixture, endpoint: str) -> list[str]:
-    """About that switch: a thread of a former test's group may still have had a word to say."""
-    said = (record.getMessage() for record in caplog.records if record.levelname == "WARNING")
-    return [text for text in said if endpoint in text]
+    """The warnings about that switch; a thread of an earlier test's group may still log about another one."""
+    warnings = (record.getMessage() for record in caplog.records if record.levelname == "WARNING")
+    return [text for text in warnings if endpoint in text]
 
 
 def lost_while(stream: Stream) -> MortalSwitch:
-    """Dies after some chunks; each worker lacks some results of the last window for good."""
+    """A switch that dies after some chunks; each worker never gets some results of the last window."""
     draw = random.Random(-stream.seed - 1)
     chunks = sum(-(-count * np.dtype(stream.dtype).itemsize // 64) for count in stream.counts)
     loss, first = draw.choice([0.0, 0.1, 0.5]), draw.randrange(1, chunks + 1)
@@ -205,33 +207,33 @@ SEEDS = range(int(os.environ.get("LOST_SWITCH_FIRST", "0")), int(os.environ.get(
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_switch_that_dies_at_any_moment_costs_no_step(seed: int, caplog: pytest.LogCaptureFixture) -> None:
-    """One seed again: LOST_SWITCH_FIRST=7 LOST_SWITCH_LAST=8 pytest tests/switch/test_lost_switch.py -k any_moment."""
+    """Repeat one seed: LOST_SWITCH_FIRST=7 LOST_SWITCH_LAST=8 pytest tests/switch/test_lost_switch.py -k any_moment."""
     stream = Stream.of(seed)
     print(stream)
     with lost_while(stream) as switch:
         stream.check(values(run_threads(stream.run, stream.size, switch.endpoint)))
         assert switch.complete > 0, "nothing went through the switch"
         died = switch.dead.is_set()
-    said = warnings_of(caplog, switch.endpoint)
-    # A group that had all its results before the switch died may close without a warning.
-    assert len(said) <= 1 and (died or not said), said
+    warnings = warnings_of(caplog, switch.endpoint)
+    # A group with all its results before the switch died may close without a warning.
+    assert len(warnings) <= 1 and (died or not warnings), warnings
     _died.append(died)
 
 
 _died: list[bool] = []
 
 
-def test_the_seeds_above_had_switches_that_died_in_the_midst() -> None:
+def test_the_seeds_above_had_switches_that_died_during_operations() -> None:
     if not _died:
         pytest.skip("none of them ran in this process")
     assert sum(_died) >= 0.7 * len(_died), _died
 
 
 @pytest.mark.parametrize("holder", range(3))
-def test_results_that_one_rank_alone_has_are_passed_on_and_not_reduced_again(
+def test_a_result_that_one_rank_has_is_forwarded_and_not_reduced_again(
     holder: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The holder has its sums back, and has written over them; the contributions that made them are gone."""
+    """The holder has its sums, and has overwritten them; the contributions to them are gone."""
     stream = Stream(seed=5, size=3, counts=(16, 16, 100), at_once=3, dtype="int32", wire="auto", op="sum")
 
     def through(rank: int) -> None:
@@ -241,20 +243,20 @@ def test_results_that_one_rank_alone_has_are_passed_on_and_not_reduced_again(
     with MortalSwitch(window=16, answers=lambda worker, chunk: worker == holder) as switch:
         stream.check(values(run_threads(stream.run, 3, switch.endpoint, through)))
     (warning,) = warnings_of(caplog, switch.endpoint)
-    # 16 i32 a chunk: 1 + 1 + 7 of them, which two ranks lacked.
+    # 16 i32 for each chunk: 1 + 1 + 7 chunks, which two ranks lacked.
     assert re.search(r"all_reduce goes by direct.*18 results are passed on", warning), warning
 
 
-def test_what_no_rank_has_is_reduced_again_and_only_that(caplog: pytest.LogCaptureFixture) -> None:
+def test_only_chunks_that_no_rank_has_are_reduced_again(caplog: pytest.LogCaptureFixture) -> None:
     stream = Stream(seed=6, size=3, counts=(320,), at_once=1, dtype="float32", wire="bf16", op="avg")
-    # 32 bf16 a chunk, 10 chunks: chunk 3 nobody gets, chunk 5 rank 2 alone.
+    # 32 bf16 for each chunk, 10 chunks: no rank gets chunk 3, and only rank 2 gets chunk 5.
     some = {3: (), 5: (2,)}
     with MortalSwitch(stalls_at=10, answers=lambda worker, chunk: worker in some.get(chunk, (0, 1, 2))) as switch:
         stream.check(values(run_threads(stream.run, 3, switch.endpoint)))
     assert "2 results are passed on" in warnings_of(caplog, switch.endpoint)[0]
 
 
-def test_a_rank_that_had_not_begun_an_operation_runs_it_with_those_that_had() -> None:
+def test_a_rank_that_begins_an_operation_late_runs_it_with_all_ranks() -> None:
     def late(rank: int, size: int, folder: str, endpoint: str, switch: MortalSwitch) -> list[Any]:
         with join(rank, size, folder, endpoint) as group:
             first = np.full(100, rank + 1.0, np.float32)
@@ -275,8 +277,8 @@ def test_a_rank_that_had_not_begun_an_operation_runs_it_with_those_that_had() ->
             assert [set(each.tolist()) for each in results] == [{6.0}] * 3
 
 
-def test_operations_over_the_mesh_go_on_meanwhile_in_whatever_order_ranks_call_them() -> None:
-    """Rank 0 is in a broadcast when the switch dies, which the others call only when they have their sum."""
+def test_operations_over_the_mesh_go_on_during_recovery_in_any_order() -> None:
+    """Rank 0 is in a broadcast when the switch dies; the other ranks call it only after their sum."""
 
     def call(rank: int, size: int, folder: str, endpoint: str) -> list[float]:
         with join(rank, size, folder, endpoint) as group:
@@ -293,21 +295,21 @@ def test_operations_over_the_mesh_go_on_meanwhile_in_whatever_order_ranks_call_t
         assert values(run_threads(call, 3, switch.endpoint)) == [[6.0, 6.0, 2.0]] * 3
 
 
-def test_one_ranks_connection_that_breaks_takes_the_whole_group_off_the_switch(
+def test_one_ranks_lost_connection_takes_the_whole_group_off_the_switch(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     cut = threading.Event()
 
     def call(rank: int, size: int, folder: str, endpoint: str, switch: MortalSwitch) -> Any:
         with join(rank, size, folder, endpoint) as group:
-            for turn in range(200):
-                buffer = np.full(500, rank + turn, np.int64)
+            for index in range(200):
+                buffer = np.full(500, rank + index, np.int64)
                 group.all_reduce(buffer)
-                assert set(buffer.tolist()) == {3 + 3 * turn}, turn
-                if turn == 20 and rank == 0:
+                assert set(buffer.tolist()) == {3 + 3 * index}, index
+                if index == 20 and rank == 0:
                     switch.cut(1)
                     cut.set()
-                if turn > 20:
+                if index > 20:
                     time.sleep(0.005)
             mine = [each for each in find_ranks(os.getpid()) if each.group == group.group._id]
             assert [each.without_switch for each in mine] == [True]
@@ -329,7 +331,7 @@ def test_one_ranks_connection_that_breaks_takes_the_whole_group_off_the_switch(
         (signal.SIGTERM, "the switch is shutting down: SIGTERM"),
     ],
 )
-def test_a_real_switch_that_ends_in_mid_operation_costs_no_step(
+def test_a_real_switch_that_ends_during_an_operation_costs_no_step(
     number: signal.Signals, reason: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     def call(rank: int, size: int, folder: str, endpoint: str) -> bool:
@@ -365,30 +367,30 @@ def test_a_real_switch_that_ends_in_mid_operation_costs_no_step(
 def stops(rank: int, size: int, folder: str, endpoint: str, pid: int) -> tuple[float, list[int]]:
     slowest_s = 0.0
     with join(rank, size, folder, endpoint) as group:
-        for turn in range(40):
-            if turn == 20 and rank == 0:
+        for index in range(40):
+            if index == 20 and rank == 0:
                 os.kill(pid, signal.SIGSTOP)
-            buffer = np.full(100_000, rank + turn, np.int32)
+            buffer = np.full(100_000, rank + index, np.int32)
             began = time.monotonic()
             group.all_reduce(buffer)
             slowest_s = max(slowest_s, time.monotonic() - began)
-            assert set(buffer.tolist()) == {1 + 2 * turn}
+            assert set(buffer.tolist()) == {1 + 2 * index}
         return slowest_s, group.group.events()["algorithm"].tolist()
 
 
-def test_a_switch_that_is_stopped_is_lost_when_it_answers_no_question() -> None:
+def test_a_stopped_switch_is_lost_when_it_answers_no_query() -> None:
     with running_switch() as switch:
         try:
             found = values(run_ranks(stops, 2, switch.endpoint, switch.process.pid))
         finally:
             switch.process.send_signal(signal.SIGCONT)
     for slowest_s, algorithms in found:
-        # The switch counts as lost after 3 s without an answer, long before TIMEOUT_S.
+        # The switch counts as lost after 3 s without a reply, long before TIMEOUT_S.
         assert 3.0 < slowest_s < seconds(8.0)
         assert algorithms[0] == IN_NETWORK and algorithms[-1] != IN_NETWORK
 
 
-def test_a_straggler_is_no_lost_switch(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_straggler_is_not_taken_for_a_lost_switch(caplog: pytest.LogCaptureFixture) -> None:
     def call(rank: int, size: int, folder: str, endpoint: str) -> int:
         with join(rank, size, folder, endpoint) as group:
             if rank == 1:
@@ -401,24 +403,24 @@ def test_a_straggler_is_no_lost_switch(caplog: pytest.LogCaptureFixture) -> None
     assert warnings_of(caplog, switch.endpoint) == []
 
 
-# --- and back --------------------------------------------------------------------------------------------------------
+# --- the return to the switch ---------------------------------------------------------------------------------------
 
 
 def until(rank: int, size: int, folder: str, endpoint: str, over: threading.Event, **options: Any) -> list[int]:
-    """Exact sums until `over`; the algorithms that ran, in order."""
+    """Check exact sums until `over`; return the algorithms that ran, in order."""
     with join(rank, size, folder, endpoint, **options) as group:
-        turn = 0
+        index = 0
         while True:
             flag = np.array([over.is_set()], np.int32)
             group.all_reduce(flag, op="min")
             if flag[0]:
                 return group.group.events()["algorithm"].tolist()
-            buffers = [np.arange(300, dtype=np.int64) * (rank + 1) + turn + k for k in range(3)]
+            buffers = [np.arange(300, dtype=np.int64) * (rank + 1) + index + k for k in range(3)]
             works = [group.all_reduce(each, asynchronous=True) for each in buffers]
             for k, (work, buffer) in enumerate(zip(works, buffers, strict=True)):
                 work.wait()
-                assert (buffer == np.arange(300) * (size * (size + 1) // 2) + size * (turn + k)).all(), (turn, k)
-            turn += 1
+                assert (buffer == np.arange(300) * (size * (size + 1) // 2) + size * (index + k)).all(), (index, k)
+            index += 1
             time.sleep(0.005)  # a group remembers its last 8192 operations
 
 
@@ -430,11 +432,11 @@ def busy(switch: MortalSwitch) -> None:
 
 
 def returns(algorithms: list[int]) -> int:
-    """How often the network is used again after host algorithms."""
+    """How often the group returned to the switch from host algorithms."""
     return sum(before != IN_NETWORK and after == IN_NETWORK for before, after in itertools.pairwise(algorithms))
 
 
-def test_a_switch_that_is_started_again_is_used_again_and_lost_again(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_restarted_switch_is_used_again_and_lost_again(caplog: pytest.LogCaptureFixture) -> None:
     over = threading.Event()
     seed = int.from_bytes(os.urandom(4), "big")
     print(f"seed {seed}")
@@ -456,12 +458,12 @@ def test_a_switch_that_is_started_again_is_used_again_and_lost_again(caplog: pyt
         lives.join()
     assert all(each == found[0] for each in found)
     assert returns(found[0]) >= 4
-    said = warnings_of(caplog, first.endpoint)
-    assert sum("has the group again" in each for each in said) == 4
-    assert sum("No step is lost" in each for each in said) == 5
+    warnings = warnings_of(caplog, first.endpoint)
+    assert sum("has the group again" in each for each in warnings) == 4
+    assert sum("No step is lost" in each for each in warnings) == 5
 
 
-def test_a_group_goes_back_to_a_real_switch_after_sigkill() -> None:
+def test_a_group_returns_to_a_real_switch_after_sigkill() -> None:
     over = threading.Event()
     with running_switch() as switch:
         port = switch.address[1]
@@ -487,7 +489,7 @@ def test_a_group_goes_back_to_a_real_switch_after_sigkill() -> None:
         assert returns(algorithms) == 1 and algorithms[-1] == IN_NETWORK
 
 
-def test_rejoin_0_never_asks_again() -> None:
+def test_with_rejoin_0_a_group_never_joins_again() -> None:
     over = threading.Event()
     with MortalSwitch() as first:
         port = first.port
@@ -507,15 +509,15 @@ def test_rejoin_0_never_asks_again() -> None:
     assert all(returns(each) == 0 for each in found)
 
 
-# --- together with something else ------------------------------------------------------------------------------------
+# --- together with another failure ------------------------------------------------------------------------------------
 
 
 def dies_with_the_switch(rank: int, size: int, folder: str, endpoint: str, victim: int, pid: int) -> Any:
     with join(rank, size, folder, endpoint) as group:
         began = time.monotonic()
         try:
-            for turn in itertools.count():
-                if rank == victim and turn == 3:
+            for index in itertools.count():
+                if rank == victim and index == 3:
                     os.kill(pid, signal.SIGKILL)
                     os.kill(os.getpid(), signal.SIGKILL)
                 began = time.monotonic()
@@ -527,7 +529,7 @@ def dies_with_the_switch(rank: int, size: int, folder: str, endpoint: str, victi
 
 
 @pytest.mark.parametrize("victim", range(3))
-def test_a_worker_that_dies_with_the_switch_is_named_by_all_others(victim: int) -> None:
+def test_all_other_ranks_name_a_worker_that_dies_with_the_switch(victim: int) -> None:
     with running_switch() as switch:
         outcomes = run_ranks(dies_with_the_switch, 3, switch.endpoint, victim, switch.process.pid, dies=[victim])
     for rank in set(range(3)) - {victim}:
@@ -537,13 +539,13 @@ def test_a_worker_that_dies_with_the_switch_is_named_by_all_others(victim: int) 
         assert took_s < seconds(5.0)
 
 
-def test_a_rank_that_is_stopped_makes_the_others_wait_until_their_deadline_and_is_named() -> None:
+def test_a_stopped_rank_is_named_at_the_deadline_of_the_waiting_ranks() -> None:
     def call(rank: int, size: int, folder: str, endpoint: str, switch: MortalSwitch) -> tuple[str, str, float]:
         with join(rank, size, folder, endpoint) as group:
             group.all_reduce(np.ones(10))
             group.barrier()
             if rank == 2:
-                # Its door stays shut: like a process that is stopped, in threads of one.
+                # Its listener does not answer, as that of a stopped process; here the ranks are threads.
                 group.group._monitor.handlers["freeze 0"] = lambda _, __: time.sleep(3)  # type: ignore[assignment, func-returns-value]
                 ready.set()
                 time.sleep(3)

@@ -22,20 +22,20 @@ HELLO = protocol.FLAGS["hello"]
 def add(rank: int, size: int, folder: str, endpoints: list[str]) -> float:
     options = Options(switch=endpoints[rank], algorithm="all_reduce=in_network")
     with Communicator(FileStore(folder), rank, size, options=options, timeout_s=20, join_timeout_s=10) as group:
-        # Longer than one packet: answers travel in bursts.
+        # Longer than one packet, so that results travel in bursts.
         buffer = np.arange(100_000, dtype=np.float32) + rank
         group.all_reduce(buffer)
         return float(buffer[-1])
 
 
-def test_workers_that_come_by_different_addresses_of_the_switch_join_one_job() -> None:
+def test_workers_that_use_different_addresses_of_the_switch_join_one_job() -> None:
     with running_switch("--listen", "0.0.0.0:0", "--open") as switch:
         port = switch.endpoint.rpartition(":")[2]
         endpoints = [f"127.0.0.{host}:{port}" for host in (1, 2, 3)]
         assert values(run_threads(add, 3, endpoints, timeout_s=60)) == [3 * 99_999.0 + 3] * 3
 
 
-def test_a_switch_that_listens_on_one_address_has_its_data_ports_on_that_address_alone() -> None:
+def test_data_ports_are_only_on_the_address_where_the_switch_listens() -> None:
     with running_switch("--listen", "127.0.0.2:0") as switch:
 
         def bound(rank: int, size: int, folder: str) -> list[str]:
@@ -60,19 +60,19 @@ def hello(worker: int, nonce: int, payload_bytes: int = 8) -> bytes:
 
 
 @pytest.mark.parametrize(
-    ("family", "everywhere", "asked"),
+    ("family", "everywhere", "addresses"),
     [(socket.AF_INET, "0.0.0.0", ["127.0.0.1", "127.0.0.2", "127.1.2.3"]), (socket.AF_INET6, "::", ["::1"])],
     ids=["IPv4", "IPv6"],
 )
-def test_an_answer_comes_from_the_address_that_was_asked(
-    family: socket.AddressFamily, everywhere: str, asked: list[str]
+def test_a_reply_comes_from_the_address_that_the_worker_sent_to(
+    family: socket.AddressFamily, everywhere: str, addresses: list[str]
 ) -> None:
     plane = DataPlane()
-    nonces = [77 + worker for worker in range(len(asked))]
+    nonces = [77 + worker for worker in range(len(addresses))]
     port = plane.open(1, 2, everywhere, nonces, [], 1 << 16)
-    for worker, local in enumerate(asked):
+    for worker, local in enumerate(addresses):
         with socket.socket(family, socket.SOCK_DGRAM) as ours:
-            ours.bind((asked[0], 0))
+            ours.bind((addresses[0], 0))
             ours.settimeout(5)
             plane.set_worker_address(1, worker, *ours.getsockname()[:2], local)
             packet = hello(worker, nonces[worker])

@@ -1,4 +1,4 @@
-"""What a switch shows: metrics, health, status, its log; how it drains; the files in deploy/."""
+"""The operator's view of a switch: metrics, health, status, log, draining, and the files in deploy/."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def samples(address: str) -> dict[tuple[str, ...], float]:
 
 
 class Held:
-    """Two ranks that add 1000 f32 for `turns` times, rank 1 late each time, and stay until released."""
+    """Two ranks that reduce 1000 f32 `turns` times, rank 1 late each time, and stay until released."""
 
     def __init__(self, switch: RunningSwitch, turns: int = 20, late_s: float = 0.02) -> None:
         self.switch, self.turns, self.late_s = switch, turns, late_s
@@ -101,33 +101,33 @@ class Held:
             return float(buffer[-1])
 
 
-def test_metrics_count_a_jobs_bytes_packets_and_who_is_late() -> None:
+def test_metrics_count_a_jobs_bytes_packets_and_stragglers() -> None:
     with running_switch(*WATCHED) as switch:
         address = pages(switch)
         with Held(switch) as job:
-            seen = samples(address)
+            series = samples(address)
             status = json.loads(get(address, "/status")[1])
             name = "vision/a"
-            assert seen["netfold_switch_authenticated",] == 0
-            assert seen["netfold_switch_jobs",] == 1
-            assert seen["netfold_switch_workers",] == 2
-            assert seen["netfold_switch_job_workers", name] == 2
-            assert seen["netfold_switch_job_goodput_bytes_total", name] == 20 * 4000
-            contributions = seen["netfold_switch_job_packets_total", "contribution", name]
+            assert series["netfold_switch_authenticated",] == 0
+            assert series["netfold_switch_jobs",] == 1
+            assert series["netfold_switch_workers",] == 2
+            assert series["netfold_switch_job_workers", name] == 2
+            assert series["netfold_switch_job_goodput_bytes_total", name] == 20 * 4000
+            contributions = series["netfold_switch_job_packets_total", "contribution", name]
             assert contributions % 2 == 0 and contributions >= 40
-            assert seen["netfold_switch_job_packets_total", "result", name] >= contributions
-            assert seen["netfold_switch_job_packets_total", "hello", name] >= 2
-            assert seen["netfold_switch_job_drops_total", name, "foreign"] == 0
-            assert seen["netfold_switch_job_slots_collecting", name] == 0
-            granted = seen["netfold_switch_memory_granted_bytes",]
-            assert granted == seen["netfold_switch_job_memory_granted_bytes", name] > 0
-            assert granted + seen["netfold_switch_memory_free_bytes",] == 1 << 30
-            assert seen["netfold_switch_job_slots", name] == status["jobs"][0]["counters"]["slots"] > 0
-            lag = [seen["netfold_switch_job_arrival_lag_seconds_sum", name, str(rank)] for rank in range(2)]
-            assert seen["netfold_switch_job_arrival_lag_seconds_count", name, "1"] == contributions / 2
+            assert series["netfold_switch_job_packets_total", "result", name] >= contributions
+            assert series["netfold_switch_job_packets_total", "hello", name] >= 2
+            assert series["netfold_switch_job_drops_total", name, "foreign"] == 0
+            assert series["netfold_switch_job_slots_collecting", name] == 0
+            granted = series["netfold_switch_memory_granted_bytes",]
+            assert granted == series["netfold_switch_job_memory_granted_bytes", name] > 0
+            assert granted + series["netfold_switch_memory_free_bytes",] == 1 << 30
+            assert series["netfold_switch_job_slots", name] == status["jobs"][0]["counters"]["slots"] > 0
+            lag = [series["netfold_switch_job_arrival_lag_seconds_sum", name, str(rank)] for rank in range(2)]
+            assert series["netfold_switch_job_arrival_lag_seconds_count", name, "1"] == contributions / 2
             assert lag[1] > 20 * 0.01 > 4 * lag[0], lag
-            assert seen["netfold_switch_job_last_arrivals_total", name, "1"] > contributions / 4
-            assert seen["netfold_switch_job_retransmissions_total", name] == status["jobs"][0]["retransmissions"]
+            assert series["netfold_switch_job_last_arrivals_total", name, "1"] > contributions / 4
+            assert series["netfold_switch_job_retransmissions_total", name] == status["jobs"][0]["retransmissions"]
         assert values(job.outcomes) == [4.0, 4.0]
         switch.wait_for("event=closed")
         after = samples(address)
@@ -137,7 +137,7 @@ def test_metrics_count_a_jobs_bytes_packets_and_who_is_late() -> None:
         assert after["netfold_switch_memory_granted_bytes",] == 0
 
 
-def test_a_slot_that_waits_for_a_rank_is_seen_as_collecting() -> None:
+def test_a_slot_that_waits_for_a_rank_counts_as_collecting() -> None:
     with running_switch(*WATCHED) as switch:
         address = pages(switch)
 
@@ -155,7 +155,7 @@ def test_a_slot_that_waits_for_a_rank_is_seen_as_collecting() -> None:
         assert values(run_threads(rank, 2)) == [2.0, 2.0]
 
 
-def test_a_jobs_capacity_is_shown_once_its_lowest_rank_has_said_it_and_what_is_no_rate_changes_nothing() -> None:
+def test_a_jobs_capacity_is_the_one_its_lowest_rank_reports_and_an_invalid_rate_changes_nothing() -> None:
     join = {
         "type": "join",
         "version": control_messages.VERSION,
@@ -185,7 +185,7 @@ def test_a_jobs_capacity_is_shown_once_its_lowest_rank_has_said_it_and_what_is_n
         columns = status_command(address, "--once").stdout.splitlines()
         (line,) = [line for line in columns if " said " in line]
         assert line.split()[7] == "200" and "at most" in columns[1]
-        # Twice as much, then a lie: the lie ends the membership, and with it the job.
+        # Twice the rate, then an invalid one, which ends the membership, and with it the job.
         control_messages.send(lowest, {"type": "alive", "serial": 2, "bytes_per_s": 50_000_000})
         assert control_messages.receive(lowest)["type"] == "alive"
         assert shown() == 50e6
@@ -193,11 +193,11 @@ def test_a_jobs_capacity_is_shown_once_its_lowest_rank_has_said_it_and_what_is_n
         switch.wait_for("event=protocol_error .*alive with bytes_per_s '-1'")
         switch.wait_for("event=ended job=j")
         say(5, 1e6)
-        switch.wait_for("event=protocol_error .*bytes_per_s from rank 5, and only the job's lowest rank says it")
+        switch.wait_for("event=protocol_error .*bytes_per_s from rank 5; only the job's lowest rank reports it")
 
 
-def test_a_group_tells_its_switch_what_it_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(capacity, "_known", {})
+def test_a_group_reports_its_measured_rate_to_its_switch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(capacity, "_cache", {})
     options = {"algorithm": "auto", "transport": "tcp", "job_name": "measures"}
     with running_switch(*WATCHED) as switch:
         address = pages(switch)
@@ -205,17 +205,17 @@ def test_a_group_tells_its_switch_what_it_measured(monkeypatch: pytest.MonkeyPat
         def rank(rank: int, size: int, folder: str) -> tuple[float, float]:
             own = Options(switch=switch.endpoint, **options)
             with Communicator(FileStore(folder), rank, size, options=own) as group:
-                told, deadline = None, time.monotonic() + seconds(10)
-                while rank == 0 and told is None:
+                reported, deadline = None, time.monotonic() + seconds(10)
+                while rank == 0 and reported is None:
                     assert time.monotonic() < deadline
                     time.sleep(0.05)
-                    told = json.loads(get(address, "/status")[1])["jobs"][0]["capacity_bytes_per_s"]
+                    reported = json.loads(get(address, "/status")[1])["jobs"][0]["capacity_bytes_per_s"]
                 group.barrier()
-                return told or 0.0, group.group.links.switches[0]
+                return reported or 0.0, group.group.links.switches[0]
 
-        (told, measured), *_ = values(run_threads(rank, 3))
-    # Of a link, the switch's part is a link's at most.
-    assert 0 < told <= measured * 1.001
+        (reported, measured), *_ = values(run_threads(rank, 3))
+    # Over one link the rate of the switch is at most that of the link.
+    assert 0 < reported <= measured * 1.001
 
 
 def test_names_follow_prometheus_guide() -> None:
@@ -240,7 +240,7 @@ def test_refusals_are_counted_by_reason() -> None:
         switch.wait_for("event=refused peer=.* reason=bound", count=2)
 
 
-def test_pages_answer_what_they_have_and_nothing_else() -> None:
+def test_http_has_three_pages_and_no_other() -> None:
     with running_switch(*WATCHED) as switch:
         address = pages(switch)
         assert get(address, "/healthz") == (200, b"serving\n")
@@ -262,7 +262,7 @@ def test_pages_answer_what_they_have_and_nothing_else() -> None:
         assert get(address, "/healthz")[0] == 200
 
 
-def test_readers_that_say_nothing_are_hung_up_on_and_keep_nobody_out_for_long() -> None:
+def test_silent_http_clients_are_disconnected_and_keep_no_client_out_for_long() -> None:
     with running_switch(*WATCHED) as switch:
         address = pages(switch)
         host, _, port = address.rpartition(":")
@@ -289,18 +289,18 @@ def test_status_shows_jobs_and_the_latest_rank() -> None:
     with running_switch(*WATCHED) as switch, Held(switch):
         address = pages(switch)
         shown = status_command(address, "--once")
-        told = json.loads(status_command(address, "--json").stdout)
+        status = json.loads(status_command(address, "--json").stdout)
     assert shown.returncode == 0, shown.stderr
     assert re.search(r"serving for \d+ s: 1 of 64 jobs, .* packets not authenticated", shown.stdout)
     (line,) = [line for line in shown.stdout.splitlines() if "vision/a" in line]
     assert re.search(r"[0-9a-f]{8} +vision/a +2 .* 1: \d+\.\d ms, \d+ x last", line), line
-    assert told["jobs"][0]["name"] == "vision/a"
+    assert status["jobs"][0]["name"] == "vision/a"
 
 
-def test_status_lives_on_a_terminal_until_it_is_interrupted() -> None:
+def test_status_updates_on_a_terminal_until_it_is_interrupted() -> None:
     ours, theirs = os.openpty()
     with running_switch(*WATCHED) as switch, Held(switch), open(ours, "rb", buffering=0) as terminal:
-        # A job in a shell's background, as this test may be, hands down that SIGINT is ignored.
+        # A background job of a shell, as this test may be, inherits that SIGINT is ignored.
         watching = subprocess.Popen(
             [sys.executable, "-m", "netfold.cli", "switch", "status", pages(switch), "--every-s", "0.1"],
             stdout=theirs,
@@ -329,20 +329,20 @@ def test_status_lives_on_a_terminal_until_it_is_interrupted() -> None:
         ("127.0.0.1:1", 1, "with `--metrics 127.0.0.1:1`?"),
     ],
 )
-def test_status_of_nothing_says_so(endpoint: str, code: int, words: str) -> None:
+def test_status_of_a_missing_switch_is_an_error(endpoint: str, code: int, words: str) -> None:
     ended = status_command(endpoint, "--once")
     assert ended.returncode == code
     assert words in ended.stderr
 
 
-def test_status_of_the_wrong_port_says_so() -> None:
+def test_status_of_the_wrong_port_is_an_error() -> None:
     with running_switch() as switch:
         ended = status_command(switch.endpoint, "--json")
     assert ended.returncode == 1
     assert "nothing to read at" in ended.stderr
 
 
-def test_a_metrics_address_in_use_is_said_to_be() -> None:
+def test_a_metrics_address_in_use_is_reported() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         ended = run_command("switch", "--listen", "127.0.0.1:0", "--metrics", address)
@@ -350,7 +350,7 @@ def test_a_metrics_address_in_use_is_said_to_be() -> None:
     assert f"cannot listen on {address}" in ended.stderr
 
 
-def test_sigterm_lets_running_jobs_end_and_takes_no_new_one() -> None:
+def test_after_sigterm_running_jobs_end_and_no_new_job_starts() -> None:
     with running_switch(*WATCHED, "--drain-s", "20") as switch:
         address = pages(switch)
         with Held(switch, turns=1) as job:
@@ -371,7 +371,7 @@ def test_sigterm_lets_running_jobs_end_and_takes_no_new_one() -> None:
         switch.wait_for("event=stopped signal=SIGTERM")
 
 
-def test_sigterm_ends_a_job_that_stays_too_long_and_a_second_signal_ends_it_at_once(
+def test_after_sigterm_a_job_ends_at_the_deadline_or_at_a_second_signal(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     for drain_s, signals in (("0.5", 1), ("60", 2)):
@@ -381,14 +381,14 @@ def test_sigterm_ends_a_job_that_stays_too_long_and_a_second_signal_ends_it_at_o
                     switch.process.send_signal(signal.SIGTERM)
                     switch.wait_for("event=drain", count=1) if count == 0 else None
                 assert switch.process.wait(seconds(5)) == 0
-            # The job goes on without it, and says why.
+            # The job goes on without the switch, and logs why.
             assert values(job.outcomes) == [4.0, 4.0]
             (warning,) = [record.getMessage() for record in caplog.records if record.name == "netfold"]
             assert "the switch is shutting down: SIGTERM" in warning
         caplog.clear()
 
 
-def test_a_fact_is_one_line_whatever_it_holds(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_log_event_is_one_line_whatever_its_values(capsys: pytest.CaptureFixture[str]) -> None:
     record: list[logging.LogRecord] = []
     handler = logging.Handler()
     handler.emit = record.append  # type: ignore[method-assign]
@@ -406,13 +406,13 @@ def test_a_fact_is_one_line_whatever_it_holds(capsys: pytest.CaptureFixture[str]
 
 
 def parses(arguments: list[str]) -> None:
-    """The command line is one that `netfold` would take; click raises where an option is unknown or wrong."""
+    """Parse the command line as `netfold` does; click raises where an option is unknown or wrong."""
     command: Any = typer.main.get_command(app)
     name, *options = arguments
     command.commands[name].make_context(name, options)
 
 
-def test_strangers_do_not_fill_the_log() -> None:
+def test_unauthenticated_peers_do_not_fill_the_log() -> None:
     now = [0.0]
     sparingly = RateLimit(clock=lambda: now[0])
 
@@ -431,7 +431,7 @@ def test_strangers_do_not_fill_the_log() -> None:
     assert len(lines("unauthenticated", 1000)) == RateLimit.BURST
 
 
-def test_the_units_command_is_one_that_there_is() -> None:
+def test_the_units_command_exists() -> None:
     unit = (ROOT / "deploy/netfold-switch.service").read_text()
     (start,) = re.findall(r"^ExecStart=(.*)$", unit, re.M)
     (options,) = re.findall(r'^Environment="NETFOLD_SWITCH_OPTIONS=(.*)"$', unit, re.M)
@@ -446,7 +446,7 @@ def test_the_units_command_is_one_that_there_is() -> None:
     shutil.which("systemd-analyze") is None,
     reason="the unit is checked by systemd-analyze, which is not here (Debian: systemd)",
 )
-def test_systemd_finds_nothing_wrong_with_the_unit(tmp_path: Path) -> None:
+def test_systemd_accepts_the_unit(tmp_path: Path) -> None:
     unit = (ROOT / "deploy/netfold-switch.service").read_text().replace("/opt/netfold/bin/netfold", "/bin/true")
     (tmp_path / "netfold-switch.service").write_text(unit)
     ended = subprocess.run(
@@ -459,7 +459,7 @@ def test_systemd_finds_nothing_wrong_with_the_unit(tmp_path: Path) -> None:
     assert "netfold-switch.service" not in ended.stderr, ended.stderr
 
 
-def test_the_containers_command_is_one_that_there_is() -> None:
+def test_the_containers_command_exists() -> None:
     text = (ROOT / "deploy/Containerfile").read_text()
     (entry,) = re.findall(r"^ENTRYPOINT (\[.*\])$", text, re.M)
     (command,) = re.findall(r"^CMD (\[.*\])$", text, re.M)
@@ -469,7 +469,7 @@ def test_the_containers_command_is_one_that_there_is() -> None:
             assert (ROOT / source).exists(), source
 
 
-def test_a_jobs_series_come_back_from_prometheus_parser_whatever_their_labels_hold() -> None:
+def test_prometheus_parser_reads_a_jobs_series_whatever_their_labels() -> None:
     label = 'a"b\\c\nd,e="f"}'
     counters = dict.fromkeys(("slots", "slots_collecting", "result_bytes", "sums_resent"), 3)
     counters |= dict.fromkeys(metrics.PACKET_KINDS.values(), 5)

@@ -1,4 +1,4 @@
-"""What each tenant has of a switch: by weight, within its bounds, whatever the others do."""
+"""The quota of each tenant: by weight, within its bounds, whatever other tenants do."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from netfold.switch.tokens import Tenant
 TOKENS = {name: name[0] * 40 for name in ("small", "large", "bound")}
 
 
-def test_parts_go_by_weight_and_are_never_more_than_the_whole() -> None:
+def test_quotas_follow_weights_and_never_exceed_the_whole() -> None:
     tenants = [Tenant("a", weight=1), Tenant("b", weight=2), Tenant("c", weight=4, memory_bytes=100, slots=32)]
     limits = Limits(jobs=9, memory_bytes=1000, connections=70)
     parts = [quota_of(tenant, tenants, limits) for tenant in tenants]
@@ -31,28 +31,28 @@ def test_parts_go_by_weight_and_are_never_more_than_the_whole() -> None:
     assert sum(part.jobs for part in parts) <= limits.jobs
 
 
-def test_a_tenant_alone_has_all_of_it() -> None:
+def test_the_only_tenant_has_the_whole_switch() -> None:
     only = Tenant("a", weight=7)
     part = quota_of(only, [only], Limits())
     assert (part.jobs, part.connections, part.memory_bytes) == (64, 4096, 1 << 30)
 
 
-def test_a_part_of_nothing_is_refused_at_the_start() -> None:
+def test_an_empty_quota_is_refused_at_the_start() -> None:
     tenants = [Tenant("a"), Tenant("b", weight=100)]
-    with pytest.raises(ValueError, match=r"a's part, 1 of 101, is 0 jobs, .* raise its weight, --max-jobs"):
+    with pytest.raises(ValueError, match=r"a's quota, 1 of 101, is 0 jobs, .* raise its weight, --max-jobs"):
         quota_of(tenants[0], tenants, Limits(jobs=64))
 
 
 @pytest.mark.parametrize("workers", [1, 2, 256])
 @pytest.mark.parametrize("payload", [1152, 1408, 8896])
-def test_a_window_fills_what_is_left_and_no_more(workers: int, payload: int) -> None:
+def test_a_window_fills_the_free_memory_and_no_more(workers: int, payload: int) -> None:
     def granted(window: int) -> int:
         return int(protocol.job_memory_bytes(workers, window, payload))
 
     ample = fitting_window(workers, payload, 1 << 20, 1 << 40, None, 8)
     assert ample == (1 << 20) // (payload + protocol.HEADER_BYTES)
     assert fitting_window(workers, payload, 1 << 20, granted(ample), None, 8) == ample
-    # Slots come in powers of two: where one more would take twice the memory, the window is half of them.
+    # Slots are powers of two: where one more would double the memory, the window is half the slots.
     for left in (granted(8), granted(8) + 1, granted(23) - 1, granted(ample) - 1):
         window = fitting_window(workers, payload, 1 << 20, left, None, 8)
         assert granted(window) <= left < granted(window + 1)
@@ -84,12 +84,12 @@ def add(rank: int, size: int, store: str, options: Options) -> float:
 
 
 def started(switch: RunningSwitch, tenant: str) -> list[tuple[int, int]]:
-    """Window and memory of the jobs of a tenant that have begun."""
+    """Window and memory of a tenant's started jobs."""
     found = re.findall(rf"event=started .*tenant={tenant} .*window=(\d+) .*memory_bytes=(\d+)", switch.log())
     return [(int(window), int(memory)) for window, memory in found]
 
 
-def test_jobs_take_slots_from_their_tenants_part_and_give_them_back(tmp_path: Path) -> None:
+def test_jobs_take_slots_from_their_tenants_quota_and_release_them(tmp_path: Path) -> None:
     tokens = lines(tmp_path)
     with running_switch("--token-file", tokens, "--memory", "20M") as switch:
         for tenant in TOKENS:
@@ -103,7 +103,7 @@ def test_jobs_take_slots_from_their_tenants_part_and_give_them_back(tmp_path: Pa
         assert started(switch, "bound") == [(32, started(switch, "bound")[0][1])] * 2
 
 
-def test_a_tenant_that_is_full_is_refused_and_nobody_else(tmp_path: Path) -> None:
+def test_only_a_tenant_without_free_quota_is_refused(tmp_path: Path) -> None:
     tokens = lines(tmp_path)
     release, holding = threading.Event(), threading.Barrier(3)
 
@@ -125,7 +125,7 @@ def test_a_tenant_that_is_full_is_refused_and_nobody_else(tmp_path: Path) -> Non
                 assert outcome.error == "SwitchError"
                 assert re.search(
                     r"refused: this switch is full: the job needs 0\.\d MiB and 16 slots at least, \d\.\d of 4\.0 MiB "
-                    r"and 0 of 64 slots are free \(--memory\); that is the part of bound",
+                    r"and 0 of 64 slots are free \(--memory\); that is the quota of bound",
                     outcome.text,
                 ), outcome.text
             assert values(run_threads(add, 2, options(switch, tmp_path, "large"))) == [3.0, 3.0]
@@ -136,26 +136,26 @@ def test_a_tenant_that_is_full_is_refused_and_nobody_else(tmp_path: Path) -> Non
         assert values(run_threads(add, 2, options(switch, tmp_path, "bound"))) == [3.0, 3.0]
 
 
-def test_a_tenants_jobs_are_counted_apart_from_the_others(tmp_path: Path) -> None:
+def test_each_tenants_jobs_are_counted_separately(tmp_path: Path) -> None:
     tokens = lines(tmp_path)
     inside = threading.Barrier(2)
 
     def two_jobs(rank: int, size: int, store: str, chosen: Options) -> list[str]:
         with Communicator(FileStore(f"{store}/1"), rank, size, options=chosen, timeout_s=20):
             inside.wait(seconds(20))
-            said = []
+            errors = []
             for turn in ("2", "3"):
                 try:
                     Communicator(FileStore(f"{store}/{turn}"), rank, size, options=chosen, join_timeout_s=5).close()
-                    said.append("")
+                    errors.append("")
                 except Exception as error:
-                    said.append(str(error))
+                    errors.append(str(error))
             inside.wait(seconds(20))
-            return said
+            return errors
 
-    # Five parts: one job for `small` and `bound`, three for `large`.
+    # Five jobs in all: one each for `small` and `bound`, three for `large`.
     with running_switch("--token-file", tokens, "--max-jobs", "5") as switch:
-        for said in values(run_threads(two_jobs, 2, options(switch, tmp_path, "small"))):
-            assert all("it serves 1 jobs (--max-jobs); that is the part of small" in text for text in said)
+        for errors in values(run_threads(two_jobs, 2, options(switch, tmp_path, "small"))):
+            assert all("it serves 1 jobs (--max-jobs); that is the quota of small" in text for text in errors)
         inside.reset()
         assert values(run_threads(two_jobs, 2, options(switch, tmp_path, "large"))) == [["", ""]] * 2

@@ -1,4 +1,4 @@
-"""A window that the kernel's receive buffer cuts: everybody who could ask is told the number and what to set."""
+"""A window that the kernel's receive buffer cuts: switch, job and preflight report the number and the setting."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ DEBIANS_RMEM_MAX = 212_992
 RMEM_MAX = Path("/proc/sys/net/core/rmem_max")
 
 
-def test_64_workers_have_the_least_window_in_debians_buffer() -> None:
-    granted_bytes = 2 * DEBIANS_RMEM_MAX  # the kernel reports twice what it takes
+def test_64_workers_have_the_smallest_window_in_debians_buffer() -> None:
+    granted_bytes = 2 * DEBIANS_RMEM_MAX  # the kernel reports twice the requested size
     debians = ReceiveBuffer(granted_bytes, 1 << 20)
     assert debians.held_bytes(64) == DEBIANS_RMEM_MAX // 64 == 3328
     assert debians.window_shortfall(64) == (
@@ -35,7 +35,7 @@ def test_64_workers_have_the_least_window_in_debians_buffer() -> None:
     assert "a window of 8 packets of 8880 bytes and not 117" in debians.window_shortfall(64, 8880)
 
 
-def test_the_value_that_is_named_makes_the_window_whole() -> None:
+def test_the_recommended_setting_restores_the_whole_window() -> None:
     for workers in (1, 2, 64, 256):
         cut = ReceiveBuffer(2 * DEBIANS_RMEM_MAX, 1 << 20).window_shortfall(workers)
         (bound,) = re.findall(r"rmem_max to (\d+)", cut)
@@ -43,14 +43,14 @@ def test_the_value_that_is_named_makes_the_window_whole() -> None:
         assert ReceiveBuffer(2 * int(bound) * 9 // 10, 1 << 20).window_shortfall(workers) != ""
 
 
-def test_a_buffer_that_nobody_named_cuts_nothing() -> None:
+def test_an_unknown_buffer_cuts_no_window() -> None:
     assert ReceiveBuffer(0, 1 << 20).window_shortfall(256) == ""
     assert ReceiveBuffer(0, 1 << 20).held_bytes(256) == 1 << 20
 
 
 @pytest.fixture
 def cut_switch() -> Iterator[tuple[RunningSwitch, int]]:
-    """A switch that may ask for twice the window of two workers that the kernel grants; and that window."""
+    """A switch whose windows for two workers take twice what the kernel grants; and that window."""
     if not RMEM_MAX.exists():
         pytest.skip("this host hides net.core.rmem_max")
     rmem_max = int(RMEM_MAX.read_text())
@@ -66,12 +66,12 @@ def cut_switch() -> Iterator[tuple[RunningSwitch, int]]:
         yield switch, window_bytes
 
 
-def test_a_cut_window_is_told_at_the_start_to_the_job_and_to_who_asks(
+def test_a_cut_window_is_reported_at_the_start_to_the_job_and_to_preflight(
     cut_switch: tuple[RunningSwitch, int], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     switch, window_bytes = cut_switch
     expected = ReceiveBuffer(2 * int(RMEM_MAX.read_text()), window_bytes)
-    # At the start: the most workers that have all of it, and what the largest job would get.
+    # At the start: the most workers with whole windows, and the window of the largest job.
     (line,) = switch.wait_for(r"level=info event=buffer .*")
     assert "windows are whole for jobs of up to 1 workers" in line
     assert expected.window_shortfall(256) in line
@@ -84,24 +84,24 @@ def test_a_cut_window_is_told_at_the_start_to_the_job_and_to_who_asks(
             return float(buffer[-1])
 
     assert values(run_threads(add, 2, timeout_s=60)) == [1999.0] * 2
-    # The job: one warning at the switch and one at its first rank, with the window that it really got.
+    # The job: one warning at the switch and one at its first rank, with the window that it got.
     ((window, payload),) = switch.wait_for(r"window (\d+) x (\d+) bytes")
-    told = expected.window_shortfall(2, int(payload))
-    assert f"a window of {window} packets of {payload} bytes" in told
+    shortfall = expected.window_shortfall(2, int(payload))
+    assert f"a window of {window} packets of {payload} bytes" in shortfall
     (line,) = switch.wait_for(r"level=warning event=buffer .*")
-    assert told in line and f"window={window}" in line
+    assert shortfall in line and f"window={window}" in line
     assert [each.getMessage() for each in caplog.records if "rmem_max" in each.getMessage()] == [
-        f"the switch at {switch.endpoint}: {told}"
+        f"the switch at {switch.endpoint}: {shortfall}"
     ]
-    # Who asks before a job.
+    # Preflight.
     room = query_quota(switch.endpoint, token_file=None, rank=0, timeout_s=10)
     assert room.buffer == expected
     monkeypatch.setenv("NETFOLD_SWITCH", switch.endpoint)
-    said = typer.testing.CliRunner().invoke(app, ["explain", "all-reduce", "--ranks", "2"]).output
-    assert expected.window_shortfall(2) in said
+    output = typer.testing.CliRunner().invoke(app, ["explain", "all-reduce", "--ranks", "2"]).output
+    assert expected.window_shortfall(2) in output
 
 
-def test_a_window_that_is_whole_is_told_to_nobody_as_cut(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_whole_window_is_not_reported_as_cut(caplog: pytest.LogCaptureFixture) -> None:
     with running_switch("--window", "16K", "--max-workers", "2") as switch:
 
         def join(rank: int, size: int, folder: str) -> None:

@@ -1,4 +1,4 @@
-"""The plan of recovery: who gives which kept result to whom, for anything that ranks can have."""
+"""The plan of recovery: which rank sends which kept result to which rank, for all states that ranks can have."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ def jobs(draw: st.DrawFn) -> Job:
     ranks = draw(st.lists(st.integers(0, 50), min_size=1, max_size=6, unique=True))
     end = lowest + draw(st.integers(0, 40))
     reach = min(end, lowest + window) - lowest
-    said = {}
+    states = {}
     for rank in ranks:
         results = draw(st.integers(0, (1 << reach) - 1))
         base = 0
         while results >> base & 1:
             base += 1
-        said[rank] = ReceiveState(lowest + base, end + draw(st.integers(0, 5)), results >> base)
-    return window, said
+        states[rank] = ReceiveState(lowest + base, end + draw(st.integers(0, 5)), results >> base)
+    return window, states
 
 
 def has(words: ReceiveState, chunk: int) -> bool:
@@ -35,58 +35,58 @@ def has(words: ReceiveState, chunk: int) -> bool:
 
 
 @given(jobs())
-def test_everybody_ends_with_what_anybody_had(job: Job) -> None:
-    window, said = job
-    plan = make_plan(said, window)
-    assert plan.base == min(words.base for words in said.values())
+def test_all_ranks_end_with_every_result_that_any_rank_had(job: Job) -> None:
+    window, states = job
+    plan = make_plan(states, window)
+    assert plan.base == min(words.base for words in states.values())
     for chunk in range(plan.base, plan.base + 2 * window):
-        anybody = any(has(words, chunk) for words in said.values())
+        anybody = any(has(words, chunk) for words in states.values())
         assert bool(plan.held >> (chunk - plan.base) & 1) == anybody
-        for rank, words in said.items():
+        for rank, words in states.items():
             gets = [giver for giver, bits in plan.fetches.get(rank, {}).items() if bits >> (chunk - plan.base) & 1]
-            # Once, from one who has it, and only what was lacking.
+            # Each missing chunk once, from a rank that has it, and no other chunk.
             assert len(gets) == int(anybody and not has(words, chunk))
-            assert all(giver != rank and has(said[giver], chunk) for giver in gets)
+            assert all(giver != rank and has(states[giver], chunk) for giver in gets)
 
 
 @given(jobs())
-def test_what_is_passed_on_is_still_kept(job: Job) -> None:
-    """Each keeps the results of its last W chunks: a chunk and one W above it are never both asked for or had."""
-    window, said = job
-    plan = make_plan(said, window)
+def test_a_forwarded_result_is_still_kept(job: Job) -> None:
+    """Each rank keeps the results of its last W chunks, so no plan has both a chunk and the one W above it."""
+    window, states = job
+    plan = make_plan(states, window)
     for shares in plan.fetches.values():
         for giver, bits in shares.items():
-            newest = max(chunk for chunk in range(said[giver].base + window) if has(said[giver], chunk))
+            newest = max(chunk for chunk in range(states[giver].base + window) if has(states[giver], chunk))
             assert all(chunk > newest - window for chunk in chunks_of(bits, plan.base))
 
 
 @given(jobs())
-def test_nothing_has_a_result_that_some_rank_never_began(job: Job) -> None:
-    window, said = job
-    plan = make_plan(said, window)
-    assert plan.end == min(words.end for words in said.values())
+def test_no_operation_that_a_rank_has_not_begun_has_a_result(job: Job) -> None:
+    window, states = job
+    plan = make_plan(states, window)
+    assert plan.end == min(words.end for words in states.values())
     assert plan.base + plan.held.bit_length() <= plan.end
 
 
 @given(jobs())
-def test_the_plan_depends_on_the_words_and_not_on_who_spoke_first(job: Job) -> None:
-    window, said = job
-    assert make_plan(dict(reversed(said.items())), window) == make_plan(said, window)
+def test_the_plan_does_not_depend_on_the_order_of_replies(job: Job) -> None:
+    window, states = job
+    assert make_plan(dict(reversed(states.items())), window) == make_plan(states, window)
 
 
 @given(st.integers(0, 1 << 300))
-def test_a_map_survives_its_way(bits: int) -> None:
+def test_a_bitmap_survives_its_encoding(bits: int) -> None:
     assert unpack(pack(bits)) == bits
     assert sum(1 << chunk for chunk in chunks_of(bits, 0)) == bits
 
 
-def test_those_who_have_a_chunk_take_turns() -> None:
+def test_ranks_that_have_a_chunk_take_turns() -> None:
     plan = make_plan({0: ReceiveState(0, 8, 0), 1: ReceiveState(8, 8, 0), 2: ReceiveState(8, 8, 0)}, 8)
-    assert plan == Plan(base=0, end=8, held=0xFF, gives={0: {1: 0b01010101, 2: 0b10101010}})
+    assert plan == Plan(base=0, end=8, held=0xFF, fetches={0: {1: 0b01010101, 2: 0b10101010}})
 
 
 @pytest.mark.parametrize(
-    ("said", "why"),
+    ("states", "why"),
     [
         pytest.param(
             {0: ReceiveState(0, 9, 0), 1: ReceiveState(9, 9, 0)}, "a window of 8", id="ahead by more than a window"
@@ -98,6 +98,6 @@ def test_those_who_have_a_chunk_take_turns() -> None:
         ),
     ],
 )
-def test_words_that_cannot_be_true_make_no_plan(said: dict[int, ReceiveState], why: str) -> None:
+def test_contradictory_states_make_no_plan(states: dict[int, ReceiveState], why: str) -> None:
     with pytest.raises(ValueError, match=why):
-        make_plan(said, 8)
+        make_plan(states, 8)

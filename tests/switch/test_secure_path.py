@@ -1,4 +1,4 @@
-"""NETFOLD_SECURITY and a switch: which switch may be used, and what takes its place when it is gone."""
+"""NETFOLD_SECURITY and a switch: which switch may be used, and which path replaces a lost one."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def private(path: Path, text: str) -> str:
 
 
 def add(group: Communicator, turn: int) -> bool:
-    """Whether an all_reduce is right."""
+    """Return whether an all_reduce is right."""
     ranks = group.size
     array = np.arange(COUNT, dtype=np.int64) * (group.rank + 1) + turn
     group.all_reduce(array)
@@ -44,7 +44,7 @@ def add(group: Communicator, turn: int) -> bool:
 
 
 def _joins(rank: int, size: int, folder: str, options: tuple[Options, ...]) -> tuple[bool, str]:
-    """Whether the group goes by the switch, and its reasons."""
+    """Return whether the group uses the switch, and its reasons."""
     given = options[rank % len(options)]
     with Communicator(FileStore(folder), rank, size, options=given, join_timeout_s=15, timeout_s=30) as group:
         assert add(group, 1)
@@ -56,7 +56,7 @@ def options_of(switch: str, tmp_path: Path, security: str, **others: Any) -> Opt
     return Options(switch=switch, token_file=token_file, transport="tcp", security=security, **others)
 
 
-def test_a_switch_without_keys_is_not_used_where_packets_must_have_them(tmp_path: Path) -> None:
+def test_a_switch_without_keys_is_not_used_where_packets_need_them(tmp_path: Path) -> None:
     with running_switch() as switch:
         assert values(run_ranks(_joins, 2, (options_of(switch.endpoint, tmp_path, "none"),)))[0][0]
         for security in ("authenticate", "encrypt"):
@@ -73,7 +73,7 @@ def test_a_switch_with_keys_is_used_whatever_the_security(tmp_path: Path) -> Non
         for used, _ in values(run_ranks(_joins, 2, (options_of(switch.endpoint, tmp_path, "encrypt"),))):
             assert used
         switch.wait_for("event=started .*encrypted=yes .*packets encrypted")
-        # One rank leaves out the fingerprint: it could be made to send its packets to anybody.
+        # One rank leaves out the fingerprint, so its packets could be redirected to any host.
         bare = switch.endpoint.partition("#")[0]
         both = tuple(options_of(each, tmp_path, "authenticate") for each in (switch.endpoint, bare))
         for outcome in run_ranks(_joins, 2, both):
@@ -109,7 +109,7 @@ def _joins_alone(
     return joined.protection
 
 
-def test_workers_of_a_job_that_ask_for_different_security_are_refused(tmp_path: Path) -> None:
+def test_workers_of_a_job_with_different_security_are_refused(tmp_path: Path) -> None:
     token_file = private(tmp_path / "token", TOKEN + "\n")
     with running_switch("--token-file", private(tmp_path / "tokens", f"vision {TOKEN}\n")) as switch:
         both = values(run_threads(_joins_alone, 2, switch.endpoint, token_file, ("encrypt", "encrypt")))
@@ -119,7 +119,7 @@ def test_workers_of_a_job_that_ask_for_different_security_are_refused(tmp_path: 
         assert any("all ranks of a job need the same (NETFOLD_SECURITY)" in outcome.text for outcome in outcomes)
 
 
-def test_an_open_switch_refuses_a_job_whose_packets_are_to_be_encrypted() -> None:
+def test_an_open_switch_refuses_a_job_that_requires_encryption() -> None:
     with running_switch() as switch, socket.create_connection(switch.address, 5) as stream:
         join = {"job": "d" * 32, "name": "", "rank": 0, "ranks": [0], "port": 9, "window_bytes": 1 << 20}
         control_messages.send(stream, {"type": "join", "version": control_messages.VERSION, **join, "encrypt": True})
@@ -152,7 +152,7 @@ def test_packets_are_encrypted_through_a_tree_of_switches_and_over_two_side_by_s
 
 
 def reset_connection_to(port: int) -> None:
-    """End this process's connections to that port, as anybody does who can send it a TCP reset."""
+    """End this process's connections to that port, as an attacker with a TCP reset can."""
     for fd in map(int, os.listdir("/proc/self/fd")):
         with contextlib.suppress(OSError):
             if not stat.S_ISSOCK(os.fstat(fd).st_mode):
@@ -163,12 +163,12 @@ def reset_connection_to(port: int) -> None:
                 if os.geteuid() == 0 and shutil.which("ss"):
                     ours = str(stream.getsockname()[1])
                     subprocess.run(["ss", "-K", "sport", "=", ours], capture_output=True, check=False)
-                # Where the kernel cannot do that, an end does as well.
+                # Where the kernel cannot do that, shut the connection down.
                 stream.shutdown(socket.SHUT_RDWR)
 
 
 def _downgraded(rank: int, size: int, folder: str, options: Options, port: int) -> str:
-    """A job that somebody takes the switch from, to change what goes between the ranks then."""
+    """A job whose switch connection an attacker resets, to change the traffic between ranks afterwards."""
     store = ThroughInterceptor(folder)
     with Communicator(store, rank, size, options=options, timeout_s=30) as group:
         for turn in range(3):
@@ -178,7 +178,7 @@ def _downgraded(rank: int, size: int, folder: str, options: Options, port: int) 
             reset_connection_to(port)
         deadline = time.monotonic() + seconds(20)
         turn = 3
-        # Both ranks take the same number of turns: as many as it takes until no rank has the switch.
+        # Both ranks take the same number of turns, until no rank uses the switch.
         while True:
             assert add(group, turn), "a wrong sum although nobody touched it"
             left = np.array([group.group.membership is not None], np.int32)
@@ -197,16 +197,16 @@ def _downgraded(rank: int, size: int, folder: str, options: Options, port: int) 
 
 
 @pytest.mark.parametrize("security", ["none", "authenticate", "encrypt"])
-def test_who_resets_the_connection_to_the_switch_gains_nothing(tmp_path: Path, security: str) -> None:
+def test_a_reset_of_the_connection_to_the_switch_does_not_downgrade_security(tmp_path: Path, security: str) -> None:
     with running_switch("--token-file", private(tmp_path / "tokens", f"vision {TOKEN}\n")) as switch:
         options = options_of(switch.endpoint, tmp_path, security, rejoin_s=0)
         port = int(switch.endpoint.partition("#")[0].rpartition(":")[2])
         outcomes = run_ranks(_downgraded, 2, options, port, timeout_s=90)
-        # A few bytes in a hundred thousand are a header's, whose change is an error.
+        # A few bytes of 100,000 are headers, whose change is an error.
         if security == "none" and "wrong" not in [outcome.value for outcome in outcomes]:
             outcomes = run_ranks(_downgraded, 2, options, port, timeout_s=90)
     if security == "none":
-        # So it was without the setting, and is: packets had tags, what took their place has none.
+        # Without the setting there is a downgrade: packets to the switch had MACs, the replacing path has none.
         assert "wrong" in [outcome.value for outcome in outcomes], outcomes
     else:
         assert [outcome.error for outcome in outcomes] == ["PeerLost", "PeerLost"], outcomes

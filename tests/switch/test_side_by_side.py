@@ -1,4 +1,4 @@
-"""A group over several switches at once, or over several threads of one: its operations are cut in parts."""
+"""A group over several switches, or over several threads of one: its operations are split into parts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from netfold import Communicator, FileStore, Options
 from netfold._native import engine
 
 IN_NETWORK = engine.ALGORITHMS["in_network"]
-# About a part's least size, and cut unevenly by three.
+# About a part's smallest size, and unevenly split by three.
 COUNTS = (1, 1000, 40_000, 100_003)
 
 
@@ -32,7 +32,7 @@ def part(rank: int, count: int) -> Any:
 
 
 def everything(rank: int, size: int, folder: str, endpoints: list[str]) -> list[int]:
-    """Each operation at each size; the packets sent to each switch."""
+    """Run each operation at each size; return the packets sent to each switch."""
     with join(rank, size, folder, endpoints, algorithm="in_network") as group:
         for count in COUNTS:
             parts = [part(each, count) for each in range(size)]
@@ -71,12 +71,12 @@ def test_every_operation_goes_over_all_switches(switches: int) -> None:
             each.__exit__(None, None, None)
 
 
-def test_a_switch_that_is_named_twice_adds_on_two_threads() -> None:
+def test_a_switch_named_twice_reduces_on_two_threads() -> None:
     with running_switch("--threads", "2") as switch:
         endpoints = [switch.endpoint] * 2
 
         def busy() -> dict[str, float]:
-            """CPU seconds of each thread but the first, which has the control connections; as the kernel counts."""
+            """CPU seconds of each thread, by the kernel, except the first, which has the control connections."""
             found = {}
             for task in Path(f"/proc/{switch.process.pid}/task").iterdir():
                 if int(task.name) == switch.process.pid:
@@ -93,7 +93,7 @@ def test_a_switch_that_is_named_twice_adds_on_two_threads() -> None:
         assert len(ports) == 2
 
 
-def test_a_thread_stays_on_the_core_that_it_was_given_and_looks_without_sleep() -> None:
+def test_a_thread_stays_on_its_core_and_polls_without_sleep() -> None:
     cores = sorted(os.sched_getaffinity(0))[:2]
     with running_switch("--cores", ",".join(map(str, cores)), "--busy-poll", "20000") as switch:
         tasks = Path(f"/proc/{switch.process.pid}/task").iterdir()
@@ -101,7 +101,7 @@ def test_a_thread_stays_on_the_core_that_it_was_given_and_looks_without_sleep() 
         assert sorted(core for of in pinned for core in of) == cores
         for sent in values(run_threads(everything, 2, [switch.endpoint] * len(cores))):
             assert min(sent) > 100, sent
-        time.sleep(0.5)  # after which they sleep
+        time.sleep(0.5)  # longer than they poll
         spent = cpu_s(switch)
         time.sleep(0.5)
         assert cpu_s(switch) - spent < 0.1
@@ -117,19 +117,19 @@ def test_a_thread_stays_on_the_core_that_it_was_given_and_looks_without_sleep() 
         (("--cores", "0", "--threads", "3"), "--threads 3 and --cores 0: there is a thread for each core"),
     ],
 )
-def test_cores_that_are_not_to_be_had_are_named(arguments: tuple[str, ...], reason: str) -> None:
+def test_unavailable_cores_are_named(arguments: tuple[str, ...], reason: str) -> None:
     done = run_command("switch", "--listen", "127.0.0.1:0", *arguments)
     assert done.returncode == 2
     assert reason in done.stdout + done.stderr
 
 
 def cpu_s(switch: RunningSwitch) -> float:
-    """That the switch's threads have used."""
+    """CPU seconds of the switch's threads."""
     fields = Path(f"/proc/{switch.process.pid}/stat").read_text().rsplit(")", 1)[1].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def test_sums_by_shared_exponents_are_the_same_bits_over_one_switch_over_two_and_over_none() -> None:
+def test_i32_sums_have_the_same_bits_with_no_switch_one_or_two() -> None:
     def add(rank: int, size: int, folder: str, endpoints: list[str]) -> bytes:
         with join(rank, size, folder, endpoints, wire_dtype="i32") as group:
             buffer = np.random.default_rng(rank).standard_normal(200_000).astype(np.float32)
@@ -149,11 +149,11 @@ def test_a_switch_that_dies_costs_no_step_and_the_other_goes_on(caplog: pytest.L
                 buffer = np.full(200_000, rank + 1.0, np.float32)
                 group.all_reduce(buffer)
                 assert (buffer == size * (size + 1) / 2).all()
-                word = np.array([float(dead.is_set()) + float(over.is_set())], np.float32)
-                group.all_reduce(word)
+                flags = np.array([float(dead.is_set()) + float(over.is_set())], np.float32)
+                group.all_reduce(flags)
                 traffic = [group.group.traffic(number) or {} for number in range(2)]
                 sent.append([each["packets_sent"] for each in traffic])
-                if word[0] == 2 * size:
+                if flags[0] == 2 * size:
                     return sent
 
     dead, over = threading.Event(), threading.Event()
@@ -176,11 +176,11 @@ def test_a_switch_that_dies_costs_no_step_and_the_other_goes_on(caplog: pytest.L
     for sent in found:
         first, last = sent[len(sent) * 2 // 3], sent[-1]
         assert last[0] == first[0] and last[1] > first[1] + 100, (first, last)
-    said = [record.getMessage() for record in caplog.records if "No step is lost" in record.getMessage()]
-    assert len(said) == 1 and endpoint in said[0], said
+    warnings = [record.getMessage() for record in caplog.records if "No step is lost" in record.getMessage()]
+    assert len(warnings) == 1 and endpoint in warnings[0], warnings
 
 
-def test_ranks_with_another_number_of_switches_are_told_so() -> None:
+def test_ranks_with_different_numbers_of_switches_get_an_error() -> None:
     with running_switch() as one, running_switch() as other:
         both = [one.endpoint, other.endpoint]
         found = run_threads(lambda rank, *rest: join(rank, *rest, both[: rank + 1]), 2)

@@ -1,4 +1,4 @@
-"""An all_reduce of which a part goes through the switch and the rest round a ring: right sums, one cut for all."""
+"""An all_reduce that is split between the switch and a ring: right sums, and one split on all ranks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from netfold._native import engine, shares
 from netfold.bootstrap import capacity
 
 SPLIT = engine.ALGORITHMS["split"]
-# Below a part's least size, about it, and large enough to teach something: more than a megabyte.
+# Below a part's smallest size, about it, and above 1 MB, which is large enough to measure a rate.
 COUNTS = (1, 1000, 40_000, 100_003, 400_009)
 
 
@@ -60,14 +60,14 @@ def every_sum(rank: int, size: int, folder: str, endpoints: list[str]) -> Any:
 
 @pytest.mark.parametrize("switches", [1, 2])
 @pytest.mark.parametrize("size", [3, 5])
-def test_sums_are_right_and_all_ranks_cut_alike(size: int, switches: int) -> None:
+def test_sums_are_right_and_all_ranks_split_alike(size: int, switches: int) -> None:
     with running_switch() as first, running_switch() as second:
         endpoints = [first.endpoint, second.endpoint][:switches]
         found = values(run_threads(every_sum, size, endpoints, timeout_s=60))
     assert all(each[0] == found[0][0] for each in found)
     ways, parts, operations = found[0][0]
     assert len(ways) == len(parts) == switches + 1 and sum(parts) == shares.WHOLE
-    # Of a megabyte and more: those of the last count but the one of f16.
+    # 1 MB and more: those of the last count except f16.
     assert operations == 5
     assert all(packets > 0 for _, sent in found for packets in sent)
 
@@ -77,17 +77,17 @@ def many_at_once(rank: int, size: int, folder: str, endpoints: list[str]) -> Any
         for turn in range(8):
             buffers = [part(rank, count + turn) for count in COUNTS]
             works = [group.all_reduce(buffer, asynchronous=True) for buffer in buffers]
-            word = np.full(3, float(rank))
-            works.append(group.broadcast(word, root=turn % size, asynchronous=True))
+            message = np.full(3, float(rank))
+            works.append(group.broadcast(message, root=turn % size, asynchronous=True))
             for work in works:
                 work.wait()
             for count, buffer in zip(COUNTS, buffers, strict=True):
                 np.testing.assert_array_equal(buffer, total(size, count + turn))
-            assert (word == turn % size).all()
+            assert (message == turn % size).all()
         return known(group)
 
 
-def test_several_under_way_with_others_between() -> None:
+def test_several_splits_at_once_with_other_operations_between_them() -> None:
     with running_switch() as switch:
         found = values(run_threads(many_at_once, 4, [switch.endpoint], timeout_s=60))
     assert all(each == found[0] for each in found)
@@ -103,7 +103,7 @@ def through_hosts(rank: int, size: int, folder: str, endpoints: list[str]) -> An
         return traffic and traffic["packets_sent"]
 
 
-def test_one_rank_a_host_splits_what_goes_between_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_rank_of_each_host_splits_the_traffic_between_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(*apart((0, 0, 1, 1, 2)))
     with running_switch() as switch:
         sent = values(run_threads(through_hosts, 5, [switch.endpoint], timeout_s=60))
@@ -121,17 +121,17 @@ def bits(rank: int, size: int, folder: str, endpoints: list[str]) -> Any:
         return sums, known(group)
 
 
-def test_without_a_probe_the_cut_stays_and_so_does_every_bit() -> None:
+def test_without_a_probe_the_split_and_every_bit_stay_the_same() -> None:
     found = []
     for _ in range(2):
         with running_switch() as switch:
             found += values(run_threads(bits, 3, [switch.endpoint], timeout_s=60))
     assert all(each == found[0] for each in found)
-    # A switch with a link like a rank's, and a ring of 3: (1/3) / (1/3 + 3/4 * 2/3).
+    # A switch with a link like a rank's, and a ring of 3 ranks: (1/3) / (1/3 + 3/4 * 2/3).
     assert found[0][1][1][0] / shares.WHOLE == pytest.approx(0.4, abs=0.001)
 
 
-def test_parts_are_those_that_were_said() -> None:
+def test_the_parts_are_those_of_the_table() -> None:
     def one(rank: int, size: int, folder: str, endpoints: list[str]) -> list[int]:
         with join(rank, size, folder, endpoints) as group:
             group.group._native.set_shares(shares.Shares([1, 1], 1, 1, [1024, 512]))
@@ -163,7 +163,7 @@ def goes_on(rank: int, size: int, folder: str, endpoint: str, dies: threading.Ev
         return known(group)
 
 
-def test_a_lost_switch_costs_no_step_and_teaches_nothing() -> None:
+def test_a_lost_switch_costs_no_step_and_changes_no_measured_rate() -> None:
     dies, back = threading.Event(), threading.Event()
     with running_switch() as switch:
 
@@ -184,12 +184,12 @@ def test_a_lost_switch_costs_no_step_and_teaches_nothing() -> None:
     assert all(each == found[0] for each in found)
 
 
-# What the switch takes, before the first operation.
+# The measured rate of the switch, before the first operation.
 
 
 def chosen(rank: int, size: int, folder: str, endpoint: str) -> Any:
     with join(rank, size, folder, [endpoint], algorithm="auto", probe="on") as group:
-        buffer = part(rank, 200_000)  # too small to teach anything, which would be what the next group begins with
+        buffer = part(rank, 200_000)  # too small to measure a rate, with which the next group would begin
         group.all_reduce(buffer)
         np.testing.assert_array_equal(buffer, total(size, 200_000))
         events = group.group.events()
@@ -202,21 +202,21 @@ def test_a_group_measures_its_switch_once_and_all_ranks_choose_alike(monkeypatch
     measured = []
     measure = capacity.measure
     monkeypatch.setattr(capacity, "measure", lambda *args, **how: measured.append(1) or measure(*args, **how))
-    monkeypatch.setattr(capacity, "_known", {})
+    monkeypatch.setattr(capacity, "_cache", {})
     with running_switch() as switch:
         found = values(run_threads(chosen, 4, switch.endpoint, timeout_s=60))
     table, links, events, why, again = found[0]
     assert len(links.switches) == 1 and links.switches[0] > 0 and again == links.switches
-    assert len(measured) == 4  # the first group's ranks; the second group knew
-    assert events == 1  # what was measured is in no record
+    assert len(measured) == 4  # the first group's ranks; the second group used their result
+    assert events == 1  # measuring operations are in no record
     assert all(each[:2] == (table, links) for each in found)
     assert "measured" in why or "split" not in why
 
 
-def test_a_rate_that_is_older_than_an_hour_counts_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rate_older_than_an_hour_is_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
     ends = frozenset({"a", "b"})
     now = 10_000.0
-    monkeypatch.setattr(capacity, "_known", {(ends, "s:1,s:2"): ((5.0, 7.0), now)})
+    monkeypatch.setattr(capacity, "_cache", {(ends, "s:1,s:2"): ((5.0, 7.0), now)})
     monkeypatch.setattr(time, "monotonic", lambda: now + 3599)
     assert capacity.cached_rates(ends, "s:1,s:2") == (5.0, 7.0)
     assert capacity.cached_rates(ends, "s:1") == capacity.cached_rates(frozenset({"a"}), "s:1,s:2") == ()
@@ -228,7 +228,7 @@ def test_a_rate_that_is_older_than_an_hour_counts_for_nothing(monkeypatch: pytes
     ("rate", "at_once", "expected"),
     [(25e6, 0, 25e6), (25e6, 128 << 10, 25e6), (3e6, 0, 3e6), (0.2e6, 0, 0.2e6), (1e9, 1 << 20, 1e9)],
 )
-def test_a_rate_is_found_behind_what_a_link_lets_through_at_once(
+def test_a_rate_is_measured_despite_a_links_burst(
     monkeypatch: pytest.MonkeyPatch, rate: float, at_once: int, expected: float
 ) -> None:
     clock = [0.0]

@@ -1,4 +1,4 @@
-"""Trees of switches, with real daemons: what they add up to, and what happens where one of them ends."""
+"""Trees of switches, with real daemons: their sums, and the end of one of them."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def two_racks(tree: Tree, size: int = 8) -> list[str]:
 TWO_RACKS = ("root", "left<root", "right<root")
 
 
-def test_two_racks_add_what_their_leaves_added_in_order() -> None:
+def test_two_racks_add_the_sums_of_their_leaves_in_order() -> None:
     with running_tree(*TWO_RACKS) as tree:
         found = values(run_threads(add, 8, two_racks(tree)))
         assert found == [fold(fold(0, 1, 2, 3), fold(4, 5, 6, 7)).tobytes()] * 8
@@ -94,7 +94,7 @@ def test_three_levels_and_workers_at_each_of_them() -> None:
     with running_tree("root", "middle<root", "left<middle", "right<root") as tree:
         order = ["left", "right", "left", "middle", "right", "root", "middle", "left"]
         found = values(run_threads(add, 8, [tree[name].endpoint for name in order]))
-        # Each switch adds in the order of the lowest rank of each part.
+        # Each switch reduces its children in the order of their lowest rank.
         middle = fold(fold(0, 2, 7), 3, 6)
         assert found == [fold(middle, fold(1, 4), 5).tobytes()] * 8
 
@@ -108,7 +108,7 @@ def add_with_memory(rank: int, size: int, folder: str, homes: list[str]) -> tupl
         return buffer.tobytes(), group.group.table.workers(group.group.topology)
 
 
-def test_one_rank_a_host_joins_for_it_whatever_the_tree(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_rank_of_each_host_joins_whatever_the_tree(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(*apart((0, 0, 1, 1, 2, 2)))
     with running_tree(*TWO_RACKS) as tree:
         homes = [tree["left" if rank < 2 else "right"].endpoint for rank in range(6)]
@@ -117,7 +117,7 @@ def test_one_rank_a_host_joins_for_it_whatever_the_tree(monkeypatch: pytest.Monk
         tree["root"].wait_for(r"the switch of rank 2, 4 of 3 joined from " + re.escape(tree["right"].endpoint))
 
 
-def test_a_job_below_one_leaf_asks_nothing_of_the_parent_beside_one_that_does() -> None:
+def test_a_job_below_one_leaf_does_not_use_the_parent() -> None:
     def either(rank: int, size: int, folder: str, homes: list[str], local: str) -> bytes:
         if rank < 4:
             return add(rank, 4, f"{folder}/tree", homes)
@@ -141,7 +141,7 @@ def add_as_integers(rank: int, size: int, folder: str, homes: list[str] | None) 
         return buffer.tobytes()
 
 
-def test_integer_sums_are_the_same_bits_whatever_the_tree() -> None:
+def test_integer_sums_have_the_same_bits_whatever_the_tree() -> None:
     with running_tree("root", "middle<root", "left<middle", "right<root") as tree:
         shapes = {
             "none": None,
@@ -175,7 +175,7 @@ def all_reduce(count: int) -> Callable[[Communicator], None]:
     return lambda group: group.all_reduce(np.ones(count, np.float32))
 
 
-def test_ranks_of_different_leaves_that_call_different_things_hear_who() -> None:
+def test_ranks_of_different_leaves_that_disagree_learn_which_rank_differs() -> None:
     calls = [all_reduce(100)] * 2 + [all_reduce(101)] * 2
     with running_tree(*TWO_RACKS) as tree:
         found = values(run_threads(call_and_say, 4, two_racks(tree, 4), calls, 20.0))
@@ -212,7 +212,7 @@ def test_a_straggler_is_named_across_the_tree(late: int) -> None:
     assert any(f"the switch still waits for rank {late}. Did every rank" in text for _, _, text, _ in others), others
 
 
-def test_a_rank_that_goes_is_named_in_the_other_rack() -> None:
+def test_a_rank_that_leaves_is_named_in_the_other_rack() -> None:
     def go(group: Communicator) -> None:
         group.all_reduce(np.ones(1000, np.float32))
         raise RuntimeError("gone")
@@ -227,10 +227,10 @@ def test_a_rank_that_goes_is_named_in_the_other_rack() -> None:
 
 
 @pytest.mark.parametrize("dies", ["left", "root"])
-def test_a_switch_that_dies_costs_no_step_of_its_jobs_and_nothing_of_others(
+def test_a_dead_switch_costs_its_jobs_no_step_and_does_not_affect_other_jobs(
     dies: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A job over the tree, and one at the right leaf alone. A leaf's ranks go on below its parent."""
+    """One job uses the tree, and one only the right leaf. A dead leaf's ranks go on below its parent."""
 
     def either(rank: int, size: int, folder: str, homes: list[str], local: str) -> tuple[int, str | None, bool]:
         here, of, home = (rank, 4, homes[rank]) if rank < 4 else (rank - 4, 2, local)
@@ -239,10 +239,10 @@ def test_a_switch_that_dies_costs_no_step_of_its_jobs_and_nothing_of_others(
                 buffer = np.full(100_000, here + 1.0, np.float32)
                 group.all_reduce(buffer)
                 assert (buffer == of * (of + 1) / 2).all()
-                # All stop at the same turn.
-                word = np.array([float(over.is_set())], np.float32)
-                group.all_reduce(word)
-                if word[0] > 0:
+                # All ranks stop at the same turn.
+                flags = np.array([float(over.is_set())], np.float32)
+                group.all_reduce(flags)
+                if flags[0] > 0:
                     membership = group.group.membership
                     in_network = group.group.events()["algorithm"][-1] == engine.ALGORITHMS["in_network"]
                     return turns, membership and membership.endpoint, in_network
@@ -275,7 +275,7 @@ def test_a_switch_that_dies_costs_no_step_of_its_jobs_and_nothing_of_others(
     assert len(lost) == 1 and f"the switch at {gone} is gone" in lost[0], lost
 
 
-def test_after_a_leaf_died_its_ranks_join_its_parent() -> None:
+def test_after_a_leafs_death_its_ranks_join_its_parent() -> None:
     def twice(rank: int, size: int, folder: str, homes: list[str], dead: threading.Event) -> tuple[bytes, str]:
         first = add(rank, size, f"{folder}/first", homes)
         dead.wait(seconds(10))
@@ -305,7 +305,7 @@ def test_after_a_leaf_died_its_ranks_join_its_parent() -> None:
         assert [endpoint for _, endpoint in found] == [root, root, right, right]
 
 
-# Wrong parents.
+# --- invalid parents ---
 
 
 def refused_start(*options: str) -> tuple[int, str]:
@@ -313,7 +313,7 @@ def refused_start(*options: str) -> tuple[int, str]:
     return done.returncode, done.stderr
 
 
-def test_a_loop_of_parents_is_refused_with_a_sentence() -> None:
+def test_a_cycle_of_parents_is_refused_with_a_sentence() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     with running_switch("--parent", f"127.0.0.1:{port}") as below:
@@ -337,15 +337,18 @@ def test_a_switch_that_names_itself_as_its_parent_is_refused() -> None:
     [
         (("--parent", "nowhere"), "--parent is 'nowhere'; expected host:port"),
         (("--parent-token-file", "/dev/null"), "--parent-token-file is for the switch that --parent names"),
-        (("--parent", "127.0.0.1:1", "--parent-token-file", "/dev/null"), "without a fingerprint behind --parent's #"),
+        (
+            ("--parent", "127.0.0.1:1", "--parent-token-file", "/dev/null"),
+            "--parent-token-file needs a fingerprint in --parent",
+        ),
     ],
 )
-def test_options_that_make_no_sense_are_refused(options: tuple[str, ...], says: str) -> None:
+def test_invalid_parent_options_are_refused(options: tuple[str, ...], says: str) -> None:
     code, text = refused_start(*options)
     assert (code, says in text) == (2, True), text
 
 
-def test_a_parent_that_is_not_there_is_named_to_jobs_that_need_it_and_to_no_other() -> None:
+def test_a_missing_parent_is_reported_only_to_jobs_that_need_it() -> None:
     with running_switch("--parent", "127.0.0.1:1") as left, running_switch() as right:
         left.wait_for(r"the parent switch at 127\.0\.0\.1:1 cannot be reached: Connection refused; until it is there")
         assert values(run_threads(add, 2, [left.endpoint] * 2)) == [fold(0, 1).tobytes()] * 2
@@ -387,18 +390,18 @@ def test_a_leaf_joins_with_its_own_token_over_tls_and_without_one_it_is_refused(
         without = stack.enter_context(running_switch("--parent", root.endpoint))
         for outcome in run_threads(add, 2, [left.endpoint, without.endpoint]):
             assert outcome.error == "SwitchError"
-            assert "refused: this switch wants a token, and none came" in outcome.text
+            assert "refused: this switch requires a token, and none came" in outcome.text
         other = root.endpoint.partition("#")[0] + "#" + "0" * 64
         stranger = stack.enter_context(running_switch("--parent", other))
         stranger.wait_for(r"is another switch: its certificate's fingerprint is")
 
 
-def test_a_leaf_whose_ranks_do_not_all_come_is_told_of_everywhere() -> None:
+def test_a_leaf_with_absent_ranks_is_reported_to_all_ranks() -> None:
     def some(rank: int, size: int, folder: str, homes: list[str]) -> None:
         if rank != 3:
             join(rank, size, folder, homes[rank], join_timeout_s=3.0)
             return
-        # It agrees on the tree, and then does not join.
+        # This rank agrees on the tree, and then does not join.
         real = membership.Membership.join
         absent = threading.current_thread()
 
@@ -421,7 +424,7 @@ def test_a_leaf_whose_ranks_do_not_all_come_is_told_of_everywhere() -> None:
         assert re.search(r"rank 3 did not join within \d s", outcome.text), outcome.text
 
 
-# Seen from outside.
+# --- the operator's view ---
 
 
 @pytest.fixture
@@ -467,11 +470,11 @@ def test_status_metrics_and_log_show_the_link_to_the_parent(shown: tuple[Tree, s
     assert re.search(rf"event=started .*parent={re.escape(root)}", tree["leaf"].log())
 
 
-# A parent is trusted with sums and with no more.
+# --- a parent is trusted with sums, and with no more ---
 
 
 def serve_as_parent(server: socket.socket, start: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
-    """One question for the path, and one job, started as `start` makes it of what the leaf is ready for."""
+    """Answer one path request and one join; start the job with what `start` makes of the leaf's `ready`."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as port:
         port.bind(("127.0.0.1", 0))
         for _ in range(3):
@@ -501,15 +504,15 @@ def serve_as_parent(server: socket.socket, start: Callable[[dict[str, Any]], dic
     ],
     ids=["window", "payload", "left"],
 )
-def test_a_parent_that_says_more_than_was_granted_ends_the_job(
+def test_a_parent_that_starts_more_than_was_offered_ends_the_job(
     start: Callable[[dict[str, Any]], dict[str, Any]], says: str
 ) -> None:
-    def word(ready: dict[str, Any]) -> dict[str, Any]:
+    def make_start(ready: dict[str, Any]) -> dict[str, Any]:
         usual = {"type": "start", "epoch": 1, "payload_bytes": ready["payload_bytes"], "window": ready["window"]}
         return {**usual, **start(ready)}
 
     with socket.create_server(("127.0.0.1", 0)) as server:
-        parent = threading.Thread(target=serve_as_parent, args=(server, word), daemon=True)
+        parent = threading.Thread(target=serve_as_parent, args=(server, make_start), daemon=True)
         parent.start()
         with running_switch("--parent", f"127.0.0.1:{server.getsockname()[1]}") as leaf:
             with socket.create_connection(leaf.address, 10) as stream:

@@ -1,4 +1,4 @@
-"""A switch's place in a job's tree, and the tree that ranks make of what their switches say is above them."""
+"""A switch's position in a job's tree, and the tree that ranks derive from their paths."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ PATHS = [[LEFT, MIDDLE, ROOT], [RIGHT, ROOT], [MIDDLE, ROOT], [LEFT, MIDDLE, ROO
         (ROOT, TreePosition((Child((0, 2, 3), MIDDLE), Child((1,), RIGHT), Child((4,))), None)),
     ],
 )
-def test_every_switch_finds_who_is_below_it_in_the_order_of_the_lowest(me: int, place: TreePosition) -> None:
+def test_every_switch_finds_its_children_in_the_order_of_their_lowest_worker(me: int, place: TreePosition) -> None:
     assert tree_position(me, PATHS) == place
 
 
-def test_a_switch_with_all_workers_has_neither_leaves_nor_a_parent() -> None:
+def test_a_switch_with_all_workers_has_no_leaves_and_no_parent() -> None:
     assert tree_position(7, [[7]] * 3) == single_switch(3)
     assert [child.name for child in single_switch(3).children] == [0, 1, 2]
 
@@ -38,30 +38,34 @@ def test_a_switch_with_all_workers_has_neither_leaves_nor_a_parent() -> None:
     [
         ([[LEFT, ROOT], [RIGHT]], "or that is no tree"),  # two roots
         ([[LEFT, ROOT], [LEFT, MIDDLE, ROOT]], "has two parents"),
-        ([[LEFT, RIGHT], [RIGHT, LEFT]], "has two parents"),  # in a circle
+        ([[LEFT, RIGHT], [RIGHT, LEFT]], "has two parents"),  # a cycle
         ([[LEFT, RIGHT, LEFT]], "has two parents"),
         ([[LEFT], []], "worker 1 is below 0 switches"),
         ([[LEFT, *range(MAX_DEPTH)]], "1 to 8 levels"),
         ([[RIGHT]], f"switch {LEFT:08x} is not in the tree"),
     ],
 )
-def test_paths_that_are_no_tree_are_refused(paths: list[list[int]], says: str) -> None:
+def test_paths_that_form_no_tree_are_refused(paths: list[list[int]], says: str) -> None:
     with pytest.raises(ValueError, match=re.escape(says)):
         tree_position(LEFT, paths)
 
 
-def way(*ids: int, broken: str = "") -> PathToRoot:
+def path(*ids: int, broken: str = "") -> PathToRoot:
     return PathToRoot(ids, tuple(f"h{each}:7171" for each in ids), broken)
 
 
-def test_ways_are_cut_at_the_lowest_switch_that_all_are_below() -> None:
-    assert common_tree([way(LEFT, MIDDLE, ROOT), way(LEFT, MIDDLE, ROOT)], [0, 1]) == [[LEFT], [LEFT]]
-    assert common_tree([way(LEFT, MIDDLE, ROOT), way(MIDDLE, ROOT)], [0, 1]) == [[LEFT, MIDDLE], [MIDDLE]]
-    assert common_tree([way(LEFT, MIDDLE, ROOT), way(RIGHT, ROOT)], [0, 1]) == [[LEFT, MIDDLE, ROOT], [RIGHT, ROOT]]
+def test_paths_end_at_the_lowest_switch_that_all_workers_are_below() -> None:
+    assert common_tree([path(LEFT, MIDDLE, ROOT), path(LEFT, MIDDLE, ROOT)], [0, 1]) == [[LEFT], [LEFT]]
+    assert common_tree([path(LEFT, MIDDLE, ROOT), path(MIDDLE, ROOT)], [0, 1]) == [[LEFT, MIDDLE], [MIDDLE]]
+    assert common_tree([path(LEFT, MIDDLE, ROOT), path(RIGHT, ROOT)], [0, 1]) == [[LEFT, MIDDLE, ROOT], [RIGHT, ROOT]]
 
 
-def test_ways_that_do_not_meet_are_all_named_with_what_is_wrong() -> None:
-    ways = [way(LEFT, MIDDLE), way(LEFT, MIDDLE), way(RIGHT, broken="the parent switch at h90:7171 cannot be reached")]
+def test_paths_without_a_common_switch_are_all_named_with_the_reason() -> None:
+    ways = [
+        path(LEFT, MIDDLE),
+        path(LEFT, MIDDLE),
+        path(RIGHT, broken="the parent switch at h90:7171 cannot be reached"),
+    ]
     with pytest.raises(SwitchError) as caught:
         common_tree(ways, [0, 2, 4])
     assert (

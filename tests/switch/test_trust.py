@@ -1,4 +1,4 @@
-"""TLS, fingerprints and tokens: who may join a switch, what a stranger learns and costs."""
+"""TLS, fingerprints and tokens: which peers may join, and what an unauthenticated peer learns and costs."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def refused(outcomes: list[Outcome], *words: str) -> None:
             assert word in outcome.text
 
 
-def test_a_job_with_a_token_adds_over_tls(switch: RunningSwitch, tmp_path: Path) -> None:
+def test_a_job_with_a_token_reduces_over_tls(switch: RunningSwitch, tmp_path: Path) -> None:
     assert re.fullmatch(r"127\.0\.0\.1:\d+#[0-9a-f]{64}", switch.endpoint)
     assert values(run_threads(add, 3, vision(switch, tmp_path))) == [999 * 3 + 3.0] * 3
     switch.wait_for("event=started .*name=vision-1 tenant=vision")
@@ -89,34 +89,34 @@ def test_a_job_with_a_token_adds_over_tls(switch: RunningSwitch, tmp_path: Path)
         assert secret not in switch.log()
 
 
-def test_a_token_that_is_not_known_is_refused_and_not_repeated(switch: RunningSwitch, tmp_path: Path) -> None:
+def test_an_unknown_token_is_refused_and_not_quoted(switch: RunningSwitch, tmp_path: Path) -> None:
     wrong = VISION[:-1] + "9"
     outcomes = run_threads(add, 2, vision(switch, tmp_path, wrong))
-    refused(outcomes, "refused: the token of NETFOLD_TOKEN_FILE is not known here")
+    refused(outcomes, "refused: this switch does not know the token of NETFOLD_TOKEN_FILE")
     assert wrong not in switch.log() + "".join(outcome.text for outcome in outcomes)
     switch.wait_for("event=refused .*reason=token", count=2)
 
 
-def test_no_token_is_refused(switch: RunningSwitch) -> None:
+def test_a_join_without_a_token_is_refused(switch: RunningSwitch) -> None:
     refused(
-        run_threads(add, 2, Options(switch=switch.endpoint)), "wants a token, and none came: set NETFOLD_TOKEN_FILE"
+        run_threads(add, 2, Options(switch=switch.endpoint)), "requires a token, and none came: set NETFOLD_TOKEN_FILE"
     )
 
 
-def test_a_job_is_called_what_its_token_allows(switch: RunningSwitch, tmp_path: Path) -> None:
+def test_a_jobs_name_must_match_its_tokens_patterns(switch: RunningSwitch, tmp_path: Path) -> None:
     outcomes = run_threads(add, 2, vision(switch, tmp_path, job_name="nlp-1"))
     refused(outcomes, "refused: vision's jobs are called vision-* or shared, not 'nlp-1' (NETFOLD_JOB_NAME)")
 
 
-def eavesdropper(forward_to: tuple[str, int] | None, said: list[bytes], answer: bytes = b"") -> str:
-    """A listener that keeps what it is told and answers once; with `forward_to`, a relay that changes nothing."""
+def eavesdropper(forward_to: tuple[str, int] | None, received: list[bytes], answer: bytes = b"") -> str:
+    """A listener that stores what it receives and replies once; with `forward_to`, a relay that changes nothing."""
     server = socket.create_server(("127.0.0.1", 0))
 
     def pump(source: socket.socket, sink: socket.socket, keep: bool) -> None:
         try:
             while data := source.recv(65536):
                 if keep:
-                    said.append(data)
+                    received.append(data)
                 sink.sendall(data)
             sink.shutdown(socket.SHUT_WR)
         except OSError:
@@ -127,7 +127,7 @@ def eavesdropper(forward_to: tuple[str, int] | None, said: list[bytes], answer: 
             while True:
                 stream, _ = server.accept()
                 if forward_to is None:
-                    said.append(stream.recv(65536))
+                    received.append(stream.recv(65536))
                     stream.sendall(answer)
                     stream.close()
                     continue
@@ -139,29 +139,29 @@ def eavesdropper(forward_to: tuple[str, int] | None, said: list[bytes], answer: 
     return f"127.0.0.1:{server.getsockname()[1]}"
 
 
-def test_a_token_goes_to_no_switch_with_another_certificate(switch: RunningSwitch, tmp_path: Path) -> None:
+def test_a_token_is_not_sent_to_a_switch_with_another_certificate(switch: RunningSwitch, tmp_path: Path) -> None:
     wrong = switch.endpoint.split("#")[0] + "#" + "0" * 64
     began = time.monotonic()
     outcomes = run_threads(add, 2, vision(switch, tmp_path, switch=wrong))
     refused(outcomes, "is not the one that NETFOLD_SWITCH names", switch.endpoint.split("#")[1], "nothing was sent")
-    assert time.monotonic() - began < JOIN_S, "told at once, and not when the time to join was over"
+    assert time.monotonic() - began < JOIN_S, "the error comes at once, and not at the join timeout"
     assert "event=refused" not in switch.log(), "no join arrived"
 
 
-def test_a_token_is_not_sent_where_the_fingerprint_is_forgotten(switch: RunningSwitch, tmp_path: Path) -> None:
-    said: list[bytes] = []
-    endpoint = eavesdropper(None, said)
+def test_a_token_is_not_sent_without_a_fingerprint(switch: RunningSwitch, tmp_path: Path) -> None:
+    received: list[bytes] = []
+    endpoint = eavesdropper(None, received)
     outcomes = run_threads(add, 2, vision(switch, tmp_path, switch=endpoint))
     refused(outcomes, "NETFOLD_SWITCH has no fingerprint: whoever answers there would get the token", "host:port#")
-    assert said == []
+    assert received == []
 
 
-def test_a_worker_without_fingerprint_is_told_what_the_switch_may_want(switch: RunningSwitch) -> None:
+def test_a_worker_without_fingerprint_gets_a_hint(switch: RunningSwitch) -> None:
     outcomes = run_threads(add, 2, Options(switch=switch.endpoint.split("#")[0]))
     refused(outcomes, "one with --token-file speaks TLS: NETFOLD_SWITCH=host:port#fingerprint")
 
 
-def test_a_fingerprint_at_an_open_switch_says_that_it_has_none(tmp_path: Path) -> None:
+def test_a_fingerprint_of_an_open_switch_is_an_error_with_a_hint(tmp_path: Path) -> None:
     with running_switch() as switch:
         outcomes = run_threads(add, 2, vision(switch, tmp_path, switch=switch.endpoint + "#" + "0" * 64))
     refused(outcomes, "did not shake hands", "One that is open speaks no TLS")
@@ -177,7 +177,7 @@ def test_a_fingerprint_at_an_open_switch_says_that_it_has_none(tmp_path: Path) -
         ("\udcff", 0o600, "NETFOLD_TOKEN_FILE="),
     ],
 )
-def test_a_token_file_that_makes_no_sense_is_named_and_not_quoted(
+def test_an_invalid_token_file_is_named_and_not_quoted(
     switch: RunningSwitch, tmp_path: Path, content: str | None, mode: int, words: str
 ) -> None:
     path = tmp_path / "mine"
@@ -190,7 +190,7 @@ def test_a_token_file_that_makes_no_sense_is_named_and_not_quoted(
 
 
 def join(switch: RunningSwitch, token: str, **words: Any) -> PinnedStream:
-    """A join by hand, over TLS."""
+    """Send a join by hand, over TLS."""
     host, port, fingerprint = control_messages.parse_switch(switch.endpoint, what="endpoint")
     assert fingerprint is not None
     stream = PinnedStream(socket.create_connection((host, port), 5), fingerprint)
@@ -206,30 +206,30 @@ def join(switch: RunningSwitch, token: str, **words: Any) -> PinnedStream:
     return stream
 
 
-def test_another_tenant_who_knows_a_jobs_name_cannot_take_a_rank_in_it(switch: RunningSwitch) -> None:
+def test_another_tenant_cannot_join_a_job_by_its_name(switch: RunningSwitch) -> None:
     ours = join(switch, VISION, timeout_s=5.0)
     assert control_messages.receive(ours)["type"] == "admitted"
     theirs = join(switch, SPEECH, rank=1)
     answer = control_messages.receive(theirs)
     refused = {"type": "refused", "version": control_messages.VERSION}
-    assert answer == {**refused, "reason": "this job belongs to another token: all its ranks need the same"}
+    assert answer == {**refused, "reason": "this job belongs to another token: all its ranks need the same token"}
     mine = join(switch, VISION, rank=1)
     assert control_messages.receive(mine)["type"] == "admitted"
     for stream in (ours, theirs, mine):
         stream.close()
 
 
-def test_a_token_that_is_no_text_is_refused_like_none(switch: RunningSwitch) -> None:
+def test_a_token_that_is_no_text_is_refused_like_a_missing_one(switch: RunningSwitch) -> None:
     for token in (7, None, [VISION], b"\xff" * 40):
         answer = control_messages.receive(join(switch, token))  # type: ignore[arg-type]
         assert answer["type"] == "refused"
         assert "none came" in answer["reason"]
 
 
-def test_the_wire_shows_neither_token_nor_name(switch: RunningSwitch, tmp_path: Path) -> None:
-    said: list[bytes] = []
+def test_the_network_sees_neither_token_nor_job_name(switch: RunningSwitch, tmp_path: Path) -> None:
+    received: list[bytes] = []
     host, port, fingerprint = control_messages.parse_switch(switch.endpoint, what="endpoint")
-    relay = eavesdropper((host, port), said)
+    relay = eavesdropper((host, port), received)
     stream = PinnedStream(
         socket.create_connection(control_messages.parse_endpoint(relay, what="relay"), 5), fingerprint or ""
     )
@@ -244,34 +244,34 @@ def test_the_wire_shows_neither_token_nor_name(switch: RunningSwitch, tmp_path: 
     control_messages.send(stream, {**join_message, "port": 9, "token": VISION})
     assert control_messages.receive(stream)["type"] == "admitted"
     stream.close()
-    assert said
+    assert received
     for secret in (VISION, "vision-1"):
-        assert secret.encode() not in b"".join(said)
+        assert secret.encode() not in b"".join(received)
 
 
-def test_strangers_who_say_nothing_keep_no_worker_out(switch: RunningSwitch, tmp_path: Path) -> None:
+def test_silent_peers_keep_no_worker_out(switch: RunningSwitch, tmp_path: Path) -> None:
     host, port, _ = control_messages.parse_switch(switch.endpoint, what="endpoint")
     silent = [socket.create_connection((host, port), 5) for _ in range(600)]
     try:
         assert values(run_threads(add, 2, vision(switch, tmp_path))) == [999 * 2 + 1.0] * 2
-        # 88 at least, of which the log has some.
+        # At least 88 were dropped; the log has some of them.
         switch.wait_for("others came before it joined", count=RateLimit.BURST)
         silent[0].settimeout(5)
-        assert _hung_up(silent[0])
+        assert _is_disconnected(silent[0])
     finally:
         for stream in silent:
             stream.close()
     assert values(run_threads(add, 2, vision(switch, tmp_path))) == [999 * 2 + 1.0] * 2
 
 
-def _hung_up(stream: socket.socket) -> bool:
+def _is_disconnected(stream: socket.socket) -> bool:
     try:
         return stream.recv(1) == b""
     except ConnectionResetError:
         return True
 
 
-def test_a_stranger_who_says_nothing_is_hung_up_on_in_time(switch: RunningSwitch) -> None:
+def test_a_silent_peer_is_disconnected_in_time(switch: RunningSwitch) -> None:
     host, port, fingerprint = control_messages.parse_switch(switch.endpoint, what="endpoint")
     began = time.monotonic()
     before_tls = socket.create_connection((host, port), 5)
@@ -279,7 +279,7 @@ def test_a_stranger_who_says_nothing_is_hung_up_on_in_time(switch: RunningSwitch
     for stream in (before_tls, within_tls):
         stream.settimeout(seconds(30))
         assert stream.recv(1) == b""
-        # The switch starts its timer when it accepts, which is after `began`.
+        # The switch starts its timer when it accepts, after `began`.
         assert time.monotonic() - began > AUTHENTICATION_TIMEOUT_S - 0.1
     assert time.monotonic() - began < seconds(2 * AUTHENTICATION_TIMEOUT_S)
     switch.wait_for("10 s were over before it joined", count=2)
@@ -307,7 +307,7 @@ def test_garbage_instead_of_a_handshake_is_dropped(switch: RunningSwitch, tmp_pa
     assert values(run_threads(add, 2, vision(switch, tmp_path))) == [999 * 2 + 1.0] * 2
 
 
-def test_a_certificate_that_is_kept_has_one_fingerprint_in_every_life(tokens: str, tmp_path: Path) -> None:
+def test_a_stored_certificate_keeps_its_fingerprint_over_restarts(tokens: str, tmp_path: Path) -> None:
     state = tmp_path / "state"
     state.mkdir()
     fingerprints = []
@@ -322,7 +322,7 @@ def command(*options: str) -> subprocess.CompletedProcess[str]:
     return run_command("switch", "--listen", "127.0.0.1:0", *options)
 
 
-def test_a_state_folder_that_cannot_be_used_is_named(tokens: str, tmp_path: Path) -> None:
+def test_an_unusable_state_folder_is_named(tokens: str, tmp_path: Path) -> None:
     absent = command("--token-file", tokens, "--state-dir", str(tmp_path / "none"))
     assert (absent.returncode, "No such file or directory" in absent.stderr) == (1, True), absent.stderr
     private(tmp_path / "switch.pem", "no certificate")
@@ -335,7 +335,7 @@ def test_a_state_folder_that_cannot_be_used_is_named(tokens: str, tmp_path: Path
     assert "can be read by others (mode 644)" in shown.stderr
 
 
-def test_a_full_disk_leaves_no_half_certificate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_leaves_no_partial_certificate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(_: int) -> None:
         raise OSError(28, "No space left on device")
 
@@ -348,7 +348,7 @@ def test_a_full_disk_leaves_no_half_certificate(tmp_path: Path, monkeypatch: pyt
 def test_tokens_and_open_contradict_each_other(tokens: str) -> None:
     ended = command("--token-file", tokens, "--open")
     assert ended.returncode == 2
-    assert "--open turns tokens and TLS off, and --token-file asks for both" in ended.stderr
+    assert "--open turns tokens and TLS off, and --token-file needs both" in ended.stderr
 
 
 def test_a_state_folder_without_tokens_is_refused(tmp_path: Path) -> None:
@@ -362,15 +362,15 @@ def test_tokens_let_a_switch_listen_to_a_network(tokens: str, tmp_path: Path) ->
     with running_switch("--token-file", tokens, "--listen", "0.0.0.0:0") as switch:
         endpoint = switch.endpoint.replace("0.0.0.0", "127.0.0.1")
         assert values(run_threads(add, 2, vision(switch, tmp_path, switch=endpoint))) == [999 * 2 + 1.0] * 2
-        refused(run_threads(add, 2, Options(switch=endpoint)), "wants a token, and none came")
+        refused(run_threads(add, 2, Options(switch=endpoint)), "requires a token, and none came")
 
 
-def test_an_open_switch_says_so_in_its_log() -> None:
+def test_an_open_switch_logs_that_it_is_open() -> None:
     with running_switch() as switch:
         switch.wait_for("level=warning event=open .*no tokens and no TLS: whoever reaches")
 
 
-def test_a_tenant_has_what_its_line_says(tokens: str) -> None:
+def test_a_tenant_has_the_bounds_of_its_line(tokens: str) -> None:
     found = Tokens.read(Path(tokens))
     vision, speech = found.find(VISION), found.find(SPEECH)
     assert vision is not None and speech is not None
@@ -396,13 +396,13 @@ def test_a_tenant_has_what_its_line_says(tokens: str) -> None:
         (f"\nvi/sion {VISION}", "line 2: expected: tenant token"),
         (f"vision {VISION} speed=9", "line 1: tenant 'vision': weight=, names=, slots= and memory="),
         (f"vision {VISION} weight=1 weight=2", "each once"),
-        (f"vision {VISION} weight=0", "weight= wants a number above 0"),
-        (f"vision {VISION} memory=lots", "memory= wants a number above 0"),
-        (f"vision {VISION}\nspeech {VISION}", "line 2: tenant 'speech', or its token, is there twice"),
-        (f"vision {VISION}\nvision {SPEECH}", "line 2: tenant 'vision', or its token, is there twice"),
+        (f"vision {VISION} weight=0", "weight= needs a number above 0"),
+        (f"vision {VISION} memory=lots", "memory= needs a number above 0"),
+        (f"vision {VISION}\nspeech {VISION}", "line 2: tenant 'speech', or its token, occurs twice"),
+        (f"vision {VISION}\nvision {SPEECH}", "line 2: tenant 'vision', or its token, occurs twice"),
     ],
 )
-def test_a_line_that_makes_no_sense_is_named_without_its_token(tmp_path: Path, text: str, words: str) -> None:
+def test_an_invalid_line_is_named_without_its_token(tmp_path: Path, text: str, words: str) -> None:
     with pytest.raises(ValueError, match=re.escape(words)) as caught:
         Tokens.read(Path(private(tmp_path / "tokens", text)))
     assert VISION not in str(caught.value)
@@ -415,7 +415,7 @@ def test_an_endpoint_with_half_a_fingerprint_is_refused(endpoint: str) -> None:
 
 
 def tls_server(serve: Callable[[ssl.SSLSocket], None]) -> str:
-    """One connection, served over TLS in a thread; host:port#fingerprint."""
+    """Serve one connection over TLS in a thread; yield host:port#fingerprint."""
     context, fingerprint = server_context(None)
     listener = socket.create_server(("127.0.0.1", 0))
 
@@ -463,7 +463,7 @@ def test_one_thread_receives_while_others_send() -> None:
         assert [body for body in found if body[:1] == letter] == [letter * (size + number) for number in range(count)]
 
 
-def test_a_stream_that_is_cut_ends_like_a_socket() -> None:
+def test_a_cut_tls_stream_ends_like_a_socket() -> None:
     host, port, fingerprint = control_messages.parse_switch(
         tls_server(lambda inside: inside.sendall(b"abc")), what="endpoint"
     )
@@ -473,7 +473,7 @@ def test_a_stream_that_is_cut_ends_like_a_socket() -> None:
     stream.close()
 
 
-def test_another_certificate_is_no_stream() -> None:
+def test_another_certificate_gives_no_connection() -> None:
     host, port, _ = control_messages.parse_switch(tls_server(lambda inside: None), what="endpoint")
     with socket.create_connection((host, port), 5) as stream, pytest.raises(FingerprintError, match="0" * 64):
         PinnedStream(stream, "0" * 64)

@@ -1,7 +1,7 @@
-"""Peers of another version: a sentence on both sides names both versions and which side to upgrade (docs/versions.md).
+"""Peers of another version: a sentence on both sides names both versions and the side to upgrade (docs/versions.md).
 
-An old or a new peer is played by this test: it says the first message of its version to a running switch, or answers a
-worker's first message as a switch of its version does.
+The test acts as an older or newer peer: it sends the first message of that version to a running switch, or answers a
+worker's first message as a switch of that version does.
 """
 
 from __future__ import annotations
@@ -45,25 +45,25 @@ def ask(address: tuple[str, int], message: dict[str, Any]) -> dict[str, Any]:
         return control_messages.receive(stream)
 
 
-def test_a_switch_refuses_every_first_message_of_another_version_with_what_to_upgrade() -> None:
+def test_a_switch_refuses_every_first_message_of_another_version_and_names_the_upgrade() -> None:
     with running_switch() as switch:
-        for theirs in OTHERS:
-            older = "the worker" if theirs < VERSION else "this switch"
-            rest = f"speaks control protocol {theirs}, this switch {OURS}: upgrade netfold where"
+        for peer_version in OTHERS:
+            older = "the worker" if peer_version < VERSION else "this switch"
+            rest = f"speaks control protocol {peer_version}, this switch {OURS}: upgrade netfold where"
             for name, message in FIRST.items():
-                answer = ask(switch.address, {**message, "version": theirs})
+                answer = ask(switch.address, {**message, "version": peer_version})
                 reason = f"the worker {rest} {older} runs"
                 assert answer == {"type": "refused", "version": VERSION, "reason": reason}, name
             switch.wait_for(rf"event=refused .*reason=version .*{re.escape(reason)}", count=len(FIRST))
-            answer = ask(switch.address, {"type": "path", "below": [5], "version": theirs})
+            answer = ask(switch.address, {"type": "path", "below": [5], "version": peer_version})
             assert answer["reason"].startswith(f"the switch below {rest}")
 
 
-def test_a_switch_refuses_a_worker_that_does_not_say_its_version() -> None:
+def test_a_switch_refuses_a_worker_without_a_version() -> None:
     unclear: list[dict[str, Any]] = [{}, {"version": str(VERSION)}, {"version": None}, {"version": [VERSION]}]
     with running_switch() as switch:
-        for said in unclear:
-            answer = ask(switch.address, {**JOIN, **said})
+        for fields in unclear:
+            answer = ask(switch.address, {**JOIN, **fields})
             assert answer["type"] == "refused"
             assert answer["reason"] == (
                 f"the worker does not say which control protocol it speaks, and this switch {OURS}: run the same "
@@ -73,7 +73,7 @@ def test_a_switch_refuses_a_worker_that_does_not_say_its_version() -> None:
 
 @contextlib.contextmanager
 def fake_switch(answer: dict[str, Any]) -> Iterator[str]:
-    """Answers every connection's first message with `answer`; its address."""
+    """Answer every connection's first message with `answer`; yield the address."""
     with socket.create_server(("127.0.0.1", 0)) as server:
 
         def serve() -> None:
@@ -90,7 +90,7 @@ def fake_switch(answer: dict[str, Any]) -> Iterator[str]:
         try:
             yield f"127.0.0.1:{server.getsockname()[1]}"
         finally:
-            server.shutdown(socket.SHUT_RDWR)  # ends accept
+            server.shutdown(socket.SHUT_RDWR)  # ends the wait in accept
 
 
 PATH = {"type": "path", "switches": [[7, ""]], "error": ""}
@@ -98,29 +98,31 @@ ADMITTED = {"type": "admitted", "job_id": 1, "incarnation": 7, "worker": 0, "non
 ROOM = {"type": "quota", "jobs": 1, "workers": 1, "memory_bytes": 1, "slots": 1}
 
 
-def refused_by_worker(endpoint: str, theirs: int) -> str:
-    older = "it" if theirs < VERSION else "this worker"
+def refused_by_worker(endpoint: str, peer_version: int) -> str:
+    older = "it" if peer_version < VERSION else "this worker"
     return (
-        f"rank 0: the switch at {endpoint} (NETFOLD_SWITCH) cannot be joined: it speaks control protocol {theirs}, "
-        f"this worker {OURS}: upgrade netfold where {older} runs"
+        f"rank 0: the switch at {endpoint} (NETFOLD_SWITCH) cannot be joined: it speaks control protocol "
+        f"{peer_version}, this worker {OURS}: upgrade netfold where {older} runs"
     )
 
 
-@pytest.mark.parametrize("theirs", OTHERS)
+@pytest.mark.parametrize("peer_version", OTHERS)
 @pytest.mark.parametrize(
     "answer",
     [{"type": "refused", "reason": "no"}, PATH, {"type": "greeted"}],
     ids=["refuses", "answers", "says something new"],
 )
-def test_a_group_refuses_a_switch_of_another_version_with_what_to_upgrade(answer: dict[str, Any], theirs: int) -> None:
-    with fake_switch({**answer, "version": theirs}) as endpoint, pytest.raises(SwitchError) as raised:
+def test_a_group_refuses_a_switch_of_another_version_and_names_the_upgrade(
+    answer: dict[str, Any], peer_version: int
+) -> None:
+    with fake_switch({**answer, "version": peer_version}) as endpoint, pytest.raises(SwitchError) as raised:
         make_a_group(endpoint)
-    assert str(raised.value) == refused_by_worker(endpoint, theirs)
+    assert str(raised.value) == refused_by_worker(endpoint, peer_version)
 
 
-@pytest.mark.parametrize("theirs", OTHERS)
-def test_a_worker_refuses_an_admission_and_a_grant_of_another_version(theirs: int) -> None:
-    with fake_switch({**ADMITTED, "version": theirs}) as endpoint, pytest.raises(SwitchError) as raised:
+@pytest.mark.parametrize("peer_version", OTHERS)
+def test_a_worker_refuses_an_admission_and_a_grant_of_another_version(peer_version: int) -> None:
+    with fake_switch({**ADMITTED, "version": peer_version}) as endpoint, pytest.raises(SwitchError) as raised:
         Membership.join(
             endpoint,
             job="0" * 16,
@@ -133,13 +135,13 @@ def test_a_worker_refuses_an_admission_and_a_grant_of_another_version(theirs: in
             fabric=None,
             timeout_s=5,
         )
-    assert str(raised.value) == refused_by_worker(endpoint, theirs)
-    with fake_switch({**ROOM, "version": theirs}) as endpoint, pytest.raises(SwitchError) as raised:
+    assert str(raised.value) == refused_by_worker(endpoint, peer_version)
+    with fake_switch({**ROOM, "version": peer_version}) as endpoint, pytest.raises(SwitchError) as raised:
         query_quota(endpoint, token_file=None, rank=0, timeout_s=5)
-    assert str(raised.value) == refused_by_worker(endpoint, theirs)
+    assert str(raised.value) == refused_by_worker(endpoint, peer_version)
 
 
-def test_an_answer_without_a_version_is_no_answer_of_this_version() -> None:
+def test_a_reply_without_a_version_is_refused() -> None:
     with (
         fake_switch(PATH) as endpoint,
         pytest.raises(SwitchError, match="does not say which control protocol") as raised,
@@ -148,27 +150,27 @@ def test_an_answer_without_a_version_is_no_answer_of_this_version() -> None:
     assert OURS in str(raised.value)
 
 
-def test_what_a_switch_of_control_protocol_5_refuses_with_reaches_the_user() -> None:
-    # It names both versions in its reason, and has no other place for them.
+def test_a_refusal_of_control_protocol_5_reaches_the_user() -> None:
+    # Its reason names both versions; its messages have no version field.
     reason = "this switch speaks control protocol 5, the worker 6: run the same netfold on both sides"
     with fake_switch({"type": "refused", "reason": reason}) as endpoint, pytest.raises(SwitchError) as raised:
         make_a_group(endpoint)
     assert str(raised.value) == f"rank 0: the switch at {endpoint} (NETFOLD_SWITCH) refused: {reason}"
 
 
-@pytest.mark.parametrize("theirs", OTHERS)
-def test_a_leaf_says_that_its_parent_is_of_another_version(theirs: int) -> None:
-    older = "it" if theirs < VERSION else "this switch"
-    with fake_switch({**PATH, "version": theirs}) as endpoint, running_switch("--parent", endpoint) as leaf:
+@pytest.mark.parametrize("peer_version", OTHERS)
+def test_a_leaf_reports_a_parent_of_another_version(peer_version: int) -> None:
+    older = "it" if peer_version < VERSION else "this switch"
+    with fake_switch({**PATH, "version": peer_version}) as endpoint, running_switch("--parent", endpoint) as leaf:
         leaf.wait_for(
             re.escape(
-                f"the parent switch at {endpoint} cannot be joined: it speaks control protocol {theirs}, this switch "
-                f"{OURS}: upgrade netfold where {older} runs"
+                f"the parent switch at {endpoint} cannot be joined: it speaks control protocol {peer_version}, "
+                f"this switch {OURS}: upgrade netfold where {older} runs"
             )
         )
 
 
-def test_fields_that_this_version_does_not_know_are_ignored() -> None:
+def test_unknown_fields_are_ignored() -> None:
     with running_switch() as switch:
         answer = ask(switch.address, {"type": "path", "version": VERSION, "below": [], "colour": "green"})
         assert answer["type"] == "path"
@@ -177,7 +179,7 @@ def test_fields_that_this_version_does_not_know_are_ignored() -> None:
 
 
 def make_a_group(endpoint: str) -> None:
-    """Two ranks at this switch; rank 0's SwitchError is raised here."""
+    """Make a group of two ranks at this switch; raise rank 0's SwitchError."""
 
     def group(rank: int, size: int, folder: str) -> None:
         with Communicator(FileStore(folder), rank, size, options=Options(switch=endpoint), join_timeout_s=5):
@@ -190,7 +192,7 @@ def make_a_group(endpoint: str) -> None:
 
 
 class OtherVersion(FileStore):
-    """What rank 0 leaves in it for the others looks as if another version of netfold had written it."""
+    """A store in which rank 0's values look as if another version of netfold had written them."""
 
     def set(self, key: str, value: bytes) -> None:
         if key.endswith("job"):
@@ -198,7 +200,7 @@ class OtherVersion(FileStore):
         super().set(key, value)
 
 
-def test_a_rank_that_runs_another_netfold_than_rank_0_says_so() -> None:
+def test_a_rank_with_another_netfold_version_than_rank_0_is_an_error() -> None:
     def group(rank: int, size: int, folder: str) -> None:
         store = (OtherVersion if rank == 0 else FileStore)(folder)
         with Communicator(store, rank, size, join_timeout_s=5):
@@ -210,7 +212,7 @@ def test_a_rank_that_runs_another_netfold_than_rank_0_says_so() -> None:
     )
 
 
-def test_the_page_on_versions_names_the_versions_of_the_code() -> None:
+def test_the_page_on_versions_has_the_versions_of_the_code() -> None:
     page = (ROOT / "docs" / "versions.md").read_text()
     rows = dict(re.findall(r"^\| (.+?) \| `?(\S+?)`? \|", page, re.MULTILINE))
     assert rows["control protocol"] == str(VERSION)

@@ -1,17 +1,17 @@
-"""Exhaustive search of small scopes over the production machines: what native/dev/model_check does, with names and
-words.
+"""Exhaustive search of small scopes over the production machines: the interface to native/dev/model_check.
 
-  scopes    the named scopes: those that CI searches, and those of `make model-check`
-  recovery  the search over recovery from a lost switch: production's decisions, communicator/recovery_machine.py and
-            native/collective's Failover
-  gap_detector  the search over gap detection alone: native/protocol's GapDetector
-  switch_watch  the search over when a switch is held to be lost: communicator/switch_watch.py
-  parent_sender  the search over what a leaf sends to its parent: native/protocol's ParentSender
+  scopes         the named scopes: those that CI searches, and those of `make model-check`
+  breadth_first  the harness of the searches in Python:
+  recovery       recovery from a lost switch, by production's communicator/recovery_machine.py and native/collective's
+                 Failover; recovery_rank: its model of one rank
+  gap_detector   gap detection alone: native/protocol's GapDetector
+  switch_watch   when a switch counts as lost: communicator/switch_watch.py
+  parent_sender  what a leaf sends to its parent: native/protocol's ParentSender
 
-The machines, the network and time, what is asked of every state, and why that is enough: native/dev/model_check's
-header, search.hpp. May import netfold._native.model_check and sim's diagrams; recovery also
-communicator.recovery_machine, and switch_watch communicator.switch_watch. Always: a report says whether its scope was
-exhausted; a broken promise comes with the shortest trace, and the command that shows it again.
+native/dev/model_check's header search.hpp describes the machines, the network and time, what is checked in every state,
+and why that is enough. May import netfold._native.model_check and sim's diagrams; recovery also
+communicator.recovery_machine, and switch_watch communicator.switch_watch. Invariants: a report says whether its scope
+was exhausted; a broken promise comes with the shortest trace and the command that replays it.
 
 Tests: `.venv/bin/pytest tests/model_check`    All scopes: `make model-check`
 """
@@ -29,36 +29,28 @@ from netfold.sim.network import address_of
 
 __all__ = ["HELLO_WORKERS", "Scope", "draw", "replay", "search", "search_validation", "sentence"]
 
-# Workers of the search over hellos: one that claims another's place is among them, and one that is left alone.
+# Workers of the search over hellos: enough for one that claims another's address, and one that takes no part.
 HELLO_WORKERS = 3
 
 
 @dataclass(frozen=True)
 class Scope:
-    """What is searched. Each field is an option of `python -m netfold.model_check`.
-
-    leaves: workers below each, as "1,1"; none: all of them at one switch. operations: chunks of each, as "2,2". last:
-    the same of the last worker, if it calls something else. foreign_packets: 1 where another job's packets are on the
-    wire.
-    window: W; the switch has 2W slots. restarts: of group or switch, in total. network: monotone, merged or exact.
-    numbers: packets have numbers so far apart, 0 for none; timeouts, where they have: of each worker's timer, and how
-    often each leaf is asked for a sum once more. max_states: stop there; 0 for as many as can be counted.
-    """
+    """What is searched. Each field is an option of `python -m netfold.model_check`."""
 
     workers: int = 2
-    leaves: str = ""
-    window: int = 1
-    operations: str = "2"
-    last: str = ""
-    foreign_packets: int = 0
-    restarts: int = 0
-    network: str = "monotone"
-    numbers: int = 0
-    timeouts: int = 0
-    max_states: int = 0
+    leaves: str = ""  # workers below each leaf, as "1,1"; "": all workers at one switch
+    window: int = 1  # W; the switch has 2W slots
+    operations: str = "2"  # chunks of each operation, as "2,2"
+    last: str = ""  # the operations of the last worker, where they differ
+    foreign_packets: int = 0  # 1: another job's packets are in the network
+    restarts: int = 0  # of group or switch, in total
+    network: str = "monotone"  # monotone, merged or exact
+    numbers: int = 0  # distance between packet numbers; 0: packets have no numbers
+    timeouts: int = 0  # with numbers: timeouts of each worker, and repeated requests for a sum to each leaf
+    max_states: int = 0  # stop at this many; 0: no bound but that of the counter
 
     def command(self) -> str:
-        """What searches this scope."""
+        """Return the command that searches this scope."""
         options = [
             f"--{field.name.replace('_', '-')} {getattr(self, field.name)}"
             for field in fields(self)
@@ -76,33 +68,32 @@ class Scope:
 
     @property
     def below(self) -> list[int]:
-        """By leaf, how many workers."""
+        """The number of workers below each leaf."""
         return [int(workers) for workers in self.leaves.split(",")] if self.leaves else []
 
 
 def search(scope: Scope) -> Any:
-    """Search `scope`; the report's fields are those of native/dev/model_check's Report. ValueError for one without
-    sense.
-    """
+    """Search `scope`; return native/dev/model_check's Report. Raises ValueError for an impossible scope."""
     return native.search(**scope._arguments())
 
 
 def search_validation(workers: int = HELLO_WORKERS) -> Any:
-    """Search which hellos make an address a worker's (native/dev/model_check, validation_search.hpp); a report as of
-    `search`.
+    """Search which hellos validate a worker's address (native/dev/model_check, validation_search.hpp).
+
+    Returns a report as `search` does.
     """
     return native.search_validation(workers)
 
 
 def replay(scope: Scope, steps: Sequence[str]) -> list[Any]:
-    """Do the steps of a trace once more; a record each. ValueError at one that cannot happen, saying which."""
+    """Do the steps of a trace again; return a record for each. Raises ValueError that names an impossible step."""
     arguments = scope._arguments()
     del arguments["max_states"]
     return native.replay(**arguments, steps=list(steps))  # type: ignore[no-any-return]
 
 
 def sentence(scope: Scope, report: Any) -> str:
-    """A report in one line."""
+    """Return a report in one line."""
     slots = protocol.job_slots(scope.window)
     below = f" below leaves {scope.leaves}" if scope.leaves else ""
     found = f"BROKEN: {report.broken}" if report.broken else "exhausted" if report.exhausted else "NOT exhausted"
@@ -117,7 +108,7 @@ def sentence(scope: Scope, report: Any) -> str:
 
 
 def draw(scope: Scope, records: Sequence[Any]) -> list[diagram.Line]:
-    """Records as lines of a sequence diagram."""
+    """Return records as lines of a sequence diagram."""
     lines = []
     for number, record in enumerate(records, 1):
         to = _lane(record.to)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 import resource
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 from netfold.model_check import (
     HELLO_WORKERS,
@@ -27,15 +28,18 @@ from netfold.sim import diagram
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print a line a scope; 1 when a promise was broken (with the trace that breaks it) or a scope not exhausted."""
+    """Print a line for each scope, and the trace of a broken promise.
+
+    Return 1 where a promise is broken or a scope was not exhausted.
+    """
     parser = argparse.ArgumentParser(prog="python -m netfold.model_check", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="the scopes that CI searches")
-    parser.add_argument("--all", action="store_true", help="these, and those that take longer")
+    parser.add_argument("--all", action="store_true", help="those, and the scopes that take longer")
     for field in fields(Scope):
         option = f"--{field.name.replace('_', '-')}"
         parser.add_argument(option, type=type(field.default), default=field.default, metavar="X")
     parser.add_argument("--replay", metavar="STEPS", help='a trace to show, as "call 0; 1.1/0>0"')
-    parser.add_argument("--svg", type=Path, metavar="FILE", help="draw the trace into FILE as well")
+    parser.add_argument("--svg", type=Path, metavar="FILE", help="also draw the trace into FILE")
     options = vars(parser.parse_args(arguments))
     quick, everything = options.pop("quick"), options.pop("all")
     steps, svg = options.pop("replay"), options.pop("svg")
@@ -47,11 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 0
         found = [_search(name, each, svg) for name, each in scopes.items()]
         if quick or everything:
-            recoveries = {**RECOVERY_QUICK, **RECOVERY_LARGE} if everything else RECOVERY_QUICK
-            senders = {**parent_sender.QUICK, **parent_sender.LARGE} if everything else parent_sender.QUICK
-            found += [_search_validation(), _search_arrivals(everything), _search_switch_watch()]
-            found += [_search_parent_sender(name, each) for name, each in senders.items()]
-            found += [_search_recovery(name, each) for name, each in recoveries.items()]
+            found += [_show_report(*each) for each in _searches_of_parts(everything)]
         return max(found)
     except ValueError as wrong:
         parser.error(str(wrong))
@@ -67,44 +67,33 @@ def _search(name: str, scope: Scope, svg: Path | None) -> int:
     return int(bool(report.broken) or not report.exhausted)
 
 
-def _search_recovery(name: str, scope: recovery.RecoveryScope) -> int:
-    report = recovery.search_recovery(scope)
-    print(f"{name}: {recovery.sentence(scope, report)}", flush=True)
+def _searches_of_parts(everything: bool) -> Iterator[tuple[str, str, Any]]:
+    """Run the searches of single parts; yield the name, the report in one line, and the report."""
+    hellos = search_validation()
+    found = f"BROKEN: {hellos.broken}" if hellos.broken else "exhausted"
+    line = f"{HELLO_WORKERS} workers, {hellos.packets} hellos: {found}; {hellos.states:,} states, "
+    yield "hellos", f"{line}{hellos.transitions:,} transitions, depth {hellos.depth}", hellos
+    arrivals = gap_detector.search_arrivals(gap_detector.PACKETS + (2 if everything else 0))
+    yield "arrivals", gap_detector.sentence(arrivals), arrivals
+    watch = switch_watch.search_switch_watch()
+    yield "watch", switch_watch.sentence(watch), watch
+    for name, sender in {**parent_sender.QUICK, **(parent_sender.LARGE if everything else {})}.items():
+        sent = parent_sender.search_parent_sender(sender)
+        yield name, parent_sender.sentence(sender, sent), sent
+    for name, scope in {**RECOVERY_QUICK, **(RECOVERY_LARGE if everything else {})}.items():
+        recovered = recovery.search_recovery(scope)
+        yield name, recovery.sentence(scope, recovered), recovered
+
+
+def _show_report(name: str, line: str, report: Any) -> int:
+    print(f"{name}: {line}", flush=True)
     if report.broken:
         print(f"  {'; '.join(report.trace)}")
     return int(bool(report.broken) or not report.exhausted)
 
 
-def _search_arrivals(everything: bool) -> int:
-    report = gap_detector.search_arrivals(gap_detector.PACKETS + (2 if everything else 0))
-    print(f"arrivals: {gap_detector.sentence(report)}", flush=True)
-    return int(bool(report.broken))
-
-
-def _search_switch_watch() -> int:
-    report = switch_watch.search_switch_watch()
-    print(f"watch: {switch_watch.sentence(report)}", flush=True)
-    return int(bool(report.broken))
-
-
-def _search_parent_sender(name: str, scope: parent_sender.SenderScope) -> int:
-    report = parent_sender.search_parent_sender(scope)
-    print(f"{name}: {parent_sender.sentence(scope, report)}", flush=True)
-    return int(bool(report.broken))
-
-
-def _search_validation() -> int:
-    report = search_validation()
-    found = f"BROKEN: {report.broken}: {'; '.join(report.trace)}" if report.broken else "exhausted"
-    print(
-        f"hellos: {HELLO_WORKERS} workers, {report.packets} hellos: {found}; {report.states:,} states, "
-        f"{report.transitions:,} transitions, depth {report.depth}"
-    )
-    return int(bool(report.broken))
-
-
 def show(scope: Scope, steps: Sequence[str], svg: Path | None = None) -> None:
-    """Print a trace as a sequence diagram; `svg`: draw it into that file, too."""
+    """Print a trace as a sequence diagram; `svg`: also draw it into that file."""
     lines = draw(scope, replay(scope, steps))
     print(diagram.text(lines, scope.workers, len(scope.below)))
     if svg is not None:

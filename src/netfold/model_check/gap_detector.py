@@ -1,117 +1,102 @@
-"""Exhaustive search of gap detection: what `GapDetector` (native/protocol) says of a sender's packets, in every order.
+"""Exhaustive search of gap detection: which packets `GapDetector` (native/protocol) names as missing, in every order.
 
-The switch reads from a worker's packet numbers, and a leaf from its parent's result numbers, which packets are
-missing. A state is the set of packets that have come and the set that was named as missing. In each state every packet
-may come, the first time or again, at any time: so every loss, delay, reordering and duplicate is searched. What the
-machine keeps must depend on the packets that have come alone, and not on their order.
+A switch derives from a worker's packet numbers, and a leaf from its parent's result numbers, which packets are missing.
+A state is the set of packets that have arrived and the set of packets that were named as missing. In each state every
+packet may arrive, for the first time or again. So the search covers every loss, delay, reordering and duplicate. The
+machine's state must depend only on the set of packets that have arrived, and not on their order.
 
-Safety. Only packets that were sent are named, each once at most, and never before one that was sent kReorderThreshold
-later is here. A gap begins and ends with a packet that has not come, and has at most kReorderThreshold that have. At
-every moment each packet that is not here, and was sent kReorderThreshold or more before the newest, has been named.
+Safety. The machine names only packets that were sent, each at most once, and none before a packet that was sent
+kReorderThreshold later has arrived. A gap begins and ends with a missing packet, and holds at most kReorderThreshold
+that have arrived. At every moment each missing packet that was sent kReorderThreshold or more before the newest arrived
+one has been named.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from netfold._native import protocol
+from netfold.model_check.breadth_first import BrokenError, Report, Search
 
 THRESHOLD: int = protocol.REORDER_THRESHOLD
-# By `make test`; each jump, and each window of packets that came, is in it.
+# The bound of `make test`: large enough for every kind of jump, and every window of packets that arrived.
 PACKETS = THRESHOLD + 5
+
+# Packets as bits, bit n for packet number n: those that arrived, and those that were named.
+_State = tuple[int, int]
 
 
 @dataclass
-class ArrivalsReport:
-    """trace: the counters of the packets, as they come, that break the promise."""
+class ArrivalsReport(Report):
+    """trace: the numbers of the packets, in order of arrival."""
 
-    packets: int
-    states: int = 0
-    transitions: int = 0
-    depth: int = 0
+    packets: int = 0
     machines: int = 0  # different states of the machine
-    broken: str = ""
-    trace: list[int] = field(default_factory=list)
-    seconds: float = 0.0
 
 
 def search_arrivals(packets: int = PACKETS, new: Callable[[], Any] = protocol.GapDetector) -> ArrivalsReport:
-    """Search all orders of packets 1 to `packets`, below 64; always to the end. `new` makes a machine."""
-    began = time.perf_counter()
-    report = ArrivalsReport(packets)
-    machines = {0: new()}  # by the packets that have come, bit c for packet_number c
-    taken: dict[tuple[int, int], tuple[int, int]] = {}  # the gap, by what had come and what comes
-    came: dict[tuple[int, int], tuple[tuple[int, int], int]] = {}
-    states = [(0, 0)]
-    known = {(0, 0)}
-    for state in states:
-        here, named = state
-        for packet_number in range(1, packets + 1):
-            after = here | 1 << packet_number
-            if (here, packet_number) not in taken:
-                machine = machines[here].copy()
-                taken[here, packet_number] = machine.observe(packet_number)
-                if machines.setdefault(after, machine) != machine:
-                    report.broken = "what is kept depends on the order of the packets"
-            first, count = taken[here, packet_number]
-            gap = 0
-            if count > packets or (count > 0 and not 1 <= first <= packets):
-                report.broken = "a gap names packets that were never sent"
-            else:
-                gap = (1 << count) - 1 << first
-            report.broken = report.broken or _broken(here, named, after, gap)
-            report.transitions += 1
-            new_state = after, named | gap
-            if report.broken or new_state not in known:
-                came.setdefault(new_state, (state, packet_number))
-            if report.broken:
-                report.trace = [*_trace(came, state), packet_number]
-                break
-            if new_state not in known:
-                known.add(new_state)
-                states.append(new_state)
-        if report.broken:
-            break
-    report.states, report.machines = len(states), len(machines)
-    report.depth = len(_trace(came, states[-1]))
-    report.seconds = time.perf_counter() - began
+    """Search all orders of packets 1 to `packets`, which is below 64.
+
+    new: makes a machine.
+    """
+    report = ArrivalsReport(packets=packets)
+    search = _Search(packets, new())
+    search.run(report)
+    report.machines = len(search.machines)
     return report
 
 
-def _broken(here: int, named: int, after: int, gap: int) -> str:
-    newest = after.bit_length() - 1
-    # Counters from 1 on that were sent THRESHOLD or more before the newest.
+class _Search(Search[_State, int]):
+    def __init__(self, packets: int, machine: Any) -> None:
+        super().__init__((0, 0))
+        self._packets = packets
+        self.machines = {0: machine}  # by the packets that arrived
+        self._gaps: dict[tuple[int, int], tuple[int, int]] = {}  # by the packets that arrived, and the next one
+
+    def events(self, state: _State) -> range:
+        return range(1, self._packets + 1)
+
+    def after(self, state: _State, event: int) -> _State:
+        before, named = state
+        arrived = before | 1 << event
+        if (before, event) not in self._gaps:
+            machine = self.machines[before].copy()
+            self._gaps[before, event] = machine.observe(event)
+            if self.machines.setdefault(arrived, machine) != machine:
+                raise BrokenError("the machine's state depends on the order of the packets")
+        first, count = self._gaps[before, event]
+        if count > self._packets or (count > 0 and not 1 <= first <= self._packets):
+            raise BrokenError("a gap names packets that were never sent")
+        gap = (1 << count) - 1 << first
+        _check(before, named, arrived, gap)
+        return arrived, named | gap
+
+    def text(self, event: int) -> str:
+        return str(event)
+
+
+def _check(before: int, named: int, arrived: int, gap: int) -> None:
+    newest = arrived.bit_length() - 1
+    # Packet numbers that were sent THRESHOLD or more before the newest arrived one.
     old = (1 << max(1, newest - THRESHOLD + 1)) - 2
-    missing = old & ~after
     if gap & named:
-        return "a packet is named twice"
+        raise BrokenError("a packet is named twice")
     if gap & ~old:
-        return "a packet is named too early"
-    if missing & ~(named | gap):
-        return "a packet that is missing is not named"
+        raise BrokenError("a packet is named too early")
+    if old & ~arrived & ~(named | gap):
+        raise BrokenError("a packet that is missing is not named")
     lowest, highest = gap & -gap, 1 << max(0, gap.bit_length() - 1)
-    if gap and (lowest | highest) & after:
-        return "a gap begins or ends with a packet that has come"
-    if (gap & here).bit_count() > THRESHOLD:
-        return "a gap has too many packets that have come"
-    return ""
-
-
-def _trace(came: dict[tuple[int, int], tuple[tuple[int, int], int]], state: tuple[int, int]) -> list[int]:
-    trace = []
-    while state != (0, 0):
-        state, packet_number = came[state]
-        trace.append(packet_number)
-    return trace[::-1]
+    if gap and (lowest | highest) & arrived:
+        raise BrokenError("a gap begins or ends with a packet that has arrived")
+    if (gap & before).bit_count() > THRESHOLD:
+        raise BrokenError("a gap holds too many packets that have arrived")
 
 
 def sentence(report: ArrivalsReport) -> str:
-    """A report in one line."""
-    found = f"BROKEN: {report.broken}: {report.trace}" if report.broken else "exhausted"
+    """Return a report in one line."""
     return (
-        f"{report.packets} packets of one sender: {found}; {report.states:,} states ({report.machines:,} of the "
-        f"machine), {report.transitions:,} transitions, depth {report.depth}, {report.seconds:.2f} s"
+        f"{report.packets} packets of one sender: {report.outcome}; {report.states:,} states ({report.machines:,} of "
+        f"the machine), {report.transitions:,} transitions, depth {report.depth}, {report.seconds:.2f} s"
     )

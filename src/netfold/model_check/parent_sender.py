@@ -1,50 +1,52 @@
 """Exhaustive search of a leaf's sender: what `ParentSender` (native/protocol) sends to the parent next, in every order.
 
-A state is what has happened to the sums of a few slots, and the machine. In each state a slot may be offered, the first
-time or because a worker asks again; the next packet may go, be refused by the socket, or go after seven refusals, which
-is how a few packets get numbers that are eight apart; the parent's result of any sum that was sent may come, with a
-number that follows the newest, or is so far ahead that one or two count as lost, or with one that was skipped before;
-and a NACK may name any of the packets, one, two or all of them, or some that were never sent. So losses, delays and
-repeated offers are searched, and more than a parent does: any result may have any new number.
+A state is the machine, and what has happened to the sums of a few slots. In each state:
+  offer   a slot is offered, for the first time or because a worker asks again
+  send    the next packet is sent, or refused by the socket, or sent after seven refusals, so that a few packets get
+          numbers that are eight apart
+  result  the parent's result of any sum that was sent arrives. Its number follows the newest, or is so far ahead that
+          one or two numbers count as lost, or is a number that was skipped before.
+  nack    a NACK names one, two or all of the packets, or packets that were never sent
+So the search covers losses, delays and repeated offers. It covers more than a parent does: any result may have any new
+number.
 
-Beside the machine runs the table of its header, as lists (`Table`). Safety. The machine sends the sums that the table
-says, in its order, each under a number of its own, and counts them alike.
+The table in the machine's header runs beside the machine, as lists (`Table`). Safety. The machine sends the sums that
+the table prescribes, in its order, each under a new number, and counts them alike.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from netfold._native import protocol
+from netfold.model_check.breadth_first import BrokenError, Report, Search
 
 THRESHOLD: int = protocol.REORDER_THRESHOLD
 
-Event = tuple[Any, ...]  # its kind, and what there is to say
+Event = tuple[Any, ...]  # its kind and its arguments
 # Slot, number of the packet that its sum was sent in, whether the sum had been sent before.
 Flight = tuple[int, int, bool]
 
 
 @dataclass(frozen=True)
 class SenderScope:
-    """slots: each with one sum at a time, and another after its result. sends: that the socket takes. results: that
-    come. NACKs: that come. refusals: packets that the socket refuses, alone or seven in a row."""
+    """What is searched."""
 
-    slots: int = 3
-    sends: int = 3
-    results: int = 1
-    nacks: int = 0
-    refusals: int = 1
+    slots: int = 3  # each has one sum at a time, and another after its result
+    sends: int = 3  # packets that the socket takes
+    results: int = 1  # results that arrive
+    nacks: int = 0  # NACKs that arrive
+    refusals: int = 1  # packets that the socket refuses, alone or seven in a row
 
 
-# By `make test`: sums that are passed over and named, among others that are.
+# Searched by `make test`: a result passes over sums that are then sent again; a NACK names sums among others.
 QUICK = {
     "passed-over": SenderScope(),
     "named": SenderScope(slots=2, results=2, nacks=1),
 }
-# By `make model-check`.
+# Searched by `make model-check`.
 LARGE = {
     "sent-often": SenderScope(slots=2, sends=4, results=2, nacks=1),
     "all-three": SenderScope(results=2, nacks=1),
@@ -52,16 +54,16 @@ LARGE = {
 
 
 class Table(NamedTuple):
-    """What the table in parent_sender.hpp comes to, as lists."""
+    """The state that the table in parent_sender.hpp prescribes, as lists."""
 
-    due: tuple[int, ...] = ()
+    due: tuple[int, ...] = ()  # slots whose sum is to be sent, in order
     flight: tuple[Flight, ...] = ()
     sent: frozenset[int] = frozenset()  # slots whose sum has been sent
-    packet_number: int = 0
-    answered: int = 0  # the latest packet that the result of a sum came from which was sent once
-    numbers: int = 0  # results that came, bit n for number n
-    packets: int = 0
-    again: int = 0
+    packet_number: int = 0  # of the last packet
+    answered: int = 0  # the latest packet whose sum was sent once and has its result
+    numbers: int = 0  # results that arrived, bit n for number n
+    packets: int = 0  # that were sent
+    again: int = 0  # of them, those that were sent again
 
     def offer(self, slot: int) -> Table:
         if slot in self.due:
@@ -81,7 +83,7 @@ class Table(NamedTuple):
         )
 
     def not_sent(self) -> Table:
-        """The packet that was polled last."""
+        """The socket refused the packet that was polled last."""
         slot, _, again = self.flight[-1]
         return self._replace(
             due=(*self.due, slot),
@@ -92,7 +94,7 @@ class Table(NamedTuple):
         )
 
     def result(self, slot: int, number: int, missing: int) -> Table:
-        """missing: how many numbers count as lost from this one on."""
+        """The result of `slot` arrived under `number`, which makes `missing` earlier numbers count as lost."""
         once = [packet_number for each, packet_number, again in self.flight if each == slot and not again]
         answered = max([self.answered, *once])
         flight = self._flight_without(slot)
@@ -117,169 +119,135 @@ class Table(NamedTuple):
 
 class _State(NamedTuple):
     table: Table
-    machine: bytes = b""  # its canonical bytes
+    machine: bytes  # its canonical bytes
     results: int = 0
     nacks: int = 0
     refusals: int = 0
 
-    def events(self, scope: SenderScope) -> Iterator[Event]:
-        table = self.table
+
+@dataclass
+class SenderReport(Report):
+    passed_over: int = 0  # transitions in which a result makes the machine send sums again
+    named: int = 0  # transitions in which a NACK does
+
+
+def search_parent_sender(
+    scope: SenderScope = QUICK["passed-over"], new: Callable[[int], Any] = protocol.ParentSender
+) -> SenderReport:
+    """Search all states of `scope`.
+
+    new: makes a machine with a number of slots.
+    """
+    report = SenderReport()
+    _Search(scope, new(scope.slots), report).run(report)
+    return report
+
+
+class _Search(Search[_State, Event]):
+    def __init__(self, scope: SenderScope, machine: Any, report: SenderReport) -> None:
+        first = _State(Table(), machine.canonical())
+        super().__init__(first)
+        self._scope, self._report = scope, report
+        self._machines = {first: machine}
+        self._gap_detectors = {0: protocol.GapDetector()}  # of results, by the numbers that arrived
+
+    def events(self, state: _State) -> Iterator[Event]:
+        scope, table = self._scope, state.table
         for slot in range(scope.slots):
             yield "offer", slot
         if table.due and table.packets < scope.sends:
             yield ("send",)
-        if table.due and self.refusals < scope.refusals:
+        if table.due and state.refusals < scope.refusals:
             yield ("refuse",)
             if table.packets < scope.sends:
                 yield ("send-after", THRESHOLD - 1)
-        if self.results < scope.results:
+        if state.results < scope.results:
             newest = table.numbers.bit_length() - 1 if table.numbers else 0
             skipped = [number for number in range(1, newest) if not table.numbers >> number & 1]
-            # Of a long gap its ends: what lies between comes to the same.
+            # Of a long gap only its ends: every number between them has the same effect.
             numbers = [*{*skipped[:1], *skipped[-1:]}, *(newest + ahead for ahead in (1, THRESHOLD + 1, THRESHOLD + 2))]
             for slot in sorted(table.sent):
                 for number in numbers:
                     yield "result", slot, number
-        if self.nacks < scope.nacks and table.packet_number:
+        if state.nacks < scope.nacks and table.packet_number:
             for packet_number in sorted({each[1] for each in table.flight} | {1}):
                 yield "nack", packet_number, 1
                 yield "nack", packet_number, 2
             yield "nack", 1, table.packet_number
             yield "nack", table.packet_number + 1, 1 << 31
 
-
-@dataclass
-class SenderReport:
-    """trace: the events that break the promise."""
-
-    states: int = 0
-    transitions: int = 0
-    depth: int = 0
-    passed_over: int = 0  # transitions in which a result sends sums again
-    named: int = 0  # in which a NACK does
-    broken: str = ""
-    trace: list[str] = field(default_factory=list)
-    seconds: float = 0.0
-
-
-def search_parent_sender(
-    scope: SenderScope = QUICK["passed-over"], new: Callable[[int], Any] = protocol.ParentSender
-) -> SenderReport:
-    """Search `scope` breadth first; always to the end. `new` makes a machine of so many slots."""
-    began = time.perf_counter()
-    report = SenderReport()
-    machine = new(scope.slots)
-    first = _State(Table(), machine.canonical())
-    machines = {first: machine}
-    came: dict[_State, tuple[_State, Event]] = {}
-    arrivals = {0: protocol.GapDetector()}  # of results, by the numbers that came
-    states = [first]
-    for state in states:
-        for event in state.events(scope):
-            machine = machines[state].copy()
-            after, broken = _done(state, event, machine, arrivals)
-            report.transitions += 1
-            if broken:
-                report.broken = broken
-                report.trace = [*_trace(came, state), _words(event)]
-                break
-            was_sent = len(after.table.due) - len(state.table.due)
-            report.passed_over += event[0] == "result" and was_sent > 0
-            report.named += event[0] == "nack" and was_sent > 0
-            if after not in machines:
-                machines[after] = machine
-                came[after] = state, event
-                states.append(after)
-        if report.broken:
-            break
-    report.states = len(states)
-    report.depth = len(_trace(came, states[-1]))
-    report.seconds = time.perf_counter() - began
-    return report
+    def after(self, state: _State, event: Event) -> _State:
+        machine, table = self._machines[state].copy(), state.table
+        results, nacks, refusals = state.results, state.nacks, state.refusals
+        kind, *arguments = event
+        if kind == "offer":
+            table = table.offer(arguments[0])
+            machine.offer(arguments[0])
+        elif kind == "result":
+            slot, number = arguments
+            results += 1
+            detector = self._gap_detectors[table.numbers].copy()
+            _, missing = detector.observe(number)
+            table = table.result(slot, number, missing)
+            self._gap_detectors.setdefault(table.numbers, detector)
+            machine.handle_result(slot, number)
+        elif kind == "nack":
+            nacks += 1
+            table = table.nack(*arguments)
+            if machine.handle_nack(*arguments) != len(table.due) - len(state.table.due):
+                raise BrokenError("a NACK resends other sums than it names")
+        else:
+            refusals += kind != "send"
+            for _ in range(arguments[0] if arguments else int(kind == "refuse")):
+                table = _poll(table, machine)
+                machine.not_sent(table.flight[-1][0])
+                table = table.not_sent()
+            if kind != "refuse":
+                table = _poll(table, machine)
+        _compare(table, machine)
+        sends_again = len(table.due) > len(state.table.due)
+        self._report.passed_over += kind == "result" and sends_again
+        self._report.named += kind == "nack" and sends_again
+        new = _State(table, machine.canonical(), results, nacks, refusals)
+        self._machines.setdefault(new, machine)
+        return new
 
 
-def _done(state: _State, event: Event, machine: Any, arrivals: dict[int, Any]) -> tuple[_State, str]:
-    """What the event makes of the table, and of the machine, which it changes; and the promise that breaks."""
-    table = state.table
-    results, nacks, refusals = state.results, state.nacks, state.refusals
-    broken = ""
-    kind, *about = event
-    if kind == "offer":
-        table = table.offer(about[0])
-        machine.offer(about[0])
-    elif kind in ("send", "refuse", "send-after"):
-        refused = about[0] if about else int(kind == "refuse")
-        refusals += kind != "send"
-        for _ in range(refused):
-            table, broken = _poll(table, machine, broken)
-            machine.not_sent(table.flight[-1][0])
-            table = table.not_sent()
-        if kind != "refuse":
-            table, broken = _poll(table, machine, broken)
-    elif kind == "result":
-        slot, number = about
-        results += 1
-        taken = arrivals[table.numbers].copy()
-        _, missing = taken.observe(number)
-        table = table.result(slot, number, missing)
-        arrivals.setdefault(table.numbers, taken)
-        machine.handle_result(slot, number)
-    else:
-        nacks += 1
-        before, table = len(table.due), table.nack(*about)
-        again = machine.handle_nack(*about)
-        if again != len(table.due) - before:
-            broken = "a NACK sends other sums again than it names"
-    broken = broken or _differs(table, machine)
-    return _State(table, machine.canonical(), results, nacks, refusals), broken
-
-
-def _poll(table: Table, machine: Any, broken: str) -> tuple[Table, str]:
+def _poll(table: Table, machine: Any) -> Table:
+    """Send the next sum."""
     after = table.poll()
-    return after, broken or _other_than(after.flight[-1][:2], machine.poll_send(), table.packet_number)
+    _check_send(after.flight[-1][:2], machine.poll_send(), table.packet_number)
+    return after
 
 
-def _other_than(due: tuple[int, int], send: tuple[int, int] | None, packet_number: int) -> str:
-    """What is wrong with what was sent, where that slot and number are next; packet_number: the number before."""
+def _check_send(due: tuple[int, int], send: tuple[int, int] | None, packet_number: int) -> None:
+    """Hold what the machine sends against the slot and number that are due; packet_number: of the packet before."""
     if send is None:
-        return "a sum that is due does not go"
+        raise BrokenError("a due sum is not sent")
     if send[1] <= packet_number:
-        return "a packet has a number that one had before"
-    return "" if send == due else "another sum goes than the one that is next"
+        raise BrokenError("a packet number is used twice")
+    if send != due:
+        raise BrokenError("a sum other than the next one is sent")
 
 
-def _differs(table: Table, machine: Any) -> str:
-    """Where the machine is not what the table says, by what it would send now."""
+def _compare(table: Table, machine: Any) -> None:
+    """Hold the machine against the table: its counters, and everything that it would send next."""
     if machine.in_flight != len(table.flight):
-        return "other sums are in flight than the table says"
+        raise BrokenError("the sums in flight differ from the table's")
     if (machine.packets_sent, machine.sent_again) != (table.packets, table.again):
-        return "packets are counted otherwise than the table says"
+        raise BrokenError("the packet counts differ from the table's")
     ahead = machine.copy()
     for packet_number, slot in enumerate(table.due, table.packet_number + 1):
-        broken = _other_than((slot, packet_number), ahead.poll_send(), packet_number - 1)
-        if broken:
-            return broken
-    return "" if ahead.poll_send() is None else "a sum goes that nobody misses"
-
-
-def _trace(came: dict[_State, tuple[_State, Event]], state: _State) -> list[str]:
-    trace = []
-    while state in came:
-        state, event = came[state]
-        trace.append(_words(event))
-    return trace[::-1]
-
-
-def _words(event: Event) -> str:
-    return " ".join(map(str, event))
+        _check_send((slot, packet_number), ahead.poll_send(), packet_number - 1)
+    if ahead.poll_send() is not None:
+        raise BrokenError("a sum is sent that is not due")
 
 
 def sentence(scope: SenderScope, report: SenderReport) -> str:
-    """A report in one line."""
-    found = f"BROKEN: {report.broken}: {'; '.join(report.trace)}" if report.broken else "exhausted"
+    """Return a report in one line."""
     return (
         f"{scope.slots} slots, {scope.sends} packets, {scope.results} results, {scope.nacks} NACKs, "
-        f"{scope.refusals} refusals: {found}; {report.states:,} states, {report.transitions:,} transitions "
+        f"{scope.refusals} refusals: {report.outcome}; {report.states:,} states, {report.transitions:,} transitions "
         f"({report.passed_over:,} send again what was passed over, {report.named:,} what was named), depth "
         f"{report.depth}, {report.seconds:.2f} s"
     )

@@ -1,31 +1,31 @@
-"""The named scopes."""
+"""The named scopes of `search` and of the search over recovery."""
 
 from netfold.model_check import Scope
-from netfold.model_check.recovery import RecoveryScope
+from netfold.model_check.recovery_rank import RecoveryScope
 
-# Searched by `make test`, in seconds. What each is for:
+# Searched by `make test`, in seconds. The comments say what each scope covers.
 QUICK = {
-    # A slot is used three times, and kept results are asked for.
+    # A slot is used three times, and kept results are requested.
     "one-slot-pair": Scope(workers=2, window=1, operations="6"),
     # Operations follow each other through the window, called at any time.
     "streamed": Scope(workers=2, window=2, operations="2,1,3"),
     "three": Scope(workers=3, window=1, operations="4"),
-    # Packets and workers of a former life, also after two lives.
+    # Packets and workers of an earlier generation, also of two earlier ones.
     "restarted": Scope(workers=2, window=1, operations="3", restarts=1),
     "restarted-twice": Scope(workers=2, window=1, operations="3", restarts=2, network="merged"),
-    # The last worker calls something else: at once, after a sum, in the middle of what the others send.
+    # The last worker calls another operation: at once, after a sum, or while the other workers send.
     "disagreed": Scope(workers=3, window=1, operations="1,2", last="1,1,1"),
     "disagreed-streamed": Scope(workers=2, window=2, operations="1,2,1", last="1,1,2"),
     "disagreed-restarted": Scope(workers=2, window=1, operations="1,1", last="2", restarts=1),
     # Another job's packets change nothing.
     "foreign": Scope(workers=2, window=1, operations="4", foreign_packets=1),
-    # Leaves and a root: each slot used twice, and sums and results asked for again on both links.
+    # Leaves and a root: each slot is used twice, and sums and results are requested again on both links.
     "leaf-pair": Scope(workers=2, leaves="1,1", window=1, operations="5"),
     "leaf-of-two": Scope(workers=3, leaves="2,1", window=1, operations="4"),
     "leaves-streamed": Scope(workers=2, leaves="1,1", window=2, operations="2,2"),
     "leaves-exact": Scope(workers=2, leaves="1,1", window=1, operations="1", network="exact"),
-    # Below leaves: a worker that calls something else, at its own leaf or at another; another job's packets on both
-    # links; group, root or a leaf restart, and the old leaves and workers go on for a while.
+    # Below leaves: a worker that calls another operation, at its own leaf or at another; another job's packets on both
+    # links; group, root or a leaf restart while the old leaves and workers still send.
     "leaves-disagreed": Scope(workers=3, leaves="2,1", window=1, operations="1,2", last="1,1,1"),
     "leaf-disagreed": Scope(workers=3, leaves="1,2", window=1, operations="1,1", last="2"),
     "leaves-foreign": Scope(workers=3, leaves="2,1", window=1, operations="3", foreign_packets=1),
@@ -34,18 +34,18 @@ QUICK = {
     "leaves-everything": Scope(
         workers=3, leaves="2,1", window=1, operations="1,1", last="2", foreign_packets=1, restarts=1, network="merged"
     ),
-    # With packet numbers: the switch says which packets did not come, and workers see which results did not.
+    # With packet numbers: the switch names missing packets, and workers detect missing results.
     "numbered": Scope(workers=2, window=2, operations="2", numbers=8, timeouts=1),
     "numbered-streamed": Scope(workers=1, window=2, operations="2,2", numbers=8, timeouts=1),
     "numbered-two-later": Scope(workers=1, window=3, operations="3", numbers=4, timeouts=1),
-    # Numbers begin anew with each life; NACKs and packets of the one before are still on their way.
+    # Numbers start again with each generation, while NACKs and packets of the generation before are in flight.
     "numbered-restarted": Scope(workers=2, window=2, operations="2", numbers=8, restarts=1),
     "numbered-restarted-asked": Scope(workers=1, window=2, operations="2", numbers=8, timeouts=1, restarts=1),
-    # And a leaf, whose sender hears from its parent.
+    # With a leaf, whose sender gets its parent's results and NACKs.
     "numbered-leaf": Scope(workers=1, leaves="1", window=2, operations="3", numbers=8),
     "numbered-leaf-asked": Scope(workers=1, leaves="1", window=2, operations="2", numbers=8, timeouts=1),
     "numbered-leaf-lost": Scope(workers=1, leaves="1", window=2, operations="2", numbers=8, restarts=1),
-    # The network as it is, against which the other views of it are held.
+    # A network that takes and copies packets, as real ones do; the other views are compared with it.
     "exact": Scope(workers=2, window=1, operations="3", network="exact"),
 }
 
@@ -75,16 +75,16 @@ LARGE = {
 
 # Recovery from a lost switch (recovery.py), searched by `make test`.
 RECOVERY_QUICK = {
-    # Results that one rank alone has, chunks that are reduced again, operations that some have not begun.
+    # Results that only one rank has, chunks that are reduced again, operations that some ranks have not begun.
     "lost": RecoveryScope(ranks=2, window=1, operations="3"),
     "lost-streamed": RecoveryScope(ranks=2, window=2, operations="2,1"),
     "lost-of-three": RecoveryScope(ranks=3, window=2, operations="2"),
-    # The switch comes back, and is lost once more, at any time of the way back.
+    # The switch comes back, and is lost once more at any moment of the recovery.
     "returned": RecoveryScope(ranks=2, window=1, operations="2,1", attempts=1),
     "lost-again": RecoveryScope(ranks=2, window=1, operations="1,1", losses=2, attempts=1),
     # A join that fails or takes too long, and another attempt.
     "refused": RecoveryScope(ranks=2, window=1, operations="1,1", attempts=2, refusals=1),
-    # A rank that stops in the midst of it.
+    # A rank that dies during recovery.
     "died": RecoveryScope(ranks=2, window=2, operations="2,1", deaths=1),
     "died-of-three": RecoveryScope(ranks=3, window=1, operations="1", deaths=1),
     "died-returning": RecoveryScope(ranks=2, window=1, operations="1", losses=2, attempts=1, deaths=1),

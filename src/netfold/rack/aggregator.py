@@ -16,14 +16,17 @@ _READY = re.compile(r"netfold switch listening on (?P<address>\S+)")
 
 @dataclass(frozen=True)
 class Aggregator:
-    """address: host:port, what workers take as NETFOLD_SWITCH."""
+    """A running aggregator.
+
+    address: host:port, which workers take as NETFOLD_SWITCH.
+    """
 
     process: Process
     address: str
 
 
 def aggregator_argv(listen: str) -> list[str]:
-    # --open: the wire is a namespace of our own or loopback, where nobody else speaks.
+    # --open: the network is the rack's namespace or loopback, which no other host reaches.
     return [sys.executable, "-m", "netfold.cli", "switch", "--listen", listen, "--open"]
 
 
@@ -33,33 +36,34 @@ def start_aggregator(
     on_line: Callable[[str], None],
     timeout_s: float = READY_TIMEOUT_S,
 ) -> Aggregator:
-    """Spawn `argv` and return once it says where it listens; its lines go to `on_line` as long as it lives.
+    """Spawn `argv` and return when it prints the address where it listens.
 
-    Raises RackError, with what it said, where it ends or stays silent; it is stopped then.
+    on_line: gets every line of its output until it ends.
+    Raises RackError, with its output, where it ends or prints no address within `timeout_s`; it is then stopped.
     """
     lines: list[str] = []
-    listening: list[str] = []
+    addresses: list[str] = []
 
-    def hear(line: str) -> None:
+    def read_line(line: str) -> None:
         on_line(line)
-        if not listening:
+        if not addresses:
             lines.append(line)
             if match := _READY.search(line):
-                listening.append(match["address"])
+                addresses.append(match["address"])
 
     process = spawn(argv)
     try:
-        reader = follow(process, hear)
+        reader = follow(process, read_line)
         deadline = time.monotonic() + timeout_s
-        while not listening and process.poll() is None and time.monotonic() < deadline:
+        while not addresses and process.poll() is None and time.monotonic() < deadline:
             time.sleep(_POLL_S)
-        if listening:
-            return Aggregator(process, listening[0])
+        if addresses:
+            return Aggregator(process, addresses[0])
         state = "ended" if process.poll() is not None else f"was silent for {timeout_s:g} s"
     except BaseException:
         stop([process])
         raise
     stop([process])
     reader.join(DRAIN_S)
-    said = "\n".join(lines) or "(nothing)"
-    raise RackError(f"the aggregator `{' '.join(argv)}` {state} before it listened; it said: {said}")
+    output = "\n".join(lines) or "(nothing)"
+    raise RackError(f"the aggregator `{' '.join(argv)}` {state} before it listened; it said: {output}")

@@ -1,4 +1,4 @@
-"""Whether a rack is what was asked for: each kind of way through it, measured and judged."""
+"""Check a rack against its parameters: measure each kind of path through it."""
 
 import math
 from collections.abc import Iterator
@@ -9,16 +9,16 @@ from netfold.rack.measure import Measurement, measure, payload_share
 from netfold.rack.rack import Rack
 from netfold.rack.topology import Layout
 
-# A shaper may be below its rate by what a busy machine costs; TCP pays for losses besides.
-LEAST_RATE, LEAST_RATE_LOSSY = 0.85, 0.5
-# What four crossings of a busy machine's kernel, and waking two processes, may take.
-MOST_EXTRA_S = 2e-3
-# Binomial: four standard deviations are passed once in 16,000 measurements.
+# The least share of its rate that a link must reach on a busy machine; TCP also slows down after losses.
+MIN_RATE, MIN_RATE_LOSSY = 0.85, 0.5
+# Time that four crossings of a busy machine's kernel, and waking two processes, may add to a delay.
+MAX_EXTRA_S = 2e-3
+# Binomial: one measurement in 16,000 is further than four standard deviations from the mean.
 DEVIATIONS = 4
 
 
 class Finding(NamedTuple):
-    """One quantity of one way: what was asked for and what was measured, as words, and whether they agree."""
+    """One quantity of one path: the expected and the measured value, as text, and whether they agree."""
 
     route: str
     what: str
@@ -28,15 +28,18 @@ class Finding(NamedTuple):
 
 
 def check(rack: Rack) -> Iterator[Finding]:
-    """Measure a rack that stands, some 6 s a way. Raises RackError."""
-    for way, host, other in routes(rack.layout):
+    """Measure a running rack; each path takes about 6 s. Raises RackError."""
+    for route, host, other in routes(rack.layout):
         links = rack.layout.path(host, other)
         found = measure(rack, host, other, min(link.rate_bits for link in links))
-        yield from evaluate(way, links, rack.layout.mtu, found)
+        yield from evaluate(route, links, rack.layout.mtu, found)
 
 
 def routes(layout: Layout) -> list[tuple[str, int, int | None]]:
-    """A way of each kind: to the aggregator, to a neighbour, to another rack."""
+    """Return a path of each kind: to the aggregator, to a neighbour, to another rack.
+
+    Each has its name and the two hosts; None for the aggregator.
+    """
     found: list[tuple[str, int, int | None]] = [("h0 to the aggregator", 0, None)]
     if layout.hosts > 1 and layout.rack_of(1) == 0:
         found.append(("h0 to h1", 0, 1))
@@ -46,8 +49,8 @@ def routes(layout: Layout) -> list[tuple[str, int, int | None]]:
     return found
 
 
-def evaluate(way: str, links: list[Link], mtu: int, found: Measurement) -> list[Finding]:
-    """Pure: what `links`, in a row, should do to packets of `mtu`, against what was found."""
+def evaluate(route: str, links: list[Link], mtu: int, found: Measurement) -> list[Finding]:
+    """Compare what `links`, in a row, should do to packets of `mtu` bytes with a measurement. Pure."""
     rate = min(link.rate_bits for link in links)
     delay_s = sum(link.delay_ns for link in links) / 1e9
     loss = 1 - math.prod(1 - link.loss_ratio for link in links)
@@ -55,30 +58,30 @@ def evaluate(way: str, links: list[Link], mtu: int, found: Measurement) -> list[
     share = found.stream_bits / payload
     one_way_s = found.round_trip_s / 2
     allowed = DEVIATIONS * math.sqrt(found.sent * loss * (1 - loss)) + 1e-9
-    lost = [found.sent - came for came in (found.there, found.back)]
-    least = LEAST_RATE if loss == 0 else LEAST_RATE_LOSSY
+    lost = [found.sent - arrived for arrived in (found.there, found.back)]
+    least = MIN_RATE if loss == 0 else MIN_RATE_LOSSY
     return [
         Finding(
-            way,
+            route,
             "rate, of payload",
             f"{payload / 1e6:.0f} Mbit/s",
             f"{found.stream_bits / 1e6:.0f} Mbit/s",
             least <= share < 1.1,
         ),
         Finding(
-            way,
+            route,
             "delay, one way",
-            f"{delay_s * 1e6:.0f} us, and the machine's own",
+            f"{delay_s * 1e6:.0f} us, and the machine's own delay",
             f"{one_way_s * 1e6:.0f} us",
-            delay_s <= one_way_s <= delay_s + MOST_EXTRA_S,
+            delay_s <= one_way_s <= delay_s + MAX_EXTRA_S,
         ),
         Finding(
-            way,
+            route,
             "loss, each way",
             f"{loss:.4%}",
             ", ".join(f"{count / found.sent:.4%}" for count in lost) + f" of {found.sent}",
             all(abs(count - found.sent * loss) <= allowed for count in lost),
         ),
-        # Less IPv4's header, TCP's, and its timestamps.
-        Finding(way, "MTU", f"{mtu}", f"{found.mss + 52}", found.mss + 52 == mtu),
+        # The MSS lacks 52 bytes: the IPv4 header, the TCP header, and TCP's timestamps.
+        Finding(route, "MTU", f"{mtu}", f"{found.mss + 52}", found.mss + 52 == mtu),
     ]

@@ -1,8 +1,8 @@
-"""What a rack leaves on the machine, and how to take it away: namespaces, processes inside, a state file.
+"""Remove everything that a rack has on the machine: its namespaces, the processes inside, and its state file.
 
-The state file /run/netfold/<id> is locked by the rack's own process for as long as that lives. The kernel
-lets go of the lock at any death, SIGKILL included; a free lock says that its reaper cleans up, or, where that was
-killed too, nobody.
+The rack's own process locks the state file /run/netfold/<id> while it runs. The kernel releases the lock when the
+process ends for any reason, SIGKILL included. A free lock means that the rack's reaper cleans up, or that both
+processes were killed.
 """
 
 import contextlib
@@ -18,27 +18,27 @@ from netfold.rack.command import RackError, run
 from netfold.rack.processes import TERM_GRACE_S
 
 STATE_FOLDER = Path("/run/netfold")
-# Every host mounts a folder of its own over this one, which stays empty and is shared by all racks.
+# Every host mounts its own folder over this one, which stays empty and is shared by all racks.
 HOST_FOLDER = STATE_FOLDER / ".host"
-# A killed process is gone at once unless the kernel holds it (a hung disk); then nobody can help.
+# A killed process ends at once, unless the kernel holds it, as for a hung disk.
 KILL_WAIT_S = 5.0
 _POLL_S = 0.02
 
 
 def claim(rack_id: str) -> int:
-    """Write and lock the rack's state file; the descriptor returned holds the claim until it is closed."""
+    """Write and lock the rack's state file; return the descriptor, whose closing releases the claim."""
     HOST_FOLDER.mkdir(parents=True, exist_ok=True)
-    # It appears under its name only once it is locked, or `rack down` could take it for a dead rack's.
-    unseen = STATE_FOLDER / f".{rack_id}"
-    descriptor = os.open(unseen, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+    # Rename the file only when it is locked, or `rack down` could take it for an ended rack's.
+    draft = STATE_FOLDER / f".{rack_id}"
+    descriptor = os.open(draft, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
     fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     os.write(descriptor, f"{os.getpid()}\n".encode())
-    unseen.rename(STATE_FOLDER / rack_id)
+    draft.rename(STATE_FOLDER / rack_id)
     return descriptor
 
 
 def racks() -> list[str]:
-    """The ids of all racks of which something is on this machine, alive or not."""
+    """Return the ids of all racks that have anything on this machine, running or ended."""
     ids = {names.rack_id_of(namespace) for namespace in _namespaces()}
     if STATE_FOLDER.is_dir():
         ids |= {file.name for file in STATE_FOLDER.iterdir() if not file.name.startswith(".")}
@@ -46,7 +46,7 @@ def racks() -> list[str]:
 
 
 def owner(rack_id: str) -> str | None:
-    """The process id of the living process that holds the rack, or None where there is none."""
+    """Return the id of the running process that owns the rack; None where it has ended."""
     file = STATE_FOLDER / rack_id
     try:
         with file.open() as state:
@@ -60,15 +60,15 @@ def owner(rack_id: str) -> str | None:
 
 
 def remove(rack_id: str) -> None:
-    """Take away all that is left of a rack: the processes inside, the namespaces, the state file."""
+    """Remove the processes inside a rack, its namespaces and its state file. Raises RackError."""
     spaces = [namespace for namespace in _namespaces() if names.rack_id_of(namespace) == rack_id]
     _end_processes(spaces)
     for namespace in spaces:
-        # The links go with the namespaces they are in.
+        # The kernel deletes a namespace's links with it.
         try:
             run(["ip", "netns", "delete", namespace])
         except RackError:
-            # A reaper and `rack down` may be at it at once.
+            # A reaper and `rack down` may run at once.
             if namespace in _namespaces():
                 raise
     (STATE_FOLDER / rack_id).unlink(missing_ok=True)

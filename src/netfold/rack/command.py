@@ -1,22 +1,22 @@
-"""The one place that runs the system's network commands, and says what this machine lacks for them."""
+"""Run the system's network commands, and check that this machine has them."""
 
 import os
 import shutil
 import subprocess
 from collections.abc import Sequence
 
-# No command here waits for anything but the kernel; one that takes this long hangs.
+# These commands wait only for the kernel; one that takes this long hangs.
 COMMAND_TIMEOUT_S = 20
 
 _PACKAGES = {"ip": "iproute2", "tc": "iproute2", "nft": "nftables", "ethtool": "ethtool"}
 
 
 class RackError(RuntimeError):
-    """The rack could not be built, used or removed; the message says where and what to try."""
+    """The rack could not be built, used or removed; the text says where, and what to try."""
 
 
 def why_unavailable(*, loss: bool, delay: bool = False) -> str | None:
-    """One sentence on what this machine lacks for a rack, or None."""
+    """Return a sentence on what this machine lacks for a rack; None where it lacks nothing."""
     if os.geteuid() != 0:
         return "a rack needs root to make network namespaces; try again with sudo"
     for tool in ("ip", "tc", *(("nft", "ethtool") if loss else ())):
@@ -28,7 +28,7 @@ def why_unavailable(*, loss: bool, delay: bool = False) -> str | None:
 
 
 def run(argv: Sequence[str], stdin: str = "") -> str:
-    """Run a command to its end and return what it printed; RackError where it fails."""
+    """Run a command to its end and return its output. Raises RackError where it fails."""
     try:
         done = subprocess.run(argv, input=stdin, capture_output=True, text=True, timeout=COMMAND_TIMEOUT_S, check=False)
     except subprocess.TimeoutExpired as error:

@@ -1,4 +1,4 @@
-"""Run one command on every host of a rack, its output streamed with the host's name in front."""
+"""Run one command on every host of a rack; stream the output with the host's name in front of each line."""
 
 import threading
 from collections.abc import Callable, Sequence
@@ -10,8 +10,11 @@ from netfold.rack.rack import Rack
 def run_on_every_host(
     rack: Rack, argv: Sequence[str], write: Callable[[str], None], *, switch: bool, leaves: bool = False
 ) -> int:
-    """Start the aggregator (if asked), and one below it in each rack (if asked), then `argv` once a host; return the
-    first exit code that is not 0."""
+    """Run `argv` on every host; return the first exit code that is not 0.
+
+    switch: start an aggregator first.
+    leaves: also start one below it in each rack.
+    """
     lock = threading.Lock()
 
     def writer(source: str) -> Callable[[str], None]:

@@ -1,21 +1,20 @@
-"""A link's rate, delay and loss, as the user says them and as `tc` and `nft` want them. Pure."""
+"""A link's rate, delay and loss, as users write them and as `tc` and `nft` need them. Pure."""
 
 import re
 from dataclasses import dataclass
 
-# tbf cuts a GSO packet larger than its burst into single ones, which costs a core more than the rest of the
-# rack together; 64 KB and headers must fit. Twice that keeps the rate when a timer is late by half a
-# millisecond at 1 Gbit/s (measured: 950 Mbit/s of TCP goodput at 68 KB, 957 at 128 KB, 957 is the line).
-# The price: after a pause the first 128 KB pass at once, so a rack says nothing on smaller messages' rate.
+# tbf splits a GSO packet that is larger than its burst into single packets, which costs a core more than the rest of
+# the rack together, so 64 KB and headers must fit. Twice that keeps the rate when a timer is late by 0.5 ms at 1 Gbit/s
+# (measured: 950 Mbit/s of TCP goodput at 68 KB, 957 at 128 KB; the line rate is 957). The cost: after a pause the first
+# 128 KB pass at once, so the rack does not limit the rate of smaller messages.
 BURST_BYTES = 128 << 10
 
-# What a top-of-rack switch lets one port queue: a megabyte (a sender's whole window, were it to arrive at
-# once), and 4 ms of the line, so that a fast link does not drop what a slow one would hold.
-# Beyond it packets are dropped, as in a switch.
+# The queue of one port, as in a top-of-rack switch: 1 MB, which is a sender's whole window, and 4 ms of the line rate,
+# so that a fast link does not drop what a slow one would hold. Packets beyond the queue are dropped.
 QUEUE_WINDOW_BYTES = 1 << 20
 QUEUE_NS = 4_000_000
 
-# nftables compares a random number below this with loss times this: a millionth is the finest loss.
+# nftables compares a random number below this with the loss times this, so 1e-6 is the finest loss ratio.
 LOSS_STEPS = 1_000_000
 
 _RATE = re.compile(r"^(?P<number>\d+(\.\d+)?)(?P<unit>[kmg]?)bit$")
@@ -27,8 +26,12 @@ _LOSS = re.compile(r"^(?P<percent>\d+(\.\d+)?)%$")
 
 @dataclass(frozen=True)
 class Link:
-    """rate_bits: a second, each way, counted with Ethernet headers. loss_ratio: of IP packets, each way. delay_ns: each
-    way, beside what the rate takes."""
+    """A link; every value holds for each direction.
+
+    rate_bits: per second, Ethernet headers included.
+    loss_ratio: of IP packets.
+    delay_ns: beyond the serialisation time.
+    """
 
     rate_bits: int
     loss_ratio: float = 0.0
@@ -40,7 +43,7 @@ class Link:
 
 
 def parse_link(rate: str, loss: str = "0%", delay: str = "0us") -> Link:
-    """The link that `--rate 1gbit --loss 0.1% --delay 50us` asks for; ValueError says what was not understood."""
+    """Parse the link of `--rate 1gbit --loss 0.1% --delay 50us`. Raises ValueError with the invalid text."""
     rate_match = _RATE.match(rate)
     if rate_match is None or float(rate_match["number"]) == 0:
         raise ValueError(f"rate {rate!r} is not understood; write it as tc does: 1gbit, 200mbit, 2.5gbit")
@@ -61,28 +64,28 @@ def parse_link(rate: str, loss: str = "0%", delay: str = "0us") -> Link:
 
 
 def shape_command(namespace: str, interface: str, link: Link) -> list[str]:
-    """Limit what leaves `interface`. A link is shaped at both its ends, so the switch itself is not."""
+    """Return the command that limits the rate out of `interface`; a link is shaped at both its ends."""
     add = ["tc", "-netns", namespace, "qdisc", "add", "dev", interface]
     rate = ["tbf", "rate", f"{link.rate_bits}bit", "burst", f"{BURST_BYTES}b", "limit", f"{link.queue_bytes}b"]
     return [*add, "root", *rate]
 
 
 def single_packets_command(namespace: str, interface: str) -> list[str]:
-    """Let only packets of the link's MTU cross the veth, so that a loss takes one packet and not 45.
+    """Return the command that lets only packets of the link's MTU cross the veth, so a loss takes 1 packet and not 45.
 
-    GSO itself stays on: the sender still hands down large packets, and the kernel cuts them between the
-    queue and the wire. Turning GSO off instead (or gso_max_segs 1) makes BBR pace single packets by a timer
-    each and halves TCP's rate on a virtual machine (measured: 487 instead of 957 Mbit/s).
+    GSO itself stays on: the sender still hands down large packets, and the kernel splits them between the queue and
+    the link. Without GSO (or with gso_max_segs 1) BBR paces single packets with a timer each, which halves TCP's rate
+    on a virtual machine (measured: 487 instead of 957 Mbit/s).
     """
     offloads = ("tso", "off", "tx-udp-segmentation", "off", "gro", "off")
     return ["ip", "netns", "exec", namespace, "ethtool", "-K", interface, *offloads]
 
 
 def loss_rules(interface: str, link: Link) -> str:
-    """nftables rules that drop what *arrives* at `interface`, where packets are single already.
+    """Return nftables rules that drop arriving packets at `interface`, where no packet is aggregated any more.
 
-    Only IP is dropped: a lost ARP question costs a second and says nothing of the protocol under test. A table of its
-    own for each interface: in one that they shared, every interface would run through every other one's rule too.
+    Only IP is dropped: a lost ARP request costs 1 s and does not test the protocol. Each interface has its own table,
+    because in a shared table every packet would pass the rules of all interfaces.
     """
     below = round(link.loss_ratio * LOSS_STEPS)
     return (

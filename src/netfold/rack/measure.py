@@ -1,4 +1,4 @@
-"""What the wire between two places of a rack does to packets: `python -m netfold.rack.measure serve|measure ...`.
+"""Measure the path between two hosts of a rack: `python -m netfold.rack.measure serve|measure ...`.
 
 One end serves, the other measures: round trips of 4 bytes, one TCP stream, and single datagrams, counted each way.
 """
@@ -19,19 +19,19 @@ from netfold.rack.rack import Rack
 
 PORT = 7400
 TRIPS = 200
-# Bounds of what is sent at most and at least, whatever the rate.
+# Duration of each test, and the least and the most that it sends, whatever the rate.
 STREAM_S = 1.0
 STREAM_BYTES = (1 << 20, 64 << 20)
 DATAGRAMS_S = 2.0
 DATAGRAMS = (2_000, 40_000)
 DATAGRAM_BYTES = 1000
-# Datagrams leave as super-packets of so many, at half the rate: what is missing was lost, and met no full queue.
+# Datagrams leave in super-packets of this many, at half the rate, so a missing one was lost and met no full queue.
 BATCH = 16
-# Of a packet on the link: Ethernet 14, IPv4 20, TCP 20 with 12 of timestamps (which the MSS leaves room for).
+# Headers of a packet on the link: Ethernet 14, IPv4 20, TCP 20 and 12 of timestamps (which the MSS excludes).
 HEADER_BYTES = 66
 _TIMEOUT_S = 30
 _SILENCE_S = 0.5
-# Of Linux; Python has no names for them.
+# Linux socket options that Python does not name.
 _UDP_SEGMENT = 103
 _RECEIVE_BUFFER_FORCE = 33
 _END = struct.pack("!I", 0xFFFFFFFF)
@@ -39,26 +39,25 @@ _END = struct.pack("!I", 0xFFFFFFFF)
 
 @dataclass(frozen=True)
 class Measurement:
-    """round_trip_s: of 4 bytes, warm, the median; mss: payload bytes of a full TCP packet; stream_bits: payload a
-    second of one TCP stream; there, back: of `sent` datagrams each way, those that came."""
+    """The properties of a path."""
 
-    round_trip_s: float
-    mss: int
-    stream_bits: float
-    sent: int
-    there: int
-    back: int
+    round_trip_s: float  # of 4 bytes on a warm connection, the median
+    mss: int  # payload bytes of a full TCP packet
+    stream_bits: float  # payload of one TCP stream, per second
+    sent: int  # datagrams sent each way
+    there: int  # of them, those that arrived at the serving end
+    back: int  # of them, those that arrived at the measuring end
 
 
 def payload_share(mss: int) -> float:
-    """Of a link's rate, when every TCP packet is full."""
+    """Return the share of payload in a link's rate when every TCP packet is full."""
     return mss / (mss + HEADER_BYTES)
 
 
 def measure(rack: Rack, host: int, other: int | None, rate_bits: int) -> Measurement:
-    """Between a host and another, or the aggregator's place (None). rate_bits: of the wire, for how much to send.
+    """Measure between `host` and `other`, or the aggregator (None). It takes about 6 s. Raises RackError.
 
-    Takes some 6 s. Raises RackError.
+    rate_bits: of the path, per second; it decides how much is sent.
     """
     argv = [sys.executable, "-m", "netfold.rack.measure"]
     with tempfile.TemporaryDirectory(prefix="netfold-wire-") as folder:
@@ -69,8 +68,8 @@ def measure(rack: Rack, host: int, other: int | None, rate_bits: int) -> Measure
         processes.append(rack.popen(host, [*argv, "measure", address, str(rate_bits), str(result)]))
         outcome = supervise(processes, 3 * _TIMEOUT_S)
         if outcome.exit_code != 0:
-            said = "\n".join(process.communicate()[0] for process in processes)
-            raise RackError(f"the measurement from host {host} to {address} failed; it said: {said}")
+            output = "\n".join(process.communicate()[0] for process in processes)
+            raise RackError(f"the measurement from host {host} to {address} failed; it said: {output}")
         return Measurement(**json.loads(result.read_text()))
 
 
@@ -88,10 +87,9 @@ def _serve(host: str, rate_bits: int) -> None:
                 stream.sendall(_receive(stream, 4))
             _receive(stream, _within(STREAM_BYTES, rate_bits * STREAM_S / 8))
             stream.sendall(b"done")
-            came = _count(datagrams)
-            stream.sendall(struct.pack("!I", came))
+            stream.sendall(struct.pack("!I", _count(datagrams)))
             _receive(stream, 4)
-            _scatter(datagrams, (client[0], PORT), rate_bits)
+            _send_datagrams(datagrams, (client[0], PORT), rate_bits)
             _receive(stream, 4)
 
 
@@ -111,7 +109,7 @@ def _measure(host: str, rate_bits: int, result: str) -> None:
         _receive(stream, 4)
         taken_s = time.perf_counter() - started
         mss = stream.getsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG)
-        sent = _scatter(datagrams, (host, PORT), rate_bits)
+        sent = _send_datagrams(datagrams, (host, PORT), rate_bits)
         (there,) = struct.unpack("!I", _receive(stream, 4))
         stream.sendall(b"turn")
         back = _count(datagrams)
@@ -120,35 +118,36 @@ def _measure(host: str, rate_bits: int, result: str) -> None:
     Path(result).write_text(json.dumps(found.__dict__))
 
 
-def _scatter(link: socket.socket, to: tuple[str, int], rate_bits: int) -> int:
-    """Send numbered datagrams at half the rate, then ends until one should have come; how many."""
-    link.setsockopt(socket.IPPROTO_UDP, _UDP_SEGMENT, DATAGRAM_BYTES)
+def _send_datagrams(datagrams: socket.socket, to: tuple[str, int], rate_bits: int) -> int:
+    """Send numbered datagrams at half the rate, then 20 end marks; return the number of datagrams."""
+    datagrams.setsockopt(socket.IPPROTO_UDP, _UDP_SEGMENT, DATAGRAM_BYTES)
     count = _within(DATAGRAMS, rate_bits / 2 * DATAGRAMS_S / 8 / DATAGRAM_BYTES) // BATCH * BATCH
     began = time.perf_counter()
     for first in range(0, count, BATCH):
-        link.sendto(b"".join(struct.pack("!I", n).ljust(DATAGRAM_BYTES, b".") for n in range(first, first + BATCH)), to)
+        numbers = range(first, first + BATCH)
+        datagrams.sendto(b"".join(struct.pack("!I", n).ljust(DATAGRAM_BYTES, b".") for n in numbers), to)
         ahead_s = (first + BATCH) * DATAGRAM_BYTES * 8 * 2 / rate_bits - (time.perf_counter() - began)
         if ahead_s > 0:
             time.sleep(ahead_s)
     for _ in range(20):
         time.sleep(0.02)
-        link.sendto(_END, to)
+        datagrams.sendto(_END, to)
     return count
 
 
-def _count(link: socket.socket) -> int:
-    """Datagrams that come, each number once, until an end does, or nothing any more."""
+def _count(datagrams: socket.socket) -> int:
+    """Count arriving datagrams, each number once, until an end mark or _SILENCE_S without a datagram."""
     numbers: set[bytes] = set()
-    link.settimeout(_TIMEOUT_S)
+    datagrams.settimeout(_TIMEOUT_S)
     while True:
         try:
-            number = link.recv(2048)[:4]
+            number = datagrams.recv(2048)[:4]
         except TimeoutError:
             return len(numbers)
         if number == _END:
             return len(numbers)
         numbers.add(number)
-        link.settimeout(_TIMEOUT_S if not numbers else _SILENCE_S)
+        datagrams.settimeout(_SILENCE_S)
 
 
 def _within(bounds: tuple[int, int], wanted: float) -> int:
@@ -169,7 +168,7 @@ def _connect(host: str) -> socket.socket:
 def _prepare(stream: socket.socket, datagrams: socket.socket) -> None:
     stream.settimeout(_TIMEOUT_S)
     stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    # As root: nothing is to be lost for want of room here.
+    # Only root may force the size. No datagram may be lost in the socket buffer.
     datagrams.setsockopt(socket.SOL_SOCKET, _RECEIVE_BUFFER_FORCE, 1 << 26)
 
 

@@ -1,4 +1,4 @@
-"""Many processes, one end: stream what they print, wait for all, stop all when one fails."""
+"""Many processes as one: stream their output, wait for all, stop all when one fails."""
 
 import contextlib
 import os
@@ -12,19 +12,19 @@ from types import FrameType
 
 Process = subprocess.Popen[str]
 
-# When one process fails its peers often fail too, a moment later, with a better message: let them.
+# When one process fails, its peers often fail a moment later with a better message; wait this long for them.
 FAILURE_GRACE_S = 2.0
 # From SIGTERM to SIGKILL.
 TERM_GRACE_S = 3.0
-# A process can leave a child that holds its output open; its lines are not waited for longer than this.
+# A process can leave a child that holds its output open; wait at most this long for its lines.
 DRAIN_S = 1.0
 _POLL_S = 0.02
 
 
 def spawn(argv: Sequence[str], environment: Mapping[str, str]) -> Process:
-    """Start a process in a session of its own, its output and errors on one pipe of lines.
+    """Start a process in its own session, with output and errors on one pipe of lines.
 
-    Its own session: a Ctrl-C at the terminal reaches us alone, and we end the whole group in order.
+    Its own session: Ctrl-C at the terminal signals only this process, which ends the whole group in order.
     """
     return subprocess.Popen(
         argv,
@@ -39,7 +39,7 @@ def spawn(argv: Sequence[str], environment: Mapping[str, str]) -> Process:
 
 
 def follow(process: Process, on_line: Callable[[str], None]) -> threading.Thread:
-    """Hand every line that `process` prints, without its line end, to `on_line` from a thread."""
+    """Start a thread that passes every line of the output of `process`, without its line end, to `on_line`."""
     output = process.stdout
     assert output is not None, "spawn() gives every process a pipe"
 
@@ -54,15 +54,15 @@ def follow(process: Process, on_line: Callable[[str], None]) -> threading.Thread
 
 @dataclass(frozen=True)
 class Outcome:
-    """exit_code: the first that was not 0, as a shell would say it; 124 past the deadline, as timeout(1)."""
+    """How a group of processes ended."""
 
-    exit_code: int
-    first_failed: int | None = None
+    exit_code: int  # the first that was not 0, in a shell's form; 124 after the deadline, as timeout(1)
+    first_failed: int | None = None  # index of the process
     timed_out: bool = False
 
 
 def supervise(processes: Sequence[Process], deadline_s: float | None = None) -> Outcome:
-    """Wait until all have ended; once one fails, or at the deadline, stop the others."""
+    """Wait until all processes have ended; when one fails, or at the deadline, stop the others."""
     started = time.monotonic()
     while True:
         codes = [process.poll() for process in processes]
@@ -80,7 +80,7 @@ def supervise(processes: Sequence[Process], deadline_s: float | None = None) -> 
 
 
 def stop(processes: Sequence[Process]) -> None:
-    """End the processes that still run, and the groups they lead: SIGTERM, a short grace, SIGKILL."""
+    """End the processes that still run, with their process groups: SIGTERM, then SIGKILL after TERM_GRACE_S."""
     for process in processes:
         if process.poll() is None:
             _signal_group(process, signal.SIGTERM)
@@ -94,7 +94,7 @@ def stop(processes: Sequence[Process]) -> None:
 
 @contextlib.contextmanager
 def exit_on_signals() -> Iterator[None]:
-    """Make SIGINT, SIGTERM and SIGHUP an exception (SystemExit), so that every `with` is left in order."""
+    """Turn SIGINT, SIGTERM and SIGHUP into SystemExit, so that every `with` block cleans up."""
 
     def leave(number: int, frame: FrameType | None) -> None:
         raise SystemExit(128 + number)
@@ -109,7 +109,7 @@ def exit_on_signals() -> Iterator[None]:
 
 @contextlib.contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Hold the signals of `exit_on_signals` back until the block is done: clean-up is not left half way."""
+    """Block the signals of `exit_on_signals` during the block, so that clean-up is complete."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _STOPPING)
     try:
         yield
@@ -127,7 +127,7 @@ def _wait(processes: Sequence[Process], limit_s: float) -> None:
 
 
 def _signal_group(process: Process, number: signal.Signals) -> None:
-    # The group can be gone between poll() and here.
+    # The group can end between poll() and here.
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, number)
 

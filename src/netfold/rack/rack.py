@@ -1,4 +1,4 @@
-"""A rack as a context: it stands inside the `with` and is gone after it."""
+"""A rack as a context manager: it exists inside the `with` block."""
 
 import os
 import secrets
@@ -17,14 +17,18 @@ from netfold.rack.topology import End, Layout, build_steps
 
 
 class Rack:
-    """`hosts` hosts, each on a link of `rate` ("1gbit") that loses `loss` ("0.1%") of its packets each way, and holds
-    each for `delay` ("50us").
+    """Hosts on shaped links to a switch. A packet between two hosts crosses two links; to the switch it crosses one.
 
-    A packet from host to host crosses two links, and so meets loss and delay twice; to the switch it crosses one.
-    racks: so many, of equal size, each with a switch of its own and an uplink of rate `uplink` to a core, which loses
-    nothing. switch_rate: the aggregator is a host at the core, behind a link of this rate (None: in the switch's place,
-    behind none). mtu: of every link. Cost: about 20 ms a host to build. Raises ValueError (not understood), RackError
-    (cannot be had here).
+    rate: of each host's link, as "1gbit".
+    loss: of its packets each way, as "0.1%".
+    delay: of its packets each way, as "50us".
+    mtu: of every link.
+    racks: of equal size, each with its own switch and an uplink to a core.
+    uplink: the rate of the uplinks, which lose nothing.
+    switch_rate: the aggregator is a host at the core, behind a link of this rate; None: in the switch, behind no link.
+
+    Building takes about 20 ms for each host. Raises ValueError for invalid values, and RackError, from `with`, where
+    this machine cannot build the rack.
     """
 
     def __init__(
@@ -51,7 +55,7 @@ class Rack:
         self.link = self.layout.link
         self.rack_id = secrets.token_hex(4)
         self.switch_address: str | None = None
-        self.leaf_addresses: list[str] = []  # by rack, where there is a switch in each
+        self.leaf_addresses: list[str] = []  # by rack, where each has an aggregator
         self._processes: list[Process] = []
         self._delay_links = DelayLinks()
         self._claim: int | None = None
@@ -81,26 +85,27 @@ class Rack:
         self._tear_down()
 
     def popen(self, host: int, argv: Sequence[str], environment: Mapping[str, str] | None = None) -> Process:
-        """Start `argv` on a host with a worker's environment, and `environment` on top.
+        """Start `argv` on a host with a worker's environment, which `environment` overrides.
 
-        Its temporary folder is its own, so that it shares memory with what it starts itself and with no other host.
+        It has its own temporary folder, so it shares memory only with processes that it starts.
         """
         switch = self.leaf_addresses[self.layout.rack_of(host)] if self.leaf_addresses else self.switch_address
         worker = names.worker_environment(host, self.hosts, switch)
         worker["TMPDIR"] = str(cleanup.HOST_FOLDER)
-        alone = ["sh", "-c", 'mount -t tmpfs netfold "$TMPDIR" && exec "$@"', "sh", *argv]
-        return self._spawn(names.host_namespace(self.rack_id, host), alone, {**worker, **(environment or {})})
+        isolated = ["sh", "-c", 'mount -t tmpfs netfold "$TMPDIR" && exec "$@"', "sh", *argv]
+        return self._spawn(names.host_namespace(self.rack_id, host), isolated, {**worker, **(environment or {})})
 
     def address(self, host: int | None) -> str:
-        """Of a host, or of the aggregator's place (None)."""
+        """Return the address of a host, or of the aggregator (None)."""
         return names.SWITCH_ADDRESS if host is None else names.host_address(host)
 
     def disturb(
         self, host: int, *, duplicate_ratio: float = 0, reorder_ratio: float = 0, reorder_ns: int = 0, seed: int = 0
     ) -> None:
-        """From now on the host's link duplicates so many of its packets, and holds so many back, by up to `reorder_ns`.
+        """Start to duplicate and reorder packets on a host's link, both ways; aggregation of packets is then off.
 
-        Both ways. The link must have a delay. Packets are single ones from here on. Raises RackError.
+        reorder_ns: the longest time that a packet is held back.
+        Raises RackError where the link has no delay.
         """
         namespace = names.host_namespace(self.rack_id, host)
         end, far = End(namespace, names.HOST_INTERFACE), self._switch_end(host)
@@ -109,30 +114,31 @@ class Rack:
         self._delay_links.disturb(end, duplicate_ratio, reorder_ratio, reorder_ns, seed)
 
     def _switch_end(self, host: int) -> End:
-        one_rack = self.layout.uplink is None
-        rack = self.layout.rack_of(host)
-        place = names.switch_namespace(self.rack_id) if one_rack else names.rack_namespace(self.rack_id, rack)
-        return End(place, names.port_name(host))
+        if self.layout.uplink is None:
+            namespace = names.switch_namespace(self.rack_id)
+        else:
+            namespace = names.rack_namespace(self.rack_id, self.layout.rack_of(host))
+        return End(namespace, names.port_name(host))
 
     def popen_switch(self, argv: Sequence[str], environment: Mapping[str, str] | None = None) -> Process:
-        """Start `argv` where the aggregator is."""
-        place = names.switch_namespace if self.layout.aggregator is None else names.aggregator_namespace
-        return self._spawn(place(self.rack_id), argv, environment or {})
+        """Start `argv` in the aggregator's namespace."""
+        namespace = names.switch_namespace if self.layout.aggregator is None else names.aggregator_namespace
+        return self._spawn(namespace(self.rack_id), argv, environment or {})
 
     def start_switch(self, on_line: Callable[[str], None], argv: Sequence[str] | None = None) -> Process:
-        """Start the aggregator, or `argv` in its place; workers started from now on learn its address."""
+        """Start the aggregator, or `argv` instead; workers that start later get its address."""
         listen = f"{names.SWITCH_ADDRESS}:{names.SWITCH_PORT}"
         aggregator = start_aggregator(self.popen_switch, argv or aggregator_argv(listen), on_line)
         self.switch_address = aggregator.address
         return aggregator.process
 
     def start_leaves(self, on_line: Callable[[str], None]) -> list[Process]:
-        """Start an aggregator in every rack's switch, below the one that runs; a rack's workers learn its address.
+        """Start an aggregator in every rack's switch, below the running one; workers that start later get its address.
 
-        Raises RackError where there is one rack alone, or no aggregator above.
+        Raises RackError where there is only one rack, or no running aggregator.
         """
         if self.layout.uplink is None or self.switch_address is None:
-            raise RackError("leaves stand in several racks, below an aggregator that has been started")
+            raise RackError("leaves need several racks, and an aggregator that has been started")
         processes = []
         for rack in range(self.layout.racks):
             namespace = names.rack_namespace(self.rack_id, rack)
@@ -144,7 +150,7 @@ class Rack:
         return processes
 
     def _spawn(self, namespace: str, argv: Sequence[str], environment: Mapping[str, str]) -> Process:
-        # A switch that the caller's own shell names cannot be reached from in here.
+        # Remove the caller's NETFOLD_SWITCH: that switch cannot be reached from inside the rack.
         outer = {name: value for name, value in os.environ.items() if name != "NETFOLD_SWITCH"}
         process = spawn(["ip", "netns", "exec", namespace, *argv], {**outer, **environment})
         self._processes.append(process)

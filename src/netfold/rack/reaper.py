@@ -1,4 +1,4 @@
-"""A process that outlives its rack's: it takes the rack away when that one has been killed without a word (SIGKILL)."""
+"""A second process that removes the rack when the rack's own process was killed (SIGKILL)."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ import sys
 from netfold.rack import cleanup
 from netfold.rack.command import RackError
 
-# It has nothing left to do when it is let go.
-_LEAVE_S = 10.0
+# A released reaper ends at once; wait at most this long for it.
+_RELEASE_S = 10.0
 
 
 class Reaper:
-    """Stands by `rack_id` until it is let go, or this process dies. Cost: a Python of its own, started in the back."""
+    """Watch over `rack_id` until `release`, or until this process ends. It costs a Python process in the background."""
 
     def __init__(self, rack_id: str) -> None:
-        # Nothing of ours is kept open by it: whoever reads our output sees its end when we have ended.
+        # The reaper holds none of this process's files open, so a reader of this output sees its end.
         self._process = subprocess.Popen(
             [
                 sys.executable,
@@ -34,25 +34,25 @@ class Reaper:
         )
 
     def release(self) -> None:
-        """The rack is gone, or this process is about to end and will not come back for it."""
+        """End the reaper; it removes what is left of the rack."""
         assert self._process.stdin is not None
         self._process.stdin.close()
         try:
-            self._process.wait(_LEAVE_S)
+            self._process.wait(_RELEASE_S)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
 
 
 def reap_when_orphaned(rack_id: str, owner: int) -> None:
-    """The process itself: waits until standard input ends or `owner` has died, then removes what there is."""
+    """Run the reaper: wait until standard input ends or the process `owner` has ended, then remove the rack."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    # A pipe alone would not do: what the owner forks holds it open, and lives on.
+    # The pipe alone is not enough: children that the owner forked hold it open after the owner's end.
     with contextlib.suppress(ProcessLookupError):
         ended = os.pidfd_open(owner)
         if os.getppid() == owner:
             select.select([ended, sys.stdin], [], [])
-    # `netfold rack down` says what cannot be taken away.
+    # `netfold rack down` reports what cannot be removed.
     with contextlib.suppress(RackError):
         cleanup.remove(rack_id)

@@ -1,29 +1,28 @@
-"""What a rack is made of, and the commands that build it, in order. Pure: a list to look at."""
+"""The layout of a rack, and the commands that build it, in order. Pure."""
 
 from dataclasses import dataclass
 
 from netfold.rack import names
 from netfold.rack.link import Link, loss_rules, shape_command, single_packets_command
 
-# IPv6's least; and what a veth takes.
+# IPv6's minimum, and a veth's maximum.
 MTU_MIN, MTU_MAX = 1280, 65535
-# Between the shaper of a link that takes time and who carries its frames, should that be late.
+# Frames that a TAP queues between the shaper and the thread that delays them, where the thread is late.
 TAP_FRAMES = 4096
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Hosts in one rack, or in several racks of equal size (the first ones have one more where it does not divide).
+    """Hosts in one rack, or in several racks of equal size; the first racks have one more where it does not divide.
 
-    link: of every host; uplink: of every rack to the core, where there are several; aggregator: of the aggregator,
-    where it is a host of its own at the core, and no part of the switch (None).
+    Raises ValueError for an impossible layout.
     """
 
     hosts: int
-    link: Link
+    link: Link  # of every host
     racks: int = 1
-    uplink: Link | None = None
-    aggregator: Link | None = None
+    uplink: Link | None = None  # of every rack to the core, where there are several racks
+    aggregator: Link | None = None  # of the aggregator as a host at the core; None: it is in the switch's namespace
     mtu: int = 1500
 
     def __post_init__(self) -> None:
@@ -34,7 +33,7 @@ class Layout:
                 f"{self.hosts} hosts stand in 1 to {min(names.RACKS_MAX, self.hosts)} racks, not {self.racks}"
             )
         if (self.uplink is None) != (self.racks == 1):
-            raise ValueError("several racks want the rate of their uplinks, and one rack has none")
+            raise ValueError("several racks need the rate of their uplinks, and one rack has no uplink")
         if not MTU_MIN <= self.mtu <= MTU_MAX:
             raise ValueError(f"an MTU is {MTU_MIN} to {MTU_MAX} bytes here, not {self.mtu}")
 
@@ -48,7 +47,7 @@ class Layout:
         return host // (smaller + 1) if host < in_larger else larger_racks + (host - in_larger) // smaller
 
     def path(self, host: int, other: int | None) -> list[Link]:
-        """The links between a host and another, or the aggregator (None), in order."""
+        """Return the links between `host` and `other`, or the aggregator (None), in order."""
         here = self.rack_of(host)
         there = None if other is None else self.rack_of(other)
         up = [] if self.uplink is None or here == there else [self.uplink]
@@ -59,7 +58,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class End:
-    """Of a link: an interface in a namespace."""
+    """One end of a link: an interface in a namespace."""
 
     namespace: str
     device: str
@@ -67,16 +66,16 @@ class End:
 
 @dataclass(frozen=True)
 class Step:
-    """A command with what it reads; or, without one, a link to make that takes `delay_ns` each way."""
+    """A command, or, where `ends` is given, a delayed link."""
 
     argv: list[str]
     stdin: str = ""
     ends: tuple[End, End] | None = None
-    delay_ns: int = 0
+    delay_ns: int = 0  # each way
 
 
 def build_steps(rack_id: str, layout: Layout) -> list[Step]:
-    """A bridge for every switch, and for every host, uplink and aggregator a link to its bridge."""
+    """Return the steps: a bridge for every switch, and a link to a bridge for every host, uplink and aggregator."""
     core = names.switch_namespace(rack_id)
     aggregator = layout.aggregator
     steps = _bridge_steps(core, names.SWITCH_ADDRESS if aggregator is None else None, layout.mtu)
@@ -122,8 +121,8 @@ def _host_steps(namespace: str, address: str, switch: str, port: str, link: Link
 
 
 def _link_steps(one: End, other: End, link: Link, mtu: int) -> list[Step]:
-    """A link between two namespaces that are there, both ends shaped and up."""
-    # Both ends are born inside their namespaces: nothing of ours is ever seen outside.
+    """Make a link between two existing namespaces, with both ends shaped and up."""
+    # Create both ends inside their namespaces, so that no interface appears outside.
     if link.delay_ns == 0:
         first = _step(
             *("ip", "link", "add", one.device, "mtu", str(mtu), "netns", one.namespace, "type", "veth"),
@@ -134,9 +133,9 @@ def _link_steps(one: End, other: End, link: Link, mtu: int) -> list[Step]:
     steps = [first]
     for end in (one, other):
         if link.delay_ns > 0:
-            # A TAP's ring counts frames; the shaper is to be the queue.
-            wide = ("mtu", str(mtu), "txqueuelen", str(TAP_FRAMES))
-            steps.append(_step("ip", "-netns", end.namespace, "link", "set", end.device, *wide))
+            # A TAP's ring must hold more than the shaper, so that the shaper is the queue.
+            options = ("mtu", str(mtu), "txqueuelen", str(TAP_FRAMES))
+            steps.append(_step("ip", "-netns", end.namespace, "link", "set", end.device, *options))
         steps.append(Step(shape_command(end.namespace, end.device, link)))
         if link.loss_ratio > 0:
             steps.append(Step(single_packets_command(end.namespace, end.device)))

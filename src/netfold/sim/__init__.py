@@ -1,17 +1,17 @@
 """The production aggregation machines in virtual time, over a virtual network that may do anything to a packet.
 
-  clock       virtual nanoseconds, and what is due when
-  network     packets and their deliveries: delivered, lost, duplicated, late, truncated, corrupted, refused by the
-  socket values      what workers contribute and what the sum must be, in NumPy
-  harness       workers and switch as their glue drives them, with every promise checked at every step
-  tree        the same with leaf switches between the workers and the root
-  simulation  one run: world, network and clock, until nothing is due
+  clock       virtual nanoseconds, and the events that are due
+  network     packets and the fate of each: delivered, lost, duplicated, late, truncated, corrupted, refused by a socket
+  values      what workers contribute, and the expected result, in NumPy
+  harness     workers and switch with the glue of production, and every promise checked at every step
+  tree        the same, with leaf switches between the workers and the root
+  simulation  one run: harness, network and clock, until no event is due
   scenario    a run made from a seed
   diagram     a run as a sequence diagram
 
-May import netfold._native.protocol and NumPy, and no other room. Always: the machines are the production ones, never
-models of them; no sleep and no wall clock; the same seed gives the same run; every run is bounded, and a failure names
-its seed and the command that replays it.
+May import netfold._native.protocol and NumPy, and no other package. Invariants: the machines are production's, never
+models of them; no sleep and no wall clock; the same seed gives the same run; every run is bounded; a failure names its
+seed and the command that replays it.
 
 Tests: `.venv/bin/pytest tests/protocol`    One run: `python -m netfold.sim --seed 7 --loss 0.05`
 """

@@ -1,4 +1,4 @@
-"""`python -m netfold.sim`: replay one seeded run, or hunt through many seeds."""
+"""`python -m netfold.sim`: replay one seeded run, or search many seeds for a failure."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from netfold.sim.simulation import Record, SimulationError
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print a line a run; 1 when a promise was broken, with the seed and how to replay it."""
+    """Print a line for each run; return 1 where a promise is broken, with the seed and the replay command."""
     parser = argparse.ArgumentParser(prog="python -m netfold.sim", description=__doc__)
     for field in fields(Scenario):
         default = field.default
@@ -22,7 +22,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--runs", type=int, default=1, help="this many runs, with consecutive seeds")
     parser.add_argument("--trace", action="store_true", help="print every event")
     parser.add_argument(
-        "--no-compare", action="store_true", help="do not hold machines against their copies; for large windows"
+        "--no-compare", action="store_true", help="do not compare machines with their copies; for large windows"
     )
     parser.add_argument("--diagram", action="store_true", help="draw the run as a sequence diagram")
     parser.add_argument("--svg", type=Path, metavar="FILE", help="draw the (last) run as a sequence diagram into FILE")
@@ -44,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             )
             try:
                 summary = simulation.run()
-            finally:  # a run that breaks a promise is the one to look at
+            finally:  # also draw a run that breaks a promise
                 if draw:
                     print(diagram.text(lines, first.workers, len(first.below)))
                 if svg:

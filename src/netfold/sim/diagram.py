@@ -1,4 +1,4 @@
-"""A run as a sequence diagram, in text or as SVG: a lane for each worker and each switch, time going down."""
+"""A run as a sequence diagram, in text or as SVG: a lane for each worker and switch, time from top to bottom."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ _ROW = 20  # pixels
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One event. `source` and `to`: a worker's index, or a switch's address; the same where nothing travels."""
+    """One event.
+
+    source, to: a worker's index or a switch's address; equal where nothing travels.
+    """
 
     when: str
     source: int
@@ -28,7 +31,7 @@ class Line:
 
 
 def line_of(record: Record) -> Line:
-    """An event of a simulation."""
+    """Return an event of a simulation as a line."""
     when, event = f"{record.when_ns / 1000:.1f} us", record.event
     if isinstance(event, Packet | Lost):
         packet = event.packet if isinstance(event, Lost) else event
@@ -45,11 +48,11 @@ def _label(packet: Packet) -> str:
     header = protocol.Header.parse(packet.data)
     if header is None:
         return "garbage"
-    return f"{'result' if header.flags & protocol.FLAGS['answer'] else 'chunk'} {header.chunk}"
+    return f"{'result' if header.flags & protocol.FLAGS['from_switch'] else 'chunk'} {header.chunk}"
 
 
 def text(lines: Sequence[Line], workers: int, leaves: int = 0) -> str:
-    """Workers to the left, then leaves, then the switch, and what each event became behind it."""
+    """Draw workers to the left, then leaves, then the switch, and the outcome of each event to the right."""
     width = max((len(line.when) for line in lines), default=0)
     lanes = _lanes(workers, leaves)
     rows = [" " * width + "".join(name.center(_LANE) for name in lanes.values())]
@@ -58,7 +61,7 @@ def text(lines: Sequence[Line], workers: int, leaves: int = 0) -> str:
 
 
 def _lanes(workers: int, leaves: int) -> dict[int, str]:
-    """Addresses from left to right, and their names."""
+    """Return the names of all lanes by address, from left to right."""
     names = {index: f"worker {index}" for index in range(workers)}
     names |= {address_of(leaf): f"leaf {leaf}" for leaf in range(leaves)}
     return names | {SWITCH: "switch"}
@@ -74,7 +77,7 @@ def _drawn(line: Line, lanes: Sequence[int]) -> str:
         return "".join(row)
     left, right = min(source, to), max(source, to)
     row[left + 1 : right] = "-" * (right - left - 1)
-    # Beside the lane that it leaves: no other lane is ever between.
+    # The label stands beside the source's lane.
     label = f" {line.label} "
     _write(row, left + 3 if source == left else right - 2 - len(label), label)
     head = (">" if source == left else "<") if line.arrives else "x"
@@ -91,7 +94,7 @@ def _write(row: list[str], at: int, what: str) -> None:
 
 
 def svg(lines: Sequence[Line], workers: int, leaves: int = 0) -> str:
-    """The same as one SVG document."""
+    """Draw the same as one SVG document."""
     lanes = _lanes(workers, leaves)
     when = 8 + _PIXELS * max((len(line.when) for line in lines), default=0)
     lane_x = {address: when + _PIXELS * _middle(lane) for lane, address in enumerate(lanes)}
@@ -105,18 +108,18 @@ def svg(lines: Sequence[Line], workers: int, leaves: int = 0) -> str:
     for address, x in lane_x.items():
         out.append(f'<text x="{x:.0f}" y="14" text-anchor="middle">{lanes[address]}</text>')
         out.append(f'<path d="M{x:.0f} {_ROW}V{height}" stroke="silver"/>')
-    for place, line in enumerate(lines):
-        y = _ROW * (place + 2)
+    for row, line in enumerate(lines):
+        y = _ROW * (row + 2)
         source, to = lane_x[line.source], lane_x[line.to]
         out.append(f'<text x="{when - 8:.0f}" y="{y}" text-anchor="end">{escape(line.when)}</text>')
         out.append(f'<text x="{beside:.0f}" y="{y}">{escape(line.became)}</text>')
         label, anchor = source, "middle"
         if source != to:
-            way = 1 if to > source else -1
+            sign = 1 if to > source else -1
             colour = "black" if line.arrives else "crimson"
             end = to if line.arrives else (source + to) / 2
-            tip = f"m{-6 * way} -4l{6 * way} 4l{-6 * way} 4" if line.arrives else "m-4 -4l8 8m0 -8l-8 8"
+            tip = f"m{-6 * sign} -4l{6 * sign} 4l{-6 * sign} 4" if line.arrives else "m-4 -4l8 8m0 -8l-8 8"
             out.append(f'<path d="M{source:.0f} {y}H{end:.0f}{tip}" stroke="{colour}" fill="none"/>')
-            label, anchor = source + 8 * way, "start" if way > 0 else "end"
+            label, anchor = source + 8 * sign, "start" if sign > 0 else "end"
         out.append(f'<text x="{label:.0f}" y="{y - 4}" text-anchor="{anchor}">{escape(line.label)}</text>')
     return "\n".join([*out, "</svg>", ""])

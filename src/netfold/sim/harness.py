@@ -1,10 +1,9 @@
-"""A job in one address space: N production workers, their production switch, and an eye on all they promise.
+"""A job in one address space: N production workers, their production switch, and a check of every promise.
 
-No clock and no network: bytes come in (`arrive`), time is an argument, packets go out as values. A simulation drives
-it along one schedule; a search can drive it along all of them.
+The harness has no clock and no network: bytes come in by `arrive`, time is an argument, packets go out as values.
 
-The glue around the machines is that of production: contributions are read from, and results written into, one buffer
-a worker and operation (native/collective/in_network.cpp); a contribution counts only from its sender's own address
+The glue around the machines is production's. Contributions are read from one buffer for each worker and operation, and
+results are written into it (native/collective/in_network.cpp). A contribution counts only from its sender's own address
 (native/dataplane/data_plane.cpp).
 """
 
@@ -19,23 +18,23 @@ from netfold._native import protocol
 from netfold.sim import values
 from netfold.sim.network import SWITCH, Packet, leaf_of
 
-# Of native/protocol/include/netfold/protocol/worker.hpp; the bounds on retransmission rest on them.
+# From native/protocol/include/netfold/protocol/worker.hpp; the bounds on retransmission depend on them.
 PROBE_GROWTH = 2
 MIN_TIMEOUT_NS = 10_000_000
 
-# An honest packet, whatever the network did to its order, its copies and its delay, is dropped for these alone.
+# An honest packet is dropped only for these reasons, whatever its order, copies and delay.
 EXPECTED_DROPS = ("stale", "duplicate")
 
 
 class InvariantError(AssertionError):
-    """A machine did what the protocol says it never does."""
+    """A machine broke a promise of the protocol."""
 
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """One all-reduce: the same on every worker. `number` is the group's sequence number."""
+    """One all_reduce, the same on every worker."""
 
-    number: int
+    number: int  # the group's sequence number
     elements: int
     wire: str = "f32"
     reduce: str = "sum"
@@ -44,7 +43,7 @@ class Operation:
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """Which life of which job: what makes packets of another one foreign."""
+    """A generation of a job. Packets of any other identity are foreign."""
 
     job: int = 7
     epoch: int = 3
@@ -56,9 +55,9 @@ class Identity:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """What chunk c of the endless line is, as laid out here and not by the machines."""
+    """A chunk of the chunk sequence space, computed here and not by the machines."""
 
-    operation: int  # its place in the list, not its number
+    operation: int  # its index in the list, not its number
     first: int
     count: int
     first_byte: int
@@ -67,7 +66,7 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """A packet that a worker wants to send; follow up with `sent` or `not_sent`."""
+    """A packet that a worker wants to send; the caller must call `sent` or `not_sent` for it."""
 
     chunk: int
     again: bool
@@ -76,11 +75,11 @@ class Offer:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What became of an arrival: the machine's outcome, the drop's reason, and the packets that answer it."""
+    """The effect of an arrival."""
 
-    outcome: str
-    drop: str
-    answers: tuple[Packet, ...] = ()
+    outcome: str  # of the machine
+    drop: str  # the reason, where it was dropped
+    answers: tuple[Packet, ...] = ()  # packets that the receiver sends
 
 
 Contributions = Callable[[Operation, int], values.Array]
@@ -91,10 +90,9 @@ def seeded_contributions(operation: Operation, worker: int) -> values.Array:
 
 
 class Harness:
-    """N workers, their switch, and what each has been seen to do.
+    """N workers, their switch, and what each has done.
 
-    compare_machines: hold every machine against a copy of its state before each packet that may change nothing; costs
-    a copy of the machine a packet.
+    compare_machines: before each packet copy the machine, to check that a dropped packet does not change it.
     """
 
     def __init__(
@@ -114,58 +112,60 @@ class Harness:
         shape = {**self.identity.fields(), "workers": workers, "window": window, "payload_bytes": payload_bytes}
         self.packet_bytes: int = protocol.HEADER_BYTES + payload_bytes
         self.switch: Any = self._make_switch(shape)
-        self.gap_detectors: list[Any] = [protocol.GapDetector() for _ in range(workers)]
-        self._named = [0] * workers  # the last packet that a NACK named
         self.workers = tuple(_WorkerSide(index, self._make_worker(shape, index)) for index in range(workers))
         self.chunks = _lay_out(self.operations, payload_bytes)
         self.drops: Counter[str] = Counter()
         self._compare = compare_machines
-        self._kept: dict[int, bytes] = {}  # every answer ever announced
-        self._contributed: dict[int, set[int]] = {}
 
-        given = [[contributions(op, index) for index in range(workers)] for op in self.operations]
-        self._expected = [self._fold(op, terms).tobytes() for op, terms in zip(self.operations, given, strict=True)]
+        inputs = [[contributions(op, index) for index in range(workers)] for op in self.operations]
+        self._expected = [self._reduce(op, terms).tobytes() for op, terms in zip(self.operations, inputs, strict=True)]
         for side in self.workers:
-            side.buffers = [bytearray(terms[side.index].tobytes()) for terms in given]
+            side.buffers = [bytearray(terms[side.index].tobytes()) for terms in inputs]
             side.unanswered = [0] * len(self.operations)
             for chunk in self.chunks:
                 side.unanswered[chunk.operation] += 1
 
-    # What a world with more than one switch makes otherwise (tree.py).
+    # --- overridden where there is more than one switch (tree.py) ---
 
     def _make_switch(self, shape: dict[str, int]) -> Any:
-        return protocol.SwitchJob(**shape)
+        switch = protocol.SwitchJob(**shape)
+        self._switches = {SWITCH: SwitchSide(SWITCH, switch, list(range(shape["workers"])))}
+        return switch
 
     def _make_worker(self, shape: dict[str, int], index: int) -> Any:
         return protocol.Worker(**shape, worker=index)
 
-    def _fold(self, operation: Operation, terms: Sequence[values.Array]) -> values.Array:
+    def _reduce(self, operation: Operation, terms: Sequence[values.Array]) -> values.Array:
         return values.reference_reduce(operation.reduce, operation.wire, terms)
 
     def switch_of(self, worker: int) -> int:
-        """The address that it contributes to."""
+        """The address of the switch that the worker sends to."""
         return SWITCH
 
-    # What happens to a worker.
+    def _send_to_parent(self, side: SwitchSide) -> tuple[Packet, ...]:
+        """Return the sums that a leaf sends to its parent now."""
+        return ()
+
+    # --- events of a worker ---
 
     def submit(self, worker: int) -> None:
-        """The training script calls its next operation; it starts as soon as the machine takes one more."""
+        """The training script calls its next operation, which starts as soon as the machine takes one more."""
         self.workers[worker].submitted += 1
         self._start_submitted(self.workers[worker])
 
     def offers(self, worker: int, now_ns: int) -> list[Offer]:
-        """Everything that the worker would send now."""
+        """Return everything that the worker would send now."""
         side = self.workers[worker]
         offers = []
         while (send := side.machine.poll_send(now_ns)) is not None:
             offers.append(self._offer(side, send))
-            room = side.machine.congestion_window
-            if not 1 <= room <= self.window:
-                raise InvariantError(f"worker {worker} has a congestion window of {room} within {self.window}")
-            # What is sent again may be a probe, which does not wait for room.
-            if not send.again and side.machine.in_flight > room:
+            window = side.machine.congestion_window
+            if not 1 <= window <= self.window:
+                raise InvariantError(f"worker {worker} has a congestion window of {window} within {self.window}")
+            # A retransmission may be a probe, which the congestion window does not hold back.
+            if not send.again and side.machine.in_flight > window:
                 raise InvariantError(
-                    f"worker {worker} has {side.machine.in_flight} chunks in flight, its congestion window is {room}"
+                    f"worker {worker} has {side.machine.in_flight} chunks in flight, its congestion window is {window}"
                 )
             if len(offers) > self.window:
                 raise InvariantError(
@@ -175,21 +175,21 @@ class Harness:
 
     def sent(self, worker: int, offer: Offer) -> None:
         side = self.workers[worker]
-        side.left.add(offer.chunk)
+        side.sent.add(offer.chunk)
         side.sent_again += offer.again
 
     def not_sent(self, worker: int, offer: Offer) -> None:
         self.workers[worker].machine.not_sent(offer.chunk)
 
     def timeout(self, worker: int, now_ns: int) -> bool:
-        """A timer rang, perhaps an old one; True when the worker's timeout had really come."""
+        """A timer expired, perhaps an outdated one; return whether the worker's timeout was due."""
         side = self.workers[worker]
         machine = side.machine
         due_ns: int = machine.poll_timeout()
         if due_ns < 0 or now_ns < due_ns:
             before = machine.copy()
             machine.handle_timeout(now_ns)
-            self._unchanged(f"worker {worker}", machine, before, "a timer that rang too early")
+            self._unchanged(f"worker {worker}", machine, before, "a timer that expired too early")
             return False
         flight: int = machine.in_flight
         probes: int = machine.probe_results
@@ -208,7 +208,7 @@ class Harness:
         return True
 
     def arrive(self, packet: Packet, now_ns: int) -> Verdict:
-        """A datagram reaches a machine."""
+        """A datagram arrives at a machine."""
         verdict = self._at_switch(packet) if packet.to < 0 else self._at_worker(packet, now_ns)
         if verdict.outcome == "dropped":
             where = "switch" if packet.to < 0 else "worker"
@@ -218,17 +218,17 @@ class Harness:
         elif packet.must_drop:
             raise InvariantError(f"a damaged or forged packet was {verdict.outcome}: {describe(packet)}")
         elif verdict.outcome == "mismatch":
-            raise InvariantError(f"workers that agree were said not to: {describe(packet)}")
+            raise InvariantError(f"workers that agree were reported as mismatched: {describe(packet)}")
         return verdict
 
-    # How it all stands.
+    # --- state ---
 
     @property
     def finished(self) -> bool:
         return all(side.machine.idle and side.submitted == len(self.operations) for side in self.workers)
 
     def check_finished(self, now_ns: int) -> None:
-        """After the last event: everything came, nothing is left, and repairs stayed within their bounds."""
+        """After the last event: check that all results came, nothing is pending, and retransmissions are bounded."""
         for side in self.workers:
             who, machine = f"worker {side.index}", side.machine
             if not machine.idle or side.submitted < len(self.operations):
@@ -242,9 +242,9 @@ class Harness:
                 raise InvariantError(
                     f"{who} counts {machine.retransmissions} retransmissions, but sent {side.sent_again}"
                 )
-            # Every other mark of chunk c rests on the answer to a chunk of (c, c + W) that was sent, for the first
-            # time, after c was last sent: at most W - 1 a chunk. A chunk that is answered after it was sent again
-            # brings at most PROBE_GROWTH overdue ones. All others are a timeout's, one each, or a NACK's.
+            # A chunk c that counts as lost before a timeout or NACK does so for one of two reasons. The result of a
+            # chunk in (c, c + W) came that was first sent after c was last sent: at most W - 1 times for each chunk.
+            # Or a chunk was answered after a retransmission, which makes at most PROBE_GROWTH chunks overdue.
             bound = side.timeouts + side.nacked + (self.window - 1 + PROBE_GROWTH) * len(self.chunks)
             if side.timeouts > now_ns // MIN_TIMEOUT_NS + 1 or side.sent_again > bound:
                 raise InvariantError(
@@ -252,7 +252,7 @@ class Harness:
                 )
 
     def state(self) -> list[str]:
-        """A line a machine, for the message of a failure."""
+        """Return a line for each machine, for the text of a failure."""
         lines = [
             f"worker {side.index}: {side.submitted} operations called, {side.started} started, oldest unanswered chunk "
             f"{side.machine.oldest_outstanding}, {side.machine.in_flight} in flight, timer at "
@@ -263,7 +263,7 @@ class Harness:
         lines.append(f"switch: chunk {oldest} misses workers {self.switch.missing(oldest)}")
         return lines
 
-    # Inside.
+    # --- inside ---
 
     def _start_submitted(self, side: _WorkerSide) -> None:
         while side.started < side.submitted and side.machine.can_start():
@@ -283,7 +283,7 @@ class Harness:
         number: int = header.chunk
         if number >= len(self.chunks) or self.chunks[number].operation >= side.started:
             raise InvariantError(f"{who} sends chunk {number}, which no operation has")
-        # The switch's whole argument rests on this rule.
+        # The correctness of the switch depends on this rule.
         if not side.base <= number < side.base + self.window:
             raise InvariantError(
                 f"{who} sends chunk {number} with every answer up to {side.base} and window {self.window}"
@@ -294,7 +294,7 @@ class Harness:
             raise InvariantError(f"{who} repeats packet number {header.packet_number}")
         side.packet_number = header.packet_number
         again: bool = send.again
-        if again != (number in side.left):
+        if again != (number in side.sent):
             raise InvariantError(f"{who} sends chunk {number} with again={again}, expected {not again}")
         chunk = self.chunks[number]
         if (send.first, send.count) != (chunk.first, chunk.count):
@@ -307,60 +307,24 @@ class Harness:
         )
 
     def _at_switch(self, packet: Packet) -> Verdict:
+        side = self._switches[packet.to]
         header = protocol.Header.parse(packet.data)
-        if header is not None and header.worker < len(self.workers) and header.worker != packet.source:
+        if header is not None and header.worker < len(side.children) and side.children[header.worker] != packet.source:
             return Verdict("dropped", "source")
-        switch = self.switch
-        before = switch.copy() if self._compare else None
-        outcome, drop, slot, number, worker, _ = switch.handle_packet(packet.data)
-        nacks = self._nacks(header) if outcome != "dropped" or drop in EXPECTED_DROPS else ()
-        if outcome in ("stored", "completed"):
-            self._count(number, worker, outcome)
-            if outcome == "stored":
-                return Verdict(outcome, drop, nacks)
-            self._announce(number, slot)
-            answers = tuple(self._answer(slot, side.index) for side in self.workers)
-            return Verdict(outcome, drop, nacks + answers)
-        self._unchanged("the switch", switch, before, f"a packet that was {outcome}")
-        if outcome == "resend_result":
-            self._announce(number, slot)
-            return Verdict(outcome, drop, (*nacks, self._answer(slot, worker)))
-        return Verdict(outcome, drop, nacks)
-
-    def _nacks(self, header: Any) -> tuple[Packet, ...]:
-        worker: int = header.worker
-        first, count = self.gap_detectors[worker].observe(header.packet_number)
-        if count == 0:
-            return ()
-        last = first + count - 1
-        if first <= self._named[worker] or last + protocol.REORDER_THRESHOLD > header.packet_number:
-            raise InvariantError(
-                f"worker {worker} is told of packets {first} to {last} by packet {header.packet_number}, after it was "
-                f"told "
-                f"of those up to {self._named[worker]}"
-            )
-        self._named[worker] = last
-        return (Packet(SWITCH, worker, self.switch.nack_packet(worker, first, count)),)
-
-    def _count(self, number: int, worker: int, outcome: str) -> None:
-        contributed = self._contributed.setdefault(number, set())
-        if worker in contributed:
-            raise InvariantError(f"worker {worker}'s contribution to chunk {number} was counted twice")
-        contributed.add(worker)
-        missing = [side.index for side in self.workers if side.index not in contributed]
-        if (outcome == "completed") != (not missing):
-            raise InvariantError(f"chunk {number} was {outcome} while workers {missing} are missing")
-        if self.switch.missing(number) != missing:
-            raise InvariantError(f"chunk {number} misses {missing}, the switch says {self.switch.missing(number)}")
-
-    def _announce(self, number: int, slot: int) -> None:
-        frame: bytes = self.switch.frame(slot)
-        if self._kept.setdefault(number, frame) != frame:
-            raise InvariantError(f"the result of chunk {number} changed after it was announced")
-
-    def _answer(self, slot: int, worker: int) -> Packet:
-        frame: bytes = self.switch.frame(slot)
-        return Packet(SWITCH, worker, frame)
+        before = side.machine.copy() if self._compare else None
+        outcome, drop, slot, number, worker, _ = side.machine.handle_packet(packet.data)
+        answers = side.nacks(header) if outcome != "dropped" or drop in EXPECTED_DROPS else ()
+        if outcome in ("stored", "completed", "summed"):
+            side.count(number, worker, outcome)
+        else:
+            self._unchanged(side.name, side.machine, before, f"a packet that was {outcome}")
+        if outcome in ("summed", "resend_sum"):
+            side.sender.offer(slot)
+        elif outcome == "completed":
+            answers += side.results(number, slot)
+        elif outcome == "resend_result":
+            answers += (side.result(number, slot, side.children[worker]),)
+        return Verdict(outcome, drop, answers + self._send_to_parent(side))
 
     def _at_worker(self, packet: Packet, now_ns: int) -> Verdict:
         side = self.workers[packet.to]
@@ -374,7 +338,7 @@ class Harness:
             self._unchanged(f"worker {side.index}", side.machine, before, f"a packet that was {outcome}")
             return Verdict(outcome, drop)
         if packet.must_drop:
-            return Verdict(outcome, drop)  # the caller says so; its bytes are not to be looked at
+            return Verdict(outcome, drop)  # `arrive` reports it
         self._deliver(side, header, first, finished, got)
         self._start_submitted(side)
         return Verdict(outcome, drop)
@@ -407,53 +371,119 @@ class Harness:
             raise InvariantError(f"{who} was changed by {why}")
 
 
+class SwitchSide:
+    """A switch's machine, and what it has received and done.
+
+    children: their addresses, by their numbers at this switch.
+    parent: its address; None at the root.
+    """
+
+    def __init__(self, address: int, machine: Any, children: list[int], parent: int | None = None) -> None:
+        self.address = address
+        self.machine = machine
+        self.children = children
+        self.parent = parent
+        self._gap_detectors = [protocol.GapDetector() for _ in children]
+        self._named = [0] * len(children)  # the last packet that a NACK named
+        self._announced: dict[int, bytes] = {}  # by chunk, the result
+        self._contributed: dict[int, set[int]] = {}  # by chunk, numbers of children
+        # Of a leaf.
+        self.sender: Any = None
+        self.packet_number = 0
+        self.received: set[int] = set()  # chunks with the parent's result
+
+    @property
+    def name(self) -> str:
+        return describe_address(self.address)
+
+    def nacks(self, header: Any) -> tuple[Packet, ...]:
+        """Return the NACK that the packet of `header` causes, if any."""
+        child: int = header.worker
+        first, count = self._gap_detectors[child].observe(header.packet_number)
+        if count == 0:
+            return ()
+        last = first + count - 1
+        if first <= self._named[child] or last + protocol.REORDER_THRESHOLD > header.packet_number:
+            raise InvariantError(
+                f"{self.name} names packets {first} to {last} of child {child} as missing at packet "
+                f"{header.packet_number}, after it named those up to {self._named[child]}"
+            )
+        self._named[child] = last
+        return (Packet(self.address, self.children[child], self.machine.nack_packet(child, first, count)),)
+
+    def count(self, number: int, child: int, outcome: str) -> None:
+        """Record a contribution to chunk `number`, and check the machine's outcome."""
+        contributed = self._contributed.setdefault(number, set())
+        if child in contributed:
+            raise InvariantError(f"{self.name} counted contribution {child} to chunk {number} twice")
+        contributed.add(child)
+        missing = [each for each in range(len(self.children)) if each not in contributed]
+        full = "completed" if self.parent is None else "summed"
+        if outcome != ("stored" if missing else full):
+            raise InvariantError(f"{self.name}: chunk {number} was {outcome} while {missing} are missing")
+        if self.machine.missing(number) != missing:
+            raise InvariantError(
+                f"{self.name}: chunk {number} misses {missing}, the machine says {self.machine.missing(number)}"
+            )
+
+    def result(self, number: int, slot: int, to: int) -> Packet:
+        frame: bytes = self.machine.frame(slot)
+        if self._announced.setdefault(number, frame) != frame:
+            raise InvariantError(f"{self.name}: the result of chunk {number} changed after it was announced")
+        return Packet(self.address, to, frame)
+
+    def results(self, number: int, slot: int) -> tuple[Packet, ...]:
+        """Return the result of a chunk for every child."""
+        return tuple(self.result(number, slot, child) for child in self.children)
+
+
 class _WorkerSide:
-    """A worker's machine, its buffers, and what it has been seen to do."""
+    """A worker's machine, its buffers, and what it has done."""
 
     def __init__(self, index: int, machine: Any) -> None:
         self.index = index
         self.machine = machine
-        self.buffers: list[bytearray] = []
-        self.unanswered: list[int] = []
-        self.submitted = 0
-        self.started = 0
-        self.base = 0
-        self.packet_number = 0
-        self.received: set[int] = set()
-        self.left: set[int] = set()
-        self.sent_again = 0
+        self.buffers: list[bytearray] = []  # by operation
+        self.unanswered: list[int] = []  # by operation, chunks
+        self.submitted = 0  # operations that the script called
+        self.started = 0  # operations that the machine took
+        self.base = 0  # the lowest chunk without a result
+        self.packet_number = 0  # of its last packet
+        self.received: set[int] = set()  # chunks
+        self.sent: set[int] = set()  # chunks
+        self.sent_again = 0  # packets
         self.timeouts = 0
-        self.timeout_ns: int | None = None
+        self.timeout_ns: int | None = None  # of the last one
         self.nacked = 0  # chunks given up to NACKs
 
 
 def _lay_out(operations: Sequence[Operation], payload_bytes: int) -> tuple[Chunk, ...]:
     chunks = []
-    for place, operation in enumerate(operations):
+    for index, operation in enumerate(operations):
         element_bytes = values.WIRES[operation.wire].element_bytes
         per_chunk = payload_bytes // element_bytes
         for first in range(0, operation.elements, per_chunk):
             count = min(per_chunk, operation.elements - first)
-            chunks.append(Chunk(place, first, count, first * element_bytes, (first + count) * element_bytes))
+            chunks.append(Chunk(index, first, count, first * element_bytes, (first + count) * element_bytes))
     return tuple(chunks)
 
 
 def describe(packet: Packet) -> str:
-    """A packet in one line, whatever its bytes."""
-    way = f"{_place(packet.source)} -> {_place(packet.to)}"
+    """Describe a packet in one line, whatever its bytes."""
+    route = f"{describe_address(packet.source)} -> {describe_address(packet.to)}"
     header = protocol.Header.parse(packet.data)
     if header is None:
-        return f"{way} {len(packet.data)} bytes that are no packet"
+        return f"{route} {len(packet.data)} bytes that are no packet"
     if header.flags & protocol.FLAGS["nack"]:
-        return f"{way} notice that packets {header.chunk} to {header.chunk + header.elements - 1} did not come"
+        return f"{route} NACK of packets {header.chunk} to {header.chunk + header.elements - 1}"
     kind = "answer" if header.flags & protocol.FLAGS["from_switch"] else "contribution"
     return (
-        f"{way} {kind} to chunk {header.chunk} of operation {header.operation}, worker {header.worker}, epoch "
+        f"{route} {kind} to chunk {header.chunk} of operation {header.operation}, worker {header.worker}, epoch "
         f"{header.epoch}, {len(packet.data)} bytes"
     )
 
 
-def _place(address: int) -> str:
+def describe_address(address: int) -> str:
     if address >= 0:
         return f"worker {address}"
     return "switch" if address == SWITCH else f"leaf {leaf_of(address)}"

@@ -1,9 +1,9 @@
-"""A virtual network: every packet's fate is drawn from a source that the caller injects.
+"""A virtual network: the caller provides the source that draws the fate of each packet.
 
-What is claimed about damage. A UDP checksum or an Ethernet FCS catches a flipped bit nearly always, so a flip is a
-loss, except where the receiver must notice it without any checksum: those bits (`GUARDED_BITS`) reach the machine,
-which must drop the packet. A flip that passes the checksum in a value, a flag, a low bit of the chunk number or a
-worker index is out of scope: an unauthenticated protocol cannot tell it from an honest packet.
+Corruption. A UDP checksum or an Ethernet FCS catches nearly every flipped bit, so a flip counts as a loss, except for
+the bits whose change the receiver must notice without a checksum (`GUARDED_BITS`). Such a packet reaches the machine,
+which must drop it. A flip that passes the checksum in a value, a flag, a low bit of the chunk number or a worker index
+is out of scope: an unauthenticated protocol cannot distinguish it from an honest packet.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 from netfold.sim.clock import Clock
 
-# The switch's address, or the root's; workers have their index, and leaves the numbers below the root's.
+# The address of the switch, or of the root. A worker's address is its index; leaves have the addresses below SWITCH.
 SWITCH = -1
 
 
@@ -33,7 +33,10 @@ LATENCY_NS = 10_000
 
 @dataclass(frozen=True, slots=True)
 class Packet:
-    """One datagram on its way. `must_drop`: damaged or forged, so whoever gets it has to drop it."""
+    """One datagram in flight.
+
+    must_drop: it is damaged or forged, so its receiver has to drop it.
+    """
 
     source: int
     to: int
@@ -43,19 +46,19 @@ class Packet:
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """One arrival of a packet: how much later than the latency, and what happened to its bytes."""
+    """One arrival of a packet, and what happened to its bytes."""
 
-    extra_delay_ns: int = 0
+    extra_delay_ns: int = 0  # beyond the network's latency
     cut_to_bytes: int | None = None
     flipped_bit: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Delivery:
-    """What becomes of one packet: a copy for each arrival, so none is a loss and two are a duplicate.
+    """The fate of one packet.
 
-    `refused`: a worker's socket is full; the packet never leaves, and the worker is told so. (A switch that cannot
-    send loses the answer.)
+    copies: one for each arrival: none is a loss, two are a duplicate.
+    refused: the worker's socket is full, and the worker learns so. A switch that cannot send loses the result.
     """
 
     copies: tuple[Copy, ...] = (Copy(),)
@@ -70,8 +73,8 @@ DeliverySource = Callable[[Packet], Delivery]
 
 
 def _guarded_bits() -> tuple[int, ...]:
-    # Masks by byte of the header; see native/protocol/include/netfold/protocol/packet.hpp. Of the flags, mismatch is
-    # legal on an answer. Of the chunk number, the upper half is far beyond any window.
+    # Masks by byte of the header (native/protocol/include/netfold/protocol/packet.hpp). The flag mismatch is legal in a
+    # result. A flip in the upper half of the chunk number leads far beyond any window.
     masks = {0: 0xFF, 1: 0xFF, 2: 0xFF, 3: 0xFB}
     masks |= dict.fromkeys(range(4, 20), 0xFF)
     masks |= {44: 0xF0, 45: 0xF8}
@@ -89,7 +92,7 @@ def flip(data: bytes, bit: int) -> bytes:
 
 
 class Network:
-    """Carries packets with one latency for all, plus what their deliveries say; counts deliveries by name."""
+    """Carry packets with one latency, plus the delay of each delivery; count deliveries by fate."""
 
     def __init__(self, clock: Clock[Any], deliveries: DeliverySource, latency_ns: int = LATENCY_NS) -> None:
         self.counts: Counter[str] = Counter()
@@ -98,7 +101,7 @@ class Network:
         self._latency_ns = latency_ns
 
     def send(self, packet: Packet) -> bool:
-        """Let the packet meet its fate. False: the socket refused it."""
+        """Draw the fate of `packet` and carry it out; return False where the socket refused it."""
         fate = self._deliveries(packet)
         self.counts["sent"] += 1
         if fate.refused:
@@ -120,7 +123,7 @@ class Network:
             self.counts["corrupted"] += 1
             bit = copy.flipped_bit % (8 * len(data))
             if bit not in _GUARDED:
-                return  # caught by a checksum
+                return  # a checksum catches it
             data, must_drop = flip(data, bit), True
         if copy.cut_to_bytes is not None and copy.cut_to_bytes < len(data):
             self.counts["truncated"] += 1
@@ -130,7 +133,7 @@ class Network:
 
 
 class ListedDeliveries:
-    """The n-th packet meets the n-th fate; all packets after the list are delivered: a network that is fair at last."""
+    """The n-th packet has the n-th fate; packets after the list are delivered, so every run can end."""
 
     def __init__(self, deliveries: Sequence[Delivery]) -> None:
         self._deliveries = iter(tuple(deliveries))
@@ -141,7 +144,10 @@ class ListedDeliveries:
 
 @dataclass(frozen=True)
 class Ratios:
-    """How often each fate befalls a packet, each drawn for itself; `extra_delay_ns` is the longest delay."""
+    """The probability of each fate of a packet, drawn independently.
+
+    extra_delay_ns: the longest delay.
+    """
 
     loss: float = 0.0
     duplicate: float = 0.0
@@ -153,7 +159,7 @@ class Ratios:
 
     def __post_init__(self) -> None:
         for name in ("loss", "duplicate", "delay", "truncate", "corrupt", "refuse"):
-            # At 1 nothing would ever get through, and the run could only end at its bound.
+            # At 1 no packet arrives, and the run could end only at its bound.
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"{name} is a ratio from 0 to below 1, not {getattr(self, name)}")
         if self.extra_delay_ns < 1:
@@ -161,7 +167,7 @@ class Ratios:
 
 
 class SeededDeliveries:
-    """Fates by chance, the same for the same seed."""
+    """Random fates, the same for the same seed."""
 
     def __init__(self, chance: random.Random, ratios: Ratios) -> None:
         self._chance = chance
@@ -174,7 +180,7 @@ class SeededDeliveries:
         if chance() < ratios.loss:
             return LOST
         copies = 1
-        # Bounded, so that a packet is never copied without end.
+        # At most 4, so that the number of copies is bounded.
         while copies < 4 and chance() < ratios.duplicate:
             copies += 1
         return Delivery(tuple(self._copy(packet) for _ in range(copies)))
@@ -183,7 +189,7 @@ class SeededDeliveries:
         chance, ratios = self._chance, self._ratios
         extra_delay_ns = 0
         if chance.random() < ratios.delay:
-            # Squared: most are a little late, a few are late by many turns of the window.
+            # Squared: most delays are short, and a few last many windows.
             extra_delay_ns = 1 + int(chance.random() ** 2 * ratios.extra_delay_ns)
         cut = chance.randrange(len(packet.data)) if chance.random() < ratios.truncate else None
         bit = chance.choice(GUARDED_BITS) if chance.random() < ratios.corrupt else None

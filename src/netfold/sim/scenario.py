@@ -1,4 +1,4 @@
-"""A run made from one seed and a few numbers: what a replay command names."""
+"""A run made from one seed and a few parameters, which its replay command names."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from netfold.sim.simulation import Simulation
 
 @dataclass(frozen=True)
 class Scenario:
-    """Everything that decides a run. Each field is an option of `python -m netfold.sim`, and the other way round."""
+    """All parameters of a run. Each field is an option of `python -m netfold.sim` of the same name."""
 
     seed: int = 0
     workers: int = 4
     window: int = 4
     payload_bytes: int = 32
     operations: int = 6
-    max_elements: int = 200  # each operation draws its length from 1 to this
-    wire: str = "any"  # one wire format for all, or "any": each operation draws its own, and its operator
+    max_elements: int = 200  # of an operation; each draws its length from 1 to this
+    wire: str = "any"  # one wire format for all; "any": each operation draws its own, and its reduction
     loss: float = 0.02
     duplicate: float = 0.02
     delay: float = 0.05
@@ -30,8 +30,8 @@ class Scenario:
     truncate: float = 0.005
     corrupt: float = 0.005
     refuse: float = 0.01  # the socket is full
-    leaves: str = ""  # by leaf, how many workers are below it, as "2,2"; none: one switch for all
-    straggle_ms: float = 0.0  # a worker calls its next operation up to this much after the one before
+    leaves: str = ""  # workers below each leaf, as "2,2"; "": one switch for all
+    straggle_ms: float = 0.0  # the longest time between two calls of a worker
 
     def __post_init__(self) -> None:
         if self.wire != "any" and self.wire not in values.WIRES:
@@ -41,15 +41,15 @@ class Scenario:
                 raise ValueError(f"{name} is at least 1, not {getattr(self, name)}")
         if self.leaves and sum(self.below) != self.workers:
             raise ValueError(f"leaves {self.leaves} have {sum(self.below)} workers below them, not {self.workers}")
-        self._ratios()  # says what is wrong with them
+        self._ratios()  # raises ValueError for an invalid ratio
 
     @property
     def below(self) -> tuple[int, ...]:
-        """By leaf, how many workers."""
+        """The number of workers below each leaf."""
         return tuple(int(workers) for workers in self.leaves.split(",")) if self.leaves else ()
 
     def command(self) -> str:
-        """The replay command: only what differs from the defaults, and always the seed."""
+        """Return the replay command: the seed, and the options that differ from their defaults."""
         options = [f"--seed {self.seed}"]
         for field in fields(self):
             value = getattr(self, field.name)
@@ -58,7 +58,10 @@ class Scenario:
         return "python -m netfold.sim " + " ".join(options)
 
     def simulation(self, **how: Any) -> Simulation:
-        """The run, ready to go. `how`: compare_machines, max_events, watch."""
+        """Return the run, ready to start.
+
+        how: compare_machines, max_events, watch of `Simulation`.
+        """
         chance = random.Random(self.seed)
         operations = [self._operation(number, chance) for number in range(self.operations)]
         return Simulation(

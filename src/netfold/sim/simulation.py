@@ -1,4 +1,4 @@
-"""One run: a world, a network and a clock, until nothing is due any more."""
+"""One run: a harness, a network and a clock, until no event is due."""
 
 from __future__ import annotations
 
@@ -7,19 +7,27 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from netfold.sim.clock import Clock
-from netfold.sim.harness import Contributions, Harness, Identity, InvariantError, Operation, Verdict, describe
-from netfold.sim.harness import seeded_contributions as _seeded_contributions
+from netfold.sim.harness import (
+    Contributions,
+    Harness,
+    Identity,
+    InvariantError,
+    Operation,
+    Verdict,
+    describe,
+    seeded_contributions,
+)
 from netfold.sim.network import LATENCY_NS, DeliverySource, Network, Packet
 from netfold.sim.tree import TreeHarness
 
-# When a worker whose socket was full tries again.
-_ROOM_AFTER_NS = 2_000
-# What a failure shows of the past.
+# After this time a full socket takes packets again.
+_WRITABLE_AFTER_NS = 2_000
+# The text of a failure shows this many events.
 _REMEMBERED_EVENTS = 24
 
 
 class SimulationError(AssertionError):
-    """A promise was broken, or a run did not come to its end."""
+    """A promise is broken, or a run did not end within its bound."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,14 +51,14 @@ class Writable:
 
 @dataclass(frozen=True, slots=True)
 class PacingTimer:
-    """The worker sends what its pacing held back."""
+    """The worker sends packets that its pacing delayed."""
 
     worker: int
 
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """The network loses a packet; only a trace hears of it."""
+    """The network lost a packet; only a trace has this event."""
 
     packet: Packet
 
@@ -96,15 +104,16 @@ class Summary:
 
 
 class Simulation:
-    """Drives the production machines through one schedule, and raises SimulationError at the first broken promise.
+    """Run the production machines through one schedule; raise SimulationError at the first broken promise.
 
     operations: called by every worker in this order.
     calls_ns: by worker, when it calls each operation; by default all at 0. Stragglers have later times.
-    deliveries: what becomes of each packet, in order of sending; fair in the end, else the run ends at `max_events`.
-    injected: packets from nowhere: garbage, forgeries, a former life's. All must be dropped, so each is `must_drop`.
-    replay: how to run this again, for the message of a failure.
+    deliveries: the fate of each packet, in order of sending. Without deliveries in the end the run stops at
+        `max_events`.
+    injected: packets that no machine sent: garbage, forgeries, an earlier generation's; each must be `must_drop`.
+    replay: the command that repeats this run, for the text of a failure.
     watch: called with every event after it has happened.
-    leaves: by leaf, how many of the workers are below it, in order; the switch is then the root. None: no leaves.
+    leaves: the number of workers below each leaf, in order; the switch is then the root. Empty: no leaves.
     """
 
     def __init__(
@@ -117,7 +126,7 @@ class Simulation:
         deliveries: DeliverySource,
         calls_ns: Sequence[Sequence[int]] | None = None,
         injected: Sequence[tuple[int, Packet]] = (),
-        contributions: Contributions = _seeded_contributions,
+        contributions: Contributions = seeded_contributions,
         identity: Identity | None = None,
         latency_ns: int = LATENCY_NS,
         compare_machines: bool = True,
@@ -142,13 +151,13 @@ class Simulation:
         self._replay = replay
         self._watch = watch
         self._past: deque[Record] = deque(maxlen=_REMEMBERED_EVENTS)
-        self._lost: list[Packet] = []  # of what the present event sent
+        self._lost: list[Packet] = []  # packets that the current event sent and the network lost
         self._events = 0
         packets = 2 * workers * len(self.harness.chunks)
         self._max_events = max_events or 10_000 + 100 * packets + 4 * len(injected)
         self._timer_ns: list[int | None] = [None] * workers
         self._paced_ns: list[int | None] = [None] * workers
-        self._room_awaited = [False] * workers
+        self._socket_full = [False] * workers
 
         for worker in range(workers):
             times = [0] * len(operations) if calls_ns is None else calls_ns[worker]
@@ -162,7 +171,7 @@ class Simulation:
             self.clock.at(when_ns, packet)
 
     def run(self) -> Summary:
-        """Until nothing is due: also the last late packet has come, and changed nothing."""
+        """Run until no event is due, so that the last late packet has arrived and changed nothing."""
         try:
             while (event := self.clock.next()) is not None:
                 self._events += 1
@@ -182,27 +191,27 @@ class Simulation:
         )
 
     def _happen(self, event: Event) -> None:
-        world, now_ns = self.harness, self.clock.now_ns
-        self._past.append(Record(now_ns, event))  # before, so that a failure shows what broke it
+        harness, now_ns = self.harness, self.clock.now_ns
+        self._past.append(Record(now_ns, event))  # before it happens, so that a failure shows its event
         verdict = None
         match event:
             case Packet(to=to):
-                verdict = world.arrive(event, now_ns)
+                verdict = harness.arrive(event, now_ns)
                 self._past[-1] = Record(now_ns, event, verdict)
                 for answer in verdict.answers:
                     self._give(answer)
                 if to >= 0:
                     self._serve(to)
             case Call(worker):
-                world.submit(worker)
+                harness.submit(worker)
                 self._serve(worker)
             case Timer(worker):
-                if self._timer_ns[worker] == now_ns:  # else another was set before it, and that one goes on
+                if self._timer_ns[worker] == now_ns:  # else an earlier timer was set since, and that one counts
                     self._timer_ns[worker] = None
-                world.timeout(worker, now_ns)
+                harness.timeout(worker, now_ns)
                 self._serve(worker)
             case Writable(worker):
-                self._room_awaited[worker] = False
+                self._socket_full[worker] = False
                 self._serve(worker)
             case PacingTimer(worker):
                 if self._paced_ns[worker] == now_ns:
@@ -215,41 +224,41 @@ class Simulation:
         self._lost.clear()
 
     def _serve(self, worker: int) -> None:
-        """Send what the worker offers, as far as its socket takes it, and set its timer."""
-        if not self._room_awaited[worker]:
+        """Send the packets that the worker offers, as far as its socket takes them, and set its timers."""
+        if not self._socket_full[worker]:
             self._send(worker)
         machine = self.harness.workers[worker].machine
         send_ns: int = machine.next_send_ns()
         waking_ns = self._paced_ns[worker]
-        if send_ns >= 0 and not self._room_awaited[worker] and (waking_ns is None or send_ns < waking_ns):
+        if send_ns >= 0 and not self._socket_full[worker] and (waking_ns is None or send_ns < waking_ns):
             self._paced_ns[worker] = send_ns
             self.clock.at(send_ns, PacingTimer(worker))
         due_ns: int = machine.poll_timeout()
-        ringing_ns = self._timer_ns[worker]
-        # A timer that rings too early is harmless (and must be); it is set anew then.
-        if due_ns >= 0 and (ringing_ns is None or due_ns < ringing_ns):
+        set_ns = self._timer_ns[worker]
+        # A timer that expires too early is harmless, and is then set again.
+        if due_ns >= 0 and (set_ns is None or due_ns < set_ns):
             self._timer_ns[worker] = due_ns
             self.clock.at(due_ns, Timer(worker))
 
     def _send(self, worker: int) -> None:
         offers = self.harness.offers(worker, self.clock.now_ns)
-        for place, offer in enumerate(offers):
+        for index, offer in enumerate(offers):
             if self._give(offer.packet):
                 self.harness.sent(worker, offer)
                 continue
-            for kept in offers[place:]:
-                self.harness.not_sent(worker, kept)
-            self._room_awaited[worker] = True
-            self.clock.at(self.clock.now_ns + _ROOM_AFTER_NS, Writable(worker))
+            for refused in offers[index:]:
+                self.harness.not_sent(worker, refused)
+            self._socket_full[worker] = True
+            self.clock.at(self.clock.now_ns + _WRITABLE_AFTER_NS, Writable(worker))
             return
 
     def _give(self, packet: Packet) -> bool:
-        """To the network; False: the socket refused it."""
+        """Hand `packet` to the network; return False where the socket refused it."""
         lost = self.network.counts["lost"]
-        left = self.network.send(packet)
+        is_sent = self.network.send(packet)
         if self.network.counts["lost"] > lost:
             self._lost.append(packet)
-        return left
+        return is_sent
 
     def _report(self, broken: InvariantError) -> str:
         lines = [str(broken), f"at {self.clock.now_ns} ns, event {self._events}"]

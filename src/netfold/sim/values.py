@@ -1,7 +1,7 @@
-"""What workers contribute, and what the sum must be: NumPy, independent of the kernels.
+"""Contributions of workers, and the expected result: NumPy, independent of the kernels.
 
-The expected result is a fold in rank order, as the switch promises. f16 and bf16 fold in f32 and are rounded once;
-integers wrap; every NaN is the canonical quiet one. bf16 travels as uint16.
+The expected result is reduced in rank order, as the switch promises. f16 and bf16 are reduced in f32 and rounded once;
+integers wrap; every NaN is the canonical quiet NaN. bf16 is held as uint16.
 """
 
 from __future__ import annotations
@@ -18,7 +18,11 @@ Array = npt.NDArray[Any]
 
 @dataclass(frozen=True, slots=True)
 class Wire:
-    """A wire format: its number in the header, and the NumPy type that holds it."""
+    """A wire format.
+
+    code: its number in the header.
+    storage: the NumPy type that holds it.
+    """
 
     code: int
     storage: np.dtype[Any]
@@ -29,7 +33,7 @@ class Wire:
         return int(self.storage.itemsize)
 
 
-# The numbers of kernels/types.hpp: part of the protocol, never renumbered. Values travel little-endian.
+# The codes of kernels/types.hpp: part of the protocol, never renumbered. Values are little-endian on the wire.
 WIRES = {
     "f32": Wire(0, np.dtype("<f4"), True),
     "f64": Wire(1, np.dtype("<f8"), True),
@@ -71,15 +75,15 @@ def scramble(key: Array) -> Array:
 
 
 def contribution(operation: int, worker: int, elements: int, wire: str) -> Array:
-    """Values that differ from element to element, worker to worker and operation to operation.
+    """Return values that differ between elements, workers and operations.
 
-    Floats have magnitudes far apart, so that the order of summation shows, and now and then NaN or an infinity.
+    Magnitudes of floats are far apart, so that the order of summation shows. One in 128 each is NaN, inf and -inf.
     """
     index = np.arange(elements, dtype=np.uint64)
     key = index | np.uint64((worker + 1) << 40) | np.uint64((operation & 0xFFFF) << 48)
     bits = scramble(key)
     if not WIRES[wire].is_float:
-        # Little-endian: the low bytes of each.
+        # Keep the low bytes of each.
         return bits.astype(f"<u{WIRES[wire].element_bytes}").view(WIRES[wire].storage)
     fraction = (bits & np.uint64(0x7FFFFF)).astype(np.float64) / 2**23
     exponent = ((bits >> np.uint64(23)) % np.uint64(17)).astype(np.int64) - 8
@@ -98,7 +102,7 @@ def to_f32(wire: str, values: Array) -> Array:
 
 
 def from_f32(wire: str, values: Array) -> Array:
-    """Rounded to nearest, ties to even."""
+    """Round to nearest, ties to even."""
     if wire == "bf16":
         bits = values.astype(np.float32).view(np.uint32)
         rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
@@ -108,7 +112,7 @@ def from_f32(wire: str, values: Array) -> Array:
 
 
 def reference_reduce(reduce: str, wire: str, contributions: Sequence[Array]) -> Array:
-    """op(...op(op(c[0], c[1]), c[2])...), bit for bit what every worker must get."""
+    """Return op(...op(op(c[0], c[1]), c[2])...), which every worker must get bit for bit."""
     combine = _REDUCTIONS[reduce]
     narrow = wire in ("f16", "bf16")
     terms = [to_f32(wire, values) for values in contributions] if narrow else list(contributions)

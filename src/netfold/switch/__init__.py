@@ -1,11 +1,18 @@
-"""The aggregator daemon: who may join, with how much memory, and what became of them.
+"""The aggregator daemon: admission, memory grants, and the lifecycle of jobs.
 
-Membership and admission are Python (asyncio, one task a connection); packets never pass through here, they are the
-native plane's (`native/dataplane`). May import: `netfold.switch_protocol.control_messages` and the native aggregator,
-protocol and transport.
+  daemon           Switch: start, drain, stop, status
+  acceptor         connections until they are authenticated
+  control_session  one connection: a worker, or a peer that requests `path` or `quota`
+  admission        which worker may join which job
+  job_lifecycle    a job from its assembly to its end
+  tree_session     the parent's side of a job: this switch as a worker of its parent
+  ledger, quota    memory and slots, by tenant
 
-Always: memory is granted before a job starts and never grows; a refusal carries its reason; a job that ends, however
-it ends, gives everything back; a job's failure is nobody else's.
+Control is Python (asyncio, one task a connection). Packets never pass through it: the native data plane
+(`native/dataplane`) handles them. May import netfold.switch_protocol and the native extension.
+
+Invariants: memory is granted before a job starts and never grows. A refusal carries its reason. A job releases
+everything when it ends, for whatever reason. A job's failure affects no other job.
 
 Tests: `.venv/bin/pytest tests/switch`
 """

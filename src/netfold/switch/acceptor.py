@@ -1,8 +1,8 @@
-"""Who connects to a switch, until they have said who they are: TLS, deadlines, and a bound on strangers.
+"""Accept connections to a switch: TLS, timeouts, and a bound on connections that are not authenticated.
 
-A stranger is a connection that has not been admitted. It costs a task and a socket for AUTHENTICATION_TIMEOUT_S at
-most, and at most MAX_UNAUTHENTICATED are there at once; one more ends the one that has been a stranger for longest. A
-worker is none after some milliseconds, so those who connect and say nothing keep no worker out.
+A connection is unauthenticated until its job admits it. It costs a task and a socket for AUTHENTICATION_TIMEOUT_S at
+most. At most MAX_UNAUTHENTICATED exist at once; one more closes the oldest. A worker is admitted within milliseconds,
+so peers that connect and send nothing keep no worker out.
 """
 
 from __future__ import annotations
@@ -23,13 +23,16 @@ from netfold.switch_protocol import control_messages
 MAX_UNAUTHENTICATED = 512
 # From connecting to a join that was admitted.
 AUTHENTICATION_TIMEOUT_S = 10.0
-# After the kernel refused a connection for want of descriptors or memory.
-_BREATH_S = 0.2
+# Pause after the kernel refused a connection for lack of descriptors or memory.
+_RETRY_S = 0.2
 
 
 @dataclass
 class Connection:
-    """A connection, and `admitted`, to be called once it is no stranger any more."""
+    """An accepted connection.
+
+    admitted: call it once the peer is authenticated.
+    """
 
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter
@@ -38,7 +41,11 @@ class Connection:
 
 
 class Acceptor:
-    """Listens until `stop`. serve: speaks with a connection to its end. context: TLS, None for none."""
+    """Listen until `stop`.
+
+    context: TLS; None for plain TCP.
+    serve: handles one connection to its end.
+    """
 
     def __init__(
         self, host: str, port: int, context: ssl.SSLContext | None, serve: Callable[[Connection], Awaitable[None]]
@@ -47,7 +54,7 @@ class Acceptor:
         self._listener: socket.socket | None = None
         self._accepting: asyncio.Task[None] | None = None
         self._connections: set[asyncio.Task[None]] = set()
-        # In the order in which they came: what ends the wait of a task, and its address.
+        # In order of arrival: by task, its timeout and its address.
         self._unauthenticated: dict[asyncio.Task[None], tuple[asyncio.TimerHandle, str]] = {}
 
     @property
@@ -59,7 +66,7 @@ class Acceptor:
         return len(self._unauthenticated)
 
     def start(self) -> tuple[str, int]:
-        """Bind and listen; the address that was bound. OSError where it cannot be."""
+        """Bind and listen; return the bound host and port. Raises OSError where the address is unavailable."""
         family, _, _, _, address = socket.getaddrinfo(self._host, self._port, type=socket.SOCK_STREAM)[0]
         self._listener = socket.create_server(address[:2], family=family, backlog=1024)
         self._listener.setblocking(False)
@@ -82,42 +89,38 @@ class Acceptor:
                 stream, peer = await loop.sock_accept(listener)
             except OSError as error:
                 event(logging.ERROR, "accept_failed", f"cannot take a connection: {error.strerror or error}")
-                await asyncio.sleep(_BREATH_S)
+                await asyncio.sleep(_RETRY_S)
                 continue
             if len(self._unauthenticated) >= MAX_UNAUTHENTICATED:
                 oldest = next(iter(self._unauthenticated))
                 self._end(oldest, "others came")
-                # Its descriptor is free before the next connection is taken: the backlog may hold a thousand more.
-                await asyncio.wait([oldest], timeout=_BREATH_S)
+                # Wait until its descriptor is free: the backlog may hold a thousand more connections.
+                await asyncio.wait([oldest], timeout=_RETRY_S)
             address = control_messages.format_endpoint(peer[0], peer[1])
-            task = asyncio.ensure_future(self._meet(stream, address))
+            task = asyncio.ensure_future(self._run(stream, address))
             self._connections.add(task)
             timer = loop.call_later(
                 AUTHENTICATION_TIMEOUT_S, self._end, task, f"{AUTHENTICATION_TIMEOUT_S:.0f} s were over"
             )
             self._unauthenticated[task] = timer, address
-            task.add_done_callback(self._left)
+            task.add_done_callback(self._on_done)
 
-    def _end(self, stranger: asyncio.Task[None], why: str) -> None:
-        timer, address = self._unauthenticated.pop(stranger)
+    def _end(self, task: asyncio.Task[None], why: str) -> None:
+        timer, address = self._unauthenticated.pop(task)
         timer.cancel()
-        stranger.cancel()
-        event(
-            logging.WARNING,
-            "unauthenticated",
-            f"dropped connection from {address}: {why} before it joined",
-            peer=address,
-        )
+        task.cancel()
+        what = f"dropped connection from {address}: {why} before it joined"
+        event(logging.WARNING, "unauthenticated", what, peer=address)
 
-    def _left(self, task: asyncio.Task[None]) -> None:
+    def _on_done(self, task: asyncio.Task[None]) -> None:
         self._connections.discard(task)
-        self._known(task)
+        self._on_admitted(task)
 
-    def _known(self, task: asyncio.Task[None]) -> None:
+    def _on_admitted(self, task: asyncio.Task[None]) -> None:
         if task in self._unauthenticated:
             self._unauthenticated.pop(task)[0].cancel()
 
-    async def _meet(self, stream: socket.socket, address: str) -> None:
+    async def _run(self, stream: socket.socket, address: str) -> None:
         task = asyncio.current_task()
         assert task is not None
         loop = asyncio.get_running_loop()
@@ -125,21 +128,20 @@ class Acceptor:
         reader = asyncio.StreamReader(limit=control_messages.MAX_MESSAGE_BYTES)
         protocol = asyncio.StreamReaderProtocol(reader)
         try:
-            # From here on the loop owns the socket, and closes it where no handshake comes of it.
+            # From here on the loop owns the socket, and closes it where the handshake fails.
             transport, _ = await loop.connect_accepted_socket(
                 lambda: protocol,
                 stream,
                 ssl=self._context,
                 ssl_handshake_timeout=None if self._context is None else AUTHENTICATION_TIMEOUT_S,
             )
-        except OSError as error:  # ssl.SSLError among them
-            event(
-                logging.WARNING, "unauthenticated", f"dropped connection from {address}: no TLS ({error})", peer=address
-            )
+        except OSError as error:  # ssl.SSLError is one
+            what = f"dropped connection from {address}: no TLS ({error})"
+            event(logging.WARNING, "unauthenticated", what, peer=address)
             return
         writer = asyncio.StreamWriter(transport, protocol, reader, loop)
         try:
-            await self._serve(Connection(reader, writer, address, lambda: self._known(task)))
+            await self._serve(Connection(reader, writer, address, lambda: self._on_admitted(task)))
             writer.close()
             with contextlib.suppress(OSError):
                 await writer.wait_closed()

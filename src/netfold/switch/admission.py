@@ -1,7 +1,7 @@
-"""Who may join which job: a worker's `join`, word by word, against the token, the room there is, and the other ranks'.
+"""Admit workers: check a `join` against the token, the quota, and what the job's other ranks sent.
 
-Always: a refusal carries its reason; a job is opened, with its data port, by the first of its ranks, and granted memory
-only when all are there.
+Invariants: a refusal carries its reason. A job's first rank opens the job and its data port; memory is granted when
+all ranks have joined.
 """
 
 from __future__ import annotations
@@ -25,32 +25,32 @@ from netfold.switch.tree import Child, TreePosition, single_switch, tree_positio
 from netfold.switch_protocol import control_messages, packet_keys
 from netfold.switch_protocol.data_path import ReceiveBuffer, without_strict
 
-# Longest that a job waits for its ranks, whatever a worker asks for.
+# A job waits at most this long for its ranks, whatever timeout a worker requests.
 MAX_ASSEMBLY_S = 600.0
 MAX_JOB_NAME = 128
-# What people call a job: a label in metrics and a word in the log.
+# A job's name for people: a label in metrics and a field of the log.
 _LABEL = re.compile(r"[\w.:/+-]{0,64}", re.ASCII)
 
 
 @dataclass(frozen=True)
 class FabricAddress:
-    """Where a worker is on a fabric, by its own word: an address as the provider has it, and the tag that it wants."""
+    """A worker's address on a fabric, as the worker sent it."""
 
     provider: str
-    name: bytes
-    tag: int
+    name: bytes  # the provider's form of an address
+    tag: int  # of packets to the worker
 
     MAX_PROVIDER = 128
     MAX_NAME_BYTES = 512
 
     @classmethod
-    def parse(cls, said: object) -> FabricAddress:
-        words = said if isinstance(said, dict) else {}
-        provider, name, tag = words.get("provider"), words.get("name"), words.get("tag")
+    def parse(cls, value: object) -> FabricAddress:
+        fields = value if isinstance(value, dict) else {}
+        provider, name, tag = fields.get("provider"), fields.get("name"), fields.get("tag")
         if not isinstance(provider, str) or not 0 < len(provider) <= cls.MAX_PROVIDER:
             raise control_messages.ProtocolError("join over a fabric without a provider")
         if not isinstance(name, bytes) or not 0 < len(name) <= cls.MAX_NAME_BYTES:
-            raise control_messages.ProtocolError(f"join over provider {provider} without an address there")
+            raise control_messages.ProtocolError(f"join over provider {provider} without an address")
         if not isinstance(tag, int) or not 0 <= tag < 1 << 64:
             raise control_messages.ProtocolError(f"join over provider {provider} with the tag {str(tag)[:80]!r}")
         return cls(provider, name, tag)
@@ -58,23 +58,24 @@ class FabricAddress:
 
 @dataclass(frozen=True)
 class Join:
-    """What a worker says of its job, and of itself in it; ProtocolError where that is no join."""
+    """A worker's `join` message, checked: its job, and its own place in the job."""
 
-    name: str
-    label: str
-    rank: int
+    name: str  # a digest that only the job's ranks know
+    label: str  # the job's name for people
+    rank: int  # of the worker; of a switch: the lowest rank below it
     ranks: tuple[int, ...]
-    port: int | None
+    port: int | None  # the worker's UDP port; None on a fabric
     fabric: FabricAddress | None
-    paths: Any
-    switch: object
-    endpoint: str
+    paths: Any  # the tree: for each worker its switches up to the root; None for a single switch
+    switch: object  # the id of a joining switch; None for a worker
+    endpoint: str  # where a joining switch listens
     window_bytes: int | None
     timeout_s: float
     encrypt: bool
 
     @classmethod
     def parse(cls, message: control_messages.Message) -> Join:
+        """Check the fields of `message`. Raises ProtocolError where it is no valid join."""
         name, label = message.get("job"), message.get("name", "")
         rank, ranks, port = message.get("rank"), _ranks(message), message.get("port")
         if not isinstance(name, str) or not 0 < len(name) <= MAX_JOB_NAME:
@@ -83,8 +84,8 @@ class Join:
             raise control_messages.ProtocolError(f"join of a job that is called {str(label)[:80]!r}")
         if not isinstance(rank, int) or rank not in ranks:
             raise control_messages.ProtocolError(f"join as rank {rank!r}, which is not one of the job's {len(ranks)}")
-        place = None if message.get("fabric") is None else FabricAddress.parse(message["fabric"])
-        if place is None and (not isinstance(port, int) or not 0 < port < 1 << 16):
+        address = None if message.get("fabric") is None else FabricAddress.parse(message["fabric"])
+        if address is None and (not isinstance(port, int) or not 0 < port < 1 << 16):
             raise control_messages.ProtocolError(f"join with the port {port!r}")
         window_bytes, seconds = message.get("window_bytes"), message.get("timeout_s", 60.0)
         if window_bytes is not None and (not isinstance(window_bytes, int) or window_bytes <= 0):
@@ -97,17 +98,17 @@ class Join:
         if not isinstance(encrypt, bool):
             raise control_messages.ProtocolError(f"join with encrypt {str(encrypt)[:80]!r}")
         return cls(
-            name, label, rank, ranks, port, place, paths, switch, endpoint, window_bytes, float(seconds), encrypt
+            name, label, rank, ranks, port, address, paths, switch, endpoint, window_bytes, float(seconds), encrypt
         )
 
     @property
     def over(self) -> str:
-        """What its packets come over, in words."""
+        """The transport of the worker's packets, as text."""
         return "UDP" if self.fabric is None else f"provider {without_strict(self.fabric.provider)}"
 
 
 def check_version(message: control_messages.Message) -> None:
-    """Raise RefusedError where a connection's first message is of another version of the control protocol."""
+    """Raise RefusedError where a connection's first message has another version of the control protocol."""
     below = message.get("switch") is not None or message.get("below")
     them = "the switch below" if below else "the worker"
     problem = control_messages.version_problem(message, them=them, us="this switch")
@@ -116,9 +117,15 @@ def check_version(message: control_messages.Message) -> None:
 
 
 class Admission:
-    """tokens: None where everybody may join. parent: where sums go of jobs with workers beyond this switch. fabrics:
-    that packets may come over, beside UDP. host: where the switch listens. Where it listens on all its addresses, a
-    job's data port is on all of them too, and answers each worker from the address that the worker connected to."""
+    """Decide which worker may join which job, and open jobs.
+
+    tokens: None where every peer may join.
+    parent: reduces further for jobs with workers beyond this switch.
+    fabrics: providers over which packets may come, beside UDP.
+    tagged: whether data packets carry a MAC.
+    host: where the switch listens. With a wildcard, data ports listen on all addresses too, and answer each worker
+        from the address that the worker connected to.
+    """
 
     def __init__(
         self,
@@ -140,15 +147,15 @@ class Admission:
         self._listens_everywhere = _is_unspecified(host)
 
     def tenant(self, message: control_messages.Message) -> Tenant:
-        """Who asks, whatever for; RefusedError for a token that is not known."""
+        """Return the tenant whose token a message of any type carries. Raises RefusedError for an unknown token."""
         if self._tokens is None:
             return DEFAULT_TENANT
         token = message.get("token")
         if not isinstance(token, str):
-            raise RefusedError("token", "this switch wants a token, and none came: set NETFOLD_TOKEN_FILE")
+            raise RefusedError("token", "this switch requires a token, and none came: set NETFOLD_TOKEN_FILE")
         tenant = self._tokens.find(token)
         if tenant is None:
-            raise RefusedError("token", "the token of NETFOLD_TOKEN_FILE is not known here")
+            raise RefusedError("token", "this switch does not know the token of NETFOLD_TOKEN_FILE")
         return tenant
 
     def admit(
@@ -158,7 +165,11 @@ class Admission:
         address: str,
         opened: Callable[[Job], None],
     ) -> tuple[Job, Member]:
-        """The job that this worker joins, and its seat there. opened: called with a job that is new."""
+        """Add a worker to its job; return the job and the new member.
+
+        opened: called with the job where this worker is its first.
+        Raises RefusedError, or ProtocolError for a malformed join.
+        """
         if message["type"] != "join":
             raise control_messages.ProtocolError(f"expected join, not {message['type']!r}")
         tenant = self.tenant(message)
@@ -179,12 +190,12 @@ class Admission:
             raise RefusedError(
                 "duplicate",
                 f"rank {join.rank} of this job has joined before, from {job.members[number].address}: two processes "
-                "were started with the same rank",
+                "have the same rank",
             )
         if job.started:
-            raise RefusedError("under way", "this job is under way; a restarted worker must come with a new group")
+            raise RefusedError("under way", "this job is running; a restarted worker must join with a new group")
         if join.fabric is None:
-            # Its packets will come from where it speaks now, and from no other host.
+            # Packets of this worker must come from the host of its control connection.
             local = writer.get_extra_info("sockname")[0] if self._listens_everywhere else ""
             job.plane.set_worker_address(job.id, number, writer.get_extra_info("peername")[0], join.port, local)
         else:
@@ -202,24 +213,24 @@ class Admission:
                 "security",
                 "the job's packets are to be encrypted, and this switch has no keys: start it with --token-file",
             )
-        place = self._place(join)
-        size = len(place.children)
+        position = self._position(join)
+        size = len(position.children)
         self._ledger.check_quota(tenant, size)
-        most_bytes = self._ledger.limits.window_bytes
-        window_bytes = most_bytes if join.window_bytes is None else min(join.window_bytes, most_bytes)
+        limit_bytes = self._ledger.limits.window_bytes
+        window_bytes = limit_bytes if join.window_bytes is None else min(join.window_bytes, limit_bytes)
         job_id = self._ledger.draw_id()
         nonces = [secrets.randbits(64) for _ in range(size)]
-        drawn = [packet_keys.draw_secret() for _ in range(size)] if self._tagged else []
-        hello_keys = [packet_keys.hello_key(secret, job=job_id, worker=i) for i, secret in enumerate(drawn)]
-        proofs = [] if join.fabric is None else _other_numbers(nonces)
+        worker_secrets = [packet_keys.draw_secret() for _ in range(size)] if self._tagged else []
+        hello_keys = [packet_keys.hello_key(secret, job=job_id, worker=i) for i, secret in enumerate(worker_secrets)]
+        proofs = [] if join.fabric is None else _different_numbers(nonces)
         host = writer.get_extra_info("sockname")[0]
         plane = self._ledger.least_loaded_plane()
-        port, provider, place_on_fabric = None, None, None
+        port, provider, endpoint = None, None, None
         try:
             if join.fabric is None:
-                # Twice the window a worker: the kernel counts its own overhead in.
-                place_host = _everywhere(host) if self._listens_everywhere else host
-                port = plane.open(job_id, self._incarnation, place_host, nonces, hello_keys, 2 * window_bytes * size)
+                # Twice the window of each worker, because the kernel counts its own overhead too.
+                bound_host = _wildcard(host) if self._listens_everywhere else host
+                port = plane.open(job_id, self._incarnation, bound_host, nonces, hello_keys, 2 * window_bytes * size)
             else:
                 provider = self._fabrics.name_of(join.fabric.provider)
                 if provider is None:
@@ -228,7 +239,7 @@ class Admission:
                         f"this switch takes packets over {self._fabrics}, and not over {join.over}: start it with "
                         "--fabric, or the job without that NETFOLD_TRANSPORT",
                     )
-                place_on_fabric = plane.open_on_fabric(
+                endpoint = plane.open_on_fabric(
                     job=job_id,
                     incarnation=self._incarnation,
                     provider=provider,
@@ -241,14 +252,14 @@ class Admission:
                 )
         except OSError as error:  # fabric.FabricError is one
             raise RefusedError("port", f"the switch cannot open a data port on {host}: {error}") from None
-        if place_on_fabric is not None:
-            needs, free = place_on_fabric["buffer_bytes"], self._ledger.available(tenant)["memory_bytes"]
+        if endpoint is not None:
+            needs, free = endpoint["buffer_bytes"], self._ledger.available(tenant)["memory_bytes"]
             if needs > free:
                 plane.close(job_id)
                 raise RefusedError(
                     "full",
                     f"this switch is full: buffers for packets over {join.over} take {needs / 2**20:.1f} MiB, and "
-                    f"{free / 2**20:.1f} MiB are free (--memory); less in flight (NETFOLD_WINDOW_BYTES) needs less",
+                    f"{free / 2**20:.1f} MiB are free (--memory); a smaller NETFOLD_WINDOW_BYTES needs less",
                 )
         buffer = None
         if join.fabric is None:
@@ -261,15 +272,15 @@ class Admission:
             id=job_id,
             ranks=join.ranks,
             paths=join.paths,
-            position=place,
+            position=position,
             plane=plane,
-            link=None if place.parent is None or self._parent is None else Link(self._parent),
+            link=None if position.parent is None or self._parent is None else Link(self._parent),
             port=port,
             provider=provider,
-            fabric=place_on_fabric,
+            fabric=endpoint,
             nonces=nonces,
             proofs=proofs,
-            secrets=drawn,
+            secrets=worker_secrets,
             result_secret=packet_keys.draw_secret(),
             encrypts=join.encrypt,
             buffer=buffer,
@@ -278,7 +289,7 @@ class Admission:
             created=time.monotonic(),
         )
 
-    def _place(self, join: Join) -> TreePosition:
+    def _position(self, join: Join) -> TreePosition:
         size, paths = len(join.ranks), join.paths
         if paths is None:
             return single_switch(size)
@@ -289,60 +300,53 @@ class Admission:
         ):
             raise control_messages.ProtocolError("join with paths that are not a list of ids for each worker")
         try:
-            place = tree_position(self._incarnation, paths)
+            position = tree_position(self._incarnation, paths)
         except ValueError as error:
             raise RefusedError("tree", str(error)) from None
-        if place.parent is not None and self._parent is None:
-            raise RefusedError("tree", "this switch has no parent (--parent), and the job has workers beyond it")
-        return place
+        if position.parent is not None and self._parent is None:
+            raise RefusedError(
+                "tree", "this switch has no parent (--parent), and the job has workers that are not below it"
+            )
+        return position
 
 
 def _check_same(job: Job, join: Join, tenant: Tenant) -> None:
-    """Raise RefusedError where this rank's job is not what the others said it is."""
+    """Raise RefusedError where this rank describes the job otherwise than the ranks before it."""
     if job.tenant != tenant:
-        raise RefusedError("token", "this job belongs to another token: all its ranks need the same")
+        raise RefusedError("token", "this job belongs to another token: all its ranks need the same token")
+    mismatch = ""
     if job.over != join.over:
-        raise RefusedError(
-            "mismatch",
-            f"rank {join.rank}'s packets come over {join.over}, others' over {job.over}: all ranks of a job need "
-            "the same (NETFOLD_TRANSPORT)",
-        )
-    if job.encrypts != join.encrypt:
-        raise RefusedError(
-            "mismatch",
-            f"rank {join.rank}'s packets are {'' if join.encrypt else 'not '}to be encrypted, and others' are"
-            f"{' not' if join.encrypt else ''}: all ranks of a job need the same (NETFOLD_SECURITY)",
-        )
-    if len(job.ranks) != len(join.ranks):
-        raise RefusedError(
-            "mismatch", f"rank {join.rank} says that its job has {len(join.ranks)} ranks; others said {len(job.ranks)}"
-        )
-    if job.ranks != join.ranks:
-        raise RefusedError(
-            "mismatch",
-            f"rank {join.rank} says that the ranks of its job are {listed(join.ranks)}; others said other ones",
-        )
-    if job.paths != join.paths:
-        raise RefusedError(
-            "mismatch", f"rank {join.rank} says that its job has another tree of switches than others said"
-        )
+        mismatch = f"'s packets come over {join.over}, others' over {job.over}: all ranks of a job need the same "
+        mismatch += "(NETFOLD_TRANSPORT)"
+    elif job.encrypts != join.encrypt:
+        own, others = ("requires", "do not") if join.encrypt else ("does not require", "do")
+        mismatch = f" {own} encrypted packets, and other ranks {others}: all ranks of a job need the same "
+        mismatch += "(NETFOLD_SECURITY)"
+    elif len(job.ranks) != len(join.ranks):
+        mismatch = f" has {len(join.ranks)} ranks in its job; other ranks have {len(job.ranks)}"
+    elif job.ranks != join.ranks:
+        mismatch = f" has the ranks {listed(join.ranks)} in its job; other ranks have different ones"
+    elif job.paths != join.paths:
+        mismatch = " has another tree of switches than the job's other ranks"
+    if mismatch:
+        raise RefusedError("mismatch", f"rank {join.rank}{mismatch}")
 
 
 def _is_unspecified(host: str) -> bool:
-    """Whether `host` stands for all local addresses; a name does not."""
+    """Return whether `host` is a wildcard address; a host name is not."""
     try:
         return ipaddress.ip_address(host).is_unspecified
     except ValueError:
         return False
 
 
-def _everywhere(local: str) -> str:
-    """All local addresses of the family of `local`."""
+def _wildcard(local: str) -> str:
+    """Return the wildcard address of the family of `local`."""
     return "::" if ":" in local else "0.0.0.0"
 
 
-def _other_numbers(nonces: Sequence[int]) -> list[int]:
-    """As long as nonces, and each another number than its nonce."""
+def _different_numbers(nonces: Sequence[int]) -> list[int]:
+    """Draw a random 64-bit number for each nonce that differs from the nonce."""
     return [nonce ^ (secrets.randbelow((1 << 64) - 1) + 1) for nonce in nonces]
 
 
@@ -351,14 +355,18 @@ def _ranks(message: control_messages.Message) -> tuple[int, ...]:
     if not isinstance(ranks, list) or not ranks or not all(isinstance(rank, int) and rank >= 0 for rank in ranks):
         raise control_messages.ProtocolError("join without the job's ranks")
     if len(set(ranks)) != len(ranks):
-        raise control_messages.ProtocolError("join with a rank that is there twice")
+        raise control_messages.ProtocolError("join with a rank that occurs twice")
     return tuple(ranks)
 
 
 def _child(job: Job, worker: int, switch: object) -> tuple[int, Child]:
-    """Who joins, with its number here: worker `worker`, or the switch of that id with it as the lowest below."""
+    """Return the joining child and its number at this switch.
+
+    worker: its number in the job; with `switch`, the lowest below that switch.
+    Raises RefusedError where the job's tree has no such child here.
+    """
     for number, child in enumerate(job.position.children):
         if child.name == worker and child.switch == switch:
             return number, child
     what = f"rank {job.ranks[worker]}" if switch is None else "a switch"
-    raise RefusedError("tree", f"{what} joins here, and by the tree of this job it does not")
+    raise RefusedError("tree", f"{what} joins this switch, but the tree of its job puts it elsewhere")

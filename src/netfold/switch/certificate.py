@@ -1,7 +1,7 @@
-"""The switch's certificate: self-signed, known by its fingerprint, kept in a folder if one is named.
+"""The switch's certificate: self-signed, identified by its fingerprint, stored in a folder where one is given.
 
-Nobody vouches for it but who passes the fingerprint on: workers compare the SHA-256 of the whole certificate, so its
-name and dates mean nothing.
+Workers compare the SHA-256 of the whole certificate with the fingerprint that they were given. Its name, dates and
+issuer mean nothing.
 """
 
 from __future__ import annotations
@@ -21,22 +21,23 @@ from cryptography.x509.oid import NameOID
 from netfold.switch_protocol import control_messages
 
 FILE = "switch.pem"
-_LIFE = datetime.timedelta(days=36500)
+_VALIDITY = datetime.timedelta(days=36500)
 
 
 def server_context(state_dir: Path | None) -> tuple[ssl.SSLContext, str]:
-    """TLS 1.3 with the certificate of `state_dir`, made where there is none, and the certificate's fingerprint.
+    """Make a TLS 1.3 context with the certificate of `state_dir`; return it and the certificate's fingerprint.
 
-    Without a folder it lasts as long as the process. ValueError where the file is not private or holds no certificate,
-    OSError where it can be neither read nor written; nothing is left half written.
+    A missing certificate is made. None: it lasts as long as the process.
+    Raises ValueError where the file is not private or holds no certificate, OSError where it can be neither read nor
+    written; no file is left half written.
     """
     if state_dir is None:
         with tempfile.TemporaryDirectory(prefix="netfold-") as folder:
-            return _context(_kept(Path(folder)))
-    return _context(_kept(state_dir))
+            return _context(_stored(Path(folder)))
+    return _context(_stored(state_dir))
 
 
-def _kept(folder: Path) -> Path:
+def _stored(folder: Path) -> Path:
     path = folder / FILE
     if not path.exists():
         _write(path, _make())
@@ -47,12 +48,12 @@ def _kept(folder: Path) -> Path:
 def _context(path: Path) -> tuple[ssl.SSLContext, str]:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
-    context.num_tickets = 0  # every connection is a handshake: workers pin the certificate
+    context.num_tickets = 0  # no resumption: each connection shows the certificate, which workers pin
     try:
         context.load_cert_chain(path)
         certificate = x509.load_pem_x509_certificate(path.read_bytes())
     except (ssl.SSLError, ValueError) as error:
-        raise ValueError(f"{path} holds no key and certificate ({error}); remove it, and a new one is made") from None
+        raise ValueError(f"{path} holds no key and certificate ({error}); remove it to get a new one") from None
     return context, hashlib.sha256(certificate.public_bytes(serialization.Encoding.DER)).hexdigest()
 
 
@@ -67,7 +68,7 @@ def _make() -> bytes:
         .public_key(key.public_key())
         .serial_number(x509.random_serial_number())
         .not_valid_before(now - datetime.timedelta(days=1))
-        .not_valid_after(now + _LIFE)
+        .not_valid_after(now + _VALIDITY)
         .sign(key, hashes.SHA256())
     )
     return key.private_bytes(
@@ -76,7 +77,7 @@ def _make() -> bytes:
 
 
 def _write(path: Path, content: bytes) -> None:
-    """All of it or nothing, for the owner alone."""
+    """Write the file atomically, readable by its owner alone."""
     handle, draft = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")  # mode 0600
     try:
         with open(handle, "wb") as file:

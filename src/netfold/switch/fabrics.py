@@ -1,4 +1,4 @@
-"""The providers of libfabric over which a switch takes packets, beside UDP."""
+"""The libfabric providers over which a switch takes packets, beside UDP."""
 
 from __future__ import annotations
 
@@ -10,11 +10,15 @@ from netfold.switch_protocol.data_path import without_strict
 
 
 class Fabrics:
-    """names: as in NETFOLD_TRANSPORT=fabric:NAME. host: where the switch listens. ValueError for one that cannot be had
-    here, with the provider's words."""
+    """The providers that a switch serves.
+
+    names: as in NETFOLD_TRANSPORT=fabric:NAME.
+    host: the address where the switch listens.
+    Raises ValueError, with the provider's text, for a provider that is unavailable on this host.
+    """
 
     def __init__(self, names: Sequence[str], host: str) -> None:
-        self._names: dict[str, str] = {}  # by the provider that it comes to
+        self._names: dict[str, str] = {}  # by the provider that libfabric chooses for the name
         for name in names:
             try:
                 provider = fabric.StreamMux(name, [_address(host)]).provider
@@ -27,7 +31,7 @@ class Fabrics:
         return list(self._names)
 
     def name_of(self, provider: str) -> str | None:
-        """What this switch calls the provider that a worker goes over; None where it does not serve that."""
+        """Return this switch's name of a worker's provider; None where the switch does not serve it."""
         return self._names.get(without_strict(provider))
 
     def __str__(self) -> str:
@@ -35,7 +39,7 @@ class Fabrics:
 
 
 def _address(host: str) -> str:
-    """One of this host's, where `host` is one; for what may be any, or a name, one that is always there."""
+    """Return `host` where it is one address of this host, and loopback for a wildcard or a name."""
     try:
         return "127.0.0.1" if ipaddress.ip_address(host).is_unspecified else host
     except ValueError:

@@ -1,8 +1,8 @@
-"""The switch's second port: /metrics, /healthz and /status over HTTP, to read and nothing else.
+"""The switch's second port: /metrics, /healthz and /status over HTTP, read-only.
 
-A page of asyncio rather than a web server's thread: what it shows belongs to the daemon's loop, and is read there
-without a lock. Plain HTTP, without authentication, as scrapers expect it: who names a network address shows the names,
-sizes and traffic of all jobs to everyone who reaches it. Nothing there lets a reader join or inject.
+The server runs on the daemon's event loop, which owns everything that it shows, so reading needs no lock. It speaks
+plain HTTP without authentication, as scrapers expect. On a network address it shows the names, sizes and traffic of
+all jobs to everyone who reaches it. Nothing there lets a reader join a job or inject packets.
 """
 
 from __future__ import annotations
@@ -16,15 +16,18 @@ from typing import Any
 from netfold.switch.metrics import CONTENT_TYPE, exposition
 from netfold.switch_protocol import control_messages
 
-# A request is a line and some headers; a reader that is slower, or says more, is hung up on.
+# A request is a line and some headers; a slower or larger request is disconnected.
 REQUEST_S = 5.0
 MAX_REQUEST_BYTES = 8192
-# Readers at once; one more is hung up on.
+# Connections at once; one more is disconnected.
 MAX_READERS = 32
 
 
 class HttpServer:
-    """Serve until `stop`. status: what there is to see now, as plain values."""
+    """Serve until `stop`.
+
+    status: returns the current state of the switch as plain values.
+    """
 
     def __init__(self, host: str, port: int, status: Callable[[], Awaitable[dict[str, Any]]]) -> None:
         self._host, self._port, self._status = host, port, status
@@ -32,7 +35,7 @@ class HttpServer:
         self._readers = 0
 
     async def start(self) -> str:
-        """Bind and listen; where, as host:port. OSError where it cannot be."""
+        """Bind and listen; return host:port. Raises OSError where the address is unavailable."""
         self._server = await asyncio.start_server(self._on_reader, self._host, self._port, limit=MAX_REQUEST_BYTES)
         bound: tuple[Any, ...] = self._server.sockets[0].getsockname()
         return control_messages.format_endpoint(bound[0], bound[1])
@@ -71,6 +74,6 @@ class HttpServer:
         if target == "/status":
             return "200 OK", "application/json", json.dumps(await self._status()).encode() + b"\n"
         if target == "/healthz":
-            # The status asks the thread that handles packets, so this page vouches for both.
+            # `status` waits for the threads that handle packets, so this page checks them too.
             return "200 OK", text, f"{(await self._status())['state']}\n".encode()
-        return "404 Not Found", text, b"there are /metrics, /healthz and /status\n"
+        return "404 Not Found", text, b"pages: /metrics, /healthz and /status\n"

@@ -1,4 +1,4 @@
-"""A job on this switch: who is in it, what was granted to it, and how far it has come. And how a worker is refused."""
+"""A job on this switch: its members, its grants and its state; and the refusal of a worker."""
 
 from __future__ import annotations
 
@@ -14,12 +14,15 @@ from netfold.switch.tree import Child, TreePosition
 from netfold.switch_protocol import control_messages, packet_keys
 from netfold.switch_protocol.data_path import ReceiveBuffer, without_strict
 
-# A worker that says more is wrong about its switch.
+# The largest rate that a worker may report.
 MAX_BYTES_PER_S = 1e15
 
 
 class RefusedError(Exception):
-    """Said to the worker in its words; `kind` is the reason in one, for counting."""
+    """The switch refuses a worker or a job; the worker gets the text.
+
+    kind: the reason as a short label, for counting.
+    """
 
     def __init__(self, kind: str, reason: str) -> None:
         super().__init__(reason)
@@ -28,15 +31,15 @@ class RefusedError(Exception):
 
 @dataclass
 class Member:
-    """One that joined: a rank, or a switch with the ranks below it."""
+    """A peer that joined the job: a rank, or a switch with the ranks below it."""
 
     child: Child
     ranks: tuple[int, ...]
     writer: asyncio.StreamWriter
-    address: str  # of the connection; of a switch: where it listens
-    payload_bytes: int = 0
-    window: int | None = None  # the most chunks that a switch can grant
-    open_queries: int = 0  # of this member's, open
+    address: str  # of a rank: the peer of its connection; of a switch: the endpoint where it listens
+    payload_bytes: int = 0  # 0 until it is ready
+    window: int | None = None  # of a switch: the most chunks that it can grant
+    open_queries: int = 0  # `stragglers` queries of this member that have no reply yet
 
     @property
     def rank(self) -> int:
@@ -50,85 +53,91 @@ class Member:
 @dataclass
 class Job:
     name: str  # a digest that only its ranks know
-    label: str
+    label: str  # its name for people
     tenant: Tenant
     id: int
-    ranks: tuple[int, ...]  # what its workers, by number, are called; of the whole tree
-    paths: Any  # of its workers, as they said
+    ranks: tuple[int, ...]  # of all workers of the whole tree, by worker number
+    paths: Any  # of all workers: the switches from each to the root, as the workers sent them
     position: TreePosition
     plane: DataPlane
-    port: int | None  # of UDP
-    provider: str | None  # of the fabric that its packets go over, as the switch was told to serve it; None: UDP
-    fabric: dict[str, Any] | None  # its place there (DataPlane.open_on_fabric)
-    nonces: list[int]
-    proofs: list[int]  # on a fabric: by worker, what its hello comes back with
-    secrets: list[bytes]  # of workers, by number; empty where packets carry no tags
+    port: int | None  # the UDP data port; None on a fabric
+    provider: str | None  # the fabric's provider, as in the switch's --fabric; None: UDP
+    fabric: dict[str, Any] | None  # the endpoint on the fabric (DataPlane.open_on_fabric)
+    nonces: list[int]  # by worker
+    proofs: list[int]  # on a fabric: by worker, the number with which its hello is answered
+    secrets: list[bytes]  # by worker; empty where packets carry no MAC
     result_secret: bytes
-    encrypts: bool  # packets with values, here and at the parent
+    encrypts: bool  # packets with values are encrypted, here and at the parent
     buffer: ReceiveBuffer | None  # None on a fabric
     window_bytes: int
-    deadline: float
-    created: float
-    members: dict[int, Member] = field(default_factory=dict)  # by number here
+    deadline: float  # of the assembly, in seconds from `created`
+    created: float  # time.monotonic()
+    members: dict[int, Member] = field(default_factory=dict)  # by number at this switch
     link: Link | None = None  # to the parent
-    parent_task: asyncio.Task[None] | None = None  # reads from it
-    left: set[int] = field(default_factory=set)  # ranks of which all were told
-    pending_queries: dict[int, asyncio.Future[list[int]]] = field(default_factory=dict)  # by serial: who misses what
+    parent_task: asyncio.Task[None] | None = None  # runs the job's TreeSession
+    left: set[int] = field(default_factory=set)  # ranks that were announced as left
+    pending_queries: dict[int, asyncio.Future[list[int]]] = field(default_factory=dict)  # by serial: missing ranks
     started: bool = False
     epoch: int = 0
     memory_bytes: int = 0
     slots: int = 0
-    timer: asyncio.TimerHandle | None = None
-    # Of tensor through this switch, as its lowest rank says; None where that does not know. It is shown, and no more.
+    timer: asyncio.TimerHandle | None = None  # of the assembly
+    # Rate of tensor bytes through this switch, as the lowest rank reports it. Only shown; None where unknown.
     capacity_bytes_per_s: float | None = None
 
     @property
     def size(self) -> int:
-        """Who contributes here."""
+        """The number of members when complete: workers and switches that contribute to this switch."""
         return len(self.position.children)
 
     @property
     def log_fields(self) -> dict[str, object]:
-        """Its fields in the log."""
         return {"job": self.name, "name": self.label or None, "tenant": self.tenant.name, "id": f"{self.id:08x}"}
 
     @property
     def provider_below(self) -> str | None:
-        """The provider that its packets really go over; None for UDP."""
+        """The provider that packets really use, without `strict`; None for UDP."""
         return None if self.fabric is None else without_strict(self.fabric["provider"])
 
     @property
     def over(self) -> str:
-        """What its packets go over, in words."""
+        """The transport of its packets, as text."""
         return "UDP" if self.fabric is None else f"provider {self.provider_below}"
 
     @property
     def buffer_bytes(self) -> int:
-        """Of memory for packets on the way, which are the kernel's over UDP."""
+        """Memory for packets in flight; 0 over UDP, where the kernel buffers them."""
         return 0 if self.fabric is None else int(self.fabric["buffer_bytes"])
 
     def data_address_of(self, number: int) -> dict[str, Any]:
-        """What `admitted` says to a worker of where its packets go."""
+        """The fields of `admitted` that tell a worker where to send its packets."""
         if self.fabric is None:
             return {"port": self.port}
-        place = {"name": self.fabric["name"], "packet_bytes": self.fabric["packet_bytes"]}
-        return {"fabric": {**place, "tag": self.fabric["tags"][number]}}
+        endpoint = {"name": self.fabric["name"], "packet_bytes": self.fabric["packet_bytes"]}
+        return {"fabric": {**endpoint, "tag": self.fabric["tags"][number]}}
 
     def ranks_of(self, child: Child) -> tuple[int, ...]:
         return tuple(self.ranks[worker] for worker in child.workers)
 
-    def record_capacity(self, member: Member, said: object) -> None:
-        """Take what `member` says of this switch's rate; ProtocolError where it has no say, or `said` is no rate."""
+    def record_capacity(self, member: Member, bytes_per_s: object) -> None:
+        """Take the rate of this switch that `member` measured.
+
+        Raises ProtocolError where `member` is not the lowest rank or `bytes_per_s` is no rate.
+        """
         if member.child.switch is not None or member.rank != min(self.ranks):
             raise control_messages.ProtocolError(
-                f"bytes_per_s from {member.who}, and only the job's lowest rank says it"
+                f"bytes_per_s from {member.who}; only the job's lowest rank reports it"
             )
-        if not isinstance(said, (int, float)) or isinstance(said, bool) or not 0 <= said <= MAX_BYTES_PER_S:
-            raise control_messages.ProtocolError(f"alive with bytes_per_s {str(said)[:80]!r}")
-        self.capacity_bytes_per_s = float(said)
+        if (
+            not isinstance(bytes_per_s, (int, float))
+            or isinstance(bytes_per_s, bool)
+            or not 0 <= bytes_per_s <= MAX_BYTES_PER_S
+        ):
+            raise control_messages.ProtocolError(f"alive with bytes_per_s {str(bytes_per_s)[:80]!r}")
+        self.capacity_bytes_per_s = float(bytes_per_s)
 
     def keys(self, epoch: int) -> tuple[list[bytes], bytes] | None:
-        """Of its packets in this epoch, a worker each and the answers', None where they carry no tags."""
+        """The packet keys of `epoch`: one for each worker's contributions, and one for results; None without MACs."""
         if not self.secrets:
             return None
         own = [
@@ -139,10 +148,10 @@ class Job:
 
 
 def listed(ranks: Sequence[int]) -> str:
-    """For a sentence."""
+    """Ranks as they stand in a sentence."""
     return ", ".join(map(str, ranks))
 
 
 def labelled(ranks: Sequence[int]) -> str:
-    """For the log: whom a contribution is from."""
+    """Ranks as a field of the log: those whose values one contribution holds."""
     return "+".join(map(str, ranks))

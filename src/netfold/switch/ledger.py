@@ -1,6 +1,6 @@
-"""What a switch has granted, and to whom; what jobs did that have ended. A job is in it from its opening to its end.
+"""The grants of a switch by tenant and job, and the totals of ended jobs. It holds a job from its opening to its end.
 
-Always: what is granted fits into the tenant's part; a job that is removed gives everything back.
+Invariants: the grants of a tenant fit into its quota; a removed job releases everything.
 """
 
 from __future__ import annotations
@@ -18,66 +18,70 @@ from netfold.switch.quota import Limits, Quota, fitting_window, quota_of
 from netfold.switch.tokens import Tenant
 from netfold.switch_protocol.data_path import MIN_WINDOW_CHUNKS
 
-# The tenant of a switch without tokens.
+# The one tenant of a switch without tokens.
 DEFAULT_TENANT = Tenant("default")
-# Counters that stay when their job has ended.
+# Counters that the switch keeps after their job has ended.
 _TOTALS = ("result_bytes", "results", "contributions", "results_sent", "results_resent")
 
 
 class Ledger:
-    """limits: of the whole switch, which `tenants` share by weight. planes: the threads that handle packets."""
+    """The jobs and grants of one switch.
+
+    limits: of the whole switch, which `tenants` share by weight.
+    planes: the data planes, one thread each.
+    """
 
     def __init__(self, limits: Limits, tenants: Sequence[Tenant], planes: Sequence[DataPlane]) -> None:
         self.limits = limits
         self.planes = planes
         self.jobs: dict[str, Job] = {}
         self.refusals: Counter[str] = Counter()
-        # Why no job is taken any more; empty as long as they are.
+        # Why the switch takes no new job; "" while it does.
         self.draining = ""
         self._quotas = {tenant: quota_of(tenant, tenants, limits) for tenant in tenants}
         self._ids: set[int] = set()
         self._memory_bytes = 0
         self._started = 0
-        # What jobs did that have ended.
+        # Totals of ended jobs.
         self._ended: Counter[str] = Counter()
         self._ended_drops: Counter[str] = Counter()
 
     def holds(self, job: Job) -> bool:
-        """Whether it has not ended; another of its name may have come since."""
+        """Whether `job` has not ended. A later job may have the same name."""
         return self.jobs.get(job.name) is job
 
     def check_quota(self, tenant: Tenant, size: int) -> None:
-        """Raise RefusedError where `tenant` may not have one job more, of `size` workers here."""
+        """Raise RefusedError where `tenant` may not have one more job, with `size` workers at this switch."""
         if self.draining:
             raise RefusedError("draining", f"the switch is shutting down: {self.draining}")
-        part, own = self._quotas[tenant], self._jobs_of(tenant)
-        if len(own) >= part.jobs:
-            raise RefusedError("full", f"this switch is full: it serves {part.jobs} jobs (--max-jobs){_for(tenant)}")
-        if sum(job.size for job in own) + size > part.connections:
-            raise RefusedError("full", f"this switch is full: it serves {part.connections} workers{_for(tenant)}")
+        quota, own = self._quotas[tenant], self._jobs_of(tenant)
+        if len(own) >= quota.jobs:
+            raise RefusedError("full", f"this switch is full: it serves {quota.jobs} jobs (--max-jobs){_for(tenant)}")
+        if sum(job.size for job in own) + size > quota.connections:
+            raise RefusedError("full", f"this switch is full: it serves {quota.connections} workers{_for(tenant)}")
         if size > self.limits.workers:
             raise RefusedError(
                 "bound", f"a job has at most {self.limits.workers} workers here (--max-workers), not {size}"
             )
 
     def available(self, tenant: Tenant) -> dict[str, int]:
-        """What `tenant` could still have; -1 for slots without a bound of their own."""
-        part, own = self._quotas[tenant], self._jobs_of(tenant)
+        """What `tenant` could still get; slots: -1 where the tenant has no bound on them."""
+        quota, own = self._quotas[tenant], self._jobs_of(tenant)
         return {
-            "jobs": part.jobs - len(own),
-            "workers": min(self.limits.workers, part.connections - sum(job.size for job in own)),
-            "memory_bytes": part.memory_bytes - sum(job.memory_bytes for job in own),
-            "slots": -1 if part.slots is None else part.slots - sum(job.slots for job in own),
+            "jobs": quota.jobs - len(own),
+            "workers": min(self.limits.workers, quota.connections - sum(job.size for job in own)),
+            "memory_bytes": quota.memory_bytes - sum(job.memory_bytes for job in own),
+            "slots": -1 if quota.slots is None else quota.slots - sum(job.slots for job in own),
         }
 
     def draw_id(self) -> int:
-        """One that no job here has; never 0."""
+        """Draw a job id that no job of this switch has; never 0."""
         while (drawn := secrets.randbelow(0xFFFFFFFE) + 1) in self._ids:
             pass
         return drawn
 
     def least_loaded_plane(self) -> DataPlane:
-        """The thread with the fewest jobs: a group that goes over this switch twice has two of them."""
+        """Return the data plane with the fewest jobs, so a group with two jobs on this switch gets two threads."""
         return min(self.planes, key=lambda each: sum(job.plane is each for job in self.jobs.values()))
 
     def add(self, job: Job) -> None:
@@ -87,10 +91,15 @@ class Ledger:
         self._ids.add(job.id)
 
     def fitting_window(self, job: Job, payload: int) -> int:
-        """Chunks in flight that there is room for; RefusedError where that is too few to be of use."""
-        part, own = self._quotas[job.tenant], self._jobs_of(job.tenant)
-        free_bytes = part.memory_bytes - job.buffer_bytes - sum(other.memory_bytes for other in own if other is not job)
-        free_slots = None if part.slots is None else part.slots - sum(other.slots for other in own)
+        """Return the largest window, in chunks, that the quota can hold.
+
+        Raises RefusedError where that is below MIN_WINDOW_CHUNKS.
+        """
+        quota, own = self._quotas[job.tenant], self._jobs_of(job.tenant)
+        free_bytes = (
+            quota.memory_bytes - job.buffer_bytes - sum(other.memory_bytes for other in own if other is not job)
+        )
+        free_slots = None if quota.slots is None else quota.slots - sum(other.slots for other in own)
         has_parent = job.link is not None
         window = fitting_window(
             job.size, payload, job.window_bytes, free_bytes, free_slots, MIN_WINDOW_CHUNKS, has_parent, job.encrypts
@@ -100,8 +109,8 @@ class Ledger:
             raise RefusedError(
                 "full",
                 f"this switch is full: the job needs {least / 2**20:.1f} MiB and {2 * MIN_WINDOW_CHUNKS} slots at "
-                f"least, {free_bytes / 2**20:.1f} of {part.memory_bytes / 2**20:.1f} MiB"
-                + ("" if part.slots is None else f" and {free_slots} of {part.slots} slots")
+                f"least, {free_bytes / 2**20:.1f} of {quota.memory_bytes / 2**20:.1f} MiB"
+                + ("" if quota.slots is None else f" and {free_slots} of {quota.slots} slots")
                 + f" are free (--memory){_for(job.tenant)}",
             )
         return window
@@ -119,7 +128,7 @@ class Ledger:
         self._started += 1
 
     def remove(self, job: Job) -> dict[str, Any] | None:
-        """Give everything back; what the job did, None where its thread knows nothing of it any more."""
+        """Release everything; return the job's counters, or None where the data plane no longer has the job."""
         counters: dict[str, Any] | None = job.plane.counters(job.id)
         job.plane.close(job.id)
         del self.jobs[job.name]
@@ -131,7 +140,10 @@ class Ledger:
         return counters
 
     def status(self, counters: Mapping[int, dict[str, Any]]) -> dict[str, Any]:
-        """Of all jobs and tenants, as plain values. counters: by job id; a job without any has just come."""
+        """Return all jobs and tenants as plain values.
+
+        counters: by job id; a job that was just opened has none, and is left out.
+        """
         jobs = [_job_status(job, counters[job.id]) for job in self.jobs.values() if job.id in counters]
         drops = self._ended_drops.copy()
         totals = self._ended.copy()
@@ -145,18 +157,18 @@ class Ledger:
             "jobs_started": self._started,
             "refusals": dict(self.refusals),
             "totals": {**{name: totals[name] for name in _TOTALS}, "drops": dict(drops)},
-            "tenants": [self._tenant_status(tenant, part) for tenant, part in self._quotas.items()],
+            "tenants": [self._tenant_status(tenant, quota) for tenant, quota in self._quotas.items()],
             "jobs": jobs,
         }
 
-    def _tenant_status(self, tenant: Tenant, part: Quota) -> dict[str, Any]:
+    def _tenant_status(self, tenant: Tenant, quota: Quota) -> dict[str, Any]:
         own = self._jobs_of(tenant)
         granted_bytes = sum(job.memory_bytes for job in own)
         return {
             "name": tenant.name,
             "jobs": len(own),
             "memory_granted_bytes": granted_bytes,
-            "memory_free_bytes": part.memory_bytes - granted_bytes,
+            "memory_free_bytes": quota.memory_bytes - granted_bytes,
         }
 
     def _jobs_of(self, tenant: Tenant) -> list[Job]:
@@ -164,14 +176,14 @@ class Ledger:
 
 
 def retransmissions(counters: dict[str, Any]) -> int:
-    """Contributions that came again: answered from the kept result, or dropped as known."""
+    """Count contributions that came again: answered from the kept result, or dropped as duplicates."""
     drops = counters["drops"]
     return int(counters["results_resent"] + drops["duplicate"] + drops["stale"])
 
 
 def _job_status(job: Job, counters: dict[str, Any]) -> dict[str, Any]:
-    parts = [job.ranks_of(child) for child in job.position.children]
-    lags = zip(parts, counters["arrivals"], counters["arrival_lag_ns"], counters["last_arrivals"], strict=True)
+    children = [job.ranks_of(child) for child in job.position.children]
+    lags = zip(children, counters["arrivals"], counters["arrival_lag_ns"], counters["last_arrivals"], strict=True)
     return {
         "id": f"{job.id:08x}",
         "name": job.label,
@@ -189,7 +201,7 @@ def _job_status(job: Job, counters: dict[str, Any]) -> dict[str, Any]:
         "retransmissions": retransmissions(counters),
         "counters": counters,
         "ranks": [
-            # A leaf is named by the lowest rank below it; `below` are all of them.
+            # A leaf is named by the lowest rank below it; `below` holds the others.
             {"rank": ranks[0], "below": list(ranks[1:]), "arrivals": arrivals, "lag_s": lag_ns / 1e9, "last": last}
             for ranks, arrivals, lag_ns, last in lags
         ],
@@ -197,5 +209,5 @@ def _job_status(job: Job, counters: dict[str, Any]) -> dict[str, Any]:
 
 
 def _for(tenant: Tenant) -> str:
-    """What a bound is a part of, where it is one."""
-    return "" if tenant is DEFAULT_TENANT else f"; that is the part of {tenant.name}"
+    """Name the tenant whose quota a bound is; "" on a switch without tenants."""
+    return "" if tenant is DEFAULT_TENANT else f"; that is the quota of {tenant.name}"

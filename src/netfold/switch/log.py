@@ -1,4 +1,4 @@
-"""The switch's log: one line a fact, as key=value for programs, with the sentence for people at its end."""
+"""The switch's log in logfmt: one line an event, key=value for programs, and a sentence for people at its end."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from collections.abc import Callable
 
 log = logging.getLogger("netfold.switch")
 
-# What needs no quotes: nothing in it ends a value or a line.
+# A value that needs no quotes: no character of it ends a value or a line.
 _PLAIN = re.compile(r"[\w.:/+*#\[\]-]+")
 
 
 def event(level: int, name: str, text: str, /, **fields: object) -> None:
-    """Log `text`, a sentence, as the event `name` with `fields`; a field that is None is left out."""
+    """Log the sentence `text` as event `name` with `fields`; fields that are None are left out."""
     log.log(level, "%s", text, extra={"event": name, "fields": fields})
 
 
 class LogfmtFormatter(logging.Formatter):
-    """`time=... level=... event=... key=value ... msg="..."`, whatever the values hold: one line stays one line."""
+    """`time=... level=... event=... key=value ... msg="..."`. Values are escaped, so a record is always one line."""
 
     def format(self, record: logging.LogRecord) -> str:
         when = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
@@ -36,9 +36,10 @@ class LogfmtFormatter(logging.Formatter):
 
 
 class RateLimit(logging.Filter):
-    """Who may not join must not fill the log: of their lines some at once, and then one a second.
+    """Limit the lines of peers that may not join: BURST lines at once, then RATE_PER_S.
 
-    The next line that is let through says how many were not, as `suppressed`. clock: seconds.
+    The next line that passes has the number of dropped lines as its field `suppressed`.
+    clock: seconds.
     """
 
     EVENTS = ("unauthenticated", "refused")
@@ -48,19 +49,19 @@ class RateLimit(logging.Filter):
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__()
         self._clock = clock
-        self._left, self._since = float(self.BURST), clock()
+        self._tokens, self._refilled_s = float(self.BURST), clock()
         self._suppressed = 0
 
     def filter(self, record: logging.LogRecord) -> bool:
         if getattr(record, "event", "") not in self.EVENTS:
             return True
         now = self._clock()
-        self._left = min(self.BURST, self._left + (now - self._since) * self.RATE_PER_S)
-        self._since = now
-        if self._left < 1:
+        self._tokens = min(self.BURST, self._tokens + (now - self._refilled_s) * self.RATE_PER_S)
+        self._refilled_s = now
+        if self._tokens < 1:
             self._suppressed += 1
             return False
-        self._left -= 1
+        self._tokens -= 1
         if self._suppressed:
             record.fields = {**getattr(record, "fields", {}), "suppressed": self._suppressed}
             self._suppressed = 0
@@ -72,8 +73,8 @@ def _value(value: object) -> str:
     if _PLAIN.fullmatch(text):
         return text
     escaped = "".join(
-        {'"': '\\"', "\\": "\\\\", "\n": "\\n", "\r": "\\r", "\t": "\\t"}.get(letter)
-        or (letter if letter.isprintable() else f"\\u{ord(letter):04x}")
-        for letter in text
+        {'"': '\\"', "\\": "\\\\", "\n": "\\n", "\r": "\\r", "\t": "\\t"}.get(character)
+        or (character if character.isprintable() else f"\\u{ord(character):04x}")
+        for character in text
     )
     return f'"{escaped}"'

@@ -1,7 +1,7 @@
-"""The switch above this one, which joins it there for its jobs: a leaf is a worker of its parent.
+"""The parent switch: a leaf joins it as a worker, once for each job.
 
-A `Link` is one job's membership, with a control connection and a data port of its own, as a worker's; what a worker
-does in communicator/membership.py, on the daemon's loop.
+A `Link` is the membership of one job. It has its own control connection and data port, as a worker has. It does what
+communicator/membership.py does for a worker, on the daemon's event loop.
 """
 
 from __future__ import annotations
@@ -22,12 +22,15 @@ from netfold.switch.control_io import TIMEOUTS, enable_keepalive, read, send, se
 from netfold.switch_protocol import control_messages, packet_keys
 from netfold.switch_protocol.data_path import PathError, open_path
 
-# To connect, or to answer a question.
+# Timeout of connecting to the parent, and of its reply to a request.
 PARENT_S = 5.0
 
 
 class ParentError(Exception):
-    """What the parent refused, or why it cannot be reached, as a sentence. loop: it is below this switch itself."""
+    """Why the parent cannot be reached or what it refused, as a sentence.
+
+    loop: the parent is below this switch.
+    """
 
     def __init__(self, text: str, *, loop: bool = False) -> None:
         super().__init__(text)
@@ -35,27 +38,34 @@ class ParentError(Exception):
 
 
 class Parent:
-    """Where it is, and this switch's token there. ValueError, without the token, for what makes no sense."""
+    """The parent's address, and this switch's token there.
+
+    Raises ValueError for a malformed address or token file; the text never holds the token.
+    """
 
     def __init__(self, text: str, token_file: Path | None) -> None:
         self._address = control_messages.parse_switch(text, what="--parent")
         self.endpoint = control_messages.format_endpoint(self._address.host, self._address.port)
-        # With its fingerprint: what a worker needs to join there.
+        # With the fingerprint: what a worker needs to join the parent.
         self.full_endpoint = text.strip()
         self._token: str | None = None
         if token_file is not None:
             if self._address.fingerprint is None:
                 raise ValueError(
-                    "--parent-token-file without a fingerprint behind --parent's #: whoever answers there would get "
-                    "the token"
+                    "--parent-token-file needs a fingerprint in --parent (host:port#fingerprint): without it any host "
+                    "that answers there gets the token"
                 )
             self._token = control_messages.read_private(token_file).strip()
             control_messages.check_token(self._token)
-        # For people: how the last question or join ended.
+        # For operators: why the last request or join failed; "" where it succeeded.
         self.last_error = ""
 
     async def path(self, below: Sequence[int]) -> control_messages.Message:
-        """Its word on what is above the switches `below`, the last of which asks. ParentError where it has none."""
+        """Ask for the switches from the parent to the root.
+
+        below: the switches from the first that asked to this one, which the parent checks for a cycle.
+        Raises ParentError where the parent gives no answer.
+        """
         stream = await self.connect()
         try:
             await stream.send(
@@ -68,13 +78,13 @@ class Parent:
         return answer
 
     async def connect(self) -> Stream:
-        """A connection, with the certificate looked at before a byte is sent. ParentError."""
+        """Open a control connection, and check the certificate before the first byte is sent. Raises ParentError."""
         host, port, fingerprint = self._address
         context = None
         if fingerprint is not None:
             context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
             context.minimum_version = ssl.TLSVersion.TLSv1_3
-            # No authority and no name: the fingerprint is the whole of the trust.
+            # Trust rests on the fingerprint alone; authority and name mean nothing.
             context.check_hostname = False
             context.verify_mode = ssl.CERT_NONE
         try:
@@ -84,7 +94,7 @@ class Parent:
             raise self.error(f"did not answer within {PARENT_S:.0f} s") from None
         except OSError as error:  # ssl.SSLError is one
             if isinstance(error, ssl.SSLError):
-                raise self.error(f"does not shake hands: {error.reason}") from None
+                raise self.error(f"failed the TLS handshake: {error.reason}") from None
             raise self.error(f"cannot be reached: {os.strerror(error.errno) if error.errno else error}") from None
         if fingerprint is not None:
             certificate = writer.get_extra_info("ssl_object").getpeercert(binary_form=True)
@@ -110,11 +120,14 @@ class Stream:
         self._parent, self._reader, self._writer = parent, reader, writer
 
     async def read(self) -> control_messages.Message:
-        """EOFError, OSError or ProtocolError where there is no more."""
+        """Read one message. Raises EOFError, OSError or ProtocolError where there is none."""
         return await read(self._reader)
 
     async def expect(self, kind: str, seconds: float) -> control_messages.Message:
-        """The answer to a first message; ParentError where it is a refusal, or another, or none comes."""
+        """Read the reply of type `kind` to a first message.
+
+        Raises ParentError for a refusal, another reply, or none within `seconds`.
+        """
         try:
             message = await asyncio.wait_for(self.read(), seconds)
         except TIMEOUTS:
@@ -124,7 +137,7 @@ class Stream:
                 "" if self._parent.full_endpoint.count("#") else "; does it want TLS: --parent host:port#fingerprint?"
             )
             raise self._parent.error(f"is no netfold switch, or it stopped: {error}{hint}") from None
-        # Up to control protocol 5 a refusal has no version, but its reason has one.
+        # Up to control protocol 5 a refusal has no version field; its text names the version.
         if "version" in message or message["type"] == kind:
             problem = control_messages.version_problem(message, them="it", us="this switch")
             if problem:
@@ -133,7 +146,7 @@ class Stream:
             loop = bool(message.get("loop"))
             raise self._parent.error(f"refused: {message.get('reason')}", loop=loop)
         if message["type"] != kind:
-            raise self._parent.error(f"said {message['type']!r} where {kind!r} was expected")
+            raise self._parent.error(f"sent {message['type']!r} where {kind!r} was expected")
         return message
 
     async def send(self, message: control_messages.Message) -> None:
@@ -143,7 +156,7 @@ class Stream:
         send_nowait(self._writer, control_messages.encode(message))
 
     def addresses(self) -> tuple[str, str]:
-        """Ours, and the parent's."""
+        """The IP addresses of both ends: this host's, and the parent's."""
         return self._writer.get_extra_info("sockname")[0], self._writer.get_extra_info("peername")[0]
 
     def close(self) -> None:
@@ -151,47 +164,52 @@ class Stream:
 
 
 class Link:
-    """This switch's membership of one job at its parent, from `join` to `leave`."""
+    """The membership of this switch in one job at the parent, from `join` to `leave`."""
 
     def __init__(self, parent: Parent) -> None:
         self.parent = parent
-        self.payload_bytes = 0  # 0 until the path has been tried
-        self.port: Any = None  # connected to the parent's
+        self.payload_bytes = 0  # 0 until the data path has been probed
+        self.port: Any = None  # the data port, connected to the parent's
         self.identity: tuple[int, int, int] = (0, 0, 0)  # job, incarnation and worker, as the parent gave them
+        self.ready_fields: control_messages.Message = {}  # what the data path adds to `ready`
+        self.ready: tuple[int, int] | None = None  # largest payload and window that `ready` offered
+        self.open_queries = 0  # `stragglers` queries of the parent that have no reply yet
         self._admitted: control_messages.Message = {}
-        self.ready_fields: control_messages.Message = {}  # for `ready`, of the path
-        self.ready: tuple[int, int] | None = None  # the payload and the window that it was told, at most
         self._stream: Stream | None = None
-        self.open_queries = 0  # of the parent's, open
 
     async def join(
         self, join: control_messages.Message, listens: tuple[str, int], provider: str | None, timeout_s: float
     ) -> None:
-        """Say `join`, and try the path. listens: where this switch does; provider: None for UDP. ParentError."""
+        """Send `join` and probe the data path.
+
+        listens: host and port of this switch.
+        provider: the fabric's provider; None for UDP.
+        Raises ParentError.
+        """
         deadline = time.monotonic() + timeout_s
         stream = self._stream = await self.parent.connect()
-        ours, theirs = stream.addresses()
+        local, remote = stream.addresses()
         host, port = listens
-        # One that listens everywhere is called by the address that it has here.
-        name = control_messages.format_endpoint(ours if ipaddress.ip_address(host).is_unspecified else host, port)
+        # A switch that listens on all addresses names the one that it uses towards the parent.
+        endpoint = control_messages.format_endpoint(local if ipaddress.ip_address(host).is_unspecified else host, port)
         try:
-            path = open_path(provider, ours, int(join["window_bytes"]))
+            path = open_path(provider, local, int(join["window_bytes"]))
         except PathError as error:
             raise self.parent.error(str(error)) from None
-        who = {"endpoint": name, **path.join_fields(), **self.parent.token()}
-        await stream.send({**join, "type": "join", "version": control_messages.VERSION, **who})
+        own = {"endpoint": endpoint, **path.join_fields(), **self.parent.token()}
+        await stream.send({**join, "type": "join", "version": control_messages.VERSION, **own})
         admitted = await stream.expect("admitted", max(PARENT_S, deadline - time.monotonic()))
         if "secret" in admitted and auth.unavailable_reason():
             raise self.parent.error(
-                f"wants packets to be authenticated, and this host cannot: {auth.unavailable_reason()}"
+                f"requires packet authentication, which is unavailable on this host: {auth.unavailable_reason()}"
             )
         if join["encrypt"] and not (admitted.get("encrypt") and "secret" in admitted):
-            raise self.parent.error("does not encrypt packets, and the job's are to be encrypted (NETFOLD_SECURITY)")
+            raise self.parent.error("does not encrypt packets, and the job requires it (NETFOLD_SECURITY)")
         self._admitted = admitted
         self.identity = int(admitted["job_id"]), int(admitted["incarnation"]), int(admitted["worker"])
         loop = asyncio.get_running_loop()
         try:
-            self.ready_fields = await loop.run_in_executor(None, path.connect, theirs, admitted, deadline)
+            self.ready_fields = await loop.run_in_executor(None, path.connect, remote, admitted, deadline)
         except PathError as error:
             raise self.parent.error(str(error)) from None
         self.port = path.port
@@ -199,7 +217,7 @@ class Link:
         self.parent.last_error = ""
 
     def keys(self, epoch: int) -> tuple[bytes, bytes] | None:
-        """Of sums and of the parent's answers, in an epoch of the parent's; None where packets carry no tags there."""
+        """The keys of sums and of the parent's results in its epoch; None where the parent uses no MACs."""
         return packet_keys.member_keys(self._admitted, epoch)
 
     async def read(self) -> control_messages.Message:
@@ -211,7 +229,7 @@ class Link:
             await self._stream.send(message)
 
     def leave(self, message: control_messages.Message) -> None:
-        """Say goodbye and close, without waiting."""
+        """Send `leave` and close the connection, without waiting."""
         if self._stream is not None:
             self._stream.send_nowait(message)
             self._stream.close()

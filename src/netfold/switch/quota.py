@@ -1,7 +1,7 @@
-"""How a switch is divided: each tenant has a part of everything, by weight; what a job takes comes out of that part.
+"""Divide a switch among its tenants: each has a quota of everything, by weight, and its jobs draw on that quota.
 
-A part is there for its tenant whatever the others do: memory that was granted is never taken back, so what is lent
-today is missing tomorrow. A tenant alone on a switch has all of it.
+A quota is reserved for its tenant, even while it is idle: memory that was granted to a job cannot be taken back, so
+another tenant cannot borrow it. The only tenant of a switch has all of it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from netfold.switch.tokens import Tenant
 
 @dataclass(frozen=True)
 class Limits:
-    """What a switch grants in all. Past a bound a job is refused, with the bound in the reason."""
+    """The bounds of a whole switch. A job beyond one is refused, and the refusal names the bound."""
 
     jobs: int = 64
     workers: int = protocol.MAX_WORKERS  # of one job
@@ -26,7 +26,10 @@ class Limits:
 
 @dataclass(frozen=True)
 class Quota:
-    """What one tenant's jobs may have together. slots: None for as many as the memory holds."""
+    """What all jobs of one tenant may have together.
+
+    slots: None for as many as the memory holds.
+    """
 
     jobs: int
     connections: int
@@ -35,7 +38,10 @@ class Quota:
 
 
 def quota_of(tenant: Tenant, tenants: Sequence[Tenant], limits: Limits) -> Quota:
-    """What `tenant`, one of `tenants`, gets of `limits` by its weight, within its bounds; ValueError for nothing."""
+    """Return the quota of `tenant`, one of `tenants`: its share by weight, within its own bounds.
+
+    Raises ValueError where any of it is 0.
+    """
     total = sum(each.weight for each in tenants)
 
     def share(whole: int) -> int:
@@ -44,13 +50,13 @@ def quota_of(tenant: Tenant, tenants: Sequence[Tenant], limits: Limits) -> Quota
     memory_bytes = share(limits.memory_bytes)
     if tenant.memory_bytes is not None:
         memory_bytes = min(memory_bytes, tenant.memory_bytes)
-    part = Quota(share(limits.jobs), share(limits.connections), memory_bytes, tenant.slots)
-    if not (part.jobs and part.connections and part.memory_bytes):
+    quota = Quota(share(limits.jobs), share(limits.connections), memory_bytes, tenant.slots)
+    if not (quota.jobs and quota.connections and quota.memory_bytes):
         raise ValueError(
-            f"{tenant.name}'s part, {tenant.weight} of {total}, is {part.jobs} jobs, {part.connections} connections and"
-            f" {part.memory_bytes} bytes: raise its weight, --max-jobs or --memory"
+            f"{tenant.name}'s quota, {tenant.weight} of {total}, is {quota.jobs} jobs, {quota.connections} connections "
+            f"and {quota.memory_bytes} bytes: raise its weight, --max-jobs or --memory"
         )
-    return part
+    return quota
 
 
 def fitting_window(
@@ -63,10 +69,11 @@ def fitting_window(
     has_parent: bool = False,
     encrypts: bool = False,
 ) -> int:
-    """Chunks in flight from a worker: as many as fill `window_bytes`, fewer where memory or slots are short.
+    """Return the chunks that a worker may have in flight; 0 where not even `least` fit.
 
-    memory_bytes, slots: what is left. 0 where not even `least` fit. Slots come in powers of two, so where they are
-    short the window is half of one.
+    The window fills `window_bytes`; it is smaller where memory or slots are short. It is then half a power of two,
+    since slots are allocated in powers of two.
+    memory_bytes, slots: what is free.
     """
 
     def fits(window: int) -> bool:

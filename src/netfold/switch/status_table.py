@@ -1,4 +1,4 @@
-"""A switch's status for people: read over HTTP, shown as a table a job."""
+"""A switch's status for people: read over HTTP and rendered as a table, a row for each job."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from rich.text import Text
 
 from netfold.switch_protocol import control_messages
 
-# A page of 64 jobs of 256 ranks has a few megabytes.
+# The page of 64 jobs of 256 ranks has some megabytes.
 MAX_STATUS_BYTES = 64 << 20
 READ_S = 5.0
 
 
 def fetch_status(address: tuple[str, int]) -> dict[str, Any]:
-    """/status of the switch whose --metrics is at `address`; OSError where there is none."""
+    """Read /status of the switch whose --metrics is at `address`. Raises OSError where there is none."""
     url = f"http://{control_messages.format_endpoint(*address)}/status"
-    # A proxy of the environment has no business between an operator and a switch.
+    # Ignore the environment's proxies: a switch is reached directly.
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
         with opener.open(url, timeout=READ_S) as page:
@@ -36,7 +36,10 @@ def fetch_status(address: tuple[str, int]) -> dict[str, Any]:
 
 
 def render(now: dict[str, Any], before: dict[str, Any] | None) -> RenderableType:
-    """Tables of `now`; rates since `before`, a look of some time ago, or since each job's start."""
+    """Render the status `now`.
+
+    before: an earlier status, since which rates are computed; None: since each job's start.
+    """
     headline = Text(_headline(now))
     if not now["jobs"]:
         return headline
@@ -87,7 +90,7 @@ def _row(job: dict[str, Any], earlier: dict[str, Any] | None) -> list[str]:
 
 
 def _latest(job: dict[str, Any], earlier: dict[str, Any] | None) -> str:
-    """The rank whose contributions came latest, by how much in the mean, and for how many chunks all waited for it."""
+    """The rank with the largest mean lag, that lag, and for how many chunks all other ranks waited for it."""
     known = {each["rank"]: each for each in earlier["ranks"]} if earlier else {}
     lags = []
     for each in job["ranks"]:

@@ -1,11 +1,12 @@
-"""Who may use a switch: a file with a line a tenant.
+"""The tenants of a switch, from a file with one line for each.
 
-    # tenant  token (32 letters or more)   what it may
+    # tenant  token (32 characters or more)   bounds
     vision    8f14e45fceea167a5a36dedd4bea2543
     speech    c9f0f895fb98ab9159f51fd0297e236d   weight=2 names=asr-*,tts-* slots=4096 memory=512M
 
-weight: its part of the memory, against the others' (1). names: patterns of NETFOLD_JOB_NAME, by commas (all). slots,
-memory: bounds on what its jobs have together (its part of the whole).
+weight: the tenant's share of the switch, relative to the other tenants (default 1).
+names: patterns of NETFOLD_JOB_NAME, separated by commas (default: all).
+slots, memory: bounds on all its jobs together (default: its quota).
 """
 
 from __future__ import annotations
@@ -26,7 +27,10 @@ _SIZE = re.compile(r"(\d+)([KMG]?)")
 
 @dataclass(frozen=True)
 class Tenant:
-    """Whose jobs share a part of the switch. slots, memory_bytes: None for no bound but that part."""
+    """A customer of the switch, whose jobs share one quota.
+
+    slots, memory_bytes: None for no bound but the quota.
+    """
 
     name: str
     weight: int = 1
@@ -39,14 +43,17 @@ class Tenant:
 
 
 class Tokens:
-    """The tenants of a file, found by their token. It keeps digests of tokens, never a token."""
+    """The tenants of a file, found by token. It keeps digests of tokens, never a token."""
 
     def __init__(self, tenants: dict[bytes, Tenant]) -> None:
         self._tenants = tenants
 
     @classmethod
     def read(cls, path: Path) -> Tokens:
-        """ValueError with file and line where it is not private or makes no sense; OSError where it cannot be read."""
+        """Read a token file.
+
+        Raises ValueError with file and line where it is not private or malformed, OSError where it cannot be read.
+        """
         tenants: dict[bytes, Tenant] = {}
         for number, line in enumerate(control_messages.read_private(path).splitlines(), 1):
             words = line.partition("#")[0].split()
@@ -55,12 +62,12 @@ class Tokens:
             try:
                 token, tenant = _tenant(words)
                 if token in tenants or tenant.name in [other.name for other in tenants.values()]:
-                    raise ValueError(f"tenant {tenant.name!r}, or its token, is there twice")
+                    raise ValueError(f"tenant {tenant.name!r}, or its token, occurs twice")
             except ValueError as error:
                 raise ValueError(f"{path}, line {number}: {error}") from None
             tenants[token] = tenant
         if not 0 < len(tenants) <= MAX_TENANTS:
-            raise ValueError(f"{path} has {len(tenants)} tenants; from 1 to {MAX_TENANTS} make sense")
+            raise ValueError(f"{path} has {len(tenants)} tenants; expected 1 to {MAX_TENANTS}")
         return cls(tenants)
 
     @property
@@ -68,7 +75,7 @@ class Tokens:
         return list(self._tenants.values())
 
     def find(self, token: str) -> Tenant | None:
-        """Takes as long for a token that is almost right as for one that is not."""
+        """Find the tenant of `token` in constant time: a nearly right token takes as long as any other."""
         digest = hashlib.sha256(token.encode()).digest()
         found = None
         for known, tenant in self._tenants.items():
@@ -78,7 +85,7 @@ class Tokens:
 
 
 def _tenant(words: list[str]) -> tuple[bytes, Tenant]:
-    # Never a word of the line in the error but the names of things: it may be the token.
+    # An error never quotes a word of the line except names: any other word may be the token.
     if len(words) < 2 or not _TENANT.fullmatch(words[0]):
         raise ValueError("expected: tenant token [weight=] [names=] [slots=] [memory=]")
     control_messages.check_token(words[1])
@@ -104,5 +111,5 @@ def _positive(name: str, text: str) -> int:
     found = _SIZE.fullmatch(text)
     value = int(found[1]) << {"": 0, "K": 10, "M": 20, "G": 30}[found[2]] if found else 0
     if value <= 0:
-        raise ValueError(f"{name}= wants a number above 0, such as 2 or 512M")
+        raise ValueError(f"{name}= needs a number above 0, such as 2 or 512M")
     return value

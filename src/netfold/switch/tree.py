@@ -1,7 +1,7 @@
-"""A switch's place in a job's tree: who contributes to it, and whether its sums go on to a parent.
+"""A switch's position in a job's tree: its children, and its parent.
 
-Every worker's join says the whole tree in one form, the path of each worker: the ids of the switches from its own to
-the root, which is the lowest one that all workers are below. So every switch of the tree finds the same one in it.
+Every worker's join carries the whole tree, as one path for each worker: the ids of the switches from the worker's own
+to the root, which is the lowest switch that all workers are below. So every switch of the tree derives the same tree.
 """
 
 from __future__ import annotations
@@ -9,44 +9,53 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-# Levels of switches in one tree: far above any that helps.
+# Levels of switches in one tree; no useful tree is this deep.
 MAX_DEPTH = 8
 
 
 @dataclass(frozen=True)
 class Child:
-    """Who contributes here: a worker, or a switch with those below it. Workers by their numbers in the whole job."""
+    """A worker or a switch that contributes to this switch.
+
+    workers: numbers in the whole job; of a switch: the workers below it.
+    switch: its id; None for a worker.
+    """
 
     workers: tuple[int, ...]
     switch: int | None = None
 
     @property
     def name(self) -> int:
-        """What it is called in the whole tree: its own number, or the lowest below."""
+        """Its name in the whole tree: its own worker number, or the lowest below it."""
         return self.workers[0]
 
 
 @dataclass(frozen=True)
 class TreePosition:
-    """children: in the order in which their contributions are added. parent: its id, None at the root."""
+    """children: in the order in which their contributions are reduced.
+    parent: its id; None at the root.
+    """
 
     children: tuple[Child, ...]
     parent: int | None = None
 
 
 def tree_position(me: int, paths: Sequence[Sequence[int]]) -> TreePosition:
-    """The place of switch `me`; ValueError, in words for the worker, for paths that are no tree or not above it."""
+    """Return the position of switch `me` in the tree of `paths`.
+
+    Raises ValueError, with a text for the worker, where the paths form no tree or `me` is not in it.
+    """
     above: dict[int, int | None] = {}
     for worker, path in enumerate(paths):
         if not 0 < len(path) <= MAX_DEPTH:
             raise ValueError(f"worker {worker} is below {len(path)} switches; a tree has 1 to {MAX_DEPTH} levels")
         for switch, parent in zip(path, [*path[1:], None], strict=True):
             if above.setdefault(switch, parent) != parent:
-                raise ValueError(f"switch {switch:08x} has two parents in what its workers say")
-    # With one parent each and no end but None, paths cannot go in circles.
+                raise ValueError(f"switch {switch:08x} has two parents in the paths of its workers")
+    # Each switch has one parent and every path ends at None, so no path is a cycle.
     if me not in above or len([parent for parent in above.values() if parent is None]) != 1:
         raise ValueError(f"switch {me:08x} is not in the tree of this job, or that is no tree")
-    below: dict[int | None, list[int]] = {}  # by the child switch on the way; None: here
+    below: dict[int, list[int]] = {}  # workers by the child switch that they are below
     direct = []
     for worker, path in enumerate(paths):
         if me not in path:
@@ -61,5 +70,5 @@ def tree_position(me: int, paths: Sequence[Sequence[int]]) -> TreePosition:
 
 
 def single_switch(workers: int) -> TreePosition:
-    """Of a switch to which all workers contribute themselves."""
+    """Return the position of a switch to which all workers contribute directly."""
     return TreePosition(tuple(Child((worker,)) for worker in range(workers)))

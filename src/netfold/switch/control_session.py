@@ -1,0 +1,176 @@
+"""One control connection, from its first message to its end: a worker of a job, or a peer with one request."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+
+from netfold.switch.acceptor import Connection
+from netfold.switch.admission import Admission, check_version
+from netfold.switch.control_io import TIMEOUTS, read, send
+from netfold.switch.echo import open_echo
+from netfold.switch.job import Job, Member, RefusedError, labelled
+from netfold.switch.job_lifecycle import JobLifecycle
+from netfold.switch.ledger import Ledger
+from netfold.switch.log import event
+from netfold.switch.root_path import RootPath
+from netfold.switch.tree_session import TreeSession
+from netfold.switch_protocol import control_messages
+from netfold.switch_protocol.data_path import ReceiveBuffer
+
+
+class ControlSession:
+    """What a connection may ask of this switch.
+
+    listens: host and port of this switch.
+    buffer: the socket buffer that a job of this switch gets.
+    """
+
+    def __init__(
+        self,
+        connection: Connection,
+        *,
+        admission: Admission,
+        ledger: Ledger,
+        jobs: JobLifecycle,
+        root_path: RootPath,
+        listens: tuple[str, int],
+        buffer: ReceiveBuffer,
+    ) -> None:
+        self._connection = connection
+        self._admission, self._ledger, self._jobs, self._root_path = admission, ledger, jobs, root_path
+        self._listens, self._buffer = listens, buffer
+
+    async def run(self) -> None:
+        """Serve the connection to its end; a refusal is counted, logged and sent."""
+        address = self._connection.address
+        try:
+            await self._serve()
+        except RefusedError as refusal:
+            self._ledger.refusals[refusal.kind] += 1
+            event(logging.WARNING, "refused", f"refused {address}: {refusal}", peer=address, reason=refusal.kind)
+            loop = {"loop": True} if refusal.kind == "loop" else {}
+            refused = {"type": "refused", "version": control_messages.VERSION, "reason": str(refusal), **loop}
+            await send(self._connection.writer, refused)
+        except (control_messages.ProtocolError, asyncio.IncompleteReadError, OSError, *TIMEOUTS) as error:
+            what = f"dropped connection from {address} before it joined: {error or type(error).__name__}"
+            event(logging.WARNING, "unauthenticated", what, peer=address)
+
+    async def _serve(self) -> None:
+        first = await read(self._connection.reader)
+        # The version comes before the type: another version may not have this type.
+        check_version(first)
+        if first["type"] == "path":
+            self._admission.tenant(first)
+            await send(self._connection.writer, await self._root_path.answer(first.get("below")))
+        elif first["type"] == "quota":
+            await self._serve_quota(first)
+        else:
+            await self._serve_member(*self._join(first))
+
+    async def _serve_quota(self, message: control_messages.Message) -> None:
+        """Answer what the asking tenant could have at this moment; nothing is reserved."""
+        tenant = self._admission.tenant(message)
+        if self._ledger.draining:
+            raise RefusedError("draining", f"the switch is shutting down: {self._ledger.draining}")
+        quota = {
+            "type": "quota",
+            "version": control_messages.VERSION,
+            **self._ledger.available(tenant),
+            "threads": len(self._ledger.planes),
+            "buffer_bytes": self._buffer.granted_bytes,
+            "window_bytes": self._buffer.window_bytes,
+        }
+        connection = self._connection
+        if message.get("udp") is not True:
+            await send(connection.writer, quota)
+            return
+        async with contextlib.AsyncExitStack() as stack:
+            try:
+                echo = await stack.enter_async_context(open_echo(connection.writer))
+            except OSError as error:
+                host = connection.writer.get_extra_info("sockname")[0]
+                raise RefusedError("port", f"the switch cannot open a data port on {host}: {error}") from None
+            await send(connection.writer, {**quota, "udp": echo})
+            with contextlib.suppress(OSError):
+                # The echo lasts until the peer closes the connection, or the acceptor's timeout cancels this task.
+                await connection.reader.read(1)
+
+    # --- a worker, or a switch below this one ---
+
+    def _join(self, message: control_messages.Message) -> tuple[Job, Member]:
+        connection = self._connection
+        try:
+            job, member = self._admission.admit(message, connection.writer, connection.address, self._on_opened)
+        except (RefusedError, control_messages.ProtocolError) as refusal:
+            # A job that this join opened ends with the refusal.
+            opened = self._ledger.jobs.get(str(message.get("job")))
+            if opened is not None and not opened.members and not opened.started:
+                self._jobs.close(opened, str(refusal))
+            raise
+        what = f"job {job.name}: {member.who} of {len(job.ranks)} joined from {member.address}"
+        event(logging.INFO, "joined", what, **job.log_fields, rank=labelled(member.ranks), peer=connection.address)
+        connection.admitted()
+        return job, member
+
+    def _on_opened(self, job: Job) -> None:
+        self._jobs.open(job)
+        if job.link is not None:
+            job.parent_task = self._jobs.spawn(TreeSession(job, job.link, self._jobs, self._listens).run())
+
+    async def _serve_member(self, job: Job, member: Member) -> None:
+        """Tell the member that it is admitted and handle its messages until it leaves."""
+        reason = "its connection was lost"
+        leave: control_messages.Message = {}
+        try:
+            await send(self._connection.writer, self._admitted(job, member))
+            while (message := await read(self._connection.reader))["type"] != "leave":
+                await self._handle(job, member, message)
+            leave = message
+            reason = str(leave.get("reason", ""))[:512] or "it left"
+        except RefusedError:
+            reason = "it was refused"
+            raise
+        except control_messages.ProtocolError as error:
+            reason = f"it broke the control protocol: {error}"
+            what = f"job {job.name}: {member.who}: {reason}"
+            event(logging.WARNING, "protocol_error", what, **job.log_fields, rank=member.rank)
+        except (asyncio.IncompleteReadError, OSError):
+            pass
+        finally:
+            fault = leave.get("fault")
+            fault = fault if isinstance(fault, int) else None
+            await self._jobs.leave(job, member, reason, fault, str(leave.get("switch", "")))
+
+    def _admitted(self, job: Job, member: Member) -> control_messages.Message:
+        number = job.position.children.index(member.child)
+        admitted: control_messages.Message = {
+            "type": "admitted",
+            "version": control_messages.VERSION,
+            "job_id": job.id,
+            "incarnation": self._jobs.incarnation,
+            "worker": number,
+            "nonce": job.nonces[number],
+            **job.data_address_of(number),
+        }
+        if job.secrets:
+            admitted |= {"secret": job.secrets[number], "result_secret": job.result_secret, "encrypt": job.encrypts}
+        return admitted
+
+    async def _handle(self, job: Job, member: Member, message: control_messages.Message) -> None:
+        kind = message["type"]
+        if kind == "ready":
+            await self._jobs.ready(job, member, message)
+        elif kind == "stragglers":
+            self._jobs.handle_stragglers(job, member, message)
+        elif kind == "alive":
+            if "bytes_per_s" in message:
+                job.record_capacity(member, message["bytes_per_s"])
+            await self._jobs.send_or_abort(member, {"type": "alive", "serial": message.get("serial")})
+        elif kind == "left" and member.child.switch is not None:
+            if message.get("rank") not in member.ranks:
+                raise control_messages.ProtocolError(f"left of rank {message.get('rank')!r}, which is not below it")
+            await self._jobs.announce_left(job, message, member)
+        else:
+            raise control_messages.ProtocolError(f"unknown message {kind!r}")

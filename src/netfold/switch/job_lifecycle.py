@@ -1,0 +1,319 @@
+"""A job from its assembly to its end: who is ready, when it starts, who left, and why it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Coroutine
+from typing import Any
+
+from netfold._native import protocol
+from netfold.switch.control_io import abort, send, send_nowait
+from netfold.switch.job import Job, Member, RefusedError, labelled, listed
+from netfold.switch.ledger import Ledger, retransmissions
+from netfold.switch.log import event
+from netfold.switch.stragglers import MAX_QUERIES, accept_reply, report_stragglers, requested_chunk
+from netfold.switch_protocol import control_messages
+from netfold.switch_protocol.data_path import MIN_WINDOW_CHUNKS, fabric_payload, window_chunks
+
+MIN_PAYLOAD_BYTES = 512
+# A complete leaf waits this much longer than its parent, because the parent knows better who is absent.
+_GRACE_S = 2.0
+
+
+class JobLifecycle:
+    """The changes of state of all jobs of one switch.
+
+    incarnation: the switch's id, new with each start of the process.
+    tasks: the background tasks of jobs; they end with their job, or when `stop` cancels them.
+    """
+
+    def __init__(self, ledger: Ledger, incarnation: int) -> None:
+        self.incarnation = incarnation
+        self.tasks: set[asyncio.Task[Any]] = set()
+        self._ledger = ledger
+        # An incarnation never gives an epoch twice, not even to a job of the same name.
+        self._next_epoch = 1
+
+    def spawn(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+        task = asyncio.ensure_future(work)
+        self.tasks.add(task)
+        task.add_done_callback(self.tasks.discard)
+        return task
+
+    async def stop(self) -> None:
+        """Cancel all background tasks and wait for their end."""
+        for task in list(self.tasks):
+            task.cancel()
+        await asyncio.gather(*self.tasks, return_exceptions=True)
+
+    # --- assembly ---
+
+    def open(self, job: Job) -> None:
+        """Start the assembly timer of a new job."""
+        job.timer = asyncio.get_running_loop().call_later(job.deadline, lambda: self.spawn(self._give_up(job)))
+
+    async def _give_up(self, job: Job) -> None:
+        """End a job that is not complete at its deadline, and name the absent or slow ranks."""
+        # A leaf that is not ready has its own deadline and knows better who is absent below it.
+        if any(member.child.switch is not None and member.payload_bytes == 0 for member in job.members.values()):
+            await asyncio.sleep(_GRACE_S)
+        if job.started or not self._ledger.holds(job):
+            return
+        absent = [
+            rank
+            for number, child in enumerate(job.position.children)
+            if number not in job.members
+            for rank in job.ranks_of(child)
+        ]
+        slow = [rank for member in job.members.values() if member.payload_bytes == 0 for rank in member.ranks]
+        if absent:
+            what = f"rank {listed(absent)} did not join"
+        elif slow:
+            what = f"rank {listed(slow)} did not get a packet through"
+        else:
+            assert job.link is not None, "a job without a parent starts when all are ready"
+            await asyncio.sleep(_GRACE_S)
+            what = f"the parent switch at {job.link.parent.endpoint} did not begin"
+        await self.end(job, "absent", f"{what} within {job.deadline:.0f} s")
+
+    async def ready(self, job: Job, member: Member, message: control_messages.Message) -> None:
+        """Record the payload and window that `member` found on its data path; begin when all members are ready."""
+        payload = message.get("payload_bytes")
+        if (
+            not isinstance(payload, int)
+            or payload % 8
+            or not MIN_PAYLOAD_BYTES <= payload <= protocol.MAX_PAYLOAD_BYTES
+        ):
+            raise control_messages.ProtocolError(f"ready with payload_bytes {payload!r}")
+        if job.fabric is not None and payload > fabric_payload(job.fabric["packet_bytes"]):
+            raise control_messages.ProtocolError(f"ready with payload_bytes {payload}, more than its messages hold")
+        if job.proofs and message.get("proof") != job.proofs[job.position.children.index(member.child)]:
+            raise control_messages.ProtocolError("ready without the number that its hello came back with")
+        window = message.get("window")
+        if window is not None and (not isinstance(window, int) or window < MIN_WINDOW_CHUNKS):
+            raise control_messages.ProtocolError(f"ready with window {window!r}")
+        member.payload_bytes, member.window = payload, window
+        await self.begin_when_ready(job)
+
+    async def begin_when_ready(self, job: Job) -> None:
+        """When all members and the path to the parent are ready: begin at the root; below it tell the parent."""
+        if job.started or len(job.members) < job.size or any(m.payload_bytes == 0 for m in job.members.values()):
+            return
+        payloads = [member.payload_bytes for member in job.members.values()]
+        link = job.link
+        if link is not None:
+            if link.ready is not None or link.payload_bytes == 0:
+                return
+            payloads.append(link.payload_bytes)
+        payload = min(payloads)
+        try:
+            window = self._ledger.fitting_window(job, payload)
+        except RefusedError as refusal:
+            await self.end(job, refusal.kind, str(refusal))
+            return
+        # All switches of a tree use one window: the smallest that any of them can grant.
+        window = min([window, *(member.window for member in job.members.values() if member.window is not None)])
+        if link is None:
+            await self.begin(job, payload, window)
+            return
+        # Grant the memory before the offer: the parent starts the job with at most this window and payload.
+        self._ledger.grant(job, window, payload)
+        link.ready = payload, window
+        await link.send({"type": "ready", **link.ready_fields, "payload_bytes": payload, "window": window})
+
+    async def begin(self, job: Job, payload: int, window: int, parent_epoch: int = 0) -> None:
+        """Start a new epoch of `job` in the data plane and tell all members.
+
+        parent_epoch: the epoch that the parent gave; 0 at the root.
+        """
+        self._ledger.grant(job, window, payload)
+        epoch, self._next_epoch = self._next_epoch, self._next_epoch + 1
+        parent = None
+        if job.link is not None:
+            parent_job, incarnation, worker = job.link.identity
+            parent = (parent_job, parent_epoch, incarnation, worker)
+        try:
+            job.plane.begin(
+                job=job.id,
+                epoch=epoch,
+                incarnation=self.incarnation,
+                workers=job.size,
+                window=window,
+                payload_bytes=payload,
+                keys=job.keys(epoch),
+                parent=parent,
+                parent_keys=None if job.link is None else job.link.keys(parent_epoch),
+                names=[child.name for child in job.position.children],
+                encrypts=job.encrypts,
+            )
+        except ValueError as error:
+            await self.end(job, "absent", str(error))
+            return
+        self._ledger.started(job, epoch)
+        if job.timer is not None:
+            job.timer.cancel()
+        _log_start(job, payload, window)
+        shortfall = _window_shortfall(job, payload, window)
+        if shortfall:
+            event(logging.WARNING, "buffer", f"job {job.name}: {shortfall}", **job.log_fields, window=window)
+        start: control_messages.Message = {"type": "start", "epoch": epoch, "payload_bytes": payload, "window": window}
+        if shortfall:
+            start["window_shortfall"] = shortfall
+        encoded = control_messages.encode(start)
+        # Without an await in between: a member that starts and leaves at once must not be announced before the start.
+        for member in job.members.values():
+            send_nowait(member.writer, encoded)
+
+    # --- while the job runs ---
+
+    def handle_stragglers(self, job: Job, member: Member | None, message: control_messages.Message) -> None:
+        """Answer a `stragglers` query, or take a reply to one of this switch's queries.
+
+        member: the sender; None for the parent.
+        """
+        if accept_reply(job, message):
+            return
+        sender = member if member is not None else job.link
+        assert sender is not None, "a query comes from a member or from the parent"
+        if sender.open_queries == MAX_QUERIES:
+            raise control_messages.ProtocolError(f"more than {MAX_QUERIES} questions at once")
+        sender.open_queries += 1
+        task = self.spawn(report_stragglers(job, member, requested_chunk(message), message.get("serial")))
+
+        def on_answered(_: asyncio.Task[None]) -> None:
+            sender.open_queries -= 1
+
+        task.add_done_callback(on_answered)
+
+    async def send_or_abort(self, member: Member, message: control_messages.Message) -> None:
+        """Send to `member`; disconnect a member that does not read, so that its reader ends its membership."""
+        if not await send(member.writer, message):
+            abort(member.writer)
+
+    async def announce_left(self, job: Job, left: control_messages.Message, source: Member | None) -> None:
+        """Tell all members and the parent, except `source`, that a rank has left.
+
+        source: the member that reported it; None for the parent.
+        """
+        job.left.add(left["rank"])
+        message = {key: left.get(key) for key in ("type", "rank", "reason", "fault")}
+        if source is not None and job.link is not None:
+            await job.link.send(message)
+        for member in list(job.members.values()):
+            if member is not source:
+                await self.send_or_abort(member, message)
+
+    async def leave(self, job: Job, member: Member, reason: str, fault: int | None, gone: str) -> None:
+        """End a membership: announce the rank, or end the job where it cannot go on.
+
+        fault: the rank that the leaving rank blames.
+        gone: the address of the switch that the leaving switch blames; "" for none.
+        """
+        number = job.position.children.index(member.child)
+        if job.members.get(number) is not member:
+            return
+        del job.members[number]
+        what = f"job {job.name}: {member.who} left: {reason}"
+        event(logging.INFO, "left", what, **job.log_fields, rank=labelled(member.ranks))
+        if not job.started:
+            if self._ledger.holds(job):
+                await self.end(job, "left", f"{member.who} left before the job started: {reason}")
+            return
+        if member.child.switch is None:
+            message = {"type": "left", "rank": member.rank, "reason": reason, "fault": fault}
+            await self.announce_left(job, message, member)
+        elif not job.left.issuperset(member.ranks):
+            # Ranks below the lost switch are still there, and no switch reduces for them any more.
+            await self.end(job, "switch", reason, gone or member.address)
+            return
+        if not job.members and self._ledger.holds(job):
+            self.close(job, "all below it left")
+
+    # --- the end ---
+
+    async def end(self, job: Job, kind: str, reason: str, gone: str = "") -> None:
+        """Refuse a job that is being assembled, or end a running one; release everything and tell the members.
+
+        gone: the address of the switch that is the reason; "" for this switch.
+        """
+        if not self._ledger.holds(job):
+            return
+        if not job.started:
+            self._ledger.refusals[kind] += 1
+        what = f"job {job.name} ends: " + (f"the switch at {gone} is gone: {reason}" if gone else reason)
+        event(logging.WARNING, "ended", what, **job.log_fields, reason=kind)
+        members = list(job.members.values())
+        job.members.clear()
+        switch = {"switch": gone} if gone else {}
+        self.close(job, reason, **switch)
+        for member in members:
+            await send(member.writer, {"type": "refused", "reason": reason, **switch})
+            member.writer.close()
+
+    def close(self, job: Job, reason: str, **more: str) -> None:
+        """Release everything that `job` holds; the parent gets `reason` and `more` in a `leave` message."""
+        if job.timer is not None:
+            job.timer.cancel()
+        if job.link is not None:
+            job.link.leave({"type": "leave", "reason": reason, **more})
+        if job.parent_task is not None and job.parent_task is not asyncio.current_task():
+            job.parent_task.cancel()
+        counters = self._ledger.remove(job)
+        if counters is None:
+            return
+        age_s = time.monotonic() - job.created
+        drops = ", ".join(f"{count} {why}" for why, count in counters["drops"].items() if count) or "none"
+        what = (
+            f"job {job.name} closed after {age_s:.1f} s: {counters['results']} chunks from "
+            f"{counters['contributions']} contributions, {counters['results_sent']} results "
+            f"({counters['results_resent']} resent), dropped: {drops}"
+        )
+        if counters["send_errors"]:
+            what += f"; send errors: {counters['send_errors']}, last: {counters['last_send_error']}"
+        event(
+            logging.INFO,
+            "closed",
+            what,
+            **job.log_fields,
+            seconds=age_s,
+            result_bytes=counters["result_bytes"],
+            contributions=counters["contributions"],
+            retransmissions=retransmissions(counters),
+            dropped=sum(counters["drops"].values()),
+        )
+
+
+def _log_start(job: Job, payload: int, window: int) -> None:
+    parent = None if job.link is None else job.link.parent.endpoint
+    what = (
+        f"job {job.name}: epoch {job.epoch} starts with {job.size} workers, window {window} x {payload} bytes, "
+        f"{job.memory_bytes / 2**20:.1f} MiB, "
+        + (f"data port {job.port}" if job.fabric is None else f"over {job.over}")
+        + f", packets {'encrypted' if job.encrypts else 'authenticated' if job.secrets else 'not authenticated'}"
+        + ("" if parent is None else f", below {parent}")
+    )
+    event(
+        logging.INFO,
+        "started",
+        what,
+        **job.log_fields,
+        epoch=job.epoch,
+        workers=job.size,
+        window=window,
+        payload_bytes=payload,
+        memory_bytes=job.memory_bytes,
+        port=job.port,
+        fabric=None if job.fabric is None else job.fabric["provider"],
+        authenticated="yes" if job.secrets else "no",
+        encrypted="yes" if job.encrypts else "no",
+        parent=parent,
+    )
+
+
+def _window_shortfall(job: Job, payload: int, window: int) -> str:
+    """Say why the socket buffer cuts the window; "" where it does not, or where another bound is lower."""
+    if job.buffer is None or window < window_chunks(job.window_bytes, payload):
+        return ""
+    return job.buffer.window_shortfall(job.size, payload)
