@@ -79,7 +79,7 @@ def train_over_fabric(rank: int, size: int, folder: str) -> tuple[int, list[int]
     backend: Any = operations_of(dist.group.WORLD)
     records = backend.netfold.events()
     large = records[(records["bytes"] > 1 << 20) & (records["operation"] == KINDS["all_reduce"])]
-    held = len(backend._buckets._held)
+    held = len(backend._buckets._leases)
     dist.destroy_process_group()
     return held, large["registration_hits"].tolist(), large["registration_misses"].tolist()
 

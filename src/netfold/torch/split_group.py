@@ -17,7 +17,7 @@ from netfold.torch.operations import operations_of
 
 @functools.cache
 def patch_split_group() -> None:
-    """Have `split_group` return NON_GROUP_MEMBER on such ranks of netfold groups. Idempotent; for torch from 2.14 on."""
+    """Have `split_group` return NON_GROUP_MEMBER on such ranks of netfold groups. Idempotent; for torch >= 2.14."""
     module: Any = distributed_c10d  # the stubs of older torch lack the function
     original = module.split_group
 
