@@ -61,6 +61,6 @@ void check(bool done, const char* what) {
   std::abort();
 }
 
-const std::string& unavailable_reason() { return crypto().missing; }
+const std::string& missing() { return crypto().missing; }
 
 }  // namespace netfold::auth
