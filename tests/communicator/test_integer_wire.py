@@ -298,5 +298,5 @@ def test_a_residual_is_refused_where_nothing_is_rounded_that_could_be_kept() -> 
 
 
 def test_i8_goes_only_to_groups_whose_sums_have_room_in_a_byte(tmp_path: Any) -> None:
-    with pytest.raises(ValueError, match="NETFOLD_WIRE_DTYPE=i8 adds for at most 32 ranks, not 33: a byte"):
+    with pytest.raises(ValueError, match="NETFOLD_WIRE_DTYPE=i8 takes at most 32 ranks, not 33: a byte"):
         Communicator(FileStore(str(tmp_path)), 0, 33, options=Options(wire_dtype="i8"))

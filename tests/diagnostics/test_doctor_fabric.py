@@ -27,7 +27,7 @@ def test_each_provider_is_usable_or_says_why_not() -> None:
 
 
 def test_a_provider_that_cannot_open_says_so_in_its_own_words(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(looked_at, "_HERE", "203.0.113.1")
+    monkeypatch.setattr(looked_at, "_LOOPBACK", "203.0.113.1")
     found = {each.name: each for each in looked_at.providers()}
     assert "Cannot assign requested address" in found["tcp;ofi_rxm"].why_not
     assert found["shm"].why_not == ""

@@ -564,7 +564,7 @@ def test_a_profiler_of_the_users_goes_first_and_what_is_missing_is_said(tmp_path
 WITHOUT_STEPS = """
     import sys, time, torch, torch.distributed as dist, netfold
     from netfold.torch import profiler_source as recording
-    recording._MOST_OPERATIONS = 100
+    recording._MAX_OPERATIONS = 100
     with netfold.profile(sys.argv[1]) as profile:
         dist.init_process_group("gloo")
         for _ in range(200):

@@ -195,7 +195,7 @@ def test_in_a_group_of_gloo_and_nccl_each_operation_is_its_own_backends(monkeypa
     """What init_process_group() makes without a backend: CPU tensors by gloo, CUDA tensors by nccl."""
     monkeypatch.setattr(recorded_by_torch, "_groups", list)
     source = recorded_by_torch.TorchSource(Recording("unused"))
-    source._others = {"0": GroupName("default", "gloo and nccl", [0, 1])}
+    source._groups = {"0": GroupName("default", "gloo and nccl", [0, 1])}
     kinds = ("nccl:all_reduce", "gloo:all_reduce")
     events = [recorded_by_torch._Event(name, 10 * at, 5, [[4]], ["float"]) for at, name in enumerate(kinds)]
     entries = [
@@ -204,7 +204,7 @@ def test_in_a_group_of_gloo_and_nccl_each_operation_is_its_own_backends(monkeypa
         for at, name in enumerate(kinds)
     ]  # fmt: skip
     kept = json.dumps({"entries": entries}).encode()
-    source._seen.windows.append(recorded_by_torch._Window(events, (0, 0), (100, 0), {"0": 0}, kept, 2))
+    source._pending.windows.append(recorded_by_torch._Window(events, (0, 0), (100, 0), {"0": 0}, kept, 2))
     names = Names(engine)
     (operations,) = source.take(names).operations
     about = RankMetadata(0, 2, "a", 1, PROFILER, names.by_number(), source.groups())

@@ -79,7 +79,7 @@ def train_over_fabric(rank: int, size: int, folder: str) -> tuple[int, list[int]
     backend: Any = operations_of(dist.group.WORLD)
     records = backend.netfold.events()
     large = records[(records["bytes"] > 1 << 20) & (records["operation"] == KINDS["all_reduce"])]
-    held = len(backend._buckets._held)
+    held = len(backend._buckets._leases)
     dist.destroy_process_group()
     return held, large["registration_hits"].tolist(), large["registration_misses"].tolist()
 
@@ -152,7 +152,7 @@ def test_buckets_stay_where_they_are_and_say_so_where_dev_shm_is_of_no_use(how: 
     for said, moved in values(run_ranks(short_of_room, 2, how, timeout_s=60)):
         assert moved == 0
         (line,) = [line for line in said if "DDP's buckets" in line]  # once
-        assert line.startswith("DDP's buckets stay where they are: ")
+        assert line.startswith("DDP's buckets stay in private memory: ")
         assert sentence in line
 
 

@@ -256,9 +256,9 @@ def test_what_goes_between_hosts_can_be_named() -> None:
 @pytest.mark.parametrize(
     ("asked", "sentence"),
     [
-        ("ring:tree", "ring has no other algorithm between hosts; hierarchical:tree has"),
-        ("hierarchical:auto", "'auto' is nothing between hosts; there are direct, "),
-        ("broadcast=hierarchical:ring", "'ring' is nothing between hosts; there are direct, in_network, tree, chain"),
+        ("ring:tree", "only hierarchical takes an algorithm between hosts: hierarchical:tree"),
+        ("hierarchical:auto", "'auto' cannot run between hosts; there are direct, "),
+        ("broadcast=hierarchical:ring", "'ring' cannot run between hosts; there are direct, in_network, tree, chain"),
         ("hierarchical:in_network", "NETFOLD_ALGORITHM=hierarchical:in_network needs an aggregator"),
     ],
 )

@@ -1,6 +1,6 @@
-"""`netfold ...`: one thin verb a room. May import every room; nothing imports cli.
+"""The command line: one thin command for each package. May import every package; nothing imports cli.
 
-Verbs import what they need when they run, so that `netfold --help` stays quick.
+Commands import their packages when they run, so that `netfold --help` stays fast.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import typer
 from netfold.cli import bench, demo, doctor, explain, plan, profile, rack, switch, top, train
 from netfold.extras import MissingExtraError, missing_extra
 
-# As of a shell: the command line, or this machine, cannot do what was asked.
+# Exit code, as a shell's: the command line is wrong, or this machine cannot run it.
 CANNOT = 2
 
 app = typer.Typer(
@@ -55,19 +55,19 @@ app.add_typer(profile.app, name="profile")
 app.add_typer(plan.app, name="plan")
 
 
-# A file or a folder that this user or this file system refuses.
+# Errors of a file or folder that this user or the file system refuses.
 _REFUSED = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT)
 
 
 def main() -> None:
-    # matplotlib takes a temporary folder for a home that cannot be written, and warns of it in two long lines.
+    # matplotlib warns in two long lines if it cannot write to the home folder and uses a temporary one.
     logging.getLogger("matplotlib").setLevel(logging.ERROR)
     try:
         app()
     except OSError as error:
         if error.errno not in _REFUSED or error.filename is None:
             raise
-        print(f"netfold: {error.filename}: {error.strerror}; name another place", file=sys.stderr)
+        print(f"netfold: {error.filename}: {error.strerror}; choose another path", file=sys.stderr)
         sys.exit(CANNOT)
     except (MissingExtraError, ModuleNotFoundError) as error:
         sentence = missing_extra(error)

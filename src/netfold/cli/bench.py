@@ -9,9 +9,9 @@ from netfold.extras import need
 
 app = typer.Typer(help="Benchmarks in nccl-tests' words, every backend paired with its peers.")
 
-# The command line, or this machine, cannot do what was asked.
+# Exit code: the command line is wrong, or this machine cannot run it.
 CANNOT = 2
-# It was measured, and something was wrong or failed.
+# Exit code: a measurement failed or had wrong results.
 FAILED = 1
 
 
@@ -111,13 +111,13 @@ def _bench(
 
 
 def _that_hold_one(sizes: list[int], dtype: str) -> list[int]:
-    """Of sizes for several dtypes, those that hold an element of this one; all where none does, which is then said."""
+    """The sizes that hold at least one element of `dtype`; all sizes if none does (the run then reports an error)."""
     from netfold.bench.sizes import DTYPES
 
     return [size for size in sizes if size >= DTYPES[dtype].item_bytes] or sizes
 
 
-# One verb a collective; their names are spelled out so that `netfold --help` need not import the bench.
+# One command for each collective. The names are listed here so that `netfold --help` need not import the bench.
 for _collective in (
     *("all-reduce", "all-gather", "reduce-scatter", "all-to-all"),
     *("broadcast", "reduce", "gather", "scatter", "send-recv", "ping-pong", "barrier"),

@@ -11,7 +11,7 @@ import typer
 
 from netfold.extras import need
 
-# As of a shell: the command line, or this machine, cannot do what was asked.
+# Exit code, as a shell's: the command line is wrong, or this machine cannot run it.
 CANNOT = 2
 NEEDED = ("torch", "skimage", "matplotlib", "pydantic")
 
@@ -48,7 +48,7 @@ def demo(
         typer.echo(f"netfold demo: {error}", err=True)
         raise typer.Exit(CANNOT) from None
     try:
-        out.mkdir(parents=True, exist_ok=True)  # now, not after two minutes
+        out.mkdir(parents=True, exist_ok=True)  # fail now, not after two minutes of training
     except OSError as error:
         typer.echo(f"netfold demo: -o {out}: {error.strerror}; name a folder that can be made", err=True)
         raise typer.Exit(CANNOT) from None

@@ -1,24 +1,24 @@
-"""`netfold doctor`: what is wrong, before a job and in one that hangs; which fabrics there are."""
+"""`netfold doctor`: find out what is wrong before a job or in a hanging job, and list fabrics."""
 
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-app = typer.Typer(help="What is wrong, before a job and in one that hangs.", no_args_is_help=True)
+app = typer.Typer(help="Find out what is wrong, before a job or in a job that hangs.", no_args_is_help=True)
 
-# Somebody keeps the others.
+# Exit code: the command found a problem.
 FOUND = 1
 
 
 @app.callback()
 def doctor() -> None:
-    """What is wrong, before a job and in one that hangs."""
+    """Find out what is wrong, before a job or in a job that hangs."""
 
 
 @app.command()
 def job(pid: Annotated[int | None, typer.Option(help="Look at the groups of this process only.")] = None) -> None:
-    """What each rank of the jobs on this machine is doing, and who keeps the others. Exit code 1 if somebody does."""
+    """Show what each rank on this machine is doing, and which ranks delay the others. Exit code 1 if any does."""
     import time
 
     from rich.console import Console
@@ -49,8 +49,7 @@ def job(pid: Annotated[int | None, typer.Option(help="Look at the groups of this
 
 @app.command()
 def gpu() -> None:
-    """The GPUs of this host, and whether ranks here reach each other's memory there, or why not: two ranks try it. Exit
-    code 1 where they do not."""
+    """List this host's GPUs, and test with two ranks whether they reach each other's GPU memory. Exit code 1 if not."""
     from netfold.torch.device.selftest import run_selftest
 
     lines, fine = run_selftest()
@@ -61,13 +60,17 @@ def gpu() -> None:
 
 @app.command()
 def check(
-    folder: Annotated[Path | None, typer.Option(help="Where the job will write; the working directory.")] = None,
-    timeout: Annotated[float, typer.Option(help="Seconds that other ranks may take to come.")] = 60.0,
-    as_json: Annotated[bool, typer.Option("--json", help="Facts and findings as JSON.")] = False,
+    folder: Annotated[
+        Path | None, typer.Option(help="Folder that the job will write to; default: the working directory.")
+    ] = None,
+    timeout: Annotated[float, typer.Option(help="Seconds to wait for other ranks.")] = 60.0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print facts and findings as JSON.")] = False,
 ) -> None:
-    """Before a job: this host, or under a launcher (torchrun, srun, mpirun) every rank's host, the links between them
-    and the switches of NETFOLD_SWITCH, with what they and one more are worth; what is wrong and what to do. Exit code 1
-    where the job would fail."""
+    """Check this host before a job and name remedies. Exit code 1 if the job would fail.
+
+    Under a launcher (torchrun, srun, mpirun): check every rank's host, the links between hosts and the switches of
+    NETFOLD_SWITCH, and estimate the gain of these switches and of one more.
+    """
     import json
     from dataclasses import asdict
 
@@ -78,7 +81,7 @@ def check(
     from netfold.diagnostics.preflight import advise, apply_rules, check_alone, check_ranks, failed, print_report
     from netfold.errors import NetfoldError
 
-    # Links are what is measured first; each switch is joined by itself, for a moment, where it has room.
+    # Measure the links without a switch. Afterwards a short-lived group joins each switch that has free quota.
     own: dict[str, Any] = {"options": Options(switch=""), "timeout_s": timeout, "join_timeout_s": timeout}
     try:
         if launchers.is_launched():
@@ -91,8 +94,8 @@ def check(
         raise typer.Exit(FOUND) from None
     findings = [*apply_rules(gathered), *advise(gathered)]
     if rank == 0 and as_json:
-        told = [{**asdict(finding), "level": finding.level.value} for finding in findings]
-        typer.echo(json.dumps({**asdict(gathered), "findings": told}))
+        as_dicts = [{**asdict(finding), "level": finding.level.value} for finding in findings]
+        typer.echo(json.dumps({**asdict(gathered), "findings": as_dicts}))
     elif rank == 0:
         print_report(Console(), gathered, findings)
     if failed(findings):
@@ -101,28 +104,30 @@ def check(
 
 @app.command()
 def fabric(as_json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False) -> None:
-    """What libfabric offers on this host for NETFOLD_TRANSPORT=fabric:PROVIDER, and why a provider cannot be used. Exit
-    code 1 where none can."""
+    """List libfabric's providers on this host for NETFOLD_TRANSPORT=fabric:PROVIDER, and why some cannot be used.
+
+    Exit code 1 if none can be used.
+    """
     import json
     from dataclasses import asdict
 
     from rich.console import Console
     from rich.table import Table
 
-    from netfold.diagnostics import fabric as looked_at
+    from netfold.diagnostics import fabric as libfabric
 
-    version, why_not = looked_at.library()
+    version, why_not = libfabric.library()
     if why_not:
         typer.echo(json.dumps({"libfabric": None, "why_not": why_not}) if as_json else f"no fabric: {why_not}")
         raise typer.Exit(FOUND)
-    found = looked_at.providers()
+    providers = libfabric.providers()
     if as_json:
-        typer.echo(json.dumps({"libfabric": version, "providers": [asdict(each) for each in found]}))
+        typer.echo(json.dumps({"libfabric": version, "providers": [asdict(each) for each in providers]}))
     else:
         table = Table("provider", "version", "over", "", title=f"libfabric {version}", title_justify="left", box=None)
-        for each in found:
-            said = f"[red]cannot be used: {each.why_not}[/]" if each.why_not else ", ".join(each.can)
-            table.add_row(each.name, each.version, ", ".join(each.devices), said)
+        for each in providers:
+            status = f"[red]cannot be used: {each.why_not}[/]" if each.why_not else ", ".join(each.can)
+            table.add_row(each.name, each.version, ", ".join(each.devices), status)
         Console().print(table)
-    if all(each.why_not for each in found):
+    if all(each.why_not for each in providers):
         raise typer.Exit(FOUND)

@@ -17,12 +17,14 @@ def explain(
     hosts: Annotated[int | None, typer.Option(min=1, help="Hosts that they are spread over; one a rank.")] = None,
     latency_us: Annotated[float | None, typer.Option(min=0.1, help="Of a message between hosts.")] = None,
     rate_mbps: Annotated[float | None, typer.Option(min=1, help="Tensor megabits a second between hosts.")] = None,
-    gpu: Annotated[bool, typer.Option("--gpu", help="Also how tensors in GPUs go here: two ranks try.")] = False,
+    gpu: Annotated[
+        bool, typer.Option("--gpu", help="Also test the paths of GPU tensors here, with two ranks.")
+    ] = False,
 ) -> None:
     """Print the algorithms for an operation with their predicted times, the one that would run, and the reason.
 
-    Under the present environment; a running group measures its links first (`netfold.torch.why`, `Group.why`). The size
-    is that of what is reduced or broadcast, what all gather together, what a rank gives to reduce-scatter and
+    Uses the present environment. A running group measures its links first (`netfold.torch.why`, `Group.why`). The size
+    is that of the tensor to reduce or broadcast, of the result of all-gather, of a rank's input to reduce-scatter and
     all-to-all.
     """
     from dataclasses import replace
@@ -98,12 +100,12 @@ def explain(
         console.print("\n".join(run_selftest()[0]), soft_wrap=True, highlight=False, markup=False)
 
 
-# How long a switch may take to say what it grants.
+# The timeout of a query to a switch.
 _SWITCH_S = 1.0
 
 
 def _windows(options: Options, workers: int) -> list[str]:
-    """Of each switch, asked over TCP: what window `workers` get there, or why that is not known."""
+    """Query each switch over TCP. Returns a sentence for each: the window of `workers`, or that it is unknown."""
     from netfold._native import protocol
     from netfold.communicator.membership import query_quota
     from netfold.errors import NetfoldError
@@ -127,7 +129,7 @@ def _windows(options: Options, workers: int) -> list[str]:
 
 
 def _protection(switch: str, security: str) -> str:
-    """What guards the packets between a worker and the switch, in a sentence. ValueError for no switch's address."""
+    """Describe the protection of packets between worker and switch. ValueError for an invalid address."""
     from netfold.switch_protocol import control_messages
 
     if control_messages.parse_switch(switch, what="NETFOLD_SWITCH").fingerprint is None:

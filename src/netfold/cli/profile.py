@@ -1,4 +1,4 @@
-"""`netfold profile`: where a training job's time on the network goes."""
+"""`netfold profile`: record and report where a training job spends its time on the network."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -8,28 +8,26 @@ import typer
 if TYPE_CHECKING:
     from netfold.profile.run import Run
 
-app = typer.Typer(help="Where a training job's time on the network goes.", no_args_is_help=True)
+app = typer.Typer(help="Show where a training job spends its time on the network.", no_args_is_help=True)
 
 CANNOT = 2
 
 _Run = Annotated[Path, typer.Argument(help="The folder that `netfold profile run` left.")]
-_Buckets = Annotated[str, typer.Option(help="Upper ends of sizes; K, M, G are 2^10, 2^20, 2^30.")]
+_Buckets = Annotated[str, typer.Option(help="Upper bounds of the size buckets; K, M, G are 2^10, 2^20, 2^30.")]
 _BUCKETS = "128K,16M,32M,64M"
 
 
 @app.command("run", context_settings={"allow_interspersed_args": False})
 def run(
     command: Annotated[
-        list[str], typer.Argument(help="What to run: `-- python train.py`, `-- torchrun ... train.py`.")
+        list[str], typer.Argument(help="The command to run: `-- python train.py`, `-- torchrun ... train.py`.")
     ],
-    output: Annotated[
-        Path | None, typer.Option("-o", help="A new folder; netfold-profile-1, -2, ... unless told.")
-    ] = None,
+    output: Annotated[Path | None, typer.Option("-o", help="A new folder; default: netfold-profile-1, -2, ...")] = None,
 ) -> None:
-    """Run a job and record its communication, whatever backend it uses; its exit code is this one's.
+    """Run a job and record its communication, with any backend. Returns the job's exit code.
 
-    Each process that is in a group leaves a folder of its rank. On several hosts run this on each, with -o and a folder
-    on a shared file system, or collect the ranks' folders in one afterwards.
+    Each process in a group writes a folder for its rank. On several hosts, run this on each host, with -o and a folder
+    on a shared file system, or collect the ranks' folders in one folder afterwards.
     """
     from netfold.profile.launch import LaunchError, launch, new_folder
 
@@ -53,11 +51,11 @@ def report(
     buckets: _Buckets = _BUCKETS,
     as_json: Annotated[bool, typer.Option("--json", help="Everything, as JSON.")] = False,
     as_csv: Annotated[bool, typer.Option("--csv", help="The table's rows, as CSV.")] = False,
-    html: Annotated[Path | None, typer.Option(help="Where the page goes; RUN/report.html, if not said.")] = None,
+    html: Annotated[Path | None, typer.Option(help="The page's path; default: RUN/report.html.")] = None,
 ) -> None:
-    """Operations by kind and size, what of them computing hid, who was late, and what to do about it.
+    """Report operations by kind and size, hidden communication, stragglers and advice.
 
-    As a table here and as a page; with --json or --csv a page is made only where --html says one.
+    Prints a table and writes a page. With --json or --csv, only --html writes a page.
     """
     from dataclasses import replace
 
@@ -97,7 +95,7 @@ def compare(
     buckets: _Buckets = _BUCKETS,
     as_json: Annotated[bool, typer.Option("--json", help="Everything, as JSON.")] = False,
 ) -> None:
-    """What became faster or SLOWER from run A to run B, by operation and size, and what is within their noise."""
+    """Show what became faster or SLOWER from run A to run B, by operation and size, and what is within the noise."""
     from netfold.profile.compare import compare as compare_runs
     from netfold.profile.export import comparison_as_json
     from netfold.profile.table import render_comparison
@@ -114,9 +112,9 @@ def compare(
 def export(
     run: _Run,
     perfetto: Annotated[bool, typer.Option("--perfetto", help="For ui.perfetto.dev and chrome://tracing.")] = False,
-    output: Annotated[Path | None, typer.Option("-o", help="RUN.perfetto.json here, if not said.")] = None,
+    output: Annotated[Path | None, typer.Option("-o", help="The file; default: ./RUN.perfetto.json.")] = None,
 ) -> None:
-    """Write a run for another tool: every operation, step and arrow between ranks, not only what a page can hold."""
+    """Write a run for another tool: every operation, step and arrow between ranks; the page holds only a part."""
     from netfold.profile.analyse import analyse
     from netfold.profile.perfetto import write_trace
 

@@ -15,14 +15,16 @@ NOBODY = "no group of netfold on this machine that this user may look at"
 
 def top(
     pid: Annotated[int | None, typer.Option(help="Only the groups that this process has a rank of.")] = None,
-    once: Annotated[bool, typer.Option("--once", help="One picture after one interval, then end.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="A line of JSON an interval, a list of groups.")] = False,
-    interval_s: Annotated[float, typer.Option("--interval", min=0.1, help="Seconds a picture is of.")] = 1.0,
+    once: Annotated[bool, typer.Option("--once", help="Print one snapshot after one interval, then end.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print a line of JSON for each interval, a list of groups.")
+    ] = False,
+    interval_s: Annotated[float, typer.Option("--interval", min=0.1, help="Seconds of a snapshot.")] = 1.0,
 ) -> None:
-    """What the ranks of running jobs do, how much, and who is last: from outside, at no cost to the job.
+    """Show the activity and rates of all ranks of running jobs, and the slowest rank, at no cost to the job.
 
-    exposed: of the time in which an operation was under way, the share in which the training thread did not compute; an
-    estimate by sampling. Ends when the jobs do, or by control-C.
+    exposed: share of the time with an operation under way in which the training thread did not compute; an estimate by
+    sampling. Ends when the jobs end, or by control-C.
     """
     from rich.console import Console
     from rich.live import Live
@@ -31,45 +33,41 @@ def top(
 
     console = Console()
     with (
-        contextlib.closing(Sampler(pid)) as watch,
+        contextlib.closing(Sampler(pid)) as sampler,
         contextlib.ExitStack() as stack,
         contextlib.suppress(KeyboardInterrupt),
     ):
         live: Live | None = None
         seen = False
         while True:
-            pictures = watch.snapshot(interval_s)
-            if not pictures:
+            snapshots = sampler.snapshot(interval_s)
+            if not snapshots:
                 stack.close()
                 typer.echo("the job has ended" if seen else NOBODY, err=as_json)
                 return
             seen = True
             if as_json:
-                typer.echo(_json(pictures))
+                typer.echo(_json(snapshots))
             elif once or not console.is_terminal:
-                _print(console, pictures)
+                console.print(_view(snapshots), soft_wrap=False, highlight=False)
             elif live is None:
-                live = stack.enter_context(Live(_view(pictures), console=console, auto_refresh=False))
+                live = stack.enter_context(Live(_view(snapshots), console=console, auto_refresh=False))
             else:
-                live.update(_view(pictures), refresh=True)
+                live.update(_view(snapshots), refresh=True)
             if once:
                 return
 
 
-def _view(pictures: list[Snapshot]) -> Any:
+def _view(snapshots: list[Snapshot]) -> Any:
     import time
 
     from netfold.diagnostics import View
 
-    return View(pictures, time.monotonic_ns())
+    return View(snapshots, time.monotonic_ns())
 
 
-def _print(console: Any, pictures: list[Snapshot]) -> None:
-    console.print(_view(pictures), soft_wrap=False, highlight=False)
-
-
-def _json(pictures: list[Snapshot]) -> str:
+def _json(snapshots: list[Snapshot]) -> str:
     import json
     from dataclasses import asdict
 
-    return json.dumps([asdict(picture) for picture in pictures])
+    return json.dumps([asdict(snapshot) for snapshot in snapshots])

@@ -1,7 +1,7 @@
-"""What libfabric offers on this host, and whether netfold can go over it: asked, then tried.
+"""List libfabric's providers on this host, and try those that netfold could use.
 
-A provider that could be used says a word to itself: what it wants and does not get (a driver, locked memory, a device
-file) shows then, in its own words.
+The trial sends a message within this process. A missing driver, locked memory limit or device file shows there, in the
+provider's own error text.
 """
 
 from __future__ import annotations
@@ -10,25 +10,25 @@ from dataclasses import dataclass
 
 from netfold._native import fabric
 
-_TRY_NS = 2_000_000_000
-_WORD = b"netfold"
-# Where a provider goes by addresses, it is tried within this host.
-_HERE = "127.0.0.1"
+_TRIAL_NS = 2_000_000_000
+_MESSAGE = b"netfold"
+# The trial's address, for providers that use addresses.
+_LOOPBACK = "127.0.0.1"
 
 
 @dataclass(frozen=True)
 class Provider:
-    """One provider, over all devices on which it says the same."""
+    """One provider and all devices with the same `why_not`."""
 
     name: str
     version: str
     devices: tuple[str, ...]
     can: tuple[str, ...]
-    why_not: str  # empty: it can be used
+    why_not: str  # empty: netfold can use it
 
 
 def library() -> tuple[str, str]:
-    """The version of libfabric, and why there is none: one of the two is empty."""
+    """Return libfabric's version, and the error if it cannot be opened. One of the two is empty."""
     try:
         return fabric.version(), ""
     except fabric.FabricError as error:
@@ -36,19 +36,19 @@ def library() -> tuple[str, str]:
 
 
 def providers() -> list[Provider]:
-    """Those that can be used first. FabricError without a library."""
-    found: dict[tuple[str, str], list[dict[str, object]]] = {}
-    for one in fabric.providers():
-        found.setdefault((one["name"], one["why_not"]), []).append(one)
-    # What it offers beside what can be used is of no interest.
-    usable = {name for name, why_not in found if not why_not}
-    out = []
-    for (name, why_not), entries in found.items():
+    """List the providers, usable ones first. Raises FabricError without the library."""
+    by_result: dict[tuple[str, str], list[dict[str, object]]] = {}
+    for entry in fabric.providers():
+        by_result.setdefault((entry["name"], entry["why_not"]), []).append(entry)
+    # Skip unusable entries of a provider that also has usable ones.
+    usable = {name for name, why_not in by_result if not why_not}
+    result = []
+    for (name, why_not), entries in by_result.items():
         if why_not and name in usable:
             continue
         devices = tuple(dict.fromkeys(str(entry["domain"]) for entry in entries))
-        out.append(Provider(name, str(entries[0]["version"]), devices, _can(entries[0]), why_not or _tried(name)))
-    return sorted(out, key=lambda each: bool(each.why_not))
+        result.append(Provider(name, str(entries[0]["version"]), devices, _can(entries[0]), why_not or _try(name)))
+    return sorted(result, key=lambda each: bool(each.why_not))
 
 
 def _can(entry: dict[str, object]) -> tuple[str, ...]:
@@ -61,19 +61,19 @@ def _can(entry: dict[str, object]) -> tuple[str, ...]:
     return tuple(can)
 
 
-def _tried(name: str) -> str:
-    """Why it does not carry a word from here to here; empty where it does."""
+def _try(name: str) -> str:
+    """Send a message over the provider within this process. Returns the error, empty on success."""
     try:
-        port = fabric.StreamMux(name, [_HERE])
-        bell = fabric.make_doorbell()
-        here, there = port.open(bell, 2), port.open(bell, 2)
-        here.connect(port.names, there.params)
-        there.connect(port.names, here.params)
-        here.send(_WORD, _TRY_NS)
-        if there.receive(len(_WORD), _TRY_NS) != _WORD:
-            return f"a word to itself did not come within {_TRY_NS // 10**9} s"
-        here.close()
-        there.close()
+        mux = fabric.StreamMux(name, [_LOOPBACK])
+        doorbell = fabric.make_doorbell()
+        sender, receiver = mux.open(doorbell, 2), mux.open(doorbell, 2)
+        sender.connect(mux.names, receiver.params)
+        receiver.connect(mux.names, sender.params)
+        sender.send(_MESSAGE, _TRIAL_NS)
+        if receiver.receive(len(_MESSAGE), _TRIAL_NS) != _MESSAGE:
+            return f"a message to itself did not arrive within {_TRIAL_NS // 10**9} s"
+        sender.close()
+        receiver.close()
     except fabric.FabricError as error:
         return str(error)
     return ""

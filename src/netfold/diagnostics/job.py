@@ -1,4 +1,4 @@
-"""Who keeps a job: what each of its ranks is doing, put side by side."""
+"""Find the ranks that delay a job, by comparing what all of its ranks are doing."""
 
 from __future__ import annotations
 
@@ -12,18 +12,17 @@ _STATES = {"T": "stopped", "t": "being debugged", "Z": "dead", "X": "dead", "D":
 
 @dataclass(frozen=True)
 class Verdict:
-    """One group: a line a rank, and what follows from them."""
+    """The diagnosis of one group."""
 
     job: str
     size: int
     lines: tuple[tuple[int, str], ...]  # rank, what it is doing
     findings: tuple[str, ...]
-    # Ranks that keep the others, as far as can be seen from here.
-    at_fault: tuple[int, ...]
+    at_fault: tuple[int, ...]  # ranks that delay the others, as far as this machine shows
 
 
 def diagnose(ranks: Sequence[Rank], now_ns: int) -> list[Verdict]:
-    """A verdict for each group; `now_ns` is CLOCK_MONOTONIC."""
+    """Make a verdict for each group. now_ns: CLOCK_MONOTONIC."""
     jobs = sorted({rank.job for rank in ranks})
     return [_verdict([rank for rank in ranks if rank.job == job], now_ns) for job in jobs]
 
@@ -51,7 +50,7 @@ def _verdict(ranks: list[Rank], now_ns: int) -> Verdict:
                     f"waiting for {waited_s:.1f} s: it last finished #{rank.done_sequence}"
                 )
             else:
-                at_fault.pop()  # it is through with what others are still in
+                at_fault.pop()  # this rank has finished the operation that others are still in
         kinds = {(rank.operation, rank.bytes, rank.dtype, rank.reduce, rank.algorithm) for rank in leaders}
         if len(kinds) > 1:
             findings.append(
@@ -100,11 +99,11 @@ def _at(site: str) -> str:
 
 
 def doing(rank: Rank, now_ns: int) -> str:
-    """What a rank is doing, in words without a subject."""
-    return _in_what(rank, now_ns) + ("; its switch is lost" if rank.without_switch else "")
+    """Describe what a rank is doing; the text has no subject."""
+    return _operation(rank, now_ns) + ("; its switch is lost" if rank.without_switch else "")
 
 
-def _in_what(rank: Rank, now_ns: int) -> str:
+def _operation(rank: Rank, now_ns: int) -> str:
     if rank.sequence == 0:
         if rank.transfer is not None:
             return f"in {_transfer(rank.transfer, now_ns)}"

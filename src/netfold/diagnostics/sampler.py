@@ -1,27 +1,27 @@
-"""A running job, seen from outside: looks at its processes many times a second, and what follows from them.
+"""Sample the processes of a running job many times a second, from outside.
 
-Of an interval, for each rank of each group:
+For each rank of each group, over an interval:
 
-rates: differences of the page's counters, exact to an operation.
+rates: differences of the status segment's counters, exact to an operation.
 
-under way: the share of the interval in which at least one operation was submitted and not done; exact, from the page.
+under way: the share of the interval with at least one operation submitted and not done; exact, from the segment.
 
-exposed: of that time, the share in which the training thread did not compute. It is an **estimate by sampling**. The
-training thread is taken to be the process's main thread. Between two looks, dt apart, the page says how long the
-caller's threads were inside netfold, waiting for an operation or running it themselves (exact; CPU that they use
-there is communication). The scheduler says how long the main thread ran or stood in line to run
-(/proc/PID/task/PID/schedstat); the rest of dt it slept. What it slept beyond its time inside netfold it slept
-elsewhere: in a data loader, on a device, in a lock. Inside counts as exposed as it is, sleep elsewhere by the part of
-the time outside netfold in which something was under way, as if the two had nothing to do with each other between two
-looks. So: threads that compute while the main thread sleeps count as not computing, a thread that spins on a device
-as computing, and a training thread that is not the main thread is seen only by its time inside netfold. The
-scheduler's figures are brought up to date at its ticks, which is why sleep that one look shows too much is taken from
-the next.
+exposed: the share of the time under way in which the training thread did not compute. This is an **estimate by
+sampling**. It takes the process's main thread as the training thread. Between two samples, dt apart:
+- The segment holds the time that calling threads were inside netfold, waiting for an operation or running it. This is
+  exact; CPU time there is communication. All of it counts as exposed.
+- The scheduler holds the time that the main thread ran or was runnable (/proc/PID/task/PID/schedstat). The main thread
+  slept for the rest of dt. Sleep beyond its time inside netfold is sleep elsewhere: in a data loader, on a device, in a
+  lock. Sleep elsewhere counts by the share of the time outside netfold with an operation under way, as if the two were
+  independent between two samples.
+Consequences: threads that compute while the main thread sleeps count as not computing. A thread that spins on a device
+counts as computing. Of a training thread that is not the main thread, only the time inside netfold counts. The
+scheduler updates its figures at its ticks, so excess sleep of one sample is subtracted from the next.
 
-slowest: where the switch says who came last to each operation, the rank that it named most often, exact; what is left
-over are ranks that are not seen here. Else the rank that at most looks had not called what others already waited in.
-That is looked at twice, the second time after the others were seen there, so it is not an artefact of reading one
-process after the other. A rank of another host is named when others wait for it and nobody here is behind.
+slowest: if the switch reports the last rank of each operation, the rank that was last most often; exact. The remaining
+operations belong to ranks not seen here. Without these reports: the rank that in most samples had not called an
+operation in which others already waited. Such a rank is read a second time after the others, so the order of reading
+processes causes no error. A rank of another host is named if others wait for it and no rank here is behind.
 """
 
 from __future__ import annotations
@@ -36,20 +36,20 @@ from dataclasses import dataclass
 
 from netfold.diagnostics.status_segment import Rank, StatusSegment, find_segments
 
-# Looks a second, on average: short against a step of training.
+# Samples a second, on average. The interval is short compared to a training step.
 SAMPLE_HZ = 25
-# How often to look for new processes, which goes through all descriptors of all processes of the machine.
+# The interval of searches for new processes. A search reads all descriptors of all processes of the machine.
 _FIND_S = 5.0
-# How much sleep seen too much is kept to be taken from later sleep: as long as a thread may stand in line unseen.
+# The most excess sleep that is subtracted later: the longest time that a thread is runnable between updates.
 _MAX_OWED_NS = 50_000_000
 
 
 @dataclass(frozen=True)
 class RankRates:
-    """One rank over one interval. `rank` is as of its end; has_ended: its process left before that."""
+    """One rank over one interval."""
 
-    rank: Rank
-    has_ended: bool
+    rank: Rank  # at the end of the interval
+    has_ended: bool  # the process ended earlier
     operations_per_s: float
     tensor_bytes_per_s: float
     wire_bytes_per_s: float
@@ -60,31 +60,28 @@ class RankRates:
 
 @dataclass(frozen=True)
 class Slowest:
-    """The rank that was last most often: `count` of the `of` times that any was seen to be.
+    """The rank that was last most often."""
 
-    ranks: that one, or all that are not seen, where it is one of them and it cannot be said which.
-    """
-
-    ranks: tuple[int, ...]
-    count: int
-    of: int
+    ranks: tuple[int, ...]  # the rank; or all ranks not seen here, if it is an unknown one of these
+    count: int  # times that the rank was last
+    of: int  # times that any rank was last
     reported_by_switch: bool
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """One group over one interval. absent: its ranks that are no process of this machine that this user may see."""
+    """One group over one interval."""
 
     job: str
     size: int
     interval_s: float
     lines: tuple[RankRates, ...]
-    absent: tuple[int, ...]
+    absent: tuple[int, ...]  # ranks without a process on this machine that this user may inspect
     slowest: Slowest | None
 
 
 class Sampler:
-    """Looks at the groups of this machine, or at those that process `pid` has a rank of. Close it."""
+    """Samples the groups of this machine, or the groups of process `pid`. Close it after use."""
 
     def __init__(self, pid: int | None = None) -> None:
         self._pid = pid
@@ -92,7 +89,7 @@ class Sampler:
         self._find_at = 0.0
 
     def snapshot(self, interval_s: float) -> list[Snapshot]:
-        """Look for `interval_s` seconds; one picture a group, none where there is no group."""
+        """Sample for `interval_s` seconds. Returns one snapshot for each group."""
         self._find()
         began_ns = time.monotonic_ns()
         groups: dict[str, _Group] = {}
@@ -102,7 +99,7 @@ class Sampler:
             left_s = interval_s - (look_ns - began_ns) / 1e9
             if left_s <= 0:
                 break
-            # At equal distances, a job whose steps take as long would be seen at the same place of each.
+            # Random distances: at equal ones, a job with steps of that length is always sampled at the same point.
             time.sleep(min(random.uniform(0.5, 1.5) / SAMPLE_HZ, left_s))
         return [groups[job].snapshot() for job in sorted(groups)]
 
@@ -112,47 +109,47 @@ class Sampler:
         self._processes.clear()
 
     def _find(self) -> None:
-        """Out with processes that have ended, and at times, or where none is left, see who is new."""
+        """Remove ended processes. Search for new ones every `_FIND_S` seconds, and when none is left."""
         for pid in [pid for pid, process in self._processes.items() if process.has_ended]:
             self._processes.pop(pid).close()
         if self._processes and time.monotonic() < self._find_at:
             return
         self._find_at = time.monotonic() + _FIND_S
-        for page in find_segments():
-            if page.pid in self._processes:
-                page.close()
+        for segment in find_segments():
+            if segment.pid in self._processes:
+                segment.close()
             else:
-                self._processes[page.pid] = _Process(page)
+                self._processes[segment.pid] = _Process(segment)
 
     def _look(self, groups: dict[str, _Group]) -> None:
-        found: dict[str, list[tuple[_Process, Rank]]] = {}
+        by_job: dict[str, list[tuple[_Process, Rank]]] = {}
         for process in self._processes.values():
             for rank in process.look():
-                found.setdefault(rank.job, []).append((process, rank))
-        for job, members in found.items():
+                by_job.setdefault(rank.job, []).append((process, rank))
+        for job, members in by_job.items():
             if self._pid is None or job in groups or any(process.pid == self._pid for process, _ in members):
                 groups.setdefault(job, _Group(job)).look(members)
 
 
 class _Process:
-    """One process: its page, and the time that its main thread slept."""
+    """One process: its status segment, and the time that its main thread slept."""
 
-    def __init__(self, page: StatusSegment) -> None:
-        self.pid = page.pid
+    def __init__(self, segment: StatusSegment) -> None:
+        self.pid = segment.pid
         self.has_ended = False
-        self.slept_ns: int | None = None  # since the look before; None: first look, or not known
-        self._page = page
+        self.slept_ns: int | None = None  # since the previous sample; None: first sample, or unknown
+        self._segment = segment
         self._schedstat: int | None = None
-        with contextlib.suppress(OSError):  # a kernel without it, or just ended: the next look says
+        with contextlib.suppress(OSError):  # a kernel without schedstat, or the process has just ended
             self._schedstat = os.open(f"/proc/{self.pid}/task/{self.pid}/schedstat", os.O_RDONLY | os.O_CLOEXEC)
         self._before: tuple[int, int] | None = None
 
     def look(self) -> list[Rank]:
-        """Its ranks now; none when it has ended."""
+        """Read the process's ranks; empty if it has ended."""
         if self.has_ended:
             return []
         try:
-            ranks = self._page.ranks()
+            ranks = self._segment.ranks()
             self.slept_ns = self._slept()
         except OSError:
             self.has_ended = True
@@ -161,31 +158,31 @@ class _Process:
         return [] if self.has_ended else ranks
 
     def again(self, job: str, number: int) -> Rank | None:
-        """One of its ranks, as of now; a process may have several of one job, in threads."""
+        """Read one rank again. A process may have several ranks of one job, in threads."""
         with contextlib.suppress(OSError):
-            return next((rank for rank in self._page.ranks() if (rank.job, rank.rank) == (job, number)), None)
+            return next((rank for rank in self._segment.ranks() if (rank.job, rank.rank) == (job, number)), None)
         return None
 
     def close(self) -> None:
-        self._page.close()
+        self._segment.close()
         if self._schedstat is not None:
             os.close(self._schedstat)
 
     def _slept(self) -> int | None:
         if self._schedstat is None:
             return None
-        ran_ns, lined_up_ns, _ = (int(word) for word in os.pread(self._schedstat, 128, 0).split())
-        now = (time.monotonic_ns(), ran_ns + lined_up_ns)
+        ran_ns, runnable_ns, _ = (int(field) for field in os.pread(self._schedstat, 128, 0).split())
+        now = (time.monotonic_ns(), ran_ns + runnable_ns)
         before, self._before = self._before, now
         return None if before is None else (now[0] - before[0]) - (now[1] - before[1])
 
 
 class _Member:
-    """One rank over an interval, as looks add up."""
+    """One rank over an interval, accumulated from samples."""
 
     def __init__(self, rank: Rank, seen_at: int) -> None:
         self.first = self.last = rank
-        self.seen_at = seen_at  # the group's look
+        self.seen_at = seen_at  # number of the group's sample
         self.exposed_ns: float | None = 0.0
         self._owed_ns = 0
 
@@ -206,10 +203,10 @@ class _Member:
         return int(getattr(self.last.counters, counter)) - int(getattr(self.first.counters, counter))
 
     def exposed(self, dt_ns: int, under_way_ns: int, inside_ns: int, slept_ns: int) -> float:
-        """Of one look to the next, by the rule at the top."""
+        """The exposed time between two samples, as defined at the top of this file."""
         under_way_ns = min(max(under_way_ns, 0), dt_ns)
         inside_ns = min(max(inside_ns, 0), under_way_ns)
-        # Less than no sleep: the look before showed too much.
+        # A negative sleep: the previous sample showed too much.
         slept_ns += self._owed_ns
         self._owed_ns = min(0, max(slept_ns, -_MAX_OWED_NS))
         outside_ns = dt_ns - inside_ns
@@ -220,12 +217,12 @@ class _Member:
 
 
 class _Group:
-    """One group over an interval, as looks add up."""
+    """One group over an interval, accumulated from samples."""
 
     def __init__(self, job: str) -> None:
         self._job = job
         self._members: dict[int, _Member] = {}
-        self._last: Counter[int] = Counter()  # by looks
+        self._last: Counter[int] = Counter()  # samples in which the rank was last
         self._looks = 0
 
     def look(self, members: Sequence[tuple[_Process, Rank]]) -> None:
@@ -236,13 +233,12 @@ class _Group:
                 self._members[rank.rank] = _Member(rank, self._looks)
             else:
                 known.look(rank, process.slept_ns, self._looks)
-        self._see_who_is_last(members)
+        self._count_stragglers(members)
 
-    def _see_who_is_last(self, members: Sequence[tuple[_Process, Rank]]) -> None:
-        late = ranks_behind([rank for _, rank in members])
+    def _count_stragglers(self, members: Sequence[tuple[_Process, Rank]]) -> None:
         by_rank = {rank.rank: process for process, rank in members}
         front = max(rank.sequence for _, rank in members)
-        for number in late:
+        for number in ranks_behind([rank for _, rank in members]):
             if number in by_rank:
                 again = by_rank[number].again(self._job, number)
                 if again is None or not _has_not_called(again, front):
@@ -298,7 +294,10 @@ class _Group:
 
 
 def ranks_behind(ranks: Sequence[Rank]) -> list[int]:
-    """The ranks of one group that have not called what others already wait in; of ranks elsewhere, those waited for."""
+    """The ranks of one group that have not called an operation that others wait in.
+
+    If no rank here is behind: the ranks of other hosts that ranks here wait for.
+    """
     front = max(rank.sequence for rank in ranks)
     if front == 0:
         return []
@@ -314,5 +313,5 @@ def _has_not_called(rank: Rank, front: int) -> bool:
         return False
     if rank.sequence:
         return rank.sequence < front
-    # Something is under way that it has not shown yet: it looks for it, and has not lain down.
+    # With an operation under way, the rank has called it and the segment does not show its sequence number yet.
     return not rank.counters.is_under_way and rank.done_sequence < front

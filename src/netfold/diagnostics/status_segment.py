@@ -1,7 +1,7 @@
-"""Status pages (native/engine/status.hpp) of the processes of this machine, by way of /proc.
+"""Read the status segments (native/engine/status.hpp) of this machine's processes through /proc.
 
-Processes in containers are among them: a page is no file but memory, found by its descriptor in /proc/PID/fd. `pid` is
-everywhere the number that a process has here, which in its container is another.
+A segment is a memfd, found by its descriptor in /proc/PID/fd, so processes in containers are included. `pid` is always
+the process's number in this PID namespace; in its container the process has another.
 """
 
 from __future__ import annotations
@@ -76,14 +76,15 @@ _ENTRY = np.dtype(
 )
 _LAYOUT = 2
 _LINK = "/memfd:netfold-status"
-# A page that is written all the while is read as it is in the end: it is a picture, not a proof.
+# After this many attempts, an entry that its process keeps writing is used as read: it may be inconsistent.
 _TRIES = 20
+# Further looks at a process in state D, and the time between them.
 _LOOKS, _LOOK_S = 5, 0.02
 
 
 @dataclass(frozen=True)
 class Rank:
-    """One rank of one group, as its process last said. Times are CLOCK_MONOTONIC nanoseconds."""
+    """One rank of one group, as last written by its process. Times are CLOCK_MONOTONIC nanoseconds."""
 
     pid: int
     process_state: str  # /proc's letter: R running, S sleeping, D waiting for a disk, T stopped, Z dead
@@ -106,10 +107,10 @@ class Rank:
     done_operation: str
     done_ns: int
     failure: str
-    site: str  # where the operation under way was called, and the newest that is done; empty: not known
-    done_site: str
-    with_switch: bool  # its group joined one
-    without_switch: bool  # and that is lost
+    site: str  # where the operation under way was called; empty: unknown
+    done_site: str  # of the newest operation that is done
+    with_switch: bool  # the group joined a switch
+    without_switch: bool  # the switch is lost
     transfer: Transfer | None  # the oldest send or receive that is not done
     counters: Counters
 
@@ -128,36 +129,31 @@ class Transfer:
 
 @dataclass(frozen=True)
 class Counters:
-    """What a rank has done since its group began, sends and receives included, as of `read_ns`.
+    """Totals of a rank since its group began, sends and receives included."""
 
-    judged: collectives of which it is known who came last; last: of these, those where this rank did.
-    under_way_ns: in which at least one operation was submitted and not done; inside_ns: in which a thread of the caller
-    waited for one inside netfold, or ran it. Both go on while that lasts.
-    """
-
-    read_ns: int
+    read_ns: int  # when the totals were read
     operations: int
     tensor_bytes: int
     wire_bytes: int
     retransmissions: int
-    judged: int
-    last: int
+    judged: int  # collectives whose last rank is known
+    last: int  # of these, collectives in which this rank was last
     is_under_way: bool
-    under_way_ns: int
-    inside_ns: int
+    under_way_ns: int  # time with at least one operation submitted and not done, the current one included
+    inside_ns: int  # time that a calling thread waited inside netfold or ran an operation, the current one included
 
 
 def find_ranks(pid: int | None = None) -> list[Rank]:
-    """Every rank of every group on this machine that this user may look at, or those of one process."""
-    found: list[Rank] = []
-    for page in find_segments(pid):
-        with contextlib.closing(page), contextlib.suppress(OSError):
-            found += page.ranks()
-    return sorted(_look_again(found), key=lambda rank: (rank.job, rank.rank))
+    """List all ranks on this machine whose processes this user may inspect, or the ranks of one process."""
+    ranks: list[Rank] = []
+    for segment in find_segments(pid):
+        with contextlib.closing(segment), contextlib.suppress(OSError):
+            ranks += segment.ranks()
+    return sorted(_recheck_disk_waits(ranks), key=lambda rank: (rank.job, rank.rank))
 
 
-def _look_again(ranks: list[Rank]) -> list[Rank]:
-    """Any page that is not in memory makes a process wait for a disk: that says something only where it lasts."""
+def _recheck_disk_waits(ranks: list[Rank]) -> list[Rank]:
+    """Look at processes in state D again: one page fault causes that state, so only a lasting one is a finding."""
     states = {rank.pid: rank.process_state for rank in ranks}
     for _ in range(_LOOKS):
         waiting = [pid for pid, state in states.items() if state == "D"]
@@ -165,32 +161,32 @@ def _look_again(ranks: list[Rank]) -> list[Rank]:
             break
         time.sleep(_LOOK_S)
         for pid in waiting:
-            with contextlib.suppress(OSError):  # it ended as what it was last seen as
+            with contextlib.suppress(OSError):  # the process ended; keep its last state
                 states[pid] = _process(Path("/proc", str(pid)))[0]
     return [replace(rank, process_state=states[rank.pid]) for rank in ranks]
 
 
 def find_segments(pid: int | None = None) -> list[StatusSegment]:
-    """The page of every process on this machine that has one and that this user may look at, or of one process."""
-    pages = []
+    """Map the segments of all processes on this machine that this user may inspect, or of one process."""
+    segments = []
     for folder in [Path("/proc", str(pid))] if pid is not None else Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError, ValueError):  # it has just ended, is not ours to look at, or has none
-            pages.append(StatusSegment(folder))
-    return pages
+        with contextlib.suppress(OSError, ValueError):  # ended, not permitted, or without a segment
+            segments.append(StatusSegment(folder))
+    return segments
 
 
 class StatusSegment:
-    """The page of one process, mapped: to look again costs that process nothing. Close it.
+    """The mapped status segment of one process. Reading it again costs that process nothing. Close it after use.
 
-    Raises OSError where the process is not there or has no page, ValueError where it is not a page of this layout.
+    Raises OSError if there is no such process or it has no segment, ValueError for a segment of another layout.
     """
 
     def __init__(self, folder: Path) -> None:
         self.pid = int(folder.name)
         self._folder = folder
         reason: Exception = FileNotFoundError("no status page")
-        # A process that looks at itself has the page open a second time for a moment, under a number that is another
-        # file's by the time that we open it: all that look like the page are tried.
+        # A process that inspects itself opens its segment a second time, for a moment. That descriptor may belong to
+        # another file when it is opened here, so try all descriptors that look like the segment.
         for name in os.listdir(folder / "fd"):
             path = folder / "fd" / name
             try:
@@ -213,7 +209,7 @@ class StatusSegment:
             raise
 
     def ranks(self) -> list[Rank]:
-        """Its groups, each as it last said; OSError when the process has ended."""
+        """The process's ranks, one for each group. Raises OSError if the process has ended."""
         state, command = _process(self._folder)
         in_use = np.flatnonzero(self._entries["in_use"]).tolist()
         return [_rank(self.pid, state, command, self._steady(number)) for number in in_use]
@@ -226,13 +222,13 @@ class StatusSegment:
         header = np.frombuffer(self._memory, _HEADER, count=1)[0].copy()
         if header["magic"] != b"NFSTATUS" or header["layout"] != _LAYOUT or header["entry_bytes"] != _ENTRY.itemsize:
             raise ValueError("a page of another netfold")
-        # A page names its process as that sees itself; from outside a container the process has another number.
+        # The segment holds the process's number in its own PID namespace.
         if header["pid"] != _own_pid(self._folder):
             raise ValueError("a child made by fork inherits the descriptor, not the groups")
         return np.frombuffer(self._memory, _ENTRY, count=int(header["capacity"]), offset=_HEADER.itemsize)
 
     def _steady(self, number: int) -> np.void:
-        """An entry that nobody wrote while it was read."""
+        """Copy an entry that its process did not write meanwhile (a seqlock)."""
         for _ in range(_TRIES):
             entry: np.void = self._entries[number].copy()
             if entry["version"] % 2 == 0 and entry["version"] == self._entries[number]["version"]:
@@ -291,7 +287,7 @@ def _counters(entry: np.void) -> Counters:
 
 
 def _stopwatch(word: int, now_ns: int) -> tuple[bool, int]:
-    """Whether it runs, and what it shows (status.hpp)."""
+    """Whether the stopwatch runs, and its time in ns (status.hpp)."""
     runs, ns = bool(word & 1), word >> 1
     return runs, ns + now_ns if runs else ns
 
@@ -312,7 +308,7 @@ def _name(names: dict[str, int], number: int) -> str:
 
 
 def _own_pid(folder: Path) -> int:
-    """A process's number in its own PID namespace, the innermost of those that it is in."""
+    """The process's number in its innermost PID namespace."""
     for line in (folder / "status").read_text(errors="replace").splitlines():
         if line.startswith("NSpid:"):
             return int(line.split()[-1])
@@ -320,7 +316,7 @@ def _own_pid(folder: Path) -> int:
 
 
 def _process(folder: Path) -> tuple[str, str]:
-    # The name in the second field may hold anything, brackets and spaces included.
+    # The second field, the process's name, may hold brackets and spaces.
     state = (folder / "stat").read_text().rpartition(")")[2].split()[0]
     command = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
     return state, command

@@ -1,4 +1,4 @@
-"""`netfold top`: pictures of running jobs as tables, for terminals wide and narrow."""
+"""`netfold top`: snapshots of running jobs as tables, for wide and narrow terminals."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from rich.text import Text
 from netfold.diagnostics.job import doing
 from netfold.diagnostics.sampler import RankRates, Snapshot
 
-# What goes first where there is not room for all columns; `doing` then stands in lines of its own.
+# On a narrow terminal, _SPARE lists the columns in the order of removal, and `doing` moves below the table.
 _COLUMNS = ("rank", "process", "op/s", "tensor B/s", "wire B/s", "again", "under way", "exposed", "switch")
 _SPARE = ("process", "switch", "again", "wire B/s", "tensor B/s", "under way")
 _WIDTHS = {
@@ -26,54 +26,54 @@ _DOING_WIDTH = 40
 
 
 class View:
-    """Renders pictures as wide as the console is."""
+    """Renders snapshots in the console's width."""
 
-    def __init__(self, pictures: list[Snapshot], now_ns: int) -> None:
-        """now_ns: CLOCK_MONOTONIC, to say for how long."""
-        self._pictures = pictures
+    def __init__(self, snapshots: list[Snapshot], now_ns: int) -> None:
+        """now_ns: CLOCK_MONOTONIC, to compute durations."""
+        self._snapshots = snapshots
         self._now_ns = now_ns
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        for picture in self._pictures:
-            yield _show(picture, options.max_width, self._now_ns)
+        for snapshot in self._snapshots:
+            yield _render(snapshot, options.max_width, self._now_ns)
 
 
-def _show(picture: Snapshot, width: int, now_ns: int) -> RenderableType:
+def _render(snapshot: Snapshot, width: int, now_ns: int) -> RenderableType:
     columns = list(_COLUMNS)
-    beside = width >= _needs(columns) + _DOING_WIDTH
+    doing_in_table = width >= _width(columns) + _DOING_WIDTH
     for name in _SPARE:
-        if _needs(columns) <= width:
+        if _width(columns) <= width:
             break
         columns.remove(name)
-    table = Table(box=None, title=f"group of {picture.size}", title_justify="left", padding=(0, 2, 0, 0))
+    table = Table(box=None, title=f"group of {snapshot.size}", title_justify="left", padding=(0, 2, 0, 0))
     for name in columns:
         table.add_column(name, justify="left" if name == "switch" else "right", no_wrap=True)
-    if beside:
+    if doing_in_table:
         table.add_column("doing", overflow="fold")
-    for line in picture.lines:
+    for line in snapshot.lines:
         cells = _cells(line)
-        table.add_row(*(cells[name] for name in columns), *([_doing(line, now_ns)] if beside else []))
-    below = [] if beside else [Text(f"rank {line.rank.rank} {_doing(line, now_ns)}") for line in picture.lines]
-    return Group(table, *below, *(Text(line) for line in summarise(picture)), Text(""))
+        table.add_row(*(cells[name] for name in columns), *([_doing(line, now_ns)] if doing_in_table else []))
+    below = [] if doing_in_table else [Text(f"rank {line.rank.rank} {_doing(line, now_ns)}") for line in snapshot.lines]
+    return Group(table, *below, *(Text(line) for line in summarise(snapshot)), Text(""))
 
 
-def summarise(picture: Snapshot) -> list[str]:
-    """Who is last most often, and who is not seen: a sentence each."""
-    said = []
-    slowest = picture.slowest
+def summarise(snapshot: Snapshot) -> list[str]:
+    """Name the slowest rank, and the ranks that are not seen: a sentence each."""
+    sentences = []
+    slowest = snapshot.slowest
     if slowest is not None:
         source = "so the switch says" if slowest.reported_by_switch else "others waited and it had not called"
-        said.append(f"slowest: {_ranks(slowest.ranks)}, {slowest.count} of {slowest.of} times; {source}")
-    if picture.absent:
-        said.append(f"not seen: {_ranks(picture.absent)}, on other hosts or of another user")
-    return said
+        sentences.append(f"slowest: {_ranks(slowest.ranks)}, {slowest.count} of {slowest.of} times; {source}")
+    if snapshot.absent:
+        sentences.append(f"not seen: {_ranks(snapshot.absent)}, on other hosts or of another user")
+    return sentences
 
 
 def _ranks(ranks: tuple[int, ...]) -> str:
     return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
 
 
-def _needs(columns: list[str]) -> int:
+def _width(columns: list[str]) -> int:
     return sum(_WIDTHS.get(name, len(name)) + 2 for name in columns)
 
 
@@ -99,7 +99,7 @@ def _doing(line: RankRates, now_ns: int) -> str:
 
 
 def _amount(value: float) -> str:
-    """Three digits with a prefix of powers of ten, as bandwidths have."""
+    """Format with three digits and a decimal prefix."""
     for prefix in ("", "k", "M", "G"):
         if value < 999.5:
             return f"{value:.3g} {prefix}".rstrip()

@@ -1,13 +1,13 @@
-"""Communication profiles: where a training job's time on the network goes.
+"""Communication profiles: where a training job spends its time on the network.
 
-`run` is what a profiled job leaves on disk, `record` one operation in it, `findings` what is said of it. `recording` is
-how a process writes it, `launch` runs a command with that on. `analyse` leads from a run to findings: `columns` (names
-and sizes), `matching` (which records are one operation), `clock_sync`, `stragglers`, `overlap`, `summary`. `compare`
-sets two runs side by side; `table`, `export`, `page` and `perfetto` are how it is shown. May import NumPy and, while it
-records, the native floor; no room of ours. The record's layout is the native engine's
-(`native/engine/include/.../event.hpp`), held by a test.
+`run` reads a profiled job's files, `record` is the record of one operation, `findings` the results. `recording` writes
+a process's files; `launch` runs a command with recording on. `analyse` turns a run into findings: `columns` (names and
+sizes), `matching` (which records are one operation), `clock_sync`, `stragglers`, `overlap`, `summary`. `compare`
+compares two runs. `table`, `export`, `page` and `perfetto` render the results. May import NumPy and, while recording,
+the native engine; no other package of netfold. The record's layout is the native engine's
+(`native/engine/include/.../event.hpp`); a test compares them.
 
-Always: reading a run changes nothing in it; a run can be read on another machine, without what made it.
+Always: reading a run does not change it; a run can be read on another machine, without the software that recorded it.
 
 Tests: `.venv/bin/pytest tests/profile`
 """
@@ -26,9 +26,9 @@ __all__ = ["RECORD", "Records", "records_of", "step"]
 
 
 def step() -> None:
-    """Mark, on the training thread, the boundary between two steps; without it those of the optimizer are taken.
+    """Mark the boundary between two steps. Call it on the training thread. Without it, optimizer steps count.
 
-    Does nothing where nothing is recorded.
+    Does nothing without a recording.
     """
     recording = sys.modules.get("netfold.profile.recording")
     if recording is not None:
@@ -36,17 +36,19 @@ def step() -> None:
 
 
 class _Callable(ModuleType):
-    """This module, so that `netfold.profile` can be a room and what it does: importing a room of a package sets the
-    package's attribute of that name, so no function could live there as well."""
+    """This module's class, so that `netfold.profile` is both a package and a callable.
+
+    Importing a subpackage sets the parent's attribute of that name, so the parent cannot hold a function of that name.
+    """
 
     def __call__(self, folder: "str | os.PathLike[str]") -> "Recording":
         """Record this process into `folder`: `with netfold.profile("RUN"):`, or `.start()` and `.stop()`.
 
-        Every process of a job calls it with the same folder and has a folder of its rank there. It never synchronises
-        ranks and changes nothing about operations; a full disk ends the recording, with a sentence on stderr, and not
-        the training. What is recorded begins with the call, and with the process's first group where it is in none.
-        Costs: docs/profile.md. start() raises RuntimeError where the process is recorded already, ValueError where
-        `folder` holds something else, or a profile of this rank.
+        Every process of a job calls this with the same folder, and writes a subfolder for its rank. The recording
+        begins with the call, or with the process's first group if there is none yet. It never synchronises ranks and
+        does not change operations. A full disk ends the recording, with a message on stderr, but not the training.
+        Cost: docs/profile.md. start() raises RuntimeError if the process is already being recorded, ValueError if
+        `folder` holds other files, or a profile of this rank.
         """
         from netfold.profile.recording import Recording
 

@@ -1,4 +1,4 @@
-"""From a run to what is said of it: the parts of this room in their order."""
+"""Turn a run into findings, by calling the modules of this package in order."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ from netfold.profile.summary import assign_rows, sized, summarise
 
 
 def analyse(run: Run, buckets: Sequence[int] = BUCKETS) -> Findings:
-    """Everything but advice, which needs a cost model (`netfold.plan.advice`). The run is not changed.
+    """Compute all findings but advice, which needs a cost model (`netfold.plan.advice`). Does not change the run.
 
-    buckets: upper ends of sizes, ascending; ValueError otherwise. Cost: about 600 bytes and some microseconds a record.
+    buckets: upper bounds of sizes, ascending; ValueError otherwise.
+    Cost: about 600 bytes and a few microseconds for each record.
     """
     columns = columns_of(run)
     matching = match(run, columns)
@@ -52,7 +53,7 @@ def analyse(run: Run, buckets: Sequence[int] = BUCKETS) -> Findings:
 
 
 def submissions(run: Run) -> dict[str, int]:
-    """How many operations of all ranks were recorded as submissions alone, by backend."""
+    """Count the operations of all ranks of which only the submission was recorded, by backend."""
     found: Counter[str] = Counter()
     for trace in run.traces:
         found.update(submitted_to(trace))
@@ -60,7 +61,7 @@ def submissions(run: Run) -> dict[str, int]:
 
 
 def title_of(run: Run) -> str:
-    """The command that was run, or else the folder."""
+    """The job's command, or the folder if unknown."""
     command = run.description.get("command")
     if isinstance(command, list):
         return shlex.join(map(str, command))

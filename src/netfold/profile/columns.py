@@ -1,4 +1,4 @@
-"""One rank's records with names in place of numbers, and with sizes as nccl-tests counts them."""
+"""One rank's records as columns, with names instead of numbers, and sizes as nccl-tests counts them."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ EVENTS = "event records"
 TRANSFERS = ("send", "receive")
 # Backends of torch whose mark of an operation ends with the operation. Others mark the submission to a device.
 COMPLETING = ("gloo", "mpi")
-# A record has the bytes of one output: a rank's block here, of which there are as many as ranks. What is counted is
-# the larger of what a rank gives and gets (nccl-tests, doc/PERFORMANCE.md).
+# For these a record holds the bytes of one rank's block. The counted size is the larger of a rank's input and output,
+# which is one block for each rank (nccl-tests, doc/PERFORMANCE.md).
 _BLOCKS = ("all_gather", "reduce_scatter", "all_to_all", "gather", "scatter")
-# busbw over algbw: what a link carries whatever the operation and the number of ranks (the same page).
+# busbw over algbw, so that busbw compares to a link's rate for any operation and number of ranks (the same page).
 _BUS_FACTORS: dict[str, Callable[[Integers], Floats]] = {
     "all_reduce": lambda ranks: 2 * (ranks - 1) / ranks,
     "all_gather": lambda ranks: (ranks - 1) / ranks,
@@ -32,40 +32,31 @@ _BUS_FACTORS: dict[str, Callable[[Integers], Floats]] = {
 }
 
 
-# Its number in Columns.group.
+# In Columns.group: the group is unknown.
 NO_GROUP = -1
 
 
 @dataclass(frozen=True)
 class Group:
-    """What ranks of one name and one list of ranks are to each other. ranks: ascending; empty where they are not known.
-
-    A name alone is not enough: the groups of a mesh's rows may all be called after the mesh.
-    """
+    """The identity of a group. Its name alone is ambiguous: all rows of a mesh may have the mesh's name."""
 
     name: str
-    ranks: tuple[int, ...]
+    ranks: tuple[int, ...]  # ascending; empty: unknown
 
 
 @dataclass(frozen=True)
 class Columns:
-    """Of one rank, each [n], in the order of its records.
-
-    group: place in `groups_of(run)`, or NO_GROUP; engine: whether it is an engine's event record; completes: whether
-    it ends when the operation was done, and not when the host had submitted it to a device; ranks: how many are in the
-    group, all of the job where that is not known;
-    bytes: of the whole operation; bus_bytes: times nccl-tests' factor; failed: it ended in an error.
-    """
+    """The columns of one rank, each [n], in the order of its records."""
 
     operation: Names
-    group: Integers
-    engine: Bools
-    completes: Bools
+    group: Integers  # index into `groups_of(run)`, or NO_GROUP
+    engine: Bools  # whether it is an event record of the native engine
+    completes: Bools  # whether the record ends with the operation, not with its submission to a device
     algorithm: Names
     wire: Names
-    ranks: Integers
-    bytes: Floats
-    bus_bytes: Floats
+    ranks: Integers  # size of the group; of the job if unknown
+    bytes: Floats  # of the whole operation
+    bus_bytes: Floats  # bytes times nccl-tests' factor
     failed: Bools
 
     def __len__(self) -> int:
@@ -73,24 +64,24 @@ class Columns:
 
 
 def groups_of(run: Run) -> list[Group]:
-    """Each once, in the order in which the first rank that is in it names them."""
+    """The groups of a run, each once, in the order of their first mention."""
     return list(dict.fromkeys(_group(group) for trace in run.traces for group in trace.metadata.groups.values()))
 
 
 def columns_of(run: Run) -> list[Columns]:
-    """One a trace, in the order of `run.traces`."""
+    """The columns of all traces, in the order of `run.traces`."""
     places = {group: place for place, group in enumerate(groups_of(run))}
     return [_columns(trace, places) for trace in run.traces]
 
 
 def completes(trace: Trace) -> Bools:
-    """[n] whether each of a rank's records ends when its operation was done."""
+    """[n], whether each of a rank's records ends with its operation."""
     numbers, inverse = np.unique(trace.operations["group"], return_inverse=True)
     return np.array([_completes(trace.metadata, int(number)) for number in numbers], np.bool_)[inverse]
 
 
 def submitted_to(trace: Trace) -> dict[str, int]:
-    """How many of a rank's records are submissions alone, by backend; `?` where the group is not known."""
+    """Count a rank's records that are submissions only, by backend; `?` if the group is unknown."""
     found: Counter[str] = Counter()
     for number, count in zip(*np.unique(trace.operations["group"], return_counts=True), strict=True):
         if not _completes(trace.metadata, int(number)):
@@ -100,7 +91,7 @@ def submitted_to(trace: Trace) -> dict[str, int]:
 
 
 def _is_engine(about: RankMetadata, number: int) -> bool:
-    """A rank with records of both kinds says which backend serves a group."""
+    """Whether a group's records are event records. With records of both kinds, the group's backend tells."""
     group = about.groups.get(str(number))
     return about.source == EVENTS or (EVENTS in about.source and group is not None and group.backend == "netfold")
 

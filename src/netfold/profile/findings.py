@@ -1,6 +1,6 @@
-"""What a profile says, as plain values: the page, the terminal, JSON and CSV show these and compute nothing.
+"""The results of a profile as plain values. The page, the terminal, JSON and CSV show these and compute nothing.
 
-Times are seconds, sizes bytes, bandwidths bytes a second. "A rank's" means the mean over ranks.
+Times are in seconds, sizes in bytes, bandwidths in bytes a second. "A rank's" means the mean over ranks.
 """
 
 from __future__ import annotations
@@ -12,75 +12,67 @@ from typing import Any
 import numpy as np
 
 KB, MB = 1 << 10, 1 << 20
-# hvprof's, for Horovod's messages (Awan et al., HotI 2019): upper ends; what is larger has a bucket of its own.
+# Upper bounds of hvprof's buckets for Horovod's messages (Awan et al., HotI 2019). Larger sizes have another bucket.
 BUCKETS = (128 * KB, 16 * MB, 32 * MB, 64 * MB)
 
 
 @dataclass(frozen=True)
 class Row:
-    """One operation in one bucket of sizes: above `above_bytes` and up to `to_bytes` (None: no end).
+    """One operation in one bucket of sizes: above `above_bytes` and up to `to_bytes` (None: no upper bound).
 
-    submitted_only: of these operations only the submission to a device was recorded; then no time, bandwidth or share
-    is known (None). Otherwise only exposed_s and skew_s may be None.
-
-    count, total_s, bytes, exposed_s, wire_bytes, retransmissions, registration_*: a rank's; mean_s, p50_s, p99_s: of
-    all ranks' operations; queue_s: a rank's total between submission and start; skew_s: a rank's total between its own
-    start and the last rank's; algbw and busbw: bytes over total time, busbw times nccl-tests' factor; share: of all
-    rows' total_s. algorithms: how often each was taken, over all ranks; wires: the same, of operations with bytes.
-    wire_bytes, retransmissions, registration_*: None where the backend does not say.
+    With `submitted_only`, all times, bandwidths and shares are None. Otherwise only exposed_s and skew_s may be None.
+    Fields that the backend does not report are None: wire_bytes, retransmissions, registration_*.
     """
 
     operation: str
     above_bytes: int
     to_bytes: int | None
-    count: float
-    bytes: float
-    total_s: float | None
-    mean_s: float | None
+    count: float  # a rank's
+    bytes: float  # a rank's
+    total_s: float | None  # a rank's
+    mean_s: float | None  # over all ranks' operations, as p50_s and p99_s
     p50_s: float | None
     p99_s: float | None
-    algbw: float | None
-    busbw: float | None
-    share: float | None
-    exposed_s: float | None
-    queue_s: float | None
-    skew_s: float | None
-    algorithms: Mapping[str, int] = field(default_factory=dict)
-    wires: Mapping[str, int] = field(default_factory=dict)
-    wire_bytes: float | None = None
+    algbw: float | None  # bytes over total time
+    busbw: float | None  # algbw times nccl-tests' factor
+    share: float | None  # of all rows' total_s
+    exposed_s: float | None  # a rank's
+    queue_s: float | None  # a rank's total between submission and start
+    skew_s: float | None  # a rank's total between its own start and the last rank's
+    algorithms: Mapping[str, int] = field(default_factory=dict)  # count of each, over all ranks
+    wires: Mapping[str, int] = field(default_factory=dict)  # the same, of operations with bytes
+    wire_bytes: float | None = None  # a rank's, as the three below
     retransmissions: float | None = None
     registration_hits: float | None = None
     registration_misses: float | None = None
     errors: int = 0
-    submitted_only: bool = False
+    submitted_only: bool = False  # only the submission to a device was recorded
 
     @property
     def name(self) -> str:
-        """The operation, marked where only its submission was recorded."""
+        """The operation's name, marked if only its submission was recorded."""
         return f"{self.operation} (submitted)" if self.submitted_only else self.operation
 
 
 @dataclass(frozen=True)
 class Overlap:
-    """How much of communication computing hid. All a rank's, of the whole profile or of one step.
+    """How much communication was hidden by computing: a rank's values, of the whole profile or of one step.
 
-    wall_s: from begin to end; communication_s: in which at least one operation was under way; exposed_s: of these, in
-    which the training thread did not compute. overlap_ratio = 1 - exposed_s / communication_s, None without any.
-    exposed_s is None where nobody watched the training thread. Submissions to a device are no communication here: where
-    there is nothing else, communication_s and exposed_s are None.
+    Submissions to a device do not count as communication. With submissions only, communication_s and exposed_s are
+    None.
     """
 
-    wall_s: float
-    communication_s: float | None
-    exposed_s: float | None
-    overlap_ratio: float | None
+    wall_s: float  # from beginning to end
+    communication_s: float | None  # time with at least one operation under way
+    exposed_s: float | None  # part of it without computing on the training thread; None if the thread was not watched
+    overlap_ratio: float | None  # 1 - exposed_s / communication_s; None without communication
 
 
 @dataclass(frozen=True)
 class StepTimes:
-    """Steps of training: count, and the wall time, communication and exposed time of one (median, p5, p95).
+    """Training steps: their count, and the times of one step as (median, p5, p95).
 
-    communication_s, exposed_s: None where `Overlap` has None.
+    communication_s and exposed_s are None as in `Overlap`.
     """
 
     count: int
@@ -91,35 +83,28 @@ class StepTimes:
 
 @dataclass(frozen=True)
 class Straggler:
-    """One rank, in the operations that no rank can finish before all have begun.
-
-    last: how many it was the last to begin; waited_for_s: what the others spent waiting for it there, the mean over
-    them; waited_s: what it spent waiting for others.
-    """
+    """One rank's delays, over the operations that no rank can finish before all have begun."""
 
     rank: int
     host: str
     operations: int
-    last: int
-    waited_for_s: float
-    waited_s: float
+    last: int  # operations that this rank was the last to begin
+    waited_for_s: float  # time that the other ranks waited for this one there, the mean over them
+    waited_s: float  # time that this rank waited for others
 
 
 @dataclass(frozen=True)
 class ClockOffset:
-    """Add offset_ns to a rank's times to have the first rank's. bound_ns: how far that may be off, None: unbounded.
-
-    knots: where the clocks drift, (a time of the rank's own, what to add there), ascending; between two, a line.
-    offset_ns is then that of the middle. `align` goes by them.
-    """
+    """The offset from a rank's clock to the first rank's clock."""
 
     rank: int
-    offset_ns: int
-    bound_ns: int | None
+    offset_ns: int  # add this to the rank's times; with knots, the offset in the middle of the run
+    bound_ns: int | None  # largest error; None: unbounded
+    # For clocks that drift: (time of the rank, offset there), ascending, interpolated linearly. `align` uses these.
     knots: tuple[tuple[int, int], ...] = ()
 
     def align(self, times_ns: np.ndarray[Any, np.dtype[np.int64]]) -> np.ndarray[Any, np.dtype[np.int64]]:
-        """Times of the rank as the first rank's clock would have shown them, [n]."""
+        """Convert the rank's times, [n], to the first rank's clock."""
         if not self.knots:
             return times_ns + self.offset_ns
         at, offsets = np.array(self.knots).T
@@ -130,7 +115,7 @@ class ClockOffset:
 
 
 def submissions_text(submissions: Mapping[str, int]) -> str:
-    """What is not known of `submissions` (Findings), and how to learn it, in a sentence; empty where there is none."""
+    """Say what is unknown of `Findings.submissions`, and how to measure it; empty without submissions."""
     if not submissions:
         return ""
     return (
@@ -143,24 +128,19 @@ def submissions_text(submissions: Mapping[str, int]) -> str:
 
 @dataclass(frozen=True)
 class Advice:
-    """One sentence with numbers. prediction: it says what would be, by the cost model, not what was measured."""
+    """One sentence of advice, with numbers."""
 
     text: str
-    prediction: bool
+    prediction: bool  # by the cost model, not measured
 
 
 @dataclass(frozen=True)
 class Findings:
-    """All of it.
+    """All results of a profile."""
 
-    ranks: who left records; size: how many the job had; title: the command; lost: operations that all ranks dropped;
-    registrations: by rank, as `About` has them, of those on a fabric; submissions: how many operations of all ranks
-    were recorded as submissions alone, by backend.
-    """
-
-    title: str
-    size: int
-    ranks: list[int]
+    title: str  # the command
+    size: int  # ranks of the job
+    ranks: list[int]  # ranks with records
     sources: list[str]
     backends: list[str]
     rows: list[Row]
@@ -170,8 +150,10 @@ class Findings:
     clocks: list[ClockOffset]
     advice: list[Advice]
     coverage_gaps: list[str]
-    lost: int
+    lost: int  # operations that all ranks together dropped
     versions: Mapping[str, str] = field(default_factory=dict)
     hosts: list[str] = field(default_factory=list)
+    # By rank, as in `RankMetadata`; of ranks on a fabric.
     registrations: Mapping[int, Mapping[str, int]] = field(default_factory=dict)
+    # By backend: operations of all ranks of which only the submission was recorded.
     submissions: Mapping[str, int] = field(default_factory=dict)

@@ -1,8 +1,8 @@
-"""Which records of different ranks are one operation.
+"""Match the records of different ranks that belong to one operation.
 
-Groups go by their name and their ranks: their numbers are each rank's own. Inside one, records of an engine go by its
-sequence number. Those of torch's profiler have none: the k-th of an operation and a size is the k-th on every rank,
-provided that all have equally many. What only some have is left out, and counted; nothing is guessed.
+Groups match by name and ranks, since each rank numbers groups itself. In a group, event records match by sequence
+number. Records of torch's profiler have none: the k-th record of an operation and size matches the k-th on every other
+rank, if all ranks have equally many. Records that only some ranks have are left out and counted; nothing is guessed.
 """
 
 from __future__ import annotations
@@ -18,20 +18,17 @@ import numpy as np
 from netfold.profile.columns import NO_GROUP, TRANSFERS, Columns, Group, Integers, groups_of
 from netfold.profile.run import Run
 
-# No rank finishes one of these before every rank has begun it, if every rank has something to give.
+# No rank finishes one of these before every rank has begun it, if every rank sends data.
 SYNCHRONISING = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier")
 
 
 @dataclass(frozen=True)
 class Matched:
-    """Operations of one group that all its members recorded, in the order in which they were called.
-
-    members: places in `run.traces`, [P]; places: [n, P], of each member's record among its own.
-    """
+    """Operations of one group that all its members recorded, in the order of the calls."""
 
     group: Group
-    members: tuple[int, ...]
-    places: Integers
+    members: tuple[int, ...]  # [P], indices into `run.traces`
+    places: Integers  # [n, P], the index of each member's record in its trace
 
     def field(self, run: Run, name: str) -> np.ndarray[Any, Any]:
         """[n, P] of every member's records."""
@@ -41,14 +38,14 @@ class Matched:
 
 @dataclass(frozen=True)
 class Matching:
-    """left_out: a reason -> how many operations, over all ranks."""
+    """The result of `match`."""
 
     groups: list[Matched]
-    left_out: Mapping[str, int]
+    left_out: Mapping[str, int]  # reason -> number of records, over all ranks
 
 
 def match(run: Run, columns: list[Columns]) -> Matching:
-    """Cost: sorting every rank's records."""
+    """Match all records of a run. Cost: sorting every rank's records."""
     trace_of = {trace.metadata.rank: index for index, trace in enumerate(run.traces)}
     left_out: Counter[str] = Counter()
     left_out["of a group that the rank does not name"] = sum(int((each.group == NO_GROUP).sum()) for each in columns)
@@ -74,11 +71,11 @@ def match(run: Run, columns: list[Columns]) -> Matching:
 
 
 def synchronising_operations(run: Run, columns: list[Columns], matched: Matched) -> Matched:
-    """Those of `matched` in which no rank can have finished before all had begun. Failed ones are evidence of nothing,
-    nor those of which only the submission was seen.
+    """Select the operations that no rank can have finished before all had begun.
 
-    An empty block asks nobody to wait; which blocks of an all_to_all are empty a record does not say. The native engine
-    sends a header even then, others may not.
+    Leaves out failed operations, and those of which only the submission was recorded. For an empty block no rank need
+    wait, and the record of an all_to_all does not say which blocks are empty. The native engine sends a header even for
+    an empty block; other backends may not.
     """
     first = columns[matched.members[0]]
     kind = first.operation[matched.places[:, 0]]
@@ -92,8 +89,10 @@ def synchronising_operations(run: Run, columns: list[Columns], matched: Matched)
 
 
 def _by_sequence(run: Run, columns: list[Columns], order: tuple[int, ...], rows: list[Integers]) -> Integers:
-    """[n, P]. A number that a rank used twice, in two lives of a group, names nothing; nor one that stands for
-    different operations."""
+    """[n, P], matched by sequence number.
+
+    Leaves out numbers that a rank used twice, in two generations of a group, and numbers of different operations.
+    """
     numbers = []
     for index, mine in zip(order, rows, strict=True):
         values, counts = np.unique(run.traces[index].operations["sequence"][mine], return_counts=True)
@@ -112,7 +111,7 @@ def _by_sequence(run: Run, columns: list[Columns], order: tuple[int, ...], rows:
 
 
 def _by_order(run: Run, columns: list[Columns], order: tuple[int, ...], rows: list[Integers]) -> Integers:
-    """[n, P], in the order in which the first member's began."""
+    """[n, P], matched by order, sorted by the start on the first member."""
     lists = []
     for index, mine in zip(order, rows, strict=True):
         records = run.traces[index].operations

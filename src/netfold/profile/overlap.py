@@ -1,18 +1,18 @@
-"""How much of communication computing hides.
+"""Compute how much communication is hidden by computing.
 
-A rank communicates while at least one of its operations is under way, from start to finish; one that is queued behind
-another is covered by that one. Communication is exposed as far as the training thread does not compute meanwhile.
-Waiting for anything else (data, a disk) outside of operations is no communication, and does not count.
+A rank communicates while at least one of its operations is under way, from start to finish. Queueing time does not
+count: another operation is under way then. Communication is exposed while the training thread does not compute. Other
+waits (for data, for a disk) are not communication.
 
-Between two lines of PROGRESS the thread computed for as long as `busy_ns` grew: at what moments is not known, so the
-rest is spread evenly over the time between the two, and cut where operations begin and end. Lines are milliseconds
-apart; an operation of microseconds has its share of such a time, right on the average of many. Before the first line
-and after the last one nobody watched: nothing is known to hide communication there, and it counts as exposed.
+Between two lines of PROGRESS the thread computed for the increase of `busy_ns`. The moments are unknown, so the idle
+rest is spread evenly over the time between the two lines, and split where operations begin and end. Lines are
+milliseconds apart. So an operation of microseconds gets its share of such an interval, which is right on average.
+Before the first line and after the last one, the thread was not watched: all communication there counts as exposed.
 
-Of an operation on a device only the submission by the host may be recorded (`columns.completes`). How long it was under
-way is then not known, so it is left out, and where a rank has nothing else its communication is not known.
+Of an operation on a device, possibly only the submission is recorded (`columns.completes`). Its time under way is then
+unknown, so it is left out. If a rank has only submissions, its communication is unknown.
 
-Where k operations are under way at once each has 1/k of that moment's exposed time, so that operations add up to it.
+If k operations are under way at once, each gets 1/k of the exposed time, so that the operations add up to the total.
 """
 
 from __future__ import annotations
@@ -29,26 +29,24 @@ from netfold.profile.run import Run, Trace
 
 @dataclass(frozen=True)
 class RankOverlap:
-    """Of one rank. edges_ns: [E], never falling, where anything changes; the rest [E], in seconds, sums up to there.
+    """The overlap of one rank, as cumulative sums in seconds, [E], at the edges.
 
-    communicated: with an operation under way; exposed: of that, without computing; of_one: the share of each operation
-    that is under way; unwatched_s: of communication, without a line of progress around it. exposed, of_one: None where
-    nobody watched. communicated, exposed, of_one: None where there are submissions and nothing else.
+    communicated, exposed and of_one are None with submissions only; exposed and of_one also without progress lines.
     """
 
-    edges_ns: Integers
-    communicated: Floats | None
-    exposed: Floats | None
-    of_one: Floats | None
-    unwatched_s: float
+    edges_ns: Integers  # [E], ascending: the times at which any value changes
+    communicated: Floats | None  # time with an operation under way
+    exposed: Floats | None  # of that time, without computing
+    of_one: Floats | None  # the exposed time of each single operation under way
+    unwatched_s: float  # communication outside of the progress lines
 
     def between(self, what: Floats, begun_ns: Integers, ended_ns: Integers) -> Floats:
-        """How much of a sum falls into each of [n] times, whose ends may lie anywhere."""
+        """The part of a cumulative sum in each of [n] intervals."""
         grown: Floats = np.interp(ended_ns, self.edges_ns, what) - np.interp(begun_ns, self.edges_ns, what)
         return grown
 
     def of_operations(self, trace: Trace) -> Floats | None:
-        """[n] seconds of each of the rank's records, 0 of a submission; they add up to the rank's exposed time."""
+        """[n] exposed seconds of each record, 0 for a submission. They add up to the rank's exposed time."""
         if self.of_one is None:
             return None
         records = trace.operations
@@ -56,12 +54,12 @@ class RankOverlap:
 
 
 def find_overlap(trace: Trace) -> RankOverlap:
-    """Cost: sorting the rank's records and lines."""
+    """Compute one rank's overlap. Cost: sorting the rank's records and progress lines."""
     timed = trace.operations[completes(trace)]
     started, finished = timed["started_ns"], timed["finished_ns"]
     lines = trace.progress
     watched = len(lines) > 1
-    # Twice the same is an interval of no time.
+    # Equal edges make an interval of length 0, which is harmless.
     edges = np.sort(np.concatenate([started, finished, lines["at_ns"]]))
     if not len(edges):
         edges = np.zeros(1, np.int64)
@@ -76,7 +74,7 @@ def find_overlap(trace: Trace) -> RankOverlap:
     if not watched:
         return RankOverlap(edges, _sums(communicating), None, None, float(communicating.sum()))
     idle = 1 - np.diff(lines["busy_ns"]) / np.maximum(np.diff(lines["at_ns"]), 1)
-    # Which two lines an edge's interval lies between; before and after all of them nothing is hidden.
+    # For each interval, its place between two lines. Before and after all lines, nothing is hidden.
     idle = np.concatenate([[1.0], np.clip(idle, 0, 1), [1.0]])
     line = np.searchsorted(lines["at_ns"], edges[:-1], side="right")
     exposed = communicating * idle[line]
@@ -91,8 +89,10 @@ def find_overlap(trace: Trace) -> RankOverlap:
 
 
 def mean_overlap(run: Run, exposures: list[RankOverlap]) -> Overlap:
-    """Means over ranks; exposed time over those that were watched, and their communication for the ratio. Ranks that
-    recorded submissions alone are in the wall time only."""
+    """Average over ranks. Exposed time and the ratio use the watched ranks only.
+
+    Ranks with submissions only contribute to the wall time only.
+    """
     if not run.traces:
         return Overlap(0.0, 0.0, None, None)
     sums = [
@@ -104,7 +104,7 @@ def mean_overlap(run: Run, exposures: list[RankOverlap]) -> Overlap:
 
 
 def _overlap(wall_s: float, ranks: list[tuple[float, float | None]]) -> Overlap:
-    """ranks: communication, and what of it was exposed, None where nobody watched."""
+    """ranks: (communication, exposed part; None if not watched), in seconds."""
     if not ranks:
         return Overlap(wall_s, None, None, None)
     watched = [(communication, exposed) for communication, exposed in ranks if exposed is not None]
@@ -115,7 +115,7 @@ def _overlap(wall_s: float, ranks: list[tuple[float, float | None]]) -> Overlap:
 
 
 def step_times(run: Run, exposures: list[RankOverlap]) -> StepTimes | None:
-    """Of all ranks' steps together; None where no rank says what a step is."""
+    """The step times over all ranks' steps; None if no rank recorded steps."""
     ranks = [_steps_of(trace, exposure) for trace, exposure in zip(run.traces, exposures, strict=True)]
     count = max((len(wall) for wall, _, _ in ranks), default=0)
     if not count:
@@ -131,9 +131,9 @@ def step_times(run: Run, exposures: list[RankOverlap]) -> StepTimes | None:
 
 
 def each_step(run: Run) -> list[Overlap]:
-    """Of each step, in order, means over the ranks that have one of its number."""
+    """The overlap of each step, in order: means over the ranks with that step."""
     ranks = [_steps_of(trace, find_overlap(trace)) for trace in run.traces]
-    found = []
+    overlaps = []
     for number in range(max((len(wall) for wall, _, _ in ranks), default=0)):
         there = [rank for rank in ranks if len(rank[0]) > number]
         sums = [
@@ -141,12 +141,12 @@ def each_step(run: Run) -> list[Overlap]:
             for _, communication, exposed in there
             if communication is not None
         ]
-        found.append(_overlap(float(np.mean([wall[number] for wall, _, _ in there])), sums))
-    return found
+        overlaps.append(_overlap(float(np.mean([wall[number] for wall, _, _ in there])), sums))
+    return overlaps
 
 
 def _steps_of(trace: Trace, exposure: RankOverlap) -> tuple[Floats, Floats | None, Floats | None]:
-    """Seconds of each of a rank's steps: all of it, with communication, and with exposed communication."""
+    """Seconds of each of a rank's steps: in total, with communication, and with exposed communication."""
     begun, ended = trace.steps["began_ns"], trace.steps["ended_ns"]
     communicated, exposed = (
         None if what is None else exposure.between(what, begun, ended)

@@ -1,4 +1,4 @@
-"""The event record: what each operation did, one fixed-size struct."""
+"""The event record: one fixed-size struct for each operation."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-# Times are CLOCK_MONOTONIC nanoseconds (time.perf_counter_ns on Linux); bytes are the tensor's; wire_bytes what this
-# rank sent, headers and retransmissions included, lower layers' headers not.
+# Times are CLOCK_MONOTONIC nanoseconds (time.perf_counter_ns on Linux). bytes: of the tensor. wire_bytes: sent by this
+# rank, including headers and retransmissions, without lower layers' headers.
 RECORD = np.dtype(
     [
         ("group", "u8"),

@@ -1,12 +1,12 @@
-"""A run: the folder that a profiled job leaves, a folder a rank in it. What is written, and how it is read back.
+"""A run: the folder of a profiled job, with a subfolder for each rank. Its format, its writer and its reader.
 
-    RUN/run.json                what was run, when, by which versions
-    RUN/rank-0003/metadata.json    an `RankMetadata`: who the rank is, where its records come from, what they cannot
-    show RUN/rank-0003/operations    `RECORD`s, in the order in which operations ended
-    RUN/rank-0003/steps         `STEP`s: one of training each
-    RUN/rank-0003/progress      `PROGRESS`: how long the training thread has computed, a line every few milliseconds
+    RUN/run.json                   the command, the time, the versions
+    RUN/rank-0003/metadata.json    a `RankMetadata`: the rank, the source of its records, the gaps in them
+    RUN/rank-0003/operations       `RECORD`s, in the order in which operations ended
+    RUN/rank-0003/steps            `STEP`s, one for each training step
+    RUN/rank-0003/progress         `PROGRESS`: the computing time of the training thread, a line every few milliseconds
 
-The three lists are plain arrays of fixed-size structs, only ever appended to: a rank that is killed leaves what it had.
+The three lists are plain arrays of fixed-size structs. Writers only append, so a killed rank leaves valid lists.
 All times are CLOCK_MONOTONIC nanoseconds of the rank's own host.
 """
 
@@ -25,9 +25,8 @@ from netfold.profile.record import RECORD, Records
 
 FORMAT = 1
 STEP = np.dtype([("began_ns", "i8"), ("ended_ns", "i8")])
-# busy_ns: what the training thread has spent since it was first looked at on anything but waiting and communicating:
-# on a core or in the queue for one, outside of collectives. It never falls. Between two lines, time passed minus busy
-# time is time that the thread did not compute.
+# busy_ns: time of the training thread on a core or runnable, outside of collectives, since the first sample. It never
+# decreases. Between two lines, elapsed time minus busy time is time in which the thread did not compute.
 PROGRESS = np.dtype([("at_ns", "i8"), ("busy_ns", "i8")])
 
 Steps: TypeAlias = "np.ndarray[Any, np.dtype[np.void]]"
@@ -36,53 +35,45 @@ _LISTS = {"operations": RECORD, "steps": STEP, "progress": PROGRESS}
 
 
 class RunError(ValueError):
-    """A folder is no run, or holds what cannot be read; the message says which file and what to do."""
+    """A folder is not a run, or a file in it is unreadable. The message names the file and a remedy."""
 
 
 @dataclass(frozen=True)
 class GroupName:
-    """A group of ranks, as its members call it: `name` is the same on all of them, unlike the number in records.
+    """A group of ranks."""
 
-    ranks: which ranks of the job are in it, in the group's order; empty where that is not known.
-    """
-
-    name: str
+    name: str  # the same on all members, unlike the number in records
     backend: str
-    ranks: list[int] = field(default_factory=list)
+    ranks: list[int] = field(default_factory=list)  # ranks of the job, in the group's order; empty: unknown
 
 
 @dataclass(frozen=True)
 class RankMetadata:
-    """One rank's own words on its records.
-
-    source: where operations come from, `event records` or `torch profiler`; names: for each field of a record that is
-    a number for a name (operation, dtype, reduce, algorithm, wire, error) what each number means; groups: by the number
-    in records (as text, since JSON has no other keys); coverage_gaps: sentences on what is not in the records; lost:
-    how many operations came faster than they could be written; registrations: what a fabric's cache of registered
-    memory did (`evictions`) and has (`ranges`, `bytes`), empty where there is no fabric.
-    """
+    """One rank's description of its records."""
 
     rank: int
     size: int
     host: str
     pid: int
-    source: str
+    source: str  # of the records: `event records` or `torch profiler`
+    # Field of a record (operation, dtype, reduce, algorithm, wire, error) -> number -> name.
     names: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
-    groups: Mapping[str, GroupName] = field(default_factory=dict)
-    coverage_gaps: list[str] = field(default_factory=list)
+    groups: Mapping[str, GroupName] = field(default_factory=dict)  # by the number in records, as text for JSON
+    coverage_gaps: list[str] = field(default_factory=list)  # sentences on what the records lack
     versions: Mapping[str, str] = field(default_factory=dict)
-    lost: int = 0
+    lost: int = 0  # operations that came faster than they could be written
+    # Of a fabric's registration cache: `evictions`, and the current `ranges` and `bytes`. Empty without a fabric.
     registrations: Mapping[str, int] = field(default_factory=dict)
     format: int = FORMAT
 
     def name_of(self, what: str, number: int) -> str:
-        """`name_of("operation", 0)` is `all_reduce`; `?` where the rank named nothing so."""
+        """Return the name of a number: `name_of("operation", 0)` is `all_reduce`; `?` if unknown."""
         return self.names.get(what, {}).get(str(int(number)), "?")
 
 
 @dataclass(frozen=True)
 class Trace:
-    """What one rank left: `operations` [n] RECORD, `steps` [n] STEP, `progress` [n] PROGRESS; any may be empty."""
+    """One rank's files: `operations` [n] RECORD, `steps` [n] STEP, `progress` [n] PROGRESS; any may be empty."""
 
     metadata: RankMetadata
     operations: Records
@@ -92,17 +83,17 @@ class Trace:
 
 @dataclass(frozen=True)
 class Run:
-    """traces: in the order of ranks; a rank that left nothing is absent. description: run.json."""
+    """A run that was read."""
 
     folder: Path
-    description: Mapping[str, Any]
-    traces: list[Trace]
+    description: Mapping[str, Any]  # run.json
+    traces: list[Trace]  # in the order of ranks, without ranks that have no files
 
 
 class RankWriter:
-    """Appends to one rank's folder. Nothing is kept in memory; every call writes through to the kernel.
+    """Appends to one rank's folder, unbuffered: every call is a write system call.
 
-    Raises OSError where the disk is full or the folder is gone; the caller says so once and goes on training.
+    Raises OSError if the disk is full or the folder is gone. The caller reports it once and continues training.
     """
 
     def __init__(self, run: Path, about: RankMetadata) -> None:
@@ -112,7 +103,7 @@ class RankWriter:
         self._files = {name: (self._folder / name).open("wb", buffering=0) for name in _LISTS}
 
     def describe(self, about: RankMetadata) -> None:
-        """Replace what the rank says of itself, whole or not at all."""
+        """Replace the rank's metadata atomically."""
         new = self._folder / "metadata.json.new"
         new.write_text(json.dumps(asdict(about), indent=1))
         os.replace(new, self._folder / "metadata.json")
@@ -128,7 +119,7 @@ class RankWriter:
 
 
 def read_run(folder: Path) -> Run:
-    """Raises RunError where `folder` holds no run. The end of a list that was being written is left out."""
+    """Read a run. Raises RunError if `folder` holds none. Drops an incomplete last record of a list."""
     ranks = sorted(folder.glob("rank-*/metadata.json"))
     if not ranks:
         raise RunError(
@@ -150,7 +141,7 @@ def _read_rank(path: Path) -> Trace:
         if raw["format"] != FORMAT:
             raise RunError(f"{path} is of format {raw['format']}, this netfold reads {FORMAT}")
         raw["groups"] = {number: GroupName(**group) for number, group in raw["groups"].items()}
-        raw.setdefault("registrations", {})  # a run of before
+        raw.setdefault("registrations", {})  # older runs lack the key
         about = RankMetadata(**{one.name: raw[one.name] for one in fields(RankMetadata)})
         _check_types(about)
     except RunError:
@@ -161,7 +152,7 @@ def _read_rank(path: Path) -> Trace:
 
 
 def _check_types(about: RankMetadata) -> None:
-    """Raise TypeError where a field is of another type than About says, as a file that was changed may have it."""
+    """Raise TypeError for a field of the wrong type, which an edited file may contain."""
     of_all: list[tuple[str, object, type]] = [
         *((name, getattr(about, name), int) for name in ("rank", "size", "pid", "lost", "format")),
         *((name, getattr(about, name), str) for name in ("host", "source")),

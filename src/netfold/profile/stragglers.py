@@ -1,9 +1,9 @@
-"""Who begins last, and what the others wait for.
+"""Find the ranks that begin operations last, and the time that other ranks wait for them.
 
-In a meeting (`matching.meetings`) all wait for the last to begin. Starts are compared on the first rank's clock; a
-difference that is no larger than what the two clocks may be apart says nothing: it names nobody and counts as none.
-What counts for the last rank is what each of the others waited, from its own start on: all of it, also where the last
-but one would have kept them for a part of it.
+In a synchronising operation (`matching.synchronising_operations`) all ranks wait for the last to begin. Starts are
+compared on the first rank's clock. A difference within the error of the two clocks counts as 0 and names no rank. The
+last rank is charged with the whole wait of each other rank, from that rank's own start, even if the last but one would
+have caused a part of it.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from netfold.profile.run import Run
 
 @dataclass(frozen=True)
 class WaitTimes:
-    """ranks: one a trace; skew_s: [n] a trace, each record's wait for the last to begin, NaN where it is not known."""
+    """The waits of all ranks, by trace."""
 
     ranks: list[Straggler]
-    skew_s: list[Floats]
+    skew_s: list[Floats]  # [n], each record's wait for the last rank to begin; NaN if unknown
 
 
 def find_stragglers(run: Run, columns: Sequence[Columns], groups: Sequence[Matched], clocks: ClockSync) -> WaitTimes:
-    """Cost: P a matched operation."""
+    """Find the stragglers. Cost: P for each matched operation."""
     size = len(run.traces)
     operations, last = np.zeros(size, np.int64), np.zeros(size, np.int64)
     waited_for, waited = np.zeros(size), np.zeros(size)
@@ -53,9 +53,9 @@ def find_stragglers(run: Run, columns: Sequence[Columns], groups: Sequence[Match
         named = known & (certain | ~others).all(axis=1)
         for at, member in enumerate(matched.members):
             operations[member] += known.sum()
-            mine = named & (latest == at)
-            last[member] += mine.sum()
-            waited_for[member] += wait[mine].sum() / max(1, len(matched.members) - 1)
+            was_last = named & (latest == at)
+            last[member] += was_last.sum()
+            waited_for[member] += wait[was_last].sum() / max(1, len(matched.members) - 1)
             waited[member] += wait[known, at].sum()
             skew[member][matched.places[known, at]] = wait[known, at]
     return WaitTimes(

@@ -1,11 +1,11 @@
 """The torch.distributed backend: `init_process_group("netfold")`.
 
-torch finds `register` through entry points and calls it at the end of `import torch`; so it imports nothing heavy,
-loads nothing native and never raises. The ProcessGroup is made when a script asks for it. May import: communicator,
-plan, profile, torch.
+torch finds `register` through entry points and calls it at the end of `import torch`. So `register` imports nothing
+heavy, loads nothing native and never raises. `init_process_group` makes the ProcessGroup.
+May import: communicator, plan, profile, torch.
 
 Always: tensors live until their operation is done; no native code waits for the GIL; no thread starts before the first
-group; a Future's callbacks may block without holding up other Futures.
+group; a Future's callbacks may block without delaying other Futures.
 
 Tests: `.venv/bin/pytest tests/torch`
 """
@@ -36,9 +36,9 @@ __all__ = ["compress_gradients", "device_paths", "events", "monitored_barrier", 
 
 
 def register() -> None:
-    """Make `netfold` a backend of torch.distributed, and record the process where NETFOLD_PROFILE asks for it.
+    """Make `netfold` a backend of torch.distributed, and start the recording that NETFOLD_PROFILE asks for.
 
-    Idempotent; does nothing where torch has no distributed.
+    Idempotent. Does nothing if torch was built without distributed.
     """
     try:
         import torch.distributed as dist
@@ -46,16 +46,16 @@ def register() -> None:
         if not dist.is_available() or hasattr(dist.Backend, "NETFOLD"):
             return
         dist.Backend.register_backend("netfold", _create, extended_api=True, devices=["cpu", "cuda"])
-        # torch has no public way to add to env://; one without this table says itself what it misses under mpirun.
+        # torch has no public way to extend env://. A torch without this table raises its own error under mpirun.
         handlers = getattr(sys.modules.get("torch.distributed.rendezvous"), "_rendezvous_handlers", {})
         if "env" in handlers:
-            handlers["env"] = functools.partial(_meet, handlers["env"])
+            handlers["env"] = functools.partial(_env_rendezvous, handlers["env"])
         if "NETFOLD_PROFILE" in os.environ:
             from netfold.profile import recording
 
             recording.start_if_requested()
     except Exception as error:
-        # torch turns an exception here into a failure of `import torch` itself: a warning is enough.
+        # torch would turn an exception here into a failure of `import torch`.
         import warnings
 
         warnings.warn(f"netfold could not register with torch.distributed: {error}", RuntimeWarning, stacklevel=2)
@@ -70,10 +70,10 @@ def _create(options: Any, pg_options: Any) -> Any:
     return create(options, pg_options)
 
 
-def _meet(torchs: Any, url: str, **options: Any) -> Any:
+def _env_rendezvous(torch_handler: Any, url: str, **options: Any) -> Any:
     from netfold.torch.env_rendezvous import env_rendezvous
 
-    return env_rendezvous(torchs, url, **options)
+    return env_rendezvous(torch_handler, url, **options)
 
 
 def new_process_group(
@@ -84,10 +84,12 @@ def new_process_group(
     timeout: timedelta = timedelta(minutes=30),
     options: Options | None = None,
 ) -> dist.ProcessGroup:
-    """A group that torch's world does not know, for programs that make and remake groups themselves (torchft).
+    """Make a group outside of torch's world, for programs that create and replace groups themselves (torchft).
 
-    `store`: a part for this life of the group alone (`PrefixStore`); `timeout`: of each operation. Not needed with
-    `init_process_group`. Its `shutdown()` ends it. Raises what `netfold.communicator.Group` raises.
+    store: a `PrefixStore` that only this generation of the group uses.
+    timeout: of each operation.
+    The group's `shutdown()` ends the group. Programs that call `init_process_group` need no such group.
+    Raises what `netfold.communicator.Group` raises.
     """
     from netfold.torch.release import check_release
 
@@ -98,15 +100,16 @@ def new_process_group(
 
 
 def compress_gradients(model: DistributedDataParallel) -> GradientCompression:
-    """Send the f32 gradients of `model` as i8 from now on, a quarter of the bytes; every rank calls this, in order.
+    """Send the f32 gradients of `model` as i8 from now on: a quarter of the bytes. A collective call of all ranks.
 
-    What rounding takes from a step's gradient is kept and added to the next step's: over many steps nothing is lost.
-    Costs 4 bytes a parameter, and a group more of the model's ranks: everything else they say to each other travels as
-    before. Gradients of other dtypes are averaged as they are. On one rank nothing is compressed. What is kept is no
-    part of a checkpoint: a restart drops one step's rounding errors.
+    Error feedback: each rank adds the rounding error of a step to the gradient of its next step.
+    Gradients of other dtypes are averaged uncompressed. On one rank nothing is compressed.
+    Cost: 4 bytes a parameter, and one more group of the model's ranks. Other collectives are not compressed.
+    Checkpoints do not hold the rounding errors: a restart drops those of one step.
 
-    Returns what is kept, a parameter at a time. Raises ValueError for a model that is not on a netfold group and for
-    more than 32 ranks, RuntimeError where the model has a hook already.
+    Returns the rounding errors, by parameter.
+    Raises ValueError for a model that is not on a netfold group and for more than 32 ranks; RuntimeError for a model
+    that already has a communication hook.
     """
     from netfold.torch.compression import compress
 
@@ -114,17 +117,20 @@ def compress_gradients(model: DistributedDataParallel) -> GradientCompression:
 
 
 def events(group: dist.ProcessGroup | None = None) -> Records:
-    """The newest event records of a group (`netfold.profile.RECORD`), oldest first."""
+    """Return the newest event records of a group (`netfold.profile.RECORD`), oldest first."""
     return _group(group).events()
 
 
 def why(group: dist.ProcessGroup | None = None, *, operation: str = "all_reduce", size_bytes: int = 1 << 24) -> str:
-    """The algorithm that runs `operation` of `size_bytes` in this group, and the reason."""
+    """Name the algorithm that runs `operation` of `size_bytes` in this group, and the reason."""
     return _group(group).why(operation, size_bytes)
 
 
 def device_paths(group: dist.ProcessGroup | None = None) -> str:
-    """How this group's collectives on GPUs' memory go, and why no better: found by its ranks when the first came."""
+    """Describe the path of this group's collectives on GPU memory, and why no faster path is in use.
+
+    The ranks choose the path at their first collective on GPU memory.
+    """
     devices = _operations(group).devices
     return devices.why() if devices is not None else "IPC disabled because torch finds no CUDA device here"
 
@@ -134,12 +140,13 @@ def monitored_barrier(
     timeout: timedelta | float | None = None,
     wait_all_ranks: bool = False,
 ) -> None:
-    """Return once every rank of `group` has called this; else raise on all that did, with the ranks that did not.
+    """Wait until every rank of `group` has called this. After the timeout, raise on all ranks that called.
 
-    As `torch.distributed.monitored_barrier`, which takes gloo groups only. `timeout`: a timedelta or seconds, that of
-    the group if None. With `wait_all_ranks` rank 0's message lists the missing ranks first; they are named either way.
-    It goes over the store, so that it works on a group whose collectives hang. Raises CollectiveTimeout (a
-    RuntimeError and a TimeoutError); its `rank` is the first missing one.
+    As `torch.distributed.monitored_barrier`, which takes gloo groups only. The barrier uses the store, not the group's
+    connections, so it also works on a group whose collectives hang.
+    timeout: a timedelta or seconds; None: the group's.
+    wait_all_ranks: rank 0's message lists the missing ranks first. The message names them in either case.
+    Raises CollectiveTimeout (a RuntimeError and a TimeoutError); its `rank` is the first missing rank.
     """
     seconds = timeout if timeout is None or not isinstance(timeout, (int, float)) else timedelta(seconds=timeout)
     _operations(group).run_monitored_barrier(seconds, wait_all_ranks)

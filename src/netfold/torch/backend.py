@@ -1,10 +1,10 @@
-"""The carrier of netfold's operations on torch 2.14 and newer: a subclass of torch's C++ class `Backend`.
+"""netfold's operations on torch 2.14 and newer: a subclass of torch's C++ class `Backend`.
 
-torch makes the ProcessGroup itself and calls this class through trampolines (c10d/py/PyBackend.hpp in torch's wheel).
-So everything that torch does around a backend works as for its own ones: hooks, the NaN check, the flight recorder,
-boxed groups, groups of several backends, `split_group`, `TORCH_DISTRIBUTED_DEBUG=DETAIL`.
+torch makes the ProcessGroup and calls this class through trampolines (c10d/py/PyBackend.hpp in torch's wheel). So
+torch's features work as with its own backends: hooks, the NaN check, the flight recorder, boxed groups, groups of
+several backends, `split_group`, `TORCH_DISTRIBUTED_DEBUG=DETAIL`.
 
-A Work that a method returns reaches the caller inside a C++ holder: `forwarding` tells what follows.
+A returned Work reaches the caller inside a C++ holder: see `forwarding`.
 """
 
 from __future__ import annotations
@@ -32,8 +32,12 @@ class NetfoldBackend(Operations, _c10d.Backend):
         layer: DeviceApi | None = None,
         join: Callable[[Store, Sequence[int], timedelta], NetfoldBackend] | None = None,
     ) -> None:
-        """`part`: a store with keys that no other group uses. `layer`: the devices that the group serves beside the
-        CPU. `join(store, ranks, timeout)` makes the backend of the part of this group that `ranks` are."""
+        """Make the backend of an open group.
+
+        part: a store whose keys no other group uses.
+        layer: the devices that the group serves beside the CPU.
+        join: `join(store, ranks, timeout)` makes the backend of a subgroup of `ranks`.
+        """
         _c10d.Backend.__init__(self, group.rank, group.size)
         self.attach(group, part, layer)
         self._join = join
@@ -43,37 +47,39 @@ class NetfoldBackend(Operations, _c10d.Backend):
 
     @property
     def options(self) -> Any:
-        """torch's own options of this backend. `netfold.options` has ours."""
-        made: Any = _c10d.Backend.Options("netfold", timedelta(seconds=self.netfold.timeout_s))
-        made.global_ranks_in_group = list(self.netfold.job_ranks)
-        return made
+        """torch's options of this backend. `netfold.options` has netfold's."""
+        options: Any = _c10d.Backend.Options("netfold", timedelta(seconds=self.netfold.timeout_s))
+        options.global_ranks_in_group = list(self.netfold.job_ranks)
+        return options
 
-    # --- parts of this group ---------------------------------------------------------------------------------------
+    # --- subgroups -------------------------------------------------------------------------------------------------
 
     @property
     def supports_splitting(self) -> bool:
         return self._join is not None
 
     def split(self, store: Store, ranks: list[int], opts: Any) -> NetfoldBackend:
-        """The backend of the ranks `ranks` of this group. `store`: for this part alone, with keys of its own.
+        """Make the backend of the subgroup of `ranks`, of which this rank is one (see `split_group`).
 
-        This rank is one of them (see `split_group`).
+        store: only this subgroup uses its keys.
         """
         assert self._join is not None
         timeout = opts._timeout if opts is not None else timedelta(seconds=self.netfold.timeout_s)
         return self._join(store, ranks, timeout)
 
     def perform_nocolor_split(self, device: torch.device) -> None:
-        """torch calls this on the ranks that stay outside of a new group. Only members take part here."""
+        """Do nothing: torch calls this on ranks outside of the new group, and only members take part."""
 
-    # --- what torch asks about -------------------------------------------------------------------------------------
+    # --- properties that torch reads -------------------------------------------------------------------------------
 
-    # torch reads these through Python. An inherited one would call itself without end (PyBackend::getPropertyOverride).
+    # An inherited property would recurse without end: torch reads each through Python (PyBackend::getPropertyOverride).
 
     @property
     def supports_coalescing(self) -> bool:
-        """False: `batch_isend_irecv` need not merge sends and receives, since none waits for another here. Each has a
-        Work of its own then, as over gloo. A coalescing manager works all the same."""
+        """False: no netfold send or receive waits for another, so `batch_isend_irecv` need not merge them.
+
+        Each has its own Work then, as over gloo. A coalescing manager works all the same.
+        """
         return False
 
     @property
@@ -108,11 +114,11 @@ class NetfoldBackend(Operations, _c10d.Backend):
 
     def monitored_barrier(self, opts: Any = None, wait_all_ranks: bool = False) -> None:
         """See `netfold.torch.monitored_barrier`."""
-        timeout = opts.timeout if opts is not None and opts.timeout.days >= 0 else None  # negative: none is named
+        timeout = opts.timeout if opts is not None and opts.timeout.days >= 0 else None  # negative: the group's
         self.run_monitored_barrier(timeout, wait_all_ranks)
 
     def _get_sequence_number_for_group(self) -> int:
         return self.sequence_number()
 
     def _set_sequence_number_for_group(self) -> None:
-        """Sequence numbers begin at 0 on every rank: there is nothing to agree on."""
+        """Do nothing: sequence numbers begin at 0 on every rank."""

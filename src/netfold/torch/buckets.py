@@ -1,16 +1,16 @@
 """DDP's buckets in shared memory, or registered with a fabric, without a change to the script.
 
-The reducer hands the same few buckets to all_reduce in every step. Once a bucket has come again from where it was
-before (DDP lays its buckets out anew after the first step), its storage is moved to shared memory in place: every
-tensor that is a view of it follows, and from then on ranks of one machine add it up where it lies.
+DDP's reducer passes the same few buckets to all_reduce in every step. (DDP rebuilds its buckets after the first step.)
+After enough calls from the same address, netfold moves the bucket's storage to shared memory in place. All tensors that
+are views of the storage follow. From then on the ranks of one machine reduce the bucket in place.
 
-What must not happen is that memory moves under somebody who holds a bare address of it. The reducer does not; it
-computes addresses from its tensors each time. A NumPy view of `parameter.grad`, taken under gradient_as_bucket_view
-before the third step and kept, would: NETFOLD_SHARE_BUCKETS=off is for such scripts. So a tensor is moved only when the
-reducer itself calls, on the thread of `backward`.
+Memory must not move while other code holds its address. The reducer holds none: it computes addresses from its tensors
+in each call. So netfold moves a tensor only when the reducer calls, on the thread of `backward`. A script that keeps a
+NumPy view of `parameter.grad`, taken under gradient_as_bucket_view before the third step, must set
+NETFOLD_SHARE_BUCKETS=off.
 
-Over a fabric nothing moves: the bucket stays registered from then on, which spares each step to register it. It is kept
-alive as long, so its memory cannot come to mean something else; one that only we still have is let go.
+Over a fabric nothing moves: the bucket stays registered, which saves a registration in each step. netfold keeps the
+storage alive meanwhile, so no other tensor can take the address. It releases a storage that has no other owner.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from netfold._native import engine
 
 log = logging.getLogger("netfold")
 
-# Below, a second copy costs less than what could go wrong.
+# Below this size, a copy costs less than the risk of a move.
 _MIN_BYTES = 1 << 20
-# Smaller ones go in no large pieces.
+# Smaller buckets do not travel by RMA.
 _MIN_REGISTERED_BYTES = 64 << 10
-# As many steps must have brought the bucket at the same place before.
+# Earlier steps with the bucket at the same address.
 _SIGHTINGS = 2
 _MAX_CANDIDATES = 1024
 
@@ -40,26 +40,29 @@ _backward = graph._engine_run_backward.__code__
 
 
 def shm_shortage(wanted_bytes: int) -> str | None:
-    """Why /dev/shm cannot take so much and keep an eighth of itself free; None where it can."""
+    """Why /dev/shm cannot take `wanted_bytes` and keep an eighth of its size free; None if it can."""
     try:
-        found = os.statvfs("/dev/shm")
+        stat = os.statvfs("/dev/shm")
     except OSError as error:
         return f"there is no /dev/shm ({error.strerror})"
-    if found.f_flag & os.ST_RDONLY:
+    if stat.f_flag & os.ST_RDONLY:
         return "/dev/shm is read-only"
-    if found.f_bavail * found.f_frsize - wanted_bytes < found.f_blocks * found.f_frsize // 8:
-        return f"/dev/shm has no room for {wanted_bytes} bytes and an eighth of itself"
+    if stat.f_bavail * stat.f_frsize - wanted_bytes < stat.f_blocks * stat.f_frsize // 8:
+        return f"/dev/shm has no room for {wanted_bytes} bytes while an eighth of it stays free"
     return None
 
 
 class BucketDetector:
-    """Which tensors are buckets: those that the reducer brings again and again from the same place."""
+    """Detects buckets: tensors that DDP's reducer passes repeatedly from the same address."""
 
     def __init__(self) -> None:
         self._times: dict[tuple[int, int], int] = {}
 
     def is_bucket(self, tensor: torch.Tensor) -> torch.UntypedStorage | None:
-        """The storage of one that was seen often enough. To be called by what the function that torch calls, calls."""
+        """Return the storage of a tensor that came often enough, else None.
+
+        The frame third from here must be torch's: torch calls a method, the method calls the caller of this.
+        """
         caller = sys._getframe(3)
         if caller.f_code is not _backward or not tensor.is_contiguous():
             return None
@@ -69,80 +72,82 @@ class BucketDetector:
         if times > _SIGHTINGS:
             return storage
         if len(self._times) >= _MAX_CANDIDATES:
-            self._times.clear()  # these are no buckets
+            self._times.clear()  # so many different addresses are not buckets
         self._times[place] = times
         return None
 
 
-def _is_only_ours(storage: torch.UntypedStorage) -> bool:
+def _has_no_other_owner(storage: torch.UntypedStorage) -> bool:
     return bool(torch._C._storage_Use_Count(storage._cdata) == 1)
 
 
 class RegisteredBuckets:
     """The buckets that one group keeps registered with its fabric, by address."""
 
-    def __init__(self, hold: Callable[[tuple[int, int]], Any]) -> None:
-        self._hold = hold
-        self._sightings = BucketDetector()
-        self._held: dict[int, tuple[torch.UntypedStorage, int, Any]] = {}
+    def __init__(self, lease: Callable[[tuple[int, int]], Any]) -> None:
+        """lease: registers (address, bytes); the registration lasts as long as the result."""
+        self._lease = lease
+        self._detector = BucketDetector()
+        self._leases: dict[int, tuple[torch.UntypedStorage, int, Any]] = {}
 
     def consider(self, tensor: torch.Tensor) -> None:
-        """Called for each tensor to reduce, by the function that torch calls."""
+        """Register the tensor's storage if it is a bucket. The method that torch calls must call this directly."""
         if tensor.nbytes < _MIN_REGISTERED_BYTES:
             return
-        # A storage that was given other memory is no bucket of the reducer's, but would be a wrong sum here.
-        for address, (storage, size, _) in list(self._held.items()):
+        # A storage may have been given other memory since. A stale registration would yield wrong sums.
+        for address, (storage, size, _) in list(self._leases.items()):
             if (storage.data_ptr(), storage.nbytes()) != (address, size):
-                self._let_go(address)
-        found = self._sightings.is_bucket(tensor)
-        if found is None or found.data_ptr() in self._held:
+                self._release(address)
+        bucket = self._detector.is_bucket(tensor)
+        if bucket is None or bucket.data_ptr() in self._leases:
             return
-        for address, (storage, _, _) in list(self._held.items()):
-            if _is_only_ours(storage):
-                self._let_go(address)
-        place = (found.data_ptr(), found.nbytes())
-        self._held[place[0]] = (found, place[1], self._hold(place))
-        log.debug("a bucket of %d bytes stays registered from now on", place[1])
+        for address, (storage, _, _) in list(self._leases.items()):
+            if _has_no_other_owner(storage):
+                self._release(address)
+        region = (bucket.data_ptr(), bucket.nbytes())
+        self._leases[region[0]] = (bucket, region[1], self._lease(region))
+        log.debug("a bucket of %d bytes stays registered from now on", region[1])
 
-    def _let_go(self, address: int) -> None:
-        storage, _, hold = self._held.pop(address)
-        # The memory may go with the storage, so the registration goes first.
-        del hold
+    def _release(self, address: int) -> None:
+        storage, _, lease = self._leases.pop(address)
+        # End the registration before the storage may free the memory.
+        del lease
         del storage
 
     def close(self) -> None:
-        for address in list(self._held):
-            self._let_go(address)
+        for address in list(self._leases):
+            self._release(address)
 
 
 class SharedBuckets:
-    """The buckets that one group has moved. They are kept alive here, since their address is what peers know."""
+    """The buckets that one group has moved to shared memory. Kept alive, since peers use their addresses."""
 
     def __init__(self, *, enabled: bool, ranks: int) -> None:
-        """`ranks` of one machine do the same at the same time, and share its /dev/shm."""
+        """ranks: the ranks of this machine. All move their buckets at the same time, to one /dev/shm."""
         self._enabled = enabled
         self._ranks = ranks
-        self._sightings = BucketDetector()
+        self._detector = BucketDetector()
         self._moved: dict[int, torch.UntypedStorage] = {}
 
     def consider(self, tensor: torch.Tensor) -> None:
-        """Called for each tensor to reduce, by the function that torch calls. Moves it when it is due."""
+        """Move the tensor's storage if it is a bucket. The method that torch calls must call this directly."""
         if not self._enabled or tensor.nbytes < _MIN_BYTES:
             return
-        storage = self._sightings.is_bucket(tensor)
+        storage = self._detector.is_bucket(tensor)
         if storage is None or storage.data_ptr() in self._moved:
             return
-        place = (storage.data_ptr(), storage.nbytes())
         self._forget_unused()
-        # A page for which there is no room when it is touched would end the process, not raise.
-        reason = shm_shortage(self._ranks * place[1])
+        # A first write to a page that /dev/shm cannot hold ends the process (SIGBUS); it raises nothing.
+        reason = shm_shortage(self._ranks * storage.nbytes())
         if reason is None:
             try:
                 fd, size = storage._share_fd_cpu_()
-            except RuntimeError as error:  # /dev/shm is not this user's to write, for one; nothing has moved
+            except RuntimeError as error:  # e.g. no permission to write to /dev/shm; nothing has moved
                 reason = str(error).partition("\n")[0]
         if reason is not None:
-            log.warning("DDP's buckets stay where they are: %s (NETFOLD_SHARE_BUCKETS=off keeps them there)", reason)
+            log.warning(
+                "DDP's buckets stay in private memory: %s (NETFOLD_SHARE_BUCKETS=off avoids this attempt)", reason
+            )
             self._enabled = False
             return
         engine.share_memory(storage.data_ptr(), size, fd)
@@ -150,9 +155,9 @@ class SharedBuckets:
         log.debug("a bucket of %d bytes is in shared memory now", size)
 
     def _forget_unused(self) -> None:
-        """Let go of buckets that nobody but us still has."""
+        """Release the buckets that have no other owner."""
         for address, storage in list(self._moved.items()):
-            if _is_only_ours(storage):
+            if _has_no_other_owner(storage):
                 engine.unshare_memory(address)
                 del self._moved[address]
 

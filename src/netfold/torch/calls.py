@@ -1,4 +1,4 @@
-"""What torch asks for, as calls of a `Group`: dtype, reduction, and contiguous memory for every tensor."""
+"""Turn torch's calls into calls of a `Group`: dtype, reduction, and contiguous memory for every tensor."""
 
 from __future__ import annotations
 
@@ -43,18 +43,18 @@ _BITWISE = ("band", "bor", "bxor")
 
 
 class Reduction(NamedTuple):
-    """What a `ReduceOp` asks for. `factor`: what every rank multiplies its own part by first (premul_sum)."""
+    """A `ReduceOp` in netfold's terms. factor: each rank multiplies its own input by it first (premul_sum)."""
 
     name: str
     average: bool = False
     factor: Any = None
 
 
-# A ReduceOp hashes by its kind and equals it: the look-up of every call.
+# Every call looks up here: a ReduceOp hashes by its kind and equals its kind.
 _REDUCTIONS = {ReduceOp(op): Reduction(name, op == dist.ReduceOp.AVG) for op, name in _NAMES.items()}
 
-# For the shortest way (Operations.allreduce): native codes of what needs no preparation. A ReduceOp's hash is
-# its kind's number, another for every kind; comparing ReduceOps would cost as much as the native call.
+# Native codes for the fast path of Operations.allreduce. A ReduceOp's hash is the number of its kind, which is
+# unique; a comparison of ReduceOps would cost as much as the native call.
 DTYPE_CODES = {dtype: DTYPES[name] for dtype, name in DTYPE_NAMES.items()}
 REDUCE_CODES = {
     hash(op): (REDUCE_OPS[each.name], each.average) for op, each in _REDUCTIONS.items() if each.name not in _BITWISE
@@ -62,8 +62,10 @@ REDUCE_CODES = {
 
 
 class Prepared:
-    """A call whose tensors are contiguous memory, of the CPU or of one device; it keeps them alive. `finish` copies
-    staged results back."""
+    """A call whose tensors are contiguous, on the CPU or on one device. Keeps the tensors alive.
+
+    finish: copies staged results back.
+    """
 
     __slots__ = ("average", "dtype", "finish", "inputs", "kind", "outputs", "reduce", "root")
 
@@ -103,14 +105,14 @@ class Prepared:
 
 
 def copy_call(kind: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor], root: int = 0) -> Prepared:
-    """A call that moves bytes as they are. The dtype goes along, so that ranks that mean different ones hear of it."""
+    """A call that moves bytes unchanged. It carries the dtype, so that ranks with different dtypes get an error."""
     for tensor in (*inputs, *outputs):
         _check(tensor)
     staged = [_contiguous(tensor) for tensor in outputs]
-    some = inputs or outputs
+    tensors = inputs or outputs
     return Prepared(
         kind,
-        dtype=DTYPE_NAMES.get(some[0].dtype, "u8") if some else "u8",
+        dtype=DTYPE_NAMES.get(tensors[0].dtype, "u8") if tensors else "u8",
         root=root,
         inputs=[_contiguous(tensor) for tensor in inputs],
         outputs=staged,
@@ -119,15 +121,15 @@ def copy_call(kind: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor], ro
 
 
 def reduction_call(kind: str, tensor: Tensor, op: Any, *, root: int = 0, result_here: bool = True) -> Prepared:
-    """all_reduce and reduce, in place. `result_here`: this rank's tensor takes the result."""
-    asked = reduction_of(op)
-    real = _real(tensor, asked)
-    staged = _scaled(real, asked)
+    """all_reduce and reduce, in place. result_here: this rank's tensor takes the result."""
+    reduction = reduction_of(op)
+    real = _real(tensor, reduction)
+    staged = _scaled(real, reduction)
     return Prepared(
         kind,
-        dtype=_dtype(real, asked),
-        reduce=_name(real, asked),
-        average=asked.average,
+        dtype=_dtype(real, reduction),
+        reduce=_name(real, reduction),
+        average=reduction.average,
         root=root,
         outputs=[staged],
         finish=_copy_back([real], [staged]) if result_here else None,
@@ -135,9 +137,9 @@ def reduction_call(kind: str, tensor: Tensor, op: Any, *, root: int = 0, result_
 
 
 def reduce_scatter(output: Tensor, parts: Sequence[Tensor], op: Any, rank: int) -> Prepared:
-    """`parts`: one a rank, each of the size of that rank's output."""
-    asked = reduction_of(op)
-    real = _real(output, asked)
+    """parts: one a rank, each of the size of that rank's output."""
+    reduction = reduction_of(op)
+    real = _real(output, reduction)
     if parts[rank].numel() != output.numel():
         raise ValueError(
             f"reduce_scatter: this rank's input has {parts[rank].numel()} elements, its output {output.numel()}"
@@ -148,17 +150,17 @@ def reduce_scatter(output: Tensor, parts: Sequence[Tensor], op: Any, rank: int) 
     staged = _contiguous(real)
     return Prepared(
         "reduce_scatter",
-        dtype=_dtype(real, asked),
-        reduce=_name(real, asked),
-        average=asked.average,
-        inputs=[_scaled(_real(part, asked), asked) for part in parts],
+        dtype=_dtype(real, reduction),
+        reduce=_name(real, reduction),
+        average=reduction.average,
+        inputs=[_scaled(_real(part, reduction), reduction) for part in parts],
         outputs=[staged],
         finish=_copy_back([real], [staged]),
     )
 
 
 def by_rank(whole: Tensor, part: Tensor, size: int) -> list[Tensor]:
-    """`whole` as one flat piece a rank, each of `part`'s size."""
+    """Split `whole` into one flat view a rank, each of `part`'s size."""
     if whole.numel() != part.numel() * size or whole.dtype != part.dtype:
         raise ValueError(
             f"a tensor of {whole.numel()} {whole.dtype} is not {size} times one of {part.numel()} {part.dtype}"
@@ -170,7 +172,7 @@ def by_rank(whole: Tensor, part: Tensor, size: int) -> list[Tensor]:
 
 
 def by_splits(tensor: Tensor, splits: list[int], size: int) -> list[Tensor]:
-    """`tensor`'s rows, cut as all_to_all_single asks: evenly where `splits` is empty."""
+    """Split `tensor`'s rows as all_to_all_single does: evenly if `splits` is empty."""
     rows = tensor.size(0)
     if not splits:
         if rows % size:
@@ -186,7 +188,7 @@ def reduction_of(op: Any) -> Reduction:
     if found is not None:
         return found
     if op == dist.ReduceOp.PREMUL_SUM:
-        # The only way to the factor that Python has: a ReduceOp's state for pickling.
+        # Python can read the factor only from a ReduceOp's state for pickling.
         return Reduction("sum", factor=op.__getstate__()[1])
     raise ValueError(f"netfold does not reduce by {op}")
 
@@ -209,20 +211,22 @@ def with_root(opts: Any, root: int) -> Any:
 
 
 def timeout_of(opts: Any) -> float | None:
-    """Seconds, None where a call names none (torch says so by a negative time)."""
+    """The timeout in seconds; None if the call has none, which torch writes as a negative time."""
     timeout = getattr(opts, "timeout", None)
     return timeout.total_seconds() if timeout and timeout.days >= 0 else None
 
 
 def with_memory(tensor: Tensor) -> Tensor:
-    """The tensor itself; what a functional collective returned is waited for. ValueError for one that has elements and
-    no memory: the core would read at address 0."""
+    """Return the tensor; wait for one that a functional collective returned.
+
+    ValueError for a tensor with elements but no memory: the core would read at address 0.
+    """
     if isinstance(tensor, AsyncCollectiveTensor):
         return tensor.wait()
     if tensor.data_ptr() == 0 and tensor.numel():
         raise ValueError(
             f"netfold takes tensors with memory of their own; this {type(tensor).__name__} of {list(tensor.shape)} has "
-            "none: is it a fake one, or a DTensor (its to_local() would do), or was its storage freed?"
+            "none: it may be a fake tensor, a DTensor (pass its to_local()), or its storage was freed"
         )
     return tensor
 
@@ -231,12 +235,12 @@ def _check(tensor: Tensor) -> None:
     if not tensor.is_cpu and not tensor.is_cuda:
         raise ValueError(f"netfold takes CPU tensors and those of CUDA devices, this one is on {tensor.device}")
     if tensor.layout is not torch.strided:
-        raise ValueError(f"netfold takes dense tensors here, this one is {tensor.layout}")
+        raise ValueError(f"netfold takes dense tensors for this operation, this one is {tensor.layout}")
 
 
 def _contiguous(tensor: Tensor) -> Tensor:
-    """The tensor itself where its memory holds its values in order, and torch does not only remember that they are to
-    be conjugated or negated."""
+    """Return the tensor if its memory holds its values in order, with no conjugation or negation pending; else a
+    copy."""
     return with_memory(tensor).resolve_conj().resolve_neg().contiguous()
 
 
@@ -246,29 +250,29 @@ def _copy_back(tensors: Sequence[Tensor], staged: Sequence[Tensor]) -> Callable[
         return None
 
     def finish() -> None:
-        with torch.no_grad():  # as any backend that writes into the memory of a leaf
+        with torch.no_grad():  # the tensor may be a leaf that requires grad
             for tensor, copy in moved:
                 tensor.copy_(copy)
 
     return finish
 
 
-def _real(tensor: Tensor, asked: Reduction) -> Tensor:
-    """Complex numbers add by their parts."""
+def _real(tensor: Tensor, reduction: Reduction) -> Tensor:
+    """View complex numbers as pairs of real ones, which add independently."""
     _check(tensor)
     if not tensor.is_complex():
         return tensor
-    if asked.name != "sum":
-        raise ValueError(f"{asked.name} is not defined for {tensor.dtype}")
+    if reduction.name != "sum":
+        raise ValueError(f"{reduction.name} is not defined for {tensor.dtype}")
     return torch.view_as_real(tensor.detach())
 
 
-def _scaled(tensor: Tensor, asked: Reduction) -> Tensor:
-    if asked.factor is None:
+def _scaled(tensor: Tensor, reduction: Reduction) -> Tensor:
+    if reduction.factor is None:
         return _contiguous(tensor)
     if not tensor.is_floating_point():
         raise ValueError(f"premul_sum takes floating-point tensors, not {tensor.dtype}")
-    factor = asked.factor
+    factor = reduction.factor
     if isinstance(factor, torch.Tensor):
         if factor.numel() != 1:
             raise ValueError(f"premul_sum takes one factor a rank, not {factor.numel()}")
@@ -277,16 +281,16 @@ def _scaled(tensor: Tensor, asked: Reduction) -> Tensor:
     return scaled.contiguous()
 
 
-def _name(tensor: Tensor, asked: Reduction) -> str:
-    # As NCCL has it: of bool tensors the sum is whether any is true, and stays 0 or 1.
-    return "max" if tensor.dtype == torch.bool and asked.name == "sum" else asked.name
+def _name(tensor: Tensor, reduction: Reduction) -> str:
+    # As in NCCL, the sum of bool tensors is 1 if any is true.
+    return "max" if tensor.dtype == torch.bool and reduction.name == "sum" else reduction.name
 
 
-def _dtype(tensor: Tensor, asked: Reduction) -> str:
+def _dtype(tensor: Tensor, reduction: Reduction) -> str:
     if tensor.dtype == torch.bool:
-        if asked.average:
+        if reduction.average:
             raise ValueError("AVG is not defined for bool tensors; use MAX for any, MIN for all")
-        return "u8"  # bytes of 0 and 1, which every reduction keeps so
+        return "u8"  # every reduction of bytes 0 and 1 yields 0 or 1
     name = DTYPE_NAMES.get(tensor.dtype)
     if name is None:
         raise ValueError(

@@ -1,7 +1,7 @@
 """Keep torch.compile out of netfold's Python.
 
-Dynamo tries to compile every Python frame that runs while compiled code does, also frames that C++ calls: DDP's hooks
-reach our methods that way. There is nothing in them to compile.
+Dynamo tries to compile every Python frame that runs inside compiled code, including frames that C++ calls: DDP's hooks
+reach netfold's methods that way. netfold's methods hold nothing to compile.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 
 @functools.cache
 def skip_netfold() -> None:
-    """Mark all functions of netfold's torch modules that are loaded. Idempotent; called before the first group."""
+    """Have Dynamo skip all functions of netfold's loaded torch modules. Idempotent; called before the first group."""
     for name, module in list(sys.modules.items()):
         if name.startswith("netfold.torch.") and module is not None:
             _skip(vars(module).values())

@@ -1,4 +1,4 @@
-"""Make a group's backend when torch asks for one, and end the groups that nobody ended."""
+"""Make a group's backend for torch, and close the groups that are still open when the process ends."""
 
 from __future__ import annotations
 
@@ -25,20 +25,21 @@ from netfold.torch.env_rendezvous import store_host
 from netfold.torch.operations import Operations
 from netfold.torch.store import TorchStore
 
-# torch's C++ class Backend can be subclassed in Python from this release on.
+# The first release in which Python can subclass torch's C++ class Backend.
 BACKEND_SINCE = (2, 14)
 takes_backends = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= BACKEND_SINCE
 
 _live: weakref.WeakSet[Operations] = weakref.WeakSet()
-# Under TORCH_DISTRIBUTED_DEBUG=DETAIL torch holds the C++ half of a backend alone, inside a wrapper.
-_held: list[Operations] = []
+# Under TORCH_DISTRIBUTED_DEBUG=DETAIL torch's wrapper keeps only the C++ half of a backend alive.
+_kept_alive: list[Operations] = []
 
 
 def create(options: Any, pg_options: Any) -> Any:
-    """What torch calls for `init_process_group("netfold")` and `new_group(backend="netfold")`.
+    """Make a group: torch calls this for `init_process_group("netfold")` and `new_group(backend="netfold")`.
 
-    `options`: torch's `_DistributedBackendOptions`. Returns a backend, on torch older than 2.14 a ProcessGroup. Raises
-    TypeError for `pg_options` that are not `netfold.Options`, and what `netfold.communicator.Group` raises.
+    options: torch's `_DistributedBackendOptions`.
+    Returns a backend; on torch older than 2.14 a ProcessGroup.
+    Raises TypeError for `pg_options` that are not `netfold.Options`, and what `netfold.communicator.Group` raises.
     """
     if pg_options is not None and not isinstance(pg_options, Options):
         raise TypeError(f"pg_options must be netfold.Options, not {type(pg_options).__name__}")
@@ -48,7 +49,7 @@ def create(options: Any, pg_options: Any) -> Any:
         return legacy.create(options, pg_options)
     _refuse_second_custom_backend(getattr(options, "process_group", None))
     part = store_for_group(options.store, options.global_ranks_in_group)
-    # torch lists no ranks for the default group.
+    # For the default group torch's list is empty.
     job_ranks = list(options.global_ranks_in_group) or list(range(options.group_size))
     return _backend(part, options.group_rank, options.group_size, options.timeout, pg_options, job_ranks)
 
@@ -58,24 +59,24 @@ def standalone(
 ) -> tuple[dist.ProcessGroup, Operations]:
     """See `netfold.torch.new_process_group`."""
     part = PrefixStore("netfold", store)
-    made: Any
+    operations: Any
     if takes_backends:
-        made = _backend(part, rank, size, timeout, options, ())
+        operations = _backend(part, rank, size, timeout, options, ())
         group: Any = dist.ProcessGroup(store, rank, size)
         group._set_default_backend(dist.ProcessGroup.BackendType.CUSTOM)
-        for device in _devices(made):
-            group._register_backend(device, dist.ProcessGroup.BackendType.CUSTOM, made)
+        for device in _devices(operations):
+            group._register_backend(device, dist.ProcessGroup.BackendType.CUSTOM, operations)
     else:
-        made = group = close_at_exit(
+        operations = group = close_at_exit(
             make_process_group(open_group(part, rank, size, timeout, options), store, part, cuda_api())
         )
-    # Only the user of such a group says when it ends, and torchft drops a group without a call.
-    weakref.finalize(group, _close_in_thread, made.netfold).atexit = False
-    return group, made
+    # torchft drops a group without calling shutdown().
+    weakref.finalize(group, _close_in_thread, operations.netfold).atexit = False
+    return group, operations
 
 
 def make_process_group(group: Group, store: Store, part: Store, layer: DeviceApi | None) -> Operations:
-    """The object that torch calls for an open group: a backend, on torch older than 2.14 a ProcessGroup."""
+    """Make the object that torch calls for an open group: a backend; on torch older than 2.14 a ProcessGroup."""
     if takes_backends:
         from netfold.torch.backend import NetfoldBackend
 
@@ -88,7 +89,7 @@ def make_process_group(group: Group, store: Store, part: Store, layer: DeviceApi
 def open_group(
     part: Store, rank: int, size: int, timeout: timedelta, options: Options | None, job_ranks: Sequence[int] = ()
 ) -> Group:
-    """Meet the other ranks over `part`, within the group's timeout and NETFOLD_JOIN_TIMEOUT_S."""
+    """Connect to the other ranks over `part`, within the group's timeout and NETFOLD_JOIN_TIMEOUT_S."""
     skip_netfold()
     return Group(
         TorchStore(part),
@@ -102,17 +103,18 @@ def open_group(
     )
 
 
-def close_at_exit(made: Any) -> Any:
-    """Have the group closed when the process ends."""
-    _live.add(made)
-    return made
+def close_at_exit(operations: Any) -> Any:
+    """Have the group closed when the process ends. Returns the argument."""
+    _live.add(operations)
+    return operations
 
 
 def store_for_group(store: Store, members: Sequence[int]) -> Store:
-    """The part of `store` where no other group finds its keys.
+    """Return a view of `store` whose keys no other group uses.
 
-    torchrun gives all attempts of a job one store: a restarted worker must not find its predecessor's keys. And torch
-    names groups by counting calls, which ranks that make groups of a group do differently: the members tell them apart.
+    The prefix holds the attempt: torchrun gives all attempts of a job one store, and a restarted worker must not read
+    its predecessor's keys. The prefix holds the members, too: torch names groups by counting calls, and ranks that
+    make subgroups count differently.
     """
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     digest = hashlib.sha256(repr(members).encode()).hexdigest()[:16]
@@ -131,20 +133,23 @@ def _backend(
     group = open_group(part, rank, size, timeout, options, job_ranks)
 
     def join(store: Store, ranks: Sequence[int], child_timeout: timedelta) -> NetfoldBackend:
-        child = PrefixStore("netfold", store)
+        child_store = PrefixStore("netfold", store)
         members = [job_ranks[each] for each in ranks] if job_ranks else ()
-        part_of_it: NetfoldBackend = _backend(child, ranks.index(rank), len(ranks), child_timeout, options, members)
-        return part_of_it
+        child: NetfoldBackend = _backend(child_store, ranks.index(rank), len(ranks), child_timeout, options, members)
+        return child
 
-    made = close_at_exit(NetfoldBackend(group, part, cuda_api(), join))
+    backend = close_at_exit(NetfoldBackend(group, part, cuda_api(), join))
     if _c10d.get_debug_level() == _c10d.DebugLevel.DETAIL:
-        _held.append(made)
-    return made
+        _kept_alive.append(backend)
+    return backend
 
 
 def _refuse_second_custom_backend(group: Any) -> None:
-    """torch keeps one backend a type in a group, and every backend that is not torch's own has one type: the group
-    would give tensors of our devices to the other backend."""
+    """Raise ValueError if a group already has a backend that is not torch's own.
+
+    torch keeps one backend of each type in a group, and all backends from outside of torch have one type. So the group
+    would pass netfold's tensors to the other backend.
+    """
     custom = dist.ProcessGroup.BackendType.CUSTOM
     for device in group._device_types if group is not None else ():
         name = group._get_backend(device).name()
@@ -155,13 +160,13 @@ def _refuse_second_custom_backend(group: Any) -> None:
             )
 
 
-def _devices(made: Operations) -> list[torch.device]:
-    layer: DeviceApi | None = made.devices.layer if made.devices is not None else None
+def _devices(operations: Operations) -> list[torch.device]:
+    layer: DeviceApi | None = operations.devices.layer if operations.devices is not None else None
     return [torch.device(kind) for kind in (("cpu",) if layer is None else ("cpu", layer.kind))]
 
 
 def _close_in_thread(group: Group) -> None:
-    """On a thread of its own: objects are collected in any thread, whatever locks it holds."""
+    """Close on a new thread: the garbage collector may run in a thread that holds any locks."""
     threading.Thread(target=group.close, name="netfold-close", daemon=True).start()
 
 
@@ -174,9 +179,9 @@ def _join_timeout_s() -> float:
 
 
 @atexit.register
-def _leave_all() -> None:
-    # A process that ends without destroy_process_group still tells its peers, so that nobody takes it for dead. It
-    # names the exception that ends it, which the interpreter keeps if nobody caught it.
+def _close_all() -> None:
+    # Without this, peers would take a process that ends without destroy_process_group for lost. The peers also get the
+    # uncaught exception that ends this process: the interpreter keeps the exception in sys.last_value.
     error = getattr(sys, "last_value", None)
     for operations in list(_live):
         if error is not None:

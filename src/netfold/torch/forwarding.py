@@ -1,13 +1,13 @@
-"""The base class of netfold's Works, and what makes them reach callers whole on torch 2.14 and newer.
+"""The base class of netfold's Works, and the forwarding of all their methods on torch 2.14 and newer.
 
 A Work that a Python `Backend` returns reaches the caller inside a C++ object, the holder (PyWorkHolder in
-c10d/py/PyProcessGroup.hpp in torch's wheel). The holder forwards `wait` and `get_future`. Its other methods are torch's
-base class's: `is_completed()` is False for ever, `source_rank()` raises, `synchronize()` does nothing. No name
-of the trampoline serves them. So `forward_work_methods` replaces these methods of `dist.Work` by functions that look
-for a netfold Work inside a holder and otherwise call torch's method: a Work of another backend behaves as before.
+c10d/py/PyProcessGroup.hpp in torch's wheel). The holder forwards only `wait` and `get_future`. It inherits its other
+methods: `is_completed()` is always False, `source_rank()` raises, `synchronize()` does nothing. The trampoline cannot
+override them. So `forward_work_methods` replaces these methods of `dist.Work` by functions that look for a netfold Work
+inside a holder and otherwise call torch's method. Works of other backends behave as before.
 
-The look-up goes through `get_future`, which the holder forwards on the calling thread: a thread-local request makes a
-netfold Work name itself instead of making a Future.
+The look-up calls `get_future`, which the holder forwards on the calling thread. While a thread-local flag is set, a
+netfold Work stores itself in a thread-local variable instead of making a Future.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class NetfoldWorkBase(dist.Work):
         raise NotImplementedError
 
     def boxed(self) -> Any:
-        # The box of a Python Work holds its C++ half alone, whose wait() never returns.
+        # torch's box of a Python Work keeps only the C++ half, whose wait() never returns.
         return PythonCallbackWork(self.wait).boxed()
 
     def block_current_stream(self) -> None:
@@ -75,11 +75,11 @@ def _unused() -> torch.futures.Future[Any]:
 
 
 def python_work(work: dist.Work) -> NetfoldWorkBase | None:
-    """The netfold Work inside a holder, None for a Work of another backend."""
+    """Return the netfold Work inside a holder, None for a Work of another backend."""
     _look_up.wanted, _look_up.found = True, None
     try:
         work.get_future()
-    except RuntimeError:  # a Work that has no Future
+    except RuntimeError:  # this Work has no Future
         pass
     finally:
         _look_up.wanted = False
@@ -89,7 +89,7 @@ def python_work(work: dist.Work) -> NetfoldWorkBase | None:
 
 @functools.cache
 def forward_work_methods() -> None:
-    """Let `dist.Work` forward its methods to netfold's Works. Idempotent; for torch 2.14 and newer."""
+    """Have `dist.Work` forward its methods to netfold's Works. Idempotent; for torch 2.14 and newer."""
     for name in _METHODS:
         setattr(dist.Work, name, _forwarding(name, getattr(dist.Work, name)))
 

@@ -1,15 +1,16 @@
-"""The carrier of netfold's operations on torch older than 2.14: a ProcessGroup written in Python.
+"""netfold's operations on torch older than 2.14: a ProcessGroup written in Python.
 
-Such torch has no Backend that Python can subclass. What follows from a Python ProcessGroup, and the way around it, is
-all in this file, which goes when netfold no longer admits torch 2.13:
+Python cannot subclass Backend in these releases. This file holds all workarounds that a Python ProcessGroup needs.
+Delete the file when netfold no longer supports torch 2.13.
 
 - C++ and Python use former names of some operations.
-- torch reads a group's devices off its backends, so a backend that refuses every call is registered (the anchor).
-- `"cpu:netfold,cuda:nccl"`: torch keeps a Python ProcessGroup alone and forgets the backends of other devices. So the
-  group makes those itself, and hands calls on their tensors on (`_WithSiblings`). torch does not pass on which devices
-  were asked for: they are read off the frame that calls.
-- `_c10d_functional.all_gather_into_tensor_out` calls an operator past the group's methods: the operator is overridden.
-- A box of a Python Work holds its C++ half alone, whose wait() never returns (see `forwarding.NetfoldWorkBase.boxed`).
+- torch reads a group's devices from its backends, so the group registers a backend that refuses all calls (the anchor).
+- `"cpu:netfold,cuda:nccl"`: torch keeps only the Python ProcessGroup and drops the backends of other devices. So the
+  group makes these backends and forwards calls on their tensors (`_GroupWithSiblings`). torch does not pass the
+  requested devices: they are read from the calling frame.
+- `_c10d_functional.all_gather_into_tensor_out` calls an operator, not the group's method: the operator is overridden.
+- torch's box of a Python Work keeps only the C++ half, whose wait() never returns
+  (see `forwarding.NetfoldWorkBase.boxed`).
 """
 
 # torch declares each operation with two overloads, of which only the one with `opts` reaches a backend.
@@ -46,27 +47,31 @@ def create(options: Any, pg_options: Any) -> NetfoldProcessGroup:
         part, options.group_rank, options.group_size, options.timeout, pg_options, list(job_ranks)
     )
     try:
-        others = _siblings(options, part)
+        siblings = _siblings(options, part)
     except BaseException:
         group.close()
         raise
-    asked = _asked_for()
-    layer = factory.cuda_api() if not asked or asked.get("cuda") == "netfold" else None
-    made = (
+    requested = _requested_backends()
+    layer = factory.cuda_api() if not requested or requested.get("cuda") == "netfold" else None
+    process_group = (
         NetfoldProcessGroup(group, options.store, part, layer)
-        if others is None
-        else _WithSiblings(group, options.store, part, others, layer)
+        if siblings is None
+        else _GroupWithSiblings(group, options.store, part, siblings, layer)
     )
-    factory.close_at_exit(made)
-    return made
+    factory.close_at_exit(process_group)
+    return process_group
 
 
 class NetfoldProcessGroup(Operations, dist.ProcessGroup):
     """One group on this rank."""
 
     def __init__(self, group: Group, store: Store, part: Store, layer: DeviceApi | None = None) -> None:
-        """`store`: the one that torch gave; `part`: a store with keys that no other group uses; `layer`: the devices
-        that the group serves beside the CPU."""
+        """Make the process group of an open group.
+
+        store: torch's store.
+        part: a store whose keys no other group uses.
+        layer: the devices that the group serves beside the CPU.
+        """
         dist.ProcessGroup.__init__(self, group.rank, group.size)  # type: ignore[call-arg]  # stubs lack this overload
         self.attach(group, part, layer)
         self._store = store
@@ -96,7 +101,7 @@ class NetfoldProcessGroup(Operations, dist.ProcessGroup):
         return self.sequence_number()
 
     def _set_sequence_number_for_group(self) -> None:
-        """Sequence numbers begin at 0 on every rank: there is nothing to agree on."""
+        """Do nothing: sequence numbers begin at 0 on every rank."""
 
     def _start_coalescing(self, device: torch.device) -> None:
         self.start_coalescing()
@@ -126,40 +131,40 @@ class NetfoldProcessGroup(Operations, dist.ProcessGroup):
 
 @functools.cache
 def _override_all_gather() -> Any:
-    """Idempotent. The registration lives as long as the result, which the cache keeps."""
+    """Override the operator. Idempotent. The registration lasts as long as the result, which the cache keeps."""
     library: Any = torch.library.Library("c10d", "IMPL")  # type: ignore[no-untyped-call]
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch warns that another kernel was there: ours passes on to that group
+        warnings.simplefilter("ignore")  # torch warns that this replaces a kernel
         for device in ("CPU", "CUDA"):
             library.impl("_allgather_base_", _all_gather_base, device)
     return library
 
 
 def _all_gather_base(output: Any, input: Any, group: Any, async_op: bool = True, timeout: int = -1) -> Any:
-    """One operator for all groups: groups of other backends are passed on to these."""
-    found: Any = dist.ProcessGroup.unbox(group)
+    """The operator for all groups. For a group of another backend, call that backend."""
+    process_group: Any = dist.ProcessGroup.unbox(group)
     opts = AllgatherOptions()
     opts.asyncOp = async_op
     if timeout >= 0:
         opts.timeout = timedelta(milliseconds=timeout)
-    if isinstance(found, NetfoldProcessGroup):
-        done: Any = found._allgather_base(output, input, opts)
+    if isinstance(process_group, NetfoldProcessGroup):
+        work: Any = process_group._allgather_base(output, input, opts)
     else:
-        done = found._get_backend(output.device)._allgather_base(output, input, opts)
+        work = process_group._get_backend(output.device)._allgather_base(output, input, opts)
     # NCCL returns no Work for a synchronous call: the caller's stream waits already.
-    return output, (_completed() if done is None else done).boxed()
+    return output, (_completed_work() if work is None else work).boxed()
 
 
-def _completed() -> Any:
+def _completed_work() -> Any:
     future: torch.futures.Future[Any] = torch.futures.Future()
     future.set_result([])
-    done: Any = _c10d
-    return done._create_work_from_future(future)
+    untyped: Any = _c10d
+    return untyped._create_work_from_future(future)
 
 
 def _siblings(options: Any, store: Store) -> dist.ProcessGroup | None:
-    """A group of the backends that were asked for beside netfold, None where it is alone."""
-    devices = {device: name for device, name in _asked_for().items() if name != "netfold"}
+    """Make a group of the other requested backends; None if netfold is the only one."""
+    devices = {device: name for device, name in _requested_backends().items() if name != "netfold"}
     if not devices:
         return None
     name = distributed_c10d.GroupName(f"{options.group_id}/beside netfold")
@@ -173,13 +178,13 @@ def _siblings(options: Any, store: Store) -> dist.ProcessGroup | None:
         timeout=options.timeout,
         group_desc=name,
     )
-    distributed_c10d._cleanup_process_group_global_state(group)  # it is ours, and no group of the user's
+    distributed_c10d._cleanup_process_group_global_state(group)  # keep torch from listing it as a user's group
     assert isinstance(group, dist.ProcessGroup)
     return group
 
 
-def _asked_for() -> dict[str, str]:
-    """Device to backend, as the user wrote it. torch does not pass that on: it is read off the frame that calls us."""
+def _requested_backends() -> dict[str, str]:
+    """Device to backend, as the user wrote it, read from the frame of torch's caller: torch does not pass it on."""
     frame = sys._getframe(1)
     while frame.f_back is not None:
         frame = frame.f_back
@@ -189,60 +194,60 @@ def _asked_for() -> dict[str, str]:
     return {}
 
 
-class _WithSiblings(NetfoldProcessGroup):
-    """The backends of `others` for tensors of their devices; netfold for the rest."""
+class _GroupWithSiblings(NetfoldProcessGroup):
+    """Uses the backends of `siblings` for tensors of their devices, and netfold for other tensors."""
 
     def __init__(
-        self, group: Group, store: Store, part: Store, others: dist.ProcessGroup, layer: DeviceApi | None
+        self, group: Group, store: Store, part: Store, siblings: dist.ProcessGroup, layer: DeviceApi | None
     ) -> None:
         super().__init__(group, store, part, layer)
-        self.others = others
-        self._theirs = {device.type for device in others._device_types}
-        for device in others._device_types:
-            backend = others._get_backend(device)
+        self.siblings = siblings
+        self._sibling_devices = {device.type for device in siblings._device_types}
+        for device in siblings._device_types:
+            backend = siblings._get_backend(device)
             kind = dist.Backend.backend_type_map.get(backend.name().lower(), dist.ProcessGroup.BackendType.CUSTOM)
-            # One backend a type: ours has CUSTOM.
+            # A group has one backend of each type, and netfold's anchor has CUSTOM.
             if kind == dist.ProcessGroup.BackendType.CUSTOM:
                 kind = dist.ProcessGroup.BackendType.UNDEFINED
             self._register_backend(device, kind, backend)
 
     def barrier(self, opts: Any = None) -> Any:
         device = getattr(opts, "device", None)
-        if device is not None and device.type in self._theirs:
-            return self.others.barrier(opts)
+        if device is not None and device.type in self._sibling_devices:
+            return self.siblings.barrier(opts)
         return super().barrier(opts)
 
     def set_timeout(self, timeout: Any) -> None:
         super().set_timeout(timeout)
-        self.others.set_timeout(timeout)
+        self.siblings.set_timeout(timeout)
 
     def shutdown(self) -> None:
         super().shutdown()
-        self.others.shutdown()
+        self.siblings.shutdown()
 
     def abort(self) -> None:
         self.netfold.abort("abort() was called")
-        self.others.abort()
+        self.siblings.abort()
         self.shutdown()
 
     def _start_coalescing(self, device: torch.device) -> None:
-        if device.type in self._theirs:
-            self.others._start_coalescing(device)
+        if device.type in self._sibling_devices:
+            self.siblings._start_coalescing(device)
         else:
             super()._start_coalescing(device)
 
     def _end_coalescing(self, device: torch.device) -> Any:
-        if device.type in self._theirs:
-            return self.others._end_coalescing(device)
+        if device.type in self._sibling_devices:
+            return self.siblings._end_coalescing(device)
         return super()._end_coalescing(device)
 
 
 def _by_device(name: str) -> Any:
-    def call(self: _WithSiblings, *arguments: Any, **options: Any) -> Any:
+    def call(self: _GroupWithSiblings, *arguments: Any, **options: Any) -> Any:
         tensor = _first_tensor((*arguments, *options.values()))
-        if tensor is None or tensor.device.type not in self._theirs:
-            return getattr(super(_WithSiblings, self), name)(*arguments, **options)
-        return getattr(self.others, name)(*arguments, **options)
+        if tensor is None or tensor.device.type not in self._sibling_devices:
+            return getattr(super(_GroupWithSiblings, self), name)(*arguments, **options)
+        return getattr(self.siblings, name)(*arguments, **options)
 
     call.__name__ = name
     return call
@@ -250,11 +255,11 @@ def _by_device(name: str) -> Any:
 
 def _first_tensor(values: Any) -> torch.Tensor | None:
     for value in values:
-        found = value if isinstance(value, torch.Tensor) else None
+        tensor = value if isinstance(value, torch.Tensor) else None
         if isinstance(value, (list, tuple)):
-            found = _first_tensor(value)
-        if found is not None:
-            return found
+            tensor = _first_tensor(value)
+        if tensor is not None:
+            return tensor
     return None
 
 
@@ -265,4 +270,4 @@ for _name in (
     "allgather_into_tensor_coalesced", "gather", "scatter", "alltoall", "all_to_all_single", "alltoall_base",
     "send", "recv", "recv_anysource",
 ):  # fmt: skip
-    setattr(_WithSiblings, _name, _by_device(_name))
+    setattr(_GroupWithSiblings, _name, _by_device(_name))

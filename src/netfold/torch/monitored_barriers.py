@@ -1,7 +1,7 @@
-"""A barrier that names the ranks that did not come.
+"""A barrier that names the missing ranks.
 
-It goes over the group's store and not over its connections, so that it also says who is missing when a collective hangs
-or the group has failed. Costs a few round trips to the store: for finding faults, not for the inner loop.
+The barrier uses the group's store, not its connections, so it also names the missing ranks when a collective hangs or
+the group has failed. Cost: a few round trips to the store. Use it to find faults, not in an inner loop.
 """
 
 from __future__ import annotations
@@ -15,13 +15,14 @@ from torch._C._distributed_c10d import Store
 
 from netfold.errors import CollectiveTimeout
 
-# Rank 0 may have come later than others and still be waiting when their time is over; its answer is the better one.
+# Rank 0 may begin later than this rank and still wait when this rank's timeout is over. Rank 0's result is better than
+# this rank's own view, so wait longer for it.
 _GRACE_S = 1.0
 _PASSED = "passed"
 
 
 class MonitoredBarriers:
-    """One rank's count of the barriers of a group: every one has keys of its own."""
+    """The monitored barriers of one rank of a group. Each barrier has a number and its own keys."""
 
     def __init__(self, store: Store, rank: int, size: int) -> None:
         self._store, self._rank, self._size = store, rank, size
@@ -29,33 +30,33 @@ class MonitoredBarriers:
         self._lock = threading.Lock()
 
     def wait_all(self, timeout_s: float, wait_all_ranks: bool) -> None:
-        """Return once every rank is here; CollectiveTimeout names those that are not, on every rank that is."""
+        """Wait until every rank has called this. CollectiveTimeout names the missing ranks, on every other rank."""
         store, rank, size = self._store, self._rank, self._size
         with self._lock:
             self._count += 1
-            turn = self._count
+            number = self._count
         if timeout_s <= 0:
             raise CollectiveTimeout(
                 f"Rank {rank} timed out in monitoredBarrier after {timeout_s:g} s: that leaves no time to wait",
                 rank=rank,
             )
         began = time.monotonic()
-        here = [f"monitored_barrier/{turn}/{other}" for other in range(size)]
-        answer = f"monitored_barrier/{turn}/answer"
-        store.set(here[rank], "here")
+        arrivals = [f"monitored_barrier/{number}/{other}" for other in range(size)]
+        result = f"monitored_barrier/{number}/answer"
+        store.set(arrivals[rank], "here")
         if rank == 0:
-            missing = _wait(store, here, began + timeout_s)
-            store.set(answer, ",".join(map(str, missing)) or _PASSED)
+            missing = _wait(store, arrivals, began + timeout_s)
+            store.set(result, ",".join(map(str, missing)) or _PASSED)
             if not missing:
-                _forget(store, turn - 1, size)  # all have passed that one: they are here
+                _delete_keys(store, number - 1, size)  # all ranks have left the previous barrier
         else:
-            if _wait(store, [answer], began + timeout_s + _GRACE_S):
-                missing = _wait(store, here, 0)
+            if _wait(store, [result], began + timeout_s + _GRACE_S):
+                missing = _wait(store, arrivals, 0)
             else:
-                said = store.get(answer).decode()
-                missing = [] if said == _PASSED else [int(word) for word in said.split(",")]
-                if not missing:
+                text = store.get(result).decode()
+                if text == _PASSED:
                     return
+                missing = [int(each) for each in text.split(",")]
         if missing or rank != 0:
             raise CollectiveTimeout(_text(rank, missing, timeout_s, wait_all_ranks), rank=missing[0] if missing else 0)
 
@@ -63,7 +64,7 @@ class MonitoredBarriers:
 def _text(rank: int, missing: Sequence[int], timeout_s: float, wait_all_ranks: bool) -> str:
     all_missing = f"rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}"
     if rank != 0:
-        # The words that torch's own monitored_barrier has for it, and then the ranks.
+        # The text of torch's own monitored_barrier, and then the ranks.
         return (
             f"Rank {rank} successfully reached monitoredBarrier, but received errors while waiting for send/recv from "
             f"rank 0: {all_missing + ' did not reach it' if missing else 'it gave no answer'} within {timeout_s:g} s"
@@ -75,7 +76,7 @@ def _text(rank: int, missing: Sequence[int], timeout_s: float, wait_all_ranks: b
 
 
 def _wait(store: Store, keys: list[str], deadline: float) -> list[int]:
-    """The places of the keys that were not set in time."""
+    """Wait for all keys. Returns the indices of those not set in time."""
     left = deadline - time.monotonic()
     if left > 0:
         try:
@@ -83,9 +84,9 @@ def _wait(store: Store, keys: list[str], deadline: float) -> list[int]:
             return []
         except RuntimeError:  # DistStoreError: not all in time
             pass
-    return [place for place, key in enumerate(keys) if not store.check([key])]
+    return [index for index, key in enumerate(keys) if not store.check([key])]
 
 
-def _forget(store: Store, turn: int, size: int) -> None:
-    for word in (*range(size), "answer"):
-        store.delete_key(f"monitored_barrier/{turn}/{word}")
+def _delete_keys(store: Store, number: int, size: int) -> None:
+    for name in (*range(size), "answer"):
+        store.delete_key(f"monitored_barrier/{number}/{name}")

@@ -1,9 +1,8 @@
-"""torch's operations, mapped to calls of a `Group`. Operations on device memory go to the group's device driver.
+"""torch's operations as calls of a `Group`. Operations on device memory go to the group's device driver.
 
-`Operations` is a mixin with torch's names for the operations. Two classes carry it: `backend.NetfoldBackend` on torch
-2.14 and newer, and `legacy.NetfoldProcessGroup` on older torch. Both are Python classes, so that one native build
-serves every torch version. torch calls the methods from Python and, through trampolines, from C++ (DDP, functional
-collectives).
+`Operations` is a mixin with torch's names for the operations. Two classes inherit it: `backend.NetfoldBackend` on torch
+2.14 and newer, `legacy.NetfoldProcessGroup` on older torch. Both are Python classes, so one native build serves every
+torch version. torch calls the methods from Python and, through trampolines, from C++ (DDP, functional collectives).
 """
 
 # torch declares each operation with two overloads, of which only the one with `opts` reaches a backend.
@@ -42,9 +41,9 @@ AnyWork = TypeVar("AnyWork", bound=Work)
 
 _ALL_REDUCE = KINDS["all_reduce"]
 _profiling = torch._C._autograd._profiler_enabled
-_profiled = torch._C._profiler._RecordFunctionFast  # the one that takes tensors, so that their shapes are shown
+_profiled = torch._C._profiler._RecordFunctionFast  # this variant takes tensors, so the profiler shows their shapes
 
-# An error names the line of the user's that called, not torch's.
+# Errors name the user's calling line, not torch's.
 engine.hide_from_call_sites(os.path.dirname(torch.__file__) + os.sep)
 
 
@@ -52,13 +51,13 @@ class Operations:
     """The operations of one group on this rank; `netfold` is its `netfold.communicator.Group`."""
 
     def attach(self, group: Group, part: Store, layer: DeviceApi | None = None) -> None:
-        """Take over an open group. The carrying class calls this once, from its constructor.
+        """Take over an open group. The inheriting class calls this once, from its constructor.
 
-        `part`: a store with keys that no other group uses. `layer`: the devices whose tensors the group takes beside
-        CPU tensors, None for CPU tensors alone.
+        part: a store whose keys no other group uses.
+        layer: the devices whose tensors the group takes beside CPU tensors; None for CPU tensors alone.
         """
         self.netfold = group
-        # Works that nobody waits for yet: their tensors must outlive their operations.
+        # Callers may drop Works. Their tensors must outlive the operations.
         self._unfinished: collections.deque[NetfoldWork] = collections.deque()
         self._unfinished_lock = threading.Lock()
         self._buckets: SharedBuckets | RegisteredBuckets
@@ -71,10 +70,10 @@ class Operations:
         self._coalesced = _Coalesced()
         self._barriers = monitored_barriers.MonitoredBarriers(part, group.rank, group.size)
 
-    # --- the life of the group -------------------------------------------------------------------------------------
+    # --- timeout and end of the group ------------------------------------------------------------------------------
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """The deadline of operations from now on that name none of their own."""
+        """Set the timeout of later operations that have none of their own."""
         self.netfold.timeout_s = timeout.total_seconds()
 
     def shutdown(self) -> None:
@@ -94,7 +93,7 @@ class Operations:
         self.shutdown()
 
     def sequence_number(self) -> int:
-        """The number of collectives that this rank has submitted, as torch's `_get_sequence_number_for_group`."""
+        """The number of collectives that this rank has submitted, for torch's `_get_sequence_number_for_group`."""
         return self.netfold.collectives_submitted
 
     # --- reductions ------------------------------------------------------------------------------------------------
@@ -122,8 +121,10 @@ class Operations:
         return self._together(prepared, tensors, opts)
 
     def _plain_all_reduce(self, tensor: Tensor, opts: Any) -> tuple[int, int, bool] | None:
-        """The native codes of the commonest call, which then goes without ceremony: that costs more than a small
-        operation. None where it needs some."""
+        """The native codes (dtype, reduction, average) of a call that needs no preparation, else None.
+
+        Preparation costs more time than a small operation.
+        """
         dtype = calls.DTYPE_CODES.get(tensor.dtype)
         reduce = calls.REDUCE_CODES.get(hash(opts.reduceOp))
         if (
@@ -142,7 +143,7 @@ class Operations:
         return dtype, *reduce
 
     def _plain_work(self, operation: Any, tensors: list[Tensor]) -> Work:
-        """Of an operation on the tensors themselves, which may be done."""
+        """Make the Work of an in-place operation, which may be complete already."""
         if operation.done and operation.failure is None:
             return CompletedWork(tensors)
         work = NetfoldWork(self.netfold, [operation], tensors, keep=tensors)
@@ -158,8 +159,8 @@ class Operations:
 
     def reduce(self, tensors: list[Tensor], opts: Any) -> Work | None:
         (tensor,) = tensors
-        here = opts.rootRank == self.netfold.rank
-        call = calls.reduction_call("reduce", tensor, opts.reduceOp, root=opts.rootRank, result_here=here)
+        is_root = opts.rootRank == self.netfold.rank
+        call = calls.reduction_call("reduce", tensor, opts.reduceOp, root=opts.rootRank, result_here=is_root)
         return self._together([call], tensors, opts)
 
     def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> Work | None:
@@ -202,7 +203,7 @@ class Operations:
     def allgather_coalesced(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> Work | None:
         # torch lists outputs by rank, then by tensor.
         self._one_a_rank("all_gather_coalesced", "output", outputs)
-        by_tensor = [[theirs[index] for theirs in outputs] for index in range(len(inputs))]
+        by_tensor = [[of_rank[index] for of_rank in outputs] for index in range(len(inputs))]
         return self._all_gather(by_tensor, inputs, outputs, opts)
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Work | None:
@@ -216,27 +217,27 @@ class Operations:
     def _all_gather(
         self, parts: Sequence[Sequence[Tensor]], inputs: list[Tensor], result: Any, opts: Any
     ) -> Work | None:
-        """`parts`: for each input one output a rank; these may differ in size."""
+        """parts: for each input, one output a rank. The outputs may differ in size."""
         for each in parts:
             self._one_a_rank("all_gather", "output", each)
-        prepared = [copy_call("all_gather", [mine], each) for each, mine in zip(parts, inputs, strict=True)]
+        prepared = [copy_call("all_gather", [own], each) for each, own in zip(parts, inputs, strict=True)]
         return self._together(prepared, result, opts)
 
     def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> Work | None:
-        (mine,) = inputs
+        (own,) = inputs
         parts = outputs[0] if outputs else []
         if opts.rootRank == self.netfold.rank:
             self._one_a_rank("gather", "output", parts)
-        return self._together([copy_call("gather", [mine], parts, root=opts.rootRank)], outputs, opts)
+        return self._together([copy_call("gather", [own], parts, root=opts.rootRank)], outputs, opts)
 
     def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> Work | None:
-        (mine,) = outputs
+        (own,) = outputs
         parts = inputs[0] if inputs else []
         if opts.rootRank == self.netfold.rank:
             self._one_a_rank("scatter", "input", parts)
-            if any(part.numel() != mine.numel() or part.dtype != mine.dtype for part in parts):
+            if any(part.numel() != own.numel() or part.dtype != own.dtype for part in parts):
                 raise ValueError("scatter: every input tensor must have the output's size and dtype")
-        return self._together([copy_call("scatter", parts, [mine], root=opts.rootRank)], outputs, opts)
+        return self._together([copy_call("scatter", parts, [own], root=opts.rootRank)], outputs, opts)
 
     def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Work | None:
         self._one_a_rank("all_to_all", "input", inputs)
@@ -280,7 +281,7 @@ class Operations:
             raise ValueError(f"{kind}: {len(tensors)} {which} tensors on {self.netfold.size} ranks")
 
     def _together(self, prepared: list[Prepared], result: Any, opts: Any) -> Work | None:
-        """Submit calls that are one operation to torch. Returns its Work, see `_handed_out` for None."""
+        """Submit calls that are one operation to torch. Returns its Work; for None see `_handed_out`."""
         if _profiling() and prepared:
             first = prepared[0]
             with _profiled(f"netfold:{first.kind}", [*first.inputs, *first.outputs]):
@@ -292,9 +293,9 @@ class Operations:
             assert self.devices is not None
             return self._handed_out(self.devices.submit(prepared, result, calls.timeout_of(opts)), opts)
         self._in_turn()
-        waits = not getattr(opts, "asyncOp", True) and len(prepared) == 1 and self._coalesced.works is None
+        wait_here = not getattr(opts, "asyncOp", True) and len(prepared) == 1 and self._coalesced.works is None
         seconds = calls.timeout_of(opts)
-        operations = [call.submit(self.netfold, seconds, wait_here=waits) for call in prepared]
+        operations = [call.submit(self.netfold, seconds, wait_here=wait_here) for call in prepared]
         finishes = [call.finish for call in prepared if call.finish is not None]
 
         def finish() -> None:
@@ -309,33 +310,38 @@ class Operations:
         return self._handed_out(work, opts)
 
     def _on_device(self, tensors: Sequence[Tensor]) -> bool:
-        """ValueError where they are on a device that this group has nothing for."""
+        """Whether any tensor is in device memory. ValueError for a device that this group does not serve."""
         if self.devices is not None:
             return any(self.devices.layer.holds(tensor) for tensor in tensors)
         for tensor in tensors:
             if not tensor.is_cpu:
                 raise ValueError(
                     f"this group takes CPU tensors, and one is on {tensor.device}; init_process_group('netfold') or "
-                    "'cuda:netfold' takes those of CUDA devices, where torch finds some"
+                    "'cuda:netfold' makes a group for CUDA devices, if torch finds one"
                 )
         return False
 
     def _in_turn(self) -> None:
-        """Calls on devices' memory that came before are matched before, too."""
+        """Wait until earlier calls on device memory are submitted, so that all ranks match calls in one order."""
         if self.devices is not None:
             self.devices.wait_until_idle()
 
     def _handed_out(self, work: AnyWork, opts: Any = None) -> AnyWork | None:
-        """The Work for the caller. None inside a coalescing manager for a call that torch would wait for at once: the
-        manager waits. A caller in C++ always calls asynchronously and uses its Work, so it gets one."""
+        """Return the Work for the caller; None for a synchronous call inside a coalescing manager, which waits itself.
+
+        C++ callers always call asynchronously and use the Work.
+        """
         if self._coalesced.works is None:
             return work
         self._coalesced.works.append(work)
         return work if getattr(opts, "asyncOp", False) else None
 
     def average(self, tensor: Tensor, residual: Tensor | None = None) -> torch.futures.Future[Tensor]:
-        """The average over all ranks, in place, for hooks of DDP. `residual`, as long as the tensor, in groups whose
-        wire is i8: added to this rank's part; then what rounding took from that."""
+        """Average over all ranks, in place, for DDP's hooks.
+
+        residual: as long as the tensor, for groups with i8 as wire dtype. It is added to this rank's input and then
+        replaced by the rounding error of that input.
+        """
         call = calls.reduction_call("all_reduce", tensor, dist.ReduceOp.AVG)
         if residual is not None:
             call.inputs = [residual]
@@ -344,12 +350,12 @@ class Operations:
         return work.get_future()
 
     def wait_for(self, call: Prepared, opts: Any) -> None:
-        """Run a call that is only a part of an operation, within that one's time."""
+        """Run a call that is one step of an operation, within the operation's timeout."""
         self._in_turn()
         self.netfold.wait(call.submit(self.netfold, calls.timeout_of(opts), wait_here=True))
 
     def _keep(self, work: NetfoldWork) -> None:
-        """Until its operations are done: users drop Works. Operations end in order, but for those in the network."""
+        """Keep the Work alive until its operations are done. Operations end in order, except those of a switch."""
         with self._unfinished_lock:
             self._unfinished.append(work)
             while self._unfinished and self._unfinished[0].is_completed():
@@ -358,13 +364,13 @@ class Operations:
     # --- the coalescing manager ------------------------------------------------------------------------------------
 
     def start_coalescing(self) -> None:
-        """Gather the Works of the operations that follow in this thread until `end_coalescing`."""
+        """Collect the Works of this thread's next operations until `end_coalescing`."""
         if self._coalesced.works is not None:
             raise RuntimeError("a coalescing manager is already open in this thread for this group")
         self._coalesced.works = []
 
     def end_coalescing(self) -> NetfoldWork | CoalescedWork:
-        """One Work for all operations since `start_coalescing`."""
+        """Return one Work for all operations since `start_coalescing`."""
         works, self._coalesced.works = self._coalesced.works, None
         if works is None:
             raise RuntimeError("no coalescing manager is open in this thread for this group")
@@ -377,30 +383,30 @@ def _region(tensor: Tensor) -> Region:
 
 
 class _Coalesced(threading.local):
-    """The works of a coalescing manager that is open in this thread, None without one."""
+    """The Works of the coalescing manager that is open in this thread; None if none is open."""
 
     works: list[Work] | None = None
 
 
 def coalesce(group: Group, works: list[HostWork]) -> NetfoldWork:
-    """One Work for several; its result is the list of theirs."""
+    """Make one Work of several. Its result is the list of their results."""
 
     def finish() -> None:
         for work in works:
-            work.wait()  # done, but for what is copied back
+            work.wait()  # the operations are done; this copies staged results back
 
     operations = [operation for work in works for operation in work._operations]
     return NetfoldWork(group, operations, [work.result() for work in works], finish=finish)
 
 
 def operations_of(group: dist.ProcessGroup) -> Operations | None:
-    """The netfold operations of a torch group, None where no device of the group is netfold's."""
-    carrier: Any = group
-    if isinstance(carrier, Operations):  # torch before 2.14: the group itself
-        return carrier
+    """Return the netfold operations of a torch group; None if netfold serves no device of the group."""
+    untyped: Any = group
+    if isinstance(untyped, Operations):  # torch before 2.14
+        return untyped
     for device in group._device_types:
         backend: Any = group._get_backend(device)
-        backend = getattr(backend, "wrapped_pg", backend)  # TORCH_DISTRIBUTED_DEBUG=DETAIL puts a wrapper around it
+        backend = getattr(backend, "wrapped_pg", backend)  # set by TORCH_DISTRIBUTED_DEBUG=DETAIL
         if isinstance(backend, Operations):
             return backend
     return None

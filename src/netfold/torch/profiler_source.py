@@ -1,25 +1,25 @@
-"""Recording operations of other backends (gloo, mpi, nccl), and the optimizer's steps.
+"""Record the operations of other backends (gloo, mpi, nccl), and the optimizer's steps.
 
-DDP calls a backend from C++, past everything that Python could wrap. But every backend of torch's own marks its
-operations for torch's profiler; so that profiler runs, restricted to such marks (no operator of aten is recorded), on
-the training thread, and is read and started anew between steps, since what it keeps grows.
+DDP calls a backend from C++, which Python cannot wrap. But torch's own backends mark their operations for torch's
+profiler. So that profiler runs on the training thread, restricted to such marks: it records no operator of aten. Its
+memory grows, so it is read and restarted between steps. The time between two restarts is a window.
 
-Its times are CLOCK_REALTIME's. The distance to CLOCK_MONOTONIC is measured at both ends of a window, each time by the
-narrowest of a few brackets (below a microsecond), and a time in between is moved by what lies in between: a clock that
-is slewed meanwhile costs nothing, one that is set is off by the jump within one window.
+Clock: the profiler's times are CLOCK_REALTIME. Both ends of a window measure the offset to CLOCK_MONOTONIC by the
+narrowest of five brackets (below 1 us). Times inside the window are converted by linear interpolation. So slewing the
+clock causes no error; setting the clock causes an error of the jump, within one window.
 
-A mark says neither which group an operation was of, nor its number there, nor when it was submitted. The flight
-recorder does, torch's own list of the last operations: the k-th mark of a name and of sizes is of the k-th entry of
-these since the window began. Ranks so count alike, whatever one of them missed.
+Identity: a mark holds neither the operation's group, nor its sequence number, nor its time of submission. torch's
+flight recorder, the list of its last operations, holds all three. The k-th mark of a name and sizes belongs to the k-th
+entry of that name and sizes since the window began. So all ranks count alike, even if one of them missed a mark.
 
-Reading a window frees the memory to which whatever is marked as under way writes its end, so it is only done when there
-is none: when the flight recorder has retired all that it knows. It knows collectives; messages, and marks that Python
-code makes (an optimizer's step is one, within which its hooks run), are kept out of windows. Nor is a window opened or
-read within a backward pass, which has thread-local state of its own. What is still under way when the recording has
-waited for it at its end may end at any time: the profiler is then abandoned, which frees nothing, and the window is
-lost. A process that ended with the profiler's callback in place would crash in torch's destructors.
+Safety: an operation under way writes its end to memory that reading a window frees. So a window is read only when the
+flight recorder has retired all its entries. The flight recorder knows collectives only. So messages, and marks that
+Python code makes, are kept out of windows; an optimizer's step is such a mark, and its hooks run inside it. No window
+is opened or read inside a backward pass, which has its own thread-local state. An operation that is still under way
+after the wait at the end of a recording may end at any time. Then the profiler is abandoned: nothing is freed, and the
+window is lost. A process that ended with the profiler's callback installed would crash in torch's destructors.
 
-A user's own profiler and this one exclude each other: the user's goes first, and what was missed is said.
+A user's profiler and this one exclude each other. The user's has precedence, and `coverage_gaps` reports the loss.
 """
 
 from __future__ import annotations
@@ -51,15 +51,15 @@ from netfold.profile.record import RECORD
 from netfold.profile.recording import UNKNOWN, Batch, Identity, Names, Recording
 from netfold.profile.run import GroupName
 
-# A window is read at the first boundary after so long or so many operations (the flight recorder keeps 2000 unless it
-# is told).
+# A window is read at the first step boundary after this time or this many operations. The flight recorder keeps 2000
+# operations by default.
 WINDOW_S = 2.0
 _WINDOW_OPERATIONS = 1200
-# Windows that nobody has written yet; beyond it the oldest go.
+# Windows that are read and not written yet. Beyond this, the oldest are dropped.
 _WINDOWS_KEPT = 64
 _ACTIVITIES = {_profiler.ProfilerActivity.CPU}
-# Above all that kineto has to say: it would announce each window on stderr.
-_QUIET = "6"
+# Above all levels of kineto's messages: kineto would print a message for each window.
+_QUIET_LOG_LEVEL = "6"
 _BACKENDS = ("gloo", "mpi", "nccl", "ucc", "xccl", "hccl")
 
 _DTYPES = {
@@ -76,50 +76,50 @@ _DTYPES = {
     "c10::complex<float>": ("?", 8),
     "c10::complex<double>": ("?", 16),
 }
-# Marks that are netfold's operations by another name.
+# Marks' names to netfold's names of the same operations.
 _OPERATIONS = {"alltoall": "all_to_all", "allreduce": "all_reduce"}
-# What lists a tensor a rank: a record says the size of one.
+# Operations whose marks list one tensor a rank. A record holds the size of one of the tensors.
 _LISTED = ("scatter", "gather", "all_gather", "reduce_scatter")
-# No netfold group has such a number; numbers of other groups count on from it, one for each backend of a group.
-_NUMBER = 1 << 32
-# What is marked while no window can be read is bounded: beyond so many collectives none is.
-_MOST_OPERATIONS = 20_000
-# How long the end of a recording waits for what is under way, looking every so often.
-_END_S, _END_LOOK_S = 1.0, 0.001
+# Other groups' numbers start here, one for each backend of a group. netfold's groups have smaller numbers.
+_FIRST_NUMBER = 1 << 32
+# While no window can be read, marking stops after this many collectives.
+_MAX_OPERATIONS = 20_000
+# The end of a recording waits this long for operations under way, and polls at this interval.
+_END_S, _END_POLL_S = 1.0, 0.001
 _MESSAGES = ("send", "recv", "recv_anysource")
-_LIVES = ("init_process_group", "new_group", "destroy_process_group")
+_GROUP_FUNCTIONS = ("init_process_group", "new_group", "destroy_process_group")
 
 _TORN = "A profiler of the job's own ran: what other backends did meanwhile, and since the step before it, is missing."
 _ABANDONED = (
     "An operation of another backend did not end within 1 s of the end of a recording: what such backends did since "
     "the last records were read, and after that, is missing."
 )
-# The end of a recording has left torch's profiler as it was.
+# A recording's end has left torch's profiler running.
 _abandoned = False
 
 
 @dataclass(frozen=True)
 class _Event:
-    """A mark: `name` is `gloo:all_reduce`; shapes and dtypes of inputs, in torch's words."""
+    """A mark of one operation."""
 
-    name: str
+    name: str  # such as gloo:all_reduce
     start_ns: int
     duration_ns: int
-    shapes: list[list[int]]
-    dtypes: list[str]
+    shapes: list[list[int]]  # of the inputs
+    dtypes: list[str]  # of the inputs, torch's names
 
 
 @dataclass
 class _Window:
     events: list[_Event]
-    # CLOCK_REALTIME and how far it is ahead of CLOCK_MONOTONIC, at the beginning and at the end.
+    # CLOCK_REALTIME and its offset from CLOCK_MONOTONIC, at the beginning and at the end.
     began: tuple[int, int]
     ended: tuple[int, int]
-    # How many collectives each group had begun when it began, by torch's name of the group.
+    # Collectives that each group had submitted when the window began, by torch's name of the group.
     begun: Mapping[str, int]
-    # What the flight recorder had to say when it ended.
-    kept: bytes
-    submitted: int  # how many calls there were, messages included
+    # The flight recorder's dump at the end, JSON.
+    dump: bytes
+    submitted: int  # calls during the window, messages included
 
     def monotonic(self, ns: int) -> int:
         (began, first), (ended, last) = self.began, self.ended
@@ -128,8 +128,8 @@ class _Window:
 
 
 @dataclass
-class _Seen:
-    """What the main thread leaves for who writes."""
+class _Pending:
+    """What the main thread passes to the writing thread."""
 
     windows: collections.deque[_Window] = field(default_factory=lambda: collections.deque(maxlen=_WINDOWS_KEPT))
     torn: bool = False
@@ -144,101 +144,101 @@ class TorchSource:
 
     def __init__(self, recording: Recording) -> None:
         self._recording = recording
-        # Of the window that is open: the clocks, and what groups had begun.
+        # Of the open window: the clocks, and the collectives that each group had submitted.
         self._began: tuple[tuple[int, int], dict[str, int]] | None = None
-        self._looked_s = time.monotonic()
-        self._seen = _Seen()
-        self._unmarked: list[tuple[Any, str, Any]] = []  # torch's own functions, to be put back
+        self._checked_s = time.monotonic()
+        self._pending = _Pending()
+        self._originals: list[tuple[Any, str, Any]] = []  # torch's functions, to be restored
         self._messages = False
         self._unread = False
         self._full = False
         self._uncertain = False
         self._hook: Any = None
         self._optimizer: weakref.ref[Any] | None = None
-        self._others: dict[str, GroupName] = {}  # by torch's name; those that are gone too
-        # By torch's name of a group (None: it cannot be told which) and the backend that served the operation.
+        self._groups: dict[str, GroupName] = {}  # by torch's name, destroyed groups included
+        # By torch's name of a group (None: unknown) and the backend that served the operation.
         self._numbers: dict[tuple[str | None, str], int] = {}
         self._ended = False
-        # Kept here: the interpreter calls it when it can, not at once.
-        self._enough = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_void_p)(self._stop_marking)
+        # Kept alive here: the interpreter calls it later.
+        self._stop_marking_callback = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_void_p)(self._stop_marking)
 
     def begin(self) -> None:
-        os.environ.setdefault("KINETO_LOG_LEVEL", _QUIET)
+        os.environ.setdefault("KINETO_LOG_LEVEL", _QUIET_LOG_LEVEL)
         self._hook = optimizers.register_optimizer_step_post_hook(self._stepped)
         for module in (dist, dist.distributed_c10d):
-            for name in _LIVES:
+            for name in _GROUP_FUNCTIONS:
                 original = getattr(module, name)
-                self._unmarked.append((module, name, original))
-                setattr(module, name, self._noticed(original))
+                self._originals.append((module, name, original))
+                setattr(module, name, self._reporting(original))
         if not _has_flight_recorder():
             return
         for owner, names in ((dist.ProcessGroup, _MESSAGES), (user_profiler.record_function, ("__enter__",))):
             for name in names:
                 original = getattr(owner, name)
-                self._unmarked.append((owner, name, original))
+                self._originals.append((owner, name, original))
                 setattr(owner, name, self._without_mark(original))
-        # Else the first boundary does: the profiler sees the thread that starts it.
+        # Otherwise the first boundary opens the window: the profiler records only the thread that starts it.
         if threading.current_thread() is threading.main_thread() and not _in_backward() and _is_wanted():
             self._open()
 
     def end(self) -> None:
         self._ended = True
         if threading.current_thread() is not threading.main_thread():
-            atexit.register(self.end)  # where no boundary does it before
+            atexit.register(self.end)  # unless a boundary on the main thread comes first
             return
         atexit.unregister(self.end)
-        self._let_go()
+        self._restore()
         if self._began is None:
             return
         until_s = time.monotonic() + _END_S
-        while (kept := self._when_quiet()) is None and time.monotonic() < until_s:
-            time.sleep(_END_LOOK_S)
-        if kept is None:
+        while (dump := self._dump_if_quiet()) is None and time.monotonic() < until_s:
+            time.sleep(_END_POLL_S)
+        if dump is None:
             self._abandon()
         else:
-            self._close(kept)
+            self._close(dump)
 
     def forget(self) -> None:
-        # The profiler stays as it is: operations of the parent's would write into what reading it freed.
+        # Leave the profiler running: reading it would free memory that the parent's operations write to.
         self._ended = True
-        self._let_go()
+        self._restore()
 
     def _abandon(self) -> None:
-        """Mark nothing more, and read nothing: operations under way have what they write to until they have ended.
+        """Stop marking, and read nothing: operations under way still write to the profiler's memory.
 
-        The profiler counts as enabled on this thread from here on: no other window is opened in this process.
+        The profiler counts as enabled on this thread from now on: this process opens no other window.
         """
         global _abandoned
-        self._seen.dropped += self._submitted()
+        self._pending.dropped += self._submitted()
         self._began = None
         if self._full:
             self._full = False
             _autograd._enable_record_function(True)
         if user_profiler._is_profiler_enabled or not _autograd._profiler_enabled():
-            self._seen.torn = True  # as in _close: it is not ours
+            self._pending.torn = True  # as in _close: this is the user's profiler
             return
-        # It warns of devices, which are not in the profile.
+        # torch warns about devices, which this profile does not include.
         _autograd._toggle_collection_dynamic(False, _ACTIVITIES)
-        self._seen.abandoned = _abandoned = True
+        self._pending.abandoned = _abandoned = True
 
-    def _let_go(self) -> None:
+    def _restore(self) -> None:
         if self._hook is not None:
             self._hook.remove()
             self._hook = None
-        while self._unmarked:
-            setattr(*self._unmarked.pop())
+        while self._originals:
+            setattr(*self._originals.pop())
 
-    def _noticed(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Groups may come and go between two looks of who writes, the world among them."""
+    def _reporting(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap a function that makes or destroys groups: a group may exist only between two writes of the recording."""
 
         @functools.wraps(original)
         def call(*arguments: Any, **named: Any) -> Any:
             if original.__name__ == "destroy_process_group":
                 self._recording.joined()
                 return original(*arguments, **named)
-            made = original(*arguments, **named)
+            result = original(*arguments, **named)
             self._recording.joined()
-            return made
+            return result
 
         return call
 
@@ -267,17 +267,17 @@ class TorchSource:
             if not _in_backward():
                 self.end()
             return
-        if time.monotonic() - self._looked_s < WINDOW_S and self._submitted() < _WINDOW_OPERATIONS:
+        if time.monotonic() - self._checked_s < WINDOW_S and self._submitted() < _WINDOW_OPERATIONS:
             return
-        self._turn()
+        self._next_window()
 
     def _submitted(self) -> int:
-        """How many collectives since the window began."""
+        """The number of collectives since the window began."""
         before = self._began[1] if self._began is not None else {}
         return sum(count - before.get(name, 0) for name, count in _begun().items())
 
     def _stepped(self, optimizer: Any, *_: Any) -> None:
-        """Jobs with several optimizers step each: the first one's steps are the job's."""
+        """Count a step. In a job with several optimizers, only the first one's steps count."""
         first = self._optimizer() if self._optimizer is not None else None
         if first is None:
             self._optimizer = weakref.ref(optimizer)
@@ -285,26 +285,26 @@ class TorchSource:
             return
         self._recording.optimizer_stepped()
 
-    def _turn(self) -> None:
-        """Read what is there and start anew, if nothing is under way; else the next time."""
+    def _next_window(self) -> None:
+        """Read the window and open the next one, if no operation is under way; else leave it to the next boundary."""
         if _in_backward():
             return
         if self._began is not None:
-            if not self._seems_quiet() or (kept := self._when_quiet()) is None:
+            if not self._seems_quiet() or (dump := self._dump_if_quiet()) is None:
                 return
-            self._close(kept)
+            self._close(dump)
         wanted = _has_flight_recorder() and _is_wanted()
         if wanted:
             self._open()
         if self._began is not None or not wanted:
-            self._looked_s = time.monotonic()
-        # else another profiler is in the way: the next boundary tries again
+            self._checked_s = time.monotonic()
+        # else another profiler is running: the next boundary tries again
 
     def _open(self) -> None:
-        # Another's is left alone: starting ours would end it.
+        # To start this profiler would end another that is running.
         if _autograd._profiler_enabled() or user_profiler._is_profiler_enabled:
-            self._seen.abandoned |= _abandoned
-            self._seen.torn |= not _abandoned
+            self._pending.abandoned |= _abandoned
+            self._pending.torn |= not _abandoned
             return
         shapes, rest = True, (False, False, False, False)
         config = _profiler.ProfilerConfig(
@@ -312,14 +312,14 @@ class TorchSource:
         )
         began = _clocks()
         _autograd._prepare_profiler(config, _ACTIVITIES)
-        # The stubs do not know of scopes.
+        # torch's stubs lack the scopes.
         _autograd._enable_profiler(config, _ACTIVITIES, {_profiler.RecordScope.USER_SCOPE})  # type: ignore[call-arg]
         self._began = began, _begun()
 
     def _seems_quiet(self) -> bool:
-        """The short answer, the last collective that was completed: tens of microseconds instead of milliseconds.
+        """Whether each group's last submitted collective is complete. Costs tens of microseconds, a dump milliseconds.
 
-        Where two threads complete in another order than they began it says no until there is another collective.
+        False negative: if two threads complete in another order than they began, until the next collective.
         """
         status = json.loads(_c10d._dump_fr_trace_json(includeCollectives=False))  # type: ignore[attr-defined]
         return all(
@@ -327,17 +327,17 @@ class TorchSource:
             for each in status.get("pg_status", {}).values()
         )
 
-    def _when_quiet(self) -> bytes | None:
-        """What the flight recorder says, if it says that no collective of the window is under way; else None.
+    def _dump_if_quiet(self) -> bytes | None:
+        """Return the flight recorder's dump if no collective of the window is under way; else None.
 
-        torch retires an entry after all that the thread which ran the operation has to do with it.
+        torch retires an entry after the thread that ran the operation has finished with it.
         """
-        kept: bytes = _c10d._dump_fr_trace_json()  # type: ignore[attr-defined]
-        # What it has forgotten may be under way.
-        remembers = kept.count(b'"retired":') >= self._submitted()
-        return kept if remembers and b'"retired":false' not in kept else None
+        dump: bytes = _c10d._dump_fr_trace_json()  # type: ignore[attr-defined]
+        # An entry that the flight recorder has overwritten may be under way.
+        is_complete = dump.count(b'"retired":') >= self._submitted()
+        return dump if is_complete and b'"retired":false' not in dump else None
 
-    def _close(self, kept: bytes) -> None:
+    def _close(self, dump: bytes) -> None:
         submitted = self._submitted()
         began, self._began = self._began, None
         if began is None:
@@ -346,14 +346,14 @@ class TorchSource:
             self._full = False
             _autograd._enable_record_function(True)
         if user_profiler._is_profiler_enabled or not _autograd._profiler_enabled():
-            self._seen.torn = True  # a profiler of the user's has replaced ours, and may still run
+            self._pending.torn = True  # the user's profiler has replaced this one, and may still run
             return
-        # Torn down where it was made: kineto frees on this thread what the next window may be about to use.
+        # Stop on the thread that started it: kineto frees memory on this thread that the next window may use.
         events = _read(_autograd._disable_profiler())
-        if len(self._seen.windows) == _WINDOWS_KEPT:
-            self._seen.dropped += len(self._seen.windows[0].events)
+        if len(self._pending.windows) == _WINDOWS_KEPT:
+            self._pending.dropped += len(self._pending.windows[0].events)
         clocks, begun = began
-        self._seen.windows.append(_Window(events, clocks, _clocks(), begun, kept, submitted))
+        self._pending.windows.append(_Window(events, clocks, _clocks(), begun, dump, submitted))
 
     def _stop_marking(self, _: Any) -> int:
         if self._began is not None:
@@ -362,13 +362,14 @@ class TorchSource:
         return 0
 
     def take(self, names: Names) -> Batch:
-        if self._began is not None and self._submitted() > _MOST_OPERATIONS:
-            # On the main thread, whose state it is; where it is undone, by the end of a backward pass, it comes again.
-            ctypes.pythonapi.Py_AddPendingCall(self._enough, None)
-        dropped, self._seen.dropped = self._seen.dropped, 0
+        if self._began is not None and self._submitted() > _MAX_OPERATIONS:
+            # Marking is thread-local state of the main thread, so the call must run there. The end of a backward pass
+            # may restore marking; the next take() then stops it again.
+            ctypes.pythonapi.Py_AddPendingCall(self._stop_marking_callback, None)
+        dropped, self._pending.dropped = self._pending.dropped, 0
         batch = Batch(lost=dropped)
-        while self._seen.windows:
-            window = self._seen.windows.popleft()
+        while self._pending.windows:
+            window = self._pending.windows.popleft()
             rows, missing = self._rows(window, names)
             batch.lost += missing
             if rows:
@@ -380,12 +381,12 @@ class TorchSource:
         return batch
 
     def _rows(self, window: _Window, names: Names) -> tuple[list[tuple[int, ...]], int]:
-        """What fills _COLUMNS, and how many operations are missing."""
+        """The rows of _COLUMNS, and the number of missing operations."""
         events = sorted(window.events, key=lambda each: each.start_ns)
-        known = list(self._remember())
-        kept = _Kept(window)
-        entries = [kept.find(each) for each in events]
-        # Without its entry an operation of the only group there is may still be counted, that of one of several not.
+        known = list(self._update_groups())
+        recorded = _FlightEntries(window)
+        entries = [recorded.find(each) for each in events]
+        # An operation without an entry can be counted if there is only one group.
         counted = dict(window.begun) if len(known) == 1 else None
         rows: list[tuple[int, ...]] = []
         for event, entry in zip(events, entries, strict=True):
@@ -410,26 +411,27 @@ class TorchSource:
             sizes = [math.prod(shape) * item_bytes for shape in event.shapes]
             if operation in _LISTED:
                 sizes = sizes[:1]
-            elif operation == "all_to_all":  # a record says the size of one block
+            elif operation == "all_to_all":  # a record holds the size of one block
                 sizes = [sum(sizes) // self._ranks_in(group)]
             numbers = names.number("operation", operation), names.number("dtype", dtype)
             rows.append((number, sum(sizes), queued, began, began + event.duration_ns, sequence, *numbers, *_UNKNOWN))
-        return rows, kept.left() if kept.count >= window.submitted else max(0, window.submitted - len(events))
+        missing = recorded.left() if recorded.count >= window.submitted else max(0, window.submitted - len(events))
+        return rows, missing
 
     def _number(self, group: str | None, backend: str) -> int:
-        return self._numbers.setdefault((group, backend), _NUMBER + len(self._numbers))
+        return self._numbers.setdefault((group, backend), _FIRST_NUMBER + len(self._numbers))
 
     def _ranks_in(self, group: str | None) -> int:
-        """1 where the group cannot be told."""
-        return max(1, len(self._others[group].ranks)) if group in self._others else 1
+        """The size of the group; 1 if the group is unknown."""
+        return max(1, len(self._groups[group].ranks)) if group in self._groups else 1
 
-    def _remember(self) -> dict[str, GroupName]:
-        self._others.update(_others())
-        return self._others
+    def _update_groups(self) -> dict[str, GroupName]:
+        self._groups.update(_group_names())
+        return self._groups
 
     def groups(self) -> Mapping[str, GroupName]:
-        """A group of several backends once for each: only some of them say when an operation has ended."""
-        known = self._remember()
+        """The groups by number. A group of several backends appears once for each: not all report completion."""
+        known = self._update_groups()
         for name, group in known.items():
             for backend in group.backend.split(" and "):
                 self._number(name, backend)
@@ -441,43 +443,43 @@ class TorchSource:
         }
 
     def coverage_gaps(self) -> list[str]:
-        found = self._others
-        said = []
+        groups = self._groups
+        gaps = []
         if torch.get_num_threads() > 1:
-            said.append(
+            gaps.append(
                 f"torch computes with {torch.get_num_threads()} threads; only the main one is watched, so computing by "
                 "the others while it waits counts as exposed communication."
             )
-        if not found:
-            return said
-        said += [
+        if not groups:
+            return gaps
+        gaps += [
             "An operation of another backend that was under way while records were read, or at the end, is missing.",
             "What threads other than the main one submit to other backends is not recorded, except by autograd on CPU.",
         ]
         if self._uncertain:
-            said.append(
+            gaps.append(
                 "Of some operations of other backends the flight recorder kept nothing (TORCH_FR_BUFFER_SIZE): their "
                 "sequence numbers are counted, their groups not known where there are several."
             )
         if self._messages:
-            said.append("Messages between two ranks over other backends are not recorded.")
+            gaps.append("Messages between two ranks over other backends are not recorded.")
         if not _has_flight_recorder():
-            said.append(
+            gaps.append(
                 "Operations of other backends are not recorded: torch's flight recorder is off (TORCH_FR_BUFFER_SIZE), "
                 "without which they cannot be read safely."
             )
-        if any(set(group.backend.split(" and ")) - {*COMPLETING} for group in found.values()):
-            said.append("On accelerators only the submission of operations is seen, not their run on the device.")
-        if self._seen.torn:
-            said.append(_TORN)
-        if self._seen.abandoned:
-            said.append(_ABANDONED)
+        if any(set(group.backend.split(" and ")) - {*COMPLETING} for group in groups.values()):
+            gaps.append("On accelerators only the submission of operations is seen, not their run on the device.")
+        if self._pending.torn:
+            gaps.append(_TORN)
+        if self._pending.abandoned:
+            gaps.append(_ABANDONED)
         if self._unread:
-            said.append(
-                f"Of other backends only the first {_MOST_OPERATIONS} operations or so between two times at which they "
-                "could be read are there: a job without an optimizer should call netfold.profile.step()."
+            gaps.append(
+                f"Of other backends only about the first {_MAX_OPERATIONS} operations between two reads are recorded: "
+                "a job without an optimizer should call netfold.profile.step()."
             )
-        return said
+        return gaps
 
     def versions(self) -> Mapping[str, str]:
         return {"torch": torch.__version__}
@@ -490,14 +492,14 @@ class _Entry:
     created_ns: int
 
 
-class _Kept:
-    """The flight recorder's entries of a window, each to be found once."""
+class _FlightEntries:
+    """The flight recorder's entries of a window. Each is returned once."""
 
     def __init__(self, window: _Window) -> None:
         self._entries: dict[tuple[str, str], collections.deque[_Entry]] = {}
-        said = json.loads(window.kept).get("entries", ())
-        self.count = len(said)
-        for entry in said:
+        entries = json.loads(window.dump).get("entries", ())
+        self.count = len(entries)
+        for entry in entries:
             created_ns = entry["time_created_ns"]
             if window.began[0] <= created_ns <= window.ended[0]:
                 row = _Entry(entry["process_group"][0], entry["collective_seq_id"], created_ns)
@@ -505,12 +507,12 @@ class _Kept:
                 self._entries.setdefault(key, collections.deque()).append(row)
 
     def find(self, event: _Event) -> _Entry | None:
-        """Of the next event, in order of time."""
+        """Return the entry of an event; call this for the events in order of time."""
         entries = self._entries.get((event.name, repr(event.shapes)))
         return entries.popleft() if entries else None
 
     def left(self) -> int:
-        """How many no mark was found for."""
+        """The number of entries without a mark."""
         return sum(map(len, self._entries.values()))
 
 
@@ -530,30 +532,32 @@ def _read(result: Any) -> list[_Event]:
 
 
 def _groups() -> list[tuple[dist.ProcessGroup, str, str]]:
-    """Groups of more than one rank that other backends than netfold serve, alone or for some devices: torch's name, and
-    the backends."""
+    """List the groups of several ranks that other backends than netfold serve, alone or for some devices.
+
+    Of each: the group, torch's name, the backends.
+    """
     if not dist.is_initialized():
         return []
     world = dist.distributed_c10d._world
-    found = []
+    groups = []
     for group in list(world.pg_map):
         config = world.pg_backend_config.get(group, "")
         backends = {part.partition(":")[2] or part for part in config.split(",")} - {"netfold", "fake", "undefined"}
         if backends and group.size() > 1:
-            found.append((group, world.pg_names.get(group, "?"), " and ".join(sorted(backends))))
-    return found
+            groups.append((group, world.pg_names.get(group, "?"), " and ".join(sorted(backends))))
+    return groups
 
 
-def _others() -> dict[str, GroupName]:
-    found = {}
+def _group_names() -> dict[str, GroupName]:
+    names = {}
     for group, name, backends in _groups():
-        words = group.group_desc if group.group_desc not in ("", "undefined") else f"group {name}"
-        found[name] = GroupName(words, backends, dist.get_process_group_ranks(group))
-    return found
+        text = group.group_desc if group.group_desc not in ("", "undefined") else f"group {name}"
+        names[name] = GroupName(text, backends, dist.get_process_group_ranks(group))
+    return names
 
 
 def _begun() -> dict[str, int]:
-    """How many collectives each such group has begun."""
+    """The number of collectives that each group of `_groups` has submitted."""
     return {name: cast(Any, group)._get_sequence_number_for_group() for group, name, _ in _groups()}
 
 
@@ -567,12 +571,12 @@ def _in_backward() -> bool:
 
 
 def _is_wanted() -> bool:
-    """Not where netfold serves every group: its event records say more, and cost less."""
+    """False if netfold serves every group: netfold's event records hold more, and cost less."""
     return not dist.is_initialized() or bool(_groups())
 
 
 def _clocks() -> tuple[int, int]:
-    """CLOCK_REALTIME, and how far it is ahead of CLOCK_MONOTONIC."""
+    """CLOCK_REALTIME, and its offset from CLOCK_MONOTONIC, in ns."""
     best = (1 << 62, 0, 0)
     for _ in range(5):
         before = time.perf_counter_ns()

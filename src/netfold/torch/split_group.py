@@ -1,7 +1,7 @@
-"""`torch.distributed.split_group` on ranks that are in none of the new groups.
+"""`torch.distributed.split_group` on ranks outside of all new groups.
 
-torch asks the backend of such a rank, too, and its trampoline ends the process where a backend in Python answers that
-there is none (PyBackend::initSlotAndCast). netfold needs nothing from such a rank, so torch need not ask.
+torch calls the backend on such a rank, too. torch's trampoline ends the process if a Python backend returns None
+(PyBackend::initSlotAndCast). netfold needs no call on such a rank, so the patched function skips it.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from netfold.torch.operations import operations_of
 
 @functools.cache
 def patch_split_group() -> None:
-    """Have `split_group` return NON_GROUP_MEMBER on outsiders of netfold groups. Idempotent; for torch from 2.14 on."""
-    torchs: Any = distributed_c10d  # the stubs of older torch lack the function
-    original = torchs.split_group
+    """Have `split_group` return NON_GROUP_MEMBER on such ranks of netfold groups. Idempotent; for torch >= 2.14."""
+    module: Any = distributed_c10d  # the stubs of older torch lack the function
+    original = module.split_group
 
     @functools.wraps(original)
     def split_group(parent_pg: Any = None, split_ranks: Any = None, *args: Any, **options: Any) -> Any:
@@ -33,6 +33,5 @@ def patch_split_group() -> None:
             return dist.GroupMember.NON_GROUP_MEMBER
         return original(parent_pg, split_ranks, *args, **options)
 
-    module: Any
     for module in (dist, distributed_c10d):
         module.split_group = split_group

@@ -1,4 +1,4 @@
-"""torch's stores, as the rendezvous wants them."""
+"""torch's stores with the interface of `netfold.communicator.Store`."""
 
 from __future__ import annotations
 

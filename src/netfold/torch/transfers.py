@@ -1,7 +1,7 @@
-"""send and recv of torch: one tensor between two ranks, and the Work that waits for it.
+"""torch's send and recv: one tensor between two ranks, and its Work.
 
-torch's blocking calls come as asynchronous ones that are waited for at once, so a Work here asks for no notice of
-completion unless somebody wants its Future: whoever waits finds the message on its own thread, with no hop between.
+torch implements a blocking call as an asynchronous call and a wait. So a Work requests a completion event only if its
+Future is used. The waiting thread itself drives the group: no other thread is involved.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from netfold.torch.work import CompletedWork, NetfoldWork, Work
 
 Tensor = torch.Tensor
 
-# What a message of other dtypes (bool, complex, float8) says of itself: bytes.
+# The dtype on the wire of other tensors (bool, complex, float8).
 _BYTES = DTYPES["u8"]
 _SEND, _RECEIVE = KINDS["send"], KINDS["receive"]
-# Works that nobody kept are looked through when there are this many.
+# With this many operations under way, remove those that have ended and whose Works were dropped.
 _SWEEP_AT = 64
 
 
 class Transfers:
-    """A group's sends and receives under way, with the tensors that they borrow: users drop Works."""
+    """A group's sends and receives under way. Keeps their tensors alive, since callers may drop Works."""
 
     def __init__(self, group: Group, layer: DeviceApi | None = None) -> None:
         self.group = group
@@ -65,7 +65,7 @@ class Transfers:
         dtype = DTYPE_CODES.get(tensor.dtype, _BYTES)
         operation = self.group.start_transfer(kind, dtype, peer, tag, (staged.data_ptr(), staged.nbytes))
         if kind == _RECEIVE and staged.data_ptr() != tensor.data_ptr():
-            # Copied back when it is there, whoever waits: as the other operations do it.
+            # The copy back runs on completion, as for collectives.
             finish = lambda: tensor.copy_(staged)
             return TransferWork(self, operation, tensors, keep=(tensor, staged), finish=finish)
         if not operation.done:
@@ -77,7 +77,7 @@ class Transfers:
     def hold(self, operation: Any, tensor: Tensor) -> None:
         """Keep a tensor until its operation is done."""
         with self._lock:
-            # Those that nobody waited for, and that ended.
+            # Remove operations that ended and that no thread waited for.
             if len(self._under_way) >= self._sweep_at:
                 self._under_way = {key: kept for key, kept in self._under_way.items() if not kept[0].done}
                 self._sweep_at = max(_SWEEP_AT, 2 * len(self._under_way))
@@ -97,7 +97,7 @@ def _names(kind: int) -> str:
 
 
 class CompletedTransfer(CompletedWork):
-    """One that was done at once."""
+    """A send or receive that completed on submission."""
 
     def __init__(self, result: Any, operation: Any) -> None:
         super().__init__(result)
@@ -126,7 +126,7 @@ class TransferWork(NetfoldWork):
                 self._transfers.ended(self._operations[0])
 
     def source_rank(self) -> int:
-        """The rank of the group at the other end: of a receive from any source, who it was, once it is done."""
+        """The group rank of the other end. For a receive from any source: valid once the receive is done."""
         return int(self._operations[0].peer)
 
     def _source_rank(self) -> int:

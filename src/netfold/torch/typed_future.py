@@ -1,11 +1,11 @@
 """Futures that C++ reads as a list of tensors.
 
-A Future that Python makes holds a Python object. DDP's built-in hook FP16_COMPRESS is C++ and wants a list of tensors.
-TorchScript makes such a Future: a task of its own that waits for ours. TorchScript suspends the task, so it holds no
-thread.
+A Future made in Python holds a Python object. DDP's built-in hook FP16_COMPRESS is C++ and needs a list of tensors.
+TorchScript can make such a Future: a TorchScript task waits for netfold's Future. TorchScript suspends the task, so it
+occupies no thread.
 """
 
-# TorchScript reads the functions' text, also their comments: what mypy must pass over stands here.
+# TorchScript parses the functions' source, including comments, so mypy's exemptions stand here.
 # mypy: disable-error-code="no-any-return, no-untyped-call"
 
 from __future__ import annotations
@@ -34,5 +34,5 @@ def _start(done: torch.jit.Future[int], tensors: list[torch.Tensor]) -> torch.ji
 @functools.cache
 def _compiled() -> Any:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch.jit.script is deprecated, and no other call makes such a Future
+        warnings.simplefilter("ignore")  # torch.jit.script is deprecated, but no other call makes such a Future
         return torch.jit.script(_start)

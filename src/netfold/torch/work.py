@@ -1,13 +1,12 @@
 """Work and Future: how torch waits for a native operation.
 
-C++ sees only `wait(timedelta)` and `get_future()` of a Python Work; `forwarding` has the rest. A work whose operation
-ended on the caller's thread is complete when it is made, and its Future is resolved at once. Other works are watched
-only when somebody asks for the Future, or when staged results must be copied back: a hop to another thread costs more
-than a small operation.
+C++ sees only `wait(timedelta)` and `get_future()` of a Python Work; `forwarding` has the rest. A Work whose operation
+ended on the caller's thread is complete when it is made, and its Future resolves at once. Other Works are watched only
+if their Future is used, or if staged results must be copied back: a thread switch costs more than a small operation.
 
-Futures are resolved by a few threads that take one completion each: callbacks run on the thread that resolves (torch
-does that), and one that blocks on a later Future must not hold that Future up. They start with the first operation that
-is watched and end before the interpreter does.
+Completion threads resolve the Futures, one completion each. torch runs a Future's callbacks on the resolving thread. A
+callback that blocks on a later Future must not delay that Future, so several threads exist. The threads start with the
+first watched operation and end before the interpreter.
 """
 
 from __future__ import annotations
@@ -25,13 +24,13 @@ from netfold._native import engine
 from netfold.communicator import Group
 from netfold.torch.forwarding import NetfoldWorkBase
 
-# Threads that may stand blocked in callbacks at once; past that, completions wait for one to return.
+# The number of threads that callbacks may block at once. Further completions wait until a callback returns.
 _MAX_THREADS = 64
 _IDLE_NS = 1_000_000_000
 
 
 class NetfoldWork(NetfoldWorkBase):
-    """One operation, or several that were asked for together."""
+    """The Work of one or several operations."""
 
     def __init__(
         self,
@@ -42,8 +41,12 @@ class NetfoldWork(NetfoldWorkBase):
         keep: Any = None,
         finish: Callable[[], None] | None = None,
     ) -> None:
-        """`result`: what the Future holds. `keep`: what must outlive the operations. `finish`: runs once they are
-        done, before anyone sees the work complete (copies staged results back)."""
+        """Wrap submitted operations.
+
+        result: the Future's value.
+        keep: objects that must outlive the operations.
+        finish: runs when all are done, before the Work is seen as complete (copies staged results back).
+        """
         super().__init__()
         self._group = group
         self._operations = operations
@@ -51,8 +54,8 @@ class NetfoldWork(NetfoldWorkBase):
         self._keep = keep
         self._finish = finish
         self._lock = threading.Lock()
-        self._future: torch.futures.Future[Any] | None = None  # the one to resolve
-        self._visible: torch.futures.Future[Any]  # the one that users get
+        self._future: torch.futures.Future[Any] | None = None  # resolved by netfold
+        self._visible: torch.futures.Future[Any]  # returned to users
         self._pending = 0
         self._watched = False
         self._ended = False  # settled, so that a Future may be resolved
@@ -67,7 +70,7 @@ class NetfoldWork(NetfoldWorkBase):
         self._ended = True
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Return when done; raises what befell the operation. A timeout of 0 is torch's word for none."""
+        """Wait until done; raise the operation's error. A timeout of 0 means none, as in torch."""
         if not self._ended:
             seconds = timeout.total_seconds() if timeout and timeout.days >= 0 else None
             for operation in self._operations:
@@ -86,7 +89,7 @@ class NetfoldWork(NetfoldWorkBase):
             for operation in self._operations:
                 if not operation.done:
                     return False
-            self._settle()  # who was told so may look at the result
+            self._settle()  # the caller may read the result next
         return True
 
     def is_success(self) -> bool:
@@ -138,7 +141,7 @@ class NetfoldWork(NetfoldWorkBase):
         return self._finish_error
 
     def _settle(self) -> None:
-        """Run `finish` once; what it raises is the work's error, for whoever waits."""
+        """Run `finish` once. Its exception becomes the Work's error."""
         if self._finish is not None:
             with self._lock:
                 if self._finish is not None and self._error() is None:
@@ -146,11 +149,11 @@ class NetfoldWork(NetfoldWorkBase):
                         self._finish()
                     except Exception as error:
                         self._finish_error = error
-                self._finish = None  # only now: who sees it believes the results to be in place
+                self._finish = None  # set last: other threads then read the results
         self._keep = None
 
     def _end(self) -> torch.futures.Future[Any] | None:
-        """All is done: the Future to resolve, if somebody asked for it; who asks later resolves it at once."""
+        """End the Work. Returns the Future to resolve, None if there is none. A later Future resolves at once."""
         self._settle()
         with self._lock:
             if self._ended:
@@ -159,7 +162,7 @@ class NetfoldWork(NetfoldWorkBase):
             return self._future
 
     def _one_done(self) -> torch.futures.Future[Any] | None:
-        """Called for each operation that completed after all; the Future to resolve when it was the last."""
+        """Count one completed operation. Returns the Future to resolve after the last one, else None."""
         with self._lock:
             self._pending -= 1
             if self._pending > 0:
@@ -168,7 +171,7 @@ class NetfoldWork(NetfoldWorkBase):
 
 
 class CompletedWork(NetfoldWorkBase):
-    """What is done on return, without failure: the cheapest Work there can be."""
+    """A Work that was complete without failure on submission."""
 
     _operations: Sequence[Any] = ()  # nothing to wait for
 
@@ -221,17 +224,17 @@ class _Completions:
         """Keep `work` alive until its operations are done, then settle it and resolve its Future."""
         with self._lock:
             if self._pid != os.getpid():
-                self._reset()  # threads do not survive a fork
+                self._reset()  # a fork ends threads
             waiting = [operation for operation in work._operations if not operation.done]
             work._pending = len(waiting)
             for operation in waiting:
                 self._works[operation.id] = work
             if self._idle == 0 and not self._stopping:
                 self._start()
-        if not waiting:  # they ended since the caller looked
+        if not waiting:  # all ended since the caller's check
             _resolve(work._end())
         for operation in waiting:
-            if not operation.notify():  # it was done before we could ask
+            if not operation.notify():  # already done
                 self._complete(operation.id)
 
     def _start(self) -> None:
@@ -252,11 +255,11 @@ class _Completions:
                     continue
                 self._idle -= 1
                 if self._idle == 0:
-                    self._start()  # this one may block in a callback
+                    self._start()  # this thread may block in a callback
             self._complete(operation_id)
             with self._lock:
                 if self._idle > 0 and len(self._threads) > 2:
-                    break  # enough of us
+                    break  # enough threads are idle
                 self._idle += 1
         with self._lock:
             self._threads.discard(threading.current_thread())

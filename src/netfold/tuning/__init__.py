@@ -1,11 +1,11 @@
 """The cost model that chooses algorithms at run time: (operation, size) -> algorithm, wire format, reason.
 
-`cost` has the formulas, `topology` what they know of ranks and links, `fit` makes a link of a probe's samples,
-`overrides` reads NETFOLD_ALGORITHM, `choice_table` is the choice. The planner (plan) uses the same formulas.
+`cost` holds the formulas, `topology` their input about ranks and links. `fit` fits a link to a probe's samples.
+`overrides` parses NETFOLD_ALGORITHM. `choice_table` makes the choice. The planner (plan) uses the same formulas.
 May import: NumPy and the native engine. Never plan.
 
-Always: all ranks of a group hold the same immutable table; rank 0 makes it, its hash travels with every operation; a
-choice can be printed with its reason; a formula is written once.
+Always: all ranks of a group hold the same immutable table, which rank 0 makes; the table's hash travels with every
+operation; every choice has a printable reason; a formula is written once.
 
 Tests: `.venv/bin/pytest tests/tuning`
 """

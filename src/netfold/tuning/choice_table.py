@@ -1,4 +1,4 @@
-"""The choice table: immutable rows that every rank of a group reads alike."""
+"""The choice table: immutable rows, the same on every rank of a group."""
 
 from __future__ import annotations
 
@@ -39,29 +39,27 @@ OPERATIONS = (
     "scatter",
     "barrier",
 )
-# Ranks know different sizes of these (Call::choice_bytes): one row, for all sizes, by what one of this size costs.
+# The sizes of these differ between ranks (Call::choice_bytes). So they have one row for all sizes, chosen by the cost
+# at this size.
 UNSIZED = ("gather", "scatter", "barrier")
 _TYPICAL_BYTES = 64 << 10
 
 # Sizes at which the choice may change.
 _GRID = (0, *(1 << power for power in range(6, 34)))
-# Another algorithm must be this much better before it gets a row of its own: the model is no finer.
+# An algorithm gets a row only if its time is below this part of the current row's: the model is no more accurate.
 _WORTH_A_ROW = 0.98
 
 
 @dataclass(frozen=True)
 class Row:
-    """From `min_bytes` on, `operation` runs by `algorithm` in `wire`; `auto` is the tensor's own dtype.
-
-    between: of a hierarchical one, the algorithm between hosts; else `local`, for none.
-    """
+    """From `min_bytes` on, `operation` runs by `algorithm` with wire dtype `wire`."""
 
     operation: str
     min_bytes: int
     algorithm: str
-    wire: str
+    wire: str  # auto: the tensor's dtype
     reason: str
-    between: str = "local"
+    between: str = "local"  # of a hierarchical algorithm: the algorithm between hosts; else local
 
 
 @dataclass(frozen=True)
@@ -69,14 +67,14 @@ class ChoiceTable:
     rows: tuple[Row, ...]
 
     def choose(self, operation: str, size_bytes: int) -> Row:
-        """The row in force; KeyError for an operation that does not exist. Sizes as in `netfold.tuning.cost`."""
+        """The row for an operation of this size (as defined in `netfold.tuning.cost`); KeyError if unknown."""
         fitting = [row for row in self.rows if row.operation == operation and row.min_bytes <= size_bytes]
         if not fitting:
             raise KeyError(f"no operation {operation!r}; there are {', '.join(OPERATIONS)}")
         return max(fitting, key=lambda row: row.min_bytes)
 
     def workers(self, topology: Topology) -> tuple[int, ...]:
-        """The ranks that join the switch, in the order in which it adds: all, or one a host, or, without one, none."""
+        """The ranks that join the switch, in the switch's order of reduction: all, one a host, or none."""
         if any(row.algorithm in BY_SWITCH for row in self.rows):
             return tuple(range(topology.ranks))
         if any(row.between in BY_SWITCH for row in self.rows):
@@ -85,12 +83,12 @@ class ChoiceTable:
 
     @property
     def splits(self) -> bool:
-        """Whether any row goes by what each switch can take."""
+        """Whether any row depends on the measured capacity of switches."""
         return any("split" in (row.algorithm, row.between) for row in self.rows)
 
     @property
     def hash16(self) -> int:
-        """What travels with every packet and message. Reasons count: ranks that differ in them differ in something."""
+        """The hash in every packet and message. It covers the reasons: other reasons mean other inputs."""
         return int.from_bytes(hashlib.sha256(self.to_json().encode()).digest()[:2], "big")
 
     def to_json(self) -> str:
@@ -103,11 +101,11 @@ class ChoiceTable:
 
 @dataclass(frozen=True)
 class Candidate:
-    """An algorithm that could run an operation: predicted seconds, or why it cannot."""
+    """An algorithm with a formula for an operation."""
 
     algorithm: str
-    seconds: float | None
-    note: str
+    seconds: float | None  # predicted; None: it cannot run
+    note: str  # the formula's source, or why the algorithm cannot run
 
 
 def candidates(
@@ -119,8 +117,8 @@ def candidates(
     switch: str | None = None,
     wire: str = "auto",
 ) -> list[Candidate]:
-    """All algorithms with a formula for `operation`, those that can run first and by predicted time."""
-    found = []
+    """List all algorithms with a formula for `operation`, by predicted time; those that cannot run come last."""
+    result = []
     for algorithm in algorithms_of(operation):
         why_not = _why_not(operation, algorithm, topology, switch, wire)
         if why_not is None or (operation, algorithm) in BY_NAME_ONLY:
@@ -128,14 +126,14 @@ def candidates(
             note = why_not or FORMULAS[operation, algorithm].source
             if algorithm == "hierarchical":
                 note += f": {best_between(operation, case_of(size_bytes, topology, links, wire, _count(switch)))}"
-            found.append(Candidate(algorithm, seconds, note))
+            result.append(Candidate(algorithm, seconds, note))
         else:
-            found.append(Candidate(algorithm, None, why_not))
-    return sorted(found, key=lambda each: (each.seconds is None, each.seconds))
+            result.append(Candidate(algorithm, None, why_not))
+    return sorted(result, key=lambda each: (each.seconds is None, each.seconds))
 
 
 def _count(switch: str | None) -> int:
-    """How many switches NETFOLD_SWITCH names."""
+    """The number of switches in NETFOLD_SWITCH."""
     return 0 if switch is None else switch.count(",") + 1
 
 
@@ -150,11 +148,14 @@ def build_table(
     links: Links = DEFAULT_LINKS,
     measuring: bool = False,
 ) -> ChoiceTable:
-    """The table of a group of `ranks`, with `switch` its aggregator's address or None.
+    """Make the table of a group of `ranks`.
 
-    algorithm: what NETFOLD_ALGORITHM says. topology: every rank on a host of its own where None. measuring: for the
-    operations that measure what the switch takes: each all_reduce goes through it.
-    Raises ValueError, in a sentence, where what was asked for cannot be done: nothing else is done instead.
+    switch: NETFOLD_SWITCH; None without a switch.
+    algorithm: NETFOLD_ALGORITHM.
+    wire: NETFOLD_WIRE_DTYPE.
+    topology: None: every rank on its own host.
+    measuring: send each all_reduce through the switch, to measure the switch's capacity.
+    Raises ValueError if a requested algorithm or wire dtype is impossible. There is no fallback.
     """
     topology = topology or Topology.apart(ranks)
     overrides = parse_overrides(algorithm, SUPPORTS, OPERATIONS)
@@ -162,38 +163,37 @@ def build_table(
         raise ValueError(f"NETFOLD_WIRE_DTYPE={wire!r} is not one of {', '.join(WIRES)}")
     if wire == "i8" and ranks > kernels.max_byte_contributions:
         raise ValueError(
-            f"NETFOLD_WIRE_DTYPE=i8 adds for at most {kernels.max_byte_contributions} ranks, not {ranks}: a byte that "
-            f"must "
-            f"hold the sum of {ranks} has too few levels left for each; bf16 and i32 take any number"
+            f"NETFOLD_WIRE_DTYPE=i8 takes at most {kernels.max_byte_contributions} ranks, not {ranks}: a byte that "
+            f"holds the sum of {ranks} contributions leaves too few levels for each; bf16 and i32 take any number"
         )
     for operation in OPERATIONS:
-        asked = overrides.asked(operation)
-        if asked in BY_SWITCH and operation in SUPPORTS[asked]:
-            _refuse(operation, asked, overrides, topology, switch, _wired(operation, wire))
+        requested = overrides.algorithm(operation)
+        if requested in BY_SWITCH and operation in SUPPORTS[requested]:
+            _refuse(operation, requested, overrides, topology, switch, _wire_of(operation, wire))
     if ranks == 1:
         return ChoiceTable(tuple(Row(operation, 0, "local", "auto", "a group of one rank") for operation in OPERATIONS))
     rows = []
     for operation in OPERATIONS:
-        in_wire = _wired(operation, wire)
+        operation_wire = _wire_of(operation, wire)
         if measuring and operation == "all_reduce" and switch is not None:
-            rows.append(_through_switch(topology, switch, in_wire, "to measure what it takes"))
+            rows.append(_through_switch(topology, switch, operation_wire, "to measure its capacity"))
         else:
-            rows += _rows(operation, overrides, topology, links, switch, in_wire)
+            rows += _rows(operation, overrides, topology, links, switch, operation_wire)
     return ChoiceTable(tuple(rows))
 
 
 def table_without_switch(workers: int, *, wire: str, links: Links = DEFAULT_LINKS) -> ChoiceTable:
-    """What does a switch's work while it is gone, among the ranks that had joined it: by cost, over connections."""
+    """Make the table that replaces a lost switch among the ranks that had joined it."""
     return build_table(ranks=workers, switch=None, wire=wire, links=links)
 
 
-def _wired(operation: str, wire: str) -> str:
-    """A narrower wire loses bits in an all_reduce's sum, which was asked for; everything else travels as it is."""
+def _wire_of(operation: str, wire: str) -> str:
+    """The wire dtype of an operation: only all_reduce uses the requested one. Others would lose bits."""
     return wire if operation == "all_reduce" else "auto"
 
 
 def check_words(*, ranks: int, switch: str | None, algorithm: str, wire: str) -> None:
-    """ValueError, in a sentence, where no placement of the ranks on hosts could make what was asked for possible."""
+    """Raise ValueError if the request is impossible for every placement of the ranks on hosts."""
     first: ValueError | None = None
     for hosts in {ranks, min(ranks, 2), 1}:
         try:
@@ -210,55 +210,49 @@ def check_words(*, ranks: int, switch: str | None, algorithm: str, wire: str) ->
 def _rows(
     operation: str, overrides: Overrides, topology: Topology, links: Links, switch: str | None, wire: str
 ) -> list[Row]:
-    in_wire = "" if wire == "auto" else f"; f32 tensors travel as {wire} (NETFOLD_WIRE_DTYPE)"
-    # One rank of each host joins the switch, unless all were told to; then none goes through it for its host.
-    by_host = topology.has_levels and not any(map(overrides.asks, BY_SWITCH))
+    wire_note = "" if wire == "auto" else f"; f32 tensors travel as {wire} (NETFOLD_WIRE_DTYPE)"
+    # On several ranks a host, one rank of each host joins the switch. An override may have all ranks join instead;
+    # then no hierarchical operation uses the switch.
+    by_host = topology.has_levels and not any(map(overrides.names, BY_SWITCH))
     between_hosts = switch if by_host or not topology.has_levels else None
-    asked = overrides.asked(operation)
+    requested = overrides.algorithm(operation)
     suffix = ""
-    if asked is not None:
-        if operation in SUPPORTS[asked]:
-            _refuse(operation, asked, overrides, topology, switch, wire)
+    if requested is not None:
+        setting = overrides.setting(operation)
+        if operation in SUPPORTS[requested]:
+            _refuse(operation, requested, overrides, topology, switch, wire)
             between = overrides.between(operation)
             if between is not None and operation in SUPPORTS[between]:
-                return [_between(operation, between, overrides, topology, between_hosts, wire, in_wire)]
-            if asked == "hierarchical":
+                return [_between(operation, between, overrides, topology, between_hosts, wire, wire_note)]
+            if requested == "hierarchical":
+                starts = _starts(operation, ["hierarchical"], topology, links, between_hosts, wire)
                 return [
-                    Row(
-                        operation,
-                        size,
-                        name,
-                        wire,
-                        f"{overrides.named(operation)}: {between} between hosts{in_wire}",
-                        between,
-                    )
-                    for size, name, between in _starts(
-                        operation, ["hierarchical"], topology, links, between_hosts, wire
-                    )
+                    Row(operation, size, name, wire, f"{setting}: {between} between hosts{wire_note}", between)
+                    for size, name, between in starts
                 ]
-            return [Row(operation, 0, asked, wire, overrides.named(operation) + in_wire)]
-        suffix = f"; {overrides.named(operation)} does not do {operation}"
+            return [Row(operation, 0, requested, wire, setting + wire_note)]
+        suffix = f"; {setting} does not do {operation}"
     if operation == "all_reduce" and switch is not None and topology.node_count == 1:
-        reason = "the ranks share a host, where memory would be quicker: who names a switch there tries it"
-        return [_through_switch(topology, switch, wire, reason + in_wire)]
+        reason = "the ranks share a host, where shared memory would be faster, but NETFOLD_SWITCH names a switch"
+        return [_through_switch(topology, switch, wire, reason + wire_note)]
     if topology.node_count == 1 and _why_not(operation, "shared_memory", topology, switch, wire) is None:
         return [Row(operation, 0, "shared_memory", wire, "all ranks share memory" + suffix)]
-    # One of two hosts sends as much round a ring as through a switch: there is nothing to split.
-    out = BY_SWITCH if by_host else ("split",) if topology.node_count < 3 else ()
+    # With two hosts, each sends as many bytes in a ring as through a switch, so `split` gains nothing.
+    excluded = BY_SWITCH if by_host else ("split",) if topology.node_count < 3 else ()
     able = [
         name
         for name in algorithms_of(operation)
-        if _why_not(operation, name, topology, switch, wire) is None and name not in out
+        if _why_not(operation, name, topology, switch, wire) is None and name not in excluded
     ]
-    return _by_cost(operation, able, topology, links, between_hosts, wire, in_wire + suffix)
+    return _by_cost(operation, able, topology, links, between_hosts, wire, wire_note + suffix)
 
 
 def _between(
-    operation: str, between: str, overrides: Overrides, topology: Topology, switch: str | None, wire: str, in_wire: str
+    operation: str, between: str, overrides: Overrides, topology: Topology, switch: str | None, wire: str, note: str
 ) -> Row:
-    """A hierarchical operation with what was named between hosts."""
+    """The row of a hierarchical operation whose algorithm between hosts was requested."""
     _refuse(operation, between, overrides, Topology.apart(topology.node_count), switch, wire)
-    return Row(operation, 0, "hierarchical", wire, f"{overrides.named(operation)}{in_wire}", between)
+    return Row(operation, 0, "hierarchical", wire, f"{overrides.setting(operation)}{note}", between)
 
 
 def _through_switch(topology: Topology, switch: str, wire: str, why: str) -> Row:
@@ -269,7 +263,7 @@ def _through_switch(topology: Topology, switch: str, wire: str, why: str) -> Row
 
 
 def about_switch(ranks: int, links: Links, switch: str) -> str:
-    """What is known of the switch's part in a large all_reduce of `ranks`, in words."""
+    """Describe the rate of the switch, and the switch's part in a large all_reduce of `ranks`."""
     case = Case(0, Topology.apart(ranks), links, _count(switch))
     network = links.network.bytes_per_s
     known = "measured" if links.switches else "assumed, a link as a rank's for each"
@@ -284,13 +278,13 @@ def about_switch(ranks: int, links: Links, switch: str) -> str:
 def _by_cost(
     operation: str, able: list[str], topology: Topology, links: Links, switch: str | None, wire: str, suffix: str
 ) -> list[Row]:
-    """The cheapest at every size of the grid, neighbours merged."""
+    """Rows of the cheapest algorithm at every size of the grid. Adjacent sizes with one algorithm share a row."""
     if len(able) == 1:
-        return [Row(operation, 0, able[0], wire, "the one algorithm there is for it here" + suffix)]
+        return [Row(operation, 0, able[0], wire, "the only algorithm that can run it here" + suffix)]
     starts = _starts(operation, able, topology, links, switch, wire)
     rows = []
     for index, (size, name, between) in enumerate(starts):
-        # Times are of a size inside the row: of its start times four, where that is still inside.
+        # The reason shows the times at a size inside the row: four times its start, if that is inside.
         after = starts[index + 1][0] if index + 1 < len(starts) else 1 << 40
         shown = _TYPICAL_BYTES if operation in UNSIZED else min(max(4 * size, 1024), after - 1)
         sizes = f"{size} to {after - 1} bytes" if index + 1 < len(starts) else f"{size} bytes and more"
@@ -307,12 +301,12 @@ def _by_cost(
 def _starts(
     operation: str, able: list[str], topology: Topology, links: Links, switch: str | None, wire: str
 ) -> list[tuple[int, str, str]]:
-    """Sizes from which on another algorithm is the cheapest, or, of a hierarchical one, another between hosts."""
+    """List (size, algorithm, algorithm between hosts) for each size from which another choice is the cheapest."""
     starts: list[tuple[int, str, str]] = []
     for size in (0,) if operation in UNSIZED else _GRID:
-        judged = _TYPICAL_BYTES if operation in UNSIZED else size
-        case = case_of(judged, topology, links, wire, _count(switch))
-        times = {name: predict(operation, name, judged, topology, links, wire, switch=case.switch) for name in able}
+        predicted = _TYPICAL_BYTES if operation in UNSIZED else size
+        case = case_of(predicted, topology, links, wire, _count(switch))
+        times = {name: predict(operation, name, predicted, topology, links, wire, switch=case.switch) for name in able}
         best = min(times, key=lambda name: times[name])
         if starts and times[best] >= _WORTH_A_ROW * times[starts[-1][1]]:
             best = starts[-1][1]
@@ -328,12 +322,12 @@ def _times(
     times = sorted(
         (predict(operation, name, size, topology, links, wire, switch=_count(switch)), name) for name in able
     )
-    said = ", ".join(f"{name} {format_seconds(seconds)}" for seconds, name in times)
-    return f"{said} ({links.text()})"
+    text = ", ".join(f"{name} {format_seconds(seconds)}" for seconds, name in times)
+    return f"{text} ({links.text()})"
 
 
 def _why_not(operation: str, algorithm: str, topology: Topology, switch: str | None, wire: str) -> str | None:
-    """Why `auto` cannot take it; None where it can."""
+    """Why `auto` cannot choose `algorithm`; None if it can."""
     if operation not in SUPPORTS.get(algorithm, ()):
         return "not built in"
     if (operation, algorithm) in BY_NAME_ONLY:
@@ -345,26 +339,23 @@ def _why_not(operation: str, algorithm: str, topology: Topology, switch: str | N
     if algorithm == "hierarchical" and not topology.has_levels:
         return "needs several hosts and several ranks on one"
     if wire in HALVES and not FORMULAS[operation, algorithm].narrow:
-        return f"sends tensors as they are, not as {wire}"
+        return f"cannot convert tensors to {wire}"
     return None
 
 
 def _refuse(
-    operation: str, asked: str, overrides: Overrides, topology: Topology, switch: str | None, wire: str
+    operation: str, requested: str, overrides: Overrides, topology: Topology, switch: str | None, wire: str
 ) -> None:
-    if asked in BY_SWITCH and switch is None:
-        raise ValueError(
-            f"{overrides.named(operation)} needs an aggregator: start `netfold switch` and set NETFOLD_SWITCH=host:port"
-        )
-    if wire in HALVES and not FORMULAS[operation, asked].narrow:
+    """Raise ValueError if the requested algorithm cannot run the operation."""
+    setting = overrides.setting(operation)
+    if requested in BY_SWITCH and switch is None:
+        raise ValueError(f"{setting} needs an aggregator: start `netfold switch` and set NETFOLD_SWITCH=host:port")
+    if wire in HALVES and not FORMULAS[operation, requested].narrow:
         able = [name for name in algorithms_of(operation) if FORMULAS[operation, name].narrow]
-        raise ValueError(
-            f"{overrides.named(operation)} sends tensors as they are; NETFOLD_WIRE_DTYPE={wire} needs "
-            f"{' or '.join(able)}"
-        )
-    why_not = _why_not(operation, asked, topology, switch, wire)
-    if why_not is not None and (operation, asked) not in BY_NAME_ONLY:
-        raise ValueError(f"{overrides.named(operation)} cannot be: {why_not}")
+        raise ValueError(f"{setting} sends tensors as they are; NETFOLD_WIRE_DTYPE={wire} needs {' or '.join(able)}")
+    why_not = _why_not(operation, requested, topology, switch, wire)
+    if why_not is not None and (operation, requested) not in BY_NAME_ONLY:
+        raise ValueError(f"{setting} cannot be: {why_not}")
 
 
 def format_seconds(seconds: float) -> str:

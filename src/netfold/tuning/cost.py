@@ -1,8 +1,8 @@
-"""What a collective costs: one formula an operation and algorithm, written once; they also predict training.
+"""The cost of a collective: one formula for each operation and algorithm. The planner predicts training with them.
 
 The alpha-beta-gamma model (Hockney, 1994; Thakur, Rabenseifner & Gropp, 2005): a step costs a latency, a byte its time
-on the link, a contribution its time to be folded. n is the operation's whole tensor: what is reduced or broadcast, what
-all gather together, what a rank gives to reduce_scatter and all_to_all.
+on the link, a contribution the time to reduce it. n is the size of the whole tensor: the one that is reduced or
+broadcast, the result of a gather, a rank's input to reduce_scatter and all_to_all.
 """
 
 from __future__ import annotations
@@ -16,28 +16,24 @@ from netfold.tuning.topology import Links, Topology
 # As in native/collective (pipelined_plan.cpp, tree.hpp).
 _MIN_PIECE_BYTES, _MAX_PIECE_BYTES = 16 << 10, 256 << 10
 BINOMIAL_BYTES = 16 << 10
-# Of shared memory (native/transport/shm/shm_node.hpp): what one synchronisation hands on, at most.
+# Of shared memory (native/transport/shm/shm_node.hpp): the most bytes that one synchronisation passes.
 POST_BYTES, CHUNK_BYTES = 16 << 10, 256 << 10
-# Elements that share a scale in the formats of integers (native/kernels/block_quantise.hpp).
+# Elements that share a scale in the integer formats (native/kernels/block_quantise.hpp).
 BLOCK_ELEMENTS = 128
-# Wire formats of half the bytes of f32; and those of integers, with their part of its bytes.
+# Wire formats with half the bytes of f32; and integer formats, with their part of f32's bytes.
 HALVES = ("bf16", "f16")
 INTEGERS = {"i32": 1.0, "i8": 0.25}
 
 
 @dataclass(frozen=True)
 class Case:
-    """ranks (P) move `size` bytes (n).
+    """An operation on P ranks (`ranks`) and n bytes (`size`)."""
 
-    switch: how many switches, side by side, operations between hosts may go through. wire: what f32 tensors
-    travel as; `size` counts those bytes.
-    """
-
-    size: float
+    size: float  # bytes in the wire format
     topology: Topology
     links: Links
-    switch: int = 0
-    wire: str = "auto"
+    switch: int = 0  # switches that operations between hosts may use in parallel
+    wire: str = "auto"  # the wire format of f32 tensors
 
     @property
     def ranks(self) -> int:
@@ -49,14 +45,14 @@ class Case:
 
     @property
     def share(self) -> float:
-        """n(P-1)/P: what must leave a rank that keeps its own part."""
+        """n(P-1)/P: the bytes that a rank must send if it keeps its own part."""
         return self.size * (self.ranks - 1) / self.ranks
 
     @property
     def through_switch(self) -> float:
-        """Bytes a second, at most a link's: of all switches together, each with its own link for what P send.
+        """Bytes a second through all switches together, at most the rate of a rank's link.
 
-        Where nothing was measured each link is like a rank's.
+        Each switch's link carries the contributions of all P ranks. An unmeasured link counts as a rank's.
         """
         network = self.links.network.bytes_per_s
         each = network / self.ranks
@@ -69,32 +65,29 @@ class Case:
         return size / self.links.network.bytes_per_s
 
     def crowded(self, size: float) -> float:
-        """Sent to a port by all others at once."""
+        """Time to send `size` bytes to one port from all other ranks at once."""
         return self.sent(size) * (1 + self.links.crowding * (self.ranks - 2))
 
     def restarted(self, size: float) -> float:
-        """Sent to another partner in every step."""
+        """Time to send `size` bytes with another partner in every step."""
         return self.sent(size) * (1 + self.links.restarts)
 
-    def folded(self, size: float) -> float:
+    def reduced(self, size: float) -> float:
         return size / self.links.reduce_bytes_per_s
 
     def messages(self, count: float) -> float:
-        """Beside the first of a step, which its latency has in it."""
+        """Time of further messages in a step; the step's latency includes the first message."""
         return count * self.links.message_s
 
 
 @dataclass(frozen=True)
 class Formula:
-    """seconds: of a case. source: where it comes from, in a sentence.
-
-    narrow: f32 tensors may travel as bf16 or f16. neighbours: a rank talks to the one before and the one after it only.
-    """
+    """The cost of one operation by one algorithm."""
 
     seconds: Callable[[Case], float]
-    source: str
-    narrow: bool = False
-    neighbours: bool = False
+    source: str  # the origin of the formula, in a sentence
+    narrow: bool = False  # f32 tensors may travel as bf16 or f16
+    neighbours: bool = False  # a rank exchanges messages with the previous and the next rank only
 
 
 FORMULAS: dict[tuple[str, str], Formula] = {}
@@ -121,13 +114,13 @@ def _direct_reduction(case: Case) -> float:
         case.steps(1)
         + case.messages(2 * (others - 1))
         + case.crowded(others * case.size)
-        + case.folded(others * case.size)
+        + case.reduced(others * case.size)
     )
 
 
 @_formula("reduce_scatter", "direct", _ONE_STEP)
 def _direct_reduce_scatter(case: Case) -> float:
-    return _direct_exchange(case) + case.folded(case.share)
+    return _direct_exchange(case) + case.reduced(case.share)
 
 
 @_formula("all_gather", "direct", _ONE_STEP)
@@ -163,12 +156,12 @@ def _direct_barrier(case: Case) -> float:
 
 @_formula("all_reduce", "ring", "Patarasuk & Yuan, 2009: 2(P-1) steps, 2n(P-1)/P bytes", narrow=True, neighbours=True)
 def _ring_all_reduce(case: Case) -> float:
-    return case.steps(2 * (case.ranks - 1)) + case.sent(2 * case.share) + case.folded(case.share)
+    return case.steps(2 * (case.ranks - 1)) + case.sent(2 * case.share) + case.reduced(case.share)
 
 
 @_formula("reduce_scatter", "ring", "Thakur et al., 2005, section 4.3: P-1 steps, n(P-1)/P bytes", neighbours=True)
 def _ring_reduce_scatter(case: Case) -> float:
-    return case.steps(case.ranks - 1) + case.sent(case.share) + case.folded(case.share)
+    return case.steps(case.ranks - 1) + case.sent(case.share) + case.reduced(case.share)
 
 
 @_formula("all_gather", "ring", "Thakur et al., 2005, section 4.1: P-1 steps, n(P-1)/P bytes", neighbours=True)
@@ -180,44 +173,41 @@ def _ring_all_gather(case: Case) -> float:
 def _halving_doubling(case: Case) -> float:
     core = 2 ** int(math.log2(case.ranks))
     share = case.size * (core - 1) / core
-    seconds = case.steps(2 * math.log2(core)) + case.restarted(2 * share) + case.folded(share)
-    if core < case.ranks:  # ranks that are folded in: their n bytes before and after
-        seconds += case.steps(2) + case.sent(2 * case.size) + case.folded(case.size)
+    seconds = case.steps(2 * math.log2(core)) + case.restarted(2 * share) + case.reduced(share)
+    if core < case.ranks:  # the ranks beyond a power of two send n bytes before, and receive n bytes after
+        seconds += case.steps(2) + case.sent(2 * case.size) + case.reduced(case.size)
     return seconds
 
 
 @_formula("reduce_scatter", "halving_doubling", "Thakur et al., 2005, section 4.3: recursive halving, log2 Q steps")
 def _halving(case: Case) -> float:
-    return _half_of_it(case) + case.folded(case.share)
+    return _doubling(case) + case.reduced(case.share)
 
 
 @_formula("all_gather", "halving_doubling", "Thakur et al., 2005, section 4.1: recursive doubling, log2 Q steps")
 def _doubling(case: Case) -> float:
-    return _half_of_it(case)
-
-
-def _half_of_it(case: Case) -> float:
     core = 2 ** int(math.log2(case.ranks))
     steps = math.log2(core)
     seconds = case.steps(steps) + case.messages(case.ranks - 1 - steps) + case.restarted(case.size * (core - 1) / core)
-    if core < case.ranks:  # one way all of it, the other way a block
-        seconds += case.steps(2) + case.sent(case.size) + case.folded(case.size)
+    if core < case.ranks:  # n bytes in one direction, one block in the other
+        seconds += case.steps(2) + case.sent(case.size) + case.reduced(case.size)
     return seconds
 
 
-def _piece(block: float) -> float:
+def _segment_bytes(block: float) -> float:
     wanted = min(max(block / 64, _MIN_PIECE_BYTES), _MAX_PIECE_BYTES)
     return block / max(1, math.ceil(block / wanted))
 
 
-def _tree(case: Case, ways: int, folds: int) -> float:
+def _tree(case: Case, passes: int, reductions: int) -> float:
+    """passes: traversals of the tree (up, down or both). reductions: 1 if a pass reduces, else 0."""
     if case.size <= BINOMIAL_BYTES:
-        hops = ways * case.doublings
-        return case.steps(hops) + case.sent(hops * case.size) + case.folded(folds * case.doublings * case.size)
-    hops = ways * (int(math.log2(max(1, case.ranks - 1))) + 1)
-    piece = _piece(case.size / 2)
-    # A rank inside a tree feeds two children, and each of the trees has half of the tensor.
-    return case.steps(hops) + case.sent(ways * case.size + hops * 2 * piece) + case.folded(folds * case.size)
+        hops = passes * case.doublings
+        return case.steps(hops) + case.sent(hops * case.size) + case.reduced(reductions * case.doublings * case.size)
+    hops = passes * (int(math.log2(max(1, case.ranks - 1))) + 1)
+    segment = _segment_bytes(case.size / 2)
+    # An inner rank of a tree sends to two children, and each of the two trees has half of the tensor.
+    return case.steps(hops) + case.sent(passes * case.size + hops * 2 * segment) + case.reduced(reductions * case.size)
 
 
 _TREES = "Sanders, Speck & Traeff, 2009: two binary trees, pipelined; one binomial tree for small tensors"
@@ -225,23 +215,23 @@ _TREES = "Sanders, Speck & Traeff, 2009: two binary trees, pipelined; one binomi
 
 @_formula("all_reduce", "tree", _TREES, narrow=True)
 def _tree_all_reduce(case: Case) -> float:
-    return _tree(case, ways=2, folds=1)
+    return _tree(case, passes=2, reductions=1)
 
 
 @_formula("reduce", "tree", _TREES)
 def _tree_reduce(case: Case) -> float:
-    return _tree(case, ways=1, folds=1)
+    return _tree(case, passes=1, reductions=1)
 
 
 @_formula("broadcast", "tree", _TREES)
 def _tree_broadcast(case: Case) -> float:
-    return _tree(case, ways=1, folds=0)
+    return _tree(case, passes=1, reductions=0)
 
 
 @_formula("broadcast", "chain", "a pipeline of P-1 hops: (P-1) pieces fill it, then n bytes", neighbours=True)
 def _chain(case: Case) -> float:
-    piece = _piece(case.size)
-    return case.steps(case.ranks - 1) + case.sent((case.ranks - 2) * piece + case.size)
+    segment = _segment_bytes(case.size)
+    return case.steps(case.ranks - 1) + case.sent((case.ranks - 2) * segment + case.size)
 
 
 @_formula("all_gather", "bruck", "Bruck et al., 1997: ceil(log2 P) steps, n(P-1)/P bytes")
@@ -286,23 +276,24 @@ def _in_network(case: Case) -> float:
 @_formula(
     "all_reduce",
     "split",
-    "a part through the switch while the rest goes round a ring, so that both end at once: S + H (1 - S/b) bytes a "
-    "second, of a switch that gives S, a ring of H and a link of b",
+    "one part through the switch and the rest in a ring, so that both end at once: S + H (1 - S/b) bytes a second, "
+    "with S of the switch, H of the ring and b of the link",
     narrow=True,
 )
 def _split(case: Case) -> float:
     steps = case.steps(2 * (case.ranks - 1))
-    return steps + case.size / split_rate(case) + case.folded(case.share * (1 - switch_part(case)))
+    return steps + case.size / split_rate(case) + case.reduced(case.share * (1 - switch_part(case)))
 
 
 def ring_bytes_per_s(ranks: int, link_bytes_per_s: float) -> float:
-    """Bytes of tensor a second that a ring reduces, latencies apart."""
+    """Bytes of tensor a second that a ring reduces, without latencies."""
     return link_bytes_per_s * ranks / (2 * (ranks - 1))
 
 
 def given_back_bytes_per_s(workers: int, link_bytes_per_s: float, added_bytes_per_s: float) -> float:
-    """Bytes of tensor a second that a switch gives back: its link takes the contributions of all P workers, and its
-    cores add them. added_bytes_per_s: of contributions, by all of its cores.
+    """Bytes of tensor a second that a switch returns. Its link carries the contributions of all P workers.
+
+    added_bytes_per_s: contributions that all of its cores add.
     """
     return min(link_bytes_per_s, added_bytes_per_s) / workers
 
@@ -310,12 +301,13 @@ def given_back_bytes_per_s(workers: int, link_bytes_per_s: float, added_bytes_pe
 def beside_a_worker_bytes_per_s(
     workers: int, worker_bytes_per_s: float, link_bytes_per_s: float, added_bytes_per_s: float
 ) -> float:
-    """The same of a switch on a worker's own host, in a split; b: any other worker's link, c b: this host's.
+    """As `given_back_bytes_per_s`, for a switch on a worker's host, in a split.
 
-    For S bytes a second through it, any other worker's link carries S each way, and S' of the ring: S + S' = b. This
-    host's link carries (P-1) S, the contributions of all others, and the same S': (P-1) S + S' = c b. So S is
-    (c - 1) b / (P - 2): nothing unless this link is faster than the others'. Of two workers either sends as much round
-    a ring as through a switch.
+    b is the rate of any other worker's link, c b the rate of this host's link. With S bytes a second through the
+    switch, any other worker's link carries S each way, and S' of the ring: S + S' = b. This host's link carries
+    (P-1) S, the contributions of the other workers, and the same S': (P-1) S + S' = c b. So S = (c - 1) b / (P - 2),
+    which is 0 unless this link is faster than the others. With two workers, each sends as many bytes in a ring as
+    through a switch, so the result is 0.
     """
     if workers < 3:
         return 0.0
@@ -324,13 +316,13 @@ def beside_a_worker_bytes_per_s(
 
 
 def split_rate(case: Case) -> float:
-    """Bytes of tensor a second, with both ways busy."""
+    """Bytes of tensor a second, with the switch and the ring busy."""
     through, link = case.through_switch, case.links.network.bytes_per_s
     return through + ring_bytes_per_s(case.ranks, link) * (1 - through / link)
 
 
 def switch_part(case: Case) -> float:
-    """Of a split all_reduce, what goes through the switch."""
+    """The part of a split all_reduce that goes through the switch."""
     return case.through_switch / split_rate(case)
 
 
@@ -339,16 +331,14 @@ def _in_network_barrier(case: Case) -> float:
     return case.steps(2)
 
 
-def _through_memory(case: Case, copied: float, folded: float = 0) -> float:
-    """In a post, one synchronisation; else one a chunk. `copied`: what all ranks together read and write."""
+def _through_memory(case: Case, copied: float, reduced: float = 0) -> float:
+    """One synchronisation for a post, else one a chunk. copied: bytes that all ranks together read and write."""
     memory = case.links.memory
     chunks = 1 if case.size <= POST_BYTES else 2 + math.ceil(case.size / CHUNK_BYTES)
-    return chunks * memory.latency_s + copied / memory.bytes_per_s + case.folded(folded)
+    return chunks * memory.latency_s + copied / memory.bytes_per_s + case.reduced(reduced)
 
 
-_MEMORY = (
-    "through the memory that the ranks share, in chunks: a byte copied in once, and out once a reader, or straight"
-)
+_MEMORY = "through the memory that the ranks share, in chunks: one copy in and one out for each reader, or direct"
 
 
 @_formula("all_reduce", "shared_memory", "flat: all read all; else 2n a rank through the memory they share, in chunks")
@@ -385,11 +375,11 @@ def _shared_memory_barrier(case: Case) -> float:
     return case.links.memory.latency_s
 
 
-# What needs a switch.
+# Algorithms that need a switch.
 BY_SWITCH = ("in_network", "split")
-# Not between hosts, one rank of each: these are for ranks that share more.
+# Algorithms for ranks that share a host, which one rank of each host cannot use.
 _NOT_BETWEEN = ("shared_memory", "hierarchical")
-# Kept out of every choice, with the reason.
+# Never chosen by cost, with the reason.
 BY_NAME_ONLY = {
     ("all_to_all", "bruck"): "by name only: no rank can know that all blocks are equal",
     ("all_to_all", "hierarchical"): "by name only: ranks that give different sizes must all choose it",
@@ -397,16 +387,16 @@ BY_NAME_ONLY = {
 
 
 def best_between(operation: str, case: Case) -> str:
-    """The algorithm that a hierarchical `operation` takes between hosts: the cheapest."""
+    """The cheapest algorithm between hosts for a hierarchical `operation`."""
     hosts = case.topology.node_count
-    out = {*_NOT_BETWEEN, *(() if case.switch else BY_SWITCH), *(("split",) if hosts < 3 else ())}
-    able = [name for name in algorithms_of(operation) if name not in out and (operation, name) not in BY_NAME_ONLY]
+    excluded = {*_NOT_BETWEEN, *(() if case.switch else BY_SWITCH), *(("split",) if hosts < 3 else ())}
+    able = [name for name in algorithms_of(operation) if name not in excluded and (operation, name) not in BY_NAME_ONLY]
     narrow = [name for name in able if case.wire not in HALVES or FORMULAS[operation, name].narrow]
     return min(narrow, key=lambda name: FORMULAS[operation, name].seconds(_hosts(operation, case)))
 
 
 def _hosts(operation: str, case: Case) -> Case:
-    """What goes between hosts: among one rank of each; in all_to_all among all, over links that they share."""
+    """The step between hosts: among one rank of each host; for all_to_all among all ranks, over shared links."""
     if operation != "all_to_all":
         return replace(case, topology=Topology.apart(case.topology.node_count))
     most = case.topology.most_on_a_node
@@ -415,9 +405,9 @@ def _hosts(operation: str, case: Case) -> Case:
     return replace(case, size=size, topology=Topology.apart(case.ranks), links=replace(case.links, network=network))
 
 
-# What a hierarchical operation does inside a host, with which part of its bytes (of H hosts); and whether blocks are
-# sorted by hosts first or last, a copy more on every rank.
-_INSIDE: dict[str, tuple[tuple[tuple[str, Callable[[int], float]], ...], bool]] = {
+# The stages of a hierarchical operation inside a host: (operation, part of the bytes by number of hosts). The bool says
+# whether every rank also sorts blocks by host, which is one more copy.
+_INTRA_HOST: dict[str, tuple[tuple[tuple[str, Callable[[int], float]], ...], bool]] = {
     "all_reduce": ((("all_reduce", lambda hosts: 1),), False),
     "reduce": ((("reduce", lambda hosts: 1),), False),
     "broadcast": ((("broadcast", lambda hosts: 1),), False),
@@ -431,7 +421,7 @@ _INSIDE: dict[str, tuple[tuple[tuple[str, Callable[[int], float]], ...], bool]] 
 
 
 def _hierarchical(operation: str) -> Callable[[Case], float]:
-    stages, sorts = _INSIDE[operation]
+    stages, sorts = _INTRA_HOST[operation]
 
     def seconds(case: Case) -> float:
         on_host = Topology((0,) * case.topology.most_on_a_node)
@@ -449,7 +439,7 @@ def _hierarchical(operation: str) -> Callable[[Case], float]:
     return seconds
 
 
-for _operation in _INSIDE:
+for _operation in _INTRA_HOST:
     _formula(
         _operation,
         "hierarchical",
@@ -463,7 +453,7 @@ def algorithms_of(operation: str) -> list[str]:
 
 
 def case_of(size: float, topology: Topology, links: Links, wire: str = "auto", switch: int = 0) -> Case:
-    """A 16-bit wire sends half the bytes of f32 tensors."""
+    """Make a case; a 16-bit wire sends half the bytes of f32 tensors."""
     return Case(size / 2 if wire in HALVES else size, topology, links, switch, wire)
 
 
@@ -477,10 +467,10 @@ def predict(
     *,
     switch: int = 0,
 ) -> float:
-    """Seconds; KeyError where there is no formula. `switch`: how many one rank of each host can use.
+    """Predict the seconds of an operation by an algorithm; KeyError without a formula.
 
-    Ranks of one host share its link to the others: one at a time uses it where only neighbours talk, all of them, at
-    worst, in other algorithms.
+    switch: the number of switches that one rank of each host can use.
+    The ranks of one host share its link: one at a time if only neighbours communicate, else, at worst, all at once.
     """
     formula = FORMULAS[operation, algorithm]
     sharing = 1 if formula.neighbours or topology.node_count == 1 else topology.most_on_a_node
@@ -490,7 +480,7 @@ def predict(
     case = case_of(size, topology, links, wire, switch)
     if wire not in INTEGERS or operation != "all_reduce":
         return formula.seconds(case)
-    # The scales of its blocks first; and four passes over the tensor.
+    # First an all_reduce of the blocks' scales; and four passes over the tensor.
     scales = replace(case, size=max(4.0, size / BLOCK_ELEMENTS))
     values = replace(case, size=size * INTEGERS[wire])
     return formula.seconds(scales) + formula.seconds(values) + 4 * size / links.memory.bytes_per_s

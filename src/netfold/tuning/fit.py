@@ -1,4 +1,4 @@
-"""From a few measured messages to a link."""
+"""Fit a link's latency and rate to a few measured messages."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ import numpy as np
 
 from netfold.tuning.topology import Link
 
-# Messages from here on tell the rate: many links let a hundred kilobytes or so through at once after a pause.
+# Only messages of at least this size measure the rate: after a pause, many links pass about 100 kB at once.
 _LARGE_BYTES = 256 << 10
 _LEAST_LATENCY_S = 1e-7
 
 
 def fit_link(samples: Sequence[tuple[int, float]]) -> Link:
-    """The latency and rate that explain (bytes, seconds one way) best, by least squares of the relative error.
+    """Fit latency and rate to (bytes, seconds one way), by least squares of the relative error.
 
-    Of repeated sizes the quickest counts: what made others slower was not the link. The rate comes from large messages
-    where there are two sizes of them, else from the two largest there are, the latency from the smallest. Needs two
-    sizes or more.
+    Of repeated sizes only the fastest sample counts: the link did not delay it. The rate comes from the large messages,
+    or from the two largest sizes if there are fewer than two large ones. The latency comes from the smallest size.
+    Raises ValueError for fewer than two sizes.
     """
     quickest: dict[int, float] = {}
     for size, seconds in samples:

@@ -1,51 +1,49 @@
-"""What NETFOLD_ALGORITHM asks for."""
+"""Parse NETFOLD_ALGORITHM."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-# What a hierarchical operation does not take between hosts.
-_WITHIN = ("auto", "hierarchical", "shared_memory")
+# Algorithms that a hierarchical operation cannot use between hosts.
+_NOT_BETWEEN = ("auto", "hierarchical", "shared_memory")
 
 
 @dataclass(frozen=True)
 class Overrides:
-    """everywhere: for every operation it can do, or None; of: for one operation each.
+    """Requested algorithms. `hierarchical:NAME` also requests the algorithm between hosts."""
 
-    Of a hierarchical one the algorithm between hosts may be named behind a colon.
-    """
+    everywhere: str | None  # for every operation that it supports
+    of: Mapping[str, str]  # by operation
+    text: str  # as the user wrote it
 
-    everywhere: str | None
-    of: Mapping[str, str]
-    text: str
-
-    def asked(self, operation: str) -> str | None:
-        word = self._word(operation)
-        return None if word is None else word.partition(":")[0]
+    def algorithm(self, operation: str) -> str | None:
+        value = self._value(operation)
+        return None if value is None else value.partition(":")[0]
 
     def between(self, operation: str) -> str | None:
-        """What a hierarchical `operation` is to take between hosts; None: the cheapest."""
-        return (self._word(operation) or "").partition(":")[2] or None
+        """The requested algorithm of a hierarchical `operation` between hosts; None: the cheapest."""
+        return (self._value(operation) or "").partition(":")[2] or None
 
-    def asks(self, algorithm: str) -> bool:
-        """Whether any operation is to run by `algorithm`, all of it."""
+    def names(self, algorithm: str) -> bool:
+        """Whether `algorithm` is requested for any operation, between all of its ranks."""
         return algorithm == self.everywhere or algorithm in self.of.values()
 
-    def named(self, operation: str) -> str:
-        """As the user wrote it, for reasons."""
+    def setting(self, operation: str) -> str:
+        """The setting as the user wrote it, for reasons and errors."""
         if operation in self.of:
             return f"NETFOLD_ALGORITHM={operation}={self.of[operation]}"
         return f"NETFOLD_ALGORITHM={self.everywhere}"
 
-    def _word(self, operation: str) -> str | None:
+    def _value(self, operation: str) -> str | None:
         return self.of.get(operation, self.everywhere)
 
 
 def parse_overrides(text: str, supports: Mapping[str, Sequence[str]], operations: Sequence[str]) -> Overrides:
-    """`auto`, an algorithm, or operation=algorithm pairs by commas. `supports`: the operations of each algorithm.
+    """Parse `auto`, an algorithm, or comma-separated operation=algorithm pairs.
 
-    Raises ValueError, in a sentence, for words that do not exist and pairs that cannot be.
+    supports: the operations of each algorithm.
+    Raises ValueError for unknown names and unsupported pairs.
     """
     known = ["auto", *(name for name in supports if name != "local" and any(o in operations for o in supports[name]))]
     if "=" not in text:
@@ -54,12 +52,12 @@ def parse_overrides(text: str, supports: Mapping[str, Sequence[str]], operations
             raise ValueError(
                 f"NETFOLD_ALGORITHM={text!r} is not one of {', '.join(known)}, nor operation=algorithm,..."
             )
-        _check_between(text, algorithm, between, [name for name in known if name not in _WITHIN])
+        _check_between(text, algorithm, between, [name for name in known if name not in _NOT_BETWEEN])
         return Overrides(None if text == "auto" else text, {}, text)
     of: dict[str, str] = {}
     for pair in text.split(","):
-        operation, _, word = (part.strip() for part in pair.partition("="))
-        algorithm, _, between = word.partition(":")
+        operation, _, value = (part.strip() for part in pair.partition("="))
+        algorithm, _, between = value.partition(":")
         if operation not in operations:
             raise ValueError(
                 f"NETFOLD_ALGORITHM={text!r}: {operation!r} is not an operation; there are {', '.join(operations)}"
@@ -73,8 +71,8 @@ def parse_overrides(text: str, supports: Mapping[str, Sequence[str]], operations
             raise ValueError(
                 f"NETFOLD_ALGORITHM={text!r}: there is no {operation} by {algorithm}; there are {', '.join(able)}"
             )
-        _check_between(text, algorithm, between, [name for name in able if name not in _WITHIN])
-        of[operation] = word
+        _check_between(text, algorithm, between, [name for name in able if name not in _NOT_BETWEEN])
+        of[operation] = value
     return Overrides(None, of, text)
 
 
@@ -83,9 +81,9 @@ def _check_between(text: str, algorithm: str, between: str, able: list[str]) -> 
         return
     if algorithm != "hierarchical":
         raise ValueError(
-            f"NETFOLD_ALGORITHM={text!r}: {algorithm} has no other algorithm between hosts; hierarchical:{between} has"
+            f"NETFOLD_ALGORITHM={text!r}: only hierarchical takes an algorithm between hosts: hierarchical:{between}"
         )
     if between not in able:
         raise ValueError(
-            f"NETFOLD_ALGORITHM={text!r}: {between!r} is nothing between hosts; there are {', '.join(able)}"
+            f"NETFOLD_ALGORITHM={text!r}: {between!r} cannot run between hosts; there are {', '.join(able)}"
         )

@@ -1,4 +1,4 @@
-"""Which ranks share a host's memory, and what joins those that do not."""
+"""Which ranks share a host's memory, and the links between hosts."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Link:
-    """latency_s: of one small message, from one rank's call to the other's; bytes_per_s: of tensors, one way."""
+    """The latency and rate between two ranks."""
 
-    latency_s: float
-    bytes_per_s: float
+    latency_s: float  # of one small message, from one rank's call to the other's
+    bytes_per_s: float  # of tensors, one way
 
     def text(self) -> str:
         return f"{self.latency_s * 1e6:.3g} us, {self.bytes_per_s / 1e6:.3g} MB/s"
@@ -21,25 +21,27 @@ class Link:
 
 @dataclass(frozen=True)
 class Links:
-    """What the cost model knows of a group's world.
-
-    network: TCP between two ranks. memory: a host's shared memory, latency_s of one synchronisation of the ranks there,
-    bytes_per_s of all of them together. reduce_bytes_per_s: contributions folded by one rank. message_s: what one more
-    message in the same step costs its host. crowding: the part of a port's rate that every further rank costs which
-    sends to it at the same time. restarts: the part that is lost where every step has another partner, so that
-    connections start and stop. measured: latency and rates by a probe; else all of it is built in. switches: of each,
-    bytes of tensor a second that it gives back while all workers send at once, as measured; empty where that is not
-    known, and each is taken for a host with a link like everybody's.
-    """
+    """The cost model's parameters of a group."""
 
     network: Link
+    """TCP between two ranks."""
     memory: Link
+    """A host's shared memory: latency_s of one synchronisation of its ranks, bytes_per_s of all its ranks together."""
     reduce_bytes_per_s: float
+    """Contributions that one rank reduces."""
     message_s: float
+    """Host time of one more message in the same step."""
     crowding: float
+    """Part of a port's rate lost for every further rank that sends to the port at the same time."""
     restarts: float
+    """Part of the rate lost if every step has another partner, so that connections start and stop."""
     measured: bool
+    """A probe measured latency and rates; else all values are built in."""
     switches: tuple[float, ...] = ()
+    """Of each switch: measured bytes of tensor a second that it returns while all workers send at once.
+
+    Empty if not measured: then each switch counts as a host with a link like a rank's.
+    """
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -53,8 +55,8 @@ class Links:
         return f"{'measured' if self.measured else 'assumed'}: {self.network.text()}"
 
 
-# Gigabit Ethernet through a switch: 1448 bytes of 1538 on the wire are the tensor's. The memory of a small server.
-# crowding, restarts: four hosts in the rack at 1 Gbit/s, 16 MB, against rings (docs/algorithms.md).
+# Gigabit Ethernet through a switch: 1448 of 1538 bytes on the wire are payload. The memory of a small server.
+# crowding, restarts: measured with four hosts in the rack at 1 Gbit/s, 16 MB, against rings (docs/algorithms.md).
 DEFAULT_LINKS = Links(
     network=Link(latency_s=60e-6, bytes_per_s=1448 / 1538 * 125e6),
     memory=Link(latency_s=3e-6, bytes_per_s=12e9),
@@ -68,20 +70,20 @@ DEFAULT_LINKS = Links(
 
 @dataclass(frozen=True)
 class Topology:
-    """nodes: a number for each rank; ranks of one number share memory."""
+    """The placement of a group's ranks on hosts."""
 
-    nodes: tuple[int, ...]
+    nodes: tuple[int, ...]  # a number for each rank; ranks with one number share memory
 
     @classmethod
     def apart(cls, ranks: int) -> Topology:
-        """Every rank on a host of its own."""
+        """Place every rank on its own host."""
         return cls(tuple(range(ranks)))
 
     @classmethod
     def even(cls, ranks: int, hosts: int) -> Topology:
-        """Ranks spread over hosts as launchers do: the first hosts full, one after the other."""
+        """Place ranks on hosts as launchers do: fill one host after the other."""
         if not 1 <= hosts <= ranks:
-            raise ValueError(f"{ranks} ranks cannot be on {hosts} hosts; one host a rank at most, one at least")
+            raise ValueError(f"{ranks} ranks cannot be on {hosts} hosts; 1 to {ranks} hosts are possible")
         return cls(tuple(rank * hosts // ranks for rank in range(ranks)))
 
     @property
@@ -99,7 +101,7 @@ class Topology:
 
     @property
     def has_levels(self) -> bool:
-        """Several hosts, and several ranks on one of them."""
+        """Whether there are several hosts, and several ranks on one of them."""
         return 1 < self.node_count < self.ranks
 
     @cached_property

@@ -32,8 +32,8 @@ def test_explain_says_it_where_it_is_asked() -> None:
 
 
 def test_two_gpus_are_tried_with_and_without_the_other_in_sight() -> None:
-    assert selftest._ways(["GPU-a"]) == [("on one GPU", ["", ""])]
-    both, own = selftest._ways(["GPU-a", "GPU-b"])
+    assert selftest._cases(["GPU-a"]) == [("on one GPU", ["", ""])]
+    both, own = selftest._cases(["GPU-a", "GPU-b"])
     assert both[1] == ["GPU-b,GPU-a", "GPU-a,GPU-b"] and own[1] == ["GPU-a", "GPU-b"]
 
 
@@ -45,4 +45,4 @@ def test_a_part_of_a_gpu_is_seen_by_both_ranks_as_this_process_sees_it(monkeypat
 
 def test_a_rank_that_dies_is_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(selftest.sys, "executable", "/bin/false")
-    assert selftest._try(["", ""]) == ("a rank died without a word", False)
+    assert selftest._try(["", ""]) == ("a rank died without an error message", False)

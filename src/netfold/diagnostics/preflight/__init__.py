@@ -1,11 +1,11 @@
-"""Before a job: what is wrong with its hosts, its links and its switch, and what to do about it.
+"""Check a job's hosts, links and switches before the job runs, and name a remedy for each problem.
 
-`facts` is what one rank knows of its own host; `links` is what pairs of ranks measure, `capacity` what all measure of a
-switch; `gather` brings these together over a Communicator, or for this host alone; `rules` makes findings of them, and
-`advice` says what switches are worth, pure functions; `render` prints them.
-May import: communicator, bootstrap, tuning, switch_protocol. Nothing imports it but train and cli.
-Always: it changes nothing, holds nothing on a switch once it has ended, and ends in bounded time; a secret's value is
-never a fact.
+`facts` collects one rank's facts about its host. In `links` pairs of ranks measure their link, in `capacity` all ranks
+measure a switch. `gather` gathers the results over a Communicator, or for this host alone. `rules` turns them into
+findings, and `advice` estimates the gain of switches; both are pure functions. `render` prints the report.
+May import: communicator, bootstrap, tuning, switch_protocol. Only train and cli import this package.
+Always: it changes nothing, leaves nothing allocated on a switch, and ends in bounded time; the facts hold no secret's
+value.
 Tested by `pytest tests/diagnostics`.
 """
 

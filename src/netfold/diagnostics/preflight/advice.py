@@ -1,4 +1,4 @@
-"""What a job's switches are worth to it, and what one more would buy: a pure function, by the cost model's formulas."""
+"""Estimate the gain of a job's switches, and of one more: a pure function, by the cost model's formulas."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from netfold.diagnostics.preflight.wording import rate_of
 from netfold.tuning import DEFAULT_LINKS, Topology, ring_bytes_per_s
 from netfold.tuning.cost import Case, split_rate, switch_part
 
-# Of the time now: one that gains less buys nothing that anybody would see.
+# One more switch is advised only if the predicted time is below this part of the current time.
 _WORTH = 0.97
 
 
 def advise(gathered: PreflightFacts) -> Iterator[Finding]:
-    """What the switches are worth to a large all_reduce, and what one more would be, by the cost model's formulas.
+    """Estimate the gain for a large all_reduce.
 
-    Nothing where the link was not measured, or with fewer than three hosts: each of two sends as much round a ring as
-    through a switch.
+    Yields nothing if the link was not measured, or for fewer than three hosts: each of two hosts sends as many bytes in
+    a ring as through a switch.
     """
     hosts = len(set(gathered.nodes))
     link = gathered.link_bytes_per_s

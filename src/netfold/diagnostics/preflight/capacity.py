@@ -1,4 +1,4 @@
-"""What each switch takes while all hosts send to it, measured by a group that ends at once."""
+"""Measure each switch's capacity while all hosts send, in a group that is closed afterwards."""
 
 from __future__ import annotations
 
@@ -14,36 +14,38 @@ from netfold.diagnostics.preflight.facts import Facts
 from netfold.errors import NetfoldError
 from netfold.switch_protocol.control_messages import switches_of
 
-# Ten times what a job takes for it: the figure is read by people, who wait.
+# Ten times a job's own budget: here a user waits for an accurate figure.
 BUDGET_S = 0.5
 
 
 @dataclass(frozen=True)
 class Capacity:
-    """Of one switch, as all ranks measured it."""
+    """The capacity of one switch, measured by all ranks."""
 
     endpoint: str
-    """As rank 0 names it; another rank may have another switch of the same tree."""
+    """As on rank 0; another rank may name another switch of the same tree."""
     bytes_per_s: float = 0.0
-    """Of tensor, that it gives back while one rank of each host sends; 0 where `error` says why not."""
+    """Bytes of tensor that the switch returns while one rank of each host sends; 0 if not measured."""
     error: str = ""
+    """Why it was not measured."""
 
 
 def measure_switches(communicator: Communicator, facts: Sequence[Facts]) -> list[Capacity]:
-    """Each switch of NETFOLD_SWITCH by itself; empty where one of them cannot be joined, or all ranks share memory.
+    """Measure each switch of NETFOLD_SWITCH alone. Collective; the result is the same on all ranks.
 
-    Collective, and the same on all ranks. facts: of all ranks. Each switch is joined by a group that ends at once:
-    nothing is held afterwards. Cost: a group's making and BUDGET_S for each switch.
+    facts: of all ranks, by rank.
+    Empty if any rank cannot join a switch, or if all ranks share memory. Each measurement makes a group and closes it:
+    nothing stays allocated. Cost: for each switch, making a group and BUDGET_S.
     """
-    rooms = [each.switches for each in facts]
-    can_be_joined = not any(room.error or room.udp_error for each in rooms for room in each)
-    if not can_be_joined or len({len(each) for each in rooms}) > 1 or len(set(communicator.group.nodes)) < 2:
+    quotas = [each.switches for each in facts]
+    can_join = not any(quota.error or quota.udp_error for each in quotas for quota in each)
+    if not can_join or len({len(each) for each in quotas}) > 1 or len(set(communicator.group.nodes)) < 2:
         return []
     own = switches_of(Options().resolved().switch)
-    endpoints = [room.endpoint for room in rooms[0]]
-    # One that is named twice, for two of its threads, has one link all the same.
+    endpoints = [quota.endpoint for quota in quotas[0]]
+    # A switch may be named twice, for two of its threads, but has one link.
     return [
-        _measure(communicator, [own[place] for place, each in enumerate(endpoints) if each == endpoint], endpoint)
+        _measure(communicator, [own[index] for index, each in enumerate(endpoints) if each == endpoint], endpoint)
         for endpoint in dict.fromkeys(endpoints)
     ]
 
@@ -63,16 +65,16 @@ def _measure(communicator: Communicator, own: Sequence[str], endpoint: str) -> C
             joined.all_reduce(values, op=reduce)
 
         measured = measure(run, len(own), budget_s=BUDGET_S, lost=group.group.lost_switches)
-        found = Capacity(endpoint, sum(measured.rates), measured.why_not)
+        capacity = Capacity(endpoint, sum(measured.rates), measured.why_not)
     except NetfoldError as error:
-        found = Capacity(endpoint, error=str(error))
-    # Also where this rank failed: another one may not have. Who has left cannot help another to its last result.
+        capacity = Capacity(endpoint, error=str(error))
+    # Wait for all ranks, even after an error here: another rank may still need this rank's packets to finish.
     communicator.barrier()
     if group is not None:
         group.close()
-    return found
+    return capacity
 
 
-def agreed(said: Sequence[Sequence[Capacity]]) -> list[Capacity]:
-    """Of all ranks, by rank, one for each switch: the first error, or what rank 0 has."""
-    return [next((each for each in of_switch if each.error), of_switch[0]) for of_switch in zip(*said, strict=True)]
+def agreed(by_rank: Sequence[Sequence[Capacity]]) -> list[Capacity]:
+    """Merge all ranks' results into one for each switch: the first error, else rank 0's result."""
+    return [next((each for each in of_switch if each.error), of_switch[0]) for of_switch in zip(*by_rank, strict=True)]

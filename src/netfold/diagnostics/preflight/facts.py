@@ -1,4 +1,4 @@
-"""What a rank knows of its own host, as plain values that travel as JSON."""
+"""One rank's facts about its host: plain values that travel as JSON."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from netfold.communicator.membership import query_quota
 from netfold.errors import NetfoldError
 from netfold.switch_protocol.control_messages import switches_of
 
-# Whose values are nobody's business; that they are set is.
+# Of variables with these in their names, the facts hold only that they are set.
 _SECRET = ("TOKEN", "SECRET", "KEY", "PASSWORD")
 _PACKAGES = ("netfold", "torch", "numpy")
 _SHM = Path("/dev/shm")
-# How long a switch may take to say what it has left.
+# The timeout of a query to a switch.
 SWITCH_S = 3.0
 
 
 @dataclass(frozen=True)
 class SwitchQuota:
-    """What a switch could grant, or why it could not be asked."""
+    """A switch's free quota, or the error of the query."""
 
     endpoint: str
     error: str = ""
@@ -41,29 +41,29 @@ class SwitchQuota:
     memory_bytes: int = 0
     slots: int = -1
     udp_error: str = ""
-    """Why packets would not reach it, though it answers over TCP; not tried where they would go over a fabric."""
+    """Why UDP packets do not reach a switch that responds over TCP; empty if they would go over a fabric."""
     buffer_bytes: int = 0
-    """What its kernel grants a job's packets; 0 where it does not say, or where packets go over a fabric."""
+    """The kernel's receive buffer for a job's packets; 0 if unknown, or if packets go over a fabric."""
     window_bytes: int = 0
     threads: int = 1
-    """That handle packets; a group has one for each time that it names the switch."""
+    """Threads that handle packets. A group uses as many of them as the times it names the switch."""
 
 
 @dataclass(frozen=True)
 class Facts:
-    """Of one rank and the host it runs on."""
+    """The facts of one rank and its host."""
 
     rank: int
     host: str
     boot: str
-    """Of this host, different for each: the kernel's boot id."""
+    """Unique for each host: the kernel's boot id, and the network namespace."""
     cores: int
-    """That this process may use."""
+    """Cores that this process may use."""
     memory_free_bytes: int
     shm_free_bytes: int
-    """-1 where there is no /dev/shm."""
+    """-1 without /dev/shm."""
     open_files_limit: int
-    """-1 for none."""
+    """-1: unlimited."""
     disk: str
     disk_free_bytes: int
     versions: Mapping[str, str]
@@ -72,17 +72,17 @@ class Facts:
     """NETFOLD_*; a secret's value is "set"."""
     congestion: str
     interfaces: Sequence[str]
-    """"eth0 (10.0.0.3), MTU 1500, 10000 Mbit/s": those offered to other ranks, the first first."""
+    """Interfaces offered to other ranks, in order of preference: "eth0 (10.0.0.3), MTU 1500, 10000 Mbit/s"."""
     interface_error: str
     mtu: int
-    """Of the first."""
+    """Of the first interface."""
     switches: Sequence[SwitchQuota]
     fabric: str = ""
-    """What NETFOLD_TRANSPORT names in the place of TCP, in words; empty where it names nothing."""
+    """Description of the fabric that NETFOLD_TRANSPORT names in place of TCP; empty if it names none."""
     fabric_error: str = ""
-    """Why this host cannot go over it."""
+    """Why this host cannot use that fabric."""
     speed_mbit: int = 0
-    """Of the first interface, as its driver says; 0 where it does not, or where no hardware is behind it."""
+    """Of the first interface, as reported by its driver; 0 if unknown, or for a virtual interface."""
 
     def to_json(self) -> bytes:
         return json.dumps(asdict(self)).encode()
@@ -90,13 +90,16 @@ class Facts:
     @classmethod
     def from_json(cls, text: bytes) -> Facts:
         values = json.loads(text)
-        values["switches"] = [SwitchQuota(**room) for room in values["switches"]]
+        values["switches"] = [SwitchQuota(**quota) for quota in values["switches"]]
         return cls(**values)
 
 
 def facts_here(rank: int = 0, *, folder: Path | None = None, store_host: str | None = None) -> Facts:
-    """Of this process. folder: where the job will write. Asks each switch of NETFOLD_SWITCH, over
-    TCP and UDP: SWITCH_S and a second each at most."""
+    """Collect the facts of this process.
+
+    folder: where the job will write.
+    Queries each switch of NETFOLD_SWITCH over TCP and UDP, for at most SWITCH_S and 1 s each.
+    """
     options = Options().resolved()
     names, error, mtu, speed_mbit = _interfaces(options, store_host)
     fabric, fabric_error = preview_transport(options, store_host) if not error else ("", "")
@@ -119,20 +122,20 @@ def facts_here(rank: int = 0, *, folder: Path | None = None, store_host: str | N
         interface_error=error,
         mtu=mtu,
         speed_mbit=speed_mbit,
-        switches=[_room(endpoint, options, rank) for endpoint in switches_of(options.switch)],
+        switches=[_quota(endpoint, options, rank) for endpoint in switches_of(options.switch)],
         fabric=fabric,
         fabric_error=fabric_error,
     )
 
 
-def _room(endpoint: str, options: Options, rank: int) -> SwitchQuota:
+def _quota(endpoint: str, options: Options, rank: int) -> SwitchQuota:
     bare = endpoint.partition("#")[0]
     by_udp = options.switch_fabric is None
     try:
-        room = query_quota(endpoint, token_file=options.token_file, rank=rank, timeout_s=SWITCH_S, udp=by_udp)
+        quota = query_quota(endpoint, token_file=options.token_file, rank=rank, timeout_s=SWITCH_S, udp=by_udp)
     except (NetfoldError, ValueError) as error:
         return SwitchQuota(bare, error=str(error))
-    return SwitchQuota(bare, "", *(room if by_udp else room._replace(buffer_bytes=0, window_bytes=0)))
+    return SwitchQuota(bare, "", *(quota if by_udp else quota._replace(buffer_bytes=0, window_bytes=0)))
 
 
 def _interfaces(options: Options, store_host: str | None) -> tuple[list[str], str, int, int]:
@@ -153,18 +156,18 @@ def _interfaces(options: Options, store_host: str | None) -> tuple[list[str], st
 
 
 def _has_hardware(interface: str) -> bool:
-    """A pair of virtual interfaces calls itself 10 Gbit/s, whatever carries it. A bond has the speed of its parts."""
-    place = Path("/sys/class/net", interface)
-    return (place / "device").exists() or (place / "bonding").exists()
+    """Whether the interface's speed is real: a veth pair always reports 10 Gbit/s, a bond its members'."""
+    folder = Path("/sys/class/net", interface)
+    return (folder / "device").exists() or (folder / "bonding").exists()
 
 
 def _environment(environment: Mapping[str, str]) -> dict[str, str]:
-    found = {name: value for name, value in environment.items() if name.startswith("NETFOLD_")}
-    return {name: "set" if any(word in name for word in _SECRET) else value for name, value in found.items()}
+    own = {name: value for name, value in environment.items() if name.startswith("NETFOLD_")}
+    return {name: "set" if any(part in name for part in _SECRET) else value for name, value in own.items()}
 
 
 def _version(package: str) -> str:
-    """Without importing it."""
+    """The installed version, read without importing the package."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

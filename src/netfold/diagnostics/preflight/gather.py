@@ -1,4 +1,4 @@
-"""Every rank's facts and links, on every rank."""
+"""Gather all ranks' facts and measurements on every rank."""
 
 from __future__ import annotations
 
@@ -17,52 +17,56 @@ from netfold.diagnostics.preflight.links import PairLink, measure_links
 
 @dataclass(frozen=True)
 class PreflightFacts:
-    """What is judged."""
+    """The input of the rules."""
 
     facts: Sequence[Facts]
     """By rank."""
     links: Sequence[PairLink]
-    """One a pair of hosts, by its ranks."""
+    """One for each pair of hosts, sorted by ranks."""
     nodes: Sequence[int]
-    """By rank, which ranks share memory: the same number."""
+    """By rank; ranks with the same number share memory."""
     reached: Sequence[str]
-    """By rank, over which interface it reaches which others."""
+    """By rank: the interfaces over which it reaches other ranks."""
     capacities: Sequence[Capacity] = ()
-    """Of each switch, where that was measured."""
+    """Of each switch, if measured."""
     link_bytes_per_s: float = 0.0
-    """Of a host's link, by which a job chooses its algorithms; 0 where it was not measured."""
+    """Of a host's link, by which a job chooses its algorithms; 0 if not measured."""
 
 
 def check_alone(folder: Path | None = None) -> PreflightFacts:
-    """This host, without a job. folder: where one will write."""
+    """Check this host, without a job. folder: where a job will write."""
     return PreflightFacts([facts_here(folder=folder)], [], [0], [""])
 
 
 def check_ranks(communicator: Communicator, folder: Path | None = None, *, capacity: bool = False) -> PreflightFacts:
-    """All ranks of a group, the same on every one. Collective; well below a second on one host, and about as many
-    quarters of a second as there are hosts. A rank that does not come is named by the group's own errors. capacity:
-    measure, too, what the switches take, which joins each of them for a moment."""
+    """Check all ranks of a group. Collective; the result is the same on every rank.
+
+    folder: where the job will write.
+    capacity: also measure the switches' capacity, which joins each of them for about BUDGET_S.
+    Cost: well below 1 s on one host, about 0.25 s for each host. The group's own errors name a missing rank.
+    """
     own = facts_here(communicator.rank, folder=folder)
     facts = [Facts.from_json(text) for text in _exchange(communicator, own.to_json())]
     nodes = list(communicator.group.nodes)
-    players = [rank for rank, node in enumerate(nodes) if node not in nodes[:rank]]
-    links = measure_links(communicator, players) if len(players) > 1 else []
+    leaders = [rank for rank, node in enumerate(nodes) if node not in nodes[:rank]]
+    links = measure_links(communicator, leaders) if len(leaders) > 1 else []
     capacities = measure_switches(communicator, facts) if capacity else []
-    said = {
+    own_results = {
         "links": [asdict(link) for link in links],
         "reached": "; ".join(communicator.group.interfaces),
         "capacities": [asdict(each) for each in capacities],
     }
-    answers = [json.loads(text) for text in _exchange(communicator, json.dumps(said).encode())]
-    found = sorted((PairLink(**link) for answer in answers for link in answer["links"]), key=lambda x: (x.one, x.other))
-    measured = agreed([[Capacity(**each) for each in answer["capacities"]] for answer in answers])
-    link = communicator.group.links
-    rate = link.network.bytes_per_s if link.measured else 0.0
-    return PreflightFacts(facts, found, nodes, [answer["reached"] for answer in answers], measured, rate)
+    results = [json.loads(text) for text in _exchange(communicator, json.dumps(own_results).encode())]
+    all_links = (PairLink(**link) for result in results for link in result["links"])
+    by_ranks = sorted(all_links, key=lambda link: (link.one, link.other))
+    measured = agreed([[Capacity(**each) for each in result["capacities"]] for result in results])
+    group_links = communicator.group.links
+    rate = group_links.network.bytes_per_s if group_links.measured else 0.0
+    return PreflightFacts(facts, by_ranks, nodes, [result["reached"] for result in results], measured, rate)
 
 
 def _exchange(communicator: Communicator, text: bytes) -> list[bytes]:
-    """Every rank's, by rank."""
+    """Gather every rank's text, by rank."""
     sizes = [int(row[0]) for row in communicator.all_gather(np.array([len(text)], np.int64))]
     padded = np.zeros(max(sizes), np.uint8)
     padded[: len(text)] = np.frombuffer(text, np.uint8)

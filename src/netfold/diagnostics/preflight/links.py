@@ -1,7 +1,7 @@
-"""What pairs of hosts measure of the way between them: latency, bandwidth each way, how far their clocks are apart.
+"""Measure the link between pairs of hosts: latency, bandwidth in each direction, difference of the clocks.
 
-One rank a host plays, in the rounds of a tournament: in each, every host has one other, so that links that have nothing
-to do with one another are measured at once, and none twice at once. Ranks of one host share memory; there is no link.
+One rank of each host takes part, in the rounds of a round-robin tournament. In a round every host has one partner, so
+independent links are measured at once, and no host takes part in two measurements. Ranks of one host have no link.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ import numpy as np
 
 from netfold.communicator import Communicator
 
-# A pair's time for all it measures, about; what would pass it is left out.
+# The approximate time of a pair's measurements; larger messages that would exceed it are skipped.
 PAIR_S = 0.25
-# Beyond so many rounds a job is too wide to measure every pair: each host then has met so many others.
+# In jobs with more hosts, each host measures only this many others.
 MAX_ROUNDS = 31
 PINGS = 20
 _SIZES = (64 << 10, 512 << 10, 4 << 20, 16 << 20)
 # Expected growth of a message's time from one size to the next.
 _GROWTH = 8
-# The longest that one message of a pair may take before the check says that it hangs.
+# The timeout of one message.
 _MESSAGE_S = 20.0
 
 
 @dataclass(frozen=True)
 class PairLink:
-    """The way between two ranks of different hosts."""
+    """The link between two ranks of different hosts."""
 
     one: int
     other: int
@@ -38,31 +38,30 @@ class PairLink:
     """From `one` to `other`."""
     reverse_bytes_per_s: float
     clock_s: float
-    """What to take from other's wall clock to have one's, off by `latency_s` at most."""
+    """The wall clock of `other` minus that of `one`; the error is at most `latency_s`."""
 
 
 def measure_links(communicator: Communicator, players: Sequence[int]) -> list[PairLink]:
-    """Every pair of `players` that this rank is the first of. Collective over the communicator.
+    """Measure all pairs of `players`. Collective over the communicator. Returns the pairs that this rank leads.
 
     players: one rank a host, in ascending order. Cost: PAIR_S a round, players - 1 rounds, at most MAX_ROUNDS.
     """
-    found = []
+    links = []
     for number, partners in enumerate(rounds(len(players))):
         if communicator.rank in players:
-            place = players.index(communicator.rank)
-            partner = partners.get(place)
+            partner = partners.get(players.index(communicator.rank))
             if partner is not None:
                 other = players[partner]
                 if communicator.rank < other:
-                    found.append(_lead(communicator, other, number))
+                    links.append(_lead(communicator, other, number))
                 else:
                     _follow(communicator, other, number)
         communicator.barrier(timeout_s=2 * _MESSAGE_S)
-    return found
+    return links
 
 
 def rounds(players: int) -> list[dict[int, int]]:
-    """A round-robin tournament by the circle method: by round, each player's partner; who has none is out."""
+    """A round-robin tournament by the circle method: for each round, partners by player. An idle player is absent."""
     seats: list[int | None] = [*range(players)] + ([None] if players % 2 else [])
     plan = []
     for _ in range(min(len(seats) - 1, MAX_ROUNDS)):
@@ -77,7 +76,8 @@ def _lead(communicator: Communicator, other: int, tag: int) -> PairLink:
     stamp = np.zeros(1, np.int64)
     shortest_ns, clock_ns = np.inf, 0.0
     for _ in range(PINGS):
-        # In this order a pause between the two lines lengthens the trip, and the clock's error stays within half of it.
+        # In this order, a pause between the two lines lengthens the trip, so half of the trip still bounds the clock's
+        # error.
         began = time.perf_counter_ns()
         sent = time.time_ns()
         communicator.send(stamp, other, tag, timeout_s=_MESSAGE_S)
@@ -90,46 +90,46 @@ def _lead(communicator: Communicator, other: int, tag: int) -> PairLink:
 
 
 def _bandwidths(communicator: Communicator, other: int, tag: int, latency_s: float) -> tuple[float, float]:
-    """Messages that grow as long as the next one fits into the time: there first, then as many back."""
-    plan = np.zeros(2, np.int64)  # bytes, 0 to end; 0 there, 1 back
-    answer = np.zeros(1, np.uint8)
-    found = []
-    for way in (0, 1):
+    """Send growing messages while the next one fits into the time: first forward, then in reverse."""
+    plan = np.zeros(2, np.int64)  # bytes, 0 to end; direction, 0: forward, 1: reverse
+    reply = np.zeros(1, np.uint8)
+    rates = []
+    for direction in (0, 1):
         began, last_s, best = time.perf_counter(), 0.0, 0.0
         for size in _SIZES:
             if best and time.perf_counter() - began + _GROWTH * last_s > PAIR_S / 2:
                 break
-            plan[:] = size, way
+            plan[:] = size, direction
             message = np.zeros(size, np.uint8)
             communicator.send(plan, other, tag, timeout_s=_MESSAGE_S)
             started = time.perf_counter()
-            if way == 0:
+            if direction == 0:
                 communicator.send(message, other, tag, timeout_s=_MESSAGE_S)
-                communicator.receive(answer, other, tag, timeout_s=_MESSAGE_S)
+                communicator.receive(reply, other, tag, timeout_s=_MESSAGE_S)
             else:
                 communicator.receive(message, other, tag, timeout_s=_MESSAGE_S)
             last_s = time.perf_counter() - started
             best = size / max(last_s - 2 * latency_s, 1e-9) if last_s > 4 * latency_s else size / last_s
-        found.append(best)
+        rates.append(best)
     plan[:] = 0
     communicator.send(plan, other, tag, timeout_s=_MESSAGE_S)
-    return found[0], found[1]
+    return rates[0], rates[1]
 
 
 def _follow(communicator: Communicator, other: int, tag: int) -> None:
-    stamp, plan, answer = np.zeros(1, np.int64), np.zeros(2, np.int64), np.zeros(1, np.uint8)
+    stamp, plan, reply = np.zeros(1, np.int64), np.zeros(2, np.int64), np.zeros(1, np.uint8)
     for _ in range(PINGS):
         communicator.receive(stamp, other, tag, timeout_s=_MESSAGE_S)
         stamp[0] = time.time_ns()
         communicator.send(stamp, other, tag, timeout_s=_MESSAGE_S)
     while True:
         communicator.receive(plan, other, tag, timeout_s=_MESSAGE_S)
-        size, way = (int(value) for value in plan)
+        size, direction = (int(value) for value in plan)
         if size == 0:
             return
         message = np.zeros(size, np.uint8)
-        if way == 0:
+        if direction == 0:
             communicator.receive(message, other, tag, timeout_s=_MESSAGE_S)
-            communicator.send(answer, other, tag, timeout_s=_MESSAGE_S)
+            communicator.send(reply, other, tag, timeout_s=_MESSAGE_S)
         else:
             communicator.send(message, other, tag, timeout_s=_MESSAGE_S)

@@ -1,4 +1,4 @@
-"""The check as a table."""
+"""Print the report of the check as tables."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def failed(findings: Sequence[Finding]) -> bool:
 
 
 def print_report(console: Console, gathered: PreflightFacts, findings: Sequence[Finding]) -> None:
-    """Hosts, links between them, the switch, then what is wrong and what to do."""
+    """Print the hosts, their links, the switches, then the findings and remedies."""
     hosts = Table("host", "ranks", "cores", "memory free", "/dev/shm free", "disk free", "interfaces", box=None)
     for facts, ranks in by_host(gathered.facts):
         shm = "-" if facts.shm_free_bytes < 0 else size(facts.shm_free_bytes)
@@ -38,11 +38,11 @@ def print_report(console: Console, gathered: PreflightFacts, findings: Sequence[
         console.print("all ranks share memory: there are no links to measure", highlight=False)
     for fabric in sorted({facts.fabric for facts in gathered.facts if facts.fabric}):
         console.print(f"over {fabric}", highlight=False)
-    for room in gathered.facts[0].switches:
-        if not room.error:
-            has = f"{room.jobs} jobs, {room.workers} workers, {size(room.memory_bytes)}"
-            udp = ", and UDP does not pass" if room.udp_error else ""
-            console.print(f"switch {room.endpoint}: room for {has}{udp}", highlight=False)
+    for quota in gathered.facts[0].switches:
+        if not quota.error:
+            free = f"{quota.jobs} jobs, {quota.workers} workers, {size(quota.memory_bytes)}"
+            udp = ", and UDP does not pass" if quota.udp_error else ""
+            console.print(f"switch {quota.endpoint}: room for {free}{udp}", highlight=False)
     for each in gathered.capacities:
         if not each.error:
             rate = rate_of(each.bytes_per_s)

@@ -1,4 +1,4 @@
-"""Findings from facts: a pure function, so that each can be tried with facts that are made up."""
+"""Derive findings from facts: pure functions, which tests call with made-up facts."""
 
 from __future__ import annotations
 
@@ -14,24 +14,26 @@ from netfold.diagnostics.preflight.links import PairLink
 from netfold.diagnostics.preflight.wording import by_host, listed, rate_of, size
 from netfold.switch_protocol.data_path import ReceiveBuffer
 
-# Shared memory that a host's ranks take: slots and bells, and DDP's buckets, which may move there.
+# Shared memory of each rank: slots and doorbells, and DDP's buckets, which may move there.
 _SHM_A_RANK = 64 << 20
 _DISK_LEAST = 1 << 30
 _MEMORY_A_RANK = 1 << 30
-# A rank's own files, beside a handful a connection to each other rank.
+# Open files of a process, and for the connection to each other rank.
 _FILES, _FILES_A_RANK = 256, 6
+# A link is slow below this part of the median rate.
 _SLOW = 0.6
-# Of an interface's own speed: what a link should have at least; one stream of TCP does not fill faster interfaces.
+# A link is slow below this part of its interfaces' speed, up to a limit that one TCP stream can reach.
 _OF_SPEED, _MOST_MBIT = 0.5, 10_000
-# Ethernet that has fallen back, by a bad cable or port: nothing slower than a gigabit was sold for long.
+# An Ethernet interface at this speed or less has probably fallen back, because of a bad cable or port.
 _FALLEN_MBIT = 100
+# A link is far if its latency exceeds this multiple of the median, and the median by this many seconds.
 _LATE, _LATE_LEAST_S = 4.0, 200e-6
 _CLOCK_S = 1.0
 _SWITCH_LEAST_BYTES = 1 << 20
 
 
-# Of the way from one rank to another: bytes a second, sender, receiver.
-_Way: TypeAlias = "tuple[float, int, int]"
+# One direction of a link: bytes a second, sender, receiver.
+_Direction: TypeAlias = "tuple[float, int, int]"
 
 
 class Level(Enum):
@@ -42,18 +44,18 @@ class Level(Enum):
 
 @dataclass(frozen=True)
 class Finding:
-    """Something that is not as it should be."""
+    """One result of the check."""
 
     level: Level
-    """FAIL: the job will not run. WARN: it will, worse. NOTE: nothing is wrong, and this is worth knowing."""
+    """FAIL: the job will not run. WARN: it will run, but worse. NOTE: information; nothing is wrong."""
     where: str
     what: str
     remedy: str
 
 
 def apply_rules(gathered: PreflightFacts) -> list[Finding]:
-    """What fails first, then what warns; empty where all is well."""
-    found = [
+    """Apply all rules. Failures come first, then warnings; empty if nothing is wrong."""
+    findings = [
         finding
         for rule in (
             _versions,
@@ -70,35 +72,38 @@ def apply_rules(gathered: PreflightFacts) -> list[Finding]:
         )
         for finding in rule(gathered)
     ]
-    found += [*_links(gathered), *_clocks(gathered)]
-    return sorted(found, key=lambda finding: finding.level is not Level.FAIL)
+    findings += [*_links(gathered), *_clocks(gathered)]
+    return sorted(findings, key=lambda finding: finding.level is not Level.FAIL)
 
 
 def _versions(gathered: PreflightFacts) -> Iterator[Finding]:
     for name in gathered.facts[0].versions:
-        told = _differ(gathered.facts, [facts.versions.get(name, "absent") for facts in gathered.facts])
-        if told:
-            # Another netfold speaks another protocol; other packages may or may not matter.
+        difference = _differ(gathered.facts, [facts.versions.get(name, "absent") for facts in gathered.facts])
+        if difference:
+            # Two versions of netfold have different protocols; differences of other packages may be harmless.
             level = Level.FAIL if name in ("netfold", "torch") else Level.WARN
-            yield Finding(level, "all ranks", f"{name} is not the same: {told}", "install the same version everywhere")
+            what = f"{name} is not the same: {difference}"
+            yield Finding(level, "all ranks", what, "install the same version everywhere")
     kernels = _differ(gathered.facts, [facts.kernel for facts in gathered.facts])
     if kernels:
         yield Finding(Level.WARN, "all ranks", f"kernels differ: {kernels}", "expect hosts of different speed")
-    told = _differ(gathered.facts, [facts.congestion for facts in gathered.facts])
-    if told:
+    difference = _differ(gathered.facts, [facts.congestion for facts in gathered.facts])
+    if difference:
         remedy = "set net.ipv4.tcp_congestion_control alike: flows of different kinds do not share a link fairly"
-        yield Finding(Level.WARN, "all ranks", f"TCP's congestion control is not the same: {told}", remedy)
+        yield Finding(Level.WARN, "all ranks", f"TCP's congestion control is not the same: {difference}", remedy)
 
 
-# What may differ, since it says which host, or whose way up, this is.
+# Variables that may differ between hosts.
 _OF_THE_HOST = ("NETFOLD_INTERFACE", "NETFOLD_SWITCH", "NETFOLD_LOG", "NETFOLD_PORTS", "NETFOLD_PROFILE")
 
 
 def _environment(gathered: PreflightFacts) -> Iterator[Finding]:
     for name in sorted({name for facts in gathered.facts for name in facts.environment} - {*_OF_THE_HOST}):
-        told = _differ(gathered.facts, [facts.environment.get(name, "unset") for facts in gathered.facts])
-        if told:
-            yield Finding(Level.WARN, "all ranks", f"{name} is not the same: {told}", "set it alike on every host")
+        difference = _differ(gathered.facts, [facts.environment.get(name, "unset") for facts in gathered.facts])
+        if difference:
+            yield Finding(
+                Level.WARN, "all ranks", f"{name} is not the same: {difference}", "set it alike on every host"
+            )
 
 
 def _interfaces(gathered: PreflightFacts) -> Iterator[Finding]:
@@ -107,10 +112,11 @@ def _interfaces(gathered: PreflightFacts) -> Iterator[Finding]:
             yield Finding(Level.FAIL, _who(facts), facts.interface_error, "see docs/environment.md, NETFOLD_INTERFACE")
     hosts = _hosts(gathered.facts)
     if len(hosts) > 1:
-        told = _differ(hosts, [str(facts.mtu) for facts in hosts])
-        if told:
-            remedy = "set one MTU on all interfaces of this network: packets that do not fit are lost without a word"
-            yield Finding(Level.WARN, "all hosts", f"the MTU of the first interface is not the same: {told}", remedy)
+        difference = _differ(hosts, [str(facts.mtu) for facts in hosts])
+        if difference:
+            remedy = "set one MTU on all interfaces of this network: packets that do not fit are lost without an error"
+            what = f"the MTU of the first interface is not the same: {difference}"
+            yield Finding(Level.WARN, "all hosts", what, remedy)
 
 
 def _speeds(gathered: PreflightFacts) -> Iterator[Finding]:
@@ -127,10 +133,12 @@ def _memory(gathered: PreflightFacts) -> Iterator[Finding]:
     for facts, ranks in by_host(gathered.facts):
         if facts.memory_free_bytes < _MEMORY_A_RANK * len(ranks):
             what = f"{size(facts.memory_free_bytes)} of memory are free for {len(ranks)} ranks"
-            yield Finding(Level.WARN, facts.host, what, "end what else runs there, or start fewer ranks")
+            yield Finding(Level.WARN, facts.host, what, "end other processes there, or start fewer ranks")
         if facts.disk_free_bytes < _DISK_LEAST:
             what = f"{size(facts.disk_free_bytes)} are free in {facts.disk}"
-            yield Finding(Level.WARN, facts.host, what, "make room: a checkpoint that does not fit is not written")
+            yield Finding(
+                Level.WARN, facts.host, what, "free disk space: a checkpoint that does not fit is not written"
+            )
 
 
 def _shared(gathered: PreflightFacts) -> Iterator[Finding]:
@@ -139,9 +147,9 @@ def _shared(gathered: PreflightFacts) -> Iterator[Finding]:
             continue
         needed = _SHM_A_RANK * len(ranks)
         if facts.shm_free_bytes < needed:
-            there = "there is no /dev/shm" if facts.shm_free_bytes < 0 else f"{size(facts.shm_free_bytes)} are free"
-            remedy = f"give it {size(needed)} (in a container: --shm-size), or ranks of this host talk by TCP"
-            yield Finding(Level.WARN, facts.host, f"/dev/shm: {there} for {len(ranks)} ranks", remedy)
+            free = "there is no /dev/shm" if facts.shm_free_bytes < 0 else f"{size(facts.shm_free_bytes)} are free"
+            remedy = f"give it {size(needed)} (in a container: --shm-size), or ranks of this host communicate by TCP"
+            yield Finding(Level.WARN, facts.host, f"/dev/shm: {free} for {len(ranks)} ranks", remedy)
         if len({gathered.nodes[rank] for rank in ranks}) > 1:
             what = f"ranks {listed(ranks)} are on one machine and do not share memory"
             remedy = "let them have one IPC and network namespace (containers: --ipc=host), or add ,memory to"
@@ -172,34 +180,37 @@ def _fabrics(gathered: PreflightFacts) -> Iterator[Finding]:
 
 
 def _switches(gathered: PreflightFacts) -> Iterator[Finding]:
-    for endpoint in sorted({room.endpoint for facts in gathered.facts for room in facts.switches}):
-        rooms = {facts.rank: room for facts in gathered.facts for room in facts.switches if room.endpoint == endpoint}
-        for error in sorted({room.error for room in rooms.values() if room.error}):
-            ranks = [rank for rank, room in rooms.items() if room.error == error]
+    for endpoint in sorted({quota.endpoint for facts in gathered.facts for quota in facts.switches}):
+        quotas = {
+            facts.rank: quota for facts in gathered.facts for quota in facts.switches if quota.endpoint == endpoint
+        }
+        for error in sorted({quota.error for quota in quotas.values() if quota.error}):
+            ranks = [rank for rank, quota in quotas.items() if quota.error == error]
             remedy = "start it, or unset NETFOLD_SWITCH to use host algorithms"
             yield Finding(Level.FAIL, f"rank {listed(ranks)}", error, remedy)
-        for error in sorted({room.udp_error for room in rooms.values() if room.udp_error}):
-            ranks = [rank for rank, room in rooms.items() if room.udp_error == error]
+        for error in sorted({quota.udp_error for quota in quotas.values() if quota.udp_error}):
+            ranks = [rank for rank, quota in quotas.items() if quota.udp_error == error]
             remedy = "let UDP pass both ways between these hosts and the switch, or unset NETFOLD_SWITCH to use host"
             yield Finding(Level.FAIL, f"rank {listed(ranks)}", error, f"{remedy} algorithms")
-        answered = [room for room in rooms.values() if not room.error]
-        if not answered:
+        known = [quota for quota in quotas.values() if not quota.error]
+        if not known:
             continue
-        room, workers = answered[0], len({gathered.nodes[rank] for rank in rooms})
-        if room.jobs < 1 or room.workers < workers or room.memory_bytes < _SWITCH_LEAST_BYTES:
+        quota, workers = known[0], len({gathered.nodes[rank] for rank in quotas})
+        if quota.jobs < 1 or quota.workers < workers or quota.memory_bytes < _SWITCH_LEAST_BYTES:
             what = (
-                f"the switch at {endpoint} is full: room for {max(0, room.jobs)} jobs, {max(0, room.workers)} workers "
-                f"and {size(room.memory_bytes)}"
+                f"the switch at {endpoint} is full: room for {max(0, quota.jobs)} jobs, {max(0, quota.workers)} "
+                f"workers and {size(quota.memory_bytes)}"
             )
             remedy = "wait for a job to end (netfold switch status), or start it with more (--max-jobs, --memory)"
             yield Finding(Level.FAIL, f"switch {endpoint}", what, remedy)
-        what, _, remedy = ReceiveBuffer(room.buffer_bytes, room.window_bytes).window_shortfall(workers).partition(": ")
+        shortfall = ReceiveBuffer(quota.buffer_bytes, quota.window_bytes).window_shortfall(workers)
+        what, _, remedy = shortfall.partition(": ")
         if what:
             yield Finding(Level.WARN, f"switch {endpoint}", what, remedy)
         named = max([sum(each.endpoint == endpoint for each in facts.switches) for facts in gathered.facts])
-        if named < room.threads:
-            what = f"has {room.threads} threads, and a group of this job uses {named}"
-            times = "twice" if room.threads == 2 else f"{room.threads} times"
+        if named < quota.threads:
+            what = f"has {quota.threads} threads, and a group of this job uses {named}"
+            times = "twice" if quota.threads == 2 else f"{quota.threads} times"
             remedy = f"name it {times} in NETFOLD_SWITCH, where its core and not its link is the limit"
             yield Finding(Level.NOTE, f"switch {endpoint}", what, remedy)
 
@@ -207,45 +218,47 @@ def _switches(gathered: PreflightFacts) -> Iterator[Finding]:
 def _capacities(gathered: PreflightFacts) -> Iterator[Finding]:
     for each in gathered.capacities:
         if each.error:
-            what = f"what it takes could not be measured: {each.error}"
+            what = f"its capacity could not be measured: {each.error}"
             yield Finding(Level.WARN, f"switch {each.endpoint}", what, "see its log, and that of rank 0")
 
 
 def _links(gathered: PreflightFacts) -> Iterator[Finding]:
-    """A pair that is far from the others, or from what its interfaces carry."""
+    """Find links that are slower than the others, or than their interfaces."""
     boot = {facts.rank: facts.boot for facts in gathered.facts}
-    # What ranks of one machine reach over its loopback depends on its cores.
+    # Skip links over the loopback: their rate depends on the machine's cores.
     links = [link for link in gathered.links if boot[link.one] != boot[link.other]]
-    ways = [
-        way
+    directions = [
+        direction
         for link in links
-        for way in (
+        for direction in (
             (link.forward_bytes_per_s, link.one, link.other),
             (link.reverse_bytes_per_s, link.other, link.one),
         )
     ]
-    # With one pair there is nothing to compare it with.
-    usual = statistics.median(rate for rate, *_ in ways) if len(links) > 2 else 0.0
-    slow = [way for way in ways if way[0] < _SLOW * usual]
+    # Too few links have no meaningful median.
+    usual = statistics.median(rate for rate, *_ in directions) if len(links) > 2 else 0.0
+    slow = [direction for direction in directions if direction[0] < _SLOW * usual]
     if usual:
         yield from _slower_than_others(gathered, links, slow, usual)
         yield from _farther_than_others(gathered, links)
-    yield from _slower_than_interfaces(gathered, [way for way in ways if way not in slow])
+    yield from _slower_than_interfaces(gathered, [direction for direction in directions if direction not in slow])
 
 
-def _slower_than_interfaces(gathered: PreflightFacts, ways: Sequence[_Way]) -> Iterator[Finding]:
+def _slower_than_interfaces(gathered: PreflightFacts, directions: Sequence[_Direction]) -> Iterator[Finding]:
     speed = {facts.rank: facts.speed_mbit for facts in gathered.facts}
     host = {facts.rank: facts.host for facts in gathered.facts}
-    # Both ends' speed where both say one; a link's slower end bounds it.
+    # The slower end bounds a link. The bound is 0 if the speed of an end is unknown.
     bounds = [
         (rate, sender, receiver, min(speed[sender], speed[receiver], _MOST_MBIT) * 1e6 / 8)
-        for rate, sender, receiver in ways
+        for rate, sender, receiver in directions
     ]
-    slow = [way for way in bounds if way[0] < _OF_SPEED * way[3]]
-    remedy = "check cables, ports and what both ends negotiate, and what else uses the way between them"
-    if len(slow) > 2 and len(slow) == len(ways):
+    slow = [each for each in bounds if each[0] < _OF_SPEED * each[3]]
+    remedy = "check cables, ports and what both ends negotiate, and other traffic on the path between them"
+    if len(slow) > 2 and len(slow) == len(directions):
         usual = rate_of(statistics.median(rate for rate, *_ in slow))
-        what = f"{len(slow)} of {len(ways)} ways run at half of their interfaces' speed or less, usually at {usual}"
+        what = (
+            f"{len(slow)} of {len(directions)} ways run at half of their interfaces' speed or less, usually at {usual}"
+        )
         yield Finding(Level.WARN, "all hosts", what, remedy)
         return
     for rate, sender, receiver, bound in slow:
@@ -257,21 +270,21 @@ def _slower_than_interfaces(gathered: PreflightFacts, ways: Sequence[_Way]) -> I
 
 
 def _slower_than_others(
-    gathered: PreflightFacts, links: Sequence[PairLink], slow: Sequence[_Way], usual: float
+    gathered: PreflightFacts, links: Sequence[PairLink], slow: Sequence[_Direction], usual: float
 ) -> Iterator[Finding]:
     host = {facts.rank: facts.host for facts in gathered.facts}
-    blamed = _in_common([(sender, receiver) for _, sender, receiver in slow], links)
-    for rank in blamed:
-        mine = sorted(rate for rate, *pair in slow if rank in pair)
-        ways = {"sends" if pair[0] == rank else "receives" for _, *pair in slow if rank in pair}
-        rates = f"{rate_of(statistics.median(mine))}; others at {rate_of(usual)}"
-        what = f"{' and '.join(sorted(ways, reverse=True))} at {rates}"
-        yield Finding(Level.WARN, f"rank {rank} ({host[rank]})", what, "check its cable, port and what else it sends")
+    slow_ranks = _ranks_with_slow_links_only([(sender, receiver) for _, sender, receiver in slow], links)
+    for rank in slow_ranks:
+        own = sorted(rate for rate, *pair in slow if rank in pair)
+        verbs = {"sends" if pair[0] == rank else "receives" for _, *pair in slow if rank in pair}
+        rates = f"{rate_of(statistics.median(own))}; others at {rate_of(usual)}"
+        what = f"{' and '.join(sorted(verbs, reverse=True))} at {rates}"
+        yield Finding(Level.WARN, f"rank {rank} ({host[rank]})", what, "check its cable, port and other traffic")
     for rate, sender, receiver in slow:
-        if sender not in blamed and receiver not in blamed:
+        if sender not in slow_ranks and receiver not in slow_ranks:
             what = f"{rate_of(rate)}; others have {rate_of(usual)}"
             where = f"rank {sender} ({host[sender]}) -> rank {receiver} ({host[receiver]})"
-            yield Finding(Level.WARN, where, what, "check the way between these two")
+            yield Finding(Level.WARN, where, what, "check the path between these two")
 
 
 def _farther_than_others(gathered: PreflightFacts, links: Sequence[PairLink]) -> Iterator[Finding]:
@@ -284,35 +297,36 @@ def _farther_than_others(gathered: PreflightFacts, links: Sequence[PairLink]) ->
             yield Finding(Level.WARN, where, what, "is there another switch or a detour between them?")
 
 
-def _in_common(slow: Sequence[tuple[int, int]], links: Sequence[PairLink]) -> list[int]:
-    """Ranks all of whose links are slow, one way or both: it is the rank, and not each of its links."""
-    found = []
-    for rank in sorted({rank for link in links for rank in (link.one, link.other)}):
+def _ranks_with_slow_links_only(slow: Sequence[tuple[int, int]], links: Sequence[PairLink]) -> list[int]:
+    """Ranks whose links are all slow, in one direction or both: the cause is the rank, not each of its links."""
+    all_ranks = sorted({rank for link in links for rank in (link.one, link.other)})
+    slow_ranks = []
+    for rank in all_ranks:
         peers = {link.other if link.one == rank else link.one for link in links if rank in (link.one, link.other)}
         if len(peers) > 1 and all((rank, peer) in slow or (peer, rank) in slow for peer in peers):
-            found.append(rank)
-    # Where all are blamed, no one is.
-    return found if len(found) < len({rank for link in links for rank in (link.one, link.other)}) else []
+            slow_ranks.append(rank)
+    # If this holds for all ranks, it names no cause.
+    return slow_ranks if len(slow_ranks) < len(all_ranks) else []
 
 
 def _clocks(gathered: PreflightFacts) -> Iterator[Finding]:
     host = {facts.rank: facts.host for facts in gathered.facts}
     for link in gathered.links:
-        # Against the first host alone: one wrong clock is one finding.
+        # Compare with the first host only, so that one wrong clock is one finding.
         if link.one == gathered.links[0].one and abs(link.clock_s) > _CLOCK_S + link.latency_s:
             what = f"its clock is {link.clock_s:+.1f} s from that of rank {link.one} ({host[link.one]})"
-            remedy = "set it (chrony, systemd-timesyncd): logs and certificates go by it, profiles do not"
+            remedy = "set it (chrony, systemd-timesyncd): logs and certificates depend on it, profiles do not"
             yield Finding(Level.WARN, f"rank {link.other} ({host[link.other]})", what, remedy)
 
 
 def _differ(facts: Sequence[Facts], values: Sequence[str]) -> str:
-    """ "1.0 on rank 0, 2; 1.1 on rank 1", empty where all are alike."""
+    """Describe values that differ: "1.0 on rank 0, 2; 1.1 on rank 1"; empty if all are equal."""
     by_value: dict[str, list[int]] = {}
     for each, value in zip(facts, values, strict=True):
         by_value.setdefault(value, []).append(each.rank)
     if len(by_value) < 2:
         return ""
-    return "; ".join(f"{told} on rank {listed(ranks)}" for told, ranks in by_value.items())
+    return "; ".join(f"{value} on rank {listed(ranks)}" for value, ranks in by_value.items())
 
 
 def _hosts(facts: Sequence[Facts]) -> list[Facts]:

@@ -1,4 +1,4 @@
-"""How ranks, sizes and rates are said."""
+"""Format ranks, sizes and rates."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from netfold.diagnostics.preflight.facts import Facts
 
 
 def by_host(facts: Sequence[Facts]) -> list[tuple[Facts, list[int]]]:
-    """The first rank's facts of each host, and all its ranks."""
-    ranks: dict[str, list[int]] = {}
+    """For each host: the facts of its first rank, and all of its ranks."""
+    by_boot: dict[str, list[int]] = {}
     for each in facts:
-        ranks.setdefault(each.boot, []).append(each.rank)
-    return [(facts[found[0]], found) for found in ranks.values()]
+        by_boot.setdefault(each.boot, []).append(each.rank)
+    return [(facts[ranks[0]], ranks) for ranks in by_boot.values()]
 
 
 def listed(ranks: Sequence[int]) -> str:

@@ -1,17 +1,16 @@
 """Collectives on tensors in a GPU's memory.
 
-`driver` takes calls in the order in which they were made, one thread a group, and sends each one way: `host_staging`,
-through pinned host memory, piece by piece, beside the copy engines; or `intra_host`, added up among the GPUs of a host
-first, which reach each other's memory by `ipc` or are left to NCCL. Which way there is, the ranks find out together
-when the first call comes (`capability_exchange`). `transfers` is send and receive. All of it speaks to `device_api`, a
-narrow interface to the devices: `cuda` is that of torch.cuda, with `cuda_driver` for what torch does not offer; tests
-bring one whose copies are late and out of step unless they are ordered. May import: communicator, torch; of its parent,
-calls and work.
+`driver` runs the calls of a group on one thread, in the order of submission, each by one of two paths. `host_staging`
+copies chunks through pinned host memory, in a pipeline with the copy engines. `intra_host` reduces among the GPUs of a
+host first, by each other's memory (`ipc`) or by NCCL. At the first call the ranks agree on the paths (`paths`,
+`capability_exchange`). `transfers` is send and receive. All modules use `device_api`, a narrow interface to devices:
+`cuda` implements it by torch.cuda, with `cuda_driver` for functions that torch lacks. The tests' implementation delays
+and reorders copies that are not ordered. May import: communicator, torch; of its parent, calls and work.
 
-Always: a device's memory is read and written only behind an event that says that it may be; no wait lacks a deadline;
-pinned memory is bounded; all ranks take the same way; where torch finds no CUDA device no group has a driver. A thread
-makes the tensor's device its current one before it calls the layer, and ends no other thread's capture. What was handed
-over as a result is whole before a group's memory and NCCL's group are freed.
+Always: device memory is read and written only after the event that permits it; every wait has a deadline; pinned memory
+is bounded; all ranks take the same path; without a CUDA device no group has a driver. A thread makes the tensor's
+device its current one before it calls the device API, and ends no other thread's capture. Results are complete before a
+group's memory and NCCL's group are freed.
 
 Tests: `.venv/bin/pytest tests/torch/device`; with a GPU `make test-cuda`
 """

@@ -1,5 +1,8 @@
-"""What the ranks of a group tell each other when the first collective on device memory comes: the first thing that it
-sends, so that the order of calls is kept. Whatever all must do alike is decided here, from the same letters by all."""
+"""Exchange the ranks' device capabilities at a group's first collective on device memory.
+
+The exchange is the first operation of that collective, so the order of calls is kept. All ranks decide from the same
+messages, so they decide alike.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +16,14 @@ from netfold.communicator import Group
 from netfold.errors import Mismatch, NetfoldError
 from netfold.torch.device.host_staging import seconds_until
 
-# A letter: its length, then msgpack. The largest has the handles of a window, some 300 bytes for each of up to 50 ranks
-# of a host.
-_LETTER_BYTES = 16384
+# A message is its length, then msgpack. The largest holds a window's handles: about 300 bytes for each of up to 50
+# ranks of a host.
+_MESSAGE_BYTES = 16384
 
 
 @dataclass(frozen=True)
 class Capabilities:
-    """One rank's."""
+    """One rank's device and options."""
 
     kind: str
     device: str
@@ -47,50 +50,51 @@ def capabilities_of(group: Group, layer: Any, device: torch.device, problem: str
 
 
 def exchange_capabilities(group: Group, mine: Capabilities, deadline: float) -> list[Capabilities]:
-    """Every rank's facts. NetfoldError, on all ranks, where one has a problem; ValueError where options differ."""
+    """Gather all ranks' capabilities. Raises, on all ranks, NetfoldError for a rank's problem, ValueError for options
+    that differ."""
     try:
-        letters = exchange_messages(group, asdict(mine), deadline)
+        messages = exchange_messages(group, asdict(mine), deadline)
     except Mismatch as error:
         raise Mismatch(
             f"{error}; this rank's tensor is on {mine.device}: those of all ranks must be on devices of one kind, "
             "not some on the CPU",
             rank=error.rank,
         ) from error
-    found = [Capabilities(**letter) for letter in letters]
-    for rank, theirs in enumerate(found):
-        if theirs.problem:
-            raise NetfoldError(theirs.problem, rank=rank)
-        if theirs.kind != found[0].kind:
+    by_rank = [Capabilities(**message) for message in messages]
+    for rank, each in enumerate(by_rank):
+        if each.problem:
+            raise NetfoldError(each.problem, rank=rank)
+        if each.kind != by_rank[0].kind:
             raise NetfoldError(
-                f"rank 0's tensor is on {found[0].device}, rank {rank}'s on {theirs.device}: a collective takes "
+                f"rank 0's tensor is on {by_rank[0].device}, rank {rank}'s on {each.device}: a collective takes "
                 "tensors on devices of one kind",
                 rank=rank,
             )
         for name in ("intra_host", "pinned_bytes"):
-            if getattr(theirs, name) != getattr(found[0], name):
+            if getattr(each, name) != getattr(by_rank[0], name):
                 raise ValueError(
-                    f"rank {rank} has NETFOLD_{name.upper()}={getattr(theirs, name)}, rank 0 "
-                    f"{getattr(found[0], name)}; set it alike on every rank"
+                    f"rank {rank} has NETFOLD_{name.upper()}={getattr(each, name)}, rank 0 "
+                    f"{getattr(by_rank[0], name)}; set it alike on every rank"
                 )
-    return found
+    return by_rank
 
 
-def exchange_messages(group: Group, letter: Any, deadline: float) -> list[Any]:
-    """Every rank's letter, by rank; each of up to some 16000 bytes of msgpack."""
-    packed = msgpack.packb(letter)
-    if len(packed) > _LETTER_BYTES - 4:
-        raise ValueError(f"rank {group.rank}: {len(packed)} bytes are no letter of up to {_LETTER_BYTES - 4}")
-    mine = torch.zeros(_LETTER_BYTES, dtype=torch.uint8)
-    sealed = len(packed).to_bytes(4, "big") + packed
-    mine[: len(sealed)] = torch.frombuffer(bytearray(sealed), dtype=torch.uint8)
-    theirs = [torch.empty_like(mine) for _ in range(group.size)]
+def exchange_messages(group: Group, message: Any, deadline: float) -> list[Any]:
+    """Gather all ranks' messages, by rank. A message is at most 16380 bytes of msgpack."""
+    packed = msgpack.packb(message)
+    if len(packed) > _MESSAGE_BYTES - 4:
+        raise ValueError(f"rank {group.rank}: a message of {len(packed)} bytes is longer than {_MESSAGE_BYTES - 4}")
+    own = torch.zeros(_MESSAGE_BYTES, dtype=torch.uint8)
+    framed = len(packed).to_bytes(4, "big") + packed
+    own[: len(framed)] = torch.frombuffer(bytearray(framed), dtype=torch.uint8)
+    gathered = [torch.empty_like(own) for _ in range(group.size)]
     operation = group.submit(
         "all_gather",
-        inputs=[(mine.data_ptr(), mine.nbytes)],
-        outputs=[(each.data_ptr(), each.nbytes) for each in theirs],
+        inputs=[(own.data_ptr(), own.nbytes)],
+        outputs=[(each.data_ptr(), each.nbytes) for each in gathered],
         timeout_s=seconds_until(deadline),
         wait_here=True,
     )
     group.wait(operation)
-    texts = [bytes(each.tolist()) for each in theirs]
+    texts = [bytes(each.tolist()) for each in gathered]
     return [msgpack.unpackb(text[4 : 4 + int.from_bytes(text[:4], "big")]) for text in texts]

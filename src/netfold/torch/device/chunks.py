@@ -1,7 +1,7 @@
-"""A collective as a row of smaller ones, each small enough for a slot of host memory. Arithmetic, no device.
+"""Split a collective into smaller ones that fit into a slot of host memory. Arithmetic only, no device.
 
-Every rank cuts alike: by the operation, the sizes that all ranks know, and the slots' size, which they agreed on.
-Pieces begin at multiples of the i32 and i8 wires' block, so that the bits of such a sum do not depend on the cut.
+Every rank splits alike: by the operation, by sizes that all ranks know, and by the slots' size, on which they agreed.
+Chunks begin at multiples of the i32 and i8 wire formats' block, so the bits of such a sum do not depend on the split.
 """
 
 from __future__ import annotations
@@ -22,7 +22,11 @@ BLOCK_ELEMENTS = 128
 
 @dataclass(frozen=True)
 class Chunk:
-    """One collective. Tensors are flat bytes on the device; those `out` go to the host first, those `back` return."""
+    """One smaller collective. Tensors are flat bytes on the device.
+
+    out: copied to the host before the collective.
+    back: copied to the device after it.
+    """
 
     inputs: Sequence[Tensor]
     outputs: Sequence[Tensor]
@@ -36,11 +40,11 @@ def as_bytes(tensor: Tensor) -> Tensor:
 
 
 def chunk_elements(call: Prepared, ranks: int, slot_bytes: int) -> int:
-    """How many elements of each tensor are one piece; ValueError where the slots are too small for any."""
+    """The number of elements of each tensor in a chunk; ValueError if the slots are too small for one block."""
     tensors = _tensors(call, ranks)
     element_bytes = [*call.inputs, *call.outputs][0].element_size()
-    room = (slot_bytes - tensors * ALIGN_BYTES) // (tensors * element_bytes)
-    elements = room // BLOCK_ELEMENTS * BLOCK_ELEMENTS
+    capacity = (slot_bytes - tensors * ALIGN_BYTES) // (tensors * element_bytes)
+    elements = capacity // BLOCK_ELEMENTS * BLOCK_ELEMENTS
     if elements <= 0:
         raise ValueError(
             f"{call.kind} among {ranks} ranks: {slot_bytes} bytes of pinned memory a slot are too few for {tensors} x "
@@ -50,28 +54,28 @@ def chunk_elements(call: Prepared, ranks: int, slot_bytes: int) -> int:
 
 
 def count_chunks(call: Prepared, elements: int) -> int:
-    """By what this rank knows. Of all_to_all the others may need more: the greatest count of all ranks is used."""
+    """The number of chunks by this rank's sizes. For all_to_all other ranks may need more: use the largest count."""
     largest = max((tensor.numel() for tensor in (*call.inputs, *call.outputs)), default=0)
     return max(1, -(-largest // elements))
 
 
 def split_into_chunks(call: Prepared, rank: int, elements: int, count: int) -> Iterator[Chunk]:
-    """`count` pieces of up to `elements` of each tensor, in order; tensors that are shorter end earlier."""
+    """Yield `count` chunks of up to `elements` of each tensor, in order. Shorter tensors end earlier."""
     inputs = [(as_bytes(tensor), tensor.element_size()) for tensor in call.inputs]
     outputs = [(as_bytes(tensor), tensor.element_size()) for tensor in call.outputs]
     for number in range(count):
         at = number * elements
         ins = [_part(flat, at * each, (at + elements) * each) for flat, each in inputs]
         outs = [_part(flat, at * each, (at + elements) * each) for flat, each in outputs]
-        yield Chunk(ins, outs, *_ways(call, rank, ins, outs))
+        yield Chunk(ins, outs, *_copied(call, rank, ins, outs))
 
 
-def _ways(
+def _copied(
     call: Prepared, rank: int, inputs: Sequence[Tensor], outputs: Sequence[Tensor]
 ) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-    """What leaves the device, and what returns to it."""
+    """The tensors to copy from the device, and those to copy back."""
     at_root = call.root == rank
-    if call.kind == "all_reduce":  # an input is the residual of i8, which is rewritten
+    if call.kind == "all_reduce":  # an input is the residual of the i8 wire format, which is updated
         return [*inputs, *outputs], [*inputs, *outputs]
     if call.kind == "reduce":
         return outputs, outputs if at_root else ()
@@ -85,7 +89,7 @@ def _part(flat: Tensor, begin: int, end: int) -> Tensor:
 
 
 def _tensors(call: Prepared, ranks: int) -> int:
-    """The most that any rank stages of each piece: the cut is the same at a root and elsewhere."""
+    """The largest number of tensors that any rank stages: a root and other ranks split alike."""
     if call.kind in ("reduce_scatter", "all_gather", "gather", "scatter"):
         return ranks + 1
     if call.kind == "all_to_all":

@@ -1,4 +1,4 @@
-"""The device layer of torch.cuda."""
+"""The device API of torch.cuda."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ log = logging.getLogger("netfold")
 
 Tensor = torch.Tensor
 
-_LOOK_S = 0.005
+_POLL_S = 0.005
 _REDUCTIONS: dict[str, Any] = {
     "sum": dist.ReduceOp.SUM,
     "product": dist.ReduceOp.PRODUCT,
@@ -34,13 +34,16 @@ _REDUCTIONS: dict[str, Any] = {
     "max": dist.ReduceOp.MAX,
 }
 
-# Handles of own streams that nobody has, by the device's index.
+# Handles of netfold's streams that are not in use, by the device's index.
 _free_streams: dict[int, list[int]] = collections.defaultdict(list)
 
 
 def cuda_api() -> DeviceApi | None:
-    """None where torch was built without CUDA or finds no device. A fork may come after: devices are counted by NVML,
-    where there is one, and CUDA itself is not begun, as `torch.cuda.is_available` would."""
+    """Return the API; None if torch was built without CUDA or finds no device.
+
+    The process may fork later: NVML counts the devices, if present, and CUDA is not initialised
+    (`torch.cuda.is_available` would).
+    """
     return CudaApi() if torch.cuda.device_count() > 0 else None
 
 
@@ -67,7 +70,7 @@ class CudaApi:
 
     @contextlib.contextmanager
     def on(self, device: torch.device) -> Iterator[None]:
-        # torch.cuda.device makes no context on the device that it restores; torch.cuda.stream and set_device do.
+        # Unlike torch.cuda.stream and set_device, torch.cuda.device makes no context on the device that it restores.
         with torch.cuda.device(device):
             before = cuda_driver.set_capture_mode(cuda_driver.RELAXED)
             try:
@@ -82,14 +85,14 @@ class CudaApi:
         return torch.cuda.is_current_stream_capturing()
 
     def new_stream(self, device: torch.device) -> torch.cuda.Stream:
-        # torch.cuda.Stream(device) is one of 32 that all code of the process shares, by turns.
+        # torch.cuda.Stream(device) returns one of 32 streams that all code of the process shares.
         index = _index(device)
         handle = _free_streams[index].pop() if _free_streams[index] else cuda_driver.create_stream(index)
         if handle is None:
-            # Without CUDA's driver: from the other pool of torch's, from which users take less often.
+            # Without CUDA's driver library: a stream of torch's high-priority pool, which users use less often.
             return torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
         stream = torch.cuda.ExternalStream(handle, device=device)  # type: ignore[no-untyped-call]
-        # Not destroyed: torch's allocator records events in streams for as long as memory lives that they used.
+        # Never destroyed: torch's allocator records events in a stream as long as memory lives that the stream used.
         weakref.finalize(stream, _free_streams[index].append, handle).atexit = False
         return stream
 
@@ -112,9 +115,9 @@ class CudaApi:
         tensor.record_stream(stream)
 
     def export(self, tensor: Tensor) -> dict[str, Any]:
-        # torch's own calls for this, without the pickle around them: what comes from another process is data here.
-        # Each call makes a counter of its own, in shared memory, with one user. What is freed while any of them is not
-        # zero goes to torch's list of blocks that others still use (CudaIPCSentDataLimbo in CudaIPCTypes.h).
+        # torch's own calls, without pickle: a message from another process must be plain data. Each call makes a
+        # counter in shared memory, with one user. Memory that is freed while a counter is not 0 goes to torch's list of
+        # blocks still in use (CudaIPCSentDataLimbo in CudaIPCTypes.h).
         storage: Any = tensor.untyped_storage()
         _, handle, nbytes, offset, counter, counter_offset, event, _ = storage._share_cuda_()
         return {
@@ -127,8 +130,8 @@ class CudaApi:
         }
 
     def open(self, handle: dict[str, Any], device: torch.device) -> Tensor:
-        # Mapped for this rank's own device, also where that of the exporter is visible: a kernel takes tensors of one
-        # device. The driver does so for devices that the process does not see, too, since CUDA 10.1.
+        # Map it for this rank's device even if the exporter's device is visible: a kernel takes tensors of one device.
+        # Since CUDA 10.1 the driver also maps memory of devices that this process does not see.
         index = _index(device)
         storage: Any = torch.UntypedStorage._new_shared_cuda(
             index,
@@ -138,7 +141,7 @@ class CudaApi:
             handle["counter"],
             handle["counter_offset"],
             handle["event"],
-            False,  # no event to wait for: who exports says when the memory is ready
+            False,  # no event to wait for: the exporter's message says when the memory is ready
         )
         return torch.empty(0, dtype=torch.uint8, device=torch.device("cuda", index)).set_(storage)
 
@@ -157,23 +160,23 @@ class CudaApi:
         return _Nccl(self, device, store, rank, size)
 
 
-# What ProcessGroupNCCL reads from the environment in its constructor, and what of it would end the process. Deadlines
-# and failures of the groups that are made here are those of netfold's driver, and end with an error.
+# Variables that ProcessGroupNCCL reads in its constructor. Other values could end the process. netfold's driver handles
+# the deadlines and failures of these groups, and raises errors.
 _NCCL_ENVIRONMENT = {
-    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",  # the watchdog neither aborts nor throws when an operation fails or is late
-    "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",  # the watchdog's thread ends where the device fails, and nothing else does
-    "TORCH_NCCL_ENABLE_MONITORING": "0",  # no second thread that ends the process when the watchdog is silent
-    "TORCH_NCCL_BLOCKING_WAIT": "0",  # wait() orders streams, and does not hold the host
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",  # the watchdog neither aborts nor throws for a failed or overdue operation
+    "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",  # if the device fails, only the watchdog's thread ends
+    "TORCH_NCCL_ENABLE_MONITORING": "0",  # no second thread ends the process when the watchdog hangs
+    "TORCH_NCCL_BLOCKING_WAIT": "0",  # wait() orders streams and does not block the host
 }
 _nccl_environment_lock = threading.Lock()
-# NCCL's own timeout, which with the above is only logged.
+# NCCL's own timeout. With the settings above it is only logged.
 _NCCL_TIMEOUT = timedelta(days=1)
-# For a call of NCCL's that ends a group: it may hang where a device does.
+# The wait for an NCCL call that ends a group: the call hangs if a device does.
 _NCCL_END_S = 10.0
 
 
 class _Nccl:
-    """See `NcclGroup`: torch's own group, by itself."""
+    """See `NcclGroup`: a ProcessGroupNCCL outside of torch's world."""
 
     def __init__(self, layer: CudaApi, device: torch.device, store: Any, rank: int, size: int) -> None:
         kind: Any = getattr(_distributed_c10d, "ProcessGroupNCCL", None)
@@ -202,14 +205,14 @@ class _Nccl:
         group, self._group = self._group, None
         if group is not None:
             self._end(group.abort)
-            wait_for_all(self._store, self._size, 0)  # others wait for this rank no longer
+            wait_for_all(self._store, self._size, 0)  # count this rank, so that others do not wait for it
 
     def close(self, wait_s: float) -> None:
         group, self._group = self._group, None
         if group is None:
             return
         wait_for_all(self._store, self._size, wait_s)
-        # Of torch 2.10 to 2.15 this flushes the communicator and destroys it. Older ones abort it, which does no harm
+        # In torch 2.10 to 2.15 this flushes and destroys the communicator. Older versions abort it, which is harmless
         # once all devices are done.
         self._end(group.shutdown)
 
@@ -232,16 +235,16 @@ def wait_for_all(store: Any, size: int, wait_s: float) -> None:
     try:
         here = store.add("closing", 1)
         while here < size and time.monotonic() < give_up:
-            time.sleep(_LOOK_S)
+            time.sleep(_POLL_S)
             here = store.add("closing", 0)
     except RuntimeError:
-        # The process that served the store has ended, and it ended after it had seen all, or had waited long enough.
+        # The process that serves the store has ended: it had counted all ranks, or its own wait was over.
         return
 
 
 @contextlib.contextmanager
 def _environment(values: dict[str, str]) -> Iterator[None]:
-    """Have the environment hold `values` as long as the context lasts; what the user has set comes back."""
+    """Set the environment variables `values` inside the context, and restore them at its end."""
     with _nccl_environment_lock:
         before = {name: os.environ.get(name) for name in values}
         os.environ.update(values)

@@ -1,7 +1,7 @@
-"""What torch does not offer to Python of CUDA, by ctypes from the driver: capture modes, and streams of one's own.
+"""CUDA functions that torch lacks in Python, called in the driver by ctypes: capture modes, and new streams.
 
-The driver library's names and its ABI do not change with the CUDA release, unlike the runtime library's, of which torch
-brings its own. Where there is no such library (ROCm) capture modes are left alone, and there are no own streams.
+The driver library's names and ABI do not change with the CUDA release. The runtime library's do, and torch has its own
+copy. Without the driver library (ROCm), capture modes are not changed, and there are no new streams.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import Any
 _LIBRARY = "libcuda.so.1"
 
 # CU_STREAM_CAPTURE_MODE_GLOBAL and _RELAXED. In the global mode, a thread's default, a call such as cudaEventQuery
-# fails while any thread captures a graph in that mode, and the capture is lost. In the relaxed mode the calls of this
-# thread are of no concern to captures of others (CUDA driver API, cuThreadExchangeStreamCaptureMode).
+# fails while any thread captures a graph in that mode, and the capture is lost. In the relaxed mode this thread's calls
+# do not affect captures of other threads (CUDA driver API, cuThreadExchangeStreamCaptureMode).
 GLOBAL, RELAXED = 0, 2
 _NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING
 
@@ -26,15 +26,15 @@ def set_capture_mode(mode: int) -> int:
     if exchange is None:
         return GLOBAL
     value = ctypes.c_int(mode)
-    # An error says that CUDA is not begun in this process: nobody can be capturing.
+    # An error means that CUDA is not initialised in this process, so no thread is capturing.
     return value.value if exchange(ctypes.byref(value)) == 0 else GLOBAL
 
 
 def create_stream(index: int) -> int | None:
-    """A new stream on device `index`, which does not wait for the legacy default stream, nor that one for it.
+    """Make a stream on device `index`, not synchronised with the legacy default stream.
 
-    The handle is a cudaStream_t, too. None where there is no driver library; RuntimeError where the driver fails. The
-    primary context of the device stays retained: the stream lives as long as the process.
+    Returns the handle, which is also a cudaStream_t; None without the driver library. Raises RuntimeError if the driver
+    fails. The device's primary context stays retained: the stream lives as long as the process.
     """
     library = _library(ctypes.CDLL)
     if library is None:
@@ -58,7 +58,7 @@ def _call(function: Any, *arguments: Any) -> None:
 
 @functools.cache
 def _exchange() -> Any:
-    # PyDLL keeps the GIL: the call takes less than handing the GIL over.
+    # PyDLL keeps the GIL: the call takes less time than releasing and reacquiring the GIL.
     library = _library(ctypes.PyDLL)
     return None if library is None else library.cuThreadExchangeStreamCaptureMode
 

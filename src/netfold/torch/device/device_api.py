@@ -1,4 +1,4 @@
-"""What is asked of devices. `netfold.torch.device.cuda` answers by torch.cuda."""
+"""The interface to devices. `netfold.torch.device.cuda` implements it by torch.cuda."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from netfold.errors import CollectiveTimeout
 
 Tensor = torch.Tensor
 
-# What an event is asked at once, before the thread sleeps between two looks.
-_LOOKS = 50
+# Queries of an event before the thread sleeps between two queries.
+_SPIN_QUERIES = 50
 SHORTEST_PAUSE_S, LONGEST_PAUSE_S = 20e-6, 1e-3
 
 
@@ -22,128 +22,128 @@ class Event(Protocol):
     """A point in a stream."""
 
     def query(self) -> bool:
-        """Whether the device has come past it; raises what befell the device."""
+        """Whether the device has passed the event. Raises the device's error."""
 
 
 class Stream(Protocol):
-    """A line of work on one device, done in order; between streams only events order anything."""
+    """A queue of work on one device, executed in order. Only events order work of different streams."""
 
     def record_event(self) -> Any: ...
 
     def wait_event(self, event: Any) -> None:
-        """What comes after this in the stream begins behind the event. The host goes on."""
+        """Have later work of the stream wait for the event. Does not block the host."""
 
 
 class NcclGroup(Protocol):
-    """A group of NCCL's. Its collectives come in the order of the stream that is named; the host goes on.
+    """An NCCL group. Its collectives run in the order of the given stream and do not block the host.
 
-    NCCL ends no operation and no process by itself here: deadlines and failures are the caller's concern.
+    NCCL ends no operation and no process here: the caller handles deadlines and failures.
     """
 
     def reduce_scatter(self, stream: Any, output: Tensor, source: Tensor, reduce: str) -> None:
-        """`source`: as many times `output`'s elements as there are ranks."""
+        """source: `output`'s number of elements times the number of ranks."""
 
     def all_gather(self, stream: Any, output: Tensor, source: Tensor) -> None: ...
 
     def abort(self, reason: str) -> None:
-        """End what is under way, also on other ranks; what it would have written is undefined."""
+        """End all operations under way, also on other ranks. Their outputs are undefined."""
 
     def close(self, wait_s: float) -> None:
-        """Once this rank's device is done: wait up to `wait_s` for the other ranks' devices, and free the group.
+        """Wait up to `wait_s` for the other ranks' devices, and free the group. This rank's device must be done.
 
-        Until its own device is done, another rank reads memory that belongs to this rank's part of the group.
+        Another rank reads memory of this rank's part of the group until its own device is done.
         """
 
 
 class DeviceApi(Protocol):
-    """One kind of device. Functions raise RuntimeError in the device's own words where it fails or has no room.
+    """One kind of device. Functions raise RuntimeError with the device's error text if it fails or is out of memory.
 
-    The calling thread's current device must be the one that the call is for: `enter` or `on` comes first. CUDA makes a
-    context, some 300 to 500 MB, on whatever device is current at a thread's first call, and that is device 0 where the
-    thread chose none. Only `holds`, `device_of`, `visible`, `uuid`, `future` and `current_stream` need no current
-    device. The same holds for the methods of streams and events.
+    Call `enter` or `on` first: the calling thread's current device must be the device of the call. At a thread's first
+    call CUDA makes a context of 300 to 500 MB on the current device, which is device 0 by default. Only `holds`,
+    `device_of`, `visible`, `uuid`, `future` and `current_stream` need no current device. Methods of streams and events
+    need one.
     """
 
     kind: str
 
     def holds(self, tensor: Tensor) -> bool:
-        """Whether its memory is on such a device."""
+        """Whether the tensor's memory is on a device of this kind."""
 
     def device_of(self, tensor: Tensor) -> torch.device: ...
 
     def uuid(self, device: torch.device) -> str:
-        """Names a device alike in every process, whichever of them are visible there."""
+        """A name of the device that is the same in every process, whatever devices are visible there."""
 
     def visible(self) -> Sequence[str]:
         """The UUIDs of the devices that this process sees, by index."""
 
     def enter(self, device: torch.device) -> None:
-        """Make `device` the calling thread's current device, and keep the thread out of other threads' captures.
+        """Make `device` the calling thread's current device, and keep the thread from ending other threads' captures.
 
-        For netfold's own threads, before their first call here. Lasts as long as the thread.
+        For netfold's own threads, before their first call here. Lasts until the thread ends.
         """
 
     def on(self, device: torch.device) -> contextlib.AbstractContextManager[Any]:
-        """Do what `enter` does until the context ends, and restore then what the calling thread had before.
+        """Do what `enter` does inside the context, and restore the thread's state at its end.
 
-        For threads of the user's, and for threads that serve several groups.
+        For the user's threads, and for threads that serve several groups.
         """
 
     def current_stream(self, device: torch.device) -> Stream:
-        """That of the calling thread."""
+        """The calling thread's current stream on `device`."""
 
     def captures(self) -> bool:
-        """Whether what the calling thread gives its current stream is recorded into a graph, and not done."""
+        """Whether the calling thread's current stream records work into a graph instead of running it."""
 
     def new_stream(self, device: torch.device) -> Stream:
-        """A stream that no other code has, for as long as somebody holds it.
+        """Make a stream that no other code uses, as long as a reference to it exists.
 
-        A stream that the user's code has, too, would make netfold's copies wait for the user's kernels, and would have
-        them recorded into a graph that the user captures.
+        In a stream shared with the user's code, netfold's copies would wait for the user's kernels, and the user's
+        capture would record the copies into a graph.
         """
 
     def launch(self, stream: Any, work: Callable[[], Any]) -> None:
-        """Have `work`'s torch operations done in the stream's order. They may use its temporaries."""
+        """Call `work`, whose torch operations then run in the stream. They may allocate temporaries."""
 
     def copy(self, stream: Any, to: Tensor, source: Tensor) -> None:
-        """Between device and pinned memory, or on a device; the host goes on."""
+        """Copy between device and pinned memory, or on a device. Does not block the host."""
 
     def pinned(self, nbytes: int) -> Tensor:
-        """[nbytes] u8 of host memory that copy engines reach."""
+        """Allocate [nbytes] u8 of pinned host memory."""
 
     def empty(self, stream: Any, nbytes: int) -> Tensor:
-        """[nbytes] u8 on the stream's device, for that stream: by others it may still be in use."""
+        """Allocate [nbytes] u8 on the stream's device. Only that stream may use it at once."""
 
     def keep(self, tensor: Tensor, stream: Any) -> None:
-        """Its memory is nobody else's before the stream has come past what it has been given so far."""
+        """Keep the tensor's memory from reuse until the stream has run all work submitted so far."""
 
     def export(self, tensor: Tensor) -> dict[str, Any]:
-        """What one other process opens this memory by: numbers, words and bytes.
+        """Export the tensor's memory to one other process. Returns the handle: numbers, strings and bytes.
 
-        A lease with one user. The allocator gives the memory to nobody else, also when the exporter lets go of it,
-        until that process has closed what it opened, or has declined.
+        The handle is a lease with one user. The allocator does not reuse the memory, even if the exporter frees it,
+        until that process has closed or declined the lease.
         """
 
     def open(self, handle: dict[str, Any], device: torch.device) -> Tensor:
-        """[as exported] u8: another process's memory, for use by `device` of this one, which need not see its own.
+        """Open another process's memory for `device`: [as exported] u8. The exporter's device need not be visible.
 
-        It is closed when the last reference to it goes: no kernel may read there any more.
+        The last reference to the tensor closes the lease. No kernel may read the memory then.
         """
 
     def decline(self, handle: dict[str, Any], device: torch.device) -> None:
-        """End a lease that cannot be opened here."""
+        """End a lease without opening it."""
 
     def future(self, device: torch.device) -> torch.futures.Future[Any]:
-        """One whose `wait` also makes the current stream wait for the stream that it was resolved in."""
+        """Make a Future whose `wait` has the current stream wait for the stream in which it was resolved."""
 
     def resolve(self, stream: Any, future: torch.futures.Future[Any], value: Any) -> None: ...
 
     def nccl(self, device: torch.device, store: Any, rank: int, size: int) -> NcclGroup:
-        """ValueError where torch has none."""
+        """Make an NCCL group. Raises ValueError if torch has no NCCL."""
 
 
 def refuse_capture(layer: DeviceApi, rank: int, what: str) -> None:
-    """ValueError while a graph is captured: the host takes part in all that is done here, and no graph replays it."""
+    """Raise ValueError while a graph is captured: the host takes part in all operations, which no graph replays."""
     if layer.captures():
         raise ValueError(
             f"rank {rank}: {what} cannot be captured into a {layer.kind} graph: netfold goes through the host, which "
@@ -152,8 +152,8 @@ def refuse_capture(layer: DeviceApi, rank: int, what: str) -> None:
 
 
 def wait_for(event: Event, deadline: float, rank: int, what: str) -> None:
-    """Have the host wait for a device; CollectiveTimeout where it does not come that far until the deadline."""
-    for _ in range(_LOOKS):
+    """Block the host until the device has passed `event`. Raises CollectiveTimeout at the deadline."""
+    for _ in range(_SPIN_QUERIES):
         if event.query():
             return
     began, pause = time.monotonic(), SHORTEST_PAUSE_S

@@ -1,8 +1,8 @@
-"""The thread that takes a group's collectives on device memory, in the order in which they were called.
+"""The thread that runs a group's collectives on device memory, in the order of the calls.
 
-A caller leaves a call here, with an event of its stream, and gets a Work at once. Collectives of the same group on CPU
-tensors that come later must not overtake: their callers wait until this queue is empty (`wait_until_idle`), since the
-order of calls is what ranks match them by.
+A caller submits a call with an event of its stream, and gets a Work at once. Ranks match calls by their order, so later
+collectives of the group on CPU tensors must not overtake: their callers wait until this queue is empty
+(`wait_until_idle`).
 """
 
 from __future__ import annotations
@@ -31,26 +31,27 @@ log = logging.getLogger("netfold")
 
 Tensor = torch.Tensor
 
-# Calls that may wait here; who comes with one more waits until there is room.
+# The most calls that may be queued. The caller of one more waits.
 MAX_QUEUED = 4096
-# How long `join` waits for the thread to hear that the group is closed, which one that waits for a device that hangs
-# does at the deadline of that operation; and then for its end, before which it waits for its device and for others'.
+# `join` waits _STOP_S until the thread sees that the group is closed. A thread that waits for a hanging device sees
+# this only at its operation's deadline. Then `join` waits _JOIN_S for the thread's end: the thread waits for its own
+# device and for the other ranks' devices first.
 _STOP_S = 2.0
 _JOIN_S = SETTLE_S + MEET_S + 20.0
-# How long a kernel that waits for other ranks' may go on once the group has failed: a rank that was done and left
-# normally ends the group, too, and has done its part.
+# After a group's failure, a kernel that waits for other ranks' kernels may run this much longer: a rank that finished
+# and left also ends the group, and its kernels have done their part.
 _GRACE_S = 3.0
-# A kernel that has waited for as long as this may wait for a rank that is dead.
+# After this time, a waiting kernel may be waiting for a lost rank.
 _WATCH_AFTER_S = 1.0
-_FAR_S = 1e6  # for the barrier that only listens: ranks join it when they, too, have waited for long
+_FAR_S = 1e6  # timeout of the barrier that only watches for failures: other ranks may never join it
 
-# Errors name the line of the user's that called, which is none of this thread's.
+# Errors name the user's calling line, not a line of this thread.
 engine.hide_from_call_sites(threading.__file__)
 
 
 @dataclass(eq=False)
 class _Job:
-    """What was asked for together."""
+    """The calls of one operation."""
 
     calls: Sequence[Prepared]
     work: DeviceWork
@@ -62,10 +63,10 @@ class _Job:
 
 
 class DeviceDriver:
-    """One group's. Thread-safe."""
+    """The device driver of one group. Thread-safe."""
 
     def __init__(self, group: Group, layer: DeviceApi, part: Store) -> None:
-        """`part`: of a store, where groups that are parts of this one meet."""
+        """part: the store in which subgroups of this group connect."""
         self._group = group
         self._part = part
         self.layer = layer
@@ -75,18 +76,18 @@ class DeviceDriver:
         self._unsettled: collections.deque[_Job] = collections.deque()
         self._closed = ""
         self._thread: threading.Thread | None = None
-        # The thread's own.
+        # Only the thread uses the attributes below.
         self._ways: DevicePaths | None = None
         self._failed = False
         self._meet_s = MEET_S
         self._ending = threading.Event()
-        # Jobs whose sums are not made before their events have passed, with these and in their order.
+        # Jobs whose results are complete only after their event, with that event, in order.
         self._awaited: collections.deque[tuple[_Job, Event]] = collections.deque()
         self._pause_s, self._give_up, self._watch_from = SHORTEST_PAUSE_S, float("inf"), float("inf")
         self._watching: Any = None
 
     def submit(self, calls: Sequence[Prepared], result: Any, timeout_s: float | None) -> DeviceWork:
-        """Take up a call. Its tensors hold their values once the current stream has come as far as it has now."""
+        """Queue a call. Its tensors hold their values once the current stream has run all work submitted so far."""
         device = self._device_of(calls)
         with self.layer.on(device):
             refuse_capture(self.layer, self._group.rank, f"{calls[0].kind} on {device}")
@@ -113,25 +114,25 @@ class DeviceDriver:
         return work
 
     def wait_until_idle(self) -> None:
-        """Return once every call so far is on its way. Raises nothing: a failure is the group's, who calls it hears."""
+        """Wait until every earlier call is submitted. Raises nothing: the group's next call raises a failure."""
         if self._unsettled:
             with self._changed:
                 self._changed.wait_for(lambda: not self._unsettled, self._group.timeout_s)
 
     def close(self, reason: str, *, failed: bool = False) -> None:
-        """No call comes any more, and what waits for the network fails as soon as the group is closed, too. Idempotent.
+        """Accept no more calls. Calls that wait for the network fail once the group is closed, too. Idempotent.
 
-        What only the device has still to do comes to its end, unless the group ends by a failure.
+        Work that only the device has left to do completes, unless the group ends by a failure.
         """
         with self._changed:
             self._failed = self._failed or failed
             if not self._closed and self._group.failure is not None:
-                self._meet_s = _GRACE_S  # a rank that is dead never comes
+                self._meet_s = _GRACE_S  # a lost rank never comes
             self._closed = self._closed or f"rank {self._group.rank}: {reason}"
             self._changed.notify_all()
 
     def join(self) -> None:
-        """Once the group is closed: see the thread end."""
+        """Wait for the thread's end, once the group is closed."""
         thread = self._thread
         if thread is None or self._pid != os.getpid() or thread is threading.current_thread():
             return
@@ -139,7 +140,7 @@ class DeviceDriver:
             thread.join(_JOIN_S)
 
     def why(self) -> str:
-        """What the ranks found out about each other's devices, in a sentence."""
+        """Describe the paths on which the ranks agreed, in a sentence."""
         if self._ways is None:
             return f"{self.layer.kind}: no collective on its memory yet"
         return self._ways.reason
@@ -158,7 +159,7 @@ class DeviceDriver:
 
     def _serve(self) -> None:
         while True:
-            job = None  # what is done is no longer held while the next is waited for
+            job = None  # release the previous job's tensors while waiting
             with self._changed:
                 while not self._queue and not self._closed and not self._busy() and not self._awaited:
                     self._changed.wait()
@@ -186,9 +187,9 @@ class DeviceDriver:
         self._ways.staged.step()
 
     def _hand_over(self) -> None:
-        """Let those jobs go whose sums are made. With nothing else to do, sleep a little where the next is not.
+        """Finish the jobs whose events have passed. Sleep briefly if there is nothing else to do.
 
-        Raises CollectiveTimeout after a job's deadline, and what ended the group soon after that.
+        Raises CollectiveTimeout after a job's deadline, and a failure of the group _GRACE_S after the failure.
         """
         while self._awaited:
             job, made = self._awaited[0]
@@ -215,16 +216,16 @@ class DeviceDriver:
                 "that of another rank of this host, which hangs, or made no such call",
                 rank=rank,
             )
-        failure = None if self._closed else self._group.failure or self._heard(now)
+        failure = None if self._closed else self._group.failure or self._remote_failure(now)
         if failure is not None:
             self._give_up = min(self._give_up, now + _GRACE_S)
             if now > self._give_up:
                 raise failure
 
-    def _heard(self, now: float) -> NetfoldError | None:
-        """What ended another rank of this host, once a kernel has waited for `_WATCH_AFTER_S`.
+    def _remote_failure(self, now: float) -> NetfoldError | None:
+        """The failure of another rank of this host, once a kernel has waited for `_WATCH_AFTER_S`.
 
-        A group hears of others only while an operation runs: a barrier does, in a group that is there for this.
+        A group detects failures only while an operation runs. So a barrier runs in a group made for this purpose.
         """
         assert self._ways is not None and self._ways.inside is not None
         watch = self._ways.inside.watch
@@ -235,7 +236,7 @@ class DeviceDriver:
         return watch.error(self._watching) if self._watching.done and self._watching.failure is not None else None
 
     def _end(self) -> None:
-        """Once no call comes any more: what the device has begun comes to its end, and then everything is freed."""
+        """After `close`: wait for the work that the device has begun, then free everything."""
         self._ending.set()
         give_up = time.monotonic() + SETTLE_S
         try:
@@ -276,7 +277,7 @@ class DeviceDriver:
                 staged.begin(call, job.ready, job.deadline, lambda event: self._returned(job, event))
 
     def _returned(self, job: _Job, event: Event) -> None:
-        """One of the job's calls is on its way back: after the last, copy to where results belong and let it go."""
+        """Count one finished call of the job. After the last, copy the results back and settle the Work."""
         assert self._ways is not None
         job.events.append(event)
         job.left -= 1
@@ -299,7 +300,7 @@ class DeviceDriver:
             self._changed.notify_all()
 
     def _fail(self, error: Exception) -> None:
-        """What failed ends the group, as a failure of native operations does: other ranks hear of it."""
+        """End the group, as a failure of a native operation does. The other ranks get the reason."""
         try:
             self._group.abort(str(error))
             if self._ways is not None:
@@ -308,7 +309,7 @@ class DeviceDriver:
             self._drop(error)
 
     def _drop(self, error: Exception) -> None:
-        """The end of this thread, and of whatever is still under way on this rank."""
+        """Fail all jobs that are still under way on this rank, and accept no more."""
         with self._changed:
             self._closed = self._closed or str(error)
             jobs = list(self._unsettled)
@@ -322,7 +323,7 @@ class DeviceDriver:
             job.work.fail(error)
 
     def _told(self, error: Exception, job: _Job | None) -> Exception:
-        """What befell this thread, with who and where."""
+        """Add the rank and the operation to an error that lacks them."""
         rank = self._group.rank
         if isinstance(error, (NetfoldError, ValueError, TimeoutError)):
             return error

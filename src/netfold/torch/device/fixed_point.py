@@ -1,8 +1,8 @@
-"""The i32 wire's arithmetic by torch's operations, wherever the tensors are: the bits of native/kernels
-(block_quantise.hpp, where it is argued), so that a sum that was made on GPUs is the one that any host would have made.
+"""The i32 wire format's arithmetic by torch's operations, on any device.
 
-Everything goes through f64, in which each product is exact and is rounded once, as the native floor does it for the
-smallest units; for the others it takes f32, where its products are exact, too.
+The bits equal those of native/kernels (block_quantise.hpp, which has the proof), so a sum made on GPUs equals a sum
+made on a host. All products are in f64, where they are exact and rounded once. The native engine does the same for the
+smallest units; for other units it uses f32, where its products are exact, too.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _INFINITY_BITS = 0x7F800000
 _SMALLEST_EXPONENT, _LARGEST_EXPONENT = -148, 128
 # Reserved exponents.
 _ALL_ZERO, _NON_FINITE = -(1 << 15), (1 << 15) - 1
-# In a block that is not finite an integer counts: ranks that had +Inf or NaN, and -Inf or NaN.
+# In a non-finite block, an integer holds two counts: of ranks with +Inf or NaN, and of ranks with -Inf or NaN.
 _COUNTER_BITS = 15
 _PLUS, _MINUS = 1, 1 << _COUNTER_BITS
 
@@ -39,7 +39,7 @@ def magnitudes(values: Tensor) -> Tensor:
 
 
 def exponents(agreed: Tensor) -> Tensor:
-    """[blocks] i32: the least e with |x| < 2^e for magnitudes up to these, or a reserved one."""
+    """[blocks] i32: the least e with |x| < 2^e for magnitudes up to `agreed`, or a reserved exponent."""
     biased = agreed >> 23
     subnormal = torch.frexp(agreed.double()).exponent - 149
     found = torch.where(biased != 0, biased - 126, subnormal)
@@ -72,17 +72,17 @@ def dequantise(integers: Tensor, exponents: Tensor, headroom: int) -> Tensor:
 
 
 def _units(exponents: Tensor, headroom: int) -> Tensor:
-    """log2 of what the integer 1 means."""
+    """log2 of the value of the integer 1."""
     return exponents.clamp(_SMALLEST_EXPONENT, _LARGEST_EXPONENT) + (headroom - 30)
 
 
 def _power_of_two(exponent: Tensor) -> Tensor:
-    # By its bits: what pow() rounds to is up to the device.
+    # Built from bits: the rounding of pow() depends on the device.
     return ((exponent.to(torch.int64) + 1023) << 52).view(torch.float64)
 
 
 def _rows(flat: Tensor) -> list[Tensor]:
-    """Whole blocks as rows, and the last, short one as one row."""
+    """View the whole blocks as rows, and the short last block as one row."""
     whole = flat.numel() // BLOCK_ELEMENTS * BLOCK_ELEMENTS
     found = [flat[:whole].view(-1, BLOCK_ELEMENTS), flat[whole:].view(1, -1)]
     return [rows for rows in found if rows.numel()]

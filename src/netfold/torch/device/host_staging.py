@@ -1,14 +1,16 @@
-"""Collectives through pinned host memory: while one piece is in the collective, the next is on its way out of the
-device and the one before on its way back, each by a copy engine of its own.
+"""Collectives through pinned host memory, in a pipeline of chunks.
 
-Theory of operation. A slot is a pinned buffer for one piece. A piece goes through three stages:
+While one chunk is in the collective, one copy engine copies the next chunk from the device, and another copies the
+previous chunk back.
 
-    leaving    copied out on the stream `out`, which waits for the caller's stream and for the slot's last way back
+Theory of operation. A slot is a pinned buffer for one chunk. A chunk goes through three stages:
+
+    leaving    copied out on the stream `out`, which waits for the caller's stream and for the slot's last copy back
     running    the native collective; submitted once the host has seen the copy done
     returned   copied in on the stream `back`; its event frees the slot
 
-One thread drives it. Pieces leave, run and return in one order, the same on every rank, which is what the native group
-asks of its callers. Results may be read by whoever waits for the event after the last piece's return.
+One thread drives the pipeline. Chunks leave, run and return in the same order on every rank, as the native group
+requires. The results are complete after the event that follows the last chunk's return.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ from netfold.torch.device.pinned import ALIGN_BYTES
 
 Tensor = torch.Tensor
 
-# Places that results were copied to are looked through when there are more.
+# With more result addresses than this, remove those whose copies are done.
 _MAX_LANDING = 256
 
 
@@ -41,7 +43,7 @@ class Slot:
 
 @dataclass(eq=False)
 class StagedChunk:
-    """A piece on its way."""
+    """A chunk in the pipeline."""
 
     call: Prepared
     chunk: Chunk
@@ -53,7 +55,7 @@ class StagedChunk:
 
 
 class HostStaging:
-    """One group's way through the host for one device. Not thread-safe."""
+    """The pipeline of one group and one device. Not thread-safe."""
 
     def __init__(self, group: Group, layer: DeviceApi, device: torch.device, slots: Iterable[Tensor]) -> None:
         self._group = group
@@ -65,8 +67,8 @@ class HostStaging:
         self._slot_bytes = self._slots[0].memory.numel()
         self._leaving: collections.deque[StagedChunk] = collections.deque()
         self._running: collections.deque[StagedChunk] = collections.deque()
-        # Memory that pieces under way will write, and that which copies to the device may not have reached yet: who
-        # reads either must come after.
+        # By address: memory that chunks under way will write, and memory whose copies to the device may not be done.
+        # Later reads must wait for both.
         self._written: collections.Counter[int] = collections.Counter()
         self._landing: dict[int, Event] = {}
 
@@ -75,13 +77,16 @@ class HostStaging:
         return bool(self._leaving or self._running)
 
     def begin(self, call: Prepared, ready: Event, deadline: float, returned: Callable[[Event], None]) -> None:
-        """Send a call's pieces on their way; `ready`: when its tensors hold their values. `returned` is called, by
-        `step` at the latest, with the event after which the results are in place."""
+        """Start a call's chunks.
+
+        ready: the event after which the tensors hold their values.
+        returned: called, by `step` at the latest, with the event after which the results are in place.
+        """
         some = [*call.inputs, *call.outputs]
         elements = chunk_elements(call, self._group.size, self._slot_bytes)
         count = count_chunks(call, elements)
         if call.kind == "all_to_all":
-            self.drain()  # what is submitted must come in one order
+            self.drain()  # all ranks must submit in one order
             count = self._greatest(count, deadline)
         elif any(_place(tensor) in self._written for tensor in some):
             self.drain()
@@ -98,26 +103,26 @@ class HostStaging:
             self._leave(call, piece, deadline, returned if number == count - 1 else None)
 
     def step(self) -> None:
-        """Take the oldest piece one stage further."""
+        """Move the oldest chunk to its next stage."""
         if self._running:
             self._return(self._running.popleft())
         elif self._leaving:
             self._run(self._leaving.popleft())
 
     def drain(self) -> None:
-        """Have all pieces on their way back; the host does not wait until they are there."""
+        """Run all chunks until their copies back are submitted. Does not wait for these copies."""
         while self._leaving:
             self._run(self._leaving.popleft())
         while self._running:
             self._return(self._running.popleft())
 
     def forget(self) -> None:
-        """After a failure: nothing that is under way matters any more."""
+        """Drop all chunks under way, after a failure."""
         self._leaving.clear()
         self._running.clear()
 
     def _leave(self, call: Prepared, piece: Chunk, deadline: float, returned: Callable[[Event], None] | None) -> None:
-        slot = self._slots.popleft()  # there is one: of three pieces, one has returned
+        slot = self._slots.popleft()  # never empty: of three chunks, one has returned
         if slot.free is not None and piece.out:
             self.out.wait_event(slot.free)
         regions = _regions(slot.memory, piece)
@@ -134,7 +139,7 @@ class HostStaging:
 
     def _run(self, passage: StagedChunk) -> None:
         call, rank = passage.call, self._group.rank
-        # The collective writes where the last piece of this slot is read from.
+        # The collective overwrites the slot, so the copy back of the slot's previous chunk must be done, too.
         for event, what in ((passage.slot.free, "the copy to the device"), (passage.left, "the copy to the host")):
             if event is not None:
                 wait_for(event, passage.deadline, rank, f"{call.kind}: {what}")
@@ -169,7 +174,7 @@ class HostStaging:
             passage.returned(self.back.record_event())
 
     def copy_back(self, tensors: Iterable[Tensor], event: Event) -> None:
-        """Calls that come later and read these will do so behind `event`."""
+        """Have later calls that read these tensors wait for `event`."""
         if len(self._landing) > _MAX_LANDING:
             self._landing = {place: each for place, each in self._landing.items() if not each.query()}
         for tensor in tensors:
@@ -194,7 +199,7 @@ def seconds_until(deadline: float) -> float:
 
 
 def _regions(memory: Tensor, piece: Chunk) -> dict[int, Tensor]:
-    """Where each tensor of a piece lies in its slot."""
+    """The region of each tensor of a chunk in its slot."""
     regions, at = {}, 0
     for tensor in (*piece.inputs, *piece.outputs):
         regions[id(tensor)] = memory[at : at + tensor.numel()]

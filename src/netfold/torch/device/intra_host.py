@@ -1,7 +1,8 @@
-"""all_reduce in three steps: a reduce-scatter among the GPUs of a host, an all_reduce of each shard among the ranks
-that hold it on their hosts, an all-gather inside. What leaves a host is 1/L of what each of its L ranks would send.
+"""all_reduce in three steps: reduce-scatter in a host, all_reduce of each shard between hosts, all-gather in a host.
 
-By the i32 wire the values become integers on the GPU first, so that the bits are those of a host's own sum.
+The all_reduce runs among the ranks that have the same shard on their hosts. Each of a host's L ranks sends 1/L of the
+bytes that it would send alone. For the i32 wire format the GPU quantises the values first, so the bits equal those of a
+sum made on hosts.
 """
 
 from __future__ import annotations
@@ -20,10 +21,11 @@ from netfold.torch.device.host_staging import HostStaging
 
 Tensor = torch.Tensor
 
-# Below, two meetings of a host's ranks are taken to cost more than one collective of them all; that is not measured.
+# Below this size, two barriers of a host's ranks are assumed to cost more than one collective of all ranks; not
+# measured.
 MIN_BYTES = 64 << 10
 _NCCL_BYTES = 16 << 20
-# Those of the dtypes that are reduced here for which NCCL has a datatype (ncclDataType_t): not int16.
+# The dtypes of `arithmetic.DTYPES` for which NCCL has a datatype (ncclDataType_t): all but int16.
 _NCCL_DTYPES = frozenset({
     torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int8, torch.int32, torch.int64, torch.uint8,
 })  # fmt: skip
@@ -35,26 +37,28 @@ _NAMES = {
 
 
 class IntraHostReducer(Protocol):
-    """Reductions among the ranks of one host, in one stream's order; all give pieces of one size and dtype."""
+    """Reductions among the ranks of one host, in one stream's order. All ranks pass chunks of one size and dtype."""
 
     chunk_bytes: int
-    dtypes: frozenset[torch.dtype]  # others are staged, on every rank: ranks call with one dtype
-    # Whether kernels wait for other ranks' kernels. Then a sum is made once its event has passed, and not before.
+    dtypes: frozenset[torch.dtype]  # other dtypes are staged, on every rank
+    # Whether kernels wait for other ranks' kernels. Then only the passing of its event shows that a sum is complete.
     kernels_wait: bool
 
     def scatter(self, values: Tensor, reduce: str, deadline: float) -> Tensor:
-        """This rank's shard of the reduction: a view that is good until `gather`, which takes what is there then. It
-        may be empty; it is as long as that of its peers on other hosts."""
+        """Reduce-scatter `values`. Returns this rank's shard, a view that is valid until `gather`, which sends it.
+
+        The shard may be empty. It is as long as the same shard on other hosts.
+        """
 
     def gather(self, values: Tensor, deadline: float) -> None:
-        """Every rank's shard, in its place."""
+        """All-gather the shards into `values`."""
 
     def release(self, *, settled: bool) -> None:
-        """No call comes any more. `settled`: whether the device is done with what it was given."""
+        """Free the resources. settled: the device has finished all work."""
 
 
 class NcclReducer:
-    """See `IntraHostReducer`: by NCCL."""
+    """An `IntraHostReducer` by NCCL."""
 
     chunk_bytes = _NCCL_BYTES
     dtypes = _NCCL_DTYPES
@@ -72,7 +76,7 @@ class NcclReducer:
     def scatter(self, values: Tensor, reduce: str, deadline: float) -> Tensor:
         whole, shard = self._buffers(values)
         self._layer.copy(self._stream, whole[: values.numel()], values)
-        # What is behind the values is reduced with them, and read by nobody.
+        # The padding after the values is reduced with them and never read.
         self._inside.reduce_scatter(self._stream, shard, whole, reduce)
         return shard
 
@@ -82,7 +86,7 @@ class NcclReducer:
         self._layer.copy(self._stream, values, whole[: values.numel()])
 
     def release(self, *, settled: bool) -> None:
-        """Nothing here is another process's."""
+        """Do nothing: no memory here is shared with other processes."""
 
     def _buffers(self, values: Tensor) -> tuple[Tensor, Tensor]:
         each = -(-values.numel() // (self._size * BLOCK_ELEMENTS)) * BLOCK_ELEMENTS
@@ -91,7 +95,7 @@ class NcclReducer:
 
 
 class IntraHostPath:
-    """One group's, for one device. Not thread-safe."""
+    """The intra-host path of one group and one device. Not thread-safe."""
 
     def __init__(
         self,
@@ -102,8 +106,11 @@ class IntraHostPath:
         between: HostStaging | None,
         watch: Group | None,
     ) -> None:
-        """`between`: among the ranks that have this one's place on their hosts; None where there is one host. `watch`:
-        of the host's ranks where kernels wait for each other, for what the driver must hear of them meanwhile."""
+        """Make the path.
+
+        between: stages among the ranks with this rank's index on their hosts; None with one host.
+        watch: a group of the host's ranks in which the driver detects failures while kernels wait for each other.
+        """
         self._group = group
         self._layer = layer
         self._stream = stream
@@ -114,16 +121,16 @@ class IntraHostPath:
 
     @property
     def streams(self) -> list[Any]:
-        """Those that it gives work to."""
+        """All streams that this path uses."""
         between = self._between
         return [self._stream, *((between.out, between.back) if between is not None else ())]
 
     def release(self, *, settled: bool) -> None:
-        """See `Sums.release`."""
+        """See `IntraHostReducer.release`."""
         self._sums.release(settled=settled)
 
     def takes(self, call: Prepared) -> bool:
-        """By what all ranks know alike. i8 rounds at random, natively."""
+        """Whether this path runs the call; the same on all ranks. Excludes i8, which natively rounds at random."""
         if call.kind != "all_reduce" or call.inputs or call.outputs[0].nbytes < MIN_BYTES:
             return False
         dtype = _plain(call.outputs[0]).dtype
@@ -132,7 +139,7 @@ class IntraHostPath:
         return arithmetic.can_reduce(dtype, call.reduce, average=call.average) and self._wire(call) != "i8"
 
     def run(self, call: Prepared, ready: Sequence[Event], deadline: float) -> Event:
-        """The event after which the result is in place. Its tensor holds its values after all of `ready`."""
+        """Run the call after all events of `ready`. Returns the event after which the result is in place."""
         values = _plain(call.outputs[0])
         self._layer.keep(values, self._stream)
         for event in ready:
@@ -147,7 +154,7 @@ class IntraHostPath:
         return done
 
     def _wire(self, call: Prepared) -> str:
-        """What this sum travels as; other reductions, and other dtypes, travel as they are."""
+        """The wire dtype of a sum of f32; empty for other reductions and dtypes."""
         tensor = call.outputs[0]
         if call.reduce != "sum" or tensor.dtype is not torch.float32:
             return ""
@@ -180,14 +187,17 @@ class IntraHostPath:
 
 
 def _plain(tensor: Tensor) -> Tensor:
-    """Flat; of bool its bytes, which reductions keep 0 or 1."""
+    """Flatten the tensor; view bool as bytes, which reductions keep 0 or 1."""
     flat = tensor.detach().reshape(-1)
     return flat.view(torch.uint8) if flat.dtype is torch.bool else flat
 
 
 def host_groups(nodes: Sequence[int], rank: int) -> tuple[list[int], list[int], str]:
-    """The ranks of this rank's host; those with its place on every host; and why there is nothing to do inside hosts,
-    which is found alike by all."""
+    """Split ranks by host. The reason is the same on all ranks.
+
+    Returns the ranks of this rank's host, the ranks with this rank's index on every host, and the reason why the
+    intra-host path is impossible, or an empty string.
+    """
     hosts = [[each for each, node in enumerate(nodes) if node == host] for host in sorted(set(nodes))]
     mine = hosts[sorted(set(nodes)).index(nodes[rank])]
     counts = sorted({len(host) for host in hosts})

@@ -1,21 +1,21 @@
 """Sums among the GPUs of one host that reach each other's memory (CUDA IPC).
 
-Theory of operation. Every rank has a window: device memory that it exported, and that all others opened. A piece
-of a tensor is summed in two steps, each behind a meeting of the host's ranks, before which every rank has seen its own
-device done:
+Theory of operation. Every rank has a window: device memory that it exported and that the other ranks opened. A chunk
+of a tensor is reduced in two steps, each after a barrier of the host's ranks. Before the barrier every rank waits for
+its own device:
 
-    scatter    all copy their values into their windows; meet; rank k folds shard k of all windows, in rank order, into
-               its own window, where nobody else reads that shard before the next meeting
-    gather     meet; all copy every shard from its owner's window
+    scatter    all ranks copy their values into their windows; barrier; rank k reduces shard k of all windows, in rank
+               order, into its own window; no other rank reads that shard before the next barrier
+    gather     barrier; all ranks copy every shard from its owner's window
 
-Windows have two halves, used in turn. A rank writes into a half that was last read two pieces ago; every rank has met
-the others since, behind an event that comes after those reads. So no third meeting is needed.
+A window has two halves, which alternate. A rank writes into a half that was last read two chunks ago. Since then every
+rank has passed a barrier, after an event that follows those reads. So no third barrier is needed.
 
-A window is a lease, as a shared tensor is (ShmNode::begin_use in native/transport): it has an owner, its users are
-counted, and the owner's memory is nobody else's before all of them have let go. The owner exports it once for each
-user, since a counter of torch's counts one. A user lets go once its device is done with what it was given: at the end
-of the group, or never, where the device does not come to an end. The owner writes into its window only as said above,
-and nothing after a failure, so that a user that is behind may still read but never reads what is not of its group.
+A window is a lease, like a shared tensor (ShmNode::begin_use in native/transport). It has an owner and counted users,
+and the owner's memory is not reused until all users have released it. The owner exports the window once for each user,
+since one of torch's counters counts one user. A user releases the window once its device has finished: at the end of
+the group, or never if the device hangs. The owner writes into its window only as described above, and not after a
+failure. So a slow user may still read, but never reads memory from outside of the group.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Tensor = torch.Tensor
 # One half of a window.
 HALF_BYTES = 16 << 20
 _MARK_BYTES = 16
-# Windows, own and others', that a device may still use which did not come to an end: for as long as the process lives.
+# Windows, own and other ranks', that a hanging device may still use: kept for the life of the process.
 _never_released: list[Tensor] = []
 
 
@@ -47,10 +47,10 @@ class IpcReducer:
 
     chunk_bytes = HALF_BYTES
     dtypes = arithmetic.DTYPES
-    kernels_wait = False  # the host's ranks have met before each kernel
+    kernels_wait = False  # the host's ranks pass a barrier before each kernel
 
     def __init__(self, layer: DeviceApi, stream: Any, local: Group, windows: Sequence[Tensor]) -> None:
-        """`local`: the host's ranks; `windows`: by their order there, this rank's own among them."""
+        """local: the group of the host's ranks. windows: by rank in `local`, this rank's own included."""
         self._layer = layer
         self._stream = stream
         self._local = local
@@ -62,7 +62,7 @@ class IpcReducer:
         parts = self._parts(values)
         mine, (begin, end) = parts[self._local.rank], self._shard(values, self._local.rank)
         self._layer.launch(self._stream, lambda: mine.copy_(values))
-        self._meet(deadline)
+        self._barrier(deadline)
         shard = mine[begin:end]
         if len(shard):
             sources = [part[begin:end] for part in parts]
@@ -70,7 +70,7 @@ class IpcReducer:
         return shard
 
     def gather(self, values: Tensor, deadline: float) -> None:
-        self._meet(deadline)
+        self._barrier(deadline)
         for rank, part in enumerate(self._parts(values)):
             begin, end = self._shard(values, rank)
             if begin < end:
@@ -82,7 +82,7 @@ class IpcReducer:
         self._windows.clear()
 
     def _parts(self, values: Tensor) -> list[Tensor]:
-        """Where each rank's values are in its window."""
+        """The region of each rank's values in its window."""
         end = self._half + values.nbytes
         return [window[self._half : end].view(values.dtype) for window in self._windows]
 
@@ -91,7 +91,7 @@ class IpcReducer:
         each = -(-count // (self._local.size * BLOCK_ELEMENTS)) * BLOCK_ELEMENTS
         return min(count, rank * each), min(count, (rank + 1) * each)
 
-    def _meet(self, deadline: float) -> None:
+    def _barrier(self, deadline: float) -> None:
         wait_for(self._stream.record_event(), deadline, self._local.rank, "a copy among the GPUs of a host")
         self._local.wait(self._local.submit("barrier", timeout_s=seconds_until(deadline), wait_here=True))
 
@@ -99,9 +99,9 @@ class IpcReducer:
 def open_windows(
     group: Group, members: Sequence[int], layer: DeviceApi, stream: Any, device: torch.device, deadline: float
 ) -> tuple[list[Tensor], str]:
-    """The windows of `members`, the ranks of this host, in this order; else the reason, on every rank of the group.
+    """Open the windows of `members`, the ranks of this host, in this order. Collective over the group.
 
-    It is tried, by each with each, by reading a mark there; all do it, or none.
+    Each rank tests each window by reading a random mark. If any rank fails, all ranks return no windows and the reason.
     """
     mark, window, reason = secrets.token_bytes(_MARK_BYTES), None, ""
     handles: dict[int, dict[str, Any]] = {}  # by the rank that opens it
@@ -132,7 +132,7 @@ def open_windows(
                 layer.copy(stream, staged, opened[:_MARK_BYTES])
                 wait_for(stream.record_event(), deadline, group.rank, "a mark in a peer's memory")
                 if bytes(staged.tolist()) != offer["mark"]:
-                    raise RuntimeError("what it finds there is something else")
+                    raise RuntimeError("the mark read there is a different one")
                 windows.append(opened)
             except RuntimeError as error:
                 hidden = "" if offer["uuid"] in layer.visible() else ", which it does not see (CUDA_VISIBLE_DEVICES)"
@@ -140,8 +140,8 @@ def open_windows(
                     f"rank {group.rank} cannot open the memory of rank {peer} on {offer['uuid']}{hidden}: "
                     f"{_first_line(error)}"
                 )
-    refusals = [said for said in exchange_messages(group, reason[:2000], deadline) if said]
-    return (windows, "") if not refusals else ([], refusals[0])
+    reasons = [each for each in exchange_messages(group, reason[:2000], deadline) if each]
+    return (windows, "") if not reasons else ([], reasons[0])
 
 
 def _open(layer: DeviceApi, handle: dict[str, Any], device: torch.device) -> Tensor:

@@ -1,4 +1,4 @@
-"""Which way a group's collectives go, found together when the first one comes, and the same on every rank."""
+"""Choose the paths of a group's collectives on device memory: once, at the first call, the same on every rank."""
 
 from __future__ import annotations
 
@@ -22,36 +22,35 @@ from netfold.torch.store import TorchStore
 
 log = logging.getLogger("netfold")
 
-# For the groups of a part of the ranks to come together: everybody is there already.
+# The timeout of making a subgroup. All of its ranks are already running.
 _JOIN_S = 30.0
-# A group that is closed waits as long as this for its own device, and then for the other ranks'.
+# On closing, a group waits SETTLE_S for its own device, and then MEET_S for the other ranks' devices.
 SETTLE_S, MEET_S = 30.0, 10.0
 AFTER_ABORT_S = 2.0
 
 
 @dataclass
 class DevicePaths:
-    """`reason`: what all ranks found, in a sentence. `done`: the stream in which results are handed over."""
+    """The paths of a group on this rank."""
 
     device: torch.device
     staged: HostStaging
     inside: IntraHostPath | None
-    done: Any
-    reason: str
-    parts: list[Any] = field(default_factory=list)
+    done: Any  # the stream of the Works' results
+    reason: str  # the same sentence on all ranks
+    parts: list[Any] = field(default_factory=list)  # subgroups, and the NCCL group
 
     def abort(self, reason: str) -> None:
-        """Who waits for this rank in one of the parts hears the reason."""
+        """Abort the subgroups, so that ranks that wait for this one get the reason."""
         for part in self.parts:
-            with contextlib.suppress(RuntimeError):  # NCCL's, of a device that is gone: what failed first is told
+            with contextlib.suppress(RuntimeError):  # NCCL's error after a device failed; the first error is reported
                 part.abort(reason)
 
     def close(self, *, failed: bool, meet_s: float) -> None:
-        """Free what the ways are made of, on the driver's thread. Idempotent.
+        """Free the paths, on the driver's thread. Idempotent.
 
-        What was handed over as the result of an operation comes first: the host waits until the device is done with
-        what it was given, for `SETTLE_S` at most, and for the other ranks' devices for `meet_s`. Only after a failure
-        is anything cut off.
+        Results come first: the host waits at most `SETTLE_S` for the device's work, and `meet_s` for the other ranks'
+        devices. Work is aborted only after a failure or that time.
         """
         settled = not failed and (self.inside is None or self._settle(self.inside, SETTLE_S))
         if not settled and not failed:
@@ -61,7 +60,7 @@ class DevicePaths:
         if self.inside is not None:
             self.inside.release(settled=settled or self._settle(self.inside, AFTER_ABORT_S))
         parts, self.parts = self.parts, []
-        # Groups last: ranks that wait in one hear that this rank has left.
+        # Groups last: closing one ends the wait of other ranks in it.
         for part in sorted(parts, key=lambda each: isinstance(each, Group)):
             if isinstance(part, Group):
                 part.close()
@@ -69,7 +68,7 @@ class DevicePaths:
                 part.close(meet_s)
 
     def _settle(self, inside: IntraHostPath, wait_s: float) -> bool:
-        """Whether the device came to the end of what it was given."""
+        """Wait for the device's work. Returns whether it is done."""
         deadline = time.monotonic() + wait_s
         try:
             for stream in (self.staged.out, self.staged.back, self.done, *inside.streams):
@@ -80,7 +79,7 @@ class DevicePaths:
 
 
 def choose_paths(group: Group, layer: DeviceApi, device: torch.device, part: Store, deadline: float) -> DevicePaths:
-    """A collective: the first thing that a group's driver sends. Raises what `meeting.meet` does."""
+    """Choose the paths. Collective; the first operation of a group's driver. Raises as `exchange_capabilities`."""
     slots: list[torch.Tensor] = []
     problem = ""
     try:
@@ -90,25 +89,25 @@ def choose_paths(group: Group, layer: DeviceApi, device: torch.device, part: Sto
     facts = capability_exchange.exchange_capabilities(
         group, capability_exchange.capabilities_of(group, layer, device, problem), deadline
     )
-    made = _Made(group, layer, device, part, deadline)
+    builder = _Builder(group, layer, device, part, deadline)
     try:
-        inside, how = made.inside([each.uuid for each in facts])
+        inside, how = builder.inside([each.uuid for each in facts])
     except BaseException:
-        for each in made.parts:
+        for each in builder.parts:
             if isinstance(each, Group):
                 each.close()
             else:
                 each.abort("the group was not made")
         raise
-    found = made.ways(slots, inside, how)
-    could = group.options.intra_host == "auto" and len(set(group.nodes)) < group.size
-    level = logging.WARNING if could and inside is None and group.rank == 0 else logging.DEBUG
-    log.log(level, "rank %d of %d: %s", group.rank, group.size, found.reason)
-    return found
+    paths = builder.paths(slots, inside, how)
+    expected = group.options.intra_host == "auto" and len(set(group.nodes)) < group.size
+    level = logging.WARNING if expected and inside is None and group.rank == 0 else logging.DEBUG
+    log.log(level, "rank %d of %d: %s", group.rank, group.size, paths.reason)
+    return paths
 
 
-class _Made:
-    """What is made while the ways are found: groups of a part of the ranks."""
+class _Builder:
+    """Makes the paths, and keeps the subgroups that it makes for them."""
 
     def __init__(self, group: Group, layer: DeviceApi, device: torch.device, part: Store, deadline: float) -> None:
         self._group = group
@@ -118,7 +117,7 @@ class _Made:
         self._deadline = deadline
         self.parts: list[Any] = []
 
-    def ways(self, slots: Sequence[torch.Tensor], inside: IntraHostPath | None, how: str) -> DevicePaths:
+    def paths(self, slots: Sequence[torch.Tensor], inside: IntraHostPath | None, how: str) -> DevicePaths:
         layer, device = self._layer, self._device
         reason = f"{layer.kind}: {how}staged through {len(slots)} x {slots[0].numel()} bytes of pinned memory"
         return DevicePaths(
@@ -126,15 +125,15 @@ class _Made:
         )
 
     def inside(self, uuids: Sequence[str]) -> tuple[IntraHostPath | None, str]:
-        """The way inside hosts, and what is to be said of it."""
-        group, word = self._group, str(self._group.options.intra_host)
+        """Make the intra-host path. Returns it, or None, and the reason's text about it."""
+        group, setting = self._group, str(self._group.options.intra_host)
         members, peers, reason = host_groups(group.nodes, group.rank)
-        if word == "nccl":
-            reason = reason or _twice(group.nodes, uuids)
+        if setting == "nccl":
+            reason = reason or _shared_device(group.nodes, uuids)
             if reason:
                 raise ValueError(f"NETFOLD_INTRA_HOST=nccl cannot be done: {reason}; auto does without")
             return self._by_nccl(members, peers)
-        if word == "off":
+        if setting == "off":
             reason = "NETFOLD_INTRA_HOST=off"
         stream = self._layer.new_stream(self._device)
         windows: list[torch.Tensor] = []
@@ -142,8 +141,8 @@ class _Made:
             windows, reason = ipc.open_windows(group, members, self._layer, stream, self._device, self._deadline)
         if reason:
             return None, f"IPC disabled because {reason}; "
-        local = group if len(members) == group.size else self._of("host", group.nodes[group.rank], members)
-        return self._way(stream, ipc.IpcReducer(self._layer, stream, local, windows), members, peers, "IPC")
+        local = group if len(members) == group.size else self._subgroup("host", group.nodes[group.rank], members)
+        return self._path(stream, ipc.IpcReducer(self._layer, stream, local, windows), members, peers, "IPC")
 
     def _by_nccl(self, members: Sequence[int], peers: Sequence[int]) -> tuple[IntraHostPath | None, str]:
         store = PrefixStore(f"nccl/{members[0]}", self._part)
@@ -152,9 +151,9 @@ class _Made:
         self.parts.append(nccl)
         stream = self._layer.new_stream(self._device)
         sums = NcclReducer(self._layer, stream, nccl, len(members))
-        return self._way(stream, sums, members, peers, "NCCL", self._of("watch", members[0], members))
+        return self._path(stream, sums, members, peers, "NCCL", self._subgroup("watch", members[0], members))
 
-    def _way(
+    def _path(
         self,
         stream: Any,
         sums: IntraHostReducer,
@@ -167,7 +166,7 @@ class _Made:
         between = None
         how = f"all_reduce from {MIN_BYTES} bytes by {name} among the {len(members)} ranks of a host"
         if len(peers) > 1:
-            among = self._of("between", members.index(group.rank), peers)
+            among = self._subgroup("between", members.index(group.rank), peers)
             slots = pinned.slots(layer, int(group.options.pinned_bytes or 0), group.rank)
             between = HostStaging(among, layer, device, slots)
             how += f", by netfold between {len(peers)} hosts"
@@ -176,11 +175,11 @@ class _Made:
             how += f", but for {', '.join(without)}, for which {name} has no datatype"
         return IntraHostPath(group, layer, stream, sums, between, watch), f"{how}; else "
 
-    def _of(self, what: str, number: int, ranks: Sequence[int]) -> Group:
-        """A group of some of the ranks. Inside a host there is nothing for a switch to do."""
+    def _subgroup(self, what: str, number: int, ranks: Sequence[int]) -> Group:
+        """Make a group of some of the ranks. Only a group between hosts uses the switch."""
         group = self._group
         switch = group.options.switch if what == "between" else None
-        made = Group(
+        subgroup = Group(
             TorchStore(PrefixStore(f"{what}/{number}", self._part)),
             list(ranks).index(group.rank),
             len(ranks),
@@ -188,12 +187,12 @@ class _Made:
             timeout_s=group.timeout_s,
             join_timeout_s=min(_JOIN_S, max(1.0, self._deadline - time.monotonic())),
         )
-        self.parts.append(made)
-        return made
+        self.parts.append(subgroup)
+        return subgroup
 
 
-def _twice(nodes: Sequence[int], uuids: Sequence[str]) -> str:
-    """NCCL takes one rank a device; found alike by all ranks, whichever host it is."""
+def _shared_device(nodes: Sequence[int], uuids: Sequence[str]) -> str:
+    """Name two ranks on one device, which NCCL does not support; empty if none. The same on all ranks."""
     seen: dict[tuple[int, str], int] = {}
     for rank, place in enumerate(zip(nodes, uuids, strict=True)):
         other = seen.setdefault(place, rank)

@@ -1,4 +1,4 @@
-"""Pinned host memory, bounded: a group's slots for pieces, and its share for messages."""
+"""Bounded pinned host memory: a group's slots for chunks, and its memory for messages."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ log = logging.getLogger("netfold")
 
 Tensor = torch.Tensor
 
-# A piece on its way out of the device, one in the collective, one on its way back.
+# One chunk is copied from the device, one is in the collective, one is copied back.
 SLOTS = 3
-# Regions begin where a cache line does.
+# Regions begin at cache lines.
 ALIGN_BYTES = 64
-# All that messages of a group have pinned at a time. What is beyond goes through ordinary memory: copied by a thread
-# and not by an engine, but never refused, since a receive that waits for room could hold up the send that frees it.
+# The most memory that a group's messages pin at a time. Messages beyond it use ordinary memory, which a thread copies
+# instead of a copy engine. They never wait for pinned memory: a waiting receive could block the send that frees some.
 TRANSFER_BYTES = 64 << 20
 
 
 def slots(layer: DeviceApi, pinned_bytes: int, rank: int) -> list[Tensor]:
-    """`SLOTS` buffers of as many bytes together. NetfoldError where the host does not give them."""
+    """Allocate `SLOTS` buffers of `pinned_bytes` together. NetfoldError if the host refuses."""
     try:
         return [layer.pinned(pinned_bytes // SLOTS) for _ in range(SLOTS)]
     except RuntimeError as error:
@@ -37,7 +37,7 @@ def slots(layer: DeviceApi, pinned_bytes: int, rank: int) -> list[Tensor]:
 
 
 class TransferMemory:
-    """What messages are staged in. Thread-safe."""
+    """The memory in which messages are staged. Thread-safe."""
 
     def __init__(self, layer: DeviceApi, budget_bytes: int = TRANSFER_BYTES) -> None:
         self._layer = layer
@@ -46,8 +46,10 @@ class TransferMemory:
         self._lock = threading.Lock()
 
     def take(self, nbytes: int) -> Tensor:
-        """[nbytes] u8, pinned while there is room and the host gives it; else ordinary memory, whose copies hold the
-        thread that asks for them. It is given back when the last reference to it goes."""
+        """Allocate [nbytes] u8: pinned if the budget and the host allow it, else ordinary memory.
+
+        Copies of ordinary memory block the calling thread. The last reference to the tensor frees it.
+        """
         with self._lock:
             fits = nbytes <= self._left
             if fits:

@@ -1,4 +1,4 @@
-"""What the GPUs of this host can do for ranks here: tried by two of them, as a job would find it.
+"""Test whether ranks on this host reach each other's GPU memory: two ranks try it, as a job would.
 
 python -m netfold.torch.device.selftest
 """
@@ -19,7 +19,7 @@ _MASK = "CUDA_VISIBLE_DEVICES"
 
 
 def run_selftest() -> tuple[list[str], bool]:
-    """Lines for people, and whether ranks reach each other's memory in every way that was tried."""
+    """Run the test. Returns lines of text, and whether ranks reached each other's memory in every case."""
     import torch
 
     if not torch.cuda.is_available():
@@ -34,18 +34,18 @@ def run_selftest() -> tuple[list[str], bool]:
         f"  {number}: {torch.cuda.get_device_properties(number).name}, {uuid}" for number, uuid in enumerate(uuids)
     ]
     fine = True
-    for what, masks in _ways(uuids):
-        said, works = _try(masks)
-        lines.append(f"two ranks {what}: {said}")
+    for what, masks in _cases(uuids):
+        result, works = _try(masks)
+        lines.append(f"two ranks {what}: {result}")
         fine = fine and works
     return lines, fine
 
 
-def _ways(uuids: Sequence[str]) -> list[tuple[str, list[str]]]:
-    """What is tried: words, and what each rank is let see, "" for what this process does; its device is the last."""
+def _cases(uuids: Sequence[str]) -> list[tuple[str, list[str]]]:
+    """The cases: a description, and each rank's CUDA_VISIBLE_DEVICES ("": unchanged). A rank uses its last device."""
     first, other = uuids[0], uuids[-1]
     if first == other:
-        # As this process sees it: a part of a GPU (MIG) is not named by the UUID that CUDA tells.
+        # Keep this process's setting: the UUID from CUDA does not select a part of a GPU (MIG).
         return [("on one GPU", ["", ""])]
     return [
         ("on two GPUs that both see", [f"{other},{first}", f"{first},{other}"]),
@@ -66,17 +66,17 @@ def _try(masks: Sequence[str]) -> tuple[str, bool]:
             for rank, mask in enumerate(masks)
         ]
         try:
-            said = [rank.communicate(timeout=_DEADLINE_S) for rank in ranks]
+            outputs = [rank.communicate(timeout=_DEADLINE_S) for rank in ranks]
         except subprocess.TimeoutExpired:
             return f"no answer within {_DEADLINE_S:g} s", False
         finally:
             for rank in ranks:
                 rank.kill()
                 rank.communicate()
-    for rank, (_, error) in zip(ranks, said, strict=True):
+    for rank, (_, error) in zip(ranks, outputs, strict=True):
         if rank.returncode:
-            return (error.strip().splitlines() or ["a rank died without a word"])[-1], False
-    text = said[0][0].strip()
+            return (error.strip().splitlines() or ["a rank died without an error message"])[-1], False
+    text = outputs[0][0].strip()
     return text, "IPC disabled" not in text
 
 

@@ -1,11 +1,11 @@
-"""send and recv of tensors on a device: a whole message in host memory, and one native message, so that the other end
-may be a CPU tensor.
+"""send and recv of device tensors: staged whole in host memory, as one native message.
 
-A receive is posted at once, and copied in once the message is there, by whoever waits. A send must first be copied out:
-a thread of its own waits for devices, never for ranks, so that no send holds up another for long.
+So the other end may be a CPU tensor. A receive is posted at once; the waiting thread copies the message to the device.
+A send is first copied to the host, by a thread that waits for devices but never for ranks, so no send delays another
+for long.
 
-Messages between two ranks with one tag arrive in the order of the calls. So a send of a CPU tensor goes through the
-same thread while that thread still has a send to the same rank with the same tag.
+Messages between two ranks with one tag arrive in the order of the calls. So a send of a CPU tensor uses the same thread
+while that thread still has a send to the same rank with the same tag.
 """
 
 from __future__ import annotations
@@ -84,9 +84,9 @@ class DeviceTransfers:
         return work
 
     def send_queued(self, tensor: Tensor, staged: Tensor, to: int, tag: int) -> QueuedSend | None:
-        """Send a CPU tensor, `staged`, after the sends from devices to `to` with `tag`; None where there are none.
+        """Send a CPU tensor, `staged`, after the queued sends from devices to `to` with `tag`; None if there are none.
 
-        `tensor`: what the Work's result holds.
+        tensor: the Work's result.
         """
         if (to, tag) not in self._queued:
             return None
@@ -116,7 +116,7 @@ class DeviceTransfers:
                 send()
             except (RuntimeError, ValueError) as error:
                 failure = _told(error, group.rank, what)
-                # The receiver would take the next message with this tag for the one that never went.
+                # Else the receiver would take the next message with this tag for the one that failed.
                 if not isinstance(failure, ValueError):
                     group.abort(str(failure))
                 work.fail(failure)
@@ -154,14 +154,14 @@ class DeviceTransfers:
         return ReceiveWork(self._transfers, operation, layer, device, back, tensor, memory, ready)
 
     def _of(self, device: torch.device) -> tuple[Any, Any]:
-        """The streams out of a device and back to it."""
+        """The streams for copies from a device and to it."""
         with self._lock:
             if device not in self._streams:
                 self._streams[device] = self._layer.new_stream(device), self._layer.new_stream(device)
             return self._streams[device]
 
     def close(self) -> None:
-        """What still waits in the queue fails, since the group is closed."""
+        """Stop the thread. Queued sends fail, since the group is closed."""
         with self._lock:
             self._closed = True
             self._sends.put(_stop)
@@ -169,15 +169,15 @@ class DeviceTransfers:
     def _serve(self) -> None:
         while (send := self._sends.get()) is not _stop:
             send()
-            del send  # its tensor is not held while the next is waited for
+            del send  # release its tensor while waiting
 
 
 def _stop() -> None:
-    """The last thing in the queue."""
+    """The queue's end marker."""
 
 
 class SendWork(DeviceWork):
-    """One send: it is on its way once it is copied out, and done when the native one is."""
+    """One send: settled once copied to the host, done when the native send is."""
 
     def __init__(self, layer: DeviceApi, device: torch.device, result: Any, transfers: Transfers, to: int) -> None:
         super().__init__(layer, device, result, transfers.group.rank)
@@ -219,7 +219,7 @@ class SendWork(DeviceWork):
 
 
 class QueuedSend(SendWork):
-    """One send of a CPU tensor that comes after sends from devices: no stream waits for it."""
+    """One send of a CPU tensor after queued sends from devices. No stream waits for it."""
 
     def __init__(self, layer: DeviceApi, result: Any, transfers: Transfers, to: int) -> None:
         super().__init__(layer, _HOST, result, transfers, to)
@@ -232,7 +232,7 @@ class QueuedSend(SendWork):
 
 
 class ReceiveWork(NetfoldWork):
-    """One receive: the message comes to the host, and then goes to the device."""
+    """One receive: the message arrives in host memory and is then copied to the device."""
 
     def __init__(
         self,
@@ -252,7 +252,7 @@ class ReceiveWork(NetfoldWork):
         self._event: Event | None = None
 
         def copy_in() -> None:
-            # On the thread that waits, or on one that serves all groups' completions.
+            # This runs on the waiting thread, or on a completion thread that serves all groups.
             with layer.on(device):
                 copy_in_here()
 
@@ -284,7 +284,7 @@ class ReceiveWork(NetfoldWork):
             return self._event.query()
 
     def source_rank(self) -> int:
-        """The rank of the group that sent, once it is done."""
+        """The group rank of the sender, once the receive is done."""
         return int(self._operations[0].peer)
 
     def _source_rank(self) -> int:

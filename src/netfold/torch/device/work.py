@@ -1,7 +1,7 @@
 """Works of operations on device memory.
 
-`wait` waits on the host until the last copy back to the device has been given to it (a stream cannot wait for what is
-not there yet), and then has the caller's current stream wait for that copy: the host goes on while it runs.
+`wait` blocks the host until the last copy back to the device is submitted: a stream cannot wait for an event that does
+not exist yet. Then it has the caller's current stream wait for that copy, while the host continues.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from netfold.torch.forwarding import NetfoldWorkBase
 
 
 class DeviceWork(NetfoldWorkBase):
-    """One operation, or several that were asked for together."""
+    """The Work of one or several operations on device memory."""
 
-    _operations: Sequence[Any] = ()  # nothing that a group could wait for
+    _operations: Sequence[Any] = ()  # no native operations to wait for
 
     def __init__(self, layer: DeviceApi, device: torch.device, result: Any, rank: int) -> None:
-        """`result`: what the Future holds."""
+        """result: the Future's value."""
         super().__init__()
         self._layer = layer
         self._device = device
@@ -35,16 +35,16 @@ class DeviceWork(NetfoldWorkBase):
         self._event: Event | None = None
         self._stream: Stream | None = None
         self._failure: Exception | None = None
-        self._future: torch.futures.Future[Any] | None = None  # the one to resolve
-        self._visible: torch.futures.Future[Any]  # the one that users get
+        self._future: torch.futures.Future[Any] | None = None  # resolved by netfold
+        self._visible: torch.futures.Future[Any]  # returned to users
 
     def given(self, event: Event | None, stream: Stream | None) -> None:
-        """All is on its way: results are in place after `event`, the last one of `stream`; None for host memory."""
+        """Settle the Work: results are in place after `event`, recorded last in `stream`; None for host memory."""
         self._event, self._stream = event, stream
         self._settle()
 
     def extended(self) -> None:
-        """The caller's stream has waited, and was given more to do for the result since."""
+        """Record the result's event anew, in the caller's stream, which has waited and got more work for the result."""
         with self._layer.on(self._device):
             self._stream = self._layer.current_stream(self._device)
             self._event = self._stream.record_event()
@@ -55,7 +55,7 @@ class DeviceWork(NetfoldWorkBase):
             self._settle()
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Raises what befell the operation. A timeout of 0 is torch's word for none."""
+        """Wait for the operation, or raise its error. A timeout of 0 means none, as in torch."""
         seconds = timeout.total_seconds() if timeout and timeout.days >= 0 else None
         if not self._settled.wait(seconds):
             raise WaitTimeout(f"rank {self._rank}: the wait timed out: the operation is not done after {seconds} s")
@@ -117,7 +117,7 @@ class DeviceWork(NetfoldWorkBase):
                 self._resolve(self._future)
 
     def _resolve(self, future: torch.futures.Future[Any]) -> None:
-        """On a thread of its own: callbacks run there, and one may block on a later operation's Future."""
+        """Resolve on a new thread: callbacks run there, and one may block on a later operation's Future."""
         threading.Thread(target=self._resolve_here, args=(future,), name="netfold-future", daemon=True).start()
 
     def _resolve_here(self, future: torch.futures.Future[Any]) -> None:
@@ -129,7 +129,7 @@ class DeviceWork(NetfoldWorkBase):
 
 
 class CoalescedWork(NetfoldWorkBase):
-    """What a coalescing manager that saw device memory hands out."""
+    """The Work of a coalescing manager that included device memory."""
 
     _operations: Sequence[Any] = ()
 
