@@ -34,7 +34,7 @@ void bind_failover(nb::module_& m) {
           nb::arg("generation"), nb::arg("end"), nb::arg("promised"))
       .def("stand_by", &Failover::stand_by, nb::arg("generation"))
       .def("promise", &Failover::promise, nb::arg("generation"))
-      .def("announced", &Failover::announce)
+      .def("announce", &Failover::announce)
       .def(
           "start", [](Failover& self, std::uint64_t number) { return static_cast<int>(self.start(number)); },
           nb::arg("number"), "Its mode: 0 channel, 1 undecided, 2 host.")
