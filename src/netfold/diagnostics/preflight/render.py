@@ -40,9 +40,9 @@ def print_report(console: Console, gathered: PreflightFacts, findings: Sequence[
         console.print(f"over {fabric}", highlight=False)
     for quota in gathered.facts[0].switches:
         if not quota.error:
-            free = f"{quota.jobs} jobs, {quota.workers} workers, {size(quota.memory_bytes)}"
+            room = f"{quota.jobs} jobs, {quota.workers} workers, {size(quota.memory_bytes)}"
             udp = ", and UDP does not pass" if quota.udp_error else ""
-            console.print(f"switch {quota.endpoint}: room for {free}{udp}", highlight=False)
+            console.print(f"switch {quota.endpoint}: room for {room}{udp}", highlight=False)
     for each in gathered.capacities:
         if not each.error:
             rate = rate_of(each.bytes_per_s)
