@@ -1,4 +1,4 @@
-"""Peers of another version: a sentence on both sides names both versions and which side to upgrade (docs/versions.md).
+"""Peers of another version: a sentence on both sides names both versions and which side to upgrade (docs/reference/versions.md).
 
 An old or a new peer is played by this test: it says the first message of its version to a running switch, or answers a
 worker's first message as a switch of its version does.
@@ -211,7 +211,7 @@ def test_a_rank_that_runs_another_netfold_than_rank_0_says_so() -> None:
 
 
 def test_the_page_on_versions_names_the_versions_of_the_code() -> None:
-    page = (ROOT / "docs" / "versions.md").read_text()
+    page = (ROOT / "docs" / "reference" / "versions.md").read_text()
     rows = dict(re.findall(r"^\| (.+?) \| `?(\S+?)`? \|", page, re.MULTILINE))
     assert rows["control protocol"] == str(VERSION)
     assert rows["packet header"] == str(protocol.Header().pack()[2])

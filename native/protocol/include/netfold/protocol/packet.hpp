@@ -57,7 +57,7 @@ inline constexpr std::uint32_t kMaxWindow = 1 << 20;
 
 enum Flag : std::uint8_t {
   kFromSwitch = 1,  // from the switch
-  // 2 is reserved. NaN and infinities need no flag: every wire format carries them in its values (docs/numbers.md).
+  // 2 is reserved. NaN and infinities need no flag: every wire format carries them in its values (docs/explanation/numbers.md).
   kMismatch = 4,  // an answer that carries no result: it describes the worker that disagrees with the reader
   kHello = 8,     // path probe: the switch returns it to the registered address, same length
   kNack = 16,     // an answer that carries no result: packets of the reader did not come
