@@ -30,7 +30,8 @@ class Options:
         auto never loses a bit, the bits of a sum by i32 are the same whatever runs it, i8 is for gradients.
     transport: auto; tcp to keep ranks that share memory from using it; fabric:PROVIDER to go over a provider of
         libfabric instead of tcp, and of UDP to a switch, fabric:PROVIDER,memory where ranks that share memory should
-        use it (NETFOLD_TRANSPORT, docs/how-to/fabric.md); mpi or mpi,memory: the same between ranks over the MPI of mpirun
+        use it (NETFOLD_TRANSPORT, docs/how-to/fabric.md); mpi or mpi,memory: the same between ranks over the MPI of
+        mpirun
         (docs/how-to/mpi.md).
     single_copy: on or off: ranks of one machine read what is sent straight from each other's memory, where the kernel
         lets them (NETFOLD_SINGLE_COPY); off on any rank is off for its machine.

@@ -1,4 +1,4 @@
-"""Peers of another version: a sentence on both sides names both versions and which side to upgrade (docs/reference/versions.md).
+"""Peers of another version: both sides name both versions and the side to upgrade (docs/reference/versions.md).
 
 An old or a new peer is played by this test: it says the first message of its version to a running switch, or answers a
 worker's first message as a switch of its version does.

@@ -1,4 +1,4 @@
-"""docs/reference/train/recipes.md agrees with the code: its recipe loads, its plan is what --explain prints, every key is there.
+"""docs/reference/train/recipes.md agrees with the code: its recipe, the plan that --explain prints, every key.
 
 python tests/train/test_recipes_page.py     # puts the plan that is printed now into the page
 """

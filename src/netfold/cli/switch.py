@@ -32,7 +32,7 @@ def switch(
         typer.Option("--open", help="Serve a network address without TLS and tokens, on a trusted wire."),
     ] = False,
     token_file: Annotated[
-        Path | None, typer.Option(help="Who may join: a line `tenant token` each (docs/reference/switch.md). Turns TLS on.")
+        Path | None, typer.Option(help="Lines of `tenant token` (docs/reference/switch.md); turns TLS on.")
     ] = None,
     state_dir: Annotated[
         Path | None, typer.Option(help="Folder for the certificate; else each start has a new fingerprint.")

@@ -45,7 +45,8 @@ class _Callable(ModuleType):
         Every process of a job calls it with the same folder and has a folder of its rank there. It never synchronises
         ranks and changes nothing about operations; a full disk ends the recording, with a sentence on stderr, and not
         the training. What is recorded begins with the call, and with the process's first group where it is in none.
-        Costs: docs/reference/profile.md. start() raises RuntimeError where the process is recorded already, ValueError where
+        Costs: docs/reference/profile.md. start() raises RuntimeError where the process is recorded already, ValueError
+        where
         `folder` holds something else, or a profile of this rank.
         """
         from netfold.profile.recording import Recording

@@ -1,7 +1,8 @@
 """Control messages between workers and a switch: length-prefixed msgpack over a stream.
 
 Membership lives here, data does not. A message is a map with a `type`; sizes are bounded, unknown types are an error,
-unknown fields are ignored. The first message of each side carries `version`; docs/reference/versions.md says when it changes.
+unknown fields are ignored. The first message of each side carries `version`; docs/reference/versions.md says when it
+changes.
 
     worker -> switch   path      version, below               (below: ids of the switches that ask on its behalf)
     switch -> worker   path      version, switches, error     (id and address of this switch and of each above it, its

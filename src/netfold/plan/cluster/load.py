@@ -119,7 +119,7 @@ def cluster_of(tree: dict[str, Any], name: str) -> Cluster:
             raise ValueError(f"{where}: says nothing of its {key}; docs/reference/plan/cluster.md has an example")
     given = tree["device"]
     if not isinstance(given, (str, dict)):
-        raise ValueError(f"{where}: device is a name, or a table [device]; docs/reference/plan/cluster.md has an example")
+        raise ValueError(f"{where}: device is a name, or a table [device]; see docs/reference/plan/cluster.md")
     if not isinstance(tree["tier"], list) or not all(isinstance(each, dict) for each in tree["tier"]):
         raise ValueError(f"{where}: tiers are tables, [[tier]] each; docs/reference/plan/cluster.md has an example")
     if isinstance(given, str):
