@@ -67,6 +67,7 @@ def test_files_that_sources_name_in_docs_exist() -> None:
             "bench",
             "tools",
             "*.md",
+            ":!tests/fuzz/corpus",
         ],
         cwd=ROOT,
         capture_output=True,
@@ -77,6 +78,32 @@ def test_files_that_sources_name_in_docs_exist() -> None:
         pytest.skip("git is needed to list the sources")
     missing = sorted(name for name in set(names.stdout.split()) if not (ROOT / name).exists())
     assert not missing
+
+
+def test_paths_that_the_architecture_names_exist() -> None:
+    text = (ROOT / "ARCHITECTURE.md").read_text()
+    paths = re.findall(r"`([\w-]+(?:/[\w.-]+)+)`", text)
+    bases = (ROOT, ROOT / "src" / "netfold", ROOT / "native")
+    assert paths and not [path for path in paths if not any((base / path).exists() for base in bases)]
+
+
+def test_every_metric_of_a_switch_is_on_its_page() -> None:
+    source = (ROOT / "src" / "netfold" / "switch" / "metrics.py").read_text()
+    page = (ROOT / "docs" / "reference" / "metrics.md").read_text()
+    names = re.findall(r'_Family\("\w+", "(\w+)"', source)
+    assert names
+    missing = [name for name in names if f"`netfold_switch_job_{name}" not in page]
+    switch = re.findall(r'"netfold_switch_(\w+)"', source) + re.findall(r'^        \("(\w+)", "', source, re.MULTILINE)
+    missing += [name for name in switch if f"`netfold_switch_{name}" not in page]
+    assert not missing
+
+
+def test_every_event_of_a_switchs_log_is_on_its_page() -> None:
+    page = (ROOT / "docs" / "reference" / "log-events.md").read_text()
+    events = set()
+    for source in (ROOT / "src" / "netfold" / "switch").glob("*.py"):
+        events |= set(re.findall(r'event\(\s*logging\.\w+,\s*"(\w+)"', source.read_text()))
+    assert events and not sorted(name for name in events if f"| `{name}` |" not in page)
 
 
 def test_every_page_is_in_a_table_of_contents() -> None:
