@@ -34,6 +34,8 @@ myst_heading_anchors = 4
 suppress_warnings = ["myst.header"]
 
 autodoc_typehints = "signature"
+# Without it a default such as os.environ shows the environment of whoever builds the site.
+autodoc_preserve_defaults = True
 autodoc_member_order = "bysource"
 autodoc_class_signature = "mixed"
 autodoc_inherit_docstrings = False
