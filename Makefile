@@ -76,6 +76,15 @@ test-fuzz: build ## the parsers of packets, messages and files under clang's fuz
 	@$(INSTALL) --no-deps --only-binary :all: -c constraints.txt atheris || echo "netfold: without atheris hypothesis alone changes the kept inputs of the Python parsers"
 	@FUZZ_SECONDS=$(FUZZ_SECONDS) $(PY) -m pytest -q tests/fuzz
 
+$(VENV)/.docs: $(VENV)/.tools pyproject.toml
+	@echo "installing Sphinx into $(VENV) (once)"
+	@$(INSTALL) -c constraints.txt --group docs
+	@touch $@
+
+docs: build $(VENV)/.docs ## the site of the documents in build/docs/index.html; a warning is an error
+	@$(PY) -m sphinx -q -E -W --keep-going -c docs . build/docs
+	@echo "open build/docs/index.html"
+
 SCHEDULES ?= 20
 SECONDS ?= 30
 chaos: build ## faults on the real thing: SCHEDULES=20 of SECONDS=30; SEED=n runs one again (root, network namespaces)
@@ -175,4 +184,4 @@ sbom: .venv-wheels/.tools ## dist/netfold-VERSION.cdx.json: what an installed wh
 clean: ## remove everything that was built
 	@rm -rf $(VENV) .venv-mpi-* .venv-wheels .venv-ecosystem .venv-torch-* .torch-logs build build-sanitize build-tsan dist netfold-demo .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
-.PHONY: help build chaos demo test wheels test-wheel test-aarch64 sdist sbom test-cuda test-jobs test-rack test-soak test-fuzz test-browser test-all test-ecosystem test-bare test-image conformance test-torch lock check format sanitize leaks tsan model-check bench-peers bench clean
+.PHONY: help build docs chaos demo test wheels test-wheel test-aarch64 sdist sbom test-cuda test-jobs test-rack test-soak test-fuzz test-browser test-all test-ecosystem test-bare test-image conformance test-torch lock check format sanitize leaks tsan model-check bench-peers bench clean

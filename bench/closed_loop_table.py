@@ -78,7 +78,7 @@ def render(kept: dict[str, Any]) -> str:
 step on one host with nobody to talk to and from all_reduces between two hosts. Errors are of the measured median,
 {len(held)} of them; the goal is {100 * GOAL:.0f}%. Layers are timers of what they took here; what surrounds them, and
 what is sent, is real. All hosts share this machine's cores, which is part of what is predicted. What the planner takes
-into account, and what it leaves out: docs/plan/closed_loop.md.
+into account, and what it leaves out: docs/explanation/plan-closed-loop.md.
 
 | way | network | {head}
 {chr(10).join(by_way)}

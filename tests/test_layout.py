@@ -68,7 +68,7 @@ def test_python_packages_import_only_what_they_may() -> None:
 
 
 def test_every_environment_variable_is_on_the_page() -> None:
-    page = (ROOT / "docs" / "environment.md").read_text()
+    page = (ROOT / "docs" / "reference" / "environment.md").read_text()
     options = (ROOT / "src/netfold/options.py").read_text()
     fields = re.findall(r"^    (\w+): [\w |]+ = None$", options, re.M)
     assert fields, "options.py has changed its shape"

@@ -14,7 +14,7 @@ constexpr auto kStream = &transport::ShmNode::Segment::to_copy;
 constexpr std::size_t kChunkBytes = 1 << 20;
 // Who lends a buffer waits for its readers; who goes through slots is done first and takes half of the work of a single
 // reader off it. So with several readers, or with one of a whole broadcast, one copy is not always less time; measured,
-// docs/algorithms.md.
+// docs/explanation/algorithms.md.
 constexpr std::size_t kLendBytes = 512 << 10;
 
 }  // namespace

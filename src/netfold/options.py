@@ -19,19 +19,20 @@ class Options:
         host algorithms; "": none, whatever the variable says.
     token_file: a file with the token that the switch wants, for this user's eyes only (NETFOLD_TOKEN_FILE).
     security: none, authenticate or encrypt: the least that streams between ranks, and packets to a switch, have
-        (NETFOLD_SECURITY, docs/security.md); all ranks need the same.
+        (NETFOLD_SECURITY, docs/explanation/security.md); all ranks need the same.
     secret_file: a file with a secret that all ranks of a job share, for this user's eyes only (NETFOLD_SECRET_FILE);
         none: the secret that rank 0 leaves in the store is all, and whoever can read the store knows it.
     job_name: what the switch's metrics and log call this job (NETFOLD_JOB_NAME); letters, digits and _.:/+-, up to 64.
     algorithm: auto, the name of an algorithm for every operation that it can do, or operation=algorithm pairs by commas
-        (NETFOLD_ALGORITHM; docs/algorithms.md).
+        (NETFOLD_ALGORITHM; docs/explanation/algorithms.md).
     wire_dtype: auto, f32, bf16, f16, i32 or i8: what f32 tensors travel as in all_reduce (NETFOLD_WIRE_DTYPE,
-    docs/numbers.md);
+    docs/explanation/numbers.md);
         auto never loses a bit, the bits of a sum by i32 are the same whatever runs it, i8 is for gradients.
     transport: auto; tcp to keep ranks that share memory from using it; fabric:PROVIDER to go over a provider of
         libfabric instead of tcp, and of UDP to a switch, fabric:PROVIDER,memory where ranks that share memory should
-        use it (NETFOLD_TRANSPORT, docs/fabric.md); mpi or mpi,memory: the same between ranks over the MPI of mpirun
-        (docs/mpi.md).
+        use it (NETFOLD_TRANSPORT, docs/how-to/fabric.md); mpi or mpi,memory: the same between ranks over the MPI of
+        mpirun
+        (docs/how-to/mpi.md).
     single_copy: on or off: ranks of one machine read what is sent straight from each other's memory, where the kernel
         lets them (NETFOLD_SINGLE_COPY); off on any rank is off for its machine.
     share_buckets: on or off: move DDP's buckets to shared memory, in place, where all ranks are on one machine
@@ -53,7 +54,7 @@ class Options:
         reaching each other's memory where all can; nccl; off: nothing, each rank goes through the host's memory.
     pinned_bytes: pinned host memory for collectives on GPUs' memory, a group (NETFOLD_PINNED_BYTES).
     rma_min_bytes: pieces from this size on are written straight to the other rank's memory, over a fabric that can
-        (NETFOLD_RMA_MIN_BYTES, docs/fabric.md); 0: none.
+        (NETFOLD_RMA_MIN_BYTES, docs/how-to/fabric.md); 0: none.
     registration_cache_entries, registration_cache_bytes: how many ranges of memory, and bytes in them, a process keeps
     registered with a
         fabric at most (NETFOLD_REGISTRATION_CACHE_ENTRIES, NETFOLD_REGISTRATION_CACHE_BYTES); 0: none beyond an

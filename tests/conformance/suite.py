@@ -13,7 +13,7 @@ What is extended from outside, so that netfold is asked for all that gloo is ask
   `netfold.torch.monitored_barrier`, which is what our users call.
 
 Not extended: the suite's list of backends whose operations show up in the profiler as asynchronous events with shapes.
-Those are made in C++ (docs/torch.md).
+Those are made in C++ (docs/reference/torch.md).
 
 Ranks are forked, so that a test costs no import of torch.
 """

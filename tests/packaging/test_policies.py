@@ -16,7 +16,7 @@ else:
     import tomli as tomllib
 
 ROOT = Path(__file__).parents[2]
-PAGES = ["SECURITY.md", "CONTRIBUTING.md", "docs/versions.md", "README.md"]
+PAGES = ["SECURITY.md", "CONTRIBUTING.md", "docs/reference/versions.md", "README.md"]
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -160,7 +160,7 @@ def test_a_model_that_cannot_be_is_told_in_a_sentence(said: str, reason: str) ->
 
 
 def test_the_documented_job_is_one(tmp_path: Path) -> None:
-    page = (Path(__file__).parents[2] / "docs" / "plan" / "README.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "reference" / "plan" / "index.md").read_text()
     blocks = [part.split("```")[0] for part in page.split("```toml\n")[1:]]
     found = asked("".join(blocks), tmp_path)
     assert found.devices == 64 and found.failures is not None and len(found.training.epochs) == 3

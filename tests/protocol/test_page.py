@@ -1,4 +1,4 @@
-"""docs/protocol.md describes the code: these tests check every row of its tables against the code."""
+"""docs/reference/protocol.md describes the code: these tests check every row of its tables against the code."""
 
 import hmac
 import re
@@ -29,7 +29,7 @@ from netfold._native import protocol
 from netfold.switch_protocol import packet_keys
 
 ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs" / "protocol.md").read_text()
+PAGE = (ROOT / "docs" / "reference" / "protocol.md").read_text()
 
 pytestmark = pytest.mark.native
 

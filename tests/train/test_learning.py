@@ -20,8 +20,8 @@ else:
     import tomli as tomllib
 
 RECIPES = Path(__file__).parents[2] / "recipes"
-# By how much its metric is to beat the baseline, in the metric's unit: well below what docs/train/models.md records,
-# and far above what a model that has learnt nothing reaches.
+# By how much a recipe's metric must beat the baseline, in the metric's unit: well below what
+# docs/reference/train/models.md records, and far above what a model that has learnt nothing reaches.
 MARGINS = {
     "bert": 0.05,
     "dlrm": 0.02,

@@ -1,4 +1,4 @@
-"""docs/train/recipes.md says what is: its recipe can be read, its plan is the one that is printed, no key is missing.
+"""docs/reference/train/recipes.md agrees with the code: its recipe, the plan that --explain prints, every key.
 
 python tests/train/test_recipes_page.py     # puts the plan that is printed now into the page
 """
@@ -20,7 +20,7 @@ from netfold.train.recipe.load import load
 from netfold.train.recipe.split import ranks_asked
 from netfold.train.recipe.validate import validate_recipe
 
-PAGE = Path(__file__).parents[2] / "docs" / "train" / "recipes.md"
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "train" / "recipes.md"
 PLAN = re.compile(r"```text\n(.*?)```", re.DOTALL)
 
 

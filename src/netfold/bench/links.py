@@ -2,7 +2,8 @@
 
 Racks whose switch is a host at the core, behind a link of c times a worker's; c = P: in the switch's place, with a port
 a worker. The backends take turns in the same processes, round by round, after as many rounds as the split has to find
-its parts; its trials (docs/algorithms.md) count. Times are the slowest rank's; every element is checked. The switch
+its parts; its trials (docs/explanation/algorithms.md) count. Times are the slowest rank's; every element is checked.
+The switch
 alone is left out where it would take more than four times a ring. The bound is n/b (x + R (1-x)), with R = 2 (P-1)/P, b
 a link's rate less headers, and x where the switch, x P/c, ends when the links do: n/b R / (1 + (R-1) c/P).
 """

@@ -214,7 +214,7 @@ def render_markdown(whole: dict[str, Any]) -> str:
         lines.append("")
     lines.append(
         "Ratios are the other side's time over ours, paired by round, with their 5th and 95th percentile; f32, sum. "
-        "How to read this: docs/benchmarks.md."
+        "How to read this: docs/how-to/benchmarks.md."
     )
     return "\n".join(lines) + "\n"
 

@@ -11,7 +11,8 @@ of all ranks' numbers, and of any part of them, is exact in the dtype, and in th
                  elements or in its own, and no product is larger than p
     none         c, as for sum: what is only moved
 
-Sums by shared exponents (the wire format i32) are exact too: its steps in a block are 2^(e + h - 30) (docs/numbers.md),
+Sums by shared exponents (the wire format i32) are exact too: its steps in a block are 2^(e + h - 30)
+(docs/explanation/numbers.md),
 at most 1 for numbers below 2^16 and up to 2^14 ranks. By i8 they are not, and are checked against their bound.
 """
 
@@ -91,7 +92,8 @@ class MessageData:
 
 
 def byte_bound(ranks: int, largest: int) -> float:
-    """How far a sum by i8 may be off where no rank sends more than `largest`: P m / L (docs/numbers.md), and a
+    """How far a sum by i8 may be off where no rank sends more than `largest`: P m / L (docs/explanation/numbers.md),
+    and a
     thousandth for what the scale's own rounding adds."""
     return 1.001 * ranks * largest / (127 // ranks)
 

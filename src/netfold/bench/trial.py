@@ -39,7 +39,7 @@ class Trial:
         dtype = parse_dtype(self.dtype)
         self.count = self.collective.whole_count(task.size_bytes, dtype.item_bytes, self.ranks)
         redop = task.redop if self.collective.reduces else "none"
-        # Nothing else ever travels as anything but itself (docs/numbers.md), whatever was asked for.
+        # Nothing else ever travels as anything but itself (docs/explanation/numbers.md), whatever was asked for.
         wire = task.wire if task.collective == "all_reduce" and self.dtype == "f32" else ""
         self._pattern, self.tolerance = make_message_data(redop, wire, self.dtype, self.ranks)
         self._pieces = expected(self.collective, self.rank, self.ranks, self.count)

@@ -125,7 +125,7 @@ def agree(store: Store, rank: int, size: int, options: Options, deadline: float)
             f"rank {rank}: rank 0 did not publish the job in time; did it start, and does it use the same store?",
             rank=0,
         ) from None
-    # The exchange between ranks has no version of its own (docs/versions.md).
+    # The exchange between ranks has no version of its own (docs/reference/versions.md).
     if read.get("netfold") != version:
         raise RendezvousError(
             f"rank {rank} runs netfold {version}, rank 0 runs {read.get('netfold', 'an earlier one')}: install the "

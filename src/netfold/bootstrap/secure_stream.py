@@ -2,7 +2,7 @@
 
 Two sets of keys come from one handshake. `control` is for what Python says over the connection; `mesh` is for the
 native layer, which takes the socket over later, so that no state of a cipher is handed on. The records are those of
-native/auth/records.hpp, and docs/security.md says what they are for.
+native/auth/records.hpp, and docs/explanation/security.md says what they are for.
 """
 
 from __future__ import annotations

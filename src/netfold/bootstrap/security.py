@@ -1,4 +1,4 @@
-"""What NETFOLD_SECURITY asks for, and why something on this host or on the way cannot give it (docs/security.md)."""
+"""What NETFOLD_SECURITY requires, and why this host or a path cannot give it (docs/explanation/security.md)."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ class DefaultCommandGroup(TyperGroup):
 
 
 def predict(
-    file: Annotated[Path | None, typer.Argument(help="A job's file (TOML); see docs/plan/README.md.")] = None,
+    file: Annotated[Path | None, typer.Argument(help="A job's file (TOML); see docs/reference/plan/index.md.")] = None,
     model: Annotated[str | None, typer.Option(help="A name, or gpt:hidden=..,layers=..,heads=..,sequence=...")] = None,
     recipe: Annotated[Path | None, typer.Option(help="Of `netfold train`, instead of a model.")] = None,
     module: Annotated[

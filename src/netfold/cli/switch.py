@@ -32,7 +32,7 @@ def switch(
         typer.Option("--open", help="Serve a network address without TLS and tokens, on a trusted wire."),
     ] = False,
     token_file: Annotated[
-        Path | None, typer.Option(help="Who may join: a line `tenant token` each (docs/switch.md). Turns TLS on.")
+        Path | None, typer.Option(help="Lines of `tenant token` (docs/reference/switch.md); turns TLS on.")
     ] = None,
     state_dir: Annotated[
         Path | None, typer.Option(help="Folder for the certificate; else each start has a new fingerprint.")
@@ -77,7 +77,7 @@ def switch(
         list[str] | None,
         typer.Option(
             help="A provider of libfabric, as in NETFOLD_TRANSPORT=fabric:PROVIDER, over which packets may come beside "
-            "UDP; may be said more than once (docs/fabric.md)."
+            "UDP; may be said more than once (docs/how-to/fabric.md)."
         ),
     ] = None,
     metrics: Annotated[

@@ -35,7 +35,7 @@ app = typer.Typer(
 
 @app.command(epilog="netfold train report FOLDER makes the page of a run again.")
 def run(
-    recipe: Annotated[Path, typer.Argument(help="A recipe, a TOML file; see docs/train/recipes.md.")],
+    recipe: Annotated[Path, typer.Argument(help="A recipe, a TOML file; see docs/reference/train/recipes.md.")],
     settings: Annotated[
         list[str] | None,
         typer.Option("--set", metavar="KEY=VALUE", help="parallel.pipeline=4, over the file; KEY= takes a key out."),

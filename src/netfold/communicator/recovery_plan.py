@@ -1,6 +1,7 @@
 """What becomes of each chunk when a switch is lost: arithmetic on what all ranks say that they have.
 
-Chunks are numbered along the line of a group's operations (docs/protocol.md). A rank has the result of every chunk
+Chunks are numbered along the line of a group's operations (docs/reference/protocol.md). A rank has the result of every
+chunk
 below its `base`, and of some above. What any rank has, another that lacks it gets from one that has it: once announced,
 a result never changes. What no rank has is reduced again. A chunk that some rank never began has no result anywhere,
 since a result takes all contributions; so everything from `end` on, the least that all ranks began, starts anew.

@@ -160,7 +160,7 @@ def _ways(observed: ObservedGroup, mine: Bools) -> list[_Way]:
         ways.append(_Way("through a switch with a port a host (NETFOLD_SWITCH)", between, "auto", True))
     if wires == {"f32"} and all(FORMULAS["all_reduce", name].narrow for name in algorithms):
         ways.append(
-            _Way("with bf16 on the wire (NETFOLD_WIRE_DTYPE; docs/numbers.md says what it rounds)", "", "bf16", False)
+            _Way("with bf16 on the wire (NETFOLD_WIRE_DTYPE; see docs/explanation/numbers.md)", "", "bf16", False)
         )
     return ways
 

@@ -137,7 +137,7 @@ def notes(asked: Request, best: Choice) -> tuple[str, ...]:
     for each in idle_workers(asked.cluster, split.ranks):
         said.append(
             f"{each.text()} adds nothing: its link carries the worker's own traffic, and only what it has beyond "
-            "another worker's link is left (docs/plan/aggregators.md)"
+            "another worker's link is left (docs/how-to/aggregators.md)"
         )
     said += _of_profile(asked, best) if isinstance(asked.model, Profiled) else _of_model(asked.model, best.job)
     return tuple(said)

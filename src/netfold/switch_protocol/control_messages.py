@@ -1,7 +1,7 @@
 """Control messages between workers and a switch: length-prefixed msgpack over a stream.
 
 Membership lives here, data does not. A message is a map with a `type`; sizes are bounded, unknown types are an error,
-unknown fields are ignored. The first message of each side carries `version`; docs/versions.md says when it changes.
+unknown fields are ignored. The first message of each side carries `version`; docs/reference/versions.md says when it changes.
 
     worker -> switch   path      version, below               (below: ids of the switches that ask on its behalf)
     switch -> worker   path      version, switches, error     (id and address of this switch and of each above it, its
@@ -70,7 +70,7 @@ import msgpack
 
 import netfold
 
-# Of these messages, and of all else that a worker and a switch exchange: docs/versions.md.
+# Of these messages, and of all else that a worker and a switch exchange: docs/reference/versions.md.
 VERSION = 8
 MAX_MESSAGE_BYTES = 1 << 16
 # That a group goes over side by side.

@@ -19,7 +19,7 @@ from netfold.switch_protocol import control_messages, packet_keys
 # switch's thread must run several times: on hosts with much other work that takes longer than a packet of UDP.
 _LAST_S = 5.0
 _LAST_FABRIC_S = 15.0
-# As in docs/fabric.md: what may stand before the provider that is really used.
+# As in docs/how-to/fabric.md: what may stand before the provider that is really used.
 _STRICT = re.compile(r"^strict[^+]*\+")
 
 

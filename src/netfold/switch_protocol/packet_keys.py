@@ -1,7 +1,8 @@
 """Keys of a job's data packets, from secrets that the switch draws and says over TLS.
 
 A key a job, epoch, sender and direction, so that nothing that was tagged in one life of a job, or by one worker, holds
-in another life or for another worker. Both ends derive them alike (HKDF, RFC 5869); docs/protocol.md has the bytes.
+in another life or for another worker. Both ends derive them alike (HKDF, RFC 5869); docs/reference/protocol.md has the
+bytes.
 """
 
 from __future__ import annotations

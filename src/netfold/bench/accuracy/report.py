@@ -19,7 +19,7 @@ def render(settings: Settings, found: Mapping[str, Any], machine: str) -> str:
         "bf16, f16, i32 and i8 are the backend's own formats. SwitchML's two are i32 sums through the same switch; "
         "one factor, found by profiling, turns floats into integers. Of its f16, what its switch would convert is "
         "converted at the worker, with the same arithmetic. What the tables show is said in "
-        "[docs/numbers.md](../../docs/numbers.md#measured).",
+        "[docs/explanation/numbers.md](../../docs/explanation/numbers.md#measured).",
         "## Sums against f64",
         f"{settings.elements} elements a rank. In each field: the greatest error over the greatest exact sum; the "
         "root mean square of the errors over that of the exact sums; the part of the elements that are off by half of "

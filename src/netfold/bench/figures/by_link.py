@@ -1,6 +1,7 @@
 """Two of the talks' pictures for a switch behind a link of its own: c = 1, 2, 4 beside the talk's, a port a worker.
 
-Nothing is measured here: all of it is the cost model's (docs/plan/aggregators.md); bench/split.py measures some of it.
+Nothing is measured here: all of it is the cost model's (docs/how-to/aggregators.md); bench/split.py measures some of
+it.
 """
 
 from collections.abc import Sequence

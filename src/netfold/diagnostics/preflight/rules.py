@@ -109,7 +109,8 @@ def _environment(gathered: PreflightFacts) -> Iterator[Finding]:
 def _interfaces(gathered: PreflightFacts) -> Iterator[Finding]:
     for facts in gathered.facts:
         if facts.interface_error:
-            yield Finding(Level.FAIL, _who(facts), facts.interface_error, "see docs/environment.md, NETFOLD_INTERFACE")
+            see = "see docs/reference/environment.md, NETFOLD_INTERFACE"
+            yield Finding(Level.FAIL, _who(facts), facts.interface_error, see)
     hosts = _hosts(gathered.facts)
     if len(hosts) > 1:
         difference = _differ(hosts, [str(facts.mtu) for facts in hosts])

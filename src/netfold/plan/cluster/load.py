@@ -116,12 +116,12 @@ def cluster_of(tree: dict[str, Any], name: str) -> Cluster:
     _only(tree, where, ("device", "tier", "sources", "price_an_hour", "shared"))
     for key in ("device", "tier"):
         if key not in tree:
-            raise ValueError(f"{where}: says nothing of its {key}; docs/plan/cluster.md has an example")
+            raise ValueError(f"{where}: says nothing of its {key}; docs/reference/plan/cluster.md has an example")
     given = tree["device"]
     if not isinstance(given, (str, dict)):
-        raise ValueError(f"{where}: device is a name, or a table [device]; docs/plan/cluster.md has an example")
+        raise ValueError(f"{where}: device is a name, or a table [device]; see docs/reference/plan/cluster.md")
     if not isinstance(tree["tier"], list) or not all(isinstance(each, dict) for each in tree["tier"]):
-        raise ValueError(f"{where}: tiers are tables, [[tier]] each; docs/plan/cluster.md has an example")
+        raise ValueError(f"{where}: tiers are tables, [[tier]] each; docs/reference/plan/cluster.md has an example")
     if isinstance(given, str):
         if given not in devices():
             raise ValueError(f"{where}: there is no device {given!r}; {_nearest(given, tuple(devices()))}")
@@ -160,7 +160,7 @@ def cluster_of(tree: dict[str, Any], name: str) -> Cluster:
 
 def _shared(table: Any, where: str) -> Processors:
     if not isinstance(table, dict):
-        raise ValueError(f"{where}: is a table, [shared]; docs/plan/cluster.md has an example")
+        raise ValueError(f"{where}: is a table, [shared]; docs/reference/plan/cluster.md has an example")
     _only(table, where, ("cores", "operation", "message", "rate", "switch_rate"))
     _needs(table, where, ("cores",))
 
@@ -261,7 +261,7 @@ def aggregators_of(tables: object, where: str) -> tuple[Aggregator, ...]:
     """What [[tier.aggregator]] tables say. Raises ValueError, in a sentence, for what they cannot."""
     if not isinstance(tables, list) or not all(isinstance(each, dict) for each in tables):
         raise ValueError(
-            f"{where}: aggregators are tables, [[tier.aggregator]] each; docs/plan/cluster.md has an example"
+            f"{where}: aggregators are tables, [[tier.aggregator]] each; docs/reference/plan/cluster.md has an example"
         )
     return tuple(_aggregator(each, f"{where}, aggregator") for each in tables)
 
@@ -330,7 +330,7 @@ def _part(value: object, where: str, key: str) -> float:
 def _needs(table: dict[str, Any], where: str, keys: tuple[str, ...]) -> None:
     for key in keys:
         if key not in table:
-            raise ValueError(f"{where}: says nothing of its {key}; docs/plan/cluster.md has an example")
+            raise ValueError(f"{where}: says nothing of its {key}; docs/reference/plan/cluster.md has an example")
 
 
 def _only(table: dict[str, Any], where: str, keys: tuple[str, ...]) -> None:

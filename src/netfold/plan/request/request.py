@@ -72,7 +72,8 @@ def parse_request(
         asking.problem(
             ("job", "in_network"),
             f"in_network is true, and nothing in {cluster.name} adds up what ranks send; name an aggregator of "
-            "one of its tiers ([[tier.aggregator]], docs/plan/cluster.md), or try --compare network=aggregator",
+            "one of its tiers ([[tier.aggregator]], docs/reference/plan/cluster.md),"
+            " or try --compare network=aggregator",
         )
     if "precision" not in job:
         job["precision"] = next(each for each in _PRECISIONS if each in cluster.device.flops)

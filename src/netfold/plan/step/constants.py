@@ -1,4 +1,4 @@
-"""What the analytical model was fitted to, each number with what it means; docs/plan/model.md has their sources."""
+"""Constants of the analytical model, each with its meaning; docs/explanation/plan-model.md has their sources."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ COLUMNS = (
     "iteration time (ms)",
 )
 # GPT-2's words. Whether a single tensor rank pads them the table does not say; the times say that it does not
-# (docs/plan/model.md).
+# (docs/explanation/plan-model.md).
 _WORDS = 50257
 # Gradients are added up as they are, in 16 bits; the times over data-parallel ranks say so.
 _GRADIENT_BYTES = 2

@@ -55,7 +55,7 @@ inline constexpr std::uint32_t kMaxWindow = 1 << 20;
 
 enum Flag : std::uint8_t {
   kFromSwitch = 1,
-  // 2 is reserved. NaN and infinities need no flag: every wire format carries them in its values (docs/numbers.md).
+  // 2 is reserved. NaN and infinities need no flag: every wire format carries them in its values (docs/explanation/numbers.md).
   kMismatch = 4,  // an answer without a result: it describes the call of a worker that differs from the reader's
   kHello = 8,     // a path probe, which the switch returns to the registered address with the same length
   kNack = 16,     // an answer without a result: packets of the reader did not come

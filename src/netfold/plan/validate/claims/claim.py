@@ -50,7 +50,8 @@ def near(said: float, nothing: float = 0.0) -> tuple[float, float]:
 
 @dataclass(frozen=True)
 class ClaimJob:
-    """A data-parallel job as a file has it (docs/plan/README.md). What `split` leaves free the planner chooses."""
+    """A data-parallel job as a file has it (docs/reference/plan/index.md); the planner chooses what `split` leaves
+    free."""
 
     model: str
     cluster: str

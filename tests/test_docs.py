@@ -1,0 +1,166 @@
+"""The documents: every link and anchor leads somewhere, and the tutorials' commands run on one machine.
+
+A tutorial's fenced block runs unless the HTML comment above the block says otherwise:
+
+    <!-- not run: REASON -->    the block needs something that a test machine lacks
+    <!-- file: NAME -->         the reader saves the block as NAME
+
+The blocks of one page run in order, in one empty folder, as one bash script.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from load import seconds
+
+ROOT = Path(__file__).parent.parent
+TUTORIALS = sorted((ROOT / "docs" / "tutorials").glob("*.md"))
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "bench" / "results").glob("*.md")])
+FENCE = re.compile(r"^(?:<!-- (.+?) -->\n+)?```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+def slugs(page: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub and MyST write them."""
+    text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    found: set[str] = set()
+    for heading in re.findall(r"^#+ (.+)$", text, re.MULTILINE):
+        plain = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).strip()
+        slug = re.sub(r"[^\w\- ]", "", plain.lower()).replace(" ", "-")
+        found.add(slug if slug not in found else f"{slug}-1")
+    return found
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_link_leads_to_a_file_and_a_heading(page: Path) -> None:
+    text = re.sub(r"^```.*?^```$|`[^`\n]*`", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    broken = []
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        if re.match(r"[a-z]+:", target):
+            continue
+        path, _, anchor = target.partition("#")
+        file = (page.parent / path) if path else page
+        if not file.exists() or (anchor and file.suffix == ".md" and anchor not in slugs(file)):
+            broken.append(target)
+    assert not broken
+
+
+def test_files_that_sources_name_in_docs_exist() -> None:
+    names = subprocess.run(
+        [
+            "git",
+            "grep",
+            "-ohE",
+            r"\bdocs/[a-z_/-]+\.(md|svg)\b",
+            "--",
+            "src",
+            "native",
+            "tests",
+            "bench",
+            "tools",
+            "*.md",
+            ":!tests/fuzz/corpus",
+        ],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=seconds(30),
+    )
+    if names.returncode > 1:
+        pytest.skip("git is needed to list the sources")
+    missing = sorted(name for name in set(names.stdout.split()) if not (ROOT / name).exists())
+    assert not missing
+
+
+def test_paths_that_the_architecture_names_exist() -> None:
+    text = (ROOT / "ARCHITECTURE.md").read_text()
+    paths = re.findall(r"`([\w-]+(?:/[\w.-]+)+)`", text)
+    bases = (ROOT, ROOT / "src" / "netfold", ROOT / "native")
+    assert paths and not [path for path in paths if not any((base / path).exists() for base in bases)]
+
+
+def test_every_metric_of_a_switch_is_on_its_page() -> None:
+    source = (ROOT / "src" / "netfold" / "switch" / "metrics.py").read_text()
+    page = (ROOT / "docs" / "reference" / "metrics.md").read_text()
+    names = re.findall(r'_Family\("\w+", "(\w+)"', source)
+    assert names
+    missing = [name for name in names if f"`netfold_switch_job_{name}" not in page]
+    switch = re.findall(r'"netfold_switch_(\w+)"', source) + re.findall(r'^        \("(\w+)", "', source, re.MULTILINE)
+    missing += [name for name in switch if f"`netfold_switch_{name}" not in page]
+    assert not missing
+
+
+def test_every_event_of_a_switchs_log_is_on_its_page() -> None:
+    page = (ROOT / "docs" / "reference" / "log-events.md").read_text()
+    events = set()
+    for source in (ROOT / "src" / "netfold" / "switch").glob("*.py"):
+        events |= set(re.findall(r'event\(\s*logging\.\w+,\s*"(\w+)"', source.read_text()))
+    assert events and not sorted(name for name in events if f"| `{name}` |" not in page)
+
+
+def test_every_page_is_in_a_table_of_contents() -> None:
+    listed = set()
+    for page in (ROOT / "docs").rglob("*.md"):
+        for tree in re.findall(r"^```{toctree}\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL):
+            for line in tree.splitlines():
+                if line and not line.startswith(":"):
+                    name = re.sub(r".*<(.+)>", r"\1", line)
+                    listed.add((page.parent / f"{name}.md").resolve())
+    pages = {page.resolve() for page in (ROOT / "docs").rglob("*.md")} - {ROOT / "docs" / "index.md"}
+    assert not sorted(str(page.relative_to(ROOT)) for page in pages - listed)
+    assert all(page.exists() for page in listed)
+
+
+def script_of(page: Path, folder: Path) -> str:
+    """Write the files that a tutorial names into `folder`; return its commands as one bash script."""
+    commands = []
+    for mark, language, body in FENCE.findall(page.read_text()):
+        if mark.startswith("not run: "):
+            continue
+        if mark.startswith("file: "):
+            (folder / mark.removeprefix("file: ")).write_text(body)
+        elif language == "shell":
+            commands.append(body)
+        elif language == "python":
+            commands.append(f"python - <<'END_OF_PYTHON'\n{body}END_OF_PYTHON\n")
+    return "\n".join(commands)
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+@pytest.mark.jobs
+@pytest.mark.torch
+@pytest.mark.parametrize("page", TUTORIALS, ids=lambda page: page.stem)
+def test_a_tutorials_commands_run(page: Path, tmp_path: Path) -> None:
+    script = script_of(page, tmp_path)
+    if not script:
+        pytest.skip("every block of this page needs a second machine")
+    script = script.replace("7171", str(free_port()))
+    log = tmp_path / "output"
+    with log.open("w") as output:
+        process = subprocess.Popen(
+            ["bash", "-euo", "pipefail", "-c", script],
+            cwd=tmp_path,
+            env={**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"},
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    try:
+        status = process.wait(timeout=seconds(120))
+    finally:
+        # The tutorial may have left a switch in the background.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    assert status == 0, log.read_text()
