@@ -35,23 +35,23 @@ void BinomialBlocks::receive(int number, void* data, std::size_t bytes) {
 }
 
 void BinomialBlocks::begin(Stage stage) {
-  constexpr std::size_t kWord = sizeof(std::uint64_t);
+  constexpr std::size_t kSizeBytes = sizeof(std::uint64_t);
   stage_ = stage;
   incoming_.clear();
   senders_.clear();
   const auto sizes_of = [&](int number) { return sizes_.data() + (number - number_); };
-  const auto words = [&](int number) { return static_cast<std::size_t>(span(number)) * kWord; };
+  const auto size_bytes = [&](int number) { return static_cast<std::size_t>(span(number)) * kSizeBytes; };
   switch (stage) {
     case Stage::sizes_in:
-      if (!gathers() && parent_ >= 0) receive(parent_, sizes_.data(), words(number_));
+      if (!gathers() && parent_ >= 0) receive(parent_, sizes_.data(), size_bytes(number_));
       for (const int child : children_) {
-        if (gathers()) receive(child, sizes_of(child), words(child));
+        if (gathers()) receive(child, sizes_of(child), size_bytes(child));
       }
       return;
     case Stage::sizes_out:
-      if (gathers() && parent_ >= 0) send(parent_, sizes_.data(), words(number_));
+      if (gathers() && parent_ >= 0) send(parent_, sizes_.data(), size_bytes(number_));
       for (const int child : children_) {
-        if (!gathers()) send(child, sizes_of(child), words(child));
+        if (!gathers()) send(child, sizes_of(child), size_bytes(child));
       }
       return;
     case Stage::blocks_in:
@@ -81,7 +81,7 @@ Buffer BinomialBlocks::blocks_of(int number) const {
   return {blocks_.get() + before, std::accumulate(first, first + span(number), std::size_t{0})};
 }
 
-// What this rank puts in: its block, or, the root of a scatter, everybody's.
+// Copies in this rank's inputs: its own block, or at the root of a scatter all blocks.
 void BinomialBlocks::give_own() {
   std::byte* next = blocks_.get();
   const std::size_t count = gathers() ? 1 : sizes_.size();
@@ -93,7 +93,7 @@ void BinomialBlocks::give_own() {
   }
 }
 
-// What is this rank's: its block, or, the root of a gather, everybody's.
+// Copies out this rank's outputs: its own block, or at the root of a gather all blocks.
 void BinomialBlocks::take_own() {
   std::byte* next = blocks_.get();
   const std::size_t count = gathers() ? sizes_.size() : 1;
@@ -105,7 +105,7 @@ void BinomialBlocks::take_own() {
   }
 }
 
-// Of whoever knows what they must be: the root of a gather, everybody in a scatter.
+// Only the root of a gather and the ranks of a scatter know the sizes to expect.
 bool BinomialBlocks::compare_sizes() {
   if (gathers() && number_ > 0) return true;
   const std::size_t count = gathers() ? sizes_.size() : 1;
@@ -125,19 +125,19 @@ Progress BinomialBlocks::poll(std::int64_t) {
   for (;;) {
     for (auto message = outgoing_.begin(); message != outgoing_.end() && !failure_; ++message) {
       const auto is_before = [&](const Outgoing& other) { return other.peer() == message->peer() && !other.done(); };
-      if (message->done() || std::any_of(outgoing_.begin(), message, is_before))
-        continue;  // the blocks behind the sizes
+      // The blocks wait until the sizes are sent.
+      if (message->done() || std::any_of(outgoing_.begin(), message, is_before)) continue;
       const std::size_t bytes = message->advance(mesh_, failure_);
       wire_bytes_ += bytes;
       moved |= bytes > 0;
-      // Who is sent to sends nothing but the reason why it left.
+      // A rank that this rank sends to sends nothing but an abort.
       if (failure_) failure_ = read_last_abort(mesh_, message->peer(), call_, std::move(failure_));
     }
     for (Incoming& message : incoming_) {
       if (message.done()) continue;
-      Failure heard;
-      moved |= message.advance(mesh_, heard) > 0;
-      if (heard) failure_ = std::move(heard);
+      Failure reported;
+      moved |= message.advance(mesh_, reported) > 0;
+      if (reported) failure_ = std::move(reported);
       if (failure_) break;
     }
     if (failure_) return Progress::failed;
@@ -174,7 +174,7 @@ std::vector<int> BinomialBlocks::awaited() const {
   return ranks;
 }
 
-// A leaf of a gather and the root of a scatter wait for nobody.
+// A leaf of a gather and the root of a scatter wait for no other rank.
 bool BinomialBlocks::awaited_may_wait() const {
   for (std::size_t i = 0; i < incoming_.size(); ++i) {
     if (!incoming_[i].done() && (gathers() ? span(senders_[i]) > 1 : senders_[i] > 0)) return true;

@@ -33,7 +33,7 @@ void HalvingDoubling::plan_all_reduce() {
     held.push_back(keeps_low ? low : high);
     stage = receive_all(partner, held.back(), stage, true);
   }
-  bool finished = true;  // what leaves now is what its owner, and then everyone, keeps
+  bool finished = true;  // the owner sends its final values first
   for (int bit = core_ / 2; bit >= 1; bit /= 2) {
     const int partner = position_of(number_ ^ bit);
     const Span mine = held.back();
@@ -53,12 +53,12 @@ void HalvingDoubling::plan_reduce_scatter() {
   Block& own = blocks[static_cast<std::size_t>(me)];
   std::byte* const result = call().outputs[0].data;
   if (hands_over()) {
-    for (const Block& goes : blocks) send_block(me + 1, goes);
-    own.here.assign(own.here.size(), {});
+    for (const Block& block : blocks) send_block(me + 1, block);
+    own.received.assign(own.received.size(), {});
     receive_block(me + 1, own, result, false);
     return;
   }
-  // Sums stand in scratch, each block's in a place of its own; this rank's last one goes where it belongs.
+  // Each block has its own place for sums in scratch; the last sum of this rank's block goes to the output.
   int first = 0;
   int last = core_;
   const auto halve = [&](int bit) { (number_ & bit) == 0 ? last = first + bit : first = last - bit; };
@@ -140,45 +140,45 @@ HalvingDoubling::Block HalvingDoubling::block(const Buffer& buffer) const {
 
 void HalvingDoubling::send_block(int position, const Block& block) {
   const std::size_t unit = element_bytes();
-  for (std::size_t i = 0; i < block.here.size(); ++i) {
-    const Span what = part({0, block.bytes / unit}, block.here.size(), i);
-    add(to(position), Send{block.data + what.first * unit, what.count * unit, block.here[i]});
+  for (std::size_t i = 0; i < block.received.size(); ++i) {
+    const Span range = part({0, block.bytes / unit}, block.received.size(), i);
+    add(to(position), Send{block.data + range.first * unit, range.count * unit, block.received[i]});
   }
 }
 
 void HalvingDoubling::receive_block(int position, Block& block, std::byte* into, bool reduces) {
   const std::size_t unit = element_bytes();
-  for (std::size_t i = 0; i < block.here.size(); ++i) {
-    const Span what = part({0, block.bytes / unit}, block.here.size(), i);
-    const std::byte* own = reduces ? block.data + what.first * unit : nullptr;
-    block.here[i] =
-        add(from(position), Receive{into + what.first * unit, what.count * unit, own, false, block.here[i]});
+  for (std::size_t i = 0; i < block.received.size(); ++i) {
+    const Span range = part({0, block.bytes / unit}, block.received.size(), i);
+    const std::byte* own = reduces ? block.data + range.first * unit : nullptr;
+    block.received[i] =
+        add(from(position), Receive{into + range.first * unit, range.count * unit, own, false, block.received[i]});
   }
   block.data = into;
 }
 
-PipelinedPlan::Mark HalvingDoubling::send_all(int position, Span what, Mark after, bool finished) {
+PipelinedPlan::Mark HalvingDoubling::send_all(int position, Span range, Mark after, bool finished) {
   const std::size_t unit = element_bytes();
-  const std::size_t chunks = chunks_of(what.count * unit);
+  const std::size_t chunks = chunks_of(range.count * unit);
   const int stream = to(position);
   Mark last = after;
   for (std::size_t i = 0; i < chunks; ++i) {
-    const Span some = part(what, chunks, i);
-    last = add(stream, Send{call().outputs[0].data + some.first * unit, some.count * unit, after, finished});
+    const Span chunk = part(range, chunks, i);
+    last = add(stream, Send{call().outputs[0].data + chunk.first * unit, chunk.count * unit, after, finished});
   }
   return last;
 }
 
-PipelinedPlan::Mark HalvingDoubling::receive_all(int position, Span what, Mark after, bool reduces) {
+PipelinedPlan::Mark HalvingDoubling::receive_all(int position, Span range, Mark after, bool reduces) {
   const std::size_t unit = element_bytes();
-  const std::size_t chunks = chunks_of(what.count * unit);
+  const std::size_t chunks = chunks_of(range.count * unit);
   const int stream = from(position);
   Mark last = after;
   for (std::size_t i = 0; i < chunks; ++i) {
-    const Span some = part(what, chunks, i);
-    std::byte* data = call().outputs[0].data + some.first * unit;
-    const Mark mark = add(stream, Receive{data, some.count * unit, reduces ? data : nullptr, false, after});
-    if (some.count > 0) last = mark;
+    const Span chunk = part(range, chunks, i);
+    std::byte* data = call().outputs[0].data + chunk.first * unit;
+    const Mark mark = add(stream, Receive{data, chunk.count * unit, reduces ? data : nullptr, false, after});
+    if (chunk.count > 0) last = mark;
   }
   return last;
 }

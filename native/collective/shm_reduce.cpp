@@ -1,4 +1,3 @@
-#include <netfold/collective/direct.hpp>
 #include <netfold/collective/shm_reduce.hpp>
 #include <netfold/kernels/reduce.hpp>
 

@@ -1,4 +1,3 @@
-#include <netfold/collective/direct.hpp>
 #include <netfold/collective/registry.hpp>
 #include <netfold/collective/switch_path.hpp>
 
