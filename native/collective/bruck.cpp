@@ -74,12 +74,6 @@ void Bruck::plan_barrier() {
   }
 }
 
-void Bruck::after_first_sends() {
-  if (call().kind == Kind::barrier) return;
-  const auto self = static_cast<std::size_t>(team().position());
-  copy_block(call().outputs[self], call().inputs[call().kind == Kind::all_gather ? 0 : self]);
-}
-
 void Bruck::finish() {
   for (std::size_t d = 1; d < arrived_.size(); ++d) {
     const int from = team().wrapped(team().position() - static_cast<int>(d));

@@ -74,6 +74,49 @@ Buffer Call::tensor() const {
   return outputs.empty() ? Buffer{} : outputs[0];
 }
 
+const Buffer* Call::given_to(int self, int peer) const {
+  switch (kind) {
+    case Kind::all_reduce:
+      return &outputs[0];
+    case Kind::reduce:
+      return peer == root ? &outputs[0] : nullptr;
+    case Kind::broadcast:
+      return self == root ? &outputs[0] : nullptr;
+    case Kind::all_gather:
+      return &inputs[0];
+    case Kind::gather:
+      return peer == root ? &inputs[0] : nullptr;
+    case Kind::all_to_all:
+    case Kind::reduce_scatter:
+      return &inputs[static_cast<std::size_t>(peer)];
+    case Kind::scatter:
+      return self == root ? &inputs[static_cast<std::size_t>(peer)] : nullptr;
+    default:
+      return nullptr;
+  }
+}
+
+const Buffer* Call::taken_from(int self, int peer) const {
+  switch (kind) {
+    case Kind::all_gather:
+    case Kind::all_to_all:
+      return &outputs[static_cast<std::size_t>(peer)];
+    case Kind::gather:
+      return self == root ? &outputs[static_cast<std::size_t>(peer)] : nullptr;
+    case Kind::broadcast:
+    case Kind::scatter:
+      return peer == root ? &outputs[0] : nullptr;
+    default:
+      return nullptr;
+  }
+}
+
+void Call::copy_own_block(int self) const {
+  const Buffer* from = given_to(self, self);
+  const Buffer* to = taken_from(self, self);
+  if (from != nullptr && to != nullptr) copy_block(*to, *from);
+}
+
 std::size_t Call::elements() const { return tensor().bytes / kernels::element_bytes(dtype); }
 
 std::size_t Call::choice_bytes() const {

@@ -10,11 +10,10 @@ Chain::Chain(const Call& call, transport::Mesh& mesh, Team team_of) : PipelinedP
   const int previous = number > 0 ? from(me - 1) : -1;
   const int next = number + 1 < team().size() ? to(me + 1) : -1;
   for (std::size_t i = 0; i < chunks; ++i) {
-    const Span range = part({0, tensor.bytes}, chunks, i);
-    std::byte* data = tensor.data + range.first;
+    const Buffer chunk = part(tensor, chunks, i, 1);
     Mark received;
-    if (previous >= 0) received = add(previous, Receive{data, range.count, nullptr, false, {}});
-    if (next >= 0) add(next, Send{data, range.count, received});
+    if (previous >= 0) received = add(previous, Receive{chunk.data, chunk.bytes, nullptr, false, {}});
+    if (next >= 0) add(next, Send{chunk.data, chunk.bytes, received});
   }
   finish_plan();
 }

@@ -36,73 +36,25 @@ void Direct::gather_contributions(const Buffer& own) {
 
 void Direct::plan() {
   const int me = team_.position();
-  const bool is_root = me == call_.root;
-  const auto& in = call_.inputs;
-  const auto& out = call_.outputs;
   const auto is_large = [&](const Buffer& buffer) { return goes_by_rma(buffer.bytes); };
-  if (std::any_of(in.begin(), in.end(), is_large) || std::any_of(out.begin(), out.end(), is_large)) {
+  if (std::ranges::any_of(call_.inputs, is_large) || std::ranges::any_of(call_.outputs, is_large)) {
     tensor_registrations_.acquire(call_, mesh_);
   }
   // Start with the next rank, so that the ranks do not all send to rank 0 first.
   for (int step = 1; step < team_.size(); ++step) {
     const int to = team_.wrapped(me + step);
-    const auto target = static_cast<std::size_t>(to);
-    switch (call_.kind) {
-      case Kind::all_reduce:
-        send_to(to, out[0]);
-        break;
-      case Kind::all_gather:
-        send_to(to, in[0]);
-        break;
-      case Kind::all_to_all:
-      case Kind::reduce_scatter:
-        send_to(to, in[target]);
-        break;
-      case Kind::barrier:
-        send_to(to, {});
-        break;
-      case Kind::broadcast:
-        if (is_root) send_to(to, out[0]);
-        break;
-      case Kind::scatter:
-        if (is_root) send_to(to, in[target]);
-        break;
-      case Kind::reduce:
-        if (to == call_.root) send_to(to, out[0]);
-        break;
-      case Kind::gather:
-        if (to == call_.root) send_to(to, in[0]);
-        break;
-      default:
-        break;
-    }
     const int from = team_.wrapped(me - step);
-    const auto source = static_cast<std::size_t>(from);
-    switch (call_.kind) {
-      case Kind::all_gather:
-      case Kind::all_to_all:
-        receive_from(from, out[source]);
-        break;
-      case Kind::barrier:
-        receive_from(from, {});
-        break;
-      case Kind::gather:
-        if (is_root) receive_from(from, out[source]);
-        break;
-      case Kind::broadcast:
-      case Kind::scatter:
-        if (from == call_.root) receive_from(from, out[0]);
-        break;
-      default:
-        break;
+    if (call_.kind == Kind::barrier) {
+      send_to(to, {});
+      receive_from(from, {});
     }
+    if (const Buffer* given = call_.given_to(me, to)) send_to(to, *given);
+    if (const Buffer* taken = call_.taken_from(me, from)) receive_from(from, *taken);
   }
-  const auto self = static_cast<std::size_t>(me);
-  if (call_.kind == Kind::all_reduce || (call_.kind == Kind::reduce && is_root)) gather_contributions(out[0]);
-  if (call_.kind == Kind::reduce_scatter) gather_contributions(in[self]);
-  if (call_.kind == Kind::all_gather || (call_.kind == Kind::gather && is_root)) copy_block(out[self], in[0]);
-  if (call_.kind == Kind::all_to_all) copy_block(out[self], in[self]);
-  if (call_.kind == Kind::scatter && is_root) copy_block(out[0], in[self]);
+  const bool reduces = call_.kind == Kind::all_reduce || call_.kind == Kind::reduce_scatter ||
+                       (call_.kind == Kind::reduce && me == call_.root);
+  if (reduces) gather_contributions(*call_.given_to(me, me));
+  call_.copy_own_block(me);
 }
 
 bool Direct::goes_by_rma(std::size_t bytes) const {

@@ -3,7 +3,7 @@
 namespace netfold::collective {
 
 Pairwise::Pairwise(const Call& call, transport::Mesh& mesh, Team team)
-    : call_(call), mesh_(mesh), self_(static_cast<std::size_t>(team.position())) {
+    : call_(call), mesh_(mesh), self_(team.position()) {
   const int me = team.position();
   bool has_rma = false;
   for (int step = 1; step < team.size(); ++step) {
@@ -30,7 +30,7 @@ Progress Pairwise::poll(std::int64_t) {
   }
   if (!begun_) {
     begun_ = true;
-    copy_block(call_.outputs[self_], call_.inputs[self_]);
+    call_.copy_own_block(self_);
   }
   // Read after a failed send too: a peer that gave up sends an abort before it closes its connection.
   for (std::size_t step = received_; step < std::min(incoming_.size(), received_ + kAtOnce); ++step) {

@@ -25,6 +25,11 @@ Span part(Span whole, std::size_t parts, std::size_t index) {
           whole.count / parts + (index < whole.count % parts ? 1 : 0)};
 }
 
+Buffer part(const Buffer& whole, std::size_t parts, std::size_t index, std::size_t unit) {
+  const Span range = part({0, whole.bytes / unit}, parts, index);
+  return {whole.data + range.first * unit, range.count * unit};
+}
+
 std::size_t PipelinedPlan::chunks_of(std::size_t block_bytes) const {
   return mesh_.prefers_large_chunks() ? chunks_between(block_bytes, 2, kMinFabricChunkBytes)
                                       : chunks_between(block_bytes, 4, kMinChunkBytes);
@@ -357,7 +362,7 @@ Progress PipelinedPlan::poll(std::int64_t now_ns) {
   bool moved = push();
   if (!begun_) {
     begun_ = true;
-    after_first_sends();
+    call_.copy_own_block(team_.position());  // the first chunks need not wait for this
   }
   if (!failure_ || failure_.kind == Failure::Kind::peer_lost) {
     for (In& in : ins_) {

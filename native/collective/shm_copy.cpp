@@ -27,54 +27,18 @@ ShmCopy::ShmCopy(const Call& call, transport::Mesh& mesh, transport::ShmNode& no
       by_slots_(index(node.size())),
       complete_(index(node.size())) {
   if (gives()) {
-    own_.rounds = rounds_for(has_table() ? Buffer{} : given());
+    own_.rounds = rounds_for(given());
     if (call.kind == Kind::all_gather || call.kind == Kind::gather) own_.header.bytes = given().bytes;
   }
   for (int position = 0; position < size_; ++position) complete_[index(position)] = !takes_from(position);
   if (!gives() || call.kind == Kind::broadcast) complete_[index(self_)] = true;
 }
 
-bool ShmCopy::gives() const {
-  switch (call_.kind) {
-    case Kind::all_gather:
-    case Kind::gather:
-    case Kind::all_to_all:
-      return true;
-    case Kind::broadcast:
-    case Kind::scatter:
-      return self_ == call_.root;
-    default:
-      return false;
-  }
-}
-
-bool ShmCopy::takes_from(int source) const {
-  switch (call_.kind) {
-    case Kind::all_gather:
-    case Kind::all_to_all:
-      return true;
-    case Kind::gather:
-      return self_ == call_.root;
-    case Kind::broadcast:
-    case Kind::scatter:
-      return source == call_.root;
-    default:
-      return false;
-  }
-}
-
 bool ShmCopy::reads(Stream, int reader) const { return call_.kind != Kind::gather || reader == call_.root; }
-
-const Buffer& ShmCopy::into(int source) const {
-  const bool one = call_.kind == Kind::broadcast || call_.kind == Kind::scatter;
-  return call_.outputs[one ? 0 : index(source)];
-}
-
-const Buffer& ShmCopy::given() const { return call_.kind == Kind::broadcast ? call_.outputs[0] : call_.inputs[0]; }
 
 bool ShmCopy::copy_own() {
   const Buffer& to = into(self_);
-  const Buffer& from = has_table() ? call_.inputs[index(self_)] : given();
+  const Buffer& from = *call_.given_to(self_, self_);
   std::size_t& copied = copied_[index(self_)];
   const std::size_t bytes = std::min(kChunkBytes, to.bytes - copied);
   copy(to.data + copied, from.data + copied, bytes, streams_);

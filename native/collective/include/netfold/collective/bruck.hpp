@@ -27,7 +27,6 @@ class Bruck final : public PipelinedPlan {
   void plan_all_gather();
   void plan_all_to_all();
   void plan_barrier();
-  void after_first_sends() override;
   void finish() override;
 
   std::unique_ptr<std::byte[]> scratch_;

@@ -110,6 +110,12 @@ struct Call {
   }
   // outputs[0]; a send's inputs[0]; empty for a barrier.
   Buffer tensor() const;
+  // What the rank at `self` gives to `peer`, which may be itself; null where it gives nothing.
+  const Buffer* given_to(int self, int peer) const;
+  // Where the rank at `self` stores what it takes from `peer` unchanged; null where it takes nothing, or reduces it.
+  const Buffer* taken_from(int self, int peer) const;
+  // Copies the block that stays on the rank at `self`, in calls that have one.
+  void copy_own_block(int self) const;
   // Elements of tensor().
   std::size_t elements() const;
   // The value of `step_of` in a call that is part of this one: 1 + kind, with kStepOfAverage.

@@ -46,19 +46,19 @@ class HalvingDoubling final : public PipelinedPlan {
   void plan_all_reduce();
   void plan_reduce_scatter();
   void plan_all_gather();
-  void after_first_sends() override;
   // The consecutive ranks of the core numbers [first, last), with their neighbours outside the core.
   Span ranks_of(int first, int last) const;
   bool is_paired() const { return team().position() < 2 * extra_; }
   bool hands_over() const { return is_paired() && team().position() % 2 == 0; }
   int position_of(int number) const { return number < extra_ ? 2 * number + 1 : number + extra_; }
+  Buffer half(const Buffer& buffer, std::size_t index) const { return part(buffer, 2, index, element_bytes()); }
   Block block(const Buffer& buffer) const;
   void send_block(int position, const Block& block);
   // Moves the block to `into`; `reduces`: into = block + arrived.
   void receive_block(int position, Block& block, std::byte* into, bool reduces);
   // Adds all chunks of `range`, each after `after`. Returns the mark of the last chunk.
-  Mark send_all(int position, Span range, Mark after, bool finished);
-  Mark receive_all(int position, Span range, Mark after, bool reduces);
+  Mark send_all(int position, const Buffer& range, Mark after, bool finished);
+  Mark receive_all(int position, const Buffer& range, Mark after, bool reduces);
 
   int core_ = 1;    // Q
   int extra_ = 0;   // P-Q: the first 2(P-Q) ranks form pairs; the even one hands over to the odd one

@@ -31,7 +31,7 @@ class Pairwise final : public Algorithm {
 
   const Call& call_;
   transport::Mesh& mesh_;
-  std::size_t self_;
+  int self_;
   bool begun_ = false;
   TensorRegistrations tensor_registrations_;
   std::vector<Outgoing> outgoing_;  // by step

@@ -31,6 +31,8 @@ struct Span {
 };
 // Part `index` of `parts` in equal proportion: sizes differ by one at most.
 Span part(Span whole, std::size_t parts, std::size_t index);
+// The same of a buffer, in units of `unit` bytes.
+Buffer part(const Buffer& whole, std::size_t parts, std::size_t index, std::size_t unit);
 
 class PipelinedPlan : public Algorithm {
  public:
@@ -85,8 +87,6 @@ class PipelinedPlan : public Algorithm {
   Mark add(int stream, const Receive& chunk) { return append(ins_[index_[static_cast<std::size_t>(stream)]], chunk); }
   // Ends the plan. The last line of a constructor.
   void finish_plan();
-  // Called once, when the sockets have the first chunks: for work that the first chunks need not wait for.
-  virtual void after_first_sends() {}
   // Called after the last chunk.
   virtual void finish() {}
 

@@ -27,7 +27,6 @@ class Ring final : public PipelinedPlan {
   void plan_all_reduce();
   void plan_reduce_scatter();
   void plan_all_gather();
-  void after_first_sends() override;
 
   std::unique_ptr<std::byte[]> slots_;  // partial sums to send
 };

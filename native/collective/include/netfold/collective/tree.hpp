@@ -37,7 +37,7 @@ class Tree final : public PipelinedPlan {
     std::vector<int> parents;   // [0] is -1
     std::vector<int> depths;    // [0] is 0
     std::vector<int> children;  // of this rank, ascending
-    Span range;                 // of the tensor
+    Buffer whole;               // its part of the tensor
     std::size_t chunks = 1;
     std::vector<Mark> summed;  // by chunk: own and all children's values are added
     std::vector<Mark> sent;    // by chunk: the sum is sent to the parent
@@ -54,7 +54,10 @@ class Tree final : public PipelinedPlan {
     std::size_t chunk;
   };
 
-  Shape shape(int (*parent_of)(int number, int ranks), Span range, std::size_t chunks) const;
+  Shape shape(int (*parent_of)(int number, int ranks), const Buffer& whole, std::size_t chunks) const;
+  Buffer chunk(const Shape& tree, std::size_t number) const {
+    return part(tree.whole, tree.chunks, number, element_bytes());
+  }
   void plan(std::vector<Shape>& trees);
   void up(Shape& tree, const Transfer& transfer);
   void down(Shape& tree, const Transfer& transfer);
