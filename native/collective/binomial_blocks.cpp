@@ -7,8 +7,10 @@ namespace netfold::collective {
 
 BinomialBlocks::BinomialBlocks(const Call& call, transport::Mesh& mesh, Team team)
     : call_(call), mesh_(mesh), team_(std::move(team)), number_(team_.wrapped(team_.position() - call.root)) {
-  if (number_ > 0) parent_ = number_ & (number_ - 1);
-  for (int step = 1; step < span(number_); step *= 2) children_.push_back(number_ + step);
+  std::vector<int>& children = gathers() ? sources_ : targets_;
+  std::vector<int>& parent = gathers() ? targets_ : sources_;
+  if (number_ > 0) parent.push_back(number_ & (number_ - 1));
+  for (int step = 1; step < span(number_); step *= 2) children.push_back(number_ + step);
   sizes_.resize(static_cast<std::size_t>(span(number_)));
   if (gathers()) {
     sizes_[0] = call.inputs[0].bytes;
@@ -25,54 +27,32 @@ int BinomialBlocks::span(int number) const {
   return number == 0 ? left : std::min(left, number & -number);
 }
 
-void BinomialBlocks::send(int number, const void* data, std::size_t bytes) {
-  outgoing_.emplace_back(call_, rank(number), static_cast<const std::byte*>(data), bytes);
-}
-
-void BinomialBlocks::receive(int number, void* data, std::size_t bytes) {
-  incoming_.emplace_back(call_, rank(number), static_cast<std::byte*>(data), bytes);
-  senders_.push_back(number);
-}
-
 void BinomialBlocks::begin(Stage stage) {
-  constexpr std::size_t kSizeBytes = sizeof(std::uint64_t);
   stage_ = stage;
-  incoming_.clear();
-  senders_.clear();
-  const auto sizes_of = [&](int number) { return sizes_.data() + (number - number_); };
-  const auto size_bytes = [&](int number) { return static_cast<std::size_t>(span(number)) * kSizeBytes; };
-  switch (stage) {
-    case Stage::sizes_in:
-      if (!gathers() && parent_ >= 0) receive(parent_, sizes_.data(), size_bytes(number_));
-      for (const int child : children_) {
-        if (gathers()) receive(child, sizes_of(child), size_bytes(child));
-      }
-      return;
-    case Stage::sizes_out:
-      if (gathers() && parent_ >= 0) send(parent_, sizes_.data(), size_bytes(number_));
-      for (const int child : children_) {
-        if (!gathers()) send(child, sizes_of(child), size_bytes(child));
-      }
-      return;
-    case Stage::blocks_in:
-      blocks_ =
-          std::make_unique_for_overwrite<std::byte[]>(std::accumulate(sizes_.begin(), sizes_.end(), std::size_t{0}));
-      if (gathers() || number_ == 0) give_own();
-      if (!gathers() && parent_ >= 0) receive(parent_, blocks_of(number_).data, blocks_of(number_).bytes);
-      for (const int child : children_) {
-        if (gathers()) receive(child, blocks_of(child).data, blocks_of(child).bytes);
-      }
-      return;
-    case Stage::blocks_out:
-      if (gathers() && parent_ >= 0) send(parent_, blocks_of(number_).data, blocks_of(number_).bytes);
-      for (const int child : children_) {
-        if (!gathers()) send(child, blocks_of(child).data, blocks_of(child).bytes);
-      }
-      if (!gathers() || number_ == 0) take_own();
-      return;
-    case Stage::done:
-      return;
+  if (stage == Stage::blocks_in) {
+    blocks_ =
+        std::make_unique_for_overwrite<std::byte[]>(std::accumulate(sizes_.begin(), sizes_.end(), std::size_t{0}));
+    if (gathers() || number_ == 0) give_own();
   }
+  const bool is_in = stage == Stage::sizes_in || stage == Stage::blocks_in;
+  incoming_.clear();
+  for (const int peer : is_in ? sources_ : targets_) {
+    // Parent and child exchange the child's subtree.
+    const int subtree = std::max(peer, number_);
+    const bool is_sizes = stage == Stage::sizes_in || stage == Stage::sizes_out;
+    const Buffer part = is_sizes ? sizes_of(subtree) : blocks_of(subtree);
+    if (is_in) {
+      incoming_.emplace_back(call_, rank(peer), part.data, part.bytes);
+    } else {
+      outgoing_.emplace_back(call_, rank(peer), part.data, part.bytes);
+    }
+  }
+  if (stage == Stage::blocks_out && (!gathers() || number_ == 0)) take_own();
+}
+
+Buffer BinomialBlocks::sizes_of(int number) {
+  return {reinterpret_cast<std::byte*>(&sizes_[static_cast<std::size_t>(number - number_)]),
+          static_cast<std::size_t>(span(number)) * sizeof sizes_[0]};
 }
 
 Buffer BinomialBlocks::blocks_of(int number) const {
@@ -177,7 +157,7 @@ std::vector<int> BinomialBlocks::awaited() const {
 // A leaf of a gather and the root of a scatter wait for no other rank.
 bool BinomialBlocks::awaited_may_wait() const {
   for (std::size_t i = 0; i < incoming_.size(); ++i) {
-    if (!incoming_[i].done() && (gathers() ? span(senders_[i]) > 1 : senders_[i] > 0)) return true;
+    if (!incoming_[i].done() && (gathers() ? span(sources_[i]) > 1 : sources_[i] > 0)) return true;
   }
   return false;
 }

@@ -34,9 +34,8 @@ class BinomialBlocks final : public Algorithm {
   int position(int number) const { return team_.wrapped(call_.root + number); }
   bool gathers() const { return call_.kind == Kind::gather; }
   void begin(Stage stage);
-  void send(int number, const void* data, std::size_t bytes);
-  void receive(int number, void* data, std::size_t bytes);
-  // Blocks of the subtree of `number`, inside this rank's blocks.
+  // Sizes and blocks of the subtree of `number`, inside this rank's.
+  Buffer sizes_of(int number);
   Buffer blocks_of(int number) const;
   bool compare_sizes();
   void take_own();
@@ -46,14 +45,13 @@ class BinomialBlocks final : public Algorithm {
   transport::Mesh& mesh_;
   Team team_;
   int number_;
-  int parent_ = -1;
-  std::vector<int> children_;            // numbers, ascending
+  std::vector<int> sources_;             // numbers of the children (gather) or the parent (scatter), ascending
+  std::vector<int> targets_;             // of the parent (gather) or the children (scatter)
   std::vector<std::uint64_t> sizes_;     // of the subtree's blocks, by number minus number_
   std::unique_ptr<std::byte[]> blocks_;  // of the subtree, in the same order
   Stage stage_ = Stage::sizes_in;
   std::vector<Outgoing> outgoing_;
-  std::vector<Incoming> incoming_;
-  std::vector<int> senders_;  // their numbers, by index in incoming_
+  std::vector<Incoming> incoming_;  // from sources_, in stages that receive
 };
 
 }  // namespace netfold::collective
