@@ -9,8 +9,8 @@
 namespace netfold::collective {
 namespace {
 
-// Each packet consists of header, values, padding and MAC: four parts, so that a run of packets is uniform. The last two
-// may be empty.
+// Each packet consists of header, values, padding and MAC: four parts, so that a run of packets is uniform. The last
+// two may be empty.
 constexpr std::size_t kParts = 4;
 
 // A call in a group whose choice table is `table`: "broadcast #12 of 100 f32 (root 2), wire u32".

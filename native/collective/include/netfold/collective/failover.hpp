@@ -1,4 +1,5 @@
-// Decides which switch membership a rank's operations use, and how each operation continues when the membership is lost.
+// Decides which switch membership a rank's operations use, and how each operation continues when the membership is
+// lost.
 //
 // A pure state machine: a value without socket, clock, thread or payload. A SwitchPath (switch_path.hpp) owns one and
 // carries out its decisions: it freezes channels, starts operations on them and runs host algorithms. The search over

@@ -5,15 +5,15 @@
 // the values from the tensor, and results are written in place. A chunk's contribution is not needed again once its
 // result has arrived, since the result proves that the switch counted the contribution.
 //
-// A Channel is a group's membership of a job on a switch: one port, one protocol machine, and several operations at once
-// that stream through one window. An InNetwork is one operation on a channel.
+// A Channel is a group's membership of a job on a switch: one port, one protocol machine, and several operations at
+// once that stream through one window. An InNetwork is one operation on a channel.
 //
-// After a loss of the switch. A channel keeps the packets of the results of its last W chunks, for ranks that lack them.
-// W are enough. Let b be the lowest chunk that some rank r lacks. A chunk has a result only when r has contributed to it,
-// and r contributes to a chunk only when it has all results W and more before it. So no rank has a result of chunk b + W
-// or above, and no rank lacks a chunk below b. This holds for the sequence of chunks, not for operations: a completed
-// operation, whose buffer may hold other data by now, has its chunks in the sequence like any other. It holds while
-// nothing is received: every rank freezes its channel before any rank reports its results.
+// After a loss of the switch. A channel keeps the packets of the results of its last W chunks, for ranks that lack
+// them. W are enough. Let b be the lowest chunk that some rank r lacks. A chunk has a result only when r has
+// contributed to it, and r contributes to a chunk only when it has all results W and more before it. So no rank has a
+// result of chunk b + W or above, and no rank lacks a chunk below b. This holds for the sequence of chunks, not for
+// operations: a completed operation, whose buffer may hold other data by now, has its chunks in the sequence like any
+// other. It holds while nothing is received: every rank freezes its channel before any rank reports its results.
 #pragma once
 
 #include <netfold/auth/packet_authenticator.hpp>

@@ -4,8 +4,8 @@
 // two ranks called different things; both report that before a wrong value arrives. A rank that gives up sends its
 // reason in an abort message, so that the other ranks do not take it for dead.
 //
-// Where a pipe has RMA (transport/pipe.hpp), the bytes of an `only` message (the only one to a peer in a call) go by it:
-// in chunks of kRmaChunkBytes, the last one shorter, each to a buffer that the receiver posted.
+// Where a pipe has RMA (transport/pipe.hpp), the bytes of an `only` message (the only one to a peer in a call) go by
+// it: in chunks of kRmaChunkBytes, the last one shorter, each to a buffer that the receiver posted.
 //
 // PipelinedPlan (pipelined_plan.hpp) is an engine of its own: its streams have a marker before every chunk on the wire,
 // and its chunks wait for each other. A message has neither, and no state for each chunk.

@@ -1,9 +1,9 @@
 // Pairwise all_to_all: one partner a step instead of all ranks at once.
 //
 // P-1 steps, n(P-1)/P bytes sent by a rank for n bytes of input (uneven: all but its own block) and a header a partner.
-// In step s a rank sends to the rank s positions ahead and receives from the rank s positions behind. So all ranks never
-// send to one rank together, which would cause losses at a switch's port. A rank sends the next block when the socket
-// has this block and the previous block has arrived: the latency of one step overlaps the next step.
+// In step s a rank sends to the rank s positions ahead and receives from the rank s positions behind. So all ranks
+// never send to one rank together, which would cause losses at a switch's port. A rank sends the next block when the
+// socket has this block and the previous block has arrived: the latency of one step overlaps the next step.
 //
 // The messages are those of a paced direct exchange, and their headers say direct: ranks whose sizes differ may choose
 // different algorithms of the two.

@@ -1,7 +1,7 @@
 // What ring, halving-doubling, trees, chain and Bruck share: streams of chunks to and from a few peers.
 //
-// An algorithm is a plan: its constructor opens streams and lists, in order, the chunks of each stream. A chunk may wait
-// for a mark: "so many chunks of that stream are complete". A received chunk is stored in place or reduced with an
+// An algorithm is a plan: its constructor opens streams and lists, in order, the chunks of each stream. A chunk may
+// wait for a mark: "so many chunks of that stream are complete". A received chunk is stored in place or reduced with an
 // operand. PipelinedPlan runs the plan: it sends every chunk whose mark is reached as soon as the socket takes it, and
 // reads, reduces and continues with the chunks that have become possible. So a plan in small chunks is a pipeline.
 //

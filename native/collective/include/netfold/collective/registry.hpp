@@ -13,8 +13,8 @@
 
 namespace netfold::collective {
 
-// Checks a call by `rank` of `ranks`. Throws std::invalid_argument with a sentence for an operator that is undefined for
-// the dtype, a missing or uneven buffer, or a root that does not exist.
+// Checks a call by `rank` of `ranks`. Throws std::invalid_argument with a sentence for an operator that is undefined
+// for the dtype, a missing or uneven buffer, or a root that does not exist.
 void validate(const Call& call, int rank, int ranks);
 
 // The paths between the ranks of a group that an algorithm can use.

@@ -1,20 +1,20 @@
 // The parts of a large all_reduce that go through each switch and by a host algorithm, at the same time.
 //
 // Each path has two rates, in bytes of tensor a second: beside the other paths, and alone (a switch: beside the other
-// switches, without the host algorithm). If each path has a part in proportion to its rate beside the others, all end at
-// once, and together they reach the sum of these rates. The paths go together where that sum is above the rate of the
-// switches alone and above that of the host algorithm alone; otherwise the faster of the two does everything. So a
-// switch with a port for each worker gets everything, and a switch whose link is slower than a rank's gets a little. None
-// of this depends on how two flows share a link.
+// switches, without the host algorithm). If each path has a part in proportion to its rate beside the others, all end
+// at once, and together they reach the sum of these rates. The paths go together where that sum is above the rate of
+// the switches alone and above that of the host algorithm alone; otherwise the faster of the two does everything. So a
+// switch with a port for each worker gets everything, and a switch whose link is slower than a rank's gets a little.
+// None of this depends on how two flows share a link.
 //
-// Until operations have shown other rates (`learn`): with R_i the rate at which switch i returns results, H a ring's rate
-// and L the rate of a rank's link, the switches use sum(R_i) of the link, at most half of it, and the ring the rest.
+// Until operations have shown other rates (`learn`): with R_i the rate at which switch i returns results and L the rate
+// of a rank's link, the switches use sum(R_i) of the link, or half of it where that sum reaches L, and a ring the rest.
 //
-// Some operations are trials, each time kTrialGrowth times as many operations apart. In turn the switches get more, then
-// less, then nothing. So one kind of path ends first, and its rest shows the other's rate alone. A rate that changed by a
-// fifth restarts the trials. The rest of a host algorithm can only raise its known rate alone: its connections need some
-// time to use the whole link. A lower rate is learned when the host algorithm does everything; a rate that is too high
-// leads to that, at the cost of one operation in a ring's time.
+// Some operations are trials, each time kTrialGrowth times as many operations apart. In turn the switches get more,
+// then less, then nothing. So one kind of path ends first, and its rest shows the other's rate alone. A rate that
+// changed by a fifth restarts the trials. The rest of a host algorithm can only raise its known rate alone: its
+// connections need some time to use the whole link. A lower rate is learned when the host algorithm does everything; a
+// rate that is too high leads to that, at the cost of one operation in a ring's time.
 //
 // A value: no clock, no socket; integers only, so that every rank computes the same parts from the same numbers.
 #pragma once

@@ -1,5 +1,5 @@
-// Checks a call that goes over the mesh in a group whose ranks share memory. It posts the call's header in memory like a
-// shared-memory call, and compares other ranks' posts while the call waits. So where one rank of a host is in a call
+// Checks a call that goes over the mesh in a group whose ranks share memory. It posts the call's header in memory like
+// a shared-memory call, and compares other ranks' posts while the call waits. So where one rank of a host is in a call
 // over sockets and another rank in a call through memory, both report the mismatch at once.
 #pragma once
 

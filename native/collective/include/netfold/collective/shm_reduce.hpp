@@ -1,8 +1,8 @@
 // Reductions among ranks that share memory: all_reduce, reduce, reduce_scatter. All add in rank order.
 //
 // Few bytes (n <= 16 KB): one step. Every rank posts its n bytes and reduces all P posts.
-// More bytes: rank d reduces part d of every round from all ranks' slots. Except in reduce_scatter, it passes the result
-// through its own slots to the ranks that need it. Steps: 3 a round of 256 KB (contributions, results, taken).
+// More bytes: rank d reduces part d of every round from all ranks' slots. Except in reduce_scatter, it passes the
+// result through its own slots to the ranks that need it. Steps: 3 a round of 256 KB (contributions, results, taken).
 // More bytes, with every rank's tensor in shared memory: rank d reduces part d of the tensors in place and writes the
 // result straight into every rank's tensor. Two steps.
 //

@@ -6,11 +6,11 @@
 // Shares gives the parts. Steps and bytes are those of the two parts.
 //
 // The ranks agree on the rates of each path after the first operations, and then after those that Shares selects, by an
-// all_reduce of 2 (S + 1) + 1 integers for S switches over the mesh. Every rank gives the rates that it saw. The largest
-// rate counts, since a rank that began late has waited least. Of the rest that a path did alone the smallest rate
-// counts, since each rank sees the other path end at another moment. Shares learns from the agreed rates, so all ranks
-// cut the next operation alike. Where a switch is lost, its part goes round the ring too, over connections of its own
-// (switch_path.hpp), and nothing is learned.
+// all_reduce of 2 (S + 1) + 1 integers for S switches over the mesh. Every rank gives the rates that it saw. The
+// largest rate counts, since a rank that began late has waited least. Of the rest that a path did alone the smallest
+// rate counts, since each rank sees the other path end at another moment. Shares learns from the agreed rates, so all
+// ranks cut the next operation alike. Where a switch is lost, its part goes round the ring too, over connections of its
+// own (switch_path.hpp), and nothing is learned.
 #pragma once
 
 #include <netfold/collective/registry.hpp>
@@ -27,8 +27,8 @@ class Split final : public Algorithm {
   // Smaller operations give no rates: they are mostly latency, and fit whole into buffers on the path.
   static constexpr std::size_t kLearnBytes = 1 << 20;
 
-  // Borrows the call, an all_reduce with elements, and what the paths point to. Precondition: paths.shares is set, for as
-  // many switches as there are switch paths.
+  // Borrows the call, an all_reduce with elements, and what the paths point to. Precondition: paths.shares is set, for
+  // as many switches as there are switch paths.
   Split(const Call& call, const Paths& paths, Team team);
   ~Split() override;
   Progress poll(std::int64_t now_ns) override;

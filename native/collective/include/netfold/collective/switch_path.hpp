@@ -1,8 +1,9 @@
 // A group's path through a switch, and the replacement for it while the switch is lost.
 //
-// A SwitchPath has a Channel and, for the time after a loss, connections of its own between the same ranks (`spare`), over
-// which host algorithms run. Operations meant for the switch form a queue of their own either way. So they overlap with
-// operations over the mesh as before, and no rank's order of calls on a connection depends on when it noticed a loss.
+// A SwitchPath has a Channel and, for the time after a loss, connections of its own between the same ranks (`spare`),
+// over which host algorithms run. Operations meant for the switch form a queue of their own either way. So they overlap
+// with operations over the mesh as before, and no rank's order of calls on a connection depends on when it noticed a
+// loss.
 //
 //   up       --freeze()-->     frozen   nothing is sent or received; the rank reports its results and gets missing ones
 //   frozen   --fall_back()-->  down     the queue's operations continue one after another over the spare mesh: an

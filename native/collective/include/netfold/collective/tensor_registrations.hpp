@@ -1,5 +1,5 @@
-// Registrations of a call's tensors with a fabric, each as a whole and not chunk by chunk, for as long as the fabric may
-// read or write them. They end with the operation, which by then is complete or has cancelled its transfers.
+// Registrations of a call's tensors with a fabric, each as a whole and not chunk by chunk, for as long as the fabric
+// may read or write them. They end with the operation, which by then is complete or has cancelled its transfers.
 #pragma once
 
 #include <netfold/collective/algorithm.hpp>

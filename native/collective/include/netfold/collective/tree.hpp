@@ -6,9 +6,9 @@
 //   reduce, broadcast  n bytes at most (the broadcast's root and the reduce's leaves send n, the other ranks n or less)
 //   all_reduce         2n bytes at most
 //
-// in about 2 log2 P steps (all_reduce: 4) of a chunk each, then one chunk in each chunk's time. The trees consist of the
-// ranks without the root, in order; the root is above both. Small tensors (up to kBinomialBytes) take one binomial tree
-// in one chunk: log2 P steps (all_reduce: 2).
+// in about 2 log2 P steps (all_reduce: 4) of a chunk each, then one chunk in each chunk's time. The trees consist of
+// the ranks without the root, in order; the root is above both. Small tensors (up to kBinomialBytes) take one binomial
+// tree in one chunk: log2 P steps (all_reduce: 2).
 //
 // Order of summation: own, then the children's in ascending order. A narrower wire format (all_reduce) is rounded at
 // every hop upwards and once by rank 0.
