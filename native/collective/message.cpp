@@ -20,27 +20,25 @@ std::uint64_t name_of(const MessageHeader& header, std::size_t begin) {
 }  // namespace
 
 MessageHeader MessageHeader::of(const Call& call, std::uint64_t bytes) {
-  MessageHeader header;
-  header.sequence = call.sequence;
-  header.kind = static_cast<std::uint8_t>(call.kind);
-  header.dtype = static_cast<std::uint8_t>(call.dtype);
-  header.reduce = static_cast<std::uint8_t>(call.reduce);
-  header.wire = static_cast<std::uint8_t>(call.wire);
   // A pairwise exchange is a paced direct one: the messages are the same.
-  const bool paced = call.algorithm == AlgorithmId::pairwise;
-  header.algorithm = static_cast<std::uint8_t>(paced ? AlgorithmId::direct : call.algorithm);
-  header.average = call.average ? 1 : 0;
-  header.between = static_cast<std::uint8_t>(call.between);
-  header.table = call.table;
-  header.root = call.root;
+  const bool is_paced = call.algorithm == AlgorithmId::pairwise;
   // Only where every rank must give the same size. Uneven gathers and exchanges compare `bytes` message by message.
-  if (call.kind == Kind::all_reduce || call.kind == Kind::reduce || call.kind == Kind::broadcast) {
-    header.elements = call.elements();
-  }
-  header.step_of = call.step_of;
-  if (call.layout != 0) header.elements = call.layout;
-  header.bytes = bytes;
-  return header;
+  const bool is_whole = call.kind == Kind::all_reduce || call.kind == Kind::reduce || call.kind == Kind::broadcast;
+  return {.sequence = call.sequence,
+          .kind = call.kind,
+          .dtype = call.dtype,
+          .reduce = call.reduce,
+          .wire = call.wire,
+          .algorithm = is_paced ? AlgorithmId::direct : call.algorithm,
+          .table = call.table,
+          .root = call.root,
+          .average = static_cast<std::uint8_t>(call.average),
+          .between = call.between,
+          .step_of = call.step_of,
+          .elements = call.layout != 0 ? call.layout
+                      : is_whole       ? call.elements()
+                                       : 0,
+          .bytes = bytes};
 }
 
 std::string MessageHeader::text() const {
@@ -50,7 +48,7 @@ std::string MessageHeader::text() const {
 }
 
 std::string MessageHeader::summary() const {
-  std::string text = std::string(name(static_cast<Kind>(kind))) + " #" + std::to_string(sequence);
+  std::string text = std::string(name(kind)) + " #" + std::to_string(sequence);
   const auto whole = static_cast<Kind>((step_of & ~kStepOfAverage) - 1);
   const bool has_layout = step_of > 0 && (whole == Kind::all_gather || whole == Kind::reduce_scatter);
   if (step_of > 0) {
@@ -58,10 +56,10 @@ std::string MessageHeader::summary() const {
   }
   if (has_layout) text += " (digest of all sizes: " + std::to_string(elements & 0xffff) + ")";
   if (elements > 0 && !has_layout) text += " of " + std::to_string(elements);
-  text += std::string(" ") + kernels::name(static_cast<kernels::DType>(dtype));
-  text += std::string(" (") + (average != 0 ? "avg" : kernels::name(static_cast<kernels::ReduceOp>(reduce)));
-  text += ", root " + std::to_string(root) + ", " + name(static_cast<AlgorithmId>(algorithm));
-  return text + ", wire " + kernels::name(static_cast<kernels::DType>(wire)) + ")";
+  text += std::string(" ") + kernels::name(dtype);
+  text += std::string(" (") + (average != 0 ? "avg" : kernels::name(reduce));
+  text += ", root " + std::to_string(root) + ", " + name(algorithm);
+  return text + ", wire " + kernels::name(wire) + ")";
 }
 
 transport::Mesh::Io Outgoing::send(transport::Mesh& mesh) {
