@@ -7,8 +7,10 @@ namespace netfold::collective {
 
 BinomialBlocks::BinomialBlocks(const Call& call, transport::Mesh& mesh, Team team)
     : call_(call), mesh_(mesh), team_(std::move(team)), number_(team_.wrapped(team_.position() - call.root)) {
-  if (number_ > 0) parent_ = number_ & (number_ - 1);
-  for (int step = 1; step < span(number_); step *= 2) children_.push_back(number_ + step);
+  std::vector<int>& children = gathers() ? sources_ : targets_;
+  std::vector<int>& parent = gathers() ? targets_ : sources_;
+  if (number_ > 0) parent.push_back(number_ & (number_ - 1));
+  for (int step = 1; step < span(number_); step *= 2) children.push_back(number_ + step);
   sizes_.resize(static_cast<std::size_t>(span(number_)));
   if (gathers()) {
     sizes_[0] = call.inputs[0].bytes;
@@ -25,54 +27,32 @@ int BinomialBlocks::span(int number) const {
   return number == 0 ? left : std::min(left, number & -number);
 }
 
-void BinomialBlocks::send(int number, const void* data, std::size_t bytes) {
-  outgoing_.emplace_back(call_, rank(number), static_cast<const std::byte*>(data), bytes);
-}
-
-void BinomialBlocks::receive(int number, void* data, std::size_t bytes) {
-  incoming_.emplace_back(call_, rank(number), static_cast<std::byte*>(data), bytes);
-  senders_.push_back(number);
-}
-
 void BinomialBlocks::begin(Stage stage) {
-  constexpr std::size_t kWord = sizeof(std::uint64_t);
   stage_ = stage;
-  incoming_.clear();
-  senders_.clear();
-  const auto sizes_of = [&](int number) { return sizes_.data() + (number - number_); };
-  const auto words = [&](int number) { return static_cast<std::size_t>(span(number)) * kWord; };
-  switch (stage) {
-    case Stage::sizes_in:
-      if (!gathers() && parent_ >= 0) receive(parent_, sizes_.data(), words(number_));
-      for (const int child : children_) {
-        if (gathers()) receive(child, sizes_of(child), words(child));
-      }
-      return;
-    case Stage::sizes_out:
-      if (gathers() && parent_ >= 0) send(parent_, sizes_.data(), words(number_));
-      for (const int child : children_) {
-        if (!gathers()) send(child, sizes_of(child), words(child));
-      }
-      return;
-    case Stage::blocks_in:
-      blocks_ =
-          std::make_unique_for_overwrite<std::byte[]>(std::accumulate(sizes_.begin(), sizes_.end(), std::size_t{0}));
-      if (gathers() || number_ == 0) give_own();
-      if (!gathers() && parent_ >= 0) receive(parent_, blocks_of(number_).data, blocks_of(number_).bytes);
-      for (const int child : children_) {
-        if (gathers()) receive(child, blocks_of(child).data, blocks_of(child).bytes);
-      }
-      return;
-    case Stage::blocks_out:
-      if (gathers() && parent_ >= 0) send(parent_, blocks_of(number_).data, blocks_of(number_).bytes);
-      for (const int child : children_) {
-        if (!gathers()) send(child, blocks_of(child).data, blocks_of(child).bytes);
-      }
-      if (!gathers() || number_ == 0) take_own();
-      return;
-    case Stage::done:
-      return;
+  if (stage == Stage::blocks_in) {
+    blocks_ =
+        std::make_unique_for_overwrite<std::byte[]>(std::accumulate(sizes_.begin(), sizes_.end(), std::size_t{0}));
+    if (gathers() || number_ == 0) give_own();
   }
+  const bool is_in = stage == Stage::sizes_in || stage == Stage::blocks_in;
+  incoming_.clear();
+  for (const int peer : is_in ? sources_ : targets_) {
+    // Parent and child exchange the child's subtree.
+    const int subtree = std::max(peer, number_);
+    const bool is_sizes = stage == Stage::sizes_in || stage == Stage::sizes_out;
+    const Buffer part = is_sizes ? sizes_of(subtree) : blocks_of(subtree);
+    if (is_in) {
+      incoming_.emplace_back(call_, rank(peer), part.data, part.bytes);
+    } else {
+      outgoing_.emplace_back(call_, rank(peer), part.data, part.bytes);
+    }
+  }
+  if (stage == Stage::blocks_out && (!gathers() || number_ == 0)) take_own();
+}
+
+Buffer BinomialBlocks::sizes_of(int number) {
+  return {reinterpret_cast<std::byte*>(&sizes_[static_cast<std::size_t>(number - number_)]),
+          static_cast<std::size_t>(span(number)) * sizeof sizes_[0]};
 }
 
 Buffer BinomialBlocks::blocks_of(int number) const {
@@ -81,7 +61,7 @@ Buffer BinomialBlocks::blocks_of(int number) const {
   return {blocks_.get() + before, std::accumulate(first, first + span(number), std::size_t{0})};
 }
 
-// What this rank puts in: its block, or, the root of a scatter, everybody's.
+// Copies in this rank's inputs: its own block, or at the root of a scatter all blocks.
 void BinomialBlocks::give_own() {
   std::byte* next = blocks_.get();
   const std::size_t count = gathers() ? 1 : sizes_.size();
@@ -93,7 +73,7 @@ void BinomialBlocks::give_own() {
   }
 }
 
-// What is this rank's: its block, or, the root of a gather, everybody's.
+// Copies out this rank's outputs: its own block, or at the root of a gather all blocks.
 void BinomialBlocks::take_own() {
   std::byte* next = blocks_.get();
   const std::size_t count = gathers() ? sizes_.size() : 1;
@@ -105,7 +85,7 @@ void BinomialBlocks::take_own() {
   }
 }
 
-// Of whoever knows what they must be: the root of a gather, everybody in a scatter.
+// Only the root of a gather and the ranks of a scatter know the sizes to expect.
 bool BinomialBlocks::compare_sizes() {
   if (gathers() && number_ > 0) return true;
   const std::size_t count = gathers() ? sizes_.size() : 1;
@@ -125,19 +105,19 @@ Progress BinomialBlocks::poll(std::int64_t) {
   for (;;) {
     for (auto message = outgoing_.begin(); message != outgoing_.end() && !failure_; ++message) {
       const auto is_before = [&](const Outgoing& other) { return other.peer() == message->peer() && !other.done(); };
-      if (message->done() || std::any_of(outgoing_.begin(), message, is_before))
-        continue;  // the blocks behind the sizes
+      // The blocks wait until the sizes are sent.
+      if (message->done() || std::any_of(outgoing_.begin(), message, is_before)) continue;
       const std::size_t bytes = message->advance(mesh_, failure_);
       wire_bytes_ += bytes;
       moved |= bytes > 0;
-      // Who is sent to sends nothing but the reason why it left.
+      // A rank that this rank sends to sends nothing but an abort.
       if (failure_) failure_ = read_last_abort(mesh_, message->peer(), call_, std::move(failure_));
     }
     for (Incoming& message : incoming_) {
       if (message.done()) continue;
-      Failure heard;
-      moved |= message.advance(mesh_, heard) > 0;
-      if (heard) failure_ = std::move(heard);
+      Failure reported;
+      moved |= message.advance(mesh_, reported) > 0;
+      if (reported) failure_ = std::move(reported);
       if (failure_) break;
     }
     if (failure_) return Progress::failed;
@@ -174,10 +154,10 @@ std::vector<int> BinomialBlocks::awaited() const {
   return ranks;
 }
 
-// A leaf of a gather and the root of a scatter wait for nobody.
+// A leaf of a gather and the root of a scatter wait for no other rank.
 bool BinomialBlocks::awaited_may_wait() const {
   for (std::size_t i = 0; i < incoming_.size(); ++i) {
-    if (!incoming_[i].done() && (gathers() ? span(senders_[i]) > 1 : senders_[i] > 0)) return true;
+    if (!incoming_[i].done() && (gathers() ? span(sources_[i]) > 1 : sources_[i] > 0)) return true;
   }
   return false;
 }

@@ -15,17 +15,19 @@ void Bruck::plan_all_gather() {
   const auto block = [&](int position) -> const Buffer& {
     return call().outputs[static_cast<std::size_t>(team().wrapped(position))];
   };
-  std::vector<Mark> here(static_cast<std::size_t>(ranks));  // of the block so many ranks further
-  for (int far = 1; far < ranks; far *= 2) {
-    const int partner_down = to(team().wrapped(me - far));
-    const int partner_up = from(team().wrapped(me + far));
-    for (int i = 0; i < std::min(far, ranks - far); ++i) {
-      const Buffer& goes = i == 0 ? call().inputs[0] : block(me + i);
-      add(partner_down, Send{goes.data, goes.bytes, here[static_cast<std::size_t>(i)]});
+  std::vector<Mark> received(static_cast<std::size_t>(ranks));  // by the distance ahead of the block's rank
+  for (int distance = 1; distance < ranks; distance *= 2) {
+    const int target = to(me - distance);
+    const int source = from(me + distance);
+    const int count = std::min(distance, ranks - distance);
+    for (int i = 0; i < count; ++i) {
+      const Buffer& outbound = i == 0 ? call().inputs[0] : block(me + i);
+      add(target, Send{outbound.data, outbound.bytes, received[static_cast<std::size_t>(i)]});
     }
-    for (int i = 0; i < std::min(far, ranks - far); ++i) {
-      const Buffer& comes = block(me + far + i);
-      here[static_cast<std::size_t>(far + i)] = add(partner_up, Receive{comes.data, comes.bytes, nullptr, false, {}});
+    for (int i = 0; i < count; ++i) {
+      const Buffer& inbound = block(me + distance + i);
+      received[static_cast<std::size_t>(distance + i)] =
+          add(source, Receive{inbound.data, inbound.bytes, nullptr, false, {}});
     }
   }
 }
@@ -34,30 +36,30 @@ void Bruck::plan_all_to_all() {
   const int ranks = team().size();
   const int me = team().position();
   const std::size_t bytes = call().inputs[0].bytes;
-  // A block on its way has two places, taken in turn: what arrives does not overwrite what is still leaving.
+  // A travelling block has two slots, used in turn: an arriving block does not overwrite one that is still leaving.
   const auto distances = static_cast<std::size_t>(ranks);
   scratch_ = std::make_unique_for_overwrite<std::byte[]>(2 * distances * bytes);
   struct Travelling {
     std::byte* data;
-    std::size_t place;
-    Mark here;
-    Mark left[2];
+    std::size_t slot;
+    Mark received;
+    Mark sent[2];
   };
-  std::vector<Travelling> blocks(distances);  // by the distance they have to go
+  std::vector<Travelling> blocks(distances);  // by the distance that they travel
   for (std::size_t d = 1; d < distances; ++d) {
     const Buffer& input = call().inputs[static_cast<std::size_t>(team().wrapped(me + static_cast<int>(d)))];
     blocks[d] = {input.data, 1, {}, {}};
   }
-  for (int far = 1; far < ranks; far *= 2) {
-    const int partner_up = to(team().wrapped(me + far));
-    const int partner_down = from(team().wrapped(me - far));
+  for (int distance = 1; distance < ranks; distance *= 2) {
+    const int target = to(me + distance);
+    const int source = from(me - distance);
     for (std::size_t d = 1; d < distances; ++d) {
-      if ((d & static_cast<std::size_t>(far)) == 0) continue;
+      if ((d & static_cast<std::size_t>(distance)) == 0) continue;
       Travelling& block = blocks[d];
-      block.left[block.place] = add(partner_up, Send{block.data, bytes, block.here});
-      block.place ^= 1;
-      block.data = scratch_.get() + (2 * d + block.place) * bytes;
-      block.here = add(partner_down, Receive{block.data, bytes, nullptr, false, block.left[block.place]});
+      block.sent[block.slot] = add(target, Send{block.data, bytes, block.received});
+      block.slot ^= 1;
+      block.data = scratch_.get() + (2 * d + block.slot) * bytes;
+      block.received = add(source, Receive{block.data, bytes, nullptr, false, block.sent[block.slot]});
     }
   }
   for (const Travelling& block : blocks) arrived_.push_back(block.data);
@@ -65,17 +67,11 @@ void Bruck::plan_all_to_all() {
 
 void Bruck::plan_barrier() {
   const int me = team().position();
-  Mark heard;
-  for (int far = 1; far < team().size(); far *= 2) {
-    add(to(team().wrapped(me + far)), Send{&word_, sizeof word_, heard});
-    heard = add(from(team().wrapped(me - far)), Receive{&word_, sizeof word_, nullptr, false, heard});
+  Mark received;
+  for (int distance = 1; distance < team().size(); distance *= 2) {
+    add(to(me + distance), Send{&token_, sizeof token_, received});
+    received = add(from(me - distance), Receive{&token_, sizeof token_, nullptr, false, received});
   }
-}
-
-void Bruck::after_first_sends() {
-  if (call().kind == Kind::barrier) return;
-  const auto self = static_cast<std::size_t>(team().position());
-  copy_block(call().outputs[self], call().inputs[call().kind == Kind::all_gather ? 0 : self]);
 }
 
 void Bruck::finish() {

@@ -1,72 +1,59 @@
 #include <netfold/collective/call.hpp>
+#include <netfold/kernels/convert.hpp>
 
+#include <algorithm>
 #include <cstring>
 #include <numeric>
 
 namespace netfold::collective {
+namespace {
+
+template <class T>
+void divide_values(std::byte* data, std::size_t count, int ranks) {
+  T value;
+  for (std::size_t i = 0; i < count; ++i) {
+    std::memcpy(&value, data + i * sizeof value, sizeof value);
+    value /= static_cast<T>(ranks);
+    std::memcpy(data + i * sizeof value, &value, sizeof value);
+  }
+}
+
+}  // namespace
 
 const char* name(Kind kind) {
-  switch (kind) {
-    case Kind::all_reduce:
-      return "all_reduce";
-    case Kind::broadcast:
-      return "broadcast";
-    case Kind::all_gather:
-      return "all_gather";
-    case Kind::reduce_scatter:
-      return "reduce_scatter";
-    case Kind::all_to_all:
-      return "all_to_all";
-    case Kind::reduce:
-      return "reduce";
-    case Kind::gather:
-      return "gather";
-    case Kind::scatter:
-      return "scatter";
-    case Kind::barrier:
-      return "barrier";
-    case Kind::send:
-      return "send";
-    case Kind::receive:
-      return "receive";
-  }
-  return "?";
+  constexpr const char* kNames[kKindCount] = {"all_reduce", "broadcast", "all_gather", "reduce_scatter",
+                                              "all_to_all", "reduce",    "gather",     "scatter",
+                                              "barrier",    "send",      "receive"};
+  const auto value = static_cast<int>(kind);
+  return value < kKindCount ? kNames[value] : "?";
 }
 
 const char* name(AlgorithmId algorithm) {
-  switch (algorithm) {
-    case AlgorithmId::local:
-      return "local";
-    case AlgorithmId::direct:
-      return "direct";
-    case AlgorithmId::ring:
-      return "ring";
-    case AlgorithmId::in_network:
-      return "in_network";
-    case AlgorithmId::shared_memory:
-      return "shared_memory";
-    case AlgorithmId::halving_doubling:
-      return "halving_doubling";
-    case AlgorithmId::tree:
-      return "tree";
-    case AlgorithmId::hierarchical:
-      return "hierarchical";
-    case AlgorithmId::bruck:
-      return "bruck";
-    case AlgorithmId::pairwise:
-      return "pairwise";
-    case AlgorithmId::chain:
-      return "chain";
-    case AlgorithmId::split:
-      return "split";
-    case AlgorithmId::point_to_point:
-      return "point_to_point";
-  }
-  return "?";
+  constexpr const char* kNames[kAlgorithmCount] = {
+      "local", "direct",   "ring",  "in_network",     "shared_memory", "halving_doubling", "tree", "hierarchical",
+      "bruck", "pairwise", "chain", "point_to_point", "split"};
+  const auto value = static_cast<int>(algorithm);
+  return value < kAlgorithmCount ? kNames[value] : "?";
 }
 
 void copy_block(const Buffer& to, const Buffer& from) {
   if (to.bytes > 0 && to.data != from.data) std::memcpy(to.data, from.data, to.bytes);
+}
+
+void divide(kernels::DType dtype, const Buffer& buffer, int ranks) {
+  using kernels::DType;
+  const std::size_t count = buffer.bytes / kernels::element_bytes(dtype);
+  if (dtype == DType::f32) return divide_values<float>(buffer.data, count, ranks);
+  if (dtype == DType::f64) return divide_values<double>(buffer.data, count, ranks);
+  if (dtype != DType::f16 && dtype != DType::bf16) return;
+  constexpr std::size_t kBlock = 1024;
+  float block[kBlock];
+  for (std::size_t i = 0; i < count; i += kBlock) {
+    const std::size_t size = std::min(kBlock, count - i);
+    kernels::convert(DType::f32, block, dtype, buffer.data + 2 * i, size);
+    for (std::size_t k = 0; k < size; ++k) block[k] /= static_cast<float>(ranks);
+    kernels::convert(dtype, buffer.data + 2 * i, DType::f32, block, size);
+  }
 }
 
 std::uint64_t layout_of(const std::vector<Buffer>& blocks) {
@@ -85,6 +72,49 @@ std::uint8_t Call::step() const {
 Buffer Call::tensor() const {
   if (kind == Kind::send) return inputs.empty() ? Buffer{} : inputs[0];
   return outputs.empty() ? Buffer{} : outputs[0];
+}
+
+const Buffer* Call::given_to(int self, int peer) const {
+  switch (kind) {
+    case Kind::all_reduce:
+      return &outputs[0];
+    case Kind::reduce:
+      return peer == root ? &outputs[0] : nullptr;
+    case Kind::broadcast:
+      return self == root ? &outputs[0] : nullptr;
+    case Kind::all_gather:
+      return &inputs[0];
+    case Kind::gather:
+      return peer == root ? &inputs[0] : nullptr;
+    case Kind::all_to_all:
+    case Kind::reduce_scatter:
+      return &inputs[static_cast<std::size_t>(peer)];
+    case Kind::scatter:
+      return self == root ? &inputs[static_cast<std::size_t>(peer)] : nullptr;
+    default:
+      return nullptr;
+  }
+}
+
+const Buffer* Call::taken_from(int self, int peer) const {
+  switch (kind) {
+    case Kind::all_gather:
+    case Kind::all_to_all:
+      return &outputs[static_cast<std::size_t>(peer)];
+    case Kind::gather:
+      return self == root ? &outputs[static_cast<std::size_t>(peer)] : nullptr;
+    case Kind::broadcast:
+    case Kind::scatter:
+      return peer == root ? &outputs[0] : nullptr;
+    default:
+      return nullptr;
+  }
+}
+
+void Call::copy_own_block(int self) const {
+  const Buffer* from = given_to(self, self);
+  const Buffer* to = taken_from(self, self);
+  if (from != nullptr && to != nullptr) copy_block(*to, *from);
 }
 
 std::size_t Call::elements() const { return tensor().bytes / kernels::element_bytes(dtype); }

@@ -35,27 +35,11 @@ CallForm form_of(const Call& call) {
 }
 
 const char* name_of(CallForm form) {
-  switch (form) {
-    case CallForm::all_reduce:
-    case CallForm::all_reduce_avg:
-      return "all_reduce";
-    case CallForm::reduce:
-    case CallForm::reduce_avg:
-      return "reduce";
-    case CallForm::reduce_scatter:
-    case CallForm::reduce_scatter_avg:
-      return "reduce_scatter";
-    case CallForm::broadcast:
-      return "broadcast";
-    case CallForm::all_gather:
-      return "all_gather";
-    case CallForm::barrier:
-      return "barrier";
-    case CallForm::step:
-    case CallForm::step_avg:
-      return "a step of all_reduce";
-  }
-  return "?";
+  constexpr const char* kNames[kCallFormCount] = {
+      "all_reduce",          "all_reduce", "reduce",     "reduce",  "reduce_scatter",
+      "reduce_scatter",      "broadcast",  "all_gather", "barrier", "a step of all_reduce",
+      "a step of all_reduce"};
+  return kNames[static_cast<std::uint8_t>(form)];
 }
 
 }  // namespace

@@ -3,19 +3,17 @@
 namespace netfold::collective {
 
 Chain::Chain(const Call& call, transport::Mesh& mesh, Team team_of) : PipelinedPlan(call, mesh, std::move(team_of)) {
-  const int number = team().wrapped(team().position() - call.root);
+  const int me = team().position();
+  const int number = team().wrapped(me - call.root);
   const Buffer& tensor = call.outputs[0];
   const std::size_t chunks = pipeline_chunks_of(tensor.bytes);
-  const bool sends = number + 1 < team().size();
-  if (number > 0) from(team().wrapped(team().position() - 1));
-  if (sends) to(team().wrapped(team().position() + 1));
+  const int previous = number > 0 ? from(me - 1) : -1;
+  const int next = number + 1 < team().size() ? to(me + 1) : -1;
   for (std::size_t i = 0; i < chunks; ++i) {
-    const Span what = part({0, tensor.bytes}, chunks, i);
-    std::byte* data = tensor.data + what.first;
-    Mark here;
-    if (number > 0)
-      here = add(from(team().wrapped(team().position() - 1)), Receive{data, what.count, nullptr, false, {}});
-    if (sends) add(to(team().wrapped(team().position() + 1)), Send{data, what.count, here});
+    const Buffer chunk = part(tensor, chunks, i, 1);
+    Mark received;
+    if (previous >= 0) received = add(previous, Receive{chunk.data, chunk.bytes, nullptr, false, {}});
+    if (next >= 0) add(next, Send{chunk.data, chunk.bytes, received});
   }
   finish_plan();
 }

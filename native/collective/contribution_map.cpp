@@ -9,7 +9,7 @@ namespace {
 
 using kernels::DType;
 
-// Unsigned integers that hold an element's bits; a pair of 16 bytes is two of them.
+// The unsigned integer that holds an element's bits; a pair of 16 bytes is two integers.
 DType bits_of(DType dtype) {
   switch (kernels::element_bytes(dtype)) {
     case 1:
@@ -23,7 +23,7 @@ DType bits_of(DType dtype) {
   }
 }
 
-std::uint32_t folded(std::uint64_t digest) { return static_cast<std::uint32_t>(digest ^ digest >> 32); }
+std::uint32_t xor_fold(std::uint64_t digest) { return static_cast<std::uint32_t>(digest ^ digest >> 32); }
 
 }  // namespace
 
@@ -48,7 +48,7 @@ ContributionMap::ContributionMap(const Call& call, int position, int ranks)
       for (std::size_t rank = 0; rank < static_cast<std::size_t>(ranks); ++rank) {
         add(call.inputs[rank].bytes, call.inputs[rank].data, rank == self ? call.outputs[0].data : nullptr);
       }
-      size_digest_ = folded(call.layout != 0 ? call.layout : layout_of(call.inputs));
+      size_digest_ = xor_fold(call.layout != 0 ? call.layout : layout_of(call.inputs));
       break;
     case Kind::all_gather:
       copy_block(call.outputs[self], call.inputs[0]);
@@ -56,7 +56,7 @@ ContributionMap::ContributionMap(const Call& call, int position, int ranks)
         const Buffer& block = call.outputs[rank];
         add(block.bytes, rank == self ? block.data : nullptr, rank == self ? nullptr : block.data);
       }
-      size_digest_ = folded(call.layout != 0 ? call.layout : layout_of(call.outputs));
+      size_digest_ = xor_fold(call.layout != 0 ? call.layout : layout_of(call.outputs));
       break;
     case Kind::barrier:
       add(1, nullptr, nullptr);
@@ -79,9 +79,9 @@ void ContributionMap::each(std::size_t first, std::size_t count, const Visit& vi
   auto segment = std::ranges::upper_bound(segments_, first, {}, &Segment::first) - 1;
   for (std::size_t done = 0; done < count; ++segment) {
     const std::size_t at = first + done - segment->first;
-    const std::size_t some = std::min(count - done, segment->count - at);
-    visit(*segment, at, some, done);
-    done += some;
+    const std::size_t size = std::min(count - done, segment->count - at);
+    visit(*segment, at, size, done);
+    done += size;
   }
 }
 
@@ -90,25 +90,25 @@ const std::byte* ContributionMap::contribution(std::size_t first, std::size_t co
   const std::size_t unit = kernels::element_bytes(dtype_);
   const std::size_t wire_unit = kernels::element_bytes(wire_);
   const std::byte* whole = nullptr;
-  each(first, count, [&](const Segment& segment, std::size_t at, std::size_t some, std::size_t done) {
-    if (some == count && segment.from == nullptr) {
+  each(first, count, [&](const Segment& segment, std::size_t at, std::size_t size, std::size_t done) {
+    if (size == count && segment.from == nullptr) {
       whole = zeros;
-    } else if (some == count && dtype_ == wire_) {
+    } else if (size == count && dtype_ == wire_) {
       whole = segment.from + at * unit;
     } else if (segment.from == nullptr) {
-      std::memset(staging + done * wire_unit, 0, some * wire_unit);
+      std::memset(staging + done * wire_unit, 0, size * wire_unit);
     } else {
-      kernels::convert(wire_, staging + done * wire_unit, dtype_, segment.from + at * unit, some);
+      kernels::convert(wire_, staging + done * wire_unit, dtype_, segment.from + at * unit, size);
     }
   });
   return whole != nullptr ? whole : staging;
 }
 
 void ContributionMap::deliver(std::size_t first, std::size_t count, const std::byte* values) const {
-  each(first, count, [&](const Segment& segment, std::size_t at, std::size_t some, std::size_t done) {
+  each(first, count, [&](const Segment& segment, std::size_t at, std::size_t size, std::size_t done) {
     if (segment.to == nullptr) return;
     kernels::convert(dtype_, segment.to + at * kernels::element_bytes(dtype_), wire_,
-                     values + done * kernels::element_bytes(wire_), some);
+                     values + done * kernels::element_bytes(wire_), size);
   });
 }
 

@@ -57,8 +57,8 @@ Failover::Mode Failover::mode(std::uint64_t number) const { return const_cast<Fa
 
 std::optional<std::uint64_t> Failover::host_operation() const {
   if (!down_) return std::nullopt;
-  const auto waits = [](const Operation& operation) { return operation.mode != Mode::channel; };
-  const auto first = std::ranges::find_if(operations_, waits);
+  const auto leaves_channel = [](const Operation& operation) { return operation.mode != Mode::channel; };
+  const auto first = std::ranges::find_if(operations_, leaves_channel);
   if (first == operations_.end()) return std::nullopt;
   return first->number;
 }
@@ -68,9 +68,9 @@ Failover::Followed Failover::follow(std::uint64_t number, std::uint64_t announce
     at(number).mode = Mode::host;
     return Followed::whole;
   }
-  const auto gone = std::ranges::find(lost_, announced);
-  if (gone != lost_.end()) {
-    lost_.erase(gone);
+  const auto lost = std::ranges::find(lost_, announced);
+  if (lost != lost_.end()) {
+    lost_.erase(lost);
     return Followed::again;
   }
   if (!stands(announced)) return Followed::unknown;
@@ -86,7 +86,7 @@ Failover::Followed Failover::follow(std::uint64_t number, std::uint64_t announce
 
 Failover::Operation& Failover::at(std::uint64_t number) {
   const auto found = std::ranges::find(operations_, number, &Operation::number);
-  if (found == operations_.end()) std::abort();  // the caller's mistake
+  if (found == operations_.end()) std::abort();  // a programming error of the caller
   return *found;
 }
 

@@ -15,7 +15,7 @@ HalvingDoubling::HalvingDoubling(const Call& call, transport::Mesh& mesh, Team t
 
 void HalvingDoubling::plan_all_reduce() {
   const int me = team().position();
-  const Span whole{0, call().elements()};
+  const Buffer& whole = call().outputs[0];
   if (hands_over()) {
     send_all(me + 1, whole, {}, false);
     receive_all(me + 1, whole, {}, false);
@@ -23,24 +23,24 @@ void HalvingDoubling::plan_all_reduce() {
   }
   Mark stage;
   if (is_paired()) stage = receive_all(me - 1, whole, {}, true);
-  std::vector<Span> held{whole};
+  std::vector<Buffer> held{whole};
   for (int bit = 1; bit < core_; bit *= 2) {
     const int partner = position_of(number_ ^ bit);
-    const Span low = part(held.back(), 2, 0);
-    const Span high = part(held.back(), 2, 1);
+    const Buffer low = half(held.back(), 0);
+    const Buffer high = half(held.back(), 1);
     const bool keeps_low = (number_ & bit) == 0;
     send_all(partner, keeps_low ? high : low, stage, false);
     held.push_back(keeps_low ? low : high);
     stage = receive_all(partner, held.back(), stage, true);
   }
-  bool finished = true;  // what leaves now is what its owner, and then everyone, keeps
+  bool finished = true;  // the owner sends its final values first
   for (int bit = core_ / 2; bit >= 1; bit /= 2) {
     const int partner = position_of(number_ ^ bit);
-    const Span mine = held.back();
+    const Buffer own = held.back();
     held.pop_back();
     const bool kept_low = (number_ & bit) == 0;
-    send_all(partner, mine, stage, finished);
-    stage = receive_all(partner, part(held.back(), 2, kept_low ? 1 : 0), stage, false);
+    send_all(partner, own, stage, finished);
+    stage = receive_all(partner, half(held.back(), kept_low ? 1 : 0), stage, false);
     finished = false;
   }
   if (is_paired()) send_all(me - 1, whole, stage, false);
@@ -53,12 +53,12 @@ void HalvingDoubling::plan_reduce_scatter() {
   Block& own = blocks[static_cast<std::size_t>(me)];
   std::byte* const result = call().outputs[0].data;
   if (hands_over()) {
-    for (const Block& goes : blocks) send_block(me + 1, goes);
-    own.here.assign(own.here.size(), {});
+    for (const Block& block : blocks) send_block(me + 1, block);
+    own.received.assign(own.received.size(), {});
     receive_block(me + 1, own, result, false);
     return;
   }
-  // Sums stand in scratch, each block's in a place of its own; this rank's last one goes where it belongs.
+  // Each block has its own place for sums in scratch; the last sum of this rank's block goes to the output.
   int first = 0;
   int last = core_;
   const auto halve = [&](int bit) { (number_ & bit) == 0 ? last = first + bit : first = last - bit; };
@@ -124,11 +124,6 @@ void HalvingDoubling::plan_all_gather() {
   }
 }
 
-void HalvingDoubling::after_first_sends() {
-  if (call().kind != Kind::all_gather) return;
-  copy_block(call().outputs[static_cast<std::size_t>(team().position())], call().inputs[0]);
-}
-
 Span HalvingDoubling::ranks_of(int first, int last) const {
   const auto begin = [&](int number) { return static_cast<std::size_t>(number + std::min(number, extra_)); };
   return {begin(first), begin(last) - begin(first)};
@@ -139,46 +134,42 @@ HalvingDoubling::Block HalvingDoubling::block(const Buffer& buffer) const {
 }
 
 void HalvingDoubling::send_block(int position, const Block& block) {
-  const std::size_t unit = element_bytes();
-  for (std::size_t i = 0; i < block.here.size(); ++i) {
-    const Span what = part({0, block.bytes / unit}, block.here.size(), i);
-    add(to(position), Send{block.data + what.first * unit, what.count * unit, block.here[i]});
+  for (std::size_t i = 0; i < block.received.size(); ++i) {
+    const Buffer chunk = part({block.data, block.bytes}, block.received.size(), i, element_bytes());
+    add(to(position), Send{chunk.data, chunk.bytes, block.received[i]});
   }
 }
 
 void HalvingDoubling::receive_block(int position, Block& block, std::byte* into, bool reduces) {
-  const std::size_t unit = element_bytes();
-  for (std::size_t i = 0; i < block.here.size(); ++i) {
-    const Span what = part({0, block.bytes / unit}, block.here.size(), i);
-    const std::byte* own = reduces ? block.data + what.first * unit : nullptr;
-    block.here[i] =
-        add(from(position), Receive{into + what.first * unit, what.count * unit, own, false, block.here[i]});
+  for (std::size_t i = 0; i < block.received.size(); ++i) {
+    const Buffer own = part({block.data, block.bytes}, block.received.size(), i, element_bytes());
+    std::byte* to_chunk = into + (own.data - block.data);
+    block.received[i] =
+        add(from(position), Receive{to_chunk, own.bytes, reduces ? own.data : nullptr, false, block.received[i]});
   }
   block.data = into;
 }
 
-PipelinedPlan::Mark HalvingDoubling::send_all(int position, Span what, Mark after, bool finished) {
-  const std::size_t unit = element_bytes();
-  const std::size_t chunks = chunks_of(what.count * unit);
+PipelinedPlan::Mark HalvingDoubling::send_all(int position, const Buffer& range, Mark after, bool finished) {
+  const std::size_t chunks = chunks_of(range.bytes);
   const int stream = to(position);
   Mark last = after;
   for (std::size_t i = 0; i < chunks; ++i) {
-    const Span some = part(what, chunks, i);
-    last = add(stream, Send{call().outputs[0].data + some.first * unit, some.count * unit, after, finished});
+    const Buffer chunk = part(range, chunks, i, element_bytes());
+    last = add(stream, Send{chunk.data, chunk.bytes, after, finished});
   }
   return last;
 }
 
-PipelinedPlan::Mark HalvingDoubling::receive_all(int position, Span what, Mark after, bool reduces) {
-  const std::size_t unit = element_bytes();
-  const std::size_t chunks = chunks_of(what.count * unit);
+PipelinedPlan::Mark HalvingDoubling::receive_all(int position, const Buffer& range, Mark after, bool reduces) {
+  const std::size_t chunks = chunks_of(range.bytes);
   const int stream = from(position);
   Mark last = after;
   for (std::size_t i = 0; i < chunks; ++i) {
-    const Span some = part(what, chunks, i);
-    std::byte* data = call().outputs[0].data + some.first * unit;
-    const Mark mark = add(stream, Receive{data, some.count * unit, reduces ? data : nullptr, false, after});
-    if (some.count > 0) last = mark;
+    const Buffer chunk = part(range, chunks, i, element_bytes());
+    const std::byte* operand = reduces ? chunk.data : nullptr;
+    const Mark mark = add(stream, Receive{chunk.data, chunk.bytes, operand, false, after});
+    if (chunk.bytes > 0) last = mark;
   }
   return last;
 }

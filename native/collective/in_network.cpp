@@ -9,16 +9,16 @@
 namespace netfold::collective {
 namespace {
 
-// Each packet is header, values, padding, tag: four pieces, so that a run of packets is uniform. The last two may be
-// empty.
-constexpr std::size_t kPieces = 4;
+// Each packet consists of header, values, padding and MAC: four parts, so that a run of packets is uniform. The last
+// two may be empty.
+constexpr std::size_t kParts = 4;
 
-// What a rank whose choice table is `table` called, if it is: "broadcast #12 of 100 f32 (root 2), wire u32".
-std::string text(const protocol::CallDescriptor& said, std::uint16_t table) {
-  const auto signature = CallSignature::unpacked(said.table ^ table);
-  const std::string wire = std::string(", wire ") + kernels::name(static_cast<kernels::DType>(said.wire));
-  if (!signature) return "operation #" + std::to_string(said.operation) + wire + ", by another choice table";
-  return signature->text(said.operation, said.elements, static_cast<kernels::ReduceOp>(said.reduce)) + wire;
+// A call in a group whose choice table is `table`: "broadcast #12 of 100 f32 (root 2), wire u32".
+std::string text(const protocol::CallDescriptor& call, std::uint16_t table) {
+  const auto signature = CallSignature::unpacked(call.table ^ table);
+  const std::string wire = std::string(", wire ") + kernels::name(static_cast<kernels::DType>(call.wire));
+  if (!signature) return "operation #" + std::to_string(call.operation) + wire + ", with another choice table";
+  return signature->text(call.operation, call.elements, static_cast<kernels::ReduceOp>(call.reduce)) + wire;
 }
 
 }  // namespace
@@ -44,17 +44,16 @@ Channel::Channel(std::uint64_t generation, const protocol::WorkerConfig& config,
   headers_.resize(kBatchPackets * protocol::kHeaderBytes);
   staging_.resize(kBatchPackets * config.payload_bytes);
   zeros_.resize(config.payload_bytes);
-  tags_.resize(kBatchPackets * mac_bytes_);
+  macs_.resize(kBatchPackets * mac_bytes_);
   kept_ = std::make_unique<std::byte[]>(machine_.window_slots() * machine_.packet_bytes());
-  pieces_.resize(kBatchPackets * kPieces);
+  parts_.resize(kBatchPackets * kParts);
   chunks_.resize(kBatchPackets);
   owners_.resize(kBatchPackets);
   again_.resize(kBatchPackets);
 }
 
 bool Channel::can_start() const {
-  return machine_.can_start() &&
-         std::any_of(active_.begin(), active_.end(), [](const Active& active) { return active.call == nullptr; });
+  return machine_.can_start() && std::ranges::find(active_, nullptr, &Active::call) != active_.end();
 }
 
 int Channel::start(const Call& call, const ContributionMap& map) {
@@ -66,15 +65,10 @@ int Channel::start(const Call& call, const ContributionMap& map) {
                   .reduce = map.reduce(),
                   .table = static_cast<std::uint16_t>(call.table ^ CallSignature::of(call).packed()),
                   .size_digest = map.size_digest()});
-  for (std::size_t token = 0; token < active_.size(); ++token) {
-    if (active_[token].call == nullptr) {
-      active_[token].call = &call;
-      active_[token].map = &map;
-      active_[token].first_chunk = first_chunk;
-      return static_cast<int>(token);
-    }
-  }
-  std::abort();  // excluded by can_start()
+  const auto free = std::ranges::find(active_, nullptr, &Active::call);
+  if (free == active_.end()) std::abort();  // excluded by can_start()
+  *free = {.call = &call, .map = &map, .first_chunk = first_chunk};
+  return static_cast<int>(free - active_.begin());
 }
 
 Channel::Active* Channel::find(std::uint32_t operation) {
@@ -90,8 +84,8 @@ Progress Channel::poll(std::int64_t now_ns) {
   polled_ns_ = now_ns;
   bool moved = false;
   try {
-    // Answers may come before the port is through with what they answer: where it has no room left, it is looked at
-    // though nothing is awaited.
+    // Results may arrive before the port has released their contributions. A full port is therefore read although no
+    // result is awaited.
     if (machine_.awaits_results() || port_->room(to_) == 0) moved = receive(now_ns);
     machine_.handle_timeout(now_ns);
     if (!failure_) moved |= send(now_ns);
@@ -151,11 +145,11 @@ bool Channel::accept(std::span<const std::byte> bytes, std::int64_t now_ns) {
     case protocol::Worker::Outcome::received:
       break;
   }
-  // What is behind the values is nothing to anybody.
+  // The padding behind the values is not kept.
   const std::size_t value_bytes = protocol::CallDescriptor::of(received.header).value_bytes();
   std::memcpy(kept_at(received.header.chunk), bytes.data(), protocol::kHeaderBytes + value_bytes);
   Active* active = find(received.header.operation);
-  if (active == nullptr) return true;  // its owner gave it up
+  if (active == nullptr) return true;  // the operation was given up
   active->map->deliver(received.first, received.header.count, received.values.data());
   active->result_bytes += machine_.packet_bytes() + mac_bytes_;
   active->last_rank = rank_of(received.header.worker);
@@ -181,7 +175,7 @@ std::byte* Channel::kept_at(std::uint64_t chunk) const {
 
 std::span<const std::byte> Channel::kept(std::uint64_t chunk) const {
   const std::span<const std::byte> packet(kept_at(chunk), machine_.packet_bytes());
-  const auto view = protocol::PacketView::parse(packet);  // of a place that nothing has come to yet: none
+  const auto view = protocol::PacketView::parse(packet);  // a slot that was never written holds no packet
   if (!view || view->header().chunk != chunk) return {};
   return packet;
 }
@@ -197,11 +191,11 @@ Channel::ReceiveState Channel::receive_state() const {
 }
 
 std::vector<Range> Channel::missing(int token) const {
-  const Active& active = active_[static_cast<std::size_t>(token)];
-  const std::size_t elements = active.map->elements();
-  const std::size_t per_chunk = machine_.config().payload_bytes / kernels::element_bytes(active.map->wire());
+  const Active& operation = active(token);
+  const std::size_t elements = operation.map->elements();
+  const std::size_t per_chunk = machine_.config().payload_bytes / kernels::element_bytes(operation.map->wire());
   std::vector<Range> ranges;
-  std::uint64_t chunk = active.first_chunk;
+  std::uint64_t chunk = operation.first_chunk;
   for (std::size_t first = 0; first < elements; first += per_chunk, ++chunk) {
     if (machine_.has_result(chunk)) continue;
     const std::size_t count = std::min(per_chunk, elements - first);
@@ -222,27 +216,27 @@ Failure Channel::mismatch(const protocol::Header& theirs) const {
               "; every rank must make the same calls in the same order with the same sizes and dtypes"};
 }
 
-void Channel::stage(const protocol::Worker::Send& send, const ContributionMap& map, iovec* pieces) {
-  const std::size_t index = static_cast<std::size_t>(pieces - pieces_.data()) / kPieces;
+void Channel::stage(const protocol::Worker::Send& send, const ContributionMap& map, iovec* parts) {
+  const std::size_t index = static_cast<std::size_t>(parts - parts_.data()) / kParts;
   std::byte* header = headers_.data() + index * protocol::kHeaderBytes;
   protocol::write_header(send.header, header);
   std::byte* staging = staging_.data() + index * machine_.config().payload_bytes;
   const std::byte* values = map.contribution(send.first, send.count, staging, zeros_.data());
   const std::size_t value_bytes = send.count * kernels::element_bytes(map.wire());
-  pieces[0] = {header, protocol::kHeaderBytes};
-  pieces[1] = {const_cast<std::byte*>(values), value_bytes};
-  pieces[2] = {zeros_.data(), machine_.config().payload_bytes - value_bytes};
-  std::byte* tag = tags_.data() + index * mac_bytes_;
+  parts[0] = {header, protocol::kHeaderBytes};
+  parts[1] = {const_cast<std::byte*>(values), value_bytes};
+  parts[2] = {zeros_.data(), machine_.config().payload_bytes - value_bytes};
+  std::byte* mac = macs_.data() + index * mac_bytes_;
   if (authenticator_ && authenticator_->encrypts()) {
     std::byte* encrypted = encrypted_.data() + index * machine_.config().payload_bytes;
     authenticator_->encrypt(protocol::nonce_of(header, machine_.packet_bytes()), {header, protocol::kHeaderBytes},
-                            {pieces + 1, 2}, encrypted, tag);
-    pieces[1].iov_base = encrypted;
-    pieces[2].iov_base = encrypted + value_bytes;
+                            {parts + 1, 2}, encrypted, mac);
+    parts[1].iov_base = encrypted;
+    parts[2].iov_base = encrypted + value_bytes;
   } else if (authenticator_) {
-    authenticator_->mac(protocol::nonce_of(header, machine_.packet_bytes()), {pieces, kPieces - 1}, tag);
+    authenticator_->mac(protocol::nonce_of(header, machine_.packet_bytes()), {parts, kParts - 1}, mac);
   }
-  pieces[3] = {tag, mac_bytes_};
+  parts[3] = {mac, mac_bytes_};
 }
 
 bool Channel::send(std::int64_t now_ns) {
@@ -256,8 +250,8 @@ bool Channel::send(std::int64_t now_ns) {
       const auto send = machine_.poll_send(now_ns);
       if (!send) break;
       Active* active = find(send->header.operation);
-      if (active == nullptr) continue;  // given up: the group is failing
-      stage(*send, *active->map, pieces_.data() + count * kPieces);
+      if (active == nullptr) continue;  // the operation was given up: the group is failing
+      stage(*send, *active->map, parts_.data() + count * kParts);
       chunks_[count] = send->header.chunk;
       owners_[count] = active;
       again_[count] = send->again;
@@ -266,8 +260,8 @@ bool Channel::send(std::int64_t now_ns) {
     if (count == 0) return moved;
     const std::size_t packet_bytes = machine_.packet_bytes() + mac_bytes_;
     transport::Datagrams::Run run{.to = to_,
-                                  .pieces = {pieces_.data(), count * kPieces},
-                                  .pieces_per_packet = kPieces,
+                                  .pieces = {parts_.data(), count * kParts},
+                                  .pieces_per_packet = kParts,
                                   .packet_bytes = packet_bytes};
     const std::size_t sent = port_->send({&run, 1});
     for (std::size_t i = 0; i < sent; ++i) {
@@ -299,10 +293,11 @@ InNetwork::~InNetwork() { channel_.release(token_); }
 
 Progress InNetwork::poll(std::int64_t now_ns) {
   const Progress progress = channel_.poll(now_ns);
-  wire_bytes_ = channel_.wire_bytes(token_);
-  retransmissions_ = channel_.retransmissions(token_);
-  slowest_rank_ = channel_.last_rank(token_);
-  if (channel_.finished(token_)) return Progress::done;
+  const Channel::Active& active = channel_.active(token_);
+  wire_bytes_ = active.wire_bytes;
+  retransmissions_ = active.retransmissions;
+  slowest_rank_ = active.last_rank;
+  if (active.finished) return Progress::done;
   return progress == Progress::failed ? fail(channel_.failure()) : progress;
 }
 

@@ -8,14 +8,10 @@ namespace {
 
 constexpr std::size_t kMaxReasonBytes = 1024;
 
-const char* word(std::uint8_t value, int count, const char* (*name_of)(std::uint8_t)) {
-  return value < count ? name_of(value) : "?";
-}
-
-// Of a message of so many bytes, the chunk that begins here.
+// The size of the chunk that begins at byte `begin` of a message of `bytes`.
 std::size_t rma_chunk(std::size_t bytes, std::size_t begin) { return std::min(kRmaChunkBytes, bytes - begin); }
 
-// What both ends call it: apart from a stream's chunks, which are fewer.
+// The name of a chunk, equal at both ends. Bit 31 keeps it apart from the names of a stream's chunks.
 std::uint64_t name_of(const MessageHeader& header, std::size_t begin) {
   constexpr std::uint64_t kOfMessage = std::uint64_t{1} << 31;
   return (std::uint64_t{header.sequence} << 32) + kOfMessage + begin / kRmaChunkBytes;
@@ -24,27 +20,25 @@ std::uint64_t name_of(const MessageHeader& header, std::size_t begin) {
 }  // namespace
 
 MessageHeader MessageHeader::of(const Call& call, std::uint64_t bytes) {
-  MessageHeader header;
-  header.sequence = call.sequence;
-  header.kind = static_cast<std::uint8_t>(call.kind);
-  header.dtype = static_cast<std::uint8_t>(call.dtype);
-  header.reduce = static_cast<std::uint8_t>(call.reduce);
-  header.wire = static_cast<std::uint8_t>(call.wire);
-  // A pairwise exchange is a direct one that takes its time: the messages are the same.
-  const bool paced = call.algorithm == AlgorithmId::pairwise;
-  header.algorithm = static_cast<std::uint8_t>(paced ? AlgorithmId::direct : call.algorithm);
-  header.average = call.average ? 1 : 0;
-  header.between = static_cast<std::uint8_t>(call.between);
-  header.table = call.table;
-  header.root = call.root;
-  // Only where every rank must give the same: uneven gathers and exchanges agree by message, in `bytes`.
-  if (call.kind == Kind::all_reduce || call.kind == Kind::reduce || call.kind == Kind::broadcast) {
-    header.elements = call.elements();
-  }
-  header.step_of = call.step_of;
-  if (call.layout != 0) header.elements = call.layout;
-  header.bytes = bytes;
-  return header;
+  // A pairwise exchange is a paced direct one: the messages are the same.
+  const bool is_paced = call.algorithm == AlgorithmId::pairwise;
+  // Only where every rank must give the same size. Uneven gathers and exchanges compare `bytes` message by message.
+  const bool is_whole = call.kind == Kind::all_reduce || call.kind == Kind::reduce || call.kind == Kind::broadcast;
+  return {.sequence = call.sequence,
+          .kind = call.kind,
+          .dtype = call.dtype,
+          .reduce = call.reduce,
+          .wire = call.wire,
+          .algorithm = is_paced ? AlgorithmId::direct : call.algorithm,
+          .table = call.table,
+          .root = call.root,
+          .average = static_cast<std::uint8_t>(call.average),
+          .between = call.between,
+          .step_of = call.step_of,
+          .elements = call.layout != 0 ? call.layout
+                      : is_whole       ? call.elements()
+                                       : 0,
+          .bytes = bytes};
 }
 
 std::string MessageHeader::text() const {
@@ -54,34 +48,26 @@ std::string MessageHeader::text() const {
 }
 
 std::string MessageHeader::summary() const {
-  const auto kind_name = [](std::uint8_t v) { return name(static_cast<Kind>(v)); };
-  const auto dtype_name = [](std::uint8_t v) { return kernels::name(static_cast<kernels::DType>(v)); };
-  const auto reduce_name = [](std::uint8_t v) { return kernels::name(static_cast<kernels::ReduceOp>(v)); };
-  const auto algorithm_name = [](std::uint8_t v) { return name(static_cast<AlgorithmId>(v)); };
-  std::string text = word(kind, kKindCount, kind_name);
-  text += " #" + std::to_string(sequence);
-  const int whole_kind = (step_of & ~kStepOfAverage) - 1;
-  const auto whole = static_cast<Kind>(whole_kind);
+  std::string text = std::string(name(kind)) + " #" + std::to_string(sequence);
+  const auto whole = static_cast<Kind>((step_of & ~kStepOfAverage) - 1);
   const bool has_layout = step_of > 0 && (whole == Kind::all_gather || whole == Kind::reduce_scatter);
   if (step_of > 0) {
-    text += std::string(" (a step of ") + word(static_cast<std::uint8_t>(whole_kind), kKindCount, kind_name) +
-            ((step_of & kStepOfAverage) != 0 ? ", avg)" : ")");
+    text += std::string(" (a step of ") + name(whole) + ((step_of & kStepOfAverage) != 0 ? ", avg)" : ")");
   }
   if (has_layout) text += " (digest of all sizes: " + std::to_string(elements & 0xffff) + ")";
   if (elements > 0 && !has_layout) text += " of " + std::to_string(elements);
-  text += std::string(" ") + word(dtype, kernels::kDTypeCount, dtype_name);
-  text += std::string(" (") + (average != 0 ? "avg" : word(reduce, kernels::kReduceOpCount, reduce_name));
-  text += ", root " + std::to_string(root);
-  text += std::string(", ") + word(algorithm, kAlgorithmCount, algorithm_name);
-  return text + ", wire " + word(wire, kernels::kDTypeCount, dtype_name) + ")";
+  text += std::string(" ") + kernels::name(dtype);
+  text += std::string(" (") + (average != 0 ? "avg" : kernels::name(reduce));
+  text += ", root " + std::to_string(root) + ", " + name(algorithm);
+  return text + ", wire " + kernels::name(wire) + ")";
 }
 
 transport::Mesh::Io Outgoing::send(transport::Mesh& mesh) {
   const std::size_t begin = sent_ - std::min(sent_, sizeof header_);
   auto* data = const_cast<std::byte*>(data_) + begin;
   const std::size_t chunk = rma_chunk(bytes_, begin);
-  const bool goes_by_rma = uses_rma(mesh, chunk);
-  if (sent_ >= sizeof header_ && goes_by_rma) {
+  const bool by_rma = uses_rma(mesh, chunk);
+  if (sent_ >= sizeof header_ && by_rma) {
     const iovec values{data, chunk};
     return mesh.put(peer_, {&values, 1}, name_of(header_, begin));
   }
@@ -90,7 +76,7 @@ transport::Mesh::Io Outgoing::send(transport::Mesh& mesh) {
   if (sent_ < sizeof header_) {
     chunks[count++] = {reinterpret_cast<std::byte*>(&header_) + sent_, sizeof header_ - sent_};
   }
-  if (chunk > 0 && !goes_by_rma) chunks[count++] = {data, bytes_ - begin};
+  if (chunk > 0 && !by_rma) chunks[count++] = {data, bytes_ - begin};
   return mesh.send(peer_, {chunks, count});
 }
 
@@ -106,11 +92,10 @@ std::size_t Outgoing::advance(transport::Mesh& mesh, Failure& failure) {
     if (io.bytes == 0) break;
     sent_ += io.bytes;
     moved += io.bytes;
-    // What is copied goes in one call; more would be in vain.
-    const bool goes_on = sent_ >= sizeof header_ && uses_rma(mesh, rma_chunk(bytes_, sent_ - sizeof header_));
-    if (!goes_on) break;
+    // Copied bytes go in one call; a second call would send nothing.
+    if (sent_ < sizeof header_ || !uses_rma(mesh, rma_chunk(bytes_, sent_ - sizeof header_))) break;
   }
-  is_back_ = mesh.bytes_in_flight(peer_) == 0;
+  is_returned_ = mesh.bytes_in_flight(peer_) == 0;
   using Position = transport::Mesh::StreamPosition;
   mesh.set_stream_position(peer_, sent_ > 0 && !all_sent() ? Position::inside : Position::between_messages);
   return moved;
@@ -118,23 +103,23 @@ std::size_t Outgoing::advance(transport::Mesh& mesh, Failure& failure) {
 
 transport::Mesh::Io IncomingHeader::receive(transport::Mesh& mesh, std::byte* into, std::size_t bytes) {
   if (early_.empty()) return mesh.receive(peer_, into, bytes);
-  const std::size_t some = std::min(bytes, early_.size());
-  std::memcpy(into, early_.data(), some);
-  early_.erase(early_.begin(), early_.begin() + static_cast<std::ptrdiff_t>(some));
-  return {.bytes = some};
+  const std::size_t count = std::min(bytes, early_.size());
+  std::memcpy(into, early_.data(), count);
+  early_.erase(early_.begin(), early_.begin() + static_cast<std::ptrdiff_t>(count));
+  return {.bytes = count};
 }
 
 std::size_t IncomingHeader::advance(transport::Mesh& mesh, Failure& failure) {
   std::size_t moved = 0;
-  if (got_ < sizeof header_) {
-    const auto io = receive(mesh, reinterpret_cast<std::byte*>(&header_) + got_, sizeof header_ - got_);
+  if (received_ < sizeof header_) {
+    const auto io = receive(mesh, reinterpret_cast<std::byte*>(&header_) + received_, sizeof header_ - received_);
     if (io.closed) {
       failure = peer_lost(peer_, io, expected_);
       return 0;
     }
-    got_ += io.bytes;
+    received_ += io.bytes;
     moved = io.bytes;
-    if (got_ < sizeof header_) return moved;
+    if (received_ < sizeof header_) return moved;
     if (header_.magic == MessageHeader::kMagic && header_.is_abort != 0) {
       expects_reason_ = true;
     } else if (std::memcmp(&header_, &expected_, sizeof header_) != 0) {
@@ -144,10 +129,10 @@ std::size_t IncomingHeader::advance(transport::Mesh& mesh, Failure& failure) {
   }
   if (expects_reason_) {
     std::byte chunk[kMaxReasonBytes];
-    const std::size_t want = std::min<std::size_t>(header_.bytes, kMaxReasonBytes) - reason_.size();
-    const auto io = receive(mesh, chunk, want);
+    const std::size_t reason_bytes = std::min<std::size_t>(header_.bytes, kMaxReasonBytes);
+    const auto io = receive(mesh, chunk, reason_bytes - reason_.size());
     reason_.append(reinterpret_cast<const char*>(chunk), io.bytes);
-    if (io.closed || reason_.size() >= std::min<std::size_t>(header_.bytes, kMaxReasonBytes)) {
+    if (io.closed || reason_.size() >= reason_bytes) {
       failure = remote_abort(peer_, header_.root, reason_,
                              {header_.sequence, static_cast<std::int64_t>(header_.elements)}, mesh.rank(), expected_);
     }
@@ -156,34 +141,34 @@ std::size_t IncomingHeader::advance(transport::Mesh& mesh, Failure& failure) {
   return moved;
 }
 
-void Incoming::name_places(transport::Mesh& mesh) {
-  while (among_ == Among::only && placed_ < bytes_ && placed_ < got_ + kAhead) {
-    const std::size_t chunk = rma_chunk(bytes_, placed_);
+void Incoming::post_receives(transport::Mesh& mesh) {
+  while (among_ == Among::only && posted_ < bytes_ && posted_ < received_ + kAhead) {
+    const std::size_t chunk = rma_chunk(bytes_, posted_);
     if (mesh.uses_rma(peer(), chunk) &&
-        !mesh.post_receive(peer(), name_of(header_.expected(), placed_), data_ + placed_, chunk)) {
+        !mesh.post_receive(peer(), name_of(header_.expected(), posted_), data_ + posted_, chunk)) {
       return;
     }
-    placed_ += chunk;
+    posted_ += chunk;
   }
 }
 
 std::size_t Incoming::advance(transport::Mesh& mesh, Failure& failure) {
   std::size_t moved = 0;
-  name_places(mesh);
+  post_receives(mesh);
   if (!header_.done()) {
     moved = header_.advance(mesh, failure);
     if (failure || !header_.done()) return moved;
   }
-  while (got_ < bytes_) {
-    const auto io = mesh.receive(peer(), data_ + got_, bytes_ - got_);
+  while (received_ < bytes_) {
+    const auto io = mesh.receive(peer(), data_ + received_, bytes_ - received_);
     if (io.closed) {
       failure = peer_lost(peer(), io, MessageHeader());
       return moved;
     }
     if (io.bytes == 0) break;
-    got_ += io.bytes;
+    received_ += io.bytes;
     moved += io.bytes;
-    name_places(mesh);
+    post_receives(mesh);
   }
   return moved;
 }
@@ -199,7 +184,7 @@ Failure mismatch(int peer, const MessageHeader& theirs, int self, const MessageH
 
 Failure remote_abort(int peer, int fault, const std::string& reason, Expired expired, int self,
                      const MessageHeader& during) {
-  // It may have heard of it from yet another rank; that one is at fault, unless it is us.
+  // The peer may pass on another rank's failure. That rank is at fault, unless it is this one.
   return {.kind = Failure::Kind::peer_lost,
           .rank = fault >= 0 && fault != self ? fault : peer,
           .text = "rank " + std::to_string(peer) + " gave up on the group during " + during.text() + ": " + reason,
@@ -218,10 +203,10 @@ Failure peer_lost(int peer, const transport::Mesh::Io& io, const MessageHeader& 
 
 Failure read_last_abort(transport::Mesh& mesh, int peer, const Call& call, Failure lost) {
   IncomingHeader last(call, peer, 0);
-  Failure heard;
-  while (!heard && last.advance(mesh, heard) > 0) {
+  Failure reported;
+  while (!reported && last.advance(mesh, reported) > 0) {
   }
-  return heard.remote_reason.empty() ? lost : heard;
+  return reported.remote_reason.empty() ? lost : reported;
 }
 
 void send_abort(transport::Mesh& mesh, const Failure& failure) {
@@ -238,9 +223,9 @@ void send_abort(transport::Mesh& mesh, const Failure& failure) {
                            {const_cast<char*>(reason.data()), static_cast<std::size_t>(header.bytes)}};
   const std::span<const iovec> all(chunks);
   for (int peer = 0; peer < mesh.size(); ++peer) {
-    const auto place = mesh.stream_position(peer);
-    if (peer == mesh.rank() || !mesh.leads_to(peer) || place == transport::Mesh::StreamPosition::inside) continue;
-    mesh.send(peer, place == transport::Mesh::StreamPosition::between_chunks ? all : all.subspan(1));
+    const auto position = mesh.stream_position(peer);
+    if (peer == mesh.rank() || !mesh.leads_to(peer) || position == transport::Mesh::StreamPosition::inside) continue;
+    mesh.send(peer, position == transport::Mesh::StreamPosition::between_chunks ? all : all.subspan(1));
   }
 }
 

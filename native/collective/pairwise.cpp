@@ -3,18 +3,18 @@
 namespace netfold::collective {
 
 Pairwise::Pairwise(const Call& call, transport::Mesh& mesh, Team team)
-    : call_(call), mesh_(mesh), self_(static_cast<std::size_t>(team.position())) {
+    : call_(call), mesh_(mesh), self_(team.position()) {
   const int me = team.position();
   bool has_rma = false;
   for (int step = 1; step < team.size(); ++step) {
     const int to = team.wrapped(me + step);
     const int from = team.wrapped(me - step);
-    const Buffer& goes = call.inputs[static_cast<std::size_t>(to)];
-    const Buffer& comes = call.outputs[static_cast<std::size_t>(from)];
-    outgoing_.emplace_back(call, team.rank(to), goes.data, goes.bytes, Among::only);
-    incoming_.emplace_back(call, team.rank(from), comes.data, comes.bytes, Among::only);
-    has_rma |= mesh.uses_rma(team.rank(to), std::min(goes.bytes, kRmaChunkBytes)) ||
-               mesh.uses_rma(team.rank(from), std::min(comes.bytes, kRmaChunkBytes));
+    const Buffer& outbound = call.inputs[static_cast<std::size_t>(to)];
+    const Buffer& inbound = call.outputs[static_cast<std::size_t>(from)];
+    outgoing_.emplace_back(call, team.rank(to), outbound.data, outbound.bytes, Among::only);
+    incoming_.emplace_back(call, team.rank(from), inbound.data, inbound.bytes, Among::only);
+    has_rma |= mesh.uses_rma(team.rank(to), std::min(outbound.bytes, kRmaChunkBytes)) ||
+               mesh.uses_rma(team.rank(from), std::min(inbound.bytes, kRmaChunkBytes));
   }
   if (has_rma) tensor_registrations_.acquire(call, mesh);
 }
@@ -30,15 +30,15 @@ Progress Pairwise::poll(std::int64_t) {
   }
   if (!begun_) {
     begun_ = true;
-    copy_block(call_.outputs[self_], call_.inputs[self_]);
+    call_.copy_own_block(self_);
   }
-  // Also after a broken pipe: a peer that gave up says why on its connection before it closes it.
+  // Read after a failed send too: a peer that gave up sends an abort before it closes its connection.
   for (std::size_t step = received_; step < std::min(incoming_.size(), received_ + kAtOnce); ++step) {
     if (incoming_[step].done()) continue;
-    Failure heard;
-    moved |= incoming_[step].advance(mesh_, heard) > 0;
-    if (heard) {
-      failure_ = std::move(heard);
+    Failure reported;
+    moved |= incoming_[step].advance(mesh_, reported) > 0;
+    if (reported) {
+      failure_ = std::move(reported);
       break;
     }
   }

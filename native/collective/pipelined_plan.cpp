@@ -1,4 +1,3 @@
-#include <netfold/collective/direct.hpp>
 #include <netfold/collective/pipelined_plan.hpp>
 #include <netfold/kernels/convert.hpp>
 #include <netfold/kernels/reduce.hpp>
@@ -10,8 +9,9 @@ namespace netfold::collective {
 namespace {
 
 constexpr std::size_t kMinChunkBytes = 16 << 10;
-constexpr std::size_t kMinLongChunkBytes = 64 << 10;
+constexpr std::size_t kMinFabricChunkBytes = 64 << 10;
 constexpr std::size_t kMaxChunkBytes = 256 << 10;
+ChunkMarker chunk_marker = ChunkMarker::chunk;  // never written: iovec takes no const
 
 std::size_t chunks_between(std::size_t block_bytes, std::size_t least, std::size_t least_bytes) {
   const std::size_t wanted = std::clamp(block_bytes / least, least_bytes, kMaxChunkBytes);
@@ -25,13 +25,18 @@ Span part(Span whole, std::size_t parts, std::size_t index) {
           whole.count / parts + (index < whole.count % parts ? 1 : 0)};
 }
 
+Buffer part(const Buffer& whole, std::size_t parts, std::size_t index, std::size_t unit) {
+  const Span range = part({0, whole.bytes / unit}, parts, index);
+  return {whole.data + range.first * unit, range.count * unit};
+}
+
 std::size_t PipelinedPlan::chunks_of(std::size_t block_bytes) const {
-  return mesh_.prefers_large_chunks() ? chunks_between(block_bytes, 2, kMinLongChunkBytes)
+  return mesh_.prefers_large_chunks() ? chunks_between(block_bytes, 2, kMinFabricChunkBytes)
                                       : chunks_between(block_bytes, 4, kMinChunkBytes);
 }
 
 std::size_t PipelinedPlan::pipeline_chunks_of(std::size_t block_bytes) const {
-  return chunks_between(block_bytes, 64, mesh_.prefers_large_chunks() ? kMinLongChunkBytes : kMinChunkBytes);
+  return chunks_between(block_bytes, 64, mesh_.prefers_large_chunks() ? kMinFabricChunkBytes : kMinChunkBytes);
 }
 
 PipelinedPlan::PipelinedPlan(const Call& call, transport::Mesh& mesh, Team team)
@@ -41,48 +46,6 @@ PipelinedPlan::PipelinedPlan(const Call& call, transport::Mesh& mesh, Team team)
       element_bytes_(kernels::element_bytes(call.dtype)),
       wire_element_bytes_(kernels::element_bytes(call.wire)),
       converts_(call.wire != call.dtype) {}
-
-int PipelinedPlan::to(int position) {
-  const int peer = team_.rank(position);
-  for (const Out& out : outs_) {
-    if (out.peer == peer) return out.stream;
-  }
-  Out out;
-  out.peer = peer;
-  out.stream = static_cast<int>(through_.size());
-  through_.push_back(0);
-  index_.push_back(outs_.size());
-  outs_.push_back(std::move(out));
-  return outs_.back().stream;
-}
-
-int PipelinedPlan::from(int position) {
-  const int peer = team_.rank(position);
-  for (const In& in : ins_) {
-    if (in.peer == peer) return in.stream;
-  }
-  In in;
-  in.peer = peer;
-  in.stream = static_cast<int>(through_.size());
-  through_.push_back(0);
-  index_.push_back(ins_.size());
-  ins_.push_back(std::move(in));
-  return ins_.back().stream;
-}
-
-PipelinedPlan::Mark PipelinedPlan::add(int stream, const Send& chunk) {
-  Out& out = outs_[index_[static_cast<std::size_t>(stream)]];
-  if (chunk.bytes == 0) return chunk.after;
-  out.chunks.push_back(chunk);
-  return {stream, out.chunks.size()};
-}
-
-PipelinedPlan::Mark PipelinedPlan::add(int stream, const Receive& chunk) {
-  In& in = ins_[index_[static_cast<std::size_t>(stream)]];
-  if (chunk.bytes == 0) return chunk.after;
-  in.chunks.push_back(chunk);
-  return {stream, in.chunks.size()};
-}
 
 void PipelinedPlan::finish_plan() {
   std::size_t largest = 0;
@@ -115,7 +78,7 @@ void PipelinedPlan::finish_plan() {
   lease_tensors();
 }
 
-// The tensors that direct chunks lie in.
+// The tensors whose chunks go by RMA.
 void PipelinedPlan::lease_tensors() {
   const auto any = [&](const auto& streams) {
     return std::any_of(streams.begin(), streams.end(), [&](const auto& stream) {
@@ -127,14 +90,14 @@ void PipelinedPlan::lease_tensors() {
 }
 
 bool PipelinedPlan::reached(const Mark& mark) const {
-  return mark.stream < 0 || through_[static_cast<std::size_t>(mark.stream)] >= mark.chunks;
+  return mark.stream < 0 || complete_[static_cast<std::size_t>(mark.stream)] >= mark.chunks;
 }
 
 std::size_t PipelinedPlan::wire_bytes_of(std::size_t bytes) const {
   return converts_ ? bytes / element_bytes_ * wire_element_bytes_ : bytes;
 }
 
-// The next chunk's values as they travel.
+// The next chunk's values in the wire format.
 const std::byte* PipelinedPlan::encoded(Out& out) {
   const Send& chunk = out.chunks[out.next];
   if (!out.encoded) {
@@ -146,9 +109,8 @@ const std::byte* PipelinedPlan::encoded(Out& out) {
   return out.staging.data();
 }
 
-// What may go now, header first, in as few socket calls as can be.
+// Collects what may be sent now, header first, for one socket call. Returns the number of parts.
 std::size_t PipelinedPlan::gather(Out& out, std::span<iovec> parts, std::size_t* bytes) {
-  static ChunkMarker marker = ChunkMarker::chunk;  // only ever read
   std::size_t count = 0;
   const auto append = [&](const void* data, std::size_t length, std::size_t skip) {
     if (skip >= length) return;
@@ -160,42 +122,41 @@ std::size_t PipelinedPlan::gather(Out& out, std::span<iovec> parts, std::size_t*
   for (std::size_t i = out.next; i < out.chunks.size() && count + 2 <= parts.size(); ++i) {
     const Send& chunk = out.chunks[i];
     if (skip == 0 && (!reached(chunk.after) || uses_rma(out.peer, chunk.bytes))) break;
-    append(&marker, sizeof marker, skip);
+    append(&chunk_marker, sizeof chunk_marker, skip);
     append(converts_ ? encoded(out) : chunk.data, wire_bytes_of(chunk.bytes),
-           skip > sizeof marker ? skip - sizeof marker : 0);
+           skip > sizeof chunk_marker ? skip - sizeof chunk_marker : 0);
     skip = 0;
     if (converts_) break;  // one staging area, one chunk
   }
   return count;
 }
 
-// The next chunk, from the memory that it is in.
+// Sends the next chunk by RMA.
 bool PipelinedPlan::put(Out& out) {
-  static ChunkMarker marker = ChunkMarker::chunk;  // only ever read
   const Send& chunk = out.chunks[out.next];
-  const iovec parts[2] = {{&marker, sizeof marker}, {chunk.data, chunk.bytes}};
+  const iovec parts[2] = {{&chunk_marker, sizeof chunk_marker}, {chunk.data, chunk.bytes}};
   const auto io = mesh_.put(out.peer, parts, name_of(out.next));
-  if (io.closed) note(lost(out.peer, peer_lost(out.peer, io, MessageHeader::of(call_, 0))));
+  if (io.closed) record_lost(out, io);
   if (io.bytes > 0) account(out, io.bytes);
   return io.bytes > 0;
 }
 
-// Chunks whose memory came back are through.
-bool PipelinedPlan::take_back(Out& out) {
-  if (out.back == out.next) return false;
-  const std::size_t before = out.back;
+// Chunks whose memory the pipe has returned are complete.
+bool PipelinedPlan::reclaim(Out& out) {
+  if (out.returned == out.next) return false;
+  const std::size_t before = out.returned;
   const std::size_t begun = out.sent;
   const std::size_t in_flight = std::max(mesh_.bytes_in_flight(out.peer), begun) - begun;
-  while (out.back < out.next && out.in_flight > in_flight) {
-    out.in_flight -= sizeof(ChunkMarker) + wire_bytes_of(out.chunks[out.back].bytes);
-    ++out.back;
+  while (out.returned < out.next && out.in_flight > in_flight) {
+    out.in_flight -= sizeof(ChunkMarker) + wire_bytes_of(out.chunks[out.returned].bytes);
+    ++out.returned;
   }
-  through_[static_cast<std::size_t>(out.stream)] = out.back;
-  return out.back > before;
+  complete_[static_cast<std::size_t>(out.stream)] = out.returned;
+  return out.returned > before;
 }
 
 bool PipelinedPlan::advance(Out& out) {
-  bool moved = take_back(out);
+  bool moved = reclaim(out);
   while (!out.all_sent()) {
     const bool is_next = out.header_sent == sizeof out.header && out.sent == 0;
     if (is_next && uses_rma(out.peer, out.chunks[out.next].bytes)) {
@@ -209,7 +170,7 @@ bool PipelinedPlan::advance(Out& out) {
     if (count == 0) break;
     const auto io = mesh_.send(out.peer, {parts.data(), count});
     if (io.closed) {
-      note(lost(out.peer, peer_lost(out.peer, io, MessageHeader::of(call_, 0))));
+      record_lost(out, io);
       return moved;
     }
     if (io.bytes == 0) break;
@@ -217,7 +178,7 @@ bool PipelinedPlan::advance(Out& out) {
     account(out, io.bytes);
     if (io.bytes < wanted) break;
   }
-  return take_back(out) || moved;
+  return reclaim(out) || moved;
 }
 
 void PipelinedPlan::account(Out& out, std::size_t bytes) {
@@ -227,9 +188,9 @@ void PipelinedPlan::account(Out& out, std::size_t bytes) {
   bytes -= of_header;
   while (bytes > 0) {
     const std::size_t whole = sizeof(ChunkMarker) + wire_bytes_of(out.chunks[out.next].bytes);
-    const std::size_t some = std::min(bytes, whole - out.sent);
-    out.sent += some;
-    bytes -= some;
+    const std::size_t count = std::min(bytes, whole - out.sent);
+    out.sent += count;
+    bytes -= count;
     if (out.sent < whole) break;
     out.sent = 0;
     out.encoded = false;
@@ -252,15 +213,15 @@ bool PipelinedPlan::push() {
   return moved;
 }
 
-// Whether the next chunk's values may be read: also when all is lost, for the reason that may stand behind them.
-bool PipelinedPlan::takes(const In& in) const {
+// Whether the next chunk's values may be read. After a failure they may always be read: an abort may follow them.
+bool PipelinedPlan::may_read_values(const In& in) const {
   return in.next < in.chunks.size() && (failure_ || reached(in.chunks[in.next].after));
 }
 
-// Whether there is something to read that has a place to go to.
-bool PipelinedPlan::reads(const In& in) const {
-  if (in.header_got < sizeof in.header || in.unexpected) return true;
-  return in.next < in.chunks.size() && (in.got < sizeof in.marker || takes(in));
+// Whether there are bytes to read that have a place in memory.
+bool PipelinedPlan::may_read(const In& in) const {
+  if (!in.has_header() || in.unexpected) return true;
+  return in.next < in.chunks.size() && (in.received < sizeof in.marker || may_read_values(in));
 }
 
 std::byte* PipelinedPlan::target(In& in, std::size_t number) {
@@ -269,7 +230,7 @@ std::byte* PipelinedPlan::target(In& in, std::size_t number) {
   return in_place ? chunk.into : in.stage + number % in.slots * in.slot_bytes;
 }
 
-// Whether a chunk's place is one of an earlier chunk that is not stored: read in order, that would not matter.
+// Whether a chunk's buffer overlaps an earlier chunk that is not stored yet. RMA may write chunks out of order.
 bool PipelinedPlan::overlaps(const In& in, std::size_t number) const {
   const Receive& chunk = in.chunks[number];
   const auto meets = [&](const std::byte* other, std::size_t bytes) {
@@ -282,24 +243,24 @@ bool PipelinedPlan::overlaps(const In& in, std::size_t number) const {
   return false;
 }
 
-// Of the next chunks, as far as they may be written to.
-void PipelinedPlan::name_places(In& in) {
-  in.placed = std::max(in.placed, in.next);
-  while (in.placed < std::min(in.chunks.size(), in.next + kAhead)) {
-    const Receive& chunk = in.chunks[in.placed];
+// Posts the buffers of the next chunks, as far as they may be written.
+void PipelinedPlan::post_receives(In& in) {
+  in.posted = std::max(in.posted, in.next);
+  while (in.posted < std::min(in.chunks.size(), in.next + kAhead)) {
+    const Receive& chunk = in.chunks[in.posted];
     if (uses_rma(in.peer, chunk.bytes)) {
-      if (!reached(chunk.after) || overlaps(in, in.placed)) return;
-      if (!mesh_.post_receive(in.peer, name_of(in.placed), target(in, in.placed), chunk.bytes)) return;
+      if (!reached(chunk.after) || overlaps(in, in.posted)) return;
+      if (!mesh_.post_receive(in.peer, name_of(in.posted), target(in, in.posted), chunk.bytes)) return;
     }
-    ++in.placed;
+    ++in.posted;
   }
 }
 
 bool PipelinedPlan::advance(In& in) {
   if (in.unexpected) return read_abort(in, {});
-  if (!failure_) name_places(in);
+  if (!failure_) post_receives(in);
   bool moved = false;
-  while (!in.done() && reads(in)) {
+  while (!in.done() && may_read(in)) {
     std::array<iovec, 3> parts;
     std::size_t count = 0;
     std::size_t wanted = 0;
@@ -307,45 +268,45 @@ bool PipelinedPlan::advance(In& in) {
       if (bytes > 0) parts[count++] = {data, bytes};
       wanted += bytes;
     };
-    append(reinterpret_cast<std::byte*>(&in.header) + in.header_got, sizeof in.header - in.header_got);
+    append(reinterpret_cast<std::byte*>(&in.header) + in.header_received, sizeof in.header - in.header_received);
     std::size_t whole = 0;
     std::byte* into = nullptr;
     if (in.next < in.chunks.size()) {
       const Receive& chunk = in.chunks[in.next];
       whole = sizeof in.marker + wire_bytes_of(chunk.bytes);
       into = target(in, in.next);
-      const std::size_t of_marker = std::min(in.got, sizeof in.marker);
+      const std::size_t of_marker = std::min(in.received, sizeof in.marker);
       append(reinterpret_cast<std::byte*>(&in.marker) + of_marker, sizeof in.marker - of_marker);
-      const std::size_t of_values = in.got - of_marker;
-      if (takes(in)) append(into + of_values, whole - sizeof in.marker - of_values);
+      const std::size_t of_values = in.received - of_marker;
+      if (may_read_values(in)) append(into + of_values, whole - sizeof in.marker - of_values);
     }
     const auto io = mesh_.receive(in.peer, {parts.data(), count});
     if (io.closed) {
-      note(peer_lost(in.peer, io, MessageHeader::of(call_, 0)));
+      record(peer_lost(in.peer, io, MessageHeader::of(call_, 0)));
       return moved;
     }
     if (io.bytes == 0) break;
     moved = true;
-    const std::size_t of_header = std::min(io.bytes, sizeof in.header - in.header_got);
-    in.header_got += of_header;
-    in.got += io.bytes - of_header;
-    if (in.header_got < sizeof in.header) break;
-    const std::size_t values = in.got > sizeof in.marker ? in.got - sizeof in.marker : 0;
+    const std::size_t of_header = std::min(io.bytes, sizeof in.header - in.header_received);
+    in.header_received += of_header;
+    in.received += io.bytes - of_header;
+    if (!in.has_header()) break;
+    const std::size_t values = in.received > sizeof in.marker ? in.received - sizeof in.marker : 0;
     if (of_header > 0 && std::memcmp(&in.header, &in.expected, sizeof in.header) != 0) {
-      std::vector<std::byte> early(sizeof in.header + in.got);
+      std::vector<std::byte> early(sizeof in.header + in.received);
       std::memcpy(early.data(), &in.header, sizeof in.header);
-      std::memcpy(early.data() + sizeof in.header, &in.marker, in.got - values);
+      std::memcpy(early.data() + sizeof in.header, &in.marker, in.received - values);
       if (values > 0) std::memcpy(early.data() + sizeof in.header + sizeof in.marker, into, values);
       return read_abort(in, early);
     }
-    if (in.got >= sizeof in.marker && in.marker != ChunkMarker::chunk) return read_abort(in, {into, values});
-    if (in.next < in.chunks.size() && in.got == whole) {
+    if (in.received >= sizeof in.marker && in.marker != ChunkMarker::chunk) return read_abort(in, {into, values});
+    if (in.next < in.chunks.size() && in.received == whole) {
       if (!failure_) store(in);
-      in.got = 0;
+      in.received = 0;
       received_bytes_ += whole;
-      through_[static_cast<std::size_t>(in.stream)] = ++in.next;
-      if (!failure_) name_places(in);
-      // Let what has become possible leave before more is read.
+      complete_[static_cast<std::size_t>(in.stream)] = ++in.next;
+      if (!failure_) post_receives(in);
+      // Send the chunks that have become possible before reading more.
       push();
     }
     if (io.bytes < wanted) break;  // the socket had no more
@@ -353,13 +314,13 @@ bool PipelinedPlan::advance(In& in) {
   return moved;
 }
 
-// Another header than was expected, or the reason why the stream ends; all of it may not be here yet.
+// Reads an unexpected header, or an abort that ends the stream. The rest of it may come later.
 bool PipelinedPlan::read_abort(In& in, std::span<const std::byte> early) {
   if (!in.unexpected) in.unexpected.emplace(call_, in.peer, in.expected.bytes, early);
-  Failure heard;
-  while (!heard && in.unexpected->advance(mesh_, heard) > 0) {
+  Failure reported;
+  while (!reported && in.unexpected->advance(mesh_, reported) > 0) {
   }
-  if (heard) note(std::move(heard));
+  if (reported) record(std::move(reported));
   return true;
 }
 
@@ -368,7 +329,7 @@ void PipelinedPlan::store(In& in) {
   const std::size_t count = chunk.bytes / element_bytes_;
   if (chunk.operand == nullptr) {
     if (converts_) kernels::convert(call_.dtype, chunk.into, call_.wire, in.staging.data(), count);
-    return;  // else it was received in place
+    return;  // without a conversion it was received in place
   }
   const std::byte* arrived = target(in, in.next);
   if (converts_) {
@@ -380,18 +341,20 @@ void PipelinedPlan::store(In& in) {
   kernels::reduce(call_.reduce, call_.dtype, chunk.into, sources, 2, count);
 }
 
-// The first failure counts, but what another rank says is worth more than a broken connection.
-void PipelinedPlan::note(Failure failure) {
-  const bool first_hand = failure_.kind == Failure::Kind::peer_lost && failure_.remote_reason.empty();
-  const bool says_more = !failure.remote_reason.empty() || failure.kind == Failure::Kind::mismatch;
-  if (!failure_ || (first_hand && says_more)) failure_ = std::move(failure);
+// Keeps the first failure; another rank's report or a mismatch replaces a broken connection.
+void PipelinedPlan::record(Failure failure) {
+  const bool is_broken_connection = failure_.kind == Failure::Kind::peer_lost && failure_.remote_reason.empty();
+  const bool explains = !failure.remote_reason.empty() || failure.kind == Failure::Kind::mismatch;
+  if (!failure_ || (is_broken_connection && explains)) failure_ = std::move(failure);
 }
 
-Failure PipelinedPlan::lost(int peer, Failure failure) {
-  for (const In& in : ins_) {
-    if (in.peer == peer && !in.done()) return failure;  // its last words come in that stream
-  }
-  return read_last_abort(mesh_, peer, call_, std::move(failure));
+// The peer of a stream closed its connection. Its abort may still be unread, and is read here unless its own stream to
+// this rank will deliver the abort.
+void PipelinedPlan::record_lost(const Out& out, const transport::Mesh::Io& io) {
+  Failure lost = peer_lost(out.peer, io, MessageHeader::of(call_, 0));
+  const auto delivers = [&](const In& in) { return in.peer == out.peer && !in.done(); };
+  const bool is_read_later = std::any_of(ins_.begin(), ins_.end(), delivers);
+  record(is_read_later ? std::move(lost) : read_last_abort(mesh_, out.peer, call_, std::move(lost)));
 }
 
 Progress PipelinedPlan::poll(std::int64_t now_ns) {
@@ -399,7 +362,7 @@ Progress PipelinedPlan::poll(std::int64_t now_ns) {
   bool moved = push();
   if (!begun_) {
     begun_ = true;
-    after_first_sends();
+    call_.copy_own_block(team_.position());  // the first chunks need not wait for this
   }
   if (!failure_ || failure_.kind == Failure::Kind::peer_lost) {
     for (In& in : ins_) {
@@ -418,20 +381,16 @@ Progress PipelinedPlan::poll(std::int64_t now_ns) {
   return moved ? Progress::moved : Progress::idle;
 }
 
-// A peer can be told why only where a chunk ends.
+// Completes half-sent chunks: an abort can be sent only between two chunks.
 Progress PipelinedPlan::finish_chunks(std::int64_t now_ns) {
   if (give_up_ns_ < 0) give_up_ns_ = now_ns + kLastChunkNs;
   bool waits = false;
   for (Out& out : outs_) {
     while (out.sent > 0 && mesh_.leads_to(out.peer) && now_ns < give_up_ns_) {
-      static ChunkMarker marker = ChunkMarker::chunk;
-      const Send& chunk = out.chunks[out.next];
-      const std::size_t of_marker = std::min(out.sent, sizeof marker);
-      const std::byte* values = converts_ ? out.staging.data() : chunk.data;
-      const std::size_t of_values = out.sent - of_marker;
-      const iovec parts[2] = {{reinterpret_cast<std::byte*>(&marker) + of_marker, sizeof marker - of_marker},
-                              {const_cast<std::byte*>(values) + of_values, wire_bytes_of(chunk.bytes) - of_values}};
-      const auto io = mesh_.send(out.peer, parts);
+      std::array<iovec, 2> parts;  // one chunk
+      std::size_t wanted = 0;
+      const std::size_t count = gather(out, parts, &wanted);
+      const auto io = mesh_.send(out.peer, {parts.data(), count});
       if (io.closed) {
         out.sent = 0;
         break;
@@ -454,22 +413,22 @@ void PipelinedPlan::wait_for(WaitSet& set) const {
     return set.wake_at(give_up_ns_);
   }
   for (const Out& out : outs_) {
-    if (out.back < out.next) mesh_.wait_for(out.peer, 0, set.fds);
+    if (out.returned < out.next) mesh_.wait_for(out.peer, 0, set.fds);
     if (out.all_sent()) continue;
     const bool may_send = out.header_sent < sizeof out.header || out.sent > 0 || reached(out.chunks[out.next].after);
     if (may_send) mesh_.wait_for(out.peer, POLLOUT, set.fds);
   }
   for (const In& in : ins_) {
-    if (!in.done() && reads(in)) mesh_.wait_for(in.peer, POLLIN, set.fds);
+    if (!in.done() && may_read(in)) mesh_.wait_for(in.peer, POLLIN, set.fds);
   }
 }
 
 std::vector<int> PipelinedPlan::awaited() const {
-  // Who has not begun comes first: the others may be waiting for it as well.
+  // Ranks that have not begun come first: the other ranks may wait for them too.
   std::vector<int> absent;
   std::vector<int> late;
   for (const In& in : ins_) {
-    if (in.header_got < sizeof in.header) {
+    if (!in.has_header()) {
       absent.push_back(in.peer);
     } else if (!in.done() && reached(in.chunks[in.next].after)) {
       late.push_back(in.peer);
@@ -484,7 +443,7 @@ std::vector<int> PipelinedPlan::awaited() const {
 }
 
 bool PipelinedPlan::awaited_may_wait() const {
-  return std::all_of(ins_.begin(), ins_.end(), [](const In& in) { return in.header_got == sizeof in.header; });
+  return std::all_of(ins_.begin(), ins_.end(), [](const In& in) { return in.has_header(); });
 }
 
 }  // namespace netfold::collective

@@ -1,4 +1,3 @@
-#include <netfold/collective/direct.hpp>
 #include <netfold/collective/quantised.hpp>
 #include <netfold/kernels/byte_quantise.hpp>
 #include <netfold/kernels/reduce.hpp>
@@ -20,8 +19,8 @@ float* Quantised::residual() const {
 
 void Quantised::find_magnitudes() {
   std::byte* data = call_.outputs[0].data;
-  if (const void* const lost_before = residual()) {
-    const void* const both[] = {data, lost_before};
+  if (const void* const error = residual()) {
+    const void* const both[] = {data, error};
     kernels::reduce(kernels::ReduceOp::sum, kernels::DType::f32, data, both, 2, call_.elements());
   }
   magnitudes_.resize(kernels::quantise_block_count(call_.elements()));
@@ -69,48 +68,32 @@ void Quantised::start(kernels::DType dtype, kernels::ReduceOp reduce, Buffer buf
   step_ = make_algorithm(step_call_, paths_);
 }
 
-Progress Quantised::poll(std::int64_t now_ns) {
-  bool moved = false;
-  for (;;) {
-    if (step_ != nullptr) {
-      const Progress progress = step_->poll(now_ns);
-      if (progress == Progress::failed) return fail(step_->failure());
-      if (progress != Progress::done) return moved ? Progress::moved : progress;
-      wire_bytes_ += step_->wire_bytes();
-      registrations_ += step_->registrations();
-      retransmissions_ += step_->retransmissions();
-      if (step_->slowest_rank() >= 0) slowest_rank_ = step_->slowest_rank();
-      if (step_->substitute() != AlgorithmId::local) substitute_ = step_->substitute();
-      step_.reset();
-    }
-    moved = true;
-    switch (stage_) {
-      case Stage::begin:
-        find_magnitudes();
-        start(kernels::DType::i32, kernels::ReduceOp::max,
-              {reinterpret_cast<std::byte*>(magnitudes_.data()), magnitudes_.size() * sizeof magnitudes_[0]});
-        stage_ = Stage::magnitudes;
-        break;
-      case Stage::magnitudes:
-        to_integers();
-        start(integers_, kernels::ReduceOp::sum,
-              {call_.outputs[0].data, call_.elements() * kernels::element_bytes(integers_)});
-        stage_ = Stage::values;
-        break;
-      case Stage::values:
-        to_floats();
-        return Progress::done;
-    }
+bool Quantised::start_next() {
+  switch (stage_) {
+    case Stage::begin:
+      find_magnitudes();
+      start(kernels::DType::i32, kernels::ReduceOp::max,
+            {reinterpret_cast<std::byte*>(magnitudes_.data()), magnitudes_.size() * sizeof magnitudes_[0]});
+      stage_ = Stage::magnitudes;
+      return true;
+    case Stage::magnitudes:
+      to_integers();
+      start(integers_, kernels::ReduceOp::sum,
+            {call_.outputs[0].data, call_.elements() * kernels::element_bytes(integers_)});
+      stage_ = Stage::values;
+      return true;
+    case Stage::values:
+      break;
   }
+  to_floats();
+  return false;
 }
 
-void Quantised::wait_for(WaitSet& set) const {
-  if (step_ != nullptr) step_->wait_for(set);
+void Quantised::end_step(const Algorithm& step) {
+  if (step.substitute() != AlgorithmId::local) substitute_ = step.substitute();
 }
 
-std::vector<int> Quantised::awaited() const { return step_ != nullptr ? step_->awaited() : std::vector<int>{}; }
-
-// In the second sum everybody has at least begun.
+// In the second sum every rank has begun the call.
 bool Quantised::awaited_may_wait() const {
   return stage_ == Stage::values || (step_ != nullptr && step_->awaited_may_wait());
 }

@@ -26,19 +26,26 @@ void require(bool holds, const Call& call, const std::string& what) {
   if (!holds) throw std::invalid_argument(std::string(name(call.kind)) + ": " + what);
 }
 
+std::unique_ptr<Algorithm> in_network(const Call& call, std::span<const std::unique_ptr<SwitchPath>> switch_paths,
+                                      int position, int ranks) {
+  if (switch_paths.size() == 1) return std::make_unique<FailoverOperation>(call, *switch_paths[0], position, ranks);
+  return std::make_unique<Sharded>(call, switch_paths.size(), [&](Call& part, std::size_t shard) {
+    return std::make_unique<FailoverOperation>(part, *switch_paths[shard], position, ranks);
+  });
+}
+
 }  // namespace
 
 void validate(const Call& call, int rank, int ranks) {
   const auto count = static_cast<std::size_t>(ranks);
-  const auto self = static_cast<std::size_t>(rank);
-  const bool root = rank == call.root;
+  const bool is_root = rank == call.root;
   const bool reduces = call.kind == Kind::all_reduce || call.kind == Kind::reduce || call.kind == Kind::reduce_scatter;
   if (is_transfer(call.kind)) {
     const bool sends = call.kind == Kind::send;
     const std::string peer = std::string("rank ") + std::to_string(call.root);
     require((call.root >= 0 && call.root < ranks) || (!sends && call.root == kAnySource), call,
             peer + " is not a rank of this group of " + std::to_string(ranks));
-    require(!root, call, peer + " is this rank itself; copy the tensor instead");
+    require(!is_root, call, peer + " is this rank itself; copy the tensor instead");
     require(ranks > 1, call, "this group has no other rank");
     require(call.tag >= 0, call, "tag " + std::to_string(call.tag) + " is negative");
     require((sends ? call.inputs : call.outputs).size() == 1, call, "takes one tensor");
@@ -57,12 +64,6 @@ void validate(const Call& call, int rank, int ranks) {
         buffers.size() == want, call,
         std::string("needs ") + std::to_string(want) + " " + which + " buffers, not " + std::to_string(buffers.size()));
   };
-  // What this rank gives to itself; what it gives to others, they compare when the message comes.
-  const auto own = [&](const Buffer& input, const Buffer& output) {
-    require(input.bytes == output.bytes, call,
-            "this rank's own part has " + std::to_string(input.bytes) + " bytes as an input and " +
-                std::to_string(output.bytes) + " as an output");
-  };
   switch (call.kind) {
     case Kind::all_reduce:
       sized(call.outputs, 1, "output");
@@ -74,61 +75,54 @@ void validate(const Call& call, int rank, int ranks) {
       sized(call.outputs, 1, "output");
       break;
     case Kind::all_gather:
+    case Kind::gather:
       sized(call.inputs, 1, "input");
-      sized(call.outputs, count, "output");
-      own(call.inputs[0], call.outputs[self]);
+      if (call.kind == Kind::all_gather || is_root) sized(call.outputs, count, "output");
       break;
     case Kind::all_to_all:
       sized(call.inputs, count, "input");
       sized(call.outputs, count, "output");
-      own(call.inputs[self], call.outputs[self]);
       break;
     case Kind::reduce_scatter:
-      sized(call.inputs, count, "input");
-      sized(call.outputs, 1, "output");
-      own(call.inputs[self], call.outputs[0]);
-      break;
-    case Kind::gather:
-      sized(call.inputs, 1, "input");
-      if (!root) break;
-      sized(call.outputs, count, "output");
-      own(call.inputs[0], call.outputs[self]);
-      break;
     case Kind::scatter:
+      if (call.kind == Kind::reduce_scatter || is_root) sized(call.inputs, count, "input");
       sized(call.outputs, 1, "output");
-      if (!root) break;
-      sized(call.inputs, count, "input");
-      own(call.inputs[self], call.outputs[0]);
       break;
     case Kind::barrier:
     case Kind::send:
     case Kind::receive:
       break;
   }
+  // This rank's own block. The sizes of the other blocks are compared when the messages arrive.
+  const Buffer* given = call.given_to(rank, rank);
+  const Buffer* taken = call.kind == Kind::reduce_scatter ? &call.outputs[0] : call.taken_from(rank, rank);
+  if (given != nullptr && taken != nullptr) {
+    require(given->bytes == taken->bytes, call,
+            "this rank's own part has " + std::to_string(given->bytes) + " bytes as an input and " +
+                std::to_string(taken->bytes) + " as an output");
+  }
 }
 
 bool supports(AlgorithmId algorithm, Kind kind) {
-  const bool moves_or_reduces = kind != Kind::send && kind != Kind::receive;
+  const auto is_one_of = [&](auto... kinds) { return ((kind == kinds) || ...); };
   switch (algorithm) {
     case AlgorithmId::local:
     case AlgorithmId::direct:
     case AlgorithmId::shared_memory:
-      return moves_or_reduces;
+    case AlgorithmId::hierarchical:
+      return !is_transfer(kind);
     case AlgorithmId::ring:
     case AlgorithmId::halving_doubling:
-      return kind == Kind::all_reduce || kind == Kind::reduce_scatter || kind == Kind::all_gather;
+      return is_one_of(Kind::all_reduce, Kind::reduce_scatter, Kind::all_gather);
     case AlgorithmId::in_network:
-      return kind == Kind::all_reduce || kind == Kind::reduce || kind == Kind::broadcast ||
-             kind == Kind::reduce_scatter || kind == Kind::all_gather || kind == Kind::barrier;
-    case AlgorithmId::hierarchical:
-      return moves_or_reduces;
+      return is_one_of(Kind::all_reduce, Kind::reduce, Kind::broadcast, Kind::reduce_scatter, Kind::all_gather,
+                       Kind::barrier);
     case AlgorithmId::tree:
-      return kind == Kind::all_reduce || kind == Kind::reduce || kind == Kind::broadcast || kind == Kind::gather ||
-             kind == Kind::scatter;
+      return is_one_of(Kind::all_reduce, Kind::reduce, Kind::broadcast, Kind::gather, Kind::scatter);
     case AlgorithmId::chain:
       return kind == Kind::broadcast;
     case AlgorithmId::bruck:
-      return kind == Kind::all_gather || kind == Kind::all_to_all || kind == Kind::barrier;
+      return is_one_of(Kind::all_gather, Kind::all_to_all, Kind::barrier);
     case AlgorithmId::pairwise:
       return kind == Kind::all_to_all;
     case AlgorithmId::split:
@@ -139,15 +133,15 @@ bool supports(AlgorithmId algorithm, Kind kind) {
 }
 
 void validate_choice(const Call& call) {
-  require(supports(call.algorithm, call.kind), call, std::string("there is none by ") + name(call.algorithm));
+  require(supports(call.algorithm, call.kind), call, std::string("not supported by ") + name(call.algorithm));
   require(
       call.kind != Kind::all_reduce || call.inputs.empty() || (call.is_quantised() && call.wire == kernels::DType::i8),
-      call, "a residual is for sums of f32 that travel as i8; here nothing is rounded that could be kept");
+      call, "a residual is for sums of f32 that travel as i8; this call rounds nothing");
   if (call.algorithm == AlgorithmId::bruck && call.kind == Kind::all_to_all) {
     const auto equal = [&](const Buffer& buffer) { return buffer.bytes == call.inputs[0].bytes; };
     require(std::all_of(call.inputs.begin(), call.inputs.end(), equal) &&
                 std::all_of(call.outputs.begin(), call.outputs.end(), equal),
-            call, "bruck passes equal blocks on, and these differ; pairwise and direct take any");
+            call, "bruck needs blocks of equal size, and these differ; pairwise and direct take any sizes");
   }
 }
 
@@ -169,24 +163,11 @@ std::unique_ptr<Algorithm> make_algorithm(const Call& call, const Paths& paths) 
   }
 }
 
-namespace {
-
-std::unique_ptr<Algorithm> in_network(const Call& call, std::span<const std::unique_ptr<SwitchPath>> switch_paths,
-                                      int position, int ranks) {
-  if (switch_paths.size() == 1) return std::make_unique<FailoverOperation>(call, *switch_paths[0], position, ranks);
-  return std::make_unique<Sharded>(call, switch_paths.size(), [&](Call& part, std::size_t shard) {
-    return std::make_unique<FailoverOperation>(part, *switch_paths[shard], position, ranks);
-  });
-}
-
-}  // namespace
-
 std::unique_ptr<Algorithm> make_algorithm(const Call& call, const Paths& paths, Team team) {
-  const bool empty = call.kind == Kind::all_reduce && call.elements() == 0;
   if (team.size() == 1 || call.algorithm == AlgorithmId::direct) {
     return std::make_unique<Direct>(call, paths.mesh, std::move(team));
   }
-  if (empty) return nullptr;
+  if (call.kind == Kind::all_reduce && call.elements() == 0) return nullptr;
   switch (call.algorithm) {
     case AlgorithmId::ring:
       return std::make_unique<Ring>(call, paths.mesh, std::move(team));

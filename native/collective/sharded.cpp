@@ -7,7 +7,7 @@
 namespace netfold::collective {
 namespace {
 
-// From `first` to `end` of `whole`, of every block.
+// The call with the part [first, end) / whole of every block.
 Call part_of(const Call& call, std::uint64_t first, std::uint64_t end, std::uint64_t whole) {
   Call cut = call;
   const std::size_t element_bytes = kernels::element_bytes(call.dtype);
@@ -25,7 +25,7 @@ Call part_of(const Call& call, std::uint64_t first, std::uint64_t end, std::uint
 }  // namespace
 
 Sharded::Sharded(const Call& call, std::size_t paths, const Make& make) {
-  // Like the algorithm, of what all ranks know alike.
+  // By a size that is the same on all ranks, as the choice of the algorithm.
   const std::size_t parts = std::clamp<std::size_t>(call.choice_bytes() / kLeastPartBytes, 1, paths);
   for (std::size_t i = 0; i < parts; ++i) add(call, (call.sequence + i) % paths, i, i + 1, parts, make);
 }
@@ -41,12 +41,8 @@ Sharded::Sharded(const Call& call, std::span<const std::uint32_t> weights, const
 
 void Sharded::add(const Call& call, std::size_t path, std::uint64_t first, std::uint64_t end, std::uint64_t whole,
                   const Make& make) {
-  auto cut = std::make_unique<Call>(part_of(call, first, end, whole));
-  auto algorithm = make(*cut, path);
-  Part part;
-  part.path = path;
-  part.call = std::move(cut);
-  part.algorithm = std::move(algorithm);
+  Part part{.path = path, .call = std::make_unique<Call>(part_of(call, first, end, whole)), .algorithm = nullptr};
+  part.algorithm = make(*part.call, path);
   parts_.push_back(std::move(part));
 }
 

@@ -8,12 +8,12 @@ namespace {
 
 __extension__ using Wide = unsigned __int128;
 
-// So many operations are believed at once: what came before them was measured in milliseconds. Of a later difference
-// half.
+// The rates of so many first operations replace the known rates: those were measured in milliseconds. Later rates are
+// averaged with the known ones.
 constexpr std::uint64_t kSure = 3;
-// A rate that changes by more than one part in kDrift is another one.
+// A rate that changes by more than 1 / kDrift has drifted.
 constexpr std::uint64_t kDrift = 5;
-// One part in kWorth more than alone, or the ways do not go together.
+// The paths go together only if that is faster than alone by 1 / kWorth.
 constexpr std::uint64_t kWorth = 32;
 
 std::uint64_t scaled(std::uint64_t value, std::uint64_t times, std::uint64_t over) {
@@ -84,8 +84,8 @@ std::vector<std::uint32_t> Shares::parts() const {
   }
   const bool more = host == kWhole || (host > 0 && trials_ % 3 == 0);  // to the switches
   for (std::size_t path = 0; path + 1 < parts.size(); ++path) {
-    const std::uint32_t some = std::max(parts[path] / kTrialPart, kWhole / kLeastPart);
-    const std::uint32_t moved = std::min(some, more ? host : parts[path]);
+    const std::uint32_t wanted = std::max(parts[path] / kTrialPart, kWhole / kLeastPart);
+    const std::uint32_t moved = std::min(wanted, more ? host : parts[path]);
     parts[path] += more ? moved : -moved;
     host -= more ? moved : -moved;
   }
@@ -95,24 +95,25 @@ std::vector<std::uint32_t> Shares::parts() const {
 void Shares::learn(std::span<const Rates> paths) {
   bool drifted = false;
   const bool host_did_all = std::all_of(paths.begin(), paths.end() - 1,
-                                        [](const Rates& seen) { return seen.beside == 0 && seen.alone == 0; });
-  const auto believe = [&](std::uint64_t& kept, std::uint64_t seen) {
-    if (seen == 0) return;
-    const bool is_far = seen / 2 > kept || kept / 2 > seen;
-    const std::uint64_t next = std::max<std::uint64_t>(1, operations_ < kSure || is_far ? seen : (kept + seen) / 2);
-    drifted |= is_drift(kept, next);
-    kept = next;
+                                        [](const Rates& rates) { return rates.beside == 0 && rates.alone == 0; });
+  const auto update = [&](std::uint64_t& known_rate, std::uint64_t rate) {
+    if (rate == 0) return;
+    const bool is_far = rate / 2 > known_rate || known_rate / 2 > rate;
+    const std::uint64_t next =
+        std::max<std::uint64_t>(1, operations_ < kSure || is_far ? rate : (known_rate + rate) / 2);
+    drifted |= is_drift(known_rate, next);
+    known_rate = next;
   };
   for (std::size_t path = 0; path < paths_.size(); ++path) {
     Rates& known = paths_[path];
-    Rates seen = paths[path];
-    // After the switches have ended its connections are still as slow as beside them for a while.
-    if (path + 1 == paths_.size() && !host_did_all && seen.alone < known.alone) seen.alone = 0;
-    believe(known.beside, seen.beside);
-    // Nothing is slower alone: a rest that says so was too short.
-    believe(known.alone, seen.alone == 0 ? 0 : std::max(seen.alone, seen.beside));
+    Rates measured = paths[path];
+    // Just after the switches have ended, the host algorithm's connections are still as slow as beside them.
+    if (path + 1 == paths_.size() && !host_did_all && measured.alone < known.alone) measured.alone = 0;
+    update(known.beside, measured.beside);
+    // No path is slower alone than beside others: such a rest was too short to measure.
+    update(known.alone, measured.alone == 0 ? 0 : std::max(measured.alone, measured.beside));
     if (known.beside <= known.alone) continue;
-    if (seen.beside == 0) {
+    if (measured.beside == 0) {
       known.beside = known.alone;
     } else {
       known.alone = known.beside;

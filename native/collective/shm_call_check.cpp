@@ -11,12 +11,10 @@ Progress ShmCallCheck::poll(std::int64_t now_ns) {
     const Progress posted = ShmCollective::poll(now_ns);
     if (posted == Progress::failed || !is_posted()) return posted;
   }
-  Progress progress = algorithm_ == nullptr ? Progress::done : algorithm_->poll(now_ns);
-  if (algorithm_ != nullptr) {
-    wire_bytes_ = algorithm_->wire_bytes();
-    retransmissions_ = algorithm_->retransmissions();
-    slowest_rank_ = algorithm_->slowest_rank();
-  }
+  const Progress progress = algorithm_->poll(now_ns);
+  wire_bytes_ = algorithm_->wire_bytes();
+  retransmissions_ = algorithm_->retransmissions();
+  slowest_rank_ = algorithm_->slowest_rank();
   if (progress == Progress::failed) return fail(algorithm_->failure());
   if (progress == Progress::idle) {
     check_posts();
@@ -30,16 +28,16 @@ Progress ShmCallCheck::poll(std::int64_t now_ns) {
 
 void ShmCallCheck::wait_for(WaitSet& set) const {
   if (!is_posted()) return ShmCollective::wait_for(set);
-  if (algorithm_ != nullptr) algorithm_->wait_for(set);
-  wait_to_look(set);
+  algorithm_->wait_for(set);
+  wait_for_check(set);
 }
 
 std::vector<int> ShmCallCheck::awaited() const {
-  return is_posted() && algorithm_ != nullptr ? algorithm_->awaited() : ShmCollective::awaited();
+  return is_posted() ? algorithm_->awaited() : ShmCollective::awaited();
 }
 
 bool ShmCallCheck::awaited_may_wait() const {
-  return is_posted() && algorithm_ != nullptr ? algorithm_->awaited_may_wait() : ShmCollective::awaited_may_wait();
+  return is_posted() ? algorithm_->awaited_may_wait() : ShmCollective::awaited_may_wait();
 }
 
 }  // namespace netfold::collective

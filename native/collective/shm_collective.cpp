@@ -11,25 +11,23 @@ ShmCollective::ShmCollective(const Call& call, transport::Mesh& mesh, Node& node
       node_(node),
       self_(node.self()),
       size_(node.size()),
-      theirs_(static_cast<std::size_t>(node.size())),
+      part_bytes_(Node::kSlotBytes / index(node.size()) / kLine * kLine),
+      others_(index(node.size())),
       number_(node.next_call()),
-      read_(static_cast<std::size_t>(node.size())),
-      leaving_(static_cast<std::size_t>(node.size())) {
-  mine_.header = MessageHeader::of(call, 0);
+      read_(index(node.size())),
+      leaving_(index(node.size())) {
+  own_.header = MessageHeader::of(call, 0);
 }
 
 Progress ShmCollective::poll(std::int64_t now_ns) {
-  bool moved = false;
-  if (!posted_) {
-    if (post()) moved = true;
-  }
+  bool moved = !posted_ && post();
   if (posted_ && !all_posts_read_) moved |= read_posts();
   if (failure_) return Progress::failed;
   if (all_posts_read_) {
     moved |= advance();
     if (failure_) return Progress::failed;
     if (done()) {
-      if (mine_.rounds > 0) node_.set_last_stream_call(number_);
+      if (own_.rounds > 0) node_.set_last_stream_call(number_);
       node_.publish(node_.own().done, number_);
       return Progress::done;
     }
@@ -40,11 +38,11 @@ Progress ShmCollective::poll(std::int64_t now_ns) {
 }
 
 void ShmCollective::check_peers(std::int64_t now_ns) {
-  look_due_ = now_ns < next_look_ns_;
-  if (look_due_) return;
-  look_for_lost();
-  look_due_ = std::find(leaving_.begin(), leaving_.end(), true) != leaving_.end();
-  next_look_ns_ = now_ns + kLookNs;
+  check_due_ = now_ns < next_check_ns_;
+  if (check_due_) return;
+  find_lost();
+  check_due_ = std::find(leaving_.begin(), leaving_.end(), true) != leaving_.end();
+  next_check_ns_ = now_ns + kCheckNs;
 }
 
 bool ShmCollective::post() {
@@ -54,11 +52,11 @@ bool ShmCollective::post() {
       if (position != self_ && done + Node::kPosts < number_) return false;
     }
   }
-  // Not in a small call, which would feel it.
-  if (mine_.rounds > 0) node_.fd_exchange().exchange();
+  // Not in a small call, whose latency would grow.
+  if (own_.rounds > 0) node_.fd_exchange().exchange();
   Node::Post& post = node_.post(self_, number_);
   write_post(post.data);
-  std::memcpy(post.announcement, &mine_, sizeof mine_);
+  std::memcpy(post.announcement, &own_, sizeof own_);
   node_.publish(post.call, number_);
   posted_ = true;
   return true;
@@ -68,10 +66,8 @@ bool ShmCollective::read_posts() {
   bool all = true;
   bool moved = false;
   for (int position = 0; position < size_ && !failure_; ++position) {
-    const auto at = static_cast<std::size_t>(position);
-    if (position == self_ || read_[at] || !needs_post(position)) continue;
-    const Node::Post& post = node_.post(position, number_);
-    if (post.call.load(std::memory_order_acquire) != number_) {
+    if (position == self_ || read_[index(position)] || !needs_post(position)) continue;
+    if (node_.post(position, number_).call.load(std::memory_order_acquire) != number_) {
       all = false;
       continue;
     }
@@ -83,25 +79,25 @@ bool ShmCollective::read_posts() {
 }
 
 void ShmCollective::read_post(int position) {
-  const auto at = static_cast<std::size_t>(position);
-  std::memcpy(&theirs_[at], node_.post(position, number_).announcement, sizeof theirs_[at]);
-  read_[at] = true;
+  Announcement& other = others_[index(position)];
+  std::memcpy(&other, node_.post(position, number_).announcement, sizeof other);
+  read_[index(position)] = true;
   compare(position);
 }
 
 void ShmCollective::check_posts() {
   for (int position = 0; position < size_ && !failure_; ++position) {
-    if (position == self_ || read_[static_cast<std::size_t>(position)]) continue;
+    if (position == self_ || read_[index(position)]) continue;
     if (node_.post(position, number_).call.load(std::memory_order_acquire) == number_) read_post(position);
   }
 }
 
 void ShmCollective::compare(int position) {
-  MessageHeader theirs = theirs_[static_cast<std::size_t>(position)].header;
-  MessageHeader expected = mine_.header;
+  MessageHeader theirs = others_[index(position)].header;
+  MessageHeader expected = own_.header;
   expected.bytes = expected_bytes(position);
   if (has_table() && theirs.kind == expected.kind && call_.algorithm == AlgorithmId::shared_memory) {
-    const std::byte* entry = post_data(position) + static_cast<std::size_t>(self_) * sizeof(std::uint64_t);
+    const std::byte* entry = post_data(position) + index(self_) * sizeof(std::uint64_t);
     std::memcpy(&theirs.bytes, entry, sizeof theirs.bytes);
   }
   if (std::memcmp(&expected, &theirs, sizeof expected) != 0) {
@@ -113,22 +109,33 @@ bool ShmCollective::has_table() const {
   return call_.kind == Kind::all_to_all || call_.kind == Kind::scatter || call_.kind == Kind::reduce_scatter;
 }
 
-std::size_t ShmCollective::posted_inputs_bytes() const {
-  std::size_t bytes = table_bytes();
-  for (const Buffer& input : call_.inputs) bytes += round_up(input.bytes, kLine);
-  return bytes;
+std::uint32_t ShmCollective::rounds_for(const Buffer& given) const {
+  std::size_t post_bytes = given.bytes;
+  std::size_t widest = given.bytes;
+  if (has_table()) {
+    post_bytes = table_bytes();
+    widest = 0;
+    for (const Buffer& input : call_.inputs) {
+      post_bytes += round_up(input.bytes, kLine);
+      widest = std::max(widest, input.bytes);
+    }
+  }
+  const std::size_t round_bytes = has_table() ? part_bytes_ : Node::kSlotBytes;
+  return post_bytes > Node::kPostBytes ? static_cast<std::uint32_t>((widest + round_bytes - 1) / round_bytes) : 0;
 }
 
-std::uint32_t ShmCollective::rounds_of_inputs(std::size_t part_bytes) const {
-  std::size_t widest = 0;
-  for (const Buffer& input : call_.inputs) widest = std::max(widest, input.bytes);
-  return static_cast<std::uint32_t>((widest + part_bytes - 1) / part_bytes);
-}
-
-void ShmCollective::write_table(std::byte* data) const {
+std::byte* ShmCollective::write_table(std::byte* data) const {
   for (std::size_t i = 0; i < call_.inputs.size(); ++i) {
     const std::uint64_t bytes = call_.inputs[i].bytes;
     std::memcpy(data + i * sizeof bytes, &bytes, sizeof bytes);
+  }
+  return data + table_bytes();
+}
+
+void ShmCollective::write_inputs(std::byte* data) const {
+  for (const Buffer& input : call_.inputs) {
+    if (input.bytes > 0) std::memcpy(data, input.data, input.bytes);
+    data += round_up(input.bytes, kLine);
   }
 }
 
@@ -146,7 +153,7 @@ void ShmCollective::refer(std::byte* data, std::span<const Buffer> buffers, Stre
     std::memcpy(data, &reference, sizeof reference);
     data += sizeof reference;
   }
-  mine_.refers = Refers::to_regions;
+  own_.refers = Refers::to_regions;
 }
 
 void ShmCollective::refer_by_address(std::byte* data, std::span<const Buffer> buffers) {
@@ -155,22 +162,18 @@ void ShmCollective::refer_by_address(std::byte* data, std::span<const Buffer> bu
     std::memcpy(data, &reference, sizeof reference);
     data += sizeof reference;
   }
-  mine_.refers = Refers::to_addresses;
+  own_.refers = Refers::to_addresses;
 }
 
-ShmCollective::Reference ShmCollective::reference(int position, std::size_t index) const {
+ShmCollective::Reference ShmCollective::reference(int position, std::size_t number) const {
   Reference reference;
-  std::memcpy(&reference, post_data(position) + table_bytes() + index * sizeof reference, sizeof reference);
+  std::memcpy(&reference, post_data(position) + table_bytes() + number * sizeof reference, sizeof reference);
   return reference;
 }
 
-std::uint64_t ShmCollective::referred_address(int position, std::size_t index) const {
-  return reference(position, index).offset;
-}
-
-std::byte* ShmCollective::referred(int position, std::size_t index, std::size_t bytes) {
+std::byte* ShmCollective::referred(int position, std::size_t number, std::size_t bytes) {
   if (bytes == 0) return nullptr;
-  const Reference at = reference(position, index);
+  const Reference at = reference(position, number);
   std::byte* mapped = node_.fd_exchange().mapped(position, at.region, at.offset, bytes);
   if (mapped == nullptr) {
     failure_ = {Failure::Kind::system, mesh_.rank(),
@@ -202,21 +205,20 @@ bool ShmCollective::is_asked_for_slots(Stream stream, int position) const {
 }
 
 std::uint32_t ShmCollective::published(Stream stream, int position) const {
-  const std::uint64_t theirs = (node_.segment(position).*stream).published.load(std::memory_order_acquire);
-  return theirs <= tag(0) ? 0 : static_cast<std::uint32_t>(theirs - tag(0));
+  const std::uint64_t newest = (node_.segment(position).*stream).published.load(std::memory_order_acquire);
+  return newest <= tag(0) ? 0 : static_cast<std::uint32_t>(newest - tag(0));
 }
 
 bool ShmCollective::slot_is_free(Stream stream, std::uint32_t round) const {
   for (int position = 0; position < size_; ++position) {
     if (position == self_) continue;
     if (round < Node::kSlots) {
-      // Readers of an earlier call are through with all of it.
+      // Readers of an earlier call must have finished that call.
       if (node_.segment(position).done.load(std::memory_order_acquire) < node_.last_stream_call()) return false;
       continue;
     }
-    if (!reads(stream, position)) continue;
-    const auto& taken = (node_.segment(position).*stream).taken[self_];
-    if (taken.load(std::memory_order_acquire) < tag(round + 1 - static_cast<std::uint32_t>(Node::kSlots))) return false;
+    const std::uint32_t needed = round + 1 - static_cast<std::uint32_t>(Node::kSlots);
+    if (reads(stream, position) && !has_taken(stream, position, needed)) return false;
   }
   return true;
 }
@@ -233,10 +235,14 @@ void ShmCollective::take(Stream stream, int position, std::uint32_t rounds) {
   (node_.own().*stream).taken[position].store(tag(rounds), std::memory_order_release);
 }
 
+bool ShmCollective::has_taken(Stream stream, int reader, std::uint32_t rounds) const {
+  return (node_.segment(reader).*stream).taken[self_].load(std::memory_order_acquire) >= tag(rounds);
+}
+
 bool ShmCollective::is_awaited(int position) const {
   if (position == self_) return false;
   if (!posted_) return node_.segment(position).done.load(std::memory_order_acquire) + Node::kPosts < number_;
-  if (!all_posts_read_) return needs_post(position) && !read_[static_cast<std::size_t>(position)];
+  if (!all_posts_read_) return needs_post(position) && !read_[index(position)];
   return waits_for(position);
 }
 
@@ -250,7 +256,7 @@ std::vector<int> ShmCollective::awaited() const {
 
 bool ShmCollective::awaited_may_wait() const {
   if (all_posts_read_) return true;
-  // One that is still in an earlier call may be waiting there for who is at fault.
+  // A rank that is still in an earlier call may wait there for a rank at fault.
   for (int position = 0; position < size_; ++position) {
     if (!is_awaited(position)) continue;
     const Node::Segment& segment = node_.segment(position);
@@ -263,26 +269,26 @@ bool ShmCollective::awaited_may_wait() const {
 
 void ShmCollective::wait_for(WaitSet& set) const {
   for (const int rank : awaited()) mesh_.wait_for(rank, POLLRDHUP, set.fds);
-  wait_to_look(set);
+  wait_for_check(set);
 }
 
-void ShmCollective::wait_to_look(WaitSet& set) const {
-  // The bell that woke us may have been about a failure, and will not ring again.
-  if (look_due_) set.wake_at(next_look_ns_);
+void ShmCollective::wait_for_check(WaitSet& set) const {
+  // The doorbell that woke this rank may have announced a failure, and will not ring again.
+  if (check_due_) set.wake_at(next_check_ns_);
 }
 
-void ShmCollective::look_for_lost() {
+void ShmCollective::find_lost() {
   for (int position = 0; position < size_ && !failure_; ++position) {
     if (position == self_) continue;
     const auto left = node_.segment(position).left.load(std::memory_order_acquire);
-    // What it did before it went is read before it is missed: at the next look, a poll later.
-    const bool went = left == Node::kLeft || (is_awaited(position) && mesh_.hung_up(node_.rank(position)));
-    const bool is_missed = went && is_awaited(position) && leaving_[static_cast<std::size_t>(position)];
-    leaving_[static_cast<std::size_t>(position)] = went && is_awaited(position);
-    if (left == Node::kFailed || (left == Node::kLeft && is_missed)) {
-      // After a failure nobody goes on, whoever this rank waits for.
+    // A rank counts as lost only at the second check, so that a poll in between reads what it wrote before it left.
+    const bool is_gone = is_awaited(position) && (left == Node::kLeft || mesh_.hung_up(node_.rank(position)));
+    const bool is_lost = is_gone && leaving_[index(position)];
+    leaving_[index(position)] = is_gone;
+    if (left == Node::kFailed || (left == Node::kLeft && is_lost)) {
+      // After a failure no rank goes on, whichever rank this one waits for.
       read_failure(position);
-    } else if (is_missed) {
+    } else if (is_lost) {
       lose(position);
     }
   }
@@ -291,12 +297,12 @@ void ShmCollective::look_for_lost() {
 void ShmCollective::read_failure(int position) {
   const Node::Segment& segment = node_.segment(position);
   failure_ = remote_abort(node_.rank(position), segment.fault_rank, std::string(segment.reason, segment.reason_bytes),
-                          {segment.expired_call, segment.expired_timeout_ns}, mesh_.rank(), mine_.header);
+                          {segment.expired_call, segment.expired_timeout_ns}, mesh_.rank(), own_.header);
 }
 
 void ShmCollective::lose(int position) {
   const int rank = node_.rank(position);
-  failure_ = read_last_abort(mesh_, rank, call_, peer_lost(rank, {}, mine_.header));
+  failure_ = read_last_abort(mesh_, rank, call_, peer_lost(rank, {}, own_.header));
 }
 
 }  // namespace netfold::collective

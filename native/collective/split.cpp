@@ -8,12 +8,14 @@
 namespace netfold::collective {
 namespace {
 
-// Of a rest that is too short to tell a rate.
-constexpr std::int64_t kNothing = std::numeric_limits<std::int64_t>::min();
-// Up to so many ranks a word to everybody is quicker than a tree.
+// The rate of a rest that is too short to measure.
+constexpr std::int64_t kUnmeasured = std::numeric_limits<std::int64_t>::min();
+// Up to so many ranks a direct exchange is faster than a tree.
 constexpr int kDirectRanks = 8;
-// No part of less than Sharded::kLeastPartBytes: the host algorithm takes it, or the switches what it would have had.
-std::vector<std::uint32_t> worth_their_cost(std::vector<std::uint32_t> parts, std::size_t bytes) {
+
+// Moves parts of less than Sharded::kLeastPartBytes: a switch's to the host algorithm, the host algorithm's to the
+// switch with the largest part.
+std::vector<std::uint32_t> without_small_parts(std::vector<std::uint32_t> parts, std::size_t bytes) {
   const auto is_small = [&](std::uint32_t part) {
     return std::uint64_t{part} * bytes / Shares::kWhole < Sharded::kLeastPartBytes;
   };
@@ -36,7 +38,7 @@ Split::Split(const Call& call, const Paths& paths, Team team)
       agrees_(updates_shares(call, *paths.shares)) {
   Shares& shares = *paths.shares;
   const bool counts = call.choice_bytes() >= kLearnBytes;
-  const auto parts = worth_their_cost(counts ? shares.parts() : shares.balanced(), call.outputs[0].bytes);
+  const auto parts = without_small_parts(counts ? shares.parts() : shares.balanced(), call.outputs[0].bytes);
   if (counts && !agrees_) shares.skip();
   host_done_ = parts.back() == 0;
   switches_done_ = parts.back() == Shares::kWhole;
@@ -96,13 +98,13 @@ void Split::note_ends() {
 }
 
 void Split::start_agreement() {
-  words_.assign(2 * (switches_ + 1) + 1, 0);
+  rates_.assign(2 * (switches_ + 1) + 1, 0);
   std::int64_t host_ns = 0;
   std::int64_t switches_ns = 0;
   for (const Sharded::Part& part : parts_->parts()) {
     std::int64_t& end = part.path == switches_ ? host_ns : switches_ns;
     end = std::max(end, part.done_ns - parts_->began_ns());
-    if (part.algorithm->substitute() != AlgorithmId::local) words_.back() = 1;
+    if (part.algorithm->substitute() != AlgorithmId::local) rates_.back() = 1;
   }
   const std::int64_t least_ns = std::max<std::int64_t>(1, std::max(host_ns, switches_ns) / kLeastTime);
   const auto rate = [&](double bytes, std::int64_t ns) {
@@ -113,11 +115,11 @@ void Split::start_agreement() {
     const std::int64_t others_ns = part.path == switches_ ? switches_ns : host_ns;
     const auto bytes = static_cast<double>(part.call->outputs[0].bytes);
     const auto whole = static_cast<double>(std::max<std::uint64_t>(1, part.algorithm->settled_bytes()));
-    // When the others ended: all of it had been done, or the part that was settled.
+    // Bytes done when the other paths ended: all, or the settled bytes.
     const double before = took_ns <= others_ns ? bytes : bytes * static_cast<double>(part.settled_at_mark) / whole;
-    words_[2 * part.path] = rate(before, std::min(took_ns, others_ns));
+    rates_[2 * part.path] = rate(before, std::min(took_ns, others_ns));
     const std::int64_t alone = rate(bytes - before, took_ns - others_ns);
-    words_[2 * part.path + 1] = others_ns == 0 ? alone : alone == 0 ? kNothing : -alone;
+    rates_[2 * part.path + 1] = others_ns == 0 ? alone : alone == 0 ? kUnmeasured : -alone;
   }
   agreement_call_ = Call{
       .kind = Kind::all_reduce,
@@ -128,18 +130,18 @@ void Split::start_agreement() {
       .table = call_.table,
       .sequence = call_.sequence,
       .step_of = call_.step(),
-      .outputs = {{reinterpret_cast<std::byte*>(words_.data()), words_.size() * sizeof words_[0]}},
+      .outputs = {{reinterpret_cast<std::byte*>(rates_.data()), rates_.size() * sizeof rates_[0]}},
   };
   agreement_ = make_algorithm(agreement_call_, {.mesh = paths_.mesh}, team_);
 }
 
 void Split::learn() {
-  if (words_.back() != 0) return paths_.shares->skip();
+  if (rates_.back() != 0) return paths_.shares->skip();
   std::vector<Shares::Rates> path_rates;
   for (std::size_t path = 0; path <= switches_; ++path) {
-    path_rates.push_back(
-        {.beside = static_cast<std::uint64_t>(words_[2 * path]),
-         .alone = static_cast<std::uint64_t>(words_[2 * path + 1] == kNothing ? 0 : std::abs(words_[2 * path + 1]))});
+    path_rates.push_back({.beside = static_cast<std::uint64_t>(rates_[2 * path]),
+                          .alone = static_cast<std::uint64_t>(
+                              rates_[2 * path + 1] == kUnmeasured ? 0 : std::abs(rates_[2 * path + 1]))});
   }
   paths_.shares->learn(path_rates);
 }

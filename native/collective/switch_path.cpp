@@ -1,4 +1,3 @@
-#include <netfold/collective/direct.hpp>
 #include <netfold/collective/registry.hpp>
 #include <netfold/collective/switch_path.hpp>
 
@@ -9,9 +8,9 @@
 namespace netfold::collective {
 namespace {
 
-// Of what is left of an operation, reduced at a time: bounds the scratch, and is large against a message's cost.
+// Bytes of an operation's rest that are reduced at a time: bounds the scratch, and is large against a message's cost.
 constexpr std::size_t kPartBytes = 4 << 20;
-// Elements that are put together at a time.
+// Elements that are assembled at a time.
 constexpr std::size_t kGatherElements = 4096;
 
 }  // namespace
@@ -78,13 +77,13 @@ AlgorithmId SwitchPath::choose(Kind kind, std::size_t bytes) const {
 
 FailoverOperation::FailoverOperation(const Call& call, SwitchPath& path, int position, int ranks)
     : call_(call), path_(path), position_(position), ranks_(ranks), map_(call, position, ranks) {
-  if (map_.elements() == 0) return;  // in no line: there is nothing to do
+  if (map_.elements() == 0) return;  // nothing to do, and not in the queue
   number_ = path_.started_++;
   path_.operations_.reserve(path_.operations_.size() + 1);
-  const Mode begins = path_.failover_.start(number_);
+  const Mode mode = path_.failover_.start(number_);
   try {
-    if (begins == Mode::channel) enter_channel();
-  } catch (...) {  // want of memory
+    if (mode == Mode::channel) enter_channel();
+  } catch (...) {  // out of memory
     path_.failover_.finish(number_);
     throw;
   }
@@ -99,7 +98,7 @@ FailoverOperation::~FailoverOperation() {
 
 void FailoverOperation::enter_channel() {
   in_network_ = std::make_unique<InNetwork>(call_, *path_.channel_, map_);
-  path_.failover_.entered(number_, path_.channel_->first_chunk(in_network_->token()));
+  path_.failover_.entered(number_, path_.channel_->active(in_network_->token()).first_chunk);
 }
 
 void FailoverOperation::leave_channel() {
@@ -109,16 +108,16 @@ void FailoverOperation::leave_channel() {
     staging_.resize(kGatherElements * kernels::element_bytes(map_.wire()));
     zeros_.resize(staging_.size());
   }
-  take_counts(*in_network_);
+  set_counts(*in_network_);
   wire_bytes_before_ = wire_bytes_;
   retransmissions_before_ = retransmissions_;
   in_network_.reset();
 }
 
-void FailoverOperation::take_counts(const Algorithm& of) {
-  wire_bytes_ = wire_bytes_before_ + of.wire_bytes();
-  retransmissions_ = retransmissions_before_ + of.retransmissions();
-  if (of.slowest_rank() >= 0) slowest_rank_ = of.slowest_rank();
+void FailoverOperation::set_counts(const Algorithm& step) {
+  wire_bytes_ = wire_bytes_before_ + step.wire_bytes();
+  retransmissions_ = retransmissions_before_ + step.retransmissions();
+  if (step.slowest_rank() >= 0) slowest_rank_ = step.slowest_rank();
 }
 
 void FailoverOperation::send_announcement() {
@@ -150,7 +149,7 @@ bool FailoverOperation::apply_announcement() {
   }
   failure_ = {Failure::Kind::system, path_.team_.rank(0),
               "rank " + std::to_string(path_.team_.rank(0)) +
-                  " goes on by a membership of the switch that this rank has not joined"};
+                  " announced a membership of the switch that this rank has not joined"};
   return false;
 }
 
@@ -162,7 +161,7 @@ void FailoverOperation::run(AlgorithmId algorithm) {
   step_ = make_algorithm(step_call_, {.mesh = path_.fallback_}, path_.team_);
 }
 
-void FailoverOperation::put_back() {
+void FailoverOperation::deliver_part() {
   const std::byte* values = scratch_.data();
   for (const Range& range : part_) {
     map_.deliver(range.first, range.count, values);
@@ -178,27 +177,27 @@ bool FailoverOperation::start_next_part() {
     run(path_.choose(call_.kind, call_.choice_bytes()));
     return true;
   }
-  put_back();
+  deliver_part();
   const std::size_t element_bytes = kernels::element_bytes(map_.wire());
-  std::size_t room = kPartBytes / element_bytes;
+  std::size_t free_elements = kPartBytes / element_bytes;
   scratch_.resize(std::max(scratch_.size(), kPartBytes));
-  std::byte* at = scratch_.data();
-  while (room > 0 && !rest_.empty()) {
+  std::byte* next = scratch_.data();
+  while (free_elements > 0 && !rest_.empty()) {
     Range& left = rest_.front();
-    const Range taken{left.first, std::min(left.count, room)};
+    const Range taken{left.first, std::min(left.count, free_elements)};
     for (std::size_t first = taken.first; first < taken.first + taken.count; first += kGatherElements) {
       const std::size_t count = std::min(kGatherElements, taken.first + taken.count - first);
       const std::byte* values = map_.contribution(first, count, staging_.data(), zeros_.data());
-      std::memcpy(at, values, count * element_bytes);
-      at += count * element_bytes;
+      std::memcpy(next, values, count * element_bytes);
+      next += count * element_bytes;
     }
     part_.push_back(taken);
-    room -= taken.count;
+    free_elements -= taken.count;
     left = {left.first + taken.count, left.count - taken.count};
     if (left.count == 0) rest_.erase(rest_.begin());
   }
   if (part_.empty()) return false;
-  const Buffer values{scratch_.data(), static_cast<std::size_t>(at - scratch_.data())};
+  const Buffer values{scratch_.data(), static_cast<std::size_t>(next - scratch_.data())};
   step_call_ = Call{.kind = Kind::all_reduce,
                     .dtype = map_.wire(),
                     .reduce = map_.reduce(),
@@ -221,7 +220,7 @@ Progress FailoverOperation::poll(std::int64_t now_ns) {
   for (;;) {
     if (mode() == Mode::channel) {
       const Progress progress = in_network_->poll(now_ns);
-      take_counts(*in_network_);
+      set_counts(*in_network_);
       if (progress == Progress::failed) return fail(in_network_->failure());
       if (progress == Progress::done) finish();
       return progress == Progress::idle && moved ? Progress::moved : progress;
@@ -236,7 +235,7 @@ Progress FailoverOperation::poll(std::int64_t now_ns) {
       }
     }
     const Progress progress = step_->poll(now_ns);
-    take_counts(*step_);
+    set_counts(*step_);
     if (progress == Progress::failed) return fail(step_->failure());
     if (progress != Progress::done) return moved ? Progress::moved : progress;
     moved = true;

@@ -5,15 +5,15 @@
 namespace netfold::collective {
 namespace {
 
-// A binary search tree over 1..ranks-1: a number's lowest set bit is its height. A parent that there is not, the next
-// above it is; above all is 0.
+// A binary search tree over 1..ranks-1: a number's lowest set bit is its height. A missing parent is replaced by the
+// next existing ancestor; 0 is above all.
 int in_order_parent(int number, int ranks) {
   const int height = number & -number;
   const int above = (number ^ height) | (height << 1);
   return above < ranks ? above : number ^ height;
 }
 
-// The same tree on numbers mirrored or moved by one, so that odd numbers, its leaves, become even ones.
+// The same tree on mirrored or shifted numbers, so that odd numbers, the leaves, become even ones.
 int other_in_order_parent(int number, int ranks) {
   const bool mirrored = ranks % 2 == 1;
   const int image = mirrored ? ranks - number : number == 1 ? ranks - 1 : number - 1;
@@ -30,20 +30,20 @@ Tree::Tree(const Call& call, transport::Mesh& mesh, Team team_of)
     : PipelinedPlan(call, mesh, std::move(team_of)),
       root_(call.kind == Kind::all_reduce ? 0 : call.root),
       number_(team().wrapped(team().position() - root_)) {
-  const Span whole{0, call.elements()};
+  const Buffer& whole = call.outputs[0];
   std::vector<Shape> trees;
-  if (call.outputs[0].bytes <= kBinomialBytes) {
+  if (whole.bytes <= kBinomialBytes) {
     trees.push_back(shape(binomial_parent, whole, 1));
   } else {
-    const Span half = part(whole, 2, 0);
-    const std::size_t chunks = pipeline_chunks_of(half.count * element_bytes());
+    const Buffer half = part(whole, 2, 0, element_bytes());
+    const std::size_t chunks = pipeline_chunks_of(half.bytes);
     trees.push_back(shape(in_order_parent, half, chunks));
-    trees.push_back(shape(other_in_order_parent, part(whole, 2, 1), chunks));
+    trees.push_back(shape(other_in_order_parent, part(whole, 2, 1, element_bytes()), chunks));
   }
   if (call.kind == Kind::reduce && number_ != 0) {
     std::size_t bytes = 0;
     for (Shape& tree : trees) {
-      tree.slot_bytes = tree.children.empty() ? 0 : part(tree.what, tree.chunks, 0).count * element_bytes();
+      tree.slot_bytes = tree.children.empty() ? 0 : chunk(tree, 0).bytes;
       bytes += kSlots * tree.slot_bytes;
     }
     scratch_ = std::make_unique_for_overwrite<std::byte[]>(bytes);
@@ -57,7 +57,7 @@ Tree::Tree(const Call& call, transport::Mesh& mesh, Team team_of)
   finish_plan();
 }
 
-Tree::Shape Tree::shape(int (*parent_of)(int number, int ranks), Span what, std::size_t chunks) const {
+Tree::Shape Tree::shape(int (*parent_of)(int number, int ranks), const Buffer& whole, std::size_t chunks) const {
   const int ranks = team().size();
   Shape tree;
   tree.parents.assign(static_cast<std::size_t>(ranks), -1);
@@ -68,16 +68,16 @@ Tree::Shape Tree::shape(int (*parent_of)(int number, int ranks), Span what, std:
     if (parent == number_) tree.children.push_back(number);
     for (int at = number; at != 0; at = parent_of(at, ranks)) ++tree.depths[static_cast<std::size_t>(number)];
   }
-  tree.what = what;
+  tree.whole = whole;
   tree.chunks = chunks;
   tree.summed.resize(chunks);
-  tree.left.resize(chunks);
+  tree.sent.resize(chunks);
   return tree;
 }
 
-// Every rank lists its transfers by the same clock, so that both ends of a connection agree on their order although
-// two trees share it, and the earliest transfer that is not through never waits for a later one: nothing can stand
-// still in a circle. A chunk is one tick behind the one before it, and a tick older at every hop.
+// Every rank orders its transfers by the same virtual time. So both ends of a connection agree on their order although
+// two trees share it, and the earliest incomplete transfer never waits for a later one: there is no circular wait. Each
+// chunk is one tick after the chunk before it, and each hop takes one tick.
 void Tree::plan(std::vector<Shape>& trees) {
   std::size_t deepest = 0;
   for (const Shape& tree : trees) {
@@ -107,36 +107,32 @@ void Tree::plan(std::vector<Shape>& trees) {
 }
 
 void Tree::up(Shape& tree, const Transfer& transfer) {
-  const std::size_t unit = element_bytes();
-  const Span what = part(tree.what, tree.chunks, transfer.chunk);
-  std::byte* own = call().outputs[0].data + what.first * unit;
-  const bool scratch = call().kind == Kind::reduce && number_ != 0 && !tree.children.empty();
-  std::byte* sum = scratch ? tree.slots + transfer.chunk % kSlots * tree.slot_bytes : own;
+  const Buffer own = chunk(tree, transfer.chunk);
+  const bool uses_scratch = call().kind == Kind::reduce && number_ != 0 && !tree.children.empty();
+  std::byte* sum = uses_scratch ? tree.slots + transfer.chunk % kSlots * tree.slot_bytes : own.data;
   Mark& summed = tree.summed[transfer.chunk];
   if (transfer.child == number_) {
     const int parent = tree.parents[static_cast<std::size_t>(number_)];
-    tree.left[transfer.chunk] = add(to(position(parent)), Send{sum, what.count * unit, summed});
+    tree.sent[transfer.chunk] = add(to(position(parent)), Send{sum, own.bytes, summed});
     return;
   }
   const bool first = transfer.child == tree.children.front();
-  const std::byte* so_far = first ? own : sum;
-  const Mark after = !first                                ? summed
-                     : scratch && transfer.chunk >= kSlots ? tree.left[transfer.chunk - kSlots]
-                                                           : Mark{};
-  summed = add(from(position(transfer.child)), Receive{sum, what.count * unit, so_far, false, after});
+  const std::byte* so_far = first ? own.data : sum;
+  const Mark after = !first                                     ? summed
+                     : uses_scratch && transfer.chunk >= kSlots ? tree.sent[transfer.chunk - kSlots]
+                                                                : Mark{};
+  summed = add(from(position(transfer.child)), Receive{sum, own.bytes, so_far, false, after});
 }
 
 void Tree::down(Shape& tree, const Transfer& transfer) {
-  const std::size_t unit = element_bytes();
-  const Span what = part(tree.what, tree.chunks, transfer.chunk);
-  std::byte* data = call().outputs[0].data + what.first * unit;
-  // Of the root: all are in it. Of others: it is here, and only the mark's meaning has changed.
+  const Buffer own = chunk(tree, transfer.chunk);
+  // At the root: all values are added. At other ranks the mark now means: the final chunk has arrived.
   Mark& finished = tree.summed[transfer.chunk];
   if (transfer.child == number_) {
     const int parent = tree.parents[static_cast<std::size_t>(number_)];
-    finished = add(from(position(parent)), Receive{data, what.count * unit, nullptr, false, {}});
+    finished = add(from(position(parent)), Receive{own.data, own.bytes, nullptr, false, {}});
   } else {
-    add(to(position(transfer.child)), Send{data, what.count * unit, finished, number_ == 0});
+    add(to(position(transfer.child)), Send{own.data, own.bytes, finished, number_ == 0});
   }
 }
 

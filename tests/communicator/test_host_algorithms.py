@@ -350,7 +350,7 @@ def uneven_bruck(rank: int, size: int, folder: str) -> str:
 
 
 def test_bruck_refuses_blocks_that_differ_in_a_sentence() -> None:
-    said = "all_to_all: bruck passes equal blocks on, and these differ; pairwise and direct take any"
+    said = "all_to_all: bruck needs blocks of equal size, and these differ; pairwise and direct take any sizes"
     assert values(run_threads(uneven_bruck, 2)) == [said] * 2
 
 

@@ -213,7 +213,7 @@ def test_a_rank_with_another_netfold_version_than_rank_0_is_an_error() -> None:
 
 
 def test_the_page_on_versions_has_the_versions_of_the_code() -> None:
-    page = (ROOT / "docs" / "versions.md").read_text()
+    page = (ROOT / "docs" / "reference" / "versions.md").read_text()
     rows = dict(re.findall(r"^\| (.+?) \| `?(\S+?)`? \|", page, re.MULTILINE))
     assert rows["control protocol"] == str(VERSION)
     assert rows["packet header"] == str(protocol.Header().pack()[2])

@@ -13,7 +13,7 @@ namespace netfold::collective {
 struct WaitSet {
   std::vector<pollfd> fds;
   std::int64_t wake_ns = -1;  // absolute, or -1
-  // Somebody was asked to wake us, and may have been too early: look once more before sleeping.
+  // A wake-up was requested and may have come too early: poll once more before sleeping.
   bool look_again = false;
 
   void clear() {
@@ -33,28 +33,27 @@ enum class Progress : std::uint8_t { idle, moved, done, failed };
 class Algorithm {
  public:
   virtual ~Algorithm() = default;
-  // Does what can be done without blocking. After done or failed it is not called again.
+  // Does what can be done without blocking. Must not be called again after done or failed.
   virtual Progress poll(std::int64_t now_ns) = 0;
-  // Adds what must happen before poll can move.
+  // Adds the events that let poll() make progress.
   virtual void wait_for(WaitSet& set) const = 0;
-  // Ranks this rank is waiting for: what an error after a timeout names. May be empty (in_network: ask the
-  // switch).
+  // Ranks that this rank waits for: a timeout's error names them. May be empty (in_network: ask the switch).
   virtual std::vector<int> awaited() const = 0;
-  // Whether those ranks are under way themselves, and so may be waiting for yet others who are at fault.
+  // Whether the awaited ranks have begun the call, and so may be waiting for other ranks that are at fault.
   virtual bool awaited_may_wait() const { return false; }
 
-  // Whether it still uses the mesh or will: the calls of a group use it one after another, in order. One that begins
-  // before its turn is told to leave the mesh alone until then.
+  // Whether the algorithm uses the mesh or will use it. A group's calls use the mesh one after another, in order.
   virtual bool on_mesh() const { return true; }
+  // The call began before it may use the mesh: leave the mesh alone until take_mesh().
   virtual void wait_for_mesh() {}
   virtual void take_mesh() {}
 
   const Failure& failure() const { return failure_; }
   std::uint64_t wire_bytes() const { return wire_bytes_; }  // sent by this rank, headers included
-  // How far an all_reduce has come, in bytes: what has left this rank may be in queues, so what has come back counts.
+  // Bytes of an all_reduce that are complete. Sent bytes may still be in queues, so received bytes count where known.
   virtual std::uint64_t settled_bytes() const { return wire_bytes_; }
   std::uint32_t retransmissions() const { return retransmissions_; }
-  // Tensors whose memory a fabric knew already, and those that it had to be told of.
+  // Tensors whose memory was registered with a fabric already, and tensors that had to be registered.
   struct Registrations {
     std::uint32_t hits = 0;
     std::uint32_t misses = 0;
@@ -65,13 +64,20 @@ class Algorithm {
   };
   const Registrations& registrations() const { return registrations_; }
   int slowest_rank() const { return slowest_rank_; }
-  // What ran in the place of the algorithm that was chosen, where something had to; else `local`.
+  // The algorithm that ran instead of the chosen one; `local` where the chosen one ran.
   AlgorithmId substitute() const { return substitute_; }
 
  protected:
   Progress fail(Failure failure) {
     failure_ = std::move(failure);
     return Progress::failed;
+  }
+  // Adds the counts of an algorithm that ran a part of this call.
+  void add_counts(const Algorithm& part) {
+    wire_bytes_ += part.wire_bytes_;
+    registrations_ += part.registrations_;
+    retransmissions_ += part.retransmissions_;
+    if (part.slowest_rank_ >= 0) slowest_rank_ = part.slowest_rank_;
   }
   Failure failure_;
   std::uint64_t wire_bytes_ = 0;

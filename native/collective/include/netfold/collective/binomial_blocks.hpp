@@ -1,11 +1,11 @@
-// Gather and scatter along a binomial tree: a rank hands over its whole subtree's blocks as one message.
+// Gather and scatter along a binomial tree: a rank passes on its whole subtree's blocks as one message.
 //
-// ceil(log2 P) steps; n(P-1)/P bytes through the root's link, in log2 P messages instead of P-1, and up to half of that
-// through the links of the ranks next to it. A rank inside the tree allocates its subtree's blocks, the root all of n.
+// ceil(log2 P) steps. n(P-1)/P bytes go through the root's link, in log2 P messages instead of P-1, and up to half of
+// that through the links of the root's children. A rank inside the tree allocates its subtree's blocks, the root all n.
 //
-// Blocks may differ in size, and only the root and their owners know the sizes: they go first, a word a block, each in
-// the message before the blocks, so that who passes blocks on knows where they begin, and the root, or a block's owner,
-// compares them with its own.
+// Blocks may differ in size, and only the root and a block's owner know the block's size. So the message before the
+// blocks carries the sizes, eight bytes a block. A rank that passes blocks on reads their positions from the sizes; the
+// root of a gather, and every rank of a scatter, compares them with the sizes that it expects.
 #pragma once
 
 #include <netfold/collective/message.hpp>
@@ -17,7 +17,7 @@ namespace netfold::collective {
 
 class BinomialBlocks final : public Algorithm {
  public:
-  // Borrows call and mesh for its life. Kinds gather, scatter; P >= 2.
+  // Borrows call and mesh for its lifetime. Kinds gather, scatter; P >= 2.
   BinomialBlocks(const Call& call, transport::Mesh& mesh, Team team);
   Progress poll(std::int64_t now_ns) override;
   void wait_for(WaitSet& set) const override;
@@ -25,7 +25,7 @@ class BinomialBlocks final : public Algorithm {
   bool awaited_may_wait() const override;
 
  private:
-  // Each is over when its messages are; the last ones have nothing to wait for but the sockets.
+  // A stage ends with its incoming messages; the last stage ends when the sockets have taken all outgoing messages.
   enum class Stage : std::uint8_t { sizes_in, sizes_out, blocks_in, blocks_out, done };
 
   // Ranks are numbered from the root: 0 is the root. A subtree is the numbers [number, number + span).
@@ -34,9 +34,8 @@ class BinomialBlocks final : public Algorithm {
   int position(int number) const { return team_.wrapped(call_.root + number); }
   bool gathers() const { return call_.kind == Kind::gather; }
   void begin(Stage stage);
-  void send(int number, const void* data, std::size_t bytes);
-  void receive(int number, void* data, std::size_t bytes);
-  // Blocks of the subtree of `number`, in this rank's.
+  // Sizes and blocks of the subtree of `number`, inside this rank's.
+  Buffer sizes_of(int number);
   Buffer blocks_of(int number) const;
   bool compare_sizes();
   void take_own();
@@ -46,14 +45,13 @@ class BinomialBlocks final : public Algorithm {
   transport::Mesh& mesh_;
   Team team_;
   int number_;
-  int parent_ = -1;
-  std::vector<int> children_;            // numbers, ascending
-  std::vector<std::uint64_t> sizes_;     // of the blocks of this rank's subtree, by number
-  std::unique_ptr<std::byte[]> blocks_;  // likewise
+  std::vector<int> sources_;             // numbers of the children (gather) or the parent (scatter), ascending
+  std::vector<int> targets_;             // of the parent (gather) or the children (scatter)
+  std::vector<std::uint64_t> sizes_;     // of the subtree's blocks, by number minus number_
+  std::unique_ptr<std::byte[]> blocks_;  // of the subtree, in the same order
   Stage stage_ = Stage::sizes_in;
   std::vector<Outgoing> outgoing_;
-  std::vector<Incoming> incoming_;
-  std::vector<int> senders_;  // a number each
+  std::vector<Incoming> incoming_;  // from sources_, in stages that receive
 };
 
 }  // namespace netfold::collective

@@ -1,4 +1,4 @@
-// What a rank asked for, and how it can fail: the vocabulary of algorithms and engine.
+// What a rank asked for and how a call can fail: the types that the algorithms and the engine share.
 #pragma once
 
 #include <netfold/kernels/types.hpp>
@@ -25,10 +25,12 @@ enum class Kind : std::uint8_t {
   receive = 10,
 };
 inline constexpr int kKindCount = 11;
+// "?" for a value that is no kind.
 const char* name(Kind kind);
-// Between two ranks: not in step with the group's other calls.
+// Between two ranks, and so not ordered with the group's collectives.
 inline bool is_transfer(Kind kind) { return kind == Kind::send || kind == Kind::receive; }
 
+// The numeric values travel in messages and event records: append only.
 enum class AlgorithmId : std::uint8_t {
   local = 0,
   direct = 1,
@@ -45,6 +47,7 @@ enum class AlgorithmId : std::uint8_t {
   split = 12,
 };
 inline constexpr int kAlgorithmCount = 13;
+// "?" for a value that is no algorithm.
 const char* name(AlgorithmId algorithm);
 
 // A receive's `root` when any rank may be the sender.
@@ -55,22 +58,34 @@ struct Buffer {
   std::size_t bytes = 0;
 };
 
-// A block that stays with its rank: both have the same size, and may be the same.
+// Copies a block that stays on its rank. Both have the same size and may be the same memory.
 void copy_block(const Buffer& to, const Buffer& from);
 
-// A digest of the sizes of all blocks, in order: ranks that disagree about them hear of it.
+// Divides a buffer of floats by `ranks`, in place; leaves integers alone.
+void divide(kernels::DType dtype, const Buffer& buffer, int ranks);
+
+// A digest of the sizes of all blocks, in order. Ranks compare it to find that their sizes differ.
 std::uint64_t layout_of(const std::vector<Buffer>& blocks);
 
 // In Call::step_of: the whole call is an average.
 inline constexpr std::uint8_t kStepOfAverage = 0x80;
 
-// Buffers are borrowed until the work completes. Who needs which (P ranks):
-//   all_reduce, reduce   outputs[0], in place (reduce: the result is the root's; the others' buffers stay as
-//   they are) broadcast            outputs[0] all_gather           inputs[0], outputs[P]        gather
-//   inputs[0], outputs[P] at the root reduce_scatter       inputs[P], outputs[0]        scatter  inputs[P] at
-//   the root, outputs[0] all_to_all           inputs[P], outputs[P]        barrier  none
-//   send                 inputs[0], to `root`            receive  outputs[0], from `root` or kAnySource
-// all_reduce may have inputs[0] too, written as well: the residual of the i8 wire format (quantised.hpp), no output.
+// One call of one rank. The buffers are borrowed until the work completes. Each kind uses (P ranks):
+//
+//   kind                 inputs                      outputs
+//   all_reduce           none, or the i8 residual    [1], in place
+//   reduce               none                        [1], in place; only the root's changes
+//   broadcast            none                        [1]
+//   all_gather           [1]                         [P]
+//   gather               [1]                         [P] at the root
+//   reduce_scatter       [P]                         [1]
+//   scatter              [P] at the root             [1]
+//   all_to_all           [P]                         [P]
+//   barrier              none                        none
+//   send                 [1], to `root`              none
+//   receive              none                        [1], from `root` or kAnySource
+//
+// An all_reduce's input is the residual of the i8 wire format (quantised.hpp); it is written too.
 // An output may equal an input exactly; partial overlap is not allowed.
 struct Call {
   Kind kind = Kind::barrier;
@@ -79,35 +94,41 @@ struct Call {
   bool average = false;  // sum, then divide by the number of ranks (floats)
   kernels::DType wire = kernels::DType::u8;
   AlgorithmId algorithm = AlgorithmId::direct;
-  AlgorithmId between = AlgorithmId::local;  // of a hierarchical one: between hosts
-  std::uint16_t table = 0;                   // hash of the choice table: all ranks choose alike, or hear of it
+  AlgorithmId between = AlgorithmId::local;  // hierarchical: the algorithm between hosts
+  std::uint16_t table = 0;                   // hash of the choice table; ranks whose tables differ report a mismatch
   std::uint32_t sequence = 0;
   int root = 0;
-  int tag = 0;  // of a send or receive, not negative
-  // Of a call that is a part of another one: 1 + that call's kind, with kStepOfAverage; and, where each rank has a
-  // block, a digest of their sizes.
-  std::uint8_t step_of = 0;
-  std::uint64_t layout = 0;
+  int tag = 0;               // of a send or receive, not negative
+  std::uint8_t step_of = 0;  // of a call inside another call: that call's step(); else 0
+  std::uint64_t layout = 0;  // of a call inside another call: layout_of that call's blocks, where ranks have blocks
   std::vector<Buffer> inputs;
   std::vector<Buffer> outputs;
 
-  // Whether it runs as integers that share a scale: Quantised.
+  // Whether the call runs as integers that share a scale: see Quantised.
   bool is_quantised() const {
     return dtype == kernels::DType::f32 && (wire == kernels::DType::i32 || wire == kernels::DType::i8);
   }
-  Buffer tensor() const;         // outputs[0], a send's inputs[0], empty for a barrier
-  std::size_t elements() const;  // of that
-  // What a call that is a part of this one has in `step_of`.
+  // outputs[0]; a send's inputs[0]; empty for a barrier.
+  Buffer tensor() const;
+  // What the rank at `self` gives to `peer`, which may be itself; null where it gives nothing.
+  const Buffer* given_to(int self, int peer) const;
+  // Where the rank at `self` stores what it takes from `peer` unchanged; null where it takes nothing, or reduces it.
+  const Buffer* taken_from(int self, int peer) const;
+  // Copies the block that stays on the rank at `self`, in calls that have one.
+  void copy_own_block(int self) const;
+  // Elements of tensor().
+  std::size_t elements() const;
+  // The value of `step_of` in a call that is part of this one: 1 + kind, with kStepOfAverage.
   std::uint8_t step() const;
-  // The size that the choice of an algorithm goes by, the same on every rank: the whole tensor that is reduced, sent to
-  // all or gathered by all. An exchange's is what this rank gives. 0 where the ranks know different sizes.
+  // The bytes by which the choice table chooses, the same on every rank: the whole tensor that is reduced, broadcast
+  // or gathered by all; of an all_to_all what this rank gives. 0 where the ranks know different sizes.
   std::size_t choice_bytes() const;
 };
 
-// A collective that passed its deadline on the rank that gave up first. Its number and its timeout are the same on
-// every rank that waited for the same reason.
+// A collective that passed its deadline on the rank that gave up first. Both values are the same on every rank that
+// waited for the same reason.
 struct Expired {
-  std::uint32_t call = 0;  // 0: no collective has
+  std::uint32_t call = 0;  // sequence number; 0: no deadline passed
   std::int64_t timeout_ns = 0;
   bool operator==(const Expired&) const = default;
 };
@@ -125,11 +146,11 @@ struct Failure {
   Kind kind = Kind::none;
   int rank = -1;  // the rank at fault, where known
   std::string text;
-  // What another rank said, where this came from it: passed on as it was said, not wrapped once a rank.
+  // The reason that another rank reported. It is passed on unchanged, so that it is not wrapped once a rank.
   std::string remote_reason;
-  // This rank only left: that harms nobody who does not wait for it.
+  // The rank left in order: only ranks that wait for it fail.
   bool orderly = false;
-  // Of a mismatch: the call that the other rank was in.
+  // Of a mismatch: the sequence number of the other rank's call.
   std::uint32_t their_call = 0;
   // The collective whose deadline caused this failure, on this rank or on a rank that reported it.
   Expired expired = {};

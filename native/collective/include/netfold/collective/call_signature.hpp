@@ -1,8 +1,8 @@
 // What ranks agree on about a call, beside its size, before the switch adds a value: 16 bits of every packet.
 //
-// A switch compares these bits and reads none of them: what is called is the workers' affair. They go over the wire
-// combined (exclusive or) with the hash of the choice table, which is the same on every rank of a group. So two calls
-// that differ in what stands here always differ in the packet, and a rank can say what another one called.
+// A switch compares these bits and does not read them. On the wire they are combined (exclusive or) with the hash of
+// the choice table, which is the same on every rank of a group. So two calls with different signatures always differ in
+// the packet, and a rank can report what another rank called.
 #pragma once
 
 #include <netfold/collective/call.hpp>
@@ -31,16 +31,16 @@ inline constexpr std::uint8_t kCallFormCount = 11;
 struct CallSignature {
   CallForm form = CallForm::barrier;
   kernels::DType dtype = kernels::DType::u8;  // of the tensor; a barrier's is u8
-  std::uint8_t root = 0;                      // 0 where there is none
+  std::uint8_t root = 0;                      // 0 where the form has no root
 
   // Of a call that goes through a switch.
   static CallSignature of(const Call& call);
-  // From bits that another rank sent; nullopt where no call has them: its choice table is another one.
+  // From bits that another rank sent; nullopt where no call has these bits: that rank's choice table differs.
   static std::optional<CallSignature> unpacked(std::uint16_t bits);
   // Bits 0 to 3 the form, 4 to 7 the dtype, 8 to 15 the root.
   std::uint16_t packed() const;
 
-  // Whether each rank has a block of its own, so that a packet carries a digest of all sizes for one size.
+  // Whether each rank has a block of its own, so that a packet carries a digest of all sizes instead of one size.
   bool has_blocks() const;
   // "broadcast #12 of 100 f32 (root 2)"; `elements`: a packet's field, `reduce`: its operator.
   std::string text(std::uint32_t operation, std::uint32_t elements, kernels::ReduceOp reduce) const;

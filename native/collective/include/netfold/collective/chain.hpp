@@ -1,7 +1,7 @@
-// Chain broadcast: the root sends to the next rank, which sends on what it has, chunk by chunk.
+// Chain broadcast: the root sends to the next rank, which passes each chunk on to the rank after it.
 //
-// P-1 hops of a chunk each (pipeline_chunks_of), then a chunk's time a chunk: n bytes sent a rank, none by the last; no
-// broadcast takes less for large n and few ranks.
+// The first chunk takes P-1 hops; then one chunk arrives in each chunk's time (pipeline_chunks_of). Every rank but the
+// last sends n bytes. No broadcast takes less time for large n and few ranks.
 #pragma once
 
 #include <netfold/collective/pipelined_plan.hpp>
@@ -10,7 +10,7 @@ namespace netfold::collective {
 
 class Chain final : public PipelinedPlan {
  public:
-  // Borrows call and mesh for its life. Kind broadcast only; P >= 2.
+  // Borrows call and mesh for its lifetime. Kind broadcast only; P >= 2.
   Chain(const Call& call, transport::Mesh& mesh, Team team);
 };
 

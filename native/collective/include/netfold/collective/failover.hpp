@@ -1,24 +1,30 @@
-// Decides which membership of a switch a rank's operations use, and what each operation does when that is lost.
+// Decides which switch membership a rank's operations use, and how each operation continues when the membership is
+// lost.
 //
-// A pure state machine: a value without socket, clock, thread or payload. A SwitchPath (switch_path.hpp) owns one and does what
-// it decides: it freezes channels, starts operations on them and runs host algorithms. The search over recovery
-// (netfold/model_check/recovery.py) drives the same class.
+// A pure state machine: a value without socket, clock, thread or payload. A SwitchPath (switch_path.hpp) owns one and
+// carries out its decisions: it freezes channels, starts operations on them and runs host algorithms. The search over
+// recovery (netfold/model_check/recovery.py) drives the same class.
+//
+// A rank has a current membership and at most one that stands by, each named by its generation.
 //
 //   membership  event                        becomes
-//   current     freeze                       frozen: nothing is sent or taken
-//   frozen      fall_back(end, promised)     down: operations go on one after another, without the switch
-//   standing    freeze                       frozen: it can be promised no more
-//   standing    fall_back(end, promised)     forgotten; if rank 0 had announced it, that is remembered until it is
-//   heard standing    follow(its generation)             current, in place of the one that is down
+//   current     freeze                       frozen: nothing is sent or received
+//   frozen      fall_back(end, promised)     down: operations run one after another, without the switch
+//   standing    freeze                       frozen: it can no longer be promised
+//   standing    fall_back(end, promised)     forgotten; if rank 0 had announced it, remembered until this rank reads
+//                                            that announcement
+//   standing    follow(its generation)       current; replaces the membership that is down
 //
 //   operation   event                        becomes
 //   (new)       start                        channel while the current membership is not frozen, else undecided
 //   channel     fall_back                    host if every rank had begun it, else undecided
 //   undecided   follow(0)                    host: the whole call, by a host algorithm
-//   undecided   follow(a standing generation)      channel, and so every other operation that are undecided; undecided if it is frozen
-//   undecided   follow(a forgotten generation)     undecided: rank 0 will announce once more
+//   undecided   follow(a standing            channel, and so does every other undecided operation; undecided if the
+//               generation)                  membership is frozen
+//   undecided   follow(a forgotten           undecided: rank 0 will announce again
+//               generation)
 //
-// The team's first rank announces, before each operation that are undecided, the membership that the operation goes by, or 0.
+// Before each undecided operation, the team's first rank announces the generation that the operation uses, or 0.
 #pragma once
 
 #include <cstddef>
@@ -30,51 +36,54 @@ namespace netfold::collective {
 
 class Failover {
  public:
-  // By the channel; before the first rank's word; by host algorithms.
+  // Through the channel; waiting for the first rank's announcement; by host algorithms.
   enum class Mode : std::uint8_t { channel, undecided, host };
 
   explicit Failover(std::uint64_t generation) : current_{.generation = generation} {}
 
   bool is_up() const { return !current_.frozen; }
-  // Whether operations go on without the switch.
+  // Whether operations run without the switch.
   bool is_down() const { return down_; }
   std::uint64_t generation() const { return current_.generation; }
 
-  // --- memberships, each by its generation; 0 is none ---
+  // --- memberships, by generation; 0 is none ---
 
   enum class Which : std::uint8_t { none, current, standing };
   struct Frozen {
     Which which = Which::none;
-    bool promised = false;  // operations run by it, or will once the first rank's word has come
+    bool promised = false;  // operations use it, or will once the first rank's announcement arrives
   };
   Frozen freeze(std::uint64_t generation);
-  // Whether results of that generation that other ranks kept may still be taken.
+  // Whether this rank may still accept results of that generation that other ranks kept.
   bool accepts_results(std::uint64_t generation) const {
     return generation == current_.generation && current_.frozen && !down_;
   }
-  // Whether this rank still has results of that generation to give.
+  // Whether this rank still keeps results of that generation.
   bool offers_results(std::uint64_t generation) const { return generation == current_.generation; }
-  // Goes on without it. `end`: the lowest chunk that some rank had not begun; `promised`: of the first rank.
+  // Continues without the membership.
+  // end: the lowest chunk that some rank had not begun.
+  // promised: Frozen::promised of the first rank.
   Which fall_back(std::uint64_t generation, std::uint64_t end, bool promised);
   void stand_by(std::uint64_t generation) { standing_ = Membership{.generation = generation}; }
-  // At the first rank: every rank has it standing by. False where this one has not, or has frozen it.
+  // At the first rank: on every rank the membership stands by. False where it does not on this rank, or is frozen.
   bool promise(std::uint64_t generation);
-  // At the first rank: what it announces before an operation; it is bound by it at once.
+  // At the first rank: what it announces before an operation. The announcement binds it at once.
   std::uint64_t announce();
 
-  // --- operations, in order of start, each by a number of the caller's ---
+  // --- operations, in order of start, by numbers that the caller gives ---
 
   Mode start(std::uint64_t number);
   // The operation uses the channel from this chunk on.
   void entered(std::uint64_t number, std::uint64_t first_chunk);
   void finish(std::uint64_t number);
   Mode mode(std::uint64_t number) const;
-  // The one that may use the spare connections; none while there is a switch, or what ranks have is not yet known.
+  // The one operation that may use the spare connections. None while the switch is used, or while the ranks have not
+  // fallen back yet.
   std::optional<std::uint64_t> host_operation() const;
 
   enum class Followed : std::uint8_t { whole, again, adopted, unknown };
-  // `announced`: the membership that the first rank announced before the operation. unknown: this rank has none of that
-  // number.
+  // `announced`: the generation that the first rank announced before the operation. unknown: this rank has no such
+  // membership.
   Followed follow(std::uint64_t number, std::uint64_t announced);
 
   bool operator==(const Failover&) const = default;
@@ -89,7 +98,7 @@ class Failover {
   struct Operation {
     std::uint64_t number = 0;
     Mode mode = Mode::undecided;
-    std::uint64_t first_chunk = 0;  // while it goes by the channel
+    std::uint64_t first_chunk = 0;  // while it uses the channel
     bool operator==(const Operation&) const = default;
   };
   bool stands(std::uint64_t generation) const { return generation != 0 && standing_.generation == generation; }
@@ -100,7 +109,7 @@ class Failover {
   Membership standing_;
   std::uint64_t promised_ = 0;
   std::uint64_t announced_ = 0;
-  // Lost before this rank heard the word that goes by them.
+  // Announced and lost, before this rank read the announcement.
   std::vector<std::uint64_t> lost_;
   std::vector<Operation> operations_;
 };

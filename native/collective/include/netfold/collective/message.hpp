@@ -1,11 +1,14 @@
 // Messages between ranks over a mesh: a header that says which call the bytes belong to, then the bytes.
 //
-// Every connection carries the group's calls in order, so a header that differs from what the reader expects
-// means that two ranks called different things: both hear of it before a wrong value arrives. A rank that
-// gives up says why in an abort message, so that the others do not take it for dead.
+// Every connection carries the group's calls in order. A header that differs from the expected one therefore means that
+// two ranks called different things; both report that before a wrong value arrives. A rank that gives up sends its
+// reason in an abort message, so that the other ranks do not take it for dead.
 //
-// Where a pipe has a direct path (transport/pipe.hpp) the bytes of an `only` message, one a peer and call, go by it in
-// chunks of kRmaChunkBytes, the last as it comes, each to a place that the reader named ahead.
+// Where a pipe has RMA (transport/pipe.hpp), the bytes of an `only` message (the only one to a peer in a call) go by
+// it: in chunks of kRmaChunkBytes, the last one shorter, each to a buffer that the receiver posted.
+//
+// PipelinedPlan (pipelined_plan.hpp) is an engine of its own: its streams have a marker before every chunk on the wire,
+// and its chunks wait for each other. A message has neither, and no state for each chunk.
 #pragma once
 
 #include <netfold/collective/algorithm.hpp>
@@ -19,16 +22,16 @@ struct MessageHeader {
   static constexpr std::uint32_t kMagic = 0x4e464d31;
   std::uint32_t magic = kMagic;
   std::uint32_t sequence = 0;  // of an abort: Expired::call
-  std::uint8_t kind = 0;
-  std::uint8_t dtype = 0;
-  std::uint8_t reduce = 0;
-  std::uint8_t wire = 0;
-  std::uint8_t algorithm = 0;
+  Kind kind = {};
+  kernels::DType dtype = {};
+  kernels::ReduceOp reduce = {};
+  kernels::DType wire = {};
+  AlgorithmId algorithm = {};
   std::uint8_t is_abort = 0;
   std::uint16_t table = 0;
-  std::int32_t root = 0;  // of an abort: the rank at fault, -1 where nobody knows
+  std::int32_t root = 0;  // of an abort: the rank at fault, -1 if unknown
   std::uint8_t average = 0;
-  std::uint8_t between = 0;
+  AlgorithmId between = {};
   std::uint8_t step_of = 0;  // Call::step_of
   std::uint8_t reserved = 0;
   std::uint64_t elements = 0;  // or Call::layout; of an abort: Expired::timeout_ns
@@ -37,27 +40,27 @@ struct MessageHeader {
   static MessageHeader of(const Call& call, std::uint64_t bytes);
   // "all_reduce #12 of 10 f32 (sum, root 0, ring, wire f32, 40 bytes)"
   std::string text() const;
-  // The same without the bytes: alike on all ranks of a call.
+  // text() without the bytes: the same on all ranks of a call.
   std::string summary() const;
 };
 static_assert(sizeof(MessageHeader) == 40);
 
-// What stands before every chunk of a stream: a stream lasts long, and can end between two chunks with the
-// reason why.
-// Eight bytes, so that values stay aligned.
+// Stands before every chunk of a stream. A stream takes long, so it can end between two chunks with an abort. Eight
+// bytes keep the values aligned.
 enum class ChunkMarker : std::uint64_t { chunk = 0x4e46706965636531, abort = 0x4e4661626f727431 };
 
 constexpr std::size_t kRmaChunkBytes = 512 << 10;
-enum class Among : std::uint8_t { several, only };  // of a call's messages from one rank to another
+// How many messages one rank sends to another in a call.
+enum class Among : std::uint8_t { several, only };
 
-// One whole message on its way out, from borrowed memory.
+// One whole message to a peer, from borrowed memory.
 class Outgoing {
  public:
   Outgoing() = default;
   Outgoing(const Call& call, int peer, const std::byte* data, std::size_t bytes, Among among = Among::several)
       : peer_(peer), data_(data), bytes_(bytes), among_(among), header_(MessageHeader::of(call, bytes)) {}
-  // With the socket, or with the peer and no more needed here.
-  bool done() const { return all_sent() && is_back_; }
+  // All bytes are sent and the pipe has returned their memory.
+  bool done() const { return all_sent() && is_returned_; }
   int peer() const { return peer_; }
   // What to wait for while it is not done.
   short events() const { return all_sent() ? 0 : POLLOUT; }
@@ -70,7 +73,7 @@ class Outgoing {
   std::size_t bytes_ = 0;
   Among among_ = Among::several;
   std::size_t sent_ = 0;
-  bool is_back_ = true;  // what was lent
+  bool is_returned_ = true;
   MessageHeader header_;
 
   bool all_sent() const { return sent_ == sizeof(MessageHeader) + bytes_; }
@@ -80,26 +83,24 @@ class Outgoing {
   transport::Mesh::Io send(transport::Mesh& mesh);
 };
 
-// The header half of a message on its way in.
+// The header of a message from a peer.
 class IncomingHeader {
  public:
   IncomingHeader() = default;
-  IncomingHeader(const Call& call, int peer, std::size_t bytes)
-      : peer_(peer), expected_(MessageHeader::of(call, bytes)) {}
-  // As above, where the bytes `early` of it have been read already.
-  IncomingHeader(const Call& call, int peer, std::size_t bytes, std::span<const std::byte> early)
+  // `early`: bytes of the message that have been read already.
+  IncomingHeader(const Call& call, int peer, std::size_t bytes, std::span<const std::byte> early = {})
       : peer_(peer), early_(early.begin(), early.end()), expected_(MessageHeader::of(call, bytes)) {}
   int peer() const { return peer_; }
-  bool done() const { return got_ == sizeof(MessageHeader) && !expects_reason_; }
+  bool done() const { return received_ == sizeof(MessageHeader) && !expects_reason_; }
   const MessageHeader& expected() const { return expected_; }
-  // Reads and compares; a difference, an abort or a closed connection fills `failure`. Returns bytes moved.
+  // Reads and compares. A difference, an abort or a closed connection fills `failure`. Returns bytes moved.
   std::size_t advance(transport::Mesh& mesh, Failure& failure);
 
  private:
   transport::Mesh::Io receive(transport::Mesh& mesh, std::byte* into, std::size_t bytes);
 
   int peer_ = -1;
-  std::size_t got_ = 0;
+  std::size_t received_ = 0;
   bool expects_reason_ = false;
   std::vector<std::byte> early_;
   MessageHeader expected_;
@@ -107,39 +108,40 @@ class IncomingHeader {
   std::string reason_;
 };
 
-// One whole message on its way in, into borrowed memory.
+// One whole message from a peer, into borrowed memory.
 class Incoming {
  public:
   Incoming() = default;
   Incoming(const Call& call, int peer, std::byte* data, std::size_t bytes, Among among = Among::several)
       : header_(call, peer, bytes), data_(data), bytes_(bytes), among_(among) {}
-  bool done() const { return header_.done() && got_ == bytes_; }
+  bool done() const { return header_.done() && received_ == bytes_; }
   int peer() const { return header_.peer(); }
   std::size_t advance(transport::Mesh& mesh, Failure& failure);
 
  private:
+  // Bytes that may be posted beyond those received.
   static constexpr std::size_t kAhead = 4 * kRmaChunkBytes;
 
-  void name_places(transport::Mesh& mesh);
+  void post_receives(transport::Mesh& mesh);
 
   IncomingHeader header_;
   std::byte* data_ = nullptr;
   std::size_t bytes_ = 0;
   Among among_ = Among::several;
-  std::size_t got_ = 0;
-  std::size_t placed_ = 0;  // bytes whose place the sender knows, or that need none
+  std::size_t received_ = 0;
+  std::size_t posted_ = 0;  // bytes that are posted, or need no posting
 };
 
-// Both sides of a difference.
+// The failure of two ranks whose calls differ; the text names both calls.
 Failure mismatch(int peer, const MessageHeader& theirs, int self, const MessageHeader& ours);
-// What a rank that leaves the group had to say. `fault`: the rank that it holds to be at fault, or -1.
+// The failure that a rank reported when it left the group. `fault`: the rank that it holds to be at fault, or -1.
 Failure remote_abort(int peer, int fault, const std::string& reason, Expired expired, int self,
                      const MessageHeader& during);
 Failure peer_lost(int peer, const transport::Mesh::Io& io, const MessageHeader& during);
-// What a peer that closed its connection had said before, if it said anything; else `lost`. Only where no
-// message from it is half read.
+// The abort that a peer sent before it closed its connection; `lost` if it sent none. Precondition: no message from the
+// peer is half read.
 Failure read_last_abort(transport::Mesh& mesh, int peer, const Call& call, Failure lost);
-// Tells every peer why this rank leaves and who is at fault; best effort, one try, never blocks.
+// Sends every peer the reason why this rank leaves and the rank at fault. Best effort: one try, never blocks.
 void send_abort(transport::Mesh& mesh, const Failure& failure);
 
 }  // namespace netfold::collective

@@ -1,18 +1,19 @@
 // What ring, halving-doubling, trees, chain and Bruck share: streams of chunks to and from a few peers.
 //
-// An algorithm is a plan: in its constructor it opens streams and lists, in order, the chunks that go through each.
-// A chunk may have to wait for a mark, "so many chunks of that stream are through"; a received one is put in place or
-// folded into what is there. The machine below does the rest: it sends what may go as soon as the socket takes it,
-// reads, folds, and goes on with what has become possible, so that a plan in small chunks is a pipeline.
+// An algorithm is a plan: its constructor opens streams and lists, in order, the chunks of each stream. A chunk may
+// wait for a mark: "so many chunks of that stream are complete". A received chunk is stored in place or reduced with an
+// operand. PipelinedPlan runs the plan: it sends every chunk whose mark is reached as soon as the socket takes it, and
+// reads, reduces and continues with the chunks that have become possible. So a plan in small chunks is a pipeline.
 //
 // On the wire a stream is one MessageHeader, sent at once, and a ChunkMarker before every chunk; empty chunks are left
-// out. Between two chunks a stream can end with the reason and the rank at fault, and every rank passes that on.
+// out. Between two chunks a stream can end with an abort: the reason and the rank at fault. Every rank passes an abort
+// on.
 //
-// Where a pipe has a direct path, large chunks go by it (transport/pipe.hpp): a receiver names the places of the next
-// kAhead chunks, as soon as it might read into them, and a chunk that was sent is through once its memory is back. A
-// chunk's name is the call's number and the chunk's in its stream, which both ends count alike.
+// Where a pipe has RMA (transport/pipe.hpp), large chunks go by it. A receiver posts the buffers of the next kAhead
+// chunks, each as soon as it may be written. A sent chunk is complete once the pipe has returned its memory. A chunk's
+// name is the call's sequence number and the chunk's number in its stream, which both ends count alike.
 //
-// Plans must not wait in circles: order a plan's transfers by a time that grows along every mark and every stream.
+// A plan must not contain a circular wait: order its transfers by a time that grows along every mark and every stream.
 #pragma once
 
 #include <netfold/collective/message.hpp>
@@ -28,8 +29,11 @@ struct Span {
   std::size_t first = 0;
   std::size_t count = 0;
 };
-// Part `index` of `parts`, by proportion: sizes differ by one at most.
+// Part `index` of `parts` in equal proportion: sizes differ by one at most.
 Span part(Span whole, std::size_t parts, std::size_t index);
+// The same of a buffer, in units of `unit` bytes.
+Buffer part(const Buffer& whole, std::size_t parts, std::size_t index, std::size_t unit);
+
 class PipelinedPlan : public Algorithm {
  public:
   Progress poll(std::int64_t now_ns) final;
@@ -39,7 +43,7 @@ class PipelinedPlan : public Algorithm {
   std::uint64_t settled_bytes() const final { return received_bytes_; }
 
  protected:
-  // Reached when so many chunks of a stream are through: handed to the socket, or received and folded.
+  // Reached when so many chunks of a stream are complete: taken by the socket, or received and stored.
   struct Mark {
     int stream = -1;
     std::size_t chunks = 0;
@@ -48,10 +52,11 @@ class PipelinedPlan : public Algorithm {
     std::byte* data = nullptr;
     std::size_t bytes = 0;
     Mark after;
-    // A finished value that leaves its owner: in a narrower wire format, keep what the others will get.
+    // The chunk is a final result that leaves its owner. In a narrower wire format the owner keeps the rounded values
+    // that the other ranks get.
     bool finished = false;
   };
-  // Received in place, or, with `fold`, into = fold + arrived (`arrived_first`: arrived + fold).
+  // Received in place; with an operand: into = operand + arrived (`arrived_first`: arrived + operand).
   struct Receive {
     std::byte* into = nullptr;
     std::size_t bytes = 0;
@@ -60,38 +65,37 @@ class PipelinedPlan : public Algorithm {
     Mark after;
   };
 
-  // Borrows call and mesh for its life.
+  // Borrows call and mesh for its lifetime.
   PipelinedPlan(const Call& call, transport::Mesh& mesh, Team team);
 
   const Call& call() const { return call_; }
   const Team& team() const { return team_; }
   std::size_t element_bytes() const { return element_bytes_; }
-  // How many chunks a block of so many bytes travels in: a quarter of the block, so that a step costs the latency of a
-  // chunk and not of the block; at least a few socket calls' worth, at most what stays in the L2 cache beside its
-  // scratch. Over a fabric, where a chunk is three messages, half the block, and four times as much at least.
+  // The number of chunks of a block of so many bytes. A chunk is a quarter of the block, so that a step costs the
+  // latency of a chunk and not of the block. A chunk has at least a few socket calls' bytes, and at most what stays in
+  // the L2 cache beside its scratch. Over a fabric, where a chunk is three messages: half the block, and a minimum
+  // four times as large.
   std::size_t chunks_of(std::size_t block_bytes) const;
-  // As above for a pipeline through many hops, which wants more and smaller chunks.
+  // The same for a pipeline through many hops, which needs more and smaller chunks.
   std::size_t pipeline_chunks_of(std::size_t block_bytes) const;
 
-  // The one stream in that direction; opened when first asked for.
-  int to(int position);
-  int from(int position);
-  // Appends a chunk; the mark that is reached when it is through.
-  Mark add(int stream, const Send& chunk);
-  Mark add(int stream, const Receive& chunk);
-  // Ends the plan. Last line of a constructor.
+  // The one stream to or from a position, which is wrapped round the team. The first call opens the stream.
+  int to(int position) { return open(outs_, position); }
+  int from(int position) { return open(ins_, position); }
+  // Appends a chunk. Returns the mark that is reached when the chunk is complete.
+  Mark add(int stream, const Send& chunk) { return append(outs_[index_[static_cast<std::size_t>(stream)]], chunk); }
+  Mark add(int stream, const Receive& chunk) { return append(ins_[index_[static_cast<std::size_t>(stream)]], chunk); }
+  // Ends the plan. The last line of a constructor.
   void finish_plan();
-  // Once, when the first chunks are with the sockets: what need not be done before.
-  virtual void after_first_sends() {}
-  // After the last chunk.
+  // Called after the last chunk.
   virtual void finish() {}
 
  private:
-  // Longest that a failure is held back for the rest of a chunk that is half sent.
+  // The longest time that a failure waits for the rest of a half-sent chunk.
   static constexpr std::int64_t kLastChunkNs = 100'000'000;
-  // Chunks gathered by one socket call.
+  // Chunks in one socket call.
   static constexpr std::size_t kBatchChunks = 16;
-  // Chunks that a receiver has places for, where they are written from afar.
+  // Chunks that a receiver posts ahead, where the peer writes them by RMA.
   static constexpr std::size_t kAhead = 4;
 
   struct Out {
@@ -101,57 +105,81 @@ class PipelinedPlan : public Algorithm {
     std::size_t header_sent = 0;
     std::vector<Send> chunks;
     std::size_t next = 0;
-    std::size_t sent = 0;       // bytes of the next chunk, its word included
-    std::size_t back = 0;       // chunks that are through
-    std::size_t in_flight = 0;  // bytes of those that were sent and are not
-    bool encoded = false;
+    std::size_t sent = 0;            // bytes of the next chunk, its marker included
+    std::size_t returned = 0;        // chunks that are complete
+    std::size_t in_flight = 0;       // bytes of the chunks that are sent and not complete
+    bool encoded = false;            // staging holds the next chunk
     std::vector<std::byte> staging;  // the next chunk in the wire format, where that differs
     bool all_sent() const { return header_sent == sizeof header && next == chunks.size(); }
-    bool done() const { return all_sent() && back == next; }
+    bool done() const { return all_sent() && returned == next; }
   };
   struct In {
     int peer = -1;
     int stream = -1;
     MessageHeader header;
     MessageHeader expected;
-    std::size_t header_got = 0;
+    std::size_t header_received = 0;
     std::vector<Receive> chunks;
     std::size_t next = 0;
-    std::size_t got = 0;     // bytes of the next chunk, its word included
-    std::size_t placed = 0;  // chunks whose places the peer knows, or that need none
+    std::size_t received = 0;  // bytes of the next chunk, its marker included
+    std::size_t posted = 0;    // chunks that are posted, or need no posting
     ChunkMarker marker = ChunkMarker::chunk;
-    std::vector<std::byte> staging;                     // what is not received in place
-    std::unique_ptr<transport::Pipe::Scratch> scratch;  // the same, of a pipe that has some
-    std::byte* stage = nullptr;
-    std::size_t slots = 1;  // chunks that it has room for
+    std::vector<std::byte> staging;                     // slots of chunks that are not received in place
+    std::unique_ptr<transport::Pipe::Scratch> scratch;  // replaces staging, where the pipe provides it
+    std::byte* stage = nullptr;                         // the memory of either
+    std::size_t slots = 1;
     std::size_t slot_bytes = 0;
-    std::optional<IncomingHeader> unexpected;  // what came in place of header or chunk
-    bool done() const { return header_got == sizeof header && next == chunks.size(); }
+    std::optional<IncomingHeader> unexpected;  // what came instead of the header or of a chunk
+    bool has_header() const { return header_received == sizeof header; }
+    bool done() const { return has_header() && next == chunks.size(); }
   };
+
+  template <class Stream>
+  int open(std::vector<Stream>& streams, int position) {
+    const int peer = team_.rank(team_.wrapped(position));
+    for (const Stream& stream : streams) {
+      if (stream.peer == peer) return stream.stream;
+    }
+    index_.push_back(streams.size());
+    Stream& stream = streams.emplace_back();
+    stream.peer = peer;
+    stream.stream = static_cast<int>(complete_.size());
+    complete_.push_back(0);
+    return stream.stream;
+  }
+  template <class Stream, class Chunk>
+  static Mark append(Stream& stream, const Chunk& chunk) {
+    if (chunk.bytes == 0) return chunk.after;
+    stream.chunks.push_back(chunk);
+    return {stream.stream, stream.chunks.size()};
+  }
 
   bool reached(const Mark& mark) const;
   std::size_t wire_bytes_of(std::size_t bytes) const;
   bool uses_rma(int peer, std::size_t bytes) const { return !converts_ && mesh_.uses_rma(peer, bytes); }
   std::uint64_t name_of(std::size_t chunk) const { return (std::uint64_t{call_.sequence} << 32) + chunk; }
   void lease_tensors();
-  bool put(Out& out);
-  bool take_back(Out& out);
-  void name_places(In& in);
-  bool overlaps(const In& in, std::size_t chunk) const;
+
   bool push();
-  std::size_t gather(Out& out, std::span<iovec> parts, std::size_t* bytes);
   bool advance(Out& out);
+  bool put(Out& out);
+  bool reclaim(Out& out);
+  std::size_t gather(Out& out, std::span<iovec> parts, std::size_t* bytes);
   const std::byte* encoded(Out& out);
   void account(Out& out, std::size_t bytes);
+
   bool advance(In& in);
-  bool read_abort(In& in, std::span<const std::byte> early);
-  void store(In& in);
-  void note(Failure failure);
-  Failure lost(int peer, Failure failure);
-  Progress finish_chunks(std::int64_t now_ns);
-  bool takes(const In& in) const;
-  bool reads(const In& in) const;
+  bool may_read_values(const In& in) const;
+  bool may_read(const In& in) const;
   std::byte* target(In& in, std::size_t chunk);
+  void post_receives(In& in);
+  bool overlaps(const In& in, std::size_t chunk) const;
+  void store(In& in);
+  bool read_abort(In& in, std::span<const std::byte> early);
+
+  void record(Failure failure);
+  void record_lost(const Out& out, const transport::Mesh::Io& io);
+  Progress finish_chunks(std::int64_t now_ns);
 
   const Call& call_;
   transport::Mesh& mesh_;
@@ -159,13 +187,13 @@ class PipelinedPlan : public Algorithm {
   std::size_t element_bytes_;
   std::size_t wire_element_bytes_;
   bool converts_;
-  std::vector<std::size_t> through_;  // a stream each, by its number
-  std::uint64_t received_bytes_ = 0;  // of whole chunks
-  std::vector<std::size_t> index_;    // of a stream in outs_ or ins_
+  std::vector<std::size_t> complete_;  // chunks, by stream
+  std::uint64_t received_bytes_ = 0;   // of whole chunks
+  std::vector<std::size_t> index_;     // of a stream in outs_ or ins_
   std::vector<Out> outs_;
   std::vector<In> ins_;
   TensorRegistrations tensor_registrations_;
-  std::vector<std::byte> decoded_;  // a chunk in the tensor's format, where the wire's differs
+  std::vector<std::byte> decoded_;  // a chunk in the tensor's format, where the wire format differs
   bool begun_ = false;
   std::int64_t give_up_ns_ = -1;
 };

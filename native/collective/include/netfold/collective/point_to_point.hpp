@@ -1,31 +1,30 @@
-// Messages between two ranks: send and receive, matched by source and tag, over pipes of their own: through memory
-// where two ranks share it, else a connection.
+// Messages between two ranks: send and receive, matched by source and tag (message_matcher.hpp). They have pipes of
+// their own: through memory where the two ranks share it, else a connection.
 //
-// What travels for a message of n bytes, in frames that each begin with a FrameHeader (H bytes):
-//   eager       n <= kEagerBytes, within the receiver's credit: header and values at once.   1 way,  H + n
-//   rendezvous  announce, accept back, then the values in chunks, straight into the
-//               receiver's buffer.                            3 ways, 2 H + n + H * ceil(n / kChunkBytes)
-// Chunks go from memory to memory where the pipe has a direct path: a chunk's name is the message's id and its number,
-// and the receiver names their places from the accept on, a few ahead.
-// Matching is MPI's: a receive names a tag, and a source or any; among messages with the same source and tag the
-// first that was sent meets the first receive that was asked for. It goes by headers, in the order of the
-// stream, so an announced message keeps its place among eager ones.
+// A message of n bytes travels in frames; each begins with a FrameHeader (H bytes):
 //
-// Nothing grows without a bound. A receiver keeps what nobody waits for yet: at most kCreditBytes of eager
-// messages a sender, who counts them and gets the credit back as they are taken, and kMaxAnnounced announced
-// ones. A sender that has used up both keeps its later messages to itself, in the caller's own memory.
+//   eager       n <= kEagerBytes, within the receiver's credit: header and values at once. 1 trip, H + n bytes.
+//   rendezvous  announce, accept, then the values in chunks straight into the receiver's buffer. 3 trips,
+//               2 H + n + H * ceil(n / kChunkBytes) bytes.
 //
-// A peer that leaves or breaks is a failure only for who waits for it; what it had sent before can still be
-// received. That sizes or dtypes differ is a failure of the receiver, and the sender hears of it as of every
-// failure: by an abort frame that says why.
+// Where the pipe has RMA (transport/pipe.hpp), chunks go from memory to memory. A chunk's name is the message's id and
+// the chunk's number. The receiver posts the buffers of the next chunks from the accept on.
+//
+// Memory is bounded. A receiver keeps unmatched messages: of each sender at most kCreditBytes of eager messages and
+// kMaxAnnounced announced ones. The sender counts its credit and gets it back as messages are received. A sender
+// without credit and without a place for an announcement keeps its later messages in the caller's own memory.
+//
+// A peer that leaves or breaks its connection fails only the calls that wait for it. Messages that it sent before can
+// still be received. Where sizes or dtypes differ the receiver fails, and an abort frame tells the sender the reason,
+// as for every failure.
 #pragma once
 
 #include <netfold/collective/algorithm.hpp>
+#include <netfold/collective/message_matcher.hpp>
 #include <netfold/transport/mesh.hpp>
 #include <netfold/transport/shm/shm_node.hpp>
 
 #include <deque>
-#include <map>
 #include <memory>
 #include <optional>
 #include <string>
@@ -34,94 +33,65 @@
 
 namespace netfold::collective {
 
-struct FrameHeader {
-  enum class Type : std::uint8_t { eager = 1, announce = 2, accept = 3, chunk = 4, credit = 5, abort = 6 };
-  static constexpr std::uint32_t kMagic = 0x4e465031;
-  std::uint32_t magic = kMagic;
-  Type type = Type::eager;
-  std::uint8_t dtype = 0;
-  std::uint8_t failure = 0;  // of an abort: Failure::Kind
-  std::uint8_t orderly = 0;  // of an abort
-  std::int32_t tag = 0;      // of an abort: the rank at fault, -1 where nobody knows
-  std::int32_t reserved = 0;
-  std::uint64_t id = 0;     // of the message, its sender's
-  std::uint64_t bytes = 0;  // of the message; of a chunk, credit or abort: of itself
-};
-static_assert(sizeof(FrameHeader) == 32);
-
 class PointToPoint {
  public:
   static constexpr std::size_t kEagerBytes = 128 << 10;
   static constexpr std::size_t kCreditBytes = 1 << 20;
-  // What a kept message costs the receiver beside its values.
+  // The credit that a kept message costs beside its values.
   static constexpr std::size_t kMessageBytes = 256;
   static constexpr std::size_t kMaxAnnounced = 1 << 14;
-  // Small enough that others get their turn on the stream between two chunks.
+  // Small enough that other messages are sent between two chunks.
   static constexpr std::size_t kChunkBytes = 1 << 20;
 
-  using Ticket = std::uint64_t;  // the caller's name for a call
+  using Ticket = MessageMatcher::Ticket;
   struct Done {
     Ticket ticket = 0;
-    int peer = -1;  // the other end; of a receive from any source, who it was
+    int peer = -1;  // the other end; of a receive from any source, the sender
     std::uint64_t wire_bytes = 0;
     Algorithm::Registrations registrations;
   };
   struct Fault {
-    Ticket ticket = 0;  // who waited for it
+    Ticket ticket = 0;  // a call that fails by it
     Failure failure;
   };
 
   explicit PointToPoint(std::unique_ptr<transport::Mesh> lane);
 
-  // Before the first call. Frames to and from the node's ranks then go through memory, and the connections to them only
-  // say who is there. `node` must outlive the last call.
+  // Sends frames to and from the node's ranks through memory. The connections to them then only show whether they are
+  // there. Call it before the first post. `node` must outlive the last call.
   void share(transport::ShmNode& node);
 
-  // Takes up a send or receive. Borrows its buffer until it is done, or the whole lane failed. Tickets are not 0.
+  // Starts a send or receive. Borrows its buffer until the call is done, or the whole lane failed.
   void post(Ticket ticket, const Call& call);
   // Does what can be done without blocking: moved or idle; failed once there is a fault.
   Progress poll();
-  // Calls that ended since the last time.
+  // Calls that are done since the last take.
   std::vector<Done> take_done() { return std::exchange(done_, {}); }
   const std::optional<Fault>& fault() const { return fault_; }
   void wait_for(WaitSet& set) const;
-  // Whether one of the ranks that calls wait for shares memory: its words come in microseconds, if it runs.
+  // Whether an awaited rank shares memory: a running rank then answers within microseconds.
   bool waits_for_memory() const;
-  // For whom and what a call that is not done waits: "rank 2 to send with tag 7; ...".
+  // What an unfinished call waits for: "rank 2 to send with tag 7; ...".
   std::string awaited(const Call& call) const;
 
-  // Tells every peer why this rank leaves; best effort, one try, never blocks.
+  // Sends every peer the reason why this rank leaves. Best effort: one try, never blocks.
   void abort(const Failure& failure);
-  // Whether something said is still on its way, and would be lost by closing now.
+  // Whether closing now would lose bytes that are still being sent.
   bool unconfirmed() const;
   void close() { lane_->close(); }
   transport::Mesh& mesh() { return *lane_; }
 
  private:
+  using Receive = MessageMatcher::Receive;
+  using Message = MessageMatcher::Message;
+  using Lease = std::shared_ptr<transport::Pipe::RegistrationLease>;
+
   struct Send {
     Ticket ticket = 0;
     FrameHeader header;  // the message's
     const std::byte* data = nullptr;
-    std::size_t sent = 0;  // of the values, in chunks
-    std::shared_ptr<transport::Pipe::RegistrationLease> lease;
-  };
-  struct Receive {
-    Ticket ticket = 0;
-    int source = kAnySource;
-    int tag = 0;
-    std::uint8_t dtype = 0;
-    std::byte* data = nullptr;
-    std::size_t bytes = 0;
-    std::size_t got = 0;
-    std::size_t placed = 0;  // of the values, whose places the sender knows, or that need none
-    std::uint64_t order = 0;
-    std::shared_ptr<transport::Pipe::RegistrationLease> lease;
-  };
-  // Arrived, and nobody waits for it yet. Without values when it is only announced.
-  struct Message {
-    FrameHeader header;
-    std::vector<std::byte> values;
-    std::uint64_t order = 0;
+    std::size_t sent = 0;  // bytes of the values, in chunks
+    Lease lease;
   };
   struct Frame {
     FrameHeader header;
@@ -129,84 +99,88 @@ class PointToPoint {
     std::size_t bytes = 0;
     Ticket ticket = 0;  // of the send that ends with this frame
     std::uint64_t wire_bytes = 0;
-    std::uint64_t name = 0;  // of a chunk that goes the direct path
+    std::uint64_t name = 0;  // of a chunk that goes by RMA
     bool uses_rma = false;
-    std::shared_ptr<transport::Pipe::RegistrationLease> lease;
+    Lease lease;
   };
-  // A frame of ours that was taken, and whose memory may not be back.
+  // A sent frame whose memory the pipe may still use.
   struct InFlight {
-    std::uint64_t end = 0;  // of the bytes taken
+    std::uint64_t end = 0;  // in the bytes sent to the peer
     Ticket ticket = 0;
     std::uint64_t wire_bytes = 0;
-    std::shared_ptr<transport::Pipe::RegistrationLease> lease;
+    Lease lease;
   };
   // The frame that is being read.
   struct Input {
     FrameHeader header;
     std::byte* into = nullptr;
     std::size_t left = 0;
-    std::optional<Receive> receive;  // whose buffer `into` is; else a kept message's, or the reason's
+    std::optional<Receive> receive;  // `into` is its buffer; else a kept message's, or the reason's
     Message* message = nullptr;
     std::string reason;
   };
   struct Peer {
-    std::deque<Frame> frames;  // one for each call under way, at most, and one with credit
+    // To the peer.
+    std::deque<Frame> frames;  // at most one for each unfinished call, and one with credit
     std::optional<Frame> writing;
-    std::size_t written = 0;
-    std::uint64_t taken = 0;  // bytes, in all
+    std::size_t written = 0;       // bytes of `writing`
+    std::uint64_t sent_bytes = 0;  // in all
     std::deque<InFlight> in_flight;
-    std::deque<Send> held;
+    std::deque<Send> held;  // without credit or a place for an announcement
     std::unordered_map<std::uint64_t, Send> announced;
     std::deque<Send> streaming;
     std::size_t credit = kCreditBytes;
-
+    // From the peer.
     std::vector<std::byte> staging;
-    std::size_t begin = 0;
+    std::size_t begin = 0;  // of the bytes in staging
     std::size_t end = 0;
     Input input;
     std::unordered_map<std::uint64_t, Receive> accepted;
     std::size_t kept_bytes = 0;
     std::size_t kept_announced = 0;
-    std::size_t owed = 0;         // credit to give back
-    std::size_t outstanding = 0;  // calls of ours that need this peer
+    std::size_t credit_owed = 0;
+
+    std::size_t outstanding = 0;  // this rank's calls that need the peer
     bool in_memory = false;
-    Failure gone;
+    Failure failure;  // why the peer is gone
   };
-  using Key = std::pair<int, int>;  // tag, source
 
   Peer& at(int peer) { return peers_[static_cast<std::size_t>(peer)]; }
   const Peer& at(int peer) const { return peers_[static_cast<std::size_t>(peer)]; }
+
+  // point_to_point.cpp: calls and frames.
   void post_send(Ticket ticket, const Call& call);
   void post_receive(Ticket ticket, const Call& call);
+  // False: neither credit nor a place for an announcement is left.
   bool launch(int peer, const Send& send);
   void launch_held(int peer);
+  std::optional<Receive> match(int peer, int tag);
+  void receive_kept(int peer, Message& message, Receive receive);
+  void accept(int peer, const FrameHeader& header, Receive receive);
+  bool fits(int peer, const FrameHeader& header, const Receive& receive);
+  void handle(int peer, const FrameHeader& header);
+  void finish_input(int peer);
+  void return_credit(int peer, std::size_t bytes);
+  void finish(int peer, Ticket ticket, std::uint64_t wire_bytes,
+              const transport::Pipe::RegistrationLease* lease = nullptr);
+  void broken(int peer, const std::string& what);
+
+  // point_to_point_io.cpp: the streams, and peers that are gone.
+  static std::uint64_t name_of(std::uint64_t message, std::size_t begin);
   bool next_frame(int peer);
   bool next_chunk(int peer);
-  bool take_back(int peer);
-  void name_places(int peer);
+  bool reclaim(int peer);
+  void post_chunks(int peer);
   bool write(int peer);
   bool read(int peer);
   void consume(int peer);
-  void handle(int peer, const FrameHeader& header);
-  void finish_input(int peer);
-  std::optional<Receive> match(int peer, int tag);
-  void take(int peer, Message& message, Receive receive);
-  void accept(int peer, const FrameHeader& header, Receive receive);
-  bool fits(int peer, const FrameHeader& header, const Receive& receive);
-  void give_back(int peer, std::size_t bytes);
-  void finish(int peer, Ticket ticket, std::uint64_t wire_bytes,
-              const transport::Pipe::RegistrationLease* lease = nullptr);
   void lose(int peer, const transport::Mesh::Io& io);
-  void look_for_the_missing();
+  void fail_for_lost_peers();
   Ticket any_ticket(int peer) const;
-  void broken(int peer, const std::string& what);
 
   std::unique_ptr<transport::Mesh> lane_;
   std::vector<Peer> peers_;
-  std::map<Key, std::deque<Receive>> posted_;
-  std::map<Key, std::deque<Message>> kept_;
-  std::size_t posted_to_any_ = 0;
-  std::uint64_t order_ = 0;
+  MessageMatcher matcher_;
   std::vector<Done> done_;
   std::optional<Fault> fault_;
 };

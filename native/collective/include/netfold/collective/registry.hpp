@@ -1,4 +1,4 @@
-// Which algorithms there are. A new one is a file of its own and a line here.
+// The list of algorithms. A new algorithm is a file of its own and a line in registry.cpp.
 #pragma once
 
 #include <netfold/collective/algorithm.hpp>
@@ -13,27 +13,28 @@
 
 namespace netfold::collective {
 
-// Throws std::invalid_argument with a sentence for a call by `rank` of `ranks` that can never be right: an
-// operator without meaning for the dtype, a missing or uneven buffer, a root that does not exist.
+// Checks a call by `rank` of `ranks`. Throws std::invalid_argument with a sentence for an operator that is undefined
+// for the dtype, a missing or uneven buffer, or a root that does not exist.
 void validate(const Call& call, int rank, int ranks);
 
-// The ways between the ranks of a group that an algorithm can take.
+// The paths between the ranks of a group that an algorithm can use.
 struct Paths {
   transport::Mesh& mesh;
-  std::span<const std::unique_ptr<SwitchPath>> switch_paths = {};  // to switches, if the group joined any
-  transport::ShmNode* node = nullptr;  // memory that this rank shares with others, if it does
-  std::span<const int> nodes = {};     // the host of each rank, by a number
-  Shares* shares = nullptr;            // of the uplinks and a ring, if it is known
+  std::span<const std::unique_ptr<SwitchPath>> switch_paths = {};  // to the switches that the group joined
+  transport::ShmNode* node = nullptr;  // memory that this rank shares with other ranks, or null
+  std::span<const int> nodes = {};     // the number of each rank's host
+  Shares* shares = nullptr;            // of the switch paths and a ring, or null where unknown
 };
 
-// Whether there is a machine for it: written here once, and read by the planner.
+// Whether the algorithm can run calls of that kind. The planner reads this table.
 bool supports(AlgorithmId algorithm, Kind kind);
 // Throws std::invalid_argument with a sentence where the algorithm chosen for `call` cannot run it.
 void validate_choice(const Call& call);
 
-// The machine that runs `call`; nullptr where there is nothing to do. Borrows the call and what the paths point to.
+// Makes the algorithm that runs `call`; nullptr where there is nothing to do. Borrows the call and what the paths point
+// to.
 std::unique_ptr<Algorithm> make_algorithm(const Call& call, const Paths& paths);
-// The same among a part of the ranks; the call's root and buffers go by position in `team`.
+// The same among some of the ranks. The call's root and buffers are indexed by position in `team`.
 std::unique_ptr<Algorithm> make_algorithm(const Call& call, const Paths& paths, Team team);
 
 }  // namespace netfold::collective

@@ -1,9 +1,9 @@
-// One operation over several ways at once: channels of several switches side by side, or of the threads of one; or
-// these and a host algorithm (split.hpp).
+// One operation over several paths at once: channels of several switches, or of the threads of one switch; or these and
+// a host algorithm (split.hpp).
 //
-// Every block of the call is cut into a part for each way, and each way carries its part as a call of the same kind:
-// parts of an all_gather are all_gathers of smaller blocks. What a rank sends and what a result costs is as over one
-// way; each channel has a window, a port and, at its switch, a thread for itself.
+// Every block of the call is cut into a part for each path. Each path carries its part as a call of the same kind:
+// parts of an all_gather are all_gathers of smaller blocks. A rank sends as many bytes, in as many steps, as over one
+// path. Each channel has a window, a port and, at its switch, a thread of its own.
 #pragma once
 
 #include <netfold/collective/algorithm.hpp>
@@ -17,21 +17,21 @@ namespace netfold::collective {
 
 class Sharded final : public Algorithm {
  public:
-  // Makes what carries a call over `way`, and may say so in it; the call is borrowed.
+  // Makes the algorithm that carries a call over `path`. It may set the call's algorithm; the call is borrowed.
   using Make = std::function<std::unique_ptr<Algorithm>(Call& call, std::size_t path)>;
-  // Fewer bytes a part are not worth a part.
+  // Smaller parts cost more than they gain.
   static constexpr std::size_t kLeastPartBytes = 64 << 10;
 
-  // Equal parts. A small call goes whole by one way, another one each time.
+  // Equal parts. A small call goes whole over one path; successive calls take the paths in turn.
   Sharded(const Call& call, std::size_t paths, const Make& make);
-  // A part for each way in proportion to its weight, none where that is 0. Precondition: one is above 0.
+  // Parts in proportion to the paths' weights; no part where the weight is 0. Precondition: a weight is above 0.
   Sharded(const Call& call, std::span<const std::uint32_t> weights, const Make& make);
   Progress poll(std::int64_t now_ns) override;
   void wait_for(WaitSet& set) const override;
   std::vector<int> awaited() const override;
   bool awaited_may_wait() const override;
 
-  // What a way carries. settled_at_mark: bytes of its `algorithm` when mark() was last called while it was under way.
+  // What a path carries.
   struct Part {
     std::size_t path = 0;
     std::unique_ptr<Call> call;
@@ -39,13 +39,13 @@ class Sharded final : public Algorithm {
     bool done = false;
     bool held = false;
     std::int64_t done_ns = 0;
-    std::uint64_t settled_at_mark = 0;
+    std::uint64_t settled_at_mark = 0;  // settled_bytes() of the algorithm at the last mark() before it was done
   };
   const std::vector<Part>& parts() const { return parts_; }
   std::int64_t began_ns() const { return began_ns_; }
-  // Notes how far each part that is under way has come.
+  // Records the settled bytes of each part that is not done.
   void mark();
-  // Whether the part of this way has to wait.
+  // Stops the part of a path, or lets it run again.
   void hold(std::size_t path, bool held);
 
  private:

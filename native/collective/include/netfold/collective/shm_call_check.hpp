@@ -1,6 +1,6 @@
-// A call that goes over the mesh, in a group some ranks of which share memory: it posts its header there like any other
-// call, and looks at the others' posts while it waits. So of two ranks of a host that are in different calls, one at a
-// socket and one in memory, both hear of it at once.
+// Checks a call that goes over the mesh in a group whose ranks share memory. It posts the call's header in memory like
+// a shared-memory call, and compares other ranks' posts while the call waits. So where one rank of a host is in a call
+// over sockets and another rank in a call through memory, both report the mismatch at once.
 #pragma once
 
 #include <netfold/collective/shm_collective.hpp>
@@ -11,6 +11,7 @@ namespace netfold::collective {
 
 class ShmCallCheck final : public ShmCollective {
  public:
+  // `algorithm`: the call over the mesh.
   ShmCallCheck(const Call& call, transport::Mesh& mesh, transport::ShmNode& node, std::unique_ptr<Algorithm> algorithm);
   Progress poll(std::int64_t now_ns) override;
   void wait_for(WaitSet& set) const override;
@@ -26,7 +27,7 @@ class ShmCallCheck final : public ShmCollective {
   bool waits_for(int) const override { return false; }
   bool reads(Stream, int) const override { return false; }
 
-  std::unique_ptr<Algorithm> algorithm_;  // null where there is nothing to do
+  const std::unique_ptr<Algorithm> algorithm_;
   bool done_ = false;
 };
 

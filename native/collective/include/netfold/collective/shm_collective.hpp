@@ -1,17 +1,17 @@
-// What collectives among ranks that share memory have in common: posts, streams, and the watch over the others.
+// What collectives among ranks that share memory have in common: posts, streams, and the check of the other ranks.
 //
-// Every rank posts what it is about to do, with the header that messages carry between hosts: who called something
-// else is heard of before a wrong value is read. With few bytes the data stand in the post. What is longer goes round
-// by round through a stream of slots, several rounds in flight, so that nearly all copies stay in the caches; unless
-// it lies in memory that the others can map (transport/shm/shm_registry.hpp), or they may read this process's
-// (transport/shm/peer_memory.hpp): then the post refers to it, and they read it where it is.
+// Every rank posts what it is about to do, with the header that messages carry between hosts, so that a rank in another
+// call is reported before a wrong value is read. Few bytes of data lie in the post itself. Longer data go through a
+// stream of slots, round by round, several rounds in flight, so that nearly all copies stay in the caches. The post
+// refers to the data instead, and other ranks read them in place, where the data lie in memory that other ranks can map
+// (transport/shm/shm_registry.hpp) or where ranks may read each other's memory (transport/shm/peer_memory.hpp).
 //
-// A post's tensors are exported until every rank that needs them is through with them, or their owner gives up. Each
-// chunk is read or written inside a use of that lease (ShmNode::begin_use); a rank that gives up revokes the lease
-// and waits for the uses that are under way before its user has the buffer back.
+// Tensors that a post refers to are exported until every rank that needs them has finished with them, or their owner
+// gives up. Each chunk is read or written inside a use of that lease (ShmNode::begin_use). A rank that gives up revokes
+// the lease and waits for running uses before its caller gets the buffer back.
 //
-// A post's place and a stream's slots are used again once every reader has said that it is through with them; so a
-// rank can be ahead of the others by a few calls, and of its readers by the slots of its stream.
+// A post and the slots of a stream are reused once every reader has marked them as read. So a rank can be ahead of the
+// other ranks by a few calls, and ahead of its readers by the slots of its stream.
 #pragma once
 
 #include <netfold/collective/message.hpp>
@@ -29,56 +29,66 @@ class ShmCollective : public Algorithm {
  protected:
   using Node = transport::ShmNode;
   using Stream = Node::Stream Node::Segment::*;
-  // Borrows all three for its life. Positions in the node are indices of the call's buffers and its root.
+  // Borrows all three for its lifetime. Positions in the node index the call's buffers and name its root.
   ShmCollective(const Call& call, transport::Mesh& mesh, Node& node);
 
   static constexpr std::size_t kLine = 64;
   static std::size_t round_up(std::size_t bytes, std::size_t to) { return (bytes + to - 1) / to * to; }
-  // What a post needs for the table and the call's inputs behind it, each at the start of a line.
-  std::size_t posted_inputs_bytes() const;
-  // Rounds in which the widest of the call's inputs goes, where each has `part_bytes` of a slot.
-  std::uint32_t rounds_of_inputs(std::size_t part_bytes) const;
+  static std::size_t index(int position) { return static_cast<std::size_t>(position); }
 
-  // Position whose post must be read before anything else.
+  // Whether the post of `position` must be read before anything else.
   virtual bool needs_post(int position) const = 0;
   virtual void write_post(std::byte* data) = 0;
-  // What the header of `position`'s post must say in `bytes`; and, of calls with a buffer for each rank, what its
-  // table must say that it has for this rank.
+  // The value of `bytes` in the header of `position`'s post. In a call with a buffer for each rank: the size that the
+  // post's table must give for this rank.
   virtual std::uint64_t expected_bytes(int position) const = 0;
-  // Once all posts are read. Does a bounded amount of work; false when there was nothing to do.
+  // Called once all posts are read. Does a bounded amount of work; false when there was nothing to do.
   virtual bool advance() = 0;
   virtual bool done() const = 0;
   virtual bool waits_for(int position) const = 0;
-  // Whether `reader` takes what this rank puts into a stream.
+  // Whether `reader` reads what this rank writes to a stream.
   virtual bool reads(Stream stream, int reader) const = 0;
 
+  // --- posts ---
+
   bool is_posted() const { return posted_; }
-  // Compares what has been posted of this call so far, for who does not wait for posts.
+  // Compares the posts of this call that are there, for a call that does not wait for posts.
   void check_posts();
-  // Whether the others are still there; fills failure_. At most once a millisecond.
+  // Checks whether the other ranks are still there; fills failure_. At most once a millisecond.
   void check_peers(std::int64_t now_ns);
-  void wait_to_look(WaitSet& set) const;
+  void wait_for_check(WaitSet& set) const;
+
+  // Whether the post begins with a table of the sizes of the call's inputs: in calls with an input for each rank.
   bool has_table() const;
-  std::size_t table_bytes() const { return has_table() ? static_cast<std::size_t>(size_) * sizeof(std::uint64_t) : 0; }
-  void write_table(std::byte* data) const;
+  std::size_t table_bytes() const { return has_table() ? index(size_) * sizeof(std::uint64_t) : 0; }
+  // The rounds in which the whole buffer `given`, or with a table the call's inputs, go through the stream. 0: the data
+  // fit in the post.
+  std::uint32_t rounds_for(const Buffer& given) const;
+  // Writes the table. Returns the place behind it.
+  std::byte* write_table(std::byte* data) const;
+  // Writes the call's inputs behind the table, each at the start of a line.
+  void write_inputs(std::byte* data) const;
   const std::byte* post_data(int position) const { return node_.post(position, number_).data; }
 
-  // Refers to `buffers` behind the table of a post that is being written; or does not, where they are not all shared.
-  // `stream`: who reads that reads them.
+  // --- buffers that posts refer to ---
+
+  // Makes the post refer to `buffers`, from `data` on, if all lie in shared memory. The readers of `stream` read them.
   void refer(std::byte* data, std::span<const Buffer> buffers, Stream stream);
-  // The same by their addresses here, for those who read this process's memory.
+  // The same by their addresses in this process, for ranks that read this process's memory.
   void refer_by_address(std::byte* data, std::span<const Buffer> buffers);
-  // Buffer `index` that the post of `position` refers to, in our memory; fills `failure_` where it cannot be mapped.
-  std::byte* referred(int position, std::size_t index, std::size_t bytes);
-  std::uint64_t referred_address(int position, std::size_t index) const;
-  // The lease of what `position` refers to; false, with `failure_`, where that rank has left. Ends with node_.end_use.
+  // Buffer `number` that the post of `position` refers to, mapped here; fills `failure_` where it cannot be mapped.
+  std::byte* referred(int position, std::size_t number, std::size_t bytes);
+  std::uint64_t referred_address(int position, std::size_t number) const { return reference(position, number).offset; }
+  // Begins a use of the buffers of `position`, which node_.end_use ends. False, with `failure_`: that rank has left.
   bool begin_use(int position);
   bool begin_use_of_all();
-  // In place of what `position` refers to, its slots; and whether it wants ours.
+  // Asks `position` to send through slots instead; and whether that rank asks this one.
   void ask_for_slots(Stream stream, int position);
   bool is_asked_for_slots(Stream stream, int position) const;
-  // Of a rank whose connection is closed, or whose process has ended.
+  // Fails the call: the rank's connection is closed, or its process has ended.
   void lose(int position);
+
+  // --- streams ---
 
   std::uint64_t tag(std::uint32_t rounds) const { return (number_ << 24) + rounds; }
   // How many rounds of this call `position` has published.
@@ -86,12 +96,15 @@ class ShmCollective : public Algorithm {
   bool slot_is_free(Stream stream, std::uint32_t round) const;
   std::byte* slot(Stream stream, int position, std::uint32_t round) const;
   void publish(Stream stream, std::uint32_t rounds);
+  // Marks rounds of `position` as read by this rank.
   void take(Stream stream, int position, std::uint32_t rounds);
+  // Whether `reader` has marked so many rounds of this rank as read.
+  bool has_taken(Stream stream, int reader, std::uint32_t rounds) const;
 
   enum class Refers : std::uint32_t { not_at_all = 0, to_regions = 1, to_addresses = 2 };
   struct Announcement {
     MessageHeader header;
-    std::uint32_t rounds = 0;  // of the stream; 0: the data stand in the post
+    std::uint32_t rounds = 0;  // of the stream; 0: the data lie in the post
     Refers refers = Refers::not_at_all;
   };
   static_assert(sizeof(Announcement) == Node::kAnnouncementBytes);
@@ -101,34 +114,35 @@ class ShmCollective : public Algorithm {
   Node& node_;
   const int self_;
   const int size_;
-  Announcement mine_;
-  std::vector<Announcement> theirs_;  // by position, once read
+  const std::size_t part_bytes_;  // of a slot, for each rank where each has a buffer
+  Announcement own_;
+  std::vector<Announcement> others_;  // by position, once read
 
  private:
   struct Reference {
-    std::uint64_t region = 0;  // 0: at an address
+    std::uint64_t region = 0;  // 0: `offset` is an address
     std::uint64_t offset = 0;
   };
-  Reference reference(int position, std::size_t index) const;
-  // Between two looks at whether those who are waited for are still there.
-  static constexpr std::int64_t kLookNs = 1'000'000;
+  // The time between two checks whether awaited ranks are still there.
+  static constexpr std::int64_t kCheckNs = 1'000'000;
 
+  Reference reference(int position, std::size_t number) const;
   bool post();
   bool read_posts();
   void read_post(int position);
   void compare(int position);
   bool is_awaited(int position) const;
-  void look_for_lost();
-  // The reason that a rank has left behind.
+  void find_lost();
+  // Fails with the reason that a rank left in its segment.
   void read_failure(int position);
 
   const std::uint64_t number_;
   bool posted_ = false;
   bool all_posts_read_ = false;
   std::vector<bool> read_;
-  std::vector<bool> leaving_;  // gone at the last look, while this rank waited for it
-  std::int64_t next_look_ns_ = 0;
-  bool look_due_ = false;
+  std::vector<bool> leaving_;  // gone at the last check, while this rank waited for it
+  std::int64_t next_check_ns_ = 0;
+  bool check_due_ = false;
 };
 
 }  // namespace netfold::collective

@@ -1,14 +1,14 @@
 // Copies among ranks that share memory: broadcast, all_gather, gather, scatter, all_to_all; and barrier.
 //
-// Few bytes from a rank (<= 16 KB for all its readers): they stand in its post, and the readers copy them from there
-// (one step). More: they go through the slots of its stream, 256 KB a round: for broadcast, all_gather and gather
-// every reader copies all of a slot; for scatter and all_to_all a slot has a part for each reader. Ranks may differ in
-// this, as they may differ in bytes. More, and in shared memory or where ranks may read each other's: the readers copy
-// straight from the buffer, once. What a reader cannot read there after all (a device's memory), it asks to have
-// through slots.
+// Few bytes from a rank (<= 16 KB for all its readers): they lie in the rank's post, and the readers copy them from
+// there (one step). More bytes go through the slots of the rank's stream, 256 KB a round. In broadcast, all_gather and
+// gather every reader copies the whole slot; in scatter and all_to_all a slot has a part for each reader. Ranks may
+// differ in this, as they may differ in bytes. Where the buffer lies in shared memory, or ranks may read each other's
+// memory, the readers copy straight from the buffer, once. A reader that cannot read the buffer after all (a device's
+// memory) asks for slots.
 //
-// Bytes on the wire: none. Memory traffic: each byte is copied once by each of its readers; where slots are the way,
-// into one once before.
+// Bytes on the wire: none. Memory traffic: each reader copies each byte once; with slots, the owner copies each byte
+// into a slot first.
 #pragma once
 
 #include <netfold/collective/shm_collective.hpp>
@@ -25,25 +25,26 @@ class ShmCopy final : public ShmCollective {
     std::size_t first = 0;  // of the buffer
     std::size_t bytes = 0;
   };
-  // What `reader` takes of a round, `bytes` being all that it takes.
+  // What `reader` takes of a round, where it takes `bytes` in all.
   Part part(std::uint32_t round, int reader, std::size_t bytes) const;
-  bool gives() const;
-  bool takes_from(int source) const;
-  // Where what comes from `source` goes.
-  const Buffer& into(int source) const;
-  // What this rank gives to everybody alike.
-  const Buffer& given() const;
-  // Refers to what this rank gives, if it lies where the others can read it.
+  // Every rank that gives anything gives something to the root.
+  bool gives() const { return call_.given_to(self_, call_.root) != nullptr; }
+  // What this rank gives to all readers, where it has no block for each.
+  const Buffer& given() const { return *call_.given_to(self_, call_.root); }
+  bool takes_from(int source) const { return call_.taken_from(self_, source) != nullptr; }
+  // Where the data from `source` go.
+  const Buffer& into(int source) const { return *call_.taken_from(self_, source); }
+  // Refers to what this rank gives, if the other ranks can read it in place.
   void export_buffers(std::byte* data, std::span<const Buffer> buffers);
-  // Whether one copy of so many bytes for a reader takes less time than two, where both can be had.
+  // Whether one copy of so many bytes for a reader takes less time than two, where both are possible.
   bool pays_to_export(std::size_t bytes) const;
   bool copy_own();
   bool copy_post(int source);
-  // A chunk of what the source refers to.
+  // Copies a chunk of what the source refers to.
   bool copy_referred(int source);
   bool read_chunk(int source, std::size_t first, std::size_t bytes);
   bool offer();
-  // In place of an offer, where the others read this rank's buffer itself.
+  // Replaces offer() where other ranks read this rank's buffer in place.
   bool wait_for_readers();
   bool collect(int source);
 
@@ -55,13 +56,12 @@ class ShmCopy final : public ShmCollective {
   bool waits_for(int position) const override;
   bool reads(Stream stream, int reader) const override;
 
-  const bool streams_;                    // so much is copied that it goes past the caches
+  const bool streams_;                    // the call is so large that its copies bypass the caches
   std::uint32_t offered_ = 0;             // rounds
-  std::vector<std::uint32_t> collected_;  // by position
-  std::vector<std::size_t> copied_;       // bytes of what they refer to, and of this rank's own; by position
-  std::vector<bool> by_slots_;            // they refer to it, but it must come through slots; by position
+  std::vector<std::uint32_t> collected_;  // rounds, by position
+  std::vector<std::size_t> copied_;       // bytes read in place, and of this rank's own block; by position
+  std::vector<bool> by_slots_;            // this rank has asked that position for slots
   std::vector<bool> complete_;            // by position
-  std::size_t part_bytes_;                // of a slot, where there is a buffer for each rank
 };
 
 }  // namespace netfold::collective

@@ -1,15 +1,16 @@
-// A large all_reduce in two ways at once: a part of it through the switches, the rest round a ring, over the same
+// A large all_reduce over two paths at once: a part of it through the switches, the rest round a ring, over the same
 // links.
 //
-// A switch behind a link of c times a rank's takes n P / (c b) seconds for n bytes of P ranks, a ring 2 n (P-1) / (P
-// b). Together, each with the part that lets both end at once, they take less than either: Shares says which. Steps and
-// bytes are those of the two parts.
+// A switch behind a link of c times a rank's link takes n P / (c b) seconds for n bytes of P ranks; a ring takes
+// 2 n (P-1) / (P b). Together, each with the part that lets both end at once, they take less time than either alone.
+// Shares gives the parts. Steps and bytes are those of the two parts.
 //
-// What each way did is agreed on after the first operations, then now and then, by an all_reduce of a few words over
-// the mesh. Every rank gives the rates that it saw, and the greatest count, since a rank that came late has waited
-// least; of what was left when the other way had ended the least, since that is at another moment on each rank. Shares
-// learns from them, so all ranks cut the next operation alike. Where a switch is lost its part goes round the ring as
-// well, over connections of its own (switch_path.hpp), and nothing is learned.
+// The ranks agree on the rates of each path after the first operations, and then after those that Shares selects, by an
+// all_reduce of 2 (S + 1) + 1 integers for S switches over the mesh. Every rank gives the rates that it saw. The
+// largest rate counts, since a rank that began late has waited least. Of the rest that a path did alone the smallest
+// rate counts, since each rank sees the other path end at another moment. Shares learns from the agreed rates, so all
+// ranks cut the next operation alike. Where a switch is lost, its part goes round the ring too, over connections of its
+// own (switch_path.hpp), and nothing is learned.
 #pragma once
 
 #include <netfold/collective/registry.hpp>
@@ -23,10 +24,11 @@ namespace netfold::collective {
 
 class Split final : public Algorithm {
  public:
-  // Smaller operations teach nothing: latency is most of them, and buffers on the way take them whole.
+  // Smaller operations give no rates: they are mostly latency, and fit whole into buffers on the path.
   static constexpr std::size_t kLearnBytes = 1 << 20;
 
-  // Borrows the call, an all_reduce with elements, and what the paths point to. Preconditions: shares, an uplink each.
+  // Borrows the call, an all_reduce with elements, and what the paths point to. Precondition: paths.shares is set, for
+  // as many switches as there are switch paths.
   Split(const Call& call, const Paths& paths, Team team);
   ~Split() override;
   Progress poll(std::int64_t now_ns) override;
@@ -37,13 +39,13 @@ class Split final : public Algorithm {
   void wait_for_mesh() override { parts_->hold(switches_, true); }
   void take_mesh() override { parts_->hold(switches_, false); }
 
-  // Whether the ranks will agree on what this call did: the next is cut by that, and begins after it.
+  // Whether the ranks agree on the rates of this call. The next call is cut by them, and begins after the agreement.
   static bool updates_shares(const Call& call, const Shares& shares) {
     return call.choice_bytes() >= kLearnBytes && shares.learns();
   }
 
  private:
-  // Less than one part in kLeastTime of the whole time is too short to tell a rate.
+  // A time below the whole time / kLeastTime is too short to measure a rate.
   static constexpr std::int64_t kLeastTime = 16;
 
   Progress poll_parts(std::int64_t now_ns);
@@ -58,12 +60,12 @@ class Split final : public Algorithm {
   const std::size_t switches_;
   const bool agrees_;
   std::unique_ptr<Sharded> parts_;
-  bool host_done_ = false;      // has no part, or is through
-  bool switches_done_ = false;  // likewise all of them
+  bool host_done_ = false;      // has no part, or is done
+  bool switches_done_ = false;  // the same of all switches
   std::uint64_t wire_bytes_of_parts_ = 0;
-  // Of each way its rate beside the others and its rate alone, negative where it was not alone from the start; then
-  // whether a switch was lost meanwhile.
-  std::vector<std::int64_t> words_;
+  // What the ranks agree on. For each path: its rate beside the other paths, and its rate alone, negative where it was
+  // not alone from the start. Last: 1 where a switch was lost.
+  std::vector<std::int64_t> rates_;
   Call agreement_call_;
   std::unique_ptr<Algorithm> agreement_;
 };

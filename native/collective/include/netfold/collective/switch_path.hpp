@@ -1,21 +1,23 @@
-// A group's way to add in the network, and what takes its place while there is no switch.
+// A group's path through a switch, and the replacement for it while the switch is lost.
 //
-// A SwitchPath has a Channel or, when its switch is lost, connections of its own between the same ranks (`fallback`), over
-// which host algorithms run. Operations meant for the switch stay in a line of their own either way, so they and those
-// over the mesh overlap as ever, and no rank's order of calls on a connection depends on when it heard of a loss.
+// A SwitchPath has a Channel and, for the time after a loss, connections of its own between the same ranks (`spare`),
+// over which host algorithms run. Operations meant for the switch form a queue of their own either way. So they overlap
+// with operations over the mesh as before, and no rank's order of calls on a connection depends on when it noticed a
+// loss.
 //
-//   up        --freeze()-->      frozen    nothing is sent or taken; what this rank has is said, what it lacks comes in
-//   frozen    --fall_back()-->   down      each operation of the line goes on, one after another, over the fallback mesh:
-//                                          one that every rank had begun with the elements that have no result
-//                                          anywhere, any other as a whole
-//   down      --adopt()-->       up        by a membership that stands by, from one operation on
+//   up       --freeze()-->     frozen   nothing is sent or received; the rank reports its results and gets missing ones
+//   frozen   --fall_back()-->  down     the queue's operations continue one after another over the spare mesh: an
+//                                       operation that every rank had begun with the elements that have no result on
+//                                       any rank, any other operation as a whole
+//   down     --follow-->       up       a membership that stands by is used, from one operation on
 //
-// From which operation on, is said in the line itself: before each whole one the team's first rank sends the others a
-// word: the generation of the membership that it goes by, or 0. So no two ranks can differ about it. What each rank must know
-// before it may fall back, and why that is the same everywhere: netfold/communicator/recovery.py.
+// The queue itself carries the operation from which on that membership is used: before each whole operation the team's
+// first rank sends the other ranks the generation of the membership that the operation uses, or 0. So no two ranks can
+// differ about it. netfold/communicator/recovery.py says what each rank must know before it may fall back, and why that
+// is the same on every rank.
 //
-// Every decision of this is the state machine Failover (failover.hpp), which has no socket and no payload; a SwitchPath
-// carries out what it decides.
+// The state machine Failover (failover.hpp), which has no socket and no payload, makes every decision. A SwitchPath
+// carries it out.
 #pragma once
 
 #include <netfold/collective/failover.hpp>
@@ -32,41 +34,42 @@ class FailoverOperation;
 
 class SwitchPath {
  public:
-  // Of the table that holds while there is no switch: from `min_bytes` on, by `algorithm`. Ascending; the first at 0.
+  // A row of the choice table without the switch: calls from `min_bytes` on run by `algorithm`. Rows are ascending and
+  // begin at 0.
   struct Row {
     Kind kind = Kind::all_reduce;
     std::uint64_t min_bytes = 0;
     AlgorithmId algorithm = AlgorithmId::direct;
   };
   // Borrows the mesh. `table`: the hash of the rows.
-  SwitchPath(std::unique_ptr<Channel> channel, transport::Mesh& fallback, std::vector<Row> rows, std::uint16_t table);
+  SwitchPath(std::unique_ptr<Channel> channel, transport::Mesh& spare, std::vector<Row> rows, std::uint16_t table);
 
   bool can_start() const;
   const Channel& channel() const { return *channel_; }
   bool is_up() const { return failover_.is_up(); }
 
-  // Whether a host algorithm of the same operation uses the path to the switch now.
+  // Whether a host algorithm of the same operation uses the links to the switch now.
   void share_path(bool with_own) { channel_->share_path(with_own); }
 
-  // What follows is said of a membership by its generation (Channel::generation), and comes from whoever drives.
+  // The following calls name a membership by its generation (Channel::generation). The driver of the group makes them.
 
   struct FrozenState {
     Channel::ReceiveState channel;
-    bool promised = false;  // operations run by it, or will once the first rank's word has come
+    bool promised = false;  // Failover::Frozen
   };
-  // Stops the membership; what this rank has of it. nullopt: it has no such membership (any more).
+  // Stops the membership and returns its state. nullopt: this rank has no such membership.
   std::optional<FrozenState> freeze(std::uint64_t generation);
-  // Results that this rank kept, each a packet; nullopt where one is not kept.
+  // Results that this rank kept, each a packet; nullopt where one of them is not kept.
   std::optional<std::vector<std::vector<std::byte>>> kept(std::uint64_t generation,
                                                           const std::vector<std::uint64_t>& chunks) const;
-  // Results that other ranks kept. False where one was not for this rank.
+  // Accepts results that other ranks kept. False where a check of one failed.
   bool accept(std::uint64_t generation, const std::vector<std::span<const std::byte>>& packets, std::int64_t now_ns);
-  // Goes on without it. `end`: the lowest chunk that some rank had not begun; `promised`: of the team's first rank.
+  // Continues without the membership; see Failover::fall_back.
   void fall_back(std::uint64_t generation, std::uint64_t end, bool promised);
 
-  // A membership to go on by, as soon as the first rank says so.
+  // Adds a membership, which is used as soon as the first rank announces it.
   void stand_by(std::unique_ptr<Channel> channel);
-  // At the first rank: every rank has it standing by. False where this one has not, or has frozen it.
+  // At the first rank; see Failover::promise.
   bool promise(std::uint64_t generation) { return failover_.promise(generation); }
 
  private:
@@ -75,20 +78,20 @@ class SwitchPath {
   AlgorithmId choose(Kind kind, std::size_t bytes) const;
 
   Failover failover_;
-  std::uint64_t started_ = 0;         // operations, ever
-  std::unique_ptr<Channel> channel_;  // frozen, it stays: others may ask for what it keeps
+  std::uint64_t started_ = 0;         // operations so far
+  std::unique_ptr<Channel> channel_;  // stays after a loss: other ranks may ask for kept results
   std::unique_ptr<Channel> next_;
-  transport::Mesh& fallback_;
+  transport::Mesh& spare_;
   std::vector<Row> rows_;
   std::uint16_t table_;
   Team team_;
   std::vector<FailoverOperation*> operations_;  // in order of start
 };
 
-// One operation of the line.
+// One operation of the queue.
 class FailoverOperation final : public Algorithm {
  public:
-  // Precondition: uplink.can_start(). Borrows both. `position` of `ranks`: as in the call's root and buffers.
+  // Precondition: path.can_start(). Borrows both. The call's root and buffers are indexed by `position` of `ranks`.
   FailoverOperation(const Call& call, SwitchPath& path, int position, int ranks);
   ~FailoverOperation() override;
   Progress poll(std::int64_t now_ns) override;
@@ -107,26 +110,28 @@ class FailoverOperation final : public Algorithm {
   void enter_channel();
   void leave_channel();
   void send_announcement();
-  // False: this rank cannot follow.
+  // False, with failure_: this rank has not joined the announced membership.
   bool apply_announcement();
-  // By a host algorithm: the call itself, or, of one that was begun, the next of what no rank has a result of. False:
-  // nothing is left.
+  // Starts a host algorithm: for the call itself, or for the next elements of a begun call that have no result on any
+  // rank. False: nothing is left.
   bool start_next_part();
-  void put_back();
+  void deliver_part();
   void run(AlgorithmId algorithm);
   void finish();
-  void take_counts(const Algorithm& of);
+  // Sets the counts to those of ended steps plus those of `step`.
+  void set_counts(const Algorithm& step);
 
   const Call& call_;
   SwitchPath& path_;
   const int position_;
   const int ranks_;
   const ContributionMap map_;
-  std::uint64_t number_ = 0;  // in the line
+  std::uint64_t number_ = 0;  // in the queue
   std::unique_ptr<InNetwork> in_network_;
-  bool is_whole_ = false;  // nothing of it has a result anywhere: the host algorithm is the call's own
-  bool is_done_ = false;   // and has run
-  // What no rank has a result of, and what of it is being reduced now, side by side in scratch as it is on the line.
+  bool is_whole_ = false;  // no element has a result on any rank: a host algorithm runs the whole call
+  bool is_done_ = false;   // the whole call has run
+  // The elements without a result on any rank, and those of them that are being reduced now, one after another in
+  // scratch.
   std::vector<Range> rest_;
   std::vector<Range> part_;
   std::vector<std::byte> scratch_;
@@ -135,7 +140,7 @@ class FailoverOperation final : public Algorithm {
   std::uint64_t announced_ = 0;
   Call step_call_;
   std::unique_ptr<Algorithm> step_;
-  std::uint64_t wire_bytes_before_ = 0;  // of what is over
+  std::uint64_t wire_bytes_before_ = 0;  // of ended steps
   std::uint32_t retransmissions_before_ = 0;
 };
 

@@ -1,7 +1,7 @@
 // The ranks that run an algorithm among themselves: positions 0..size-1, each a rank of the mesh.
 //
-// An algorithm speaks of positions only; what a peer is called in an error, and which connection leads to it, is its
-// rank. So the same machine runs among everybody, or among one rank a host.
+// An algorithm uses positions only. Errors name a peer by its rank, and its rank selects the connection. So the same
+// algorithm runs among all ranks or among one rank of each host.
 #pragma once
 
 #include <netfold/transport/mesh.hpp>
@@ -28,7 +28,7 @@ class Team {
   int size() const { return static_cast<int>(ranks_.size()); }
   int position() const { return position_; }
   int rank(int position) const { return ranks_[static_cast<std::size_t>(position)]; }
-  // Round the team, in either direction.
+  // The position modulo the size; negative positions count from the end.
   int wrapped(int position) const { return ((position % size()) + size()) % size(); }
 
  private:

@@ -1,5 +1,5 @@
-// A call's tensors, while a fabric may write to them and from them: it then registers each as a whole, and not chunk by
-// chunk. Ends with the operation, which is over or has withdrawn by then.
+// Registrations of a call's tensors with a fabric, each as a whole and not chunk by chunk, for as long as the fabric
+// may read or write them. They end with the operation, which by then is complete or has cancelled its transfers.
 #pragma once
 
 #include <netfold/collective/algorithm.hpp>
@@ -12,7 +12,7 @@ namespace netfold::collective {
 class TensorRegistrations {
  public:
   void acquire(const Call& call, transport::Mesh& mesh);
-  // What that took so far.
+  // Hits and misses of the registration cache so far.
   Algorithm::Registrations registrations() const;
 
  private:

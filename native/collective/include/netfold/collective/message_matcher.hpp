@@ -1,0 +1,71 @@
+// Matches messages to receives, by MPI's rules.
+//
+// A receive names a tag, and a source or any source. Among messages with the same source and tag, the first that was
+// sent matches the first receive that was posted. Matching uses frame headers in the order of the stream, so an
+// announced message keeps its position among eager messages.
+#pragma once
+
+#include <netfold/collective/call.hpp>
+#include <netfold/collective/frame_header.hpp>
+#include <netfold/transport/pipe.hpp>
+
+#include <deque>
+#include <map>
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+
+namespace netfold::collective {
+
+class MessageMatcher {
+ public:
+  using Ticket = std::uint64_t;  // the caller's name for a call; not 0
+
+  struct Receive {
+    Ticket ticket = 0;
+    int source = kAnySource;
+    int tag = 0;
+    std::uint8_t dtype = 0;
+    std::byte* data = nullptr;
+    std::size_t bytes = 0;
+    std::size_t received = 0;  // bytes
+    std::size_t posted = 0;    // bytes that are posted for RMA, or need no posting
+    std::shared_ptr<transport::Pipe::RegistrationLease> lease;
+    std::uint64_t order = 0;
+  };
+  // A message that arrived before its receive was posted. It has no values if it is only announced.
+  struct Message {
+    FrameHeader header;
+    std::vector<std::byte> values;
+    std::uint64_t order = 0;
+  };
+
+  // Posts a receive for which there is no kept message.
+  void post(Receive receive);
+  // Removes and returns the receive that a message matches; nullopt where none is posted.
+  std::optional<Receive> take_posted(int source, int tag);
+  bool has_any_source() const { return posted_to_any_ > 0; }
+  // A posted receive from exactly that source, which may be kAnySource; 0 where there is none.
+  Ticket posted_from(int source) const;
+
+  // Keeps a message that matches no posted receive. The reference is valid until the message is dropped.
+  Message& keep(int source, const FrameHeader& header, std::size_t value_bytes);
+  // The source of the first kept message that matches a receive.
+  std::optional<int> source_of_kept(int source, int tag) const;
+  Message& kept(int source, int tag) { return kept_.at({tag, source}).front(); }
+  void drop_kept(int source, int tag);
+  // The kept messages that share the receive's source or tag, up to four: "rank 1 with tag 8, from rank 2 with tag 7".
+  // A wrong tag or source is the usual reason why a receive waits.
+  std::string similar_kept(int source, int tag) const;
+
+ private:
+  using Key = std::pair<int, int>;  // tag, source: a tag's messages are adjacent, ordered by source
+
+  std::map<Key, std::deque<Receive>> posted_;
+  std::map<Key, std::deque<Message>> kept_;
+  std::size_t posted_to_any_ = 0;
+  std::uint64_t order_ = 0;
+};
+
+}  // namespace netfold::collective

@@ -1,0 +1,267 @@
+#include <netfold/collective/message.hpp>
+#include <netfold/collective/point_to_point.hpp>
+
+#include <algorithm>
+#include <cstring>
+
+namespace netfold::collective {
+namespace {
+
+constexpr std::size_t kHeaderBytes = sizeof(FrameHeader);
+// Bytes read beyond the expected ones: several small messages in one call. Large values are read past the staging area.
+constexpr std::size_t kStagingBytes = 16 << 10;
+// System calls for a peer in one poll, so that no peer delays the other peers or a deadline.
+constexpr int kCallsPerPoll = 16;
+
+}  // namespace
+
+// The name of the chunk that begins at byte `begin` of a message.
+std::uint64_t PointToPoint::name_of(std::uint64_t message, std::size_t begin) {
+  constexpr int kChunkBits = 24;  // 16 TB
+  return (message << kChunkBits) + begin / kChunkBytes;
+}
+
+Progress PointToPoint::poll() {
+  bool moved = !done_.empty();
+  for (int rank = 0; rank < lane_->size() && !fault_; ++rank) {
+    if (rank == lane_->rank()) continue;
+    moved |= write(rank);
+    if (at(rank).outstanding == 0 && !matcher_.has_any_source()) continue;
+    moved |= read(rank);
+    moved |= write(rank);  // answers to what was read
+  }
+  if (!fault_) fail_for_lost_peers();
+  if (fault_) return Progress::failed;
+  return moved ? Progress::moved : Progress::idle;
+}
+
+bool PointToPoint::next_frame(int to) {
+  Peer& peer = at(to);
+  if (peer.writing) return true;
+  if (peer.frames.empty()) return next_chunk(to);
+  peer.writing = std::move(peer.frames.front());
+  peer.frames.pop_front();
+  return true;
+}
+
+// Takes the accepted messages in turn. A chunk that the receiver has not posted yet does not block the other messages:
+// the receiver may have no place left for more postings.
+bool PointToPoint::next_chunk(int to) {
+  Peer& peer = at(to);
+  for (std::size_t tries = peer.streaming.size(); tries > 0; --tries) {
+    Send send = std::move(peer.streaming.front());
+    peer.streaming.pop_front();
+    Frame frame{.header = {}, .data = send.data + send.sent};
+    frame.bytes = std::min<std::size_t>(kChunkBytes, send.header.bytes - send.sent);
+    frame.name = name_of(send.header.id, send.sent);
+    frame.uses_rma = lane_->uses_rma(to, frame.bytes);
+    if (frame.uses_rma && !lane_->is_posted(to, frame.name)) {
+      peer.streaming.push_back(std::move(send));
+      continue;
+    }
+    frame.header.type = FrameHeader::Type::chunk;
+    frame.header.id = send.header.id;
+    frame.header.bytes = frame.bytes;
+    frame.lease = send.lease;
+    send.sent += frame.bytes;
+    if (send.sent == send.header.bytes) {
+      const std::size_t chunks = std::max<std::size_t>(1, (send.sent + kChunkBytes - 1) / kChunkBytes);
+      frame.ticket = send.ticket;
+      frame.wire_bytes = kHeaderBytes + send.sent + kHeaderBytes * chunks;
+    } else {
+      peer.streaming.push_back(std::move(send));
+    }
+    peer.writing = std::move(frame);
+    return true;
+  }
+  return false;
+}
+
+bool PointToPoint::write(int to) {
+  Peer& peer = at(to);
+  bool moved = reclaim(to);
+  for (int call = 0; call < kCallsPerPoll && !peer.failure && next_frame(to); ++call) {
+    Frame& frame = *peer.writing;
+    iovec parts[2];
+    std::size_t count = 0;
+    if (peer.written < kHeaderBytes) {
+      parts[count++] = {reinterpret_cast<std::byte*>(&frame.header) + peer.written, kHeaderBytes - peer.written};
+    }
+    const std::size_t first = peer.written - std::min(peer.written, kHeaderBytes);
+    if (first < frame.bytes) parts[count++] = {const_cast<std::byte*>(frame.data) + first, frame.bytes - first};
+    const std::span<const iovec> all(parts, count);
+    const auto io = frame.uses_rma ? lane_->put(to, all, frame.name) : lane_->send(to, all);
+    if (io.closed) {
+      while (!fault_ && read(to)) {  // messages that the peer sent before, and its abort
+      }
+      lose(to, io);
+      return moved;
+    }
+    moved |= io.bytes > 0;
+    peer.written += io.bytes;
+    peer.sent_bytes += io.bytes;
+    if (peer.written < kHeaderBytes + frame.bytes) break;
+    if (frame.ticket != 0 || frame.uses_rma) {
+      peer.in_flight.push_back({peer.sent_bytes, frame.ticket, frame.wire_bytes, std::move(frame.lease)});
+    }
+    peer.writing.reset();
+    peer.written = 0;
+  }
+  return reclaim(to) || moved;
+}
+
+// Finishes sends whose memory the pipe has returned.
+bool PointToPoint::reclaim(int to) {
+  Peer& peer = at(to);
+  if (peer.in_flight.empty()) return false;
+  const std::uint64_t returned = peer.sent_bytes - lane_->bytes_in_flight(to);
+  bool moved = false;
+  while (!peer.in_flight.empty() && peer.in_flight.front().end <= returned) {
+    const InFlight in_flight = std::move(peer.in_flight.front());
+    peer.in_flight.pop_front();
+    if (in_flight.ticket != 0) finish(to, in_flight.ticket, in_flight.wire_bytes, in_flight.lease.get());
+    moved = true;
+  }
+  return moved;
+}
+
+// Posts the next chunks of the accepted messages, as many as the pipe takes. A message's last chunk may be too short
+// for RMA.
+void PointToPoint::post_chunks(int source) {
+  for (auto& [id, receive] : at(source).accepted) {
+    while (receive.posted < receive.bytes) {
+      const std::size_t bytes = std::min(kChunkBytes, receive.bytes - receive.posted);
+      if (lane_->uses_rma(source, bytes) &&
+          !lane_->post_receive(source, name_of(id, receive.posted), receive.data + receive.posted, bytes)) {
+        return;
+      }
+      receive.posted += bytes;
+    }
+  }
+}
+
+bool PointToPoint::read(int from) {
+  Peer& peer = at(from);
+  Input& input = peer.input;
+  if (peer.staging.empty()) peer.staging.resize(kStagingBytes);
+  bool moved = false;
+  post_chunks(from);
+  for (int call = 0; call < kCallsPerPoll && !peer.failure && !fault_; ++call) {
+    // At most the beginning of a header is left from the previous call.
+    std::copy(peer.staging.data() + peer.begin, peer.staging.data() + peer.end, peer.staging.data());
+    peer.end -= std::exchange(peer.begin, 0);
+    const std::size_t direct = input.left;
+    const iovec parts[2] = {{input.into, direct}, {peer.staging.data() + peer.end, kStagingBytes - peer.end}};
+    const std::span<const iovec> all(parts);
+    const std::size_t wanted = direct + kStagingBytes - peer.end;
+    const auto io = lane_->receive(from, direct > 0 ? all : all.subspan(1));
+    if (io.closed) {
+      lose(from, io);
+      return true;
+    }
+    if (io.bytes == 0) break;
+    moved = true;
+    const std::size_t placed = std::min(direct, io.bytes);
+    input.into += placed;
+    input.left -= placed;
+    if (direct > 0 && input.left == 0) finish_input(from);
+    peer.end += io.bytes - placed;
+    consume(from);
+    if (io.bytes < wanted) break;  // the pipe has no more
+  }
+  return moved;
+}
+
+// Handles everything in the staging area but an incomplete header at the end.
+void PointToPoint::consume(int from) {
+  Peer& peer = at(from);
+  Input& input = peer.input;
+  while (!fault_ && !peer.failure) {
+    if (input.left > 0) {
+      const std::size_t bytes = std::min(input.left, peer.end - peer.begin);
+      if (bytes == 0) return;
+      std::memcpy(input.into, peer.staging.data() + peer.begin, bytes);
+      peer.begin += bytes;
+      input.into += bytes;
+      input.left -= bytes;
+      if (input.left > 0) return;
+      finish_input(from);
+      continue;
+    }
+    if (peer.end - peer.begin < kHeaderBytes) return;
+    FrameHeader header;
+    std::memcpy(&header, peer.staging.data() + peer.begin, kHeaderBytes);
+    peer.begin += kHeaderBytes;
+    handle(from, header);
+    if (!fault_ && input.left == 0) finish_input(from);
+  }
+}
+
+void PointToPoint::wait_for(WaitSet& set) const {
+  for (int rank = 0; rank < lane_->size(); ++rank) {
+    const Peer& peer = at(rank);
+    if (rank == lane_->rank() || peer.failure) continue;  // a closed connection is always readable
+    const bool writes = peer.writing || !peer.frames.empty() || !peer.streaming.empty();
+    const bool reads = peer.outstanding > 0 || matcher_.has_any_source();
+    const int events = (writes ? POLLOUT : 0) | (reads ? POLLIN : 0);
+    if (events != 0 || !peer.in_flight.empty()) lane_->wait_for(rank, static_cast<short>(events), set.fds);
+  }
+}
+
+bool PointToPoint::waits_for_memory() const {
+  return std::any_of(peers_.begin(), peers_.end(), [this](const Peer& peer) {
+    return peer.in_memory && (peer.outstanding > 0 || matcher_.has_any_source());
+  });
+}
+
+bool PointToPoint::unconfirmed() const {
+  for (int rank = 0; rank < lane_->size(); ++rank) {
+    if (rank != lane_->rank() && !at(rank).failure && lane_->unconfirmed(rank) > 0) return true;
+  }
+  return false;
+}
+
+void PointToPoint::lose(int peer, const transport::Mesh::Io& io) {
+  if (!at(peer).failure) at(peer).failure = peer_lost(peer, io, MessageHeader());
+}
+
+void PointToPoint::fail_for_lost_peers() {
+  bool all_gone = true;
+  const Failure* lost = nullptr;
+  for (int rank = 0; rank < lane_->size(); ++rank) {
+    if (rank == lane_->rank()) continue;
+    const Peer& peer = at(rank);
+    all_gone &= static_cast<bool>(peer.failure);
+    if (!peer.failure) continue;
+    if (peer.outstanding > 0) {
+      fault_ = {any_ticket(rank), peer.failure};
+      return;
+    }
+    if (lost == nullptr || !peer.failure.orderly) lost = &peer.failure;
+  }
+  // A receive from any source can still match while another rank is there, unless a rank left with a failure.
+  if (matcher_.has_any_source() && lost != nullptr && (all_gone || !lost->orderly)) {
+    fault_ = {matcher_.posted_from(kAnySource), *lost};
+  }
+}
+
+// A call that needs the peer; 0 where there is none.
+PointToPoint::Ticket PointToPoint::any_ticket(int rank) const {
+  const Peer& peer = at(rank);
+  if (peer.input.receive) return peer.input.receive->ticket;
+  if (!peer.accepted.empty()) return peer.accepted.begin()->second.ticket;
+  if (const Ticket ticket = matcher_.posted_from(rank)) return ticket;
+  if (peer.writing && peer.writing->ticket != 0) return peer.writing->ticket;
+  if (!peer.streaming.empty()) return peer.streaming.front().ticket;
+  if (!peer.announced.empty()) return peer.announced.begin()->second.ticket;
+  if (!peer.held.empty()) return peer.held.front().ticket;
+  for (const InFlight& in_flight : peer.in_flight) {
+    if (in_flight.ticket != 0) return in_flight.ticket;
+  }
+  for (const Frame& frame : peer.frames) {
+    if (frame.ticket != 0) return frame.ticket;
+  }
+  return 0;
+}
+
+}  // namespace netfold::collective
