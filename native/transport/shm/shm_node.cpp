@@ -26,8 +26,9 @@ void ShmNode::publish(std::atomic<std::uint64_t>& counter, std::uint64_t value) 
 }
 
 void ShmNode::ring_doorbell() {
-  // Pairs with the fence of prepare_sleep: one of the two fences comes first. If this one does, the sleeper's last check,
-  // after its fence, sees the counter that was stored before this fence. Else `wake` below sees the sleeper's `asleep`.
+  // Pairs with the fence of prepare_sleep: one of the two fences comes first. If this one does, the sleeper's last
+  // check, after its fence, sees the counter that was stored before this fence. Else `wake` below sees the sleeper's
+  // `asleep`.
   std::atomic_thread_fence(std::memory_order_seq_cst);
   for (int position = 0; position < size(); ++position) {
     if (position != self_) wake(position);
@@ -52,8 +53,8 @@ void ShmNode::prepare_sleep() {
   for (auto& events : own().awaits) events.store(0, std::memory_order_relaxed);
   sleep_prepared_ = true;
   own().asleep.store(1, std::memory_order_relaxed);
-  // Pairs with the fence of ring_doorbell(): this rank's last check, after the fence, sees the published counter, or the
-  // publisher sees `asleep`.
+  // Pairs with the fence of ring_doorbell(): this rank's last check, after the fence, sees the published counter, or
+  // the publisher sees `asleep`.
   std::atomic_thread_fence(std::memory_order_seq_cst);
 }
 

@@ -177,9 +177,9 @@ Pipe::Io ResumableSocket::handle_error(int error) {
   return {};
 }
 
-// All steps of disconnecting at once, after an end of stream or a reset. The peer keeps no copy of bytes that our kernel
-// has confirmed. So all of them are read before the socket is closed, up to the end of stream, behind which nothing can
-// come.
+// All steps of disconnecting at once, after an end of stream or a reset. The peer keeps no copy of bytes that our
+// kernel has confirmed. So all of them are read before the socket is closed, up to the end of stream, behind which
+// nothing can come.
 void ResumableSocket::disconnect() {
   begin_disconnect();
   if (state_ != State::disconnecting) return;

@@ -1,9 +1,9 @@
 // Packets in batches, to numbered peers and from them: the transport of the aggregation protocol.
 //
 // A packet arrives whole or not at all, once or several times, in any order; the protocol repairs. The implementation
-// numbers the peers. Its function that adds a peer says where the peer is, and how its packets are recognised: UdpSocket
-// by their address, fabric::FabricDatagrams by a tag that only this peer was given. Packets of unknown peers come with
-// kUnknownPeer. No call blocks, and no packet is interpreted.
+// numbers the peers. Its function that adds a peer says where the peer is, and how its packets are recognised:
+// UdpSocket by their address, fabric::FabricDatagrams by a tag that only this peer was given. Packets of unknown peers
+// come with kUnknownPeer. No call blocks, and no packet is interpreted.
 #pragma once
 
 #include <sys/uio.h>
@@ -44,8 +44,8 @@ class Datagrams {
   // How many packets to a peer are taken now. More may be refused. A caller that numbers its packets asks first, since
   // a number that was assigned but not sent looks like a loss at the other end.
   virtual std::size_t room(Peer to) const = 0;
-  // Takes packets of each run while there is room; returns their number. Packets that are lost on the path or refused by
-  // this host count as taken; refusals are counted. Throws std::system_error where the provider fails.
+  // Takes packets of each run while there is room; returns their number. Packets that are lost on the path or refused
+  // by this host count as taken; refusals are counted. Throws std::system_error where the provider fails.
   virtual std::size_t send(std::span<Run> runs) = 0;
 
   // Packets that came together from one source. All have `packet_bytes` bytes, but the last may be shorter. A train

@@ -16,21 +16,33 @@ class IovecCursor {
 
   bool at_end() const { return buffers_.empty(); }
 
+  // Passes over the next contiguous bytes, at most `limit`, and returns them. Precondition: !at_end().
+  std::span<std::byte> next(std::size_t limit) {
+    const iovec& buffer = buffers_.front();
+    const std::span part{static_cast<std::byte*>(buffer.iov_base) + offset_, std::min(buffer.iov_len - offset_, limit)};
+    offset_ += part.size();
+    skip_finished();
+    return part;
+  }
   // Copies the next bytes to `to`, at most `limit`; returns their number.
   std::size_t copy_to(std::byte* to, std::size_t limit) {
-    return advance(limit, [&](std::byte* part, std::size_t bytes) {
-      std::memcpy(to, part, bytes);
-      to += bytes;
-      return true;
-    });
+    std::size_t copied = 0;
+    while (!at_end() && copied < limit) {
+      const auto part = next(limit - copied);
+      std::memcpy(to + copied, part.data(), part.size());
+      copied += part.size();
+    }
+    return copied;
   }
   // Copies `from` into the next bytes, at most `limit`; returns their number.
   std::size_t copy_from(const std::byte* from, std::size_t limit) {
-    return advance(limit, [&](std::byte* part, std::size_t bytes) {
-      std::memcpy(part, from, bytes);
-      from += bytes;
-      return true;
-    });
+    std::size_t copied = 0;
+    while (!at_end() && copied < limit) {
+      const auto part = next(limit - copied);
+      std::memcpy(part.data(), from + copied, part.size());
+      copied += part.size();
+    }
+    return copied;
   }
 
   // The next bytes without a copy: at most `limit`, and at most kMax buffers.
@@ -42,28 +54,14 @@ class IovecCursor {
     std::span<const iovec> span() const { return {buffers, count}; }
   };
   void take(Parts& parts, std::size_t limit) {
-    parts.count = 0;
-    parts.bytes = advance(limit, [&](std::byte* part, std::size_t bytes) {
-      parts.buffers[parts.count++] = {part, bytes};
-      return parts.count < Parts::kMax;
-    });
+    while (!at_end() && parts.count < Parts::kMax && parts.bytes < limit) {
+      const auto part = next(limit - parts.bytes);
+      parts.buffers[parts.count++] = {part.data(), part.size()};
+      parts.bytes += part.size();
+    }
   }
 
  private:
-  // Calls `visit(part, bytes)` for each contiguous part, until `limit` bytes or until `visit` returns false.
-  template <class Visit>
-  std::size_t advance(std::size_t limit, Visit visit) {
-    std::size_t passed = 0;
-    bool goes_on = true;
-    while (goes_on && !at_end() && passed < limit) {
-      const std::size_t bytes = std::min(buffers_.front().iov_len - offset_, limit - passed);
-      goes_on = visit(static_cast<std::byte*>(buffers_.front().iov_base) + offset_, bytes);
-      passed += bytes;
-      offset_ += bytes;
-      skip_finished();
-    }
-    return passed;
-  }
   void skip_finished() {
     while (!buffers_.empty() && offset_ == buffers_.front().iov_len) {
       buffers_ = buffers_.subspan(1);

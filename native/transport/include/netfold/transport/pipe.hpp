@@ -25,8 +25,8 @@ class Pipe {
     bool is_ours = false;              // the fault is on this side, and the peer may be well
   };
 
-  // A promise that memory stays mapped as it is until the object ends. The owner of the memory makes it, or an operation
-  // that borrowed the memory.
+  // A promise that memory stays mapped as it is until the object ends. The owner of the memory makes it, or an
+  // operation that borrowed the memory.
   class RegistrationLease {
    public:
     virtual ~RegistrationLease() = default;
@@ -62,8 +62,8 @@ class Pipe {
   // Whether bytes that were taken from the caller have not left this process; closing the pipe would lose them.
   virtual bool has_unsent() const { return false; }
 
-  // --- Remote memory access. Both ends agree that a part of a message, named by `name`, goes from memory to memory. The
-  // receiver posts the memory (`post_receive`); the sender waits for that (`is_posted`), then writes (`put`).
+  // --- Remote memory access. Both ends agree that a part of a message, named by `name`, goes from memory to memory.
+  // The receiver posts the memory (`post_receive`); the sender waits for that (`is_posted`), then writes (`put`).
 
   // Whether parts of this many bytes go by RMA; the same at both ends.
   virtual bool uses_rma(std::size_t) const { return false; }

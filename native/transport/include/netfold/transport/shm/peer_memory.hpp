@@ -1,14 +1,14 @@
 // Reads the memory of another process of this machine directly into a buffer of this process, with one copy
 // (process_vm_readv).
 //
-// The kernel allows this to a process that may trace the other: the same user, no fewer capabilities, a process that may
-// be dumped, Yama's ptrace_scope 0, and a process id that is visible from here. `probe` tries a read instead of checking
-// these conditions.
+// The kernel allows this to a process that may trace the other: the same user, no fewer capabilities, a process that
+// may be dumped, Yama's ptrace_scope 0, and a process id that is visible from here. `probe` tries a read instead of
+// checking these conditions.
 //
 // A process id does not identify a process: the process may end and another may get the id, or it may become another
-// program by exec. So every read also reads the owner's *mark*: random bytes at an address that the owner has announced.
-// Both reads are one system call, and so of the same memory. With a wrong mark, the read does not count. A forked child
-// has no copy of its parent's mark.
+// program by exec. So every read also reads the owner's *mark*: random bytes at an address that the owner has
+// announced. Both reads are one system call, and so of the same memory. With a wrong mark, the read does not count. A
+// forked child has no copy of its parent's mark.
 #pragma once
 
 #include <sys/types.h>

@@ -1,9 +1,9 @@
 // Lets the ranks of a node map each other's regions: sends descriptors over a socket to each rank, and maps the
 // descriptors that arrive.
 //
-// A rank offers a region to the peers that will read it before a post refers to it, so the descriptor has arrived when a
-// peer reads the post. Once its owner has removed a region, a peer unmaps it in the next call that refers to memory, or
-// at the end.
+// A rank offers a region to the peers that will read it before a post refers to it, so the descriptor has arrived when
+// a peer reads the post. Once its owner has removed a region, a peer unmaps it in the next call that refers to memory,
+// or at the end.
 #pragma once
 
 #include <netfold/transport/shm/shm_registry.hpp>

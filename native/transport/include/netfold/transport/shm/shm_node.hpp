@@ -1,8 +1,8 @@
 // The memory that the ranks of one node share, and a doorbell to wake each rank.
 //
-// Every rank owns one segment and maps the segments of the others. Only the owner writes to a segment, so no location has
-// two writers and no lock is needed. The exception is the `asleep` flag, which a waking rank clears. A rank writes values
-// first, then the counter that publishes them.
+// Every rank owns one segment and maps the segments of the others. Only the owner writes to a segment, so no location
+// has two writers and no lock is needed. The exception is the `asleep` flag, which a waking rank clears. A rank writes
+// values first, then the counter that publishes them.
 //
 //   post     a rank's announcement of one call, with the data where they are few; kPosts of them, used in turn
 //   stream   a ring of kSlots slots of kSlotBytes for long data; one stream for values that readers reduce, one for values
@@ -123,9 +123,10 @@ class ShmNode {
 
   // The lease of memory that another rank's post refers to: its tensors, mapped or read from its process. The lease is
   // valid while that rank takes part. A rank begins a use before it touches such memory, and ends the use one chunk
-  // later. `leave` revokes the lease; the leaving rank returns its memory to the user only once no rank uses it. The two
-  // sides cannot miss each other: one writes `uses` and then reads `left`, the other writes `left` and then reads `uses`,
-  // with a full fence between.
+  // later. `leave` revokes the lease; the leaving rank returns its memory to the user only once no rank uses it. The
+  // two
+  // sides cannot miss each other: one writes `uses` and then reads `left`, the other writes `left` and then reads
+  // `uses`, with a full fence between.
   //
   // False: the lease is revoked, and the memory must not be touched.
   bool begin_use(int owner);

@@ -1,9 +1,9 @@
 // A pipe between two ranks of a node: a ring of bytes in shared memory each way.
 //
 // The ring to the peer lies in this rank's segment, the ring from the peer in the peer's segment. `written` is the
-// writer's counter and `read` the reader's. Each lies in its owner's segment, so every location has one writer. Long data
-// go in steps of kStepBytes: the reader copies one step while the writer copies the next. The writer wakes a sleeping peer
-// only for an event that the peer awaits; a peer that is awake sees the counter change.
+// writer's counter and `read` the reader's. Each lies in its owner's segment, so every location has one writer. Long
+// data go in steps of kStepBytes: the reader copies one step while the writer copies the next. The writer wakes a
+// sleeping peer only for an event that the peer awaits; a peer that is awake sees the counter change.
 //
 // Bytes in the ring outlive their writer, since its memory stays mapped here. The end of the peer shows only by its
 // connection, which carries no bytes. The connection is checked after kQuietCalls calls without bytes, and after every

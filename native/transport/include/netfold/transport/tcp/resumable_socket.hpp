@@ -16,12 +16,12 @@
 //   broken         give_up()                                   lost           fail, after all earlier bytes were read
 //   any            a record with a wrong tag                   lost           fail with that reason
 //
-// A connection that is not resumable goes from up to lost at once and keeps no copy. It serves both ends on one machine,
-// where only the death of a process breaks a connection. The copy costs one pass over the sent bytes; its size is
-// bounded by what the socket accepts unconfirmed.
+// A connection that is not resumable goes from up to lost at once and keeps no copy. It serves both ends on one
+// machine, where only the death of a process breaks a connection. The copy costs one pass over the sent bytes; its size
+// is bounded by what the socket accepts unconfirmed.
 //
-// A connection with secrets sends and receives records (record_stream.hpp). The copy holds plain bytes: a new socket has
-// secrets of its own, and the missing bytes go into new records under them. The greeting is an empty record then.
+// A connection with secrets sends and receives records (record_stream.hpp). The copy holds plain bytes: a new socket
+// has secrets of its own, and the missing bytes go into new records under them. The greeting is an empty record then.
 #pragma once
 
 #include <netfold/transport/pipe.hpp>
