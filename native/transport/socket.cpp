@@ -56,14 +56,6 @@ ProcessFd::ProcessFd(Fd fd) : fd_(std::move(fd)) {
   all.fds.push_back(fd_.get());
 }
 
-ProcessFd& ProcessFd::operator=(ProcessFd&& other) noexcept {
-  if (this != &other) {
-    reset();
-    fd_ = std::move(other.fd_);
-  }
-  return *this;
-}
-
 void ProcessFd::reset() {
   if (!fd_) return;
   ProcessFds& all = ProcessFds::all();

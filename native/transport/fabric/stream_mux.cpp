@@ -57,16 +57,6 @@ void StreamMux::set(const Settings& settings) {
   cache_.limit(settings.registrations);
 }
 
-std::string StreamMux::why_not_rma() const {
-  std::lock_guard lock(mutex_);
-  return grants_.obstacle(settings_.rma_min_bytes);
-}
-
-bool StreamMux::is_open() const {
-  std::lock_guard lock(mutex_);
-  return !state_.rails.empty();
-}
-
 StreamMux::Counters StreamMux::counters() const {
   std::lock_guard lock(mutex_);
   Counters counters = state_.counters;
@@ -252,11 +242,6 @@ std::size_t StreamMux::receive(Stream* stream, std::span<const iovec> pieces) {
   return receiver_.receive(*stream, pieces);
 }
 
-bool StreamMux::post_receive(Stream* stream, std::uint64_t name, std::byte* into, std::size_t bytes) {
-  std::lock_guard lock(mutex_);
-  return grants_.post_receive(*stream, name, into, bytes);
-}
-
 bool StreamMux::is_posted(Stream* stream, std::uint64_t name) {
   std::lock_guard lock(mutex_);
   if (!stream->offers.contains(name)) progress_if_due();
@@ -284,16 +269,6 @@ bool StreamMux::cancel(Stream* stream) {
   return grants_.cancel(*stream);
 }
 
-void StreamMux::confirm_cancel(Stream* stream, std::uint32_t writes) {
-  std::lock_guard lock(mutex_);
-  stream->peer_writes = writes;
-}
-
-StreamMux::FinalCounts StreamMux::final_counts(const Stream* stream) const {
-  std::lock_guard lock(mutex_);
-  return {stream->sent, stream->writes_begun};
-}
-
 bool StreamMux::has_arrived(const Stream& stream) const {
   const bool is_at_peer = !state_.has_several_rails() || stream.arrived == stream.sent;
   return (stream.is_settled() && is_at_peer) || !stream.failure.empty();
@@ -305,27 +280,12 @@ bool StreamMux::settled(Stream* stream) {
   return has_arrived(*stream);
 }
 
-std::string StreamMux::failure(const Stream* stream) const {
-  std::lock_guard lock(mutex_);
-  return stream->failure;
-}
-
-std::uint32_t StreamMux::read(const Stream* stream) const {
-  std::lock_guard lock(mutex_);
-  return stream->read;
-}
-
 std::size_t StreamMux::unconfirmed(const Stream* stream) const {
   std::lock_guard lock(mutex_);
   return stream->failure.empty() && !stream->is_settled() ? stream->under_way * state_.segment_bytes : 0;
 }
 
 // --- Progress and waiting --------------------------------------------------------------------------------------------
-
-void StreamMux::make_progress() {
-  std::lock_guard lock(mutex_);
-  progress();
-}
 
 bool StreamMux::progress() {
   bool found_any = false;

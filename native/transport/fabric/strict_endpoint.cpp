@@ -28,13 +28,15 @@ constexpr std::chrono::milliseconds kLate{2500};
 
 [[noreturn]] void broken(const std::string& rule) { throw std::logic_error("strict fabric: " + rule); }
 
-class StrictEndpoint;
-
 class StrictRegistration final : public Registration {
  public:
-  StrictRegistration(StrictEndpoint& endpoint, std::unique_ptr<Registration> below, std::byte* data, std::size_t bytes,
-                     Access access);
-  ~StrictRegistration() override;
+  // all: the endpoint's registrations, which list this one while it lives.
+  StrictRegistration(std::set<const StrictRegistration*>& all, std::unique_ptr<Registration> below, std::byte* data,
+                     std::size_t bytes, Access access)
+      : all_(all), below_(std::move(below)), data_(data), bytes_(bytes), access_(access) {
+    all_.insert(this);
+  }
+  ~StrictRegistration() override { all_.erase(this); }
   // To be passed with every use of this memory.
   void* descriptor() const override { return const_cast<StrictRegistration*>(this); }
   std::uint64_t key() const override { return below_->key(); }
@@ -43,10 +45,18 @@ class StrictRegistration final : public Registration {
   bool holds(const std::byte* data, std::size_t bytes, Access access) const {
     return data >= data_ && data + bytes <= data_ + bytes_ && access == access_;
   }
-  bool is_mapped() const;
+  // Whether a caller's memory is still mapped. Other memory at the same address is not detected.
+  bool is_mapped() const {
+    if (access_ == Access::messages) return true;
+    const auto page = static_cast<std::uintptr_t>(sysconf(_SC_PAGESIZE));
+    const std::uintptr_t first = reinterpret_cast<std::uintptr_t>(data_) / page * page;
+    const std::size_t bytes = reinterpret_cast<std::uintptr_t>(data_) + bytes_ - first;
+    std::vector<unsigned char> pages((bytes + page - 1) / page);
+    return mincore(reinterpret_cast<void*>(first), bytes, pages.data()) == 0;
+  }
 
  private:
-  StrictEndpoint& endpoint_;
+  std::set<const StrictRegistration*>& all_;
   std::unique_ptr<Registration> below_;
   std::byte* data_;
   std::size_t bytes_;
@@ -71,7 +81,7 @@ class StrictEndpoint final : public Endpoint {
   std::unique_ptr<Registration> register_memory(std::byte* data, std::size_t bytes, Access access) override {
     const bool known_below = needs_below_ || access == Access::writes;
     auto below = known_below ? below_->register_memory(data, bytes, access) : nullptr;
-    return std::make_unique<StrictRegistration>(*this, std::move(below), data, bytes, access);
+    return std::make_unique<StrictRegistration>(registrations_, std::move(below), data, bytes, access);
   }
 
   Taken send(Peer to, const std::byte* data, std::size_t bytes, void* descriptor, std::uint64_t tag,
@@ -108,8 +118,6 @@ class StrictEndpoint final : public Endpoint {
   bool may_sleep() override { return deferred_.empty() && held_.empty() && lost_.empty() && below_->may_sleep(); }
   int wait_fd() const override { return below_->wait_fd(); }
 
-  std::set<const StrictRegistration*> registrations;
-
  private:
   // An operation that was not passed to the wrapped endpoint yet.
   struct Deferred {
@@ -136,6 +144,7 @@ class StrictEndpoint final : public Endpoint {
   Taken pass_on(const Deferred& operation);
   void pass_on_some();
 
+  std::set<const StrictRegistration*> registrations_;
   std::unique_ptr<Endpoint> below_;
   Strictness strictness_;
   std::mt19937_64 random_;
@@ -149,27 +158,9 @@ class StrictEndpoint final : public Endpoint {
   std::vector<Completion> held_;
 };
 
-StrictRegistration::StrictRegistration(StrictEndpoint& endpoint, std::unique_ptr<Registration> below, std::byte* data,
-                                       std::size_t bytes, Access access)
-    : endpoint_(endpoint), below_(std::move(below)), data_(data), bytes_(bytes), access_(access) {
-  endpoint_.registrations.insert(this);
-}
-
-StrictRegistration::~StrictRegistration() { endpoint_.registrations.erase(this); }
-
-// Whether a caller's memory is still mapped. Other memory at the same address is not detected.
-bool StrictRegistration::is_mapped() const {
-  if (access_ == Access::messages) return true;
-  const auto page = static_cast<std::uintptr_t>(sysconf(_SC_PAGESIZE));
-  const std::uintptr_t first = reinterpret_cast<std::uintptr_t>(data_) / page * page;
-  const std::size_t bytes = reinterpret_cast<std::uintptr_t>(data_) + bytes_ - first;
-  std::vector<unsigned char> pages((bytes + page - 1) / page);
-  return mincore(reinterpret_cast<void*>(first), bytes, pages.data()) == 0;
-}
-
 void StrictEndpoint::begin(Work* work, const std::byte* data, std::size_t bytes, void* descriptor, Access access) {
   const auto* registration = static_cast<const StrictRegistration*>(descriptor);
-  if (!registrations.contains(registration) || !registration->holds(data, bytes, access)) {
+  if (!registrations_.contains(registration) || !registration->holds(data, bytes, access)) {
     broken("memory is used that was not registered, or not for this use, or with a wrong descriptor");
   }
   if (!in_progress_.insert(work).second) broken("a Work is used that is in progress");
@@ -183,7 +174,7 @@ void StrictEndpoint::end(Work* work) {
 Endpoint::Taken StrictEndpoint::pass_on(const Deferred& operation) {
   const auto& [kind, to, data, bytes, of_registration, tag, into, work] = operation;
   const auto* registration = static_cast<const StrictRegistration*>(of_registration);
-  if (!registrations.contains(registration)) broken("a registration was closed while its memory was the provider's");
+  if (!registrations_.contains(registration)) broken("a registration was closed while its memory was the provider's");
   void* descriptor = registration->below();
   if (kind == Deferred::Kind::send) return below_->send(to, data, bytes, descriptor, tag, work);
   if (kind == Deferred::Kind::receive) return below_->receive(data, bytes, descriptor, work);
@@ -191,7 +182,7 @@ Endpoint::Taken StrictEndpoint::pass_on(const Deferred& operation) {
 }
 
 void StrictEndpoint::pass_on_some() {
-  for (const StrictRegistration* each : registrations) {
+  for (const StrictRegistration* each : registrations_) {
     if (!each->is_mapped()) broken("memory was freed that is registered");
   }
   std::size_t count = deferred_.size();

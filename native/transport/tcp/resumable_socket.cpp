@@ -20,33 +20,30 @@ constexpr int kUnsentBytes = 512 << 10;
 
 // Free blocks of all retransmit buffers of the process. Malloc would pass such memory back and forth with the kernel,
 // which costs more than the copy. The block that was given back last is taken next, since it is in the cache.
-class SpareBlocks {
- public:
+struct SpareBlocks {
+  static constexpr std::size_t kMost = 128;
+  std::mutex mutex;
+  std::vector<std::unique_ptr<std::byte[]>> blocks;
+
   std::unique_ptr<std::byte[]> take(std::size_t bytes) {
-    std::lock_guard lock(mutex_);
-    if (blocks_.empty()) return std::make_unique_for_overwrite<std::byte[]>(bytes);
-    auto block = std::move(blocks_.back());
-    blocks_.pop_back();
+    std::lock_guard lock(mutex);
+    if (blocks.empty()) return std::make_unique_for_overwrite<std::byte[]>(bytes);
+    auto block = std::move(blocks.back());
+    blocks.pop_back();
     return block;
   }
   void give(std::unique_ptr<std::byte[]> block) {
-    std::lock_guard lock(mutex_);
-    if (blocks_.size() < kMost) blocks_.push_back(std::move(block));
+    std::lock_guard lock(mutex);
+    if (blocks.size() < kMost) blocks.push_back(std::move(block));
   }
-  void lock() { mutex_.lock(); }
-  void unlock() { mutex_.unlock(); }
-
- private:
-  static constexpr std::size_t kMost = 128;
-  std::mutex mutex_;
-  std::vector<std::unique_ptr<std::byte[]>> blocks_;
 };
 
 SpareBlocks& spare_blocks() {
   // Never destroyed: threads of a dying process may still use the blocks.
   static auto* blocks = [] {
     // Locked across a fork: a child must not find the lock held by a thread that the child does not have.
-    pthread_atfork([] { spare_blocks().lock(); }, [] { spare_blocks().unlock(); }, [] { spare_blocks().unlock(); });
+    pthread_atfork([] { spare_blocks().mutex.lock(); }, [] { spare_blocks().mutex.unlock(); },
+                   [] { spare_blocks().mutex.unlock(); });
     return new SpareBlocks;
   }();
   return *blocks;

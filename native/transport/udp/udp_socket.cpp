@@ -118,100 +118,69 @@ void UdpSocket::note_refusal(int error, const Address& to) {
 }
 
 std::size_t UdpSocket::send(std::span<Run> runs) {
-  const std::size_t total = send_in_order(runs);
-  std::size_t left = total;
-  for (Run& run : runs) {
-    run.taken = std::min(left, run.pieces.size() / run.pieces_per_packet);
-    left -= run.taken;
-  }
-  return total;
-}
-
-std::size_t UdpSocket::send_in_order(std::span<const Run> runs) {
   struct alignas(cmsghdr) Control {
     char bytes[kSourceBytes + kSegmentBytes];
   };
   std::array<mmsghdr, kMessagesPerCall> messages;
   std::array<Control, kMessagesPerCall> controls;
   std::array<std::size_t, kMessagesPerCall> packets_of;
+  std::array<Run*, kMessagesPerCall> run_of;
   std::size_t total = 0;
-  std::size_t run_index = 0;
-  std::size_t run_offset = 0;  // packets of runs[run_index] that are sent or in this batch
+  std::size_t first = 0;  // the first run with packets that are not taken
+  for (Run& run : runs) run.taken = 0;
 
-  while (run_index < runs.size()) {
+  for (;;) {
+    while (first < runs.size() && runs[first].taken == runs[first].pieces.size() / runs[first].pieces_per_packet)
+      ++first;
     std::size_t count = 0;
-    const std::size_t first_run = run_index;
-    const std::size_t first_offset = run_offset;
-    while (count < kMessagesPerCall && run_index < runs.size()) {
-      const Run& run = runs[run_index];
-      const std::size_t run_packets = run.pieces.size() / run.pieces_per_packet;
-      std::size_t packets = 1;
-      if (gso_) {
-        packets = std::min(packets_per_message(run.packet_bytes),
-                           std::max<std::size_t>(1, kMaxPieces / run.pieces_per_packet));
-      }
-      packets = std::min(packets, run_packets - run_offset);
-      msghdr& header = messages[count].msg_hdr;
-      header = msghdr{};
+    for (std::size_t index = first; index < runs.size() && count < kMessagesPerCall; ++index) {
+      Run& run = runs[index];
       const Destination& to = peers_[run.to];
-      header.msg_name = const_cast<sockaddr*>(to.address.get());
-      header.msg_namelen = to.address.length;
-      header.msg_iov = const_cast<iovec*>(run.pieces.data() + run_offset * run.pieces_per_packet);
-      header.msg_iovlen = packets * run.pieces_per_packet;
-      std::size_t control_bytes = to.source_bytes;
-      if (control_bytes > 0) std::memcpy(controls[count].bytes, to.source.data(), control_bytes);
-      if (packets > 1) {
-        auto* control = reinterpret_cast<cmsghdr*>(controls[count].bytes + control_bytes);
-        control_bytes += put_control(control, IPPROTO_UDP, UDP_SEGMENT, static_cast<std::uint16_t>(run.packet_bytes));
-      }
-      if (control_bytes > 0) {
-        header.msg_control = controls[count].bytes;
-        header.msg_controllen = control_bytes;
-      }
-      packets_of[count++] = packets;
-      run_offset += packets;
-      if (run_offset == run_packets) {
-        ++run_index;
-        run_offset = 0;
+      const std::size_t run_packets = run.pieces.size() / run.pieces_per_packet;
+      const std::size_t most = gso_ ? std::min(packets_per_message(run.packet_bytes),
+                                               std::max<std::size_t>(1, kMaxPieces / run.pieces_per_packet))
+                                    : 1;
+      for (std::size_t next = run.taken; next < run_packets && count < kMessagesPerCall; next += packets_of[count++]) {
+        const std::size_t packets = std::min(most, run_packets - next);
+        packets_of[count] = packets;
+        run_of[count] = &run;
+        msghdr& header = messages[count].msg_hdr;
+        header = msghdr{};
+        header.msg_name = const_cast<sockaddr*>(to.address.get());
+        header.msg_namelen = to.address.length;
+        header.msg_iov = const_cast<iovec*>(run.pieces.data() + next * run.pieces_per_packet);
+        header.msg_iovlen = packets * run.pieces_per_packet;
+        std::size_t control_bytes = to.source_bytes;
+        if (control_bytes > 0) std::memcpy(controls[count].bytes, to.source.data(), control_bytes);
+        if (packets > 1) {
+          auto* control = reinterpret_cast<cmsghdr*>(controls[count].bytes + control_bytes);
+          control_bytes += put_control(control, IPPROTO_UDP, UDP_SEGMENT, static_cast<std::uint16_t>(run.packet_bytes));
+        }
+        if (control_bytes > 0) {
+          header.msg_control = controls[count].bytes;
+          header.msg_controllen = control_bytes;
+        }
       }
     }
+    if (count == 0) return total;
 
     const int sent = ::sendmmsg(fd_.get(), messages.data(), static_cast<unsigned>(count), 0);
-    std::size_t taken = 0;
+    std::size_t taken = sent < 0 ? 0 : static_cast<std::size_t>(sent);
     if (sent < 0) {
-      switch (errno) {
-        case EAGAIN:
-        case ENOBUFS:
-          return total;
-        case EINTR:
-          break;
-        default:
-          if (gso_ && packets_of[0] > 1 && (errno == EIO || errno == EINVAL || errno == EOPNOTSUPP)) {
-            gso_ = false;  // no checksum offload on this path: send packets one by one
-          } else {
-            taken = 1;  // lost on this host: the protocol sends it again, or finds that no packet passes
-            note_refusal(errno, peers_[runs[first_run].to].address);
-          }
+      if (errno == EAGAIN || errno == ENOBUFS) return total;
+      if (errno == EINTR) continue;
+      if (gso_ && packets_of[0] > 1 && (errno == EIO || errno == EINVAL || errno == EOPNOTSUPP)) {
+        gso_ = false;  // no checksum offload on this path: send packets one by one
+      } else {
+        taken = 1;  // lost on this host: the protocol sends it again, or finds that no packet passes
+        note_refusal(errno, peers_[run_of[0]->to].address);
       }
-    } else {
-      taken = static_cast<std::size_t>(sent);
     }
-    std::size_t packets = 0;
-    for (std::size_t i = 0; i < taken; ++i) packets += packets_of[i];
-    total += packets;
-    // Rewind to the first packet that was not taken.
-    if (taken < count) {
-      run_index = first_run;
-      run_offset = first_offset + packets;
-      while (run_index < runs.size()) {
-        const std::size_t run_packets = runs[run_index].pieces.size() / runs[run_index].pieces_per_packet;
-        if (run_offset < run_packets) break;
-        run_offset -= run_packets;
-        ++run_index;
-      }
+    for (std::size_t i = 0; i < taken; ++i) {
+      run_of[i]->taken += packets_of[i];
+      total += packets_of[i];
     }
   }
-  return total;
 }
 
 bool UdpSocket::receive(const Take& take) {

@@ -17,15 +17,10 @@ class Fd {
   Fd() = default;
   explicit Fd(int fd) : fd_(fd) {}
   Fd(Fd&& other) noexcept : fd_(std::exchange(other.fd_, -1)) {}
-  Fd& operator=(Fd&& other) noexcept {
-    if (this != &other) {
-      reset();
-      fd_ = std::exchange(other.fd_, -1);
-    }
+  Fd& operator=(Fd other) noexcept {
+    std::swap(fd_, other.fd_);
     return *this;
   }
-  Fd(const Fd&) = delete;
-  Fd& operator=(const Fd&) = delete;
   ~Fd() { reset(); }
 
   int get() const { return fd_; }
@@ -43,9 +38,10 @@ class ProcessFd {
   ProcessFd() = default;
   explicit ProcessFd(Fd fd);
   ProcessFd(ProcessFd&& other) noexcept = default;
-  ProcessFd& operator=(ProcessFd&& other) noexcept;
-  ProcessFd(const ProcessFd&) = delete;
-  ProcessFd& operator=(const ProcessFd&) = delete;
+  ProcessFd& operator=(ProcessFd other) noexcept {
+    std::swap(fd_, other.fd_);
+    return *this;
+  }
   ~ProcessFd() { reset(); }
 
   int get() const { return fd_.get(); }

@@ -33,10 +33,11 @@
 // Cancelling. Before an operation reports its failure, its caller must have its memory back: a late write would change
 // other values. So the owner revokes its grants once (`cancel`). The writer replies with the number of writes that it
 // ever began, and begins none after that. The memory is the owner's once as many writes have landed. The peer's
-// FinalCounts (fabric_pipe.hpp) hold the same number. Without that number in time, or from a peer that died, only
-// closing the endpoint makes the memory safe: StreamMux::force_close. ShmNode::begin_use and windows on devices
-// (netfold/torch/device/ipc.py) follow the same rule: users of memory are counted, and a revoke waits for them. Here a
-// count of writes replaces the flag, since the network adapter of another host reads no flag before it writes.
+// FinalCounts (fabric_pipe.hpp) hold the same number. Without that number within Mesh::kCancelNs, or from a peer that
+// died, only StreamMux::force_close makes the memory safe: the adapter refuses writes to a closed endpoint's
+// registrations. ShmNode::begin_use and windows on devices (netfold/torch/device/ipc.py) follow the same rule: users of
+// memory are counted, and a revoke waits for them. Here a count of writes replaces the flag, since the network adapter
+// of another host reads no flag before it writes.
 //
 // Not used over several rails, since a write that was lost with its rail could still land; nor with providers that
 // cannot write, or whose peers write by themselves (Limits::peers_write). Then all bytes go in segments.

@@ -55,6 +55,7 @@
 
 #include <array>
 #include <mutex>
+#include <type_traits>
 
 namespace netfold::transport::fabric {
 
@@ -98,10 +99,14 @@ class StreamMux : public std::enable_shared_from_this<StreamMux> {
   const Endpoint::Limits& limits(std::size_t rail) const { return state_.limits[rail]; }
   std::size_t rails() const { return state_.limits.size(); }
   // False once the endpoint had to be closed: no stream works then, and none can be opened.
-  bool is_open() const;
+  bool is_open() const {
+    return locked([&] { return !state_.rails.empty(); });
+  }
   void set(const Settings& settings);
   // Why no part goes by RMA; empty where large parts do.
-  std::string why_not_rma() const;
+  std::string why_not_rma() const {
+    return locked([&] { return grants_.obstacle(settings_.rma_min_bytes); });
+  }
   // The endpoints' names, by rail.
   std::vector<std::vector<std::byte>> names() const;
 
@@ -118,15 +123,21 @@ class StreamMux : public std::enable_shared_from_this<StreamMux> {
   std::size_t send(Stream* stream, std::span<const iovec> pieces);
   std::size_t receive(Stream* stream, std::span<const iovec> pieces);
   bool uses_rma(const Stream* stream, std::size_t bytes) const { return grants_.uses_rma(*stream, bytes); }
-  bool post_receive(Stream* stream, std::uint64_t name, std::byte* into, std::size_t bytes);
+  bool post_receive(Stream* stream, std::uint64_t name, std::byte* into, std::size_t bytes) {
+    return locked([&] { return grants_.post_receive(*stream, name, into, bytes); });
+  }
   bool is_posted(Stream* stream, std::uint64_t name);
   // The pieces before the last are copied; at most RmaGrants::kMaxBeforeBytes.
   std::size_t put(Stream* stream, std::span<const iovec> pieces, std::uint64_t name);
   std::size_t bytes_in_flight(Stream* stream);
   bool cancel(Stream* stream);
   // Notes that the peer begins no more writes. writes: how many it ever began.
-  void confirm_cancel(Stream* stream, std::uint32_t writes);
-  FinalCounts final_counts(const Stream* stream) const;
+  void confirm_cancel(Stream* stream, std::uint32_t writes) {
+    locked([&] { stream->peer_writes = writes; });
+  }
+  FinalCounts final_counts(const Stream* stream) const {
+    return locked([&] { return FinalCounts{stream->sent, stream->writes_begun}; });
+  }
   // Closes the endpoint: all streams fail with this reason, and the provider uses no memory any more.
   void force_close(const std::string& why);
   std::unique_ptr<Pipe::RegistrationLease> lease(std::byte* data, std::size_t bytes,
@@ -135,9 +146,13 @@ class StreamMux : public std::enable_shared_from_this<StreamMux> {
   std::unique_ptr<Pipe::Scratch> scratch(std::size_t bytes);
 
   // Why no more bytes are sent; empty while the stream works.
-  std::string failure(const Stream* stream) const;
+  std::string failure(const Stream* stream) const {
+    return locked([&] { return stream->failure; });
+  }
   // Segments whose bytes were all read.
-  std::uint32_t read(const Stream* stream) const;
+  std::uint32_t read(const Stream* stream) const {
+    return locked([&] { return stream->read; });
+  }
   // Whether the provider needs no further call for the bytes that were sent. With several rails, only once the peer has
   // them all, since they may have to be sent again.
   bool settled(Stream* stream);
@@ -145,7 +160,9 @@ class StreamMux : public std::enable_shared_from_this<StreamMux> {
   // Adds descriptors that wake a thread for `events` of this stream, or for work that the stream needs.
   void wait_for(Stream* stream, short events, std::vector<pollfd>& fds);
   // Does the provider's work for all streams.
-  void make_progress();
+  void make_progress() {
+    locked([&] { progress(); });
+  }
   // Adds a timer that wakes a thread after `delay_ns`.
   void wake_after(std::vector<pollfd>& fds, std::int64_t delay_ns);
 
@@ -165,6 +182,11 @@ class StreamMux : public std::enable_shared_from_this<StreamMux> {
   // A poll that found nothing, with its system calls, is not repeated within this time by a caller with other work.
   static constexpr std::int64_t kMinProgressIntervalNs = 1'000;
 
+  template <class Function>
+  std::invoke_result_t<Function> locked(Function function) const {
+    std::lock_guard lock(mutex_);
+    return function();
+  }
   Slab* take_slab(std::uint32_t window);
   bool progress();
   void progress_if_due();

@@ -69,7 +69,6 @@ class UdpSocket final : public Datagrams {
     void set_source(const Address& local);
   };
 
-  std::size_t send_in_order(std::span<const Run> runs);
   void note_refusal(int error, const Address& to);
 
   Fd fd_;
