@@ -1,8 +1,5 @@
 #include <netfold/transport/mesh.hpp>
 
-#include <algorithm>
-#include <chrono>
-
 namespace netfold::transport {
 
 Mesh::Mesh(int rank, std::vector<std::unique_ptr<Pipe>> pipes)
@@ -19,59 +16,55 @@ ResumableSocket* Mesh::rail(int peer, int number) {
 }
 
 bool Mesh::prefers_large_chunks() const {
-  return std::any_of(pipes_.begin(), pipes_.end(),
-                     [](const auto& pipe) { return pipe != nullptr && pipe->prefers_large_chunks(); });
+  return any([](const Pipe& pipe) { return pipe.prefers_large_chunks(); });
+}
+
+bool Mesh::needs_progress() const {
+  return any([](const Pipe& pipe) { return pipe.needs_progress(); });
+}
+
+bool Mesh::has_unsent() const {
+  return any([](const Pipe& pipe) { return pipe.has_unsent(); });
 }
 
 std::unique_ptr<Pipe::RegistrationLease> Mesh::lease(std::byte* data, std::size_t bytes) {
   for (const auto& pipe : pipes_) {
     if (pipe == nullptr) continue;
-    if (auto lease = pipe->lease(data, bytes)) return lease;  // its port is the others' too
+    if (auto lease = pipe->lease(data, bytes)) return lease;  // all pipes share one StreamMux
   }
   return nullptr;
 }
 
 void Mesh::cancel() {
-  using Clock = std::chrono::steady_clock;
-  const auto deadline = Clock::now() + std::chrono::nanoseconds(kCancelNs);
+  const std::int64_t deadline_ns = now_ns() + kCancelNs;
   std::vector<pollfd> fds;
   for (;;) {
-    bool is_back = true;
+    bool is_done = true;
     fds.clear();
     for (const auto& pipe : pipes_) {
       if (pipe == nullptr || pipe->cancel()) continue;
-      is_back = false;
-      if (Clock::now() < deadline && !pipe->must_force_close()) {
+      is_done = false;
+      if (now_ns() < deadline_ns && !pipe->must_force_close()) {
         pipe->wait_for(0, fds);
       } else {
         pipe->force_close();
       }
     }
-    if (is_back) return;
+    if (is_done) return;
     if (!fds.empty()) ::poll(fds.data(), fds.size(), 1);
   }
 }
 
 bool Mesh::flush() {
-  bool all = true;
-  for (const auto& pipe : pipes_) all &= pipe == nullptr || pipe->flush();
-  return all;
+  bool is_done = true;
+  for (const auto& pipe : pipes_) is_done &= pipe == nullptr || pipe->flush();
+  return is_done;
 }
 
 void Mesh::wait_to_flush(std::vector<pollfd>& fds) {
   for (const auto& pipe : pipes_) {
     if (pipe != nullptr) pipe->wait_to_flush(fds);
   }
-}
-
-bool Mesh::needs_progress() const {
-  return std::any_of(pipes_.begin(), pipes_.end(),
-                     [](const auto& pipe) { return pipe != nullptr && pipe->needs_progress(); });
-}
-
-bool Mesh::has_unsent() const {
-  return std::any_of(pipes_.begin(), pipes_.end(),
-                     [](const auto& pipe) { return pipe != nullptr && pipe->has_unsent(); });
 }
 
 void Mesh::close() {

@@ -1,10 +1,11 @@
 #include <arpa/inet.h>
 #include <fcntl.h>
 #include <pthread.h>
+#include <sys/random.h>
 #include <unistd.h>
 #include <netfold/transport/socket.hpp>
 
-#include <cerrno>
+#include <chrono>
 #include <cstring>
 #include <mutex>
 #include <stdexcept>
@@ -14,31 +15,32 @@
 namespace netfold::transport {
 namespace {
 
-// The descriptors of all ProcessFds. Locked over a fork, so that the child finds it whole.
-struct OfThisProcess {
+// The descriptors of all ProcessFds. Locked across a fork, so that the child finds the list complete.
+struct ProcessFds {
   std::mutex mutex;
   std::vector<int> fds;
 
-  OfThisProcess() {
-    pthread_atfork([] { all().mutex.lock(); }, [] { all().mutex.unlock(); }, [] { all().let_go(); });
+  ProcessFds() {
+    pthread_atfork([] { all().mutex.lock(); }, [] { all().mutex.unlock(); }, [] { all().replace_in_child(); });
   }
-  // In the child. Numbers stay taken: whoever closes one later closes nothing else.
-  void let_go() {
-    const int nothing = ::open("/dev/null", O_RDWR | O_CLOEXEC);
-    for (const int fd : fds) ::dup3(nothing, fd, O_CLOEXEC);
-    ::close(nothing);
+  // Puts /dev/null in the place of each descriptor. The numbers stay in use, so that a late close of one of them in the
+  // child closes no other descriptor.
+  void replace_in_child() {
+    const int null_device = ::open("/dev/null", O_RDWR | O_CLOEXEC);
+    for (const int fd : fds) ::dup3(null_device, fd, O_CLOEXEC);
+    ::close(null_device);
     fds.clear();
     mutex.unlock();
   }
-  // Never destroyed: threads of a dying process may still be inside.
-  static OfThisProcess& all() {
-    static auto* const found = new OfThisProcess;
-    return *found;
+  // Never destroyed: threads of a dying process may still use the list.
+  static ProcessFds& all() {
+    static auto* const fds = new ProcessFds;
+    return *fds;
   }
 };
 
 // Made when the library is loaded: a child of a fork during the first use would wait for the thread that makes it.
-[[maybe_unused]] const auto& made_at_load = OfThisProcess::all();
+[[maybe_unused]] const auto& made_at_load = ProcessFds::all();
 
 }  // namespace
 
@@ -49,28 +51,31 @@ void Fd::reset() {
 
 ProcessFd::ProcessFd(Fd fd) : fd_(std::move(fd)) {
   if (!fd_) return;
-  OfThisProcess& all = OfThisProcess::all();
+  ProcessFds& all = ProcessFds::all();
   std::lock_guard lock(all.mutex);
   all.fds.push_back(fd_.get());
 }
 
-ProcessFd& ProcessFd::operator=(ProcessFd&& other) noexcept {
-  if (this != &other) {
-    reset();
-    fd_ = std::move(other.fd_);
-  }
-  return *this;
-}
-
 void ProcessFd::reset() {
   if (!fd_) return;
-  OfThisProcess& all = OfThisProcess::all();
+  ProcessFds& all = ProcessFds::all();
   std::lock_guard lock(all.mutex);
   std::erase(all.fds, fd_.get());
   fd_.reset();
 }
 
 void throw_errno(const std::string& what) { throw std::system_error(errno, std::generic_category(), what); }
+
+std::uint64_t random_bits() {
+  std::uint64_t bits = 0;
+  if (getrandom(&bits, sizeof bits, 0) != sizeof bits) throw_errno("getrandom");
+  return bits;
+}
+
+std::int64_t now_ns() {
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch())
+      .count();
+}
 
 Address Address::parse(const std::string& host, std::uint16_t port) {
   Address address;

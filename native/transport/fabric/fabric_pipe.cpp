@@ -1,26 +1,16 @@
 #include <netfold/transport/fabric/fabric_pipe.hpp>
 
-#include <chrono>
 #include <utility>
 
 namespace netfold::transport::fabric {
-namespace {
 
-std::int64_t now_ns() {
-  return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch())
-      .count();
-}
-
-}  // namespace
-
-FabricPipe::FabricPipe(std::shared_ptr<StreamMux> mux, StreamMux::Stream* stream)
-    : mux_(std::move(mux)), stream_(stream) {}
+FabricPipe::FabricPipe(std::shared_ptr<StreamMux> mux, Stream* stream) : mux_(std::move(mux)), stream_(stream) {}
 
 FabricPipe::~FabricPipe() { send_final_counts(mux_->close(stream_)); }
 
-void FabricPipe::send_final_counts(const StreamMux::FinalCounts& word) {
+void FabricPipe::send_final_counts(const StreamMux::FinalCounts& counts) {
   if (connection_ == nullptr || std::exchange(sent_final_counts_, true)) return;
-  const iovec piece{const_cast<StreamMux::FinalCounts*>(&word), sizeof word};
+  const iovec piece{const_cast<StreamMux::FinalCounts*>(&counts), sizeof counts};
   connection_->send({&piece, 1});
 }
 
@@ -29,42 +19,41 @@ Pipe::Io FabricPipe::send(std::span<const iovec> pieces) { return sent(mux_->sen
 Pipe::Io FabricPipe::sent(std::size_t bytes) {
   if (bytes > 0) return {.bytes = bytes};
   if (++quiet_calls_ >= kQuietCalls) check_connection();
-  return over_since_ns_ >= 0 || is_over() ? closed() : Io{};
+  return is_over() ? closed() : Io{};
 }
 
 bool FabricPipe::cancel() {
   check_connection();
-  if (heard_ == sizeof final_counts_) mux_->confirm_cancel(stream_, final_counts_.writes);
-  const bool is_back = mux_->cancel(stream_);
+  if (has_final_counts()) mux_->confirm_cancel(stream_, final_counts_.writes);
+  const bool is_done = mux_->cancel(stream_);
   if (!mux_->is_open()) send_final_counts(mux_->final_counts(stream_));
-  return is_back;
+  return is_done;
 }
 
-bool FabricPipe::must_force_close() { return is_gone_; }
-
 void FabricPipe::force_close() {
-  mux_->force_close("memory that was lent to a rank, or granted to it, was not given back");
+  mux_->force_close("a peer or the provider could still use memory of an operation that failed");
   send_final_counts(mux_->final_counts(stream_));
 }
 
 Pipe::Io FabricPipe::receive(std::span<const iovec> pieces) {
-  const std::size_t got = mux_->receive(stream_, pieces);
-  if (got > 0) return {.bytes = got};
+  const std::size_t bytes = mux_->receive(stream_, pieces);
+  if (bytes > 0) return {.bytes = bytes};
   if (++quiet_calls_ >= kQuietCalls) check_connection();
   if (!is_over()) return {};
-  const bool is_all = heard_ == sizeof final_counts_ && mux_->read(stream_) == final_counts_.segments;
+  const bool is_all = has_final_counts() && mux_->read(stream_) == final_counts_.segments;
   return is_all || now_ns() - over_since_ns_ > kLastNs ? closed() : Io{};
 }
 
-// At the connection: what the peer said last, or that it ended without a word.
+// Reads the peer's FinalCounts from the connection, or finds that it ended without them.
 void FabricPipe::check_connection() {
   quiet_calls_ = 0;
-  if (connection_ == nullptr || heard_ == sizeof final_counts_) return;
-  const iovec piece{reinterpret_cast<std::byte*>(&final_counts_) + heard_, sizeof final_counts_ - heard_};
+  if (connection_ == nullptr || has_final_counts()) return;
+  const iovec piece{reinterpret_cast<std::byte*>(&final_counts_) + final_count_bytes_,
+                    sizeof final_counts_ - final_count_bytes_};
   const Io io = connection_->receive({&piece, 1});
-  heard_ += io.bytes;
-  is_gone_ |= io.closed && heard_ < sizeof final_counts_;
-  if (over_since_ns_ >= 0 || (heard_ < sizeof final_counts_ && !io.closed)) return;
+  final_count_bytes_ += io.bytes;
+  is_gone_ |= io.closed && !has_final_counts();
+  if (over_since_ns_ >= 0 || (!has_final_counts() && !io.closed)) return;
   over_since_ns_ = now_ns();
   if (!io.closed) return;
   error_ = io.error;
@@ -75,7 +64,7 @@ bool FabricPipe::is_over() {
   if (over_since_ns_ >= 0) return true;
   std::string failure = mux_->failure(stream_);
   if (failure.empty()) return false;
-  // The connection may know better: that the peer left in order, or why it is gone.
+  // The connection may show a better reason: the peer left in order, or why it is gone.
   check_connection();
   is_ours_ = over_since_ns_ < 0;
   if (is_ours_) over_since_ns_ = now_ns();
@@ -87,7 +76,7 @@ void FabricPipe::wait_for(short events, std::vector<pollfd>& fds) const {
   quiet_calls_ = kQuietCalls;
   mux_->wait_for(stream_, events, fds);
   if (over_since_ns_ >= 0) {
-    mux_->wake_after(fds, StreamMux::kPollIntervalNs);  // until what is on its way has had its time
+    mux_->wake_after(fds, StreamMux::kPollIntervalNs);  // until kLastNs is over
   } else if (connection_ != nullptr) {
     connection_->wait_for(POLLIN | POLLRDHUP, fds);
   }
@@ -95,12 +84,12 @@ void FabricPipe::wait_for(short events, std::vector<pollfd>& fds) const {
 
 bool FabricPipe::hung_up() {
   check_connection();
-  return over_since_ns_ >= 0 || is_over();
+  return is_over();
 }
 
 bool FabricPipe::flush() {
-  const bool connection = connection_ == nullptr || connection_->flush();
-  return (mux_->settled(stream_) || is_over()) && connection;
+  const bool is_connection_flushed = connection_ == nullptr || connection_->flush();
+  return (mux_->settled(stream_) || is_over()) && is_connection_flushed;
 }
 
 void FabricPipe::wait_to_flush(std::vector<pollfd>& fds) {

@@ -22,7 +22,7 @@
 namespace netfold::transport::fabric {
 namespace {
 
-// Debian 12's; what stands in its headers stayed in later ones.
+// The version of Debian 12. Later versions kept all that its headers declare.
 constexpr std::uint32_t kVersion = FI_VERSION(1, 17);
 
 static_assert(sizeof(Work) == sizeof(fi_context2));
@@ -40,10 +40,10 @@ std::string text_of(std::uint32_t version) {
   return std::to_string(FI_MAJOR(version)) + "." + std::to_string(FI_MINOR(version));
 }
 
-// ofi_rxm's buffers hold 16 KB unless it is told otherwise, and a longer message is cut up and copied twice more. The
-// word that tells it is libfabric's own and read once, by the first call; who has set it is not overruled.
-void let_segments_go_whole() {
-  constexpr std::size_t kHeadersBytes = 512;  // rxm's own, and the transport's below it
+// Enlarges ofi_rxm's buffers, which hold 16 KB by default: a longer message is cut up and copied twice more. libfabric
+// reads the variable once, in the first call of fi_getinfo. A value that the user has set is kept.
+void enlarge_rxm_buffers() {
+  constexpr std::size_t kHeadersBytes = 512;  // of rxm, and of the transport below it
   setenv("FI_OFI_RXM_BUFFER_SIZE", std::to_string(kMaxSegmentBytes + kHeadersBytes).c_str(), 0);
 }
 
@@ -71,7 +71,7 @@ Library load() {
   return library;
 }
 
-// Never unloaded: providers have threads of their own.
+// Never unloaded: providers run threads.
 const Library& library() {
   static const Library loaded = load();
   return loaded;
@@ -82,21 +82,23 @@ struct FreeInfo {
 };
 using Info = std::unique_ptr<fi_info, FreeInfo>;
 
-std::string words(int error) { return library().strerror(error < 0 ? -error : error); }
+std::string error_text(int error) { return library().strerror(error < 0 ? -error : error); }
 
-// Found and whether it was; the library's "no data" is an answer.
-Info ask(const fi_info* hints, const char* source = nullptr) {
-  // By now, and not when the library was opened: who cleans up the environment in between has not been heard.
-  [[maybe_unused]] static const bool told = (let_segments_go_whole(), true);
+// The providers' endpoints that match `hints`; null where there are none.
+Info get_info(const fi_info* hints, const char* source = nullptr) {
+  // Set right before the first fi_getinfo, not when the library is opened: the environment may be cleared in between.
+  [[maybe_unused]] static const bool is_enlarged = (enlarge_rxm_buffers(), true);
   fi_info* found = nullptr;
-  const int failed = library().getinfo(kVersion, source, nullptr, source != nullptr ? FI_SOURCE : 0, hints, &found);
-  if (failed == -FI_ENODATA) return nullptr;
-  if (failed != 0) throw Error("libfabric does not list its providers: " + words(failed));
+  const int result = library().getinfo(kVersion, source, nullptr, source != nullptr ? FI_SOURCE : 0, hints, &found);
+  if (result == -FI_ENODATA) return nullptr;
+  if (result != 0) throw Error("libfabric does not list its providers: " + error_text(result));
   return Info(found);
 }
 
-// What netfold asks of an endpoint. It can do without everything that is not named here: no order, no source address;
-// and without writes, where there are none.
+// The endpoint that netfold requires. Nothing else is needed: no order, no source address.
+// provider: empty for any.
+// writes: also require RMA.
+// in_order: also require that messages arrive after earlier writes.
 Info hints_for(const std::string& provider, bool writes, bool in_order = false) {
   Info hints(library().dupinfo(nullptr));
   if (hints == nullptr) throw Error("libfabric has no memory left");
@@ -136,7 +138,7 @@ bool goes_by_host(const fi_info& info) {
   return info.addr_format == FI_SOCKADDR || info.addr_format == FI_SOCKADDR_IN || info.addr_format == FI_SOCKADDR_IN6;
 }
 
-// Names in order, each once.
+// The providers' names in order, each once.
 std::string names_in(const Info& found) {
   std::vector<std::string> names;
   for (const fi_info* each = found.get(); each != nullptr; each = each->next) {
@@ -158,7 +160,7 @@ std::string locked_memory() {
          "memlock in /etc/security/limits.conf, LimitMEMLOCK of the service, or --ulimit memlock=-1 of the container";
 }
 
-// Closes what libfabric opened.
+// Closes an object of libfabric.
 struct Close {
   template <class Fid>
   void operator()(Fid* opened) const {
@@ -170,7 +172,7 @@ using Owned = std::unique_ptr<Fid, Close>;
 
 class LibfabricRegistration final : public Registration {
  public:
-  // `base`: what addresses in it are told from; null where the provider takes them as they are.
+  // base: the address that peers count from; null where the provider takes virtual addresses.
   LibfabricRegistration(Owned<fid_mr> region, const std::byte* base) : region_(std::move(region)), base_(base) {}
   void* descriptor() const override { return fi_mr_desc(region_.get()); }
   std::uint64_t key() const override { return fi_mr_key(region_.get()); }
@@ -185,7 +187,7 @@ class LibfabricRegistration final : public Registration {
 
 class LibfabricEndpoint final : public Endpoint {
  public:
-  // `host`: of its interface, where it goes by such addresses.
+  // host: the address of the interface; empty for a provider without such addresses.
   LibfabricEndpoint(Info info, const std::string& host, bool in_order);
 
   ~LibfabricEndpoint() override { LibfabricEndpoint::close(); }
@@ -236,13 +238,13 @@ class LibfabricEndpoint final : public Endpoint {
   Taken taken(ssize_t result) {
     if (result == 0) return Taken::yes;
     if (result == -FI_EAGAIN) return Taken::later;
-    why_ = words(static_cast<int>(result));
+    why_ = error_text(static_cast<int>(result));
     return Taken::never;
   }
-  void failed(Completion& into);
+  void read_error(Completion& into);
   void check(int result, const char* what) const {
     if (result != 0) {
-      throw Error("provider " + limits_.provider + " on " + place_ + " cannot " + what + ": " + words(result));
+      throw Error("provider " + limits_.provider + " on " + place_ + " cannot " + what + ": " + error_text(result));
     }
   }
 
@@ -250,9 +252,9 @@ class LibfabricEndpoint final : public Endpoint {
   std::string place_;
   Watchdog watch_;
   Limits limits_;
-  bool binds_registrations_ = false;
-  bool names_keys_ = false;
-  bool takes_addresses_ = false;
+  bool binds_registrations_ = false;      // FI_MR_ENDPOINT
+  bool chooses_keys_ = false;             // netfold chooses the keys: no FI_MR_PROV_KEY
+  bool takes_virtual_addresses_ = false;  // FI_MR_VIRT_ADDR
   Owned<fid_fabric> fabric_;
   Owned<fid_domain> domain_;
   Owned<fid_av> addresses_;
@@ -276,8 +278,8 @@ LibfabricEndpoint::LibfabricEndpoint(Info info, const std::string& host, bool in
   limits_.tag_bits = static_cast<int>(std::bit_width(info_->ep_attr->mem_tag_format));
   limits_.needs_registration = (info_->domain_attr->mr_mode & FI_MR_LOCAL) != 0;
   binds_registrations_ = (info_->domain_attr->mr_mode & FI_MR_ENDPOINT) != 0;
-  names_keys_ = (info_->domain_attr->mr_mode & FI_MR_PROV_KEY) == 0;
-  takes_addresses_ = (info_->domain_attr->mr_mode & FI_MR_VIRT_ADDR) != 0;
+  chooses_keys_ = (info_->domain_attr->mr_mode & FI_MR_PROV_KEY) == 0;
+  takes_virtual_addresses_ = (info_->domain_attr->mr_mode & FI_MR_VIRT_ADDR) != 0;
   limits_.peers_write = limits_.provider.starts_with("shm");
   limits_.orders_writes = in_order;
   const bool has_numbers = in_order || info_->domain_attr->cq_data_size >= sizeof(std::uint32_t);
@@ -319,7 +321,7 @@ LibfabricEndpoint::LibfabricEndpoint(Info info, const std::string& host, bool in
 std::vector<std::byte> LibfabricEndpoint::name() const {
   std::vector<std::byte> name(512);
   std::size_t bytes = name.size();
-  check(fi_getname(&endpoint_->fid, name.data(), &bytes), "say its address");
+  check(fi_getname(&endpoint_->fid, name.data(), &bytes), "tell its address");
   name.resize(bytes);
   return name;
 }
@@ -339,24 +341,24 @@ std::unique_ptr<Registration> LibfabricEndpoint::register_memory(std::byte* data
   fid_mr* opened = nullptr;
   int result = -FI_ENOKEY;
   for (int tries = 0; tries < kKeyTries && result == -FI_ENOKEY; ++tries) {
-    const std::uint64_t key = names_keys_ ? random_key() : 0;
+    const std::uint64_t key = chooses_keys_ ? random_key() : 0;
     const Watchdog::Call call(watch_);
     result = fi_mr_reg(domain_.get(), data, bytes, allowed, 0, key, 0, &opened, nullptr);
   }
   if (result != 0) {
     const bool may_be_limit = result == -FI_ENOMEM || result == -EPERM || result == -EAGAIN;
     throw Error("provider " + limits_.provider + " cannot register " + std::to_string(bytes) +
-                " bytes of memory: " + words(result) + (may_be_limit ? locked_memory() : ""));
+                " bytes of memory: " + error_text(result) + (may_be_limit ? locked_memory() : ""));
   }
   Owned<fid_mr> region(opened);
   if (binds_registrations_) {
     check(fi_mr_bind(region.get(), &endpoint_->fid, 0), "bind memory to its endpoint");
     check(fi_mr_enable(region.get()), "enable a registration");
   }
-  return std::make_unique<LibfabricRegistration>(std::move(region), takes_addresses_ ? nullptr : data);
+  return std::make_unique<LibfabricRegistration>(std::move(region), takes_virtual_addresses_ ? nullptr : data);
 }
 
-// Where keys are ours to choose, nobody else should guess them: who has one can write.
+// Random, since a peer that guesses a key can write to the memory.
 std::uint64_t LibfabricEndpoint::random_key() const {
   std::uint64_t key = 0;
   if (getrandom(&key, sizeof key, 0) != sizeof key) throw Error("no random numbers for a registration's key");
@@ -373,11 +375,11 @@ std::size_t LibfabricEndpoint::poll(std::span<Completion> into) {
   }();
   if (found == -FI_EAGAIN || found == 0) return 0;
   if (found == -FI_EAVAIL) {
-    failed(into[0]);
+    read_error(into[0]);
     return 1;
   }
   if (found < 0) {
-    into[0] = {.kind = Completion::Kind::failed, .why = words(static_cast<int>(found))};
+    into[0] = {.kind = Completion::Kind::failed, .why = error_text(static_cast<int>(found))};
     return 1;
   }
   for (std::size_t i = 0; i < static_cast<std::size_t>(found); ++i) {
@@ -393,16 +395,16 @@ std::size_t LibfabricEndpoint::poll(std::span<Completion> into) {
   return static_cast<std::size_t>(found);
 }
 
-void LibfabricEndpoint::failed(Completion& into) {
+void LibfabricEndpoint::read_error(Completion& into) {
   fi_cq_err_entry entry{};
   into = {.kind = Completion::Kind::failed};
   const ssize_t found = fi_cq_readerr(queue_.get(), &entry, 0);
   if (found != 1) {
-    into.why = "an error that it does not describe: " + words(static_cast<int>(found));
+    into.why = "an error without a description: " + error_text(static_cast<int>(found));
     return;
   }
   into.work = static_cast<Work*>(entry.op_context);
-  into.why = words(entry.err);
+  into.why = error_text(entry.err);
   char text[256] = "";
   const char* own = fi_cq_strerror(queue_.get(), entry.prov_errno, entry.err_data, text, sizeof text);
   if (own != nullptr && into.why != own) into.why += " (" + std::string(own) + ")";
@@ -414,8 +416,8 @@ std::string library_version() { return text_of(library().version()); }
 
 std::vector<Provider> list_providers() {
   std::vector<Provider> out;
-  const Info usable = ask(hints_for("", false).get());
-  const Info all = ask(nullptr);
+  const Info usable = get_info(hints_for("", false).get());
+  const Info all = get_info(nullptr);
   const auto is_usable = [&](const fi_info& one) {
     for (const fi_info* each = usable.get(); each != nullptr; each = each->next) {
       if (as_text(each->fabric_attr->prov_name) == as_text(one.fabric_attr->prov_name) &&
@@ -455,32 +457,32 @@ std::vector<Provider> list_providers() {
 
 std::unique_ptr<Endpoint> open_endpoint(const std::string& provider, const std::string& host, int rail,
                                         Numbers numbers) {
-  // With writes, and messages in order after them, if it has such: a number that comes with a write is more to carry,
-  // and ofi_rxm 1.17 reads through a null pointer where a connection ends in the middle of a write that has one.
+  // Prefer writes with messages in order behind them: the number of a write is more to transfer, and ofi_rxm 1.17
+  // dereferences a null pointer where a connection ends in the middle of a write with a number.
   bool in_order = numbers == Numbers::if_needed;
   Info hints = hints_for(provider, true, in_order);
-  Info found = ask(hints.get());
+  Info found = get_info(hints.get());
   if (found == nullptr && in_order) {
     in_order = false;
     hints = hints_for(provider, true);
-    found = ask(hints.get());
+    found = get_info(hints.get());
   }
   if (found == nullptr) {
     hints = hints_for(provider, false);
-    found = ask(hints.get());
+    found = get_info(hints.get());
   }
   if (found == nullptr) {
     throw Error("libfabric " + library_version() + " has no provider '" + provider +
                 "' with reliable datagrams and tagged messages on this host; those that have: " +
-                names_in(ask(hints_for("", false).get())) + " (netfold doctor fabric says more)");
+                names_in(get_info(hints_for("", false).get())) + " (netfold doctor fabric says more)");
   }
   if (goes_by_host(*found)) {
-    Info here = ask(hints.get(), host.c_str());
-    if (here == nullptr) {
+    Info on_interface = get_info(hints.get(), host.c_str());
+    if (on_interface == nullptr) {
       throw Error("provider " + as_text(found->fabric_attr->prov_name) +
                   " does not go over the interface with the address " + host + " (NETFOLD_INTERFACE)");
     }
-    return std::make_unique<LibfabricEndpoint>(std::move(here), host, in_order);
+    return std::make_unique<LibfabricEndpoint>(std::move(on_interface), host, in_order);
   }
   fi_info* chosen = found.get();
   for (int skipped = 0; skipped < rail && chosen != nullptr; ++skipped) chosen = chosen->next;

@@ -1,4 +1,4 @@
-// In the place of libfabric.cpp, where netfold was built without libfabric's headers.
+// Replaces libfabric.cpp where netfold is built without libfabric's headers.
 #include <netfold/transport/fabric/libfabric.hpp>
 
 namespace netfold::transport::fabric {

@@ -5,13 +5,13 @@
 namespace netfold::transport::fabric {
 namespace {
 
-// Of the ranges in `map`, those that begin at or before `data`, the nearest first: the first that contains all.
-template <class Map, class Wanted>
-auto containing(Map& map, const std::byte* data, std::size_t bytes, Wanted wanted) {
+// The first range in `map` that contains the bytes and whose value is wanted; the nearest start below `data` first.
+template <class Map, class IsWanted>
+auto containing(Map& map, const std::byte* data, std::size_t bytes, IsWanted is_wanted) {
   auto at = map.upper_bound({data, 0});
   while (at != map.begin()) {
     --at;
-    if (at->first.contains(data, bytes) && wanted(at->second)) return at;
+    if (at->first.contains(data, bytes) && is_wanted(at->second)) return at;
   }
   return map.end();
 }
@@ -29,16 +29,16 @@ RegistrationCache::Lease* RegistrationCache::add_lease(std::byte* data, std::siz
 
 void RegistrationCache::end_lease(Lease* lease) {
   for (auto entry = entries_.begin(); entry != entries_.end();) {
-    const auto here = entry++;
-    if (here->lease != lease) continue;
-    here->lease = nullptr;
-    if (here->users == 0) drop(here);
+    const auto current = entry++;
+    if (current->lease != lease) continue;
+    current->lease = nullptr;
+    if (current->users == 0) drop(current);
   }
   const auto [first, last] = leases_.equal_range({lease->data, lease->bytes});
   leases_.erase(std::find_if(first, last, [&](const auto& each) { return &each.second == lease; }));
 }
 
-// One that goes with its last lease is not for others: whoever had that memory may have given it back.
+// Entries without a lease serve only their first user: the memory may have been freed since.
 RegistrationCache::Entries::iterator RegistrationCache::find(const std::byte* data, std::size_t bytes) {
   const auto found = containing(by_range_, data, bytes, [](const auto& entry) { return entry->lease != nullptr; });
   return found == by_range_.end() ? entries_.end() : found->second;
@@ -52,7 +52,7 @@ RegistrationCache::Lease* RegistrationCache::find_lease(const std::byte* data, s
 
 RegistrationCache::Entry* RegistrationCache::acquire(std::byte* data, std::size_t bytes) {
   Lease* operation = find_lease(data, bytes, Lifetime::operation);
-  // A tensor counts as one, where it is known what the tensor is.
+  // With an operation's lease, the whole tensor counts as one use.
   std::byte* first = operation != nullptr ? operation->data : data;
   const std::size_t wanted = operation != nullptr ? operation->bytes : bytes;
   auto entry = find(data, bytes);
@@ -83,9 +83,8 @@ RegistrationCache::Entry* RegistrationCache::acquire(std::byte* data, std::size_
     counters_.bytes += bytes;
     ++counters_.entries;
     for (auto other = entries_.begin(); other != entry;) {
-      const auto here = other++;
-      const bool is_within = here->data >= data && here->data + here->bytes <= data + bytes;
-      if (is_within && here->users == 0) drop(here);
+      const auto current = other++;
+      if (Range{data, bytes}.contains(current->data, current->bytes) && current->users == 0) drop(current);
     }
   }
   entries_.splice(entries_.end(), entries_, entry);
@@ -116,17 +115,17 @@ void RegistrationCache::drop(Entries::iterator entry) {
   entries_.erase(entry);
 }
 
-// For so many bytes more.
+// Evicts entries until `bytes` more bytes fit.
 void RegistrationCache::make_room(std::size_t bytes) {
   const auto is_full = [&] {
     return counters_.entries + (bytes > 0 ? 1 : 0) > limits_.entries || counters_.bytes + bytes > limits_.bytes;
   };
   for (auto entry = entries_.begin(); entry != entries_.end() && is_full();) {
-    const auto here = entry++;
-    const bool is_under_way =
-        here->users > 0 || (here->lease != nullptr && here->lease->lifetime == Lifetime::operation);
-    if (is_under_way) continue;
-    drop(here);
+    const auto current = entry++;
+    const bool is_in_use =
+        current->users > 0 || (current->lease != nullptr && current->lease->lifetime == Lifetime::operation);
+    if (is_in_use) continue;
+    drop(current);
     ++counters_.evictions;
   }
 }

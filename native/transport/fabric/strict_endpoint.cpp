@@ -21,21 +21,23 @@ namespace {
 constexpr std::size_t kMessageBytes = 4096;
 constexpr std::size_t kInjectBytes = 16;
 constexpr std::size_t kWriteBytes = 512 << 10;
-// Most completions held back at once.
+// The most completions that are held back at once.
 constexpr std::size_t kHeld = 6;
-// When what a rail that loses everything took completes, at the latest: its sender may have given up that rail before.
+// The longest delay of a completion on a rail that loses everything. Its sender may give up that rail before.
 constexpr std::chrono::milliseconds kLate{2500};
 
 [[noreturn]] void broken(const std::string& rule) { throw std::logic_error("strict fabric: " + rule); }
 
-class StrictEndpoint;
-
 class StrictRegistration final : public Registration {
  public:
-  StrictRegistration(StrictEndpoint& endpoint, std::unique_ptr<Registration> below, std::byte* data, std::size_t bytes,
-                     Access access);
-  ~StrictRegistration() override;
-  // What must be given with every use of this memory.
+  // all: the endpoint's registrations, which list this one while it lives.
+  StrictRegistration(std::set<const StrictRegistration*>& all, std::unique_ptr<Registration> below, std::byte* data,
+                     std::size_t bytes, Access access)
+      : all_(all), below_(std::move(below)), data_(data), bytes_(bytes), access_(access) {
+    all_.insert(this);
+  }
+  ~StrictRegistration() override { all_.erase(this); }
+  // To be passed with every use of this memory.
   void* descriptor() const override { return const_cast<StrictRegistration*>(this); }
   std::uint64_t key() const override { return below_->key(); }
   std::uint64_t address(const std::byte* data) const override { return below_->address(data); }
@@ -43,10 +45,18 @@ class StrictRegistration final : public Registration {
   bool holds(const std::byte* data, std::size_t bytes, Access access) const {
     return data >= data_ && data + bytes <= data_ + bytes_ && access == access_;
   }
-  bool is_mapped() const;
+  // Whether a caller's memory is still mapped. Other memory at the same address is not detected.
+  bool is_mapped() const {
+    if (access_ == Access::messages) return true;
+    const auto page = static_cast<std::uintptr_t>(sysconf(_SC_PAGESIZE));
+    const std::uintptr_t first = reinterpret_cast<std::uintptr_t>(data_) / page * page;
+    const std::size_t bytes = reinterpret_cast<std::uintptr_t>(data_) + bytes_ - first;
+    std::vector<unsigned char> pages((bytes + page - 1) / page);
+    return mincore(reinterpret_cast<void*>(first), bytes, pages.data()) == 0;
+  }
 
  private:
-  StrictEndpoint& endpoint_;
+  std::set<const StrictRegistration*>& all_;
   std::unique_ptr<Registration> below_;
   std::byte* data_;
   std::size_t bytes_;
@@ -71,7 +81,7 @@ class StrictEndpoint final : public Endpoint {
   std::unique_ptr<Registration> register_memory(std::byte* data, std::size_t bytes, Access access) override {
     const bool known_below = needs_below_ || access == Access::writes;
     auto below = known_below ? below_->register_memory(data, bytes, access) : nullptr;
-    return std::make_unique<StrictRegistration>(*this, std::move(below), data, bytes, access);
+    return std::make_unique<StrictRegistration>(registrations_, std::move(below), data, bytes, access);
   }
 
   Taken send(Peer to, const std::byte* data, std::size_t bytes, void* descriptor, std::uint64_t tag,
@@ -79,7 +89,7 @@ class StrictEndpoint final : public Endpoint {
     if (refuses()) return Taken::later;
     if (bytes > limits_.message_bytes) broken("a message of " + std::to_string(bytes) + " bytes is too long");
     begin(work, data, bytes, descriptor, Access::messages);
-    later_.push_back({Later::What::send, to, const_cast<std::byte*>(data), bytes, descriptor, tag, {}, work});
+    deferred_.push_back({Deferred::Kind::send, to, const_cast<std::byte*>(data), bytes, descriptor, tag, {}, work});
     return Taken::yes;
   }
   Taken write(Peer to, const std::byte* data, std::size_t bytes, void* descriptor, const RemoteBuffer& into,
@@ -87,7 +97,8 @@ class StrictEndpoint final : public Endpoint {
     if (refuses()) return Taken::later;
     if (bytes > limits_.write_bytes) broken("a write of " + std::to_string(bytes) + " bytes is too long");
     begin(work, data, bytes, descriptor, Access::writes);
-    later_.push_back({Later::What::write, to, const_cast<std::byte*>(data), bytes, descriptor, number, into, work});
+    deferred_.push_back(
+        {Deferred::Kind::write, to, const_cast<std::byte*>(data), bytes, descriptor, number, into, work});
     return Taken::yes;
   }
   Taken inject(Peer to, const std::byte* data, std::size_t bytes, std::uint64_t tag) override {
@@ -99,132 +110,107 @@ class StrictEndpoint final : public Endpoint {
   Taken receive(std::byte* into, std::size_t bytes, void* descriptor, Work* work) override {
     if (refuses()) return Taken::later;
     begin(work, into, bytes, descriptor, Access::messages);
-    later_.push_back({Later::What::receive, 0, into, bytes, descriptor, 0, {}, work});
+    deferred_.push_back({Deferred::Kind::receive, 0, into, bytes, descriptor, 0, {}, work});
     return Taken::yes;
   }
   const std::string& why() const override { return below_->why(); }
   std::size_t poll(std::span<Completion> into) override;
-  bool may_sleep() override { return later_.empty() && held_.empty() && lost_.empty() && below_->may_sleep(); }
+  bool may_sleep() override { return deferred_.empty() && held_.empty() && lost_.empty() && below_->may_sleep(); }
   int wait_fd() const override { return below_->wait_fd(); }
 
-  std::set<const StrictRegistration*> registrations;
-
  private:
-  // Handed to us, and not yet to the wire below.
-  struct Later {
-    enum class What : std::uint8_t { send, receive, write };
-    What what;
+  // An operation that was not passed to the wrapped endpoint yet.
+  struct Deferred {
+    enum class Kind : std::uint8_t { send, receive, write };
+    Kind kind;
     Peer to;
     std::byte* data;
     std::size_t bytes;
     void* descriptor;
-    std::uint64_t tag;  // of a write, its number
+    std::uint64_t tag;  // the number of a write
     RemoteBuffer into;
     Work* work;
   };
 
   bool chance(std::uint64_t of) { return random_() % of == 0; }
   bool refuses() { return chance(3); }
-  // Counts a send.
+  // Counts a send, and decides whether it is lost.
   bool is_lost() {
     const bool all = ++sends_ > strictness_.loses && strictness_.loses > 0;
     return all || (strictness_.drops > 0 && chance(strictness_.drops));
   }
   void begin(Work* work, const std::byte* data, std::size_t bytes, void* descriptor, Access access);
   void end(Work* work);
-  Taken hand_down(const Later& next);
-  void hand_down();
+  Taken pass_on(const Deferred& operation);
+  void pass_on_some();
 
+  std::set<const StrictRegistration*> registrations_;
   std::unique_ptr<Endpoint> below_;
   Strictness strictness_;
   std::mt19937_64 random_;
   Limits limits_;
   bool needs_below_ = false;
   std::uint64_t sends_ = 0;
-  std::set<Work*> under_way_;
-  std::deque<Later> later_;
-  // What was lost, by when it completes.
+  std::set<Work*> in_progress_;
+  std::deque<Deferred> deferred_;
+  // Lost operations, by the time of their completion.
   std::multimap<std::chrono::steady_clock::time_point, Work*> lost_;
   std::vector<Completion> held_;
 };
 
-StrictRegistration::StrictRegistration(StrictEndpoint& endpoint, std::unique_ptr<Registration> below, std::byte* data,
-                                       std::size_t bytes, Access access)
-    : endpoint_(endpoint), below_(std::move(below)), data_(data), bytes_(bytes), access_(access) {
-  endpoint_.registrations.insert(this);
-}
-
-StrictRegistration::~StrictRegistration() { endpoint_.registrations.erase(this); }
-
-// Of memory for writes, which is a caller's. Other memory in its place is not seen.
-bool StrictRegistration::is_mapped() const {
-  if (access_ == Access::messages) return true;
-  const auto page = static_cast<std::uintptr_t>(sysconf(_SC_PAGESIZE));
-  const std::uintptr_t first = reinterpret_cast<std::uintptr_t>(data_) / page * page;
-  const std::size_t bytes = reinterpret_cast<std::uintptr_t>(data_) + bytes_ - first;
-  std::vector<unsigned char> pages((bytes + page - 1) / page);
-  return mincore(reinterpret_cast<void*>(first), bytes, pages.data()) == 0;
-}
-
 void StrictEndpoint::begin(Work* work, const std::byte* data, std::size_t bytes, void* descriptor, Access access) {
   const auto* registration = static_cast<const StrictRegistration*>(descriptor);
-  if (!registrations.contains(registration) || !registration->holds(data, bytes, access)) {
-    broken("memory is used that was not registered, or not for that, or by another's descriptor");
+  if (!registrations_.contains(registration) || !registration->holds(data, bytes, access)) {
+    broken("memory is used that was not registered, or not for this use, or with a wrong descriptor");
   }
-  if (!under_way_.insert(work).second) broken("a Work is used that is under way");
-  for (void*& word : work->reserved) word = work;
+  if (!in_progress_.insert(work).second) broken("a Work is used that is in progress");
+  for (void*& reserved : work->reserved) reserved = work;
 }
 
 void StrictEndpoint::end(Work* work) {
-  if (under_way_.erase(work) == 0) broken("a Work completes that was not under way");
+  if (in_progress_.erase(work) == 0) broken("a Work completes that was not in progress");
 }
 
-Endpoint::Taken StrictEndpoint::hand_down(const Later& next) {
-  const auto* registration = static_cast<const StrictRegistration*>(next.descriptor);
-  if (!registrations.contains(registration)) broken("a registration was closed while its memory was the provider's");
+Endpoint::Taken StrictEndpoint::pass_on(const Deferred& operation) {
+  const auto& [kind, to, data, bytes, of_registration, tag, into, work] = operation;
+  const auto* registration = static_cast<const StrictRegistration*>(of_registration);
+  if (!registrations_.contains(registration)) broken("a registration was closed while its memory was the provider's");
   void* descriptor = registration->below();
-  switch (next.what) {
-    case Later::What::send:
-      return below_->send(next.to, next.data, next.bytes, descriptor, next.tag, next.work);
-    case Later::What::receive:
-      return below_->receive(next.data, next.bytes, descriptor, next.work);
-    case Later::What::write:
-      break;
-  }
-  return below_->write(next.to, next.data, next.bytes, descriptor, next.into, static_cast<std::uint32_t>(next.tag),
-                       next.work);
+  if (kind == Deferred::Kind::send) return below_->send(to, data, bytes, descriptor, tag, work);
+  if (kind == Deferred::Kind::receive) return below_->receive(data, bytes, descriptor, work);
+  return below_->write(to, data, bytes, descriptor, into, static_cast<std::uint32_t>(tag), work);
 }
 
-void StrictEndpoint::hand_down() {
-  for (const StrictRegistration* each : registrations) {
+void StrictEndpoint::pass_on_some() {
+  for (const StrictRegistration* each : registrations_) {
     if (!each->is_mapped()) broken("memory was freed that is registered");
   }
-  std::size_t count = later_.size();
+  std::size_t count = deferred_.size();
   while (count-- > 0) {
-    const Later next = later_.front();
-    later_.pop_front();
+    const Deferred next = deferred_.front();
+    deferred_.pop_front();
     if (!chance(2)) {
-      later_.push_back(next);
+      deferred_.push_back(next);
       continue;
     }
-    for (void* word : next.work->reserved) {
-      if (word != next.work) broken("a Work was written to while it was the provider's");
+    for (const void* reserved : next.work->reserved) {
+      if (reserved != next.work) broken("a Work was written to while it was the provider's");
     }
-    const bool goes_out = next.what != Later::What::receive;
-    if (goes_out && is_lost()) {
+    const bool is_send = next.kind != Deferred::Kind::receive;
+    if (is_send && is_lost()) {
       const bool all = strictness_.loses > 0 && sends_ > strictness_.loses;
-      const std::chrono::milliseconds late(all ? random_() % kLate.count() : 0);
-      lost_.emplace(std::chrono::steady_clock::now() + late, next.work);
+      const std::chrono::milliseconds delay(all ? random_() % kLate.count() : 0);
+      lost_.emplace(std::chrono::steady_clock::now() + delay, next.work);
       continue;
     }
-    if (goes_out && strictness_.fails > 0 && sends_ > strictness_.fails) {
+    if (is_send && strictness_.fails > 0 && sends_ > strictness_.fails) {
       held_.push_back({.kind = Completion::Kind::failed, .work = next.work, .why = "this wire was told to fail"});
       continue;
     }
-    const auto taken = hand_down(next);
+    const auto taken = pass_on(next);
     if (taken == Taken::later) {
-      if (goes_out) --sends_;  // it has not gone yet
-      later_.push_back(next);
+      if (is_send) --sends_;  // it was not sent yet
+      deferred_.push_back(next);
     }
     if (taken == Taken::never) {
       held_.push_back({.kind = Completion::Kind::failed, .work = next.work, .why = below_->why()});
@@ -233,7 +219,7 @@ void StrictEndpoint::hand_down() {
 }
 
 std::size_t StrictEndpoint::poll(std::span<Completion> into) {
-  hand_down();
+  pass_on_some();
   const auto now = std::chrono::steady_clock::now();
   for (auto at = lost_.begin(); at != lost_.end() && at->first <= now; at = lost_.erase(at)) {
     held_.push_back({.kind = Completion::Kind::sent, .work = at->second, .why = {}});
@@ -261,25 +247,25 @@ std::unique_ptr<Endpoint> open_named_endpoint(const std::string& name, const std
   if (!name.starts_with("strict") || plus == std::string::npos) return open_endpoint(name, host, rail);
   Strictness strictness;
   std::uint64_t only_rail = ~std::uint64_t{0};
-  const std::map<std::string, std::uint64_t*> words = {{"seed", &strictness.seed},
-                                                       {"fails", &strictness.fails},
-                                                       {"loses", &strictness.loses},
-                                                       {"drops", &strictness.drops},
-                                                       {"rail", &only_rail}};
-  std::istringstream given(name.substr(0, plus));
-  std::string word;
-  std::getline(given, word, ':');
-  bool is_good = word == "strict";
-  while (is_good && std::getline(given, word, ':')) {
-    const auto equals = std::min(word.find('='), word.size());
-    const auto found = words.find(word.substr(0, equals));
-    const char* end = word.data() + word.size();
-    is_good = found != words.end() && equals + 1 < word.size() &&
-              std::from_chars(word.data() + equals + 1, end, *found->second).ptr == end;
+  const std::map<std::string, std::uint64_t*> settings = {{"seed", &strictness.seed},
+                                                          {"fails", &strictness.fails},
+                                                          {"loses", &strictness.loses},
+                                                          {"drops", &strictness.drops},
+                                                          {"rail", &only_rail}};
+  std::istringstream text(name.substr(0, plus));
+  std::string field;
+  std::getline(text, field, ':');
+  bool is_valid = field == "strict";
+  while (is_valid && std::getline(text, field, ':')) {
+    const auto equals = std::min(field.find('='), field.size());
+    const auto found = settings.find(field.substr(0, equals));
+    const char* end = field.data() + field.size();
+    is_valid = found != settings.end() && equals + 1 < field.size() &&
+               std::from_chars(field.data() + equals + 1, end, *found->second).ptr == end;
   }
-  if (!is_good) {
-    throw Error("'" + name + "' is no strict provider; it is strict+PROVIDER, with :seed=N, :fails=N, :loses=N, " +
-                ":drops=N and :rail=N before the + as wanted");
+  if (!is_valid) {
+    throw Error("'" + name + "' is no strict provider; expected strict+PROVIDER, optionally with :seed=N, :fails=N, " +
+                ":loses=N, :drops=N and :rail=N before the +");
   }
   if (only_rail != ~std::uint64_t{0} && only_rail != static_cast<std::uint64_t>(rail)) {
     strictness.fails = strictness.loses = strictness.drops = 0;

@@ -18,14 +18,14 @@ using fabric::Error;
 using fabric::Registration;
 using fabric::Work;
 
-// With an MPI's own header it fits into what Open MPI sends at once over TCP. Beyond that each needs an answer first:
-// an all_reduce of 16 MB between two hosts then took 1.7 times as long.
+// With an MPI's own header, this fits into what Open MPI sends over TCP without a handshake. With longer messages, each
+// needs a reply first: an all_reduce of 16 MB between two hosts took 1.7 times as long.
 constexpr std::size_t kMessageBytes = 60 << 10;
 constexpr std::size_t kInjectBytes = 128;
-// Sends under way at once, over all streams.
+// Sends in progress at once, over all streams.
 constexpr std::size_t kSends = 256;
-// Of the receives, so many of the oldest are looked at.
-constexpr std::size_t kLooked = 64;
+// How many of the oldest receives are tested.
+constexpr std::size_t kTested = 64;
 
 class Closable {
  public:
@@ -39,12 +39,12 @@ struct Open {
 };
 
 Open& open() {
-  // Never destroyed: wires of a dying process may still be closed.
+  // Never destroyed: endpoints of a dying process may still be closed.
   static auto* all = new Open;
   return *all;
 }
 
-// `Handle`: what this MPI's communicators, datatypes and requests are.
+// Handle: the type of this MPI's communicators, datatypes and requests.
 template <class Handle>
 struct Calls {
   int (*isend)(const void*, int, Handle, int, int, Handle, Handle*);
@@ -88,7 +88,7 @@ class MpiEndpoint final : public fabric::Endpoint, public Closable {
     limits_.receives = std::numeric_limits<std::size_t>::max();
     limits_.tag_bits = std::bit_width(static_cast<unsigned>(handles.max_tag) + 1) - 1;
     limits_.is_private = true;
-    statuses_.resize(std::max(kSends, kLooked) * handles.status_bytes);
+    statuses_.resize(std::max(kSends, kTested) * handles.status_bytes);
     notes_.reserve(kSends);
     std::lock_guard lock(open().mutex);
     open().endpoints.push_back(this);
@@ -113,7 +113,7 @@ class MpiEndpoint final : public fabric::Endpoint, public Closable {
   Peer add(std::span<const std::byte> name) override {
     int rank = -1;
     if (name.size() == sizeof rank) std::memcpy(&rank, name.data(), sizeof rank);
-    if (rank < 0) throw Error("what the other rank gave is no rank of MPI");
+    if (rank < 0) throw Error("the other rank's address is no rank of MPI");
     return static_cast<Peer>(rank);
   }
 
@@ -121,9 +121,9 @@ class MpiEndpoint final : public fabric::Endpoint, public Closable {
     throw Error("MPI registers memory itself");
   }
 
-  // MPI has writes of its own, into windows that all ranks make together; nothing here is made so.
+  // MPI's own writes need windows that all ranks make together, which netfold does not do.
   Taken write(Peer, const std::byte*, std::size_t, void*, const RemoteBuffer&, std::uint32_t, Work*) override {
-    why_ = "messages alone go over MPI";
+    why_ = "over MPI netfold sends messages only";
     return Taken::never;
   }
 
@@ -148,9 +148,9 @@ class MpiEndpoint final : public fabric::Endpoint, public Closable {
     const int code =
         calls_.irecv(into, static_cast<int>(bytes), byte_, handles_.any_source, handles_.any_tag, comm_, &request);
     if (code != 0) return refuse("MPI_Irecv: " + text_of(code));
-    if (looked_.size() < kLooked) {
-      looked_.push_back(request);
-      looked_works_.push_back(work);
+    if (tested_.size() < kTested) {
+      tested_.push_back(request);
+      tested_works_.push_back(work);
     } else {
       posted_.emplace_back(request, work);
     }
@@ -180,9 +180,9 @@ class MpiEndpoint final : public fabric::Endpoint, public Closable {
       calls_.cancel(&request);
       calls_.request_free(&request);
     };
-    for (Handle request : looked_) cancel(request);
+    for (Handle request : tested_) cancel(request);
     for (auto& [request, work] : posted_) cancel(request);
-    // What the peers have not taken stays MPI's, and its memory is not given back.
+    // MPI keeps the sends that peers have not received, so their memory is not freed.
     for (Handle request : sends_) calls_.request_free(&request);
     for (Note& note : notes_) static_cast<void>(note.copy.release());
   }
@@ -190,9 +190,9 @@ class MpiEndpoint final : public fabric::Endpoint, public Closable {
  private:
   using Copy = std::array<std::byte, kInjectBytes>;
   static constexpr const char* kLeft = "this process is about to end its MPI";
-  static constexpr const char* kUnknown = "an error that MPI has no words for";
+  static constexpr const char* kUnknown = "an error that MPI does not describe";
 
-  // Whose a send is: the port's, or ours.
+  // The owner of a send's memory: the caller, or this endpoint for an injected message.
   struct Note {
     Work* work = nullptr;
     std::unique_ptr<Copy> copy;
@@ -229,25 +229,26 @@ class MpiEndpoint final : public fabric::Endpoint, public Closable {
     return value;
   }
 
-  // Which of `requests` are done: their places in done_, their statuses in the same order. `code`: what MPI said.
+  // Tests the first `most` requests; returns how many are complete. done_ holds their indices, statuses_ their statuses
+  // in the same order, and `code` MPI's result.
   int test(std::vector<Handle>& requests, std::size_t most, int* code) {
     int count = 0;
-    const auto looked = static_cast<int>(std::min(requests.size(), most));
-    *code = looked == 0 ? 0 : calls_.testsome(looked, requests.data(), &count, done_.data(), statuses_.data());
+    const auto tested = static_cast<int>(std::min(requests.size(), most));
+    *code = tested == 0 ? 0 : calls_.testsome(tested, requests.data(), &count, done_.data(), statuses_.data());
     return std::max(count, 0);  // MPI_UNDEFINED is negative
   }
 
-  // Of the number-th that is done; 0: none.
+  // The error of the number-th completed request; 0: none.
   int error_of(int number, int code) const {
     return code == 0 ? 0 : code == handles_.error_in_status ? in_status(number, handles_.error_at) : code;
   }
 
   std::size_t take_received(std::span<Completion> into) {
     int code = 0;
-    const int count = test(looked_, into.size(), &code);
+    const int count = test(tested_, into.size(), &code);
     for (int i = 0; i < count; ++i) {
       Completion& completion = into[static_cast<std::size_t>(i)];
-      completion = {.kind = Completion::Kind::received, .work = looked_works_[static_cast<std::size_t>(done_[i])]};
+      completion = {.kind = Completion::Kind::received, .work = tested_works_[static_cast<std::size_t>(done_[i])]};
       if (const int error = error_of(i, code); error != 0) {
         completion.kind = Completion::Kind::failed;
         completion.why = "MPI_Irecv: " + text_of(error);
@@ -258,10 +259,10 @@ class MpiEndpoint final : public fabric::Endpoint, public Closable {
       completion.bytes = static_cast<std::size_t>(bytes);
       completion.tag = static_cast<std::uint64_t>(in_status(i, handles_.tag_at));
     }
-    forget(count, looked_, looked_works_);
-    while (looked_.size() < kLooked && !posted_.empty()) {
-      looked_.push_back(posted_.front().first);
-      looked_works_.push_back(posted_.front().second);
+    forget(count, tested_, tested_works_);
+    while (tested_.size() < kTested && !posted_.empty()) {
+      tested_.push_back(posted_.front().first);
+      tested_works_.push_back(posted_.front().second);
       posted_.pop_front();
     }
     return static_cast<std::size_t>(count);
@@ -270,20 +271,20 @@ class MpiEndpoint final : public fabric::Endpoint, public Closable {
   std::size_t take_sent(std::span<Completion> into) {
     int code = 0;
     const int count = test(sends_, into.size(), &code);
-    std::size_t told = 0;
+    std::size_t reported = 0;
     for (int i = 0; i < count; ++i) {
       const Note& note = notes_[static_cast<std::size_t>(done_[i])];
       const int error = error_of(i, code);
       if (note.work == nullptr && error == 0) continue;
-      Completion& completion = into[told++];
+      Completion& completion = into[reported++];
       completion = {.kind = error == 0 ? Completion::Kind::sent : Completion::Kind::failed, .work = note.work};
       if (error != 0) completion.why = "MPI_Isend: " + text_of(error);
     }
     forget(count, sends_, notes_);
-    return told;
+    return reported;
   }
 
-  // Takes out what is done; the order of the others stays.
+  // Removes the completed requests; the others keep their order.
   template <class Other>
   void forget(int count, std::vector<Handle>& requests, std::vector<Other>& others) {
     std::sort(done_.begin(), done_.begin() + count, std::greater<>());
@@ -307,16 +308,16 @@ class MpiEndpoint final : public fabric::Endpoint, public Closable {
   const Handle comm_;
   const Handle byte_;
   Limits limits_;
-  std::mutex mutex_;  // leave() comes from another thread than the port's calls
+  std::mutex mutex_;  // leave() is called by another thread than the rest
   bool has_left_ = false;
   std::string why_;
 
-  std::vector<Handle> looked_;  // the oldest receives
-  std::vector<Work*> looked_works_;
-  std::deque<std::pair<Handle, Work*>> posted_;  // those after them
+  std::vector<Handle> tested_;  // the oldest receives
+  std::vector<Work*> tested_works_;
+  std::deque<std::pair<Handle, Work*>> posted_;  // the later receives
   std::vector<Handle> sends_;
   std::vector<Note> notes_;
-  std::array<int, std::max(kSends, kLooked)> done_{};
+  std::array<int, std::max(kSends, kTested)> done_{};
   std::vector<std::byte> statuses_;
 };
 
@@ -325,8 +326,7 @@ class MpiEndpoint final : public fabric::Endpoint, public Closable {
 std::unique_ptr<fabric::Endpoint> open_endpoint(const MpiHandles& handles) {
   if (handles.handle_bytes == sizeof(int)) return std::make_unique<MpiEndpoint<int>>(handles);
   if (handles.handle_bytes == sizeof(void*)) return std::make_unique<MpiEndpoint<void*>>(handles);
-  throw Error("this process's MPI has handles of " + std::to_string(handles.handle_bytes) +
-              " bytes, which none had before");
+  throw Error("this process's MPI has handles of " + std::to_string(handles.handle_bytes) + " bytes; expected 4 or 8");
 }
 
 void leave() {

@@ -8,26 +8,16 @@
 #include <cerrno>
 
 namespace netfold::transport {
-namespace {
 
-std::size_t page_bytes() { return static_cast<std::size_t>(sysconf(_SC_PAGESIZE)); }
-
-}  // namespace
-
-PeerMemory::PeerMemory(int size) : peers_(static_cast<std::size_t>(size)) {
-  void* page = mmap(nullptr, page_bytes(), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-  if (page == MAP_FAILED) throw_errno("map a page");
-  mark_ = static_cast<Mark*>(page);
-  if (madvise(page, page_bytes(), MADV_WIPEONFORK) != 0 ||
-      getrandom(mark_->data(), mark_->size(), 0) != static_cast<ssize_t>(mark_->size())) {
-    const int error = errno;
-    munmap(page, page_bytes());
-    errno = error;
+PeerMemory::PeerMemory(int size)
+    : page_(Mapping::anonymous(static_cast<std::size_t>(sysconf(_SC_PAGESIZE)))),
+      peers_(static_cast<std::size_t>(size)) {
+  if (!page_) throw_errno("map a page");
+  if (madvise(page_.data(), page_.bytes(), MADV_WIPEONFORK) != 0 ||
+      getrandom(page_.data(), sizeof(Mark), 0) != static_cast<ssize_t>(sizeof(Mark))) {
     throw_errno("mark this process's memory");
   }
 }
-
-PeerMemory::~PeerMemory() { munmap(mark_, page_bytes()); }
 
 PeerMemory::ProbeResult PeerMemory::probe(int position, pid_t pid, std::uint64_t mark_address, const Mark& mark) {
   Mark found{};

@@ -1,25 +1,20 @@
 #include <sys/mman.h>
 #include <sys/socket.h>
+#include <sys/uio.h>
 #include <netfold/transport/shm/shm_fd_exchange.hpp>
 
 #include <cstring>
 
 namespace netfold::transport {
 
-ShmFdExchange::ShmFdExchange() : removals_seen_(ShmRegistry::instance().removals()) {}
+ShmFdExchange::ShmFdExchange() : removals_announced_(ShmRegistry::instance().removals()) {}
 
 void ShmFdExchange::add(Fd link, std::atomic<std::uint32_t>& sent, const std::atomic<std::uint32_t>& came) {
   peers_.push_back({.link = std::move(link), .sent = &sent, .came = &came});
 }
 
-ShmFdExchange::~ShmFdExchange() {
-  for (Peer& peer : peers_) {
-    for (const auto& [id, mapping] : peer.mapped) munmap(mapping.address, mapping.bytes);
-  }
-}
-
-bool ShmFdExchange::send(Peer& peer, const ControlMessage& message_out, int fd) {
-  iovec piece{const_cast<ControlMessage*>(&message_out), sizeof message_out};
+bool ShmFdExchange::send(Peer& peer, const ControlMessage& control_message, int fd) {
+  iovec piece{const_cast<ControlMessage*>(&control_message), sizeof control_message};
   msghdr message{};
   message.msg_iov = &piece;
   message.msg_iovlen = 1;
@@ -33,33 +28,32 @@ bool ShmFdExchange::send(Peer& peer, const ControlMessage& message_out, int fd) 
     header->cmsg_len = CMSG_LEN(sizeof fd);
     std::memcpy(CMSG_DATA(header), &fd, sizeof fd);
   }
-  // A local socket takes so short a message whole or not at all.
-  if (sendmsg(peer.link.get(), &message, MSG_DONTWAIT | MSG_NOSIGNAL) != static_cast<ssize_t>(sizeof message_out)) {
-    return false;
-  }
+  // A local socket takes a message this short as a whole or not at all.
+  const ssize_t sent = sendmsg(peer.link.get(), &message, MSG_DONTWAIT | MSG_NOSIGNAL);
+  if (sent != static_cast<ssize_t>(sizeof control_message)) return false;
   // A reader that sees this count, or a post published after it, finds the message in its socket.
   peer.sent->fetch_add(1, std::memory_order_release);
   return true;
 }
 
 void ShmFdExchange::announce_removed() {
-  const auto& regions = ShmRegistry::instance();
-  const std::uint64_t removals = regions.removals();
-  if (removals == removals_seen_) return;
-  bool all = true;
+  const auto& registry = ShmRegistry::instance();
+  const std::uint64_t removals = registry.removals();
+  if (removals == removals_announced_) return;
+  bool is_complete = true;
   for (Peer& peer : peers_) {
     for (auto id = peer.offered.begin(); id != peer.offered.end();) {
-      if (regions.holds(*id)) {
+      if (registry.holds(*id)) {
         ++id;
       } else if (send(peer, {Operation::unmap, 0, *id, 0}, -1)) {
         id = peer.offered.erase(id);
       } else {
-        all = false;
+        is_complete = false;
         break;
       }
     }
   }
-  if (all) removals_seen_ = removals;
+  if (is_complete) removals_announced_ = removals;
 }
 
 bool ShmFdExchange::offer(int position, const ShmRegion& region) {
@@ -80,18 +74,16 @@ void ShmFdExchange::exchange() {
 void ShmFdExchange::read_control_messages(Peer& peer) {
   const std::uint32_t came = peer.came->load(std::memory_order_acquire);
   while (peer.read != came) {
-    ControlMessage message_out{};
-    iovec piece{&message_out, sizeof message_out};
+    ControlMessage control_message{};
+    iovec piece{&control_message, sizeof control_message};
     msghdr message{};
     message.msg_iov = &piece;
     message.msg_iovlen = 1;
     alignas(cmsghdr) char control[CMSG_SPACE(sizeof(int))];
     message.msg_control = control;
     message.msg_controllen = sizeof control;
-    if (recvmsg(peer.link.get(), &message, MSG_DONTWAIT | MSG_CMSG_CLOEXEC) !=
-        static_cast<ssize_t>(sizeof message_out)) {
-      return;
-    }
+    const ssize_t got = recvmsg(peer.link.get(), &message, MSG_DONTWAIT | MSG_CMSG_CLOEXEC);
+    if (got != static_cast<ssize_t>(sizeof control_message)) return;
     ++peer.read;
     Fd fd;
     const cmsghdr* header = CMSG_FIRSTHDR(&message);
@@ -100,13 +92,11 @@ void ShmFdExchange::read_control_messages(Peer& peer) {
       std::memcpy(&number, CMSG_DATA(header), sizeof number);
       fd = Fd(number);
     }
-    const auto old = peer.mapped.find(message_out.id);
-    if (message_out.operation == Operation::unmap && old != peer.mapped.end()) {
-      munmap(old->second.address, old->second.bytes);
-      peer.mapped.erase(old);
-    } else if (message_out.operation == Operation::map && fd && old == peer.mapped.end()) {
-      void* mapped = mmap(nullptr, message_out.bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_POPULATE, fd.get(), 0);
-      if (mapped != MAP_FAILED) peer.mapped[message_out.id] = {static_cast<std::byte*>(mapped), message_out.bytes};
+    if (control_message.operation == Operation::unmap) {
+      peer.mapped.erase(control_message.id);
+    } else if (control_message.operation == Operation::map && fd && !peer.mapped.contains(control_message.id)) {
+      auto region = Mapping::shared(fd.get(), control_message.bytes, MAP_POPULATE);
+      if (region) peer.mapped.emplace(control_message.id, std::move(region));
     }
   }
 }
@@ -115,10 +105,9 @@ std::byte* ShmFdExchange::mapped(int position, std::uint64_t id, std::size_t off
   Peer& peer = peers_[static_cast<std::size_t>(position)];
   read_control_messages(peer);
   const auto found = peer.mapped.find(id);
-  if (found == peer.mapped.end() || offset > found->second.bytes || bytes > found->second.bytes - offset) {
-    return nullptr;
-  }
-  return found->second.address + offset;
+  if (found == peer.mapped.end()) return nullptr;
+  const Mapping& region = found->second;
+  return offset <= region.bytes() && bytes <= region.bytes() - offset ? region.data() + offset : nullptr;
 }
 
 }  // namespace netfold::transport

@@ -9,8 +9,8 @@ namespace {
 constexpr std::size_t kRingBytes = ShmNode::kRingBytes;
 static_assert((kRingBytes & (kRingBytes - 1)) == 0);
 
-// From `at` to the end of the ring: no more than this lies in one piece.
-std::size_t to_the_end(std::uint64_t at) { return kRingBytes - (at & (kRingBytes - 1)); }
+// The contiguous bytes from `at` to the end of the ring.
+std::size_t contiguous(std::uint64_t at) { return kRingBytes - (at & (kRingBytes - 1)); }
 
 }  // namespace
 
@@ -18,8 +18,8 @@ ShmPipe::ShmPipe(ShmNode& node, int position, std::unique_ptr<Pipe> connection)
     : node_(node),
       position_(position),
       connection_(std::move(connection)),
-      ours_(node.own().ends[position]),
-      theirs_(node.segment(position).ends[node.self()]),
+      own_cursors_(node.own().ends[position]),
+      peer_cursors_(node.segment(position).ends[node.self()]),
       out_(node.own().rings[position]),
       in_(node.segment(position).rings[node.self()]) {}
 
@@ -34,7 +34,7 @@ Pipe::Io ShmPipe::send(std::span<const iovec> pieces) {
 }
 
 Pipe::Io ShmPipe::receive(std::span<const iovec> pieces) {
-  // Its last words were there before its connection ended: look once more.
+  // The peer wrote its last bytes before its connection ended: check the ring once more.
   if (available() == 0 && is_gone() && available() == 0) return {.closed = true};
   const std::uint64_t begin = read_;
   for (const iovec& piece : pieces) {
@@ -46,7 +46,7 @@ Pipe::Io ShmPipe::receive(std::span<const iovec> pieces) {
 
 bool ShmPipe::write(const std::byte* from, std::size_t bytes) {
   while (bytes > 0) {
-    const std::size_t some = std::min({bytes, room(), to_the_end(written_), kStepBytes});
+    const std::size_t some = std::min({bytes, room(), contiguous(written_), kStepBytes});
     if (some == 0) return false;
     std::memcpy(out_ + (written_ & (kRingBytes - 1)), from, some);
     written_ += some;
@@ -59,7 +59,7 @@ bool ShmPipe::write(const std::byte* from, std::size_t bytes) {
 
 bool ShmPipe::read(std::byte* into, std::size_t bytes) {
   while (bytes > 0) {
-    const std::size_t some = std::min({bytes, available(), to_the_end(read_), kStepBytes});
+    const std::size_t some = std::min({bytes, available(), contiguous(read_), kStepBytes});
     if (some == 0) return false;
     std::memcpy(into, in_ + (read_ & (kRingBytes - 1)), some);
     read_ += some;
@@ -71,26 +71,26 @@ bool ShmPipe::read(std::byte* into, std::size_t bytes) {
 }
 
 std::size_t ShmPipe::room() {
-  if (written_ - read_by_peer_ == kRingBytes) read_by_peer_ = theirs_.read.load(std::memory_order_acquire);
+  if (written_ - read_by_peer_ == kRingBytes) read_by_peer_ = peer_cursors_.read.load(std::memory_order_acquire);
   return kRingBytes - (written_ - read_by_peer_);
 }
 
 std::size_t ShmPipe::available() {
-  if (written_by_peer_ == read_) written_by_peer_ = theirs_.written.load(std::memory_order_acquire);
+  if (written_by_peer_ == read_) written_by_peer_ = peer_cursors_.written.load(std::memory_order_acquire);
   return written_by_peer_ - read_;
 }
 
 void ShmPipe::publish_written() {
   if (published_written_ == written_) return;
   published_written_ = written_;
-  ours_.written.store(written_, std::memory_order_release);
+  own_cursors_.written.store(written_, std::memory_order_release);
   node_.ring_doorbell(position_, POLLIN);
 }
 
 void ShmPipe::publish_read() {
   if (published_read_ == read_) return;
   published_read_ = read_;
-  ours_.read.store(read_, std::memory_order_release);
+  own_cursors_.read.store(read_, std::memory_order_release);
   node_.ring_doorbell(position_, POLLOUT);
 }
 

@@ -10,13 +10,13 @@ namespace netfold::transport {
 
 ShmRegistry& ShmRegistry::instance() {
   // Never destroyed: buffers of a dying process may outlive its statics.
-  static auto* regions = [] {
-    // A child must not find the lock held by a thread that it does not have.
+  static auto* registry = [] {
+    // Locked across a fork: a child must not find the lock held by a thread that the child does not have.
     pthread_atfork([] { instance().mutex_.lock(); }, [] { instance().mutex_.unlock(); },
                    [] { instance().mutex_.unlock(); });
     return new ShmRegistry;
   }();
-  return *regions;
+  return *registry;
 }
 
 // Made when the library is loaded: a child of a fork during the first use would wait for the thread that makes it.
@@ -54,24 +54,19 @@ std::uint64_t ShmRegistry::removals() const {
 
 bool ShmRegistry::holds(std::uint64_t id) const {
   std::lock_guard lock(mutex_);
-  return std::any_of(regions_.begin(), regions_.end(), [&](const auto& entry) { return entry.second->id == id; });
+  return std::ranges::any_of(regions_, [&](const auto& entry) { return entry.second->id == id; });
 }
 
-ShmBuffer::ShmBuffer(std::size_t bytes) : bytes_(std::max<std::size_t>(bytes, 1)) {
+ShmBuffer::ShmBuffer(std::size_t bytes) {
+  bytes = std::max<std::size_t>(bytes, 1);
   Fd fd(memfd_create("netfold-buffer", MFD_CLOEXEC | MFD_ALLOW_SEALING));
   if (!fd) throw_errno("make shared memory");
-  if (ftruncate(fd.get(), static_cast<off_t>(bytes_)) != 0) throw_errno("size shared memory");
-  // Nobody can take pages away under a reader.
+  if (ftruncate(fd.get(), static_cast<off_t>(bytes)) != 0) throw_errno("size shared memory");
+  // Seal the size: no process can take pages away from a reader.
   fcntl(fd.get(), F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL);
-  void* mapped = mmap(nullptr, bytes_, PROT_READ | PROT_WRITE, MAP_SHARED, fd.get(), 0);
-  if (mapped == MAP_FAILED) throw_errno("map shared memory");
-  data_ = static_cast<std::byte*>(mapped);
-  ShmRegistry::instance().add(data_, bytes_, std::move(fd));
-}
-
-ShmBuffer::~ShmBuffer() {
-  ShmRegistry::instance().remove(data_);
-  munmap(data_, bytes_);
+  memory_ = Mapping::shared(fd.get(), bytes);
+  if (!memory_) throw_errno("map shared memory");
+  ShmRegistry::instance().add(data(), bytes, std::move(fd));
 }
 
 }  // namespace netfold::transport

@@ -3,19 +3,13 @@
 #include <netfold/transport/socket.hpp>
 #include <netfold/transport/tcp/record_stream.hpp>
 
-#include <algorithm>
 #include <atomic>
 #include <cerrno>
-#include <cstring>
 
 namespace netfold::transport {
 namespace {
 
-constexpr std::size_t kMaxPieces = 64;
-
 std::atomic<std::uint64_t> forged_total{0};
-
-bool is_wish_to_wait(int error) { return error == EAGAIN || error == EINTR; }
 
 }  // namespace
 
@@ -33,33 +27,21 @@ int RecordStream::always_readable() {
   return fd;
 }
 
-std::size_t RecordStream::take(std::span<const iovec> pieces, std::size_t skip) {
-  iovec part[kMaxPieces];
-  std::size_t count = 0;
-  std::size_t bytes = 0;
-  for (const iovec& piece : pieces) {
-    if (skip >= piece.iov_len) {
-      skip -= piece.iov_len;
-      continue;
-    }
-    if (count == kMaxPieces || bytes == auth::kMaxRecordPayload) break;
-    const std::size_t some = std::min(piece.iov_len - skip, auth::kMaxRecordPayload - bytes);
-    part[count++] = {static_cast<std::byte*>(piece.iov_base) + skip, some};
-    bytes += some;
-    skip = 0;
-  }
-  pending_ = protector_.protect({part, count}, out_.get());
+std::size_t RecordStream::take(IovecCursor& payload) {
+  IovecCursor::Parts parts;
+  payload.take(parts, auth::kMaxRecordPayload);
+  pending_ = protector_.protect(parts.span(), out_.get());
   written_ = 0;
-  sealed_bytes_ += pending_;
-  return bytes;
+  record_bytes_ += pending_;
+  return parts.bytes;
 }
 
-void RecordStream::take_ends_at(std::uint64_t position) { sealed_.push_back({sealed_bytes_, position}); }
+void RecordStream::note_record_end(std::uint64_t position) { record_ends_.push_back({record_bytes_, position}); }
 
 bool RecordStream::flush(int fd, int& error) {
   while (written_ < pending_) {
     const ssize_t sent = ::send(fd, out_.get() + written_, pending_ - written_, MSG_NOSIGNAL | MSG_DONTWAIT);
-    if (sent < 0 && !is_wish_to_wait(errno)) error = errno;
+    if (sent < 0 && !is_temporary(errno)) error = errno;
     if (sent <= 0) return false;
     written_ += static_cast<std::size_t>(sent);
   }
@@ -67,11 +49,11 @@ bool RecordStream::flush(int fd, int& error) {
 }
 
 std::uint64_t RecordStream::confirmed(std::size_t unconfirmed, std::uint64_t from) {
-  const std::uint64_t sent = sealed_bytes_ - pending_bytes();
+  const std::uint64_t sent = record_bytes_ - pending_bytes();
   const std::uint64_t arrived = sent - std::min<std::uint64_t>(sent, unconfirmed);
-  while (!sealed_.empty() && sealed_.front().wire_end <= arrived) {
-    confirmed_ = sealed_.front().position;
-    sealed_.pop_front();
+  while (!record_ends_.empty() && record_ends_.front().record_bytes <= arrived) {
+    confirmed_ = record_ends_.front().position;
+    record_ends_.pop_front();
   }
   return std::max(from, confirmed_);
 }
@@ -80,7 +62,7 @@ std::size_t RecordStream::next_record() const {
   if (raw_end_ - raw_ < auth::kRecordHeaderBytes) return 0;
   const std::size_t payload = auth::RecordUnprotector::payload_bytes(in_.get() + raw_);
   const std::size_t bytes = payload + auth::kRecordOverhead;
-  // A length that no record has is as good as a wrong tag: `open_next` says so.
+  // `open_next` treats a length that no record can have as a wrong tag.
   return payload > auth::kMaxRecordPayload || raw_end_ - raw_ >= bytes ? bytes : 0;
 }
 
@@ -101,35 +83,21 @@ bool RecordStream::open_next(bool& accepted) {
   return true;
 }
 
-RecordStream::Got RecordStream::receive(int fd, std::span<const iovec> pieces, bool& accepted) {
-  Got got;
-  std::size_t piece = 0;
-  std::size_t offset = 0;
+RecordStream::ReadResult RecordStream::receive(int fd, std::span<const iovec> buffers, bool& accepted) {
+  ReadResult result;
+  IovecCursor into(buffers);
   for (;;) {
-    while (piece < pieces.size() && payload_ < payload_end_) {
-      const std::size_t some = std::min(pieces[piece].iov_len - offset, payload_end_ - payload_);
-      std::memcpy(static_cast<std::byte*>(pieces[piece].iov_base) + offset, in_.get() + payload_, some);
-      payload_ += some;
-      offset += some;
-      got.bytes += some;
-      if (offset == pieces[piece].iov_len) {
-        ++piece;
-        offset = 0;
-      }
-    }
-    while (piece < pieces.size() && offset == pieces[piece].iov_len) {  // pieces without bytes
-      ++piece;
-      offset = 0;
-    }
-    if (piece == pieces.size() && payload_ < payload_end_) return got;
-    const bool asks_for_greeting = pieces.empty() && !accepted;
-    if (piece == pieces.size() && !asks_for_greeting) return got;
+    const std::size_t copied = into.copy_from(in_.get() + payload_, payload_end_ - payload_);
+    payload_ += copied;
+    result.bytes += copied;
+    // A call without buffers asks for the empty record only.
+    if (into.at_end() && (payload_ < payload_end_ || !buffers.empty() || accepted)) return result;
     if (forged_) {
-      if (got.bytes == 0) got.end = End::forged;
-      return got;
+      if (result.bytes == 0) result.end = End::forged;
+      return result;
     }
     if (open_next(accepted) || forged_) continue;
-    // Room for a whole record behind what is there.
+    // Make space for a whole record behind the bytes that are here.
     if (raw_ == raw_end_) {
       raw_ = raw_end_ = payload_ = payload_end_ = 0;
     } else if (kReadBytes - raw_ < auth::kMaxRecordPayload + auth::kRecordOverhead) {
@@ -137,19 +105,19 @@ RecordStream::Got RecordStream::receive(int fd, std::span<const iovec> pieces, b
       raw_end_ -= raw_;
       raw_ = payload_ = payload_end_ = 0;
     }
-    const ssize_t some = ::recv(fd, in_.get() + raw_end_, kReadBytes - raw_end_, MSG_DONTWAIT);
-    if (some > 0) {
-      raw_end_ += static_cast<std::size_t>(some);
+    const ssize_t read = ::recv(fd, in_.get() + raw_end_, kReadBytes - raw_end_, MSG_DONTWAIT);
+    if (read > 0) {
+      raw_end_ += static_cast<std::size_t>(read);
       continue;
     }
-    if (got.bytes > 0) return got;
-    if (some == 0) {
-      got.end = End::closed;
-    } else if (!is_wish_to_wait(errno)) {
-      got.end = End::failed;
-      got.error = errno;
+    if (result.bytes > 0) return result;
+    if (read == 0) {
+      result.end = End::closed;
+    } else if (!is_temporary(errno)) {
+      result.end = End::failed;
+      result.error = errno;
     }
-    return got;
+    return result;
   }
 }
 

@@ -8,46 +8,42 @@
 #include <algorithm>
 #include <cerrno>
 #include <chrono>
-#include <cstring>
 #include <mutex>
 
 namespace netfold::transport {
 namespace {
 
-// What a socket holds beyond what is on its way: enough to bridge the millisecond until a busy host's sender runs
-// again at 1 Gbit/s several times over. More would let a sender believe that it is through with one peer, and start on
-// the next, megabytes too early.
+// How many bytes a socket holds beyond those in flight: enough to bridge, several times over at 1 Gbit/s, the
+// millisecond until the sender of a busy host runs again. With more, a sender would count one peer as served and start
+// on the next, megabytes too early.
 constexpr int kUnsentBytes = 512 << 10;
 
-// Blocks that rails keep bytes in, of all the process's: memory that malloc hands back and forth with the kernel costs
-// more than the copy. The last one given back is the next one taken: it is in the cache.
-class SpareBlocks {
- public:
+// Free blocks of all retransmit buffers of the process. Malloc would pass such memory back and forth with the kernel,
+// which costs more than the copy. The block that was given back last is taken next, since it is in the cache.
+struct SpareBlocks {
+  static constexpr std::size_t kMost = 128;
+  std::mutex mutex;
+  std::vector<std::unique_ptr<std::byte[]>> blocks;
+
   std::unique_ptr<std::byte[]> take(std::size_t bytes) {
-    std::lock_guard lock(mutex_);
-    if (blocks_.empty()) return std::make_unique_for_overwrite<std::byte[]>(bytes);
-    auto block = std::move(blocks_.back());
-    blocks_.pop_back();
+    std::lock_guard lock(mutex);
+    if (blocks.empty()) return std::make_unique_for_overwrite<std::byte[]>(bytes);
+    auto block = std::move(blocks.back());
+    blocks.pop_back();
     return block;
   }
   void give(std::unique_ptr<std::byte[]> block) {
-    std::lock_guard lock(mutex_);
-    if (blocks_.size() < kMost) blocks_.push_back(std::move(block));
+    std::lock_guard lock(mutex);
+    if (blocks.size() < kMost) blocks.push_back(std::move(block));
   }
-  void lock() { mutex_.lock(); }
-  void unlock() { mutex_.unlock(); }
-
- private:
-  static constexpr std::size_t kMost = 128;
-  std::mutex mutex_;
-  std::vector<std::unique_ptr<std::byte[]>> blocks_;
 };
 
 SpareBlocks& spare_blocks() {
-  // Never destroyed: threads of a dying process may still be inside.
+  // Never destroyed: threads of a dying process may still use the blocks.
   static auto* blocks = [] {
-    // A child must not find the lock held by a thread that it does not have.
-    pthread_atfork([] { spare_blocks().lock(); }, [] { spare_blocks().unlock(); }, [] { spare_blocks().unlock(); });
+    // Locked across a fork: a child must not find the lock held by a thread that the child does not have.
+    pthread_atfork([] { spare_blocks().mutex.lock(); }, [] { spare_blocks().mutex.unlock(); },
+                   [] { spare_blocks().mutex.unlock(); });
     return new SpareBlocks;
   }();
   return *blocks;
@@ -82,73 +78,87 @@ Pipe::Io ResumableSocket::send(std::span<const iovec> pieces) {
   message.msg_iov = const_cast<iovec*>(pieces.data());
   message.msg_iovlen = pieces.size();
   const ssize_t sent = ::sendmsg(socket_.get(), &message, MSG_NOSIGNAL | MSG_DONTWAIT);
-  if (sent < 0) return errno == EAGAIN || errno == EINTR ? Pipe::Io{} : broke(errno);
-  if (resumable_) buffer_for_retransmit(pieces, 0, static_cast<std::size_t>(sent));
+  if (sent < 0) return is_temporary(errno) ? Pipe::Io{} : handle_error(errno);
+  if (resumable_) buffer_for_retransmit(IovecCursor(pieces), static_cast<std::size_t>(sent));
   sent_ += static_cast<std::uint64_t>(sent);
   written_ = sent_;
   return {.bytes = static_cast<std::size_t>(sent)};
 }
 
-Pipe::Io ResumableSocket::receive(std::span<const iovec> pieces) {
-  if (unread_from_ < unread_.size()) {
-    std::size_t given = 0;
-    for (const iovec& piece : pieces) {
-      const std::size_t some = std::min(piece.iov_len, unread_.size() - unread_from_);
-      std::memcpy(piece.iov_base, unread_.data() + unread_from_, some);
-      unread_from_ += some;
-      given += some;
-    }
-    return {.bytes = given};
-  }
-  if (state_ == State::lost) return lost();
-  if (state_ == State::broken || !accepted()) return {};
-  if (records_ != nullptr) return receive_records(pieces);
-  msghdr message{};
-  message.msg_iov = const_cast<iovec*>(pieces.data());
-  message.msg_iovlen = pieces.size();
-  const ssize_t got = ::recvmsg(socket_.get(), &message, MSG_DONTWAIT);
-  if (got == 0) return broke(0);
-  if (got < 0) return errno == EAGAIN || errno == EINTR ? Pipe::Io{} : broke(errno);
-  received_ += static_cast<std::uint64_t>(got);
-  return {.bytes = static_cast<std::size_t>(got)};
-}
-
-// Precondition: nothing is pending.
+// Precondition: no record is pending.
 Pipe::Io ResumableSocket::send_records(std::span<const iovec> pieces) {
-  std::size_t total = 0;
-  for (const iovec& piece : pieces) total += piece.iov_len;
+  IovecCursor payload(pieces);
   std::size_t taken = 0;
   int error = 0;
-  while (taken < total && state_ == State::up && records_->flush(socket_.get(), error)) {
-    const std::size_t some = records_->take(pieces, taken);
+  while (!payload.at_end() && state_ == State::up && records_->flush(socket_.get(), error)) {
+    const IovecCursor start = payload;
+    const std::size_t bytes = records_->take(payload);
     if (resumable_) {
-      records_->take_ends_at(sent_ + some);
-      buffer_for_retransmit(pieces, taken, some);  // may find that the socket broke
+      records_->note_record_end(sent_ + bytes);
+      buffer_for_retransmit(start, bytes);  // may find that the socket broke
     }
-    taken += some;
-    sent_ += some;
+    taken += bytes;
+    sent_ += bytes;
     written_ = sent_;
   }
   if (error == 0 && state_ == State::up) records_->flush(socket_.get(), error);
   if (error != 0) {
-    const Pipe::Io io = broke(error);
+    const Pipe::Io io = handle_error(error);
     if (taken == 0 || !resumable_) return io;
   }
   return {.bytes = taken};
 }
 
-Pipe::Io ResumableSocket::receive_records(std::span<const iovec> pieces) {
-  const auto got = records_->receive(socket_.get(), pieces, accepted_);
-  received_ += got.bytes;
-  return got.end == RecordStream::End::none ? Pipe::Io{.bytes = got.bytes} : ended(got);
+Pipe::Io ResumableSocket::receive(std::span<const iovec> pieces) {
+  if (unread_from_ < unread_.size()) {
+    const std::size_t copied =
+        IovecCursor(pieces).copy_from(unread_.data() + unread_from_, unread_.size() - unread_from_);
+    unread_from_ += copied;
+    return {.bytes = copied};
+  }
+  if (state_ == State::lost) return lost();
+  if (state_ == State::broken || !accepted()) return {};
+  const auto result = read_socket(pieces);
+  received_ += result.bytes;
+  return result.end == RecordStream::End::none ? Pipe::Io{.bytes = result.bytes} : handle_end(result);
 }
 
-Pipe::Io ResumableSocket::ended(const RecordStream::Got& got) {
-  if (got.end != RecordStream::End::forged) return broke(got.error);
+// Reads the greeting where it is still due, then bytes into `buffers`.
+RecordStream::ReadResult ResumableSocket::read_socket(std::span<const iovec> buffers) {
+  if (records_ != nullptr) return records_->receive(socket_.get(), buffers, accepted_);
+  const auto read = [this](std::span<const iovec> into) -> RecordStream::ReadResult {
+    msghdr message{};
+    message.msg_iov = const_cast<iovec*>(into.data());
+    message.msg_iovlen = into.size();
+    const ssize_t bytes = ::recvmsg(socket_.get(), &message, MSG_DONTWAIT);
+    if (bytes > 0) return {.bytes = static_cast<std::size_t>(bytes)};
+    if (bytes == 0) return {.end = RecordStream::End::closed};
+    if (is_temporary(errno)) return {};
+    return {.end = RecordStream::End::failed, .error = errno};
+  };
+  if (!accepted_) {
+    std::byte greeting{};
+    const iovec into{&greeting, 1};
+    const auto result = read({&into, 1});
+    accepted_ = result.bytes == 1;
+    if (!accepted_) return result;
+  }
+  return buffers.empty() ? RecordStream::ReadResult{} : read(buffers);
+}
+
+bool ResumableSocket::accepted() {
+  if (accepted_) return true;
+  const auto result = read_socket({});
+  if (result.end != RecordStream::End::none) handle_end(result);
+  return accepted_ && state_ == State::up;
+}
+
+Pipe::Io ResumableSocket::handle_end(const RecordStream::ReadResult& result) {
+  if (result.end != RecordStream::End::forged) return handle_error(result.error);
   state_ = State::lost;
   error_ = 0;
   why_ = std::string(
-             "a record came with a wrong tag: somebody changed, repeated or left out bytes on the way, and none "
+             "a record came with a wrong tag: bytes were changed, repeated or left out between the two hosts, and none "
              "of them was used (NETFOLD_SECURITY=") +
          (security_ == auth::Security::encrypt ? "encrypt)" : "authenticate)");
   retransmit_buffer_.clear();
@@ -156,37 +166,23 @@ Pipe::Io ResumableSocket::ended(const RecordStream::Got& got) {
   return lost();
 }
 
-bool ResumableSocket::accepted() {
-  if (accepted_) return true;
-  if (records_ != nullptr) {
-    const auto got = records_->receive(socket_.get(), {}, accepted_);
-    if (got.end != RecordStream::End::none) ended(got);
-    return accepted_ && state_ == State::up;
-  }
-  std::byte greeting{};
-  const ssize_t got = ::recv(socket_.get(), &greeting, 1, MSG_DONTWAIT);
-  accepted_ = got == 1;
-  if (got == 0) broke(0);
-  if (got < 0 && errno != EAGAIN && errno != EINTR) broke(errno);
-  return accepted_;
-}
-
-// A rail that keeps nothing stays as it is: what the peer said last may still be unread.
-Pipe::Io ResumableSocket::broke(int error) {
+// A connection that is not resumable keeps its socket: the peer's last bytes may still be unread.
+Pipe::Io ResumableSocket::handle_error(int error) {
   error_ = error;
   if (!resumable_) return lost();
   disconnect();
   return {};
 }
 
-// What our kernel has confirmed the peer does not keep any more, so it must all be read before the socket goes: up to
-// the end of stream, behind which nothing can come. After an end of stream or a reset that is there already.
+// All steps of disconnecting at once, after an end of stream or a reset. The peer keeps no copy of bytes that our
+// kernel has confirmed. So all of them are read before the socket is closed, up to the end of stream, behind which
+// nothing can come.
 void ResumableSocket::disconnect() {
   begin_disconnect();
   if (state_ != State::disconnecting) return;
   const auto deadline = std::chrono::steady_clock::now() + std::chrono::nanoseconds(kLastNs);
   while (!drain()) {
-    // Only where the kernel refused to send over a connection that lives.
+    // Reached only where the kernel refused to send over a connection that still works.
     const auto left = std::chrono::ceil<std::chrono::milliseconds>(deadline - std::chrono::steady_clock::now());
     pollfd more{socket_.get(), POLLIN, 0};
     if (left.count() <= 0 || ::poll(&more, 1, static_cast<int>(left.count())) == 0) break;
@@ -203,7 +199,7 @@ void ResumableSocket::begin_disconnect() {
 void ResumableSocket::end_disconnect() {
   if (state_ != State::disconnecting) return;
   drain();
-  // A record with a wrong tag has ended the rail for good.
+  // A record with a wrong tag has ended the connection for good.
   if (state_ != State::disconnecting) return;
   state_ = State::broken;
   if (resumable_) release_confirmed();
@@ -214,20 +210,15 @@ void ResumableSocket::end_disconnect() {
 bool ResumableSocket::drain() {
   unread_.erase(unread_.begin(), unread_.begin() + static_cast<std::ptrdiff_t>(unread_from_));
   unread_from_ = 0;
-  if (records_ != nullptr) return drain_records();
   for (;;) {
-    const std::size_t had = unread_.size();
-    const std::size_t most = accepted_ ? kBlockBytes : 1;
-    unread_.resize(had + most);
-    const ssize_t got = ::recv(socket_.get(), unread_.data() + had, most, MSG_DONTWAIT);
-    const int error = errno;
-    unread_.resize(had + (accepted_ ? static_cast<std::size_t>(std::max<ssize_t>(got, 0)) : 0));
-    if (got > 0) {
-      if (accepted_) received_ += static_cast<std::uint64_t>(got);
-      accepted_ = true;
-    } else if (got == 0 || error != EINTR) {
-      return got == 0 || error != EAGAIN;
-    }
+    const std::size_t before = unread_.size();
+    unread_.resize(before + kBlockBytes);
+    const iovec space{unread_.data() + before, kBlockBytes};
+    const auto result = read_socket({&space, 1});
+    unread_.resize(before + result.bytes);
+    received_ += result.bytes;
+    if (result.end == RecordStream::End::forged) handle_end(result);
+    if (result.bytes == 0) return result.end != RecordStream::End::none;
   }
 }
 
@@ -237,20 +228,6 @@ Fd ResumableSocket::duplicate_socket() const {
   return copy;
 }
 
-// Keeps what came as whole records with right tags.
-bool ResumableSocket::drain_records() {
-  for (;;) {
-    const std::size_t had = unread_.size();
-    unread_.resize(had + kBlockBytes);
-    const iovec piece{unread_.data() + had, kBlockBytes};
-    const auto got = records_->receive(socket_.get(), {&piece, 1}, accepted_);
-    unread_.resize(had + got.bytes);
-    received_ += got.bytes;
-    if (got.end == RecordStream::End::forged) ended(got);
-    if (got.bytes == 0) return got.end != RecordStream::End::none;
-  }
-}
-
 bool ResumableSocket::reconnect(Fd socket, std::uint64_t peer_received, const auth::StreamSecrets& secrets) {
   if (state_ != State::broken) return false;
   if (secrets.security != security_) {
@@ -258,7 +235,7 @@ bool ResumableSocket::reconnect(Fd socket, std::uint64_t peer_received, const au
     return false;
   }
   if (peer_received < buffered_from_ || peer_received > sent_) {
-    give_up("the peer has " + std::to_string(peer_received) + " of " + std::to_string(sent_) +
+    give_up("the peer has received " + std::to_string(peer_received) + " of " + std::to_string(sent_) +
             " bytes, and those before " + std::to_string(buffered_from_) + " are not kept any more");
     return false;
   }
@@ -269,14 +246,14 @@ bool ResumableSocket::reconnect(Fd socket, std::uint64_t peer_received, const au
   ++reconnects_;
   accepted_ = false;
   if (records_ != nullptr) {
-    records_->take({}, 0);
-    flush();
-    return true;
-  }
-  const std::byte greeting{1};
-  if (::send(socket_.get(), &greeting, 1, MSG_NOSIGNAL | MSG_DONTWAIT) != 1) {
-    broke(errno);
-    return true;
+    IovecCursor nothing{std::span<const iovec>{}};
+    records_->take(nothing);
+  } else {
+    const std::byte greeting{1};
+    if (::send(socket_.get(), &greeting, 1, MSG_NOSIGNAL | MSG_DONTWAIT) != 1) {
+      handle_error(errno);
+      return true;
+    }
   }
   flush();
   return true;
@@ -290,62 +267,47 @@ void ResumableSocket::give_up(std::string why) {
 }
 
 bool ResumableSocket::flush() {
-  if (state_ != State::up) return true;  // nothing that could be done now
+  if (state_ != State::up) return true;
   if (records_ != nullptr) {
     int error = 0;
-    while (records_->flush(socket_.get(), error) && written_ < sent_) resend_as_record();
-    if (error != 0) broke(error);
+    while (records_->flush(socket_.get(), error) && written_ < sent_) {
+      const iovec lost_bytes = buffered_at(written_);
+      IovecCursor payload({&lost_bytes, 1});
+      written_ += records_->take(payload);
+      records_->note_record_end(written_);
+    }
+    if (error != 0) handle_error(error);
     return error == 0 && !records_->has_pending();
   }
   while (written_ < sent_) {
-    std::size_t left = 0;
-    const std::byte* from = buffered_at(written_, &left);
-    const ssize_t sent = ::send(socket_.get(), from, left, MSG_NOSIGNAL | MSG_DONTWAIT);
-    if (sent < 0 && errno != EAGAIN && errno != EINTR) broke(errno);
+    const iovec lost_bytes = buffered_at(written_);
+    const ssize_t sent = ::send(socket_.get(), lost_bytes.iov_base, lost_bytes.iov_len, MSG_NOSIGNAL | MSG_DONTWAIT);
+    if (sent < 0 && !is_temporary(errno)) handle_error(errno);
     if (sent <= 0) return false;
     written_ += static_cast<std::uint64_t>(sent);
   }
   return true;
 }
 
-// A record of what a former socket took along.
-void ResumableSocket::resend_as_record() {
-  std::size_t left = 0;
-  const iovec piece{buffered_at(written_, &left), left};
-  written_ += records_->take({&piece, 1}, 0);
-  records_->take_ends_at(written_);
+// The buffered bytes from `position` on, to the end of their block.
+iovec ResumableSocket::buffered_at(std::uint64_t position) const {
+  const auto offset = static_cast<std::size_t>(position - buffered_from_);
+  return {retransmit_buffer_[offset / kBlockBytes].get() + offset % kBlockBytes,
+          std::min(kBlockBytes - offset % kBlockBytes, static_cast<std::size_t>(sent_ - position))};
 }
 
-std::byte* ResumableSocket::buffered_at(std::uint64_t position, std::size_t* left) {
-  const std::size_t offset = static_cast<std::size_t>(position - buffered_from_);
-  *left = std::min(kBlockBytes - offset % kBlockBytes, static_cast<std::size_t>(sent_ - position));
-  return retransmit_buffer_[offset / kBlockBytes].get() + offset % kBlockBytes;
-}
-
-// Before sent_ counts them: `bytes` of the pieces, behind the first `skip`.
-void ResumableSocket::buffer_for_retransmit(std::span<const iovec> pieces, std::size_t skip, std::size_t bytes) {
-  std::size_t at = static_cast<std::size_t>(sent_ - buffered_from_);
-  for (const iovec& piece : pieces) {
-    const std::size_t skipped = std::min(piece.iov_len, skip);
-    skip -= skipped;
-    const auto* from = static_cast<const std::byte*>(piece.iov_base) + skipped;
-    std::size_t left = std::min(piece.iov_len - skipped, bytes);
-    bytes -= left;
-    while (left > 0) {
-      if (at == retransmit_buffer_.size() * kBlockBytes) {
-        retransmit_buffer_.push_back(spare_blocks().take(kBlockBytes));
-      }
-      const std::size_t some = std::min(left, kBlockBytes - at % kBlockBytes);
-      std::memcpy(retransmit_buffer_[at / kBlockBytes].get() + at % kBlockBytes, from, some);
-      from += some;
-      at += some;
-      left -= some;
-    }
+// Copies the next `count` of `bytes`. To be called before sent_ counts them.
+void ResumableSocket::buffer_for_retransmit(IovecCursor bytes, std::size_t count) {
+  auto at = static_cast<std::size_t>(sent_ - buffered_from_);
+  for (const std::size_t end = at + count; at < end;) {
+    if (at == retransmit_buffer_.size() * kBlockBytes) retransmit_buffer_.push_back(spare_blocks().take(kBlockBytes));
+    const std::size_t space = std::min(end - at, kBlockBytes - at % kBlockBytes);
+    at += bytes.copy_to(retransmit_buffer_[at / kBlockBytes].get() + at % kBlockBytes, space);
   }
   if (retransmit_buffer_.size() > 4) release_confirmed();
 }
 
-// Whole blocks that the peer's kernel has confirmed: of a socket that broke too, this count stays what it was.
+// Frees whole blocks that the peer's kernel has confirmed. The kernel still knows this count after the socket broke.
 void ResumableSocket::release_confirmed() {
   int unconfirmed = 0;
   if (state_ == State::up) accepted();
@@ -361,15 +323,12 @@ void ResumableSocket::release_confirmed() {
 }
 
 void ResumableSocket::wait_for(short events, std::vector<pollfd>& fds) const {
-  // A socket that is shut for writing is always ready for it.
+  // A socket that is shut for writing is always ready for writing.
   if (state_ == State::disconnecting) events &= ~POLLOUT;
   if (!socket_ || events == 0) return;
-  // Bytes that were read ahead wake nobody by the socket.
-  if ((events & POLLIN) != 0 && records_ != nullptr && records_->has_payload()) {
-    fds.push_back({RecordStream::always_readable(), POLLIN, 0});
-    return;
-  }
-  fds.push_back({socket_.get(), events, 0});
+  // The socket does not wake a reader of bytes that were read ahead.
+  const bool is_ready = (events & POLLIN) != 0 && records_ != nullptr && records_->has_payload();
+  fds.push_back(is_ready ? pollfd{RecordStream::always_readable(), POLLIN, 0} : pollfd{socket_.get(), events, 0});
 }
 
 bool ResumableSocket::hung_up() {
@@ -384,7 +343,7 @@ bool ResumableSocket::hung_up() {
 
 std::size_t ResumableSocket::unconfirmed() const {
   if (!socket_) return static_cast<std::size_t>(state_ == State::lost ? 0 : sent_ - buffered_from_);
-  // A connection that was reset still counts what it will never send.
+  // A connection that was reset still counts bytes that it will never send.
   tcp_info info{};
   socklen_t length = sizeof info;
   if (::getsockopt(socket_.get(), IPPROTO_TCP, TCP_INFO, &info, &length) != 0 || info.tcpi_state == TCP_CLOSE) return 0;

@@ -3,11 +3,6 @@
 #include <algorithm>
 
 namespace netfold::transport {
-namespace {
-
-constexpr std::size_t kMaxPieces = 64;
-
-}  // namespace
 
 TcpPipe::TcpPipe(std::vector<Fd> sockets, const std::vector<auth::StreamSecrets>& secrets,
                  std::function<void(int rail)> on_broken)
@@ -28,7 +23,7 @@ Pipe::Io TcpPipe::receive(std::span<const iovec> pieces) {
                     [](ResumableSocket& rail, std::span<const iovec> part) { return rail.receive(part); });
 }
 
-// Stripe after stripe, until one does not go as a whole.
+// Moves stripe after stripe, until a rail moves only part of its stripe.
 template <class Move>
 Pipe::Io TcpPipe::by_stripes(std::span<const iovec> pieces, std::uint64_t& position, Move move) {
   if (rails_.size() == 1) {
@@ -36,35 +31,22 @@ Pipe::Io TcpPipe::by_stripes(std::span<const iovec> pieces, std::uint64_t& posit
     if (on_broken_ != nullptr && io.bytes == 0) report_broken(0);
     return io;
   }
-  Io all;
-  std::size_t piece = 0;
-  std::size_t offset = 0;
-  while (piece < pieces.size()) {
-    iovec part[kMaxPieces];
-    std::size_t count = 0;
-    const std::size_t room = kStripeBytes - position % kStripeBytes;
-    std::size_t bytes = 0;
-    while (piece < pieces.size() && bytes < room && count < kMaxPieces) {
-      const std::size_t some = std::min(pieces[piece].iov_len - offset, room - bytes);
-      part[count++] = {static_cast<std::byte*>(pieces[piece].iov_base) + offset, some};
-      bytes += some;
-      offset += some;
-      if (offset == pieces[piece].iov_len) {
-        ++piece;
-        offset = 0;
-      }
-    }
+  Io total;
+  IovecCursor left(pieces);
+  while (!left.at_end()) {
+    IovecCursor::Parts parts;
+    left.take(parts, kStripeBytes - position % kStripeBytes);
     const std::size_t rail = rail_at(position);
-    const Io io = move(rails_[rail], {part, count});
+    const Io io = move(rails_[rail], parts.span());
     position += io.bytes;
-    all.bytes += io.bytes;
-    if (io.bytes < bytes) {
+    total.bytes += io.bytes;
+    if (io.bytes < parts.bytes) {
       report_broken(rail);
-      // What went before counts first; the rail says again that it is lost.
-      return all.bytes > 0 ? all : io;
+      // Report the bytes first; the next call returns the rail's error again.
+      return total.bytes > 0 ? total : io;
     }
   }
-  return all;
+  return total;
 }
 
 void TcpPipe::report_broken(std::size_t rail) {
@@ -79,18 +61,18 @@ void TcpPipe::wait_for(short events, std::vector<pollfd>& fds) const {
 }
 
 bool TcpPipe::hung_up() {
-  bool gone = false;
+  bool is_gone = false;
   for (std::size_t rail = 0; rail < rails_.size(); ++rail) {
-    gone |= rails_[rail].hung_up();
+    is_gone |= rails_[rail].hung_up();
     report_broken(rail);
   }
-  return gone;
+  return is_gone;
 }
 
 bool TcpPipe::flush() {
-  bool all = true;
-  for (ResumableSocket& rail : rails_) all &= rail.flush();
-  return all;
+  bool is_done = true;
+  for (ResumableSocket& rail : rails_) is_done &= rail.flush();
+  return is_done;
 }
 
 bool TcpPipe::has_unsent() const {

@@ -20,25 +20,35 @@ namespace netfold::transport {
 namespace {
 
 constexpr std::size_t kReceiveBytes = 65536;
-// Messages a call, one at least of each worker of a small job; and the bytes that they are to have together.
+// Messages a receive call: at least one of each worker of a small job. kBatchBytes: the target for their total size.
 constexpr std::size_t kLeastBatch = 8;
 constexpr std::size_t kReceiveBatch = 32;
 constexpr std::size_t kBatchBytes = 1024 << 10;
 constexpr std::size_t kControlBytes = CMSG_SPACE(sizeof(int));
-// UIO_MAXIOV: pieces in one message.
+// UIO_MAXIOV: the most pieces in one message.
 constexpr std::size_t kMaxPieces = 1024;
+
+// Fills a control message; returns the bytes that it takes.
+template <class Value>
+std::size_t put_control(cmsghdr* control, int level, int type, const Value& value) {
+  control->cmsg_level = level;
+  control->cmsg_type = type;
+  control->cmsg_len = CMSG_LEN(sizeof value);
+  std::memcpy(CMSG_DATA(control), &value, sizeof value);
+  return CMSG_SPACE(sizeof value);
+}
 
 }  // namespace
 
 UdpSocket::UdpSocket(const Address& local, std::size_t buffer_bytes) {
-  const int asked_bytes = static_cast<int>(std::min<std::size_t>(buffer_bytes, std::numeric_limits<int>::max()));
+  const int wanted_bytes = static_cast<int>(std::min<std::size_t>(buffer_bytes, std::numeric_limits<int>::max()));
   fd_ = Fd(::socket(local.storage.ss_family, SOCK_DGRAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
   if (!fd_) throw_errno("udp socket");
   if (::bind(fd_.get(), local.get(), local.length) != 0) throw_errno("bind udp " + local.text());
-  receive_buffer_bytes_ = static_cast<std::size_t>(set_receive_buffer(fd_.get(), asked_bytes));
-  set_send_buffer(fd_.get(), asked_bytes);
-  // No fragments: one that is lost loses the packet. The length was probed with packets of the protocol's own, so what
-  // an ICMP message says of the path, which anybody can forge, is not listened to.
+  receive_buffer_bytes_ = static_cast<std::size_t>(set_receive_buffer(fd_.get(), wanted_bytes));
+  set_send_buffer(fd_.get(), wanted_bytes);
+  // No fragments: the loss of one fragment would lose the packet. The protocol probed the packet length itself, so the
+  // socket ignores what ICMP messages report about the path; anybody can forge them.
   if (local.storage.ss_family == AF_INET) {
     const int discover = IP_PMTUDISC_PROBE;
     setsockopt(fd_.get(), IPPROTO_IP, IP_MTU_DISCOVER, &discover, sizeof discover);
@@ -47,7 +57,7 @@ UdpSocket::UdpSocket(const Address& local, std::size_t buffer_bytes) {
     setsockopt(fd_.get(), IPPROTO_IPV6, IPV6_MTU_DISCOVER, &discover, sizeof discover);
   }
   const int on = 1;
-  setsockopt(fd_.get(), IPPROTO_UDP, UDP_GRO, &on, sizeof on);  // without GRO datagrams come one by one
+  setsockopt(fd_.get(), IPPROTO_UDP, UDP_GRO, &on, sizeof on);  // without GRO, datagrams come one by one
 
   receive_area_ = std::make_unique_for_overwrite<std::byte[]>(kReceiveBatch * kReceiveBytes);
   receive_messages_.resize(kReceiveBatch);
@@ -65,36 +75,28 @@ UdpSocket::Peer UdpSocket::add(const Address& address, const std::optional<Addre
   return found->second;
 }
 
-// IP_PKTINFO (ip(7)) or IPV6_PKTINFO (RFC 3542, section 6.1). The interface is left to the route.
+// By IP_PKTINFO (ip(7)) or IPV6_PKTINFO (RFC 3542, section 6.1). The route still chooses the interface.
 void UdpSocket::Destination::set_source(const Address& local) {
   source.fill(0);
   auto* control = reinterpret_cast<cmsghdr*>(source.data());
   if (local.storage.ss_family == AF_INET) {
     in_pktinfo info{};
     info.ipi_spec_dst = reinterpret_cast<const sockaddr_in&>(local.storage).sin_addr;
-    control->cmsg_level = IPPROTO_IP;
-    control->cmsg_type = IP_PKTINFO;
-    control->cmsg_len = CMSG_LEN(sizeof info);
-    std::memcpy(CMSG_DATA(control), &info, sizeof info);
-    source_bytes = CMSG_SPACE(sizeof info);
+    source_bytes = put_control(control, IPPROTO_IP, IP_PKTINFO, info);
   } else {
     in6_pktinfo info{};
     info.ipi6_addr = reinterpret_cast<const sockaddr_in6&>(local.storage).sin6_addr;
-    control->cmsg_level = IPPROTO_IPV6;
-    control->cmsg_type = IPV6_PKTINFO;
-    control->cmsg_len = CMSG_LEN(sizeof info);
-    std::memcpy(CMSG_DATA(control), &info, sizeof info);
-    source_bytes = CMSG_SPACE(sizeof info);
+    source_bytes = put_control(control, IPPROTO_IPV6, IPV6_PKTINFO, info);
   }
 }
 
-// By what Address compares.
+// Hashes the fields that Address::operator== compares.
 std::size_t UdpSocket::Hash::operator()(const Address& address) const {
   std::size_t host = 0;
   if (address.storage.ss_family == AF_INET) {
     host = reinterpret_cast<const sockaddr_in&>(address.storage).sin_addr.s_addr;
   } else {
-    // The lower half: of hosts of one network it differs.
+    // The lower half differs between the hosts of one network.
     std::memcpy(&host, reinterpret_cast<const sockaddr_in6&>(address.storage).sin6_addr.s6_addr + 8, sizeof host);
   }
   return host * 0x9e3779b97f4a7c15u ^ address.port();
@@ -105,7 +107,7 @@ UdpSocket::WaitHint UdpSocket::wait_hint(bool wants_room) {
 }
 
 const std::string& UdpSocket::path_error() const {
-  static const std::string none;  // what is lost is lost without a word
+  static const std::string none;  // UDP does not report losses
   return none;
 }
 
@@ -116,105 +118,69 @@ void UdpSocket::note_refusal(int error, const Address& to) {
 }
 
 std::size_t UdpSocket::send(std::span<Run> runs) {
-  const std::size_t total = send_in_order(runs);
-  std::size_t left = total;
-  for (Run& run : runs) {
-    run.taken = std::min(left, run.pieces.size() / run.pieces_per_packet);
-    left -= run.taken;
-  }
-  return total;
-}
-
-std::size_t UdpSocket::send_in_order(std::span<const Run> runs) {
   struct alignas(cmsghdr) Control {
     char bytes[kSourceBytes + kSegmentBytes];
   };
   std::array<mmsghdr, kMessagesPerCall> messages;
   std::array<Control, kMessagesPerCall> controls;
   std::array<std::size_t, kMessagesPerCall> packets_of;
+  std::array<Run*, kMessagesPerCall> run_of;
   std::size_t total = 0;
-  std::size_t run_index = 0;
-  std::size_t run_offset = 0;  // packets of runs[run_index] already sent or in this batch
+  std::size_t first = 0;  // the first run with packets that are not taken
+  for (Run& run : runs) run.taken = 0;
 
-  while (run_index < runs.size()) {
+  for (;;) {
+    while (first < runs.size() && runs[first].taken == runs[first].pieces.size() / runs[first].pieces_per_packet)
+      ++first;
     std::size_t count = 0;
-    const std::size_t first_run = run_index;
-    const std::size_t first_offset = run_offset;
-    while (count < kMessagesPerCall && run_index < runs.size()) {
-      const Run& run = runs[run_index];
-      const std::size_t run_packets = run.pieces.size() / run.pieces_per_packet;
-      std::size_t packets = 1;
-      if (gso_) {
-        packets = std::min(packets_per_message(run.packet_bytes),
-                           std::max<std::size_t>(1, kMaxPieces / run.pieces_per_packet));
-      }
-      packets = std::min(packets, run_packets - run_offset);
-      msghdr& header = messages[count].msg_hdr;
-      header = msghdr{};
+    for (std::size_t index = first; index < runs.size() && count < kMessagesPerCall; ++index) {
+      Run& run = runs[index];
       const Destination& to = peers_[run.to];
-      header.msg_name = const_cast<sockaddr*>(to.address.get());
-      header.msg_namelen = to.address.length;
-      header.msg_iov = const_cast<iovec*>(run.pieces.data() + run_offset * run.pieces_per_packet);
-      header.msg_iovlen = packets * run.pieces_per_packet;
-      std::size_t control_bytes = to.source_bytes;
-      if (control_bytes > 0) std::memcpy(controls[count].bytes, to.source.data(), control_bytes);
-      if (packets > 1) {
-        auto* control = reinterpret_cast<cmsghdr*>(controls[count].bytes + control_bytes);
-        control->cmsg_level = IPPROTO_UDP;
-        control->cmsg_type = UDP_SEGMENT;
-        control->cmsg_len = CMSG_LEN(sizeof(std::uint16_t));
-        const auto segment = static_cast<std::uint16_t>(run.packet_bytes);
-        std::memcpy(CMSG_DATA(control), &segment, sizeof segment);
-        control_bytes += kSegmentBytes;
-      }
-      if (control_bytes > 0) {
-        header.msg_control = controls[count].bytes;
-        header.msg_controllen = control_bytes;
-      }
-      packets_of[count++] = packets;
-      run_offset += packets;
-      if (run_offset == run_packets) {
-        ++run_index;
-        run_offset = 0;
+      const std::size_t run_packets = run.pieces.size() / run.pieces_per_packet;
+      const std::size_t most = gso_ ? std::min(packets_per_message(run.packet_bytes),
+                                               std::max<std::size_t>(1, kMaxPieces / run.pieces_per_packet))
+                                    : 1;
+      for (std::size_t next = run.taken; next < run_packets && count < kMessagesPerCall; next += packets_of[count++]) {
+        const std::size_t packets = std::min(most, run_packets - next);
+        packets_of[count] = packets;
+        run_of[count] = &run;
+        msghdr& header = messages[count].msg_hdr;
+        header = msghdr{};
+        header.msg_name = const_cast<sockaddr*>(to.address.get());
+        header.msg_namelen = to.address.length;
+        header.msg_iov = const_cast<iovec*>(run.pieces.data() + next * run.pieces_per_packet);
+        header.msg_iovlen = packets * run.pieces_per_packet;
+        std::size_t control_bytes = to.source_bytes;
+        if (control_bytes > 0) std::memcpy(controls[count].bytes, to.source.data(), control_bytes);
+        if (packets > 1) {
+          auto* control = reinterpret_cast<cmsghdr*>(controls[count].bytes + control_bytes);
+          control_bytes += put_control(control, IPPROTO_UDP, UDP_SEGMENT, static_cast<std::uint16_t>(run.packet_bytes));
+        }
+        if (control_bytes > 0) {
+          header.msg_control = controls[count].bytes;
+          header.msg_controllen = control_bytes;
+        }
       }
     }
+    if (count == 0) return total;
 
     const int sent = ::sendmmsg(fd_.get(), messages.data(), static_cast<unsigned>(count), 0);
-    std::size_t taken = 0;
+    std::size_t taken = sent < 0 ? 0 : static_cast<std::size_t>(sent);
     if (sent < 0) {
-      switch (errno) {
-        case EAGAIN:
-        case ENOBUFS:
-          return total;
-        case EINTR:
-          break;
-        default:
-          if (gso_ && packets_of[0] > 1 && (errno == EIO || errno == EINVAL || errno == EOPNOTSUPP)) {
-            gso_ = false;  // no checksum offload on this path: go on packet by packet
-          } else {
-            taken = 1;  // lost on this host: the protocol sends it again, or finds that nothing passes
-            note_refusal(errno, peers_[runs[first_run].to].address);
-          }
+      if (errno == EAGAIN || errno == ENOBUFS) return total;
+      if (errno == EINTR) continue;
+      if (gso_ && packets_of[0] > 1 && (errno == EIO || errno == EINVAL || errno == EOPNOTSUPP)) {
+        gso_ = false;  // no checksum offload on this path: send packets one by one
+      } else {
+        taken = 1;  // lost on this host: the protocol sends it again, or finds that no packet passes
+        note_refusal(errno, peers_[run_of[0]->to].address);
       }
-    } else {
-      taken = static_cast<std::size_t>(sent);
     }
-    std::size_t packets = 0;
-    for (std::size_t i = 0; i < taken; ++i) packets += packets_of[i];
-    total += packets;
-    // Rewind to what was not taken.
-    if (taken < count) {
-      run_index = first_run;
-      run_offset = first_offset + packets;
-      while (run_index < runs.size()) {
-        const std::size_t run_packets = runs[run_index].pieces.size() / runs[run_index].pieces_per_packet;
-        if (run_offset < run_packets) break;
-        run_offset -= run_packets;
-        ++run_index;
-      }
+    for (std::size_t i = 0; i < taken; ++i) {
+      run_of[i]->taken += packets_of[i];
+      total += packets_of[i];
     }
   }
-  return total;
 }
 
 bool UdpSocket::receive(const Take& take) {
@@ -229,12 +195,13 @@ bool UdpSocket::receive(const Take& take) {
     header.msg_control = receive_controls_.data() + i * kControlBytes;
     header.msg_controllen = kControlBytes;
   }
-  const int got = ::recvmmsg(fd_.get(), receive_messages_.data(), static_cast<unsigned>(batch_), MSG_DONTWAIT, nullptr);
+  const int count =
+      ::recvmmsg(fd_.get(), receive_messages_.data(), static_cast<unsigned>(batch_), MSG_DONTWAIT, nullptr);
   ++counters_.receive_calls;
-  if (got <= 0) return false;  // empty, interrupted, or an ICMP error of an earlier send: nothing was received
+  if (count <= 0) return false;  // empty, interrupted, or an ICMP error of an earlier send
 
   std::size_t total = 0;
-  for (std::size_t i = 0; i < static_cast<std::size_t>(got); ++i) {
+  for (std::size_t i = 0; i < static_cast<std::size_t>(count); ++i) {
     msghdr& header = receive_messages_[i].msg_hdr;
     const std::size_t bytes = receive_messages_[i].msg_len;
     Address& from = receive_sources_[i];
@@ -254,10 +221,10 @@ bool UdpSocket::receive(const Take& take) {
     counters_.received_datagrams += bytes == 0 ? 1 : (bytes + segment - 1) / segment;
     total += bytes;
   }
-  // Long trains in few buffers, so that they are in the cache when they are read; single packets in many.
-  const std::size_t each = std::max<std::size_t>(1, total / static_cast<std::size_t>(got));
-  batch_ = std::clamp(kBatchBytes / each, kLeastBatch, kReceiveBatch);
-  take({trains_.data(), static_cast<std::size_t>(got)});
+  // Receive long trains in few buffers, so that they are in the cache when they are read; single packets in many.
+  const std::size_t average = std::max<std::size_t>(1, total / static_cast<std::size_t>(count));
+  batch_ = std::clamp(kBatchBytes / average, kLeastBatch, kReceiveBatch);
+  take({trains_.data(), static_cast<std::size_t>(count)});
   return true;
 }
 

@@ -1,9 +1,9 @@
-// Packets in batches, to peers and from them: what the aggregation protocol goes over.
+// Packets in batches, to numbered peers and from them: the transport of the aggregation protocol.
 //
-// A packet comes whole or not at all, once or more often, in any order: repair is the protocol's. A peer is a number of
-// this port's own; where it is, and how what comes from it is known, is said when it is made known to the port
-// (UdpSocket: by its address; fabric::FabricDatagrams: by a tag that only it was told). What comes from nobody that is
-// known is handed out as a stranger's. Nothing here blocks, and nothing here knows what a packet means.
+// A packet arrives whole or not at all, once or several times, in any order; the protocol repairs. The implementation
+// numbers the peers. Its function that adds a peer says where the peer is, and how its packets are recognised:
+// UdpSocket by their address, fabric::FabricDatagrams by a tag that only this peer was given. Packets of unknown peers
+// come with kUnknownPeer. No call blocks, and no packet is interpreted.
 #pragma once
 
 #include <sys/uio.h>
@@ -29,52 +29,53 @@ class Datagrams {
     std::span<const iovec> pieces;
     std::size_t pieces_per_packet = 1;
     std::size_t packet_bytes = 0;
-    std::size_t taken = 0;  // filled in: packets, from the first on
+    std::size_t taken = 0;  // result: packets taken, from the first on
   };
 
-  // How a sleeper is woken.
+  // How to wake a sleeping thread.
   struct WaitHint {
-    int fd = -1;  // for `events`; -1: by the nap alone
-    short events = 0;
-    std::int64_t poll_after_ns = -1;  // look again after so long in any case; 0: at once, -1: there is no need to
+    int fd = -1;                      // poll it for `events`; -1: only the timer wakes
+    short events = 0;                 // POLLIN, POLLOUT
+    std::int64_t poll_after_ns = -1;  // look again after this time in any case; 0: at once; -1: not needed
   };
 
   virtual ~Datagrams() = default;
 
-  // So many packets to a peer are taken now; of more some may be refused. Who counts its packets asks first: a number
-  // that was given out and not sent looks like a loss at the other end.
+  // How many packets to a peer are taken now. More may be refused. A caller that numbers its packets asks first, since
+  // a number that was assigned but not sent looks like a loss at the other end.
   virtual std::size_t room(Peer to) const = 0;
-  // Takes packets of each run as far as there is room; how many in all. What is lost on the way, or
-  // refused by this host, counts as taken; refusals are counted. Throws std::system_error where the provider fails.
+  // Takes packets of each run while there is room; returns their number. Packets that are lost on the path or refused
+  // by this host count as taken; refusals are counted. Throws std::system_error where the provider fails.
   virtual std::size_t send(std::span<Run> runs) = 0;
 
-  // Packets that came together from one source: of `packet_bytes` each, but the last, which may be shorter. No bytes:
-  // one packet of none.
+  // Packets that came together from one source. All have `packet_bytes` bytes, but the last may be shorter. A train
+  // without bytes is one empty packet.
   struct PacketTrain {
     std::span<const std::byte> bytes;
     std::size_t packet_bytes = 0;
     Peer source = kUnknownPeer;
   };
-  // Receives what is there, at most one batch, and calls `take` with it, once, unless it is empty. The bytes live for
-  // the call, in which packets may be sent. Whether anything happened.
+  // Receives at most one batch and calls `take` once with it, unless it is empty. The bytes are valid during that call;
+  // `take` may send packets. Returns whether anything happened.
   class Take;
   virtual bool receive(const Take& take) = 0;
 
-  // `wants_room`: for a packet that was not taken. Good until the next call of anything else here.
+  // Valid until the next call of any other function here.
+  // wants_room: also wake once a refused packet may be taken.
   virtual WaitHint wait_hint(bool wants_room) = 0;
-  // Whether that has to be asked before each sleep; else the descriptor alone wakes whoever waits for it.
+  // Whether a thread must ask for a new hint before each sleep; else the descriptor alone wakes it.
   virtual bool needs_polling() const { return false; }
 
-  // What holds packets that have come and were not received.
+  // The size of the memory that holds arrived packets until they are received.
   virtual std::size_t receive_buffer_bytes() const = 0;
-  // Why nothing that is sent arrives any more, where that is known; else empty.
+  // Why sent packets do not arrive any more, where that is known; else empty.
   virtual const std::string& path_error() const = 0;
 
   struct Counters {
     std::uint64_t receive_calls = 0;
     std::uint64_t received_datagrams = 0;
-    std::uint64_t send_errors = 0;  // batches that this host or a provider refused, or says did not arrive
-    int last_send_errno = 0;        // of UDP
+    std::uint64_t send_errors = 0;  // batches that this host or a provider refused or reported as failed
+    int last_send_errno = 0;        // UDP only
     std::string last_send_error;
   };
   const Counters& counters() const { return counters_; }
@@ -83,12 +84,12 @@ class Datagrams {
   Counters counters_;
 };
 
-// A callable that lives at least as long as the call it is passed to: a pointer to it, and one to how it is called.
+// A reference to a callable that lives at least as long as the call that gets it.
 class Datagrams::Take {
  public:
   template <class Callable>
     requires(!std::is_same_v<std::remove_cvref_t<Callable>, Take>)
-  Take(Callable&& callable)  // not explicit: as a parameter it is made of any callable
+  Take(Callable&& callable)  // not explicit: a parameter of this type accepts any callable
       : callable_(const_cast<void*>(static_cast<const void*>(&callable))),
         call_([](void* of, std::span<const PacketTrain> batch) {
           (*static_cast<std::remove_reference_t<Callable>*>(of))(batch);
@@ -100,7 +101,7 @@ class Datagrams::Take {
   void (*call_)(void*, std::span<const PacketTrain>);
 };
 
-// `packet(bytes)` for each of a train.
+// Calls `packet(bytes)` for each packet of a train.
 template <class Packet>
 void for_each_packet(const Datagrams::PacketTrain& train, const Packet& packet) {
   std::size_t offset = 0;

@@ -1,4 +1,4 @@
-// A pipe to every other rank of a group.
+// The pipes to all other ranks of a group.
 #pragma once
 
 #include <netfold/transport/tcp/resumable_socket.hpp>
@@ -20,15 +20,15 @@ class Mesh {
 
   int rank() const { return rank_; }
   int size() const { return static_cast<int>(pipes_.size()); }
-  // Whether there is a pipe to `peer`: not to ourselves, and to nobody once closed.
+  // Whether there is a pipe to `peer`: none to this rank, and none to any rank after close().
   bool leads_to(int peer) const { return pipes_[static_cast<std::size_t>(peer)] != nullptr; }
 
-  // Puts `other` in the place of the pipe to `peer`, which it returns.
+  // Replaces the pipe to `peer` by `other` and returns the old pipe.
   std::unique_ptr<Pipe> exchange(int peer, std::unique_ptr<Pipe> other) {
     return std::exchange(pipes_[static_cast<std::size_t>(peer)], std::move(other));
   }
 
-  // As Pipe says; `peer` is another rank.
+  // As Pipe's functions; `peer` is another rank.
   Io send(int peer, std::span<const iovec> pieces) { return pipe(peer).send(pieces); }
   Io receive(int peer, std::span<const iovec> pieces) { return pipe(peer).receive(pieces); }
   Io receive(int peer, std::byte* into, std::size_t bytes);
@@ -36,7 +36,7 @@ class Mesh {
   bool hung_up(int peer) const { return pipe(peer).hung_up(); }
   std::size_t unconfirmed(int peer) const { return leads_to(peer) ? pipe(peer).unconfirmed() : 0; }
 
-  // All pipes of a mesh are alike in this.
+  // The same for all pipes of a mesh.
   bool prefers_large_chunks() const;
   bool uses_rma(int peer, std::size_t bytes) const { return leads_to(peer) && pipe(peer).uses_rma(bytes); }
   bool post_receive(int peer, std::uint64_t name, std::byte* into, std::size_t bytes) {
@@ -45,34 +45,41 @@ class Mesh {
   bool is_posted(int peer, std::uint64_t name) { return pipe(peer).is_posted(name); }
   Io put(int peer, std::span<const iovec> pieces, std::uint64_t name) { return pipe(peer).put(pieces, name); }
   std::size_t bytes_in_flight(int peer) const { return leads_to(peer) ? pipe(peer).bytes_in_flight() : 0; }
-  // For pieces to and from any peer.
+  // Serves parts to and from every peer.
   std::unique_ptr<Pipe::RegistrationLease> lease(std::byte* data, std::size_t bytes);
   std::unique_ptr<Pipe::Scratch> scratch(int peer, std::size_t bytes) { return pipe(peer).scratch(bytes); }
-  // Takes back what was lent and expected, within kCancelNs or by force; blocks so long.
+  // Takes back posted memory and parts in flight of all pipes. Blocks up to kCancelNs, then closes by force.
   void cancel();
 
-  // A connection under a pipe; nullptr where there is none of that number, or the mesh was closed.
+  // A TCP connection under a pipe; null where there is none of this number, or after close().
   ResumableSocket* rail(int peer, int number);
-  // Says again what connections that broke took along, and sees off what pipes need us for. True once that is done, or
-  // cannot be now.
+  // Flushes all pipes: true once everything is sent, or where nothing can be done now.
   bool flush();
-  // What wakes a sleeper that has something to say again.
+  // Adds the descriptors that wake a thread which can continue `flush`.
   void wait_to_flush(std::vector<pollfd>& fds);
-  // As Pipe says, of any.
+  // As Pipe's, of any pipe.
   bool needs_progress() const;
   bool has_unsent() const;
 
   static constexpr std::int64_t kCancelNs = 100'000'000;
 
-  // Where what is being said to a peer stands: what else can be said to it depends on that.
+  // Where the bytes sent to a peer stopped: it decides what may be sent next.
   enum class StreamPosition : std::uint8_t { between_messages, between_chunks, inside };
   void set_stream_position(int peer, StreamPosition position) { positions_[static_cast<std::size_t>(peer)] = position; }
   StreamPosition stream_position(int peer) const { return positions_[static_cast<std::size_t>(peer)]; }
-  // Ends every pipe; peers see an orderly close after what was sent.
+  // Ends every pipe; peers see an orderly close after all sent bytes.
   void close();
 
  private:
   Pipe& pipe(int peer) const { return *pipes_[static_cast<std::size_t>(peer)]; }
+  // Whether `test` holds for a pipe.
+  template <class Test>
+  bool any(Test test) const {
+    for (const auto& pipe : pipes_) {
+      if (pipe != nullptr && test(*pipe)) return true;
+    }
+    return false;
+  }
 
   int rank_;
   std::vector<std::unique_ptr<Pipe>> pipes_;

@@ -1,4 +1,4 @@
-// A byte stream to one other rank, in both directions. Nothing here blocks and nothing knows what the bytes mean.
+// A byte stream to one other rank, in both directions. No call blocks, and a pipe does not interpret the bytes.
 #pragma once
 
 #include <poll.h>
@@ -19,22 +19,23 @@ class Pipe {
  public:
   struct Io {
     std::size_t bytes = 0;
-    bool closed = false;               // the peer closed, or the connection broke
-    int error = 0;                     // errno of a broken connection, 0 for an orderly close
-    const std::string* why = nullptr;  // where more than that is known; the pipe's
-    bool is_ours = false;              // what failed is on this side, and the peer may be well
+    bool closed = false;               // the peer closed the pipe, or the connection broke
+    int error = 0;                     // errno of a broken connection; 0 for an orderly close
+    const std::string* why = nullptr;  // the reason where one is known; the pipe owns the text
+    bool is_ours = false;              // the fault is on this side, and the peer may be well
   };
 
-  // Memory that its owner, or an operation that borrowed it, says will stay as it is. Ends with the object.
+  // A promise that memory stays mapped as it is until the object ends. The owner of the memory makes it, or an
+  // operation that borrowed the memory.
   class RegistrationLease {
    public:
     virtual ~RegistrationLease() = default;
-    // Whether the memory had to be made known to a fabric for it, or was: one of these is 1 once it was used.
+    // The first use of the memory counts as a hit where a fabric had it registered, else as a miss.
     virtual std::uint32_t hits() const = 0;
     virtual std::uint32_t misses() const = 0;
   };
 
-  // Memory to receive into that a fabric knows already. Its pipe has it back when the object ends.
+  // Memory to receive into that a fabric has registered already. It returns to its pipe when the object ends.
   class Scratch {
    public:
     virtual ~Scratch() = default;
@@ -42,49 +43,54 @@ class Pipe {
   };
 
   virtual ~Pipe() = default;
-  // As many bytes as go now; 0 bytes and not closed means: later.
+  // Moves as many bytes as go at once. 0 bytes and not closed: try again later.
   virtual Io send(std::span<const iovec> pieces) = 0;
   virtual Io receive(std::span<const iovec> pieces) = 0;
-  // Adds what wakes a sleeper once one of `events` (POLLIN, POLLOUT, POLLRDHUP) is there.
+  // Adds descriptors that wake a sleeping thread once one of `events` (POLLIN, POLLOUT, POLLRDHUP) is there.
   virtual void wait_for(short events, std::vector<pollfd>& fds) const = 0;
-  // Whether the peer has closed its end for good; what it said before may still be unread.
+  // Whether the peer has closed its end for good. Bytes that the peer sent before may still be unread.
   virtual bool hung_up() = 0;
-  // Bytes said to the peer that may be lost if we close and it still speaks.
+  // Bytes sent to the peer that may be lost if this end closes while the peer still sends.
   virtual std::size_t unconfirmed() const = 0;
-  // Does what can be done for what was taken from callers before. True where nothing is left of that, or nothing can be
-  // done now; else what `wait_to_flush` adds wakes a sleeper that has something to do.
+  // Sends on what was taken from callers before. True once all is sent, or where nothing can be done now. After false,
+  // the descriptors of `wait_to_flush` wake a thread that can continue.
   virtual bool flush() { return true; }
   virtual void wait_to_flush(std::vector<pollfd>&) {}
-  // Whether what was sent may need us further, as with a provider that moves data only while it is looked at: then
-  // `flush` is to be called until it is through.
+  // Whether sent bytes may need further calls, as with a provider that moves data only while it is polled. Then call
+  // `flush` until it returns true.
   virtual bool needs_progress() const { return false; }
-  // Whether bytes that were taken from the caller have not left this process, and are lost if it closes the pipe.
+  // Whether bytes that were taken from the caller have not left this process; closing the pipe would lose them.
   virtual bool has_unsent() const { return false; }
-  // A piece that both ends know to be one may go from memory to memory: who reads says where to (`expect`), who sends
-  // lends it, and waits for that word. Whether one of so many bytes does; the same at both ends.
+
+  // --- Remote memory access. Both ends agree that a part of a message, named by `name`, goes from memory to memory.
+  // The receiver posts the memory (`post_receive`); the sender waits for that (`is_posted`), then writes (`put`).
+
+  // Whether parts of this many bytes go by RMA; the same at both ends.
   virtual bool uses_rma(std::size_t) const { return false; }
-  // The place of the piece that the peer will lend under this name: it is to be read into just this memory, which is
-  // the peer's until then. False: later.
+  // Posts memory for the part of this name; the peer owns the memory until the part is received. The part must be
+  // received into exactly this memory. False: try again later.
   virtual bool post_receive(std::uint64_t, std::byte*, std::size_t) { return false; }
-  // Whether the peer expects the piece of that name.
+  // Whether the peer has posted memory for the part of this name.
   virtual bool is_posted(std::uint64_t) { return false; }
-  // As `send`, all of it or nothing; the last of `pieces` has that name, and is to be left alone until `lent` says so.
+  // As `send`, all or nothing. The last of `pieces` is the part of this name; leave it unchanged while
+  // `bytes_in_flight` counts it.
   virtual Io put(std::span<const iovec>, std::uint64_t) { return {}; }
-  // Of the bytes taken, counted back from the last, how many are not the caller's again.
+  // How many of the bytes taken last the provider may still read.
   virtual std::size_t bytes_in_flight() { return 0; }
-  // Takes back what was lent and expected, as before a failure is told: true once nobody can read or write it. To be
-  // called until then; where that takes too long, `force_close` makes it so at any price.
+  // Takes back posted memory and parts in flight, as before a failure is reported. True once no peer and no provider
+  // can read or write them; call until then. Where that takes too long, `force_close` achieves it.
   virtual bool cancel() { return true; }
   virtual void force_close() {}
-  // Whether there is no hope for a `cancel`.
+  // Whether `cancel` cannot succeed any more.
   virtual bool must_force_close() { return false; }
-  // For who lends or expects parts of it; null where that changes nothing.
+  // A lease of memory for `put` and `post_receive`; null where leases make no difference.
   virtual std::unique_ptr<RegistrationLease> lease(std::byte*, std::size_t) { return nullptr; }
-  // So many bytes at least; null where any memory is as good.
+  // At least this many bytes; null where all memory is equally good.
   virtual std::unique_ptr<Scratch> scratch(std::size_t) { return nullptr; }
-  // Whether a message costs so much beside its bytes that few and long ones are better; the same at both ends.
+
+  // Whether the fixed cost of a message is so high that few long ones are better; the same at both ends.
   virtual bool prefers_large_chunks() const { return false; }
-  // The connections under it, of a pipe that goes over any.
+  // The TCP connections under this pipe, if any.
   virtual int rails() const { return 0; }
   virtual ResumableSocket* rail(int) { return nullptr; }
 };

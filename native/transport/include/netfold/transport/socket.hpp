@@ -1,9 +1,10 @@
-// File descriptors and addresses: what both transports stand on.
+// File descriptors, addresses and system calls that several transports use.
 #pragma once
 
 #include <netinet/in.h>
 #include <sys/socket.h>
 
+#include <cerrno>
 #include <cstdint>
 #include <string>
 #include <utility>
@@ -16,15 +17,10 @@ class Fd {
   Fd() = default;
   explicit Fd(int fd) : fd_(fd) {}
   Fd(Fd&& other) noexcept : fd_(std::exchange(other.fd_, -1)) {}
-  Fd& operator=(Fd&& other) noexcept {
-    if (this != &other) {
-      reset();
-      fd_ = std::exchange(other.fd_, -1);
-    }
+  Fd& operator=(Fd other) noexcept {
+    std::swap(fd_, other.fd_);
     return *this;
   }
-  Fd(const Fd&) = delete;
-  Fd& operator=(const Fd&) = delete;
   ~Fd() { reset(); }
 
   int get() const { return fd_; }
@@ -35,16 +31,17 @@ class Fd {
   int fd_ = -1;
 };
 
-// As Fd, and of this process alone: a child made by fork has /dev/null in its place. The end of a connection tells the
-// peer that this process is gone, and must not wait for a child, a loader of data maybe, that outlives it.
+// As Fd, for this process alone: a child made by fork has /dev/null in its place. A peer learns of this process's death
+// by the end of the connection. A child that outlives the process, such as a data loader, must not keep it open.
 class ProcessFd {
  public:
   ProcessFd() = default;
   explicit ProcessFd(Fd fd);
   ProcessFd(ProcessFd&& other) noexcept = default;
-  ProcessFd& operator=(ProcessFd&& other) noexcept;
-  ProcessFd(const ProcessFd&) = delete;
-  ProcessFd& operator=(const ProcessFd&) = delete;
+  ProcessFd& operator=(ProcessFd other) noexcept {
+    std::swap(fd_, other.fd_);
+    return *this;
+  }
   ~ProcessFd() { reset(); }
 
   int get() const { return fd_.get(); }
@@ -69,10 +66,17 @@ struct Address {
   bool operator==(const Address& other) const;
 };
 
-// Throws std::system_error with `what` in front.
+// Throws std::system_error of errno, with `what` in front.
 [[noreturn]] void throw_errno(const std::string& what);
+// Whether a call that failed with this errno may succeed later.
+inline bool is_temporary(int error) { return error == EAGAIN || error == EINTR; }
 
-// Asks for `bytes`, beyond rmem_max/wmem_max where the process may; returns what the kernel granted.
+// Random bits of the kernel. Throws std::system_error.
+std::uint64_t random_bits();
+// The steady clock (CLOCK_MONOTONIC).
+std::int64_t now_ns();
+
+// Requests a buffer of `bytes`, beyond rmem_max or wmem_max where the process may; returns what the kernel granted.
 int set_receive_buffer(int fd, int bytes);
 int set_send_buffer(int fd, int bytes);
 

@@ -1,25 +1,29 @@
-// What is registered with one wire for writes, and how long: so that memory which is used again need not be registered
-// again, which costs a fabric as much as sending some hundred kilobytes.
+// The cache of one endpoint's memory registrations for RMA. A registration costs a fabric as much as sending some
+// hundred kilobytes, so memory that is used again is not registered again.
 //
-// The classic registration cache keeps what it once saw, and must guess when an address was freed and means other pages
-// now: by hooks in malloc, or by asking the kernel. A wrong guess is a wrong result. Here nothing is guessed. Memory is
-// *held* for a time by who knows that it stays mapped as it is: by its owner, who says when that ends (a *persistent*
-// hold: the job's own buckets), or by an operation, which borrowed it from its caller (a *operation's* one). A registration
-// is of the whole range of a hold, and ends with it at the latest. What nobody holds is registered for one use.
+// The classic registration cache keeps every registration, and must guess when an address was freed and maps other
+// pages
+// now: by hooks in malloc, or by asking the kernel. A wrong guess gives a wrong result. This cache guesses nothing. A
+// *lease* of memory promises that the memory stays mapped as it is until the lease ends. The owner of the memory takes
+// a lease (*persistent*: the job's own buckets), or an operation that borrowed the memory from its caller
+// (*operation*), or the mux for its scratch memory (*internal*). A registration covers the whole range of a lease, and
+// ends with the lease at the latest. Memory without a lease is registered for one use.
 //
-//   acquire(range): within what is registered -> that         hit
-//                 within a hold             -> all of it    miss
-//                 else                      -> the range    miss, and it ends with the lease
+//   acquire(range)                      registers                            counts as
+//   within a registration of a lease    nothing                              a hit
+//   within a lease                      the whole range of the lease         a miss
+//   else                                the range, until its last release    a miss
 //
-// Containment is a hit; so a bucket is registered once, whatever parts of it are reduced. A passing hold counts once,
-// at its first lease: a tensor that goes in many pieces is one hit or one miss. A registration within a longer one that
-// is made goes, unless it is in use.
+// Containment is a hit; so a bucket is registered once, whichever parts of it are reduced. A lease of an operation
+// counts
+// once, at its first use: a tensor that is sent in many parts is one hit or one miss. An internal lease is not counted.
+// A new registration replaces those within its range that are not in use.
 //
-// BOUNDS. Of entries and of bytes, by who was used last; what operations under way use stays, so they may pass the
-// bound. A lasting hold of more than all the bytes is registered by the operation, and no longer. No bytes at all:
-// nothing is kept beyond an operation.
+// Bounds. Limits on entries and bytes; the least recently used entries go first. Entries of operations in progress
+// stay, so they may exceed the limits. A persistent lease of more than Limits::bytes is registered by the operation
+// instead, and no longer than the operation. Limits::bytes 0: nothing is kept beyond an operation.
 //
-// Not thread-safe: its port takes turns.
+// Not thread-safe: StreamMux holds its lock.
 #pragma once
 
 #include <netfold/transport/fabric/endpoint.hpp>
@@ -40,49 +44,45 @@ class RegistrationCache {
     std::uint64_t misses = 0;
     std::uint64_t evictions = 0;
     std::uint64_t registered = 0;  // bytes, in all
-    std::uint64_t entries = 0;     // now
-    std::uint64_t bytes = 0;       // now
+    std::uint64_t entries = 0;     // at present
+    std::uint64_t bytes = 0;       // at present
   };
-  enum class Lifetime : std::uint8_t {
-    operation,
-    persistent,
-    internal
-  };  // internal: a persistent one that nobody counts
+  enum class Lifetime : std::uint8_t { operation, persistent, internal };
 
-  // Memory that somebody says will stay as it is.
   struct Lease {
     std::byte* data = nullptr;
     std::size_t bytes = 0;
     Lifetime lifetime = Lifetime::operation;
-    std::uint32_t hits = 0;  // of a passing one: 1 of these once it was used
+    // Of an `operation` lease: one of these is 1 once it was used.
+    std::uint32_t hits = 0;
     std::uint32_t misses = 0;
   };
   struct Entry {
     std::byte* data = nullptr;
     std::size_t bytes = 0;
     std::unique_ptr<Registration> registration;
-    const Lease* lease = nullptr;  // nobody's: of one lease
+    const Lease* lease = nullptr;  // null: the entry ends with its last user
     std::uint32_t users = 0;
   };
 
-  // `wire` outlives this, or `clear` comes before its end.
+  // `endpoint` outlives the cache, or `clear` comes before its end.
   explicit RegistrationCache(Endpoint& endpoint) : endpoint_(endpoint) {}
 
   void limit(const Limits& limits);
   Lease* add_lease(std::byte* data, std::size_t bytes, Lifetime lifetime);
-  // With its registration, or once the last lease of that ends.
+  // Ends the lease and its registration; a registration in use ends at its last release.
   void end_lease(Lease* lease);
-  // Throws Error.
+  // Throws Error where the provider cannot register the memory.
   Entry* acquire(std::byte* data, std::size_t bytes);
   void release(Entry* entry);
-  // All registrations, whoever uses them.
+  // Ends all registrations, those in use too.
   void clear();
-  // In a child of fork: they are its parent's to end.
+  // In a child of fork: leaves all registrations to the parent.
   void abandon();
   const Counters& counters() const { return counters_; }
 
  private:
-  // By first address, then the longest first.
+  // Ordered by first address, then the longest first.
   struct Range {
     const std::byte* data;
     std::size_t bytes;
@@ -91,7 +91,7 @@ class RegistrationCache {
       return first >= data && first + count <= data + bytes;
     }
   };
-  using Entries = std::list<Entry>;  // who was used last is last
+  using Entries = std::list<Entry>;  // the most recently used last
 
   Entries::iterator find(const std::byte* data, std::size_t bytes);
   Lease* find_lease(const std::byte* data, std::size_t bytes, Lifetime lifetime);

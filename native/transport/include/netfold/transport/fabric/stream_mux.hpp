@@ -1,302 +1,217 @@
-// This process's place on a fabric, and the streams of bytes that go over it to other ranks.
+// This process's endpoints on a fabric, and the byte streams that go over them to other ranks.
 //
-// DATA PATH. A port has one wire (endpoint.hpp) for each rail, shared by all groups of the process. A stream is one
-// direction pair between two ranks: what is sent is cut into *segments*, each copied behind a header into a registered
-// buffer, numbered, and sent as one tagged message over whichever rail is next. The receiver has buffers posted for
-// anything that comes; it sorts segments by stream (the tag) and by number, and hands out their bytes in order. A
-// buffer whose bytes were all read is posted again.
+// A mux has one endpoint (endpoint.hpp) for each rail; all groups of the process share them. A stream connects two
+// ranks in both directions. The sender cuts the bytes into *segments*. Each segment is copied behind a header into a
+// registered buffer, numbered, and sent as one tagged message over the next rail. The receiver has posted buffers for
+// any message; it sorts segments by stream (the tag) and number, and returns their bytes in order. A buffer whose bytes
+// were all read is posted again.
 //
-//     bytes -> [header|bytes] #7 --rail 0--> buffers of the port -> by tag, by number -> bytes in order
+//     bytes -> [header|bytes] #7 --rail 0--> posted buffers -> by tag, by number -> bytes in order
 //              [header|bytes] #8 --rail 1-->
 //
-// The caller gets its memory back at once, as from a socket: what is under way is never a tensor's. A message is one
-// segment or many; nothing here depends on where one ends.
+// The caller has its memory back at once, as with a socket: the provider never reads a tensor, except by RMA. Segment
+// boundaries carry no meaning.
 //
-// THE DIRECT PATH. Segments cost a copy at either end. A large piece that both callers know to be one goes without: who
-// receives *expects* it into its own memory, under a name that both have for the piece, and that memory is *granted* to
-// the peer: registered, and told with its address, its key and a random number of 32 bits. Who sends *lends* the piece:
-// once there is a grant of that name it is written there, from the caller's own memory, with the number as immediate
-// data, and the stream gets a numbered segment with the small bytes before the piece and the word "so many bytes lie
-// at grant so-and-so". That segment is there once both have come, in either order, so no order is assumed, and bytes
-// are handed out as ever. What is expected is always written, never sent in segments as well: who lends waits for the
-// grant. That costs no more than the window does, since a grant is given ahead, by who will read the piece in any case.
+//   part        header             task
+//   Sender      sender.hpp         segments, control messages, rails
+//   Receiver    receiver.hpp       posted buffers, order, bytes for readers
+//   RmaGrants   rma_grants.hpp     large parts of messages, written from memory to memory
+//   StreamMux   this one           the lock, set-up and end of streams, completions, what wakes a sleeping thread
 //
-//     receiver: expect(name) --grant: name, address, key, number-->            sender: lend(name)
-//               memory       <--write with the number------------------------- memory
-//               in order     <--#9: bytes before it | number, length---------- (returned once the write is complete)
+//   stream      event                            becomes      action
+//   (none)      open                             open         take a slab of buffers, draw a tag
+//   open        connect                          up           -
+//   up          a send fails on the last rail    failed       wake the driver; send nothing more
+//   any         close, no send is under way      (forgotten)  give back the slab
+//   any         close, sends are under way       leaving      -
+//   leaving     the last send completes          (forgotten)  give back the slab
+//   any         the endpoint is closed           failed       all memory is safe from the provider
 //
-// WITHDRAWING. Memory that is lent or granted must be its owner's again before the owner hears that an operation
-// failed: a provider that wrote to it later would write into other values. So a group that fails *withdraws* first:
-// writes under way are waited for; grants are revoked, the peer answers how many writes it ever began, and with the
-// last of these landed nothing can come any more. Its last word (fabric_pipe.hpp) says the same. Where there is no such
-// answer in time, or the peer died without one, no promise of the provider is left that holds, and *the endpoint is
-// closed*: nothing can be read or written then. All streams of this port fail with that reason, other groups' too; the
-// next group opens a new port.
+// Rules. The code follows EFA's promises. Messages and completions come in any order: hence sequence numbers, and a
+// place for each number of the window. Memory is registered before the provider sees it. A Work belongs to the provider
+// until its completion. Sizes are the endpoint's. An endpoint may refuse any call for now; the next `progress` repeats
+// it. Data move only in `progress`, which every waiting thread calls: it takes all completions, those of other groups
+// too, and rings the doorbells of drivers that sleep for them.
 //
-// Registrations are the cache's (registration_cache.hpp). Nothing goes the direct path over several rails (a write that
-// was lost with its rail could still land), nor on a wire that cannot write, nor on one whose peers write by themselves
-// (shm: who was stopped and goes on would write, whatever is closed here); then there are segments.
+// Bounds. A stream has a *window* of segments that may be sent and not yet read; the ranks exchange it when they
+// connect. The receiver posts as many buffers, so the provider never holds messages without a buffer. All buffers
+// together take at most kBudgetBytes. Streams that are opened together share half of what is left, so many streams get
+// smaller windows; where not even one segment each fits, `open` refuses.
 //
-// RULES. Written to what EFA promises: messages come in any order, and so do completions (sequence numbers, a slot for
-// each number in the window); memory is registered before the provider sees it; a Work is the provider's until it
-// completes; sizes are what the wire says; any call may be refused for now, and is then made again by the next
-// `progress`. Nothing moves but in `progress`, which everyone calls who waits for something: it takes all completions,
-// also those of other groups, and rings the bell of who sleeps over them.
+// Authentication. Endpoint names and tags are exchanged over the connections of the handshake, which are authenticated.
+// The receiver of each stream and direction draws its tag at random: a nonce that every segment carries. A message with
+// an unknown tag, or a malformed one, is counted and dropped, and changes nothing. As with TCP after its handshake, an
+// attacker who can read the network can forge messages.
 //
-// BOUNDS. A stream has a *window* of segments, told to the peer when they meet: so many may be sent and not yet read.
-// The receiver's share of posted buffers is as large, so the provider never holds what nobody has room for. How many
-// were read goes back in every segment's header, and alone (a *credit*) once half a window was read and nothing was
-// said. All buffers together keep to kBudgetBytes: streams that are opened together share half of what is left of it,
-// so that many get smaller windows, and where not one segment each fits any more they are refused.
-//
-// WHO MAY SPEAK. Names of endpoints and tags are told over the connections of the handshake, which are authenticated. A
-// tag is drawn at random for each stream and direction by who receives: it is the stream's nonce, and every segment
-// carries it. A message with a tag that was never given out, or that is malformed, is counted and dropped; it changes
-// nothing. As with TCP after its handshake, who can read the wire can forge what travels on it.
-//
-//   open --connect()--> up --a send fails--> failed     on several rails: that rail is out for this stream, and what
-//                        |                              was not confirmed goes again over the others
-//                        +--close()--> leaving --last completion--> gone
-//
-// RAILS. Segments are the stripes: each goes over the next rail that works, a small message whole, and the numbers put
-// together what comes. A rail that dies without an error shows by what does not come: while the peer confirms nothing
-// it is asked what it has, and what is missing though it was sent long before has lost its rail for this stream; all
-// that rail had goes again over the others. So over several rails a stream is settled once the peer has everything.
-//
-// WHAT GOES WRONG. A completion error fails the streams it concerns, with the provider's words. A peer that vanishes
-// need not be noticed by a provider: fabric_pipe.hpp keeps the handshake's connection beside each stream, and its end
-// is the peer's. A segment that comes twice, as one that went again may, is dropped by its number.
+// Failures. A completion error fails the streams that it concerns, with the provider's reason. A provider may not
+// notice
+// that a peer is gone: fabric_pipe.hpp keeps the handshake's connection beside each stream, whose end is the peer's
+// end. Closing the endpoint fails all streams of this mux, those of other groups too; the next group opens a new mux.
 #pragma once
 
-#include <netfold/transport/fabric/endpoint.hpp>
-#include <netfold/transport/fabric/registration_cache.hpp>
-#include <netfold/transport/pipe.hpp>
-#include <netfold/transport/socket.hpp>
+#include <netfold/transport/fabric/receiver.hpp>
+#include <netfold/transport/fabric/rma_grants.hpp>
+#include <netfold/transport/fabric/sender.hpp>
 
 #include <array>
-#include <deque>
-#include <map>
 #include <mutex>
-#include <unordered_map>
+#include <type_traits>
 
 namespace netfold::transport::fabric {
-
-// Wakes the driver of one group, when another thread found what it sleeps over. Whoever shares it shares this one
-// count: another, with the bindings' own end, would want Python's lock from under the port's.
-struct Doorbell : std::enable_shared_from_this<Doorbell> {
-  Doorbell();
-  Fd event;
-  // Under the port's lock.
-  bool asleep = false;
-  bool is_rung = false;
-  std::int64_t close_ns = -1;  // when the streams that are being closed are to be through
-};
 
 class StreamMux : public std::enable_shared_from_this<StreamMux> {
  public:
   static constexpr std::size_t kBudgetBytes = 256 << 20;
   static constexpr std::uint32_t kMaxWindow = 16;
   static constexpr std::int64_t kFlushNs = 100'000'000;
-  // Between two looks of a sleeper at a provider that cannot wake it.
+  // Between two polls by a sleeping thread, of a provider that cannot wake it.
   static constexpr std::int64_t kPollIntervalNs = 200'000;
-  // Granted at once in a stream, and not yet read.
-  static constexpr std::size_t kMaxGrants = 16;
-  // Before a piece that is lent, in its segment.
-  static constexpr std::size_t kMaxBeforeBytes = 64;
-  // Scratch that is kept while nobody uses it.
+  // Unused scratch memory that is kept.
   static constexpr std::size_t kScratchBytes = 32 << 20;
-  // From here on a piece goes the direct path, where nothing else was said.
+  // The default of Settings::rma_min_bytes.
   static constexpr std::size_t kRmaMinBytes = 64 << 10;
 
-  struct Stream;
-
-  // What the other end must know of a stream of ours.
+  // What the peer must know of a stream of this rank.
   struct StreamParams {
     std::uint64_t tag = 0;
-    std::uint32_t window = 0;         // segments that we have room for
-    std::uint32_t segment_bytes = 0;  // of the longest
-    std::uint64_t rma_min_bytes = 0;  // of the shortest piece that may be written; 0: none
+    std::uint32_t window = 0;         // segments
+    std::uint32_t segment_bytes = 0;  // of the longest segment
+    std::uint64_t rma_min_bytes = 0;  // of the shortest part that may be written; 0: none
   };
-  // How many segments were sent, and how many writes begun.
+  // What a stream has sent in all.
   struct FinalCounts {
     std::uint32_t segments = 0;
     std::uint32_t writes = 0;
   };
-  // Of streams that are opened from then on, and of the registration cache.
   struct Settings {
-    std::size_t rma_min_bytes = kRmaMinBytes;  // 0: never
+    std::size_t rma_min_bytes = kRmaMinBytes;  // 0: never; of streams that are opened later
     RegistrationCache::Limits registrations;
   };
+  using Counters = MuxCounters;
 
-  // Of one process; all wires are of one provider.
+  // rails: endpoints of one provider. One mux belongs to one process.
   explicit StreamMux(std::vector<std::unique_ptr<Endpoint>> rails);
   ~StreamMux();
   StreamMux(const StreamMux&) = delete;
   StreamMux& operator=(const StreamMux&) = delete;
 
-  const Endpoint::Limits& limits() const { return limits_.front(); }
-  const Endpoint::Limits& limits(std::size_t rail) const { return limits_[rail]; }
-  // False once its endpoint had to be closed: no stream of it works then, nor can one be opened.
-  bool is_open() const;
+  const Endpoint::Limits& limits() const { return limits(0); }
+  const Endpoint::Limits& limits(std::size_t rail) const { return state_.limits[rail]; }
+  std::size_t rails() const { return state_.limits.size(); }
+  // False once the endpoint had to be closed: no stream works then, and none can be opened.
+  bool is_open() const {
+    return locked([&] { return !state_.rails.empty(); });
+  }
   void set(const Settings& settings);
-  std::size_t rails() const { return peers_.size(); }
-  // Why nothing will go the direct path; empty where large pieces will.
-  std::string why_not_rma() const;
-  // Of the endpoints, by rail.
+  // Why no part goes by RMA; empty where large parts do.
+  std::string why_not_rma() const {
+    return locked([&] { return grants_.obstacle(settings_.rma_min_bytes); });
+  }
+  // The endpoints' names, by rail.
   std::vector<std::vector<std::byte>> names() const;
 
-  // A stream that is one of `streams` opened together: they share what is left of the budget. Throws Error.
+  // streams: how many streams are opened together; they share the budget. Throws Error.
   Stream* open(std::shared_ptr<Doorbell> doorbell, std::size_t streams);
   StreamParams params(const Stream* stream) const;
-  // `names`: of the peer's endpoints, by rail. Throws Error.
-  void connect(Stream* stream, const std::vector<std::vector<std::byte>>& names, const StreamParams& theirs);
-  // Tries to see the last of what was sent off, and to take back what was lent, for kFlushNs from the first stream of
-  // its group on.
+  // names: of the peer's endpoints, by rail. Throws Error.
+  void connect(Stream* stream, const std::vector<std::vector<std::byte>>& names, const StreamParams& peer_params);
+  // Completes sends and takes back memory, until kFlushNs after the first close of a stream of this group; blocks so
+  // long. Closes the endpoint where memory could not be taken back.
   FinalCounts close(Stream* stream);
 
-  // As many bytes as go now, or are here.
+  // As Pipe's functions of the same names; `send` and `receive` return the number of bytes.
   std::size_t send(Stream* stream, std::span<const iovec> pieces);
   std::size_t receive(Stream* stream, std::span<const iovec> pieces);
-
-  // The direct path: whether a piece of so many bytes goes by it; the same at both ends.
-  bool uses_rma(const Stream* stream, std::size_t bytes) const;
-  // Grants memory for the piece that the peer will lend under this name; the next `receive` tells it. False: later.
-  bool post_receive(Stream* stream, std::uint64_t name, std::byte* into, std::size_t bytes);
-  // Whether the peer expects that piece by now.
-  bool is_offered(Stream* stream, std::uint64_t name);
-  // All of `pieces` or nothing, for now. The last is the piece of that name: it is lent until `lent` says otherwise.
-  // What is before it, up to kMaxBeforeBytes, is copied.
+  bool uses_rma(const Stream* stream, std::size_t bytes) const { return grants_.uses_rma(*stream, bytes); }
+  bool post_receive(Stream* stream, std::uint64_t name, std::byte* into, std::size_t bytes) {
+    return locked([&] { return grants_.post_receive(*stream, name, into, bytes); });
+  }
+  bool is_posted(Stream* stream, std::uint64_t name);
+  // The pieces before the last are copied; at most RmaGrants::kMaxBeforeBytes.
   std::size_t put(Stream* stream, std::span<const iovec> pieces, std::uint64_t name);
-  // Of the bytes that were taken, counted back from the last: those of the oldest piece that is not through, and after.
   std::size_t bytes_in_flight(Stream* stream);
-  // Takes back what is lent and granted: true once it is. To be called again until then, or to `force_close`.
   bool cancel(Stream* stream);
-  // That the peer will begin no write any more, and began so many.
-  void confirm_cancel(Stream* stream, std::uint32_t writes);
-  FinalCounts final_counts(const Stream* stream) const;
-  // Closes the endpoint: every stream fails with this reason, and no memory is the provider's any more.
+  // Notes that the peer begins no more writes. writes: how many it ever began.
+  void confirm_cancel(Stream* stream, std::uint32_t writes) {
+    locked([&] { stream->peer_writes = writes; });
+  }
+  FinalCounts final_counts(const Stream* stream) const {
+    return locked([&] { return FinalCounts{stream->sent, stream->writes_begun}; });
+  }
+  // Closes the endpoint: all streams fail with this reason, and the provider uses no memory any more.
   void force_close(const std::string& why);
-  // Says that this memory stays mapped as it is until the hold ends.
   std::unique_ptr<Pipe::RegistrationLease> lease(std::byte* data, std::size_t bytes,
                                                  RegistrationCache::Lifetime lifetime);
-
-  // Registered as long as the port keeps it, for the next who asks, within kScratchBytes.
+  // Registered memory of at least `bytes` bytes. The mux keeps unused scratch memory, up to kScratchBytes.
   std::unique_ptr<Pipe::Scratch> scratch(std::size_t bytes);
 
-  // Why nothing will be sent any more; empty while it works.
-  std::string failure(const Stream* stream) const;
+  // Why no more bytes are sent; empty while the stream works.
+  std::string failure(const Stream* stream) const {
+    return locked([&] { return stream->failure; });
+  }
   // Segments whose bytes were all read.
-  std::uint32_t read(const Stream* stream) const;
-  // Whether the provider has everything that was taken from callers, and needs us no more for it.
+  std::uint32_t read(const Stream* stream) const {
+    return locked([&] { return stream->read; });
+  }
+  // Whether the provider needs no further call for the bytes that were sent. With several rails, only once the peer has
+  // them all, since they may have to be sent again.
   bool settled(Stream* stream);
   std::size_t unconfirmed(const Stream* stream) const;
-  // What wakes a sleeper: `events` of this stream, or something to do for its sake.
+  // Adds descriptors that wake a thread for `events` of this stream, or for work that the stream needs.
   void wait_for(Stream* stream, short events, std::vector<pollfd>& fds);
-  // Does what the provider has to do, for all streams.
-  void make_progress();
-  // What wakes a sleeper soon, in any case.
+  // Does the provider's work for all streams.
+  void make_progress() {
+    locked([&] { progress(); });
+  }
+  // Adds a timer that wakes a thread after `delay_ns`.
   void wake_after(std::vector<pollfd>& fds, std::int64_t delay_ns);
 
-  struct Counters {
-    std::uint64_t segments_sent = 0;
-    std::uint64_t segments_received = 0;
-    std::uint64_t credits_sent = 0;
-    std::uint64_t refused = 0;  // for now; made again
-    std::uint64_t out_of_order = 0;
-    std::uint64_t repeated = 0;    // came twice
-    std::uint64_t rails_lost = 0;  // counted for each stream
-    std::uint64_t rejected = 0;    // with a tag that nobody has (any more), or malformed
-    std::uint64_t writes = 0;
-    std::uint64_t bytes_written = 0;
-    std::uint64_t grants = 0;
-    std::uint64_t grants_cancelled = 0;  // before anything was written
-    RegistrationCache::Counters registrations;
-  };
   Counters counters() const;
 
  private:
-  enum class MessageType : std::uint16_t;
   class MuxLease;
   class MuxScratch;
-  struct Block;
-  struct GrantEntry;
-  struct WrittenTrailer;
-  struct Header;
-  struct Job;
-  struct Writing;
-  struct Grant;
-  struct Sending;
-  struct Receiving;
-  struct Slab;
+  // Scratch memory; the cache has a lease of it while it lives.
+  struct ScratchBlock {
+    Mapping memory;
+    RegistrationCache::Lease* lease = nullptr;
+  };
 
-  // Rounds of completions taken by one call, so that who calls gets on.
+  // Rounds of completions that one `progress` takes at most, so that its caller continues.
   static constexpr int kRounds = 4;
-  // Failed receives in a row after which the endpoint is not believed any more.
-  static constexpr int kMaxFailedReceives = 64;
-  // Between two questions to a peer that has not confirmed what was sent, over several rails.
-  static constexpr std::int64_t kAskNs = 50'000'000;
-  // A segment that has not come after this time, while others do, is lost, and its rail with it.
-  static constexpr std::int64_t kLostNs = 1'000'000'000;
-  // A look that found nothing, system calls and all, is not repeated within this time by who has others to wait for.
+  // A poll that found nothing, with its system calls, is not repeated within this time by a caller with other work.
   static constexpr std::int64_t kMinProgressIntervalNs = 1'000;
-  // Told in one message.
-  static constexpr std::size_t kGrantsAMessage = 8;
 
+  template <class Function>
+  std::invoke_result_t<Function> locked(Function function) const {
+    std::lock_guard lock(mutex_);
+    return function();
+  }
   Slab* take_slab(std::uint32_t window);
-  void post(Receiving& receiving);
-  Endpoint::Taken hand_over(Sending& sending);
-  void send_credit(Stream& stream);
-  Endpoint::Taken send_control(Stream& stream, MessageType type);
-  void look_for_losses();
-  void handle_probe_reply(Stream& stream, std::uint32_t first_missing);
   bool progress();
   void progress_if_due();
-  void push(Stream& stream);
-  void push_later(Stream& stream);
-  std::string obstacle() const;
-  static bool is_sound(MessageType type, std::size_t bytes);
-  void send_segment(Stream& stream, Sending& sending, std::size_t bytes, MessageType type);
-  std::size_t grant_message_bytes() const;
-  void send_grants(Stream& stream);
-  void granted(Stream& stream, const std::byte* words, std::size_t bytes);
-  bool place_written(Stream& stream, Receiving& receiving);
-  void written(Writing& writing);
-  void landed(std::uint32_t number);
-  bool is_cancel_complete(Stream& stream);
+  void handle_completion(const Completion& completion);
+  void handle_failure(const Completion& completion);
+  bool has_arrived(const Stream& stream) const;
   void close_endpoint(const std::string& why);
-  std::uint32_t random_number();
-  void sent(Sending& sending);
-  void received(Receiving& receiving, std::size_t bytes, std::uint64_t tag);
-  void failed(const Completion& completion, std::size_t rail);
-  void fail(Stream& stream, const std::string& why);
-  void drop_rail(Stream& stream, std::size_t rail, const std::string& why);
-  void repeat(Stream& stream, std::size_t rail);
-  void ring_doorbell(Stream& stream);
-  void forget(Stream& stream);
-  bool is_settled(const Stream& stream) const;
+  void forget_if_left(Stream& stream);
 
   mutable std::mutex mutex_;
-  std::vector<std::unique_ptr<Endpoint>> rails_;  // none once it was closed
-  const std::vector<Endpoint::Limits> limits_;    // by rail
+  MuxState state_;
   Settings settings_;
   RegistrationCache cache_;
-  std::unordered_map<std::uint32_t, Grant> grants_;           // by number, of all streams
-  std::vector<std::unique_ptr<Block>> blocks_;                // scratch that nobody uses, the last used last
-  std::vector<std::uint32_t> random_;                         // numbers in store
+  Sender sender_{state_};
+  RmaGrants grants_{state_, sender_, cache_};
+  Receiver receiver_{state_, sender_, grants_};
+  std::vector<ScratchBlock> scratch_;                         // unused, the most recently used last
   std::vector<std::map<std::string, Endpoint::Peer>> peers_;  // by rail and name
-  std::size_t segment_bytes_ = 0;
-  std::size_t used_bytes_ = 0;
+  std::size_t slab_bytes_ = 0;                                // of all slabs
   std::vector<std::unique_ptr<Slab>> slabs_;
-  std::vector<Slab*> spare_;                                            // of streams that are gone
-  std::unordered_map<std::uint64_t, std::unique_ptr<Stream>> streams_;  // by our tag
+  std::vector<Slab*> spare_slabs_;  // of streams that ended
   std::vector<std::unique_ptr<Stream>> leaving_;
-  std::vector<Receiving*> unposted_;
-  std::vector<Stream*> pending_;  // have something that was refused for now
   std::array<Completion, 32> batch_;
-  int failed_receives_ = 0;
-  std::int64_t looked_ns_ = 0;  // the last time that there was nothing
-  Counters counters_;
-  Fd ready_;  // always readable
+  std::int64_t idle_since_ns_ = 0;  // time of the last `progress` without a completion; 0 after one with completions
+  Fd always_readable_;
   Fd wake_timer_;
   int pid_;
 };

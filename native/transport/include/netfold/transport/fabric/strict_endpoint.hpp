@@ -1,12 +1,15 @@
-// Faults by wrapping: a wire that holds its user to the letter of the rules, over any that works.
+// An endpoint for tests that injects faults: it wraps any endpoint, uses every liberty of a provider, and checks its
+// user against all rules of endpoint.hpp.
 //
-// It takes every liberty that endpoint.hpp grants a provider. What is handed to it goes to the wire below at some later
-// `poll`, so memory that is touched too early shows as other bytes at the other end. Completions come shuffled, and
-// some of them late. Calls are refused for now, about every third. Memory must be registered, also where the wire below
-// does not care, and each kind of use for itself; a Work is scribbled on while it is under way. Messages are small, and
-// nothing but a header can be injected. That a write landed is told before or after any message, as it falls. Who
-// breaks a rule, or frees memory that is registered, is told so by a std::logic_error. All by a seed: the same calls
-// meet the same faults.
+// - Operations go to the wrapped endpoint at a later `poll`: memory that is changed too early shows as other bytes at
+//   the peer.
+// - Completions come in random order, and some of them late. A landed write is reported before or after any message.
+// - About every third call is refused for now.
+// - All memory must be registered for its kind of use, even where the wrapped endpoint does not require it.
+// - A Work is overwritten while it is in progress.
+// - Messages are short, and at most a header can be injected.
+//
+// A broken rule throws std::logic_error, and so does freeing registered memory. The seed determines all faults.
 #pragma once
 
 #include <netfold/transport/fabric/endpoint.hpp>
@@ -15,15 +18,16 @@ namespace netfold::transport::fabric {
 
 struct Strictness {
   std::uint64_t seed = 1;
-  std::uint64_t fails = 0;  // after so many sends all fail, with a completion that says so; 0: never
-  std::uint64_t loses = 0;  // after so many sends all are lost, and seem to be sent; 0: never
-  std::uint64_t drops = 0;  // one of so many is lost likewise; 0: none
+  std::uint64_t fails = 0;  // after this many sends, every send fails with a completion; 0: never
+  std::uint64_t loses = 0;  // after this many sends, every send is lost but completes; 0: never
+  std::uint64_t drops = 0;  // one in this many sends is lost in the same way; 0: none
 };
 
 std::unique_ptr<Endpoint> make_strict(std::unique_ptr<Endpoint> below, const Strictness& strictness);
 
-// A wire as users name it: a provider of libfabric (libfabric.hpp), or strict+PROVIDER;
-// strict:seed=7:fails=100+PROVIDER says more of it (Strictness), rail=1 of that rail alone. Throws Error.
+// Opens an endpoint by the name that users give. Throws Error.
+// name: a provider of libfabric (libfabric.hpp), or strict+PROVIDER. strict:seed=7:fails=100+PROVIDER sets fields of
+//   Strictness; rail=1 limits faults to that rail.
 std::unique_ptr<Endpoint> open_named_endpoint(const std::string& name, const std::string& host, int rail);
 
 }  // namespace netfold::transport::fabric

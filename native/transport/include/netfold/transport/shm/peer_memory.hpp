@@ -1,15 +1,18 @@
-// Reading what stands in another process of this machine: straight from its buffer into ours, once (process_vm_readv).
+// Reads the memory of another process of this machine directly into a buffer of this process, with one copy
+// (process_vm_readv).
 //
-// The kernel grants it to who may trace that process: the same user, no fewer capabilities, a process that may be
-// dumped, Yama's ptrace_scope 0; and it must be visible from here. What of that holds is not asked but tried, by
-// `probe`.
+// The kernel allows this to a process that may trace the other: the same user, no fewer capabilities, a process that
+// may be dumped, Yama's ptrace_scope 0, and a process id that is visible from here. `probe` tries a read instead of
+// checking these conditions.
 //
-// A number says little about a process: it may end, and another get its number; or become another program. So every
-// read takes the owner's *mark* too, random bytes at an address that it has told before, in the same system call and so
-// from the same memory: without the mark, nothing was read. A forked child has no mark of its parent's.
+// A process id does not identify a process: the process may end and another may get the id, or it may become another
+// program by exec. So every read also reads the owner's *mark*: random bytes at an address that the owner has
+// announced. Both reads are one system call, and so of the same memory. With a wrong mark, the read does not count. A
+// forked child has no copy of its parent's mark.
 #pragma once
 
 #include <sys/types.h>
+#include <netfold/transport/mapping.hpp>
 
 #include <array>
 #include <atomic>
@@ -24,31 +27,28 @@ class PeerMemory : public std::enable_shared_from_this<PeerMemory> {
  public:
   using Mark = std::array<std::byte, 16>;
 
-  // For a node of so many ranks, none of them met. Throws std::system_error.
+  // size: the ranks of the node; all must be probed before reads. Throws std::system_error.
   explicit PeerMemory(int size);
-  ~PeerMemory();
-  PeerMemory(const PeerMemory&) = delete;
-  PeerMemory& operator=(const PeerMemory&) = delete;
 
-  // This process's own mark, to be told to the others; it stands there for as long as this lives.
-  const Mark& mark() const { return *mark_; }
+  // This process's own mark, to be announced to the other ranks. It stays at its address while this object lives.
+  const Mark& mark() const { return *static_cast<const Mark*>(static_cast<const void*>(page_.data())); }
 
   enum class ProbeResult : std::uint8_t {
     yes,
-    refused,  // errno says why
-    another,  // the process of that number is not the one that told us
+    refused,  // errno tells why
+    another,  // the process with this id is not the one that announced the mark
   };
-  // Tries to read the mark of the process that is at `position`, `pid` being its number as it is seen here.
+  // Tries to read the mark of the process at `position`. pid: its process id as seen from this process.
   ProbeResult probe(int position, pid_t pid, std::uint64_t mark_address, const Mark& mark);
 
   enum class Read : std::uint8_t {
     all,
-    refused,  // some of it cannot be read, at least not now: it is not mapped, a device's, or the rights are gone
-    gone,     // that process has ended
+    refused,  // some of the memory cannot be read now: it is not mapped, belongs to a device, or the rights are gone
+    gone,     // the process has ended
   };
-  // Copies from a rank that was met. Whatever it says, bytes of `to` may have been written.
+  // Copies from a rank that was probed. With any result, bytes of `to` may have been written.
   Read read(int position, std::byte* to, std::uint64_t from, std::size_t bytes);
-  // By `read`, so far. From any thread.
+  // Bytes copied by `read`. From any thread.
   std::uint64_t bytes_read() const { return bytes_read_.load(std::memory_order_relaxed); }
 
  private:
@@ -57,7 +57,7 @@ class PeerMemory : public std::enable_shared_from_this<PeerMemory> {
     std::uint64_t mark_address = 0;
     Mark mark{};
   };
-  Mark* mark_;  // alone in its page
+  Mapping page_;  // of the mark alone
   std::vector<Peer> peers_;
   std::atomic<std::uint64_t> bytes_read_ = 0;
 };

@@ -1,13 +1,13 @@
 // A pipe between two ranks of a node: a ring of bytes in shared memory each way.
 //
-// The ring to the peer stands in our segment, the peer's ring to us in its own. `written` is the writer's counter and
-// `read` the reader's, each in its owner's segment, so every location has one writer. What is long goes in steps: the
-// reader takes the first while the writer is at the next. A peer that sleeps is rung only for what it awaits; one that
-// is awake finds the counter moved.
+// The ring to the peer lies in this rank's segment, the ring from the peer in the peer's segment. `written` is the
+// writer's counter and `read` the reader's. Each lies in its owner's segment, so every location has one writer. Long
+// data go in steps of kStepBytes: the reader copies one step while the writer copies the next. The writer wakes a
+// sleeping peer only for an event that the peer awaits; a peer that is awake sees the counter change.
 //
-// Bytes in the ring outlive their writer: its memory stays mapped here. That the peer is gone shows only by its
-// connection, over which nothing is said; it is looked at now and then, and after every sleep, which it ends. Only
-// then, and with the ring empty, is the pipe closed.
+// Bytes in the ring outlive their writer, since its memory stays mapped here. The end of the peer shows only by its
+// connection, which carries no bytes. The connection is checked after kQuietCalls calls without bytes, and after every
+// sleep; its end also ends the sleep. The pipe is closed only once the connection has ended and the ring is empty.
 #pragma once
 
 #include <netfold/transport/pipe.hpp>
@@ -19,24 +19,26 @@ namespace netfold::transport {
 
 class ShmPipe final : public Pipe {
  public:
-  // To the node's rank at `position`; `node` must outlive the pipe's last call. `connection`: a pipe to the same rank.
+  // node: must outlive the pipe's last call.
+  // position: of the peer in the node.
+  // connection: a pipe to the same rank, whose end is the end of the peer.
   ShmPipe(ShmNode& node, int position, std::unique_ptr<Pipe> connection);
 
   Io send(std::span<const iovec> pieces) override;
   Io receive(std::span<const iovec> pieces) override;
-  // After ShmNode::prepare_sleep, and with its bell among the `fds`: the bell is what rings.
+  // Precondition: ShmNode::prepare_sleep was called, and the node's doorbell is among the `fds`; the doorbell wakes.
   void wait_for(short events, std::vector<pollfd>& fds) const override;
   bool hung_up() override { return connection_->hung_up(); }
-  // Nothing is lost by closing.
+  // Closing loses no bytes: the ring stays readable.
   std::size_t unconfirmed() const override { return 0; }
 
  private:
-  // Small enough that both ends of a message of some 10 KB are at work at once.
+  // Small enough that both ends of a message of some 10 KB copy at the same time.
   static constexpr std::size_t kStepBytes = 16 << 10;
-  // Calls without an answer between two looks at the connection: a system call each.
+  // Calls without bytes between two checks of the connection; each check is a system call.
   static constexpr int kQuietCalls = 256;
 
-  // False: not all of it.
+  // Copy through the ring. False where only a part fits, or is here.
   bool write(const std::byte* from, std::size_t bytes);
   bool read(std::byte* into, std::size_t bytes);
   std::size_t room();
@@ -48,8 +50,8 @@ class ShmPipe final : public Pipe {
   ShmNode& node_;
   int position_;
   std::unique_ptr<Pipe> connection_;
-  ShmNode::RingCursors& ours_;
-  const ShmNode::RingCursors& theirs_;
+  ShmNode::RingCursors& own_cursors_;
+  const ShmNode::RingCursors& peer_cursors_;
   std::byte* out_;
   const std::byte* in_;
   std::uint64_t written_ = 0;

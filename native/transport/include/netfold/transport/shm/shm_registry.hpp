@@ -1,9 +1,10 @@
-// Memory of this process that other ranks of the node may map: which addresses stand on which descriptor.
+// The table of this process's memory that other ranks of the node may map: addresses, and their descriptors.
 //
-// One table a process. An id is never used twice, so a peer that still holds a mapping of what is gone cannot take
-// something else for it. Thread-safe; looked up once a call.
+// There is one table a process. An id is never used twice, so a peer with a mapping of a removed region cannot mistake
+// another region for it. Thread-safe; one look-up a call.
 #pragma once
 
+#include <netfold/transport/mapping.hpp>
 #include <netfold/transport/socket.hpp>
 
 #include <cstddef>
@@ -24,12 +25,13 @@ struct ShmRegion {
 class ShmRegistry {
  public:
   static ShmRegistry& instance();
-  // The descriptor's first `bytes` are mapped, shared, at `address`. Takes ownership. Replaces what stood there.
+  // Registers the first `bytes` of a descriptor, which are mapped, shared, at `address`. Takes ownership of the
+  // descriptor. Replaces an earlier region at this address.
   void add(std::byte* address, std::size_t bytes, Fd fd);
   void remove(const std::byte* address);
   // The region that holds all of [address, address + bytes), or nullptr.
   std::shared_ptr<const ShmRegion> find(const std::byte* address, std::size_t bytes) const;
-  // Changes whenever a region goes.
+  // The number of regions ever removed.
   std::uint64_t removals() const;
   bool holds(std::uint64_t id) const;
 
@@ -40,20 +42,19 @@ class ShmRegistry {
   std::uint64_t removals_ = 0;
 };
 
-// Anonymous memory that other ranks of the node may map; in the table for as long as it lives.
+// Anonymous memory that other ranks of the node may map. It is in the registry while the object lives.
 class ShmBuffer {
  public:
-  // Zeroes. Throws std::system_error.
+  // Zeroed. Throws std::system_error.
   explicit ShmBuffer(std::size_t bytes);
-  ~ShmBuffer();
+  ~ShmBuffer() { ShmRegistry::instance().remove(data()); }
   ShmBuffer(const ShmBuffer&) = delete;
   ShmBuffer& operator=(const ShmBuffer&) = delete;
-  std::byte* data() const { return data_; }
-  std::size_t bytes() const { return bytes_; }
+  std::byte* data() const { return memory_.data(); }
+  std::size_t bytes() const { return memory_.bytes(); }
 
  private:
-  std::byte* data_ = nullptr;
-  std::size_t bytes_;
+  Mapping memory_;
 };
 
 }  // namespace netfold::transport

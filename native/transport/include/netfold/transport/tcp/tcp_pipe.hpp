@@ -1,8 +1,8 @@
-// A pipe over one connection, or several over different networks: its rails.
+// A pipe over one TCP connection, or over several connections on different networks: the pipe's rails.
 //
-// Byte b of the stream goes over rail (b / kStripeBytes) mod K: both ends know this, so nothing is said about it on the
-// wire, and a rail by itself is a stream that can be mended (resumable_socket.hpp). It suits networks that are alike; with others
-// all go at the pace of the slowest.
+// Byte b of the stream goes over rail (b / kStripeBytes) mod K. Both ends know this rule, so no header names the rail,
+// and each rail is a stream that can reconnect by itself (resumable_socket.hpp). Striping suits equal networks: with
+// unequal ones, all rails run at the pace of the slowest.
 #pragma once
 
 #include <netfold/transport/tcp/resumable_socket.hpp>
@@ -15,9 +15,9 @@ class TcpPipe final : public Pipe {
  public:
   static constexpr std::size_t kStripeBytes = 64 << 10;
 
-  // Connections that are made and authenticated above this layer. `on_broken` is told of a rail that broke and waits to
-  // be mended; without it nothing is kept for that, and a connection that ends is the end. `secrets`: by socket; none
-  // for plain bytes.
+  // sockets: connections that the layer above made and authenticated, one a rail; takes ownership.
+  // secrets: by socket; empty for plain bytes.
+  // on_broken: called for a rail that broke and waits for a new socket. Empty: rails are not resumable.
   TcpPipe(std::vector<Fd> sockets, const std::vector<auth::StreamSecrets>& secrets,
           std::function<void(int rail)> on_broken);
 
@@ -28,7 +28,7 @@ class TcpPipe final : public Pipe {
   std::size_t unconfirmed() const override;
   bool flush() override;
   void wait_to_flush(std::vector<pollfd>& fds) override;
-  // A record that a socket took in part: the rest is written by `flush`.
+  // A socket may take part of a record; `flush` writes the rest.
   bool needs_progress() const override { return has_records_; }
   bool has_unsent() const override;
 
@@ -42,7 +42,7 @@ class TcpPipe final : public Pipe {
   Io by_stripes(std::span<const iovec> pieces, std::uint64_t& position, Move move);
 
   std::vector<ResumableSocket> rails_;
-  std::vector<int> reported_;  // after how many mends a break was told
+  std::vector<int> reported_;  // by rail: the value of reconnects() at the last report of a break; -1: none
   std::function<void(int)> on_broken_;
   const bool has_records_;
   std::uint64_t sent_ = 0;

@@ -1,11 +1,10 @@
 // Datagrams over UDP: GSO and sendmmsg on the way out, recvmmsg and GRO on the way in.
 //
-// Sending. All packets of a job have one length, so a run of packets to one destination is one GSO
-// super-packet: the kernel walks its stack once for up to 44 of them. Each packet is gathered from pieces
-// (header here, values in the user's tensor), never copied together first. Where the kernel or the path
-// refuses GSO, packets go one by one. Receiving. The kernel hands back super-packets with the length of their
-// segments; `receive` cuts them up. A peer is an address, and the local address that packets to it come from, where
-// the socket is bound to all local addresses.
+// Sending. All packets of a job have one length, so a run of packets to one destination is one GSO super-packet: the
+// kernel walks its stack once for up to 44 of them. Each packet is gathered from pieces (the header here, the values in
+// the user's tensor) without a copy. Where the kernel or the path refuses GSO, packets go one by one.
+// Receiving. The kernel returns super-packets with the length of their segments, as packet trains.
+// A peer is an address. Where the socket is bound to all local addresses, a peer also has a local source address.
 #pragma once
 
 #include <netfold/transport/datagrams.hpp>
@@ -27,26 +26,28 @@ class UdpSocket final : public Datagrams {
   static constexpr std::size_t kMaxSuperBytes = 65000;
   static constexpr std::size_t kMessagesPerCall = 16;
 
-  // How many packets of so many bytes one message to the kernel takes.
+  // How many packets of `packet_bytes` bytes one message to the kernel takes.
   static constexpr std::size_t packets_per_message(std::size_t packet_bytes) {
     return std::clamp<std::size_t>(kMaxSuperBytes / packet_bytes, 1, kMaxSegments);
   }
 
-  // Binds to `local` (port 0: any). `buffer_bytes` is asked for both directions: the kernel grants as much as it may.
   // Throws std::system_error.
+  // local: the address to bind to; port 0: any.
+  // buffer_bytes: requested for each direction; the kernel may grant less.
   UdpSocket(const Address& local, std::size_t buffer_bytes);
 
   int fd() const { return fd_.get(); }
   Address local() const { return Address::local_of(fd_.get()); }
-  // The number of whoever is there; the same for the same address. `source`: a local address, its port ignored, that
-  // packets to this peer come from; without it the kernel takes the one of the route. Needed on a host with several
-  // addresses: a peer and its firewall expect answers from the address that the peer asked.
+  // Returns the number of the peer at `address`; the same number for the same address.
+  // source: the local address that packets to this peer come from; its port is ignored. Without it the kernel takes the
+  //   address of the route. A host with several addresses needs it: a peer and its firewall expect answers from the
+  //   address that the peer sent to.
   Peer add(const Address& address, const std::optional<Address>& source = std::nullopt);
 
-  // The kernel does not say before.
+  // Unlimited, since the kernel does not tell in advance.
   std::size_t room(Peer) const override { return ~std::size_t{0}; }
-  // Runs are sent in order, until one is refused for lack of room. What this host refuses to send (EPERM of a firewall,
-  // EMSGSIZE of an interface, ENETUNREACH, ...) counts as sent and lost, and in the counters.
+  // Sends the runs in order, until the kernel has no room. Packets that this host refuses to send (EPERM of a firewall,
+  // EMSGSIZE of an interface, ENETUNREACH, ...) count as sent and lost, and in `counters`.
   std::size_t send(std::span<Run> runs) override;
   bool receive(const Take& take) override;
   WaitHint wait_hint(bool wants_room) override;
@@ -58,17 +59,16 @@ class UdpSocket final : public Datagrams {
     std::size_t operator()(const Address& address) const;
   };
 
-  // Control messages of one message to the kernel: the source address and the length of GSO's segments.
+  // The control data of one message to the kernel: the source address and the length of GSO segments.
   static constexpr std::size_t kSourceBytes = CMSG_SPACE(sizeof(in6_pktinfo));
   static constexpr std::size_t kSegmentBytes = CMSG_SPACE(sizeof(std::uint16_t));
   struct Destination {
     Address address;
-    alignas(cmsghdr) std::array<char, kSourceBytes> source{};  // a control message, empty where there is no source
-    std::size_t source_bytes = 0;
+    alignas(cmsghdr) std::array<char, kSourceBytes> source{};  // a control message
+    std::size_t source_bytes = 0;                              // 0: no source address
     void set_source(const Address& local);
   };
 
-  std::size_t send_in_order(std::span<const Run> runs);
   void note_refusal(int error, const Address& to);
 
   Fd fd_;
@@ -76,9 +76,9 @@ class UdpSocket final : public Datagrams {
   std::size_t receive_buffer_bytes_ = 0;
   std::vector<Destination> peers_;
   std::unordered_map<Address, Peer, Hash> numbers_;
-  std::size_t batch_ = 0;  // messages that the next call asks for
+  std::size_t batch_ = 0;  // messages that the next call requests
   std::vector<PacketTrain> trains_;
-  std::unique_ptr<std::byte[]> receive_area_;  // not touched before it is used
+  std::unique_ptr<std::byte[]> receive_area_;  // left uninitialised, so that unused pages cost no memory
   std::vector<mmsghdr> receive_messages_;
   std::vector<iovec> receive_iovecs_;
   std::vector<Address> receive_sources_;

@@ -1,0 +1,58 @@
+#include <sys/eventfd.h>
+#include <unistd.h>
+#include <netfold/transport/fabric/stream.hpp>
+
+namespace netfold::transport::fabric {
+namespace {
+
+std::vector<Endpoint::Limits> limits_of(const std::vector<std::unique_ptr<Endpoint>>& rails) {
+  std::vector<Endpoint::Limits> limits;
+  for (const auto& rail : rails) limits.push_back(rail->limits());
+  return limits;
+}
+
+}  // namespace
+
+Doorbell::Doorbell() : event(eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC)) {
+  if (!event) throw_errno("eventfd");
+}
+
+void Doorbell::ring() {
+  if (!asleep) return;
+  asleep = false;
+  is_rung = true;
+  const std::uint64_t one = 1;
+  [[maybe_unused]] const auto written = ::write(event.get(), &one, sizeof one);
+}
+
+MuxState::MuxState(std::vector<std::unique_ptr<Endpoint>> endpoints)
+    : rails(std::move(endpoints)), limits(limits_of(rails)), segment_bytes(kMaxSegmentBytes) {
+  for (const Endpoint::Limits& rail : limits) {
+    segment_bytes = std::min(segment_bytes, rail.message_bytes);
+    const int least_bits = rail.is_private ? 15 : 48;
+    if (rail.tag_bits < least_bits || rail.message_bytes < 2 * sizeof(MessageHeader)) {
+      throw Error(provider() + " has tags of " + std::to_string(rail.tag_bits) + " bits and messages of " +
+                  std::to_string(rail.message_bytes) + " bytes; netfold needs " + std::to_string(least_bits) +
+                  " bits and " + std::to_string(2 * sizeof(MessageHeader)) + " bytes");
+    }
+  }
+  segment_bytes = segment_bytes / sizeof(MessageHeader) * sizeof(MessageHeader);
+}
+
+void MuxState::retry_later(Stream& stream) {
+  if (stream.is_pending) return;
+  stream.is_pending = true;
+  pending.push_back(&stream);
+}
+
+void MuxState::fail(Stream& stream, const std::string& reason) {
+  if (!stream.failure.empty()) return;
+  stream.failure = reason.starts_with(provider()) ? reason : provider() + ": " + reason;
+  for (SendBuffer* buffer : stream.waiting) buffer->state = SendBuffer::State::free;
+  stream.waiting.clear();
+  SendBuffer& control = stream.control_buffer();
+  if (control.state == SendBuffer::State::waiting) control.state = SendBuffer::State::free;
+  stream.doorbell->ring();
+}
+
+}  // namespace netfold::transport::fabric
