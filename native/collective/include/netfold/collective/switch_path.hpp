@@ -1,12 +1,12 @@
 // A group's path through a switch, and the replacement for it while the switch is lost.
 //
-// A SwitchPath has a Channel and, for the time after a loss, connections of its own between the same ranks (`spare`),
+// A SwitchPath has a Channel and, for the time after a loss, connections of its own between the same ranks (`fallback`),
 // over which host algorithms run. Operations meant for the switch form a queue of their own either way. So they overlap
 // with operations over the mesh as before, and no rank's order of calls on a connection depends on when it noticed a
 // loss.
 //
 //   up       --freeze()-->     frozen   nothing is sent or received; the rank reports its results and gets missing ones
-//   frozen   --fall_back()-->  down     the queue's operations continue one after another over the spare mesh: an
+//   frozen   --fall_back()-->  down     the queue's operations continue one after another over the fallback mesh: an
 //                                       operation that every rank had begun with the elements that have no result on
 //                                       any rank, any other operation as a whole
 //   down     --follow-->       up       a membership that stands by is used, from one operation on
@@ -42,7 +42,7 @@ class SwitchPath {
     AlgorithmId algorithm = AlgorithmId::direct;
   };
   // Borrows the mesh. `table`: the hash of the rows.
-  SwitchPath(std::unique_ptr<Channel> channel, transport::Mesh& spare, std::vector<Row> rows, std::uint16_t table);
+  SwitchPath(std::unique_ptr<Channel> channel, transport::Mesh& fallback, std::vector<Row> rows, std::uint16_t table);
 
   bool can_start() const;
   const Channel& channel() const { return *channel_; }
@@ -81,7 +81,7 @@ class SwitchPath {
   std::uint64_t started_ = 0;         // operations so far
   std::unique_ptr<Channel> channel_;  // stays after a loss: other ranks may ask for kept results
   std::unique_ptr<Channel> next_;
-  transport::Mesh& spare_;
+  transport::Mesh& fallback_;
   std::vector<Row> rows_;
   std::uint16_t table_;
   Team team_;
