@@ -19,6 +19,7 @@ from reductions import by_rank, contribution
 
 from netfold import Communicator, FileStore, Options
 from netfold.communicator import group as group_module
+from netfold.communicator import startup
 
 SOON_S = 3.0
 TIMEOUT_S = 1.0
@@ -269,14 +270,14 @@ def test_a_refusal_reaches_every_rank_of_a_host(monkeypatch: pytest.MonkeyPatch)
 def late(rank: int, size: int, folder: str, endpoint: str) -> None:
     options = Options(switch=endpoint, probe="off", algorithm=BY_SWITCH)
     if rank == 2:  # it meets the others, and does not go on to the switch
-        join_for_host = group_module.join_for_host
+        join_for_host = startup.join_for_host
 
         def stay_away(*arguments: Any, **named: Any) -> Any:
             time.sleep(5.0)
             return join_for_host(*arguments, **named)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(group_module, "join_for_host", stay_away)
+            patch.setattr(startup, "join_for_host", stay_away)
             Communicator(FileStore(folder), rank, size, options=options, join_timeout_s=4).close()
     Communicator(FileStore(folder), rank, size, options=options, join_timeout_s=4).close()
 

@@ -21,9 +21,10 @@ from ranks import run_threads, running_switch
 import netfold
 from netfold import Communicator, FileStore, Options
 from netfold._native import protocol
-from netfold.communicator.membership import Membership, query_quota
+from netfold.communicator.membership import Membership
 from netfold.errors import SwitchError
 from netfold.switch_protocol import control_messages
+from netfold.switch_protocol.control_client import query_quota
 
 ROOT = Path(__file__).parents[2]
 VERSION = control_messages.VERSION

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import hmac
+import itertools
 import os
 import secrets
 import shutil
@@ -36,7 +37,7 @@ _APART = b"\0"
 
 @dataclass
 class Node:
-    """The ranks of this machine, and what each has given: descriptors, owned until they are handed down."""
+    """The ranks of this machine, and one descriptor of each kind from every rank. Owns them until they are taken."""
 
     ranks: tuple[int, ...]
     position: int
@@ -44,8 +45,14 @@ class Node:
     doorbells: list[int]
     links: list[int]  # -1 at this rank's position
 
+    def take_descriptors(self) -> tuple[list[int], list[int], list[int]]:
+        """Segments, doorbells and links. The caller owns them from here on."""
+        taken = self.segments, self.doorbells, self.links
+        self.segments, self.doorbells, self.links = [], [], []
+        return taken
+
     def close(self) -> None:
-        for fd in (*self.segments, *self.doorbells, *self.links):
+        for fd in itertools.chain(*self.take_descriptors()):
             if fd >= 0:
                 os.close(fd)
 

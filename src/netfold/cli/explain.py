@@ -105,8 +105,8 @@ _SWITCH_S = 1.0
 def _windows(options: Options, workers: int) -> list[str]:
     """Of each switch, asked over TCP: what window `workers` get there, or why that is not known."""
     from netfold._native import protocol
-    from netfold.communicator.membership import query_quota
     from netfold.errors import NetfoldError
+    from netfold.switch_protocol.control_client import query_quota
     from netfold.switch_protocol.control_messages import switches_of
     from netfold.switch_protocol.data_path import window_chunks
 
