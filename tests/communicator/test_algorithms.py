@@ -184,7 +184,7 @@ def test_operations_that_follow_each_other_without_a_barrier_do_not_mix(size: in
 
 @labels
 @ranks
-def test_the_algorithm_that_was_asked_for_is_the_one_that_runs(size: int, label: str) -> None:
+def test_the_requested_algorithm_runs(size: int, label: str) -> None:
     algorithm = "local" if size == 1 else ALGORITHMS[label][0]
     for found in world(size):
         assert found[label]["why"].startswith(f"{algorithm} (")

@@ -67,7 +67,7 @@ def numbers(rank: int, size: int, folder: str) -> None:
             np.testing.assert_array_equal(group.all_gather(bools[rank]), np.stack(bools), strict=True)
 
 
-def test_complex_numbers_and_bools_travel_by_views() -> None:
+def test_complex_numbers_and_bools_are_sent_as_views() -> None:
     values(run_threads(numbers, 2))
 
 
@@ -106,7 +106,7 @@ def foreign(rank: int, size: int, folder: str) -> None:
         assert doubles.tolist() == [3.0, 10.0]
 
 
-def test_any_array_with_dlpack_travels_from_where_it_lies() -> None:
+def test_any_array_with_dlpack_is_sent_in_place() -> None:
     values(run_threads(foreign, 2))
 
 
@@ -123,7 +123,7 @@ def brain_floats(rank: int, size: int, folder: str) -> None:
             np.testing.assert_array_equal(gathered, np.stack(parts), strict=True)
 
 
-def test_bf16_travels_as_itself() -> None:
+def test_bf16_is_sent_as_bf16() -> None:
     pytest.importorskip("ml_dtypes", reason="bf16 for NumPy comes with ml_dtypes")
     values(run_threads(brain_floats, 2))
 
@@ -149,5 +149,5 @@ def short_way(rank: int, size: int, folder: str) -> None:
         group.all_reduce(np.ones(3))
 
 
-def test_plain_numbers_take_the_short_way_with_the_same_results_and_errors() -> None:
+def test_the_fast_path_for_plain_numbers_has_the_same_results_and_errors() -> None:
     values(run_threads(short_way, 2))

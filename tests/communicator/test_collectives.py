@@ -106,7 +106,7 @@ def non_finite(rank: int, size: int, folder: str, transport: str) -> None:
 @TRANSPORTS
 @RANKS
 @pytest.mark.parametrize("collective", [broadcast, reduce, all_gather, reduce_scatter, all_to_all])
-def test_every_rank_gets_exactly_what_it_is_due(collective: object, size: int, transport: str) -> None:
+def test_every_rank_gets_exactly_its_result(collective: object, size: int, transport: str) -> None:
     values(run_threads(collective, size, transport, timeout_s=60))
 
 
@@ -132,7 +132,7 @@ def barriers(rank: int, size: int, folder: str, transport: str) -> list[int]:
 
 @TRANSPORTS
 @RANKS
-def test_a_barrier_lets_nobody_through_before_everybody_came(size: int, transport: str) -> None:
+def test_no_rank_leaves_a_barrier_before_all_have_entered(size: int, transport: str) -> None:
     assert values(run_threads(barriers, size, transport)) == [list(range(20))] * size
 
 
@@ -189,7 +189,7 @@ def misuse(rank: int, size: int, folder: str) -> list[str]:
     return said
 
 
-def test_misuse_is_refused_in_a_sentence_and_harms_nothing() -> None:
+def test_misuse_is_refused_in_a_sentence_and_changes_nothing() -> None:
     said = values(run_threads(misuse, 2))[0]
     for text, words in zip(
         said,

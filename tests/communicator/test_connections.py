@@ -217,7 +217,7 @@ def lost(fate: str, options: Options, dies: tuple[int, ...] = ()) -> list[Outcom
     return run_ranks(_lost, 2, fate, options, dies=dies, timeout_s=60)
 
 
-def test_who_died_is_missed_at_once_although_a_connection_may_come_back() -> None:
+def test_a_dead_rank_is_noticed_at_once_although_connections_may_return() -> None:
     began = time.monotonic()
     outcome = lost("dies", APART, dies=(0,))[1]
     assert outcome.error == "PeerLost"
@@ -226,25 +226,25 @@ def test_who_died_is_missed_at_once_although_a_connection_may_come_back() -> Non
     assert time.monotonic() - began < seconds(10)
 
 
-def test_who_left_the_group_is_missed_with_its_reason() -> None:
+def test_a_rank_that_left_the_group_is_noticed_with_its_reason() -> None:
     outcome = lost("closes", APART)[1]
     assert outcome.error == "PeerLost"
     assert "rank 0 closed the group" in outcome.text or "it closed the group" in outcome.text, outcome.text
 
 
-def test_without_time_to_come_back_a_connection_that_ends_is_the_end() -> None:
+def test_with_reconnect_0_a_broken_connection_ends_the_group() -> None:
     outcome = lost("dies", Options(transport="tcp", reconnect_s=0), dies=(0,))[1]
     assert outcome.error == "PeerLost"
     assert "it died or left the group: see its own output" in outcome.text
 
 
-def test_who_does_not_come_back_in_time_is_given_up() -> None:
+def test_a_rank_that_does_not_reconnect_in_time_is_given_up() -> None:
     outcome = lost("stops", Options(transport="tcp", reconnect_s=1))[1]
     assert outcome.error == "PeerLost"
     assert "s of trying to make it again" in outcome.text
 
 
-def test_what_cannot_be_said_again_is_an_error_and_no_guess() -> None:
+def test_bytes_that_cannot_be_retransmitted_are_an_error() -> None:
     for outcome in lost("throws away", APART):
         assert outcome.error == "PeerLost", outcome
         assert "are not kept any more" in outcome.text or "gave up" in outcome.text or "left the group" in outcome.text
@@ -284,7 +284,7 @@ def _severs_while_it_receives(
         return came < severed - 0.05
 
 
-def test_a_connection_that_is_given_up_holds_nothing_else_up() -> None:
+def test_a_connection_that_is_given_up_delays_nothing_else() -> None:
     """The peer has 0.2 s to end it. A busy machine may take as long for the message, but not each time."""
     for _ in range(10):
         if values(run_threads(_severs_while_it_receives, 3, threading.Event(), threading.Event()))[0]:

@@ -60,7 +60,7 @@ def every_algorithm(rank: int, size: int, folder: str, provider: str) -> None:
 
 
 @pytest.mark.parametrize("size", [2, 3, 5])
-def test_every_algorithm_is_right_on_a_provider_that_takes_every_liberty(size: int) -> None:
+def test_every_algorithm_is_correct_on_the_least_helpful_provider(size: int) -> None:
     port = port_of(f"strict:seed={size}+tcp", LOOPBACK)
     values(run_threads(every_algorithm, size, f"strict:seed={size}+tcp", timeout_s=60))
     counters = port.counters
@@ -108,7 +108,7 @@ def waits(rank: int, size: int, folder: str) -> float:
         return used_s / (time.monotonic() - began_s)
 
 
-def test_the_sums_are_right_over_each_provider_between_processes_and_who_waits_holds_no_core() -> None:
+def test_sums_are_correct_over_each_provider_and_a_waiting_rank_uses_no_core() -> None:
     (used, _), _ = found = values(run_ranks(sums, 2))
     assert used < 0.5, used
     # A process of multiprocessing ends without atexit, and Python under torch without taking its modules apart.
@@ -135,7 +135,7 @@ def test_one_message_goes_in_stripes_over_all_rails() -> None:
 
 
 @pytest.mark.parametrize("fault", ["fails", "loses"])
-def test_a_rail_that_dies_is_left_out_and_the_others_carry_on(fault: str) -> None:
+def test_a_dead_rail_is_left_out_and_the_others_go_on(fault: str) -> None:
     provider = f"strict:{fault}=50:rail=1+tcp"
     values(run_threads(over_rails, 3, provider))
     assert port_of(provider, RAILS.split(",")).counters["rails_lost"] > 0
@@ -176,7 +176,7 @@ def goes_away(rank: int, size: int, folder: str, arrived: threading.Event) -> No
             np.testing.assert_array_equal(got, np.arange(6000))
 
 
-def test_what_was_sent_arrives_while_its_sender_is_in_no_call() -> None:
+def test_a_sent_message_arrives_while_its_sender_makes_no_call() -> None:
     values(run_threads(goes_away, 2, threading.Event()))
 
 
@@ -205,7 +205,7 @@ def dies(rank: int, size: int, folder: str) -> list[str]:
     return said
 
 
-def test_a_rank_that_vanishes_is_named_soon_by_every_provider() -> None:
+def test_a_rank_that_vanishes_is_named_soon_over_every_provider() -> None:
     found = run_ranks(dies, 3, dies=[1])
     for rank in (0, 2):
         assert not found[rank].error, found[rank]
@@ -237,7 +237,7 @@ def dies_with_a_lock(rank: int, size: int, folder: str, told: str) -> str:
 @pytest.mark.skipif(
     LIBFABRIC != "1.17", reason=f"takes the lock where libfabric 1.17 has it in memory; here is {LIBFABRIC}"
 )
-def test_a_provider_that_waits_for_the_lock_of_the_dead_ends_the_process_with_a_word(tmp_path: Path) -> None:
+def test_a_provider_that_waits_for_a_dead_process_ends_this_one_with_a_message(tmp_path: Path) -> None:
     """Found by killing ranks in the midst of all_reduce: about one time in thirty the others turned there for good."""
     began = time.monotonic()
     found = run_ranks(dies_with_a_lock, 2, str(tmp_path / "told"), dies=[0, 1])
@@ -257,7 +257,7 @@ def fails(rank: int, size: int, folder: str, provider: str) -> str:
     return "nothing went wrong"
 
 
-def test_a_completion_error_is_told_in_the_providers_words() -> None:
+def test_a_completion_error_has_the_providers_text() -> None:
     began = time.monotonic()
     found = values(run_threads(fails, 2, "strict:fails=60+tcp"))
     assert time.monotonic() - began < seconds(SOON_S)
@@ -267,7 +267,7 @@ def test_a_completion_error_is_told_in_the_providers_words() -> None:
     )
 
 
-def test_a_provider_that_can_send_nothing_is_told_of_while_the_ranks_meet() -> None:
+def test_a_provider_that_cannot_send_is_reported_during_start_up() -> None:
     """Each rank waited for another, and saw its own stream's failure when the time to come together was over."""
     began = time.monotonic()
     for said in values(run_threads(fails, 3, "strict:fails=1+tcp")):
@@ -292,7 +292,7 @@ def test_a_provider_that_is_not_there_is_an_error_on_every_rank_and_never_anothe
         assert took_s < seconds(SOON_S)
 
 
-def test_ranks_that_are_to_go_over_different_fabrics_are_told_so() -> None:
+def test_ranks_with_different_fabrics_are_refused() -> None:
     """At once, by the store that they meet by, and not when the time to come together is over."""
     for rank, (took_s, said) in enumerate(values(run_threads(refused, 3, ("tcp", "net", "tcp")))):
         assert took_s < seconds(SOON_S)
@@ -302,7 +302,7 @@ def test_ranks_that_are_to_go_over_different_fabrics_are_told_so() -> None:
 
 
 @pytest.mark.parametrize("last", ["", "this host has no such device"])
-def test_who_leaves_while_the_ranks_meet_is_not_waited_for(last: str) -> None:
+def test_a_rank_that_leaves_during_start_up_is_not_awaited(last: str) -> None:
     """Its word is on its way by the fabric for good; its connection tells, or it says itself why it goes."""
     port = port_of("tcp", LOOPBACK)
     ours, theirs = socket.socketpair()
@@ -322,7 +322,7 @@ def test_who_leaves_while_the_ranks_meet_is_not_waited_for(last: str) -> None:
     ours.close()
 
 
-def test_what_a_stranger_sends_changes_nothing() -> None:
+def test_bytes_of_an_unauthenticated_peer_change_nothing() -> None:
     port, stranger = (fabric.StreamMux("strict+tcp", list(LOOPBACK)) for _ in range(2))
     bell = fabric.make_doorbell()
     ours, peer = port.open(bell, 2), port.open(bell, 2)
@@ -344,7 +344,7 @@ def test_what_a_stranger_sends_changes_nothing() -> None:
     assert peer.receive(1, 10_000_000) == b""
 
 
-def test_what_makes_no_provider_is_refused_with_what_does() -> None:
+def test_an_unknown_provider_is_refused_with_the_known_ones() -> None:
     for name in ("strict:x+tcp", "strict:seed=+tcp", "strict:seed=1x+tcp"):
         with pytest.raises(fabric.FabricError, match="is no strict provider"):
             fabric.StreamMux(name, list(LOOPBACK))

@@ -123,7 +123,7 @@ def test_a_libfabric_that_is_too_old_says_which_it_is_and_which_is_needed(tmp_pa
 
 
 @pytest.mark.usefixtures("headers")
-def test_a_library_that_is_none_is_told_by_what_it_lacks(tmp_path: Path) -> None:
+def test_a_library_that_is_not_libfabric_is_refused_with_the_missing_symbol(tmp_path: Path) -> None:
     assert hear(stand_in(tmp_path)) == "libfabric.so.1 has no fi_version; it is not libfabric 1.17"
 
 

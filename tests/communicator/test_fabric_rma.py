@@ -75,9 +75,7 @@ def vanishes(rank: int, size: int, folder: str, provider: str, fault: str) -> li
 
 @pytest.mark.parametrize("provider", PROVIDERS)
 @pytest.mark.parametrize("fault", ["dies", "stops"])
-def test_memory_that_a_rank_was_to_write_to_is_its_owners_again_when_the_failure_is_told(
-    provider: str, fault: str
-) -> None:
+def test_memory_granted_for_writes_is_its_owners_again_when_the_failure_is_raised(provider: str, fault: str) -> None:
     found = run_ranks(vanishes, 2, provider, fault, dies=[1])
     assert not found[0].error, found[0]
     said, is_open, is_kept = found[0].value
@@ -108,7 +106,7 @@ def waits_elsewhere(rank: int, size: int, folder: str, provider: str) -> list[An
 
 
 @pytest.mark.parametrize("provider", ["tcp", "strict:seed=3+tcp"])
-def test_who_is_alive_gives_back_what_it_was_granted_and_other_groups_go_on(provider: str) -> None:
+def test_living_ranks_return_grants_and_other_groups_go_on(provider: str) -> None:
     first, second = values(run_ranks(waits_elsewhere, 2, provider))
     assert first[0] == "CollectiveTimeout"
     assert first[1] and second[0], "is open"
@@ -138,7 +136,7 @@ def says_why_not(rank: int, size: int, folder: str) -> str:
         return group.group.why("all_reduce", 1 << 24)
 
 
-def test_who_goes_in_segments_says_why() -> None:
+def test_a_group_without_rma_says_why() -> None:
     found = values(run_threads(says_why_not, 2))
     assert all("segments, which are copied: there are several rails" in said for said in found), found
     port = fabric.StreamMux("tcp", [*LOOPBACK, "127.0.0.2"])

@@ -127,14 +127,16 @@ def disagree(algorithm: str, calls: list[list[Call]]) -> list[tuple[str, int | N
         pytest.param(all_reduce(1_000_000), lambda group: group.reduce(np.ones(100, np.float32), 0), id="roots"),
     ],
 )
-def test_ranks_that_call_different_things_all_hear_of_it(algorithm: str, odd: int, usual: Call, other: Call) -> None:
+def test_ranks_that_make_different_calls_all_get_the_mismatch(
+    algorithm: str, odd: int, usual: Call, other: Call
+) -> None:
     # A rank that only sends may be through before it hears of the others; the next call tells it.
     disagree(algorithm, [[other if rank == odd else usual, barrier] for rank in range(3)])
 
 
 @ALGORITHMS
 @pytest.mark.native
-def test_operations_in_which_each_waits_for_another_end_with_the_timeout(algorithm: str) -> None:
+def test_operations_in_a_circular_wait_end_at_the_timeout(algorithm: str) -> None:
     """Rank 2 waits for the root, who waits in an all_reduce for rank 2: nobody reads what would tell."""
     calls = [[all_reduce(1_000_000)], [all_reduce(1_000_000)], [broadcast(100, 0)]]
     for error, _, text, took in values(run_threads(calls_in_turn, 3, algorithm, calls, TIMEOUT_S)):
@@ -143,7 +145,7 @@ def test_operations_in_which_each_waits_for_another_end_with_the_timeout(algorit
 
 
 @pytest.mark.native
-def test_ranks_that_name_different_roots_run_into_their_timeout_and_say_for_whom_they_wait() -> None:
+def test_ranks_with_different_roots_time_out_and_name_the_awaited_rank() -> None:
     calls = [[broadcast(100, 1)], [broadcast(100, 0)]]
     found = values(run_threads(calls_in_turn, 2, "direct", calls, TIMEOUT_S, "tcp"))
     assert any(error == "CollectiveTimeout" and "still waiting for rank" in text for error, _, text, _ in found)
@@ -152,13 +154,13 @@ def test_ranks_that_name_different_roots_run_into_their_timeout_and_say_for_whom
 
 @pytest.mark.parametrize("algorithm", ["direct", "shared_memory"])
 @pytest.mark.native
-def test_ranks_of_one_host_that_name_different_roots_hear_of_it(algorithm: str) -> None:
+def test_ranks_of_one_host_with_different_roots_get_the_mismatch(algorithm: str) -> None:
     disagree(algorithm, [[broadcast(100, 1), barrier], [broadcast(100, 0), barrier]])
 
 
 @ALGORITHMS
 @pytest.mark.native
-def test_an_empty_tensor_against_a_full_one_is_heard_of(algorithm: str) -> None:
+def test_an_empty_tensor_against_a_full_one_is_a_mismatch(algorithm: str) -> None:
     calls = [[all_reduce(0), barrier], [all_reduce(100), barrier]]
     found = values(run_threads(calls_in_turn, 2, algorithm, calls, 20.0))
     assert {error for error, *_ in found} <= {"Mismatch", "PeerLost"}
@@ -167,7 +169,7 @@ def test_an_empty_tensor_against_a_full_one_is_heard_of(algorithm: str) -> None:
 @ALGORITHMS
 @SIZES
 @pytest.mark.native
-def test_a_rank_that_never_calls_is_named_when_the_timeout_is_over(algorithm: str, count: int) -> None:
+def test_a_rank_that_never_calls_is_named_at_the_timeout(algorithm: str, count: int) -> None:
     released = threading.Event()
 
     def absent(group: Communicator) -> None:
@@ -245,7 +247,7 @@ def fails_by_itself(rank: int, size: int, folder: str, algorithm: str) -> None:
 
 @ALGORITHMS
 @pytest.mark.native
-def test_a_rank_that_fails_with_an_error_of_its_own_tells_the_others_what_it_was(algorithm: str) -> None:
+def test_a_rank_that_fails_sends_the_others_its_error(algorithm: str) -> None:
     outcomes = run_threads(fails_by_itself, 3, algorithm)
     assert outcomes[1].error == "ZeroDivisionError"
     for rank in (0, 2):
@@ -285,7 +287,7 @@ def leaves_in_turn(rank: int, size: int, folder: str) -> None:
 
 
 @pytest.mark.native
-def test_ranks_that_leave_after_their_last_operation_harm_nobody() -> None:
+def test_ranks_that_leave_after_their_last_operation_fail_no_other() -> None:
     values(run_threads(leaves_in_turn, 4))
 
 
@@ -305,7 +307,7 @@ def two_groups(rank: int, size: int, folder: str) -> float:
 
 
 @pytest.mark.native
-def test_the_failure_of_one_group_is_not_that_of_another() -> None:
+def test_the_failure_of_one_group_does_not_affect_another() -> None:
     assert values(run_threads(two_groups, 3)) == [6.0] * 3
 
 
@@ -313,7 +315,7 @@ def join_as(rank: int, size: int, folder: str, ranks: list[int]) -> None:
     Communicator(FileStore(folder), ranks[rank], 2, join_timeout_s=5.0).close()
 
 
-def test_two_workers_with_the_same_rank_are_told_and_the_group_of_the_first_goes_on() -> None:
+def test_a_second_process_with_a_rank_is_refused_and_the_first_goes_on() -> None:
     outcomes = run_ranks(join_as, 3, [0, 1, 1])
     first, second = sorted(outcomes[1:], key=lambda outcome: outcome.error)
     assert not outcomes[0].error, outcomes[0].text
@@ -370,7 +372,7 @@ def goes_on_in_a_child(rank: int, size: int, folder: str) -> bytes:
         return said
 
 
-def test_a_group_that_a_forked_child_makes_is_driven_and_closed() -> None:
+def test_a_group_made_in_a_forked_child_works_and_closes() -> None:
     """The child was told to make one, and then waited for a thread that its parent has, for ever."""
     assert values(run_ranks(goes_on_in_a_child, 2, timeout_s=30)) == [b"closed"] * 2
 
@@ -397,7 +399,7 @@ def is_outlived(rank: int, size: int, folder: str) -> tuple[float, str]:
 
 
 @pytest.mark.parametrize("transport", ["auto", "tcp"])
-def test_a_rank_that_dies_is_missed_at_once_also_where_a_child_of_its_lives_on(transport: str) -> None:
+def test_a_dead_rank_is_noticed_at_once_although_its_child_lives_on(transport: str) -> None:
     """Its connections were the child's, too, and ended when that did."""
     took_s, said = run_ranks(is_outlived, 2, env={"NETFOLD_TRANSPORT": transport}, dies=[1])[0].value
     assert said == "PeerLost 1"
@@ -422,14 +424,14 @@ def waits_twice(rank: int, size: int, folder: str) -> float:
 
 
 @pytest.mark.native
-def test_the_end_of_a_wait_is_not_the_end_of_the_operation() -> None:
+def test_an_operation_goes_on_after_a_wait_times_out() -> None:
     assert values(run_threads(waits_twice, 2)) == [3.0, 3.0]
 
 
 @OTHER
 @pytest.mark.native
 @pytest.mark.parametrize("odd", [0, 2])
-def test_sizes_that_differ_are_heard_of_in_every_operation(algorithm: str, odd: int) -> None:
+def test_different_sizes_are_a_mismatch_in_every_operation(algorithm: str, odd: int) -> None:
     operation = algorithm.partition("=")[0]
 
     def call(count: int) -> Call:
@@ -441,7 +443,7 @@ def test_sizes_that_differ_are_heard_of_in_every_operation(algorithm: str, odd: 
 @OTHER
 @SIZES
 @pytest.mark.native
-def test_a_rank_that_is_absent_from_any_operation_is_named_by_who_waits_for_it(algorithm: str, count: int) -> None:
+def test_a_rank_absent_from_any_operation_is_named_by_the_waiting_ranks(algorithm: str, count: int) -> None:
     operation = algorithm.partition("=")[0]
     released = threading.Event()
 
@@ -542,6 +544,6 @@ def give_and_abort(rank: int, size: int, folder: str, algorithm: str, heard: thr
 
 @pytest.mark.parametrize("algorithm", ["shared_memory", "direct"])
 @pytest.mark.native
-def test_ranks_of_one_host_hear_of_an_abort_whoever_they_wait_for(algorithm: str) -> None:
+def test_ranks_of_one_host_get_an_abort_whichever_rank_they_wait_for(algorithm: str) -> None:
     for text in values(run_threads(give_and_abort, 3, algorithm, threading.Event())):
         assert "enough" in text

@@ -57,7 +57,7 @@ def test_every_rank_gets_the_sum(monkeypatch: pytest.MonkeyPatch, layout: tuple[
         assert why.startswith("hierarchical")
 
 
-def test_auto_takes_it_where_hosts_have_several_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_chooses_hierarchical_where_hosts_have_several_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     layout = (0, 0, 1, 1)
     monkeypatch.setattr(*apart(layout))
     for _, why in values(run_threads(reduce, len(layout), "auto", timeout_s=60)):
@@ -193,9 +193,7 @@ def every_operation(rank: int, size: int, folder: str, operations: set[str]) -> 
 
 
 @pytest.mark.parametrize("layout", UNEVEN, ids=str)
-def test_every_operation_gives_what_it_must_on_uneven_hosts(
-    monkeypatch: pytest.MonkeyPatch, layout: tuple[int, ...]
-) -> None:
+def test_every_operation_is_correct_on_uneven_hosts(monkeypatch: pytest.MonkeyPatch, layout: tuple[int, ...]) -> None:
     monkeypatch.setattr(*apart(layout))
     able = {name for name in group_module.KINDS if name in SUPPORTS["hierarchical"]} - {"all_reduce"}
     for ran in values(run_threads(every_operation, len(layout), able, timeout_s=100)):
@@ -239,7 +237,7 @@ def held_back(rank: int, size: int, folder: str, arrived: list[int]) -> None:
 
 
 @pytest.mark.parametrize("layout", UNEVEN, ids=str)
-def test_nobody_passes_a_barrier_before_the_last_is_there(
+def test_no_rank_leaves_a_barrier_before_the_last_has_entered(
     monkeypatch: pytest.MonkeyPatch, layout: tuple[int, ...]
 ) -> None:
     monkeypatch.setattr(*apart(layout))
@@ -268,7 +266,7 @@ def disagrees(rank: int, size: int, folder: str, operation: str) -> str:
 
 
 @pytest.mark.parametrize("operation", ["all_gather", "reduce_scatter", "gather", "scatter"])
-def test_hosts_that_disagree_about_sizes_of_the_same_sum_hear_of_it(
+def test_hosts_with_different_sizes_of_the_same_total_get_the_mismatch(
     monkeypatch: pytest.MonkeyPatch, operation: str
 ) -> None:
     monkeypatch.setattr(*apart((0, 0, 1)))

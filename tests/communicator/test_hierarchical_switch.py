@@ -102,7 +102,7 @@ def plainly(rank: int, size: int, folder: str, endpoint: str, algorithm: str) ->
     ],
     ids=str,
 )
-def test_who_joins_follows_what_was_asked_for(
+def test_the_algorithm_decides_which_ranks_join(
     monkeypatch: pytest.MonkeyPatch, layout: tuple[int, ...], algorithm: str, chosen: str, workers: int
 ) -> None:
     monkeypatch.setattr(*apart(layout))
@@ -244,7 +244,7 @@ def different(rank: int, size: int, folder: str, endpoint: str) -> tuple[str, st
         return "", ""
 
 
-def test_hosts_that_call_different_things_are_told_by_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hosts_that_make_different_calls_are_named_by_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(*apart((0, 1, 0, 1, 0)))
     with running_switch() as switch:
         found = values(run_threads(different, 5, switch.endpoint))

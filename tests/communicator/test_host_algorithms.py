@@ -301,7 +301,7 @@ def uneven_gather(rank: int, size: int, folder: str, operation: str) -> str:
 
 
 @pytest.mark.parametrize("operation", ["gather", "scatter"])
-def test_a_tree_that_passes_blocks_on_hears_of_sizes_that_differ_at_their_ends(operation: str) -> None:
+def test_a_tree_that_forwards_blocks_detects_different_sizes_at_its_ends(operation: str) -> None:
     found = values(run_threads(uneven_gather, 5, operation))
     assert any(said.startswith("Mismatch") and "16 bytes" in said and "8 bytes" in said for said in found), found
     assert all(said.startswith(("Mismatch", "PeerLost")) for said in found), found
@@ -320,7 +320,7 @@ def held_back(rank: int, size: int, folder: str, arrived: list[int]) -> None:
 
 
 @pytest.mark.parametrize("size", [2, 3, 5, 8])
-def test_nobody_passes_a_barrier_before_the_last_is_there(size: int) -> None:
+def test_no_rank_leaves_a_barrier_before_the_last_has_entered(size: int) -> None:
     values(run_threads(held_back, size, [0] * size))
 
 
@@ -441,7 +441,7 @@ def test_ranks_choose_alike_where_their_own_blocks_differ_in_size() -> None:
 
 
 @pytest.mark.parametrize("size", [2, 3, 6, 8])
-def test_no_plan_waits_in_a_circle_where_a_socket_holds_less_than_a_piece(size: int) -> None:
+def test_no_plan_deadlocks_where_a_socket_holds_less_than_a_chunk(size: int) -> None:
     kinds = ("all_reduce", "reduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all", "gather", "scatter")
     cases = [
         (kind, algorithm)

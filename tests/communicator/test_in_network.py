@@ -280,7 +280,7 @@ def with_parts(rank: int, size: int, folder: str, endpoint: str) -> None:
             assert part.group.traffic()["packets_sent"] > 0
 
 
-def test_parts_of_a_group_are_jobs_of_their_own_beside_it(switch: RunningSwitch) -> None:
+def test_splits_of_a_group_are_separate_jobs(switch: RunningSwitch) -> None:
     values(run_threads(with_parts, 4, switch.endpoint))
     switch.wait_for(r"starts with 4 workers")
     assert len(switch.wait_for(r"starts with 2 workers", count=2)) >= 2
@@ -322,7 +322,7 @@ def on_hosts(rank: int, size: int, folder: str, endpoint: str, layout: tuple[int
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_first_ranks_speak_for_their_hosts_whoever_is_the_root(
+def test_first_ranks_lead_their_hosts_whichever_rank_is_the_root(
     monkeypatch: pytest.MonkeyPatch, switch: RunningSwitch, layout: tuple[int, ...]
 ) -> None:
     monkeypatch.setattr(*apart(layout))
@@ -422,7 +422,7 @@ DIFFERENT = {
 
 @pytest.mark.parametrize("odd", [0, 2])
 @pytest.mark.parametrize("name", DIFFERENT)
-def test_ranks_that_call_different_things_hear_what_each_called(switch: RunningSwitch, name: str, odd: int) -> None:
+def test_ranks_that_make_different_calls_get_the_call_of_each(switch: RunningSwitch, name: str, odd: int) -> None:
     usual, other, (usually, otherwise) = DIFFERENT[name]
     calls = [other if rank == odd else usual for rank in range(3)]
     found = values(run_threads(calls_once, 3, switch.endpoint, calls))

@@ -134,7 +134,7 @@ def both(rank: int, size: int, folder: str, endpoint: str, token_file: str) -> l
         return [over_fabric.group.traffic(number)["packets_sent"] for number in range(2)]  # type: ignore[index]
 
 
-def test_jobs_over_udp_and_over_both_threads_on_a_fabric_stand_side_by_side(switch: RunningSwitch) -> None:
+def test_jobs_over_udp_and_over_both_fabric_threads_run_side_by_side(switch: RunningSwitch) -> None:
     metrics = switch.wait_for(r"metrics at http://([\d.]+:\d+)/")[0]
     status = fetch_status(control_messages.parse_endpoint(metrics, what="metrics"))
     assert list(status["fabrics"]) == ["tcp;ofi_rxm"]
@@ -161,13 +161,13 @@ def through_the_end(rank: int, size: int, folder: str, running: RunningSwitch, d
         return group.group.recoveries[0].state
 
 
-def test_what_a_wire_loses_is_sent_again_and_a_switch_that_dies_costs_no_step() -> None:
+def test_lost_packets_are_retransmitted_and_a_dead_switch_costs_no_step() -> None:
     with running_switch("--fabric", "strict:drops=20+tcp") as running:
         for state in values(run_threads(through_the_end, 2, running, True)):
             assert "is gone" in state
 
 
-def test_a_wire_whose_sends_fail_takes_the_group_off_the_switch_with_the_providers_words(
+def test_failing_sends_take_the_group_off_the_switch_with_the_providers_text(
     switch: RunningSwitch,
 ) -> None:
     def fails(rank: int, size: int, folder: str) -> str:
@@ -200,7 +200,7 @@ def dies(rank: int, size: int, folder: str, endpoint: str) -> tuple[str, int, fl
         return str(raised.value), raised.value.rank, time.monotonic() - began
 
 
-def test_the_sums_are_right_over_other_providers_and_a_worker_that_dies_is_named(open_switch: RunningSwitch) -> None:
+def test_sums_are_correct_over_other_providers_and_a_dead_worker_is_named(open_switch: RunningSwitch) -> None:
     text, rank, took_s = values(run_ranks(dies, 2, open_switch.endpoint, dies=[1])[:1])[0]
     assert rank == 1, text
     assert took_s < seconds(SOON_S)
@@ -208,7 +208,7 @@ def test_the_sums_are_right_over_other_providers_and_a_worker_that_dies_is_named
     values(run_threads(over_others, 2, open_switch.endpoint))
 
 
-def test_a_switch_without_that_fabric_says_what_it_has_and_nothing_else_is_used(switch: RunningSwitch) -> None:
+def test_a_switch_without_the_fabric_names_its_own_and_nothing_else_is_used(switch: RunningSwitch) -> None:
     token_file = token_of(switch)
     for outcome in run_threads(lambda *rank: join(*rank, switch.endpoint, "sockets", token_file=token_file), 2):
         assert outcome.error == "SwitchError"
@@ -233,7 +233,7 @@ def test_a_switch_is_not_started_for_a_provider_that_is_not_there() -> None:
         pass
 
 
-def test_a_tree_goes_over_the_fabric_on_every_link_and_a_parent_without_it_is_named() -> None:
+def test_a_tree_uses_the_fabric_on_every_link_and_a_parent_without_it_is_named() -> None:
     def add(rank: int, size: int, folder: str, endpoints: list[str], provider: str) -> None:
         with join(rank, size, folder, endpoints[rank], provider) as group:
             adds(group, 1, 60_007)
@@ -306,7 +306,7 @@ class Job:
         assert self.drops() == before | {reason}
 
 
-def test_a_hello_counts_with_the_workers_own_tag_and_key_and_nonce_and_comes_back_with_its_proof() -> None:
+def test_a_hello_needs_the_workers_tag_key_and_nonce_and_returns_its_proof() -> None:
     job = Job()
     job.drops_hellos("source", job.worker(known=False))
     job.drops_hellos("source", job.worker(tag=job.place["tags"][1]))
@@ -324,7 +324,7 @@ def test_a_hello_counts_with_the_workers_own_tag_and_key_and_nonce_and_comes_bac
     job.plane.close(job.JOB)
 
 
-def test_who_has_not_got_the_hello_back_is_not_ready(open_switch: RunningSwitch) -> None:
+def test_a_worker_without_a_returned_hello_is_not_ready(open_switch: RunningSwitch) -> None:
     elsewhere = FabricPort("tcp", HERE, packet_bytes=4096, in_flight_bytes=4096).address
     place = {"provider": "tcp;ofi_rxm", "name": elsewhere["name"], "tag": 7}
     join = {

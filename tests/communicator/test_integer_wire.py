@@ -189,7 +189,7 @@ def disagree(rank: int, size: int, folder: str, options: Options) -> None:
 
 @pytest.mark.parametrize("wire", WIRES)
 @pytest.mark.parametrize("way", ["ring", "shared_memory", "in_network"])
-def test_ranks_with_different_sizes_hear_of_both(way: str, wire: str) -> None:
+def test_ranks_with_different_sizes_get_both_sizes(way: str, wire: str) -> None:
     with running_switch() as switch:
         endpoint = switch.endpoint if way == "in_network" else None
         options = Options(algorithm=f"all_reduce={way}", wire_dtype=wire, switch=endpoint)
@@ -247,7 +247,7 @@ def with_residual(rank: int, size: int, folder: str, options: Options) -> dict[s
 
 
 @pytest.mark.parametrize("way", ["ring", "in_network"])
-def test_a_residual_brings_what_was_lost_with_the_next_sum(way: str) -> None:
+def test_a_residual_adds_the_rounding_error_to_the_next_sum(way: str) -> None:
     """Everything that was given has been added in the end, but for what stands in the residuals: less than a unit a
     rank, however many steps. Without one, the errors of the steps add up like a random walk."""
     size = 3
@@ -288,7 +288,7 @@ def give_residuals(rank: int, size: int, folder: str, options: Options) -> list[
         return said
 
 
-def test_a_residual_is_refused_where_nothing_is_rounded_that_could_be_kept() -> None:
+def test_a_residual_is_refused_where_nothing_is_rounded() -> None:
     reason = "a residual is for sums of f32 that travel as i8"
     for wire, plain in (("i8", ""), ("i32", reason), ("bf16", reason), ("auto", reason)):
         for said in values(run_threads(give_residuals, 2, Options(algorithm="all_reduce=ring", wire_dtype=wire))):
@@ -297,6 +297,6 @@ def test_a_residual_is_refused_where_nothing_is_rounded_that_could_be_kept() -> 
             assert "takes one residual, as long as the tensor" in said[3]
 
 
-def test_i8_goes_only_to_groups_whose_sums_have_room_in_a_byte(tmp_path: Any) -> None:
+def test_i8_is_refused_for_groups_whose_sums_overflow_a_byte(tmp_path: Any) -> None:
     with pytest.raises(ValueError, match="NETFOLD_WIRE_DTYPE=i8 adds for at most 32 ranks, not 33: a byte"):
         Communicator(FileStore(str(tmp_path)), 0, 33, options=Options(wire_dtype="i8"))

@@ -94,7 +94,7 @@ def _interrupted(rank: int, size: int, folder: str, options: dict[str, str]) -> 
 
 @pytest.mark.native
 @pytest.mark.parametrize("through", ["memory", "tcp", "switch"])
-def test_ctrl_c_ends_every_wait_and_the_other_rank_hears_why(through: str) -> None:
+def test_ctrl_c_ends_every_wait_and_the_other_rank_gets_the_reason(through: str) -> None:
     if through == "switch":
         with running_switch() as switch:
             return _check_interrupted({"switch": switch.endpoint})
@@ -156,7 +156,7 @@ def _closed_by_handler(rank: int, size: int, folder: str) -> str:
 
 
 @pytest.mark.native
-def test_a_handler_may_close_the_group_that_waits() -> None:
+def test_a_handler_may_close_the_waiting_group() -> None:
     said = values(run_ranks(_closed_by_handler, 2))[0]
     assert said.startswith("GroupAborted: ") and "rank 0 closed the group" in said, said
 

@@ -45,7 +45,7 @@ def _own_roots(rank: int, size: int, folder: str, algorithm: str, late: int | No
 
 @pytest.mark.parametrize("late", [None, 0, 2])
 @pytest.mark.parametrize("algorithm", ["direct", "tree", "chain"])
-def test_ranks_that_name_different_roots_hear_of_both_long_before_the_timeout(algorithm: str, late: int | None) -> None:
+def test_ranks_with_different_roots_get_both_long_before_the_timeout(algorithm: str, late: int | None) -> None:
     """As the root, each sends and waits for nobody: what it left behind is met by the next call."""
     outcomes = run_threads(_own_roots, 3, algorithm, late)
     for outcome in outcomes:
@@ -74,7 +74,7 @@ def _one_gives_up(rank: int, size: int, folder: str) -> float:
         return 0.0
 
 
-def test_who_gave_up_is_heard_by_ranks_that_wait_for_another() -> None:
+def test_a_failed_ranks_reason_reaches_ranks_that_wait_for_another() -> None:
     outcomes = run_threads(_one_gives_up, 3)
     assert outcomes[1].error == "CollectiveTimeout"
     assert outcomes[0].error == "PeerLost"
@@ -150,7 +150,7 @@ def _one_sleeps(
 
 
 @pytest.mark.parametrize("algorithm", ["ring", "direct", "halving_doubling", "shared_memory", "in_network"])
-def test_all_ranks_name_a_timeout_alike_and_say_first_what_the_rank_does_that_they_wait_for(algorithm: str) -> None:
+def test_all_ranks_report_a_timeout_alike_with_the_awaited_rank_first(algorithm: str) -> None:
     options = Options(transport="auto" if algorithm == "shared_memory" else "tcp", algorithm=f"all_reduce={algorithm}")
     if algorithm != "in_network":
         return _check_names(options, [threading.Event() for _ in range(4)])
@@ -182,7 +182,7 @@ def _short_waits(rank: int, size: int, folder: str) -> list[float]:
         return list(array)
 
 
-def test_who_is_only_slow_is_waited_for() -> None:
+def test_a_slow_rank_is_awaited() -> None:
     assert values(run_threads(_short_waits, 2)) == [[3.0] * 5] * 2
 
 
@@ -196,7 +196,7 @@ def _answers_after(rank: int, size: int, folder: str, aborts: bool) -> object:
     return monitor.handle_request(1 - rank, {"type": "query", "sequence": 1})[0]["failure"]
 
 
-def test_a_rank_that_has_closed_its_group_is_taken_for_no_failure() -> None:
+def test_a_rank_that_has_closed_its_group_counts_as_no_failure() -> None:
     """Another one may wait for results of the last call still: at a switch, or further along a ring."""
     assert values(run_threads(_answers_after, 2, False)) == [None, None]
     for failure in values(run_threads(_answers_after, 2, True)):

@@ -68,13 +68,13 @@ def sends(rank: int, size: int, folder: str, sizes: list[int]) -> None:
 
 @native
 @pytest.mark.parametrize("border", [STEP_BYTES, EAGER_BYTES, RING_BYTES, 2 * RING_BYTES])
-def test_sizes_round_every_border_arrive_whole(border: int) -> None:
+def test_sizes_around_every_threshold_arrive_whole(border: int) -> None:
     near = [border + offset for offset in (-HEADER_BYTES - 1, -HEADER_BYTES, -HEADER_BYTES + 1, -1, 0, 1, HEADER_BYTES)]
     values(run_threads(sends, 2, near * 3))
 
 
 @native
-def test_headers_and_values_are_cut_by_the_end_of_the_ring_anywhere() -> None:
+def test_headers_and_values_may_wrap_around_the_ring_anywhere() -> None:
     """Each time round, the ring's end cuts 8 bytes earlier in a message."""
     size_bytes = RING_BYTES // 16 - HEADER_BYTES - 1
     values(run_threads(sends, 2, [size_bytes] * 16 * 40))
@@ -96,7 +96,7 @@ def both_full(rank: int, size: int, folder: str, size_bytes: int, count: int) ->
 
 @native
 @pytest.mark.parametrize(("size_bytes", "count"), [(0, 20_000), (100, 6000), (5000, 800), (EAGER_BYTES, 40)])
-def test_many_messages_both_ways_with_both_rings_full(size_bytes: int, count: int) -> None:
+def test_many_messages_in_both_directions_with_full_rings(size_bytes: int, count: int) -> None:
     values(run_threads(both_full, 2, size_bytes, count))
 
 
@@ -113,7 +113,7 @@ def leaves_its_credit(rank: int, size: int, folder: str) -> None:
 
 
 @native
-def test_a_sender_within_its_credit_waits_for_nobody() -> None:
+def test_a_sender_within_its_credit_does_not_wait() -> None:
     values(run_threads(leaves_its_credit, 2))
 
 
@@ -136,7 +136,7 @@ def unread_at_the_end(rank: int, size: int, folder: str, left: threading.Event) 
 
 
 @native
-def test_who_leaves_messages_unread_harms_nobody_and_those_of_a_rank_that_left_stay() -> None:
+def test_unread_messages_block_no_rank_and_outlive_their_sender() -> None:
     values(run_threads(unread_at_the_end, 2, threading.Event()))
 
 
@@ -218,7 +218,7 @@ def plays_and_streams(rank: int, size: int, folder: str) -> None:
 
 
 @native
-def test_who_sleeps_at_once_is_rung_for_bytes_and_for_room() -> None:
+def test_a_rank_that_sleeps_at_once_is_woken_for_bytes_and_for_space() -> None:
     values(run_threads(plays_and_streams, 2))
 
 
@@ -241,7 +241,7 @@ def is_stopped_in_the_middle(rank: int, size: int, folder: str) -> None:
             np.testing.assert_array_equal(into, message(size_bytes, 1, number))
 
 
-def test_a_rank_that_stands_still_for_a_while_goes_on_where_it_was() -> None:
+def test_a_rank_that_is_stopped_goes_on_where_it_was() -> None:
     values(run_ranks(is_stopped_in_the_middle, 2))
 
 
@@ -269,7 +269,7 @@ def _dead(folder: str) -> float:
 
 
 @pytest.mark.parametrize("call", ["receive", "receive from any", "send", "receive in the middle", "send in the middle"])
-def test_a_killed_rank_is_missed_at_once(call: str) -> None:
+def test_a_killed_rank_is_noticed_at_once(call: str) -> None:
     outcomes = run_ranks(sleeps_while_rank_1_dies, 2, call, dies=[1])
     assert not outcomes[0].error, outcomes[0].text
     took_s, lost = outcomes[0].value
@@ -298,7 +298,7 @@ def floods_the_dead(rank: int, size: int, folder: str) -> int:
     return sent
 
 
-def test_who_only_sends_small_messages_hears_of_a_death_too() -> None:
+def test_a_rank_that_only_sends_small_messages_notices_a_death() -> None:
     outcomes = run_ranks(floods_the_dead, 2, dies=[1])
     assert not outcomes[0].error, outcomes[0].text
     assert outcomes[0].value < FLOOD

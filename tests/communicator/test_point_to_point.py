@@ -158,7 +158,7 @@ def gathers_from_any(rank: int, size: int, folder: str, count: int) -> None:
 
 @native
 @pytest.mark.parametrize("count", [10, 500_000])
-def test_a_receive_from_any_source_says_who_sent(count: int) -> None:
+def test_a_receive_from_any_source_returns_the_sender(count: int) -> None:
     values(run_threads(gathers_from_any, 4, count))
 
 
@@ -189,7 +189,7 @@ def any_and_named(rank: int, size: int, folder: str) -> None:
 
 
 @native
-def test_receives_are_served_in_the_order_of_asking_named_or_not() -> None:
+def test_receives_match_in_the_order_of_posting_with_or_without_a_source() -> None:
     values(run_threads(any_and_named, 3))
 
 
@@ -212,7 +212,7 @@ def floods(rank: int, size: int, folder: str, count: int) -> int:
 
 
 @native
-def test_ten_thousand_messages_that_nobody_waits_for_stay_within_the_credit() -> None:
+def test_ten_thousand_unreceived_messages_stay_within_the_credit() -> None:
     at_once, _ = values(run_threads(floods, 2, 10_000))
     # What a sender may leave at the receiver: beyond it, announcements wait, in the sender's own memory.
     assert 0 < at_once <= CREDIT_BYTES // 256
@@ -231,7 +231,7 @@ def streams_small(rank: int, size: int, folder: str) -> None:
 
 
 @native
-def test_credit_comes_back_as_messages_are_taken() -> None:
+def test_credit_returns_as_messages_are_received() -> None:
     values(run_threads(streams_small, 2))
 
 
@@ -253,7 +253,7 @@ def never_received(rank: int, size: int, folder: str) -> float:
 
 
 @native
-def test_sends_that_nobody_receives_do_not_hold_up_collectives() -> None:
+def test_unreceived_sends_do_not_delay_collectives() -> None:
     values(run_threads(never_received, 2))
 
 
@@ -291,7 +291,7 @@ def unwatched(rank: int, size: int, folder: str) -> None:
 
 
 @native
-def test_a_message_arrives_also_when_nobody_waits_for_it() -> None:
+def test_a_message_arrives_without_a_wait() -> None:
     values(run_threads(unwatched, 2))
 
 
@@ -372,7 +372,7 @@ def random_traffic(rank: int, size: int, folder: str, seed: int) -> None:
 
 @native
 @pytest.mark.parametrize("seed", range(6))
-def test_random_traffic_arrives_where_it_should(seed: int) -> None:
+def test_random_traffic_arrives_at_its_destination(seed: int) -> None:
     values(run_threads(random_traffic, 4, seed))
 
 
@@ -402,7 +402,7 @@ def mismatches(rank: int, size: int, folder: str, sent: Any, into: Any) -> tuple
         pytest.param(np.zeros(500_000, np.float32), np.zeros(500_001, np.float32), id="large"),
     ],
 )
-def test_another_size_or_dtype_is_heard_of_on_both_sides(sent: Any, into: Any) -> None:
+def test_another_size_or_dtype_is_an_error_on_both_sides(sent: Any, into: Any) -> None:
     sender, receiver = values(run_threads(mismatches, 2, sent, into))
     assert receiver[:2] == ("Mismatch", 0)
     short = {"float32": "f32", "int32": "i32"}
@@ -485,7 +485,7 @@ def dies(rank: int, size: int, folder: str, call: str) -> tuple[str, int | None,
 
 
 @pytest.mark.parametrize("call", ["receive", "receive from any", "send"])
-def test_a_rank_that_dies_is_named_by_who_waits_for_its_messages(call: str, transport: str) -> None:
+def test_a_dead_rank_is_named_by_the_receivers_of_its_messages(call: str, transport: str) -> None:
     outcomes = run_ranks(dies, 3, call, dies=[2], env={"NETFOLD_TRANSPORT": transport})
     for rank in (0, 1):
         assert not outcomes[rank].error, outcomes[rank].text
@@ -521,7 +521,7 @@ def leaves_early(rank: int, size: int, folder: str) -> str:
 
 
 @native
-def test_what_a_rank_sent_before_it_left_is_still_received() -> None:
+def test_messages_of_a_rank_that_left_are_still_received() -> None:
     assert values(run_threads(leaves_early, 3))[0] == "through"
 
 
@@ -540,7 +540,7 @@ def large_then_leave(rank: int, size: int, folder: str) -> None:
 
 
 @native
-def test_messages_on_their_way_survive_their_senders_leaving() -> None:
+def test_messages_in_flight_survive_their_sender() -> None:
     values(run_threads(large_then_leave, 2))
 
 
@@ -558,7 +558,7 @@ def aborted_while_waiting(rank: int, size: int, folder: str) -> str:
 
 
 @native
-def test_an_abort_ends_a_receive_that_waits_here_and_there() -> None:
+def test_an_abort_ends_waiting_receives_on_both_ranks() -> None:
     here, there = values(run_threads(aborted_while_waiting, 2))
     assert here.startswith("GroupAborted: rank 0: receive #1 of 1 f64")
     assert there.startswith("PeerLost: rank 1: receive #1 of 1 f64")
@@ -582,7 +582,7 @@ def waits_twice(rank: int, size: int, folder: str) -> None:
 
 
 @native
-def test_the_end_of_a_wait_is_not_the_end_of_the_receive() -> None:
+def test_a_receive_goes_on_after_a_wait_times_out() -> None:
     values(run_threads(waits_twice, 2))
 
 
@@ -631,7 +631,7 @@ def records(rank: int, size: int, folder: str) -> None:
 
 
 @native
-def test_messages_leave_their_records() -> None:
+def test_messages_have_records() -> None:
     values(run_threads(records, 2))
 
 
@@ -654,7 +654,7 @@ def receives_ahead(rank: int, size: int, folder: str) -> None:
 
 
 @pytest.mark.native
-def test_receives_may_be_asked_for_before_anybody_sends() -> None:
+def test_receives_may_be_posted_before_the_sends() -> None:
     values(run_threads(receives_ahead, 2))
 
 

@@ -76,7 +76,7 @@ def buckets(rank: int, size: int, folder: str, provider: str) -> list[tuple[int,
 
 
 @pytest.mark.parametrize("provider", ["tcp", STRICT])
-def test_a_bucket_is_registered_once_and_a_part_of_it_is_a_hit_and_other_memory_never_is(provider: str) -> None:
+def test_a_bucket_is_registered_once_and_only_its_parts_are_hits(provider: str) -> None:
     hit, missed = (1, 0), (0, 1)
     for found in values(run_threads(buckets, 2, provider)):
         assert found == [missed, hit, hit, missed, missed, missed]
@@ -94,7 +94,7 @@ def bounded(rank: int, size: int, folder: str, bounds: dict[str, int]) -> list[t
 
 
 @pytest.mark.parametrize("bounds", [{"registration_cache_entries": 5}, {"registration_cache_bytes": 5 << 20}])
-def test_who_was_used_last_stays_and_who_was_not_goes(bounds: dict[str, int]) -> None:
+def test_the_least_recently_used_registration_is_evicted(bounds: dict[str, int]) -> None:
     port = port_of(STRICT.replace("11", "12"), LOOPBACK)
     before = port.counters["registration_evictions"]
     # Two ranks of one process: eight buckets, and room for five at most with the scratch.
@@ -113,7 +113,7 @@ def unkept(rank: int, size: int, folder: str) -> list[tuple[int, int]]:
         return outcomes(group)
 
 
-def test_with_no_bytes_nothing_is_kept_beyond_an_operation() -> None:
+def test_with_a_limit_of_0_bytes_no_registration_outlives_its_operation() -> None:
     for found in values(run_threads(unkept, 2)):
         assert found == [(0, 1)] * 3
 
@@ -136,7 +136,7 @@ def comes_back(rank: int, size: int, folder: str, provider: str) -> list[tuple[i
 
 
 @pytest.mark.parametrize("provider", ["tcp", "net", STRICT])
-def test_an_address_that_comes_back_with_other_memory_is_registered_anew(provider: str) -> None:
+def test_an_address_with_new_memory_is_registered_again(provider: str) -> None:
     hit, missed = (1, 0), (0, 1)
     for found in values(run_threads(comes_back, 2, provider)):
         assert found == [missed, hit, missed, missed, missed, missed]
@@ -167,7 +167,7 @@ def test_a_fork_leaves_its_parents_registrations_alone() -> None:
         assert found == [(0, 1), (1, 0)]
 
 
-def test_the_strict_provider_tells_who_frees_memory_that_is_registered() -> None:
+def test_the_strict_provider_reports_freed_memory_that_is_registered() -> None:
     provider = "strict:seed=13+tcp"
     found: list[Any] = []
 
@@ -185,7 +185,7 @@ def test_the_strict_provider_tells_who_frees_memory_that_is_registered() -> None
     found.clear()
 
 
-def test_a_write_to_who_closed_its_endpoint_is_an_error_and_changes_nothing() -> None:
+def test_a_write_to_a_closed_endpoint_is_an_error_and_changes_nothing() -> None:
     sender, receiver = (fabric.StreamMux("tcp", list(LOOPBACK)) for _ in range(2))
     ours, theirs = sender.open(fabric.make_doorbell(), 1), receiver.open(fabric.make_doorbell(), 1)
     ours.connect(receiver.names, theirs.params)

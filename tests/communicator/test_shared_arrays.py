@@ -93,7 +93,7 @@ def everything(rank: int, size: int, folder: str, layout: str) -> None:
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_rank_gets_exactly_what_it_is_due(layout: str, size: int) -> None:
+def test_every_rank_gets_exactly_its_result(layout: str, size: int) -> None:
     values(run_threads(everything, size, layout, timeout_s=60))
 
 
@@ -112,12 +112,12 @@ def in_processes(rank: int, size: int, folder: str) -> int:
         return sum("memfd:netfold-buffer" in line for line in maps)
 
 
-def test_what_is_freed_is_freed_everywhere() -> None:
+def test_freed_memory_is_freed_on_all_ranks() -> None:
     # The last one of each rank may still be mapped by the others.
     assert max(values(run_ranks(in_processes, 3))) <= 2 * 3
 
 
-def test_an_array_outlives_its_name_and_starts_as_zeroes() -> None:
+def test_an_array_lives_as_long_as_its_views_and_starts_as_zeroes() -> None:
     view = netfold.empty((3, 5), np.int32)[1:]
     gc.collect()
     assert view.tolist() == [[0] * 5] * 2
@@ -154,7 +154,7 @@ def gathers_new_arrays(rank: int, size: int, folder: str) -> int:
         return grown
 
 
-def test_freed_arrays_are_kept_by_no_rank_that_did_not_need_them() -> None:
+def test_freed_arrays_are_kept_by_no_rank() -> None:
     # 60 turns of 16 MB from each of three ranks; ranks 1 and 2 read nothing of each other's.
     grown = values(run_ranks(gathers_new_arrays, 3))
     assert max(grown) < 1 << 30, grown

@@ -51,7 +51,7 @@ for turn in range(4):
 
 
 @pytest.mark.native
-def test_a_rank_that_gave_up_on_a_stopped_one_has_its_tensor_to_itself(tmp_path: Path) -> None:
+def test_a_rank_that_failed_has_its_tensor_back_from_a_stopped_rank(tmp_path: Path) -> None:
     said = run_scripts(RANK, 2, tmp_path, seconds(20))[0].split()
     # Elements that were written to after rank 0 had its tensor back.
     assert [each for each in said if each != "CollectiveTimeout"] == ["0"] * 4
@@ -122,7 +122,7 @@ else:
 
 
 @pytest.mark.native
-def test_a_group_that_waits_for_a_stopped_rank_keeps_no_other_group_waiting(tmp_path: Path) -> None:
+def test_a_group_that_waits_for_a_stopped_rank_delays_no_other_group(tmp_path: Path) -> None:
     lines = run_scripts(RANK_OF_TWO_GROUPS, 3, tmp_path, seconds(20))[0].splitlines()
     # How long rank 0 waited beyond its deadline for rank 1, which goes on after 4 s; the other group's longest call.
     waits = [

@@ -114,7 +114,7 @@ def test_parts_end_together_where_the_rates_are_known(ranks: int, c: float) -> N
 @pytest.mark.parametrize("wrong", [0.2, 0.5, 1, 2, 5])
 @pytest.mark.parametrize("c", [0.25, 1, 2, 4, 8])
 @pytest.mark.parametrize("ranks", [4, 8])
-def test_wrong_rates_are_corrected_whoever_gets_more_of_the_link(
+def test_wrong_rates_are_corrected_whichever_path_gets_more_of_the_link(
     ranks: int, c: float, wrong: float, mine: float
 ) -> None:
     net = Net(ranks, [min(c, ranks)], mine=mine, noise=0.02)
@@ -127,7 +127,7 @@ def test_wrong_rates_are_corrected_whoever_gets_more_of_the_link(
     assert sum(late) / len(late) <= 1.08 * net.best_s()
 
 
-def test_two_switches_get_parts_by_what_each_can() -> None:
+def test_two_switches_get_parts_by_their_rates() -> None:
     net = Net(8, [1, 3])
     split = begun(net, [LINK / 4, LINK / 4])
     for _ in range(100):
@@ -150,7 +150,7 @@ def test_a_link_that_changes_is_noticed_within_twenty_operations(before: float, 
     assert sorted(times[20:])[10] <= 1.1 * net.best_s(), split.paths
 
 
-def test_a_slow_rest_of_the_ring_does_not_hide_that_it_is_quicker_alone() -> None:
+def test_a_slow_part_of_the_ring_does_not_hide_that_it_is_faster_alone() -> None:
     """As with 8 hosts at 200 Mbit/s, one of them the switch. Rates: bytes a second beside the other way, and alone."""
     found = shares.Shares([3_300_000], 13_500_000, 23_500_000)
     found.learn([(2_600_000, 0), (6_100_000, 6_600_000)])
@@ -172,6 +172,6 @@ def test_fixed_parts_stay() -> None:
     "arguments",
     [([], 1, 1, []), ([0], 1, 1, []), ([1], 0, 1, []), ([1], 1, 1, [1, 1]), ([1], 1, 1, [4097])],
 )
-def test_what_makes_no_sense_is_refused(arguments: tuple[list[int], int, int, list[int]]) -> None:
+def test_invalid_shares_are_refused(arguments: tuple[list[int], int, int, list[int]]) -> None:
     with pytest.raises(ValueError, match=r"rates above 0|fixed parts"):
         shares.Shares(*arguments)

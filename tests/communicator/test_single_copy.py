@@ -101,7 +101,7 @@ def long_ones(rank: int, size: int, folder: str, single_copy: str) -> None:
 
 @pytest.mark.parametrize("single_copy", ["on", "off"])
 @pytest.mark.parametrize("size", [2, 3])
-def test_what_is_long_is_copied_past_the_caches_to_the_last_byte(size: int, single_copy: str) -> None:
+def test_long_copies_bypass_the_caches_to_the_last_byte(size: int, single_copy: str) -> None:
     values(run_threads(long_ones, size, single_copy, timeout_s=PATIENCE_S))
 
 
@@ -152,9 +152,7 @@ def what_is_read(rank: int, size: int, folder: str, operation: str, bytes_: int)
         ("broadcast", 3, 1 << 20, [0, 0, 0]),
     ],
 )
-def test_one_copy_is_taken_where_it_takes_less_time(
-    operation: str, size: int, bytes_: int, expected: list[int]
-) -> None:
+def test_single_copy_is_chosen_where_it_is_faster(operation: str, size: int, bytes_: int, expected: list[int]) -> None:
     assert values(run_threads(what_is_read, size, operation, bytes_)) == expected
 
 
@@ -164,7 +162,7 @@ def off_on_one(rank: int, size: int, folder: str) -> tuple[bool, str]:
         return group.group.peer_memory is None, group.group.why("all_to_all", 1 << 20)
 
 
-def test_off_on_one_rank_is_off_for_all_and_says_whose_wish_it_was() -> None:
+def test_off_on_one_rank_is_off_for_all_and_names_that_rank() -> None:
     for without, why in values(run_threads(off_on_one, 3)):
         assert without and "since rank 2 has NETFOLD_SINGLE_COPY=off" in why
 
@@ -210,7 +208,7 @@ def hidden_later(rank: int, size: int, folder: str) -> int:
         return int(group.group.peer_memory.bytes_read)
 
 
-def test_a_buffer_that_cannot_be_read_after_all_comes_through_slots() -> None:
+def test_an_unreadable_buffer_goes_through_slots() -> None:
     """As the memory of a device would, or that of a rank whose rights have changed."""
     read = values(run_ranks(hidden_later, 3))
     # all_to_all and all_gather from both others, scatter from rank 1; who may not read rank 0 has it from one, and
@@ -245,7 +243,7 @@ def leaves_first(rank: int, size: int, folder: str, operation: str, single_copy:
 
 @pytest.mark.parametrize("single_copy", ["on", "off"])
 @pytest.mark.parametrize("operation", ["scatter", "gather"])
-def test_who_is_through_may_leave_while_others_still_read(operation: str, single_copy: str) -> None:
+def test_a_finished_rank_may_leave_while_others_still_read(operation: str, single_copy: str) -> None:
     values(run_threads(leaves_first, 3, operation, single_copy))
 
 
@@ -265,9 +263,7 @@ def dies(rank: int, size: int, folder: str, operation: str, victim: int) -> Any:
 
 @pytest.mark.parametrize("operation", ["all_to_all", "all_gather", "gather", "scatter", "broadcast"])
 @pytest.mark.parametrize("victim", [1, 2])
-def test_a_rank_that_is_killed_while_memory_is_read_is_named_and_nothing_wrong_is_kept(
-    operation: str, victim: int
-) -> None:
+def test_a_rank_killed_during_a_read_is_named_and_no_wrong_data_kept(operation: str, victim: int) -> None:
     """Rank 1 is the root: who lends in a scatter, who reads in a gather."""
     began = time.monotonic()
     for rank, outcome in enumerate(run_ranks(dies, 3, operation, victim, dies=[victim])):
@@ -306,7 +302,7 @@ def gives_up(rank: int, size: int, folder: str) -> str:
         group.close()
 
 
-def test_nothing_is_taken_from_a_rank_that_has_given_up() -> None:
+def test_no_memory_of_a_failed_rank_is_read() -> None:
     assert "rank 0 gave up on the group" in values(run_threads(gives_up, 2))[1]
 
 
@@ -319,7 +315,7 @@ sys.stdin.read()
 """
 
 
-def test_a_process_is_met_by_its_mark_and_not_by_its_number() -> None:
+def test_a_process_is_identified_by_its_mark_and_not_its_pid() -> None:
     memory = engine.PeerMemory(2)
     with subprocess.Popen(
         [sys.executable, "-c", CHILD], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True

@@ -28,7 +28,7 @@ WRONG = "what the switch at 127.0.0.1:"
 
 @pytest.fixture(autouse=True)
 def _nothing_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(capacity, "_known", {})
+    monkeypatch.setattr(capacity, "_cache", {})
 
 
 def join(rank: int, size: int, folder: str, switch: str, **how: Any) -> Communicator:

@@ -197,7 +197,7 @@ def test_a_jobs_capacity_is_shown_once_its_lowest_rank_has_said_it_and_what_is_n
 
 
 def test_a_group_tells_its_switch_what_it_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(capacity, "_known", {})
+    monkeypatch.setattr(capacity, "_cache", {})
     options = {"algorithm": "auto", "transport": "tcp", "job_name": "measures"}
     with running_switch(*WATCHED) as switch:
         address = pages(switch)

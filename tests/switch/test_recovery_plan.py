@@ -82,7 +82,7 @@ def test_a_map_survives_its_way(bits: int) -> None:
 
 def test_those_who_have_a_chunk_take_turns() -> None:
     plan = make_plan({0: ReceiveState(0, 8, 0), 1: ReceiveState(8, 8, 0), 2: ReceiveState(8, 8, 0)}, 8)
-    assert plan == Plan(base=0, end=8, held=0xFF, gives={0: {1: 0b01010101, 2: 0b10101010}})
+    assert plan == Plan(base=0, end=8, held=0xFF, fetches={0: {1: 0b01010101, 2: 0b10101010}})
 
 
 @pytest.mark.parametrize(

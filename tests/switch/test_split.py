@@ -202,7 +202,7 @@ def test_a_group_measures_its_switch_once_and_all_ranks_choose_alike(monkeypatch
     measured = []
     measure = capacity.measure
     monkeypatch.setattr(capacity, "measure", lambda *args, **how: measured.append(1) or measure(*args, **how))
-    monkeypatch.setattr(capacity, "_known", {})
+    monkeypatch.setattr(capacity, "_cache", {})
     with running_switch() as switch:
         found = values(run_threads(chosen, 4, switch.endpoint, timeout_s=60))
     table, links, events, why, again = found[0]
@@ -216,7 +216,7 @@ def test_a_group_measures_its_switch_once_and_all_ranks_choose_alike(monkeypatch
 def test_a_rate_that_is_older_than_an_hour_counts_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     ends = frozenset({"a", "b"})
     now = 10_000.0
-    monkeypatch.setattr(capacity, "_known", {(ends, "s:1,s:2"): ((5.0, 7.0), now)})
+    monkeypatch.setattr(capacity, "_cache", {(ends, "s:1,s:2"): ((5.0, 7.0), now)})
     monkeypatch.setattr(time, "monotonic", lambda: now + 3599)
     assert capacity.cached_rates(ends, "s:1,s:2") == (5.0, 7.0)
     assert capacity.cached_rates(ends, "s:1") == capacity.cached_rates(frozenset({"a"}), "s:1,s:2") == ()

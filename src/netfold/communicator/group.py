@@ -133,7 +133,7 @@ class Group:
         """Attach memberships, then watch the group; measure the switches where a choice depends on it."""
         job, hosts = connections.job, connections.mesh.hosts
         native = self._native
-        watch = CapacityWatch(lambda: native.shares, rank=self.rank, ends=hosts, switch=job.switch or "")
+        watch = CapacityWatch(lambda: native.shares, rank=self.rank, hosts=hosts, switch=job.switch or "")
         for number in range(len(connections.memberships)):
             self.recoveries.append(self._attach_switch(number, connections, watch))
         connection_manager.watch_group(self._id, self._monitor)
