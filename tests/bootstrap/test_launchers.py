@@ -167,7 +167,7 @@ def hydra(ranks: int) -> Iterator[list[str]]:
 @pytest.fixture(autouse=True)
 def nothing_was_asked_before(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pmi, "_replies", {})
-    monkeypatch.setattr(pmi, "_parting", {os.getpid()})  # these proxies are gone when this process ends
+    monkeypatch.setattr(pmi, "_finalizing", {os.getpid()})  # these proxies are gone when this process ends
 
 
 def test_mpich_on_one_host_asks_only_for_the_job_name() -> None:
