@@ -1,4 +1,4 @@
-"""What launchers say of a process: torchrun's, Open MPI's, PMI's and Slurm's variables."""
+"""A process's placement from the variables of torchrun, Open MPI, PMI and Slurm."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ OPEN_MPI = {
 }  # fmt: skip
 PMI = {"PMI_RANK": "0", "PMI_SIZE": "4", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "4"}
 
-# Of the second of two ranks on two hosts: Open MPI 5.0.11, MPICH 5.0.2, Intel MPI 2021.18, by remote shell.
+# Variables of the second of two ranks on two hosts: Open MPI 5.0.11, MPICH 5.0.2, Intel MPI 2021.18, by remote shell.
 OPEN_MPI_2 = {
     "OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "0",
     "OMPI_COMM_WORLD_LOCAL_SIZE": "1", "OMPI_COMM_WORLD_NODE_RANK": "0", "PMIX_NAMESPACE": "prterun-gpu-0-22280@1",
@@ -74,7 +74,7 @@ def test_the_size_is_that_of_slurms_step_where_the_allocation_has_more() -> None
 
 
 def test_a_batch_script_of_slurm_is_not_a_rank() -> None:
-    """Slurm gives it SLURM_PROCID=0, and SLURM_NTASKS if asked for: it waited for ranks that never came."""
+    """Slurm sets SLURM_PROCID=0 there. Once, such a script waited for ranks that never came."""
     batch = {"SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_LOCALID": "0", "SLURM_NODEID": "0", "SLURM_JOB_ID": "12"}
     assert not is_launched(batch)
     with pytest.raises(ValueError, match="the shell of a Slurm job, and no task of it: start the ranks with srun"):
@@ -128,7 +128,7 @@ def test_pmi_inside_a_slurm_allocation_is_not_slurms_own_step() -> None:
 
 @contextlib.contextmanager
 def hydra(ranks: int) -> Iterator[list[str]]:
-    """The PMI_FD of each rank: proxies that answer as MPICH's do, recorded."""
+    """The PMI_FD of each rank, with proxies that send MPICH's recorded replies."""
     values: dict[str, str] = {}
     barrier = threading.Barrier(ranks)
 

@@ -1,4 +1,4 @@
-"""Coming together: strangers, wrong secrets, ranks that are absent, double, or told different things."""
+"""The rendezvous: unauthenticated peers, wrong secrets, absent and duplicate ranks, and ranks whose options differ."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ TOKEN = handshake.token_of(SECRET)
 def mesh(
     rank: int, size: int, folder: str, secrets: list[bytes], timeout_s: float = 10.0, hosts: tuple[str, ...] = LOOPBACK
 ) -> list[list[list[int]]]:
-    """Meet over loopback and exchange a byte a connection; who answered: 100 * lane + 10 * rail + rank."""
+    """Connect over loopback and exchange a byte a connection: 100 * lane + 10 * rail + rank."""
     deadline = time.monotonic() + timeout_s
     interfaces = Interfaces(hosts, named=True)
     registered_group = RegisteredGroup(secrets[rank], rank, size, LANES, interfaces.rails)
@@ -139,7 +139,7 @@ def _visit(folder: str, words: list[bytes], done: threading.Event) -> None:
 def _mesh_with_visitor(rank: int, size: int, folder: str, words: list[bytes]) -> Any:
     visited = threading.Event()
     if rank == 1:
-        _visit(folder, words, visited)  # before the real ranks: rank 0 must let it go and meet them
+        _visit(folder, words, visited)  # before the real ranks: rank 0 must drop it and accept them
     elif rank == 2:
         FileStore(folder).get("address/1", 10.0)
     return mesh(rank, size, folder, [SECRET] * size)
@@ -158,7 +158,7 @@ def _mesh_with_a_silent_visitor(rank: int, size: int, folder: str) -> Any:
 
 
 def test_a_silent_unauthenticated_peer_delays_no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(listener, "HANDSHAKE_TIMEOUT_S", 100.0)  # waiting for the visitor would take this long
+    monkeypatch.setattr(listener, "HANDSHAKE_TIMEOUT_S", 100.0)  # waiting for the peer would take so long
     began = time.monotonic()
     assert values(run_threads(_mesh_with_a_silent_visitor, 2)) == everyone(2)
     assert time.monotonic() - began < seconds(5)
@@ -173,7 +173,7 @@ def test_a_rank_with_a_wrong_secret_is_refused_by_name() -> None:
 
 
 def _forward(rank: int, size: int, folder: str) -> Any:
-    """Rank 1 is a man in the middle: it passes rank 0's own proof back to it."""
+    """Rank 1 is a man in the middle that returns rank 0's own proof to rank 0."""
     if rank == 0:
         return mesh(0, 2, folder, [SECRET] * 2, 1.0)
     said = hello(size=2)
@@ -228,7 +228,7 @@ def join_twice(rank: int, size: int, folder: str) -> None:
 
 
 def test_the_same_processes_may_make_another_group_on_the_same_store() -> None:
-    """Found by torchrun: after destroy_process_group torch hands out the very same keys."""
+    """Found with torchrun: after destroy_process_group torch reuses the same keys."""
     values(run_threads(join_twice, 3))
 
 
@@ -291,12 +291,12 @@ def _pairs(rank: int, size: int, folder: str, turns: int) -> None:
 
 
 def test_groups_of_several_threads_open_and_close_independently() -> None:
-    """The engine's thread ends with a process's last group and starts with the next: these overlap all the time."""
+    """The engine's thread ends with a process's last group and starts with the next: here these overlap."""
     values(run_threads(_pairs, 6, 60, timeout_s=60))
 
 
 def in_ports(rank: int, size: int, folder: str, first: int) -> list[str]:
-    """Three groups, one after the other, in as few ports as there are ranks."""
+    """Three groups, one after the other, with only as many ports as ranks."""
     for turn in range(3):
         options = Options(ports=f"{first}-{first + size - 1}")
         with Communicator(FileStore(f"{folder}/{turn}"), rank, size, options=options, join_timeout_s=20) as group:
@@ -305,7 +305,7 @@ def in_ports(rank: int, size: int, folder: str, first: int) -> list[str]:
 
 
 def free_ports(count: int) -> int:
-    """The first of so many in a row, below those that the kernel gives to whoever connects meanwhile."""
+    """The first of so many free ports in a row, below the ephemeral ports."""
     low = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     for first in random.sample(range(10_000, low - count), 200):
         with contextlib.ExitStack() as stack, contextlib.suppress(OSError):

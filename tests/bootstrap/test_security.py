@@ -1,4 +1,4 @@
-"""NETFOLD_SECURITY between ranks: somebody on the way who reads, changes, repeats and cuts, and ranks that disagree."""
+"""NETFOLD_SECURITY between ranks: an attacker who reads, changes, repeats and cuts, and ranks whose options differ."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def options_of(security: str, **others: Any) -> Options:
 
 
 def _attacked(rank: int, size: int, folder: str, security: str, attack: str, reconnect_s: int) -> str:
-    """What an all_reduce comes to when somebody attacks the connection in its midst: right, wrong or the error."""
+    """The outcome of an all_reduce while its connection is attacked: right, wrong or the error."""
     store = ThroughInterceptor(folder)
     with Communicator(store, rank, size, options=options_of(security, reconnect_s=reconnect_s), timeout_s=20) as group:
         group.barrier()
@@ -53,7 +53,7 @@ def attacked(security: str, attack: str, reconnect_s: int = 10) -> list[Outcome]
 
 
 def test_without_security_a_byte_changed_in_transit_changes_a_sum() -> None:
-    # What the other securities are for. A few bytes in a hundred thousand are a header's, whose change is an error.
+    # Why the other levels exist. A few bytes in a hundred thousand are a header's, whose change is an error.
     tries = [attacked("none", "flip")]
     while "wrong" not in [outcome.value for outcome in tries[-1]] and len(tries) < 3:
         tries.append(attacked("none", "flip"))
@@ -72,7 +72,7 @@ def test_bytes_changed_in_transit_raise_an_error(security: str, attack: str, rec
 
 @pytest.mark.parametrize("security", ["authenticate", "encrypt"])
 def test_a_connection_cut_in_transit_never_makes_a_wrong_sum(security: str) -> None:
-    # What somebody on the way has confirmed and not passed on is lost for good: an error is all that can be had then.
+    # Bytes that the attacker has acknowledged and not forwarded are lost: only an error is possible then.
     for outcome in attacked(security, "cut"):
         assert outcome.value == "right" or outcome.error == "PeerLost", outcome
 
@@ -100,7 +100,7 @@ def _captured(rank: int, size: int, folder: str, security: str) -> bytes:
 def test_a_man_in_the_middle_reads_tensors_and_messages_unless_encrypted(security: str) -> None:
     captured = values(run_ranks(_captured, 2, security))[0]
     assert len(captured) > 2 * 1000 * len(PATTERN)
-    # The messages by which the ranks come together, too.
+    # The messages of the start-up, too.
     for known in (PATTERN, b"reached"):
         assert (known in captured) == (security != "encrypt"), known
 
@@ -179,7 +179,7 @@ def _over(rank: int, size: int, folder: str, transport: str) -> None:
 
 
 def _all_shapes(rank: int, size: int, folder: str, security: str, interface: str | None) -> int:
-    """Operations of many sizes, messages both ways at once, and an end while bytes are still on their way."""
+    """Operations of many sizes, messages in both directions at once, and an end while bytes are in flight."""
     options = Options(transport="tcp", security=security, interface=interface)
     with Communicator(FileStore(folder), rank, size, options=options, timeout_s=60) as group:
         for count in (1, 7, 1000, 16_384, 65_537, 1_000_003):
@@ -194,7 +194,7 @@ def _all_shapes(rank: int, size: int, folder: str, security: str, interface: str
             group.receive(got, (rank - 1) % size)
             sent.wait()
             assert (got == np.arange(count, dtype=np.int64) + (rank - 1) % size).all()
-        # Whoever is through first leaves: nothing of what it sent may go with it.
+        # The first rank to finish leaves: none of the bytes that it sent may be lost.
         array = np.arange(4_000_000, dtype=np.int64) + rank
         group.broadcast(array, 0)
         assert (array == np.arange(4_000_000, dtype=np.int64)).all()

@@ -1,4 +1,4 @@
-"""Which ranks share memory: found by trying."""
+"""Which ranks share memory, found by trying."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_a_folder_name_too_long_for_a_socket_works() -> None:
 
 
 def open_descriptors() -> list[str]:
-    """What each descriptor of this process is."""
+    """The target of each descriptor of this process."""
     found = []
     for each in os.listdir("/proc/self/fd"):
         with contextlib.suppress(FileNotFoundError):
@@ -83,7 +83,7 @@ def count_of_mappings() -> int:
 
 
 def test_a_closed_group_leaves_no_descriptor_mapping_or_folder() -> None:
-    values(run_threads(nodes, 3, set()))  # what is made once a process
+    values(run_threads(nodes, 3, set()))  # resources that are made once a process
     descriptors, mappings = open_descriptors(), count_of_mappings()
     for _ in range(3):
         values(run_threads(nodes, 3, set()))
@@ -99,7 +99,7 @@ def test_a_closed_group_leaves_no_descriptor_mapping_or_folder() -> None:
 
 @pytest.mark.parametrize(("rank", "steps"), [(0, 0), (0, 1), (0, 2), (0, 3), (1, 0), (1, 1)])
 def test_a_rank_that_leaves_during_the_exchange_is_named(rank: int, steps: int) -> None:
-    """The other rank sends the first `steps` messages, and goes."""
+    """The other rank sends the first `steps` messages, and leaves."""
     peer = 1 - rank
     mine, theirs = socket.socketpair()
     with mine:

@@ -1,4 +1,4 @@
-"""Rank 0's store, and a group that comes together by the environment alone."""
+"""Rank 0's store, and a group that forms from the environment alone."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_a_get_waits_for_its_key_until_its_timeout() -> None:
 
 
 def test_a_waiting_get_does_not_delay_another_thread() -> None:
-    """Two threads that make two groups in opposite order would wait for each other for ever."""
+    """Otherwise two threads that make two groups in opposite order would deadlock."""
     first, second = pair(free_port())
     found: list[bytes] = []
     waiting = threading.Thread(target=lambda: found.append(second.get("set later", seconds(20))))

@@ -1,4 +1,4 @@
-"""Whose arrays can travel, and as what: NumPy's of every dtype, any framework's by DLPack or the buffer protocol."""
+"""Which arrays can be sent, and as which dtype: NumPy's, and any framework's by DLPack or the buffer protocol."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.native
 
 
 class Foreign:
-    """An array of another framework: it shows its memory by DLPack only."""
+    """An array of another framework, with DLPack only."""
 
     def __init__(self, held: Any) -> None:
         self.held = held
@@ -29,7 +29,7 @@ class Foreign:
 
 
 class Old(Foreign):
-    """From before DLPack 1.0: it cannot say whether it may be written, as JAX's immutable arrays cannot."""
+    """An array from before DLPack 1.0, which cannot say whether it is writable, like JAX's immutable arrays."""
 
     def __dlpack__(self, max_version: Any = None) -> Any:
         return self.held.__dlpack__()
@@ -78,7 +78,7 @@ def foreign(rank: int, size: int, folder: str) -> None:
         wrapped = Foreign(mine)
         assert group.all_reduce(wrapped) is wrapped
         np.testing.assert_array_equal(mine, parts[0] + parts[1])
-        # An immutable one is an input; the result goes elsewhere.
+        # An immutable array is an input; the result goes into `out`.
         held = parts[rank].copy()
         held.flags.writeable = False
         for immutable in (Foreign(held), Old(parts[rank].copy())):
@@ -87,7 +87,7 @@ def foreign(rank: int, size: int, folder: str) -> None:
             np.testing.assert_array_equal(out, parts[0] + parts[1])
             gathered = group.all_gather(immutable)
             np.testing.assert_array_equal(gathered, np.stack(parts), strict=True)
-        with pytest.raises(BufferError):  # NumPy's own words
+        with pytest.raises(BufferError):  # NumPy's own error
             group.all_reduce(Old(held))
         with pytest.raises(ValueError, match=r"Old cannot take a result: its DLPack export does not say"):
             group.all_reduce(Old(parts[rank].copy()))

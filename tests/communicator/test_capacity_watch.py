@@ -1,4 +1,4 @@
-"""What is said, remembered and told of a way's rate while a group is at work, with a clock of its own."""
+"""How CapacityWatch logs, keeps and reports a path's rate, with a simulated clock."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LINK = 25_000_000
 
 
 class Turns:
-    """A watch, its clock, and the Shares it looks at."""
+    """A watch, its clock, and the Shares that it reads."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *, measured: bool = True, rank: int = 0) -> None:
         monkeypatch.setattr(capacity, "_cache", {})
@@ -27,7 +27,7 @@ class Turns:
         self.watch.begin(measured=measured)
 
     def operation(self, first: int, second: int = 6_000_000, host: int = 14_000_000) -> None:
-        """One in which each way was alone for a while."""
+        """An operation in which each path also ran alone."""
         self.shares.learn([(0, first), (0, second), (0, host)])
         self.now += 1
 
@@ -62,7 +62,7 @@ def test_one_log_line_a_minute_has_all_changes_since_the_last(
             turns.look()
         assert len(caplog.records) == 1
         turns.now += 1
-        turns.operation(8_000_000, host=28_000_000)  # of which half is believed
+        turns.operation(8_000_000, host=28_000_000)  # the estimate moves by half of the change
         turns.look()
     assert len(caplog.records) == 2
     said = caplog.records[1].getMessage()

@@ -1,6 +1,6 @@
-"""Collectives over libfabric: every algorithm on the strict provider, other providers, and what goes wrong, in time.
+"""Collectives over libfabric: every algorithm on the strict provider, other providers, and failures, in time.
 
-Ranks are threads where none of them dies; they share the port of their process then.
+Ranks are threads, which share their process's port, unless one of them dies.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ LIBFABRIC = need_libfabric()
 
 pytestmark = pytest.mark.native
 
-# Bound of a quiet machine for an error that must not take TIMEOUT_S.
+# On an idle machine, an error that must not take TIMEOUT_S comes within this.
 SOON_S = 3.0
 TIMEOUT_S = 20.0
 LOOPBACK = ("127.0.0.1",)
@@ -72,7 +72,7 @@ def test_every_algorithm_is_correct_on_the_least_helpful_provider(size: int) -> 
 
 def sums(rank: int, size: int, folder: str) -> tuple[float, int]:
     for number, provider in enumerate(PROVIDERS):
-        # Over one of them, what the probe measures is the fabric.
+        # With one of them, the probe measures the fabric.
         with join(rank, size, f"{folder}/{number}", provider, probe="on" if number == 0 else "off") as group:
             for count in (1, 1000, 300_007):
                 mine = host.contribution(rank, count, "int64")
@@ -87,13 +87,13 @@ def sums(rank: int, size: int, folder: str) -> tuple[float, int]:
                 np.testing.assert_array_equal(got, np.arange(300_003), err_msg=provider)
             if rank == 0:
                 port = port_of(provider, LOOPBACK)
-                # Over shm it is the peer who writes, and nobody could take that back.
+                # Over shm the peer writes, which cannot be undone.
                 assert (port.counters["writes"] >= 3) == (provider != "shm") == (not port.why_not_rma), provider
     return waits(rank, size, f"{folder}/waits"), os.getpid()
 
 
 def waits(rank: int, size: int, folder: str) -> float:
-    """The part of a core that a rank uses while it waits for another, 0.6 s or longer."""
+    """The fraction of a core that a rank uses while it waits for another, for at least 0.6 s."""
     with join(rank, size, folder, "tcp") as group:
         group.barrier()
         over = f" of libfabric {fabric.version()} on lo (NETFOLD_TRANSPORT=fabric:tcp)"
@@ -111,7 +111,7 @@ def waits(rank: int, size: int, folder: str) -> float:
 def test_sums_are_correct_over_each_provider_and_a_waiting_rank_uses_no_core() -> None:
     (used, _), _ = found = values(run_ranks(sums, 2))
     assert used < 0.5, used
-    # A process of multiprocessing ends without atexit, and Python under torch without taking its modules apart.
+    # A process of multiprocessing ends without atexit; Python under torch ends without module teardown.
     left = [path for _, pid in found for path in Path("/dev/shm").glob(f"{pid}:*")]
     assert left == []
 
@@ -199,7 +199,7 @@ def dies(rank: int, size: int, folder: str) -> list[str]:
             said.append(f"{type(error).__name__} {getattr(error, 'rank', None)}: {error}")
     for group in groups:
         group.close()
-    if rank == 0:  # what the provider shm cannot clean up behind a process that was killed
+    if rank == 0:  # the provider shm cannot clean up after a killed process
         for left in Path("/dev/shm").glob(f"{killed.read_text()}:*"):
             left.unlink()
     return said
@@ -238,7 +238,7 @@ def dies_with_a_lock(rank: int, size: int, folder: str, told: str) -> str:
     LIBFABRIC != "1.17", reason=f"takes the lock where libfabric 1.17 has it in memory; here is {LIBFABRIC}"
 )
 def test_a_provider_that_waits_for_a_dead_process_ends_this_one_with_a_message(tmp_path: Path) -> None:
-    """Found by killing ranks in the midst of all_reduce: about one time in thirty the others turned there for good."""
+    """Found by killing ranks during all_reduce: about one time in thirty the others spun there forever."""
     began = time.monotonic()
     found = run_ranks(dies_with_a_lock, 2, str(tmp_path / "told"), dies=[0, 1])
     assert [each.value for each in found] == [None, None]
@@ -268,7 +268,7 @@ def test_a_completion_error_has_the_providers_text() -> None:
 
 
 def test_a_provider_that_cannot_send_is_reported_during_start_up() -> None:
-    """Each rank waited for another, and saw its own stream's failure when the time to come together was over."""
+    """Once, each rank waited for another, and saw its own stream's failure only at the deadline."""
     began = time.monotonic()
     for said in values(run_threads(fails, 3, "strict:fails=1+tcp")):
         assert "over the fabric: provider strict+tcp;ofi_rxm: sending failed: this wire was told to fail" in said, said
@@ -293,7 +293,7 @@ def test_a_provider_that_is_not_there_is_an_error_on_every_rank_and_never_anothe
 
 
 def test_ranks_with_different_fabrics_are_refused() -> None:
-    """At once, by the store that they meet by, and not when the time to come together is over."""
+    """At once, through the store, and not at the deadline."""
     for rank, (took_s, said) in enumerate(values(run_threads(refused, 3, ("tcp", "net", "tcp")))):
         assert took_s < seconds(SOON_S)
         other = 0 if rank == 1 else 1
@@ -303,7 +303,7 @@ def test_ranks_with_different_fabrics_are_refused() -> None:
 
 @pytest.mark.parametrize("last", ["", "this host has no such device"])
 def test_a_rank_that_leaves_during_start_up_is_not_awaited(last: str) -> None:
-    """Its word is on its way by the fabric for good; its connection tells, or it says itself why it goes."""
+    """Its greeting never comes over the fabric. Its connection ends, or carries its reason."""
     port = port_of("tcp", LOOPBACK)
     ours, theirs = socket.socketpair()
     mine = port.open(fabric.make_doorbell(), 1)

@@ -1,4 +1,4 @@
-"""The fabric's direct path: memory that was lent to a provider is its owner's again before a failure is told."""
+"""RMA over the fabric: memory exported to a provider is its owner's again before a failure is raised."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from netfold._native import fabric
 from netfold.bootstrap.fabric import port_of
 
 PROVIDERS = ("tcp", "net")
-# Some tenths of a second over loopback: a rank that stops or dies after a few hundredths is in the middle.
+# Takes tenths of a second over loopback: a rank that stops or dies after some hundredths is in the middle.
 COUNT = 16 << 20
 MIDDLE_S = 0.06
 
@@ -30,13 +30,13 @@ def ring(rank: int, size: int, folder: str, provider: str, **options: Any) -> Co
 
 
 def stop_for_a_while() -> None:
-    """This process, a moment from now, by one that is not stopped itself."""
+    """Stop this process after a short delay, by another process that is not stopped."""
     me = os.getpid()
     subprocess.Popen(["/bin/sh", "-c", f"sleep {MIDDLE_S}; kill -STOP {me}; sleep 0.7; kill -CONT {me}"])
 
 
 def is_left_alone(mine: np.ndarray, port: Any, until: float) -> bool:
-    """Whether what an owner writes to memory that it has back stays, whatever comes later for it."""
+    """Whether an owner's writes to returned memory stay, whatever data comes later."""
     mine[:] = 7
     while time.monotonic() < until:
         port.progress()
@@ -81,8 +81,8 @@ def test_memory_granted_for_writes_is_its_owners_again_when_the_failure_is_raise
     said, is_open, is_kept = found[0].value
     assert said == ("PeerLost 1" if fault == "dies" else "CollectiveTimeout 1")
     assert is_kept
-    # What a rank that was stopped has been granted it may still write to: only a closed endpoint takes none of it. One
-    # that died may have done so when nothing was granted to it.
+    # A stopped rank may still write to memory that it was granted, unless the endpoint is closed. A dead rank may have
+    # died without a grant.
     assert not is_open or fault == "dies"
 
 

@@ -95,7 +95,7 @@ def every_form(rank: int, size: int, folder: str, asynchronous: bool) -> None:
         for other, got in enumerate(listed):
             same(got, part(other, (ROWS + other, 3)))
 
-        # Rank a's part for rank b is number a * size + b.
+        # Rank a's block for rank b is number a * size + b.
         grid = [[part(a * size + b) for b in range(size)] for a in range(size)]
         due = np.add.reduce([grid[a][rank] for a in range(size)])
         whole = np.concatenate(grid[rank])
@@ -109,7 +109,7 @@ def every_form(rank: int, size: int, folder: str, asynchronous: bool) -> None:
         flat = np.zeros((size * ROWS, 3))
         assert run(group.all_to_all, whole, flat) is flat
         same(flat, np.concatenate([grid[a][rank] for a in range(size)]))
-        # From a to b go a + 2b rows, of one array each way; from an array to a list.
+        # Rank a sends a + 2b rows to rank b: from one array to one array, and from an array to a list.
         sends, receives = [rank + 2 * b for b in range(size)], [a + 2 * rank for a in range(size)]
         uneven = [[part(a * size + b, (a + 2 * b, 3)) for b in range(size)] for a in range(size)]
         whole, flat = np.concatenate(uneven[rank]), np.zeros((sum(receives), 3))
@@ -130,9 +130,9 @@ def test_every_form_of_every_operation_gives_each_rank_its_result(size: int, asy
 
 def many_at_once(rank: int, size: int, folder: str) -> None:
     with join(rank, size, folder) as group:
-        # Nobody keeps the arrays nor the handles but for the last: the engine still has memory to write to.
+        # Only the last handle is kept: the engine must keep the other buffers alive.
         works = [group.all_reduce(part(rank + index, (2000,)), asynchronous=True) for index in range(50)][-1:]
-        # A blocking call takes its turn behind them.
+        # A blocking call waits behind them.
         same(group.all_reduce(part(rank + 70, (9,))), np.add.reduce([part(other + 70, (9,)) for other in range(size)]))
         assert works[0].done
         expected = np.add.reduce([part(other + 49, (2000,)) for other in range(size)])
@@ -232,7 +232,7 @@ def test_invalid_forms_are_refused_in_a_sentence() -> None:
 
 def splits(rank: int, size: int, folder: str) -> tuple[int, list[int]]:
     with join(rank, size, folder) as group:
-        # Odd ranks together in reverse order, even ranks too; rank 4 stays out.
+        # Odd ranks form a group in reverse order, so do even ranks; rank 4 joins none.
         half = group.split(None if rank == 4 else rank % 2, -rank)
         if half is None:
             nested = group.split(0, rank)
@@ -240,7 +240,7 @@ def splits(rank: int, size: int, folder: str) -> tuple[int, list[int]]:
             members = np.array([rank])
         else:
             with half:
-                nested = group.split(0, rank)  # both groups live, and are used in turn
+                nested = group.split(0, rank)  # both groups are open, and used alternately
                 assert nested is not None
                 members = half.all_gather(np.array(rank))
                 quarter = half.split(0)

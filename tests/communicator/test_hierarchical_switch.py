@@ -1,4 +1,4 @@
-"""Hosts of several ranks and a switch: one rank of each joins, the others add through memory. Hosts are made up."""
+"""Simulated hosts of several ranks and a switch: one rank of each joins, the others reduce through memory."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def join(rank: int, size: int, folder: str, endpoint: str, timeout_s: float = 30
 
 
 def by_host(op: str, parts: list[Any], layout: tuple[int, ...], wire: str = "f32") -> Any:
-    """Folded in rank order inside each host, then in the order of the hosts' first ranks."""
+    """Reduced in rank order inside each host, then in the order of the hosts' first ranks."""
     folded = "sum" if op == "avg" else op
     hosts = [
         [part for part, host in zip(parts, layout, strict=True) if host == layout[first]] for first in leaders(layout)
@@ -144,7 +144,7 @@ def dies(rank: int, size: int, folder: str, endpoint: str, layout: tuple[int, ..
                 group.all_reduce(np.ones(count, np.float32))
         except Exception as error:
             found = type(error).__name__, getattr(error, "rank", None), str(error), time.monotonic() - began
-        # Keep the group open until all survivors have their error: closing it would tell them as well.
+        # Keep the group open until all survivors have their error, since closing it would be another reason.
         Path(folder, f"heard{rank}").touch()
         others = [Path(folder, f"heard{other}") for other in range(size) if other != victim]
         while not all(other.exists() for other in others) and time.monotonic() - began < seconds(20):
@@ -199,7 +199,7 @@ def test_a_switch_that_dies_costs_no_step_between_hosts(
         ender.join()
         switch.process.wait(seconds(20))
     assert len({result for result, _ in found}) == 1
-    for rank in (0, 2):  # those that had joined
+    for rank in (0, 2):  # the ranks that joined
         assert f"the switch at {switch.endpoint} is gone (it closed the connection)" in found[rank][1]
     (warning,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert "No step is lost" in warning
@@ -230,7 +230,7 @@ def test_a_rank_that_never_calls_is_named_across_hosts(monkeypatch: pytest.Monke
         error, named, text, took = found[rank]
         assert error in ("CollectiveTimeout", "PeerLost"), text
         assert TIMEOUT_S * 0.9 < took < TIMEOUT_S + seconds(SOON_S)
-        # Who waits in memory for its host's worker, while the switch waits for another, may know no better than that.
+        # A rank that waits in memory for its host's worker cannot know whom the switch waits for.
         own_worker = {2: 0, 3: 1}.get(rank)
         assert named == absent or (absent in (0, 1) and named == own_worker), (rank, text)
 
@@ -269,7 +269,7 @@ def test_a_refusal_reaches_every_rank_of_a_host(monkeypatch: pytest.MonkeyPatch)
 
 def late(rank: int, size: int, folder: str, endpoint: str) -> None:
     options = Options(switch=endpoint, probe="off", algorithm=BY_SWITCH)
-    if rank == 2:  # it meets the others, and does not go on to the switch
+    if rank == 2:  # it connects to the others, and does not join the switch in time
         join_for_host = startup.join_for_host
 
         def stay_away(*arguments: Any, **named: Any) -> Any:

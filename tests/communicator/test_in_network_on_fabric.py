@@ -41,7 +41,7 @@ TOKEN, POOR_TOKEN = "0123456789abcdef" * 2, "fedcba9876543210" * 2
 
 @pytest.fixture(scope="module")
 def switch(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningSwitch]:
-    """With tokens, so that every packet has to be right; it serves UDP as well."""
+    """A switch with tokens, so that every packet is authenticated. It serves UDP as well."""
     folder = tmp_path_factory.mktemp("tokens")
     private(folder / "tokens", f"all {TOKEN}\npoor {POOR_TOKEN} memory=2M\n")
     private(folder / "token", TOKEN)
@@ -88,14 +88,14 @@ def join(
 
 
 def token_of(running: RunningSwitch, name: str = "token") -> str:
-    """The file for workers, beside the switch's own."""
+    """The workers' token file, beside the switch's own."""
     arguments = running.process.args
     assert isinstance(arguments, list)
     return str(Path(arguments[arguments.index("--token-file") + 1]).with_name(name))
 
 
 def adds(group: Communicator, *counts: int) -> None:
-    """Sums of integers that no packet in a wrong place gives."""
+    """Sums of integers that reveal a misplaced packet."""
     for count in counts:
         mine = np.arange(count, dtype=np.int64) * (group.rank + 1)
         group.all_reduce(mine)
@@ -151,7 +151,7 @@ def through_the_end(rank: int, size: int, folder: str, running: RunningSwitch, d
             if rank == 0:
                 running.process.kill()
         began = time.monotonic()
-        # Until all know of it: they must make the same calls.
+        # Until all ranks know of the loss: they must make the same calls.
         know = np.zeros(1, np.int64)
         while know[0] < size:
             assert time.monotonic() - began < seconds(3 * SOON_S)
@@ -188,7 +188,7 @@ def over_others(rank: int, size: int, folder: str, endpoint: str) -> None:
 def dies(rank: int, size: int, folder: str, endpoint: str) -> tuple[str, int, float]:
     with join(rank, size, folder, endpoint, "tcp") as group:
         adds(group, 1000, 100_003)
-        through = Path(folder, "through")  # rank 0 may still be hearing of the last sum
+        through = Path(folder, "through")  # rank 0 may still receive the last sum
         if rank == 1:
             while not through.exists():
                 time.sleep(0.005)
@@ -204,7 +204,7 @@ def test_sums_are_correct_over_other_providers_and_a_dead_worker_is_named(open_s
     text, rank, took_s = values(run_ranks(dies, 2, open_switch.endpoint, dies=[1])[:1])[0]
     assert rank == 1, text
     assert took_s < seconds(SOON_S)
-    # The switch serves others. In threads: what shm has made is gone when this process ends.
+    # The switch has other fabrics. Ranks are threads: files of shm are removed when this process ends.
     values(run_threads(over_others, 2, open_switch.endpoint))
 
 
@@ -251,7 +251,7 @@ def test_a_tree_uses_the_fabric_on_every_link_and_a_parent_without_it_is_named()
 
 
 class Job:
-    """A job with keys on a DataPlane, one worker of two played by hand."""
+    """A job with keys on a DataPlane, where the test plays one of two workers."""
 
     JOB, INCARNATION = 0x0A0B0C0D, 77
 
@@ -272,7 +272,7 @@ class Job:
         )
 
     def worker(self, *, tag: int | None = None, known: bool = True) -> FabricPort:
-        """Worker 0's port. tag: what it sends has, in the place of what it was told."""
+        """Worker 0's port. tag: sent instead of the assigned one."""
         port = FabricPort(STRICT, HERE, packet_bytes=4096, in_flight_bytes=1 << 16)
         if known:
             self.plane.set_worker_fabric_address(self.JOB, 0, port.address["name"], port.address["tag"])
@@ -297,7 +297,7 @@ class Job:
         return {reason for reason, count in self.plane.counters(self.JOB)["drops"].items() if count}
 
     def drops_hellos(self, reason: str, port: FabricPort, **how: Any) -> None:
-        """They come, and count as nothing else."""
+        """The packets arrive, and count as nothing else."""
         before, deadline = self.drops(), time.monotonic() + 10
         was = self.plane.counters(self.JOB)["drops"][reason]
         while self.plane.counters(self.JOB)["drops"][reason] == was:

@@ -1,6 +1,6 @@
-"""Messages through the rings that ranks of one machine share: sizes round the ring's end, full rings, deaths, mixtures.
+"""Messages through the rings that ranks of one machine share: wrap-around, full rings, deaths, mixed transports.
 
-What holds for messages whatever carries them: test_point_to_point.py.
+Tests for every transport: test_point_to_point.py.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ STEP_BYTES = 16 << 10
 HEADER_BYTES = 32
 EAGER_BYTES = 128 << 10
 TIMEOUT_S = 20.0
-# The kernel tells a sleeping rank of a death, so the error comes long before TIMEOUT_S.
+# The kernel wakes a sleeping rank at a death, so the error comes long before TIMEOUT_S.
 AT_ONCE_S = 2.0
 
 
@@ -39,7 +39,7 @@ def join(rank: int, size: int, folder: str, transport: str = "auto", spin_us: in
 
 
 def message(size_bytes: int, sender: int, number: int) -> Any:
-    """Periods of a prime, so that what is shifted by a step, a page or the ring does not look like itself."""
+    """Values with a prime period, so that a shift by a step, a page or the ring shows."""
     return ((np.arange(size_bytes, dtype=np.uint32) + 31 * sender + 7 * number) % 251).astype(np.uint8)
 
 
@@ -75,7 +75,7 @@ def test_sizes_around_every_threshold_arrive_whole(border: int) -> None:
 
 @native
 def test_headers_and_values_may_wrap_around_the_ring_anywhere() -> None:
-    """Each time round, the ring's end cuts 8 bytes earlier in a message."""
+    """With each lap, the ring's end is 8 bytes earlier in a message."""
     size_bytes = RING_BYTES // 16 - HEADER_BYTES - 1
     values(run_threads(sends, 2, [size_bytes] * 16 * 40))
 
@@ -85,7 +85,7 @@ def both_full(rank: int, size: int, folder: str, size_bytes: int, count: int) ->
         sent = [message(size_bytes, rank, number) for number in range(count)]
         got = [np.zeros(size_bytes, np.uint8) for _ in range(count)]
         work = [start(group, "send", buffer, 1 - rank) for buffer in sent]
-        group.barrier()  # nobody receives until both have said all that goes
+        group.barrier()  # no rank receives until both rings are full
         for buffer in got:
             group.receive(buffer, 1 - rank)
         for operation in work:
@@ -105,7 +105,7 @@ def leaves_its_credit(rank: int, size: int, folder: str) -> None:
     with join(rank, size, folder) as group:
         for number, size_bytes in enumerate(sizes):
             group.send(message(size_bytes, rank, number), 1 - rank)
-        group.barrier()  # whose algorithm looks at no message
+        group.barrier()  # its algorithm reads no message
         for number, size_bytes in enumerate(sizes):
             into = np.zeros(size_bytes, np.uint8)
             group.receive(into, 1 - rank)
@@ -152,7 +152,7 @@ def mixes(rank: int, size: int, folder: str, apart: set[int]) -> None:
                 group.group.wait(operation)
             for peer in peers:
                 np.testing.assert_array_equal(got[peer], message(size_bytes, peer, rank))
-        # Whoever comes first, by memory or by connection.
+        # The first message, through memory or a connection.
         into = np.zeros(8, np.uint8)
         if rank == 0:
             assert {group.receive(into) for _ in peers} == set(peers)
@@ -174,7 +174,7 @@ def sleeps_while_rank_1_dies(rank: int, size: int, folder: str, call: str) -> tu
     if rank == 1:
         threading.Timer(0.3, _die, (folder,)).start()
         if call == "receive in the middle":
-            # More than ever comes: rank 0 reads of it what there is.
+            # Longer than the data that comes: rank 0 reads a part.
             work = [start(group, "send", large, 0) for _ in range(50)]
             for operation in work:
                 group.group.wait(operation)
@@ -305,7 +305,7 @@ def test_a_rank_that_only_sends_small_messages_notices_a_death() -> None:
 
 
 def sleeps(rank: int, size: int, folder: str) -> float:
-    """Seconds of CPU that 1 s of waiting took."""
+    """CPU seconds of a wait of 1 s."""
     with join(rank, size, folder) as group:
         into = np.zeros(4, np.uint8)
         if rank == 1:

@@ -22,7 +22,7 @@ DTYPES = (
 
 
 def located(op: str, parts: list[Any], indices: list[Any]) -> tuple[Any, Any]:
-    """What it means, in NumPy, element by element over ranks."""
+    """The expected result in NumPy, element by element over ranks."""
     values_of, indices_of = np.stack(parts), np.stack(indices)
     nan = np.isnan(values_of) if values_of.dtype.kind == "f" else np.zeros(values_of.shape, bool)
     best = values_of.min(axis=0) if op == "min_loc" else values_of.max(axis=0)  # NaN where there is one
@@ -72,7 +72,7 @@ def everywhere(rank: int, size: int, folder: str, algorithm: str, switch: str | 
                 parts = [contribution(r, count, "uint8" if dtype == "bool" else dtype) for r in range(size)]
                 if dtype == "bool":
                     parts = [part % 5 == 0 for part in parts]
-                # Equal values at many places, and indices in an order of their own.
+                # Many equal values, and indices in another order.
                 parts = [np.where(np.arange(count) % 3 == 0, parts[0], part) for part in parts]
                 indices = [(np.arange(count) * 31 + (size - r) * 7919) % 100_003 for r in range(size)]
                 if dtype.startswith("float") and count > 1:

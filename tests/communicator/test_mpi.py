@@ -1,4 +1,4 @@
-"""Ranks under real mpiruns, from wheels (`make bench-peers`): how they meet, and collectives over their MPI."""
+"""Ranks under real mpiruns, from wheels (`make bench-peers`): start-up, and collectives over their MPI."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ DEADLINE_S = 90
 def start(
     mpi: str, ranks: int, *case: str, script: Path = SCRIPT, within: tuple[str, ...] = ()
 ) -> subprocess.Popen[str]:
-    """`within`: what starts each rank."""
+    """within: the command that starts each rank."""
     need_mpi(mpi)
     launch = launch_mpi(mpi, ranks, [*within, sys.executable, str(script), *case])
     kept = {
@@ -47,14 +47,14 @@ def start(
 
 
 def end(process: subprocess.Popen[str]) -> list[Any]:
-    """What each rank returned, in any order."""
+    """The result of each rank, in any order."""
     try:
         said, errors = process.communicate(timeout=seconds(DEADLINE_S))
     except subprocess.TimeoutExpired:
         kill(process)
         raise
     assert process.returncode == 0, errors
-    # Two ranks' lines may come as one.
+    # Two ranks' lines may be merged.
     decoder, found, rest = json.JSONDecoder(), [], said.strip()
     while rest:
         value, length = decoder.raw_decode(rest)
@@ -64,7 +64,7 @@ def end(process: subprocess.Popen[str]) -> list[Any]:
 
 
 def kill(process: subprocess.Popen[str]) -> None:
-    """With its ranks, wherever they are: launchers put them into sessions of their own."""
+    """End the launcher and its ranks, which have sessions of their own."""
     ranks = psutil.Process(process.pid).children(recursive=True)
     for each in [*ranks, process]:
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -114,7 +114,7 @@ def test_a_sent_message_arrives_while_its_sender_makes_no_call(mpi: str) -> None
     assert max(run(mpi, 2, "goes_away")) < 0.4
 
 
-# mpirun ends all ranks when one dies; it does not see it where a shell stands between.
+# mpirun ends all ranks when one dies. With a shell in between it does not notice.
 HIDES_DEATH = ("sh", "-c", '"$@" || sleep 60', "sh")
 
 

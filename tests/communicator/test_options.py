@@ -1,4 +1,4 @@
-"""Options: what a user may set, and the sentence where it makes no sense."""
+"""Options: fields, variables, defaults, and the errors for invalid values."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def _join(rank: int, size: int, folder: str, options: Options) -> None:
     ],
 )
 def test_every_rank_refuses_invalid_options_at_once(options: Options, sentence: str) -> None:
-    """Found: rank 0 alone looked at the words, and the others waited a minute for a rank 0 that had given up."""
+    """Once, only rank 0 checked the options, and the others waited a minute for a rank 0 that had given up."""
     for outcome in run_threads(_join, 3, options, timeout_s=5):
         assert outcome.error == "ValueError"
         assert sentence in outcome.text

@@ -1,4 +1,4 @@
-"""Messages between two ranks: matching, flow control, what goes wrong, and collectives beside them.
+"""Messages between two ranks: matching, flow control, failures, and collectives beside them.
 
 With torch: tests/torch/test_point_to_point_torch.py.
 """
@@ -34,7 +34,7 @@ SOON_S = 3.0
 
 @pytest.fixture(autouse=True, params=["auto", "tcp"])
 def transport(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Everything holds through memory and over connections."""
+    """All tests run over shared memory and over connections."""
     monkeypatch.setenv("NETFOLD_TRANSPORT", request.param)
     return str(request.param)
 
@@ -177,13 +177,13 @@ def any_and_named(rank: int, size: int, folder: str) -> None:
                 if place == 2:
                     group.send(np.zeros(1), 2, tag=1)
                 group.group.wait(operation)
-            # The first of rank 1 meets the receive that was asked for first, though it names nobody.
+            # Rank 1's first message matches the receive that was posted first, though it names no source.
             assert [operation.peer for operation in work] == [1, 1, 2, 2]
             assert [buffer[0] for buffer in into] == [10.0, 11.0, 20.0, 21.0]
             return
         group.barrier()
         if rank == 2:
-            group.receive(np.zeros(1), 0, tag=1)  # rank 1's are there
+            group.receive(np.zeros(1), 0, tag=1)  # rank 1's messages have arrived
         for place in range(2):
             group.send(np.full(4, 10.0 * rank + place, np.float32), 0)
 
@@ -214,12 +214,12 @@ def floods(rank: int, size: int, folder: str, count: int) -> int:
 @native
 def test_ten_thousand_unreceived_messages_stay_within_the_credit() -> None:
     at_once, _ = values(run_threads(floods, 2, 10_000))
-    # What a sender may leave at the receiver: beyond it, announcements wait, in the sender's own memory.
+    # The bytes that a sender may leave at the receiver. Beyond them, announcements wait in the sender's memory.
     assert 0 < at_once <= CREDIT_BYTES // 256
 
 
 def streams_small(rank: int, size: int, folder: str) -> None:
-    """Much more than the credit: it comes back as messages are taken."""
+    """Much more than the credit, which returns as messages are received."""
     with join(rank, size, folder) as group:
         for number in range(2000):
             if rank == 0:
@@ -263,7 +263,7 @@ def overtakes_a_collective(rank: int, size: int, folder: str, count: int) -> Non
         word = message(count, 0, 0)
         if rank == 0:
             work = group.group.submit("all_reduce", dtype="f32", outputs=[region(buffer)], wait_here=False)
-            group.send(word, 1)  # rank 1 takes this before it makes the call that the sum waits for
+            group.send(word, 1)  # rank 1 receives this before it makes the call that the sum waits for
             group.group.wait(work)
         else:
             into = np.zeros(count, np.float32)
@@ -333,7 +333,7 @@ def test_many_threads_may_send_and_receive_beside_collectives() -> None:
 
 
 def random_traffic(rank: int, size: int, folder: str, seed: int) -> None:
-    """Every rank knows all messages; each takes its own in an order of its own, some without naming the source."""
+    """Every rank knows all messages. It receives its own in a random order, some without naming the source."""
     random_for_all = random.Random(seed)
     messages = []
     for number in range(150):
@@ -348,7 +348,7 @@ def random_traffic(rank: int, size: int, folder: str, seed: int) -> None:
             if source == rank:
                 kept.append(message(count, number, tag))
                 work.append(start_send(group, kept[-1], to, tag))
-        # Among equal tags the order is the sender's; tags may come in any.
+        # Messages of one tag keep the sender's order; tags are received in any order.
         tags: dict[int, list[Any]] = {}
         for source, to, tag, count, number in messages:
             if to == rank:
@@ -411,7 +411,7 @@ def test_another_size_or_dtype_is_an_error_on_both_sides(sent: Any, into: Any) -
         f"rank 1 receives {into.nbytes} bytes of {short[into.dtype.name]} with tag 4"
     )
     assert both in receiver[2]
-    # The sender may be through with a small one; what it waits for next tells it.
+    # The sender may be done with a small message; its next wait raises the error.
     assert sender[0] in ("Mismatch", "PeerLost")
     assert sender[1] == 1 or sender[0] == "Mismatch"
     assert both in sender[2]
@@ -526,7 +526,7 @@ def test_messages_of_a_rank_that_left_are_still_received() -> None:
 
 
 def large_then_leave(rank: int, size: int, folder: str) -> None:
-    """More than the receiver's host takes in before anybody reads; its sender is gone by then."""
+    """More than the receiver's host buffers before a read; the sender is gone by then."""
     with join(rank, size, folder) as group:
         if rank == 0:
             for number in range(8):
@@ -600,7 +600,7 @@ def misuses(rank: int, size: int, folder: str) -> None:
         ):
             with pytest.raises(ValueError, match=words):
                 call()
-        group.barrier()  # a refusal harms nothing
+        group.barrier()  # a refusal changes nothing
 
 
 @native
@@ -623,7 +623,7 @@ def records(rank: int, size: int, folder: str) -> None:
         assert events["bytes"].tolist() == [40, 2_400_000]
         assert events["sequence"].tolist() == [1, 2]
         assert events["slowest_rank"].tolist() == ([0, 0] if rank else [-1, -1])
-        # header and values at once; announcement, three pieces with a header each
+        # header and values at once; announcement, three chunks with a header each
         assert events["wire_bytes"].tolist() == ([0, 32] if rank else [72, 2_400_000 + 4 * 32])
         assert (events["finished_ns"] >= events["started_ns"]).all()
         group.barrier()
@@ -659,7 +659,7 @@ def test_receives_may_be_posted_before_the_sends() -> None:
 
 
 def keeps_one_receive_pending(rank: int, size: int, folder: str) -> int:
-    """How many buffers of later works, waited for, are still held."""
+    """How many buffers of later works are still held after their wait."""
     with join(rank, size, folder) as group:
         pending = np.zeros(4, np.float32)
         first = group.receive(pending, 1 - rank, tag=7, asynchronous=True)
