@@ -21,7 +21,6 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from netfold._native.transport import DataPort
@@ -32,9 +31,9 @@ from netfold.switch_protocol import control_messages, packet_keys
 from netfold.switch_protocol.control_client import (
     GRACE_S,
     ControlClient,
+    SwitchAccess,
     UnreachableError,
     connected,
-    require_keys,
 )
 from netfold.switch_protocol.control_messages import Message, ProtocolError
 from netfold.switch_protocol.data_path import PathError, open_path
@@ -43,51 +42,6 @@ from netfold.switch_protocol.data_path import PathError, open_path
 _WATCH_S = 0.2
 # Longest text from the switch that goes into the log, in characters.
 _MAX_LOG_TEXT = 600
-
-
-@dataclass(frozen=True)
-class SwitchAccess:
-    """How this rank joins one of its group's switches, the first time and again after a loss."""
-
-    endpoint: str
-    """The rank's own switch, as NETFOLD_SWITCH names it."""
-    token_file: str | None
-    """Sent only to a switch whose certificate has the fingerprint that the endpoint names."""
-    rank: int
-    workers: tuple[int, ...]
-    """The ranks that join, in worker order."""
-    name: str
-    """The job's name in the switch's log and metrics."""
-    window_bytes: int
-    fabric: str | None
-    """The provider that packets go over; None for UDP."""
-    security: str
-
-    def query_path(self, timeout_s: float) -> PathToRoot:
-        return query_path_to_root(
-            self.endpoint,
-            token_file=self.token_file,
-            rank=self.rank,
-            workers=self.workers,
-            timeout_s=timeout_s,
-            security=self.security,
-        )
-
-    def join(self, job: str, path: PathToRoot, paths: Sequence[Sequence[int]], timeout_s: float) -> Membership:
-        """Join the first switch of `path`. job, paths: as in `Membership.join`."""
-        return Membership.join(
-            path.endpoints[0],
-            job=job,
-            name=self.name,
-            token_file=self.token_file,
-            rank=self.rank,
-            workers=self.workers,
-            paths=paths,
-            window_bytes=self.window_bytes,
-            fabric=self.fabric,
-            timeout_s=timeout_s,
-            security=self.security,
-        )
 
 
 class Membership:
@@ -121,44 +75,37 @@ class Membership:
     @classmethod
     def join(
         cls,
-        endpoint: str,
+        access: SwitchAccess,
         *,
         job: str,
-        name: str,
-        token_file: str | None,
-        rank: int,
-        workers: Sequence[int],
         paths: Sequence[Sequence[int]],
-        window_bytes: int,
-        fabric: str | None,
         timeout_s: float,
-        security: str = "none",
+        endpoint: str | None = None,
     ) -> Membership:
-        """Join `job` at the switch at `endpoint`; returns when all workers have. Raises SwitchError with the reason.
+        """Join `job` at a switch; returns when all workers have. Raises SwitchError with the reason.
 
         job: the digest that identifies the job to the switch.
         paths: of all workers, from `agree_on_tree`.
-        The other parameters: `SwitchAccess`.
+        endpoint: of another switch than `access` names, above that.
         """
         deadline = time.monotonic() + timeout_s
         message: Message = {
             "type": "join",
             "job": job,
-            "name": name,
-            "rank": rank,
-            "ranks": list(workers),
-            "window_bytes": window_bytes,
+            "name": access.name,
+            "rank": access.rank,
+            "ranks": list(access.workers),
+            "window_bytes": access.window_bytes,
             "timeout_s": timeout_s,
         }
         if any(len(path) > 1 for path in paths):
             message["paths"] = [list(path) for path in paths]
-        if security == "encrypt":
+        if access.security == "encrypt":
             message["encrypt"] = True
         try:
-            require_keys(endpoint, security, rank)
-            with connected(endpoint, token_file, rank, timeout_s, workers=len(workers)) as client:
-                self = cls(client, rank, workers)
-                self._join(message, window_bytes, fabric, deadline)
+            with connected(access, endpoint or access.endpoint, timeout_s) as client:
+                self = cls(client, access.rank, access.workers)
+                self._join(message, access.window_bytes, access.fabric, deadline)
                 return self
         except UnreachableError as error:
             raise SwitchError(str(error)) from None
@@ -401,12 +348,12 @@ def join_for_host(
 def _join_tree(access: SwitchAccess, job: str, streams: Mapping[int, socket.socket], deadline: float) -> Membership:
     path: PathToRoot | SwitchError
     try:
-        path = access.query_path(_left(deadline))
+        path = query_path_to_root(access, _left(deadline))
     except SwitchError as error:
         path = error  # the other workers are told before it is raised
     paths = agree_on_tree(path, access.rank, access.workers, streams, deadline)
     assert isinstance(path, PathToRoot)
-    return access.join(job, path, paths, _left(deadline))
+    return Membership.join(access, job=job, paths=paths, timeout_s=_left(deadline), endpoint=path.endpoints[0])
 
 
 def _left(deadline: float) -> float:

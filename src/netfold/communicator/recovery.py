@@ -38,12 +38,13 @@ from netfold._native import engine
 from netfold.bootstrap.listener import RequestHandler
 from netfold.communicator import recovery_machine as machine
 from netfold.communicator.connection_manager import GroupMonitor
-from netfold.communicator.membership import Membership, SwitchAccess
+from netfold.communicator.membership import Membership
 from netfold.communicator.recovery_machine import Action, FrozenState, RecoveryMachine
 from netfold.communicator.recovery_plan import chunks_of, pack, unpack
-from netfold.communicator.switch_tree import PathToRoot, common_tree
+from netfold.communicator.switch_tree import PathToRoot, common_tree, query_path_to_root
 from netfold.errors import RendezvousError, SwitchError
 from netfold.switch_protocol import control_messages
+from netfold.switch_protocol.control_client import SwitchAccess
 from netfold.switch_protocol.control_messages import Message
 from netfold.tuning import ChoiceTable
 
@@ -365,7 +366,7 @@ class Recovery:
 
     def _handle_path_to_root(self, _: int, __: Message) -> tuple[Message, None]:
         try:
-            self._path = self._access.query_path(_QUERY_PATH_S)
+            self._path = query_path_to_root(self._access, _QUERY_PATH_S)
         except SwitchError as error:
             return {"type": "path_to_root", "refused": str(error)}, None
         return {"type": "path_to_root", **self._path._asdict()}, None
@@ -403,7 +404,9 @@ class Recovery:
         try:
             assert self._path is not None, "the leader asks for a path before it asks to join"
             digest = hashlib.sha256(b"%d again " % attempt + self._job).hexdigest()[:32]
-            membership = self._access.join(digest, self._path, paths, _JOIN_S)
+            membership = Membership.join(
+                self._access, job=digest, paths=paths, timeout_s=_JOIN_S, endpoint=self._path.endpoints[0]
+            )
         except SwitchError as error:
             why = str(error)
             return self._run_event(lambda: self._machine.handle_joined(0, 0, why))

@@ -22,8 +22,9 @@ from netfold.bootstrap.rendezvous import Job, PeerAddresses, Sockets
 from netfold.bootstrap.secure_stream import mesh_secrets
 from netfold.bootstrap.shm_discovery import Node, discover_nodes
 from netfold.bootstrap.store import Store
-from netfold.communicator.membership import Membership, SwitchAccess, join_for_host
+from netfold.communicator.membership import Membership, join_for_host
 from netfold.options import SECURITIES, Options
+from netfold.switch_protocol.control_client import SwitchAccess
 from netfold.switch_protocol.control_messages import switches_of
 from netfold.tuning import DEFAULT_LINKS, ChoiceTable, Links, Topology, build_table
 
@@ -38,8 +39,7 @@ _SPIN_US, _CROWDED_SPIN_US = 200, 1000
 class Agreement(NamedTuple):
     """What the ranks agreed on through the store, and where this rank listens."""
 
-    store: Store
-    """The part of the store that this generation of the group has to itself."""
+    store: Store  # this generation's own part of it
     job: Job
     switches: tuple[str, ...]
     interfaces: Interfaces
@@ -49,20 +49,16 @@ class Agreement(NamedTuple):
 class Mesh(NamedTuple):
     """Authenticated connections to all other ranks."""
 
-    sockets: Sockets
-    """By lane, rank and rail."""
-    streams: list[socket.socket | None]
-    """By rank, the first socket: start-up's own messages go over these."""
+    sockets: Sockets  # by lane, rank and rail
+    streams: list[socket.socket | None]  # by rank, the first socket: start-up's own messages go over these
     peer_addresses: PeerAddresses
-    hosts: frozenset[str]
-    """The addresses at both ends of all connections."""
+    hosts: frozenset[str]  # addresses at both ends of all connections
 
 
 class Fabric(NamedTuple):
     """What replaces TCP between ranks; empty for TCP."""
 
-    streams: Sequence[list[Any]] = ()
-    """By lane and rank."""
+    streams: Sequence[list[Any]] = ()  # by lane and rank
     port: Any = None
     description: str = ""
 
@@ -70,14 +66,10 @@ class Fabric(NamedTuple):
 class SharedMemory(NamedTuple):
     """Which ranks share memory."""
 
-    nodes: tuple[int, ...]
-    """By rank, the number of its node."""
-    node: Node | None
-    """This rank's own, None where the rank is alone on its node."""
-    peer_memory: Any = None
-    """Reads the memory of the node's other ranks; None where some rank of the node may not."""
-    copies: str = ""
-    """A sentence that says so."""
+    nodes: tuple[int, ...]  # by rank, the number of its node
+    node: Node | None  # this rank's own, None where the rank is alone on its node
+    peer_memory: Any = None  # reads the node's other ranks; None where some rank of the node may not
+    copies: str = ""  # a sentence that says so
 
 
 class Choice(NamedTuple):
@@ -86,10 +78,8 @@ class Choice(NamedTuple):
     table: ChoiceTable
     links: Links
     topology: Topology
-    build: Callable[[Links], ChoiceTable]
-    """Makes the table again, for other links."""
-    measures_switches: bool
-    """Whether a choice depends on what the switches can take, which is then measured."""
+    build: Callable[[Links], ChoiceTable]  # makes the table again, for other links
+    measures_switches: bool  # whether a choice depends on the switches' rates, which are then measured
 
 
 @dataclass(frozen=True)
@@ -105,12 +95,9 @@ class Connections:
     fabric: Fabric
     memory: SharedMemory
     choice: Choice
-    workers: tuple[int, ...]
-    """The ranks that join switches."""
-    accesses: list[SwitchAccess]
-    """By switch, how this rank joins it."""
-    memberships: list[Membership]
-    """By switch; none on a rank that is no worker."""
+    workers: tuple[int, ...]  # the ranks that join switches
+    accesses: list[SwitchAccess]  # by switch
+    memberships: list[Membership]  # by switch; none on a rank that is no worker
 
     @property
     def job(self) -> Job:
@@ -162,20 +149,8 @@ def connect_group(
         for endpoint in (agreement.switches if workers else ())
     ]
     memberships = _join_switches(accesses, agreement.job, mesh, memory.nodes, deadline, undo)
-    return Connections(
-        rank,
-        size,
-        options,
-        agreement,
-        registered_group,
-        mesh,
-        over,
-        memory,
-        choice,
-        tuple(workers),
-        accesses,
-        memberships,
-    )
+    setup = (agreement, registered_group, mesh, over, memory, choice, tuple(workers), accesses, memberships)
+    return Connections(rank, size, options, *setup)
 
 
 def _agree(store: Store, rank: int, size: int, options: Options, store_host: str | None, deadline: float) -> Agreement:

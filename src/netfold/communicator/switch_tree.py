@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from netfold.errors import SwitchError
 from netfold.switch_protocol import control_messages
-from netfold.switch_protocol.control_client import UnreachableError, connected, require_keys
+from netfold.switch_protocol.control_client import SwitchAccess, UnreachableError, connected
 from netfold.switch_protocol.control_messages import Message, ProtocolError
 
 log = logging.getLogger("netfold")
@@ -50,29 +50,20 @@ class PathToRoot(NamedTuple):
         return cls(ids, endpoints, str(reply["error"]))
 
 
-def query_path_to_root(
-    endpoint: str,
-    *,
-    token_file: str | None,
-    rank: int,
-    workers: Sequence[int],
-    timeout_s: float,
-    security: str = "none",
-) -> PathToRoot:
-    """Ask the switch at `endpoint` for its path; where it cannot be reached, ask the next known switch above it.
+def query_path_to_root(access: SwitchAccess, timeout_s: float) -> PathToRoot:
+    """Ask the rank's switch for its path; where it cannot be reached, ask the next known switch above it.
 
-    SwitchError where none can be reached, or one of the path has no keys and `security` is more than none.
+    SwitchError where none can be reached, or one of the path has no keys and the security is more than none.
     """
     deadline = time.monotonic() + timeout_s
-    candidates = [endpoint, *_known_parents.get(endpoint, ())]
+    candidates = [access.endpoint, *_known_parents.get(access.endpoint, ())]
     failure = ""
     for place, candidate in enumerate(candidates):
-        require_keys(candidate, security, rank)
         left_s = max(0.1, deadline - time.monotonic())
         if place + 1 < len(candidates):
             left_s = min(left_s, _CONNECT_S)
         try:
-            with connected(candidate, token_file, rank, left_s, workers=len(workers)) as client:
+            with connected(access, candidate, left_s) as client:
                 client.send_first({"type": "path", "below": []})
                 path = PathToRoot.parse(client.expect("path", time.monotonic() + left_s, is_first=True), candidate)
                 client.close()
@@ -80,7 +71,7 @@ def query_path_to_root(
             failure = failure or str(error)
             continue
         for each in path.endpoints:
-            require_keys(each, security, rank)
+            access.require_keys(each)
         if failure:
             log.warning("%s; joins the one above it, at %s", failure, client.endpoint)
         return path

@@ -13,6 +13,7 @@ import ssl
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from netfold._native import auth, protocol
@@ -123,20 +124,41 @@ class ControlClient:
         )
 
 
+@dataclass(frozen=True)
+class SwitchAccess:
+    """How a rank reaches a switch and joins it, the first time and again after a loss."""
+
+    endpoint: str  # of the rank's own switch, as NETFOLD_SWITCH names it
+    token_file: str | None  # sent only to a switch whose certificate has the fingerprint that the endpoint names
+    rank: int
+    workers: tuple[int, ...]  # the ranks that join, in worker order
+    security: str = "none"
+    name: str = ""  # the job's name in the switch's log and metrics
+    window_bytes: int = 1 << 20
+    fabric: str | None = None  # the provider that packets go over; None for UDP
+
+    def require_keys(self, endpoint: str) -> None:
+        """Raise SwitchError where packets to this switch would have no keys, and `security` is more than none."""
+        host, port, fingerprint = parse_switch(endpoint, what="NETFOLD_SWITCH")
+        if self.security != "none" and fingerprint is None:
+            raise SwitchError(
+                f"rank {self.rank}: the switch at {format_endpoint(host, port)} has no keys, and "
+                f"NETFOLD_SECURITY={self.security}: start it with --token-file, and name it with its fingerprint"
+            )
+
+
 @contextlib.contextmanager
-def connected(
-    endpoint: str, token_file: str | None, rank: int, timeout_s: float, *, workers: int = 1
-) -> Iterator[ControlClient]:
+def connected(access: SwitchAccess, endpoint: str, timeout_s: float) -> Iterator[ControlClient]:
     """Connect to the switch at `endpoint`, and explain errors of the block as a SwitchError. The caller closes.
 
     An error in the block closes the connection.
-    workers: how many workers must join before the switch replies.
     UnreachableError where nobody answers; SwitchError for a wrong address, token or fingerprint.
     """
+    access.require_keys(endpoint)
     host, port, fingerprint = parse_switch(endpoint, what="NETFOLD_SWITCH")
     address = format_endpoint(host, port)
-    name = f"rank {rank}: the switch at {address} (NETFOLD_SWITCH)"
-    token = _read_token(name, token_file, fingerprint)
+    name = f"rank {access.rank}: the switch at {address} (NETFOLD_SWITCH)"
+    token = _read_token(name, access.token_file, fingerprint)
     if fingerprint is not None and auth.unavailable_reason():
         raise SwitchError(
             f"{name} wants packets to be authenticated, and this host cannot: {auth.unavailable_reason()}. Without it "
@@ -150,7 +172,7 @@ def connected(
         client.close()
         raise SwitchError(
             f"{name} did not answer within {timeout_s:.1f} s: either it is no netfold switch, or not all of the "
-            f"{workers} ranks joined"
+            f"{len(access.workers)} ranks joined"
         ) from None
     except (EOFError, OSError, KeyError, TypeError, ValueError) as error:
         client.close()
@@ -161,31 +183,17 @@ def connected(
         raise
 
 
-def require_keys(endpoint: str, security: str, rank: int) -> None:
-    """Raise SwitchError where packets to this switch would have no keys, and `security` is more than none."""
-    host, port, fingerprint = parse_switch(endpoint, what="NETFOLD_SWITCH")
-    if security != "none" and fingerprint is None:
-        raise SwitchError(
-            f"rank {rank}: the switch at {format_endpoint(host, port)} has no keys, and NETFOLD_SECURITY={security}: "
-            "start it with --token-file, and name it with its fingerprint"
-        )
-
-
 class AvailableQuota(NamedTuple):
     """What a switch can still grant to a holder of this token."""
 
     jobs: int
     workers: int
     memory_bytes: int
-    slots: int
-    """-1 where only the memory bounds them."""
-    udp_error: str = ""
-    """Why packets would not reach the switch, though it answers over TCP. Empty where they do, and where not tested."""
-    buffer_bytes: int = 0
-    """With window_bytes, the switch's `ReceiveBuffer`; both 0 where the switch does not report it."""
+    slots: int  # -1 where only the memory bounds them
+    udp_error: str = ""  # why UDP does not pass, though TCP does; empty where it passes or was not tested
+    buffer_bytes: int = 0  # with window_bytes, the switch's `ReceiveBuffer`; 0 where not reported
     window_bytes: int = 0
-    threads: int = 1
-    """How many threads handle packets."""
+    threads: int = 1  # that handle packets
 
     @property
     def buffer(self) -> ReceiveBuffer:
@@ -202,7 +210,7 @@ def query_quota(
     """
     deadline = time.monotonic() + timeout_s
     try:
-        with connected(endpoint, token_file, rank, timeout_s) as client:
+        with connected(SwitchAccess(endpoint, token_file, rank, (rank,)), endpoint, timeout_s) as client:
             client.send_first({"type": "quota", **({"udp": True} if udp else {})})
             reply = client.expect("quota", deadline, is_first=True)
             jobs, workers, memory_bytes, slots = (int(reply[name]) for name in AvailableQuota._fields[:4])
