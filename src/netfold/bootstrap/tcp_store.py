@@ -168,9 +168,8 @@ class TcpStore:
         self._streams: set[socket.socket] = set()
         self._idle: list[socket.socket] = []
         try:
-            first = self._connect(host, port, job, time.monotonic() + timeout_s, timeout_s)
+            first = self._connect(port, time.monotonic() + timeout_s, timeout_s)
             self._port = int(first.getpeername()[1])
-            self._streams.add(first)
             self._idle.append(first)
         except BaseException:
             if self._server is not None:
@@ -228,41 +227,43 @@ class TcpStore:
                 raise OSError("it was closed")
             if self._idle:
                 return self._idle.pop()
-        stream = socket.create_connection((self._host, self._port), timeout=_GRACE_S)
+        return self._open(self._port, _GRACE_S)
+
+    def _open(self, port: int, timeout_s: float) -> socket.socket:
+        """A new connection to this job's store. OSError where another program, or another job's store, listens."""
+        stream = socket.create_connection((self._host, port), timeout=timeout_s)
         with self._lock:
             self._streams.add(stream)
-        control_messages.send(stream, {"type": "hello", "job": self._job})
-        reply = control_messages.receive(stream)
-        if reply["type"] != "ok":
-            raise OSError(str(reply.get("reason")))
-        return stream
+        try:
+            control_messages.send(stream, {"type": "hello", "job": self._job})
+            reply = control_messages.receive(stream)
+            if reply["type"] != "ok":
+                raise OSError(str(reply.get("reason")))
+            return stream
+        except BaseException:
+            with self._lock:
+                self._streams.discard(stream)
+            stream.close()
+            raise
 
-    def _connect(self, host: str, port: int, job: str, deadline: float, timeout_s: float) -> socket.socket:
+    def _connect(self, port: int, deadline: float, timeout_s: float) -> socket.socket:
         ports = [self._server.port] if self._server is not None else range(port, port + PORTS)
         failure = "nobody listens"
         while time.monotonic() < deadline:
             for candidate in ports:
-                stream = None
                 try:
-                    left = max(0.05, deadline - time.monotonic())
-                    stream = socket.create_connection((host, candidate), timeout=min(left, _HELLO_TIMEOUT_S))
-                    control_messages.send(stream, {"type": "hello", "job": job})
-                    reply = control_messages.receive(stream)
-                    if reply["type"] == "ok":
-                        return stream
-                    failure = f"port {candidate}: {reply.get('reason')}"
+                    return self._open(candidate, min(max(0.05, deadline - time.monotonic()), _HELLO_TIMEOUT_S))
                 except socket.gaierror as error:
                     raise RendezvousError(
-                        f"{host!r} is no host that is known here ({error.strerror}); check MASTER_ADDR"
+                        f"{self._host!r} is no host that is known here ({error.strerror}); check MASTER_ADDR"
                     ) from None
+                except ConnectionRefusedError:
+                    continue
                 except (EOFError, OSError, ValueError) as error:
-                    if not isinstance(error, ConnectionRefusedError):
-                        failure = f"port {candidate}: {error}"
-                if stream is not None:
-                    stream.close()
+                    failure = f"port {candidate}: {error}"
             time.sleep(_RETRY_S)
         raise RendezvousError(
-            f"no store of this job at {host}, ports {port} to {port + PORTS - 1}, within {timeout_s:.1f} s "
+            f"no store of this job at {self._host}, ports {port} to {port + PORTS - 1}, within {timeout_s:.1f} s "
             f"({failure}); did rank 0 start, there, with the same MASTER_ADDR, MASTER_PORT and number of ranks?",
             rank=0,
         )

@@ -87,8 +87,8 @@ class SwitchWatch:
 
     def answer(self, missing: Sequence[int] | None) -> None:
         """The reply to the open query. missing: ranks that the switch waits for; None for `Query(None)`."""
-        query, self._asked = self._asked, None
-        if query is None or missing is None or query.chunk is None or query.chunk != self._chunk:
+        asked, self._asked = self._asked, None
+        if asked is None or missing is None or asked.chunk is None or asked.chunk != self._chunk:
             return
         self.stragglers = tuple(missing)
         self._bad_answers = self._bad_answers + 1 if not missing or self._rank in missing else 0
