@@ -32,6 +32,7 @@ from netfold.bench.spread import spread
 from netfold.communicator.membership import Membership
 from netfold.rack.aggregator import start_aggregator
 from netfold.rack.processes import spawn, stop
+from netfold.switch_protocol.control_client import SwitchAccess
 
 COUNT = 1 << 16  # f32: 256 KB
 ROUNDS = 40
@@ -108,18 +109,8 @@ def page(target: str) -> None:
 
 
 def joined(endpoint: str) -> None:
-    member = Membership.join(
-        endpoint,
-        job=secrets.token_hex(16),
-        name="",
-        token_file=None,
-        rank=0,
-        workers=[0],
-        paths=[[0]],
-        window_bytes=1 << 20,
-        fabric=None,
-        timeout_s=60,
-    )
+    access = SwitchAccess(endpoint, None, 0, (0,))
+    member = Membership.join(access, job=secrets.token_hex(16), paths=[[0]], timeout_s=60)
     member.leave("the measurement is over")
 
 

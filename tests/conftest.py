@@ -60,7 +60,7 @@ def pytest_runtest_teardown(item, nextitem):
     # that is forked later copies its tables.
     fabric = sys.modules.get("netfold.bootstrap.fabric")
     if fabric is not None:
-        fabric._let_go()
+        fabric.release_ports()
 
 
 def pytest_terminal_summary(terminalreporter):

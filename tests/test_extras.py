@@ -79,7 +79,7 @@ def test_without_torch_a_switch_and_a_communicator_are_there(tmp_path: Path) -> 
 
 
 def test_an_mpi_without_mpi4py_is_told(tmp_path: Path) -> None:
-    script = "from netfold.bootstrap.mpi import _begun; _begun(0)"
+    script = "from netfold.bootstrap.mpi import _initialized; _initialized(0)"
     run = ran(tmp_path, "mpi4py", "-c", script)
     assert "pip install 'netfold[mpi]'" in run.stderr.splitlines()[-1]
 

@@ -14,7 +14,7 @@ constexpr auto kStream = &transport::ShmNode::Segment::to_copy;
 constexpr std::size_t kChunkBytes = 1 << 20;
 // A rank that exports a buffer waits for its readers. A rank that sends through slots finishes first, and does half of
 // the work of a single reader. So with several readers, or with one reader of a whole broadcast, one copy is not always
-// faster. Measured in docs/algorithms.md.
+// faster. Measured in docs/explanation/algorithms.md.
 constexpr std::size_t kExportBytes = 512 << 10;
 
 }  // namespace

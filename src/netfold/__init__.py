@@ -1,7 +1,7 @@
 """netfold: the network part of a training job.
 
-A collective-communication backend that can add up gradients inside the network. `import netfold` loads nothing heavy;
-with torch, `init_process_group("netfold")` needs no import at all.
+A collective-communication backend that can sum gradients inside the network. `import netfold` loads nothing heavy. With
+torch, `init_process_group("netfold")` needs no import at all.
 """
 
 from importlib import import_module
@@ -11,18 +11,18 @@ if TYPE_CHECKING:
     from netfold.communicator import Communicator, FileStore, Options, empty
     from netfold.profile import _Callable
 
-    profile: _Callable  # for checkers, to whom no module can be called
+    profile: _Callable  # type checkers do not know callable modules
     __version__: str
 
 __all__ = ["Communicator", "FileStore", "Options", "__version__", "empty", "profile"]
 
 
 def __getattr__(name: str) -> Any:
-    # torch's plugin loader imports this package in every process that imports torch: it must stay light.
+    # torch's plugin loader imports this package in every process that imports torch, so it must load little.
     if name == "profile":
-        return import_module("netfold.profile")  # a room that can be called
+        return import_module("netfold.profile")  # a module that can be called
     if name == "__version__":
-        # pyproject.toml has the version; an installed package has it in its metadata.
+        # The version is in pyproject.toml, and so in the metadata of the installed package.
         return import_module("importlib.metadata").version("netfold")
     if name in __all__:
         return getattr(import_module("netfold.communicator"), name)

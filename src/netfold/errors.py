@@ -1,10 +1,10 @@
-"""What can go wrong with the others. Misuse is ValueError or TypeError instead."""
+"""Errors of other ranks, switches and the network. A misuse of the API raises ValueError or TypeError instead."""
 
 from __future__ import annotations
 
 
 class NetfoldError(RuntimeError):
-    """A peer or the network failed. `rank` is the rank at fault where it is known, else None."""
+    """A peer or the network failed. rank: the rank at fault where that is known, else None."""
 
     def __init__(self, text: str, *, rank: int | None = None) -> None:
         super().__init__(text)
@@ -12,23 +12,23 @@ class NetfoldError(RuntimeError):
 
 
 class RendezvousError(NetfoldError):
-    """The group could not come together."""
+    """The ranks could not form the group."""
 
 
 class SwitchError(NetfoldError):
     """The switch refused, or cannot be reached."""
 
 
-class PeerLost(NetfoldError):  # noqa: N818 - the field's word, like ConnectionReset
+class PeerLost(NetfoldError):  # noqa: N818 - named after the event, as ConnectionReset is
     """A rank died or left while it was needed."""
 
 
 class SwitchLost(NetfoldError):  # noqa: N818
-    """The aggregator went away."""
+    """The switch is lost, and the group could not go on without it."""
 
 
 class Mismatch(NetfoldError):  # noqa: N818
-    """Ranks called different operations, sizes, dtypes or reductions at the same place."""
+    """Ranks called different operations, sizes, dtypes or reductions at the same place in their sequence of calls."""
 
 
 class CollectiveTimeout(NetfoldError, TimeoutError):  # noqa: N818
@@ -36,7 +36,7 @@ class CollectiveTimeout(NetfoldError, TimeoutError):  # noqa: N818
 
 
 class WaitTimeout(NetfoldError, TimeoutError):  # noqa: N818
-    """A wait for an operation ended. The operation itself goes on until its own deadline."""
+    """A wait for an operation timed out. The operation goes on until its own deadline."""
 
 
 class GroupAborted(NetfoldError):  # noqa: N818

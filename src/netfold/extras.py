@@ -1,7 +1,7 @@
-"""Name the extra of netfold that brings a missing package, in a sentence with the command to run.
+"""Name the extra of netfold that installs a missing package, in a sentence with the command to run.
 
-A plain `pip install netfold` has the switch and the command line; torch and the products' needs are extras. May import:
-the standard library. Always: the table below names no package that pyproject.toml does not (held by a test).
+A plain `pip install netfold` has the switch and the command line. torch and the products' packages are extras. May
+import: the standard library. Always: the table below names only packages of pyproject.toml (checked by a test).
 
 Tests: `pytest tests/test_extras.py`
 """
@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from importlib.util import find_spec
 
-# Import name to the extra that brings it. Of several extras, the one whose users meet the package first.
+# By import name, the extra that installs it. Of several extras, the one whose users need the package first.
 EXTRAS = {
     "PIL": "train",
     "matplotlib": "demo",
@@ -28,11 +28,11 @@ EXTRAS = {
 
 
 class MissingExtraError(ValueError):
-    """A package is not installed; the message says which, for what, and the command that installs it."""
+    """A package is not installed. The message names it, what needs it, and the command that installs it."""
 
 
 def command(module: str, extra: str | None = None) -> str:
-    """The command that installs `module`: the extra `extra`, else the one that brings it, else the package alone."""
+    """The command that installs `module`: by `extra`, else by an extra that has it, else alone."""
     extra = extra or EXTRAS.get(module)
     return f"pip install 'netfold[{extra}]'" if extra else f"pip install {module}"
 
@@ -52,9 +52,9 @@ def need_at_import(what: str, module: str) -> None:
 
 
 def missing_extra(error: Exception, extra: str | None = None) -> str | None:
-    """`error` as a sentence with what to do; None where it is not that a package of an extra is missing.
+    """`error` as a sentence with what to do. None for an error that is not about a missing package of an extra.
 
-    extra: that of the caller, if any. An error about a part of a package ("torch.foo") is another fault.
+    An error about a submodule ("torch.foo") is another fault. extra: the caller's, if any.
     """
     if isinstance(error, MissingExtraError):
         return str(error)

@@ -1,4 +1,4 @@
-"""What launchers say of a process: torchrun's, Open MPI's, PMI's and Slurm's variables."""
+"""A process's placement from the variables of torchrun, Open MPI, PMI and Slurm."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ OPEN_MPI = {
 }  # fmt: skip
 PMI = {"PMI_RANK": "0", "PMI_SIZE": "4", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "4"}
 
-# Of the second of two ranks on two hosts: Open MPI 5.0.11, MPICH 5.0.2, Intel MPI 2021.18, by remote shell.
+# Variables of the second of two ranks on two hosts: Open MPI 5.0.11, MPICH 5.0.2, Intel MPI 2021.18, by remote shell.
 OPEN_MPI_2 = {
     "OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "0",
     "OMPI_COMM_WORLD_LOCAL_SIZE": "1", "OMPI_COMM_WORLD_NODE_RANK": "0", "PMIX_NAMESPACE": "prterun-gpu-0-22280@1",
@@ -50,7 +50,7 @@ def test_torchrun() -> None:
     assert placement(TORCHRUN) == Placement(3, 8, 1, 2, "node0", 29500, "x7 port 29500 ranks 8 restart 2")
 
 
-def test_torchruns_agent_keeps_its_port() -> None:
+def test_the_port_after_torchruns_agent_is_used() -> None:
     assert placement(TORCHRUN | {"TORCHELASTIC_USE_AGENT_STORE": "True"}).port == 29501
 
 
@@ -73,8 +73,8 @@ def test_the_size_is_that_of_slurms_step_where_the_allocation_has_more() -> None
     assert placement(more | {"PMI_RANK": "5", "PMI_SIZE": "7", "PMI_FD": "4"}) == placement(SLURM)
 
 
-def test_a_batch_script_of_slurm_is_no_rank() -> None:
-    """Slurm gives it SLURM_PROCID=0, and SLURM_NTASKS if asked for: it waited for ranks that never came."""
+def test_a_batch_script_of_slurm_is_not_a_rank() -> None:
+    """Slurm sets SLURM_PROCID=0 there. Once, such a script waited for ranks that never came."""
     batch = {"SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_LOCALID": "0", "SLURM_NODEID": "0", "SLURM_JOB_ID": "12"}
     assert not is_launched(batch)
     with pytest.raises(ValueError, match="the shell of a Slurm job, and no task of it: start the ranks with srun"):
@@ -109,14 +109,14 @@ def test_open_mpi_on_one_host_needs_nothing_else() -> None:
     assert placement(OPEN_MPI | {"PMIX_NAMESPACE": "prterun-node0-4243@1"}).port != here.port
 
 
-def test_open_mpis_job_is_named_after_the_host_of_mpirun_where_rank_0_is_too() -> None:
+def test_open_mpis_job_name_gives_the_host_of_mpirun_where_rank_0_runs() -> None:
     assert placement(OPEN_MPI_2).host == "gpu-0"
     first = OPEN_MPI_2 | {"OMPI_COMM_WORLD_RANK": "0", "PMIX_HOSTNAME": "gpu-0"}
     assert placement(first).host == "gpu-0"
     assert placement(first).port == placement(OPEN_MPI_2).port
 
 
-def test_a_rank_0_elsewhere_than_mpirun_says_how_it_can_be_found() -> None:
+def test_a_rank_0_on_another_host_than_mpirun_is_told_to_set_master_addr() -> None:
     with pytest.raises(ValueError, match=r"rank 0 is on gpu-1 and mpirun on gpu-0, .* mpirun -x MASTER_ADDR=gpu-1"):
         placement(OPEN_MPI_2 | {"OMPI_COMM_WORLD_RANK": "0"})
 
@@ -128,7 +128,7 @@ def test_pmi_inside_a_slurm_allocation_is_not_slurms_own_step() -> None:
 
 @contextlib.contextmanager
 def hydra(ranks: int) -> Iterator[list[str]]:
-    """The PMI_FD of each rank: proxies that answer as MPICH's do, recorded."""
+    """The PMI_FD of each rank, with proxies that send MPICH's recorded replies."""
     values: dict[str, str] = {}
     barrier = threading.Barrier(ranks)
 
@@ -166,11 +166,11 @@ def hydra(ranks: int) -> Iterator[list[str]]:
 
 @pytest.fixture(autouse=True)
 def nothing_was_asked_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pmi, "_told", {})
-    monkeypatch.setattr(pmi, "_parting", {os.getpid()})  # these proxies are gone when this process ends
+    monkeypatch.setattr(pmi, "_replies", {})
+    monkeypatch.setattr(pmi, "_finalizing", {os.getpid()})  # these proxies are gone when this process ends
 
 
-def test_mpich_on_one_host_asks_for_the_jobs_name_alone() -> None:
+def test_mpich_on_one_host_asks_only_for_the_job_name() -> None:
     with hydra(1) as fds:
         here = placement(PMI | {"PMI_FD": fds[0]})
         assert placement(PMI | {"PMI_FD": fds[0]}) == here
@@ -178,7 +178,7 @@ def test_mpich_on_one_host_asks_for_the_jobs_name_alone() -> None:
 
 
 @pytest.mark.parametrize("theirs", [MPICH_2, INTEL_2], ids=["mpich", "intel"])
-def test_on_several_hosts_rank_0_says_where_it_is(theirs: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_several_hosts_rank_0_publishes_its_host(theirs: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[Placement] = []
     monkeypatch.setattr(pmi, "_once", lambda what, ask: ask())  # both ranks are in this process
     name = "PMI_HOSTNAME" if "PMI_HOSTNAME" in theirs else "HYDRA_BSTRAP_LOCALHOST"
@@ -199,17 +199,17 @@ def test_two_mpiruns_in_one_allocation_of_slurm_are_two_jobs() -> None:
     assert asked.job.startswith("kvs_22749_0_360390924_vm ")
 
 
-def test_a_step_of_slurm_that_speaks_pmi_too_is_slurms() -> None:
+def test_a_slurm_step_with_pmi_variables_is_read_as_slurms() -> None:
     srun = {"PMI_RANK": "5", "PMI_SIZE": "7", "PMI_FD": "4", "PMI_JOBID": "123456.0"}
     assert placement(SLURM | srun) == placement(SLURM)
 
 
-def test_what_a_rank_started_is_no_rank() -> None:
+def test_a_process_that_a_rank_started_is_not_a_rank() -> None:
     with pytest.raises(ValueError, match=r"PMI_FD=4000 is no connection to mpirun .* take PMI_RANK and PMI_SIZE out"):
         placement(PMI | {"PMI_FD": "4000"})
 
 
-def test_a_proxy_that_says_nothing_is_not_waited_for_longer_than_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_silent_proxy_is_awaited_no_longer_than_its_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pmi, "_TIMEOUT_S", 0.05)
     ours, theirs = socket.socketpair()
     with ours, theirs, pytest.raises(ValueError, match="proxy did not answer 'get_my_kvsname' within 0 s"):
@@ -233,7 +233,7 @@ def test_a_proxy_that_says_nothing_is_not_waited_for_longer_than_its_time(monkey
         (TORCHRUN | {"MASTER_PORT": "http"}, "MASTER_PORT='http' is not a whole number"),
     ],
 )
-def test_what_is_missing_or_wrong_is_said(environment: dict[str, str], words: str) -> None:
+def test_missing_or_wrong_variables_are_named(environment: dict[str, str], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         placement(environment)
 

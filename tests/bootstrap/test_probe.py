@@ -1,4 +1,4 @@
-"""The probe: every rank gets rank 0's table and links; what was measured between the same hosts is measured once."""
+"""The probe: every rank gets rank 0's table and links, and the same hosts are measured once."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_both_ends_hold_the_same_table_made_from_what_was_measured() -> None:
     own, other = play()
     assert own == other
     assert own.links.measured and own.links.network != DEFAULT_LINKS.network
-    # Wide limits, for a busy machine; the two tests with a clock of their own below check the numbers.
+    # Wide limits, for a busy machine. The two tests below with a simulated clock check the numbers.
     assert 1e-7 < own.links.network.latency_s < 60
     assert 1e3 < own.links.network.bytes_per_s < 1e13
     assert own.table.hash16 == other.table.hash16
@@ -92,7 +92,7 @@ class Link:
 
 
 def test_a_slow_link_does_not_pass_the_budget_by_much(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A follower that takes 4 ms for the smallest ping: two sizes make a line, and no third is tried."""
+    """A follower takes 4 ms for the smallest ping: two sizes suffice for a line, and no third is tried."""
     link = Link(monkeypatch, lambda size, before: 0.004)
     samples = probe._ping(link)  # type: ignore[arg-type]
     assert sorted({size for size, _ in samples}) == [1, 32 << 10]
@@ -100,8 +100,8 @@ def test_a_slow_link_does_not_pass_the_budget_by_much(monkeypatch: pytest.Monkey
     assert link.now_s <= probe.BUDGET_S + 2 * 0.004  # the warm-up, and the second size that it needs
 
 
-def test_the_first_long_message_is_not_what_the_link_is_judged_by(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Found over tcp;ofi_rxm: an acknowledgement that was late once made it a link of 1 MB/s."""
+def test_the_first_long_message_does_not_count_for_the_link(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Found over tcp;ofi_rxm: one late acknowledgement made the probe measure 1 MB/s."""
     link = Link(monkeypatch, lambda size, before: (0.04 if before == 0 else 0) + 20e-6 + size / 1e9)
     samples = probe._ping(link)  # type: ignore[arg-type]
     assert link.sizes[0] > 10_000, "the first message is a long one"
@@ -109,7 +109,7 @@ def test_the_first_long_message_is_not_what_the_link_is_judged_by(monkeypatch: p
     assert {size for size, _ in samples} >= {1, 32 << 10, 256 << 10, 1 << 20}
     fitted = probe.fit_link(samples)
     assert fitted.bytes_per_s == pytest.approx(1e9, rel=0.05)
-    assert fitted.latency_s == pytest.approx(10e-6, rel=0.3)  # there alone
+    assert fitted.latency_s == pytest.approx(10e-6, rel=0.3)  # one-way
 
 
 def leave(sockets: list[socket.socket | None], rank: int) -> str:
@@ -118,7 +118,7 @@ def leave(sockets: list[socket.socket | None], rank: int) -> str:
     return str(left.value)
 
 
-def test_a_rank_that_leaves_meanwhile_is_named() -> None:
+def test_a_rank_that_leaves_during_the_exchange_is_named() -> None:
     for rank, peer in ((0, 1), (1, 0)):
         ours, theirs = pair()
         theirs.close()
@@ -127,7 +127,7 @@ def test_a_rank_that_leaves_meanwhile_is_named() -> None:
         ours.close()
 
 
-def test_a_frame_that_makes_no_sense_is_refused() -> None:
+def test_a_malformed_frame_is_refused() -> None:
     ours, theirs = pair()
     theirs.sendall(struct.pack(">cI", b"P", 1 << 31))
     assert "rank 0 sent a frame of 2147483648 bytes" in leave([ours, None], 1)
@@ -135,7 +135,7 @@ def test_a_frame_that_makes_no_sense_is_refused() -> None:
     theirs.close()
 
 
-def test_a_choice_survives_the_wire() -> None:
+def test_a_choice_is_the_same_after_encoding_and_decoding() -> None:
     links = dataclasses.replace(DEFAULT_LINKS, measured=True)
     choice = probe.Choice(ChoiceTable((Row("barrier", 0, "direct", "auto", "x"),)), links, Topology((0, 0, 1)))
     assert probe.Choice.from_json(choice.to_json()) == choice
@@ -155,7 +155,7 @@ def test_all_ranks_of_a_group_have_one_table_and_can_say_why() -> None:
 
 
 @pytest.mark.parametrize("words", [["off", "off"], ["off", "on"], ["on", "off"]])
-def test_rank_0_says_whether_there_is_a_probe(words: list[str]) -> None:
+def test_rank_0_decides_whether_links_are_probed(words: list[str]) -> None:
     for measured, why, _ in values(run_threads(join, 2, words)):
         assert measured == (words[0] == "on")
         assert ("(measured: " in why) == measured

@@ -1,4 +1,4 @@
-"""Coming together: strangers, wrong secrets, ranks that are absent, double, or told different things."""
+"""The rendezvous: unauthenticated peers, wrong secrets, absent and duplicate ranks, and ranks whose options differ."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ TOKEN = handshake.token_of(SECRET)
 def mesh(
     rank: int, size: int, folder: str, secrets: list[bytes], timeout_s: float = 10.0, hosts: tuple[str, ...] = LOOPBACK
 ) -> list[list[list[int]]]:
-    """Meet over loopback and exchange a byte a connection; who answered: 100 * lane + 10 * rail + rank."""
+    """Connect over loopback and exchange a byte a connection: 100 * lane + 10 * rail + rank."""
     deadline = time.monotonic() + timeout_s
     interfaces = Interfaces(hosts, named=True)
     registered_group = RegisteredGroup(secrets[rank], rank, size, LANES, interfaces.rails)
@@ -84,7 +84,7 @@ def _mesh_over(rank: int, size: int, folder: str, hosts: list[tuple[str, ...]]) 
     return mesh(rank, size, folder, [SECRET] * size, 2.0, hosts[rank])
 
 
-def test_ranks_that_name_different_numbers_of_interfaces_say_so() -> None:
+def test_ranks_with_different_numbers_of_interfaces_are_refused() -> None:
     outcomes = run_threads(_mesh_over, 2, [("127.0.0.1", "127.0.0.2"), ("127.0.0.1",)])
     assert "rank 0 names 2 interfaces, rank 1 1: every rank needs as many (NETFOLD_INTERFACE)" in outcomes[1].text
     assert "rank 1 names 1 interfaces, rank 0 2: every rank needs as many (NETFOLD_INTERFACE)" in outcomes[0].text
@@ -139,14 +139,14 @@ def _visit(folder: str, words: list[bytes], done: threading.Event) -> None:
 def _mesh_with_visitor(rank: int, size: int, folder: str, words: list[bytes]) -> Any:
     visited = threading.Event()
     if rank == 1:
-        _visit(folder, words, visited)  # before the real ranks: rank 0 must let it go and meet them
+        _visit(folder, words, visited)  # before the real ranks: rank 0 must drop it and accept them
     elif rank == 2:
         FileStore(folder).get("address/1", 10.0)
     return mesh(rank, size, folder, [SECRET] * size)
 
 
 @pytest.mark.parametrize("stranger", STRANGERS)
-def test_a_stranger_at_the_rendezvous_port_is_dropped_and_the_group_comes_together(stranger: str) -> None:
+def test_an_unauthenticated_peer_is_dropped_and_the_group_forms(stranger: str) -> None:
     assert values(run_threads(_mesh_with_visitor, 3, STRANGERS[stranger])) == everyone(3)
 
 
@@ -157,8 +157,8 @@ def _mesh_with_a_silent_visitor(rank: int, size: int, folder: str) -> Any:
     return mesh(rank, size, folder, [SECRET] * size)
 
 
-def test_a_stranger_that_stays_and_says_nothing_delays_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(listener, "HANDSHAKE_TIMEOUT_S", 100.0)  # waiting for the visitor would take this long
+def test_a_silent_unauthenticated_peer_delays_no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(listener, "HANDSHAKE_TIMEOUT_S", 100.0)  # waiting for the peer would take so long
     began = time.monotonic()
     assert values(run_threads(_mesh_with_a_silent_visitor, 2)) == everyone(2)
     assert time.monotonic() - began < seconds(5)
@@ -173,7 +173,7 @@ def test_a_rank_with_a_wrong_secret_is_refused_by_name() -> None:
 
 
 def _forward(rank: int, size: int, folder: str) -> Any:
-    """Rank 1 is a man in the middle: it passes rank 0's own proof back to it."""
+    """Rank 1 is a man in the middle that returns rank 0's own proof to rank 0."""
     if rank == 0:
         return mesh(0, 2, folder, [SECRET] * 2, 1.0)
     said = hello(size=2)
@@ -210,14 +210,14 @@ def join(rank: int, size: int, folder: str, options: list[dict[str, Any]], timeo
     return time.monotonic() - began
 
 
-def test_absent_ranks_are_named_when_the_time_to_join_is_over() -> None:
+def test_absent_ranks_are_named_at_the_deadline() -> None:
     outcomes = run_threads(join, 4, [{}, {"absent": True}, {}, {"absent": True}], 1.0)
     for rank in (0, 2):
         assert outcomes[rank].error == "RendezvousError"
         assert f"rank {rank}: rank 1, 3 of 4 did not come in time; did every rank start" in outcomes[rank].text
 
 
-def test_without_rank_0_the_others_say_so() -> None:
+def test_without_rank_0_the_other_ranks_name_it() -> None:
     outcomes = run_threads(join, 2, [{"absent": True}, {}], 0.5)
     assert "rank 1: rank 0 did not publish the job in time" in outcomes[1].text
 
@@ -228,7 +228,7 @@ def join_twice(rank: int, size: int, folder: str) -> None:
 
 
 def test_the_same_processes_may_make_another_group_on_the_same_store() -> None:
-    """Found by torchrun: after destroy_process_group torch hands out the very same keys."""
+    """Found with torchrun: after destroy_process_group torch reuses the same keys."""
     values(run_threads(join_twice, 3))
 
 
@@ -247,13 +247,13 @@ def test_a_store_that_served_a_former_run_is_refused(tmp_path: Path) -> None:
         rendezvous._process = token
 
 
-def test_ranks_that_were_told_different_sizes_say_which() -> None:
+def test_ranks_with_different_group_sizes_name_both() -> None:
     outcomes = run_threads(join, 2, [{}, {"size": 3}], 1.0)
     assert "rank 1 was told of 3 ranks, rank 0 of 2 (check WORLD_SIZE)" in outcomes[1].text
     assert outcomes[0].error == "RendezvousError"
 
 
-def test_a_rank_without_a_switch_where_others_have_one_is_told_so() -> None:
+def test_a_rank_without_a_switch_is_refused_where_others_have_one() -> None:
     options = [{"switch": "127.0.0.1:1"}, {}]
     outcomes = run_threads(join, 2, options, 1.0)
     assert "rank 1 has NETFOLD_SWITCH=None, rank 0 has 127.0.0.1:1: all ranks need as many, or none" in outcomes[1].text
@@ -267,7 +267,7 @@ def test_an_interface_that_does_not_exist_is_named_beside_those_that_do() -> Non
     assert "lo" in outcomes[0].text
 
 
-def test_a_rank_that_cannot_join_tells_the_others_why_at_once() -> None:
+def test_a_rank_that_cannot_join_sends_the_others_its_reason_at_once() -> None:
     began = time.monotonic()
     outcomes = run_threads(join, 3, [{}, {"interface": "nosuch0"}, {}], 10.0)
     assert time.monotonic() - began < seconds(2)
@@ -290,13 +290,13 @@ def _pairs(rank: int, size: int, folder: str, turns: int) -> None:
         join(place, 2, f"{folder}/{pair}/{turn}", [{}, {}], 10.0)
 
 
-def test_groups_that_come_and_go_on_several_threads_do_not_stop_each_other() -> None:
-    """The engine's thread ends with a process's last group and starts with the next: these overlap all the time."""
+def test_groups_of_several_threads_open_and_close_independently() -> None:
+    """The engine's thread ends with a process's last group and starts with the next: here these overlap."""
     values(run_threads(_pairs, 6, 60, timeout_s=60))
 
 
 def in_ports(rank: int, size: int, folder: str, first: int) -> list[str]:
-    """Three groups, one after the other, in as few ports as there are ranks."""
+    """Three groups, one after the other, with only as many ports as ranks."""
     for turn in range(3):
         options = Options(ports=f"{first}-{first + size - 1}")
         with Communicator(FileStore(f"{folder}/{turn}"), rank, size, options=options, join_timeout_s=20) as group:
@@ -305,7 +305,7 @@ def in_ports(rank: int, size: int, folder: str, first: int) -> list[str]:
 
 
 def free_ports(count: int) -> int:
-    """The first of so many in a row, below those that the kernel gives to whoever connects meanwhile."""
+    """The first of so many free ports in a row, below the ephemeral ports."""
     low = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     for first in random.sample(range(10_000, low - count), 200):
         with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
@@ -334,6 +334,6 @@ def test_a_range_without_a_free_port_is_named() -> None:
 
 
 @pytest.mark.parametrize("words", ["x", "0", "7-3", "1-70000", "5-"])
-def test_what_is_no_range_of_ports_is_refused(words: str) -> None:
+def test_a_malformed_range_of_ports_is_refused(words: str) -> None:
     with pytest.raises(ValueError, match="is no port and no range of ports"):
         Options(ports=words).resolved({})

@@ -1,4 +1,4 @@
-"""NETFOLD_SECURITY between ranks: somebody on the way who reads, changes, repeats and cuts, and ranks that disagree."""
+"""NETFOLD_SECURITY between ranks: an attacker who reads, changes, repeats and cuts, and ranks whose options differ."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def options_of(security: str, **others: Any) -> Options:
 
 
 def _attacked(rank: int, size: int, folder: str, security: str, attack: str, reconnect_s: int) -> str:
-    """What an all_reduce comes to when somebody attacks the connection in its midst: right, wrong or the error."""
+    """The outcome of an all_reduce while its connection is attacked: right, wrong or the error."""
     store = ThroughInterceptor(folder)
     with Communicator(store, rank, size, options=options_of(security, reconnect_s=reconnect_s), timeout_s=20) as group:
         group.barrier()
@@ -52,8 +52,8 @@ def attacked(security: str, attack: str, reconnect_s: int = 10) -> list[Outcome]
     return run_ranks(_attacked, 2, security, attack, reconnect_s, timeout_s=60)
 
 
-def test_without_security_a_byte_that_is_changed_on_the_way_changes_a_sum() -> None:
-    # What the other securities are for. A few bytes in a hundred thousand are a header's, whose change is an error.
+def test_without_security_a_byte_changed_in_transit_changes_a_sum() -> None:
+    # Why the other levels exist. A few bytes in a hundred thousand are a header's, whose change is an error.
     tries = [attacked("none", "flip")]
     while "wrong" not in [outcome.value for outcome in tries[-1]] and len(tries) < 3:
         tries.append(attacked("none", "flip"))
@@ -63,9 +63,7 @@ def test_without_security_a_byte_that_is_changed_on_the_way_changes_a_sum() -> N
 @pytest.mark.parametrize("security", ["authenticate", "encrypt"])
 @pytest.mark.parametrize("attack", ["flip", "repeat", "leave out"])
 @pytest.mark.parametrize("reconnect_s", [10, 0])
-def test_bytes_that_are_changed_on_the_way_are_an_error_that_says_so(
-    security: str, attack: str, reconnect_s: int
-) -> None:
+def test_bytes_changed_in_transit_raise_an_error(security: str, attack: str, reconnect_s: int) -> None:
     outcomes = attacked(security, attack, reconnect_s)
     assert [outcome.error for outcome in outcomes] == ["PeerLost", "PeerLost"], outcomes
     said = [outcome.text for outcome in outcomes if "a record came with a wrong tag" in outcome.text]
@@ -73,8 +71,8 @@ def test_bytes_that_are_changed_on_the_way_are_an_error_that_says_so(
 
 
 @pytest.mark.parametrize("security", ["authenticate", "encrypt"])
-def test_a_connection_that_is_cut_on_the_way_never_makes_a_wrong_sum(security: str) -> None:
-    # What somebody on the way has confirmed and not passed on is lost for good: an error is all that can be had then.
+def test_a_connection_cut_in_transit_never_makes_a_wrong_sum(security: str) -> None:
+    # Bytes that the attacker has acknowledged and not forwarded are lost: only an error is possible then.
     for outcome in attacked(security, "cut"):
         assert outcome.value == "right" or outcome.error == "PeerLost", outcome
 
@@ -99,10 +97,10 @@ def _captured(rank: int, size: int, folder: str, security: str) -> bytes:
 
 
 @pytest.mark.parametrize("security", ["none", "authenticate", "encrypt"])
-def test_who_is_on_the_way_reads_tensors_and_messages_unless_they_are_encrypted(security: str) -> None:
+def test_a_man_in_the_middle_reads_tensors_and_messages_unless_encrypted(security: str) -> None:
     captured = values(run_ranks(_captured, 2, security))[0]
     assert len(captured) > 2 * 1000 * len(PATTERN)
-    # The messages by which the ranks come together, too.
+    # The messages of the start-up, too.
     for known in (PATTERN, b"reached"):
         assert (known in captured) == (security != "encrypt"), known
 
@@ -114,7 +112,7 @@ def _apart(rank: int, size: int, folder: str, securities: tuple[str, ...]) -> No
         group.barrier()
 
 
-def test_ranks_that_ask_for_different_security_refuse_each_other_and_say_so() -> None:
+def test_ranks_with_different_security_refuse_each_other() -> None:
     for securities in (("none", "authenticate"), ("encrypt", "authenticate")):
         for outcome in run_ranks(_apart, 2, securities):
             assert outcome.error == "RendezvousError", outcome
@@ -137,7 +135,7 @@ def _with_files(rank: int, size: int, folder: str, texts: tuple[str | None, ...]
         return float(array[0])
 
 
-def test_a_secret_that_is_in_no_store_is_part_of_all_keys() -> None:
+def test_a_secret_file_is_part_of_all_keys() -> None:
     assert values(run_ranks(_with_files, 2, ("s" * 40, "s" * 40))) == [3.0, 3.0]
     for texts in (("s" * 40, "t" * 40), ("s" * 40, None), (None, "t" * 40)):
         for outcome in run_ranks(_with_files, 2, texts):
@@ -162,14 +160,14 @@ def _without_libcrypto(rank: int, size: int, folder: str) -> None:
         group.barrier()
 
 
-def test_a_host_without_libcrypto_refuses_with_a_sentence_that_all_ranks_hear() -> None:
+def test_a_host_without_libcrypto_refuses_on_all_ranks() -> None:
     for outcome in run_ranks(_without_libcrypto, 2):
         assert "NETFOLD_SECURITY=encrypt needs OpenSSL 3's libcrypto on every host of the job" in outcome.text, outcome
         assert outcome.error in ("ValueError", "RendezvousError")
 
 
 @pytest.mark.parametrize("transport", ["fabric:tcp", "fabric:tcp,memory", "mpi"])
-def test_what_goes_over_a_fabric_or_mpi_cannot_be_secured_and_is_refused(transport: str) -> None:
+def test_security_over_a_fabric_or_mpi_is_refused(transport: str) -> None:
     for outcome in run_ranks(_over, 2, transport):
         assert outcome.error in ("ValueError", "RendezvousError"), outcome
         assert f"NETFOLD_SECURITY=authenticate and NETFOLD_TRANSPORT={transport} exclude each other" in outcome.text
@@ -181,7 +179,7 @@ def _over(rank: int, size: int, folder: str, transport: str) -> None:
 
 
 def _all_shapes(rank: int, size: int, folder: str, security: str, interface: str | None) -> int:
-    """Operations of many sizes, messages both ways at once, and an end while bytes are still on their way."""
+    """Operations of many sizes, messages in both directions at once, and an end while bytes are in flight."""
     options = Options(transport="tcp", security=security, interface=interface)
     with Communicator(FileStore(folder), rank, size, options=options, timeout_s=60) as group:
         for count in (1, 7, 1000, 16_384, 65_537, 1_000_003):
@@ -196,7 +194,7 @@ def _all_shapes(rank: int, size: int, folder: str, security: str, interface: str
             group.receive(got, (rank - 1) % size)
             sent.wait()
             assert (got == np.arange(count, dtype=np.int64) + (rank - 1) % size).all()
-        # Whoever is through first leaves: nothing of what it sent may go with it.
+        # The first rank to finish leaves: none of the bytes that it sent may be lost.
         array = np.arange(4_000_000, dtype=np.int64) + rank
         group.broadcast(array, 0)
         assert (array == np.arange(4_000_000, dtype=np.int64)).all()

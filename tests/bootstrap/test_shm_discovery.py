@@ -1,4 +1,4 @@
-"""Which ranks share memory: found by trying."""
+"""Which ranks share memory, found by trying."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def nodes(rank: int, size: int, folder: str, apart: set[int]) -> tuple[tuple[int
         (3, {0, 1, 2}, (0, 1, 2)),
     ],
 )
-def test_ranks_that_reach_each_other_make_a_node_and_all_find_the_same(
+def test_ranks_that_reach_each_other_form_the_same_node_on_all(
     size: int, apart: set[int], expected: tuple[int, ...]
 ) -> None:
     for found, why in values(run_threads(nodes, size, apart)):
@@ -65,12 +65,12 @@ def a_long_name(rank: int, size: int, folder: str) -> tuple[int, ...]:
         return group.group.nodes
 
 
-def test_a_folder_whose_name_is_too_long_for_a_socket_serves_all_the_same() -> None:
+def test_a_folder_name_too_long_for_a_socket_works() -> None:
     assert values(run_ranks(a_long_name, 2)) == [(0, 0)] * 2
 
 
 def open_descriptors() -> list[str]:
-    """What each descriptor of this process is."""
+    """The target of each descriptor of this process."""
     found = []
     for each in os.listdir("/proc/self/fd"):
         with contextlib.suppress(FileNotFoundError):
@@ -83,7 +83,7 @@ def count_of_mappings() -> int:
 
 
 def test_a_closed_group_leaves_no_descriptor_mapping_or_folder() -> None:
-    values(run_threads(nodes, 3, set()))  # what is made once a process
+    values(run_threads(nodes, 3, set()))  # resources that are made once a process
     descriptors, mappings = open_descriptors(), count_of_mappings()
     for _ in range(3):
         values(run_threads(nodes, 3, set()))
@@ -98,8 +98,8 @@ def test_a_closed_group_leaves_no_descriptor_mapping_or_folder() -> None:
 
 
 @pytest.mark.parametrize(("rank", "steps"), [(0, 0), (0, 1), (0, 2), (0, 3), (1, 0), (1, 1)])
-def test_a_rank_that_leaves_meanwhile_is_named(rank: int, steps: int) -> None:
-    """The other rank sends the first `steps` messages, and goes."""
+def test_a_rank_that_leaves_during_the_exchange_is_named(rank: int, steps: int) -> None:
+    """The other rank sends the first `steps` messages, and leaves."""
     peer = 1 - rank
     mine, theirs = socket.socketpair()
     with mine:
@@ -113,9 +113,7 @@ def test_a_rank_that_leaves_meanwhile_is_named(rank: int, steps: int) -> None:
     assert found.value.rank == peer
 
 
-def test_an_unauthenticated_peer_that_says_nothing_is_left_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_silent_unauthenticated_peer_is_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(discovery, "_GREETING_S", 1.0)
     streams = socket.socketpair()

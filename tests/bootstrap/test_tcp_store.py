@@ -1,4 +1,4 @@
-"""Rank 0's store, and a group that comes together by the environment alone."""
+"""Rank 0's store, and a group that forms from the environment alone."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def pair(port: int, job: str = "job") -> tuple[TcpStore, TcpStore]:
     return served, TcpStore("127.0.0.1", port, job, serve=False, timeout_s=5)
 
 
-def test_what_one_rank_sets_another_gets() -> None:
+def test_one_rank_gets_a_value_that_another_sets() -> None:
     first, second = pair(free_port())
     first.set("key", b"\x00value")
     assert second.get("key", 1) == b"\x00value"
@@ -42,7 +42,7 @@ def test_what_one_rank_sets_another_gets() -> None:
     first.close()
 
 
-def test_a_get_waits_for_its_key_and_no_longer_than_its_time() -> None:
+def test_a_get_waits_for_its_key_until_its_timeout() -> None:
     first, second = pair(free_port())
     timer = threading.Timer(0.1, first.set, ("late", b"1"))
     timer.start()
@@ -55,8 +55,8 @@ def test_a_get_waits_for_its_key_and_no_longer_than_its_time() -> None:
     first.close()
 
 
-def test_a_get_that_waits_does_not_hold_up_another_thread_of_its_rank() -> None:
-    """Two threads that make two groups in opposite order would wait for each other for ever."""
+def test_a_waiting_get_does_not_delay_another_thread() -> None:
+    """Otherwise two threads that make two groups in opposite order would deadlock."""
     first, second = pair(free_port())
     found: list[bytes] = []
     waiting = threading.Thread(target=lambda: found.append(second.get("set later", seconds(20))))
@@ -69,7 +69,7 @@ def test_a_get_that_waits_does_not_hold_up_another_thread_of_its_rank() -> None:
     first.close()
 
 
-def test_a_client_may_come_before_the_server() -> None:
+def test_a_client_may_start_before_the_server() -> None:
     port = free_port()
     found: list[bytes] = []
 
@@ -99,7 +99,7 @@ def test_two_jobs_with_one_port_find_each_its_own_store() -> None:
             store.close()
 
 
-def test_a_program_that_has_the_port_is_passed_over() -> None:
+def test_a_port_of_another_program_is_skipped() -> None:
     port = free_port()
     with socket.create_server(("127.0.0.1", port)):
         first, second = pair(port)
@@ -109,12 +109,12 @@ def test_a_program_that_has_the_port_is_passed_over() -> None:
         first.close()
 
 
-def test_nobody_there_is_said_with_what_to_check() -> None:
+def test_a_missing_store_is_an_error_with_what_to_check() -> None:
     with pytest.raises(RendezvousError, match=r"no store of this job at 127\.0\.0\.1, ports .*did rank 0 start"):
         TcpStore("127.0.0.1", free_port(), "job", serve=False, timeout_s=0.2)
 
 
-def test_the_end_of_rank_0_is_heard_by_who_waits() -> None:
+def test_a_waiting_rank_fails_when_rank_0_ends() -> None:
     first, second = pair(free_port())
     timer = threading.Timer(0.1, first.close)
     timer.start()
@@ -128,7 +128,7 @@ def test_the_end_of_rank_0_is_heard_by_who_waits() -> None:
     second.close()
 
 
-def test_a_full_store_and_a_stranger_cost_their_own_connection_only(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_store_and_a_malformed_request_end_only_their_connection(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tcp_store, "MAX_BYTES", 1000)
     port = free_port()
     first, second = pair(port)
@@ -160,7 +160,7 @@ def launched(rank: int, size: int, folder: str, port: int) -> list[float]:
     return found
 
 
-def test_ranks_meet_by_their_launchers_variables() -> None:
+def test_ranks_connect_from_their_launchers_variables() -> None:
     port = free_port()
     got = values(run_ranks(launched, 3, port))
     assert got == [[6.0, 2.0] * 2, [6.0, 1.0] * 2, [6.0, 2.0] * 2]

@@ -1,5 +1,5 @@
-// Stands before libstdc++: `operator new` throws std::bad_alloc once, at the count-th call after `fail_after`: of the
-// thread that called that, or of all others.
+// Preloaded before libstdc++: `operator new` throws std::bad_alloc once, at the count-th call after `fail_after`. Only
+// calls of the thread that called `fail_after` count, or only those of all other threads.
 //
 // c++ -shared -fPIC failing_new.cpp -o failing_new.so, then LD_PRELOAD.
 #include <atomic>
@@ -12,7 +12,7 @@ std::atomic<long> left{0};
 std::atomic<std::thread::id> caller;
 std::atomic<bool> fails_elsewhere{false};
 
-bool is_meant() { return (std::this_thread::get_id() != caller.load()) == fails_elsewhere.load(); }
+bool counts() { return (std::this_thread::get_id() != caller.load()) == fails_elsewhere.load(); }
 }  // namespace
 
 extern "C" void fail_after(long count, bool elsewhere) {
@@ -22,10 +22,10 @@ extern "C" void fail_after(long count, bool elsewhere) {
 }
 
 void* operator new(std::size_t bytes) {
-  if (left.load(std::memory_order_relaxed) > 0 && is_meant() && left.fetch_sub(1) == 1) throw std::bad_alloc();
-  if (void* found = std::malloc(bytes == 0 ? 1 : bytes)) return found;
+  if (left.load(std::memory_order_relaxed) > 0 && counts() && left.fetch_sub(1) == 1) throw std::bad_alloc();
+  if (void* memory = std::malloc(bytes == 0 ? 1 : bytes)) return memory;
   throw std::bad_alloc();
 }
 
-void operator delete(void* place) noexcept { std::free(place); }
-void operator delete(void* place, std::size_t) noexcept { std::free(place); }
+void operator delete(void* memory) noexcept { std::free(memory); }
+void operator delete(void* memory, std::size_t) noexcept { std::free(memory); }

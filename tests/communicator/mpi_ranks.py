@@ -1,4 +1,4 @@
-"""What ranks under mpirun do, for test_mpi.py: `python mpi_ranks.py CASE`. Prints JSON as its last line."""
+"""The ranks under mpirun of test_mpi.py: `python mpi_ranks.py CASE`. Prints JSON as its last line."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def join(**options: Any) -> Communicator:
 
 
 def meet() -> Any:
-    """A group with nothing but the launcher's variables, twice; what it was."""
+    """Make a group from the launcher's variables alone, twice; returns its facts."""
     for _ in range(2):
         with join() as group:
             mine = np.arange(1000.0) * (group.rank + 1)
@@ -62,7 +62,7 @@ def check_messages(group: Communicator) -> None:
 
 
 def beside() -> Any:
-    """netfold in one thread, on a group and a part of it; the program's MPI in another, with any source and tag."""
+    """netfold in one thread, on a group and a split of it; the program's MPI in another, with any source and tag."""
     import threading
 
     from mpi4py import MPI
@@ -94,7 +94,7 @@ def beside() -> Any:
 
 
 def goes_away() -> Any:
-    """What was sent arrives while its sender computes; what was sent last, though its sender has closed the group."""
+    """A message arrives while its sender computes; the last one, although its sender has closed the group."""
     with join(transport="mpi") as group:
         group.barrier()
         began = time.monotonic()
@@ -119,7 +119,7 @@ def goes_away() -> Any:
 
 
 def dies() -> Any:
-    """Rank 1 is killed in the middle of things; what the others say, and after how long."""
+    """Rank 1 is killed during operations; returns the others' errors, and after how long."""
     with join(transport="mpi", reconnect_s=0) as group:
         mine = np.ones(1 << 20, np.float32)
         began = time.monotonic()
@@ -131,7 +131,7 @@ def dies() -> Any:
                 group.all_reduce(mine)
         except Exception as error:
             said = {"error": str(error), "type": type(error).__name__, "took_s": time.monotonic() - began}
-    # An MPI may wait for the dead when it ends, and mpirun end all ranks when one has: the test ends them.
+    # MPI_Finalize may wait for the dead rank, and mpirun end all ranks after one ends: the test ends them.
     file = Path(sys.argv[2], f"{group.rank}.json")
     file.with_suffix(".part").write_text(json.dumps(said))
     file.with_suffix(".part").rename(file)

@@ -1,5 +1,5 @@
-/* In the place of libfabric.so.1, for test_fabric_library.py: one that is too old, or passes everything on to the real
- * one and lets no memory be registered: none at all, or none to write to.
+/* Replaces libfabric.so.1 in test_fabric_library.py. Either too old, or a wrapper of the real one that registers no
+ * memory, or (WRITES) none for writes.
  *   cc -shared -fPIC -Wl,-soname,libfabric.so.1 [-DOLD | -DREAL="path" [-DWRITES]] odd_libfabric.c -o libfabric.so.1 */
 #include <dlfcn.h>
 #include <rdma/fabric.h>

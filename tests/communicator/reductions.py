@@ -1,6 +1,6 @@
-"""What a reduction must give, to the last bit: the order of summation that each algorithm states, in NumPy.
+"""The exact result of a reduction, in NumPy: by the order of summation that each algorithm states.
 
-`parts[r]` is rank r's contribution. A *wire* is what f32 values are rounded to while they travel.
+`parts[r]` is rank r's contribution. A *wire* is the format to which sent f32 values are rounded.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ INTEGER_OPS = ("sum", "product", "min", "max", "band", "bor", "bxor")
 UNIT_ROUNDOFF = {"f32": 2.0**-24, "bf16": 2.0**-8, "f16": 2.0**-11}
 
 
-# (rank, dtype) -> the longest contribution made so far; a shorter one is its beginning. Ranks of one process share it.
+# By (rank, dtype), the longest contribution so far; shorter ones are prefixes. Ranks of one process share it.
 _made: dict[tuple[int, str], Array] = {}
 _MADE_BYTES = 256 << 20
 
@@ -60,7 +60,7 @@ def _contribution(rank: int, count: int, dtype: str) -> Array:
 
 
 def rounded(values: Array, wire: str) -> Array:
-    """f32 values after a trip in `wire`: to nearest, ties to even."""
+    """f32 values after rounding to `wire`: to nearest, ties to even."""
     if wire == "f32":
         return values
     if wire == "f16":
@@ -72,8 +72,10 @@ def rounded(values: Array, wire: str) -> Array:
 
 
 def by_rank(op: str, parts: Sequence[Array], wire: str = "f32") -> Array:
-    """Direct and in-network: folded from rank 0 up, f16 in f32 and rounded once. In-network with a wire: each
-    contribution is rounded to it, folded in f32, and the result rounded once."""
+    """Direct and in-network: reduced from rank 0 up, f16 in f32 and rounded once.
+
+    In-network with a wire: each contribution is rounded to the wire, reduced in f32, and the result rounded once.
+    """
     dtype = parts[0].dtype
     wide = np.float32 if dtype == np.float16 else dtype
     parts = [rounded(part, wire) if wire != "f32" else part.astype(wide) for part in parts]
@@ -86,8 +88,10 @@ def by_rank(op: str, parts: Sequence[Array], wire: str = "f32") -> Array:
 
 
 def by_ring(op: str, parts: Sequence[Array], wire: str = "f32") -> Array:
-    """Ring: block b is folded from rank b up, round the ring, and rounded to the tensor's type at every hop; with a
-    wire also to that, at every hop and once more by the owner of the finished block."""
+    """Ring: block b is reduced from rank b up, round the ring, and rounded to the tensor's type at every hop.
+
+    With a wire also to the wire, at every hop and once more by the owner of the finished block.
+    """
     ranks, count = len(parts), len(parts[0])
     dtype = parts[0].dtype
     wide = np.float32 if dtype == np.float16 else dtype
@@ -106,7 +110,7 @@ def by_ring(op: str, parts: Sequence[Array], wire: str = "f32") -> Array:
 
 
 def by_ring_scatter(op: str, parts: Sequence[Array], owner: int) -> Array:
-    """Ring reduce_scatter: the owner's block is folded from the rank after it, round the ring, to itself."""
+    """Ring reduce_scatter: a block is reduced from the rank after its owner, round the ring, to its owner."""
     ranks = len(parts)
     total = parts[(owner + 1) % ranks]
     for step in range(2, ranks + 1):
@@ -115,7 +119,7 @@ def by_ring_scatter(op: str, parts: Sequence[Array], owner: int) -> Array:
 
 
 def by_halving(op: str, parts: Sequence[Array], wire: str = "f32") -> Array:
-    """Halving-doubling: a folded-in neighbour first, then own + partner's, partners by ascending distance."""
+    """Halving-doubling: the extra neighbour's first, then own + partner's, partners by ascending distance."""
     ranks = len(parts)
     core = 1 << (ranks.bit_length() - 1)
     extra = ranks - core
@@ -139,7 +143,7 @@ def by_halving(op: str, parts: Sequence[Array], wire: str = "f32") -> Array:
 
 
 def by_halving_scatter(op: str, parts: Sequence[Array], owner: int) -> Array:
-    """Recursive halving: a folded-in neighbour first, then own + partner's, the farthest partner first."""
+    """Recursive halving: the extra neighbour's first, then own + partner's, the farthest partner first."""
     ranks = len(parts)
     core = 1 << (ranks.bit_length() - 1)
     extra = ranks - core
@@ -156,8 +160,11 @@ def by_halving_scatter(op: str, parts: Sequence[Array], owner: int) -> Array:
 
 
 def by_tree(op: str, parts: Sequence[Array], wire: str = "f32", root: int = 0) -> Array:
-    """Trees: own, then the children's in ascending order; one binomial tree for small tensors, else two binary trees
-    on the ranks without the root, the second one's numbers mirrored or moved by one."""
+    """Trees: own, then the children's in ascending order.
+
+    One binomial tree for small tensors; else two binary trees on the ranks without the root, where the second one's
+    numbers are mirrored or shifted by one.
+    """
     ranks = len(parts)
     numbered = [parts[(root + number) % ranks] for number in range(ranks)]
 

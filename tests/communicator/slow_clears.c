@@ -1,6 +1,6 @@
-/* Stands before libc: reads of eight bytes by any thread but the first take 3 ms longer, as if the thread lost its core.
- *
- * Those are the engine's reads of its eventfds. cc -shared -fPIC slow_clears.c -o slow_clears.so, then LD_PRELOAD. */
+/* Preloaded before libc: reads of eight bytes by any thread but the first take 3 ms longer, as if the thread lost its
+ * core. These are the engine's reads of its eventfds.
+ * cc -shared -fPIC slow_clears.c -o slow_clears.so, then LD_PRELOAD. */
 #define _GNU_SOURCE
 #include <sys/syscall.h>
 #include <time.h>

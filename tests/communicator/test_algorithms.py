@@ -1,6 +1,6 @@
 """Every all-reduce against its stated order of summation, bit for bit, over ranks, sizes, dtypes, operators and wires.
 
-One world of processes a number of ranks runs everything and says what it found; the tests below ask for their part.
+For each number of ranks, one set of processes runs all cases and reports; each test below checks its case.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ pytestmark = pytest.mark.xdist_group("algorithms")  # the worlds are made once
 
 RANKS = (1, 2, 3, 4, 5)
 SIZES = (0, 1, 2, 7, 351, 352, 353, 1000, 65537, 1_000_003)
-# In the network a chunk is 352 values of 4 bytes over Ethernet and 8192 over loopback: tails on both sides of each.
+# In-network, a chunk is 352 values of 4 bytes over Ethernet and 8192 over loopback: tails on both sides of each.
 LOOPBACK_SIZES = (8191, 8192, 8193, 300_007)
 DTYPES = ("float32", "float64", "int32", "int64", "uint8", "int8", "float16", "int16", "uint16", "uint32", "uint64")
-# label -> algorithm, wire, payload bytes of a packet (None: what the path takes)
+# By label: algorithm, wire, payload bytes of a packet (None: as the path's MTU allows)
 ALGORITHMS: dict[str, tuple[str, str, int | None]] = {
     "direct": ("direct", "auto", None),
     "shared_memory": ("shared_memory", "auto", None),
@@ -52,7 +52,7 @@ Case = tuple[str, str, int]  # op, dtype, elements
 
 def cases_of(label: str) -> list[Case]:
     _, wire, _ = ALGORITHMS[label]
-    if wire != "auto":  # of f32 tensors; others travel as they are
+    if wire != "auto":  # only f32 tensors are converted
         found = [("sum", "float32", size) for size in SIZES]
         found += [(op, "float32", 353) for op in FLOAT_OPS]
         return [*found, ("sum", "float64", 353), ("sum", "int32", 353)]
@@ -83,7 +83,7 @@ def contributions(size: int, count: int, dtype: str) -> tuple[Any, ...]:
 
 
 def reduce_everything(rank: int, size: int, folder: str, switch: str) -> dict[str, Any]:
-    """label -> {case: (what is wrong or "", digest of the bits)}, and the labels' back-to-back runs and events."""
+    """By label, {case: (difference or "", digest of the bits)}, with the back-to-back runs and events."""
     found: dict[str, Any] = {}
     candidates = control_messages.PAYLOAD_CANDIDATES
     for label, (algorithm, wire, payload) in ALGORITHMS.items():
@@ -111,7 +111,7 @@ def _reduce(group: Communicator, fold: Any, op: str, dtype: str, count: int) -> 
 
 
 def _back_to_back(group: Communicator, fold: Any) -> tuple[str, str]:
-    """Run many operations of changing length with nothing between them, and look at the results at the end.
+    """Run many operations of changing length back to back, and check the results at the end.
 
     Returns the first difference from the stated order (rank 0 only) and a digest of all results.
     """
@@ -184,7 +184,7 @@ def test_operations_that_follow_each_other_without_a_barrier_do_not_mix(size: in
 
 @labels
 @ranks
-def test_the_algorithm_that_was_asked_for_is_the_one_that_runs(size: int, label: str) -> None:
+def test_the_requested_algorithm_runs(size: int, label: str) -> None:
     algorithm = "local" if size == 1 else ALGORITHMS[label][0]
     for found in world(size):
         assert found[label]["why"].startswith(f"{algorithm} (")
@@ -201,13 +201,13 @@ def test_direct_and_in_network_give_the_same_bits(size: int) -> None:
 @pytest.mark.parametrize("algorithm", ["ring", "in_network"])
 @pytest.mark.parametrize("size", [2, 3, 4, 5, 64])
 def test_a_wire_format_loses_no_more_than_its_roundings(size: int, algorithm: str, wire: str) -> None:
-    """The stated order of summation, which the tests above hold to the bit, against the sum in f64.
+    """Compare the stated order of summation, which the tests above check bit by bit, with the sum in f64.
 
-    Let u be the wire's unit roundoff, v that of f32, in which sums are made. In the network a contribution x_r is
-    rounded to the wire (1 + d, |d| <= u), goes through at most P - 1 additions (each 1 + e, |e| <= v), and the result
-    is rounded once more: |error| <= ((1 + u)^2 (1 + v)^(P-1) - 1) sum |x_r|. In a ring the partial sum is rounded
-    before each of P - 1 hops and once by the block's owner, P roundings in all for the first contribution, so the
-    exponent 2 becomes P. Values are within f16's normal range, where rounding errors are relative.
+    Let u be the wire's unit roundoff, v that of f32, in which sums are made. In-network, a contribution x_r is
+    rounded to the wire (1 + d, |d| <= u), then takes part in at most P - 1 additions (each 1 + e, |e| <= v), and the
+    result is rounded once more: |error| <= ((1 + u)^2 (1 + v)^(P-1) - 1) sum |x_r|. In a ring the partial sum is
+    rounded before each of P - 1 hops and once by the block's owner, P roundings in all for the first contribution, so
+    the exponent 2 becomes P. Values are within f16's normal range, where rounding errors are relative.
     """
     parts = [contribution(rank, 4099, "float32") for rank in range(size)]
     parts = [np.where(np.abs(part) < 0.5, np.float32(0.5), part) for part in parts]

@@ -1,4 +1,4 @@
-"""Whose arrays can travel, and as what: NumPy's of every dtype, any framework's by DLPack or the buffer protocol."""
+"""Which arrays can be sent, and as which dtype: NumPy's, and any framework's by DLPack or the buffer protocol."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.native
 
 
 class Foreign:
-    """An array of another framework: it shows its memory by DLPack only."""
+    """An array of another framework, with DLPack only."""
 
     def __init__(self, held: Any) -> None:
         self.held = held
@@ -29,7 +29,7 @@ class Foreign:
 
 
 class Old(Foreign):
-    """From before DLPack 1.0: it cannot say whether it may be written, as JAX's immutable arrays cannot."""
+    """An array from before DLPack 1.0, which cannot say whether it is writable, like JAX's immutable arrays."""
 
     def __dlpack__(self, max_version: Any = None) -> Any:
         return self.held.__dlpack__()
@@ -67,7 +67,7 @@ def numbers(rank: int, size: int, folder: str) -> None:
             np.testing.assert_array_equal(group.all_gather(bools[rank]), np.stack(bools), strict=True)
 
 
-def test_complex_numbers_and_bools_travel_by_views() -> None:
+def test_complex_numbers_and_bools_are_sent_as_views() -> None:
     values(run_threads(numbers, 2))
 
 
@@ -78,7 +78,7 @@ def foreign(rank: int, size: int, folder: str) -> None:
         wrapped = Foreign(mine)
         assert group.all_reduce(wrapped) is wrapped
         np.testing.assert_array_equal(mine, parts[0] + parts[1])
-        # An immutable one is an input; the result goes elsewhere.
+        # An immutable array is an input; the result goes into `out`.
         held = parts[rank].copy()
         held.flags.writeable = False
         for immutable in (Foreign(held), Old(parts[rank].copy())):
@@ -87,7 +87,7 @@ def foreign(rank: int, size: int, folder: str) -> None:
             np.testing.assert_array_equal(out, parts[0] + parts[1])
             gathered = group.all_gather(immutable)
             np.testing.assert_array_equal(gathered, np.stack(parts), strict=True)
-        with pytest.raises(BufferError):  # NumPy's own words
+        with pytest.raises(BufferError):  # NumPy's own error
             group.all_reduce(Old(held))
         with pytest.raises(ValueError, match=r"Old cannot take a result: its DLPack export does not say"):
             group.all_reduce(Old(parts[rank].copy()))
@@ -106,7 +106,7 @@ def foreign(rank: int, size: int, folder: str) -> None:
         assert doubles.tolist() == [3.0, 10.0]
 
 
-def test_any_array_with_dlpack_travels_from_where_it_lies() -> None:
+def test_any_array_with_dlpack_is_sent_in_place() -> None:
     values(run_threads(foreign, 2))
 
 
@@ -123,7 +123,7 @@ def brain_floats(rank: int, size: int, folder: str) -> None:
             np.testing.assert_array_equal(gathered, np.stack(parts), strict=True)
 
 
-def test_bf16_travels_as_itself() -> None:
+def test_bf16_is_sent_as_bf16() -> None:
     pytest.importorskip("ml_dtypes", reason="bf16 for NumPy comes with ml_dtypes")
     values(run_threads(brain_floats, 2))
 
@@ -149,5 +149,5 @@ def short_way(rank: int, size: int, folder: str) -> None:
         group.all_reduce(np.ones(3))
 
 
-def test_plain_numbers_take_the_short_way_with_the_same_results_and_errors() -> None:
+def test_the_fast_path_for_plain_numbers_has_the_same_results_and_errors() -> None:
     values(run_threads(short_way, 2))

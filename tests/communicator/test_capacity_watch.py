@@ -1,4 +1,4 @@
-"""What is said, remembered and told of a way's rate while a group is at work, with a clock of its own."""
+"""How CapacityWatch logs, keeps and reports a path's rate, with a simulated clock."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ LINK = 25_000_000
 
 
 class Turns:
-    """A watch, its clock, and the Shares it looks at."""
+    """A watch, its clock, and the Shares that it reads."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *, measured: bool = True, rank: int = 0) -> None:
-        monkeypatch.setattr(capacity, "_known", {})
+        monkeypatch.setattr(capacity, "_cache", {})
         self.now = 100.0
         self.shares = shares.Shares([4_000_000, 6_000_000], 14_000_000, LINK)
         clock = lambda: self.now
-        self.watch = CapacityWatch(lambda: self.shares, rank=rank, ends=ENDS, switch=SWITCH, clock=clock)
+        self.watch = CapacityWatch(lambda: self.shares, rank=rank, hosts=ENDS, switch=SWITCH, clock=clock)
         self.watch.begin(measured=measured)
 
     def operation(self, first: int, second: int = 6_000_000, host: int = 14_000_000) -> None:
-        """One in which each way was alone for a while."""
+        """An operation in which each path also ran alone."""
         self.shares.learn([(0, first), (0, second), (0, host)])
         self.now += 1
 
@@ -35,7 +35,7 @@ class Turns:
         return [self.watch.look(0), self.watch.look(1)]
 
 
-def test_a_drift_of_a_fifth_is_what_the_next_group_begins_with(
+def test_the_next_group_begins_with_a_rate_that_drifted_by_a_fifth(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     turns = Turns(monkeypatch)
@@ -52,7 +52,7 @@ def test_a_drift_of_a_fifth_is_what_the_next_group_begins_with(
     assert "s:2" not in record.getMessage() and "0000" not in record.getMessage()
 
 
-def test_one_line_a_minute_has_all_that_changed_since_the_last(
+def test_one_log_line_a_minute_has_all_changes_since_the_last(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     turns = Turns(monkeypatch)
@@ -62,7 +62,7 @@ def test_one_line_a_minute_has_all_that_changed_since_the_last(
             turns.look()
         assert len(caplog.records) == 1
         turns.now += 1
-        turns.operation(8_000_000, host=28_000_000)  # of which half is believed
+        turns.operation(8_000_000, host=28_000_000)  # the estimate moves by half of the change
         turns.look()
     assert len(caplog.records) == 2
     said = caplog.records[1].getMessage()
@@ -71,7 +71,7 @@ def test_one_line_a_minute_has_all_that_changed_since_the_last(
     assert capacity.cached_rates(ENDS, SWITCH)[0] == turns.look()[0], "the first rate does not wait for the log"
 
 
-def test_another_rank_remembers_and_logs_nothing(
+def test_other_ranks_keep_rates_and_log_nothing(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     turns = Turns(monkeypatch, rank=1)
@@ -81,12 +81,12 @@ def test_another_rank_remembers_and_logs_nothing(
     assert capacity.cached_rates(ENDS, SWITCH) == (1e6, 6e6) and not caplog.records
 
 
-def test_what_nobody_measured_is_told_to_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unmeasured_rate_is_not_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     turns = Turns(monkeypatch, measured=False)
     assert turns.look() == [None, None]
     turns.operation(1_000_000)
     assert turns.look() == [1e6, 6e6]
-    before = CapacityWatch(lambda: None, rank=0, ends=ENDS, switch=SWITCH)
+    before = CapacityWatch(lambda: None, rank=0, hosts=ENDS, switch=SWITCH)
     assert before.look(0) is None, "the group has no shares yet"
 
 

@@ -1,6 +1,6 @@
 """The collectives beside all-reduce, on NumPy arrays, over ranks, roots and uneven sizes. Ranks are threads.
 
-Reductions go direct, in rank order; other algorithms and their orders: test_host_algorithms.py.
+Reductions use the direct algorithm, in rank order. Other algorithms: test_host_algorithms.py.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.native
 
 TRANSPORTS = pytest.mark.parametrize("transport", ["auto", "tcp"])  # auto: the ranks share memory
 RANKS = pytest.mark.parametrize("size", [1, 2, 3, 5])
-# Of one rank's buffer; the largest is more than sockets hold at once.
+# Elements of one rank's buffer. The largest exceeds the buffers of sockets.
 COUNTS = (0, 1, 353, 100_003, 2_000_003)
 
 
@@ -27,7 +27,7 @@ def join(rank: int, size: int, folder: str, **options: str) -> Communicator:
 
 
 def in_rank_order(transport: str) -> str:
-    """Who folds floats in the order of ranks, so that results are exact: shared memory does, else direct."""
+    """An algorithm that reduces floats in rank order, so that results are exact: shared memory, else direct."""
     return "direct" if transport == "tcp" else "auto"
 
 
@@ -66,7 +66,7 @@ def reduce_scatter(rank: int, size: int, folder: str, transport: str) -> None:
     with join(rank, size, folder, transport=transport, algorithm=in_rank_order(transport)) as group:
         for count in COUNTS:
             for op in ("sum", "max"):
-                # Rank a's buffer for rank b holds what nobody else's does.
+                # Rank a's buffer for rank b has values of its own.
                 parts = [contribution(other * size + rank, count, "float32") for other in range(size)]
                 into = np.empty(count, np.float32)
                 group.reduce_scatter(
@@ -106,7 +106,7 @@ def non_finite(rank: int, size: int, folder: str, transport: str) -> None:
 @TRANSPORTS
 @RANKS
 @pytest.mark.parametrize("collective", [broadcast, reduce, all_gather, reduce_scatter, all_to_all])
-def test_every_rank_gets_exactly_what_it_is_due(collective: object, size: int, transport: str) -> None:
+def test_every_rank_gets_exactly_its_result(collective: object, size: int, transport: str) -> None:
     values(run_threads(collective, size, transport, timeout_s=60))
 
 
@@ -117,7 +117,7 @@ def test_nan_and_infinity_arrive_at_every_rank(size: int, transport: str) -> Non
 
 
 def barriers(rank: int, size: int, folder: str, transport: str) -> list[int]:
-    """What a counter of arrivals read after each barrier."""
+    """The number of arrivals, read after each barrier."""
     store = FileStore(f"{folder}/arrivals")
     with join(rank, size, f"{folder}/group", transport=transport) as group:
         seen = []
@@ -132,12 +132,12 @@ def barriers(rank: int, size: int, folder: str, transport: str) -> list[int]:
 
 @TRANSPORTS
 @RANKS
-def test_a_barrier_lets_nobody_through_before_everybody_came(size: int, transport: str) -> None:
+def test_no_rank_leaves_a_barrier_before_all_have_entered(size: int, transport: str) -> None:
     assert values(run_threads(barriers, size, transport)) == [list(range(20))] * size
 
 
 def ahead(rank: int, size: int, folder: str) -> None:
-    """Ranks that give without waiting run ahead of slow readers, by posts and by slots, and come to no harm."""
+    """Ranks that send without waiting run ahead of slow readers, by posts and by slots, and all is correct."""
     with join(rank, size, folder) as group:
         for turn in range(30):
             if turn % 3 == rank % 3:
@@ -160,7 +160,7 @@ def test_roots_and_leaves_that_need_not_wait_run_ahead_without_harm(size: int) -
 
 
 def misuse(rank: int, size: int, folder: str) -> list[str]:
-    """Calls that can never be right, and a good one after each."""
+    """Make calls that can never be right, and a good one after each."""
     said = []
     with join(rank, size, folder) as group:
         floats, integers = np.ones(8, np.float32), np.ones(8, np.int32)
@@ -189,7 +189,7 @@ def misuse(rank: int, size: int, folder: str) -> list[str]:
     return said
 
 
-def test_misuse_is_refused_in_a_sentence_and_harms_nothing() -> None:
+def test_misuse_is_refused_in_a_sentence_and_changes_nothing() -> None:
     said = values(run_threads(misuse, 2))[0]
     for text, words in zip(
         said,

@@ -1,4 +1,4 @@
-"""Connections between hosts that break while both ends live: made again, with nothing lost, doubled or made up."""
+"""Connections between hosts that break while both ends live: made again, with no byte lost, repeated or invented."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from netfold import Communicator, FileStore, Options
 
 pytestmark = pytest.mark.native
 
-# Ranks that may not share memory are hosts to each other.
+# Without shared memory, ranks treat each other as ranks of other hosts.
 APART = Options(transport="tcp", reconnect_s=10)
 
 
@@ -42,13 +42,13 @@ def connections() -> list[int]:
 
 
 def hang_up(fd: int) -> None:
-    """Both directions end, in order: the peer reads what was sent, then an end that nobody meant."""
+    """Both directions end, in order: the peer reads all sent bytes, then an unexpected end."""
     with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as stream:
         stream.shutdown(socket.SHUT_RDWR)
 
 
 def reset(fd: int) -> None:
-    """As a firewall or a lost address does it: what is on its way is gone, and both ends hear a reset."""
+    """As a firewall or a lost address does: bytes in flight are lost, and both ends get a reset."""
     with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as stream:
         port = stream.getsockname()[1]
         subprocess.run(["ss", "-K", "sport", "=", str(port)], capture_output=True, check=False)
@@ -69,7 +69,7 @@ def can_reset() -> bool:
 
 @contextlib.contextmanager
 def breaking(how: Callable[[int], None], seed: int, every_s: float) -> Iterator[list[int]]:
-    """Breaks one of this process's connections every so often."""
+    """Breaks one of this process's connections repeatedly."""
     stop = threading.Event()
     broken: list[int] = []
 
@@ -116,11 +116,11 @@ def _work_while_breaking(
                 sent.wait()
                 assert (got == source + turn).all()
                 turn += 1
-                # Rank 0 alone decides, so that all ranks end with the same turn.
+                # Rank 0 alone decides, so that all ranks end after the same operation.
                 going[0] = len(broken) < BROKEN or turn % 8 != 0
                 group.broadcast(going, 0)
         group.barrier()
-        # Nobody leaves while another still needs it: what was broken last may still be being made again.
+        # No rank leaves while another needs it: the last reconnect may still be under way.
         Path(folder, f"through{rank}").touch()
         deadline = time.monotonic() + seconds(20)
         while any(not Path(folder, f"through{other}").exists() for other in range(size)):
@@ -154,7 +154,7 @@ def test_connections_in_records_are_made_again_under_new_keys_and_no_byte_is_los
 
 
 def _stripes(rank: int, size: int, folder: str) -> list[int]:
-    """Bytes that left over each address."""
+    """Bytes sent from each address."""
     hosts = ["127.0.0.1", "127.0.0.2", "127.0.0.3"]
     options = Options(transport="tcp", interface=",".join(hosts), algorithm="ring", probe="off")
     with Communicator(FileStore(folder), rank, size, options=options, timeout_s=30) as group:
@@ -189,7 +189,7 @@ def _lost(rank: int, size: int, folder: str, fate: str, options: Options) -> Any
             time.sleep(3)  # its process lives on
             return None
         if fate == "throws away":
-            # What this end had received and nobody had read is gone with the socket: nobody may guess it.
+            # Bytes that this end had received and not read are lost with the socket.
             time.sleep(0.5)
             for fd in connections():
                 with open(os.devnull, "rb") as nothing:
@@ -217,7 +217,7 @@ def lost(fate: str, options: Options, dies: tuple[int, ...] = ()) -> list[Outcom
     return run_ranks(_lost, 2, fate, options, dies=dies, timeout_s=60)
 
 
-def test_who_died_is_missed_at_once_although_a_connection_may_come_back() -> None:
+def test_a_dead_rank_is_noticed_at_once_although_connections_may_return() -> None:
     began = time.monotonic()
     outcome = lost("dies", APART, dies=(0,))[1]
     assert outcome.error == "PeerLost"
@@ -226,25 +226,25 @@ def test_who_died_is_missed_at_once_although_a_connection_may_come_back() -> Non
     assert time.monotonic() - began < seconds(10)
 
 
-def test_who_left_the_group_is_missed_with_its_reason() -> None:
+def test_a_rank_that_left_the_group_is_noticed_with_its_reason() -> None:
     outcome = lost("closes", APART)[1]
     assert outcome.error == "PeerLost"
     assert "rank 0 closed the group" in outcome.text or "it closed the group" in outcome.text, outcome.text
 
 
-def test_without_time_to_come_back_a_connection_that_ends_is_the_end() -> None:
+def test_with_reconnect_0_a_broken_connection_ends_the_group() -> None:
     outcome = lost("dies", Options(transport="tcp", reconnect_s=0), dies=(0,))[1]
     assert outcome.error == "PeerLost"
     assert "it died or left the group: see its own output" in outcome.text
 
 
-def test_who_does_not_come_back_in_time_is_given_up() -> None:
+def test_a_rank_that_does_not_reconnect_in_time_is_given_up() -> None:
     outcome = lost("stops", Options(transport="tcp", reconnect_s=1))[1]
     assert outcome.error == "PeerLost"
     assert "s of trying to make it again" in outcome.text
 
 
-def test_what_cannot_be_said_again_is_an_error_and_no_guess() -> None:
+def test_bytes_that_cannot_be_retransmitted_are_an_error() -> None:
     for outcome in lost("throws away", APART):
         assert outcome.error == "PeerLost", outcome
         assert "are not kept any more" in outcome.text or "gave up" in outcome.text or "left the group" in outcome.text
@@ -261,7 +261,7 @@ def _severs_while_it_receives(
 
             def sever() -> None:
                 nonlocal severed
-                time.sleep(0.1)  # by now the receive drives the group
+                time.sleep(0.1)  # by then the receive's thread drives the group
                 severing.set()
                 assert group.group._native.disconnect(0, 1, 0, -1) == (pytest.approx(0, abs=1000), 0)
                 severed = time.monotonic()
@@ -275,7 +275,7 @@ def _severs_while_it_receives(
             over.set()
             assert list(message) == [5.0] * 3
         elif rank == 1:
-            over.wait(20)  # in no call, so it does not notice
+            over.wait(20)  # makes no call, so it does not notice
         else:
             severing.wait(20)
             time.sleep(0.02)
@@ -284,8 +284,8 @@ def _severs_while_it_receives(
         return came < severed - 0.05
 
 
-def test_a_connection_that_is_given_up_holds_nothing_else_up() -> None:
-    """The peer has 0.2 s to end it. A busy machine may take as long for the message, but not each time."""
+def test_a_connection_that_is_given_up_delays_nothing_else() -> None:
+    """The peer has 0.2 s to reconnect. On a busy machine a message may take as long, but not each time."""
     for _ in range(10):
         if values(run_threads(_severs_while_it_receives, 3, threading.Event(), threading.Event()))[0]:
             return

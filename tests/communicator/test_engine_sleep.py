@@ -1,4 +1,4 @@
-"""The engine's thread sleeps until there is something to do, and misses no request on its way to sleep."""
+"""The engine's thread sleeps while there is no work, and misses no request while it prepares to sleep."""
 
 from __future__ import annotations
 

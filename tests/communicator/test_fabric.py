@@ -1,6 +1,6 @@
-"""Collectives over libfabric: every algorithm on the strict provider, other providers, and what goes wrong, in time.
+"""Collectives over libfabric: every algorithm on the strict provider, other providers, and failures, in time.
 
-Ranks are threads where none of them dies; they share the port of their process then.
+Ranks are threads, which share their process's port, unless one of them dies.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ LIBFABRIC = need_libfabric()
 
 pytestmark = pytest.mark.native
 
-# Bound of a quiet machine for an error that must not take TIMEOUT_S.
+# On an idle machine, an error that must not take TIMEOUT_S comes within this.
 SOON_S = 3.0
 TIMEOUT_S = 20.0
 LOOPBACK = ("127.0.0.1",)
@@ -60,7 +60,7 @@ def every_algorithm(rank: int, size: int, folder: str, provider: str) -> None:
 
 
 @pytest.mark.parametrize("size", [2, 3, 5])
-def test_every_algorithm_is_right_on_a_provider_that_takes_every_liberty(size: int) -> None:
+def test_every_algorithm_is_correct_on_the_least_helpful_provider(size: int) -> None:
     port = port_of(f"strict:seed={size}+tcp", LOOPBACK)
     values(run_threads(every_algorithm, size, f"strict:seed={size}+tcp", timeout_s=60))
     counters = port.counters
@@ -72,7 +72,7 @@ def test_every_algorithm_is_right_on_a_provider_that_takes_every_liberty(size: i
 
 def sums(rank: int, size: int, folder: str) -> tuple[float, int]:
     for number, provider in enumerate(PROVIDERS):
-        # Over one of them, what the probe measures is the fabric.
+        # With one of them, the probe measures the fabric.
         with join(rank, size, f"{folder}/{number}", provider, probe="on" if number == 0 else "off") as group:
             for count in (1, 1000, 300_007):
                 mine = host.contribution(rank, count, "int64")
@@ -87,13 +87,13 @@ def sums(rank: int, size: int, folder: str) -> tuple[float, int]:
                 np.testing.assert_array_equal(got, np.arange(300_003), err_msg=provider)
             if rank == 0:
                 port = port_of(provider, LOOPBACK)
-                # Over shm it is the peer who writes, and nobody could take that back.
+                # Over shm the peer writes, which cannot be undone.
                 assert (port.counters["writes"] >= 3) == (provider != "shm") == (not port.why_not_rma), provider
     return waits(rank, size, f"{folder}/waits"), os.getpid()
 
 
 def waits(rank: int, size: int, folder: str) -> float:
-    """The part of a core that a rank uses while it waits for another, 0.6 s or longer."""
+    """The fraction of a core that a rank uses while it waits for another, for at least 0.6 s."""
     with join(rank, size, folder, "tcp") as group:
         group.barrier()
         over = f" of libfabric {fabric.version()} on lo (NETFOLD_TRANSPORT=fabric:tcp)"
@@ -108,10 +108,10 @@ def waits(rank: int, size: int, folder: str) -> float:
         return used_s / (time.monotonic() - began_s)
 
 
-def test_the_sums_are_right_over_each_provider_between_processes_and_who_waits_holds_no_core() -> None:
+def test_sums_are_correct_over_each_provider_and_a_waiting_rank_uses_no_core() -> None:
     (used, _), _ = found = values(run_ranks(sums, 2))
     assert used < 0.5, used
-    # A process of multiprocessing ends without atexit, and Python under torch without taking its modules apart.
+    # A process of multiprocessing ends without atexit; Python under torch ends without module teardown.
     left = [path for _, pid in found for path in Path("/dev/shm").glob(f"{pid}:*")]
     assert left == []
 
@@ -135,7 +135,7 @@ def test_one_message_goes_in_stripes_over_all_rails() -> None:
 
 
 @pytest.mark.parametrize("fault", ["fails", "loses"])
-def test_a_rail_that_dies_is_left_out_and_the_others_carry_on(fault: str) -> None:
+def test_a_dead_rail_is_left_out_and_the_others_go_on(fault: str) -> None:
     provider = f"strict:{fault}=50:rail=1+tcp"
     values(run_threads(over_rails, 3, provider))
     assert port_of(provider, RAILS.split(",")).counters["rails_lost"] > 0
@@ -176,7 +176,7 @@ def goes_away(rank: int, size: int, folder: str, arrived: threading.Event) -> No
             np.testing.assert_array_equal(got, np.arange(6000))
 
 
-def test_what_was_sent_arrives_while_its_sender_is_in_no_call() -> None:
+def test_a_sent_message_arrives_while_its_sender_makes_no_call() -> None:
     values(run_threads(goes_away, 2, threading.Event()))
 
 
@@ -199,13 +199,13 @@ def dies(rank: int, size: int, folder: str) -> list[str]:
             said.append(f"{type(error).__name__} {getattr(error, 'rank', None)}: {error}")
     for group in groups:
         group.close()
-    if rank == 0:  # what the provider shm cannot clean up behind a process that was killed
+    if rank == 0:  # the provider shm cannot clean up after a killed process
         for left in Path("/dev/shm").glob(f"{killed.read_text()}:*"):
             left.unlink()
     return said
 
 
-def test_a_rank_that_vanishes_is_named_soon_by_every_provider() -> None:
+def test_a_rank_that_vanishes_is_named_soon_over_every_provider() -> None:
     found = run_ranks(dies, 3, dies=[1])
     for rank in (0, 2):
         assert not found[rank].error, found[rank]
@@ -237,8 +237,8 @@ def dies_with_a_lock(rank: int, size: int, folder: str, told: str) -> str:
 @pytest.mark.skipif(
     LIBFABRIC != "1.17", reason=f"takes the lock where libfabric 1.17 has it in memory; here is {LIBFABRIC}"
 )
-def test_a_provider_that_waits_for_the_lock_of_the_dead_ends_the_process_with_a_word(tmp_path: Path) -> None:
-    """Found by killing ranks in the midst of all_reduce: about one time in thirty the others turned there for good."""
+def test_a_provider_that_waits_for_a_dead_process_ends_this_one_with_a_message(tmp_path: Path) -> None:
+    """Found by killing ranks during all_reduce: about one time in thirty the others spun there forever."""
     began = time.monotonic()
     found = run_ranks(dies_with_a_lock, 2, str(tmp_path / "told"), dies=[0, 1])
     assert [each.value for each in found] == [None, None]
@@ -257,7 +257,7 @@ def fails(rank: int, size: int, folder: str, provider: str) -> str:
     return "nothing went wrong"
 
 
-def test_a_completion_error_is_told_in_the_providers_words() -> None:
+def test_a_completion_error_has_the_providers_text() -> None:
     began = time.monotonic()
     found = values(run_threads(fails, 2, "strict:fails=60+tcp"))
     assert time.monotonic() - began < seconds(SOON_S)
@@ -267,8 +267,8 @@ def test_a_completion_error_is_told_in_the_providers_words() -> None:
     )
 
 
-def test_a_provider_that_can_send_nothing_is_told_of_while_the_ranks_meet() -> None:
-    """Each rank waited for another, and saw its own stream's failure when the time to come together was over."""
+def test_a_provider_that_cannot_send_is_reported_during_start_up() -> None:
+    """Once, each rank waited for another, and saw its own stream's failure only at the deadline."""
     began = time.monotonic()
     for said in values(run_threads(fails, 3, "strict:fails=1+tcp")):
         assert "over the fabric: provider strict+tcp;ofi_rxm: sending failed: this wire was told to fail" in said, said
@@ -292,8 +292,8 @@ def test_a_provider_that_is_not_there_is_an_error_on_every_rank_and_never_anothe
         assert took_s < seconds(SOON_S)
 
 
-def test_ranks_that_are_to_go_over_different_fabrics_are_told_so() -> None:
-    """At once, by the store that they meet by, and not when the time to come together is over."""
+def test_ranks_with_different_fabrics_are_refused() -> None:
+    """At once, through the store, and not at the deadline."""
     for rank, (took_s, said) in enumerate(values(run_threads(refused, 3, ("tcp", "net", "tcp")))):
         assert took_s < seconds(SOON_S)
         other = 0 if rank == 1 else 1
@@ -302,8 +302,8 @@ def test_ranks_that_are_to_go_over_different_fabrics_are_told_so() -> None:
 
 
 @pytest.mark.parametrize("last", ["", "this host has no such device"])
-def test_who_leaves_while_the_ranks_meet_is_not_waited_for(last: str) -> None:
-    """Its word is on its way by the fabric for good; its connection tells, or it says itself why it goes."""
+def test_a_rank_that_leaves_during_start_up_is_not_awaited(last: str) -> None:
+    """Its greeting never comes over the fabric. Its connection ends, or carries its reason."""
     port = port_of("tcp", LOOPBACK)
     ours, theirs = socket.socketpair()
     mine = port.open(fabric.make_doorbell(), 1)
@@ -322,7 +322,7 @@ def test_who_leaves_while_the_ranks_meet_is_not_waited_for(last: str) -> None:
     ours.close()
 
 
-def test_what_a_stranger_sends_changes_nothing() -> None:
+def test_bytes_of_an_unauthenticated_peer_change_nothing() -> None:
     port, stranger = (fabric.StreamMux("strict+tcp", list(LOOPBACK)) for _ in range(2))
     bell = fabric.make_doorbell()
     ours, peer = port.open(bell, 2), port.open(bell, 2)
@@ -344,7 +344,7 @@ def test_what_a_stranger_sends_changes_nothing() -> None:
     assert peer.receive(1, 10_000_000) == b""
 
 
-def test_what_makes_no_provider_is_refused_with_what_does() -> None:
+def test_an_unknown_provider_is_refused_with_the_known_ones() -> None:
     for name in ("strict:x+tcp", "strict:seed=+tcp", "strict:seed=1x+tcp"):
         with pytest.raises(fabric.FabricError, match="is no strict provider"):
             fabric.StreamMux(name, list(LOOPBACK))

@@ -1,4 +1,4 @@
-"""A libfabric that is absent, too old or another thing, and one that lets no memory be locked: told on every rank.
+"""A libfabric that is absent, too old or another library, or that locks no memory: an error on every rank.
 
 A library stands in for the real one by its soname: `odd_libfabric.c`, loaded before netfold asks for libfabric.so.1.
 """
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.native
 SOURCE = Path(__file__).with_name("odd_libfabric.c")
 LOCKABLE_KIB = 64
 TRANSPORT = Path(__file__).parents[2] / "native" / "transport"
-# Everything that libfabric.hpp declares, called.
+# Calls everything that libfabric.hpp declares.
 CALLS_ALL = """\
 #include <netfold/transport/fabric/libfabric.hpp>
 #include <cstdio>
@@ -51,7 +51,7 @@ int main() {
 
 @pytest.fixture
 def headers() -> None:
-    """Not when this file is imported, as ranks do: whoever asks for a version has loaded the real library."""
+    """Not at import, which ranks do too: asking for a version loads the real library."""
     try:
         fabric.version()
     except fabric.FabricError as error:
@@ -66,7 +66,7 @@ def real_library() -> str:
 
 
 def compile_with(*words: str) -> None:
-    """By the compiler that built netfold, which every host that has it needs."""
+    """Built by the compiler that built netfold."""
     told = subprocess.run([os.environ.get("CXX", "c++"), *words], capture_output=True, text=True, timeout=seconds(60))
     assert told.returncode == 0, told.stderr
 
@@ -108,7 +108,7 @@ def has_a_large_sum(rank: int, size: int, folder: str, library: str) -> Any:
 
 
 def hear(library: Path) -> str:
-    """What both ranks are told, which is the same."""
+    """The error of both ranks, which is the same."""
     (first_s, first), (second_s, second) = values(run_ranks(refused, 2, str(library)))
     assert max(first_s, second_s) < seconds(5)
     assert first == second
@@ -123,7 +123,7 @@ def test_a_libfabric_that_is_too_old_says_which_it_is_and_which_is_needed(tmp_pa
 
 
 @pytest.mark.usefixtures("headers")
-def test_a_library_that_is_none_is_told_by_what_it_lacks(tmp_path: Path) -> None:
+def test_a_library_that_is_not_libfabric_is_refused_with_the_missing_symbol(tmp_path: Path) -> None:
     assert hear(stand_in(tmp_path)) == "libfabric.so.1 has no fi_version; it is not libfabric 1.17"
 
 
@@ -136,7 +136,7 @@ def test_a_registration_that_is_refused_names_the_limit_and_how_to_raise_it(tmp_
 
 
 def test_a_tensor_that_cannot_be_registered_ends_the_group_with_the_limit(tmp_path: Path) -> None:
-    """In the midst of a job, and never by another way without a word."""
+    """During a job, and without a silent change of transport."""
     library = stand_in(tmp_path, f'-DREAL="{real_library()}"', "-DWRITES")
     (first_s, first), (second_s, second) = values(run_ranks(has_a_large_sum, 2, str(library)))
     assert max(first_s, second_s) < seconds(5)

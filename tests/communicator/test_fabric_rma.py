@@ -1,4 +1,4 @@
-"""The fabric's direct path: memory that was lent to a provider is its owner's again before a failure is told."""
+"""RMA over the fabric: memory exported to a provider is its owner's again before a failure is raised."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from netfold._native import fabric
 from netfold.bootstrap.fabric import port_of
 
 PROVIDERS = ("tcp", "net")
-# Some tenths of a second over loopback: a rank that stops or dies after a few hundredths is in the middle.
+# Takes tenths of a second over loopback: a rank that stops or dies after some hundredths is in the middle.
 COUNT = 16 << 20
 MIDDLE_S = 0.06
 
@@ -30,13 +30,13 @@ def ring(rank: int, size: int, folder: str, provider: str, **options: Any) -> Co
 
 
 def stop_for_a_while() -> None:
-    """This process, a moment from now, by one that is not stopped itself."""
+    """Stop this process after a short delay, by another process that is not stopped."""
     me = os.getpid()
     subprocess.Popen(["/bin/sh", "-c", f"sleep {MIDDLE_S}; kill -STOP {me}; sleep 0.7; kill -CONT {me}"])
 
 
 def is_left_alone(mine: np.ndarray, port: Any, until: float) -> bool:
-    """Whether what an owner writes to memory that it has back stays, whatever comes later for it."""
+    """Whether an owner's writes to returned memory stay, whatever data comes later."""
     mine[:] = 7
     while time.monotonic() < until:
         port.progress()
@@ -75,16 +75,14 @@ def vanishes(rank: int, size: int, folder: str, provider: str, fault: str) -> li
 
 @pytest.mark.parametrize("provider", PROVIDERS)
 @pytest.mark.parametrize("fault", ["dies", "stops"])
-def test_memory_that_a_rank_was_to_write_to_is_its_owners_again_when_the_failure_is_told(
-    provider: str, fault: str
-) -> None:
+def test_memory_granted_for_writes_is_its_owners_again_when_the_failure_is_raised(provider: str, fault: str) -> None:
     found = run_ranks(vanishes, 2, provider, fault, dies=[1])
     assert not found[0].error, found[0]
     said, is_open, is_kept = found[0].value
     assert said == ("PeerLost 1" if fault == "dies" else "CollectiveTimeout 1")
     assert is_kept
-    # What a rank that was stopped has been granted it may still write to: only a closed endpoint takes none of it. One
-    # that died may have done so when nothing was granted to it.
+    # A stopped rank may still write to memory that it was granted, unless the endpoint is closed. A dead rank may have
+    # died without a grant.
     assert not is_open or fault == "dies"
 
 
@@ -108,7 +106,7 @@ def waits_elsewhere(rank: int, size: int, folder: str, provider: str) -> list[An
 
 
 @pytest.mark.parametrize("provider", ["tcp", "strict:seed=3+tcp"])
-def test_who_is_alive_gives_back_what_it_was_granted_and_other_groups_go_on(provider: str) -> None:
+def test_living_ranks_return_grants_and_other_groups_go_on(provider: str) -> None:
     first, second = values(run_ranks(waits_elsewhere, 2, provider))
     assert first[0] == "CollectiveTimeout"
     assert first[1] and second[0], "is open"
@@ -138,7 +136,7 @@ def says_why_not(rank: int, size: int, folder: str) -> str:
         return group.group.why("all_reduce", 1 << 24)
 
 
-def test_who_goes_in_segments_says_why() -> None:
+def test_a_group_without_rma_says_why() -> None:
     found = values(run_threads(says_why_not, 2))
     assert all("segments, which are copied: there are several rails" in said for said in found), found
     port = fabric.StreamMux("tcp", [*LOOPBACK, "127.0.0.2"])

@@ -1,4 +1,4 @@
-"""What goes wrong between ranks without a switch: each an error that names rank, operation and what to try, in time.
+"""Failures between ranks without a switch: each is an error, in time, with rank, operation and what to try.
 
 With a switch: tests/switch/test_failures_in_network.py.
 """
@@ -22,7 +22,7 @@ from ranks import Outcome, run_ranks, run_threads, values
 from netfold import Communicator, FileStore, Options
 from netfold.communicator import PeerLost
 
-# Longest that a failure may take to be heard where no timeout is part of it.
+# Longest time until a failure that involves no timeout is raised.
 SOON_S = 3.0
 TIMEOUT_S = 1.0
 
@@ -31,7 +31,7 @@ SIZES = pytest.mark.parametrize("count", [100, 1_000_000])
 
 Call = Callable[[Communicator], None]
 
-# Beside all_reduce: every machine there is.
+# Beside all_reduce: every other state machine.
 OTHERS = (
     "broadcast=chain",
     "broadcast=tree",
@@ -46,7 +46,7 @@ OTHER = pytest.mark.parametrize("algorithm", OTHERS)
 
 
 def make_call(group: Communicator, operation: str, count: int) -> None:
-    """Blocks of so many elements where there are blocks."""
+    """Call an operation, with blocks of so many elements where it has blocks."""
     one = np.ones(count, np.float32)
     blocks = [np.ones(count, np.float32) for _ in range(group.size)]
     if operation == "broadcast":
@@ -127,15 +127,17 @@ def disagree(algorithm: str, calls: list[list[Call]]) -> list[tuple[str, int | N
         pytest.param(all_reduce(1_000_000), lambda group: group.reduce(np.ones(100, np.float32), 0), id="roots"),
     ],
 )
-def test_ranks_that_call_different_things_all_hear_of_it(algorithm: str, odd: int, usual: Call, other: Call) -> None:
-    # A rank that only sends may be through before it hears of the others; the next call tells it.
+def test_ranks_that_make_different_calls_all_get_the_mismatch(
+    algorithm: str, odd: int, usual: Call, other: Call
+) -> None:
+    # A rank that only sends may finish before it learns of the mismatch; the next call raises it.
     disagree(algorithm, [[other if rank == odd else usual, barrier] for rank in range(3)])
 
 
 @ALGORITHMS
 @pytest.mark.native
-def test_operations_in_which_each_waits_for_another_end_with_the_timeout(algorithm: str) -> None:
-    """Rank 2 waits for the root, who waits in an all_reduce for rank 2: nobody reads what would tell."""
+def test_operations_in_a_circular_wait_end_at_the_timeout(algorithm: str) -> None:
+    """Rank 2 waits for the root, which waits in an all_reduce for rank 2: no rank reads the other's header."""
     calls = [[all_reduce(1_000_000)], [all_reduce(1_000_000)], [broadcast(100, 0)]]
     for error, _, text, took in values(run_threads(calls_in_turn, 3, algorithm, calls, TIMEOUT_S)):
         assert error in ("CollectiveTimeout", "Mismatch", "PeerLost"), text
@@ -143,7 +145,7 @@ def test_operations_in_which_each_waits_for_another_end_with_the_timeout(algorit
 
 
 @pytest.mark.native
-def test_ranks_that_name_different_roots_run_into_their_timeout_and_say_for_whom_they_wait() -> None:
+def test_ranks_with_different_roots_time_out_and_name_the_awaited_rank() -> None:
     calls = [[broadcast(100, 1)], [broadcast(100, 0)]]
     found = values(run_threads(calls_in_turn, 2, "direct", calls, TIMEOUT_S, "tcp"))
     assert any(error == "CollectiveTimeout" and "still waiting for rank" in text for error, _, text, _ in found)
@@ -152,13 +154,13 @@ def test_ranks_that_name_different_roots_run_into_their_timeout_and_say_for_whom
 
 @pytest.mark.parametrize("algorithm", ["direct", "shared_memory"])
 @pytest.mark.native
-def test_ranks_of_one_host_that_name_different_roots_hear_of_it(algorithm: str) -> None:
+def test_ranks_of_one_host_with_different_roots_get_the_mismatch(algorithm: str) -> None:
     disagree(algorithm, [[broadcast(100, 1), barrier], [broadcast(100, 0), barrier]])
 
 
 @ALGORITHMS
 @pytest.mark.native
-def test_an_empty_tensor_against_a_full_one_is_heard_of(algorithm: str) -> None:
+def test_an_empty_tensor_against_a_full_one_is_a_mismatch(algorithm: str) -> None:
     calls = [[all_reduce(0), barrier], [all_reduce(100), barrier]]
     found = values(run_threads(calls_in_turn, 2, algorithm, calls, 20.0))
     assert {error for error, *_ in found} <= {"Mismatch", "PeerLost"}
@@ -167,7 +169,7 @@ def test_an_empty_tensor_against_a_full_one_is_heard_of(algorithm: str) -> None:
 @ALGORITHMS
 @SIZES
 @pytest.mark.native
-def test_a_rank_that_never_calls_is_named_when_the_timeout_is_over(algorithm: str, count: int) -> None:
+def test_a_rank_that_never_calls_is_named_at_the_timeout(algorithm: str, count: int) -> None:
     released = threading.Event()
 
     def absent(group: Communicator) -> None:
@@ -182,7 +184,7 @@ def test_a_rank_that_never_calls_is_named_when_the_timeout_is_over(algorithm: st
     found = values(run_threads(calls_in_turn, 3, algorithm, [[call], [absent], [call]], TIMEOUT_S))
     for rank in (0, 2):
         error, named, text, took = found[rank]
-        # Whose timeout comes second may hear of the first before.
+        # The rank whose timeout comes second may learn of the first.
         assert error in ("CollectiveTimeout", "PeerLost"), text
         assert named == 1, text
         assert f"rank {rank}: all_reduce #1 of {count} f32" in text
@@ -202,7 +204,7 @@ def dies_in_operation(rank: int, size: int, folder: str, algorithm: str, count: 
         for _ in range(3):
             group.all_reduce(np.ones(count, np.float32))
         if rank == victim:
-            # The others are in the next all_reduce by now, whose bytes this rank has begun to exchange.
+            # The others are in the next all_reduce, whose bytes this rank has begun to exchange.
             threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGKILL)).start()
         began = time.monotonic()
         try:
@@ -245,7 +247,7 @@ def fails_by_itself(rank: int, size: int, folder: str, algorithm: str) -> None:
 
 @ALGORITHMS
 @pytest.mark.native
-def test_a_rank_that_fails_with_an_error_of_its_own_tells_the_others_what_it_was(algorithm: str) -> None:
+def test_a_rank_that_fails_sends_the_others_its_error(algorithm: str) -> None:
     outcomes = run_threads(fails_by_itself, 3, algorithm)
     assert outcomes[1].error == "ZeroDivisionError"
     for rank in (0, 2):
@@ -285,12 +287,12 @@ def leaves_in_turn(rank: int, size: int, folder: str) -> None:
 
 
 @pytest.mark.native
-def test_ranks_that_leave_after_their_last_operation_harm_nobody() -> None:
+def test_ranks_that_leave_after_their_last_operation_fail_no_other() -> None:
     values(run_threads(leaves_in_turn, 4))
 
 
 def two_groups(rank: int, size: int, folder: str) -> float:
-    """The first group loses a rank; the second, of the same processes, goes on."""
+    """The first group loses a rank. The second, of the same processes, goes on."""
     first = Communicator(FileStore(f"{folder}/1"), rank, size, timeout_s=30, join_timeout_s=60)
     with Communicator(FileStore(f"{folder}/2"), rank, size, timeout_s=30, join_timeout_s=60) as second:
         if rank == 0:
@@ -305,7 +307,7 @@ def two_groups(rank: int, size: int, folder: str) -> float:
 
 
 @pytest.mark.native
-def test_the_failure_of_one_group_is_not_that_of_another() -> None:
+def test_the_failure_of_one_group_does_not_affect_another() -> None:
     assert values(run_threads(two_groups, 3)) == [6.0] * 3
 
 
@@ -313,7 +315,7 @@ def join_as(rank: int, size: int, folder: str, ranks: list[int]) -> None:
     Communicator(FileStore(folder), ranks[rank], 2, join_timeout_s=5.0).close()
 
 
-def test_two_workers_with_the_same_rank_are_told_and_the_group_of_the_first_goes_on() -> None:
+def test_a_second_process_with_a_rank_is_refused_and_the_first_goes_on() -> None:
     outcomes = run_ranks(join_as, 3, [0, 1, 1])
     first, second = sorted(outcomes[1:], key=lambda outcome: outcome.error)
     assert not outcomes[0].error, outcomes[0].text
@@ -334,12 +336,12 @@ def forks(rank: int, size: int, folder: str) -> str:
             except Exception as error:
                 os.write(writer, f"{type(error).__name__}: {error}".encode())
             finally:
-                group.close()  # must not wait for a thread that is not there
+                group.close()  # must not wait for a thread that the child does not have
                 os._exit(0)
         os.close(writer)
         said = os.read(reader, 4096).decode()
         os.waitpid(child, 0)
-        group.barrier()  # the child's end left ours alone
+        group.barrier()  # the child's end did not affect the parent's group
         return said
 
 
@@ -356,7 +358,7 @@ def goes_on_in_a_child(rank: int, size: int, folder: str) -> bytes:
         if child == 0:
             try:
                 with Communicator(FileStore(f"{folder}/child"), rank, size, timeout_s=5, join_timeout_s=20) as own:
-                    # Left to the engine's thread, which is not the parent's.
+                    # The child's own engine thread does this.
                     work = own.all_reduce(np.full(1000, rank + 1.0), asynchronous=True)
                     time.sleep(0.05)
                     work.wait()
@@ -370,8 +372,8 @@ def goes_on_in_a_child(rank: int, size: int, folder: str) -> bytes:
         return said
 
 
-def test_a_group_that_a_forked_child_makes_is_driven_and_closed() -> None:
-    """The child was told to make one, and then waited for a thread that its parent has, for ever."""
+def test_a_group_made_in_a_forked_child_works_and_closes() -> None:
+    """Once, such a group waited forever for a thread that only the parent has."""
     assert values(run_ranks(goes_on_in_a_child, 2, timeout_s=30)) == [b"closed"] * 2
 
 
@@ -380,7 +382,7 @@ def is_outlived(rank: int, size: int, folder: str) -> tuple[float, str]:
         group.barrier()
         told = Path(folder, "told")
         if rank == 1:
-            if os.fork() == 0:  # as a loader of data
+            if os.fork() == 0:  # as a data loader
                 give_up = time.monotonic() + seconds(20)
                 while not told.exists() and time.monotonic() < give_up:
                     time.sleep(0.01)
@@ -397,8 +399,8 @@ def is_outlived(rank: int, size: int, folder: str) -> tuple[float, str]:
 
 
 @pytest.mark.parametrize("transport", ["auto", "tcp"])
-def test_a_rank_that_dies_is_missed_at_once_also_where_a_child_of_its_lives_on(transport: str) -> None:
-    """Its connections were the child's, too, and ended when that did."""
+def test_a_dead_rank_is_noticed_at_once_although_its_child_lives_on(transport: str) -> None:
+    """Once, the child kept the connections open until it ended."""
     took_s, said = run_ranks(is_outlived, 2, env={"NETFOLD_TRANSPORT": transport}, dies=[1])[0].value
     assert said == "PeerLost 1"
     assert took_s < seconds(5)
@@ -422,14 +424,14 @@ def waits_twice(rank: int, size: int, folder: str) -> float:
 
 
 @pytest.mark.native
-def test_the_end_of_a_wait_is_not_the_end_of_the_operation() -> None:
+def test_an_operation_goes_on_after_a_wait_times_out() -> None:
     assert values(run_threads(waits_twice, 2)) == [3.0, 3.0]
 
 
 @OTHER
 @pytest.mark.native
 @pytest.mark.parametrize("odd", [0, 2])
-def test_sizes_that_differ_are_heard_of_in_every_operation(algorithm: str, odd: int) -> None:
+def test_different_sizes_are_a_mismatch_in_every_operation(algorithm: str, odd: int) -> None:
     operation = algorithm.partition("=")[0]
 
     def call(count: int) -> Call:
@@ -441,7 +443,7 @@ def test_sizes_that_differ_are_heard_of_in_every_operation(algorithm: str, odd: 
 @OTHER
 @SIZES
 @pytest.mark.native
-def test_a_rank_that_is_absent_from_any_operation_is_named_by_who_waits_for_it(algorithm: str, count: int) -> None:
+def test_a_rank_absent_from_any_operation_is_named_by_the_waiting_ranks(algorithm: str, count: int) -> None:
     operation = algorithm.partition("=")[0]
     released = threading.Event()
 
@@ -451,7 +453,7 @@ def test_a_rank_that_is_absent_from_any_operation_is_named_by_who_waits_for_it(a
     def call(group: Communicator) -> None:
         try:
             make_call(group, operation, count)
-            group.barrier()  # who only sends is through before
+            group.barrier()  # a rank that only sends finishes before
         finally:
             released.set()
 
@@ -462,12 +464,12 @@ def test_a_rank_that_is_absent_from_any_operation_is_named_by_who_waits_for_it(a
         error, named, text, took = found[rank]
         assert error in ("CollectiveTimeout", "PeerLost"), text
         assert took < timeout_s + seconds(SOON_S)
-        # In the barrier a root that was through before waits for rank 2 as well.
+        # In the barrier, a root that finished before waits for rank 2 as well.
         assert named == 1 or re.search(r"still waiting for rank[ 2]* 1\b", text), f"rank {rank}: {text}"
 
 
 def dies_in_all(rank: int, size: int, folder: str, victim: int) -> list[tuple[str, str, int | None, str, float]]:
-    """A group a machine, all busy at once when one rank is killed: (machine, error, rank named, text, seconds)."""
+    """One group a state machine, all busy when one rank is killed: (machine, error, rank named, text, seconds)."""
     found: list[tuple[str, str, int | None, str, float]] = []
     groups = [
         Communicator(
@@ -519,7 +521,7 @@ def test_a_rank_that_is_killed_in_any_operation_is_named_by_all_others(victim: i
 
 
 def give_and_abort(rank: int, size: int, folder: str, algorithm: str, heard: threading.Event) -> str:
-    """Rank 0 gives its part and aborts; rank 1 has the part and waits for rank 2, which calls after rank 1's error."""
+    """Rank 0 posts its data and aborts. Rank 1 has the data and waits for rank 2, which calls after rank 1's error."""
     options = Options(algorithm=f"all_reduce={algorithm}")
     group = Communicator(FileStore(folder), rank, size, options=options, timeout_s=20, join_timeout_s=20)
     try:
@@ -531,7 +533,7 @@ def give_and_abort(rank: int, size: int, folder: str, algorithm: str, heard: thr
         if rank == 2:
             assert heard.wait(seconds(15)), "rank 1 waits for rank 2 and hears nothing of rank 0"
         with pytest.raises(PeerLost, match="enough") as raised:
-            group.all_reduce(np.ones(10, np.float32))  # rank 2 has all parts, and may be through with it
+            group.all_reduce(np.ones(10, np.float32))  # rank 2 has all data, and may succeed
             group.barrier()
         heard.set()
         assert raised.value.rank == 0
@@ -542,6 +544,6 @@ def give_and_abort(rank: int, size: int, folder: str, algorithm: str, heard: thr
 
 @pytest.mark.parametrize("algorithm", ["shared_memory", "direct"])
 @pytest.mark.native
-def test_ranks_of_one_host_hear_of_an_abort_whoever_they_wait_for(algorithm: str) -> None:
+def test_ranks_of_one_host_get_an_abort_whichever_rank_they_wait_for(algorithm: str) -> None:
     for text in values(run_threads(give_and_abort, 3, algorithm, threading.Event())):
         assert "enough" in text

@@ -95,7 +95,7 @@ def every_form(rank: int, size: int, folder: str, asynchronous: bool) -> None:
         for other, got in enumerate(listed):
             same(got, part(other, (ROWS + other, 3)))
 
-        # Rank a's part for rank b is number a * size + b.
+        # Rank a's block for rank b is number a * size + b.
         grid = [[part(a * size + b) for b in range(size)] for a in range(size)]
         due = np.add.reduce([grid[a][rank] for a in range(size)])
         whole = np.concatenate(grid[rank])
@@ -109,7 +109,7 @@ def every_form(rank: int, size: int, folder: str, asynchronous: bool) -> None:
         flat = np.zeros((size * ROWS, 3))
         assert run(group.all_to_all, whole, flat) is flat
         same(flat, np.concatenate([grid[a][rank] for a in range(size)]))
-        # From a to b go a + 2b rows, of one array each way; from an array to a list.
+        # Rank a sends a + 2b rows to rank b: from one array to one array, and from an array to a list.
         sends, receives = [rank + 2 * b for b in range(size)], [a + 2 * rank for a in range(size)]
         uneven = [[part(a * size + b, (a + 2 * b, 3)) for b in range(size)] for a in range(size)]
         whole, flat = np.concatenate(uneven[rank]), np.zeros((sum(receives), 3))
@@ -124,22 +124,22 @@ def every_form(rank: int, size: int, folder: str, asynchronous: bool) -> None:
 
 @RANKS
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_every_form_of_every_operation_gives_each_rank_its_due(size: int, asynchronous: bool) -> None:
+def test_every_form_of_every_operation_gives_each_rank_its_result(size: int, asynchronous: bool) -> None:
     values(run_threads(every_form, size, asynchronous))
 
 
 def many_at_once(rank: int, size: int, folder: str) -> None:
     with join(rank, size, folder) as group:
-        # Nobody keeps the arrays nor the handles but for the last: the engine still has memory to write to.
+        # Only the last handle is kept: the engine must keep the other buffers alive.
         works = [group.all_reduce(part(rank + index, (2000,)), asynchronous=True) for index in range(50)][-1:]
-        # A blocking call takes its turn behind them.
+        # A blocking call waits behind them.
         same(group.all_reduce(part(rank + 70, (9,))), np.add.reduce([part(other + 70, (9,)) for other in range(size)]))
         assert works[0].done
         expected = np.add.reduce([part(other + 49, (2000,)) for other in range(size)])
         same(works[0].wait(seconds(20)), expected)
 
 
-def test_operations_that_nobody_waits_for_keep_their_buffers() -> None:
+def test_operations_without_a_wait_keep_their_buffers() -> None:
     values(run_threads(many_at_once, 2))
 
 
@@ -161,7 +161,7 @@ def late(rank: int, size: int, folder: str) -> None:
             group.all_reduce(mine)
 
 
-def test_waiting_can_end_before_the_operation_and_be_taken_up_again() -> None:
+def test_a_wait_can_time_out_and_be_repeated() -> None:
     values(run_threads(late, 2))
 
 
@@ -179,7 +179,7 @@ def fails(rank: int, size: int, folder: str) -> str:
         return "nothing"
 
 
-def test_a_handle_raises_what_befell_its_operation() -> None:
+def test_a_handle_raises_its_operations_error() -> None:
     said = values(run_threads(fails, 2))[0]
     assert said.startswith("CollectiveTimeout: rank 0: all_reduce #1"), said
 
@@ -212,7 +212,7 @@ def refused(rank: int, size: int, folder: str) -> list[str]:
     return said
 
 
-def test_forms_that_make_no_sense_are_refused_in_a_sentence() -> None:
+def test_invalid_forms_are_refused_in_a_sentence() -> None:
     words = (
         "ValueError: all_reduce: the buffer has 8 elements of f64, out 7 of f64",
         "ValueError: all_reduce: the buffer has 8 elements of f64, out 8 of f32",
@@ -221,7 +221,7 @@ def test_forms_that_make_no_sense_are_refused_in_a_sentence() -> None:
         "ValueError: reduce_scatter: 5 rows cannot be cut into equal parts for 2 ranks",
         "ValueError: all_to_all: rows [1, 2] must be 2 numbers whose sum is the array's 4",
         "ValueError: all_to_all: rows [5, -1] must be 2 numbers",
-        "ValueError: all_to_all: a list of arrays needs no rows",
+        "ValueError: all_to_all: rows are for one array that is cut",
         "TypeError: all_gather: every array must be f64",
         "ValueError: reduce_scatter: needs 2 arrays, one a rank, not 1",
     )
@@ -232,7 +232,7 @@ def test_forms_that_make_no_sense_are_refused_in_a_sentence() -> None:
 
 def splits(rank: int, size: int, folder: str) -> tuple[int, list[int]]:
     with join(rank, size, folder) as group:
-        # Odd ranks together in reverse order, even ranks too; rank 4 stays out.
+        # Odd ranks form a group in reverse order, so do even ranks; rank 4 joins none.
         half = group.split(None if rank == 4 else rank % 2, -rank)
         if half is None:
             nested = group.split(0, rank)
@@ -240,7 +240,7 @@ def splits(rank: int, size: int, folder: str) -> tuple[int, list[int]]:
             members = np.array([rank])
         else:
             with half:
-                nested = group.split(0, rank)  # both groups live, and are used in turn
+                nested = group.split(0, rank)  # both groups are open, and used alternately
                 assert nested is not None
                 members = half.all_gather(np.array(rank))
                 quarter = half.split(0)
@@ -270,6 +270,6 @@ def split_with_options(rank: int, size: int, folder: str) -> str:
             return other.group.why("all_reduce", 1 << 20)
 
 
-def test_a_split_can_have_options_of_its_own() -> None:
+def test_a_split_can_have_its_own_options() -> None:
     for why in values(run_threads(split_with_options, 2)):
         assert why.startswith("ring (") and "bf16" in why

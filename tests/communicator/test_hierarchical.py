@@ -1,4 +1,4 @@
-"""Collectives through memory inside hosts and over the mesh between them. Hosts are made up: ranks are threads."""
+"""Collectives through shared memory inside hosts and over the mesh between them. Hosts are simulated by threads."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from netfold.tuning.cost import BY_NAME_ONLY, Case, best_between
 
 pytestmark = pytest.mark.native
 
-# Even and uneven hosts, neighbours or not, some with one rank.
+# Even and uneven hosts, with consecutive ranks or not, some with one rank.
 LAYOUTS = [(0, 0, 1, 1), (0, 1, 0, 1), (0, 0, 0, 1, 1), (0, 1, 1), (0, 0, 1, 1, 2, 2), (0, 1, 2, 2, 2, 1)]
 COUNTS = (0, 1, 2, 3, 1000, 4097, 300_007)
 
@@ -41,7 +41,7 @@ def reduce(rank: int, size: int, folder: str, algorithm: str) -> tuple[tuple[int
                     bound = size * np.finfo(dtype).eps * np.sum(np.abs(parts), axis=0, dtype=np.longdouble)
                     assert (np.abs(buffer - total) <= bound).all()
             gathered = [np.empty(count, np.float32) for _ in range(size)]
-            group.all_gather(contribution(rank, count, "float32"), gathered)  # over the mesh, in between
+            group.all_gather(contribution(rank, count, "float32"), gathered)  # over the mesh, between two others
             np.testing.assert_array_equal(gathered[-1], contribution(size - 1, count, "float32"))
         events = group.group.events()
         run = {int(event["algorithm"]) for event in events if event["operation"] == 0}
@@ -57,18 +57,18 @@ def test_every_rank_gets_the_sum(monkeypatch: pytest.MonkeyPatch, layout: tuple[
         assert why.startswith("hierarchical")
 
 
-def test_auto_takes_it_where_hosts_have_several_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_chooses_hierarchical_where_hosts_have_several_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     layout = (0, 0, 1, 1)
     monkeypatch.setattr(*apart(layout))
     for _, why in values(run_threads(reduce, len(layout), "auto", timeout_s=60)):
         assert why.startswith("hierarchical (") and "between hosts" in why
 
 
-# --- the other operations --------------------------------------------------------------------------------------------
+# --- the other operations ---
 
 UNEVEN = [(0, 0, 1), (0, 1, 0, 1), (0, 0, 0, 1), (0, 0, 1, 1), (1, 0, 0, 2, 1)]
 BLOCKS = (0, 1, 7, 1009, 60_013)
-# How much longer another rank's block is, and whether all lie one behind the other in memory.
+# How much longer another rank's block is, and whether all blocks are contiguous in memory.
 BLOCKS_OF = ((0, True), (0, False), (5, True), (5, False))
 REDUCTIONS = (("sum", "int64"), ("bxor", "uint8"), ("max", "float32"), ("avg", "float64"), ("sum", "float16"))
 
@@ -89,7 +89,7 @@ def expect(got: Array, op: str, parts: list[Array]) -> None:
 
 
 def blocks(group: Communicator, count: int, uneven: int, dtype: str, together: bool) -> list[Array]:
-    """A buffer for each rank, `count` elements and more; one behind the other in memory, or not."""
+    """A buffer for each rank, of `count` elements and more; contiguous in memory, or not."""
     counts = [count + uneven * ((rank * 3) % 4) for rank in range(group.size)]
     if not together:
         return [np.zeros(each, dtype) for each in counts]
@@ -179,7 +179,7 @@ def check_barrier(group: Communicator, count: int) -> None:
 
 
 def every_operation(rank: int, size: int, folder: str, operations: set[str]) -> dict[str, set[int]]:
-    """Each of `operations` with blocks of every length; the algorithms that ran, by operation."""
+    """Run each of `operations` with blocks of every length; returns the algorithms that ran, by operation."""
     options = Options(algorithm="hierarchical", probe="off")
     with Communicator(FileStore(folder), rank, size, options=options, timeout_s=60, join_timeout_s=60) as group:
         for count in BLOCKS:
@@ -193,9 +193,7 @@ def every_operation(rank: int, size: int, folder: str, operations: set[str]) -> 
 
 
 @pytest.mark.parametrize("layout", UNEVEN, ids=str)
-def test_every_operation_gives_what_it_must_on_uneven_hosts(
-    monkeypatch: pytest.MonkeyPatch, layout: tuple[int, ...]
-) -> None:
+def test_every_operation_is_correct_on_uneven_hosts(monkeypatch: pytest.MonkeyPatch, layout: tuple[int, ...]) -> None:
     monkeypatch.setattr(*apart(layout))
     able = {name for name in group_module.KINDS if name in SUPPORTS["hierarchical"]} - {"all_reduce"}
     for ran in values(run_threads(every_operation, len(layout), able, timeout_s=100)):
@@ -239,7 +237,7 @@ def held_back(rank: int, size: int, folder: str, arrived: list[int]) -> None:
 
 
 @pytest.mark.parametrize("layout", UNEVEN, ids=str)
-def test_nobody_passes_a_barrier_before_the_last_is_there(
+def test_no_rank_leaves_a_barrier_before_the_last_has_entered(
     monkeypatch: pytest.MonkeyPatch, layout: tuple[int, ...]
 ) -> None:
     monkeypatch.setattr(*apart(layout))
@@ -247,7 +245,7 @@ def test_nobody_passes_a_barrier_before_the_last_is_there(
 
 
 def disagrees(rank: int, size: int, folder: str, operation: str) -> str:
-    """Rank 2, the root, alone on its host, holds that ranks 0 and 1 have 1 and 3 elements; they hold the opposite."""
+    """Rank 2, the root, alone on its host, expects 1 and 3 elements of ranks 0 and 1; they have 3 and 1."""
     options = Options(algorithm="hierarchical", probe="off")
     with Communicator(FileStore(folder), rank, size, options=options, timeout_s=10, join_timeout_s=20) as group:
         counts = (1, 3, 2) if rank == 2 else (3, 1, 2)
@@ -268,7 +266,7 @@ def disagrees(rank: int, size: int, folder: str, operation: str) -> str:
 
 
 @pytest.mark.parametrize("operation", ["all_gather", "reduce_scatter", "gather", "scatter"])
-def test_hosts_that_disagree_about_sizes_of_the_same_sum_hear_of_it(
+def test_hosts_with_different_sizes_of_the_same_total_get_the_mismatch(
     monkeypatch: pytest.MonkeyPatch, operation: str
 ) -> None:
     monkeypatch.setattr(*apart((0, 0, 1)))

@@ -1,4 +1,4 @@
-"""Hosts of several ranks and a switch: one rank of each joins, the others add through memory. Hosts are made up."""
+"""Simulated hosts of several ranks and a switch: one rank of each joins, the others reduce through memory."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from reductions import by_rank, contribution
 
 from netfold import Communicator, FileStore, Options
 from netfold.communicator import group as group_module
+from netfold.communicator import startup
 
 SOON_S = 3.0
 TIMEOUT_S = 1.0
@@ -38,7 +39,7 @@ def join(rank: int, size: int, folder: str, endpoint: str, timeout_s: float = 30
 
 
 def by_host(op: str, parts: list[Any], layout: tuple[int, ...], wire: str = "f32") -> Any:
-    """Folded in rank order inside each host, then in the order of the hosts' first ranks."""
+    """Reduced in rank order inside each host, then in the order of the hosts' first ranks."""
     folded = "sum" if op == "avg" else op
     hosts = [
         [part for part, host in zip(parts, layout, strict=True) if host == layout[first]] for first in leaders(layout)
@@ -101,7 +102,7 @@ def plainly(rank: int, size: int, folder: str, endpoint: str, algorithm: str) ->
     ],
     ids=str,
 )
-def test_who_joins_follows_what_was_asked_for(
+def test_the_algorithm_decides_which_ranks_join(
     monkeypatch: pytest.MonkeyPatch, layout: tuple[int, ...], algorithm: str, chosen: str, workers: int
 ) -> None:
     monkeypatch.setattr(*apart(layout))
@@ -143,7 +144,7 @@ def dies(rank: int, size: int, folder: str, endpoint: str, layout: tuple[int, ..
                 group.all_reduce(np.ones(count, np.float32))
         except Exception as error:
             found = type(error).__name__, getattr(error, "rank", None), str(error), time.monotonic() - began
-        # Keep the group open until all survivors have their error: closing it would tell them as well.
+        # Keep the group open until all survivors have their error, since closing it would be another reason.
         Path(folder, f"heard{rank}").touch()
         others = [Path(folder, f"heard{other}") for other in range(size) if other != victim]
         while not all(other.exists() for other in others) and time.monotonic() - began < seconds(20):
@@ -198,7 +199,7 @@ def test_a_switch_that_dies_costs_no_step_between_hosts(
         ender.join()
         switch.process.wait(seconds(20))
     assert len({result for result, _ in found}) == 1
-    for rank in (0, 2):  # those that had joined
+    for rank in (0, 2):  # the ranks that joined
         assert f"the switch at {switch.endpoint} is gone (it closed the connection)" in found[rank][1]
     (warning,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert "No step is lost" in warning
@@ -229,7 +230,7 @@ def test_a_rank_that_never_calls_is_named_across_hosts(monkeypatch: pytest.Monke
         error, named, text, took = found[rank]
         assert error in ("CollectiveTimeout", "PeerLost"), text
         assert TIMEOUT_S * 0.9 < took < TIMEOUT_S + seconds(SOON_S)
-        # Who waits in memory for its host's worker, while the switch waits for another, may know no better than that.
+        # A rank that waits in memory for its host's worker cannot know whom the switch waits for.
         own_worker = {2: 0, 3: 1}.get(rank)
         assert named == absent or (absent in (0, 1) and named == own_worker), (rank, text)
 
@@ -243,7 +244,7 @@ def different(rank: int, size: int, folder: str, endpoint: str) -> tuple[str, st
         return "", ""
 
 
-def test_hosts_that_call_different_things_are_told_by_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hosts_that_make_different_calls_are_named_by_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(*apart((0, 1, 0, 1, 0)))
     with running_switch() as switch:
         found = values(run_threads(different, 5, switch.endpoint))
@@ -268,15 +269,15 @@ def test_a_refusal_reaches_every_rank_of_a_host(monkeypatch: pytest.MonkeyPatch)
 
 def late(rank: int, size: int, folder: str, endpoint: str) -> None:
     options = Options(switch=endpoint, probe="off", algorithm=BY_SWITCH)
-    if rank == 2:  # it meets the others, and does not go on to the switch
-        join_for_host = group_module.join_for_host
+    if rank == 2:  # it connects to the others, and does not join the switch in time
+        join_for_host = startup.join_for_host
 
         def stay_away(*arguments: Any, **named: Any) -> Any:
             time.sleep(5.0)
             return join_for_host(*arguments, **named)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(group_module, "join_for_host", stay_away)
+            patch.setattr(startup, "join_for_host", stay_away)
             Communicator(FileStore(folder), rank, size, options=options, join_timeout_s=4).close()
     Communicator(FileStore(folder), rank, size, options=options, join_timeout_s=4).close()
 

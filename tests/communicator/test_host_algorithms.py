@@ -43,7 +43,7 @@ SCATTER_FOLDS: dict[str, Callable[..., Any]] = {
 }
 HEADER, WORD = 40, 8
 LARGE = 60_013
-# op, dtype, and a size where one of many is enough.
+# op, dtype, and a size where one size is enough.
 SAMPLE = (
     ("max", "int64", 353),
     ("avg", "float16", 1009),
@@ -106,7 +106,7 @@ def check_broadcast(group: Communicator, algorithm: str, op: str, dtype: str, co
 
 
 def check_all_gather(group: Communicator, algorithm: str, op: str, dtype: str, count: int) -> None:
-    for uneven in (5, 0):  # the last call is the one that is counted
+    for uneven in (5, 0):  # the last call is counted
         counts = [count + uneven * rank for rank in range(group.size)]
         into = [np.zeros(each, dtype) for each in counts]
         group.all_gather(contribution(group.rank, counts[group.rank], dtype), into)
@@ -177,13 +177,13 @@ def cut(count: int, parts: int) -> list[int]:
 
 
 def stream(blocks: list[int], least: int = 4, pieces: int | None = None) -> int:
-    """Bytes of one stream of f32 blocks: a header, a word a piece that is not empty, the values."""
+    """Bytes of one stream of f32 blocks: a header, a word for each chunk that is not empty, the values."""
     words = sum(sum(piece > 0 for piece in cut(block, pieces or pieces_of(4 * block, least))) for block in blocks)
     return HEADER + WORD * words + 4 * sum(blocks)
 
 
 def total_bytes(name: str, count: int, ranks: int) -> int:
-    """What all ranks together send in one call of so many f32 (a block, where there are blocks)."""
+    """Bytes that all ranks together send in one call of so many f32 (of a block, where there are blocks)."""
     operation, _, algorithm = name.partition(" by ")
     others = ranks - 1
     if ranks == 1 or (count == 0 and operation == "all_reduce" and algorithm != "direct"):
@@ -235,7 +235,7 @@ def halving_bytes(count: int, ranks: int) -> int:
         for bit in (1 << power for power in range(core.bit_length() - 1)):
             low, high = cut(held, 2)
             kept, given = (low, high) if number & bit == 0 else (high, low)
-            # What it gives on the way there, and the finished part that it kept on the way back.
+            # Its share of the reduce_scatter phase, and its finished part in the all_gather phase.
             total += stream([given]) + stream([kept]) - 2 * HEADER
             held = kept
     return total
@@ -245,7 +245,7 @@ def halves_bytes(operation: str, count: int, ranks: int) -> int:
     core = 1 << (ranks.bit_length() - 1)
     extra = ranks - core
     members = [2 if number < extra else 1 for number in range(core)]
-    sent = extra * (1 + (ranks if operation == "reduce_scatter" else ranks - 1))  # blocks of pairs, both ways
+    sent = extra * (1 + (ranks if operation == "reduce_scatter" else ranks - 1))  # blocks of pairs, in both directions
     for bit in (1 << power for power in range(core.bit_length() - 1)):
         for number in range(core):
             first = number & ~(bit - 1)
@@ -256,7 +256,7 @@ def halves_bytes(operation: str, count: int, ranks: int) -> int:
 
 
 def tree_directions(ranks: int, ways: int) -> int:
-    """Directed connections that the two trees of a broadcast or an all_reduce take: one header each."""
+    """Directed connections of the two trees of a broadcast or an all_reduce: one header each."""
 
     def parent(number: int) -> int:
         low = number & -number
@@ -285,7 +285,7 @@ def test_every_algorithm_gives_the_bits_and_sends_the_bytes_that_it_states(size:
 
 
 def uneven_gather(rank: int, size: int, folder: str, operation: str) -> str:
-    """The root, rank 0, holds that rank 3 has 2 elements and rank 2 has 1; they hold that it is the other way round."""
+    """The root, rank 0, expects 2 elements of rank 3 and 1 of rank 2; they have 1 and 2."""
     with join(rank, size, folder, f"{operation}=tree") as group:
         own = np.ones((1, 1, 2, 1, 1)[rank])
         all_of_them = [np.ones(count) for count in (1, 1, 1, 2, 1)] if rank == 0 else None
@@ -301,7 +301,7 @@ def uneven_gather(rank: int, size: int, folder: str, operation: str) -> str:
 
 
 @pytest.mark.parametrize("operation", ["gather", "scatter"])
-def test_a_tree_that_passes_blocks_on_hears_of_sizes_that_differ_at_their_ends(operation: str) -> None:
+def test_a_tree_that_forwards_blocks_detects_different_sizes_at_its_ends(operation: str) -> None:
     found = values(run_threads(uneven_gather, 5, operation))
     assert any(said.startswith("Mismatch") and "16 bytes" in said and "8 bytes" in said for said in found), found
     assert all(said.startswith(("Mismatch", "PeerLost")) for said in found), found
@@ -320,7 +320,7 @@ def held_back(rank: int, size: int, folder: str, arrived: list[int]) -> None:
 
 
 @pytest.mark.parametrize("size", [2, 3, 5, 8])
-def test_nobody_passes_a_barrier_before_the_last_is_there(size: int) -> None:
+def test_no_rank_leaves_a_barrier_before_the_last_has_entered(size: int) -> None:
     values(run_threads(held_back, size, [0] * size))
 
 
@@ -355,7 +355,7 @@ def test_bruck_refuses_blocks_that_differ_in_a_sentence() -> None:
 
 
 def native_groups(tables: list[list[tuple[int, int, int, int]]], buffer_bytes: int | None = None) -> list[Any]:
-    """A group a rank, each with a table of its own (operation, from bytes, algorithm, wire) of the same hash."""
+    """A group a rank, each with its own table (operation, from bytes, algorithm, wire) of the same hash."""
     fds: list[list[list[int]]] = [[[] for _ in tables] for _ in tables]
     for low, high in itertools.combinations(range(len(tables)), 2):
         ends = socket.socketpair()
@@ -366,8 +366,8 @@ def native_groups(tables: list[list[tuple[int, int, int, int]]], buffer_bytes: i
         engine.add_group(
             rank=rank,
             fds=fds[rank],
-            lane_fds=[[] for _ in tables],  # nobody sends messages
-            fallback_fds=[],  # and there is no switch
+            lane_fds=[[] for _ in tables],  # no point-to-point messages
+            fallback_fds=[],  # no switch
             resumable=[False] * len(tables),
             id=900 + rank,
             job="",
@@ -384,7 +384,7 @@ def native_groups(tables: list[list[tuple[int, int, int, int]]], buffer_bytes: i
 
 
 def submit_all(groups: list[Any], operation: str, given: Any, into: Any) -> None:
-    """One call of u8 arrays on every rank, and its end; given[rank] and into[rank] are lists of arrays."""
+    """Make one call of u8 arrays on every rank and wait; given[rank] and into[rank] are lists of arrays."""
     submitted = [
         group.submit(
             engine.KINDS[operation],
@@ -421,7 +421,7 @@ def test_ranks_may_pace_an_exchange_differently() -> None:
 
 
 def test_ranks_choose_alike_where_their_own_blocks_differ_in_size() -> None:
-    """The whole tensor counts: blocks of 10 and of 200 000 bytes stand on both sides of the table's row."""
+    """The whole tensor's size decides: blocks of 10 and of 200 000 bytes would choose different rows."""
     size, counts = 3, (10, 200_000, 20)
     kinds = [engine.KINDS[name] for name in ("all_gather", "reduce_scatter")]
     starts = ((0, "direct"), (100_000, "ring"))
@@ -441,7 +441,7 @@ def test_ranks_choose_alike_where_their_own_blocks_differ_in_size() -> None:
 
 
 @pytest.mark.parametrize("size", [2, 3, 6, 8])
-def test_no_plan_waits_in_a_circle_where_a_socket_holds_less_than_a_piece(size: int) -> None:
+def test_no_plan_deadlocks_where_a_socket_holds_less_than_a_chunk(size: int) -> None:
     kinds = ("all_reduce", "reduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all", "gather", "scatter")
     cases = [
         (kind, algorithm)

@@ -22,7 +22,7 @@ from netfold.switch_protocol import control_messages
 
 THROUGH = ("all_reduce", "reduce", "broadcast", "reduce_scatter", "all_gather", "barrier")
 RANKS = pytest.mark.parametrize("size", [2, 3, 4])
-# A chunk is 352 values of 4 bytes: none, one, a tail on both sides of a chunk, and several windows with an odd tail.
+# A chunk is 352 values of 4 bytes: none, one, one more or less than a chunk, and several windows with a tail.
 SIZES = (0, 1, 351, 352, 353, 20_011)
 DTYPES = ("float32", "float64", "float16", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
 
@@ -35,7 +35,7 @@ def switch() -> Iterator[RunningSwitch]:
 
 @pytest.fixture
 def short_packets(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As over Ethernet: many packets an operation."""
+    """Packets as over Ethernet: many an operation."""
     monkeypatch.setattr(control_messages, "PAYLOAD_CANDIDATES", (1408,))
 
 
@@ -45,14 +45,14 @@ def join(rank: int, size: int, folder: str, endpoint: str, timeout_s: float = 20
 
 
 def same(got: Any, expected: Any, what: str = "") -> None:
-    """Bit for bit, NaN payloads and signs of zeros included."""
+    """Compare bits, NaN payloads and signs of zeros included."""
     assert got.dtype == expected.dtype and got.shape == expected.shape, what
     differ = np.flatnonzero(np.frombuffer(got.tobytes(), np.uint8) != np.frombuffer(expected.tobytes(), np.uint8))
     assert len(differ) == 0, f"{what}: byte {differ[0]} of {got.nbytes} differs"
 
 
 def any_bits(rank: int, count: int, dtype: str) -> Any:
-    """Every pattern of bits that the dtype can hold, its NaNs among them."""
+    """All bit patterns of the dtype, NaNs included."""
     bits = np.random.default_rng(1000 * rank + count).integers(0, 256, count * np.dtype(dtype).itemsize, np.uint8)
     return bits.view(dtype)
 
@@ -70,7 +70,7 @@ def moves(group: Communicator, dtype: str, count: int) -> None:
         group.all_gather(given, into)
         for rank, got in enumerate(into):
             same(got, any_bits(rank, counts[rank], dtype), f"all_gather {what} of {rank}")
-    # In place: a rank's own block stands where it belongs.
+    # In place: a rank's own block is at its position in the output.
     flat = np.zeros(group.size * count, dtype)
     own = flat[group.rank * count : (group.rank + 1) * count]
     own[:] = any_bits(group.rank, count, dtype)
@@ -137,7 +137,7 @@ PAIR = np.dtype([("value", np.float64), ("index", np.int64)])
 
 
 def located(rank: int, size: int, folder: str, endpoint: str) -> None:
-    """min_loc and max_loc, in the operations that reduce; pairs that only move."""
+    """min_loc and max_loc in the operations that reduce, and pairs in those that only move values."""
     with join(rank, size, folder, endpoint) as group:
 
         def run(kind: str, op: str, inputs: list[Any], outputs: list[Any], root: int = 0) -> None:
@@ -213,7 +213,7 @@ def test_infinities_and_nans_come_out_as_a_float_sum_has_them(switch: RunningSwi
 
 
 def streamed(rank: int, size: int, folder: str, endpoint: str) -> None:
-    """Many at once through one window, looked at when all are under way."""
+    """Many operations at once through one window, checked when all are under way."""
     with join(rank, size, folder, endpoint) as group:
         due = []
         for index in range(60):
@@ -280,13 +280,13 @@ def with_parts(rank: int, size: int, folder: str, endpoint: str) -> None:
             assert part.group.traffic()["packets_sent"] > 0
 
 
-def test_parts_of_a_group_are_jobs_of_their_own_beside_it(switch: RunningSwitch) -> None:
+def test_splits_of_a_group_are_separate_jobs(switch: RunningSwitch) -> None:
     values(run_threads(with_parts, 4, switch.endpoint))
     switch.wait_for(r"starts with 4 workers")
     assert len(switch.wait_for(r"starts with 2 workers", count=2)) >= 2
 
 
-# Among hosts of several ranks.
+# --- hosts of several ranks ---
 
 LAYOUTS = [(0, 0, 1, 1), (0, 1, 0, 1), (0, 0, 1), (0, 1, 1), (0, 1, 2, 2, 2, 1)]
 
@@ -322,11 +322,11 @@ def on_hosts(rank: int, size: int, folder: str, endpoint: str, layout: tuple[int
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_first_ranks_speak_for_their_hosts_whoever_is_the_root(
+def test_first_ranks_lead_their_hosts_whichever_rank_is_the_root(
     monkeypatch: pytest.MonkeyPatch, switch: RunningSwitch, layout: tuple[int, ...]
 ) -> None:
     monkeypatch.setattr(*apart(layout))
-    # Whatever the model says of so few hosts: the switch between them.
+    # Use the switch between hosts, whatever the cost model says for so few.
     monkeypatch.setattr("netfold.tuning.choice_table.best_between", lambda operation, case: "in_network")
     from netfold.tuning.choice_table import build_table
 
@@ -338,7 +338,7 @@ def test_first_ranks_speak_for_their_hosts_whoever_is_the_root(
     assert found == [dict.fromkeys(THROUGH, "in_network")] * len(layout)
 
 
-# Wrong calls.
+# --- wrong calls ---
 
 Call = Callable[[Communicator], Any]
 
@@ -422,7 +422,7 @@ DIFFERENT = {
 
 @pytest.mark.parametrize("odd", [0, 2])
 @pytest.mark.parametrize("name", DIFFERENT)
-def test_ranks_that_call_different_things_hear_what_each_called(switch: RunningSwitch, name: str, odd: int) -> None:
+def test_ranks_that_make_different_calls_get_the_call_of_each(switch: RunningSwitch, name: str, odd: int) -> None:
     usual, other, (usually, otherwise) = DIFFERENT[name]
     calls = [other if rank == odd else usual for rank in range(3)]
     found = values(run_threads(calls_once, 3, switch.endpoint, calls))

@@ -41,7 +41,7 @@ TOKEN, POOR_TOKEN = "0123456789abcdef" * 2, "fedcba9876543210" * 2
 
 @pytest.fixture(scope="module")
 def switch(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningSwitch]:
-    """With tokens, so that every packet has to be right; it serves UDP as well."""
+    """A switch with tokens, so that every packet is authenticated. It serves UDP as well."""
     folder = tmp_path_factory.mktemp("tokens")
     private(folder / "tokens", f"all {TOKEN}\npoor {POOR_TOKEN} memory=2M\n")
     private(folder / "token", TOKEN)
@@ -88,14 +88,14 @@ def join(
 
 
 def token_of(running: RunningSwitch, name: str = "token") -> str:
-    """The file for workers, beside the switch's own."""
+    """The workers' token file, beside the switch's own."""
     arguments = running.process.args
     assert isinstance(arguments, list)
     return str(Path(arguments[arguments.index("--token-file") + 1]).with_name(name))
 
 
 def adds(group: Communicator, *counts: int) -> None:
-    """Sums of integers that no packet in a wrong place gives."""
+    """Sums of integers that reveal a misplaced packet."""
     for count in counts:
         mine = np.arange(count, dtype=np.int64) * (group.rank + 1)
         group.all_reduce(mine)
@@ -134,7 +134,7 @@ def both(rank: int, size: int, folder: str, endpoint: str, token_file: str) -> l
         return [over_fabric.group.traffic(number)["packets_sent"] for number in range(2)]  # type: ignore[index]
 
 
-def test_jobs_over_udp_and_over_both_threads_on_a_fabric_stand_side_by_side(switch: RunningSwitch) -> None:
+def test_jobs_over_udp_and_over_both_fabric_threads_run_side_by_side(switch: RunningSwitch) -> None:
     metrics = switch.wait_for(r"metrics at http://([\d.]+:\d+)/")[0]
     status = fetch_status(control_messages.parse_endpoint(metrics, what="metrics"))
     assert list(status["fabrics"]) == ["tcp;ofi_rxm"]
@@ -151,7 +151,7 @@ def through_the_end(rank: int, size: int, folder: str, running: RunningSwitch, d
             if rank == 0:
                 running.process.kill()
         began = time.monotonic()
-        # Until all know of it: they must make the same calls.
+        # Until all ranks know of the loss: they must make the same calls.
         know = np.zeros(1, np.int64)
         while know[0] < size:
             assert time.monotonic() - began < seconds(3 * SOON_S)
@@ -161,13 +161,13 @@ def through_the_end(rank: int, size: int, folder: str, running: RunningSwitch, d
         return group.group.recoveries[0].state
 
 
-def test_what_a_wire_loses_is_sent_again_and_a_switch_that_dies_costs_no_step() -> None:
+def test_lost_packets_are_retransmitted_and_a_dead_switch_costs_no_step() -> None:
     with running_switch("--fabric", "strict:drops=20+tcp") as running:
         for state in values(run_threads(through_the_end, 2, running, True)):
             assert "is gone" in state
 
 
-def test_a_wire_whose_sends_fail_takes_the_group_off_the_switch_with_the_providers_words(
+def test_failing_sends_take_the_group_off_the_switch_with_the_providers_text(
     switch: RunningSwitch,
 ) -> None:
     def fails(rank: int, size: int, folder: str) -> str:
@@ -188,7 +188,7 @@ def over_others(rank: int, size: int, folder: str, endpoint: str) -> None:
 def dies(rank: int, size: int, folder: str, endpoint: str) -> tuple[str, int, float]:
     with join(rank, size, folder, endpoint, "tcp") as group:
         adds(group, 1000, 100_003)
-        through = Path(folder, "through")  # rank 0 may still be hearing of the last sum
+        through = Path(folder, "through")  # rank 0 may still receive the last sum
         if rank == 1:
             while not through.exists():
                 time.sleep(0.005)
@@ -200,15 +200,15 @@ def dies(rank: int, size: int, folder: str, endpoint: str) -> tuple[str, int, fl
         return str(raised.value), raised.value.rank, time.monotonic() - began
 
 
-def test_the_sums_are_right_over_other_providers_and_a_worker_that_dies_is_named(open_switch: RunningSwitch) -> None:
+def test_sums_are_correct_over_other_providers_and_a_dead_worker_is_named(open_switch: RunningSwitch) -> None:
     text, rank, took_s = values(run_ranks(dies, 2, open_switch.endpoint, dies=[1])[:1])[0]
     assert rank == 1, text
     assert took_s < seconds(SOON_S)
-    # The switch serves others. In threads: what shm has made is gone when this process ends.
+    # The switch has other fabrics. Ranks are threads: files of shm are removed when this process ends.
     values(run_threads(over_others, 2, open_switch.endpoint))
 
 
-def test_a_switch_without_that_fabric_says_what_it_has_and_nothing_else_is_used(switch: RunningSwitch) -> None:
+def test_a_switch_without_the_fabric_names_its_own_and_nothing_else_is_used(switch: RunningSwitch) -> None:
     token_file = token_of(switch)
     for outcome in run_threads(lambda *rank: join(*rank, switch.endpoint, "sockets", token_file=token_file), 2):
         assert outcome.error == "SwitchError"
@@ -233,7 +233,7 @@ def test_a_switch_is_not_started_for_a_provider_that_is_not_there() -> None:
         pass
 
 
-def test_a_tree_goes_over_the_fabric_on_every_link_and_a_parent_without_it_is_named() -> None:
+def test_a_tree_uses_the_fabric_on_every_link_and_a_parent_without_it_is_named() -> None:
     def add(rank: int, size: int, folder: str, endpoints: list[str], provider: str) -> None:
         with join(rank, size, folder, endpoints[rank], provider) as group:
             adds(group, 1, 60_007)
@@ -251,7 +251,7 @@ def test_a_tree_goes_over_the_fabric_on_every_link_and_a_parent_without_it_is_na
 
 
 class Job:
-    """A job with keys on a DataPlane, one worker of two played by hand."""
+    """A job with keys on a DataPlane, where the test plays one of two workers."""
 
     JOB, INCARNATION = 0x0A0B0C0D, 77
 
@@ -272,7 +272,7 @@ class Job:
         )
 
     def worker(self, *, tag: int | None = None, known: bool = True) -> FabricPort:
-        """Worker 0's port. tag: what it sends has, in the place of what it was told."""
+        """Worker 0's port. tag: sent instead of the assigned one."""
         port = FabricPort(STRICT, HERE, packet_bytes=4096, in_flight_bytes=1 << 16)
         if known:
             self.plane.set_worker_fabric_address(self.JOB, 0, port.address["name"], port.address["tag"])
@@ -297,7 +297,7 @@ class Job:
         return {reason for reason, count in self.plane.counters(self.JOB)["drops"].items() if count}
 
     def drops_hellos(self, reason: str, port: FabricPort, **how: Any) -> None:
-        """They come, and count as nothing else."""
+        """The packets arrive, and count as nothing else."""
         before, deadline = self.drops(), time.monotonic() + 10
         was = self.plane.counters(self.JOB)["drops"][reason]
         while self.plane.counters(self.JOB)["drops"][reason] == was:
@@ -306,7 +306,7 @@ class Job:
         assert self.drops() == before | {reason}
 
 
-def test_a_hello_counts_with_the_workers_own_tag_and_key_and_nonce_and_comes_back_with_its_proof() -> None:
+def test_a_hello_needs_the_workers_tag_key_and_nonce_and_returns_its_proof() -> None:
     job = Job()
     job.drops_hellos("source", job.worker(known=False))
     job.drops_hellos("source", job.worker(tag=job.place["tags"][1]))
@@ -324,7 +324,7 @@ def test_a_hello_counts_with_the_workers_own_tag_and_key_and_nonce_and_comes_bac
     job.plane.close(job.JOB)
 
 
-def test_who_has_not_got_the_hello_back_is_not_ready(open_switch: RunningSwitch) -> None:
+def test_a_worker_without_a_returned_hello_is_not_ready(open_switch: RunningSwitch) -> None:
     elsewhere = FabricPort("tcp", HERE, packet_bytes=4096, in_flight_bytes=4096).address
     place = {"provider": "tcp;ofi_rxm", "name": elsewhere["name"], "tag": 7}
     join = {

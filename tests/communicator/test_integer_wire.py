@@ -1,4 +1,4 @@
-"""f32 tensors that travel as integers: the same bits by every algorithm, through a switch and without, in any order."""
+"""f32 tensors sent as integers: the same bits with every algorithm, with and without a switch, in any order."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ COUNTS = (1, 127, 128, 129, 5_000, 300_001)
 
 @functools.lru_cache(maxsize=256)
 def part(rank: int, count: int, special: bool) -> Any:
-    """Values over 60 binary orders of magnitude; and, if asked for, those that are no numbers, on some ranks."""
+    """Values over 60 binary orders of magnitude; on request, with NaN and Inf on some ranks."""
     draw = np.random.default_rng(1000 * rank + count)
     numbers = (draw.standard_normal(count) * np.exp2(draw.integers(-30, 30, count))).astype(np.float32)
     numbers[: count // 3] = 0.0 if rank % 2 else numbers[: count // 3]
@@ -36,8 +36,10 @@ def part(rank: int, count: int, special: bool) -> Any:
 
 
 def expected(size: int, count: int, special: bool, average: bool, wire: str = "i32", sequence: int = 0) -> Any:
-    """In one piece, by one process: scales, integers, their sum, floats. i8 draws by the operation's number, and leaves
-    operations with values that are no numbers to i32. Read-only: ranks that are threads share it."""
+    """The result, computed by one process: scales, integers, their sum, floats. Read-only, since threads share it.
+
+    i8 rounds by the operation's sequence number. Operations with NaN or Inf use i32.
+    """
     in_bytes_by = sequence if wire == "i8" else 0
     with _one_at_a_time:
         return _expected(size, count, special, average, wire, in_bytes_by)
@@ -94,7 +96,7 @@ def in_bytes(parts: list[Any], sequence: int, average: bool) -> Any:
 
 
 def newest(group: Communicator, count: int = 1) -> list[int]:
-    """The numbers of the last operations, in order."""
+    """The sequence numbers of the last operations, in order."""
     return [int(number) for number in group.group.events()["sequence"][-count:]]
 
 
@@ -110,7 +112,7 @@ def sums(rank: int, size: int, folder: str, options: Options) -> tuple[dict[Any,
                     want = expected(size, count, special, op == "avg", wire, *newest(group))
                     np.testing.assert_array_equal(mine, want, strict=True)
                     digests[count, special, op] = hashlib.sha256(mine.tobytes()).hexdigest()
-        # Several at once, and others between them.
+        # Several operations at once, with others between them.
         many = [part(rank, count, False).copy() for count in (40_000, 3, 70_001)]
         works = [group.all_reduce(each, asynchronous=True) for each in many]
         whole = np.full(1000, rank, np.int64)
@@ -121,7 +123,7 @@ def sums(rank: int, size: int, folder: str, options: Options) -> tuple[dict[Any,
             want = expected(size, each.size, False, False, wire, sequence)
             np.testing.assert_array_equal(each, want, strict=True)
         assert (whole == size * (size - 1) // 2).all()
-        # What is no sum of f32 travels as it is.
+        # Other dtypes and operators are not converted.
         least = part(rank, 5_000, False).copy()
         group.all_reduce(least, op="min")
         np.testing.assert_array_equal(least, np.min([part(r, 5_000, False) for r in range(size)], 0), strict=True)
@@ -177,7 +179,7 @@ def test_i8_sends_a_quarter_of_the_bytes(way: str) -> None:
             endpoint = switch.endpoint if way == "in_network" else None
             options = Options(algorithm=f"all_reduce={way}", wire_dtype=wire, switch=endpoint)
             sent[wire] = min(values(run_threads(bytes_sent, 2, options)))
-    # The scales of blocks are 1/128 of f32's bytes; packets that were sent again are a little more.
+    # The scales of blocks are 1/128 of f32's bytes. Retransmissions add a little.
     assert 1 / 4 < sent["i8"] / sent["f32"] < 0.3
     assert 1 < sent["i32"] / sent["f32"] < 1.1
 
@@ -189,7 +191,7 @@ def disagree(rank: int, size: int, folder: str, options: Options) -> None:
 
 @pytest.mark.parametrize("wire", WIRES)
 @pytest.mark.parametrize("way", ["ring", "shared_memory", "in_network"])
-def test_ranks_with_different_sizes_hear_of_both(way: str, wire: str) -> None:
+def test_ranks_with_different_sizes_get_both_sizes(way: str, wire: str) -> None:
     with running_switch() as switch:
         endpoint = switch.endpoint if way == "in_network" else None
         options = Options(algorithm=f"all_reduce={way}", wire_dtype=wire, switch=endpoint)
@@ -206,7 +208,7 @@ def gradient(rank: int) -> Any:
 
 
 def with_residual(rank: int, size: int, folder: str, options: Options) -> dict[str, Any]:
-    """Many sums of one and the same tensor, with a residual and without; by the native call that takes one."""
+    """Sum the same tensor many times, with a residual and without, by the native call that takes one."""
     count = 1000
     with Communicator(FileStore(folder), rank, size, options=options, timeout_s=30, join_timeout_s=30) as group:
         exact = np.sum([gradient(r).astype(np.float64) for r in range(size)], 0)
@@ -227,7 +229,7 @@ def with_residual(rank: int, size: int, folder: str, options: Options) -> dict[s
         kept, plain = total(residual), total(None)
         residuals = group.all_gather(residual)
         missing = residuals.astype(np.float64).sum(0)
-        # An operation with an infinity leaves nothing behind that would spoil the next.
+        # An operation with an infinity leaves no infinity in the residual.
         mine = np.ones(count, np.float32)
         mine[3] = np.inf if rank == 0 else 1
         residual[:] = 1
@@ -247,9 +249,11 @@ def with_residual(rank: int, size: int, folder: str, options: Options) -> dict[s
 
 
 @pytest.mark.parametrize("way", ["ring", "in_network"])
-def test_a_residual_brings_what_was_lost_with_the_next_sum(way: str) -> None:
-    """Everything that was given has been added in the end, but for what stands in the residuals: less than a unit a
-    rank, however many steps. Without one, the errors of the steps add up like a random walk."""
+def test_a_residual_adds_the_rounding_error_to_the_next_sum(way: str) -> None:
+    """After any number of steps the sum lacks only the residuals, less than a unit a rank.
+
+    Without residuals the errors of the steps add up like a random walk.
+    """
     size = 3
     with running_switch() as switch:
         endpoint = switch.endpoint if way == "in_network" else None
@@ -257,7 +261,7 @@ def test_a_residual_brings_what_was_lost_with_the_next_sum(way: str) -> None:
         for found in values(run_threads(with_residual, size, options, timeout_s=90)):
             largest = np.max([np.abs(gradient(rank)) for rank in range(size)], 0).astype(np.float64)
             padded = np.pad(largest, (0, 24)).reshape(-1, 128).max(1)
-            # A contribution is at most the block's greatest magnitude and a unit of loss.
+            # A contribution is at most the block's greatest magnitude plus a unit of rounding error.
             unit = np.repeat(padded, 128)[:1000] * (1 + 1 / 41) / 42
             given = STEPS * found["exact"]
             rounding = STEPS * 3 * np.repeat(padded, 128)[:1000] * 2.0**-21
@@ -288,7 +292,7 @@ def give_residuals(rank: int, size: int, folder: str, options: Options) -> list[
         return said
 
 
-def test_a_residual_is_refused_where_nothing_is_rounded_that_could_be_kept() -> None:
+def test_a_residual_is_refused_where_nothing_is_rounded() -> None:
     reason = "a residual is for sums of f32 that travel as i8"
     for wire, plain in (("i8", ""), ("i32", reason), ("bf16", reason), ("auto", reason)):
         for said in values(run_threads(give_residuals, 2, Options(algorithm="all_reduce=ring", wire_dtype=wire))):
@@ -297,6 +301,6 @@ def test_a_residual_is_refused_where_nothing_is_rounded_that_could_be_kept() -> 
             assert "takes one residual, as long as the tensor" in said[3]
 
 
-def test_i8_goes_only_to_groups_whose_sums_have_room_in_a_byte(tmp_path: Any) -> None:
-    with pytest.raises(ValueError, match="NETFOLD_WIRE_DTYPE=i8 takes at most 32 ranks, not 33: a byte"):
+def test_i8_is_refused_for_groups_whose_sums_overflow_a_byte(tmp_path: Any) -> None:
+    with pytest.raises(ValueError, match="NETFOLD_WIRE_DTYPE=i8 adds for at most 32 ranks, not 33: a byte"):
         Communicator(FileStore(str(tmp_path)), 0, 33, options=Options(wire_dtype="i8"))

@@ -19,7 +19,7 @@ from ranks import run_ranks, running_switch, values
 
 from netfold import Communicator, FileStore, Options
 
-# No operation ends by itself while a test waits for it.
+# Operations do not time out while a test waits for them.
 TIMEOUT_S = 120.0
 SOON_S = 2.0
 
@@ -42,8 +42,10 @@ def join(rank: int, size: int, folder: str, **options: Any) -> Communicator:
 
 
 def signal_soon(by_another_thread: bool = False) -> threading.Thread:
-    """SIGINT to this process, half a second from now. By another thread: no system call of the main thread is cut
-    short by it."""
+    """Send SIGINT to this process after half a second.
+
+    by_another_thread: another thread gets the signal, so that no system call of the main thread is interrupted.
+    """
 
     def send() -> None:
         time.sleep(0.5)
@@ -65,8 +67,10 @@ def until(path: Path) -> None:
 
 
 def _interrupted(rank: int, size: int, folder: str, options: dict[str, str]) -> None:
-    """Rank 0 is interrupted in each of the waits; rank 1 makes no call until then. What rank 0 had announced before may
-    be enough for rank 1's first calls; then rank 1 hears of it."""
+    """Rank 0 is interrupted in each of the waits; rank 1 makes no call until then.
+
+    Rank 1's first calls may still succeed with data that rank 0 sent before. Later ones raise rank 0's reason.
+    """
     signal.signal(signal.SIGINT, signal.default_int_handler)
     for number, (name, wait) in enumerate(WAITS.items()):
         over, heard = Path(folder, f"over-{number}"), Path(folder, f"heard-{number}")
@@ -89,12 +93,12 @@ def _interrupted(rank: int, size: int, folder: str, options: dict[str, str]) -> 
             assert took < 0.5 + seconds(SOON_S), f"{name}: {took}"
             with pytest.raises(Exception, match=r"this group failed before: rank 0: .* was interrupted by a signal"):
                 group.barrier()
-            until(heard)  # it may ask why a connection ended
+            until(heard)  # rank 1 may ask for the reason
 
 
 @pytest.mark.native
 @pytest.mark.parametrize("through", ["memory", "tcp", "switch"])
-def test_ctrl_c_ends_every_wait_and_the_other_rank_hears_why(through: str) -> None:
+def test_ctrl_c_ends_every_wait_and_the_other_rank_gets_the_reason(through: str) -> None:
     if through == "switch":
         with running_switch() as switch:
             return _check_interrupted({"switch": switch.endpoint})
@@ -106,7 +110,7 @@ def _check_interrupted(options: dict[str, str]) -> None:
 
 
 def _handled(rank: int, size: int, folder: str, transport: str) -> list[float]:
-    """Rank 0's handler returns, after it has sent a message over the very group that waits. Rank 1 calls only then."""
+    """Rank 0's handler sends a message over the waiting group, and returns. Rank 1 calls only then."""
     heard: list[int] = []
     with join(rank, size, folder, transport=transport) as group:
 
@@ -156,7 +160,7 @@ def _closed_by_handler(rank: int, size: int, folder: str) -> str:
 
 
 @pytest.mark.native
-def test_a_handler_may_close_the_group_that_waits() -> None:
+def test_a_handler_may_close_the_waiting_group() -> None:
     said = values(run_ranks(_closed_by_handler, 2))[0]
     assert said.startswith("GroupAborted: ") and "rank 0 closed the group" in said, said
 
@@ -216,7 +220,7 @@ else:
     ],
 )
 def test_a_process_ends_by_itself_after_ctrl_c(script: str, transport: str, call: str, tmp_path: Path) -> None:
-    """What rank 0 had announced before may be enough for rank 1's first calls."""
+    """Rank 1's first calls may succeed with data that rank 0 sent before."""
     processes = [
         subprocess.Popen(
             [sys.executable, "-c", script, str(rank), str(tmp_path), transport, call],
@@ -237,7 +241,7 @@ def test_a_process_ends_by_itself_after_ctrl_c(script: str, transport: str, call
         _, errors = first.communicate(timeout=seconds(20))
         took = time.monotonic() - began
         assert took < seconds(5), took
-        assert first.returncode in (-signal.SIGINT, 1), errors  # 1: torch's C++ had the exception in between
+        assert first.returncode in (-signal.SIGINT, 1), errors  # 1: the exception went through torch's C++
         assert errors.rstrip().endswith("KeyboardInterrupt"), errors
         _, errors = second.communicate("\n", timeout=seconds(20))
         assert "PeerLost" in errors, errors

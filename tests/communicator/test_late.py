@@ -1,5 +1,7 @@
-"""Ranks that wait for each other between hosts ask what the others do: hopeless waits end, and errors say what was
-seen. Where a rank waits for somebody else than who is at fault, no message would ever tell it."""
+"""Ranks of different hosts that wait query each other's status: hopeless waits end, and errors have the status.
+
+A rank may wait for another than the rank at fault, from which no message would ever reach it.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ from netfold.communicator import NetfoldError
 
 pytestmark = pytest.mark.native
 
-# Ranks that may not share memory are hosts to each other.
+# Without shared memory, ranks treat each other as ranks of other hosts.
 APART = Options(transport="tcp")
 TIMEOUT_S = 30.0
 HERE = re.escape(__file__)
@@ -34,19 +36,19 @@ def _own_roots(rank: int, size: int, folder: str, algorithm: str, late: int | No
         group.barrier()
         began = time.monotonic()
         if rank == late:
-            time.sleep(0.3)  # the others are in their barriers when they hear of it
+            time.sleep(0.3)  # the others are in their barriers when they learn of it
         try:
             group.broadcast(np.zeros(10_000), root=rank)
             group.barrier()
         finally:
             assert time.monotonic() - began < TIMEOUT_S / 3
-            time.sleep(0.5)  # nobody leaves while another still asks
+            time.sleep(0.5)  # no rank leaves while another queries it
 
 
 @pytest.mark.parametrize("late", [None, 0, 2])
 @pytest.mark.parametrize("algorithm", ["direct", "tree", "chain"])
-def test_ranks_that_name_different_roots_hear_of_both_long_before_the_timeout(algorithm: str, late: int | None) -> None:
-    """As the root, each sends and waits for nobody: what it left behind is met by the next call."""
+def test_ranks_with_different_roots_get_both_long_before_the_timeout(algorithm: str, late: int | None) -> None:
+    """As the root, each rank sends without waiting; its data meets the next call."""
     outcomes = run_threads(_own_roots, 3, algorithm, late)
     for outcome in outcomes:
         assert outcome.error in ("Mismatch", "PeerLost"), outcome
@@ -74,7 +76,7 @@ def _one_gives_up(rank: int, size: int, folder: str) -> float:
         return 0.0
 
 
-def test_who_gave_up_is_heard_by_ranks_that_wait_for_another() -> None:
+def test_a_failed_ranks_reason_reaches_ranks_that_wait_for_another() -> None:
     outcomes = run_threads(_one_gives_up, 3)
     assert outcomes[1].error == "CollectiveTimeout"
     assert outcomes[0].error == "PeerLost"
@@ -144,13 +146,13 @@ def _one_sleeps(
             return type(error).__name__, error.rank, str(error)
         finally:
             over[rank].set()
-            for each in over:  # nobody leaves while another still asks
+            for each in over:  # no rank leaves while another queries it
                 each.wait(TIMEOUT_S)
     return "nothing was raised", None, ""
 
 
 @pytest.mark.parametrize("algorithm", ["ring", "direct", "halving_doubling", "shared_memory", "in_network"])
-def test_all_ranks_name_a_timeout_alike_and_say_first_what_the_rank_does_that_they_wait_for(algorithm: str) -> None:
+def test_all_ranks_report_a_timeout_alike_with_the_awaited_rank_first(algorithm: str) -> None:
     options = Options(transport="auto" if algorithm == "shared_memory" else "tcp", algorithm=f"all_reduce={algorithm}")
     if algorithm != "in_network":
         return _check_names(options, [threading.Event() for _ in range(4)])
@@ -172,7 +174,7 @@ def _check_names(options: Options, over: list[threading.Event]) -> None:
 
 
 def _short_waits(rank: int, size: int, folder: str) -> list[float]:
-    """Late twice as long as until the first question, and nothing is wrong."""
+    """A rank is late by twice the time until the first query, and nothing fails."""
     with join(rank, size, folder) as group:
         if rank == 1:
             time.sleep(2.2)
@@ -182,7 +184,7 @@ def _short_waits(rank: int, size: int, folder: str) -> list[float]:
         return list(array)
 
 
-def test_who_is_only_slow_is_waited_for() -> None:
+def test_a_slow_rank_is_awaited() -> None:
     assert values(run_threads(_short_waits, 2)) == [[3.0] * 5] * 2
 
 
@@ -192,12 +194,12 @@ def _answers_after(rank: int, size: int, folder: str, aborts: bool) -> object:
         monitor = group.group._monitor
         if aborts:
             group.group.abort("enough")
-    # A question that had come before the group was closed, and is answered only now.
+    # A query that came before the group was closed, and gets its reply afterwards.
     return monitor.handle_request(1 - rank, {"type": "query", "sequence": 1})[0]["failure"]
 
 
-def test_a_rank_that_has_closed_its_group_is_taken_for_no_failure() -> None:
-    """Another one may wait for results of the last call still: at a switch, or further along a ring."""
+def test_a_rank_that_has_closed_its_group_counts_as_no_failure() -> None:
+    """Another rank may still wait for results of the last call: at a switch, or further along a ring."""
     assert values(run_threads(_answers_after, 2, False)) == [None, None]
     for failure in values(run_threads(_answers_after, 2, True)):
         assert failure is not None and "enough" in str(failure)

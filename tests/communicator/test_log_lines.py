@@ -1,4 +1,4 @@
-"""What a job writes to the log when its groups are made: one line at info; the facts of each rank at debug."""
+"""The log when a job's groups are made: one line at info, and each rank's facts at debug."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def make_groups(rank: int, size: int, folder: str) -> list[tuple[str, str]]:
     handler.emit = lambda record: lines.append((record.levelname, record.getMessage()))  # type: ignore[method-assign]
     logging.getLogger("netfold").addHandler(handler)
     logging.getLogger("netfold").setLevel("DEBUG")
-    # The world, the world once more, and a group whose rank 0 is not the job's.
+    # The world twice, and a group whose rank 0 is not the job's.
     for name, members in (("world", [0, 1, 2]), ("again", [0, 1, 2]), ("others", [1, 2])):
         if rank in members:
             store = FileStore(f"{folder}/{name}")

@@ -1,6 +1,6 @@
-"""Messages through the rings that ranks of one machine share: sizes round the ring's end, full rings, deaths, mixtures.
+"""Messages through the rings that ranks of one machine share: wrap-around, full rings, deaths, mixed transports.
 
-What holds for messages whatever carries them: test_point_to_point.py.
+Tests for every transport: test_point_to_point.py.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ STEP_BYTES = 16 << 10
 HEADER_BYTES = 32
 EAGER_BYTES = 128 << 10
 TIMEOUT_S = 20.0
-# The kernel tells a sleeping rank of a death, so the error comes long before TIMEOUT_S.
+# The kernel wakes a sleeping rank at a death, so the error comes long before TIMEOUT_S.
 AT_ONCE_S = 2.0
 
 
@@ -39,7 +39,7 @@ def join(rank: int, size: int, folder: str, transport: str = "auto", spin_us: in
 
 
 def message(size_bytes: int, sender: int, number: int) -> Any:
-    """Periods of a prime, so that what is shifted by a step, a page or the ring does not look like itself."""
+    """Values with a prime period, so that a shift by a step, a page or the ring shows."""
     return ((np.arange(size_bytes, dtype=np.uint32) + 31 * sender + 7 * number) % 251).astype(np.uint8)
 
 
@@ -68,14 +68,14 @@ def sends(rank: int, size: int, folder: str, sizes: list[int]) -> None:
 
 @native
 @pytest.mark.parametrize("border", [STEP_BYTES, EAGER_BYTES, RING_BYTES, 2 * RING_BYTES])
-def test_sizes_round_every_border_arrive_whole(border: int) -> None:
+def test_sizes_around_every_threshold_arrive_whole(border: int) -> None:
     near = [border + offset for offset in (-HEADER_BYTES - 1, -HEADER_BYTES, -HEADER_BYTES + 1, -1, 0, 1, HEADER_BYTES)]
     values(run_threads(sends, 2, near * 3))
 
 
 @native
-def test_headers_and_values_are_cut_by_the_end_of_the_ring_anywhere() -> None:
-    """Each time round, the ring's end cuts 8 bytes earlier in a message."""
+def test_headers_and_values_may_wrap_around_the_ring_anywhere() -> None:
+    """With each lap, the ring's end is 8 bytes earlier in a message."""
     size_bytes = RING_BYTES // 16 - HEADER_BYTES - 1
     values(run_threads(sends, 2, [size_bytes] * 16 * 40))
 
@@ -85,7 +85,7 @@ def both_full(rank: int, size: int, folder: str, size_bytes: int, count: int) ->
         sent = [message(size_bytes, rank, number) for number in range(count)]
         got = [np.zeros(size_bytes, np.uint8) for _ in range(count)]
         work = [start(group, "send", buffer, 1 - rank) for buffer in sent]
-        group.barrier()  # nobody receives until both have said all that goes
+        group.barrier()  # no rank receives until both rings are full
         for buffer in got:
             group.receive(buffer, 1 - rank)
         for operation in work:
@@ -96,7 +96,7 @@ def both_full(rank: int, size: int, folder: str, size_bytes: int, count: int) ->
 
 @native
 @pytest.mark.parametrize(("size_bytes", "count"), [(0, 20_000), (100, 6000), (5000, 800), (EAGER_BYTES, 40)])
-def test_many_messages_both_ways_with_both_rings_full(size_bytes: int, count: int) -> None:
+def test_many_messages_in_both_directions_with_full_rings(size_bytes: int, count: int) -> None:
     values(run_threads(both_full, 2, size_bytes, count))
 
 
@@ -105,7 +105,7 @@ def leaves_its_credit(rank: int, size: int, folder: str) -> None:
     with join(rank, size, folder) as group:
         for number, size_bytes in enumerate(sizes):
             group.send(message(size_bytes, rank, number), 1 - rank)
-        group.barrier()  # whose algorithm looks at no message
+        group.barrier()  # its algorithm reads no message
         for number, size_bytes in enumerate(sizes):
             into = np.zeros(size_bytes, np.uint8)
             group.receive(into, 1 - rank)
@@ -113,7 +113,7 @@ def leaves_its_credit(rank: int, size: int, folder: str) -> None:
 
 
 @native
-def test_a_sender_within_its_credit_waits_for_nobody() -> None:
+def test_a_sender_within_its_credit_does_not_wait() -> None:
     values(run_threads(leaves_its_credit, 2))
 
 
@@ -136,7 +136,7 @@ def unread_at_the_end(rank: int, size: int, folder: str, left: threading.Event) 
 
 
 @native
-def test_who_leaves_messages_unread_harms_nobody_and_those_of_a_rank_that_left_stay() -> None:
+def test_unread_messages_block_no_rank_and_outlive_their_sender() -> None:
     values(run_threads(unread_at_the_end, 2, threading.Event()))
 
 
@@ -152,7 +152,7 @@ def mixes(rank: int, size: int, folder: str, apart: set[int]) -> None:
                 group.group.wait(operation)
             for peer in peers:
                 np.testing.assert_array_equal(got[peer], message(size_bytes, peer, rank))
-        # Whoever comes first, by memory or by connection.
+        # The first message, through memory or a connection.
         into = np.zeros(8, np.uint8)
         if rank == 0:
             assert {group.receive(into) for _ in peers} == set(peers)
@@ -174,7 +174,7 @@ def sleeps_while_rank_1_dies(rank: int, size: int, folder: str, call: str) -> tu
     if rank == 1:
         threading.Timer(0.3, _die, (folder,)).start()
         if call == "receive in the middle":
-            # More than ever comes: rank 0 reads of it what there is.
+            # Longer than the data that comes: rank 0 reads a part.
             work = [start(group, "send", large, 0) for _ in range(50)]
             for operation in work:
                 group.group.wait(operation)
@@ -218,7 +218,7 @@ def plays_and_streams(rank: int, size: int, folder: str) -> None:
 
 
 @native
-def test_who_sleeps_at_once_is_rung_for_bytes_and_for_room() -> None:
+def test_a_rank_that_sleeps_at_once_is_woken_for_bytes_and_for_space() -> None:
     values(run_threads(plays_and_streams, 2))
 
 
@@ -241,7 +241,7 @@ def is_stopped_in_the_middle(rank: int, size: int, folder: str) -> None:
             np.testing.assert_array_equal(into, message(size_bytes, 1, number))
 
 
-def test_a_rank_that_stands_still_for_a_while_goes_on_where_it_was() -> None:
+def test_a_rank_that_is_stopped_goes_on_where_it_was() -> None:
     values(run_ranks(is_stopped_in_the_middle, 2))
 
 
@@ -269,7 +269,7 @@ def _dead(folder: str) -> float:
 
 
 @pytest.mark.parametrize("call", ["receive", "receive from any", "send", "receive in the middle", "send in the middle"])
-def test_a_killed_rank_is_missed_at_once(call: str) -> None:
+def test_a_killed_rank_is_noticed_at_once(call: str) -> None:
     outcomes = run_ranks(sleeps_while_rank_1_dies, 2, call, dies=[1])
     assert not outcomes[0].error, outcomes[0].text
     took_s, lost = outcomes[0].value
@@ -298,14 +298,14 @@ def floods_the_dead(rank: int, size: int, folder: str) -> int:
     return sent
 
 
-def test_who_only_sends_small_messages_hears_of_a_death_too() -> None:
+def test_a_rank_that_only_sends_small_messages_notices_a_death() -> None:
     outcomes = run_ranks(floods_the_dead, 2, dies=[1])
     assert not outcomes[0].error, outcomes[0].text
     assert outcomes[0].value < FLOOD
 
 
 def sleeps(rank: int, size: int, folder: str) -> float:
-    """Seconds of CPU that 1 s of waiting took."""
+    """CPU seconds of a wait of 1 s."""
     with join(rank, size, folder) as group:
         into = np.zeros(4, np.uint8)
         if rank == 1:

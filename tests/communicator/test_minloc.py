@@ -22,7 +22,7 @@ DTYPES = (
 
 
 def located(op: str, parts: list[Any], indices: list[Any]) -> tuple[Any, Any]:
-    """What it means, in NumPy, element by element over ranks."""
+    """The expected result in NumPy, element by element over ranks."""
     values_of, indices_of = np.stack(parts), np.stack(indices)
     nan = np.isnan(values_of) if values_of.dtype.kind == "f" else np.zeros(values_of.shape, bool)
     best = values_of.min(axis=0) if op == "min_loc" else values_of.max(axis=0)  # NaN where there is one
@@ -56,7 +56,7 @@ def test_the_kernel_takes_the_lowest_index_of_equal_values_in_any_order(order: t
         np.testing.assert_array_equal(got["value"], expected["value"])
 
 
-def test_located_values_know_no_other_operator_and_other_values_not_these() -> None:
+def test_pairs_have_only_the_loc_operators_and_other_values_have_none() -> None:
     for op in ("sum", "product", "min", "max", "band", "bor", "bxor"):
         assert not kernels.is_defined(op, "f64_i64") and not kernels.is_defined(op, "i64_i64")
     for op in OPS:
@@ -72,7 +72,7 @@ def everywhere(rank: int, size: int, folder: str, algorithm: str, switch: str | 
                 parts = [contribution(r, count, "uint8" if dtype == "bool" else dtype) for r in range(size)]
                 if dtype == "bool":
                     parts = [part % 5 == 0 for part in parts]
-                # Equal values at many places, and indices in an order of their own.
+                # Many equal values, and indices in another order.
                 parts = [np.where(np.arange(count) % 3 == 0, parts[0], part) for part in parts]
                 indices = [(np.arange(count) * 31 + (size - r) * 7919) % 100_003 for r in range(size)]
                 if dtype.startswith("float") and count > 1:
@@ -94,7 +94,7 @@ def test_every_algorithm_finds_the_value_and_its_lowest_index(algorithm: str, si
     values(run_threads(everywhere, size, algorithm, None))
 
 
-def test_the_switch_finds_them_too() -> None:
+def test_the_switch_finds_the_value_and_its_lowest_index() -> None:
     with running_switch() as switch:
         values(run_threads(everywhere, 3, "in_network", switch.endpoint))
 
@@ -113,5 +113,5 @@ def refused(rank: int, size: int, folder: str) -> None:
                 group.all_reduce_loc(values_, where, op=op)
 
 
-def test_pairs_that_make_no_sense_are_refused_in_a_sentence() -> None:
+def test_invalid_pairs_are_refused_in_a_sentence() -> None:
     values(run_threads(refused, 2))

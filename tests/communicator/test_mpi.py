@@ -1,4 +1,4 @@
-"""Ranks under real mpiruns, from wheels (`make bench-peers`): how they meet, and collectives over their MPI."""
+"""Ranks under real mpiruns, from wheels (`make bench-peers`): start-up, and collectives over their MPI."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ DEADLINE_S = 90
 def start(
     mpi: str, ranks: int, *case: str, script: Path = SCRIPT, within: tuple[str, ...] = ()
 ) -> subprocess.Popen[str]:
-    """`within`: what starts each rank."""
+    """within: the command that starts each rank."""
     need_mpi(mpi)
     launch = launch_mpi(mpi, ranks, [*within, sys.executable, str(script), *case])
     kept = {
@@ -47,14 +47,14 @@ def start(
 
 
 def end(process: subprocess.Popen[str]) -> list[Any]:
-    """What each rank returned, in any order."""
+    """The result of each rank, in any order."""
     try:
         said, errors = process.communicate(timeout=seconds(DEADLINE_S))
     except subprocess.TimeoutExpired:
         kill(process)
         raise
     assert process.returncode == 0, errors
-    # Two ranks' lines may come as one.
+    # Two ranks' lines may be merged.
     decoder, found, rest = json.JSONDecoder(), [], said.strip()
     while rest:
         value, length = decoder.raw_decode(rest)
@@ -64,7 +64,7 @@ def end(process: subprocess.Popen[str]) -> list[Any]:
 
 
 def kill(process: subprocess.Popen[str]) -> None:
-    """With its ranks, wherever they are: launchers put them into sessions of their own."""
+    """End the launcher and its ranks, which have sessions of their own."""
     ranks = psutil.Process(process.pid).children(recursive=True)
     for each in [*ranks, process]:
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -77,14 +77,14 @@ def run(mpi: str, ranks: int, *case: str) -> list[Any]:
 
 
 @pytest.mark.parametrize("mpi", MPIS)
-def test_ranks_of_two_mpiruns_at_once_meet_each_their_own_with_nothing_set(mpi: str) -> None:
+def test_two_mpiruns_at_once_form_separate_groups_with_no_variables_set(mpi: str) -> None:
     three, two = start(mpi, 3, "meet"), start(mpi, 2, "meet")
     assert end(three) == [[0, 1, 2]] * 3
     assert end(two) == [[0, 1]] * 2
 
 
 @pytest.mark.torch
-def test_a_script_that_says_netfold_alone_trains_under_mpirun(tmp_path: Path) -> None:
+def test_a_script_that_only_names_netfold_trains_under_mpirun(tmp_path: Path) -> None:
     mpi = next((each for each in MPIS if have_peer(each)), MPIS[0])
     process = start(mpi, 2, str(tmp_path), script=SCRIPT.parents[1] / "torch" / "plain_script.py")
     try:
@@ -98,28 +98,28 @@ def test_a_script_that_says_netfold_alone_trains_under_mpirun(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("mpi", MPIS)
-def test_every_algorithm_is_right_over_each_mpi(mpi: str) -> None:
+def test_every_algorithm_is_correct_over_each_mpi(mpi: str) -> None:
     found = run(mpi, 3, "algorithms")
     assert len(found) == 3 and all(each["segments"] > 1000 for each in found), found
     assert all({"openmpi": "Open MPI", "mpich": "MPICH", "intel": "Intel"}[mpi] in each["version"] for each in found)
 
 
 @pytest.mark.parametrize("mpi", MPIS)
-def test_the_program_may_call_mpi_beside_netfold_and_groups_may_be_divided(mpi: str) -> None:
+def test_the_program_may_call_mpi_beside_netfold_and_split_groups(mpi: str) -> None:
     assert run(mpi, 4, "beside") == [4] * 4
 
 
 @pytest.mark.parametrize("mpi", MPIS)
-def test_what_was_sent_arrives_while_its_sender_is_in_no_call(mpi: str) -> None:
+def test_a_sent_message_arrives_while_its_sender_makes_no_call(mpi: str) -> None:
     assert max(run(mpi, 2, "goes_away")) < 0.4
 
 
-# mpirun ends all ranks when one dies; it does not see it where a shell stands between.
+# mpirun ends all ranks when one dies. With a shell in between it does not notice.
 HIDES_DEATH = ("sh", "-c", '"$@" || sleep 60', "sh")
 
 
 @pytest.mark.parametrize("mpi", MPIS)
-def test_who_is_left_by_a_rank_that_died_names_it_in_time(mpi: str, tmp_path: Path) -> None:
+def test_a_dead_rank_is_named_in_time(mpi: str, tmp_path: Path) -> None:
     process = start(mpi, 3, "dies", str(tmp_path), within=HIDES_DEATH)
     files = [tmp_path / f"{rank}.json" for rank in (0, 2)]
     try:
@@ -144,7 +144,7 @@ def alone(rank: int, size: int, folder: str) -> None:
     Communicator(FileStore(folder), rank, size, options=Options(transport="mpi"), join_timeout_s=10)
 
 
-def test_without_an_mpi_in_the_process_it_says_so_and_takes_nothing_else() -> None:
+def test_without_an_mpi_the_group_is_refused_and_no_other_transport_used() -> None:
     for outcome in run_ranks(alone, 2):
         assert outcome.error == "RendezvousError", outcome
         assert "cannot go over MPI (NETFOLD_TRANSPORT): it takes mpi4py, and an MPI beside it" in outcome.text
@@ -155,7 +155,7 @@ def differs(rank: int, size: int, folder: str) -> None:
     Communicator(FileStore(folder), rank, size, options=Options(transport=transport), join_timeout_s=20)
 
 
-def test_ranks_that_do_not_all_say_mpi_hear_of_it() -> None:
+def test_ranks_that_do_not_all_use_mpi_are_refused() -> None:
     said = [outcome.text for outcome in run_threads(differs, 2, timeout_s=10)]
     assert "rank 1 is to go over MPI, rank 0 over TCP: every rank needs the same (NETFOLD_TRANSPORT)" in said[0]
     assert "rank 0 is to go over TCP, rank 1 over MPI: every rank needs the same (NETFOLD_TRANSPORT)" in said[1]

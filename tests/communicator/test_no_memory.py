@@ -1,4 +1,4 @@
-"""Want of memory in the engine ends the group with an error: not the process, not another group, not in a hang."""
+"""A failed allocation in the engine ends the group with an error. The process and other groups go on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Options: what a user may set, and the sentence where it makes no sense."""
+"""Options: fields, variables, defaults, and the errors for invalid values."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from netfold import Communicator, FileStore, Options
 pytestmark = pytest.mark.native
 
 
-def test_a_field_beats_its_variable_which_beats_the_default() -> None:
+def test_a_field_overrides_its_variable_which_overrides_the_default() -> None:
     environment = {"NETFOLD_ALGORITHM": "ring", "NETFOLD_WIRE_DTYPE": "bf16", "NETFOLD_SPIN_US": "7"}
     options = Options(wire_dtype="f16").resolved(environment)
     assert options == Options(
@@ -37,13 +37,13 @@ def test_a_field_beats_its_variable_which_beats_the_default() -> None:
     )
 
 
-def test_an_empty_variable_is_as_good_as_none() -> None:
+def test_an_empty_variable_counts_as_unset() -> None:
     environment = {f"NETFOLD_{field.name.upper()}": " " for field in dataclasses.fields(Options)}
     assert Options().resolved(environment) == Options().resolved({})
 
 
 @pytest.mark.parametrize("text", ["nonsense", "127.0.0.1", ":7171", "host:port", "host:-1", "host:70000", "7171"])
-def test_a_switch_that_is_no_address_is_refused_in_a_sentence(text: str) -> None:
+def test_a_malformed_switch_address_is_refused_in_a_sentence(text: str) -> None:
     with pytest.raises(ValueError, match=r"NETFOLD_SWITCH is .* expected host:port, such as 127\.0\.0\.1:7171"):
         Options().resolved({"NETFOLD_SWITCH": text})
 
@@ -57,7 +57,7 @@ def test_a_switch_address_may_be_a_name_or_of_either_family(text: str) -> None:
     "variable", ["NETFOLD_WINDOW_BYTES", "NETFOLD_SPIN_US", "NETFOLD_REJOIN_S", "NETFOLD_PINNED_BYTES"]
 )
 @pytest.mark.parametrize("text", ["many", "-1", "1.5", "0x10"])
-def test_a_number_that_is_none_is_refused_by_the_variables_name(variable: str, text: str) -> None:
+def test_a_malformed_number_is_refused_with_its_variable(variable: str, text: str) -> None:
     with pytest.raises(ValueError, match=f"{variable}='{text}' is not a whole number"):
         Options().resolved({variable: text})
 
@@ -80,8 +80,8 @@ def _join(rank: int, size: int, folder: str, options: Options) -> None:
         (Options(switch="nonsense"), "NETFOLD_SWITCH is 'nonsense'; expected host:port"),
     ],
 )
-def test_every_rank_hears_at_once_that_its_options_make_no_sense(options: Options, sentence: str) -> None:
-    """Found: rank 0 alone looked at the words, and the others waited a minute for a rank 0 that had given up."""
+def test_every_rank_refuses_invalid_options_at_once(options: Options, sentence: str) -> None:
+    """Once, only rank 0 checked the options, and the others waited a minute for a rank 0 that had given up."""
     for outcome in run_threads(_join, 3, options, timeout_s=5):
         assert outcome.error == "ValueError"
         assert sentence in outcome.text

@@ -1,4 +1,4 @@
-"""Messages between two ranks: matching, flow control, what goes wrong, and collectives beside them.
+"""Messages between two ranks: matching, flow control, failures, and collectives beside them.
 
 With torch: tests/torch/test_point_to_point_torch.py.
 """
@@ -34,7 +34,7 @@ SOON_S = 3.0
 
 @pytest.fixture(autouse=True, params=["auto", "tcp"])
 def transport(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Everything holds through memory and over connections."""
+    """All tests run over shared memory and over connections."""
     monkeypatch.setenv("NETFOLD_TRANSPORT", request.param)
     return str(request.param)
 
@@ -158,7 +158,7 @@ def gathers_from_any(rank: int, size: int, folder: str, count: int) -> None:
 
 @native
 @pytest.mark.parametrize("count", [10, 500_000])
-def test_a_receive_from_any_source_says_who_sent(count: int) -> None:
+def test_a_receive_from_any_source_returns_the_sender(count: int) -> None:
     values(run_threads(gathers_from_any, 4, count))
 
 
@@ -177,19 +177,19 @@ def any_and_named(rank: int, size: int, folder: str) -> None:
                 if place == 2:
                     group.send(np.zeros(1), 2, tag=1)
                 group.group.wait(operation)
-            # The first of rank 1 meets the receive that was asked for first, though it names nobody.
+            # Rank 1's first message matches the receive that was posted first, though it names no source.
             assert [operation.peer for operation in work] == [1, 1, 2, 2]
             assert [buffer[0] for buffer in into] == [10.0, 11.0, 20.0, 21.0]
             return
         group.barrier()
         if rank == 2:
-            group.receive(np.zeros(1), 0, tag=1)  # rank 1's are there
+            group.receive(np.zeros(1), 0, tag=1)  # rank 1's messages have arrived
         for place in range(2):
             group.send(np.full(4, 10.0 * rank + place, np.float32), 0)
 
 
 @native
-def test_receives_are_served_in_the_order_of_asking_named_or_not() -> None:
+def test_receives_match_in_the_order_of_posting_with_or_without_a_source() -> None:
     values(run_threads(any_and_named, 3))
 
 
@@ -212,14 +212,14 @@ def floods(rank: int, size: int, folder: str, count: int) -> int:
 
 
 @native
-def test_ten_thousand_messages_that_nobody_waits_for_stay_within_the_credit() -> None:
+def test_ten_thousand_unreceived_messages_stay_within_the_credit() -> None:
     at_once, _ = values(run_threads(floods, 2, 10_000))
-    # What a sender may leave at the receiver: beyond it, announcements wait, in the sender's own memory.
+    # The bytes that a sender may leave at the receiver. Beyond them, announcements wait in the sender's memory.
     assert 0 < at_once <= CREDIT_BYTES // 256
 
 
 def streams_small(rank: int, size: int, folder: str) -> None:
-    """Much more than the credit: it comes back as messages are taken."""
+    """Much more than the credit, which returns as messages are received."""
     with join(rank, size, folder) as group:
         for number in range(2000):
             if rank == 0:
@@ -231,7 +231,7 @@ def streams_small(rank: int, size: int, folder: str) -> None:
 
 
 @native
-def test_credit_comes_back_as_messages_are_taken() -> None:
+def test_credit_returns_as_messages_are_received() -> None:
     values(run_threads(streams_small, 2))
 
 
@@ -253,7 +253,7 @@ def never_received(rank: int, size: int, folder: str) -> float:
 
 
 @native
-def test_sends_that_nobody_receives_do_not_hold_up_collectives() -> None:
+def test_unreceived_sends_do_not_delay_collectives() -> None:
     values(run_threads(never_received, 2))
 
 
@@ -263,7 +263,7 @@ def overtakes_a_collective(rank: int, size: int, folder: str, count: int) -> Non
         word = message(count, 0, 0)
         if rank == 0:
             work = group.group.submit("all_reduce", dtype="f32", outputs=[region(buffer)], wait_here=False)
-            group.send(word, 1)  # rank 1 takes this before it makes the call that the sum waits for
+            group.send(word, 1)  # rank 1 receives this before it makes the call that the sum waits for
             group.group.wait(work)
         else:
             into = np.zeros(count, np.float32)
@@ -291,7 +291,7 @@ def unwatched(rank: int, size: int, folder: str) -> None:
 
 
 @native
-def test_a_message_arrives_also_when_nobody_waits_for_it() -> None:
+def test_a_message_arrives_without_a_wait() -> None:
     values(run_threads(unwatched, 2))
 
 
@@ -333,7 +333,7 @@ def test_many_threads_may_send_and_receive_beside_collectives() -> None:
 
 
 def random_traffic(rank: int, size: int, folder: str, seed: int) -> None:
-    """Every rank knows all messages; each takes its own in an order of its own, some without naming the source."""
+    """Every rank knows all messages. It receives its own in a random order, some without naming the source."""
     random_for_all = random.Random(seed)
     messages = []
     for number in range(150):
@@ -348,7 +348,7 @@ def random_traffic(rank: int, size: int, folder: str, seed: int) -> None:
             if source == rank:
                 kept.append(message(count, number, tag))
                 work.append(start_send(group, kept[-1], to, tag))
-        # Among equal tags the order is the sender's; tags may come in any.
+        # Messages of one tag keep the sender's order; tags are received in any order.
         tags: dict[int, list[Any]] = {}
         for source, to, tag, count, number in messages:
             if to == rank:
@@ -372,7 +372,7 @@ def random_traffic(rank: int, size: int, folder: str, seed: int) -> None:
 
 @native
 @pytest.mark.parametrize("seed", range(6))
-def test_random_traffic_arrives_where_it_should(seed: int) -> None:
+def test_random_traffic_arrives_at_its_destination(seed: int) -> None:
     values(run_threads(random_traffic, 4, seed))
 
 
@@ -402,7 +402,7 @@ def mismatches(rank: int, size: int, folder: str, sent: Any, into: Any) -> tuple
         pytest.param(np.zeros(500_000, np.float32), np.zeros(500_001, np.float32), id="large"),
     ],
 )
-def test_another_size_or_dtype_is_heard_of_on_both_sides(sent: Any, into: Any) -> None:
+def test_another_size_or_dtype_is_an_error_on_both_sides(sent: Any, into: Any) -> None:
     sender, receiver = values(run_threads(mismatches, 2, sent, into))
     assert receiver[:2] == ("Mismatch", 0)
     short = {"float32": "f32", "int32": "i32"}
@@ -411,7 +411,7 @@ def test_another_size_or_dtype_is_heard_of_on_both_sides(sent: Any, into: Any) -
         f"rank 1 receives {into.nbytes} bytes of {short[into.dtype.name]} with tag 4"
     )
     assert both in receiver[2]
-    # The sender may be through with a small one; what it waits for next tells it.
+    # The sender may be done with a small message; its next wait raises the error.
     assert sender[0] in ("Mismatch", "PeerLost")
     assert sender[1] == 1 or sender[0] == "Mismatch"
     assert both in sender[2]
@@ -485,7 +485,7 @@ def dies(rank: int, size: int, folder: str, call: str) -> tuple[str, int | None,
 
 
 @pytest.mark.parametrize("call", ["receive", "receive from any", "send"])
-def test_a_rank_that_dies_is_named_by_who_waits_for_its_messages(call: str, transport: str) -> None:
+def test_a_dead_rank_is_named_by_the_receivers_of_its_messages(call: str, transport: str) -> None:
     outcomes = run_ranks(dies, 3, call, dies=[2], env={"NETFOLD_TRANSPORT": transport})
     for rank in (0, 1):
         assert not outcomes[rank].error, outcomes[rank].text
@@ -521,12 +521,12 @@ def leaves_early(rank: int, size: int, folder: str) -> str:
 
 
 @native
-def test_what_a_rank_sent_before_it_left_is_still_received() -> None:
+def test_messages_of_a_rank_that_left_are_still_received() -> None:
     assert values(run_threads(leaves_early, 3))[0] == "through"
 
 
 def large_then_leave(rank: int, size: int, folder: str) -> None:
-    """More than the receiver's host takes in before anybody reads; its sender is gone by then."""
+    """More than the receiver's host buffers before a read; the sender is gone by then."""
     with join(rank, size, folder) as group:
         if rank == 0:
             for number in range(8):
@@ -540,7 +540,7 @@ def large_then_leave(rank: int, size: int, folder: str) -> None:
 
 
 @native
-def test_messages_on_their_way_survive_their_senders_leaving() -> None:
+def test_messages_in_flight_survive_their_sender() -> None:
     values(run_threads(large_then_leave, 2))
 
 
@@ -558,7 +558,7 @@ def aborted_while_waiting(rank: int, size: int, folder: str) -> str:
 
 
 @native
-def test_an_abort_ends_a_receive_that_waits_here_and_there() -> None:
+def test_an_abort_ends_waiting_receives_on_both_ranks() -> None:
     here, there = values(run_threads(aborted_while_waiting, 2))
     assert here.startswith("GroupAborted: rank 0: receive #1 of 1 f64")
     assert there.startswith("PeerLost: rank 1: receive #1 of 1 f64")
@@ -582,7 +582,7 @@ def waits_twice(rank: int, size: int, folder: str) -> None:
 
 
 @native
-def test_the_end_of_a_wait_is_not_the_end_of_the_receive() -> None:
+def test_a_receive_goes_on_after_a_wait_times_out() -> None:
     values(run_threads(waits_twice, 2))
 
 
@@ -600,7 +600,7 @@ def misuses(rank: int, size: int, folder: str) -> None:
         ):
             with pytest.raises(ValueError, match=words):
                 call()
-        group.barrier()  # a refusal harms nothing
+        group.barrier()  # a refusal changes nothing
 
 
 @native
@@ -623,7 +623,7 @@ def records(rank: int, size: int, folder: str) -> None:
         assert events["bytes"].tolist() == [40, 2_400_000]
         assert events["sequence"].tolist() == [1, 2]
         assert events["slowest_rank"].tolist() == ([0, 0] if rank else [-1, -1])
-        # header and values at once; announcement, three pieces with a header each
+        # header and values at once; announcement, three chunks with a header each
         assert events["wire_bytes"].tolist() == ([0, 32] if rank else [72, 2_400_000 + 4 * 32])
         assert (events["finished_ns"] >= events["started_ns"]).all()
         group.barrier()
@@ -631,7 +631,7 @@ def records(rank: int, size: int, folder: str) -> None:
 
 
 @native
-def test_messages_leave_their_records() -> None:
+def test_messages_have_records() -> None:
     values(run_threads(records, 2))
 
 
@@ -654,12 +654,12 @@ def receives_ahead(rank: int, size: int, folder: str) -> None:
 
 
 @pytest.mark.native
-def test_receives_may_be_asked_for_before_anybody_sends() -> None:
+def test_receives_may_be_posted_before_the_sends() -> None:
     values(run_threads(receives_ahead, 2))
 
 
 def keeps_one_receive_pending(rank: int, size: int, folder: str) -> int:
-    """How many buffers of later works, waited for, are still held."""
+    """How many buffers of later works are still held after their wait."""
     with join(rank, size, folder) as group:
         pending = np.zeros(4, np.float32)
         first = group.receive(pending, 1 - rank, tag=7, asynchronous=True)

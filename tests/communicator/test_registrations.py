@@ -1,4 +1,4 @@
-"""The registration cache: what is a hit, its bounds, and that nothing in it outlives the memory that it is of."""
+"""The registration cache: hits, bounds, and that no entry outlives its memory."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from netfold import Communicator
 from netfold._native import fabric
 from netfold.bootstrap.fabric import port_of
 
-# Elements of a bucket: 1 MB, which goes in four large pieces over two ranks.
+# Elements of a bucket: 1 MB, sent in four large chunks over two ranks.
 COUNT = 1 << 18
 STRICT = "strict:seed=11+tcp"
 
@@ -33,7 +33,7 @@ def ring(rank: int, size: int, folder: str, provider: str, **options: Any) -> Co
 
 
 def pages(address: int | None = None) -> np.ndarray:
-    """A bucket in pages of its own, at `address` where one is named."""
+    """A bucket in its own pages, at `address` where one is given."""
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | (_MAP_FIXED_NOREPLACE if address else 0)
     got = _libc.mmap(address, COUNT * 4, mmap.PROT_READ | mmap.PROT_WRITE, flags, -1, 0)
     assert got not in (None, ctypes.c_void_p(-1).value), os.strerror(ctypes.get_errno())
@@ -46,7 +46,7 @@ def unmap(bucket: np.ndarray) -> None:
 
 
 def check_sum(group: Communicator, bucket: np.ndarray, scale: int) -> None:
-    """Of a bucket with other contents on every rank, each time."""
+    """Sum a bucket, with other contents on every rank each time."""
     bucket[:] = np.arange(bucket.size) % 1000 + scale * (group.rank + 1)
     group.all_reduce(bucket)
     ranks = group.size
@@ -55,7 +55,7 @@ def check_sum(group: Communicator, bucket: np.ndarray, scale: int) -> None:
 
 
 def outcomes(group: Communicator) -> list[tuple[int, int]]:
-    """By operation: registrations hit and missed."""
+    """Registration hits and misses, by operation."""
     records = group.group.events()
     return list(zip(records["registration_hits"].tolist(), records["registration_misses"].tolist(), strict=True))
 
@@ -76,7 +76,7 @@ def buckets(rank: int, size: int, folder: str, provider: str) -> list[tuple[int,
 
 
 @pytest.mark.parametrize("provider", ["tcp", STRICT])
-def test_a_bucket_is_registered_once_and_a_part_of_it_is_a_hit_and_other_memory_never_is(provider: str) -> None:
+def test_a_bucket_is_registered_once_and_only_its_parts_are_hits(provider: str) -> None:
     hit, missed = (1, 0), (0, 1)
     for found in values(run_threads(buckets, 2, provider)):
         assert found == [missed, hit, hit, missed, missed, missed]
@@ -94,10 +94,10 @@ def bounded(rank: int, size: int, folder: str, bounds: dict[str, int]) -> list[t
 
 
 @pytest.mark.parametrize("bounds", [{"registration_cache_entries": 5}, {"registration_cache_bytes": 5 << 20}])
-def test_who_was_used_last_stays_and_who_was_not_goes(bounds: dict[str, int]) -> None:
+def test_the_least_recently_used_registration_is_evicted(bounds: dict[str, int]) -> None:
     port = port_of(STRICT.replace("11", "12"), LOOPBACK)
     before = port.counters["registration_evictions"]
-    # Two ranks of one process: eight buckets, and room for five at most with the scratch.
+    # Two ranks of one process have eight buckets. The cache holds at most five, with the scratch.
     for found in values(run_threads(bounded, 2, bounds)):
         assert found[4:] == [(1, 0), (0, 1)], found
     assert port.counters["registration_evictions"] > before
@@ -113,7 +113,7 @@ def unkept(rank: int, size: int, folder: str) -> list[tuple[int, int]]:
         return outcomes(group)
 
 
-def test_with_no_bytes_nothing_is_kept_beyond_an_operation() -> None:
+def test_with_a_limit_of_0_bytes_no_registration_outlives_its_operation() -> None:
     for found in values(run_threads(unkept, 2)):
         assert found == [(0, 1)] * 3
 
@@ -136,7 +136,7 @@ def comes_back(rank: int, size: int, folder: str, provider: str) -> list[tuple[i
 
 
 @pytest.mark.parametrize("provider", ["tcp", "net", STRICT])
-def test_an_address_that_comes_back_with_other_memory_is_registered_anew(provider: str) -> None:
+def test_an_address_with_new_memory_is_registered_again(provider: str) -> None:
     hit, missed = (1, 0), (0, 1)
     for found in values(run_threads(comes_back, 2, provider)):
         assert found == [missed, hit, missed, missed, missed, missed]
@@ -152,7 +152,7 @@ def forks(rank: int, size: int, folder: str) -> list[tuple[int, int]]:
             child = os.fork()
             if child == 0:
                 bucket[:] = -1
-                kept.close()  # the parent's stays
+                kept.close()  # the parent's registration stays
                 os._exit(0)
             assert os.waitpid(child, 0)[1] == 0
         group.barrier()
@@ -167,7 +167,7 @@ def test_a_fork_leaves_its_parents_registrations_alone() -> None:
         assert found == [(0, 1), (1, 0)]
 
 
-def test_the_strict_provider_tells_who_frees_memory_that_is_registered() -> None:
+def test_the_strict_provider_reports_freed_memory_that_is_registered() -> None:
     provider = "strict:seed=13+tcp"
     found: list[Any] = []
 
@@ -185,7 +185,7 @@ def test_the_strict_provider_tells_who_frees_memory_that_is_registered() -> None
     found.clear()
 
 
-def test_a_write_to_who_closed_its_endpoint_is_an_error_and_changes_nothing() -> None:
+def test_a_write_to_a_closed_endpoint_is_an_error_and_changes_nothing() -> None:
     sender, receiver = (fabric.StreamMux("tcp", list(LOOPBACK)) for _ in range(2))
     ours, theirs = sender.open(fabric.make_doorbell(), 1), receiver.open(fabric.make_doorbell(), 1)
     ours.connect(receiver.names, theirs.params)
@@ -209,9 +209,9 @@ def test_a_write_to_who_closed_its_endpoint_is_an_error_and_changes_nothing() ->
                 assert len(theirs.receive(into.nbytes, 2_000_000_000)) == into.nbytes
                 into[:] = 0
             else:
-                assert not ours.put(*lent, 9, 50_000_000)  # nobody expects that one
+                assert not ours.put(*lent, 9, 50_000_000)  # no receive is posted for that tag
                 receiver.force_close("the test closes it")
-                # The sender's own memory is back as soon as the kernel has it; the error comes with what follows.
+                # The sender has its memory back once the kernel has the bytes; a later operation raises the error.
                 with pytest.raises(fabric.FabricError, match=r"provider tcp;ofi_rxm: .*failed: "):
                     ours.put(*lent, name, 2_000_000_000)
                     for _ in range(2000):

@@ -1,4 +1,4 @@
-"""Arrays in shared memory: collectives read and write them where they lie. Ranks are threads."""
+"""Arrays in shared memory: collectives read and write them in place. Ranks are threads."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def shared(values_: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 
 
 def inside(values_: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """A view that starts at an odd element of a longer array, whose other elements must stay as they are."""
+    """A view that starts at an odd element of a longer array, whose other elements must not change."""
     whole = netfold.empty(len(values_) + 20, values_.dtype)
     whole[:] = 77
     whole[13 : 13 + len(values_)] = values_
@@ -44,7 +44,7 @@ def frame_is_whole(view: np.ndarray[Any, Any]) -> bool:
     return bool((base[:13] == 77).all() and (base[13 + len(view) :] == 77).all())
 
 
-# Which ranks have what: all of them, or only some.
+# Which ranks use shared arrays: all, or only some.
 LAYOUTS: dict[str, Callable[[int], Make]] = {
     "shared": lambda rank: shared,
     "inside": lambda rank: inside,
@@ -93,12 +93,12 @@ def everything(rank: int, size: int, folder: str, layout: str) -> None:
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_rank_gets_exactly_what_it_is_due(layout: str, size: int) -> None:
+def test_every_rank_gets_exactly_its_result(layout: str, size: int) -> None:
     values(run_threads(everything, size, layout, timeout_s=60))
 
 
 def in_processes(rank: int, size: int, folder: str) -> int:
-    """Buffers come and go; the mappings of those that are gone, in bytes."""
+    """Make and free buffers; returns the bytes that are still mapped of freed ones."""
     with join(rank, size, folder) as group:
         for turn in range(40):
             buffer = shared(contribution(turn + rank, 50_000 + turn, "float64"))
@@ -112,12 +112,12 @@ def in_processes(rank: int, size: int, folder: str) -> int:
         return sum("memfd:netfold-buffer" in line for line in maps)
 
 
-def test_what_is_freed_is_freed_everywhere() -> None:
-    # The last one of each rank may still be mapped by the others.
+def test_freed_memory_is_freed_on_all_ranks() -> None:
+    # The other ranks may still map the last buffer of each rank.
     assert max(values(run_ranks(in_processes, 3))) <= 2 * 3
 
 
-def test_an_array_outlives_its_name_and_starts_as_zeroes() -> None:
+def test_an_array_lives_as_long_as_its_views_and_starts_as_zeroes() -> None:
     view = netfold.empty((3, 5), np.int32)[1:]
     gc.collect()
     assert view.tolist() == [[0] * 5] * 2
@@ -128,7 +128,7 @@ def test_an_array_outlives_its_name_and_starts_as_zeroes() -> None:
 
 
 def shared_memory_bytes() -> int:
-    """Of the whole machine: other tests have some, too."""
+    """Shared memory of the whole machine, that of other tests included."""
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("Shmem:"):
             return int(line.split()[1]) << 10
@@ -136,7 +136,7 @@ def shared_memory_bytes() -> int:
 
 
 def gathers_new_arrays(rank: int, size: int, folder: str) -> int:
-    """How much more shared memory there is after each rank has freed all of its arrays but the last."""
+    """The growth of shared memory after each rank has freed all of its arrays but the last."""
     with join(rank, size, folder) as group:
         group.barrier()
         before = shared_memory_bytes()
@@ -154,7 +154,7 @@ def gathers_new_arrays(rank: int, size: int, folder: str) -> int:
         return grown
 
 
-def test_freed_arrays_are_kept_by_no_rank_that_did_not_need_them() -> None:
-    # 60 turns of 16 MB from each of three ranks; ranks 1 and 2 read nothing of each other's.
+def test_freed_arrays_are_kept_by_no_rank() -> None:
+    # 60 times 16 MB from each of three ranks. Ranks 1 and 2 do not read each other's arrays.
     grown = values(run_ranks(gathers_new_arrays, 3))
     assert max(grown) < 1 << 30, grown

@@ -1,4 +1,4 @@
-"""Memory that ranks of a host share in an operation is its owner's again once that has failed. Ranks are processes."""
+"""Memory shared in an operation is its owner's again once the operation has failed. Ranks are processes."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import pytest
 from load import seconds
 from ranks import run_scripts
 
-# Rank 0 stops rank 1 in the midst of reducing into both tensors, after one to four fifths of the time that the same
-# call took before; it gives up on rank 1, and uses its own tensor for something else. A stop may come too late.
-# Rank 0 may wait for the end of the piece that rank 1 is at: rank 1 goes on before that wait is over (kRevokeNs).
+# Rank 0 stops rank 1 while it reduces into both tensors, after 1/5 to 4/5 of the time that the same call took before.
+# Rank 0 then times out, and uses its own tensor for other data. A stop may come too late. Rank 0 may wait for the end
+# of rank 1's current chunk: rank 1 goes on before that wait is over (kRevokeNs).
 RANK = """
 import os, signal, sys, threading, time
 import numpy as np
@@ -25,7 +25,7 @@ for turn in range(4):
         group.all_gather(np.array([os.getpid()], np.int64), pids)
     try:
         with Communicator(FileStore(f"{folder}/{turn}"), rank, 2, timeout_s=timeout_s) as group:
-            for call in range(3):  # what one maps of the other is there from the first on
+            for call in range(3):  # after the first call the ranks have mapped each other's memory
                 group.barrier()
                 tensor[:] = 1.0
                 group.barrier()
@@ -51,15 +51,15 @@ for turn in range(4):
 
 
 @pytest.mark.native
-def test_a_rank_that_gave_up_on_a_stopped_one_has_its_tensor_to_itself(tmp_path: Path) -> None:
+def test_a_rank_that_failed_has_its_tensor_back_from_a_stopped_rank(tmp_path: Path) -> None:
     said = run_scripts(RANK, 2, tmp_path, seconds(20))[0].split()
-    # Elements that were written to after rank 0 had its tensor back.
+    # Elements that were written after rank 0 had its tensor back.
     assert [each for each in said if each != "CollectiveTimeout"] == ["0"] * 4
     assert said.count("CollectiveTimeout") >= 2, "rank 1 was stopped after the call had ended"
 
 
-# Rank 0 is in a group with rank 1 and in one with rank 2. Rank 1 is stopped as above; while rank 0 waits for it, with
-# nobody but the engine's thread to drive either group, rank 0 and rank 2 add up.
+# Rank 0 is in a group with rank 1 and in one with rank 2. Rank 1 is stopped as above. While rank 0 waits for rank 1,
+# only the engine's thread drives both groups, and ranks 0 and 2 sum tensors.
 RANK_OF_TWO_GROUPS = """
 import os, signal, sys, threading, time
 import numpy as np
@@ -122,7 +122,7 @@ else:
 
 
 @pytest.mark.native
-def test_a_group_that_waits_for_a_stopped_rank_keeps_no_other_group_waiting(tmp_path: Path) -> None:
+def test_a_group_that_waits_for_a_stopped_rank_delays_no_other_group(tmp_path: Path) -> None:
     lines = run_scripts(RANK_OF_TWO_GROUPS, 3, tmp_path, seconds(20))[0].splitlines()
     # How long rank 0 waited beyond its deadline for rank 1, which goes on after 4 s; the other group's longest call.
     waits = [

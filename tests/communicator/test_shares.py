@@ -1,4 +1,4 @@
-"""What part goes through the switch: the arithmetic, and that it is found, in a model of a shared link."""
+"""The switch's share of an operation: the arithmetic, and the search for it, in a model of a shared link."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Net:
 
     @property
     def per_byte(self) -> float:
-        """Of the link, what a byte by the ring takes."""
+        """The link's bytes for one byte by the ring."""
         return 2 * (self.ranks - 1) / self.ranks
 
     @property
@@ -33,17 +33,17 @@ class Net:
         return [LINK * each / self.ranks for each in self.c]
 
     def best_s(self) -> float:
-        """By the better of one way alone and both together, given how they share the link."""
+        """The time of the better of one path alone and both together, given how they share the link."""
         through = min(LINK, sum(self.through))
         beside = min(sum(self.through), LINK * self.mine)
         return N / max(through, LINK / self.per_byte, beside + (LINK - beside) / self.per_byte)
 
     def run(self, parts: list[int]) -> tuple[float, list[tuple[int, int]]]:
-        """Seconds, and what `learn` hears. All switches share this rank's link, each as far as its own allows."""
+        """Seconds, and the arguments of `learn`. All switches share this rank's link, each up to its own rate."""
         given = [N * part / shares.WHOLE for part in parts]
         left = list(given)
         ends = [0.0] * len(parts)
-        marks: dict[bool, tuple[float, list[float]]] = {}  # by who ended, the host: when, and what was left then
+        marks: dict[bool, tuple[float, list[float]]] = {}  # by whether the host ended: when, and the bytes left then
         now = 0.0
         while any(left):
             host = left[-1] > 0
@@ -102,7 +102,7 @@ def test_parts_end_together_where_the_rates_are_known(ranks: int, c: float) -> N
     together = through + ring * (1 - through / LINK)
     if through >= LINK > ring:
         assert parts == [shares.WHOLE, 0]
-    elif together <= 1.03 * ring:  # less than it costs
+    elif together <= 1.03 * ring:  # less than its cost
         assert parts == [0, shares.WHOLE]
     elif parts == [0, shares.WHOLE]:
         assert together <= 1.04 * ring
@@ -114,7 +114,7 @@ def test_parts_end_together_where_the_rates_are_known(ranks: int, c: float) -> N
 @pytest.mark.parametrize("wrong", [0.2, 0.5, 1, 2, 5])
 @pytest.mark.parametrize("c", [0.25, 1, 2, 4, 8])
 @pytest.mark.parametrize("ranks", [4, 8])
-def test_wrong_rates_are_corrected_whoever_gets_more_of_the_link(
+def test_wrong_rates_are_corrected_whichever_path_gets_more_of_the_link(
     ranks: int, c: float, wrong: float, mine: float
 ) -> None:
     net = Net(ranks, [min(c, ranks)], mine=mine, noise=0.02)
@@ -127,7 +127,7 @@ def test_wrong_rates_are_corrected_whoever_gets_more_of_the_link(
     assert sum(late) / len(late) <= 1.08 * net.best_s()
 
 
-def test_two_switches_get_parts_by_what_each_can() -> None:
+def test_two_switches_get_parts_by_their_rates() -> None:
     net = Net(8, [1, 3])
     split = begun(net, [LINK / 4, LINK / 4])
     for _ in range(100):
@@ -150,12 +150,12 @@ def test_a_link_that_changes_is_noticed_within_twenty_operations(before: float, 
     assert sorted(times[20:])[10] <= 1.1 * net.best_s(), split.paths
 
 
-def test_a_slow_rest_of_the_ring_does_not_hide_that_it_is_quicker_alone() -> None:
-    """As with 8 hosts at 200 Mbit/s, one of them the switch. Rates: bytes a second beside the other way, and alone."""
+def test_a_slow_part_of_the_ring_does_not_hide_that_it_is_faster_alone() -> None:
+    """As with 8 hosts at 200 Mbit/s, one of them the switch. Rates: bytes a second beside the other path, and alone."""
     found = shares.Shares([3_300_000], 13_500_000, 23_500_000)
     found.learn([(2_600_000, 0), (6_100_000, 6_600_000)])
     assert found.balanced == [0, shares.WHOLE]
-    # What it does when it does all of it counts; then both together are quicker.
+    # The rate when it runs alone counts; then both together are faster.
     found.learn([(0, 0), (0, 5_000_000)])
     assert found.paths[1] == (5_000_000, 5_000_000)
     assert found.balanced[0] > shares.WHOLE / 4
@@ -172,6 +172,6 @@ def test_fixed_parts_stay() -> None:
     "arguments",
     [([], 1, 1, []), ([0], 1, 1, []), ([1], 0, 1, []), ([1], 1, 1, [1, 1]), ([1], 1, 1, [4097])],
 )
-def test_what_makes_no_sense_is_refused(arguments: tuple[list[int], int, int, list[int]]) -> None:
+def test_invalid_shares_are_refused(arguments: tuple[list[int], int, int, list[int]]) -> None:
     with pytest.raises(ValueError, match=r"rates above 0|fixed parts"):
         shares.Shares(*arguments)

@@ -1,4 +1,4 @@
-"""Ranks of one machine that read what is sent straight from each other's memory; and those that may not."""
+"""Ranks of one machine that read data from each other's memory, and ranks that may not."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from netfold.communicator import PeerLost
 pytestmark = pytest.mark.native
 
 SOON_S = 3.0
-# For much data under a sanitizer, on a machine with other work.
+# For much data under a sanitizer, on a busy machine.
 PATIENCE_S = 150.0
 OPERATIONS = ("broadcast", "all_gather", "gather", "scatter", "all_to_all")
-# Of what one rank has for another: round a post, the least that is lent to several, and a piece.
+# Bytes for one rank: around a post, the least that is exported to several, and a chunk.
 BYTES = (
     0,
     1,
@@ -50,7 +50,7 @@ def join(rank: int, size: int, folder: str, **options: Any) -> Communicator:
 
 @functools.lru_cache(maxsize=64)
 def _pattern(seed: int, count: int) -> Any:
-    """Random bytes: they have no period that could hide a misplaced piece."""
+    """Random bytes, which have no period that could hide a misplaced chunk."""
     return np.frombuffer(np.random.default_rng(seed).bytes(count), np.uint8)
 
 
@@ -59,7 +59,7 @@ def block(source: int, reader: int, count: int, seed: int = 0) -> Any:
 
 
 def call(group: Communicator, operation: str, bytes_: int, *, uneven: int = 0, seed: int = 0) -> None:
-    """One operation with root 0 or, if there is one, 1; checked. From a to b go bytes_ + uneven * (a + 2 * b)."""
+    """Run and check one operation, with root 0 or 1. Rank a sends bytes_ + uneven * (a + 2 * b) to b."""
     rank, size, root = group.rank, group.size, min(1, group.size - 1)
 
     def sent(source: int, reader: int) -> int:
@@ -101,7 +101,7 @@ def long_ones(rank: int, size: int, folder: str, single_copy: str) -> None:
 
 @pytest.mark.parametrize("single_copy", ["on", "off"])
 @pytest.mark.parametrize("size", [2, 3])
-def test_what_is_long_is_copied_past_the_caches_to_the_last_byte(size: int, single_copy: str) -> None:
+def test_long_copies_bypass_the_caches_to_the_last_byte(size: int, single_copy: str) -> None:
     values(run_threads(long_ones, size, single_copy, timeout_s=PATIENCE_S))
 
 
@@ -152,9 +152,7 @@ def what_is_read(rank: int, size: int, folder: str, operation: str, bytes_: int)
         ("broadcast", 3, 1 << 20, [0, 0, 0]),
     ],
 )
-def test_one_copy_is_taken_where_it_takes_less_time(
-    operation: str, size: int, bytes_: int, expected: list[int]
-) -> None:
+def test_single_copy_is_chosen_where_it_is_faster(operation: str, size: int, bytes_: int, expected: list[int]) -> None:
     assert values(run_threads(what_is_read, size, operation, bytes_)) == expected
 
 
@@ -164,13 +162,13 @@ def off_on_one(rank: int, size: int, folder: str) -> tuple[bool, str]:
         return group.group.peer_memory is None, group.group.why("all_to_all", 1 << 20)
 
 
-def test_off_on_one_rank_is_off_for_all_and_says_whose_wish_it_was() -> None:
+def test_off_on_one_rank_is_off_for_all_and_names_that_rank() -> None:
     for without, why in values(run_threads(off_on_one, 3)):
         assert without and "since rank 2 has NETFOLD_SINGLE_COPY=off" in why
 
 
 def hide(rank: int) -> None:
-    """Afterwards nobody else may read rank 0's memory, whoever runs this."""
+    """Afterwards no other process may read rank 0's memory, whichever user runs this."""
     libc = ctypes.CDLL(None, use_errno=True)
     if rank == 0:
         assert libc.prctl(4, 0, 0, 0, 0) == 0  # PR_SET_DUMPABLE
@@ -210,16 +208,16 @@ def hidden_later(rank: int, size: int, folder: str) -> int:
         return int(group.group.peer_memory.bytes_read)
 
 
-def test_a_buffer_that_cannot_be_read_after_all_comes_through_slots() -> None:
-    """As the memory of a device would, or that of a rank whose rights have changed."""
+def test_an_unreadable_buffer_goes_through_slots() -> None:
+    """Like device memory, or memory of a rank whose permissions have changed."""
     read = values(run_ranks(hidden_later, 3))
-    # all_to_all and all_gather from both others, scatter from rank 1; who may not read rank 0 has it from one, and
-    # rank 1 gathers from rank 2.
+    # all_to_all and all_gather read from both others, scatter from rank 1. Ranks that may not read rank 0 read from one
+    # rank, and rank 1 gathers from rank 2.
     assert read == [3 * (5 << 20) * (2 + 2 + 1), 3 * (5 << 20) * 3, 3 * (5 << 20) * 3]
 
 
 def leaves_first(rank: int, size: int, folder: str, operation: str, single_copy: str) -> None:
-    """Rank 1 is through, and leaves; rank 2 comes half a second later, and rank 0 must not miss rank 1 meanwhile."""
+    """Rank 1 finishes and leaves. Rank 2 calls half a second later, and rank 0 must not report rank 1 as lost."""
     count = 6 << 20  # more than slots hold
     group = join(rank, size, folder, single_copy=single_copy)
     group.barrier()
@@ -234,7 +232,7 @@ def leaves_first(rank: int, size: int, folder: str, operation: str, single_copy:
         group.scatter(blocks, got, 0)
         assert (got == rank).all()
     else:
-        # The root reads rank 1's few bytes at once and rank 2's, which come late; rank 0 gives much to the last one.
+        # The root reads rank 1's few bytes at once and rank 2's later; rank 0 exports much to the last one.
         mine = np.full(count if rank == 0 else 8, rank, np.uint8)
         into = [np.zeros(count if source == 0 else 8, np.uint8) for source in range(size)] if rank == 2 else None
         group.gather(mine, into, 2)
@@ -245,7 +243,7 @@ def leaves_first(rank: int, size: int, folder: str, operation: str, single_copy:
 
 @pytest.mark.parametrize("single_copy", ["on", "off"])
 @pytest.mark.parametrize("operation", ["scatter", "gather"])
-def test_who_is_through_may_leave_while_others_still_read(operation: str, single_copy: str) -> None:
+def test_a_finished_rank_may_leave_while_others_still_read(operation: str, single_copy: str) -> None:
     values(run_threads(leaves_first, 3, operation, single_copy))
 
 
@@ -257,7 +255,7 @@ def dies(rank: int, size: int, folder: str, operation: str, victim: int) -> Any:
         seed = 0
         try:
             while True:
-                call(group, operation, 4 << 20, seed=seed)  # checks what it reports as done
+                call(group, operation, 4 << 20, seed=seed)  # checks the data of finished calls
                 seed += 1
         except PeerLost as error:
             return error.rank, str(error), seed, group.group.peer_memory.bytes_read
@@ -265,9 +263,7 @@ def dies(rank: int, size: int, folder: str, operation: str, victim: int) -> Any:
 
 @pytest.mark.parametrize("operation", ["all_to_all", "all_gather", "gather", "scatter", "broadcast"])
 @pytest.mark.parametrize("victim", [1, 2])
-def test_a_rank_that_is_killed_while_memory_is_read_is_named_and_nothing_wrong_is_kept(
-    operation: str, victim: int
-) -> None:
+def test_a_rank_killed_during_a_read_is_named_and_no_wrong_data_kept(operation: str, victim: int) -> None:
     """Rank 1 is the root: who lends in a scatter, who reads in a gather."""
     began = time.monotonic()
     for rank, outcome in enumerate(run_ranks(dies, 3, operation, victim, dies=[victim])):
@@ -306,7 +302,7 @@ def gives_up(rank: int, size: int, folder: str) -> str:
         group.close()
 
 
-def test_nothing_is_taken_from_a_rank_that_has_given_up() -> None:
+def test_no_memory_of_a_failed_rank_is_read() -> None:
     assert "rank 0 gave up on the group" in values(run_threads(gives_up, 2))[1]
 
 
@@ -319,7 +315,7 @@ sys.stdin.read()
 """
 
 
-def test_a_process_is_met_by_its_mark_and_not_by_its_number() -> None:
+def test_a_process_is_identified_by_its_mark_and_not_its_pid() -> None:
     memory = engine.PeerMemory(2)
     with subprocess.Popen(
         [sys.executable, "-c", CHILD], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True

@@ -159,7 +159,7 @@ def search(fault: str = "") -> tuple[int, list[State]]:
     return len(seen), lost
 
 
-def test_no_request_is_ever_slept_through() -> None:
+def test_no_request_is_ever_missed_by_a_sleeping_engine() -> None:
     states, lost = search()
     assert states > 1000, "the model does nothing"
     assert not lost, lost[0]

@@ -68,7 +68,7 @@ def comes_last(rank: int, size: int, folder: str) -> None:
             assert group.group.events()["inlined"][-1] == rank
 
 
-def test_who_comes_last_is_done_at_once_and_who_came_first_needs_not_wait() -> None:
+def test_the_last_rank_is_done_at_once_and_the_first_need_not_wait() -> None:
     values(run_threads(comes_last, 2))
 
 
@@ -95,5 +95,5 @@ def mixes(rank: int, size: int, folder: str, transport: str, seed: int) -> None:
 
 @pytest.mark.parametrize("transport", ["auto", "tcp"])
 @pytest.mark.parametrize("seed", range(3))
-def test_small_and_large_ones_keep_their_order_whoever_drives(transport: str, seed: int) -> None:
+def test_small_and_large_operations_keep_their_order_whichever_thread_drives(transport: str, seed: int) -> None:
     values(run_threads(mixes, 3, transport, seed))

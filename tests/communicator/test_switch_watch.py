@@ -64,17 +64,17 @@ def silent(_: float) -> Sequence[int] | None:
     return None
 
 
-def test_a_switch_that_answers_is_never_lost_while_results_flow_or_nothing_is_awaited() -> None:
+def test_a_switch_that_replies_is_never_lost_while_results_arrive_or_none_is_awaited() -> None:
     for chunk_at in (flowing, idle):
         assert run(100, chunk_at, waits_for()) is None
 
 
-def test_waiting_for_another_rank_is_no_loss_however_long() -> None:
+def test_a_wait_for_another_rank_is_never_a_loss() -> None:
     assert run(2000, stuck, waits_for(0, 2)) is None
     assert run(2000, stuck, waits_for(0, 2), urgent=True) is None
 
 
-def test_a_switch_that_answers_nothing_is_lost_within_five_seconds() -> None:
+def test_a_switch_without_replies_is_lost_within_five_seconds() -> None:
     for chunk_at in (stuck, idle, flowing):
         lost = run(100, chunk_at, silent)
         assert lost is not None
@@ -82,7 +82,7 @@ def test_a_switch_that_answers_nothing_is_lost_within_five_seconds() -> None:
         assert "has not answered" in lost[1].why
 
 
-def test_packets_that_do_not_pass_lose_the_switch_though_it_answers() -> None:
+def test_a_switch_that_replies_is_lost_if_packets_do_not_pass() -> None:
     # Cut on the way there: the switch waits for this rank. On the way back: for nobody.
     for answers in (waits_for(RANK), waits_for(0, RANK), waits_for()):
         lost = run(100, stuck, answers)
@@ -91,7 +91,7 @@ def test_packets_that_do_not_pass_lose_the_switch_though_it_answers() -> None:
         assert "packets have not passed between it and rank 1" in lost[1].why
 
 
-def test_one_late_contribution_is_no_loss() -> None:
+def test_one_late_contribution_is_not_a_loss() -> None:
     """The switch waits for this rank at the first answer, and has its packet at the next."""
     assert run(100, stuck, lambda now: (RANK,) if now < QUIET_S + TICK_S else (0,)) is None
 
@@ -108,7 +108,7 @@ def test_a_rank_that_was_stopped_does_not_blame_the_switch() -> None:
     assert not isinstance(watch.poll(now + 60 + TICK_S, 7), Lost)
 
 
-def test_an_answer_about_an_earlier_chunk_says_nothing_of_this_one() -> None:
+def test_a_reply_about_an_earlier_chunk_does_not_count() -> None:
     watch = SwitchWatch(RANK, 0.0)
     now = 0.0
     while watch.poll(now, 7) is None:
@@ -118,7 +118,7 @@ def test_an_answer_about_an_earlier_chunk_says_nothing_of_this_one() -> None:
     assert watch.stragglers == ()
 
 
-def test_a_rank_that_left_is_asked_about_at_every_tick() -> None:
+def test_the_switch_is_queried_every_tick_after_a_rank_left() -> None:
     watch = SwitchWatch(RANK, 0.0)
     for tick in range(1, 20):
         assert watch.poll(tick * TICK_S, 7, urgent=True) == Query(7)
@@ -129,7 +129,7 @@ def test_a_rank_that_left_is_asked_about_at_every_tick() -> None:
 @given(
     st.lists(st.tuples(st.floats(0.01, 30.0), st.booleans(), st.booleans(), st.sets(st.integers(0, 3))), max_size=60)
 )
-def test_it_is_lost_only_after_bad_answers_or_none(ticks: list[tuple[float, bool, bool, set[int]]]) -> None:
+def test_a_switch_is_lost_only_after_bad_replies_or_none(ticks: list[tuple[float, bool, bool, set[int]]]) -> None:
     """Any ticks, however long, with any answers: what was said of the loss had happened."""
     watch = SwitchWatch(RANK, 0.0)
     now, chunk, bad, ticks_open = 0.0, 0, 0, 0

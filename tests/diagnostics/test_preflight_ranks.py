@@ -17,9 +17,9 @@ import pytest
 from load import seconds
 from ranks import run_command, run_ranks, running_switch, values
 
-from netfold.communicator.membership import query_quota
 from netfold.diagnostics.preflight import links
 from netfold.switch_protocol import control_messages
+from netfold.switch_protocol.control_client import query_quota
 
 pytestmark = pytest.mark.native
 

@@ -55,14 +55,14 @@ MUTANTS = {
     "plan-of-some": Mutant(
         RecoveryScope(ranks=3, operations="1"),
         FAILS,
-        ((MACHINE, "if len(round_.said) < len(self.workers):", "if len(round_.said) < len(self.workers) - 1:"),),
+        ((MACHINE, "if len(round_.states) < len(self.workers):", "if len(round_.states) < len(self.workers) - 1:"),),
     ),
-    "plan-not-for-the-leader": Mutant(ONE, STUCK, ((MACHINE, "*self._hear_plan(parts[self.rank]),", ""),)),
+    "plan-not-for-the-leader": Mutant(ONE, STUCK, ((MACHINE, "*self._handle_plan(parts[self.rank]),", ""),)),
     "loss-is-not-told": Mutant(
         ONE, STUCK, ((MACHINE, "return [GiveUp(generation), ReportLoss(generation)]", "return [GiveUp(generation)]"),)
     ),
     "a-dead-leader-is-waited-for": Mutant(
-        DEATH, STUCK, ((MACHINE, ", *([ReportLoss(message.generation)] if is_news else [])", ""),)
+        DEATH, STUCK, ((MACHINE, ", *([ReportLoss(message.generation)] if is_new else [])", ""),)
     ),
     "lacking-results-are-not-fetched": Mutant(
         ONE, OTHER, ((MACHINE, "if self._fetched < len(task.fetches):", "if False:"),)
@@ -80,7 +80,7 @@ MUTANTS = {
         ),
     ),
     "announcement-is-not-remembered": Mutant(
-        BACK, UNKNOWN, ((MACHINE, "round_.promised = round_.said[self.rank].promised", "round_.promised = False"),)
+        BACK, UNKNOWN, ((MACHINE, "round_.promised = round_.states[self.rank].promised", "round_.promised = False"),)
     ),
     # As it was: a membership that was lost before this rank was through stood by, and could be promised.
     "lost-before-it-stands-by": Mutant(
@@ -133,7 +133,7 @@ MUTANTS = {
     "plan-begins-what-some-have-not": Mutant(
         RecoveryScope(operations="1,1"),
         MEETS,
-        ((PLAN, "end = min(words.end", "end = max(words.end"),),
+        ((PLAN, "end = min(state.end", "end = max(state.end"),),
     ),
     # --- by which way operations go ---
     "frozen-goes-on": Mutant(ONE, LEAVES, ((FAILOVER, "    current_.frozen = true;\n", ""),)),

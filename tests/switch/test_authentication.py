@@ -23,9 +23,8 @@ from ranks import RunningSwitch, run_threads, running_switch, values
 from netfold import Communicator, FileStore, Options
 from netfold._native import auth, protocol
 from netfold._native.dataplane import DataPlane
-from netfold.communicator import membership
 from netfold.switch import Switch, Tokens, daemon
-from netfold.switch_protocol import packet_keys
+from netfold.switch_protocol import control_client, packet_keys
 
 TOKEN = "a" * 31 + "1"
 JOB, INCARNATION, EPOCH, WORKERS = 0x0A0B0C0D, 77, 5, 2
@@ -491,7 +490,7 @@ def test_a_host_without_libcrypto_runs_only_an_open_switch(
     with pytest.raises(ValueError, match=r"cannot be authenticated here: OpenSSL's .*\. Without it only --open"):
         Switch("127.0.0.1", 0, tokens=Tokens.read(tmp_path / "tokens"))
     Switch("127.0.0.1", 0)
-    monkeypatch.setattr(membership, "auth", absent)
+    monkeypatch.setattr(control_client, "auth", absent)
 
     def join(rank: int, size: int, folder: str, chosen: Options) -> None:
         Communicator(FileStore(folder), rank, size, options=chosen, timeout_s=20, join_timeout_s=5).close()

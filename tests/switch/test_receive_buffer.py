@@ -15,7 +15,7 @@ from ranks import RunningSwitch, run_threads, running_switch, values
 
 from netfold import Communicator, FileStore, Options
 from netfold.cli import app
-from netfold.communicator.membership import query_quota
+from netfold.switch_protocol.control_client import query_quota
 from netfold.switch_protocol.data_path import ReceiveBuffer
 
 DEBIANS_RMEM_MAX = 212_992

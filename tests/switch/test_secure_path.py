@@ -22,6 +22,7 @@ from ranks import run_ranks, run_threads, running_switch, values
 from netfold import Communicator, FileStore, Options
 from netfold.communicator.membership import Membership
 from netfold.switch_protocol import control_messages
+from netfold.switch_protocol.control_client import SwitchAccess
 
 pytestmark = pytest.mark.native
 
@@ -93,17 +94,10 @@ def _joins_alone(
     rank: int, size: int, folder: str, endpoint: str, token_file: str | None, securities: tuple[str, ...]
 ) -> str:
     joined = Membership.join(
-        endpoint,
+        SwitchAccess(endpoint, token_file, rank, tuple(range(size)), securities[rank]),
         job="d" * 32,
-        name="",
-        token_file=token_file,
-        rank=rank,
-        workers=list(range(size)),
         paths=[[0]] * size,
-        window_bytes=1 << 20,
-        fabric=None,
         timeout_s=5.0,
-        security=securities[rank],
     )
     joined.leave("it has joined")
     return joined.protection

@@ -1,4 +1,5 @@
-"""Peers of another version: a sentence on both sides names both versions and the side to upgrade (docs/reference/versions.md).
+"""Peers of another version: a sentence on both sides names both versions and the side to upgrade
+(docs/reference/versions.md).
 
 The test acts as an older or newer peer: it sends the first message of that version to a running switch, or answers a
 worker's first message as a switch of that version does.

@@ -1,8 +1,8 @@
-"""Where a rank can be reached, and over which interfaces it reaches others.
+"""The addresses of a rank, and the interfaces over which it reaches others.
 
-Interfaces that the user names are used, all of them, side by side: rail k of every rank is its k-th. Where none is
-named, the address that routes to the rendezvous comes first and those of the host's other interfaces after it, and each
-pair of ranks takes the first over which they meet: tried, not inferred, since every host may have a bridge of the same
+All interfaces that the user names are used side by side: rail k of every rank is its k-th. Where none is named, the
+address that routes to the rendezvous comes first, then those of the host's other interfaces. Each pair of ranks uses
+the first address that connects them. This is tried and not inferred, since every host may have a bridge of the same
 address that leads nowhere.
 """
 
@@ -21,10 +21,11 @@ from netfold.switch_protocol.control_messages import is_loopback, parse_switch, 
 
 @dataclass(frozen=True)
 class Interfaces:
-    """This rank's addresses. `named`: by the user, each a rail; else one rail, over the first that reaches a peer."""
+    """This rank's addresses."""
 
     hosts: tuple[str, ...]
     named: bool
+    """By the user: each address is a rail. Else there is one rail, over the first address that reaches a peer."""
 
     @property
     def rails(self) -> int:
@@ -32,17 +33,17 @@ class Interfaces:
 
 
 def own_interfaces(options: Options, store_host: str | None) -> Interfaces:
-    """As the user names them, or as described above. RendezvousError for an interface or a host that is not known."""
+    """The interfaces that the user names, else all. RendezvousError for an unknown interface or host."""
     if options.interface:
         names = [name.strip() for name in options.interface.split(",") if name.strip()]
         return Interfaces(tuple(_address_of(name) for name in names), named=True)
     first = _routed(options, store_host)
-    # Who meets over the loopback is on one machine, and need not be found from outside.
+    # Ranks that meet over the loopback are on one machine, and need no other address.
     return Interfaces((first,) if is_loopback(first) else (first, *_others(first)), named=False)
 
 
 def interface_of(host: str) -> str:
-    """The name of the interface that has this address, the address itself where none has."""
+    """The name of the interface with this address, or the address itself where there is none."""
     for name, addresses in psutil.net_if_addrs().items():
         if any(each.address == host for each in addresses):
             return name
@@ -58,7 +59,7 @@ def _routed(options: Options, store_host: str | None) -> str:
     try:
         family, _, _, _, address = socket.getaddrinfo(towards, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect(address)  # sends nothing: asks the routing table
+            probe.connect(address)  # sends nothing, only asks the routing table
             return str(probe.getsockname()[0])
     except socket.gaierror as error:
         source = "the rendezvous" if store_host is not None else "NETFOLD_SWITCH"
@@ -68,7 +69,7 @@ def _routed(options: Options, store_host: str | None) -> str:
 
 
 def _others(first: str) -> list[str]:
-    """Of interfaces that are up, of the same family as the first; link-local ones mean nothing to another host."""
+    """Addresses of other interfaces that are up, of the same family as the first. Link-local ones are left out."""
     up = {name for name, stats in psutil.net_if_stats().items() if stats.isup}
     version = ipaddress.ip_address(first).version
     return [host for name in up for host in _usable(name) if host != first and _version(host) == version]

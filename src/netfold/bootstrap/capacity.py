@@ -1,14 +1,14 @@
-"""What a group's switches can take, measured by all of its ranks at once, before the first operation.
+"""Measure what a group's switches can take, by all ranks at once, before the first operation.
 
-Each rank adds a few tensors through the switch, as it will in the job, so that the switch's link is full both ways and
-its processor adds. A rank that begins late has waited least: the least time of all ranks counts. Sizes grow as far as
-the time allows, and the last two count, so that what buffers let through at once after a pause is not taken for a rate.
-Rank 0 makes the table of it and tells all. Of several switches the sum is measured, and each is taken for an equal part
-of it: operations find the parts. Four hosts at 200 Mbit/s, switches behind 400 and 200, 4 MB: the first operation took
-0.26 s, the second 0.24, those from the fourth on 0.21; a ring 0.27.
+Each rank reduces a few tensors through the switch as in the job, so that the switch's link is full in both directions
+and its processor adds. The least time of all ranks counts, since the rank that begins last waits least. Sizes grow as
+far as the time allows. The rate is from the last two sizes, since buffers pass the first bytes after a pause at once.
+Rank 0 makes the table and sends it to all. Of several switches the sum is measured, and each is assumed to have an
+equal part; operations then find the parts. Four hosts at 200 Mbit/s, switches behind 400 and 200 Mbit/s, 4 MB: the
+first operation took 0.26 s, the second 0.24, those from the fourth on 0.21; a ring 0.27.
 
-What was measured between the same hosts and switches less than an hour ago is not measured again by this process. It is
-only a beginning: operations correct it (native/collective/shares.hpp).
+A process does not measure the same hosts and switches again within an hour. Operations correct the measured rates
+(native/collective/shares.hpp).
 """
 
 from __future__ import annotations
@@ -28,42 +28,43 @@ from netfold.tuning import ChoiceTable, Links, Row, ring_bytes_per_s
 
 log = logging.getLogger("netfold")
 
-# All of it, in seconds; the first size, and what the next may be in terms of the last, which says how long that takes.
+# Planned time of a measurement.
 BUDGET_S = 0.05
-# So much longer, and it is given up: a switch that pauses, or a path that is too slow to be of use.
+# A measurement that takes so much longer is given up: a switch pauses, or the path is too slow to be of use.
 DEADLINE_S = 2.0
-# From so many bytes on a split operation teaches (native/collective/split.hpp).
+# From so many bytes on a split operation measures its paths (native/collective/split.hpp).
 _LEARN_BYTES = 1 << 20
-# An operation goes over all switches from so many bytes for each (native/collective/sharded.hpp); else over one.
+# An operation uses all switches from so many bytes for each (native/collective/sharded.hpp), else one switch.
 _LEAST_PART_BYTES = 64 << 10
+# The last size predicts the time of the next, so the next is at most _GROWTH times as large.
 _FIRST_BYTES, _MOST_BYTES, _GROWTH = 32 << 10, 4 << 20, 4
 _WARM_UP_BYTES = 4 << 10
 CACHE_TTL_S = 3600.0
 
-# Of this process, by the hosts and the switches: bytes a second of each switch, and when that was.
+# Of this process, by hosts and switches: bytes a second of each switch, and when they were measured.
 _cache: dict[tuple[frozenset[str], str], tuple[tuple[float, ...], float]] = {}
 
-# Runs one operation to its end: kind, dtype, reduce, memory.
+# Runs one operation and waits for it: kind, dtype, reduce, memory.
 Run = Callable[[str, str, str, "np.ndarray[Any, Any]"], None]
 
 
 def cached_rates(hosts: frozenset[str], switch: str) -> tuple[float, ...]:
-    """What was measured there less than an hour ago, of each switch; empty where nothing was."""
+    """The rate of each switch, as measured less than an hour ago; empty where none was."""
     rates, at = _cache.get((hosts, switch), ((), 0.0))
     return rates if time.monotonic() - at < CACHE_TTL_S else ()
 
 
 def cache_rates(hosts: frozenset[str], switch: str, rates: tuple[float, ...]) -> None:
-    """What the next group of this process begins with there."""
+    """Keep the rates for the next group of this process."""
     _cache[hosts, switch] = rates, time.monotonic()
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """What a measurement found, the same on every rank."""
+    """The outcome of a measurement, the same on every rank."""
 
     rates: tuple[float, ...] = ()
-    """Bytes of tensor a second that each switch gives back; empty where it was given up."""
+    """Bytes of tensor a second that each switch returns; empty where the measurement was given up."""
     why_not: str = ""
     """Why it was given up."""
 
@@ -71,16 +72,17 @@ class Measurement:
 def measure(
     run: Run, switches: int, *, budget_s: float = BUDGET_S, lost: Callable[[], str] = lambda: ""
 ) -> Measurement:
-    """Bytes of tensor a second that each of `switches` gives back. Every rank calls it, and gets the same.
+    """Measure how many bytes of tensor a second each of `switches` returns. Every rank calls this.
 
-    Costs about budget_s, more where the path is so slow that the first size takes longer. It is given up once it has
-    taken DEADLINE_S and budget_s, or would with the next size, and where `lost` says on any rank that a switch is gone:
-    an operation that went another way says nothing of a switch. A rank that is late costs none of that time.
+    The measurement is given up if it takes, or would take with the next size, more than DEADLINE_S and budget_s. It is
+    also given up if `lost` names a lost switch on any rank, since operations then ran without that switch.
+    Cost: about budget_s; more where the path is so slow that the first size takes longer. Waiting for a rank that
+    begins late does not count.
     """
     clock = _Clock(run, lost, DEADLINE_S + budget_s)
     try:
         first = _FIRST_BYTES if switches == 1 else switches * _LEAST_PART_BYTES
-        clock.expect(first / _WARM_UP_BYTES * clock.time(_WARM_UP_BYTES), first)
+        clock.check(first / _WARM_UP_BYTES * clock.time(_WARM_UP_BYTES), first)
         size, left_s = first, budget_s
         took_s = clock.time(size)
         rate = size / took_s
@@ -90,7 +92,7 @@ def measure(
             if larger <= size or took_s * larger / size > left_s:
                 break
             larger_s = clock.time(larger)
-            # A line through the last two, where there is one: what comes before the first byte is no rate.
+            # The slope of the last two where they differ enough, so that latency does not count.
             rate = (larger - size) / (larger_s - took_s) if larger_s > 1.5 * took_s else larger / larger_s
             size, took_s = larger, larger_s
     except _GivenUpError as reason:
@@ -99,32 +101,33 @@ def measure(
 
 
 class _GivenUpError(Exception):
-    """Raised on every rank at once."""
+    """Raised on every rank at the same operation."""
 
 
 class _Clock:
-    """Times operations, and gives up on every rank alike: by what all of them agreed on after each."""
+    """Times operations. All ranks agree on each time, so all give up at the same operation."""
 
     def __init__(self, run: Run, lost: Callable[[], str], deadline_s: float) -> None:
         self._run, self._lost = run, lost
         self._deadline_s = self._left_s = deadline_s
 
     def time(self, size: int) -> float:
-        """Seconds of an all_reduce of so many bytes, of the rank that waited least."""
+        """The least time of all ranks for an all_reduce of so many bytes, in seconds."""
         values = np.zeros(size // 4, np.int32)
         began = time.perf_counter()
         self._run("all_reduce", "i32", "sum", values)
         lost = self._lost()
-        said = np.array([time.perf_counter() - began, 0.0 if lost else 1.0])
-        self._run("all_reduce", "f64", "min", said)
-        took_s, is_whole = float(said[0]), bool(said[1])
-        if not is_whole:
+        agreed = np.array([time.perf_counter() - began, 0.0 if lost else 1.0])
+        self._run("all_reduce", "f64", "min", agreed)
+        took_s, has_switches = float(agreed[0]), bool(agreed[1])
+        if not has_switches:
             raise _GivenUpError(lost or "another rank has lost a switch")
         self._left_s -= took_s
-        self.expect(0.0, size)
+        self.check(0.0, size)
         return took_s
 
-    def expect(self, seconds: float, size: int) -> None:
+    def check(self, seconds: float, size: int) -> None:
+        """Give up if an operation of so many seconds, or 0 for the last one, passes the deadline."""
         if not seconds <= self._left_s:
             slow = f"{size} bytes would take {seconds:.3g} s" if seconds > 0 else f"it took longer with {size} bytes"
             raise _GivenUpError(f"{slow}, and it may take {self._deadline_s:.3g} s in all")
@@ -139,36 +142,37 @@ def agree(
     switch: str,
     lost: Callable[[], str],
 ) -> tuple[ChoiceTable, Links]:
-    """Measure the switches; rank 0 decides by what that says, and every rank returns what it decided.
+    """Measure the switches. Rank 0 chooses from the rates, and every rank returns rank 0's choice.
 
-    lost: as in `measure`. Where nothing usable was measured, rank 0 logs why, each switch is taken for a host with a
-    link like a rank's, and nothing is kept for the next group.
+    lost: as in `measure`.
+    Without usable rates rank 0 logs why. Each switch then counts as a host with a link like a rank's, and no rate is
+    kept for the next group.
     """
-    found = measure(run, switch.count(",") + 1, lost=lost)
-    said = np.zeros(0, np.uint8)
+    measurement = measure(run, switch.count(",") + 1, lost=lost)
+    encoded = np.zeros(0, np.uint8)
     if rank == 0:
-        links = replace(links, switches=_usable(found, links, switch))
+        links = replace(links, switches=_usable(measurement, links, switch))
         text = json.dumps({"table": build(links).to_json(), "links": links.to_json()}).encode()
-        said = np.frombuffer(text, np.uint8).copy()
-    size = np.array([len(said)], np.int64)
+        encoded = np.frombuffer(text, np.uint8).copy()
+    size = np.array([len(encoded)], np.int64)
     run("broadcast", "i64", "sum", size)
     if rank != 0:
-        said = np.zeros(int(size[0]), np.uint8)
-    run("broadcast", "u8", "sum", said)
-    parts = json.loads(said.tobytes())
+        encoded = np.zeros(int(size[0]), np.uint8)
+    run("broadcast", "u8", "sum", encoded)
+    parts = json.loads(encoded.tobytes())
     table, links = ChoiceTable.from_json(parts["table"]), Links.from_json(parts["links"])
     if links.switches:
         cache_rates(hosts, switch, links.switches)
     return table, links
 
 
-def _usable(found: Measurement, links: Links, switch: str) -> tuple[float, ...]:
-    """The rates, a rank's link at most, beyond which no rank can see; empty, with a line in the log, for no rates."""
-    why_not = found.why_not
-    if not why_not and not all(math.isfinite(rate) and rate > 0 for rate in found.rates):
-        why_not = f"{', '.join(f'{rate:g}' for rate in found.rates)} bytes a second is no rate"
+def _usable(measurement: Measurement, links: Links, switch: str) -> tuple[float, ...]:
+    """The rates, capped at a rank's link, which bounds what ranks can measure. Empty and logged if there are none."""
+    why_not = measurement.why_not
+    if not why_not and not all(math.isfinite(rate) and rate > 0 for rate in measurement.rates):
+        why_not = f"{', '.join(f'{rate:g}' for rate in measurement.rates)} bytes a second is no rate"
     if not why_not:
-        return tuple(min(rate, links.network.bytes_per_s) for rate in found.rates)
+        return tuple(min(rate, links.network.bytes_per_s) for rate in measurement.rates)
     named = ", ".join(each.strip().partition("#")[0] for each in switch.split(","))
     log.warning(
         "rank 0: what the switch at %s takes was not measured: %s. It is taken for a host with a link like a rank's, "
@@ -180,10 +184,11 @@ def _usable(found: Measurement, links: Links, switch: str) -> tuple[float, ...]:
 
 
 def with_learned_split(table: ChoiceTable, hosts: int) -> ChoiceTable:
-    """`table` with every large all_reduce that goes through the switches alone split instead.
+    """`table` with `split` in place of `in_network` for every large all_reduce.
 
-    What goes through a switch alone teaches nothing: a rate that was measured too high, or a link that shrinks, would
-    cost every operation to come. A split one gives a switch all of it, too, and notices. Between two hosts nothing is.
+    An in_network operation measures no path, so a rate that was measured too high, or a link that becomes slower, would
+    slow every later operation. A split operation may also give a switch everything, and measures. Tables for two hosts
+    are unchanged.
     """
     rows: list[Row] = []
     for place, row in enumerate(table.rows):
@@ -208,20 +213,20 @@ def with_learned_split(table: ChoiceTable, hosts: int) -> ChoiceTable:
 
 
 def shares_of(links: Links, workers: int, switches: int, *, fixed: bool) -> Any:
-    """What split operations of so many workers begin with, or, where it is `fixed`, stay with."""
+    """The native Shares that split operations of so many workers begin with. fixed: they never change."""
     network = links.network.bytes_per_s
     each = [max(1, int(rate)) for rate in links.switches or (network / workers,) * switches]
     rates = each, int(ring_bytes_per_s(workers, network)), int(network)
-    found = shares.Shares(*rates)
-    return shares.Shares(*rates, found.balanced[:-1]) if fixed else found
+    learning = shares.Shares(*rates)
+    return shares.Shares(*rates, learning.balanced[:-1]) if fixed else learning
 
 
-def describe_shares(said: Any) -> str:
-    """Where a group's split stands, in words. `said`: its native Shares."""
-    parts = [f"{part / shares.WHOLE:.0%}" for part in said.balanced]
-    beside = [f"{rate / 1e6:.3g}" for rate, _ in said.paths]
-    alone = [f"{rate / 1e6:.3g}" for _, rate in said.paths]
+def describe_shares(current: Any) -> str:
+    """A group's current split, in words. current: its native Shares."""
+    parts = [f"{part / shares.WHOLE:.0%}" for part in current.balanced]
+    beside = [f"{rate / 1e6:.3g}" for rate, _ in current.paths]
+    alone = [f"{rate / 1e6:.3g}" for _, rate in current.paths]
     return (
-        f"after {said.operations} large ones {', '.join(parts[:-1])} go through the switches, {parts[-1]} round a "
+        f"after {current.operations} large ones {', '.join(parts[:-1])} go through the switches, {parts[-1]} round a "
         f"ring; these do {', '.join(beside)} MB/s together, {', '.join(alone)} alone"
     )

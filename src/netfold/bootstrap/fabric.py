@@ -1,8 +1,8 @@
-"""Streams over libfabric in the place of the mesh's connections, for NETFOLD_TRANSPORT=fabric:PROVIDER.
+"""Streams over libfabric instead of the mesh's TCP connections, for NETFOLD_TRANSPORT=fabric:PROVIDER.
 
-The connections of the handshake stay: over them, proved as they are, ranks tell each other their endpoints' names, the
-tags of their streams, and a greeting for each. A stream counts once the other rank's greeting came over it. Later they
-show who is gone.
+The authenticated connections of the handshake stay open. Over them ranks exchange the names of their endpoints, the
+tags of their streams, and a greeting for each rank. A stream is in use once the other rank's greeting has come over it.
+Later the connections show which ranks are gone.
 """
 
 from __future__ import annotations
@@ -26,47 +26,51 @@ from netfold.errors import RendezvousError
 from netfold.options import Options
 from netfold.switch_protocol import control_messages
 
-Streams = list[list[Any]]  # by lane and rank; None at our own place
+Streams = list[list[Any]]  # by lane and rank; None at this rank
 
 _GREETING_BYTES = 16
-# Between two looks at what a provider has to do, while other ranks are waited for, and at what those say.
-_LOOK_S, _SLICE_S = 0.0005, 0.02
+# While this rank waits for others: between two calls of a provider's progress, and between two polls of messages.
+_PROGRESS_S, _SLICE_S = 0.0005, 0.02
 
-# One a provider and set of interfaces, for all groups of this process; not closed before it ends.
+# One for each provider and set of interfaces, for all groups of this process. Closed when the process ends.
 _ports: dict[tuple[int, str, tuple[str, ...]], Any] = {}
 _lock = threading.Lock()
 
 
 def port_of(provider: str, hosts: Sequence[str]) -> Any:
-    """This process's place on that fabric. FabricError where it cannot have one."""
+    """This process's port on that fabric. Raises FabricError where none can be opened."""
     key = os.getpid(), provider, tuple(hosts)
     with _lock:
         if not any(pid == os.getpid() for pid, _, _ in _ports):
-            # As Python's own, so that the processes of multiprocessing do so, too, which end without `atexit`.
-            Finalize(None, _let_go, exitpriority=0)
-        # One whose endpoint had to be closed is its streams' alone.
+            # Not `atexit`, which processes of multiprocessing do not run.
+            Finalize(None, release_ports, exitpriority=0)
+        # A port whose endpoint had to be closed serves only its remaining streams.
         if key not in _ports or not _ports[key].is_open:
             _ports[key] = fabric.StreamMux(provider, list(hosts))
         return _ports[key]
 
 
-def _let_go() -> None:
-    """At the end of the process: have providers take away what they keep outside of it, as shm its file in /dev/shm.
-    A group that was not closed keeps its port."""
+def release_ports() -> None:
+    """At the end of the process, let providers remove external resources, such as shm's file in /dev/shm.
+
+    A group that was not closed keeps its port.
+    """
     with _lock:
         _ports.clear()
 
 
 def describe_port(port: Any) -> str:
-    """What is gone over: provider, version, and the device of each rail."""
+    """In words: provider, version, and the device of each rail."""
     if port.provider == "mpi":
         return f"MPI ({port.version})"
     return f"provider {port.provider} {port.version} of libfabric {fabric.version()} on {', '.join(port.domains)}"
 
 
 def preview_transport(options: Options, store_host: str | None = None) -> tuple[str, str]:
-    """What a group with these options would go over on this host in the place of TCP, and why it cannot: one of the two
-    is empty, both where that is TCP. Opens the port that it would use; an MPI is left alone."""
+    """What a group with these options would use on this host instead of TCP, and why it cannot.
+
+    One of the two is empty; both are for TCP. Opens the port of a fabric, but does not begin MPI.
+    """
     why = f"NETFOLD_TRANSPORT={options.transport}"
     if options.over_mpi:
         return f"the MPI of mpirun ({why})", ""
@@ -90,61 +94,62 @@ def connect(
     settings: Mapping[str, int],
     port: Any = None,
 ) -> Streams:
-    """A stream a lane and rank, over this host's interfaces with the addresses `hosts`, or over `port`.
+    """Connect a stream for each lane and rank, over this host's interfaces `hosts`, or over `port`.
 
-    sockets: one to each rank, proved. settings: the options rma_min_bytes, registration_cache_entries,
-    registration_cache_bytes. Raises RendezvousError that names the provider's reason, or the rank that does not answer;
-    every rank hears of it.
+    sockets: an authenticated connection to each rank.
+    settings: the options rma_min_bytes, registration_cache_entries, registration_cache_bytes.
+    Raises RendezvousError, on every rank, with the provider's reason, or the rank that does not answer.
     """
     others = _Others(rank, sockets, port.provider if port else provider, hosts, deadline)
     try:
         streams: Streams = [[None] * len(sockets) for _ in range(lanes)]
-        with others.told_of():
+        with others.errors_named():
             port = port or port_of(provider, hosts)
             port.set(**settings)
-            bell = fabric.make_doorbell()
+            doorbell = fabric.make_doorbell()
             for peer in others.peers:
                 for lane in streams:
-                    lane[peer] = port.open(bell, lanes * len(others.peers))
+                    lane[peer] = port.open(doorbell, lanes * len(others.peers))
         others.streams = streams
         others.provider, names = port.provider, port.names
         greetings = {peer: secrets.token_bytes(_GREETING_BYTES) for peer in others.peers}
         for peer in others.peers:
-            mine = {"provider": port.provider, "names": names, "terms": [lane[peer].params for lane in streams]}
-            others.tell(peer, {"type": "fabric", "greeting": greetings[peer], **mine})
+            own = {"provider": port.provider, "names": names, "terms": [lane[peer].params for lane in streams]}
+            others.send(peer, {"type": "fabric", "greeting": greetings[peer], **own})
         expected = {}
         for peer in others.peers:
-            theirs = others.hear(peer, "fabric")
-            if theirs["provider"] != port.provider:
+            message = others.receive(peer, "fabric")
+            if message["provider"] != port.provider:
                 raise RendezvousError(
-                    f"rank {rank} goes over provider {port.provider}, rank {peer} over {theirs['provider']}: all ranks "
+                    f"rank {rank} uses provider {port.provider}, rank {peer} {message['provider']}: all ranks "
                     "need the same (NETFOLD_TRANSPORT)",
                     rank=peer,
                 )
-            with others.told_of(peer):
-                for lane, terms in zip(streams, theirs["terms"], strict=True):
-                    lane[peer].connect(theirs["names"], tuple(terms))
-            expected[peer] = theirs["greeting"]
+            with others.errors_named(peer):
+                for lane, params in zip(streams, message["terms"], strict=True):
+                    lane[peer].connect(message["names"], tuple(params))
+            expected[peer] = message["greeting"]
         for peer, lane in itertools.product(others.peers, streams):
             others.until(peer, _sends(lane[peer], greetings[peer]))
         for peer, lane in itertools.product(others.peers, streams):
             others.until(peer, _receives(lane[peer], expected[peer]))
             others.until(peer, lane[peer].flush)
-        # A provider may need us until the others have heard us as well.
+        # A provider may need this rank's progress until the others have received its greeting.
         for peer in others.peers:
-            others.tell(peer, {"type": "connected"})
+            others.send(peer, {"type": "connected"})
         for peer in others.peers:
-            others.hear(peer, "connected", meanwhile=port.progress)
+            others.receive(peer, "connected", meanwhile=port.progress)
         return streams
     except RendezvousError as error:
-        others.part(error)
+        others.send_error(error)
         raise
 
 
 class _Others:
-    """The ranks that one comes to a fabric with, and the connections to them.
+    """The other ranks of the fabric, and the connections to them.
 
-    Those are listened to while the fabric is waited for: who cannot go on says why there, and who dies shows there.
+    The connections are polled while this rank waits for the fabric: a rank that fails sends its reason there, and the
+    death of a rank shows there.
     """
 
     def __init__(
@@ -164,43 +169,43 @@ class _Others:
         self._readable = select.poll()
         for number in self._ranks:
             self._readable.register(number, select.POLLIN)
-        self._said: dict[tuple[int, str], control_messages.Message] = {}
+        self._received: dict[tuple[int, str], control_messages.Message] = {}  # by rank and type
         self.streams: Streams = []
 
-    def tell(self, peer: int, message: control_messages.Message) -> None:
-        with self.told_of(peer):
+    def send(self, peer: int, message: control_messages.Message) -> None:
+        with self.errors_named(peer):
             try:
                 control_messages.send(self.peers[peer], message)
             except OSError:
-                self._listen(0)  # it may have said why it went
+                self._poll(0)  # the peer may have sent its reason
                 raise
 
-    def hear(self, peer: int, kind: str, *, meanwhile: Callable[[], None] | None = None) -> control_messages.Message:
-        """What that rank says of this kind; `meanwhile` is called again and again."""
-        while (peer, kind) not in self._said:
+    def receive(self, peer: int, kind: str, *, meanwhile: Callable[[], None] | None = None) -> control_messages.Message:
+        """Wait for a message of this type from that rank. meanwhile: called every _PROGRESS_S."""
+        while (peer, kind) not in self._received:
             if meanwhile is not None:
                 meanwhile()
             self._left_s(peer)
-            self._listen(_SLICE_S if meanwhile is None else _LOOK_S)
-        return self._said.pop((peer, kind))
+            self._poll(_SLICE_S if meanwhile is None else _PROGRESS_S)
+        return self._received.pop((peer, kind))
 
     def until(self, peer: int, is_done: Callable[[int], bool]) -> None:
-        """Until something has come about with that rank, by calls that take up to so many nanoseconds."""
+        """Call `is_done` until it returns True. It may take as many nanoseconds as its argument says."""
         while True:
-            with self.told_of(peer):
+            with self.errors_named(peer):
                 if is_done(int(min(_SLICE_S, self._left_s(peer)) * 1e9)):
                     return
-            self._listen(0)
+            self._poll(0)
 
-    def part(self, error: RendezvousError) -> None:
-        """Tell everybody why nothing comes of it: who is at fault, and in whose words."""
+    def send_error(self, error: RendezvousError) -> None:
+        """Send all ranks the reason of a failure, with the rank at fault."""
         for stream in self.peers.values():
-            with contextlib.suppress(OSError):  # who has gone need not hear it
+            with contextlib.suppress(OSError):  # the rank is gone
                 control_messages.send(stream, {"type": "connect_failed", "error": str(error), "rank": error.rank})
 
     @contextlib.contextmanager
-    def told_of(self, peer: int | None = None) -> Iterator[None]:
-        """What goes wrong, here or towards a rank, as a RendezvousError."""
+    def errors_named(self, peer: int | None = None) -> Iterator[None]:
+        """Raise errors of the block as a RendezvousError that names this rank, or `peer`."""
         try:
             yield
         except fabric.FabricError as error:
@@ -227,26 +232,26 @@ class _Others:
             )
         return left
 
-    def _listen(self, wait_s: float) -> None:
-        """Take all that was said; RendezvousError when a rank parted or left, or a stream failed.
+    def _poll(self, wait_s: float) -> None:
+        """Receive all messages. RendezvousError where any rank failed or left, or any stream failed.
 
-        Whichever: who waits for one rank may have failed towards another, which waits for it.
+        All ranks count: while this rank waits for one, another may wait for it over a stream that has failed.
         """
         for peer, lane in itertools.product(self.peers, self.streams):
             if lane[peer].failure:
-                with self.told_of(peer):
+                with self.errors_named(peer):
                     raise fabric.FabricError(lane[peer].failure)
         while ready := self._readable.poll(wait_s * 1000):
             wait_s = 0
             for number, _ in ready:
                 peer = self._ranks[number]
-                with self.told_of(peer):
+                with self.errors_named(peer):
                     message = control_messages.receive(self.peers[peer])
                 if message["type"] == "connect_failed":
                     raise RendezvousError(message["error"], rank=message["rank"])
-                self._said[peer, message["type"]] = message
+                self._received[peer, message["type"]] = message
                 if message["type"] == "connected":
-                    self._readable.unregister(number)  # what comes now is for who has this connection next
+                    self._readable.unregister(number)  # later bytes are for the connection's next user
 
 
 def _sends(stream: Any, data: bytes) -> Callable[[int], bool]:
@@ -267,7 +272,7 @@ def _receives(stream: Any, expected: bytes) -> Callable[[int], bool]:
         nonlocal got
         got += stream.receive(len(expected) - len(got), within_ns)
         if len(got) == len(expected) and not hmac.compare_digest(got, expected):
-            raise fabric.FabricError("who answers there is not of this group")
+            raise fabric.FabricError("the peer on that stream is not of this group")
         return len(got) == len(expected)
 
     return receives
@@ -276,38 +281,38 @@ def _receives(stream: Any, expected: bytes) -> Callable[[int], bool]:
 def byte_streams(
     lane: Sequence[Any], sockets: Sequence[socket.socket | None], provider: str
 ) -> list[FabricByteStream | None]:
-    """By rank: what ranks speak over before the native floor takes the streams."""
+    """By rank, a stream that Python uses before the native engine takes over the streams."""
     return [
-        None if beside is None else FabricByteStream(stream, beside, provider)
-        for stream, beside in zip(lane, sockets, strict=True)
+        None if connection is None else FabricByteStream(stream, connection, provider)
+        for stream, connection in zip(lane, sockets, strict=True)
     ]
 
 
 class FabricByteStream:
-    """A stream as the socket that the probe speaks over."""
+    """A fabric stream with the methods of a socket that the probe uses."""
 
-    def __init__(self, stream: Any, beside: socket.socket, provider: str) -> None:
-        self._stream, self._beside, self._provider = stream, beside, provider
+    def __init__(self, stream: Any, connection: socket.socket, provider: str) -> None:
+        self._stream, self._connection, self._provider = stream, connection, provider
         self._timeout_ns = 0
 
     def settimeout(self, seconds: float) -> None:
         self._timeout_ns = int(seconds * 1e9)
 
     def setsockopt(self, *option: int) -> None:
-        """Nothing here waits to be sent together with more."""
+        """Has no effect: a fabric stream sends at once."""
 
     def getsockname(self) -> tuple[str, int]:
-        return f"{self._provider} {self._beside.getsockname()[0]}", 0
+        return f"{self._provider} {self._connection.getsockname()[0]}", 0
 
     def getpeername(self) -> tuple[str, int]:
-        return f"{self._provider} {self._beside.getpeername()[0]}", 0
+        return f"{self._provider} {self._connection.getpeername()[0]}", 0
 
     def sendall(self, data: bytes) -> None:
         if self._stream.send(data, self._timeout_ns) < len(data) or not self._stream.flush(self._timeout_ns):
-            raise TimeoutError("the fabric does not take what is sent")
+            raise TimeoutError("the fabric did not accept the data in time")
 
     def recv(self, count: int) -> bytes:
         data: bytes = self._stream.receive(count, self._timeout_ns)
         if not data:
-            raise TimeoutError("nothing comes over the fabric")
+            raise TimeoutError("nothing came over the fabric in time")
         return data

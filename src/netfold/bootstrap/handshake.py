@@ -1,13 +1,13 @@
-"""Who is at the other end of a connection: proved, by HMAC over fresh nonces, before it is used for anything.
+"""Mutual authentication of a connection, by HMAC over fresh nonces, before the connection is used for anything else.
 
-    knocks  magic, purpose, group's token, from, to, size, lane, rail, security, nonce
-    opens   + nonce, proof        or -: nobody of that group and rank is at home here
-    knocks  proof
-    opens   +
+    initiator  hello: magic, purpose, group's token, from, to, size, lane, rail, security, nonce
+    acceptor   + nonce, proof        or -: that group and rank are not registered here
+    initiator  proof
+    acceptor   +
 
-The token says which group is meant and is no secret; the proofs show that each end knows the group's. They cover
-everything that was said and which end says it, so neither can be replayed or reflected. Where the security is more
-than none, both derive the keys of this connection from the group's secret and both nonces (HKDF, RFC 5869).
+The token names the group and is no secret. The proofs show that each end knows the group's secret. They cover the
+hello, both nonces and the side that sends the proof, so a proof cannot be replayed or reflected. Where the security is
+more than none, both ends derive the keys of this connection from the group's secret and both nonces (HKDF, RFC 5869).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from netfold.bootstrap.secure_stream import Secrets, Session
 from netfold.options import SECURITIES
 from netfold.switch_protocol.control_messages import receive_exactly
 
-JOIN, CALL = 1, 2  # what a connection is for: a place in the mesh; a question to a group that stands
+JOIN, CALL = 1, 2  # the purpose of a connection: a lane of the mesh; a request to a running group
 
 _MAGIC = b"netfold4"
 _HELLO = struct.Struct(">8sB16sIIIBBB32s")
@@ -37,7 +37,7 @@ _YES, _NO = b"+", b"-"
 
 @dataclass(frozen=True)
 class Hello:
-    """Who knocks, at whose listener, and what for."""
+    """Which rank connects to which, and for what purpose."""
 
     purpose: int
     token: bytes  # 16 bytes
@@ -46,15 +46,15 @@ class Hello:
     size: int
     lane: int = 0
     rail: int = 0
-    security: int = 0  # of SECURITIES, of all that is said after the handshake
+    security: int = 0  # index into SECURITIES, for all bytes after the handshake
 
 
 class GroupNotFoundError(Exception):
-    """Somebody answered, and knows no such group or rank."""
+    """The listener has no such group or rank."""
 
 
 class WrongSecretError(Exception):
-    """Who answered does not know the group's secret."""
+    """The listener does not know the group's secret."""
 
 
 def token_of(secret: bytes) -> bytes:
@@ -62,11 +62,11 @@ def token_of(secret: bytes) -> bytes:
 
 
 def initiate(stream: socket.socket, hello: Hello, secret: bytes) -> Session | None:
-    """The connecting side, blocking under the socket's timeout; None where the security is none.
+    """Run the connecting side, blocking under the socket's timeout. Returns None where the security is none.
 
-    EOFError or OSError when the other goes away.
+    EOFError or OSError if the peer goes away.
     """
-    said = _HELLO.pack(
+    request = _HELLO.pack(
         _MAGIC,
         hello.purpose,
         hello.token,
@@ -78,25 +78,28 @@ def initiate(stream: socket.socket, hello: Hello, secret: bytes) -> Session | No
         hello.security,
         secrets.token_bytes(_NONCE_BYTES),
     )
-    stream.sendall(said)
+    stream.sendall(request)
     if receive_exactly(stream, 1) != _YES:
         raise GroupNotFoundError
     nonce = receive_exactly(stream, _NONCE_BYTES)
-    if not hmac.compare_digest(receive_exactly(stream, _PROOF_BYTES), _proof(secret, b"accept", said, nonce)):
+    if not hmac.compare_digest(receive_exactly(stream, _PROOF_BYTES), _proof(secret, b"accept", request, nonce)):
         raise WrongSecretError
-    stream.sendall(_proof(secret, b"initiate", said, nonce))
-    if receive_exactly(stream, 1) != _YES:  # else we would count a connection that the other has given up
+    stream.sendall(_proof(secret, b"initiate", request, nonce))
+    if receive_exactly(stream, 1) != _YES:  # the peer may have given this connection up
         raise GroupNotFoundError
-    return _session(secret, said, nonce, hello.security, ours=b"initiate", theirs=b"accept")
+    return _session(secret, request, nonce, hello.security, own=b"initiate", peer=b"accept")
 
 
 async def accept(
     stream: socket.socket, secret_of: Callable[[Hello], bytes | None]
 ) -> tuple[Hello, Session | None] | None:
-    """The accepting side, of a non-blocking socket; None for a stranger. `secret_of` says whether somebody is in."""
+    """Run the accepting side, on a non-blocking socket. Returns None for an unauthenticated peer.
+
+    secret_of: the secret of the group that a hello names; None where there is no such group.
+    """
     loop = asyncio.get_running_loop()
-    said = await _exactly(lambda count: loop.sock_recv(stream, count), _HELLO.size)
-    magic, *fields, _ = _HELLO.unpack(said)
+    request = await _exactly(lambda count: loop.sock_recv(stream, count), _HELLO.size)
+    magic, *fields, _ = _HELLO.unpack(request)
     if magic != _MAGIC:
         return None
     hello = Hello(*fields)
@@ -105,12 +108,12 @@ async def accept(
         await loop.sock_sendall(stream, _NO)
         return None
     nonce = secrets.token_bytes(_NONCE_BYTES)
-    await loop.sock_sendall(stream, _YES + nonce + _proof(secret, b"accept", said, nonce))
+    await loop.sock_sendall(stream, _YES + nonce + _proof(secret, b"accept", request, nonce))
     proof = await _exactly(lambda count: loop.sock_recv(stream, count), _PROOF_BYTES)
-    if not hmac.compare_digest(proof, _proof(secret, b"initiate", said, nonce)):
+    if not hmac.compare_digest(proof, _proof(secret, b"initiate", request, nonce)):
         return None
     await loop.sock_sendall(stream, _YES)
-    return hello, _session(secret, said, nonce, hello.security, ours=b"accept", theirs=b"initiate")
+    return hello, _session(secret, request, nonce, hello.security, own=b"accept", peer=b"initiate")
 
 
 async def _exactly(receive: Callable[[int], Awaitable[bytes]], count: int) -> bytes:
@@ -123,26 +126,26 @@ async def _exactly(receive: Callable[[int], Awaitable[bytes]], count: int) -> by
     return parts
 
 
-def _session(secret: bytes, said: bytes, nonce: bytes, security: int, *, ours: bytes, theirs: bytes) -> Session | None:
-    """One secret a direction, for each of the two that speak over the connection in turn."""
+def _session(secret: bytes, request: bytes, nonce: bytes, security: int, *, own: bytes, peer: bytes) -> Session | None:
+    """A secret for each direction, for Python (control) and for the native layer (mesh), which use it in turn."""
     if security == 0:
         return None
-    # Here: only who wants security pays for the import.
+    # Imported here, since only connections with security need it.
     from cryptography.hazmat.primitives.hashes import SHA256
     from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
-    salt = hashlib.sha256(said + nonce).digest()  # both nonces are in it, and who speaks with whom for what
+    salt = hashlib.sha256(request + nonce).digest()  # covers both nonces, both ranks and the purpose
     name = SECURITIES[security]
 
-    def secret_of(speaker: bytes, side: bytes) -> bytes:
-        info = b" ".join((b"netfold stream 1", name.encode(), speaker, side))
+    def derive(layer: bytes, side: bytes) -> bytes:
+        info = b" ".join((b"netfold stream 1", name.encode(), layer, side))
         return HKDF(algorithm=SHA256(), length=auth.SECRET_BYTES, salt=salt, info=info).derive(secret)
 
-    def secrets_of(speaker: bytes) -> Secrets:
-        return name, secret_of(speaker, ours), secret_of(speaker, theirs)
+    def secrets_of(layer: bytes) -> Secrets:
+        return name, derive(layer, own), derive(layer, peer)
 
     return Session(control=secrets_of(b"control"), mesh=secrets_of(b"mesh"))
 
 
-def _proof(secret: bytes, side: bytes, said: bytes, nonce: bytes) -> bytes:
-    return hmac.new(secret, side + said + nonce, hashlib.sha256).digest()
+def _proof(secret: bytes, side: bytes, request: bytes, nonce: bytes) -> bytes:
+    return hmac.new(secret, side + request + nonce, hashlib.sha256).digest()

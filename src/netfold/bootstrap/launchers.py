@@ -1,11 +1,11 @@
-"""Who this process is, as its launcher says: torchrun, Open MPI, PMI (MPICH, Intel MPI) or Slurm.
+"""This process's rank, and where the ranks meet, from its launcher: torchrun, Open MPI, PMI (MPICH, Intel MPI), Slurm.
 
-Where the ranks meet: MASTER_ADDR and MASTER_PORT, if they are set. Else rank 0 serves, and the others find it:
+The ranks meet at MASTER_ADDR and MASTER_PORT, if these are set. Else rank 0 serves the store, and the others find it:
 
-    host   all ranks are on one: its loopback. Slurm: the first of its list. Open MPI: the host of mpirun, which its
-           job's name tells (rank 0 says so if it is not there). Hydra (MPICH, Intel MPI): asked (pmi.py)
-    port   drawn from the job's name, which no other job on any host has; where it is taken, one of those that follow
-           (tcp_store.py). Who finds the store of another job there is turned away, and looks on
+    host   the loopback, if all ranks are on one host. Slurm: the first of its list. Open MPI: the host of mpirun, from
+           the job's name (if rank 0 is on another host, it raises an error). Hydra (MPICH, Intel MPI): a query (pmi.py)
+    port   a hash of the job's name, which is unique; if that port is in use, one of the next ones (tcp_store.py). The
+           store of another job refuses a rank, which then tries the next port
 
 Recorded environments of each are in tests/bootstrap/test_launchers.py.
 """
@@ -32,49 +32,49 @@ _OPEN_MPI: _Names = (
 )
 _PMI: _Names = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
 _SLURM: _Names = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "")
-# Slurm tells a batch script much the same, as its rank 0; this one says that srun started a task.
-_SLURMS_STEP = "SLURM_STEP_ID"
-# Of the step, where `srun --preserve-env` leaves SLURM_NTASKS at the allocation's.
-_SLURMS_TASKS = "SLURM_STEP_NUM_TASKS"
-# Slurm comes last: inside its allocation another launcher's ranks are the ones.
+# Slurm sets nearly the same variables for a batch script, as rank 0. Only srun's tasks have this one.
+_SLURM_STEP = "SLURM_STEP_ID"
+# The tasks of the step: `srun --preserve-env` leaves SLURM_NTASKS at the allocation's.
+_SLURM_TASKS = "SLURM_STEP_NUM_TASKS"
+# Slurm comes last, since another launcher may have started the ranks inside its allocation.
 _LAUNCHERS = (_TORCHRUN, _OPEN_MPI, _PMI, _SLURM)
-# What names a run, by who started it: one may run inside another's allocation, or inside its ranks.
+# Variables that name a run, by launcher: one launcher may run inside another's allocation or ranks.
 _RUN_NAMES = {
     _TORCHRUN: ("TORCHELASTIC_RUN_ID", "PMIX_NAMESPACE"),
     _OPEN_MPI: ("PMIX_NAMESPACE",),
     _PMI: ("I_MPI_HYDRA_UUID",),
     _SLURM: ("PMIX_NAMESPACE",),
 }
-# Below the range from which Linux takes ports of its own accord.
+# Below Linux's range of ephemeral ports.
 _FIRST_PORT, _PORTS = 20000, 12000
 
 
 @dataclass(frozen=True)
 class Placement:
-    """A process's place in its job, and where the ranks meet."""
+    """A process's rank in its job, and where the ranks meet."""
 
     rank: int
     size: int
-    local_rank: int | None  # among the ranks of this host; None where the launcher does not say
+    local_rank: int | None  # among the ranks of this host; None where not known
     local_size: int | None
     host: str  # rank 0's
     port: int
-    job: str  # the same for all ranks of one run, another for every other run that can be told apart
+    job: str  # names the run: the same on all its ranks, different from other runs where the launcher names them
 
 
 def is_launched(environment: Mapping[str, str] = os.environ) -> bool:
-    """Whether any launcher's variables are there."""
+    """Whether any launcher's variables are set."""
     return _launcher(environment) is not None
 
 
 def placement(environment: Mapping[str, str] = os.environ) -> Placement:
-    """From the launcher's variables; ValueError says which are missing or make no sense."""
+    """From the launcher's variables. ValueError names those that are missing or invalid."""
     launcher = _launcher(environment)
     if launcher is None:
         raise ValueError(_what_is_missing(environment))
     rank_name, size_name, local_rank_name, local_size_name = launcher
-    if launcher is _SLURM and _SLURMS_TASKS in environment:
-        size_name = _SLURMS_TASKS
+    if launcher is _SLURM and _SLURM_TASKS in environment:
+        size_name = _SLURM_TASKS
     rank, size = _number(environment, rank_name), _number(environment, size_name)
     if not 0 <= rank < size:
         raise ValueError(f"{rank_name}={rank} is not one of {size_name}={size} ranks")
@@ -89,7 +89,7 @@ def placement(environment: Mapping[str, str] = os.environ) -> Placement:
         local_rank=local_rank,
         local_size=local_size,
         host=_host(environment, launcher, rank, size, local_size),
-        # torchrun's agent has a store of its own on MASTER_PORT.
+        # torchrun's agent serves its own store on MASTER_PORT.
         port=port + 1 if environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else port,
         job=f"{run} port {port} ranks {size} restart {restart}",
     )
@@ -97,20 +97,20 @@ def placement(environment: Mapping[str, str] = os.environ) -> Placement:
 
 def _launcher(environment: Mapping[str, str]) -> _Names | None:
     found = next((names for names in _LAUNCHERS if names[0] in environment and names[1] in environment), None)
-    # srun speaks PMI to an MPI that wants it, and says more in words of its own.
+    # srun also sets PMI variables, for MPI programs. Slurm's own variables say more.
     if found is _PMI and "MPI_LOCALNRANKS" not in environment:
-        theirs = (environment.get("SLURM_PROCID"), environment.get(_SLURMS_TASKS, environment.get("SLURM_NTASKS")))
-        if theirs == (environment["PMI_RANK"], environment["PMI_SIZE"]):
+        slurm = (environment.get("SLURM_PROCID"), environment.get(_SLURM_TASKS, environment.get("SLURM_NTASKS")))
+        if slurm == (environment["PMI_RANK"], environment["PMI_SIZE"]):
             return _SLURM
-    return None if found is _SLURM and _SLURMS_STEP not in environment else found
+    return None if found is _SLURM and _SLURM_STEP not in environment else found
 
 
 def _what_is_missing(environment: Mapping[str, str]) -> str:
     for rank, size, _, _ in _LAUNCHERS[:-1]:
-        for there, absent in ((rank, size), (size, rank)):
-            if there in environment:
+        for present, absent in ((rank, size), (size, rank)):
+            if present in environment:
                 return (
-                    f"{there} is set and {absent} is not: a rank needs both, and its launcher sets both; start with "
+                    f"{present} is set and {absent} is not: a rank needs both, and its launcher sets both; start with "
                     f"torchrun, mpirun or srun, or set {absent} too"
                 )
     if "SLURM_JOB_ID" in environment:
@@ -131,18 +131,18 @@ def _host(environment: Mapping[str, str], launcher: _Names, rank: int, size: int
     if local_size == size:
         return "127.0.0.1"
     if _is_hydra(environment, launcher):
-        # As the launcher itself reaches this host, which MPICH and Intel MPI tell by names of their own.
+        # The name by which the launcher reaches this host; MPICH and Intel MPI have different variables.
         own = environment.get("PMI_HOSTNAME") or environment.get("HYDRA_BSTRAP_LOCALHOST") or socket.gethostname()
         return pmi.first_host(environment, rank, own)
     if launcher is _OPEN_MPI:
-        found = re.fullmatch(r"pr\w+-(.+)-\d+@\d+", environment.get("PMIX_NAMESPACE", ""))
-        here = environment.get("PMIX_HOSTNAME")
-        if found and (rank != 0 or here in (None, found[1])):
-            return found[1]
-        if found:
+        match = re.fullmatch(r"pr\w+-(.+)-\d+@\d+", environment.get("PMIX_NAMESPACE", ""))
+        own_host = environment.get("PMIX_HOSTNAME")
+        if match and (rank != 0 or own_host in (None, match[1])):
+            return match[1]
+        if match:
             raise ValueError(
-                f"rank 0 is on {here} and mpirun on {found[1]}, where the other ranks will look for it: say "
-                f"mpirun -x MASTER_ADDR={here}"
+                f"rank 0 is on {own_host} and mpirun on {match[1]}, where the other ranks will look for it: say "
+                f"mpirun -x MASTER_ADDR={own_host}"
             )
     nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST")
     if nodes:
@@ -159,11 +159,11 @@ def _port(environment: Mapping[str, str], run: str) -> int:
 
 
 def _run(environment: Mapping[str, str], launcher: _Names) -> str:
-    """What tells this run from others; "" where that is not known."""
+    """A name that is unique to this run; "" where there is none."""
     for name in _RUN_NAMES[launcher]:
         if name in environment:
             return environment[name]
-    # Inside one allocation of Slurm there may be several mpiruns, so theirs comes first.
+    # One allocation of Slurm may have several mpiruns, so the name of mpirun comes first.
     if _is_hydra(environment, launcher) and not environment.get("MASTER_PORT"):
         return pmi.job_name(environment)
     if "SLURM_JOB_ID" in environment:
@@ -172,12 +172,12 @@ def _run(environment: Mapping[str, str], launcher: _Names) -> str:
 
 
 def _is_hydra(environment: Mapping[str, str], launcher: _Names) -> bool:
-    """Whether Hydra can be asked. Slurm's own PMI has a PMI_FD too, in another language, and no MPI_LOCALNRANKS."""
+    """Whether Hydra can be queried. Slurm's PMI also sets PMI_FD, with another protocol, but not MPI_LOCALNRANKS."""
     return launcher is _PMI and "PMI_FD" in environment and "MPI_LOCALNRANKS" in environment
 
 
 def _slurm_local(environment: Mapping[str, str]) -> int | None:
-    """Ranks on this host, of a list such as `4(x2),3`: four on each of two hosts, three on the next."""
+    """The number of ranks on this host. Slurm's list is such as `4(x2),3`: 4 on each of two hosts, 3 on the next."""
     tasks = environment.get("SLURM_STEP_TASKS_PER_NODE") or environment.get("SLURM_TASKS_PER_NODE")
     if not tasks or "SLURM_NODEID" not in environment:
         return None
@@ -189,7 +189,7 @@ def _slurm_local(environment: Mapping[str, str]) -> int | None:
 
 
 def first_host(nodes: str) -> str:
-    """The first of Slurm's list: `gpu[07-09,12],login` begins with gpu07."""
+    """The first host of Slurm's list: gpu07 of `gpu[07-09,12],login`."""
     first = re.match(r"([^,\[]*)(?:\[(\w+)[^\]]*\])?([^,\[]*)", nodes.strip())
     assert first is not None  # every part may be empty
     return "".join(part or "" for part in first.groups())

@@ -1,9 +1,9 @@
-"""One listening port a process: where other ranks join a group, make a broken connection again, and ask what this rank
-is doing.
+"""One listening port a process: other ranks connect to it to form a group, to reconnect, and to send requests.
 
-A thread waits there, in asyncio, for as long as some group is at home. Every visitor is proved before it is heard
-(handshake.py), all side by side, each within a time of its own, so that a stranger holds nobody up. A group that has
-ended is remembered for a while, with the reason: whoever asks for it then hears that instead of a closed port.
+A thread with an asyncio loop accepts connections as long as a group is registered. Every peer is authenticated before
+any other byte is read (handshake.py). Handshakes run side by side, each with its own timeout, so that an
+unauthenticated peer delays nobody. The last _MAX_REMEMBERED groups that ended are remembered with the reason: a rank
+that asks for such a group gets the reason instead of a closed port.
 """
 
 from __future__ import annotations
@@ -25,17 +25,16 @@ from netfold.errors import RendezvousError
 from netfold.switch_protocol import control_messages
 from netfold.switch_protocol.control_messages import format_endpoint
 
-# A stranger keeps a visit open for no longer than this.
+# How long an unauthenticated peer can keep a connection open.
 HANDSHAKE_TIMEOUT_S = 5.0
 _RETRY_S = 0.05
-_MOST_VISITS = 4096
-_MOST_REMEMBERED = 256
+_MAX_CONNECTIONS = 4096  # more are closed at once
+_MAX_REMEMBERED = 256
 
 ConnectionKey = tuple[int, int, int]  # peer, lane, rail
-Failure = tuple[
-    int, int, str
-]  # its kind, the rank at fault (-1: nobody knows) and what befell, as native groups say it
-# (the rank that asks, its question) -> the reply, and what is done with the connection once the reply is on its way.
+# As native groups report it: kind, the rank at fault (-1: not known), and a sentence.
+Failure = tuple[int, int, str]
+# (the requesting rank, its request) -> the reply, and a function that takes the connection once the reply is sent.
 RequestHandler = Callable[
     [int, control_messages.Message], tuple[control_messages.Message, Callable[[socket.socket], None] | None]
 ]
@@ -43,31 +42,31 @@ RequestHandler = Callable[
 
 @dataclass
 class RegisteredGroup:
-    """A rank of a group, at home behind a listener. Its sockets arrive here while the group comes together."""
+    """A rank of a group whose listener accepts connections for it. They are gathered here while the group starts."""
 
     secret: bytes
     rank: int
     size: int
     lanes: int
     rails: int
-    security: int = 0  # of handshake.SECURITIES, for every connection
-    # Answers a question from a rank of the group; on a thread of its own. Set once the group stands.
+    security: int = 0  # index into SECURITIES, for every connection
+    # Handles a request from a rank of the group, on a thread of its own. Set once the group runs.
     handler: RequestHandler | None = None
     accepted: dict[ConnectionKey, socket.socket] = field(default_factory=dict)
-    duplicate: int | None = None  # a rank that came again to a place that was taken
+    duplicate: int | None = None  # a rank that connected twice as the same lane and rail
     changed: threading.Condition = field(default_factory=threading.Condition)
 
     @property
     def key(self) -> tuple[bytes, int]:
         return handshake.token_of(self.secret), self.rank
 
-    def add_connection(self, place: ConnectionKey, stream: socket.socket) -> None:
+    def add_connection(self, key: ConnectionKey, stream: socket.socket) -> None:
         with self.changed:
-            if place in self.accepted:
-                self.duplicate = place[0]
+            if key in self.accepted:
+                self.duplicate = key[0]
                 stream.close()
             else:
-                self.accepted[place] = stream
+                self.accepted[key] = stream
             self.changed.notify_all()
 
     def accepts(self, hello: Hello) -> bool:
@@ -81,7 +80,7 @@ class RegisteredGroup:
 
 
 class Listener:
-    """Listens on the same port of each of some addresses."""
+    """Listens on the same port of several addresses."""
 
     def __init__(self, rank: int, hosts: Sequence[str], ports: range, deadline: float) -> None:
         self._sockets = _listen(rank, hosts, ports, deadline)
@@ -90,7 +89,7 @@ class Listener:
         self.references = 0  # under _open_listeners_lock
         self._registered_groups: dict[tuple[bytes, int], RegisteredGroup] = {}
         self._remembered: OrderedDict[tuple[bytes, int], RegisteredGroup] = OrderedDict()
-        self._visits = 0
+        self._connections = 0
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="netfold listener", daemon=True)
         self._thread.start()
@@ -105,14 +104,18 @@ class Listener:
         calls: int = 0,
         expired: tuple[int, int] = (0, 0),
     ) -> None:
-        """It has left, in order or after a failure; whoever asks hears that. calls: the collectives that it made;
-        expired: as native groups say it."""
+        """Close the group to new connections. Ranks that ask for the group get these values.
+
+        failure: None where the rank closed the group.
+        calls: how many collectives the rank has made.
+        expired: as in `expired_of` (connection_manager.py).
+        """
         if self._registered_groups.pop(registered_group.key, None) is None:
             return
         reply = {"type": "ended", "failure": failure, "calls": calls, "expired": expired}
         registered_group.handler = lambda _, __: (reply, None)
         self._remembered[registered_group.key] = registered_group
-        while len(self._remembered) > _MOST_REMEMBERED:
+        while len(self._remembered) > _MAX_REMEMBERED:
             self._remembered.popitem(last=False)
 
     def close(self) -> None:
@@ -136,29 +139,29 @@ class Listener:
         self._loop.close()
 
     async def _serve(self, listener: socket.socket) -> None:
-        visits: set[asyncio.Task[None]] = set()
+        tasks: set[asyncio.Task[None]] = set()  # the loop itself keeps only weak references
         while True:
             try:
                 stream, _ = await self._loop.sock_accept(listener)
-            except OSError:  # out of descriptors: those who come find no open listener until some are free
+            except OSError:  # out of descriptors: peers wait until some are free
                 await asyncio.sleep(_RETRY_S)
                 continue
-            if self._visits >= _MOST_VISITS:
+            if self._connections >= _MAX_CONNECTIONS:
                 stream.close()
                 continue
-            self._visits += 1
-            visit = self._loop.create_task(self._receive(stream))
-            visits.add(visit)
-            visit.add_done_callback(visits.discard)
+            self._connections += 1
+            task = self._loop.create_task(self._receive(stream))
+            tasks.add(task)
+            task.add_done_callback(tasks.discard)
 
     async def _receive(self, stream: socket.socket) -> None:
         kept = False
         try:
             stream.setblocking(False)
-            opened = await asyncio.wait_for(handshake.accept(stream, self._secret_of), HANDSHAKE_TIMEOUT_S)
-            if opened is None:
+            accepted = await asyncio.wait_for(handshake.accept(stream, self._secret_of), HANDSHAKE_TIMEOUT_S)
+            if accepted is None:
                 return
-            hello, session = opened
+            hello, session = accepted
             stream = secure_stream(stream, session)
             registered_group = self._find(hello)
             if registered_group is None:
@@ -167,11 +170,13 @@ class Listener:
                 kept = True
                 registered_group.add_connection((hello.initiator, hello.lane, hello.rail), stream)
             elif registered_group.handler is not None:
-                await self._loop.run_in_executor(None, _converse, stream, registered_group.handler, hello.initiator)
+                await self._loop.run_in_executor(
+                    None, _handle_request, stream, registered_group.handler, hello.initiator
+                )
         except (OSError, EOFError, TimeoutError, asyncio.TimeoutError, control_messages.ProtocolError):
-            pass  # a stranger, or a rank that gave up: the real one, if any, is still to come
+            pass  # an unauthenticated peer, or a rank that gave up and may come again
         finally:
-            self._visits -= 1
+            self._connections -= 1
             if not kept:
                 stream.close()
 
@@ -187,16 +192,16 @@ class Listener:
         return None if registered_group is None else registered_group.secret
 
 
-def _converse(stream: socket.socket, answer: RequestHandler, peer: int) -> None:
+def _handle_request(stream: socket.socket, handler: RequestHandler, peer: int) -> None:
     stream.settimeout(HANDSHAKE_TIMEOUT_S)
-    reply, then = answer(peer, control_messages.receive(stream))
+    reply, then = handler(peer, control_messages.receive(stream))
     control_messages.send(stream, reply)
     if then is not None:
         then(stream)
 
 
 def _listen(rank: int, hosts: Sequence[str], ports: range, deadline: float) -> list[socket.socket]:
-    """Listeners on the first port that is free on all of them."""
+    """Listen on the first port that is free on all hosts."""
     while True:
         for port in ports:
             listeners: list[socket.socket] = []
@@ -223,7 +228,7 @@ def _listen(rank: int, hosts: Sequence[str], ports: range, deadline: float) -> l
 def _bound(host: str, port: int) -> socket.socket:
     listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
     try:
-        # Connections of former processes keep the port, but nobody listens there.
+        # Old connections may still use the port, although no process listens there.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((host, port))
         listener.listen(4096)
@@ -239,8 +244,10 @@ _open_listeners_lock = threading.Lock()
 
 
 def acquire_listener(rank: int, hosts: Sequence[str], ports: range, deadline: float) -> Listener:
-    """This process's listener on those addresses and ports, opened for the first and kept for all who ask. Give it back
-    by `release_listener`. Raises RendezvousError."""
+    """This process's listener on these addresses and ports, opened for its first user. Raises RendezvousError.
+
+    Each call needs a `release_listener`.
+    """
     key = (tuple(hosts), ports)
     with _open_listeners_lock:
         if key not in _open_listeners:
@@ -260,7 +267,7 @@ def release_listener(listener: Listener) -> None:
 
 
 def _forget_in_child() -> None:
-    """A child made by fork must not keep its parent's port open: others would think that the parent lives."""
+    """A forked child must not keep its parent's port open: other ranks would think that the parent lives."""
     global _open_listeners_lock
     _open_listeners_lock = threading.Lock()
     for listener in _open_listeners.values():

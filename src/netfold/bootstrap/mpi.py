@@ -1,11 +1,11 @@
-"""The process's MPI as a fabric, for NETFOLD_TRANSPORT=mpi: what is done once, by mpi4py.
+"""Set up the process's MPI as a transport, for NETFOLD_TRANSPORT=mpi, through mpi4py.
 
-mpi4py makes a communicator of our own and ends MPI; if nobody has begun it, we do, for any thread. What the data path
-needs to know of this MPI mpi4py lends (native/transport/mpi); from then on no Python is in the way. Everything that
-ranks must know of each other before goes over the connections of the handshake.
+mpi4py makes an own communicator, and finalizes MPI. If the program has not initialized MPI, this module does, for any
+thread. The native data path (native/transport/mpi) takes handles and constants of this MPI from mpi4py, and then needs
+no Python. Ranks first exchange what they must know of each other over the connections of the handshake.
 
-One communicator serves all groups among its ranks. Making one blocks until all of them do, and no MPI has a way to give
-up: so a thread of its own waits for it, and we for the thread, as long as there is time.
+One communicator serves all groups among its ranks. Creating one blocks until all its ranks do, and MPI has no timeout:
+so a separate thread creates it, and the caller waits for that thread until the deadline.
 """
 
 from __future__ import annotations
@@ -25,74 +25,74 @@ from netfold._native import mpi
 from netfold.errors import RendezvousError
 from netfold.switch_protocol import control_messages
 
-# By ranks of MPI's world, in order. Never closed before the process ends.
+# By ranks of MPI's world, in order. Ports are open until the process ends.
 _Members = tuple[int, ...]
 _ports: dict[_Members, Any] = {}
-# Groups may be made by several threads, in another order on every rank: each set of ranks is waited for apart.
+# Several threads may make groups, in another order on every rank, so each set of ranks has its own lock.
 _making: dict[_Members, threading.Lock] = {}
 _lock = threading.Lock()
 
 
 def port_of(rank: int, sockets: Sequence[socket.socket | None], deadline: float) -> Any:
-    """This process's port for the group that `sockets` lead to, one to each rank, proved.
+    """This process's port for a group. sockets: an authenticated connection to each other rank.
 
-    Raises RendezvousError: no MPI here, a thread level that is too low, ranks of another MPI, or not in time.
+    Raises RendezvousError: no MPI here, a thread level that is too low, ranks of another MPI, or a passed deadline.
     """
     peers = {peer: stream for peer, stream in enumerate(sockets) if stream is not None}
     for stream in peers.values():
         stream.settimeout(max(0.001, deadline - time.monotonic()))
     try:
         with _lock:
-            api = _begun(deadline)
+            api = _initialized(deadline)
     except RuntimeError as error:
         for stream in peers.values():
-            with contextlib.suppress(OSError):  # who has left need not hear it
+            with contextlib.suppress(OSError):  # the rank has left
                 control_messages.send(stream, {"type": "mpi", "error": str(error)})
         raise RendezvousError(f"rank {rank} cannot go over MPI (NETFOLD_TRANSPORT): {error}", rank=rank) from None
     world = api.COMM_WORLD
     version = _version(api)
     with _lock:
         known = set(_ports)
-    mine = {"type": "mpi", "error": "", "rank": world.rank, "size": world.size, "version": version}
-    mine["known"] = sorted(known)
-    places = {rank: world.rank}
+    own = {"type": "mpi", "error": "", "rank": world.rank, "size": world.size, "version": version}
+    own["known"] = sorted(known)
+    world_ranks = {rank: world.rank}
     peer = rank
     try:
         for peer, stream in peers.items():  # noqa: B007
-            control_messages.send(stream, mine)
+            control_messages.send(stream, own)
         for peer, stream in peers.items():
-            theirs = control_messages.receive(stream)
-            if theirs["error"]:
+            message = control_messages.receive(stream)
+            if message["error"]:
                 raise RendezvousError(
-                    f"rank {peer} cannot go over MPI (NETFOLD_TRANSPORT): {theirs['error']}", rank=peer
+                    f"rank {peer} cannot go over MPI (NETFOLD_TRANSPORT): {message['error']}", rank=peer
                 )
-            if (theirs["version"], theirs["size"]) != (version, world.size):
+            if (message["version"], message["size"]) != (version, world.size):
                 raise RendezvousError(
-                    f"rank {rank} has {version} with {world.size} processes, rank {peer} {theirs['version']} with "
-                    f"{theirs['size']}: all ranks need one mpirun and its MPI (MPI4PY_LIBMPI)",
+                    f"rank {rank} has {version} with {world.size} processes, rank {peer} {message['version']} with "
+                    f"{message['size']}: all ranks need one mpirun and its MPI (MPI4PY_LIBMPI)",
                     rank=peer,
                 )
-            places[peer] = theirs["rank"]
-            known &= {tuple(ranks) for ranks in theirs["known"]}
+            world_ranks[peer] = message["rank"]
+            known &= {tuple(ranks) for ranks in message["known"]}
     except (OSError, EOFError) as error:
         raise RendezvousError(
             f"rank {rank}: rank {peer} left while the ranks told each other of their MPI ({error}); see its own output",
             rank=peer,
         ) from None
-    members = tuple(sorted(places.values()))
-    if len(set(members)) < len(places):
+    members = tuple(sorted(world_ranks.values()))
+    if len(set(members)) < len(world_ranks):
         raise RendezvousError(
-            f"rank {rank}: the {len(places)} ranks of this group are {len(set(members))} in MPI's world of "
+            f"rank {rank}: the {len(world_ranks)} ranks of this group are {len(set(members))} in MPI's world of "
             f"{world.size}: they need one mpirun, and mpi4py its MPI (here {version}; MPI4PY_LIBMPI)",
             rank=rank,
         )
-    # What all have already: the same choice on every rank.
+    # A communicator that all ranks have already: all choose the same one.
     serving = [ranks for ranks in known if set(members) <= set(ranks)]
     if serving:
         return _ports[min(serving, key=lambda ranks: (len(ranks), ranks))]
     with _lock:
-        making = _making.setdefault(members, threading.Lock())
-    with making:
+        creating = _making.setdefault(members, threading.Lock())
+    with creating:
         if members not in _ports:
             port = _open(api, rank, members, deadline)
             with _lock:
@@ -100,13 +100,13 @@ def port_of(rank: int, sockets: Sequence[socket.socket | None], deadline: float)
         return _ports[members]
 
 
-def _begun(deadline: float) -> Any:
-    """mpi4py's MPI, begun, for any thread. RuntimeError says why not."""
+def _initialized(deadline: float) -> Any:
+    """mpi4py's MPI, initialized for any thread. RuntimeError says why not."""
     try:
         import mpi4py
 
-        # Importing begins MPI, which waits for all ranks, and mpi4py holds the interpreter's lock meanwhile: the others
-        # may be waiting for our store. So we begin it ourselves, unless the program has, or will.
+        # Importing mpi4py.MPI initializes MPI, which waits for all ranks under the interpreter's lock, while other
+        # ranks may wait for this process's store. So `_begin` initializes MPI, unless the program has, or will.
         begins = "mpi4py.MPI" not in sys.modules and mpi4py.rc.initialize
         if begins:
             mpi4py.rc.initialize, mpi4py.rc.finalize = False, True
@@ -116,8 +116,8 @@ def _begun(deadline: float) -> Any:
             if begins:
                 mpi4py.rc.initialize = True
     except (ImportError, RuntimeError) as error:
-        said = " ".join(str(error).split())
-        raise RuntimeError(f"it takes mpi4py, and an MPI beside it (pip install 'netfold[mpi]'): {said}") from None
+        reason = " ".join(str(error).split())
+        raise RuntimeError(f"it takes mpi4py, and an MPI beside it (pip install 'netfold[mpi]'): {reason}") from None
     if begins and not MPI.Is_initialized():
         _begin(MPI, deadline)
     if not MPI.Is_initialized() or MPI.Is_finalized():
@@ -133,7 +133,7 @@ def _begun(deadline: float) -> Any:
 
 
 def _begin(api: Any, deadline: float) -> None:
-    """MPI_Init_thread without the interpreter's lock, and with a deadline; the rest as mpi4py has it."""
+    """MPI_Init_thread without the interpreter's lock and with a deadline; then the same settings as mpi4py's."""
     init = ctypes.CDLL(api.__file__).MPI_Init_thread
     thread = threading.Thread(
         target=init,
@@ -158,8 +158,8 @@ def _open(api: Any, rank: int, members: tuple[int, ...], deadline: float) -> Any
         version=_version(api),
         handle_bytes=api._sizeof(api.Comm),
         status_bytes=api._sizeof(api.Status),
-        tag_at=_place_of(api, "tag"),
-        error_at=_place_of(api, "error"),
+        tag_at=_offset_of(api, "tag"),
+        error_at=_offset_of(api, "error"),
         comm=api._handleof(comm),
         byte=api._handleof(api.BYTE),
         any_source=api.ANY_SOURCE,
@@ -172,47 +172,47 @@ def _open(api: Any, rank: int, members: tuple[int, ...], deadline: float) -> Any
 
 
 def _communicator(api: Any, rank: int, members: tuple[int, ...], deadline: float) -> Any:
-    """Of these ranks of the world, in this order."""
-    made: list[Any] = []
+    """Create a communicator of these ranks of the world, in this order."""
+    results: list[Any] = []
 
-    def make() -> None:
+    def create() -> None:
         try:
             group = api.COMM_WORLD.Get_group().Incl(members)
-            # Its members alone call. The tag, below the least that an MPI may allow, keeps apart who meets at once.
-            made.append(api.COMM_WORLD.Create_group(group, zlib.crc32(repr(members).encode()) % 32768))
+            # Only its members call. The tag separates concurrent calls, and is below every MPI's limit.
+            results.append(api.COMM_WORLD.Create_group(group, zlib.crc32(repr(members).encode()) % 32768))
         except api.Exception as error:
-            made.append(error)
+            results.append(error)
 
-    thread = threading.Thread(target=make, name="netfold meets over MPI", daemon=True)
+    thread = threading.Thread(target=create, name="netfold meets over MPI", daemon=True)
     thread.start()
     thread.join(max(0.001, deadline - time.monotonic()))
-    if not made:
+    if not results:
         raise RendezvousError(
             f"rank {rank}: MPI did not bring the ranks {', '.join(map(str, members))} of its world together in time; "
             "are they of one mpirun, and does its fabric reach their hosts?",
             rank=rank,
         )
-    if isinstance(made[0], api.Exception):
-        raise RendezvousError(f"rank {rank}: MPI did not bring the ranks together: {made[0]}", rank=rank)
-    return made[0]
+    if isinstance(results[0], api.Exception):
+        raise RendezvousError(f"rank {rank}: MPI did not bring the ranks together: {results[0]}", rank=rank)
+    return results[0]
 
 
-def _place_of(api: Any, field: str) -> int:
-    """Where a status has this field: ABIs differ, so it is tried."""
+def _offset_of(api: Any, field: str) -> int:
+    """The offset of a field in MPI_Status, found by a write, since ABIs differ."""
     status = api.Status()
     size, value = api._sizeof(status), 0x5A17
     setattr(status, field, value)
-    held = ctypes.string_at(api._addressof(status), size)
-    places = [at for at in range(0, size - 3, 4) if int.from_bytes(held[at : at + 4], "little") == value]
-    assert len(places) == 1, held
-    return places[0]
+    content = ctypes.string_at(api._addressof(status), size)
+    offsets = [at for at in range(0, size - 3, 4) if int.from_bytes(content[at : at + 4], "little") == value]
+    assert len(offsets) == 1, content
+    return offsets[0]
 
 
 def _version(api: Any) -> str:
-    """Its first line; Open MPI's goes on with who built it."""
+    """The first line of the library's version, up to a comma, behind which Open MPI names the builder."""
     return " ".join(api.Get_library_version().splitlines()[0].partition(",")[0].strip("\x00").split())
 
 
-# mpi4py ends MPI when Python has ended. What registers its own end later than this module, groups above all, ends
+# mpi4py finalizes MPI after Python's exit handlers. Exit handlers registered after this one, as those of groups, run
 # before it.
 atexit.register(mpi.leave)

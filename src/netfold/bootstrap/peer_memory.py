@@ -1,8 +1,8 @@
-"""Whether the ranks of a node may read each other's memory: tried by each with each, and agreed.
+"""Whether the ranks of a node may read each other's memory: every pair tries, and all agree.
 
-The kernel's answer hangs on users, capabilities, Yama and namespaces; so every rank reads a mark out of every other's
-memory. Who the other is, the kernel says: the process at the other end of the local socket, by its number here.
-All ranks of a node do it, or none: who sends must know how it is read.
+The kernel decides by users, capabilities, Yama and namespaces, so every rank reads a mark from every other's memory.
+The kernel also names the process at the other end of the local socket, by its pid here. All ranks of a node use
+single-copy, or none does, since a sender must know how its memory is read.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ _CREDENTIALS = struct.Struct("iII")  # pid, uid, gid
 
 
 def negotiate(node: Node, *, enabled: bool, deadline: float) -> tuple[Any, str]:
-    """What reads the others' memory, None where some rank of the node may not; and the sentence that says so.
+    """A reader of the other ranks' memory, None where some rank of the node may not read; and a sentence that says so.
 
-    Raises RendezvousError when a rank is gone, or silent until the deadline.
+    Raises RendezvousError if a rank is gone, or does not reply before the deadline.
     """
     rank = node.ranks[node.position]
     with contextlib.ExitStack() as stack:
@@ -37,16 +37,16 @@ def negotiate(node: Node, *, enabled: bool, deadline: float) -> tuple[Any, str]:
                 stack.callback(link.detach)
         memory, reason = _own(len(node.ranks)) if enabled else (None, f"rank {rank} has NETFOLD_SINGLE_COPY=off")
         offer = (False, 0, b"") if memory is None else (True, memory.address, memory.mark)
-        for letter, position in _exchange(node, links, _OFFER.pack(*offer), _OFFER.size, deadline):
-            there, address, mark = _OFFER.unpack(letter)
-            if memory is None or not there or reason:
+        for packet, position in _exchange(node, links, _OFFER.pack(*offer), _OFFER.size, deadline):
+            has_mark, address, mark = _OFFER.unpack(packet)
+            if memory is None or not has_mark or reason:
                 continue
             why = _try(memory, position, links[position], address, mark)
             if why:
                 reason = f"rank {rank} cannot read the memory of rank {node.ranks[position]}: {why}"
         reasons = {node.position: reason}
-        for letter, position in _exchange(node, links, b"." + reason.encode()[:_REASON_BYTES], 0, deadline):
-            reasons[position] = letter[1:].decode(errors="replace")
+        for packet, position in _exchange(node, links, b"." + reason.encode()[:_REASON_BYTES], 0, deadline):
+            reasons[position] = packet[1:].decode(errors="replace")
     refusals = [reasons[position] for position in sorted(reasons) if reasons[position]]
     if refusals:
         return None, f"two copies through slots, since {refusals[0]}"
@@ -69,25 +69,25 @@ def _try(memory: Any, position: int, link: socket.socket, address: int, mark: by
 
 
 def _exchange(
-    node: Node, links: dict[int, socket.socket], letter: bytes, expected_bytes: int, deadline: float
+    node: Node, links: dict[int, socket.socket], packet: bytes, expected_bytes: int, deadline: float
 ) -> list[tuple[bytes, int]]:
-    """Each other position's letter for ours; 0: of any length but none. A letter is a packet."""
-    letters = []
+    """Send a packet to every other position; returns theirs. expected_bytes: 0 for any length above 0."""
+    packets = []
     peer = -1
     try:
         for position, link in links.items():
             peer = node.ranks[position]
             link.settimeout(max(0.001, deadline - time.monotonic()))
-            link.sendall(letter)
+            link.sendall(packet)
         for position, link in links.items():
             peer = node.ranks[position]
-            found = link.recv(_REASON_BYTES + 1)
-            if not found or (expected_bytes and len(found) != expected_bytes):
+            received = link.recv(_REASON_BYTES + 1)
+            if not received or (expected_bytes and len(received) != expected_bytes):
                 raise ConnectionError("it closed the connection")
-            letters.append((found, position))
+            packets.append((received, position))
     except OSError as error:
         rank = node.ranks[node.position]
         raise RendezvousError(
             f"rank {rank}: rank {peer} was lost while the group formed: {error}", rank=peer
         ) from error
-    return letters
+    return packets

@@ -1,12 +1,12 @@
-"""What Hydra, the launcher of MPICH and Intel MPI, tells a rank that asks it: the job's name, and where rank 0 is.
+"""Query Hydra, the launcher of MPICH and Intel MPI, for the job's name and rank 0's host.
 
-Its environment says neither, so we ask as an MPI would, over the connection that every rank has to its host's proxy
-(PMI_FD): lines of PMI-1, `cmd=... key=value`, one answer a request (Balaji et al., "PMI: a scalable parallel
-process-management interface", EuroMPI 2010). This disturbs no MPI in the same process, before or after it begins: we
-leave out `init`, which is the MPI's to say.
+Hydra's environment has neither, so this module asks as an MPI would, over the connection that every rank has to its
+host's proxy (PMI_FD): lines of PMI-1, `cmd=... key=value`, one reply a request (Balaji et al., "PMI: a scalable
+parallel process-management interface", EuroMPI 2010). An MPI in the same process is not disturbed, before or after it
+begins, since this module sends no `init`.
 
-Intel's proxy takes a rank that spoke to it and ended without `finalize` for one that crashed. So we say that when the
-process ends; not if an MPI is loaded, which says it itself and cannot begin after it was said.
+Intel's proxy reports a rank as crashed that has sent a request and ends without `finalize`. So this module sends
+`finalize` when the process ends. It does not if an MPI is loaded, which sends it itself, and cannot begin after it.
 """
 
 from __future__ import annotations
@@ -24,50 +24,50 @@ from pathlib import Path
 
 # Hydra's own limit is 1024 for a value.
 _MAX_ANSWER_BYTES = 4096
-# For one answer. The barrier's comes when the last rank has asked.
+# For one reply. The barrier's comes when the last rank has asked.
 _TIMEOUT_S = 60.0
 _KEY = "netfold-host"
 
-# Of this process, by what was asked. The barrier is one for all ranks, so each makes it once.
-_told: dict[tuple[int, str], str] = {}
-_parting: set[int] = set()  # processes that will say goodbye
+# Replies of this process, by process and query. The barrier is for all ranks together, so each rank makes it once.
+_replies: dict[tuple[int, str], str] = {}
+_finalizing: set[int] = set()  # processes that will send finalize
 _lock = threading.Lock()
 
 
 def job_name(environment: Mapping[str, str]) -> str:
-    """What tells this job from any other, the same on all its ranks. ValueError where nobody answers."""
+    """A unique name of this job, the same on all its ranks. ValueError where no reply comes."""
     return _once("job", lambda: _Proxy(environment).job())
 
 
 def first_host(environment: Mapping[str, str], rank: int, own_host: str) -> str:
-    """Rank 0's `own_host`. Every rank of the job must ask, and waits until all do. ValueError where nobody answers."""
+    """Rank 0's `own_host`. Every rank of the job must ask, and waits until all do. ValueError where no reply comes."""
     return _once("host", lambda: _Proxy(environment).first_host(rank, own_host))
 
 
 def _once(what: str, ask: Callable[[], str]) -> str:
     with _lock:
         key = os.getpid(), what
-        if key not in _told:
-            _told[key] = ask()
-        return _told[key]
+        if key not in _replies:
+            _replies[key] = ask()
+        return _replies[key]
 
 
 class _Proxy:
-    """The rank's end of its connection to Hydra. What it is set to stays: an MPI may read from it later."""
+    """The rank's end of its connection to Hydra. Socket options stay as they are, since an MPI may use it later."""
 
     def __init__(self, environment: Mapping[str, str]) -> None:
         text = environment["PMI_FD"]
         try:
             self._fd = int(text)
-            is_ours = stat.S_ISSOCK(os.fstat(self._fd).st_mode)
+            is_socket = stat.S_ISSOCK(os.fstat(self._fd).st_mode)
         except (OSError, ValueError):
-            is_ours = False
-        if not is_ours:
+            is_socket = False
+        if not is_socket:
             raise ValueError(
-                f"PMI_FD={text} is no connection to mpirun in this process: one that a rank has started is no rank "
+                f"PMI_FD={text} is no connection to mpirun in this process: a process that a rank started is no rank "
                 "itself; set MASTER_ADDR and MASTER_PORT, or take PMI_RANK and PMI_SIZE out of its environment"
             )
-        _say_goodbye_at_exit(self._fd)
+        _finalize_at_exit(self._fd)
 
     def job(self) -> str:
         return self._ask("get_my_kvsname", "kvsname")
@@ -80,19 +80,19 @@ class _Proxy:
         return self._ask(f"get kvsname={space} key={_KEY}", "value")
 
     def _ask(self, request: str, wanted: str) -> str:
-        answer = _exchange(self._fd, request, _TIMEOUT_S)
-        found = re.search(rf"(?:^| ){wanted}=(\S+)", answer)
-        refused = re.search(r"(?:^| )rc=(?!0\b)", answer)
-        if found is None or refused:
+        reply = _exchange(self._fd, request, _TIMEOUT_S)
+        match = re.search(rf"(?:^| ){wanted}=(\S+)", reply)
+        refused = re.search(r"(?:^| )rc=(?!0\b)", reply)
+        if match is None or refused:
             raise ValueError(
-                f"mpirun's proxy answered {answer!r} to {request.split()[0]!r}: set MASTER_ADDR and MASTER_PORT, the "
+                f"mpirun's proxy answered {reply!r} to {request.split()[0]!r}: set MASTER_ADDR and MASTER_PORT, the "
                 "same on every rank"
             )
-        return found[1]
+        return match[1]
 
 
 def _exchange(fd: int, request: str, timeout_s: float) -> str:
-    """One line there and one back. ValueError when none comes in time."""
+    """Send one line and receive one. ValueError if none comes in time."""
     deadline = time.monotonic() + timeout_s
     line = b""
     try:
@@ -106,28 +106,28 @@ def _exchange(fd: int, request: str, timeout_s: float) -> str:
                     f"mpirun's proxy did not answer {request.split()[0]!r} within {timeout_s:.0f} s; did every rank "
                     "make a group?"
                 )
-            piece = os.read(fd, _MAX_ANSWER_BYTES)
-            if not piece or len(line) > _MAX_ANSWER_BYTES:
+            part = os.read(fd, _MAX_ANSWER_BYTES)
+            if not part or len(line) > _MAX_ANSWER_BYTES:
                 raise ValueError("mpirun's proxy closed its connection; see its own output")
-            line += piece
+            line += part
     except OSError as error:
         raise ValueError(f"mpirun's proxy cannot be asked ({error}); see its own output") from None
     return line.decode(errors="replace").strip()
 
 
-def _say_goodbye_at_exit(fd: int) -> None:
+def _finalize_at_exit(fd: int) -> None:
     process = os.getpid()
-    if process in _parting:
+    if process in _finalizing:
         return
-    _parting.add(process)
+    _finalizing.add(process)
 
-    def goodbye() -> None:
+    def finalize() -> None:
         if process != os.getpid() or _has_mpi():
             return
-        with contextlib.suppress(ValueError):  # it is gone already
+        with contextlib.suppress(ValueError):  # the proxy is gone already
             _exchange(fd, "finalize", 1.0)
 
-    atexit.register(goodbye)
+    atexit.register(finalize)
 
 
 def _has_mpi() -> bool:

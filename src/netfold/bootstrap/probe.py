@@ -1,11 +1,10 @@
-"""How fast the links of a group are, and the choice table that follows, before the first operation.
+"""Measure the links of a group before the first operation, and make the choice table.
 
-Rank 0 plays ping-pong over the fresh connections with one rank of another host, fits the cost model's links, builds the
-table and sends it to all. What shared memory brings, a copy inside this process tells. What was measured between the
-same hosts before is not measured again by this process.
+Rank 0 exchanges pings over the new connections with one rank of another host, fits the cost model's links, builds the
+table and sends it to all. A copy inside this process measures memory. A process measures the same hosts once.
 
-On a connection, before the native engine takes it over: frames of a letter and a length. `P`: a ping of that length, to
-be answered by one byte; `T`: the table and what it was made from.
+On a connection, before the native engine takes it over, there are frames of a letter and a length. `P`: a ping of that
+length, whose reply is one byte. `T`: the table and what it was made from.
 """
 
 from __future__ import annotations
@@ -29,23 +28,23 @@ _FRAME = struct.Struct(">cI")
 _PING, _TABLE = b"P", b"T"
 MAX_TABLE_BYTES = 1 << 20
 
-# (bytes, repetitions), each eight times the last at most, so that this one bounds how long the next will take. The
-# largest must pass what links let through at once after a pause (a rack's: 128 KB).
+# (bytes, repetitions). Each size is at most eight times the last, whose time so bounds the next one's. The largest must
+# exceed the burst that links pass at full speed after a pause (a rack's: 128 KB).
 _PINGS = ((1, 20), (32 << 10, 3), (256 << 10, 2), (1 << 20, 2))
 _GROWTH = 8
-# The first long message on a fresh connection waits until its windows have opened: over tcp;ofi_rxm for an
-# acknowledgement that the kernel delays by 40 ms. It is sent, and counts for nothing.
+# The first long message on a new connection waits until its windows have opened: over tcp;ofi_rxm for an
+# acknowledgement that the kernel delays by 40 ms. So a first message is sent whose time does not count.
 _WARM_UP_BYTES = 32 << 10
-# All pings together; what would pass it is left out.
+# All pings together. Pings that would exceed this are left out.
 BUDGET_S = 0.025
 
-# Of this process: the network link between a set of hosts. A handful, as hosts do not come and go.
+# Of this process, by set of hosts: their network link. Few entries, since a job's hosts rarely change.
 _measured: dict[frozenset[str], Link] = {}
 _local: tuple[float, float] | None = None
 
 
 class ByteStream(Protocol):
-    """What of a socket is used here."""
+    """The methods of a socket that the probe uses."""
 
     def settimeout(self, seconds: float, /) -> None: ...
     def setsockopt(self, level: int, option: int, value: int, /) -> None: ...
@@ -85,11 +84,12 @@ def agree(
     rails: int = 1,
     switches: tuple[float, ...] = (),
 ) -> Choice:
-    """Rank 0 measures and decides; every rank returns what it decided. `build` makes the table, at rank 0. switches:
-    what rank 0 knows of them (Links.switches).
+    """Rank 0 measures and chooses; every rank returns rank 0's choice.
 
-    Costs about 30 ms, and 40 more over a fabric, the first time between these hosts. Raises RendezvousError naming
-    the rank that left.
+    build: makes the table, at rank 0.
+    switches: the rates that rank 0 knows (Links.switches).
+    Cost: about 30 ms, and 40 ms more over a fabric, the first time between these hosts.
+    Raises RendezvousError that names the rank that left.
     """
     streams = {peer: stream for peer, stream in enumerate(sockets) if stream is not None}
     for stream in streams.values():
@@ -98,7 +98,7 @@ def agree(
     try:
         if rank != 0:
             return _follow(streams[0])
-        # A rank on another host, or, where all are on one, any: algorithms over the mesh go through its loopback.
+        # A rank on another host; where all are on one, any rank, since algorithms over the mesh use its loopback.
         elsewhere = [other for other in streams if topology.nodes[other] != topology.nodes[0]]
         peer = (elsewhere or list(streams))[0]
         links = replace(_measure(streams, peer, rails), switches=switches)
@@ -139,28 +139,28 @@ def _measure(streams: dict[int, ByteStream], peer: int, rails: int) -> Links:
     )
     if hosts not in _measured:
         _measured[hosts] = fit_link(_ping(streams[peer]))
-    # Stripes over networks that are alike: all of them at the pace of the one that was measured.
+    # Transfers are striped over all rails, which are assumed to be as fast as the measured one.
     network = _measured[hosts]
     return replace(links, network=replace(network, bytes_per_s=network.bytes_per_s * rails))
 
 
 def _ping(stream: ByteStream) -> list[tuple[int, float]]:
-    """(bytes, seconds one way): there with the bytes, back with one."""
+    """Samples of (bytes, one-way seconds). A round trip carries the bytes in one direction, one byte in the other."""
     stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     samples: list[tuple[int, float]] = []
-    _turn(stream, _WARM_UP_BYTES)
+    _round_trip(stream, _WARM_UP_BYTES)
     left_s = BUDGET_S
     least_s = back_s = 0.0
-    for turn, (size, repetitions) in enumerate(_PINGS):
+    for number, (size, repetitions) in enumerate(_PINGS):
         expected_s = _GROWTH * least_s
         for repetition in range(repetitions):
-            # Two sizes make a line, however slow the link.
-            needed = turn < 2 and repetition == 0
+            # Two sizes are needed to fit a line, however slow the link.
+            needed = number < 2 and repetition == 0
             if not needed and expected_s > left_s:
                 break
-            took_s = _turn(stream, size)
+            took_s = _round_trip(stream, size)
             least_s = expected_s = took_s if repetition == 0 else min(least_s, took_s)
-            # One that waited for something else uses up no more than it should have taken.
+            # A ping that was delayed by other work uses up only the time of the fastest.
             left_s -= least_s
             if size == 1:
                 back_s = least_s / 2
@@ -168,7 +168,7 @@ def _ping(stream: ByteStream) -> list[tuple[int, float]]:
     return samples
 
 
-def _turn(stream: ByteStream, size: int) -> float:
+def _round_trip(stream: ByteStream, size: int) -> float:
     message = _FRAME.pack(_PING, size) + bytes(size)
     sent = time.perf_counter()
     stream.sendall(message)
@@ -177,7 +177,7 @@ def _turn(stream: ByteStream, size: int) -> float:
 
 
 def _local_rates() -> tuple[float, float]:
-    """Bytes per second copied, and contributions added, by this process; measured once, about 6 ms."""
+    """Bytes a second that this process copies, and adds; measured once, in about 6 ms."""
     global _local
     if _local is None:
         source, target = np.ones(1 << 20, np.float32), np.ones(1 << 20, np.float32)

@@ -1,8 +1,8 @@
-"""From a store to a mesh: every rank leaves its addresses, and is connected with every other.
+"""From a store to a mesh: every rank publishes its addresses and is connected with every other.
 
-Rank i knocks at the listeners (listener.py) of all ranks below it, once for each lane and rail. A connection counts
-only after both ends have proved that they know the job's secret, which rank 0 drew and left in the store
-(handshake.py).
+Rank i connects to the listeners (listener.py) of all ranks below it, once for each lane and rail. A connection counts
+only after both ends have proved that they know the job's secret (handshake.py). Rank 0 draws the secret and puts it in
+the store.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import netfold
 from netfold.bootstrap import handshake, security
 from netfold.bootstrap.addresses import Interfaces
 from netfold.bootstrap.handshake import JOIN, Hello
-from netfold.bootstrap.listener import Listener, RegisteredGroup
+from netfold.bootstrap.listener import ConnectionKey, Listener, RegisteredGroup
 from netfold.bootstrap.secure_stream import secure_stream
 from netfold.bootstrap.store import PrefixStore, Store
 from netfold.errors import RendezvousError
@@ -31,20 +31,20 @@ from netfold.options import Options
 from netfold.switch_protocol.control_messages import format_endpoint, parse_endpoint, switches_of
 from netfold.tuning import check_words
 
-Sockets = list[list[list[socket.socket]]]  # by lane, rank and rail; none at our own place
+Sockets = list[list[list[socket.socket]]]  # by lane, rank and rail; none at this rank
 
 _RETRY_S = 0.05
-_NO_WAY = (errno.ENETUNREACH, errno.EHOSTUNREACH, errno.EADDRNOTAVAIL, errno.EINVAL)
-# One of several addresses of a rank is given up for the next after this; its handshake is waited for while it is alive.
+_UNREACHABLE = (errno.ENETUNREACH, errno.EHOSTUNREACH, errno.EADDRNOTAVAIL, errno.EINVAL)
+# How long one of several addresses of a rank is tried. Once connected, its handshake is awaited until the deadline.
 _TRY_S = 1.0
-# Longest wait for the word of whoever has a rank; it is there unless that process died right then.
+# Longest wait for the token of the process that has a rank: it is there unless that process died just then.
 _OWNER_TIMEOUT_S = 5.0
 _process = (os.getpid(), secrets.token_hex(16))
 
 
 @dataclass(frozen=True)
 class Job:
-    """What rank 0 decides for all."""
+    """Rank 0's choices for all ranks."""
 
     name: str
     secret: bytes
@@ -54,25 +54,25 @@ class Job:
     window_bytes: int
     probe: bool
     security: str
-    no_switch: str  # why the switch that was named is not used; empty where it is, or none was
+    no_switch: str  # why the switch that was named is not used; else empty
 
 
 def claim(store: Store, rank: int, size: int, deadline: float) -> Store:
-    """Take this rank, once a life of the group; the part of the store that this life has to itself.
+    """Claim this rank for a new generation of the group; returns the generation's own part of the store.
 
-    One process may come again: torch hands out the same keys after destroy_process_group. All ranks do so equally
-    often, and each time is a life of its own. RendezvousError when another process has this rank.
+    A process may claim its rank again: torch reuses keys after destroy_process_group. All ranks do so equally often,
+    and each time is a generation. RendezvousError if another process has this rank.
     """
     claims = store.add(f"claim/{rank}", 1)
-    me = _process_token().encode()
+    token = _process_token().encode()
     if claims == 1:
-        store.set(f"owner/{rank}", me)
+        store.set(f"owner/{rank}", token)
     else:
         try:
             owner = store.get(f"owner/{rank}", min(_left(deadline), _OWNER_TIMEOUT_S))
         except TimeoutError:
             owner = b""
-        if owner != me:
+        if owner != token:
             raise RendezvousError(
                 f"rank {rank} of {size} was claimed {claims} times: two processes were started with the same rank "
                 "(check RANK), or a former run's store is being used again",
@@ -93,7 +93,7 @@ def agree(store: Store, rank: int, size: int, options: Options, deadline: float)
     own_security = str(options.security)
     no_switch = security.why_no_switch(own_security, options.switch)
     own_switch = None if no_switch else options.switch
-    # Every rank looks at the words, so that none waits for a rank 0 that gave up over them.
+    # Every rank checks the options, so that none waits for a rank 0 that gave up on them.
     try:
         check_words(ranks=size, switch=own_switch, algorithm=str(options.algorithm), wire=str(options.wire_dtype))
         problem = security.why_not_secure(options)
@@ -115,8 +115,8 @@ def agree(store: Store, rank: int, size: int, options: Options, deadline: float)
             "window_bytes": options.window_bytes,
             "probe": options.probe == "on",
         }
-        drawn = bytes.fromhex(str(job["secret"]))
-        job["check"] = security.digest_of(security.job_secret(drawn, options.secret_file))
+        secret = security.job_secret(bytes.fromhex(str(job["secret"])), options.secret_file)
+        job["check"] = security.digest_of(secret)
         store.set("job", json.dumps(job).encode())
     try:
         read = json.loads(store.get("job", _left(deadline)))
@@ -147,9 +147,8 @@ def agree(store: Store, rank: int, size: int, options: Options, deadline: float)
             "one",
             rank=rank,
         )
-    # Everyone uses what rank 0 chose; that another rank's environment says otherwise is worth an error, not a guess.
-    # Which switches is each rank's own affair, as long as there are as many, and the first of all are in one tree, the
-    # second in one, and so on (switch_tree.py).
+    # Ranks may name different switches, as long as they name as many: the first ones of all ranks are in one tree, so
+    # are the second ones, and so on (switch_tree.py).
     if len(switches_of(own_switch)) != len(switches_of(read["switch"])):
         refused = f" (rank {rank}: {no_switch})" if no_switch else ""
         raise RendezvousError(
@@ -172,29 +171,32 @@ def agree(store: Store, rank: int, size: int, options: Options, deadline: float)
 
 @dataclass
 class PeerAddresses:
-    """Where the other ranks listen, and which of their addresses has been found to lead there."""
+    """Where the other ranks listen, and which of their addresses worked."""
 
     interfaces: Interfaces
     endpoints: list[list[tuple[str, int]]]  # by rank
     used: dict[tuple[int, int], tuple[str, int]] = field(default_factory=dict)  # by rank and rail
-    failed: list[str] = field(default_factory=list)  # what was tried in vain, in words
+    failed: list[str] = field(default_factory=list)  # failed tries, in words
 
     def candidates(self, peer: int, rail: int) -> list[tuple[str, int]]:
-        """In order: what led there before, or leads to others; of named interfaces only the rail's own at first."""
+        """Addresses to try, in order: first one that worked for this rank, then those that worked for others.
+
+        Of named interfaces, only the rail's own until it has worked.
+        """
         endpoints = self.endpoints[peer]
         if (peer, rail) in self.used:
-            first = self.used[peer, rail]
-            return [first, *(each for each in endpoints if each != first)]
+            used = self.used[peer, rail]
+            return [used, *(each for each in endpoints if each != used)]
         if self.interfaces.named:
             return [endpoints[rail]]
-        places = {self.endpoints[other].index(used) for (other, _), used in self.used.items()}
-        return sorted(endpoints, key=lambda each: endpoints.index(each) not in places)
+        working = {self.endpoints[other].index(used) for (other, _), used in self.used.items()}
+        return sorted(endpoints, key=lambda each: endpoints.index(each) not in working)
 
     def record_failures(self, errors: Iterable[str]) -> None:
         self.failed.extend(error for error in dict.fromkeys(errors) if error not in self.failed)
 
     def source(self, rail: int) -> tuple[str, int] | None:
-        """What to connect from: the interface that the user named; else what the routing table says."""
+        """The address to connect from: the interface that the user named, else None for the routing table's choice."""
         return (self.interfaces.hosts[rail], 0) if self.interfaces.named else None
 
 
@@ -207,46 +209,40 @@ def connect_mesh(
     *,
     fabric: str | None = None,
 ) -> tuple[Sockets, PeerAddresses]:
-    """A socket a lane, rank and rail, and where the ranks are. Raises RendezvousError naming the ranks that did not
-    come, or that are to go over another fabric."""
-    rank, size, lanes, rails = (
-        registered_group.rank,
-        registered_group.size,
-        registered_group.lanes,
-        registered_group.rails,
-    )
-    mine = {"at": [format_endpoint(host, listener.port) for host in interfaces.hosts], "rails": rails, "fabric": fabric}
-    store.set(_address(rank), json.dumps(mine).encode())
-    # All before the first connection: whoever cannot be of this group is known to everybody then, and at once.
-    peer_addresses = PeerAddresses(interfaces, _everybodys_endpoints(store, registered_group, fabric, deadline))
-    places = list(itertools.product(range(size), range(lanes), range(rails)))
+    """Connect a socket for each lane, rank and rail; returns them with the addresses of all ranks.
+
+    Raises RendezvousError that names the ranks that did not come, or that use another fabric.
+    """
+    group = registered_group
+    rank, size, lanes, rails = group.rank, group.size, group.lanes, group.rails
+    own = {"at": [format_endpoint(host, listener.port) for host in interfaces.hosts], "rails": rails, "fabric": fabric}
+    store.set(_address(rank), json.dumps(own).encode())
+    # All addresses before the first connection, so that all ranks learn at once of one that does not fit.
+    peer_addresses = PeerAddresses(interfaces, _read_endpoints(store, group, fabric, deadline))
+    keys = list(itertools.product(range(size), range(lanes), range(rails)))
     try:
-        for peer, lane, rail in places:
+        token = handshake.token_of(group.secret)
+        for peer, lane, rail in keys:
             if peer < rank:
-                token = handshake.token_of(registered_group.secret)
-                hello = Hello(JOIN, token, rank, peer, size, lane, rail, registered_group.security)
-                registered_group.accepted[peer, lane, rail] = connect(
-                    peer_addresses, hello, registered_group.secret, deadline
-                )
-        _await_arrivals(registered_group, {place for place in places if place[0] > rank}, deadline)
+                hello = Hello(JOIN, token, rank, peer, size, lane, rail, group.security)
+                group.accepted[peer, lane, rail] = connect(peer_addresses, hello, group.secret, deadline)
+        _await_connections(group, {key for key in keys if key[0] > rank}, deadline)
     except BaseException as error:
-        absent = sorted({place[0] for place in places if place[0] != rank and place not in registered_group.accepted})
-        with registered_group.changed:
-            for stream in registered_group.accepted.values():
+        absent = sorted({key[0] for key in keys if key[0] != rank and key not in group.accepted})
+        with group.changed:
+            for stream in group.accepted.values():
                 stream.close()
         if isinstance(error, TimeoutError):
+            tried = f" Tried in vain: {'; '.join(peer_addresses.failed)}." if peer_addresses.failed else ""
             raise RendezvousError(
                 f"rank {rank}: rank {', '.join(map(str, absent))} of {size} did not connect in time; did every rank "
                 f"start, and does {', '.join(interfaces.hosts)} reach their hosts (NETFOLD_INTERFACE, NETFOLD_PORTS)?"
-                f"{_tried(peer_addresses)}",
+                f"{tried}",
                 rank=absent[0] if absent else None,
             ) from None
         raise
     sockets: Sockets = [
-        [
-            [registered_group.accepted[peer, lane, rail] for rail in range(rails)] if peer != rank else []
-            for peer in range(size)
-        ]
+        [[group.accepted[peer, lane, rail] for rail in range(rails)] if peer != rank else [] for peer in range(size)]
         for lane in range(lanes)
     ]
     for row in itertools.chain.from_iterable(sockets):
@@ -255,13 +251,9 @@ def connect_mesh(
     return sockets, peer_addresses
 
 
-def _tried(peer_addresses: PeerAddresses) -> str:
-    return f" Tried in vain: {'; '.join(peer_addresses.failed)}." if peer_addresses.failed else ""
-
-
 def publish_failure(store: Store, rank: int, why: str) -> None:
-    """Tell the ranks that wait for this one's addresses that there will be none."""
-    with contextlib.suppress(Exception):  # who cannot be told finds out by waiting
+    """Tell the ranks that wait for this one's addresses why there will be none."""
+    with contextlib.suppress(Exception):  # then they find out at their deadline
         store.set(_address(rank), json.dumps({"gave_up": why}).encode())
 
 
@@ -269,29 +261,27 @@ def _address(rank: int) -> str:
     return f"address/{rank}"
 
 
-def _everybodys_endpoints(
-    store: Store, registered_group: RegisteredGroup, fabric: str | None, deadline: float
+def _read_endpoints(
+    store: Store, group: RegisteredGroup, fabric: str | None, deadline: float
 ) -> list[list[tuple[str, int]]]:
-    """By rank; none of our own. RendezvousError that names who is absent, gave up, or is to go another way."""
-    others = [peer for peer in range(registered_group.size) if peer != registered_group.rank]
-    endpoints: list[list[tuple[str, int]]] = [[] for _ in range(registered_group.size)]
+    """By rank; none of this rank. RendezvousError that names a rank that is absent, gave up, or does not fit."""
+    others = [peer for peer in range(group.size) if peer != group.rank]
+    endpoints: list[list[tuple[str, int]]] = [[] for _ in range(group.size)]
     try:
         for peer in others:
-            endpoints[peer] = _endpoints(
-                json.loads(store.get(_address(peer), _left(deadline))), registered_group, peer, fabric
-            )
+            published = json.loads(store.get(_address(peer), _left(deadline)))
+            endpoints[peer] = _endpoints(published, group, peer, fabric)
     except TimeoutError:
-        absent = [peer for peer in others if not endpoints[peer] and not _is_there(store, _address(peer))]
+        absent = [peer for peer in others if not endpoints[peer] and not _has(store, _address(peer))]
         raise RendezvousError(
-            f"rank {registered_group.rank}: rank {', '.join(map(str, absent))} of {registered_group.size} did not "
-            f"come in time; did "
-            "every rank start, and does each reach the store that they meet by?",
+            f"rank {group.rank}: rank {', '.join(map(str, absent))} of {group.size} did not come in time; did every "
+            "rank start, and does each reach the store that they meet by?",
             rank=absent[0] if absent else None,
         ) from None
     return endpoints
 
 
-def _is_there(store: Store, key: str) -> bool:
+def _has(store: Store, key: str) -> bool:
     try:
         store.get(key, 0.0)
     except TimeoutError:
@@ -300,53 +290,50 @@ def _is_there(store: Store, key: str) -> bool:
 
 
 def _endpoints(
-    theirs: dict[str, Any], registered_group: RegisteredGroup, peer: int, fabric: str | None
+    published: dict[str, Any], group: RegisteredGroup, peer: int, fabric: str | None
 ) -> list[tuple[str, int]]:
-    if "gave_up" in theirs:
-        raise RendezvousError(f"rank {peer} could not join; it said: {theirs['gave_up']}", rank=peer)
-    if theirs["fabric"] != fabric:
+    if "gave_up" in published:
+        raise RendezvousError(f"rank {peer} could not join; it said: {published['gave_up']}", rank=peer)
+    if published["fabric"] != fabric:
         raise RendezvousError(
-            f"rank {peer} is to go over {_way(theirs['fabric'])}, rank {registered_group.rank} over {_way(fabric)}: "
-            f"every rank "
-            "needs the same (NETFOLD_TRANSPORT)",
+            f"rank {peer} is to go over {_describe_transport(published['fabric'])}, rank {group.rank} over "
+            f"{_describe_transport(fabric)}: every rank needs the same (NETFOLD_TRANSPORT)",
             rank=peer,
         )
-    if theirs["rails"] != registered_group.rails:
+    if published["rails"] != group.rails:
         raise RendezvousError(
-            f"rank {peer} names {theirs['rails']} interfaces, rank {registered_group.rank} {registered_group.rails}: "
-            f"every rank needs "
-            "as many (NETFOLD_INTERFACE)",
+            f"rank {peer} names {published['rails']} interfaces, rank {group.rank} {group.rails}: every rank needs as "
+            "many (NETFOLD_INTERFACE)",
             rank=peer,
         )
-    return [parse_endpoint(each, what=f"rank {peer}'s address") for each in theirs["at"]]
+    return [parse_endpoint(each, what=f"rank {peer}'s address") for each in published["at"]]
 
 
-def _way(fabric: str | None) -> str:
+def _describe_transport(fabric: str | None) -> str:
     return "TCP" if fabric is None else "MPI" if fabric == "mpi" else f"the fabric {fabric}"
 
 
-def _await_arrivals(registered_group: RegisteredGroup, places: set[tuple[int, int, int]], deadline: float) -> None:
-    with registered_group.changed:
-        while registered_group.duplicate is None and not places <= registered_group.accepted.keys():
-            registered_group.changed.wait(_left(deadline))
-    if registered_group.duplicate is not None:
+def _await_connections(group: RegisteredGroup, keys: set[ConnectionKey], deadline: float) -> None:
+    with group.changed:
+        while group.duplicate is None and not keys <= group.accepted.keys():
+            group.changed.wait(_left(deadline))
+    if group.duplicate is not None:
         raise RendezvousError(
-            f"rank {registered_group.duplicate} connected to rank {registered_group.rank} twice: two processes were "
-            f"started with the same "
+            f"rank {group.duplicate} connected to rank {group.rank} twice: two processes were started with the same "
             "rank",
-            rank=registered_group.duplicate,
+            rank=group.duplicate,
         )
 
 
 def connect(peer_addresses: PeerAddresses, hello: Hello, secret: bytes, deadline: float) -> socket.socket:
-    """A connection to a rank's listener that both ends have proved, over the first of its addresses that leads there.
+    """An authenticated connection to a rank's listener, over the first of its addresses that works.
 
-    Raises RendezvousError when nobody listens there any more, or somebody else does; TimeoutError at the deadline.
+    Raises RendezvousError if nothing listens there any more, or another process does; TimeoutError at the deadline.
     """
     peer, rail = hello.target, hello.rail
     while True:
         errors: list[str] = []
-        final = 0  # errors that time will not mend
+        final = 0  # errors that further tries cannot fix
         for host, port in peer_addresses.candidates(peer, rail):
             where = format_endpoint(host, port)
             try:
@@ -356,20 +343,21 @@ def connect(peer_addresses: PeerAddresses, hello: Hello, secret: bytes, deadline
                 errors.append(f"rank {peer} is not listening on {where} any more; it died or gave up")
             except handshake.GroupNotFoundError:
                 final += 1
-                errors.append(f"who listens on {where} is not rank {peer} of this group")
+                errors.append(f"the process that listens on {where} is not rank {peer} of this group")
             except handshake.WrongSecretError:
                 final += 1
                 errors.append(
-                    f"who listens on {where} is not rank {peer} of this job: it does not know the job's secret"
+                    f"the process that listens on {where} is not rank {peer} of this job: it does not know the job's "
+                    "secret"
                 )
             except TimeoutError:
                 errors.append(f"rank {peer} did not answer at {where} in time")
             except (EOFError, ConnectionError):
-                # It lost patience with us, or has just gone: the next try is answered, or refused.
+                # The peer timed out, or is gone. The next try shows which.
                 errors.append(f"rank {peer} at {where} closed the connection while it was made")
             except OSError as error:
                 # A link that is down may come back; one that never was there will not.
-                final += hello.purpose == JOIN and error.errno in _NO_WAY
+                final += hello.purpose == JOIN and error.errno in _UNREACHABLE
                 errors.append(
                     f"rank {hello.initiator} cannot reach rank {peer} at {where}: {error} (NETFOLD_INTERFACE)"
                 )
@@ -389,10 +377,10 @@ def _try(
     peer_addresses: PeerAddresses, hello: Hello, secret: bytes, endpoint: tuple[str, int], deadline: float
 ) -> socket.socket:
     alone = len(peer_addresses.candidates(hello.target, hello.rail)) == 1
-    patience_s = _left(deadline) if alone else min(_left(deadline), _TRY_S)
-    stream = socket.create_connection(endpoint, patience_s, source_address=peer_addresses.source(hello.rail))
+    timeout_s = _left(deadline) if alone else min(_left(deadline), _TRY_S)
+    stream = socket.create_connection(endpoint, timeout_s, source_address=peer_addresses.source(hello.rail))
     try:
-        # A busy peer answers late: wait for it as long as there is time.
+        # A busy peer replies late: wait until the deadline.
         stream.settimeout(_left(deadline))
         return secure_stream(stream, handshake.initiate(stream, hello, secret))
     except BaseException:
@@ -407,12 +395,12 @@ def close_all(sockets: Sockets) -> None:
 
 
 def first_rail(lane: Sequence[Sequence[socket.socket]]) -> list[socket.socket | None]:
-    """By rank: what ranks speak over before the native floor takes the sockets."""
+    """By rank, the socket that Python uses before the native engine takes over the sockets."""
     return [row[0] if row else None for row in lane]
 
 
 def _left(deadline: float) -> float:
     left = deadline - time.monotonic()
     if left <= 0:
-        raise TimeoutError("the time to come together is over")
+        raise TimeoutError("the time to form the group is over")
     return left

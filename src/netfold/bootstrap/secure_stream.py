@@ -1,8 +1,8 @@
-"""A socket whose bytes are authenticated or encrypted: what ranks speak over, from the handshake on.
+"""A socket between ranks whose bytes are authenticated or encrypted from the handshake on.
 
-Two sets of keys come from one handshake. `control` is for what Python says over the connection; `mesh` is for the
-native layer, which takes the socket over later, so that no state of a cipher is handed on. The records are those of
-native/auth/records.hpp, and docs/explanation/security.md says what they are for.
+A handshake gives two sets of keys. `control` is for Python's messages over the connection. `mesh` is for the native
+layer, which takes over the socket later, so that no cipher state is handed on. The records are those of
+native/auth/records.hpp; docs/explanation/security.md says what they protect from.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from typing import Any
 
 from netfold._native import auth
 
-# What the native layer takes: the security, the secret of what is sent and that of what is received.
+# For the native layer: the security, the secret of sent bytes and that of received bytes.
 Secrets = tuple[str, bytes, bytes]
 
 
 class ForgedRecordError(ConnectionError):
-    """Somebody changed, repeated or left out bytes of a connection between ranks."""
+    """Bytes of a connection between ranks were changed, repeated or left out."""
 
     def __init__(self) -> None:
         super().__init__("a record came with a wrong tag: somebody changed, repeated or left out bytes on the way")
@@ -26,14 +26,14 @@ class ForgedRecordError(ConnectionError):
 
 @dataclass(frozen=True)
 class Session:
-    """What a handshake brought, at one of its ends."""
+    """The keys that a handshake gave one of its ends."""
 
     control: Secrets
     mesh: Secrets
 
 
 class SecureStream(socket.socket):
-    """`stream`, which it takes over, in records. For one thread at a time."""
+    """Takes over `stream` and sends records over it. For one thread at a time."""
 
     def __init__(self, stream: socket.socket, session: Session) -> None:
         timeout_s = stream.gettimeout()
@@ -44,15 +44,15 @@ class SecureStream(socket.socket):
         self._protector = auth.RecordProtector(security, send)
         self._unprotector = auth.RecordUnprotector(security, receive)
         self._payload = b""
-        self._record = b""  # what came of the next one
+        self._record = b""  # the received part of the next record
 
     def sendall(self, data: Any, flags: int = 0) -> None:
-        whole = bytes(data)
-        for at in range(0, len(whole), auth.MAX_RECORD_PAYLOAD):
-            super().sendall(self._protector.protect(whole[at : at + auth.MAX_RECORD_PAYLOAD]), flags)
+        data = bytes(data)
+        for at in range(0, len(data), auth.MAX_RECORD_PAYLOAD):
+            super().sendall(self._protector.protect(data[at : at + auth.MAX_RECORD_PAYLOAD]), flags)
 
     def recv(self, bufsize: int, flags: int = 0) -> bytes:
-        """At least a byte, b"" at the end. ForgedRecordError."""
+        """Receive at least one byte, or b"" at the end. Raises ForgedRecordError."""
         while not self._payload:
             if not self._read_record():
                 return b""
@@ -60,7 +60,7 @@ class SecureStream(socket.socket):
         return payload
 
     def _read_record(self) -> bool:
-        # Never further than this record: what comes behind it may be for the native layer.
+        # Never read beyond this record: the following bytes may be for the native layer.
         while len(self._record) < (needed := self._needed()):
             part = super().recv(needed - len(self._record))
             if not part:
@@ -82,25 +82,25 @@ class SecureStream(socket.socket):
         return int(payload + auth.RECORD_OVERHEAD)
 
     def detach(self) -> int:
-        """The descriptor, for the native layer. ForgedRecordError where somebody said more than was to be said."""
+        """The descriptor, for the native layer. ForgedRecordError where unexpected bytes were received."""
         if self._payload or self._record:
             raise ForgedRecordError
         return super().detach()
 
     def send(self, *_: Any) -> int:
-        raise NotImplementedError("a sealed stream is written by sendall")
+        raise NotImplementedError("a SecureStream is written by sendall")
 
     def recv_into(self, *_: Any) -> int:
-        raise NotImplementedError("a sealed stream is read by recv")
+        raise NotImplementedError("a SecureStream is read by recv")
 
 
 def secure_stream(stream: socket.socket, session: Session | None) -> socket.socket:
-    """The stream as the handshake says that it is to be used; None: plain bytes."""
+    """Protect the stream with the keys of its handshake. session: None for plain bytes."""
     return stream if session is None else SecureStream(stream, session)
 
 
 def mesh_secrets(stream: socket.socket) -> Secrets | None:
-    """What the native layer is to use for this connection; None for plain bytes."""
+    """The secrets that the native layer uses for this connection; None for plain bytes."""
     return stream.session.mesh if isinstance(stream, SecureStream) else None
 
 

@@ -1,4 +1,7 @@
-"""What NETFOLD_SECURITY requires, and why this host or a path cannot give it (docs/explanation/security.md)."""
+"""Whether this host, and the named switches, can give the protection that NETFOLD_SECURITY asks for.
+
+docs/explanation/security.md has the levels.
+"""
 
 from __future__ import annotations
 
@@ -11,18 +14,18 @@ from netfold.switch_protocol import control_messages
 
 
 def why_not_secure(options: Options) -> str:
-    """Why this process cannot keep to the security that `options`, resolved, ask for; empty where it can."""
+    """Why this process cannot give the security of `options`, resolved; empty where it can."""
     if options.security == SECURITIES[0]:
         return ""
-    asked = f"NETFOLD_SECURITY={options.security}"
+    setting = f"NETFOLD_SECURITY={options.security}"
     if options.fabric is not None:
         return (
-            f"{asked} and NETFOLD_TRANSPORT={options.transport} exclude each other: only streams over TCP are "
-            "authenticated or encrypted, and what goes over a fabric or MPI is not"
+            f"{setting} and NETFOLD_TRANSPORT={options.transport} exclude each other: only streams over TCP are "
+            "authenticated or encrypted, and data over a fabric or MPI is not"
         )
     if auth.unavailable_reason():
         reason = auth.unavailable_reason()
-        return f"{asked} needs OpenSSL 3's libcrypto on every host of the job, and this host cannot: {reason}"
+        return f"{setting} needs OpenSSL 3's libcrypto on every host of the job, and this host cannot: {reason}"
     return ""
 
 
@@ -35,28 +38,27 @@ def why_no_switch(security: str, switch: str | None) -> str:
         if fingerprint is None:
             return (
                 f"the switch at {control_messages.format_endpoint(host, port)} is not used: "
-                f"NETFOLD_SECURITY={security}, and a "
-                "switch that NETFOLD_SWITCH names without a fingerprint has no keys"
+                f"NETFOLD_SECURITY={security}, and a switch that NETFOLD_SWITCH names without a fingerprint has no keys"
             )
     return ""
 
 
 def job_secret(drawn: bytes, secret_file: str | None) -> bytes:
-    """The secret that all connections of a job are proved by: what rank 0 drew and left in the store, with what is in
-    the file that the store never sees. ValueError with a sentence where there is no such file, or another may read it.
+    """The secret that authenticates all connections of a job: rank 0's from the store, mixed with the file's, if any.
+
+    ValueError with a sentence where the file cannot be read, or other users can read it.
     """
     if secret_file is None:
         return drawn
     try:
         text = control_messages.read_private(secret_file).strip()
         control_messages.check_token(text)
-    except OSError as error:
-        raise ValueError(f"NETFOLD_SECRET_FILE={secret_file}: {error.strerror}") from None
-    except ValueError as error:
-        raise ValueError(f"NETFOLD_SECRET_FILE={secret_file}: {error}") from None
+    except (OSError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) else error
+        raise ValueError(f"NETFOLD_SECRET_FILE={secret_file}: {why}") from None
     return hmac.new(text.encode(), b"netfold job secret" + drawn, hashlib.sha256).digest()
 
 
 def digest_of(secret: bytes) -> str:
-    """What shows whether two ranks have the same secret, and tells nothing of it."""
+    """Compares secrets of two ranks without revealing them."""
     return hmac.new(secret, b"netfold secret check", hashlib.sha256).hexdigest()[:16]

@@ -1,10 +1,10 @@
-"""Which ranks share memory: tried, never inferred from addresses, since network namespaces share it and containers may
-not.
+"""Find out which ranks share memory. This is tried and never inferred from addresses: network namespaces of a machine
+share memory, and containers may not.
 
-Every rank listens on a socket in the file system (TMPDIR), under a name that only the group learns. Whoever reaches it
-is on the same machine and in the same view of the file system; over it the two exchange their segments (memfd) and
-doorbells (eventfd), and keep it to pass the descriptors of buffers later. What authenticates them is the mesh: over its
-connections, which are already proved, each gets a token for the other.
+Every rank listens on a socket in the file system (TMPDIR), under a name that only the group learns. A rank that reaches
+it is on the same machine with the same view of the file system. The two exchange their segments (memfd) and doorbells
+(eventfd) over it, and keep it to pass descriptors of buffers later. Tokens authenticate the two: each sends the other
+one over the mesh, whose connections are already authenticated.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import hmac
+import itertools
 import os
 import secrets
 import shutil
@@ -28,7 +29,7 @@ from netfold.switch_protocol import control_messages
 from netfold.switch_protocol.control_messages import receive_exactly
 
 _TOKEN_BYTES = 16
-_LETTER = struct.Struct(f">I{_TOKEN_BYTES}s")  # the giver's rank, and the token that the taker gave it
+_PACKET = struct.Struct(f">I{_TOKEN_BYTES}s")  # the sender's rank, and the token that the receiver gave it
 _GREETING_S = 5.0  # for a connection to authenticate itself
 _SHARED = b"\1"
 _APART = b"\0"
@@ -36,7 +37,7 @@ _APART = b"\0"
 
 @dataclass
 class Node:
-    """The ranks of this machine, and what each has given: descriptors, owned until they are handed down."""
+    """The ranks of this machine, and one descriptor of each kind from every rank. Owns them until they are taken."""
 
     ranks: tuple[int, ...]
     position: int
@@ -44,8 +45,14 @@ class Node:
     doorbells: list[int]
     links: list[int]  # -1 at this rank's position
 
+    def take_descriptors(self) -> tuple[list[int], list[int], list[int]]:
+        """Segments, doorbells and links. The caller owns them from here on."""
+        taken = self.segments, self.doorbells, self.links
+        self.segments, self.doorbells, self.links = [], [], []
+        return taken
+
     def close(self) -> None:
-        for fd in (*self.segments, *self.doorbells, *self.links):
+        for fd in itertools.chain(*self.take_descriptors()):
             if fd >= 0:
                 os.close(fd)
 
@@ -53,15 +60,16 @@ class Node:
 def discover_nodes(
     rank: int, size: int, sockets: Sequence[socket.socket | None], *, enabled: bool, deadline: float
 ) -> tuple[tuple[int, ...], Node | None]:
-    """The node of every rank, by number; and this rank's own node, None where it is alone.
+    """The number of every rank's node; and this rank's own node, None where the rank is alone.
 
-    `sockets`: the mesh, before it is handed down. `enabled` False (on any rank): nobody shares with that rank.
+    sockets: a connection of the mesh to each rank.
+    enabled: False on a rank means that no rank shares memory with it.
     """
     segment = os.memfd_create("netfold", os.MFD_ALLOW_SEALING | os.MFD_CLOEXEC)
     os.ftruncate(segment, engine.SEGMENT_BYTES)
     fcntl.fcntl(segment, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
-    bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-    given: dict[int, tuple[int, int, int]] = {rank: (segment, bell, -1)}
+    doorbell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+    given: dict[int, tuple[int, int, int]] = {rank: (segment, doorbell, -1)}
     try:
         with _listener(enabled) as (listener, path):
             _exchange(rank, size, sockets, listener, path, given, deadline)
@@ -100,7 +108,7 @@ def _listener(enabled: bool) -> Iterator[tuple[socket.socket | None, str]]:
 
 @contextlib.contextmanager
 def _address(folder: str) -> Iterator[str]:
-    """A socket's name has room for 108 bytes: by way of the folder's descriptor it is always short enough."""
+    """The socket's path through the folder's descriptor, which always fits in the 108 bytes of a socket's name."""
     fd = os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         yield f"/proc/self/fd/{fd}/socket"
@@ -117,47 +125,47 @@ def _exchange(
     given: dict[int, tuple[int, int, int]],
     deadline: float,
 ) -> None:
-    """Put what every rank that can be reached gives into `given`. The one with the higher rank connects."""
-    mine = given[rank][:2]
+    """Add the descriptors of every reachable rank to `given`. The higher rank of a pair connects."""
+    own = given[rank][:2]
     tokens = {peer: secrets.token_bytes(_TOKEN_BYTES) for peer in range(size) if peer != rank}
     for peer, stream in _others(sockets):
-        with _with(rank, peer):
+        with _errors_named(rank, peer):
             stream.settimeout(max(0.001, deadline - time.monotonic()))
             control_messages.send(stream, {"type": "node", "path": path, "token": tokens[peer]})
-    told = {}
+    received = {}
     for peer, stream in _others(sockets):
-        with _with(rank, peer):
-            told[peer] = control_messages.receive(stream)
+        with _errors_named(rank, peer):
+            received[peer] = control_messages.receive(stream)
     for peer, stream in _others(sockets[:rank]):
-        with _with(rank, peer):
-            link = _connect(told[peer]["path"]) if listener is not None else None
+        with _errors_named(rank, peer):
+            link = _connect(received[peer]["path"]) if listener is not None else None
             stream.sendall(_APART if link is None else _SHARED)
             if link is None:
                 continue
             with link:
                 link.settimeout(max(0.001, deadline - time.monotonic()))
-                _give(link, rank, told[peer]["token"], mine)
-                found = _take(link, tokens)
+                _send_descriptors(link, rank, received[peer]["token"], own)
+                found = _receive_descriptors(link, tokens)
                 if found is None or found[0] != peer:
                     raise RendezvousError(
-                        f"rank {rank}: who listens at rank {peer}'s socket is not rank {peer}", rank=peer
+                        f"rank {rank}: the process at rank {peer}'s socket is not rank {peer}", rank=peer
                     )
                 given[peer] = (*found[1], link.detach())
     expected = set()
     for peer, stream in _others(sockets):
         if peer > rank:
-            with _with(rank, peer):
+            with _errors_named(rank, peer):
                 if receive_exactly(stream, 1) == _SHARED:
                     expected.add(peer)
     while expected:
         assert listener is not None
-        with _with(rank, min(expected)):
+        with _errors_named(rank, min(expected)):
             listener.settimeout(max(0.001, deadline - time.monotonic()))
             link, _ = listener.accept()
         with link:
             link.settimeout(_GREETING_S)
             try:
-                found = _take(link, tokens)
+                found = _receive_descriptors(link, tokens)
             except OSError:
                 found = None
             if found is None:
@@ -167,8 +175,8 @@ def _exchange(
                 for fd in fds:
                     os.close(fd)
                 continue
-            with _with(rank, peer):
-                _give(link, rank, told[peer]["token"], mine)
+            with _errors_named(rank, peer):
+                _send_descriptors(link, rank, received[peer]["token"], own)
             given[peer] = (*fds, link.detach())
             expected.remove(peer)
 
@@ -178,8 +186,8 @@ def _others(sockets: Sequence[socket.socket | None]) -> Iterator[tuple[int, sock
 
 
 @contextlib.contextmanager
-def _with(rank: int, peer: int) -> Iterator[None]:
-    """Raise RendezvousError for an error of the connection between the two."""
+def _errors_named(rank: int, peer: int) -> Iterator[None]:
+    """Raise errors of the connection to `peer` as a RendezvousError."""
     try:
         yield
     except (OSError, EOFError) as error:
@@ -191,7 +199,7 @@ def _with(rank: int, peer: int) -> Iterator[None]:
 
 
 def _connect(folder: str) -> socket.socket | None:
-    """A connection to a rank's socket, None where its file system or its machine is not ours."""
+    """Connect to a rank's socket. None where that rank is on another machine, or has another view of the files."""
     stream = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
         with _address(folder) as address:
@@ -202,15 +210,15 @@ def _connect(folder: str) -> socket.socket | None:
         return None
 
 
-def _give(stream: socket.socket, rank: int, token: bytes, fds: tuple[int, int]) -> None:
-    socket.send_fds(stream, [_LETTER.pack(rank, token)], list(fds))
+def _send_descriptors(stream: socket.socket, rank: int, token: bytes, fds: tuple[int, int]) -> None:
+    socket.send_fds(stream, [_PACKET.pack(rank, token)], list(fds))
 
 
-def _take(stream: socket.socket, tokens: dict[int, bytes]) -> tuple[int, tuple[int, int]] | None:
-    """A rank's segment and bell; None from somebody who does not know the token that rank was given."""
-    letter, fds, _, _ = socket.recv_fds(stream, _LETTER.size, 2, socket.MSG_CMSG_CLOEXEC)
-    if len(letter) == _LETTER.size and len(fds) == 2:
-        rank, token = _LETTER.unpack(letter)
+def _receive_descriptors(stream: socket.socket, tokens: dict[int, bytes]) -> tuple[int, tuple[int, int]] | None:
+    """Receive a rank, and its segment and doorbell; None for a sender without that rank's token."""
+    packet, fds, _, _ = socket.recv_fds(stream, _PACKET.size, 2, socket.MSG_CMSG_CLOEXEC)
+    if len(packet) == _PACKET.size and len(fds) == 2:
+        rank, token = _PACKET.unpack(packet)
         if hmac.compare_digest(token, tokens.get(rank, b"")) and os.fstat(fds[0]).st_size == engine.SEGMENT_BYTES:
             return rank, (fds[0], fds[1])
     for fd in fds:
@@ -221,20 +229,22 @@ def _take(stream: socket.socket, tokens: dict[int, bytes]) -> tuple[int, tuple[i
 def _agree(
     rank: int, size: int, sockets: Sequence[socket.socket | None], reached: set[int], deadline: float
 ) -> tuple[int, ...]:
-    """The node of every rank: sets in which everybody reaches everybody, found alike by all."""
+    """The node of every rank: sets whose members all reach each other. All ranks compute the same."""
     reaches = {rank: reached}
     for peer, stream in _others(sockets):
-        with _with(rank, peer):
+        with _errors_named(rank, peer):
             stream.settimeout(max(0.001, deadline - time.monotonic()))
             control_messages.send(stream, {"type": "reached", "ranks": sorted(reached)})
     for peer, stream in _others(sockets):
-        with _with(rank, peer):
+        with _errors_named(rank, peer):
             reaches[peer] = set(control_messages.receive(stream)["ranks"])
     members: list[list[int]] = []
     nodes = []
     for peer in range(size):
         for number, node in enumerate(members):
-            if len(node) < engine.MAX_NODE_SIZE and all(m in reaches[peer] and peer in reaches[m] for m in node):
+            if len(node) < engine.MAX_NODE_SIZE and all(
+                each in reaches[peer] and peer in reaches[each] for each in node
+            ):
                 node.append(peer)
                 nodes.append(number)
                 break

@@ -1,4 +1,4 @@
-"""Where ranks that do not know each other yet leave their addresses."""
+"""Key-value stores in which ranks that do not know each other yet publish their addresses."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ class Store(Protocol):
     def set(self, key: str, value: bytes) -> None: ...
 
     def get(self, key: str, timeout_s: float) -> bytes:
-        """Waits for the key; TimeoutError."""
+        """Wait for the key. Raises TimeoutError."""
         ...
 
     def add(self, key: str, amount: int) -> int:
-        """Adds to a counter that starts at 0, atomically; the new value."""
+        """Add to a counter that starts at 0, atomically; returns the new value."""
         ...
 
 
 class PrefixStore:
-    """A part of another store."""
+    """The keys of another store that begin with a prefix."""
 
     def __init__(self, store: Store, prefix: str) -> None:
         self._store = store
@@ -40,7 +40,7 @@ class PrefixStore:
 
 
 class FileStore:
-    """A store in a folder that every rank sees. The folder is for one run of one group; who made it removes it."""
+    """A store in a folder that every rank can access. It serves one run of one group; its creator removes it."""
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self._folder = Path(folder)
@@ -50,7 +50,7 @@ class FileStore:
         path = self._path(key)
         draft = path.with_name(f"{path.name}.{os.getpid()}.draft")
         draft.write_bytes(value)
-        draft.rename(path)  # readers see all of it or nothing
+        draft.rename(path)  # readers see the whole value or none
 
     def get(self, key: str, timeout_s: float) -> bytes:
         deadline = time.monotonic() + timeout_s

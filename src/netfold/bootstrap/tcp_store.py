@@ -1,16 +1,15 @@
 """A store that rank 0 serves over TCP, for ranks that share no folder and have no torch.
 
-As torch's TCPStore it is plaintext and asks for no proof of identity: it protects the job's secret only from those who
-cannot reach the port. (The standard library's managers and the key-value stores of package registries either unpickle
-what strangers send or want a server of their own.) Requests and answers are `netfold.switch_protocol.control_messages`
-messages, bounded by it.
+Like torch's TCPStore it is plaintext and authenticates nobody: it protects the job's secret only from hosts that cannot
+reach the port. (The standard library's managers unpickle what unauthenticated peers send; key-value stores on PyPI need
+a server of their own.) Requests and replies are bounded messages of `netfold.switch_protocol.control_messages`.
 
     client -> server   hello  job             is this the store of my job?
                        set    key, value
                        get    key, timeout_s  waits at the server
                        add    key, amount
     server -> client   ok     value           a get's value, an add's new total
-                       no     reason          then the connection ends, but after a get that waited in vain
+                       no     reason          then the connection ends, except after a get that timed out
 """
 
 from __future__ import annotations
@@ -25,18 +24,17 @@ from typing import Any
 from netfold.errors import RendezvousError
 from netfold.switch_protocol import control_messages
 
-# Ports tried from the given one on: another program, often torch's own store, may have the first.
+# How many ports are tried from the given one on: another program, often torch's store, may use the first.
 PORTS = 8
-# Connections that one store serves, a thread each: one a rank, and one more for each request beside another. More are
-# turned away.
+# Connections of one store, a thread each: one a rank, and one more for each concurrent request. More are closed.
 MAX_CONNECTIONS = 1024
-# Of all values together; an address and a job's description are below 1 KB a rank.
+# All values together. An address and a job's description are below 1 KB a rank.
 MAX_BYTES = 64 << 20
-# Of a counter, either way; what control messages can say.
+# Bound of a counter's absolute value: what control messages can carry.
 MAX_COUNT = 1 << 62
 _RETRY_S = 0.05
 _HELLO_TIMEOUT_S = 2.0
-# The server answers a get at its timeout; the client gives it so much longer.
+# The server replies to a get at its timeout; the client waits so much longer.
 _GRACE_S = 5.0
 
 
@@ -45,9 +43,9 @@ _process_lock = threading.Lock()
 
 
 def process_store(host: str, port: int, job: str, *, rank: int, timeout_s: float) -> TcpStore:
-    """This rank's store for as long as the process lives: a job's second group meets where the first one did.
+    """This rank's store for as long as the process lives: all groups of a job use the same one.
 
-    A store a group would be closed by rank 0 while another rank, which is ahead, has come to it for the next group.
+    With one store a group, rank 0 would close it when another rank already uses it for the next group.
     """
     key = (os.getpid(), host, port, job, rank)
     with _process_lock:
@@ -60,10 +58,10 @@ def process_store(host: str, port: int, job: str, *, rank: int, timeout_s: float
 
 
 class TcpStoreServer:
-    """Serves until closed. One thread a connection: they come once, and sleep."""
+    """Serves until closed, with one thread a connection: threads are few and mostly sleep."""
 
     def __init__(self, host: str, port: int, job: str) -> None:
-        """Listens on the first free port from `port` on; RendezvousError when there is none among `PORTS`."""
+        """Listen on the first free port from `port` on. RendezvousError if none of `PORTS` is free."""
         self._job = job
         self._values: dict[str, bytes] = {}
         self._counters: dict[str, int] = {}
@@ -71,13 +69,13 @@ class TcpStoreServer:
         self._changed = threading.Condition()
         self._closed = False
         self._connections: set[socket.socket] = set()
-        # A name may mean this host's loopback here and its network address elsewhere: then listen on all addresses.
+        # A name may resolve to loopback on this host and to a network address elsewhere: then listen on all addresses.
         bind_to = "127.0.0.1" if host == "localhost" else host if control_messages.is_loopback(host) else ""
         self._listener, self.port = _listen(bind_to, port)
         threading.Thread(target=self._accept, name="netfold store", daemon=True).start()
 
     def close(self) -> None:
-        """End every connection; waiting gets fail. Idempotent."""
+        """End every connection. Waiting gets fail. Idempotent."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -101,7 +99,7 @@ class TcpStoreServer:
 
     def _serve(self, stream: socket.socket) -> None:
         try:
-            # A stranger that says nothing costs one thread for so long.
+            # How long an unauthenticated peer that sends nothing occupies a thread.
             stream.settimeout(_HELLO_TIMEOUT_S)
             hello = control_messages.receive(stream)
             if hello["type"] != "hello" or hello.get("job") != self._job:
@@ -109,15 +107,15 @@ class TcpStoreServer:
             control_messages.send(stream, {"type": "ok", "value": None})
             stream.settimeout(None)
             while True:
-                control_messages.send(stream, self._answer(control_messages.receive(stream)))
+                control_messages.send(stream, self._reply(control_messages.receive(stream)))
         except (EOFError, OSError, ValueError, KeyError, TypeError):
-            pass  # it left, or is no client of ours
+            pass  # the client left, or is not a client of this store
         finally:
             with self._changed:
                 self._connections.discard(stream)
             stream.close()
 
-    def _answer(self, request: dict[str, Any]) -> dict[str, Any]:
+    def _reply(self, request: dict[str, Any]) -> dict[str, Any]:
         key = str(request["key"])
         with self._changed:
             if request["type"] == "set":
@@ -152,24 +150,26 @@ class TcpStoreServer:
 
 
 class TcpStore:
-    """A rank's end of rank 0's store: a `Store`. Thread-safe: each request under way has a connection of its own, so a
-    `get` that waits does not hold up the `set` of another thread."""
+    """A rank's end of rank 0's store: a `Store`.
+
+    Thread-safe: each request under way has its own connection, so a waiting `get` does not delay another thread's
+    `set`.
+    """
 
     def __init__(self, host: str, port: int, job: str, *, serve: bool, timeout_s: float) -> None:
-        """Meet at the first of `PORTS` ports from `port` on where this job's store answers; rank 0 serves it.
+        """Connect to this job's store on the first of `PORTS` ports from `port` on that has it. serve: at rank 0.
 
-        Raises RendezvousError when none does in time.
+        Raises RendezvousError if there is none in time.
         """
         self._lock = threading.Lock()
         self._server = TcpStoreServer(host, port, job) if serve else None
         self._host, self._job, self._closed = host, job, False
-        # Connections, and those of them that no request uses: as many as there were requests at once.
+        # All connections, and those that no request uses. As many as the most requests at once.
         self._streams: set[socket.socket] = set()
         self._idle: list[socket.socket] = []
         try:
-            first = self._connect(host, port, job, time.monotonic() + timeout_s, timeout_s)
+            first = self._connect(port, time.monotonic() + timeout_s, timeout_s)
             self._port = int(first.getpeername()[1])
-            self._streams.add(first)
             self._idle.append(first)
         except BaseException:
             if self._server is not None:
@@ -177,19 +177,19 @@ class TcpStore:
             raise
 
     def set(self, key: str, value: bytes) -> None:
-        self._ask({"type": "set", "key": key, "value": value}, _GRACE_S)
+        self._request({"type": "set", "key": key, "value": value}, _GRACE_S)
 
     def get(self, key: str, timeout_s: float) -> bytes:
-        answer = self._ask({"type": "get", "key": key, "timeout_s": timeout_s}, timeout_s + _GRACE_S)
-        if answer["type"] != "ok":
+        reply = self._request({"type": "get", "key": key, "timeout_s": timeout_s}, timeout_s + _GRACE_S)
+        if reply["type"] != "ok":
             raise TimeoutError(f"{key} was not set within {timeout_s:.1f} s")
-        return bytes(answer["value"])
+        return bytes(reply["value"])
 
     def add(self, key: str, amount: int) -> int:
-        return int(self._ask({"type": "add", "key": key, "amount": amount}, _GRACE_S)["value"])
+        return int(self._request({"type": "add", "key": key, "amount": amount}, _GRACE_S)["value"])
 
     def close(self) -> None:
-        """Leave; on rank 0 the store ends with it. Idempotent."""
+        """Close the connections; on rank 0 this ends the store. Idempotent."""
         with self._lock:
             self._closed = True
             streams = list(self._streams)
@@ -198,19 +198,19 @@ class TcpStore:
         if self._server is not None:
             self._server.close()
 
-    def _ask(self, request: dict[str, Any], timeout_s: float) -> dict[str, Any]:
+    def _request(self, request: dict[str, Any], timeout_s: float) -> dict[str, Any]:
         stream: socket.socket | None = None
         try:
-            stream = self._take()
+            stream = self._idle_connection()
             stream.settimeout(timeout_s)
             control_messages.send(stream, request)
-            answer = control_messages.receive(stream)
+            reply = control_messages.receive(stream)
             with self._lock:
                 self._idle.append(stream)
-            return answer
+            return reply
         except (EOFError, OSError) as error:
             if stream is not None:
-                # An answer that comes later would be taken for the next one's.
+                # A late reply would be taken for the reply to the next request.
                 with self._lock:
                     self._streams.discard(stream)
                 stream.close()
@@ -220,49 +220,51 @@ class TcpStore:
                 rank=0,
             ) from None
 
-    def _take(self) -> socket.socket:
-        """A connection that no request uses. OSError, EOFError."""
+    def _idle_connection(self) -> socket.socket:
+        """A connection that no request uses, a new one if need be. Raises OSError, EOFError."""
         with self._lock:
             if self._closed:
                 raise OSError("it was closed")
             if self._idle:
                 return self._idle.pop()
-        stream = socket.create_connection((self._host, self._port), timeout=_GRACE_S)
+        return self._open(self._port, _GRACE_S)
+
+    def _open(self, port: int, timeout_s: float) -> socket.socket:
+        """A new connection to this job's store. OSError where another program, or another job's store, listens."""
+        stream = socket.create_connection((self._host, port), timeout=timeout_s)
         with self._lock:
             self._streams.add(stream)
-        control_messages.send(stream, {"type": "hello", "job": self._job})
-        answer = control_messages.receive(stream)
-        if answer["type"] != "ok":
-            raise OSError(str(answer.get("reason")))
-        return stream
+        try:
+            control_messages.send(stream, {"type": "hello", "job": self._job})
+            reply = control_messages.receive(stream)
+            if reply["type"] != "ok":
+                raise OSError(str(reply.get("reason")))
+            return stream
+        except BaseException:
+            with self._lock:
+                self._streams.discard(stream)
+            stream.close()
+            raise
 
-    def _connect(self, host: str, port: int, job: str, deadline: float, timeout_s: float) -> socket.socket:
+    def _connect(self, port: int, deadline: float, timeout_s: float) -> socket.socket:
         ports = [self._server.port] if self._server is not None else range(port, port + PORTS)
-        said = "nobody listens"
+        failure = "nobody listens"
         while time.monotonic() < deadline:
             for candidate in ports:
-                stream = None
                 try:
-                    left = max(0.05, deadline - time.monotonic())
-                    stream = socket.create_connection((host, candidate), timeout=min(left, _HELLO_TIMEOUT_S))
-                    control_messages.send(stream, {"type": "hello", "job": job})
-                    answer = control_messages.receive(stream)
-                    if answer["type"] == "ok":
-                        return stream
-                    said = f"port {candidate}: {answer.get('reason')}"
+                    return self._open(candidate, min(max(0.05, deadline - time.monotonic()), _HELLO_TIMEOUT_S))
                 except socket.gaierror as error:
                     raise RendezvousError(
-                        f"{host!r} is no host that is known here ({error.strerror}); check MASTER_ADDR"
+                        f"{self._host!r} is no host that is known here ({error.strerror}); check MASTER_ADDR"
                     ) from None
+                except ConnectionRefusedError:
+                    continue
                 except (EOFError, OSError, ValueError) as error:
-                    if not isinstance(error, ConnectionRefusedError):
-                        said = f"port {candidate}: {error}"
-                if stream is not None:
-                    stream.close()
+                    failure = f"port {candidate}: {error}"
             time.sleep(_RETRY_S)
         raise RendezvousError(
-            f"no store of this job at {host}, ports {port} to {port + PORTS - 1}, within {timeout_s:.1f} s ({said}); "
-            "did rank 0 start, there, with the same MASTER_ADDR, MASTER_PORT and number of ranks?",
+            f"no store of this job at {self._host}, ports {port} to {port + PORTS - 1}, within {timeout_s:.1f} s "
+            f"({failure}); did rank 0 start, there, with the same MASTER_ADDR, MASTER_PORT and number of ranks?",
             rank=0,
         )
 
@@ -288,7 +290,7 @@ def _listen(host: str, port: int) -> tuple[socket.socket, int]:
 
 
 def _shut(stream: socket.socket) -> None:
-    # close() alone would leave another thread's accept or recv waiting.
+    # close() alone would leave accept and recv of other threads waiting.
     with contextlib.suppress(OSError):
         stream.shutdown(socket.SHUT_RDWR)
     stream.close()

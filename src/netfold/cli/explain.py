@@ -107,8 +107,8 @@ _SWITCH_S = 1.0
 def _windows(options: Options, workers: int) -> list[str]:
     """Query each switch over TCP. Returns a sentence for each: the window of `workers`, or that it is unknown."""
     from netfold._native import protocol
-    from netfold.communicator.membership import query_quota
     from netfold.errors import NetfoldError
+    from netfold.switch_protocol.control_client import query_quota
     from netfold.switch_protocol.control_messages import switches_of
     from netfold.switch_protocol.data_path import window_chunks
 

@@ -1,11 +1,14 @@
-"""Collectives on any buffer, without torch: how a group of ranks comes together and what it can do.
+"""Collectives on any buffer, without torch.
 
-A `Group` is ranks that share a mesh of authenticated connections, a choice table and, with NETFOLD_SWITCH, membership
-of a job on a switch; it takes addresses and sizes. A `Communicator` is a Group for arrays of any kind. May import:
-`netfold.switch_protocol.control_messages`, plan, profile's records, and the native engine.
+A `Group` takes addresses and sizes. Its ranks share a mesh of authenticated connections, a choice table and, with
+NETFOLD_SWITCH, membership of jobs on switches. A `Communicator` is a Group for arrays of any kind.
 
-Always: who talks to us proved that it knows the job's secret; all ranks hold the same table; a wait has a deadline; an
-error names the rank.
+`startup` makes a group, `failure_report` its exceptions. `membership`, `switch_tree` and `switch_watch` are about a
+switch; `recovery`, `recovery_machine` and `recovery_plan` about its loss. `connection_manager` repairs connections and
+reports status. May import: bootstrap, tuning, profile's records, switch_protocol and the native engine.
+
+Always: a peer proved that it knows the job's secret before its bytes are used; all ranks hold the same table; a wait
+has a deadline; an error names the rank.
 
 Tests: `.venv/bin/pytest tests/communicator`
 """

@@ -1,7 +1,7 @@
-"""The memory of an array, and what its elements travel as.
+"""The memory of an array, and the native dtype of its elements.
 
-NumPy's arrays are taken as they are; anything else by DLPack or the buffer protocol, without a copy. A bool travels as
-a byte of 0 or 1, a complex number as its two parts, a bf16 of ml_dtypes as itself.
+NumPy arrays are used directly, other arrays by DLPack or the buffer protocol, both without a copy. A bool is sent as a
+byte of 0 or 1, a complex number as its two parts, a bf16 of ml_dtypes as itself.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from netfold.communicator.group import REDUCE_OPS, Region, region
 
 Array: TypeAlias = "np.ndarray[Any, Any]"
 
-# Found by equality, so that the other byte order is not taken for this one.
+# Looked up by equality, so that the other byte order is not found.
 _NAMES: dict[Any, str] = {
     np.dtype(numpy_name): name
     for numpy_name, name in (
@@ -39,14 +39,14 @@ _NAMES: dict[Any, str] = {
 }
 _TRANSFER_DTYPES = {"bool": "u8", "c64": "f32", "c128": "f64"}
 
-# What NumPy does with bools; each keeps a byte at 0 or 1.
+# NumPy's operators for bools. Each keeps a byte at 0 or 1.
 _BOOL_OPS = ("product", "min", "max", "band", "bor", "bxor")
 
 OPS = ("avg", *(op for op in REDUCE_OPS if not op.endswith("_loc")))
 
 
 class ArrayView(NamedTuple):
-    """An array's memory, for as long as this is held."""
+    """An array's memory, valid as long as this object lives."""
 
     region: Region
     dtype: str  # f32 ... u64, bool, c64, c128
@@ -58,7 +58,7 @@ class ArrayView(NamedTuple):
         return math.prod(self.shape)
 
     def rows(self, counts: Sequence[int]) -> list[Region]:
-        """The memory cut along the first axis into so many rows each."""
+        """The memory, cut along the first axis into parts of so many rows."""
         address, total_bytes = self.region
         rows = self.shape[0] if self.shape else 1
         row_bytes = total_bytes // rows if rows else 0
@@ -70,11 +70,11 @@ class ArrayView(NamedTuple):
 
 
 def array_view(array: Any, *, writable: bool) -> ArrayView:
-    """`array`'s memory; TypeError or ValueError in a sentence where it cannot be borrowed so."""
+    """View the memory of `array`. TypeError or ValueError, as a sentence, where that is impossible."""
     if not isinstance(array, np.ndarray):
-        borrowed = arrays.ExportedArray(array, writable)
-        return ArrayView((borrowed.address, borrowed.bytes), borrowed.dtype, borrowed.shape, borrowed)
-    # ml_dtypes registers its own dtype object; NumPy cannot name it without that package.
+        exported = arrays.ExportedArray(array, writable)
+        return ArrayView((exported.address, exported.bytes), exported.dtype, exported.shape, exported)
+    # The dtype object belongs to ml_dtypes: without that package NumPy has no name for it.
     name = _NAMES.get(array.dtype) or ("bf16" if array.dtype.name == "bfloat16" else None)
     if name is None:
         order = "" if array.dtype.isnative else " in the other byte order"
@@ -88,7 +88,7 @@ def array_view(array: Any, *, writable: bool) -> ArrayView:
 
 
 def transfer_type(kind: str, dtype: str, op: str | None) -> tuple[str, str, bool]:
-    """(dtype, operator, whether to divide by the ranks) as the native floor knows them; `op` None: a plain move."""
+    """(dtype, operator, whether to divide by the number of ranks) for native code. op: None where values only move."""
     if op is None:
         return _TRANSFER_DTYPES.get(dtype, dtype), "sum", False
     if op not in OPS:
@@ -102,11 +102,11 @@ def transfer_type(kind: str, dtype: str, op: str | None) -> tuple[str, str, bool
     return _TRANSFER_DTYPES.get(dtype, dtype), "sum" if op == "avg" else op, op == "avg"
 
 
-def empty_like(lent: ArrayView, array: Any, shape: tuple[int, ...]) -> Array:
-    """A new NumPy array with `array`'s type of elements."""
+def empty_like(view: ArrayView, array: Any, shape: tuple[int, ...]) -> Array:
+    """A new NumPy array with the dtype of `array`, whose view is `view`."""
     if isinstance(array, np.ndarray):
         return np.empty(shape, array.dtype)
     for dtype, name in _NAMES.items():
-        if name == lent.dtype:
+        if name == view.dtype:
             return np.empty(shape, dtype)
-    raise TypeError(f"NumPy has no {lent.dtype} of its own to allocate; pass an array for the result")
+    raise TypeError(f"NumPy has no {view.dtype} of its own to allocate; pass an array for the result")

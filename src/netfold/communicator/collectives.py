@@ -13,27 +13,26 @@ from netfold.communicator.group import ANY_SOURCE, REDUCE_OPS, Group, Region, re
 from netfold.communicator.minloc import LOC_OPS, pack, unpack
 from netfold.communicator.work import ReceiveWork, Work
 
-# op -> what the native floor calls it, for the short way.
-_SHORT = {op: (code, False) for op, code in REDUCE_OPS.items() if op not in LOC_OPS}
-_SHORT["avg"] = (REDUCE_OPS["sum"], True)
+# By op: native code and whether to average, for calls that `Group.all_reduce_here` can do.
+_PLAIN = {op: (code, False) for op, code in REDUCE_OPS.items() if op not in LOC_OPS}
+_PLAIN["avg"] = (REDUCE_OPS["sum"], True)
 
 
 class Collectives:
     """Every rank makes the same calls in the same order, with the same sizes and dtypes.
 
-    Arrays are C-contiguous and in host memory: NumPy's, or anything with DLPack or the buffer protocol (JAX, torch,
-    array.array), which is read and written where it lies. An immutable array can be an input but takes no result: that
-    is refused. Elements: floats of 16 to 64 bits, bf16, integers of 8 to 64 bits, bool, complex. `op` is sum, avg
-    (floats and complex), product, min, max, band, bor or bxor (integers); a bool knows all but sums (max is any, min is
-    all), a complex number sum and avg. Floats keep NaN and Inf.
+    Arrays are C-contiguous and in host memory: NumPy's, or any with DLPack or the buffer protocol (JAX, torch,
+    array.array). They are read and written in place. An immutable array can be an input, and is refused for a result.
+    Elements: floats of 16 to 64 bits, bf16, integers of 8 to 64 bits, bool, complex. Floats keep NaN and Inf.
 
-    Every operation takes `timeout_s`, its deadline (default: the group's), and `asynchronous`: True returns at once,
-    with a `Work` whose `wait` gives what the blocking call would have. A flag, as torch's `async_op`, and not a second
-    set of methods: there is one signature an operation, only a word changes in a call, and results are typed Any in
-    either case since they are the caller's own arrays.
+    op: sum, avg (floats and complex), product, min, max, band, bor or bxor (integers). For bool: product, min (all),
+    max (any), band, bor, bxor. For complex: sum and avg.
+    timeout_s: the operation's deadline; default: the group's.
+    asynchronous: True returns at once, with a `Work` whose `wait` returns the blocking call's result. This is a flag,
+    as torch's `async_op`, and not a second set of methods. Results are typed Any, since they are the caller's arrays.
 
-    Raises ValueError and TypeError for a call that can never be right; PeerLost, SwitchLost, Mismatch,
-    CollectiveTimeout when others fail. After one of the latter the group has ended: make a new one.
+    Raises ValueError and TypeError for a call that can never be right. Raises PeerLost, SwitchLost, Mismatch or
+    CollectiveTimeout when other ranks fail; the group has then ended, and a new one is needed.
     """
 
     group: Group
@@ -55,25 +54,29 @@ class Collectives:
         timeout_s: float | None = None,
         asynchronous: bool = False,
     ) -> Any:
-        """The elementwise reduction over all ranks, in `buffer`, or in `out` where one is given; that array.
+        """Reduce elementwise over all ranks, into `buffer`, or into `out` where one is given; returns that array.
 
-        buffer, out: any shape, as many elements. In-network and direct reductions fold in rank order. Cost:
-        `Group.why`; with `out`, one copy more. Plain numbers reduced in place go a short way: about 1 us of Python.
+        buffer, out: any shape, as many elements.
+        In-network and direct algorithms reduce in rank order.
+        Cost: `Group.why`; with `out`, one copy more. Plain numbers in place cost about 1 us of Python.
         """
         if out is None and not asynchronous:
-            short = _SHORT.get(op)
-            if short is not None and self.group.all_reduce_here(buffer, *short, timeout_s):
+            plain = _PLAIN.get(op)
+            if plain is not None and self.group.all_reduce_here(buffer, *plain, timeout_s):
                 return buffer
-        result, lent = _in_place("all_reduce", buffer, out)
-        return self._run("all_reduce", lent, [], [lent.region], result, op, 0, timeout_s, asynchronous)
+        result, view = _in_place("all_reduce", buffer, out)
+        return self._run("all_reduce", view, [], [view.region], result, op, 0, timeout_s, asynchronous)
 
     def all_reduce_loc(self, values: Any, indices: Any, *, op: str, timeout_s: float | None = None) -> tuple[Any, Any]:
-        """Replace `values` by the least (op="min_loc") or greatest ("max_loc") of all ranks, element by element, and
-        `indices` by the index that came with it; both arrays. For an argmin over ranks, or over what each rank holds.
+        """Reduce `values` elementwise to the least (min_loc) or greatest (max_loc) of all ranks, with its index.
 
-        values: floats, integers or bools; indices: integers that fit int64, of the same shape; both NumPy arrays (a
-        copy is made in any case: a pair travels as 16 bytes). Among equal values the lowest index wins, -0 equals +0; a
-        NaN comes before every number, as in numpy.argmin and argmax, and among NaNs the lowest index wins.
+        `indices` becomes the index that came with each value: an argmin over ranks, or over all ranks' elements.
+        Returns both arrays.
+
+        values: a NumPy array of floats, integers or bools. indices: one of integers that fit int64, of the same shape.
+        Both are copied: a pair travels as 16 bytes.
+        Among equal values the lowest index wins; -0 equals +0. As in numpy.argmin and argmax, a NaN wins over every
+        number; among NaNs the lowest index wins.
         """
         if op not in LOC_OPS:
             raise ValueError(f"all_reduce_loc: no operator {op!r}; there are {', '.join(LOC_OPS)}")
@@ -100,33 +103,33 @@ class Collectives:
         timeout_s: float | None = None,
         asynchronous: bool = False,
     ) -> Any:
-        """As all_reduce, on the root alone; the others' buffers stay as they are, and None is returned there."""
+        """As all_reduce, on the root alone. Other ranks' buffers do not change, and these ranks return None."""
         if self.rank == root:
-            result, lent = _in_place("reduce", buffer, out)
+            result, view = _in_place("reduce", buffer, out)
         else:
-            result, lent = None, array_view(buffer, writable=False)
-        return self._run("reduce", lent, [], [lent.region], result, op, root, timeout_s, asynchronous)
+            result, view = None, array_view(buffer, writable=False)
+        return self._run("reduce", view, [], [view.region], result, op, root, timeout_s, asynchronous)
 
     def broadcast(
         self, buffer: Any, root: int = 0, *, timeout_s: float | None = None, asynchronous: bool = False
     ) -> Any:
-        """Replace `buffer` on every rank by the root's; that array."""
-        lent = array_view(buffer, writable=self.rank != root)
-        return self._run("broadcast", lent, [], [lent.region], buffer, None, root, timeout_s, asynchronous)
+        """Replace `buffer` on every rank by the root's; returns that array."""
+        view = array_view(buffer, writable=self.rank != root)
+        return self._run("broadcast", view, [], [view.region], buffer, None, root, timeout_s, asynchronous)
 
     def all_gather(
         self, buffer: Any, into: Any = None, *, timeout_s: float | None = None, asynchronous: bool = False
     ) -> Any:
-        """Every rank's buffer on every rank; `into`.
+        """Gather every rank's buffer on every rank; returns `into`.
 
-        into: a list, into[r] for rank r's buffer, whose sizes may differ; or one array of size times as many elements,
-        in rank order; or None: a new NumPy array of the shape [size, *buffer's].
+        into: a list, into[r] for rank r's buffer, of any sizes; or one array for all buffers in rank order; or None
+        for a new NumPy array of the shape [size, *buffer's].
         """
-        lent = array_view(buffer, writable=False)
+        view = array_view(buffer, writable=False)
         if into is None:
-            into = empty_like(lent, buffer, (self.size, *lent.shape))
-        outputs, held = self._pieces("all_gather", into, lent, None, writable=True)
-        return self._run("all_gather", lent, [lent.region], outputs, into, None, 0, timeout_s, asynchronous, held)
+            into = empty_like(view, buffer, (self.size, *view.shape))
+        outputs, views = self._parts("all_gather", into, view, None, writable=True)
+        return self._run("all_gather", view, [view.region], outputs, into, None, 0, timeout_s, asynchronous, views)
 
     def gather(
         self,
@@ -137,31 +140,31 @@ class Collectives:
         timeout_s: float | None = None,
         asynchronous: bool = False,
     ) -> Any:
-        """As all_gather, on the root alone; elsewhere `into` is not looked at and None is returned."""
-        lent = array_view(buffer, writable=False)
+        """As all_gather, on the root alone. Other ranks ignore `into` and return None."""
+        view = array_view(buffer, writable=False)
         outputs: list[Region] = []
-        held: list[ArrayView] = []
+        views: list[ArrayView] = []
         if self.rank != root:
             into = None
         else:
             if into is None:
-                into = empty_like(lent, buffer, (self.size, *lent.shape))
-            outputs, held = self._pieces("gather", into, lent, None, writable=True)
-        return self._run("gather", lent, [lent.region], outputs, into, None, root, timeout_s, asynchronous, held)
+                into = empty_like(view, buffer, (self.size, *view.shape))
+            outputs, views = self._parts("gather", into, view, None, writable=True)
+        return self._run("gather", view, [view.region], outputs, into, None, root, timeout_s, asynchronous, views)
 
     def scatter(
         self, buffers: Any, into: Any, root: int = 0, *, timeout_s: float | None = None, asynchronous: bool = False
     ) -> Any:
-        """Fill `into` from the root's buffers[this rank]; `into`.
+        """Fill `into` from the root's buffers[this rank]; returns `into`.
 
-        buffers: on the root a list, whose sizes may differ, or one array cut into equal parts; elsewhere not looked at.
+        buffers: on the root a list of arrays of any sizes, or one array that is cut into equal parts; else ignored.
         """
-        lent = array_view(into, writable=True)
+        view = array_view(into, writable=True)
         inputs: list[Region] = []
-        held: list[ArrayView] = []
+        views: list[ArrayView] = []
         if self.rank == root:
-            inputs, held = self._pieces("scatter", buffers, lent, None, writable=False)
-        return self._run("scatter", lent, inputs, [lent.region], into, None, root, timeout_s, asynchronous, held)
+            inputs, views = self._parts("scatter", buffers, view, None, writable=False)
+        return self._run("scatter", view, inputs, [view.region], into, None, root, timeout_s, asynchronous, views)
 
     def reduce_scatter(
         self,
@@ -172,16 +175,17 @@ class Collectives:
         timeout_s: float | None = None,
         asynchronous: bool = False,
     ) -> Any:
-        """Fill `into` with the reduction of every rank's buffers[this rank]; `into`.
+        """Fill `into` with the reduction of every rank's buffers[this rank]; returns `into`.
 
-        buffers: a list, one array a rank, or one array cut into equal parts. into: an array of that part's size; None:
-        a new NumPy array, shaped as buffers[this rank], or [rows / size, ...] of one array.
+        buffers: a list, one array a rank, or one array that is cut into equal parts.
+        into: an array of that part's size; or None for a new NumPy array, shaped as buffers[this rank], or
+        [rows / size, ...] of one array.
         """
         if into is None:
             into = self._part_like("reduce_scatter", buffers)
-        lent = array_view(into, writable=True)
-        inputs, held = self._pieces("reduce_scatter", buffers, lent, None, writable=False)
-        return self._run("reduce_scatter", lent, inputs, [lent.region], into, op, 0, timeout_s, asynchronous, held)
+        view = array_view(into, writable=True)
+        inputs, views = self._parts("reduce_scatter", buffers, view, None, writable=False)
+        return self._run("reduce_scatter", view, inputs, [view.region], into, op, 0, timeout_s, asynchronous, views)
 
     def all_to_all(
         self,
@@ -193,20 +197,16 @@ class Collectives:
         timeout_s: float | None = None,
         asynchronous: bool = False,
     ) -> Any:
-        """Send buffers[r] to rank r and fill into[r] from it; `into`.
+        """Send buffers[r] to rank r and fill into[r] from rank r; returns `into`.
 
-        Each of the two is a list, one array a rank, or one array that is cut along its first axis: into equal parts, or
-        into send_rows[r] (receive_rows[r]) rows for (from) rank r.
+        buffers, into: a list, one array a rank, or one array that is cut along its first axis.
+        send_rows, receive_rows: how many rows are for (from) each rank; equal parts where None.
         """
-        if isinstance(buffers, list | tuple):
-            lent = (
-                array_view(buffers[0], writable=False) if buffers else array_view(np.empty(0, np.uint8), writable=False)
-            )
-        else:
-            lent = array_view(buffers, writable=False)
-        inputs, held = self._pieces("all_to_all", buffers, lent, send_rows, writable=False)
-        outputs, more = self._pieces("all_to_all", into, lent, receive_rows, writable=True)
-        return self._run("all_to_all", lent, inputs, outputs, into, None, 0, timeout_s, asynchronous, [*held, *more])
+        first = (buffers[0] if buffers else np.empty(0, np.uint8)) if isinstance(buffers, list | tuple) else buffers
+        view = array_view(first, writable=False)
+        inputs, views = self._parts("all_to_all", buffers, view, send_rows, writable=False)
+        outputs, more = self._parts("all_to_all", into, view, receive_rows, writable=True)
+        return self._run("all_to_all", view, inputs, outputs, into, None, 0, timeout_s, asynchronous, [*views, *more])
 
     def barrier(self, *, timeout_s: float | None = None, asynchronous: bool = False) -> Any:
         """Return when every rank has called."""
@@ -218,14 +218,15 @@ class Collectives:
     ) -> Any:
         """Send `buffer` to rank `to`, whose `receive` names the same tag, size and dtype.
 
-        Done when the buffer may be reused: at once for up to 128 KB while the receiver has room (1 MB a sender), else
-        when the receiver has asked for it. Messages to one rank with one tag arrive in the order of sending;
-        collectives are neither waited for nor held up. Cost: 1 way (eager) or 3 (rendezvous).
+        Done when the buffer may be reused. This is at once (eager) for up to 128 KB while the receiver has space (1 MB
+        a sender), else once the receiver has asked for the message (rendezvous). Messages to one rank with one tag
+        arrive in the order of sending. Messages and collectives do not wait for each other.
+        Cost: 1 one-way delay (eager) or 3 (rendezvous).
         """
-        lent = array_view(buffer, writable=False)
-        operation = self._transfer("send", lent, to, tag, timeout_s, asynchronous, inputs=[lent.region])
+        view = array_view(buffer, writable=False)
+        operation = self._transfer("send", view, to, tag, timeout_s, asynchronous, inputs=[view.region])
         if asynchronous:
-            return Work(self.group, operation, lent, None)
+            return Work(self.group, operation, view, None)
         self.group.wait(operation)
         return None
 
@@ -238,22 +239,22 @@ class Collectives:
         timeout_s: float | None = None,
         asynchronous: bool = False,
     ) -> Any:
-        """Fill `buffer` with what rank `source`, or any rank, sent with this tag; the rank that sent it.
+        """Fill `buffer` with a message of rank `source`, or of any rank, with this tag; returns the sender's rank.
 
-        A message of another size or dtype is a Mismatch here, and ends the group; the sender hears of it.
+        A message of another size or dtype raises Mismatch here and ends the group, and the sender gets the reason.
         """
-        lent = array_view(buffer, writable=True)
+        view = array_view(buffer, writable=True)
         root = ANY_SOURCE if source is None else source
-        operation = self._transfer("receive", lent, root, tag, timeout_s, asynchronous, outputs=[lent.region])
+        operation = self._transfer("receive", view, root, tag, timeout_s, asynchronous, outputs=[view.region])
         if asynchronous:
-            return ReceiveWork(self.group, operation, lent, None)
+            return ReceiveWork(self.group, operation, view, None)
         self.group.wait(operation)
         return int(operation.peer)
 
     def _transfer(
         self,
         kind: str,
-        lent: ArrayView,
+        view: ArrayView,
         root: int,
         tag: int,
         timeout_s: float | None,
@@ -264,7 +265,7 @@ class Collectives:
     ) -> Any:
         return self.group.submit(
             kind,
-            dtype=transfer_type(kind, lent.dtype, None)[0],
+            dtype=transfer_type(kind, view.dtype, None)[0],
             root=root,
             tag=tag,
             inputs=inputs,
@@ -276,7 +277,7 @@ class Collectives:
     def _run(
         self,
         kind: str,
-        lent: ArrayView,
+        view: ArrayView,
         inputs: Sequence[Region],
         outputs: Sequence[Region],
         result: Any,
@@ -284,9 +285,9 @@ class Collectives:
         root: int,
         timeout_s: float | None,
         asynchronous: bool,
-        held: Sequence[ArrayView] = (),
+        views: Sequence[ArrayView] = (),
     ) -> Any:
-        dtype, reduce, average = transfer_type(kind, lent.dtype, op)
+        dtype, reduce, average = transfer_type(kind, view.dtype, op)
         operation = self.group.submit(
             kind,
             dtype=dtype,
@@ -299,49 +300,53 @@ class Collectives:
             wait_here=not asynchronous,
         )
         if asynchronous:
-            return Work(self.group, operation, (lent, held), result)
+            return Work(self.group, operation, (view, views), result)
         self.group.wait(operation)
         return result
 
-    def _pieces(
-        self, kind: str, arrays: Any, lent: ArrayView, rows: Sequence[int] | None, *, writable: bool
+    def _parts(
+        self, kind: str, arrays: Any, view: ArrayView, rows: Sequence[int] | None, *, writable: bool
     ) -> tuple[list[Region], list[ArrayView]]:
-        """A part a rank: of a list, each its array; of one array, cut along its first axis."""
+        """A region for each rank, and the views that own them. One array is cut along its first axis.
+
+        Every array must have the elements of `view`.
+        """
         if isinstance(arrays, list | tuple):
             if rows is not None:
-                raise ValueError(f"{kind}: a list of arrays needs no rows: they are what they are")
-            held = [array_view(array, writable=writable) for array in arrays]
-            regions = [piece.region for piece in held]
+                raise ValueError(f"{kind}: rows are for one array that is cut; a list of arrays has its own sizes")
+            views = [array_view(array, writable=writable) for array in arrays]
+            regions = [each.region for each in views]
         else:
-            held = [array_view(arrays, writable=writable)]
-            regions = held[0].rows(self._rows(kind, held[0], rows))
-        for piece in held:
-            if piece.dtype != lent.dtype:
-                raise TypeError(f"{kind}: every array must be {lent.dtype}, like the others, not {piece.dtype}")
-        return regions, held
+            views = [array_view(arrays, writable=writable)]
+            regions = views[0].rows(self._rows(kind, views[0], rows))
+        for each in views:
+            if each.dtype != view.dtype:
+                raise TypeError(f"{kind}: every array must be {view.dtype}, like the others, not {each.dtype}")
+        return regions, views
 
-    def _rows(self, kind: str, lent: ArrayView, rows: Sequence[int] | None) -> Sequence[int]:
-        there = lent.shape[0] if lent.shape else 1
+    def _rows(self, kind: str, view: ArrayView, rows: Sequence[int] | None) -> Sequence[int]:
+        """How many rows of the array are for each rank."""
+        total = view.shape[0] if view.shape else 1
         if rows is None:
-            if there % self.size:
-                raise ValueError(f"{kind}: {there} rows cannot be cut into equal parts for {self.size} ranks")
-            return [there // self.size] * self.size
-        if len(rows) != self.size or sum(rows) != there or min(rows) < 0:
-            raise ValueError(f"{kind}: rows {list(rows)} must be {self.size} numbers whose sum is the array's {there}")
+            if total % self.size:
+                raise ValueError(f"{kind}: {total} rows cannot be cut into equal parts for {self.size} ranks")
+            return [total // self.size] * self.size
+        if len(rows) != self.size or sum(rows) != total or min(rows) < 0:
+            raise ValueError(f"{kind}: rows {list(rows)} must be {self.size} numbers whose sum is the array's {total}")
         return rows
 
     def _part_like(self, kind: str, buffers: Any) -> Array:
         if isinstance(buffers, list | tuple):
             if len(buffers) != self.size:
                 raise ValueError(f"{kind}: needs {self.size} arrays, one a rank, not {len(buffers)}")
-            mine = array_view(buffers[self.rank], writable=False)
-            return empty_like(mine, buffers[self.rank], mine.shape)
+            part = array_view(buffers[self.rank], writable=False)
+            return empty_like(part, buffers[self.rank], part.shape)
         whole = array_view(buffers, writable=False)
         return empty_like(whole, buffers, (self._rows(kind, whole, None)[0], *whole.shape[1:]))
 
 
 def _in_place(kind: str, buffer: Any, out: Any) -> tuple[Any, ArrayView]:
-    """The array that is reduced in place: the buffer, or `out` with the buffer's values in it."""
+    """The array to reduce in place: the buffer, or `out` after a copy of the buffer's values."""
     if out is None:
         return buffer, array_view(buffer, writable=True)
     source, target = array_view(buffer, writable=False), array_view(out, writable=True)

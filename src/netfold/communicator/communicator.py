@@ -1,4 +1,4 @@
-"""A group of ranks for people: how it is made, divided and left."""
+"""The public API of a group of ranks: make, split and close it."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from netfold.options import Options
 
 
 class Registration:
-    """Memory that stays registered; `close` ends that."""
+    """Memory that stays registered with the fabric until `close`."""
 
     def __init__(self, owner: Any, lease: Any) -> None:
         self._owner, self._lease = owner, lease
 
     def close(self) -> None:
-        # In this order: the memory may go with its owner.
+        # In this order: the memory may be freed with its owner.
         self._lease = None
         self._owner = None
 
@@ -39,7 +39,7 @@ class Registration:
 
 
 class Communicator(Collectives):
-    """A rank's end of a group, without torch. What it does with arrays: `Collectives`."""
+    """A rank's end of a group, without torch. Its operations on arrays: `Collectives`."""
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class Communicator(Collectives):
         join_timeout_s: float = 60.0,
         store_host: str | None = None,
     ) -> None:
-        """Meet the other ranks through `store`; see `Group`."""
+        """Connect to the other ranks through `store`; see `Group`."""
         self._options = options
         self._join_timeout_s = join_timeout_s
         self._store_host = store_host
@@ -76,14 +76,14 @@ class Communicator(Collectives):
         timeout_s: float = 1800.0,
         join_timeout_s: float = 60.0,
     ) -> Communicator:
-        """The group of all ranks of this job, as torchrun, mpirun (Open MPI, MPICH, Intel MPI) or srun started them.
+        """Make the group of all ranks that torchrun, mpirun (Open MPI, MPICH, Intel MPI) or srun started.
 
         Reads RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, or the launcher's own variables (`launchers`). Rank 0's
-        process serves a small store (`TcpStore`) until it ends; there may be several such groups, one after the other.
+        process serves a small store (`TcpStore`) until it ends. Several such groups can be made, one after the other.
         Raises ValueError where a variable is missing, RendezvousError.
         """
         place = launchers.placement(environment)
-        made = cls(
+        communicator = cls(
             process_store(place.host, place.port, place.job, rank=place.rank, timeout_s=join_timeout_s),
             place.rank,
             place.size,
@@ -92,21 +92,21 @@ class Communicator(Collectives):
             join_timeout_s=join_timeout_s,
             store_host=place.host,
         )
-        # Rank 0's process, and the store with it, may end as soon as everybody has come.
-        made.barrier(timeout_s=join_timeout_s)
-        return made
+        # Rank 0's process, and the store with it, may end once all ranks have connected.
+        communicator.barrier(timeout_s=join_timeout_s)
+        return communicator
 
     def split(
         self, color: int | None, key: int = 0, *, options: Options | None = None, timeout_s: float | None = None
     ) -> Communicator | None:
-        """A new group of the ranks that gave the same color, ordered by key, then by rank here.
+        """Make a new group of the ranks that gave the same color, ordered by key, then by rank here.
 
-        Every rank of this group calls. None as the color: no group for this rank, and None is returned. `options`
-        default to this group's. Cost: an all_gather of 16 bytes, then as long as a group takes to come together.
+        Every rank of this group calls. A rank with the color None joins no new group, and gets None.
+        options: default to this group's.
+        Cost: an all_gather of 16 bytes, then the start-up of a group.
         """
         absent = np.iinfo(np.int64).min
-        mine = np.array([absent if color is None else color, key], np.int64)
-        everyone = self.all_gather(mine)
+        everyone = self.all_gather(np.array([absent if color is None else color, key], np.int64))
         self._splits += 1
         if color is None:
             return None
@@ -124,14 +124,14 @@ class Communicator(Collectives):
     def register(self, array: Any) -> Registration:
         """Keep `array`'s memory registered with the fabric, so that collectives on it, or on parts of it, need not.
 
-        Until `close`, or the end of a `with`: the array's memory is held on to as long, and must not be resized. Where
-        there is no fabric it changes nothing. Registering it costs nothing yet; the first collective pays.
+        The registration ends with its `close`, or with a `with` block. Until then it keeps the memory alive, and the
+        array must not be resized. Without a fabric this does nothing. The first collective pays for the registration.
         """
-        lent = array_view(array, writable=True)
-        return Registration(lent.owner, self.group.lease(lent.region))
+        view = array_view(array, writable=True)
+        return Registration(view.owner, self.group.lease(view.region))
 
     def close(self) -> None:
-        """Leave the group: waits for no other rank. Operations under way fail. Idempotent."""
+        """Leave the group without waiting for other ranks. Operations under way fail. Idempotent."""
         self.group.close()
 
     def __enter__(self) -> Communicator:
@@ -141,5 +141,5 @@ class Communicator(Collectives):
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         if error is not None:
-            self.group.abort(f"{type(error).__name__}: {error}")  # the others hear what it was
+            self.group.abort(f"{type(error).__name__}: {error}")  # other ranks get the reason
         self.close()

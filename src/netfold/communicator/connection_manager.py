@@ -1,12 +1,13 @@
-"""What a group's ranks do for each other beside its operations: make broken connections again, and tell what they do.
+"""What a group's ranks do for each other beside operations: make broken connections again, and report their status.
 
-One thread a process sleeps until the engine has news: a connection broke, or an operation waits longer than usual. Each
-piece of news is looked into on a thread of its own, by way of the other ranks' listeners:
+One thread a process sleeps until the engine has an event. Each event is handled on a thread of its own, through the
+other ranks' listeners:
 
-    broken  the rank that had connected knocks again and both go on from where the other stands; the other pokes it. Who
-            finds no such group there, or nobody, or no way in time, gives the connection up, with that as the reason.
-    late    those who are waited for, and others, are asked what they do. One that has failed, or made another call in
-            this one's place, ends the wait at once; of a long one the log tells.
+    broken   a connection broke. The rank that had connected connects again, and the other rank asks for that. Both ends
+             resume where the other stands. The connection is given up, with the reason, if there is no such group any
+             more, if nobody answers, or if no attempt succeeds in time.
+    overdue  an operation waits longer than usual. The awaited ranks, and others, are asked for their status. A rank
+             that has failed, or made another call in this one's place, ends the wait at once. A long wait is logged.
 """
 
 from __future__ import annotations
@@ -31,24 +32,25 @@ from netfold.bootstrap.rendezvous import PeerAddresses
 from netfold.bootstrap.secure_stream import mesh_secrets
 from netfold.errors import RendezvousError
 from netfold.switch_protocol import control_messages
-from netfold.switch_protocol.control_messages import format_endpoint
+from netfold.switch_protocol.control_messages import Message, format_endpoint
 
 log = logging.getLogger("netfold")
 
-# Asking is for people who wait: an answer that takes longer is as good as none.
+# A caller waits for these replies: one that takes longer counts as none.
 QUERY_TIMEOUT_S = 1.0
-_MOST_ASKED = 16
+_MAX_QUERIES = 16
 _LOG_FROM_S = 10.0
 _RETRY_S = 0.1
 _REQUEST_RECONNECT_S = 2.0
 _IDLE_NS = 60_000_000_000
 _END_S = 2.0
 _FAILURES: tuple[str, ...] = engine.FAILURES
+_NO_REPLY = {"type": "no_reply", "activity": "not answering (stopped, or its host cannot be reached)"}
 
 
 @dataclass
 class GroupMonitor:
-    """One end of a group, under care."""
+    """One end of a group, as the connection manager and other ranks see it."""
 
     native: Any
     registered_group: RegisteredGroup
@@ -56,42 +58,35 @@ class GroupMonitor:
     reconnect_s: float
     ended: threading.Event = field(default_factory=threading.Event)
     lock: threading.Lock = field(default_factory=threading.Lock)
-    # What else other ranks may ask (recovery.py), by type.
+    # Handlers of further requests of other ranks (recovery.py), by type.
     handlers: dict[str, RequestHandler] = field(default_factory=dict)
-    reconnecting: set[tuple[int, int, int, int]] = field(default_factory=set)  # lane, peer, rail, mends before
-    # Set when this rank closes the group: the failure before that, in a tuple of one.
-    _left_with: tuple[Any] | None = None
+    reconnecting: set[tuple[int, int, int, int]] = field(default_factory=set)  # lane, peer, rail, former reconnects
+    # Set when this rank closes the group: in a tuple of one, the failure before that, or None.
+    _failure_at_close: tuple[Any] | None = None
 
     def mark_closed(self) -> Any:
         """This rank closes the group, which is no failure. Returns the failure that there was before, if any."""
-        self._left_with = (self.native.failure,)
-        return self._left_with[0]
+        self._failure_at_close = (self.native.failure,)
+        return self._failure_at_close[0]
 
     @property
     def failure(self) -> Any:
-        """What befell this end of the group; None while it works, and where it was only closed."""
-        return self.native.failure if self._left_with is None else self._left_with[0]
+        """The failure of this end of the group. None while it works, and where it was only closed."""
+        return self.native.failure if self._failure_at_close is None else self._failure_at_close[0]
 
     @property
     def rank(self) -> int:
         return self.registered_group.rank
 
-    def call(
-        self, peer: int, rail: int, message: control_messages.Message, timeout_s: float
-    ) -> tuple[Any, control_messages.Message]:
-        """Ask a rank's listener; the connection, and the reply. RendezvousError, TimeoutError, OSError, EOFError."""
-        hello = Hello(
-            CALL,
-            handshake.token_of(self.registered_group.secret),
-            self.rank,
-            peer,
-            self.registered_group.size,
-            rail=rail,
-            security=self.registered_group.security,
-        )
-        stream = rendezvous.connect(
-            self.peer_addresses, hello, self.registered_group.secret, time.monotonic() + timeout_s
-        )
+    def call(self, peer: int, rail: int, message: Message, timeout_s: float) -> tuple[Any, Message]:
+        """Send a request to a rank's listener; returns the open connection and the reply.
+
+        Raises RendezvousError, TimeoutError, OSError, EOFError.
+        """
+        group = self.registered_group
+        token = handshake.token_of(group.secret)
+        hello = Hello(CALL, token, self.rank, peer, group.size, rail=rail, security=group.security)
+        stream = rendezvous.connect(self.peer_addresses, hello, group.secret, time.monotonic() + timeout_s)
         try:
             stream.settimeout(timeout_s)
             control_messages.send(stream, message)
@@ -100,92 +95,89 @@ class GroupMonitor:
             stream.close()
             raise
 
-    def handle_request(self, peer: int, question: control_messages.Message) -> tuple[control_messages.Message, Any]:
-        """What this rank says to another's question (listener.RequestHandler)."""
-        if question["type"] in self.handlers:
-            return self.handlers[question["type"]](peer, question)
-        if question["type"] == "query":
+    def handle_request(self, peer: int, request: Message) -> tuple[Message, Any]:
+        """Reply to another rank's request (listener.RequestHandler)."""
+        if request["type"] in self.handlers:
+            return self.handlers[request["type"]](peer, request)
+        if request["type"] == "query":
             return {
                 "type": "status",
-                "recent_call": self.native.recent_call(question["sequence"]),
+                "recent_call": self.native.recent_call(request["sequence"]),
                 "activity": self.native.last_seen(),
                 "calls": self.native.collectives_submitted,
                 "failure": self.failure,
                 "expired": self.native.expired,
             }, None
-        lane, rail = question["lane"], question["rail"]
-        requested = question["type"] == "request_reconnect"
-        broken = self.native.disconnect(lane, peer, rail, question["reconnects"] if requested else -1)
+        lane, rail = request["lane"], request["rail"]
+        is_requested = request["type"] == "request_reconnect"
+        broken = self.native.disconnect(lane, peer, rail, request["reconnects"] if is_requested else -1)
         failure = self.failure
-        if requested and failure is None:
+        if is_requested and failure is None:
             _manager.start_task(partial(self.reconnect, lane, peer, rail))
             return {"type": "will_reconnect"}, None
-        if requested or broken is None:
+        if is_requested or broken is None:
             return {"type": "ended", "failure": failure, "expired": self.native.expired}, None
 
-        def go_on(stream: Any) -> None:
+        def resume(stream: Any) -> None:
             # The listener closes its own end of the descriptor.
             secrets = mesh_secrets(stream)
             end = os.dup(stream.fileno())
-            if self.native.reconnect(lane, peer, rail, broken[1], end, question["received"], secrets):
+            if self.native.reconnect(lane, peer, rail, broken[1], end, request["received"], secrets):
                 self._log_reconnected(lane, peer, rail, stream)
 
-        return {"type": "reconnect", "received": broken[0]}, go_on
+        return {"type": "reconnect", "received": broken[0]}, resume
 
     def reconnect(self, lane: int, peer: int, rail: int) -> None:
-        """Make a connection again that is broken, or give it up."""
+        """Make a broken connection again, or give it up."""
         broken = self.native.broken(lane, peer, rail)
         if broken is None:
             return
-        received, mends = broken
-        place = (lane, peer, rail, mends)
+        received, reconnects = broken
+        key = (lane, peer, rail, reconnects)
         with self.lock:
-            if place in self.reconnecting:
+            if key in self.reconnecting:
                 return
-            self.reconnecting.add(place)
+            self.reconnecting.add(key)
         try:
-            # Another thread may have come and gone since we looked; from here on only this one changes it.
+            # Another thread may have finished in between. From here on only this thread changes the connection.
             if self.native.broken(lane, peer, rail) == broken:
-                self._reconnect(lane, peer, rail, received, mends)
+                self._reconnect(lane, peer, rail, received, reconnects)
         finally:
             with self.lock:
-                self.reconnecting.discard(place)
+                self.reconnecting.discard(key)
 
-    def _reconnect(self, lane: int, peer: int, rail: int, received: int, mends: int) -> None:
+    def _reconnect(self, lane: int, peer: int, rail: int, received: int, reconnects: int) -> None:
         began = time.monotonic()
         log.warning("rank %d: the connection to rank %d broke (lane %d, rail %d)", self.rank, peer, lane, rail)
+        about = {"lane": lane, "rail": rail}
         why = ""
         while time.monotonic() < began + self.reconnect_s and not self.ended.is_set():
             left_s = began + self.reconnect_s - time.monotonic()
             try:
                 if self.rank < peer:
-                    # The other had connected, and may not have noticed.
-                    stream, reply = self.call(
-                        peer,
-                        rail,
-                        {**_about("request_reconnect", lane, rail), "reconnects": mends},
-                        min(left_s, _REQUEST_RECONNECT_S),
-                    )
+                    # The peer had connected, and may not have noticed the break.
+                    request = {"type": "request_reconnect", **about, "reconnects": reconnects}
+                    stream, reply = self.call(peer, rail, request, min(left_s, _REQUEST_RECONNECT_S))
                     stream.close()
                     if reply["type"] == "will_reconnect":
-                        # It has some time for that, then it is asked again: it may have ended meanwhile.
+                        # The peer may end meanwhile, so it is asked again after _REQUEST_RECONNECT_S.
                         until = min(time.monotonic() + _REQUEST_RECONNECT_S, began + self.reconnect_s)
                         while time.monotonic() < until and not self.ended.wait(_RETRY_S):
-                            if self.native.broken(lane, peer, rail) != (received, mends):
+                            if self.native.broken(lane, peer, rail) != (received, reconnects):
                                 return
                         why = "it did not connect again"
                         continue
                 else:
-                    message = {**_about("reconnect", lane, rail), "received": received}
-                    stream, reply = self.call(peer, rail, message, left_s)
+                    stream, reply = self.call(peer, rail, {"type": "reconnect", **about, "received": received}, left_s)
                     if reply["type"] == "reconnect":
                         self._log_reconnected(lane, peer, rail, stream)
                         secrets = mesh_secrets(stream)
-                        self.native.reconnect(lane, peer, rail, mends, stream.detach(), reply["received"], secrets)
+                        fd = stream.detach()
+                        self.native.reconnect(lane, peer, rail, reconnects, fd, reply["received"], secrets)
                         return
                     stream.close()
                 if reply["failure"] is not None:
-                    return self._hear(peer, reply)
+                    return self._fail_as(peer, reply)
                 why = "it closed the group"
                 break
             except RendezvousError as error:
@@ -195,38 +187,37 @@ class GroupMonitor:
                 why = f"no new connection came about ({error})"
                 self.ended.wait(_RETRY_S)
         waited_s = time.monotonic() - began
-        self.native.give_up(lane, peer, rail, mends, f"after {waited_s:.1f} s of trying to make it again: {why}")
+        self.native.give_up(lane, peer, rail, reconnects, f"after {waited_s:.1f} s of trying to make it again: {why}")
 
-    def _hear(self, peer: int, reply: control_messages.Message) -> None:
-        """After a failure nobody goes on: what a rank says that befell it."""
+    def _fail_as(self, peer: int, reply: Message) -> None:
+        """Fail with the reason of a rank that has failed: the whole group ends with it."""
         _, fault, why = reply["failure"]
         fault = fault if fault not in (-1, self.rank) else peer
         text = f"rank {peer} gave up on the group: {why}"
         self.native.fail(_FAILURES.index("peer_lost"), fault, text, expired_of(reply))
 
     def _log_reconnected(self, lane: int, peer: int, rail: int, stream: Any) -> None:
-        here, there = (format_endpoint(*end[:2]) for end in (stream.getsockname(), stream.getpeername()))
-        where = f"lane {lane}, rail {rail}, {here} to {there}"
+        own, other = (format_endpoint(*end[:2]) for end in (stream.getsockname(), stream.getpeername()))
+        where = f"lane {lane}, rail {rail}, {own} to {other}"
         log.warning("rank %d: the connection to rank %d was made again (%s)", self.rank, peer, where)
 
-    def query_status(self, ranks: Iterable[int], sequence: int = 0) -> dict[int, control_messages.Message]:
-        """What each of some ranks says it does, within a second; why it says nothing, where it does not."""
-        pool = ThreadPoolExecutor(_MOST_ASKED, "netfold asks")
+    def query_status(self, ranks: Iterable[int], sequence: int = 0) -> dict[int, Message]:
+        """The status of up to _MAX_QUERIES ranks, or why a rank does not reply. Takes a good second at most."""
+        pool = ThreadPoolExecutor(_MAX_QUERIES, "netfold status query")
         try:
-            asked = {rank: pool.submit(self._ask, rank, sequence) for rank in list(ranks)[:_MOST_ASKED]}
-            done, _ = wait(asked.values(), QUERY_TIMEOUT_S + 0.2)
-            silent = {"type": "no_reply", "activity": "not answering (stopped, or its host cannot be reached)"}
-            return {rank: future.result() if future in done else silent for rank, future in asked.items()}
+            queries = {rank: pool.submit(self._query, rank, sequence) for rank in list(ranks)[:_MAX_QUERIES]}
+            done, _ = wait(queries.values(), QUERY_TIMEOUT_S + 0.2)
+            return {rank: future.result() if future in done else _NO_REPLY for rank, future in queries.items()}
         finally:
             pool.shutdown(wait=False)
 
-    def _ask(self, peer: int, sequence: int) -> control_messages.Message:
+    def _query(self, peer: int, sequence: int) -> Message:
         try:
             stream, reply = self.call(peer, 0, {"type": "query", "sequence": sequence}, QUERY_TIMEOUT_S)
         except RendezvousError:
             return {"type": "gone", "activity": "gone: nobody of this group listens at its address"}
         except (OSError, EOFError):
-            return {"type": "no_reply", "activity": "not answering (stopped, or its host cannot be reached)"}
+            return _NO_REPLY
         stream.close()
         if reply["type"] == "ended":
             failure = reply["failure"]
@@ -234,56 +225,52 @@ class GroupMonitor:
         return reply
 
     def is_healthy(self, rank: int) -> bool:
-        """Whether a rank answers, as one of this group that has not failed."""
+        """Whether a rank replies, as one of this group that has not failed."""
         reply = self.query_status([rank])[rank]
         return reply["type"] == "status" and reply["failure"] is None
 
     def check_overdue(self, ranks: list[int], sequence: int, waited_s: float) -> None:
-        """An operation waits for some ranks: end it where that is hopeless, tell of it where it takes long.
+        """An operation waits for `ranks`: end the group if the wait is hopeless, log it if it is long.
 
-        The others are asked, too, or of many some: one that has failed is heard of although nothing of it is missing.
+        Other ranks are queried too, a random choice of many: the reason may be a failed rank that nobody waits for.
         """
         others = [rank for rank in range(self.registered_group.size) if rank != self.rank and rank not in ranks]
         random.shuffle(others)
-        seen = self.query_status([*ranks, *others], sequence)
-        mine = self.native.recent_call(sequence)
-        for rank, reply in seen.items():
-            said = reply.get("recent_call")
-            if said is not None and mine is not None and said != mine:
+        replies = self.query_status([*ranks, *others], sequence)
+        own_call = self.native.recent_call(sequence)
+        for rank, reply in replies.items():
+            call = reply.get("recent_call")
+            if call is not None and own_call is not None and call != own_call:
                 text = (
-                    f"rank {rank} is in {said}, this rank {self.rank} in {mine}; every rank must make the same calls "
-                    "in the same order with the same sizes"
+                    f"rank {rank} is in {call}, this rank {self.rank} in {own_call}; every rank must make the same "
+                    "calls in the same order with the same sizes"
                 )
                 self.native.fail(_FAILURES.index("mismatch"), rank, text)
                 return
             if reply.get("failure") is not None:
-                return self._hear(rank, reply)
+                return self._fail_as(rank, reply)
         if waited_s >= _LOG_FROM_S:
-            awaited = {rank: reply for rank, reply in sorted(seen.items()) if rank in ranks} or seen
-            log.warning("rank %d has waited %.0f s in %s: %s", self.rank, waited_s, mine, describe_status(awaited))
+            awaited = {rank: reply for rank, reply in sorted(replies.items()) if rank in ranks} or replies
+            log.warning("rank %d has waited %.0f s in %s: %s", self.rank, waited_s, own_call, describe_status(awaited))
 
 
-def expired_of(reply: control_messages.Message) -> tuple[int, int]:
-    """The collective that passed its deadline, and its timeout, where that ended the group of the rank that replied."""
+def expired_of(reply: Message) -> tuple[int, int]:
+    """The collective whose passed deadline ended the replying rank's group, and its timeout in ns; else (0, 0)."""
     call, timeout_ns = reply.get("expired") or (0, 0)
     return int(call), int(timeout_ns)
 
 
-def overdue_ranks(seen: dict[int, control_messages.Message], sequence: int) -> list[int]:
-    """Of the ranks that were asked, those that have not made collective `sequence`, or do not answer."""
-    return sorted(rank for rank, reply in seen.items() if reply.get("calls", 0) < sequence)
+def overdue_ranks(replies: dict[int, Message], sequence: int) -> list[int]:
+    """Of the queried ranks, those that have not made collective `sequence`, or do not reply."""
+    return sorted(rank for rank, reply in replies.items() if reply.get("calls", 0) < sequence)
 
 
-def describe_status(seen: dict[int, control_messages.Message]) -> str:
-    return "; ".join(f"rank {rank} is {reply['activity']}" for rank, reply in seen.items())
-
-
-def _about(kind: str, lane: int, rail: int) -> control_messages.Message:
-    return {"type": kind, "lane": lane, "rail": rail}
+def describe_status(replies: dict[int, Message]) -> str:
+    return "; ".join(f"rank {rank} is {reply['activity']}" for rank, reply in replies.items())
 
 
 class _ConnectionManager:
-    """The thread, those that look into something, and whom they care for."""
+    """The thread that waits for events, the threads that handle them, and the groups that they are for."""
 
     def __init__(self) -> None:
         self._reset()
@@ -329,21 +316,21 @@ class _ConnectionManager:
 
     def _run(self) -> None:
         while not self._stopping:
-            news = engine.next_async_event(_IDLE_NS)
-            if news is None:
+            event = engine.next_async_event(_IDLE_NS)
+            if event is None:
                 continue
-            broken, group, ranks, lane, rail, sequence, waited_s = news
+            is_broken, group, ranks, lane, rail, sequence, waited_s = event
             with self._lock:
                 monitor = self._monitors.get(group)
             if monitor is None:
                 continue
-            if broken:
+            if is_broken:
                 self.start_task(partial(monitor.reconnect, lane, ranks[0], rail))
             else:
                 self.start_task(partial(monitor.check_overdue, ranks, sequence, waited_s))
 
     def stop(self) -> None:
-        """At the end of the process: no thread may come back from the native floor when Python is gone."""
+        """At the end of the process: no thread may return from native code after the interpreter is gone."""
         if self._pid != os.getpid():
             return
         with self._lock:
@@ -361,7 +348,7 @@ atexit.register(_manager.stop)
 
 
 def watch_group(group: int, monitor: GroupMonitor) -> None:
-    """Of a native group, by its id, until `unwatch_group`."""
+    """Handle the events of a native group, by its id, until `unwatch_group`."""
     _manager.add(group, monitor)
 
 

@@ -1,50 +1,36 @@
-"""A group of ranks: mesh, switch membership, choice table, and the native queue behind them."""
+"""A group of ranks: submit operations to the native group, wait for them, explain choices and failures."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
-import hashlib
 import itertools
 import logging
 import os
-import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 import netfold
-from netfold._native import engine, protocol
-from netfold.bootstrap import capacity, fabric, mpi, peer_memory, probe, rendezvous
-from netfold.bootstrap.addresses import interface_of, own_interfaces
-from netfold.bootstrap.listener import RegisteredGroup, acquire_listener, release_listener
-from netfold.bootstrap.secure_stream import mesh_secrets
-from netfold.bootstrap.shm_discovery import Node, discover_nodes
+from netfold._native import engine
+from netfold.bootstrap import capacity
+from netfold.bootstrap.listener import Listener
 from netfold.bootstrap.store import Store
-from netfold.communicator import connection_manager
+from netfold.communicator import connection_manager, startup
 from netfold.communicator.capacity_watch import CapacityWatch
 from netfold.communicator.connection_manager import GroupMonitor
-from netfold.communicator.membership import Membership, join_for_host, query_path_to_root
+from netfold.communicator.failure_report import FailureReport
+from netfold.communicator.membership import Membership
 from netfold.communicator.recovery import Recovery
-from netfold.communicator.switch_tree import PathToRoot
-from netfold.errors import NetfoldError, RendezvousError, WaitTimeout, error_of
+from netfold.communicator.startup import Connections
+from netfold.errors import NetfoldError, WaitTimeout, error_of
 from netfold.options import SECURITIES, Options
 from netfold.profile import Records, recording, records_of
 from netfold.profile.run import GroupName
-from netfold.switch_protocol.control_messages import Message, switches_of
-from netfold.tuning import (
-    DEFAULT_LINKS,
-    Candidate,
-    ChoiceTable,
-    Links,
-    Topology,
-    build_table,
-    candidates,
-    format_seconds,
-    table_without_switch,
-)
+from netfold.tuning import Candidate, candidates, format_seconds, table_without_switch
 
 log = logging.getLogger("netfold")
 _LOG_FORMAT = "%(asctime)s %(name)s %(levelname)-7s %(message)s"
@@ -53,26 +39,20 @@ KINDS: dict[str, int] = engine.KINDS
 DTYPES: dict[str, int] = engine.DTYPES
 REDUCE_OPS: dict[str, int] = engine.REDUCE_OPS
 _SEND = KINDS["send"]
-# The `root` of a receive from whoever sends first.
+# The `root` of a receive from whichever rank sends first.
 ANY_SOURCE: int = engine.ANY_SOURCE
 
 # (address, bytes). The caller keeps the memory alive until the operation is done.
 Region = tuple[int, int]
 
-# Connections between two ranks: one for collectives, one for messages, so that neither waits for the other; and one a
-# switch, for what it was to do, should it be lost.
-_LANES = 2
-# What comes through memory comes in microseconds, if its sender runs; who yields meanwhile takes nothing from anybody.
-_SPIN_US, _CROWDED_SPIN_US = 200, 1000
-
-# What only moves values: where ranks share memory, in one copy if the kernel lets them.
+# Operations that only move values: ranks that share memory do them with one copy if the kernel lets them.
 _COPIES = ("broadcast", "all_gather", "gather", "scatter", "all_to_all")
 
-# Where the user's own lines begin.
+# Call sites begin at the first frame outside of this package.
 engine.hide_from_call_sites(os.path.dirname(netfold.__file__) + os.sep)
 
 _ids = itertools.count(1)
-# How many groups of this process could have logged how they communicate at info; the first one did.
+# Groups of this process that could have logged how they communicate at level info. The first one did.
 _announced = itertools.count()
 
 
@@ -91,11 +71,13 @@ class Group:
         store_host: str | None = None,
         job_ranks: Sequence[int] = (),
     ) -> None:
-        """Meet the other ranks through `store`, then join the switch, if one is named.
+        """Connect to the other ranks through `store`, then join the switches that are named, if any.
 
-        `timeout_s` is the deadline of each operation that names none; `join_timeout_s` that of coming together.
-        `job_ranks`: who the ranks of this group are in the job, for profiles; empty where that is not known.
-        Raises ValueError for options that make no sense, RendezvousError, SwitchError.
+        timeout_s: deadline of each operation that names none.
+        join_timeout_s: deadline of this start-up.
+        store_host: the rendezvous host, which the first interface should reach.
+        job_ranks: the ranks of this group in the job, for profiles; empty where that is not known.
+        Raises ValueError for contradictory options, RendezvousError, SwitchError.
         """
         if not 0 <= rank < size:
             raise ValueError(f"rank {rank} is not one of a group of {size}")
@@ -106,220 +88,76 @@ class Group:
         self.job_ranks = job_ranks
         self.size = size
         self.timeout_s = timeout_s
-        self.options = options  # for groups that are to be like this one
+        self.options = options  # for groups that are made like this one
         self._pid = os.getpid()
         self._closed = False
         self._close_lock = threading.Lock()
-        self._seen: dict[int, Message] | None = None  # what others said when an operation timed out
+        self._id = next(_ids)
         # By switch; none on a rank that did not join any.
         self.recoveries: list[Recovery] = []
-        memberships: list[Membership] = []
-
-        # The part of the store that this life of the group has to itself.
-        self.store = store = rendezvous.claim(store, rank, size, deadline)
-        try:
-            job = rendezvous.agree(store, rank, size, options, deadline)
-            interfaces = own_interfaces(options, store_host)
-            # The one that was named may not be as secure as the job.
-            switches = switches_of(None if job.no_switch else options.switch)
+        with contextlib.ExitStack() as undo:
+            connections = startup.connect_group(store, rank, size, options, store_host, deadline, undo)
+            listener, job = connections.agreement.listener, connections.job
+            self.store = connections.agreement.store
+            self.nodes = connections.memory.nodes
+            self.peer_memory: Any = connections.memory.peer_memory
+            self.shares_buckets = startup.is_shared(connections.memory) and options.share_buckets != "off"
+            self.fabric = connections.fabric.description  # what replaces TCP, and why; empty for TCP
+            self.table, self.links, self.topology, *_ = connections.choice
+            # In words, which ranks are reached over which interface.
+            self.interfaces = startup.describe_interfaces(connections.mesh)
+            self._copies = connections.memory.copies
+            self._port = connections.fabric.port
+            self._switch = job.switch
             self._no_switch = job.no_switch
-            lanes = _LANES + len(switches)
-            security = SECURITIES.index(job.security)
-            self._registered_group = RegisteredGroup(job.secret, rank, size, lanes, interfaces.rails, security)
-            self._listener = listener = acquire_listener(rank, interfaces.hosts, options.port_range(), deadline)
-        except BaseException as error:
-            rendezvous.publish_failure(store, rank, str(error) or type(error).__name__)
-            raise
-        sockets: rendezvous.Sockets = []
-        node: Node | None = None
-        try:
-            listener.register(self._registered_group)
-            sockets, peer_addresses = rendezvous.connect_mesh(
-                store, self._registered_group, listener, interfaces, deadline, fabric=options.fabric
+            self._native = startup.start_native(connections, self._id, undo)
+            self._monitor = GroupMonitor(
+                self._native,
+                connections.registered_group,
+                connections.mesh.peer_addresses,
+                float(options.reconnect_s or 0),
             )
-            streams = rendezvous.first_rail(sockets[0])
-            on_this_host = 1 + sum(_is_here(stream) for stream in streams if stream is not None)
-            over: list[list[Any]] = []
-            # What is gone over in the place of TCP, in words, and why; empty for TCP.
-            self.fabric = ""
-            self._port: Any = None
-            probed: Sequence[Any] = streams
-            if options.fabric is not None:
-                hosts = interfaces.hosts[: interfaces.rails]
-                port = mpi.port_of(rank, streams, deadline) if options.over_mpi else None
-                settings = {
-                    name: getattr(options, name)
-                    for name in ("rma_min_bytes", "registration_cache_entries", "registration_cache_bytes")
-                }
-                over = fabric.connect(
-                    options.fabric, hosts, rank, lanes, streams, deadline, settings=settings, port=port
-                )
-                self._port = port or fabric.port_of(options.fabric, hosts)
-                self.fabric = f"{fabric.describe_port(self._port)} (NETFOLD_TRANSPORT={options.transport})"
-                probed = fabric.byte_streams(over[0], streams, options.fabric)
-            self.nodes, node = discover_nodes(rank, size, streams, enabled=options.shares_memory, deadline=deadline)
-            self.peer_memory: Any = None
-            self._single_copy = ""
-            if node is not None:
-                enabled = options.single_copy != "off"
-                self.peer_memory, self._single_copy = peer_memory.negotiate(node, enabled=enabled, deadline=deadline)
-            shared = node is not None and len(node.ranks) == size
-            self.shares_buckets = shared and options.share_buckets != "off"
-            topology = Topology(self.nodes)
-
-            # What the switch takes is measured where something is chosen by it.
-            measures = job.switch is not None and job.algorithm == "auto" and topology.node_count > 1 and job.probe
-            ends = frozenset(
-                end
-                for stream in streams
-                if stream is not None
-                for end in (stream.getsockname()[0], stream.getpeername()[0])
-            )
-
-            def build(links: Links, measuring: bool = False) -> ChoiceTable:
-                table = build_table(
-                    ranks=size,
-                    switch=job.switch,
-                    algorithm=job.algorithm,
-                    wire=job.wire,
-                    topology=topology,
-                    links=links,
-                    measuring=measuring,
-                )
-                return capacity.with_learned_split(table, topology.node_count) if measures and not measuring else table
-
-            def build_first(links: Links) -> ChoiceTable:
-                return build(links, measuring=measures and not links.switches)
-
-            if job.probe and not shared and size > 1:
-                switched = capacity.cached_rates(ends, job.switch) if measures and job.switch is not None else ()
-                choice = probe.agree(
-                    probed, rank, topology, build_first, deadline, rails=interfaces.rails, switches=switched
-                )
-            else:
-                choice = probe.Choice(build(DEFAULT_LINKS), DEFAULT_LINKS, topology)
-            self.table: ChoiceTable = choice.table
-            self.links = choice.links
-            self.topology = choice.topology
-            workers = self.table.workers(self.topology)
-            if len(workers) > protocol.MAX_WORKERS:
-                raise ValueError(f"a switch adds for at most {protocol.MAX_WORKERS} workers, not {len(workers)}")
-            for number, switch in enumerate(switches if workers else ()):
-                membership = join_for_host(
-                    switch,
-                    # A digest: the switch learns which ranks belong together, not the secret behind it.
-                    job=hashlib.sha256(_of_switch(number, job)).hexdigest()[:32],
-                    name=options.job_name or "",
-                    token_file=options.token_file,
-                    rank=rank,
-                    workers=workers,
-                    streams=streams,
-                    host=[peer for peer in range(size) if self.nodes[peer] == self.nodes[rank]],
-                    window_bytes=job.window_bytes,
-                    fabric=options.switch_fabric,
-                    security=job.security,
-                    deadline=deadline,
-                )
-                if membership is not None:
-                    memberships.append(membership)
-        except BaseException:
-            for joined in memberships:
-                joined.leave("it could not join all of its switches")
-            rendezvous.close_all(sockets)
-            if node is not None:
-                node.close()
-            listener.deregister(self._registered_group, (engine.FAILURES.index("system"), -1, "it could not join"))
-            release_listener(listener)
-            raise
-        self._switch = job.switch
-        # Which ranks are reached over which interface, in words.
-        self.interfaces = used = tuple(_by_interface(sockets[0]))
-        secrets = [[[mesh_secrets(stream) for stream in row] for row in lane] for lane in sockets]
-        fds, lane_fds, *spares = ([[_detached(stream) for stream in row] for row in lane] for lane in sockets)
-        # A connection inside a host breaks only where a process dies.
-        mends = [options.reconnect_s != 0 and node != self.nodes[rank] for node in self.nodes]
-        self._id = next(_ids)
-        # An MPI wakes nobody: who slept at once would look long after the other rank's word had come.
-        polls = options.over_mpi
-        spinners = len(node.ranks) if node is not None else on_this_host if polls else 1
-        crowded = spinners > len(os.sched_getaffinity(0))
-        self._native = engine.add_group(
-            rank=rank,
-            fds=fds,
-            lane_fds=lane_fds,
-            fallback_fds=spares,
-            resumable=mends,
-            id=self._id,
-            job=hashlib.sha256(b"status" + job.name.encode() + job.secret).hexdigest()[:32],
-            spin_us=(_CROWDED_SPIN_US if crowded else _SPIN_US) if options.spin_us is None else options.spin_us,
-            spins_for_sockets=options.spin_us is not None or polls,
-            yields=crowded,
-            table=_native_rows(self.table),
-            table_hash=self.table.hash16,
-            nodes=list(self.nodes),
-            fabric=over,
-            secrets=[] if job.security == SECURITIES[0] else secrets,
-        )
-        if node is not None:
-            self._native.share(
-                node.position, list(node.ranks), node.segments, node.doorbells, node.links, self.peer_memory
-            )
-            log.debug("rank %d of %d: %s", rank, size, self._single_copy)
-        self._monitor = GroupMonitor(
-            self._native, self._registered_group, peer_addresses, float(options.reconnect_s or 0)
-        )
-        native = self._native
-        watch = CapacityWatch(lambda: native.shares, rank=rank, ends=ends, switch=job.switch or "")
-        for number, (switch, joined) in enumerate(zip(switches, memberships, strict=bool(memberships))):
-            looks = functools.partial(watch.look, number)
-            self.recoveries.append(self._attach_switch(number, switch, joined, job, options, looks))
-        connection_manager.watch_group(self._id, self._monitor)
-        if job.switch is not None and workers:
-            run = functools.partial(self._run_once, deadline)
-            try:
-                if measures and not self.links.switches:
-                    self.table, self.links = capacity.agree(
-                        run, rank, self.links, build, ends, job.switch, self.lost_switches
-                    )
-                    self._native.set_table(_native_rows(self.table), self.table.hash16)
-                if self.recoveries:
-                    found = capacity.shares_of(self.links, len(workers), len(switches), fixed=not job.probe)
-                    self._native.set_shares(found)
-                    if job.probe:
-                        watch.begin(measured=bool(self.links.switches))
-            except BaseException:
-                self._end()
-                raise
+            self._failures = FailureReport(self._monitor, self.recoveries)
+            undo.callback(_announce_end, self._id, self._monitor, self.recoveries, listener)
+            self._start_switches(connections, deadline)
+            # For the rest of the group's life. Nothing in it refers to this object, which would keep itself alive.
+            self._resources = undo.pop_all()
         name = GroupName(f"netfold {job.name[:8]}", "netfold", list(job_ranks))
         self._member = recording.Member(
             self._id, name, rank, size, self._native.events, functools.partial(_registrations, self._port)
         )
         recording.joined(self._member)
-        if job.no_switch and rank == 0:
-            log.warning("rank 0 of %d: %s", size, job.no_switch)
-        # Frameworks that configure logging (Ray) show info of every rank, so one group of one rank logs at info.
-        speaks = rank == 0 and (not job_ranks or job_ranks[0] == 0) and next(_announced) == 0
-        log.log(
-            logging.INFO if speaks else logging.DEBUG,
-            "rank %d of %d listens on %s, port %d; %s; all_reduce: %s",
-            rank,
-            size,
-            ", ".join(listener.hosts),
-            listener.port,
-            "; ".join([*used, *_secured(job.security), *(f"not used: {failed}" for failed in peer_addresses.failed)]),
-            self.why("all_reduce", 1 << 24),
-        )
+        self._log_start(connections)
 
-    def _attach_switch(
-        self,
-        number: int,
-        switch: str,
-        membership: Membership,
-        job: rendezvous.Job,
-        options: Options,
-        looks: Callable[[], float | None],
-    ) -> Recovery:
-        """Give a membership of a switch to the native group, and see to it that its loss costs no step."""
+    def _start_switches(self, connections: Connections, deadline: float) -> None:
+        """Attach memberships, then watch the group; measure the switches where a choice depends on it."""
+        job, hosts = connections.job, connections.mesh.hosts
+        native = self._native
+        watch = CapacityWatch(lambda: native.shares, rank=self.rank, hosts=hosts, switch=job.switch or "")
+        for number in range(len(connections.memberships)):
+            self.recoveries.append(self._attach_switch(number, connections, watch))
+        connection_manager.watch_group(self._id, self._monitor)
+        if job.switch is None or not connections.workers:
+            return
+        choice = connections.choice
+        if choice.measures_switches and not self.links.switches:
+            run = functools.partial(self._run_once, deadline)
+            self.table, self.links = capacity.agree(
+                run, self.rank, self.links, choice.build, hosts, job.switch, self.lost_switches
+            )
+            native.set_table(startup.native_rows(self.table), self.table.hash16)
+        if self.recoveries:
+            native.set_shares(
+                capacity.shares_of(
+                    self.links, len(connections.workers), len(connections.memberships), fixed=not job.probe
+                )
+            )
+            if job.probe:
+                watch.begin(measured=bool(self.links.switches))
+
+    def _attach_switch(self, number: int, connections: Connections, watch: CapacityWatch) -> Recovery:
+        """Give the membership of a switch to the native group, and recover from the switch's loss."""
+        membership, access, job = connections.memberships[number], connections.accesses[number], connections.job
         log.debug(
             "rank %d joined the switch at %s as one of %d workers: window %d x %d bytes over %s, packets %s",
             self.rank,
@@ -327,7 +165,7 @@ class Group:
             len(membership.workers),
             membership.window,
             membership.payload_bytes,
-            options.switch_fabric or "UDP",
+            self.options.switch_fabric or "UDP",
             membership.protection,
         )
         if membership.window_shortfall and self.rank == membership.workers[0]:
@@ -335,59 +173,56 @@ class Group:
         table = table_without_switch(len(membership.workers), wire=job.wire, links=self.links)
         rows = [(KINDS[row.operation], row.min_bytes, engine.ALGORITHMS[row.algorithm]) for row in table.rows]
         membership.attach(self._native, rows, table.hash16)
-
-        mine: dict[str, Any] = {
-            "token_file": options.token_file,
-            "rank": self.rank,
-            "workers": membership.workers,
-            "security": job.security,
-        }
-
-        def look_up(timeout_s: float) -> PathToRoot:
-            return query_path_to_root(switch, **mine, timeout_s=timeout_s)
-
-        def join(digest: str, way: PathToRoot, paths: Sequence[Sequence[int]], timeout_s: float) -> Membership:
-            return Membership.join(
-                way.endpoints[0],
-                **mine,
-                job=digest,
-                name=options.job_name or "",
-                paths=paths,
-                window_bytes=job.window_bytes,
-                fabric=options.switch_fabric,
-                timeout_s=timeout_s,
-            )
-
         return Recovery(
             self._monitor,
             membership,
-            look_up,
-            join,
+            access,
             number=number,
-            job=_of_switch(number, job),
-            rejoin_s=float(options.rejoin_s or 0),
+            job=startup.switch_secret(number, job),
+            rejoin_s=float(self.options.rejoin_s or 0),
             table=table,
-            capacity=looks,
+            capacity=functools.partial(watch.look, number),
+        )
+
+    def _log_start(self, connections: Connections) -> None:
+        agreement, failed = connections.agreement, connections.mesh.peer_addresses.failed
+        if self._no_switch and self.rank == 0:
+            log.warning("rank 0 of %d: %s", self.size, self._no_switch)
+        if self._copies:
+            log.debug("rank %d of %d: %s", self.rank, self.size, self._copies)
+        # Frameworks that configure logging (Ray) show info of every rank, so one group of one rank logs at info.
+        is_first = self.rank == 0 and (not self.job_ranks or self.job_ranks[0] == 0) and next(_announced) == 0
+        security = agreement.job.security
+        secured = [] if security == SECURITIES[0] else [f"streams between ranks: NETFOLD_SECURITY={security}"]
+        log.log(
+            logging.INFO if is_first else logging.DEBUG,
+            "rank %d of %d listens on %s, port %d; %s; all_reduce: %s",
+            self.rank,
+            self.size,
+            ", ".join(agreement.listener.hosts),
+            agreement.listener.port,
+            "; ".join([*self.interfaces, *secured, *(f"not used: {each}" for each in failed)]),
+            self.why("all_reduce", 1 << 24),
         )
 
     def _run_once(self, deadline: float, kind: str, dtype: str, reduce: str, array: np.ndarray[Any, Any]) -> None:
-        """One operation in place, from rank 0 where there is a root, before this group is given to anybody."""
+        """One operation in place, from rank 0 where there is a root, during start-up."""
         left_s = max(0.1, deadline - time.monotonic())
         output = (region(array),)
         self.wait(self.submit(kind, dtype=dtype, reduce=reduce, outputs=output, timeout_s=left_s, wait_here=True))
 
     def lost_switches(self) -> str:
-        """Which switches do not do this rank's operations now, in words; empty where all do."""
+        """Which switches are lost and what runs instead, in words; empty where none is."""
         return "; ".join(recovery.state for recovery in self.recoveries if recovery.state)
 
     @property
     def shares(self) -> Any:
-        """What of a split all_reduce goes which way now, native; None in a group that joined no switch."""
+        """The parts of a split all_reduce over each path now (native Shares); None in a group that joined no switch."""
         return self._native.shares
 
     @property
     def membership(self) -> Membership | None:
-        """Of the first switch; None on a rank that did not join one, and while the switch is gone."""
+        """Of the first switch; None on a rank that did not join one, and while the switch is lost."""
         return self.recoveries[0].membership() if self.recoveries else None
 
     def submit(
@@ -404,12 +239,15 @@ class Group:
         timeout_s: float | None = None,
         wait_here: bool,
     ) -> Any:
-        """Enqueue a call; the native Operation. With `wait_here` it may run on this thread and be done on return.
+        """Enqueue a call; returns the native Operation.
 
-        send and receive name the other rank by `root` (receive: ANY_SOURCE for whoever comes first; the operation's
-        `peer` then says who it was) and are matched by `tag`. They are no part of the group's order of calls.
-        all_reduce takes an input where the wire is i8: the residual, as long as the output. It is added to this rank's
-        part, and then holds what rounding took from that.
+        wait_here: the caller will wait at once, so the operation may run on this thread and be done on return.
+
+        send and receive take the other rank as `root`, and match by `tag`. A receive from ANY_SOURCE takes the first
+        message of any rank; the operation's `peer` then names the sender. Both are outside of the group's order of
+        calls.
+        An all_reduce with the wire format i8 takes an input: the residual, as long as the output. The residual is added
+        to this rank's contribution, and then holds the rounding error of the sum of both.
         """
         if self._pid != os.getpid() or self._closed:
             self._refuse()
@@ -438,7 +276,7 @@ class Group:
         *,
         wait_here: bool,
     ) -> Any:
-        """`submit` for one region, by native codes: nothing on the way that a small call would feel."""
+        """`submit` for one region, by native codes, with as little Python as a small call needs."""
         if self._pid != os.getpid() or self._closed:
             self._refuse()
         seconds = self.timeout_s if timeout_s is None else timeout_s
@@ -447,7 +285,7 @@ class Group:
     def run_in_place(
         self, kind: int, dtype: int, reduce: int, average: bool, region: Region, timeout_s: float | None = None
     ) -> None:
-        """`start_in_place` and `wait` at once. Raises what befell the operation."""
+        """`start_in_place` and `wait` in one call. Raises the operation's error."""
         operation = self.start_in_place(kind, dtype, reduce, average, region, timeout_s, wait_here=True)
         if not operation.done:
             self._native.wait(operation, -1)
@@ -458,14 +296,13 @@ class Group:
         """`submit` for a send or receive, by native codes."""
         if self._pid != os.getpid() or self._closed:
             self._refuse()
-        ours, none = (region,), ()
-        inputs, outputs = (ours, none) if kind == _SEND else (none, ours)
+        inputs, outputs = ((region,), ()) if kind == _SEND else ((), (region,))
         return self._native.submit(kind, dtype, 0, False, peer, inputs, outputs, int(self.timeout_s * 1e9), False, tag)
 
     def all_reduce_here(self, array: Any, reduce: int, average: bool, timeout_s: float | None) -> bool:
-        """A blocking all_reduce in place by the short way, for small arrays: what `array` is, is found natively.
+        """A blocking all_reduce in place for small arrays: native code finds the address, size and dtype of `array`.
 
-        False where it is nothing for this way (no writable contiguous buffer of plain numbers): nothing was done then.
+        False, and nothing done, where `array` is not a writable contiguous buffer of plain numbers.
         """
         if self._pid != os.getpid() or self._closed:
             self._refuse()
@@ -482,6 +319,17 @@ class Group:
             raise RuntimeError("this group was made before a fork; make a new one in the child")
         raise ValueError("this group was closed")
 
+    def wait(self, operation: Any, timeout_s: float | None = None) -> None:
+        """Wait for a submitted operation; raises its error. WaitTimeout where only the wait ended."""
+        if not operation.done and not self._native.wait(operation, -1 if timeout_s is None else int(timeout_s * 1e9)):
+            raise WaitTimeout(f"rank {self.rank}: the wait timed out: the operation is not done after {timeout_s} s")
+        if operation.failure is not None:
+            raise self.error(operation)
+
+    def error(self, operation: Any) -> NetfoldError:
+        """The exception for a failed operation, with the ranks that it waited for where these are known."""
+        return self._failures.error(operation)
+
     @property
     def failure_kind(self) -> str | None:
         """The kind of the failure that ended this group, one of `engine.FAILURES`. None while the group works."""
@@ -490,7 +338,7 @@ class Group:
 
     @property
     def failure(self) -> NetfoldError | None:
-        """What ended this group, for who has no operation under way to hear of it. None while the group works."""
+        """The failure that ended this group, for callers without an operation under way. None while the group works."""
         failure = self._native.failure
         return None if failure is None else error_of(engine.FAILURES[failure[0]], failure[1], failure[2])
 
@@ -499,62 +347,11 @@ class Group:
         """The number of collectives that this rank has submitted. Equal on all ranks between collectives."""
         return int(self._native.collectives_submitted)
 
-    def wait(self, operation: Any, timeout_s: float | None = None) -> None:
-        """Wait for a submitted operation; raises what befell it. WaitTimeout when only the waiting ended."""
-        if not operation.done and not self._native.wait(operation, -1 if timeout_s is None else int(timeout_s * 1e9)):
-            raise WaitTimeout(f"rank {self.rank}: the wait timed out: the operation is not done after {timeout_s} s")
-        if operation.failure is not None:
-            raise self.error(operation)
-
-    def error(self, operation: Any) -> NetfoldError:
-        """What befell a failed operation, with the missing ranks where the switch knows them."""
-        kind, rank, text = operation.failure
-        name = engine.FAILURES[kind]
-        record = records_of(operation.record())[0]
-        in_network = record["algorithm"] in [
-            engine.ALGORITHMS[name] for name in ("in_network", "split", "hierarchical")
-        ]
-        if name == "timeout":
-            if rank < 0 and in_network and self.recoveries:
-                for recovery in self.recoveries:
-                    missing, words = recovery.stragglers()
-                    rank = missing[0] if missing and rank < 0 else rank
-                    text += f"; {words}"
-                text += ". Did every rank make this call?"
-            else:
-                text += "."
-            is_transfer = record["operation"] in (_SEND, KINDS["receive"])
-            rank, seen = self._last_seen(rank, None if is_transfer else int(record["sequence"]))
-            text += seen
-        if self._native.failure is not None:
-            # Who waits at a switch for this rank hears why now, and not when this rank closes the group.
-            for recovery in self.recoveries:
-                recovery.leave(text, rank)
-        return error_of(name, rank, text)
-
-    def _last_seen(self, rank: int, sequence: int | None) -> tuple[int, str]:
-        """The rank at fault in an operation that timed out, and what that rank says it does. Costs up to a second.
-
-        rank: whom this rank waits for, -1 where that is not known; in collective `sequence` that rank may itself wait
-        for another. Where no rank is found that has not made the call, all are told of, `rank` first.
-        """
-        with self._close_lock:
-            if self._seen is None:
-                others = [each for each in range(self.size) if each != self.rank]
-                self._seen = self._monitor.query_status(sorted(others, key=lambda each: each != rank))
-        if not self._seen:
-            return rank, ""
-        ranks = [] if sequence is None else connection_manager.overdue_ranks(self._seen, sequence)
-        if ranks and rank not in ranks:
-            rank = ranks[0]
-        ranks = sorted(ranks or self._seen, key=lambda each: (each != rank, each))
-        return rank, f" Just now {connection_manager.describe_status({each: self._seen[each] for each in ranks})}"
-
     def candidates(self, operation: str, size_bytes: int) -> list[Candidate]:
-        """All algorithms for it and what this group's cost model expects of them, the quickest first.
+        """All algorithms for `operation` with the times that this group's cost model expects, the fastest first.
 
-        size_bytes: of the whole tensor: what is reduced or broadcast, what all gather together, what a rank gives to
-        reduce_scatter and all_to_all.
+        size_bytes: of the whole tensor. This is what is reduced or broadcast, what all ranks gather together, or what
+        one rank gives to reduce_scatter and all_to_all.
         """
         wire = self.table.choose(operation, size_bytes).wire
         return candidates(operation, size_bytes, self.topology, self.links, switch=self._switch, wire=wire)
@@ -569,32 +366,37 @@ class Group:
             for each in self.candidates(operation, size_bytes)
             if each.seconds is not None
         ]
-        reason = row.reason
+        reasons = [row.reason]
         if "split" in (row.algorithm, row.between) and self._native.shares is not None:
-            reason += f"; {capacity.describe_shares(self._native.shares)}"
+            reasons.append(capacity.describe_shares(self._native.shares))
         if {row.algorithm, row.between} & {"in_network", "split"}:
-            reason += "".join(f"; {recovery.state}" for recovery in self.recoveries if recovery.state)
-        reason += f"; {self._no_switch}" if self._no_switch else ""
+            reasons += [recovery.state for recovery in self.recoveries if recovery.state]
+        if self._no_switch:
+            reasons.append(self._no_switch)
         if self._port is not None and self._port.why_not_rma:
-            reason += f"; over the fabric in segments, which are copied: {self._port.why_not_rma}"
+            reasons.append(f"over the fabric in segments, which are copied: {self._port.why_not_rma}")
         if row.algorithm == "shared_memory" and operation in _COPIES:
-            reason += f"; {self._single_copy}"
+            reasons.append(self._copies)
         over = f"; over {self.fabric}" if self.fabric else ""
-        return f"{row.algorithm} ({reason}); for {size_bytes} bytes the model says {', '.join(times)}{over}"
+        return f"{row.algorithm} ({'; '.join(reasons)}); for {size_bytes} bytes the model says {', '.join(times)}{over}"
 
     def lease(self, region: Region) -> Any:
-        """Says that this memory stays mapped as it is until the object that comes back ends: a fabric then keeps it
-        registered. None where there is no fabric, which is all the same to the caller."""
+        """A lease that lets a fabric keep this memory registered. None where there is no fabric.
+
+        The caller promises that the memory stays mapped as it is until the lease is destroyed.
+        """
         return None if self._port is None else self._port.lease(*region)
 
     @property
     def over_fabric(self) -> bool:
-        """Whether what goes to other ranks goes over libfabric, or over MPI."""
+        """Whether data to other ranks goes over libfabric or MPI."""
         return self._port is not None
 
     def fabric_counters(self) -> dict[str, int] | None:
-        """Of this process's place on the fabric, for all of its groups: segments, writes, grants, registrations and how
-        often they were hit; None without one."""
+        """Counters of this process's fabric port, for all its groups; None without a fabric.
+
+        They count segments, writes, grants, registrations, and hits of the registration cache.
+        """
         return None if self._port is None else dict(self._port.counters)
 
     def events(self) -> Records:
@@ -608,36 +410,39 @@ class Group:
         return traffic
 
     def abort(self, reason: str) -> None:
-        """Fail everything under way and to come. Other ranks hear the reason."""
-        self._fail("aborted", self.rank, f"rank {self.rank} aborted the group: {reason}")
+        """Fail all operations under way and to come. Other ranks get the reason."""
+        text = f"rank {self.rank} aborted the group: {reason}"
+        self._native.fail(engine.FAILURES.index("aborted"), self.rank, text)
 
     def close(self) -> None:
-        """End the group: waits for no other rank. Idempotent. Operations under way fail."""
+        """End the group without waiting for other ranks. Operations under way fail. Idempotent."""
         with self._close_lock:
             if self._closed:
                 return
             self._closed = True
         if self._pid != os.getpid():
             return
-        self._end()
+        self._resources.close()
         recording.left(self._member)
 
-    def _end(self) -> None:
-        failure = self._monitor.mark_closed()
-        why, fault = ("it closed the group", -1) if failure is None else (failure[2], failure[1])
-        for recovery in self.recoveries:
-            recovery.close(why, fault)
-        connection_manager.unwatch_group(self._id)
-        self._listener.deregister(self._registered_group, failure, self.collectives_submitted, self._native.expired)
-        engine.remove_group(self._native)
-        release_listener(self._listener)
 
-    def _fail(self, kind: str, rank: int, text: str) -> None:
-        self._native.fail(engine.FAILURES.index(kind), rank, text)
+def region(array: np.ndarray[Any, Any]) -> Region:
+    return array.ctypes.data, array.nbytes
+
+
+def _announce_end(group_id: int, monitor: GroupMonitor, recoveries: Sequence[Recovery], listener: Listener) -> None:
+    """Tell switches, and ranks that will ask, that this rank has left and why."""
+    failure = monitor.mark_closed()
+    why, fault = ("it closed the group", -1) if failure is None else (failure[2], failure[1])
+    for recovery in recoveries:
+        recovery.close(why, fault)
+    connection_manager.unwatch_group(group_id)
+    native = monitor.native
+    listener.deregister(monitor.registered_group, failure, int(native.collectives_submitted), native.expired)
 
 
 def _log_to_stderr() -> None:
-    """NETFOLD_LOG=info: for people who have not set up logging themselves."""
+    """NETFOLD_LOG=info: for programs that do not configure logging themselves."""
     level = os.environ.get("NETFOLD_LOG", "").upper()
     if not level or log.handlers:
         return
@@ -649,59 +454,8 @@ def _log_to_stderr() -> None:
     log.setLevel(level)
 
 
-def region(array: np.ndarray[Any, Any]) -> Region:
-    return array.ctypes.data, array.nbytes
-
-
-def _by_interface(lane: Sequence[Sequence[socket.socket]]) -> list[str]:
-    """Which ranks are reached over which interface, in words."""
-    peers: dict[str, list[int]] = {}
-    for peer, row in enumerate(lane):
-        for stream in row:
-            peers.setdefault(stream.getsockname()[0], []).append(peer)
-    return [
-        f"reaches rank {', '.join(map(str, ranks))} over {interface_of(host)} ({host})" for host, ranks in peers.items()
-    ]
-
-
-def _secured(security: str) -> list[str]:
-    """What the streams to other ranks are, in words, where they are more than plain."""
-    return [] if security == SECURITIES[0] else [f"streams between ranks: NETFOLD_SECURITY={security}"]
-
-
-def _is_here(stream: socket.socket) -> bool:
-    """Whether the other end is on this host, as far as addresses tell."""
-    return bool(stream.getsockname()[0] == stream.getpeername()[0])
-
-
-def _detached(stream: socket.socket) -> int:
-    stream.settimeout(None)
-    return stream.detach()
-
-
-__all__ = ["Group", "Region", "RendezvousError", "region"]
-
-
-def _native_rows(table: ChoiceTable) -> list[tuple[int, int, int, int, int]]:
-    return [
-        (
-            KINDS[row.operation],
-            row.min_bytes,
-            engine.ALGORITHMS[row.algorithm],
-            DTYPES.get(row.wire, -1),
-            engine.ALGORITHMS[row.between],
-        )
-        for row in table.rows
-    ]
-
-
-def _of_switch(number: int, job: rendezvous.Job) -> bytes:
-    """What only this group's ranks know, another thing for each of its switches."""
-    return (b"%d " % number if number else b"") + job.name.encode() + job.secret
-
-
 def _registrations(port: Any) -> dict[str, int]:
-    """For a profile. Of the port and not of the group, which would keep itself alive by it."""
+    """Counters for a profile. A function of the port, since a method would keep the group alive."""
     if port is None:
         return {}
     counters = port.counters

@@ -1,8 +1,8 @@
-"""Pairs of a value and where it was found, as min_loc and max_loc reduce them.
+"""Pairs of a value and its index, as min_loc and max_loc reduce them.
 
-Users hold two arrays, as `argmin` gives them: no array library beside NumPy has structured elements, and DLPack has
-none. On the wire a pair is 16 bytes, an f64 or i64 and an i64 index: every narrower type fits in one of the two without
-loss, so two pair types serve all (native/kernels/types.hpp).
+Users hold two arrays, as `argmin` returns them: no array library beside NumPy has structured elements, and DLPack has
+none. In a message a pair is 16 bytes: an f64 or i64 and an i64 index. Every narrower type fits in one of the two
+without loss, so there are two pair types (native/kernels/types.hpp).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ LOC_OPS = ("min_loc", "max_loc")
 
 _FLOAT = np.dtype([("value", np.float64), ("index", np.int64)])
 _INTEGER = np.dtype([("value", np.int64), ("index", np.int64)])
-# Flipping it lets unsigned 64-bit numbers keep their order as signed ones.
+# With this bit flipped, unsigned 64-bit numbers keep their order when read as signed ones.
 _TOP_BIT = np.uint64(1 << 63)
 
 

@@ -1,20 +1,20 @@
 """What one rank does about a lost switch: a pure state machine, without clock, thread or socket.
 
-Its owner (recovery.py; for the search, netfold/model_check/recovery.py) calls a method for each thing that happens, one
-at a time, and carries out the actions that it returns, in order. What each message means: recovery.py.
+Its owner calls a method for each event, one at a time, and carries out the returned actions in order. The owner is
+recovery.py; for the search, netfold/model_check/recovery.py. recovery.py explains the messages.
 
-    event                          becomes
-    lose                           the membership is frozen; the leader asks all, another rank reports to the leader
-    hear(Freeze)                   the membership is frozen; the answer says what this rank has
-    replied(Freeze), of all        the leader makes one plan and sends each rank its part
-    hear(Recover)                  a task: fetch what this rank lacks, compare with the plan, fall back
-    replied(Recover), of all       the leader begins to look for a switch, unless it already does
-    handle_timer("again"), handle_tree    the leader asks all to join, as attempt n
-    hear(Rejoin)                   a task: leave every older membership, join, let the new one stand by
-    hear(Rejoined), of all         the leader promises the new membership, if all have the same and none lost it
+    event                          effect
+    handle_loss                    the membership is frozen; the leader asks all, another rank reports to the leader
+    message Freeze                 the membership is frozen; the reply is this rank's FrozenState
+    replies to Freeze, of all      the leader makes one plan and sends each rank its part
+    message Recover                a task: fetch what this rank lacks, compare with the plan, fall back
+    replies to Recover, of all     the leader begins to look for a switch, unless it already does
+    handle_timer, handle_tree      the leader asks all to join, as attempt n
+    message Rejoin                 a task: leave every older membership, join, let the new one stand by
+    message Rejoined, of all       the leader promises the new membership, if all have the same one and none lost it
 
-Always: tasks run one after another, in order of arrival; a message that comes twice changes nothing; a membership that
-was lost before it could stand by never does; the leader promises no membership that it knows to be lost.
+Invariants. Tasks run one after another, in order of arrival. A message that comes twice changes nothing. A membership
+that was lost before it could stand by never stands by. The leader promises no membership that it knows to be lost.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from netfold.communicator.recovery_plan import Plan, ReceiveState, chunks_of, ma
 
 # For all ranks to join, from when the last of them has been asked.
 JOIN_S = 20.0
-_LONGEST_WAIT = 16  # times rejoin_s
+_MAX_WAIT = 16  # times rejoin_s
 
 Tree = tuple[tuple[int, ...], ...]  # the paths of all workers
 
@@ -38,7 +38,7 @@ Tree = tuple[tuple[int, ...], ...]  # the paths of all workers
 
 @dataclass(frozen=True)
 class Lost:
-    """To the leader: the switch of this membership is gone."""
+    """To the leader: the switch of this membership is lost."""
 
     generation: int
     why: str
@@ -46,7 +46,7 @@ class Lost:
 
 @dataclass(frozen=True)
 class Freeze:
-    """To all: take nothing more from it, and say what you have; the reply is a `FrozenState`."""
+    """To all: accept nothing more from this membership. The reply is a `FrozenState`."""
 
     generation: int
     why: str
@@ -54,7 +54,7 @@ class Freeze:
 
 @dataclass(frozen=True)
 class FrozenState:
-    """Words of a rank; promised: it goes, or will go, by this membership."""
+    """What a rank has: see ReceiveState. promised: the leader has promised this membership."""
 
     base: int
     end: int
@@ -67,7 +67,10 @@ class FrozenState:
 
 @dataclass(frozen=True)
 class Recover:
-    """To one rank: its part of the plan. fetches: from which rank it gets which chunks, bit i for chunk base + i."""
+    """To one rank: its part of the plan.
+
+    fetches: pairs of a rank and the chunks to fetch from that rank, bit i for chunk base + i.
+    """
 
     generation: int
     base: int
@@ -87,7 +90,7 @@ class Rejoin:
 
 @dataclass(frozen=True)
 class Rejoined:
-    """To the leader: the membership of that generation stands by here; generation 0: it does not, and why."""
+    """To the leader: the membership of that generation stands by here. Generation 0: none does, and why."""
 
     attempt: int
     generation: int
@@ -102,7 +105,7 @@ Message = Lost | Freeze | Recover | Rejoin | Rejoined
 
 @dataclass(frozen=True)
 class Send:
-    """Send until the peer replies, then call `handle_reply`; end the group if the peer is gone."""
+    """Send until the peer replies, then call `handle_reply`. End the group if the peer is gone."""
 
     peer: int
     message: Message
@@ -110,14 +113,14 @@ class Send:
 
 @dataclass(frozen=True)
 class ReportLoss:
-    """Tell the leader of the loss, again and again until `awaits_plan` says no: a leader that is gone is noticed."""
+    """Tell the leader of the loss repeatedly while `awaits_plan` is true, so that a dead leader is noticed."""
 
     generation: int
 
 
 @dataclass(frozen=True)
 class Fetch:
-    """Ask a rank for results that it kept; then call `handle_fetched`."""
+    """Ask a rank for results that it kept, then call `handle_fetched`."""
 
     source: int
     generation: int
@@ -135,12 +138,12 @@ class Wait:
 
 @dataclass(frozen=True)
 class FindTree:
-    """Ask which switches are above each rank; then call `handle_tree`."""
+    """Ask which switches are above each rank, then call `handle_tree`."""
 
 
 @dataclass(frozen=True)
 class Join:
-    """Join, as that attempt; then call `handle_joined`."""
+    """Join, as that attempt, then call `handle_joined`."""
 
     attempt: int
     paths: Tree
@@ -148,14 +151,14 @@ class Join:
 
 @dataclass(frozen=True)
 class GiveUp:
-    """What the switch says of this membership from now on means nothing."""
+    """Ignore everything that the switch sends for this membership from here on."""
 
     generation: int
 
 
 @dataclass(frozen=True)
 class Leave:
-    """Say goodbye to the switch and close the membership."""
+    """Tell the switch why this rank leaves, and close the membership."""
 
     generation: int
     why: str
@@ -189,14 +192,14 @@ class PlanDelivered:
 
 @dataclass(frozen=True)
 class Promised:
-    """For the log: operations go by this membership as soon as the leader says so."""
+    """For the log: operations use this membership as soon as the leader announces it."""
 
     generation: int
 
 
 @dataclass(frozen=True)
 class NotJoined:
-    """For the log: an attempt came to nothing."""
+    """For the log: an attempt failed."""
 
     why: str
 
@@ -208,7 +211,7 @@ Action = (
 
 
 class SwitchPath(Protocol):
-    """This rank's way to the switch (native/collective/switch_path.hpp)."""
+    """This rank's path to the switch (native/collective/switch_path.hpp)."""
 
     def freeze(self, generation: int) -> tuple[int, int, bytes, bool] | None:
         """Stop it; base, end, held and promised. None: no such membership."""
@@ -217,31 +220,31 @@ class SwitchPath(Protocol):
         """Take results that another rank kept. False: one is not of this job."""
 
     def fall_back(self, generation: int, end: int, promised: bool) -> None:
-        """Go on without it."""
+        """Go on without the switch."""
 
     def stand_by(self, generation: int) -> None:
-        """Have the membership that was joined last ready."""
+        """Have the newest membership ready."""
 
     def promise(self, generation: int) -> bool:
-        """At the leader: go by it from the next operation on. False: it is frozen, or not the one that stands by."""
+        """At the leader: use it from the next operation on. False: it is frozen, or does not stand by."""
 
 
 @dataclass
 class _Round:
-    """At the leader: a loss that is recovered from."""
+    """At the leader: one loss whose recovery is under way."""
 
-    said: dict[int, FrozenState] = field(default_factory=dict)
+    states: dict[int, FrozenState] = field(default_factory=dict)  # by rank that replied
     promised: bool = False
-    untold: set[int] = field(default_factory=set)  # ranks that do not have the plan yet
+    without_plan: set[int] = field(default_factory=set)  # ranks that do not have the plan yet
 
 
 @dataclass
 class _Attempt:
-    """At the leader: ranks that join again."""
+    """At the leader: one try of all ranks to join again."""
 
     number: int
     unasked: set[int]
-    joined: dict[int, tuple[int, str]] = field(default_factory=dict)
+    joined: dict[int, tuple[int, str]] = field(default_factory=dict)  # by rank: generation, or 0 and why
 
 
 class RecoveryMachine:
@@ -250,24 +253,25 @@ class RecoveryMachine:
     def __init__(
         self, rank: int, workers: Sequence[int], path: SwitchPath, generation: int, window: int, *, rejoin_s: float
     ) -> None:
-        """generation, window: of the membership that operations go by now. rejoin_s: 0 to never look for a switch
-        again.
+        """generation, window: of the membership in use.
+
+        rejoin_s: seconds until the first try to join again; 0 for never.
         """
         self.rank = rank
         self.workers = tuple(workers)
         self.leader = self.workers[0]
+        self.lost: dict[int, str] = {}  # why, by generation
         self._path = path
         self._rejoin_s = rejoin_s
         self._windows = {generation: window}
         self._members = {generation}  # generations of memberships that were joined and not left
-        self.lost: dict[int, str] = {}
         self._planned: set[int] = set()  # generations whose plan has come
-        self._tasks: deque[Recover | Rejoin] = deque()  # the first is under way
-        self._fetched = 0  # fetches of the task under way that are here
+        self._tasks: deque[Recover | Rejoin] = deque()  # the first one is running
+        self._fetched = 0  # finished fetches of the running task
         self._attempt = 0  # of the newest Rejoin that has come
         # At the leader:
         self._rounds: dict[int, _Round] = {}
-        self._looks = ""  # for a switch: "", waits, finds, joins
+        self._search = ""  # for a switch: "", waits, finds, joins
         self._wait_s = rejoin_s
         self._attempts = 0
         self._joins: _Attempt | None = None
@@ -276,62 +280,65 @@ class RecoveryMachine:
     def is_leader(self) -> bool:
         return self.rank == self.leader
 
+    @property
+    def _others(self) -> list[int]:
+        return [rank for rank in self.workers if rank != self.rank]
+
     def awaits_plan(self, generation: int) -> bool:
         return generation in self.lost and generation not in self._planned
 
     def stragglers(self) -> list[int]:
-        """At the leader: ranks that have not said what they have."""
-        return sorted({rank for round_ in self._rounds.values() for rank in self.workers if rank not in round_.said})
+        """At the leader: ranks that have not sent their FrozenState."""
+        return sorted({rank for round_ in self._rounds.values() for rank in self.workers if rank not in round_.states})
 
     # --- the loss ---
 
     def handle_loss(self, generation: int, why: str) -> list[Action]:
-        """The membership of that generation is of no use any more. Any number of times."""
+        """The membership of that generation is lost. Callable any number of times."""
         if generation in self.lost:
             return []
         self.lost[generation] = why
-        have = self._freeze(generation)
+        state = self._freeze(generation)
         if not self.is_leader:
             return [GiveUp(generation), ReportLoss(generation)]
-        self._rounds[generation] = _Round({self.rank: have})
-        others = [rank for rank in self.workers if rank != self.rank]
-        return [GiveUp(generation), *(Send(rank, Freeze(generation, why)) for rank in others), *self._plan(generation)]
+        self._rounds[generation] = _Round({self.rank: state})
+        freezes = [Send(rank, Freeze(generation, why)) for rank in self._others]
+        return [GiveUp(generation), *freezes, *self._plan(generation)]
 
     def _freeze(self, generation: int) -> FrozenState:
-        said = self._path.freeze(generation)
-        if said is None:
+        state = self._path.freeze(generation)
+        if state is None:
             return FrozenState(0, 0, 0, False)
-        base, end, held, promised = said
+        base, end, held, promised = state
         return FrozenState(base, end, unpack(held), promised)
 
     def handle_message(self, peer: int, message: Message) -> tuple[FrozenState | None, list[Action]]:
-        """What another rank says: the reply, None where it is only that this rank has heard; and what to do."""
+        """A message of another rank: the reply to a Freeze, None for an acknowledgement; and the actions."""
         if isinstance(message, Lost):
             return None, self.handle_loss(message.generation, message.why)
         if isinstance(message, Freeze):
-            is_news = message.generation not in self.lost
+            is_new = message.generation not in self.lost
             self.lost.setdefault(message.generation, message.why)
-            have = self._freeze(message.generation)
-            return have, [GiveUp(message.generation), *([ReportLoss(message.generation)] if is_news else [])]
+            state = self._freeze(message.generation)
+            return state, [GiveUp(message.generation), *([ReportLoss(message.generation)] if is_new else [])]
         if isinstance(message, Recover):
-            return None, self._hear_plan(message)
+            return None, self._handle_plan(message)
         if isinstance(message, Rejoin):
-            return None, self._hear_rejoin(message)
-        return None, self._hear_rejoined(peer, message)
+            return None, self._handle_rejoin(message)
+        return None, self._handle_rejoined(peer, message)
 
     def _plan(self, generation: int) -> list[Action]:
         round_ = self._rounds[generation]
-        if len(round_.said) < len(self.workers):
+        if len(round_.states) < len(self.workers):
             return []
         try:
-            words = {rank: have.receive_state() for rank, have in round_.said.items()}
-            plan = make_plan(words, self._windows.get(generation, 0))
+            states = {rank: state.receive_state() for rank, state in round_.states.items()}
+            plan = make_plan(states, self._windows.get(generation, 0))
         except ValueError as error:
-            return [
-                Fail("switch_lost", -1, f"{self.lost[generation]}, and the ranks' words do not fit together: {error}")
-            ]
-        round_.promised = round_.said[self.rank].promised
-        round_.untold = {rank for rank in self.workers if rank != self.rank}
+            text = f"{self.lost[generation]}, and the ranks' states contradict each other: {error}"
+            return [Fail("switch_lost", -1, text)]
+        round_.promised = round_.states[self.rank].promised
+        round_.without_plan = set(self._others)
         parts = {
             rank: Recover(
                 generation, plan.base, plan.end, plan.held, tuple(plan.fetches.get(rank, {}).items()), round_.promised
@@ -340,34 +347,35 @@ class RecoveryMachine:
         }
         return [
             Planned(generation, plan, round_.promised),
-            *(Send(rank, parts[rank]) for rank in sorted(round_.untold)),
-            *self._hear_plan(parts[self.rank]),
-            *self._told(generation),
+            *(Send(rank, parts[rank]) for rank in sorted(round_.without_plan)),
+            *self._handle_plan(parts[self.rank]),
+            *self._end_round(generation),
         ]
 
-    def _told(self, generation: int) -> list[Action]:
+    def _end_round(self, generation: int) -> list[Action]:
+        """End a round whose plan all ranks have."""
         round_ = self._rounds[generation]
-        if round_.untold:
+        if round_.without_plan:
             return []
         del self._rounds[generation]
         actions: list[Action] = [PlanDelivered(generation, round_.promised)]
-        if self._rejoin_s != 0 and not self._looks:
+        if self._rejoin_s != 0 and not self._search:
             self._wait_s = self._rejoin_s
             actions += self._wait_again()
         return actions
 
     def handle_reply(self, peer: int, message: Message, reply: FrozenState | None) -> list[Action]:
-        """The peer has heard the message."""
+        """The peer has the message."""
         if isinstance(message, Freeze):
-            assert reply is not None, "a rank that is asked what it has says so"
+            assert reply is not None, "the reply to a Freeze is a FrozenState"
             round_ = self._rounds.get(message.generation)
-            if round_ is None or peer in round_.said:
+            if round_ is None or peer in round_.states:
                 return []
-            round_.said[peer] = reply
+            round_.states[peer] = reply
             return self._plan(message.generation)
         if isinstance(message, Recover) and message.generation in self._rounds:
-            self._rounds[message.generation].untold.discard(peer)
-            return self._told(message.generation)
+            self._rounds[message.generation].without_plan.discard(peer)
+            return self._end_round(message.generation)
         if isinstance(message, Rejoin) and self._joins is not None and self._joins.number == message.attempt:
             self._joins.unasked.discard(peer)
             if not self._joins.unasked:
@@ -376,15 +384,15 @@ class RecoveryMachine:
 
     # --- tasks ---
 
-    def _hear_plan(self, plan: Recover) -> list[Action]:
+    def _handle_plan(self, plan: Recover) -> list[Action]:
         if plan.generation in self._planned:
             return []
         self._planned.add(plan.generation)
         return self._enqueue(plan)
 
-    def _hear_rejoin(self, message: Rejoin) -> list[Action]:
+    def _handle_rejoin(self, message: Rejoin) -> list[Action]:
         if message.attempt <= self._attempt:
-            return []  # asked twice, or the leader has given that attempt up
+            return []  # a duplicate, or an attempt that the leader has given up
         self._attempt = message.attempt
         return self._enqueue(message)
 
@@ -393,7 +401,7 @@ class RecoveryMachine:
         return self._proceed() if len(self._tasks) == 1 else []
 
     def _proceed(self) -> list[Action]:
-        """Go on with the first task until it waits for something, then with those behind it."""
+        """Run the first task until it must wait for an event, then the tasks behind it."""
         actions: list[Action] = []
         while self._tasks:
             task = self._tasks[0]
@@ -410,8 +418,8 @@ class RecoveryMachine:
 
     def _recover(self, task: Recover) -> tuple[list[Action], bool]:
         if self._fetched < len(task.fetches):
-            giver, bits = task.fetches[self._fetched]
-            return [Fetch(giver, task.generation, tuple(chunks_of(bits, task.base)))], False
+            source, bits = task.fetches[self._fetched]
+            return [Fetch(source, task.generation, tuple(chunks_of(bits, task.base)))], False
         if self._freeze(task.generation).receive_state().from_chunk(task.base) != task.held:
             return [Fail("switch_lost", -1, "this rank has other results than the plan of recovery says")], False
         self._path.fall_back(task.generation, task.end, task.promised)
@@ -419,16 +427,14 @@ class RecoveryMachine:
         return [Leave(task.generation, "the group goes on without this switch")], True
 
     def handle_fetched(self, packets: Sequence[bytes] | None) -> list[Action]:
-        """What the open `Fetch` brought; None: the giver does not have it."""
+        """The results of the open `Fetch`. None: the source does not have them."""
         task = self._tasks[0]
         assert isinstance(task, Recover), "only a task of recovery fetches"
-        giver = task.fetches[self._fetched][0]
+        source = task.fetches[self._fetched][0]
         if packets is None:
-            text = f"rank {giver} does not have the results that it said it has"
-            return [Fail("switch_lost", giver, text)]
+            return [Fail("switch_lost", source, f"rank {source} does not have the results that it said it has")]
         if not self._path.accept(task.generation, packets):
-            text = f"rank {giver} passed on a result that is not one of this job"
-            return [Fail("switch_lost", giver, text)]
+            return [Fail("switch_lost", source, f"rank {source} passed on a result that is not one of this job")]
         self._fetched += 1
         return self._proceed()
 
@@ -439,57 +445,58 @@ class RecoveryMachine:
         return [*left, Join(task.attempt, task.paths)], False
 
     def handle_joined(self, generation: int, window: int, why: str) -> list[Action]:
-        """What the open `Join` came to; generation 0: nothing, and why."""
+        """The outcome of the open `Join`. generation 0: it failed, and why."""
         task = self._tasks[0]
         assert isinstance(task, Rejoin), "only a task that joins joins"
         actions: list[Action] = []
         if generation in self.lost:
-            # Another rank lost it before this rank was through: all ranks have gone on without it.
+            # Another rank lost it before this rank had joined: all ranks have gone on without it.
             actions.append(Leave(generation, "another rank lost this switch"))
             generation, why = 0, self.lost[generation]
         if generation != 0:
             self._members.add(generation)
             self._windows[generation] = window
             self._path.stand_by(generation)
-        said = Rejoined(task.attempt, generation, why)
-        actions += self._hear_rejoined(self.rank, said) if self.is_leader else [Send(self.leader, said)]
+        rejoined = Rejoined(task.attempt, generation, why)
+        if self.is_leader:
+            actions += self._handle_rejoined(self.rank, rejoined)
+        else:
+            actions.append(Send(self.leader, rejoined))
         self._end_task()
         return [*actions, *self._proceed()]
 
-    # --- the way back, at the leader ---
+    # --- the way back to a switch, at the leader ---
 
     def _wait_again(self) -> list[Action]:
         seconds = self._wait_s
-        self._looks = "waits"
-        self._wait_s = min(2 * seconds, _LONGEST_WAIT * self._rejoin_s)
+        self._search = "waits"
+        self._wait_s = min(2 * seconds, _MAX_WAIT * self._rejoin_s)
         return [Wait(seconds, "again", self._attempts)]
 
     def handle_timer(self, what: str, attempt: int) -> list[Action]:
-        """The time of a `Wait` is over."""
+        """A `Wait` has ended."""
         if what == "again":
-            if self._looks != "waits" or attempt != self._attempts:
+            if self._search != "waits" or attempt != self._attempts:
                 return []
-            self._looks = "finds"
+            self._search = "finds"
             return [FindTree()]
-        if self._joins is None or self._joins.number != attempt:
-            return []
-        return self._end_attempt()
+        return self._end_attempt() if self._joins is not None and self._joins.number == attempt else []
 
     def handle_tree(self, paths: Tree | None) -> list[Action]:
-        """The tree that the ranks' switches make; None: there is none yet."""
-        if self._looks != "finds":
+        """The tree of all ranks' switches. None: there is none yet."""
+        if self._search != "finds":
             return []
         if paths is None:
             return self._wait_again()
-        self._looks = "joins"
+        self._search = "joins"
         self._attempts += 1
         rejoin = Rejoin(self._attempts, paths)
-        self._joins = _Attempt(self._attempts, {rank for rank in self.workers if rank != self.rank})
-        told: list[Action] = [Send(rank, rejoin) for rank in sorted(self._joins.unasked)]
-        wait: list[Action] = [] if told else [Wait(JOIN_S, "join", self._attempts)]
-        return [*told, *wait, *self._hear_rejoin(rejoin)]
+        self._joins = _Attempt(self._attempts, set(self._others))
+        sends: list[Action] = [Send(rank, rejoin) for rank in sorted(self._others)]
+        wait: list[Action] = [] if sends else [Wait(JOIN_S, "join", self._attempts)]
+        return [*sends, *wait, *self._handle_rejoin(rejoin)]
 
-    def _hear_rejoined(self, peer: int, message: Rejoined) -> list[Action]:
+    def _handle_rejoined(self, peer: int, message: Rejoined) -> list[Action]:
         if self._joins is None or self._joins.number != message.attempt:
             return []
         self._joins.joined[peer] = message.generation, message.why
@@ -508,7 +515,7 @@ class RecoveryMachine:
         if len(attempt.joined) == len(self.workers) and len(generations) == 1:
             (generation,) = generations
             if generation != 0 and generation not in self.lost and self._path.promise(generation):
-                self._looks = ""
+                self._search = ""
                 return [Promised(generation)]
-        whys = dict.fromkeys(why for _, why in attempt.joined.values() if why)
-        return [NotJoined("; ".join(whys) or "not every rank joined in time"), *self._wait_again()]
+        reasons = dict.fromkeys(why for _, why in attempt.joined.values() if why)
+        return [NotJoined("; ".join(reasons) or "not every rank joined in time"), *self._wait_again()]

@@ -1,54 +1,55 @@
-"""What becomes of each chunk when a switch is lost: arithmetic on what all ranks say that they have.
+"""Plan what becomes of each chunk when a switch is lost: arithmetic on the states of all ranks.
 
-Chunks are numbered along the line of a group's operations (docs/reference/protocol.md). A rank has the result of every
-chunk
-below its `base`, and of some above. What any rank has, another that lacks it gets from one that has it: once announced,
-a result never changes. What no rank has is reduced again. A chunk that some rank never began has no result anywhere,
-since a result takes all contributions; so everything from `end` on, the least that all ranks began, starts anew.
+Chunks are numbered along the sequence of a group's operations (docs/reference/protocol.md). A rank has the result of
+every chunk below its `base`, and of some above. A rank that lacks a result gets it from a rank that has it: a result
+never changes once announced. What no rank has is reduced again. A chunk that some rank never began has no result
+anywhere, since a result takes all contributions. So all chunks from `end` on start anew, where `end` is the lowest that
+some rank has not begun.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class ReceiveState:
-    """What one rank has: bit i of `held` for chunk base + i. It has begun the chunks below `end`."""
+    """What one rank has: bit i of `held` for chunk base + i. The rank has begun the chunks below `end`."""
 
     base: int
     end: int
     held: int
 
     def from_chunk(self, first: int) -> int:
-        """The chunks that it has, bit i for chunk first + i; all below its base are set."""
+        """The chunks that the rank has, bit i for chunk first + i; all below its base are set."""
         below = self.base - first
         return (self.held << below) | ((1 << below) - 1) if below >= 0 else self.held >> -below
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Bit i stands for chunk base + i everywhere.
-
-    base: the lowest chunk that some rank lacks. end: the lowest that some rank has not begun. held: what somebody has.
-    fetches: by rank that lacks something, what it gets from which other.
-    """
+    """Bit i stands for chunk base + i in all maps."""
 
     base: int
+    """The lowest chunk that some rank lacks."""
     end: int
+    """The lowest chunk that some rank has not begun."""
     held: int
+    """What some rank has."""
     fetches: Mapping[int, Mapping[int, int]]
+    """By rank that lacks something: by source, the chunks to fetch from it."""
 
 
-def make_plan(said: Mapping[int, ReceiveState], window: int) -> Plan:
-    """From what each rank said, by rank; `window` is W, the chunks that each keeps.
+def make_plan(states: Mapping[int, ReceiveState], window: int) -> Plan:
+    """Plan from the state of each rank. Ranks that have a chunk share the work of passing it on.
 
-    Work is shared: those who have a chunk take turns in giving it. Raises ValueError for words that cannot all be true.
+    window: W, the chunks that each rank keeps.
+    Raises ValueError for states that contradict each other.
     """
-    base = min(words.base for words in said.values())
-    end = min(words.end for words in said.values())
-    has = {rank: words.from_chunk(base) for rank, words in said.items()}
+    base = min(state.base for state in states.values())
+    end = min(state.end for state in states.values())
+    has = {rank: state.from_chunk(base) for rank, state in states.items()}
     held = 0
     for chunks in has.values():
         held |= chunks
@@ -59,29 +60,29 @@ def make_plan(said: Mapping[int, ReceiveState], window: int) -> Plan:
             f"a rank has the result of chunk {base + held.bit_length() - 1}; another lacks chunk {base} of a window of "
             f"{window}, or has begun none from {end} on"
         )
-    fetches = {rank: _shares(has, held & ~chunks, rank) for rank, chunks in has.items()}
-    return Plan(base, end, held, {rank: shares for rank, shares in fetches.items() if shares})
+    fetches = {rank: _sources(has, held & ~chunks, rank) for rank, chunks in has.items()}
+    return Plan(base, end, held, {rank: sources for rank, sources in fetches.items() if sources})
 
 
-def _shares(has: Mapping[int, int], lacking: int, rank: int) -> dict[int, int]:
-    shares: dict[int, int] = {}
-    ranks: Sequence[int] = sorted(has)
+def _sources(has: Mapping[int, int], lacking: int, rank: int) -> dict[int, int]:
+    """By source, the chunks of `lacking` that `rank` fetches from it."""
+    fetches: dict[int, int] = {}
     while lacking:
         chunk = lacking.bit_length() - 1
         lacking ^= 1 << chunk
-        givers = [other for other in ranks if has[other] >> chunk & 1]
-        giver = givers[(chunk + rank) % len(givers)]
-        shares[giver] = shares.get(giver, 0) | 1 << chunk
-    return shares
+        sources = [other for other in sorted(has) if has[other] >> chunk & 1]
+        source = sources[(chunk + rank) % len(sources)]
+        fetches[source] = fetches.get(source, 0) | 1 << chunk
+    return fetches
 
 
 def chunks_of(bits: int, base: int) -> list[int]:
-    """The chunks that a map names, ascending."""
+    """The chunks of a map, ascending."""
     return [base + i for i in range(bits.bit_length()) if bits >> i & 1]
 
 
 def pack(bits: int) -> bytes:
-    """As it travels, and as the native floor has it: the lowest chunk in the lowest bit of the first byte."""
+    """As in messages and in native code: the lowest chunk in the lowest bit of the first byte."""
     return bits.to_bytes((bits.bit_length() + 7) // 8, "little")
 
 

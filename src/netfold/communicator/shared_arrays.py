@@ -1,4 +1,4 @@
-"""Arrays in memory that other ranks of the machine can map, so that collectives read and write them where they lie."""
+"""Arrays in memory that other ranks of the machine can map, so that collectives read and write them in place."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from netfold._native import engine
 
 
 class _Memory:
-    """What NumPy asks for to make an array of foreign memory; the array keeps this, and this the memory."""
+    """NumPy's array interface over shared memory. The array keeps this object alive, which owns the memory."""
 
     def __init__(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
         count = int(np.prod(shape, dtype=np.int64))
@@ -28,10 +28,10 @@ class _Memory:
 def empty(shape: int | Sequence[int], dtype: DTypeLike = np.float32) -> np.ndarray[Any, Any]:
     """A zeroed C-contiguous array of `shape` in shared memory.
 
-    A collective of more than 16 KB whose tensors lie in such arrays, or in views of them, on every rank of a machine
-    copies nothing: about half the memory traffic of ordinary arrays. The memory is freed with the last view. It is
-    anonymous (memfd): it takes no room in /dev/shm, and counts towards this process's memory limit. A child made by
-    fork shares it instead of copying it. Cost: a few system calls, and a page fault a page and rank at first use.
+    A collective of more than 16 KB makes no copy if its tensors are in such arrays, or in views of them, on every rank
+    of a machine: about half the memory traffic of ordinary arrays. The memory is freed with the last view. It is
+    anonymous (memfd): it uses no space in /dev/shm, and counts towards this process's memory limit. A forked child
+    shares the memory with its parent. Cost: a few system calls, and a page fault a page and rank at first use.
     """
     sizes = (shape,) if isinstance(shape, int) else tuple(int(size) for size in shape)
     if any(size < 0 for size in sizes):

@@ -1,13 +1,14 @@
 """The switches above each worker, and the tree that a job makes of them.
 
-Every worker asks its switch for its way to the root; the first of them gathers what they heard, cuts it where all ways
-have met, and tells all. What a switch said is remembered: when it cannot be reached any more, its workers join the next
-one on their way instead.
+Every worker asks its switch for the path to the root. The first worker gathers all paths, cuts them at the lowest
+switch that all of them contain, and sends the tree to all workers. A process remembers which switches are above
+another: when a switch cannot be reached any more, its workers join the next one above it instead.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import socket
 import time
 from collections.abc import Mapping, Sequence
@@ -15,113 +16,156 @@ from typing import NamedTuple
 
 from netfold.errors import SwitchError
 from netfold.switch_protocol import control_messages
+from netfold.switch_protocol.control_client import SwitchAccess, UnreachableError, connected
+from netfold.switch_protocol.control_messages import Message, ProtocolError
 
-# For a message that is on its way when the deadline comes.
+log = logging.getLogger("netfold")
+
+# Added to a deadline, for a message that is under way when the deadline comes.
 _GRACE_S = 2.0
+# To connect to a switch, where there is another to try.
+_CONNECT_S = 5.0
 
-# By a switch's address, those above it, the next one first: as last heard in this process.
-_remembered: dict[str, tuple[str, ...]] = {}
+# By a switch's address, the switches above it, the next one first: as this process heard last.
+_known_parents: dict[str, tuple[str, ...]] = {}
 
 
 class PathToRoot(NamedTuple):
-    """A worker's switches, its own first: their ids, and what each is called as NETFOLD_SWITCH.
-
-    error: why the last one did not say what is above it, or "".
-    """
+    """A worker's switches, from its own to the root."""
 
     ids: tuple[int, ...]
     endpoints: tuple[str, ...]
+    """Their addresses, as NETFOLD_SWITCH names them."""
     error: str
+    """Why the last switch did not report what is above it, or ""."""
 
     @classmethod
-    def parse(cls, answer: control_messages.Message, endpoint: str) -> PathToRoot:
-        """From the answer of the switch at `endpoint`; KeyError, TypeError, ValueError for what is none."""
-        ids = tuple(int(switch) for switch, _ in answer["switches"])
-        endpoints = (endpoint, *(str(address) for _, address in answer["switches"][1:]))
+    def parse(cls, reply: Message, endpoint: str) -> PathToRoot:
+        """From the reply of the switch at `endpoint`. KeyError, TypeError, ValueError for a malformed one."""
+        ids = tuple(int(switch) for switch, _ in reply["switches"])
+        endpoints = (endpoint, *(str(address) for _, address in reply["switches"][1:]))
         if not ids:
             raise ValueError("it named no switch, not even itself")
-        _remembered[endpoint] = endpoints[1:]
-        return cls(ids, endpoints, str(answer["error"]))
+        _known_parents[endpoint] = endpoints[1:]
+        return cls(ids, endpoints, str(reply["error"]))
 
 
-def known_parents(endpoint: str) -> tuple[str, ...]:
-    """Switches that are known to be above the one at `endpoint`, the next one first."""
-    return _remembered.get(endpoint, ())
+def query_path_to_root(access: SwitchAccess, timeout_s: float) -> PathToRoot:
+    """Ask the rank's switch for its path; where it cannot be reached, ask the next known switch above it.
+
+    SwitchError where none can be reached, or one of the path has no keys and the security is more than none.
+    """
+    deadline = time.monotonic() + timeout_s
+    candidates = [access.endpoint, *_known_parents.get(access.endpoint, ())]
+    failure = ""
+    for place, candidate in enumerate(candidates):
+        left_s = max(0.1, deadline - time.monotonic())
+        if place + 1 < len(candidates):
+            left_s = min(left_s, _CONNECT_S)
+        try:
+            with connected(access, candidate, left_s) as client:
+                client.send_first({"type": "path", "below": []})
+                path = PathToRoot.parse(client.expect("path", time.monotonic() + left_s, is_first=True), candidate)
+                client.close()
+        except UnreachableError as error:
+            failure = failure or str(error)
+            continue
+        for each in path.endpoints:
+            access.require_keys(each)
+        if failure:
+            log.warning("%s; joins the one above it, at %s", failure, client.endpoint)
+        return path
+    raise SwitchError(failure)
 
 
-def common_tree(ways: Sequence[PathToRoot], ranks: Sequence[int]) -> list[list[int]]:
-    """By worker, the ids from its own switch to the lowest that all are below; SwitchError where there is none."""
-    common = set(ways[0].ids).intersection(*(way.ids for way in ways))
-    for switch in ways[0].ids:
+def common_tree(paths: Sequence[PathToRoot], ranks: Sequence[int]) -> list[list[int]]:
+    """By worker, the ids from its own switch to the lowest one that all paths contain. SwitchError for no such switch.
+
+    ranks: whose path each one is.
+    """
+    common = set(paths[0].ids).intersection(*(path.ids for path in paths))
+    for switch in paths[0].ids:
         if switch in common:
-            return [list(way.ids[: way.ids.index(switch) + 1]) for way in ways]
-    said: dict[str, str] = {}
-    for way, rank in zip(ways, ranks, strict=True):
-        said.setdefault(" below ".join(way.endpoints) + (f" ({way.error})" if way.error else ""), f"rank {rank}'s is")
+            return [list(path.ids[: path.ids.index(switch) + 1]) for path in paths]
+    first_ranks: dict[str, int] = {}  # by description of a path
+    for path, rank in zip(paths, ranks, strict=True):
+        description = " below ".join(path.endpoints) + (f" ({path.error})" if path.error else "")
+        first_ranks.setdefault(description, rank)
     raise SwitchError(
         "the switches of this group's ranks have no common parent: "
-        + "; ".join(f"{whose} {what}" for what, whose in said.items())
+        + "; ".join(f"rank {rank}'s is {description}" for description, rank in first_ranks.items())
         + ". Start the lower ones with --parent, or give all ranks the same NETFOLD_SWITCH"
     )
 
 
 def agree_on_tree(
-    way: PathToRoot | SwitchError,
+    path: PathToRoot | SwitchError,
     rank: int,
     workers: Sequence[int],
     streams: Mapping[int, socket.socket],
     deadline: float,
 ) -> list[list[int]]:
-    """The tree of all `workers`, on each of them; `way`: what this one heard, or why nothing.
+    """The tree of all `workers`, the same on each of them.
 
-    streams: connections to the other workers. Raises SwitchError on all where one failed: on that one its own.
+    path: this worker's own, or why it has none.
+    streams: connections to the other workers.
+    Raises SwitchError on all workers where one failed; on that one, its own error.
     """
-    first, *others = workers
+    first = workers[0]
+    if rank == first:
+        return _gather(path, rank, workers, streams, deadline)
     within_s = max(0.0, deadline - time.monotonic())
-    if rank != first:
-        word: control_messages.Message = {"type": "path_to_root"}
-        if isinstance(way, SwitchError):
-            word["refused"] = str(way)
-        else:
-            word |= {"ids": list(way.ids), "endpoints": list(way.endpoints), "error": way.error}
-        with contextlib.suppress(OSError):  # its silence is noticed below, or by whoever comes next
-            control_messages.send(streams[first], word)
-        if isinstance(way, SwitchError):
-            raise way
-        return _paths_of(_hear(streams[first], first, rank, deadline + _GRACE_S, within_s), rank)
-    paths: list[list[int]] = []
-    failure: SwitchError | None = way if isinstance(way, SwitchError) else None
-    ways = [] if isinstance(way, SwitchError) else [way]
-    for peer in others:
+    message: Message = {"type": "path_to_root"}
+    if isinstance(path, SwitchError):
+        message["refused"] = str(path)
+    else:
+        message.update(path._asdict())
+    with contextlib.suppress(OSError):  # the receive below notices that the first worker is gone
+        control_messages.send(streams[first], message)
+    if isinstance(path, SwitchError):
+        raise path
+    reply = _receive(streams[first], first, rank, deadline + _GRACE_S, within_s)
+    if "refused" in reply:
+        raise SwitchError(f"rank {rank}: {reply['refused']}")
+    tree: list[list[int]] = reply["paths"]
+    return tree
+
+
+def _gather(
+    path: PathToRoot | SwitchError,
+    rank: int,
+    workers: Sequence[int],
+    streams: Mapping[int, socket.socket],
+    deadline: float,
+) -> list[list[int]]:
+    """At the first worker: gather all paths, and send all workers the tree, or the first error."""
+    within_s = max(0.0, deadline - time.monotonic())
+    failure = path if isinstance(path, SwitchError) else None
+    paths = [] if isinstance(path, SwitchError) else [path]
+    for peer in workers[1:]:
         try:
-            word = _hear(streams[peer], peer, rank, deadline, within_s)
-            if "refused" in word:
-                raise SwitchError(f"rank {rank}: {word['refused']}")
-            ways.append(PathToRoot(tuple(word["ids"]), tuple(word["endpoints"]), word["error"]))
+            message = _receive(streams[peer], peer, rank, deadline, within_s)
+            if "refused" in message:
+                raise SwitchError(f"rank {rank}: {message['refused']}")
+            paths.append(PathToRoot(tuple(message["ids"]), tuple(message["endpoints"]), message["error"]))
         except SwitchError as error:
             failure = failure or error
-    try:
-        if failure is None:
-            paths = common_tree(ways, workers)
-    except SwitchError as error:
-        failure = SwitchError(f"rank {rank}: {error}")
-    answer: control_messages.Message = {"paths": paths} if failure is None else {"refused": str(failure)}
-    for peer in others:
-        with contextlib.suppress(OSError):  # one that is gone is missed when the others join
-            control_messages.send(streams[peer], {"type": "tree", **answer})
+    tree: list[list[int]] = []
+    if failure is None:
+        try:
+            tree = common_tree(paths, workers)
+        except SwitchError as error:
+            failure = SwitchError(f"rank {rank}: {error}")
+    reply: Message = {"paths": tree} if failure is None else {"refused": str(failure)}
+    for peer in workers[1:]:
+        with contextlib.suppress(OSError):  # the others notice at the join that this worker is gone
+            control_messages.send(streams[peer], {"type": "tree", **reply})
     if failure is not None:
         raise failure
-    return paths
+    return tree
 
 
-def _paths_of(word: control_messages.Message, rank: int) -> list[list[int]]:
-    if "refused" in word:
-        raise SwitchError(f"rank {rank}: {word['refused']}")
-    paths: list[list[int]] = word["paths"]
-    return paths
-
-
-def _hear(stream: socket.socket, peer: int, rank: int, deadline: float, within_s: float) -> control_messages.Message:
+def _receive(stream: socket.socket, peer: int, rank: int, deadline: float, within_s: float) -> Message:
     stream.settimeout(max(0.01, deadline - time.monotonic()))
     try:
         return control_messages.receive(stream)
@@ -129,7 +173,7 @@ def _hear(stream: socket.socket, peer: int, rank: int, deadline: float, within_s
         raise SwitchError(
             f"rank {rank}: rank {peer} did not join within {within_s:.0f} s: it has not said what is above it"
         ) from None
-    except (EOFError, OSError, control_messages.ProtocolError) as error:
+    except (EOFError, OSError, ProtocolError) as error:
         raise SwitchError(
             f"rank {rank}: rank {peer} did not say which switches it is below ({error}); see its own output"
         ) from None

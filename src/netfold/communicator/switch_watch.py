@@ -1,15 +1,16 @@
-"""Decide whether a switch is lost: by the results that come, and by its answers over the control connection.
+"""Decide whether a switch is lost, from the results that arrive and from its replies over the control connection.
 
-A pure state machine without clock, thread or socket. Its owner calls `poll` every tick and does what that returns.
+A pure state machine without clock, thread or socket. Its owner calls `poll` every tick and carries out what that
+returns:
 
-    ask     while a chunk has no result for QUIET_S: which ranks' contributions has the switch not seen?
-            else, every ALIVE_S: is it there?
-    lost    no answer for ANSWER_S: the control path is cut, or the switch is stopped or gone;
-            or answers come, but for PATH_S no result of a chunk for which the switch waits for this rank, or for
-            nobody: packets do not pass one way or the other
+    query   while a chunk has no result for QUIET_S: which ranks' contributions has the switch not seen?
+            else, every ALIVE_S: does the switch reply?
+    lost    no reply for ANSWER_S: the control connection is cut, or the switch has stopped or is gone;
+            or replies come, but for PATH_S no result of a chunk for which the switch waits for this rank, or for
+            no rank: packets do not pass in one of the directions
 
-One question is open at a time. A rank that was stopped, or had no processor, knows nothing of the meantime: a tick
-longer than TICK_S counts as TICK_S.
+One query is open at a time. A rank that was stopped, or had no processor, learned nothing meanwhile: a tick longer than
+TICK_S counts as TICK_S.
 """
 
 from __future__ import annotations
@@ -21,21 +22,21 @@ from dataclasses import dataclass
 QUIET_S = 1.0
 ALIVE_S = 1.0
 ANSWER_S = 3.0
-# From the first moment without a result; by then at least two answers have come.
+# From the first moment without a result. At least two replies have come by then.
 PATH_S = 2.5
 TICK_S = 0.5
 
 
 @dataclass(frozen=True)
 class Query:
-    """A question to the switch. chunk: the one that is waited for; None: only whether the switch is there."""
+    """A query to the switch. chunk: the one that this rank waits for; None: only whether the switch replies."""
 
     chunk: int | None
 
 
 @dataclass(frozen=True)
 class Lost:
-    """The switch is of no use any more; `why` is a clause after "the switch at ... is gone"."""
+    """The switch is lost; `why` is a clause after "the switch at ... is gone"."""
 
     why: str
 
@@ -48,19 +49,19 @@ class SwitchWatch:
         self._last_tick = now
         self._time = 0.0
         self._chunk: int | None = None
-        self._since = 0.0  # of the chunk's wait
+        self._since = 0.0  # when the wait for the chunk began
         self._asked: Query | None = None
         self._asked_at = 0.0
         self._next_ask = ALIVE_S
-        self._asked_of_chunk = False
+        self._asked_of_chunk = False  # whether the newest query was about the chunk
         self._bad_answers = 0
-        self.stragglers: tuple[int, ...] = ()  # the switch's last answer about this chunk
+        self.stragglers: tuple[int, ...] = ()  # the switch's last reply about this chunk
 
     def poll(self, now: float, chunk: int | None, *, urgent: bool = False) -> Query | Lost | None:
-        """What to do now.
+        """The action that is due.
 
-        chunk: the oldest one without a result; None: nothing is awaited. urgent: ask without waiting for QUIET_S, since
-        a rank has left.
+        chunk: the oldest one without a result; None where this rank waits for none.
+        urgent: query without waiting for QUIET_S, since a rank has left.
         """
         self._time += min(now - self._last_tick, TICK_S)
         self._last_tick = now
@@ -85,7 +86,7 @@ class SwitchWatch:
         return self._asked
 
     def answer(self, missing: Sequence[int] | None) -> None:
-        """The open question's answer; missing: ranks that the switch waits for, None to `Query(None)`."""
+        """The reply to the open query. missing: ranks that the switch waits for; None for `Query(None)`."""
         asked, self._asked = self._asked, None
         if asked is None or missing is None or asked.chunk is None or asked.chunk != self._chunk:
             return

@@ -1,4 +1,4 @@
-"""A handle on a collective that is under way."""
+"""Handles on operations that are under way."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from netfold.communicator.group import Group
 
 
 class Work:
-    """What `asynchronous=True` returns. Thread-safe.
+    """The handle that `asynchronous=True` returns. Thread-safe.
 
-    It holds the buffers, and they are held until the operation is done even where nobody keeps the handle: the engine
-    writes into them. The caller must not touch them before `wait` has returned.
+    The engine reads and writes the buffers until the operation is done, so they are kept alive until then, even if the
+    caller drops the handle. The caller must not touch them before `wait` has returned.
     """
 
     def __init__(self, group: Group, operation: Any, buffers: Any, result: Any) -> None:
@@ -20,47 +20,47 @@ class Work:
         self._operation = operation
         self._buffers = buffers
         self._result = result
-        _hold(self)
+        _keep(self)
 
     @property
     def done(self) -> bool:
-        """Whether it has ended, well or not. Never blocks."""
+        """Whether the operation has ended, in success or failure. Never blocks."""
         return bool(self._operation.done)
 
     def wait(self, timeout_s: float | None = None) -> Any:
-        """Wait for it; what the blocking call would have returned.
+        """Wait for the operation; returns the blocking call's result.
 
-        TimeoutError when only this waiting ended (the operation goes on, and has a deadline of its own); else raises
-        what befell it.
+        TimeoutError where only this wait ended: the operation goes on until its own deadline. Else raises the
+        operation's error.
         """
         self._group.wait(self._operation, timeout_s)
-        _let_go(self)
+        _release(self)
         return self._result
 
     @property
     def result(self) -> Any:
-        """What the blocking call would have returned; ValueError where it is not done yet, else as `wait`."""
+        """The blocking call's result; ValueError where the operation is not done yet, else as `wait`."""
         if not self.done:
             raise ValueError(f"rank {self._group.rank}: the operation is not done; call wait()")
         return self.wait()
 
 
 class ReceiveWork(Work):
-    """A receive: its result is the rank that sent."""
+    """A receive, whose result is the sender's rank."""
 
     def wait(self, timeout_s: float | None = None) -> Any:
         super().wait(timeout_s)
         return int(self._operation.peer)
 
 
-# Works whose operation may still write, by id. One that was waited for is let go then; of others those that have ended,
-# when there are twice as many as were under way the last time. Operations end, by their deadline at the latest.
+# By id, works whose operation may still use its buffers. `wait` removes its work. Other ended works are removed when
+# there are twice as many works as after the last such sweep. Every operation ends by its deadline.
 _under_way: dict[int, Work] = {}
 _sweep_at = _LEAST = 32
 _lock = threading.Lock()
 
 
-def _hold(work: Work) -> None:
+def _keep(work: Work) -> None:
     global _sweep_at
     with _lock:
         if len(_under_way) >= _sweep_at or len(_under_way) < _LEAST:
@@ -71,6 +71,6 @@ def _hold(work: Work) -> None:
             _under_way[id(work)] = work
 
 
-def _let_go(work: Work) -> None:
+def _release(work: Work) -> None:
     with _lock:
         _under_way.pop(id(work), None)

@@ -47,8 +47,8 @@ class _Callable(ModuleType):
         Every process of a job calls this with the same folder, and writes a subfolder for its rank. The recording
         begins with the call, or with the process's first group if there is none yet. It never synchronises ranks and
         does not change operations. A full disk ends the recording, with a message on stderr, but not the training.
-        Cost: docs/reference/profile.md. start() raises RuntimeError if the process is already being recorded, ValueError if
-        `folder` holds other files, or a profile of this rank.
+        Cost: docs/reference/profile.md. start() raises RuntimeError if the process is already being recorded,
+        ValueError if `folder` holds other files, or a profile of this rank.
         """
         from netfold.profile.recording import Recording
 

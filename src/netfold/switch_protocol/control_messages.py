@@ -1,37 +1,37 @@
 """Control messages between workers and a switch: length-prefixed msgpack over a stream.
 
-Membership lives here, data does not. A message is a map with a `type`; sizes are bounded, unknown types are an error,
-unknown fields are ignored. The first message of each side carries `version`; docs/reference/versions.md says when it changes.
+They carry membership, and no data. A message is a map with a `type`; sizes are bounded, unknown types are an error,
+unknown fields are ignored. The first message of each side carries `version`; docs/reference/versions.md says when it
+changes.
 
     worker -> switch   path      version, below               (below: ids of the switches that ask on its behalf)
     switch -> worker   path      version, switches, error     (id and address of this switch and of each above it, its
-                                                               own address empty; why it goes no further, or empty)
+                                                               own address empty; why the path ends early, or empty)
     worker -> switch   quota     version
-                                 udp                         (true: try, too, whether UDP passes)
-    switch -> worker   quota     version, jobs, workers, memory_bytes, slots   (what a new job could have; -1 slots: all
-                                                               that the memory holds)
+                                 udp                         (true: also test whether UDP passes)
+    switch -> worker   quota     version, jobs, workers, memory_bytes, slots   (available to a new job; -1 slots: as
+                                                               many as the memory holds)
                                  buffer_bytes, window_bytes  (what the kernel grants a job's packets, and a worker's
                                                               window where that suffices)
-                                 udp                         (port, nonce: what begins with that comes back from that
-                                                              UDP port, while this connection lasts)
+                                 udp                         (port, nonce: the switch returns packets that begin with
+                                                              this nonce from this UDP port, while the connection lasts)
     worker -> switch   join      version, job, name, rank, ranks, port, window_bytes, timeout_s
-                                 (job: a digest; name: what people call it; ranks: of all workers, in worker order;
+                                 (job: a digest; name: for logs and metrics; ranks: of all workers, in worker order;
                                  port: the UDP port that this worker's packets will come from)
-                                 fabric                      (provider, name, tag: in the port's place, where its
-                                                              packets come over a fabric; tag: of those it gets)
+                                 fabric                      (provider, name, tag: instead of the port, for packets
+                                                              over a fabric; tag: of packets to this worker)
                                  encrypt                     (true: packets with values are to be encrypted)
                                  paths                       (by worker: ids of the switches from its own to the root;
                                                               left out where all join this one)
     switch -> worker   admitted  version, job_id, incarnation, worker, nonce, port   (send hello packets to that UDP
                                                                port as that worker)
-                                 fabric                      (name, tag, packet_bytes: in the port's place)
+                                 fabric                      (name, tag, packet_bytes: instead of the port)
                                  secret, result_secret       (inside TLS only: for the keys of packets)
                                  encrypt                     (inside TLS only: whether values in packets are encrypted)
-                       refused   reason                      (version: where it answers a first message; switch: the
-                                                              address of one that is gone; loop: parents go in a
-                                                              circle)
-    worker -> switch   ready     payload_bytes                              (the longest that came back)
-                                 proof                       (over a fabric: the number with which it came back)
+                       refused   reason                      (version: in reply to a first message; switch: the
+                                                              address of a lost switch; loop: parents form a circle)
+    worker -> switch   ready     payload_bytes                              (the longest that the switch returned)
+                                 proof                       (over a fabric: the number that the switch returned)
     switch -> worker   start     epoch, payload_bytes, window               (every rank is ready)
                                  window_shortfall            (why the window is smaller than it should be, and what
                                                               to set)
@@ -42,17 +42,17 @@ unknown fields are ignored. The first message of each side carries `version`; do
     switch -> worker   stragglers  ranks, serial
                        alive     serial
                        left      rank, reason, fault                        (a rank's connection ended)
-    worker -> switch   leave     reason, fault                              (the rank that it holds to be at fault)
+    worker -> switch   leave     reason, fault                              (the rank at fault, as far as known)
 
-`path`, `quota` and `join` carry a token where the switch wants one, which is inside TLS only; after a path or a quota
-the connection ends, by the worker's end where UDP is tried.
-A switch's id is its incarnation. A leaf is a worker of its parent, and says more there:
+`path`, `quota` and `join` carry a token where the switch wants one, inside TLS only. After a path or a quota the
+connection ends; where UDP is tested, the worker ends it.
+A switch's id is its incarnation. A leaf is a worker of its parent, with further fields and messages:
 
     leaf -> parent     join      switch, endpoint            (its id and address; rank: the lowest below it)
                        ready     window                      (the most chunks that it can grant)
-                       left      rank, reason, fault         (one below it)
-                       leave     switch                      (the address of one that is gone, if that is why)
-    parent -> leaf     stragglers  chunk, serial               (asked both ways)
+                       left      rank, reason, fault         (a rank below it)
+                       leave     switch                      (the address of a lost switch, if that is the reason)
+    parent -> leaf     stragglers  chunk, serial               (both sides may query)
     leaf -> parent     stragglers  ranks, serial
 """
 
@@ -70,25 +70,25 @@ import msgpack
 
 import netfold
 
-# Of these messages, and of all else that a worker and a switch exchange: docs/reference/versions.md.
+# Covers these messages and all else that a worker and a switch exchange: docs/reference/versions.md.
 VERSION = 8
 MAX_MESSAGE_BYTES = 1 << 16
-# That a group goes over side by side.
+# Most switches that a group uses side by side.
 MAX_SWITCHES = 8
 _LENGTH = struct.Struct(">I")
 
-# Bytes of values in a packet, longest first; the first whose packets come back from the switch is used. With headers
-# and a tag 8880 fit a jumbo frame (MTU 9000), of IPv6 too; 1408 fill an MTU of 1500, and 1152 fit IPv6's least MTU of
-# 1280. Longer packets, on loopback, measured no faster, and a small operation pads to a whole packet.
+# Bytes of values in a packet, longest first. The first whose packets come back from the switch is used. With headers
+# and MAC, 8880 fit a jumbo frame (MTU 9000), of IPv6 too; 1408 fill an MTU of 1500, and 1152 fit IPv6's least MTU of
+# 1280. Longer packets on loopback measured no faster, and a small operation is padded to a whole packet.
 PAYLOAD_CANDIDATES = (8880, 1408, 1152)
-# How long each but the last is tried.
+# How long each length but the last is tried.
 PROBE_S = 0.12
-# Over a fabric, where no path has a length: the protocol's most, less where messages are shorter. A message costs much
-# the same whatever its length: an all_reduce of 1 MB took 2.4 to 2.8 ms so, and 3.8 to 4.2 ms with 8880 (2 ranks,
-# tcp;ofi_rxm, medians of 3 rounds on a machine that others used).
+# Over a fabric, which has no MTU: the protocol's maximum, less where messages are shorter. A message costs about the
+# same at any length: an all_reduce of 1 MB took 2.4 to 2.8 ms with this, and 3.8 to 4.2 ms with 8880 (2 ranks,
+# tcp;ofi_rxm, medians of 3 rounds on a machine in use).
 FABRIC_PAYLOAD_BYTES = 32768
 
-# Tokens and lists of them; what is longer is no such file.
+# Longest file of tokens.
 MAX_PRIVATE_BYTES = 1 << 20
 _TOKEN = re.compile(r"[\w+/=.-]{32,256}", re.ASCII)
 
@@ -96,14 +96,14 @@ Message = dict[str, Any]
 
 
 class Stream(Protocol):
-    """What a control connection is made of: a socket, or one inside TLS."""
+    """The stream of a control connection: a socket, or a TLS stream over one."""
 
     def sendall(self, data: bytes, /) -> None: ...
     def recv(self, count: int, /) -> bytes: ...
 
 
 class ProtocolError(ValueError):
-    """The peer sent something that is no control message."""
+    """The peer sent bytes that are not a control message."""
 
 
 def encode(message: Message) -> bytes:
@@ -114,7 +114,7 @@ def encode(message: Message) -> bytes:
 def decode(body: bytes) -> Message:
     try:
         message = msgpack.unpackb(body)
-    except Exception as error:  # msgpack has no common base for what malformed input raises
+    except Exception as error:  # the errors of msgpack for malformed input have no common base
         raise ProtocolError(f"not msgpack: {error}") from None
     if not isinstance(message, dict) or not isinstance(message.get("type"), str):
         raise ProtocolError("not a map with a type")
@@ -122,18 +122,18 @@ def decode(body: bytes) -> Message:
 
 
 def version_problem(message: Message, *, them: str, us: str) -> str:
-    """Say why the sender of this first message cannot be spoken with, and which side to upgrade; "" where it can.
+    """Why this first message's version does not fit, and which side to upgrade; "" where it fits.
 
-    them, us: what the sender and this process are called, such as "the worker" and "this switch".
+    them, us: what to call the sender and this process, such as "the worker" and "this switch".
     """
-    theirs = message.get("version")
-    if theirs == VERSION:
+    version = message.get("version")
+    if version == VERSION:
         return ""
-    ours = f"{us} (netfold {netfold.__version__}) speaks control protocol {VERSION}"
-    if not isinstance(theirs, int):
-        return f"{them} does not say which control protocol it speaks, and {ours}: run the same netfold on both sides"
-    older = them if theirs < VERSION else us
-    return f"{them} speaks control protocol {theirs}, {ours}: upgrade netfold where {older} runs"
+    own = f"{us} (netfold {netfold.__version__}) speaks control protocol {VERSION}"
+    if not isinstance(version, int):
+        return f"{them} does not say which control protocol it speaks, and {own}: run the same netfold on both sides"
+    older = them if version < VERSION else us
+    return f"{them} speaks control protocol {version}, {own}: upgrade netfold where {older} runs"
 
 
 def length_of(prefix: bytes) -> int:
@@ -148,12 +148,12 @@ def send(stream: Stream, message: Message) -> None:
 
 
 def receive(stream: Stream) -> Message:
-    """One message; EOFError at an orderly end, TimeoutError by the socket's timeout."""
+    """Receive one message. EOFError at an orderly end, TimeoutError after the socket's timeout."""
     return decode(receive_exactly(stream, length_of(receive_exactly(stream, _LENGTH.size))))
 
 
 def receive_exactly(stream: Stream, count: int) -> bytes:
-    """`count` bytes; EOFError when the stream ends before, TimeoutError by the socket's timeout."""
+    """Receive `count` bytes. EOFError if the stream ends before, TimeoutError after the socket's timeout."""
     parts = bytearray()
     while len(parts) < count:
         part = stream.recv(count - len(parts))
@@ -164,7 +164,7 @@ def receive_exactly(stream: Stream, count: int) -> bytes:
 
 
 def parse_endpoint(text: str, *, what: str) -> tuple[str, int]:
-    """`host:port` or `[v6]:port` into its parts; ValueError with a sentence that names `what`."""
+    """Parse `host:port` or `[v6]:port`. ValueError with a sentence that names `what`."""
     host, colon, port = text.strip().rpartition(":")
     if not colon or not port.isdigit() or not 0 <= int(port) <= 65535 or not host:
         raise ValueError(f"{what} is {text!r}; expected host:port, such as 127.0.0.1:7171 or [::1]:7171")
@@ -172,7 +172,7 @@ def parse_endpoint(text: str, *, what: str) -> tuple[str, int]:
 
 
 class SwitchAddress(NamedTuple):
-    """Where a switch is and, where it speaks TLS, the SHA-256 of its certificate in hexadecimal."""
+    """A switch's address and, where it speaks TLS, the SHA-256 of its certificate in hexadecimal."""
 
     host: str
     port: int
@@ -180,23 +180,23 @@ class SwitchAddress(NamedTuple):
 
 
 def parse_switch(text: str, *, what: str) -> SwitchAddress:
-    """`host:port` or `host:port#fingerprint`; ValueError with a sentence that names `what`.
+    """Parse `host:port` or `host:port#fingerprint`. ValueError with a sentence that names `what`.
 
-    One word for both: nobody can set the address and forget who is expected there.
+    One text has both, so that nobody can set the address and forget the fingerprint.
     """
     endpoint, hash_sign, fingerprint = text.strip().partition("#")
     if hash_sign and not re.fullmatch(r"[0-9a-fA-F]{64}", fingerprint):
         raise ValueError(
             f"{what} is {text!r}: behind # stands a certificate's fingerprint, 64 hexadecimal digits, as the switch "
-            "says it when it starts"
+            "prints it when it starts"
         )
     return SwitchAddress(*parse_endpoint(endpoint, what=what), fingerprint.lower() or None)
 
 
 def switches_of(text: str | None) -> tuple[str, ...]:
-    """What NETFOLD_SWITCH names: switches side by side, with commas between; none where it is None.
+    """Parse NETFOLD_SWITCH: one or more switches, separated by commas; none for None.
 
-    ValueError with a sentence for what is none, or too many.
+    ValueError with a sentence for a malformed address, and for too many.
     """
     if text is None:
         return ()
@@ -209,11 +209,11 @@ def switches_of(text: str | None) -> tuple[str, ...]:
 
 
 def read_private(path: Path | str) -> str:
-    """The text of a file that nobody but its owner can read: ours, or root's. ValueError where it is another's too."""
+    """Read a file of this user or root that no other user can read. ValueError for other owners or modes."""
     with open(path, "rb") as file:
         about = os.fstat(file.fileno())
         if not stat.S_ISREG(about.st_mode) or about.st_uid not in (0, os.geteuid()):
-            raise ValueError(f"{path} is no file of this user or of root: whoever owns it knows what is in it")
+            raise ValueError(f"{path} is no file of this user or of root: its owner knows its content")
         if about.st_mode & 0o077:
             raise ValueError(f"{path} can be read by others (mode {about.st_mode & 0o777:03o}): chmod 600 {path}")
         content = file.read(MAX_PRIVATE_BYTES + 1)
@@ -223,7 +223,7 @@ def read_private(path: Path | str) -> str:
 
 
 def check_token(token: str) -> None:
-    """ValueError, without the token, where it is none."""
+    """Raise ValueError, whose text does not have the token, for a malformed token."""
     if not _TOKEN.fullmatch(token):
         raise ValueError("a token is 32 to 256 letters and digits, such as `openssl rand -hex 32` prints")
 

@@ -1,8 +1,8 @@
-"""Keys of a job's data packets, from secrets that the switch draws and says over TLS.
+"""Keys of a job's data packets, from secrets that the switch draws and sends over TLS.
 
-A key a job, epoch, sender and direction, so that nothing that was tagged in one life of a job, or by one worker, holds
-in another life or for another worker. Both ends derive them alike (HKDF, RFC 5869); docs/reference/protocol.md has the
-bytes.
+There is a key for each job, epoch, sender and direction. So a packet of one epoch, or of one worker, is not valid in
+another epoch or for another worker. Both ends derive the keys in the same way (HKDF, RFC 5869);
+docs/reference/protocol.md has the bytes.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ def draw_secret() -> bytes:
 
 
 def hello_key_of(admitted: Mapping[str, Any]) -> bytes | None:
-    """The key of who was `admitted` (control_messages.py); None where packets carry no tags."""
+    """The hello key of the worker with this `admitted` (control_messages.py); None where packets carry no MACs."""
     if "secret" not in admitted:
         return None
     return hello_key(admitted["secret"], job=int(admitted["job_id"]), worker=int(admitted["worker"]))
 
 
 def member_keys(admitted: Mapping[str, Any], epoch: int) -> tuple[bytes, bytes] | None:
-    """The keys of what it sends, and of what the switch answers; None where packets carry no tags."""
+    """The keys of the worker's contributions and of the switch's results; None where packets carry no MACs."""
     if "secret" not in admitted:
         return None
     job, worker = int(admitted["job_id"]), int(admitted["worker"])
@@ -40,22 +40,22 @@ def member_keys(admitted: Mapping[str, Any], epoch: int) -> tuple[bytes, bytes] 
 
 
 def hello_key(secret: bytes, *, job: int, worker: int) -> bytes:
-    """`secret`: the worker's own. Of its hellos, before there is an epoch."""
+    """The key of a worker's hello packets, before there is an epoch. secret: the worker's own."""
     return _derived(secret, b"hellos", job, 0, worker)
 
 
 def contribution_key(secret: bytes, *, job: int, epoch: int, worker: int) -> bytes:
-    """`secret`: the worker's own."""
+    """secret: the worker's own."""
     return _derived(secret, b"contributions", job, epoch, worker)
 
 
 def result_key(secret: bytes, *, job: int, epoch: int) -> bytes:
-    """`secret`: the one that all workers of the job are told."""
+    """secret: the one that the switch gives all workers of the job."""
     return _derived(secret, b"answers", job, epoch, 0)
 
 
 def _derived(secret: bytes, kind: bytes, job: int, epoch: int, worker: int) -> bytes:
-    # Here: only a process that speaks to a switch with tokens pays for the import.
+    # Imported here, since only processes that use a switch with tokens need it.
     from cryptography.hazmat.primitives.hashes import SHA256
     from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 

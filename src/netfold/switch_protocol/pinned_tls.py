@@ -1,7 +1,8 @@
-"""A stream inside TLS, to a switch that is known by the fingerprint of its certificate.
+"""A TLS stream to a switch that is authenticated by the fingerprint of its certificate.
 
-As a socket to `control`, and for one thread that receives beside any that send. `ssl.SSLSocket` promises nothing to two
-threads at once, so the session is driven through memory, under a lock that nobody holds while waiting for the network.
+It has the methods of a socket that `control_messages` uses. One thread may receive while others send. `ssl.SSLSocket`
+is not safe for two threads, so the session works on memory buffers, under a lock that no thread holds while it waits
+for the network.
 """
 
 from __future__ import annotations
@@ -16,31 +17,34 @@ _RECEIVE_BYTES = 1 << 16
 
 
 class FingerprintError(ValueError):
-    """Another certificate than the pinned one."""
+    """The switch's certificate is not the pinned one."""
 
 
 class PinnedStream:
-    """Over `stream`, which it owns. `fingerprint`: hexadecimal SHA-256 of the certificate, whole."""
+    """TLS over `stream`, which it owns. fingerprint: hexadecimal SHA-256 of the whole certificate."""
 
     def __init__(self, stream: socket.socket, fingerprint: str) -> None:
-        """Shake hands and compare, before a byte is sent. FingerprintError, ssl.SSLError, EOFError, OSError."""
+        """Do the handshake and compare fingerprints before any data is sent.
+
+        Raises FingerprintError, ssl.SSLError, EOFError, OSError.
+        """
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         context.minimum_version = ssl.TLSVersion.TLSv1_3
-        # No authority and no name: the fingerprint is the whole of the trust.
+        # No authority and no name: trust rests on the fingerprint alone.
         context.check_hostname = False
         context.verify_mode = ssl.CERT_NONE
         self._stream = stream
         self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
         self._session = context.wrap_bio(self._incoming, self._outgoing)
-        self._session_lock = threading.Lock()  # the session and its two ends in memory
-        self._send_lock = threading.Lock()  # what the session wrote leaves in that order
+        self._session_lock = threading.Lock()  # guards the session and its memory buffers
+        self._send_lock = threading.Lock()  # keeps the order of the session's output
         while True:
             try:
                 self._session.do_handshake()
                 break
             except ssl.SSLWantReadError:
                 self._flush()
-                self._more()
+                self._receive()
         self._flush()
         certificate = self._session.getpeercert(binary_form=True)
         found = hashlib.sha256(certificate or b"").hexdigest()
@@ -51,11 +55,11 @@ class PinnedStream:
         with self._send_lock:
             with self._session_lock:
                 self._session.write(data)
-                sealed = self._outgoing.read()
-            self._stream.sendall(sealed)
+                encrypted = self._outgoing.read()
+            self._stream.sendall(encrypted)
 
     def recv(self, count: int) -> bytes:
-        """At least a byte, or b"" at the end."""
+        """Receive at least one byte, or b"" at the end."""
         while True:
             try:
                 with self._session_lock:
@@ -64,10 +68,10 @@ class PinnedStream:
                 pass
             except (ssl.SSLZeroReturnError, ssl.SSLEOFError):
                 return b""
-            if self._outgoing.pending:  # an answer that TLS itself owes
+            if self._outgoing.pending:  # a message of TLS itself
                 self._flush()
             try:
-                self._more()
+                self._receive()
             except EOFError:
                 return b""
 
@@ -88,7 +92,7 @@ class PinnedStream:
     def close(self) -> None:
         self._stream.close()
 
-    def _more(self) -> None:
+    def _receive(self) -> None:
         data = self._stream.recv(_RECEIVE_BYTES)
         if not data:
             raise EOFError("the connection was closed")
@@ -98,6 +102,6 @@ class PinnedStream:
     def _flush(self) -> None:
         with self._send_lock:
             with self._session_lock:
-                sealed = self._outgoing.read()
-            if sealed:
-                self._stream.sendall(sealed)
+                encrypted = self._outgoing.read()
+            if encrypted:
+                self._stream.sendall(encrypted)

@@ -56,7 +56,8 @@ class Links:
 
 
 # Gigabit Ethernet through a switch: 1448 of 1538 bytes on the wire are payload. The memory of a small server.
-# crowding, restarts: measured with four hosts in the rack at 1 Gbit/s, 16 MB, against rings (docs/explanation/algorithms.md).
+# crowding, restarts: measured with four hosts in the rack at 1 Gbit/s, 16 MB, against rings
+# (docs/explanation/algorithms.md).
 DEFAULT_LINKS = Links(
     network=Link(latency_s=60e-6, bytes_per_s=1448 / 1538 * 125e6),
     memory=Link(latency_s=3e-6, bytes_per_s=12e9),

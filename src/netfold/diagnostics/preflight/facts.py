@@ -18,8 +18,8 @@ import psutil
 from netfold.bootstrap.addresses import interface_of, own_interfaces
 from netfold.bootstrap.fabric import preview_transport
 from netfold.communicator import Options
-from netfold.communicator.membership import query_quota
 from netfold.errors import NetfoldError
+from netfold.switch_protocol.control_client import query_quota
 from netfold.switch_protocol.control_messages import switches_of
 
 # Of variables with these in their names, the facts hold only that they are set.

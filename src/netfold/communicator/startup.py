@@ -1,0 +1,352 @@
+"""The start-up of a group: from a store to connections, shared memory, a choice table, switches and a native group.
+
+Every rank runs the same steps in the same order. A step is a function that returns what it set up, and that registers
+in an ExitStack how to undo this. A failure in a later step, and the end of the group, run that stack.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import socket
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from netfold._native import engine, protocol
+from netfold.bootstrap import capacity, fabric, mpi, peer_memory, probe, rendezvous
+from netfold.bootstrap.addresses import Interfaces, interface_of, own_interfaces
+from netfold.bootstrap.listener import Listener, RegisteredGroup, acquire_listener, release_listener
+from netfold.bootstrap.rendezvous import Job, PeerAddresses, Sockets
+from netfold.bootstrap.secure_stream import mesh_secrets
+from netfold.bootstrap.shm_discovery import Node, discover_nodes
+from netfold.bootstrap.store import Store
+from netfold.communicator.membership import Membership, join_for_host
+from netfold.options import SECURITIES, Options
+from netfold.switch_protocol.control_client import SwitchAccess
+from netfold.switch_protocol.control_messages import switches_of
+from netfold.tuning import DEFAULT_LINKS, ChoiceTable, Links, Topology, build_table
+
+# Connections between two ranks: one for collectives and one for messages, so that neither waits for the other. One more
+# for each switch carries the switch's operations after that switch is lost.
+_LANES = 2
+# How long a waiting thread polls. Data in memory comes within microseconds if its sender runs. Where ranks outnumber
+# cores, the polling thread yields, so a longer poll costs the other ranks nothing.
+_SPIN_US, _CROWDED_SPIN_US = 200, 1000
+
+
+class Agreement(NamedTuple):
+    """What the ranks agreed on through the store, and where this rank listens."""
+
+    store: Store  # this generation's own part of it
+    job: Job
+    switches: tuple[str, ...]
+    interfaces: Interfaces
+    listener: Listener
+
+
+class Mesh(NamedTuple):
+    """Authenticated connections to all other ranks."""
+
+    sockets: Sockets  # by lane, rank and rail
+    streams: list[socket.socket | None]  # by rank, the first socket: start-up's own messages go over these
+    peer_addresses: PeerAddresses
+    hosts: frozenset[str]  # addresses at both ends of all connections
+
+
+class Fabric(NamedTuple):
+    """What replaces TCP between ranks; empty for TCP."""
+
+    streams: Sequence[list[Any]] = ()  # by lane and rank
+    port: Any = None
+    description: str = ""
+
+
+class SharedMemory(NamedTuple):
+    """Which ranks share memory."""
+
+    nodes: tuple[int, ...]  # by rank, the number of its node
+    node: Node | None  # this rank's own, None where the rank is alone on its node
+    peer_memory: Any = None  # reads the node's other ranks; None where some rank of the node may not
+    copies: str = ""  # a sentence that says so
+
+
+class Choice(NamedTuple):
+    """The choice table, and what it was made from."""
+
+    table: ChoiceTable
+    links: Links
+    topology: Topology
+    build: Callable[[Links], ChoiceTable]  # makes the table again, for other links
+    measures_switches: bool  # whether a choice depends on the switches' rates, which are then measured
+
+
+@dataclass(frozen=True)
+class Connections:
+    """All that start-up sets up for one rank."""
+
+    rank: int
+    size: int
+    options: Options
+    agreement: Agreement
+    registered_group: RegisteredGroup
+    mesh: Mesh
+    fabric: Fabric
+    memory: SharedMemory
+    choice: Choice
+    workers: tuple[int, ...]  # the ranks that join switches
+    accesses: list[SwitchAccess]  # by switch
+    memberships: list[Membership]  # by switch; none on a rank that is no worker
+
+    @property
+    def job(self) -> Job:
+        return self.agreement.job
+
+
+def connect_group(
+    store: Store,
+    rank: int,
+    size: int,
+    options: Options,
+    store_host: str | None,
+    deadline: float,
+    undo: ExitStack,
+) -> Connections:
+    """Run all steps before the native group. options: resolved. Raises ValueError, RendezvousError, SwitchError."""
+    agreement = _agree(store, rank, size, options, store_host, deadline)
+    undo.callback(release_listener, agreement.listener)
+    registered_group = RegisteredGroup(
+        agreement.job.secret,
+        rank,
+        size,
+        _LANES + len(agreement.switches),
+        agreement.interfaces.rails,
+        SECURITIES.index(agreement.job.security),
+    )
+    agreement.listener.register(registered_group)
+    # Without effect where the group has been deregistered with another reason.
+    failure = engine.FAILURES.index("system"), -1, "it could not join"
+    undo.callback(agreement.listener.deregister, registered_group, failure)
+    mesh = _connect_mesh(agreement, registered_group, options, deadline, undo)
+    over = _open_fabric(agreement, registered_group, mesh, options, deadline)
+    memory = _share_memory(mesh, rank, size, options, deadline, undo)
+    choice = _choose(agreement, mesh, over, memory, options, rank, deadline)
+    workers = choice.table.workers(choice.topology)
+    if len(workers) > protocol.MAX_WORKERS:
+        raise ValueError(f"a switch adds for at most {protocol.MAX_WORKERS} workers, not {len(workers)}")
+    accesses = [
+        SwitchAccess(
+            endpoint=endpoint,
+            token_file=options.token_file,
+            rank=rank,
+            workers=tuple(workers),
+            name=options.job_name or "",
+            window_bytes=agreement.job.window_bytes,
+            fabric=options.switch_fabric,
+            security=agreement.job.security,
+        )
+        for endpoint in (agreement.switches if workers else ())
+    ]
+    memberships = _join_switches(accesses, agreement.job, mesh, memory.nodes, deadline, undo)
+    setup = (agreement, registered_group, mesh, over, memory, choice, tuple(workers), accesses, memberships)
+    return Connections(rank, size, options, *setup)
+
+
+def _agree(store: Store, rank: int, size: int, options: Options, store_host: str | None, deadline: float) -> Agreement:
+    """Claim the rank, read the job, and listen. A failure is published to the ranks that wait for this one."""
+    store = rendezvous.claim(store, rank, size, deadline)
+    try:
+        job = rendezvous.agree(store, rank, size, options, deadline)
+        interfaces = own_interfaces(options, store_host)
+        # A switch that is less secure than the job is not used.
+        switches = switches_of(None if job.no_switch else options.switch)
+        listener = acquire_listener(rank, interfaces.hosts, options.port_range(), deadline)
+    except BaseException as error:
+        rendezvous.publish_failure(store, rank, str(error) or type(error).__name__)
+        raise
+    return Agreement(store, job, switches, interfaces, listener)
+
+
+def _connect_mesh(
+    agreement: Agreement, registered_group: RegisteredGroup, options: Options, deadline: float, undo: ExitStack
+) -> Mesh:
+    sockets, peer_addresses = rendezvous.connect_mesh(
+        agreement.store,
+        registered_group,
+        agreement.listener,
+        agreement.interfaces,
+        deadline,
+        fabric=options.fabric,
+    )
+    undo.callback(rendezvous.close_all, sockets)
+    streams = rendezvous.first_rail(sockets[0])
+    ends = [end for stream in streams if stream is not None for end in (stream.getsockname(), stream.getpeername())]
+    return Mesh(sockets, streams, peer_addresses, frozenset(host for host, *_ in ends))
+
+
+def _open_fabric(
+    agreement: Agreement, registered_group: RegisteredGroup, mesh: Mesh, options: Options, deadline: float
+) -> Fabric:
+    """Connect the streams of NETFOLD_TRANSPORT's fabric or MPI."""
+    if options.fabric is None:
+        return Fabric()
+    rank, lanes = registered_group.rank, registered_group.lanes
+    hosts = agreement.interfaces.hosts[: agreement.interfaces.rails]
+    port = mpi.port_of(rank, mesh.streams, deadline) if options.over_mpi else None
+    names = ("rma_min_bytes", "registration_cache_entries", "registration_cache_bytes")
+    settings = {name: getattr(options, name) for name in names}
+    streams = fabric.connect(options.fabric, hosts, rank, lanes, mesh.streams, deadline, settings=settings, port=port)
+    port = port or fabric.port_of(options.fabric, hosts)
+    return Fabric(streams, port, f"{fabric.describe_port(port)} (NETFOLD_TRANSPORT={options.transport})")
+
+
+def _share_memory(mesh: Mesh, rank: int, size: int, options: Options, deadline: float, undo: ExitStack) -> SharedMemory:
+    nodes, node = discover_nodes(rank, size, mesh.streams, enabled=options.shares_memory, deadline=deadline)
+    if node is None:
+        return SharedMemory(nodes, None)
+    undo.callback(node.close)
+    reader, copies = peer_memory.negotiate(node, enabled=options.single_copy != "off", deadline=deadline)
+    return SharedMemory(nodes, node, reader, copies)
+
+
+def _choose(
+    agreement: Agreement,
+    mesh: Mesh,
+    over: Fabric,
+    memory: SharedMemory,
+    options: Options,
+    rank: int,
+    deadline: float,
+) -> Choice:
+    """Measure links where that is wanted; every rank gets rank 0's table."""
+    job, size, topology = agreement.job, len(memory.nodes), Topology(memory.nodes)
+    measures = job.switch is not None and job.algorithm == "auto" and topology.node_count > 1 and job.probe
+
+    def build(links: Links, measuring: bool = False) -> ChoiceTable:
+        table = build_table(
+            ranks=size,
+            switch=job.switch,
+            algorithm=job.algorithm,
+            wire=job.wire,
+            topology=topology,
+            links=links,
+            measuring=measuring,
+        )
+        return capacity.with_learned_split(table, topology.node_count) if measures and not measuring else table
+
+    def build_first(links: Links) -> ChoiceTable:
+        return build(links, measuring=measures and not links.switches)
+
+    if not job.probe or size == 1 or is_shared(memory):
+        return Choice(build(DEFAULT_LINKS), DEFAULT_LINKS, topology, build, measures)
+    probed: Sequence[Any] = mesh.streams
+    if options.fabric is not None:
+        probed = fabric.byte_streams(over.streams[0], mesh.streams, options.fabric)
+    known = capacity.cached_rates(mesh.hosts, job.switch) if measures and job.switch is not None else ()
+    found = probe.agree(probed, rank, topology, build_first, deadline, rails=agreement.interfaces.rails, switches=known)
+    return Choice(found.table, found.links, found.topology, build, measures)
+
+
+def _join_switches(
+    accesses: Sequence[SwitchAccess],
+    job: Job,
+    mesh: Mesh,
+    nodes: Sequence[int],
+    deadline: float,
+    undo: ExitStack,
+) -> list[Membership]:
+    memberships = []
+    for number, access in enumerate(accesses):
+        membership = join_for_host(
+            access,
+            # A digest tells the switch which ranks belong together, and hides the secret.
+            job=hashlib.sha256(switch_secret(number, job)).hexdigest()[:32],
+            streams=mesh.streams,
+            host=[peer for peer, node in enumerate(nodes) if node == nodes[access.rank]],
+            deadline=deadline,
+        )
+        if membership is not None:
+            undo.callback(membership.leave, "it could not join all of its switches")
+            memberships.append(membership)
+    return memberships
+
+
+def start_native(connections: Connections, group_id: int, undo: ExitStack) -> Any:
+    """Give sockets and shared memory to a new native group."""
+    job, options, memory, sockets = connections.job, connections.options, connections.memory, connections.mesh.sockets
+    node, nodes = memory.node, memory.nodes
+    spinners = 1 if node is None else len(node.ranks)
+    if node is None and options.over_mpi:
+        spinners += sum(_is_here(stream) for stream in connections.mesh.streams if stream is not None)
+    crowded = spinners > len(os.sched_getaffinity(0))
+    spin_us = (_CROWDED_SPIN_US if crowded else _SPIN_US) if options.spin_us is None else options.spin_us
+    secrets = [[[mesh_secrets(stream) for stream in row] for row in lane] for lane in sockets]
+    fds, lane_fds, *fallback_fds = ([[_detached(stream) for stream in row] for row in lane] for lane in sockets)
+    native = engine.add_group(
+        rank=connections.rank,
+        fds=fds,
+        lane_fds=lane_fds,
+        fallback_fds=fallback_fds,
+        # A connection inside a host breaks only where a process dies.
+        resumable=[options.reconnect_s != 0 and each != nodes[connections.rank] for each in nodes],
+        id=group_id,
+        job=hashlib.sha256(b"status" + job.name.encode() + job.secret).hexdigest()[:32],
+        spin_us=spin_us,
+        # An MPI wakes no sleeping thread: a rank that slept at once would find a message late.
+        spins_for_sockets=options.spin_us is not None or options.over_mpi,
+        yields=crowded,
+        table=native_rows(connections.choice.table),
+        table_hash=connections.choice.table.hash16,
+        nodes=list(nodes),
+        fabric=list(connections.fabric.streams),
+        secrets=[] if job.security == SECURITIES[0] else secrets,
+    )
+    undo.callback(engine.remove_group, native)
+    if node is not None:
+        native.share(node.position, list(node.ranks), *node.take_descriptors(), memory.peer_memory)
+    return native
+
+
+def is_shared(memory: SharedMemory) -> bool:
+    """Whether all ranks of the group share memory."""
+    return memory.node is not None and len(memory.node.ranks) == len(memory.nodes)
+
+
+def switch_secret(number: int, job: Job) -> bytes:
+    """A secret of this group's ranks, another one for each of its switches."""
+    return (b"%d " % number if number else b"") + job.name.encode() + job.secret
+
+
+def native_rows(table: ChoiceTable) -> list[tuple[int, int, int, int, int]]:
+    return [
+        (
+            engine.KINDS[row.operation],
+            row.min_bytes,
+            engine.ALGORITHMS[row.algorithm],
+            engine.DTYPES.get(row.wire, -1),
+            engine.ALGORITHMS[row.between],
+        )
+        for row in table.rows
+    ]
+
+
+def describe_interfaces(mesh: Mesh) -> tuple[str, ...]:
+    """Which ranks are reached over which interface, in words. Before `start_native`."""
+    peers: dict[str, list[int]] = {}
+    for peer, row in enumerate(mesh.sockets[0]):
+        for stream in row:
+            peers.setdefault(stream.getsockname()[0], []).append(peer)
+    return tuple(
+        f"reaches rank {', '.join(map(str, ranks))} over {interface_of(host)} ({host})" for host, ranks in peers.items()
+    )
+
+
+def _is_here(stream: socket.socket) -> bool:
+    """Whether the other end is on this host, as far as addresses tell."""
+    return bool(stream.getsockname()[0] == stream.getpeername()[0])
+
+
+def _detached(stream: socket.socket) -> int:
+    stream.settimeout(None)
+    return stream.detach()
