@@ -302,5 +302,5 @@ def test_a_residual_is_refused_where_nothing_is_rounded() -> None:
 
 
 def test_i8_is_refused_for_groups_whose_sums_overflow_a_byte(tmp_path: Any) -> None:
-    with pytest.raises(ValueError, match="NETFOLD_WIRE_DTYPE=i8 adds for at most 32 ranks, not 33: a byte"):
+    with pytest.raises(ValueError, match="NETFOLD_WIRE_DTYPE=i8 takes at most 32 ranks, not 33: a byte"):
         Communicator(FileStore(str(tmp_path)), 0, 33, options=Options(wire_dtype="i8"))

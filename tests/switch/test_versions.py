@@ -22,9 +22,10 @@ from ranks import run_threads, running_switch
 import netfold
 from netfold import Communicator, FileStore, Options
 from netfold._native import protocol
-from netfold.communicator.membership import Membership, query_quota
+from netfold.communicator.membership import Membership
 from netfold.errors import SwitchError
 from netfold.switch_protocol import control_messages
+from netfold.switch_protocol.control_client import SwitchAccess, query_quota
 
 ROOT = Path(__file__).parents[2]
 VERSION = control_messages.VERSION
@@ -124,18 +125,7 @@ def test_a_group_refuses_a_switch_of_another_version_and_names_the_upgrade(
 @pytest.mark.parametrize("peer_version", OTHERS)
 def test_a_worker_refuses_an_admission_and_a_grant_of_another_version(peer_version: int) -> None:
     with fake_switch({**ADMITTED, "version": peer_version}) as endpoint, pytest.raises(SwitchError) as raised:
-        Membership.join(
-            endpoint,
-            job="0" * 16,
-            name="",
-            token_file=None,
-            rank=0,
-            workers=[0],
-            paths=[[7]],
-            window_bytes=1 << 20,
-            fabric=None,
-            timeout_s=5,
-        )
+        Membership.join(SwitchAccess(endpoint, None, 0, (0,)), job="0" * 16, paths=[[7]], timeout_s=5)
     assert str(raised.value) == refused_by_worker(endpoint, peer_version)
     with fake_switch({**ROOM, "version": peer_version}) as endpoint, pytest.raises(SwitchError) as raised:
         query_quota(endpoint, token_file=None, rank=0, timeout_s=5)

@@ -40,10 +40,15 @@ def test_the_recipe_chooses_who_is_told_and_other_ranks_only_record(tmp_path: Pa
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
     assert kinds(make_callbacks(recipe(tmp_path, report=some), tmp_path / "a", 0)) == [
-        *("Profiled", "Exposed", "MetricsFile", "TensorBoard", "Page", "Progress"),
+        *("ProfileCallback", "OverlapCallback", "MetricsFile", "TensorBoard", "ReportCallback", "ProgressCallback"),
     ]
-    assert kinds(make_callbacks(recipe(tmp_path, report=some), tmp_path / "a", 1)) == ["Profiled"]
-    assert kinds(make_callbacks(recipe(tmp_path), tmp_path / "b", 0)) == ["Exposed", "MetricsFile", "Page", "Progress"]
+    assert kinds(make_callbacks(recipe(tmp_path, report=some), tmp_path / "a", 1)) == ["ProfileCallback"]
+    assert kinds(make_callbacks(recipe(tmp_path), tmp_path / "b", 0)) == [
+        "OverlapCallback",
+        "MetricsFile",
+        "ReportCallback",
+        "ProgressCallback",
+    ]
     assert kinds(make_callbacks(recipe(tmp_path), tmp_path / "b", 3)) == []
 
 

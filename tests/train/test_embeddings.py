@@ -21,12 +21,12 @@ STEPS, BATCH = 3, 64
 # As in test_tensor_parallel: f64, sums of at most 256 terms in another order, some twenty of them after each other.
 BOUND = 256 * 20 * 10 * 2.0**-53
 CASES = [
-    "table, data 4",
-    "row, data 4",
-    "table, data 2 x tensor 2",
-    "row, data 2 x tensor 2",
-    "table, data 4, two parts of a batch",
-    "row, data 4, two parts of a batch",
+    "table_wise, data 4",
+    "row_wise, data 4",
+    "table_wise, data 2 x tensor 2",
+    "row_wise, data 2 x tensor 2",
+    "table_wise, data 4, two parts of a batch",
+    "row_wise, data 4, two parts of a batch",
 ]
 
 
@@ -184,7 +184,7 @@ def _learnt() -> dict[str, Any]:
         pairs = [(name, weight) for each in held for name, weight in each.items()]
         moved = min(float((weight - before[name]).abs().max()) for name, weight in pairs)
         found[case] = max(float((weight - expected[name]).abs().max()) for name, weight in pairs), moved
-        if case == "table, data 4":
+        if case == "table_wise, data 4":
             found["owned"] = [int(name.split(".")[-2]) for name in weights if ".tables." in name]
     return found
 
