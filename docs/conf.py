@@ -34,7 +34,7 @@ myst_heading_anchors = 4
 suppress_warnings = ["myst.header"]
 
 autodoc_typehints = "signature"
-# Without it a default such as os.environ shows the environment of whoever builds the site.
+# Without it a default such as os.environ shows the environment of the machine that builds the site.
 autodoc_preserve_defaults = True
 autodoc_member_order = "bysource"
 autodoc_class_signature = "mixed"
