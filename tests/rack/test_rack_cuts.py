@@ -277,7 +277,7 @@ import time
 from netfold.switch_protocol.data_path import PathError, open_path
 admitted = {"port": 9, "job_id": 1, "incarnation": 1, "worker": 0, "nonce": 5}
 try:
-    open_path(None, "127.0.0.1", 1 << 16).reach("127.0.0.1", admitted, time.monotonic() + 1)
+    open_path(None, "127.0.0.1", 1 << 16).connect("127.0.0.1", admitted, time.monotonic() + 1)
 except PathError as error:
     print(error)
 """

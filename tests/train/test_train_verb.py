@@ -151,13 +151,12 @@ def test_alone_it_starts_ranks_and_leaves_a_folder_from_which_they_go_on(tmp_pat
         *(
             "checkpoints",
             "environment.json",
-            "restarts.json",
             "metrics.jsonl",
             "profile",
             "profile.html",
             "recipe.toml",
         ),
-        *("report.html", "tensorboard"),
+        *("report.html", "restarts.json", "tensorboard"),
     ]
     assert sorted(each.name for each in (first / "checkpoints").iterdir()) == ["step-000006", "step-000008"]
     metrics = read_metrics(first)
@@ -211,7 +210,7 @@ def test_what_no_restart_cures_is_told_in_one_sentence_and_ends_the_job(tmp_path
 def test_a_policy_that_stops_the_run_has_a_status_of_its_own_one_sentence_and_no_restart(
     tmp_path: Path, recipe: Path
 ) -> None:
-    command = [*VERB, str(recipe), *settings(parallel__data=2, data__nan_at=20, survive__restarts=3)]
+    command = [*VERB, str(recipe), *settings(parallel__data=2, data__nan_at=20, fault_tolerance__restarts=3)]
     status, out, err = ended(start(command, environment(tmp_path)))
     assert (status, out) == (POLICY_STATUS, "") and POLICY_STATUS not in (0, 1, 2, STOPPED_STATUS), err
     (said,) = [line for line in err.splitlines() if line.startswith("netfold train: ")]
