@@ -8,12 +8,13 @@
 #include "module.hpp"
 
 namespace nb = nanobind;
+using namespace nb::literals;
 
 namespace {
 
-std::string name_of_type(nb::handle array) { return nb::cast<std::string>(nb::type_name(array.type())); }
+std::string type_name_of(nb::handle array) { return nb::cast<std::string>(nb::type_name(array.type())); }
 
-// bf16, i8, u8, ...; bool, c64 and c128 for what travels as other types; empty for what does not travel.
+// bf16, i8, u8, ...; also bool, c64 and c128, which travel as other types. Empty: the type cannot travel.
 std::string dtype_name(const nb::dlpack::dtype& dtype) {
   using Code = nb::dlpack::dtype_code;
   if (dtype.lanes != 1) return {};
@@ -37,13 +38,12 @@ std::string dtype_name(const nb::dlpack::dtype& dtype) {
   }
 }
 
-// An exported array. The exporter keeps the memory for as long as this lives.
+// An exported array. The exporter keeps the memory while this object lives.
 class ExportedArray {
  public:
   ExportedArray(nb::handle array, bool writable) {
-    const bool taken =
-        writable ? take<nb::ndarray<nb::c_contig, nb::device::cpu>>(written(array)) : take<Readable>(array);
-    if (!taken) refuse(array);
+    const bool imported = writable ? import_as<Writable>(writable_export(array)) : import_as<Readable>(array);
+    if (!imported) refuse(array);
     dtype_ = dtype_name(array_.dtype());
     if (dtype_.empty()) {
       const auto dtype = array_.dtype();
@@ -63,15 +63,16 @@ class ExportedArray {
 
  private:
   using Readable = nb::ndarray<nb::ro, nb::c_contig, nb::device::cpu>;
+  using Writable = nb::ndarray<nb::c_contig, nb::device::cpu>;
 
-  // What to write through. An export of before DLPack 1.0 cannot say that it must not be written, and immutable arrays
-  // (JAX's) come so: as NumPy does, take it for read-only.
-  static nb::object written(nb::handle array) {
+  // An export before DLPack 1.0 cannot say that it is read-only, and immutable arrays (JAX's) use it. So take such an
+  // export for read-only, as NumPy does.
+  static nb::object writable_export(nb::handle array) {
     if (!nb::hasattr(array, "__dlpack__")) return nb::borrow(array);
-    nb::object capsule = array.attr("__dlpack__")(nb::arg("max_version") = nb::make_tuple(1, 0));
+    nb::object capsule = array.attr("__dlpack__")("max_version"_a = nb::make_tuple(1, 0));
     if (PyCapsule_IsValid(capsule.ptr(), "dltensor_versioned") == 0) {
       throw nb::value_error(
-          ("the " + name_of_type(array) +
+          ("the " + type_name_of(array) +
            " cannot take a result: its DLPack export does not say that it may be written (before DLPack "
            "1.0, or immutable); pass a writable array for that")
               .c_str());
@@ -80,15 +81,15 @@ class ExportedArray {
   }
 
   template <class Kind>
-  bool take(nb::handle from) {
-    Kind taken;
-    if (!nb::try_cast(from, taken, false)) return false;
-    array_ = nb::ndarray<nb::ro>(taken);
+  bool import_as(nb::handle from) {
+    Kind imported;
+    if (!nb::try_cast(from, imported, false)) return false;
+    array_ = nb::ndarray<nb::ro>(imported);
     return true;
   }
 
   [[noreturn]] static void refuse(nb::handle array) {
-    const std::string what = name_of_type(array);
+    const std::string what = type_name_of(array);
     nb::ndarray<nb::ro> any;
     if (!nb::try_cast(array, any, false)) {
       throw nb::type_error((what + " is no array: it exports neither DLPack nor the buffer protocol").c_str());
@@ -115,7 +116,7 @@ class ExportedArray {
 void bind_arrays(nb::module_& m) {
   nb::module_ a = m.def_submodule("arrays", "The memory behind any framework's array.");
   nb::class_<ExportedArray>(a, "ExportedArray")
-      .def(nb::init<nb::handle, bool>(), nb::arg("array"), nb::arg("writable"))
+      .def(nb::init<nb::handle, bool>(), "array"_a, "writable"_a)
       .def_prop_ro("address", &ExportedArray::address)
       .def_prop_ro("bytes", &ExportedArray::bytes)
       .def_prop_ro("dtype", &ExportedArray::dtype)

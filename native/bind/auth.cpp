@@ -1,5 +1,4 @@
-// netfold._native.auth: whether packets and streams can be authenticated here, the tag of a packet, records of a
-// stream.
+// netfold._native.auth: authentication of packets, and the records of a secure stream.
 #include "auth.hpp"
 
 #include <nanobind/stl/string.h>
@@ -8,18 +7,12 @@
 
 #include <cstring>
 
+#include "convert.hpp"
 #include "module.hpp"
 
 namespace nb = nanobind;
-namespace protocol = netfold::protocol;
+using namespace nb::literals;
 namespace auth = netfold::auth;
-
-auth::Key key_of(const nb::bytes& bytes) {
-  auth::Key key;
-  if (bytes.size() != key.size()) throw nb::value_error("a packet key has 16 bytes");
-  std::memcpy(key.data(), bytes.c_str(), key.size());
-  return key;
-}
 
 namespace {
 
@@ -32,18 +25,35 @@ auth::Security security_of(const std::string& name) {
   throw nb::value_error("security is one of none, authenticate, encrypt");
 }
 
-auth::Secret secret_of(const nb::bytes& bytes) {
-  auth::Secret secret;
-  if (bytes.size() != secret.size()) throw nb::value_error("a stream's secret has 32 bytes");
-  std::memcpy(secret.data(), bytes.c_str(), secret.size());
-  return secret;
+// Copies to an array of the same size.
+template <class Array>
+Array array_of(const nb::bytes& bytes, const char* wrong_size) {
+  Array out;
+  if (bytes.size() != out.size()) throw nb::value_error(wrong_size);
+  std::memcpy(out.data(), bytes.c_str(), out.size());
+  return out;
 }
 
-nb::bytes as_bytes(const std::byte* data, std::size_t bytes) {
-  return nb::bytes(reinterpret_cast<const char*>(data), bytes);
+auth::Secret secret_of(const nb::bytes& bytes) {
+  return array_of<auth::Secret>(bytes, "a stream's secret has 32 bytes");
+}
+
+// One direction of a stream.
+template <class Side>
+nb::class_<Side> bind_side(nb::module_& m, const char* name, const char* documentation) {
+  return nb::class_<Side>(m, name, documentation)
+      .def(
+          "__init__",
+          [](Side* self, const std::string& security, const nb::bytes& secret, std::uint64_t records_per_key) {
+            if (records_per_key == 0) throw nb::value_error("records_per_key is 0, expected at least 1");
+            new (self) Side(security_of(security), secret_of(secret), records_per_key);
+          },
+          "security"_a, "secret"_a, "records_per_key"_a = auth::kRecordsPerKey);
 }
 
 }  // namespace
+
+auth::Key key_of(const nb::bytes& bytes) { return array_of<auth::Key>(bytes, "a packet key has 16 bytes"); }
 
 auth::StreamSecrets secrets_of(const PythonSecrets& secrets) {
   if (!secrets) return {};
@@ -53,7 +63,6 @@ auth::StreamSecrets secrets_of(const PythonSecrets& secrets) {
 
 std::vector<auth::Key> keys_of(const std::vector<nb::bytes>& keys) {
   std::vector<auth::Key> out;
-  out.reserve(keys.size());
   for (const nb::bytes& key : keys) out.push_back(key_of(key));
   return out;
 }
@@ -63,63 +72,49 @@ void bind_auth(nb::module_& m) {
   s.attr("KEY_BYTES") = auth::kKeyBytes;
   s.attr("MAC_BYTES") = auth::kMacBytes;
   s.def("unavailable_reason", &auth::unavailable_reason,
-        "Why packets cannot be authenticated on this host; empty where they can.");
+        "Why packets cannot be authenticated on this host; empty: they can.");
   s.def(
       "with_mac",
       [](const nb::bytes& key, const nb::bytes& packet) {
-        if (packet.size() < protocol::kHeaderBytes) throw nb::value_error("a packet has a header");
-        std::vector<std::byte> out(packet.size() + auth::kMacBytes);
-        std::memcpy(out.data(), packet.c_str(), packet.size());
-        const iovec piece{out.data(), packet.size()};
+        namespace protocol = netfold::protocol;
+        if (packet.size() < protocol::kHeaderBytes) throw nb::value_error("the packet is shorter than a header");
+        std::vector<std::byte> out = copy_of(packet);
+        out.resize(packet.size() + auth::kMacBytes);
+        const iovec whole{out.data(), packet.size()};
         auth::PacketAuthenticator(key_of(key))
-            .mac(protocol::nonce_of(out.data(), packet.size()), {&piece, 1}, out.data() + packet.size());
-        return nb::bytes(reinterpret_cast<const char*>(out.data()), out.size());
+            .mac(protocol::nonce_of(out.data(), packet.size()), {&whole, 1}, out.data() + packet.size());
+        return to_bytes(out);
       },
-      nb::arg("key"), nb::arg("packet"), "The packet with its tag behind it.");
+      "key"_a, "packet"_a, "The packet, followed by its MAC.");
 
   s.attr("SECRET_BYTES") = auth::kSecretBytes;
   s.attr("RECORD_HEADER_BYTES") = auth::kRecordHeaderBytes;
   s.attr("RECORD_OVERHEAD") = auth::kRecordOverhead;
   s.attr("MAX_RECORD_PAYLOAD") = auth::kMaxRecordPayload;
-  s.attr("RECORDS_PER_KEY") = auth::kRecordsPerKey;
   s.def("forged_records", &netfold::transport::RecordStream::forged_records,
-        "Records with a wrong tag that this process was sent over connections of its groups.");
-  nb::class_<auth::RecordProtector>(s, "RecordProtector", "One direction of a stream, at the end that sends.")
-      .def(
-          "__init__",
-          [](auth::RecordProtector* self, const std::string& security, const nb::bytes& secret, std::uint64_t per_key) {
-            if (per_key == 0) throw nb::value_error("a key is for one record at least");
-            new (self) auth::RecordProtector(security_of(security), secret_of(secret), per_key);
-          },
-          nb::arg("security"), nb::arg("secret"), nb::arg("records_per_key") = auth::kRecordsPerKey)
+        "The number of records with a wrong MAC that this process received over connections of its groups.");
+  bind_side<auth::RecordProtector>(s, "RecordProtector", "The sending end of one direction of a stream.")
       .def(
           "protect",
           [](auth::RecordProtector& self, const nb::bytes& payload) {
             if (payload.size() > auth::kMaxRecordPayload) throw nb::value_error("a record has up to 65536 bytes");
             std::vector<std::byte> record(payload.size() + auth::kRecordOverhead);
-            const iovec piece{const_cast<char*>(payload.c_str()), payload.size()};
-            self.protect({&piece, 1}, record.data());
-            return as_bytes(record.data(), record.size());
+            const iovec whole{const_cast<char*>(payload.c_str()), payload.size()};
+            self.protect({&whole, 1}, record.data());
+            return to_bytes(record);
           },
-          nb::arg("payload"), "The next record.");
-  nb::class_<auth::RecordUnprotector>(s, "RecordUnprotector", "One direction of a stream, at the end that receives.")
-      .def(
-          "__init__",
-          [](auth::RecordUnprotector* self, const std::string& security, const nb::bytes& secret,
-             std::uint64_t per_key) {
-            if (per_key == 0) throw nb::value_error("a key is for one record at least");
-            new (self) auth::RecordUnprotector(security_of(security), secret_of(secret), per_key);
-          },
-          nb::arg("security"), nb::arg("secret"), nb::arg("records_per_key") = auth::kRecordsPerKey)
+          "payload"_a, "The next record.");
+  bind_side<auth::RecordUnprotector>(s, "RecordUnprotector", "The receiving end of one direction of a stream.")
       .def(
           "unprotect",
           [](auth::RecordUnprotector& self, const nb::bytes& record) -> nb::object {
-            if (record.size() < auth::kRecordOverhead) throw nb::value_error("a record has a header and a tag");
-            std::vector<std::byte> bytes(record.size());
-            std::memcpy(bytes.data(), record.c_str(), bytes.size());
+            if (record.size() < auth::kRecordOverhead) {
+              throw nb::value_error("the record is shorter than a header and a MAC");
+            }
+            std::vector<std::byte> bytes = copy_of(record);
             const std::size_t payload = auth::RecordUnprotector::payload_bytes(bytes.data());
             if (payload != bytes.size() - auth::kRecordOverhead || !self.unprotect(bytes)) return nb::none();
-            return as_bytes(bytes.data() + auth::kRecordHeaderBytes, payload);
+            return to_bytes({bytes.data() + auth::kRecordHeaderBytes, payload});
           },
-          nb::arg("record"), "Its payload; None: it is not the next record, and nothing more can be opened.");
+          "record"_a, "The record's payload. None: it is not the next record, and no later one can be opened.");
 }

@@ -1,3 +1,4 @@
+// Secrets and keys as Python holds them. Each function throws nb::value_error for a wrong length or name.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -11,12 +12,9 @@
 #include <string>
 #include <tuple>
 
-// security, secret of what is sent, secret of what is received; None for plain bytes.
+// security, secret to send with, secret to receive with; None: plain bytes.
 using PythonSecrets = std::optional<std::tuple<std::string, nanobind::bytes, nanobind::bytes>>;
 
-// Throws nb::value_error for what is none.
 netfold::auth::StreamSecrets secrets_of(const PythonSecrets& secrets);
-
-// A key as Python holds it. Throws nb::value_error for another length.
 netfold::auth::Key key_of(const nanobind::bytes& bytes);
 std::vector<netfold::auth::Key> keys_of(const std::vector<nanobind::bytes>& keys);

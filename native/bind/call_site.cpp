@@ -9,17 +9,17 @@
 
 namespace {
 
-constexpr int kMostFrames = 64;
+constexpr int kMaxFrames = 64;
 
-struct Known {
+struct CodeSites {
   std::string file;
   bool hidden = false;
-  std::map<int, std::string> lines;  // nodes stay where they are
+  std::map<int, std::string> lines;  // call sites by line; a map never moves its nodes
 };
 
-// By code object, each of which is kept alive so that its address means no other. Guarded by the GIL.
-std::unordered_map<PyCodeObject*, Known>& known() {
-  static auto* table = new std::unordered_map<PyCodeObject*, Known>;
+// By code object, each kept alive so that no other object gets its address. Guarded by the GIL.
+std::unordered_map<PyCodeObject*, CodeSites>& cache() {
+  static auto* table = new std::unordered_map<PyCodeObject*, CodeSites>;
   return *table;
 }
 
@@ -38,19 +38,19 @@ std::string file_name(PyCodeObject* code) {
   return found;
 }
 
-Known& look_up(PyCodeObject* code) {
-  const auto [entry, is_new] = known().try_emplace(code);
+CodeSites& look_up(PyCodeObject* code) {
+  const auto [entry, is_new] = cache().try_emplace(code);
   if (is_new) {
     Py_INCREF(reinterpret_cast<PyObject*>(code));
-    Known& place = entry->second;
-    place.file = file_name(code);
-    place.hidden = place.file.starts_with("<");  // generated
-    for (const std::string& folder : folders()) place.hidden |= place.file.starts_with(folder);
+    CodeSites& sites = entry->second;
+    sites.file = file_name(code);
+    sites.hidden = sites.file.starts_with("<");  // generated code
+    for (const std::string& folder : folders()) sites.hidden |= sites.file.starts_with(folder);
   }
   return entry->second;
 }
 
-// A new reference to the calling frame, or nullptr. By the attribute: PyFrame_GetBack is not in the stable ABI.
+// A new reference to the calling frame, or nullptr. Reads the attribute: PyFrame_GetBack is not in the stable ABI.
 PyFrameObject* caller_of(PyFrameObject* frame) {
   static PyObject* const name = PyUnicode_InternFromString("f_back");
   PyObject* back = PyObject_GetAttr(reinterpret_cast<PyObject*>(frame), name);
@@ -69,12 +69,12 @@ const char* call_site() {
   if (frame == nullptr) return nullptr;
   Py_INCREF(reinterpret_cast<PyObject*>(frame));
   const char* found = nullptr;
-  for (int depth = 0; frame != nullptr && depth < kMostFrames && found == nullptr; ++depth) {
+  for (int depth = 0; frame != nullptr && depth < kMaxFrames && found == nullptr; ++depth) {
     PyCodeObject* code = PyFrame_GetCode(frame);
-    Known& place = look_up(code);
-    if (!place.hidden) {
-      std::string& text = place.lines[PyFrame_GetLineNumber(frame)];
-      if (text.empty()) text = place.file + ":" + std::to_string(PyFrame_GetLineNumber(frame));
+    CodeSites& sites = look_up(code);
+    if (!sites.hidden) {
+      std::string& text = sites.lines[PyFrame_GetLineNumber(frame)];
+      if (text.empty()) text = sites.file + ":" + std::to_string(PyFrame_GetLineNumber(frame));
       found = text.c_str();
     }
     Py_DECREF(reinterpret_cast<PyObject*>(code));

@@ -1,11 +1,11 @@
-// Where in the user's program the present call was made.
 #pragma once
 
 #include <string>
 
-// "/path/train.py:88", or nullptr where no Python is on the stack (a hook of a C++ thread). Needs the GIL. The text
-// lives for ever: there are as many as lines that call. Costs 0.1 us a frame.
+// Where the user's program made the present call: "/path/train.py:88", or nullptr where the stack has no Python frame
+// (a hook of a C++ thread). Needs the GIL. The text is never freed: there is one for each line that calls. Cost: 0.1 us
+// for each frame.
 const char* call_site();
 
-// Frames of files below `folder` are passed over.
+// Skip frames of files below `folder`.
 void hide_from_call_sites(const std::string& folder);

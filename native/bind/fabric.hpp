@@ -4,7 +4,7 @@
 
 #include <memory>
 
-// This rank's end of a stream to another, until a group takes it over.
+// This rank's end of a stream to another rank, until a group takes the pipe.
 struct FabricStream {
   std::unique_ptr<netfold::transport::fabric::FabricPipe> pipe;
 };

@@ -3,29 +3,30 @@
 #include <nanobind/stl/vector.h>
 #include <netfold/model_check/validation_search.hpp>
 
+#include "convert.hpp"
 #include "module.hpp"
 
 namespace nb = nanobind;
+using namespace nb::literals;
 using namespace netfold::model_check;
 
 namespace {
 
-using Chunks = std::vector<std::uint32_t>;  // of each operation
-using Leaves = std::vector<std::uint16_t>;  // workers below each
-
-Scope scope_of(std::uint16_t workers, const Leaves& leaves, std::uint32_t window, const Chunks& operations,
-               const Chunks& last, bool foreign_packets, std::uint32_t restarts, const std::string& network,
-               std::uint32_t numbers, std::uint32_t timeouts, std::uint64_t max_states) {
-  Scope scope{.workers = workers,
-              .leaves = leaves,
-              .window = window,
-              .operations = operations,
-              .last = last,
-              .foreign_packets = foreign_packets,
-              .restarts = restarts,
-              .numbers = numbers,
-              .timeouts = timeouts,
-              .max_states = max_states};
+// The fields of netfold::model_check::Scope. Throws nb::key_error for a missing field.
+Scope scope_of(const nb::kwargs& fields) {
+  Scope scope;
+  const auto read = [&](const char* name, auto& into) { into = field<std::decay_t<decltype(into)>>(fields, name); };
+  read("workers", scope.workers);
+  read("leaves", scope.leaves);
+  read("window", scope.window);
+  read("operations", scope.operations);
+  read("last", scope.last);
+  read("foreign_packets", scope.foreign_packets);
+  read("restarts", scope.restarts);
+  read("numbers", scope.numbers);
+  read("timeouts", scope.timeouts);
+  if (fields.contains("max_states")) read("max_states", scope.max_states);
+  const auto network = field<std::string>(fields, "network");
   if (network == "merged") {
     scope.network = Network::merged;
   } else if (network == "exact") {
@@ -60,30 +61,13 @@ void bind_model_check(nb::module_& m) {
       .def_ro("became", &Record::became)
       .def_ro("state", &Record::state)
       .def_ro("broken", &Record::broken);
-  p.def(
-      "search",
-      [](std::uint16_t workers, const Leaves& leaves, std::uint32_t window, const Chunks& operations,
-         const Chunks& last, bool foreign_packets, std::uint32_t restarts, const std::string& network,
-         std::uint32_t numbers, std::uint32_t timeouts, std::uint64_t max_states) {
-        const Scope scope = scope_of(workers, leaves, window, operations, last, foreign_packets, restarts, network,
-                                     numbers, timeouts, max_states);
-        const nb::gil_scoped_release released;
-        return search(scope);
-      },
-      nb::kw_only(), nb::arg("workers"), nb::arg("leaves"), nb::arg("window"), nb::arg("operations"), nb::arg("last"),
-      nb::arg("foreign_packets"), nb::arg("restarts"), nb::arg("network"), nb::arg("numbers"), nb::arg("timeouts"),
-      nb::arg("max_states"));
-  p.def("search_validation", &search_validation, nb::arg("workers"));
+  p.def("search", [](const nb::kwargs& fields) {
+    const Scope scope = scope_of(fields);
+    return without_gil([&] { return search(scope); });
+  });
+  p.def("search_validation", &search_validation, "workers"_a);
   p.def(
       "replay",
-      [](std::uint16_t workers, const Leaves& leaves, std::uint32_t window, const Chunks& operations,
-         const Chunks& last, bool foreign_packets, std::uint32_t restarts, const std::string& network,
-         std::uint32_t numbers, std::uint32_t timeouts, const std::vector<std::string>& steps) {
-        return replay(scope_of(workers, leaves, window, operations, last, foreign_packets, restarts, network, numbers,
-                               timeouts, 0),
-                      steps);
-      },
-      nb::kw_only(), nb::arg("workers"), nb::arg("leaves"), nb::arg("window"), nb::arg("operations"), nb::arg("last"),
-      nb::arg("foreign_packets"), nb::arg("restarts"), nb::arg("network"), nb::arg("numbers"), nb::arg("timeouts"),
-      nb::arg("steps"));
+      [](const std::vector<std::string>& steps, const nb::kwargs& fields) { return replay(scope_of(fields), steps); },
+      "steps"_a, "fields"_a);
 }

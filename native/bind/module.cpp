@@ -5,8 +5,8 @@
 
 namespace {
 
-// What the system refused is an OSError with its errno, and not nanobind's RuntimeError, which who handles a full disk
-// or a lack of descriptors does not catch.
+// An error of the operating system becomes an OSError with its errno. nanobind would raise RuntimeError, which code
+// that handles a full disk or a lack of descriptors does not catch.
 void translate(const std::exception_ptr& thrown, void*) {
   try {
     std::rethrow_exception(thrown);
@@ -21,12 +21,10 @@ void translate(const std::exception_ptr& thrown, void*) {
 }  // namespace
 
 NB_MODULE(_native, m) {
-  m.doc() =
-      "The native layer of netfold. Not a public interface: use netfold, netfold.torch or the netfold "
-      "command.";
-  // Daemon threads of a dying interpreter hold groups: that is no leak anyone can act on.
+  m.doc() = "The native layer of netfold. Not a public interface: use netfold, netfold.torch or the netfold command.";
+  // Daemon threads of an ending interpreter hold groups: nobody could act on such a warning.
   nanobind::set_leak_warnings(false);
-  nanobind::register_exception_translator(translate);  // the first, so that it is asked last
+  nanobind::register_exception_translator(translate);  // registered first, so asked last
   bind_arrays(m);
   bind_kernels(m);
   bind_transport(m);

@@ -1,4 +1,4 @@
-// netfold._native.mpi: a port over the process's MPI, as mpi4py lends it.
+// netfold._native.mpi: streams over the process's MPI, through mpi4py's handles.
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <netfold/transport/fabric/stream_mux.hpp>
@@ -7,6 +7,7 @@
 #include "module.hpp"
 
 namespace nb = nanobind;
+using namespace nb::literals;
 namespace fabric = netfold::transport::fabric;
 namespace mpi = netfold::transport::mpi;
 
@@ -19,25 +20,13 @@ void bind_mpi(nb::module_& m) {
          int error_in_status, int max_error_text, int max_tag, int rank) {
         nb::gil_scoped_release release;
         std::vector<std::unique_ptr<fabric::Endpoint>> rails;
-        rails.push_back(mpi::open_endpoint({.module = module,
-                                            .version = version,
-                                            .handle_bytes = handle_bytes,
-                                            .status_bytes = status_bytes,
-                                            .tag_at = tag_at,
-                                            .error_at = error_at,
-                                            .comm = comm,
-                                            .byte = byte,
-                                            .any_source = any_source,
-                                            .any_tag = any_tag,
-                                            .error_in_status = error_in_status,
-                                            .max_error_text = max_error_text,
-                                            .max_tag = max_tag,
-                                            .rank = rank}));
+        rails.push_back(mpi::open_endpoint({module, version, handle_bytes, status_bytes, tag_at, error_at, comm, byte,
+                                            any_source, any_tag, error_in_status, max_error_text, max_tag, rank}));
         return std::make_shared<fabric::StreamMux>(std::move(rails));
       },
-      nb::kw_only(), nb::arg("module"), nb::arg("version"), nb::arg("handle_bytes"), nb::arg("status_bytes"),
-      nb::arg("tag_at"), nb::arg("error_at"), nb::arg("comm"), nb::arg("byte"), nb::arg("any_source"),
-      nb::arg("any_tag"), nb::arg("error_in_status"), nb::arg("max_error_text"), nb::arg("max_tag"), nb::arg("rank"),
+      nb::kw_only(), "module"_a, "version"_a, "handle_bytes"_a, "status_bytes"_a, "tag_at"_a, "error_at"_a, "comm"_a,
+      "byte"_a, "any_source"_a, "any_tag"_a, "error_in_status"_a, "max_error_text"_a, "max_tag"_a, "rank"_a,
       "A fabric.StreamMux over a communicator; the arguments are fields of transport::mpi::MpiHandles.");
-  f.def("leave", &mpi::leave, nb::call_guard<nb::gil_scoped_release>(), "Calls MPI no more: it is about to end.");
+  f.def("leave", &mpi::leave, nb::call_guard<nb::gil_scoped_release>(),
+        "Stop calling MPI, because the process is about to end it.");
 }

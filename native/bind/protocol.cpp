@@ -1,4 +1,4 @@
-// netfold._native.protocol: the production machines, as netfold.sim drives them.
+// netfold._native.protocol: the production state machines, for netfold.sim.
 #include <nanobind/operators.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
@@ -8,34 +8,21 @@
 #include <netfold/protocol/switch_job.hpp>
 #include <netfold/protocol/worker.hpp>
 
+#include "convert.hpp"
 #include "module.hpp"
 
 namespace nb = nanobind;
+using namespace nb::literals;
 using namespace netfold::protocol;
 namespace kernels = netfold::kernels;
 
 namespace {
 
-std::span<const std::byte> bytes_of(const nb::bytes& bytes) {
-  return {reinterpret_cast<const std::byte*>(bytes.c_str()), bytes.size()};
-}
-
-nb::bytes to_bytes(std::span<const std::byte> bytes) {
-  return nb::bytes(reinterpret_cast<const char*>(bytes.data()), bytes.size());
-}
-
-nb::tuple told(const SwitchJob::Handled& handled) {
+nb::tuple tuple_of(const SwitchJob::Handled& handled) {
   static const char* const outcomes[] = {"dropped",  "stored", "completed",  "resend_result",
                                          "mismatch", "summed", "resend_sum", "nack"};
   return nb::make_tuple(outcomes[static_cast<int>(handled.outcome)], name(handled.drop), handled.slot, handled.chunk,
                         handled.worker, handled.other);
-}
-
-template <class Machine>
-nb::bytes canonical(const Machine& machine) {
-  std::vector<std::byte> out;
-  machine.append_canonical(out);
-  return to_bytes(out);
 }
 
 }  // namespace
@@ -50,11 +37,12 @@ void bind_protocol(nb::module_& m) {
   nb::list drops;
   for (int i = 0; i < kDropCount; ++i) drops.append(name(static_cast<Drop>(i)));
   p.attr("DROPS") = nb::tuple(drops);
-  p.attr("FLAGS") = nb::dict();
-  p.attr("FLAGS")["from_switch"] = static_cast<int>(kFromSwitch);
-  p.attr("FLAGS")["mismatch"] = static_cast<int>(kMismatch);
-  p.attr("FLAGS")["hello"] = static_cast<int>(kHello);
-  p.attr("FLAGS")["nack"] = static_cast<int>(kNack);
+  nb::dict flags;
+  flags["from_switch"] = static_cast<int>(kFromSwitch);
+  flags["mismatch"] = static_cast<int>(kMismatch);
+  flags["hello"] = static_cast<int>(kHello);
+  flags["nack"] = static_cast<int>(kNack);
+  p.attr("FLAGS") = flags;
 
   nb::class_<Header>(p, "Header")
       .def(nb::init<>())
@@ -89,35 +77,32 @@ void bind_protocol(nb::module_& m) {
       [](std::uint16_t workers, std::uint32_t window, std::uint32_t payload_bytes, bool has_parent, bool encrypts) {
         JobConfig config{.workers = workers, .window = window, .payload_bytes = payload_bytes};
         if (has_parent) config.parent.emplace();
-        // Encrypted, a result takes its place again.
+        // Each encrypted result has a buffer of its own.
         const std::size_t encrypted = encrypts ? std::size_t{config.slots()} * (payload_bytes + kHeaderBytes) : 0;
         return config.memory_bytes() + encrypted;
       },
-      nb::arg("workers"), nb::arg("window"), nb::arg("payload_bytes"), nb::arg("has_parent") = false,
-      nb::arg("encrypts") = false, "What admission grants a job of this shape.");
+      "workers"_a, "window"_a, "payload_bytes"_a, "has_parent"_a = false, "encrypts"_a = false,
+      "Bytes that admission grants a job of this shape.");
 
   p.def(
-      "job_slots", [](std::uint32_t window) { return JobConfig{.window = window}.slots(); }, nb::arg("window"),
-      "Of a job whose workers have so many chunks in flight: a power of two.");
+      "job_slots", [](std::uint32_t window) { return JobConfig{.window = window}.slots(); }, "window"_a,
+      "The slots of a job whose workers have `window` chunks in flight: a power of two.");
 
   nb::class_<SwitchJob>(p, "SwitchJob")
       .def(
           "__init__",
           [](SwitchJob* self, std::uint32_t job, std::uint32_t epoch, std::uint32_t incarnation, std::uint16_t workers,
-             std::uint32_t window, std::uint32_t payload_bytes,
-             const std::optional<std::tuple<std::uint32_t, std::uint32_t, std::uint32_t, std::uint16_t>>& parent,
+             std::uint32_t window, std::uint32_t payload_bytes, const PythonParent& parent,
              std::vector<std::uint16_t> names) {
-            std::optional<ParentLink> link;
-            if (parent) link = std::make_from_tuple<ParentLink>(*parent);
-            new (self) SwitchJob({job, epoch, incarnation, workers, window, payload_bytes, link, std::move(names)});
+            new (self)
+                SwitchJob({job, epoch, incarnation, workers, window, payload_bytes, link_of(parent), std::move(names)});
           },
-          nb::kw_only(), nb::arg("job"), nb::arg("epoch"), nb::arg("incarnation"), nb::arg("workers"),
-          nb::arg("window"), nb::arg("payload_bytes"), nb::arg("parent") = nb::none(),
-          nb::arg("names") = std::vector<std::uint16_t>{})
+          nb::kw_only(), "job"_a, "epoch"_a, "incarnation"_a, "workers"_a, "window"_a, "payload_bytes"_a,
+          "parent"_a = nb::none(), "names"_a = std::vector<std::uint16_t>{})
       .def("handle_packet",
-           [](SwitchJob& self, const nb::bytes& bytes) { return told(self.handle_packet(bytes_of(bytes))); })
+           [](SwitchJob& self, const nb::bytes& bytes) { return tuple_of(self.handle_packet(bytes_of(bytes))); })
       .def("handle_parent",
-           [](SwitchJob& self, const nb::bytes& bytes) { return told(self.handle_parent(bytes_of(bytes))); })
+           [](SwitchJob& self, const nb::bytes& bytes) { return tuple_of(self.handle_parent(bytes_of(bytes))); })
       .def("sum", [](SwitchJob& self, std::uint32_t slot,
                      std::uint64_t packet_number) { return to_bytes(self.sum(slot, packet_number)); })
       .def("frame", [](const SwitchJob& self, std::uint32_t slot) { return to_bytes(self.frame(slot)); })
@@ -131,7 +116,7 @@ void bind_protocol(nb::module_& m) {
             self.write_mismatch(chunk, CallDescriptor::of(view->header()), about, number, out.data());
             return to_bytes(out);
           },
-          nb::arg("chunk"), nb::arg("contribution"), nb::arg("about"), nb::arg("number") = 1)
+          "chunk"_a, "contribution"_a, "about"_a, "number"_a = 1)
       .def(
           "nack_packet",
           [](const SwitchJob& self, std::uint16_t to, std::uint64_t first, std::uint32_t count, std::uint64_t number) {
@@ -139,7 +124,7 @@ void bind_protocol(nb::module_& m) {
             self.write_nack(to, {first, count}, number, out.data());
             return to_bytes(out);
           },
-          nb::arg("to"), nb::arg("first"), nb::arg("count"), nb::arg("number") = 1)
+          "to"_a, "first"_a, "count"_a, "number"_a = 1)
       .def("missing", &SwitchJob::missing)
       .def("canonical", &canonical<SwitchJob>)
       .def("copy", [](const SwitchJob& self) { return SwitchJob(self); })
@@ -157,7 +142,7 @@ void bind_protocol(nb::module_& m) {
       .def(nb::self == nb::self);
 
   nb::class_<ParentSender>(p, "ParentSender")
-      .def(nb::init<std::uint32_t>(), nb::arg("slot_count"))
+      .def(nb::init<std::uint32_t>(), "slot_count"_a)
       .def("offer", &ParentSender::offer)
       .def("poll_send",
            [](ParentSender& self) -> nb::object {
@@ -187,8 +172,7 @@ void bind_protocol(nb::module_& m) {
              std::uint16_t workers, std::uint32_t window, std::uint32_t payload_bytes) {
             new (self) Worker({job, epoch, incarnation, worker, workers, window, payload_bytes});
           },
-          nb::kw_only(), nb::arg("job"), nb::arg("epoch"), nb::arg("incarnation"), nb::arg("worker"),
-          nb::arg("workers"), nb::arg("window"), nb::arg("payload_bytes"))
+          nb::kw_only(), "job"_a, "epoch"_a, "incarnation"_a, "worker"_a, "workers"_a, "window"_a, "payload_bytes"_a)
       .def("can_start", &Worker::can_start)
       .def(
           "start",
@@ -200,7 +184,7 @@ void bind_protocol(nb::module_& m) {
             self.start({operation, elements, static_cast<kernels::DType>(wire), static_cast<kernels::ReduceOp>(reduce),
                         table});
           },
-          nb::arg("operation"), nb::arg("elements"), nb::arg("wire") = 0, nb::arg("reduce") = 0, nb::arg("table") = 0)
+          "operation"_a, "elements"_a, "wire"_a = 0, "reduce"_a = 0, "table"_a = 0)
       .def("poll_send", &Worker::poll_send)
       .def("not_sent", &Worker::not_sent)
       .def("sendable", &Worker::sendable)

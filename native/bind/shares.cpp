@@ -1,4 +1,4 @@
-// netfold._native.shares: what part of an all_reduce goes which way.
+// netfold._native.shares: how an all_reduce is split between switches and a host algorithm.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
@@ -7,8 +7,10 @@
 #include "module.hpp"
 
 #include <algorithm>
+#include <numeric>
 
 namespace nb = nanobind;
+using namespace nb::literals;
 using netfold::collective::Shares;
 
 void bind_shares(nb::module_& m) {
@@ -18,22 +20,19 @@ void bind_shares(nb::module_& m) {
           "__init__",
           [](Shares* self, std::vector<std::uint64_t> switches, std::uint64_t host, std::uint64_t link,
              std::vector<std::uint32_t> fixed) {
-            const auto none = [](std::uint64_t rate) { return rate == 0; };
-            std::uint64_t whole = 0;
-            for (const std::uint32_t part : fixed) whole += part;
-            if (switches.empty() || host == 0 || std::ranges::any_of(switches, none)) {
-              throw nb::value_error("a switch at least, and rates above 0");
+            if (switches.empty() || host == 0 || std::ranges::count(switches, 0u) != 0) {
+              throw nb::value_error("shares need at least one switch, and rates above 0");
             }
-            if ((!fixed.empty() && fixed.size() != switches.size()) || whole > Shares::kWhole) {
-              throw nb::value_error("fixed parts: one a switch, the whole at most in all");
+            const auto total = std::accumulate(fixed.begin(), fixed.end(), std::uint64_t{0});
+            if ((!fixed.empty() && fixed.size() != switches.size()) || total > Shares::kWhole) {
+              throw nb::value_error("fixed parts: expected one for each switch, and WHOLE at most in total");
             }
             new (self) Shares(std::move(switches), host, link, std::move(fixed));
           },
-          nb::arg("switches"), nb::arg("host"), nb::arg("link"), nb::arg("fixed") = std::vector<std::uint32_t>{},
-          "Rates in bytes of tensor a second: of each switch, of a host algorithm, of a rank's link.")
+          "switches"_a, "host"_a, "link"_a, "fixed"_a = std::vector<std::uint32_t>{},
+          "Rates in tensor bytes a second: of each switch, of a host algorithm, of a rank's link.")
       .def_prop_ro("parts", &Shares::parts)
       .def_prop_ro("balanced", &Shares::balanced)
-      .def_prop_ro("is_trial", &Shares::is_trial)
       .def_prop_ro("learns", &Shares::learns)
       .def_prop_ro("operations", &Shares::operations)
       .def_prop_ro(
@@ -43,16 +42,18 @@ void bind_shares(nb::module_& m) {
             for (const Shares::Rates& path : self.paths()) paths.emplace_back(path.beside, path.alone);
             return paths;
           },
-          "(bytes a second beside the others, alone) of each switch and, last, of the host algorithm.")
+          "(bytes a second beside the other paths, alone) of each switch and, last, of the host algorithm.")
       .def("skip", &Shares::skip)
       .def(
           "learn",
           [](Shares& self, const std::vector<std::tuple<std::uint64_t, std::uint64_t>>& paths) {
-            if (paths.size() != self.paths().size()) throw nb::value_error("the ways: each switch, and the host");
+            if (paths.size() != self.paths().size()) {
+              throw nb::value_error("expected one pair of rates for each switch, and one for the host algorithm");
+            }
             std::vector<Shares::Rates> rates;
             for (const auto& [beside, alone] : paths) rates.push_back({beside, alone});
             self.learn(rates);
           },
-          nb::arg("paths"), "As `ways`, of one operation; 0 where it tells nothing.");
+          "paths"_a, "As `paths`, of one operation; 0 where the operation tells nothing.");
   s.attr("WHOLE") = Shares::kWhole;
 }

@@ -5,97 +5,97 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 #include <poll.h>
-#include <time.h>
+#include <netfold/engine/event.hpp>
 #include <netfold/protocol/packet.hpp>
 #include <netfold/transport/fabric/strict_endpoint.hpp>
 
-#include <cstring>
-
 #include "auth.hpp"
+#include "convert.hpp"
 #include "module.hpp"
 
 namespace nb = nanobind;
+using namespace nb::literals;
+using netfold::engine::now_ns;
+namespace auth = netfold::auth;
 namespace fabric = netfold::transport::fabric;
 namespace protocol = netfold::protocol;
 namespace transport = netfold::transport;
+using transport::Datagrams;
 
-std::unique_ptr<transport::Datagrams> DataPort::take() {
+Datagrams& DataPort::open() const {
   if (!port) throw nb::value_error("this port was given to a group or a job before");
-  if (to == transport::Datagrams::kUnknownPeer) throw nb::value_error("this port is not connected");
+  return *port;
+}
+
+Datagrams& DataPort::connected() const {
+  if (to == Datagrams::kUnknownPeer) throw nb::value_error("this port is not connected; call connect first");
+  return open();
+}
+
+std::unique_ptr<Datagrams> DataPort::take() {
+  connected();
   return std::move(port);
 }
 
 namespace {
 
-std::int64_t monotonic_ns() {
-  timespec now{};
-  clock_gettime(CLOCK_MONOTONIC, &now);
-  return static_cast<std::int64_t>(now.tv_sec) * 1'000'000'000 + now.tv_nsec;
-}
-
-// Sends a hello of `packet_bytes`, and its tag where there is a key, until it comes back; 20 ms between tries. The
-// number that it came back with: its nonce, or the proof of a switch on a fabric.
+// Sends a hello of `packet_bytes` every 20 ms, with a MAC if there is a key, until the switch sends it back. Returns
+// the packet number that came back: the nonce, or the proof of a switch on a fabric.
 std::optional<std::uint64_t> hello(DataPort& self, std::uint32_t job, std::uint32_t incarnation, std::uint16_t worker,
                                    std::uint64_t nonce, std::size_t packet_bytes, const std::optional<nb::bytes>& key,
                                    std::int64_t timeout_ns) {
-  if (!self.port || self.to == transport::Datagrams::kUnknownPeer) {
-    throw nb::value_error("this port is not connected, or was given to a group");
-  }
-  transport::Datagrams& port = *self.port;
-  std::optional<netfold::auth::PacketAuthenticator> authenticator;
+  constexpr std::int64_t kRetryNs = 20'000'000;
+  Datagrams& port = self.connected();
+  std::optional<auth::PacketAuthenticator> authenticator;
   if (key) authenticator.emplace(key_of(*key));
   nb::gil_scoped_release release;
   const std::size_t bytes = std::max(packet_bytes, protocol::kHeaderBytes);
-  std::vector<std::byte> packet(bytes + (key ? netfold::auth::kMacBytes : 0));
+  std::vector<std::byte> packet(bytes + (key ? auth::kMacBytes : 0));
   protocol::Header header{.flags = protocol::kHello, .job = job, .incarnation = incarnation};
   header.packet_number = nonce;
   header.worker = worker;
   protocol::write_header(header, packet.data());
   if (authenticator) {
-    const iovec untagged{packet.data(), bytes};
-    authenticator->mac(protocol::nonce_of(packet.data(), bytes), {&untagged, 1}, packet.data() + bytes);
+    const iovec authenticated{packet.data(), bytes};
+    authenticator->mac(protocol::nonce_of(packet.data(), bytes), {&authenticated, 1}, packet.data() + bytes);
   }
   std::optional<std::uint64_t> back;
-  const auto look = [&](std::span<const std::byte> came) {
-    if (came.size() != packet.size()) return;
-    const auto view = protocol::PacketView::parse(came);
+  const auto read = [&](std::span<const std::byte> received) {
+    if (received.size() != packet.size()) return;
+    const auto view = protocol::PacketView::parse(received);
     if (!view) return;
     protocol::Header with_nonce = view->header();
     with_nonce.packet_number = nonce;
     if (!(with_nonce == header)) return;
-    if (authenticator && !authenticator->verify(protocol::nonce_of(came.data(), bytes), came)) return;
+    if (authenticator && !authenticator->verify(protocol::nonce_of(received.data(), bytes), received)) return;
     back = view->header().packet_number;
   };
-  const auto take = [&](std::span<const transport::Datagrams::PacketTrain> batch) {
+  const auto take = [&](std::span<const Datagrams::PacketTrain> batch) {
     for (const auto& train : batch) {
-      if (train.source == self.to) transport::for_each_packet(train, look);
+      if (train.source == self.to) transport::for_each_packet(train, read);
     }
   };
-  const iovec piece{packet.data(), packet.size()};
-  const std::int64_t deadline = monotonic_ns() + timeout_ns;
-  while (!back && monotonic_ns() < deadline) {
-    transport::Datagrams::Run run{.to = self.to, .pieces = {&piece, 1}, .packet_bytes = packet.size()};
+  const iovec whole{packet.data(), packet.size()};
+  const std::int64_t deadline = now_ns() + timeout_ns;
+  while (!back && now_ns() < deadline) {
+    Datagrams::Run run{.to = self.to, .pieces = {&whole, 1}, .packet_bytes = packet.size()};
     const std::uint64_t refused = port.counters().send_errors;
     port.send({&run, 1});
-    // This length does not even leave the host.
+    // A packet of this length does not even leave the host.
     if (port.counters().send_errors > refused && port.counters().last_send_errno == EMSGSIZE) return std::nullopt;
-    const std::int64_t again = std::min(deadline, monotonic_ns() + 20'000'000);
+    const std::int64_t again = std::min(deadline, now_ns() + kRetryNs);
     while (!back) {
       if (port.receive(take)) continue;
-      const std::int64_t left_ns = again - monotonic_ns();
+      const std::int64_t left_ns = again - now_ns();
       if (left_ns <= 0) break;
       const auto hint = port.wait_hint(false);
       pollfd wait{hint.fd, hint.events, 0};
-      const std::int64_t poll_after_ns = hint.poll_after_ns < 0 ? left_ns : std::min(left_ns, hint.poll_after_ns);
-      const timespec wait_for{.tv_sec = 0, .tv_nsec = poll_after_ns};
-      ::ppoll(&wait, hint.fd < 0 ? 0 : 1, &wait_for, nullptr);
+      const timespec timeout{.tv_sec = 0,
+                             .tv_nsec = hint.poll_after_ns < 0 ? left_ns : std::min(left_ns, hint.poll_after_ns)};
+      ::ppoll(&wait, hint.fd < 0 ? 0 : 1, &timeout, nullptr);
     }
   }
   return back;
-}
-
-nb::bytes as_bytes(const std::vector<std::byte>& bytes) {
-  return nb::bytes(reinterpret_cast<const char*>(bytes.data()), bytes.size());
 }
 
 }  // namespace
@@ -107,20 +107,15 @@ void bind_transport(nb::module_& m) {
       [](std::size_t bytes) {
         return transport::UdpSocket(transport::Address::parse("0.0.0.0", 0), bytes).receive_buffer_bytes();
       },
-      nb::arg("bytes"), "What the kernel grants a socket that asks for so many bytes, as it reports it.");
-  nb::class_<DataPort>(t, "DataPort", "Packets to a switch and back, until a group takes it over.")
-      .def("hello", &hello, nb::kw_only(), nb::arg("job"), nb::arg("incarnation"), nb::arg("worker"), nb::arg("nonce"),
-           nb::arg("packet_bytes"), nb::arg("key").none(), nb::arg("timeout_ns"),
-           "The number with which packets of this length, and a tag behind it where there is a key, come back from the "
-           "switch, which knows our place then; None: they do not.")
+      "bytes"_a, "The receive buffer that the kernel grants a socket that asks for `bytes`, as the kernel reports it.");
+  nb::class_<DataPort>(t, "DataPort", "A port for packets to and from a switch, until a group or a job takes it.")
+      .def("hello", &hello, nb::kw_only(), "job"_a, "incarnation"_a, "worker"_a, "nonce"_a, "packet_bytes"_a,
+           "key"_a.none(), "timeout_ns"_a,
+           "Send a hello of this length, with a MAC if there is a key, until the switch returns it and so knows this "
+           "address. Returns the packet number that came back; None: nothing came.")
       .def_prop_ro(
-          "last_send_error",
-          [](const DataPort& self) -> std::string {
-            if (!self.port) throw nb::value_error("this port was given to a group");
-            return self.port->counters().last_send_error;
-          },
-          "Why this host or the provider last refused to send packets, or says that they did not arrive; empty: "
-          "never.");
+          "last_send_error", [](const DataPort& self) { return std::string(self.open().counters().last_send_error); },
+          "Why this host or the provider last refused to send packets, or reported them as lost; empty: never.");
   nb::class_<UdpPort, DataPort>(t, "UdpPort")
       .def(
           "__init__",
@@ -130,15 +125,15 @@ void bind_transport(nb::module_& m) {
             self->socket = socket.get();
             self->port = std::move(socket);
           },
-          nb::arg("host"), nb::arg("buffer_bytes"))
+          "host"_a, "buffer_bytes"_a)
       .def_prop_ro("port", [](const UdpPort& self) { return self.port ? self.socket->local().port() : 0; })
       .def(
           "connect",
           [](UdpPort& self, const std::string& host, std::uint16_t port) {
-            if (!self.port) throw nb::value_error("this port was given to a group");
+            self.open();
             self.to = self.socket->add(transport::Address::parse(host, port));
           },
-          nb::arg("host"), nb::arg("port"));
+          "host"_a, "port"_a);
   nb::class_<FabricPort, DataPort>(t, "FabricPort", "An endpoint on a provider of libfabric.")
       .def(
           "__init__",
@@ -150,25 +145,26 @@ void bind_transport(nb::module_& m) {
             self->endpoint = endpoint.get();
             self->port = std::move(endpoint);
           },
-          nb::arg("provider"), nb::arg("host"), nb::arg("packet_bytes"), nb::arg("in_flight_bytes"),
-          "FabricError where there is none. `packet_bytes`: of the longest; `in_flight_bytes`: of packets each way.")
+          "provider"_a, "host"_a, "packet_bytes"_a, "in_flight_bytes"_a,
+          "packet_bytes: of the longest packet. in_flight_bytes: of packets in each direction. FabricError: there is "
+          "no "
+          "such endpoint.")
       .def_prop_ro("address",
                    [](const FabricPort& self) {
-                     if (!self.port) throw nb::value_error("this port was given to a group");
-                     nb::dict place;
-                     place["provider"] = self.endpoint->limits().provider;
-                     place["name"] = as_bytes(self.endpoint->name());
-                     place["tag"] = self.endpoint->tag(0);
-                     place["packet_bytes"] = self.endpoint->packet_bytes();
-                     return place;
+                     self.open();
+                     nb::dict address;
+                     address["provider"] = self.endpoint->limits().provider;
+                     address["name"] = to_bytes(self.endpoint->name());
+                     address["tag"] = self.endpoint->tag(0);
+                     address["packet_bytes"] = self.endpoint->packet_bytes();
+                     return address;
                    })
       .def(
           "connect",
           [](FabricPort& self, const nb::bytes& name, std::uint64_t tag) {
-            if (!self.port) throw nb::value_error("this port was given to a group");
-            const auto* first = reinterpret_cast<const std::byte*>(name.c_str());
-            self.endpoint->connect(0, {first, name.size()}, tag);
+            self.open();
+            self.endpoint->connect(0, bytes_of(name), tag);
             self.to = 0;
           },
-          nb::arg("name"), nb::arg("tag"));
+          "name"_a, "tag"_a);
 }

@@ -5,12 +5,14 @@
 
 #include <memory>
 
-// A port for packets and the switch at its other end, until a group takes it over.
+// A port for packets to and from a switch, until a group or a job takes it.
 struct DataPort {
   std::unique_ptr<netfold::transport::Datagrams> port;
   netfold::transport::Datagrams::Peer to = netfold::transport::Datagrams::kUnknownPeer;
 
-  // Once. Throws nb::value_error.
+  // All throw nb::value_error after `take`; `connected` and `take` also before the port is connected.
+  netfold::transport::Datagrams& open() const;
+  netfold::transport::Datagrams& connected() const;
   std::unique_ptr<netfold::transport::Datagrams> take();
 };
 

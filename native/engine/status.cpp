@@ -11,30 +11,30 @@
 namespace netfold::engine {
 
 StatusSegment& StatusSegment::instance() {
-  // Never destroyed: threads of a dying process may still be inside.
-  static auto* page = [] {
-    // A child must not find the lock held by a thread that it does not have.
+  // Never destroyed: threads of an exiting process may still use it.
+  static auto* segment = [] {
+    // The lock is held over a fork: no thread of the child could release a lock that another thread of the parent held.
     pthread_atfork([] { instance().mutex_.lock(); }, [] { instance().mutex_.unlock(); },
                    [] { instance().mutex_.unlock(); });
     return new StatusSegment;
   }();
-  return *page;
+  return *segment;
 }
 
-// Made when the library is loaded: a child of a fork during the first use would wait for the thread that makes it.
+// Create the instance when the library is loaded: after a fork during its creation the child would wait forever for a
+// thread of the parent.
 [[maybe_unused]] static const auto& made_at_load = StatusSegment::instance();
 
 void StatusSegment::make() {
   pid_ = getpid();
   layout_ = nullptr;
-  // The descriptor stays open on purpose: it is how the page is found.
+  // The descriptor stays open on purpose: readers find the segment by it.
   const int fd = memfd_create("netfold-status", MFD_CLOEXEC);
   if (fd < 0) return;
-  if (ftruncate(fd, sizeof(Layout)) != 0) {
-    ::close(fd);
-    return;
+  void* mapped = MAP_FAILED;
+  if (ftruncate(fd, sizeof(Layout)) == 0) {
+    mapped = mmap(nullptr, sizeof(Layout), PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
   }
-  void* mapped = mmap(nullptr, sizeof(Layout), PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
   if (mapped == MAP_FAILED) {
     ::close(fd);
     return;
@@ -49,7 +49,7 @@ void StatusSegment::make() {
 
 StatusEntry* StatusSegment::open() {
   std::lock_guard lock(mutex_);
-  // A child made by fork has a page of its own.
+  // A fork's child needs a segment of its own.
   if (pid_ != getpid()) make();
   if (layout_ == nullptr) return nullptr;
   auto* end = layout_->entries + kCapacity;
@@ -79,10 +79,11 @@ bool StatusRead::copy(const StatusEntry* entry, StatusEntry& into) {
   }
 }
 
-void StatusWrite::put(char* to, std::size_t room, const char* text) {
-  const std::size_t some = text == nullptr ? 0 : strnlen(text, room - 1);
-  std::memcpy(to, text == nullptr ? "" : text, some);
-  to[some] = '\0';
+void StatusWrite::put(char* to, std::size_t capacity, const char* text) {
+  if (text == nullptr) text = "";
+  const std::size_t bytes = strnlen(text, capacity - 1);
+  std::memcpy(to, text, bytes);
+  to[bytes] = '\0';
 }
 
 }  // namespace netfold::engine

@@ -1,32 +1,26 @@
-// Sends and receives in a group's turn: what goes to the lane and comes back from it.
-#include <netfold/engine/engine.hpp>
-
-#include <algorithm>
+#include <netfold/engine/transfers.hpp>
 
 namespace netfold::engine {
 
 using collective::Failure;
 using collective::Progress;
 
-void Group::begin_transfers(std::int64_t now) {
-  for (auto& operation : arrived_) {
+void Transfers::post(std::int64_t now) {
+  for (auto& operation : added_) {
     operation->record_.started_ns = now;
-    const std::int64_t deadline_ns = operation->deadline_ns_;
-    if (deadline_ns >= 0 && (transfer_deadline_ns_ < 0 || deadline_ns < transfer_deadline_ns_)) {
-      transfer_deadline_ns_ = deadline_ns;
-    }
-    const auto& kept = transfers_.emplace(operation->id_, std::move(operation)).first->second;
-    // After a fault the group is about to fail, and this with it.
-    if (!lane_->fault()) lane_->post(kept->id_, kept->call_);
+    lower_deadline(operation->deadline_ns_);
+    const auto& posted = posted_.emplace(operation->id_, std::move(operation)).first->second;
+    // After a fault of the lane the group is about to fail, and this transfer with it.
+    if (!lane_.fault()) lane_.post(posted->id_, posted->call_);
   }
-  arrived_.clear();
+  added_.clear();
 }
 
-bool Group::progress_transfers(std::int64_t now, Failure& failure) {
-  if (transfers_.empty()) return false;
-  const Progress progress = lane_->poll();
-  for (const auto& done : lane_->take_done()) {
-    auto node = transfers_.extract(done.ticket);
+bool Transfers::poll(std::int64_t now, Failure& failure, const Complete& complete) {
+  if (posted_.empty()) return false;
+  const Progress progress = lane_.poll();
+  for (const auto& done : lane_.take_done()) {
+    auto node = posted_.extract(done.ticket);
     Operation& operation = *node.mapped();
     operation.call_.root = done.peer;
     EventRecord& record = operation.record_;
@@ -34,34 +28,51 @@ bool Group::progress_transfers(std::int64_t now, Failure& failure) {
     record.registration_hits = done.registrations.hits;
     record.registration_misses = done.registrations.misses;
     if (operation.call_.kind == collective::Kind::receive) record.slowest_rank = done.peer;
-    complete(operation, {});
+    complete(operation);
   }
   if (progress == Progress::failed) {
-    const auto& fault = *lane_->fault();
+    const auto& fault = *lane_.fault();
     failure = fault.failure;
-    const auto who = transfers_.find(fault.ticket);
-    if (who != transfers_.end()) failure.text = describe(*who->second) + " failed: " + failure.text;
+    const auto failed = posted_.find(fault.ticket);
+    if (failed != posted_.end()) {
+      failure.text = failed->second->describe(lane_.mesh().rank()) + " failed: " + failure.text;
+    }
   } else {
-    check_transfer_deadlines(now, failure);
+    check_deadlines(now, failure);
   }
   return progress == Progress::moved;
 }
 
-void Group::check_transfer_deadlines(std::int64_t now, Failure& failure) {
-  if (transfer_deadline_ns_ < 0 || now < transfer_deadline_ns_) return;
-  transfer_deadline_ns_ = -1;
-  const Operation* late = nullptr;
-  for (const auto& [id, operation] : transfers_) {
+void Transfers::check_deadlines(std::int64_t now, Failure& failure) {
+  if (deadline_ns_ < 0 || now < deadline_ns_) return;
+  deadline_ns_ = -1;
+  const Operation* expired = nullptr;
+  for (const auto& [id, operation] : posted_) {
     const std::int64_t deadline_ns = operation->deadline_ns_;
     if (deadline_ns < 0) continue;
-    if (transfer_deadline_ns_ < 0 || deadline_ns < transfer_deadline_ns_) transfer_deadline_ns_ = deadline_ns;
-    if (now >= deadline_ns && (late == nullptr || deadline_ns < late->deadline_ns_)) late = operation.get();
+    lower_deadline(deadline_ns);
+    if (now >= deadline_ns && (expired == nullptr || deadline_ns < expired->deadline_ns_)) expired = operation.get();
   }
-  if (late == nullptr) return;
+  if (expired == nullptr) return;
   failure.kind = Failure::Kind::timeout;
-  failure.rank = late->call_.root;
-  failure.text =
-      describe(*late) + " did not finish within its timeout; still waiting for " + lane_->awaited(late->call_);
+  failure.rank = expired->call_.root;
+  failure.text = expired->describe(lane_.mesh().rank()) + " did not finish within its timeout; still waiting for " +
+                 lane_.awaited(expired->call_);
+}
+
+void Transfers::lower_deadline(std::int64_t deadline_ns) {
+  if (deadline_ns >= 0 && (deadline_ns_ < 0 || deadline_ns < deadline_ns_)) deadline_ns_ = deadline_ns;
+}
+
+void Transfers::end_all(const Complete& end) {
+  for (; !added_.empty(); added_.pop_front()) end(*added_.front());
+  for (; !posted_.empty(); posted_.erase(posted_.begin())) end(*posted_.begin()->second);
+}
+
+void Transfers::wait_for(collective::WaitSet& set) const {
+  if (posted_.empty()) return;
+  lane_.wait_for(set);
+  set.wake_at(deadline_ns_);
 }
 
 }  // namespace netfold::engine

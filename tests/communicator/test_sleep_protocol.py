@@ -1,6 +1,6 @@
 """The engine's sleep protocol as a state machine, searched in full: no request is ever slept through.
 
-What native/engine/engine.cpp does, a step at a time: a step is what happens under one lock or in one system call. Three
+What native/engine does, a step at a time: a step is what happens under one lock or in one system call. Three
 threads make a request each: one waits for its request, one waits later, one never waits. A request's data arrive at any
 moment. Where all sleep, and the data of a request that is not done have arrived, a wake-up was lost: that request waits
 until something else happens.
@@ -27,7 +27,7 @@ class State:
     driver: str = "none"  # none, engine, or the number of a thread
     wake: bool = False  # the group's doorbell
     bell: bool = False  # the engine thread's own
-    sleeps: bool = False  # engine_sleeps_
+    sleeps: bool = False  # Inbox::State::engine_sleeps
     engine: str = "top"
     watched: frozenset[int] = frozenset()  # by the engine's sleep
     threads: tuple[str, ...] = ("start", "start", "start")

@@ -84,5 +84,5 @@ def test_an_invalid_security_secret_or_record_is_refused() -> None:
         auth.RecordProtector("encrypt", SECRET[1:])
     with pytest.raises(ValueError, match="65536"):
         auth.RecordProtector("encrypt", SECRET).protect(bytes(65537))
-    with pytest.raises(ValueError, match="header and a tag"):
+    with pytest.raises(ValueError, match="header and a MAC"):
         auth.RecordUnprotector("encrypt", SECRET).unprotect(bytes(19))

@@ -154,7 +154,7 @@ def forks(rank: int, size: int, folder: str) -> Any:
         finally:
             os._exit(code)
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    with pytest.raises(RuntimeError, match="watched already"):
+    with pytest.raises(RuntimeError, match="runs in this process already"):
         watch()
     return code, len(lines(watcher)) > 0
 

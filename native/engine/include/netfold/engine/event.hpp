@@ -1,12 +1,16 @@
-// The event record: one fixed-size struct an operation, the raw material of every profile.
+// The event record: one fixed-size struct for each operation, from which every profile is made.
 #pragma once
 
 #include <cstdint>
+#include <vector>
 
 namespace netfold::engine {
 
-// Times are CLOCK_MONOTONIC nanoseconds. Python reads arrays of this as a NumPy structured dtype
-// (netfold.profile.record); append fields at the end only.
+// CLOCK_MONOTONIC, in nanoseconds: the clock of every time in this component.
+std::int64_t now_ns();
+
+// Python reads arrays of this struct as a NumPy structured dtype (netfold.profile.record): append fields at the end
+// only.
 struct EventRecord {
   std::uint64_t group = 0;
   std::uint64_t bytes = 0;       // of the tensor (outputs[0])
@@ -30,5 +34,33 @@ struct EventRecord {
   std::uint32_t reserved2 = 0;
 };
 static_assert(sizeof(EventRecord) == 80);
+
+// The newest kCapacity records of a group, in a ring.
+class EventLog {
+ public:
+  EventLog() { records_.reserve(kCapacity); }  // so that push never allocates
+
+  void push(const EventRecord& record) {
+    if (records_.size() < kCapacity) {
+      records_.push_back(record);
+    } else {
+      records_[total_ % kCapacity] = record;
+    }
+    ++total_;
+  }
+  void clear() {
+    records_.clear();
+    total_ = 0;
+  }
+  // The number of records that were ever pushed.
+  std::uint64_t total() const { return total_; }
+  // The kept records after the first `since` ever pushed, oldest first.
+  std::vector<EventRecord> after(std::uint64_t since) const;
+
+ private:
+  static constexpr std::size_t kCapacity = 8192;
+  std::vector<EventRecord> records_;
+  std::uint64_t total_ = 0;
+};
 
 }  // namespace netfold::engine

@@ -1,0 +1,54 @@
+#pragma once
+
+#include <nanobind/nanobind.h>
+#include <netfold/engine/engine.hpp>
+
+#include <memory>
+#include <optional>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "transport.hpp"
+
+// kind, rank at fault, text.
+using PythonFailure = std::optional<std::tuple<int, int, std::string>>;
+inline PythonFailure tuple_of(const netfold::collective::Failure& failure) {
+  if (!failure) return std::nullopt;
+  return std::tuple(static_cast<int>(failure.kind), failure.rank, failure.text);
+}
+
+// A value of an enumeration of `count` values. Throws nb::value_error for any other.
+template <class Enum>
+Enum checked(int value, int count, const char* what) {
+  if (value >= 0 && value < count) return static_cast<Enum>(value);
+  const std::string text =
+      std::string(what) + " " + std::to_string(value) + " does not exist, expected 0 to " + std::to_string(count - 1);
+  throw nanobind::value_error(text.c_str());
+}
+inline auto kind_of(int value) {
+  using namespace netfold::collective;
+  return checked<Kind>(value, kKindCount, "operation");
+}
+inline auto algorithm_of(int value) {
+  using namespace netfold::collective;
+  return checked<AlgorithmId>(value, kAlgorithmCount, "algorithm");
+}
+
+inline std::vector<netfold::transport::Fd> owned(const std::vector<int>& fds) { return {fds.begin(), fds.end()}; }
+
+// A group's path to one of its switches.
+struct Shard {
+  std::shared_ptr<netfold::engine::Group> group;
+  std::size_t number;  // by the order of attaching
+};
+
+// After a wait: raise the exception of a signal handler, if it ended the wait.
+void raise_pending();
+
+// The channel of a membership of a switch; its fields are keyword arguments (Shard.stand_by). Takes the port.
+std::unique_ptr<netfold::collective::Channel> channel_of(const netfold::engine::Group& group, DataPort& port,
+                                                         const nanobind::kwargs& membership);
+
+void bind_group(nanobind::module_& engine);
+void bind_switch_path(nanobind::module_& engine);

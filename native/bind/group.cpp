@@ -1,0 +1,325 @@
+// netfold._native.engine.Group: groups of ranks, and the calls on them. Every wait releases the GIL.
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+#include <netfold/transport/tcp/tcp_pipe.hpp>
+
+#include <algorithm>
+#include <string_view>
+
+#include "auth.hpp"
+#include "call_site.hpp"
+#include "convert.hpp"
+#include "engine.hpp"
+#include "fabric.hpp"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+using namespace netfold;
+using engine::Engine;
+using engine::Group;
+using engine::Operation;
+using kernels::DType;
+using Release = nb::call_guard<nb::gil_scoped_release>;
+
+namespace {
+
+// (address, bytes). The caller keeps the memory alive until the operation is done.
+using Region = std::tuple<std::uintptr_t, std::size_t>;
+
+std::vector<collective::Buffer> buffers(const std::vector<Region>& regions) {
+  std::vector<collective::Buffer> out;
+  out.reserve(regions.size());
+  for (const auto& [address, bytes] : regions) out.push_back({reinterpret_cast<std::byte*>(address), bytes});
+  return out;
+}
+
+// Sockets by rank and rail; none for this rank.
+using Connections = std::vector<std::vector<int>>;
+// By lane, rank and rail; empty: plain bytes.
+using Secrets = std::vector<std::vector<std::vector<PythonSecrets>>>;
+
+std::vector<auth::StreamSecrets> secrets_to(const Secrets& secrets, int lane, std::size_t peer, std::size_t rails) {
+  if (secrets.empty()) return {};
+  const auto& of_peer = secrets.at(static_cast<std::size_t>(lane)).at(peer);
+  if (of_peer.size() != rails) throw nb::value_error("either every connection has secrets, or none");
+  std::vector<auth::StreamSecrets> out;
+  for (const auto& each : of_peer) out.push_back(secrets_of(each));
+  return out;
+}
+
+// `fabric`: streams by lane and rank that carry the bytes instead of the connections; empty: there are none.
+std::unique_ptr<transport::Mesh> make_mesh(int rank, const Connections& fds, const std::vector<bool>& resumable,
+                                           std::uint64_t group, int lane, const Secrets& secrets,
+                                           const nb::list& fabric) {
+  std::vector<std::unique_ptr<transport::Pipe>> pipes;
+  for (std::size_t peer = 0; peer < fds.size(); ++peer) {
+    std::function<void(int)> on_broken;
+    if (resumable[peer]) {
+      on_broken = [group, lane, peer](int rail) {
+        Engine::instance().async_events.push({.kind = engine::AsyncEvent::Kind::broken,
+                                              .group = group,
+                                              .ranks = {static_cast<int>(peer)},
+                                              .lane = lane,
+                                              .rail = rail});
+      };
+    }
+    std::unique_ptr<transport::Pipe> pipe;
+    if (!fds[peer].empty()) {
+      pipe = std::make_unique<transport::TcpPipe>(owned(fds[peer]), secrets_to(secrets, lane, peer, fds[peer].size()),
+                                                  std::move(on_broken));
+    }
+    if (pipe != nullptr && nb::len(fabric) > 0) {
+      auto stream = std::move(nb::cast<FabricStream&>(fabric[lane][peer]).pipe);
+      if (stream == nullptr) throw nb::value_error("this stream was given to a group before");
+      stream->watch(std::move(pipe));
+      pipe = std::move(stream);
+    }
+    pipes.push_back(std::move(pipe));
+  }
+  return std::make_unique<transport::Mesh>(rank, std::move(pipes));
+}
+
+// (operation, min_bytes, algorithm, wire format, algorithm between hosts), see engine::Choice.
+using TableRow = std::tuple<int, std::uint64_t, int, int, int>;
+
+std::vector<engine::Choice> table_of(const std::vector<TableRow>& rows) {
+  std::vector<engine::Choice> table;
+  for (const auto& [kind, min_bytes, algorithm, wire, between] : rows) {
+    if (wire >= 0) checked<DType>(wire, kernels::kDTypeCount, "wire format");
+    table.push_back({kind_of(kind), min_bytes, algorithm_of(algorithm), wire, algorithm_of(between)});
+  }
+  return table;
+}
+
+std::shared_ptr<Group> make_group(int rank, const Connections& fds, const Connections& lane_fds,
+                                  const std::vector<Connections>& fallback_fds, std::vector<bool> resumable,
+                                  std::uint64_t id, std::string job, int spin_us, bool spins_for_sockets, bool yields,
+                                  const std::vector<TableRow>& table, std::uint16_t table_hash, std::vector<int> nodes,
+                                  const nb::list& fabric, const Secrets& secrets) {
+  const std::size_t size = fds.size();
+  if (rank < 0 || static_cast<std::size_t>(rank) >= size) throw nb::value_error("rank is not one of the group's");
+  const auto fits = [&](const Connections& lane) { return lane.size() == size; };
+  if (!fits(lane_fds) || !std::all_of(fallback_fds.begin(), fallback_fds.end(), fits)) {
+    throw nb::value_error("every lane needs one list of connections for each rank");
+  }
+  if (nodes.size() != size) throw nb::value_error("nodes needs one entry for each rank");
+  resumable.resize(size);
+  Group::Options options{.id = id,
+                         .job = std::move(job),
+                         .spin_us = spin_us,
+                         .spins_for_sockets = spins_for_sockets,
+                         .yields = yields,
+                         .table = table_of(table),
+                         .table_hash = table_hash,
+                         .nodes = std::move(nodes)};
+  int lanes = 0;
+  const auto next_mesh = [&](const Connections& connections) {
+    return make_mesh(rank, connections, resumable, id, lanes++, secrets, fabric);
+  };
+  auto mesh = next_mesh(fds);
+  auto lane = next_mesh(lane_fds);
+  std::vector<std::unique_ptr<transport::Mesh>> fallback_meshes;
+  for (const Connections& fallback : fallback_fds) fallback_meshes.push_back(next_mesh(fallback));
+  nb::gil_scoped_release release;
+  return Engine::instance().add_group(std::move(options), std::move(mesh), std::move(lane), std::move(fallback_meshes));
+}
+
+void attach(Group& self, DataPort& port, const std::vector<std::tuple<int, std::uint64_t, int>>& rows,
+            std::uint16_t table_hash, const nb::kwargs& membership) {
+  std::vector<collective::SwitchPath::Row> table;
+  for (const auto& [kind, min_bytes, algorithm] : rows) {
+    table.push_back({kind_of(kind), min_bytes, algorithm_of(algorithm)});
+  }
+  self.attach(channel_of(self, port, membership), std::move(table), table_hash);
+}
+
+bool wait(Group& group, const Operation& operation, std::int64_t timeout_ns) {
+  const bool done = without_gil([&] { return group.wait(operation, timeout_ns); });
+  raise_pending();
+  return done;
+}
+
+std::shared_ptr<Operation> submit(Group& group, int kind, int dtype, int reduce, bool average, int root,
+                                  const std::vector<Region>& inputs, const std::vector<Region>& outputs,
+                                  std::int64_t timeout_ns, bool on_this_thread, int tag) {
+  collective::Call call;
+  call.kind = kind_of(kind);
+  call.dtype = checked<DType>(dtype, kernels::kDTypeCount, "dtype");
+  call.reduce = checked<kernels::ReduceOp>(reduce, kernels::kReduceOpCount, "reduction");
+  call.average = average;
+  call.root = root;
+  call.tag = tag;
+  call.inputs = buffers(inputs);
+  call.outputs = buffers(outputs);
+  const char* site = call_site();
+  auto operation = without_gil([&] { return group.submit(std::move(call), timeout_ns, on_this_thread, site); });
+  raise_pending();
+  return operation;
+}
+
+// The dtype of a PEP 3118 format; nullopt: elements that cannot be reduced as they are.
+std::optional<DType> dtype_of(const char* format) {
+  static constexpr std::string_view kFormats = "fdebhilqBHILQ";
+  static constexpr DType kDTypes[] = {DType::f32, DType::f64, DType::f16, DType::i8, DType::i16,
+                                      DType::i32, DType::i64, DType::i64, DType::u8, DType::u16,
+                                      DType::u32, DType::u64, DType::u64};
+  if (format == nullptr || format[0] == 0 || format[1] != 0) return std::nullopt;
+  const auto at = kFormats.find(format[0]);
+  if (at == std::string_view::npos) return std::nullopt;
+  return kDTypes[at];
+}
+
+nb::object all_reduce_here(Group& group, nb::handle array, int reduce, bool average, std::int64_t timeout_ns) {
+  collective::Call call;
+  call.kind = collective::Kind::all_reduce;
+  call.reduce = checked<kernels::ReduceOp>(reduce, kernels::kReduceOpCount, "reduction");
+  call.average = average;
+  Py_buffer view;
+  if (PyObject_GetBuffer(array.ptr(), &view, PyBUF_C_CONTIGUOUS | PyBUF_FORMAT | PyBUF_WRITABLE) != 0) {
+    PyErr_Clear();
+    return nb::borrow(Py_NotImplemented);
+  }
+  const std::unique_ptr<Py_buffer, decltype(&PyBuffer_Release)> held(&view, &PyBuffer_Release);
+  const auto dtype = dtype_of(view.format);
+  if (!dtype) return nb::borrow(Py_NotImplemented);
+  call.dtype = *dtype;
+  call.outputs.push_back({static_cast<std::byte*>(view.buf), static_cast<std::size_t>(view.len)});
+  const char* site = call_site();
+  auto operation = without_gil([&] {
+    auto submitted = group.submit(std::move(call), timeout_ns, true, site);
+    group.wait(*submitted, -1);  // its own deadline ends the wait
+    return submitted;
+  });
+  raise_pending();
+  if (operation->failure()) return nb::cast(std::move(operation));
+  return nb::none();
+}
+
+std::optional<std::tuple<std::uint64_t, int>> tuple_of(const std::optional<Group::Broken>& broken) {
+  if (!broken) return std::nullopt;
+  return std::tuple(broken->received, broken->reconnects);
+}
+
+bool reconnect(Group& self, int lane, int peer, int rail, int reconnects, int fd, std::uint64_t peer_received,
+               const PythonSecrets& secrets) {
+  transport::Fd socket(fd);
+  const auto stream_secrets = secrets_of(secrets);
+  nb::gil_scoped_release release;
+  return self.reconnect(lane, peer, rail, reconnects, std::move(socket), peer_received, stream_secrets);
+}
+
+}  // namespace
+
+void bind_group(nb::module_& e) {
+  nb::class_<Group>(e, "Group")
+      .def("attach", &attach, "port"_a, nb::kw_only(), "rows"_a, "table_hash"_a, "membership"_a,
+           "Attach a switch by a membership, whose keywords are those of Shard.stand_by.\n\n"
+           "rows: (operation, min_bytes, algorithm) while the switch is lost. table_hash: their hash.")
+      .def(
+          "set_table",
+          [](Group& self, const std::vector<TableRow>& table, std::uint16_t hash) {
+            self.set_table(table_of(table), hash);
+          },
+          "table"_a, "table_hash"_a,
+          "Replace the choice table. Every rank does so between the same two operations; none may be under way.")
+      .def("set_shares", &Group::set_shares, "shares"_a,
+           "Set the shares of an all_reduce by `split`, as a table is set.")
+      .def_prop_ro("shares", &Group::shares, "As of the last operation; None: none were set.")
+      .def(
+          "share",
+          [](Group& self, int position, const std::vector<int>& ranks, const std::vector<int>& segments,
+             const std::vector<int>& doorbells, const std::vector<int>& links,
+             std::shared_ptr<transport::PeerMemory> memory) {
+            self.share(std::make_unique<transport::ShmNode>(position, ranks, owned(segments), owned(doorbells),
+                                                            owned(links), std::move(memory)));
+          },
+          "position"_a, "ranks"_a, "segments"_a, "doorbells"_a, "links"_a, "memory"_a.none(),
+          "Share memory with the ranks of the node. segments[p], doorbells[p], links[p]: memfd, eventfd and local "
+          "socket of position p (links: -1 at this rank's position); the group owns them. memory: with probes of all "
+          "other ranks, on all ranks alike; or None.")
+      .def("submit", &submit, "kind"_a, "dtype"_a, "reduce"_a, "average"_a, "root"_a, "inputs"_a, "outputs"_a,
+           "timeout_ns"_a, "on_this_thread"_a, "tag"_a = 0)
+      .def("all_reduce_here", &all_reduce_here, "array"_a, "reduce"_a, "average"_a, "timeout_ns"_a,
+           "A blocking all_reduce in place, in one call from Python instead of a dozen. None: done. An Operation: it "
+           "failed. NotImplemented: `array` does not fit, and nothing was done.")
+      .def("wait", &wait, "operation"_a, "timeout_ns"_a,
+           "Wait for an operation of this group; this thread may have to drive. On the main thread the exception of a "
+           "signal handler ends the wait and fails the group; the operation is then done.")
+      .def("choose",
+           [](const Group& self, int kind, int dtype, std::uint64_t bytes) {
+             const auto choice = self.choose(static_cast<collective::Kind>(kind), static_cast<DType>(dtype),
+                                             kernels::ReduceOp::sum, bytes);
+             return std::tuple(name(choice.algorithm), name(static_cast<DType>(choice.wire)));
+           })
+      .def(
+          "fail",
+          [](Group& self, int kind, int rank, const std::string& text,
+             std::tuple<std::uint32_t, std::int64_t> expired) {
+            self.fail({.kind = static_cast<collective::Failure::Kind>(kind),
+                       .rank = rank,
+                       .text = text,
+                       .expired = {std::get<0>(expired), std::get<1>(expired)}});
+          },
+          "kind"_a, "rank"_a, "text"_a, "expired"_a = std::tuple(0, 0), Release())
+      .def_prop_ro(
+          "failure", [](const Group& self) { return tuple_of(self.failure()); },
+          "(kind, rank at fault, text); None: the group has not failed.")
+      .def(
+          "broken", [](Group& self, int lane, int peer, int rail) { return tuple_of(self.broken(lane, peer, rail)); },
+          "lane"_a, "peer"_a, "rail"_a, Release(),
+          "(bytes received, number of reconnects) of a broken connection; None: it is not broken.")
+      .def(
+          "disconnect",
+          [](Group& self, int lane, int peer, int rail, int reconnects) {
+            return tuple_of(self.disconnect(lane, peer, rail, reconnects));
+          },
+          "lane"_a, "peer"_a, "rail"_a, "reconnects"_a, Release(),
+          "As broken(), after disconnecting a connection that was reconnected at most `reconnects` times (-1: any).")
+      .def("reconnect", &reconnect, "lane"_a, "peer"_a, "rail"_a, "reconnects"_a, "fd"_a, "peer_received"_a,
+           "secrets"_a.none() = nb::none(),
+           "Continue a broken connection that was reconnected `reconnects` times over `fd`, from the bytes that the "
+           "peer "
+           "has received; the group owns `fd`. False: the connection cannot be continued.")
+      .def("give_up", &Group::give_up, "lane"_a, "peer"_a, "rail"_a, "reconnects"_a, "why"_a, Release(),
+           "Declare a broken connection that was reconnected `reconnects` times lost.")
+      .def_prop_ro("collectives_submitted", &Group::collectives_submitted,
+                   "The number of collectives that this rank has submitted.")
+      .def("recent_call", &Group::recent_call, "sequence"_a,
+           "How one of the last calls was made, in the same text on all ranks; None: no longer known.")
+      .def("last_seen", &Group::last_seen, "What this rank does, for other ranks: a sentence without its subject.")
+      .def_prop_ro(
+          "expired",
+          [](const Group& self) {
+            const auto expired = self.failure().expired;
+            return std::tuple(expired.call, expired.timeout_ns);
+          },
+          "(number, timeout in ns) of the collective whose deadline, on any rank, ended this group; (0, 0): none.")
+      .def(
+          "events",
+          [](const Group& self, std::uint64_t since) {
+            std::uint64_t total = 0;
+            const auto records = without_gil([&] { return self.events(since, &total); });
+            return nb::make_tuple(total, to_bytes(std::as_bytes(std::span(records))));
+          },
+          "since"_a = 0, "(number of records ever made, the newest of them after the first `since`, oldest first).")
+      .def(
+          "shard", [](const std::shared_ptr<Group>& self, std::size_t number) { return Shard{self, number}; },
+          "number"_a, "The path to one of the group's switches, by the order of attaching.")
+      .def_prop_ro("rank", &Group::rank)
+      .def_prop_ro("size", &Group::size);
+
+  e.def("add_group", &make_group, "rank"_a, "fds"_a, "lane_fds"_a, "fallback_fds"_a, "resumable"_a, "id"_a, "job"_a,
+        "spin_us"_a, "spins_for_sockets"_a, "yields"_a, "table"_a, "table_hash"_a, "nodes"_a, "fabric"_a,
+        "secrets"_a = Secrets{},
+        "Create a group over connected stream sockets, which the group owns.\n\n"
+        "fds[r]: to rank r, one for each rail; empty for this rank.\n"
+        "lane_fds[r]: the same, for transfers.\n"
+        "fallback_fds[i][r]: the same, for use while switch i is lost.\n"
+        "resumable[r]: whether a broken connection to rank r may be reconnected.\n"
+        "fabric[lane][r]: streams that carry the bytes instead, or an empty list; lanes from 2 on: fallback meshes.\n"
+        "secrets[lane][r]: by rail, to authenticate or encrypt the connection, or an empty list.");
+  e.def("remove_group", [](const std::shared_ptr<Group>& group) { Engine::instance().remove_group(group); }, Release());
+}

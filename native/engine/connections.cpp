@@ -1,0 +1,112 @@
+// A group's connections and switch paths: tasks that other threads give to the driver.
+#include <poll.h>
+#include <netfold/engine/engine.hpp>
+
+#include <exception>
+#include <future>
+#include <utility>
+
+#include "sleep.hpp"
+
+namespace netfold::engine {
+
+void Group::run_driver_task(std::function<void()> action) {
+  // The calling thread gets the exception; the driver does not.
+  std::packaged_task<void()> task(std::move(action));
+  auto done = task.get_future();
+  auto inbox = inbox_.lock();
+  if (inbox->driver != Driver::none) {
+    inbox->tasks.push_back([&task] { task(); });
+    signal(wake_);
+    inbox.unlock();
+  } else {
+    inbox->driver = Driver::caller;
+    inbox.unlock();
+    task();
+    inbox.lock();
+    inbox_.release_driver(inbox);
+    const bool more = has_work(inbox.state);
+    inbox.unlock();
+    if (more) engine_.wake();
+  }
+  done.get();
+}
+
+transport::Mesh& Group::mesh_of(int lane) {
+  if (lane == 0) return *mesh_;
+  return lane == 1 ? transfers_.lane().mesh() : *fallback_meshes_.at(static_cast<std::size_t>(lane) - 2);
+}
+
+void Group::on_switch_path(std::size_t shard, const std::function<void(collective::SwitchPath&)>& action) {
+  run_driver_task([&] {
+    if (shard >= switch_paths_.size()) return;  // the group has ended
+    action(*switch_paths_[shard]);
+    publish_traffic();
+    publish_status();
+  });
+}
+
+std::optional<Group::Broken> Group::broken(int lane, int peer, int rail) {
+  std::optional<Broken> state;
+  run_driver_task([&] {
+    const auto* socket = mesh_of(lane).rail(peer, rail);
+    if (socket != nullptr && socket->is_broken()) state = {socket->received(), socket->reconnects()};
+  });
+  return state;
+}
+
+std::optional<Group::Broken> Group::disconnect(int lane, int peer, int rail, int reconnects) {
+  // The driver only reads what is there. This thread waits for the peer's last bytes and its end of stream.
+  const std::int64_t until_ns = now_ns() + transport::ResumableSocket::kLastNs;
+  std::optional<int> disconnected;  // the number of reconnects when this call began to disconnect
+  for (;;) {
+    transport::Fd readable;
+    run_driver_task([&] {
+      auto* socket = mesh_of(lane).rail(peer, rail);
+      if (socket == nullptr || (reconnects >= 0 && socket->reconnects() > reconnects)) return;
+      if (socket->reconnects() != disconnected.value_or(socket->reconnects())) return;
+      disconnected = socket->reconnects();
+      socket->begin_disconnect();
+      if (!socket->is_disconnecting()) return;
+      if (socket->drain() || now_ns() >= until_ns) return socket->end_disconnect();
+      readable = socket->duplicate_socket();
+    });
+    if (!readable) return broken(lane, peer, rail);
+    const std::int64_t left_ms = (until_ns - now_ns()) / 1'000'000 + 1;
+    pollfd more{readable.get(), POLLIN, 0};
+    if (left_ms > 0) ::poll(&more, 1, static_cast<int>(left_ms));
+  }
+}
+
+bool Group::reconnect(int lane, int peer, int rail, int reconnects, transport::Fd socket, std::uint64_t peer_received,
+                      const auth::StreamSecrets& secrets) {
+  bool reconnected = false;
+  run_driver_task([&] {
+    auto* broken = mesh_of(lane).rail(peer, rail);
+    reconnected = broken != nullptr && broken->reconnects() == reconnects &&
+                  broken->reconnect(std::move(socket), peer_received, secrets);
+    if (reconnected) flush();
+  });
+  return reconnected;
+}
+
+void Group::give_up(int lane, int peer, int rail, int reconnects, const std::string& why) {
+  run_driver_task([&] {
+    auto* socket = mesh_of(lane).rail(peer, rail);
+    if (socket != nullptr && socket->is_broken() && socket->reconnects() == reconnects) socket->give_up(why);
+  });
+}
+
+void Group::flush() {
+  bool needs_flush = false;
+  for_each_mesh([&](transport::Mesh& mesh) { needs_flush |= !mesh.flush(); });
+  inbox_.lock()->needs_flush = needs_flush;
+}
+
+bool Group::has_unsent() {
+  bool unsent = false;
+  for_each_mesh([&](transport::Mesh& mesh) { unsent |= mesh.has_unsent(); });
+  return unsent;
+}
+
+}  // namespace netfold::engine
