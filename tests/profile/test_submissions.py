@@ -154,7 +154,7 @@ def test_the_timeline_draws_a_submission_as_a_moment() -> None:
     assert drawn is not None
     numbers = [dict(zip(FIELDS, drawn.data["windows"][0]["ranks"][0]["operations"][: len(FIELDS)], strict=True))]
     assert [(each["submitted"], each["lasted"], each["queued"]) for each in numbers] == [(1, 0, 0)]
-    assert any("submi" in text for text in drawn.said)
+    assert any("submi" in text for text in drawn.notes)
 
 
 def test_perfetto_names_a_submission_and_draws_no_arrow(tmp_path: Path) -> None:
