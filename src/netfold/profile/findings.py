@@ -5,7 +5,7 @@ Times are in seconds, sizes in bytes, bandwidths in bytes a second. "A rank's" m
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +14,11 @@ import numpy as np
 KB, MB = 1 << 10, 1 << 20
 # Upper bounds of hvprof's buckets for Horovod's messages (Awan et al., HotI 2019). Larger sizes have another bucket.
 BUCKETS = (128 * KB, 16 * MB, 32 * MB, 64 * MB)
+
+
+def bucket_ends(bucket: int, buckets: Sequence[int]) -> tuple[int, int | None]:
+    """The bytes above which, and up to which (None: no end), the bucket of that number goes."""
+    return buckets[bucket - 1] if bucket else 0, buckets[bucket] if bucket < len(buckets) else None
 
 
 @dataclass(frozen=True)
@@ -108,14 +113,11 @@ class ClockOffset:
         if not self.knots:
             return times_ns + self.offset_ns
         at, offsets = np.array(self.knots).T
-        aligned: np.ndarray[Any, np.dtype[np.int64]] = times_ns + np.round(np.interp(times_ns, at, offsets)).astype(
-            np.int64
-        )
-        return aligned
+        return times_ns + np.round(np.interp(times_ns, at, offsets)).astype(np.int64)
 
 
 def submissions_text(submissions: Mapping[str, int]) -> str:
-    """Say what is unknown of `Findings.submissions`, and how to measure it; empty without submissions."""
+    """What is unknown of `Findings.submissions`, and how to measure it; empty without submissions."""
     if not submissions:
         return ""
     return (
