@@ -98,7 +98,7 @@ def test_the_page_needs_no_network_and_no_other_file() -> None:
 def test_the_headline_says_how_much_was_communication_how_much_exposed_and_who_was_slowest() -> None:
     page = parse(whole())
     assert page.one("h1").text == (
-        "38 % of the time was communication, 12 % was exposed; the others waited longest for rank 1."
+        "38 % of the time was communication, 12 % was exposed; ranks waited longest for rank 1."
     )
     titles = [each.text for each in page.all("h2")]
     assert titles == [
@@ -297,14 +297,14 @@ def test_a_run_that_lacks_something_says_what(case: str, tmp_path: Path) -> None
         "no progress": (
             findings(overall=Overlap(91.5, 34.8, None, None), rows=[replace(row, exposed_s=None) for row in rows()]),
             run(progress=False),
-            "exposed is not known: nobody watched the training thread",
+            "exposed is not known: the training thread was not watched",
         ),
         "no steps": (
             findings(steps=None),
             replace(run(), traces=[replace(trace, steps=np.zeros(0, STEP)) for trace in run().traces]),
-            "Nobody marked steps",
+            "No steps were marked",
         ),
-        "no run": (findings(), None, "The records themselves are not at hand"),
+        "no run": (findings(), None, "The run's records are not available here"),
         "missing": (
             findings(ranks=[0, 1, 3], lost=12),
             replace(run(), traces=[trace for trace in run().traces if trace.metadata.rank != 2]),
@@ -313,7 +313,7 @@ def test_a_run_that_lacks_something_says_what(case: str, tmp_path: Path) -> None
         "unaligned": (
             findings(clocks=[ClockOffset(0, 0, 0), ClockOffset(1, 5, None)]),
             run(ranks=2),
-            "Nothing bounds how far the clocks of these ranks are off: 1.",
+            "Nothing bounds the clock errors of these ranks: 1.",
         ),
     }[case]
     page = opened(render_page(found, recorded), tmp_path)
@@ -329,7 +329,7 @@ def test_a_run_that_lacks_something_says_what(case: str, tmp_path: Path) -> None
             3,
         ]
     if case == "no progress":
-        assert "Nobody watched the training threads" in page.one("main").text
+        assert "The training threads were not watched" in page.one("main").text
         assert "computes" not in page.one(id="timeline-key").text
     if case in ("nothing", "no run"):
         assert not page.all("canvas")
@@ -427,4 +427,4 @@ def test_of_more_ranks_than_fit_those_are_shown_that_others_waited_for() -> None
     drawn = timeline(run(ranks=ranks, steps=1), clocks(ranks), late)
     assert drawn is not None
     assert [rank["rank"] for rank in drawn.data["windows"][0]["ranks"]] == list(range(6, ranks))
-    assert drawn.notes[-1] == f"Of the ranks {MOST_RANKS} are shown, those that the others waited for longest."
+    assert drawn.notes[-1] == f"Of the ranks {MOST_RANKS} are shown, those with the longest waits for them."
