@@ -308,7 +308,7 @@ def test_a_run_that_lacks_something_says_what(case: str, tmp_path: Path) -> None
         "missing": (
             findings(ranks=[0, 1, 3], lost=12),
             replace(run(), traces=[trace for trace in run().traces if trace.metadata.rank != 2]),
-            "1 of 4 ranks left no records: 2.",
+            "1 of 4 ranks left no records, rank 2: means are over 3.",
         ),
         "unaligned": (
             findings(clocks=[ClockOffset(0, 0, 0), ClockOffset(1, 5, None)]),

@@ -135,7 +135,10 @@ def test_json_and_csv_have_nothing_where_times_would_be() -> None:
 def test_the_page_shows_submissions_and_how_to_get_times() -> None:
     run = nccl()
     page = parse(render_page(advised(run), run, each_step=each_step(run)))
-    assert page.one("h1").text == "How long communication took is not known: of 8 operations only the submission was recorded."
+    assert (
+        page.one("h1").text
+        == "How long communication took is not known: of 8 operations only the submission was recorded."
+    )
     assert said_how(page.one("p", class_="failed").text, 8)
     (cells,) = page.rows("rows")
     assert cells[0].text == "all_reduce (submitted)"
@@ -143,9 +146,7 @@ def test_the_page_shows_submissions_and_how_to_get_times() -> None:
     assert not page.all(id="by-size"), "a picture of times has nothing to draw"
     assert not page.all(class_="clouds")
     assert [cells[1].text[:9] for cells in page.rows("steps")] == ["50 ms", "not known", "not known"]
-    assert (
-        "not watched" not in page.one("div", id="rows-section").text if page.all("div", id="rows-section") else True
-    )
+    assert "not watched" not in page.one("div", id="rows-section").text if page.all("div", id="rows-section") else True
 
 
 def test_the_timeline_draws_a_submission_as_a_moment() -> None:

@@ -116,6 +116,12 @@ class ClockOffset:
         return times_ns + np.round(np.interp(times_ns, at, offsets)).astype(np.int64)
 
 
+def ranks_text(ranks: Sequence[int]) -> str:
+    """`rank 2`, `ranks 1, 2 and 8 more`."""
+    shown = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+    return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
+
+
 def submissions_text(submissions: Mapping[str, int]) -> str:
     """What is unknown of `Findings.submissions`, and how to measure it; empty without submissions."""
     if not submissions:
@@ -159,3 +165,19 @@ class Findings:
     registrations: Mapping[int, Mapping[str, int]] = field(default_factory=dict)
     # By backend: operations of all ranks of which only the submission was recorded.
     submissions: Mapping[str, int] = field(default_factory=dict)
+
+    def limitations(self) -> list[str]:
+        """Gaps in the records that make the numbers less than they seem, in clauses without a period."""
+        found = [submissions_text(self.submissions)] if self.submissions else []
+        absent = sorted(set(range(self.size)) - set(self.ranks))
+        if absent:
+            named = ranks_text(absent)
+            found.append(
+                f"{len(absent)} of {self.size} ranks left no records, {named}: means are over {len(self.ranks)}"
+            )
+        if self.lost:
+            found.append(
+                f"{self.lost:,} operations were lost: they came faster than they could be written, and are in no "
+                "number here"
+            )
+        return found

@@ -77,7 +77,7 @@ def render_page(findings: Findings, run: Run | None, *, each_step: Sequence[Over
 
 def limitations(findings: Findings) -> str:
     """Warnings that come before all numbers, as HTML."""
-    return "".join(f'<p class="failed">{escape(text)}</p>' for text in text_module.limitations(findings))
+    return "".join(f'<p class="failed">{escape(text)}.</p>' for text in findings.limitations())
 
 
 def advice(findings: Findings) -> str:

@@ -6,9 +6,7 @@ from collections.abc import Sequence
 
 from netfold import units
 from netfold.page.escape import is_known
-from netfold.profile.findings import Findings, Straggler, submissions_text
-
-_MOST_NAMED = 16
+from netfold.profile.findings import Findings, Straggler
 
 
 def headline(findings: Findings) -> str:
@@ -95,23 +93,6 @@ def worst_straggler(lateness: Sequence[Straggler]) -> Straggler | None:
     """The rank with the longest waits for it; None if no rank waited."""
     late = max(lateness, key=lambda each: each.waited_for_s, default=None)
     return late if late is not None and late.waited_for_s > 0 else None
-
-
-def limitations(findings: Findings) -> list[str]:
-    """Gaps in the records that make the numbers less than they seem."""
-    found = [f"{text}." for text in [submissions_text(findings.submissions)] if text]
-    absent = sorted(set(range(findings.size)) - set(findings.ranks))
-    if absent:
-        named = ", ".join(map(str, absent[:_MOST_NAMED])) + (", ..." if len(absent) > _MOST_NAMED else "")
-        found.append(
-            f"{len(absent)} of {findings.size} ranks left no records: {named}. All means are over the other ranks."
-        )
-    if findings.lost > 0:
-        found.append(
-            f"{units.count(findings.lost)} operations were lost: they came faster than they could be written, and are "
-            "in no number here."
-        )
-    return found
 
 
 def _submitted(findings: Findings) -> str:
