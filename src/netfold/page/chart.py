@@ -148,8 +148,8 @@ class Chart:
         """Add an entry for marks that were added without a label."""
         self._label(ink, label, kind)
 
-    def render(self, said: str, caption: str = "", *, height_rem: float = 0.0) -> str:
-        """Return the chart as a figure. said: the chart in words, for screen readers. height_rem: 0 for the default."""
+    def render(self, description: str, caption: str = "", *, height_rem: float = 0.0) -> str:
+        """Return the chart as a figure. description: for screen readers. height_rem: 0 for the default."""
         rows = "".join(
             f'<line class="grid" x1="0" x2="{SIDE}" y1="{SIDE - at:.1f}" y2="{SIDE - at:.1f}"/>'
             for at, _ in self._up.labels()
@@ -166,7 +166,7 @@ class Chart:
             for (ink, kind), label in self._legend.items()
         )
         return (
-            f'<figure style="{size}"><div class="chart" role="img" aria-label="{escape(said)}">'
+            f'<figure style="{size}"><div class="chart" role="img" aria-label="{escape(description)}">'
             f'<div class="up-title">{escape(self._up.title)}</div><div class="up">{left}</div>'
             f'<svg viewBox="0 0 {SIDE} {SIDE}" preserveAspectRatio="none" aria-hidden="true">{rows}'
             f'{"".join(self._svg)}</svg><div class="over" aria-hidden="true">{"".join(self._html)}</div>'
@@ -193,9 +193,9 @@ def stack(parts: Mapping[str, float], whole: float, inks: Mapping[str, str], wha
         for name, size in parts.items()
         if size
     )
-    said = ", ".join(f"{name} {units.ratio(size / whole)}" for name, size in parts.items())
+    description = ", ".join(f"{name} {units.ratio(size / whole)}" for name, size in parts.items())
     kind = "stack thin" if thin else "stack"
-    return f'<div class="{kind}" role="img" aria-label="{escape(what)}: {escape(said)}">{drawn}</div>'
+    return f'<div class="{kind}" role="img" aria-label="{escape(what)}: {escape(description)}">{drawn}</div>'
 
 
 def _round_step(least: float) -> float:

@@ -177,30 +177,32 @@ def _side(run: Run, buckets: Sequence[int], by_step: bool) -> _Side:
     ranks, steps = len(run.traces), _steps(run)
     for index, key in enumerate(places.keys):
         rows = [of_trace == index for of_trace in places.of_trace]
-        times = [_times(trace, mine) for trace, mine in zip(run.traces, rows, strict=True)]
+        times = [_times(trace, selected) for trace, selected in zip(run.traces, rows, strict=True)]
         count[key] = sum(map(len, times)) / ranks
         if key[2]:
             continue
         total[key] = sum(float(time.sum()) for time in times) / ranks
         if by_step:
-            of_steps = [_times_of_steps(trace, mine, steps) for trace, mine in zip(run.traces, rows, strict=True)]
+            of_steps = [
+                _times_of_steps(trace, selected, steps) for trace, selected in zip(run.traces, rows, strict=True)
+            ]
             series[key] = np.mean(of_steps, axis=0)
         elif len({len(time) for time in times}) == 1:
             series[key] = np.mean(times, axis=0)
     return _Side(total, count, series)
 
 
-def _times(trace: Trace, mine: Bools) -> Floats:
-    """[n] seconds of the operations `mine`, in the order of their starts."""
-    records = trace.operations[mine]
+def _times(trace: Trace, selected: Bools) -> Floats:
+    """[n] seconds of the operations `selected`, in the order of their starts."""
+    records = trace.operations[selected]
     records = records[np.argsort(records["started_ns"], kind="stable")]
     times: Floats = (records["finished_ns"] - records["started_ns"]) / 1e9
     return times
 
 
-def _times_of_steps(trace: Trace, mine: Bools, steps: int) -> Floats:
+def _times_of_steps(trace: Trace, selected: Bools, steps: int) -> Floats:
     """[steps] seconds. An operation counts in the step in which it started, and not at all outside of steps."""
-    records = trace.operations[mine]
+    records = trace.operations[selected]
     step = np.searchsorted(trace.steps["began_ns"], records["started_ns"], side="right") - 1
     inside = (step >= 0) & (step < steps)
     inside[inside] = records["started_ns"][inside] < trace.steps["ended_ns"][step[inside]]

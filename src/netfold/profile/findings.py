@@ -34,16 +34,16 @@ class Row:
     to_bytes: int | None
     count: float  # a rank's
     bytes: float  # a rank's
-    total_s: float | None  # a rank's
-    mean_s: float | None  # over all ranks' operations, as p50_s and p99_s
-    p50_s: float | None
-    p99_s: float | None
-    algbw: float | None  # bytes over total time
-    busbw: float | None  # algbw times nccl-tests' factor
-    share: float | None  # of all rows' total_s
-    exposed_s: float | None  # a rank's
-    queue_s: float | None  # a rank's total between submission and start
-    skew_s: float | None  # a rank's total between its own start and the last rank's
+    total_s: float | None = None  # a rank's
+    mean_s: float | None = None  # over all ranks' operations, as p50_s and p99_s
+    p50_s: float | None = None
+    p99_s: float | None = None
+    algbw: float | None = None  # bytes over total time
+    busbw: float | None = None  # algbw times nccl-tests' factor
+    share: float | None = None  # of all rows' total_s
+    exposed_s: float | None = None  # a rank's
+    queue_s: float | None = None  # a rank's total between submission and start
+    skew_s: float | None = None  # a rank's total between its own start and the last rank's
     algorithms: Mapping[str, int] = field(default_factory=dict)  # count of each, over all ranks
     wires: Mapping[str, int] = field(default_factory=dict)  # the same, of operations with bytes
     wire_bytes: float | None = None  # a rank's, as the three below

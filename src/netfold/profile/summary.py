@@ -10,10 +10,10 @@ of which only the submission to a device was recorded have rows of their own, wi
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -111,18 +111,25 @@ def _row(
     name, bucket, submitted = places.keys[index]
     above_bytes, to_bytes = bucket_ends(bucket, buckets)
     ranks = len(run.traces)
-    mine = [np.flatnonzero(of_trace == index) for of_trace in places.of_trace]
-    by_rank = [trace.operations[rows] for trace, rows in zip(run.traces, mine, strict=True)]
-    records = np.concatenate(by_rank)
-    good = ~np.concatenate([each.failed[rows] for each, rows in zip(columns, mine, strict=True)])
-    size = np.concatenate([each.bytes[rows] for each, rows in zip(columns, mine, strict=True)])
-    bus = np.concatenate([each.bus_bytes[rows] for each, rows in zip(columns, mine, strict=True)])
-    algorithms = np.concatenate([each.algorithm[rows] for each, rows in zip(columns, mine, strict=True)])
-    wires = np.concatenate([each.wire[rows] for each, rows in zip(columns, mine, strict=True)])
+    rows = [np.flatnonzero(of_trace == index) for of_trace in places.of_trace]
+
+    def of_row(values: Iterable[Any]) -> Any:
+        """[n] of this row's records, from the values of each trace's records."""
+        return np.concatenate([each[of_trace] for each, of_trace in zip(values, rows, strict=True)])
+
+    records = of_row(trace.operations for trace in run.traces)
+    good = ~of_row(each.failed for each in columns)
+    size, bus = of_row(each.bytes for each in columns), of_row(each.bus_bytes for each in columns)
+    algorithms, wires = of_row(each.algorithm for each in columns), of_row(each.wire for each in columns)
     # Wire bytes and the like are means over the ranks with event records. Such a rank without records in this row sent
     # nothing of it.
-    ours = any(bool(each.engine[rows].any()) for each, rows in zip(columns, mine, strict=True))
-    engines = [part for each, part in zip(columns, by_rank, strict=True) if ours and each.engine.any()]
+    engines = []
+    if of_row(each.engine for each in columns).any():
+        engines = [
+            trace.operations[of_trace]
+            for trace, each, of_trace in zip(run.traces, columns, rows, strict=True)
+            if each.engine.any()
+        ]
 
     def mean(field: str) -> float | None:
         return sum(float(each[field].sum()) for each in engines) / len(engines) if engines else None
@@ -133,16 +140,6 @@ def _row(
         to_bytes=to_bytes,
         count=len(records) / ranks,
         bytes=float(size[good].sum()) / ranks,
-        total_s=None,
-        mean_s=None,
-        p50_s=None,
-        p99_s=None,
-        algbw=None,
-        busbw=None,
-        share=None,
-        exposed_s=None,
-        queue_s=None,
-        skew_s=None,
         algorithms=dict(Counter(algorithms.tolist()).most_common()),
         wires=dict(Counter(wires[size > 0].tolist()).most_common()),
         wire_bytes=mean("wire_bytes"),
@@ -159,8 +156,8 @@ def _row(
     well = times[good]
     whole = float(well.sum())
     p50, p99 = np.percentile(well, (50, 99)) if len(well) else (0.0, 0.0)
-    watched = [each[rows].sum() for each, rows in zip(exposed, mine, strict=True) if each is not None]
-    skews = np.concatenate([each[rows] for each, rows in zip(skew, mine, strict=True)])
+    watched = [each[of_trace].sum() for each, of_trace in zip(exposed, rows, strict=True) if each is not None]
+    skews = of_row(skew)
     known = ~np.isnan(skews)
     return replace(
         row,

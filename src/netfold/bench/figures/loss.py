@@ -34,14 +34,14 @@ ALIKE = 0.02
 
 def measure(share: Share, taken: Measurements) -> None:
     taken.settings |= {"hosts": HOSTS, "rate": RATE, "size_bytes": SIZE_BYTES}
-    ours = congestion_control()
+    default = congestion_control()
     # Links that may lose packets cut packets first, so they are made lossy from the start, for every round alike.
     with Rack(HOSTS, RATE, LOSSES[-1]) as rack:
         set_loss(rack, 0)
         with in_rack(rack, share, taken) as runner:
             configurations = [Configuration(IN_NETWORK, HOSTS, SWITCH)]
             runner.open(configurations)
-            for control in dict.fromkeys((ours, *(each for each in congestion_controls() if each == CUBIC))):
+            for control in dict.fromkeys((default, *(each for each in congestion_controls() if each == CUBIC))):
                 set_congestion_control(rack, control)
                 configurations.append(Configuration(f"{GLOO}, TCP {control}", HOSTS))
                 runner.open(configurations[-1:])
@@ -66,15 +66,15 @@ def tell(taken: Measurements) -> FigureText:
         y_log=True,
         ticks=dict(enumerate(losses)),
     )
-    ours, most = inflation[IN_NETWORK], losses[-1]
+    by_switch, most = inflation[IN_NETWORK], losses[-1]
     short = []
-    if ours[REASONABLE].median > NONE:
-        short.append(f"Not without impact: at {REASONABLE} it takes {ours[REASONABLE].median:.3f} times as long.")
+    if by_switch[REASONABLE].median > NONE:
+        short.append(f"Not without impact: at {REASONABLE} it takes {by_switch[REASONABLE].median:.3f} times as long.")
     short += [
-        f"Not lower than TCP's at {x}: {ours[x].median:.3f}, and {inflation[backend][x].median:.3f} for {backend}."
+        f"Not lower than TCP's at {x}: {by_switch[x].median:.3f}, and {inflation[backend][x].median:.3f} for {backend}."
         for backend in backends[1:]
         for x in losses[1:]
-        if ours[x].median > inflation[backend][x].median + ALIKE
+        if by_switch[x].median > inflation[backend][x].median + ALIKE
     ]
     short.append(
         "Not alike: gloo's packets cross two links from host to host, packets to the switch cross one. The talk does "

@@ -29,8 +29,8 @@ _INKS = {
 def step_bar(best: Choice) -> str:
     """A step's time by parts."""
     whole = best.prediction.step_s
-    said = {name: f"{name} {time(each)}, {units.ratio(each / whole)}" for name, each in parts(best.prediction).items()}
-    return stack(parts(best.prediction), whole, _INKS, "a step's time") + _legend(said)
+    texts = {name: f"{name} {time(each)}, {units.ratio(each / whole)}" for name, each in parts(best.prediction).items()}
+    return stack(parts(best.prediction), whole, _INKS, "a step's time") + _legend(texts)
 
 
 def memory_bar(best: Choice) -> str:
