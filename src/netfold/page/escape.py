@@ -23,7 +23,12 @@ def escape(text: object) -> str:
 def items(texts: Iterable[str], kind: str = "") -> str:
     """A list element with one item for each text; empty without texts. kind: the element's class."""
     found = "".join(f"<li>{escape(text)}</li>" for text in texts)
-    return f'<ul class="{kind}">{found}</ul>' if found else ""
+    return f"<ul{attribute('class', kind)}>{found}</ul>" if found else ""
+
+
+def attribute(name: str, value: str) -> str:
+    """An attribute of an element; empty for an empty value."""
+    return f' {name}="{escape(value)}"' if value else ""
 
 
 def terms(pairs: Iterable[tuple[object, object]]) -> str:

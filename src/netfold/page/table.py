@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any, Generic, TypeVar
 
-from netfold.page.escape import escape, is_known, terms, to_plain
+from netfold.page.escape import attribute, escape, is_known, terms, to_plain
 
 Item = TypeVar("Item")
 # The bar's begin and end, and the place of a mark on the bar, as fractions of the cell's width.
@@ -47,7 +47,7 @@ def table(name: str, caption: str, columns: Sequence[Column[Item]], items: Seque
     notes: dict[str, int] = {}
     kinds = ["name" if index < heads else "prose" if column.prose else "" for index, column in enumerate(columns)]
     head = "".join(
-        f'<th scope="col"{_class(kind)}>{escape(column.title)}</th>'
+        f'<th scope="col"{attribute("class", kind)}>{escape(column.title)}</th>'
         for column, kind in zip(columns, kinds, strict=True)
     )
     rows = "".join(
@@ -83,10 +83,6 @@ def of_largest(items: Sequence[Item], value: Callable[[Item], float | None]) -> 
     return bar
 
 
-def _class(kind: str) -> str:
-    return f' class="{kind}"' if kind else ""
-
-
 def _cell(column: Column[Item], item: Item, kind: str, notes: dict[str, int]) -> str:
     value = column.value(item)
     if is_known(value):
@@ -100,7 +96,7 @@ def _cell(column: Column[Item], item: Item, kind: str, notes: dict[str, int]) ->
         text, exact = f'<span class="unknown">not known<sup>{number}</sup></span>', ""
     if kind == "name":
         return f'<th scope="row"{exact}>{text}</th>'
-    return f"<td{_class(kind)}{exact}>{text}{_bar(column.bar(item)) if column.bar is not None else ''}</td>"
+    return f"<td{attribute('class', kind)}{exact}>{text}{_bar(column.bar(item)) if column.bar is not None else ''}</td>"
 
 
 def _bar(bar: Bar | None) -> str:
