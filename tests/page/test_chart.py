@@ -19,6 +19,7 @@ from netfold.page.table import text_table
         (Axis("", 0, 3, least_step=1), [0, 1, 2, 3]),
         (Axis("", 1, 10, base=10), [1, 2, 5, 10]),
         (Axis("", 1.5, 30, base=10), [2, 5, 10, 20]),
+        (Axis("", 0.85, 1.6, base=10), [1, 1.2, 1.4, 1.6]),
         (Axis("", 1e-3, 1e3, base=10), [1e-3, 1e-2, 1e-1, 1, 10, 100, 1e3]),
         (Axis.holding("", 5, 5000, str, base=2), [4, 16, 64, 256, 1024, 4096]),
         (Axis("", 0, 4, named={1: "one", 3: "three"}), [1, 3]),

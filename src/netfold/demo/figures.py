@@ -42,7 +42,8 @@ def loss_curves(story: Experiment) -> str:
     """The losses of both backends, and of bicubic on the same batches."""
     losses = (story.bicubic_losses, story.gloo.losses, story.netfold.losses)
     across = Axis("step", 1, story.training.steps, units.count, least_step=1)
-    chart = Chart(across, Axis("L1 loss of the global batch", 0, 1.05 * max(map(max, losses)), units.digits))
+    low, high = 0.95 * min(map(min, losses)), 1.05 * max(map(max, losses))
+    chart = Chart(across, Axis("L1 loss of the global batch", low, high, units.digits))
     # The thick line is below the thin line: where they are equal, both are visible.
     looks = (("quiet", "bicubic, same patches", ""), ("0", "gloo", "thick"), ("1", "netfold", ""))
     for (ink, label, kind), values in zip(looks, losses, strict=True):

@@ -61,7 +61,8 @@ class Axis:
         return [(self.at(tick), text) for tick, text in named.items()]
 
     def _ticks(self) -> list[float]:
-        if self.base is None:
+        # A logarithmic axis of less than a factor of 4 would have one or two ticks only.
+        if self.base is None or (self.base == 10 and self.high / self.low < 4):
             step = max(self.least_step, _round_step((self.high - self.low) / _MOST_TICKS))
             first = math.ceil(self.low / step - 1e-9)
             return [step * index for index in range(first, math.floor(self.high / step + 1e-9) + 1)]
@@ -84,7 +85,7 @@ class Chart:
         self._across, self._up = across, up
         self._svg: list[str] = []
         self._html: list[str] = []
-        self._legend: dict[tuple[str, str], str] = {}
+        self._legend: dict[str, tuple[str, str]] = {}  # (colour, kind of mark) by label
 
     def svg(self, marks: str) -> None:
         """Add SVG whose coordinates go from 0 to SIDE, x from the left and y from the top."""
@@ -95,8 +96,8 @@ class Chart:
     ) -> None:
         """Add a line from point to point. A y of None interrupts the line; a point without neighbours is a dot.
 
-        kind: further classes (`dashed`, `thick`). dots: mark each point. aside: moves the line to the right, in SVG
-        units.
+        kind: further classes (`dashed`, `dotted`, `thick`). dots: mark each point. aside: moves the line to the right,
+        in SVG units.
         """
         drawn, is_on = [], False
         for x, y in points:
@@ -163,7 +164,7 @@ class Chart:
         size = f"--left:{left_rem:.1f}rem" + (f";--height:{height_rem:.1f}rem" if height_rem else "")
         entries = "".join(
             f'<span><i class="ink-{ink} {kind}"></i>{escape(label)}</span>'
-            for (ink, kind), label in self._legend.items()
+            for label, (ink, kind) in self._legend.items()
         )
         return (
             f'<figure style="{size}"><div class="chart" role="img" aria-label="{escape(description)}">'
@@ -179,7 +180,7 @@ class Chart:
 
     def _label(self, ink: str, label: str, kind: str) -> None:
         if label:
-            self._legend[ink, kind] = label
+            self._legend[label] = ink, kind
 
 
 def legend_of(entries: str) -> str:

@@ -31,6 +31,7 @@
   for (const table of document.querySelectorAll("table.sortable")) {
     if (table.tBodies[0].rows.length < 2) continue;
     for (const header of table.tHead.rows[0].cells) {
+      if (header.textContent === "") continue;
       const button = document.createElement("button");
       button.type = "button";
       button.append(...header.childNodes);

@@ -29,7 +29,7 @@ _ASIDE = 5
 
 @dataclass(frozen=True)
 class Line:
-    """A series. spreads: of each x; for a limit or a prediction, `values` without spread."""
+    """A series. spreads: of each x. values: in place of spreads, for one of at most two limits."""
 
     label: str
     xs: Sequence[float]
@@ -86,9 +86,9 @@ def lines(
             up = Axis(up_title, y_from, high + 0.05 * (high - y_from), units.digits)
         chart = Chart(across, up)
         measured = [line for line in panel if line.spreads]
-        for line in panel:
-            if line.values:
-                chart.line("quiet", list(zip(line.xs, line.values, strict=True)), line.label, kind="dashed")
+        limits = [line for line in panel if line.values]
+        for line, kind in zip(limits, ("dashed", "dotted"), strict=False):
+            chart.line("quiet", list(zip(line.xs, line.values, strict=True)), line.label, kind=kind)
         for number, line in enumerate(measured):
             ink, aside = _ink(line.label, number), _ASIDE * (number - (len(measured) - 1) / 2)
             medians = [(x, of.median) for x, of in zip(line.xs, line.spreads, strict=True)]

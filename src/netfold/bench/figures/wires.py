@@ -58,7 +58,7 @@ def tell(taken: Measurements) -> FigureText:
             f"Not unaffected: i32, the talk's fixed point, takes {fixed.median:.2f} times as long as f32. i32 agrees "
             "on an exponent for every block first. SwitchML has one factor that a person must choose."
         )
-    short.append("Not shown here: the effect on training. `netfold bench accuracy` trains two models with each format.")
+    short.append("Not shown here: the effect on training. netfold bench accuracy trains two models with each format.")
     return FigureText(
         picture,
         ["format", "ms", "f32's time over it", "error of the sum", "bytes sent a host"],

@@ -22,8 +22,8 @@ def communication(folder: Path) -> str:
     """Return the section, and write the profile's page."""
     if not (folder / NAME).is_dir():
         return (
-            "<p>No steps were recorded here: report.profile is off, the run is too short so far, or `netfold profile "
-            "run` records the whole job elsewhere.</p>"
+            "<p>No steps were recorded here: report.profile is off, the run is too short so far, or "
+            "<code>netfold profile run</code> records the whole job elsewhere.</p>"
         )
     try:
         run = _steps_alone(read_run(folder / NAME))
