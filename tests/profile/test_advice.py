@@ -100,7 +100,7 @@ def test_a_switch_is_predicted_by_the_formulas_on_that_link() -> None:
         each.text for each in advise(run, findings) if each.prediction and each.text.startswith("all_reduce of 8 MB")
     ]
     assert switch.startswith(
-        "all_reduce of 8 MB - 16 MB through a switch with a port a host (NETFOLD_SWITCH): 859 ms a rank in place of "
+        "all_reduce of 8 MB to 16 MB through a switch with a port a host (NETFOLD_SWITCH): 859 ms a rank in place of "
         "1.3 s (-34%), by the cost model with the link that 10 operations show: 100 us, 100 MB/s, of too few sizes to "
         "check"
     )
@@ -261,7 +261,7 @@ def test_the_first_sentence_says_where_the_time_goes() -> None:
         )
     )
     assert advice_of(run)[0].text == (
-        "75% of the operations' time (30 ms a rank) is all_reduce of 16 MB - 32 MB; 30 ms of it is exposed, 86% of all "
+        "75% of the operations' time (30 ms a rank) is all_reduce of 16 MB to 32 MB; 30 ms of it is exposed, 86% of all "
         "that computing does not hide"
     )
     bare = make_run(make_trace(0, 1, [Op(0, 30, 32 * MB)], source=PROFILER))
