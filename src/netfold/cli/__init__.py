@@ -6,7 +6,6 @@ Commands import their packages when they run, so that `netfold --help` stays fas
 from __future__ import annotations
 
 import errno
-import logging
 import sys
 from typing import Annotated
 
@@ -60,8 +59,6 @@ _REFUSED = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT)
 
 
 def main() -> None:
-    # matplotlib warns in two long lines if it cannot write to the home folder and uses a temporary one.
-    logging.getLogger("matplotlib").setLevel(logging.ERROR)
     try:
         app()
     except OSError as error:

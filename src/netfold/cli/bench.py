@@ -343,9 +343,7 @@ def figures(
     """Redraw the talks' figures: netfold beside gloo in an emulated rack, as one page with its data. Needs root."""
     import json
 
-    from netfold.bench.figures.catalogue import FIGURES
-    from netfold.bench.figures.chart import MissingError
-    from netfold.bench.figures.run import PAGE, QUICK_S, TOTAL_S, document_of, read, run_figures, write
+    from netfold.bench.figures.run import FIGURES, PAGE, QUICK_S, TOTAL_S, document_of, read, run_figures, write
     from netfold.rack import RackError
     from netfold.rack.processes import exit_on_signals
 
@@ -361,7 +359,7 @@ def figures(
             with exit_on_signals():
                 say = lambda line: typer.echo(line, err=True)
                 found = run_figures(folder, only or [], say, total_s=QUICK_S if quick else TOTAL_S)
-    except (MissingError, RackError, ValueError) as error:
+    except (RackError, ValueError) as error:
         typer.echo(f"netfold bench figures: {error}", err=True)
         raise typer.Exit(CANNOT) from None
     typer.echo(json.dumps(document_of(found)) if as_json else f"{folder / PAGE}")

@@ -13,7 +13,7 @@ from netfold.extras import need
 
 # Exit code, as a shell's: the command line is wrong, or this machine cannot run it.
 CANNOT = 2
-NEEDED = ("torch", "skimage", "matplotlib", "pydantic")
+NEEDED = ("torch", "skimage", "PIL", "pydantic")
 
 
 def demo(
