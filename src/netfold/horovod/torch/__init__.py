@@ -6,7 +6,7 @@
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
     optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
 
-Operations are matched by name across ranks, in whatever order ranks submit them (`negotiation`), and then run as
+Ranks match operations by name, in whatever order they submit them (`negotiation`). Then they run the operations as
 collectives of a Communicator (`execution`). May import: netfold.communicator, netfold.horovod, torch.
 
 Always: all ranks run operations in one order; operations that differ under one name end with an error that names both
@@ -22,51 +22,50 @@ need_at_import("netfold.horovod.torch", "torch")
 
 from netfold.horovod.torch import elastic
 from netfold.horovod.torch.compression import Compression
-from netfold.horovod.torch.exchange import (
-    allgather,
-    allgather_async,
-    alltoall,
-    alltoall_async,
-    broadcast,
-    broadcast_,
-    broadcast_async,
-    broadcast_async_,
-    grouped_allgather,
-    grouped_allgather_async,
-    grouped_reducescatter,
-    grouped_reducescatter_async,
-    reducescatter,
-    reducescatter_async,
-    sparse_allreduce_async,
-)
+from netfold.horovod.torch.execution import Handle
 from netfold.horovod.torch.functions import (
     allgather_object,
     broadcast_object,
     broadcast_optimizer_state,
     broadcast_parameters,
 )
-from netfold.horovod.torch.handles import (
+from netfold.horovod.torch.negotiation import HorovodInternalError
+from netfold.horovod.torch.operations import (
     Adasum,
     Average,
-    Handle,
     Max,
     Min,
     Product,
     Sum,
+    allgather,
+    allgather_async,
+    allreduce,
+    allreduce_,
+    allreduce_async,
+    allreduce_async_,
+    alltoall,
+    alltoall_async,
     barrier,
+    broadcast,
+    broadcast_,
+    broadcast_async,
+    broadcast_async_,
+    grouped_allgather,
+    grouped_allgather_async,
+    grouped_allreduce,
+    grouped_allreduce_,
+    grouped_allreduce_async,
+    grouped_allreduce_async_,
+    grouped_reducescatter,
+    grouped_reducescatter_async,
     join,
     poll,
+    reducescatter,
+    reducescatter_async,
+    sparse_allreduce_async,
     synchronize,
 )
-from netfold.horovod.torch.lifecycle import init, shutdown
-from netfold.horovod.torch.negotiation import HorovodInternalError
 from netfold.horovod.torch.optimizer import DistributedOptimizer
-from netfold.horovod.torch.process_sets import (
-    ProcessSet,
-    add_process_set,
-    global_process_set,
-    remove_process_set,
-)
 from netfold.horovod.torch.queries import (
     ccl_built,
     cuda_built,
@@ -81,25 +80,21 @@ from netfold.horovod.torch.queries import (
     start_timeline,
     stop_timeline,
 )
-from netfold.horovod.torch.reductions import (
-    allreduce,
-    allreduce_,
-    allreduce_async,
-    allreduce_async_,
-    grouped_allreduce,
-    grouped_allreduce_,
-    grouped_allreduce_async,
-    grouped_allreduce_async_,
-)
 from netfold.horovod.torch.sync_batch_norm import SyncBatchNorm
 from netfold.horovod.torch.world import (
+    ProcessSet,
+    add_process_set,
     cross_rank,
     cross_size,
+    global_process_set,
+    init,
     is_homogeneous,
     is_initialized,
     local_rank,
     local_size,
     rank,
+    remove_process_set,
+    shutdown,
     size,
 )
 
