@@ -29,17 +29,17 @@ class NetfoldBackend(Operations, _c10d.Backend):
         self,
         group: Group,
         part: Store,
-        layer: DeviceApi | None = None,
+        device_api: DeviceApi | None = None,
         join: Callable[[Store, Sequence[int], timedelta], NetfoldBackend] | None = None,
     ) -> None:
         """Make the backend of an open group.
 
         part: a store whose keys no other group uses.
-        layer: the devices that the group serves beside the CPU.
+        device_api: the devices that the group serves beside the CPU.
         join: `join(store, ranks, timeout)` makes the backend of a subgroup of `ranks`.
         """
         _c10d.Backend.__init__(self, group.rank, group.size)
-        self.attach(group, part, layer)
+        self.attach(group, part, device_api)
         self._join = join
 
     def getBackendName(self) -> str:  # noqa: N802 - torch's name

@@ -12,6 +12,7 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 from netfold.communicator import Group
 from netfold.communicator.group import DTYPES, REDUCE_OPS
+from netfold.torch.forwarding import seconds_of
 
 Tensor = torch.Tensor
 
@@ -211,9 +212,8 @@ def with_root(opts: Any, root: int) -> Any:
 
 
 def timeout_of(opts: Any) -> float | None:
-    """The timeout in seconds; None if the call has none, which torch writes as a negative time."""
-    timeout = getattr(opts, "timeout", None)
-    return timeout.total_seconds() if timeout and timeout.days >= 0 else None
+    """The timeout of a call's options in seconds; None if the call has none."""
+    return seconds_of(getattr(opts, "timeout", None))
 
 
 def with_memory(tensor: Tensor) -> Tensor:

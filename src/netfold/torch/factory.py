@@ -75,15 +75,15 @@ def standalone(
     return group, operations
 
 
-def make_process_group(group: Group, store: Store, part: Store, layer: DeviceApi | None) -> Operations:
+def make_process_group(group: Group, store: Store, part: Store, device_api: DeviceApi | None) -> Operations:
     """Make the object that torch calls for an open group: a backend; on torch older than 2.14 a ProcessGroup."""
     if takes_backends:
         from netfold.torch.backend import NetfoldBackend
 
-        return NetfoldBackend(group, part, layer)
+        return NetfoldBackend(group, part, device_api)
     from netfold.torch.legacy import NetfoldProcessGroup
 
-    return NetfoldProcessGroup(group, store, part, layer)
+    return NetfoldProcessGroup(group, store, part, device_api)
 
 
 def open_group(
@@ -161,8 +161,8 @@ def _refuse_second_custom_backend(group: Any) -> None:
 
 
 def _devices(operations: Operations) -> list[torch.device]:
-    layer: DeviceApi | None = operations.devices.layer if operations.devices is not None else None
-    return [torch.device(kind) for kind in (("cpu",) if layer is None else ("cpu", layer.kind))]
+    device_api: DeviceApi | None = operations.devices.device_api if operations.devices is not None else None
+    return [torch.device(kind) for kind in (("cpu",) if device_api is None else ("cpu", device_api.kind))]
 
 
 def _close_in_thread(group: Group) -> None:

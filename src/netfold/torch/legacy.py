@@ -33,6 +33,7 @@ from torch.distributed import distributed_c10d
 from netfold.communicator import Group
 from netfold.torch import factory
 from netfold.torch.device.device_api import DeviceApi
+from netfold.torch.forwarding import resolved_future
 from netfold.torch.operations import Operations
 
 Tensor = torch.Tensor
@@ -52,11 +53,11 @@ def create(options: Any, pg_options: Any) -> NetfoldProcessGroup:
         group.close()
         raise
     requested = _requested_backends()
-    layer = factory.cuda_api() if not requested or requested.get("cuda") == "netfold" else None
+    device_api = factory.cuda_api() if not requested or requested.get("cuda") == "netfold" else None
     process_group = (
-        NetfoldProcessGroup(group, options.store, part, layer)
+        NetfoldProcessGroup(group, options.store, part, device_api)
         if siblings is None
-        else _GroupWithSiblings(group, options.store, part, siblings, layer)
+        else _GroupWithSiblings(group, options.store, part, siblings, device_api)
     )
     factory.close_at_exit(process_group)
     return process_group
@@ -65,21 +66,21 @@ def create(options: Any, pg_options: Any) -> NetfoldProcessGroup:
 class NetfoldProcessGroup(Operations, dist.ProcessGroup):
     """One group on this rank."""
 
-    def __init__(self, group: Group, store: Store, part: Store, layer: DeviceApi | None = None) -> None:
+    def __init__(self, group: Group, store: Store, part: Store, device_api: DeviceApi | None = None) -> None:
         """Make the process group of an open group.
 
         store: torch's store.
         part: a store whose keys no other group uses.
-        layer: the devices that the group serves beside the CPU.
+        device_api: the devices that the group serves beside the CPU.
         """
         dist.ProcessGroup.__init__(self, group.rank, group.size)  # type: ignore[call-arg]  # stubs lack this overload
-        self.attach(group, part, layer)
+        self.attach(group, part, device_api)
         self._store = store
         fake: Any = FakeProcessGroup  # the stubs do not know its options
         anchor_options = fake.Options()
         anchor_options.error_on_collective = True
         anchor = fake._create_internal(group.rank, group.size, anchor_options)
-        for kind in ("cpu",) if layer is None else ("cpu", layer.kind):
+        for kind in ("cpu",) if device_api is None else ("cpu", device_api.kind):
             self._register_backend(torch.device(kind), dist.ProcessGroup.BackendType.CUSTOM, anchor)
 
     def getBackendName(self) -> str:  # noqa: N802 - torch's name
@@ -156,10 +157,8 @@ def _all_gather_base(output: Any, input: Any, group: Any, async_op: bool = True,
 
 
 def _completed_work() -> Any:
-    future: torch.futures.Future[Any] = torch.futures.Future()
-    future.set_result([])
     untyped: Any = _c10d
-    return untyped._create_work_from_future(future)
+    return untyped._create_work_from_future(resolved_future([]))
 
 
 def _siblings(options: Any, store: Store) -> dist.ProcessGroup | None:
@@ -198,9 +197,9 @@ class _GroupWithSiblings(NetfoldProcessGroup):
     """Uses the backends of `siblings` for tensors of their devices, and netfold for other tensors."""
 
     def __init__(
-        self, group: Group, store: Store, part: Store, siblings: dist.ProcessGroup, layer: DeviceApi | None
+        self, group: Group, store: Store, part: Store, siblings: dist.ProcessGroup, device_api: DeviceApi | None
     ) -> None:
-        super().__init__(group, store, part, layer)
+        super().__init__(group, store, part, device_api)
         self.siblings = siblings
         self._sibling_devices = {device.type for device in siblings._device_types}
         for device in siblings._device_types:

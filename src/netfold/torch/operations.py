@@ -50,11 +50,11 @@ engine.hide_from_call_sites(os.path.dirname(torch.__file__) + os.sep)
 class Operations:
     """The operations of one group on this rank; `netfold` is its `netfold.communicator.Group`."""
 
-    def attach(self, group: Group, part: Store, layer: DeviceApi | None = None) -> None:
+    def attach(self, group: Group, part: Store, device_api: DeviceApi | None = None) -> None:
         """Take over an open group. The inheriting class calls this once, from its constructor.
 
         part: a store whose keys no other group uses.
-        layer: the devices whose tensors the group takes beside CPU tensors; None for CPU tensors alone.
+        device_api: the devices whose tensors the group takes beside CPU tensors; None for CPU tensors alone.
         """
         self.netfold = group
         # Callers may drop Works. Their tensors must outlive the operations.
@@ -65,8 +65,8 @@ class Operations:
             self._buckets = RegisteredBuckets(group.lease)
         else:
             self._buckets = SharedBuckets(enabled=group.shares_buckets, ranks=group.size)
-        self.devices = DeviceDriver(group, layer, part) if layer is not None else None
-        self._transfers = Transfers(group, layer)
+        self.devices = DeviceDriver(group, device_api, part) if device_api is not None else None
+        self._transfers = Transfers(group, device_api)
         self._coalesced = _Coalesced()
         self._barriers = monitored_barriers.MonitoredBarriers(part, group.rank, group.size)
 
@@ -131,7 +131,7 @@ class Operations:
             dtype is None
             or reduce is None
             or not tensor.is_cpu
-            or (self.devices is not None and self.devices.layer.holds(tensor))
+            or (self.devices is not None and self.devices.device_api.holds(tensor))
             or tensor.layout is not torch.strided
             or not tensor.is_contiguous()
             or not tensor.data_ptr()
@@ -312,7 +312,7 @@ class Operations:
     def _on_device(self, tensors: Sequence[Tensor]) -> bool:
         """Whether any tensor is in device memory. ValueError for a device that this group does not serve."""
         if self.devices is not None:
-            return any(self.devices.layer.holds(tensor) for tensor in tensors)
+            return any(self.devices.device_api.holds(tensor) for tensor in tensors)
         for tensor in tensors:
             if not tensor.is_cpu:
                 raise ValueError(

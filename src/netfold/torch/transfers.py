@@ -32,9 +32,9 @@ _SWEEP_AT = 64
 class Transfers:
     """A group's sends and receives under way. Keeps their tensors alive, since callers may drop Works."""
 
-    def __init__(self, group: Group, layer: DeviceApi | None = None) -> None:
+    def __init__(self, group: Group, device_api: DeviceApi | None = None) -> None:
         self.group = group
-        self._device = DeviceTransfers(self, layer) if layer is not None else None
+        self._device = DeviceTransfers(self, device_api) if device_api is not None else None
         self._lock = threading.Lock()
         self._under_way: dict[int, tuple[Any, Tensor]] = {}
         self._sweep_at = _SWEEP_AT
@@ -107,9 +107,6 @@ class CompletedTransfer(CompletedWork):
         """As `TransferWork.source_rank`."""
         return int(self._operation.peer)
 
-    def _source_rank(self) -> int:
-        return self.source_rank()
-
 
 class TransferWork(NetfoldWork):
     """One send or receive."""
@@ -128,6 +125,3 @@ class TransferWork(NetfoldWork):
     def source_rank(self) -> int:
         """The group rank of the other end. For a receive from any source: valid once the receive is done."""
         return int(self._operations[0].peer)
-
-    def _source_rank(self) -> int:
-        return self.source_rank()

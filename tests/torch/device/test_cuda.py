@@ -293,8 +293,8 @@ def own_streams(rank: int, size: int, folder: str) -> None:
     tensor = mine(rank).to(device)
     dist.all_reduce(tensor)
     found = operations_of(dist.group.WORLD)
-    assert found is not None and found.devices is not None and found.devices._ways is not None
-    staged, done = found.devices._ways.staged, found.devices._ways.done
+    assert found is not None and found.devices is not None and found.devices._paths is not None
+    staged, done = found.devices._paths.staged, found.devices._paths.done
     ours = {stream.cuda_stream for stream in (staged.out, staged.back, done)}
     users = {torch.cuda.Stream(device, priority=priority).cuda_stream for priority in (0, -1) for _ in range(64)}
     assert len(ours) == 3 and ours.isdisjoint(users | {torch.cuda.default_stream(device).cuda_stream})

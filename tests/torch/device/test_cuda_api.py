@@ -1,4 +1,4 @@
-"""The device layer of torch.cuda, over stand-ins for torch.cuda and for the driver: what it asks of them, no more."""
+"""The device API of torch.cuda, over stand-ins for torch.cuda and for the driver: what it asks of them, no more."""
 
 from __future__ import annotations
 
@@ -220,8 +220,8 @@ def test_nccl_is_made_so_that_it_ends_no_process_and_the_users_environment_is_as
 
 
 def test_a_group_of_nccls_is_freed_once_all_ranks_are_done_and_aborted_only_when_told_to(nccl: list[Nccl]) -> None:
-    store, layer = dist.HashStore(), CudaApi()
-    first, second = (layer.nccl(DEVICE, store, rank, 2) for rank in range(2))
+    store, device_api = dist.HashStore(), CudaApi()
+    first, second = (device_api.nccl(DEVICE, store, rank, 2) for rank in range(2))
     closing = threading.Thread(target=first.close, args=(seconds(20),))
     closing.start()
     closing.join(0.2)
@@ -231,7 +231,7 @@ def test_a_group_of_nccls_is_freed_once_all_ranks_are_done_and_aborted_only_when
     second.close(seconds(20))
     second.abort("late")
     assert nccl[0].ended == nccl[1].ended == ["shutdown"]
-    third, fourth = (layer.nccl(DEVICE, dist.PrefixStore("other", store), rank, 2) for rank in range(2))
+    third, fourth = (device_api.nccl(DEVICE, dist.PrefixStore("other", store), rank, 2) for rank in range(2))
     third.abort("a failure")
     began = time.monotonic()
     fourth.close(seconds(60))

@@ -33,14 +33,14 @@ class Capabilities:
     problem: str = ""
 
 
-def capabilities_of(group: Group, layer: Any, device: torch.device, problem: str) -> Capabilities:
+def capabilities_of(group: Group, device_api: Any, device: torch.device, problem: str) -> Capabilities:
     options = group.options
     try:
-        uuid = layer.uuid(device)
+        uuid = device_api.uuid(device)
     except RuntimeError as error:
         uuid, problem = "", problem or f"rank {group.rank}: {device} does not answer: {error}"
     return Capabilities(
-        layer.kind,
+        device_api.kind,
         str(device),
         uuid,
         str(options.intra_host),
