@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -62,34 +63,18 @@ REDUCE_CODES = {
 }
 
 
+@dataclass(eq=False, slots=True)
 class Prepared:
-    """A call whose tensors are contiguous, on the CPU or on one device. Keeps the tensors alive.
+    """A call whose tensors are contiguous, on the CPU or on one device. Keeps the tensors alive."""
 
-    finish: copies staged results back.
-    """
-
-    __slots__ = ("average", "dtype", "finish", "inputs", "kind", "outputs", "reduce", "root")
-
-    def __init__(
-        self,
-        kind: str,
-        *,
-        dtype: str = "u8",
-        reduce: str = "sum",
-        average: bool = False,
-        root: int = 0,
-        inputs: Sequence[Tensor] = (),
-        outputs: Sequence[Tensor] = (),
-        finish: Callable[[], Any] | None = None,
-    ) -> None:
-        self.kind = kind
-        self.dtype = dtype
-        self.reduce = reduce
-        self.average = average
-        self.root = root
-        self.inputs = inputs
-        self.outputs = outputs
-        self.finish = finish
+    kind: str
+    dtype: str = "u8"
+    reduce: str = "sum"
+    average: bool = False
+    root: int = 0
+    inputs: Sequence[Tensor] = ()
+    outputs: Sequence[Tensor] = ()
+    finish: Callable[[], Any] | None = None  # copies staged results back
 
     def submit(self, group: Group, timeout_s: float | None, *, wait_here: bool) -> Any:
         return group.submit(

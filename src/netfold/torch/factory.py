@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import atexit
+import functools
 import hashlib
 import os
 import sys
 import threading
+import types
 import weakref
 from collections.abc import Sequence
 from datetime import timedelta
@@ -20,7 +22,6 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from netfold.communicator import Group, Options
 from netfold.torch.device.cuda import cuda_api as cuda_api
 from netfold.torch.device.device_api import DeviceApi
-from netfold.torch.dynamo import skip_netfold
 from netfold.torch.env_rendezvous import store_host
 from netfold.torch.operations import Operations
 from netfold.torch.store import TorchStore
@@ -90,7 +91,7 @@ def open_group(
     part: Store, rank: int, size: int, timeout: timedelta, options: Options | None, job_ranks: Sequence[int] = ()
 ) -> Group:
     """Connect to the other ranks over `part`, within the group's timeout and NETFOLD_JOIN_TIMEOUT_S."""
-    skip_netfold()
+    _skip_netfold()
     return Group(
         TorchStore(part),
         rank,
@@ -124,9 +125,8 @@ def store_for_group(store: Store, members: Sequence[int]) -> Store:
 def _backend(
     part: Store, rank: int, size: int, timeout: timedelta, options: Options | None, job_ranks: Sequence[int]
 ) -> Any:
-    from netfold.torch.backend import NetfoldBackend
+    from netfold.torch.backend import NetfoldBackend, patch_split_group
     from netfold.torch.forwarding import forward_work_methods
-    from netfold.torch.split_group import patch_split_group
 
     forward_work_methods()
     patch_split_group()
@@ -158,6 +158,28 @@ def _refuse_second_custom_backend(group: Any) -> None:
                 f"{device.type}:{name} and netfold cannot share a process group: torch keeps only one backend there "
                 "that is not its own. Make two groups"
             )
+
+
+@functools.cache
+def _skip_netfold() -> None:
+    """Have torch.compile skip all functions of netfold's loaded torch modules. Idempotent; before the first group.
+
+    Dynamo tries to compile every Python frame that runs inside compiled code, including frames that C++ calls: DDP's
+    hooks reach netfold's methods that way. netfold's methods hold nothing to compile.
+    """
+    for name, module in list(sys.modules.items()):
+        if name.startswith("netfold.torch.") and module is not None:
+            _skip(vars(module).values())
+
+
+def _skip(values: Any) -> None:
+    frames = torch._C._dynamo.eval_frame
+    skip: Any = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.SKIP)
+    for value in values:
+        if isinstance(value, types.FunctionType) and value.__module__.startswith("netfold."):
+            frames.set_code_exec_strategy(value.__code__, skip)
+        elif isinstance(value, type) and value.__module__.startswith("netfold."):
+            _skip(vars(value).values())
 
 
 def _devices(operations: Operations) -> list[torch.device]:

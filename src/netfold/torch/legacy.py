@@ -83,10 +83,7 @@ class NetfoldProcessGroup(Operations, dist.ProcessGroup):
         for kind in ("cpu",) if device_api is None else ("cpu", device_api.kind):
             self._register_backend(torch.device(kind), dist.ProcessGroup.BackendType.CUSTOM, anchor)
 
-    def getBackendName(self) -> str:  # noqa: N802 - torch's name
-        return "netfold"
-
-    def getRank(self) -> int:  # noqa: N802
+    def getRank(self) -> int:  # noqa: N802 - torch's name
         return self.netfold.rank
 
     def getSize(self) -> int:  # noqa: N802
@@ -98,12 +95,6 @@ class NetfoldProcessGroup(Operations, dist.ProcessGroup):
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         self.run_monitored_barrier(timeout, wait_all_ranks)
 
-    def _get_sequence_number_for_group(self) -> int:
-        return self.sequence_number()
-
-    def _set_sequence_number_for_group(self) -> None:
-        """Do nothing: sequence numbers begin at 0 on every rank."""
-
     def _start_coalescing(self, device: torch.device) -> None:
         self.start_coalescing()
 
@@ -112,22 +103,11 @@ class NetfoldProcessGroup(Operations, dist.ProcessGroup):
 
     # --- former names ----------------------------------------------------------------------------------------------
 
-    def _reduce_scatter_base(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
-        return self.reduce_scatter_single(output, input, opts)
-
-    def reduce_scatter_tensor_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Any:
-        return self.reduce_scatter_single_coalesced(outputs, inputs, opts)
-
-    def _allgather_base(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
-        return self.all_gather_single(output, input, opts)
-
-    def allgather_into_tensor_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Any:
-        return self.all_gather_single_coalesced(outputs, inputs, opts)
-
-    def alltoall_base(
-        self, output: Tensor, input: Tensor, output_splits: list[int], input_splits: list[int], opts: Any = None
-    ) -> Any:
-        return self.all_to_all_single(output, input, output_splits, input_splits, opts)
+    _reduce_scatter_base = Operations.reduce_scatter_single
+    reduce_scatter_tensor_coalesced = Operations.reduce_scatter_single_coalesced
+    _allgather_base = Operations.all_gather_single
+    allgather_into_tensor_coalesced = Operations.all_gather_single_coalesced
+    alltoall_base = Operations.all_to_all_single
 
 
 @functools.cache

@@ -92,9 +92,15 @@ class Operations:
             self.devices.close("abort() was called", failed=True)
         self.shutdown()
 
-    def sequence_number(self) -> int:
-        """The number of collectives that this rank has submitted, for torch's `_get_sequence_number_for_group`."""
+    def getBackendName(self) -> str:  # noqa: N802 - torch's name
+        return "netfold"
+
+    def _get_sequence_number_for_group(self) -> int:
+        """The number of collectives that this rank has submitted."""
         return self.netfold.collectives_submitted
+
+    def _set_sequence_number_for_group(self) -> None:
+        """Do nothing: sequence numbers begin at 0 on every rank."""
 
     # --- reductions ------------------------------------------------------------------------------------------------
 

@@ -62,8 +62,7 @@ class Transfers:
             queued = self._device.send_queued(tensor, staged, peer, tag)
             if queued is not None:
                 return queued
-        dtype = DTYPE_CODES.get(tensor.dtype, _BYTES)
-        operation = self.group.start_transfer(kind, dtype, peer, tag, (staged.data_ptr(), staged.nbytes))
+        operation = self.start(kind, tensor, staged, peer, tag)
         if kind == _RECEIVE and staged.data_ptr() != tensor.data_ptr():
             # The copy back runs on completion, as for collectives.
             finish = lambda: tensor.copy_(staged)
@@ -73,6 +72,11 @@ class Transfers:
         elif operation.failure is None:
             return CompletedTransfer(tensors, operation)
         return TransferWork(self, operation, tensors)
+
+    def start(self, kind: int, tensor: Tensor, memory: Tensor, peer: int, tag: int) -> Any:
+        """Start the native operation for `tensor`, whose bytes are in `memory`."""
+        dtype = DTYPE_CODES.get(tensor.dtype, _BYTES)
+        return self.group.start_transfer(kind, dtype, peer, tag, (memory.data_ptr(), memory.nbytes))
 
     def hold(self, operation: Any, tensor: Tensor) -> None:
         """Keep a tensor until its operation is done."""

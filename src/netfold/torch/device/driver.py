@@ -177,7 +177,7 @@ class DeviceDriver:
             except Exception as error:
                 self._failed = True
                 if not self._closed:
-                    self._fail(self._told(error, job))
+                    self._fail(self._in_context(error, job))
         job = None
         self._end()
 
@@ -324,7 +324,7 @@ class DeviceDriver:
         for job in jobs:
             job.work.fail(error)
 
-    def _told(self, error: Exception, job: _Job | None) -> Exception:
+    def _in_context(self, error: Exception, job: _Job | None) -> Exception:
         """Add the rank and the operation to an error that lacks them."""
         rank = self._group.rank
         if isinstance(error, (NetfoldError, ValueError, TimeoutError)):

@@ -18,7 +18,7 @@ from __future__ import annotations
 import collections
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -144,17 +144,12 @@ class HostStaging:
             if event is not None:
                 wait_for(event, passage.deadline, rank, f"{call.kind}: {what}")
         regions = _regions(passage.slot.memory, passage.chunk)
-        passage.operation = self._group.submit(
-            call.kind,
-            dtype=call.dtype,
-            reduce=call.reduce,
-            average=call.average,
-            root=call.root,
-            inputs=[_region(regions[id(tensor)]) for tensor in passage.chunk.inputs],
-            outputs=[_region(regions[id(tensor)]) for tensor in passage.chunk.outputs],
-            timeout_s=seconds_until(passage.deadline),
-            wait_here=False,
+        in_slot = replace(
+            call,
+            inputs=[regions[id(tensor)] for tensor in passage.chunk.inputs],
+            outputs=[regions[id(tensor)] for tensor in passage.chunk.outputs],
         )
+        passage.operation = in_slot.submit(self._group, seconds_until(passage.deadline), wait_here=False)
         self._running.append(passage)
 
     def _return(self, passage: StagedChunk) -> None:
@@ -182,15 +177,8 @@ class HostStaging:
 
     def _greatest(self, count: int, deadline: float) -> int:
         number = torch.tensor([count])
-        operation = self._group.submit(
-            "all_reduce",
-            dtype="i64",
-            reduce="max",
-            outputs=[_region(number)],
-            timeout_s=seconds_until(deadline),
-            wait_here=True,
-        )
-        self._group.wait(operation)
+        call = Prepared("all_reduce", dtype="i64", reduce="max", outputs=[number])
+        self._group.wait(call.submit(self._group, seconds_until(deadline), wait_here=True))
         return int(number)
 
 
@@ -205,10 +193,6 @@ def _regions(memory: Tensor, piece: Chunk) -> dict[int, Tensor]:
         regions[id(tensor)] = memory[at : at + tensor.numel()]
         at += -(-tensor.numel() // ALIGN_BYTES) * ALIGN_BYTES
     return regions
-
-
-def _region(memory: Tensor) -> tuple[int, int]:
-    return memory.data_ptr(), memory.nbytes
 
 
 def _place(tensor: Tensor) -> int:

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 
 from netfold.communicator import Group
-from netfold.torch.calls import Prepared
+from netfold.torch.calls import DTYPE_NAMES, Prepared
 from netfold.torch.device import arithmetic, fixed_point
 from netfold.torch.device.chunks import BLOCK_ELEMENTS
 from netfold.torch.device.device_api import DeviceApi, Event, NcclGroup
@@ -29,11 +29,6 @@ _NCCL_BYTES = 16 << 20
 _NCCL_DTYPES = frozenset({
     torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int8, torch.int32, torch.int64, torch.uint8,
 })  # fmt: skip
-
-_NAMES = {
-    torch.float32: "f32", torch.float64: "f64", torch.float16: "f16", torch.bfloat16: "bf16", torch.int8: "i8",
-    torch.int16: "i16", torch.int32: "i32", torch.int64: "i64", torch.uint8: "u8",
-}  # fmt: skip
 
 
 class IntraHostReducer(Protocol):
@@ -163,7 +158,7 @@ class IntraHostPath:
     def _sum(self, values: Tensor, reduce: str, deadline: float) -> None:
         shard = self._sums.scatter(values, reduce, deadline)
         if self._between is not None and len(shard):
-            call = Prepared("all_reduce", dtype=_NAMES[shard.dtype], reduce=reduce, outputs=[shard])
+            call = Prepared("all_reduce", dtype=DTYPE_NAMES[shard.dtype], reduce=reduce, outputs=[shard])
             returned: list[Event] = []
             self._between.begin(call, self._stream.record_event(), deadline, returned.append)
             self._between.drain()

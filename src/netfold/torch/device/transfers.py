@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from netfold.communicator.group import DTYPES, KINDS
+from netfold.communicator.group import KINDS
 from netfold.errors import NetfoldError
-from netfold.torch.calls import DTYPE_CODES, with_memory
+from netfold.torch.calls import with_memory
 from netfold.torch.device.chunks import as_bytes
 from netfold.torch.device.device_api import DeviceApi, Event, refuse_capture, wait_for
 from netfold.torch.device.pinned import TransferMemory
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
 
 Tensor = torch.Tensor
 
-_BYTES = DTYPES["u8"]
 _HOST = torch.device("cpu")
 
 
@@ -100,10 +99,8 @@ class DeviceTransfers:
         return work
 
     def _start(self, tensor: Tensor, memory: Tensor, to: int, tag: int) -> Any:
-        """Start the native operation for `tensor`, whose bytes are in `memory`, and hold `memory` until it is done."""
-        dtype = DTYPE_CODES.get(tensor.dtype, _BYTES)
-        region = (memory.data_ptr(), memory.nbytes)
-        operation = self._transfers.group.start_transfer(KINDS["send"], dtype, to, tag, region)
+        """Start the native send of `tensor`, whose bytes are in `memory`, and hold `memory` until it is done."""
+        operation = self._transfers.start(KINDS["send"], tensor, memory, to, tag)
         if not operation.done:
             self._transfers.hold(operation, memory)
         return operation
@@ -116,7 +113,7 @@ class DeviceTransfers:
             try:
                 send()
             except (RuntimeError, ValueError) as error:
-                failure = _told(error, group.rank, what)
+                failure = _in_context(error, group.rank, what)
                 # Else the receiver would take the next message with this tag for the one that failed.
                 if not isinstance(failure, ValueError):
                     group.abort(str(failure))
@@ -147,11 +144,9 @@ class DeviceTransfers:
             try:
                 memory = self._memory.take(tensor.nbytes)
             except RuntimeError as error:
-                raise _told(error, group.rank, f"receive on {device}") from error
+                raise _in_context(error, group.rank, f"receive on {device}") from error
             ready = device_api.current_stream(device).record_event()
-        dtype = DTYPE_CODES.get(tensor.dtype, _BYTES)
-        region = (memory.data_ptr(), memory.nbytes)
-        operation = group.start_transfer(KINDS["receive"], dtype, source, tag, region)
+        operation = self._transfers.start(KINDS["receive"], tensor, memory, source, tag)
         return ReceiveWork(self._transfers, operation, device_api, device, back, tensor, memory, ready)
 
     def _of(self, device: torch.device) -> tuple[Any, Any]:
@@ -301,7 +296,7 @@ class ReceiveWork(NetfoldWork):
         return visible
 
 
-def _told(error: Exception, rank: int, what: str) -> Exception:
+def _in_context(error: Exception, rank: int, what: str) -> Exception:
     if isinstance(error, (NetfoldError, ValueError)):
         return error
     return NetfoldError(f"rank {rank}: {what} failed: {error}", rank=rank)
