@@ -21,14 +21,7 @@ from netfold._native import engine
 
 _T = TypeVar("_T")
 _HEADER = np.dtype(
-    [
-        ("magic", "S8"),
-        ("layout", "u4"),
-        ("capacity", "u4"),
-        ("entry_bytes", "u4"),
-        ("pid", "i4"),
-        ("reserved", "u8"),
-    ]
+    [("magic", "S8"), ("layout", "u4"), ("capacity", "u4"), ("entry_bytes", "u4"), ("pid", "i4"), ("reserved", "u8")]
 )
 _ENTRY = np.dtype(
     [

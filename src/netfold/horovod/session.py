@@ -135,8 +135,7 @@ class Session:
     def broadcast_parameters(self, parameters: Any, root_rank: int) -> Any:
         found = leaves(parameters)
         roots = fused(
-            [host(leaf) for leaf in found],
-            lambda buffer: _work(self.communicator, "broadcast", buffer, root=root_rank),
+            [host(leaf) for leaf in found], lambda buffer: _work(self.communicator, "broadcast", buffer, root=root_rank)
         )
         return rebuilt(parameters, [overwrite(leaf, array) for leaf, array in zip(found, roots, strict=True)])
 
