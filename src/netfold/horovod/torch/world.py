@@ -14,6 +14,23 @@ from netfold.communicator import Communicator, Options
 from netfold.horovod import job
 from netfold.horovod.torch.execution import Engine
 
+__all__ = [
+    "ProcessSet",
+    "add_process_set",
+    "cross_rank",
+    "cross_size",
+    "global_process_set",
+    "init",
+    "is_homogeneous",
+    "is_initialized",
+    "local_rank",
+    "local_size",
+    "rank",
+    "remove_process_set",
+    "shutdown",
+    "size",
+]
+
 
 class World:
     """The job from `init` to `shutdown`."""
