@@ -69,11 +69,11 @@ def late(values: Any, device: Any) -> Any:
     return tensor
 
 
-def collectives(rank: int, size: int, folder: str, inside: str) -> str:
+def collectives(rank: int, size: int, folder: str, intra_host: str) -> str:
     """Nothing here has the host wait for the device before the last line of each check."""
     import netfold.torch
 
-    device = world(rank, size, folder, intra_host=inside)
+    device = world(rank, size, folder, intra_host=intra_host)
     summed = late(mine(rank), device)
     work = dist.all_reduce(summed, async_op=True)
     work.wait()
@@ -128,10 +128,10 @@ def collectives(rank: int, size: int, folder: str, inside: str) -> str:
     return said
 
 
-@pytest.mark.parametrize("inside", ["off", "auto"])
-def test_collectives_are_ordered_with_the_callers_streams(inside: str) -> None:
-    said = values(run_ranks(collectives, SIZE, inside, timeout_s=180))
-    assert inside == "off" or all("by IPC among the 2 ranks" in each for each in said), said
+@pytest.mark.parametrize("intra_host", ["off", "auto"])
+def test_collectives_are_ordered_with_the_callers_streams(intra_host: str) -> None:
+    said = values(run_ranks(collectives, SIZE, intra_host, timeout_s=180))
+    assert intra_host == "off" or all("by IPC among the 2 ranks" in each for each in said), said
 
 
 def only_its_own(rank: int, size: int, folder: str) -> str:
@@ -217,8 +217,8 @@ def test_a_kernel_of_nccls_that_waits_in_vain_is_given_up_and_no_process_ends() 
 
 
 def fixed(rank: int, size: int, folder: str) -> None:
-    for inside in ("auto", "off"):
-        device = world(rank, size, folder, inside, wire_dtype="i32", intra_host=inside)
+    for intra_host in ("auto", "off"):
+        device = world(rank, size, folder, intra_host, wire_dtype="i32", intra_host=intra_host)
         generator = torch.Generator().manual_seed(rank)
         values = torch.randn(ELEMENTS, generator=generator) * torch.logspace(-30, 20, ELEMENTS)
         values[[5, 1000]] = torch.tensor([torch.inf, torch.nan])
@@ -228,7 +228,7 @@ def fixed(rank: int, size: int, folder: str) -> None:
             dist.all_reduce(on_device, op=op)
             found = on_device.cpu()
             same = (found.view(torch.int32) == on_cpu.view(torch.int32)) | (found.isnan() & on_cpu.isnan())
-            assert same.all(), (inside, op, same.logical_not().nonzero()[:5])
+            assert same.all(), (intra_host, op, same.logical_not().nonzero()[:5])
         dist.destroy_process_group()
 
 

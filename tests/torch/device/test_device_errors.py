@@ -387,7 +387,7 @@ def dies_before_it_launches(group: Any, device_api: Any) -> tuple[str, float]:
     else:
         group.netfold.abort("a wheel came off")
         for part in group.devices._paths.parts:
-            if part is group.devices._paths.inside.watch:
+            if part is group.devices._paths.intra_host.watch:
                 part.abort("a wheel came off")
     return said, time.monotonic() - began
 
@@ -397,7 +397,7 @@ def test_a_kernel_that_waits_for_a_rank_that_failed_is_given_up_long_before_the_
     assert "a wheel came off" in said and took < seconds(8), (said, took)
 
 
-@pytest.mark.parametrize("inside", ["off", "auto", "nccl"])
-def test_a_rank_that_is_done_and_leaves_does_not_end_what_others_still_wait_for(inside: str) -> None:
+@pytest.mark.parametrize("intra_host", ["off", "auto", "nccl"])
+def test_a_rank_that_is_done_and_leaves_does_not_end_what_others_still_wait_for(intra_host: str) -> None:
     for _ in range(5):
-        values(on_devices(leaves_at_once, 2, "late", intra_host=inside, pinned_bytes=120 << 10))
+        values(on_devices(leaves_at_once, 2, "late", intra_host=intra_host, pinned_bytes=120 << 10))

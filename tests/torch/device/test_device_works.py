@@ -242,10 +242,10 @@ def lets_go(group: Any, device_api: Any) -> None:
     assert [each() is None for each in held] == [True] * 3
 
 
-@pytest.mark.parametrize("inside", ["off", "auto"])
-def test_what_is_done_is_not_held_until_the_next_call_comes(inside: str) -> None:
+@pytest.mark.parametrize("intra_host", ["off", "auto"])
+def test_what_is_done_is_not_held_until_the_next_call_comes(intra_host: str) -> None:
     """The threads kept the last tensor, a bucket of a model maybe, for as long as nobody called again."""
-    values(on_devices(lets_go, 2, intra_host=inside, pinned_bytes=120 << 10))
+    values(on_devices(lets_go, 2, intra_host=intra_host, pinned_bytes=120 << 10))
 
 
 def test_every_kind_of_tensor() -> None:

@@ -45,10 +45,10 @@ def use_everything(group: Any, device_api: Any) -> None:
     assert device_api.value(came[:1]).eq(3 + other).all()
 
 
-@pytest.mark.parametrize("inside", ["off", "auto", "nccl"])
-def test_every_thread_makes_the_tensors_device_current_before_it_calls(inside: str) -> None:
+@pytest.mark.parametrize("intra_host", ["off", "auto", "nccl"])
+def test_every_thread_makes_the_tensors_device_current_before_it_calls(intra_host: str) -> None:
     """`on_devices` raises where one did not. In CUDA such a thread leaves a context on GPU 0."""
-    values(on_devices(use_everything, 2, intra_host=inside, pinned_bytes=120 << 10))
+    values(on_devices(use_everything, 2, intra_host=intra_host, pinned_bytes=120 << 10))
 
 
 def capture_while_works_go_on(group: Any, device_api: Any) -> None:
@@ -71,10 +71,10 @@ def capture_while_works_go_on(group: Any, device_api: Any) -> None:
     assert torch.equal(device_api.value(tensor), distinct(0, COUNT) + distinct(1, COUNT))
 
 
-@pytest.mark.parametrize("inside", ["off", "auto", "nccl"])
-def test_works_that_go_on_end_no_other_threads_capture(inside: str) -> None:
+@pytest.mark.parametrize("intra_host", ["off", "auto", "nccl"])
+def test_works_that_go_on_end_no_other_threads_capture(intra_host: str) -> None:
     """The driver's query of an event ended a capture in the default mode, and the group with it."""
-    values(on_devices(capture_while_works_go_on, 2, "late", intra_host=inside, pinned_bytes=120 << 10))
+    values(on_devices(capture_while_works_go_on, 2, "late", intra_host=intra_host, pinned_bytes=120 << 10))
 
 
 def unsafe_call(group: Any, device_api: Any) -> str:

@@ -229,8 +229,8 @@ class DeviceDriver:
 
         A group detects failures only while an operation runs. So a barrier runs in a group made for this purpose.
         """
-        assert self._paths is not None and self._paths.inside is not None
-        watch = self._paths.inside.watch
+        assert self._paths is not None and self._paths.intra_host is not None
+        watch = self._paths.intra_host.watch
         if watch is None or now < self._watch_from:
             return None
         if self._watching is None or (self._watching.done and self._watching.failure is None):
@@ -263,13 +263,13 @@ class DeviceDriver:
                 f"rank {self._group.rank}: {job.calls[0].kind} came with tensors on {job.device}, after others on "
                 f"{self._paths.device}; a rank of a group uses one device"
             )
-        staged, inside = self._paths.staged, self._paths.inside
+        staged, intra_host = self._paths.staged, self._paths.intra_host
         for call in job.calls:
-            if inside is not None and inside.takes(call):
+            if intra_host is not None and intra_host.takes(call):
                 staged.drain()
-                done = inside.run(call, [job.ready, staged.back.record_event()], job.deadline)
+                done = intra_host.run(call, [job.ready, staged.back.record_event()], job.deadline)
                 staged.copy_back(call.outputs, done)
-                if inside.kernels_wait:
+                if intra_host.kernels_wait:
                     if not self._awaited:
                         self._wait_for_next()
                     self._awaited.append((job, done))
@@ -293,7 +293,7 @@ class DeviceDriver:
                 for tensor in (*call.outputs, *_tensors(job.work.result())):
                     self.device_api.keep(tensor, done)
                 self.device_api.launch(done, call.finish)
-        job.work.given(done.record_event(), done)
+        job.work.settle_after(done.record_event(), done)
         self._settled(job)
 
     def _settled(self, job: _Job) -> None:

@@ -59,10 +59,10 @@ class NcclReducer:
     dtypes = _NCCL_DTYPES
     kernels_wait = True
 
-    def __init__(self, device_api: DeviceApi, stream: Any, inside: NcclGroup, size: int) -> None:
+    def __init__(self, device_api: DeviceApi, stream: Any, nccl_group: NcclGroup, size: int) -> None:
         self._device_api = device_api
         self._stream = stream
-        self._inside = inside
+        self._nccl_group = nccl_group
         self._size = size
         spare = size * BLOCK_ELEMENTS * 8
         self._whole = device_api.empty(stream, _NCCL_BYTES + spare)
@@ -72,12 +72,12 @@ class NcclReducer:
         whole, shard = self._buffers(values)
         self._device_api.copy(self._stream, whole[: values.numel()], values)
         # The padding after the values is reduced with them and never read.
-        self._inside.reduce_scatter(self._stream, shard, whole, reduce)
+        self._nccl_group.reduce_scatter(self._stream, shard, whole, reduce)
         return shard
 
     def gather(self, values: Tensor, deadline: float) -> None:
         whole, shard = self._buffers(values)
-        self._inside.all_gather(self._stream, whole, shard)
+        self._nccl_group.all_gather(self._stream, whole, shard)
         self._device_api.copy(self._stream, values, whole[: values.numel()])
 
     def release(self, *, settled: bool) -> None:

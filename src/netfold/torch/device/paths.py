@@ -35,7 +35,7 @@ class DevicePaths:
 
     device: torch.device
     staged: HostStaging
-    inside: IntraHostPath | None
+    intra_host: IntraHostPath | None
     done: Any  # the stream of the Works' results
     reason: str  # the same sentence on all ranks
     parts: list[Any] = field(default_factory=list)  # subgroups, and the NCCL group
@@ -52,13 +52,13 @@ class DevicePaths:
         Results come first: the host waits at most `SETTLE_S` for the device's work, and `meet_s` for the other ranks'
         devices. Work is aborted only after a failure or that time.
         """
-        settled = not failed and (self.inside is None or self._settle(self.inside, SETTLE_S))
+        settled = not failed and (self.intra_host is None or self._settle(self.intra_host, SETTLE_S))
         if not settled and not failed:
             log.warning("the device was not done %g s after its group was closed; it is cut off", SETTLE_S)
         if not settled:
             self.abort("the group was closed")
-        if self.inside is not None:
-            self.inside.release(settled=settled or self._settle(self.inside, AFTER_ABORT_S))
+        if self.intra_host is not None:
+            self.intra_host.release(settled=settled or self._settle(self.intra_host, AFTER_ABORT_S))
         parts, self.parts = self.parts, []
         # Groups last: closing one ends the wait of other ranks in it.
         for part in sorted(parts, key=lambda each: isinstance(each, Group)):
@@ -67,11 +67,11 @@ class DevicePaths:
             elif settled:
                 part.close(meet_s)
 
-    def _settle(self, inside: IntraHostPath, wait_s: float) -> bool:
+    def _settle(self, intra_host: IntraHostPath, wait_s: float) -> bool:
         """Wait for the device's work. Returns whether it is done."""
         deadline = time.monotonic() + wait_s
         try:
-            for stream in (self.staged.out, self.staged.back, self.done, *inside.streams):
+            for stream in (self.staged.out, self.staged.back, self.done, *intra_host.streams):
                 wait_for(stream.record_event(), deadline, 0, "the end of a group")
         except RuntimeError:
             return False
@@ -93,7 +93,7 @@ def choose_paths(
     )
     builder = _Builder(group, device_api, device, part, deadline)
     try:
-        inside, how = builder.inside([each.uuid for each in facts])
+        intra_host, how = builder.intra_host([each.uuid for each in facts])
     except BaseException:
         for each in builder.parts:
             if isinstance(each, Group):
@@ -101,9 +101,9 @@ def choose_paths(
             else:
                 each.abort("the group was not made")
         raise
-    paths = builder.paths(slots, inside, how)
+    paths = builder.paths(slots, intra_host, how)
     expected = group.options.intra_host == "auto" and len(set(group.nodes)) < group.size
-    level = logging.WARNING if expected and inside is None and group.rank == 0 else logging.DEBUG
+    level = logging.WARNING if expected and intra_host is None and group.rank == 0 else logging.DEBUG
     log.log(level, "rank %d of %d: %s", group.rank, group.size, paths.reason)
     return paths
 
@@ -119,19 +119,19 @@ class _Builder:
         self._deadline = deadline
         self.parts: list[Any] = []
 
-    def paths(self, slots: Sequence[torch.Tensor], inside: IntraHostPath | None, how: str) -> DevicePaths:
+    def paths(self, slots: Sequence[torch.Tensor], intra_host: IntraHostPath | None, how: str) -> DevicePaths:
         device_api, device = self._device_api, self._device
         reason = f"{device_api.kind}: {how}staged through {len(slots)} x {slots[0].numel()} bytes of pinned memory"
         return DevicePaths(
             device,
             HostStaging(self._group, device_api, device, slots),
-            inside,
+            intra_host,
             device_api.new_stream(device),
             reason,
             self.parts,
         )
 
-    def inside(self, uuids: Sequence[str]) -> tuple[IntraHostPath | None, str]:
+    def intra_host(self, uuids: Sequence[str]) -> tuple[IntraHostPath | None, str]:
         """Make the intra-host path. Returns it, or None, and the reason's text about it."""
         group, setting = self._group, str(self._group.options.intra_host)
         members, peers, reason = host_groups(group.nodes, group.rank)

@@ -183,7 +183,7 @@ class SendWork(DeviceWork):
 
     def sent(self, operation: Any, event: Event | None, stream: Any) -> None:
         self._operation = operation
-        self.given(event, stream)
+        self.settle_after(event, stream)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         super().wait(timeout)

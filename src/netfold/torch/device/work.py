@@ -36,7 +36,7 @@ class DeviceWork(NetfoldWorkBase):
         self._future: torch.futures.Future[Any] | None = None  # resolved by netfold
         self._visible: torch.futures.Future[Any]  # returned to users
 
-    def given(self, event: Event | None, stream: Stream | None) -> None:
+    def settle_after(self, event: Event | None, stream: Stream | None) -> None:
         """Settle the Work: results are in place after `event`, recorded last in `stream`; None for host memory."""
         self._event, self._stream = event, stream
         self._settle()
