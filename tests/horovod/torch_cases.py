@@ -140,13 +140,13 @@ def operations_that_do_not_meet_are_named_in_the_log(rank: int, size: int) -> No
     warned = threading.Event()
     texts: list[str] = []
 
-    class Heard(logging.Handler):
+    class Recorder(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
             texts.append(record.getMessage())
             warned.set()
 
-    log, heard, usual = logging.getLogger("netfold"), Heard(logging.WARNING), negotiation.STALL_WARNING_S
-    log.addHandler(heard)
+    log, recorder, usual = logging.getLogger("netfold"), Recorder(logging.WARNING), negotiation.STALL_WARNING_S
+    log.addHandler(recorder)
     negotiation.STALL_WARNING_S = 0.1
     try:
         first, second = ("left", "right") if rank == 0 else ("right", "left")
@@ -159,7 +159,7 @@ def operations_that_do_not_meet_are_named_in_the_log(rank: int, size: int) -> No
             same(hvd.synchronize(handle), torch.ones(2))
     finally:
         negotiation.STALL_WARNING_S = usual
-        log.removeHandler(heard)
+        log.removeHandler(recorder)
 
 
 def gather_scatter_and_exchange(rank: int, size: int) -> None:

@@ -140,7 +140,7 @@ def only_its_own(rank: int, size: int, folder: str) -> str:
 
 
 @pytest.mark.usefixtures("two_gpus")
-def test_ranks_that_see_only_their_own_gpu_reach_the_others_memory() -> None:
+def test_ranks_that_see_only_their_own_gpu_reach_each_others_memory() -> None:
     said = values(run_ranks(only_its_own, SIZE, timeout_s=180))
     assert all("by IPC among the 2 ranks" in each for each in said), said
 
@@ -163,7 +163,7 @@ def leaves_its_window(rank: int, size: int, folder: str) -> None:
     assert torch.cuda.memory_reserved(device) < 256 << 20, "windows of groups that have ended were given back"
 
 
-def test_a_window_is_nobody_elses_while_another_rank_reads_it() -> None:
+def test_a_window_is_not_reused_while_another_rank_reads_it() -> None:
     """With three ranks a window has two readers, whatever the number of GPUs."""
     values(run_ranks(leaves_its_window, 3, timeout_s=180))
 
@@ -185,7 +185,7 @@ def leaves_early(rank: int, size: int, folder: str) -> None:
 
 
 @pytest.mark.usefixtures("two_gpus")
-def test_a_rank_that_leaves_ends_no_kernel_of_another() -> None:
+def test_a_leaving_rank_ends_no_kernel_of_another_rank() -> None:
     values(run_ranks(leaves_early, SIZE, timeout_s=180))
 
 
@@ -211,7 +211,7 @@ def launches_alone(rank: int, size: int, folder: str) -> str:
 
 
 @pytest.mark.usefixtures("two_gpus")
-def test_a_kernel_of_nccls_that_waits_in_vain_is_given_up_and_no_process_ends() -> None:
+def test_an_nccl_kernel_that_waits_in_vain_is_aborted_and_no_process_ends() -> None:
     said = values(run_ranks(launches_alone, SIZE, timeout_s=120))
     assert "is not done at its deadline" in said[0], said
 
@@ -232,7 +232,7 @@ def fixed(rank: int, size: int, folder: str) -> None:
         dist.destroy_process_group()
 
 
-def test_sums_by_i32_have_the_bits_of_a_hosts_own() -> None:
+def test_sums_by_i32_have_the_bits_of_sums_on_the_host() -> None:
     values(run_ranks(fixed, SIZE, timeout_s=180))
 
 
@@ -301,7 +301,7 @@ def own_streams(rank: int, size: int, folder: str) -> None:
     dist.destroy_process_group()
 
 
-def test_streams_are_none_of_torchs_pools() -> None:
+def test_streams_are_not_from_torchs_pools() -> None:
     values(run_ranks(own_streams, SIZE, timeout_s=120))
 
 
@@ -323,7 +323,7 @@ def captures_beside(rank: int, size: int, folder: str) -> None:
     dist.destroy_process_group()
 
 
-def test_works_that_go_on_end_no_capture() -> None:
+def test_works_under_way_end_no_capture() -> None:
     values(run_ranks(captures_beside, SIZE, timeout_s=120))
 
 

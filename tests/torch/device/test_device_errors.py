@@ -36,7 +36,7 @@ def says(outcomes: list[Outcome], rank: int, kind: str, *words: str) -> None:
     assert found.error == kind and all(word in found.text.split("\n")[0] for word in words), found
 
 
-def test_no_room_for_pinned_memory_is_said_by_every_rank() -> None:
+def test_every_rank_reports_that_pinned_memory_is_short() -> None:
     def before(device_api: Any) -> None:
         device_api.pinned_left = 1 if device_api.device.index == 1 else 1 << 30
 
@@ -78,7 +78,7 @@ def hangs(group: Any, device_api: Any) -> tuple[str, str, float]:
     return "", "nothing went wrong", time.monotonic() - began
 
 
-def test_a_device_that_hangs_is_waited_for_as_long_as_the_call_says() -> None:
+def test_a_hanging_device_is_waited_for_until_the_deadline_of_the_call() -> None:
     outcomes = on_devices(hangs, 2, "late", timeout_s=60.0, **OFF)
     (error, text, waited_s), (other_error, other_text, other_s) = values(outcomes)
     assert error == "CollectiveTimeout", text
@@ -105,7 +105,7 @@ def other_kind(device_api: Any) -> None:
         device_api.kind = "xpu"
 
 
-def test_kinds_that_no_collective_can_join() -> None:
+def test_kinds_of_devices_that_no_collective_can_join() -> None:
     outcomes = on_devices(reduce_once, 2, before=other_kind, **OFF)
     for rank in range(2):
         says(outcomes, rank, "NetfoldError", "a collective takes tensors on devices of one kind")
@@ -137,7 +137,7 @@ def closes(group: Any, device_api: Any) -> str:
     return "the group was closed"
 
 
-def test_closing_a_group_fails_what_is_under_way_and_ends_its_threads() -> None:
+def test_closing_a_group_fails_operations_under_way_and_ends_its_threads() -> None:
     assert "closed" in values(on_devices(closes, 2, **OFF))[0]
     assert not threads_named("netfold-device") and not threads_named("netfold-sends")
 
@@ -203,7 +203,7 @@ def breaks_between_hosts(group: Any, device_api: Any) -> float:
     return 0.0
 
 
-def test_a_device_that_fails_is_heard_of_by_ranks_that_wait_inside_and_between_hosts() -> None:
+def test_ranks_that_wait_inside_and_between_hosts_get_the_failure_of_a_device() -> None:
     outcomes = on_devices(breaks_between_hosts, 4, "late", hosts=(0, 0, 1, 1), timeout_s=30.0)
     for outcome in outcomes:
         assert outcome.error and "uncorrectable ECC error" in outcome.text, outcome
@@ -225,7 +225,7 @@ def cannot_abort(group: Any, device_api: Any) -> None:
     breaks_down(group, device_api)
 
 
-def test_a_device_that_fails_is_told_also_where_nccl_cannot_be_aborted() -> None:
+def test_a_device_failure_reaches_all_ranks_if_nccl_cannot_be_aborted() -> None:
     """An error of the abort ended the driver's thread before it had told those who waited."""
     outcomes = on_devices(cannot_abort, 2, intra_host="nccl")
     says(outcomes, 1, "NetfoldError", "rank 1: all_reduce on cuda:1 failed", "illegal memory access")
@@ -248,7 +248,7 @@ def captures(group: Any, device_api: Any) -> None:
     reduce_once(group, device_api)
 
 
-def test_a_graph_that_is_captured_is_told_that_it_would_not_replay_and_the_group_goes_on() -> None:
+def test_a_call_in_a_graph_capture_is_refused_and_the_group_works_afterwards() -> None:
     values(on_devices(captures, 2, **OFF))
 
 
@@ -258,7 +258,7 @@ def of_another_mind(group: Any, device_api: Any) -> None:
     reduce_once(group, device_api)
 
 
-def test_ranks_that_were_told_different_ways_hear_of_it() -> None:
+def test_ranks_with_different_settings_get_an_error() -> None:
     for rank in range(2):
         says(
             on_devices(of_another_mind, 2, **OFF), rank, "ValueError", "rank 1 has NETFOLD_INTRA_HOST=auto, rank 0 off"
@@ -304,7 +304,7 @@ def leaves_while_others_gather(group: Any, device_api: Any) -> None:
     assert torch.equal(device_api.value(tensor), distinct(0, 60_000) + distinct(1, 60_000))
 
 
-def test_a_rank_that_leaves_does_not_end_the_kernels_of_others() -> None:
+def test_a_rank_that_leaves_does_not_end_the_kernels_of_other_ranks() -> None:
     """Closing a group was an abort of NCCL, in the midst of another rank's last all-gather."""
     values(on_devices(leaves_while_others_gather, 2, "late", intra_host="nccl"))
 
@@ -323,7 +323,7 @@ def closes_before_its_device_is_done(group: Any, device_api: Any) -> None:
     assert torch.equal(device_api.value(tensor), distinct(0, 60_000) + distinct(1, 60_000))
 
 
-def test_closing_waits_for_what_the_device_has_begun() -> None:
+def test_closing_waits_for_work_that_the_device_has_begun() -> None:
     values(on_devices(closes_before_its_device_is_done, 2, "late", intra_host="nccl"))
 
 
@@ -346,7 +346,7 @@ def hangs_when_closed(group: Any, device_api: Any) -> float:
     return took
 
 
-def test_closing_waits_for_a_device_that_hangs_only_so_long(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_closing_waits_for_a_hanging_device_for_a_bounded_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(driver, "SETTLE_S", 0.3)
     took, _ = values(on_devices(hangs_when_closed, 2, "late", intra_host="nccl"))
     assert 0.3 <= took < seconds(5)
@@ -368,7 +368,7 @@ def launches_alone(group: Any, device_api: Any) -> tuple[str, float]:
     return said, time.monotonic() - began
 
 
-def test_a_kernel_that_waits_for_another_rank_does_so_until_the_deadline_of_its_operation() -> None:
+def test_a_kernel_waits_for_another_rank_until_the_deadline_of_its_operation() -> None:
     """It was left to NCCL's timeout, after which torch ends the process."""
     (said, took), _ = values(on_devices(launches_alone, 2, "late", intra_host="nccl"))
     assert said.startswith("CollectiveTimeout: rank 0: all_reduce on cuda:0 is not done at its deadline"), said
@@ -392,12 +392,12 @@ def dies_before_it_launches(group: Any, device_api: Any) -> tuple[str, float]:
     return said, time.monotonic() - began
 
 
-def test_a_kernel_that_waits_for_a_rank_that_failed_is_given_up_long_before_the_deadline() -> None:
+def test_a_kernel_that_waits_for_a_failed_rank_is_aborted_long_before_the_deadline() -> None:
     (said, took), _ = values(on_devices(dies_before_it_launches, 2, "late", intra_host="nccl", timeout_s=60.0))
     assert "a wheel came off" in said and took < seconds(8), (said, took)
 
 
 @pytest.mark.parametrize("intra_host", ["off", "auto", "nccl"])
-def test_a_rank_that_is_done_and_leaves_does_not_end_what_others_still_wait_for(intra_host: str) -> None:
+def test_a_finished_rank_that_leaves_does_not_end_operations_that_other_ranks_wait_for(intra_host: str) -> None:
     for _ in range(5):
         values(on_devices(leaves_at_once, 2, "late", intra_host=intra_host, pinned_bytes=120 << 10))

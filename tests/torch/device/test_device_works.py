@@ -176,7 +176,7 @@ def first_send_fails(group: Any, device_api: Any) -> float:
     return float(came[0])
 
 
-def test_no_message_is_taken_for_one_that_a_device_did_not_give() -> None:
+def test_no_message_is_received_in_place_of_one_that_a_device_failed_to_send() -> None:
     outcomes = on_devices(first_send_fails, 2, **OFF)
     assert not outcomes[0].error, outcomes[0]
     assert outcomes[1].error and "the device fell off the bus" in outcomes[1].text, outcomes[1]
@@ -243,7 +243,7 @@ def lets_go(group: Any, device_api: Any) -> None:
 
 
 @pytest.mark.parametrize("intra_host", ["off", "auto"])
-def test_what_is_done_is_not_held_until_the_next_call_comes(intra_host: str) -> None:
+def test_a_finished_call_is_released_before_the_next_call(intra_host: str) -> None:
     """The threads kept the last tensor, a bucket of a model maybe, for as long as nobody called again."""
     values(on_devices(lets_go, 2, intra_host=intra_host, pinned_bytes=120 << 10))
 
@@ -260,7 +260,7 @@ def parameters(group: Any, device_api: Any) -> None:
     assert torch.equal(device_api.value(parameter.detach()), distinct(0, 60) + distinct(1, 60))
 
 
-def test_parameters_that_want_gradients_are_reduced_in_place() -> None:
+def test_parameters_that_require_gradients_are_reduced_in_place() -> None:
     values(on_devices(parameters, 2, **OFF))
 
 
@@ -297,7 +297,7 @@ def premultiplied(group: Any, device_api: Any) -> None:
 
 
 @pytest.mark.parametrize("order", ORDERS)
-def test_results_made_elsewhere_are_copied_to_where_they_belong(order: Any) -> None:
+def test_staged_results_are_copied_to_their_tensors(order: Any) -> None:
     values(on_devices(premultiplied, 2, order, **OFF))
 
 

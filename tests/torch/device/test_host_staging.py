@@ -106,7 +106,7 @@ def again_and_again(group: Any, device_api: Any) -> list[float]:
 
 
 @pytest.mark.parametrize("order", ORDERS)
-def test_a_call_sees_what_an_earlier_one_on_the_same_memory_left(order: Any) -> None:
+def test_a_call_reads_the_result_of_an_earlier_call_on_the_same_memory(order: Any) -> None:
     for found in values(on_devices(again_and_again, SIZE, order, **SMALL)):
         assert found == [0, 0, 0, 0]
 
@@ -124,5 +124,5 @@ def only_received(group: Any, device_api: Any) -> None:
 
 
 @pytest.mark.parametrize("order", ORDERS)
-def test_a_result_does_not_come_before_what_the_caller_wrote_there_earlier(order: Any) -> None:
+def test_a_result_is_written_after_the_callers_earlier_writes(order: Any) -> None:
     values(on_devices(only_received, SIZE, order, **SMALL))

@@ -88,7 +88,7 @@ def every_dtype(group: Any, device_api: Any) -> str:
 
 
 @pytest.mark.parametrize("world", WORLDS)
-def test_what_nccl_has_no_datatype_for_is_staged_and_the_reason_is_told(world: str) -> None:
+def test_dtypes_that_nccl_lacks_are_staged_and_the_reason_is_logged(world: str) -> None:
     """int16 ended the group."""
     options, hosts = WORLDS[world]
     for said in values(on_devices(every_dtype, len(hosts), "late", hosts=hosts, **options)):
@@ -114,7 +114,7 @@ def leaves_while_a_third_reads(group: Any, device_api: Any) -> None:
     group.shutdown()
 
 
-def test_a_window_is_nobody_elses_while_a_third_rank_reads_it() -> None:
+def test_a_window_is_not_reused_while_a_third_rank_reads_it() -> None:
     """torch's counter of exported memory counts one user: with one export for two, it was free after the first."""
     values(on_devices(leaves_while_a_third_reads, 3, "late"))
 
@@ -126,7 +126,7 @@ def uses_windows(group: Any, device_api: Any) -> Any:
 
 
 @pytest.mark.parametrize("refuses", [False, True])
-def test_windows_are_given_back_by_all_when_a_group_ends_and_where_there_is_no_ipc(refuses: bool) -> None:
+def test_all_ranks_release_windows_when_a_group_ends_and_when_there_is_no_ipc(refuses: bool) -> None:
     found = values(on_devices(uses_windows, 3, before=refusing if refuses else None))
     gc.collect()
     assert len(found[0]) == 6 and [each.users for each in found[0]] == [0] * 6
@@ -140,7 +140,7 @@ def hangs_at_the_end(group: Any, device_api: Any) -> None:
     device_api.hangs = False
 
 
-def test_a_device_that_does_not_come_to_an_end_keeps_what_it_may_still_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hanging_device_keeps_the_memory_that_it_may_still_read(monkeypatch: pytest.MonkeyPatch) -> None:
     from netfold.torch.device import paths
 
     monkeypatch.setattr(paths, "SETTLE_S", 0.2)
@@ -164,7 +164,7 @@ def fixed(group: Any, device_api: Any) -> None:
 
 
 @pytest.mark.parametrize("world", [*WORLDS, "staged"])
-def test_sums_by_i32_have_the_bits_of_a_hosts(world: str) -> None:
+def test_sums_by_i32_have_the_bits_of_sums_on_a_host(world: str) -> None:
     options, hosts = WORLDS.get(world, ({"intra_host": "off", "pinned_bytes": 240 << 10}, (0, 0, 0)))
     values(on_devices(fixed, len(hosts), "late", hosts=hosts, wire_dtype="i32", **options))
 
@@ -182,7 +182,9 @@ def refusing(device_api: Any) -> None:
         device_api.refuses = "CUDA error: peer access is not supported\nand more"
 
 
-def test_where_a_rank_cannot_open_a_peers_memory_none_does_and_it_is_said(caplog: pytest.LogCaptureFixture) -> None:
+def test_if_a_rank_cannot_open_a_peers_memory_no_rank_does_and_the_log_says_why(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     with caplog.at_level(logging.INFO, "netfold"):
         said = values(on_devices(reduce_and_say, 2, before=refusing))
     due = (
@@ -197,7 +199,7 @@ def hiding(device_api: Any) -> None:
     device_api.hidden = {1 - device_api.device.index}
 
 
-def test_devices_that_are_hidden_from_a_rank_are_reached_all_the_same() -> None:
+def test_devices_that_are_hidden_from_a_rank_are_reached() -> None:
     said = values(on_devices(reduce_and_say, 2, before=hiding))
     assert all("by IPC among the 2 ranks of a host" in each for each in said), said
 

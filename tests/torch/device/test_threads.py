@@ -72,7 +72,7 @@ def capture_while_works_go_on(group: Any, device_api: Any) -> None:
 
 
 @pytest.mark.parametrize("intra_host", ["off", "auto", "nccl"])
-def test_works_that_go_on_end_no_other_threads_capture(intra_host: str) -> None:
+def test_works_under_way_end_no_capture_of_another_thread(intra_host: str) -> None:
     """The driver's query of an event ended a capture in the default mode, and the group with it."""
     values(on_devices(capture_while_works_go_on, 2, "late", intra_host=intra_host, pinned_bytes=120 << 10))
 
@@ -100,6 +100,6 @@ def unsafe_call(group: Any, device_api: Any) -> str:
     return said[0]
 
 
-def test_the_fake_layer_ends_a_capture_for_an_unsafe_call() -> None:
+def test_the_fake_device_api_ends_a_capture_for_an_unsafe_call() -> None:
     (said,) = values(on_devices(unsafe_call, 1, **OFF))
     assert "not permitted when stream is capturing" in said
