@@ -16,8 +16,18 @@ from netfold.extras import need
 if TYPE_CHECKING:
     from netfold.bootstrap.launchers import Placement
 
+
+class _TrainGroup(DefaultCommandGroup):
+    """`netfold train gpt` trains the recipe of this name that comes with netfold."""
+
+    def names(self) -> Sequence[str]:
+        from netfold.train.recipe import shipped
+
+        return shipped.names()
+
+
 app = typer.Typer(
-    cls=DefaultCommandGroup,
+    cls=_TrainGroup,
     help="Train a recipe: `netfold train RECIPE.toml`. `netfold train report FOLDER` makes a run's page again.",
     no_args_is_help=True,
 )

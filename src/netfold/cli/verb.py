@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -57,23 +58,31 @@ def _parser(kind: str, least: float, most: float) -> Callable[[str], float]:
             raise typer.BadParameter(str(error)) from None
         if not least <= value <= most:
             unit = "s" if kind == "time" else "bytes/s"
-            raise typer.BadParameter(f"{text} is out of range; the range is {least:g} to {most:g} {unit}")
+            limit = f"below {least:g}" if value < least else f"above {most:g}"
+            raise typer.BadParameter(f"{text} is {limit} {unit}")
         return value
 
     return parse
 
 
 class DefaultCommandGroup(TyperGroup):
-    """A group whose first command also runs without its name, with a file or with options.
+    """A group whose first command also runs without its name, as in `netfold plan job.toml`.
 
-    `netfold plan job.toml` is `netfold plan predict job.toml`. A first argument that is neither an option nor looks
-    like a file must be a command's name; otherwise the group prints an error with the nearest name.
+    The first argument must then be an option, a file or one of `names()`. Another word is an error that names the
+    nearest command.
     """
+
+    def names(self) -> Sequence[str]:
+        """Arguments of the first command that do not look like a file."""
+        return ()
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         first = args[0] if args else ""
-        is_file = "." in first or "/" in first or Path(first).is_file()
-        is_option = first.startswith("-") and first not in ctx.help_option_names
-        if is_option or (is_file and first not in self.commands):
+        if first and not ctx.resilient_parsing and first not in self.commands and first not in ctx.help_option_names:
+            is_file = "." in first or "/" in first or Path(first).exists()
+            if not first.startswith("-") and not is_file and first not in self.names():
+                near = get_close_matches(first, [*self.commands, *self.names()], 1)
+                hint = f"did you mean {near[0]!r}?" if near else f"the commands are {', '.join(self.commands)}"
+                ctx.fail(f"there is no command or file {first!r}; {hint}")
             args = [next(iter(self.commands)), *args]
         return super().parse_args(ctx, args)
