@@ -11,12 +11,21 @@ import typer
 from netfold.cli.output import Output, with_output
 from netfold.cli.verb import exit_on
 
-# Options whose key in a job's file has another name.
-_OPTIONS: dict[tuple[str, ...], str] = {("price", "gpu_hour"): "price", ("job", "gpus"): "ranks"}
+# The keys of a job's file that have an option, by section. `predict` reads their values from the context.
+_KEYS = {
+    (): ("model", "cluster"),
+    ("job",): ("gpus", "batch", "precision", "optimizer", "schedule", "overlap", "in_network"),
+    ("split",): ("tensor", "pipeline", "data", "micro_batch", "interleave", "sequence", "zero", "recompute"),
+    ("price",): ("gpu_hour", "kwh"),
+    ("training",): ("samples",),
+}
+# Options with another name than their key.
+_OPTIONS = {"gpu_hour": "price", "gpus": "ranks"}
 
 
 @with_output("json", "html")
 def predict(
+    context: typer.Context,
     output: Output,
     file: Annotated[Path | None, typer.Argument(help="A job's file (TOML); see docs/reference/plan/index.md.")] = None,
     model: Annotated[str | None, typer.Option(help="A name, or gpt:hidden=..,layers=..,heads=..,sequence=...")] = None,
@@ -81,27 +90,8 @@ def predict(
     Each part of the split without an option is free: all splits that divide evenly are tried. Options go before the
     file. All problems are printed, a line each; the exit code is then 2.
     """
-    options: dict[tuple[str, ...], Any] = {
-        ("model",): model,
-        ("cluster",): cluster,
-        ("job", "gpus"): ranks,
-        ("job", "batch"): batch,
-        ("job", "precision"): precision,
-        ("job", "optimizer"): optimizer,
-        ("job", "schedule"): schedule,
-        ("job", "overlap"): overlap,
-        ("job", "in_network"): in_network,
-        ("split", "tensor"): tensor,
-        ("split", "pipeline"): pipeline,
-        ("split", "data"): data,
-        ("split", "micro_batch"): micro_batch,
-        ("split", "interleave"): interleave,
-        ("split", "sequence"): sequence,
-        ("split", "zero"): zero,
-        ("split", "recompute"): recompute,
-        ("price", "gpu_hour"): price,
-        ("price", "kwh"): kwh,
-        ("training", "samples"): samples,
+    options = {
+        (*section, name): context.params[_OPTIONS.get(name, name)] for section, names in _KEYS.items() for name in names
     }
 
     from netfold.cli.plan_sources import find_source
@@ -157,7 +147,7 @@ def _set_options(tree: dict[str, Any], where: dict[tuple[str, ...], str], option
             # If the file has another value than a table here, parse_request reports the file's line.
             table = table.setdefault(part, {}) if inner is None or isinstance(inner, dict) else {}
         table[key[-1]] = value
-        option = _OPTIONS.get(key, key[-1]).replace("_", "-")
+        option = _OPTIONS.get(key[-1], key[-1]).replace("_", "-")
         where[key] = f"--{option} {value}" if not isinstance(value, bool) else f"--{'' if value else 'no-'}{option}"
 
 
