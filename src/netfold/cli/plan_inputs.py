@@ -46,7 +46,7 @@ def trace(
     Runs the module once forward and backward on tensors without memory. Assumes gradients of 4 bytes per weight.
     """
     from netfold.cli.plan_sources import module_model
-    from netfold.plan.cluster.units import parse_quantity
+    from netfold.plan.quantity import parse_quantity
     from netfold.plan.render.parts import as_object, render_parts
 
     with exit_on("plan trace", ValueError):

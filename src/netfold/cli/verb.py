@@ -50,7 +50,7 @@ def rate_option(default: str | None, *, help: str) -> Any:
 
 def _parser(kind: str, least: float, most: float) -> Callable[[str], float]:
     def parse(text: str) -> float:
-        from netfold.plan.cluster.units import parse_quantity
+        from netfold.plan.quantity import parse_quantity
 
         try:
             value = parse_quantity(text, kind, f"a {kind}")
