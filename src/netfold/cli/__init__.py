@@ -60,7 +60,7 @@ _REFUSED = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT)
 
 
 def main() -> None:
-    # matplotlib prints a warning of two long lines if the home folder is not writable and it uses a temporary one.
+    # matplotlib warns in two long lines if it cannot write to the home folder and uses a temporary one.
     logging.getLogger("matplotlib").setLevel(logging.ERROR)
     try:
         app()
