@@ -179,7 +179,7 @@ def test_invalid_shares_are_refused(arguments: tuple[list[int], int, int, list[i
 
 @pytest.mark.parametrize("c", [1, 2, 4, 8])
 def test_noise_does_not_make_most_operations_wait_for_an_agreement(c: float) -> None:
-    """A busy host's rates differ by a third from operation to operation; an operation that teaches overlaps with none."""
+    """A busy host's rates differ by a third between operations. An operation that teaches overlaps with none."""
     net = Net(8, [c])
     noise = random.Random(3)
     taught = 0
