@@ -82,7 +82,7 @@ def test_submissions_have_counts_and_bytes_and_no_times() -> None:
     ] * 2
 
 
-def test_what_ran_on_the_host_keeps_its_times_beside_submissions() -> None:
+def test_operations_on_the_host_keep_their_times_beside_submissions() -> None:
     """gloo's 10 ms alone are communication; it takes all of the share."""
     findings = analyse(nccl(gloo=True))
     timed, submitted = findings.rows
