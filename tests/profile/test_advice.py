@@ -116,7 +116,7 @@ def test_a_saving_is_limited_to_exposed_time() -> None:
     busy = make_run(*(Trace(trace.metadata, *_lists(trace)[:2], lines) for trace in run.traces))
     (switch,) = [text for text in predictions(busy) if "through a switch" in text]
     assert switch.endswith("; computing hides all but 100 ms of it now, which is all that can be won")
-    assert not any("can be won" in text for text in predictions(run)), "nobody watched"
+    assert not any("can be won" in text for text in predictions(run)), "the thread was not watched"
 
 
 def test_a_setting_in_use_is_not_advised() -> None:

@@ -111,7 +111,7 @@ def test_only_operations_that_need_all_ranks_are_synchronising() -> None:
         Op(0, 1, 0, "barrier"),
         Op(0, 1, operation="broadcast"),
         Op(0, 1, operation="reduce"),
-        Op(0, 1, 0, "all_gather"),  # nobody need wait for what is empty
+        Op(0, 1, 0, "all_gather"),  # no rank must wait for an empty block
         Op(0, 1),
     ]
     failed = [*ops[:-1], replace(ops[-1], error="peer_lost")]

@@ -26,7 +26,7 @@ NAMES = {"operation": engine.KINDS, "algorithm": engine.ALGORITHMS, "dtype": eng
 
 
 def work(rank: int, size: int, folder: str, transport: str) -> tuple[bytes, list[tuple[int, int]]]:
-    """ROUNDS times every meeting there is, LATE 30 ms after the others in each all_reduce."""
+    """ROUNDS times every synchronising operation; rank LATE begins each all_reduce 30 ms after the other ranks."""
     steps = []
     with Communicator(FileStore(folder), rank, size, options=Options(transport=transport), timeout_s=30) as group:
         for _ in range(ROUNDS):
@@ -81,7 +81,7 @@ def test_real_records_give_clock_bounds_stragglers_and_a_link(transport: str) ->
         assert abs(each.offset_ns + truth) <= each.bound_ns + 1
     assert not [text for text in findings.coverage_gaps if "clock" in text or "records" in text], findings.coverage_gaps
 
-    # The true start of each meeting by rank, on one clock, and the largest error of a wait.
+    # The true start of each synchronising operation by rank, on one clock, and the largest error of a wait.
     records = [np.sort(records_of(raw), order="sequence") for raw, _ in found]
     started = np.stack([each["started_ns"] for each in records]).astype(np.float64)
     error_ns = 2 * max(each.bound_ns or 0 for each in findings.clocks)

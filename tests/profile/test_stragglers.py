@@ -22,7 +22,7 @@ def waits(*traces: Trace) -> WaitTimes:
 
 
 def test_the_last_rank_is_named_with_the_waits_of_the_other_ranks() -> None:
-    """One host, one clock. Starts:   first   second  third (a broadcast: nobody need wait)
+    """One host, one clock. Starts:   first   second  third (a broadcast: no rank must wait)
     rank 0                            0       20      40
     rank 1                            3       20      41
     rank 2                            7       24      49

@@ -36,7 +36,7 @@ def test_one_row_by_hand() -> None:
     assert row.algbw == pytest.approx(6 * MB / 0.14)
     assert row.busbw == pytest.approx(row.algbw)
     assert row.share == 1
-    assert row.exposed_s is None, "nobody watched"
+    assert row.exposed_s is None, "the thread was not watched"
     assert row.skew_s == 0
     assert row.algorithms == {"ring": 6} and row.wires == {"f32": 6}
 
