@@ -110,7 +110,7 @@ def dots(
                 text = f"{of.median:.2f}" if of.median < 10 else f"{of.median:.0f}"
                 chart.dot(ink, of.median, y, text if numbers else "")
         if any(len(row) > 1 for row in rows.values()):
-            chart.legend(ink, label)
+            chart.label(ink, label)
     return chart.render(name, height_rem=2 + 2.2 * len(rows))
 
 
