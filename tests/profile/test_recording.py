@@ -221,7 +221,7 @@ def test_a_folder_with_something_in_it_is_refused_before_the_start(tmp_path: Pat
     done = run(*NETFOLD, "profile", "run", "-o", tmp_path, "--", sys.executable, *touch)
     assert done.returncode == 2 and "is not empty" in done.stderr
     assert not (tmp_path / "ran").exists()
-    with pytest.raises(ValueError, match="holds other, which is no profile's"):
+    with pytest.raises(ValueError, match="holds other, which is not part of a profile"):
         netfold.profile(tmp_path).start()
     assert recording.current() is None
 
@@ -563,8 +563,8 @@ def test_a_profiler_of_the_users_goes_first_and_what_is_missing_is_said(tmp_path
 
 WITHOUT_STEPS = """
     import sys, time, torch, torch.distributed as dist, netfold
-    from netfold.torch import profiler_source as recording
-    recording._MAX_OPERATIONS = 100
+    from netfold.torch import profiler_window
+    profiler_window.MAX_OPERATIONS = 100
     with netfold.profile(sys.argv[1]) as profile:
         dist.init_process_group("gloo")
         for _ in range(200):
@@ -587,8 +587,8 @@ def test_a_job_without_steps_is_read_at_the_end_up_to_a_bound(tmp_path: Path) ->
 MARKS = """
     import sys, torch, torch.distributed as dist, netfold
     from torch.nn.parallel import DistributedDataParallel
-    from netfold.torch import profiler_source as recording
-    recording.WINDOW_S = 0.0  # every step's hook reads, within the optimizer's own mark
+    from netfold.torch import profiler_window
+    profiler_window.WINDOW_S = 0.0  # every step's hook reads, within the optimizer's own mark
     dist.init_process_group("gloo")
     layers = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(4)))
     model = DistributedDataParallel(layers, bucket_cap_mb=0.01)

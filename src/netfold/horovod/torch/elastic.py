@@ -1,25 +1,91 @@
-"""The state that training resumes from, and the loop that resumes."""
+"""Training that restarts from its last commit when an operation fails.
+
+    @hvd.elastic.run
+    def train(state): ...
+
+    train(hvd.elastic.TorchState(model, optimizer, batch=0))
+
+`run` handles failures that every process survives: a collective that timed out, a connection that broke, ranks that
+disagreed. All ranks leave the job, restore their last commit, join again under the same ranks and call the function
+again. A process that died is not replaced: the other ranks wait 60 s for it to join, raise RendezvousError and end.
+torchrun (`--max-restarts`) then restarts all ranks, and the script loads its state from its own checkpoint. Ranks
+cannot be added or removed while a job runs.
+"""
 
 from __future__ import annotations
 
 import copy
 import functools
 import logging
-from collections.abc import Callable, Sequence
+import math
+import random
+from collections.abc import Callable, Iterator, Sequence, Sized
 from typing import Any
 
 import torch
+import torch.utils.data
 
-from netfold.horovod.torch.elastic.sampler import ElasticSampler
 from netfold.horovod.torch.functions import broadcast_object, broadcast_optimizer_state, broadcast_parameters
-from netfold.horovod.torch.lifecycle import init, shutdown
 from netfold.horovod.torch.negotiation import HorovodInternalError
+from netfold.horovod.torch.world import init, rank, shutdown, size
 
 log = logging.getLogger("netfold")
 
 
+class ElasticSampler(torch.utils.data.Sampler[int]):
+    """Distributes the examples of an epoch over the ranks, without those that were used before the last reset.
+
+    Pass it to the `TorchState`. Call `record_batch` after each batch, and `set_epoch` at the end of each epoch.
+    """
+
+    def __init__(self, dataset: Sized, shuffle: bool = True, seed: int = 0) -> None:
+        """seed: the same on every rank."""
+        self.dataset = dataset
+        self.shuffle = shuffle
+        self.seed = seed
+        self.epoch = 0
+        self.processed_num = 0
+        self.reset()
+
+    def set_epoch(self, epoch: int) -> None:
+        """Begin an epoch, with all examples in another order."""
+        self.epoch = epoch
+        self.processed_num = 0
+        self.reset()
+
+    def record_batch(self, batch_idx: int, batch_size: int) -> None:
+        """Record that every rank has used `batch_size` more examples."""
+        self.processed_num += batch_size * self.num_replicas
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"epoch": self.epoch, "processed_num": self.processed_num}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.epoch = state_dict["epoch"]
+        self.processed_num = state_dict["processed_num"]
+        self.reset()
+
+    def reset(self) -> None:
+        """Distribute the epoch's unused examples anew."""
+        self.num_replicas, self.rank = size(), rank()
+        indices = list(range(len(self.dataset)))
+        if self.shuffle:
+            random.Random(self.seed + self.epoch).shuffle(indices)
+        self.remaining_indices = indices[self.processed_num :]
+        self.num_samples = math.ceil(len(self.remaining_indices) / self.num_replicas)
+        self.total_size = self.num_samples * self.num_replicas
+
+    def __iter__(self) -> Iterator[int]:
+        # Repeat the first examples, so that all ranks get the same number.
+        padded = self.remaining_indices + self.remaining_indices[: self.total_size - len(self.remaining_indices)]
+        return iter(padded[self.rank : self.total_size : self.num_replicas])
+
+    def __len__(self) -> int:
+        return self.num_samples
+
+
 class HostsUpdatedInterrupt(RuntimeError):  # noqa: N818 - Horovod's name
-    """Ranks are to be added or removed. netfold raises it never; scripts that catch it still load."""
+    """Ranks are to be added or removed. netfold never raises this; it exists for scripts that catch it."""
 
     def __init__(self, skip_sync: bool = False) -> None:
         super().__init__("the set of hosts has changed")
@@ -27,13 +93,13 @@ class HostsUpdatedInterrupt(RuntimeError):  # noqa: N818 - Horovod's name
 
 
 class State:
-    """What `run` commits, restores and synchronizes."""
+    """The state that `run` commits, restores and synchronizes."""
 
     def __init__(self) -> None:
         self._reset_callbacks: list[Callable[[], None]] = []
 
     def register_reset_callbacks(self, callbacks: Sequence[Callable[[], None]]) -> None:
-        """Called after the job was joined again, before `sync`."""
+        """Have `run` call these functions after it has joined the job again, before `sync`."""
         self._reset_callbacks.extend(callbacks)
 
     def on_reset(self) -> None:
@@ -42,12 +108,12 @@ class State:
             callback()
 
     def commit(self) -> None:
-        """Keep the values of now in memory: `restore` returns to them. Costs a copy of everything."""
+        """Copy the current values in memory, for `restore`. Costs a copy of the whole state."""
         self.save()
         self.check_host_updates()
 
     def check_host_updates(self) -> None:
-        """Does nothing: a netfold job keeps its ranks."""
+        """Do nothing: a netfold job keeps its ranks."""
 
     def save(self) -> None:
         raise NotImplementedError
@@ -57,15 +123,15 @@ class State:
         raise NotImplementedError
 
     def sync(self) -> None:
-        """Take rank 0's values, on every rank."""
+        """Copy rank 0's values to every rank."""
         raise NotImplementedError
 
     def reset(self) -> None:
-        """For subclasses: the job was joined again."""
+        """Subclasses may override this. `run` calls it after it has joined the job again."""
 
 
 class ObjectState(State):
-    """Objects that can be pickled, as attributes."""
+    """A state of picklable objects, as attributes."""
 
     def __init__(
         self,
@@ -73,7 +139,7 @@ class ObjectState(State):
         get_rank: Callable[[], int] | None = None,
         **kwargs: Any,
     ) -> None:
-        """bcast_object, get_rank: as Horovod's; the second is not needed here."""
+        """bcast_object, get_rank: as in Horovod; get_rank has no effect."""
         super().__init__()
         self._bcast_object = bcast_object
         self._saved_state: dict[str, Any] = dict(kwargs)
@@ -96,7 +162,7 @@ class ObjectState(State):
 
 
 class TorchState(ObjectState):
-    """Models, optimizers and ElasticSamplers by their `state_dict`, everything else as an object; all as attributes."""
+    """A state of models, optimizers and ElasticSamplers, by their `state_dict`, and of other objects, as attributes."""
 
     def __init__(
         self, model: torch.nn.Module | None = None, optimizer: torch.optim.Optimizer | None = None, **kwargs: Any
@@ -119,7 +185,7 @@ class TorchState(ObjectState):
 
     def restore(self) -> None:
         for name, part in self._parts.items():
-            # A copy: an optimizer keeps the tensors that it is given, and steps would change what is saved.
+            # Copy: an optimizer keeps the tensors that it loads, and its steps would change the saved ones.
             part.load_state_dict(copy.deepcopy(self._saved_parts[name]))
         super().restore()
 
@@ -146,9 +212,9 @@ class TorchState(ObjectState):
 
 
 def run(func: Callable[..., Any]) -> Callable[..., Any]:
-    """Call `func(state, ...)` with a synchronized state, and again from the last commit when an operation failed.
+    """Call `func(state, ...)` with a synchronized state, and again from the last commit if an operation failed.
 
-    Every process must survive the failure: see the package's own page. Other exceptions go through.
+    Every process must survive the failure: see the module's docstring. Other exceptions propagate.
     """
 
     @functools.wraps(func)
@@ -160,7 +226,7 @@ def run(func: Callable[..., Any]) -> Callable[..., Any]:
                     state.sync()
                 return func(state, *args, **kwargs)
             except HorovodInternalError as error:
-                log.warning("an operation failed, and training starts over from the last commit: %s", error)
+                log.warning("an operation failed; training restarts from the last commit: %s", error)
                 state.restore()
                 skip_sync = False
             except HostsUpdatedInterrupt as interrupt:
