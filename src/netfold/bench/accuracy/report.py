@@ -1,4 +1,4 @@
-"""The tables, from what rank 0 found. Pure."""
+"""The tables of the accuracy benchmark. Pure."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -6,6 +6,7 @@ from typing import Any
 from netfold.bench.accuracy.formats import FIXED, FORMATS
 from netfold.bench.accuracy.settings import TASKS, Settings
 from netfold.bench.accuracy.tensors import KINDS
+from netfold.bench.table import markdown
 
 Training = Mapping[str, Any]
 COMMAND = "netfold bench accuracy"
@@ -99,20 +100,20 @@ def _agreement(trainings: Sequence[Training]) -> str:
 
 
 def _range(trainings: Sequence[Training], what: str) -> str:
-    """A training that ended in NaN has no loss, and guesses."""
+    """Return mean, least and greatest. A training that ended in NaN has no loss, and guesses."""
     values = [each[what] for each in trainings]
     known = sorted(value for value in values if value is not None)
     lost = "" if len(known) == len(values) else f"{len(values) - len(known)} of {len(values)} diverged"
     if not known:
         return lost
-    said = f"{sum(known) / len(known):.3f}"
+    text = f"{sum(known) / len(known):.3f}"
     if len(known) > 1:
-        said += f" ({known[0]:.3f} .. {known[-1]:.3f})"
-    return f"{said}; {lost}" if lost else said
+        text += f" ({known[0]:.3f} .. {known[-1]:.3f})"
+    return f"{text}; {lost}" if lost else text
 
 
 def _over(trainings: Sequence[Training], others: Sequence[Training]) -> str:
-    """The differences of two formats' losses, each with the same seed."""
+    """Return the differences of two formats' losses with the same seeds."""
     pairs = [(one["loss"], other["loss"]) for one, other in zip(trainings, others, strict=True)]
     known = sorted(one - other for one, other in pairs if one is not None and other is not None)
     return f"{sum(known) / len(known):+.4f} ({known[0]:+.4f} .. {known[-1]:+.4f})" if known else "diverged"
@@ -127,4 +128,4 @@ def _listed(numbers: Iterable[int]) -> str:
 
 
 def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    return "\n".join("| " + " | ".join(row) + " |" for row in (header, ["---"] * len(header), *rows))
+    return "\n".join(markdown(header, rows))
