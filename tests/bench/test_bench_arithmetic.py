@@ -265,7 +265,7 @@ def test_the_smaller_a_message_the_more_calls_a_round() -> None:
 @pytest.mark.parametrize(
     ("changed", "complaint"),
     [
-        ({"backends": []}, "nobody"),
+        ({"backends": []}, "no backend"),
         ({"backends": ["mpi:lam"]}, "mpi:openmpi"),
         ({"collective": "all_sum"}, "all-reduce"),
         ({"rounds": 0}, "rounds"),

@@ -53,7 +53,7 @@ class Trials:
 
     def __post_init__(self) -> None:
         if not self.backends:
-            raise ValueError("nobody to measure; name one or more backends: --backend netfold --backend gloo")
+            raise ValueError("no backend to measure; name one or more: --backend netfold --backend gloo")
         _check_rounds(self.rounds, self.warmups)
         parse_backends(self.backends)
         parse_collective(self.collective)
@@ -79,7 +79,7 @@ class Replay:
     def __post_init__(self) -> None:
         if not self.models or not self.backends:
             raise ValueError(
-                "nobody to measure; name a model and one or more backends: resnet50 --backend netfold --backend gloo"
+                "nothing to measure; name a model and one or more backends: resnet50 --backend netfold --backend gloo"
             )
         if self.bucket_bytes < 1 or self.shrink < 1 or self.compute_scale <= 0:
             raise ValueError("a bucket, --shrink and --compute-scale must be above 0, and --shrink a whole number")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from netfold.bench.backends import MPIS
 from netfold.bench.config import BenchEnvironment
-from netfold.bench.mpi_peers import launch_mpi, launch_mpi_in_rack
+from netfold.bench.mpi_peers import launch_mpi
 from netfold.bench.ranks import KEPT_LINES, Lines, Ranks
 from netfold.bench.start_line import StartLine, line_path
 from netfold.extras import need
@@ -72,7 +72,7 @@ def start_mpi(rack: Rack, mpi: str, folder: Path, argv: list[str]) -> Process:
     shell = folder / "remote-shell"
     shell.write_text(remote_shell(rack.rack_id, rack.hosts))
     shell.chmod(0o700)
-    launch = launch_mpi_in_rack(mpi, [rack.address(host) for host in range(rack.hosts)], shell, argv)
+    launch = launch_mpi(mpi, rack.hosts, argv, [rack.address(host) for host in range(rack.hosts)], shell)
     return rack.popen(0, named(0, launch.argv), launch.environment)
 
 

@@ -77,32 +77,27 @@ class Launch:
     environment: dict[str, str]  # in addition to this process's
 
 
-def launch_mpi(name: str, ranks: int, command: list[str]) -> Launch:
-    """Return how to run `command` on so many ranks of this MPI. Raises PeerMissingError."""
-    return _launch(name, ranks, command, (), {})
+def launch_mpi(
+    name: str, ranks: int, command: list[str], hosts: Sequence[str] = (), shell: Path | None = None
+) -> Launch:
+    """Return how to run `command` on so many ranks of this MPI. Raises PeerMissingError.
 
-
-def launch_mpi_in_rack(name: str, addresses: Sequence[str], shell: Path, command: list[str]) -> Launch:
-    """Return how to run `command`, from the first host, on a rank a host, by TCP alone. Raises PeerMissingError.
-
-    shell: rack.remote_shell's program.
+    hosts: addresses in a rack, for a rank on each by TCP alone, started from the first; (): this machine.
+    shell: with hosts, rack.remote_shell's program.
     """
-    remote = {"SHELL": str(shell), "HOSTS": ",".join(addresses)}
-    mpi = _MPIS[name]
-    return _launch(name, len(addresses), command, [remote.get(word, word) for word in mpi.remote], mpi.over_tcp)
-
-
-def _launch(name: str, ranks: int, command: list[str], remote: Sequence[str], over_tcp: Mapping[str, str]) -> Launch:
     mpi, prefix = _MPIS[name], find_prefix(name)
-    library = prefix / "lib" / mpi.library
     need(f"mpi:{name}", ["mpi4py"], "bench")
-    environment = {**mpi.environment, **over_tcp, "MPI4PY_LIBMPI": str(library), "OMP_NUM_THREADS": "1"}
-    return Launch([str(prefix / "bin" / "mpiexec"), *mpi.arguments, *remote, "-n", str(ranks), *command], environment)
+    environment = {"MPI4PY_LIBMPI": str(prefix / "lib" / mpi.library), "OMP_NUM_THREADS": "1", **mpi.environment}
+    arguments = list(mpi.arguments)
+    if hosts:
+        environment |= mpi.over_tcp
+        values = {"SHELL": str(shell), "HOSTS": ",".join(hosts)}
+        arguments += [values.get(argument, argument) for argument in mpi.remote]
+    return Launch([str(prefix / "bin" / "mpiexec"), *arguments, "-n", str(ranks), *command], environment)
 
 
 def find_prefix(name: str) -> Path:
-    """Return the MPI's environment: in the working directory, beside the sources, or netfold's. Raises
-    PeerMissingError."""
+    """Return the MPI's virtual environment, or netfold's own. Raises PeerMissingError."""
     for folder in (Path.cwd(), Path(netfold.__file__).parents[2]):
         prefix = folder / f".venv-mpi-{name}"
         if (prefix / "lib" / _MPIS[name].library).exists():
@@ -127,7 +122,7 @@ def with_mpi_named(backend: str) -> str:
         return backend
     found = find_mpi()
     if not found:
-        raise PeerMissingError("no MPI is here; `make bench-peers` installs three, or pip install mpich mpi4py")
+        raise PeerMissingError("no MPI is installed; `make bench-peers` installs three, or pip install mpich mpi4py")
     return f"mpi:{found}"
 
 

@@ -203,7 +203,7 @@ def render_markdown(whole: dict[str, Any]) -> str:
             lines += [f"- {_measured_on(section['runs'])}"]
         lines.append("")
     lines.append(
-        "Ratios are the other side's time over ours, paired by round, with their 5th and 95th percentile; f32, sum. "
+        "Ratios are the other time over the backend's, paired by round, with their 5th and 95th percentile; f32, sum. "
         "How to read this: docs/how-to/benchmarks.md."
     )
     return "\n".join(lines) + "\n"
