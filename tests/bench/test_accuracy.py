@@ -133,7 +133,7 @@ def test_the_tables_have_every_format_and_name_diverged_and_disagreeing_training
 
 @pytest.mark.jobs
 @pytest.mark.torch
-def test_a_short_run_measures_everything_and_the_ranks_agree(tmp_path: Path):
+def test_a_short_run_measures_everything_and_finds_what_formats_promise(tmp_path: Path):
     result = CliRunner().invoke(app, ["accuracy", str(tmp_path), "--quick", "--timeout", "150"])
     assert result.exit_code == 0, result.output
     text = (tmp_path / "accuracy.md").read_text()

@@ -52,7 +52,7 @@ def test_an_invalid_rate_is_named() -> None:
 
 
 @pytest.mark.rack
-def test_a_rack_is_measured_and_printed_as_json() -> None:
+def test_a_rack_is_measured_and_told_as_json() -> None:
     done = run_command("bench", "links", "--hosts", "2", "-c", "1", "--size", "4M", "-n", "2", "--json", timeout_s=120)
     assert done.returncode in (0, 1), done.stderr
     (row,) = json.loads(done.stdout.splitlines()[-1])
