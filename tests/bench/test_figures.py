@@ -470,7 +470,7 @@ def test_the_mpi_of_a_figure_is_the_first_that_is_here(monkeypatch: pytest.Monke
     ]
     here.clear()
     assert mpi_peers.find_mpi() == ""
-    with pytest.raises(mpi_peers.PeerMissingError, match="no MPI is here; `make bench-peers`"):
+    with pytest.raises(mpi_peers.PeerMissingError, match="no MPI is installed; `make bench-peers`"):
         mpi_peers.with_mpi_named("mpi")
 
 

@@ -140,10 +140,10 @@ class Engine:
     def execute(self, ready: Sequence[Ready]) -> None:
         """Begin operations, in this order on every rank."""
         items = [
-            _Item(call, index, handle if isinstance(handle, Handle) else None)
+            _Item(call, number, handle if isinstance(handle, Handle) else None)
             for call, handle in ready
             if call.kind == "allreduce"
-            for index in range(len(call.shapes))
+            for number in range(len(call.shapes))
         ]
         with torch.no_grad():
             for indices in batches([item.key for item in items], [item.nbytes for item in items]):
@@ -157,7 +157,7 @@ class Engine:
     def _allreduce(self, batch: list[_Item]) -> None:
         call = batch[0].call
         pairs = [
-            (None, None) if item.handle is None else (item.handle.inputs[item.index], item.handle.outputs[item.index])
+            (None, None) if item.handle is None else (item.handle.inputs[item.number], item.handle.outputs[item.number])
             for item in batch
         ]
         buffer, unpack = self._pack(batch[0].dtype, [item.elements for item in batch], pairs)
@@ -297,16 +297,16 @@ class _Item(NamedTuple):
     """One tensor of an allreduce. handle: None on a rank that has joined."""
 
     call: Call
-    index: int
+    number: int  # of the tensor in the call
     handle: Handle | None
 
     @property
     def dtype(self) -> torch.dtype:
-        return _DTYPES[self.call.dtypes[self.index]]
+        return _DTYPES[self.call.dtypes[self.number]]
 
     @property
     def elements(self) -> int:
-        return math.prod(self.call.shapes[self.index])
+        return math.prod(self.call.shapes[self.number])
 
     @property
     def nbytes(self) -> int:

@@ -70,7 +70,7 @@ def broadcast_object(
     broadcast_(length, root_rank, name and f"{name}.sz", process_set)
     content = content if is_root else torch.empty(int(length), dtype=torch.uint8)
     broadcast_(content, root_rank, name and f"{name}.t", process_set)
-    return obj if is_root else pickle.loads(content.numpy())
+    return obj if is_root else pickle.loads(content.numpy().data)
 
 
 def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> list[Any]:
@@ -79,7 +79,7 @@ def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet 
     lengths = allgather_async(torch.tensor([len(content)]), name and f"{name}.sz", process_set)
     contents = allgather_async(content, name and f"{name}.t", process_set)
     parts = torch.split(synchronize(contents), synchronize(lengths).tolist())
-    return [pickle.loads(part.numpy()) for part in parts]
+    return [pickle.loads(part.numpy().data) for part in parts]
 
 
 def _pickled(obj: Any) -> torch.Tensor:

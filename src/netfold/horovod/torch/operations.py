@@ -313,7 +313,8 @@ class _Allreduce(torch.autograd.Function):
     def forward(ctx: Any, name: Any, op: Any, prescale: Any, postscale: Any, process_set: Any, *tensors: Tensor) -> Any:
         ctx.options = (op, prescale, postscale, process_set)
         outputs = [torch.empty_like(tensor) for tensor in tensors]
-        return tuple(begin_allreduce(tensors, outputs, name, *ctx.options, False).wait())
+        handle = begin_allreduce(tensors, outputs, name, op, prescale, postscale, process_set, False)
+        return tuple(handle.wait())
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
