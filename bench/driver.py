@@ -402,7 +402,7 @@ def run(*measures: Callable[..., str]) -> None:
     # The variables of the caller's shell are no part of a measurement.
     for name in [each for each in os.environ if each.startswith("NETFOLD_") and not each.startswith("NETFOLD_BENCH_")]:
         del os.environ[name]
-    app = typer.Typer(add_completion=False, help=script.__doc__, rich_markup_mode=None)
+    app = typer.Typer(add_completion=False, help=script.__doc__, rich_markup_mode=None, pretty_exceptions_enable=False)
     for measure in measures:
         app.command(measure.__name__.replace("_", "-"), help=None if len(measures) > 1 else script.__doc__)(
             _command(measure)
