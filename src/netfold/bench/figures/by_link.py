@@ -10,8 +10,7 @@ from dataclasses import replace
 from netfold.bench.figures import chart
 from netfold.bench.figures.figure import Predicted, in_mb
 from netfold.bench.spread import Spread, spread
-from netfold.plan.validate.claims.by_link import LINKS, gains, name_of
-from netfold.plan.validate.claims.switchml import claim_job
+from netfold.plan.link_gains import LINKS, gains, measured_request, name_of
 from netfold.tuning import DEFAULT_LINKS, Link, Topology
 from netfold.tuning.cost import Case, given_back_bytes_per_s, ring_bytes_per_s, split_rate
 
@@ -50,7 +49,7 @@ def by_hosts(size_bytes: int, hosts: Sequence[int], *, rate_bytes_per_s: float) 
 
 def by_model(models: Sequence[str], workers: int) -> Predicted:
     """How many times as quick steps are as by a ring, on the talk's own cluster."""
-    found = {model: gains(claim_job(model, "switchml-10g", workers)) for model in models}
+    found = {model: gains(measured_request(model, "switchml-10g", workers)) for model in models}
     ordered = sorted(models, key=lambda model: found[model][None], reverse=True)
     rows = [chart.Dots(model, {name_of(c): _exactly(found[model][c]) for c in LINKS}) for model in ordered]
     most = ordered[0]

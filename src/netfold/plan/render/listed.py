@@ -1,4 +1,4 @@
-"""What ships with netfold, as text: clusters, models, networks. Pure."""
+"""The clusters, models and networks that ship with netfold, as text. Pure."""
 
 from __future__ import annotations
 

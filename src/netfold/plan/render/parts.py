@@ -8,12 +8,12 @@ from netfold.plan.model import Part, Traced
 from netfold.plan.render.text import aligned, big
 from netfold.profile.page import units
 
-# What sizes are said for: weights, gradients and activations in f32.
+# Sizes are of weights, gradients and activations in f32.
 _ITEM_BYTES = 4
 
 
 def render_parts(model: Traced, bucket_bytes: float) -> str:
-    """A line a part, in order of execution; then DDP's buckets, in the order in which they travel."""
+    """One line per part, in order of execution; then DDP's buckets, in the order in which they are sent."""
     rows = [["part", "parameters", "forward", "backward", "kept", "handed in"]]
     rows += [
         [
@@ -37,12 +37,12 @@ def render_parts(model: Traced, bucket_bytes: float) -> str:
         for number, bucket in enumerate(model.buckets(bucket_bytes, _ITEM_BYTES), 1)
     ]
     notes = [f"note: {note}" for note in model.notes]
-    travel = "DDP's buckets, in the order in which they travel"
+    travel = "DDP's buckets, in the order in which they are sent"
     return "\n".join([title, *aligned([*rows, total], left=(0,)), "", travel, *aligned(buckets, left=(0, -1)), *notes])
 
 
 def as_object(model: Traced, bucket_bytes: float) -> dict[str, Any]:
-    """Of all samples that were traced together; bytes in f32."""
+    """Of all traced samples together; bytes in f32."""
     return {
         "name": model.name,
         "samples": model.samples,

@@ -1,4 +1,4 @@
-"""An answer as text for a terminal. Pure."""
+"""A result as text for a terminal. Pure."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from netfold.plan.sensitivity import Gain
 from netfold.plan.step import Prediction
 from netfold.profile.page import units
 
-# Bars of the step's parts, at most.
+# The longest bar of a step's parts, in characters.
 _BAR = 24
 
 
 def render_text(answer: Result) -> str:
-    """What was asked, the step, memory, throughput; then other ways, curves, comparisons, what more would buy."""
+    """The request, the step, memory, throughput; then other splits, curves, comparisons, and gains."""
     sections = [_asked(answer), _step(answer)]
     if memory_is_known(answer):
         sections.append(_memory(answer.best))
     sections.append(_together(answer))
     if answer.simulated is not None:
-        sections.append(_played(answer.best.prediction, answer.simulated.prediction))
+        sections.append(_simulated(answer.best.prediction, answer.simulated.prediction))
     if len(answer.best_few) > 1:
         sections.append(_few(answer))
     if len(answer.front) > 1:
@@ -45,9 +45,9 @@ def render_text(answer: Result) -> str:
 
 
 def describe_request(answer: Result) -> str:
-    """What is trained on what."""
+    """The model, the devices and the batch."""
     said, job = answer.request, answer.best.job
-    # What was measured does not say by what weights are updated.
+    # A measured model does not name its optimizer.
     how = job.precision if isinstance(said.model, Measured) else f"{job.precision}, {job.optimizer}"
     return (
         f"{said.model.name}, {big(said.model.parameters)} parameters, on {said.devices:,} x {said.cluster.device.name} "
@@ -56,7 +56,7 @@ def describe_request(answer: Result) -> str:
 
 
 def describe_aggregators(answer: Result) -> list[str]:
-    """A sentence for each aggregator that there could be."""
+    """A sentence for each possible aggregator."""
     named = sum(each.hosts for tier in answer.request.cluster.tiers for each in tier.aggregators)
     now = f"{named} aggregator{'s' if named > 1 else ''} now;" if named else "no aggregator:"
     return [f"{now} {_offer(each)}" for each in answer.aggregator_gains]
@@ -70,12 +70,12 @@ def _offer(offer: AggregatorGain) -> str:
 
 
 def memory_is_known(answer: Result) -> bool:
-    """Whether it is known what a rank holds in memory."""
+    """Whether the memory of a rank is known."""
     return math.isfinite(answer.best.prediction.memory_bytes)
 
 
 def utilisation_is_known(answer: Result) -> bool:
-    """Whether it is known what part of the devices' peak is used."""
+    """Whether the utilisation of the devices is known."""
     return math.isfinite(answer.best.prediction.mfu)
 
 
@@ -88,12 +88,12 @@ def big(count: float) -> str:
 
 
 def time(seconds: float) -> str:
-    """`137 s`, `12.3 ms`: three digits, of a step, so that two compare."""
+    """`137 s`, `12.3 ms`: always three digits, so that steps can be compared."""
     return f"{seconds:,.0f} s" if seconds >= 99.95 else f"{seconds:#.3g} s" if seconds >= 1 else units.seconds(seconds)
 
 
 def aligned(rows: Sequence[Sequence[str]], left: Sequence[int] = ()) -> list[str]:
-    """Columns side by side, numbers to the right. left: columns of words, from the front or (negative) the end."""
+    """Rows of a table, columns aligned right. left: columns aligned left, from the front or (negative) the end."""
     words = {column % len(rows[0]) for column in left}
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return [
@@ -116,7 +116,7 @@ def times(factor: float) -> str:
 
 
 def money(cost: Cost, prices: Prices) -> str:
-    """`12,300 GPU hours, 24,600 EUR, at most 4,920 kWh`, as far as it is known."""
+    """`12,300 GPU hours, 24,600 EUR, at most 4,920 kWh`; unknown parts are left out."""
     said = [f"{_amount(cost.gpu_hours)} GPU hours"]
     if cost.money is not None:
         amount = _amount(cost.money)
@@ -128,7 +128,7 @@ def money(cost: Cost, prices: Prices) -> str:
 
 def _asked(answer: Result) -> str:
     job = answer.best.job
-    ways = f"the fastest of {answer.fitting:,} that fit, of {answer.tried:,} ways to split" if answer.tried > 1 else ""
+    ways = f"the fastest of {answer.fitting:,} that fit, of {answer.tried:,} splits" if answer.tried > 1 else ""
     return "\n".join(
         line
         for line in (
@@ -184,40 +184,34 @@ def _together(answer: Result) -> str:
             f"{low:,.0f} to {high:,.0f}"
         )
     elif answer.step_cost.money is not None:
-        per = 1000
-        thousand = Cost(
-            per * answer.step_cost.gpu_hours,
-            per * answer.step_cost.money,
-            None if answer.step_cost.energy_kwh is None else per * answer.step_cost.energy_kwh,
-        )
-        lines.append(f"1,000 steps: {money(thousand, asked.prices)}")
+        lines.append(f"1,000 steps: {money(answer.step_cost.times(1000), asked.prices)}")
     if answer.failure_impact is not None:
         lines.append(failures(answer))
     return "\n".join([*lines, *(f"note: {note}" for note in answer.notes)])
 
 
-def _played(closed: Prediction, played: Prediction) -> str:
+def _simulated(closed: Prediction, events: Prediction) -> str:
     rows = [["", "closed form", "as events"]]
-    here, there = parts(closed), parts(played)
+    here, there = parts(closed), parts(events)
     rows += [[name, *(time(each.get(name, 0.0)) for each in (here, there))] for name in {**here, **there}]
-    rows.append(["together", time(closed.step_s), time(played.step_s)])
-    return "\n".join(["the same step, played as events", *aligned(rows, left=(0,))])
+    rows.append(["together", time(closed.step_s), time(events.step_s)])
+    return "\n".join(["the same step, simulated as events", *aligned(rows, left=(0,))])
 
 
 def failures(answer: Result) -> str:
-    """What failures leave, in a sentence; there must be any."""
+    """The effect of failures, as a sentence. The result must have a failure_impact."""
     assert answer.failure_impact is not None and answer.request.failures is not None
     goodput, between_s = answer.failure_impact.goodput, answer.request.failures.job_between_s
     said = f"with a failure every {duration(between_s)}, "
     if goodput < 0.01:
-        return said + "nothing is ever done; take fewer devices, or save faster"
+        return said + "the job makes no progress; use fewer devices, or save faster"
     said += f"a checkpoint every {duration(answer.failure_impact.interval_s)} is best: "
     said += f"{units.ratio(goodput)} of the time is progress"
     return said + (f", {duration(answer.training_s / goodput)} in all" if answer.training_s is not None else "")
 
 
 def duration(seconds: float) -> str:
-    """`34.5 days` from two days on; below as everywhere."""
+    """`34.5 days` from two days on; shorter times as in `units.seconds`."""
     return f"{seconds / 86400:.3g} days" if seconds >= 2 * 86400 else units.seconds(seconds)
 
 
@@ -237,7 +231,7 @@ def _few(answer: Result) -> str:
                 way.reason,
             ]
         )
-    return "\n".join(["the best ways, the fastest of each mesh", *aligned(rows, left=(-2, -1))])
+    return "\n".join(["the best splits, the fastest of each mesh", *aligned(rows, left=(-2, -1))])
 
 
 def _front(answer: Result) -> str:
@@ -246,7 +240,7 @@ def _front(answer: Result) -> str:
         [units.size(each.prediction.memory.total), time(each.prediction.step_s), *_split(each.job)]
         for each in answer.front
     ]
-    return "\n".join(["less memory for more time (no way that fits is better in both)", *aligned(rows, left=(-1,))])
+    return "\n".join(["less memory for more time (no split that fits is better in both)", *aligned(rows, left=(-1,))])
 
 
 def _curve(scaling: str, points: Sequence[ScalingPoint]) -> str:
@@ -292,7 +286,7 @@ def _known(ratio: float) -> str:
     return units.ratio(ratio) if math.isfinite(ratio) else "-"
 
 
-_SPLIT = ("tensor", "pipeline", "data", "micro", "pieces", "ZeRO", "sequence", "recompute")
+_SPLIT = ("tensor", "pipeline", "data", "micro", "virtual", "ZeRO", "sequence", "recompute")
 
 
 def _split(job: Job) -> list[str]:
