@@ -134,7 +134,7 @@ def test_the_tables_have_every_format_and_say_who_diverged_and_who_disagreed():
 @pytest.mark.jobs
 @pytest.mark.torch
 def test_a_short_run_measures_everything_and_finds_what_formats_promise(tmp_path: Path):
-    result = CliRunner().invoke(app, ["accuracy", str(tmp_path), "--quick", "--timeout", "150"])
+    result = CliRunner().invoke(app, ["accuracy", str(tmp_path), "--quick", "--timeout", "150s"])
     assert result.exit_code == 0, result.output
     text = (tmp_path / "accuracy.md").read_text()
     assert "all ranks had the same bits in every parameter" in text

@@ -201,7 +201,8 @@ def test_wrong_elements_are_counted_and_make_the_verb_fail(tmp_path: Path, monke
         "0",
         "--ranks",
         "2",
-        "--json",
+        "--output",
+        "json",
     ]
     done = CliRunner().invoke(app, arguments)
     assert done.exit_code == 1, done.stderr
@@ -211,7 +212,7 @@ def test_wrong_elements_are_counted_and_make_the_verb_fail(tmp_path: Path, monke
 
 def test_the_verb_takes_several_dtypes_and_reductions_and_skips_sizes_without_an_element() -> None:
     words = ["all-reduce", "--backend", "gloo", "--ranks", "2", "-b", "4", "-e", "8", "-f", "2", "-n", "1", "-w", "0"]
-    done = CliRunner().invoke(app, [*words, "-d", "f32,f64", "--op", "prod,max", "--json"])
+    done = CliRunner().invoke(app, [*words, "-d", "f32,f64", "--op", "prod,max", "--output", "json"])
     assert done.exit_code == 0, done.stderr
     told = json.loads(done.stdout)
     assert (told["config"]["dtype"], told["config"]["redop"]) == ("f32,f64", "prod,max")

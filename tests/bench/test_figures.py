@@ -248,7 +248,7 @@ def test_redraw_makes_the_page_from_the_data_alone(tmp_path: Path) -> None:
     page = run.write(tmp_path, KEPT_UP)
     drawn, data = page.read_text(), (tmp_path / run.DATA).read_text()
     page.unlink()
-    done = CliRunner().invoke(app, ["figures", str(tmp_path), "--redraw", "--json"])
+    done = CliRunner().invoke(app, ["figures", str(tmp_path), "--redraw", "--output", "json"])
     assert done.exit_code == 0, done.stderr
     assert page.read_text() == drawn and (tmp_path / run.DATA).read_text() == data
     assert json.loads(done.stdout) == json.loads(data)

@@ -279,4 +279,4 @@ def test_the_command_says_what_is_wrong(tmp_path: Path) -> None:
     assert "holds no profile" in says("--perfetto", str(tmp_path))
     folder = leave(run(ranks=1), tmp_path / "run")
     assert "--perfetto" in says(str(folder))
-    assert "cannot be written" in says("--perfetto", str(folder), "-o", str(tmp_path / "nowhere" / "file.json"))
+    assert "choose another path" in says("--perfetto", str(folder), "-o", str(tmp_path / "nowhere" / "file.json"))

@@ -132,7 +132,7 @@ def test_a_network_that_does_not_show_is_asked_for_with_the_reason(tmp_path: Pat
     folder = str(write_run(make_run(*traces), tmp_path / "RUN"))
     code, said = plan("--profile", folder)
     assert code == 2 and "does not show its network: the backend does not say which algorithm ran" in said
-    code, said = plan("--profile", folder, "--cluster", "ethernet-1g", "--gpus", "8")
+    code, said = plan("--profile", folder, "--cluster", "ethernet-1g", "--ranks", "8")
     assert code == 0 and "8 x the profile's device of ethernet-1g" in said
 
 
@@ -152,12 +152,12 @@ def test_the_verb_says_what_stays_and_what_was_measured_beside_what_is_predicted
 
 def test_on_more_workers_of_another_network_only_the_weak_curve_is_drawn(folder: Path, tmp_path: Path) -> None:
     page = tmp_path / "page.html"
-    asked = ("--profile", str(folder), "--cluster", "ethernet-10g", "--gpus", "64", "--batch", "2048")
-    code, said = plan(*asked, "--curve", "4..64", "--compare", "cluster=ethernet-1g", "--html", str(page))
+    asked = ("--profile", str(folder), "--cluster", "ethernet-10g", "--ranks", "64", "--batch", "2048")
+    code, said = plan(*asked, "--curve", "4..64", "--compare", "cluster=ethernet-1g", "-o", str(page))
     assert code == 0, said
     assert "weak scaling" in said and "strong scaling" not in said and "with 32 samples a rank" in said
     assert "What a rank computes was measured; all else is predicted." in " ".join(page.read_text().split())
-    code, said = plan(*asked, "--events", "--json")
+    code, said = plan(*asked, "--events", "--output", "json")
     answer = json.loads(said)
     assert answer["best"]["mfu"] is None and answer["best"]["memory"] is None
     assert answer["simulated"]["step_s"] == pytest.approx(answer["best"]["step_s"], rel=1e-6)
@@ -166,10 +166,10 @@ def test_on_more_workers_of_another_network_only_the_weak_curve_is_drawn(folder:
 @pytest.mark.parametrize(
     ("more", "reason"),
     [
-        (("--gpus", "64", "--batch", "100"), "a batch of 100 does not come out even over 64 devices"),
+        (("--ranks", "64", "--batch", "100"), "a batch of 100 does not come out even over 64 devices"),
         (("--tensor", "2"), "use tensor 1, recompute none"),
         (("--pipeline", "2"), "ranks that hold the whole model; use pipeline 1"),
-        (("--precision", "bf16"), "was computed in f32; how long bf16 takes it does not say"),
+        (("--precision", "bf16"), "was computed in f32; it does not tell how long bf16 takes"),
         (("--model", "resnet50"), "another one is named; leave one out"),
         (("--batch", "16", "--micro-batch", "2"), "was measured with one pass of 4 samples"),
     ],

@@ -120,7 +120,7 @@ class Group:
             self._failures = FailureReport(self._monitor, self.recoveries)
             undo.callback(_announce_end, self._id, self._monitor, self.recoveries, listener)
             self._start_switches(connections, deadline)
-            # For the rest of the group's life. Nothing in it refers to this object, which would keep itself alive.
+            # Until the group ends. Nothing in it refers to this object, which would keep itself alive.
             self._resources = undo.pop_all()
         name = GroupName(f"netfold {job.name[:8]}", "netfold", list(job_ranks))
         self._member = recording.Member(

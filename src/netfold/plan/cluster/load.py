@@ -10,8 +10,8 @@ from typing import Any
 from netfold.plan.cluster.aggregator import CORE_BYTES_PER_S, Aggregator
 from netfold.plan.cluster.cluster import Cluster, Device, Processors, Tier
 from netfold.plan.cluster.measured import measured_link
-from netfold.plan.cluster.toml_file import Table, read_toml
 from netfold.plan.job import PRECISIONS
+from netfold.plan.toml_file import Table, read_toml
 from netfold.plan.words import suggest
 
 _HERE = Path(__file__).parent

@@ -9,7 +9,7 @@ from pathlib import Path
 from netfold.plan.cluster.aggregator import Aggregator
 from netfold.plan.cluster.cluster import Cluster, Tier
 from netfold.plan.cluster.load import aggregators_of
-from netfold.plan.cluster.toml_file import Table, read_toml
+from netfold.plan.toml_file import Table, read_toml
 from netfold.plan.words import suggest
 
 _NETWORKS = Path(__file__).parent / "networks.toml"

@@ -7,12 +7,12 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from netfold.plan.cluster.toml_file import read_toml
 from netfold.plan.model import catalogue
 from netfold.plan.model.layer_cost import Model
 from netfold.plan.model.layered import Layered
 from netfold.plan.model.timed_step import read_timed_step
 from netfold.plan.model.transformer import Transformer
+from netfold.plan.toml_file import read_toml
 from netfold.plan.words import suggest
 
 _PRESETS = Path(__file__).parent / "presets.toml"

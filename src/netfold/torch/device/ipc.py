@@ -38,7 +38,7 @@ Tensor = torch.Tensor
 # One half of a window.
 HALF_BYTES = 16 << 20
 _MARK_BYTES = 16
-# Windows, own and other ranks', that a hanging device may still use: kept for the life of the process.
+# Windows, own and other ranks', that a hanging device may still use: kept until the process ends.
 _never_released: list[Tensor] = []
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from netfold.plan.cluster.units import parse_quantity
+from netfold.plan.quantity import parse_quantity
 from netfold.plan.words import suggest
 
 if sys.version_info >= (3, 11):

@@ -16,7 +16,10 @@ def _prefixed(unit: str, times: float, prefixes: dict[str, float]) -> dict[str, 
 # By what is measured: units, each with what it is in the planner's own (bytes, seconds, FLOP/s, W), and an example.
 _UNITS: dict[str, tuple[dict[str, float], str]] = {
     "rate": (
-        _prefixed("bit/s", 1 / 8, _DECIMAL) | _prefixed("B/s", 1.0, _DECIMAL) | _prefixed("B/s", 1.0, _BINARY),
+        _prefixed("bit/s", 1 / 8, _DECIMAL)
+        | _prefixed("bit", 1 / 8, {"k": 1e3, "m": 1e6, "g": 1e9})  # as tc writes rates
+        | _prefixed("B/s", 1.0, _DECIMAL)
+        | _prefixed("B/s", 1.0, _BINARY),
         "100 Gbit/s",
     ),
     "bytes": (_prefixed("B", 1.0, _DECIMAL) | _prefixed("B", 1.0, _BINARY), "80 GiB"),
