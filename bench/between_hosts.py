@@ -16,9 +16,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from netfold import Communicator, FileStore, Options
+from netfold import Communicator, FileStore, Options, units
 from netfold.rack.names import HOST_INTERFACE
-from netfold.tuning import DEFAULT_LINKS, Link, Links, Topology, format_seconds
+from netfold.tuning import DEFAULT_LINKS, Link, Links, Topology
 from netfold.tuning.cost import predict
 
 # A packet's 1448 bytes of tensor travel as 1514 in a rack, whose links count Ethernet's own header and no gap.
@@ -108,9 +108,9 @@ def main(folder: str, cases: tuple[str, ...]) -> None:
                 if rank == 0:
                     middle = statistics.median(seconds)
                     print(
-                        f"{case:28} {algorithm:16} {tensor >> 20:3} MB  {format_seconds(middle):>8} "
-                        f"({format_seconds(min(seconds))}..{format_seconds(max(seconds))})  "
-                        f"limit {format_seconds(limit):>8}  {100 * (middle / limit - 1):+.1f}%",
+                        f"{case:28} {algorithm:16} {tensor >> 20:3} MB  {units.seconds(middle):>8} "
+                        f"({units.seconds(min(seconds))}..{units.seconds(max(seconds))})  "
+                        f"limit {units.seconds(limit):>8}  {100 * (middle / limit - 1):+.1f}%",
                         flush=True,
                     )
 

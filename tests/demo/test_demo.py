@@ -1,6 +1,7 @@
 """`netfold demo --quick` from end to end: a real switch, real workers, both backends."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -34,7 +35,7 @@ def test_the_smallest_demo_beats_bicubic_agrees_with_gloo_and_leaves_nothing_but
         assert row in ended.stdout
     page = (tmp_path / "netfold-demo" / "report.html").read_text()
     assert page.rstrip().endswith("</html>")
-    assert "http" not in page
+    assert not re.search("http(?!-equiv)", page)
     # By name: torch itself keeps a cache (`torchinductor_<user>`) in the temporary folder, for the next process.
     assert list((tmp_path / "tmp").glob("netfold-*")) == []
 

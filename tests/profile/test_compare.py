@@ -43,12 +43,12 @@ def test_the_talks_table_with_its_loss_shown_as_one() -> None:
     assert render_comparison(found).splitlines() == [
         "A: edsr default",
         "B: edsr optimised",
-        " operation            size  A (ms)  B (ms)  improvement              ",
-        "all_reduce       to 128 KB     392     391        +0.3%  within noise",
-        "all_reduce  128 KB - 16 MB     320     342        -6.9%        SLOWER",
-        "all_reduce   16 MB - 32 MB    1321     619       +53.1%        faster",
-        "all_reduce   32 MB - 64 MB    5145    2587       +49.7%        faster",
-        "     total                    7178    3939       +45.1%        faster",
+        " operation             size  A (ms)  B (ms)  improvement",
+        "all_reduce     up to 128 KB     392     391        +0.3%  within noise",
+        "all_reduce  128 KB to 16 MB     320     342        -6.9%        SLOWER",
+        "all_reduce   16 MB to 32 MB    1321     619       +53.1%        faster",
+        "all_reduce   32 MB to 64 MB    5145    2587       +49.7%        faster",
+        "     total                     7178    3939       +45.1%        faster",
     ]
 
 
@@ -99,7 +99,7 @@ def test_runs_of_different_lengths_are_compared_by_the_step() -> None:
     assert row.per_step_s == pytest.approx((0.02, 0.016))
     assert row.improvement_per_step == pytest.approx(20)
     assert row.verdict == "faster" and row.within_noise is False
-    assert found.notes == ["A has 20 steps, B 40: what is faster is said of a step, not of the totals"]
+    assert found.notes == ["A has 20 steps, B 40: verdicts are on the time of a step, not on the totals"]
     assert "a step: A (ms)" in render_comparison(found)
     same = compare(run_of([10.0] * 40, per_step=2), run_of([8.0] * 40, per_step=2))
     assert not same.notes and "a step" not in render_comparison(same)
@@ -137,7 +137,7 @@ def test_the_same_two_runs_always_compare_alike() -> None:
 def test_what_the_runs_do_not_share_is_noted() -> None:
     found = compare(run_of([1.0] * 8, per_step=1), run_of([1.0] * 8, ranks=3))
     assert found.notes == [
-        "only A says what a step is: totals are compared, whatever was done in them",
+        "only A has steps: the totals are compared, whatever work they contain",
         "A is of 2 ranks, B of 3",
     ]
 

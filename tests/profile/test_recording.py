@@ -221,7 +221,7 @@ def test_a_folder_with_something_in_it_is_refused_before_the_start(tmp_path: Pat
     done = run(*NETFOLD, "profile", "run", "-o", tmp_path, "--", sys.executable, *touch)
     assert done.returncode == 2 and "is not empty" in done.stderr
     assert not (tmp_path / "ran").exists()
-    with pytest.raises(ValueError, match="holds other, which is no profile's"):
+    with pytest.raises(ValueError, match="holds other, which is not part of a profile"):
         netfold.profile(tmp_path).start()
     assert recording.current() is None
 

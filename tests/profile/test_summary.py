@@ -124,12 +124,12 @@ def test_rows_come_by_time_and_their_shares_add_up() -> None:
 def test_what_is_missing_is_said() -> None:
     whole = training(3, 2)
     absent = make_run(*whole.traces[:2])
-    assert "rank 2 left no records: means are of the other 2" in analyse(absent).coverage_gaps
+    assert "1 of 3 ranks left no records, rank 2: means are over 2" in analyse(absent).coverage_gaps
     bare = make_trace(0, 1, [Op(0, 1)], coverage_gaps=["sends are not seen"], lost=7)
     said = analyse(make_run(bare)).coverage_gaps
     assert said[0] == "sends are not seen"
-    assert any(text.startswith("7 operations came faster") for text in said)
-    assert any("nobody watched the training thread of rank 0" in text for text in said)
+    assert any(text.startswith("7 operations were lost") for text in said)
+    assert any("the training thread of rank 0 was not watched" in text for text in said)
     part = make_trace(0, 1, [Op(0, 10)], progress_ms=[(5, 0), (10, 5)])
     assert any("not watched during 50% of its communication" in text for text in analyse(make_run(part)).coverage_gaps)
     assert analyse(training()).coverage_gaps == []

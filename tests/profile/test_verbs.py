@@ -28,7 +28,7 @@ def test_a_report_is_a_table_with_advice(runs: list[str]) -> None:
     code, out, err = say("report", runs[0])
     assert (code, err) == (0, "")
     assert out.startswith("python train.py: 3 of 3 ranks on 3 hosts; ")
-    assert "128 KB - 16 MB" in out and "rank 1 (host-1) was last in" in out and "\nprediction: " in out
+    assert "128 KB to 16 MB" in out and "rank 1 (host-1) was last in" in out and "\nprediction: " in out
 
 
 def test_a_report_as_data_is_nothing_else(runs: list[str]) -> None:

@@ -8,7 +8,6 @@ Tests: `pytest tests/test_cli.py`, and the tests of each package.
 from __future__ import annotations
 
 import errno
-import logging
 import sys
 from typing import Annotated
 
@@ -60,8 +59,6 @@ _REFUSED = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT)
 
 
 def main() -> None:
-    # matplotlib warns in two long lines if it cannot write to the home folder and uses a temporary one.
-    logging.getLogger("matplotlib").setLevel(logging.ERROR)
     try:
         app()
     except OSError as error:

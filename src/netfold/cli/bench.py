@@ -313,9 +313,7 @@ def figures(
 
     Prints the page's path, or with `--output json` all data in FOLDER.
     """
-    from netfold.bench.figures.catalogue import FIGURES
-    from netfold.bench.figures.chart import MissingError
-    from netfold.bench.figures.run import PAGE, QUICK_S, TOTAL_S, document_of, read, run_figures, write
+    from netfold.bench.figures.run import FIGURES, PAGE, QUICK_S, TOTAL_S, document_of, read, run_figures, write
     from netfold.rack import RackError
     from netfold.rack.processes import exit_on_signals
 
@@ -323,7 +321,7 @@ def figures(
         for figure in FIGURES.values():
             typer.echo(f"{figure.name:12} {figure.title}")
         return
-    with exit_on("bench figures", MissingError, RackError, ValueError):
+    with exit_on("bench figures", RackError, ValueError):
         if redraw:
             found = read(folder)
             write(folder, found)

@@ -12,7 +12,7 @@ import typer
 from netfold.cli.verb import FAILED, exit_on
 from netfold.extras import need
 
-NEEDED = ("torch", "skimage", "matplotlib", "pydantic")
+NEEDED = ("torch", "skimage", "PIL", "pydantic")
 
 
 def demo(

@@ -37,11 +37,12 @@ def explain(
     from rich.console import Console
     from rich.table import Table
 
+    from netfold import units
     from netfold.bench.sizes import parse_size
     from netfold.bootstrap.fabric import preview_transport
     from netfold.bootstrap.security import why_no_switch, why_not_secure
     from netfold.communicator import Options
-    from netfold.tuning import DEFAULT_LINKS, Link, Topology, build_table, candidates, format_seconds
+    from netfold.tuning import DEFAULT_LINKS, Link, Topology, build_table, candidates
 
     name = operation.replace("-", "_")
     host_count = hosts or ranks
@@ -75,7 +76,7 @@ def explain(
         shown.add_column("")
         for each in candidates(name, size_bytes, topology, links, switch=switch, wire=row.wire):
             chosen = each.algorithm == row.algorithm
-            time = "-" if each.seconds is None else format_seconds(each.seconds)
+            time = "-" if each.seconds is None else units.seconds(each.seconds)
             shown.add_row(each.algorithm + (" *" if chosen else ""), time, each.note, style="bold" if chosen else None)
         console.print(shown)
     sentences = [f"* {row.algorithm}, wire {row.wire}: {row.reason}"]

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 import netfold
+from netfold import units
 from netfold._native import engine
 from netfold.bootstrap import capacity
 from netfold.bootstrap.listener import Listener
@@ -30,7 +31,7 @@ from netfold.errors import NetfoldError, WaitTimeout, error_of
 from netfold.options import SECURITIES, Options
 from netfold.profile import Records, recording, records_of
 from netfold.profile.run import GroupName
-from netfold.tuning import Candidate, candidates, format_seconds, table_without_switch
+from netfold.tuning import Candidate, candidates, table_without_switch
 
 log = logging.getLogger("netfold")
 _LOG_FORMAT = "%(asctime)s %(name)s %(levelname)-7s %(message)s"
@@ -362,7 +363,7 @@ class Group:
         if row.algorithm == "local":
             return f"{row.algorithm} ({row.reason})"
         times = [
-            f"{each.algorithm} {format_seconds(each.seconds)}"
+            f"{each.algorithm} {units.seconds(each.seconds)}"
             for each in self.candidates(operation, size_bytes)
             if each.seconds is not None
         ]

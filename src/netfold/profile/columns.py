@@ -118,8 +118,8 @@ def _columns(trace: Trace, places: dict[Group, int]) -> Columns:
     whole[blocks] *= ranks[blocks]
     bus = whole.copy()
     for name, factor in _BUS_FACTORS.items():
-        mine = operation == name
-        bus[mine] *= factor(ranks[mine])
+        selected = operation == name
+        bus[selected] *= factor(ranks[selected])
     return Columns(
         operation=operation,
         group=place[inverse],

@@ -1,9 +1,9 @@
-"""How long all figures may take together, and how much of it is whose."""
+"""The time of all figures together, and each figure's share of it."""
 
 import time
 from collections.abc import Callable, Iterator, Mapping
 
-# Fewer say nothing of a spread; they are played however long they take.
+# Fewer rounds have no spread; these rounds run regardless of the time.
 LEAST_ROUNDS = 3
 MOST_ROUNDS = 30
 
@@ -11,12 +11,11 @@ Clock = Callable[[], float]
 
 
 class Share:
-    """One figure's part of the time, from now on. rounds_played: of the last `rounds`."""
+    """One figure's time, which begins now. rounds_played: of the last `rounds`."""
 
     def __init__(self, seconds: float, clock: Clock) -> None:
         self._clock = clock
-        self._began = clock()
-        self._end = self._began + seconds
+        self._end = clock() + seconds
         self.rounds_played = 0
 
     @property
@@ -24,7 +23,7 @@ class Share:
         return self._end - self._clock()
 
     def rounds(self, most: int = MOST_ROUNDS) -> Iterator[int]:
-        """-1, which is not to be counted, then 0, 1, ... until `most`, or until another would not fit."""
+        """Yield -1 for the warm-up, then 0, 1, ... until `most`, or until another round would not fit."""
         self.rounds_played, longest_s = 0, 0.0
         for number in range(-1, most):
             if number >= LEAST_ROUNDS and longest_s > self.left_s:
@@ -35,13 +34,13 @@ class Share:
             self.rounds_played = number + 1
 
     def split(self, parts: int) -> Iterator["Share"]:
-        """One after the other; what one leaves, the next have."""
+        """Yield shares one after another; time that one does not use goes to the next ones."""
         for left in range(parts, 0, -1):
             yield Share(self.left_s / left, self._clock)
 
 
 class Budget:
-    """`total_s`, shared out by `weights` in their order: what a figure does not use, those after it have."""
+    """`total_s`, divided by `weights` in order: time that a figure does not use goes to the next figures."""
 
     def __init__(self, total_s: float, weights: Mapping[str, int], clock: Clock = time.monotonic) -> None:
         self._clock = clock

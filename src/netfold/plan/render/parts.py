@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from netfold import units
 from netfold.plan.model import Part, Traced
-from netfold.plan.render.text import aligned, big
-from netfold.profile.page import units
+from netfold.plan.render.text import table
 
 # Sizes are of weights, gradients and activations in f32.
 _ITEM_BYTES = 4
@@ -29,7 +29,7 @@ def render_parts(model: Traced, bucket_bytes: float) -> str:
     forward, backward = (sum(getattr(part, way).flops for part in model.parts) for way in ("forward", "backward"))
     kept = sum(part.kept.bytes(_ITEM_BYTES) for part in model.parts)
     total = ["together", f"{model.parameters:,.0f}", _flops(forward), _flops(backward), units.size(kept), ""]
-    title = f"{model.name}, {big(model.parameters)} parameters; {model.samples} samples, in f32"
+    title = f"{model.name}, {units.big(model.parameters)} parameters; {model.samples} samples, in f32"
     buckets = [["bucket", "", "gradients complete with"]]
     blocks = model.blocks
     buckets += [
@@ -38,7 +38,8 @@ def render_parts(model: Traced, bucket_bytes: float) -> str:
     ]
     notes = [f"note: {note}" for note in model.notes]
     travel = "DDP's buckets, in the order in which they are sent"
-    return "\n".join([title, *aligned([*rows, total], left=(0,)), "", travel, *aligned(buckets, left=(0, -1)), *notes])
+    tables = table(title, [*rows, total], left=(0,)), "", table(travel, buckets, left=(0, -1))
+    return "\n".join([*tables, *notes])
 
 
 def as_object(model: Traced, bucket_bytes: float) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from netfold import units
 from netfold.plan.aggregators import AggregatorGain
 from netfold.plan.compare import Variant
 from netfold.plan.cost_of_training import Cost, Prices
@@ -15,7 +16,6 @@ from netfold.plan.scaling_curve import ScalingPoint
 from netfold.plan.search import Choice, describe_split
 from netfold.plan.sensitivity import Gain
 from netfold.plan.step import Prediction
-from netfold.profile.page import units
 
 # The longest bar of a step's parts, in characters.
 _BAR = 24
@@ -50,8 +50,8 @@ def describe_request(answer: Result) -> str:
     # A measured model does not name its optimizer.
     how = job.precision if isinstance(said.model, Measured) else f"{job.precision}, {job.optimizer}"
     return (
-        f"{said.model.name}, {big(said.model.parameters)} parameters, on {said.devices:,} x {said.cluster.device.name} "
-        f"of {said.cluster.name}; a batch of {job.global_batch:,}, {how}"
+        f"{said.model.name}, {units.big(said.model.parameters)} parameters, on {said.devices:,} x "
+        f"{said.cluster.device.name} of {said.cluster.name}; a batch of {job.global_batch:,}, {how}"
     )
 
 
@@ -79,40 +79,18 @@ def utilisation_is_known(answer: Result) -> bool:
     return math.isfinite(answer.best.prediction.mfu)
 
 
-def big(count: float) -> str:
-    """`175 billion`, `1.37 million`."""
-    for size, name in ((1e12, "trillion"), (1e9, "billion"), (1e6, "million")):
-        if count >= size:
-            return f"{count / size:.3g} {name}"
-    return f"{count:,.0f}"
-
-
 def time(seconds: float) -> str:
     """`137 s`, `12.3 ms`: always three digits, so that steps can be compared."""
     return f"{seconds:,.0f} s" if seconds >= 99.95 else f"{seconds:#.3g} s" if seconds >= 1 else units.seconds(seconds)
 
 
-def aligned(rows: Sequence[Sequence[str]], left: Sequence[int] = ()) -> list[str]:
-    """Rows of a table, columns aligned right. left: columns aligned left, from the front or (negative) the end."""
-    words = {column % len(rows[0]) for column in left}
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return [
-        "  "
-        + "  ".join(
-            cell.ljust(width) if column in words else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]
+def table(title: str, rows: Sequence[Sequence[str]], left: Sequence[int] = ()) -> str:
+    """A title with an indented table below it. left: as in `units.aligned`."""
+    return "\n".join([title, *(f"  {line}" for line in units.aligned(rows, left))])
 
 
 def rate(samples_per_s: float) -> str:
     return f"{samples_per_s:.3g}" if samples_per_s < 1000 else f"{samples_per_s:,.0f}"
-
-
-def times(factor: float) -> str:
-    """`1.48x`, `0.013x`."""
-    return f"{factor:.2f}x" if factor >= 0.1 else f"{factor:.2g}x"
 
 
 def money(cost: Cost, prices: Prices) -> str:
@@ -150,7 +128,7 @@ def _step(answer: Result) -> str:
         f"a step takes {time(found.step_s)}; about 80 of 100 measured ones lie between "
         f"{time(found.low_s)} and {time(found.high_s)}"
     )
-    return "\n".join([title, *aligned(rows, left=(0, 3))])
+    return table(title, rows, left=(0, 3))
 
 
 def _memory(best: Choice) -> str:
@@ -158,7 +136,7 @@ def _memory(best: Choice) -> str:
     head = ["weights", "gradients", "optimizer", "activations", "together", "of"]
     kinds = (memory.weights, memory.gradients, memory.optimizer, memory.activations, memory.total)
     row = [*map(units.size, kinds), units.size(best.prediction.memory_bytes)]
-    return "\n".join(["memory of the rank that needs most", *aligned([head, row])])
+    return table("memory of the rank that needs most", [head, row])
 
 
 def _together(answer: Result) -> str:
@@ -176,7 +154,7 @@ def _together(answer: Result) -> str:
         assert answer.training_cost is not None
         epochs = asked.training.epochs_at(asked.job.global_batch)
         what = f"to the accuracy, {epochs:.3g} epochs" if epochs is not None else "the whole training"
-        lines.append(f"{what}: {duration(answer.training_s)}; {money(answer.training_cost, asked.prices)}")
+        lines.append(f"{what}: {units.seconds(answer.training_s)}; {money(answer.training_cost, asked.prices)}")
     elif asked.training.epochs:
         low, high = asked.training.epochs[0][0], asked.training.epochs[-1][0]
         lines.append(
@@ -195,24 +173,19 @@ def _simulated(closed: Prediction, events: Prediction) -> str:
     here, there = parts(closed), parts(events)
     rows += [[name, *(time(each.get(name, 0.0)) for each in (here, there))] for name in {**here, **there}]
     rows.append(["together", time(closed.step_s), time(events.step_s)])
-    return "\n".join(["the same step, simulated as events", *aligned(rows, left=(0,))])
+    return table("the same step, simulated as events", rows, left=(0,))
 
 
 def failures(answer: Result) -> str:
     """The effect of failures, as a sentence. The result must have a failure_impact."""
     assert answer.failure_impact is not None and answer.request.failures is not None
     goodput, between_s = answer.failure_impact.goodput, answer.request.failures.job_between_s
-    said = f"with a failure every {duration(between_s)}, "
+    said = f"with a failure every {units.seconds(between_s)}, "
     if goodput < 0.01:
         return said + "the job makes no progress; use fewer devices, or save faster"
-    said += f"a checkpoint every {duration(answer.failure_impact.interval_s)} is best: "
+    said += f"a checkpoint every {units.seconds(answer.failure_impact.interval_s)} is best: "
     said += f"{units.ratio(goodput)} of the time is progress"
-    return said + (f", {duration(answer.training_s / goodput)} in all" if answer.training_s is not None else "")
-
-
-def duration(seconds: float) -> str:
-    """`34.5 days` from two days on; shorter times as in `units.seconds`."""
-    return f"{seconds / 86400:.3g} days" if seconds >= 2 * 86400 else units.seconds(seconds)
+    return said + (f", {units.seconds(answer.training_s / goodput)} in all" if answer.training_s is not None else "")
 
 
 def _few(answer: Result) -> str:
@@ -231,7 +204,7 @@ def _few(answer: Result) -> str:
                 way.reason,
             ]
         )
-    return "\n".join(["the best splits, the fastest of each mesh", *aligned(rows, left=(-2, -1))])
+    return table("the best splits, the fastest of each mesh", rows, left=(-2, -1))
 
 
 def _front(answer: Result) -> str:
@@ -240,7 +213,7 @@ def _front(answer: Result) -> str:
         [units.size(each.prediction.memory.total), time(each.prediction.step_s), *_split(each.job)]
         for each in answer.front
     ]
-    return "\n".join(["less memory for more time (no split that fits is better in both)", *aligned(rows, left=(-1,))])
+    return table("less memory for more time (no split that fits is better in both)", rows, left=(-1,))
 
 
 def _curve(scaling: str, points: Sequence[ScalingPoint]) -> str:
@@ -257,9 +230,9 @@ def _curve(scaling: str, points: Sequence[ScalingPoint]) -> str:
         found = point.choice.prediction
         row += [time(found.step_s), rate(found.samples_per_s), units.ratio(point.efficiency), _known(found.mfu)]
         if known:
-            row.append("-" if point.training_s is None else duration(point.training_s))
+            row.append("-" if point.training_s is None else units.seconds(point.training_s))
         rows.append([*row, *_split(point.choice.job)])
-    return "\n".join([f"{scaling} scaling: {what}", *aligned(rows, left=(-1,)), *notes])
+    return "\n".join([table(f"{scaling} scaling: {what}", rows, left=(-1,)), *notes])
 
 
 def _comparison(text: str, variants: Sequence[Variant]) -> str:
@@ -271,8 +244,10 @@ def _comparison(text: str, variants: Sequence[Variant]) -> str:
             continue
         found = each.choice.prediction
         exposed = sum(found.exposed_s.values()) / found.step_s
-        rows.append([each.name, time(found.step_s), times(each.factor), units.ratio(exposed), *_split(each.choice.job)])
-    return "\n".join([f"compared: {text}", *aligned(rows, left=(0, -1)), *notes])
+        rows.append(
+            [each.name, time(found.step_s), units.times(each.factor), units.ratio(exposed), *_split(each.choice.job)]
+        )
+    return "\n".join([table(f"compared: {text}", rows, left=(0, -1)), *notes])
 
 
 def _gains(gains: Sequence[Gain]) -> str:

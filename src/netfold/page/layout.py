@@ -1,7 +1,4 @@
-"""What every page of netfold's is: one HTML file, no network, light and dark, on a phone and on paper.
-
-Its style and its scripts (errors, tables) are in this folder; a page adds its own.
-"""
+"""The document of every page: head, style, scripts, headline, numbers, sections."""
 
 from __future__ import annotations
 
@@ -11,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from netfold.profile.page.escape import embed, escape
+from netfold.page.escape import embed, escape
 
 _FOLDER = Path(__file__).parent
 
@@ -21,24 +18,27 @@ def render_layout(
     title: str,
     headline: str,
     opening: str,
-    facts: Iterable[tuple[str, str]],
     sections: Sequence[tuple[str, str, str]],
-    data: tuple[str, Any],
-    style: Path | None = None,
+    facts: Iterable[tuple[str, str]] = (),
+    data: tuple[str, Any] | None = None,
     scripts: Sequence[Path] = (),
 ) -> str:
-    """The page. title, headline: text. opening: HTML below the headline. facts: a number and its meaning each.
+    """Return the page as text.
 
-    sections: (id, title, HTML); one without HTML is left out. data: id and value of what the page carries as JSON.
-    style, scripts: files beside those that all pages have.
+    title, headline: text.
+    opening: HTML below the headline.
+    sections: (id, title, HTML); a section without HTML is left out.
+    facts: (number, meaning), text.
+    data: the id and the value of a JSON block.
+    scripts: files beside those of every page.
     """
     texts = [path.read_text(encoding="utf-8") for path in (_FOLDER / "errors.js", _FOLDER / "tables.js", *scripts)]
-    # What is no script of ours does not run, should it ever get past the escaping; pictures are in the page itself.
+    # A script that got past the escaping does not run. Pictures are inside the page.
     allowed = f"style-src 'unsafe-inline'; img-src data:; script-src {' '.join(map(_hash_of, texts))}"
-    styles = [path.read_text(encoding="utf-8") for path in (_FOLDER / "style.css", style) if path is not None]
     first, *later = (f"<script>{text}</script>" for text in texts)
     body = "".join(
-        f'<section id="{name}" aria-labelledby="{name}-title"><h2 id="{name}-title">{heading}</h2>{html}</section>'
+        f'<section id="{name}" aria-labelledby="{name}-title"><h2 id="{name}-title">{escape(heading)}</h2>{html}'
+        "</section>"
         for name, heading, html in sections
         if html
     )
@@ -49,17 +49,17 @@ def render_layout(
 <meta http-equiv="Content-Security-Policy" content="default-src 'none'; {allowed}">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <title>{escape(title)}</title>
-<style>{"".join(styles)}</style>
+<style>{(_FOLDER / "style.css").read_text(encoding="utf-8")}</style>
 {first}
 </head>
 <body>
 <main>
 <h1>{escape(headline)}</h1>
 {opening}
-<div class="facts">{facts_of(facts)}</div>
+{facts_of(facts)}
 {body}
 </main>
-{embed(*data)}
+{embed(*data) if data else ""}
 {"".join(later)}
 </body>
 </html>
@@ -67,12 +67,13 @@ def render_layout(
 
 
 def facts_of(facts: Iterable[tuple[str, str]]) -> str:
-    """A few numbers, for an element of class facts."""
-    return "".join(
+    """Large numbers, each above its meaning; empty without facts."""
+    found = "".join(
         f"<div><strong>{escape(number)}</strong><span>{escape(meaning)}</span></div>" for number, meaning in facts
     )
+    return f'<div class="facts">{found}</div>' if found else ""
 
 
 def _hash_of(script: str) -> str:
-    """As a page's policy names a script that may run."""
+    """The source expression by which the page's policy allows a script."""
     return f"'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'"

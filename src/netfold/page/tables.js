@@ -1,4 +1,4 @@
-// Tables that sort by the column whose header is pressed; details that paper shows open.
+// Sort a table by the column whose header is pressed. Open all details for printing.
 "use strict";
 {
   const exact = (row, column) => {
@@ -8,10 +8,10 @@
     return Array.isArray(value) ? value[0] : value;
   };
 
-  // What is not known comes last, whichever way.
-  const compare = (a, b, way) => {
+  // Unknown values come last in both directions.
+  const compare = (a, b, direction) => {
     if (a === null || b === null) return (a === null) - (b === null);
-    return way * (typeof a === "string" ? a.localeCompare(b, undefined, { numeric: true }) : a - b);
+    return direction * (typeof a === "string" ? a.localeCompare(b, undefined, { numeric: true }) : a - b);
   };
 
   const sort = (table, header) => {
@@ -23,14 +23,15 @@
     const order = header.getAttribute("aria-sort") === first ? other : first;
     for (const each of table.tHead.rows[0].cells) each.removeAttribute("aria-sort");
     header.setAttribute("aria-sort", order);
-    const way = order === "ascending" ? 1 : -1;
-    rows.sort((a, b) => compare(exact(a, column), exact(b, column), way));
+    const direction = order === "ascending" ? 1 : -1;
+    rows.sort((a, b) => compare(exact(a, column), exact(b, column), direction));
     table.tBodies[0].append(...rows);
   };
 
   for (const table of document.querySelectorAll("table.sortable")) {
     if (table.tBodies[0].rows.length < 2) continue;
     for (const header of table.tHead.rows[0].cells) {
+      if (header.textContent === "") continue;
       const button = document.createElement("button");
       button.type = "button";
       button.append(...header.childNodes);
