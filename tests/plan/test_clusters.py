@@ -73,9 +73,9 @@ def test_a_quantity_is_read_with_its_unit(text: str, kind: str, value: float) ->
     [
         (100, "rate", "has no unit"),
         ("100", "rate", "has no unit"),
-        ("80 GiB", "rate", "is a quantity of bytes, where one of rate is wanted"),
-        ("100 Gbps", "rate", "no unit that is known"),
-        ("fast", "rate", "is no quantity"),
+        ("80 GiB", "rate", "is a quantity of bytes, where one of rate is needed"),
+        ("100 Gbps", "rate", "has an unknown unit"),
+        ("fast", "rate", "is not a quantity"),
     ],
 )
 def test_a_unit_that_is_missing_or_mixed_up_is_a_sentence(value: object, kind: str, said: str) -> None:

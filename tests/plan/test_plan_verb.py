@@ -130,6 +130,6 @@ def test_failures_cost_time_and_say_how_often_to_save(tmp_path: Path) -> None:
     )
     file.write_text(asked + failing.replace('"60 s"', '"60 MB"'))
     code, said = plan(str(file))
-    assert code == 2 and "is a quantity of bytes, where one of time is wanted" in said
+    assert code == 2 and "is a quantity of bytes, where one of time is needed" in said
     file.write_text(asked + failing.replace("hours_between = 8000\n", ""))
     assert "failures.hours_between is missing" in plan(str(file))[1]

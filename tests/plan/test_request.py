@@ -82,7 +82,7 @@ def test_what_is_missing_is_named() -> None:
 def test_more_devices_than_there_are_and_a_unit_of_another_kind_are_told(tmp_path: Path) -> None:
     assert "dgx-a100 has 4480" in problems(JOB.replace("gpus = 16", "gpus = 9999"), tmp_path)[0]
     (said,) = problems(JOB.replace("batch = 64", 'batch = 64\nbucket = "25 ms"'), tmp_path)
-    assert "is a quantity of time, where one of bytes is wanted" in said and said.startswith("job.toml:")
+    assert "is a quantity of time, where one of bytes is needed" in said and said.startswith("job.toml:")
 
 
 def test_a_cluster_can_stand_in_the_file_itself(tmp_path: Path) -> None:

@@ -99,7 +99,7 @@ rate = "50 GB/s"
         ("switch_ports = 40", "has only one of switch_ports and switch_latency"),
         ('switch_latency = "130 ns"', "has only one of switch_ports and switch_latency"),
         ('switch_ports = 3\nswitch_latency = "130 ns"', "at least 4 ports, and these have 3"),
-        ('switch_ports = 40\nswitch_latency = "130 GB"', "is a quantity of bytes, where one of time is wanted"),
+        ('switch_ports = 40\nswitch_latency = "130 GB"', "is a quantity of bytes, where one of time is needed"),
     ],
 )
 def test_switches_that_cannot_be_are_a_sentence(tmp_path: Path, keys: str, said: str) -> None:
