@@ -70,8 +70,8 @@ class Turns:
 
 
 RECIPE_TURNS = Turns(("netfold", "gloo"), steps=4, settling=2, rounds=4, most_rounds=4, budget_s=0.0)
-# A new group's first eight large operations do not overlap, since each cuts the next: two steps of most models.
-LINK_TURNS = Turns(tuple(SIDES), steps=4, settling=4, rounds=2, most_rounds=8, budget_s=10.0)
+# A new group's first four large operations do not overlap, since each cuts the next: a step of most models.
+LINK_TURNS = Turns(tuple(SIDES), steps=8, settling=4, rounds=2, most_rounds=8, budget_s=10.0)
 BACKENDS = RECIPE_TURNS.sides
 
 

@@ -32,20 +32,11 @@ WORDS = {
 }
 FOUND = re.compile(r"\b(?:" + "|".join(f"(?:{word})" for word in WORDS) + r")\b", re.IGNORECASE)
 
-# Folders that are not rewritten yet.
+# Files that are not rewritten yet.
 NOT_COVERED = (
     "bench/",
-    "docs/explanation/plan-",
-    "docs/how-to/benchmarks.md",
-    "docs/how-to/mpi.md",
-    "docs/reference/measurements.md",
-    "docs/reference/plan/",
-    "docs/reference/train/recipes.md",  # quotes train
-    "src/netfold/bench/",
-    "src/netfold/demo/",
-    "src/netfold/horovod/",
-    "src/netfold/plan/",
-    "src/netfold/profile/",
+    "docs/explanation/plan-closed-loop.md",
+    "src/netfold/plan/request/profile.py",
     "src/netfold/train/",
     "tests/",
 )

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from netfold.bench import mpi_peers
 from netfold.bench.figures import by_link, efficiency, hosts, latency, loss, packets, run, speedup, tree
-from netfold.bench.figures.budget import LEAST_ROUNDS, MOST_ROUNDS, Budget, Share
+from netfold.bench.figures.budget import LEAST_ROUNDS, MOST_ROUNDS, Share
 from netfold.bench.figures.figure import (
     GLOO,
     HOSTS_ONLY,
@@ -370,20 +370,19 @@ class Clock:
 
 def test_time_that_a_figure_leaves_goes_to_those_after_it() -> None:
     clock = Clock()
-    budget = Budget(100, {"a": 1, "b": 2, "c": 1}, clock)
-    assert budget.begin("a").left_s == 25
-    clock.now_s += 10
-    assert budget.begin("b").left_s == 60
-    clock.now_s += 80
-    assert budget.begin("c").left_s == 10
+    left = []
+    for share, used_s in zip(Share(100, clock).split([1, 2, 1]), (10, 80, 0), strict=True):
+        left.append(share.left_s)
+        clock.now_s += used_s
+    assert left == [25, 60, 10]
 
 
 def test_time_that_is_up_leaves_nothing_and_never_less() -> None:
     clock = Clock()
-    budget = Budget(100, {"a": 1, "b": 1}, clock)
-    budget.begin("a")
+    shares = Share(100, clock).split([1, 1])
+    next(shares)
     clock.now_s += 500
-    assert budget.begin("b").left_s == 0
+    assert next(shares).left_s == 0
 
 
 def test_rounds_end_before_one_that_would_not_fit() -> None:
@@ -413,7 +412,7 @@ def test_no_more_rounds_than_planned() -> None:
 def test_a_share_is_split_into_parts_and_what_one_leaves_the_next_has() -> None:
     clock = Clock()
     left = []
-    for part in Share(90, clock).split(3):
+    for part in Share(90, clock).split([1, 1, 1]):
         left.append(part.left_s)
         clock.now_s += 10
     assert left == [30, 40, 70]
@@ -471,7 +470,7 @@ def test_the_mpi_of_a_figure_is_the_first_that_is_here(monkeypatch: pytest.Monke
     ]
     here.clear()
     assert mpi_peers.find_mpi() == ""
-    with pytest.raises(mpi_peers.PeerMissingError, match="no MPI is here; `make bench-peers`"):
+    with pytest.raises(mpi_peers.PeerMissingError, match="no MPI is installed; `make bench-peers`"):
         mpi_peers.with_mpi_named("mpi")
 
 

@@ -41,7 +41,7 @@ def test_the_smallest_demo_beats_bicubic_agrees_with_gloo_and_leaves_nothing_but
 
 
 @pytest.mark.jobs
-def test_gradients_rounded_to_bfloat16_are_told_from_rounding(tmp_path: Path) -> None:
+def test_gradients_in_bfloat16_are_distinguished_from_rounding(tmp_path: Path) -> None:
     ended = _demo(tmp_path, "--quick", NETFOLD_WIRE_DTYPE="bf16")
     assert ended.returncode == 1, ended.stdout + ended.stderr
     assert "the losses over netfold differ from gloo's by more than rounding" in ended.stderr

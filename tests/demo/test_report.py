@@ -77,7 +77,7 @@ def test_the_page_shows_both_curves_every_row_and_four_pictures_a_photograph(tmp
     assert "a &lt;tree&gt;" in page
 
 
-def test_a_story_that_keeps_its_promises_has_no_failures() -> None:
+def test_a_successful_demo_has_no_failures() -> None:
     assert _story().failures() == []
     assert 'class="failed"' not in report.render(_story(), seconds=1.0)
 
@@ -90,7 +90,7 @@ def test_a_story_that_keeps_its_promises_has_no_failures() -> None:
         ({"replicas_equal": False}, "workers of netfold ended with different weights"),
     ],
 )
-def test_a_broken_promise_is_said_in_a_sentence_and_shown_on_the_page(changes: dict[str, float], sentence: str) -> None:
+def test_a_failure_is_a_sentence_and_is_on_the_page(changes: dict[str, float], sentence: str) -> None:
     story = _story(**changes)  # type: ignore[arg-type]
     assert any(re.search(sentence, failure) for failure in story.failures())
     assert 'class="failed"' in report.render(story, seconds=1.0)

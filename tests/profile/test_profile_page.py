@@ -129,7 +129,7 @@ def test_every_table_has_a_caption_and_every_picture_words() -> None:
 
 
 @needs_chromium
-def test_a_pressed_header_sorts_what_is_not_known_comes_last(tmp_path: Path) -> None:
+def test_a_pressed_header_sorts_and_unknown_values_come_last(tmp_path: Path) -> None:
     press = """
       const heads = [...document.querySelectorAll("#rows thead th")];
       const place = heads.findIndex((head) => head.textContent === "exposed");
@@ -228,7 +228,7 @@ def test_the_timelines_numbers_are_the_runs_on_the_first_ranks_clock() -> None:
 
 @needs_chromium
 @pytest.mark.parametrize("where", ["command", "host", "names", "advice"])
-def test_what_a_run_says_is_text_whatever_it_is(where: str, tmp_path: Path) -> None:
+def test_text_from_a_run_never_becomes_markup(where: str, tmp_path: Path) -> None:
     found, recorded = findings(), run(host=HOSTILE if where == "host" else "")
     if where == "command":
         found = replace(found, title=HOSTILE, versions={HOSTILE: HOSTILE}, hosts=[HOSTILE], sources=[HOSTILE])
@@ -259,7 +259,7 @@ def test_what_a_run_says_is_text_whatever_it_is(where: str, tmp_path: Path) -> N
     assert any(" ".join(HOSTILE.split()) in each.text for each in page.all(shown))
 
 
-def test_what_is_no_utf_8_and_what_is_no_number_can_be_written() -> None:
+def test_invalid_utf_8_and_values_that_are_not_finite_can_be_written() -> None:
     broken = b"train-\xff.py".decode(errors="surrogateescape")
     row = replace(rows()[0], algbw=math.inf, busbw=math.nan, p50_s=math.nan)
     page = render_page(findings(title=broken, rows=[row]), run(host=broken))
@@ -290,7 +290,7 @@ def nothing(ranks: int) -> Run:
 
 @needs_chromium
 @pytest.mark.parametrize("case", ["nothing", "one rank", "no progress", "no steps", "no run", "missing", "unaligned"])
-def test_a_run_that_lacks_something_says_what(case: str, tmp_path: Path) -> None:
+def test_missing_data_is_named(case: str, tmp_path: Path) -> None:
     found, recorded, says = {
         "nothing": (bare(), nothing(4), "No operation was recorded."),
         "one rank": (findings(size=1, stragglers=[], clocks=clocks(1)), run(ranks=1), "takes the records of two ranks"),
@@ -412,7 +412,7 @@ def test_without_steps_the_middle_of_a_long_run_is_shown() -> None:
     assert MOST_OPERATIONS - 10 <= kept <= MOST_OPERATIONS
 
 
-def test_a_rank_that_did_something_is_shown_before_those_that_did_nothing() -> None:
+def test_ranks_with_operations_are_shown_before_idle_ranks() -> None:
     *others, last = run(ranks=MOST_RANKS + 2, steps=1).traces
     idle = [replace(each, operations=each.operations[:0]) for each in others]
     drawn = timeline(Run(Path(), {}, [*idle, last]), clocks(len(others) + 1), [])
@@ -421,7 +421,7 @@ def test_a_rank_that_did_something_is_shown_before_those_that_did_nothing() -> N
     assert [rank["rank"] for rank in shown if rank["operations"]] == [last.metadata.rank]
 
 
-def test_of_more_ranks_than_fit_those_are_shown_that_others_waited_for() -> None:
+def test_of_too_many_ranks_those_with_the_longest_waits_are_shown() -> None:
     ranks = MOST_RANKS + 6
     late = [Straggler(rank, "node", 10, 1, float(rank), 0.0) for rank in range(ranks)]
     drawn = timeline(run(ranks=ranks, steps=1), clocks(ranks), late)

@@ -30,7 +30,7 @@ def small() -> Run:
     )
 
 
-def test_the_table_says_all_of_it() -> None:
+def test_the_table_has_all_findings() -> None:
     """Exposed: idle 50% from 10 to 30, none after. algbw 16 MB / 36 ms = 0.466 GB/s; rank 0 waited 4 ms: 2 a rank."""
     findings = replace(analyse(small()), advice=[Advice("do that", True), Advice("it is so", False)])
     assert render_table(findings).splitlines() == [
@@ -70,7 +70,7 @@ def test_what_a_fabric_kept_registered_is_shown_of_all_ranks_together() -> None:
     assert json.loads(as_json(findings))["registrations"] == {"0": kept, "1": kept}
 
 
-def test_columns_in_which_nothing_stands_are_left_out_and_unknown_is_a_dash() -> None:
+def test_empty_columns_are_left_out_and_unknown_is_a_dash() -> None:
     ops = [Op(0, 1), Op(2, 3, error="timeout")]
     text = render_table(analyse(make_run(make_trace(0, 1, ops, source=PROFILER))))
     assert "wire" not in text and "exposed(ms)" not in text and "errors" in text

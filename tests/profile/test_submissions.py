@@ -28,7 +28,7 @@ from netfold.profile.perfetto import write_trace
 from netfold.profile.recording import Names, Recording
 from netfold.profile.run import PROGRESS, STEP, GroupName, RankMetadata, Run, Trace
 from netfold.profile.table import render_comparison, render_table
-from netfold.torch import profiler_source as recorded_by_torch
+from netfold.torch import profiler_records, profiler_source, profiler_window
 
 GROUPS = {"model": range(2), "cpu": range(2)}
 HOW = ("torch.cuda.Event(enable_timing=True)", "torch.profiler")
@@ -82,7 +82,7 @@ def test_submissions_have_counts_and_bytes_and_no_times() -> None:
     ] * 2
 
 
-def test_what_ran_on_the_host_keeps_its_times_beside_submissions() -> None:
+def test_operations_on_the_host_keep_their_times_beside_submissions() -> None:
     """gloo's 10 ms alone are communication; it takes all of the share."""
     findings = analyse(nccl(gloo=True))
     timed, submitted = findings.rows
@@ -194,18 +194,18 @@ def test_every_time_of_a_row_may_be_unknown() -> None:
 
 def test_in_a_group_of_gloo_and_nccl_each_operation_is_its_own_backends(monkeypatch: pytest.MonkeyPatch) -> None:
     """What init_process_group() makes without a backend: CPU tensors by gloo, CUDA tensors by nccl."""
-    monkeypatch.setattr(recorded_by_torch, "_groups", list)
-    source = recorded_by_torch.TorchSource(Recording("unused"))
-    source._groups = {"0": GroupName("default", "gloo and nccl", [0, 1])}
+    monkeypatch.setattr(profiler_records, "other_groups", list)
+    source = profiler_source.TorchSource(Recording("unused"))
+    source._records.known = {"0": GroupName("default", "gloo and nccl", [0, 1])}
     kinds = ("nccl:all_reduce", "gloo:all_reduce")
-    events = [recorded_by_torch._Event(name, 10 * at, 5, [[4]], ["float"]) for at, name in enumerate(kinds)]
+    events = [profiler_window.Event(name, 10 * at, 5, [[4]], ["float"]) for at, name in enumerate(kinds)]
     entries = [
         {"process_group": ["0", "default"], "collective_seq_id": at + 1, "time_created_ns": 10 * at,
          "profiling_name": name, "input_sizes": [[4]]}
         for at, name in enumerate(kinds)
     ]  # fmt: skip
     kept = json.dumps({"entries": entries}).encode()
-    source._pending.windows.append(recorded_by_torch._Window(events, (0, 0), (100, 0), {"0": 0}, kept, 2))
+    source._windows.read.append(profiler_window.Window(events, (0, 0), (100, 0), {"0": 0}, kept, 2))
     names = Names(engine)
     (operations,) = source.take(names).operations
     about = RankMetadata(0, 2, "a", 1, PROFILER, names.by_number(), source.groups())

@@ -31,7 +31,7 @@ def test_a_report_is_a_table_with_advice(runs: list[str]) -> None:
     assert "128 KB to 16 MB" in out and "rank 1 (host-1) was last in" in out and "\nprediction: " in out
 
 
-def test_a_report_as_data_is_nothing_else(runs: list[str]) -> None:
+def test_a_report_as_data_writes_nothing_else(runs: list[str]) -> None:
     code, out, _ = say("report", runs[0], "--output", "json", "--buckets", "1K, 1G")
     found = json.loads(out)
     assert code == 0 and [(row["above_bytes"], row["to_bytes"]) for row in found["rows"]] == [(1024, 1 << 30)] * 2
@@ -47,7 +47,7 @@ def test_a_comparison_is_a_table_or_json(runs: list[str]) -> None:
     assert code == 0 and json.loads(out)["total"]["steps"] == [8, 8]
 
 
-def test_what_cannot_be_read_is_said_in_a_sentence(runs: list[str], tmp_path: Path) -> None:
+def test_an_unreadable_run_is_one_sentence(runs: list[str], tmp_path: Path) -> None:
     code, out, err = say("report", str(tmp_path))
     assert (code, out) == (2, "") and "holds no profile" in err
     code, _, err = say("compare", runs[0], str(tmp_path))

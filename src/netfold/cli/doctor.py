@@ -16,11 +16,6 @@ if TYPE_CHECKING:
 app = typer.Typer(help="Find out what is wrong, before a job or in a job that hangs.", no_args_is_help=True)
 
 
-@app.callback()
-def doctor() -> None:
-    """Find out what is wrong, before a job or in a job that hangs."""
-
-
 @app.command()
 @with_output("json")
 def job(

@@ -61,7 +61,10 @@ def report(run: _Run, output: Output, buckets: _Buckets = _BUCKETS) -> None:
         found = read_run(run)
         findings = analyse(found, _sizes(buckets))
     findings = replace(findings, advice=advise(found, findings))
-    page = lambda: render_page(findings, found, each_step=each_step(found))
+
+    def page() -> str:
+        return render_page(findings, found, each_step=each_step(found))
+
     output.show(render_table(findings), json=lambda: as_json(findings), csv=lambda: as_csv(findings), html=page)
     if output == STDOUT_TABLE:
         with exit_on("profile report", OSError):

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from netfold.cli.output import STDOUT_TABLE, Output, with_output
 from netfold.cli.verb import time_option
+
+if TYPE_CHECKING:
+    from netfold.diagnostics import Snapshot, View
 
 
 @with_output("json")
@@ -24,9 +27,7 @@ def top(
     sampling. Ends when the jobs end, or by control-C. `--output json` prints a line for each interval, a list of
     groups.
     """
-    import json
     import time
-    from dataclasses import asdict
 
     from rich.console import Console
     from rich.live import Live
@@ -45,10 +46,7 @@ def top(
             seen = True
             view = View(snapshots, time.monotonic_ns())
             if once or output != STDOUT_TABLE or not console.is_terminal:
-                output.show(
-                    lambda console, view=view: console.print(view, soft_wrap=False, highlight=False),
-                    json=lambda snapshots=snapshots: json.dumps([asdict(snapshot) for snapshot in snapshots]),
-                )
+                _show(output, view, snapshots)
             elif live is None:
                 live = stack.enter_context(Live(view, console=console, auto_refresh=False))
             else:
@@ -58,3 +56,13 @@ def top(
         stack.close()
         nobody = "no group of netfold on this machine that this user may look at"
         typer.echo("the job has ended" if seen else nobody, err=output.form != "table")
+
+
+def _show(output: Output, view: View, snapshots: list[Snapshot]) -> None:
+    import json
+    from dataclasses import asdict
+
+    output.show(
+        lambda console: console.print(view, soft_wrap=False, highlight=False),
+        json=lambda: json.dumps([asdict(snapshot) for snapshot in snapshots]),
+    )

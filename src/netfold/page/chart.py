@@ -85,7 +85,7 @@ class Chart:
         self._across, self._up = across, up
         self._svg: list[str] = []
         self._html: list[str] = []
-        self._legend: dict[str, tuple[str, str]] = {}  # (colour, kind of mark) by label
+        self._legend: dict[str, str] = {}  # classes by label
 
     def svg(self, marks: str) -> None:
         """Add SVG whose coordinates go from 0 to SIDE, x from the left and y from the top."""
@@ -108,7 +108,7 @@ class Chart:
                     self.dot(ink, x, y, aside=aside)
             is_on = y is not None
         self._svg.append(f'<path class="ink-{ink} {kind}" d="{"".join(drawn)}"/>')
-        self._label(ink, label, kind or ("dot" if dots else "line"))
+        self.label(ink, label, kind or ("dot" if dots else "line"))
 
     def span(self, ink: str, begin: tuple[float, float], end: tuple[float, float], *, aside: float = 0.0) -> None:
         """Add a thin line between two points, for the spread of a value."""
@@ -119,13 +119,13 @@ class Chart:
         low = self._up.low
         outline = [(points[0][0], low), *points, (points[-1][0], low)]
         self._svg.append(f'<polygon class="ink-{ink} {kind}" points="{" ".join(self._at(x, y) for x, y in outline)}"/>')
-        self._label(ink, label, kind)
+        self.label(ink, label, kind)
 
     def level(self, y: float, label: str = "") -> None:
         """Add a dashed line across the chart."""
         at = SIDE - self._up.at(y)
         self._svg.append(f'<line class="ink-quiet dashed level" x1="0" x2="{SIDE}" y1="{at:.1f}" y2="{at:.1f}"/>')
-        self._label("quiet", label, "dashed")
+        self.label("quiet", label, "dashed")
 
     def moment(self, ink: str, x: float, text: str) -> None:
         """Add a line from top to bottom, with a tooltip."""
@@ -136,7 +136,7 @@ class Chart:
         """Shade the chart between two values across."""
         left, right = self._across.at(low), self._across.at(high)
         self._svg.append(f'<rect class="ink-line" x="{left:.1f}" width="{right - left:.1f}" y="0" height="{SIDE}"/>')
-        self._label("line", label, "")
+        self.label("line", label, "")
 
     def dot(self, ink: str, x: float, y: float, text: str = "", *, aside: float = 0.0, side: str = "above") -> None:
         """Add a point whose shape belongs to its colour. side: the text is `above`, `left` or `right`."""
@@ -144,10 +144,6 @@ class Chart:
         self._html.append(f'<i class="dot ink-{ink}" {place}></i>')
         if text:
             self._html.append(f'<span class="{side}" {place}>{escape(text)}</span>')
-
-    def legend(self, ink: str, label: str, kind: str = "dot") -> None:
-        """Add an entry for marks that were added without a label."""
-        self._label(ink, label, kind)
 
     def render(self, description: str, caption: str = "", *, height_rem: float = 0.0) -> str:
         """Return the chart as a figure. description: for screen readers. height_rem: 0 for the default."""
@@ -162,29 +158,28 @@ class Chart:
         longest = max((len(text) for _, text in self._up.labels()), default=0)
         left_rem = max(_LEAST_LEFT_REM, _CHARACTER_REM * longest + 1)
         size = f"--left:{left_rem:.1f}rem" + (f";--height:{height_rem:.1f}rem" if height_rem else "")
-        entries = "".join(
-            f'<span><i class="ink-{ink} {kind}"></i>{escape(label)}</span>'
-            for label, (ink, kind) in self._legend.items()
-        )
         return (
             f'<figure style="{size}"><div class="chart" role="img" aria-label="{escape(description)}">'
             f'<div class="up-title">{escape(self._up.title)}</div><div class="up">{left}</div>'
             f'<svg viewBox="0 0 {SIDE} {SIDE}" preserveAspectRatio="none" aria-hidden="true">{rows}'
             f'{"".join(self._svg)}</svg><div class="over" aria-hidden="true">{"".join(self._html)}</div>'
             f'<div class="across">{below}</div><div class="across-title">{escape(self._across.title)}</div></div>'
-            f"{legend_of(entries)}{f'<figcaption>{escape(caption)}</figcaption>' if caption else ''}</figure>"
+            f"{legend(self._legend)}{f'<figcaption>{escape(caption)}</figcaption>' if caption else ''}</figure>"
         )
 
     def _at(self, x: float, y: float, aside: float = 0.0) -> str:
         return f"{self._across.at(x) + aside:.1f},{SIDE - self._up.at(y):.1f}"
 
-    def _label(self, ink: str, label: str, kind: str) -> None:
+    def label(self, ink: str, label: str, kind: str = "dot") -> None:
+        """Add an entry to the legend, for marks that were added without a label."""
         if label:
-            self._legend[label] = ink, kind
+            self._legend[label] = f"ink-{ink} {kind}"
 
 
-def legend_of(entries: str) -> str:
-    return f'<div class="legend">{entries}</div>' if entries else ""
+def legend(entries: Mapping[str, str]) -> str:
+    """A legend. entries: the classes of the mark by label; empty without entries."""
+    found = "".join(f'<span><i class="{kind}"></i>{escape(label)}</span>' for label, kind in entries.items())
+    return f'<div class="legend">{found}</div>' if found else ""
 
 
 def stack(parts: Mapping[str, float], whole: float, inks: Mapping[str, str], what: str, *, thin: bool = False) -> str:

@@ -1,7 +1,7 @@
-"""The time of all figures together, and each figure's share of it."""
+"""The time of all figures together, divided into the shares of figures and their parts."""
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Sequence
 
 # Fewer rounds have no spread; these rounds run regardless of the time.
 LEAST_ROUNDS = 3
@@ -11,9 +11,9 @@ Clock = Callable[[], float]
 
 
 class Share:
-    """One figure's time, which begins now. rounds_played: of the last `rounds`."""
+    """A time that begins now. rounds_played: of the last `rounds`."""
 
-    def __init__(self, seconds: float, clock: Clock) -> None:
+    def __init__(self, seconds: float, clock: Clock = time.monotonic) -> None:
         self._clock = clock
         self._end = clock() + seconds
         self.rounds_played = 0
@@ -33,22 +33,7 @@ class Share:
             longest_s = max(longest_s, self._clock() - began)
             self.rounds_played = number + 1
 
-    def split(self, parts: int) -> Iterator["Share"]:
-        """Yield shares one after another; time that one does not use goes to the next ones."""
-        for left in range(parts, 0, -1):
-            yield Share(self.left_s / left, self._clock)
-
-
-class Budget:
-    """`total_s`, divided by `weights` in order: time that a figure does not use goes to the next figures."""
-
-    def __init__(self, total_s: float, weights: Mapping[str, int], clock: Clock = time.monotonic) -> None:
-        self._clock = clock
-        self._end = clock() + total_s
-        self._weights = dict(weights)
-
-    def begin(self, name: str) -> Share:
-        """The share of the next figure, which begins now."""
-        part = self._weights[name] / sum(self._weights.values())
-        del self._weights[name]
-        return Share(max(0.0, self._end - self._clock()) * part, self._clock)
+    def split(self, weights: Sequence[int]) -> Iterator["Share"]:
+        """Yield shares one after another, each by its weight. Time that one does not use goes to the next ones."""
+        for at, weight in enumerate(weights):
+            yield Share(max(0.0, self.left_s) * weight / sum(weights[at:]), self._clock)

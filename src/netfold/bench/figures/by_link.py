@@ -56,7 +56,7 @@ def by_model(models: Sequence[str], workers: int) -> Predicted:
     percents = ", ".join(f"{100 * (found[most][c] - 1):.0f}% with {name}" for c, name in LINKS.items())
     return Predicted(
         chart.dots(
-            [chart.Dots(model, {name: spread([found[model][c]]) for c, name in LINKS.items()}) for model in ordered],
+            {model: {name: spread([found[model][c]]) for c, name in LINKS.items()} for model in ordered},
             name="Speedup of training steps, by the switch's link",
             x_label="a step by a ring over a step with the switch (right of 1: quicker)",
             numbers=False,

@@ -6,7 +6,7 @@ Spreads are bars from the 5th to the 95th percentile. A series has the same colo
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from netfold import units
 from netfold.bench.spread import Spread
@@ -35,23 +35,6 @@ class Line:
     xs: Sequence[float]
     spreads: Sequence[Spread] = ()
     values: Sequence[float] = ()
-
-
-@dataclass(frozen=True)
-class Point:
-    """A point with a spread along x."""
-
-    label: str
-    x: Spread
-    y: float
-
-
-@dataclass(frozen=True)
-class Dots:
-    """A row of points with spreads along x, by series."""
-
-    label: str
-    spreads: Mapping[str, Spread] = field(default_factory=dict)
 
 
 def lines(
@@ -100,48 +83,47 @@ def lines(
 
 
 def dots(
-    rows: Sequence[Dots],
+    rows: Mapping[str, Mapping[str, Spread]],
     *,
     name: str,
     x_label: str,
     band: tuple[float, float, str] | None = None,
     numbers: bool = True,
 ) -> str:
-    """One row for each item, the first on top; x from 0.
+    """One row for each item, the first on top, with points by series and their spreads along x; x from 0.
 
     band: begin, end and meaning of a shaded range. numbers: write the values above the points, if there is space.
     """
     # The bar of an outlier leaves the chart, instead of pressing all other bars together.
-    most = 1.2 * max(of.median for row in rows for of in row.spreads.values())
+    most = 1.2 * max(of.median for row in rows.values() for of in row.values())
     across = Axis(x_label, 0, max(most, band[1] * 1.05 if band else 0), units.digits)
-    places = {float(-at): row.label for at, row in enumerate(rows)}
+    places = {float(-at): label for at, label in enumerate(rows)}
     chart = Chart(across, Axis("", -len(rows) + 0.4, 0.6, named=places))
     if band is not None:
         chart.band(*band)
-    series = list(dict.fromkeys(label for row in rows for label in row.spreads))
+    series = list(dict.fromkeys(label for row in rows.values() for label in row))
     for number, label in enumerate(series):
         ink = _ink(label, number)
-        for y, row in zip(places, rows, strict=True):
-            if (of := row.spreads.get(label)) is not None:
+        for y, row in zip(places, rows.values(), strict=True):
+            if (of := row.get(label)) is not None:
                 chart.span(ink, (of.p5, y), (of.p95, y))
                 text = f"{of.median:.2f}" if of.median < 10 else f"{of.median:.0f}"
                 chart.dot(ink, of.median, y, text if numbers else "")
-        if any(len(row.spreads) > 1 for row in rows):
-            chart.legend(ink, label)
+        if any(len(row) > 1 for row in rows.values()):
+            chart.label(ink, label)
     return chart.render(name, height_rem=2 + 2.2 * len(rows))
 
 
-def plane(points: Sequence[Point], *, name: str, x_label: str, y_label: str) -> str:
-    """Points over a logarithmic y axis, with their names."""
-    up = Axis(
-        y_label, min(point.y for point in points) / 4, max(point.y for point in points) * 4, units.digits, base=10
-    )
-    chart = Chart(Axis(x_label, 0, max(point.x.p95 for point in points) * 1.12, units.digits), up)
-    for number, point in enumerate(points):
-        ink = "0" if point.label.startswith("gloo") else "1"
-        chart.span(ink, (point.x.p5, point.y), (point.x.p95, point.y))
+def plane(points: Mapping[str, tuple[Spread, float]], *, name: str, x_label: str, y_label: str) -> str:
+    """Points by name: a spread along x, and a y on a logarithmic axis."""
+    low, high = min(y for _, y in points.values()) / 4, max(y for _, y in points.values()) * 4
+    across = Axis(x_label, 0, max(x.p95 for x, _ in points.values()) * 1.12, units.digits)
+    chart = Chart(across, Axis(y_label, low, high, units.digits, base=10))
+    for number, (label, (x, y)) in enumerate(points.items()):
+        ink = "0" if label.startswith("gloo") else "1"
+        chart.span(ink, (x.p5, y), (x.p95, y))
         # Names of neighbours are on different sides, so that they do not cover each other.
-        chart.dot(ink, point.x.median, point.y, point.label, side="left" if number % 2 else "right")
+        chart.dot(ink, x.median, y, label, side="left" if number % 2 else "right")
     return chart.render(name, height_rem=18)
 
 

@@ -21,13 +21,13 @@ TALK = (0.55, 0.65)
 
 def measure(share: Share, taken: Measurements) -> None:
     taken.settings |= {"rate": RATE, "stands_for": STANDS_FOR, "shrink_and_speed": MODELS}
-    for hosts, part in zip(HOSTS, share.split(len(HOSTS)), strict=True):
+    for hosts, part in zip(HOSTS, share.split([1] * len(HOSTS)), strict=True):
         if share.left_s <= 0 and taken.rows:
             taken.cut.append(f"The time did not suffice for {hosts} hosts.")
             continue
         place = BenchEnvironment(hosts, rack_rate=RATE, deadline_s=int(deadline_s(part)))
         with start_runner(place, ["torch"]) as runner:
-            for (model, (shrink, speed)), turn in zip(MODELS.items(), part.split(len(MODELS)), strict=True):
+            for (model, (shrink, speed)), turn in zip(MODELS.items(), part.split([1] * len(MODELS)), strict=True):
                 replay(runner, turn, taken, model, hosts, shrink=shrink, speed=speed)
             note(taken, runner)
 

@@ -34,7 +34,7 @@ _OUTER_BYTES = 42
 
 def measure(share: Share, taken: Measurements) -> None:
     taken.settings |= {"hosts": HOSTS, "mtu": MTU, "size_bytes": RATES}
-    for (rate, size_bytes), part in zip(RATES.items(), share.split(len(RATES)), strict=True):
+    for (rate, size_bytes), part in zip(RATES.items(), share.split([1] * len(RATES)), strict=True):
         with Rack(HOSTS, rate, mtu=MTU) as rack, in_rack(rack, part, taken) as runner:
             configurations = [Configuration(str(payload), HOSTS, SWITCH, payload) for payload in PAYLOADS]
             runner.open(configurations)

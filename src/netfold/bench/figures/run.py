@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from netfold.bench.figures import efficiency, hosts, latency, loss, packets, speedup, tree, wires
-from netfold.bench.figures.budget import Budget
+from netfold.bench.figures.budget import Share
 from netfold.bench.figures.figure import Figure, Measurements
 from netfold.bench.figures.page import render
 from netfold.bench.machine import describe_machine, describe_versions
@@ -52,11 +52,10 @@ def run_figures(folder: Path, names: Sequence[str], say: Say, *, total_s: float)
             f"{lack}; without it none of these can be measured: {', '.join(figure.name for figure in wanted)}"
         )
     figures = read(folder) if (folder / DATA).exists() else {}
-    weights = {figure.name: figure.weight for figure in wanted}
-    part = sum(weights.values()) / sum(figure.weight for figure in FIGURES.values())
-    budget = Budget(total_s * part, weights)
-    for figure in wanted:
-        share, taken, began, load = budget.begin(figure.name), Measurements(), time.monotonic(), os.getloadavg()[0]
+    weights = [figure.weight for figure in wanted]
+    part = sum(weights) / sum(figure.weight for figure in FIGURES.values())
+    for figure, share in zip(wanted, Share(total_s * part).split(weights), strict=True):
+        taken, began, load = Measurements(), time.monotonic(), os.getloadavg()[0]
         say(f"measuring: {figure.name}, {figure.title.lower()}; about {share.left_s:.0f} s")
         try:
             figure.measure(share, taken)

@@ -22,7 +22,7 @@ def measure(share: Share, taken: Measurements) -> None:
     place = BenchEnvironment(HOSTS, rack_rate=RATE, deadline_s=int(deadline_s(share)))
     skipped = []
     with start_runner(place, ["torch"]) as runner:
-        for model, part in zip(MODELS, share.split(len(MODELS)), strict=True):
+        for model, part in zip(MODELS, share.split([1] * len(MODELS)), strict=True):
             if share.left_s <= 0 and taken.rows:
                 skipped.append(model)
             else:
@@ -37,7 +37,7 @@ def tell(taken: Measurements) -> FigureText:
     gain = {model: taken.ratios((GLOO, model), (NETFOLD, model)) for model in taken.xs(NETFOLD)}
     models = sorted(gain, key=lambda model: gain[model].median, reverse=True)
     picture = chart.dots(
-        [chart.Dots(model, {NETFOLD: gain[model]}) for model in models],
+        {model: {NETFOLD: gain[model]} for model in models},
         name=TITLE,
         x_label="gloo's step over netfold's (right of 1: netfold is quicker)",
         band=(*TALK, "the talk's range, over TensorFlow with NCCL"),

@@ -45,7 +45,7 @@ def measure(share: Share, taken: Measurements) -> None:
 def tell(taken: Measurements) -> FigureText:
     shapes, size = taken.series(), units.size(taken.settings["size_bytes"])
     picture = chart.dots(
-        [chart.Dots(shape, {shape: taken.spread(shape, "").scaled(1e3)}) for shape in shapes],
+        {shape: {shape: taken.spread(shape, "").scaled(1e3)} for shape in shapes},
         name=TITLE,
         x_label=f"all_reduce of {size}, ms",
     )

@@ -46,7 +46,7 @@ def tell(taken: Measurements) -> FigureText:
     quicker = {each: taken.ratios(("f32", ""), (each, "")) for each in formats}
     error = {each: taken.spread(each, "", "error").median for each in formats}
     picture = chart.plane(
-        [chart.Point(names[each], quicker[each], error[each]) for each in formats],
+        {names[each]: (quicker[each], error[each]) for each in formats},
         name=TITLE,
         x_label="f32's time over its own, through the switch (right: quicker)",
         y_label="rms error / rms of the sum",

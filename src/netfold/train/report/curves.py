@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from netfold import units
-from netfold.page.chart import Axis, Chart, legend_of
+from netfold.page.chart import Axis, Chart, legend
 from netfold.train.callbacks.metrics_file import Line, Metrics
 from netfold.train.callbacks.result import with_unit
 
@@ -79,10 +79,8 @@ def curves(metrics: Metrics) -> str:
         chart("exposed communication, about", "exposed", units.ratio, zero=True),
     ]
     shown = {level for _, level, _ in notes}
-    key = "".join(
-        f'<span><i class="ink-{ink} note"></i>{text}</span>' for level, (ink, text) in _LEVELS.items() if level in shown
-    )
-    return f'{legend_of(key)}<div class="charts">{"".join(drawn)}</div>'
+    key = {text: f"ink-{ink} note" for level, (ink, text) in _LEVELS.items() if level in shown}
+    return f'{legend(key)}<div class="charts">{"".join(drawn)}</div>'
 
 
 def _axis(title: str, values: Sequence[float], text: Callable[[float], str], zero: bool) -> Axis:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from netfold import units
-from netfold.page.chart import legend_of, stack
+from netfold.page.chart import legend, stack
 from netfold.page.escape import escape
 from netfold.plan.render.text import time
 from netfold.plan.result import parts
@@ -63,6 +63,4 @@ def step_bars(choices: Sequence[tuple[str, Choice]]) -> str:
 
 def _legend(texts: Mapping[str, str]) -> str:
     """texts: by part."""
-    return legend_of(
-        "".join(f'<span><i class="ink-{_INKS[name]}"></i>{escape(text)}</span>' for name, text in texts.items())
-    )
+    return legend({text: f"ink-{_INKS[name]}" for name, text in texts.items()})
