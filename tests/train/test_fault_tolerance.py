@@ -616,7 +616,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_taken() -> None:
         for harm, reason in reasons.items():
             steps, notes = found[harm]
             assert steps == 4, "from step 4 to step 8"
-            assert reason in notes[0] and "put aside" in notes[0] and "step-000008" in notes[0]
+            assert reason in notes[0] and "was renamed" in notes[0] and "step-000008" in notes[0]
             assert "checkpoint of step 4" in notes[1]
             assert reason in found[f"{harm} stop"] and "fault_tolerance.corrupt_checkpoint" in found[f"{harm} stop"]
 
