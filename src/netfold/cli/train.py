@@ -21,9 +21,9 @@ class _TrainGroup(DefaultCommandGroup):
     """`netfold train gpt` trains the recipe of this name that comes with netfold."""
 
     def names(self) -> Sequence[str]:
-        from netfold.train.recipe import shipped
+        from netfold.train.recipe.load import shipped_names
 
-        return shipped.names()
+        return shipped_names()
 
 
 app = typer.Typer(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -55,7 +55,8 @@ class Mesh:
 
 def own_group(ranks: Sequence[list[int]]) -> dist.ProcessGroup:
     """Make a group of each list of ranks, and return the group that holds this rank. Collective over the world."""
-    return cast(dist.ProcessGroup, dist.new_subgroups_by_enumeration(list(ranks))[0])
+    groups_of: Any = dist.new_subgroups_by_enumeration  # untyped in torch
+    return cast(dist.ProcessGroup, groups_of(list(ranks))[0])
 
 
 def all_reduce_together(tensors: Sequence[Tensor], group: dist.ProcessGroup, divisor: int = 1) -> None:

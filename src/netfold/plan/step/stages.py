@@ -233,7 +233,7 @@ def _stage(
     """part: the stage's layers by index, and how many of each. sent, back: to the next stage, and to the one before."""
 
     def total(name: str, each: Sequence[object]) -> float:
-        return sum(count * getattr(each[index], name) for index, count in part)
+        return float(sum(count * getattr(each[index], name) for index, count in part))
 
     return Stage(
         total("forward_s", times),

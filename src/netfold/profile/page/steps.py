@@ -38,13 +38,14 @@ def _chart(each: Sequence[Overlap]) -> str:
     across = Axis("step", 0, max(1, len(each)), units.count, least_step=1)
     up = Axis("time", 0, max(each[index].wall_s for index in numbers) or 1.0, units.seconds)
     chart, shown = Chart(across, up), []
-    for ink, label, value in (
+    lines: list[tuple[str, str, Callable[[Overlap], float | None]]] = [
         ("wall", "wall time", lambda step: step.wall_s),
         ("bar", "communication", lambda step: step.communication_s),
         ("accent", "exposed communication", lambda step: step.exposed_s),
-    ):
-        values = [value(each[index]) for index in numbers]
-        if all(one is not None for one in values):
+    ]
+    for ink, label, value in lines:
+        values = [one for one in (value(each[index]) for index in numbers) if one is not None]
+        if len(values) == len(numbers):
             points = []
             for place, one in enumerate(values):
                 ends = (place * together, min((place + 1) * together, len(each)))

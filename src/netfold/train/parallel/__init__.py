@@ -7,7 +7,7 @@ that hold the same layers divide the work.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -48,7 +48,7 @@ class Unpipelined:
     def __init__(self, model: Model, recipe: Recipe, mesh: Mesh, parts: Shards) -> None:
         self.modules: tuple[nn.Module, ...] = (model.module,)
         self.notes: list[str] = []
-        self.as_shard = parts.of
+        self.as_shard: Callable[[str, Tensor], Tensor] = parts.of
         self._loss = model.loss
         self._accumulate = recipe.training.accumulate
         self._precision = Precision(recipe.training.precision)

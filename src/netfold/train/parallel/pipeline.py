@@ -47,7 +47,7 @@ class Pipelined:
         """Takes the model over, and drops the layers of other ranks from it."""
         assert isinstance(model.module, Chain)
         self.notes: list[str] = [plan.reason]
-        self.as_shard = parts.of
+        self.as_shard: Callable[[str, Tensor], Tensor] = parts.of
         self._precision = Precision(recipe.training.precision)
         self._scale = 1.0
         self._plan = plan
