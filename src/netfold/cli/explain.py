@@ -90,7 +90,7 @@ def explain(
         told = f"over {over}" if over else f"no group would come together: {why_not}"
         console.print(told, soft_wrap=True, highlight=False, markup=False)
     about_switch = [told_of_switch] if told_of_switch else []
-    if switch is not None and options.switch_fabric is None:
+    if switch is not None and options.fabric is None:
         about_switch = _windows(options, ranks if hosts is None else hosts) + about_switch
     for told in about_switch:
         console.print(told, soft_wrap=True, highlight=False, markup=False)
