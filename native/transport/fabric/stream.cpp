@@ -13,16 +13,11 @@ std::vector<Endpoint::Limits> limits_of(const std::vector<std::unique_ptr<Endpoi
 
 }  // namespace
 
-Doorbell::Doorbell() : event(eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC)) {
-  if (!event) throw_errno("eventfd");
-}
-
 void Doorbell::ring() {
   if (!asleep) return;
   asleep = false;
   is_rung = true;
-  const std::uint64_t one = 1;
-  [[maybe_unused]] const auto written = ::write(event.get(), &one, sizeof one);
+  signal(event);
 }
 
 MuxState::MuxState(std::vector<std::unique_ptr<Endpoint>> endpoints)
