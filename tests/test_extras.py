@@ -78,12 +78,6 @@ def test_without_torch_a_switch_and_a_communicator_are_there(tmp_path: Path) -> 
     assert (run.returncode, run.stdout) == (0, "(3,)\n"), run.stderr
 
 
-def test_an_mpi_without_mpi4py_is_told(tmp_path: Path) -> None:
-    script = "from netfold.bootstrap.mpi import _initialized; _initialized(0)"
-    run = ran(tmp_path, "mpi4py", "-c", script)
-    assert "pip install 'netfold[mpi]'" in run.stderr.splitlines()[-1]
-
-
 def test_every_package_is_brought_by_the_extra_that_is_named() -> None:
     requirements = importlib.metadata.requires("netfold") or []
     for module, extra in EXTRAS.items():

@@ -21,7 +21,7 @@ MAY_INCLUDE = {
     # The vocabulary behind collective's own headers.
     "engine": {"collective", "protocol", "transport", "auth", "kernels"},
     "dataplane": {"protocol", "transport", "auth"},
-    "dev/delay_link": set(),
+    "dev/delay_link": {"transport"},
     "bind": {
         "kernels",
         "transport",

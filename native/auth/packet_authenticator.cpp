@@ -88,6 +88,14 @@ void PacketAuthenticator::encrypt(const Nonce& nonce, std::span<const std::byte>
   library.get_tag(gcm_.get(), bytes_of(mac), kMacBytes);
 }
 
+std::span<const std::byte> PacketAuthenticator::open(const Nonce& nonce, std::span<const std::byte> packet,
+                                                     std::size_t header_bytes, std::vector<std::byte>& plain) {
+  if (!encrypts())
+    return verify(nonce, packet) ? packet.first(packet.size() - kMacBytes) : std::span<const std::byte>();
+  if (packet.size() != plain.size() + kMacBytes || !decrypt(nonce, packet, header_bytes, plain.data())) return {};
+  return plain;
+}
+
 bool PacketAuthenticator::decrypt(const Nonce& nonce, std::span<const std::byte> packet, std::size_t header_bytes,
                                   std::byte* out) {
   const Crypto& library = crypto();

@@ -1,11 +1,9 @@
-#include "call_site.hpp"
-
-#include <Python.h>
-
 #include <map>
 #include <unordered_map>
 #include <utility>
 #include <vector>
+
+#include "engine.hpp"
 
 namespace {
 

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <nanobind/nanobind.h>
+#include <nanobind/operators.h>
 #include <netfold/protocol/switch_job.hpp>
 
 #include <cstddef>
@@ -25,11 +26,18 @@ inline std::vector<std::byte> copy_of(const nanobind::bytes& bytes) {
   return {data.begin(), data.end()};
 }
 
+// A machine is a value: `copy`, `==` and, with its canonical bytes, `canonical`.
 template <class Machine>
-nanobind::bytes canonical(const Machine& machine) {
-  std::vector<std::byte> out;
-  machine.append_canonical(out);
-  return to_bytes(out);
+void bind_value(nanobind::class_<Machine>& machine) {
+  machine.def("copy", [](const Machine& self) { return Machine(self); });
+  machine.def(nanobind::self == nanobind::self);
+  if constexpr (requires(const Machine& self, std::vector<std::byte>& out) { self.append_canonical(out); }) {
+    machine.def("canonical", [](const Machine& self) {
+      std::vector<std::byte> out;
+      self.append_canonical(out);
+      return to_bytes(out);
+    });
+  }
 }
 
 // The result of `action`, which runs without the GIL.

@@ -15,7 +15,6 @@
 #include <cerrno>
 #include <cstring>
 
-#include "call_site.hpp"
 #include "convert.hpp"
 #include "module.hpp"
 

@@ -1,6 +1,4 @@
 // netfold._native.fabric: endpoints on a fabric, and their streams until a group takes them.
-#include "fabric.hpp"
-
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
@@ -15,6 +13,7 @@
 
 #include "convert.hpp"
 #include "module.hpp"
+#include "transport.hpp"
 
 namespace nb = nanobind;
 using namespace nb::literals;

@@ -10,10 +10,8 @@
 #include <string_view>
 
 #include "auth.hpp"
-#include "call_site.hpp"
 #include "convert.hpp"
 #include "engine.hpp"
-#include "fabric.hpp"
 
 namespace nb = nanobind;
 using namespace nb::literals;

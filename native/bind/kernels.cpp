@@ -120,14 +120,14 @@ void block_exponents_of_array(Output exponents, Input src, const IsaName& isa) {
   const std::size_t count = count_of(src, DType::f32, "src");
   expect_count(count_of(exponents, DType::i16, "exponents"), quantise_block_count(count), "exponents");
   std::vector<std::int32_t> magnitudes(quantise_block_count(count));
-  block_magnitudes(table_of(isa), magnitudes.data(), data_of<float>(src), count);
+  block_magnitudes(magnitudes.data(), data_of<float>(src), count, table_of(isa));
   block_exponents(data_of<std::int16_t>(exponents), magnitudes.data(), magnitudes.size());
 }
 
 void block_magnitudes_of_array(Output magnitudes, Input src, const IsaName& isa) {
   const std::size_t count = count_of(src, DType::f32, "src");
   expect_count(count_of(magnitudes, DType::i32, "magnitudes"), quantise_block_count(count), "magnitudes");
-  block_magnitudes(table_of(isa), data_of<std::int32_t>(magnitudes), data_of<float>(src), count);
+  block_magnitudes(data_of<std::int32_t>(magnitudes), data_of<float>(src), count, table_of(isa));
 }
 
 // The number of elements, after all checks that the i8 functions share.
@@ -147,15 +147,15 @@ void quantise_bytes_of_array(Output dst, Input src, Input magnitudes, int contri
                              std::uint32_t worker, std::optional<Output> lost, const IsaName& isa) {
   const std::size_t count = check_bytes(dst, DType::i8, src, DType::f32, magnitudes, contributions);
   if (lost) expect_count(count_of(*lost, DType::f32, "lost"), count, "lost");
-  quantise_bytes(table_of(isa), data_of<std::int8_t>(dst), data_of<float>(src), lost ? data_of<float>(*lost) : nullptr,
-                 count, data_of<std::int32_t>(magnitudes), byte_levels_for(contributions),
-                 rounding_key(operation, worker));
+  quantise_bytes(data_of<std::int8_t>(dst), data_of<float>(src), lost ? data_of<float>(*lost) : nullptr, count,
+                 data_of<std::int32_t>(magnitudes), byte_levels_for(contributions), rounding_key(operation, worker),
+                 table_of(isa));
 }
 
 void dequantise_bytes_of_array(Output dst, Input src, Input magnitudes, int contributions, const IsaName& isa) {
   const std::size_t count = check_bytes(dst, DType::f32, src, DType::i8, magnitudes, contributions);
-  dequantise_bytes(table_of(isa), data_of<float>(dst), data_of<std::int8_t>(src), count,
-                   data_of<std::int32_t>(magnitudes), byte_levels_for(contributions));
+  dequantise_bytes(data_of<float>(dst), data_of<std::int8_t>(src), count, data_of<std::int32_t>(magnitudes),
+                   byte_levels_for(contributions), table_of(isa));
 }
 
 // The number of elements, after all checks that the i32 functions share.
@@ -177,15 +177,15 @@ std::size_t check_quantised(const Output& dst, DType to, const Input& src, DType
 void quantise_array(Output dst, Input src, Input exponents, int headroom_bits, std::size_t first_element,
                     const IsaName& isa) {
   const std::size_t count = check_quantised(dst, DType::i32, src, DType::f32, exponents, headroom_bits, first_element);
-  quantise(table_of(isa), data_of<std::int32_t>(dst), data_of<float>(src), count, data_of<std::int16_t>(exponents),
-           headroom_bits, first_element);
+  quantise(data_of<std::int32_t>(dst), data_of<float>(src), count, data_of<std::int16_t>(exponents), headroom_bits,
+           first_element, table_of(isa));
 }
 
 void dequantise_array(Output dst, Input src, Input exponents, int headroom_bits, std::size_t first_element,
                       const IsaName& isa) {
   const std::size_t count = check_quantised(dst, DType::f32, src, DType::i32, exponents, headroom_bits, first_element);
-  dequantise(table_of(isa), data_of<float>(dst), data_of<std::int32_t>(src), count, data_of<std::int16_t>(exponents),
-             headroom_bits, first_element);
+  dequantise(data_of<float>(dst), data_of<std::int32_t>(src), count, data_of<std::int16_t>(exponents), headroom_bits,
+             first_element, table_of(isa));
 }
 
 std::vector<std::string> available_isas() {

@@ -1,7 +1,7 @@
 // netfold._native.model_check: the search over the protocol's machines, and its traces.
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
-#include <netfold/model_check/validation_search.hpp>
+#include <netfold/model_check/search.hpp>
 
 #include "convert.hpp"
 #include "module.hpp"

@@ -32,7 +32,6 @@ NB_MODULE(_native, m) {
   bind_protocol(m);
   bind_model_check(m);
   bind_fabric(m);
-  bind_mpi(m);
   bind_engine(m);
   bind_failover(m);
   bind_shares(m);

@@ -12,6 +12,5 @@ void bind_engine(nanobind::module_& m);
 void bind_failover(nanobind::module_& m);
 void bind_shares(nanobind::module_& m);
 void bind_fabric(nanobind::module_& m);
-void bind_mpi(nanobind::module_& m);
 void bind_dataplane(nanobind::module_& m);
 void bind_delay_link(nanobind::module_& m);

@@ -1,5 +1,4 @@
 // netfold._native.protocol: the production state machines, for netfold.sim.
-#include <nanobind/operators.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
@@ -88,7 +87,8 @@ void bind_protocol(nb::module_& m) {
       "job_slots", [](std::uint32_t window) { return JobConfig{.window = window}.slots(); }, "window"_a,
       "The slots of a job whose workers have `window` chunks in flight: a power of two.");
 
-  nb::class_<SwitchJob>(p, "SwitchJob")
+  nb::class_<SwitchJob> switch_job(p, "SwitchJob");
+  switch_job
       .def(
           "__init__",
           [](SwitchJob* self, std::uint32_t job, std::uint32_t epoch, std::uint32_t incarnation, std::uint16_t workers,
@@ -125,24 +125,19 @@ void bind_protocol(nb::module_& m) {
             return to_bytes(out);
           },
           "to"_a, "first"_a, "count"_a, "number"_a = 1)
-      .def("missing", &SwitchJob::missing)
-      .def("canonical", &canonical<SwitchJob>)
-      .def("copy", [](const SwitchJob& self) { return SwitchJob(self); })
-      .def(nb::self == nb::self);
+      .def("missing", &SwitchJob::missing);
+  bind_value(switch_job);
 
   p.attr("REORDER_THRESHOLD") = kReorderThreshold;
-  nb::class_<GapDetector>(p, "GapDetector")
-      .def(nb::init<>())
-      .def("observe",
-           [](GapDetector& self, std::uint64_t packet_number) {
-             const auto gap = self.observe(packet_number);
-             return nb::make_tuple(gap.first, gap.count);
-           })
-      .def("copy", [](const GapDetector& self) { return GapDetector(self); })
-      .def(nb::self == nb::self);
+  nb::class_<GapDetector> gap_detector(p, "GapDetector");
+  gap_detector.def(nb::init<>()).def("observe", [](GapDetector& self, std::uint64_t packet_number) {
+    const auto gap = self.observe(packet_number);
+    return nb::make_tuple(gap.first, gap.count);
+  });
+  bind_value(gap_detector);
 
-  nb::class_<ParentSender>(p, "ParentSender")
-      .def(nb::init<std::uint32_t>(), "slot_count"_a)
+  nb::class_<ParentSender> parent_sender(p, "ParentSender");
+  parent_sender.def(nb::init<std::uint32_t>(), "slot_count"_a)
       .def("offer", &ParentSender::offer)
       .def("poll_send",
            [](ParentSender& self) -> nb::object {
@@ -155,9 +150,8 @@ void bind_protocol(nb::module_& m) {
       .def("handle_nack", &ParentSender::handle_nack)
       .def_prop_ro("in_flight", &ParentSender::in_flight)
       .def_prop_ro("packets_sent", &ParentSender::packets_sent)
-      .def_prop_ro("sent_again", &ParentSender::sent_again)
-      .def("canonical", &canonical<ParentSender>)
-      .def("copy", [](const ParentSender& self) { return ParentSender(self); });
+      .def_prop_ro("sent_again", &ParentSender::sent_again);
+  bind_value(parent_sender);
 
   nb::class_<Worker::Send>(p, "Send")
       .def_ro("header", &Worker::Send::header)
@@ -165,7 +159,8 @@ void bind_protocol(nb::module_& m) {
       .def_ro("count", &Worker::Send::count)
       .def_ro("again", &Worker::Send::again);
 
-  nb::class_<Worker>(p, "Worker")
+  nb::class_<Worker> worker(p, "Worker");
+  worker
       .def(
           "__init__",
           [](Worker* self, std::uint32_t job, std::uint32_t epoch, std::uint32_t incarnation, std::uint16_t worker,
@@ -206,12 +201,9 @@ void bind_protocol(nb::module_& m) {
       .def_prop_ro("packets_sent", &Worker::packets_sent)
       .def_prop_ro("smoothed_rtt_ns", &Worker::smoothed_rtt_ns)
       .def_prop_ro("congestion_window", &Worker::congestion_window)
-      .def_prop_ro("control",
-                   [](const Worker& self) {
-                     static const char* const names[] = {"slow_start", "delay", "share"};
-                     return names[static_cast<int>(self.control())];
-                   })
-      .def("canonical", &canonical<Worker>)
-      .def("copy", [](const Worker& self) { return Worker(self); })
-      .def(nb::self == nb::self);
+      .def_prop_ro("control", [](const Worker& self) {
+        static const char* const names[] = {"slow_start", "delay", "share"};
+        return names[static_cast<int>(self.control())];
+      });
+  bind_value(worker);
 }

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <netfold/transport/fabric/fabric_datagrams.hpp>
+#include <netfold/transport/fabric/fabric_pipe.hpp>
 #include <netfold/transport/udp/udp_socket.hpp>
 
 #include <memory>
@@ -22,4 +23,9 @@ struct UdpPort : DataPort {
 
 struct FabricPort : DataPort {
   netfold::transport::fabric::FabricDatagrams* endpoint = nullptr;
+};
+
+// This rank's end of a stream to another rank, until a group takes the pipe.
+struct FabricStream {
+  std::unique_ptr<netfold::transport::fabric::FabricPipe> pipe;
 };

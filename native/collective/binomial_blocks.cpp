@@ -108,7 +108,7 @@ Progress BinomialBlocks::poll(std::int64_t) {
       // The blocks wait until the sizes are sent.
       if (message->done() || std::any_of(outgoing_.begin(), message, is_before)) continue;
       const std::size_t bytes = message->advance(mesh_, failure_);
-      wire_bytes_ += bytes;
+      counts_.wire_bytes += bytes;
       moved |= bytes > 0;
       // A rank that this rank sends to sends nothing but an abort.
       if (failure_) failure_ = read_last_abort(mesh_, message->peer(), call_, std::move(failure_));

@@ -5,7 +5,8 @@
 
 namespace netfold::collective {
 
-Direct::Direct(const Call& call, transport::Mesh& mesh, Team team) : call_(call), mesh_(mesh), team_(std::move(team)) {
+Direct::Direct(const Call& call, transport::Mesh& mesh, Team team)
+    : call_(call), mesh_(mesh), team_(std::move(team)), is_paced_(call.algorithm == AlgorithmId::pairwise) {
   plan();
 }
 
@@ -54,7 +55,6 @@ void Direct::plan() {
   const bool reduces = call_.kind == Kind::all_reduce || call_.kind == Kind::reduce_scatter ||
                        (call_.kind == Kind::reduce && me == call_.root);
   if (reduces) gather_contributions(*call_.given_to(me, me));
-  call_.copy_own_block(me);
 }
 
 bool Direct::goes_by_rma(std::size_t bytes) const {
@@ -62,14 +62,13 @@ bool Direct::goes_by_rma(std::size_t bytes) const {
   return team_.size() > 1 && mesh_.uses_rma(team_.rank(other), std::min(bytes, kRmaChunkBytes));
 }
 
-Progress Direct::poll(std::int64_t) {
+bool Direct::send() {
   bool moved = false;
-  bool done = true;
-  for (Outgoing& message : outgoing_) {
+  for (std::size_t i = sent_; i < window_end(outgoing_.size()); ++i) {
+    Outgoing& message = outgoing_[i];
     const std::size_t bytes = message.advance(mesh_, failure_);
-    wire_bytes_ += bytes;
+    counts_.wire_bytes += bytes;
     moved |= bytes > 0;
-    done &= message.done();
     if (failure_) {
       // Where no message is expected from the peer, its abort is read here or not at all.
       const auto is_from_peer = [&](const Incoming& other) { return other.peer() == message.peer(); };
@@ -78,19 +77,37 @@ Progress Direct::poll(std::int64_t) {
       }
       break;
     }
+    if (is_paced_ && !message.done()) break;
   }
-  // Read after a failed send too: the peer's abort says more than the broken connection.
-  for (Incoming& message : incoming_) {
-    if (message.done()) continue;
+  while (sent_ < outgoing_.size() && outgoing_[sent_].done()) ++sent_;
+  return moved;
+}
+
+// Reads after a failed send too: the peer's abort says more than the broken connection.
+bool Direct::receive() {
+  bool moved = false;
+  for (std::size_t i = received_; i < window_end(incoming_.size()); ++i) {
+    if (incoming_[i].done()) continue;
     Failure reported;
-    moved |= message.advance(mesh_, reported) > 0;
+    moved |= incoming_[i].advance(mesh_, reported) > 0;
+    const bool is_last = reported || (failure_ && !is_paced_);
     if (reported) failure_ = std::move(reported);
-    done &= message.done();
-    if (failure_) break;
+    if (is_last) break;
   }
+  while (received_ < incoming_.size() && incoming_[received_].done()) ++received_;
+  return moved;
+}
+
+Progress Direct::poll(std::int64_t) {
+  bool moved = send();
+  if (!begun_) {
+    begun_ = true;
+    call_.copy_own_block(team_.position());  // the other ranks need not wait for this
+  }
+  moved |= receive();
   if (failure_) return Progress::failed;
-  if (!done) return moved ? Progress::moved : Progress::idle;
-  registrations_ = tensor_registrations_.registrations();
+  if (sent_ < outgoing_.size() || received_ < incoming_.size()) return moved ? Progress::moved : Progress::idle;
+  counts_.registrations = tensor_registrations_.registrations();
   finish();
   return Progress::done;
 }
@@ -104,11 +121,12 @@ void Direct::finish() {
 }
 
 void Direct::wait_for(WaitSet& set) const {
-  for (const Outgoing& message : outgoing_) {
-    if (!message.done()) mesh_.wait_for(message.peer(), message.events(), set.fds);
+  for (std::size_t i = sent_; i < window_end(outgoing_.size()); ++i) {
+    if (!outgoing_[i].done()) mesh_.wait_for(outgoing_[i].peer(), outgoing_[i].events(), set.fds);
+    if (is_paced_) break;
   }
-  for (const Incoming& message : incoming_) {
-    if (!message.done()) mesh_.wait_for(message.peer(), POLLIN, set.fds);
+  for (std::size_t i = received_; i < window_end(incoming_.size()); ++i) {
+    if (!incoming_[i].done()) mesh_.wait_for(incoming_[i].peer(), POLLIN, set.fds);
   }
 }
 
@@ -121,6 +139,7 @@ std::vector<int> Direct::awaited() const {
   for (const Outgoing& message : outgoing_) {
     if (!message.done()) ranks.push_back(message.peer());
   }
+  if (is_paced_ && !ranks.empty()) ranks.resize(1);  // it has not begun to send to the others
   return ranks;
 }
 

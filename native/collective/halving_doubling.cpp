@@ -17,7 +17,7 @@ void HalvingDoubling::plan_all_reduce() {
   const int me = team().position();
   const Buffer& whole = call().outputs[0];
   if (hands_over()) {
-    send_all(me + 1, whole, {}, false);
+    send_block(me + 1, block(whole));
     receive_all(me + 1, whole, {}, false);
     return;
   }
@@ -29,7 +29,7 @@ void HalvingDoubling::plan_all_reduce() {
     const Buffer low = half(held.back(), 0);
     const Buffer high = half(held.back(), 1);
     const bool keeps_low = (number_ & bit) == 0;
-    send_all(partner, keeps_low ? high : low, stage, false);
+    send_block(partner, block(keeps_low ? high : low, stage));
     held.push_back(keeps_low ? low : high);
     stage = receive_all(partner, held.back(), stage, true);
   }
@@ -39,11 +39,11 @@ void HalvingDoubling::plan_all_reduce() {
     const Buffer own = held.back();
     held.pop_back();
     const bool kept_low = (number_ & bit) == 0;
-    send_all(partner, own, stage, finished);
+    send_block(partner, block(own, stage), finished);
     stage = receive_all(partner, half(held.back(), kept_low ? 1 : 0), stage, false);
     finished = false;
   }
-  if (is_paired()) send_all(me - 1, whole, stage, false);
+  if (is_paired()) send_block(me - 1, block(whole, stage));
 }
 
 void HalvingDoubling::plan_reduce_scatter() {
@@ -129,14 +129,14 @@ Span HalvingDoubling::ranks_of(int first, int last) const {
   return {begin(first), begin(last) - begin(first)};
 }
 
-HalvingDoubling::Block HalvingDoubling::block(const Buffer& buffer) const {
-  return {buffer.data, buffer.bytes, std::vector<Mark>(chunks_of(buffer.bytes))};
+HalvingDoubling::Block HalvingDoubling::block(const Buffer& buffer, Mark after) const {
+  return {buffer.data, buffer.bytes, std::vector<Mark>(chunks_of(buffer.bytes), after)};
 }
 
-void HalvingDoubling::send_block(int position, const Block& block) {
+void HalvingDoubling::send_block(int position, const Block& block, bool finished) {
   for (std::size_t i = 0; i < block.received.size(); ++i) {
     const Buffer chunk = part({block.data, block.bytes}, block.received.size(), i, element_bytes());
-    add(to(position), Send{chunk.data, chunk.bytes, block.received[i]});
+    add(to(position), Send{chunk.data, chunk.bytes, block.received[i], finished});
   }
 }
 
@@ -150,28 +150,10 @@ void HalvingDoubling::receive_block(int position, Block& block, std::byte* into,
   block.data = into;
 }
 
-PipelinedPlan::Mark HalvingDoubling::send_all(int position, const Buffer& range, Mark after, bool finished) {
-  const std::size_t chunks = chunks_of(range.bytes);
-  const int stream = to(position);
-  Mark last = after;
-  for (std::size_t i = 0; i < chunks; ++i) {
-    const Buffer chunk = part(range, chunks, i, element_bytes());
-    last = add(stream, Send{chunk.data, chunk.bytes, after, finished});
-  }
-  return last;
-}
-
 PipelinedPlan::Mark HalvingDoubling::receive_all(int position, const Buffer& range, Mark after, bool reduces) {
-  const std::size_t chunks = chunks_of(range.bytes);
-  const int stream = from(position);
-  Mark last = after;
-  for (std::size_t i = 0; i < chunks; ++i) {
-    const Buffer chunk = part(range, chunks, i, element_bytes());
-    const std::byte* operand = reduces ? chunk.data : nullptr;
-    const Mark mark = add(stream, Receive{chunk.data, chunk.bytes, operand, false, after});
-    if (chunk.bytes > 0) last = mark;
-  }
-  return last;
+  Block all = block(range, after);
+  receive_block(position, all, range.data, reduces);
+  return all.received.back();
 }
 
 }  // namespace netfold::collective

@@ -121,14 +121,7 @@ void Channel::take(std::span<const std::byte> bytes, std::int64_t now_ns) {
 std::span<const std::byte> Channel::opened(std::span<const std::byte> bytes) {
   if (bytes.size() < protocol::kHeaderBytes + mac_bytes_) return {};
   const auto nonce = protocol::nonce_of(bytes.data(), bytes.size() - mac_bytes_);
-  if (!result_authenticator_->encrypts()) {
-    return result_authenticator_->verify(nonce, bytes) ? bytes.first(bytes.size() - mac_bytes_)
-                                                       : std::span<const std::byte>();
-  }
-  if (bytes.size() != plain_.size() + mac_bytes_) return {};
-  return result_authenticator_->decrypt(nonce, bytes, protocol::kHeaderBytes, plain_.data())
-             ? std::span<const std::byte>(plain_)
-             : std::span<const std::byte>();
+  return result_authenticator_->open(nonce, bytes, protocol::kHeaderBytes, plain_);
 }
 
 bool Channel::accept(std::span<const std::byte> bytes, std::int64_t now_ns) {
@@ -294,9 +287,9 @@ InNetwork::~InNetwork() { channel_.release(token_); }
 Progress InNetwork::poll(std::int64_t now_ns) {
   const Progress progress = channel_.poll(now_ns);
   const Channel::Active& active = channel_.active(token_);
-  wire_bytes_ = active.wire_bytes;
-  retransmissions_ = active.retransmissions;
-  slowest_rank_ = active.last_rank;
+  counts_.wire_bytes = active.wire_bytes;
+  counts_.retransmissions = active.retransmissions;
+  counts_.slowest_rank = active.last_rank;
   if (active.finished) return Progress::done;
   return progress == Progress::failed ? fail(channel_.failure()) : progress;
 }

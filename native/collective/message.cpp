@@ -173,6 +173,24 @@ std::size_t Incoming::advance(transport::Mesh& mesh, Failure& failure) {
   return moved;
 }
 
+void TensorRegistrations::acquire(const Call& call, transport::Mesh& mesh) {
+  const auto add = [&](const Buffer& buffer) {
+    if (buffer.bytes == 0) return;
+    if (auto lease = mesh.lease(buffer.data, buffer.bytes)) leases_.push_back(std::move(lease));
+  };
+  for (const Buffer& output : call.outputs) add(output);
+  for (const Buffer& input : call.inputs) {
+    const auto is_same = [&](const Buffer& output) { return output.data == input.data && output.bytes == input.bytes; };
+    if (std::none_of(call.outputs.begin(), call.outputs.end(), is_same)) add(input);
+  }
+}
+
+Algorithm::Registrations TensorRegistrations::registrations() const {
+  Algorithm::Registrations all;
+  for (const auto& lease : leases_) all += {lease->hits(), lease->misses()};
+  return all;
+}
+
 Failure mismatch(int peer, const MessageHeader& theirs, int self, const MessageHeader& ours) {
   Failure failure{Failure::Kind::mismatch, peer,
                   "rank " + std::to_string(peer) + " is in " + theirs.text() + ", this rank " + std::to_string(self) +

@@ -182,7 +182,7 @@ bool PipelinedPlan::advance(Out& out) {
 }
 
 void PipelinedPlan::account(Out& out, std::size_t bytes) {
-  wire_bytes_ += bytes;
+  counts_.wire_bytes += bytes;
   const std::size_t of_header = std::min(bytes, sizeof out.header - out.header_sent);
   out.header_sent += of_header;
   bytes -= of_header;
@@ -375,7 +375,7 @@ Progress PipelinedPlan::poll(std::int64_t now_ns) {
     const bool has_result = call_.kind != Kind::reduce || team_.position() == call_.root;
     if (call_.average && has_result) divide(call_.dtype, call_.outputs[0], team_.size());
     finish();
-    registrations_ = tensor_registrations_.registrations();
+    counts_.registrations = tensor_registrations_.registrations();
     return Progress::done;
   }
   return moved ? Progress::moved : Progress::idle;

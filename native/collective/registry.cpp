@@ -1,10 +1,8 @@
 #include <netfold/collective/binomial_blocks.hpp>
 #include <netfold/collective/bruck.hpp>
-#include <netfold/collective/chain.hpp>
 #include <netfold/collective/direct.hpp>
 #include <netfold/collective/halving_doubling.hpp>
 #include <netfold/collective/hierarchical.hpp>
-#include <netfold/collective/pairwise.hpp>
 #include <netfold/collective/quantised.hpp>
 #include <netfold/collective/registry.hpp>
 #include <netfold/collective/ring.hpp>
@@ -177,13 +175,11 @@ std::unique_ptr<Algorithm> make_algorithm(const Call& call, const Paths& paths, 
       if (call.kind == Kind::gather || call.kind == Kind::scatter) {
         return std::make_unique<BinomialBlocks>(call, paths.mesh, std::move(team));
       }
-      return std::make_unique<Tree>(call, paths.mesh, std::move(team));
+      [[fallthrough]];
     case AlgorithmId::chain:
-      return std::make_unique<Chain>(call, paths.mesh, std::move(team));
+      return std::make_unique<Tree>(call, paths.mesh, std::move(team));
     case AlgorithmId::bruck:
       return std::make_unique<Bruck>(call, paths.mesh, std::move(team));
-    case AlgorithmId::pairwise:
-      return std::make_unique<Pairwise>(call, paths.mesh, std::move(team));
     case AlgorithmId::in_network:
       return in_network(call, paths.switch_paths, team.position(), team.size());
     case AlgorithmId::split:

@@ -61,9 +61,8 @@ void Sharded::hold(std::size_t path, bool held) {
 Progress Sharded::poll(std::int64_t now_ns) {
   if (began_ns_ < 0) began_ns_ = now_ns;
   bool moved = false;
-  std::uint64_t wire_bytes = 0;
-  std::uint32_t retransmissions = 0;
-  Registrations registrations;
+  Counts counts;
+  int slowest_rank = counts_.slowest_rank;
   for (Part& part : parts_) {
     if (!part.done && !part.held) {
       const Progress progress = part.algorithm->poll(now_ns);
@@ -71,15 +70,13 @@ Progress Sharded::poll(std::int64_t now_ns) {
       moved |= progress != Progress::idle;
       part.done = progress == Progress::done;
       if (part.done) part.done_ns = now_ns;
-      if (part.done || part.algorithm->slowest_rank() >= 0) slowest_rank_ = part.algorithm->slowest_rank();
+      const int rank = part.algorithm->counts().slowest_rank;
+      if (part.done || rank >= 0) slowest_rank = rank;
     }
-    wire_bytes += part.algorithm->wire_bytes();
-    retransmissions += part.algorithm->retransmissions();
-    registrations += part.algorithm->registrations();
+    counts += part.algorithm->counts();
   }
-  wire_bytes_ = wire_bytes;
-  retransmissions_ = retransmissions;
-  registrations_ = registrations;
+  counts_ = counts;
+  counts_.slowest_rank = slowest_rank;
   if (std::all_of(parts_.begin(), parts_.end(), [](const Part& part) { return part.done; })) return Progress::done;
   return moved ? Progress::moved : Progress::idle;
 }

@@ -12,9 +12,7 @@ Progress ShmCallCheck::poll(std::int64_t now_ns) {
     if (posted == Progress::failed || !is_posted()) return posted;
   }
   const Progress progress = algorithm_->poll(now_ns);
-  wire_bytes_ = algorithm_->wire_bytes();
-  retransmissions_ = algorithm_->retransmissions();
-  slowest_rank_ = algorithm_->slowest_rank();
+  counts_ = algorithm_->counts();
   if (progress == Progress::failed) return fail(algorithm_->failure());
   if (progress == Progress::idle) {
     check_posts();

@@ -69,7 +69,7 @@ Progress Split::poll(std::int64_t now_ns) {
   }
   const Progress progress = agreement_->poll(now_ns);
   if (progress == Progress::failed) return fail(agreement_->failure());
-  wire_bytes_ = wire_bytes_of_parts_ + agreement_->wire_bytes();
+  counts_.wire_bytes = parts_->counts().wire_bytes + agreement_->counts().wire_bytes;
   if (progress == Progress::done) learn();
   return progress == Progress::idle && moved ? Progress::moved : progress;
 }
@@ -77,10 +77,7 @@ Progress Split::poll(std::int64_t now_ns) {
 Progress Split::poll_parts(std::int64_t now_ns) {
   const Progress progress = parts_->poll(now_ns);
   if (progress == Progress::failed) return fail(parts_->failure());
-  wire_bytes_ = wire_bytes_of_parts_ = parts_->wire_bytes();
-  retransmissions_ = parts_->retransmissions();
-  registrations_ = parts_->registrations();
-  slowest_rank_ = parts_->slowest_rank();
+  counts_ = parts_->counts();
   note_ends();
   return progress;
 }

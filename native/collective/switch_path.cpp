@@ -109,15 +109,13 @@ void FailoverOperation::leave_channel() {
     zeros_.resize(staging_.size());
   }
   set_counts(*in_network_);
-  wire_bytes_before_ = wire_bytes_;
-  retransmissions_before_ = retransmissions_;
+  counts_before_ = counts_;
   in_network_.reset();
 }
 
 void FailoverOperation::set_counts(const Algorithm& step) {
-  wire_bytes_ = wire_bytes_before_ + step.wire_bytes();
-  retransmissions_ = retransmissions_before_ + step.retransmissions();
-  if (step.slowest_rank() >= 0) slowest_rank_ = step.slowest_rank();
+  counts_ = counts_before_;
+  counts_ += step.counts();
 }
 
 void FailoverOperation::send_announcement() {
@@ -239,8 +237,7 @@ Progress FailoverOperation::poll(std::int64_t now_ns) {
     if (progress == Progress::failed) return fail(step_->failure());
     if (progress != Progress::done) return moved ? Progress::moved : progress;
     moved = true;
-    wire_bytes_before_ = wire_bytes_;
-    retransmissions_before_ = retransmissions_;
+    counts_before_ = counts_;
     step_.reset();
     if (mode() == Mode::undecided && !apply_announcement()) return Progress::failed;
   }

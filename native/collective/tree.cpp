@@ -24,6 +24,8 @@ int other_in_order_parent(int number, int ranks) {
 
 int binomial_parent(int number, int) { return number & (number - 1); }
 
+int chain_parent(int number, int) { return number - 1; }
+
 }  // namespace
 
 Tree::Tree(const Call& call, transport::Mesh& mesh, Team team_of)
@@ -32,7 +34,9 @@ Tree::Tree(const Call& call, transport::Mesh& mesh, Team team_of)
       number_(team().wrapped(team().position() - root_)) {
   const Buffer& whole = call.outputs[0];
   std::vector<Shape> trees;
-  if (whole.bytes <= kBinomialBytes) {
+  if (call.algorithm == AlgorithmId::chain) {
+    trees.push_back(shape(chain_parent, whole, pipeline_chunks_of(whole.bytes)));
+  } else if (whole.bytes <= kBinomialBytes) {
     trees.push_back(shape(binomial_parent, whole, 1));
   } else {
     const Buffer half = part(whole, 2, 0, element_bytes());

@@ -1,9 +1,6 @@
 #include <pthread.h>
 #include <sched.h>
 #include <sys/epoll.h>
-#include <sys/timerfd.h>
-#include <time.h>
-#include <unistd.h>
 #include <netfold/dataplane/data_plane.hpp>
 
 #include <algorithm>
@@ -21,12 +18,6 @@ namespace {
 constexpr std::uint64_t kCommandsSource = 0xffffffff;
 constexpr std::uint64_t kParentBit = std::uint64_t{1} << 32;
 constexpr std::uint64_t kPollTimerSource = std::uint64_t{1} << 33;
-
-std::int64_t clock_ns(clockid_t clock) {
-  timespec now{};
-  clock_gettime(clock, &now);
-  return static_cast<std::int64_t>(now.tv_sec) * 1'000'000'000 + now.tv_nsec;
-}
 
 // Keeps the calling thread on a core during its lifetime, so that memory that the thread touches first is near that
 // core; -1: changes nothing.
@@ -59,9 +50,9 @@ class OnCore {
 DataPlane::DataPlane(const Options& options)
     : options_(options),
       epoll_(epoll_create1(EPOLL_CLOEXEC)),
-      poll_timer_(timerfd_create(CLOCK_MONOTONIC, TFD_NONBLOCK | TFD_CLOEXEC)),
+      poll_timer_(transport::make_timer()),
       commands_(std::make_unique<CommandQueue>()) {
-  if (!epoll_ || !poll_timer_) transport::throw_errno("data plane: epoll");
+  if (!epoll_) transport::throw_errno("data plane: epoll");
   epoll_event event{.events = EPOLLIN, .data = {.u64 = kCommandsSource}};
   epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, commands_->fd(), &event);
   event.data.u64 = kPollTimerSource;
@@ -181,7 +172,7 @@ std::optional<JobCounters> DataPlane::counters(std::uint32_t job) {
 DataPlane::Reading DataPlane::read() {
   Reading reading;
   commands_->run([&] {
-    reading.cpu_ns = clock_ns(CLOCK_THREAD_CPUTIME_ID);
+    reading.cpu_ns = transport::clock_ns(CLOCK_THREAD_CPUTIME_ID);
     for (const auto& [id, job] : jobs_) reading.jobs.emplace(id, job->counters());
   });
   return reading;
@@ -197,17 +188,16 @@ void DataPlane::run() {
   std::array<epoll_event, 64> events;
   std::int64_t busy_until_ns = 0;
   while (!stopping_) {
-    const bool polls = arm_poll_timer() || (options_.busy_poll_ns > 0 && clock_ns(CLOCK_MONOTONIC) < busy_until_ns);
+    const bool polls = arm_poll_timer() || (options_.busy_poll_ns > 0 && transport::now_ns() < busy_until_ns);
     const int ready = epoll_wait(epoll_.get(), events.data(), static_cast<int>(events.size()), polls ? 0 : -1);
-    if (ready > 0 && options_.busy_poll_ns > 0) busy_until_ns = clock_ns(CLOCK_MONOTONIC) + options_.busy_poll_ns;
+    if (ready > 0 && options_.busy_poll_ns > 0) busy_until_ns = transport::now_ns() + options_.busy_poll_ns;
     bool serve_polled_ports = polls;
     for (int i = 0; i < ready; ++i) {
       const std::uint64_t source = events[static_cast<std::size_t>(i)].data.u64;
       // Between two jobs too: with many busy jobs a command would otherwise wait for a batch of each.
       if (commands_->has_pending()) commands_->serve();
       if (source == kPollTimerSource) {
-        std::uint64_t expirations = 0;
-        [[maybe_unused]] const auto got = ::read(poll_timer_.get(), &expirations, sizeof expirations);
+        clear(poll_timer_);
         serve_polled_ports = true;
       } else if (source == kCommandsSource) {
         // Clear first: a command that is queued before the clearing causes no further event.
@@ -269,9 +259,7 @@ bool DataPlane::arm_poll_timer() {
     if (hint.poll_after_ns > 0 && (poll_after_ns < 0 || hint.poll_after_ns < poll_after_ns))
       poll_after_ns = hint.poll_after_ns;
   }
-  const itimerspec once{.it_interval = {},
-                        .it_value = {.tv_sec = 0, .tv_nsec = std::max<std::int64_t>(0, poll_after_ns)}};
-  timerfd_settime(poll_timer_.get(), 0, &once, nullptr);
+  set_timer(poll_timer_, std::max<std::int64_t>(0, poll_after_ns));
   return false;
 }
 

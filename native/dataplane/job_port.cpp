@@ -1,7 +1,5 @@
 #include "job_port.hpp"
 
-#include <time.h>
-
 #include <algorithm>
 #include <numeric>
 #include <stdexcept>
@@ -20,12 +18,6 @@ namespace {
 
 // Least time between two mismatch packets to all workers.
 constexpr std::int64_t kMismatchNs = 10'000'000;
-
-std::int64_t monotonic_ns() {
-  timespec now{};
-  clock_gettime(CLOCK_MONOTONIC, &now);
-  return static_cast<std::int64_t>(now.tv_sec) * 1'000'000'000 + now.tv_nsec;
-}
 
 void count(std::uint64_t (&drops)[protocol::kDropCount], Drop reason) { ++drops[static_cast<std::size_t>(reason)]; }
 
@@ -140,7 +132,7 @@ void JobPort::fail(const std::string& error) {
 
 void JobPort::receive() {
   port_->receive([&](std::span<const Datagrams::PacketTrain> batch) {
-    const std::int64_t now_ns = monotonic_ns();
+    const std::int64_t now_ns = transport::now_ns();
     // Sorted by worker, each worker's packets in order of arrival: floats that come in rank order are added at once
     // (switch_job.hpp). Packets of one batch count as simultaneous anyway.
     order_.resize(batch.size());

@@ -23,14 +23,9 @@ void authenticate_packet(auth::PacketAuthenticator& authenticator, std::span<con
 
 std::span<const std::byte> open_packet(auth::PacketAuthenticator& authenticator, std::span<const std::byte> bytes,
                                        std::vector<std::byte>& plain) {
-  if (!authenticator.encrypts()) {
-    if (!verify_packet(authenticator, bytes)) return {};
-    return bytes.first(bytes.size() - auth::kMacBytes);
-  }
-  if (bytes.size() != plain.size() + auth::kMacBytes) return {};
-  const auth::Nonce nonce = protocol::nonce_of(bytes.data(), plain.size());
-  if (!authenticator.decrypt(nonce, bytes, protocol::kHeaderBytes, plain.data())) return {};
-  return plain;
+  if (bytes.size() < protocol::kHeaderBytes + auth::kMacBytes) return {};
+  const auth::Nonce nonce = protocol::nonce_of(bytes.data(), bytes.size() - auth::kMacBytes);
+  return authenticator.open(nonce, bytes, protocol::kHeaderBytes, plain);
 }
 
 const std::byte* protect_packet(auth::PacketAuthenticator& authenticator, std::span<const std::byte> packet,

@@ -171,11 +171,12 @@ void Group::complete(Operation& operation, Failure failure) {
   record.finished_ns = now_ns();
   if (record.started_ns == 0) record.started_ns = record.finished_ns;
   if (operation.algorithm_ != nullptr) {
-    record.wire_bytes = operation.algorithm_->wire_bytes();
-    record.retransmissions = operation.algorithm_->retransmissions();
-    record.registration_hits = operation.algorithm_->registrations().hits;
-    record.registration_misses = operation.algorithm_->registrations().misses;
-    record.slowest_rank = operation.algorithm_->slowest_rank();
+    const auto& counts = operation.algorithm_->counts();
+    record.wire_bytes = counts.wire_bytes;
+    record.retransmissions = counts.retransmissions;
+    record.registration_hits = counts.registrations.hits;
+    record.registration_misses = counts.registrations.misses;
+    record.slowest_rank = counts.slowest_rank;
     const auto substitute = operation.algorithm_->substitute();
     if (substitute != AlgorithmId::local) record.algorithm = static_cast<std::uint8_t>(substitute);
   }

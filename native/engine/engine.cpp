@@ -1,5 +1,4 @@
 #include <pthread.h>
-#include <sys/timerfd.h>
 #include <netfold/engine/engine.hpp>
 
 #include <algorithm>
@@ -34,9 +33,8 @@ std::shared_ptr<Group> Engine::add_group(Group::Options options, std::unique_ptr
   groups_.push_back(group);
   if (!thread_.joinable()) {
     stopping_ = false;
-    wake_ = make_event();
-    timer_ = transport::Fd(timerfd_create(CLOCK_MONOTONIC, TFD_NONBLOCK | TFD_CLOEXEC));
-    if (!timer_) transport::throw_errno("timerfd_create");
+    wake_ = transport::make_event();
+    timer_ = transport::make_timer();
     timer_armed_ = false;
     thread_ = std::thread([this] { run(); });
   }
@@ -68,8 +66,7 @@ void Engine::wake() {
 void Engine::wake_after_delay() {
   if (timer_armed_.exchange(true)) return;
   std::lock_guard lock(mutex_);
-  const itimerspec once{.it_interval = {}, .it_value = {.tv_sec = 0, .tv_nsec = takeover_delay_ns_}};
-  if (timer_) timerfd_settime(timer_.get(), 0, &once, nullptr);
+  if (timer_) set_timer(timer_, takeover_delay_ns_);
 }
 
 void Engine::run() {

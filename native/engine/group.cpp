@@ -52,7 +52,7 @@ Group::Group(Engine& engine, Options options, std::unique_ptr<transport::Mesh> m
       fallback_meshes_(std::move(fallback_meshes)),
       needs_progress_(mesh_->needs_progress()),
       status_(options_.id, options_.job, rank(), size()),
-      wake_(make_event()) {}
+      wake_(transport::make_event()) {}
 
 void Group::set_interrupts(Interrupts given) { interrupts = given; }
 

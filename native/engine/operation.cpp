@@ -1,4 +1,3 @@
-#include <time.h>
 #include <netfold/engine/engine.hpp>
 #include <netfold/engine/operation.hpp>
 #include <netfold/engine/sampler.hpp>
@@ -8,12 +7,6 @@
 #include <cstdio>
 
 namespace netfold::engine {
-
-std::int64_t now_ns() {
-  timespec now{};
-  clock_gettime(CLOCK_MONOTONIC, &now);
-  return static_cast<std::int64_t>(now.tv_sec) * 1'000'000'000 + now.tv_nsec;
-}
 
 std::vector<EventRecord> EventLog::after(std::uint64_t since) const {
   std::vector<EventRecord> newest;

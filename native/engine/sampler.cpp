@@ -1,5 +1,4 @@
 #include <fcntl.h>
-#include <time.h>
 #include <unistd.h>
 #include <netfold/engine/event.hpp>
 #include <netfold/engine/sampler.hpp>
@@ -13,12 +12,6 @@
 namespace netfold::engine {
 
 namespace {
-
-std::int64_t read_clock(clockid_t clock) {
-  timespec time{};
-  clock_gettime(clock, &time);
-  return static_cast<std::int64_t>(time.tv_sec) * 1'000'000'000 + time.tv_nsec;
-}
 
 // The time that calls took so far, and the start of the call under way. The sampled thread alone writes, between two
 // steps of `version`, which is odd during the write. The fences pair as in StatusWrite (status.hpp): begin_write has W1
@@ -45,7 +38,7 @@ std::atomic<pthread_t> EngineCallScope::sampled_thread_{0};
 void EngineCallScope::enter() {
   if (!pthread_equal(pthread_self(), sampled_thread_.load(std::memory_order_relaxed))) return;
   if (calls.entered_ns.load(std::memory_order_relaxed) != 0) return;  // a call within a call
-  const std::int64_t cpu = read_clock(CLOCK_THREAD_CPUTIME_ID);
+  const std::int64_t cpu = transport::clock_ns(CLOCK_THREAD_CPUTIME_ID);
   begin_write();
   calls.entered_cpu_ns.store(cpu, std::memory_order_relaxed);
   calls.entered_ns.store(now_ns(), std::memory_order_relaxed);
@@ -54,7 +47,7 @@ void EngineCallScope::enter() {
 }
 
 void EngineCallScope::leave() {
-  const std::int64_t cpu = read_clock(CLOCK_THREAD_CPUTIME_ID);
+  const std::int64_t cpu = transport::clock_ns(CLOCK_THREAD_CPUTIME_ID);
   begin_write();
   const auto add = [](std::atomic<std::int64_t>& total, std::int64_t more) {
     total.store(total.load(std::memory_order_relaxed) + more, std::memory_order_relaxed);
@@ -124,7 +117,7 @@ ComputeSampler::Reading ComputeSampler::read() const {
     if (version % 2 == 0 && calls.version.load(std::memory_order_relaxed) == version) break;
     std::this_thread::yield();  // the writer may be preempted
   }
-  now.cpu_ns = read_clock(clock_);
+  now.cpu_ns = transport::clock_ns(clock_);
   now.at_ns = now_ns();
   if (queue_fd_ >= 0) {
     char text[64];

@@ -3,37 +3,16 @@
 
 #include <poll.h>
 #include <sched.h>
-#include <sys/eventfd.h>
-#include <unistd.h>
 #if defined(__x86_64__)
 #include <xmmintrin.h>
 #endif
 #include <netfold/collective/algorithm.hpp>
 #include <netfold/engine/event.hpp>
-#include <netfold/transport/socket.hpp>
 
 #include <algorithm>
 #include <cerrno>
 
 namespace netfold::engine {
-
-// An eventfd. Throws std::system_error.
-inline transport::Fd make_event() {
-  transport::Fd event(eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC));
-  if (!event) transport::throw_errno("eventfd");
-  return event;
-}
-
-inline void signal(const transport::Fd& event) {
-  const std::uint64_t one = 1;
-  [[maybe_unused]] const auto written = ::write(event.get(), &one, sizeof one);
-}
-
-// Reset an event or a timer. True: it was signalled.
-inline bool clear(const transport::Fd& event) {
-  std::uint64_t value = 0;
-  return ::read(event.get(), &value, sizeof value) > 0;
-}
 
 // Wait between two polls of a spinning thread. On a busy host the awaited rank may be queued behind this thread for the
 // core, so every 16th call yields, and every call with `yields`.

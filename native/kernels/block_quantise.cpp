@@ -82,7 +82,7 @@ void for_each_block(std::size_t count, const std::int16_t* exponents, std::size_
 
 }  // namespace
 
-void block_magnitudes(const Table& table, std::int32_t* magnitudes, const float* src, std::size_t count) {
+void block_magnitudes(std::int32_t* magnitudes, const float* src, std::size_t count, const Table& table) {
   for (std::size_t begin = 0; begin < count; begin += kQuantiseBlock) {
     const std::size_t length = std::min(kQuantiseBlock, count - begin);
     magnitudes[begin / kQuantiseBlock] = static_cast<std::int32_t>(table.largest_magnitude_bits(src + begin, length));
@@ -94,8 +94,8 @@ void block_exponents(std::int16_t* exponents, const std::int32_t* magnitudes, st
                  [](std::int32_t bits) { return exponent_of(static_cast<std::uint32_t>(bits)); });
 }
 
-void quantise(const Table& table, std::int32_t* dst, const float* src, std::size_t count, const std::int16_t* exponents,
-              int headroom_bits, std::size_t first_element) {
+void quantise(std::int32_t* dst, const float* src, std::size_t count, const std::int16_t* exponents, int headroom_bits,
+              std::size_t first_element, const Table& table) {
   assert(headroom_bits >= 0 && headroom_bits <= kMaxHeadroomBits);
   for_each_block(count, exponents, first_element, [&](std::size_t i, std::size_t length, std::int16_t exponent) {
     if (exponent == kExponentAllZero) {
@@ -112,8 +112,8 @@ void quantise(const Table& table, std::int32_t* dst, const float* src, std::size
   });
 }
 
-void dequantise(const Table& table, float* dst, const std::int32_t* src, std::size_t count,
-                const std::int16_t* exponents, int headroom_bits, std::size_t first_element) {
+void dequantise(float* dst, const std::int32_t* src, std::size_t count, const std::int16_t* exponents,
+                int headroom_bits, std::size_t first_element, const Table& table) {
   assert(headroom_bits >= 0 && headroom_bits <= kMaxHeadroomBits);
   for_each_block(count, exponents, first_element, [&](std::size_t i, std::size_t length, std::int16_t exponent) {
     if (exponent == kExponentAllZero) {
@@ -128,20 +128,6 @@ void dequantise(const Table& table, float* dst, const std::int32_t* src, std::si
       });
     }
   });
-}
-
-void block_magnitudes(std::int32_t* magnitudes, const float* src, std::size_t count) {
-  block_magnitudes(active_table(), magnitudes, src, count);
-}
-
-void quantise(std::int32_t* dst, const float* src, std::size_t count, const std::int16_t* exponents, int headroom_bits,
-              std::size_t first_element) {
-  quantise(active_table(), dst, src, count, exponents, headroom_bits, first_element);
-}
-
-void dequantise(float* dst, const std::int32_t* src, std::size_t count, const std::int16_t* exponents,
-                int headroom_bits, std::size_t first_element) {
-  dequantise(active_table(), dst, src, count, exponents, headroom_bits, first_element);
 }
 
 }  // namespace netfold::kernels

@@ -48,8 +48,8 @@ std::uint64_t rounding_key(std::uint32_t operation, std::uint32_t worker) {
 
 // Goes through a block on the stack, front to back: dst may begin where src does, and bytes never overwrite unread
 // floats.
-void quantise_bytes(const Table& table, std::int8_t* dst, const float* src, float* lost, std::size_t count,
-                    const std::int32_t* magnitudes, int levels, std::uint64_t key) {
+void quantise_bytes(std::int8_t* dst, const float* src, float* lost, std::size_t count, const std::int32_t* magnitudes,
+                    int levels, std::uint64_t key, const Table& table) {
   assert(levels >= 1);
   std::array<float, kQuantiseBlock> values;
   std::array<float, kQuantiseBlock> kept;
@@ -83,8 +83,8 @@ void quantise_bytes(const Table& table, std::int8_t* dst, const float* src, floa
 }
 
 // Goes back to front, for the same reason.
-void dequantise_bytes(const Table& table, float* dst, const std::int8_t* src, std::size_t count,
-                      const std::int32_t* magnitudes, int levels) {
+void dequantise_bytes(float* dst, const std::int8_t* src, std::size_t count, const std::int32_t* magnitudes, int levels,
+                      const Table& table) {
   assert(levels >= 1);
   std::array<float, kQuantiseBlock> values;
   std::array<std::int8_t, kQuantiseBlock> bytes;
@@ -101,16 +101,6 @@ void dequantise_bytes(const Table& table, float* dst, const std::int8_t* src, st
     }
     std::memcpy(reinterpret_cast<std::byte*>(dst) + begin * sizeof(float), values.data(), length * sizeof(float));
   }
-}
-
-void quantise_bytes(std::int8_t* dst, const float* src, float* lost, std::size_t count, const std::int32_t* magnitudes,
-                    int levels, std::uint64_t key) {
-  quantise_bytes(active_table(), dst, src, lost, count, magnitudes, levels, key);
-}
-
-void dequantise_bytes(float* dst, const std::int8_t* src, std::size_t count, const std::int32_t* magnitudes,
-                      int levels) {
-  dequantise_bytes(active_table(), dst, src, count, magnitudes, levels);
 }
 
 }  // namespace netfold::kernels

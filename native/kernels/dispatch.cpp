@@ -78,6 +78,25 @@ const Choice& choice() {
 
 }  // namespace
 
+const char* name(DType dtype) {
+  constexpr const char* kNames[kDTypeCount] = {"f32", "f64", "f16", "bf16", "i8",  "i16",     "i32",
+                                               "i64", "u8",  "u16", "u32",  "u64", "f64_i64", "i64_i64"};
+  const auto value = static_cast<std::uint8_t>(dtype);
+  return is_valid_dtype(value) ? kNames[value] : "unknown dtype";
+}
+
+const char* name(ReduceOp op) {
+  constexpr const char* kNames[kReduceOpCount] = {"sum", "product", "min",     "max",    "band",
+                                                  "bor", "bxor",    "min_loc", "max_loc"};
+  const auto value = static_cast<std::uint8_t>(op);
+  return is_valid_reduce_op(value) ? kNames[value] : "unknown operator";
+}
+
+const char* name(Isa isa) {
+  constexpr const char* kNames[kIsas.size()] = {"serial", "avx2", "avx512"};
+  return kNames[static_cast<std::size_t>(isa)];
+}
+
 Isa active_isa() { return choice().isa; }
 const char* isa_reason() { return choice().reason.c_str(); }
 
@@ -101,8 +120,6 @@ bool reduce(ReduceOp op, DType dtype, void* dst, const void* const* sources, std
   kernel(dst, sources, source_count, 0, count);
   return true;
 }
-
-bool is_convertible(DType to, DType from) { return kSerialTable.convert[index(to)][index(from)] != nullptr; }
 
 bool convert(DType to, void* dst, DType from, const void* src, std::size_t count) {
   Table::Convert* const kernel = active_table().convert[index(to)][index(from)];

@@ -81,66 +81,34 @@ struct Plain {
   static Value load(const void* base, std::size_t i) { return load_bits<T>(base, i); }
   static void store(void* base, std::size_t i, Value value) { store_bits(base, i, canonical(value)); }
 };
-struct F16 {
+template <float (*widen)(std::uint16_t), std::uint16_t (*narrow)(float)>
+struct Half {
   using Value = float;
-  static Value load(const void* base, std::size_t i) { return f32_from_f16(load_bits<std::uint16_t>(base, i)); }
-  static void store(void* base, std::size_t i, Value value) { store_bits(base, i, f16_from_f32(value)); }
+  static Value load(const void* base, std::size_t i) { return widen(load_bits<std::uint16_t>(base, i)); }
+  static void store(void* base, std::size_t i, Value value) { store_bits(base, i, narrow(value)); }
 };
-struct BF16 {
-  using Value = float;
-  static Value load(const void* base, std::size_t i) { return f32_from_bf16(load_bits<std::uint16_t>(base, i)); }
-  static void store(void* base, std::size_t i, Value value) { store_bits(base, i, bf16_from_f32(value)); }
-};
+using F16 = Half<f32_from_f16, f16_from_f32>;
+using BF16 = Half<f32_from_bf16, bf16_from_f32>;
 
 // uint32_t or uint64_t: unsigned, and not promoted to int.
 template <class T>
 using Wrapping = decltype(std::make_unsigned_t<T>{} + 0u);
 
-struct Sum {
+template <class Operator>
+struct Arithmetic {
   template <class T>
   static T combine(T a, T b) {
-    if constexpr (std::is_floating_point_v<T>) return a + b;
+    if constexpr (std::is_floating_point_v<T>) return Operator{}(a, b);
     if constexpr (std::is_integral_v<T>)
-      return static_cast<T>(static_cast<Wrapping<T>>(a) + static_cast<Wrapping<T>>(b));
-  }
-};
-struct Product {
-  template <class T>
-  static T combine(T a, T b) {
-    if constexpr (std::is_floating_point_v<T>) return a * b;
-    if constexpr (std::is_integral_v<T>)
-      return static_cast<T>(static_cast<Wrapping<T>>(a) * static_cast<Wrapping<T>>(b));
+      return static_cast<T>(Operator{}(static_cast<Wrapping<T>>(a), static_cast<Wrapping<T>>(b)));
   }
 };
 // Of -0 and +0, and of two NaNs, the earlier one is kept.
-struct Min {
+template <class Better>
+struct Extreme {
   template <class T>
   static T combine(T a, T b) {
-    return b < a || b != b ? b : a;
-  }
-};
-struct Max {
-  template <class T>
-  static T combine(T a, T b) {
-    return b > a || b != b ? b : a;
-  }
-};
-struct BitAnd {
-  template <class T>
-  static T combine(T a, T b) {
-    return static_cast<T>(a & b);
-  }
-};
-struct BitOr {
-  template <class T>
-  static T combine(T a, T b) {
-    return static_cast<T>(a | b);
-  }
-};
-struct BitXor {
-  template <class T>
-  static T combine(T a, T b) {
-    return static_cast<T>(a ^ b);
+    return Better{}(b, a) || b != b ? b : a;
   }
 };
 
@@ -235,14 +203,14 @@ void scale_i8_to_f32(void* dst, const void* src, std::size_t count, float unit) 
 
 template <class Element>
 constexpr void add_dtype(Table& table, DType dtype) {
-  table.reduce[index(ReduceOp::sum)][index(dtype)] = reduce_each<Element, Sum>;
-  table.reduce[index(ReduceOp::product)][index(dtype)] = reduce_each<Element, Product>;
-  table.reduce[index(ReduceOp::min)][index(dtype)] = reduce_each<Element, Min>;
-  table.reduce[index(ReduceOp::max)][index(dtype)] = reduce_each<Element, Max>;
+  table.reduce[index(ReduceOp::sum)][index(dtype)] = reduce_each<Element, Arithmetic<std::plus<>>>;
+  table.reduce[index(ReduceOp::product)][index(dtype)] = reduce_each<Element, Arithmetic<std::multiplies<>>>;
+  table.reduce[index(ReduceOp::min)][index(dtype)] = reduce_each<Element, Extreme<std::less<>>>;
+  table.reduce[index(ReduceOp::max)][index(dtype)] = reduce_each<Element, Extreme<std::greater<>>>;
   if constexpr (std::is_integral_v<typename Element::Value>) {
-    table.reduce[index(ReduceOp::band)][index(dtype)] = reduce_each<Element, BitAnd>;
-    table.reduce[index(ReduceOp::bor)][index(dtype)] = reduce_each<Element, BitOr>;
-    table.reduce[index(ReduceOp::bxor)][index(dtype)] = reduce_each<Element, BitXor>;
+    table.reduce[index(ReduceOp::band)][index(dtype)] = reduce_each<Element, Arithmetic<std::bit_and<>>>;
+    table.reduce[index(ReduceOp::bor)][index(dtype)] = reduce_each<Element, Arithmetic<std::bit_or<>>>;
+    table.reduce[index(ReduceOp::bxor)][index(dtype)] = reduce_each<Element, Arithmetic<std::bit_xor<>>>;
   }
 }
 

@@ -36,12 +36,15 @@ struct Table {
 // Element i of a block draws from seed + i * kRoundingStride.
 inline constexpr std::uint32_t kRoundingStride = 0x9e3779b9u;
 
-// Returns 24 evenly distributed bits ("lowbias32", Wellons 2018; the vector kernels repeat its constants).
-constexpr std::uint32_t rounding_bits(std::uint32_t seed, std::size_t index) {
-  std::uint32_t bits = seed + static_cast<std::uint32_t>(index) * kRoundingStride;
+// Returns 24 evenly distributed bits ("lowbias32", Wellons 2018). Bits: uint32_t, or a vector of them.
+template <class Bits>
+constexpr Bits mixed_bits(Bits bits) {
   bits = (bits ^ (bits >> 16)) * 0x7feb352du;
   bits = (bits ^ (bits >> 15)) * 0x846ca68bu;
   return (bits ^ (bits >> 16)) >> 8;
+}
+constexpr std::uint32_t rounding_bits(std::uint32_t seed, std::size_t index) {
+  return mixed_bits(seed + static_cast<std::uint32_t>(index) * kRoundingStride);
 }
 
 constexpr std::size_t index(ReduceOp op) { return static_cast<std::size_t>(op); }
@@ -55,16 +58,5 @@ void add_avx512(Table& table);
 // Returns null where this CPU or build lacks the instruction set.
 const Table* find_table(Isa isa);
 const Table& active_table();
-
-// The functions of block_quantise.hpp and byte_quantise.hpp with a given table.
-void block_magnitudes(const Table& table, std::int32_t* magnitudes, const float* src, std::size_t count);
-void quantise(const Table& table, std::int32_t* dst, const float* src, std::size_t count, const std::int16_t* exponents,
-              int headroom_bits, std::size_t first_element);
-void dequantise(const Table& table, float* dst, const std::int32_t* src, std::size_t count,
-                const std::int16_t* exponents, int headroom_bits, std::size_t first_element);
-void quantise_bytes(const Table& table, std::int8_t* dst, const float* src, float* lost, std::size_t count,
-                    const std::int32_t* magnitudes, int levels, std::uint64_t key);
-void dequantise_bytes(const Table& table, float* dst, const std::int8_t* src, std::size_t count,
-                      const std::int32_t* magnitudes, int levels);
 
 }  // namespace netfold::kernels

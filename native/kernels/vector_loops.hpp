@@ -1,5 +1,4 @@
-// The loops of all vector files; a file brings its `Lanes`: how one register of elements is loaded, combined and
-// stored.
+// The loops of all vector kernels, over `Lanes`: how one register of elements is loaded, combined and stored.
 //
 // A Lanes type has: Register, kElementBytes, kCount (elements per register), kBytes (of memory per register), load,
 // store and, to be reduced, combine.
@@ -12,6 +11,22 @@
 
 namespace netfold::kernels {
 namespace {
+
+#if defined(__AVX512F__)
+constexpr std::size_t kVectorBytes = 64;
+#else
+constexpr std::size_t kVectorBytes = 32;
+#endif
+// A register of elements. The compiler's own vector type: +, *, & and >> work element by element.
+template <class T>
+struct VectorType {
+  typedef T type __attribute__((vector_size(kVectorBytes)));
+};
+template <class T>
+using VectorOf = typename VectorType<T>::type;
+using Floats = VectorOf<float>;
+using Doubles = VectorOf<double>;
+using Words = VectorOf<std::uint32_t>;
 
 constexpr std::uint32_t kQuietNan32 = 0x7fc00000u;
 constexpr std::uint64_t kQuietNan64 = 0x7ff8000000000000u;

@@ -13,19 +13,19 @@ void ParentSender::offer(std::uint32_t slot) {
     return;
   }
   entry.state = State::due;
-  push_back(due_, slot);
+  due_.push_back(entries_, slot);
 }
 
 std::optional<ParentSender::Send> ParentSender::poll_send() {
   const std::uint32_t slot = due_.head;
   if (slot == kNone) return std::nullopt;
   Entry& entry = entries_[slot];
-  unlink(due_, slot);
+  due_.unlink(entries_, slot);
   entry.state = State::flight;
   entry.again = entry.sent;
   entry.sent = true;
   entry.send_number = ++packet_number_;
-  push_back(flight_, slot);
+  flight_.push_back(entries_, slot);
   ++packets_sent_;
   sent_again_ += entry.again ? 1 : 0;
   return Send{slot, packet_number_};
@@ -46,7 +46,7 @@ void ParentSender::handle_result(std::uint32_t slot, std::uint64_t number) {
   if (entry.state == State::flight && !entry.again) {
     highest_received_send_ = std::max(highest_received_send_, entry.send_number);
   }
-  unlink(entry.state == State::flight ? flight_ : due_, slot);
+  (entry.state == State::flight ? flight_ : due_).unlink(entries_, slot);
   entry = Entry{};
   const auto gap = result_gaps_.observe(number);
   std::uint32_t at = flight_.head;
@@ -74,25 +74,9 @@ std::uint32_t ParentSender::handle_nack(std::uint64_t first, std::uint64_t count
 }
 
 void ParentSender::make_due(std::uint32_t slot) {
-  unlink(flight_, slot);
+  flight_.unlink(entries_, slot);
   entries_[slot].state = State::due;
-  push_back(due_, slot);
-}
-
-void ParentSender::push_back(List& list, std::uint32_t slot) {
-  entries_[slot].previous = list.tail;
-  entries_[slot].next = kNone;
-  (list.tail != kNone ? entries_[list.tail].next : list.head) = slot;
-  list.tail = slot;
-  ++list.count;
-}
-
-void ParentSender::unlink(List& list, std::uint32_t slot) {
-  Entry& entry = entries_[slot];
-  (entry.previous != kNone ? entries_[entry.previous].next : list.head) = entry.next;
-  (entry.next != kNone ? entries_[entry.next].previous : list.tail) = entry.previous;
-  entry.previous = entry.next = kNone;
-  --list.count;
+  due_.push_back(entries_, slot);
 }
 
 void ParentSender::append_canonical(std::vector<std::byte>& out) const {

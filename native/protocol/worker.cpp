@@ -60,7 +60,7 @@ std::optional<Worker::Send> Worker::poll_send(std::int64_t now_ns) {
     index = lost_.head;
     chunk = chunk_at(index);
     again = entries_[index].again;
-    unlink(lost_, index);
+    lost_.unlink(entries_, index);
   } else if (lost_.head == kNone && next_ < end_ && next_ < base_ + config_.window && has_room()) {
     if (!pace(now_ns)) return std::nullopt;
     chunk = next_++;
@@ -75,7 +75,7 @@ std::optional<Worker::Send> Worker::poll_send(std::int64_t now_ns) {
   entry.suspect = false;
   entry.send_number = ++packet_number_;
   entry.sent_ns = now_ns;
-  push_back(flight_, index);
+  flight_.push_back(entries_, index);
   retransmissions_ += again ? 1 : 0;
 
   const Placement& placement = *placement_of(chunk);
@@ -111,9 +111,9 @@ void Worker::not_sent(std::uint64_t chunk) {
   if (entry.state != State::flight) return;
   // The packet never left: its next sending is no retransmission, unless this one was.
   if (entry.again) --retransmissions_;
-  unlink(flight_, index);
+  flight_.unlink(entries_, index);
   entry.state = State::lost;
-  push_back(lost_, index);
+  lost_.push_back(entries_, index);
 }
 
 Worker::Received Worker::handle_packet(std::span<const std::byte> bytes, std::int64_t now_ns) {
@@ -159,7 +159,7 @@ Worker::Received Worker::handle_packet(std::span<const std::byte> bytes, std::in
 
   const bool first_try = entry.state == State::flight && !entry.again;
   note_skipped(header, entry, first_try);
-  unlink(entry.state == State::flight ? flight_ : lost_, index);
+  (entry.state == State::flight ? flight_ : lost_).unlink(entries_, index);
   // A chunk that was sent twice measures no round trip (Karn), and does not show which send was answered.
   if (first_try) {
     measure(now_ns - entry.sent_ns);
@@ -240,13 +240,13 @@ void Worker::handle_timeout(std::int64_t now_ns) {
 }
 
 void Worker::mark_lost(std::uint32_t index, bool probe) {
-  unlink(flight_, index);
+  flight_.unlink(entries_, index);
   entries_[index].state = State::lost;
   entries_[index].again = true;
   entries_[index].probe = probe;
   // A probe may be for a straggler's chunk, which is no loss of the path.
   if (!probe) ++round_lost_;
-  push_back(lost_, index);
+  lost_.push_back(entries_, index);
 }
 
 Worker::Received Worker::handle_nack(const Header& header) {
@@ -418,22 +418,6 @@ std::uint16_t Worker::count_of(const Placement& placement, std::uint64_t chunk) 
 std::uint64_t Worker::chunk_at(std::uint32_t index) const {
   // The one chunk of [base, base + W) with this residue.
   return base_ + index_of(index - base_);
-}
-
-void Worker::push_back(List& list, std::uint32_t index) {
-  entries_[index].previous = list.tail;
-  entries_[index].next = kNone;
-  (list.tail != kNone ? entries_[list.tail].next : list.head) = index;
-  list.tail = index;
-  ++list.count;
-}
-
-void Worker::unlink(List& list, std::uint32_t index) {
-  Entry& entry = entries_[index];
-  (entry.previous != kNone ? entries_[entry.previous].next : list.head) = entry.next;
-  (entry.next != kNone ? entries_[entry.next].previous : list.tail) = entry.previous;
-  entry.previous = entry.next = kNone;
-  --list.count;
 }
 
 void Worker::append_canonical(std::vector<std::byte>& out) const {

@@ -1,11 +1,12 @@
 #include <arpa/inet.h>
 #include <fcntl.h>
 #include <pthread.h>
+#include <sys/eventfd.h>
 #include <sys/random.h>
+#include <sys/timerfd.h>
 #include <unistd.h>
 #include <netfold/transport/socket.hpp>
 
-#include <chrono>
 #include <cstring>
 #include <mutex>
 #include <stdexcept>
@@ -72,9 +73,47 @@ std::uint64_t random_bits() {
   return bits;
 }
 
-std::int64_t now_ns() {
-  return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch())
-      .count();
+std::int64_t clock_ns(clockid_t clock) {
+  timespec now{};
+  clock_gettime(clock, &now);
+  return static_cast<std::int64_t>(now.tv_sec) * 1'000'000'000 + now.tv_nsec;
+}
+
+Fd make_event() {
+  Fd event(eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC));
+  if (!event) throw_errno("eventfd");
+  return event;
+}
+
+void signal(const Fd& event) {
+  const std::uint64_t one = 1;
+  [[maybe_unused]] const auto written = ::write(event.get(), &one, sizeof one);
+}
+
+bool clear(const Fd& event) {
+  std::uint64_t value = 0;
+  return ::read(event.get(), &value, sizeof value) > 0;
+}
+
+int always_readable() {
+  static const Fd* const event = [] {
+    auto* made = new Fd(make_event());
+    signal(*made);
+    return made;
+  }();
+  return event->get();
+}
+
+Fd make_timer() {
+  Fd timer(timerfd_create(CLOCK_MONOTONIC, TFD_NONBLOCK | TFD_CLOEXEC));
+  if (!timer) throw_errno("timerfd_create");
+  return timer;
+}
+
+void set_timer(const Fd& timer, std::int64_t delay_ns) {
+  const itimerspec once{.it_interval = {},
+                        .it_value = {.tv_sec = delay_ns / 1'000'000'000, .tv_nsec = delay_ns % 1'000'000'000}};
+  timerfd_settime(timer.get(), 0, &once, nullptr);
 }
 
 Address Address::parse(const std::string& host, std::uint16_t port) {

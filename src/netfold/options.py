@@ -42,8 +42,8 @@ class Options:
     for gradients."""
     transport: str | None = None
     """auto; tcp: ranks of one machine do not use shared memory; fabric:PROVIDER: use this provider of libfabric instead
-    of TCP, and of UDP to a switch (docs/how-to/fabric.md); mpi: use the MPI of mpirun between ranks
-    (docs/how-to/mpi.md). With fabric:PROVIDER,memory and mpi,memory ranks of one machine use shared memory."""
+    of TCP, and of UDP to a switch (docs/how-to/fabric.md). With fabric:PROVIDER,memory ranks of one machine
+    use shared memory."""
     single_copy: str | None = None
     """on or off: ranks of one machine read from each other's memory, where the kernel lets them. off on any rank is off
     for its machine."""
@@ -94,12 +94,11 @@ class Options:
             else:
                 values[field.name] = text or _DEFAULT_WORDS.get(field.name)
         options = replace(self, **values)  # type: ignore[arg-type]
-        if options.transport not in TRANSPORTS and not re.fullmatch(
-            r"(fabric:[^,\s]+|mpi)(,memory)?", options.transport or ""
-        ):
+        transport = options.transport or ""
+        if transport not in TRANSPORTS and not re.fullmatch(r"fabric:[^,\s]+(,memory)?", transport):
             raise ValueError(
-                f"NETFOLD_TRANSPORT={options.transport!r} is not one of {', '.join(TRANSPORTS)}, fabric:PROVIDER, "
-                "fabric:PROVIDER,memory, mpi, mpi,memory"
+                f"NETFOLD_TRANSPORT={transport!r} is not one of {', '.join(TRANSPORTS)}, fabric:PROVIDER, "
+                "fabric:PROVIDER,memory"
             )
         for name, allowed in _ALLOWED.items():
             if getattr(options, name) not in allowed:
@@ -118,21 +117,9 @@ class Options:
 
     @property
     def fabric(self) -> str | None:
-        """The provider of libfabric to use instead of TCP; "mpi" for MPI; None for TCP."""
-        if self.over_mpi:
-            return "mpi"
+        """The provider of libfabric to use instead of TCP, and of UDP to a switch; None for TCP and UDP."""
         head, _, provider = (self.transport or "").partition(":")
         return provider.removesuffix(",memory") if head == "fabric" else None
-
-    @property
-    def switch_fabric(self) -> str | None:
-        """The provider of libfabric for packets to a switch; None for UDP, also with MPI, which has no switches."""
-        return None if self.over_mpi else self.fabric
-
-    @property
-    def over_mpi(self) -> bool:
-        """Whether MPI replaces TCP between ranks."""
-        return self.transport in ("mpi", "mpi,memory")
 
     @property
     def shares_memory(self) -> bool:

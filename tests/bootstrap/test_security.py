@@ -166,8 +166,8 @@ def test_a_host_without_libcrypto_refuses_on_all_ranks() -> None:
         assert outcome.error in ("ValueError", "RendezvousError")
 
 
-@pytest.mark.parametrize("transport", ["fabric:tcp", "fabric:tcp,memory", "mpi"])
-def test_security_over_a_fabric_or_mpi_is_refused(transport: str) -> None:
+@pytest.mark.parametrize("transport", ["fabric:tcp", "fabric:tcp,memory"])
+def test_security_over_a_fabric_is_refused(transport: str) -> None:
     for outcome in run_ranks(_over, 2, transport):
         assert outcome.error in ("ValueError", "RendezvousError"), outcome
         assert f"NETFOLD_SECURITY=authenticate and NETFOLD_TRANSPORT={transport} exclude each other" in outcome.text

@@ -3,7 +3,7 @@
 // is merged, numbers, timeouts, the operations, and, behind a 0, the last worker's where it calls others.
 // Output: the report and the trace's records, a line each, as fields separated by tabs.
 // With the single argument `hellos`: the promise that search_validation finds broken.
-#include <netfold/model_check/validation_search.hpp>
+#include <netfold/model_check/search.hpp>
 
 #include <cstdio>
 #include <cstdlib>

@@ -3,7 +3,6 @@
 #include <net/if.h>
 #include <sched.h>
 #include <sys/epoll.h>
-#include <sys/eventfd.h>
 #include <sys/ioctl.h>
 #include <sys/prctl.h>
 #include <unistd.h>
@@ -12,9 +11,12 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
-#include <ctime>
 
 namespace netfold::delay_link {
+
+using transport::Fd;
+using transport::now_ns;
+
 namespace {
 
 // The largest super-packet, with the kernel's header before it.
@@ -30,37 +32,12 @@ constexpr unsigned kOffloads = TUN_F_CSUM | TUN_F_TSO4 | TUN_F_TSO6 | TUN_F_TSO_
 // TUN_F_USO4 and TUN_F_USO6: super-packets of UDP, from Linux 6.2. The headers here may be older than the kernel.
 constexpr unsigned kUdpOffloads = 0x20 | 0x40;
 
-std::int64_t now_ns() {
-  timespec t{};
-  clock_gettime(CLOCK_MONOTONIC, &t);
-  return static_cast<std::int64_t>(t.tv_sec) * 1'000'000'000 + t.tv_nsec;
-}
-
-class Descriptor {
- public:
-  explicit Descriptor(int fd) : fd_(fd) {}
-  ~Descriptor() {
-    if (fd_ >= 0) close(fd_);
-  }
-  Descriptor(const Descriptor&) = delete;
-  Descriptor& operator=(const Descriptor&) = delete;
-  int get() const { return fd_; }
-  int release() {
-    const int fd = fd_;
-    fd_ = -1;
-    return fd;
-  }
-
- private:
-  int fd_;
-};
-
 // Keeps the calling thread in another network namespace during its lifetime.
 class InNamespace {
  public:
   explicit InNamespace(const std::string& netns) : previous_(open("/proc/thread-self/ns/net", O_RDONLY | O_CLOEXEC)) {
-    const Descriptor target(open(netns.c_str(), O_RDONLY | O_CLOEXEC));
-    if (previous_.get() < 0 || target.get() < 0 || setns(target.get(), CLONE_NEWNET) != 0) {
+    const Fd target(open(netns.c_str(), O_RDONLY | O_CLOEXEC));
+    if (!previous_ || !target || setns(target.get(), CLONE_NEWNET) != 0) {
       throw DelayLinkError("the network namespace " + netns + " cannot be entered: " + std::strerror(errno));
     }
   }
@@ -72,7 +49,7 @@ class InNamespace {
   InNamespace& operator=(const InNamespace&) = delete;
 
  private:
-  Descriptor previous_;
+  Fd previous_;
 };
 
 // splitmix64 (Steele, Lea, Flood 2014).
@@ -87,14 +64,14 @@ bool draw_with(std::uint64_t& state, double ratio) {
   return ratio > 0 && static_cast<double>(draw(state) >> 11) * 0x1p-53 < ratio;
 }
 
-int open_tap(const Interface& end) {
+Fd open_tap(const Interface& end) {
   const InNamespace inside(end.netns);
-  Descriptor tap(open("/dev/net/tun", O_RDWR | O_NONBLOCK | O_CLOEXEC));
+  Fd tap(open("/dev/net/tun", O_RDWR | O_NONBLOCK | O_CLOEXEC));
   ifreq request{};
   request.ifr_flags = static_cast<short>(IFF_TAP | IFF_NO_PI | IFF_VNET_HDR | IFF_TUN_EXCL);
   std::strncpy(request.ifr_name, end.device.c_str(), IFNAMSIZ - 1);
   int header_bytes = kHeaderBytes;
-  const bool made = tap.get() >= 0 && ioctl(tap.get(), TUNSETIFF, &request) == 0 &&
+  const bool made = tap && ioctl(tap.get(), TUNSETIFF, &request) == 0 &&
                     ioctl(tap.get(), TUNSETVNETHDRSZ, &header_bytes) == 0 &&
                     (ioctl(tap.get(), TUNSETOFFLOAD, kOffloads | kUdpOffloads) == 0 ||
                      ioctl(tap.get(), TUNSETOFFLOAD, kOffloads) == 0);
@@ -102,38 +79,31 @@ int open_tap(const Interface& end) {
     throw DelayLinkError("the interface " + end.device + " in " + end.netns +
                          " cannot be made: " + std::strerror(errno) + "; a delay wants /dev/net/tun (CONFIG_TUN)");
   }
-  return tap.release();
+  return tap;
 }
 
 }  // namespace
 
-DelayLinks::DelayLinks() : buffer_(kFrameBytes) {
-  epoll_ = epoll_create1(EPOLL_CLOEXEC);
-  wake_ = eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC);
+DelayLinks::DelayLinks() : buffer_(kFrameBytes), epoll_(epoll_create1(EPOLL_CLOEXEC)), wake_(transport::make_event()) {
   epoll_event event{};
   event.events = EPOLLIN;
   event.data.u64 = UINT64_MAX;
-  if (epoll_ < 0 || wake_ < 0 || epoll_ctl(epoll_, EPOLL_CTL_ADD, wake_, &event) != 0) {
+  if (!epoll_ || epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, wake_.get(), &event) != 0) {
     throw DelayLinkError(std::string("no descriptors for links: ") + std::strerror(errno));
   }
 }
 
-DelayLinks::~DelayLinks() {
-  stop();
-  for (const int tap : taps_) close(tap);
-  close(wake_);
-  close(epoll_);
-}
+DelayLinks::~DelayLinks() { stop(); }
 
 std::size_t DelayLinks::add(const Interface& one, const Interface& other, std::int64_t delay_ns) {
   if (thread_.joinable()) throw DelayLinkError("links are added before they are started");
-  const int from = taps_.emplace_back(open_tap(one));
-  const int to = taps_.emplace_back(open_tap(other));
+  const int from = taps_.emplace_back(open_tap(one)).get();
+  const int to = taps_.emplace_back(open_tap(other)).get();
   for (const auto& [in, out] : {std::pair{from, to}, std::pair{to, from}}) {
     epoll_event event{};
     event.events = EPOLLIN;
     event.data.u64 = directions_.size();
-    if (epoll_ctl(epoll_, EPOLL_CTL_ADD, in, &event) != 0) {
+    if (epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, in, &event) != 0) {
       throw DelayLinkError(std::string("a link cannot be watched: ") + std::strerror(errno));
     }
     directions_.push_back(Direction{.from = in, .to = out, .delay_ns = delay_ns, .queue = {}});
@@ -161,9 +131,7 @@ void DelayLinks::start() {
 
 void DelayLinks::stop() {
   if (!thread_.joinable()) return;
-  const std::uint64_t one = 1;
-  while (write(wake_, &one, sizeof one) < 0 && errno == EINTR) {
-  }
+  signal(wake_);
   thread_.join();
 }
 
@@ -183,7 +151,7 @@ void DelayLinks::run() {
     const std::int64_t sleep_ns = left_ns == INT64_MAX ? 0 : std::max<std::int64_t>(0, left_ns - kPollNs);
     wait.tv_sec = sleep_ns / 1'000'000'000;
     wait.tv_nsec = sleep_ns % 1'000'000'000;
-    const int count = epoll_pwait2(epoll_, events.data(), static_cast<int>(events.size()),
+    const int count = epoll_pwait2(epoll_.get(), events.data(), static_cast<int>(events.size()),
                                    left_ns == INT64_MAX ? nullptr : &wait, nullptr);
     for (int i = 0; i < count; ++i) {
       const std::uint64_t which = events[static_cast<std::size_t>(i)].data.u64;

@@ -1,7 +1,6 @@
 #include <netfold/model_check/search.hpp>
 
 #include "state_set.hpp"
-#include "trace.hpp"
 #include "transitions.hpp"
 
 #include <algorithm>

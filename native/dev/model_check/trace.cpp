@@ -1,13 +1,36 @@
-#include "trace.hpp"
-
 #include <algorithm>
 #include <optional>
 #include <stdexcept>
+
+#include "transitions.hpp"
 
 namespace netfold::model_check {
 namespace {
 
 using Kind = Transition::Kind;
+
+// How a kind of transition stands in a trace.
+struct Wording {
+  enum class Of : std::uint8_t { packet, worker, leaf, all };
+  const char* step;  // before the packet, the worker or the leaf
+  Of of;
+  const char* what;  // of a packet: its name
+};
+constexpr Wording kWordings[] = {
+    // by kind
+    {"", Wording::Of::packet, ""},
+    {"copy ", Wording::Of::packet, ""},
+    {"lose ", Wording::Of::packet, ""},
+    {"timeout ", Wording::Of::worker, "timeout"},
+    {"call ", Wording::Of::worker, "next operation"},
+    {"hear ", Wording::Of::worker, "another has ended"},
+    {"rejoin ", Wording::Of::worker, "rejoins"},
+    {"rejoin leaf ", Wording::Of::leaf, "rejoins"},
+    {"restart group", Wording::Of::all, "the group restarts"},
+    {"restart switch", Wording::Of::all, "the switch restarts"},
+    {"restart leaf ", Wording::Of::leaf, "the leaf restarts"},
+};
+const Wording& wording_of(const Transition& transition) { return kWordings[static_cast<std::size_t>(transition.kind)]; }
 
 std::string name_of(const Packet& packet) {
   return (packet.foreign ? "x" : "") + text_of(packet.generation) + "/" + (packet.leaf ? "^" : "") +
@@ -33,32 +56,14 @@ class Run {
   }
 
   std::string text_of(const Transition& transition) const {
-    switch (transition.kind) {
-      case Kind::deliver:
-        return text_of_packet(transition.what);
-      case Kind::copy:
-        return "copy " + text_of_packet(transition.what);
-      case Kind::lose:
-        return "lose " + text_of_packet(transition.what);
-      case Kind::timeout:
-        return "timeout " + std::to_string(transition.what) +
-               (transition.times == 1 ? "" : " " + std::to_string(transition.times));
-      case Kind::call:
-        return "call " + std::to_string(transition.what);
-      case Kind::hear:
-        return "hear " + std::to_string(transition.what);
-      case Kind::rejoin:
-        return "rejoin " + std::to_string(transition.what);
-      case Kind::rejoin_leaf:
-        return "rejoin leaf " + std::to_string(transition.what);
-      case Kind::restart_group:
-        return "restart group";
-      case Kind::restart_switch:
-        return "restart switch";
-      case Kind::restart_leaf:
-        return "restart leaf " + std::to_string(transition.what);
+    const auto& [step, of, what] = wording_of(transition);
+    std::string text = step;
+    if (of == Wording::Of::packet) {
+      text += text_of_packet(transition.what);
+    } else if (of != Wording::Of::all) {
+      text += std::to_string(transition.what);
     }
-    return {};
+    return transition.times > 1 ? text + " " + std::to_string(transition.times) : text;
   }
 
   // Returns the transition of that step, if it is possible now.
@@ -77,18 +82,10 @@ class Run {
 
   // Describes the machine that the transition happened to.
   std::string state_after(const Transition& transition) const {
-    switch (transition.kind) {
-      case Kind::deliver:
-      case Kind::copy:
-        return describe_destination(transitions_.table.packet(transition.what));
-      case Kind::timeout:
-      case Kind::call:
-      case Kind::hear:
-      case Kind::rejoin:
-        return describe_worker(static_cast<std::uint16_t>(transition.what));
-      default:
-        return {};
-    }
+    const auto of = wording_of(transition).of;
+    if (of == Wording::Of::worker) return describe_worker(static_cast<std::uint16_t>(transition.what));
+    if (of != Wording::Of::packet || transition.kind == Kind::lose) return {};
+    return describe_destination(transitions_.table.packet(transition.what));
   }
 
  private:
@@ -164,45 +161,27 @@ std::vector<Record> replay(const Scope& scope, const std::vector<std::string>& s
     record.became = step.became;
     record.broken = step.broken;
     record.state = run.state_after(*transition);
-    switch (transition->kind) {
-      case Kind::deliver:
-      case Kind::copy:
-      case Kind::lose: {
-        const Packet& packet = transitions.table.packet(transition->what);
-        const std::string below = (packet.leaf ? "leaf " : "worker ") + std::to_string(packet.worker);
-        const std::string above = packet.leaf || scope.leaves.empty()
-                                      ? "switch"
-                                      : "leaf " + std::to_string(transitions.table.leaf_of(packet.worker));
-        record.source = packet.from_switch ? above : below;
-        record.to = packet.from_switch ? below : above;
-        record.what = (packet.nack          ? "NACK from "
-                       : packet.from_switch ? "result "
-                       : packet.leaf        ? "sum "
-                                            : "chunk ") +
-                      std::to_string(packet.chunk) + " of " +
-                      (packet.foreign ? "another job" : text_of(packet.generation));
-        break;
-      }
-      case Kind::timeout:
-      case Kind::call:
-      case Kind::hear:
-      case Kind::rejoin:
-        record.to = "worker " + std::to_string(transition->what);
-        record.what = transition->kind == Kind::timeout ? "timeout"
-                      : transition->kind == Kind::call  ? "next operation"
-                      : transition->kind == Kind::hear  ? "another has ended"
-                                                        : "rejoins";
-        break;
-      case Kind::rejoin_leaf:
-      case Kind::restart_leaf:
-        record.to = "leaf " + std::to_string(transition->what);
-        record.what = transition->kind == Kind::rejoin_leaf ? "rejoins" : "the leaf restarts";
-        break;
-      case Kind::restart_group:
-      case Kind::restart_switch:
-        record.to = "switch";
-        record.what = transition->kind == Kind::restart_group ? "the group restarts" : "the switch restarts";
-        break;
+    const auto& [words, of, what] = wording_of(*transition);
+    if (of == Wording::Of::packet) {
+      const Packet& packet = transitions.table.packet(transition->what);
+      const std::string below = (packet.leaf ? "leaf " : "worker ") + std::to_string(packet.worker);
+      const std::string above = packet.leaf || scope.leaves.empty()
+                                    ? "switch"
+                                    : "leaf " + std::to_string(transitions.table.leaf_of(packet.worker));
+      record.source = packet.from_switch ? above : below;
+      record.to = packet.from_switch ? below : above;
+      record.what = (packet.nack          ? "NACK from "
+                     : packet.from_switch ? "result "
+                     : packet.leaf        ? "sum "
+                                          : "chunk ") +
+                    std::to_string(packet.chunk) + " of " +
+                    (packet.foreign ? "another job" : text_of(packet.generation));
+    } else {
+      const std::string number = std::to_string(transition->what);
+      record.to = of == Wording::Of::worker ? "worker " + number
+                  : of == Wording::Of::leaf ? "leaf " + number
+                                            : "switch";
+      record.what = what;
     }
     records.push_back(std::move(record));
     if (!step.broken.empty()) break;

@@ -76,4 +76,7 @@ class Transitions {
   std::uint64_t tried_ = 0;
 };
 
+// Returns the steps of a path from the first state, as `replay` takes them.
+std::vector<std::string> trace_steps(Transitions& transitions, const std::vector<Transition>& path);
+
 }  // namespace netfold::model_check

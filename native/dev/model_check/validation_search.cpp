@@ -1,4 +1,4 @@
-#include <netfold/model_check/validation_search.hpp>
+#include <netfold/model_check/search.hpp>
 #include <netfold/protocol/address_validation.hpp>
 
 #include <algorithm>

@@ -10,8 +10,6 @@
 namespace netfold::transport::fabric {
 namespace {
 
-// A tag of so many bits cannot be guessed.
-constexpr int kLeastTagBits = 48;
 // The least packet that holds a hello and a few values.
 constexpr std::size_t kLeastPacketBytes = 640;
 constexpr std::size_t kLeastBuffers = 16;

@@ -13,26 +13,20 @@ std::vector<Endpoint::Limits> limits_of(const std::vector<std::unique_ptr<Endpoi
 
 }  // namespace
 
-Doorbell::Doorbell() : event(eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC)) {
-  if (!event) throw_errno("eventfd");
-}
-
 void Doorbell::ring() {
   if (!asleep) return;
   asleep = false;
   is_rung = true;
-  const std::uint64_t one = 1;
-  [[maybe_unused]] const auto written = ::write(event.get(), &one, sizeof one);
+  signal(event);
 }
 
 MuxState::MuxState(std::vector<std::unique_ptr<Endpoint>> endpoints)
     : rails(std::move(endpoints)), limits(limits_of(rails)), segment_bytes(kMaxSegmentBytes) {
   for (const Endpoint::Limits& rail : limits) {
     segment_bytes = std::min(segment_bytes, rail.message_bytes);
-    const int least_bits = rail.is_private ? 15 : 48;
-    if (rail.tag_bits < least_bits || rail.message_bytes < 2 * sizeof(MessageHeader)) {
+    if (rail.tag_bits < kLeastTagBits || rail.message_bytes < 2 * sizeof(MessageHeader)) {
       throw Error(provider() + " has tags of " + std::to_string(rail.tag_bits) + " bits and messages of " +
-                  std::to_string(rail.message_bytes) + " bytes; netfold needs " + std::to_string(least_bits) +
+                  std::to_string(rail.message_bytes) + " bytes; netfold needs " + std::to_string(kLeastTagBits) +
                   " bits and " + std::to_string(2 * sizeof(MessageHeader)) + " bytes");
     }
   }

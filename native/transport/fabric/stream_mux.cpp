@@ -1,5 +1,3 @@
-#include <sys/eventfd.h>
-#include <sys/timerfd.h>
 #include <unistd.h>
 #include <netfold/transport/fabric/stream_mux.hpp>
 
@@ -21,12 +19,8 @@ StreamMux::StreamMux(std::vector<std::unique_ptr<Endpoint>> rails)
     : state_(std::move(rails)),
       cache_(*state_.rails.front()),
       peers_(state_.rails.size()),
-      always_readable_(eventfd(1, EFD_NONBLOCK | EFD_CLOEXEC)),
-      wake_timer_(timerfd_create(CLOCK_MONOTONIC, TFD_NONBLOCK | TFD_CLOEXEC)),
-      pid_(getpid()) {
-  if (!always_readable_) throw_errno("eventfd");
-  if (!wake_timer_) throw_errno("timerfd_create");
-}
+      wake_timer_(make_timer()),
+      pid_(getpid()) {}
 
 StreamMux::~StreamMux() {
   if (pid_ == getpid()) {
@@ -364,20 +358,17 @@ void StreamMux::wait_for(Stream* stream, short events, std::vector<pollfd>& fds)
   const bool is_less_in_flight = stream->bytes_in_flight() != stream->reported_in_flight;
   grants_.send_grants(*stream);
   if (can_read || can_send || is_less_in_flight || !stream->failure.empty()) {
-    return add_once(always_readable_.get(), fds);
+    return add_once(always_readable(), fds);
   }
   Doorbell& doorbell = *stream->doorbell;
-  if (std::exchange(doorbell.is_rung, false)) {
-    std::uint64_t count = 0;
-    [[maybe_unused]] const auto drained = ::read(doorbell.event.get(), &count, sizeof count);
-  }
+  if (std::exchange(doorbell.is_rung, false)) clear(doorbell.event);
   doorbell.asleep = true;
   add_once(doorbell.event.get(), fds);
   // A refused call may succeed without a completion before it, so poll for it.
   bool must_poll = !state_.pending.empty() || receiver_.has_unposted() || stream->write_refused;
   for (const auto& rail : state_.rails) {
     if (!rail->may_sleep()) {
-      add_once(always_readable_.get(), fds);
+      add_once(always_readable(), fds);
     } else if (rail->wait_fd() >= 0) {
       add_once(rail->wait_fd(), fds);
     }
@@ -388,8 +379,7 @@ void StreamMux::wait_for(Stream* stream, short events, std::vector<pollfd>& fds)
 }
 
 void StreamMux::wake_after(std::vector<pollfd>& fds, std::int64_t delay_ns) {
-  const itimerspec once{.it_interval = {}, .it_value = {.tv_sec = 0, .tv_nsec = delay_ns}};
-  timerfd_settime(wake_timer_.get(), 0, &once, nullptr);
+  set_timer(wake_timer_, delay_ns);
   add_once(wake_timer_.get(), fds);
 }
 

@@ -1,4 +1,3 @@
-#include <unistd.h>
 #include <netfold/transport/shm/shm_node.hpp>
 
 #include <algorithm>
@@ -45,8 +44,7 @@ void ShmNode::ring_doorbell(int position, short event) {
 void ShmNode::wake(int position) {
   auto& asleep = segment(position).asleep;
   if (asleep.load(std::memory_order_relaxed) == 0 || asleep.exchange(0) == 0) return;
-  const std::uint64_t one = 1;
-  [[maybe_unused]] const auto written = ::write(doorbells_[static_cast<std::size_t>(position)].get(), &one, sizeof one);
+  signal(doorbells_[static_cast<std::size_t>(position)]);
 }
 
 void ShmNode::prepare_sleep() {
@@ -70,8 +68,7 @@ void ShmNode::cancel_sleep() {
   sleep_prepared_ = false;
   if (own().asleep.exchange(0) != 0) return;
   // Another rank wrote to the doorbell, or is about to. A value that stays in the doorbell costs one needless check.
-  std::uint64_t value = 0;
-  [[maybe_unused]] const auto got = ::read(doorbell(), &value, sizeof value);
+  clear(doorbells_[static_cast<std::size_t>(self_)]);
 }
 
 bool ShmNode::begin_use(int owner) {

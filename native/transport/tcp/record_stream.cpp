@@ -1,4 +1,3 @@
-#include <sys/eventfd.h>
 #include <sys/socket.h>
 #include <netfold/transport/socket.hpp>
 #include <netfold/transport/tcp/record_stream.hpp>
@@ -20,12 +19,6 @@ RecordStream::RecordStream(const auth::StreamSecrets& secrets)
       in_(std::make_unique_for_overwrite<std::byte[]>(kReadBytes)) {}
 
 std::uint64_t RecordStream::forged_records() { return forged_total.load(std::memory_order_relaxed); }
-
-int RecordStream::always_readable() {
-  static const int fd = ::eventfd(1, EFD_CLOEXEC | EFD_NONBLOCK);
-  if (fd < 0) throw_errno("eventfd");
-  return fd;
-}
 
 std::size_t RecordStream::take(IovecCursor& payload) {
   IovecCursor::Parts parts;

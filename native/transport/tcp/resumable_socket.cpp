@@ -328,7 +328,7 @@ void ResumableSocket::wait_for(short events, std::vector<pollfd>& fds) const {
   if (!socket_ || events == 0) return;
   // The socket does not wake a reader of bytes that were read ahead.
   const bool is_ready = (events & POLLIN) != 0 && records_ != nullptr && records_->has_payload();
-  fds.push_back(is_ready ? pollfd{RecordStream::always_readable(), POLLIN, 0} : pollfd{socket_.get(), events, 0});
+  fds.push_back(is_ready ? pollfd{always_readable(), POLLIN, 0} : pollfd{socket_.get(), events, 0});
 }
 
 bool ResumableSocket::hung_up() {

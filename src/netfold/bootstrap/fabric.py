@@ -61,19 +61,15 @@ def release_ports() -> None:
 
 def describe_port(port: Any) -> str:
     """In words: provider, version, and the device of each rail."""
-    if port.provider == "mpi":
-        return f"MPI ({port.version})"
     return f"provider {port.provider} {port.version} of libfabric {fabric.version()} on {', '.join(port.domains)}"
 
 
 def preview_transport(options: Options, store_host: str | None = None) -> tuple[str, str]:
     """What a group with these options would use on this host instead of TCP, and why it cannot.
 
-    One of the two is empty; both are for TCP. Opens the port of a fabric, but does not begin MPI.
+    One of the two is empty; both are for TCP. Opens the port of a fabric.
     """
     why = f"NETFOLD_TRANSPORT={options.transport}"
-    if options.over_mpi:
-        return f"the MPI of mpirun ({why})", ""
     if options.fabric is None:
         return "", ""
     try:
@@ -92,19 +88,18 @@ def connect(
     deadline: float,
     *,
     settings: Mapping[str, int],
-    port: Any = None,
 ) -> Streams:
-    """Connect a stream for each lane and rank, over this host's interfaces `hosts`, or over `port`.
+    """Connect a stream for each lane and rank, over this host's interfaces `hosts`.
 
     sockets: an authenticated connection to each rank.
     settings: the options rma_min_bytes, registration_cache_entries, registration_cache_bytes.
     Raises RendezvousError, on every rank, with the provider's reason, or the rank that does not answer.
     """
-    others = _Others(rank, sockets, port.provider if port else provider, hosts, deadline)
+    others = _Others(rank, sockets, provider, hosts, deadline)
     try:
         streams: Streams = [[None] * len(sockets) for _ in range(lanes)]
         with others.errors_named():
-            port = port or port_of(provider, hosts)
+            port = port_of(provider, hosts)
             port.set(**settings)
             doorbell = fabric.make_doorbell()
             for peer in others.peers:

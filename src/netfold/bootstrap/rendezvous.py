@@ -301,7 +301,7 @@ def _endpoints(
 
 
 def _describe_transport(fabric: str | None) -> str:
-    return "TCP" if fabric is None else "MPI" if fabric == "mpi" else f"the fabric {fabric}"
+    return "TCP" if fabric is None else f"the fabric {fabric}"
 
 
 def _await_connections(group: RegisteredGroup, keys: set[ConnectionKey], deadline: float) -> None:

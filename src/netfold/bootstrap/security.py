@@ -21,7 +21,7 @@ def why_not_secure(options: Options) -> str:
     if options.fabric is not None:
         return (
             f"{setting} and NETFOLD_TRANSPORT={options.transport} exclude each other: only streams over TCP are "
-            "authenticated or encrypted, and data over a fabric or MPI is not"
+            "authenticated or encrypted, and data over a fabric is not"
         )
     if auth.unavailable_reason():
         reason = auth.unavailable_reason()

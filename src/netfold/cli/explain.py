@@ -85,7 +85,7 @@ def explain(
     over, why_not = preview_transport(options)
     if over or why_not:
         sentences.append(f"over {over}" if over else f"no group can form: {why_not}")
-    if switch is not None and options.switch_fabric is None:
+    if switch is not None and options.fabric is None:
         sentences += _windows(options, host_count)
     if about_switch:
         sentences.append(about_switch)

@@ -166,7 +166,7 @@ class Group:
             len(membership.workers),
             membership.window,
             membership.payload_bytes,
-            self.options.switch_fabric or "UDP",
+            self.options.fabric or "UDP",
             membership.protection,
         )
         if membership.window_shortfall and self.rank == membership.workers[0]:
@@ -390,7 +390,7 @@ class Group:
 
     @property
     def over_fabric(self) -> bool:
-        """Whether data to other ranks goes over libfabric or MPI."""
+        """Whether data to other ranks goes over libfabric."""
         return self._port is not None
 
     def fabric_counters(self) -> dict[str, int] | None:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from netfold._native import engine, protocol
-from netfold.bootstrap import capacity, fabric, mpi, peer_memory, probe, rendezvous
+from netfold.bootstrap import capacity, fabric, peer_memory, probe, rendezvous
 from netfold.bootstrap.addresses import Interfaces, interface_of, own_interfaces
 from netfold.bootstrap.listener import Listener, RegisteredGroup, acquire_listener, release_listener
 from netfold.bootstrap.rendezvous import Job, PeerAddresses, Sockets
@@ -143,7 +143,7 @@ def connect_group(
             workers=tuple(workers),
             name=options.job_name or "",
             window_bytes=agreement.job.window_bytes,
-            fabric=options.switch_fabric,
+            fabric=options.fabric,
             security=agreement.job.security,
         )
         for endpoint in (agreement.switches if workers else ())
@@ -188,16 +188,15 @@ def _connect_mesh(
 def _open_fabric(
     agreement: Agreement, registered_group: RegisteredGroup, mesh: Mesh, options: Options, deadline: float
 ) -> Fabric:
-    """Connect the streams of NETFOLD_TRANSPORT's fabric or MPI."""
+    """Connect the streams of NETFOLD_TRANSPORT's fabric."""
     if options.fabric is None:
         return Fabric()
     rank, lanes = registered_group.rank, registered_group.lanes
     hosts = agreement.interfaces.hosts[: agreement.interfaces.rails]
-    port = mpi.port_of(rank, mesh.streams, deadline) if options.over_mpi else None
     names = ("rma_min_bytes", "registration_cache_entries", "registration_cache_bytes")
     settings = {name: getattr(options, name) for name in names}
-    streams = fabric.connect(options.fabric, hosts, rank, lanes, mesh.streams, deadline, settings=settings, port=port)
-    port = port or fabric.port_of(options.fabric, hosts)
+    streams = fabric.connect(options.fabric, hosts, rank, lanes, mesh.streams, deadline, settings=settings)
+    port = fabric.port_of(options.fabric, hosts)
     return Fabric(streams, port, f"{fabric.describe_port(port)} (NETFOLD_TRANSPORT={options.transport})")
 
 
@@ -277,8 +276,6 @@ def start_native(connections: Connections, group_id: int, undo: ExitStack) -> An
     job, options, memory, sockets = connections.job, connections.options, connections.memory, connections.mesh.sockets
     node, nodes = memory.node, memory.nodes
     spinners = 1 if node is None else len(node.ranks)
-    if node is None and options.over_mpi:
-        spinners += sum(_is_here(stream) for stream in connections.mesh.streams if stream is not None)
     crowded = spinners > len(os.sched_getaffinity(0))
     spin_us = (_CROWDED_SPIN_US if crowded else _SPIN_US) if options.spin_us is None else options.spin_us
     secrets = [[[mesh_secrets(stream) for stream in row] for row in lane] for lane in sockets]
@@ -293,8 +290,7 @@ def start_native(connections: Connections, group_id: int, undo: ExitStack) -> An
         id=group_id,
         job=hashlib.sha256(b"status" + job.name.encode() + job.secret).hexdigest()[:32],
         spin_us=spin_us,
-        # An MPI wakes no sleeping thread: a rank that slept at once would find a message late.
-        spins_for_sockets=options.spin_us is not None or options.over_mpi,
+        spins_for_sockets=options.spin_us is not None,
         yields=crowded,
         table=native_rows(connections.choice.table),
         table_hash=connections.choice.table.hash16,
@@ -340,11 +336,6 @@ def describe_interfaces(mesh: Mesh) -> tuple[str, ...]:
     return tuple(
         f"reaches rank {', '.join(map(str, ranks))} over {interface_of(host)} ({host})" for host, ranks in peers.items()
     )
-
-
-def _is_here(stream: socket.socket) -> bool:
-    """Whether the other end is on this host, as far as addresses tell."""
-    return bool(stream.getsockname()[0] == stream.getpeername()[0])
 
 
 def _detached(stream: socket.socket) -> int:

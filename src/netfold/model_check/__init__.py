@@ -78,7 +78,7 @@ def search(scope: Scope) -> Any:
 
 
 def search_validation(workers: int = HELLO_WORKERS) -> Any:
-    """Search which hellos validate a worker's address (native/dev/model_check, validation_search.hpp).
+    """Search which hellos validate a worker's address (native/dev/model_check, search.hpp).
 
     Returns a report as `search` does.
     """

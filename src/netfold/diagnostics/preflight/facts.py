@@ -130,7 +130,7 @@ def facts_here(rank: int = 0, *, folder: Path | None = None, store_host: str | N
 
 def _quota(endpoint: str, options: Options, rank: int) -> SwitchQuota:
     bare = endpoint.partition("#")[0]
-    by_udp = options.switch_fabric is None
+    by_udp = options.fabric is None
     try:
         quota = query_quota(endpoint, token_file=options.token_file, rank=rank, timeout_s=SWITCH_S, udp=by_udp)
     except (NetfoldError, ValueError) as error:

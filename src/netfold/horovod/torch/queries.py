@@ -8,7 +8,7 @@ from netfold.horovod.torch.world import world
 
 
 def mpi_enabled() -> bool:
-    """False: MPI starts ranks (mpirun) and can carry their data (NETFOLD_TRANSPORT=mpi), but nothing here needs it."""
+    """False: mpirun can start ranks, but netfold's own transports carry their data."""
     return False
 
 

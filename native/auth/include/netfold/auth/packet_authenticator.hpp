@@ -18,6 +18,7 @@
 #include <memory>
 #include <span>
 #include <string>
+#include <vector>
 
 namespace netfold::auth {
 
@@ -50,12 +51,15 @@ class PacketAuthenticator {
   // writes the MAC of header and pieces to `mac`. Precondition: encrypts().
   void encrypt(const Nonce& nonce, std::span<const std::byte> header, std::span<const iovec> pieces, std::byte* out,
                std::byte* mac);
-  // Decrypts `packet`, which ends with its MAC, to `out`: its first `header_bytes` as they are, and no MAC.
-  // False: the MAC is wrong, and the bytes at `out` are invalid.
-  // Preconditions: encrypts(); `packet` has header_bytes + kMacBytes or more.
-  bool decrypt(const Nonce& nonce, std::span<const std::byte> packet, std::size_t header_bytes, std::byte* out);
+  // Returns `packet` without the MAC at its end, decrypted to `plain` where encrypts(): `plain` has the length of all
+  // packets without their MAC, and the first `header_bytes` are not encrypted. Empty: the MAC or the length is wrong.
+  // Precondition: `packet` has header_bytes + kMacBytes or more.
+  std::span<const std::byte> open(const Nonce& nonce, std::span<const std::byte> packet, std::size_t header_bytes,
+                                  std::vector<std::byte>& plain);
 
  private:
+  bool decrypt(const Nonce& nonce, std::span<const std::byte> packet, std::size_t header_bytes, std::byte* out);
+
   struct FreeCipher {
     void operator()(void* cipher) const;
   };

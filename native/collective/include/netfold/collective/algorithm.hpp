@@ -49,10 +49,8 @@ class Algorithm {
   virtual void take_mesh() {}
 
   const Failure& failure() const { return failure_; }
-  std::uint64_t wire_bytes() const { return wire_bytes_; }  // sent by this rank, headers included
   // Bytes of an all_reduce that are complete. Sent bytes may still be in queues, so received bytes count where known.
-  virtual std::uint64_t settled_bytes() const { return wire_bytes_; }
-  std::uint32_t retransmissions() const { return retransmissions_; }
+  virtual std::uint64_t settled_bytes() const { return counts_.wire_bytes; }
   // Tensors whose memory was registered with a fabric already, and tensors that had to be registered.
   struct Registrations {
     std::uint32_t hits = 0;
@@ -62,8 +60,20 @@ class Algorithm {
       misses += other.misses;
     }
   };
-  const Registrations& registrations() const { return registrations_; }
-  int slowest_rank() const { return slowest_rank_; }
+  struct Counts {
+    std::uint64_t wire_bytes = 0;  // sent by this rank, headers included
+    std::uint32_t retransmissions = 0;
+    Registrations registrations;
+    int slowest_rank = -1;  // -1: not known
+    // Adds the counts of a part of the same call.
+    void operator+=(const Counts& part) {
+      wire_bytes += part.wire_bytes;
+      retransmissions += part.retransmissions;
+      registrations += part.registrations;
+      if (part.slowest_rank >= 0) slowest_rank = part.slowest_rank;
+    }
+  };
+  const Counts& counts() const { return counts_; }
   // The algorithm that ran instead of the chosen one; `local` where the chosen one ran.
   AlgorithmId substitute() const { return substitute_; }
 
@@ -72,18 +82,8 @@ class Algorithm {
     failure_ = std::move(failure);
     return Progress::failed;
   }
-  // Adds the counts of an algorithm that ran a part of this call.
-  void add_counts(const Algorithm& part) {
-    wire_bytes_ += part.wire_bytes_;
-    registrations_ += part.registrations_;
-    retransmissions_ += part.retransmissions_;
-    if (part.slowest_rank_ >= 0) slowest_rank_ = part.slowest_rank_;
-  }
   Failure failure_;
-  std::uint64_t wire_bytes_ = 0;
-  std::uint32_t retransmissions_ = 0;
-  Registrations registrations_;
-  int slowest_rank_ = -1;
+  Counts counts_;
   AlgorithmId substitute_ = AlgorithmId::local;
 };
 

@@ -15,7 +15,7 @@ class CallSequence : public Algorithm {
         const Progress progress = step_->poll(now_ns);
         if (progress == Progress::failed) return fail(step_->failure());
         if (progress != Progress::done) return moved ? Progress::moved : progress;
-        add_counts(*step_);
+        counts_ += step_->counts();
         end_step(*step_);
         step_.reset();
       }

@@ -52,12 +52,12 @@ class HalvingDoubling final : public PipelinedPlan {
   bool hands_over() const { return is_paired() && team().position() % 2 == 0; }
   int position_of(int number) const { return number < extra_ ? 2 * number + 1 : number + extra_; }
   Buffer half(const Buffer& buffer, std::size_t index) const { return part(buffer, 2, index, element_bytes()); }
-  Block block(const Buffer& buffer) const;
-  void send_block(int position, const Block& block);
+  // A block in place, with all chunks there at `after`.
+  Block block(const Buffer& buffer, Mark after = {}) const;
+  void send_block(int position, const Block& block, bool finished = false);
   // Moves the block to `into`; `reduces`: into = block + arrived.
   void receive_block(int position, Block& block, std::byte* into, bool reduces);
-  // Adds all chunks of `range`, each after `after`. Returns the mark of the last chunk.
-  Mark send_all(int position, const Buffer& range, Mark after, bool finished);
+  // Receives all chunks of `range` in place, each after `after`. Returns the mark of the last chunk.
   Mark receive_all(int position, const Buffer& range, Mark after, bool reduces);
 
   int core_ = 1;    // Q

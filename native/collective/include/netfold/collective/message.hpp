@@ -14,6 +14,7 @@
 #include <netfold/collective/algorithm.hpp>
 #include <netfold/transport/mesh.hpp>
 
+#include <memory>
 #include <span>
 
 namespace netfold::collective {
@@ -130,6 +131,18 @@ class Incoming {
   Among among_ = Among::several;
   std::size_t received_ = 0;
   std::size_t posted_ = 0;  // bytes that are posted, or need no posting
+};
+
+// Registrations of a call's tensors with a fabric, each as a whole and not chunk by chunk, for as long as the fabric
+// may read or write them. They end with the operation, which by then is complete or has cancelled its transfers.
+class TensorRegistrations {
+ public:
+  void acquire(const Call& call, transport::Mesh& mesh);
+  // Hits and misses of the registration cache so far.
+  Algorithm::Registrations registrations() const;
+
+ private:
+  std::vector<std::unique_ptr<transport::Pipe::RegistrationLease>> leases_;
 };
 
 // The failure of two ranks whose calls differ; the text names both calls.

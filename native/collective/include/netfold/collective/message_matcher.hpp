@@ -6,7 +6,6 @@
 #pragma once
 
 #include <netfold/collective/call.hpp>
-#include <netfold/collective/frame_header.hpp>
 #include <netfold/transport/pipe.hpp>
 
 #include <deque>
@@ -17,6 +16,22 @@
 #include <utility>
 
 namespace netfold::collective {
+
+// The header of every frame between two ranks (point_to_point.hpp).
+struct FrameHeader {
+  enum class Type : std::uint8_t { eager = 1, announce = 2, accept = 3, chunk = 4, credit = 5, abort = 6 };
+  static constexpr std::uint32_t kMagic = 0x4e465031;
+  std::uint32_t magic = kMagic;
+  Type type = Type::eager;
+  std::uint8_t dtype = 0;
+  std::uint8_t failure = 0;  // of an abort: Failure::Kind
+  std::uint8_t orderly = 0;  // of an abort
+  std::int32_t tag = 0;      // of an abort: the rank at fault, -1 if unknown
+  std::int32_t reserved = 0;
+  std::uint64_t id = 0;     // of the message, given by its sender
+  std::uint64_t bytes = 0;  // of the message; of a chunk, credit or abort: of the frame itself
+};
+static_assert(sizeof(FrameHeader) == 32);
 
 class MessageMatcher {
  public:

@@ -18,7 +18,6 @@
 
 #include <netfold/collective/message.hpp>
 #include <netfold/collective/team.hpp>
-#include <netfold/collective/tensor_registrations.hpp>
 
 #include <optional>
 

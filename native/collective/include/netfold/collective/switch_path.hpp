@@ -99,7 +99,7 @@ class FailoverOperation final : public Algorithm {
   std::vector<int> awaited() const override;
   bool awaited_may_wait() const override { return step_ != nullptr && step_->awaited_may_wait(); }
   std::uint64_t settled_bytes() const override {
-    return in_network_ == nullptr ? wire_bytes_ : wire_bytes_before_ + in_network_->settled_bytes();
+    return in_network_ == nullptr ? counts_.wire_bytes : counts_before_.wire_bytes + in_network_->settled_bytes();
   }
 
  private:
@@ -140,8 +140,7 @@ class FailoverOperation final : public Algorithm {
   std::uint64_t announced_ = 0;
   Call step_call_;
   std::unique_ptr<Algorithm> step_;
-  std::uint64_t wire_bytes_before_ = 0;  // of ended steps
-  std::uint32_t retransmissions_before_ = 0;
+  Counts counts_before_;  // of ended steps
 };
 
 }  // namespace netfold::collective

@@ -10,6 +10,10 @@
 // the ranks without the root, in order; the root is above both. Small tensors (up to kBinomialBytes) take one binomial
 // tree in one chunk: log2 P steps (all_reduce: 2).
 //
+// A chain is the tree in which each rank has one child, for a broadcast of large tensors among few ranks. The first
+// chunk takes P-1 hops; then one chunk arrives in each chunk's time (pipeline_chunks_of). Every rank but the last sends
+// n bytes. No broadcast takes less time for large n and few ranks.
+//
 // Order of summation: own, then the children's in ascending order. A narrower wire format (all_reduce) is rounded at
 // every hop upwards and once by rank 0.
 #pragma once
@@ -24,8 +28,8 @@ class Tree final : public PipelinedPlan {
  public:
   static constexpr std::size_t kBinomialBytes = 16 << 10;
 
-  // Borrows call and mesh for its lifetime. Kinds all_reduce, reduce, broadcast; P >= 2. A rank inside a reduce's tree
-  // allocates a few chunks of scratch.
+  // Borrows call and mesh for its lifetime. Kinds all_reduce, reduce, broadcast; a chain: broadcast only. P >= 2. A
+  // rank inside a reduce's tree allocates a few chunks of scratch.
   Tree(const Call& call, transport::Mesh& mesh, Team team);
 
  private:

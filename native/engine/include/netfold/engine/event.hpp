@@ -1,13 +1,14 @@
 // The event record: one fixed-size struct for each operation, from which every profile is made.
 #pragma once
 
+#include <netfold/transport/socket.hpp>
+
 #include <cstdint>
 #include <vector>
 
 namespace netfold::engine {
 
-// CLOCK_MONOTONIC, in nanoseconds: the clock of every time in this component.
-std::int64_t now_ns();
+using transport::now_ns;  // the clock of every time in this component
 
 // Python reads arrays of this struct as a NumPy structured dtype (netfold.profile.record): append fields at the end
 // only.

@@ -26,6 +26,10 @@
 
 namespace netfold::kernels {
 
+// The kernels of an instruction set (tables.hpp), and those of the one in use.
+struct Table;
+const Table& active_table();
+
 // Elements that share an exponent; part of the wire format, never to change. Exponents cost 1 / block of the data bytes
 // (they are sent as i32): 3 % at 32, 0.8 % at 128. Precision hardly favours smaller blocks: the maximum of 256 gaussian
 // values is only 1.3 times that of 32, and the integers have more bits than float32's 24. In a larger block one
@@ -58,7 +62,8 @@ constexpr int headroom_bits_for(std::size_t contributions) {
 // magnitudes[b] = the greatest |x| of block b, as a float32's bits: integers in the order of magnitudes, with Inf above
 // all numbers and NaN above Inf. src[0] begins a block; the last block may be short. Writes quantise_block_count(count)
 // magnitudes.
-void block_magnitudes(std::int32_t* magnitudes, const float* src, std::size_t count);
+void block_magnitudes(std::int32_t* magnitudes, const float* src, std::size_t count,
+                      const Table& table = active_table());
 
 // exponents[b] = the smallest e with |x| < 2^e for all x up to magnitudes[b], or a reserved value.
 void block_exponents(std::int16_t* exponents, const std::int32_t* magnitudes, std::size_t block_count);
@@ -69,10 +74,10 @@ void block_exponents(std::int16_t* exponents, const std::int32_t* magnitudes, st
 // undefined behaviour). An exponent that no float has counts as the nearest exponent of a float.
 // Precondition: 0 <= headroom_bits <= kMaxHeadroomBits.
 void quantise(std::int32_t* dst, const float* src, std::size_t count, const std::int16_t* exponents, int headroom_bits,
-              std::size_t first_element = 0);
+              std::size_t first_element = 0, const Table& table = active_table());
 
 // dst[i] = the float32 nearest to src[i] units of its block: the inverse of quantise, for a sum. `dst` may equal `src`.
 void dequantise(float* dst, const std::int32_t* src, std::size_t count, const std::int16_t* exponents,
-                int headroom_bits, std::size_t first_element = 0);
+                int headroom_bits, std::size_t first_element = 0, const Table& table = active_table());
 
 }  // namespace netfold::kernels

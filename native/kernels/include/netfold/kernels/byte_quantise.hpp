@@ -39,10 +39,10 @@ std::uint64_t rounding_key(std::uint32_t operation, std::uint32_t worker);
 // dst[i] = src[i] in units of its block. `dst` may begin where `src` does.
 // lost: null, or lost[i] = src[i] - dst[i] units, the error to add to a later contribution; overlaps neither.
 void quantise_bytes(std::int8_t* dst, const float* src, float* lost, std::size_t count, const std::int32_t* magnitudes,
-                    int levels, std::uint64_t key);
+                    int levels, std::uint64_t key, const Table& table = active_table());
 
 // dst[i] = src[i] units of its block. `dst` may begin where `src` does.
-void dequantise_bytes(float* dst, const std::int8_t* src, std::size_t count, const std::int32_t* magnitudes,
-                      int levels);
+void dequantise_bytes(float* dst, const std::int8_t* src, std::size_t count, const std::int32_t* magnitudes, int levels,
+                      const Table& table = active_table());
 
 }  // namespace netfold::kernels

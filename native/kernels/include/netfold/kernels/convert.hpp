@@ -13,6 +13,5 @@ namespace netfold::kernels {
 //
 // Returns false, and writes nothing, for any other pair.
 bool convert(DType to, void* dst, DType from, const void* src, std::size_t count);
-bool is_convertible(DType to, DType from);
 
 }  // namespace netfold::kernels

@@ -23,6 +23,7 @@
 #pragma once
 
 #include <netfold/protocol/gap_detector.hpp>
+#include <netfold/protocol/index_list.hpp>
 
 #include <cstddef>
 #include <cstdint>
@@ -64,7 +65,7 @@ class ParentSender {
   void append_canonical(std::vector<std::byte>& out) const;
 
  private:
-  static constexpr std::uint32_t kNone = 0xffffffff;
+  static constexpr std::uint32_t kNone = IndexList::kNone;
   enum class State : std::uint8_t { none, due, flight };
   struct Entry {  // of a slot
     State state = State::none;
@@ -75,20 +76,12 @@ class ParentSender {
     std::uint64_t send_number = 0;
     bool operator==(const Entry&) const = default;
   };
-  struct List {  // intrusive; flight_ is in the order of sending
-    std::uint32_t head = kNone;
-    std::uint32_t tail = kNone;
-    std::uint32_t count = 0;
-    bool operator==(const List&) const = default;
-  };
 
-  void push_back(List& list, std::uint32_t slot);
-  void unlink(List& list, std::uint32_t slot);
   void make_due(std::uint32_t slot);
 
   std::vector<Entry> entries_;
-  List due_;
-  List flight_;
+  IndexList due_;
+  IndexList flight_;  // in the order of sending
   GapDetector result_gaps_;
   std::uint64_t packet_number_ = 0;
   std::uint64_t highest_received_send_ = 0;  // among sums that were sent once

@@ -68,6 +68,7 @@
 #pragma once
 
 #include <netfold/protocol/gap_detector.hpp>
+#include <netfold/protocol/index_list.hpp>
 #include <netfold/protocol/packet.hpp>
 
 #include <array>
@@ -210,7 +211,7 @@ class Worker {
   void append_canonical(std::vector<std::byte>& out) const;
 
  private:
-  static constexpr std::uint32_t kNone = 0xffffffff;
+  static constexpr std::uint32_t kNone = IndexList::kNone;
   enum class State : std::uint8_t { unsent, flight, lost, received };
   struct Entry {  // of chunk c at index_of(c)
     State state = State::unsent;
@@ -224,12 +225,6 @@ class Worker {
     std::int64_t sent_ns = 0;
     bool operator==(const Entry&) const = default;
   };
-  struct List {  // intrusive, in the order of sending; bounded by W
-    std::uint32_t head = kNone;
-    std::uint32_t tail = kNone;
-    std::uint32_t count = 0;
-    bool operator==(const List&) const = default;
-  };
   struct Placement {  // of an operation in the chunk sequence
     Operation operation;
     std::uint64_t first_chunk = 0;
@@ -239,8 +234,6 @@ class Worker {
     bool operator==(const Placement&) const = default;
   };
 
-  void push_back(List& list, std::uint32_t index);
-  void unlink(List& list, std::uint32_t index);
   void mark_lost(std::uint32_t index, bool probe);
   bool has_room() const;
   Received handle_nack(const Header& header);
@@ -262,8 +255,8 @@ class Worker {
 
   WorkerConfig config_;
   std::vector<Entry> entries_;
-  List flight_;
-  List lost_;
+  IndexList flight_;  // in the order of sending; at most W, as in lost_
+  IndexList lost_;
   std::array<Placement, kMaxOperations> placements_;  // the first operation_count_, in order
   std::size_t operation_count_ = 0;
   std::uint64_t base_ = 0;  // lowest chunk without an answer

@@ -3,6 +3,7 @@
 
 #include <netinet/in.h>
 #include <sys/socket.h>
+#include <time.h>
 
 #include <cerrno>
 #include <cstdint>
@@ -73,8 +74,21 @@ inline bool is_temporary(int error) { return error == EAGAIN || error == EINTR; 
 
 // Random bits of the kernel. Throws std::system_error.
 std::uint64_t random_bits();
-// The steady clock (CLOCK_MONOTONIC).
-std::int64_t now_ns();
+std::int64_t clock_ns(clockid_t clock);
+// The steady clock.
+inline std::int64_t now_ns() { return clock_ns(CLOCK_MONOTONIC); }
+
+// An eventfd. Throws std::system_error.
+Fd make_event();
+void signal(const Fd& event);
+// Resets an event or a timer. True: it was signalled.
+bool clear(const Fd& event);
+// An event that is always signalled.
+int always_readable();
+// A timer of the steady clock, which is off. Throws std::system_error.
+Fd make_timer();
+// Signals once, after `delay_ns`; 0 turns the timer off.
+void set_timer(const Fd& timer, std::int64_t delay_ns);
 
 // Requests a buffer of `bytes`, beyond rmem_max or wmem_max where the process may; returns what the kernel granted.
 int set_receive_buffer(int fd, int bytes);

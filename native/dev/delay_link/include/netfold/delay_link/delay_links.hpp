@@ -5,10 +5,11 @@
 // the kernel handed it over, as an uncut GSO super-packet, so a gigabit costs a few thousand frames a second. One
 // thread serves all links of a rack. Rates, losses and queues are the kernel's, at the interfaces.
 //
-// Uses no other component. What must always hold: a frame leaves no earlier than its delay. Frames of one direction
-// keep their order where no faults are set. A direction holds at most kMaxQueuedBytes; frames beyond are dropped and
-// counted.
+// What must always hold: a frame leaves no earlier than its delay. Frames of one direction keep their order where no
+// faults are set. A direction holds at most kMaxQueuedBytes; frames beyond are dropped and counted.
 #pragma once
+
+#include <netfold/transport/socket.hpp>
 
 #include <atomic>
 #include <cstddef>
@@ -83,11 +84,11 @@ class DelayLinks {
   void enqueue(Direction& direction, std::size_t bytes, std::int64_t extra_ns);
   void release(Direction& direction, std::int64_t now_ns);
 
-  std::vector<int> taps_;
+  std::vector<transport::Fd> taps_;
   std::deque<Direction> directions_;
   std::vector<std::byte> buffer_;
-  int epoll_ = -1;
-  int wake_ = -1;
+  transport::Fd epoll_;
+  transport::Fd wake_;
   std::thread thread_;
   std::mutex faults_mutex_;  // guards faults and generator of every direction
   std::atomic<std::uint64_t> dropped_{0};

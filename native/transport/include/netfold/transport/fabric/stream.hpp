@@ -26,9 +26,8 @@ struct Stream;
 // one reference count (enable_shared_from_this): a second count, of the Python bindings, would take the GIL when it
 // drops to 0 under the mux's lock.
 struct Doorbell : std::enable_shared_from_this<Doorbell> {
-  Doorbell();
   void ring();
-  Fd event;
+  Fd event = make_event();
   // Under the mux's lock:
   bool asleep = false;
   bool is_rung = false;

@@ -211,7 +211,6 @@ class StreamMux : public std::enable_shared_from_this<StreamMux> {
   std::vector<std::unique_ptr<Stream>> leaving_;
   std::array<Completion, 32> batch_;
   std::int64_t idle_since_ns_ = 0;  // time of the last `progress` without a completion; 0 after one with completions
-  Fd always_readable_;
   Fd wake_timer_;
   int pid_;
 };

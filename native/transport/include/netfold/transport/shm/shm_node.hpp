@@ -37,7 +37,6 @@ class ShmNode {
   // A slot fits into the L2 cache of current cores together with the part of the tensor that is copied to it.
   static constexpr std::size_t kSlotBytes = 256 << 10;
   static constexpr std::uint64_t kSlots = 8;
-  static constexpr std::uint64_t kMaxRounds = (1 << 24) - 1;
   static constexpr std::size_t kRingBytes = 1 << 20;  // a power of two
 
   // The first cache line holds the announcement and 8 bytes of data: a scalar costs each reader one cache miss.

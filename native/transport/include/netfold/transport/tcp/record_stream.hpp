@@ -48,8 +48,6 @@ class RecordStream {
 
   // Records with a wrong tag that this process received.
   static std::uint64_t forged_records();
-  // A descriptor that is always readable: it wakes a reader of bytes that were read ahead.
-  static int always_readable();
 
  private:
   static constexpr std::size_t kReadBytes = 4 * (auth::kMaxRecordPayload + auth::kRecordOverhead);
