@@ -115,7 +115,7 @@ lock: $(VENV)/.tools ## write both lock files anew, with what pyproject.toml cha
 	  $(addprefix --extra ,torch train demo plan dev bench) $(LOCK) pyproject.toml -o requirements-dev.txt
 	@$(UV_COMPILE) $(LOCK) packaging/requirements.in -o packaging/requirements.txt
 
-check: build ## formats, lints, types, import rules, workflows
+check: build ## formats, lints, types, import rules, workflows, spelling; warns about long sentences
 	@$(PY) -m ruff check .
 	@$(PY) -m ruff format --check .
 	@$(PY) -m clang_format --version >/dev/null 2>&1 || true
@@ -126,9 +126,11 @@ check: build ## formats, lints, types, import rules, workflows
 	@$(VENV)/bin/check-jsonschema --quiet --builtin-schema vendor.github-workflows .github/workflows/*.yml
 	@$(VENV)/bin/check-jsonschema --quiet --builtin-schema vendor.dependabot .github/dependabot.yml
 	@$(VENV)/bin/zizmor --quiet --offline .github
+	@$(VENV)/bin/codespell $$(git ls-files)
+	@tools/prose --most 20
 	@echo "check: all clean"
 
-format: build ## rewrite sources in the house's format
+format: build ## format all sources
 	@$(PY) -m ruff check --fix -q . || true
 	@$(PY) -m ruff format .
 	@$(VENV)/bin/clang-format -i $(CXX_FILES)

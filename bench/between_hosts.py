@@ -16,10 +16,10 @@ import driver
 import numpy as np
 from driver import Place, Rank
 
-from netfold import Communicator
+from netfold import Communicator, units
 from netfold.bench.spread import spread
 from netfold.rack.link import parse_link
-from netfold.tuning import DEFAULT_LINKS, Link, Topology, format_seconds
+from netfold.tuning import DEFAULT_LINKS, Link, Topology
 from netfold.tuning.cost import predict
 
 # A packet's 1448 bytes of tensor travel as 1514 in a rack, whose links count Ethernet's own header and no gap.
@@ -81,9 +81,9 @@ def between_hosts(hosts: int = 4, rate: str = "1gbit", cases: str = CASES) -> st
                 limit = predict(case.partition("=")[0], algorithm, size, Topology.apart(hosts), ideal)
                 seconds = driver.slowest(answer[0] for answer in answers)
                 middle = spread(seconds).median
-                around = f"{format_seconds(middle)} ({format_seconds(min(seconds))}..{format_seconds(max(seconds))})"
+                around = f"{units.seconds(middle)} ({units.seconds(min(seconds))}..{units.seconds(max(seconds))})"
                 off = f"{100 * (middle / limit - 1):+.1f}%"
-                rows.append([case, algorithm, size >> 20, around, format_seconds(limit), off, measured.text()])
+                rows.append([case, algorithm, size >> 20, around, units.seconds(limit), off, measured.text()])
     return driver.table("case | algorithm | MB | median (least..most) | limit | off | measured link", rows)
 
 

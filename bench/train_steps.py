@@ -62,8 +62,8 @@ class Turns:
 
 
 RECIPE_TURNS = Turns(BACKENDS, steps=4, settling=2, rounds=4)
-# A new group's first eight large operations do not overlap, because each cuts the next: two steps of most models.
-LINK_TURNS = Turns(tuple(SIDES), steps=4, settling=4, rounds=2, at_most=8, budget_s=10.0)
+# A new group's first four large operations do not overlap, because each cuts the next: a step of most models.
+LINK_TURNS = Turns(tuple(SIDES), steps=8, settling=4, rounds=2, at_most=8, budget_s=10.0)
 
 
 def place(hosts: int, rate: str, c: int | None = None) -> tuple[str, Place]:

@@ -28,6 +28,8 @@ html_title = "netfold"
 # The search reads searchindex.js; summaries would fetch pages, which browsers refuse for file://.
 html_show_search_summary = False
 html_copy_source = False
+html_static_path = ["site.css"]
+html_css_files = ["site.css"]
 
 myst_heading_anchors = 4
 # Results and the change log begin sections where their writers need them.
@@ -100,8 +102,11 @@ def plain_docstring(app: Any, what: str, name: str, value: Any, options: Any, li
     lines[:] = result
 
 
-def options_of(command: click.Command, path: str, level: int) -> list[str]:
-    """The Markdown section of a command and of its subcommands."""
+def options_of(command: click.Command, path: str, level: int, shown: dict[tuple[str, ...], str]) -> list[str]:
+    """The Markdown section of a command and of its subcommands.
+
+    shown: by rows of options, the first command that has them.
+    """
     text = [f"{'#' * level} {path}", "", " ".join((command.help or "").split()), ""]
     rows = []
     context = click.Context(command)
@@ -115,19 +120,23 @@ def options_of(command: click.Command, path: str, level: int) -> list[str]:
             names, help_text = record
         cells = [f"`{names}`", " ".join(help_text.split())]
         rows.append("| " + " | ".join(re.sub(r"(?<!\\)\|", r"\\|", cell) for cell in cells) + " |")
-    if rows:
-        text += ["| option | |", "|---|---|", *rows, ""]
+    if tuple(rows) in shown:
+        text += [f"The options are those of `{shown[tuple(rows)]}`.", ""]
+    elif rows:
+        text += ["| option | meaning |", "|---|---|", *rows, ""]
+        if len(rows) > 3:
+            shown[tuple(rows)] = path
     # typer has a copy of click's group class in newer releases.
     for name, child in sorted(getattr(command, "commands", {}).items()):
         if not child.hidden:
-            text += options_of(child, f"{path} {name}", min(level + 1, 4))
+            text += options_of(child, f"{path} {name}", min(level + 1, 4), shown)
     return text
 
 
 def complete_page(app: Any, document: str, source: list[str]) -> None:
     """Write the options of `netfold` into their page, and a title above each table of results that has none."""
     if document == "docs/reference/command-line":
-        sections = "\n".join(options_of(typer.main.get_command(netfold_command), "netfold", 2))
+        sections = "\n".join(options_of(typer.main.get_command(netfold_command), "netfold", 2, {}))
         source[0] = source[0].replace("<!-- options -->", sections)
     if document.startswith("bench/results/") and not source[0].startswith("# "):
         index = (Path(app.srcdir) / "docs/reference/measurements.md").read_text()

@@ -3,10 +3,10 @@
     python examples/launch.py 3 examples/numpy_mlp.py        # or mpirun, srun, torchrun
 
 At the end rank 0 trains once more, alone, on whole batches, and compares the parameters. Both do the same sums in
-another order. A gradient is a mean over a batch of B samples; in another order of summation it differs by no more than
-about B u |g|, u = 2^-53 and |g| the mean of the terms' magnitudes (Higham 2002, section 4.2), so a step of rate lr
-moves the parameters apart by lr B u |g|. Over S steps, with |g| about 1 here and earlier differences amplified by no
-more than a factor A = 100 by later steps:
+another order. A gradient is a mean over a batch of B samples. In another order of summation the gradient differs by at
+most about B u |g|, with u = 2^-53 and |g| the mean of the terms' magnitudes (Higham 2002, section 4.2). So a step of
+rate lr moves the parameters apart by lr B u |g|. Over S steps, with |g| about 1 here and earlier differences amplified
+by no more than a factor A = 100 by later steps:
 
     bound = A * S * lr * B * u = 100 * 200 * 0.2 * 48 * 2^-53 = 2.1e-11
 """

@@ -291,7 +291,7 @@ class RunningSwitch:
 @contextlib.contextmanager
 def running_switch(*options: str, prefix: Sequence[str] = ()) -> Iterator[RunningSwitch]:
     """A daemon on a free loopback port, run under the command `prefix`. SIGTERM must end it with exit code 0."""
-    args = ["switch", "--listen", "127.0.0.1:0", "--drain-s", "0", *options]
+    args = ["switch", "--listen", "127.0.0.1:0", "--drain", "0s", *options]
     with tempfile.TemporaryDirectory() as folder:
         log_path = Path(folder) / "log"
         process: Daemon | subprocess.Popen[str]

@@ -106,6 +106,20 @@ def test_every_event_of_a_switchs_log_is_on_its_page() -> None:
     assert events and not sorted(name for name in events if f"| `{name}` |" not in page)
 
 
+def test_error_texts_that_pages_quote_are_in_the_source() -> None:
+    sources = [*(ROOT / "src").rglob("*.py"), *(ROOT / "native").rglob("*.cpp"), *(ROOT / "native").rglob("*.hpp")]
+    # Join string literals that go on in the next line.
+    code = re.sub(r'"\s+f?"', "", "\n".join(source.read_text() for source in sources))
+    table = (ROOT / "docs" / "how-to" / "troubleshoot.md").read_text().split("## By error text")[1]
+    cells = re.findall(r"^\| (`[^|]+) \|", table, re.MULTILINE)
+    quotes = [quote for cell in cells for quote in re.findall(r"`([^`]+)`", cell) if not quote.startswith("NETFOLD_")]
+    of_torch = ["terminate called without an active exception", "failed to find backend netfold"]
+    assert quotes[-2:] == of_torch and len(quotes) > 10
+    quotes[-2:] = re.findall(r"`(the endpoint was closed: [^`]+)`", (ROOT / "docs/how-to/fabric.md").read_text())
+    parts = [part for quote in quotes for part in re.split(r" ?\.\.\. ?|(?<=closed): ", quote)]
+    assert not [part for part in parts if part not in code]
+
+
 def test_every_page_is_in_a_table_of_contents() -> None:
     listed = set()
     for page in (ROOT / "docs").rglob("*.md"):

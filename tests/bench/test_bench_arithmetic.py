@@ -8,12 +8,15 @@ import pytest
 from netfold.bench.backends import parse_backend, unique_labels
 from netfold.bench.collectives import COLLECTIVES, REDOPS, expected, parse_redops
 from netfold.bench.config import BenchEnvironment, Measured, Result, SizeResult, Trials, calls_a_round
+from netfold.bench.ranks import Lines, Ranks
 from netfold.bench.report import describe_run, make_rows, total_wrong
+from netfold.bench.runner import Runner
 from netfold.bench.sizes import DTYPES, format_size, parse_dtypes, parse_size, sweep
-from netfold.bench.spread import paired_ratios, spread
+from netfold.bench.spread import interleave, paired_ratios, spread
 from netfold.bench.table import render_table
 from netfold.bench.test_data import MessageData, byte_bound, contribution, encode, fill, mismatches, modulus
 from netfold.bench.trial import make_message_data
+from netfold.rack.processes import Process
 
 
 @pytest.mark.parametrize(("text", "size_bytes"), [("4", 4), ("64K", 65536), ("16M", 1 << 24), ("1G", 1 << 30)])
@@ -83,14 +86,14 @@ def test_a_rank_that_is_left_out_or_taken_twice_shows_in_a_third_of_the_elements
         assert np.mean(twice != right) > (0.2 if redop == "prod" else 1 / 3)
 
 
-def test_numbers_of_the_pattern_are_whole_steps_of_shared_exponents() -> None:
+def test_the_numbers_are_whole_steps_of_shared_exponents() -> None:
     for ranks in (2, 5, 1 << 10):
         pattern = MessageData.of("sum", ranks, DTYPES["f32"].exact_below)
         e, h = int(pattern.largest).bit_length(), (ranks - 1).bit_length()
         assert e + h <= 30
 
 
-def test_what_may_be_off_counts_as_wrong_beyond_its_bound_and_so_does_a_nan() -> None:
+def test_an_element_beyond_its_error_bound_is_wrong_and_so_is_a_nan() -> None:
     assert byte_bound(4, 31) == pytest.approx(4, rel=0.01)
     period = np.array([1.0, 5.0, 9.0], np.float32)
     buffer = np.zeros(8, np.float32)
@@ -101,7 +104,7 @@ def test_what_may_be_off_counts_as_wrong_beyond_its_bound_and_so_does_a_nan() ->
     assert mismatches(buffer, period) == 4
 
 
-def test_only_a_sum_of_f32_by_i8_may_be_off_at_all() -> None:
+def test_only_a_sum_of_f32_by_i8_has_an_error_bound_above_0() -> None:
     _, tolerance = make_message_data("sum", "i8", "f32", 4)
     assert tolerance > 0
     assert [make_message_data("sum", wire, "f32", 4)[1] for wire in ("", "f32", "bf16", "f16", "i32")] == [0] * 5
@@ -111,7 +114,7 @@ def test_only_a_sum_of_f32_by_i8_may_be_off_at_all() -> None:
     )
 
 
-def test_lists_of_dtypes_and_reductions_are_read_and_unknown_words_are_named() -> None:
+def test_lists_of_dtypes_and_reductions_are_read_and_unknown_ones_are_named() -> None:
     assert parse_dtypes("all") == list(DTYPES) and parse_dtypes("f16,i64") == ["f16", "i64"]
     assert parse_redops("all") == list(REDOPS) and parse_redops("max") == ["max"]
     with pytest.raises(ValueError, match="'f8' is not known; there are f32"):
@@ -156,9 +159,17 @@ def test_ratios_are_paired_by_round_so_that_what_slows_a_round_cancels() -> None
     assert (of.p5, of.median, of.p95) == (1.5, 1.5, 1.5)
 
 
+def test_every_case_has_a_turn_in_every_round_and_each_is_first_equally_often() -> None:
+    turns = list(interleave("ABC", 5, warmups=1))
+    assert [number for number, _ in turns] == [number for number in range(-1, 5) for _ in "ABC"]
+    rounds = ["".join(case for at, case in turns if at == number) for number in range(-1, 5)]
+    assert {"".join(sorted(one)) for one in rounds} == {"ABC"}
+    assert sorted(one[0] for one in rounds) == list("AABBCC")
+
+
 @pytest.mark.parametrize("dtype", [name for name in DTYPES if name != "bf16"])
 @pytest.mark.parametrize(("count", "start"), [(5, 0), (23, 3), (700, 13)])
-def test_a_filled_buffer_matches_itself_and_nothing_beside_it(dtype: str, count: int, start: int) -> None:
+def test_a_filled_buffer_matches_its_own_values_and_no_shifted_ones(dtype: str, count: int, start: int) -> None:
     period = encode(contribution(2, 5, 7), dtype)
     buffer = np.zeros(count, period.dtype)
     fill(buffer, period, start)
@@ -181,7 +192,7 @@ def test_the_bits_of_bf16_are_those_that_torch_gives_the_same_numbers() -> None:
 @pytest.mark.parametrize(
     "name", [name for name in COLLECTIVES if name not in ("barrier", "reduce", "gather", "ping_pong")]
 )
-def test_what_is_expected_covers_the_whole_receive_buffer(name: str) -> None:
+def test_the_expected_segments_cover_the_whole_receive_buffer(name: str) -> None:
     collective = COLLECTIVES[name]
     count = collective.whole_count(1000, 4, ranks=3)
     for rank in range(3):
@@ -212,7 +223,7 @@ def test_sizes_of_split_collectives_are_rounded_down_to_whole_parts() -> None:
     assert COLLECTIVES["all_reduce"].whole_count(4096, 4, ranks=3) == 1024
 
 
-def test_a_side_named_twice_has_two_labels() -> None:
+def test_a_backend_named_twice_has_two_labels() -> None:
     assert unique_labels(["gloo", "netfold", "gloo"]) == ["gloo", "netfold", "gloo#2"]
 
 
@@ -224,12 +235,12 @@ def test_two_mpis_never_share_processes_and_torch_backends_do() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "mpi", "mpi:lam", "mpi:intel:shared", "gloo:shared", "netfold:out", "a:b:c"])
-def test_a_side_that_is_not_understood_is_refused(text: str) -> None:
+def test_a_backend_name_that_is_not_understood_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="not understood"):
         parse_backend(text)
 
 
-def test_a_netfold_side_takes_an_algorithm_a_wire_format_and_shared_in_any_order() -> None:
+def test_a_netfold_backends_name_takes_an_algorithm_a_wire_format_and_shared_in_any_order() -> None:
     for text in ("netfold:shared:ring:bf16", "netfold:bf16:ring:shared", "netfold:ring:shared:bf16"):
         name = parse_backend(text)
         assert (name.kind, name.variant, name.algorithm, name.wire) == ("netfold", "shared", "ring", "bf16")
@@ -238,7 +249,7 @@ def test_a_netfold_side_takes_an_algorithm_a_wire_format_and_shared_in_any_order
     assert parse_backend("netfold:shared").options() is None
 
 
-def test_an_unknown_word_of_a_side_is_answered_with_what_there_is() -> None:
+def test_an_unknown_part_of_a_backends_name_is_answered_with_the_known_ones() -> None:
     with pytest.raises(ValueError, match=r"'star' is none of shared; the algorithms .*halving_doubling.* i32, i8"):
         parse_backend("netfold:star")
     with pytest.raises(ValueError, match=r"it says both ring and tree"):
@@ -254,7 +265,7 @@ def test_the_smaller_a_message_the_more_calls_a_round() -> None:
 @pytest.mark.parametrize(
     ("changed", "complaint"),
     [
-        ({"backends": []}, "nobody"),
+        ({"backends": []}, "no backend"),
         ({"backends": ["mpi:lam"]}, "mpi:openmpi"),
         ({"collective": "all_sum"}, "all-reduce"),
         ({"rounds": 0}, "rounds"),
@@ -268,7 +279,7 @@ def test_a_run_that_would_measure_nothing_is_refused(changed: dict[str, object],
         Trials(**asked)  # type: ignore[arg-type]
 
 
-def test_a_place_for_nobody_is_refused() -> None:
+def test_an_environment_without_workers_is_refused() -> None:
     with pytest.raises(ValueError, match="workers"):
         BenchEnvironment(workers=0)
 
@@ -276,9 +287,7 @@ def test_a_place_for_nobody_is_refused() -> None:
 PLACE = BenchEnvironment(workers=4, rack_rate="1gbit")
 TRIALS = Trials("all_reduce", ["netfold", "gloo"], sizes=[1 << 20], rounds=3, breakdown=True)
 RESULT = Result(
-    {"torch": "2.13.0"},
-    "bbr",
-    (0.5, 1.5),
+    {"machine": {"tcp_congestion_control": "bbr"}, "versions": {"torch": "2.13.0"}, "launches": 1},
     [
         SizeResult(
             1 << 20,
@@ -287,7 +296,7 @@ RESULT = Result(
                 Measured(
                     [10**6, 2 * 10**6, 10**6], 0, [[600, 400], [500, 500]], [9000, 9200], [[30, 1, 60], [40, 1, 70]]
                 ),
-                Measured([2 * 10**6, 3 * 10**6, 2 * 10**6], 5, [[900, 900], [900, 900]], [8000, 8200], None),
+                Measured([2 * 10**6, 3 * 10**6, 2 * 10**6], 5, [[900, 900], [900, 900]], [8000, 8200]),
             ],
         )
     ],
@@ -310,7 +319,7 @@ def test_rows_hold_the_columns_of_nccl_tests() -> None:
     assert (ours.wrong, peer.wrong, total_wrong([ours, peer])) == (0, 5, 5)
 
 
-def test_each_row_has_its_ratio_to_the_first_other_side() -> None:
+def test_each_row_has_its_ratio_to_the_first_other_backend() -> None:
     ours, peer = make_rows(PLACE, TRIALS, RESULT)
     assert ours.ratio is not None and peer.ratio is not None
     assert (ours.ratio.peer, ours.ratio.rounds, ours.ratio.spread.median) == ("gloo", [2, 1.5, 2], 2)
@@ -324,17 +333,17 @@ def test_a_breakdown_has_parts_only_where_there_are_event_records() -> None:
     assert (peer.breakdown.call_ns, peer.breakdown.python_ns) == (8100, None)
 
 
-def test_a_lone_side_has_no_ratio_and_its_table_still_stands() -> None:
+def test_a_single_backend_has_no_ratio_and_still_a_table() -> None:
     trials = Trials("all_reduce", ["gloo"], sizes=[1 << 20], rounds=3)
-    result = Result({}, "bbr", (0, 0), [SizeResult(1 << 20, 1 << 18, [Measured([10**6], 0)])])
+    result = Result({}, [SizeResult(1 << 20, 1 << 18, [Measured([10**6], 0)])])
     (row,) = make_rows(PLACE, trials, result)
     assert row.ratio is None
     assert render_table([row]).splitlines()[1].split()[-4:] == ["-", "-", "-", "-"]
 
 
-def test_a_side_that_refuses_has_its_sentence_below_the_table_and_takes_no_ratio_with_it() -> None:
+def test_a_backend_that_refuses_has_its_sentence_below_the_table_and_no_ratio() -> None:
     refusal = Measured([], None, refused="there is no such thing yet")
-    result = Result({}, "bbr", (0, 0), [SizeResult(1 << 20, 1 << 18, [refusal, Measured([10**6], 0)])])
+    result = Result({}, [SizeResult(1 << 20, 1 << 18, [refusal, Measured([10**6], 0)])])
     rows = make_rows(PLACE, Trials("send_recv", ["netfold", "gloo"], [1 << 20]), result)
     assert [row.time_ns is None for row in rows] == [True, False]
     assert rows[1].ratio is None
@@ -349,10 +358,15 @@ def test_a_table_has_a_line_a_row_under_its_header() -> None:
 
 
 def test_a_run_as_json_says_what_it_was_measured_on() -> None:
-    told = json.loads(json.dumps(describe_run(PLACE, TRIALS, RESULT, make_rows(PLACE, TRIALS, RESULT))))
+    processes: dict[str, Process] = {}
+    ranks = Ranks(processes, PLACE.workers, PLACE.deadline_s, Lines())
+    ranks.versions, ranks.congestion_control = {"torch": "2.13.0"}, "bbr"
+    result = Result(Runner(PLACE, ranks).describe(), RESULT.sizes)
+    told = json.loads(json.dumps(describe_run(PLACE, TRIALS, result, make_rows(PLACE, TRIALS, result))))
     assert told["machine"]["tcp_congestion_control"] == "bbr"
     assert {"cpu", "cores", "kernel", "load"} <= told["machine"].keys()
     assert {"netfold", "commit", "python", "torch"} <= told["versions"].keys()
+    assert told["launches"] == 1 and told["config"]["rounds"] == 3
     assert told["rows"][0]["times_ns"] == [10**6, 2 * 10**6, 10**6]
 
 

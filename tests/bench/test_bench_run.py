@@ -1,4 +1,4 @@
-"""Whole runs on loopback: gloo beside itself, and what happens when a worker or its switch fails."""
+"""Whole runs, on this machine and in racks: every backend and collective, and a worker that fails."""
 
 import contextlib
 import json
@@ -10,7 +10,6 @@ import pytest
 from load import seconds
 from typer.testing import CliRunner
 
-from netfold.bench.backends import parse_backend
 from netfold.bench.collectives import COLLECTIVES, REDOPS
 from netfold.bench.config import BenchEnvironment, Trials
 from netfold.bench.link_probe import probe_rack
@@ -80,7 +79,7 @@ def test_every_reduction_is_right_in_every_element_of_every_dtype() -> None:
                 assert (row.refused, row.wrong) == (None, 0), row
 
 
-def test_a_side_runs_by_the_algorithm_and_in_the_wire_format_of_its_name_or_says_why_not() -> None:
+def test_a_backend_runs_by_the_algorithm_and_in_the_wire_format_of_its_name() -> None:
     backends = [f"netfold:in_network:{wire}" for wire in ("f32", "bf16", "f16", "i32", "i8")]
     backends += ["communicator:i32:halving_doubling", "netfold:tree", "netfold:shared:i8"]
     trials = Trials("all_reduce", backends, [70000 * 4], rounds=2, warmups=0)
@@ -94,7 +93,7 @@ def test_a_side_runs_by_the_algorithm_and_in_the_wire_format_of_its_name_or_says
     assert rows[1].wire_bytes < 0.6 * rows[0].wire_bytes
 
 
-def test_what_a_side_cannot_do_as_its_name_says_is_refused_and_the_others_go_on() -> None:
+def test_a_backend_that_cannot_do_what_its_name_says_refuses_and_the_run_goes_on() -> None:
     place = BenchEnvironment(2, switch=False, deadline_s=120)
     backends = ["gloo", "netfold:in_network", "communicator:in_network", "netfold:ring", "netfold:i32"]
     with start_runner(place, ["torch", "communicator"]) as runner:
@@ -110,7 +109,7 @@ def test_what_a_side_cannot_do_as_its_name_says_is_refused_and_the_others_go_on(
         assert gloo is None and ring is not None and "not by ring" in ring
 
 
-def test_every_collective_is_right_on_every_side_that_needs_no_other_program() -> None:
+def test_every_collective_is_right_on_every_backend_that_needs_no_launcher() -> None:
     place = BenchEnvironment(3, switch=False, deadline_s=120)
     backends = ["netfold", "gloo", "communicator"]
     with start_runner(place, ["torch", "communicator"]) as runner:
@@ -118,10 +117,10 @@ def test_every_collective_is_right_on_every_side_that_needs_no_other_program() -
             # 3 ranks do not divide it, and it ends within a period of the pattern.
             trials = Trials(name, backends, sizes=[70000 * 4], rounds=1, warmups=0)
             for row in make_rows(place, trials, runner.measure(trials)):
-                # What a backend does not have it says; what it does, it does right.
+                # A backend refuses what it lacks, and is right in everything else.
                 assert row.refused is not None or row.wrong == 0, row
                 assert row.refused is None or (name == "send_recv" and row.backend != "gloo"), row
-        waiting = runner.measure_waiting(parse_backend("communicator"), 4, 0.3)
+        waiting = runner.measure_waiting("communicator", 4, 0.3)
     assert len(waiting) == 3 and all(rank["wall_s"] > 0.25 for rank in waiting)
     assert all(rank["cpu_s"] < 0.5 * rank["wall_s"] for rank in waiting[:-1])
 
@@ -143,7 +142,7 @@ def test_every_collective_is_right_on_an_mpi_in_place_and_out_of_place(mpi: str)
     assert not workers_alive()
 
 
-def test_an_mpi_that_is_not_here_is_named_with_the_way_to_get_it(
+def test_an_mpi_that_is_not_installed_is_named_with_the_command_that_installs_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -162,12 +161,12 @@ def test_netfold_beside_gloo_is_right_and_its_small_calls_are_broken_down() -> N
 
 def test_ddp_steps_are_timed_and_leave_all_ranks_the_same_parameters() -> None:
     with start_runner(BenchEnvironment(2, switch=False, deadline_s=60), ["torch"]) as runner:
-        ours, peer = runner.measure_ddp([parse_backend("netfold"), parse_backend("gloo")], rounds=2, steps=1, width=256)
+        ours, peer = runner.measure_ddp(["netfold", "gloo"], rounds=2, steps=1, width=256)
     assert (len(ours.times_ns), len(peer.times_ns)) == (2, 2)
     assert (ours.wrong, peer.wrong) == (0, 0)
 
 
-def test_a_failing_worker_is_an_error_with_what_it_said_and_nothing_runs_on() -> None:
+def test_a_failing_worker_is_an_error_with_its_output_and_no_process_remains() -> None:
     with pytest.raises(BenchError, match=r"rank \d failed(.|\n)*no-such-backend"):
         measure(
             BenchEnvironment(2, deadline_s=60), Trials("all_reduce", ["gloo", "no-such-backend"], sizes=[4], rounds=1)
@@ -201,7 +200,8 @@ def test_wrong_elements_are_counted_and_make_the_verb_fail(tmp_path: Path, monke
         "0",
         "--ranks",
         "2",
-        "--json",
+        "--output",
+        "json",
     ]
     done = CliRunner().invoke(app, arguments)
     assert done.exit_code == 1, done.stderr
@@ -211,7 +211,7 @@ def test_wrong_elements_are_counted_and_make_the_verb_fail(tmp_path: Path, monke
 
 def test_the_verb_takes_several_dtypes_and_reductions_and_skips_sizes_without_an_element() -> None:
     words = ["all-reduce", "--backend", "gloo", "--ranks", "2", "-b", "4", "-e", "8", "-f", "2", "-n", "1", "-w", "0"]
-    done = CliRunner().invoke(app, [*words, "-d", "f32,f64", "--op", "prod,max", "--json"])
+    done = CliRunner().invoke(app, [*words, "-d", "f32,f64", "--op", "prod,max", "--output", "json"])
     assert done.exit_code == 0, done.stderr
     told = json.loads(done.stdout)
     assert (told["config"]["dtype"], told["config"]["redop"]) == ("f32,f64", "prod,max")
@@ -237,7 +237,7 @@ def test_sections_of_the_suite_are_listed_and_an_unknown_one_is_refused() -> Non
 
 @pytest.mark.rack
 @pytest.mark.skipif(LACK is not None, reason=str(LACK))
-def test_a_racks_wire_is_probed_with_its_round_trip_and_its_headers() -> None:
+def test_a_racks_links_are_probed_for_round_trip_and_headers() -> None:
     wire = probe_rack("1gbit")
     assert (wire.rate_bits, wire.mss) == (10**9, 1448)
     assert 5e-6 < wire.round_trip_s < seconds(1)

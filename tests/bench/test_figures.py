@@ -4,7 +4,6 @@ import csv
 import io
 import json
 import re
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,11 +14,19 @@ from typer.testing import CliRunner
 
 from netfold.bench import mpi_peers
 from netfold.bench.figures import by_link, efficiency, hosts, latency, loss, packets, run, speedup, tree
-from netfold.bench.figures.budget import LEAST_ROUNDS, MOST_ROUNDS, Budget, Share
-from netfold.bench.figures.catalogue import FIGURES
-from netfold.bench.figures.figure import GLOO, HOSTS_ONLY, IN_NETWORK, RING, Figure, Measurements
-from netfold.bench.figures.mpi import said_of, series_of
+from netfold.bench.figures.budget import LEAST_ROUNDS, MOST_ROUNDS, Share
+from netfold.bench.figures.figure import (
+    GLOO,
+    HOSTS_ONLY,
+    IN_NETWORK,
+    RING,
+    Figure,
+    Measurements,
+    describe_mpi,
+    mpi_series,
+)
 from netfold.bench.figures.replay import NETFOLD, fitting_rounds
+from netfold.bench.figures.run import FIGURES
 from netfold.bench.rack_runner import Timing
 from netfold.bench.runner import BenchError
 from netfold.cli.bench import app
@@ -138,7 +145,7 @@ FELL_SHORT: dict[str, tuple[Measurements, str]] = {
     "loss": (of_loss(1.4, 1.1), "Not without impact: at 0.1% it takes 1.200 times as long."),
     "packets": (
         of_packets(1.25),
-        "Short of line rate on links of 1 Gbit/s, of what headers leave: 80.0% with 128 values.",
+        "Below line rate on links of 1 Gbit/s, of the limit by headers: 80.0% with 128 values.",
     ),
     "wires": (of_wires(1.3), "Not unaffected: i32, the talk's fixed point, takes 1.30 times as long as f32."),
     "latency": (of_latency(2e-4), f"Slower than {HOSTS_ONLY} at 8 B among 2 hosts: 0.50 of its speed."),
@@ -153,14 +160,12 @@ def test_every_figure_has_canned_rounds_here() -> None:
 
 @pytest.mark.parametrize("name", FIGURES)
 def test_a_table_has_a_cell_a_column_and_the_medians_of_the_rounds(name: str) -> None:
-    pytest.importorskip("matplotlib")
     told = FIGURES[name].tell(KEPT_UP[name])
     assert told.table and all(len(row) == len(told.header) for row in told.table)
-    assert told.picture.startswith("<svg") and "xmlns" not in told.picture
+    assert "<svg" in told.picture and "xmlns" not in told.picture
 
 
 def test_times_in_a_table_are_medians_with_their_spread_and_ratios_are_paired() -> None:
-    pytest.importorskip("matplotlib")
     told = hosts.tell(of_hosts(1.0))
     assert told.table[0] == ["2", *["350 (347 .. 353)"] * 3, "1.00 (1.00 .. 1.00)"]
     assert told.table[1][-1] == "2.00 (2.00 .. 2.00)"
@@ -169,7 +174,6 @@ def test_times_in_a_table_are_medians_with_their_spread_and_ratios_are_paired() 
 
 @pytest.mark.parametrize("name", FIGURES)
 def test_what_falls_short_of_the_talk_is_said_and_nothing_else_is(name: str) -> None:
-    pytest.importorskip("matplotlib")
     taken, sentence = FELL_SHORT[name]
     assert any(said.startswith(sentence) for said in FIGURES[name].tell(taken).short)
     start = sentence[: len("Not flat")]
@@ -177,7 +181,6 @@ def test_what_falls_short_of_the_talk_is_said_and_nothing_else_is(name: str) -> 
 
 
 def test_the_page_says_all_that_a_figure_tells(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
     taken = replace(KEPT_UP["hosts"], cut=["The time sufficed for 4 rounds of 30."])
     page = run.write(tmp_path, {"hosts": taken}).read_text()
     told = hosts.tell(taken)
@@ -187,23 +190,22 @@ def test_the_page_says_all_that_a_figure_tells(tmp_path: Path) -> None:
         assert said in text.replace("&#x27;", "'"), said
     assert told.picture in page and 'href="hosts.csv"' in page
     # Self-contained: what it draws with is in it.
+    page = re.sub(r"<script>.*?</script>|http-equiv", "", page, flags=re.S)
     assert "http" not in page and "src=" not in page and "@import" not in page
 
 
 @pytest.mark.parametrize("name", ["hosts", "speedup"])
 def test_beside_the_talks_switch_stands_what_other_links_would_give(name: str, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
     predicted = FIGURES[name].tell(KEPT_UP[name]).predicted
-    assert predicted is not None and predicted.picture.startswith("<svg")
+    assert predicted is not None and "<svg" in predicted.picture
     page = run.write(tmp_path, {name: KEPT_UP[name]}).read_text()
     assert predicted.picture in page and "Predicted, not measured:" in page
     for link in ("c = 1", "c = 2", "c = 4", "c = P"):
-        assert link in predicted.said and any(cell.startswith(link) for cell in predicted.header)
+        assert link in predicted.text and any(cell.startswith(link) for cell in predicted.header)
     assert all(len(row) == len(predicted.header) for row in predicted.table)
 
 
 def test_times_by_the_switchs_link_are_bytes_counted_by_hand() -> None:
-    pytest.importorskip("matplotlib")
     # 8 MB at 8 MB/s: a second with a port a worker. Of 8 hosts: 1.75 by a ring, 1.6 with c = 1, 1.27 with c = 4.
     found = by_link.by_hosts(8_000_000, [2, 8], rate_bytes_per_s=8e6)
     assert found.header == ["hosts", "c = 1, ms", "c = 2, ms", "c = 4, ms", "c = P, ms", "a ring alone, ms"]
@@ -212,14 +214,12 @@ def test_times_by_the_switchs_link_are_bytes_counted_by_hand() -> None:
 
 
 def test_a_faster_link_never_gains_less() -> None:
-    pytest.importorskip("matplotlib")
     for row in by_link.by_model(["vgg16", "resnet50"], 8).table:
         gained = [float(cell) for cell in row[1:]]
         assert gained == sorted(gained) and 1 <= gained[0] <= gained[-1] <= 1.75
 
 
 def test_hostile_strings_stay_text(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
     bad = "<script>alert('$x^2$ &')</script>"
     named = of_tree(0.7)
     for row in named.rows:
@@ -227,14 +227,11 @@ def test_hostile_strings_stay_text(tmp_path: Path) -> None:
     named.circumstances = {**CIRCUMSTANCES, "machine": {**CIRCUMSTANCES["machine"], "cpu": bad}, "command": bad}  # type: ignore[dict-item]
     failed = Measurements(lack=bad, circumstances=dict(CIRCUMSTANCES))
     page = run.write(tmp_path, {"tree": replace(named, cut=[bad]), "hosts": failed}).read_text()
-    assert "<script" not in page
+    assert "<script>alert" not in page
     assert page.count("&lt;script&gt;") >= 5
-    # In the picture too, letter by letter and not as a formula.
-    assert "$x^2$" in page[page.index("<svg") : page.index("</svg>")]
 
 
 def test_data_are_read_back_as_they_were_and_a_csv_has_every_round(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
     run.write(tmp_path, KEPT_UP)
     assert run.read(tmp_path) == KEPT_UP
     rows = list(csv.DictReader(io.StringIO((tmp_path / "wires.csv").read_text())))
@@ -244,11 +241,10 @@ def test_data_are_read_back_as_they_were_and_a_csv_has_every_round(tmp_path: Pat
 
 
 def test_redraw_makes_the_page_from_the_data_alone(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
     page = run.write(tmp_path, KEPT_UP)
     drawn, data = page.read_text(), (tmp_path / run.DATA).read_text()
     page.unlink()
-    done = CliRunner().invoke(app, ["figures", str(tmp_path), "--redraw", "--json"])
+    done = CliRunner().invoke(app, ["figures", str(tmp_path), "--redraw", "--output", "json"])
     assert done.exit_code == 0, done.stderr
     assert page.read_text() == drawn and (tmp_path / run.DATA).read_text() == data
     assert json.loads(done.stdout) == json.loads(data)
@@ -276,20 +272,10 @@ def test_figures_are_listed_and_an_unknown_one_is_refused(tmp_path: Path) -> Non
 def test_without_root_nothing_is_touched_and_the_figures_that_need_it_are_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pytest.importorskip("matplotlib")
     monkeypatch.setattr(run, "why_unavailable", lambda *, loss: "a rack needs root")
     done = CliRunner().invoke(app, ["figures", str(tmp_path / "new"), "--only", "hosts", "--only", "loss"])
     assert done.exit_code == 2
-    assert "a rack needs root; without it none of these can be drawn: hosts, loss" in done.stderr
-    assert not (tmp_path / "new").exists()
-
-
-def test_without_matplotlib_the_extra_is_named_before_anything_is_measured(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    done = CliRunner().invoke(app, ["figures", str(tmp_path / "new"), "--only", "hosts"])
-    assert done.exit_code == 2 and "netfold[demo]" in done.stderr
+    assert "a rack needs root; without it none of these can be measured: hosts, loss" in done.stderr
     assert not (tmp_path / "new").exists()
 
 
@@ -311,7 +297,6 @@ def take(name: str) -> Callable[[Share, Measurements], None]:
 
 
 def test_a_figure_that_fails_is_said_and_the_others_are_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("matplotlib")
 
     def fail(share: Share, taken: Measurements) -> None:
         taken.rows.append({"series": "half a round"})
@@ -326,7 +311,6 @@ def test_a_figure_that_fails_is_said_and_the_others_are_drawn(tmp_path: Path, mo
 
 
 def test_a_figure_by_itself_takes_no_longer_than_among_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("matplotlib")
     shares: list[float] = []
 
     def measure(share: Share, taken: Measurements) -> None:
@@ -340,7 +324,6 @@ def test_a_figure_by_itself_takes_no_longer_than_among_all(tmp_path: Path, monke
 
 
 def test_wrong_elements_are_on_the_page_and_fail_the_verb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("matplotlib")
 
     def measure(share: Share, taken: Measurements) -> None:
         take("tree")(share, taken)
@@ -355,7 +338,6 @@ def test_wrong_elements_are_on_the_page_and_fail_the_verb(tmp_path: Path, monkey
 def test_what_is_measured_when_a_signal_comes_is_kept_and_older_figures_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pytest.importorskip("matplotlib")
 
     def interrupted(share: Share, taken: Measurements) -> None:
         raise SystemExit(130)
@@ -388,20 +370,19 @@ class Clock:
 
 def test_time_that_a_figure_leaves_goes_to_those_after_it() -> None:
     clock = Clock()
-    budget = Budget(100, {"a": 1, "b": 2, "c": 1}, clock)
-    assert budget.begin("a").left_s == 25
-    clock.now_s += 10
-    assert budget.begin("b").left_s == 60
-    clock.now_s += 80
-    assert budget.begin("c").left_s == 10
+    left = []
+    for share, used_s in zip(Share(100, clock).split([1, 2, 1]), (10, 80, 0), strict=True):
+        left.append(share.left_s)
+        clock.now_s += used_s
+    assert left == [25, 60, 10]
 
 
 def test_time_that_is_up_leaves_nothing_and_never_less() -> None:
     clock = Clock()
-    budget = Budget(100, {"a": 1, "b": 1}, clock)
-    budget.begin("a")
+    shares = Share(100, clock).split([1, 1])
+    next(shares)
     clock.now_s += 500
-    assert budget.begin("b").left_s == 0
+    assert next(shares).left_s == 0
 
 
 def test_rounds_end_before_one_that_would_not_fit() -> None:
@@ -431,19 +412,18 @@ def test_no_more_rounds_than_planned() -> None:
 def test_a_share_is_split_into_parts_and_what_one_leaves_the_next_has() -> None:
     clock = Clock()
     left = []
-    for part in Share(90, clock).split(3):
+    for part in Share(90, clock).split([1, 1, 1]):
         left.append(part.left_s)
         clock.now_s += 10
     assert left == [30, 40, 70]
 
 
 def test_an_efficiency_is_computing_over_the_step() -> None:
-    pytest.importorskip("matplotlib")
     told = efficiency.tell(of_efficiency(0.8))
     assert [row[:2] for row in told.table] == [["edsr", "2"], ["edsr", "8"]]
     assert [cell.split(" ")[0] for cell in told.table[1][2:]] == ["80.0%", "50.0%"]
     worse = efficiency.tell(of_efficiency(0.6)).short
-    assert worse[0] == "edsr: 60% with 8 hosts is no more than the talk's default had at scale."
+    assert worse[0] == "edsr: 60% with 8 hosts is not above the efficiency of the talk's default at scale."
 
 
 def with_mpi(taken: Measurements, slower: float) -> Measurements:
@@ -457,26 +437,24 @@ def with_mpi(taken: Measurements, slower: float) -> Measurements:
 
 @pytest.mark.parametrize(("name", "ratio"), [("hosts", "4.00"), ("latency", "12.00")])
 def test_an_mpi_has_a_line_a_column_of_its_own_and_one_of_ratios(name: str, ratio: str) -> None:
-    pytest.importorskip("matplotlib")
     told = FIGURES[name].tell(with_mpi(KEPT_UP[name], 2.0))
     assert all(len(row) == len(told.header) for row in told.table)
     assert told.header[-1] == "MPI (mpich) / in the network" and "MPI (mpich)" in told.picture
     assert told.table[-1][-1].startswith(ratio)
-    assert not any("No MPI here" in said for said in told.short)
+    assert not any("no MPI here" in text for text in told.short)
     without = FIGURES[name].tell(KEPT_UP[name])
     assert "MPI" not in without.picture + " ".join(without.header)
-    assert any(said.startswith("No MPI here (make bench-peers)") for said in without.short)
+    assert "There is no MPI here to compare with (make bench-peers)." in without.short
 
 
 def test_that_an_mpi_spins_is_said_of_more_hosts_than_cores_alone() -> None:
     taken = with_mpi(of_latency(5e-5), 1.0)
-    assert "spin while they wait: among 4, 16 hosts, more than the 2 cores," in said_of(taken, [2, 4, 16])
+    assert "spin while they wait. Among 4, 16 hosts, more than the 2 cores," in describe_mpi(taken, [2, 4, 16])
     taken.circumstances = {**CIRCUMSTANCES, "machine": {"cores": 16}}
-    assert said_of(taken, [2, 4, 16]).endswith("each on a core of its own.")
+    assert describe_mpi(taken, [2, 4, 16]).endswith("each on its own core.")
 
 
 def test_where_an_mpi_is_quicker_the_page_says_so() -> None:
-    pytest.importorskip("matplotlib")
     short = latency.tell(with_mpi(of_latency(5e-5), 0.1)).short
     assert "Slower than MPI (mpich) at 8 B among 2 hosts: 0.60 of its speed." in short
 
@@ -492,12 +470,11 @@ def test_the_mpi_of_a_figure_is_the_first_that_is_here(monkeypatch: pytest.Monke
     ]
     here.clear()
     assert mpi_peers.find_mpi() == ""
-    with pytest.raises(mpi_peers.PeerMissingError, match="no MPI is here; `make bench-peers`"):
+    with pytest.raises(mpi_peers.PeerMissingError, match="no MPI is installed; `make bench-peers`"):
         mpi_peers.with_mpi_named("mpi")
 
 
 def test_models_are_in_the_order_of_what_was_gained() -> None:
-    pytest.importorskip("matplotlib")
     assert [row[0] for row in speedup.tell(of_speedup(1.5)).table] == ["vgg16", "resnet50"]
     assert [row[0] for row in speedup.tell(of_speedup(1.1)).table] == ["resnet50", "vgg16"]
 
@@ -513,12 +490,11 @@ def test_so_many_steps_are_replayed_as_fit_and_never_fewer_than_the_least() -> N
 @pytest.mark.torch
 @pytest.mark.skipif(LACK is not None, reason=str(LACK))
 def test_a_figure_measured_in_a_rack_is_right_in_every_element_and_can_be_told() -> None:
-    pytest.importorskip("matplotlib")
     taken = Measurements(circumstances=dict(CIRCUMSTANCES))
     hosts.measure(Share(0, time.monotonic), taken, counts=(2, 3), size_bytes=64 << 10)
     assert taken.wrong == 0
-    assert len(taken.rows) == LEAST_ROUNDS * (len(hosts.OPTIONS) + len(series_of(taken))) * 2
-    assert len(series_of(taken)) == bool(mpi_peers.find_mpi())
+    assert len(taken.rows) == LEAST_ROUNDS * (len(hosts.OPTIONS) + len(mpi_series(taken))) * 2
+    assert len(mpi_series(taken)) == bool(mpi_peers.find_mpi())
     assert all(row["took_s"] > 0 for row in taken.rows)
     assert taken.cut == ["The time sufficed for 3 rounds of 30."]
     assert len(hosts.tell(taken).table) == 2

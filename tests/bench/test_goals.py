@@ -19,8 +19,8 @@ GOAL = Goal("all-reduce", PLACE, "all_reduce", MB, "netfold", ("mpi:openmpi", "m
 def rows(**times_ms: list[float]) -> dict[str, Row]:
     """Rows of one trial, from each backend's rounds; `_` in a name stands for `:`."""
     backends = [name.replace("_", ":") for name in times_ms]
-    measured = [Measured([round(t * 1e6) for t in times], 0) for times in times_ms.values()]
-    result = Result({}, "bbr", (0, 0), [SizeResult(MB, MB // 4, measured)])
+    measured = [Measured([round(t * 1e6) for t in times], wrong=0) for times in times_ms.values()]
+    result = Result({}, [SizeResult(MB, MB // 4, measured)])
     return {row.backend: row for row in make_rows(PLACE, Trials("all_reduce", backends, [MB]), result)}
 
 
@@ -52,7 +52,7 @@ def test_the_goals_are_those_that_netfold_set_itself() -> None:
     assert asked("in-network", size_bytes=16 * MB) == [1.35, 1.35]
 
 
-def test_a_trial_is_run_once_for_all_goals_that_share_it_and_without_the_absent() -> None:
+def test_a_trial_is_run_once_for_all_goals_that_share_it_and_without_absent_backends() -> None:
     goals = all_goals(quick=True)
     for place in places(goals):
         trials = trials_at(place, goals, quick=True, missing=("mpi:intel", "mpi:intel:out"))
@@ -82,7 +82,7 @@ def test_a_goal_without_a_number_is_only_reported() -> None:
     assert verdict.met is None and verdict.goal == "-"
 
 
-def test_what_could_not_be_measured_says_why_in_one_table_line() -> None:
+def test_a_goal_that_could_not_be_measured_has_its_reason_in_one_table_line() -> None:
     refused = rows(netfold=[1], mpi_mpich=[1])
     refused["netfold"] = dataclasses.replace(refused["netfold"], time_ns=None, refused="not | yet\nmore")
     lines = render_verdicts(

@@ -1,4 +1,4 @@
-"""An all_reduce at a time, in a rack: who takes part, what is changed between two turns, and what fails."""
+"""Single all_reduces in a rack: groups of some hosts, changes between two runner, and failures."""
 
 import os
 import re
@@ -29,18 +29,20 @@ DEADLINE_S = 120
 SIZE = 1 << 18
 
 
-def test_ways_among_some_of_the_hosts_are_right_in_every_element_and_take_what_they_were_told_to() -> None:
+def test_configurations_on_some_of_the_hosts_are_right_in_every_element_and_take_their_options() -> None:
     with Rack(3, "1gbit", mtu=9000) as rack:
         rack.start_switch(lambda line: None)
-        with start_rack_runner(rack, DEADLINE_S) as turns:
-            ways = [
+        with start_rack_runner(rack, DEADLINE_S) as runner:
+            configurations = [
                 *(Configuration(f"switch {workers}", workers, SWITCH) for workers in (2, 3)),
                 *(Configuration(f"{payload} bytes", 3, SWITCH, payload) for payload in (512, 1024)),
                 Configuration("ring", 3, {"algorithm": "all_reduce=ring"}),
                 Configuration("gloo", 2),
             ]
-            turns.open(ways)
-            found = {way.label: turns.turn(way, SIZE, 7, calls=2) for way in ways}
+            runner.open(configurations)
+            found = {
+                configuration.label: runner.turn(configuration, SIZE, 7, calls=2) for configuration in configurations
+            }
     assert all((turn.wrong, len(turn.took_s)) == (0, 2) and min(turn.took_s) > 0 for turn in found.values())
     # A header of 48 bytes a packet; a path of MTU 9000 would have given packets of 8880.
     assert found["512 bytes"].sent_bytes == SIZE // 512 * (512 + 48)
@@ -51,15 +53,15 @@ def test_ways_among_some_of_the_hosts_are_right_in_every_element_and_take_what_t
     assert 4 / 3 * SIZE < ring < 1.4 * SIZE and SIZE < switch < 1.01 * SIZE + 8880 * (1 + again)
 
 
-def test_sums_of_values_that_are_no_whole_numbers_are_measured_by_their_error() -> None:
+def test_sums_of_normal_values_are_measured_by_their_error() -> None:
     with Rack(2, "1gbit") as rack:
         rack.start_switch(lambda line: None)
-        with start_rack_runner(rack, DEADLINE_S) as turns:
-            ways = [Configuration(wire, 2, {**SWITCH, "wire_dtype": wire}) for wire in ("f32", "bf16", "i8")]
-            turns.open(ways)
-            found = [turns.turn(way, SIZE, 0, values="normal") for way in ways]
-            # Of whole numbers i8 keeps but a few: what is wrong is counted, on every rank.
-            whole = turns.turn(ways[2], SIZE, 0)
+        with start_rack_runner(rack, DEADLINE_S) as runner:
+            configurations = [Configuration(wire, 2, {**SWITCH, "wire_dtype": wire}) for wire in ("f32", "bf16", "i8")]
+            runner.open(configurations)
+            found = [runner.turn(configuration, SIZE, 0, values="normal") for configuration in configurations]
+            # i8 keeps only a few whole numbers: wrong elements are counted on every rank.
+            whole = runner.turn(configurations[2], SIZE, 0)
     assert [turn.wrong for turn in found] == [0, 0, 0]
     f32, bf16, i8 = (turn.error for turn in found)
     assert f32 is not None and bf16 is not None and i8 is not None
@@ -67,22 +69,22 @@ def test_sums_of_values_that_are_no_whole_numbers_are_measured_by_their_error() 
     assert whole.wrong > SIZE // 4
 
 
-def test_loss_and_tcp_are_what_was_set_last() -> None:
+def test_loss_and_congestion_control_are_the_ones_set_last() -> None:
     if "cubic" not in congestion_controls():
         pytest.skip("this kernel has no cubic")
     other = next(each for each in congestion_controls() if each != "cubic")
     with Rack(3, "200mbit", "1%") as rack:
         set_loss(rack, 0)
         rack.start_switch(lambda line: None)
-        with start_rack_runner(rack, DEADLINE_S) as turns:
+        with start_rack_runner(rack, DEADLINE_S) as runner:
             set_congestion_control(rack, "cubic")
             switch, gloo = Configuration("switch", 3, SWITCH), Configuration("gloo", 3)
-            turns.open([gloo])
+            runner.open([gloo])
             set_congestion_control(rack, other)
-            turns.open([switch, Configuration("gloo again", 3)])
-            clean = turns.turn(switch, 1 << 20, 0)
+            runner.open([switch, Configuration("gloo again", 3)])
+            clean = runner.turn(switch, 1 << 20, 0)
             set_loss(rack, 0.05)
-            lossy = turns.turn(switch, 1 << 20, 1)
+            lossy = runner.turn(switch, 1 << 20, 1)
             set_loss(rack, 0)
             listed = [
                 subprocess.run(
@@ -101,10 +103,10 @@ def test_loss_and_tcp_are_what_was_set_last() -> None:
 
 
 def pid_of(rack: Rack, host: int, world: str) -> int:
-    """Of this host's rank in this world, not of what started it."""
+    """Return the process of this host's rank in this world, not of its launcher."""
     inside = ["ip", "netns", "pids", host_namespace(rack.rack_id, host)]
     pids = subprocess.run(inside, capture_output=True, text=True, check=True).stdout.split()
-    start = [sys.executable, "-m", "netfold.bench.rack_runner_rank", world]
+    start = [sys.executable, "-m", "netfold.bench.rank", world]
     return next(int(pid) for pid in pids if Path("/proc", pid, "cmdline").read_text().split("\0")[:4] == start)
 
 
@@ -113,30 +115,33 @@ def cpu_s(pid: int) -> float:
     return sum(int(ticks) for ticks in fields[11:13]) / os.sysconf("SC_CLK_TCK")
 
 
-def test_an_mpis_ranks_are_right_in_every_element_and_sleep_while_others_have_their_turn() -> None:
+def test_an_mpis_ranks_are_right_in_every_element_and_sleep_during_gloos_turn() -> None:
     if not (mpi := find_mpi()):
         pytest.skip("no MPI is here (make bench-peers)")
-    with Rack(3, "100mbit") as rack, start_rack_runner(rack, DEADLINE_S, mpi) as turns:
+    with Rack(3, "100mbit") as rack, start_rack_runner(rack, DEADLINE_S, mpi) as runner:
         few, all_of_them, gloo = (
             Configuration("two", 2, mpi=mpi),
             Configuration("three", 3, mpi=mpi),
             Configuration("gloo", 3),
         )
-        turns.open([few, gloo, all_of_them])
-        found = [turns.turn(way, 1 << 20, number, calls=2) for number, way in enumerate((few, all_of_them, few))]
-        errors = turns.turn(all_of_them, SIZE, 0, values="normal")
+        runner.open([few, gloo, all_of_them])
+        found = [
+            runner.turn(configuration, 1 << 20, number, calls=2)
+            for number, configuration in enumerate((few, all_of_them, few))
+        ]
+        errors = runner.turn(all_of_them, SIZE, 0, values="normal")
         shared = {os.stat(f"/proc/{pid_of(rack, host, mpi)}/root/dev/shm").st_dev for host in range(3)}
         rank = pid_of(rack, 1, mpi)
         used_s, began = cpu_s(rank), time.monotonic()
-        beside = turns.turn(gloo, 1 << 20, 0, calls=8)
+        beside = runner.turn(gloo, 1 << 20, 0, calls=8)
         used_s, took_s = cpu_s(rank) - used_s, time.monotonic() - began
     assert [turn.wrong for turn in (*found, errors, beside)] == [0] * 5
     assert errors.error is not None and 0 < errors.error < 1e-6
-    # No all_reduce sends less than a ring: what is much quicker than the link went through the machine's memory.
+    # No all_reduce sends less than a ring: a much shorter time than the link's would mean shared memory.
     assert found[1].median_s > 0.8 * 4 / 3 * (1 << 20) * 8 / 100e6
-    assert mpi in turns.versions and "torch" in turns.versions
+    assert mpi in runner.versions and "torch" in runner.versions
     assert used_s < 0.1 * took_s
-    # Nor is any of their shared memory each other's, or this machine's, where it would outlive them.
+    # Each host has a /dev/shm of its own, different from the machine's, where shared memory would outlive the ranks.
     assert len(shared | {os.stat("/dev/shm").st_dev}) == 4
 
 
@@ -146,34 +151,34 @@ def test_an_mpi_whose_rank_is_killed_is_an_error() -> None:
     with (
         Rack(2, "1gbit") as rack,
         pytest.raises(BenchError, match=f"{mpi} (ended with exit code|rank . failed)"),
-        start_rack_runner(rack, DEADLINE_S, mpi) as turns,
+        start_rack_runner(rack, DEADLINE_S, mpi) as runner,
     ):
-        way = Configuration("MPI", 2, mpi=mpi)
-        turns.open([way])
+        configuration = Configuration("MPI", 2, mpi=mpi)
+        runner.open([configuration])
         os.kill(pid_of(rack, 1, mpi), signal.SIGKILL)
-        turns.turn(way, SIZE, 0)
+        runner.turn(configuration, SIZE, 0)
 
 
-def test_a_way_that_cannot_be_is_an_error_with_the_reason() -> None:
+def test_a_configuration_that_cannot_be_made_is_an_error_with_the_reason() -> None:
     with (
         Rack(2, "1gbit") as rack,
-        pytest.raises(BenchError, match=r"rank \d failed(.|\n)*no_such"),
-        start_rack_runner(rack, DEADLINE_S) as turns,
+        pytest.raises(BenchError, match=r"wrong: .*no_such"),
+        start_rack_runner(rack, DEADLINE_S) as runner,
     ):
-        turns.open([Configuration("wrong", 2, {"algorithm": "no_such"})])
+        runner.open([Configuration("wrong", 2, {"algorithm": "no_such"})])
 
 
 def test_a_rank_that_is_killed_is_an_error_and_the_deadline_too() -> None:
     with Rack(2, "1gbit") as rack:
         with (
             pytest.raises(BenchError, match="rank 1 ended with exit code"),
-            start_rack_runner(rack, DEADLINE_S) as turns,
+            start_rack_runner(rack, DEADLINE_S) as runner,
         ):
-            way = Configuration("gloo", 2)
-            turns.open([way])
+            configuration = Configuration("gloo", 2)
+            runner.open([configuration])
             inside = ["ip", "netns", "pids", host_namespace(rack.rack_id, 1)]
             for pid in subprocess.run(inside, capture_output=True, text=True, check=True).stdout.split():
                 os.kill(int(pid), signal.SIGKILL)
-            turns.turn(way, SIZE, 0)
-        with pytest.raises(BenchError, match="had not ended after 0 s"), start_rack_runner(rack, 0.1):
+            runner.turn(configuration, SIZE, 0)
+        with pytest.raises(BenchError, match=r"had not ended after 0\.1 s"), start_rack_runner(rack, 0.1):
             pass

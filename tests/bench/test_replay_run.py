@@ -59,10 +59,10 @@ def test_the_verbs_json_has_everything_and_its_table_says_what_it_stands_for() -
         "--ranks",
         "2",
     ]
-    done = CliRunner().invoke(app, [*arguments, "-n", "3", "--no-switch", "--bucket", "2M", "--json"])
+    done = CliRunner().invoke(app, [*arguments, "-n", "3", "--no-switch", "--bucket", "2M", "--output", "json"])
     assert done.exit_code == 0, done.stderr
-    assert "tensors 1/10 of their size" in done.stderr and "edsr-baseline" in done.stderr
     run = json.loads(done.stdout)
+    assert "tensors 1/10 of their size" in run["stands_for"]
     assert {"machine", "versions", "place", "config", "stands_for", "rows"} < set(run)
     assert run["config"]["bucket_bytes"] == 2 << 20
     ours, theirs = run["rows"]
@@ -88,7 +88,7 @@ def test_wrong_sums_make_the_verb_fail(tmp_path: Path, monkeypatch: pytest.Monke
     (tmp_path / "sitecustomize.py").write_text("import torch.testing._internal.distributed.fake_pg\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     arguments = ["model", "edsr-baseline", "--backend", "fake", "--shrink", "10", "--ranks", "2", "-n", "2", "-w", "0"]
-    done = CliRunner().invoke(app, [*arguments, "--json"])
+    done = CliRunner().invoke(app, [*arguments, "--output", "json"])
     assert done.exit_code == 1, done.stderr
     assert json.loads(done.stdout)["rows"][0]["wrong"] > 2 * 2 * 151_757 * 0.99
 

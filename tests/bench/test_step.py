@@ -128,7 +128,7 @@ def test_a_frozen_layer_has_no_backward_pass_and_no_gradient() -> None:
     assert [transfer.count for transfer in program.transfers] == [7]
 
 
-def test_what_was_looked_up_is_awaited_before_the_layer_that_needs_it_and_its_gradient_goes_back_after() -> None:
+def test_looked_up_rows_are_awaited_before_the_layer_that_needs_them_and_their_gradients_go_back_after() -> None:
     layers = [Layer("bottom", ((1,),), 1), Layer("top", ((1,),), 1)]
     program = build_program(model_of(*layers, batch=3, samples_per_s=3 / 6, exchange=Exchange(10, before="top")))
     second = 10**9
@@ -158,7 +158,7 @@ class Clock:
 class Link:
     """A backend of one rank: transfers pass one after the other, each in `transfer_ns`.
 
-    `spoil`: what it does to sums.
+    `spoil`: changes the buffers after each sum.
     """
 
     in_place = True
@@ -222,7 +222,7 @@ def test_with_an_instant_network_a_step_takes_what_it_computes(monkeypatch: pyte
         assert set(trial.late_ns) == {0}
 
 
-def test_what_fits_behind_computing_is_hidden_and_the_last_bucket_is_not(
+def test_transfers_that_fit_behind_computing_are_hidden_and_the_last_bucket_is_not(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     model = find_model("resnet50")
@@ -244,7 +244,7 @@ def test_what_fits_behind_computing_is_hidden_and_the_last_bucket_is_not(
     assert trial.alone() == compute_ns
 
 
-def test_a_transfer_that_the_forward_pass_needs_holds_the_accelerator_up(
+def test_a_transfer_that_the_forward_pass_needs_delays_the_accelerator(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     layers = [Layer("bottom", ((1,),), 1), Layer("top", ((1,),), 1)]
@@ -254,7 +254,7 @@ def test_a_transfer_that_the_forward_pass_needs_holds_the_accelerator_up(
     assert trial_of(monkeypatch, tmp_path, model, transfer_ns=4 * second).burst(0) == [(4 + 3 + 4 + 4) * second]
 
 
-def test_a_host_that_wakes_late_starts_transfers_late_and_does_not_hold_the_accelerator_up(
+def test_a_host_that_wakes_late_starts_transfers_late_and_does_not_delay_the_accelerator(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     model = find_model("resnet50")
@@ -324,7 +324,7 @@ def test_a_row_holds_exposed_time_efficiency_and_images_a_second() -> None:
     assert (ours.gradient_bytes, ours.buckets, ours.batch) == (25_557_032 * 4, 5, 64)
 
 
-def test_a_side_that_refuses_has_its_sentence_below_the_table() -> None:
+def test_a_backend_that_refuses_has_its_sentence_below_the_table() -> None:
     replay = Replay(["resnet50"], ["netfold", "mpi:mpich"])
     refusal = Replayed(Measured([], None, refused="an MPI does not do that"), None, [])
     rows = make_step_rows(BenchEnvironment(2), replay, "resnet50", [replayed([3 * 10**8]), refusal])

@@ -133,7 +133,7 @@ class Arena:
     def start_switch(self, index: int) -> None:
         """Start a switch, again where one has ended; it listens soon."""
         shape, authenticated = self.schedule.shape, self.schedule.authenticated
-        args = ["switch", "--listen", f"{self.address(('switch', index))}:{CONTROL_PORT}", "--drain-s", "0"]
+        args = ["switch", "--listen", f"{self.address(('switch', index))}:{CONTROL_PORT}", "--drain", "0s"]
         if authenticated:
             tokens, state = self._folder / "tokens", self._folder / f"state{index}"
             state.mkdir(exist_ok=True)

@@ -49,14 +49,14 @@ def test_only_the_steps_that_all_runs_have_are_compared() -> None:
     assert agreement.gloo_differences.shape == (3, STEPS)
 
 
-def test_losses_that_are_no_number_fail() -> None:
+def test_losses_that_are_not_numbers_fail() -> None:
     broken = GLOO.copy()
     broken[5:] = np.nan
     assert not compare(list(broken), list(GLOO), PERMUTED).within_rounding
 
 
 @pytest.mark.parametrize("step", [0, 29])
-def test_differences_are_told_step_by_step(step: int) -> None:
+def test_differences_are_given_for_each_step(step: int) -> None:
     shifted = GLOO.copy()
     shifted[step] += 0.5
     assert compare(list(shifted), list(GLOO), PERMUTED).difference[step] == pytest.approx(0.5)

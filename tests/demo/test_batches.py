@@ -34,7 +34,7 @@ def _numbered_pair() -> Pair:
     return Pair(low=truth[:, ::2, ::2], truth=truth)
 
 
-def test_a_patch_depends_on_seed_step_and_index_but_not_on_who_takes_it() -> None:
+def test_a_patch_depends_on_seed_step_and_index_but_not_on_the_rank() -> None:
     training = Training(workers=4, patch_pixels=8)
     pairs = [_numbered_pair()]
     whole_low, whole_truth = batch(training, pairs, 7, range(training.patches))
@@ -57,7 +57,7 @@ def test_low_resolution_and_truth_of_a_patch_show_the_same_place() -> None:
     assert (quads == low[..., None]).any(dim=4).all()
 
 
-def test_a_job_survives_the_way_to_its_workers() -> None:
+def test_a_job_is_equal_after_json() -> None:
     job = Job(Training(workers=3), (Run("gloo, ranks 2 0 1", "gloo", (2, 0, 1), 30),), "/tmp/x")
     assert Job.from_json(job.to_json()) == job
 

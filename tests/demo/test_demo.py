@@ -1,6 +1,7 @@
 """`netfold demo --quick` from end to end: a real switch, real workers, both backends."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -34,13 +35,13 @@ def test_the_smallest_demo_beats_bicubic_agrees_with_gloo_and_leaves_nothing_but
         assert row in ended.stdout
     page = (tmp_path / "netfold-demo" / "report.html").read_text()
     assert page.rstrip().endswith("</html>")
-    assert "http" not in page
+    assert not re.search("http(?!-equiv)", page)
     # By name: torch itself keeps a cache (`torchinductor_<user>`) in the temporary folder, for the next process.
     assert list((tmp_path / "tmp").glob("netfold-*")) == []
 
 
 @pytest.mark.jobs
-def test_gradients_rounded_to_bfloat16_are_told_from_rounding(tmp_path: Path) -> None:
+def test_gradients_in_bfloat16_are_distinguished_from_rounding(tmp_path: Path) -> None:
     ended = _demo(tmp_path, "--quick", NETFOLD_WIRE_DTYPE="bf16")
     assert ended.returncode == 1, ended.stdout + ended.stderr
     assert "the losses over netfold differ from gloo's by more than rounding" in ended.stderr

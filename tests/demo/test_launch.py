@@ -47,7 +47,7 @@ def test_steps_of_rank_0_are_passed_on_in_order(stand_in, tmp_path: Path) -> Non
     assert _running(tmp_path) == []
 
 
-def test_a_worker_that_fails_is_named_with_its_last_words_and_the_others_are_ended(
+def test_a_failed_worker_is_named_with_its_output_and_all_workers_end(
     stand_in,  # type: ignore[no-untyped-def]
     tmp_path: Path,
 ) -> None:

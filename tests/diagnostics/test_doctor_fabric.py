@@ -16,7 +16,7 @@ need_libfabric()
 
 
 def test_each_provider_is_usable_or_says_why_not() -> None:
-    said = json.loads(CliRunner().invoke(app, ["doctor", "fabric", "--json"]).output)
+    said = json.loads(CliRunner().invoke(app, ["doctor", "fabric", "--output", "json"]).output)
     found = {each["name"]: each for each in said["providers"]}
     assert found["tcp;ofi_rxm"]["why_not"] == ""
     assert "writes to remote memory" in found["tcp;ofi_rxm"]["can"]

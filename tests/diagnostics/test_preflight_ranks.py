@@ -99,7 +99,7 @@ def test_a_switch_that_refuses_the_measurement_is_told_of_on_every_rank() -> Non
 
 def test_a_fabric_that_this_host_has_not_is_found_before_the_job() -> None:
     environment = {**os.environ, "NETFOLD_TRANSPORT": "fabric:nosuch"}
-    run = run_command("doctor", "check", "--json", env=environment)
+    run = run_command("doctor", "check", "--output", "json", env=environment)
     assert run.returncode == 1, run.stderr
     finding = json.loads(run.stdout)["findings"][0]
     assert finding["what"].startswith("NETFOLD_TRANSPORT=fabric:nosuch: "), finding
@@ -116,7 +116,7 @@ def test_ranks_that_do_not_come_together_are_told_why_in_a_sentence() -> None:
 
 def test_alone_it_says_that_nothing_listens_where_the_switch_should_be() -> None:
     environment = {**os.environ, "NETFOLD_SWITCH": "127.0.0.1:9"}
-    run = run_command("doctor", "check", "--json", env=environment)
+    run = run_command("doctor", "check", "--output", "json", env=environment)
     assert run.returncode == 1, run.stderr
     said = json.loads(run.stdout)
     assert "nothing listens there" in said["findings"][0]["what"]
@@ -161,7 +161,7 @@ def test_a_switch_that_udp_does_not_reach_is_told_from_one_that_is_absent(tmp_pa
     with running_switch("--token-file", str(tmp_path / "tokens")) as switch:
         with behind_a_firewall(switch.endpoint) as endpoint:
             environment = {**os.environ, "NETFOLD_SWITCH": endpoint, "NETFOLD_TOKEN_FILE": token_file}
-            run = run_command("doctor", "check", "--json", env=environment)
+            run = run_command("doctor", "check", "--output", "json", env=environment)
         assert query_quota(switch.endpoint, token_file=token_file, rank=0, timeout_s=5, udp=True).udp_error == ""
         assert not [line for line in switch.log().splitlines() if "joined" in line]
     assert run.returncode == 1, run.stderr

@@ -251,15 +251,15 @@ def netfold(*words: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_the_command_shows_one_picture_and_says_when_there_is_nothing(tmp_path: Path) -> None:
-    nobody = netfold("top", "--pid", "1", "--once", "--interval", "0.1")
+    nobody = netfold("top", "--pid", "1", "--once", "--interval", "100ms")
     assert (
         nobody.returncode == 0 and nobody.stdout == "no group of netfold on this machine that this user may look at\n"
     )
     with running(tmp_path, 2, every_20_ms) as (pid, _):
-        text = netfold("top", "--pid", str(pid), "--once", "--interval", "0.3")
-        said = netfold("top", "--pid", str(pid), "--once", "--interval", "0.3", "--json")
+        text = netfold("top", "--pid", str(pid), "--once", "--interval", "300ms")
+        said = netfold("top", "--pid", str(pid), "--once", "--interval", "300ms", "--output", "json")
         watching = subprocess.Popen(
-            [str(Path(sys.executable).with_name("netfold")), "top", "--pid", str(pid), "--interval", "0.2"],
+            [str(Path(sys.executable).with_name("netfold")), "top", "--pid", str(pid), "--interval", "200ms"],
             stdout=subprocess.PIPE,
             text=True,
         )

@@ -90,7 +90,7 @@ def operations(rank: int, size: int, folder: str) -> None:
 
 
 @RANKS
-def test_every_operation_gives_each_rank_its_due(size: int) -> None:
+def test_every_operation_gives_each_rank_the_right_values(size: int) -> None:
     values(run_threads(operations, size))
 
 
@@ -219,7 +219,7 @@ def test_an_optimizer_sees_the_ranks_average() -> None:
     values(run_threads(optimizers, 2))
 
 
-def test_before_init_the_functions_say_so() -> None:
+def test_before_init_the_functions_raise() -> None:
     assert not hvd.is_initialized()
     with pytest.raises(ValueError, match=r"call netfold\.horovod\.init\(\) first"):
         hvd.rank()

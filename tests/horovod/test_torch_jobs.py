@@ -138,7 +138,7 @@ def killed(rank: int, size: int, folder: str) -> str:
     return text
 
 
-def test_a_killed_rank_is_named_by_those_that_wait_for_it() -> None:
+def test_ranks_that_wait_for_a_killed_rank_name_it() -> None:
     outcomes = run_ranks(killed, 3, timeout_s=60, dies=[1])
     assert outcomes[1] == Outcome()
     for rank in (0, 2):
@@ -146,7 +146,7 @@ def test_a_killed_rank_is_named_by_those_that_wait_for_it() -> None:
         assert "rank 1" in text and "under way here: allreduce.after" in text and text.endswith("; and again")
 
 
-def test_before_init_every_function_says_so() -> None:
+def test_before_init_every_function_raises() -> None:
     assert not hvd.is_initialized()
     for call in (hvd.rank, hvd.size, hvd.cross_rank, hvd.join, lambda: hvd.allreduce(torch.ones(1))):
         with pytest.raises(ValueError, match=r"not been initialized; use hvd\.init\(\)|no process set of this job"):

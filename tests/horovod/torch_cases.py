@@ -140,13 +140,13 @@ def operations_that_do_not_meet_are_named_in_the_log(rank: int, size: int) -> No
     warned = threading.Event()
     texts: list[str] = []
 
-    class Heard(logging.Handler):
+    class Recorder(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
             texts.append(record.getMessage())
             warned.set()
 
-    log, heard, usual = logging.getLogger("netfold"), Heard(logging.WARNING), negotiation.STALL_WARNING_S
-    log.addHandler(heard)
+    log, recorder, usual = logging.getLogger("netfold"), Recorder(logging.WARNING), negotiation.STALL_WARNING_S
+    log.addHandler(recorder)
     negotiation.STALL_WARNING_S = 0.1
     try:
         first, second = ("left", "right") if rank == 0 else ("right", "left")
@@ -159,7 +159,7 @@ def operations_that_do_not_meet_are_named_in_the_log(rank: int, size: int) -> No
             same(hvd.synchronize(handle), torch.ones(2))
     finally:
         negotiation.STALL_WARNING_S = usual
-        log.removeHandler(heard)
+        log.removeHandler(recorder)
 
 
 def gather_scatter_and_exchange(rank: int, size: int) -> None:
@@ -471,7 +471,7 @@ def buckets_that_differ_are_named(rank: int, size: int) -> None:
     raises(hvd.HorovodInternalError, "third.weight, second.weight, first.weight", optimizer.step)
     sgd = torch.optim.SGD([p for _, p in params], 0.1)
     raises(ValueError, "names that occur twice: a", lambda: hvd.DistributedOptimizer(sgd, [("a", params[0][1])] * 2))
-    raises(ValueError, "lacks parameters that the optimizer has", lambda: hvd.DistributedOptimizer(sgd, params[:2]))
+    raises(ValueError, "lacks parameters of the optimizer", lambda: hvd.DistributedOptimizer(sgd, params[:2]))
     raises(
         ValueError,
         "needs op=hvd.Average",

@@ -61,7 +61,7 @@ def test_nothing_is_offered_where_switches_add_or_nothing_travels() -> None:
     assert aggregator_gains(model, alone, search(model, alone, 1, replace(job, in_network=False), Space())) == ()
 
 
-ASKED = ("--model", "vgg16:measured=true", "--gpus", "8", "--batch", "512", "--precision", "f32", "--overlap")
+ASKED = ("--model", "vgg16:measured=true", "--ranks", "8", "--batch", "512", "--precision", "f32", "--overlap")
 
 
 def plan(*arguments: str) -> tuple[int, str]:
@@ -74,7 +74,7 @@ def test_the_answer_says_what_one_more_would_buy_in_words_and_in_json() -> None:
     assert code == 0 and "what one more aggregator would buy" in text
     assert "no aggregator: one spare host with a link like a worker's (c = 1, 1 core) would save" in text
     assert "a Linux box with a port a worker (c = 8, " in text
-    code, text = plan("--cluster", "ethernet-1g", "--json")
+    code, text = plan("--cluster", "ethernet-1g", "--output", "json")
     found = json.loads(text)
     spare, box = found["aggregators"]
     assert spare["now_s"] == found["best"]["step_s"] and spare["saved"] == 1 - spare["step_s"] / spare["now_s"]

@@ -210,7 +210,7 @@ def test_reductions_in_the_network_are_off_where_nothing_adds_and_refused_where_
         parse_request(asked(FILE, precision="f32", in_network=True), {})
 
 
-ASKED = ("--model", "vgg16:measured=true", "--gpus", "8", "--batch", "512", "--precision", "f32", "--overlap")
+ASKED = ("--model", "vgg16:measured=true", "--ranks", "8", "--batch", "512", "--precision", "f32", "--overlap")
 
 
 def plan(*arguments: str) -> tuple[int, str]:
@@ -220,7 +220,7 @@ def plan(*arguments: str) -> tuple[int, str]:
 
 @pytest.mark.parametrize("network", ["aggregator", "two-aggregators", "linux-box"])
 def test_networks_with_aggregators_are_compared_by_name(network: str) -> None:
-    code, text = plan("--cluster", "ethernet-1g", "--compare", f"network={network}", "--json")
+    code, text = plan("--cluster", "ethernet-1g", "--compare", f"network={network}", "--output", "json")
     assert code == 0
     (there,) = json.loads(text)["comparisons"][f"network={network}"][1:]
     assert there["factor"] > 1 and there["best"]["job"]["in_network"]

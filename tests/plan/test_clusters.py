@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from netfold.plan.cluster import load_cluster, preset_names
-from netfold.plan.cluster.units import parse_quantity
+from netfold.plan.quantity import parse_quantity
 
 
 @pytest.mark.parametrize("name", preset_names())

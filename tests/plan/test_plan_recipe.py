@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from netfold.cli import app
-from netfold.cli.plan_recipe import recipe_model
+from netfold.cli.plan_sources import recipe_model
 from netfold.plan.model import Chain, Link, Product, ShardSpec
 
 RECIPES = Path(__file__).parents[2] / "recipes"

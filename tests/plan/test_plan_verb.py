@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from netfold.cli import app
 
-ASKED = ("--model", "megatron-1b7", "--cluster", "dgx-a100", "--gpus", "16", "--batch", "64")
+ASKED = ("--model", "megatron-1b7", "--cluster", "dgx-a100", "--ranks", "16", "--batch", "64")
 
 
 def plan(*arguments: str) -> tuple[int, str]:
@@ -45,7 +45,7 @@ def test_what_is_free_is_searched_and_the_best_few_are_told_with_reasons() -> No
 
 def test_json_carries_what_the_text_says() -> None:
     code, said = plan(
-        *ASKED, "--json", "--curve", "8,16", "--compare", "network=tcp", "--price", "2", "--samples", "1e6"
+        *ASKED, "--output", "json", "--curve", "8,16", "--compare", "network=tcp", "--price", "2", "--samples", "1e6"
     )
     assert code == 0
     found = json.loads(said)
@@ -74,7 +74,7 @@ def test_options_go_before_the_file_and_problems_name_where_they_were_said(tmp_p
 
 
 def test_a_model_that_cannot_fit_says_by_how_much_in_one_line() -> None:
-    code, said = plan("--model", "megatron-1t", "--cluster", "dgx-a100", "--gpus", "16", "--batch", "16")
+    code, said = plan("--model", "megatron-1t", "--cluster", "dgx-a100", "--ranks", "16", "--batch", "16")
     assert code == 2 and len(said.splitlines()) == 1
     assert "megatron-1t does not fit, however split" in said and "GB too little" in said
 
@@ -96,12 +96,12 @@ def test_what_ships_is_listed_with_its_sources(verb: str, word: str) -> None:
 
 
 def test_what_goes_beyond_published_runs_is_said() -> None:
-    asked = ("--model", "gpt3-175b", "--cluster", "dgx-a100", "--gpus", "256", "--batch", "256", "--micro-batch", "1")
+    asked = ("--model", "gpt3-175b", "--cluster", "dgx-a100", "--ranks", "256", "--batch", "256", "--micro-batch", "1")
     assert "note: ZeRO-3 over 256 ranks" in plan(*asked, "--tensor", "1", "--pipeline", "1", "--zero", "3")[1]
     assert "note: 16 tensor ranks go beyond a node of 8" in plan(*asked, "--tensor", "16", "--pipeline", "2")[1]
-    wide = ("--model", "gpt3-175b", "--cluster", "dgx-a100", "--gpus", "2304", "--batch", "2304", "--micro-batch", "1")
+    wide = ("--model", "gpt3-175b", "--cluster", "dgx-a100", "--ranks", "2304", "--batch", "2304", "--micro-batch", "1")
     assert "note: pipelines over 2,304 ranks" in plan(*wide, "--tensor", "8", "--pipeline", "12", "--zero", "0")[1]
-    counted = ("--model", "resnet50", "--cluster", "dgx-1", "--gpus", "8", "--batch", "512", "--pipeline", "1")
+    counted = ("--model", "resnet50", "--cluster", "dgx-1", "--ranks", "8", "--batch", "512", "--pipeline", "1")
     assert "note: resnet50: convolutions are taken as matrix products" in plan(*counted)[1]
     assert "note:" not in plan(*asked, "--tensor", "8", "--pipeline", "8", "--recompute", "full")[1]
 

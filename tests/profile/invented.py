@@ -1,4 +1,4 @@
-"""Runs and findings that nobody recorded: as many ranks, steps and operations as a test of the page wants."""
+"""Synthetic runs and findings, with as many ranks, steps and operations as a test of the page needs."""
 
 from __future__ import annotations
 

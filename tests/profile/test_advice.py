@@ -100,14 +100,14 @@ def test_a_switch_is_predicted_by_the_formulas_on_that_link() -> None:
         each.text for each in advise(run, findings) if each.prediction and each.text.startswith("all_reduce of 8 MB")
     ]
     assert switch.startswith(
-        "all_reduce of 8 MB - 16 MB through a switch with a port a host (NETFOLD_SWITCH): 859 ms a rank in place of "
+        "all_reduce of 8 MB to 16 MB through a switch with a port a host (NETFOLD_SWITCH): 859 ms a rank in place of "
         "1.3 s (-34%), by the cost model with the link that 10 operations show: 100 us, 100 MB/s, of too few sizes to "
         "check"
     )
     assert "with bf16 on the wire" in narrow and "659 ms a rank in place of 1.3 s (-49%)" in narrow
 
 
-def test_what_computing_hides_already_cannot_be_won() -> None:
+def test_a_saving_is_limited_to_exposed_time() -> None:
     """Five rings of 16 MB, 255 ms each; the thread computes but for the last 100 ms before the end at 1310 ms. A switch
     saves 437 ms of them, of which 100 show."""
     run = run_of([16 * MB] * 5)
@@ -116,10 +116,10 @@ def test_what_computing_hides_already_cannot_be_won() -> None:
     busy = make_run(*(Trace(trace.metadata, *_lists(trace)[:2], lines) for trace in run.traces))
     (switch,) = [text for text in predictions(busy) if "through a switch" in text]
     assert switch.endswith("; computing hides all but 100 ms of it now, which is all that can be won")
-    assert not any("can be won" in text for text in predictions(run)), "nobody watched"
+    assert not any("can be won" in text for text in predictions(run)), "the thread was not watched"
 
 
-def test_what_is_there_already_is_not_advised() -> None:
+def test_a_setting_in_use_is_not_advised() -> None:
     texts = predictions(run_of(SIZES, algorithm="in_network", wire="bf16"))
     assert texts == []
     only_wire = predictions(run_of(SIZES, algorithm="in_network"))
@@ -134,7 +134,7 @@ def declined(run: Run) -> str:
     return text.split(": ", 1)[1]
 
 
-def test_without_an_algorithm_nothing_is_predicted_and_it_is_said_why() -> None:
+def test_without_an_algorithm_there_is_a_reason_and_no_prediction() -> None:
     run = run_of(SIZES)
     blind = make_run(
         *(
@@ -149,7 +149,7 @@ def _lists(trace: Trace) -> tuple:
     return trace.operations, trace.steps, trace.progress
 
 
-def test_times_that_do_not_follow_the_formula_are_no_ground_for_one() -> None:
+def test_times_that_do_not_follow_the_formula_give_no_prediction() -> None:
     """100 ms for every size; then 100, 500 and 550 for 1, 4 and 16 MB: a line through the outer two has 190 at 4 MB."""
     ops = [Op(200 * at, 200 * at + 100, size) for at, size in enumerate(SIZES)]
     flat = make_run(*(make_trace(rank, RANKS, ops) for rank in range(RANKS)))
@@ -159,7 +159,7 @@ def test_times_that_do_not_follow_the_formula_are_no_ground_for_one() -> None:
     assert "off the formulas (ring)" in declined(make_run(*(make_trace(rank, RANKS, wild) for rank in range(RANKS))))
 
 
-def test_operations_that_share_the_link_and_memory_alone_tell_nothing_of_it() -> None:
+def test_operations_over_shared_links_or_memory_show_no_link() -> None:
     ops = [Op(10 * at, 10 * at + 100, 16 * MB) for at in range(10)]
     assert "without another beside it" in declined(make_run(*(make_trace(rank, 2, ops) for rank in range(2))))
     memory = run_of(SIZES, algorithm="shared_memory", hosts=["a"] * RANKS, topology=Topology((0,) * RANKS))
@@ -209,7 +209,7 @@ def small_messages(steps: int, **more) -> Run:
     return make_run(*(Trace(trace.metadata, trace.operations, steps_of, trace.progress) for trace in run.traces))
 
 
-def test_many_small_messages_are_told_what_one_would_take() -> None:
+def test_many_small_messages_are_compared_with_one_fused_message() -> None:
     """A ring of 64 KB: 0.6 + 0.983 + 0.012 = 1.595 ms, 20 of them 31.9 ms. One of 1.25 MB (n = 1310720): 0.6 + 19.661 +
     0.246 = 20.507 ms."""
     (text,) = [text for text in predictions(small_messages(10)) if "a step has" in text]
@@ -234,7 +234,7 @@ def one(*ops: Op, source: str = "event records") -> list[str]:
     return [each.text for each in advice_of(make_run(make_trace(0, 1, ops, source=source)))]
 
 
-def test_queueing_losses_and_registrations_are_said_with_their_numbers() -> None:
+def test_advice_on_queueing_losses_and_registrations_has_their_numbers() -> None:
     """10 ms in the queue where 20 were taken; 30 packets of 1500 bytes are 0.45% of 10 MB."""
     queued = one(Op(0, 10), Op(10, 20, queued_ms=0))
     assert any("waited 10 ms a rank behind other operations" in text and "took 20 ms" in text for text in queued)
@@ -244,7 +244,7 @@ def test_queueing_losses_and_registrations_are_said_with_their_numbers() -> None
     assert any("not registered 20 times a rank of 80" in text for text in missed)
 
 
-def test_little_of_it_is_not_said() -> None:
+def test_effects_below_the_thresholds_give_no_advice() -> None:
     """10% in the queue; 0.06% lost; 5 misses of 100."""
     texts = one(Op(0, 10), Op(10, 20, queued_ms=8, wire_bytes=10_000_000, retransmissions=4, registration=(95, 5)))
     assert not any(word in text for text in texts for word in ("behind other", "again", "registered"))
@@ -261,8 +261,8 @@ def test_the_first_sentence_says_where_the_time_goes() -> None:
         )
     )
     assert advice_of(run)[0].text == (
-        "75% of the operations' time (30 ms a rank) is all_reduce of 16 MB - 32 MB; 30 ms of it is exposed, 86% of all "
-        "that computing does not hide"
+        "75% of the operations' time (30 ms a rank) is all_reduce of 16 MB to 32 MB; 30 ms of it is exposed, 86% of "
+        "all that computing does not hide"
     )
     bare = make_run(make_trace(0, 1, [Op(0, 30, 32 * MB)], source=PROFILER))
     assert advice_of(bare)[0].text == "100% of the operations' time (30 ms a rank) is all_reduce of 16 MB - 32 MB"

@@ -115,7 +115,7 @@ def test_ranks_of_one_host_share_a_clock_and_its_bounds() -> None:
     assert offsets[2].bound_ns <= clocks_of(alone).offsets(alone)[1].bound_ns, "pairs of ranks bound more"
 
 
-def test_a_rank_is_reached_through_another() -> None:
+def test_clocks_are_bounded_through_a_third_rank() -> None:
     """0 meets 1, 1 meets 2; 0 and 2 never. The bounds of the two pairs add up."""
     groups = {"left": [0, 1], "right": [1, 2]}
     run = make_run(
@@ -138,7 +138,7 @@ def test_a_rank_is_reached_through_another() -> None:
     assert offsets[2].bound_ns == pytest.approx(2e6, rel=0.01)
 
 
-def test_a_rank_that_met_nobody_has_no_bound_and_stands_beside_the_first() -> None:
+def test_a_rank_without_common_operations_has_no_bound() -> None:
     run = make_run(
         make_trace(0, 2, [Op(0, 1, operation="broadcast")]),
         make_trace(1, 2, [Op(0, 1, operation="broadcast")], clock_ms=1e7),
@@ -148,7 +148,7 @@ def test_a_rank_that_met_nobody_has_no_bound_and_stands_beside_the_first() -> No
     assert offset.offset_ns == -1e7 * 1e6
 
 
-def test_a_clock_that_was_stepped_is_said_and_not_smoothed() -> None:
+def test_a_stepped_clock_is_reported_and_not_smoothed() -> None:
     """At 30 s of 60 rank 1's clock jumps 4 ms ahead. Around it the bounds contradict one another by up to 4 ms less
     what is open in them; 1000 ppm make up for 4 ms within 4 s, so farther away the offsets are known."""
     run = simulated([lambda t: 0.0, lambda t: 0.0 if t < 30_000 else 4.0], count=600, every_ms=100)

@@ -43,12 +43,12 @@ def test_the_talks_table_with_its_loss_shown_as_one() -> None:
     assert render_comparison(found).splitlines() == [
         "A: edsr default",
         "B: edsr optimised",
-        " operation            size  A (ms)  B (ms)  improvement              ",
-        "all_reduce       to 128 KB     392     391        +0.3%  within noise",
-        "all_reduce  128 KB - 16 MB     320     342        -6.9%        SLOWER",
-        "all_reduce   16 MB - 32 MB    1321     619       +53.1%        faster",
-        "all_reduce   32 MB - 64 MB    5145    2587       +49.7%        faster",
-        "     total                    7178    3939       +45.1%        faster",
+        " operation             size  A (ms)  B (ms)  improvement",
+        "all_reduce     up to 128 KB     392     391        +0.3%  within noise",
+        "all_reduce  128 KB to 16 MB     320     342        -6.9%        SLOWER",
+        "all_reduce   16 MB to 32 MB    1321     619       +53.1%        faster",
+        "all_reduce   32 MB to 64 MB    5145    2587       +49.7%        faster",
+        "     total                     7178    3939       +45.1%        faster",
     ]
 
 
@@ -64,7 +64,7 @@ def noisy(mean_ms: float, count: int, seed: int) -> list[float]:
     return np.random.default_rng(seed).normal(mean_ms, 0.1 * mean_ms, count).tolist()
 
 
-def test_two_runs_of_the_same_are_told_apart_one_time_in_twenty() -> None:
+def test_equal_runs_differ_significantly_one_time_in_twenty() -> None:
     """60 pairs of the same distribution: more than 9 called different has a chance of 1 in 1000 (binomial, 5%)."""
     verdicts = [
         compare(run_of(noisy(10, 64, 2 * seed)), run_of(noisy(10, 64, 2 * seed + 1))).total.verdict
@@ -99,25 +99,25 @@ def test_runs_of_different_lengths_are_compared_by_the_step() -> None:
     assert row.per_step_s == pytest.approx((0.02, 0.016))
     assert row.improvement_per_step == pytest.approx(20)
     assert row.verdict == "faster" and row.within_noise is False
-    assert found.notes == ["A has 20 steps, B 40: what is faster is said of a step, not of the totals"]
+    assert found.notes == ["A has 20 steps, B 40: verdicts are on the time of a step, not on the totals"]
     assert "a step: A (ms)" in render_comparison(found)
     same = compare(run_of([10.0] * 40, per_step=2), run_of([8.0] * 40, per_step=2))
     assert not same.notes and "a step" not in render_comparison(same)
 
 
-def test_too_few_operations_say_nothing_of_noise() -> None:
+def test_too_few_operations_have_no_verdict_on_noise() -> None:
     found = compare(run_of([10, 10, 10]), run_of([12, 12, 12]))
     assert found.rows[0].within_noise is None
     assert found.rows[0].verdict == "SLOWER"
     assert "too few to tell noise" in render_comparison(found)
 
 
-def test_without_steps_more_operations_are_no_noise_and_no_verdict_on_it() -> None:
+def test_without_steps_other_counts_have_no_verdict_on_noise() -> None:
     found = compare(run_of(noisy(10, 40, 1)), run_of(noisy(10, 60, 2)))
     assert found.rows[0].within_noise is None and found.rows[0].counts == (40, 60)
 
 
-def test_what_only_one_of_them_did_is_said() -> None:
+def test_operations_of_one_run_only_are_marked() -> None:
     found = compare(run_of([10.0] * 8), run_of([5.0] * 8, size=32 * MB))
     assert [(row.above_bytes, row.verdict, row.improvement) for row in found.rows] == [
         (128 * KB, "only in A", 100.0),
@@ -127,22 +127,22 @@ def test_what_only_one_of_them_did_is_said() -> None:
     assert "only in B" in render_comparison(found)
 
 
-def test_the_same_two_runs_always_compare_alike() -> None:
+def test_a_comparison_is_deterministic() -> None:
     def again() -> Comparison:
         return compare(run_of(noisy(10, 64, 3)), run_of(noisy(10.4, 64, 4)))
 
     assert again() == again()
 
 
-def test_what_the_runs_do_not_share_is_noted() -> None:
+def test_differences_between_the_runs_are_noted() -> None:
     found = compare(run_of([1.0] * 8, per_step=1), run_of([1.0] * 8, ranks=3))
     assert found.notes == [
-        "only A says what a step is: totals are compared, whatever was done in them",
+        "only A has steps: the totals are compared, whatever work they contain",
         "A is of 2 ranks, B of 3",
     ]
 
 
-def test_what_is_done_outside_of_most_steps_is_too_little_to_tell() -> None:
+def test_operations_of_a_few_steps_have_no_verdict_on_noise() -> None:
     """20 steps, and an operation of another size in the first alone: 300 ms in A, 30 in B."""
 
     def run(took: float) -> Run:

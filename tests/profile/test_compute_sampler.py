@@ -159,7 +159,7 @@ def forks(rank: int, size: int, folder: str) -> Any:
     return code, len(lines(watcher)) > 0
 
 
-def test_a_forks_child_has_no_watcher_and_may_have_its_own() -> None:
+def test_the_child_of_a_fork_has_no_sampler_and_may_start_one() -> None:
     assert values(run_ranks(forks, 1)) == [(0, True)]
 
 
@@ -167,7 +167,7 @@ def threads() -> set[str]:
     return set(os.listdir("/proc/self/task"))
 
 
-def test_nobody_watches_after_stop() -> None:
+def test_no_samples_are_taken_after_stop() -> None:
     before = threads()  # threads of groups of earlier tests may still be ending
     watcher = watch()
     (watching,) = threads() - before

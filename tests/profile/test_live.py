@@ -65,7 +65,7 @@ def test_a_thread_that_computes_exposes_nothing(monkeypatch: pytest.MonkeyPatch)
     assert share(monkeypatch, lambda clock: clock.computes(200), [(0.1, 0.9, False)]) == 0
 
 
-def test_no_more_is_exposed_than_the_thread_did_not_compute(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_exposed_time_is_at_most_the_idle_time_of_the_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     def half(clock: Clock) -> None:
         clock.computes(120)
         clock.sleeps(80)
@@ -73,17 +73,17 @@ def test_no_more_is_exposed_than_the_thread_did_not_compute(monkeypatch: pytest.
     assert share(monkeypatch, half, [(0.1, 0.9, False)]) == pytest.approx(0.4)
 
 
-def test_what_ran_on_the_thread_itself_is_exposed_though_it_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_operations_on_the_thread_itself_are_exposed_while_it_computes(monkeypatch: pytest.MonkeyPatch) -> None:
     found = share(monkeypatch, lambda clock: clock.computes(200), [(0.25, 0.5, True)])
     assert found == pytest.approx(0.25)
 
 
-def test_waiting_for_other_things_is_taken_off(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_waiting_time_is_subtracted(monkeypatch: pytest.MonkeyPatch) -> None:
     found = share(monkeypatch, lambda clock: clock.sleeps(200), [(0.0, 1.0, False)], waited_s=0.15)
     assert found == pytest.approx(0.25)
 
 
-def test_the_kernel_says_what_a_thread_computed_and_not_what_it_slept() -> None:
+def test_busy_time_counts_computing_and_not_sleep() -> None:
     """Time in the queue for a core counts as computing and sleep does not, so these bounds hold under any load."""
     busy = LiveOverlap()._busy
     began_ns, before_ns = time.perf_counter_ns(), busy()
@@ -97,7 +97,7 @@ def test_the_kernel_says_what_a_thread_computed_and_not_what_it_slept() -> None:
     assert 45 * MS < busy_ns < passed_ns - 195 * MS
 
 
-def test_without_a_group_nothing_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_group_there_is_no_estimate(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("netfold.profile.live.members", list)
     assert LiveOverlap().exposed_share() is None
 

@@ -27,7 +27,7 @@ def test_sequence_numbers_match_whatever_the_order_in_which_operations_ended() -
     assert not found.left_out
 
 
-def test_what_only_some_ranks_have_is_left_out_and_counted() -> None:
+def test_records_of_only_some_ranks_are_left_out_and_counted() -> None:
     one = make_trace(0, 2, [Op(0, 1, sequence=1), Op(1, 2, sequence=2), Op(2, 3, sequence=4)])
     other = make_trace(1, 2, [Op(1, 2, sequence=2), Op(2, 3, sequence=3)])
     found = matched(one, other)
@@ -45,7 +45,7 @@ def test_a_number_that_stands_for_two_operations_matches_nothing() -> None:
     assert found.left_out == {"that not all ranks of the group have": 4}
 
 
-def test_groups_go_by_name_and_of_a_rank_without_records_nothing_is_guessed() -> None:
+def test_groups_match_by_name_and_need_records_of_all_ranks() -> None:
     groups = {"world": range(3), "pair": [0, 1]}
     both = [Op(0, 1), Op(1, 2, group="pair"), Op(2, 3)]
     one = make_trace(0, 3, both, groups=groups)
@@ -104,14 +104,14 @@ def test_messages_between_two_ranks_are_no_operation_of_the_group() -> None:
     assert not found.left_out
 
 
-def test_only_what_all_must_have_begun_is_a_meeting() -> None:
+def test_only_operations_that_need_all_ranks_are_synchronising() -> None:
     held = [Op(0, 1, operation=name) for name in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")]
     ops = [
         *held,
         Op(0, 1, 0, "barrier"),
         Op(0, 1, operation="broadcast"),
         Op(0, 1, operation="reduce"),
-        Op(0, 1, 0, "all_gather"),  # nobody need wait for what is empty
+        Op(0, 1, 0, "all_gather"),  # no rank must wait for an empty block
         Op(0, 1),
     ]
     failed = [*ops[:-1], replace(ops[-1], error="peer_lost")]
@@ -125,7 +125,7 @@ def test_only_what_all_must_have_begun_is_a_meeting() -> None:
         assert len(synchronising_operations(run, columns, group).places) == count
 
 
-def test_a_submission_is_no_meeting() -> None:
+def test_a_submission_is_not_synchronising() -> None:
     """Of nccl's operations a record may end before the operation has: nothing follows for who had begun."""
     traces = []
     for rank in range(2):

@@ -13,7 +13,7 @@ from netfold.profile.overlap import find_overlap, mean_overlap, step_times
 MS = 1e-3
 
 
-def test_what_is_not_computed_during_operations_is_exposed_and_shared_by_those_under_way() -> None:
+def test_idle_time_is_exposed_and_divided_among_operations_under_way() -> None:
     """0        10        20        30        40        50
     A           [===================]                        10..30
     B                     [===================]              20..40
@@ -52,13 +52,13 @@ def test_computing_between_two_lines_is_spread_over_all_of_the_time_between_them
     assert find_overlap(trace).of_operations(trace) == pytest.approx([6 * MS])
 
 
-def test_more_computing_than_time_hides_all_and_no_more() -> None:
+def test_more_computing_than_time_hides_all_communication() -> None:
     """The thread's clock and the wall's are read one after the other: 12 ms in 10 are 10."""
     trace = make_trace(0, 1, [Op(0, 20)], progress_ms=[(0, 0), (10, 12), (20, 12)])
     assert find_overlap(trace).of_operations(trace) == pytest.approx([10 * MS])
 
 
-def test_what_nobody_watched_counts_as_exposed_and_is_told_apart() -> None:
+def test_unwatched_time_counts_as_exposed_and_is_reported() -> None:
     """Watched from 10 to 20, computing: of the operation's 30 ms 20 are exposed, all of them unwatched."""
     trace = make_trace(0, 1, [Op(0, 30)], progress_ms=[(10, 0), (20, 10)])
     exposure = find_overlap(trace)
@@ -66,7 +66,7 @@ def test_what_nobody_watched_counts_as_exposed_and_is_told_apart() -> None:
     assert exposure.unwatched_s == pytest.approx(20 * MS)
 
 
-def test_without_lines_nothing_is_said_of_exposed_time() -> None:
+def test_without_progress_lines_exposed_time_is_unknown() -> None:
     bare = make_trace(1, 2, [Op(0, 10)], steps_ms=[(0, 20)])
     assert find_overlap(bare).of_operations(bare) is None
     alone = make_run(bare)
@@ -94,9 +94,7 @@ def test_an_empty_run_has_no_time() -> None:
     busy=st.lists(st.integers(0, 12), min_size=1, max_size=8),
 )
 @settings(max_examples=200, deadline=None)
-def test_operations_add_up_to_the_whole_and_the_whole_is_what_counting_finds(
-    spans: list[tuple[int, int]], busy: list[int]
-) -> None:
+def test_operations_add_up_to_the_total_found_by_counting(spans: list[tuple[int, int]], busy: list[int]) -> None:
     """Against a plain count, millisecond by millisecond; lines of progress every 10 ms."""
     progress = [(10 * index, sum(busy[:index])) for index in range(len(busy) + 1)]
     trace = make_trace(0, 1, [Op(begun, begun + length) for begun, length in spans], progress_ms=progress)

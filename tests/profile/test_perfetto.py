@@ -134,7 +134,7 @@ def test_the_counter_shows_how_much_the_training_thread_computed(tmp_path: Path)
     assert counted[-1] == (6 * STEP_NS, 0)
 
 
-def test_arrows_join_one_call_from_who_began_first_to_who_began_last(tmp_path: Path) -> None:
+def test_arrows_join_one_call_from_the_first_rank_to_the_last(tmp_path: Path) -> None:
     recorded = run()
     events = written(recorded, tmp_path / "trace.json", clocks(4))
     joined = defaultdict(list)
@@ -149,7 +149,7 @@ def test_arrows_join_one_call_from_who_began_first_to_who_began_last(tmp_path: P
         assert last["pid"] == 1 + 1, "rank 1 is late to every call"
 
 
-def test_sends_other_groups_and_numbers_used_twice_are_joined_with_nothing() -> None:
+def test_sends_other_groups_and_repeated_numbers_have_no_arrows() -> None:
     def trace(rank: int, sequence: list[int], operation: list[int], group: str, ranks: list[int]) -> Trace:
         operations = np.zeros(len(sequence), RECORD)
         operations["sequence"], operations["operation"], operations["group"] = sequence, operation, 77 + rank
@@ -174,7 +174,7 @@ def test_sends_other_groups_and_numbers_used_twice_are_joined_with_nothing() -> 
     assert other.tolist() == [0, 0, 0]
 
 
-def test_a_group_without_a_name_is_taken_for_no_other_ranks() -> None:
+def test_a_group_without_a_name_matches_no_other_rank() -> None:
     nameless = [replace(trace, metadata=replace(trace.metadata, groups={})) for trace in run(ranks=2).traces]
     for trace in nameless:
         trace.operations["group"] = 5
@@ -206,7 +206,7 @@ def test_times_come_back_to_the_nanosecond(tmp_path: Path) -> None:
         assert [ns(event["ts"]) for event in of(events, "X", 0, cat=name)] == (edges[:-1] - edges[0]).tolist()
 
 
-def test_a_rank_whose_clock_is_not_bounded_says_so(tmp_path: Path) -> None:
+def test_a_rank_with_an_unbounded_clock_has_a_label(tmp_path: Path) -> None:
     events = written(run(ranks=2), tmp_path / "trace.json", [ClockOffset(0, 0, 0), ClockOffset(1, -AHEAD_NS, None)])
     assert ns(of(events, "X", 1, name="step 1")[0]["ts"]) == STEP_NS, "a guess is better than none"
     (label,) = (event for event in events if event["name"] == "process_labels")
@@ -215,7 +215,7 @@ def test_a_rank_whose_clock_is_not_bounded_says_so(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("operations", [0, 3])
-def test_a_run_with_next_to_nothing_is_a_trace(operations: int, tmp_path: Path) -> None:
+def test_an_almost_empty_run_is_a_valid_trace(operations: int, tmp_path: Path) -> None:
     lists = (np.zeros(operations, RECORD), np.zeros(0, STEP), np.zeros(0, PROGRESS))
     events = written(Run(Path(), {}, [Trace(about(0, 4), *lists)]), tmp_path / "trace.json", [])
     assert len(of(events, "X", 0)) == operations
@@ -270,7 +270,7 @@ def test_the_command_exports_a_run(tmp_path: Path) -> None:
     assert before == {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def test_the_command_says_what_is_wrong(tmp_path: Path) -> None:
+def test_the_command_reports_errors(tmp_path: Path) -> None:
     def says(*words: str) -> str:
         done = CliRunner().invoke(app, ["profile", "export", *words])
         assert done.exit_code == 2
@@ -279,4 +279,4 @@ def test_the_command_says_what_is_wrong(tmp_path: Path) -> None:
     assert "holds no profile" in says("--perfetto", str(tmp_path))
     folder = leave(run(ranks=1), tmp_path / "run")
     assert "--perfetto" in says(str(folder))
-    assert "cannot be written" in says("--perfetto", str(folder), "-o", str(tmp_path / "nowhere" / "file.json"))
+    assert "choose another path" in says("--perfetto", str(folder), "-o", str(tmp_path / "nowhere" / "file.json"))

@@ -114,25 +114,25 @@ def test_a_bf16_wire_halves_what_travels(tmp_path: Path) -> None:
         ({"steps": 3}, "2 of its steps follow one that is alike, and 5 are the least"),
     ],
 )
-def test_what_is_no_profile_of_training_is_told(more: dict[str, int], reason: str, tmp_path: Path) -> None:
+def test_a_profile_without_training_is_refused_with_a_reason(more: dict[str, int], reason: str, tmp_path: Path) -> None:
     folder = write_run(make_run(*(trained(rank, **more) for rank in range(RANKS))), tmp_path / "RUN")
     with pytest.raises(ValueError, match=reason) as error:
         read_profile(folder)
     assert str(folder) in str(error.value)
 
 
-def test_ranks_that_left_nothing_are_told(tmp_path: Path) -> None:
+def test_missing_ranks_are_reported(tmp_path: Path) -> None:
     folder = write_run(make_run(trained(0), trained(1)), tmp_path / "RUN")
     with pytest.raises(ValueError, match="2 of 4 ranks left records"):
         read_profile(folder)
 
 
-def test_a_network_that_does_not_show_is_asked_for_with_the_reason(tmp_path: Path) -> None:
+def test_an_unknown_network_is_requested_with_the_reason(tmp_path: Path) -> None:
     traces = [trained(rank, source=PROFILER) for rank in range(RANKS)]
     folder = str(write_run(make_run(*traces), tmp_path / "RUN"))
     code, said = plan("--profile", folder)
     assert code == 2 and "does not show its network: the backend does not say which algorithm ran" in said
-    code, said = plan("--profile", folder, "--cluster", "ethernet-1g", "--gpus", "8")
+    code, said = plan("--profile", folder, "--cluster", "ethernet-1g", "--ranks", "8")
     assert code == 0 and "8 x the profile's device of ethernet-1g" in said
 
 
@@ -141,7 +141,7 @@ def plan(*arguments: str) -> tuple[int, str]:
     return result.exit_code, " ".join(result.output.split())
 
 
-def test_the_verb_says_what_stays_and_what_was_measured_beside_what_is_predicted(folder: Path) -> None:
+def test_the_verb_shows_measured_values_beside_predictions(folder: Path) -> None:
     code, said = plan("--profile", str(folder))
     assert code == 0, said
     assert f"there {RANKS} ranks took" in said and "predicted for as many on" in said
@@ -152,12 +152,12 @@ def test_the_verb_says_what_stays_and_what_was_measured_beside_what_is_predicted
 
 def test_on_more_workers_of_another_network_only_the_weak_curve_is_drawn(folder: Path, tmp_path: Path) -> None:
     page = tmp_path / "page.html"
-    asked = ("--profile", str(folder), "--cluster", "ethernet-10g", "--gpus", "64", "--batch", "2048")
-    code, said = plan(*asked, "--curve", "4..64", "--compare", "cluster=ethernet-1g", "--html", str(page))
+    asked = ("--profile", str(folder), "--cluster", "ethernet-10g", "--ranks", "64", "--batch", "2048")
+    code, said = plan(*asked, "--curve", "4..64", "--compare", "cluster=ethernet-1g", "-o", str(page))
     assert code == 0, said
     assert "weak scaling" in said and "strong scaling" not in said and "with 32 samples a rank" in said
-    assert "What a rank computes was measured; all else is predicted." in " ".join(page.read_text().split())
-    code, said = plan(*asked, "--events", "--json")
+    assert "A rank's computing was measured; all else is predicted." in " ".join(page.read_text().split())
+    code, said = plan(*asked, "--events", "--output", "json")
     answer = json.loads(said)
     assert answer["best"]["mfu"] is None and answer["best"]["memory"] is None
     assert answer["simulated"]["step_s"] == pytest.approx(answer["best"]["step_s"], rel=1e-6)
@@ -166,14 +166,14 @@ def test_on_more_workers_of_another_network_only_the_weak_curve_is_drawn(folder:
 @pytest.mark.parametrize(
     ("more", "reason"),
     [
-        (("--gpus", "64", "--batch", "100"), "a batch of 100 does not come out even over 64 devices"),
+        (("--ranks", "64", "--batch", "100"), "a batch of 100 does not come out even over 64 devices"),
         (("--tensor", "2"), "take tensor 1, recompute none"),
         (("--pipeline", "2"), "ranks that hold the whole model; take pipeline 1"),
-        (("--precision", "bf16"), "was computed in f32; how long bf16 takes it does not say"),
+        (("--precision", "bf16"), "was computed in f32; it does not tell how long bf16 takes"),
         (("--model", "resnet50"), "another one is named; leave one out"),
         (("--batch", "16", "--micro-batch", "2"), "was measured with one pass of 4 samples"),
     ],
 )
-def test_what_a_profile_cannot_answer_is_a_sentence(more: tuple[str, ...], reason: str, folder: Path) -> None:
+def test_an_unanswerable_question_is_one_sentence(more: tuple[str, ...], reason: str, folder: Path) -> None:
     code, said = plan("--profile", str(folder), *more)
     assert code == 2 and reason in said, said

@@ -14,8 +14,9 @@ from browser import Element, needs_chromium, opened, parse
 from invented import AHEAD_NS, STEP_NS, about, clocks, each_step, findings, rows, run
 from load import seconds
 
+from netfold import units
 from netfold.profile.findings import ClockOffset, Findings, Overlap, Straggler
-from netfold.profile.page import render_page, units
+from netfold.profile.page import render_page
 from netfold.profile.page.by_size import COLUMNS
 from netfold.profile.page.ranks import MOST_ROWS
 from netfold.profile.page.timeline import FIELDS, MOST_OPERATIONS, MOST_RANKS, MOST_STEPS, timeline
@@ -47,7 +48,7 @@ def test_every_number_of_the_findings_is_in_the_page_that_a_browser_shows(tmp_pa
         assert len(cells) == len(COLUMNS)
         by_title = {column.title: cell for column, cell in zip(COLUMNS, cells, strict=True)}
         assert by_title["operation"].text == row.operation
-        assert by_title["size"].text == units.bucket(row.above_bytes, row.to_bytes)
+        assert by_title["size"].text == units.size_range(row.above_bytes, row.to_bytes)
         numbers = {
             "count": row.count, "bytes": row.bytes, "total": row.total_s, "share": row.share, "mean": row.mean_s,
             "p50": row.p50_s, "p99": row.p99_s, "algbw": row.algbw, "busbw": row.busbw, "exposed": row.exposed_s,
@@ -71,7 +72,7 @@ def test_every_number_of_the_findings_is_in_the_page_that_a_browser_shows(tmp_pa
     assert {rank: json.loads(cells[1].attributes["data-value"]) for rank, cells in by_rank.items()} == {
         clock.rank: clock.offset_ns for clock in found.clocks
     }
-    assert by_rank[3][2].text == "36 µs"
+    assert by_rank[3][2].text == "36 us"
     assert [cells[1].text for cells in page.rows("steps")] == ["290 ms", "110 ms", "36 ms"]
 
 
@@ -97,7 +98,7 @@ def test_the_page_needs_no_network_and_no_other_file() -> None:
 def test_the_headline_says_how_much_was_communication_how_much_exposed_and_who_was_slowest() -> None:
     page = parse(whole())
     assert page.one("h1").text == (
-        "38 % of the time was communication, 12 % was exposed; the others waited longest for rank 1."
+        "38 % of the time was communication, 12 % was exposed; ranks waited longest for rank 1."
     )
     titles = [each.text for each in page.all("h2")]
     assert titles == [
@@ -128,7 +129,7 @@ def test_every_table_has_a_caption_and_every_picture_words() -> None:
 
 
 @needs_chromium
-def test_a_pressed_header_sorts_what_is_not_known_comes_last(tmp_path: Path) -> None:
+def test_a_pressed_header_sorts_and_unknown_values_come_last(tmp_path: Path) -> None:
     press = """
       const heads = [...document.querySelectorAll("#rows thead th")];
       const place = heads.findIndex((head) => head.textContent === "exposed");
@@ -197,7 +198,7 @@ def test_a_touched_operation_is_described_with_who_was_last(tmp_path: Path) -> N
     first = min(recorded.traces, key=lambda trace: trace.operations["started_ns"][0] - trace.metadata.rank * AHEAD_NS)
     late_ns = recorded.traces[1].operations["started_ns"][0] - AHEAD_NS
     late_ns -= first.operations["started_ns"][0] - first.metadata.rank * AHEAD_NS
-    after = f"{late_ns / 1000:.1f} µs after rank {first.metadata.rank}."
+    after = f"{late_ns / 1000:.1f} us after rank {first.metadata.rank}."
     assert said.endswith(f"algorithm ring, wire f32. Rank 1 was the last of 4 to begin, {after}")
 
 
@@ -227,7 +228,7 @@ def test_the_timelines_numbers_are_the_runs_on_the_first_ranks_clock() -> None:
 
 @needs_chromium
 @pytest.mark.parametrize("where", ["command", "host", "names", "advice"])
-def test_what_a_run_says_is_text_whatever_it_is(where: str, tmp_path: Path) -> None:
+def test_text_from_a_run_never_becomes_markup(where: str, tmp_path: Path) -> None:
     found, recorded = findings(), run(host=HOSTILE if where == "host" else "")
     if where == "command":
         found = replace(found, title=HOSTILE, versions={HOSTILE: HOSTILE}, hosts=[HOSTILE], sources=[HOSTILE])
@@ -258,7 +259,7 @@ def test_what_a_run_says_is_text_whatever_it_is(where: str, tmp_path: Path) -> N
     assert any(" ".join(HOSTILE.split()) in each.text for each in page.all(shown))
 
 
-def test_what_is_no_utf_8_and_what_is_no_number_can_be_written() -> None:
+def test_invalid_utf_8_and_values_that_are_not_finite_can_be_written() -> None:
     broken = b"train-\xff.py".decode(errors="surrogateescape")
     row = replace(rows()[0], algbw=math.inf, busbw=math.nan, p50_s=math.nan)
     page = render_page(findings(title=broken, rows=[row]), run(host=broken))
@@ -289,30 +290,30 @@ def nothing(ranks: int) -> Run:
 
 @needs_chromium
 @pytest.mark.parametrize("case", ["nothing", "one rank", "no progress", "no steps", "no run", "missing", "unaligned"])
-def test_a_run_that_lacks_something_says_what(case: str, tmp_path: Path) -> None:
+def test_missing_data_is_named(case: str, tmp_path: Path) -> None:
     found, recorded, says = {
         "nothing": (bare(), nothing(4), "No operation was recorded."),
         "one rank": (findings(size=1, stragglers=[], clocks=clocks(1)), run(ranks=1), "takes the records of two ranks"),
         "no progress": (
             findings(overall=Overlap(91.5, 34.8, None, None), rows=[replace(row, exposed_s=None) for row in rows()]),
             run(progress=False),
-            "exposed is not known: nobody watched the training thread",
+            "exposed is not known: the training thread was not watched",
         ),
         "no steps": (
             findings(steps=None),
             replace(run(), traces=[replace(trace, steps=np.zeros(0, STEP)) for trace in run().traces]),
-            "Nobody marked steps",
+            "No steps were marked",
         ),
-        "no run": (findings(), None, "The records themselves are not at hand"),
+        "no run": (findings(), None, "The run's records are not available here"),
         "missing": (
             findings(ranks=[0, 1, 3], lost=12),
             replace(run(), traces=[trace for trace in run().traces if trace.metadata.rank != 2]),
-            "1 of 4 ranks left no records: 2.",
+            "1 of 4 ranks left no records, rank 2: means are over 3.",
         ),
         "unaligned": (
             findings(clocks=[ClockOffset(0, 0, 0), ClockOffset(1, 5, None)]),
             run(ranks=2),
-            "Nothing bounds how far the clocks of these ranks are off: 1.",
+            "Nothing bounds the clock errors of these ranks: 1.",
         ),
     }[case]
     page = opened(render_page(found, recorded), tmp_path)
@@ -328,7 +329,7 @@ def test_a_run_that_lacks_something_says_what(case: str, tmp_path: Path) -> None
             3,
         ]
     if case == "no progress":
-        assert "Nobody watched the training threads" in page.one("main").text
+        assert "The training threads were not watched" in page.one("main").text
         assert "computes" not in page.one(id="timeline-key").text
     if case in ("nothing", "no run"):
         assert not page.all("canvas")
@@ -388,7 +389,7 @@ def test_steps_beyond_the_bound_are_not_shaded_and_the_page_says_so() -> None:
         assert drawn is not None
         shaded = len(drawn.data["windows"][0]["ranks"][0]["steps"])
         assert shaded == (3 * MOST_STEPS if count == MOST_STEPS else 0)
-        assert ("More than 10,000 steps: they are not shaded." in drawn.said) == (count > MOST_STEPS)
+        assert ("More than 10,000 steps: they are not shaded." in drawn.notes) == (count > MOST_STEPS)
 
 
 def test_a_window_with_too_many_operations_is_cut_and_the_page_says_where() -> None:
@@ -397,7 +398,7 @@ def test_a_window_with_too_many_operations_is_cut_and_the_page_says_where() -> N
     (window,) = drawn.data["windows"]
     kept = sum(len(rank["operations"]) for rank in window["ranks"]) // len(FIELDS)
     assert MOST_OPERATIONS - 10 <= kept <= MOST_OPERATIONS
-    assert ", of which the first " in drawn.said[0]
+    assert ", of which the first " in drawn.notes[0]
 
 
 def test_without_steps_the_middle_of_a_long_run_is_shown() -> None:
@@ -411,7 +412,7 @@ def test_without_steps_the_middle_of_a_long_run_is_shown() -> None:
     assert MOST_OPERATIONS - 10 <= kept <= MOST_OPERATIONS
 
 
-def test_a_rank_that_did_something_is_shown_before_those_that_did_nothing() -> None:
+def test_ranks_with_operations_are_shown_before_idle_ranks() -> None:
     *others, last = run(ranks=MOST_RANKS + 2, steps=1).traces
     idle = [replace(each, operations=each.operations[:0]) for each in others]
     drawn = timeline(Run(Path(), {}, [*idle, last]), clocks(len(others) + 1), [])
@@ -420,34 +421,10 @@ def test_a_rank_that_did_something_is_shown_before_those_that_did_nothing() -> N
     assert [rank["rank"] for rank in shown if rank["operations"]] == [last.metadata.rank]
 
 
-def test_of_more_ranks_than_fit_those_are_shown_that_others_waited_for() -> None:
+def test_of_too_many_ranks_those_with_the_longest_waits_are_shown() -> None:
     ranks = MOST_RANKS + 6
     late = [Straggler(rank, "node", 10, 1, float(rank), 0.0) for rank in range(ranks)]
     drawn = timeline(run(ranks=ranks, steps=1), clocks(ranks), late)
     assert drawn is not None
     assert [rank["rank"] for rank in drawn.data["windows"][0]["ranks"]] == list(range(6, ranks))
-    assert drawn.said[-1] == f"Of the ranks {MOST_RANKS} are shown, those that the others waited for longest."
-
-
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [(0, "0 s"), (3e-9, "3 ns"), (999.6e-6, "1 ms"), (0.0123, "12.3 ms"), (99.96e-3, "100 ms"), (-2e-6, "−2 µs"),
-     (1.5, "1.5 s"), (119.7, "120 s"), (125.2, "2 min 5 s"), (12_000, "3 h 20 min")],
-)  # fmt: skip
-def test_times_read_as_people_write_them(value: float, text: str) -> None:
-    assert units.seconds(value) == text
-
-
-def test_sizes_bandwidths_and_parts_read_as_people_write_them() -> None:
-    assert [units.size(value) for value in (0, 4, 1 << 10, 1536, 128 << 20)] == [
-        "0 B",
-        "4 B",
-        "1 KB",
-        "1.5 KB",
-        "128 MB",
-    ]
-    assert [units.rate(value) for value in (12.0, 1.25e9, 800e6)] == ["12 B/s", "1.25 GB/s", "800 MB/s"]
-    assert [units.ratio(value) for value in (0, 1e-6, 0.0013, 0.042, 0.38, 1)] == [
-        "0 %", "< 0.01 %", "0.13 %", "4.2 %", "38 %", "100 %",
-    ]  # fmt: skip
-    assert [units.bucket(*ends) for ends in ((0, 128 << 10), (64 << 20, None))] == ["up to 128 KB", "above 64 MB"]
+    assert drawn.notes[-1] == f"Of the ranks {MOST_RANKS} are shown, those with the longest waits for them."

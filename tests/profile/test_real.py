@@ -26,7 +26,7 @@ NAMES = {"operation": engine.KINDS, "algorithm": engine.ALGORITHMS, "dtype": eng
 
 
 def work(rank: int, size: int, folder: str, transport: str) -> tuple[bytes, list[tuple[int, int]]]:
-    """ROUNDS times every meeting there is, LATE 30 ms after the others in each all_reduce."""
+    """ROUNDS times every synchronising operation; rank LATE begins each all_reduce 30 ms after the other ranks."""
     steps = []
     with Communicator(FileStore(folder), rank, size, options=Options(transport=transport), timeout_s=30) as group:
         for _ in range(ROUNDS):
@@ -68,7 +68,7 @@ def run_of(found: list[Any], clocks_ns: list[int]) -> Run:
 
 @pytest.mark.native
 @pytest.mark.parametrize("transport", ["tcp", "auto"])
-def test_real_records_bound_clocks_name_the_late_and_show_a_link(transport: str) -> None:
+def test_real_records_give_clock_bounds_stragglers_and_a_link(transport: str) -> None:
     """All ranks have one clock in truth: with others put on, the offsets found must undo them, within what is said."""
     clocks = [0, 7_000_000_000_000, -3_000_000_000]
     found = values(run_ranks(work, SIZE, transport, timeout_s=60))
@@ -81,7 +81,7 @@ def test_real_records_bound_clocks_name_the_late_and_show_a_link(transport: str)
         assert abs(each.offset_ns + truth) <= each.bound_ns + 1
     assert not [text for text in findings.coverage_gaps if "clock" in text or "records" in text], findings.coverage_gaps
 
-    # The true start of each meeting by rank, on one clock, and the largest error of a wait.
+    # The true start of each synchronising operation by rank, on one clock, and the largest error of a wait.
     records = [np.sort(records_of(raw), order="sequence") for raw, _ in found]
     started = np.stack([each["started_ns"] for each in records]).astype(np.float64)
     error_ns = 2 * max(each.bound_ns or 0 for each in findings.clocks)

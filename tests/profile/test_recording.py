@@ -221,7 +221,7 @@ def test_a_folder_with_something_in_it_is_refused_before_the_start(tmp_path: Pat
     done = run(*NETFOLD, "profile", "run", "-o", tmp_path, "--", sys.executable, *touch)
     assert done.returncode == 2 and "is not empty" in done.stderr
     assert not (tmp_path / "ran").exists()
-    with pytest.raises(ValueError, match="holds other, which is no profile's"):
+    with pytest.raises(ValueError, match="holds other, which is not part of a profile"):
         netfold.profile(tmp_path).start()
     assert recording.current() is None
 
@@ -256,7 +256,7 @@ def test_launchers_of_several_hosts_record_into_one_folder(tmp_path: Path) -> No
         new_folder(folder)
 
 
-def test_a_folder_belongs_to_this_run_while_another_launcher_is_at_work_in_it(tmp_path: Path) -> None:
+def test_a_folder_can_be_shared_while_another_launcher_runs(tmp_path: Path) -> None:
     (tmp_path / "run.json").write_text("{}")
     (tmp_path / "rank-0000").mkdir()
     mark = tmp_path / "launch-other-7"
@@ -325,7 +325,7 @@ def test_a_stretch_of_a_script_is_recorded(tmp_path: Path) -> None:
     assert len({group.name for trace in traces for group in trace.metadata.groups.values()}) == 1
 
 
-def test_the_room_can_be_called_and_imported_from() -> None:
+def test_the_package_can_be_called_and_imported_from() -> None:
     import netfold.profile.run
 
     assert netfold.profile.run.read_run is read_run
@@ -347,7 +347,7 @@ def test_a_type_checker_accepts_the_call(tmp_path: Path) -> None:
     assert done.stdout.count("error:") == 1 and 'variable has type "int"' in done.stdout, done.stdout
 
 
-def test_off_it_costs_nothing(tmp_path: Path) -> None:
+def test_without_a_recording_nothing_is_loaded(tmp_path: Path) -> None:
     job = script(
         tmp_path,
         """
@@ -395,7 +395,7 @@ def test_a_full_disk_ends_the_recording_and_not_the_training(tmp_path: Path) -> 
     assert len(read_run(tmp_path / "run").traces[1].operations) >= 4
 
 
-def test_a_folder_that_cannot_be_made_is_said_once(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_created_is_reported_once(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     outcomes = values(run_ranks(goes_on, 2, env={"NETFOLD_PROFILE": str(tmp_path / "file" / "run")}))
     for said, total in outcomes:
@@ -417,7 +417,7 @@ def is_killed(rank: int, size: int, folder: str, path: str) -> Any:
     return True
 
 
-def test_a_rank_that_is_killed_leaves_what_it_had(tmp_path: Path) -> None:
+def test_a_killed_rank_leaves_its_records(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     run_ranks(is_killed, 2, str(folder), env={"NETFOLD_PROFILE": str(folder)}, dies=[1])
     killed = read_run(folder).traces[1]
@@ -447,7 +447,7 @@ def again_and_in_a_child(rank: int, size: int, folder: str) -> Any:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
-def test_groups_are_made_again_and_a_forks_child_begins_anew(tmp_path: Path) -> None:
+def test_new_groups_and_the_child_of_a_fork_are_recorded(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     assert values(run_ranks(again_and_in_a_child, 1, env={"NETFOLD_PROFILE": str(folder)})) == [0]
     (trace,) = read_run(folder).traces
@@ -466,7 +466,7 @@ def overran(rank: int, size: int, folder: str) -> tuple[int, int]:
     return len(trace.operations), trace.metadata.lost
 
 
-def test_what_a_ring_overran_is_counted() -> None:
+def test_records_lost_by_a_full_ring_buffer_are_counted() -> None:
     # In a process of its own: in this one, groups that other tests left are recorded, too.
     assert values(run_ranks(overran, 1)) == [(20, 90)]
 
@@ -486,7 +486,7 @@ def in_mid_job(rank: int, size: int, folder: str) -> list[int]:
     return counts
 
 
-def test_what_a_group_did_before_is_not_recorded() -> None:
+def test_earlier_operations_of_a_group_are_not_recorded() -> None:
     assert values(run_ranks(in_mid_job, 2)) == [[5, 7]] * 2
 
 
@@ -512,7 +512,7 @@ SEVERAL_GROUPS = """
 
 
 @pytest.mark.torch
-def test_operations_of_several_gloo_groups_are_told_apart(tmp_path: Path) -> None:
+def test_operations_of_several_gloo_groups_are_kept_apart(tmp_path: Path) -> None:
     run_forked(3, script(tmp_path, SEVERAL_GROUPS), tmp_path / "run")
     for trace in read_run(tmp_path / "run").traces:
         about, rank = trace.metadata, trace.metadata.rank
@@ -551,7 +551,7 @@ USERS_PROFILER = """
 
 
 @pytest.mark.torch
-def test_a_profiler_of_the_users_goes_first_and_what_is_missing_is_said(tmp_path: Path) -> None:
+def test_a_users_profiler_has_precedence_and_gaps_are_reported(tmp_path: Path) -> None:
     run_forked(2, script(tmp_path, USERS_PROFILER), tmp_path / "run")
     for trace in read_run(tmp_path / "run").traces:
         # The first is there if its window was read before the other profiler ended it.
@@ -563,8 +563,8 @@ def test_a_profiler_of_the_users_goes_first_and_what_is_missing_is_said(tmp_path
 
 WITHOUT_STEPS = """
     import sys, time, torch, torch.distributed as dist, netfold
-    from netfold.torch import profiler_source as recording
-    recording._MAX_OPERATIONS = 100
+    from netfold.torch import profiler_window
+    profiler_window.MAX_OPERATIONS = 100
     with netfold.profile(sys.argv[1]) as profile:
         dist.init_process_group("gloo")
         for _ in range(200):
@@ -587,8 +587,8 @@ def test_a_job_without_steps_is_read_at_the_end_up_to_a_bound(tmp_path: Path) ->
 MARKS = """
     import sys, torch, torch.distributed as dist, netfold
     from torch.nn.parallel import DistributedDataParallel
-    from netfold.torch import profiler_source as recording
-    recording.WINDOW_S = 0.0  # every step's hook reads, within the optimizer's own mark
+    from netfold.torch import profiler_window
+    profiler_window.WINDOW_S = 0.0  # every step's hook reads, within the optimizer's own mark
     dist.init_process_group("gloo")
     layers = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(4)))
     model = DistributedDataParallel(layers, bucket_cap_mb=0.01)
@@ -643,7 +643,7 @@ UNDER_WAY = """
 
 
 @pytest.mark.torch
-def test_what_is_under_way_at_the_end_is_lost_and_has_what_it_writes_to(tmp_path: Path) -> None:
+def test_operations_under_way_at_the_end_are_lost_and_keep_their_buffers(tmp_path: Path) -> None:
     run_started(2, script(tmp_path, UNDER_WAY), tmp_path / "run")
     for name in ("run", "run-again"):
         first, second = read_run(tmp_path / name).traces
@@ -693,9 +693,7 @@ STOPPED = """
 @pytest.mark.torch
 @pytest.mark.jobs
 @pytest.mark.parametrize(("stopped", "steps"), [("by another thread", "without"), ("interrupted", "with steps")])
-def test_a_recording_whose_stop_did_not_get_through_ends_before_the_process(
-    stopped: str, steps: str, tmp_path: Path
-) -> None:
+def test_an_interrupted_stop_is_repeated_before_the_process_ends(stopped: str, steps: str, tmp_path: Path) -> None:
     """torch's profiler, left on, would crash the process in its destructors."""
     printed = run_started(2, script(tmp_path, STOPPED), tmp_path / "run", stopped, steps)
     assert printed.count("interrupted") == (2 if stopped == "interrupted" else 0)

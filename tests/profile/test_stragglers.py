@@ -21,8 +21,8 @@ def waits(*traces: Trace) -> WaitTimes:
     return find_stragglers(run, columns, groups, synchronise_clocks(run, columns, groups))
 
 
-def test_the_last_to_begin_is_named_with_what_the_others_waited_for_it() -> None:
-    """One host, one clock. Starts:   first   second  third (a broadcast: nobody need wait)
+def test_the_last_rank_is_named_with_the_waits_of_the_other_ranks() -> None:
+    """One host, one clock. Starts:   first   second  third (a broadcast: no rank must wait)
     rank 0                            0       20      40
     rank 1                            3       20      41
     rank 2                            7       24      49
@@ -41,7 +41,7 @@ def test_the_last_to_begin_is_named_with_what_the_others_waited_for_it() -> None
     assert found.skew_s[2] == pytest.approx([0, 0, np.nan], nan_ok=True)
 
 
-def test_who_is_last_by_less_than_the_clocks_may_be_apart_is_not_named() -> None:
+def test_a_delay_within_the_clock_error_names_no_rank() -> None:
     """Two hosts, 10 s apart. The two operations in the middle end at once after they began, on both: by
     `finished_0 - started_1` and back clocks are known to 0.5 ms (0.5 + 0.5 apart, the middle exact). In the last one
     rank 1 begins 0.4 ms after rank 0: less than is known. In the first it begins 5 ms after: that is said."""
@@ -56,7 +56,7 @@ def test_who_is_last_by_less_than_the_clocks_may_be_apart_is_not_named() -> None
     assert [each.last for each in exact.ranks] == [0, 2]
 
 
-def test_two_that_begin_last_together_are_both_not_named() -> None:
+def test_two_ranks_that_begin_last_together_are_not_named() -> None:
     """Rank 0 waited 6 ms all the same, for one of them: that is known."""
     found = waits(
         make_trace(0, 3, [Op(0, 9)], host="a"),
@@ -67,7 +67,7 @@ def test_two_that_begin_last_together_are_both_not_named() -> None:
     assert [each.waited_s for each in found.ranks] == pytest.approx([6 * MS, 0, 0])
 
 
-def test_without_a_bound_on_the_clocks_nobody_is_compared() -> None:
+def test_without_a_clock_bound_ranks_are_not_compared() -> None:
     """What failed is evidence of nothing."""
     found = waits(
         make_trace(0, 2, [Op(0, 9, error="timeout")]),

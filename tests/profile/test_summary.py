@@ -36,12 +36,12 @@ def test_one_row_by_hand() -> None:
     assert row.algbw == pytest.approx(6 * MB / 0.14)
     assert row.busbw == pytest.approx(row.algbw)
     assert row.share == 1
-    assert row.exposed_s is None, "nobody watched"
+    assert row.exposed_s is None, "the thread was not watched"
     assert row.skew_s == 0
     assert row.algorithms == {"ring": 6} and row.wires == {"f32": 6}
 
 
-def test_buckets_hold_their_upper_ends_and_what_is_larger_has_one() -> None:
+def test_buckets_include_their_upper_ends_and_one_is_above_all() -> None:
     sizes = [0, 1, 128 * KB, 128 * KB + 1, 64 * MB, 64 * MB + 1]
     run = [make_trace(0, 1, [Op(index, index + 1, size) for index, size in enumerate(sizes)])]
     rows = rows_of(*run)
@@ -88,7 +88,7 @@ def test_all_ranks_of_a_gather_have_the_roots_size() -> None:
     assert rows["gather", 128 * KB].bytes == 3 * MB
 
 
-def test_what_failed_took_time_and_moved_nothing() -> None:
+def test_a_failed_operation_has_a_time_and_no_bytes() -> None:
     """5 s until an error, after an operation of 10 ms."""
     row = rows_of(make_trace(0, 1, [Op(0, 10), Op(10, 5010, error="timeout")]))["all_reduce", 128 * KB]
     assert row.errors == 1 and row.count == 2
@@ -97,7 +97,7 @@ def test_what_failed_took_time_and_moved_nothing() -> None:
     assert row.algbw == pytest.approx(MB / 0.01)
 
 
-def test_what_a_backend_does_not_say_is_none() -> None:
+def test_values_that_a_backend_does_not_report_are_none() -> None:
     said = Op(0, 1, wire_bytes=600, retransmissions=3, registration=(3, 1))
     engine = rows_of(make_trace(0, 1, [said, said]))["all_reduce", 128 * KB]
     assert (engine.wire_bytes, engine.retransmissions) == (1200, 6)
@@ -121,15 +121,15 @@ def test_rows_come_by_time_and_their_shares_add_up() -> None:
     assert sum(exposed) == pytest.approx(findings.overall.exposed_s)
 
 
-def test_what_is_missing_is_said() -> None:
+def test_gaps_are_reported() -> None:
     whole = training(3, 2)
     absent = make_run(*whole.traces[:2])
-    assert "rank 2 left no records: means are of the other 2" in analyse(absent).coverage_gaps
+    assert "1 of 3 ranks left no records, rank 2: means are over 2" in analyse(absent).coverage_gaps
     bare = make_trace(0, 1, [Op(0, 1)], coverage_gaps=["sends are not seen"], lost=7)
     said = analyse(make_run(bare)).coverage_gaps
     assert said[0] == "sends are not seen"
-    assert any(text.startswith("7 operations came faster") for text in said)
-    assert any("nobody watched the training thread of rank 0" in text for text in said)
+    assert any(text.startswith("7 operations were lost") for text in said)
+    assert any("the training thread of rank 0 was not watched" in text for text in said)
     part = make_trace(0, 1, [Op(0, 10)], progress_ms=[(5, 0), (10, 5)])
     assert any("not watched during 50% of its communication" in text for text in analyse(make_run(part)).coverage_gaps)
     assert analyse(training()).coverage_gaps == []

@@ -141,7 +141,7 @@ def write_run(run: Run, folder: Path) -> Path:
 def training(size: int = 4, steps: int = 20, *, late: int | None = None, seed: int = 0) -> Run:
     """A job that looks like one, for pages and tables: in each step of 100 ms five gradients' all_reduces, of 25 MB and
     one of 80 KB, behind 60 ms of computing that hides a part of them, a broadcast before the first; clocks apart by
-    seconds. `late`: a rank that begins every operation 8 ms after the others.
+    seconds. `late`: a rank that begins every operation 8 ms after the other ranks.
     """
     rng = np.random.default_rng(seed)
     operations: list[list[Op]] = [[] for _ in range(size)]

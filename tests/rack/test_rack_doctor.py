@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.rack, pytest.mark.skipif(LACK is not None, reason=str(
 # Host 2 sends at a tenth of the other hosts' rate.
 HOST = """
 [ "$RANK" != 2 ] || tc qdisc replace dev eth0 root tbf rate 20mbit burst 64kb latency 100ms
-exec "$PYTHON" -m netfold.cli doctor check --json
+exec "$PYTHON" -m netfold.cli doctor check --output json
 """
 
 
@@ -51,7 +51,7 @@ table inet cut {
   }
 }
 END
-exec "$PYTHON" -m netfold.cli doctor check --json
+exec "$PYTHON" -m netfold.cli doctor check --output json
 """
 
 

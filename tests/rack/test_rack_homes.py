@@ -87,7 +87,7 @@ def test_workers_of_two_networks_get_results_from_their_own_networks_address(
         def there(host: int, *argv: str) -> Process:
             return spawn(["ip", "netns", "exec", names[host], *argv], {})
 
-        listen = ["switch", "--listen", f"{everywhere}:{SWITCH_PORT}", "--open", "--drain-s", "0"]
+        listen = ["switch", "--listen", f"{everywhere}:{SWITCH_PORT}", "--open", "--drain", "0s"]
         processes = [there(2, sys.executable, "-m", "netfold.cli", *listen)]
         try:
             assert processes[0].stdout is not None

@@ -289,7 +289,7 @@ def test_status_shows_jobs_and_the_latest_rank() -> None:
     with running_switch(*WATCHED) as switch, Held(switch):
         address = pages(switch)
         shown = status_command(address, "--once")
-        status = json.loads(status_command(address, "--json").stdout)
+        status = json.loads(status_command(address, "--output", "json").stdout)
     assert shown.returncode == 0, shown.stderr
     assert re.search(r"serving for \d+ s: 1 of 64 jobs, .* packets not authenticated", shown.stdout)
     (line,) = [line for line in shown.stdout.splitlines() if "vision/a" in line]
@@ -302,7 +302,7 @@ def test_status_updates_on_a_terminal_until_it_is_interrupted() -> None:
     with running_switch(*WATCHED) as switch, Held(switch), open(ours, "rb", buffering=0) as terminal:
         # A background job of a shell, as this test may be, inherits that SIGINT is ignored.
         watching = subprocess.Popen(
-            [sys.executable, "-m", "netfold.cli", "switch", "status", pages(switch), "--every-s", "0.1"],
+            [sys.executable, "-m", "netfold.cli", "switch", "status", pages(switch), "--interval", "100ms"],
             stdout=theirs,
             stderr=subprocess.PIPE,
             env={**os.environ, "TERM": "xterm", "COLUMNS": "120"},
@@ -337,7 +337,7 @@ def test_status_of_a_missing_switch_is_an_error(endpoint: str, code: int, words:
 
 def test_status_of_the_wrong_port_is_an_error() -> None:
     with running_switch() as switch:
-        ended = status_command(switch.endpoint, "--json")
+        ended = status_command(switch.endpoint, "--output", "json")
     assert ended.returncode == 1
     assert "nothing to read at" in ended.stderr
 
@@ -351,7 +351,7 @@ def test_a_metrics_address_in_use_is_reported() -> None:
 
 
 def test_after_sigterm_running_jobs_end_and_no_new_job_starts() -> None:
-    with running_switch(*WATCHED, "--drain-s", "20") as switch:
+    with running_switch(*WATCHED, "--drain", "20s") as switch:
         address = pages(switch)
         with Held(switch, turns=1) as job:
             switch.process.send_signal(signal.SIGTERM)
@@ -375,7 +375,7 @@ def test_after_sigterm_a_job_ends_at_the_deadline_or_at_a_second_signal(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     for drain_s, signals in (("0.5", 1), ("60", 2)):
-        with running_switch("--drain-s", drain_s) as switch:
+        with running_switch("--drain", f"{drain_s}s") as switch:
             with Held(switch, turns=1) as job:
                 for count in range(signals):
                     switch.process.send_signal(signal.SIGTERM)
@@ -439,7 +439,9 @@ def test_the_units_command_exists() -> None:
     assert binary.endswith("/bin/netfold")
     parses(arguments)
     stop_s = int(re.findall(r"^TimeoutStopSec=(\d+)$", unit, re.M)[0])
-    assert stop_s > float(arguments[arguments.index("--drain-s") + 1]) + 10, "the switch ends jobs, not systemd"
+    assert stop_s > float(arguments[arguments.index("--drain") + 1].removesuffix("s")) + 10, (
+        "the switch ends jobs, not systemd"
+    )
 
 
 @pytest.mark.skipif(

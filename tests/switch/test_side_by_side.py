@@ -95,7 +95,7 @@ def test_a_switch_named_twice_reduces_on_two_threads() -> None:
 
 def test_a_thread_stays_on_its_core_and_polls_without_sleep() -> None:
     cores = sorted(os.sched_getaffinity(0))[:2]
-    with running_switch("--cores", ",".join(map(str, cores)), "--busy-poll", "20000") as switch:
+    with running_switch("--cores", ",".join(map(str, cores)), "--busy-poll", "20ms") as switch:
         tasks = Path(f"/proc/{switch.process.pid}/task").iterdir()
         pinned = [cores for cores in (os.sched_getaffinity(int(task.name)) for task in tasks) if len(cores) == 1]
         assert sorted(core for of in pinned for core in of) == cores
@@ -110,11 +110,11 @@ def test_a_thread_stays_on_its_core_and_polls_without_sleep() -> None:
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        (("--cores", "0,x"), "write numbers of cores with commas between, such as 2,3"),
-        (("--cores", "-1"), "write numbers of cores with commas between, such as 2,3"),
+        (("--cores", "0,x"), "write core numbers separated by commas, such as 2,3"),
+        (("--cores", "-1"), "write core numbers separated by commas, such as 2,3"),
         (("--cores", "1023"), "core 1023 cannot be used here: "),
         (("--cores", "5000"), "there is no core 5000"),
-        (("--cores", "0", "--threads", "3"), "--threads 3 and --cores 0: there is a thread for each core"),
+        (("--cores", "0", "--threads", "3"), "--threads 3 and --cores 0: each core has one thread"),
     ],
 )
 def test_unavailable_cores_are_named(arguments: tuple[str, ...], reason: str) -> None:

@@ -336,7 +336,7 @@ def test_a_switch_that_names_itself_as_its_parent_is_refused() -> None:
     ("options", "says"),
     [
         (("--parent", "nowhere"), "--parent is 'nowhere'; expected host:port"),
-        (("--parent-token-file", "/dev/null"), "--parent-token-file is for the switch that --parent names"),
+        (("--parent-token-file", "/dev/null"), "--parent-token-file needs --parent"),
         (
             ("--parent", "127.0.0.1:1", "--parent-token-file", "/dev/null"),
             "--parent-token-file needs a fingerprint in --parent",

@@ -53,7 +53,7 @@ def train(rank: int, size: int, folder: str) -> dict[str, Any]:
     return digests
 
 
-def test_buckets_move_when_they_came_again_and_gradients_stay_the_same() -> None:
+def test_repeated_buckets_move_and_gradients_stay_the_same() -> None:
     for found in values(run_ranks(train, 2, timeout_s=100)):
         gradients = [run[0] for run in found.values()]
         assert all(each == gradients[0] for each in gradients[1:])
@@ -84,7 +84,7 @@ def train_over_fabric(rank: int, size: int, folder: str) -> tuple[int, list[int]
     return held, large["registration_hits"].tolist(), large["registration_misses"].tolist()
 
 
-def test_over_a_fabric_buckets_stay_registered_once_they_came_again() -> None:
+def test_over_a_fabric_repeated_buckets_stay_registered() -> None:
     need_libfabric()
     env = {"NETFOLD_TRANSPORT": "fabric:tcp", "NETFOLD_ALGORITHM": "ring", "NETFOLD_INTERFACE": "127.0.0.1"}
     for held, hits, misses in values(run_ranks(train_over_fabric, 2, env=env)):
@@ -145,7 +145,7 @@ def short_of_room(rank: int, size: int, folder: str, how: str) -> tuple[list[str
         ("absent", "there is no /dev/shm"),
     ],
 )
-def test_buckets_stay_where_they_are_and_say_so_where_dev_shm_is_of_no_use(how: str, sentence: str) -> None:
+def test_buckets_stay_in_place_with_a_warning_if_dev_shm_is_unusable(how: str, sentence: str) -> None:
     private = ["unshare", "--mount", "--propagation", "unchanged", "true"]
     if how != "short" and subprocess.run(private, capture_output=True).returncode != 0:
         pytest.skip("needs root, and leave to make a mount namespace, for another /dev/shm")
@@ -156,7 +156,7 @@ def test_buckets_stay_where_they_are_and_say_so_where_dev_shm_is_of_no_use(how: 
         assert sentence in line
 
 
-def test_room_is_what_the_file_system_says() -> None:
+def test_the_shortage_is_computed_from_the_file_systems_figures() -> None:
     from netfold.torch.buckets import shm_shortage
 
     assert shm_shortage(0) is None

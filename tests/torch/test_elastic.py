@@ -59,7 +59,7 @@ def restarted(folder: Path, restarts: int, timeout_s: float) -> None:
 
 
 @pytest.mark.jobs
-def test_workers_that_failed_are_started_again_and_meet(tmp_path: Path) -> None:
+def test_restarted_workers_connect_again(tmp_path: Path) -> None:
     restarted(tmp_path, 3, 120)
 
 

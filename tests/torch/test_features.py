@@ -71,7 +71,7 @@ def lost(features: tuple[str, ...]) -> dict[str, str]:
     return {feature: text for feature, text in failed.items() if gloo[feature] == "ok"}
 
 
-def test_what_only_torch_itself_asks_for_works_where_it_works_over_gloo() -> None:
+def test_features_that_only_torch_uses_work_where_they_work_over_gloo() -> None:
     assert lost(FEATURES) == {}
 
 
@@ -80,7 +80,7 @@ def test_every_feature_works_where_it_works_over_gloo() -> None:
     assert lost(()) == {}
 
 
-def test_a_feature_that_fails_is_told_with_the_first_ranks_error() -> None:
+def test_a_failing_feature_is_reported_with_the_first_ranks_error() -> None:
     found = results("no-such-backend", "all_reduce")
     assert "no-such-backend" in found["all_reduce"].lower(), found
 

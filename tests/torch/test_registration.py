@@ -101,7 +101,7 @@ def test_importing_netfold_needs_no_torch() -> None:
     )
 
 
-def test_settings_that_make_no_sense_are_said_by_init_process_group() -> None:
+def test_init_process_group_raises_for_impossible_settings() -> None:
     settings = {
         "NETFOLD_SWITCH=nonsense": "ValueError: NETFOLD_SWITCH is 'nonsense'; expected host:port",
         "NETFOLD_ALGORITHM=nonsense": "ValueError: NETFOLD_ALGORITHM='nonsense' is not one of",

@@ -32,7 +32,7 @@ def test_a_torch_that_is_too_old_is_refused_when_a_group_is_made(version, monkey
     assert str(error.value) == said
 
 
-def test_a_torch_newer_than_was_tested_works_and_rank_0_says_so_once(monkeypatch) -> None:
+def test_a_newer_torch_than_the_tested_works_and_rank_0_warns_once(monkeypatch) -> None:
     monkeypatch.setattr(torch, "__version__", "2.99.0+cu140")
     with pytest.warns(RuntimeWarning, match=r"torch 2\.99\.0\+cu140 is newer than 2\.\d+, the newest that"):
         release.check_release(0)
@@ -48,7 +48,7 @@ def test_the_bound_is_that_of_the_package() -> None:
     assert set(bounds) == {"torch>=" + ".".join(map(str, release.OLDEST))}
 
 
-def test_a_cuda_build_without_a_driver_has_no_device_layer_and_no_warning(monkeypatch) -> None:
+def test_a_cuda_build_without_a_driver_has_no_device_api_and_no_warning(monkeypatch) -> None:
     # As torch 2.15.0+cu132 answers on a host without a driver.
     monkeypatch.setattr(torch.version, "cuda", "13.2")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)

@@ -72,7 +72,7 @@ def test_a_plain_script_trains_with_a_switch(tmp_path: Path) -> None:
         check(results(tmp_path))
 
 
-def test_a_rank_that_raises_ends_the_run_and_the_others_hear_what_it_was(
+def test_a_rank_that_raises_ends_the_run_and_other_ranks_get_its_error(
     failed: tuple[subprocess.CompletedProcess[str], Path],
 ) -> None:
     ended, _ = failed

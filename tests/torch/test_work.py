@@ -56,7 +56,7 @@ def make(*operations: Operation, finish: Any = None) -> NetfoldWork:
     return NetfoldWork(Group(), list(operations), ["result"], finish=finish)  # type: ignore[arg-type]
 
 
-def test_a_future_asked_for_while_the_last_operation_is_settled_is_resolved_once() -> None:
+def test_a_future_requested_while_the_last_operation_settles_is_resolved_once() -> None:
     """Found by reading: the asker and the completion thread both resolved it; the second raised, and its thread ended
     without a word."""
     operation = Operation()
@@ -92,7 +92,7 @@ def test_a_future_is_not_resolved_before_staged_results_are_copied_back() -> Non
     assert copied == [True]
 
 
-def test_an_operation_that_ends_while_it_is_handed_over_is_settled() -> None:
+def test_an_operation_that_ends_during_its_submission_is_settled() -> None:
     """Found by reading: not done at the first look, done at the second; nobody copied the result back."""
     copied: list[bool] = []
     work = make(Operation(looks=1), finish=lambda: copied.append(True))
@@ -100,7 +100,7 @@ def test_an_operation_that_ends_while_it_is_handed_over_is_settled() -> None:
     assert copied == [True]
 
 
-def test_an_error_while_results_are_copied_back_is_raised_by_whoever_waits() -> None:
+def test_an_error_while_results_are_copied_back_is_raised_by_every_wait() -> None:
     """Found with a tensor whose elements share memory: it ended the completion thread, and the Future hung."""
 
     def fail() -> None:
@@ -129,7 +129,7 @@ def test_a_future_of_several_operations_is_resolved_by_the_last() -> None:
     assert future.wait() == ["result"]
 
 
-def test_a_failed_operation_fails_the_future_by_a_callback_that_raised() -> None:
+def test_a_failed_operation_fails_the_future_by_a_callback_that_raises() -> None:
     operation = Operation()
     work = make(operation)
     future = work.get_future()
@@ -141,7 +141,7 @@ def test_a_failed_operation_fails_the_future_by_a_callback_that_raised() -> None
     assert not work.is_success()
 
 
-def test_everyone_who_asks_gets_the_same_future() -> None:
+def test_every_request_gets_the_same_future() -> None:
     operation = Operation()
     work = make(operation)
     found: list[Any] = []

@@ -110,9 +110,9 @@ def test_each_quantity_has_a_chart_with_words_and_the_baseline_a_line(tmp_path: 
     loss, bits, *_ = charts
     assert [len(chart.all("line", class_="level")) for chart in charts] == [0, 1, 0, 0, 0, 0]
     # What has no number breaks the line: step 7's loss.
-    line = loss.one("path", class_="line").attributes["d"]
+    line = loss.one("path", class_="ink-0").attributes["d"]
     assert line.count("M") == 2 and line.count("L") == STEPS - 3
-    assert bits.one("path", class_="other").attributes["d"].count("L") == 3
+    assert bits.one("path", class_="ink-1").attributes["d"].count("L") == 3
     assert all(len(chart.all("line", class_="note")) == 2 for chart in charts)
 
 
@@ -124,7 +124,7 @@ def test_a_run_that_goes_on_says_so_and_one_that_failed_says_why(tmp_path: Path)
         write_report(folder)
     tell([writer], goes_through(asked, 0, 3))
     page = parse(write_report(folder).read_text())
-    assert page.one("h1").text == "Held-out samples were not looked at yet."
+    assert page.one("h1").text == "There is no evaluation of held-out samples yet."
     assert "No end yet: the run goes on, or was cut off after step 3." in page.one("main").text
     tell([writer], [*goes_through(asked, 3, 5), Ended(5, "a loss that is not a number", 2.0)])
     page = parse(write_report(folder).read_text())

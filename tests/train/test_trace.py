@@ -272,14 +272,14 @@ def plan(*arguments: str) -> tuple[int, str]:
 def test_the_verbs_take_a_module_and_say_what_is_wrong_with_it() -> None:
     tiny = "gpt:layers=1,width=32,vocabulary=64"
     code, said = plan(
-        "--module", tiny, "--input", "4x32:int64", "--cluster", "dgx-a100", "--gpus", "8", "--batch", "64"
+        "--module", tiny, "--input", "4x32:int64", "--cluster", "dgx-a100", "--ranks", "8", "--batch", "64"
     )
     assert code == 0 and "traced with 4 samples" in said
     code, said = plan("trace", tiny, "--input", "4x32:int64")
     assert code == 0 and "layers.block0.attention.query 1,056" in said and "DDP's buckets" in said
-    code, said = plan("--module", tiny, "--cluster", "dgx-a100", "--gpus", "8", "--batch", "64")
+    code, said = plan("--module", tiny, "--cluster", "dgx-a100", "--ranks", "8", "--batch", "64")
     assert code == 2 and "netfold plan: a module is traced with inputs" in said
     code, said = plan("trace", tiny, "--input", "4x32:int64", "--bucket", "25")
     assert code == 2 and "netfold plan trace: --bucket: '25' has no unit" in said
-    code, said = plan("--input", "4x8", "--model", "resnet50", "--cluster", "dgx-a100", "--gpus", "8", "--batch", "64")
+    code, said = plan("--input", "4x8", "--model", "resnet50", "--cluster", "dgx-a100", "--ranks", "8", "--batch", "64")
     assert code == 2 and "there is no --module" in said

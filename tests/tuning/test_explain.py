@@ -41,7 +41,7 @@ def test_the_size_of_the_reason_is_said_to_be_an_example_of_a_range_that_has_the
 
 
 def test_links_and_hosts_can_be_named() -> None:
-    code, said = explain("broadcast", "--size", "4K", "--ranks", "8", "--hosts", "2", "--latency-us", "5")
+    code, said = explain("broadcast", "--size", "4K", "--ranks", "8", "--hosts", "2", "--latency", "5us")
     assert code == 0
     assert "broadcast of 4K on 8 ranks on 2 hosts" in said and "assumed: 5 us" in said
 
@@ -50,7 +50,7 @@ def test_what_is_gone_over_is_named_with_its_reason(monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("NETFOLD_TRANSPORT", "fabric:nosuch,memory")
     code, said = explain("all-reduce", "--hosts", "1")
     assert code == 0
-    assert "no group would come together: NETFOLD_TRANSPORT=fabric:nosuch,memory: " in said.splitlines()[-1]
+    assert "no group can form: NETFOLD_TRANSPORT=fabric:nosuch,memory: " in said.splitlines()[-1]
     assert "shared_memory *" in said
     monkeypatch.setenv("NETFOLD_TRANSPORT", "mpi")
     said = explain("all-reduce", "--hosts", "1")[1]

@@ -1,13 +1,16 @@
-"""Benchmarks in nccl-tests' words and columns, each backend paired with its peers on the same machine.
+"""Benchmarks with nccl-tests' terms and columns, each backend paired with its peers on the same machine.
 
-A backend is who is measured (`backends/`): a torch backend, netfold.Communicator, an MPI. Sides that can live together
-share processes, a *world*; the runner (`runner.py`) lets one backend at a time run a burst of calls, all backends in
-every round, so that whatever else the machine does meets them alike; a ratio is taken round by round and comes with its
-spread. `goals.py` says what netfold claims; `suite.py` measures it and prints both. `models/` and `step.py` replay
-training steps, in which the accelerator is a timer.
+A backend (`backends/`) is a torch backend, netfold.Communicator, or an MPI. Backends that can live together share
+processes, a *world*. `launch.py` starts the ranks of all worlds, here, in a rack or under an MPI; `rank.py` is their
+one program, and `ranks.py` sends them commands. The runner (`runner.py`) lets one backend at a time run a burst of
+calls, all backends in every round, so a disturbance of the machine affects all alike. A ratio is taken round by round
+and comes with its spread. `rack_runner.py` makes single calls while a rack changes; `links.py` and `accuracy/` use the
+same ranks. `goals.py` holds netfold's claims; `suite.py` measures them and prints both. `step.py` replays training
+steps, with a timer for the accelerator.
 
-May use: rack, and netfold as its users do. Only `backends/torch_side.py` and `ddp.py`, which run in ranks, import
-torch. Must always hold: nothing but the collective is timed; every element is checked, and a wrong one makes the exit
-code non-zero; a run has a deadline and leaves no process behind.
-One command that tests it: pytest tests/bench
+May use: rack, and netfold as its users do. Only `backends/torch_backend.py`, `ddp.py` and `accuracy/`'s ranks import
+torch. Invariants: nothing but the collective is timed; every element is checked, and a wrong one makes the exit code
+non-zero; a run has a deadline and leaves no process behind.
+
+Tests: `.venv/bin/pytest tests/bench`
 """

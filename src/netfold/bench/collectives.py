@@ -1,33 +1,31 @@
-"""The collectives that are measured, as nccl-tests counts their sizes and bandwidths. Pure.
+"""The measured collectives, with sizes and bandwidths as nccl-tests counts them. Pure.
 
-A size is the larger of what a rank sends and receives. `busbw` is algbw times a factor, so that it can be compared
-with what the link carries whatever the collective and the number of ranks (nccl-tests, doc/PERFORMANCE.md).
+A size is the larger of a rank's sent and received bytes. `busbw` is algbw times a factor that makes it comparable with
+the link's rate for every collective and number of ranks (nccl-tests, doc/PERFORMANCE.md).
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
 ROOT = 0
-# nccl-tests' words; avg is what not every backend has.
+# nccl-tests' terms. Not every backend has avg.
 REDOPS = ("sum", "prod", "min", "max", "avg")
 
 
 @dataclass(frozen=True)
 class Segment:
-    """A run of elements that must look like entries `start`... of a source's message; source None: of the sum."""
+    """Consecutive elements that must equal entries `start`... of a source's message."""
 
-    source: int | None
+    source: int | None  # a rank; None: the reduction over all ranks
     start: int
     count: int
 
 
 @dataclass(frozen=True)
 class Collective:
-    """split: one of the two buffers is a rank's part of the other; in_place: one buffer is all there is."""
-
     name: str
-    split: str | None
-    in_place: bool
+    split: str | None  # the buffer, send or receive, that is a rank's part of the other; both, where both have parts
+    in_place: bool  # one buffer suffices
     reduces: bool
     bus_factor: Callable[[int], float]
 
@@ -38,7 +36,7 @@ class Collective:
         return count // ranks if self.split == "receive" else count
 
     def whole_count(self, size_bytes: int, item_bytes: int, ranks: int) -> int:
-        """Elements of the larger buffer: rounded down to whole parts, as nccl-tests does."""
+        """Return the elements of the larger buffer, rounded down to whole parts, as nccl-tests does."""
         count = size_bytes // item_bytes
         return count - count % ranks if self.split else count
 
@@ -66,7 +64,7 @@ COLLECTIVES = {
 
 
 def parse_collective(name: str) -> Collective:
-    """From `all-reduce` or `all_reduce`."""
+    """Read `all-reduce` or `all_reduce`. Raises ValueError."""
     known = COLLECTIVES.get(name.replace("-", "_"))
     if known is None:
         names = ", ".join(one.replace("_", "-") for one in COLLECTIVES)
@@ -75,7 +73,7 @@ def parse_collective(name: str) -> Collective:
 
 
 def parse_redops(text: str) -> list[str]:
-    """From `sum`, `min,max` or `all`."""
+    """Read `sum`, `min,max` or `all`. Raises ValueError."""
     words = list(REDOPS) if text == "all" else text.split(",")
     if unknown := [word for word in words if word not in REDOPS]:
         raise ValueError(f"reduction {unknown[0]!r} is not known; there are {', '.join(REDOPS)} and all")
@@ -83,25 +81,23 @@ def parse_redops(text: str) -> list[str]:
 
 
 def partner(rank: int, ranks: int) -> int | None:
-    """Whom `rank` plays ping_pong with: 0 with 1, 2 with 3; None for the odd one out."""
+    """Return the other rank in a ping_pong of `rank`: 0 with 1, 2 with 3; None for the last of an odd number."""
     other = rank ^ 1
     return other if other < ranks else None
 
 
 def expected(collective: Collective, rank: int, ranks: int, count: int) -> list[Segment]:
-    """What `rank`'s receive buffer must hold; `count` as of whole_count. An empty list: anything may stand there."""
+    """Return what `rank`'s receive buffer must hold, by source; `count`: from whole_count. Empty: anything."""
     part = count // ranks
     match collective.name:
-        case "all_reduce":
+        case "reduce" | "gather" if rank != ROOT:
+            return []
+        case "all_reduce" | "reduce":
             return [Segment(None, 0, count)]
-        case "reduce":
-            return [Segment(None, 0, count)] if rank == ROOT else []
         case "broadcast":
             return [Segment(ROOT, 0, count)]
-        case "all_gather":
+        case "all_gather" | "gather":
             return [Segment(source, 0, part) for source in range(ranks)]
-        case "gather":
-            return [Segment(source, 0, part) for source in range(ranks)] if rank == ROOT else []
         case "scatter":
             return [Segment(ROOT, rank * part, part)]
         case "reduce_scatter":

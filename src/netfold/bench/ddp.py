@@ -1,4 +1,4 @@
-"""A small DDP training step, as a trial: what a collective's speed is worth to a user."""
+"""A small DDP training step as a trial: what a faster collective brings to a user."""
 
 import time
 from typing import Any
@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 from netfold.bench.start_line import StartLine
 
 LAYERS = 6
-# Few rows a step keep the arithmetic below the communication, as it is when many ranks train such a model.
+# With few rows a step, communication takes longer than arithmetic, as where many ranks train such a model.
 ROWS = 4
 
 
@@ -39,7 +39,7 @@ class DdpTrial:
         return durations
 
     def wrong_elements(self, round_index: int) -> int:
-        """How many layers differ from rank 0's: the ranks add the same gradients, so not one bit may."""
+        """Count the layers that differ from rank 0's. The ranks add the same gradients, so no bit may differ."""
         sums = torch.stack([p.detach().double().sum() for p in self._model.parameters()])
         first = sums.clone()
         dist.broadcast(first, 0)

@@ -1,4 +1,4 @@
-"""The two measurements of the suite that are no timed call: CPU time used while waiting, and a DDP training step."""
+"""The suite's two measurements that time no single call: CPU time used while waiting, and a DDP training step."""
 
 import statistics
 
@@ -7,12 +7,12 @@ from netfold.bench.config import BenchEnvironment, Measured
 from netfold.bench.rules import Verdict
 from netfold.bench.runner import Runner
 from netfold.bench.spread import paired_ratios, spread
-from netfold.bench.table import describe_time
+from netfold.bench.table import describe_ratio, describe_time
 
 SLEEP_S = 2.0
 # Six such layers are 25 M parameters, 96 MB of f32 gradients: four buckets of DDP's usual 25 MB.
 DDP_WIDTH = 2048
-# A rank that waits may spin for a moment; a tenth of a core is no moment any more.
+# A waiting rank may spin for a moment; a tenth of a core is more than that.
 WAITING_CPU_MOST_S = SLEEP_S / 10
 _WAITING = ["netfold", "communicator", "gloo", "mpi:openmpi", "mpi:intel", "mpi:mpich"]
 WAITING_PLACES = {BenchEnvironment(workers, switch=False): _WAITING for workers in (2, 4)}
@@ -20,13 +20,13 @@ DDP_PLACES = {BenchEnvironment(workers, switch=False): ["netfold", "gloo"] for w
 
 
 def waiting_verdicts(runner: Runner, backends: list[str], quick: bool) -> list[Verdict]:
-    """A line a backend: CPU seconds of the ranks that wait in an all_reduce for one that comes SLEEP_S late."""
+    """Return a verdict for each backend: the ranks' CPU seconds in an all_reduce that one rank joins SLEEP_S late."""
     verdicts = []
     for backend in backends:
-        answers = runner.measure_waiting(parse_backend(backend), size_bytes=4, sleep_s=SLEEP_S)
+        answers = runner.measure_waiting(backend, size_bytes=4, sleep_s=SLEEP_S)
         waiting_s = [answer["cpu_s"] for answer in answers[:-1]]
         worst_s = max(waiting_s)
-        asked = parse_backend(backend).is_netfold
+        has_goal = parse_backend(backend).is_netfold
         verdicts.append(
             Verdict(
                 what=f"one rank {SLEEP_S:.0f} s late",
@@ -37,22 +37,17 @@ def waiting_verdicts(runner: Runner, backends: list[str], quick: bool) -> list[V
                 peer="-",
                 peer_time="-",
                 ratio="-",
-                goal=f"<= {WAITING_CPU_MOST_S:.1f} s" if asked else "-",
-                met=worst_s <= WAITING_CPU_MOST_S if asked else None,
+                goal=f"<= {WAITING_CPU_MOST_S:.1f} s" if has_goal else "-",
+                met=worst_s <= WAITING_CPU_MOST_S if has_goal else None,
             )
         )
     return verdicts
 
 
 def ddp_verdicts(runner: Runner, backends: list[str], quick: bool) -> list[Verdict]:
-    """Training steps of the first backend beside the second's, interleaved by round."""
-    ours, peer = runner.measure_ddp(
-        [parse_backend(backend) for backend in backends],
-        rounds=4 if quick else 8,
-        steps=2 if quick else 3,
-        width=DDP_WIDTH,
-    )
-    of = spread(paired_ratios(peer.times_ns, ours.times_ns))
+    """Return a verdict on training steps of the first backend beside the second's, interleaved by round."""
+    rounds, steps = (4, 2) if quick else (8, 3)
+    ours, peer = runner.measure_ddp(backends, rounds=rounds, steps=steps, width=DDP_WIDTH)
     why = "; ".join(filter(None, (_differing(backends[0], ours), _differing(backends[1], peer))))
     return [
         Verdict(
@@ -63,7 +58,7 @@ def ddp_verdicts(runner: Runner, backends: list[str], quick: bool) -> list[Verdi
             our_time=describe_time(spread(ours.times_ns)),
             peer=backends[1],
             peer_time=describe_time(spread(peer.times_ns)),
-            ratio=f"{of.median:.2f} ({of.p5:.2f}..{of.p95:.2f}, n={of.n})",
+            ratio=describe_ratio(spread(paired_ratios(peer.times_ns, ours.times_ns))),
             goal="-",
             met=None,
             why=why,

@@ -1,4 +1,4 @@
-"""What netfold claims, as data: who must be how much faster than whom, and where, in the order of the report. Pure."""
+"""What netfold claims, as data: which backend is how much faster than which peers, and where. Pure."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,6 +7,7 @@ from netfold.bench.config import SMALL_BYTES, BenchEnvironment, Trials
 
 MB = 1 << 20
 MPIS = ("mpi:openmpi", "mpi:intel", "mpi:intel:out", "mpi:mpich")
+# In the order of the report.
 SECTIONS = {
     "all-reduce": "Plain tensors: all_reduce through torch, and of 1 MB through Communicator",
     "shared": "Tensors in shared buffers: all_reduce",
@@ -18,16 +19,13 @@ SECTIONS = {
     "ddp": "A DDP training step",
     "in-network": "Through the software switch",
 }
-# For one stage, on which all trials of the same place follow each other.
+# For one stage: all trials of the same place, one after the other.
 STAGE_DEADLINE_S = 600
 
 
 @dataclass(frozen=True)
 class Goal:
-    """`ours` should take at most 1 / at_least of the time of the fastest of `peers`; at_least None: only reported.
-
-    against_limit: the peer is the network's alpha-beta limit, and `peers` are only shown beside.
-    """
+    """`ours` should take at most 1 / at_least of the time of the fastest of `peers`."""
 
     section: str
     place: BenchEnvironment
@@ -35,8 +33,8 @@ class Goal:
     size_bytes: int
     ours: str
     peers: tuple[str, ...]
-    at_least: float | None
-    against_limit: bool = False
+    at_least: float | None  # None: the ratio is only reported
+    against_limit: bool = False  # the peer is the network's alpha-beta limit; `peers` are measured and not compared
 
 
 def all_goals(quick: bool) -> list[Goal]:
@@ -82,9 +80,7 @@ def places(goals: Sequence[Goal]) -> list[BenchEnvironment]:
 
 
 def trials_at(place: BenchEnvironment, goals: Sequence[Goal], quick: bool, missing: Sequence[str] = ()) -> list[Trials]:
-    """The benchmarks that these goals need there, each with the backends of all goals it serves, but for the
-    missing.
-    """
+    """Return the benchmarks that these goals need there, each with the backends of all its goals but the missing."""
     backends: dict[tuple[str, int], dict[str, None]] = {}
     for goal in goals:
         if goal.place == place:
@@ -97,7 +93,7 @@ def trials_at(place: BenchEnvironment, goals: Sequence[Goal], quick: bool, missi
             [size_bytes],
             rounds=rounds_of(size_bytes, quick),
             warmups=1 if quick else 2,
-            breakdown=size_bytes <= SMALL_BYTES and collective != "ping_pong",  # whose calls are two operations
+            breakdown=size_bytes <= SMALL_BYTES and collective != "ping_pong",  # a ping_pong is two operations
         )
         for (collective, size_bytes), names in backends.items()
     ]

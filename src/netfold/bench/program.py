@@ -1,7 +1,7 @@
-"""A training step of one rank as a list of acts: what the accelerator computes, and when which transfer starts. Pure.
+"""A training step of one rank as a list of acts: computing, and the start and end of transfers. Pure.
 
-Work is counted in FLOPs; a layer's backward pass has twice those of its forward pass, and layers that do not learn have
-none. A step's published time is spread over all of it: the update of the parameters is in there.
+Work is counted in FLOPs. A layer's backward pass has twice the FLOPs of its forward pass; a frozen layer has none. A
+step's published time is spread over all FLOPs, and includes the update of the parameters.
 """
 
 from collections.abc import Iterable
@@ -10,7 +10,7 @@ from typing import TypeAlias
 
 from netfold.plan.model.catalogue import ITEM_BYTES, Layer, Model
 
-# torch's DistributedDataParallel: the bucket that is ready first is a small one, so that something is sent soon.
+# torch's DistributedDataParallel: the first bucket is a small one, so the first transfer starts early.
 FIRST_BUCKET_BYTES = 1 << 20
 BUCKET_BYTES = 25 << 20
 _BACKWARD = 2
@@ -18,21 +18,21 @@ _BACKWARD = 2
 
 @dataclass(frozen=True)
 class Compute:
-    """The accelerator is busy for so long."""
+    """The accelerator computes for this time."""
 
     duration_ns: int
 
 
 @dataclass(frozen=True)
 class Start:
-    """A transfer starts, when the accelerator has come so far."""
+    """A transfer starts when the accelerator has done all acts before."""
 
     transfer: int
 
 
 @dataclass(frozen=True)
 class Await:
-    """The accelerator goes on when the transfer is done."""
+    """The accelerator waits until the transfer is done."""
 
     transfer: int
 
@@ -42,10 +42,8 @@ Act: TypeAlias = Compute | Start | Await
 
 @dataclass(frozen=True)
 class Transfer:
-    """count: f32 elements that a rank gives."""
-
     collective: str
-    count: int
+    count: int  # f32 elements of one rank
 
 
 @dataclass(frozen=True)
@@ -55,17 +53,19 @@ class Program:
 
     @property
     def compute_ns(self) -> int:
-        """How long the step takes where transfers take no time."""
+        """The duration of the step where transfers take no time."""
         return sum(act.duration_ns for act in self.acts if isinstance(act, Compute))
 
 
 def build_program(
     model: Model, *, bucket_bytes: int = BUCKET_BYTES, shrink: int = 1, compute_scale: float = 1.0
 ) -> Program:
-    """bucket_bytes: DDP's bucket_cap_mb; shrink: a transfer has so many times fewer elements than the model's;
-    compute_scale: the accelerator is so many times as fast as the published one.
+    """Return a model's step.
 
-    Buckets are cut at the model's own sizes, so that `shrink` changes neither their number nor their moments.
+    bucket_bytes: DDP's bucket_cap_mb.
+    shrink: divides the elements of every transfer. Buckets are cut at the model's own sizes, so neither their number
+    nor their moments change.
+    compute_scale: the speed of the accelerator over the published one's.
     """
     step = _Step(model, model.compute_s / compute_scale * 1e9, shrink)
     exchange = model.exchange
@@ -94,14 +94,14 @@ def backward_flops(layer: Layer) -> int:
 
 
 def gradients(layer: Layer) -> list[int]:
-    """Elements of each gradient, in the order in which they are there: a layer's last parameter first."""
+    """Return the elements of each gradient, in the order of their computation: a layer's last parameter first."""
     return [] if layer.frozen else layer.counts[::-1]
 
 
 def gradient_buckets(model: Model, bucket_bytes: int = BUCKET_BYTES) -> list[list[int]]:
-    """Elements of each gradient, a list a bucket, in the order in which DDP's reducer sends them.
+    """Return the elements of each gradient, a list a bucket, in the order in which DDP's reducer sends them.
 
-    That is from its second step on, when it has cut its buckets anew by the order in which gradients came.
+    DDP does so from its second step on, when it has cut its buckets again by the order of the gradients.
     """
     return cut_buckets(
         (count for layer in reversed(model.layers) for count in gradients(layer)),
@@ -111,7 +111,7 @@ def gradient_buckets(model: Model, bucket_bytes: int = BUCKET_BYTES) -> list[lis
 
 
 def cut_buckets(counts: Iterable[int], first_bytes: int, bucket_bytes: int) -> list[list[int]]:
-    """As torch's reducer does: a bucket is full as soon as it has reached its size, by however much it passes it."""
+    """Cut buckets as torch's reducer: a bucket is full as soon as it reaches or passes its size."""
     buckets: list[list[int]] = [[]]
     for count in counts:
         cap_bytes = first_bytes if len(buckets) == 1 else bucket_bytes
@@ -122,7 +122,7 @@ def cut_buckets(counts: Iterable[int], first_bytes: int, bucket_bytes: int) -> l
 
 
 class _Step:
-    """Acts as they come: work adds up until something starts or is awaited."""
+    """Collects acts. Work adds up until a transfer starts or is awaited."""
 
     def __init__(self, model: Model, compute_ns: float, shrink: int) -> None:
         self._ns_a_flop = compute_ns / sum(layer.flops + backward_flops(layer) for layer in model.layers)
@@ -152,7 +152,7 @@ class _Step:
         return Program(tuple(self._transfers), (*self._acts, *rest))
 
     def _settle(self) -> None:
-        # From the whole, so that rounding does not add up.
+        # Each duration is a difference of rounded sums, so rounding errors do not add up.
         now_ns = round(self._flops * self._ns_a_flop)
         if now_ns > self._passed_ns:
             self._acts.append(Compute(now_ns - self._passed_ns))

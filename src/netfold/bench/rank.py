@@ -1,7 +1,7 @@
-"""One rank of one world: `python -m netfold.bench.rank WORLD CONTROL_SOCKET FOLDER DEADLINE_S`.
+"""One rank of one world: `python -m netfold.bench.rank WORLD FOLDER DEADLINE_S`.
 
-It connects to the runner and does what it is told, one command at a time; between commands it sleeps in recv(),
-so that the backends whose turn it is not use no CPU.
+WORLD: `torch`, `communicator`, or an MPI's name. The rank connects to FOLDER/control and obeys one command at a time.
+Between commands it sleeps in recv(), so a backend without the turn uses no CPU.
 """
 
 import json
@@ -12,86 +12,93 @@ import statistics
 import sys
 import time
 import traceback
+from functools import cache
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
-from netfold.bench.backends import Backend, BackendName, RefusedError, World, how_it_ran
+from netfold.bench.backends import Backend, BackendName, RefusedError, World, algorithm_of
 from netfold.bench.config import SMALL_BYTES
+from netfold.bench.machine import congestion_control
 from netfold.bench.program import build_program
+from netfold.bench.ranks import Message
 from netfold.bench.replay import StepTrial
-from netfold.bench.start_line import StartLine
-from netfold.bench.trial import Task, Trial
+from netfold.bench.start_line import StartLine, line_path
+from netfold.bench.trial import Trial
+from netfold.bench.turn import run_turn
 from netfold.plan.model.catalogue import find_model
 from netfold.rack.names import HOST_INTERFACE
 
-# Wire bytes are counted in rounds of their own, outside the timed ones: reading counters takes longer than
-# a small message, and the last acknowledgements need a moment to arrive. A veth counts a GSO packet's headers
-# once, so the true bytes are up to 5% more, for TCP and UDP alike; with loss asked for they are exact, because
-# packets are then cut before the veth.
+if TYPE_CHECKING:
+    from netfold.bench.accuracy.rank import Accuracy
+
+# Wire bytes are counted in rounds of their own, outside the timed ones: reading the counters takes longer than a small
+# message, and the last acknowledgements need a moment to arrive. A veth counts a GSO packet's headers once, so the true
+# bytes are up to 5% more, for TCP and UDP alike. In a rack with loss they are exact: packets are cut before the veth.
 WIRE_ROUNDS = 3
 WIRE_SETTLE_S = 0.05
-# The launcher comes first.
+# The launcher stops a rank at the deadline. If the launcher is gone, the kernel does, so many seconds later.
 _GRACE_S = 10
 
-Message = dict[str, Any]
 
-
-def main(world_name: str, control: str, folder: str, deadline_s: str) -> None:
-    # The launcher stops us at the deadline; should it be gone, the kernel does.
-    signal.alarm(int(deadline_s) + _GRACE_S)
+def main(world_name: str, folder: str, deadline_s: str) -> None:
+    signal.alarm(int(float(deadline_s)) + _GRACE_S)
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
-        connection.connect(control)
+        connection.connect(f"{folder}/control")
         stream = connection.makefile("rwb")
+
+        def send(message: Message) -> None:
+            stream.write(json.dumps(message).encode() + b"\n")
+            stream.flush()
+
         who = world_name
         try:
             world = _make_world(world_name, folder)
             who = f"{world_name} rank {world.rank}"
-            rank = Rank(world, StartLine(Path(folder, f"{world_name}.line"), world.rank, world.size))
-            _send(stream, {"world": world_name, "rank": world.rank, "versions": world.versions})
+            rank = Rank(world, world_name, Path(folder))
+            hello = {"world": world_name, "rank": world.rank, "versions": world.versions}
+            send({**hello, "congestion_control": congestion_control()})
             for line in stream:
                 command = json.loads(line)
                 if command["do"] == "end":
                     break
-                _send(stream, rank.obey(command))
+                send(rank.obey(command))
             world.close()
         except Exception:
-            _send(stream, {"who": who, "error": traceback.format_exc()})
+            send({"who": who, "traceback": traceback.format_exc()})
             raise
 
 
 class Rank:
-    """The commands. Each answers with plain values; that a backend refuses a call is an answer, all else is an
-    error.
-    """
+    """The commands, each a method `_NAME`. An answer is plain values; a refusal by a backend is an answer too."""
 
-    def __init__(self, world: World, line: StartLine) -> None:
+    def __init__(self, world: World, world_name: str, folder: Path) -> None:
         self._world = world
-        self._line = line
-        self._sides: dict[str, Backend] = {}
+        self._backends: dict[str, Backend] = {}
         self._names: dict[str, BackendName] = {}
         self._trials: dict[str, Any] = {}
+        self._accuracy_state: Accuracy | None = None
+        self._line = cache(lambda ranks: StartLine(line_path(folder, world_name, ranks), world.rank, ranks))
 
     def obey(self, command: Message) -> Message:
         return cast(Message, getattr(self, f"_{command.pop('do')}")(**command))
 
-    def _open(self, **fields: str) -> Message:
+    def _open(self, **fields: Any) -> Message:
         name = BackendName(**fields)
         try:
-            self._sides[name.label] = self._world.backend(name)
+            self._backends[name.label] = self._world.backend(name)
         except RefusedError as refusal:
             return {"refused": str(refusal)}
         self._names[name.label] = name
         return {}
 
-    def _prepare(self, label: str, collective: str, size_bytes: int, dtype: str, redop: str, calls: int) -> Message:
+    def _prepare(self, label: str, **task: Any) -> Message:
         self._trials.pop(label, None)
-        name, backend = self._names[label], self._sides[label]
-        task = Task(collective, size_bytes, dtype, calls, redop, _wire_of(name))
+        name, backend, size = self._names[label], self._backends[label], self._world.size
         try:
-            trial = Trial(backend, self._line, self._world.rank, self._world.size, task)
+            trial = Trial(backend, self._line(size), self._world.rank, size, wire=_wire_of(name), **task)
             trial.run_once()
-            ran = how_it_ran(backend.records())
-            _insist(name, ran)
+            ran = algorithm_of(backend.records())
+            _refuse_other_algorithm(name, ran)
         except (RuntimeError, ValueError) as refusal:
             return {"refused": str(refusal)}
         self._trials[label] = trial
@@ -100,18 +107,16 @@ class Rank:
     def _prepare_ddp(self, label: str, steps: int, width: int) -> Message:
         from netfold.bench.ddp import DdpTrial
 
-        group = cast(Any, self._sides[label]).group
-        self._trials[label] = DdpTrial(group, self._line, self._world.rank, steps, width)
+        group = cast(Any, self._backends[label]).group
+        self._trials[label] = DdpTrial(group, self._line(self._world.size), self._world.rank, steps, width)
         return {}
 
-    def _prepare_step(self, label: str, model: str, bucket_bytes: int, shrink: int, compute_scale: float) -> Message:
+    def _prepare_step(self, label: str, model: str, **scales: Any) -> Message:
         self._trials.pop(label, None)
-        program = build_program(
-            find_model(model), bucket_bytes=bucket_bytes, shrink=shrink, compute_scale=compute_scale
-        )
+        program = build_program(find_model(model), **scales)
+        backend, rank, size = self._backends[label], self._world.rank, self._world.size
         try:
-            line, rank, size, wire = self._line, self._world.rank, self._world.size, _wire_of(self._names[label])
-            trial = StepTrial(self._sides[label], line, rank, size, program, wire)
+            trial = StepTrial(backend, self._line(size), rank, size, program, _wire_of(self._names[label]))
             trial.run_once()
         except (RuntimeError, ValueError) as refusal:
             return {"refused": str(refusal)}
@@ -119,7 +124,7 @@ class Rank:
         return {"alone_ns": trial.alone()}
 
     def _timer(self, label: str) -> Message:
-        """How late the timer made each start, over all steps, warm-ups too."""
+        """Return how late the timer made each start, over all steps, warm-ups included."""
         return {"late_ns": self._trials[label].late_ns}
 
     def _burst(self, label: str, round_index: int, check: bool, breakdown: bool) -> Message:
@@ -129,28 +134,28 @@ class Rank:
         answer["wrong"] = trial.wrong_elements(round_index) if check else 0
         if breakdown:
             answer["call_ns"] = durations
-            records = self._sides[label].records()
+            records = self._backends[label].records()
             answer["parts_ns"] = None if records is None else split_calls(records, durations)
         return answer
 
     def _wire(self, label: str, in_rack: bool) -> Message:
-        trial, backend = self._trials[label], self._sides[label]
+        """Return [sent, received] bytes of one call, or None: from the rack's interface, else from netfold's record."""
         if in_rack:
-            return {"wire": self._count_interface(trial)}
-        records = backend.records()
+            return {"wire": self._count_interface(self._trials[label])}
+        records = self._backends[label].records()
         if records is None or len(records) == 0:
             return {"wire": None}
         return {"wire": [int(records[-1]["wire_bytes"]), 0]}
 
     def _count_interface(self, trial: Trial) -> list[int]:
-        """[sent, received] by one call on this rank, as the interface counts: medians of a few rounds."""
+        """Return medians over WIRE_ROUNDS."""
         rounds = []
         for _ in range(WIRE_ROUNDS):
             trial.fill(0)
-            self._line.cross()
+            trial.cross()
             time.sleep(WIRE_SETTLE_S)
             before = interface_bytes(HOST_INTERFACE)
-            # Nobody starts before everyone has read.
+            # No rank starts before all have read their counters.
             time.sleep(WIRE_SETTLE_S)
             calls = trial.call_all()
             time.sleep(WIRE_SETTLE_S)
@@ -159,15 +164,35 @@ class Rank:
         return [int(statistics.median(column)) for column in zip(*rounds, strict=True)]
 
     def _waiting(self, label: str, sleep_s: float) -> Message:
-        """CPU seconds that this rank used while the last rank slept `sleep_s` before it joined the call."""
+        """Return the CPU seconds that this rank used while the last rank slept `sleep_s` before it joined the call."""
         trial = self._trials[label]
         trial.fill(0)
-        self._line.cross()
+        trial.cross()
         cpu_s, wall_s = time.process_time(), time.perf_counter()
         if self._world.rank == self._world.size - 1:
             time.sleep(sleep_s)
         trial.call_all()
         return {"cpu_s": time.process_time() - cpu_s, "wall_s": time.perf_counter() - wall_s}
+
+    def _choice(self, label: str, size_bytes: int) -> Message:
+        """Return a communicator's algorithm for an all_reduce, and the part of it that goes through the switch."""
+        group = cast(Any, self._backends[label]).communicator.group
+        algorithm = group.table.choose("all_reduce", size_bytes).algorithm
+        weights = group.shares.balanced
+        part = 1 - weights[-1] / sum(weights) if algorithm == "split" else float(algorithm == "in_network")
+        return {"algorithm": algorithm, "part": part}
+
+    def _turn(self, label: str, **what: Any) -> Message:
+        ranks = self._names[label].ranks
+        return run_turn(self._backends[label], self._line(ranks), self._world.rank, ranks, **what)
+
+    def _accuracy(self, what: str, **arguments: Any) -> Message:
+        """Do a step of the accuracy benchmark, a method of Accuracy."""
+        if self._accuracy_state is None:
+            from netfold.bench.accuracy.rank import Accuracy
+
+            self._accuracy_state = Accuracy()
+        return {"found": getattr(self._accuracy_state, what)(**arguments)}
 
     def _release(self, label: str) -> Message:
         self._trials.pop(label, None)
@@ -175,16 +200,14 @@ class Rank:
 
 
 def _wire_of(name: BackendName) -> str:
-    """How a backend sends f32. Without a word of its own it follows the environment, and is checked as that travels."""
+    """Return the wire format of a backend's f32: the one in its name, else the environment's. It is checked as such."""
     return name.wire or (os.environ.get("NETFOLD_WIRE_DTYPE", "") if name.is_netfold else "")
 
 
-def _insist(name: BackendName, ran: tuple[str, str] | None) -> None:
-    """A backend with an algorithm or a wire format in its name is measured in that or not at all."""
-    if ran is None:
-        return
-    for asked, took in zip((name.algorithm, name.wire), ran, strict=True):
-        if asked and took != asked:
+def _refuse_other_algorithm(name: BackendName, ran: tuple[str, str] | None) -> None:
+    """Raise RefusedError where netfold did not take the algorithm or the wire format in the backend's name."""
+    for asked, took in zip((name.algorithm, name.wire), ran or ("", ""), strict=True):
+        if ran is not None and asked and took != asked:
             raise RefusedError(f"it ran by {ran[0]} in {ran[1]}, not by {asked}: netfold does not do this so")
 
 
@@ -194,7 +217,7 @@ def interface_bytes(interface: str) -> list[int]:
 
 
 def split_calls(records: Any, durations_ns: list[int]) -> list[list[int]]:
-    """[Python, queue, wire] nanoseconds of the latest calls, from the backend's own event records."""
+    """Return [Python, queue, wire] nanoseconds of the latest calls, from the backend's own event records."""
     latest = records[-len(durations_ns) :]
     if len(latest) != len(durations_ns) or any(int(record["bytes"]) > SMALL_BYTES for record in latest):
         raise RuntimeError(
@@ -210,6 +233,7 @@ def split_calls(records: Any, durations_ns: list[int]) -> list[list[int]]:
 
 
 def _make_world(name: str, folder: str) -> World:
+    # Each module imports a package that the ranks of other worlds may lack, and torch takes long to import.
     if name == "torch":
         from netfold.bench.backends.torch_backend import TorchWorld
 
@@ -221,11 +245,6 @@ def _make_world(name: str, folder: str) -> World:
     from netfold.bench.backends.mpi_backend import MpiWorld
 
     return MpiWorld(name)
-
-
-def _send(stream: Any, message: Message) -> None:
-    stream.write(json.dumps(message).encode() + b"\n")
-    stream.flush()
 
 
 if __name__ == "__main__":

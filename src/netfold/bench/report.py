@@ -6,15 +6,15 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from netfold.bench.backends import unique_labels
 from netfold.bench.collectives import parse_collective
-from netfold.bench.config import BenchEnvironment, Measured, Result, SizeResult, Trials
-from netfold.bench.machine import describe_machine, describe_versions
+from netfold.bench.config import BenchEnvironment, Measured, Replay, Result, SizeResult, Trials
 from netfold.bench.spread import Spread, paired_ratios, spread
 
 
 @dataclass(frozen=True)
 class Ratio:
-    """The peer's time over ours, round by round: above 1 we are the faster."""
+    """The peer's time over the row's, round by round: above 1 the row's backend is faster."""
 
     peer: str
     rounds: list[float]
@@ -23,25 +23,21 @@ class Ratio:
 
 @dataclass(frozen=True)
 class Breakdown:
-    """Medians over all ranks' single calls, each on its own: they need not add up.
+    """Medians over all ranks' single calls. Each is a median of its own, so the parts need not add up.
 
     The parts are None for a backend that keeps no event records.
     """
 
     calls: int
     call_ns: float
-    python_ns: float | None
-    queue_ns: float | None
-    wire_ns: float | None
+    python_ns: float | None = None
+    queue_ns: float | None = None
+    wire_ns: float | None = None
 
 
 @dataclass(frozen=True)
 class Row:
-    """algbw and busbw as nccl-tests defines them (bytes a second); wire_bytes: sent and received, a rank's mean.
-
-    refused: the backend's own sentence; its times and bandwidths are None then. algorithm, wire: of netfold alone.
-    tolerance: see config.Measured.
-    """
+    """One backend at one size. algbw and busbw as nccl-tests defines them, in bytes per second."""
 
     collective: str
     size_bytes: int
@@ -50,56 +46,68 @@ class Row:
     redop: str
     backend: str
     times_ns: list[int]
-    time_ns: Spread | None
+    time_ns: Spread | None  # None, as all that follows from times, where the backend refused
     algbw: float | None
     busbw: float | None
     goodput_bits: float | None
     wrong: int | None
-    wire_bytes: float | None
+    wire_bytes: float | None  # sent and received, the mean over the ranks
     wire_bytes_by_rank: list[list[int]] | None
     ratio: Ratio | None
     breakdown: Breakdown | None
-    refused: str | None
-    algorithm: str | None
-    wire: str | None
-    tolerance: float
+    refused: str | None  # the backend's own sentence
+    algorithm: str | None  # netfold's
+    wire: str | None  # netfold's
+    tolerance: float  # an element counts as wrong where its error is larger
 
 
 def make_rows(place: BenchEnvironment, trials: Trials, result: Result) -> list[Row]:
     return [_row(place, trials, size, index) for size in result.sizes for index in range(len(trials.backends))]
 
 
-def total_wrong(rows: Sequence[Row]) -> int:
+def total_wrong(rows: Sequence[Any]) -> int:
+    """Return the wrong elements of all rows, which are Row or StepRow."""
     return sum(row.wrong or 0 for row in rows)
 
 
-def describe_run(place: BenchEnvironment, trials: Trials, result: Result, rows: Sequence[Row]) -> dict[str, Any]:
-    """Everything about a run, for JSON: times in ns, bandwidths in bytes a second, goodput in bits a second."""
+def describe_run(
+    place: BenchEnvironment, trials: Trials | Replay, result: Result, rows: Sequence[Any], **more: Any
+) -> dict[str, Any]:
+    """Return everything about a run, for JSON: times in ns, bandwidths in bytes/s, goodput in bits/s."""
     return {
         "command": sys.argv,
-        "machine": {**describe_machine(), "tcp_congestion_control": result.congestion_control, "load": result.load},
-        "versions": describe_versions(result.versions),
+        **result.described,
         "place": asdict(place),
-        "config": trials.to_json(),
+        "config": asdict(trials),
+        **more,
         "rows": [asdict(row) for row in rows],
     }
+
+
+def ratio_of(backends: Sequence[str], times_ns: Sequence[list[int]], index: int) -> Ratio | None:
+    """Return a backend's ratio to the first backend, or the first's to the second. None where one has no times."""
+    peer = 1 if index == 0 else 0
+    if len(backends) < 2 or not times_ns[peer] or not times_ns[index]:
+        return None
+    ratios = paired_ratios(times_ns[peer], times_ns[index])
+    return Ratio(unique_labels(backends)[peer], ratios, spread(ratios))
 
 
 def _row(place: BenchEnvironment, trials: Trials, size: SizeResult, index: int) -> Row:
     measured = size.backends[index]
     collective = parse_collective(trials.collective)
     time_ns = spread(measured.times_ns) if measured.times_ns else None
-    # As nccl-tests: of the elements that really travelled, which are whole parts.
-    moved = size.size_bytes
-    algbw = None if time_ns is None or collective.name == "barrier" else moved / time_ns.median * 1e9
+    algbw = None
+    if time_ns is not None and collective.name != "barrier":
+        algbw = size.size_bytes / time_ns.median * 1e9
     wire = measured.wire_bytes
     return Row(
         collective=collective.name,
-        size_bytes=moved,
+        size_bytes=size.size_bytes,
         count=size.count,
         dtype=trials.dtype,
         redop=trials.redop if collective.reduces else "none",
-        backend=trials.labels()[index],
+        backend=unique_labels(trials.backends)[index],
         times_ns=measured.times_ns,
         time_ns=time_ns,
         algbw=algbw,
@@ -108,7 +116,7 @@ def _row(place: BenchEnvironment, trials: Trials, size: SizeResult, index: int) 
         wrong=measured.wrong,
         wire_bytes=statistics.mean(sum(rank) for rank in wire) if wire else None,
         wire_bytes_by_rank=wire,
-        ratio=_ratio(trials, size, index),
+        ratio=ratio_of(trials.backends, [one.times_ns for one in size.backends], index),
         breakdown=_breakdown(measured),
         refused=measured.refused,
         algorithm=measured.algorithm,
@@ -117,21 +125,8 @@ def _row(place: BenchEnvironment, trials: Trials, size: SizeResult, index: int) 
     )
 
 
-def _ratio(trials: Trials, size: SizeResult, index: int) -> Ratio | None:
-    """To the first backend, or of the first to the second."""
-    if len(trials.backends) < 2:
-        return None
-    peer = 1 if index == 0 else 0
-    if not size.backends[peer].times_ns or not size.backends[index].times_ns:
-        return None
-    ratios = paired_ratios(size.backends[peer].times_ns, size.backends[index].times_ns)
-    return Ratio(trials.labels()[peer], ratios, spread(ratios))
-
-
 def _breakdown(measured: Measured) -> Breakdown | None:
-    if measured.call_ns is None:
+    if not measured.call_ns:
         return None
-    parts: list[float] | list[None] = [None, None, None]
-    if measured.parts_ns is not None:
-        parts = [statistics.median(column) for column in zip(*measured.parts_ns, strict=True)]
+    parts = [statistics.median(column) for column in zip(*measured.parts_ns, strict=True)]
     return Breakdown(len(measured.call_ns), statistics.median(measured.call_ns), *parts)

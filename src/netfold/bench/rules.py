@@ -1,4 +1,4 @@
-"""Measured beside asked, a line a goal. Pure."""
+"""Compares each goal with what was measured: one verdict a goal. Pure."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -6,15 +6,15 @@ from dataclasses import dataclass
 from netfold.bench.goals import Goal
 from netfold.bench.report import Row
 from netfold.bench.sizes import format_size
-from netfold.bench.spread import Spread, paired_ratios, spread
-from netfold.bench.table import describe_time
+from netfold.bench.spread import paired_ratios, spread
+from netfold.bench.table import describe_ratio, describe_time, markdown
 
 Rows = Mapping[str, Row]
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """One line of the report. met: None where nothing was asked, or nothing could be measured (why says what)."""
+    """One line of the report."""
 
     what: str
     size: str
@@ -25,14 +25,19 @@ class Verdict:
     peer_time: str
     ratio: str
     goal: str
-    met: bool | None
-    why: str = ""
+    met: bool | None  # None: there is no goal, or nothing could be measured
+    why: str = ""  # nothing could be measured, or a failed check
 
 
 def evaluate_goal(goal: Goal, rows: Rows, limit_s: float | None = None) -> Verdict:
-    """rows: by backend, of the goal's own trial; the best peer is the one with the least median time."""
+    """Return the verdict on one goal. The best peer is the one with the least median time.
+
+    rows: of the goal's own trial, by backend.
+    limit_s: the alpha-beta limit, for a goal against it.
+    """
     ours = rows.get(goal.ours)
-    peers = [rows[backend] for backend in goal.peers if backend in rows and rows[backend].time_ns is not None]
+    medians = {name: rows[name].time_ns for name in goal.peers if name in rows}
+    peers = {name: time_ns for name, time_ns in medians.items() if time_ns is not None}
     if ours is None or ours.time_ns is None:
         return unmeasured(goal, (ours.refused if ours is not None else None) or f"{goal.ours} was not measured")
     if goal.against_limit:
@@ -44,15 +49,15 @@ def evaluate_goal(goal: Goal, rows: Rows, limit_s: float | None = None) -> Verdi
         if not peers:
             refusals = [rows[backend].refused for backend in goal.peers if backend in rows]
             return unmeasured(goal, next(filter(None, refusals), f"no peer of {', '.join(goal.peers)} is here"))
-        best = min(peers, key=_median)
-        name, peer_time = best.backend, _time(best)
-        of = spread(paired_ratios(best.times_ns, ours.times_ns))
+        name = min(peers, key=lambda peer: peers[peer].median)
+        peer_time = describe_time(peers[name])
+        of = spread(paired_ratios(rows[name].times_ns, ours.times_ns))
     return Verdict(
         **_head(goal),
-        our_time=_time(ours),
+        our_time=describe_time(ours.time_ns),
         peer=name,
         peer_time=peer_time,
-        ratio=_ratio(of),
+        ratio=describe_ratio(of),
         met=None if goal.at_least is None else of.median >= goal.at_least,
     )
 
@@ -64,17 +69,15 @@ def unmeasured(goal: Goal, why: str) -> Verdict:
 
 
 def render_verdicts(verdicts: Sequence[Verdict]) -> list[str]:
-    lines = [
-        "| what | size | ranks | backend | time, median (p5..p95) | beside | its time | ratio (p5..p95) | goal | |",
-        "|---|---|---|---|---|---|---|---|---|---|",
-    ]
+    header = ["what", "size", "ranks", "backend", "time, median (p5..p95)", "beside", "its time", "ratio (p5..p95)"]
+    rows = []
     for one in verdicts:
-        # A table's line ends where the text's first does; the whole reason is in the JSON.
+        # The table has room for the reason's first line; the JSON has all of it.
         first_line = one.why.splitlines()[0].replace("|", "/") if one.why else ""
         end = f"not measured: {first_line}" if one.why else {True: "met", False: "**missed**", None: ""}[one.met]
-        cells = (one.what, one.size, one.ranks, one.ours, one.our_time, one.peer, one.peer_time, one.ratio, one.goal)
-        lines.append(f"| {' | '.join(cells)} | {end} |")
-    return lines
+        times = (one.our_time, one.peer, one.peer_time, one.ratio)
+        rows.append([one.what, one.size, one.ranks, one.ours, *times, one.goal, end])
+    return markdown([*header, "goal", ""], rows)
 
 
 def _head(goal: Goal) -> dict[str, str]:
@@ -85,17 +88,3 @@ def _head(goal: Goal) -> dict[str, str]:
         "ours": goal.ours,
         "goal": "-" if goal.at_least is None else f">= {goal.at_least:.2f}",
     }
-
-
-def _median(row: Row) -> float:
-    assert row.time_ns is not None
-    return row.time_ns.median
-
-
-def _time(row: Row) -> str:
-    assert row.time_ns is not None
-    return describe_time(row.time_ns)
-
-
-def _ratio(of: Spread) -> str:
-    return f"{of.median:.2f} ({of.p5:.2f}..{of.p95:.2f}, n={of.n})"

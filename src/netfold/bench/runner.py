@@ -1,22 +1,16 @@
-"""The runner: gives every backend its turn, round by round, and pairs what they took.
+"""The runner: gives every backend its turn, round by round, and collects their times.
 
-Sides A, B, C run A B C, B C A, C A B, ...: whatever else the machine does meets them alike, and each is first as often
-as any other (the first one meets colder caches). While one has its turn the others sleep in a read.
+Backends A, B, C run A B C, B C A, C A B, ... (spread.interleave). While one has its turn, the ranks of the other worlds
+sleep in a read.
 """
 
 import contextlib
 import os
-import selectors
-import socket
-import tempfile
-import time
-from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any
 
-from netfold.bench.backends import BackendName
+from netfold.bench.backends import BackendName, parse_backend, parse_backends
 from netfold.bench.config import (
     SMALL_BYTES,
     BenchEnvironment,
@@ -28,303 +22,173 @@ from netfold.bench.config import (
     Trials,
     calls_a_round,
 )
-from netfold.bench.connection import Connection, Message
-from netfold.bench.launch import KEPT_LINES, Lines, Running, start_worlds
-from netfold.bench.machine import congestion_control, describe_machine, describe_versions
-from netfold.bench.start_line import StartLine
-from netfold.rack.processes import DRAIN_S, FAILURE_GRACE_S, follow, stop, uninterrupted
+from netfold.bench.launch import start_ranks
+from netfold.bench.machine import describe_machine, describe_versions
+from netfold.bench.ranks import BenchError, Message, Ranks
+from netfold.bench.spread import interleave
+from netfold.rack import Rack
 
-_POLL_S = 0.2
-
-
-class BenchError(RuntimeError):
-    """The ranks did not come to a result; the message holds what the first to fail said."""
+__all__ = ["BenchError", "Runner", "measure", "start_runner"]
 
 
 def measure(place: BenchEnvironment, *trials: Trials) -> list[Result]:
-    """Benchmarks of the same backends from start to end, one after the other. Raises BenchError, ValueError,
-    RackError.
-    """
-    names = trials[0].backend_names()
-    if not any(name.is_netfold for name in names):
-        place = replace(place, switch=False)
-    with start_runner(place, [name.world for name in names]) as runner:
+    """Run benchmarks of the same backends, one after the other. Raises BenchError, ValueError, RackError."""
+    with start_comparison(place, trials[0].backends) as runner:
         return [runner.measure(each) for each in trials]
 
 
 @contextlib.contextmanager
-def start_runner(place: BenchEnvironment, worlds: list[str]) -> Iterator["Runner"]:
-    """A stage on which any number of trials can follow each other; its processes end with the block."""
-    worlds = list(dict.fromkeys(worlds))
-    with tempfile.TemporaryDirectory(prefix="netfold-bench-") as name, socket.socket(socket.AF_UNIX) as server:
-        folder = Path(name)
-        control = folder / "control"
-        server.bind(str(control))
-        server.listen(len(worlds) * place.workers)
-        for world in worlds:
-            StartLine.draw(folder / f"{world}.line", place.workers)
-        deadline = time.monotonic() + place.deadline_s
-        with start_worlds(place, worlds, control, folder) as running:
-            runner = Runner(place, running, deadline)
-            try:
-                runner.meet(server, worlds)
-                yield runner
-                runner.end()
-            finally:
-                with uninterrupted():
-                    runner.close()
+def start_comparison(place: BenchEnvironment, backends: Sequence[str]) -> Iterator["Runner"]:
+    """Start a runner for these backends; without netfold among them, no aggregator."""
+    names = parse_backends(backends)
+    if not any(name.is_netfold for name in names):
+        place = replace(place, switch=False)
+    with start_runner(place, [name.world for name in names]) as runner:
+        yield runner
+
+
+@contextlib.contextmanager
+def start_runner(place: BenchEnvironment, worlds: Sequence[str], rack: Rack | None = None) -> Iterator["Runner"]:
+    """Start a runner for any number of trials. Its ranks end with the block. `rack`, errors: as start_ranks."""
+    with start_ranks(place, worlds, rack) as ranks:
+        yield Runner(place, ranks)
 
 
 class Runner:
-    def __init__(self, place: BenchEnvironment, running: Running, deadline: float) -> None:
-        self.place = place
-        self.versions: dict[str, str] = {}
-        self._running = running
-        self._deadline = deadline
-        self._outputs: dict[str, Lines] = {}
-        self._readers = []
-        for name, process in running.processes.items():
-            self._outputs[name] = deque(maxlen=KEPT_LINES)
-            self._readers.append(follow(process, self._outputs[name].append))
-        self._connections: dict[str, list[Connection]] = {}
-        self._open: dict[str, str | None] = {}  # by label: why there is no such backend, or None
-        self._load_before = os.getloadavg()[0]
+    """Measures on ranks that were started once."""
 
-    def meet(self, server: socket.socket, worlds: list[str]) -> None:
-        """Wait until every rank of every world has come."""
-        here: dict[str, dict[int, Connection]] = {world: {} for world in worlds}
-        server.settimeout(_POLL_S)
-        new: list[Connection] = []
-        while any(len(ranks) < self.place.workers for ranks in here.values()):
-            self._watch()
-            with contextlib.suppress(TimeoutError):
-                new.append(Connection(server.accept()[0]))
-            for connection in list(new):
-                hello = connection.poll()
-                if hello is None:
-                    continue
-                self._raise_error(hello)
-                new.remove(connection)
-                here[hello["world"]][hello["rank"]] = connection
-                self.versions |= hello["versions"]
-        self._connections = {world: [ranks[rank] for rank in sorted(ranks)] for world, ranks in here.items()}
+    def __init__(self, place: BenchEnvironment, ranks: Ranks) -> None:
+        self.place = place
+        self._ranks = ranks
+        self._refusals: dict[str, str | None] = {}  # by the label of a backend that was opened; None: it works
+
+    @property
+    def versions(self) -> dict[str, str]:
+        return self._ranks.versions
+
+    def describe(self) -> dict[str, Any]:
+        """Return the record of a result, for JSON: machine and load (1 minute), versions with the commit, launches."""
+        load = (self._ranks.load_before, os.getloadavg()[0])
+        control = {"tcp_congestion_control": self._ranks.congestion_control}
+        return {
+            "machine": {**describe_machine(), **control, "load": load},
+            "versions": describe_versions(self.versions),
+            "launches": 1,
+            "place": asdict(self.place),
+        }
 
     def measure(self, trials: Trials) -> Result:
-        """Every size, every backend, interleaved round by round."""
+        """Measure every size on every backend, interleaved round by round."""
         sizes = [self._measure_size(trials, size_bytes) for size_bytes in trials.sizes]
-        return Result(dict(self.versions), congestion_control(), (self._load_before, os.getloadavg()[0]), sizes)
+        return Result(self.describe(), sizes)
 
-    def describe(self) -> Message:
-        """What it was measured on, as report.describe_run says it."""
-        load = (self._load_before, os.getloadavg()[0])
-        machine = {**describe_machine(), "tcp_congestion_control": congestion_control(), "load": load}
-        return {"machine": machine, "versions": describe_versions(self.versions), "place": asdict(self.place)}
-
-    def measure_ddp(self, backends: list[BackendName], rounds: int, steps: int, width: int) -> list[Measured]:
-        """Training steps, of a model with layers so wide, in place of calls."""
-        for name in backends:
-            self._ensure_open(name)
-            self._tell(name, "prepare_ddp", steps=steps, width=width)
-        takes = {name.label: _Takes() for name in backends}
-        self._play(backends, takes, rounds, warmups=1, check=True, breakdown=False)
-        self._release(backends)
-        return [takes[name.label].measured(None, True, False) for name in backends]
+    def measure_ddp(self, backends: Sequence[str], rounds: int, steps: int, width: int) -> list[Measured]:
+        """Measure training steps of a small model, with layers of this width, on each torch backend."""
+        names = parse_backends(backends)
+        measured = {}
+        for name in names:
+            answers = self._prepare(name, "prepare_ddp", steps=steps, width=width)
+            measured[name.label] = _new_measured(answers, check=True)
+        self._play(names, measured, rounds, warmups=1)
+        self._release(names)
+        return list(measured.values())
 
     def measure_step(self, replay: Replay, model: str) -> list[Replayed]:
-        """Training steps of one model in place of calls: an entry a backend."""
-        takes = {label: _Takes() for label in replay.labels()}
+        """Measure training steps of one model; one entry for each backend."""
+        names = parse_backends(replay.backends)
+        measured = {}
         alone_ns: dict[str, int] = {}
-        for name in replay.backend_names():
-            answers = self._prepared(
-                name,
-                "prepare_step",
-                model=model,
-                bucket_bytes=replay.bucket_bytes,
-                shrink=replay.shrink,
-                compute_scale=replay.compute_scale,
-            )
-            takes[name.label].refused = next((a["refused"] for a in answers if "refused" in a), None)
-            if takes[name.label].refused is None:
+        for name in names:
+            answers = self._prepare(name, "prepare_step", model=model, **replay.scales())
+            one = measured[name.label] = _new_measured(answers, replay.check)
+            if one.refused is None:
                 alone_ns[name.label] = max(answer["alone_ns"] for answer in answers)
-        playing = [name for name in replay.backend_names() if name.label in alone_ns]
-        self._play(playing, takes, replay.rounds, replay.warmups, replay.check, breakdown=False)
-        replayed = []
-        for name in replay.backend_names():
-            late_ns: list[int] = []
-            if name in playing:
-                late_ns = [late for answer in self._tell(name, "timer") for late in answer["late_ns"]]
-            steps = takes[name.label].measured(None, replay.check, False)
-            replayed.append(Replayed(steps, alone_ns.get(name.label), late_ns))
+        playing = [name for name in names if name.label in alone_ns]
+        self._play(playing, measured, replay.rounds, replay.warmups)
+        late_ns = {
+            name.label: [late for answer in self._tell(name, "timer") for late in answer["late_ns"]] for name in playing
+        }
         self._release(playing)
-        return replayed
+        return [Replayed(one, alone_ns.get(label), late_ns.get(label, [])) for label, one in measured.items()]
 
-    def measure_waiting(self, name: BackendName, size_bytes: int, sleep_s: float) -> list[Message]:
-        """A rank each: CPU and wall seconds of an all_reduce that the last rank joins `sleep_s` late."""
-        self._prepare(name, Trials("all_reduce", [name.label], [size_bytes]), size_bytes, calls=1)
+    def measure_waiting(self, backend: str, size_bytes: int, sleep_s: float) -> list[Message]:
+        """Return each rank's CPU and wall seconds in an all_reduce that the last rank joins `sleep_s` late."""
+        name = parse_backend(backend)
+        self._prepare_call(name, Trials("all_reduce", [backend], [size_bytes]), size_bytes, calls=1)
         answers = self._tell(name, "waiting", sleep_s=sleep_s)
         self._release([name])
         return answers
 
-    def end(self) -> None:
-        for connection in self._all():
-            connection.send({"do": "end"})
-        while any(process.poll() is None for process in self._running.processes.values()):
-            self._watch(ended_is_well=True)
-            time.sleep(0.02)
-
-    def close(self) -> None:
-        """Also half way: ranks that hear the line go dead end in order, and an MPI then removes its shared memory."""
-        for connection in self._all():
-            connection.close()
-        until = time.monotonic() + FAILURE_GRACE_S
-        while time.monotonic() < until and any(p.poll() is None for p in self._running.processes.values()):
-            time.sleep(0.02)
+    def choice(self, backend: str, size_bytes: int) -> tuple[str, float]:
+        """Return the algorithm of a measured communicator's all_reduce, and the part that goes through the switch."""
+        answer = self._tell(parse_backend(backend), "choice", size_bytes=size_bytes)[0]
+        return answer["algorithm"], answer["part"]
 
     def _measure_size(self, trials: Trials, size_bytes: int) -> SizeResult:
-        breakdown = trials.breakdown and size_bytes <= SMALL_BYTES
-        takes = {label: _Takes() for label in trials.labels()}
+        names = parse_backends(trials.backends)
+        measured = {}
         count = 0
-        for name in trials.backend_names():
-            answers = self._prepare(name, trials, size_bytes, calls_a_round(size_bytes))
-            takes[name.label].prepared(answers)
+        for name in names:
+            answers = self._prepare_call(name, trials, size_bytes, calls_a_round(size_bytes))
+            one = measured[name.label] = _new_measured(answers, trials.check)
+            one.algorithm, one.wire = next((a["ran"] for a in answers if a.get("ran")), (None, None))
+            one.tolerance = max(a.get("tolerance", 0.0) for a in answers)
             count = max(count, answers[0].get("count", 0))
-        playing = [name for name in trials.backend_names() if takes[name.label].refused is None]
-        self._play(playing, takes, trials.rounds, trials.warmups, trials.check, breakdown)
-        measured = []
-        for name in trials.backend_names():
-            take = takes[name.label]
-            wire = None
-            if take.refused is None:
-                wires = [a["wire"] for a in self._tell(name, "wire", in_rack=self.place.rack_rate is not None)]
-                wire = wires if all(one is not None for one in wires) else None
-            measured.append(take.measured(wire, trials.check, breakdown))
+        playing = [name for name in names if measured[name.label].refused is None]
+        breakdown = trials.breakdown and size_bytes <= SMALL_BYTES
+        self._play(playing, measured, trials.rounds, trials.warmups, breakdown=breakdown)
+        for name in playing:
+            by_rank = [a["wire"] for a in self._tell(name, "wire", in_rack=self.place.rack_rate is not None)]
+            measured[name.label].wire_bytes = None if None in by_rank else by_rank
         self._release(playing)
-        return SizeResult(size_bytes, count, measured)
+        return SizeResult(size_bytes, count, list(measured.values()))
 
-    def _prepare(self, name: BackendName, trials: Trials, size_bytes: int, calls: int) -> list[Message]:
-        return self._prepared(
-            name,
-            "prepare",
-            collective=trials.collective,
-            size_bytes=size_bytes,
-            dtype=trials.dtype,
-            redop=trials.redop,
-            calls=calls,
-        )
+    def _prepare_call(self, name: BackendName, trials: Trials, size_bytes: int, calls: int) -> list[Message]:
+        task = {"collective": trials.collective, "size_bytes": size_bytes, "dtype": trials.dtype, "calls": calls}
+        return self._prepare(name, "prepare", **task, redop=trials.redop)
 
-    def _prepared(self, name: BackendName, what: str, **more: Any) -> list[Message]:
-        """The ranks' answers, each of which may be a refusal; one alone where there is no such backend at all."""
-        self._ensure_open(name)
-        refused = self._open[name.label]
-        return self._tell(name, what, **more) if refused is None else [{"refused": refused}]
+    def _prepare(self, name: BackendName, command: str, **arguments: Any) -> list[Message]:
+        """Return the ranks' answers, of which each may be a refusal; one refusal where the backend cannot be opened."""
+        if name.label not in self._refusals:
+            answers = self._ranks.tell(name.world, "open", **asdict(name))
+            self._refusals[name.label] = refusal_of(answers)
+        refusal = self._refusals[name.label]
+        return self._tell(name, command, **arguments) if refusal is None else [{"refused": refusal}]
 
     def _play(
         self,
-        backends: list[BackendName],
-        takes: "dict[str, _Takes]",
+        names: Sequence[BackendName],
+        measured: dict[str, Measured],
         rounds: int,
         warmups: int,
-        check: bool,
-        breakdown: bool,
+        *,
+        breakdown: bool = False,
     ) -> None:
-        for round_index in range(warmups + rounds):
-            for turn in range(len(backends)):
-                name = backends[(round_index + turn) % len(backends)]
-                answers = self._tell(name, "burst", round_index=round_index, check=check, breakdown=breakdown)
-                takes[name.label].add(answers, timed=round_index >= warmups)
+        """Play all rounds of backends that have been prepared; `measured` by label."""
+        for number, name in interleave(names, rounds, warmups):
+            one = measured[name.label]
+            check = one.wrong is not None
+            answers = self._tell(name, "burst", round_index=number + warmups, check=check, breakdown=breakdown)
+            if one.wrong is not None:
+                one.wrong += sum(answer["wrong"] for answer in answers)
+            if number >= 0:
+                one.times_ns.append(max(answer["mean_ns"] for answer in answers))
+                for answer in answers:
+                    one.call_ns += answer.get("call_ns") or []
+                    one.parts_ns += answer.get("parts_ns") or []
 
-    def _ensure_open(self, name: BackendName) -> None:
-        if name.label not in self._open:
-            answers = self._tell(name, "open", **{key: value for key, value in asdict(name).items() if key != "label"})
-            self._open[name.label] = next((a["refused"] for a in answers if "refused" in a), None)
-
-    def _release(self, backends: list[BackendName]) -> None:
-        for name in backends:
+    def _release(self, names: Sequence[BackendName]) -> None:
+        for name in names:
             self._tell(name, "release")
 
-    def _tell(self, name: BackendName, what: str, **more: Any) -> list[Message]:
-        """One command to every rank of the backend's world; their answers in the order of ranks."""
-        ranks = self._connections[name.world]
-        for connection in ranks:
-            connection.send({"do": what, "label": name.label, **more})
-        answers: list[Message | None] = [None] * len(ranks)
-        with selectors.DefaultSelector() as selector:
-            for connection in ranks:
-                selector.register(connection.socket, selectors.EVENT_READ)
-            while any(answer is None for answer in answers):
-                for rank, connection in enumerate(ranks):
-                    if answers[rank] is None and (answer := connection.poll()) is not None:
-                        self._raise_error(answer)
-                        answers[rank] = answer
-                        selector.unregister(connection.socket)
-                if any(answer is None for answer in answers):
-                    self._watch()
-                    selector.select(_POLL_S)
-        return [answer for answer in answers if answer is not None]
-
-    def _watch(self, *, ended_is_well: bool = False) -> None:
-        """Raise BenchError where a process ended, or the deadline is past."""
-        for name, process in self._running.processes.items():
-            code = process.poll()
-            if code is not None and not (ended_is_well and code == 0):
-                self._fail(f"{name} failed with exit code {code}" if code else f"{name} ended too early", [name])
-        if time.monotonic() > self._deadline:
-            self._fail(
-                f"the workers had not ended after {self.place.deadline_s} s; fewer sizes (-e), rounds (-n) or more "
-                "--timeout",
-                list(self._outputs),
-            )
-
-    def _raise_error(self, answer: Message) -> None:
-        if "error" in answer:
-            self._fail(f"{answer['who']} failed: {answer['error'].rstrip()}", list(self._outputs))
-
-    def _fail(self, what: str, whose: list[str]) -> None:
-        stop(list(self._running.processes.values()))
-        for reader in self._readers:
-            reader.join(DRAIN_S)
-        said = [f"{name}| {line}" for name in whose for line in self._outputs[name]]
-        raise BenchError("\n".join([what, *said, *(f"switch| {line}" for line in self._running.switch_lines)]))
-
-    def _all(self) -> list[Connection]:
-        return [connection for ranks in self._connections.values() for connection in ranks]
+    def _tell(self, name: BackendName, command: str, **arguments: Any) -> list[Message]:
+        return self._ranks.tell(name.world, command, label=name.label, **arguments)
 
 
-class _Takes:
-    """What one backend's rounds took."""
+def refusal_of(answers: Sequence[Message]) -> str | None:
+    return next((answer["refused"] for answer in answers if "refused" in answer), None)
 
-    def __init__(self) -> None:
-        self.refused: str | None = None
-        self._ran: list[str] | None = None
-        self._tolerance = 0.0
-        self._times_ns: list[int] = []
-        self._wrong = 0
-        self._call_ns: list[int] = []
-        self._parts_ns: list[list[int]] = []
 
-    def prepared(self, answers: list[Message]) -> None:
-        self.refused = next((a["refused"] for a in answers if "refused" in a), None)
-        self._ran = next((a["ran"] for a in answers if a.get("ran")), None)
-        self._tolerance = max(a.get("tolerance", 0.0) for a in answers)
-
-    def add(self, answers: list[Message], *, timed: bool) -> None:
-        self._wrong += sum(answer["wrong"] for answer in answers)
-        if not timed:
-            return
-        self._times_ns.append(max(answer["mean_ns"] for answer in answers))
-        for answer in answers:
-            self._call_ns += answer.get("call_ns") or []
-            self._parts_ns += answer.get("parts_ns") or []
-
-    def measured(self, wire: list[list[int]] | None, check: bool, breakdown: bool) -> Measured:
-        return Measured(
-            times_ns=self._times_ns,
-            wrong=self._wrong if check and self.refused is None else None,
-            wire_bytes=wire,
-            call_ns=(self._call_ns or None) if breakdown else None,
-            parts_ns=(self._parts_ns or None) if breakdown else None,
-            refused=self.refused,
-            algorithm=None if self._ran is None else self._ran[0],
-            wire=None if self._ran is None else self._ran[1],
-            tolerance=self._tolerance,
-        )
+def _new_measured(answers: Sequence[Message], check: bool) -> Measured:
+    refusal = refusal_of(answers)
+    return Measured(refused=refusal, wrong=0 if check and refusal is None else None)

@@ -1,4 +1,4 @@
-"""Message sizes as nccl-tests takes them, and dtypes with what they can count exactly. Pure."""
+"""Message sizes in nccl-tests' form, and dtypes with their exact integers. Pure."""
 
 import re
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ _SUFFIXES = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
 
 
 def parse_size(text: str) -> int:
-    """Bytes from `4`, `64K`, `16M`, `1G`; MB is 2^20."""
+    """Return the bytes of `4`, `64K`, `16M`, `1G`; M is 2^20. Raises ValueError."""
     match = _SIZE.match(text)
     if match is None:
         raise ValueError(f"size {text!r} is not understood; write bytes, or with K, M or G: 4, 64K, 16M")
@@ -16,7 +16,7 @@ def parse_size(text: str) -> int:
 
 
 def format_size(size_bytes: int) -> str:
-    """`16M` for 2^24: the shortest way to say it exactly."""
+    """Return the shortest exact form: `16M` for 2^24."""
     for suffix, unit in reversed(_SUFFIXES.items()):
         if size_bytes >= unit and size_bytes % unit == 0:
             return f"{size_bytes // unit}{suffix}"
@@ -24,7 +24,7 @@ def format_size(size_bytes: int) -> str:
 
 
 def sweep(begin_bytes: int, end_bytes: int, factor: int) -> list[int]:
-    """begin, begin * factor, ... up to and not beyond end."""
+    """Return begin, begin * factor, ... up to and not beyond end. Raises ValueError."""
     if begin_bytes < 1 or end_bytes < begin_bytes:
         raise ValueError(f"-b {begin_bytes} and -e {end_bytes} leave no size; 1 <= b <= e is wanted")
     if factor < 2:
@@ -39,11 +39,9 @@ def sweep(begin_bytes: int, end_bytes: int, factor: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Dtype:
-    """exact_below: every whole number below it has a value of its own, and sums below it are exact."""
-
     torch_name: str
     item_bytes: int
-    exact_below: int
+    exact_below: int  # every whole number below has a value of its own, and sums below are exact
 
 
 DTYPES = {
@@ -57,7 +55,7 @@ DTYPES = {
 
 
 def parse_dtypes(text: str) -> list[str]:
-    """From `f32`, `f32,bf16` or `all`."""
+    """Read `f32`, `f32,bf16` or `all`. Raises ValueError."""
     names = list(DTYPES) if text == "all" else text.split(",")
     for name in names:
         parse_dtype(name)

@@ -1,8 +1,11 @@
-"""A median and how far the values lie around it. Pure."""
+"""Rounds of several cases, and what their values come to: a median, percentiles, paired ratios. Pure."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
+
+Case = TypeVar("Case")
 
 
 @dataclass(frozen=True)
@@ -17,28 +20,23 @@ class Spread:
     n: int
 
     def scaled(self, factor: float) -> "Spread":
-        """In another unit; `factor` is above 0."""
+        """Return the spread in another unit; `factor` is above 0."""
         return Spread(
             self.median * factor, self.p5 * factor, self.p25 * factor, self.p75 * factor, self.p95 * factor, self.n
         )
 
 
 def spread(values: Sequence[float]) -> Spread:
+    """Return the spread of one or more values. Raises ValueError for none."""
     ordered = sorted(values)
     if not ordered:
         raise ValueError("a spread of no values; run at least one round")
-    return Spread(
-        median=percentile(ordered, 50),
-        p5=percentile(ordered, 5),
-        p25=percentile(ordered, 25),
-        p75=percentile(ordered, 75),
-        p95=percentile(ordered, 95),
-        n=len(ordered),
-    )
+    p5, p25, median, p75, p95 = (percentile(ordered, percent) for percent in (5, 25, 50, 75, 95))
+    return Spread(median, p5, p25, p75, p95, len(ordered))
 
 
 def percentile(ordered: Sequence[float], percent: float) -> float:
-    """Linear between the two nearest ranks, as NumPy's default; `ordered` ascends."""
+    """Interpolate between the two nearest ranks, as NumPy's default; `ordered` ascends."""
     position = (len(ordered) - 1) * percent / 100
     low = math.floor(position)
     high = math.ceil(position)
@@ -46,5 +44,16 @@ def percentile(ordered: Sequence[float], percent: float) -> float:
 
 
 def paired_ratios(numerators: Sequence[float], denominators: Sequence[float]) -> list[float]:
-    """One ratio a round: what slowed a whole round down cancels out."""
+    """Return one ratio a round: a disturbance that slows a whole round cancels out."""
     return [a / b for a, b in zip(numerators, denominators, strict=True)]
+
+
+def interleave(cases: Sequence[Case], rounds: int, warmups: int = 0) -> Iterator[tuple[int, Case]]:
+    """Yield (round, case): every case in every round, and another case first in each. Warm-ups have rounds below 0.
+
+    So a disturbance of the machine affects all cases alike, and each is first equally often (the first one meets colder
+    caches).
+    """
+    for number in range(-warmups, rounds):
+        for place in range(len(cases)):
+            yield number, cases[(number + place) % len(cases)]

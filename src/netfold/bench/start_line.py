@@ -1,7 +1,7 @@
-"""Where the ranks of a backend line up before a burst, all backends alike.
+"""The point where the ranks of a backend wait for each other before a burst, the same for all backends.
 
-Each backend's own barrier would do it too, but would let its ranks go unevenly, by as much as a slow one takes; the
-small calls timed right after it would pay for that.
+A backend's own barrier releases its ranks at different times. The times of the small calls behind it would include
+that difference.
 """
 
 import mmap
@@ -12,9 +12,10 @@ _SLOT_BYTES = 8
 
 
 class StartLine:
-    """A slot of shared memory a rank, in which it writes how often it has arrived. Yields while it waits.
+    """A file of shared memory with a slot for each rank, which holds how often the rank has arrived.
 
-    The wait is bounded by the process's own alarm: a rank that is missing has failed, and the run ends with it.
+    A waiting rank yields its core. It waits without a limit of its own: a rank is missing only where it has failed,
+    and then the run ends, or the process's alarm does it.
     """
 
     def __init__(self, path: Path, rank: int, size: int) -> None:
@@ -27,11 +28,18 @@ class StartLine:
 
     @staticmethod
     def draw(path: Path, size: int) -> None:
+        """Create the file, for `size` ranks."""
         path.write_bytes(bytes(size * _SLOT_BYTES))
 
     def cross(self) -> None:
+        """Wait until every rank has crossed as often as this one."""
         self._crossed += 1
         self._slots[self._rank] = self._crossed
         for other in range(self._size):
             while self._slots[other] < self._crossed:
                 os.sched_yield()
+
+
+def line_path(folder: Path, world: str, ranks: int) -> Path:
+    """Return the file of the start line for the first so many ranks of a world."""
+    return folder / f"{world}-{ranks}.line"

@@ -1,93 +1,77 @@
-"""`netfold bench model`: training steps of known models, replayed, as rows. `measure_models` is the way in."""
+"""`netfold bench model`: replayed training steps of known models, as rows."""
 
-import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
-from netfold.bench.config import BenchEnvironment, Replay, Replayed
+from netfold.bench.backends import unique_labels
+from netfold.bench.config import BenchEnvironment, Replay, Replayed, Result
 from netfold.bench.program import Program, build_program
-from netfold.bench.report import Ratio
-from netfold.bench.runner import Runner, start_runner
-from netfold.bench.spread import Spread, paired_ratios, spread
+from netfold.bench.report import Ratio, describe_run, ratio_of, total_wrong
+from netfold.bench.runner import Runner, start_comparison
+from netfold.bench.spread import Spread, spread
 from netfold.plan.model.catalogue import Model, find_model
 from netfold.rack.link import parse_link
 
+__all__ = ["StepRow", "describe_network", "make_step_rows", "measure_models", "replay_models", "total_wrong"]
 _RATES = (("gbit", 10**9), ("mbit", 10**6), ("kbit", 10**3))
 
 
 @dataclass(frozen=True)
 class StepRow:
-    """One backend's steps of one model; times in ns.
-
-    parameters, gradient_bytes: the model's own, before `shrink`; buckets: all_reduces a step; compute_ns: the step
-    where transfers take no time; alone_ns: that, measured; step_ns: the slowest rank's; exposed_ns: what of it
-    was more than computing; efficiency: compute_ns / step_ns; samples_per_s: of all ranks together; late_ns: of the
-    accelerators' timer; ratio: the peer's time over ours, round by round; refused: the own sentence, no times then.
-    """
+    """One backend's steps of one model; times in ns."""
 
     model: str
     backend: str
     workers: int
     batch: int
-    parameters: int
-    gradient_bytes: int
-    buckets: int
-    compute_ns: int
-    alone_ns: int | None
-    times_ns: list[int]
+    parameters: int  # the model's own, before `shrink`
+    gradient_bytes: int  # likewise
+    buckets: int  # all_reduces a step
+    compute_ns: int  # the step where transfers take no time
+    alone_ns: int | None  # the same, measured
+    times_ns: list[int]  # of each step, the slowest rank's
     step_ns: Spread | None
-    exposed_ns: Spread | None
-    efficiency: Spread | None
-    samples_per_s: float | None
-    late_ns: Spread | None
+    exposed_ns: Spread | None  # of step_ns, the part beyond compute_ns
+    efficiency: Spread | None  # compute_ns / step_ns
+    samples_per_s: float | None  # of all ranks together
+    late_ns: Spread | None  # of the accelerators' timer
     wrong: int | None
     ratio: Ratio | None
-    refused: str | None
+    refused: str | None  # the backend's own sentence; no times then
 
 
 def replay_models(place: BenchEnvironment, replay: Replay) -> tuple[list[StepRow], dict[str, Any]]:
-    """A run from start to end: rows, and everything about it for JSON. Raises BenchError, ValueError, RackError."""
-    names = replay.backend_names()
-    if not any(name.is_netfold for name in names):
-        place = replace(place, switch=False)
-    with start_runner(place, [name.world for name in names]) as runner:
+    """Run from start to end; return rows, and everything for JSON. Raises BenchError, ValueError, RackError."""
+    with start_comparison(place, replay.backends) as runner:
         rows = measure_models(runner, replay)
-        return rows, {
-            "command": sys.argv,
-            **runner.describe(),
-            "config": replay.to_json(),
-            "stands_for": describe_network(place, replay),
-            "rows": [asdict(row) for row in rows],
-        }
+        result = Result(runner.describe(), [])
+        stands_for = describe_network(place, replay)
+        return rows, describe_run(runner.place, replay, result, rows, stands_for=stands_for)
 
 
 def measure_models(runner: Runner, replay: Replay) -> list[StepRow]:
-    """A row a model and backend, in the replay's order; within a model the backends are interleaved round by round.
+    """Return a row a model and backend, in the replay's order. The backends of a model are interleaved by round.
 
-    The runner's worlds must hold those of all backends. A step takes as long as the model's computing and what is not
-    hidden behind it; rounds + warmups + 4 of them are played a backend and model. Raises BenchError.
+    The runner's worlds must include those of all backends. A step takes the model's computing time and the transfer
+    time that is not hidden behind it. Each backend plays rounds + warmups + 4 steps a model. Raises BenchError.
     """
-    rows = []
-    for model in replay.models:
-        rows += make_step_rows(runner.place, replay, model, runner.measure_step(replay, model))
-    return rows
+    return [
+        row
+        for model in replay.models
+        for row in make_step_rows(runner.place, replay, model, runner.measure_step(replay, model))
+    ]
 
 
 def make_step_rows(place: BenchEnvironment, replay: Replay, model: str, replayed: Sequence[Replayed]) -> list[StepRow]:
-    """What one model's backends did, a row each. Pure."""
-    program = build_program(
-        find_model(model), bucket_bytes=replay.bucket_bytes, shrink=replay.shrink, compute_scale=replay.compute_scale
-    )
-    return [_row(place, replay, find_model(model), program, replayed, index) for index in range(len(replayed))]
-
-
-def total_wrong(rows: Sequence[StepRow]) -> int:
-    return sum(row.wrong or 0 for row in rows)
+    """Return one model's row for each backend. Pure."""
+    known = find_model(model)
+    program = build_program(known, **replay.scales())
+    return [_row(place, replay, known, program, replayed, index) for index in range(len(replayed))]
 
 
 def describe_network(place: BenchEnvironment, replay: Replay) -> str:
-    """Which network and accelerators the run stands for, in a sentence."""
+    """Return a sentence on the network and the accelerators that the run stands for."""
     tensors = "tensors as they are" if replay.shrink == 1 else f"tensors 1/{replay.shrink} of their size"
     fast = "" if replay.compute_scale == 1 else f"; accelerators {replay.compute_scale:g} times as fast as published"
     if place.rack_rate is None:
@@ -104,7 +88,7 @@ def describe_network(place: BenchEnvironment, replay: Replay) -> str:
 
 
 def _format_rate(rate_bits: float) -> str:
-    """As tc writes it."""
+    """Return the rate in tc's form."""
     unit, size = next(((unit, size) for unit, size in _RATES if rate_bits >= size), _RATES[-1])
     return f"{rate_bits / size:g}{unit}"
 
@@ -118,7 +102,7 @@ def _row(
     compute_ns = program.compute_ns
     return StepRow(
         model=model.name,
-        backend=replay.labels()[index],
+        backend=unique_labels(replay.backends)[index],
         workers=place.workers,
         batch=model.speed.batch,
         parameters=model.parameters,
@@ -133,18 +117,6 @@ def _row(
         samples_per_s=None if step_ns is None else place.workers * model.speed.batch / step_ns.median * 1e9,
         late_ns=spread(mine.late_ns) if mine.late_ns else None,
         wrong=mine.steps.wrong,
-        ratio=_ratio(replay, replayed, index),
+        ratio=ratio_of(replay.backends, [one.steps.times_ns for one in replayed], index),
         refused=mine.steps.refused,
     )
-
-
-def _ratio(replay: Replay, replayed: Sequence[Replayed], index: int) -> Ratio | None:
-    """To the first backend, or of the first to the second."""
-    if len(replayed) < 2:
-        return None
-    peer = 1 if index == 0 else 0
-    ours, theirs = replayed[index].steps.times_ns, replayed[peer].steps.times_ns
-    if not ours or not theirs:
-        return None
-    ratios = paired_ratios(theirs, ours)
-    return Ratio(replay.labels()[peer], ratios, spread(ratios))

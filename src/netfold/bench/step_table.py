@@ -4,11 +4,12 @@ from collections.abc import Sequence
 
 from netfold.bench.program import gradient_buckets
 from netfold.bench.step import StepRow
+from netfold.bench.table import RATIO_HEADER, aligned, ratio_cells
 from netfold.plan.model.catalogue import MODELS, find_model
 
 _HEADER = (
     *("model", "backend", "batch", "compute(ms)", "step(ms)", "p5..p95", "exposed(ms)", "efficiency", "samples/s"),
-    *("#wrong", "ratio", "p5..p95", "n", "to"),
+    *("#wrong", *RATIO_HEADER),
 )
 _MODELS_HEADER = (
     *("model", "parameters", "tensors", "gradients(MB)", "buckets", "GFLOP/sample", "batch", "samples/s"),
@@ -17,8 +18,8 @@ _MODELS_HEADER = (
 
 
 def render_steps(rows: Sequence[StepRow]) -> str:
-    """One line a row; the ratio is the peer's time over the row's. Below, how exact the accelerators' timer was."""
-    lines = _columns([_HEADER, *(_cells(row) for row in rows)], left=2)
+    """Render one line a row; the ratio is the peer's time over the row's. Below, the timer's accuracy."""
+    lines = aligned([_HEADER, *(_cells(row) for row in rows)], left=(0, 1, -1))
     lines += [
         f"# {row.model}, {row.backend}: computing alone {_ms(row.alone_ns)} ms; transfers started "
         f"{row.late_ns.median / 1e3:.0f} us late (p95 {row.late_ns.p95 / 1e3:.0f}); "
@@ -31,36 +32,34 @@ def render_steps(rows: Sequence[StepRow]) -> str:
 
 
 def render_models() -> str:
-    """Every model there is: what it sends in a step, and how long one accelerator computes, by which source."""
-    cells = [_MODELS_HEADER]
-    for name in MODELS:
-        model = find_model(name)
-        speed = model.speed
-        cells.append(
-            (
-                name,
-                f"{model.parameters}",
-                f"{len(model.gradients)}",
-                f"{model.gradient_bytes / 1e6:.1f}",
-                f"{len(gradient_buckets(model))}",
-                f"{model.flops / 1e9:.3g}",
-                f"{speed.batch}",
-                f"{speed.samples_per_s:.1f}",
-                f"{model.compute_s * 1e3:.1f}",
-                f"{'derived' if speed.derived else 'published'}: {speed.source}",
-            )
+    """Render every known model: what it sends in a step, how long one accelerator computes, and the source of that."""
+    models = [find_model(name) for name in MODELS]
+    cells = [
+        (
+            model.name,
+            f"{model.parameters}",
+            f"{len(model.gradients)}",
+            f"{model.gradient_bytes / 1e6:.1f}",
+            f"{len(gradient_buckets(model))}",
+            f"{model.flops / 1e9:.3g}",
+            f"{model.speed.batch}",
+            f"{model.speed.samples_per_s:.1f}",
+            f"{model.compute_s * 1e3:.1f}",
+            f"{'derived' if model.speed.derived else 'published'}: {model.speed.source}",
         )
-    lines = _columns(cells, left=1)
+        for model in models
+    ]
+    lines = aligned([_MODELS_HEADER, *cells], left=(0, -1))
     lines += [
         f"# {model.name}: and two all_to_alls, in which a rank gives {model.exchange_bytes / 1e6:.1f} MB each"
-        for model in map(find_model, MODELS)
+        for model in models
         if model.exchange is not None
     ]
     return "\n".join(lines)
 
 
 def _cells(row: StepRow) -> tuple[str, ...]:
-    step, ratio = ("-",) * 5, ("-",) * 4
+    step: tuple[str, ...] = ("-",) * 5
     if row.step_ns is not None and row.exposed_ns is not None and row.efficiency is not None:
         step = (
             _ms(row.step_ns.median),
@@ -69,24 +68,8 @@ def _cells(row: StepRow) -> tuple[str, ...]:
             f"{row.efficiency.median:.3f}",
             f"{row.samples_per_s:.1f}",
         )
-    if row.ratio is not None:
-        of = row.ratio.spread
-        ratio = (f"{of.median:.2f}", f"{of.p5:.2f}..{of.p95:.2f}", str(of.n), row.ratio.peer)
     wrong = "-" if row.wrong is None else str(row.wrong)
-    return (row.model, row.backend, str(row.batch), _ms(row.compute_ns), *step, wrong, *ratio)
-
-
-def _columns(cells: Sequence[tuple[str, ...]], left: int) -> list[str]:
-    """Aligned; the first `left` columns and the last one to the left, numbers to the right."""
-    widths = [max(len(line[column]) for line in cells) for column in range(len(cells[0]))]
-    last = len(widths) - 1
-    return [
-        "  ".join(
-            cell.ljust(width) if column < left or column == last else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(line, widths, strict=True))
-        ).rstrip()
-        for line in cells
-    ]
+    return (row.model, row.backend, str(row.batch), _ms(row.compute_ns), *step, wrong, *ratio_cells(row.ratio))
 
 
 def _ms(time_ns: float | None) -> str:

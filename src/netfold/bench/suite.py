@@ -1,6 +1,6 @@
 """The standing set of measurements, `make bench`: every goal of goals.py beside what was measured.
 
-Results are kept by section in FOLDER/*.json, and rendered from there: a run of some sections replaces those alone.
+Results are kept by section in FOLDER/*.json, and rendered from there. A run of some sections replaces only those.
 """
 
 import json
@@ -9,9 +9,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from netfold.bench.backends import parse_backend
-from netfold.bench.backends.backend import MPIS
-from netfold.bench.config import BenchEnvironment, Trials
+from netfold.bench.backends import MPIS, parse_backends
+from netfold.bench.config import BenchEnvironment
 from netfold.bench.extras import DDP_PLACES, WAITING_PLACES, ddp_verdicts, waiting_verdicts
 from netfold.bench.goals import SECTIONS, Goal, all_goals, places, trials_at
 from netfold.bench.link_probe import LinkMeasurement, lower_bound_s, probe_rack
@@ -26,25 +25,22 @@ from netfold.rack.command import why_unavailable
 
 Say = Callable[[str], None]
 
-# The in-network results are older than the others and are linked to by this name.
+# Other documents link to the in-network results by this name.
 _FILES = {"in-network": "suite"}
 
 
 @dataclass
 class Section:
-    """verdicts: a line a goal; notes: sentences below the table; runs: everything measured; bad: failures, and runs
-    with a wrong element. A missed goal is in the table, and no failure."""
-
-    verdicts: list[Verdict] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-    runs: list[dict[str, Any]] = field(default_factory=list)
-    bad: int = 0
+    verdicts: list[Verdict] = field(default_factory=list)  # one a goal
+    notes: list[str] = field(default_factory=list)  # sentences below the table
+    runs: list[dict[str, Any]] = field(default_factory=list)  # everything measured
+    bad: int = 0  # failures, and runs with a wrong element; a missed goal is no failure
 
 
 def run_suite(names: Sequence[str], folder: Path, say: Say, *, quick: bool) -> int:
     """Measure the named sections (all, where none is named) and rewrite their part of the results in `folder`.
 
-    Returns how many measurements failed or had a wrong element. Raises ValueError for a name that is none.
+    Returns how many measurements failed or had a wrong element. Raises ValueError for an unknown section.
     """
     if unknown := [name for name in names if name not in SECTIONS]:
         raise ValueError(f"section {unknown[0]!r} is not known; there are {', '.join(SECTIONS)}")
@@ -53,8 +49,7 @@ def run_suite(names: Sequence[str], folder: Path, say: Say, *, quick: bool) -> i
     goals = [goal for goal in all_goals(quick) if goal.section in wanted]
     absent = _absent_peers(sections, say)
     wire = _probe(goals, sections, say)
-    stages = places(goals)
-    for place in stages:
+    for place in places(goals):
         say(f"measuring: {describe_place(place)}")
         _run_stage(place, [goal for goal in goals if goal.place == place], sections, absent, wire, quick, say)
     for name, verdicts_of, extra_places in (
@@ -74,7 +69,7 @@ def describe_place(place: BenchEnvironment) -> str:
 
 
 def _absent_peers(sections: dict[str, Section], say: Say) -> list[str]:
-    """The MPIs that are not here: said once, and in every section that wanted them."""
+    """Return the MPIs that are not installed, and note them in every section that compares with MPIs."""
     absent = []
     for name in MPIS:
         try:
@@ -116,51 +111,47 @@ def _run_stage(
     quick: bool,
     say: Say,
 ) -> None:
-    """All trials of one place, in one set of processes; what goes wrong is a verdict on the goals that it leaves."""
+    """Run all trials of one place in one set of processes. An error is the verdict on the goals not yet measured."""
     left = list(goals)
     try:
         if place.rack_rate is not None and (lack := why_unavailable(loss=False)):
             raise RackError(lack)
-        trials = trials_at(place, goals, quick, absent)
-        worlds = [name.world for one in trials for name in one.backend_names()]
+        stage = trials_at(place, goals, quick, absent)
+        worlds = [name.world for trials in stage for name in parse_backends(trials.backends)]
         with start_runner(place, worlds) as runner:
-            for one in trials:
-                rows, document = _run_trials(runner, one)
-                for goal in [goal for goal in left if _is_of(goal, one)]:
-                    least_s = lower_bound_s(wire, goal.collective, goal.size_bytes, place.workers) if wire else None
-                    sections[goal.section].verdicts.append(evaluate_goal(goal, rows, least_s))
+            for trials in stage:
+                result = runner.measure(trials)
+                rows = make_rows(place, trials, result)
+                document = describe_run(place, trials, result, rows)
+                for goal in [goal for goal in left if _key(goal) == (trials.collective, trials.sizes[0])]:
+                    least_s = lower_bound_s(wire, *_key(goal), place.workers) if wire else None
+                    by_backend = {row.backend: row for row in rows}
+                    sections[goal.section].verdicts.append(evaluate_goal(goal, by_backend, least_s))
                     left.remove(goal)
                     _keep(sections[goal.section], document, rows)
-    except RackError as error:
+    except (RackError, BenchError) as error:
+        failed = isinstance(error, BenchError)
+        if failed:
+            say(str(error))
         for goal in left:
             sections[goal.section].verdicts.append(unmeasured(goal, str(error)))
-    except BenchError as error:
-        say(str(error))
-        for goal in left:
-            sections[goal.section].verdicts.append(unmeasured(goal, str(error)))
-            sections[goal.section].bad += 1
+            sections[goal.section].bad += failed
 
 
-def _run_trials(runner: Runner, trials: Trials) -> tuple[dict[str, Row], dict[str, Any]]:
-    result = runner.measure(trials)
-    rows = make_rows(runner.place, trials, result)
-    return {row.backend: row for row in rows}, describe_run(runner.place, trials, result, rows)
+def _key(goal: Goal) -> tuple[str, int]:
+    return goal.collective, goal.size_bytes
 
 
-def _is_of(goal: Goal, trials: Trials) -> bool:
-    return (goal.collective, goal.size_bytes) == (trials.collective, trials.sizes[0])
-
-
-def _keep(section: Section, document: dict[str, Any], rows: dict[str, Row]) -> None:
-    """A run serves several goals of a section, and is kept there once."""
+def _keep(section: Section, document: dict[str, Any], rows: Sequence[Row]) -> None:
+    """Add a run to a section, once: it may serve several of the section's goals."""
     if document in section.runs:
         return
     section.runs.append(document)
-    section.bad += total_wrong(list(rows.values())) > 0
+    section.bad += total_wrong(rows) > 0
     section.notes += [
         f"{row.backend}, {document['place']['workers']} ranks, one call of {row.size_bytes} B: "
         f"{describe_breakdown(row.breakdown)}."
-        for row in rows.values()
+        for row in rows
         if row.breakdown is not None and row.breakdown.python_ns is not None
     ]
 
@@ -173,10 +164,10 @@ def _run_extra(
     quick: bool,
 ) -> None:
     for place, backends in extra_places.items():
-        here = [backend for backend in backends if backend not in absent]
+        installed = [backend for backend in backends if backend not in absent]
         try:
-            with start_runner(place, [parse_backend(backend).world for backend in here]) as runner:
-                verdicts = verdicts_of(runner, here, quick)
+            with start_runner(place, [name.world for name in parse_backends(installed)]) as runner:
+                verdicts = verdicts_of(runner, installed, quick)
                 section.verdicts += verdicts
                 section.bad += any(verdict.why for verdict in verdicts)
                 section.runs.append(runner.describe())
@@ -188,22 +179,21 @@ def _run_extra(
 def _write(sections: dict[str, Section], folder: Path, say: Say) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for stem in ("collectives", "suite"):
-        ours = {name: section for name, section in sections.items() if _FILES.get(name, "collectives") == stem}
-        if not ours:
+        measured = {name: asdict(one) for name, one in sections.items() if _FILES.get(name, "collectives") == stem}
+        if not measured:
             continue
         path = folder / f"{stem}.json"
         kept = json.loads(path.read_text()) if path.exists() else {}
-        whole = kept if isinstance(kept, dict) else {}
-        whole |= {name: asdict(section) for name, section in ours.items()}
+        whole = {**(kept if isinstance(kept, dict) else {}), **measured}
         whole = {name: whole[name] for name in SECTIONS if name in whole}
         path.write_text(json.dumps(whole) + "\n")
-        markdown = render_markdown(whole)
-        path.with_suffix(".md").write_text(markdown)
-        say(markdown)
+        text = render_markdown(whole)
+        path.with_suffix(".md").write_text(text)
+        say(text)
 
 
 def render_markdown(whole: dict[str, Any]) -> str:
-    """A table a section, from what its JSON holds."""
+    """Render a table for each section, from the JSON alone."""
     lines = []
     for name, section in whole.items():
         lines += [f"## {name}: {SECTIONS[name]}", ""]
@@ -213,7 +203,7 @@ def render_markdown(whole: dict[str, Any]) -> str:
             lines += [f"- {_measured_on(section['runs'])}"]
         lines.append("")
     lines.append(
-        "Ratios are the other side's time over ours, paired by round, with their 5th and 95th percentile; f32, sum. "
+        "Ratios are the other time over the backend's, paired by round, with their 5th and 95th percentile; f32, sum. "
         "How to read this: docs/how-to/benchmarks.md."
     )
     return "\n".join(lines) + "\n"
@@ -225,9 +215,10 @@ def _measured_on(runs: list[dict[str, Any]]) -> str:
     versions: dict[str, str] = {}
     for run in runs:
         versions |= run["versions"]
+    # Every place had its ranks started once.
+    launches = len({json.dumps(run["place"]) for run in runs})
     return (
         f"{machine['cores']} cores of {machine['cpu']}, Linux {machine['kernel']}, TCP congestion control "
-        f"{machine['tcp_congestion_control']}, load average {min(loads):.1f} to {max(loads):.1f}; "
-        + ", ".join(f"{name} {version}" for name, version in versions.items())
-        + "."
-    )
+        f"{machine['tcp_congestion_control']}, load average {min(loads):.1f} to {max(loads):.1f}, {launches} "
+        f"launch{'es' if launches > 1 else ''}; " + ", ".join(f"{name} {version}" for name, version in versions.items())
+    ) + "."

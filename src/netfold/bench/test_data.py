@@ -1,19 +1,19 @@
-"""The values a benchmark sends and what must arrive. Pure; whole numbers, so any order of reducing agrees.
+"""The values that a benchmark sends and must receive. Pure. Whole numbers: every order of reduction gives the same.
 
-Element i of rank r in round k is c = (3 i + 5 r + k) mod p. p is a prime, so that a message shifted by a chunk,
-a packet or a page (all far from multiples of p) does not look like itself; and so small that what the reduction makes
-of all ranks' numbers, and of any part of them, is exact in the dtype, and in the wire format where that is narrower:
+Element i of rank r in round k is c = (3 i + 5 r + k) mod p. p is a prime, so a message shifted by a chunk, a packet or
+a page (all far from multiples of p) differs from itself. p is so small that the reduction over all ranks, and over any
+part of them, is exact in the dtype, and in the wire format where that is narrower:
 
     sum          c, summed up to P (p - 1)
-    avg          P c: the mean is whole, and P times it still exact
-    min, max     c - (p - 1) / 2: negative ones too
-    prod         c + 1 on rank i mod P, 1 or -1 on all others: a rank left out or taken twice shows in half of the
-                 elements or in its own, and no product is larger than p
-    none         c, as for sum: what is only moved
+    avg          P c: the mean is whole, and P times the mean is still exact
+    min, max     c - (p - 1) / 2: negative values too
+    prod         c + 1 on rank i mod P, 1 or -1 on all other ranks: a rank that is left out or taken twice shows in half
+                 of the elements or in its own, and no product is larger than p
+    none         c, as for sum: values that are only moved
 
-Sums by shared exponents (the wire format i32) are exact too: its steps in a block are 2^(e + h - 30)
-(docs/explanation/numbers.md),
-at most 1 for numbers below 2^16 and up to 2^14 ranks. By i8 they are not, and are checked against their bound.
+Sums by shared exponents (the wire format i32) are exact too: the steps in a block are 2^(e + h - 30)
+(docs/explanation/numbers.md), at most 1 for numbers below 2^16 and up to 2^14 ranks. Sums by i8 are not exact, and are
+checked against their bound.
 """
 
 from dataclasses import dataclass
@@ -22,17 +22,19 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from netfold.bench.sizes import parse_dtype
+
 Array: TypeAlias = "np.ndarray[Any, Any]"
 
 _REDUCE = {"min": np.minimum, "max": np.maximum, "prod": np.multiply}
-# Above any slot's or packet's element count; more would only make the tables larger.
+# More than any slot's or packet's element count; a greater p would only make the tables larger.
 MODULUS_MAX = 65521
-# Above the pattern's own factors, or neighbours and ranks would not differ.
+# Greater than the factors 3 and 5, or neighbours and ranks would not differ.
 MODULUS_MIN = 7
 
 
 def modulus(exact_below: int, workers: int) -> int:
-    """The largest prime p with workers * (p - 1) < exact_below, within the bounds above."""
+    """Return the largest prime p with workers * (p - 1) < exact_below, within the bounds above. Raises ValueError."""
     candidate = min(MODULUS_MAX, (exact_below - 1) // workers + 1)
     while candidate >= MODULUS_MIN:
         if all(candidate % divisor for divisor in range(2, int(candidate**0.5) + 1)):
@@ -42,13 +44,13 @@ def modulus(exact_below: int, workers: int) -> int:
 
 
 def contribution(rank: int, round_index: int, p: int) -> npt.NDArray[np.int64]:
-    """One period of what `rank` sends, [p]: element i of the message is entry i mod p."""
+    """Return one period of what `rank` sends, [p]: element i of the message is entry i mod p."""
     return (3 * np.arange(p, dtype=np.int64) + 5 * rank + round_index) % p
 
 
 @dataclass(frozen=True)
 class MessageData:
-    """What the ranks send, and what `redop` (or "none") must make of it; [p] each, one period of a message."""
+    """The values that the ranks send, and their reduction by `redop` (or "none"); [p] each, one period of a message."""
 
     redop: str
     ranks: int
@@ -56,20 +58,21 @@ class MessageData:
 
     @classmethod
     def of(cls, redop: str, ranks: int, exact_below: int) -> "MessageData":
-        """With the largest p that is exact; ValueError where there is none."""
+        """Make it with the largest p that is exact. Raises ValueError where there is none."""
         match redop:
             case "min" | "max":
-                return cls(redop, ranks, modulus(exact_below, 1))
+                p = modulus(exact_below, 1)
             case "prod":
-                return cls(redop, ranks, modulus(exact_below - 1, 1))
+                p = modulus(exact_below - 1, 1)
             case "avg":
-                return cls(redop, ranks, modulus(exact_below // ranks, ranks))
+                p = modulus(exact_below // ranks, ranks)
             case _:
-                return cls(redop, ranks, modulus(exact_below, ranks))
+                p = modulus(exact_below, ranks)
+        return cls(redop, ranks, p)
 
     @property
     def largest(self) -> int:
-        """No rank sends a greater magnitude."""
+        """The greatest magnitude that a rank sends."""
         return (self.p - 1) * (self.ranks if self.redop == "avg" else 1)
 
     def sent(self, rank: int, round_index: int) -> npt.NDArray[np.int64]:
@@ -92,19 +95,19 @@ class MessageData:
 
 
 def byte_bound(ranks: int, largest: int) -> float:
-    """How far a sum by i8 may be off where no rank sends more than `largest`: P m / L (docs/explanation/numbers.md),
-    and a
-    thousandth for what the scale's own rounding adds."""
+    """Return the greatest error of a sum by i8 where no rank sends more than `largest`.
+
+    It is P m / L (docs/explanation/numbers.md), and a thousandth more for the rounding of the scale.
+    """
     return 1.001 * ranks * largest / (127 // ranks)
 
 
 def encode(values: npt.NDArray[np.int64], dtype: str) -> Array:
-    """Whole numbers as the dtype's elements; bf16, which NumPy lacks, as the 16 bits that torch reads as one."""
+    """Return whole numbers as the dtype's elements. NumPy has no bf16: the result is then its bits, as u16."""
     if dtype == "bf16":
-        # The pattern's numbers have 8 significant bits at most, so the lower half of the f32 is zero.
+        # The numbers have at most 8 significant bits, so the lower half of the f32 is zero.
         return (values.astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
-    names = {"f32": "float32", "f64": "float64", "f16": "float16", "i32": "int32", "i64": "int64"}
-    return values.astype(names[dtype])
+    return values.astype(parse_dtype(dtype).torch_name)
 
 
 def fill(buffer: Array, period: Array, start: int = 0) -> None:
@@ -115,7 +118,7 @@ def fill(buffer: Array, period: Array, start: int = 0) -> None:
 
 
 def mismatches(buffer: Array, period: Array, start: int = 0, tolerance: float = 0.0) -> int:
-    """How many elements are not what fill() would write; with a tolerance, of floats, further than that from it."""
+    """Count the elements that differ from what fill() would write, by more than the tolerance (of floats only)."""
     row, body, tail = _aligned(buffer, period, start)
     return sum(_differing(part, row[: part.shape[-1]], tolerance) for part in (body, tail))
 
@@ -123,11 +126,11 @@ def mismatches(buffer: Array, period: Array, start: int = 0, tolerance: float = 
 def _differing(part: Array, row: Array, tolerance: float) -> int:
     if tolerance == 0:
         return int(np.count_nonzero(part != row))
-    # A NaN is no nearer than the tolerance, nor further.
+    # Count the right elements: a comparison with NaN is false, so a NaN is wrong.
     return part.size - int(np.count_nonzero(np.abs(part - row) <= tolerance))
 
 
 def _aligned(buffer: Array, period: Array, start: int) -> tuple[Array, Array, Array]:
-    """The period turned to begin at `start`, the buffer as whole rows of it, and what is left."""
+    """Return the period rotated to begin at `start`, the buffer's whole rows of it, and the rest of the buffer."""
     whole = len(buffer) - len(buffer) % len(period)
     return np.roll(period, -(start % len(period))), buffer[:whole].reshape(-1, len(period)), buffer[whole:]

@@ -19,7 +19,7 @@ import secrets
 import socket
 import struct
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 from netfold._native import auth
 from netfold.bootstrap.secure_stream import Secrets, Session
@@ -37,7 +37,7 @@ _YES, _NO = b"+", b"-"
 
 @dataclass(frozen=True)
 class Hello:
-    """Which rank connects to which, and for what purpose."""
+    """Which rank connects to which, and for what purpose. In the order of _HELLO's fields."""
 
     purpose: int
     token: bytes  # 16 bytes
@@ -66,18 +66,7 @@ def initiate(stream: socket.socket, hello: Hello, secret: bytes) -> Session | No
 
     EOFError or OSError if the peer goes away.
     """
-    request = _HELLO.pack(
-        _MAGIC,
-        hello.purpose,
-        hello.token,
-        hello.initiator,
-        hello.target,
-        hello.size,
-        hello.lane,
-        hello.rail,
-        hello.security,
-        secrets.token_bytes(_NONCE_BYTES),
-    )
+    request = _HELLO.pack(_MAGIC, *astuple(hello), secrets.token_bytes(_NONCE_BYTES))
     stream.sendall(request)
     if receive_exactly(stream, 1) != _YES:
         raise GroupNotFoundError

@@ -226,16 +226,9 @@ def _listen(rank: int, hosts: Sequence[str], ports: range, deadline: float) -> l
 
 
 def _bound(host: str, port: int) -> socket.socket:
-    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
-    try:
-        # Old connections may still use the port, although no process listens there.
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((host, port))
-        listener.listen(4096)
-        listener.setblocking(False)
-    except OSError:
-        listener.close()
-        raise
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.create_server((host, port), family=family, backlog=4096)
+    listener.setblocking(False)
     return listener
 
 

@@ -156,17 +156,8 @@ def agree(store: Store, rank: int, size: int, options: Options, deadline: float)
             f"none{refused}",
             rank=rank,
         )
-    return Job(
-        name=read["name"],
-        secret=secret,
-        algorithm=read["algorithm"],
-        wire=read["wire"],
-        switch=read["switch"],
-        window_bytes=int(read["window_bytes"]),
-        probe=bool(read["probe"]),
-        security=own_security,
-        no_switch=no_switch,
-    )
+    fields = {name: read[name] for name in ("name", "algorithm", "wire", "switch", "window_bytes", "probe")}
+    return Job(secret=secret, security=own_security, no_switch=no_switch, **fields)
 
 
 @dataclass

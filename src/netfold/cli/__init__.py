@@ -1,22 +1,21 @@
-"""The command line: one thin command for each package. May import every package; nothing imports cli.
+"""The command line: one thin command for each package.
 
-Commands import their packages when they run, so that `netfold --help` stays fast.
+May import every package; nothing imports cli. Commands import their packages when they run, so that `netfold --help`
+stays fast. `verb` has what all commands share, and `output` the options --output and -o.
+Tests: `pytest tests/test_cli.py`, and the tests of each package.
 """
 
 from __future__ import annotations
 
 import errno
-import logging
 import sys
 from typing import Annotated
 
 import typer
 
 from netfold.cli import bench, demo, doctor, explain, plan, profile, rack, switch, top, train
+from netfold.cli.verb import CANNOT
 from netfold.extras import MissingExtraError, missing_extra
-
-# Exit code, as a shell's: the command line is wrong, or this machine cannot run it.
-CANNOT = 2
 
 app = typer.Typer(
     name="netfold",
@@ -26,8 +25,8 @@ app = typer.Typer(
 )
 
 
-def _version(asked: bool) -> None:
-    if asked:
+def _version(wanted: bool) -> None:
+    if wanted:
         from importlib.metadata import version
 
         typer.echo(f"netfold {version('netfold')}")
@@ -55,13 +54,11 @@ app.add_typer(profile.app, name="profile")
 app.add_typer(plan.app, name="plan")
 
 
-# Errors of a file or folder that this user or the file system refuses.
+# Errors of a file or folder that this user may not use, or that the file system refuses.
 _REFUSED = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT)
 
 
 def main() -> None:
-    # matplotlib warns in two long lines if it cannot write to the home folder and uses a temporary one.
-    logging.getLogger("matplotlib").setLevel(logging.ERROR)
     try:
         app()
     except OSError as error:

@@ -6,17 +6,22 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from netfold.cli.verb import exit_on, rate_option, time_option
+
 if TYPE_CHECKING:
     from netfold.communicator import Options
+
+# The timeout of a query to a switch.
+_SWITCH_S = 1.0
 
 
 def explain(
     operation: Annotated[str, typer.Argument(help="all-reduce, broadcast, all-gather, ...")],
     size: Annotated[str, typer.Option(help="Bytes of the whole tensor, such as 4, 64K, 16M.")] = "16M",
     ranks: Annotated[int, typer.Option(min=1, help="Ranks in the group.")] = 4,
-    hosts: Annotated[int | None, typer.Option(min=1, help="Hosts that they are spread over; one a rank.")] = None,
-    latency_us: Annotated[float | None, typer.Option(min=0.1, help="Of a message between hosts.")] = None,
-    rate_mbps: Annotated[float | None, typer.Option(min=1, help="Tensor megabits a second between hosts.")] = None,
+    hosts: Annotated[int | None, typer.Option(min=1, help="Hosts of the ranks; default: one for each rank.")] = None,
+    latency: float | None = time_option(None, least_s=1e-7, help="Latency of a message between hosts: 20us."),
+    rate: float | None = rate_option(None, help="Rate of a tensor's bits between hosts: 9.4gbit."),
     gpu: Annotated[
         bool, typer.Option("--gpu", help="Also test the paths of GPU tensors here, with two ranks.")
     ] = False,
@@ -32,27 +37,23 @@ def explain(
     from rich.console import Console
     from rich.table import Table
 
+    from netfold import units
     from netfold.bench.sizes import parse_size
     from netfold.bootstrap.fabric import preview_transport
     from netfold.bootstrap.security import why_no_switch, why_not_secure
     from netfold.communicator import Options
-    from netfold.tuning import DEFAULT_LINKS, Link, Topology, build_table, candidates, format_seconds
+    from netfold.tuning import DEFAULT_LINKS, Link, Topology, build_table, candidates
 
     name = operation.replace("-", "_")
-    try:
+    host_count = hosts or ranks
+    with exit_on("explain", ValueError, KeyError):
         options = Options().resolved()
-        topology = Topology.even(ranks, ranks if hosts is None else hosts)
+        topology = Topology.even(ranks, host_count)
         apart = not options.shares_memory and topology.node_count < ranks
         if apart:
             topology = Topology.apart(ranks)
         network = DEFAULT_LINKS.network
-        links = replace(
-            DEFAULT_LINKS,
-            network=Link(
-                network.latency_s if latency_us is None else latency_us * 1e-6,
-                network.bytes_per_s if rate_mbps is None else rate_mbps * 125e3,
-            ),
-        )
+        links = replace(DEFAULT_LINKS, network=Link(latency or network.latency_s, rate or network.bytes_per_s))
         size_bytes = parse_size(size)
         no_switch = why_not_secure(options) or why_no_switch(str(options.security), options.switch)
         switch = None if no_switch else options.switch
@@ -65,43 +66,34 @@ def explain(
             links=links,
         )
         row = table.choose(name, size_bytes)
-        told_of_switch = no_switch if switch is None else _protection(switch, str(options.security))
-    except (ValueError, KeyError) as error:
-        typer.echo(f"netfold explain: {error.args[0]}", err=True)
-        raise typer.Exit(2) from None
-    where = f"{ranks} ranks" if hosts is None else f"{ranks} ranks on {hosts} hosts"
+        about_switch = no_switch if switch is None else _protection(switch, str(options.security))
     console = Console()
     if ranks > 1:
+        where = f"{ranks} ranks" if hosts is None else f"{ranks} ranks on {hosts} hosts"
         shown = Table(title=f"{name} of {size} on {where}", title_justify="left")
         shown.add_column("algorithm")
         shown.add_column("predicted", justify="right")
         shown.add_column("")
         for each in candidates(name, size_bytes, topology, links, switch=switch, wire=row.wire):
             chosen = each.algorithm == row.algorithm
-            time = "-" if each.seconds is None else format_seconds(each.seconds)
+            time = "-" if each.seconds is None else units.seconds(each.seconds)
             shown.add_row(each.algorithm + (" *" if chosen else ""), time, each.note, style="bold" if chosen else None)
         console.print(shown)
-    console.print(f"* {row.algorithm}, wire {row.wire}: {row.reason}", soft_wrap=True, highlight=False)
+    sentences = [f"* {row.algorithm}, wire {row.wire}: {row.reason}"]
     if apart:
-        told = f"ranks of one host do not share memory: NETFOLD_TRANSPORT={options.transport}"
-        console.print(told, soft_wrap=True, highlight=False, markup=False)
+        sentences.append(f"ranks of one host do not share memory: NETFOLD_TRANSPORT={options.transport}")
     over, why_not = preview_transport(options)
     if over or why_not:
-        told = f"over {over}" if over else f"no group would come together: {why_not}"
-        console.print(told, soft_wrap=True, highlight=False, markup=False)
-    about_switch = [told_of_switch] if told_of_switch else []
+        sentences.append(f"over {over}" if over else f"no group can form: {why_not}")
     if switch is not None and options.switch_fabric is None:
-        about_switch = _windows(options, ranks if hosts is None else hosts) + about_switch
-    for told in about_switch:
-        console.print(told, soft_wrap=True, highlight=False, markup=False)
+        sentences += _windows(options, host_count)
+    if about_switch:
+        sentences.append(about_switch)
     if gpu:
         from netfold.torch.device.selftest import run_selftest
 
-        console.print("\n".join(run_selftest()[0]), soft_wrap=True, highlight=False, markup=False)
-
-
-# The timeout of a query to a switch.
-_SWITCH_S = 1.0
+        sentences += run_selftest()[0]
+    console.print("\n".join(sentences), soft_wrap=True, highlight=False, markup=False)
 
 
 def _windows(options: Options, workers: int) -> list[str]:
@@ -112,20 +104,20 @@ def _windows(options: Options, workers: int) -> list[str]:
     from netfold.switch_protocol.control_messages import switches_of
     from netfold.switch_protocol.data_path import window_chunks
 
-    told = []
+    sentences = []
     payload_bytes = protocol.ETHERNET_PAYLOAD_BYTES
     for endpoint in switches_of(options.switch):
         where = endpoint.partition("#")[0]
         try:
             buffer = query_quota(endpoint, token_file=options.token_file, rank=0, timeout_s=_SWITCH_S).buffer
         except (NetfoldError, ValueError):
-            told.append(f"the switch at {where} was asked for its window, and does not answer from here")
+            sentences.append(f"the switch at {where} did not answer a query for its window from this host")
             continue
         if buffer.window_bytes:
             chunks = window_chunks(buffer.held_bytes(workers), payload_bytes)
             whole = f"{workers} workers have a window of {chunks} packets of {payload_bytes} bytes each"
-            told.append(f"the switch at {where}: {buffer.window_shortfall(workers) or whole}")
-    return told
+            sentences.append(f"the switch at {where}: {buffer.window_shortfall(workers) or whole}")
+    return sentences
 
 
 def _protection(switch: str, security: str) -> str:

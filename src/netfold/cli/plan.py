@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from netfold.cli import plan_listed, plan_module, plan_predict
+from netfold.cli import plan_inputs, plan_predict
+from netfold.cli.verb import DefaultCommandGroup
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -20,15 +21,15 @@ if TYPE_CHECKING:
 _PIPED_WIDTH = 120
 
 app = typer.Typer(
-    cls=plan_predict.DefaultCommandGroup,
+    cls=DefaultCommandGroup,
     help="What scaling out will bring, on which network, split how: `netfold plan JOB.toml`, or options.",
     no_args_is_help=True,
 )
 app.command("predict")(plan_predict.predict)
-app.command("clusters")(plan_listed.clusters)
-app.command("models")(plan_listed.models)
-app.command("networks")(plan_listed.networks)
-app.command("trace")(plan_module.trace)
+app.command("clusters")(plan_inputs.clusters)
+app.command("models")(plan_inputs.models)
+app.command("networks")(plan_inputs.networks)
+app.command("trace")(plan_inputs.trace)
 
 
 @app.command("validate")

@@ -1,18 +1,16 @@
 """`netfold profile`: record and report where a training job spends its time on the network."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-if TYPE_CHECKING:
-    from netfold.profile.run import Run
+from netfold.cli.output import STDOUT_TABLE, Output, with_output
+from netfold.cli.verb import exit_on
 
 app = typer.Typer(help="Show where a training job spends its time on the network.", no_args_is_help=True)
 
-CANNOT = 2
-
-_Run = Annotated[Path, typer.Argument(help="The folder that `netfold profile run` left.")]
+_Run = Annotated[Path, typer.Argument(help="The folder that `netfold profile run` wrote.")]
 _Buckets = Annotated[str, typer.Option(help="Upper bounds of the size buckets; K, M, G are 2^10, 2^20, 2^30.")]
 _BUCKETS = "128K,16M,32M,64M"
 
@@ -31,12 +29,9 @@ def run(
     """
     from netfold.profile.launch import LaunchError, launch, new_folder
 
-    try:
+    with exit_on("profile run", LaunchError):
         folder = new_folder(output)
         code = launch(command, folder)
-    except LaunchError as error:
-        typer.echo(f"netfold profile run: {error}", err=True)
-        raise typer.Exit(CANNOT) from None
     ranks = len(list(folder.glob("rank-*/metadata.json")))
     if ranks == 0:
         typer.echo(f"netfold profile: no process of the job was in a group; {folder} holds no records", err=True)
@@ -46,66 +41,49 @@ def run(
 
 
 @app.command()
-def report(
-    run: _Run,
-    buckets: _Buckets = _BUCKETS,
-    as_json: Annotated[bool, typer.Option("--json", help="Everything, as JSON.")] = False,
-    as_csv: Annotated[bool, typer.Option("--csv", help="The table's rows, as CSV.")] = False,
-    html: Annotated[Path | None, typer.Option(help="The page's path; default: RUN/report.html.")] = None,
-) -> None:
+@with_output("json", "csv", "html")
+def report(run: _Run, output: Output, buckets: _Buckets = _BUCKETS) -> None:
     """Report operations by kind and size, hidden communication, stragglers and advice.
 
-    Prints a table and writes a page. With --json or --csv, only --html writes a page.
+    Without --output and -o: prints a table and writes the page RUN/report.html.
     """
     from dataclasses import replace
 
     from netfold.plan.advice import advise
-    from netfold.profile import export as export_module
     from netfold.profile.analyse import analyse
+    from netfold.profile.export import as_csv, as_json
     from netfold.profile.overlap import each_step
     from netfold.profile.page import render_page
+    from netfold.profile.run import read_run
     from netfold.profile.table import render_table
 
-    try:
-        if as_json and as_csv:
-            raise ValueError("--json and --csv are two ways to say it; take one")
-        found = _read(run)
+    with exit_on("profile report", ValueError):
+        found = read_run(run)
         findings = analyse(found, _sizes(buckets))
-    except ValueError as error:
-        typer.echo(f"netfold profile report: {error}", err=True)
-        raise typer.Exit(CANNOT) from None
     findings = replace(findings, advice=advise(found, findings))
-    render = export_module.as_json if as_json else export_module.as_csv if as_csv else render_table
-    typer.echo(render(findings), nl=not as_csv)
-    if html is None and (as_json or as_csv):
-        return
-    page = html or run / "report.html"
-    try:
-        page.write_text(render_page(findings, found, each_step=each_step(found)), encoding="utf-8")
-    except OSError as error:
-        typer.echo(f"netfold profile report: {page} cannot be written: {error.strerror}; say where: --html", err=True)
-        raise typer.Exit(CANNOT) from None
-    typer.echo(f"\nthe page: {page}", err=as_json or as_csv)
+
+    def page() -> str:
+        return render_page(findings, found, each_step=each_step(found))
+
+    output.show(render_table(findings), json=lambda: as_json(findings), csv=lambda: as_csv(findings), html=page)
+    if output == STDOUT_TABLE:
+        with exit_on("profile report", OSError):
+            (run / "report.html").write_text(page(), encoding="utf-8")
+        typer.echo(f"\nthe page: {run / 'report.html'}")
 
 
 @app.command()
-def compare(
-    a: _Run,
-    b: _Run,
-    buckets: _Buckets = _BUCKETS,
-    as_json: Annotated[bool, typer.Option("--json", help="Everything, as JSON.")] = False,
-) -> None:
+@with_output("json")
+def compare(a: _Run, b: _Run, output: Output, buckets: _Buckets = _BUCKETS) -> None:
     """Show what became faster or SLOWER from run A to run B, by operation and size, and what is within the noise."""
     from netfold.profile.compare import compare as compare_runs
     from netfold.profile.export import comparison_as_json
+    from netfold.profile.run import read_run
     from netfold.profile.table import render_comparison
 
-    try:
-        found = compare_runs(_read(a), _read(b), _sizes(buckets))
-    except ValueError as error:
-        typer.echo(f"netfold profile compare: {error}", err=True)
-        raise typer.Exit(CANNOT) from None
-    typer.echo(comparison_as_json(found) if as_json else render_comparison(found))
+    with exit_on("profile compare", ValueError):
+        found = compare_runs(read_run(a), read_run(b), _sizes(buckets))
+    output.show(render_comparison(found), json=lambda: comparison_as_json(found))
 
 
 @app.command()
@@ -117,26 +95,15 @@ def export(
     """Write a run for another tool: every operation, step and arrow between ranks; the page holds only a part."""
     from netfold.profile.analyse import analyse
     from netfold.profile.perfetto import write_trace
-
-    file = output or Path(f"{run.resolve().name}.perfetto.json")
-    try:
-        if not perfetto:
-            raise ValueError("say for which tool: --perfetto is the one there is")
-        found = _read(run)
-        count = write_trace(found, analyse(found).clocks, file)
-    except ValueError as error:
-        typer.echo(f"netfold profile export: {error}", err=True)
-        raise typer.Exit(CANNOT) from None
-    except OSError as error:
-        typer.echo(f"netfold profile export: {file} cannot be written: {error.strerror}", err=True)
-        raise typer.Exit(CANNOT) from None
-    typer.echo(f"{file}: {count:,} events; open it in https://ui.perfetto.dev")
-
-
-def _read(folder: Path) -> "Run":
     from netfold.profile.run import read_run
 
-    return read_run(folder)
+    file = output or Path(f"{run.resolve().name}.perfetto.json")
+    with exit_on("profile export", ValueError, OSError):
+        if not perfetto:
+            raise ValueError("name the other tool; --perfetto is the only choice")
+        found = read_run(run)
+        count = write_trace(found, analyse(found).clocks, file)
+    typer.echo(f"{file}: {count:,} events; open it in https://ui.perfetto.dev")
 
 
 def _sizes(buckets: str) -> list[int]:

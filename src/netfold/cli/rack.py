@@ -4,18 +4,17 @@ from typing import Annotated
 
 import typer
 
+from netfold.cli.output import Output, with_output
+from netfold.cli.verb import CANNOT, FAILED, exit_on
+
 app = typer.Typer(help="An emulated rack on this machine: namespaces and shaped links. Needs root.")
 
-# As of a shell: the command line, or this machine, cannot do what was asked.
-CANNOT = 2
-
-
 Hosts = Annotated[int, typer.Option(help="Hosts, with one worker each.")]
-Rate = Annotated[str, typer.Option(help="Every link's rate each way, in tc's words: 1gbit, 200mbit.")]
-Loss = Annotated[str, typer.Option(help="Packets each link loses each way: 0.1%.")]
-Delay = Annotated[str, typer.Option(help="What each link takes beside its rate, each way: 50us.")]
-Mtu = Annotated[int, typer.Option(help="Of every link, in bytes.")]
-Racks = Annotated[int, typer.Option(help="Racks that the hosts stand in, each with a switch.")]
+Rate = Annotated[str, typer.Option(help="Rate of every link in each direction, as tc writes it: 1gbit, 200mbit.")]
+Loss = Annotated[str, typer.Option(help="Packets that each link loses in each direction: 0.1%.")]
+Delay = Annotated[str, typer.Option(help="Delay of each link in each direction, beyond the serialisation time: 50us.")]
+Mtu = Annotated[int, typer.Option(help="MTU of every link, in bytes.")]
+Racks = Annotated[int, typer.Option(help="Racks for the hosts, each with a switch.")]
 Uplink = Annotated[str | None, typer.Option(help="The rate of each rack's link to the core.")]
 SwitchRate = Annotated[
     str | None, typer.Option(help="Make the aggregator a host at the core, behind a link of this rate.")
@@ -24,7 +23,7 @@ SwitchRate = Annotated[
 
 @app.command(context_settings={"allow_interspersed_args": False})
 def run(
-    command: Annotated[list[str], typer.Argument(help="What every host runs, behind `--`.")],
+    command: Annotated[list[str], typer.Argument(help="The command for every host, after `--`.")],
     hosts: Hosts,
     rate: Rate,
     loss: Loss = "0%",
@@ -35,29 +34,30 @@ def run(
     switch_rate: SwitchRate = None,
     switch: Annotated[bool, typer.Option(help="Run an aggregator.")] = True,
     leaves: Annotated[
-        bool, typer.Option("--leaves", help="One in each rack's switch too, below the one at the core.")
+        bool, typer.Option("--leaves", help="Run one more in each rack's switch, below the one at the core.")
     ] = False,
 ) -> None:
     """Run COMMAND once on every host, with RANK, WORLD_SIZE, MASTER_ADDR, NETFOLD_SWITCH, ... set.
 
-    The exit code is the first that was not 0. Hosts, links and processes are gone afterwards, always.
+    The exit code is the first that was not 0. All hosts, links and processes are removed at the end, also after errors.
     """
     from netfold.rack import Rack, RackError
     from netfold.rack.job import run_on_every_host
     from netfold.rack.processes import exit_on_signals
 
-    try:
-        asked = Rack(hosts, rate, loss, delay=delay, mtu=mtu, racks=racks, uplink=uplink, switch_rate=switch_rate)
-        with exit_on_signals(), asked as rack:
-            code = run_on_every_host(rack, command, lambda line: print(line, flush=True), switch=switch, leaves=leaves)
-    except (RackError, ValueError) as error:
-        typer.echo(f"netfold rack run: {error}", err=True)
-        raise typer.Exit(CANNOT) from None
+    with (
+        exit_on("rack run", RackError, ValueError),
+        exit_on_signals(),
+        Rack(hosts, rate, loss, delay=delay, mtu=mtu, racks=racks, uplink=uplink, switch_rate=switch_rate) as rack,
+    ):
+        code = run_on_every_host(rack, command, lambda line: print(line, flush=True), switch=switch, leaves=leaves)
     raise typer.Exit(code)
 
 
 @app.command()
+@with_output("json", "csv")
 def check(
+    output: Output,
     hosts: Hosts = 2,
     rate: Rate = "1gbit",
     loss: Loss = "0%",
@@ -67,39 +67,38 @@ def check(
     uplink: Uplink = None,
     switch_rate: SwitchRate = None,
 ) -> None:
-    """Build a rack and measure it: rate, delay, loss and MTU of each kind of way, against what was asked for.
+    """Build a rack and measure rate, delay, loss and MTU of each kind of path, against what was asked for.
 
-    The exit code is 1 where something is not as asked. Takes some 6 s a way.
+    The exit code is 1 if a value differs from what was asked for. Takes about 6 s per path.
     """
-    from rich.console import Console
     from rich.table import Table
 
     from netfold.rack import Rack, RackError
-    from netfold.rack.check import check as findings
+    from netfold.rack.check import check as measure
     from netfold.rack.processes import exit_on_signals
 
-    table = Table("way", "", "asked", "measured", "")
-    good, way = True, ""
-    try:
-        asked = Rack(hosts, rate, loss, delay=delay, mtu=mtu, racks=racks, uplink=uplink, switch_rate=switch_rate)
-        with exit_on_signals(), asked as rack:
-            for finding in findings(rack):
-                good &= finding.passed
-                verdict = "as asked" if finding.passed else "NOT as asked"
-                if finding.route != way:
-                    table.add_section()
-                table.add_row("" if finding.route == way else finding.route, *finding[1:4], verdict)
-                way = finding.route
-    except (RackError, ValueError) as error:
-        typer.echo(f"netfold rack check: {error}", err=True)
-        raise typer.Exit(CANNOT) from None
-    Console().print(table)
-    raise typer.Exit(0 if good else 1)
+    with (
+        exit_on("rack check", RackError, ValueError),
+        exit_on_signals(),
+        Rack(hosts, rate, loss, delay=delay, mtu=mtu, racks=racks, uplink=uplink, switch_rate=switch_rate) as rack,
+    ):
+        findings = list(measure(rack))
+    table = Table("path", "", "asked", "measured", "")
+    route = ""
+    for finding in findings:
+        if finding.route != route:
+            table.add_section()
+        verdict = "as asked" if finding.passed else "NOT as asked"
+        table.add_row("" if finding.route == route else finding.route, *finding[1:4], verdict)
+        route = finding.route
+    rows = [finding._asdict() for finding in findings]
+    output.show(lambda console: console.print(table), json=lambda: rows, csv=lambda: rows)
+    raise typer.Exit(0 if all(finding.passed for finding in findings) else FAILED)
 
 
 @app.command()
 def down() -> None:
-    """Remove what racks left behind that were killed with all that looks after them; those that run are left alone."""
+    """Remove namespaces and processes of racks whose own clean-up was killed. Leaves running racks alone."""
     from netfold.rack import RackError, cleanup
     from netfold.rack.command import why_unavailable
 
@@ -112,9 +111,6 @@ def down() -> None:
         if pid is not None:
             typer.echo(f"rack {rack_id} still runs under process {pid}; `kill {pid}` ends it in order")
             continue
-        try:
+        with exit_on("rack down", RackError):
             cleanup.remove(rack_id)
-        except RackError as error:
-            typer.echo(f"netfold rack down: {error}", err=True)
-            raise typer.Exit(CANNOT) from None
         typer.echo(f"rack {rack_id} removed")

@@ -1,4 +1,4 @@
-"""`netfold switch`: run an aggregator, and look at one."""
+"""`netfold switch`: run an aggregator, or print the status of one."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from typing import Annotated
 
 import typer
 
+from netfold.cli.output import STDOUT_TABLE, Output, with_output
+from netfold.cli.verb import CANNOT, FAILED, exit_on, time_option
+
 app = typer.Typer(help="Run an aggregator: it adds up the gradients of the jobs that join it.")
 
-# As of a shell: the command line, or this machine, cannot do what was asked.
-CANNOT = 2
-# So that a container's health check follows its switch to another port.
+# An environment variable, so that a container's health check uses the same port as its switch.
 METRICS = "NETFOLD_SWITCH_METRICS"
 
 
@@ -29,23 +30,23 @@ def switch(
     ] = "127.0.0.1:7171",
     open_to_all: Annotated[
         bool,
-        typer.Option("--open", help="Serve a network address without TLS and tokens, on a trusted wire."),
+        typer.Option("--open", help="Serve a network address without TLS and tokens, on a trusted network."),
     ] = False,
     token_file: Annotated[
         Path | None, typer.Option(help="Lines of `tenant token` (docs/reference/switch.md); turns TLS on.")
     ] = None,
     state_dir: Annotated[
-        Path | None, typer.Option(help="Folder for the certificate; else each start has a new fingerprint.")
+        Path | None, typer.Option(help="Folder for the certificate; without it each start has a new fingerprint.")
     ] = None,
     parent: Annotated[
         str | None,
         typer.Option(
-            help="A switch above this one, host:port or host:port#fingerprint: sums of jobs that have workers beyond "
-            "this switch go there."
+            help="The parent switch, host:port or host:port#fingerprint. It receives the sums of jobs that also have "
+            "workers outside this switch."
         ),
     ] = None,
     parent_token_file: Annotated[
-        Path | None, typer.Option(help="A file with this switch's token for its parent, and nothing else.")
+        Path | None, typer.Option(help="A file that holds only this switch's token for its parent.")
     ] = None,
     max_jobs: Annotated[int, typer.Option(min=1, help="Jobs served at once.")] = 64,
     max_workers: Annotated[int, typer.Option(min=1, max=256, help="Workers a job may have.")] = 256,
@@ -56,48 +57,43 @@ def switch(
         typer.Option(
             min=1,
             max=64,
-            help="Threads that handle packets, each those of jobs of its own. A group that names this switch twice in "
-            "NETFOLD_SWITCH goes over two of them.",
+            help="Threads that handle packets. Each job belongs to one thread. A group that names this switch twice "
+            "in NETFOLD_SWITCH uses two threads.",
         ),
     ] = 1,
     cores: Annotated[
         str | None,
-        typer.Option(help="Cores such as 2,3: a thread on each that stays there, with its jobs' memory near it."),
+        typer.Option(help="Cores such as 2,3: one thread is pinned to each, with its jobs' memory on the same node."),
     ] = None,
-    busy_poll: Annotated[
-        int,
-        typer.Option(
-            min=0,
-            max=1_000_000,
-            help="Microseconds that a thread looks for packets without sleep after the last one: quicker answers, for "
-            "a core that is never idle while a job runs.",
-        ),
-    ] = 0,
+    busy_poll: float = time_option(
+        "0us",
+        most_s=1.0,
+        help="How long a thread polls after its last packet before it sleeps: faster answers, but the core is never "
+        "idle while a job runs.",
+    ),
     fabric: Annotated[
         list[str] | None,
         typer.Option(
-            help="A provider of libfabric, as in NETFOLD_TRANSPORT=fabric:PROVIDER, over which packets may come beside "
-            "UDP; may be said more than once (docs/how-to/fabric.md)."
+            help="A provider of libfabric, as in NETFOLD_TRANSPORT=fabric:PROVIDER, that workers may use beside UDP; "
+            "repeat it for several (docs/how-to/fabric.md)."
         ),
     ] = None,
     metrics: Annotated[
         str | None,
         typer.Option(
             envvar=METRICS,
-            help="Address and port for /metrics, /healthz and /status: plain HTTP, readable by who reaches it.",
+            help="Address and port for /metrics, /healthz and /status: plain HTTP, without access control.",
         ),
     ] = None,
-    drain_s: Annotated[
-        float, typer.Option("--drain-s", min=0, help="Seconds that running jobs have to end after SIGTERM.")
-    ] = 30.0,
+    drain: float = time_option("30s", help="How long running jobs may take to end after SIGTERM."),
     log: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
 ) -> None:
     """Run an aggregator: it adds up the gradients of the jobs that join it.
 
-    Workers find it by NETFOLD_SWITCH, set to what it says when it listens. The address above is TCP, for membership;
-    each job gets a UDP port of its own for data, or an endpoint on its --fabric. SIGTERM drains it: no new job, and
-    running ones have --drain-s seconds; Ctrl-C, or a second signal, stops it at once. Workers that are still there are
-    told, and the exit code is 0.
+    Set NETFOLD_SWITCH of the workers to the address that this command prints. That address is TCP, for membership.
+    Each job gets its own UDP port for data, or an endpoint on its --fabric. SIGTERM drains the switch: it admits no new
+    job, and running jobs may take --drain to end. Ctrl-C or a second signal stops the switch at once. The switch
+    notifies the remaining workers, and the exit code is 0.
     """
     if context.invoked_subcommand is not None:
         return
@@ -115,7 +111,7 @@ def switch(
     output.setFormatter(LogfmtFormatter())
     output.addFilter(RateLimit())
     logging.basicConfig(level=level, handlers=[output])
-    try:
+    with exit_on("switch", ValueError), exit_on("switch", OSError, code=FAILED):
         host, port = control_messages.parse_endpoint(listen, what="--listen")
         limits = Limits(
             jobs=max_jobs,
@@ -123,12 +119,12 @@ def switch(
             memory_bytes=parse_size(memory),
             window_bytes=parse_size(window),
         )
-        places = _cores_of(cores)
-        if places and threads not in (1, len(places)):
-            raise ValueError(f"--threads {threads} and --cores {cores}: there is a thread for each core")
+        pinned = _parse_cores(cores)
+        if pinned and threads not in (1, len(pinned)):
+            raise ValueError(f"--threads {threads} and --cores {cores}: each core has one thread; leave out --threads")
         tokens = None if token_file is None else Tokens.read(token_file)
         if parent is None and parent_token_file is not None:
-            raise ValueError("--parent-token-file is for the switch that --parent names, and none is")
+            raise ValueError("--parent-token-file needs --parent")
         above = None if parent is None else Parent(parent, parent_token_file)
         daemon = Switch(
             host,
@@ -138,9 +134,9 @@ def switch(
             tokens=tokens,
             state_dir=state_dir,
             parent=above,
-            threads=len(places) or threads,
-            cores=places,
-            busy_poll_s=busy_poll / 1e6,
+            threads=len(pinned) or threads,
+            cores=pinned,
+            busy_poll_s=busy_poll,
             fabrics=fabric or (),
         )
         web = (
@@ -148,21 +144,15 @@ def switch(
             if metrics is None
             else HttpServer(*control_messages.parse_endpoint(metrics, what="--metrics"), daemon.status)
         )
-    except ValueError as error:
-        typer.echo(f"netfold switch: {error}", err=True)
-        raise typer.Exit(CANNOT) from None
-    except OSError as error:
-        typer.echo(f"netfold switch: {error.filename or state_dir}: {error.strerror}", err=True)
-        raise typer.Exit(1) from None
 
     async def serve() -> None:
-        told = asyncio.Event()
+        stopping = asyncio.Event()
         at_once = asyncio.Event()
         signals: list[signal.Signals] = []
 
         def stop(number: signal.Signals) -> None:
             signals.append(number)
-            told.set()
+            stopping.set()
             if number == signal.SIGINT or len(signals) > 1:
                 at_once.set()
 
@@ -172,7 +162,7 @@ def switch(
             address = await bind(web.start(), metrics or "")
             event(logging.INFO, "metrics", f"metrics at http://{address}/metrics", address=address)
         endpoint = await bind(daemon.start(), listen)
-        # One line on stdout, for who starts a switch from a program; all else is log, on stderr.
+        # The only line on stdout, for programs that start a switch. The log is on stderr.
         print(f"netfold switch listening on {endpoint}", flush=True)
         try:
             await daemon.check_parent()
@@ -180,9 +170,9 @@ def switch(
             typer.echo(f"netfold switch: {error}", err=True)
             await daemon.stop("its parent is below it")
             raise typer.Exit(CANNOT) from None
-        await told.wait()
+        await stopping.wait()
         reason = signals[0].name
-        drained = asyncio.ensure_future(daemon.drain(reason, drain_s))
+        drained = asyncio.ensure_future(daemon.drain(reason, drain))
         hurried = asyncio.ensure_future(at_once.wait())
         await asyncio.wait([drained, hurried], return_when=asyncio.FIRST_COMPLETED)
         for each in (drained, hurried):
@@ -201,52 +191,40 @@ def switch(
                 "there, or is the address not this machine's?",
                 err=True,
             )
-            raise typer.Exit(1) from None
+            raise typer.Exit(FAILED) from None
 
     asyncio.run(serve())
 
 
 @app.command()
+@with_output("json")
 def status(
     endpoint: Annotated[str, typer.Argument(envvar=METRICS, help="host:port of the switch's --metrics.")],
-    once: Annotated[bool, typer.Option("--once", help="Print it once.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print it once, as JSON.")] = False,
-    every_s: Annotated[float, typer.Option("--every-s", min=0.1, help="Seconds between two looks.")] = 1.0,
+    output: Output,
+    once: Annotated[bool, typer.Option("--once", help="Print the status once; so do --output json and -o.")] = False,
+    interval: float = time_option("1s", least_s=0.1, help="Time between two queries."),
 ) -> None:
-    """What a switch is doing: its jobs, their traffic, and which rank is late. Ctrl-C ends it.
+    """Show a switch's jobs, their traffic, and which rank is late, until Ctrl-C.
 
-    The exit code is 1 when the switch does not answer.
+    The exit code is 1 if the switch does not answer.
     """
-    import json
     import time
 
-    from rich.console import Console
     from rich.live import Live
 
     from netfold.switch.status_table import fetch_status, render
     from netfold.switch_protocol import control_messages
 
-    try:
+    with exit_on("switch status", ValueError):
         address = control_messages.parse_endpoint(endpoint, what="ENDPOINT")
-    except ValueError as error:
-        typer.echo(f"netfold switch status: {error}", err=True)
-        raise typer.Exit(CANNOT) from None
     try:
         now = fetch_status(address)
-        if as_json:
-            print(json.dumps(now, indent=2))
+        if once or output != STDOUT_TABLE:
+            output.show(lambda console: console.print(render(now, None)), json=lambda: now)
             return
-        # A pipe has no width; a line a job is what a program can cut up.
-        console = Console(width=None if sys.stdout.isatty() else 160)
-        if once:
-            console.print(render(now, None))
-            return
-        with (
-            contextlib.suppress(KeyboardInterrupt),
-            Live(render(now, None), console=console, auto_refresh=False) as live,
-        ):
+        with contextlib.suppress(KeyboardInterrupt), Live(render(now, None), auto_refresh=False) as live:
             while True:
-                time.sleep(every_s)
+                time.sleep(interval)
                 before, now = now, fetch_status(address)
                 live.update(render(now, before), refresh=True)
     except OSError as error:
@@ -255,15 +233,15 @@ def status(
             f"`--metrics {endpoint}`?",
             err=True,
         )
-        raise typer.Exit(1) from None
+        raise typer.Exit(FAILED) from None
 
 
-def _cores_of(text: str | None) -> list[int]:
-    """`2,3` as numbers; none for None. ValueError for what is none of that."""
+def _parse_cores(text: str | None) -> list[int]:
+    """Parse `2,3`. None gives an empty list. Raises ValueError for a text that is not a list of core numbers."""
     try:
         cores = [int(each) for each in text.split(",")] if text is not None else []
     except ValueError:
         cores = [-1]
     if any(core < 0 for core in cores):
-        raise ValueError(f"--cores {text!r}: write numbers of cores with commas between, such as 2,3")
+        raise ValueError(f"--cores {text!r}: write core numbers separated by commas, such as 2,3")
     return cores

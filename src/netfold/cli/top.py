@@ -3,33 +3,36 @@
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from netfold.cli.output import STDOUT_TABLE, Output, with_output
+from netfold.cli.verb import time_option
+
 if TYPE_CHECKING:
-    from netfold.diagnostics import Snapshot
-
-NOBODY = "no group of netfold on this machine that this user may look at"
+    from netfold.diagnostics import Snapshot, View
 
 
+@with_output("json")
 def top(
+    output: Output,
     pid: Annotated[int | None, typer.Option(help="Only the groups that this process has a rank of.")] = None,
-    once: Annotated[bool, typer.Option("--once", help="Print one snapshot after one interval, then end.")] = False,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print a line of JSON for each interval, a list of groups.")
-    ] = False,
-    interval_s: Annotated[float, typer.Option("--interval", min=0.1, help="Seconds of a snapshot.")] = 1.0,
+    once: Annotated[bool, typer.Option("--once", help="Print one snapshot, then end; so does -o.")] = False,
+    interval: float = time_option("1s", least_s=0.1, help="Duration of a snapshot."),
 ) -> None:
     """Show the activity and rates of all ranks of running jobs, and the slowest rank, at no cost to the job.
 
     exposed: share of the time with an operation under way in which the training thread did not compute; an estimate by
-    sampling. Ends when the jobs end, or by control-C.
+    sampling. Ends when the jobs end, or by control-C. `--output json` prints a line for each interval, a list of
+    groups.
     """
+    import time
+
     from rich.console import Console
     from rich.live import Live
 
-    from netfold.diagnostics import Sampler
+    from netfold.diagnostics import Sampler, View
 
     console = Console()
     with (
@@ -39,35 +42,27 @@ def top(
     ):
         live: Live | None = None
         seen = False
-        while True:
-            snapshots = sampler.snapshot(interval_s)
-            if not snapshots:
-                stack.close()
-                typer.echo("the job has ended" if seen else NOBODY, err=as_json)
-                return
+        while snapshots := sampler.snapshot(interval):
             seen = True
-            if as_json:
-                typer.echo(_json(snapshots))
-            elif once or not console.is_terminal:
-                console.print(_view(snapshots), soft_wrap=False, highlight=False)
+            view = View(snapshots, time.monotonic_ns())
+            if once or output != STDOUT_TABLE or not console.is_terminal:
+                _show(output, view, snapshots)
             elif live is None:
-                live = stack.enter_context(Live(_view(snapshots), console=console, auto_refresh=False))
+                live = stack.enter_context(Live(view, console=console, auto_refresh=False))
             else:
-                live.update(_view(snapshots), refresh=True)
-            if once:
+                live.update(view, refresh=True)
+            if once or output.file is not None:
                 return
+        stack.close()
+        nobody = "no group of netfold on this machine that this user may look at"
+        typer.echo("the job has ended" if seen else nobody, err=output.form != "table")
 
 
-def _view(snapshots: list[Snapshot]) -> Any:
-    import time
-
-    from netfold.diagnostics import View
-
-    return View(snapshots, time.monotonic_ns())
-
-
-def _json(snapshots: list[Snapshot]) -> str:
+def _show(output: Output, view: View, snapshots: list[Snapshot]) -> None:
     import json
     from dataclasses import asdict
 
-    return json.dumps([asdict(snapshot) for snapshot in snapshots])
+    output.show(
+        lambda console: console.print(view, soft_wrap=False, highlight=False),
+        json=lambda: json.dumps([asdict(snapshot) for snapshot in snapshots]),
+    )

@@ -6,30 +6,30 @@ import contextlib
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from typer.core import TyperGroup
 
+from netfold.cli.verb import CANNOT, DefaultCommandGroup, exit_on, print_problems
 from netfold.extras import need
 
 if TYPE_CHECKING:
     from netfold.bootstrap.launchers import Placement
 
-# As of a shell: the command line, or this machine, cannot do what was asked.
-CANNOT = 2
-NEEDED = ("torch", "pydantic")
 
+class _TrainGroup(DefaultCommandGroup):
+    """`netfold train gpt` trains the recipe of this name that comes with netfold."""
 
-class _DefaultCommandGroup(TyperGroup):
-    """What is no command's name is a recipe's: `netfold train edsr.toml` is `netfold train run edsr.toml`."""
+    def names(self) -> Sequence[str]:
+        from netfold.train.recipe import shipped
 
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        return super().parse_args(ctx, args if args and args[0] in self.commands else ["run", *args])
+        return shipped.names()
 
 
 app = typer.Typer(
-    cls=_DefaultCommandGroup, help="Train what a recipe says; `train report FOLDER` makes a run's page again."
+    cls=_TrainGroup,
+    help="Train a recipe: `netfold train RECIPE.toml`. `netfold train report FOLDER` makes a run's page again.",
+    no_args_is_help=True,
 )
 
 
@@ -38,7 +38,7 @@ def run(
     recipe: Annotated[Path, typer.Argument(help="A recipe, a TOML file; see docs/reference/train/recipes.md.")],
     settings: Annotated[
         list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="parallel.pipeline=4, over the file; KEY= takes a key out."),
+        typer.Option("--set", metavar="KEY=VALUE", help="Set a key of the file: parallel.pipeline=4. KEY= removes it."),
     ] = None,
     explain: Annotated[bool, typer.Option("--explain", help="Print the plan, and start nothing.")] = False,
     ranks_here: Annotated[
@@ -46,34 +46,31 @@ def run(
         typer.Option("--ranks", min=1, help="Ranks to start here.", show_default="those that [parallel] makes"),
     ] = None,
 ) -> None:
-    """Train what a recipe says: as one of the ranks that torchrun, srun or mpirun has started, or by starting them.
+    """Train a recipe: as one of the ranks that torchrun, srun or mpirun has started, or by starting the ranks.
 
-    All that is wrong with the recipe is said first, a line each. The exit code is then 2; 1 where training failed; 3
-    where a policy of [fault_tolerance] ended it; 75 where it was asked to stop (SIGTERM): nothing is lost, and the same
-    command goes on.
+    All problems of the recipe are printed first, a line each, and the exit code is 2. Exit code 1: training failed. 3:
+    a policy of [fault_tolerance] ended the run. 75: the run was asked to stop (SIGTERM); nothing is lost, and the same
+    command continues the run.
     """
     _need_packages()
 
     from netfold.bootstrap.launchers import is_launched
     from netfold.train.fault_tolerance.stop import unwind_on_signals
 
-    # To load torch and to make the data takes a while.
+    # Loading torch and making the data takes seconds, in which a signal must already end the process cleanly.
     with contextlib.nullcontext() if is_launched() else unwind_on_signals():
         _run(recipe, settings or (), explain, ranks_here)
 
 
 @app.command()
-def report(folder: Annotated[Path, typer.Argument(help="Of a run: runs/edsr.")]) -> None:
-    """Make a run's page, report.html, again from what its folder holds. The exit code is 2 where it holds no run."""
+def report(folder: Annotated[Path, typer.Argument(help="The folder of a run: runs/edsr.")]) -> None:
+    """Make a run's page, report.html, again from the data in its folder. Exit code 2 if the folder holds no run."""
     _need_packages()
 
     from netfold.train.report import write_report
 
-    try:
+    with exit_on("train report", ValueError, OSError):
         typer.echo(write_report(folder))
-    except (ValueError, OSError) as error:
-        typer.echo(f"netfold train report: {error}", err=True)
-        raise typer.Exit(CANNOT) from None
 
 
 def _run(recipe: Path, settings: Sequence[str], explain: bool, ranks_here: int | None) -> None:
@@ -82,7 +79,7 @@ def _run(recipe: Path, settings: Sequence[str], explain: bool, ranks_here: int |
     from netfold.train.recipe.load import load
     from netfold.train.recipe.split import ranks_asked, split
 
-    # A module:factory of one's own is looked for here, as `python -m` does.
+    # As `python -m` does, so that a recipe can name a module:factory in the working directory.
     sys.path.insert(0, "")
     place: Placement | None = None
     try:
@@ -97,7 +94,7 @@ def _run(recipe: Path, settings: Sequence[str], explain: bool, ranks_here: int |
 
                 checked = validate_recipe(asked, ranks)
             else:
-                # A rank makes model and data to train, and finds the rest itself.
+                # A rank makes model and data to train, and finds all further problems itself.
                 split(asked, ranks)
             if not explain:
                 from netfold.train.callbacks.selection import check_packages
@@ -106,10 +103,9 @@ def _run(recipe: Path, settings: Sequence[str], explain: bool, ranks_here: int |
         except ValueError as error:
             raise RecipeError(source.placed(error)) from None
     except ValueError as error:
-        # Every rank has found the same.
+        # Every rank finds the same problems; rank 0 prints them.
         if place is None or place.rank == 0:
-            for problem in str(error).splitlines():
-                typer.echo(f"netfold train: {problem}", err=True)
+            print_problems("train", error)
         raise typer.Exit(CANNOT) from None
     if explain:
         from netfold.train.explain import explain as explained
@@ -129,4 +125,4 @@ def _run(recipe: Path, settings: Sequence[str], explain: bool, ranks_here: int |
 
 
 def _need_packages() -> None:
-    need("netfold train", NEEDED, "train")
+    need("netfold train", ("torch", "pydantic"), "train")

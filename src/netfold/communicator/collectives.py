@@ -224,11 +224,7 @@ class Collectives:
         Cost: 1 one-way delay (eager) or 3 (rendezvous).
         """
         view = array_view(buffer, writable=False)
-        operation = self._transfer("send", view, to, tag, timeout_s, asynchronous, inputs=[view.region])
-        if asynchronous:
-            return Work(self.group, operation, view, None)
-        self.group.wait(operation)
-        return None
+        return self._run("send", view, [view.region], [], None, None, to, timeout_s, asynchronous, tag=tag)
 
     def receive(
         self,
@@ -245,34 +241,7 @@ class Collectives:
         """
         view = array_view(buffer, writable=True)
         root = ANY_SOURCE if source is None else source
-        operation = self._transfer("receive", view, root, tag, timeout_s, asynchronous, outputs=[view.region])
-        if asynchronous:
-            return ReceiveWork(self.group, operation, view, None)
-        self.group.wait(operation)
-        return int(operation.peer)
-
-    def _transfer(
-        self,
-        kind: str,
-        view: ArrayView,
-        root: int,
-        tag: int,
-        timeout_s: float | None,
-        asynchronous: bool,
-        *,
-        inputs: Sequence[Region] = (),
-        outputs: Sequence[Region] = (),
-    ) -> Any:
-        return self.group.submit(
-            kind,
-            dtype=transfer_type(kind, view.dtype, None)[0],
-            root=root,
-            tag=tag,
-            inputs=inputs,
-            outputs=outputs,
-            timeout_s=timeout_s,
-            wait_here=not asynchronous,
-        )
+        return self._run("receive", view, [], [view.region], None, None, root, timeout_s, asynchronous, tag=tag)
 
     def _run(
         self,
@@ -286,6 +255,7 @@ class Collectives:
         timeout_s: float | None,
         asynchronous: bool,
         views: Sequence[ArrayView] = (),
+        tag: int = 0,
     ) -> Any:
         dtype, reduce, average = transfer_type(kind, view.dtype, op)
         operation = self.group.submit(
@@ -294,15 +264,17 @@ class Collectives:
             reduce=reduce,
             average=average,
             root=root,
+            tag=tag,
             inputs=inputs,
             outputs=outputs,
             timeout_s=timeout_s,
             wait_here=not asynchronous,
         )
         if asynchronous:
-            return Work(self.group, operation, (view, views), result)
+            work = ReceiveWork if kind == "receive" else Work
+            return work(self.group, operation, (view, views), result)
         self.group.wait(operation)
-        return result
+        return int(operation.peer) if kind == "receive" else result
 
     def _parts(
         self, kind: str, arrays: Any, view: ArrayView, rows: Sequence[int] | None, *, writable: bool

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 import netfold
+from netfold import units
 from netfold._native import engine
 from netfold.bootstrap import capacity
 from netfold.bootstrap.listener import Listener
@@ -30,7 +31,7 @@ from netfold.errors import NetfoldError, WaitTimeout, error_of
 from netfold.options import SECURITIES, Options
 from netfold.profile import Records, recording, records_of
 from netfold.profile.run import GroupName
-from netfold.tuning import Candidate, candidates, format_seconds, table_without_switch
+from netfold.tuning import Candidate, candidates, table_without_switch
 
 log = logging.getLogger("netfold")
 _LOG_FORMAT = "%(asctime)s %(name)s %(levelname)-7s %(message)s"
@@ -120,7 +121,7 @@ class Group:
             self._failures = FailureReport(self._monitor, self.recoveries)
             undo.callback(_announce_end, self._id, self._monitor, self.recoveries, listener)
             self._start_switches(connections, deadline)
-            # For the rest of the group's life. Nothing in it refers to this object, which would keep itself alive.
+            # Until the group ends. Nothing in it refers to this object, which would keep itself alive.
             self._resources = undo.pop_all()
         name = GroupName(f"netfold {job.name[:8]}", "netfold", list(job_ranks))
         self._member = recording.Member(
@@ -362,7 +363,7 @@ class Group:
         if row.algorithm == "local":
             return f"{row.algorithm} ({row.reason})"
         times = [
-            f"{each.algorithm} {format_seconds(each.seconds)}"
+            f"{each.algorithm} {units.seconds(each.seconds)}"
             for each in self.candidates(operation, size_bytes)
             if each.seconds is not None
         ]

@@ -28,13 +28,7 @@ from netfold.communicator.switch_tree import PathToRoot, agree_on_tree, query_pa
 from netfold.communicator.switch_watch import Lost, Query, SwitchWatch
 from netfold.errors import RendezvousError, SwitchError
 from netfold.switch_protocol import control_messages, packet_keys
-from netfold.switch_protocol.control_client import (
-    GRACE_S,
-    ControlClient,
-    SwitchAccess,
-    UnreachableError,
-    connected,
-)
+from netfold.switch_protocol.control_client import GRACE_S, ControlClient, SwitchAccess, UnreachableError, connected
 from netfold.switch_protocol.control_messages import Message, ProtocolError
 from netfold.switch_protocol.data_path import PathError, open_path
 
@@ -305,12 +299,7 @@ class Membership:
 
 
 def join_for_host(
-    access: SwitchAccess,
-    *,
-    job: str,
-    streams: Sequence[socket.socket | None],
-    host: Sequence[int],
-    deadline: float,
+    access: SwitchAccess, *, job: str, streams: Sequence[socket.socket | None], host: Sequence[int], deadline: float
 ) -> Membership | None:
     """Join on a rank that is a worker; None on the others, once the worker of their host has joined.
 

@@ -313,32 +313,23 @@ class Recovery:
     def _report_loss(self, generation: int) -> None:
         """Report the loss to the leader every _REPORT_S until the plan is here. This also notices a dead leader."""
         message = _encoded(machine.Lost(generation, self._machine.lost[generation]))
-        while not self._has_ended() and self._machine.awaits_plan(generation):
-            reply = self._try_request(self._workers[0], message)
-            if reply is not None:
-                reply[0].close()
-                self._monitor.ended.wait(_REPORT_S)
+        while self._request(self._workers[0], message, wanted=lambda: self._machine.awaits_plan(generation)):
+            self._monitor.ended.wait(_REPORT_S)
 
     def _fetch(self, source: int, generation: int, chunks: Sequence[int]) -> None:
         """Get results that rank `source` kept, in batches."""
         base = chunks[0]
         bits = sum(1 << (chunk - base) for chunk in chunks)
         request = {"type": "fetch", "generation": generation, "base": base, "chunks": pack(bits)}
-        while not self._has_ended():
-            opened = self._try_request(source, request)
-            if opened is None:
-                continue
-            stream, reply = opened
-            packets: list[bytes] | None = None
-            try:
-                with stream:
-                    if reply["type"] == "results":
-                        batches = [control_messages.receive(stream)["packets"] for _ in range(reply["batches"])]
-                        packets = [packet for batch in batches for packet in batch]
-            except (OSError, EOFError):
-                continue
-            return self._run_event(partial(self._machine.handle_fetched, packets))
-        return None
+
+        def read_packets(stream: Any, reply: Message) -> Message:
+            batches = [control_messages.receive(stream)["packets"] for _ in range(reply.get("batches", 0))]
+            return {**reply, "packets": [packet for batch in batches for packet in batch]}
+
+        reply = self._request(source, request, read_packets)
+        if reply is not None:
+            packets = reply["packets"] if reply["type"] == "results" else None
+            self._run_event(lambda: self._machine.handle_fetched(packets))
 
     def _handle_fetch(self, _: int, request: Message) -> tuple[Message, Callable[[socket.socket], None] | None]:
         packets = self._switch_path.kept(request["generation"], chunks_of(unpack(request["chunks"]), request["base"]))
@@ -422,32 +413,33 @@ class Recovery:
 
     # --- requests to other ranks ---
 
-    def _request(self, peer: int, message: Message) -> Message | None:
-        """A rank's reply, however long it takes; None if the group ends before."""
-        if peer == self._rank:
-            return self._monitor.handlers[self._type_of(message["type"])](peer, message)[0]
-        while not self._has_ended():
-            reply = self._try_request(peer, message)
-            if reply is not None:
-                reply[0].close()
-                return reply[1]
-        return None
+    def _request(
+        self,
+        peer: int,
+        message: Message,
+        read: Callable[[Any, Message], Message] = lambda _, reply: reply,
+        wanted: Callable[[], bool] = lambda: True,
+    ) -> Message | None:
+        """Ask another rank until it replies. Returns the reply, as `read` completes it from the connection.
 
-    def _try_request(self, peer: int, message: Message) -> tuple[Any, Message] | None:
-        """The open connection and the reply of one try. None if the try failed; if the rank is gone, ends the group."""
-        try:
-            stream, reply = self._monitor.call(peer, 0, {**message, "type": self._type_of(message["type"])}, _CALL_S)
-        except RendezvousError as error:
-            self._fail("peer_lost", peer, f"rank {peer} is gone: {error}")
-        except (OSError, EOFError):
-            self._monitor.ended.wait(_RETRY_S)
-        else:
-            if reply["type"] != "ended":
-                return stream, reply
-            stream.close()
-            failure = reply["failure"]
-            fault = peer if failure is None or failure[1] in (-1, self._rank) else failure[1]
-            self._fail("peer_lost", fault, f"rank {peer} left the group: {failure[2] if failure else 'it closed it'}")
+        None if the group ends before, or the reply is not `wanted` any more. If the rank is gone, ends the group.
+        """
+        message = {**message, "type": self._type_of(message["type"])}
+        while not self._has_ended() and wanted():
+            try:
+                stream, reply = self._monitor.call(peer, 0, message, _CALL_S)
+                with stream:
+                    if reply["type"] != "ended":
+                        return read(stream, reply)
+            except RendezvousError as error:
+                self._fail("peer_lost", peer, f"rank {peer} is gone: {error}")
+            except (OSError, EOFError):
+                self._monitor.ended.wait(_RETRY_S)
+            else:
+                failure = reply["failure"]
+                fault = peer if failure is None or failure[1] in (-1, self._rank) else failure[1]
+                why = failure[2] if failure else "it closed it"
+                self._fail("peer_lost", fault, f"rank {peer} left the group: {why}")
         return None
 
     def _type_of(self, kind: str) -> str:

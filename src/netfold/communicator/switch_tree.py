@@ -26,7 +26,7 @@ _GRACE_S = 2.0
 # To connect to a switch, where there is another to try.
 _CONNECT_S = 5.0
 
-# By a switch's address, the switches above it, the next one first: as this process heard last.
+# By a switch's address, its ancestors, the parent first, as last reported to this process.
 _known_parents: dict[str, tuple[str, ...]] = {}
 
 

@@ -1,7 +1,7 @@
-"""Times every gradient bucket's all-reduce, alike for any backend: a DDP communication hook.
+"""Measure the all-reduce of every gradient bucket, for any backend: a DDP communication hook.
 
-The hook does what DDP does without one (divide by the world size, add up over all ranks) and notes when a
-bucket was handed to the backend and when its future completed.
+The hook does what DDP does without a hook: it divides by the world size and adds over all ranks. It also notes when the
+backend receives a bucket, and when the bucket's future completes.
 """
 
 # No `from __future__ import annotations` here: DDP inspects the hook's annotations and wants types, not text.
@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 class CollectiveClock:
-    """The moments of every all-reduce of this rank's gradients, since `reset`."""
+    """The begin and end of every all-reduce of this rank's gradients since `reset`."""
 
     def __init__(self) -> None:
         self._intervals_ns: list[tuple[int, int]] = []
@@ -22,10 +22,10 @@ class CollectiveClock:
         self._intervals_ns.clear()
 
     def in_flight_s(self) -> float:
-        """Time during which at least one all-reduce was under way: buckets in flight together count once."""
+        """The time with at least one all-reduce under way. The time of simultaneous buckets counts once."""
         return union_ns(self._intervals_ns) / 1e9
 
-    # torch does not tell type checkers of GradBucket, and `then` is untyped.
+    # torch does not export GradBucket to type checkers, and `then` is untyped.
     def hook(self, _: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:  # type: ignore[name-defined]
         gradients = bucket.buffer()
         gradients.div_(dist.get_world_size())

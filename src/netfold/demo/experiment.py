@@ -1,6 +1,6 @@
-"""What `netfold demo` does, in order: netfold, gloo, gloo with its ranks permuted; then how good, and how equal.
+"""The demo, in order: train over netfold, over gloo, over gloo with permuted ranks; then compare quality and losses.
 
-Both backends get the same seeds, photographs, global batches and worker code. Each starts from fresh processes.
+Both backends have the same seeds, photographs, global batches and worker code. Each has processes of its own.
 """
 
 from __future__ import annotations
@@ -20,42 +20,43 @@ from netfold.demo.agreement import Agreement, compare
 from netfold.demo.batches import batch
 from netfold.demo.settings import SCALE, Job, Run, Training, permuted_orders, straight
 from netfold.demo.worker import RankResult, result_path, weights_path
+from netfold.rack.processes import exit_on_signals
 from netfold.train.datasets.pairs import Pair
 from netfold.train.datasets.photos import HELD_OUT, TRAINING, photograph
 from netfold.train.models.edsr import edsr
 from netfold.train.resolution import bicubic, psnr, to_8_bits
 
-# Enough to see rounding grow from the last bit to 1000 times that. Farther on, all differences grow alike.
+# Enough steps for rounding to grow from the last bit to 1000 times that. Later, all differences grow alike.
 COMPARED_STEPS = 20
 PERMUTATIONS = 3
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """One run, seen over all its workers."""
+    """The result of one run, over all its workers."""
 
     run: Run
     losses: list[float]
-    """The mean L1 over the global batch, a step."""
+    """The mean L1 over the global batch in each step."""
     images_per_s: float
     wire_bytes_per_step: float
-    """Sent and received by one worker in a median step, as counted at the `lo` interface, headers included."""
+    """Bytes sent and received by one worker in a median step, counted at the `lo` interface, headers included."""
     collective_s_per_step: float
     step_s: float
     replicas_equal: bool
-    """Every worker ended with the same weights, to the bit."""
+    """Whether all workers ended with bitwise equal weights."""
 
 
 @dataclass(frozen=True)
 class HeldOut:
-    """One held-out photograph, four times. Pictures are [3, height, width], 0..1, in 8-bit steps."""
+    """One held-out photograph and its enlargements. Pictures are [3, height, width], 0..1, in 8-bit steps."""
 
     name: str
     pair: Pair
     bicubic: Tensor
     netfold: Tensor
     psnr: dict[str, float]
-    """In dB, by row of the table: bicubic, netfold, gloo."""
+    """PSNR in dB by row of the table: bicubic, netfold, gloo."""
 
 
 @dataclass(frozen=True)
@@ -66,14 +67,14 @@ class Experiment:
     gloo: Outcome
     agreement: Agreement
     bicubic_losses: list[float]
-    """The loss of plain bicubic on the very same batches."""
+    """The loss of plain bicubic on the same batches."""
     held_out: list[HeldOut]
 
     def mean_psnr(self, row: str) -> float:
         return float(np.mean([photograph.psnr[row] for photograph in self.held_out]))
 
     def failures(self) -> list[str]:
-        """What the demo promises and did not keep, a sentence each; empty when all is well."""
+        """Sentences on what failed; empty if the demo succeeded."""
         found = []
         for outcome in (self.netfold, self.gloo):
             gain = self.mean_psnr(outcome.run.backend) - self.mean_psnr("bicubic")
@@ -100,7 +101,7 @@ def runs_over_netfold(training: Training) -> tuple[Run, ...]:
 
 
 def runs_over_gloo(training: Training) -> tuple[Run, ...]:
-    """The same as over netfold, then the first steps again with the ranks in other orders."""
+    """The same run as over netfold, then its first steps with the ranks in other orders."""
     compared = min(COMPARED_STEPS, training.steps)
     return (
         Run("gloo", "gloo", straight(training.workers), training.steps),
@@ -112,12 +113,12 @@ def runs_over_gloo(training: Training) -> tuple[Run, ...]:
 
 
 def run_experiment(training: Training, stepped: Callable[[str, int, float], None]) -> Experiment:
-    """Run all of it. `stepped(run name, step, loss)` after each step; raises launch.LaunchError."""
-    with tempfile.TemporaryDirectory(prefix="netfold-demo-") as name, launch.signals_unwind():
+    """Run the demo. `stepped(run name, step, loss)` is called after each step. Raises launch.LaunchError."""
+    with tempfile.TemporaryDirectory(prefix="netfold-demo-") as name, exit_on_signals():
         folder = Path(name)
         over_netfold = Job(training, runs_over_netfold(training), _made(folder / "netfold"))
-        with launch.switch(folder) as address:
-            # Named, so that the demo shows the switch at work or fails: nothing else is done instead.
+        with launch.switch() as address:
+            # The named algorithm has no substitute, so the demo uses the switch or fails.
             in_network = {"NETFOLD_SWITCH": address, "NETFOLD_ALGORITHM": "in_network"}
             launch.train(over_netfold, in_network, stepped)
         over_gloo = Job(training, runs_over_gloo(training), _made(folder / "gloo"))
@@ -147,12 +148,12 @@ def _made(folder: Path) -> str:
 
 def _outcome(job: Job, run: Run) -> Outcome:
     ranks = [RankResult(**json.loads(result_path(job, run, rank).read_text())) for rank in range(len(run.order))]
-    # Shares in their own order, whichever rank had them: permuting ranks must not change this mean's rounding.
+    # In the order of shares, not of ranks: permuting ranks must not change the rounding of this mean.
     by_share = sorted(range(len(ranks)), key=lambda rank: run.order[rank])
     losses = np.array([ranks[rank].losses for rank in by_share]).mean(axis=0).tolist()
     steps, seconds = ranks[0].measured_steps, max(rank.seconds for rank in ranks)
-    # Rank to rank, a byte on `lo` leaves one worker and reaches another; through the switch, it leaves or
-    # reaches one, and the switch has the other end.
+    # From rank to rank, a byte on `lo` leaves one worker and reaches another worker. Through the switch, one end of
+    # each transfer is the switch.
     ends = 1 if run.backend == "netfold" else 2
     return Outcome(
         run=run,

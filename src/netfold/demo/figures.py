@@ -1,7 +1,4 @@
-"""The charts (inline SVG) and the picture strip (PNG in `data:` addresses) of the report.
-
-Colours in the charts are the page's CSS variables, so that light and dark both read well.
-"""
+"""The charts and the pictures of the report."""
 
 from __future__ import annotations
 
@@ -10,27 +7,26 @@ import io
 from dataclasses import dataclass
 
 import numpy as np
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.image import imsave
-from matplotlib.ticker import MaxNLocator
-from numpy.typing import NDArray
+from PIL import Image
 from torch import Tensor
 
-from netfold.bench.figures import chart
+from netfold import units
 from netfold.demo.agreement import Agreement
 from netfold.demo.experiment import Experiment, HeldOut
 from netfold.demo.settings import SCALE
+from netfold.page.chart import Axis, Chart
 from netfold.train.resolution import psnr
 
 # Side of a crop in pixels of the truth, and the grid on which crops may lie.
 CROP_PIXELS = 80
 CROP_GRID_PIXELS = 16
+# The smallest difference that the chart of differences shows.
+_LEAST_DIFFERENCE = 1e-10
 
 
 @dataclass(frozen=True)
 class Crop:
-    """A detail of a held-out photograph; pictures as `data:` addresses, with dB within the crop."""
+    """A detail of a held-out photograph; pictures as `data:` addresses, with PSNR in dB within the crop."""
 
     top: int
     left: int
@@ -43,49 +39,39 @@ class Crop:
 
 
 def loss_curves(story: Experiment) -> str:
-    """Both backends' losses over each other, and bicubic's on the same batches."""
-    figure, axes = _chart(height=3.6)
-    steps = np.arange(1, story.training.steps + 1)
-    axes.plot(steps, story.bicubic_losses, color=chart.QUIET, linewidth=1.0, label="bicubic, same patches")
-    # Wide below narrow: where the two agree, both show.
-    axes.plot(steps, story.gloo.losses, color=chart.GLOO, linewidth=4.5, solid_capstyle="round", label="gloo")
-    axes.plot(steps, story.netfold.losses, color=chart.NETFOLD, linewidth=1.3, label="netfold")
-    axes.set_xlabel("step")
-    axes.set_ylabel("L1 loss of the global batch")
-    axes.set_xlim(1, story.training.steps)
-    _legend(axes)
-    return chart.svg(figure, "loss curves of netfold and gloo")
+    """The losses of both backends, and of bicubic on the same batches."""
+    losses = (story.bicubic_losses, story.gloo.losses, story.netfold.losses)
+    across = Axis("step", 1, story.training.steps, units.count, least_step=1)
+    low, high = 0.95 * min(map(min, losses)), 1.05 * max(map(max, losses))
+    chart = Chart(across, Axis("L1 loss of the global batch", low, high, units.digits))
+    # The thick line is below the thin line: where they are equal, both are visible.
+    looks = (("quiet", "bicubic, same patches", ""), ("0", "gloo", "thick"), ("1", "netfold", ""))
+    for (ink, label, kind), values in zip(looks, losses, strict=True):
+        chart.line(ink, list(enumerate(values, 1)), label, kind=kind)
+    return chart.render(
+        "loss curves of netfold and gloo",
+        "Every step of both trainings, not smoothed. The loss goes up and down because patches differ. An untrained "
+        "network is exactly bicubic (grey), so the distance below the grey line is learnt.",
+        height_rem=18,
+    )
 
 
 def deviations(agreement: Agreement) -> str:
-    """|loss - gloo's loss| a step: netfold over the band that gloo's own permutations span."""
-    figure, axes = _chart(height=2.8)
-    steps = np.arange(1, agreement.steps + 1)
-    largest = np.maximum.accumulate(agreement.gloo_differences, axis=1)
-    floor = 1e-10
-    axes.fill_between(steps, floor, largest.max(axis=0), color=chart.GLOO, alpha=0.28, linewidth=0)
-    for index, differences in enumerate(agreement.gloo_differences):
-        label = "gloo, ranks permuted (band: the largest so far)" if index == 0 else None
-        axes.plot(
-            steps, _where_positive(differences), color=chart.GLOO, marker=".", markersize=5, linewidth=0.8, label=label
-        )
-    axes.plot(
-        steps,
-        _where_positive(agreement.difference),
-        color=chart.NETFOLD,
-        marker="o",
-        markersize=4,
-        linewidth=1.3,
-        label="netfold",
+    """|loss - gloo's loss| of each step: netfold, over the range of gloo's own permutations."""
+    largest = np.maximum.accumulate(agreement.gloo_differences, axis=1).max(axis=0)
+    most = max(1e-6, 4 * float(max(largest.max(), agreement.difference.max())))
+    across = Axis("step", 1, agreement.steps, units.count, least_step=1)
+    chart = Chart(across, Axis("|loss − loss of gloo|", _LEAST_DIFFERENCE, most, units.digits, base=10))
+    chart.area("0", list(enumerate(largest.tolist(), 1)), "gloo, ranks permuted: the largest so far", kind="faint")
+    for number, differences in enumerate(agreement.gloo_differences.tolist()):
+        chart.line("0", _positive(differences), "gloo, ranks permuted" if number == 0 else "", dots=True)
+    chart.line("1", _positive(agreement.difference.tolist()), "netfold", dots=True)
+    return chart.render(
+        "difference of the losses from those of gloo",
+        "Difference of the loss from gloo's in each step, on a logarithmic scale. Steps without any difference are "
+        "left open.",
+        height_rem=15,
     )
-    axes.set_yscale("log")
-    chart.name_powers(axes)
-    axes.set_ylim(floor, max(1e-6, 4 * float(max(largest.max(), agreement.difference.max()))))
-    axes.set_xlim(1, agreement.steps)
-    axes.set_xlabel("step")
-    axes.set_ylabel("|loss − loss of gloo|")
-    _legend(axes)
-    return chart.svg(figure, "difference of the losses from those of gloo")
 
 
 def crop(photograph: HeldOut) -> Crop:
@@ -118,8 +104,8 @@ def crop(photograph: HeldOut) -> Crop:
 def png(picture: Tensor) -> str:
     """A picture [3, height, width], 0..1, as a `data:` address."""
     buffer = io.BytesIO()
-    pixels = picture.clamp(0, 1).mul(255).round().byte().permute(1, 2, 0).numpy()
-    imsave(buffer, np.ascontiguousarray(pixels), format="png")
+    pixels = picture.clamp(0, 1).mul(255).round().byte().permute(1, 2, 0).contiguous().numpy()
+    Image.fromarray(pixels).save(buffer, format="png")
     return "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()
 
 
@@ -127,21 +113,6 @@ def _window(picture: Tensor, top: int, left: int, side: int) -> Tensor:
     return picture[..., top : top + side, left : left + side]
 
 
-def _where_positive(values: NDArray[np.float64]) -> NDArray[np.float64]:
-    """On a logarithmic axis "no difference at all" has no place: the curve is left open there."""
-    return np.where(values > 0, values, np.nan)
-
-
-def _chart(height: float) -> tuple[Figure, Axes]:
-    figure = chart.blank(height)
-    axes = figure.add_subplot()
-    chart.dress(axes)
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    return figure, axes
-
-
-def _legend(axes: Axes) -> None:
-    """In one line above the chart, where it covers nothing."""
-    axes.legend(
-        loc="lower left", bbox_to_anchor=(0, 1), ncols=3, borderaxespad=0.2, frameon=False, labelcolor=chart.TEXT
-    )
+def _positive(values: list[float]) -> list[tuple[float, float | None]]:
+    """The points of a line. A logarithmic axis has no place for a difference of 0: the line is interrupted there."""
+    return [(step, value if value > 0 else None) for step, value in enumerate(values, 1)]

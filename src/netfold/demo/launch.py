@@ -1,168 +1,126 @@
-"""Starts the switch and the workers as processes of this machine, and ends every one of them on every way out."""
+"""Start the switch and the workers as processes of this machine, and end all of them on every exit."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import os
-import selectors
+import queue
 import signal
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
-from types import FrameType
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from netfold.demo.settings import Job
+from netfold.rack.processes import DRAIN_S, Process, follow, spawn, stop
 
-# How long the switch may take to say where it listens.
+# The switch must print its address within this time.
 SWITCH_START_S = 30.0
-# How long all workers together may go without a step, start-up included, before they count as hung.
+# Workers that make no step for this time, start-up included, count as hung.
 STALL_S = 120.0
-# How long a process may take to end after SIGTERM before it gets SIGKILL.
-GRACE_S = 5.0
 OUTPUT_TAIL_LINES = 30
 SWITCH_SAYS = "netfold switch listening on "
 SWITCH = (sys.executable, "-m", "netfold.cli", "switch", "--listen", "127.0.0.1:0")
-# How a line of rank 0 about a step starts; see worker.py.
-STEP_STARTS = b'{"run": '
+# The begin of rank 0's line about a step; see worker.py.
+STEP_STARTS = '{"run": '
 WORKER = (sys.executable, "-m", "netfold.demo.worker")
 
 
 class LaunchError(RuntimeError):
-    """A process of the demo did not start, failed, or hung; the message ends with what it wrote last."""
+    """A process of the demo did not start, failed, or hung; the message ends with the process's last output."""
+
+
+class _Running:
+    """A process whose lines with a prefix go to `marked`; the last other lines are kept for errors."""
+
+    def __init__(self, argv: Sequence[str], environment: Mapping[str, str], prefix: str) -> None:
+        self._prefix = prefix
+        self._tail: deque[str] = deque(maxlen=OUTPUT_TAIL_LINES)
+        self.marked: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self.process: Process = spawn(argv, environment)
+        self.reader = follow(self.process, self._on_line)
+
+    def _on_line(self, line: str) -> None:
+        (self.marked.put if line.startswith(self._prefix) else self._tail.append)(line)
+
+    def tail(self) -> str:
+        if self.process.poll() is not None:
+            self.reader.join(DRAIN_S)
+        if not self._tail:
+            return "It wrote nothing."
+        return "\n".join(["Its last output:", *(f"  {line}" for line in self._tail)])
 
 
 @contextlib.contextmanager
-def signals_unwind() -> Iterator[None]:
-    """While inside, SIGTERM and SIGHUP leave through every `finally`, as Ctrl-C does, so no process is left."""
-
-    def leave(number: int, _: FrameType | None) -> None:
-        sys.exit(128 + number)
-
-    before = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGHUP)}
+def switch() -> Iterator[str]:
+    """Run `netfold switch` on a free loopback port; yields its address, host:port."""
+    running = _Running(SWITCH, os.environ, SWITCH_SAYS)
     try:
-        yield
+        yield _address(running)
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-@contextlib.contextmanager
-def switch(folder: Path) -> Iterator[str]:
-    """A `netfold switch` on a free loopback port; yields its address, host:port."""
-    log = folder / "switch.log"
-    with log.open("wb") as output:
-        process = subprocess.Popen(SWITCH, stdin=subprocess.DEVNULL, stdout=output, stderr=output)
-    try:
-        yield _address_said(process, log)
-    finally:
-        _end([process])
+        stop([running.process])
 
 
 def train(job: Job, environment: Mapping[str, str], stepped: Callable[[str, int, float], None]) -> None:
-    """Run a job's workers to their end; `stepped(run, step, loss)` is called for each of rank 0's steps.
+    """Run a job's workers to their end; `stepped(run, step, loss)` is called for each step of rank 0.
 
-    Raises LaunchError when a worker fails, or when nothing moves for STALL_S seconds.
+    Raises LaunchError if a worker fails, or if no step is made for STALL_S seconds.
     """
-    workers = job.training.workers
-    logs = [Path(job.folder) / f"worker{rank}.log" for rank in range(workers)]
-    processes: list[subprocess.Popen[bytes]] = []
+    workers: list[_Running] = []
     try:
-        for rank, log in enumerate(logs):
-            processes.append(_start_worker(job, rank, log, environment))
-        _watch(processes, logs, stepped)
+        for rank in range(job.training.workers):
+            workers.append(_Running([*WORKER, job.to_json()], _environment(job, rank, environment), STEP_STARTS))
+        _watch(workers, stepped)
     finally:
-        _end(processes)
+        stop([worker.process for worker in workers])
 
 
-def _start_worker(job: Job, rank: int, log: Path, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
-    with log.open("wb") as output:
-        return subprocess.Popen(
-            [*WORKER, job.to_json()],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE if rank == 0 else output,
-            stderr=output,
-            env={
-                **os.environ,
-                **environment,
-                "RANK": str(rank),
-                "WORLD_SIZE": str(job.training.workers),
-                "OMP_NUM_THREADS": "1",
-                # All are on this machine: its name need not resolve, and `lo` carries every byte.
-                "GLOO_SOCKET_IFNAME": "lo",
-            },
-        )
-
-
-def _watch(
-    processes: list[subprocess.Popen[bytes]], logs: list[Path], stepped: Callable[[str, int, float], None]
-) -> None:
-    told = processes[0].stdout
-    assert told is not None
-    unfinished, moved_s = b"", time.monotonic()
-    with told, selectors.DefaultSelector() as selector:
-        selector.register(told, selectors.EVENT_READ)
-        while True:
-            if selector.get_map() and selector.select(timeout=0.1):
-                news = os.read(told.fileno(), 65536)
-                if not news:
-                    selector.unregister(told)
-                *lines, unfinished = (unfinished + news).split(b"\n")
-                for line in lines:
-                    # gloo, too, may say something on stdout.
-                    if line.startswith(STEP_STARTS):
-                        step = json.loads(line)
-                        stepped(step["run"], step["step"], step["loss"])
-                        moved_s = time.monotonic()
-            elif not selector.get_map():
-                time.sleep(0.05)
-            codes = [process.poll() for process in processes]
-            failed = [rank for rank, code in enumerate(codes) if code]
-            if failed:
-                # One killed by a signal first: the others may have failed because it was gone.
-                rank = min(failed, key=lambda rank: codes[rank] or 0)
-                raise LaunchError(f"worker {rank} of {len(codes)} {_ended(codes[rank] or 0)}.\n{_tail(logs[rank])}")
-            if all(code == 0 for code in codes) and not selector.get_map():
-                return
-            if time.monotonic() - moved_s > STALL_S:
-                ranks = [rank for rank, code in enumerate(codes) if code is None]
-                raise LaunchError(
-                    f"no step for {STALL_S:.0f} s; workers {ranks} still run and were stopped. Is this machine "
-                    f"busy with something else? If not, they wait for each other.\n{_tail(logs[ranks[0]])}"
-                )
-
-
-def _address_said(process: subprocess.Popen[bytes], log: Path) -> str:
+def _address(switch: _Running) -> str:
     deadline_s = time.monotonic() + SWITCH_START_S
     while time.monotonic() < deadline_s:
-        for line in log.read_text(errors="replace").splitlines(keepends=True):
-            if line.startswith(SWITCH_SAYS) and line.endswith("\n"):
-                return line.removeprefix(SWITCH_SAYS).strip()
-        if process.poll() is not None:
-            raise LaunchError(f"the switch {_ended(process.returncode)} before it listened.\n{_tail(log)}")
-        time.sleep(0.02)
-    raise LaunchError(f"the switch did not say where it listens within {SWITCH_START_S:.0f} s.\n{_tail(log)}")
+        with contextlib.suppress(queue.Empty):
+            return switch.marked.get(timeout=0.1).removeprefix(SWITCH_SAYS).strip()
+        if (code := switch.process.poll()) is not None:
+            raise LaunchError(f"the switch {_ended(code)} before it listened.\n{switch.tail()}")
+    raise LaunchError(f"the switch did not print its address within {SWITCH_START_S:.0f} s.\n{switch.tail()}")
+
+
+def _environment(job: Job, rank: int, environment: Mapping[str, str]) -> dict[str, str]:
+    return {
+        **os.environ,
+        **environment,
+        "RANK": str(rank),
+        "WORLD_SIZE": str(job.training.workers),
+        "OMP_NUM_THREADS": "1",
+        # All workers are on this machine: its name need not resolve, and `lo` carries every byte.
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
+
+
+def _watch(workers: Sequence[_Running], stepped: Callable[[str, int, float], None]) -> None:
+    first, moved_s = workers[0], time.monotonic()
+    while True:
+        with contextlib.suppress(queue.Empty):
+            step = json.loads(first.marked.get(timeout=0.1))
+            stepped(step["run"], step["step"], step["loss"])
+            moved_s = time.monotonic()
+        codes = [worker.process.poll() for worker in workers]
+        failed = [rank for rank, code in enumerate(codes) if code]
+        if failed:
+            # Prefer a rank that a signal killed: other ranks may have failed because it was gone.
+            rank = min(failed, key=lambda rank: codes[rank] or 0)
+            raise LaunchError(f"worker {rank} of {len(codes)} {_ended(codes[rank] or 0)}.\n{workers[rank].tail()}")
+        if all(code == 0 for code in codes) and not first.reader.is_alive() and first.marked.empty():
+            return
+        if time.monotonic() - moved_s > STALL_S:
+            ranks = [rank for rank, code in enumerate(codes) if code is None]
+            tail = f"\n{workers[ranks[0]].tail()}" if ranks else ""
+            raise LaunchError(
+                f"no step for {STALL_S:.0f} s; workers {ranks} still run and were stopped. Is this machine busy with "
+                f"another program? If not, the workers wait for each other.{tail}"
+            )
 
 
 def _ended(code: int) -> str:
     return f"ended with code {code}" if code >= 0 else f"was killed by {signal.Signals(-code).name}"
-
-
-def _tail(log: Path) -> str:
-    lines = log.read_text(errors="replace").splitlines()[-OUTPUT_TAIL_LINES:]
-    return "Its last output:\n" + "\n".join(f"  {line}" for line in lines) if lines else "It wrote nothing."
-
-
-def _end(processes: list[subprocess.Popen[bytes]]) -> None:
-    for process in processes:
-        if process.poll() is None:
-            process.terminate()
-    deadline_s = time.monotonic() + GRACE_S
-    for process in processes:
-        try:
-            process.wait(timeout=max(0.0, deadline_s - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()

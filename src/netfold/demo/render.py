@@ -1,4 +1,4 @@
-"""What a person sees in the terminal while the demo runs, and at its end. Right without a terminal, too."""
+"""The demo's output: progress bars and a summary in a terminal, plain lines without a terminal."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from netfold.demo.table import COLUMNS, notes, rows
 
 
 class Steps:
-    """A progress bar a run; where output is no terminal, a line when a run starts and when it ends."""
+    """A progress bar for each run; without a terminal, one line at the start and one at the end of each run."""
 
     def __init__(self, console: Console, runs: tuple[Run, ...]) -> None:
         self._console = console
@@ -43,7 +43,7 @@ class Steps:
         self._progress.stop()
 
     def stepped(self, name: str, step: int, loss: float) -> None:
-        """Rank 0 finished a step; the loss is that of its share alone."""
+        """Show a step of rank 0. loss: of rank 0's share."""
         if step == 1:
             self._progress.start_task(self._tasks[name])
         self._progress.update(self._tasks[name], completed=step, loss=f"loss {loss:.4f}")

@@ -1,4 +1,4 @@
-"""What a training is (`Training`), and what is done with it over one backend (`Run`)."""
+"""The settings of a training (`Training`), of a run over one backend (`Run`), and of a process (`Job`)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ SCALE = 2
 
 @dataclass(frozen=True)
 class Training:
-    """Everything that decides the numbers of a training, except the order in which gradients are summed."""
+    """Everything that determines the numbers of a training, except the order in which gradients are summed."""
 
     workers: int = 4
     steps: int = 200
@@ -28,9 +28,7 @@ class Training:
 
     def __post_init__(self) -> None:
         if self.workers < 2:
-            raise ValueError(
-                f"workers: {self.workers}, expected 2 or more; one worker has nobody to add gradients with"
-            )
+            raise ValueError(f"workers: {self.workers}, expected 2 or more; one worker has no other gradients to add")
         if self.steps <= self.ramp_steps:
             raise ValueError(
                 f"steps: {self.steps}, expected more than the {self.ramp_steps} over which the "
@@ -49,33 +47,33 @@ SMALLEST = Training(workers=2, steps=120, features=16, blocks=2, patch_pixels=16
 
 @dataclass(frozen=True)
 class Run:
-    """One pass through a training: which backend adds, and which rank trains on which share."""
+    """One run of a training: the backend, and each rank's share."""
 
     name: str
     backend: str
     order: tuple[int, ...]
     """Rank r trains on share order[r] of every global batch."""
     steps: int
-    """Stops after that many; the learning rate still follows the training's own number of steps."""
+    """The run stops after so many steps. The learning rate follows the training's number of steps."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """What a worker process is told, as one JSON argument: a training and its runs, one after the other."""
+    """The argument of a worker process, as JSON: a training and its runs, one after another."""
 
     training: Training
     runs: tuple[Run, ...]
     folder: str
-    """Where the ranks meet and leave their results."""
+    """For the rendezvous and the results of the ranks."""
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, text: str) -> Job:
-        told = json.loads(text)
-        runs = tuple(Run(**{**run, "order": tuple(run["order"])}) for run in told["runs"])
-        return cls(Training(**told["training"]), runs, told["folder"])
+        read = json.loads(text)
+        runs = tuple(Run(**{**run, "order": tuple(run["order"])}) for run in read["runs"])
+        return cls(Training(**read["training"]), runs, read["folder"])
 
 
 def straight(workers: int) -> tuple[int, ...]:
@@ -84,14 +82,14 @@ def straight(workers: int) -> tuple[int, ...]:
 
 
 def permuted_orders(workers: int, count: int) -> list[tuple[int, ...]]:
-    """Up to `count` different orders other than the straight one, always the same ones.
+    """Up to `count` different orders without the straight one, the same ones in every call.
 
-    With 2 workers there is one, and it changes no bit: a + b = b + a. From 3 on, rounding differs.
+    With 2 workers there is one such order, which changes no bit: a + b = b + a. With 3 or more, rounding differs.
     """
     if workers <= 5:
         others = [order for order in itertools.permutations(range(workers)) if order != straight(workers)]
         return random.Random(workers).sample(others, min(count, len(others)))
-    # 6 and more workers have over 700 orders; drawing beats listing, and a draw seen twice is left out.
+    # 6 and more workers have 720 and more orders: draw orders instead of listing all. The dict drops repeated orders.
     shuffler, orders = random.Random(workers), {straight(workers): None}
     while len(orders) <= count:
         orders[tuple(shuffler.sample(range(workers), workers))] = None

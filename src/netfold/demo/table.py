@@ -1,4 +1,4 @@
-"""The table the demo ends with: the same words in the terminal and on the page."""
+"""The demo's table of results, for the terminal and the page."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ def _row(story: Experiment, outcome: Outcome) -> tuple[str, ...]:
 
 
 def notes(training: Training) -> list[str]:
-    """What each column says, in its order."""
+    """The meaning of each column, in order."""
     side = training.patch_pixels * SCALE
     return [
         f"PSNR: mean over {len(HELD_OUT)} photographs that no worker trained on; red, green and blue together, "
         f"8-bit values, {PSNR_BORDER_PIXELS} pixels of border left out; the same code for every row.",
         f"images/s: patches of {side} x {side} pixels trained on, over all {training.workers} workers. The backends "
-        "ran one after the other: what else this machine did meanwhile counts against one of them.",
+        "ran one after another, so another program on this machine can slow down one of them.",
         "on the wire: sent and received by one worker in the median step, counted by the kernel at the loopback "
         "interface, headers and acknowledgements included; 1 MB = 2^20 bytes.",
-        "in collectives: time with at least one all-reduce of gradients under way, mean of the workers. Most of "
-        "it overlaps with the backward pass, and much of it is waiting for workers that share the cores.",
+        "in collectives: time with at least one all-reduce of gradients under way, mean of the workers. Most of this "
+        "time overlaps with the backward pass, and much of it is waiting for workers that share the cores.",
     ]

@@ -1,8 +1,8 @@
-"""What each rank runs: `python -m netfold.demo.worker JOB`, plain torch.distributed code.
+"""The program of each rank: `python -m netfold.demo.worker JOB`, plain torch.distributed code.
 
-JOB is `settings.Job` as JSON; RANK and WORLD_SIZE come from the environment. Rank 0 writes one JSON line a
-step on stdout. At the end of a run every rank leaves `<run>.rank<r>.json` in the job's folder, rank 0 also the
-trained weights. Nothing here knows which backend it talks to.
+JOB is `settings.Job` as JSON; RANK and WORLD_SIZE are in the environment. Rank 0 writes one JSON line for each step on
+stdout. At the end of a run every rank writes `<run>.rank<r>.json` into the job's folder, and rank 0 also the trained
+weights. The code is the same for every backend.
 """
 
 from __future__ import annotations
@@ -31,39 +31,40 @@ from netfold.train.datasets.pairs import Pair
 from netfold.train.datasets.photos import TRAINING, photograph
 from netfold.train.models.edsr import edsr
 
-# Steps before the measurement starts: DDP fixes its buckets after the first, memory and caches settle.
+# Steps before the measurement: DDP rebuilds its buckets after the first step; memory and caches become steady.
 SETTLING_STEPS = 5
-# The gradients (about 1 MB) go in a few buckets, as a large model's would, and not all in one at the end.
+# With this size the gradients (about 1 MB) are sent in a few buckets, like a large model's, not in one bucket at the
+# end.
 BUCKET_MB = 0.4
-# Behind a tail that starts at 0 the first gradients are about 1e-8. Adam's usual 1e-8 would turn their rounding
-# into full steps; this does not, and leaves the result as good.
+# The last layer starts at 0, so the first gradients are about 1e-8. Adam's default of 1e-8 would turn their rounding
+# into full steps. This value does not, and the result is as good.
 ADAM_EPSILON = 1e-7
 LOOPBACK_SENT = Path("/sys/class/net/lo/statistics/tx_bytes")
 
 
 @dataclass(frozen=True)
 class RankResult:
-    """What one rank saw of a run. All but the losses and weights from after the settling steps."""
+    """One rank's results of a run. All but the losses and the weights are from after the settling steps."""
 
     losses: list[float]
-    """The mean L1 of this rank's share, a step."""
+    """The mean L1 of this rank's share in each step."""
     measured_steps: int
     seconds: float
     collective_s: float
     loopback_bytes_per_step: float
-    """What all of this machine sent over `lo` in a median step."""
+    """Bytes that the whole machine sent over `lo` in a median step."""
     weights_sha256: str
 
 
 def main() -> None:
     job = Job.from_json(sys.argv[1])
     rank, workers = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    # More threads than this would have the workers of one machine wait for each other's cores.
+    # With more threads, the workers of one machine would wait for each other's cores.
     torch.set_num_threads(1)
     pairs = [photograph(name, SCALE) for name in TRAINING]
     for number, run in enumerate(job.runs):
-        meeting_point = Path(job.folder) / f"meet-{run.backend}-{number}"
-        dist.init_process_group(run.backend, init_method=f"file://{meeting_point}", rank=rank, world_size=workers)
+        rendezvous = Path(job.folder) / f"meet-{run.backend}-{number}"
+        dist.init_process_group(run.backend, init_method=f"file://{rendezvous}", rank=rank, world_size=workers)
         model, result = _train(job.training, run, pairs, rank)
         dist.destroy_process_group()
         if rank == 0:
@@ -80,7 +81,7 @@ def weights_path(job: Job, run: Run) -> Path:
 
 
 def learning_rate(training: Training, step: int) -> float:
-    """Up in a line, down in a half cosine. A function of the step alone, so that short runs follow it too."""
+    """A linear rise, then a half cosine. It depends only on the step, so that short runs have the same rates."""
     rise = min(1.0, (step + 1) / training.ramp_steps)
     return training.learning_rate * rise * 0.5 * (1.0 + math.cos(math.pi * step / training.steps))
 
@@ -88,13 +89,13 @@ def learning_rate(training: Training, step: int) -> float:
 def _train(training: Training, run: Run, pairs: Sequence[Pair], rank: int) -> tuple[nn.Module, RankResult]:
     torch.manual_seed(training.seed)
     asked = edsr(training.features, training.blocks, SCALE)
-    # A quarter faster on CPUs.
+    # This layout is a quarter faster on CPUs.
     model = asked.module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     replica = DistributedDataParallel(model, bucket_cap_mb=BUCKET_MB)
     clock = CollectiveClock()
     replica.register_comm_hook(None, clock.hook)
     optimizer = torch.optim.Adam(model.parameters(), lr=training.learning_rate, eps=ADAM_EPSILON)
-    mine = share(training, run.order, rank)
+    indices = share(training, run.order, rank)
 
     losses: list[float] = []
     sent_bytes: list[int] = []
@@ -105,7 +106,7 @@ def _train(training: Training, run: Run, pairs: Sequence[Pair], rank: int) -> tu
             started_s = time.perf_counter()
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(training, step)
-        low, truth = batch(training, pairs, step, mine)
+        low, truth = batch(training, pairs, step, indices)
         optimizer.zero_grad()
         loss = asked.loss(replica(low.contiguous(memory_format=torch.channels_last)), truth)
         loss.backward()  # type: ignore[no-untyped-call]
@@ -125,7 +126,7 @@ def _train(training: Training, run: Run, pairs: Sequence[Pair], rank: int) -> tu
 
 
 def _median_growth(counter: Sequence[int]) -> float:
-    """Of the step in the middle: the counter is the whole machine's, and another program's traffic comes in bursts."""
+    """The median of the growth: the counter is the machine's, and bursts of other programs must not count."""
     return statistics.median(after - before for before, after in itertools.pairwise(counter))
 
 

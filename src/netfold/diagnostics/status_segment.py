@@ -10,22 +10,18 @@ import contextlib
 import mmap
 import os
 import time
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from typing import Any, TypeVar
 
 import numpy as np
 
 from netfold._native import engine
 
+_T = TypeVar("_T")
 _HEADER = np.dtype(
-    [
-        ("magic", "S8"),
-        ("layout", "u4"),
-        ("capacity", "u4"),
-        ("entry_bytes", "u4"),
-        ("pid", "i4"),
-        ("reserved", "u8"),
-    ]
+    [("magic", "S8"), ("layout", "u4"), ("capacity", "u4"), ("entry_bytes", "u4"), ("pid", "i4"), ("reserved", "u8")]
 )
 _ENTRY = np.dtype(
     [
@@ -74,6 +70,15 @@ _ENTRY = np.dtype(
         ("inside", "i8"),
     ]
 )
+# The fields that hold a native code, and the names of the codes.
+_NAMED = {
+    "kind": engine.KINDS,
+    "done_kind": engine.KINDS,
+    "transfer_kind": engine.KINDS,
+    "dtype": engine.DTYPES,
+    "reduce": engine.REDUCE_OPS,
+    "algorithm": engine.ALGORITHMS,
+}
 _LAYOUT = 2
 _LINK = "/memfd:netfold-status"
 # After this many attempts, an entry that its process keeps writing is used as read: it may be inconsistent.
@@ -237,70 +242,36 @@ class StatusSegment:
 
 
 def _rank(pid: int, state: str, command: str, entry: np.void) -> Rank:
-    awaited = entry["awaited"][: min(int(entry["awaited_count"]), len(entry["awaited"]))]
-    return Rank(
-        pid=pid,
-        process_state=state,
-        command=command,
-        group=int(entry["group"]),
-        job=bytes(entry["job"]).decode(errors="replace"),
-        rank=int(entry["rank"]),
-        size=int(entry["size"]),
-        joined_ns=int(entry["joined_ns"]),
-        sequence=int(entry["sequence"]),
-        operation=_name(engine.KINDS, entry["kind"]),
-        dtype=_name(engine.DTYPES, entry["dtype"]),
-        reduce=_name(engine.REDUCE_OPS, entry["reduce"]),
-        algorithm=_name(engine.ALGORITHMS, entry["algorithm"]),
-        bytes=int(entry["bytes"]),
-        queued_ns=int(entry["queued_ns"]),
-        waiting=int(entry["waiting"]),
-        awaited=tuple(int(rank) for rank in awaited),
-        done_sequence=int(entry["done_sequence"]),
-        done_operation=_name(engine.KINDS, entry["done_kind"]),
-        done_ns=int(entry["done_ns"]),
-        failure=bytes(entry["failure"]).decode(errors="replace"),
-        site=bytes(entry["site"]).decode(errors="replace"),
-        done_site=bytes(entry["done_site"]).decode(errors="replace"),
-        with_switch=bool(entry["with_switch"]),
-        without_switch=bool(entry["without_switch"]),
-        transfer=_transfer(entry) if entry["transfers"] else None,
-        counters=_counters(entry),
-    )
+    values = {name: _plain(entry[name]) for name in _ENTRY.names or ()}
+    values |= {name: _name(names, values[name]) for name, names in _NAMED.items()}
+    values["read_ns"] = now_ns = time.monotonic_ns()
+    values["is_under_way"], values["under_way_ns"] = _stopwatch(values["under_way"], now_ns)
+    values["inside_ns"] = _stopwatch(values["inside"], now_ns)[1]
+    values |= {"pid": pid, "process_state": state, "command": command}
+    values |= {"operation": values["kind"], "done_operation": values["done_kind"]}
+    values["awaited"] = values["awaited"][: values["awaited_count"]]
+    values |= {name: bool(values[name]) for name in ("with_switch", "without_switch")}
+    transfer = {name.removeprefix("transfer_"): value for name, value in values.items() if "transfer_" in name}
+    values["transfer"] = _made(Transfer, {**transfer, "since_ns": transfer["ns"]}) if values["transfers"] else None
+    values["counters"] = _made(Counters, values)
+    return _made(Rank, values)
 
 
-def _counters(entry: np.void) -> Counters:
-    now_ns = time.monotonic_ns()
-    is_under_way, under_way_ns = _stopwatch(int(entry["under_way"]), now_ns)
-    return Counters(
-        read_ns=now_ns,
-        operations=int(entry["operations"]),
-        tensor_bytes=int(entry["tensor_bytes"]),
-        wire_bytes=int(entry["wire_bytes"]),
-        retransmissions=int(entry["retransmissions"]),
-        judged=int(entry["judged"]),
-        last=int(entry["last"]),
-        is_under_way=is_under_way,
-        under_way_ns=under_way_ns,
-        inside_ns=_stopwatch(int(entry["inside"]), now_ns)[1],
-    )
+def _plain(value: Any) -> Any:
+    if isinstance(value, np.ndarray):
+        return tuple(value.tolist())
+    return value.decode(errors="replace") if isinstance(value, bytes) else int(value)
+
+
+def _made(kind: type[_T], values: Mapping[str, Any]) -> _T:
+    """Make a dataclass of the values of its fields."""
+    return kind(**{field.name: values[field.name] for field in fields(kind)})  # type: ignore[arg-type]
 
 
 def _stopwatch(word: int, now_ns: int) -> tuple[bool, int]:
     """Whether the stopwatch runs, and its time in ns (status.hpp)."""
     runs, ns = bool(word & 1), word >> 1
     return runs, ns + now_ns if runs else ns
-
-
-def _transfer(entry: np.void) -> Transfer:
-    return Transfer(
-        kind=_name(engine.KINDS, entry["transfer_kind"]),
-        peer=int(entry["transfer_peer"]),
-        tag=int(entry["transfer_tag"]),
-        bytes=int(entry["transfer_bytes"]),
-        since_ns=int(entry["transfer_ns"]),
-        site=bytes(entry["transfer_site"]).decode(errors="replace"),
-    )
 
 
 def _name(names: dict[str, int], number: int) -> str:

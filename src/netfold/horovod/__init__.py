@@ -1,4 +1,4 @@
-"""Data-parallel training in Horovod's words, for NumPy, JAX and any framework's arrays: no torch, no MPI.
+"""Data-parallel training by Horovod's interface, for NumPy, JAX and any framework's arrays, without torch and MPI.
 
     import netfold.horovod as hvd
 
@@ -6,11 +6,11 @@
     parameters = hvd.broadcast_parameters(parameters)
     optimizer = hvd.DistributedOptimizer(optax.adam(1e-3))
 
-A script's one `Session` (made by `init`, ended by `shutdown`) is behind the functions here. As everywhere in netfold,
-every rank makes the same calls in the same order, so names are not needed to match them. May import: communicator.
+The functions here use the script's only `Session`, which `init` makes and `shutdown` ends. As everywhere in netfold,
+every rank makes the same calls in the same order, so calls need no names. May import: communicator.
 
-Always: what a caller passes in is not written to, but by `broadcast_parameters`; a result comes back as the kind of
-array that went in (`tree.restore`); no array stays in flight after `shutdown`.
+Always: only `broadcast_parameters` writes to arrays of the caller; a result is the same kind of array as the argument
+(`tree.restore`); no operation is under way after `shutdown`.
 
 Tests: `.venv/bin/pytest tests/horovod`
 """
@@ -56,37 +56,39 @@ __all__ = [
 
 
 def rank() -> int:
-    """This process's number, from 0."""
+    """This process's rank in the job, from 0."""
     return session().communicator.rank
 
 
 def size() -> int:
-    """Ranks in the job."""
+    """The number of ranks in the job."""
     return session().communicator.size
 
 
 def local_rank() -> int:
-    """This process's number among those of its host."""
+    """This process's number among the ranks of its host."""
     return session().local[0]
 
 
 def local_size() -> int:
-    """Ranks on this host."""
+    """The number of ranks on this host."""
     return session().local[1]
 
 
 def allreduce(
     tensor: Any, *, op: str = Average, compression: str | None = Compression.none, name: str | None = None
 ) -> Any:
-    """The reduction of every rank's tensor, a new array of the same kind. `name` is taken for Horovod's scripts' sake:
-    calls are matched by their order."""
+    """Return the reduction of all ranks' tensors, a new array of the same kind.
+
+    name: has no effect, here and below, since ranks match calls by their order; Horovod's scripts pass it.
+    """
     return session().allreduce(tensor, op=op, compression=compression)
 
 
 def allreduce_async(
     tensor: Any, *, op: str = Average, compression: str | None = Compression.none, name: str | None = None
 ) -> Handle:
-    """Begin an allreduce: `synchronize` gives what `allreduce` would."""
+    """Begin an allreduce; `synchronize` returns its result."""
     return session().allreduce_async(tensor, op=op, compression=compression)
 
 
@@ -101,42 +103,42 @@ def poll(handle: Handle) -> bool:
 
 
 def grouped_allreduce(tensors: Any, *, op: str = Average, compression: str | None = Compression.none) -> Any:
-    """allreduce of all arrays of a list, a dict or a deeper tree at once, fused into few messages; the same tree."""
+    """Reduce all arrays of a list, a dict or a deeper tree, fused into few messages. Returns the same tree."""
     return session().grouped_allreduce(tensors, op=op, compression=compression)
 
 
 def allgather(tensor: Any, *, name: str | None = None) -> Any:
-    """Every rank's rows, one after the other: [sum of rows, ...]. Ranks may have differently many rows."""
+    """Return every rank's rows, by rank: [sum of rows, ...]. Ranks may have different numbers of rows."""
     return session().allgather(tensor)
 
 
 def broadcast(tensor: Any, root_rank: int = 0, *, name: str | None = None) -> Any:
-    """The root's tensor on every rank, a new array; elsewhere `tensor` says shape and dtype."""
+    """Return the root's tensor, a new array. On other ranks, `tensor` gives the shape and dtype."""
     return session().broadcast(tensor, root_rank)
 
 
 def alltoall(tensor: Any, splits: Any = None, *, name: str | None = None) -> Any:
-    """Rows to every rank and from every rank: equally many, or splits[r] to rank r.
+    """Send splits[r] rows to rank r, by default the same number to each rank. Return the received rows, by rank.
 
-    Returns the received rows in rank order; with `splits` also an int64 array, how many came from each rank.
+    With `splits`, returns also how many rows came from each rank: [ranks] int64.
     """
     return session().alltoall(tensor, splits)
 
 
 def barrier() -> None:
-    """Return when every rank has called."""
+    """Return when every rank has called this."""
     session().communicator.barrier()
 
 
 def broadcast_parameters(parameters: Any, root_rank: int = 0) -> Any:
-    """Give every rank the root's parameters: a list, a dict or a deeper tree of arrays.
+    """Copy the root's parameters, a list, a dict or a deeper tree of arrays, to every rank.
 
-    Arrays that can be written (NumPy's, torch's) are overwritten in place; the returned tree holds them, and new arrays
-    in place of immutable ones (JAX's): use the returned tree.
+    Writable arrays (of NumPy, torch) are overwritten in place. Use the returned tree: it holds these arrays, and new
+    arrays in place of immutable ones (of JAX).
     """
     return session().broadcast_parameters(parameters, root_rank)
 
 
 def broadcast_object(value: Any, root_rank: int = 0) -> Any:
-    """The root's value on every rank, by pickle: only from ranks of this job, which have proved that they are."""
+    """Return the root's value, by pickle. Only authenticated ranks of this job can send one."""
     return session().broadcast_object(value, root_rank)

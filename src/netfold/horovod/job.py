@@ -1,4 +1,4 @@
-"""The one session of a script, from `init` to `shutdown`."""
+"""The only session of a script, from `init` to `shutdown`."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ _session: Session | None = None
 
 
 def init(communicator: Communicator | None = None, *, options: Options | None = None) -> None:
-    """Join the job: as the launcher's variables say, or over a Communicator of yours, which you then close yourself.
+    """Join the job that the launcher's variables describe. Without a launcher, this process is a job of one rank.
 
-    Without any launcher this process is a job of one rank. A second call does nothing. `options`: of the group that is
-    made here. Raises ValueError, RendezvousError.
+    communicator: use this one instead; the caller closes it.
+    options: of the group that this makes.
+    A second call does nothing. Raises ValueError, RendezvousError.
     """
     global _session
     if _session is None:
@@ -20,7 +21,7 @@ def init(communicator: Communicator | None = None, *, options: Options | None = 
 
 
 def shutdown() -> None:
-    """Leave the job: waits for no other rank. Does nothing before `init` or a second time."""
+    """Leave the job without waiting for other ranks. Does nothing before `init` or a second time."""
     global _session
     if _session is not None:
         _session.close()
@@ -28,12 +29,12 @@ def shutdown() -> None:
 
 
 def is_initialized() -> bool:
-    """Whether `init` was called, and `shutdown` not yet."""
+    """Whether `init` was called, and `shutdown` was not called since."""
     return _session is not None
 
 
 def session() -> Session:
-    """What is behind these functions; ValueError before `init`."""
+    """Return the session. ValueError before `init`."""
     if _session is None:
         raise ValueError("call netfold.horovod.init() first")
     return _session

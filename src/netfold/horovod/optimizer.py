@@ -1,4 +1,4 @@
-"""An optimizer whose gradients are every rank's."""
+"""An optimizer that averages gradients over the ranks."""
 
 from __future__ import annotations
 
@@ -9,16 +9,15 @@ from netfold.horovod.session import Average, Compression, Session
 
 
 class DistributedOptimizer:
-    """Wraps anything that has `update(gradients, ...)`: gradients are averaged over the ranks first.
+    """Wraps an object with a method `update(gradients, ...)`, and averages the gradients over the ranks first.
 
-    That one method is the whole protocol. It is what an optax GradientTransformation has (`update(gradients, state,
-    parameters)` returns updates and the new state), and what a plain optimizer of a few lines can have
-    (`update(gradients)` changes its parameters in place). Whatever else the optimizer has (`init`, a learning rate) is
-    reached as before. A `step()` that finds its gradients somewhere itself does not fit: call `grouped_allreduce` on
-    them before it.
+    An optax GradientTransformation has this method: `update(gradients, state, parameters)` returns updates and the new
+    state. A plain optimizer may have `update(gradients)`, which changes its parameters in place. Other attributes of
+    the optimizer (`init`, a learning rate) are accessible as before. An optimizer whose `step()` finds the gradients
+    itself does not fit: call `grouped_allreduce` on the gradients before `step()`.
 
-    gradients: a tree of arrays, the same on every rank; fused into few messages. Call `update` outside of `jax.jit`: a
-    traced array has no values to send. With `op="sum"` gradients are added instead; `compression`: see `Compression`.
+    gradients: a tree of arrays, of the same shapes on every rank; fused into few messages.
+    Call `update` outside of `jax.jit`: a traced array has no values to send.
     """
 
     def __init__(
@@ -29,7 +28,12 @@ class DistributedOptimizer:
         compression: str | None = Compression.none,
         session: Session | None = None,
     ) -> None:
-        """`session`: the ranks to average over; default: those of `netfold.horovod.init`."""
+        """Wrap an optimizer.
+
+        op: "sum" adds the gradients instead of averaging them.
+        compression: see `Compression`.
+        session: the ranks to average over; by default those of `netfold.horovod.init`.
+        """
         if not hasattr(optimizer, "update"):
             raise TypeError(
                 f"DistributedOptimizer: a {type(optimizer).__name__} has no update(gradients, ...); call "
@@ -41,12 +45,12 @@ class DistributedOptimizer:
         self._session = session
 
     def update(self, gradients: Any, *args: Any, **options: Any) -> Any:
-        """`optimizer.update` with the ranks' average of `gradients` in their place."""
+        """Call `optimizer.update` with the average of all ranks' gradients."""
         session = self._session or job.session()
         reduced = session.grouped_allreduce(gradients, op=self._op, compression=self._compression)
         return self._optimizer.update(reduced, *args, **options)
 
     def __getattr__(self, name: str) -> Any:
-        if name == "_optimizer":  # a copy that is not filled in yet
+        if name == "_optimizer":  # `copy` has made an object without attributes yet
             raise AttributeError(name)
         return getattr(self._optimizer, name)

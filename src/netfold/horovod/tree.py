@@ -1,4 +1,4 @@
-"""Trees of arrays (lists, tuples, dicts, one in another), and getting back the kind of array that went in."""
+"""Trees of arrays (nested lists, tuples, dicts), and the conversion of arrays to NumPy and back."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _SCALARS = (bool, int, float, complex, np.generic)
 
 
 def leaves(tree: Any) -> list[Any]:
-    """The arrays of a tree: dicts by sorted key, so that all ranks agree. None has none."""
+    """List the arrays of a tree, those of a dict by sorted key, so that all ranks agree. None contributes no array."""
     if tree is None:
         return []
     if isinstance(tree, Mapping):
@@ -25,7 +25,7 @@ def leaves(tree: Any) -> list[Any]:
 
 
 def rebuilt(tree: Any, new: list[Any]) -> Any:
-    """The same tree with other leaves, in the order of `leaves`."""
+    """Return the same tree with the leaves `new`, in the order of `leaves`."""
     left = iter(new)
 
     def build(node: Any) -> Any:
@@ -45,7 +45,7 @@ def rebuilt(tree: Any, new: list[Any]) -> Any:
 
 
 def host(leaf: Any) -> Array:
-    """A leaf as a NumPy array: its own memory where the framework lends it, else a copy. TypeError in a sentence."""
+    """Return a leaf as a NumPy array: a view of its memory if the framework exports it, else a copy."""
     array = np.asarray(leaf)
     if array.dtype.hasobject:
         raise TypeError(f"a {type(leaf).__name__} is no array of numbers")
@@ -53,10 +53,10 @@ def host(leaf: Any) -> Array:
 
 
 def restore(like: Any, array: Array) -> Any:
-    """`array` as the kind of thing that `like` is: a NumPy array, a Python number, or another framework's array.
+    """Convert `array` to the type of `like`: a NumPy array, a Python number, or another framework's array.
 
-    Frameworks are asked by the array API standard (JAX), or by their module's `from_dlpack` (torch); a result for any
-    other stays a NumPy array.
+    Uses the array API standard (JAX), or the `from_dlpack` of the framework's module (torch). For a framework without
+    either, returns the NumPy array.
     """
     if isinstance(like, np.ndarray):
         return array
@@ -69,7 +69,7 @@ def restore(like: Any, array: Array) -> Any:
 
 
 def overwrite(leaf: Any, array: Array) -> Any:
-    """Write `array` into a leaf, which is returned; where it cannot be written, a new one of its kind."""
+    """Write `array` into a leaf and return the leaf. For an immutable leaf, return a new array of its type."""
     if not isinstance(leaf, _SCALARS):
         memory = host(leaf)
         if memory.flags.writeable:

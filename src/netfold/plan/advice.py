@@ -12,12 +12,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from netfold import units
 from netfold.plan.profile_link import NO_LINE, Fitted, ObservedGroup, fit, observe_groups
 from netfold.profile.columns import Bools, Floats
 from netfold.profile.findings import MB, Advice, Findings, Row, Straggler, submissions_text
 from netfold.profile.run import Run
-from netfold.profile.table import bytes_text, sizes_text
-from netfold.tuning.choice_table import format_seconds
 from netfold.tuning.cost import FORMULAS, predict
 
 # Of all operations' time: a row below this is not worth a sentence.
@@ -75,14 +74,14 @@ def _share(row: Row) -> float:
 
 
 def _name(row: Row) -> str:
-    return f"{row.operation} of {sizes_text(row.above_bytes, row.to_bytes)}".replace("of to", "of up to")
+    return f"{row.operation} of {units.size_range(row.above_bytes, row.to_bytes)}"
 
 
 def _where(top: Row, findings: Findings) -> Advice:
-    text = f"{100 * _share(top):.0f}% of the operations' time ({format_seconds(_total_s(top))} a rank) is {_name(top)}"
+    text = f"{100 * _share(top):.0f}% of the operations' time ({units.seconds(_total_s(top))} a rank) is {_name(top)}"
     if top.exposed_s is not None and findings.overall.exposed_s:
         part = 100 * top.exposed_s / findings.overall.exposed_s
-        text += f"; {format_seconds(top.exposed_s)} of it is exposed, {part:.0f}% of all that computing does not hide"
+        text += f"; {units.seconds(top.exposed_s)} of it is exposed, {part:.0f}% of all that computing does not hide"
     return Advice(text, False)
 
 
@@ -100,7 +99,7 @@ def _stragglers(findings: Findings) -> list[Advice]:
         return []
     text = (
         f"rank {late.rank} ({late.host}) was last in {100 * often:.0f}% of {late.operations} operations; the others "
-        f"waited {format_seconds(late.waited_for_s)} each for it, over all operations: what it does before (its data, "
+        f"waited {units.seconds(late.waited_for_s)} each for it, over all operations: what it does before (its data, "
         "its cores) makes them wait, not the network"
     )
     return [Advice(text, False)]
@@ -130,13 +129,13 @@ def _faster_ways(row: Row, known: list[tuple[ObservedGroup, Fitted]], ranks: int
             took_s = _total_s(row)
             if saved < _WORTH_A_CHANGE * took_s:
                 continue
-            before_s, after_s = format_seconds(took_s), format_seconds(took_s - saved)
+            before_s, after_s = units.seconds(took_s), units.seconds(took_s - saved)
             change = f"{-100 * saved / took_s:+.0f}%"
             text = f"{_name(row)} {way.words}: {after_s} a rank in place of {before_s} ({change}), "
             text += f"by the cost model {fitted.text()}"
             if row.exposed_s is not None and row.exposed_s < saved:
                 text += (
-                    f"; computing hides all but {format_seconds(row.exposed_s)} of it now, which is all that can be won"
+                    f"; computing hides all but {units.seconds(row.exposed_s)} of it now, which is all that can be won"
                 )
             advice.append(Advice(text, True))
         break
@@ -202,8 +201,8 @@ def _small_messages(findings: Findings, known: list[tuple[ObservedGroup, Fitted]
         fused = min(_FUSED_BYTES, size * a_step)
         messages = a_step * size / fused if fused else 1.0
         text = (
-            f"a step has {a_step:.0f} {_name(row)}, of {bytes_text(size)} on average; where they need not be known one "
-            f"by one, fused they would be {bytes_text(fused)} a message (DDP's bucket_cap_mb, HOROVOD_FUSION_THRESHOLD)"
+            f"a step has {a_step:.0f} {_name(row)}, of {units.size(size)} on average; where they need not be known one "
+            f"by one, fused they would be {units.size(fused)} a message (DDP's bucket_cap_mb, HOROVOD_FUSION_THRESHOLD)"
         )
         for observed, fitted in known:
             mine = _of_row(row, observed)
@@ -213,7 +212,7 @@ def _small_messages(findings: Findings, known: list[tuple[ObservedGroup, Fitted]
                 now, then = (
                     predict(row.operation, usual, each, observed.topology, fitted.links) for each in (size, fused)
                 )
-                before, after = format_seconds(a_step * now), format_seconds(messages * then)
+                before, after = units.seconds(a_step * now), units.seconds(messages * then)
                 text += f": {after} a step in place of {before} by {usual}, by the cost model {fitted.text()}"
                 advice.append(Advice(text, True))
                 break
@@ -227,8 +226,8 @@ def _queueing(row: Row) -> list[Advice]:
     if _share(row) < _WORTH_A_ROW or queue_s < _WORTH_A_QUEUE * took_s:
         return []
     text = (
-        f"{_name(row)} waited {format_seconds(queue_s)} a rank behind other operations before they started, where "
-        f"they took {format_seconds(took_s)}: whatever shortens those shortens this too"
+        f"{_name(row)} waited {units.seconds(queue_s)} a rank behind other operations before they started, where "
+        f"they took {units.seconds(took_s)}: whatever shortens those shortens this too"
     )
     return [Advice(text, False)]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from netfold import units
 from netfold.plan.aggregators import AggregatorGain, aggregator_gains, idle_workers
 from netfold.plan.cluster import Cluster
 from netfold.plan.compare import Variant, compare, parse_comparison
@@ -17,7 +18,6 @@ from netfold.plan.scaling_curve import SCALINGS, ScalingPoint, scaling_curve
 from netfold.plan.search import ZERO_3_RANKS, Choice, SearchResult, search
 from netfold.plan.sensitivity import Gain, sensitivity
 from netfold.plan.step import Prediction, predict
-from netfold.tuning.choice_table import format_seconds
 
 # Ways beside the best that are shown, and points of the front of time and memory.
 FEW, FRONT = 5, 8
@@ -180,8 +180,8 @@ def _of_profile(asked: Request, best: Choice) -> list[str]:
     model, split = asked.model, best.job.split
     assert isinstance(model, Profiled)
     said = [
-        f"{model.name}: there {model.ranks} ranks took {format_seconds(model.step_s)} a step, of which "
-        f"{format_seconds(model.exposed_s)} waited for communication"
+        f"{model.name}: there {model.ranks} ranks took {units.seconds(model.step_s)} a step, of which "
+        f"{units.seconds(model.exposed_s)} waited for communication"
     ]
     if split.ranks == model.ranks:
         off = best.prediction.step_s / model.step_s - 1

@@ -5,10 +5,11 @@ from __future__ import annotations
 import shlex
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 
 from netfold.profile.clock_sync import ClockSync, synchronise_clocks
 from netfold.profile.columns import columns_of, submitted_to
-from netfold.profile.findings import BUCKETS, Findings, submissions_text
+from netfold.profile.findings import BUCKETS, ClockOffset, Findings, ranks_text
 from netfold.profile.matching import Matching, match
 from netfold.profile.overlap import RankOverlap, find_overlap, mean_overlap, step_times
 from netfold.profile.run import Run
@@ -31,7 +32,7 @@ def analyse(run: Run, buckets: Sequence[int] = BUCKETS) -> Findings:
     exposures = [find_overlap(trace) for trace in run.traces]
     exposed = [each.of_operations(trace) for each, trace in zip(exposures, run.traces, strict=True)]
     abouts = [trace.metadata for trace in run.traces]
-    return Findings(
+    found = Findings(
         title=title_of(run),
         size=max((about.size for about in abouts), default=0),
         ranks=[about.rank for about in abouts],
@@ -43,13 +44,16 @@ def analyse(run: Run, buckets: Sequence[int] = BUCKETS) -> Findings:
         stragglers=waits.ranks,
         clocks=clocks.offsets(run),
         advice=[],
-        coverage_gaps=_blind_spots(run, matching, clocks, exposures),
+        coverage_gaps=[],
         lost=sum(about.lost for about in abouts),
         versions={name: text for about in reversed(abouts) for name, text in about.versions.items()},
         hosts=list(dict.fromkeys(about.host for about in abouts)),
         registrations={about.rank: about.registrations for about in abouts if about.registrations},
         submissions=submissions(run),
     )
+    reported = dict.fromkeys(text for about in abouts for text in about.coverage_gaps)
+    gaps = [*reported, *found.limitations(), *_gaps(run, found.clocks, matching, clocks, exposures)]
+    return replace(found, coverage_gaps=gaps)
 
 
 def submissions(run: Run) -> dict[str, int]:
@@ -68,42 +72,31 @@ def title_of(run: Run) -> str:
     return str(command or run.folder)
 
 
-def _blind_spots(run: Run, matching: Matching, clocks: ClockSync, exposures: Sequence[RankOverlap]) -> list[str]:
-    """What ranks say themselves, each sentence once; then what was found missing here."""
-    said = list(dict.fromkeys(text for trace in run.traces for text in trace.metadata.coverage_gaps))
-    said += filter(None, [submissions_text(submissions(run))])
-    size = max((trace.metadata.size for trace in run.traces), default=0)
-    absent = sorted(set(range(size)) - {trace.metadata.rank for trace in run.traces})
-    if absent:
-        said.append(f"{_ranks(absent)} left no records: means are of the other {len(run.traces)}")
-    lost = sum(trace.metadata.lost for trace in run.traces)
-    if lost:
-        said.append(f"{lost} operations came faster than they could be written, and are in no number here")
-    for reason, count in matching.left_out.items():
-        said.append(f"{count} records {reason} are not in lateness, skew and clocks")
+def _gaps(
+    run: Run, offsets: Sequence[ClockOffset], matching: Matching, clocks: ClockSync, exposures: Sequence[RankOverlap]
+) -> list[str]:
+    """The gaps that the analysis found."""
+    gaps = [
+        f"{count} records {reason} are not used for stragglers, skew and clocks"
+        for reason, count in matching.left_out.items()
+    ]
     if clocks.contradiction_ns:
-        some = 100 * clocks.contradicted.mean()
-        said.append(
+        gaps.append(
             f"the ranks' clocks contradict one another by {clocks.contradiction_ns / 1e6:.3g} ms and more, with "
-            f"{clocks.drift * 1e6:.0f} ppm of drift allowed for: one was stepped, or two machines have one name; "
-            f"lateness and skew leave out the {some:.0f}% of the run around it"
+            f"an allowed drift of {clocks.drift * 1e6:.0f} ppm: a clock was stepped, or two machines have one name; "
+            f"stragglers and skew leave out {100 * clocks.contradicted.mean():.0f}% of the run"
         )
-    unbounded = [each.rank for each in clocks.offsets(run) if each.bound_ns is None]
+    unbounded = [each.rank for each in offsets if each.bound_ns is None]
     if unbounded and not clocks.contradiction_ns:
-        said.append(f"nothing bounds how far the clock of {_ranks(unbounded)} is from the first rank's: not compared")
+        gaps.append(f"nothing bounds the clock error of {ranks_text(unbounded)}: not compared with the first rank")
     unwatched = [trace.metadata.rank for trace in run.traces if len(trace.progress) < 2]
     if unwatched:
-        said.append(f"nobody watched the training thread of {_ranks(unwatched)}: what was exposed there is not known")
+        gaps.append(f"the training thread of {ranks_text(unwatched)} was not watched: exposed time there is not known")
     for trace, exposure in zip(run.traces, exposures, strict=True):
         communication = 0.0 if exposure.communicated is None else exposure.communicated[-1]
         if exposure.exposed is not None and communication and exposure.unwatched_s > 0.01 * communication:
-            said.append(
+            gaps.append(
                 f"the training thread of rank {trace.metadata.rank} was not watched during "
                 f"{100 * exposure.unwatched_s / communication:.0f}% of its communication, which counts as exposed"
             )
-    return said
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    shown = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
-    return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
+    return gaps

@@ -1,20 +1,22 @@
-"""What to add to each rank's times to have the first rank's, found in the operations themselves.
+"""Find the offset of each rank's clock to the first rank's clock, from the operations themselves.
 
-In a meeting (`matching.meetings`) nobody finishes before all have begun, so for any ranks i and j, with offsets o:
+No rank finishes a synchronising operation (`matching.synchronising_operations`) before all ranks have begun. So for any
+ranks i and j, with offsets o:
 
     finished_i + o_i >= started_j + o_j,   that is   o_j - o_i <= finished_i - started_j
 
-Each operation bounds each pair both ways. Those bounds are a system of difference constraints: the tightest that follow
-are shortest paths, and the middles of what is left for each rank against the first satisfy all of them together (add
-d(first, j) <= d(first, i) + d(i, j) to d(i, first) <= d(i, j) + d(j, first)). Ranks of one host share CLOCK_MONOTONIC:
-they are one clock here, and exact. The middle is no more likely than the rest: what is said of it is its bound.
+Each operation bounds each pair in both directions. These bounds are a system of difference constraints. The tightest
+bounds that follow from the system are shortest paths. The middle of the remaining range of each rank against the first
+rank satisfies all bounds together (add d(first, j) <= d(first, i) + d(i, j) to d(i, first) <= d(i, j) + d(j, first)).
+Ranks of one host share CLOCK_MONOTONIC: they are one clock here, without error. The middle is no more likely than the
+rest of the range; its error is the bound.
 
-Clocks drift. Offsets are therefore found at *knots*, a fraction of a second apart, each from the whole run: a bound
-that was seen t seconds away counts there with t * drift added. That is sound as long as no two clocks drift apart
-faster, and lets an offset follow a line, or anything else (Duda et al., ICDCS 1987, fit one line to such bounds). 100
-ppm is what two free quartzes do; where the bounds contradict one another with that, 1000 ppm, the most that adjtimex
-lets two clocks be slewed apart. Where they still do, a clock was stepped (a virtual machine was moved, say), or two
-machines call themselves by one name: those knots have no answer, and what happened near them is not compared.
+Clocks drift. So offsets are computed at *knots*, a fraction of a second apart, each from the whole run: a bound that
+was seen t seconds from a knot counts there with t * drift added. This is correct if no two clocks drift apart faster,
+and an offset may follow any curve (Duda et al., ICDCS 1987, fit one line to such bounds). 100 ppm is the drift of two
+free quartzes. If the bounds contradict one another at 100 ppm, the drift is 1000 ppm, the most that adjtimex allows
+between two clocks. If they still contradict one another, a clock was stepped (by a moved virtual machine, say), or two
+machines have one name. Such knots have no offset, and operations near them are not compared.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ from netfold.profile.run import Run
 
 _DRIFTS = (100e-6, 1000e-6)
 _SPACING_NS = 100_000_000
-# Of knots times pairs of hosts: what bounds a system's memory (8 bytes each), for wide jobs by fewer knots.
+# Bound of knots times pairs of hosts, for memory (8 bytes each). Jobs of many hosts have fewer knots.
 _MOST_BOUNDS = 1 << 22
 _NEVER = math.inf
 _FAR_NS = 1e18
@@ -40,41 +42,37 @@ _FAR_NS = 1e18
 
 @dataclass(frozen=True)
 class ClockSync:
-    """hosts: [ranks] which clock a trace goes by, 0 the first rank's. knots_ns: [K] on the first clock, ascending,
-    each reach_ns from both ends of its part of the run.
+    """The offsets of H clocks at K knots. Clock 0 is the first rank's."""
 
-    offsets_ns: [K, H], to be added; errors_ns: [K, H, H], how far the difference of two offsets may be off, infinite
-    where nothing bounds it; drift: by which bounds were let out a second; contradiction_ns: by how much the worst of
-    the bounds contradict one another, 0 if they agree; contradicted: [K], where.
-    """
-
-    hosts: Integers
-    knots_ns: Integers
-    reach_ns: float
-    offsets_ns: Floats
-    errors_ns: Floats
-    drift: float
-    contradiction_ns: float
-    contradicted: Bools
+    hosts: Integers  # [ranks], the clock of each trace
+    knots_ns: Integers  # [K] on the first clock, ascending, each in the middle of its part of the run
+    reach_ns: float  # from a knot to both ends of its part
+    offsets_ns: Floats  # [K, H], to be added
+    errors_ns: Floats  # [K, H, H], the error of the difference of two offsets; infinite: unbounded
+    drift: float  # growth of a bound, in seconds per second
+    contradiction_ns: float  # the largest contradiction of bounds, 0 if they agree
+    contradicted: Bools  # [K], whether the bounds contradict one another there
 
     def align(self, trace: int, times_ns: Integers) -> Integers:
-        """Times of the trace at place `trace` as the first rank's clock would have shown them."""
+        """Convert times of trace number `trace` to the first rank's clock."""
         host = self.hosts[trace]
-        # A knot, as this rank's clock showed it.
-        seen = self.knots_ns - self.offsets_ns[:, host]
-        return np.round(times_ns + np.interp(times_ns, seen, self.offsets_ns[:, host])).astype(np.int64)
+        # The knots on this rank's clock.
+        knots = self.knots_ns - self.offsets_ns[:, host]
+        return np.round(times_ns + np.interp(times_ns, knots, self.offsets_ns[:, host])).astype(np.int64)
 
     def errors_at(self, aligned_ns: Integers, one: int, other: int) -> Floats:
-        """How far the difference between two traces' aligned times may be off, at times of the first clock."""
+        """The error of the difference between two traces' aligned times, at times of the first clock."""
         a, b = self.hosts[one], self.hosts[other]
         errors: Floats = self._errors_between[np.searchsorted(self.knots_ns, aligned_ns), a, b]
         return errors
 
     @cached_property
     def _errors_between(self) -> Floats:
-        """[K + 1, H, H]: of the worse of the knots around, and what drifts away from a line between them: at most
-        2 d1 d2 / (d1 + d2) times the drift, d1 and d2 away from the two, which is half of their distance; as far reach
-        the first knot and the last."""
+        """[K + 1, H, H]: the larger error of the two knots around, plus the drift away from a line between them.
+
+        This drift is at most 2 d1 d2 / (d1 + d2) times the drift rate, at the distances d1 and d2 from the knots: at
+        most half of the knots' distance, which is also the reach of the first and the last knot.
+        """
         first, last = self.errors_ns[:1], self.errors_ns[-1:]
         worst = np.maximum(np.concatenate([first, self.errors_ns]), np.concatenate([self.errors_ns, last]))
         two = 1 - np.eye(worst.shape[1])  # one clock does not drift from itself
@@ -82,7 +80,7 @@ class ClockSync:
         return between
 
     def offsets(self, run: Run) -> list[ClockOffset]:
-        """One a rank: at the middle of the run, and, where it moves, at every knot."""
+        """The offset of each rank in the middle of the run, and at every knot if the offset moves."""
         found = []
         for trace, host in zip(run.traces, self.hosts, strict=True):
             middle = self.offsets_ns[len(self.knots_ns) // 2, host]
@@ -99,11 +97,14 @@ class ClockSync:
 
 
 def synchronise_clocks(run: Run, columns: list[Columns], groups: list[Matched]) -> ClockSync:
-    """Cost: P a matched operation; H^3 a knot for H hosts, at most a few hundred million in all."""
+    """Compute the offsets.
+
+    Cost: P for each matched operation; H^3 for each knot with H hosts, at most a few hundred million in all.
+    """
     names = list(dict.fromkeys(trace.metadata.host for trace in run.traces))
     hosts = np.array([names.index(trace.metadata.host) for trace in run.traces], np.int64)
-    met = [synchronising_operations(run, columns, matched) for matched in groups]
-    rough = _rough_offsets(run, hosts, len(names), met)
+    synchronising = [synchronising_operations(run, columns, matched) for matched in groups]
+    rough = _rough_offsets(run, hosts, len(names), synchronising)
     begin, end = _span(run, hosts, rough)
     count = min(max(1, math.ceil((end - begin) / _SPACING_NS)), max(1, _MOST_BOUNDS // len(names) ** 2))
     if len(names) == 1:
@@ -111,7 +112,7 @@ def synchronise_clocks(run: Run, columns: list[Columns], groups: list[Matched]) 
     edges = np.linspace(begin, end, count + 1)
     knots = np.round((edges[:-1] + edges[1:]) / 2).astype(np.int64)
     reach = float(edges[1] - edges[0]) / 2
-    seen = _bounds(run, hosts, rough, met, edges, len(names))
+    seen = _bounds(run, hosts, rough, synchronising, edges, len(names))
     for drift in _DRIFTS:
         bounds = _carried(seen, knots, reach, drift)
         pairs = bounds + np.swapaxes(bounds, 1, 2)
@@ -119,35 +120,36 @@ def synchronise_clocks(run: Run, columns: list[Columns], groups: list[Matched]) 
         contradicted: Bools = np.any(np.diagonal(bounds, axis1=1, axis2=2) < 0, axis=1)
         if not contradicted.any():
             break
-    # Said of two clocks, where two suffice: a way round many goes through a circle more than once.
+    # Report the contradiction of two clocks if there is one: a path over many clocks may repeat a negative cycle.
     worst = min(0.0, float(pairs.min())) or min(0.0, float(np.diagonal(bounds, axis1=1, axis2=2).min()))
     bounds[contradicted] = _NEVER
-    # From here on of one clock against another: the first's to all, and all to the first's.
+    # From the first clock to all clocks, and from all clocks to the first.
     there, back = bounds[:, 0, :], bounds[:, :, 0]
     known = np.isfinite(there) & np.isfinite(back)
-    # Offsets that stand still, where they can; else those of each knot.
-    still = bounds.min(axis=0, keepdims=True)
-    _close(still)
-    if contradicted.any() or (np.diagonal(still[0]) < 0).any():
+    # One constant offset for each clock if the bounds allow it; otherwise one offset for each knot.
+    constant = bounds.min(axis=0, keepdims=True)
+    _close(constant)
+    if contradicted.any() or (np.diagonal(constant[0]) < 0).any():
         middles = _middles(there, back, known)
         _fill(middles, known)
     else:
-        middles = np.repeat(_middles(still[:, 0, :], still[:, :, 0], known[:1]), len(knots), axis=0)
+        middles = np.repeat(_middles(constant[:, 0, :], constant[:, :, 0], known[:1]), len(knots), axis=0)
     apart = middles[:, None, :] - middles[:, :, None]
     errors = np.maximum(bounds - apart, np.swapaxes(bounds, 1, 2) + apart)
-    # Bounds are on what is left after the rough offsets.
+    # Bounds are relative to the rough offsets.
     return ClockSync(hosts, knots, reach, middles + rough, errors, drift, -worst or 0.0, contradicted)
 
 
-def _rough_offsets(run: Run, hosts: Integers, count: int, met: list[Matched]) -> Floats:
-    """[H], good to the time that operations take: clocks of different hosts begin when these were started, days apart.
+def _rough_offsets(run: Run, hosts: Integers, count: int, synchronising: list[Matched]) -> Floats:
+    """[H], exact to the duration of operations. Before it, clocks of different hosts may be days apart.
 
-    A host that met none lies so that its first record is at the first rank's: somewhere, and its bound says so.
+    A host without common operations is placed with its first record at the first rank's first record; its error is
+    unbounded.
     """
     rough = np.full(count, np.nan)
     rough[0] = 0
     differences: dict[tuple[int, int], float] = {}
-    for matched in met:
+    for matched in synchronising:
         if len(matched.places):
             finished = matched.field(run, "finished_ns")
             one = hosts[matched.members[0]]
@@ -185,40 +187,35 @@ def _span(run: Run, hosts: Integers, rough: Floats) -> tuple[float, float]:
 
 
 def _bounds(
-    run: Run,
-    hosts: Integers,
-    rough: Floats,
-    met: list[Matched],
-    edges: Floats,
-    count: int,
+    run: Run, hosts: Integers, rough: Floats, synchronising: list[Matched], edges: Floats, count: int
 ) -> Floats:
-    """[K, H, H]: of the operations between two edges, the least finished_i - started_j, i of the one host, j of the
-    other, after the rough offsets."""
+    """[K, H, H]: the least finished_i - started_j of the operations between two edges, i and j on two hosts, after the
+    rough offsets."""
     bounds = np.full((len(edges) - 1, count, count), _NEVER)
-    for matched in met:
+    for matched in synchronising:
         if not len(matched.places):
             continue
-        mine = hosts[list(matched.members)]
-        shift = rough[mine]
+        clocks = hosts[list(matched.members)]
+        shift = rough[clocks]
         finished = matched.field(run, "finished_ns") + shift
         started = matched.field(run, "started_ns") + shift
-        # By the first clock, where a member goes by it; else by one that is off by what has drifted since the middle.
-        at = next((at for at, host in enumerate(mine) if host == 0), 0)
+        # On the first clock if a member has it; otherwise on a clock that is wrong by its drift since the middle.
+        at = next((at for at, host in enumerate(clocks) if host == 0), 0)
         knot = np.clip(np.searchsorted(edges, finished[:, at], side="right") - 1, 0, len(edges) - 2)
         order = np.argsort(knot, kind="stable")
         used, firsts = np.unique(knot[order], return_index=True)
-        there = list(dict.fromkeys(mine.tolist()))
-        soonest = {host: finished[:, mine == host].min(axis=1)[order] for host in there}
-        latest = {host: started[:, mine == host].max(axis=1)[order] for host in there}
-        for one in there:
-            for other in there:
+        used_hosts = list(dict.fromkeys(clocks.tolist()))
+        soonest = {host: finished[:, clocks == host].min(axis=1)[order] for host in used_hosts}
+        latest = {host: started[:, clocks == host].max(axis=1)[order] for host in used_hosts}
+        for one in used_hosts:
+            for other in used_hosts:
                 least = np.minimum.reduceat(soonest[one] - latest[other], firsts)
                 bounds[used, one, other] = np.minimum(bounds[used, one, other], least)
     return bounds
 
 
 def _carried(seen: Floats, knots: Integers, reach_ns: float, drift: float) -> Floats:
-    """At each knot the tightest of all knots' bounds, let out by the drift in between, and inside one."""
+    """At each knot the tightest of all knots' bounds, each plus the drift between the knots and within its part."""
     diagonal = np.arange(seen.shape[1])
     bounds = seen + drift * reach_ns
     bounds[:, diagonal, diagonal] = seen[:, diagonal, diagonal]
@@ -232,26 +229,23 @@ def _carried(seen: Floats, knots: Integers, reach_ns: float, drift: float) -> Fl
 
 
 def _close(bounds: Floats) -> None:
-    """Shortest paths between all, in place (Floyd & Warshall); a circle below 0 shows on the diagonal.
+    """Compute the shortest paths between all clocks, in place (Floyd & Warshall).
 
-    Through such a circle paths would double with every host; they are of no use then, and kept finite.
+    A negative cycle makes the diagonal negative. Paths through the cycle would double with every host; they are kept
+    finite.
     """
     for via in range(bounds.shape[1]):
         np.minimum(bounds, bounds[:, :, via, None] + bounds[:, None, via, :], out=bounds)
         np.maximum(bounds, -_FAR_NS, out=bounds)
 
 
-def _middles(
-    there: Floats,
-    back: Floats,
-    known: Bools,
-) -> Floats:
+def _middles(there: Floats, back: Floats, known: Bools) -> Floats:
     differences: Floats = np.subtract(there, back, where=known, out=np.zeros_like(there))
     return differences / 2
 
 
 def _fill(middles: Floats, known: Bools) -> None:
-    """Where a knot has no answer, a line between those that have; its error stays infinite."""
+    """Interpolate at knots without an offset. Their errors stay infinite."""
     at = np.arange(len(middles))
     for host in range(middles.shape[1]):
         if known[:, host].any():

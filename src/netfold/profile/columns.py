@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -118,8 +118,8 @@ def _columns(trace: Trace, places: dict[Group, int]) -> Columns:
     whole[blocks] *= ranks[blocks]
     bus = whole.copy()
     for name, factor in _BUS_FACTORS.items():
-        mine = operation == name
-        bus[mine] *= factor(ranks[mine])
+        selected = operation == name
+        bus[selected] *= factor(ranks[selected])
     return Columns(
         operation=operation,
         group=place[inverse],
@@ -137,10 +137,6 @@ def _columns(trace: Trace, places: dict[Group, int]) -> Columns:
 def _names(trace: Trace, field: str) -> Names:
     numbers = trace.operations[field]
     used = np.bincount(numbers, minlength=256) > 0  # they are bytes
-    names = _strings([trace.metadata.name_of(field, number) if used[number] else "" for number in range(256)])
-    named: Names = names[numbers]
+    names = [trace.metadata.name_of(field, number) if used[number] else "" for number in range(256)]
+    named: Names = np.array(names, np.str_)[numbers]
     return named
-
-
-def _strings(words: Sequence[str]) -> Names:
-    return np.array(words, np.str_)

@@ -1,4 +1,4 @@
-"""Findings and comparisons for other programs: JSON with all of it, CSV with the rows. Pure."""
+"""Findings and comparisons for other programs: JSON with all values, CSV with the rows. Pure."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from netfold.profile.findings import Findings, Row
 
 
 def as_json(findings: Findings) -> str:
-    """The fields of `Findings` under their names; seconds, bytes, bytes a second."""
+    """The fields of `Findings` by name; in seconds, bytes, and bytes a second."""
     return json.dumps(asdict(findings), indent=1)
 
 
 def as_csv(findings: Findings) -> str:
-    """A line a row under the names of `Row`; empty where a value is not known; `ring:75 tree:25` for counts by name."""
+    """One line for each row, with the fields of `Row`. Unknown: empty. Counts by name: `ring:75 tree:25`."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     names = [field.name for field in fields(Row)]
@@ -30,20 +30,14 @@ def as_csv(findings: Findings) -> str:
 
 
 def comparison_as_json(found: Comparison) -> str:
-    """The fields of `Comparison` and `Change`, with what they say of themselves: improvements in percent, verdicts."""
-    whole = {
-        "a_title": found.a_title,
-        "b_title": found.b_title,
-        "rows": [_change(row) for row in found.rows],
-        "total": _change(found.total),
-        "notes": found.notes,
-    }
-    return json.dumps(whole, indent=1)
+    """The fields of `Comparison` and `Change`, and the properties of `Change`: improvements in percent, verdicts."""
+    changes = {"rows": [_change(row) for row in found.rows], "total": _change(found.total)}
+    return json.dumps({**vars(found), **changes}, indent=1)
 
 
 def _change(change: Change) -> dict[str, Any]:
-    said = ("improvement", "per_step_s", "improvement_per_step", "verdict")
-    return asdict(change) | {name: getattr(change, name) for name in said}
+    properties = ("improvement", "per_step_s", "improvement_per_step", "verdict")
+    return asdict(change) | {name: getattr(change, name) for name in properties}
 
 
 def _cell(value: Any) -> Any:

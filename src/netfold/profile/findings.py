@@ -5,7 +5,7 @@ Times are in seconds, sizes in bytes, bandwidths in bytes a second. "A rank's" m
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +14,11 @@ import numpy as np
 KB, MB = 1 << 10, 1 << 20
 # Upper bounds of hvprof's buckets for Horovod's messages (Awan et al., HotI 2019). Larger sizes have another bucket.
 BUCKETS = (128 * KB, 16 * MB, 32 * MB, 64 * MB)
+
+
+def bucket_ends(bucket: int, buckets: Sequence[int]) -> tuple[int, int | None]:
+    """The bytes above which, and up to which (None: no end), the bucket of that number goes."""
+    return buckets[bucket - 1] if bucket else 0, buckets[bucket] if bucket < len(buckets) else None
 
 
 @dataclass(frozen=True)
@@ -29,16 +34,16 @@ class Row:
     to_bytes: int | None
     count: float  # a rank's
     bytes: float  # a rank's
-    total_s: float | None  # a rank's
-    mean_s: float | None  # over all ranks' operations, as p50_s and p99_s
-    p50_s: float | None
-    p99_s: float | None
-    algbw: float | None  # bytes over total time
-    busbw: float | None  # algbw times nccl-tests' factor
-    share: float | None  # of all rows' total_s
-    exposed_s: float | None  # a rank's
-    queue_s: float | None  # a rank's total between submission and start
-    skew_s: float | None  # a rank's total between its own start and the last rank's
+    total_s: float | None = None  # a rank's
+    mean_s: float | None = None  # over all ranks' operations, as p50_s and p99_s
+    p50_s: float | None = None
+    p99_s: float | None = None
+    algbw: float | None = None  # bytes over total time
+    busbw: float | None = None  # algbw times nccl-tests' factor
+    share: float | None = None  # of all rows' total_s
+    exposed_s: float | None = None  # a rank's
+    queue_s: float | None = None  # a rank's total between submission and start
+    skew_s: float | None = None  # a rank's total between its own start and the last rank's
     algorithms: Mapping[str, int] = field(default_factory=dict)  # count of each, over all ranks
     wires: Mapping[str, int] = field(default_factory=dict)  # the same, of operations with bytes
     wire_bytes: float | None = None  # a rank's, as the three below
@@ -108,14 +113,17 @@ class ClockOffset:
         if not self.knots:
             return times_ns + self.offset_ns
         at, offsets = np.array(self.knots).T
-        aligned: np.ndarray[Any, np.dtype[np.int64]] = times_ns + np.round(np.interp(times_ns, at, offsets)).astype(
-            np.int64
-        )
-        return aligned
+        return times_ns + np.round(np.interp(times_ns, at, offsets)).astype(np.int64)
+
+
+def ranks_text(ranks: Sequence[int]) -> str:
+    """`rank 2`, `ranks 1, 2 and 8 more`."""
+    shown = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+    return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
 
 
 def submissions_text(submissions: Mapping[str, int]) -> str:
-    """Say what is unknown of `Findings.submissions`, and how to measure it; empty without submissions."""
+    """What is unknown of `Findings.submissions`, and how to measure it; empty without submissions."""
     if not submissions:
         return ""
     return (
@@ -157,3 +165,19 @@ class Findings:
     registrations: Mapping[int, Mapping[str, int]] = field(default_factory=dict)
     # By backend: operations of all ranks of which only the submission was recorded.
     submissions: Mapping[str, int] = field(default_factory=dict)
+
+    def limitations(self) -> list[str]:
+        """Gaps in the records that make the numbers less than they seem, in clauses without a period."""
+        found = [submissions_text(self.submissions)] if self.submissions else []
+        absent = sorted(set(range(self.size)) - set(self.ranks))
+        if absent:
+            named = ranks_text(absent)
+            found.append(
+                f"{len(absent)} of {self.size} ranks left no records, {named}: means are over {len(self.ranks)}"
+            )
+        if self.lost:
+            found.append(
+                f"{self.lost:,} operations were lost: they came faster than they could be written, and are in no "
+                "number here"
+            )
+        return found

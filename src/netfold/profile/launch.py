@@ -1,8 +1,9 @@
-"""Running a job with recording on: a folder of its run, a variable in its environment, its exit code.
+"""Run a job with recording on: create the run's folder, set a variable in the job's environment, return its exit code.
 
-On several hosts a launcher runs on each, all with one folder. While a launcher is at work it has a file there,
-`launch-HOST-PID`, that it touches every BEAT_S seconds and removes at the end. So a launcher that finds a profile tells
-whether that is of its own run (some launcher is at work) or of an earlier one, which it leaves alone.
+On several hosts, each host has a launcher, and all launchers use one folder. A running launcher has a file in the
+folder, `launch-HOST-PID`. It touches this file every BEAT_S seconds and removes it at the end. So another launcher can
+tell whether a profile in the folder belongs to its own run (some launcher is running) or to an earlier run, which it
+does not change.
 """
 
 from __future__ import annotations
@@ -22,20 +23,21 @@ from typing import Any
 
 from netfold.profile.recording import LAUNCHER, VARIABLE, describe_run, unknown_files
 
-# A launcher of another host that has not touched its file for so long has ended, or the hosts' clocks differ as much.
+# A launcher of another host with an older file has ended, or the hosts' clocks differ by this time.
 BEAT_S, STALE_S = 10.0, 120.0
-# Where both of two launchers have one of these, they are of one job if it is the same.
+# If two launchers have one of these variables with equal values, they belong to one job.
 _JOBS = ("SLURM_JOB_ID", "SLURM_STEP_ID", "PBS_JOBID", "LSB_JOBID")
 
 
 class LaunchError(Exception):
-    """The folder cannot be used, or the command not be started; nothing was run."""
+    """The folder cannot be used, or the command cannot be started. Nothing was run."""
 
 
 def new_folder(asked: Path | None) -> Path:
-    """The run's folder, made, absolute. None: the first of netfold-profile-1, -2, ... that is not there yet.
+    """Create the run's folder and return its absolute path.
 
-    asked: empty, or in use by other launchers of the same run; LaunchError otherwise.
+    asked: empty, or in use by other launchers of the same run; LaunchError otherwise. None: the first of
+    netfold-profile-1, -2, ... that does not exist.
     """
     try:
         if asked is not None:
@@ -51,29 +53,29 @@ def new_folder(asked: Path | None) -> Path:
                 continue
             return folder
     except OSError as error:
-        raise LaunchError(f"the profile's folder cannot be made: {error}") from None
+        raise LaunchError(f"the profile's folder cannot be created: {error}") from None
     raise AssertionError("there is always another number")
 
 
 def launch(command: Sequence[str], folder: Path) -> int:
-    """Run `command` to its end, recorded into `folder`; its exit code, 128 + n after signal n as shells have it.
+    """Run `command` to its end, recorded into `folder`. Return its exit code, 128 + n after signal n as in shells.
 
-    SIGTERM goes on to the command; a terminal's SIGINT reaches it anyway. It decides what becomes of them.
+    SIGTERM is passed on to the command. SIGINT of a terminal reaches the command directly. The command handles both.
     """
-    with contextlib.ExitStack() as at_work:
+    with contextlib.ExitStack() as stack:
         try:
-            at_work.enter_context(_at_work(folder))
-            with contextlib.suppress(FileExistsError):  # another host's launcher was first
+            stack.enter_context(_launcher_file(folder))
+            with contextlib.suppress(FileExistsError):  # another host's launcher wrote it
                 describe_run(folder, command)
             process = subprocess.Popen(command, env={**os.environ, VARIABLE: str(folder)})
         except OSError as error:
             raise LaunchError(f"{command[0]} cannot be run: {error}") from None
 
-        def hand_on(number: int, _: Any) -> None:
-            process.send_signal(number)
-
-        wanted: dict[signal.Signals, Any] = {signal.SIGTERM: hand_on, signal.SIGINT: lambda *_: None}
-        before = {number: signal.signal(number, handler) for number, handler in wanted.items()}
+        handlers: dict[signal.Signals, Any] = {
+            signal.SIGTERM: lambda number, _: process.send_signal(number),
+            signal.SIGINT: lambda *_: None,
+        }
+        before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
         try:
             code = process.wait()
         finally:
@@ -83,16 +85,16 @@ def launch(command: Sequence[str], folder: Path) -> int:
 
 
 def namespace() -> str:
-    """Where a number names the same process: the machine's boot and the PID namespace."""
+    """The boot and the PID namespace: within both, a number identifies one process."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink("/proc/self/ns/pid")
 
 
 @contextlib.contextmanager
-def _at_work(folder: Path) -> Iterator[None]:
-    """This launcher has its file in `folder`. A folder that vanishes meanwhile ends no job."""
+def _launcher_file(folder: Path) -> Iterator[None]:
+    """Keep this launcher's file in `folder`. The job continues if the folder is removed meanwhile."""
     mark = folder / f"{LAUNCHER}{socket.gethostname()}-{os.getpid()}"
-    said = {"host": socket.gethostname(), "namespace": namespace(), "pid": os.getpid(), "job": _job()}
-    mark.write_text(json.dumps(said))
+    identity = {"host": socket.gethostname(), "namespace": namespace(), "pid": os.getpid(), "job": _job()}
+    mark.write_text(json.dumps(identity))
     done = threading.Event()
 
     def beat() -> None:
@@ -112,7 +114,7 @@ def _at_work(folder: Path) -> Iterator[None]:
 
 
 def _refuse_used(folder: Path) -> None:
-    # In this order: a launcher makes its file before anything else, and removes it after everything else.
+    # In this order: a launcher creates its file first and removes it last.
     names = sorted(os.listdir(folder))
     reasons = [_not_of_this_run(mark) for mark in folder.glob(f"{LAUNCHER}*")]
     if foreign := unknown_files(names):
@@ -122,28 +124,28 @@ def _refuse_used(folder: Path) -> None:
     if names and all(reasons):
         because = f" ({'; '.join(dict.fromkeys(reasons))})" if reasons else ""
         raise LaunchError(
-            f"{folder} is not empty: it holds an earlier profile, and no launcher of this job is at work in it"
+            f"{folder} is not empty: it holds an earlier profile, and no launcher of this job runs in it"
             f"{because}; name a new folder, so that no profile is overwritten"
         )
 
 
 def _not_of_this_run(mark: Path) -> str:
-    """Why the launcher that made the file is not one of this job, in words; empty where it is."""
+    """Why the launcher of the file does not belong to this job; empty if it belongs to this job."""
     try:
         age_s = time.time() - mark.stat().st_mtime
-        said = json.loads(mark.read_text())
+        identity = json.loads(mark.read_text())
     except FileNotFoundError:
         return "one has just ended"
     except ValueError:  # it is being written
-        said = {}
-    where = f"one on {said.get('host', 'a host that it does not name')}"
-    if said.get("namespace") == namespace() and not Path("/proc", str(said["pid"])).exists():
+        identity = {}
+    where = f"one on {identity.get('host', 'an unknown host')}"
+    if identity.get("namespace") == namespace() and not Path("/proc", str(identity["pid"])).exists():
         return f"{where} was killed"
-    if said.get("namespace") != namespace() and age_s > STALE_S:
+    if identity.get("namespace") != namespace() and age_s > STALE_S:
         return f"{where} was last seen {age_s:.0f} s ago"
     for name, value in _job().items():
-        if said.get("job", {}).get(name, value) != value:
-            return f"{where} has {name}={said['job'][name]}, not {value}"
+        if identity.get("job", {}).get(name, value) != value:
+            return f"{where} has {name}={identity['job'][name]}, not {value}"
     return ""
 
 

@@ -1,10 +1,10 @@
-"""How much of the time is exposed communication, while a job runs: an estimate that costs microseconds a look.
+"""Estimate the share of exposed communication while a job runs. An estimate costs microseconds.
 
-A recording knows to within 4 ms when the training thread computed. Here nobody watches it: of a whole stretch it is
-known how long operations were under way, from the groups' event records, and how long the thread was on a core or in
-the queue for one, from the kernel. What it did not compute while something was under way is exposed; as both are only
-known as sums, exposed is taken to be as much as they allow. An operation that ran on the thread itself is exposed
-however much it computed. So the estimate is too high where the thread slept for other reasons while operations ran.
+A recording knows to within 4 ms when the training thread computed. Without a recording, two sums are known of the time
+since the last estimate: how long operations were under way (from the groups' event records), and how long the thread
+was on a core or in the queue for a core (from the kernel). The estimate is the largest exposed time that both sums
+allow. An operation that ran on the thread itself is exposed, however much the thread computed. So the estimate is too
+high if the thread slept for other reasons while operations ran.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from netfold.profile.recording import members
 
 
 class LiveOverlap:
-    """Looks at the thread that makes it."""
+    """The estimate for the thread that creates this object."""
 
     def __init__(self) -> None:
         self._schedstat = Path(f"/proc/self/task/{threading.get_native_id()}/schedstat")
@@ -28,10 +28,11 @@ class LiveOverlap:
         self._at_ns, self._busy_ns = time.perf_counter_ns(), self._busy()
 
     def exposed_share(self, waited_s: float = 0.0) -> float | None:
-        """Of the time since the last call, 0 to 1. waited_s: what the thread waited for other things meanwhile.
+        """Return the exposed share of the time since the last call, 0 to 1.
 
-        None where there is no netfold group, or the kernel does not say what a thread did. Groups keep their newest
-        8192 operations: of a stretch with more only these are seen.
+        waited_s: the time in which the thread waited for other things than communication.
+        None if there is no netfold group, or if the kernel does not report a thread's time. Groups keep their newest
+        8192 operations; older ones do not count.
         """
         at_ns, busy_ns = time.perf_counter_ns(), self._busy()
         records = self._records()
@@ -47,19 +48,19 @@ class LiveOverlap:
         return min(1.0, min(under_way_ns, idle_ns + inlined_ns) / passed_ns)
 
     def _records(self) -> Records | None:
-        """Of all groups, since the last call; None where there is no group."""
-        there = members()
-        if not there:
+        """The records of all groups since the last call; None if there is no group."""
+        groups = members()
+        if not groups:
             return None
         found = [np.empty(0, RECORD)]
-        for member in there:
+        for member in groups:
             total, raw = member.read(self._read_up_to.get(member.number, 0))
             self._read_up_to[member.number] = total
             found.append(records_of(raw))
         return np.concatenate(found)
 
     def _busy(self) -> int | None:
-        """Nanoseconds on a core and in the queue for one, since the thread began."""
+        """Nanoseconds on a core and in the queue for a core, since the start of the thread."""
         try:
             ran, queued, _ = self._schedstat.read_text().split()
         except (OSError, ValueError):
@@ -68,12 +69,12 @@ class LiveOverlap:
 
 
 def _covered_ns(records: Records, since_ns: int) -> float:
-    """How long at least one of them was under way."""
+    """The time with at least one operation under way."""
     if not len(records):
         return 0.0
     order = np.argsort(records["started_ns"])
     started = np.maximum(records["started_ns"][order], since_ns)
     finished = np.maximum(records["finished_ns"][order], since_ns)
-    # Up to where all earlier ones reach: only what goes beyond that is new.
+    # The latest end of all earlier operations: only time after this end is new.
     reached = np.maximum.accumulate(np.concatenate([[since_ns], finished[:-1]]))
     return float(np.maximum(finished - np.maximum(started, reached), 0).sum())

@@ -54,7 +54,7 @@ def match(run: Run, columns: list[Columns]) -> Matching:
     for place, group in enumerate(groups_of(run)):
         rows = {index: np.flatnonzero((each.group == place) & collective[index]) for index, each in enumerate(columns)}
         count = sum(map(len, rows.values()))
-        engines = {bool(each) for index, mine in rows.items() for each in columns[index].engine[mine[:1]]}
+        engines = {bool(each) for index, indices in rows.items() for each in columns[index].engine[indices[:1]]}
         if not group.ranks:
             left_out["of a group whose ranks are not known"] += count
         elif any(rank not in trace_of for rank in group.ranks):
@@ -83,8 +83,8 @@ def synchronising_operations(run: Run, columns: list[Columns], matched: Matched)
     waits &= first.engine[matched.places[:, 0]] | (kind != "all_to_all")
     waits &= (kind == "barrier") | (matched.field(run, "bytes") > 0).all(axis=1)
     for at, member in enumerate(matched.members):
-        mine = matched.places[:, at]
-        waits &= columns[member].completes[mine] & ~columns[member].failed[mine]
+        indices = matched.places[:, at]
+        waits &= columns[member].completes[indices] & ~columns[member].failed[indices]
     return Matched(matched.group, matched.members, matched.places[waits])
 
 
@@ -94,15 +94,15 @@ def _by_sequence(run: Run, columns: list[Columns], order: tuple[int, ...], rows:
     Leaves out numbers that a rank used twice, in two generations of a group, and numbers of different operations.
     """
     numbers = []
-    for index, mine in zip(order, rows, strict=True):
-        values, counts = np.unique(run.traces[index].operations["sequence"][mine], return_counts=True)
+    for index, indices in zip(order, rows, strict=True):
+        values, counts = np.unique(run.traces[index].operations["sequence"][indices], return_counts=True)
         numbers.append(values[counts == 1])
     shared = reduce(lambda one, other: np.intersect1d(one, other, assume_unique=True), numbers)
     places, kinds = [], []
-    for index, mine in zip(order, rows, strict=True):
-        sequence = run.traces[index].operations["sequence"][mine]
+    for index, indices in zip(order, rows, strict=True):
+        sequence = run.traces[index].operations["sequence"][indices]
         by_number = np.argsort(sequence, kind="stable")
-        place = mine[by_number[np.searchsorted(sequence[by_number], shared)]]
+        place = indices[by_number[np.searchsorted(sequence[by_number], shared)]]
         places.append(place)
         kinds.append(columns[index].operation[place])
     together = np.stack(places, axis=1)
@@ -113,9 +113,9 @@ def _by_sequence(run: Run, columns: list[Columns], order: tuple[int, ...], rows:
 def _by_order(run: Run, columns: list[Columns], order: tuple[int, ...], rows: list[Integers]) -> Integers:
     """[n, P], matched by order, sorted by the start on the first member."""
     lists = []
-    for index, mine in zip(order, rows, strict=True):
+    for index, indices in zip(order, rows, strict=True):
         records = run.traces[index].operations
-        began = mine[np.argsort(records["started_ns"][mine], kind="stable")]
+        began = indices[np.argsort(records["started_ns"][indices], kind="stable")]
         keyed: dict[tuple[str, int], list[int]] = {}
         for place in began:
             keyed.setdefault((str(columns[index].operation[place]), int(records["bytes"][place])), []).append(place)

@@ -1,10 +1,10 @@
-"""A run in the Trace Event Format (Chrome's JSON), which ui.perfetto.dev and chrome://tracing open.
+"""Write a run in the Trace Event Format (Chrome's JSON), for ui.perfetto.dev and chrome://tracing.
 
-A process a rank. Its threads: one for steps, then as many as operations were under way at once, since slices of one
-thread must not overlap. A counter shows how much the training thread computed. Arrows go through the slices of one
-call, from the rank that began first to the one that began last. Times are microseconds of the first rank's clock since
-the first event. An operation of which only the submission to a device was recorded is a slice `submit ...`, as long as
-the host took to submit it. The format: "Trace Event Format", Google, 2016; its flows of the second kind (`bind_id`).
+Each rank is a process. One thread has the steps. The operations have as many threads as were under way at once, since
+slices of one thread must not overlap. A counter shows how much the training thread computed. Arrows join the slices of
+one call, from the rank that began first to the rank that began last. Times are microseconds of the first rank's clock
+since the first event. An operation of which only the submission to a device was recorded is a slice `submit ...`, as
+long as the submission took on the host. Format: "Trace Event Format", Google, 2016; flows by `bind_id`.
 """
 
 from __future__ import annotations
@@ -22,29 +22,29 @@ from netfold.profile.columns import Integers, completes
 from netfold.profile.findings import ClockOffset
 from netfold.profile.record import RECORD
 from netfold.profile.run import Run, Trace
-from netfold.profile.timeline import align_clocks, group_name, lanes, number_calls
+from netfold.profile.timeline import align_clocks, computing_percent, group_name, lanes, number_calls
 
 _STEPS_THREAD = 1
 _FIRST_LANE = 2
-# Every thread of the trace has a number of its own: some readers take a number for the same thread in any process.
+# Thread numbers are unique in the trace: some readers take equal numbers for one thread, in any process.
 _THREADS_A_RANK = 4096
 _WORK_THREAD = _THREADS_A_RANK - 1
 _FIELDS = RECORD.names or ()
 _AT_ONCE = 4096
-# Whether an arrow comes into a slice, goes out of it, or both.
+# An arrow comes into a slice, goes out of it, or both.
 _IN, _OUT = 1, 2
 
 
 def write_trace(run: Run, clocks: Iterable[ClockOffset], path: Path) -> int:
-    """Write the whole run to `path`, replaced whole or not at all; returns how many events it has.
+    """Write the whole run to `path`, replaced atomically. Return the number of events.
 
-    Memory: beyond the run itself, some 100 bytes an operation. OSError where the file cannot be written.
+    Memory: about 100 bytes for each operation beyond the run. Raises OSError if the file cannot be written.
     """
     return write_events(trace_events(run, clocks), path)
 
 
 def write_events(events: Iterable[dict[str, Any]], path: Path) -> int:
-    """Replaces `path` whole or not at all; returns how many events there were. They go to the disk as they are made."""
+    """Write events to `path` one by one; the file is replaced atomically. Return their number."""
     new = path.with_name(path.name + ".new")
     count, encoder = 0, json.JSONEncoder(separators=(",", ":"), allow_nan=False)
     try:
@@ -60,23 +60,26 @@ def write_events(events: Iterable[dict[str, Any]], path: Path) -> int:
 
 
 def trace_events(run: Run, clocks: Iterable[ClockOffset]) -> Iterator[dict[str, Any]]:
-    """Rank by rank. Where nothing bounds how far a rank's clock is off, its process says so."""
+    """The events of each rank. The process of a rank with an unbounded clock error has a label that says so."""
     clocks = list(clocks)
     run = align_clocks(run, clocks)
     bounded = {clock.rank for clock in clocks if clock.bound_ns is not None}
     bounded |= {trace.metadata.rank for trace in run.traces[:1]}
-    origin_ns = min((first for trace in run.traces for first in _firsts(trace)), default=0)
-    arrows = _arrows(run)
-    for trace, (call, role) in zip(run.traces, arrows, strict=True):
+    origin_ns = min((first for trace in run.traces for first in _first_times(trace)), default=0)
+    for trace, (call, role) in zip(run.traces, _arrows(run), strict=True):
         yield from _process(trace, bounded=trace.metadata.rank in bounded)
-        yield from _steps(trace, -origin_ns)
-        yield from _operations(trace, -origin_ns, call, role)
-        yield from _computing(trace, -origin_ns)
+        for number, (began_ns, ended_ns) in enumerate(trace.steps.tolist()):
+            yield _slice(trace, _STEPS_THREAD, f"step {number}", "step", began_ns - origin_ns, ended_ns - origin_ns)
+        yield from _operations(trace, origin_ns, call, role)
+        for at_ns, percent in zip(*(each.tolist() for each in computing_percent(trace.progress)), strict=True):
+            yield _event(trace, "C", "training thread computes", args={"percent": percent}, ts=_us(at_ns - origin_ns))
 
 
 def work_events(trace: Trace, work: Iterable[tuple[str, int, int]]) -> Iterator[dict[str, Any]]:
-    """What a rank computes as slices of a thread of their own: names, and when they began and ended, ascending, in ns
-    since the first event. Of a measured run only a percentage is known; a predicted one has them."""
+    """A rank's computing as slices of one thread, for predictions: a measured run has percentages only.
+
+    work: (name, begin, end), ascending, in ns since the first event.
+    """
     yield from _thread(trace, _WORK_THREAD, "work")
     for name, began_ns, ended_ns in work:
         yield _slice(trace, _WORK_THREAD, name, "computing", began_ns, ended_ns)
@@ -85,9 +88,9 @@ def work_events(trace: Trace, work: Iterable[tuple[str, int, int]]) -> Iterator[
 def merge_traces(
     measured: Iterable[dict[str, Any]], predicted: Iterable[dict[str, Any]], step: int
 ) -> Iterator[dict[str, Any]]:
-    """All events of a measured trace, then those of another as processes of their own.
+    """The events of a measured trace, then those of a predicted trace as further processes.
 
-    The other begins where the first rank's step of that number does, or at 0 where the trace has no such step.
+    The predicted trace begins with the first rank's step of that number, or at 0 if the measured trace lacks this step.
     """
     processes, flows, begins_ns = 0, 0, None
     for event in measured:
@@ -104,65 +107,45 @@ def merge_traces(
         yield moved
 
 
+def _event(trace: Trace, phase: str, name: str, thread: int = 0, **fields: Any) -> dict[str, Any]:
+    pid = trace.metadata.rank + 1  # 0 is the kernel's idle process
+    return {"ph": phase, "name": name, "pid": pid, "tid": pid * _THREADS_A_RANK + thread, **fields}
+
+
 def _slice(trace: Trace, thread: int, name: str, category: str, began_ns: int, ended_ns: int) -> dict[str, Any]:
-    return {
-        "ph": "X",
-        "name": name,
-        "cat": category,
-        "pid": _pid(trace),
-        "tid": _tid(trace, thread),
-        "ts": _us(began_ns),
-        "dur": _us(ended_ns - began_ns),
-    }
+    return _event(trace, "X", name, thread, cat=category, ts=_us(began_ns), dur=_us(ended_ns - began_ns))
 
 
-def _firsts(trace: Trace) -> Iterator[int]:
+def _thread(trace: Trace, thread: int, name: str) -> Iterator[dict[str, Any]]:
+    yield _event(trace, "M", "thread_name", thread, args={"name": name})
+    yield _event(trace, "M", "thread_sort_index", thread, args={"sort_index": thread})
+
+
+def _process(trace: Trace, *, bounded: bool) -> Iterator[dict[str, Any]]:
+    about = trace.metadata
+    yield _event(trace, "M", "process_name", args={"name": f"rank {about.rank} on {about.host}"})
+    yield _event(trace, "M", "process_sort_index", args={"sort_index": about.rank})
+    if not bounded:
+        yield _event(trace, "M", "process_labels", args={"labels": "nothing bounds the error of its clock"})
+    if len(trace.steps):
+        yield from _thread(trace, _STEPS_THREAD, "steps")
+
+
+def _first_times(trace: Trace) -> Iterator[int]:
     for times in (trace.operations["started_ns"], trace.steps["began_ns"], trace.progress["at_ns"]):
         if len(times):
             yield int(times.min())
 
 
-def _process(trace: Trace, *, bounded: bool) -> Iterator[dict[str, Any]]:
-    about = trace.metadata
-    yield _named(trace, "process_name", name=f"rank {about.rank} on {about.host}")
-    yield _named(trace, "process_sort_index", sort_index=about.rank)
-    if not bounded:
-        yield _named(trace, "process_labels", labels="nothing bounds how far its clock is off")
-    if len(trace.steps):
-        yield from _thread(trace, _STEPS_THREAD, "steps")
-
-
-def _thread(trace: Trace, thread: int, name: str) -> Iterator[dict[str, Any]]:
-    yield {**_named(trace, "thread_name", name=name), "tid": _tid(trace, thread)}
-    yield {**_named(trace, "thread_sort_index", sort_index=thread), "tid": _tid(trace, thread)}
-
-
-def _named(trace: Trace, what: str, **args: Any) -> dict[str, Any]:
-    return {"ph": "M", "name": what, "pid": _pid(trace), "tid": _tid(trace, 0), "args": args}
-
-
-def _pid(trace: Trace) -> int:
-    return trace.metadata.rank + 1  # 0 is the kernel's idle process
-
-
-def _tid(trace: Trace, thread: int) -> int:
-    return _pid(trace) * _THREADS_A_RANK + thread
-
-
-def _steps(trace: Trace, shift_ns: int) -> Iterator[dict[str, Any]]:
-    for number, (began_ns, ended_ns) in enumerate(trace.steps.tolist()):
-        yield _slice(trace, _STEPS_THREAD, f"step {number}", "step", began_ns + shift_ns, ended_ns + shift_ns)
-
-
-def _operations(trace: Trace, shift_ns: int, call: Integers, role: Integers) -> Iterator[dict[str, Any]]:
+def _operations(trace: Trace, origin_ns: int, call: Integers, role: Integers) -> Iterator[dict[str, Any]]:
     operations, about = trace.operations, trace.metadata
     order, ends = np.argsort(operations["started_ns"], kind="stable"), completes(trace)
     lane = lanes(operations["started_ns"][order], operations["finished_ns"][order])
     for number in range(int(lane.max()) + 1 if len(lane) else 0):
-        # Beyond these numbers a lane would be another rank's.
+        # Larger numbers are threads of the next rank.
         assert _FIRST_LANE + number < _WORK_THREAD, f"rank {about.rank} had {number} operations under way at once"
         yield from _thread(trace, _FIRST_LANE + number, "operations" if number == 0 else f"operations ({number + 1})")
-    # As Python's own numbers, some at a time: one by one takes NumPy longer than all the rest.
+    # Convert NumPy's numbers to Python's in batches: one by one takes longer than all the rest.
     for first in range(0, len(order), _AT_ONCE):
         part = order[first : first + _AT_ONCE]
         numbers = zip(*(operations[name][part].tolist() for name in _FIELDS), strict=True)
@@ -172,14 +155,13 @@ def _operations(trace: Trace, shift_ns: int, call: Integers, role: Integers) -> 
             role[part].tolist(),
             ends[part].tolist(),
         )
-        for one, row, number, arrow, whole in zip(numbers, *others, strict=True):
-            said = dict(zip(_FIELDS, one, strict=True))
-            name = about.name_of("operation", said["operation"])
-            kind = "communication" if whole else "submission"
-            name = name if whole else f"submit {name}"
-            began_ns, ended_ns = said["started_ns"] + shift_ns, said["finished_ns"] + shift_ns
+        for values, row, number, arrow, is_timed in zip(numbers, *others, strict=True):
+            record = dict(zip(_FIELDS, values, strict=True))
+            name = about.name_of("operation", record["operation"])
+            name, kind = (name, "communication") if is_timed else (f"submit {name}", "submission")
+            began_ns, ended_ns = record["started_ns"] - origin_ns, record["finished_ns"] - origin_ns
             event = _slice(trace, _FIRST_LANE + row, name, kind, began_ns, ended_ns)
-            event["args"] = _args(trace, said)
+            event["args"] = _args(trace, record)
             if arrow:
                 event["bind_id"] = number
             if arrow & _IN:
@@ -189,58 +171,31 @@ def _operations(trace: Trace, shift_ns: int, call: Integers, role: Integers) -> 
             yield event
 
 
-def _args(trace: Trace, said: Mapping[str, int]) -> dict[str, Any]:
+def _args(trace: Trace, record: Mapping[str, int]) -> dict[str, Any]:
     about = trace.metadata
     args = {
-        "group": group_name(trace, said["group"]),
-        "sequence": said["sequence"],
-        "bytes": said["bytes"],
-        "queued_us": _us(said["started_ns"] - said["queued_ns"]),
+        "group": group_name(trace, record["group"]),
+        "sequence": record["sequence"],
+        "bytes": record["bytes"],
+        "queued_us": _us(record["started_ns"] - record["queued_ns"]),
     }
     for what in ("dtype", "reduce", "algorithm", "wire"):
         if what in about.names:
-            args[what] = about.name_of(what, said[what])
-    for what in ("wire_bytes", "retransmissions"):
-        args[what] = said[what]
-    if said["slowest_rank"] >= 0:
-        args["slowest_rank"] = said["slowest_rank"]
-    if said["error"]:
-        args["error"] = about.name_of("error", said["error"])
+            args[what] = about.name_of(what, record[what])
+    args |= {what: record[what] for what in ("wire_bytes", "retransmissions")}
+    if record["slowest_rank"] >= 0:
+        args["slowest_rank"] = record["slowest_rank"]
+    if record["error"]:
+        args["error"] = about.name_of("error", record["error"])
     return args
 
 
-def _computing(trace: Trace, shift_ns: int) -> Iterator[dict[str, Any]]:
-    """A line of progress where the percentage changes, and one at the end."""
-    for at_ns, percent in zip(*(each.tolist() for each in computing_percent(trace.progress)), strict=True):
-        yield {
-            "ph": "C",
-            "name": "training thread computes",
-            "pid": _pid(trace),
-            "tid": _tid(trace, 0),
-            "ts": _us(at_ns + shift_ns),
-            "args": {"percent": percent},
-        }
-
-
-def computing_percent(progress: Any) -> tuple[Integers, Integers]:
-    """From when on, on the rank's own clock, which percentage of the time the training thread computed."""
-    passed = np.diff(progress["at_ns"])
-    apart = np.concatenate(([True], passed > 0)) if len(progress) else np.zeros(0, bool)
-    at, busy = progress["at_ns"][apart], progress["busy_ns"][apart]
-    if len(at) < 2:
-        return np.zeros(0, np.int64), np.zeros(0, np.int64)
-    percent = np.clip(np.rint(100 * np.diff(busy) / np.diff(at)), 0, 100).astype(np.int64)
-    changes = np.concatenate(([True], np.diff(percent) != 0))
-    # A counter holds its value to the end of the trace, and after the last line nothing is known: 0 claims least.
-    return np.append(at[:-1][changes], at[-1]), np.append(percent[changes], 0)
-
-
 def _arrows(run: Run) -> list[tuple[Integers, Integers]]:
-    """For each trace: each operation's call, and `_IN` and `_OUT` of its slice; 0 where it has no arrow."""
+    """For each trace: each operation's call, and `_IN` and `_OUT` of its slice; 0 if it has no arrow."""
     number = number_calls(run)
     if not number:
         return []
-    # Of a submission to a device it is not known who waited for whom.
+    # Of submissions to a device it is unknown which rank waited.
     call = np.concatenate([np.where(completes(t), each, 0) for t, each in zip(run.traces, number, strict=True)])
     began = np.concatenate([trace.operations["started_ns"] for trace in run.traces])
     order = np.lexsort((began, call))
@@ -254,14 +209,14 @@ def _arrows(run: Run) -> list[tuple[Integers, Integers]]:
 
 
 def _ns(time_us: float) -> int:
-    """As a reader takes it."""
+    """The nanoseconds that a reader computes from microseconds."""
     return int(time_us * 1000)
 
 
 def _us(time_ns: int) -> float:
-    """Where a reader multiplies by 1000 and cuts off, what comes out is still the nanosecond that went in.
+    """The microseconds from which a reader computes exactly `time_ns`, by multiplying with 1000 and cutting off.
 
-    A slice that seems to begin a nanosecond before the last one of its thread ended could be dropped.
+    A reader may drop a slice that seems to begin a nanosecond before the previous slice of its thread ended.
     """
     time_us = time_ns / 1000
-    return time_us if int(time_us * 1000) == time_ns else math.nextafter(time_us, math.inf)
+    return time_us if _ns(time_us) == time_ns else math.nextafter(time_us, math.inf)

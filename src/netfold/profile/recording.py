@@ -1,16 +1,17 @@
-"""Recording: what a process of a job does while it trains, into a folder of its rank.
+"""Record a process of a job while it trains, into the folder of its rank.
 
-A `Recording` has sources of operations (netfold's groups by their event records; netfold/torch/profiler_source.py for
-other backends), a watcher of the training thread, and one thread that writes what they have every half second, and at
-the end. It begins armed: nothing is written before the process is in a group, since who it is (its rank) says the
-group, and a process without one, such as a launcher or a worker that loads data, leaves nothing.
+A `Recording` has sources of operations, a sampler of the training thread, and one thread that writes the new records
+every half second and at the end. The sources are netfold's groups (by their event records) and, for other backends,
+netfold/torch/profiler_source.py. A recording begins armed. It writes nothing before the process is in a group, since
+the group tells the process's rank. A process without a group, such as a launcher or a worker that loads data, leaves no
+files.
 
-States: armed -> writing -> ended, and from either of the first to failed (a disk is full, a folder has gone): one
-sentence on stderr, nothing more is recorded, training goes on. A fork's child has no recording; one that a variable of
-the environment asked for begins anew with the child's first group.
+States: armed -> writing -> ended, and from armed or writing to failed (a disk is full, a folder was removed). A failure
+prints one sentence on stderr, ends the recording, and does not end the training. The child of a fork has no recording.
+If an environment variable requested the recording, a new one begins with the child's first group.
 
-May use: the event record, a run's folder, `netfold._native` (once it records, not before). What needs torch is looked
-up by name once torch is there. Costs: off, a test of a global a group.
+May use: the event record, a run's folder, `netfold._native` (only while recording). Code that needs torch is imported
+by name once torch is loaded. Cost without a recording: a test of a global variable for each group.
 """
 
 from __future__ import annotations
@@ -38,32 +39,31 @@ from netfold.profile.record import Records, records_of
 from netfold.profile.run import FORMAT, PROGRESS, STEP, GroupName, RankMetadata, RankWriter
 
 VARIABLE = "NETFOLD_PROFILE"
-# What the file of a launcher (netfold.profile.launch) begins with.
+# The prefix of a launcher's file (netfold.profile.launch).
 LAUNCHER = "launch-"
 WRITE_S = 0.5
-# So many of a group's ring are left at most before it is looked at sooner.
+# After more new records of a group than this, the next write comes sooner, before the group's ring buffer overflows.
 _MANY = 2048
 _SOON_S = 0.05
-# How soon a process that has just come into its first group is taken for one of a job.
+# The interval in which an armed recording looks for a first group.
 _ARMED_S = 0.1
 _STEPS_KEPT = 1 << 16
 
-# Numbers for what netfold has no name for: of other backends' operations from 128 on.
+# Numbers of names that netfold does not have: operations of other backends have numbers from 128.
 UNKNOWN = 255
 _OTHERS_FROM = 128
 
 
 @dataclass
 class Member:
-    """A netfold group that this process is in. read(since): how many records there ever were, and those after that.
-    registrations(): as About has them, of the process."""
+    """A netfold group of this process."""
 
     number: int
     group: GroupName
     rank: int
     size: int
-    read: Callable[[int], tuple[int, bytes]]
-    registrations: Callable[[], Mapping[str, int]] = dict
+    read: Callable[[int], tuple[int, bytes]]  # read(since): the number of records so far, and the records after `since`
+    registrations: Callable[[], Mapping[str, int]] = dict  # of the process, as in `RankMetadata`
     read_up_to: int = 0
 
 
@@ -75,21 +75,21 @@ class Identity:
 
 @dataclass
 class Batch:
-    """What a source has had since it was last asked."""
+    """The records of a source since the last call of `take`."""
 
     operations: list[Records] = field(default_factory=list)
     lost: int = 0
 
 
 class Source(Protocol):
-    """Operations of others than netfold groups. `begin` and `end` are called on the main thread where that can be."""
+    """A source of other backends' operations. `begin` and `end` are called on the main thread if possible."""
 
     name: str
 
     def begin(self) -> None: ...
 
     def identity(self) -> Identity | None:
-        """None: this process is in no group yet."""
+        """None if this process is not in a group yet."""
 
     def boundary(self) -> None:
         """The training thread is between two steps."""
@@ -105,11 +105,11 @@ class Source(Protocol):
     def end(self) -> None: ...
 
     def forget(self) -> None:
-        """In a fork's child, as `end`; what was seen is the parent's."""
+        """End in the child of a fork, without records: they belong to the parent."""
 
 
 class Names:
-    """What the numbers in records mean: netfold's own, and others as they turn up."""
+    """The names of numbers in records: netfold's own names, and new names of other backends."""
 
     def __init__(self, engine: Any) -> None:
         unknown = {"?": UNKNOWN}
@@ -139,13 +139,13 @@ class Recording:
     """See `netfold.profile`."""
 
     def __init__(self, folder: str | os.PathLike[str], *, replaces: bool = False) -> None:
-        """replaces: an earlier life of this rank may have left records (an elastic restart); they go."""
+        """replaces: overwrite records that this rank left before an elastic restart."""
         self.folder = Path(folder).absolute()
         self._replaces = replaces
-        self._lock = threading.Lock()  # who writes
+        self._lock = threading.Lock()  # for writing
         self._writer: RankWriter | None = None
         self._about: RankMetadata | None = None
-        self._watcher: Any = None
+        self._sampler: Any = None
         self._sources: list[Source] = []
         self._names: Names | None = None
         self._ended = threading.Event()
@@ -153,16 +153,19 @@ class Recording:
         self._failed = False
         self._thread: threading.Thread | None = None
         self._boundary_ns: int | None = None
-        # Appended to by the training thread, emptied by who writes.
+        # The training thread appends, the writing thread removes.
         self._steps: collections.deque[tuple[int, int]] = collections.deque(maxlen=_STEPS_KEPT)
-        self._by_hand = False
+        self._marked_by_hand = False
         self._lost = 0
-        self._read: set[str] = set()  # which kinds of source have had operations
-        self._former: dict[str, GroupName] = {}  # groups that were closed
+        self._read: set[str] = set()  # the kinds of sources that had operations
+        self._closed: dict[str, GroupName] = {}  # groups that were closed
 
     def start(self) -> Recording:
-        """Record this process from now on. Raises RuntimeError where it is recorded already, ValueError where
-        `folder` holds something else than a run, or this rank's part of one."""
+        """Begin to record this process.
+
+        Raises RuntimeError if it is already being recorded, ValueError if `folder` holds other files than a run's or a
+        profile of this rank.
+        """
         global _current
         if self._ended.is_set():
             raise RuntimeError("a recording cannot be started twice; make another, in another folder")
@@ -182,8 +185,10 @@ class Recording:
         return self
 
     def stop(self) -> None:
-        """Write what is left. Idempotent; one that an exception interrupts (a signal's handler may raise) is done again
-        at the end of the process."""
+        """Write the remaining records and end the recording. Idempotent.
+
+        If an exception interrupts it (a signal handler may raise), it runs again at the end of the process.
+        """
         global _current
         if self._stopped:
             return
@@ -196,36 +201,36 @@ class Recording:
         except Exception as error:
             self._fail(error)
         with self._lock:
-            if self._watcher is not None:
-                self._watcher.stop()
+            if self._sampler is not None:
+                self._sampler.stop()
             self._write_or_fail()
             self._stopped = True
             if self._writer is not None:
                 self._writer.close()
-            self._watcher = None
+            self._sampler = None
         atexit.unregister(self.stop)
         if _current is self:
             _current = None
 
     def step(self) -> None:
-        """The training thread is between two steps. Called by hand, steps of optimizers are no boundaries any more."""
-        self._by_hand = True
+        """Mark the boundary between two steps. From the first call, optimizer steps are no boundaries."""
+        self._marked_by_hand = True
         self._at_boundary()
 
     def optimizer_stepped(self) -> None:
-        """As `step`, for the source that sees optimizers."""
-        if not self._by_hand:
+        """Mark the boundary after an optimizer step, unless `step` was called. A source calls it."""
+        if not self._marked_by_hand:
             self._at_boundary()
 
     def forget(self) -> None:
-        """In a fork's child: the recording is the parent's, and its thread, watcher and open files are too."""
-        self._ended = threading.Event()  # the parent's may have been locked
+        """Drop the recording in the child of a fork: thread, sampler and open files belong to the parent."""
+        self._ended = threading.Event()  # the parent's event may have been locked
         self._ended.set()
         self._stopped = True
         atexit.unregister(self.stop)
         for source in self._sources:
             source.forget()
-        self._watcher = self._writer = None
+        self._sampler = self._writer = None
 
     def __enter__(self) -> Recording:
         return self.start()
@@ -234,7 +239,7 @@ class Recording:
         self.stop()
 
     def _at_boundary(self) -> None:
-        # Ended by another thread: a source may have something left to do on this one.
+        # After another thread has ended the recording, a source may still have work on this thread.
         if not self._ended.is_set():
             now = time.perf_counter_ns()
             if self._boundary_ns is not None:
@@ -248,7 +253,7 @@ class Recording:
                 self._fail(error)
 
     def _add_torch(self) -> None:
-        # By name: this room imports none of ours, and without torch there is nothing to import.
+        # By name: profile is below torch in the layers, and torch may be absent.
         source = importlib.import_module("netfold.torch.profiler_source").TorchSource(self)
         source.begin()
         self._sources.append(source)
@@ -261,15 +266,15 @@ class Recording:
             wait_s = _ARMED_S if self._writer is None else _SOON_S if many else WRITE_S
 
     def joined(self) -> None:
-        """A group was made, or is about to end. From here on there is somebody to write of."""
+        """A group was created: write if the process's rank is known now."""
         with self._lock:
             self._write_or_fail()
 
     def left(self, member: Member) -> None:
-        """A netfold group was closed: its last records."""
+        """A netfold group is about to close: write its last records."""
         with self._lock:
             self._write_or_fail()
-            self._former[str(member.number)] = member.group
+            self._closed[str(member.number)] = member.group
 
     def _identity(self) -> Identity | None:
         for source in self._sources:
@@ -284,14 +289,14 @@ class Recording:
             raise ValueError(f"{self.folder} holds a profile of rank {who.rank} already; name another folder")
 
     def _write_or_fail(self) -> bool:
-        """True where there was so much that the next look should come soon."""
+        """True if there were so many records that the next write should come soon."""
         if self._failed:
             return False
         try:
             if self._writer is None and not self._open():
                 return False
             return self._write()
-        except Exception as error:  # whatever it is, it is none of the job's
+        except Exception as error:  # no error of the recording may reach the job
             self._fail(error)
             return False
 
@@ -316,14 +321,14 @@ class Recording:
         self._about = RankMetadata(rank=who.rank, size=who.size, host=socket.gethostname(), pid=os.getpid(), source="")
         self._writer = RankWriter(self.folder, self._about)
         main = threading.main_thread()
-        # The kernel's name of a process's first thread is the process's; Python's idea of it is stale after a fork.
-        self._watcher = engine.ComputeSampler(main.ident, os.getpid())
+        # The native id of the first thread is the process's id. After a fork, Python's `native_id` is stale.
+        self._sampler = engine.ComputeSampler(main.ident, os.getpid())
         return True
 
     def _write(self) -> bool:
         assert self._writer is not None and self._names is not None and self._about is not None
         most = 0
-        groups = dict(self._former)
+        groups = dict(self._closed)
         registrations = self._about.registrations
         for member in list(_members.values()):
             groups[str(member.number)] = member.group
@@ -348,11 +353,11 @@ class Recording:
             groups.update(source.groups())
             coverage_gaps += source.coverage_gaps()
             versions.update(source.versions())
-        if (progress := np.frombuffer(self._watcher.take(), PROGRESS)).size:
+        if (progress := np.frombuffer(self._sampler.take(), PROGRESS)).size:
             self._writer.append("progress", progress)
-        if not self._watcher.sees_queue:
+        if not self._sampler.sees_queue:
             coverage_gaps.append(
-                "This kernel does not say how long a thread waits for a core: such time is not computing."
+                "This kernel does not report how long a thread waits for a core: such time is not computing."
             )
         if steps := [self._steps.popleft() for _ in range(len(self._steps))]:
             self._writer.append("steps", np.array(steps, STEP))
@@ -377,23 +382,23 @@ _members: dict[int, Member] = {}
 
 
 def current() -> Recording | None:
-    """What records this process; None: nothing does."""
+    """The recording of this process, or None."""
     return _current
 
 
 def members() -> list[Member]:
-    """The netfold groups that this process is in."""
+    """The netfold groups of this process."""
     return list(_members.values())
 
 
 def step() -> None:
-    """Mark, on the training thread, the boundary between two steps. Does nothing where nothing is recorded."""
+    """Mark the boundary between two steps, on the training thread. Does nothing without a recording."""
     if _current is not None:
         _current.step()
 
 
 def start_if_requested() -> None:
-    """Record this process if the environment asks for it. Never raises; what it cannot do it says on stderr."""
+    """Record this process if the environment requests it. Never raises; prints errors on stderr."""
     folder = os.environ.get(VARIABLE)
     if not folder or _current is not None:
         return
@@ -404,7 +409,7 @@ def start_if_requested() -> None:
 
 
 def joined(member: Member) -> None:
-    """A netfold group was made. Always told, so that a recording may begin later."""
+    """A netfold group was created. Called also without a recording, since a recording may begin later."""
     _members[member.number] = member
     start_if_requested()
     if _current is not None:
@@ -412,30 +417,30 @@ def joined(member: Member) -> None:
 
 
 def left(member: Member) -> None:
-    """It is about to be forgotten: who records reads the end of it."""
+    """A netfold group is about to close: a recording reads its last records."""
     if _current is not None:
         _current.left(member)
     _members.pop(member.number, None)
 
 
 def require_profile_folder(folder: Path) -> None:
-    """Raises ValueError where there is something in `folder` that no profile leaves."""
+    """Raise ValueError if `folder` holds files that no profile writes."""
     if not folder.exists():
         return
     if not folder.is_dir():
-        raise ValueError(f"{folder} is no folder; a profile is written into a folder of its own")
+        raise ValueError(f"{folder} is not a folder; a profile needs a folder of its own")
     if foreign := unknown_files(sorted(os.listdir(folder))):
-        raise ValueError(f"{folder} holds {foreign[0]}, which is no profile's; name another folder")
+        raise ValueError(f"{folder} holds {foreign[0]}, which is not part of a profile; name another folder")
 
 
 def unknown_files(names: Sequence[str]) -> list[str]:
-    """Those of a folder's `names` that no recording leaves there."""
+    """Select the names of files that no recording writes."""
     return [name for name in names if name != "run.json" and not name.startswith(("rank-", LAUNCHER))]
 
 
 def describe_run(folder: Path, command: Sequence[str]) -> None:
-    """Write run.json. Raises FileExistsError where it is there already."""
-    words = {
+    """Write run.json. Raises FileExistsError if it exists."""
+    description = {
         "format": FORMAT,
         "command": list(command),
         "began": datetime.now().astimezone().isoformat(timespec="seconds"),
@@ -443,7 +448,7 @@ def describe_run(folder: Path, command: Sequence[str]) -> None:
         "versions": {"netfold": _version(), "python": platform.python_version()},
     }
     with open(folder / "run.json", "x") as file:
-        json.dump(words, file, indent=1)
+        json.dump(description, file, indent=1)
 
 
 def _version() -> str:

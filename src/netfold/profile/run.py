@@ -123,7 +123,7 @@ def read_run(folder: Path) -> Run:
     ranks = sorted(folder.glob("rank-*/metadata.json"))
     if not ranks:
         raise RunError(
-            f"{folder} holds no profile: no rank left an metadata.json there; `netfold profile run` makes one"
+            f"{folder} holds no profile: no rank left a metadata.json there; `netfold profile run` makes one"
         )
     try:
         path = folder / "run.json"

@@ -74,10 +74,7 @@ def measure(rack: Rack, host: int, other: int | None, rate_bits: int) -> Measure
 
 
 def _serve(host: str, rate_bits: int) -> None:
-    with (
-        socket.create_server((host, PORT)) as server,
-        socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as datagrams,
-    ):
+    with socket.create_server((host, PORT)) as server, socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as datagrams:
         datagrams.bind((host, PORT))
         server.settimeout(_TIMEOUT_S)
         stream, client = server.accept()

@@ -4,7 +4,6 @@ import os
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from types import TracebackType
 
 from netfold.rack import cleanup, names
 from netfold.rack.aggregator import aggregator_argv, start_aggregator
@@ -79,9 +78,7 @@ class Rack:
             raise
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._tear_down()
 
     def popen(self, host: int, argv: Sequence[str], environment: Mapping[str, str] | None = None) -> Process:

@@ -77,16 +77,8 @@ class Scenario:
         )
 
     def _ratios(self) -> Ratios:
-        extra_delay_ns = max(1, self.extra_delay_us * 1000)
-        return Ratios(
-            self.loss,
-            self.duplicate,
-            self.delay,
-            self.truncate,
-            self.corrupt,
-            self.refuse,
-            extra_delay_ns=extra_delay_ns,
-        )
+        ratios = (self.loss, self.duplicate, self.delay, self.truncate, self.corrupt, self.refuse)
+        return Ratios(*ratios, extra_delay_ns=max(1, self.extra_delay_us * 1000))
 
     def _operation(self, number: int, chance: random.Random) -> Operation:
         elements = chance.randint(1, self.max_elements)

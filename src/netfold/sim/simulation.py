@@ -5,18 +5,10 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from netfold.sim.clock import Clock
-from netfold.sim.harness import (
-    Contributions,
-    Harness,
-    Identity,
-    InvariantError,
-    Operation,
-    Verdict,
-    describe,
-    seeded_contributions,
-)
+from netfold.sim.harness import Harness, InvariantError, Operation, Verdict, describe
 from netfold.sim.network import LATENCY_NS, DeliverySource, Network, Packet
 from netfold.sim.tree import TreeHarness
 
@@ -114,38 +106,26 @@ class Simulation:
     replay: the command that repeats this run, for the text of a failure.
     watch: called with every event after it has happened.
     leaves: the number of workers below each leaf, in order; the switch is then the root. Empty: no leaves.
+    how: window, payload_bytes, and the options of `Harness`.
     """
 
     def __init__(
         self,
         *,
         workers: int,
-        window: int,
-        payload_bytes: int,
         operations: Sequence[Operation],
         deliveries: DeliverySource,
         calls_ns: Sequence[Sequence[int]] | None = None,
         injected: Sequence[tuple[int, Packet]] = (),
-        contributions: Contributions = seeded_contributions,
-        identity: Identity | None = None,
         latency_ns: int = LATENCY_NS,
-        compare_machines: bool = True,
         max_events: int | None = None,
         replay: str = "",
         watch: Callable[[Record], None] | None = None,
         leaves: Sequence[int] = (),
+        **how: Any,
     ) -> None:
-        tree = {"leaves": leaves} if leaves else {}
-        self.harness: Harness = (TreeHarness if leaves else Harness)(
-            **tree,
-            workers=workers,
-            window=window,
-            payload_bytes=payload_bytes,
-            operations=operations,
-            contributions=contributions,
-            identity=identity,
-            compare_machines=compare_machines,
-        )
+        how.update(workers=workers, operations=operations)
+        self.harness: Harness = TreeHarness(leaves=leaves, **how) if leaves else Harness(**how)
         self.clock: Clock[Event] = Clock()
         self.network = Network(self.clock, deliveries, latency_ns)
         self._replay = replay

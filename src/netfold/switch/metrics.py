@@ -7,7 +7,7 @@ ended jobs did.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from prometheus_client import CollectorRegistry, generate_latest
@@ -63,38 +63,29 @@ class _Status:
             ("goodput_bytes", "Bytes of results of all jobs so far, without padding.", totals["result_bytes"]),
         ):
             yield CounterMetricFamily(f"netfold_switch_{name}", text, value=float(value))
-        refusals = CounterMetricFamily(
-            "netfold_switch_refusals", "Workers and jobs refused, by reason.", labels=["reason"]
-        )
-        for reason, count in status["refusals"].items():
-            refusals.add_metric([reason], count)
-        yield refusals
-        drops = CounterMetricFamily(
-            "netfold_switch_drops", "Packets of all jobs so far that changed nothing.", labels=["reason"]
-        )
-        for reason, count in totals["drops"].items():
-            drops.add_metric([reason], count)
-        yield drops
-        fabrics = GaugeMetricFamily(
-            "netfold_switch_fabric_jobs", "Jobs whose packets come over a libfabric provider.", labels=["provider"]
-        )
-        for provider, jobs in status["fabrics"].items():
-            fabrics.add_metric([provider], jobs)
-        yield fabrics
-        if status["parent"] is not None:
-            parent = GaugeMetricFamily(
-                "netfold_switch_parent_jobs", "Jobs whose sums go to the switch above.", labels=["parent"]
-            )
-            parent.add_metric([status["parent"]["endpoint"]], status["parent"]["jobs"])
-            yield parent
+        counter, gauge, parent = CounterMetricFamily, GaugeMetricFamily, status["parent"]
+        refusals, drops = status["refusals"], totals["drops"]
+        yield _labelled(counter, "refusals", "Workers and jobs refused, by reason.", "reason", refusals)
+        yield _labelled(counter, "drops", "Packets of all jobs so far that changed nothing.", "reason", drops)
+        text = "Jobs whose packets come over a libfabric provider."
+        yield _labelled(gauge, "fabric_jobs", text, "provider", status["fabrics"])
+        if parent is not None:
+            jobs = {parent["endpoint"]: parent["jobs"]}
+            yield _labelled(gauge, "parent_jobs", "Jobs whose sums go to the switch above.", "parent", jobs)
         for name, text in (
             ("granted", "Memory granted to a tenant's jobs."),
             ("free", "Memory free in a tenant's quota."),
         ):
-            memory = GaugeMetricFamily(f"netfold_switch_tenant_memory_{name}_bytes", text, labels=["tenant"])
-            for tenant in status["tenants"]:
-                memory.add_metric([tenant["name"]], tenant[f"memory_{name}_bytes"])
-            yield memory
+            memory = {tenant["name"]: tenant[f"memory_{name}_bytes"] for tenant in status["tenants"]}
+            yield _labelled(gauge, f"tenant_memory_{name}_bytes", text, "tenant", memory)
+
+
+def _labelled(kind: Any, name: str, text: str, label: str, values: Mapping[str, float]) -> Metric:
+    """Make a metric with a sample for each value of `label`."""
+    metric: Metric = kind(f"netfold_switch_{name}", text, labels=[label])
+    for value_of_label, value in values.items():
+        metric.add_metric([value_of_label], value)  # type: ignore[attr-defined]
+    return metric
 
 
 class _Family:

@@ -77,12 +77,7 @@ def _env_rendezvous(torch_handler: Any, url: str, **options: Any) -> Any:
 
 
 def new_process_group(
-    store: Store,
-    rank: int,
-    size: int,
-    *,
-    timeout: timedelta = timedelta(minutes=30),
-    options: Options | None = None,
+    store: Store, rank: int, size: int, *, timeout: timedelta = timedelta(minutes=30), options: Options | None = None
 ) -> dist.ProcessGroup:
     """Make a group outside of torch's world, for programs that create and replace groups themselves (torchft).
 
@@ -136,9 +131,7 @@ def device_paths(group: dist.ProcessGroup | None = None) -> str:
 
 
 def monitored_barrier(
-    group: dist.ProcessGroup | None = None,
-    timeout: timedelta | float | None = None,
-    wait_all_ranks: bool = False,
+    group: dist.ProcessGroup | None = None, timeout: timedelta | float | None = None, wait_all_ranks: bool = False
 ) -> None:
     """Wait until every rank of `group` has called this. After the timeout, raise on all ranks that called.
 

@@ -9,17 +9,20 @@ A returned Work reaches the caller inside a C++ holder: see `forwarding`.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch._C import _distributed_c10d as _c10d
 from torch._C._distributed_c10d import Store
+from torch.distributed import distributed_c10d
 
 from netfold.communicator import Group
 from netfold.torch.device.device_api import DeviceApi
-from netfold.torch.operations import Operations
+from netfold.torch.operations import Operations, operations_of
 
 
 class NetfoldBackend(Operations, _c10d.Backend):
@@ -29,21 +32,18 @@ class NetfoldBackend(Operations, _c10d.Backend):
         self,
         group: Group,
         part: Store,
-        layer: DeviceApi | None = None,
+        device_api: DeviceApi | None = None,
         join: Callable[[Store, Sequence[int], timedelta], NetfoldBackend] | None = None,
     ) -> None:
         """Make the backend of an open group.
 
         part: a store whose keys no other group uses.
-        layer: the devices that the group serves beside the CPU.
+        device_api: the devices that the group serves beside the CPU.
         join: `join(store, ranks, timeout)` makes the backend of a subgroup of `ranks`.
         """
         _c10d.Backend.__init__(self, group.rank, group.size)
-        self.attach(group, part, layer)
+        self.attach(group, part, device_api)
         self._join = join
-
-    def getBackendName(self) -> str:  # noqa: N802 - torch's name
-        return "netfold"
 
     @property
     def options(self) -> Any:
@@ -117,8 +117,28 @@ class NetfoldBackend(Operations, _c10d.Backend):
         timeout = opts.timeout if opts is not None and opts.timeout.days >= 0 else None  # negative: the group's
         self.run_monitored_barrier(timeout, wait_all_ranks)
 
-    def _get_sequence_number_for_group(self) -> int:
-        return self.sequence_number()
 
-    def _set_sequence_number_for_group(self) -> None:
-        """Do nothing: sequence numbers begin at 0 on every rank."""
+@functools.cache
+def patch_split_group() -> None:
+    """Have `split_group` return NON_GROUP_MEMBER on ranks of netfold groups that are in no new group. Idempotent.
+
+    torch calls the backend on such a rank, too. torch's trampoline ends the process if a Python backend returns None
+    (PyBackend::initSlotAndCast). netfold needs no call on such a rank, so the patched function skips it.
+    """
+    module: Any = distributed_c10d  # the stubs of older torch lack the function
+    original = module.split_group
+
+    @functools.wraps(original)
+    def split_group(parent_pg: Any = None, split_ranks: Any = None, *args: Any, **options: Any) -> Any:
+        parent = parent_pg if parent_pg is not None else dist.group.WORLD
+        if (
+            split_ranks
+            and isinstance(parent, dist.ProcessGroup)
+            and operations_of(parent) is not None
+            and not any(parent.rank() in ranks for ranks in split_ranks)
+        ):
+            return dist.GroupMember.NON_GROUP_MEMBER
+        return original(parent_pg, split_ranks, *args, **options)
+
+    for module in (dist, distributed_c10d):
+        module.split_group = split_group

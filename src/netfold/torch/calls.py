@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -12,6 +13,7 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 from netfold.communicator import Group
 from netfold.communicator.group import DTYPES, REDUCE_OPS
+from netfold.torch.forwarding import seconds_of
 
 Tensor = torch.Tensor
 
@@ -61,34 +63,18 @@ REDUCE_CODES = {
 }
 
 
+@dataclass(eq=False, slots=True)
 class Prepared:
-    """A call whose tensors are contiguous, on the CPU or on one device. Keeps the tensors alive.
+    """A call whose tensors are contiguous, on the CPU or on one device. Keeps the tensors alive."""
 
-    finish: copies staged results back.
-    """
-
-    __slots__ = ("average", "dtype", "finish", "inputs", "kind", "outputs", "reduce", "root")
-
-    def __init__(
-        self,
-        kind: str,
-        *,
-        dtype: str = "u8",
-        reduce: str = "sum",
-        average: bool = False,
-        root: int = 0,
-        inputs: Sequence[Tensor] = (),
-        outputs: Sequence[Tensor] = (),
-        finish: Callable[[], Any] | None = None,
-    ) -> None:
-        self.kind = kind
-        self.dtype = dtype
-        self.reduce = reduce
-        self.average = average
-        self.root = root
-        self.inputs = inputs
-        self.outputs = outputs
-        self.finish = finish
+    kind: str
+    dtype: str = "u8"
+    reduce: str = "sum"
+    average: bool = False
+    root: int = 0
+    inputs: Sequence[Tensor] = ()
+    outputs: Sequence[Tensor] = ()
+    finish: Callable[[], Any] | None = None  # copies staged results back
 
     def submit(self, group: Group, timeout_s: float | None, *, wait_here: bool) -> Any:
         return group.submit(
@@ -211,9 +197,8 @@ def with_root(opts: Any, root: int) -> Any:
 
 
 def timeout_of(opts: Any) -> float | None:
-    """The timeout in seconds; None if the call has none, which torch writes as a negative time."""
-    timeout = getattr(opts, "timeout", None)
-    return timeout.total_seconds() if timeout and timeout.days >= 0 else None
+    """The timeout of a call's options in seconds; None if the call has none."""
+    return seconds_of(getattr(opts, "timeout", None))
 
 
 def with_memory(tensor: Tensor) -> Tensor:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import atexit
+import functools
 import hashlib
 import os
 import sys
 import threading
+import types
 import weakref
 from collections.abc import Sequence
 from datetime import timedelta
@@ -20,7 +22,6 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from netfold.communicator import Group, Options
 from netfold.torch.device.cuda import cuda_api as cuda_api
 from netfold.torch.device.device_api import DeviceApi
-from netfold.torch.dynamo import skip_netfold
 from netfold.torch.env_rendezvous import store_host
 from netfold.torch.operations import Operations
 from netfold.torch.store import TorchStore
@@ -75,22 +76,22 @@ def standalone(
     return group, operations
 
 
-def make_process_group(group: Group, store: Store, part: Store, layer: DeviceApi | None) -> Operations:
+def make_process_group(group: Group, store: Store, part: Store, device_api: DeviceApi | None) -> Operations:
     """Make the object that torch calls for an open group: a backend; on torch older than 2.14 a ProcessGroup."""
     if takes_backends:
         from netfold.torch.backend import NetfoldBackend
 
-        return NetfoldBackend(group, part, layer)
+        return NetfoldBackend(group, part, device_api)
     from netfold.torch.legacy import NetfoldProcessGroup
 
-    return NetfoldProcessGroup(group, store, part, layer)
+    return NetfoldProcessGroup(group, store, part, device_api)
 
 
 def open_group(
     part: Store, rank: int, size: int, timeout: timedelta, options: Options | None, job_ranks: Sequence[int] = ()
 ) -> Group:
     """Connect to the other ranks over `part`, within the group's timeout and NETFOLD_JOIN_TIMEOUT_S."""
-    skip_netfold()
+    _skip_netfold()
     return Group(
         TorchStore(part),
         rank,
@@ -124,9 +125,8 @@ def store_for_group(store: Store, members: Sequence[int]) -> Store:
 def _backend(
     part: Store, rank: int, size: int, timeout: timedelta, options: Options | None, job_ranks: Sequence[int]
 ) -> Any:
-    from netfold.torch.backend import NetfoldBackend
+    from netfold.torch.backend import NetfoldBackend, patch_split_group
     from netfold.torch.forwarding import forward_work_methods
-    from netfold.torch.split_group import patch_split_group
 
     forward_work_methods()
     patch_split_group()
@@ -160,9 +160,31 @@ def _refuse_second_custom_backend(group: Any) -> None:
             )
 
 
+@functools.cache
+def _skip_netfold() -> None:
+    """Have torch.compile skip all functions of netfold's loaded torch modules. Idempotent; before the first group.
+
+    Dynamo tries to compile every Python frame that runs inside compiled code, including frames that C++ calls: DDP's
+    hooks reach netfold's methods that way. netfold's methods hold nothing to compile.
+    """
+    for name, module in list(sys.modules.items()):
+        if name.startswith("netfold.torch.") and module is not None:
+            _skip(vars(module).values())
+
+
+def _skip(values: Any) -> None:
+    frames = torch._C._dynamo.eval_frame
+    skip: Any = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.SKIP)
+    for value in values:
+        if isinstance(value, types.FunctionType) and value.__module__.startswith("netfold."):
+            frames.set_code_exec_strategy(value.__code__, skip)
+        elif isinstance(value, type) and value.__module__.startswith("netfold."):
+            _skip(vars(value).values())
+
+
 def _devices(operations: Operations) -> list[torch.device]:
-    layer: DeviceApi | None = operations.devices.layer if operations.devices is not None else None
-    return [torch.device(kind) for kind in (("cpu",) if layer is None else ("cpu", layer.kind))]
+    device_api: DeviceApi | None = operations.devices.device_api if operations.devices is not None else None
+    return [torch.device(kind) for kind in (("cpu",) if device_api is None else ("cpu", device_api.kind))]
 
 
 def _close_in_thread(group: Group) -> None:

@@ -15,7 +15,8 @@ from __future__ import annotations
 import functools
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -43,10 +44,21 @@ _look_up = _LookUp()
 class NetfoldWorkBase(dist.Work):
     """A Work of netfold. Subclasses define `make_future` in place of torch's `get_future`."""
 
+    _operations: Sequence[Any] = ()  # the native operations to wait for
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def is_success(self) -> bool:
+        return self.is_completed() and self.exception() is None
+
+    def _source_rank(self) -> int:
+        return self.source_rank()
+
     def get_future(self) -> torch.futures.Future[Any]:
         if _look_up.wanted:
             _look_up.found = self
-            return _unused()
+            return resolved_future(None)
         if sys._getframe(1).f_code is _backward and self._is_half():
             return future_of_tensors(self.make_future(), self.result())
         return self.make_future()
@@ -67,11 +79,15 @@ class NetfoldWorkBase(dist.Work):
         return isinstance(result, list) and len(result) == 1 and getattr(result[0], "dtype", None) is torch.float16
 
 
-@functools.cache
-def _unused() -> torch.futures.Future[Any]:
+def resolved_future(result: Any) -> torch.futures.Future[Any]:
     future: torch.futures.Future[Any] = torch.futures.Future()
-    future.set_result(None)
+    future.set_result(result)
     return future
+
+
+def seconds_of(timeout: timedelta | None) -> float | None:
+    """A timeout of torch in seconds; None for no timeout, which torch writes as 0, None or a negative time."""
+    return timeout.total_seconds() if timeout and timeout.days >= 0 else None
 
 
 def python_work(work: dist.Work) -> NetfoldWorkBase | None:

@@ -14,7 +14,7 @@ Delete the file when netfold no longer supports torch 2.13.
 """
 
 # torch declares each operation with two overloads, of which only the one with `opts` reaches a backend.
-# mypy: disable-error-code="override, misc"
+# mypy: disable-error-code="override, misc, assignment"
 
 from __future__ import annotations
 
@@ -33,6 +33,7 @@ from torch.distributed import distributed_c10d
 from netfold.communicator import Group
 from netfold.torch import factory
 from netfold.torch.device.device_api import DeviceApi
+from netfold.torch.forwarding import resolved_future
 from netfold.torch.operations import Operations
 
 Tensor = torch.Tensor
@@ -52,11 +53,11 @@ def create(options: Any, pg_options: Any) -> NetfoldProcessGroup:
         group.close()
         raise
     requested = _requested_backends()
-    layer = factory.cuda_api() if not requested or requested.get("cuda") == "netfold" else None
+    device_api = factory.cuda_api() if not requested or requested.get("cuda") == "netfold" else None
     process_group = (
-        NetfoldProcessGroup(group, options.store, part, layer)
+        NetfoldProcessGroup(group, options.store, part, device_api)
         if siblings is None
-        else _GroupWithSiblings(group, options.store, part, siblings, layer)
+        else _GroupWithSiblings(group, options.store, part, siblings, device_api)
     )
     factory.close_at_exit(process_group)
     return process_group
@@ -65,27 +66,24 @@ def create(options: Any, pg_options: Any) -> NetfoldProcessGroup:
 class NetfoldProcessGroup(Operations, dist.ProcessGroup):
     """One group on this rank."""
 
-    def __init__(self, group: Group, store: Store, part: Store, layer: DeviceApi | None = None) -> None:
+    def __init__(self, group: Group, store: Store, part: Store, device_api: DeviceApi | None = None) -> None:
         """Make the process group of an open group.
 
         store: torch's store.
         part: a store whose keys no other group uses.
-        layer: the devices that the group serves beside the CPU.
+        device_api: the devices that the group serves beside the CPU.
         """
         dist.ProcessGroup.__init__(self, group.rank, group.size)  # type: ignore[call-arg]  # stubs lack this overload
-        self.attach(group, part, layer)
+        self.attach(group, part, device_api)
         self._store = store
         fake: Any = FakeProcessGroup  # the stubs do not know its options
         anchor_options = fake.Options()
         anchor_options.error_on_collective = True
         anchor = fake._create_internal(group.rank, group.size, anchor_options)
-        for kind in ("cpu",) if layer is None else ("cpu", layer.kind):
+        for kind in ("cpu",) if device_api is None else ("cpu", device_api.kind):
             self._register_backend(torch.device(kind), dist.ProcessGroup.BackendType.CUSTOM, anchor)
 
-    def getBackendName(self) -> str:  # noqa: N802 - torch's name
-        return "netfold"
-
-    def getRank(self) -> int:  # noqa: N802
+    def getRank(self) -> int:  # noqa: N802 - torch's name
         return self.netfold.rank
 
     def getSize(self) -> int:  # noqa: N802
@@ -97,12 +95,6 @@ class NetfoldProcessGroup(Operations, dist.ProcessGroup):
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         self.run_monitored_barrier(timeout, wait_all_ranks)
 
-    def _get_sequence_number_for_group(self) -> int:
-        return self.sequence_number()
-
-    def _set_sequence_number_for_group(self) -> None:
-        """Do nothing: sequence numbers begin at 0 on every rank."""
-
     def _start_coalescing(self, device: torch.device) -> None:
         self.start_coalescing()
 
@@ -111,22 +103,11 @@ class NetfoldProcessGroup(Operations, dist.ProcessGroup):
 
     # --- former names ----------------------------------------------------------------------------------------------
 
-    def _reduce_scatter_base(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
-        return self.reduce_scatter_single(output, input, opts)
-
-    def reduce_scatter_tensor_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Any:
-        return self.reduce_scatter_single_coalesced(outputs, inputs, opts)
-
-    def _allgather_base(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
-        return self.all_gather_single(output, input, opts)
-
-    def allgather_into_tensor_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Any:
-        return self.all_gather_single_coalesced(outputs, inputs, opts)
-
-    def alltoall_base(
-        self, output: Tensor, input: Tensor, output_splits: list[int], input_splits: list[int], opts: Any = None
-    ) -> Any:
-        return self.all_to_all_single(output, input, output_splits, input_splits, opts)
+    _reduce_scatter_base = Operations.reduce_scatter_single
+    reduce_scatter_tensor_coalesced = Operations.reduce_scatter_single_coalesced
+    _allgather_base = Operations.all_gather_single
+    allgather_into_tensor_coalesced = Operations.all_gather_single_coalesced
+    alltoall_base = Operations.all_to_all_single
 
 
 @functools.cache
@@ -156,10 +137,8 @@ def _all_gather_base(output: Any, input: Any, group: Any, async_op: bool = True,
 
 
 def _completed_work() -> Any:
-    future: torch.futures.Future[Any] = torch.futures.Future()
-    future.set_result([])
     untyped: Any = _c10d
-    return untyped._create_work_from_future(future)
+    return untyped._create_work_from_future(resolved_future([]))
 
 
 def _siblings(options: Any, store: Store) -> dist.ProcessGroup | None:
@@ -198,9 +177,9 @@ class _GroupWithSiblings(NetfoldProcessGroup):
     """Uses the backends of `siblings` for tensors of their devices, and netfold for other tensors."""
 
     def __init__(
-        self, group: Group, store: Store, part: Store, siblings: dist.ProcessGroup, layer: DeviceApi | None
+        self, group: Group, store: Store, part: Store, siblings: dist.ProcessGroup, device_api: DeviceApi | None
     ) -> None:
-        super().__init__(group, store, part, layer)
+        super().__init__(group, store, part, device_api)
         self.siblings = siblings
         self._sibling_devices = {device.type for device in siblings._device_types}
         for device in siblings._device_types:

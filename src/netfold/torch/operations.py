@@ -50,11 +50,11 @@ engine.hide_from_call_sites(os.path.dirname(torch.__file__) + os.sep)
 class Operations:
     """The operations of one group on this rank; `netfold` is its `netfold.communicator.Group`."""
 
-    def attach(self, group: Group, part: Store, layer: DeviceApi | None = None) -> None:
+    def attach(self, group: Group, part: Store, device_api: DeviceApi | None = None) -> None:
         """Take over an open group. The inheriting class calls this once, from its constructor.
 
         part: a store whose keys no other group uses.
-        layer: the devices whose tensors the group takes beside CPU tensors; None for CPU tensors alone.
+        device_api: the devices whose tensors the group takes beside CPU tensors; None for CPU tensors alone.
         """
         self.netfold = group
         # Callers may drop Works. Their tensors must outlive the operations.
@@ -65,8 +65,8 @@ class Operations:
             self._buckets = RegisteredBuckets(group.lease)
         else:
             self._buckets = SharedBuckets(enabled=group.shares_buckets, ranks=group.size)
-        self.devices = DeviceDriver(group, layer, part) if layer is not None else None
-        self._transfers = Transfers(group, layer)
+        self.devices = DeviceDriver(group, device_api, part) if device_api is not None else None
+        self._transfers = Transfers(group, device_api)
         self._coalesced = _Coalesced()
         self._barriers = monitored_barriers.MonitoredBarriers(part, group.rank, group.size)
 
@@ -92,9 +92,15 @@ class Operations:
             self.devices.close("abort() was called", failed=True)
         self.shutdown()
 
-    def sequence_number(self) -> int:
-        """The number of collectives that this rank has submitted, for torch's `_get_sequence_number_for_group`."""
+    def getBackendName(self) -> str:  # noqa: N802 - torch's name
+        return "netfold"
+
+    def _get_sequence_number_for_group(self) -> int:
+        """The number of collectives that this rank has submitted."""
         return self.netfold.collectives_submitted
+
+    def _set_sequence_number_for_group(self) -> None:
+        """Do nothing: sequence numbers begin at 0 on every rank."""
 
     # --- reductions ------------------------------------------------------------------------------------------------
 
@@ -131,7 +137,7 @@ class Operations:
             dtype is None
             or reduce is None
             or not tensor.is_cpu
-            or (self.devices is not None and self.devices.layer.holds(tensor))
+            or (self.devices is not None and self.devices.device_api.holds(tensor))
             or tensor.layout is not torch.strided
             or not tensor.is_contiguous()
             or not tensor.data_ptr()
@@ -312,7 +318,7 @@ class Operations:
     def _on_device(self, tensors: Sequence[Tensor]) -> bool:
         """Whether any tensor is in device memory. ValueError for a device that this group does not serve."""
         if self.devices is not None:
-            return any(self.devices.layer.holds(tensor) for tensor in tensors)
+            return any(self.devices.device_api.holds(tensor) for tensor in tensors)
         for tensor in tensors:
             if not tensor.is_cpu:
                 raise ValueError(

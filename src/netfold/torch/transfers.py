@@ -32,9 +32,9 @@ _SWEEP_AT = 64
 class Transfers:
     """A group's sends and receives under way. Keeps their tensors alive, since callers may drop Works."""
 
-    def __init__(self, group: Group, layer: DeviceApi | None = None) -> None:
+    def __init__(self, group: Group, device_api: DeviceApi | None = None) -> None:
         self.group = group
-        self._device = DeviceTransfers(self, layer) if layer is not None else None
+        self._device = DeviceTransfers(self, device_api) if device_api is not None else None
         self._lock = threading.Lock()
         self._under_way: dict[int, tuple[Any, Tensor]] = {}
         self._sweep_at = _SWEEP_AT
@@ -62,8 +62,7 @@ class Transfers:
             queued = self._device.send_queued(tensor, staged, peer, tag)
             if queued is not None:
                 return queued
-        dtype = DTYPE_CODES.get(tensor.dtype, _BYTES)
-        operation = self.group.start_transfer(kind, dtype, peer, tag, (staged.data_ptr(), staged.nbytes))
+        operation = self.start(kind, tensor, staged, peer, tag)
         if kind == _RECEIVE and staged.data_ptr() != tensor.data_ptr():
             # The copy back runs on completion, as for collectives.
             finish = lambda: tensor.copy_(staged)
@@ -73,6 +72,11 @@ class Transfers:
         elif operation.failure is None:
             return CompletedTransfer(tensors, operation)
         return TransferWork(self, operation, tensors)
+
+    def start(self, kind: int, tensor: Tensor, memory: Tensor, peer: int, tag: int) -> Any:
+        """Start the native operation for `tensor`, whose bytes are in `memory`."""
+        dtype = DTYPE_CODES.get(tensor.dtype, _BYTES)
+        return self.group.start_transfer(kind, dtype, peer, tag, (memory.data_ptr(), memory.nbytes))
 
     def hold(self, operation: Any, tensor: Tensor) -> None:
         """Keep a tensor until its operation is done."""
@@ -107,9 +111,6 @@ class CompletedTransfer(CompletedWork):
         """As `TransferWork.source_rank`."""
         return int(self._operation.peer)
 
-    def _source_rank(self) -> int:
-        return self.source_rank()
-
 
 class TransferWork(NetfoldWork):
     """One send or receive."""
@@ -128,6 +129,3 @@ class TransferWork(NetfoldWork):
     def source_rank(self) -> int:
         """The group rank of the other end. For a receive from any source: valid once the receive is done."""
         return int(self._operations[0].peer)
-
-    def _source_rank(self) -> int:
-        return self.source_rank()

@@ -22,7 +22,7 @@ import torch
 
 from netfold._native import engine
 from netfold.communicator import Group
-from netfold.torch.forwarding import NetfoldWorkBase
+from netfold.torch.forwarding import NetfoldWorkBase, resolved_future, seconds_of
 
 # The number of threads that callbacks may block at once. Further completions wait until a callback returns.
 _MAX_THREADS = 64
@@ -72,16 +72,13 @@ class NetfoldWork(NetfoldWorkBase):
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Wait until done; raise the operation's error. A timeout of 0 means none, as in torch."""
         if not self._ended:
-            seconds = timeout.total_seconds() if timeout and timeout.days >= 0 else None
             for operation in self._operations:
-                self._group.wait(operation, seconds)
+                self._group.wait(operation, seconds_of(timeout))
             self._settle()
             with self._lock:
                 if not self._watched:
                     self._ended = True
-        error = self._error()
-        if error is not None:
-            raise error
+        self._value(None)
         return True
 
     def is_completed(self) -> bool:
@@ -92,17 +89,14 @@ class NetfoldWork(NetfoldWorkBase):
             self._settle()  # the caller may read the result next
         return True
 
-    def is_success(self) -> bool:
-        return self.is_completed() and self._error() is None
-
     def exception(self) -> Any:
-        return self._error()
+        for operation in self._operations:
+            if operation.failure is not None:
+                return self._group.error(operation)
+        return self._finish_error
 
     def result(self) -> Any:
         return self._result
-
-    def synchronize(self) -> None:
-        self.wait()
 
     def source_rank(self) -> int:
         return self._group.rank
@@ -114,7 +108,7 @@ class NetfoldWork(NetfoldWorkBase):
             base: torch.futures.Future[Any] = torch.futures.Future()
             self._future = base
             resolve = self._ended
-            if resolve and self._error() is None:
+            if resolve and self.exception() is None:
                 base.set_result(self._result)
                 self._visible = base
                 return base
@@ -129,22 +123,17 @@ class NetfoldWork(NetfoldWorkBase):
         return self._visible
 
     def _value(self, _: Any) -> Any:
-        error = self._error()
+        """Return the result, or raise the error. The callback of a Future."""
+        error = self.exception()
         if error is not None:
             raise error
         return self._result
-
-    def _error(self) -> Exception | None:
-        for operation in self._operations:
-            if operation.failure is not None:
-                return self._group.error(operation)
-        return self._finish_error
 
     def _settle(self) -> None:
         """Run `finish` once. Its exception becomes the Work's error."""
         if self._finish is not None:
             with self._lock:
-                if self._finish is not None and self._error() is None:
+                if self._finish is not None and self.exception() is None:
                     try:
                         self._finish()
                     except Exception as error:
@@ -173,8 +162,6 @@ class NetfoldWork(NetfoldWorkBase):
 class CompletedWork(NetfoldWorkBase):
     """A Work that was complete without failure on submission."""
 
-    _operations: Sequence[Any] = ()  # nothing to wait for
-
     def __init__(self, result: Any) -> None:
         super().__init__()
         self._result = result
@@ -185,22 +172,14 @@ class CompletedWork(NetfoldWorkBase):
     def is_completed(self) -> bool:
         return True
 
-    def is_success(self) -> bool:
-        return True
-
     def exception(self) -> Any:
         return None
 
     def result(self) -> Any:
         return self._result
 
-    def synchronize(self) -> None:
-        return None
-
     def make_future(self) -> torch.futures.Future[Any]:
-        future: torch.futures.Future[Any] = torch.futures.Future()
-        future.set_result(self._result)
-        return future
+        return resolved_future(self._result)
 
 
 Work = CompletedWork | NetfoldWork

@@ -20,7 +20,6 @@ from netfold.tuning.choice_table import (
     build_table,
     candidates,
     check_words,
-    format_seconds,
     table_without_switch,
 )
 from netfold.tuning.cost import ring_bytes_per_s
@@ -42,7 +41,6 @@ __all__ = [
     "candidates",
     "check_words",
     "fit_link",
-    "format_seconds",
     "ring_bytes_per_s",
     "table_without_switch",
 ]

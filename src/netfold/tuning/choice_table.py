@@ -8,6 +8,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
+from netfold import units
 from netfold._native import engine, kernels
 from netfold.tuning.cost import (
     BY_NAME_ONLY,
@@ -322,7 +323,7 @@ def _times(
     times = sorted(
         (predict(operation, name, size, topology, links, wire, switch=_count(switch)), name) for name in able
     )
-    text = ", ".join(f"{name} {format_seconds(seconds)}" for seconds, name in times)
+    text = ", ".join(f"{name} {units.seconds(seconds)}" for seconds, name in times)
     return f"{text} ({links.text()})"
 
 
@@ -356,10 +357,3 @@ def _refuse(
     why_not = _why_not(operation, requested, topology, switch, wire)
     if why_not is not None and (operation, requested) not in BY_NAME_ONLY:
         raise ValueError(f"{setting} cannot be: {why_not}")
-
-
-def format_seconds(seconds: float) -> str:
-    for unit, name in ((1.0, "s"), (1e-3, "ms")):
-        if seconds >= unit:
-            return f"{seconds / unit:.3g} {name}"
-    return f"{seconds / 1e-6:.3g} us"

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 from netfold.tuning.topology import Links, Topology
 
@@ -213,19 +214,9 @@ def _tree(case: Case, passes: int, reductions: int) -> float:
 _TREES = "Sanders, Speck & Traeff, 2009: two binary trees, pipelined; one binomial tree for small tensors"
 
 
-@_formula("all_reduce", "tree", _TREES, narrow=True)
-def _tree_all_reduce(case: Case) -> float:
-    return _tree(case, passes=2, reductions=1)
-
-
-@_formula("reduce", "tree", _TREES)
-def _tree_reduce(case: Case) -> float:
-    return _tree(case, passes=1, reductions=1)
-
-
-@_formula("broadcast", "tree", _TREES)
-def _tree_broadcast(case: Case) -> float:
-    return _tree(case, passes=1, reductions=0)
+_formula("all_reduce", "tree", _TREES, narrow=True)(partial(_tree, passes=2, reductions=1))
+_formula("reduce", "tree", _TREES)(partial(_tree, passes=1, reductions=1))
+_formula("broadcast", "tree", _TREES)(partial(_tree, passes=1, reductions=0))
 
 
 @_formula("broadcast", "chain", "a pipeline of P-1 hops: (P-1) pieces fill it, then n bytes", neighbours=True)

@@ -15,7 +15,6 @@ class Overrides:
 
     everywhere: str | None  # for every operation that it supports
     of: Mapping[str, str]  # by operation
-    text: str  # as the user wrote it
 
     def algorithm(self, operation: str) -> str | None:
         value = self._value(operation)
@@ -53,7 +52,7 @@ def parse_overrides(text: str, supports: Mapping[str, Sequence[str]], operations
                 f"NETFOLD_ALGORITHM={text!r} is not one of {', '.join(known)}, nor operation=algorithm,..."
             )
         _check_between(text, algorithm, between, [name for name in known if name not in _NOT_BETWEEN])
-        return Overrides(None if text == "auto" else text, {}, text)
+        return Overrides(None if text == "auto" else text, {})
     of: dict[str, str] = {}
     for pair in text.split(","):
         operation, _, value = (part.strip() for part in pair.partition("="))
@@ -73,7 +72,7 @@ def parse_overrides(text: str, supports: Mapping[str, Sequence[str]], operations
             )
         _check_between(text, algorithm, between, [name for name in able if name not in _NOT_BETWEEN])
         of[operation] = value
-    return Overrides(None, of, text)
+    return Overrides(None, of)
 
 
 def _check_between(text: str, algorithm: str, between: str, able: list[str]) -> None:

@@ -32,27 +32,27 @@ def on_devices(
     timeout_s: float = 20.0,
     **options: Any,
 ) -> list[Outcome]:
-    """`act` on every rank; `before` may change a rank's layer first. `hosts`: which the ranks are said to be on."""
+    """`act` on every rank; `before` may change a rank's device API first. `hosts`: the host of each rank."""
     store, host, layers = dist.HashStore(), FakeHost(), []
 
     def enter(rank: int, _size: int, _folder: str) -> Any:
         torch.set_num_threads(1)
-        layer = FakeLayer(order, rank, host)
-        layers.append(layer)
+        device_api = FakeLayer(order, rank, host)
+        layers.append(device_api)
         if before is not None:
-            before(layer)
+            before(device_api)
         part = dist.PrefixStore("netfold", store)
         some = Options(probe="off", **options)
         group = Group(TorchStore(part), rank, size, options=some, timeout_s=timeout_s, join_timeout_s=20.0)
         group.nodes = hosts or group.nodes
-        made = make_process_group(group, store, part, layer)
+        made = make_process_group(group, store, part, device_api)
         try:
-            return act(made, layer)
+            return act(made, device_api)
         finally:
             made.shutdown()
 
     outcomes = run_threads(enter, size, timeout_s=60.0)
-    misplaced = [each for layer in layers for each in layer.misplaced]
+    misplaced = [each for device_api in layers for each in device_api.misplaced]
     assert not misplaced, f"a context on another device: {misplaced[0]}"
     if not any(outcome.error for outcome in outcomes):
         cut_off = [each for among in host.communicators for each in among.cut_off]

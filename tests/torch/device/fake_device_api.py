@@ -3,7 +3,7 @@
 `late`: each copy and each kernel is done at the last moment, when the host asks for an event behind it. What should
 have waited for an event, and does not, then reads what was there before. `early`: everything is done at once, which
 shows who writes over what is still needed. A number seeds a mixture. Memory is the CPU's, and a device's own by being
-listed; ranks are threads of one process, and a rank's device is its layer.
+listed; ranks are threads of one process, and a rank's device is its device_api.
 
 Two rules of CUDA that cost a job dearly are checked at each call. No thread may call while its current device is not
 the tensor's: a thread has none until it chooses one (in CUDA it has device 0, and its first call makes a context
@@ -44,55 +44,55 @@ class FakeEvent:
         self._looks = 2
 
     def query(self) -> bool:
-        layer = self.stream.layer
-        layer.check_unsafe("cudaEventQuery")
-        with layer.lock:
+        device_api = self.stream.device_api
+        device_api.check_unsafe("cudaEventQuery")
+        with device_api.lock:
             if self.stream.done >= self.position:
                 return True
-            if layer.broken:
-                raise RuntimeError(layer.broken)
-            if layer.hangs:
+            if device_api.broken:
+                raise RuntimeError(device_api.broken)
+            if device_api.hangs:
                 return False
             self._looks -= 1
-            if self._looks < 0 or layer.chance():
-                layer.force(self.stream, self.position)
+            if self._looks < 0 or device_api.chance():
+                device_api.force(self.stream, self.position)
             return self.stream.done >= self.position
 
 
 class FakeStream:
-    def __init__(self, layer: FakeLayer, name: str) -> None:
-        self.layer = layer
+    def __init__(self, device_api: FakeLayer, name: str) -> None:
+        self.device_api = device_api
         self.name = name
         self.to_do: collections.deque[Any] = collections.deque()
         self.given = self.done = 0
 
     def give(self, work: Any) -> None:
-        with self.layer.lock:
+        with self.device_api.lock:
             self.to_do.append(work)
             self.given += 1
-            self.layer.go_on()
+            self.device_api.go_on()
 
     def record_event(self) -> FakeEvent:
-        self.layer.check_device("cudaEventRecord")
-        with self.layer.lock:
+        self.device_api.check_device("cudaEventRecord")
+        with self.device_api.lock:
             return FakeEvent(self, self.given)
 
     def wait_event(self, event: FakeEvent) -> None:
-        self.layer.check_device("cudaStreamWaitEvent")
-        assert event.stream.layer is self.layer, "an event of another process's"
+        self.device_api.check_device("cudaStreamWaitEvent")
+        assert event.stream.device_api is self.device_api, "an event of another process's"
         self.give(event)
 
 
 class FakeFuture(torch.futures.Future[Any]):
     """As torch's with `devices`, for those who wait in Python."""
 
-    def __init__(self, layer: FakeLayer, parent: FakeFuture | None = None) -> None:
+    def __init__(self, device_api: FakeLayer, parent: FakeFuture | None = None) -> None:
         super().__init__()
-        self.layer, self.parent = layer, parent
+        self.device_api, self.parent = device_api, parent
         self.event: FakeEvent | None = None
 
     def then(self, callback: Callable[[Any], Any]) -> Any:
-        child = FakeFuture(self.layer, self)
+        child = FakeFuture(self.device_api, self)
 
         def run(done: Any) -> None:
             try:
@@ -107,7 +107,7 @@ class FakeFuture(torch.futures.Future[Any]):
         value = super().wait()
         event = self.event if self.parent is None else self.parent.event
         if event is not None:  # torch's Futures choose the device themselves
-            self.layer.current_stream(self.layer.device).give(event)
+            self.device_api.current_stream(self.device_api.device).give(event)
         return value
 
 
@@ -217,7 +217,7 @@ class FakeLayer:
             assert time.monotonic() < give_up, "a kernel waits for another rank's for ever"
             time.sleep(0.0005)
 
-    # --- the layer -------------------------------------------------------------------------------------------------
+    # --- the device API --------------------------------------------------------------------------------------------
 
     def holds(self, tensor: Tensor) -> bool:
         return self.takes_everything or tensor.untyped_storage().data_ptr() in self._memory
@@ -408,8 +408,8 @@ class Communicator:
 class FakeNccl:
     """A collective is done once all ranks' streams have come to it; who leaves before takes away what others read."""
 
-    def __init__(self, layer: FakeLayer, among: Communicator, store: Any, rank: int) -> None:
-        self._layer, self._among, self._store, self._rank = layer, among, store, rank
+    def __init__(self, device_api: FakeLayer, among: Communicator, store: Any, rank: int) -> None:
+        self._device_api, self._among, self._store, self._rank = device_api, among, store, rank
         self._aborted = False
 
     def reduce_scatter(self, stream: FakeStream, output: Tensor, source: Tensor, reduce: str) -> None:
@@ -427,7 +427,7 @@ class FakeNccl:
     def _give(
         self, stream: FakeStream, output: Tensor, source: Tensor, run: Callable[[list[Tensor]], Any], *, gathers: bool
     ) -> None:
-        self._layer.check_device("ncclCollective")
+        self._device_api.check_device("ncclCollective")
         _check_nccl_dtype(output)
         among, rank = self._among, self._rank
         with among.lock:
@@ -446,7 +446,7 @@ class FakeNccl:
                     among.done[rank] += 1
                     return None
                 given.setdefault(rank, source.clone())
-                if len(given) < among.size or (gathers and self._layer.lingers):
+                if len(given) < among.size or (gathers and self._device_api.lingers):
                     return WAITS
                 run([given[each] for each in range(among.size)])
                 among.done[rank] += 1

@@ -31,7 +31,7 @@ def call(kind: str, inputs: list[int], outputs: list[int], root: int = 0) -> Pre
         call("broadcast", [], [0]),
     ],
 )
-def test_pieces_cover_every_element_once_and_fit_a_slot(made: Prepared) -> None:
+def test_chunks_cover_every_element_once_and_fit_a_slot(made: Prepared) -> None:
     elements = chunk_elements(made, 3, SLOT_BYTES)
     assert elements % 128 == 0 and elements > 0
     pieces = list(split_into_chunks(made, 1, elements, count_chunks(made, elements)))
@@ -45,7 +45,7 @@ def test_pieces_cover_every_element_once_and_fit_a_slot(made: Prepared) -> None:
         assert torch.equal(torch.cat([piece.inputs[place] for piece in pieces]).view(torch.float32), tensor)
 
 
-def test_a_root_and_the_others_cut_alike() -> None:
+def test_a_root_and_the_other_ranks_split_alike() -> None:
     for kind, at_root, elsewhere in (
         ("gather", ([900], [900] * 3), ([900], [])),
         ("scatter", ([900] * 3, [900]), ([], [900])),
@@ -56,7 +56,7 @@ def test_a_root_and_the_others_cut_alike() -> None:
         assert count_chunks(root, elements) == count_chunks(other, elements)
 
 
-def test_only_what_is_needed_crosses() -> None:
+def test_only_needed_bytes_are_copied() -> None:
     def ways(made: Prepared, rank: int) -> tuple[int, int]:
         (piece,) = split_into_chunks(made, rank, 1024, 1)
         return len(piece.out), len(piece.back)

@@ -69,11 +69,11 @@ def late(values: Any, device: Any) -> Any:
     return tensor
 
 
-def collectives(rank: int, size: int, folder: str, inside: str) -> str:
+def collectives(rank: int, size: int, folder: str, intra_host: str) -> str:
     """Nothing here has the host wait for the device before the last line of each check."""
     import netfold.torch
 
-    device = world(rank, size, folder, intra_host=inside)
+    device = world(rank, size, folder, intra_host=intra_host)
     summed = late(mine(rank), device)
     work = dist.all_reduce(summed, async_op=True)
     work.wait()
@@ -128,10 +128,10 @@ def collectives(rank: int, size: int, folder: str, inside: str) -> str:
     return said
 
 
-@pytest.mark.parametrize("inside", ["off", "auto"])
-def test_collectives_are_ordered_with_the_callers_streams(inside: str) -> None:
-    said = values(run_ranks(collectives, SIZE, inside, timeout_s=180))
-    assert inside == "off" or all("by IPC among the 2 ranks" in each for each in said), said
+@pytest.mark.parametrize("intra_host", ["off", "auto"])
+def test_collectives_are_ordered_with_the_callers_streams(intra_host: str) -> None:
+    said = values(run_ranks(collectives, SIZE, intra_host, timeout_s=180))
+    assert intra_host == "off" or all("by IPC among the 2 ranks" in each for each in said), said
 
 
 def only_its_own(rank: int, size: int, folder: str) -> str:
@@ -140,7 +140,7 @@ def only_its_own(rank: int, size: int, folder: str) -> str:
 
 
 @pytest.mark.usefixtures("two_gpus")
-def test_ranks_that_see_only_their_own_gpu_reach_the_others_memory() -> None:
+def test_ranks_that_see_only_their_own_gpu_reach_each_others_memory() -> None:
     said = values(run_ranks(only_its_own, SIZE, timeout_s=180))
     assert all("by IPC among the 2 ranks" in each for each in said), said
 
@@ -163,7 +163,7 @@ def leaves_its_window(rank: int, size: int, folder: str) -> None:
     assert torch.cuda.memory_reserved(device) < 256 << 20, "windows of groups that have ended were given back"
 
 
-def test_a_window_is_nobody_elses_while_another_rank_reads_it() -> None:
+def test_a_window_is_not_reused_while_another_rank_reads_it() -> None:
     """With three ranks a window has two readers, whatever the number of GPUs."""
     values(run_ranks(leaves_its_window, 3, timeout_s=180))
 
@@ -185,7 +185,7 @@ def leaves_early(rank: int, size: int, folder: str) -> None:
 
 
 @pytest.mark.usefixtures("two_gpus")
-def test_a_rank_that_leaves_ends_no_kernel_of_another() -> None:
+def test_a_leaving_rank_ends_no_kernel_of_another_rank() -> None:
     values(run_ranks(leaves_early, SIZE, timeout_s=180))
 
 
@@ -211,14 +211,14 @@ def launches_alone(rank: int, size: int, folder: str) -> str:
 
 
 @pytest.mark.usefixtures("two_gpus")
-def test_a_kernel_of_nccls_that_waits_in_vain_is_given_up_and_no_process_ends() -> None:
+def test_an_nccl_kernel_that_waits_in_vain_is_aborted_and_no_process_ends() -> None:
     said = values(run_ranks(launches_alone, SIZE, timeout_s=120))
     assert "is not done at its deadline" in said[0], said
 
 
 def fixed(rank: int, size: int, folder: str) -> None:
-    for inside in ("auto", "off"):
-        device = world(rank, size, folder, inside, wire_dtype="i32", intra_host=inside)
+    for intra_host in ("auto", "off"):
+        device = world(rank, size, folder, intra_host, wire_dtype="i32", intra_host=intra_host)
         generator = torch.Generator().manual_seed(rank)
         values = torch.randn(ELEMENTS, generator=generator) * torch.logspace(-30, 20, ELEMENTS)
         values[[5, 1000]] = torch.tensor([torch.inf, torch.nan])
@@ -228,11 +228,11 @@ def fixed(rank: int, size: int, folder: str) -> None:
             dist.all_reduce(on_device, op=op)
             found = on_device.cpu()
             same = (found.view(torch.int32) == on_cpu.view(torch.int32)) | (found.isnan() & on_cpu.isnan())
-            assert same.all(), (inside, op, same.logical_not().nonzero()[:5])
+            assert same.all(), (intra_host, op, same.logical_not().nonzero()[:5])
         dist.destroy_process_group()
 
 
-def test_sums_by_i32_have_the_bits_of_a_hosts_own() -> None:
+def test_sums_by_i32_have_the_bits_of_sums_on_the_host() -> None:
     values(run_ranks(fixed, SIZE, timeout_s=180))
 
 
@@ -293,15 +293,15 @@ def own_streams(rank: int, size: int, folder: str) -> None:
     tensor = mine(rank).to(device)
     dist.all_reduce(tensor)
     found = operations_of(dist.group.WORLD)
-    assert found is not None and found.devices is not None and found.devices._ways is not None
-    staged, done = found.devices._ways.staged, found.devices._ways.done
+    assert found is not None and found.devices is not None and found.devices._paths is not None
+    staged, done = found.devices._paths.staged, found.devices._paths.done
     ours = {stream.cuda_stream for stream in (staged.out, staged.back, done)}
     users = {torch.cuda.Stream(device, priority=priority).cuda_stream for priority in (0, -1) for _ in range(64)}
     assert len(ours) == 3 and ours.isdisjoint(users | {torch.cuda.default_stream(device).cuda_stream})
     dist.destroy_process_group()
 
 
-def test_streams_are_none_of_torchs_pools() -> None:
+def test_streams_are_not_from_torchs_pools() -> None:
     values(run_ranks(own_streams, SIZE, timeout_s=120))
 
 
@@ -323,7 +323,7 @@ def captures_beside(rank: int, size: int, folder: str) -> None:
     dist.destroy_process_group()
 
 
-def test_works_that_go_on_end_no_capture() -> None:
+def test_works_under_way_end_no_capture() -> None:
     values(run_ranks(captures_beside, SIZE, timeout_s=120))
 
 

@@ -1,4 +1,4 @@
-"""The device layer of torch.cuda, over stand-ins for torch.cuda and for the driver: what it asks of them, no more."""
+"""The device API of torch.cuda, over stand-ins for torch.cuda and for the driver: what it asks of them, no more."""
 
 from __future__ import annotations
 
@@ -65,12 +65,12 @@ def standin(monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIn]:
     yield made
 
 
-def test_a_thread_of_netfolds_takes_the_device_and_the_relaxed_mode_for_good(standin: StandIn) -> None:
+def test_a_thread_of_netfold_keeps_the_device_and_the_relaxed_mode(standin: StandIn) -> None:
     CudaApi().enter(DEVICE)
     assert (standin.current, standin.mode) == (1, cuda_driver.RELAXED)
 
 
-def test_a_thread_of_the_users_gets_back_its_device_and_its_mode(standin: StandIn) -> None:
+def test_a_thread_of_the_user_gets_back_its_device_and_mode(standin: StandIn) -> None:
     with pytest.raises(KeyError), CudaApi().on(DEVICE):
         assert (standin.current, standin.mode) == (1, cuda_driver.RELAXED)
         raise KeyError
@@ -124,7 +124,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
     return made
 
 
-def test_own_streams_are_none_that_the_users_code_gets_from_torch(driver: Driver) -> None:
+def test_netfolds_streams_are_never_given_to_the_users_code(driver: Driver) -> None:
     own = [CudaApi().new_stream(DEVICE) for _ in range(8)]
     users = [torch.cuda.Stream(DEVICE) for _ in range(32)]
     handles = {stream.cuda_stream for stream in own}
@@ -132,7 +132,7 @@ def test_own_streams_are_none_that_the_users_code_gets_from_torch(driver: Driver
     assert driver.calls.count("cuCtxPushCurrent_v2") == driver.calls.count("cuCtxPopCurrent_v2") == 8
 
 
-def test_a_stream_that_nobody_holds_is_given_to_the_next_group(driver: Driver) -> None:
+def test_an_unused_stream_is_reused_by_the_next_group(driver: Driver) -> None:
     for _ in range(5):
         held = [CudaApi().new_stream(DEVICE) for _ in range(3)]
         elsewhere = CudaApi().new_stream(torch.device("cuda", 2))
@@ -141,21 +141,21 @@ def test_a_stream_that_nobody_holds_is_given_to_the_next_group(driver: Driver) -
     assert driver.made == 4
 
 
-def test_a_driver_that_gives_no_stream_is_an_error_and_the_context_is_as_before(driver: Driver) -> None:
+def test_a_failed_stream_creation_is_an_error_and_restores_the_context(driver: Driver) -> None:
     driver.fails = "cuStreamCreate"
     with pytest.raises(RuntimeError, match="cuStreamCreate: CUDA driver error 2"):
         CudaApi().new_stream(DEVICE)
     assert driver.calls[-1] == "cuCtxPopCurrent_v2"
 
 
-def test_without_a_driver_library_streams_are_of_torchs_other_pool(
+def test_without_a_driver_library_streams_are_from_torchs_high_priority_pool(
     driver: Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cuda_driver, "_library", lambda kind: None)
     assert CudaApi().new_stream(DEVICE).cuda_stream >= 2000
 
 
-def test_without_a_driver_library_the_mode_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_driver_library_the_capture_mode_does_not_change(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda_driver, "_LIBRARY", "libthere-is-none.so.1")
     caches = (cuda_driver._exchange, cuda_driver._library)
     for cached in caches:
@@ -219,9 +219,9 @@ def test_nccl_is_made_so_that_it_ends_no_process_and_the_users_environment_is_as
     }
 
 
-def test_a_group_of_nccls_is_freed_once_all_ranks_are_done_and_aborted_only_when_told_to(nccl: list[Nccl]) -> None:
-    store, layer = dist.HashStore(), CudaApi()
-    first, second = (layer.nccl(DEVICE, store, rank, 2) for rank in range(2))
+def test_an_nccl_group_is_freed_once_all_ranks_are_done_and_aborted_only_on_request(nccl: list[Nccl]) -> None:
+    store, device_api = dist.HashStore(), CudaApi()
+    first, second = (device_api.nccl(DEVICE, store, rank, 2) for rank in range(2))
     closing = threading.Thread(target=first.close, args=(seconds(20),))
     closing.start()
     closing.join(0.2)
@@ -231,7 +231,7 @@ def test_a_group_of_nccls_is_freed_once_all_ranks_are_done_and_aborted_only_when
     second.close(seconds(20))
     second.abort("late")
     assert nccl[0].ended == nccl[1].ended == ["shutdown"]
-    third, fourth = (layer.nccl(DEVICE, dist.PrefixStore("other", store), rank, 2) for rank in range(2))
+    third, fourth = (device_api.nccl(DEVICE, dist.PrefixStore("other", store), rank, 2) for rank in range(2))
     third.abort("a failure")
     began = time.monotonic()
     fourth.close(seconds(60))
@@ -239,9 +239,7 @@ def test_a_group_of_nccls_is_freed_once_all_ranks_are_done_and_aborted_only_when
     assert (nccl[2].ended, nccl[3].ended) == (["abort"], ["shutdown"])
 
 
-def test_a_group_of_nccls_that_cannot_be_ended_holds_up_nobody(
-    nccl: list[Nccl], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_nccl_group_that_cannot_be_ended_delays_no_rank(nccl: list[Nccl], monkeypatch: pytest.MonkeyPatch) -> None:
     held = threading.Event()
     monkeypatch.setattr(cuda, "_NCCL_END_S", 0.1)
     monkeypatch.setattr(Nccl, "abort", lambda self: held.wait(seconds(20)))

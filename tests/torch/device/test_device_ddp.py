@@ -22,9 +22,9 @@ def train(rank: int, size: int, folder: str) -> None:
     from netfold.torch import factory
 
     torch.set_num_threads(1)
-    layer = FakeLayer("early", rank)
-    layer.takes_everything = True
-    factory.cuda_api = lambda: layer  # type: ignore[attr-defined]
+    device_api = FakeLayer("early", rank)
+    device_api.takes_everything = True
+    factory.cuda_api = lambda: device_api  # type: ignore[attr-defined]
     options = netfold.Options(intra_host="off", pinned_bytes=300 << 10)
     dist.init_process_group(
         "netfold", init_method=f"file://{folder}/store", rank=rank, world_size=size, pg_options=options

@@ -71,7 +71,7 @@ def test_magnitudes_integers_and_sums_are_the_native_ones(seed: int) -> None:
     assert (same | (np.isnan(found.numpy()) & np.isnan(native_sum))).all(), np.flatnonzero(~same)
 
 
-def test_headroom_is_that_of_the_native_floor() -> None:
+def test_headroom_equals_the_native_one() -> None:
     assert [fixed_point.headroom_bits(ranks) for ranks in (1, 2, 3, 4, 5, 8, 9)] == [0, 1, 2, 2, 3, 3, 4]
 
 

@@ -25,14 +25,14 @@ def total(count: int, size: int = SIZE) -> Any:
     return sum(distinct(rank, count) for rank in range(size))
 
 
-def every_collective(group: Any, layer: Any) -> None:
+def every_collective(group: Any, device_api: Any) -> None:
     """All of them under way before any is waited for; kernels before and after, in the caller's stream."""
     rank, size = group.rank(), group.size()
 
     def late(values: Any) -> Any:
         """A tensor that gets its values from a kernel."""
-        tensor = layer.tensor(torch.full_like(values, -1))
-        layer.compute(lambda: tensor.copy_(values))
+        tensor = device_api.tensor(torch.full_like(values, -1))
+        device_api.compute(lambda: tensor.copy_(values))
         return tensor
 
     def blank(count: int) -> Any:
@@ -63,10 +63,10 @@ def every_collective(group: Any, layer: Any) -> None:
     for work in works:
         work.wait()
     for tensor in (summed, cast, reduced, *outs, own, *gathered, scattered, *swapped):
-        after = layer.tensor(torch.full_like(tensor, -3))
-        layer.compute(lambda after=after, tensor=tensor: after.copy_(tensor))  # type: ignore[misc]
+        after = device_api.tensor(torch.full_like(tensor, -3))
+        device_api.compute(lambda after=after, tensor=tensor: after.copy_(tensor))  # type: ignore[misc]
         found.append(after)
-    found = [layer.value(tensor) for tensor in found]
+    found = [device_api.value(tensor) for tensor in found]
     due = [total(COUNT), distinct(1, COUNT)]
     assert torch.equal(found[0], due[0]) and torch.equal(found[1], due[1])
     assert rank != 2 or torch.equal(found[2], due[0])
@@ -80,7 +80,7 @@ def every_collective(group: Any, layer: Any) -> None:
     assert torch.equal(rest.pop(0), distinct(0, COUNT) + 3 * rank)
     for each in range(size):
         assert torch.equal(rest.pop(0), distinct(each, COUNT)[: 7 * rank + 1000 * each] + rank), each
-    assert layer.used <= layer.kept, "memory that could be given to somebody else while it is read"
+    assert device_api.used <= device_api.kept, "memory that could be given to somebody else while it is read"
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -88,41 +88,41 @@ def test_every_collective_is_ordered_by_streams_and_events(order: Any) -> None:
     values(on_devices(every_collective, SIZE, order, **SMALL))
 
 
-def again_and_again(group: Any, layer: Any) -> list[float]:
+def again_and_again(group: Any, device_api: Any) -> list[float]:
     """Calls on the same memory, none waited for before the last, of one piece and of many."""
     found = []
     for count in (100, COUNT):
-        tensor = layer.tensor(distinct(group.rank(), count))
+        tensor = device_api.tensor(distinct(group.rank(), count))
         for pause in (False, True):
-            before = layer.value(tensor)
+            before = device_api.value(tensor)
             first = group.allreduce([tensor], reduce_options())
             if pause:
                 assert first._settled.wait(seconds(10))  # on its way back, but maybe not there
             group.allreduce([tensor], reduce_options(dist.ReduceOp.MAX))
             group.allreduce([tensor], reduce_options(dist.ReduceOp.AVG)).wait()
             due = before * SIZE if pause else total(count)
-            found.append(float((layer.value(tensor) - due).abs().max()))
+            found.append(float((device_api.value(tensor) - due).abs().max()))
     return found
 
 
 @pytest.mark.parametrize("order", ORDERS)
-def test_a_call_sees_what_an_earlier_one_on_the_same_memory_left(order: Any) -> None:
+def test_a_call_reads_the_result_of_an_earlier_call_on_the_same_memory(order: Any) -> None:
     for found in values(on_devices(again_and_again, SIZE, order, **SMALL)):
         assert found == [0, 0, 0, 0]
 
 
-def only_received(group: Any, layer: Any) -> None:
-    tensor = layer.tensor(torch.zeros(100))
-    layer.compute(lambda: tensor.fill_(group.rank()))
+def only_received(group: Any, device_api: Any) -> None:
+    tensor = device_api.tensor(torch.zeros(100))
+    device_api.compute(lambda: tensor.fill_(group.rank()))
     root = dist.BroadcastOptions()
     root.rootRank = 1
     work = group.broadcast([tensor], root)
     work.wait()
     while not work.is_completed():  # the copy is done, and with it what it waits for; nothing else needs be
         pass
-    assert layer.value(tensor).eq(1).all()
+    assert device_api.value(tensor).eq(1).all()
 
 
 @pytest.mark.parametrize("order", ORDERS)
-def test_a_result_does_not_come_before_what_the_caller_wrote_there_earlier(order: Any) -> None:
+def test_a_result_is_written_after_the_callers_earlier_writes(order: Any) -> None:
     values(on_devices(only_received, SIZE, order, **SMALL))

@@ -38,14 +38,14 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(intra_host.NcclReducer, "chunk_bytes", 128 << 10)
 
 
-def sums(group: Any, layer: Any) -> None:
+def sums(group: Any, device_api: Any) -> None:
     size, rank = group.size(), group.rank()
     mine = distinct(rank, COUNT)
     total = sum(distinct(each, COUNT) for each in range(size))
-    big, half = layer.tensor(torch.full((COUNT,), -1.0)), layer.tensor((mine % 50).to(torch.bfloat16))
-    layer.compute(lambda: big.copy_(mine))
-    most = layer.tensor(mine.to(torch.int32))
-    mean = layer.tensor(mine)
+    big, half = device_api.tensor(torch.full((COUNT,), -1.0)), device_api.tensor((mine % 50).to(torch.bfloat16))
+    device_api.compute(lambda: big.copy_(mine))
+    most = device_api.tensor(mine.to(torch.int32))
+    mean = device_api.tensor(mine)
     works = [
         group.allreduce([big], reduce_options()),
         group.allreduce([half], reduce_options()),
@@ -58,11 +58,13 @@ def sums(group: Any, layer: Any) -> None:
         work.wait()
     due = total.clone()
     due[:100] *= size
-    assert torch.equal(layer.value(big), due)
-    assert torch.equal(layer.value(half), sum(distinct(each, COUNT) % 50 for each in range(size)).to(torch.bfloat16))
-    assert torch.equal(layer.value(most), distinct(size - 1, COUNT, torch.int32))
-    assert torch.equal(layer.value(mean), total / size)
-    assert layer.used <= layer.kept
+    assert torch.equal(device_api.value(big), due)
+    assert torch.equal(
+        device_api.value(half), sum(distinct(each, COUNT) % 50 for each in range(size)).to(torch.bfloat16)
+    )
+    assert torch.equal(device_api.value(most), distinct(size - 1, COUNT, torch.int32))
+    assert torch.equal(device_api.value(mean), total / size)
+    assert device_api.used <= device_api.kept
     assert "of a host" in group.devices.why(), group.devices.why()
 
 
@@ -73,72 +75,72 @@ def test_sums_inside_and_between_hosts(world: str, order: Any) -> None:
     values(on_devices(sums, len(hosts), order, hosts=hosts, **options))
 
 
-def every_dtype(group: Any, layer: Any) -> str:
+def every_dtype(group: Any, device_api: Any) -> str:
     size, rank = group.size(), group.rank()
     names = "float32 float64 float16 bfloat16 uint8 int8 int16 int32 int64"
     for dtype in (getattr(torch, name) for name in names.split()):
-        tensor = layer.tensor((distinct(rank, COUNT) % 11).to(dtype))
+        tensor = device_api.tensor((distinct(rank, COUNT) % 11).to(dtype))
         group.allreduce([tensor], reduce_options()).wait()
-        assert torch.equal(layer.value(tensor), sum(distinct(each, COUNT) % 11 for each in range(size)).to(dtype)), (
-            dtype
-        )
+        assert torch.equal(
+            device_api.value(tensor), sum(distinct(each, COUNT) % 11 for each in range(size)).to(dtype)
+        ), dtype
     return str(group.devices.why())
 
 
 @pytest.mark.parametrize("world", WORLDS)
-def test_what_nccl_has_no_datatype_for_is_staged_and_the_reason_is_told(world: str) -> None:
+def test_dtypes_that_nccl_lacks_are_staged_and_the_reason_is_logged(world: str) -> None:
     """int16 ended the group."""
     options, hosts = WORLDS[world]
     for said in values(on_devices(every_dtype, len(hosts), "late", hosts=hosts, **options)):
         assert ("but for int16, for which NCCL has no datatype; else staged" in said) == ("nccl" in world), said
 
 
-def leaves_while_a_third_reads(group: Any, layer: Any) -> None:
+def leaves_while_a_third_reads(group: Any, device_api: Any) -> None:
     """Rank 2's device has yet to read the windows when ranks 0 and 1 are done and have closed their groups."""
-    tensor = layer.tensor(distinct(group.rank(), COUNT))
+    tensor = device_api.tensor(distinct(group.rank(), COUNT))
     group.allreduce([tensor], reduce_options()).wait()
     if group.rank() < 2:
-        layer.value(tensor)
+        device_api.value(tensor)
         group.shutdown()
         gc.collect()
-        layer.host.closed.append(group.rank())
+        device_api.host.closed.append(group.rank())
     else:
         give_up = time.monotonic() + seconds(30)
-        while len(layer.host.closed) < 2:
+        while len(device_api.host.closed) < 2:
             assert time.monotonic() < give_up
             time.sleep(0.001)
-        assert not any(each.users <= 0 and each.memory.eq(0xAA).all() for each in layer.host.exported)
-    assert torch.equal(layer.value(tensor), sum(distinct(rank, COUNT) for rank in range(3)))
+        assert not any(each.users <= 0 and each.memory.eq(0xAA).all() for each in device_api.host.exported)
+    assert torch.equal(device_api.value(tensor), sum(distinct(rank, COUNT) for rank in range(3)))
     group.shutdown()
 
 
-def test_a_window_is_nobody_elses_while_a_third_rank_reads_it() -> None:
+def test_a_window_is_not_reused_while_a_third_rank_reads_it() -> None:
     """torch's counter of exported memory counts one user: with one export for two, it was free after the first."""
     values(on_devices(leaves_while_a_third_reads, 3, "late"))
 
 
-def uses_windows(group: Any, layer: Any) -> Any:
-    reduce_and_say(group, layer)
+def uses_windows(group: Any, device_api: Any) -> Any:
+    reduce_and_say(group, device_api)
     group.shutdown()
-    return layer.host.exported
+    return device_api.host.exported
 
 
 @pytest.mark.parametrize("refuses", [False, True])
-def test_windows_are_given_back_by_all_when_a_group_ends_and_where_there_is_no_ipc(refuses: bool) -> None:
+def test_all_ranks_release_windows_when_a_group_ends_and_when_there_is_no_ipc(refuses: bool) -> None:
     found = values(on_devices(uses_windows, 3, before=refusing if refuses else None))
     gc.collect()
     assert len(found[0]) == 6 and [each.users for each in found[0]] == [0] * 6
     assert all(each.memory.eq(0xAA).all() for each in found[0]), "the owners have let go of them, too"
 
 
-def hangs_at_the_end(group: Any, layer: Any) -> None:
-    group.allreduce([layer.tensor(distinct(group.rank(), COUNT))], reduce_options()).wait()
-    layer.hangs = group.rank() == 0  # with copies from windows still to do
+def hangs_at_the_end(group: Any, device_api: Any) -> None:
+    group.allreduce([device_api.tensor(distinct(group.rank(), COUNT))], reduce_options()).wait()
+    device_api.hangs = group.rank() == 0  # with copies from windows still to do
     group.shutdown()
-    layer.hangs = False
+    device_api.hangs = False
 
 
-def test_a_device_that_does_not_come_to_an_end_keeps_what_it_may_still_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hanging_device_keeps_the_memory_that_it_may_still_read(monkeypatch: pytest.MonkeyPatch) -> None:
     from netfold.torch.device import paths
 
     monkeypatch.setattr(paths, "SETTLE_S", 0.2)
@@ -148,39 +150,41 @@ def test_a_device_that_does_not_come_to_an_end_keeps_what_it_may_still_read(monk
     assert len(ipc._never_released) == 2, "its own window and the other's"
 
 
-def fixed(group: Any, layer: Any) -> None:
+def fixed(group: Any, device_api: Any) -> None:
     random = torch.Generator().manual_seed(group.rank())
     mine = torch.randn(COUNT, generator=random) * torch.logspace(-30, 20, COUNT)
     mine[[5, 1000, 30_000]] = torch.tensor([torch.inf, torch.nan, -torch.inf if group.rank() else torch.inf])
     for op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
-        on_cpu, on_device = mine.clone(), layer.tensor(mine)
+        on_cpu, on_device = mine.clone(), device_api.tensor(mine)
         group.allreduce([on_device], reduce_options(op)).wait()
         group.allreduce([on_cpu], reduce_options(op)).wait()
-        found = layer.value(on_device)
+        found = device_api.value(on_device)
         same = (found.view(torch.int32) == on_cpu.view(torch.int32)) | (found.isnan() & on_cpu.isnan())
         assert same.all(), (op, same.logical_not().nonzero()[:5], found[~same][:5], on_cpu[~same][:5])
 
 
 @pytest.mark.parametrize("world", [*WORLDS, "staged"])
-def test_sums_by_i32_have_the_bits_of_a_hosts(world: str) -> None:
+def test_sums_by_i32_have_the_bits_of_sums_on_a_host(world: str) -> None:
     options, hosts = WORLDS.get(world, ({"intra_host": "off", "pinned_bytes": 240 << 10}, (0, 0, 0)))
     values(on_devices(fixed, len(hosts), "late", hosts=hosts, wire_dtype="i32", **options))
 
 
-def reduce_and_say(group: Any, layer: Any) -> str:
-    tensor = layer.tensor(distinct(group.rank(), COUNT))
+def reduce_and_say(group: Any, device_api: Any) -> str:
+    tensor = device_api.tensor(distinct(group.rank(), COUNT))
     group.allreduce([tensor], reduce_options()).wait()
-    assert torch.equal(layer.value(tensor), sum(distinct(rank, COUNT) for rank in range(group.size())))
+    assert torch.equal(device_api.value(tensor), sum(distinct(rank, COUNT) for rank in range(group.size())))
     return str(group.devices.why())
 
 
-def refusing(layer: Any) -> None:
-    layer.hidden = {1 - layer.device.index}
-    if layer.device.index == 1:
-        layer.refuses = "CUDA error: peer access is not supported\nand more"
+def refusing(device_api: Any) -> None:
+    device_api.hidden = {1 - device_api.device.index}
+    if device_api.device.index == 1:
+        device_api.refuses = "CUDA error: peer access is not supported\nand more"
 
 
-def test_where_a_rank_cannot_open_a_peers_memory_none_does_and_it_is_said(caplog: pytest.LogCaptureFixture) -> None:
+def test_if_a_rank_cannot_open_a_peers_memory_no_rank_does_and_the_log_says_why(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     with caplog.at_level(logging.INFO, "netfold"):
         said = values(on_devices(reduce_and_say, 2, before=refusing))
     due = (
@@ -191,11 +195,11 @@ def test_where_a_rank_cannot_open_a_peers_memory_none_does_and_it_is_said(caplog
     assert [due in record.getMessage() for record in caplog.records if record.levelno == logging.WARNING] == [True]
 
 
-def hiding(layer: Any) -> None:
-    layer.hidden = {1 - layer.device.index}
+def hiding(device_api: Any) -> None:
+    device_api.hidden = {1 - device_api.device.index}
 
 
-def test_devices_that_are_hidden_from_a_rank_are_reached_all_the_same() -> None:
+def test_devices_that_are_hidden_from_a_rank_are_reached() -> None:
     said = values(on_devices(reduce_and_say, 2, before=hiding))
     assert all("by IPC among the 2 ranks of a host" in each for each in said), said
 
@@ -210,8 +214,8 @@ def test_ranks_that_share_no_memory_go_through_the_host() -> None:
     assert all("IPC disabled because no two ranks share a host's memory" in each for each in said), said
 
 
-def same_device(layer: Any) -> None:
-    layer.device = torch.device("cuda", 0)
+def same_device(device_api: Any) -> None:
+    device_api.device = torch.device("cuda", 0)
 
 
 def test_nccl_is_refused_where_two_ranks_have_one_device() -> None:
@@ -220,11 +224,11 @@ def test_nccl_is_refused_where_two_ranks_have_one_device() -> None:
         assert "NETFOLD_INTRA_HOST=nccl cannot be done: ranks 0 and 1 are both on FAKE-0000" in outcome.text
 
 
-def i8_wire(group: Any, layer: Any) -> None:
+def i8_wire(group: Any, device_api: Any) -> None:
     """By i8 sums are rounded natively: staged, also where there is a way inside."""
-    tensor = layer.tensor(torch.ones(COUNT))
+    tensor = device_api.tensor(torch.ones(COUNT))
     group.allreduce([tensor], reduce_options()).wait()
-    assert torch.allclose(layer.value(tensor), torch.full((COUNT,), 2.0), atol=0.1)
+    assert torch.allclose(device_api.value(tensor), torch.full((COUNT,), 2.0), atol=0.1)
 
 
 def test_sums_by_i8_are_staged() -> None:

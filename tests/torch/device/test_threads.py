@@ -20,18 +20,18 @@ OFF = {"intra_host": "off", "pinned_bytes": 120 << 10}
 COUNT = 50_001
 
 
-def use_everything(group: Any, layer: Any) -> None:
+def use_everything(group: Any, device_api: Any) -> None:
     """Collectives, messages and Futures, from a thread whose current device is another one."""
     other, elsewhere = 1 - group.rank(), torch.device("cuda", 7)
-    layer._own.device = elsewhere
-    tensor, came = layer.tensor(distinct(group.rank(), COUNT)), layer.tensor(torch.zeros(300, 300)).t()
+    device_api._own.device = elsewhere
+    tensor, came = device_api.tensor(distinct(group.rank(), COUNT)), device_api.tensor(torch.zeros(300, 300)).t()
     work = group.allreduce([tensor], reduce_options())
     future = work.get_future()
-    send = group.send([layer.tensor(distinct(group.rank(), COUNT))], other, 3)
+    send = group.send([device_api.tensor(distinct(group.rank(), COUNT))], other, 3)
     # Not contiguous, and nobody waits: a thread that serves all groups copies it in.
     receive = group.recv([came[:1]], other, 4)
-    group.send([layer.tensor(torch.full((300,), 3.0 + group.rank()))], other, 4)
-    swapped = layer.tensor(torch.zeros(COUNT))
+    group.send([device_api.tensor(torch.full((300,), 3.0 + group.rank()))], other, 4)
+    swapped = device_api.tensor(torch.zeros(COUNT))
     second = group.recv([swapped], other, 3)
     arrived = second.get_future()
     for each in (future, arrived, receive.get_future(), send.get_future()):
@@ -39,64 +39,67 @@ def use_everything(group: Any, layer: Any) -> None:
     work.wait()
     while not all(each.is_completed() for each in (work, send, second, receive)):
         pass
-    assert layer.current_device() == elsewhere, "the caller's device is the caller's again"
-    assert torch.equal(layer.value(swapped), distinct(other, COUNT))
-    assert torch.equal(layer.value(tensor), distinct(0, COUNT) + distinct(1, COUNT))
-    assert layer.value(came[:1]).eq(3 + other).all()
+    assert device_api.current_device() == elsewhere, "the caller's device is the caller's again"
+    assert torch.equal(device_api.value(swapped), distinct(other, COUNT))
+    assert torch.equal(device_api.value(tensor), distinct(0, COUNT) + distinct(1, COUNT))
+    assert device_api.value(came[:1]).eq(3 + other).all()
 
 
-@pytest.mark.parametrize("inside", ["off", "auto", "nccl"])
-def test_every_thread_makes_the_tensors_device_current_before_it_calls(inside: str) -> None:
+@pytest.mark.parametrize("intra_host", ["off", "auto", "nccl"])
+def test_every_thread_makes_the_tensors_device_current_before_it_calls(intra_host: str) -> None:
     """`on_devices` raises where one did not. In CUDA such a thread leaves a context on GPU 0."""
-    values(on_devices(use_everything, 2, intra_host=inside, pinned_bytes=120 << 10))
+    values(on_devices(use_everything, 2, intra_host=intra_host, pinned_bytes=120 << 10))
 
 
-def capture_while_works_go_on(group: Any, layer: Any) -> None:
+def capture_while_works_go_on(group: Any, device_api: Any) -> None:
     """The group's threads query events and pin memory while this thread captures, and so does `is_completed`."""
     other = 1 - group.rank()
-    tensor, came = layer.tensor(distinct(group.rank(), COUNT)), layer.tensor(torch.zeros(9000))
+    tensor, came = device_api.tensor(distinct(group.rank(), COUNT)), device_api.tensor(torch.zeros(9000))
     give_up = time.monotonic() + seconds(30)
     works = [
         group.recv([came], other, 0),
-        group.send([layer.tensor(torch.full((9000,), 1.0 + group.rank()))], other, 0),
+        group.send([device_api.tensor(torch.full((9000,), 1.0 + group.rank()))], other, 0),
         group.allreduce([tensor], reduce_options()),
     ]
-    with layer.capture():
+    with device_api.capture():
         while not all(work.is_completed() for work in works):
             assert time.monotonic() < give_up
             time.sleep(0.001)
     for work in works:
         work.wait()
-    assert layer.value(came).eq(1 + other).all()
-    assert torch.equal(layer.value(tensor), distinct(0, COUNT) + distinct(1, COUNT))
+    assert device_api.value(came).eq(1 + other).all()
+    assert torch.equal(device_api.value(tensor), distinct(0, COUNT) + distinct(1, COUNT))
 
 
-@pytest.mark.parametrize("inside", ["off", "auto", "nccl"])
-def test_works_that_go_on_end_no_other_threads_capture(inside: str) -> None:
+@pytest.mark.parametrize("intra_host", ["off", "auto", "nccl"])
+def test_works_under_way_end_no_capture_of_another_thread(intra_host: str) -> None:
     """The driver's query of an event ended a capture in the default mode, and the group with it."""
-    values(on_devices(capture_while_works_go_on, 2, "late", intra_host=inside, pinned_bytes=120 << 10))
+    values(on_devices(capture_while_works_go_on, 2, "late", intra_host=intra_host, pinned_bytes=120 << 10))
 
 
-def unsafe_call(group: Any, layer: Any) -> str:
-    """What the fake layer holds against a thread in the default mode."""
-    with layer.on(layer.device):
-        event = layer._default.record_event()
+def unsafe_call(group: Any, device_api: Any) -> str:
+    """What the fake device_api holds against a thread in the default mode."""
+    with device_api.on(device_api.device):
+        event = device_api._default.record_event()
     said: list[str] = []
 
     def query() -> None:
-        layer._own.device = layer.device
+        device_api._own.device = device_api.device
         try:
             event.query()
         except RuntimeError as error:
             said.append(str(error))
 
-    with pytest.raises(AssertionError, match="the capture was ended by cudaEventQuery of a-user's"), layer.capture():
+    with (
+        pytest.raises(AssertionError, match="the capture was ended by cudaEventQuery of a-user's"),
+        device_api.capture(),
+    ):
         thread = threading.Thread(target=query, name="a-user's")
         thread.start()
         thread.join()
     return said[0]
 
 
-def test_the_fake_layer_ends_a_capture_for_an_unsafe_call() -> None:
+def test_the_fake_device_api_ends_a_capture_for_an_unsafe_call() -> None:
     (said,) = values(on_devices(unsafe_call, 1, **OFF))
     assert "not permitted when stream is capturing" in said

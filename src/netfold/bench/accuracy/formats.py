@@ -1,11 +1,12 @@
-"""The formats compared. Netfold's own are a group's `wire`. SwitchML's two (Sapio et al., NSDI 2021) are i32 tensors
-summed by a real group: what the switch adds is what SwitchML's would add.
+"""The formats compared: netfold's wire formats, and SwitchML's two (Sapio et al., NSDI 2021).
 
-One factor for the whole model turns floats into 32-bit fixed point. Profiling finds it: with B the greatest magnitude
-of any gradient in the profiled steps and N workers, (2^31 - N) / (N B) is the greatest with which no sum overflows.
+SwitchML's are i32 tensors that a real group sums: its switch adds the same integers as SwitchML's would.
 
-The other sends f16, also multiplied by a factor so that sums fit, and the switch turns f16 into fixed point and back.
-Here the worker does those two conversions, with the same arithmetic: the bits are those that a switch would send.
+The first is 32-bit fixed point, with one factor for the whole model. Profiling finds the factor: with B the greatest
+magnitude of any gradient in the profiled steps and N workers, (2^31 - N) / (N B) is the greatest without an overflow.
+
+The second sends f16, also multiplied by a factor so that sums fit. SwitchML's switch turns f16 into fixed point and
+back. Here the worker does both conversions with the same arithmetic, so the bits are those that a switch would send.
 """
 
 import math
@@ -28,14 +29,14 @@ _MOST_F16 = 65504.0
 
 @dataclass(frozen=True)
 class FixedPoint:
-    """How one worker's floats become integers, and the sum of all workers' floats again."""
+    """Converts one worker's floats to integers, and the sum of all workers' integers to floats."""
 
     to_integers: Callable[[Floats], Integers]
     to_floats: Callable[[Integers], Floats]
 
 
 def fixed_point(largest: float, ranks: int, power: int = 0) -> FixedPoint:
-    """SwitchML's 32-bit fixed point; `largest`: B, as profiled; the factor is 2^power times the profiled one."""
+    """Return SwitchML's 32-bit fixed point, with 2^power times the profiled factor; `largest`: B, as profiled."""
     factor = math.ldexp((2.0**31 - ranks) / (ranks * largest), power)
     return FixedPoint(
         to_integers=lambda values: to_i32(values.astype(np.float64) * factor),
@@ -44,7 +45,7 @@ def fixed_point(largest: float, ranks: int, power: int = 0) -> FixedPoint:
 
 
 def half_in_switch(largest: float, ranks: int) -> FixedPoint:
-    """SwitchML's f16, fixed point in the switch: units in which the sum of all workers' greatest f16 just fits."""
+    """Return SwitchML's f16. The switch's fixed point has units in which the sum of all workers' greatest f16 fits."""
     factor = _MOST_F16 / (ranks * largest)
     units = 2.0 ** (31 - 16 - math.ceil(math.log2(ranks)))
 
@@ -58,7 +59,7 @@ def half_in_switch(largest: float, ranks: int) -> FixedPoint:
 
 
 def to_i32(values: np.ndarray[Any, np.dtype[np.float64]]) -> Integers:
-    """To nearest, ties to even; what does not fit, and NaN, becomes -2^31, as x86's own conversion has it."""
+    """Round to nearest, ties to even. As in x86's conversion, NaN and values out of range become -2^31."""
     rounded = np.rint(values)
     fits = (rounded >= -(2.0**31)) & (rounded < 2.0**31)
     return np.where(fits, rounded, -(2.0**31)).astype(np.int32)

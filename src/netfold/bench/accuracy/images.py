@@ -1,7 +1,7 @@
-"""Small pictures of ten kinds, drawn by a formula, and a small ResNet that learns to tell them apart.
+"""A task: a small ResNet learns to tell small pictures of ten kinds apart.
 
-A picture is 16 x 16 in colour: one of five shapes, striped across or along, near the middle, in some colours, under
-noise.
+A picture is 16 x 16 in colour, drawn by a formula: one of five shapes, striped across or along, near the middle, in
+random colours, with noise.
 """
 
 from typing import Any
@@ -89,7 +89,7 @@ class Images:
 
     @torch.no_grad()
     def test(self, model: nn.Module) -> dict[str, float]:
-        """Of pictures that no rank has seen."""
+        """Return loss and accuracy on pictures that no rank has seen."""
         inputs, labels = pictures(self.TEST, [2])
         model.eval()
         found = model(inputs)

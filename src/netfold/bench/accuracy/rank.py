@@ -1,18 +1,12 @@
-"""What every rank runs: `python -m netfold.bench.accuracy.rank SETTINGS FOLDER`, SETTINGS as JSON.
+"""What every rank of the accuracy benchmark does, as commands of `netfold.bench.rank`.
 
-RANK comes from the environment, NETFOLD_SWITCH too: every sum goes through that switch. Rank 0 writes what was found to
-FOLDER/found.json, and a line on stdout for each training.
+The variable NETFOLD_SWITCH names the switch through which every sum goes.
 """
 
 import hashlib
-import json
 import math
-import os
-import sys
-import time
 from collections.abc import Iterator
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -36,58 +30,106 @@ from netfold.bench.accuracy.formats import (
     half_in_switch,
 )
 from netfold.bench.accuracy.images import Images
-from netfold.bench.accuracy.settings import TASKS, Settings
 from netfold.bench.accuracy.text import Text
 
-# Steps from which SwitchML's factor is found, with a seed of their own.
+# The steps in which SwitchML's factor is found, with a seed of their own.
 PROFILED_STEPS = 20
 PROFILED_SEED = 99
 _TASKS: dict[str, type[Images] | type[Text]] = {"images": Images, "text": Text}
 
 
-class Sums:
-    """A group for each wire format, all of the same ranks, made when it is first asked for."""
+class Accuracy:
+    """The commands. The ranks have a group for each wire format, made when it is first needed."""
 
     def __init__(self) -> None:
         self._groups: dict[str, Any] = {}
 
-    def group(self, wire: str) -> Any:
+    def measure_tensors(self, elements: int) -> dict[str, Any]:
+        """Return the error for every format and kind of tensor, and what each format makes of special values."""
+        found: dict[str, Any] = {"errors": {}, "specials": {}}
+        rank, ranks = dist.get_rank(), dist.get_world_size()
+        for form in FORMATS:
+            if form == FED_BACK:  # a single sum is the same as by i8
+                continue
+            found["errors"][form] = {}
+            for kind in tensors.KINDS:
+                parts = [tensors.part(kind, each, elements) for each in range(ranks)]
+                largest = float(max(np.abs(each).max() for each in parts))
+                got = self._sum(form, parts[rank], largest)
+                found["errors"][form][kind] = asdict(tensors.error_of(got, parts))
+            # SwitchML's factor was found where all values were ones.
+            found["specials"][form] = tensors.specials_in(self._sum(form, tensors.special_part(rank), 1.0))
+        return found
+
+    def count_parameters(self, task: str) -> int:
+        return sum(each.numel() for each in _TASKS[task].model().parameters())
+
+    def profile(self, task: str, steps: int) -> float:
+        """Return the greatest magnitude of any rank's gradient in a training's first steps, as SwitchML finds it."""
+        torch.manual_seed(PROFILED_SEED)
+        kind, group = _TASKS[task], self._group("f32")
+        largest = torch.zeros(1)
+
+        def watch(state: None, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+            torch.maximum(largest, bucket.buffer().abs().max(), out=largest)
+            buffer = bucket.buffer().div_(dist.get_world_size())
+            summed: torch.futures.Future[Any] = dist.all_reduce(buffer, group=group, async_op=True).get_future()
+            return summed.then(lambda done: buffer)
+
+        replica = DistributedDataParallel(kind.model(), process_group=group)
+        replica.register_comm_hook(None, watch)
+        for _ in _learn(kind, replica, PROFILED_SEED, min(steps, PROFILED_STEPS)):
+            pass
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+        return largest.item()
+
+    def train(self, task: str, form: str, seed: int, steps: int, largest: float, power: int) -> dict[str, Any]:
+        """Train a model; return whether the ranks agree and, on rank 0, loss (None: NaN) and accuracy on unseen data.
+
+        largest: of the profiled gradients; power: as in fixed_point.
+        """
+        torch.manual_seed(seed)
+        kind = _TASKS[task]
+        model = kind.model()
+        group = self._group(form if form in WIRES else "f32")
+        replica = DistributedDataParallel(model, process_group=group)
+        if form == FED_BACK:
+            netfold.torch.compress_gradients(replica)
+        elif form in (FIXED, HALF):
+            replica.register_comm_hook(None, _average_as(_scheme(form, largest, power), group))
+        for _ in _learn(kind, replica, seed, steps):
+            pass
+        found = {"task": task, "format": form, "seed": seed, "power": power, "agree": _agree(model)}
+        if dist.get_rank() == 0:
+            tested = kind(seed, 0).test(model)
+            found |= {name: value if math.isfinite(value) else None for name, value in tested.items()}
+        return found
+
+    def _group(self, wire: str) -> Any:
         if wire not in self._groups:
-            self._groups[wire] = dist.new_group(backend="netfold", pg_options=Options(wire_dtype=wire))
+            options = Options(wire_dtype=wire, algorithm="auto")
+            self._groups[wire] = dist.new_group(backend="netfold", pg_options=options)
         return self._groups[wire]
 
-    def total(self, form: str, part: tensors.Floats, largest: float) -> tensors.Floats:
-        """The sum over all ranks as `form` has it; `largest`: of the values that SwitchML was profiled with."""
+    def _sum(self, form: str, part: tensors.Floats, largest: float) -> tensors.Floats:
+        """Return the sum over all ranks as `form` has it; `largest`: of the values that SwitchML was profiled with."""
         if form in WIRES:
             whole = torch.from_numpy(part.copy())
-            dist.all_reduce(whole, group=self.group(form))
+            dist.all_reduce(whole, group=self._group(form))
             return whole.numpy()
-        ranks = dist.get_world_size()
-        scheme = fixed_point(largest, ranks) if form == FIXED else half_in_switch(largest, ranks)
+        scheme = _scheme(form, largest)
         integers = torch.from_numpy(scheme.to_integers(part))
-        dist.all_reduce(integers, group=self.group("f32"))
+        dist.all_reduce(integers, group=self._group("f32"))
         return scheme.to_floats(integers.numpy())
 
 
-def measure_tensors(sums: Sums, elements: int) -> dict[str, Any]:
-    """Of every format and kind the error, and what it makes of values that are no numbers."""
-    found: dict[str, Any] = {"errors": {}, "specials": {}}
-    for form in FORMATS:
-        if form == FED_BACK:  # of a single sum the same as i8
-            continue
-        found["errors"][form] = {}
-        for kind in tensors.KINDS:
-            parts = [tensors.part(kind, rank, elements) for rank in range(dist.get_world_size())]
-            largest = float(max(np.abs(each).max() for each in parts))
-            got = sums.total(form, parts[dist.get_rank()], largest)
-            found["errors"][form][kind] = asdict(tensors.error_of(got, parts))
-        # Profiled where all was well.
-        found["specials"][form] = tensors.specials_in(sums.total(form, tensors.special_part(dist.get_rank()), 1.0))
-    return found
+def _scheme(form: str, largest: float, power: int = 0) -> FixedPoint:
+    ranks = dist.get_world_size()
+    return fixed_point(largest, ranks, power) if form == FIXED else half_in_switch(largest, ranks)
 
 
-def average_as(scheme: FixedPoint, group: Any) -> Any:
-    """A DDP hook: gradients as integers through the group's switch."""
+def _average_as(scheme: FixedPoint, group: Any) -> Any:
+    """Return a DDP hook that averages gradients as integers through the group's switch."""
 
     def average(state: None, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         buffer = bucket.buffer()
@@ -102,31 +144,8 @@ def average_as(scheme: FixedPoint, group: Any) -> Any:
     return average
 
 
-def train(sums: Sums, task: str, form: str, seed: int, steps: int, largest: float, power: int = 0) -> dict[str, Any]:
-    """What the trained model is worth on data that it has not seen. `largest`: of the profiled gradients."""
-    torch.manual_seed(seed)
-    kind = _TASKS[task]
-    model = kind.model()
-    group = sums.group(form if form in WIRES else "f32")
-    replica = DistributedDataParallel(model, process_group=group)
-    ranks = dist.get_world_size()
-    if form == FED_BACK:
-        netfold.torch.compress_gradients(replica)
-    elif form in (FIXED, HALF):
-        scheme = fixed_point(largest, ranks, power) if form == FIXED else half_in_switch(largest, ranks)
-        replica.register_comm_hook(None, average_as(scheme, group))
-    for _ in learn(kind, replica, seed, steps):
-        pass
-    found = {"task": task, "format": form, "seed": seed, "power": power, "agree": agree(model)}
-    if dist.get_rank() == 0:
-        # JSON has no word for NaN.
-        found |= {name: value if math.isfinite(value) else None for name, value in kind(seed, 0).test(model).items()}
-        print(json.dumps(found), flush=True)
-    return found
-
-
-def learn(kind: type[Images] | type[Text], replica: nn.Module, seed: int, steps: int) -> Iterator[None]:
-    """Comes back after every step, with the gradients in place."""
+def _learn(kind: type[Images] | type[Text], replica: nn.Module, seed: int, steps: int) -> Iterator[None]:
+    """Train; yield after every step, with the gradients in place."""
     optimizer, work = kind.optimizer(replica), kind(seed, dist.get_rank())
     for step in range(steps):
         for each in optimizer.param_groups:
@@ -137,59 +156,10 @@ def learn(kind: type[Images] | type[Text], replica: nn.Module, seed: int, steps:
         yield
 
 
-def profile(task: str, steps: int) -> float:
-    """The greatest magnitude of any rank's own gradient in the first steps of a training, as SwitchML finds it."""
-    torch.manual_seed(PROFILED_SEED)
-    kind = _TASKS[task]
-    largest = torch.zeros(1)
-
-    def watch(state: None, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-        torch.maximum(largest, bucket.buffer().abs().max(), out=largest)
-        buffer = bucket.buffer().div_(dist.get_world_size())
-        summed: torch.futures.Future[Any] = dist.all_reduce(buffer, async_op=True).get_future()
-        return summed.then(lambda done: buffer)
-
-    replica = DistributedDataParallel(kind.model())
-    replica.register_comm_hook(None, watch)
-    for _ in learn(kind, replica, PROFILED_SEED, min(steps, PROFILED_STEPS)):
-        pass
-    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
-    return largest.item()
-
-
-def agree(model: nn.Module) -> bool:
-    """Whether all ranks have the same bits, NaN included."""
+def _agree(model: nn.Module) -> bool:
+    """Return whether all ranks have the same bits in every parameter, NaN included."""
     digest = hashlib.sha256(b"".join(each.detach().numpy().tobytes() for each in model.parameters())).digest()
     mine = torch.frombuffer(bytearray(digest), dtype=torch.uint8)
-    all_of_them = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-    dist.all_gather(all_of_them, mine)
-    return all(torch.equal(each, mine) for each in all_of_them)
-
-
-def main() -> None:
-    settings, folder = Settings.from_json(sys.argv[1]), Path(sys.argv[2])
-    started_s = time.monotonic()
-    # More threads than this would have the ranks of one machine wait for each other's cores.
-    torch.set_num_threads(1)
-    rank = int(os.environ["RANK"])
-    dist.init_process_group("netfold", init_method=f"file://{folder}/meet", rank=rank, world_size=settings.ranks)
-    sums = Sums()
-    found = measure_tensors(sums, settings.elements)
-    found["trainings"], found["sweep"], found["parameters"] = [], [], {}
-    largest = {task: profile(task, settings.steps) for task in TASKS}
-    for task in TASKS:
-        found["parameters"][task] = sum(each.numel() for each in _TASKS[task].model().parameters())
-        for seed in settings.seeds:
-            for form in FORMATS:
-                found["trainings"].append(train(sums, task, form, seed, settings.steps, largest[task]))
-    for power in settings.factors:
-        for seed in settings.sweep_seeds:
-            found["sweep"].append(train(sums, "images", FIXED, seed, settings.steps, largest["images"], power))
-    found["seconds"] = time.monotonic() - started_s
-    if rank == 0:
-        Path(folder, "found.json").write_text(json.dumps(found))
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()
+    gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(gathered, mine)
+    return all(torch.equal(each, mine) for each in gathered)

@@ -1,4 +1,4 @@
-"""The tables, from what rank 0 found. Pure."""
+"""The tables of the accuracy benchmark. Pure."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -6,6 +6,7 @@ from typing import Any
 from netfold.bench.accuracy.formats import FIXED, FORMATS
 from netfold.bench.accuracy.settings import TASKS, Settings
 from netfold.bench.accuracy.tensors import KINDS
+from netfold.bench.table import markdown
 
 Training = Mapping[str, Any]
 COMMAND = "netfold bench accuracy"
@@ -17,22 +18,22 @@ def render(settings: Settings, found: Mapping[str, Any], machine: str) -> str:
         "# What each wire format keeps",
         f"`{COMMAND}`: {ranks} ranks, processes on one machine; every sum goes through one software switch. f32, "
         "bf16, f16, i32 and i8 are the backend's own formats. SwitchML's two are i32 sums through the same switch; "
-        "one factor, found by profiling, turns floats into integers. Of its f16, what its switch would convert is "
-        "converted at the worker, with the same arithmetic. What the tables show is said in "
-        "[docs/explanation/numbers.md](../../docs/explanation/numbers.md#measured).",
+        "one factor, found by profiling, turns floats into integers. For its f16, the worker makes the conversions of "
+        "SwitchML's switch, with the same arithmetic. "
+        "[docs/explanation/numbers.md](../../docs/explanation/numbers.md#measured) explains the tables.",
         "## Sums against f64",
         f"{settings.elements} elements a rank. In each field: the greatest error over the greatest exact sum; the "
-        "root mean square of the errors over that of the exact sums; the part of the elements that are off by half of "
-        "themselves or more. SwitchML's factor is found from the very tensor. *mixed*: every element in a magnitude "
-        "of its own; *by layer*: 4096 after another in one; *outlier*: one of 1e9 among normal values; *tiny*: around "
-        "1e-38, half of them subnormal.",
+        "root mean square of the errors over that of the exact sums; the part of the elements whose error is half of "
+        "their value or more. SwitchML's factor is found from the same tensor. *mixed*: every element has a magnitude "
+        "of its own; *by layer*: 4096 consecutive elements share one; *outlier*: one of 1e9 among normal values; "
+        "*tiny*: around 1e-38, half of them subnormal.",
         _errors(found["errors"]),
-        "What arrives for values that are no numbers, or become none, on one rank or two, among ones; the ones' sum is "
+        "Sums of values on one or two ranks, among ones, where a value or the sum is not finite; the ones' sum is "
         f"{ranks}. SwitchML's factor was found from ones alone.",
         _specials(found["specials"]),
         "## Training",
         f"DDP, {ranks} ranks, {settings.steps} steps, seeds {_listed(settings.seeds)}; loss (cross entropy, in nats) "
-        f"and accuracy on data not seen. *images*: a ResNet of {found['parameters']['images']} parameters, SGD with "
+        f"and accuracy on unseen data. *images*: a ResNet of {found['parameters']['images']} parameters, SGD with "
         f"momentum, ten kinds of drawn pictures. *text*: a transformer of {found['parameters']['text']} parameters, "
         "Adam, the Python manual letter by letter. Means, and the least and the greatest in brackets.",
         _trainings(found["trainings"]),
@@ -99,20 +100,20 @@ def _agreement(trainings: Sequence[Training]) -> str:
 
 
 def _range(trainings: Sequence[Training], what: str) -> str:
-    """A training that ended in NaN has no loss, and guesses."""
+    """Return mean, least and greatest. A training that ended in NaN has no loss, and guesses."""
     values = [each[what] for each in trainings]
     known = sorted(value for value in values if value is not None)
     lost = "" if len(known) == len(values) else f"{len(values) - len(known)} of {len(values)} diverged"
     if not known:
         return lost
-    said = f"{sum(known) / len(known):.3f}"
+    text = f"{sum(known) / len(known):.3f}"
     if len(known) > 1:
-        said += f" ({known[0]:.3f} .. {known[-1]:.3f})"
-    return f"{said}; {lost}" if lost else said
+        text += f" ({known[0]:.3f} .. {known[-1]:.3f})"
+    return f"{text}; {lost}" if lost else text
 
 
 def _over(trainings: Sequence[Training], others: Sequence[Training]) -> str:
-    """The differences of two formats' losses, each with the same seed."""
+    """Return the differences of two formats' losses with the same seeds."""
     pairs = [(one["loss"], other["loss"]) for one, other in zip(trainings, others, strict=True)]
     known = sorted(one - other for one, other in pairs if one is not None and other is not None)
     return f"{sum(known) / len(known):+.4f} ({known[0]:+.4f} .. {known[-1]:+.4f})" if known else "diverged"
@@ -127,4 +128,4 @@ def _listed(numbers: Iterable[int]) -> str:
 
 
 def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    return "\n".join("| " + " | ".join(row) + " |" for row in (header, ["---"] * len(header), *rows))
+    return "\n".join(markdown(header, rows))

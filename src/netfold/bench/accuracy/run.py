@@ -1,72 +1,50 @@
-"""Starts a switch and the ranks on this machine, and gives back what rank 0 found."""
+"""Runs the accuracy benchmark on this machine, with a switch, and collects the results."""
 
 import json
-import os
-import sys
-import tempfile
-from collections.abc import Callable, Sequence
-from pathlib import Path
+import time
+from collections.abc import Callable
 from typing import Any
 
-from netfold.bench.accuracy.settings import Settings
-from netfold.rack.aggregator import aggregator_argv, start_aggregator
-from netfold.rack.processes import Process, follow, spawn, stop, supervise, uninterrupted
-
-Say = Callable[[str], None]
-
-_KEPT_LINES = 30
+from netfold.bench.accuracy.formats import FIXED, FORMATS
+from netfold.bench.accuracy.settings import TASKS, Settings
+from netfold.bench.config import BenchEnvironment
+from netfold.bench.launch import start_ranks
+from netfold.bench.ranks import BenchError
 
 
 class AccuracyError(RuntimeError):
-    """A rank failed; with what it said last."""
+    """A rank failed, or the deadline is past. The message holds the last output of the ranks."""
 
 
-def measure_accuracy(settings: Settings, say: Say, deadline_s: float) -> dict[str, Any]:
-    """What `rank.main` writes. Raises AccuracyError, RackError where the switch cannot start. Leaves no process."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    # Every training has its own wire, and all of them the switch.
-    for variable in ("NETFOLD_WIRE_DTYPE", "NETFOLD_ALGORITHM"):
-        environment.pop(variable, None)
-    processes: list[Process] = []
+def measure_accuracy(settings: Settings, say: Callable[[str], None], deadline_s: float) -> dict[str, Any]:
+    """Measure everything that report.render shows; `say` gets a line of JSON for each training.
 
-    def start(command: Sequence[str]) -> Process:
-        processes.append(spawn(command, environment))
-        return processes[-1]
+    Raises AccuracyError; RackError where the switch cannot start. No process is left.
+    """
+    place = BenchEnvironment(settings.ranks, switch=True, deadline_s=deadline_s)
+    try:
+        with start_ranks(place, ["torch"]) as ranks:
 
-    with tempfile.TemporaryDirectory(prefix="netfold-accuracy-") as folder:
-        try:
-            environment["NETFOLD_SWITCH"] = start_aggregator(start, aggregator_argv("127.0.0.1:0"), _silent).address
-            ranks, said, readers = [], [], []
-            for rank in range(settings.ranks):
-                environment["RANK"] = str(rank)
-                ranks.append(start([sys.executable, "-m", __package__ + ".rank", settings.to_json(), folder]))
-                said.append(_Heard(say if rank == 0 else _silent))
-                readers.append(follow(ranks[-1], said[-1]))
-            outcome = supervise(ranks, deadline_s)
-        finally:
-            with uninterrupted():
-                stop(processes)
-        if outcome.exit_code != 0:
-            for reader in readers:
-                reader.join(1)
-            failed = outcome.first_failed or 0
-            reason = f"did not end within {deadline_s:g} s" if outcome.timed_out else "failed"
-            raise AccuracyError(f"rank {failed} {reason}; it said:\n" + "\n".join(said[failed].lines))
-        found: dict[str, Any] = json.loads(Path(folder, "found.json").read_text())
-        return found
+            def tell(what: str, **arguments: Any) -> Any:
+                return ranks.tell("torch", "accuracy", what=what, **arguments)[0]["found"]
 
+            def train(task: str, form: str, seed: int, power: int = 0) -> dict[str, Any]:
+                what = {"task": task, "form": form, "seed": seed, "power": power}
+                found: dict[str, Any] = tell("train", **what, steps=settings.steps, largest=largest[task])
+                say(json.dumps(found))
+                return found
 
-def _silent(line: str) -> None:
-    """Of what is not shown."""
-
-
-class _Heard:
-    """Passes a rank's lines on, and keeps the last of them."""
-
-    def __init__(self, say: Say) -> None:
-        self.lines: list[str] = []
-        self._say = say
-
-    def __call__(self, line: str) -> None:
-        self.lines = [*self.lines, line][-_KEPT_LINES:]
-        self._say(line)
+            started_s = time.monotonic()
+            found = tell("measure_tensors", elements=settings.elements)
+            largest = {task: tell("profile", task=task, steps=settings.steps) for task in TASKS}
+            found["parameters"] = {task: tell("count_parameters", task=task) for task in TASKS}
+            found["trainings"] = [
+                train(task, form, seed) for task in TASKS for seed in settings.seeds for form in FORMATS
+            ]
+            found["sweep"] = [
+                train("images", FIXED, seed, power) for power in settings.factors for seed in settings.sweep_seeds
+            ]
+            found["seconds"] = time.monotonic() - started_s
+            return dict(found)
+    except BenchError as error:
+        raise AccuracyError(str(error)) from None

@@ -1,4 +1,4 @@
-"""Tensors of several kinds, and how far a sum of them is off."""
+"""Tensors of several kinds, and the errors of their sums."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,12 +9,12 @@ import numpy as np
 Floats = np.ndarray[Any, np.dtype[np.float32]]
 
 KINDS = ("normal", "12 decades, mixed", "12 decades, by layer", "one outlier", "tiny")
-# As many elements follow each other in one magnitude, where that goes by layer.
+# Consecutive elements of one magnitude in the kind "by layer".
 _LAYER = 4096
 
 
 def part(kind: str, rank: int, elements: int) -> Floats:
-    """What a rank gives; the same in every run."""
+    """Return a rank's contribution, [elements] f32; the same in every run."""
     draw = np.random.default_rng([KINDS.index(kind), rank])
     values = draw.standard_normal(elements)
     if kind == "12 decades, mixed":
@@ -23,7 +23,7 @@ def part(kind: str, rank: int, elements: int) -> Floats:
         layers = -(-elements // _LAYER)
         return (values * np.repeat(np.logspace(-6, 6, layers), _LAYER)[:elements]).astype(np.float32)
     if kind == "tiny":
-        # About the least normal float, 1.2e-38: half of them are subnormal.
+        # Around the least normal float, 1.2e-38: half of the values are subnormal.
         return (values * 1e-38).astype(np.float32)
     if kind == "one outlier":
         values[elements // 2] = 1e9 * (rank + 1)
@@ -32,17 +32,14 @@ def part(kind: str, rank: int, elements: int) -> Floats:
 
 @dataclass(frozen=True)
 class Error:
-    """greatest: the greatest error over the greatest magnitude of the exact sum; rms: the root mean square of the
-    errors over that of the exact sum; gone: the part of the elements that are off by half of themselves or more."""
-
-    greatest: float
-    rms: float
-    gone: float
+    greatest: float  # the greatest error over the greatest magnitude of the exact sum
+    rms: float  # the root mean square of the errors over that of the exact sum
+    gone: float  # the part of the elements whose error is half of their value or more
 
 
 def error_of(got: Floats, parts: Sequence[Floats]) -> Error:
     exact = np.sum(np.array(parts, np.float64), 0)
-    # A finite sum that arrived as none is as wrong as can be.
+    # The exact sum is finite, so the error of a sum that is not is infinite.
     off = np.where(np.isfinite(got), np.abs(got.astype(np.float64) - exact), np.inf)
     return Error(
         greatest=float(off.max() / np.abs(exact).max()),
@@ -51,7 +48,7 @@ def error_of(got: Floats, parts: Sequence[Floats]) -> Error:
     )
 
 
-# What one rank or two put into a tensor of ones, each in a block of its own, and what a sum of floats makes of it.
+# The values that one rank or two put into a tensor of ones, each in a block of its own.
 SPECIALS: dict[str, tuple[float, ...]] = {
     "Inf": (np.inf,),
     "-Inf": (-np.inf,),
@@ -63,7 +60,7 @@ _BLOCK = 128
 
 
 def special_part(rank: int) -> Floats:
-    """A block a special value, at its start; the last block has none."""
+    """Return a rank's contribution: one block for each special value, at the block's start, and one without."""
     values = np.ones((len(SPECIALS) + 1) * _BLOCK, np.float32)
     for number, given in enumerate(SPECIALS.values()):
         if rank < len(given):
@@ -72,19 +69,19 @@ def special_part(rank: int) -> Floats:
 
 
 def specials_in(got: Floats) -> dict[str, str]:
-    """What arrived for each, and for ones beside them and in a block without any, in words."""
-    found = {name: _word(float(got[number * _BLOCK])) for number, name in enumerate(SPECIALS)}
+    """Return what arrived for each special value, for ones in the same blocks, and for ones in the last block."""
+    found = {name: _text(float(got[number * _BLOCK])) for number, name in enumerate(SPECIALS)}
     beside = got[: len(SPECIALS) * _BLOCK].reshape(-1, _BLOCK)[:, 1:]
-    found["ones beside them"] = _words(beside)
-    found["ones elsewhere"] = _words(got[-_BLOCK:])
+    found["ones beside them"] = _texts(beside)
+    found["ones elsewhere"] = _texts(got[-_BLOCK:])
     return found
 
 
-def _words(values: Floats) -> str:
-    return " or ".join(sorted({_word(float(value)) for value in values.flat}))
+def _texts(values: Floats) -> str:
+    return " or ".join(sorted({_text(float(value)) for value in values.flat}))
 
 
-def _word(value: float) -> str:
+def _text(value: float) -> str:
     if np.isnan(value):
         return "NaN"
     return ("-Inf" if value < 0 else "Inf") if np.isinf(value) else f"{value:.4g}"

@@ -1,4 +1,4 @@
-"""The manual that ships with Python, letter by letter, and a small transformer that learns to go on with it."""
+"""A task: a small transformer learns to continue the manual that ships with Python, letter by letter."""
 
 from functools import cache
 
@@ -7,13 +7,13 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-LETTERS = 97  # printable ASCII, the line's end, and one for all others
+LETTERS = 97  # printable ASCII, the line's end, and one for all other characters
 CONTEXT = 48
 
 
 @cache
 def manual() -> tuple[torch.Tensor, torch.Tensor]:
-    """[letters] i64: what is learnt from, and the last tenth, which is not."""
+    """Return the letters for training, and the last tenth, for testing; [letters] i64 each."""
     from pydoc_data.topics import topics
 
     text = "\n".join(topics[name] for name in sorted(topics)).encode("ascii", "replace")
@@ -29,7 +29,7 @@ class _Transformer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.letters = nn.Embedding(LETTERS, self.WIDTH)
-        self.places = nn.Embedding(CONTEXT, self.WIDTH)
+        self.positions = nn.Embedding(CONTEXT, self.WIDTH)
         self.layers = nn.ModuleList(
             nn.TransformerEncoderLayer(
                 self.WIDTH,
@@ -46,7 +46,7 @@ class _Transformer(nn.Module):
         self.head = nn.Linear(self.WIDTH, LETTERS)
 
     def forward(self, letters: torch.Tensor) -> torch.Tensor:
-        x = self.letters(letters) + self.places.weight
+        x = self.letters(letters) + self.positions.weight
         unseen = torch.ones(CONTEXT, CONTEXT, dtype=torch.bool).triu(1)
         for layer in self.layers:
             x = layer(x, src_mask=unseen)

@@ -1,4 +1,4 @@
-"""netfold.Communicator on NumPy arrays: netfold without torch."""
+"""The backend netfold.Communicator on NumPy arrays, without torch."""
 
 import os
 from collections.abc import Callable
@@ -7,13 +7,13 @@ from typing import Any
 import numpy as np
 
 import netfold
-from netfold.bench.backends.backend import BackendName, Buffer, Pending, RefusedError, ping_pong, refusing, shared_empty
+from netfold.bench.backends import BackendName, Buffer, Pending, RefusedError, ping_pong, refusing, shared_empty
 from netfold.bench.collectives import ROOT, Collective, partner
 from netfold.bench.sizes import parse_dtype
 
 
 class CommunicatorWorld:
-    """Ranks meet in `folder`, which all of them see, the hosts of a rack too."""
+    """The ranks connect through files in `folder`, which all ranks see, also those on the hosts of a rack."""
 
     def __init__(self, folder: str) -> None:
         self.rank = int(os.environ["RANK"])
@@ -62,20 +62,20 @@ class CommunicatorBackend:
             case "broadcast":
                 return lambda: group.broadcast(out, ROOT)
             case "all_gather":
-                parts = np.split(out, group.size)
-                return lambda: group.all_gather(ours, parts)
+                out_parts = np.split(out, group.size)
+                return lambda: group.all_gather(ours, out_parts)
             case "gather":
-                parts = np.split(out, group.size)
-                return lambda: group.gather(ours, parts, ROOT)
+                out_parts = np.split(out, group.size)
+                return lambda: group.gather(ours, out_parts, ROOT)
             case "scatter":
-                parts = np.split(ours, group.size)
-                return lambda: group.scatter(parts, out, ROOT)
+                our_parts = np.split(ours, group.size)
+                return lambda: group.scatter(our_parts, out, ROOT)
             case "reduce_scatter":
-                parts = np.split(ours, group.size)
-                return lambda: group.reduce_scatter(parts, out, op=op)
+                our_parts = np.split(ours, group.size)
+                return lambda: group.reduce_scatter(our_parts, out, op=op)
             case "all_to_all":
-                parts, into = np.split(ours, group.size), np.split(out, group.size)
-                return lambda: group.all_to_all(parts, into)
+                our_parts, out_parts = np.split(ours, group.size), np.split(out, group.size)
+                return lambda: group.all_to_all(our_parts, out_parts)
             case "ping_pong":
                 return ping_pong(
                     partner(group.rank, group.size),
@@ -94,8 +94,8 @@ class CommunicatorBackend:
             case "all_reduce":
                 return lambda: group.all_reduce(out, asynchronous=True)
             case "all_to_all":
-                parts, into = np.split(ours, group.size), np.split(out, group.size)
-                return lambda: group.all_to_all(parts, into, asynchronous=True)
+                our_parts, out_parts = np.split(ours, group.size), np.split(out, group.size)
+                return lambda: group.all_to_all(our_parts, out_parts, asynchronous=True)
             case _:
                 raise RefusedError(f"{collective.name} is not replayed")
 

@@ -1,13 +1,13 @@
-"""An MPI through mpi4py, on NumPy arrays. Which MPI it is, MPI4PY_LIBMPI says (see mpi_peers.py)."""
+"""The backend MPI, through mpi4py, on NumPy arrays. The variable MPI4PY_LIBMPI names the MPI (see mpi_peers.py)."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import mpi4py
 import numpy as np
 from mpi4py import MPI
 
-from netfold.bench.backends.backend import BackendName, Buffer, Pending, RefusedError, ping_pong
+from netfold.bench.backends import BackendName, Buffer, Pending, RefusedError, ping_pong
 from netfold.bench.collectives import ROOT, Collective, partner
 from netfold.bench.sizes import parse_dtype
 
@@ -18,12 +18,14 @@ class MpiWorld:
     def __init__(self, name: str) -> None:
         self.rank: int = MPI.COMM_WORLD.Get_rank()
         self.size: int = MPI.COMM_WORLD.Get_size()
-        # Its first line; Open MPI's goes on with who built it.
+        # The first line, without the builder's name that Open MPI adds.
         version = MPI.Get_library_version().splitlines()[0].partition(",")[0].strip("\x00")
         self.versions = {"mpi4py": mpi4py.__version__, name: " ".join(version.split())}
 
     def backend(self, name: BackendName) -> "MpiBackend":
-        return MpiBackend(MPI.COMM_WORLD.Dup(), in_place=name.variant != "out")
+        takes_part = self.rank < (name.ranks or self.size)
+        comm = MPI.COMM_WORLD.Split(0 if takes_part else MPI.UNDEFINED, self.rank)
+        return MpiBackend(cast(MPI.Intracomm, comm), in_place=name.variant != "out")
 
     def close(self) -> None:
         MPI.Finalize()

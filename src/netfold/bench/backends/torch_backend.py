@@ -1,14 +1,17 @@
-"""torch.distributed backends, side by side in the same processes, each with a group of its own."""
+"""The backends of torch.distributed. They share processes, and each has a group of its own."""
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
-from netfold.bench.backends.backend import BackendName, Buffer, Pending, RefusedError, ping_pong, refusing, shared_empty
+from netfold.bench.backends import BackendName, Buffer, Pending, RefusedError, ping_pong, refusing, shared_empty
 from netfold.bench.collectives import ROOT, Collective, partner
 from netfold.bench.sizes import parse_dtype
+from netfold.switch_protocol import control_messages
 
 _OPS = {
     "sum": dist.ReduceOp.SUM,
@@ -20,20 +23,39 @@ _OPS = {
 
 
 class TorchWorld:
-    """The default group is gloo's and serves only to make the others."""
+    """The default group is gloo's. It serves only to make the backends' groups."""
 
     def __init__(self) -> None:
         dist.init_process_group("gloo")
         self.rank = dist.get_rank()
         self.size = dist.get_world_size()
-        self.versions = {"torch": str(torch.__version__)}
+        self.versions = {"torch": str(torch.__version__), "numpy": str(np.__version__)}
 
     def backend(self, name: BackendName) -> "TorchBackend":
-        with refusing(name):
-            return TorchBackend(dist.new_group(backend=name.kind, pg_options=name.options()), name)
+        ranks = list(range(name.ranks)) if name.ranks else None
+        with refusing(name), _payload(name.payload_bytes):
+            group = dist.new_group(ranks, backend=name.kind, pg_options=name.options())
+            if self.rank < name.ranks and name.is_netfold:
+                dist.barrier(group=group)  # netfold joins the switch in a group's first operation
+        return TorchBackend(group, name)
 
     def close(self) -> None:
         dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def _payload(payload_bytes: int | None) -> Iterator[None]:
+    """Let a group that joins the switch meanwhile have packets of this payload; None: it tries all candidates.
+
+    A job's packets are as long as the shortest that any of its ranks asks for.
+    """
+    candidates = control_messages.PAYLOAD_CANDIDATES
+    if payload_bytes is not None:
+        control_messages.PAYLOAD_CANDIDATES = (payload_bytes,)  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        control_messages.PAYLOAD_CANDIDATES = candidates
 
 
 class TorchBackend:
@@ -49,13 +71,13 @@ class TorchBackend:
             tensor = torch.from_numpy(shared_empty(count, dtype)).view(kind)
         else:
             tensor = torch.empty(count, dtype=kind)
-        # NumPy has no bf16: it sees the bits.
+        # NumPy has no bf16 and sees its bits.
         bits = tensor.view(torch.uint16) if kind is torch.bfloat16 else tensor
         return Buffer(bits.numpy(), tensor)
 
     def bind(self, collective: Collective, redop: str, send: Buffer, receive: Buffer) -> Callable[[], object]:
         group, out, ours = self.group, receive.native, send.native
-        is_root, op = dist.get_rank() == ROOT, _OPS[redop]
+        rank, size, op = dist.get_rank(group), dist.get_world_size(group), _OPS[redop]
         match collective.name:
             case "all_reduce":
                 return lambda: dist.all_reduce(out, op, group=group)
@@ -66,21 +88,21 @@ class TorchBackend:
             case "all_gather":
                 return lambda: dist.all_gather_into_tensor(out, ours, group=group)
             case "gather":
-                parts = list(torch.tensor_split(out, dist.get_world_size())) if is_root else None
+                parts = list(torch.tensor_split(out, size)) if rank == ROOT else None
                 return lambda: dist.gather(ours, parts, ROOT, group=group)
             case "scatter":
-                parts = list(torch.tensor_split(ours, dist.get_world_size())) if is_root else None
+                parts = list(torch.tensor_split(ours, size)) if rank == ROOT else None
                 return lambda: dist.scatter(out, parts, ROOT, group=group)
             case "reduce_scatter":
                 return lambda: dist.reduce_scatter_tensor(out, ours, op, group=group)
             case "all_to_all":
                 return lambda: dist.all_to_all_single(out, ours, group=group)
             case "send_recv":
-                return self._exchange(out, ours)
+                return self._exchange(out, ours, (rank + 1) % size, (rank - 1) % size)
             case "ping_pong":
                 return ping_pong(
-                    partner(dist.get_rank(), dist.get_world_size()),
-                    dist.get_rank(),
+                    partner(rank, size),
+                    rank,
                     lambda other: dist.send(ours, other, group=group),
                     lambda other: dist.recv(out, other, group=group),
                 )
@@ -97,15 +119,9 @@ class TorchBackend:
             case _:
                 raise RefusedError(f"{collective.name} is not replayed")
 
-    def _exchange(self, out: torch.Tensor, ours: torch.Tensor) -> Callable[[], object]:
-        rank, size = dist.get_rank(), dist.get_world_size()
-
+    def _exchange(self, out: torch.Tensor, ours: torch.Tensor, to: int, source: int) -> Callable[[], object]:
         def exchange() -> None:
-            work = [
-                dist.isend(ours, (rank + 1) % size, group=self.group),
-                dist.irecv(out, (rank - 1) % size, group=self.group),
-            ]
-            for one in work:
+            for one in (dist.isend(ours, to, group=self.group), dist.irecv(out, source, group=self.group)):
                 assert one is not None, "the group holds every rank"
                 one.wait()
 

@@ -1,13 +1,12 @@
-"""The talks' figures once more, measured here: netfold beside gloo in an emulated rack. `netfold bench figures`.
+"""The talks' figures, measured here: netfold beside gloo in an emulated rack. `netfold bench figures`.
 
-`figure`: what a figure is; `speedup`, `hosts`, `loss`, `packets`, `wires`, `latency`, `efficiency`, `tree`: one each,
-how it is measured and what is said of it; `mpi`: the MPI that two of them have beside the others; `by_link`: what the
-cost model says of a switch behind another link; `replay`: what the
-two of training share; `catalogue`: all of them; `budget`: how the time is shared out; `chart`: pictures, by matplotlib;
-`page`: the HTML page; `run`: one figure after the other, and what is kept on disk.
+`figure`: what a figure is; `speedup`, `hosts`, `loss`, `packets`, `wires`, `latency`, `efficiency`, `tree`: how each
+figure is measured, and its text. `by_link`: predictions for slower links of the switch. `replay`: training steps, for
+two figures. `budget`: the time of each figure. `chart`, `page`: charts and the HTML page. `run`: all figures, measured
+one after another and written to disk.
 
-Always: no number on the page that is not in the data beside it; what falls short of the talk is said as plainly as what
-does not; what was cut for want of time is said.
+Always: every number on the page is in the data beside the page. The page says where a result is worse than the talk's,
+and what was not measured for lack of time.
 
 Tests: `.venv/bin/pytest tests/bench/test_figures.py`
 """

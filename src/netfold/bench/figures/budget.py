@@ -1,9 +1,9 @@
-"""How long all figures may take together, and how much of it is whose."""
+"""The time of all figures together, divided into the shares of figures and their parts."""
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Sequence
 
-# Fewer say nothing of a spread; they are played however long they take.
+# Fewer rounds have no spread; these rounds run regardless of the time.
 LEAST_ROUNDS = 3
 MOST_ROUNDS = 30
 
@@ -11,12 +11,11 @@ Clock = Callable[[], float]
 
 
 class Share:
-    """One figure's part of the time, from now on. rounds_played: of the last `rounds`."""
+    """A time that begins now. rounds_played: of the last `rounds`."""
 
-    def __init__(self, seconds: float, clock: Clock) -> None:
+    def __init__(self, seconds: float, clock: Clock = time.monotonic) -> None:
         self._clock = clock
-        self._began = clock()
-        self._end = self._began + seconds
+        self._end = clock() + seconds
         self.rounds_played = 0
 
     @property
@@ -24,7 +23,7 @@ class Share:
         return self._end - self._clock()
 
     def rounds(self, most: int = MOST_ROUNDS) -> Iterator[int]:
-        """-1, which is not to be counted, then 0, 1, ... until `most`, or until another would not fit."""
+        """Yield -1 for the warm-up, then 0, 1, ... until `most`, or until another round would not fit."""
         self.rounds_played, longest_s = 0, 0.0
         for number in range(-1, most):
             if number >= LEAST_ROUNDS and longest_s > self.left_s:
@@ -34,22 +33,7 @@ class Share:
             longest_s = max(longest_s, self._clock() - began)
             self.rounds_played = number + 1
 
-    def split(self, parts: int) -> Iterator["Share"]:
-        """One after the other; what one leaves, the next have."""
-        for left in range(parts, 0, -1):
-            yield Share(self.left_s / left, self._clock)
-
-
-class Budget:
-    """`total_s`, shared out by `weights` in their order: what a figure does not use, those after it have."""
-
-    def __init__(self, total_s: float, weights: Mapping[str, int], clock: Clock = time.monotonic) -> None:
-        self._clock = clock
-        self._end = clock() + total_s
-        self._weights = dict(weights)
-
-    def begin(self, name: str) -> Share:
-        """The share of the next figure, which begins now."""
-        part = self._weights[name] / sum(self._weights.values())
-        del self._weights[name]
-        return Share(max(0.0, self._end - self._clock()) * part, self._clock)
+    def split(self, weights: Sequence[int]) -> Iterator["Share"]:
+        """Yield shares one after another, each by its weight. Time that one does not use goes to the next ones."""
+        for at, weight in enumerate(weights):
+            yield Share(max(0.0, self.left_s) * weight / sum(weights[at:]), self._clock)

@@ -1,82 +1,113 @@
-"""Two of the talks' pictures for a switch behind a link of its own: c = 1, 2, 4 beside the talk's, a port a worker.
+"""Predictions of two figures for a switch behind a link of its own: c = 1, 2, 4, and the talk's port a worker.
 
-Nothing is measured here: all of it is the cost model's (docs/how-to/aggregators.md); bench/split.py measures some of
-it.
+c is the rate of the switch's link over the rate of a worker's link. Everything here comes from the cost model
+(docs/how-to/aggregators.md); `bench/train_steps.py --links` measures training steps by c.
 """
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from netfold import units
 from netfold.bench.figures import chart
-from netfold.bench.figures.figure import Predicted, in_mb
-from netfold.bench.spread import Spread, spread
-from netfold.plan.validate.claims.by_link import LINKS, gains, name_of
-from netfold.plan.validate.claims.switchml import claim_job
+from netfold.bench.figures.figure import Predicted
+from netfold.bench.spread import spread
+from netfold.plan.cluster import Aggregator, Cluster
+from netfold.plan.model.catalogue import find_model
+from netfold.plan.request import parse_request
+from netfold.plan.search import search
 from netfold.tuning import DEFAULT_LINKS, Link, Topology
 from netfold.tuning.cost import Case, given_back_bytes_per_s, ring_bytes_per_s, split_rate
 
+# By c, None for a port a worker.
+LINKS: Mapping[int | None, str] = {1: "c = 1", 2: "c = 2", 4: "c = 4", None: "c = P"}
 _MODEL = (
     "c is the rate of the switch's link over a worker's; c = P, a port a worker, is the talk's switch. A host that "
-    "adds has one link, mostly c = 1; a ring takes what the link cannot."
+    "aggregates has one link, mostly c = 1; a ring carries what this link cannot."
 )
 
 
 def by_hosts(size_bytes: int, hosts: Sequence[int], *, rate_bytes_per_s: float) -> Predicted:
-    """Time of an all_reduce against the number of hosts; rate_bytes_per_s: of tensors, over a worker's link."""
-    lines = [
-        chart.Line(name_of(c), hosts, [_exactly(1e3 * _split_s(size_bytes, x, c, rate_bytes_per_s)) for x in hosts])
-        for c in LINKS
-    ]
+    """The time of an all_reduce by the number of hosts. rate_bytes_per_s: of tensors, over a worker's link."""
+    times = {name: [1e3 * _split_s(size_bytes, x, c, rate_bytes_per_s) for x in hosts] for c, name in LINKS.items()}
     ring = [1e3 * size_bytes / ring_bytes_per_s(x, rate_bytes_per_s) for x in hosts]
-    most = max(hosts)
-    times = ", ".join(f"{line.spreads[-1].median / line.spreads[0].median:.2f} with {line.label}" for line in lines)
+    lines = [chart.Line(name, hosts, [spread([each]) for each in values]) for name, values in times.items()]
+    grown = ", ".join(f"{values[-1] / values[0]:.2f} with {name}" for name, values in times.items())
+    columns = {**times, "a ring alone": ring}
     return Predicted(
         chart.lines(
-            [chart.Panel("", lines, [chart.Reference("a ring alone", hosts, ring)])],
+            {"": [*lines, chart.Line("a ring alone", hosts, values=ring)]},
             name="Time of an all_reduce, by the number of hosts and the switch's link",
             x_label="hosts",
-            y_label=f"all_reduce of {in_mb(size_bytes)}, ms",
+            y_label=f"all_reduce of {units.size(size_bytes)}, ms",
             x_log=True,
         ),
-        ["hosts", *(f"{line.label}, ms" for line in lines), "a ring alone, ms"],
-        [
-            [str(x), *(f"{line.spreads[at].median:.0f}" for line in lines), f"{ring[at]:.0f}"]
-            for at, x in enumerate(hosts)
-        ],
-        f"{_MODEL} {most} hosts take so many times as long as {min(hosts)}: {times}, {ring[-1] / ring[0]:.2f} by a "
-        "ring alone. Only with a port a worker it is flat. By bytes, without latencies and without what hosts compute.",
+        ["hosts", *(f"{name}, ms" for name in columns)],
+        [[str(x), *(f"{values[at]:.0f}" for values in columns.values())] for at, x in enumerate(hosts)],
+        f"{_MODEL} {max(hosts)} hosts take longer than {min(hosts)} by these factors: {grown}, "
+        f"{ring[-1] / ring[0]:.2f} by a ring alone. The time is constant only with a port a worker. By bytes, without "
+        "latencies and without the hosts' computing.",
     )
 
 
 def by_model(models: Sequence[str], workers: int) -> Predicted:
-    """How many times as quick steps are as by a ring, on the talk's own cluster."""
-    found = {model: gains(claim_job(model, "switchml-10g", workers)) for model in models}
+    """The speedup of training steps against a ring, on the talk's own cluster."""
+    found = {model: _gains(model, workers) for model in models}
     ordered = sorted(models, key=lambda model: found[model][None], reverse=True)
-    rows = [chart.Dots(model, {name_of(c): _exactly(found[model][c]) for c in LINKS}) for model in ordered]
     most = ordered[0]
+    percents = ", ".join(f"{100 * (found[most][c] - 1):.0f}% with {name}" for c, name in LINKS.items())
     return Predicted(
         chart.dots(
-            rows,
-            name="Training steps: how much quicker, by the switch's link",
+            {model: {name: spread([found[model][c]]) for c, name in LINKS.items()} for model in ordered},
+            name="Speedup of training steps, by the switch's link",
             x_label="a step by a ring over a step with the switch (right of 1: quicker)",
             numbers=False,
         ),
-        ["model", *map(name_of, LINKS)],
+        ["model", *LINKS.values()],
         [[model, *(f"{found[model][c]:.2f}" for c in LINKS)] for model in ordered],
-        f"{_MODEL} {most} gains "
-        + ", ".join(f"{100 * (found[most][c] - 1):.0f}% with {name_of(c)}" for c in LINKS)
-        + f". {workers} workers of switchml-10g, P100 and 10 Gbit/s, gradients beside the backward pass, against a "
-        "ring that fills its links.",
+        f"{_MODEL} {most} gains {percents}. {workers} workers of switchml-10g, P100 and 10 Gbit/s, gradients beside "
+        "the backward pass, against a ring that fills its links.",
     )
 
 
 def _split_s(size_bytes: int, hosts: int, c: int | None, rate_bytes_per_s: float) -> float:
-    """By its bytes alone; cores are no limit."""
-    given = given_back_bytes_per_s(hosts, (c or hosts) * rate_bytes_per_s, float("inf"))
+    """By bytes alone, without a limit by cores."""
+    given = given_back_bytes_per_s(hosts, (c or hosts) * rate_bytes_per_s, math.inf)
     links = replace(DEFAULT_LINKS, network=Link(0.0, rate_bytes_per_s), switches=(given,))
     return size_bytes / split_rate(Case(size_bytes, Topology.apart(hosts), links, switch=1))
 
 
-def _exactly(value: float) -> Spread:
-    """Of one value, which has no spread."""
-    return spread([value])
+def _gains(model: str, workers: int) -> dict[int | None, float]:
+    """By c: samples a second with such a switch over those of host algorithms."""
+    batch = find_model(model).speed.batch
+    asked = parse_request(
+        {
+            "model": f"{model}:measured=true",
+            "cluster": "switchml-10g",
+            "job": {
+                "gpus": workers,
+                "batch": workers * batch,
+                "precision": "f32",
+                "optimizer": "momentum",
+                "overlap": True,
+            },
+            "split": {"tensor": 1, "pipeline": 1, "zero": 0, "recompute": "none", "micro_batch": batch},
+        },
+        {},
+    )
+
+    def samples_per_s(cluster: Cluster, *, in_network: bool) -> float:
+        job = replace(asked.job, in_network=in_network)
+        return search(asked.model, cluster, asked.devices, job, asked.space).best.prediction.samples_per_s
+
+    ring = samples_per_s(asked.cluster, in_network=False)
+    return {c: samples_per_s(_with_host(asked.cluster, c), in_network=True) / ring for c in LINKS}
+
+
+def _with_host(cluster: Cluster, c: int | None) -> Cluster:
+    """The cluster with a host that aggregates in place of each tier's switches. Cores are no limit."""
+    host = Aggregator(c=float(c or 0), ports=c is None, core_bytes_per_s=math.inf)
+    tiers = (
+        replace(tier, in_network=False, aggregators=(host,)) if tier.in_network else tier for tier in cluster.tiers
+    )
+    return replace(cluster, tiers=tuple(tiers))

@@ -1,49 +1,47 @@
-"""What of a training step is computing, against the number of hosts."""
+"""The fraction of a training step that is computing, against the number of hosts."""
 
 from netfold.bench.config import BenchEnvironment
 from netfold.bench.figures import chart
 from netfold.bench.figures.budget import Share
-from netfold.bench.figures.figure import GLOO, Figure, FigureText, Measurements, deadline_s, in_rate
-from netfold.bench.figures.replay import BACKENDS, NETFOLD, keep, note, replay
+from netfold.bench.figures.figure import GLOO, Figure, FigureText, Measurements, deadline_s, in_percent, in_rate
+from netfold.bench.figures.replay import BACKENDS, NETFOLD, note, replay
 from netfold.bench.runner import start_runner
 from netfold.bench.spread import Spread, spread
 
-# The most come first, lest the time be up before them.
+# The largest number first, since the time may end before the last.
 HOSTS = (8, 2, 4)
-# As in figure `speedup`; slower ones, or there would be little to see with so few hosts.
+# As in figure `speedup`, with slower links: with fast links, few hosts show little difference.
 RATE, STANDS_FOR = "250mbit", "2.5 Gbit/s"
-# By what its tensors are smaller, and how many times as fast its accelerator: an EDSR step takes more than a second.
+# By model: the divisor of the tensors' size, and the factor of the accelerator's speed. An EDSR step takes more than 1
+# s.
 MODELS = {"resnet50": (10, 1), "edsr": (40, 4)}
-# Of the default at scale.
+# The efficiency of the talk's default setting at scale.
 TALK = (0.55, 0.65)
 
 
 def measure(share: Share, taken: Measurements) -> None:
     taken.settings |= {"rate": RATE, "stands_for": STANDS_FOR, "shrink_and_speed": MODELS}
-    for hosts, part in zip(HOSTS, share.split(len(HOSTS)), strict=True):
+    for hosts, part in zip(HOSTS, share.split([1] * len(HOSTS)), strict=True):
         if share.left_s <= 0 and taken.rows:
             taken.cut.append(f"The time did not suffice for {hosts} hosts.")
             continue
         place = BenchEnvironment(hosts, rack_rate=RATE, deadline_s=int(deadline_s(part)))
         with start_runner(place, ["torch"]) as runner:
-            for (model, (shrink, speed)), turn in zip(MODELS.items(), part.split(len(MODELS)), strict=True):
-                keep(taken, model, hosts, replay(runner, turn, model, shrink=shrink, compute_scale=speed))
+            for (model, (shrink, speed)), turn in zip(MODELS.items(), part.split([1] * len(MODELS)), strict=True):
+                replay(runner, turn, taken, model, hosts, shrink=shrink, speed=speed)
             note(taken, runner)
 
 
 def tell(taken: Measurements) -> FigureText:
     models, counts = taken.xs(), sorted({row["workers"] for row in taken.rows})
     picture = chart.lines(
-        [
-            chart.Panel(
-                model,
-                [
-                    chart.Line(backend, [1, *counts], [_ALONE, *(efficiency(taken, backend, model, n) for n in counts)])
-                    for backend in BACKENDS
-                ],
-            )
+        {
+            model: [
+                chart.Line(backend, [1, *counts], [_ALONE, *(efficiency(taken, backend, model, n) for n in counts)])
+                for backend in BACKENDS
+            ]
             for model in models
-        ],
+        },
         name=TITLE,
         x_label="hosts",
         y_label="computing / step",
@@ -60,20 +58,22 @@ def tell(taken: Measurements) -> FigureText:
         if with_most[NETFOLD, model] <= with_most[GLOO, model]
     ]
     short += [
-        f"{model}: {with_most[NETFOLD, model]:.0%} with {most} hosts is no more than the talk's default had at scale."
+        f"{model}: {with_most[NETFOLD, model]:.0%} with {most} hosts is not above the efficiency of the talk's default "
+        "at scale."
         for model in models
         if with_most[NETFOLD, model] <= TALK[1]
     ]
     short.append(
-        "Not alike: the talk measured up to 512 GPUs, several a host; here are a few hosts, each with an accelerator "
-        "that a timer plays, on links of ordinary Ethernet. The talk's efficiency is throughput over that of as many "
-        "single GPUs, the same fraction where each keeps its batch. That of one host is 1 by definition."
+        "Not alike: the talk measured up to 512 GPUs, several a host. Here are a few hosts on links of ordinary "
+        "Ethernet, and a timer takes the place of each accelerator. The talk's efficiency is throughput over that of "
+        "as many single GPUs, the same fraction if each GPU keeps its batch. The efficiency of one host is 1 by "
+        "definition."
     )
     return FigureText(
         picture,
         ["model", "hosts", *(f"{backend}, computing / step" for backend in BACKENDS)],
         [
-            [model, f"{count}", *(_in_percent(efficiency(taken, backend, model, count)) for backend in BACKENDS)]
+            [model, f"{count}", *(in_percent(efficiency(taken, backend, model, count)) for backend in BACKENDS)]
             for model in models
             for count in counts
         ],
@@ -96,10 +96,6 @@ def efficiency(taken: Measurements, backend: str, model: str, hosts: int) -> Spr
             if (row["series"], row["x"], row["workers"]) == (backend, model, hosts)
         ]
     )
-
-
-def _in_percent(of: Spread) -> str:
-    return f"{of.median:.1%} ({of.p5:.1%} .. {of.p95:.1%})"
 
 
 _ALONE = spread([1.0])

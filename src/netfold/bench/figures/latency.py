@@ -10,14 +10,17 @@ from netfold.bench.figures.figure import (
     Figure,
     FigureText,
     Measurements,
-    deadline_s,
+    cases_among,
+    describe_mpi,
+    in_rack,
     in_times,
     in_us,
+    mpi_series,
     run_cases,
 )
-from netfold.bench.figures.mpi import said_of, series_of, ways_among
 from netfold.bench.mpi_peers import find_mpi
-from netfold.bench.rack_runner import Configuration, start_rack_runner
+from netfold.bench.rack_runner import Configuration
+from netfold.bench.spread import Spread
 from netfold.rack import Rack
 
 HOSTS = (2, 4, 8, 16)
@@ -30,36 +33,34 @@ OPTIONS = {IN_NETWORK: SWITCH, HOSTS_ONLY: {}, GLOO: None}
 def measure(share: Share, taken: Measurements) -> None:
     mpi = find_mpi()
     taken.settings |= {"rate": RATE, "sizes": SIZES, "calls": CALLS, "mpi": mpi}
-    with Rack(max(HOSTS), RATE) as rack:
-        rack.start_switch(lambda line: None)
-        with start_rack_runner(rack, deadline_s(share), mpi) as turns:
-            ways = ways_among(HOSTS, OPTIONS, mpi)
-            turns.open([way for _, way in ways])
+    with Rack(max(HOSTS), RATE) as rack, in_rack(rack, share, taken, mpi) as runner:
+        cases = cases_among(HOSTS, OPTIONS, mpi)
+        runner.open([configuration for _, configuration in cases])
 
-            def turn(case: tuple[str, Configuration], number: int) -> None:
-                series, way = case
-                for size_bytes in SIZES:
-                    found = turns.turn(way, size_bytes, number + 1, calls=CALLS)
-                    taken.add(_series(series, size_bytes), way.workers, number, found)
+        def turn(case: tuple[str, Configuration], number: int) -> None:
+            series, configuration = case
+            for size_bytes in SIZES:
+                found = runner.turn(configuration, size_bytes, number + 1, calls=CALLS)
+                taken.add(_series(series, size_bytes), configuration.workers, number, found)
 
-            run_cases(share, taken, ways, turn)
-            taken.note(turns)
+        run_cases(share, taken, cases, turn)
 
 
 def tell(taken: Measurements) -> FigureText:
     hosts, sizes = taken.xs(), taken.settings["sizes"]
-    series, peers = [*OPTIONS, *series_of(taken)], [HOSTS_ONLY, GLOO, *series_of(taken)]
+    series, peers = [*OPTIONS, *mpi_series(taken)], [HOSTS_ONLY, GLOO, *mpi_series(taken)]
+
+    def time(one: str, size: int, count: int) -> Spread:
+        return taken.spread(_series(one, size), count)
+
+    def speedup(peer: str, size: int, count: int) -> Spread:
+        return taken.ratios((_series(peer, size), count), (_series(IN_NETWORK, size), count))
+
     picture = chart.lines(
-        [
-            chart.Panel(
-                f"{size} B",
-                [
-                    chart.Line(one, hosts, [taken.spread(_series(one, size), x).scaled(1e6) for x in hosts])
-                    for one in series
-                ],
-            )
+        {
+            f"{size} B": [chart.Line(one, hosts, [time(one, size, x).scaled(1e6) for x in hosts]) for one in series]
             for size in sizes
-        ],
+        },
         name=TITLE,
         x_label="hosts",
         y_label="all_reduce, us",
@@ -67,40 +68,35 @@ def tell(taken: Measurements) -> FigureText:
         y_log=True,
     )
     most = max(hosts)
-
-    def quicker(peer: str, size: int, count: int) -> str:
-        return in_times(taken.ratios((_series(peer, size), count), (_series(IN_NETWORK, size), count)))
-
     slower = [
         f"Slower than {peer} at {size} B among {count} hosts: {by.median:.2f} of its speed."
         for size in sizes
         for count in hosts
         for peer in peers
-        if (by := taken.ratios((_series(peer, size), count), (_series(IN_NETWORK, size), count))).median < 1
+        if (by := speedup(peer, size, count)).median < 1
     ]
     return FigureText(
         picture,
-        [
-            *("size, B", "hosts", *(f"{one}, us" for one in series)),
-            *(f"{peer} / in the network" for peer in peers),
-        ],
+        ["size, B", "hosts", *(f"{one}, us" for one in series), *(f"{peer} / in the network" for peer in peers)],
         [
             [
-                *(str(size), str(x), *(in_us(taken.spread(_series(one, size), x)) for one in series)),
-                *(quicker(peer, size, x) for peer in peers),
+                str(size),
+                str(x),
+                *(in_us(time(one, size, x)) for one in series),
+                *(in_times(speedup(peer, size, x)) for peer in peers),
             ]
             for size in sizes
             for x in hosts
         ],
         f"Medians of {taken.settings['calls']} calls in a round, the slowest host's. {sizes[0]} B among {most} hosts: "
-        f"{in_us(taken.spread(_series(IN_NETWORK, sizes[0]), most))} us through the switch, "
-        f"{in_us(taken.spread(_series(GLOO, sizes[0]), most))} us by gloo, {quicker(GLOO, sizes[0], most)} times as "
-        f"long; {sizes[-1]} B, {quicker(GLOO, sizes[-1], most)} times.",
+        f"{in_us(time(IN_NETWORK, sizes[0], most))} us through the switch, {in_us(time(GLOO, sizes[0], most))} us by "
+        f"gloo, {in_times(speedup(GLOO, sizes[0], most))} times as long; {sizes[-1]} B, "
+        f"{in_times(speedup(GLOO, sizes[-1], most))} times.",
         [
             *slower,
-            said_of(taken, hosts),
-            f"Not alike: {taken.cores} cores take turns for {most} hosts and the switch, so the time grows with their "
-            "number on every backend; SHARP runs in the switches of an InfiniBand network of 1500 nodes.",
+            describe_mpi(taken, hosts),
+            f"Not alike: {taken.cores} cores run {most} hosts and the switch, so the time grows with the number of "
+            "hosts on every backend. SHARP runs in the switches of an InfiniBand network of 1500 nodes.",
         ],
     )
 

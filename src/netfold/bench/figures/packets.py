@@ -1,5 +1,6 @@
 """Goodput through the switch against the number of values in a packet."""
 
+from netfold import units
 from netfold._native import protocol
 from netfold.bench.figures import chart
 from netfold.bench.figures.budget import Share
@@ -8,62 +9,50 @@ from netfold.bench.figures.figure import (
     Figure,
     FigureText,
     Measurements,
-    deadline_s,
-    in_mb,
+    in_rack,
     in_rate,
     in_times,
     run_cases,
 )
-from netfold.bench.rack_runner import Configuration, start_rack_runner
+from netfold.bench.rack_runner import Configuration
 from netfold.bench.spread import Spread, spread
 from netfold.rack import Rack
 from netfold.rack.link import parse_link
 
 HOSTS = 4
 MTU = 9000
-# Bytes of each, and so many that a call takes some tenths of a second.
+# By rate, the bytes of a call, for calls of some tenths of a second.
 RATES = {"200mbit": 4 << 20, "1gbit": 16 << 20}
-# The least that a switch takes; what fills an MTU of 1500; what fills one of 9000; and between them.
+# The least that a switch takes; a full MTU of 1500; a full MTU of 9000; and sizes between them.
 PAYLOADS = (512, 1024, 1408, 4096, 8880)
 SMALLEST, FULL = 512, 1408
-# Of what the headers leave, from which the line is called full.
+# The least fraction of the headers' limit that the text calls line rate.
 LINE = 0.95
-# Of a packet on the link: Ethernet 14, IPv4 20, UDP 8.
+# Headers of a packet on the link: Ethernet 14, IPv4 20, UDP 8.
 _OUTER_BYTES = 42
 
 
 def measure(share: Share, taken: Measurements) -> None:
     taken.settings |= {"hosts": HOSTS, "mtu": MTU, "size_bytes": RATES}
-    for (rate, size_bytes), part in zip(RATES.items(), share.split(len(RATES)), strict=True):
-        with Rack(HOSTS, rate, mtu=MTU) as rack:
-            rack.start_switch(lambda line: None)
-            with start_rack_runner(rack, deadline_s(part)) as turns:
-                ways = [Configuration(str(payload), HOSTS, SWITCH, payload) for payload in PAYLOADS]
-                turns.open(ways)
+    for (rate, size_bytes), part in zip(RATES.items(), share.split([1] * len(RATES)), strict=True):
+        with Rack(HOSTS, rate, mtu=MTU) as rack, in_rack(rack, part, taken) as runner:
+            configurations = [Configuration(str(payload), HOSTS, SWITCH, payload) for payload in PAYLOADS]
+            runner.open(configurations)
 
-                def turn(way: Configuration, number: int, rate: str = rate, size_bytes: int = size_bytes) -> None:
-                    taken.add(rate, way.payload_bytes, number, turns.turn(way, size_bytes, number + 1))
+            def turn(case: Configuration, number: int, rate: str = rate, size_bytes: int = size_bytes) -> None:
+                taken.add(rate, case.payload_bytes, number, runner.turn(case, size_bytes, number + 1))
 
-                run_cases(part, taken, ways, turn, of=f" on links of {in_rate(rate)}")
-                taken.note(turns)
+            run_cases(part, taken, configurations, turn, of=f" on links of {in_rate(rate)}")
 
 
 def tell(taken: Measurements) -> FigureText:
     payloads, rates = taken.xs(), list(taken.settings["size_bytes"])
     values = [payload // 4 for payload in payloads]
-    limit = [payload / (payload + protocol.HEADER_BYTES + _OUTER_BYTES) for payload in payloads]
+    limit = {payload: payload / (payload + protocol.HEADER_BYTES + _OUTER_BYTES) for payload in payloads}
     part = {rate: {payload: _goodput(taken, rate, payload) for payload in payloads} for rate in rates}
+    lines = [chart.Line(f"links of {in_rate(rate)}", values, list(part[rate].values())) for rate in rates]
     picture = chart.lines(
-        [
-            chart.Panel(
-                "",
-                [
-                    chart.Line(f"links of {in_rate(rate)}", values, [part[rate][each] for each in payloads])
-                    for rate in rates
-                ],
-                [chart.Reference("what headers leave", values, limit)],
-            )
-        ],
+        {"": [*lines, chart.Line("limit by headers", values, values=list(limit.values()))]},
         name=TITLE,
         x_label="values in a packet (f32)",
         y_label="goodput / rate of the link",
@@ -71,35 +60,39 @@ def tell(taken: Measurements) -> FigureText:
         y_from=0.5,
     )
     gained = {rate: taken.ratios((rate, SMALLEST), (rate, FULL)) for rate in rates}
-    smallest = {rate: part[rate][SMALLEST].median / limit[payloads.index(SMALLEST)] for rate in rates}
-    by_headers = limit[payloads.index(FULL)] / limit[payloads.index(SMALLEST)]
     short = []
     for rate in rates:
-        reached = {each // 4: part[rate][each].median / most for each, most in zip(payloads, limit, strict=True)}
+        reached = {payload // 4: part[rate][payload].median / limit[payload] for payload in payloads}
         if below := [f"{share:.1%} with {count} values" for count, share in reached.items() if share < LINE]:
             short.append(
-                f"Short of line rate on links of {in_rate(rate)}, of what headers leave: {', '.join(below)}. The hosts "
+                f"Below line rate on links of {in_rate(rate)}, of the limit by headers: {', '.join(below)}. The hosts "
                 f"and the switch share {taken.cores} cores here."
             )
     short.append(
-        "Not alike: a packet of the talk's carries the 32 values that its P4 program can add, of which headers leave "
-        f"less than of the least packet here, {SMALLEST // 4} values; so there was more to gain."
+        "Not alike: a packet of the talk carries the 32 values that its P4 program can add. Headers leave less of such "
+        f"a packet than of the smallest packet here, {SMALLEST // 4} values, so there was more to gain."
     )
+    smallest = ", ".join(
+        f"{part[rate][SMALLEST].median / limit[SMALLEST]:.1%} on links of {in_rate(rate)}" for rate in rates
+    )
+    factors = ", ".join(f"{in_times(gained[rate])} times on links of {in_rate(rate)}" for rate in rates)
+    sizes = ", ".join(f"{units.size(size)} at {in_rate(rate)}" for rate, size in taken.settings["size_bytes"].items())
     return FigureText(
         picture,
-        ["values", "bytes of values", *(f"goodput / rate, {in_rate(rate)}" for rate in rates), "what headers leave"],
+        ["values", "bytes of values", *(f"goodput / rate, {in_rate(rate)}" for rate in rates), "limit by headers"],
         [
-            [f"{payload // 4}", f"{payload}", *(in_times(part[rate][payload]) for rate in rates), f"{most:.2f}"]
-            for payload, most in zip(payloads, limit, strict=True)
+            [
+                str(payload // 4),
+                str(payload),
+                *(in_times(part[rate][payload]) for rate in rates),
+                f"{limit[payload]:.2f}",
+            ]
+            for payload in payloads
         ],
-        f"{taken.settings['hosts']} hosts, links of MTU {taken.settings['mtu']}. Of what headers leave, packets of "
-        f"{SMALLEST // 4} values carry "
-        + ", ".join(f"{smallest[rate]:.1%} on links of {in_rate(rate)}" for rate in rates)
-        + f". Packets that fill an MTU of 1500 ({FULL // 4} values) are quicker than those of {SMALLEST // 4} values "
-        + ", ".join(f"{in_times(gained[rate])} times on links of {in_rate(rate)}" for rate in rates)
-        + f"; by headers alone it would be {by_headers:.2f}. "
-        + ", ".join(f"{in_mb(size)} at {in_rate(rate)}" for rate, size in taken.settings["size_bytes"].items())
-        + ".",
+        f"{taken.settings['hosts']} hosts, links of MTU {taken.settings['mtu']}. Packets of {SMALLEST // 4} values "
+        f"reach these fractions of the limit by headers: {smallest}. Packets that fill an MTU of 1500 ({FULL // 4} "
+        f"values) are quicker than packets of {SMALLEST // 4} values: {factors}; by headers alone it would be "
+        f"{limit[FULL] / limit[SMALLEST]:.2f}. {sizes}.",
         short,
     )
 

@@ -1,39 +1,36 @@
-"""What the two figures of training share: steps of a known model, replayed by all backends in turn, as rounds."""
-
-from collections.abc import Sequence
+"""Training steps of known models, replayed by all backends in turn, for two figures."""
 
 from netfold.bench.config import Replay
 from netfold.bench.figures.budget import LEAST_ROUNDS, MOST_ROUNDS, Share
 from netfold.bench.figures.figure import GLOO, Measurements
 from netfold.bench.runner import BenchError, Runner
-from netfold.bench.step import StepRow, measure_models
+from netfold.bench.step import measure_models
 from netfold.plan.model.catalogue import find_model
 
 NETFOLD = "netfold, with a switch"
 BACKENDS = {NETFOLD: "netfold", GLOO: "gloo"}
-# Beside its rounds a backend plays so many steps: connections, the timer alone three times, one to warm up.
+# Steps of a backend outside of its rounds: connections, three times the timer alone, one warm-up.
 _BESIDE = 5
-# A step with its transfers, of the step without them, as a guess at what fits.
+# Estimate of a step with transfers over the step without transfers.
 _LONGER = 1.6
 
 
 def fitting_rounds(left_s: float, step_s: float) -> int:
-    """How many rounds of all backends fit into what is left, where a step without transfers takes step_s."""
+    """The number of rounds of all backends that fit. step_s: of a step without transfers."""
     fit = int(left_s / (len(BACKENDS) * _LONGER * step_s)) - _BESIDE
     return max(LEAST_ROUNDS, min(MOST_ROUNDS, fit))
 
 
-def replay(runner: Runner, share: Share, model: str, *, shrink: int, compute_scale: int) -> Sequence[StepRow]:
-    """A row a backend, in the order of BACKENDS."""
-    rounds = fitting_rounds(share.left_s, find_model(model).compute_s / compute_scale)
-    asked = Replay([model], list(BACKENDS.values()), rounds=rounds, shrink=shrink, compute_scale=float(compute_scale))
-    return measure_models(runner, asked)
+def replay(
+    runner: Runner, share: Share, taken: Measurements, model: str, workers: int, *, shrink: int, speed: int
+) -> None:
+    """Measure a model's steps and add every round of every backend. Raises BenchError if a backend refuses.
 
-
-def keep(taken: Measurements, model: str, workers: int, rows: Sequence[StepRow]) -> None:
-    """Every round of every backend, with what the step takes without transfers, in seconds. Raises
-    BenchError where a backend refuses."""
-    for backend, row in zip(BACKENDS, rows, strict=True):
+    shrink: the tensors' size is divided by it. speed: the accelerator is that many times as fast.
+    """
+    rounds = fitting_rounds(share.left_s, find_model(model).compute_s / speed)
+    asked = Replay([model], list(BACKENDS.values()), rounds=rounds, shrink=shrink, compute_scale=float(speed))
+    for backend, row in zip(BACKENDS, measure_models(runner, asked), strict=True):
         if row.refused is not None:
             raise BenchError(f"{backend}, {model}: {row.refused}")
         for number, took_ns in enumerate(row.times_ns):
@@ -51,6 +48,6 @@ def keep(taken: Measurements, model: str, workers: int, rows: Sequence[StepRow])
 
 
 def note(taken: Measurements, runner: Runner) -> None:
-    described = runner.describe()
-    control = described["machine"]["tcp_congestion_control"]
+    """Note the ranks' versions and congestion control."""
+    control = runner.describe()["machine"]["tcp_congestion_control"]
     taken.circumstances |= {"versions": runner.versions, "tcp_congestion_control": control}

@@ -1,4 +1,4 @@
-"""Measures figures one after the other, and keeps what was found: figures.json, a CSV each, and the page."""
+"""All figures: measure them one after another, and write figures.json, a CSV file for each, and the page."""
 
 import csv
 import io
@@ -13,10 +13,10 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from netfold.bench.figures import chart, page
-from netfold.bench.figures.budget import Budget
-from netfold.bench.figures.catalogue import FIGURES
-from netfold.bench.figures.figure import Measurements
+from netfold.bench.figures import efficiency, hosts, latency, loss, packets, speedup, tree, wires
+from netfold.bench.figures.budget import Share
+from netfold.bench.figures.figure import Figure, Measurements
+from netfold.bench.figures.page import render
 from netfold.bench.machine import describe_machine, describe_versions
 from netfold.bench.runner import BenchError
 from netfold.rack import RackError
@@ -26,33 +26,37 @@ from netfold.rack.processes import uninterrupted
 Say = Callable[[str], None]
 Figures = dict[str, Measurements]
 
-# For all figures together, starting and ending included; some are over their time by a few seconds.
+# In the order of the page. A new figure is a file and a name here.
+FIGURES: dict[str, Figure] = {
+    module.FIGURE.name: module.FIGURE for module in (speedup, hosts, loss, packets, wires, latency, efficiency, tree)
+}
+# For all figures together, with start and end. Some figures take a few seconds more than their share.
 TOTAL_S, QUICK_S = 1200, 255
 DATA, PAGE = "figures.json", "figures.html"
 _FORMAT = 1
 
 
 def run_figures(folder: Path, names: Sequence[str], say: Say, *, total_s: float) -> Figures:
-    """Measure the named figures (all, where none is named) and rewrite their part of `folder`.
+    """Measure the named figures (without names, all) and rewrite their part of `folder`. Return all in the folder.
 
-    total_s: about what all take together; a few take no more of it than they would among all.
+    total_s: about the time of all figures; each takes its share of it, also if only some are measured.
 
-    What is on disk is whole after every figure. Returns all that the folder holds. Raises ValueError for a name that is
-    none, RackError where no figure can be measured here, chart.MissingError without matplotlib.
+    The files are valid after every figure. Raises ValueError for an unknown name, RackError if this machine cannot
+    measure any figure.
     """
     if unknown := [name for name in names if name not in FIGURES]:
         raise ValueError(f"figure {unknown[0]!r} is not known; there are {', '.join(FIGURES)}")
     wanted = [figure for name, figure in FIGURES.items() if not names or name in names]
-    chart.require()
     if lack := why_unavailable(loss=False):
-        raise RackError(f"{lack}; without it none of these can be drawn: {', '.join(figure.name for figure in wanted)}")
+        raise RackError(
+            f"{lack}; without it none of these can be measured: {', '.join(figure.name for figure in wanted)}"
+        )
     figures = read(folder) if (folder / DATA).exists() else {}
-    weights = {figure.name: figure.weight for figure in wanted}
-    part = sum(weights.values()) / sum(figure.weight for figure in FIGURES.values())
-    budget = Budget(total_s * part, weights)
-    for figure in wanted:
-        share, taken, began, load = budget.begin(figure.name), Measurements(), time.monotonic(), os.getloadavg()[0]
-        say(f"measuring: {figure.name}, {figure.title.lower()}; some {share.left_s:.0f} s")
+    weights = [figure.weight for figure in wanted]
+    part = sum(weights) / sum(figure.weight for figure in FIGURES.values())
+    for figure, share in zip(wanted, Share(total_s * part).split(weights), strict=True):
+        taken, began, load = Measurements(), time.monotonic(), os.getloadavg()[0]
+        say(f"measuring: {figure.name}, {figure.title.lower()}; about {share.left_s:.0f} s")
         try:
             figure.measure(share, taken)
         except (BenchError, RackError) as error:
@@ -66,7 +70,7 @@ def run_figures(folder: Path, names: Sequence[str], say: Say, *, total_s: float)
 
 
 def read(folder: Path) -> Figures:
-    """What a folder holds. Raises ValueError where that is not what `write` wrote."""
+    """Read a folder. Raises ValueError if it does not hold what `write` wrote."""
     path = folder / DATA
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
@@ -78,12 +82,12 @@ def read(folder: Path) -> Figures:
 
 
 def write(folder: Path, figures: Mapping[str, Measurements]) -> Path:
-    """The data, a CSV for each figure, and the page, which is returned."""
+    """Write the data, a CSV file for each figure, and the page. Return the page's path."""
     folder.mkdir(parents=True, exist_ok=True)
     _replace(folder / DATA, json.dumps(document_of(figures), indent=1) + "\n")
     for name, taken in figures.items():
         _replace(folder / f"{name}.csv", to_csv(taken))
-    _replace(folder / PAGE, page.render(figures))
+    _replace(folder / PAGE, render([(FIGURES[name], taken) for name, taken in figures.items()]))
     return folder / PAGE
 
 
@@ -92,7 +96,7 @@ def document_of(figures: Mapping[str, Measurements]) -> dict[str, Any]:
 
 
 def to_csv(taken: Measurements) -> str:
-    """A line a round; columns are all that any of its rounds has."""
+    """One line for each round, with the columns of all rounds."""
     columns = list(dict.fromkeys(column for row in taken.rows for column in row))
     text = io.StringIO()
     writer = csv.DictWriter(text, columns, lineterminator="\n")
@@ -113,7 +117,7 @@ def _circumstances(taken: Measurements, load: float, seconds: float) -> dict[str
 
 
 def _replace(path: Path, text: str) -> None:
-    """Never half a file, whatever ends us."""
-    unseen = path.with_name(f".{path.name}")
-    unseen.write_text(text, encoding="utf-8")
-    unseen.replace(path)
+    """Replace a file atomically."""
+    new = path.with_name(f".{path.name}")
+    new.write_text(text, encoding="utf-8")
+    new.replace(path)

@@ -1,19 +1,19 @@
-"""How much quicker known models train: their steps replayed, the accelerator a timer, the transfers real."""
+"""The speedup of training known models: steps are replayed, with a timer as accelerator and with real transfers."""
 
 from netfold.bench.config import BenchEnvironment
 from netfold.bench.figures import by_link, chart
 from netfold.bench.figures.budget import Share
 from netfold.bench.figures.figure import GLOO, Figure, FigureText, Measurements, deadline_s, in_ms, in_rate, in_times
-from netfold.bench.figures.replay import NETFOLD, keep, note, replay
+from netfold.bench.figures.replay import NETFOLD, note, replay
 from netfold.bench.runner import start_runner
 from netfold.plan.model.catalogue import find_model
 
 HOSTS = 8
-# With tensors a 50th of their size, these links stand for ones of 10 Gbit/s, the slower ones of the talk's testbed.
+# With tensors a 50th of their size, these links stand for links of 10 Gbit/s, the slower ones of the talk's testbed.
 RATE, SHRINK, STANDS_FOR = "200mbit", 50, "10 Gbit/s"
-# SwitchML's nine; those that differ most come first, lest the time be up before them.
+# SwitchML's nine. The models with the largest differences come first, since the time may end before the last.
 MODELS = ("vgg16", "resnet50", "inception3", "alexnet", "googlenet", "vgg11", "resnet101", "inception4", "vgg19")
-# 20% to 300% quicker.
+# The talk's range: 20% to 300% quicker.
 TALK = (1.2, 4.0)
 
 
@@ -22,11 +22,11 @@ def measure(share: Share, taken: Measurements) -> None:
     place = BenchEnvironment(HOSTS, rack_rate=RATE, deadline_s=int(deadline_s(share)))
     skipped = []
     with start_runner(place, ["torch"]) as runner:
-        for model, part in zip(MODELS, share.split(len(MODELS)), strict=True):
+        for model, part in zip(MODELS, share.split([1] * len(MODELS)), strict=True):
             if share.left_s <= 0 and taken.rows:
                 skipped.append(model)
             else:
-                keep(taken, model, HOSTS, replay(runner, part, model, shrink=SHRINK, compute_scale=1))
+                replay(runner, part, taken, model, HOSTS, shrink=SHRINK, speed=1)
         note(taken, runner)
     if skipped:
         taken.cut.append(f"The time did not suffice for {', '.join(skipped)}.")
@@ -37,7 +37,7 @@ def tell(taken: Measurements) -> FigureText:
     gain = {model: taken.ratios((GLOO, model), (NETFOLD, model)) for model in taken.xs(NETFOLD)}
     models = sorted(gain, key=lambda model: gain[model].median, reverse=True)
     picture = chart.dots(
-        [chart.Dots(model, {NETFOLD: gain[model]}) for model in models],
+        {model: {NETFOLD: gain[model]} for model in models},
         name=TITLE,
         x_label="gloo's step over netfold's (right of 1: netfold is quicker)",
         band=(*TALK, "the talk's range, over TensorFlow with NCCL"),
@@ -48,13 +48,13 @@ def tell(taken: Measurements) -> FigureText:
     if below:
         short.append(f"Below the talk's range, {TALK[0]:.1f} to {TALK[1]:.1f}: {', '.join(below)}.")
     short.append(
-        f"Not alike: the talk compares with TensorFlow over NCCL, this with gloo, whose ring fills the links. A ring "
-        f"sends 2 (P − 1) / P = {ring:.2f} times what goes to a switch; more than that cannot be gained over one that "
-        "fills its links, whatever the model."
+        "Not alike: the talk compares with TensorFlow over NCCL. This figure compares with gloo, whose ring fills the "
+        f"links. A ring sends 2 (P − 1) / P = {ring:.2f} times the bytes that go to a switch. A larger gain over a "
+        "ring that fills its links is impossible for any model."
     )
     short.append(
-        "Nobody trains here: computing times are published ones of one accelerator, which a timer plays, and gradients "
-        "are sent while it runs, in the buckets of PyTorch's DDP."
+        "No model is trained here: a timer waits for the published computing times of one accelerator, and gradients "
+        "are sent meanwhile, in the buckets of PyTorch's DDP."
     )
     return FigureText(
         picture,

@@ -1,5 +1,6 @@
-"""What a leaf in each rack saves where racks share an uplink."""
+"""The gain by a leaf switch in each rack if racks share an uplink."""
 
+from netfold import units
 from netfold.bench.figures import chart
 from netfold.bench.figures.budget import Share
 from netfold.bench.figures.figure import (
@@ -9,14 +10,13 @@ from netfold.bench.figures.figure import (
     Figure,
     FigureText,
     Measurements,
-    deadline_s,
-    in_mb,
     in_ms,
+    in_rack,
     in_rate,
     in_times,
     run_cases,
 )
-from netfold.bench.rack_runner import Configuration, start_rack_runner
+from netfold.bench.rack_runner import Configuration
 from netfold.rack import Rack
 
 HOSTS, RACKS = 8, 2
@@ -27,43 +27,39 @@ LEAVES, ROOT = "netfold, a leaf in each rack", "netfold, one switch at the core"
 
 def measure(share: Share, taken: Measurements) -> None:
     taken.settings |= {"hosts": HOSTS, "racks": RACKS, "rate": RATE, "size_bytes": SIZE_BYTES}
-    with Rack(HOSTS, RATE, racks=RACKS, uplink=RATE) as rack:
-        rack.start_switch(lambda line: None)
-        rack.start_leaves(lambda line: None)
-        with start_rack_runner(rack, deadline_s(share)) as turns:
-            ways = [
-                Configuration(LEAVES, HOSTS, SWITCH),
-                Configuration(ROOT, HOSTS, {**SWITCH, "switch": str(rack.switch_address)}),
-                Configuration(RING, HOSTS, {"algorithm": "all_reduce=ring"}),
-                Configuration(GLOO, HOSTS),
-            ]
-            turns.open(ways)
+    with Rack(HOSTS, RATE, racks=RACKS, uplink=RATE) as rack, in_rack(rack, share, taken) as runner:
+        configurations = [
+            Configuration(LEAVES, HOSTS, SWITCH),
+            Configuration(ROOT, HOSTS, {**SWITCH, "switch": str(rack.switch_address)}),
+            Configuration(RING, HOSTS, {"algorithm": "all_reduce=ring"}),
+            Configuration(GLOO, HOSTS),
+        ]
+        runner.open(configurations)
 
-            def turn(way: Configuration, number: int) -> None:
-                taken.add(way.label, "", number, turns.turn(way, SIZE_BYTES, number + 1))
+        def turn(case: Configuration, number: int) -> None:
+            taken.add(case.label, "", number, runner.turn(case, SIZE_BYTES, number + 1))
 
-            run_cases(share, taken, ways, turn)
-            taken.note(turns)
+        run_cases(share, taken, configurations, turn)
 
 
 def tell(taken: Measurements) -> FigureText:
-    shapes = taken.series()
+    shapes, size = taken.series(), units.size(taken.settings["size_bytes"])
     picture = chart.dots(
-        [chart.Dots(shape, {shape: taken.spread(shape, "").scaled(1e3)}) for shape in shapes],
+        {shape: {shape: taken.spread(shape, "").scaled(1e3)} for shape in shapes},
         name=TITLE,
-        x_label=f"all_reduce of {in_mb(taken.settings['size_bytes'])}, ms",
+        x_label=f"all_reduce of {size}, ms",
     )
     slower = {shape: taken.ratios((shape, ""), (LEAVES, "")) for shape in shapes}
     return FigureText(
         picture,
         ["", "ms", "over a leaf in each rack"],
         [[shape, in_ms(taken.spread(shape, "")), in_times(slower[shape])] for shape in shapes],
-        f"{in_mb(taken.settings['size_bytes'])} of f32 among {taken.settings['hosts']} hosts in "
-        f"{taken.settings['racks']} racks; links and each rack's uplink of {in_rate(taken.settings['rate'])}. Without "
-        f"leaves, one switch at the core takes {in_times(slower[ROOT])} times as long, gloo {in_times(slower[GLOO])}.",
+        f"{size} of f32 among {taken.settings['hosts']} hosts in {taken.settings['racks']} racks; links and each "
+        f"rack's uplink of {in_rate(taken.settings['rate'])}. Without leaves, one switch at the core takes "
+        f"{in_times(slower[ROOT])} times as long, gloo {in_times(slower[GLOO])}.",
         [
             *(f"Slower than {shape}: {of.median:.2f} of its time." for shape, of in slower.items() if of.median < 1),
-            "The talk had nothing measured to compare with.",
+            "The talk has no measurement to compare with.",
         ],
     )
 

@@ -55,24 +55,11 @@ class Finding:
 
 def apply_rules(gathered: PreflightFacts) -> list[Finding]:
     """Apply all rules. Failures come first, then warnings; empty if nothing is wrong."""
-    findings = [
-        finding
-        for rule in (
-            _versions,
-            _environment,
-            _interfaces,
-            _speeds,
-            _memory,
-            _shared,
-            _limits,
-            _cores,
-            _fabrics,
-            _switches,
-            _capacities,
-        )
-        for finding in rule(gathered)
-    ]
-    findings += [*_links(gathered), *_clocks(gathered)]
+    rules = (
+        _versions, _environment, _interfaces, _speeds, _memory, _shared, _limits, _cores, _fabrics, _switches,
+        _capacities, _links, _clocks,
+    )  # fmt: skip
+    findings = [finding for rule in rules for finding in rule(gathered)]
     return sorted(findings, key=lambda finding: finding.level is not Level.FAIL)
 
 

@@ -6,7 +6,7 @@
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
     optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
 
-Operations are matched by name across ranks, in whatever order ranks submit them (`negotiation`), and then run as
+Ranks match operations by name, in whatever order they submit them (`negotiation`). Then they run the operations as
 collectives of a Communicator (`execution`). May import: netfold.communicator, netfold.horovod, torch.
 
 Always: all ranks run operations in one order; operations that differ under one name end with an error that names both
@@ -20,53 +20,18 @@ from netfold.extras import need_at_import
 
 need_at_import("netfold.horovod.torch", "torch")
 
-from netfold.horovod.torch import elastic
+from netfold.horovod.torch import elastic, operations, world
 from netfold.horovod.torch.compression import Compression
-from netfold.horovod.torch.exchange import (
-    allgather,
-    allgather_async,
-    alltoall,
-    alltoall_async,
-    broadcast,
-    broadcast_,
-    broadcast_async,
-    broadcast_async_,
-    grouped_allgather,
-    grouped_allgather_async,
-    grouped_reducescatter,
-    grouped_reducescatter_async,
-    reducescatter,
-    reducescatter_async,
-    sparse_allreduce_async,
-)
+from netfold.horovod.torch.execution import Handle
 from netfold.horovod.torch.functions import (
     allgather_object,
     broadcast_object,
     broadcast_optimizer_state,
     broadcast_parameters,
 )
-from netfold.horovod.torch.handles import (
-    Adasum,
-    Average,
-    Handle,
-    Max,
-    Min,
-    Product,
-    Sum,
-    barrier,
-    join,
-    poll,
-    synchronize,
-)
-from netfold.horovod.torch.lifecycle import init, shutdown
 from netfold.horovod.torch.negotiation import HorovodInternalError
+from netfold.horovod.torch.operations import *  # noqa: F403 - the names that it lists
 from netfold.horovod.torch.optimizer import DistributedOptimizer
-from netfold.horovod.torch.process_sets import (
-    ProcessSet,
-    add_process_set,
-    global_process_set,
-    remove_process_set,
-)
 from netfold.horovod.torch.queries import (
     ccl_built,
     cuda_built,
@@ -81,96 +46,31 @@ from netfold.horovod.torch.queries import (
     start_timeline,
     stop_timeline,
 )
-from netfold.horovod.torch.reductions import (
-    allreduce,
-    allreduce_,
-    allreduce_async,
-    allreduce_async_,
-    grouped_allreduce,
-    grouped_allreduce_,
-    grouped_allreduce_async,
-    grouped_allreduce_async_,
-)
 from netfold.horovod.torch.sync_batch_norm import SyncBatchNorm
-from netfold.horovod.torch.world import (
-    cross_rank,
-    cross_size,
-    is_homogeneous,
-    is_initialized,
-    local_rank,
-    local_size,
-    rank,
-    size,
-)
+from netfold.horovod.torch.world import *  # noqa: F403
 
 __all__ = [
-    "Adasum",
-    "Average",
     "Compression",
     "DistributedOptimizer",
     "Handle",
     "HorovodInternalError",
-    "Max",
-    "Min",
-    "ProcessSet",
-    "Product",
-    "Sum",
     "SyncBatchNorm",
-    "add_process_set",
-    "allgather",
-    "allgather_async",
     "allgather_object",
-    "allreduce",
-    "allreduce_",
-    "allreduce_async",
-    "allreduce_async_",
-    "alltoall",
-    "alltoall_async",
-    "barrier",
-    "broadcast",
-    "broadcast_",
-    "broadcast_async",
-    "broadcast_async_",
     "broadcast_object",
     "broadcast_optimizer_state",
     "broadcast_parameters",
     "ccl_built",
-    "cross_rank",
-    "cross_size",
     "cuda_built",
     "ddl_built",
     "elastic",
-    "global_process_set",
     "gloo_built",
     "gloo_enabled",
-    "grouped_allgather",
-    "grouped_allgather_async",
-    "grouped_allreduce",
-    "grouped_allreduce_",
-    "grouped_allreduce_async",
-    "grouped_allreduce_async_",
-    "grouped_reducescatter",
-    "grouped_reducescatter_async",
-    "init",
-    "is_homogeneous",
-    "is_initialized",
-    "join",
-    "local_rank",
-    "local_size",
     "mpi_built",
     "mpi_enabled",
     "mpi_threads_supported",
     "nccl_built",
-    "poll",
-    "rank",
-    "reducescatter",
-    "reducescatter_async",
-    "remove_process_set",
     "rocm_built",
-    "shutdown",
-    "size",
-    "sparse_allreduce_async",
     "start_timeline",
     "stop_timeline",
-    "synchronize",
 ]
+__all__ += operations.__all__ + world.__all__

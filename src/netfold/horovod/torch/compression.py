@@ -1,4 +1,4 @@
-"""The number formats that gradients travel in."""
+"""The number formats in which gradients travel."""
 
 from __future__ import annotations
 
@@ -8,58 +8,35 @@ import torch
 
 
 class Compressor:
-    """Interface: `compress` gives a tensor to send and what `decompress` needs to give the tensor back."""
+    """Converts floating-point tensors to `dtype` for an operation, and back. Sums are rounded to `dtype`."""
 
-    @staticmethod
-    def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        raise NotImplementedError
-
-    @staticmethod
-    def decompress(tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
-        raise NotImplementedError
-
-
-class NoneCompressor(Compressor):
-    """The tensor as it is."""
-
-    @staticmethod
-    def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        return tensor, None
-
-    @staticmethod
-    def decompress(tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
-        return tensor
-
-
-class _Cast(Compressor):
-    """Floating-point tensors in another dtype; sums are rounded to it."""
-
-    dtype: torch.dtype
+    dtype: torch.dtype | None = None  # None: unchanged
 
     @classmethod
     def compress(cls, tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        return (tensor.to(cls.dtype) if tensor.is_floating_point() else tensor), tensor.dtype
+        """Return the tensor to send, and the context that `decompress` needs."""
+        return (tensor.to(cls.dtype) if cls.dtype and tensor.is_floating_point() else tensor), tensor.dtype
 
     @staticmethod
     def decompress(tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
         return tensor.to(ctx)
 
 
-class FP16Compressor(_Cast):
-    """f16: 11 bits, and no value above 65504."""
+class FP16Compressor(Compressor):
+    """f16: 11 bits of precision, values up to 65504."""
 
     dtype = torch.float16
 
 
-class BF16Compressor(_Cast):
-    """bf16: 8 bits, and the range of f32. Horovod itself has no such compressor."""
+class BF16Compressor(Compressor):
+    """bf16: 8 bits of precision, the range of f32. Horovod has no such compressor."""
 
     dtype = torch.bfloat16
 
 
 class Compression:
-    """The compressors that `allreduce` and `DistributedOptimizer` take; any object with their two methods fits too."""
+    """The compressors for `allreduce` and `DistributedOptimizer`. Any object with the same two methods works, too."""
 
-    none = NoneCompressor
+    none = Compressor
     fp16 = FP16Compressor
     bf16 = BF16Compressor

@@ -1,9 +1,9 @@
-"""Run an operation that all ranks agreed on.
+"""Run the operations that all ranks agreed on.
 
-`Executor.execute` runs on the thread that drives the negotiation, in the same order on every rank. It begins
-operations, and `Operation.result` finishes them on the caller's thread; only a small reduction, with nothing under way
-before it, runs at once. Tensors of one dtype and operator that are ready in the same cycle are packed into one buffer.
-A tensor in a GPU's memory is copied to the host and back.
+`Engine.execute` runs on the thread that drives the negotiation, in the same order on every rank. It begins operations.
+`Handle.wait` finishes them on the caller's thread. A small reduction runs at once if no other reduction is under way.
+The engine packs tensors of one dtype and operator that are ready in the same cycle into one buffer. It copies a tensor
+in a GPU's memory to the host and back.
 """
 
 from __future__ import annotations
@@ -11,37 +11,37 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from netfold.communicator import Communicator, Work, empty
-from netfold.horovod.fusion import FUSION_BYTES
-from netfold.horovod.torch.negotiation import Call, Ready, Request
+from netfold.communicator import Communicator, NetfoldError, Work, empty
+from netfold.horovod.fusion import FUSION_BYTES, batches
+from netfold.horovod.torch.negotiation import Call, Negotiation, Ready, Request
 
 Tensor = torch.Tensor
 
-# The inputs of an operation of each kind.
+# The dtypes that reductions take. Operations that only move values take bool, too.
 NUMBERS = (
     torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.uint8, torch.int8, torch.int16, torch.int32,
     torch.int64,
 )  # fmt: skip
 _DTYPES = {str(dtype): dtype for dtype in (*NUMBERS, torch.bool)}
-# Below, a shared buffer brings nothing.
+# Smaller buffers gain nothing from shared memory.
 _MIN_SHARED_BYTES = 16 << 10
-# To this size a reduction takes less than a hop to the engine's thread and back.
+# Up to this size a reduction takes less time than a switch to the engine's thread and back.
 _MAX_DIRECT_BYTES = 16 << 10
-# Of buffers kept for the next operation.
+# The most memory of free buffers that is kept for later operations.
 _MAX_KEPT_BYTES = 8 * FUSION_BYTES
 
 
 class Transfer:
-    """Operations of a Communicator, and what is to be done with their results, once."""
+    """Operations of a Communicator, and a function that uses their results. The function runs once, after all."""
 
-    def __init__(self, works: Sequence[Work], finish: Callable[[], None] | None) -> None:
+    def __init__(self, works: Sequence[Work], finish: Callable[[], None]) -> None:
         self._works = works
-        self._finish = finish
+        self._finish: Callable[[], None] | None = finish
         self._lock = threading.Lock()
 
     @property
@@ -58,277 +58,284 @@ class Transfer:
                     finish()
 
 
-class Operation(Request):
-    """A rank's part of an operation; what `poll` and `synchronize` take.
-
-    inputs: tensors; outputs: where results go, or None where the operation makes them; result: of `synchronize`.
-    """
+class Handle(Request):
+    """An operation under way. `poll` and `synchronize` take it."""
 
     def __init__(
         self,
+        negotiation: Negotiation,
         call: Call,
-        inputs: Sequence[Tensor],
-        outputs: Sequence[Tensor] | None = None,
-        *,
-        splits: list[int] | None = None,
-        result: Callable[[list[Tensor]], Any],
+        tensors: Sequence[Tensor],
+        outputs: Sequence[Tensor] = (),
+        splits: Sequence[int] = (),
     ) -> None:
+        """Make this rank's part of an operation.
+
+        outputs: where results go; `tensors` itself for an operation in place; empty if the engine makes the results.
+        splits: the rows that an alltoall sends to each rank.
+        """
         super().__init__(call)
-        self.inputs = inputs
-        self.outputs: list[Tensor] = [] if outputs is None else list(outputs)
-        self.splits = splits
-        self.received: list[int] = []  # rows from each rank of an alltoall
+        self._negotiation = negotiation
+        self.inputs = [tensor.detach() for tensor in tensors]
+        self.results = list(outputs)
+        self.outputs = self.inputs if outputs is tensors else self.results
+        self.splits = list(splits)
+        self.received: list[int] = []  # the rows of an alltoall that came from each rank
         self.transfers: list[Transfer] = []
-        self._result = result
+        # Makes of the results what `wait` returns.
+        self.form: Callable[[list[Tensor]], Any] = list
 
     @property
     def done(self) -> bool:
-        """Whether `result` would return at once. Never blocks."""
+        """Whether `wait` would return at once. Never blocks."""
         return self.negotiated and all(transfer.done for transfer in self.transfers)
 
-    def result(self) -> Any:
-        """Wait for the transfers; NetfoldError where one failed."""
-        for transfer in self.transfers:
-            transfer.wait()
-        return self._result(self.outputs)
+    def wait(self) -> Any:
+        """Wait for the operation and return its result. Raises HorovodInternalError."""
+        self._negotiation.wait(self)
+        try:
+            for transfer in self.transfers:
+                transfer.wait()
+        except NetfoldError as error:
+            raise self._negotiation.fail(error) from error
+        return self.form(self.results)
 
 
-class Executor:
-    """Of one set of ranks."""
+class Engine:
+    """Runs the operations of one process set."""
 
     def __init__(self, control: Communicator, data: Communicator) -> None:
-        self._control = control
-        self._data = data
+        """control: carries what ranks negotiate, and row counts. data: carries tensors."""
+        self.control = control
+        self.data = data
+        self.negotiation = Negotiation(control, self.execute, self._abort)
+        self._unnamed: dict[str, int] = {}
         self._buffers = _Buffers()
         self._last: Work | None = None
 
-    def execute(self, ready: list[Ready]) -> None:
-        """Begin operations, in this order on every rank."""
-        items: list[_Item] = []
-        for each in ready:
-            if each.call.kind == "allreduce":
-                items += _items(each)
-        with torch.no_grad():
-            for batch in _batches(items):
-                self._allreduce(batch)
-            for each in ready:
-                begin = getattr(self, f"_{each.call.kind}", None)
-                if each.call.kind not in ("allreduce", "barrier") and isinstance(each.request, Operation):
-                    assert begin is not None
-                    begin(each.call, each.request)
+    @property
+    def size(self) -> int:
+        return self.data.size
 
-    # --- allreduce -------------------------------------------------------------------------------------------------
+    def name(self, kind: str, name: str | None) -> str:
+        """Return `name`; without one, number this kind's unnamed operations: equal on ranks that call alike."""
+        if name is not None:
+            return name
+        number = self._unnamed.get(kind, 0)
+        self._unnamed[kind] = number + 1
+        return f"noname.{number}"
+
+    def count_anew(self) -> None:
+        """Number unnamed operations from 0. All ranks have joined, after different numbers of operations."""
+        self._unnamed.clear()
+
+    def close(self) -> None:
+        self.negotiation.close()
+        self.data.close()
+
+    def _abort(self, reason: str) -> None:
+        self.control.group.abort(reason)
+        self.data.group.abort(reason)
+
+    def execute(self, ready: Sequence[Ready]) -> None:
+        """Begin operations, in this order on every rank."""
+        items = [
+            _Item(call, number, handle if isinstance(handle, Handle) else None)
+            for call, handle in ready
+            if call.kind == "allreduce"
+            for number in range(len(call.shapes))
+        ]
+        with torch.no_grad():
+            for indices in batches([item.key for item in items], [item.nbytes for item in items]):
+                self._allreduce([items[index] for index in indices])
+            for call, handle in ready:
+                if call.kind != "allreduce" and isinstance(handle, Handle):
+                    getattr(self, f"_{call.kind}")(call, handle)
+
+    # --- allreduce and broadcast, in buffers of several tensors ----------------------------------------------------
 
     def _allreduce(self, batch: list[_Item]) -> None:
         call = batch[0].call
-        dtype = _DTYPES[call.dtypes[batch[0].index]]
-        average = call.op == "avg"
-        op = "sum" if average and not dtype.is_floating_point else call.op
-        divisor = self._data.size if op != call.op else 1
-        source, own = (batch[0].input, batch[0].output) if len(batch) == 1 else (None, None)
-        if source is not None and own is not None and own.is_cpu and own.is_contiguous():
-            if source is not own:
-                own.copy_(source)
-            buffer, whole = own.detach(), None
-        else:
-            total = sum(item.elements for item in batch)
-            whole = self._buffers.take(dtype, total)
-            buffer = whole[:total]
-            for item, place in zip(batch, _places(buffer, batch), strict=True):
-                if item.input is None:
-                    place.zero_()
-                else:
-                    place.copy_(item.input.reshape(-1))
+        pairs = [
+            (None, None) if item.handle is None else (item.handle.inputs[item.number], item.handle.outputs[item.number])
+            for item in batch
+        ]
+        buffer, unpack = self._pack(batch[0].dtype, [item.elements for item in batch], pairs)
+        average = call.op == "avg" and not buffer.is_floating_point()  # integers: the engine averages floats only
+        divisor = self.data.size if average else 1
         if call.prescale != 1.0:
             _scale(buffer, call.prescale)
-        works = self._reduce(buffer, op) if buffer.numel() else []
+        works = self._reduce(buffer, "sum" if average else call.op) if buffer.numel() else []
 
         def finish() -> None:
             if divisor != 1 and call.postscale == 1.0:
                 buffer.div_(divisor, rounding_mode="trunc")
             elif divisor != 1 or call.postscale != 1.0:
                 _scale(buffer, call.postscale / divisor)
-            if whole is not None:
-                for item, place in zip(batch, _places(buffer, batch), strict=True):
-                    if item.output is not None:
-                        item.output.copy_(place.view(item.output.shape))
-                self._buffers.give(whole)
+            unpack()
 
         transfer = Transfer(works, finish)
         for item in batch:
-            if item.operation is not None and (
-                not item.operation.transfers or item.operation.transfers[-1] != transfer
-            ):
-                item.operation.transfers.append(transfer)
+            if item.handle is not None and transfer not in item.handle.transfers:
+                item.handle.transfers.append(transfer)
 
     def _reduce(self, buffer: Tensor, op: str) -> list[Work]:
         if buffer.nbytes <= _MAX_DIRECT_BYTES and (self._last is None or self._last.done):
-            self._data.all_reduce(buffer, op=op)
+            self.data.all_reduce(buffer, op=op)
             return []
-        self._last = self._data.all_reduce(buffer, op=op, asynchronous=True)
+        self._last = self.data.all_reduce(buffer, op=op, asynchronous=True)
         return [self._last]
 
-    # --- copies and barriers ---------------------------------------------------------------------------------------
+    def _broadcast(self, call: Call, handle: Handle) -> None:
+        sources = handle.inputs if self.data.rank == call.root else handle.outputs
+        pairs = list(zip(sources, handle.outputs, strict=True))
+        # A tensor of _MIN_SHARED_BYTES and more travels alone.
+        keys = [
+            index if output.nbytes >= _MIN_SHARED_BYTES else str(output.dtype)
+            for index, output in enumerate(handle.outputs)
+        ]
+        for indices in batches(keys, [output.nbytes for output in handle.outputs]):
+            batch = [pairs[index] for index in indices]
+            buffer, unpack = self._pack(batch[0][1].dtype, [output.numel() for _, output in batch], batch)
+            works = [self.data.broadcast(buffer, call.root, asynchronous=True)] if buffer.numel() else []
+            handle.transfers.append(Transfer(works, unpack))
 
-    def _allgather(self, call: Call, operation: Operation) -> None:
-        mine = [_host(tensor) for tensor in operation.inputs]
-        rows = self._control.all_gather(np.array([len(tensor) for tensor in mine], np.int64))
-        works, made = [], []
-        for index, tensor in enumerate(mine):
+    def _pack(
+        self, dtype: torch.dtype, sizes: Sequence[int], pairs: Sequence[tuple[Tensor | None, Tensor | None]]
+    ) -> tuple[Tensor, Callable[[], None]]:
+        """Copy inputs into one buffer.
+
+        sizes: elements of each tensor. pairs: an input and its output; None on a rank that has joined, for zeros.
+        Returns the buffer, and a function that copies it to the outputs. A single output on the host is the buffer.
+        """
+        source, output = pairs[0]
+        if len(pairs) == 1 and source is not None and output is not None and output.is_cpu and output.is_contiguous():
+            if source is not output:
+                output.copy_(source)
+            return output.detach(), lambda: None
+        total = sum(sizes)
+        whole = self._buffers.take(dtype, total)
+        parts = torch.split(whole[:total], list(sizes))
+        for (source, _), part in zip(pairs, parts, strict=True):
+            if source is None:
+                part.zero_()
+            else:
+                part.copy_(source.reshape(-1))
+
+        def unpack() -> None:
+            for (_, output), part in zip(pairs, parts, strict=True):
+                if output is not None:
+                    output.copy_(part.view(output.shape))
+            self._buffers.give(whole)
+
+        return whole[:total], unpack
+
+    # --- operations that make their results ------------------------------------------------------------------------
+
+    def _allgather(self, call: Call, handle: Handle) -> None:
+        own = [_host(tensor) for tensor in handle.inputs]
+        rows = self.control.all_gather(np.array([len(tensor) for tensor in own], np.int64))
+        works, results = [], []
+        for index, tensor in enumerate(own):
             counts = rows[:, index].tolist()
             whole = tensor.new_empty((sum(counts), *tensor.shape[1:]))
-            made.append(whole)
+            results.append(whole)
             if whole.numel():
-                works.append(self._data.all_gather(tensor, list(torch.split(whole, counts)), asynchronous=True))
-        self._hand_out(operation, works, made)
+                works.append(self.data.all_gather(tensor, list(torch.split(whole, counts)), asynchronous=True))
+        _finish_with(handle, works, results)
 
-    def _broadcast(self, call: Call, operation: Operation) -> None:
-        here = self._data.rank == call.root
-        works, buffers, finishes = [], [], []
-        by_dtype: dict[torch.dtype, list[int]] = {}
-        for index, tensor in enumerate(operation.outputs):
-            alone = tensor.is_cpu and tensor.is_contiguous() and tensor.nbytes >= _MIN_SHARED_BYTES
-            if alone or (len(operation.outputs) == 1 and tensor.is_cpu and tensor.is_contiguous()):
-                if here and operation.inputs[index] is not tensor:
-                    tensor.copy_(operation.inputs[index])
-                if tensor.numel():
-                    works.append(self._data.broadcast(tensor.detach(), call.root, asynchronous=True))
-            else:
-                by_dtype.setdefault(tensor.dtype, []).append(index)
-        for dtype, indices in by_dtype.items():
-            sizes = [operation.outputs[index].numel() for index in indices]
-            buffer = torch.empty(sum(sizes), dtype=dtype)
-            places = torch.split(buffer, sizes)
-            if here:
-                for index, place in zip(indices, places, strict=True):
-                    place.copy_(operation.inputs[index].reshape(-1))
-            if buffer.numel():
-                works.append(self._data.broadcast(buffer, call.root, asynchronous=True))
-            buffers.append(buffer)
-            finishes += [(operation.outputs[i], place) for i, place in zip(indices, places, strict=True)]
-
-        def finish() -> None:
-            for output, place in finishes:
-                output.copy_(place.view(output.shape))
-
-        operation.transfers.append(Transfer(works, finish))
-
-    def _alltoall(self, call: Call, operation: Operation) -> None:
-        (tensor,) = (_host(each) for each in operation.inputs)
-        assert operation.splits is not None
-        rows = self._control.all_gather(np.array(operation.splits, np.int64))
-        operation.received = rows[:, self._data.rank].tolist()
-        into = tensor.new_empty((sum(operation.received), *tensor.shape[1:]))
+    def _alltoall(self, call: Call, handle: Handle) -> None:
+        tensor = _host(handle.inputs[0])
+        rows = self.control.all_gather(np.array(handle.splits, np.int64))
+        handle.received = received = rows[:, self.data.rank].tolist()
+        into = tensor.new_empty((sum(received), *tensor.shape[1:]))
         works = []
         if rows.sum():
-            works.append(
-                self._data.all_to_all(
-                    list(torch.split(tensor[: sum(operation.splits)], operation.splits)),
-                    list(torch.split(into, operation.received)),
-                    asynchronous=True,
-                )
-            )
-        self._hand_out(operation, works, [into])
+            sent = list(torch.split(tensor[: sum(handle.splits)], handle.splits))
+            works.append(self.data.all_to_all(sent, list(torch.split(into, received)), asynchronous=True))
+        _finish_with(handle, works, [into])
 
-    def _reducescatter(self, call: Call, operation: Operation) -> None:
-        works, made = [], []
-        for tensor in operation.inputs:
-            mine = _host(tensor)
+    def _reducescatter(self, call: Call, handle: Handle) -> None:
+        works, results = [], []
+        for tensor in handle.inputs:
+            own = _host(tensor)
             if call.prescale != 1.0:
-                mine = mine.clone()
-                _scale(mine, call.prescale)
-            counts = rows_per_rank(len(mine), self._data.size)
-            into = mine.new_empty((counts[self._data.rank], *mine.shape[1:]))
-            op = "sum" if call.op == "avg" and not mine.is_floating_point() else call.op
-            made.append(into)
-            if mine.numel():
-                parts = list(torch.split(mine, counts))
-                works.append(self._data.reduce_scatter(parts, into, op=op, asynchronous=True))
+                own = own.clone()
+                _scale(own, call.prescale)
+            # The first ranks get one row more if the rows do not divide.
+            counts = [len(own) // self.data.size + (r < len(own) % self.data.size) for r in range(self.data.size)]
+            into = own.new_empty((counts[self.data.rank], *own.shape[1:]))
+            op = "sum" if call.op == "avg" and not own.is_floating_point() else call.op
+            results.append(into)
+            if own.numel():
+                parts = list(torch.split(own, counts))
+                works.append(self.data.reduce_scatter(parts, into, op=op, asynchronous=True))
 
         def finish() -> None:
-            for into in made:
+            for into in results:
                 if call.op == "avg" and not into.is_floating_point():
-                    into.copy_(into.double().div_(self._data.size).mul_(call.postscale))
+                    into.copy_(into.double().div_(self.data.size).mul_(call.postscale))
                 elif call.postscale != 1.0:
                     _scale(into, call.postscale)
 
-        self._hand_out(operation, works, made, finish)
-
-    @staticmethod
-    def _hand_out(
-        operation: Operation, works: list[Work], made: list[Tensor], before: Callable[[], None] | None = None
-    ) -> None:
-        """Results on the host go to the inputs' devices when the operation is waited for."""
-
-        def finish() -> None:
-            if before is not None:
-                before()
-            operation.outputs = [result.to(given.device) for result, given in zip(made, operation.inputs, strict=True)]
-
-        operation.transfers.append(Transfer(works, finish))
+        _finish_with(handle, works, results, finish)
 
 
-def rows_per_rank(rows: int, size: int) -> list[int]:
-    """How many rows of a reducescatter each rank gets: the first ranks one more where rows do not divide."""
-    return [rows // size + (rank < rows % size) for rank in range(size)]
+def _finish_with(
+    handle: Handle, works: list[Work], results: list[Tensor], before: Callable[[], None] = lambda: None
+) -> None:
+    """Move results from the host to the inputs' devices in `Handle.wait`, after `before`."""
+
+    def finish() -> None:
+        before()
+        handle.results = [result.to(given.device) for result, given in zip(results, handle.inputs, strict=True)]
+
+    handle.transfers.append(Transfer(works, finish))
 
 
-class _Item:
-    """One tensor of an allreduce; of a rank that has joined, no tensor."""
+class _Item(NamedTuple):
+    """One tensor of an allreduce. handle: None on a rank that has joined."""
 
-    __slots__ = ("call", "elements", "index", "input", "operation", "output")
+    call: Call
+    number: int  # of the tensor in the call
+    handle: Handle | None
 
-    def __init__(self, call: Call, index: int, operation: Operation | None) -> None:
-        self.call = call
-        self.index = index
-        self.operation = operation
-        self.elements = math.prod(call.shapes[index])
-        self.input = None if operation is None else operation.inputs[index]
-        self.output = None if operation is None else operation.outputs[index]
+    @property
+    def dtype(self) -> torch.dtype:
+        return _DTYPES[self.call.dtypes[self.number]]
 
+    @property
+    def elements(self) -> int:
+        return math.prod(self.call.shapes[self.number])
 
-def _items(ready: Ready) -> list[_Item]:
-    operation = ready.request if isinstance(ready.request, Operation) else None
-    return [_Item(ready.call, index, operation) for index in range(len(ready.call.shapes))]
+    @property
+    def nbytes(self) -> int:
+        return self.elements * self.dtype.itemsize
 
-
-def _batches(items: Sequence[_Item]) -> list[list[_Item]]:
-    """Tensors that travel together: of one dtype, operator and scale, up to FUSION_BYTES; alike on every rank."""
-    batches: list[list[_Item]] = []
-    open_: dict[Any, tuple[list[_Item], int]] = {}
-    for item in items:
-        call = item.call
-        key = (call.dtypes[item.index], call.op, call.prescale, call.postscale)
-        size = item.elements * _DTYPES[key[0]].itemsize
-        batch, used = open_.get(key, ([], 0))
-        if not batch or used + size > FUSION_BYTES:
-            batch, used = [], 0
-            batches.append(batch)
-        batch.append(item)
-        open_[key] = (batch, used + size)
-    return batches
-
-
-def _places(buffer: Tensor, batch: Sequence[_Item]) -> Sequence[Tensor]:
-    return torch.split(buffer, [item.elements for item in batch])
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """Tensors with equal keys may share a buffer."""
+        return self.dtype, self.call.op, self.call.prescale, self.call.postscale
 
 
 def _scale(tensor: Tensor, factor: float) -> None:
     if tensor.is_floating_point():
         tensor.mul_(factor)
-    else:  # towards 0, as Horovod rounds
+    else:  # rounds towards 0, as Horovod does
         tensor.copy_(tensor.double().mul_(factor))
 
 
 def _host(tensor: Tensor) -> Tensor:
-    """Contiguous host memory with at least one dimension."""
-    found = tensor.detach().cpu().contiguous()
+    """Return the values in contiguous host memory, with at least one dimension."""
+    found = tensor.cpu().contiguous()
     return found if found.dim() else found.reshape(1)
 
 
 class _Buffers:
-    """Memory for packed tensors, kept for the next operation: fresh pages would cost as much as the packing. In shared
-    memory, where ranks of one machine reduce it in place."""
+    """Memory for packed tensors, kept for later operations: fresh pages would cost as much as the packing.
+
+    The memory is shared, so ranks of one machine reduce it in place.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -336,25 +343,20 @@ class _Buffers:
         self._kept_bytes = 0
 
     def take(self, dtype: torch.dtype, elements: int) -> Tensor:
-        """At least so many elements, in one dimension."""
+        """Return at least `elements` elements, in one dimension."""
         size = 1 << max(6, (elements * dtype.itemsize - 1).bit_length())
         with self._lock:
             free = self._free.get(size)
             if free:
                 self._kept_bytes -= size
                 return free.pop().view(dtype)
-        raw = (
-            torch.empty(size, dtype=torch.uint8)
-            if size < _MIN_SHARED_BYTES
-            else torch.from_numpy(empty(size, np.uint8))
-        )
-        return raw.view(dtype)
+        if size < _MIN_SHARED_BYTES:
+            return torch.empty(size, dtype=torch.uint8).view(dtype)
+        return torch.from_numpy(empty(size, np.uint8)).view(dtype)
 
     def give(self, buffer: Tensor) -> None:
+        """Keep a buffer for later operations, unless _MAX_KEPT_BYTES are kept already."""
         with self._lock:
             if self._kept_bytes + buffer.nbytes <= _MAX_KEPT_BYTES:
                 self._kept_bytes += buffer.nbytes
                 self._free.setdefault(buffer.nbytes, []).append(buffer.view(torch.uint8))
-
-
-__all__ = ["NUMBERS", "Executor", "Operation", "Transfer", "rows_per_rank"]

@@ -1,27 +1,25 @@
-"""Give all ranks one rank's parameters, optimizer state or objects."""
+"""Copy one rank's parameters, optimizer state or objects to all ranks."""
 
 from __future__ import annotations
 
-import io
 import pickle
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
+from torch.utils import _pytree
 
-from netfold.horovod.torch.exchange import allgather_async, broadcast_, broadcast_all
-from netfold.horovod.torch.handles import synchronize
-from netfold.horovod.torch.process_sets import ProcessSet, global_process_set
-from netfold.horovod.torch.world import rank
+from netfold.horovod.torch.operations import allgather_async, broadcast_, broadcast_all, synchronize
+from netfold.horovod.torch.world import ProcessSet, global_process_set, rank
 
 
 def broadcast_parameters(
     params: Mapping[str, Any] | Iterable[Any], root_rank: int, process_set: ProcessSet = global_process_set
 ) -> None:
-    """Replace tensors by the root's: of a `state_dict()`, `named_parameters()` or a list of tensors.
+    """Replace tensors by the root's: those of a `state_dict()`, of `named_parameters()` or of a list of tensors.
 
-    By names, in their order, so that ranks need not list them alike; without names in the given order. Entries that are
-    no tensors are left alone.
+    A dict is sorted by name, so ranks may list its tensors in different orders. A list keeps its order. Entries that
+    are no tensors are not changed.
     """
     if isinstance(params, Mapping):
         pairs = sorted(params.items())
@@ -42,79 +40,52 @@ def broadcast_optimizer_state(
 ) -> None:
     """Replace an optimizer's state and options (learning rates) by the root's.
 
-    A rank whose optimizer has made no step yet gets the root's state all the same; no step is made here. model: taken
-    for Horovod's scripts' sake.
+    Makes no step: a rank whose optimizer has made no step yet gets the root's state, too.
+    model: has no effect; Horovod's scripts pass it.
     """
-    state = optimizer.state_dict()
-    tensors: list[torch.Tensor] = []
-    described = broadcast_object(_described(state, tensors), root_rank, process_set=process_set)
-    if rank() == root_rank:
-        broadcast_all(tensors, root_rank, None, process_set)
-        return
-    received: list[torch.Tensor] = []
-    filled = _filled(described, received)
-    broadcast_all(received, root_rank, None, process_set)
-    optimizer.load_state_dict(filled)
+    leaves, tree = _pytree.tree_flatten(optimizer.state_dict())
+    leaves = [leaf.detach().cpu().contiguous() if _is_dense(leaf) else leaf for leaf in leaves]
+    # A pickled meta tensor holds shape and dtype. The values follow as tensors.
+    outline = [leaf.to("meta") if _is_dense(leaf) else leaf for leaf in leaves], tree
+    roots, tree = broadcast_object(outline, root_rank, process_set=process_set)
+    is_root = rank() == root_rank
+    if not is_root:
+        leaves = [torch.empty_like(leaf, device="cpu") if _is_dense(leaf) else leaf for leaf in roots]
+    broadcast_all([leaf for leaf in leaves if _is_dense(leaf)], root_rank, None, process_set)
+    if not is_root:
+        optimizer.load_state_dict(_pytree.tree_unflatten(leaves, tree))
 
 
-class _Described:
-    """In a tensor's place: its shape and dtype."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.shape, self.dtype = tensor.shape, tensor.dtype
-
-
-def _described(value: Any, tensors: list[torch.Tensor]) -> Any:
-    """A state with its dense tensors taken out, in order."""
-    if isinstance(value, torch.Tensor) and value.layout is torch.strided:
-        tensors.append(value.detach().cpu().contiguous())
-        return _Described(value)
-    if isinstance(value, dict):
-        return {key: _described(each, tensors) for key, each in value.items()}
-    if isinstance(value, list):
-        return [_described(each, tensors) for each in value]
-    return value
-
-
-def _filled(value: Any, tensors: list[torch.Tensor]) -> Any:
-    if isinstance(value, _Described):
-        tensors.append(torch.empty(value.shape, dtype=value.dtype))
-        return tensors[-1]
-    if isinstance(value, dict):
-        return {key: _filled(each, tensors) for key, each in value.items()}
-    if isinstance(value, list):
-        return [_filled(each, tensors) for each in value]
-    return value
+def _is_dense(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided
 
 
 def broadcast_object(
     obj: Any, root_rank: int = 0, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Any:
-    """The root's object on every rank, by pickle: only from ranks of this job, which have proved that they are."""
-    mine = rank() == root_rank
-    pickled = bytearray(_pickled(obj)) if mine else bytearray()
-    length = torch.tensor([len(pickled)], dtype=torch.int64)
+    """Return the root's object, by pickle. Only authenticated ranks of this job can send one."""
+    is_root = rank() == root_rank
+    content = _pickled(obj) if is_root else torch.empty(0, dtype=torch.uint8)
+    length = torch.tensor([len(content)], dtype=torch.int64)
     broadcast_(length, root_rank, name and f"{name}.sz", process_set)
-    content = torch.frombuffer(pickled, dtype=torch.uint8) if mine else torch.empty(int(length), dtype=torch.uint8)
+    content = content if is_root else torch.empty(int(length), dtype=torch.uint8)
     broadcast_(content, root_rank, name and f"{name}.t", process_set)
-    return obj if mine else _unpickled(content)
+    return obj if is_root else pickle.loads(content.numpy().data)
 
 
 def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> list[Any]:
-    """Every rank's object, in rank order, by pickle."""
-    content = torch.frombuffer(bytearray(_pickled(obj)), dtype=torch.uint8)
+    """Return every rank's object, in rank order, by pickle."""
+    content = _pickled(obj)
     lengths = allgather_async(torch.tensor([len(content)]), name and f"{name}.sz", process_set)
     contents = allgather_async(content, name and f"{name}.t", process_set)
-    return [_unpickled(part) for part in torch.split(synchronize(contents), synchronize(lengths).tolist())]
+    parts = torch.split(synchronize(contents), synchronize(lengths).tolist())
+    return [pickle.loads(part.numpy().data) for part in parts]
 
 
-def _pickled(obj: Any) -> bytes:
+def _pickled(obj: Any) -> torch.Tensor:
+    """Pickle an object: [bytes] u8."""
     try:
-        import cloudpickle  # takes functions and classes of a script, as Horovod does, where it is installed
+        import cloudpickle as pickler  # if installed, as in Horovod: it takes a script's functions and classes
     except ImportError:
-        return pickle.dumps(obj)
-    return bytes(cloudpickle.dumps(obj))
-
-
-def _unpickled(content: torch.Tensor) -> Any:
-    return pickle.load(io.BytesIO(content.numpy().tobytes()))
+        pickler = pickle
+    return torch.frombuffer(bytearray(pickler.dumps(obj)), dtype=torch.uint8)

@@ -1,19 +1,19 @@
-"""Agree with the other ranks on which operations run next, and in which order.
+"""Agree with the other ranks on the operations to run next, and on their order.
 
 Ranks submit named operations in any order and from any thread. A cycle finds the operations that every rank has
-submitted, and every rank then runs these in the same order. The scheme is Horovod's (Sergeev and Del Balso 2018, and
-its response cache), without a coordinator rank:
+submitted. Every rank then runs these operations in the same order. The scheme is Horovod's (Sergeev and Del Balso 2018,
+and its response cache), without a coordinator rank:
 
-    1. An all_reduce (bitwise and) of one bit vector: a bit for each operation that all ranks know from before, set
-       where this rank waits for that operation; and one bit that says whether this rank has operations that are new.
-    2. Only where some rank has new operations: all ranks exchange the descriptions of these.
+    1. An all_reduce (bitwise and) of one bit vector. The vector has a bit for each operation that all ranks know, set
+       if this rank waits for that operation. One more bit is set if this rank has no new operation.
+    2. Only if some rank has a new operation: all ranks exchange the descriptions of their new operations.
 
-A cycle blocks until every rank takes part. A rank takes part while it waits for an operation, or has joined. Where a
-cycle finds nothing, all ranks pause for up to 1 ms before the next. One thread at a time drives the cycles: a thread
-that waits for its operation, or a background thread for asynchronous operations.
+A cycle blocks until every rank takes part. A rank takes part while it waits for an operation, or has joined. After a
+cycle that finds nothing, all ranks pause for up to 1 ms. One thread at a time drives the cycles: a thread that waits
+for its operation, or a background thread for asynchronous operations.
 
-Descriptions that differ under one name end that operation on every rank, with an error that names both; the group
-goes on. Torch-free: `execute` says what an operation that is ready means.
+Descriptions that differ under one name end that operation on every rank, with an error that names both ranks. Later
+operations proceed. This module does not use torch: its caller passes `execute`, which runs the operations.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import astuple, dataclass
-from typing import Any
 
 import msgpack
 import numpy as np
@@ -32,15 +31,16 @@ from netfold.communicator import Communicator
 
 log = logging.getLogger("netfold")
 
-# Operations that ranks know each other's descriptions of; past that, an operation is described each time.
+# The most operations whose descriptions ranks remember. Ranks describe further operations each time.
 MAX_KNOWN = 8192
 _PAUSE_S = 0.001
-# Horovod's own bound: where ranks wait for different operations for so many seconds, the log names them.
+# Horovod's own bound: after this time, the log names operations that wait for other ranks.
 STALL_WARNING_S = 60.0
-_NOTHING_NEW = 1
-# Operations that an error lists.
+# The most operations that an error lists.
 _MAX_NAMED = 5
-# Descriptions that fit into a slot of this size travel with their length; one message is spared.
+# The bit vector's first byte has the bit for "nothing new". The operations' bits follow.
+_FIRST_BIT = 8
+# Descriptions that fit into a slot of this size travel with their length, which saves a message.
 _SLOT_BYTES = 512
 _LENGTH_BYTES = 8
 # The operations that a joined rank can take part in: zeros change no sum, and a barrier has no values.
@@ -48,8 +48,7 @@ _WHILE_JOINED = ("allreduce", "barrier")
 
 
 class HorovodInternalError(RuntimeError):
-    """A collective operation failed. `netfold.horovod.torch.elastic.run` takes this as a reason to start over from the
-    last commit."""
+    """A collective operation failed. `netfold.horovod.torch.elastic.run` then restarts from the last commit."""
 
 
 @dataclass(frozen=True)
@@ -64,65 +63,57 @@ class Call:
     prescale: float = 1.0
     postscale: float = 1.0
     root: int = -1
-    members: tuple[str, ...] = ()  # what is in a bucket of gradients
+    members: tuple[str, ...] = ()  # the names of the parameters in a bucket of gradients
 
     @property
     def key(self) -> str:
-        """What the operation is matched by."""
+        """Ranks match operations by this key."""
         return f"{self.kind}.{self.name}"
-
-    def packed(self) -> list[Any]:
-        return list(astuple(self))
-
-    @classmethod
-    def unpacked(cls, fields: list[Any]) -> Call:
-        kind, name, op, dtypes, shapes, prescale, postscale, root, members = fields
-        return cls(kind, name, op, tuple(dtypes), tuple(map(tuple, shapes)), prescale, postscale, root, tuple(members))
 
 
 class Request:
-    """One rank's part of an operation, from its submission until all ranks have submitted theirs."""
+    """One rank's part of an operation, from its submission until all ranks have submitted their parts."""
 
     def __init__(self, call: Call) -> None:
         self.call = call
-        self.known: int | None = None  # the bit, where all ranks know this description
+        self.bit: int | None = None  # in the bit vector, if all ranks know this description
         self.negotiated = False
         self.error: Exception | None = None
         self.submitted_s = time.monotonic()
 
 
-@dataclass(frozen=True)
-class Ready:
-    """An operation to run now. request: None on a rank that has joined."""
-
-    call: Call
-    request: Request | None
+# An operation to run now; without a request on a rank that has joined.
+Ready = tuple[Call, Request | None]
 
 
 class Negotiation:
-    """One set of ranks. Thread-safe."""
+    """The negotiation of one set of ranks. Thread-safe."""
 
     def __init__(
         self, control: Communicator, execute: Callable[[list[Ready]], None], abort: Callable[[str], None]
     ) -> None:
-        """control: used by nothing else. execute: begins the operations. abort: tells the other ranks that this one
-        failed, and why."""
+        """Begin with no operation known.
+
+        control: a group for the cycles. `execute` may use it, no other code.
+        execute: begins operations.
+        abort: sends the other ranks the reason of this rank's failure.
+        """
         self._control = control
         self._execute = execute
         self._abort = abort
         self._driving = threading.Lock()
         self._changed = threading.Condition()
-        # By key: this rank's requests that are not ready yet, and those not yet described to other ranks.
+        # This rank's requests that are not ready, by key, and those that other ranks have no description of.
         self._waiting: dict[str, Request] = {}
         self._new: list[Request] = []
-        # What all ranks hold alike: descriptions by bit, bits by key, and by key what ranks have described so far.
+        # The same on all ranks: descriptions by bit, bits by key, and the ranks' new descriptions by key and rank.
         self._known: list[Call | None] = []
         self._bits: dict[str, int] = {}
         self._described: dict[str, dict[int, Call]] = {}
         self._joined: set[int] = set()
         self._last_joined = -1
-        self._joining = False  # to be announced
-        self._joins = False  # this rank, announced or not
+        self._joining = False  # this rank has joined, and the next cycle announces that
+        self._joins = False  # this rank has joined
         self._closed = False
         self._failure: Exception | None = None
         self._awake = False
@@ -130,8 +121,10 @@ class Negotiation:
         self._warned_s = 0.0
 
     def submit(self, request: Request, *, background: bool) -> None:
-        """Enqueue this rank's part. `background`: nobody waits for it yet, so a thread drives it. ValueError where an
-        operation of this name waits already."""
+        """Enqueue this rank's part of an operation. ValueError if an operation of this name waits already.
+
+        background: no thread waits for the operation yet, so the background thread drives the cycles.
+        """
         with self._changed:
             self._check()
             if self._joins:
@@ -142,9 +135,9 @@ class Negotiation:
                     f"{request.call.kind}: an operation named {request.call.name!r} waits for other ranks already; "
                     "give each operation under way a name of its own, or synchronize the first one"
                 )
-            known = self._bits.get(key)
-            if known is not None and self._known[known] == request.call:
-                request.known = known
+            bit = self._bits.get(key)
+            if bit is not None and self._known[bit] == request.call:
+                request.bit = bit
             else:
                 self._new.append(request)
             self._waiting[key] = request
@@ -154,13 +147,13 @@ class Negotiation:
                 self._changed.notify_all()
 
     def wait(self, request: Request) -> None:
-        """Return when every rank has submitted its part; raises what befell the negotiation."""
+        """Return when every rank has submitted its part. Raises the error of the operation or of the negotiation."""
         self._drive(lambda: request.negotiated)
         if request.error is not None:
             raise request.error
 
     def join(self) -> int:
-        """Take part with zeros until every rank has joined; the rank that did so last."""
+        """Take part with zeros until every rank has joined. Returns the last rank to join."""
         with self._changed:
             self._check()
             self._joining = self._joins = True
@@ -168,17 +161,17 @@ class Negotiation:
         return self._last_joined
 
     def close(self, reason: str = "shutdown() was called") -> None:
-        """End: what still waits fails."""
+        """End the negotiation. Waiting operations fail."""
         with self._changed:
             self._closed = True
             self._end(HorovodInternalError(f"rank {self._control.rank}: {reason}"))
         thread = self._thread
-        # The thread may be inside the control group, which its close ends.
+        # The thread may wait inside the control group. Closing the group ends the wait.
         self._control.close()
         if thread is not None and thread is not threading.current_thread():
             thread.join(10.0)
 
-    # --- who drives ------------------------------------------------------------------------------------------------
+    # --- driving the cycles ----------------------------------------------------------------------------------------
 
     def _drive(self, until: Callable[[], bool]) -> None:
         while not until():
@@ -189,9 +182,11 @@ class Negotiation:
                 finally:
                     self._driving.release()
                     with self._changed:
-                        self._check_leftovers()
+                        if self._waiting and not self._closed:
+                            self._wake()
             else:
-                # Another thread drives: see to it that one still does when that thread has what it wants.
+                # Another thread drives, and stops once its own operation is negotiated. Have the background thread
+                # drive from then on.
                 with self._changed:
                     if not until():
                         self._wake()
@@ -199,11 +194,8 @@ class Negotiation:
             if self._failure is not None and not until():
                 raise self._failure
 
-    def _check_leftovers(self) -> None:
-        if self._waiting and not self._closed:
-            self._wake()
-
     def _wake(self) -> None:
+        """Have the background thread drive the cycles. The caller holds `_changed`."""
         self._awake = True
         if self._thread is None and not self._closed:
             self._thread = threading.Thread(target=self._run, name="netfold horovod", daemon=True)
@@ -222,16 +214,16 @@ class Negotiation:
                     while (self._waiting or self._joins) and not self._closed:
                         self._step()
                 except Exception:
-                    # Every request holds the failure; so does whatever is submitted from now on.
-                    log.debug("the thread that negotiates ends", exc_info=True)
+                    # Every request holds the failure, and later requests get it, too.
+                    log.debug("the negotiation failed", exc_info=True)
 
     def _step(self) -> None:
-        """One cycle, and the pause where it found nothing."""
+        """Run one cycle, and pause if it found nothing."""
         self._check()
         try:
             found = self._cycle()
         except BaseException as error:
-            # Also on KeyboardInterrupt: the ranks are no longer at the same place.
+            # Also on KeyboardInterrupt: the ranks are no longer in the same cycle.
             failure = self.fail(error)
             if isinstance(error, Exception):
                 raise failure from error
@@ -247,7 +239,7 @@ class Negotiation:
             raise self._failure
 
     def fail(self, error: BaseException) -> Exception:
-        """End because of `error`: everything under way and to come fails. Returns what it fails with."""
+        """End the negotiation because of `error`. Returns the failure of all operations under way and later."""
         with self._changed:
             if self._failure is not None:
                 return self._failure
@@ -258,7 +250,7 @@ class Negotiation:
                 text += f"; under way here: {', '.join(keys[:_MAX_NAMED])}{more}"
             failure = HorovodInternalError(text)
             self._end(failure)
-        # Tell the other ranks why, so that they do not wait for their deadlines.
+        # Send the other ranks the reason, so that they do not wait for their deadlines.
         self._abort(text)
         return failure
 
@@ -274,28 +266,25 @@ class Negotiation:
     # --- a cycle ---------------------------------------------------------------------------------------------------
 
     def _cycle(self) -> bool:
-        """Whether anything was new or became ready, on any rank."""
+        """Run one cycle. Returns whether any rank had a new operation, or an operation became ready."""
         with self._changed:
             new, self._new = self._new, []
             joining, self._joining = self._joining, False
-            mine = np.zeros(1 + (len(self._known) + 7) // 8, np.uint8)
+            flags = np.zeros(_FIRST_BIT + len(self._known), np.uint8)
+            flags[0] = not new and not joining
             if self._joins and not joining:
-                mine[1:] = 255
+                flags[_FIRST_BIT:] = 1
             else:
-                bits = [request.known for request in self._waiting.values() if request.known is not None]
-                if bits:
-                    flags = np.zeros(8 * (len(mine) - 1), np.uint8)
-                    flags[bits] = 1
-                    mine[1:] = np.packbits(flags, bitorder="little")
-            if not new and not joining:
-                mine[0] = _NOTHING_NEW
-        self._control.all_reduce(mine, op="band")
-        everywhere = np.unpackbits(mine[1:], bitorder="little").nonzero()[0]
+                flags[[_FIRST_BIT + request.bit for request in self._waiting.values() if request.bit is not None]] = 1
+        vector = np.packbits(flags, bitorder="little")
+        self._control.all_reduce(vector, op="band")
+        flags = np.unpackbits(vector, count=len(flags), bitorder="little")
         # Ascending: the order is the same on every rank.
-        ready = [call for bit in everywhere.tolist() if bit < len(self._known) and (call := self._known[bit])]
-        if not mine[0] & _NOTHING_NEW:
+        ready = [call for bit in flags[_FIRST_BIT:].nonzero()[0].tolist() if (call := self._known[bit])]
+        if not flags[0]:
             self._exchange(new, joining)
-            for key in [key for key, by_rank in self._described.items() if self._complete(by_rank)]:
+            size, joined = self._control.size, self._joined
+            for key in [key for key, by_rank in self._described.items() if len(by_rank.keys() | joined) == size]:
                 call = self._agreed(self._described.pop(key))
                 if call is not None:
                     ready.append(call)
@@ -311,41 +300,42 @@ class Negotiation:
         return True
 
     def _exchange(self, new: list[Request], joining: bool) -> None:
-        """Tell all ranks what is new here, and hear the same of them."""
-        payload = msgpack.packb([joining, [request.call.packed() for request in new]])
-        mine = np.zeros(_SLOT_BYTES, np.uint8)
-        mine[:_LENGTH_BYTES].view(np.int64)[0] = len(payload)
+        """Exchange the descriptions of new operations with all ranks."""
+        payload = msgpack.packb([joining, [astuple(request.call) for request in new]])
+        own = np.zeros(_SLOT_BYTES, np.uint8)
+        own[:_LENGTH_BYTES].view(np.int64)[0] = len(payload)
         if len(payload) <= _SLOT_BYTES - _LENGTH_BYTES:
-            mine[_LENGTH_BYTES : _LENGTH_BYTES + len(payload)] = np.frombuffer(payload, np.uint8)
-        slots = self._control.all_gather(mine)
+            own[_LENGTH_BYTES : _LENGTH_BYTES + len(payload)] = np.frombuffer(payload, np.uint8)
+        slots = self._control.all_gather(own)
         lengths = slots[:, :_LENGTH_BYTES].copy().view(np.int64)[:, 0].tolist()
-        theirs = [slot[_LENGTH_BYTES : _LENGTH_BYTES + length] for slot, length in zip(slots, lengths, strict=True)]
+        payloads = [slot[_LENGTH_BYTES : _LENGTH_BYTES + length] for slot, length in zip(slots, lengths, strict=True)]
         if max(lengths) > _SLOT_BYTES - _LENGTH_BYTES:
-            theirs = [np.empty(length, np.uint8) for length in lengths]
-            self._control.all_gather(np.frombuffer(payload, np.uint8), theirs)
-        for rank, packed in enumerate(theirs):
-            joins, calls = msgpack.unpackb(packed.tobytes())
+            payloads = [np.empty(length, np.uint8) for length in lengths]
+            self._control.all_gather(np.frombuffer(payload, np.uint8), payloads)
+        for rank, packed in enumerate(payloads):
+            joins, calls = msgpack.unpackb(packed.tobytes(), use_list=False)
             if joins:
                 self._joined.add(rank)
                 self._last_joined = rank
             for fields in calls:
-                call = Call.unpacked(fields)
+                call = Call(*fields)
                 self._forget(call.key)
                 self._described.setdefault(call.key, {})[rank] = call
 
     def _forget(self, key: str) -> None:
-        """A rank describes an operation that all know otherwise: everybody describes it anew."""
+        """Forget an operation, after a rank has described it differently. All ranks describe it again."""
         bit = self._bits.pop(key, None)
         if bit is None:
             return
         self._known[bit] = None
         with self._changed:
             request = self._waiting.get(key)
-            if request is not None and request.known == bit:
-                request.known = None
+            if request is not None and request.bit == bit:
+                request.bit = None
                 self._new.append(request)
 
     def _learn(self, call: Call) -> None:
+        """Give an operation a bit; not an unnamed operation, whose name never comes again."""
         if ".noname." in call.key or len(self._bits) >= MAX_KNOWN:
             return
         holes = len(self._known) - len(self._bits)
@@ -355,11 +345,8 @@ class Negotiation:
         self._known[bit] = call
         self._bits[call.key] = bit
 
-    def _complete(self, by_rank: dict[int, Call]) -> bool:
-        return len(by_rank.keys() | self._joined) == self._control.size
-
     def _agreed(self, by_rank: dict[int, Call]) -> Call | None:
-        """The description that all ranks gave; None, with the error at this rank's request, where they differ."""
+        """Return the description that all ranks gave. If they differ, end this rank's request and return None."""
         first = min(by_rank)
         call = by_rank[first]
         for rank in sorted(by_rank):
@@ -382,19 +369,19 @@ class Negotiation:
             if self._joined and (call.kind not in _WHILE_JOINED or call.op not in ("", "avg", "sum")):
                 self._refuse(
                     call.key,
-                    f"{call.kind} {call.op} {call.name!r} cannot run while rank {min(self._joined)} has joined: it has "
-                    "no values to give; only sums, averages and barriers can",
+                    f"{call.kind} {call.op} {call.name!r} cannot run while rank {min(self._joined)} has joined, since "
+                    "that rank has no values for it; only sums, averages and barriers can",
                 )
             else:
                 allowed.append(call)
         with self._changed:
-            ready = [Ready(call, self._waiting.pop(call.key, None)) for call in allowed]
+            ready = [(call, self._waiting.pop(call.key, None)) for call in allowed]
         if ready:
             self._execute(ready)
         with self._changed:
-            for each in ready:
-                if each.request is not None:
-                    each.request.negotiated = True
+            for _, request in ready:
+                if request is not None:
+                    request.negotiated = True
             self._changed.notify_all()
 
     def _warn_of_stalls(self) -> None:
@@ -416,8 +403,8 @@ class Negotiation:
 
 
 def _difference(rank: int, one: Call, other_rank: int, other: Call) -> str:
-    """Which fields differ, in words."""
-    words = {
+    """Describe the first field that differs."""
+    texts = {
         "op": "reduces by {}",
         "dtypes": "sends {}",
         "shapes": "sends shapes {}",
@@ -426,10 +413,10 @@ def _difference(rank: int, one: Call, other_rank: int, other: Call) -> str:
         "root": "names root rank {}",
         "members": "has the parameters {}",
     }
-    for field, text in words.items():
-        mine, theirs = getattr(one, field), getattr(other, field)
-        if mine != theirs:
-            if isinstance(mine, tuple):
-                mine, theirs = ", ".join(map(str, mine)), ", ".join(map(str, theirs))
-            return f"rank {rank} {text.format(mine)}, rank {other_rank} {text.format(theirs)}"
+    for field, text in texts.items():
+        value, other_value = getattr(one, field), getattr(other, field)
+        if value != other_value:
+            if isinstance(value, tuple):
+                value, other_value = ", ".join(map(str, value)), ", ".join(map(str, other_value))
+            return f"rank {rank} {text.format(value)}, rank {other_rank} {text.format(other_value)}"
     return f"rank {rank} and rank {other_rank} differ"

@@ -1,4 +1,4 @@
-"""A torch optimizer whose gradients are every rank's: reduced while the backward pass goes on."""
+"""A torch optimizer that reduces gradients over all ranks, during the backward pass."""
 
 from __future__ import annotations
 
@@ -13,21 +13,17 @@ import torch
 
 from netfold.horovod.torch.buckets import Bucket, plan
 from netfold.horovod.torch.compression import Compression
-from netfold.horovod.torch.exchange import sparse_allreduce_async
-from netfold.horovod.torch.handles import Average
-from netfold.horovod.torch.process_sets import ProcessSet, global_process_set
-from netfold.horovod.torch.reductions import check_operator
-from netfold.horovod.torch.world import size
+from netfold.horovod.torch.operations import Average, check_operator, sparse_allreduce_async
+from netfold.horovod.torch.world import ProcessSet, global_process_set, size
 
 Tensor = torch.Tensor
 
-# Ranks make their optimizers in the same order, and a bucket's name says which one it is of.
+# Ranks make their optimizers in the same order. The names of buckets contain the optimizer's number.
 _numbers = itertools.count()
-_GROUPS = "groups is the number of buckets, or a list of lists of parameters"
 
 
 class Gradients:
-    """The hooks on an optimizer's parameters, and the operations that these began."""
+    """The hooks on an optimizer's parameters, and the operations that the hooks began."""
 
     def __init__(
         self,
@@ -49,7 +45,8 @@ class Gradients:
         self._sparse_as_dense = sparse_as_dense
         self._process_set = process_set
         self._prefix = f"optimizer.{next(_numbers)}"
-        self._sparse: dict[Tensor, Callable[[], Tensor] | None] = {}  # parameters with sparse gradients
+        # By parameter with sparse gradients: the function that waits for the operation under way.
+        self._sparse: dict[Tensor, Callable[[], Tensor] | None] = {}
         self.synchronized = False
         self.should_synchronize = True
         params = [param for group in optimizer.param_groups for param in group["params"] if param.requires_grad]
@@ -65,13 +62,11 @@ class Gradients:
 
     @property
     def pending(self) -> bool:
-        """Whether operations were begun and not synchronized."""
-        return any(bucket.handle is not None for bucket in self._buckets) or any(
-            wait is not None for wait in self._sparse.values()
-        )
+        """Whether any operation was begun and is not synchronized."""
+        return any(each is not None for each in (*(bucket.handle for bucket in self._buckets), *self._sparse.values()))
 
     def reset(self) -> None:
-        """Forget what is under way: a state was loaded, or the job began anew."""
+        """Forget the operations under way, after a state was loaded or the number of passes has changed."""
         self._left = dict.fromkeys(self._left, self.passes)
         self.synchronized = False
         self.should_synchronize = True
@@ -80,7 +75,7 @@ class Gradients:
             bucket.handle, bucket.ready = None, 0
 
     def synchronize(self) -> None:
-        """Begin what was not begun, wait for all, and put the results into the gradients."""
+        """Begin the operations that were not begun, wait for all, and copy the results into the gradients."""
         for bucket in self._buckets:
             if bucket.handle is None and bucket.params:
                 self._launch(bucket)
@@ -98,12 +93,12 @@ class Gradients:
         self.synchronized = True
 
     def _hook(self, param: Tensor) -> None:
-        """torch calls this when a gradient was added to `param.grad`."""
+        """Count a gradient. torch calls this after it has added a gradient to `param.grad`."""
         bucket = self._of[param]
         if self._left[param] <= 0:
             raise AssertionError(
                 f"the gradient of {self.names[param]} was computed more than {self.passes} times since the last "
-                "step(): say backward_passes_per_step=N for N backward passes a step"
+                "step(): pass backward_passes_per_step=N for N backward passes a step"
             )
         self._left[param] -= 1
         if param.grad is not None and param.grad.is_sparse and not self._sparse_as_dense and param not in self._sparse:
@@ -149,27 +144,27 @@ class Gradients:
 
 
 class _Distributed:
-    """What `DistributedOptimizer` puts before the class of the optimizer that it was given."""
+    """The first base class of the optimizers that `DistributedOptimizer` makes; the second is the given one's class."""
 
     _gradients: Gradients
 
     @property
     def _parameter_names(self) -> dict[Tensor, str]:
-        # Horovod's, by this name; scripts read it.
+        # Scripts read Horovod's attribute of this name.
         return self._gradients.names
 
     def set_backward_passes_per_step(self, passes: int) -> None:
-        """Backward passes whose gradients are added on this rank before they are reduced."""
+        """Set how many backward passes add up their gradients on this rank before a reduction."""
         self._gradients.passes = passes
         self._gradients.reset()
 
     def synchronize(self) -> None:
-        """Wait until the gradients are every rank's; for clipping, before `step` inside `skip_synchronize`."""
+        """Wait until the gradients are reduced. To clip them, call this and then `step` inside `skip_synchronize`."""
         self._gradients.synchronize()
 
     @contextlib.contextmanager
     def skip_synchronize(self) -> Iterator[None]:
-        """A `step` inside does not synchronize: `synchronize` was called before."""
+        """Have a `step` inside the context not synchronize, since `synchronize` was called before."""
         self._gradients.should_synchronize = False
         try:
             yield
@@ -191,7 +186,7 @@ class _Distributed:
         return super().step(closure)  # type: ignore[misc]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As the wrapped optimizer does. AssertionError between a backward pass and its `step` or `synchronize`."""
+        """Reset as the wrapped optimizer does. AssertionError between a backward pass and `step` or `synchronize`."""
         if self._gradients.pending:
             raise AssertionError(
                 "zero_grad() would change gradients that are being reduced: call step() or synchronize() first"
@@ -199,12 +194,12 @@ class _Distributed:
         super().zero_grad(set_to_none)  # type: ignore[misc]
 
     def load_state_dict(self, state_dict: Any) -> None:
-        """As the wrapped optimizer does; what is under way is forgotten."""
+        """Load a state as the wrapped optimizer does, and forget the operations under way."""
         self._gradients.reset()
         super().load_state_dict(state_dict)  # type: ignore[misc]
 
 
-def DistributedOptimizer(  # noqa: N802 - Horovod's name; what it returns is of the wrapped optimizer's class
+def DistributedOptimizer(  # noqa: N802 - Horovod's name; it returns an object of the wrapped optimizer's class
     optimizer: torch.optim.Optimizer,
     named_parameters: Iterable[tuple[str, Tensor]] | None = None,
     compression: Any = Compression.none,
@@ -216,24 +211,27 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name; what it returns is of 
     sparse_as_dense: bool = False,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """The optimizer with its gradients reduced over all ranks, begun as soon as the backward pass has made them.
+    """Return the optimizer with its gradients reduced over all ranks.
 
-    Gradients are packed into buckets of 1 MB, then 25 MB, from the last parameter to the first; each bucket is one
-    allreduce, begun when its last gradient is there. Every rank makes its optimizers in the same order, with the same
-    parameters in the same order; where buckets differ, `synchronize` raises and names the parameters of both ranks.
+    Gradients are packed into buckets of 1 MB, then 25 MB, from the last parameter to the first. Each bucket is one
+    allreduce, which begins when the bucket's last gradient is computed. All ranks make their optimizers in the same
+    order, with the same parameters in the same order. If buckets differ, `synchronize` raises and names the parameters
+    of both ranks.
 
-    named_parameters: `model.named_parameters()`, for these messages. backward_passes_per_step: passes whose gradients
-    are added here before they are reduced. gradient_predivide_factor: an average is made as sum(g / f) * f / size.
-    groups: how many buckets, or the parameters of each; parameters in none go alone. sparse_as_dense: reduce sparse
-    gradients as dense ones, and not as the ranks' entries one after the other. process_set: whose gradients.
-    The given optimizer's state and parameter groups are shared; use only the returned one from now on.
+    named_parameters: `model.named_parameters()`, for these messages.
+    backward_passes_per_step: passes that add up their gradients on this rank before a reduction.
+    gradient_predivide_factor: an average is computed as sum(g / f) * f / size.
+    groups: the number of buckets, or the parameters of each; parameters in no group are reduced alone.
+    sparse_as_dense: reduce sparse gradients as dense ones, in place of gathering all ranks' entries.
+    process_set: the ranks whose gradients are reduced.
+    The new optimizer shares the given optimizer's state and parameter groups. Use only the new one.
     """
     if gradient_predivide_factor != 1.0 and op != Average:
         raise ValueError(f"gradient_predivide_factor={gradient_predivide_factor} needs op=hvd.Average, and op is {op}")
     if backward_passes_per_step <= 0:
         raise ValueError(f"backward_passes_per_step={backward_passes_per_step} must be 1 or more")
     if num_groups:
-        warnings.warn("num_groups is an old name: say groups=", DeprecationWarning, stacklevel=2)
+        warnings.warn("num_groups is the former name of groups", DeprecationWarning, stacklevel=2)
         groups = num_groups if groups is None else groups
     _check_groups(groups)
     if process_set.included():
@@ -242,7 +240,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name; what it returns is of 
     if issubclass(kind, _Distributed):
         raise ValueError("this optimizer is a DistributedOptimizer already")
     made: Any = object.__new__(type(kind.__name__, (_Distributed, kind), {"__module__": __name__}))
-    # All but the `step` that a learning-rate scheduler may have put on the given one.
+    # A learning-rate scheduler may have set a `step` on the given optimizer: leave it out.
     made.__dict__.update({name: value for name, value in optimizer.__dict__.items() if name != "step"})
     made._gradients = Gradients(
         optimizer,
@@ -259,44 +257,33 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name; what it returns is of 
 
 
 def _names(optimizer: torch.optim.Optimizer, named: Iterable[tuple[str, Tensor]] | None) -> dict[Tensor, str]:
-    own = [
-        (f"noname.{i}.{j}", param)
+    own = {
+        param: f"noname.{i}.{j}"
         for i, group in enumerate(optimizer.param_groups)
         for j, param in enumerate(group["params"])
-    ]
+    }
     if named is None:
-        return {param: name for name, param in own}
+        return own
     pairs = list(named)
     if not all(isinstance(pair, tuple) for pair in pairs):
-        raise ValueError(
-            "named_parameters takes pairs of a name and a parameter, as model.named_parameters() makes them"
-        )
+        raise ValueError("named_parameters takes pairs of a name and a parameter, as of model.named_parameters()")
     twice = sorted(name for name, times in collections.Counter(name for name, _ in pairs).items() if times > 1)
     if twice:
         raise ValueError(f"named_parameters has names that occur twice: {', '.join(twice)}")
     found = {param: name for name, param in pairs}
-    unnamed = [name for name, param in own if param not in found]
+    unnamed = [name for param, name in own.items() if param not in found]
     if unnamed:
         raise ValueError(
-            "named_parameters lacks parameters that the optimizer has; by their group and place in it: "
-            f"{', '.join(unnamed)}"
+            f"named_parameters lacks parameters of the optimizer, by group and index: {', '.join(unnamed)}"
         )
     return found
 
 
 def _check_groups(groups: Any) -> None:
-    if groups is None:
+    if groups is None or (isinstance(groups, int) and groups >= 0):
         return
-    if isinstance(groups, int):
-        if groups < 0:
-            raise ValueError(_GROUPS)
-        return
-    if not isinstance(groups, list):
-        raise ValueError(_GROUPS)
-    seen: set[int] = set()
-    for param in itertools.chain.from_iterable(groups):
-        if not isinstance(param, torch.Tensor):
-            raise ValueError(_GROUPS)
-        if id(param) in seen:
-            raise ValueError("groups has a parameter twice")
-        seen.add(id(param))
+    params = list(itertools.chain.from_iterable(groups)) if isinstance(groups, list) else [None]
+    if not all(isinstance(param, torch.Tensor) for param in params):
+        raise ValueError("groups is the number of buckets, or a list of lists of parameters")
+    if len({id(param) for param in params}) < len(params):
+        raise ValueError("groups has a parameter twice")

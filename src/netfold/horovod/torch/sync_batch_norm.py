@@ -8,21 +8,20 @@ from typing import Any
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from netfold.horovod.torch.handles import Sum
-from netfold.horovod.torch.reductions import allreduce_
+from netfold.horovod.torch.operations import Sum, allreduce_
 from netfold.horovod.torch.world import size
 
 Tensor = torch.Tensor
 
-# Ranks make their layers in the same order; a layer's number names its operations.
+# Ranks make their layers in the same order. The names of a layer's operations contain its number.
 _numbers = itertools.count()
 
 
 class SyncBatchNorm(_BatchNorm):
-    """`torch.nn.BatchNorm*d` whose statistics in training are those of all ranks' batches, of any sizes, together.
+    """`torch.nn.BatchNorm*d` that computes its statistics in training over the batches of all ranks, of any sizes.
 
-    Two small allreduces a layer and step: sums and counts in the forward pass, two sums in the backward pass. Horovod's
-    own takes GPU tensors only; this one takes any.
+    Cost: two small allreduces for each layer and step: sums and counts in the forward pass, two sums in the backward
+    pass. Horovod's own layer takes GPU tensors only; this layer takes any.
     """
 
     def __init__(
@@ -41,7 +40,7 @@ class SyncBatchNorm(_BatchNorm):
             raise ValueError(f"the input needs a batch and a channel dimension; its shape is {tuple(input.shape)}")
 
     def forward(self, input: Tensor) -> Tensor:
-        """input: [N, C, ...]; the same shape."""
+        """Normalize `input`, [N, C, ...]. Returns the same shape."""
         batch_statistics = self.training or not self.track_running_stats
         if not batch_statistics or size() == 1:
             plain: Tensor = super().forward(input)
@@ -69,7 +68,7 @@ class _Normalize(torch.autograd.Function):
     def forward(ctx: Any, input: Tensor, weight: Any, bias: Any, eps: float, name: str) -> Any:
         channels = input.size(1)
         over = [dim for dim in range(input.dim()) if dim != 1]
-        wide = input.detach().double()  # a variance is a small difference of large sums
+        wide = input.detach().double()  # f64: a variance is a small difference of large sums
         sums = torch.cat([wide.sum(over), wide.square().sum(over), wide.new_tensor([input.numel() / channels])])
         allreduce_(sums, op=Sum, name=f"{name}.forward")
         count = sums[-1]

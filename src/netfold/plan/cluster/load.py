@@ -12,8 +12,8 @@ from typing import Any
 from netfold.plan.cluster.aggregator import CORE_BYTES_PER_S, Aggregator
 from netfold.plan.cluster.cluster import Cluster, Device, Processors, Tier
 from netfold.plan.cluster.measured import measured_link
-from netfold.plan.cluster.units import parse_quantity
 from netfold.plan.job import PRECISIONS
+from netfold.plan.quantity import parse_quantity
 
 if sys.version_info >= (3, 11):
     import tomllib

@@ -1,4 +1,4 @@
-"""A link between hosts from what netfold has measured: `netfold doctor check --json`, or `netfold bench --json`."""
+"""A link between hosts as netfold measured it, by `netfold doctor check` or `netfold bench` with --output json."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def measured_link(path: Path) -> Link:
     except OSError as error:
         raise ValueError(f"{path}: cannot be read: {error.strerror}") from None
     except (ValueError, RecursionError):
-        raise ValueError(f"{path}: is not JSON; write it with --json") from None
+        raise ValueError(f"{path}: is not JSON; write it with --output json") from None
     try:
         link = _read(path, found)
     except (KeyError, TypeError, IndexError, AttributeError, ArithmeticError):
@@ -39,12 +39,12 @@ def _read(path: Path, found: Any) -> Link:
         return _of_doctor(path, found["links"])
     if "rows" in found:
         return _of_bench(path, found)
-    raise ValueError(f"{path}: is neither `netfold doctor check --json` nor `netfold bench all-reduce --json`")
+    raise ValueError(f"{path}: is neither of `netfold doctor check --output json` nor of `netfold bench`")
 
 
 def _of_doctor(path: Path, links: list[dict[str, Any]]) -> Link:
     if not links:
-        raise ValueError(f"{path}: has no link; run `netfold doctor check --json` on several hosts, under a launcher")
+        raise ValueError(f"{path}: has no link; run `netfold doctor check` on several hosts, under a launcher")
     return Link(
         statistics.median(float(link["latency_s"]) for link in links),
         statistics.median(
@@ -57,7 +57,7 @@ def _of_bench(path: Path, found: dict[str, Any]) -> Link:
     ranks, rows = int(found["place"]["workers"]), found["rows"]
     rows = [row for row in rows if row["backend"] == rows[0]["backend"] and row["time_ns"] is not None]
     if ranks < 2 or any(row["collective"] != "all_reduce" for row in rows):
-        raise ValueError(f"{path}: is not of all_reduce over two ranks or more; `netfold bench all-reduce --json`")
+        raise ValueError(f"{path}: is not of `netfold bench all-reduce` over two ranks or more")
     # A ring: 2(P-1) steps, each of a P-th of the tensor (Patarasuk and Yuan 2009).
     steps = 2 * (ranks - 1)
     samples = [

@@ -10,7 +10,7 @@ from pathlib import Path
 from netfold.plan.cluster.aggregator import Aggregator
 from netfold.plan.cluster.cluster import Cluster, Tier
 from netfold.plan.cluster.load import aggregators_of
-from netfold.plan.cluster.units import parse_quantity
+from netfold.plan.quantity import parse_quantity
 from netfold.plan.words import suggest
 
 if sys.version_info >= (3, 11):

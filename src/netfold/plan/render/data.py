@@ -6,12 +6,12 @@ import json
 import math
 from typing import Any
 
+from netfold.page.escape import to_plain
 from netfold.plan.model import Traced
 from netfold.plan.render.parts import as_object as parts_object
 from netfold.plan.result import Result, parts
 from netfold.plan.scaling_curve import ScalingPoint
 from netfold.plan.search import Choice, describe_split
-from netfold.profile.page.escape import to_plain
 
 
 def as_json(answer: Result) -> str:

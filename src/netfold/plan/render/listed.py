@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from netfold import units
 from netfold.plan.cluster import Cluster, Tier, load_cluster, preset_names
 from netfold.plan.cluster.networks import Network, networks
 from netfold.plan.model import catalogue
 from netfold.plan.model.registry import KINDS, find_model, model_presets, names
 from netfold.plan.render.text import big
-from netfold.profile.page import units
 
 
 def render_clusters() -> str:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from netfold import units
 from netfold.plan.model import Part, Traced
 from netfold.plan.render.text import aligned, big
-from netfold.profile.page import units
 
 # What sizes are said for: weights, gradients and activations in f32.
 _ITEM_BYTES = 4

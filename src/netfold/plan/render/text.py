@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from netfold import units
 from netfold.plan.aggregators import AggregatorGain
 from netfold.plan.compare import Variant
 from netfold.plan.cost_of_training import Cost, Prices
@@ -15,7 +16,6 @@ from netfold.plan.scaling_curve import ScalingPoint
 from netfold.plan.search import Choice, describe_split
 from netfold.plan.sensitivity import Gain
 from netfold.plan.step import Prediction
-from netfold.profile.page import units
 
 # Bars of the step's parts, at most.
 _BAR = 24

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from netfold import units
 from netfold.plan.cluster import Cluster, Device, Tier
 from netfold.plan.job import PRECISIONS
 from netfold.plan.model import Profiled
@@ -22,7 +23,6 @@ from netfold.plan.profile_link import Fitted, fit, observe_groups
 from netfold.profile.columns import Columns, Floats, Integers, columns_of
 from netfold.profile.overlap import find_overlap
 from netfold.profile.run import Run, Trace, read_run
-from netfold.tuning.choice_table import format_seconds
 from netfold.tuning.cost import HALVES, INTEGERS
 from netfold.tuning.topology import DEFAULT_LINKS
 
@@ -208,7 +208,7 @@ def _notes(recorded: int, alike: int, others_s: float, wall_s: float) -> list[st
         )
     if others_s > _WORTH_A_NOTE * wall_s:
         found.append(
-            f"{format_seconds(others_s)} of a step went to other operations than all_reduce, and are not predicted"
+            f"{units.seconds(others_s)} of a step went to other operations than all_reduce, and are not predicted"
         )
     return found
 

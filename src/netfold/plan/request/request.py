@@ -7,12 +7,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from netfold.plan.cluster import Cluster, Device, cluster_of, load_cluster
-from netfold.plan.cluster.units import parse_quantity
 from netfold.plan.cost_of_training import Prices
 from netfold.plan.failures import Failures
 from netfold.plan.job import OPTIMIZERS, PRECISIONS, RECOMPUTATIONS, SCHEDULES, WIRES, Job
 from netfold.plan.model import Model
 from netfold.plan.model.registry import find_model, model_of
+from netfold.plan.quantity import parse_quantity
 from netfold.plan.request.key_lines import Key
 from netfold.plan.search import Space
 from netfold.plan.training_length import TrainingLength

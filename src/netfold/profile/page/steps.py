@@ -1,37 +1,35 @@
-"""Steps of training over time: how long each took, how much of it was communication, and what of that was exposed."""
+"""Training steps over time: wall time, communication and exposed communication of each step."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from netfold import units
+from netfold.page.chart import Axis, Chart
+from netfold.page.table import Column, table
 from netfold.profile.findings import Overlap, StepTimes
-from netfold.profile.page import units
-from netfold.profile.page.chart import SIDE, Axis, chart
-from netfold.profile.page.escape import escape
-from netfold.profile.page.table import Column, table
 
-# More steps than this share a place: of those that do, the slowest is drawn.
+# Of more steps than this, neighbours share a place, and the slowest of them is drawn.
 _MOST_PLACES = 400
-_UNKNOWN = "nobody watched the training thread, or operations were seen as submitted only"
+_UNKNOWN = "the training thread was not watched, or only the submissions of operations were recorded"
+_Line = tuple[str, tuple[float, float, float] | None]
 
 
 def steps(times: StepTimes, each: Sequence[Overlap]) -> str:
-    """each: the steps in their order, empty where only their spread is known."""
-    return _table(times) + (_figure(each) if each else "")
-
-
-def _table(times: StepTimes) -> str:
-    columns: tuple[Column[tuple[str, tuple[float, float, float] | None]], ...] = (
-        Column("of one step", lambda line: line[0]),
-        Column("median", lambda line: None if line[1] is None else line[1][0], units.seconds, unknown=_UNKNOWN),
-        Column("p5", lambda line: None if line[1] is None else line[1][1], units.seconds, unknown=_UNKNOWN),
-        Column("p95", lambda line: None if line[1] is None else line[1][2], units.seconds, unknown=_UNKNOWN),
-    )
+    """A table, and a chart. each: the steps in order; empty if only `times` is known."""
+    columns: list[Column[_Line]] = [Column("of one step", lambda line: line[0])]
+    for at, title in enumerate(("median", "p5", "p95")):
+        columns.append(Column(title, _value(at), units.seconds, unknown=_UNKNOWN))
     lines = (("wall time", times.wall_s), ("communication", times.communication_s), ("exposed", times.exposed_s))
-    return table("steps", f"{units.count(times.count)} steps of training; a rank's times.", columns, lines)
+    caption = f"{units.count(times.count)} steps of training; the times of one rank."
+    return table("steps", caption, columns, lines) + (_chart(each) if each else "")
 
 
-def _figure(each: Sequence[Overlap]) -> str:
+def _value(at: int) -> Callable[[_Line], float | None]:
+    return lambda line: None if line[1] is None else line[1][at]
+
+
+def _chart(each: Sequence[Overlap]) -> str:
     together = -(-len(each) // _MOST_PLACES)
     numbers = [
         max(range(first, min(first + together, len(each))), key=lambda index: each[index].wall_s)
@@ -39,26 +37,23 @@ def _figure(each: Sequence[Overlap]) -> str:
     ]
     across = Axis("step", 0, max(1, len(each)), units.count, least_step=1)
     up = Axis("time", 0, max(each[index].wall_s for index in numbers) or 1.0, units.seconds)
-
-    def area(name: str, value: Callable[[Overlap], float]) -> str:
-        points = []
-        for place, index in enumerate(numbers):
-            ends = (place * together, min((place + 1) * together, len(each)))
-            points += [f"{across.at(end):.1f},{SIDE - up.at(value(each[index])):.1f}" for end in ends]
-        return f'<polygon class="{name}" points="0,{SIDE} {" ".join(points)} {across.at(len(each)):.1f},{SIDE}"/>'
-
-    marks, keys = area("wall", lambda step: step.wall_s), [("wall", "wall time")]
-    if all(each[index].communication_s is not None for index in numbers):
-        marks += area("communication", lambda step: step.communication_s or 0.0)
-        keys.append(("communication", "communication"))
-    if all(each[index].exposed_s is not None for index in numbers):
-        marks += area("exposed", lambda step: step.exposed_s or 0.0)
-        keys.append(("exposed", "exposed communication"))
+    chart, shown = Chart(across, up), []
+    for ink, label, value in (
+        ("wall", "wall time", lambda step: step.wall_s),
+        ("bar", "communication", lambda step: step.communication_s),
+        ("accent", "exposed communication", lambda step: step.exposed_s),
+    ):
+        values = [value(each[index]) for index in numbers]
+        if all(one is not None for one in values):
+            points = []
+            for place, one in enumerate(values):
+                ends = (place * together, min((place + 1) * together, len(each)))
+                points += [(float(end), one) for end in ends]
+            chart.area(ink, points, label)
+            shown.append(label)
     shared = f" Of every {together} steps in a row the slowest is drawn." if together > 1 else ""
-    legend = "".join(f'<span><i class="{name}"></i>{escape(text)}</span>' for name, text in keys)
-    said = f"{len(each)} steps over time: {', '.join(text for _, text in keys)}; the table above has their spread"
-    return (
-        f'<figure id="step-times"><div class="legend">{legend}</div>{chart(marks, across, up, said=said)}'
-        f"<figcaption>Each step's wall time, and the parts of it that were communication and exposed communication. "
-        f"They lie over each other, all from zero.{shared}</figcaption></figure>"
+    return chart.render(
+        f"{len(each)} steps over time: {', '.join(shown)}; the table above has their spread",
+        "Each step's wall time, communication and exposed communication. The areas overlap, and all of them begin at "
+        f"zero.{shared}",
     )

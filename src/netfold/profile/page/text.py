@@ -1,112 +1,99 @@
-"""What the page says in sentences: the headline, the numbers below it, what is missing."""
+"""The page's sentences: the headline, the numbers below it, and what is missing."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from netfold.profile.findings import Findings, Straggler, submissions_text
-from netfold.profile.page import units
-from netfold.profile.page.escape import is_known
-
-_MOST_NAMED = 16
+from netfold import units
+from netfold.page.escape import is_known
+from netfold.profile.findings import Findings, Straggler
 
 
 def headline(findings: Findings) -> str:
-    """How much of the time is communication, how much of that is exposed, and who is slowest."""
+    """The share of communication, the exposed share, and the slowest rank."""
     overall = findings.overall
     if not findings.rows or overall.wall_s <= 0:
         return "No operation was recorded."
     if overall.communication_s is None:
         return (
-            f"How long communication took is not known: {units.count(_submitted(findings))} operations were seen as "
-            "submitted only."
+            f"How long communication took is not known: of {_submitted(findings)} operations only the submission was "
+            "recorded."
         )
-    communication = units.ratio(overall.communication_s / overall.wall_s)
-    said = f"{communication} of the time was communication"
+    found = f"{units.ratio(overall.communication_s / overall.wall_s)} of the time was communication"
     if overall.exposed_s is not None:
-        said += f", {units.ratio(overall.exposed_s / overall.wall_s)} was exposed"
+        found += f", {units.ratio(overall.exposed_s / overall.wall_s)} was exposed"
     late = worst_straggler(findings.stragglers)
-    if late is not None:
-        said += f"; the others waited longest for rank {late.rank}"
-    return said + "."
+    return f"{found}{'' if late is None else f'; ranks waited longest for rank {late.rank}'}."
+
+
+def ranks(findings: Findings) -> str:
+    """The ranks, hosts, backends and sources of the profile, on one line."""
+    lists = {"hosts": findings.hosts, "backends": findings.backends, "recorded by": findings.sources}
+    parts = [f"{units.plural(len(findings.ranks), 'rank')} of a job of {findings.size}"]
+    return "; ".join(parts + [f"{name}: {', '.join(values)}" for name, values in lists.items() if values])
 
 
 def summary(findings: Findings) -> str:
-    """The headline once more, with the numbers that it is made of."""
+    """The headline with its numbers in seconds."""
     overall = findings.overall
     if not findings.rows or overall.wall_s <= 0:
-        return "The ranks left records, and no operation is in them: what follows is what they say of themselves."
+        return "The ranks left records without operations; the rest of the page shows what these records contain."
+    wall = units.seconds(overall.wall_s)
     if overall.communication_s is None:
         return (
-            f"In {units.seconds(overall.wall_s)} of the profile operations were submitted to a device; what ran there, "
-            "and when, is not in the records."
+            f"In {wall} of the profile operations were submitted to a device. The records do not contain what ran on "
+            "the device, and when."
         )
-    said = [
-        f"Of {units.seconds(overall.wall_s)} of the profile, at least one operation was under way for "
+    found = [
+        f"Of {wall} of the profile, at least one operation was under way for "
         f"{units.seconds(overall.communication_s)}, the mean over ranks."
     ]
     if findings.submissions:
-        said.append(f"That leaves out {units.count(_submitted(findings))} operations that were seen as submitted only.")
+        found.append(
+            f"This does not include {_submitted(findings)} operations of which only the submission was recorded."
+        )
     if overall.exposed_s is None:
-        said.append("How much of that was exposed is not known: nobody watched the training thread.")
+        found.append("How much of that was exposed is not known: the training thread was not watched.")
     else:
-        said.append(f"For {units.seconds(overall.exposed_s)} of that the training thread did not compute meanwhile.")
+        found.append(f"For {units.seconds(overall.exposed_s)} of that time the training thread did not compute.")
     late = worst_straggler(findings.stragglers)
     if late is not None:
-        said.append(
+        found.append(
             f"Rank {late.rank} ({late.host}) was the last to begin in {units.count(late.last)} of "
             f"{units.count(late.operations)} operations; each other rank waited {units.seconds(late.waited_for_s)} "
-            f"for it."
+            "for it."
         )
     elif len(findings.ranks) > 1:
-        said.append("No rank kept the others waiting, or their starts could not be compared.")
-    return " ".join(said)
+        found.append("No rank kept other ranks waiting, or their starts could not be compared.")
+    return " ".join(found)
 
 
 def facts(findings: Findings) -> list[tuple[str, str]]:
-    """A number each, and what it is; none of a run without operations."""
+    """(number, meaning); empty for a run without operations."""
     if not findings.rows:
         return []
-    overall = findings.overall
-    late = worst_straggler(findings.stragglers)
-    submitted = [(units.count(_submitted(findings)), "operations submitted to a device: their times are not known")]
+    overall, late = findings.overall, worst_straggler(findings.stragglers)
+    submitted = [(_submitted(findings), "operations submitted to a device: their times are not known")]
     if overall.communication_s is None:
         return submitted
     found = [(units.seconds(overall.communication_s), f"communication of {units.seconds(overall.wall_s)}, a rank's")]
     if overall.exposed_s is None:
-        found.append(("not known", "exposed: nobody watched the training thread"))
+        found.append(("not known", "exposed: the training thread was not watched"))
     else:
-        found.append((units.seconds(overall.exposed_s), "exposed, the training thread did not compute meanwhile"))
-    if overall.overlap_ratio is not None and is_known(overall.overlap_ratio):
-        found.append((units.ratio(overall.overlap_ratio), "of communication hidden behind computing"))
+        found.append((units.seconds(overall.exposed_s), "exposed: the training thread did not compute meanwhile"))
+    if is_known(overall.overlap_ratio):
+        found.append((units.ratio(overall.overlap_ratio or 0.0), "of communication hidden behind computing"))
     if late is not None:
         waited = units.seconds(late.waited_for_s)
-        found.append((f"rank {late.rank}", f"the slowest, on {late.host}: the others waited {waited} for it"))
+        found.append((f"rank {late.rank}", f"the slowest, on {late.host}: other ranks waited {waited} for it"))
     return found + (submitted if findings.submissions else [])
 
 
 def worst_straggler(lateness: Sequence[Straggler]) -> Straggler | None:
-    """Whom the others waited for longest; None where nobody waited."""
+    """The rank with the longest waits for it; None if no rank waited."""
     late = max(lateness, key=lambda each: each.waited_for_s, default=None)
     return late if late is not None and late.waited_for_s > 0 else None
 
 
-def _submitted(findings: Findings) -> int:
-    return sum(findings.submissions.values())
-
-
-def limitations(findings: Findings) -> list[str]:
-    """What is not in the records and makes them say less than they seem to."""
-    said = [f"{text}." for text in [submissions_text(findings.submissions)] if text]
-    absent = sorted(set(range(findings.size)) - set(findings.ranks))
-    if absent:
-        named = ", ".join(map(str, absent[:_MOST_NAMED])) + (", ..." if len(absent) > _MOST_NAMED else "")
-        said.append(
-            f"{len(absent)} of {findings.size} ranks left no records: {named}. All means are over the other ranks."
-        )
-    if findings.lost > 0:
-        said.append(
-            f"{units.count(findings.lost)} operations were lost: they came faster than they could be written, and are "
-            f"in no number here."
-        )
-    return said
+def _submitted(findings: Findings) -> str:
+    return units.count(sum(findings.submissions.values()))

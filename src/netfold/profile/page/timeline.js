@@ -1,4 +1,4 @@
-// The timeline: all ranks' operations on one line of time, drawn on a canvas; zoomed by buttons, keys, wheel, fingers.
+// The timeline: the operations of all ranks over time, drawn on a canvas. Buttons, keys, wheel and fingers zoom and move.
 "use strict";
 if (document.getElementById("timeline-data") !== null) {
   const data = JSON.parse(document.getElementById("timeline-data").textContent);
@@ -8,27 +8,27 @@ if (document.getElementById("timeline-data") !== null) {
   const picked = document.getElementById("timeline-picked");
   const list = document.getElementById("timeline-list");
   const windows = document.getElementById("timeline-windows");
-  // Of an operation there are so many numbers in a row; the first is when it began.
+  // The numbers of one operation in `operations`; the first is its begin.
   const STRIDE = data.fields.length;
   const [LASTED, LANE, OPERATION, BYTES, SEQUENCE, GROUP, ALGORITHM, WIRE, QUEUED, ERROR, SUBMITTED] =
     ["lasted", "lane", "operation", "bytes", "sequence", "group", "algorithm", "wire", "queued", "error", "submitted"]
       .map((field) => data.fields.indexOf(field));
   const COLOURS = 8;
   const AXIS = 24, LABEL = 18, COMPUTING = 6, GAP = 10;
-  const MOST_PIXELS = 16000; // of a canvas, up and down: browsers draw none that is larger
+  const MOST_PIXELS = 16000; // height of a canvas: browsers do not draw a larger one
   const MOST_LISTED = 500;
   const transfers = new Set(data.transfers);
-  const SLACK = 4; // pixels beside an operation that still pick it
+  const SLACK = 4; // pixels beside an operation in which a click still chooses it
 
   let windowNow = data.windows[0];
   let from = 0, to = windowNow.length;
-  let places = []; // of each rank: top, lane height
-  let chosen = null; // { rank, at }: an operation, by its rank's place and where its numbers begin
-  let waiting = false;
+  let places = []; // for each rank: top, height of a lane
+  let chosen = null; // { rank, at }: an operation: its rank, and the place of its numbers
+  let isScheduled = false;
 
   const time = (ns) => {
     const size = Math.abs(ns);
-    const [unit, name] = size >= 1e9 ? [1e9, "s"] : size >= 1e6 ? [1e6, "ms"] : size >= 1e3 ? [1e3, "µs"] : [1, "ns"];
+    const [unit, name] = size >= 1e9 ? [1e9, "s"] : size >= 1e6 ? [1e6, "ms"] : size >= 1e3 ? [1e3, "us"] : [1, "ns"];
     return `${Number((ns / unit).toPrecision(4))} ${name}`;
   };
   const bytes = (count) => {
@@ -43,14 +43,14 @@ if (document.getElementById("timeline-data") !== null) {
     const numbers = rank.operations;
     const failed = numbers[at + ERROR] >= 0 ? `, failed: ${name("error", rank, at, ERROR)}` : "";
     const when = numbers[at + SUBMITTED]
-      ? `submitted at ${time(numbers[at])}, how long it took on the device is not known; `
+      ? `submitted at ${time(numbers[at])}, its duration on the device is not known; `
       : `${time(numbers[at + LASTED])} from ${time(numbers[at])} on, queued ${time(numbers[at + QUEUED])} before; `;
     return `rank ${rank.rank}: ${name("operation", rank, at, OPERATION)} of ${bytes(numbers[at + BYTES])}, ${when}` +
       `number ${numbers[at + SEQUENCE]} of ${name("group", rank, at, GROUP)}; ` +
       `algorithm ${name("algorithm", rank, at, ALGORITHM)}, wire ${name("wire", rank, at, WIRE)}${failed}`;
   };
 
-  // The same call on every rank, as far as it can be told: [rank, at], in the order in which they began.
+  // The same call on every rank if it is known: [rank, at], in order of begin.
   const call = (rank, at) => {
     const numbers = rank.operations;
     if (transfers.has(name("operation", rank, at, OPERATION))) return [[rank, at]];
@@ -91,7 +91,7 @@ if (document.getElementById("timeline-data") !== null) {
   };
 
   const draw = () => {
-    waiting = false;
+    isScheduled = false;
     const context = canvas.getContext("2d");
     const style = getComputedStyle(document.documentElement);
     const ink = (variable) => style.getPropertyValue(variable).trim();
@@ -110,7 +110,7 @@ if (document.getElementById("timeline-data") !== null) {
       context.fillText(text, Math.min(x(at) + 3, width - context.measureText(text).width), AXIS / 2 - 1);
     }
 
-    const colours = Array.from({ length: COLOURS }, (_, index) => ink(`--operation-${index}`));
+    const colours = Array.from({ length: COLOURS }, (_, index) => ink(`--series-${index}`));
     let inView = 0;
     windowNow.ranks.forEach((rank, index) => {
       const { top, lane } = places[index];
@@ -122,7 +122,7 @@ if (document.getElementById("timeline-data") !== null) {
         context.fillStyle = ink(rank.steps[step] % 2 ? "--band" : "--band-other");
         context.fillRect(begin, lanesTop - 1, finish - begin, below - lanesTop + COMPUTING + 3);
       }
-      // Operations narrower than a pixel share it: drawn once a lane.
+      // Operations narrower than a pixel share the pixel, which is drawn once per lane.
       const drawn = [];
       for (let at = 0; at < numbers.length; at += STRIDE) {
         if (numbers[at] > to) break;
@@ -171,13 +171,13 @@ if (document.getElementById("timeline-data") !== null) {
     if (list.closest("details").open) fill();
   };
 
-  const later = () => {
-    if (waiting) return;
-    waiting = true;
+  const schedule = () => {
+    if (isScheduled) return;
+    isScheduled = true;
     requestAnimationFrame(draw);
   };
 
-  // What the picture shows, as rows.
+  // The operations in view, as rows of a table.
   const fill = () => {
     const found = [];
     for (const rank of windowNow.ranks) {
@@ -197,7 +197,7 @@ if (document.getElementById("timeline-data") !== null) {
     });
     list.tBodies[0].replaceChildren(...rows);
     list.caption.textContent = found.length > rows.length
-      ? `The first ${rows.length} of the ${found.length} operations in view; zoom in for the others.`
+      ? `The first ${rows.length} of the ${found.length} operations in view; zoom in for the rest.`
       : `The ${found.length} operations in view.`;
   };
 
@@ -205,7 +205,7 @@ if (document.getElementById("timeline-data") !== null) {
     const length = Math.min(windowNow.length, Math.max(100, finish - begin));
     from = Math.max(0, Math.min(windowNow.length - length, begin));
     to = from + length;
-    later();
+    schedule();
   };
   const zoom = (factor, part = 0.5) => {
     const length = (to - from) * factor, middle = from + (to - from) * part;
@@ -254,10 +254,10 @@ if (document.getElementById("timeline-data") !== null) {
         : "";
       picked.textContent = describe(found.rank, found.at) + spread + ".";
     }
-    later();
+    schedule();
   };
 
-  // One pointer pans, two zoom; up and down is left to the page.
+  // One pointer moves, two pointers zoom. The page scrolls up and down.
   const pointers = new Map();
   canvas.addEventListener("pointerdown", (event) => {
     pointers.set(event.pointerId, event.offsetX);
@@ -301,7 +301,7 @@ if (document.getElementById("timeline-data") !== null) {
   data.names.operation.forEach((operation, index) => {
     const entry = document.createElement("span");
     const colour = document.createElement("i");
-    colour.style.background = `var(--operation-${index % COLOURS})`;
+    colour.style.background = `var(--series-${index % COLOURS})`;
     entry.append(colour, operation);
     key.append(entry);
   });
@@ -315,7 +315,7 @@ if (document.getElementById("timeline-data") !== null) {
   windows.hidden = data.windows.length < 2;
 
   const again = () => { arrange(); draw(); };
-  list.closest("details").addEventListener("toggle", later);
+  list.closest("details").addEventListener("toggle", schedule);
   new ResizeObserver(again).observe(scroller);
   for (const query of ["(prefers-color-scheme: dark)", "print"]) matchMedia(query).addEventListener("change", again);
   open(0);

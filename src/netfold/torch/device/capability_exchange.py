@@ -14,6 +14,7 @@ import torch
 
 from netfold.communicator import Group
 from netfold.errors import Mismatch, NetfoldError
+from netfold.torch.calls import Prepared
 from netfold.torch.device.host_staging import seconds_until
 
 # A message is its length, then msgpack. The largest holds a window's handles: about 300 bytes for each of up to 50
@@ -33,20 +34,14 @@ class Capabilities:
     problem: str = ""
 
 
-def capabilities_of(group: Group, layer: Any, device: torch.device, problem: str) -> Capabilities:
+def capabilities_of(group: Group, device_api: Any, device: torch.device, problem: str) -> Capabilities:
     options = group.options
     try:
-        uuid = layer.uuid(device)
+        uuid = device_api.uuid(device)
     except RuntimeError as error:
         uuid, problem = "", problem or f"rank {group.rank}: {device} does not answer: {error}"
-    return Capabilities(
-        layer.kind,
-        str(device),
-        uuid,
-        str(options.intra_host),
-        int(options.pinned_bytes or 0),
-        problem,
-    )
+    pinned_bytes = int(options.pinned_bytes or 0)
+    return Capabilities(device_api.kind, str(device), uuid, str(options.intra_host), pinned_bytes, problem)
 
 
 def exchange_capabilities(group: Group, mine: Capabilities, deadline: float) -> list[Capabilities]:
@@ -88,13 +83,7 @@ def exchange_messages(group: Group, message: Any, deadline: float) -> list[Any]:
     framed = len(packed).to_bytes(4, "big") + packed
     own[: len(framed)] = torch.frombuffer(bytearray(framed), dtype=torch.uint8)
     gathered = [torch.empty_like(own) for _ in range(group.size)]
-    operation = group.submit(
-        "all_gather",
-        inputs=[(own.data_ptr(), own.nbytes)],
-        outputs=[(each.data_ptr(), each.nbytes) for each in gathered],
-        timeout_s=seconds_until(deadline),
-        wait_here=True,
-    )
-    group.wait(operation)
+    call = Prepared("all_gather", inputs=[own], outputs=gathered)
+    group.wait(call.submit(group, seconds_until(deadline), wait_here=True))
     texts = [bytes(each.tolist()) for each in gathered]
     return [msgpack.unpackb(text[4 : 4 + int.from_bytes(text[:4], "big")]) for text in texts]

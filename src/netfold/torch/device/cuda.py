@@ -178,7 +178,7 @@ _NCCL_END_S = 10.0
 class _Nccl:
     """See `NcclGroup`: a ProcessGroupNCCL outside of torch's world."""
 
-    def __init__(self, layer: CudaApi, device: torch.device, store: Any, rank: int, size: int) -> None:
+    def __init__(self, device_api: CudaApi, device: torch.device, store: Any, rank: int, size: int) -> None:
         kind: Any = getattr(_distributed_c10d, "ProcessGroupNCCL", None)
         if kind is None:
             raise ValueError("NETFOLD_INTRA_HOST=nccl: this torch was built without NCCL; auto does without")
@@ -186,7 +186,7 @@ class _Nccl:
         options._timeout = _NCCL_TIMEOUT
         with _environment(_NCCL_ENVIRONMENT):
             self._group: Any = kind(store, rank, size, options)
-        self._layer = layer
+        self._device_api = device_api
         self._device = device
         self._store = store
         self._size = size
@@ -218,7 +218,7 @@ class _Nccl:
 
     def _end(self, call: Callable[[], None]) -> None:
         def run() -> None:
-            self._layer.enter(self._device)
+            self._device_api.enter(self._device)
             try:
                 call()
             except RuntimeError as error:

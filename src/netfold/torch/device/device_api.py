@@ -142,12 +142,12 @@ class DeviceApi(Protocol):
         """Make an NCCL group. Raises ValueError if torch has no NCCL."""
 
 
-def refuse_capture(layer: DeviceApi, rank: int, what: str) -> None:
+def refuse_capture(device_api: DeviceApi, rank: int, what: str) -> None:
     """Raise ValueError while a graph is captured: the host takes part in all operations, which no graph replays."""
-    if layer.captures():
+    if device_api.captures():
         raise ValueError(
-            f"rank {rank}: {what} cannot be captured into a {layer.kind} graph: netfold goes through the host, which "
-            "a graph does not replay; leave it out of the capture, or have NCCL do it (cuda:nccl)"
+            f"rank {rank}: {what} cannot be captured into a {device_api.kind} graph: netfold goes through the host, "
+            "which a graph does not replay; leave it out of the capture, or have NCCL do it (cuda:nccl)"
         )
 
 

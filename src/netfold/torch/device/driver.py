@@ -65,11 +65,11 @@ class _Job:
 class DeviceDriver:
     """The device driver of one group. Thread-safe."""
 
-    def __init__(self, group: Group, layer: DeviceApi, part: Store) -> None:
+    def __init__(self, group: Group, device_api: DeviceApi, part: Store) -> None:
         """part: the store in which subgroups of this group connect."""
         self._group = group
         self._part = part
-        self.layer = layer
+        self.device_api = device_api
         self._pid = os.getpid()
         self._changed = threading.Condition()
         self._queue: collections.deque[_Job] = collections.deque()
@@ -77,7 +77,7 @@ class DeviceDriver:
         self._closed = ""
         self._thread: threading.Thread | None = None
         # Only the thread uses the attributes below.
-        self._ways: DevicePaths | None = None
+        self._paths: DevicePaths | None = None
         self._failed = False
         self._meet_s = MEET_S
         self._ending = threading.Event()
@@ -89,10 +89,10 @@ class DeviceDriver:
     def submit(self, calls: Sequence[Prepared], result: Any, timeout_s: float | None) -> DeviceWork:
         """Queue a call. Its tensors hold their values once the current stream has run all work submitted so far."""
         device = self._device_of(calls)
-        with self.layer.on(device):
-            refuse_capture(self.layer, self._group.rank, f"{calls[0].kind} on {device}")
-            ready = self.layer.current_stream(device).record_event()
-        work = DeviceWork(self.layer, device, result, self._group.rank)
+        with self.device_api.on(device):
+            refuse_capture(self.device_api, self._group.rank, f"{calls[0].kind} on {device}")
+            ready = self.device_api.current_stream(device).record_event()
+        work = DeviceWork(self.device_api, device, result, self._group.rank)
         seconds = self._group.timeout_s if timeout_s is None else timeout_s
         job = _Job(calls, work, ready, time.monotonic() + seconds, device, len(calls))
         with self._changed:
@@ -141,13 +141,15 @@ class DeviceDriver:
 
     def why(self) -> str:
         """Describe the paths on which the ranks agreed, in a sentence."""
-        if self._ways is None:
-            return f"{self.layer.kind}: no collective on its memory yet"
-        return self._ways.reason
+        if self._paths is None:
+            return f"{self.device_api.kind}: no collective on its memory yet"
+        return self._paths.reason
 
     def _device_of(self, calls: Sequence[Prepared]) -> torch.device:
         tensors = [tensor for call in calls for tensor in (*call.inputs, *call.outputs)]
-        found = {self.layer.device_of(tensor) if self.layer.holds(tensor) else tensor.device for tensor in tensors}
+        found = {
+            self.device_api.device_of(tensor) if self.device_api.holds(tensor) else tensor.device for tensor in tensors
+        }
         if len(found) > 1:
             raise ValueError(
                 f"rank {self._group.rank}: {calls[0].kind} has tensors on {', '.join(sorted(map(str, found)))}; an "
@@ -175,16 +177,16 @@ class DeviceDriver:
             except Exception as error:
                 self._failed = True
                 if not self._closed:
-                    self._fail(self._told(error, job))
+                    self._fail(self._in_context(error, job))
         job = None
         self._end()
 
     def _busy(self) -> bool:
-        return self._ways is not None and self._ways.staged.busy
+        return self._paths is not None and self._paths.staged.busy
 
     def _step(self) -> None:
-        assert self._ways is not None
-        self._ways.staged.step()
+        assert self._paths is not None
+        self._paths.staged.step()
 
     def _hand_over(self) -> None:
         """Finish the jobs whose events have passed. Sleep briefly if there is nothing else to do.
@@ -227,8 +229,8 @@ class DeviceDriver:
 
         A group detects failures only while an operation runs. So a barrier runs in a group made for this purpose.
         """
-        assert self._ways is not None and self._ways.inside is not None
-        watch = self._ways.inside.watch
+        assert self._paths is not None and self._paths.intra_host is not None
+        watch = self._paths.intra_host.watch
         if watch is None or now < self._watch_from:
             return None
         if self._watching is None or (self._watching.done and self._watching.failure is None):
@@ -249,25 +251,25 @@ class DeviceDriver:
             log.debug("rank %d: what was under way when the group was closed failed: %s", self._group.rank, error)
         self._failed = self._failed or bool(self._awaited)
         self._drop(GroupAborted(self._closed))
-        if self._ways is not None:
-            self._ways.close(failed=self._failed, meet_s=self._meet_s)
+        if self._paths is not None:
+            self._paths.close(failed=self._failed, meet_s=self._meet_s)
 
     def _begin(self, job: _Job) -> None:
-        if self._ways is None:
-            self.layer.enter(job.device)
-            self._ways = choose_paths(self._group, self.layer, job.device, self._part, job.deadline)
-        elif job.device != self._ways.device:
+        if self._paths is None:
+            self.device_api.enter(job.device)
+            self._paths = choose_paths(self._group, self.device_api, job.device, self._part, job.deadline)
+        elif job.device != self._paths.device:
             raise ValueError(
                 f"rank {self._group.rank}: {job.calls[0].kind} came with tensors on {job.device}, after others on "
-                f"{self._ways.device}; a rank of a group uses one device"
+                f"{self._paths.device}; a rank of a group uses one device"
             )
-        staged, inside = self._ways.staged, self._ways.inside
+        staged, intra_host = self._paths.staged, self._paths.intra_host
         for call in job.calls:
-            if inside is not None and inside.takes(call):
+            if intra_host is not None and intra_host.takes(call):
                 staged.drain()
-                done = inside.run(call, [job.ready, staged.back.record_event()], job.deadline)
+                done = intra_host.run(call, [job.ready, staged.back.record_event()], job.deadline)
                 staged.copy_back(call.outputs, done)
-                if inside.kernels_wait:
+                if intra_host.kernels_wait:
                     if not self._awaited:
                         self._wait_for_next()
                     self._awaited.append((job, done))
@@ -278,20 +280,20 @@ class DeviceDriver:
 
     def _returned(self, job: _Job, event: Event) -> None:
         """Count one finished call of the job. After the last, copy the results back and settle the Work."""
-        assert self._ways is not None
+        assert self._paths is not None
         job.events.append(event)
         job.left -= 1
         if job.left:
             return
-        done = self._ways.done
+        done = self._paths.done
         for each in job.events:
             done.wait_event(each)
         for call in job.calls:
             if call.finish is not None:
                 for tensor in (*call.outputs, *_tensors(job.work.result())):
-                    self.layer.keep(tensor, done)
-                self.layer.launch(done, call.finish)
-        job.work.given(done.record_event(), done)
+                    self.device_api.keep(tensor, done)
+                self.device_api.launch(done, call.finish)
+        job.work.settle_after(done.record_event(), done)
         self._settled(job)
 
     def _settled(self, job: _Job) -> None:
@@ -303,8 +305,8 @@ class DeviceDriver:
         """End the group, as a failure of a native operation does. The other ranks get the reason."""
         try:
             self._group.abort(str(error))
-            if self._ways is not None:
-                self._ways.abort(str(error))
+            if self._paths is not None:
+                self._paths.abort(str(error))
         finally:
             self._drop(error)
 
@@ -317,12 +319,12 @@ class DeviceDriver:
             self._queue.clear()
             self._changed.notify_all()
         self._awaited.clear()
-        if self._ways is not None:
-            self._ways.staged.forget()
+        if self._paths is not None:
+            self._paths.staged.forget()
         for job in jobs:
             job.work.fail(error)
 
-    def _told(self, error: Exception, job: _Job | None) -> Exception:
+    def _in_context(self, error: Exception, job: _Job | None) -> Exception:
         """Add the rank and the operation to an error that lacks them."""
         rank = self._group.rank
         if isinstance(error, (NetfoldError, ValueError, TimeoutError)):

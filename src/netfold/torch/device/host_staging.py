@@ -18,7 +18,7 @@ from __future__ import annotations
 import collections
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -57,12 +57,12 @@ class StagedChunk:
 class HostStaging:
     """The pipeline of one group and one device. Not thread-safe."""
 
-    def __init__(self, group: Group, layer: DeviceApi, device: torch.device, slots: Iterable[Tensor]) -> None:
+    def __init__(self, group: Group, device_api: DeviceApi, device: torch.device, slots: Iterable[Tensor]) -> None:
         self._group = group
-        self._layer = layer
+        self._device_api = device_api
         self._device = device
-        self.out = layer.new_stream(device)
-        self.back = layer.new_stream(device)
+        self.out = device_api.new_stream(device)
+        self.back = device_api.new_stream(device)
         self._slots = collections.deque(Slot(memory) for memory in slots)
         self._slot_bytes = self._slots[0].memory.numel()
         self._leaving: collections.deque[StagedChunk] = collections.deque()
@@ -97,8 +97,8 @@ class HostStaging:
         self.out.wait_event(ready)
         self.back.wait_event(ready)
         for tensor in some:
-            self._layer.keep(tensor, self.out)
-            self._layer.keep(tensor, self.back)
+            self._device_api.keep(tensor, self.out)
+            self._device_api.keep(tensor, self.back)
         for number, piece in enumerate(split_into_chunks(call, self._group.rank, elements, count)):
             self._leave(call, piece, deadline, returned if number == count - 1 else None)
 
@@ -127,7 +127,7 @@ class HostStaging:
             self.out.wait_event(slot.free)
         regions = _regions(slot.memory, piece)
         for tensor in piece.out:
-            self._layer.copy(self.out, regions[id(tensor)], tensor)
+            self._device_api.copy(self.out, regions[id(tensor)], tensor)
         left = self.out.record_event() if piece.out else None
         for tensor in piece.back:
             self._written[_place(tensor)] += 1
@@ -144,24 +144,19 @@ class HostStaging:
             if event is not None:
                 wait_for(event, passage.deadline, rank, f"{call.kind}: {what}")
         regions = _regions(passage.slot.memory, passage.chunk)
-        passage.operation = self._group.submit(
-            call.kind,
-            dtype=call.dtype,
-            reduce=call.reduce,
-            average=call.average,
-            root=call.root,
-            inputs=[_region(regions[id(tensor)]) for tensor in passage.chunk.inputs],
-            outputs=[_region(regions[id(tensor)]) for tensor in passage.chunk.outputs],
-            timeout_s=seconds_until(passage.deadline),
-            wait_here=False,
+        in_slot = replace(
+            call,
+            inputs=[regions[id(tensor)] for tensor in passage.chunk.inputs],
+            outputs=[regions[id(tensor)] for tensor in passage.chunk.outputs],
         )
+        passage.operation = in_slot.submit(self._group, seconds_until(passage.deadline), wait_here=False)
         self._running.append(passage)
 
     def _return(self, passage: StagedChunk) -> None:
         self._group.wait(passage.operation)
         regions = _regions(passage.slot.memory, passage.chunk)
         for tensor in passage.chunk.back:
-            self._layer.copy(self.back, tensor, regions[id(tensor)])
+            self._device_api.copy(self.back, tensor, regions[id(tensor)])
             place = _place(tensor)
             self._written[place] -= 1
             if not self._written[place]:
@@ -182,15 +177,8 @@ class HostStaging:
 
     def _greatest(self, count: int, deadline: float) -> int:
         number = torch.tensor([count])
-        operation = self._group.submit(
-            "all_reduce",
-            dtype="i64",
-            reduce="max",
-            outputs=[_region(number)],
-            timeout_s=seconds_until(deadline),
-            wait_here=True,
-        )
-        self._group.wait(operation)
+        call = Prepared("all_reduce", dtype="i64", reduce="max", outputs=[number])
+        self._group.wait(call.submit(self._group, seconds_until(deadline), wait_here=True))
         return int(number)
 
 
@@ -205,10 +193,6 @@ def _regions(memory: Tensor, piece: Chunk) -> dict[int, Tensor]:
         regions[id(tensor)] = memory[at : at + tensor.numel()]
         at += -(-tensor.numel() // ALIGN_BYTES) * ALIGN_BYTES
     return regions
-
-
-def _region(memory: Tensor) -> tuple[int, int]:
-    return memory.data_ptr(), memory.nbytes
 
 
 def _place(tensor: Tensor) -> int:

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 
 from netfold.communicator import Group
-from netfold.torch.calls import Prepared
+from netfold.torch.calls import DTYPE_NAMES, Prepared
 from netfold.torch.device import arithmetic, fixed_point
 from netfold.torch.device.chunks import BLOCK_ELEMENTS
 from netfold.torch.device.device_api import DeviceApi, Event, NcclGroup
@@ -29,11 +29,6 @@ _NCCL_BYTES = 16 << 20
 _NCCL_DTYPES = frozenset({
     torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int8, torch.int32, torch.int64, torch.uint8,
 })  # fmt: skip
-
-_NAMES = {
-    torch.float32: "f32", torch.float64: "f64", torch.float16: "f16", torch.bfloat16: "bf16", torch.int8: "i8",
-    torch.int16: "i16", torch.int32: "i32", torch.int64: "i64", torch.uint8: "u8",
-}  # fmt: skip
 
 
 class IntraHostReducer(Protocol):
@@ -64,26 +59,26 @@ class NcclReducer:
     dtypes = _NCCL_DTYPES
     kernels_wait = True
 
-    def __init__(self, layer: DeviceApi, stream: Any, inside: NcclGroup, size: int) -> None:
-        self._layer = layer
+    def __init__(self, device_api: DeviceApi, stream: Any, nccl_group: NcclGroup, size: int) -> None:
+        self._device_api = device_api
         self._stream = stream
-        self._inside = inside
+        self._nccl_group = nccl_group
         self._size = size
         spare = size * BLOCK_ELEMENTS * 8
-        self._whole = layer.empty(stream, _NCCL_BYTES + spare)
-        self._shard = layer.empty(stream, _NCCL_BYTES // size + spare)
+        self._whole = device_api.empty(stream, _NCCL_BYTES + spare)
+        self._shard = device_api.empty(stream, _NCCL_BYTES // size + spare)
 
     def scatter(self, values: Tensor, reduce: str, deadline: float) -> Tensor:
         whole, shard = self._buffers(values)
-        self._layer.copy(self._stream, whole[: values.numel()], values)
+        self._device_api.copy(self._stream, whole[: values.numel()], values)
         # The padding after the values is reduced with them and never read.
-        self._inside.reduce_scatter(self._stream, shard, whole, reduce)
+        self._nccl_group.reduce_scatter(self._stream, shard, whole, reduce)
         return shard
 
     def gather(self, values: Tensor, deadline: float) -> None:
         whole, shard = self._buffers(values)
-        self._inside.all_gather(self._stream, whole, shard)
-        self._layer.copy(self._stream, values, whole[: values.numel()])
+        self._nccl_group.all_gather(self._stream, whole, shard)
+        self._device_api.copy(self._stream, values, whole[: values.numel()])
 
     def release(self, *, settled: bool) -> None:
         """Do nothing: no memory here is shared with other processes."""
@@ -100,7 +95,7 @@ class IntraHostPath:
     def __init__(
         self,
         group: Group,
-        layer: DeviceApi,
+        device_api: DeviceApi,
         stream: Any,
         sums: IntraHostReducer,
         between: HostStaging | None,
@@ -112,7 +107,7 @@ class IntraHostPath:
         watch: a group of the host's ranks in which the driver detects failures while kernels wait for each other.
         """
         self._group = group
-        self._layer = layer
+        self._device_api = device_api
         self._stream = stream
         self._sums = sums
         self._between = between
@@ -141,7 +136,7 @@ class IntraHostPath:
     def run(self, call: Prepared, ready: Sequence[Event], deadline: float) -> Event:
         """Run the call after all events of `ready`. Returns the event after which the result is in place."""
         values = _plain(call.outputs[0])
-        self._layer.keep(values, self._stream)
+        self._device_api.keep(values, self._stream)
         for event in ready:
             self._stream.wait_event(event)
         sum_up: Callable[[Tensor, str, float], None] = self._fixed if self._wire(call) == "i32" else self._sum
@@ -149,7 +144,7 @@ class IntraHostPath:
         for piece in torch.split(values, elements):
             sum_up(piece, call.reduce, deadline)
         if call.average:
-            self._layer.launch(self._stream, lambda: arithmetic.divide(values, self._group.size))
+            self._device_api.launch(self._stream, lambda: arithmetic.divide(values, self._group.size))
         done: Event = self._stream.record_event()
         return done
 
@@ -163,7 +158,7 @@ class IntraHostPath:
     def _sum(self, values: Tensor, reduce: str, deadline: float) -> None:
         shard = self._sums.scatter(values, reduce, deadline)
         if self._between is not None and len(shard):
-            call = Prepared("all_reduce", dtype=_NAMES[shard.dtype], reduce=reduce, outputs=[shard])
+            call = Prepared("all_reduce", dtype=DTYPE_NAMES[shard.dtype], reduce=reduce, outputs=[shard])
             returned: list[Event] = []
             self._between.begin(call, self._stream.record_event(), deadline, returned.append)
             self._between.drain()
@@ -171,19 +166,19 @@ class IntraHostPath:
         self._sums.gather(values, deadline)
 
     def _fixed(self, values: Tensor, reduce: str, deadline: float) -> None:
-        layer, stream, headroom = self._layer, self._stream, fixed_point.headroom_bits(self._group.size)
+        device_api, stream, headroom = self._device_api, self._stream, fixed_point.headroom_bits(self._group.size)
         count = values.numel()
         found = self._integers(fixed_point.block_count(count))
-        layer.launch(stream, lambda: found.copy_(fixed_point.magnitudes(values)))
+        device_api.launch(stream, lambda: found.copy_(fixed_point.magnitudes(values)))
         self._sum(found, "max", deadline)
         integers = self._integers(count)
-        layer.launch(stream, lambda: found.copy_(fixed_point.exponents(found)))
-        layer.launch(stream, lambda: integers.copy_(fixed_point.quantise(values, found, headroom)))
+        device_api.launch(stream, lambda: found.copy_(fixed_point.exponents(found)))
+        device_api.launch(stream, lambda: integers.copy_(fixed_point.quantise(values, found, headroom)))
         self._sum(integers, reduce, deadline)
-        layer.launch(stream, lambda: values.copy_(fixed_point.dequantise(integers, found, headroom)))
+        device_api.launch(stream, lambda: values.copy_(fixed_point.dequantise(integers, found, headroom)))
 
     def _integers(self, count: int) -> Tensor:
-        return self._layer.empty(self._stream, 4 * count).view(torch.int32)
+        return self._device_api.empty(self._stream, 4 * count).view(torch.int32)
 
 
 def _plain(tensor: Tensor) -> Tensor:

@@ -38,7 +38,7 @@ Tensor = torch.Tensor
 # One half of a window.
 HALF_BYTES = 16 << 20
 _MARK_BYTES = 16
-# Windows, own and other ranks', that a hanging device may still use: kept for the life of the process.
+# Windows, own and other ranks', that a hanging device may still use: kept until the process ends.
 _never_released: list[Tensor] = []
 
 
@@ -49,9 +49,9 @@ class IpcReducer:
     dtypes = arithmetic.DTYPES
     kernels_wait = False  # the host's ranks pass a barrier before each kernel
 
-    def __init__(self, layer: DeviceApi, stream: Any, local: Group, windows: Sequence[Tensor]) -> None:
+    def __init__(self, device_api: DeviceApi, stream: Any, local: Group, windows: Sequence[Tensor]) -> None:
         """local: the group of the host's ranks. windows: by rank in `local`, this rank's own included."""
-        self._layer = layer
+        self._device_api = device_api
         self._stream = stream
         self._local = local
         self._windows = list(windows)
@@ -61,12 +61,12 @@ class IpcReducer:
         self._half = HALF_BYTES - self._half
         parts = self._parts(values)
         mine, (begin, end) = parts[self._local.rank], self._shard(values, self._local.rank)
-        self._layer.launch(self._stream, lambda: mine.copy_(values))
+        self._device_api.launch(self._stream, lambda: mine.copy_(values))
         self._barrier(deadline)
         shard = mine[begin:end]
         if len(shard):
             sources = [part[begin:end] for part in parts]
-            self._layer.launch(self._stream, lambda: shard.copy_(arithmetic.reduce_in_order(sources, reduce)))
+            self._device_api.launch(self._stream, lambda: shard.copy_(arithmetic.reduce_in_order(sources, reduce)))
         return shard
 
     def gather(self, values: Tensor, deadline: float) -> None:
@@ -74,7 +74,7 @@ class IpcReducer:
         for rank, part in enumerate(self._parts(values)):
             begin, end = self._shard(values, rank)
             if begin < end:
-                self._layer.copy(self._stream, values[begin:end], part[begin:end])
+                self._device_api.copy(self._stream, values[begin:end], part[begin:end])
 
     def release(self, *, settled: bool) -> None:
         if not settled:
@@ -97,7 +97,7 @@ class IpcReducer:
 
 
 def open_windows(
-    group: Group, members: Sequence[int], layer: DeviceApi, stream: Any, device: torch.device, deadline: float
+    group: Group, members: Sequence[int], device_api: DeviceApi, stream: Any, device: torch.device, deadline: float
 ) -> tuple[list[Tensor], str]:
     """Open the windows of `members`, the ranks of this host, in this order. Collective over the group.
 
@@ -106,17 +106,17 @@ def open_windows(
     mark, window, reason = secrets.token_bytes(_MARK_BYTES), None, ""
     handles: dict[int, dict[str, Any]] = {}  # by the rank that opens it
     try:
-        staged = layer.pinned(_MARK_BYTES)
-        window = layer.empty(stream, 2 * HALF_BYTES)
+        staged = device_api.pinned(_MARK_BYTES)
+        window = device_api.empty(stream, 2 * HALF_BYTES)
         staged.copy_(torch.frombuffer(bytearray(mark), dtype=torch.uint8))
-        layer.copy(stream, window[:_MARK_BYTES], staged)
+        device_api.copy(stream, window[:_MARK_BYTES], staged)
         wait_for(stream.record_event(), deadline, group.rank, "a mark in exported memory")
         for peer in members:
             if peer != group.rank:
-                handles[peer] = layer.export(window)
+                handles[peer] = device_api.export(window)
     except RuntimeError as error:
-        reason = f"rank {group.rank} cannot export memory of {layer.uuid(device)}: {_first_line(error)}"
-    offer = {"handles": list(handles.items()), "mark": mark, "uuid": layer.uuid(device)}
+        reason = f"rank {group.rank} cannot export memory of {device_api.uuid(device)}: {_first_line(error)}"
+    offer = {"handles": list(handles.items()), "mark": mark, "uuid": device_api.uuid(device)}
     offers = exchange_messages(group, offer, deadline)
     windows = []
     for peer in members:
@@ -125,17 +125,19 @@ def open_windows(
         if peer == group.rank and window is not None:
             windows.append(window)
         elif handle is not None and window is None:
-            layer.decline(handle, device)
+            device_api.decline(handle, device)
         elif handle is not None:
             try:
-                opened = _open(layer, handle, device)
-                layer.copy(stream, staged, opened[:_MARK_BYTES])
+                opened = _open(device_api, handle, device)
+                device_api.copy(stream, staged, opened[:_MARK_BYTES])
                 wait_for(stream.record_event(), deadline, group.rank, "a mark in a peer's memory")
                 if bytes(staged.tolist()) != offer["mark"]:
                     raise RuntimeError("the mark read there is a different one")
                 windows.append(opened)
             except RuntimeError as error:
-                hidden = "" if offer["uuid"] in layer.visible() else ", which it does not see (CUDA_VISIBLE_DEVICES)"
+                hidden = (
+                    "" if offer["uuid"] in device_api.visible() else ", which it does not see (CUDA_VISIBLE_DEVICES)"
+                )
                 reason = reason or (
                     f"rank {group.rank} cannot open the memory of rank {peer} on {offer['uuid']}{hidden}: "
                     f"{_first_line(error)}"
@@ -144,11 +146,11 @@ def open_windows(
     return (windows, "") if not reasons else ([], reasons[0])
 
 
-def _open(layer: DeviceApi, handle: dict[str, Any], device: torch.device) -> Tensor:
+def _open(device_api: DeviceApi, handle: dict[str, Any], device: torch.device) -> Tensor:
     try:
-        return layer.open(handle, device)
+        return device_api.open(handle, device)
     except RuntimeError:
-        layer.decline(handle, device)
+        device_api.decline(handle, device)
         raise
 
 

@@ -35,7 +35,7 @@ class DevicePaths:
 
     device: torch.device
     staged: HostStaging
-    inside: IntraHostPath | None
+    intra_host: IntraHostPath | None
     done: Any  # the stream of the Works' results
     reason: str  # the same sentence on all ranks
     parts: list[Any] = field(default_factory=list)  # subgroups, and the NCCL group
@@ -52,13 +52,13 @@ class DevicePaths:
         Results come first: the host waits at most `SETTLE_S` for the device's work, and `meet_s` for the other ranks'
         devices. Work is aborted only after a failure or that time.
         """
-        settled = not failed and (self.inside is None or self._settle(self.inside, SETTLE_S))
+        settled = not failed and (self.intra_host is None or self._settle(self.intra_host, SETTLE_S))
         if not settled and not failed:
             log.warning("the device was not done %g s after its group was closed; it is cut off", SETTLE_S)
         if not settled:
             self.abort("the group was closed")
-        if self.inside is not None:
-            self.inside.release(settled=settled or self._settle(self.inside, AFTER_ABORT_S))
+        if self.intra_host is not None:
+            self.intra_host.release(settled=settled or self._settle(self.intra_host, AFTER_ABORT_S))
         parts, self.parts = self.parts, []
         # Groups last: closing one ends the wait of other ranks in it.
         for part in sorted(parts, key=lambda each: isinstance(each, Group)):
@@ -67,31 +67,33 @@ class DevicePaths:
             elif settled:
                 part.close(meet_s)
 
-    def _settle(self, inside: IntraHostPath, wait_s: float) -> bool:
+    def _settle(self, intra_host: IntraHostPath, wait_s: float) -> bool:
         """Wait for the device's work. Returns whether it is done."""
         deadline = time.monotonic() + wait_s
         try:
-            for stream in (self.staged.out, self.staged.back, self.done, *inside.streams):
+            for stream in (self.staged.out, self.staged.back, self.done, *intra_host.streams):
                 wait_for(stream.record_event(), deadline, 0, "the end of a group")
         except RuntimeError:
             return False
         return True
 
 
-def choose_paths(group: Group, layer: DeviceApi, device: torch.device, part: Store, deadline: float) -> DevicePaths:
+def choose_paths(
+    group: Group, device_api: DeviceApi, device: torch.device, part: Store, deadline: float
+) -> DevicePaths:
     """Choose the paths. Collective; the first operation of a group's driver. Raises as `exchange_capabilities`."""
     slots: list[torch.Tensor] = []
     problem = ""
     try:
-        slots = pinned.slots(layer, int(group.options.pinned_bytes or 0), group.rank)
+        slots = pinned.slots(device_api, int(group.options.pinned_bytes or 0), group.rank)
     except NetfoldError as error:
         problem = str(error)
     facts = capability_exchange.exchange_capabilities(
-        group, capability_exchange.capabilities_of(group, layer, device, problem), deadline
+        group, capability_exchange.capabilities_of(group, device_api, device, problem), deadline
     )
-    builder = _Builder(group, layer, device, part, deadline)
+    builder = _Builder(group, device_api, device, part, deadline)
     try:
-        inside, how = builder.inside([each.uuid for each in facts])
+        intra_host, how = builder.intra_host([each.uuid for each in facts])
     except BaseException:
         for each in builder.parts:
             if isinstance(each, Group):
@@ -99,9 +101,9 @@ def choose_paths(group: Group, layer: DeviceApi, device: torch.device, part: Sto
             else:
                 each.abort("the group was not made")
         raise
-    paths = builder.paths(slots, inside, how)
+    paths = builder.paths(slots, intra_host, how)
     expected = group.options.intra_host == "auto" and len(set(group.nodes)) < group.size
-    level = logging.WARNING if expected and inside is None and group.rank == 0 else logging.DEBUG
+    level = logging.WARNING if expected and intra_host is None and group.rank == 0 else logging.DEBUG
     log.log(level, "rank %d of %d: %s", group.rank, group.size, paths.reason)
     return paths
 
@@ -109,22 +111,27 @@ def choose_paths(group: Group, layer: DeviceApi, device: torch.device, part: Sto
 class _Builder:
     """Makes the paths, and keeps the subgroups that it makes for them."""
 
-    def __init__(self, group: Group, layer: DeviceApi, device: torch.device, part: Store, deadline: float) -> None:
+    def __init__(self, group: Group, device_api: DeviceApi, device: torch.device, part: Store, deadline: float) -> None:
         self._group = group
-        self._layer = layer
+        self._device_api = device_api
         self._device = device
         self._part = part
         self._deadline = deadline
         self.parts: list[Any] = []
 
-    def paths(self, slots: Sequence[torch.Tensor], inside: IntraHostPath | None, how: str) -> DevicePaths:
-        layer, device = self._layer, self._device
-        reason = f"{layer.kind}: {how}staged through {len(slots)} x {slots[0].numel()} bytes of pinned memory"
+    def paths(self, slots: Sequence[torch.Tensor], intra_host: IntraHostPath | None, how: str) -> DevicePaths:
+        device_api, device = self._device_api, self._device
+        reason = f"{device_api.kind}: {how}staged through {len(slots)} x {slots[0].numel()} bytes of pinned memory"
         return DevicePaths(
-            device, HostStaging(self._group, layer, device, slots), inside, layer.new_stream(device), reason, self.parts
+            device,
+            HostStaging(self._group, device_api, device, slots),
+            intra_host,
+            device_api.new_stream(device),
+            reason,
+            self.parts,
         )
 
-    def inside(self, uuids: Sequence[str]) -> tuple[IntraHostPath | None, str]:
+    def intra_host(self, uuids: Sequence[str]) -> tuple[IntraHostPath | None, str]:
         """Make the intra-host path. Returns it, or None, and the reason's text about it."""
         group, setting = self._group, str(self._group.options.intra_host)
         members, peers, reason = host_groups(group.nodes, group.rank)
@@ -135,22 +142,22 @@ class _Builder:
             return self._by_nccl(members, peers)
         if setting == "off":
             reason = "NETFOLD_INTRA_HOST=off"
-        stream = self._layer.new_stream(self._device)
+        stream = self._device_api.new_stream(self._device)
         windows: list[torch.Tensor] = []
         if not reason:
-            windows, reason = ipc.open_windows(group, members, self._layer, stream, self._device, self._deadline)
+            windows, reason = ipc.open_windows(group, members, self._device_api, stream, self._device, self._deadline)
         if reason:
             return None, f"IPC disabled because {reason}; "
         local = group if len(members) == group.size else self._subgroup("host", group.nodes[group.rank], members)
-        return self._path(stream, ipc.IpcReducer(self._layer, stream, local, windows), members, peers, "IPC")
+        return self._path(stream, ipc.IpcReducer(self._device_api, stream, local, windows), members, peers, "IPC")
 
     def _by_nccl(self, members: Sequence[int], peers: Sequence[int]) -> tuple[IntraHostPath | None, str]:
         store = PrefixStore(f"nccl/{members[0]}", self._part)
         place = members.index(self._group.rank)
-        nccl = self._layer.nccl(self._device, store, place, len(members))
+        nccl = self._device_api.nccl(self._device, store, place, len(members))
         self.parts.append(nccl)
-        stream = self._layer.new_stream(self._device)
-        sums = NcclReducer(self._layer, stream, nccl, len(members))
+        stream = self._device_api.new_stream(self._device)
+        sums = NcclReducer(self._device_api, stream, nccl, len(members))
         return self._path(stream, sums, members, peers, "NCCL", self._subgroup("watch", members[0], members))
 
     def _path(
@@ -162,18 +169,18 @@ class _Builder:
         name: str,
         watch: Group | None = None,
     ) -> tuple[IntraHostPath, str]:
-        group, layer, device = self._group, self._layer, self._device
+        group, device_api, device = self._group, self._device_api, self._device
         between = None
         how = f"all_reduce from {MIN_BYTES} bytes by {name} among the {len(members)} ranks of a host"
         if len(peers) > 1:
             among = self._subgroup("between", members.index(group.rank), peers)
-            slots = pinned.slots(layer, int(group.options.pinned_bytes or 0), group.rank)
-            between = HostStaging(among, layer, device, slots)
+            slots = pinned.slots(device_api, int(group.options.pinned_bytes or 0), group.rank)
+            between = HostStaging(among, device_api, device, slots)
             how += f", by netfold between {len(peers)} hosts"
         without = sorted(str(dtype).removeprefix("torch.") for dtype in arithmetic.DTYPES - sums.dtypes)
         if without:
             how += f", but for {', '.join(without)}, for which {name} has no datatype"
-        return IntraHostPath(group, layer, stream, sums, between, watch), f"{how}; else "
+        return IntraHostPath(group, device_api, stream, sums, between, watch), f"{how}; else "
 
     def _subgroup(self, what: str, number: int, ranks: Sequence[int]) -> Group:
         """Make a group of some of the ranks. Only a group between hosts uses the switch."""

@@ -24,10 +24,10 @@ ALIGN_BYTES = 64
 TRANSFER_BYTES = 64 << 20
 
 
-def slots(layer: DeviceApi, pinned_bytes: int, rank: int) -> list[Tensor]:
+def slots(device_api: DeviceApi, pinned_bytes: int, rank: int) -> list[Tensor]:
     """Allocate `SLOTS` buffers of `pinned_bytes` together. NetfoldError if the host refuses."""
     try:
-        return [layer.pinned(pinned_bytes // SLOTS) for _ in range(SLOTS)]
+        return [device_api.pinned(pinned_bytes // SLOTS) for _ in range(SLOTS)]
     except RuntimeError as error:
         raise NetfoldError(
             f"rank {rank}: the host gave no {pinned_bytes} bytes of pinned memory: {error}; set NETFOLD_PINNED_BYTES "
@@ -39,8 +39,8 @@ def slots(layer: DeviceApi, pinned_bytes: int, rank: int) -> list[Tensor]:
 class TransferMemory:
     """The memory in which messages are staged. Thread-safe."""
 
-    def __init__(self, layer: DeviceApi, budget_bytes: int = TRANSFER_BYTES) -> None:
-        self._layer = layer
+    def __init__(self, device_api: DeviceApi, budget_bytes: int = TRANSFER_BYTES) -> None:
+        self._device_api = device_api
         self._left = budget_bytes
         self._refused = False
         self._lock = threading.Lock()
@@ -57,7 +57,7 @@ class TransferMemory:
         if not fits:
             return torch.empty(nbytes, dtype=torch.uint8)
         try:
-            memory = self._layer.pinned(nbytes)
+            memory = self._device_api.pinned(nbytes)
         except RuntimeError as error:
             self._give_back(nbytes)
             if not self._refused:

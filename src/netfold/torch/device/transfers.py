@@ -21,13 +21,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from netfold.communicator.group import DTYPES, KINDS
+from netfold.communicator.group import KINDS
 from netfold.errors import NetfoldError
-from netfold.torch.calls import DTYPE_CODES, with_memory
+from netfold.torch.calls import with_memory
 from netfold.torch.device.chunks import as_bytes
 from netfold.torch.device.device_api import DeviceApi, Event, refuse_capture, wait_for
 from netfold.torch.device.pinned import TransferMemory
 from netfold.torch.device.work import DeviceWork
+from netfold.torch.forwarding import seconds_of
 from netfold.torch.work import NetfoldWork
 
 if TYPE_CHECKING:
@@ -35,17 +36,16 @@ if TYPE_CHECKING:
 
 Tensor = torch.Tensor
 
-_BYTES = DTYPES["u8"]
 _HOST = torch.device("cpu")
 
 
 class DeviceTransfers:
     """A group's messages from and to devices."""
 
-    def __init__(self, transfers: Transfers, layer: DeviceApi) -> None:
+    def __init__(self, transfers: Transfers, device_api: DeviceApi) -> None:
         self._transfers = transfers
-        self._layer = layer
-        self._memory = TransferMemory(layer)
+        self._device_api = device_api
+        self._memory = TransferMemory(device_api)
         self._streams: dict[torch.device, tuple[Any, Any]] = {}
         self._lock = threading.Lock()
         self._sends: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
@@ -56,25 +56,25 @@ class DeviceTransfers:
         self._closed = False
 
     def takes(self, tensor: Tensor) -> bool:
-        return self._layer.holds(tensor)
+        return self._device_api.holds(tensor)
 
     def send(self, tensor: Tensor, to: int, tag: int) -> SendWork:
-        layer, group = self._layer, self._transfers.group
-        device = layer.device_of(tensor)
-        with layer.on(device):
-            refuse_capture(layer, group.rank, f"send to rank {to} from {device}")
+        device_api, group = self._device_api, self._transfers.group
+        device = device_api.device_of(tensor)
+        with device_api.on(device):
+            refuse_capture(device_api, group.rank, f"send to rank {to} from {device}")
             out, _ = self._of(device)
             staged = with_memory(tensor).contiguous()
-            ready = layer.current_stream(device).record_event()
-            layer.keep(staged, out)
+            ready = device_api.current_stream(device).record_event()
+            device_api.keep(staged, out)
         deadline = time.monotonic() + group.timeout_s
-        work = SendWork(layer, device, [tensor], self._transfers, to)
+        work = SendWork(device_api, device, [tensor], self._transfers, to)
 
         def copy_and_send() -> None:
-            layer.enter(device)
+            device_api.enter(device)
             memory = self._memory.take(staged.nbytes)
             out.wait_event(ready)
-            layer.copy(out, memory, as_bytes(staged))
+            device_api.copy(out, memory, as_bytes(staged))
             copied = out.record_event()
             wait_for(copied, deadline, group.rank, "send: the copy to the host")
             work.sent(self._start(tensor, memory, to, tag), copied, out)
@@ -90,7 +90,7 @@ class DeviceTransfers:
         """
         if (to, tag) not in self._queued:
             return None
-        work = QueuedSend(self._layer, [tensor], self._transfers, to)
+        work = QueuedSend(self._device_api, [tensor], self._transfers, to)
         with self._lock:
             if (to, tag) not in self._queued:
                 return None
@@ -99,10 +99,8 @@ class DeviceTransfers:
         return work
 
     def _start(self, tensor: Tensor, memory: Tensor, to: int, tag: int) -> Any:
-        """Start the native operation for `tensor`, whose bytes are in `memory`, and hold `memory` until it is done."""
-        dtype = DTYPE_CODES.get(tensor.dtype, _BYTES)
-        region = (memory.data_ptr(), memory.nbytes)
-        operation = self._transfers.group.start_transfer(KINDS["send"], dtype, to, tag, region)
+        """Start the native send of `tensor`, whose bytes are in `memory`, and hold `memory` until it is done."""
+        operation = self._transfers.start(KINDS["send"], tensor, memory, to, tag)
         if not operation.done:
             self._transfers.hold(operation, memory)
         return operation
@@ -115,7 +113,7 @@ class DeviceTransfers:
             try:
                 send()
             except (RuntimeError, ValueError) as error:
-                failure = _told(error, group.rank, what)
+                failure = _in_context(error, group.rank, what)
                 # Else the receiver would take the next message with this tag for the one that failed.
                 if not isinstance(failure, ValueError):
                     group.abort(str(failure))
@@ -137,27 +135,25 @@ class DeviceTransfers:
         self._sends.put(run)
 
     def receive(self, tensor: Tensor, source: int, tag: int) -> ReceiveWork:
-        layer, group = self._layer, self._transfers.group
-        device = layer.device_of(tensor)
-        with layer.on(device):
-            refuse_capture(layer, group.rank, f"receive on {device}")
+        device_api, group = self._device_api, self._transfers.group
+        device = device_api.device_of(tensor)
+        with device_api.on(device):
+            refuse_capture(device_api, group.rank, f"receive on {device}")
             _, back = self._of(device)
             with_memory(tensor)
             try:
                 memory = self._memory.take(tensor.nbytes)
             except RuntimeError as error:
-                raise _told(error, group.rank, f"receive on {device}") from error
-            ready = layer.current_stream(device).record_event()
-        dtype = DTYPE_CODES.get(tensor.dtype, _BYTES)
-        region = (memory.data_ptr(), memory.nbytes)
-        operation = group.start_transfer(KINDS["receive"], dtype, source, tag, region)
-        return ReceiveWork(self._transfers, operation, layer, device, back, tensor, memory, ready)
+                raise _in_context(error, group.rank, f"receive on {device}") from error
+            ready = device_api.current_stream(device).record_event()
+        operation = self._transfers.start(KINDS["receive"], tensor, memory, source, tag)
+        return ReceiveWork(self._transfers, operation, device_api, device, back, tensor, memory, ready)
 
     def _of(self, device: torch.device) -> tuple[Any, Any]:
         """The streams for copies from a device and to it."""
         with self._lock:
             if device not in self._streams:
-                self._streams[device] = self._layer.new_stream(device), self._layer.new_stream(device)
+                self._streams[device] = self._device_api.new_stream(device), self._device_api.new_stream(device)
             return self._streams[device]
 
     def close(self) -> None:
@@ -179,21 +175,20 @@ def _stop() -> None:
 class SendWork(DeviceWork):
     """One send: settled once copied to the host, done when the native send is."""
 
-    def __init__(self, layer: DeviceApi, device: torch.device, result: Any, transfers: Transfers, to: int) -> None:
-        super().__init__(layer, device, result, transfers.group.rank)
+    def __init__(self, device_api: DeviceApi, device: torch.device, result: Any, transfers: Transfers, to: int) -> None:
+        super().__init__(device_api, device, result, transfers.group.rank)
         self._transfers = transfers
         self._to = to
         self._operation: Any = None
 
     def sent(self, operation: Any, event: Event | None, stream: Any) -> None:
         self._operation = operation
-        self.given(event, stream)
+        self.settle_after(event, stream)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         super().wait(timeout)
-        seconds = timeout.total_seconds() if timeout and timeout.days >= 0 else None
         try:
-            self._transfers.group.wait(self._operation, seconds)
+            self._transfers.group.wait(self._operation, seconds_of(timeout))
         finally:
             if self._operation.done:
                 self._transfers.ended(self._operation)
@@ -205,9 +200,6 @@ class SendWork(DeviceWork):
     def source_rank(self) -> int:
         """The other end's rank, as gloo has it."""
         return self._to
-
-    def _source_rank(self) -> int:
-        return self.source_rank()
 
     def _resolve_here(self, future: torch.futures.Future[Any]) -> None:
         if self._failure is None:
@@ -221,8 +213,8 @@ class SendWork(DeviceWork):
 class QueuedSend(SendWork):
     """One send of a CPU tensor after queued sends from devices. No stream waits for it."""
 
-    def __init__(self, layer: DeviceApi, result: Any, transfers: Transfers, to: int) -> None:
-        super().__init__(layer, _HOST, result, transfers, to)
+    def __init__(self, device_api: DeviceApi, result: Any, transfers: Transfers, to: int) -> None:
+        super().__init__(device_api, _HOST, result, transfers, to)
 
     def _order_stream(self) -> None:
         """A CPU tensor is in no stream."""
@@ -238,14 +230,14 @@ class ReceiveWork(NetfoldWork):
         self,
         transfers: Transfers,
         operation: Any,
-        layer: DeviceApi,
+        device_api: DeviceApi,
         device: torch.device,
         back: Any,
         tensor: Tensor,
         memory: Tensor,
         ready: Event,
     ) -> None:
-        self._layer = layer
+        self._device_api = device_api
         self._device = device
         self._rank = transfers.group.rank
         self._back = back
@@ -253,51 +245,42 @@ class ReceiveWork(NetfoldWork):
 
         def copy_in() -> None:
             # This runs on the waiting thread, or on a completion thread that serves all groups.
-            with layer.on(device):
+            with device_api.on(device):
                 copy_in_here()
 
         def copy_in_here() -> None:
             back.wait_event(ready)
             if tensor.is_contiguous():
-                layer.copy(back, as_bytes(tensor), memory)
+                device_api.copy(back, as_bytes(tensor), memory)
             else:
-                whole = layer.empty(back, tensor.nbytes)
-                layer.copy(back, whole, memory)
+                whole = device_api.empty(back, tensor.nbytes)
+                device_api.copy(back, whole, memory)
                 values = whole.view(tensor.dtype).view(tensor.shape)
-                layer.launch(back, lambda: tensor.detach().copy_(values))
-            layer.keep(tensor, back)
+                device_api.launch(back, lambda: tensor.detach().copy_(values))
+            device_api.keep(tensor, back)
             self._event = back.record_event()
 
         super().__init__(transfers.group, [operation], [tensor], keep=(tensor, memory), finish=copy_in)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         super().wait(timeout)
-        with self._layer.on(self._device):
-            refuse_capture(self._layer, self._rank, "a wait for a receive that began before")
-            self._layer.current_stream(self._device).wait_event(self._event)
+        with self._device_api.on(self._device):
+            refuse_capture(self._device_api, self._rank, "a wait for a receive that began before")
+            self._device_api.current_stream(self._device).wait_event(self._event)
         return True
 
     def is_completed(self) -> bool:
         if not super().is_completed() or self._event is None:
             return super().is_completed()
-        with self._layer.on(self._device):
+        with self._device_api.on(self._device):
             return self._event.query()
 
     def source_rank(self) -> int:
         """The group rank of the sender, once the receive is done."""
         return int(self._operations[0].peer)
 
-    def _source_rank(self) -> int:
-        return self.source_rank()
-
     def make_future(self) -> torch.futures.Future[Any]:
-        future = self._layer.future(self._device)
-
-        def value(_: Any) -> Any:
-            error = self._error()
-            if error is not None:
-                raise error
-            return self._result
+        future = self._device_api.future(self._device)
 
         def resolve() -> None:
             try:
@@ -305,15 +288,15 @@ class ReceiveWork(NetfoldWork):
             except Exception:
                 future.set_result(None)  # the callback raises
                 return
-            self._layer.enter(self._device)
-            self._layer.resolve(self._back, future, self._result)
+            self._device_api.enter(self._device)
+            self._device_api.resolve(self._back, future, self._result)
 
-        visible = future.then(value)
+        visible = future.then(self._value)
         threading.Thread(target=resolve, name="netfold-future", daemon=True).start()
         return visible
 
 
-def _told(error: Exception, rank: int, what: str) -> Exception:
+def _in_context(error: Exception, rank: int, what: str) -> Exception:
     if isinstance(error, (NetfoldError, ValueError)):
         return error
     return NetfoldError(f"rank {rank}: {what} failed: {error}", rank=rank)

@@ -15,18 +15,16 @@ import torch
 
 from netfold.errors import WaitTimeout
 from netfold.torch.device.device_api import DeviceApi, Event, Stream, refuse_capture
-from netfold.torch.forwarding import NetfoldWorkBase
+from netfold.torch.forwarding import NetfoldWorkBase, seconds_of
 
 
 class DeviceWork(NetfoldWorkBase):
     """The Work of one or several operations on device memory."""
 
-    _operations: Sequence[Any] = ()  # no native operations to wait for
-
-    def __init__(self, layer: DeviceApi, device: torch.device, result: Any, rank: int) -> None:
+    def __init__(self, device_api: DeviceApi, device: torch.device, result: Any, rank: int) -> None:
         """result: the Future's value."""
         super().__init__()
-        self._layer = layer
+        self._device_api = device_api
         self._device = device
         self._result = result
         self._rank = rank
@@ -38,15 +36,15 @@ class DeviceWork(NetfoldWorkBase):
         self._future: torch.futures.Future[Any] | None = None  # resolved by netfold
         self._visible: torch.futures.Future[Any]  # returned to users
 
-    def given(self, event: Event | None, stream: Stream | None) -> None:
+    def settle_after(self, event: Event | None, stream: Stream | None) -> None:
         """Settle the Work: results are in place after `event`, recorded last in `stream`; None for host memory."""
         self._event, self._stream = event, stream
         self._settle()
 
     def extended(self) -> None:
         """Record the result's event anew, in the caller's stream, which has waited and got more work for the result."""
-        with self._layer.on(self._device):
-            self._stream = self._layer.current_stream(self._device)
+        with self._device_api.on(self._device):
+            self._stream = self._device_api.current_stream(self._device)
             self._event = self._stream.record_event()
 
     def fail(self, failure: Exception) -> None:
@@ -56,32 +54,25 @@ class DeviceWork(NetfoldWorkBase):
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Wait for the operation, or raise its error. A timeout of 0 means none, as in torch."""
-        seconds = timeout.total_seconds() if timeout and timeout.days >= 0 else None
+        seconds = seconds_of(timeout)
         if not self._settled.wait(seconds):
             raise WaitTimeout(f"rank {self._rank}: the wait timed out: the operation is not done after {seconds} s")
-        if self._failure is not None:
-            raise self._failure
+        self._value(None)
         self._order_stream()
         return True
 
     def _order_stream(self) -> None:
         """Have the caller's current stream wait for the result."""
-        with self._layer.on(self._device):
-            refuse_capture(self._layer, self._rank, "a wait for an operation that began before")
-            self._layer.current_stream(self._device).wait_event(self._event)
-
-    def synchronize(self) -> None:
-        self.wait()
+        with self._device_api.on(self._device):
+            refuse_capture(self._device_api, self._rank, "a wait for an operation that began before")
+            self._device_api.current_stream(self._device).wait_event(self._event)
 
     def is_completed(self) -> bool:
         """Whether the device has the results."""
         if not self._settled.is_set() or self._event is None:
             return self._settled.is_set()
-        with self._layer.on(self._device):
+        with self._device_api.on(self._device):
             return self._event.query()
-
-    def is_success(self) -> bool:
-        return self.is_completed() and self._failure is None
 
     def exception(self) -> Any:
         return self._failure
@@ -103,7 +94,7 @@ class DeviceWork(NetfoldWorkBase):
             return self._visible
 
     def _new_future(self) -> torch.futures.Future[Any]:
-        return self._layer.future(self._device)
+        return self._device_api.future(self._device)
 
     def _value(self, _: Any) -> Any:
         if self._failure is not None:
@@ -124,14 +115,12 @@ class DeviceWork(NetfoldWorkBase):
         if self._stream is None:
             future.set_result(None)  # the callback raises, or has the result
         else:
-            self._layer.enter(self._device)
-            self._layer.resolve(self._stream, future, self._result)
+            self._device_api.enter(self._device)
+            self._device_api.resolve(self._stream, future, self._result)
 
 
 class CoalescedWork(NetfoldWorkBase):
     """The Work of a coalescing manager that included device memory."""
-
-    _operations: Sequence[Any] = ()
 
     def __init__(self, works: Sequence[Any]) -> None:
         super().__init__()
@@ -142,14 +131,8 @@ class CoalescedWork(NetfoldWorkBase):
             work.wait(timeout)
         return True
 
-    def synchronize(self) -> None:
-        self.wait()
-
     def is_completed(self) -> bool:
         return all(work.is_completed() for work in self._works)
-
-    def is_success(self) -> bool:
-        return all(work.is_success() for work in self._works)
 
     def exception(self) -> Any:
         return next((work.exception() for work in self._works if work.exception() is not None), None)

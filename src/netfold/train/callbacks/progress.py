@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from netfold.profile.page import units
+from netfold import units
 from netfold.train.callbacks.overlap import OverlapCallback
 from netfold.train.callbacks.result import with_unit
 from netfold.train.events import Callback, Ended, Evaluated, Noted, Started, Stepped

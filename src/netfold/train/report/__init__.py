@@ -1,11 +1,11 @@
-"""A run's page, report.html: what came of it, how it went, what it was. A sheet as a profile's.
+"""A run's page, report.html: the result, the curves, the history and the recipe.
 
-    curves         a chart a quantity          happened     notes, starts and evaluations, as tables
-    pictures       what the model makes        provenance    the recipe, the environment
-    communication  the profile's main figures  listener     writes the page while a run goes on
+    curves         a chart for each quantity            history     notes, starts and evaluations; recipe, environment
+    pictures       what the model makes                 listener    writes the page during a run
+    communication  the main figures of the profile
 
-Made of the run's folder alone, so it can be made again elsewhere: `write_report(folder)`.
-`<script type="application/json" id="metrics">` carries every number of metrics.jsonl that counts, up to 100,000 steps.
+Everything comes from the run's folder, so the page can be written again elsewhere: `write_report(folder)`. The
+`<script type="application/json" id="metrics">` has all valid numbers of metrics.jsonl, up to 100,000 steps.
 """
 
 from __future__ import annotations
@@ -13,29 +13,28 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from netfold.profile.page import units
-from netfold.profile.page.escape import escape
-from netfold.profile.page.layout import render_layout
+from netfold import units
+from netfold.page.escape import escape
+from netfold.page.layout import render_layout
 from netfold.train.callbacks.metrics_file import NAME, Metrics, read_metrics
 from netfold.train.callbacks.result import result
 from netfold.train.report.communication import communication
 from netfold.train.report.curves import columns, curves
-from netfold.train.report.history import history
+from netfold.train.report.history import history, provenance
 from netfold.train.report.pictures import pictures
-from netfold.train.report.provenance import provenance
 
 __all__ = ["PAGE", "write_report"]
 
 PAGE = "report.html"
-# About 130 bytes each: of a longer run's steps the page carries every so many.
+# A step takes about 130 bytes of the page. Of a longer run, the page has one step in N.
 _MOST_STEPS = 100_000
 
 
 def write_report(folder: Path) -> Path:
-    """Write the page of a run's folder anew, whole or not at all, and that of its profile beside it. Its path.
+    """Write the page of a run's folder atomically, and the page of its profile beside it. Return the path.
 
-    Raises ValueError where there is no run, or one that has not begun, OSError where a file cannot be written.
-    Cost: reading metrics.jsonl, some 20 microseconds a line, and the profile.
+    Raises ValueError if there is no run or the run has not begun, OSError if a file cannot be written.
+    Cost: reading metrics.jsonl, about 20 microseconds a line, and the profile.
     """
     page = folder / PAGE
     new = page.with_name(PAGE + ".new")
@@ -47,7 +46,7 @@ def write_report(folder: Path) -> Path:
 def _render(folder: Path) -> str:
     metrics = read_metrics(folder)
     if not metrics.starts:
-        raise ValueError(f"{folder} is no folder of a run, or of one that has not begun: {NAME} says nothing there")
+        raise ValueError(f"{folder} is no folder of a run, or the run has not begun: {NAME} has no start there")
     recipe = metrics.starts[-1]["recipe"]
     every = max(1, -(-len(metrics.steps) // _MOST_STEPS))
     numbers = {
@@ -71,14 +70,13 @@ def _render(folder: Path) -> str:
             ("recipe", "Recipe and environment", provenance(folder) + _carried(every)),
         ],
         data=("metrics", numbers),
-        style=Path(__file__).with_name("style.css"),
     )
 
 
 def _headline(metrics: Metrics) -> str:
     metric = metrics.starts[-1]["metric"]
     if not metrics.evaluations:
-        return "Held-out samples were not looked at yet."
+        return "There is no evaluation of held-out samples yet."
     last = metrics.evaluations[-1]
     when = "" if metrics.is_finished else f" (after step {last['step']:,})"
     return f"{result(metric, last['values'].get(metric['name']))}{when}."
@@ -96,7 +94,7 @@ def _end(metrics: Metrics) -> str:
 def _carried(every: int) -> str:
     if every == 1:
         return ""
-    return f'<p class="quiet">Of the steps this file carries the numbers of one in {every}; {NAME} has all.</p>'
+    return f'<p class="quiet">This file carries the numbers of one in {every} steps; {NAME} has all of them.</p>'
 
 
 def _facts(metrics: Metrics) -> list[tuple[str, str]]:
@@ -105,7 +103,7 @@ def _facts(metrics: Metrics) -> list[tuple[str, str]]:
     found = [
         (f"{done:,}", f"of {start['steps']:,} steps, {start['batch']:,} samples each"),
         (f"{start['ranks']:,}", f"{'rank' if start['ranks'] == 1 else 'ranks'}; {start['parameters']:,} parameters"),
-    ]  # fmt: skip
+    ]
     if steps:
         seconds = sorted(line["seconds"] for line in steps)
         median = seconds[len(seconds) // 2]

@@ -1,4 +1,4 @@
-"""What the profile of a stretch of steps found, in short; all of it is on a page of its own beside this one."""
+"""The main figures of the run's profile of some steps. A page of its own has all of the profile."""
 
 from __future__ import annotations
 
@@ -6,13 +6,12 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
+from netfold.page.escape import escape
+from netfold.page.layout import facts_of
 from netfold.plan.advice import advise
 from netfold.profile.analyse import analyse
 from netfold.profile.overlap import each_step
-from netfold.profile.page import advice, render_page
-from netfold.profile.page import text as text_module
-from netfold.profile.page.escape import escape
-from netfold.profile.page.layout import facts_of
+from netfold.profile.page import advice, limitations, render_page, text
 from netfold.profile.run import Run, RunError, Trace, read_run
 from netfold.train.callbacks.profiling import NAME
 
@@ -20,11 +19,11 @@ PAGE = "profile.html"
 
 
 def communication(folder: Path) -> str:
-    """Writes the profile's page, too."""
+    """Return the section, and write the profile's page."""
     if not (folder / NAME).is_dir():
         return (
-            "<p>No steps were recorded here: report.profile is off, the run was too short or has not come so far, or "
-            "all of the job is recorded elsewhere (netfold profile run).</p>"
+            "<p>No steps were recorded here: report.profile is off, the run is too short so far, or "
+            "<code>netfold profile run</code> records the whole job elsewhere.</p>"
         )
     try:
         run = _steps_alone(read_run(folder / NAME))
@@ -36,16 +35,14 @@ def communication(folder: Path) -> str:
     new.write_text(render_page(findings, run, each_step=each_step(run)), encoding="utf-8")
     os.replace(new, folder / PAGE)
     steps = f"{findings.steps.count} steps were recorded. " if findings.steps is not None else ""
-    missing = "".join(f'<p class="failed">{escape(text)}</p>' for text in text_module.limitations(findings))
     return (
-        f"<p>{steps}{escape(text_module.headline(findings))}</p>{missing}"
-        f'<div class="facts">{facts_of(text_module.facts(findings))}</div>{advice(findings)}'
-        f'<p><a href="{PAGE}">All of the profile</a></p>'
+        f"<p>{steps}{escape(text.headline(findings))}</p>{limitations(findings)}{facts_of(text.facts(findings))}"
+        f'{advice(findings)}<p><a href="{PAGE}">All of the profile</a></p>'
     )
 
 
 def _steps_alone(run: Run) -> Run:
-    """Without what came before the first step: a recording begins with what its groups still know of earlier times."""
+    """Drop the records from before the first step: a recording begins with the earlier operations of its groups."""
     return replace(run, traces=[_from_first_step(trace) for trace in run.traces])
 
 

@@ -1,88 +1,86 @@
-"""A chart a quantity, by step; what was noted stands as a line in each."""
+"""One chart for each quantity, by step. Warnings, errors and restarts are vertical lines in all charts."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from netfold.profile.page import units
-from netfold.profile.page.chart import SIDE, Axis, chart
-from netfold.profile.page.escape import escape
+from netfold import units
+from netfold.page.chart import Axis, Chart, legend
 from netfold.train.callbacks.metrics_file import Line, Metrics
 from netfold.train.callbacks.result import with_unit
 
-# More points than this share a place, of which the lowest and the highest are drawn.
+# Of more points than this, neighbours share a place, and the lowest and the highest of them are drawn.
 _MOST_PLACES = 400
-# From here on a curve that never touches zero is read better by its powers of ten.
+# A curve above zero whose highest value is this many times its lowest is drawn on a logarithmic axis.
 _WIDE = 20.0
+# By level of a note: the colour of its line, and its entry in the legend.
+_LEVELS = {
+    "warning": ("5", "a warning"),
+    "error": ("bad", "an error"),
+    "again": ("computing", "continued from a checkpoint, or began anew"),
+}
 
 Points = list[tuple[int, float | None]]
 
 
 def columns(lines: Sequence[Line]) -> dict[str, list[Any]]:
-    """Lines of one kind as a list a key, in their order; None where a line lacks one."""
+    """Convert lines of one kind to one list for each key; None where a line lacks the key."""
     names = dict.fromkeys(name for line in lines for name in line if name != "kind")
     return {name: [line.get(name) for line in lines] for name in names}
 
 
 def curves(metrics: Metrics) -> str:
+    """The charts of all quantities that the run recorded, as HTML."""
     start, steps = metrics.starts[-1], metrics.steps
-    metric = start["metric"]
+    metric, unit = start["metric"], start["metric"]["unit"]
     last = max(start["steps"], steps[-1]["step"] if steps else 1)
-    across = Axis("step", 0, last, units.count, least_step=1)
-    marks = _notes(metrics, across)
-    held_out = [(line["step"], line["values"].get("loss")) for line in metrics.evaluations]
-    values = [(line["step"], line["values"].get(metric["name"])) for line in metrics.evaluations]
+    notes = [(line["step"], line["level"], line["text"]) for line in metrics.notes if line["level"] in _LEVELS]
+    notes += [(line["step"], "again", "continued from here") for line in metrics.starts[1:]]
 
-    def of(name: str) -> Points:
-        return [(line["step"], line.get(name)) for line in steps]
+    def held_out(name: str) -> Points:
+        return [(line["step"], line["values"].get(name)) for line in metrics.evaluations]
 
-    unit = metric["unit"]
+    def chart(
+        title: str,
+        name: str,
+        text: Callable[[float], str] = units.digits,
+        *,
+        label: str = "",
+        others: Points | None = None,
+        level: tuple[float, str] | None = None,
+        zero: bool = False,
+    ) -> str:
+        """name: of the steps' values, drawn with `label`. others: held-out values. level: a value at every step."""
+        series = [("0", label, [(line["step"], line.get(name)) for line in steps]), ("1", "held-out", others or [])]
+        values = [value for _, _, points in series for _, value in points if value is not None]
+        if not values:
+            return ""
+        up = _axis(title, [*values, *([level[0]] if level else [])], text, zero)
+        drawn = Chart(Axis("step", 0, last, units.count, least_step=1), up)
+        for step, kind, note in notes:
+            drawn.moment(_LEVELS[kind][0], step, f"step {step:,}: {note}")
+        for ink, words, points in series:
+            if any(value is not None for _, value in points):
+                drawn.line(ink, _thinned(points), words)
+        if level is not None:
+            drawn.level(*level)
+        return drawn.render(f"{title} by step, from {text(values[0])} to {text(values[-1])}")
+
+    baseline = (metric["baseline"], f"{metric['baseline_is']}, {with_unit(metric['baseline'], unit)}")
     title = f"{metric['name']}, {unit}" if unit else metric["name"]
     drawn = [
-        _figure("loss", _digits, across, marks, [("line", "training", of("loss")), ("other", "held-out", held_out)]),
-        _figure(
-            title, _digits, across, marks, [("other", "held-out", values)],
-            level=(metric["baseline"], f"{metric['baseline_is']}, {with_unit(metric['baseline'], unit)}"),
-        ),
-        _figure("learning rate", _digits, across, marks, [("line", "", of("lr"))], zero=True),
-        _figure("time of a step", units.seconds, across, marks, [("line", "", of("seconds"))], zero=True),
-        _figure("samples a second", _digits, across, marks, [("line", "", of("samples_per_s"))], zero=True),
-        _figure("gradients' norm", _digits, across, marks, [("line", "", of("gradient_norm"))]),
-        _figure("exposed communication, about", units.ratio, across, marks, [("line", "", of("exposed"))], zero=True),
-    ]  # fmt: skip
-    key = "".join(f'<span><i class="{level}"></i>{name}</span>' for level, name in _levels(metrics))
-    above = f'<div class="legend">{key}</div>' if key else ""
-    return f'{above}<div class="curves">{"".join(drawn)}</div>'
-
-
-def _figure(
-    title: str,
-    text: Callable[[float], str],
-    across: Axis,
-    notes: str,
-    each: Sequence[tuple[str, str, Points]],
-    *,
-    level: tuple[float, str] | None = None,
-    zero: bool = False,
-) -> str:
-    """each: a class of the style, a name, a curve. level: a value that is there at every step. No points: nothing."""
-    found = [value for _, _, points in each for _, value in points if value is not None]
-    if not found:
-        return ""
-    up = _axis(title, [*found, *([level[0]] if level else [])], text, zero)
-    marks, keys = notes, []
-    for name, words, points in each:
-        if any(value is not None for _, value in points):
-            marks += f'<path class="{name}" d="{_path(points, across, up)}"/>'
-            keys += [(name, words)] if words else []
-    if level is not None:
-        at = SIDE - up.at(level[0])
-        marks += f'<line class="level" x1="0" x2="{SIDE}" y1="{at:.1f}" y2="{at:.1f}"/>'
-        keys.append(("level", level[1]))
-    legend = "".join(f'<span><i class="{name}"></i>{escape(words)}</span>' for name, words in keys)
-    said = f"{title} by step, from {text(found[0])} to {text(found[-1])}"
-    return f'<figure>{chart(marks, across, up, said=said)}<div class="legend">{legend}</div></figure>'
+        chart("loss", "loss", label="training", others=held_out("loss")),
+        chart(title, "", others=held_out(metric["name"]), level=baseline),
+        chart("learning rate", "lr", zero=True),
+        chart("time of a step", "seconds", units.seconds, zero=True),
+        chart("samples a second", "samples_per_s", zero=True),
+        chart("gradients' norm", "gradient_norm"),
+        chart("exposed communication, about", "exposed", units.ratio, zero=True),
+    ]
+    shown = {level for _, level, _ in notes}
+    key = {text: f"ink-{ink} note" for level, (ink, text) in _LEVELS.items() if level in shown}
+    return f'{legend(key)}<div class="charts">{"".join(drawn)}</div>'
 
 
 def _axis(title: str, values: Sequence[float], text: Callable[[float], str], zero: bool) -> Axis:
@@ -91,27 +89,14 @@ def _axis(title: str, values: Sequence[float], text: Callable[[float], str], zer
         return Axis.holding(title, low, high, text, 10)
     if zero:
         low = min(0.0, low)
-    # Room for a curve that does not move.
-    room = 0.06 * (high - low) or 0.1 * abs(high) or 1.0
-    return Axis(title, low if zero and low == 0 else low - room, high + room, text)
-
-
-def _path(points: Points, across: Axis, up: Axis) -> str:
-    """A line from point to point, broken where there is no number; a point with no neighbours is a dot."""
-    drawn, is_on = [], False
-    for step, value in _thinned(points):
-        if value is None:
-            is_on = False
-            continue
-        # `h0` makes a dot of a line's end.
-        drawn.append(f"{'L' if is_on else 'M'}{across.at(step):.1f},{SIDE - up.at(value):.1f}{'' if is_on else 'h0'}")
-        is_on = True
-    return "".join(drawn)
+    # The margin of a constant curve is not 0.
+    margin = 0.06 * (high - low) or 0.1 * abs(high) or 1.0
+    return Axis(title, low if zero and low == 0 else low - margin, high + margin, text)
 
 
 def _thinned(points: Points) -> Points:
     together = -(-len(points) // _MOST_PLACES)
-    if together == 1:
+    if together <= 1:
         return points
     kept: Points = []
     for first in range(0, len(points), together):
@@ -122,29 +107,3 @@ def _thinned(points: Points) -> Points:
         ends = {min(place, key=lambda each: each[1]), max(place, key=lambda each: each[1])}
         kept += sorted(ends)
     return kept
-
-
-def _notes(metrics: Metrics, across: Axis) -> str:
-    drawn = [(line["step"], line["level"], line["text"]) for line in metrics.notes if line["level"] != "info"]
-    drawn += [(line["step"], "again", "went on from here") for line in metrics.starts[1:]]
-    return "".join(
-        f'<line class="note {escape(level)}" x1="{across.at(step):.1f}" x2="{across.at(step):.1f}" y1="0" y2="{SIDE}">'
-        f"<title>step {step:,}: {escape(text)}</title></line>"
-        for step, level, text in drawn
-    )
-
-
-def _levels(metrics: Metrics) -> list[tuple[str, str]]:
-    there = {line["level"] for line in metrics.notes}
-    names = [("warning", "a warning"), ("error", "an error")]
-    return [(f"note {level}", name) for level, name in names if level in there] + (
-        [("note again", "went on from a checkpoint, or began anew")] if len(metrics.starts) > 1 else []
-    )
-
-
-def _digits(value: float) -> str:
-    """As few as tell two ticks apart: `0.0312`, `28.4`, `1e-5`, `12,000`."""
-    if value != 0 and not 1e-4 <= abs(value) < 1e6:
-        mantissa, _, exponent = f"{value:.2e}".partition("e")
-        return f"{float(mantissa):g}e{int(exponent)}"
-    return f"{value:,.0f}" if abs(value) >= 1e4 else f"{value:.4g}"

@@ -1,64 +1,88 @@
-"""What happened in a run, in its order: notes and starts; then each look at the held-out samples."""
+"""The run's history as tables: notes and starts, then evaluations; and the recipe and the environment of the run."""
 
 from __future__ import annotations
 
 import functools
+import json
+from operator import itemgetter
+from pathlib import Path
+from typing import Any
 
-from netfold.profile.page import units
-from netfold.profile.page.table import Column, table
+from netfold import units
+from netfold.page.escape import escape, terms
+from netfold.page.table import Column, table
 from netfold.train.callbacks.metrics_file import NAME, Line, Metrics
 from netfold.train.callbacks.result import with_unit
+from netfold.train.callbacks.run_folder import ENVIRONMENT
+from netfold.train.recipe.serialize import NAME as RECIPE
 
 
 def history(metrics: Metrics) -> str:
-    return _notes(metrics) + _evaluations(metrics)
-
-
-def _notes(metrics: Metrics) -> str:
+    """Notes, starts and evaluations, as HTML."""
     began_s = metrics.starts[0]["time"]
     columns: tuple[Column[Line], ...] = (
         Column("after", lambda line: line["time"] - began_s, units.seconds),
-        Column("step", lambda line: line["step"], units.count),
+        Column("step", itemgetter("step"), units.count),
         Column("level", lambda line: line.get("level", "")),
-        Column("what", _words),
+        Column("what", _text, prose=True),
     )
     lost = ""
     if metrics.unreadable:
-        lost = f'<p class="quiet">Lines of {NAME} that were cut off, and are missing here: {metrics.unreadable:,}.</p>'
-    return table("notes", "Starts, choices, warnings and recoveries.", columns, metrics.happened) + lost
+        lost = f'<p class="quiet">Incomplete lines of {NAME}, not shown here: {metrics.unreadable:,}.</p>'
+    notes = table("notes", "Starts, choices, warnings and recoveries.", columns, metrics.happened)
+    return notes + lost + _evaluations(metrics)
 
 
-def _words(line: Line) -> str:
+def _text(line: Line) -> str:
     if line["kind"] == "note":
         return str(line["text"])
     if line["kind"] == "ended":
         return f"ended: {line['reason']}"
     after = f", going on after step {line['step']:,}" if line["step"] else ""
-    return f"started{after}, on {line['ranks']} {'rank' if line['ranks'] == 1 else 'ranks'}"
+    return f"started{after}, on {units.plural(line['ranks'], 'rank')}"
 
 
 def _evaluations(metrics: Metrics) -> str:
     if not metrics.evaluations:
         return ""
     metric = metrics.starts[-1]["metric"]
-    others = [name for name in metrics.evaluations[-1]["values"] if name != metric["name"]]
-    columns: tuple[Column[Line], ...] = (
-        Column("step", lambda line: line["step"], units.count),
-        Column(
-            metric["name"],
-            functools.partial(_value, metric["name"]),
-            lambda value: with_unit(value, metric["unit"]),
-            unknown="it was not a number",
-        ),
-        *(
-            Column(name, functools.partial(_value, name), "{:.4g}".format, unknown="it was not a number")
-            for name in others
-        ),
-        Column("took", lambda line: line["seconds"], units.seconds),
-    )
-    return table("evaluations", "Each look at the held-out samples.", columns, metrics.evaluations)
+
+    def value(name: str, line: Line) -> Any:
+        return line["values"].get(name)
+
+    names = [metric["name"], *(name for name in metrics.evaluations[-1]["values"] if name != metric["name"])]
+    columns: list[Column[Line]] = [Column("step", itemgetter("step"), units.count)]
+    for name in names:
+        text = (lambda value: with_unit(value, metric["unit"])) if name == metric["name"] else "{:.4g}".format
+        columns.append(Column(name, functools.partial(value, name), text, unknown="it was not a number"))
+    columns.append(Column("took", itemgetter("seconds"), units.seconds))
+    return table("evaluations", "Each evaluation of the held-out samples.", columns, metrics.evaluations)
 
 
-def _value(name: str, line: Line) -> float | None:
-    found: float | None = line["values"].get(name)
+def provenance(folder: Path) -> str:
+    """The recipe with all defaults, and the environment of the last start, as HTML. Skips missing files."""
+    found = ""
+    if (folder / RECIPE).exists():
+        recipe = escape((folder / RECIPE).read_text(encoding="utf-8").strip())
+        found += f'<pre tabindex="0"><code>{recipe}</code></pre>'
+    if (folder / ENVIRONMENT).exists():
+        starts = json.loads((folder / ENVIRONMENT).read_text(encoding="utf-8"))["starts"]
+        found += _environment(starts[-1])
+        if len(starts) > 1:
+            found += f'<p class="quiet">Of the last of {len(starts)} starts; {ENVIRONMENT} has all starts.</p>'
     return found
+
+
+def _environment(start: dict[str, Any]) -> str:
+    hosts: dict[str, list[dict[str, Any]]] = {}
+    for rank in start["ranks"]:
+        hosts.setdefault(rank["host"], []).append(rank)
+    pairs = [
+        *start["versions"].items(),
+        ("command", " ".join(start["command"])),
+        ("commit", start["commit"] or "none: not in a git work tree"),
+    ]
+    for host, ranks in hosts.items():
+        machine = f"{ranks[0]['cores']} cores, {ranks[0]['cpu']}; Linux {ranks[0]['kernel']}"
+        pairs.append((host, f"{len(ranks)} of the ranks; {machine}"))
+    return terms([*pairs, *start["settings"].items()])

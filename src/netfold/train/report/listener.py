@@ -1,4 +1,4 @@
-"""Keeps a run's page while it goes on: written at evaluations and at the end."""
+"""Write a run's page at evaluations and at the end of the run."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from netfold.train.events import Callback, Ended, Evaluated, Started
 from netfold.train.report import write_report
 from netfold.train.report.pictures import write_pictures
 
-# All ranks wait while rank 0 writes: of a run's time it takes one part in so many at most, but at the end.
+# All ranks wait while rank 0 writes. Writing takes at most this fraction (1/200) of the time before the end.
 _RARE = 200
 
 

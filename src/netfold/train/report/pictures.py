@@ -1,4 +1,4 @@
-"""A row of pictures: written into the run's folder as PNG when they come, embedded in its page."""
+"""A row of pictures: PNG files in the run's folder, embedded in its page."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from pathlib import Path
 
 from PIL import Image
 
-from netfold.profile.page.escape import escape
+from netfold.page.escape import escape
 from netfold.train.examples import Panel
 
 FOLDER, _INDEX = "pictures", "pictures.json"
 
 
 def write_pictures(folder: Path, step: int, panels: Sequence[Panel]) -> None:
-    """Replaces those that are there, the list of them last."""
+    """Replace the pictures in the folder, and then their list."""
     (folder / FOLDER).mkdir(exist_ok=True)
     listed = []
     for panel in panels:
@@ -27,7 +27,7 @@ def write_pictures(folder: Path, step: int, panels: Sequence[Panel]) -> None:
 
 
 def pictures(folder: Path) -> str:
-    """Nothing where a run has none."""
+    """The pictures as HTML; empty if the run has none."""
     index = folder / FOLDER / _INDEX
     if not index.exists():
         return ""

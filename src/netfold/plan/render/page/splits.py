@@ -1,0 +1,117 @@
+"""Sections on choices: the fastest ones, memory against time, other clusters, and what more hardware would bring."""
+
+from __future__ import annotations
+
+from operator import attrgetter
+
+from netfold import units
+from netfold.page.chart import Axis, Chart
+from netfold.page.escape import escape, items
+from netfold.page.table import Column, of_largest, table
+from netfold.plan.job import Job
+from netfold.plan.render.page.bars import step_bars
+from netfold.plan.render.text import time
+from netfold.plan.result import RankedChoice, Result, parts
+from netfold.plan.search import Choice, describe_split
+from netfold.plan.sensitivity import Gain
+from netfold.plan.step import Prediction
+
+
+def best_few(answer: Result) -> str:
+    """The fastest choice of each mesh."""
+    ways = answer.best_few
+    if len(ways) == 1:
+        return ""
+    columns: tuple[Column[RankedChoice], ...] = (
+        Column("mesh", lambda way: _mesh(way.choice.job), meaning="ranks: tensor x pipeline x data"),
+        Column("step", attrgetter("choice.prediction.step_s"), time),
+        Column("memory", attrgetter("choice.prediction.memory.total"), units.size),
+        Column("MFU", attrgetter("choice.prediction.mfu"), units.ratio),
+        Column("micro", attrgetter("choice.job.micro_batch"), meaning="samples of a microbatch"),
+        Column("pieces", attrgetter("choice.job.split.interleave"), meaning="virtual stages that a stage holds"),
+        Column("ZeRO", attrgetter("choice.job.split.zero")),
+        Column(
+            "sequence",
+            lambda way: "yes" if way.choice.job.split.sequence else "no",
+            meaning="whether tensor ranks split norms and dropouts by tokens",
+        ),
+        Column("recompute", attrgetter("choice.job.recomputation")),
+        Column("what limits it", attrgetter("reason"), prose=True),
+    )
+    caption = "The fastest choice of each mesh, and the part of a step that is longer than in the best choice."
+    return step_bars([(_mesh(way.choice.job), way.choice) for way in ways]) + table("few", caption, columns, ways)
+
+
+def front(answer: Result) -> str:
+    """The choices that need less memory for more time."""
+    each = answer.front
+    if len(each) == 1:
+        return ""
+    points = [(choice.prediction.memory.total / 2**30, choice.prediction.step_s) for choice in each]
+    sizes = [size for size, _ in points]
+    margin = 0.05 * (max(sizes) - min(sizes)) or 1.0
+    across = Axis("memory of a device", min(sizes) - margin, max(sizes) + margin, lambda value: f"{value:g} GB")
+    chart = Chart(across, Axis("time of a step", 0, 1.05 * max(seconds for _, seconds in points), units.seconds))
+    chart.line("0", points, dots=True)
+    columns: tuple[Column[Choice], ...] = (
+        Column("memory", attrgetter("prediction.memory.total"), units.size),
+        Column("step", attrgetter("prediction.step_s"), time),
+        Column("split", lambda choice: describe_split(choice.job), prose=True),
+    )
+    first, last = each[0].prediction, each[-1].prediction
+    drawn = chart.render(
+        f"{len(each)} choices, from {time(first.step_s)} with {units.size(first.memory.total)} to {time(last.step_s)} "
+        f"with {units.size(last.memory.total)}"
+    )
+    caption = "No choice that fits is better than one of these in both time and memory."
+    return f'<div class="charts">{drawn}</div>{table("front", caption, columns, each)}'
+
+
+def simulated_table(closed: Prediction, events: Prediction) -> str:
+    """The step by events beside its closed form, part by part."""
+    here, there = parts(closed), parts(events)
+    rows = [(name, here.get(name, 0.0), there.get(name, 0.0)) for name in {**here, **there}]
+    columns: tuple[Column[tuple[str, float, float]], ...] = (
+        Column("part", lambda row: row[0]),
+        Column("closed form", lambda row: row[1], time),
+        Column("as events", lambda row: row[2], time),
+    )
+    rows.append(("together", closed.step_s, events.step_s))
+    return table("played", "The same step, simulated as events.", columns, rows)
+
+
+def comparisons(answer: Result) -> str:
+    """The job on other networks and clusters."""
+    found = ""
+    for text, variants in answer.comparisons.items():
+        fitting = [(each.name, each.choice) for each in variants if each.choice is not None]
+        factors = ", ".join(
+            f"{each.name} {units.times(each.factor)}" for each in variants[1:] if each.choice is not None
+        )
+        factors = f": {factors} as fast, each with its own best split" if factors else ""
+        notes = items(f"{each.name}: {each.why}" for each in variants if each.why)
+        found += f"<p>{escape(text + factors)}.</p>{step_bars(fitting)}{notes}"
+    return found
+
+
+def gains(answer: Result) -> str:
+    """What more of one resource would bring."""
+    if not answer.gains:
+        return ""
+    columns: tuple[Column[Gain], ...] = (
+        Column("with", attrgetter("what")),
+        Column(
+            "as fast",
+            attrgetter("factor"),
+            units.times,
+            bar=of_largest(answer.gains, lambda gain: max(0.0, gain.factor - 1)),
+        ),
+        Column("step", attrgetter("step_s"), time),
+        Column("split as now", lambda gain: gain.base_s / gain.kept_s, units.times),
+        Column("best split then", lambda gain: describe_split(gain.choice.job), prose=True),
+    )
+    return table("gains", "Each change alone. Bars show what the change gains.", columns, answer.gains)
+
+
+def _mesh(job: Job) -> str:
+    return f"{job.split.tensor} x {job.split.pipeline} x {job.split.data}"
