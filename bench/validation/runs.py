@@ -1,4 +1,4 @@
-"""Measured training steps from a table: a row a run, with the columns of published single-node measurements."""
+"""Measured training steps from a CSV table, with the columns of the published single-node measurements."""
 
 from __future__ import annotations
 
@@ -25,20 +25,19 @@ COLUMNS = (
     "pipeline parallelism",
     "iteration time (ms)",
 )
-# GPT-2's words. Whether a single tensor rank pads them the table does not say; the times say that it does not
+# GPT-2's vocabulary. The table does not say whether one tensor rank pads it; the times say no
 # (docs/explanation/plan-model.md).
-_WORDS = 50257
-# Gradients are added up as they are, in 16 bits; the times over data-parallel ranks say so.
-_GRADIENT_BYTES = 2
-# Between stages each tensor rank sends all that they hold alike; the times say so.
-_SCATTERED = False
-# Of predicted memory, what it may be too high by: one run that is near a device's memory says nothing of all.
+_VOCABULARY = 50257
+# Gradients are summed in 16 bits, and every tensor rank sends all of an activation to the next stage: the times of data
+# ranks and of stages say so.
+_GRADIENT_BYTES, _SCATTERED = 2, False
+# Predicted memory may be too high by this part. One run close to a device's memory says nothing about all runs.
 _MEMORY_ERROR = 0.05
 
 
 @dataclass(frozen=True)
 class Run:
-    """line: of the file. job: as far as the table says; what it recomputes the table does not say."""
+    """line: of the file. job: what the table says; the table does not say what is recomputed."""
 
     line: int
     model: Transformer
@@ -46,17 +45,17 @@ class Run:
     measured_ms: float
 
     @property
-    def gpus(self) -> int:
-        return self.job.split.ranks
+    def measured_s(self) -> float:
+        return self.measured_ms / 1e3
 
     @property
     def request(self) -> tuple[object, ...]:
-        """Runs that differ only in how they are split have this in common."""
-        return self.model, self.job.global_batch, self.gpus
+        """Equal for runs that differ only in their split."""
+        return self.model, self.job.global_batch, self.job.split.ranks
 
 
 def read_runs(path: Path) -> list[Run]:
-    """Further columns are left alone. Raises ValueError, in a sentence with file and line, for what is not sound."""
+    """Read a table; further columns are ignored. Raises ValueError with file and line for a table that is not sound."""
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
             table = csv.DictReader(file, skipinitialspace=True)
@@ -78,7 +77,7 @@ def _run(path: Path, line: int, row: dict[str, str | None]) -> Run:
         try:
             values.append(float(row[name] or ""))
         except ValueError:
-            raise ValueError(f"{path}, line {line}: {name} = {row[name]!r} is no number") from None
+            raise ValueError(f"{path}, line {line}: {name} = {row[name]!r} is not a number") from None
         if not 0 < values[-1] < float("inf"):
             raise ValueError(f"{path}, line {line}: {name} = {row[name]} must be above 0")
     gpus, batch, micro, hidden, heads, depth, sequence, tensor, data, pipeline = (round(value) for value in values[:-1])
@@ -89,15 +88,15 @@ def _run(path: Path, line: int, row: dict[str, str | None]) -> Run:
         job = Job(batch, micro, split, precision="f16", gradient_bytes=_GRADIENT_BYTES, scattered=_SCATTERED)
     except ValueError as error:
         raise ValueError(f"{path}, line {line}: {error}") from None
-    model = Transformer(f"GPT {hidden}x{depth}", hidden, heads, depth, sequence, _WORDS, pads=False)
+    model = Transformer(f"GPT {hidden}x{depth}", hidden, heads, depth, sequence, _VOCABULARY, pads=False)
     return Run(line, model, job, values[-1])
 
 
 def recomputed(runs: Sequence[Run], cluster: Cluster) -> str:
-    """What runs recompute, as far as memory says: nothing where each of them fits into a device so, else everything.
+    """What the runs recompute, as far as memory says: nothing where every run then fits into a device, else everything.
 
-    Who measures many splits has one setting for all, and leaves out those that do not fit. Raises ValueError, in a
-    sentence with its line, for a run that the cluster cannot have.
+    A table of many splits has one setting, and leaves out splits that do not fit. Raises ValueError with the line of a
+    run that the cluster cannot have.
     """
     for run in runs:
         try:

@@ -1,4 +1,4 @@
-"""Predictions beside measured runs: the aims that hold, the shipped constants, and sentences for bad tables."""
+"""Predictions beside measured runs: the planner's aims, the shipped constants, and the errors of bad tables."""
 
 import json
 import random
@@ -6,24 +6,15 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
+from validation.__main__ import main
+from validation.calibrate import GUESSES, fit_shipped
+from validation.report import calibrated, validate
+from validation.runs import COLUMNS, read_runs
+from validation.score import Case, score
+from validation.sources import DATA, SOURCES, Source, fit_law, sources_markdown
 
-from netfold.cli import app
 from netfold.plan.cluster import load_cluster
-from netfold.plan.scaling import fit_law
-from netfold.plan.step import FITTED
-from netfold.plan.validate import (
-    COLUMNS,
-    Compared,
-    calibrated,
-    markdown,
-    read_runs,
-    score,
-    validate,
-    validate_published,
-)
-from netfold.plan.validate.calibrate import GUESSES, fit_shipped
-from netfold.plan.validate.sources import DATA, SOURCES, Source
+from netfold.plan.step import FITTED, predict
 
 RUNS = read_runs(DATA / "a100_single_node_gpt.csv")
 HEAD = ",".join(COLUMNS)
@@ -35,8 +26,7 @@ def _source(begins: str) -> Source:
 
 
 def test_shipped_constants_are_what_the_fit_gives() -> None:
-    told = [(run.model, run.job, run.measured_ms / 1e3) for run in RUNS[::3]]
-    fitted = fit_shipped(told, load_cluster("dgx-a100"))
+    fitted = fit_shipped([(run.model, run.job, run.measured_s) for run in RUNS[::3]], load_cluster("dgx-a100"))
     for name in GUESSES:
         assert getattr(FITTED, name) == pytest.approx(getattr(fitted, name), rel=0.05), name
 
@@ -60,7 +50,7 @@ def test_one_node_is_within_a_tenth_and_its_band_is_honest() -> None:
     ],
 )
 def test_sources_that_nothing_was_fitted_to_are_within_the_aim(begins: str, mean: float, worst: float | None) -> None:
-    found = score([case.compared for case in _source(begins).compare()])
+    found = score(_source(begins).compare())
     assert found.mean_error <= mean
     assert worst is None or found.worst_error <= worst
 
@@ -68,21 +58,21 @@ def test_sources_that_nothing_was_fitted_to_are_within_the_aim(begins: str, mean
 def test_bus_bandwidth_is_within_a_twentieth_from_16_mb_on() -> None:
     for case in _source("vTrain").compare():
         large = int(case.name.split()[2]) >= 16 << 20
-        assert abs(case.compared.error) <= (0.05 if large else 0.15), case.name
+        assert abs(case.error) <= (0.05 if large else 0.15), case.name
 
 
 def test_edsr_follows_from_its_first_five_rows_for_all_three_libraries() -> None:
     cases = _source("EDSR").compare()
     for library in {case.name.rsplit(",", 1)[0] for case in cases}:
-        errors = [abs(case.compared.error) for case in cases if case.name.startswith(library + ",")]
+        errors = [abs(case.error) for case in cases if case.name.startswith(library + ",")]
         assert len(errors) == 5 and sum(errors) / 5 <= 0.05 and max(errors) <= 0.12
 
 
 def test_the_committed_table_is_what_is_predicted_now() -> None:
     committed = (Path(__file__).parents[2] / "bench" / "results" / "plan.md").read_text()
     quick = [source for source in SOURCES if source.name.startswith(("Megatron", "Korthikanti", "vTrain", "EDSR"))]
-    for section in markdown(validate_published(quick)).split("\n## ")[1:]:
-        assert section.strip() in committed, "make it again: netfold plan validate --markdown > bench/results/plan.md"
+    for section in sources_markdown([(source, source.compare()) for source in quick]).split("\n## ")[1:]:
+        assert section.strip() in committed, "make it again: python bench/validation > bench/results/plan.md"
 
 
 def test_a_law_of_exact_runs_is_exact() -> None:
@@ -92,8 +82,6 @@ def test_a_law_of_exact_runs_is_exact() -> None:
 
 def test_a_calibrated_target_is_found_again() -> None:
     """Runs a fifth slower than any constant says, of a target that recomputes everything."""
-    from netfold.plan.step import predict
-
     cluster, slower = load_cluster("dgx-a100"), replace(FITTED, tempo=1.2)
     picked = [run for run in RUNS if run.model.hidden == 2048 and run.job.micro_batch == 8][:20]
     made = [
@@ -123,8 +111,9 @@ def test_one_setting_of_recomputation_is_taken_for_all_runs_of_a_table() -> None
     """Width 8192 on one node does not fit unless all is recomputed, so its small neighbours recompute too."""
     cluster = load_cluster("dgx-a100")
     large = replace(RUNS[0], model=replace(RUNS[0].model, hidden=8192, heads=64))
-    assert {row.recomputation for row in validate(RUNS[:3], cluster).rows} == {"none"}
-    assert {row.recomputation for row in validate([*RUNS[:3], large], cluster).rows} == {"full"}
+    alone, beside = validate(RUNS[:3], cluster), validate([*RUNS[:3], large], cluster)
+    assert (alone.recomputation, beside.recomputation) == ("none", "full")
+    assert all(slow.predicted > 1.1 * quick.predicted for quick, slow in zip(alone.cases, beside.cases, strict=False))
 
 
 def test_one_run_that_something_held_up_spoils_no_other() -> None:
@@ -142,15 +131,15 @@ def test_a_band_is_narrower_where_runs_of_the_shape_are_known() -> None:
     cluster = load_cluster("dgx-a100")
     shape = [run for run in RUNS if run.job.split.tensor == 2 and run.job.micro_batch == 4]
     other = next(run for run in RUNS if run.job.split.tensor == 8 and run.job.micro_batch == 1)
-    near, far = validate([shape[20], other], cluster, shape[:10]).rows
-    assert near.doubt < 0.7 < 0.95 < far.doubt
+    near, far = validate([shape[20], other], cluster, shape[:10]).cases
+    assert (near.high / near.predicted - 1) < 0.7 / 0.95 * (far.high / far.predicted - 1)
 
 
 def test_scores_of_a_table_made_by_hand() -> None:
     rows = [
-        Compared("a", 10.0, 11.0, 9.0, 12.0),
-        Compared("a", 20.0, 10.0, 9.0, 11.0),
-        Compared("a", 40.0, 40.0, 39.0, 41.0),
+        Case("first", "s", 10.0, 11.0, 9.0, 12.0, "a"),
+        Case("second", "s", 20.0, 10.0, 9.0, 11.0, "a"),
+        Case("third", "s", 40.0, 40.0, 39.0, 41.0, "a"),
     ]
     found = score(rows)
     assert found.mean_error == pytest.approx((0.1 + 0.5 + 0) / 3)
@@ -165,10 +154,10 @@ def test_scores_of_a_table_made_by_hand() -> None:
     [
         ("a,b\n1,2\n", "has no column '# GPUs'"),
         (f"{HEAD}\n", "has no runs"),
-        (f"{HEAD}\n{LINE.replace('219.7', 'soon')}\n", "line 2: iteration time .* is no number"),
+        (f"{HEAD}\n{LINE.replace('219.7', 'soon')}\n", "line 2: iteration time .* is not a number"),
         (f"{HEAD}\n{LINE.replace('219.7', '-1')}\n", "line 2: iteration time .* must be above 0"),
         (f"{HEAD}\n{LINE}\n{LINE.replace('8,32', '16,32')}\n", "line 3: .* is 8 GPUs, not 16"),
-        (f"{HEAD}\n{LINE.replace('8,32,', '8,33,')}\n", "line 2: a global batch of 33 does not come out even"),
+        (f"{HEAD}\n{LINE.replace('8,32,', '8,33,')}\n", "line 2: a global batch of 33 cannot be divided evenly"),
     ],
 )
 def test_a_table_that_is_not_sound_is_a_sentence(tmp_path: Path, text: str, said: str) -> None:
@@ -178,12 +167,13 @@ def test_a_table_that_is_not_sound_is_a_sentence(tmp_path: Path, text: str, said
         read_runs(path)
 
 
-def test_the_verb_prints_measured_and_predicted_in_milliseconds(tmp_path: Path) -> None:
+def test_the_script_prints_measured_and_predicted_in_milliseconds(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "runs.csv"
     path.write_text(f"{HEAD},further\n{LINE},left alone\n")
-    done = CliRunner().invoke(app, ["plan", "validate", "--runs", str(path), "--cluster", "dgx-a100", "--json"])
-    assert done.exit_code == 0
-    (row,) = json.loads(done.stdout)["rows"]
+    main(["--runs", str(path), "--cluster", "dgx-a100", "--json"])
+    (row,) = json.loads(capsys.readouterr().out)["cases"]
     assert row["measured"] == 219.7 and row["predicted"] == pytest.approx(219.7, rel=0.3)
 
 
@@ -195,5 +185,5 @@ def test_a_run_that_the_cluster_cannot_have_names_its_line(tmp_path: Path) -> No
 
 
 def test_too_many_runs_to_calibrate_with_are_refused() -> None:
-    with pytest.raises(ValueError, match="11 runs to calibrate with are more than 10"):
+    with pytest.raises(ValueError, match="11 calibration runs are more than 10"):
         validate(RUNS[:1], load_cluster("dgx-a100"), RUNS[:11])
