@@ -32,8 +32,9 @@ import typer
 
 from netfold import Communicator, FileStore, Options
 from netfold.bench.machine import spoken
-from netfold.bench.spread import spread
+from netfold.bench.spread import interleave, spread
 from netfold.bench.start_line import StartLine
+from netfold.bench.table import markdown
 from netfold.rack import Rack
 from netfold.rack.aggregator import aggregator_argv, start_aggregator
 from netfold.rack.command import run as run_command
@@ -343,14 +344,14 @@ def take_turns(
     at_most: further rounds follow up to this number, until `budget_s` seconds have passed since the start.
     """
     found: dict[Side, list[Answer]] = {side: [] for side in sides}
-    turn, until = -warmups, time.monotonic() + budget_s
-    while turn < rounds or (turn < at_most and time.monotonic() < until):
-        for position in range(len(sides)):
-            side = sides[(turn + position) % len(sides)]
-            answer = measure(side)
-            if turn >= 0:
-                found[side].append(answer)
-        turn += 1
+    until = time.monotonic() + budget_s
+    for turn, side in interleave(sides, max(rounds, at_most), warmups):
+        begins = all(len(answers) == turn for answers in found.values())
+        if turn >= rounds and begins and time.monotonic() > until:
+            break
+        answer = measure(side)
+        if turn >= 0:
+            found[side].append(answer)
     return found
 
 
@@ -373,8 +374,7 @@ def cell(values: Iterable[float], form: str = ".2f", scale: float = 1.0, apart: 
 
 def table(head: str, rows: Iterable[Iterable[object]]) -> str:
     """A Markdown table. head: the columns, apart by " | "; a row's cells are written with str()."""
-    lines = [f"| {head} |", "|---" * (head.count(" | ") + 1) + "|"]
-    return "\n".join([*lines, *(f"| {' | '.join(map(str, row))} |" for row in rows)])
+    return "\n".join(markdown(head.split(" | "), [[str(each) for each in row] for row in rows]))
 
 
 def keep(path: Path, found: Mapping[str, Any], indent: int | None = 1) -> dict[str, Any]:
