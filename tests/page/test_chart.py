@@ -61,4 +61,4 @@ def test_a_page_has_its_sections_and_leaves_out_empty_ones() -> None:
         data=("d", [1.5]),
     )
     assert [heading.text for heading in parse(page).all("h2")] == ["One"]
-    assert parse(page).one("script", id="d").text == "[1]"
+    assert parse(page).one("script", id="d").text == "[1.5]"

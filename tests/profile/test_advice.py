@@ -264,7 +264,7 @@ def test_the_first_sentence_says_where_the_time_goes() -> None:
         "all that computing does not hide"
     )
     bare = make_run(make_trace(0, 1, [Op(0, 30, 32 * MB)], source=PROFILER))
-    assert advice_of(bare)[0].text == "100% of the operations' time (30 ms a rank) is all_reduce of 16 MB - 32 MB"
+    assert advice_of(bare)[0].text == "100% of the operations' time (30 ms a rank) is all_reduce of 16 MB to 32 MB"
     assert advice_of(make_run(make_trace(0, 1))) == []
 
 

@@ -42,7 +42,10 @@ class _Running:
         self.reader = follow(self.process, self._on_line)
 
     def _on_line(self, line: str) -> None:
-        (self.marked.put if line.startswith(self._prefix) else self._tail.append)(line)
+        if line.startswith(self._prefix):
+            self.marked.put(line)
+        else:
+            self._tail.append(line)
 
     def tail(self) -> str:
         if self.process.poll() is not None:

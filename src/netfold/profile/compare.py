@@ -129,19 +129,11 @@ def compare(a: Run, b: Run, buckets: Sequence[int] = BUCKETS) -> Comparison:
         if key in first.series and key in second.series and (by_step or counts[0] == counts[1]):
             shuffled = _shuffled(first.series[key], second.series[key], rng)
         shuffles.append(None if shuffled is None else shuffled * (1 if by_step else counts[0]))
-        times = [None if submitted else side.total_s.get(key, 0.0) for side in (first, second)]
-        rows.append(
-            Change(
-                operation,
-                *bucket_ends(bucket, buckets),
-                *times,
-                counts,
-                steps if by_step else None,
-                _is_noise(shuffled),
-                submitted,
-            )
-        )
-    whole = None
+        a_s, b_s = (None if submitted else side.total_s.get(key, 0.0) for side in (first, second))
+        ends = bucket_ends(bucket, buckets)
+        noise = _is_noise(shuffled)
+        rows.append(Change(operation, *ends, a_s, b_s, counts, steps if by_step else None, noise, submitted))
+    whole: Floats | None = None
     if by_step:
         sums = [np.sum(list(side.series.values()), axis=0) if side.series else np.zeros(0) for side in (first, second)]
         whole = _shuffled(sums[0], sums[1], rng)

@@ -113,7 +113,8 @@ class ClockOffset:
         if not self.knots:
             return times_ns + self.offset_ns
         at, offsets = np.array(self.knots).T
-        return times_ns + np.round(np.interp(times_ns, at, offsets)).astype(np.int64)
+        moves: np.ndarray[Any, np.dtype[np.int64]] = np.round(np.interp(times_ns, at, offsets)).astype(np.int64)
+        return times_ns + moves
 
 
 def ranks_text(ranks: Sequence[int]) -> str:

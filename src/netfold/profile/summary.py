@@ -20,6 +20,7 @@ import numpy as np
 from netfold.profile.columns import Columns, Floats, Integers
 from netfold.profile.findings import Row, bucket_ends
 from netfold.profile.matching import Matched
+from netfold.profile.record import Records
 from netfold.profile.run import Run
 
 # Ranks other than the root may not know the size, and record none.
@@ -123,7 +124,7 @@ def _row(
     algorithms, wires = of_row(each.algorithm for each in columns), of_row(each.wire for each in columns)
     # Wire bytes and the like are means over the ranks with event records. Such a rank without records in this row sent
     # nothing of it.
-    engines = []
+    engines: list[Records] = []
     if of_row(each.engine for each in columns).any():
         engines = [
             trace.operations[of_trace]

@@ -164,8 +164,9 @@ def _cut(window: _Window, traces: Sequence[Trace], most: int) -> _Window:
 
 
 def _within(trace: Trace, window: _Window) -> Bools:
-    within: Bools = trace.operations["started_ns"] < window.end_ns
-    return within & (trace.operations["finished_ns"] >= window.begin_ns)
+    began, finished = trace.operations["started_ns"], trace.operations["finished_ns"]
+    within: Bools = (began < window.end_ns) & (finished >= window.begin_ns)
+    return within
 
 
 def _rank(trace: Trace, window: _Window, names: _Names, stretches: int) -> dict[str, Any]:
@@ -216,7 +217,8 @@ def _computing(trace: Trace, window: _Window, most: int) -> list[int]:
     lines = trace.progress[first:last]
     changes, percent = computing_percent(lines[:: max(1, -(-len(lines) // max(most, 1)))])
     changes = changes - window.begin_ns
-    return np.stack([changes[:-1], changes[1:], percent[:-1]], axis=1).reshape(-1).tolist()
+    flat: list[int] = np.stack([changes[:-1], changes[1:], percent[:-1]], axis=1).reshape(-1).tolist()
+    return flat
 
 
 def _clock_notes(run: Run, traces: Sequence[Trace], clocks: Sequence[ClockOffset]) -> list[str]:

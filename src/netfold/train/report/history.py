@@ -50,11 +50,14 @@ def _evaluations(metrics: Metrics) -> str:
     def value(name: str, line: Line) -> Any:
         return line["values"].get(name)
 
+    def text(name: str, number: float) -> str:
+        return with_unit(number, metric["unit"]) if name == metric["name"] else f"{number:.4g}"
+
     names = [metric["name"], *(name for name in metrics.evaluations[-1]["values"] if name != metric["name"])]
     columns: list[Column[Line]] = [Column("step", itemgetter("step"), units.count)]
     for name in names:
-        text = (lambda value: with_unit(value, metric["unit"])) if name == metric["name"] else "{:.4g}".format
-        columns.append(Column(name, functools.partial(value, name), text, unknown="it was not a number"))
+        of_name, in_words = functools.partial(value, name), functools.partial(text, name)
+        columns.append(Column(name, of_name, in_words, unknown="it was not a number"))
     columns.append(Column("took", itemgetter("seconds"), units.seconds))
     return table("evaluations", "Each evaluation of the held-out samples.", columns, metrics.evaluations)
 
