@@ -144,7 +144,7 @@ def plan(*arguments: str) -> tuple[int, str]:
 def test_the_verb_shows_measured_values_beside_predictions(folder: Path) -> None:
     code, said = plan("--profile", str(folder))
     assert code == 0, said
-    assert f"there {RANKS} ranks took" in said and "predicted for as many on" in said
+    assert f"{RANKS} ranks took" in said and "predicted for as many on" in said
     assert "on the same device, with as many samples a rank" in said
     # Neither is known, and neither is made up.
     assert "memory of the rank" not in said and "utilisation" not in said
