@@ -85,7 +85,7 @@ def test_layers_that_do_not_come_out_even_make_the_first_stages_longer(dgx: Clus
 
 
 def test_more_stages_than_layers_are_refused(dgx: Cluster) -> None:
-    with pytest.raises(ValueError, match=r"49 stages .* 48 layers"):
+    with pytest.raises(ValueError, match=r"49 pipeline stages .* 48 layers"):
         predict(GPT, dgx, Job(8, 1, Split(pipeline=49)))
 
 

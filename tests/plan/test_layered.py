@@ -50,5 +50,5 @@ def test_a_recommender_waits_for_its_tables() -> None:
 
 
 def test_tensor_ranks_are_refused() -> None:
-    with pytest.raises(ValueError, match="tensor = 1 is the only way"):
+    with pytest.raises(ValueError, match="tensor ranks cannot split its layers; use tensor 1"):
         Layered("vgg16").layers(ShardSpec(1, tensor=2))

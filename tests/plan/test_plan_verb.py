@@ -102,7 +102,7 @@ def test_what_goes_beyond_published_runs_is_said() -> None:
     wide = ("--model", "gpt3-175b", "--cluster", "dgx-a100", "--ranks", "2304", "--batch", "2304", "--micro-batch", "1")
     assert "note: pipelines over 2,304 ranks" in plan(*wide, "--tensor", "8", "--pipeline", "12", "--zero", "0")[1]
     counted = ("--model", "resnet50", "--cluster", "dgx-1", "--ranks", "8", "--batch", "512", "--pipeline", "1")
-    assert "note: resnet50: convolutions are taken as matrix products" in plan(*counted)[1]
+    assert "note: resnet50: convolutions count as matrix products" in plan(*counted)[1]
     assert "note:" not in plan(*asked, "--tensor", "8", "--pipeline", "8", "--recompute", "full")[1]
 
 

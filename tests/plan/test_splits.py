@@ -126,7 +126,7 @@ def test_a_curve_begins_at_an_efficiency_of_one_and_says_where_nothing_fits() ->
 
 @pytest.mark.parametrize("text", ["8..", "16..8", "a,b", "0..4", "0"])
 def test_a_range_that_is_none_is_refused(text: str) -> None:
-    with pytest.raises(ValueError, match="write a range"):
+    with pytest.raises(ValueError, match="write a doubling range"):
         parse_range(text)
 
 

@@ -101,7 +101,7 @@ def test_a_switch_is_predicted_by_the_formulas_on_that_link() -> None:
     ]
     assert switch.startswith(
         "all_reduce of 8 MB to 16 MB through a switch with a port a host (NETFOLD_SWITCH): 859 ms a rank in place of "
-        "1.3 s (-34%), by the cost model with the link that 10 operations show: 100 us, 100 MB/s, of too few sizes to "
+        "1.3 s (-34%), by the cost model with the link that 10 operations show: 100 us, 100 MB/s, too few sizes to "
         "check"
     )
     assert "with bf16 on the wire" in narrow and "659 ms a rank in place of 1.3 s (-49%)" in narrow
