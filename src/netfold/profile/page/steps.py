@@ -38,15 +38,16 @@ def _chart(each: Sequence[Overlap]) -> str:
     across = Axis("step", 0, max(1, len(each)), units.count, least_step=1)
     up = Axis("time", 0, max(each[index].wall_s for index in numbers) or 1.0, units.seconds)
     chart, shown = Chart(across, up), []
-    for ink, label, value in (
-        ("wall", "wall time", lambda step: step.wall_s),
-        ("bar", "communication", lambda step: step.communication_s),
-        ("accent", "exposed communication", lambda step: step.exposed_s),
+    for ink, label, field in (
+        ("wall", "wall time", "wall_s"),
+        ("bar", "communication", "communication_s"),
+        ("accent", "exposed communication", "exposed_s"),
     ):
-        values = [value(each[index]) for index in numbers]
-        if all(one is not None for one in values):
-            points = []
-            for place, one in enumerate(values):
+        values: list[float | None] = [getattr(each[index], field) for index in numbers]
+        known = [value for value in values if value is not None]
+        if len(known) == len(values):
+            points: list[tuple[float, float]] = []
+            for place, one in enumerate(known):
                 ends = (place * together, min((place + 1) * together, len(each)))
                 points += [(float(end), one) for end in ends]
             chart.area(ink, points, label)

@@ -78,7 +78,7 @@ def timeline(run: Run, clocks: Sequence[ClockOffset], lateness: Sequence[Straggl
     spans = {(window.name, trace.metadata.rank): _spans(trace, window) for window in windows for trace in traces}
     shaded = sum(map(len, spans.values())) <= 3 * MOST_STEPS
     stretches = MOST_STRETCHES // (len(windows) * len(traces))
-    drawn = [
+    drawn: list[dict[str, Any]] = [
         {
             "name": window.name,
             "length": window.end_ns - window.begin_ns,
