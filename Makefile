@@ -122,6 +122,7 @@ check: build ## formats, lints, types, import rules, workflows, spelling; warns 
 	@$(VENV)/bin/clang-format --dry-run -Werror $(CXX_FILES)
 	@$(PY) -m mypy
 	@$(PY) -m mypy --no-warn-return-any --allow-untyped-calls --implicit-reexport bench/*.py
+	@MYPYPATH=src:bench $(PY) -m mypy --no-warn-return-any --implicit-reexport -p validation
 	@$(VENV)/bin/lint-imports --no-cache
 	@$(VENV)/bin/check-jsonschema --quiet --builtin-schema vendor.github-workflows .github/workflows/*.yml
 	@$(VENV)/bin/check-jsonschema --quiet --builtin-schema vendor.dependabot .github/dependabot.yml

@@ -1,5 +1,6 @@
-// Nanoseconds to tag a packet of so many bytes, gathered from header and values as a worker does it: each argument is a
-// length, each line of output `bytes median_ns lowest_ns highest_ns` over runs. Checking one tags it and compares.
+// Nanoseconds to compute the MAC of a packet, gathered from header and values as a worker does. Each argument is a
+// length in bytes. Each line of output is `bytes median_ns lowest_ns highest_ns` over runs. A check computes and compares
+// a MAC.
 #include <netfold/auth/packet_authenticator.hpp>
 
 #include <algorithm>
@@ -15,17 +16,17 @@ int main(int count, char** arguments) {
   constexpr std::size_t kHeaderBytes = 48;
   netfold::auth::PacketAuthenticator authenticator(netfold::auth::Key{});
   netfold::auth::Nonce nonce{};
-  std::byte tag[netfold::auth::kMacBytes];
+  std::byte mac[netfold::auth::kMacBytes];
   for (int i = 1; i < count; ++i) {
     std::vector<std::byte> packet(std::strtoul(arguments[i], nullptr, 10));
-    const iovec pieces[2] = {{packet.data(), kHeaderBytes},
+    const iovec parts[2] = {{packet.data(), kHeaderBytes},
                              {packet.data() + kHeaderBytes, packet.size() - kHeaderBytes}};
     std::vector<double> runs;
     for (int run = 0; run < kRuns; ++run) {
       const auto began = std::chrono::steady_clock::now();
       for (int turn = 0; turn < kPackets; ++turn) {
         std::memcpy(nonce.data(), &turn, sizeof turn);
-        authenticator.mac(nonce, pieces, tag);
+        authenticator.mac(nonce, parts, mac);
       }
       const std::chrono::duration<double, std::nano> took = std::chrono::steady_clock::now() - began;
       runs.push_back(took.count() / kPackets);

@@ -1,35 +1,30 @@
 """Compare two installed versions of netfold: the same `netfold bench` of each, launch by launch in turns.
 
-    python bench/before_after.py BEFORE/bin/python AFTER/bin/python [--launches 5] [--place NAME ...] [--write]
+    .venv/bin/python bench/before_after.py BEFORE/bin/python AFTER/bin/python
 
-Both environments keep their own netfold and torch. A launch starts new ranks and runs every size of one place; the
-versions take turns, and the one that goes first changes with every launch. A ratio is the median time of a launch
-before over the median time of the launch after that ran beside it: above 1, the version after is quicker. The table
-shows the median of the ratios over the launches, with the smallest and the largest. `--write` rewrites
-bench/results/before_after.md. Places with a rack need root.
+Both environments keep their own netfold and torch. A launch starts new ranks and runs every size of one place. Places
+with a rack need root.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
-import os
 import statistics
 import subprocess
-import sys
-from pathlib import Path
 
-RESULT = Path(__file__).parent / "results" / "before_after.md"
+import driver
+
+from netfold.bench.spread import paired_ratios
+
 GOAL = 0.97
 DEADLINE_S = 600
+SIDES = ("--backend", "netfold", "--backend", "netfold:ring")
 SIZES = ("-b", "4", "-e", "64M", "-f", "4096")  # 4 bytes, 16 KB, 64 MB
-# Name: what `netfold bench all-reduce` is told.
+# Name: options of `netfold bench all-reduce`.
 PLACES = {
-    "one host, 2 ranks": ("--backend", "netfold", "--backend", "netfold:ring", "--ranks", "2", *SIZES, "-n", "15"),
-    "one host, 2 ranks, 1 MB": (
-        *("--backend", "netfold", "--backend", "netfold:ring", "--ranks", "2", "-b", "1M", "-e", "1M", "-n", "40"),
-    ),
-    "one host, 4 ranks": ("--backend", "netfold", "--backend", "netfold:ring", "--ranks", "4", *SIZES, "-n", "10"),
+    "one host, 2 ranks": (*SIDES, "--ranks", "2", *SIZES, "-n", "15"),
+    "one host, 2 ranks, 1 MB": (*SIDES, "--ranks", "2", "-b", "1M", "-e", "1M", "-n", "40"),
+    "one host, 4 ranks": (*SIDES, "--ranks", "4", *SIZES, "-n", "10"),
     "rack, 4 hosts, 1 Gbit/s, switch": (
         *("--backend", "netfold:in_network", "--backend", "netfold:ring", "--ranks", "4", "--rack-rate", "1gbit"),
         *("-b", "1M", "-e", "16M", "-f", "16", "-n", "8"),
@@ -39,61 +34,36 @@ PLACES = {
 
 def launch(python: str, place: str) -> tuple[dict[tuple[str, int], float], str]:
     """Median nanoseconds by side and bytes, and the commit."""
-    command = [python, "-m", "netfold.cli", "bench", "all-reduce", *PLACES[place], "-w", "3", "--json"]
+    command = [python, "-m", "netfold.cli", "bench", "all-reduce", *PLACES[place], "-w", "3", "--output", "json"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
     if done.returncode != 0:
         raise SystemExit(f"{' '.join(command)} ended with {done.returncode}:\n{done.stderr[-2000:]}")
     found = json.loads(done.stdout)
-    return {(row["backend"], row["size_bytes"]): row["time_ns"]["median"] for row in found["rows"]}, found["versions"][
-        "commit"
-    ]
+    times = {(row["backend"], row["size_bytes"]): row["time_ns"]["median"] for row in found["rows"]}
+    return times, found["versions"]["commit"]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("before")
-    parser.add_argument("after")
-    parser.add_argument("--launches", type=int, default=5)
-    parser.add_argument("--place", action="append", choices=list(PLACES))
-    parser.add_argument("--write", action="store_true")
-    asked = parser.parse_args()
-    pythons = {"before": asked.before, "after": asked.after}
-    commits: dict[str, str] = {}
-    ratios: dict[tuple[str, str, int], list[float]] = {}
-    load_before = os.getloadavg()[0]
-    for place in asked.place or PLACES:
-        for turn in range(asked.launches):
-            times = {}
-            for version in ("before", "after") if turn % 2 == 0 else ("after", "before"):
-                times[version], commits[version] = launch(pythons[version], place)
-            for (side, size), was in times["before"].items():
-                ratios.setdefault((place, side, size), []).append(was / times["after"][side, size])
-            print(f"{place}: launch {turn + 1} of {asked.launches}", file=sys.stderr, flush=True)
-    lines = [
-        "# Before and after",
-        "",
-        f"`all_reduce` of {commits['before']} beside {commits['after']}: time before over time after, f32, so above 1",
-        "the later is quicker. `bench/before_after.py` says how; goal: at least 0.97.",
-        "",
-        "| place | side | bytes | ratio, median (least..most) | launches | met |",
-        "|---|---|---:|---|---:|---|",
-    ]
-    for (place, side, size), found in ratios.items():
-        middle = statistics.median(found)
-        lines.append(
-            f"| {place} | {side} | {size} | {middle:.2f} ({min(found):.2f}..{max(found):.2f}) | {len(found)} "
-            f"| {'yes' if middle >= GOAL else '**no**'} |"
-        )
-    lines += [
-        "",
-        f"{os.cpu_count()} cores, load {load_before:.1f} at the start and {os.getloadavg()[0]:.1f} at the end.",
-        "",
-    ]
-    text = "\n".join(lines)
-    print(text)
-    if asked.write:
-        RESULT.write_text(text)
+def before_after(before: str, after: str, launches: int = 5, only: str = "") -> str:
+    """Before and after"""
+    rows = []
+    for place in PLACES:
+        if only not in place:
+            continue
+        # By number, because both may be one environment.
+        found = driver.take_turns((0, 1), launches, lambda which: launch((before, after)[which], place), warmups=0)  # noqa: B023
+        commits = [found[which][0][1] for which in (0, 1)]
+        for side, size in found[0][0][0]:
+            times = [[of[side, size] for of, _ in found[which]] for which in (0, 1)]
+            ratios = paired_ratios(*times)
+            middle = statistics.median(ratios)
+            around = f"{middle:.2f} ({min(ratios):.2f}..{max(ratios):.2f})"
+            rows.append([place, side, size, around, "yes" if middle >= GOAL else "**no**"])
+    return f"""`all_reduce` of {commits[0]} beside {commits[1]}: the median time of a launch before over that of the
+launch after that ran beside it, f32; above 1 the later is quicker. {launches} launches; the version that goes first
+changes with every launch. Goal: at least {GOAL}.
+
+{driver.table("place | side | bytes | ratio, median (least..most) | met", rows)}"""
 
 
 if __name__ == "__main__":
-    main()
+    driver.run(before_after)

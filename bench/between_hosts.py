@@ -1,119 +1,91 @@
-"""Collectives between hosts against the alpha-beta limit of the link; run by every host of a rack:
+"""Collectives between hosts against the alpha-beta limit of the link; as root:
 
-    netfold rack run --hosts 4 --rate 1gbit -- .venv/bin/python bench/between_hosts.py FOLDER [operation=algorithm ...]
+    .venv/bin/python bench/between_hosts.py [--cases all_reduce=ring,...]
 
-FOLDER is fresh and seen by all hosts. The limit of a case: what its formula in netfold.plan says with the round trip
-that was measured here, the link's rate less its headers, and nothing else. Times are the slowest rank's, medians.
+The limit of a case: what its formula in netfold.tuning gives with the round trip measured here, the link's rate less
+its headers, and nothing else. Times are the slowest rank's.
 """
 
 from __future__ import annotations
 
-import os
-import statistics
-import sys
-import time
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
+import driver
 import numpy as np
+from driver import Place, Rank
 
-from netfold import Communicator, FileStore, Options, units
-from netfold.rack.names import HOST_INTERFACE
-from netfold.tuning import DEFAULT_LINKS, Link, Links, Topology
+from netfold import Communicator, units
+from netfold.bench.spread import spread
+from netfold.rack.link import parse_link
+from netfold.tuning import DEFAULT_LINKS, Link, Topology
 from netfold.tuning.cost import predict
 
 # A packet's 1448 bytes of tensor travel as 1514 in a rack, whose links count Ethernet's own header and no gap.
-RATE_BYTES_PER_S = 125e6 * 1448 / 1514
-SIZES = (1 << 20, 16 << 20)
-CASES = (
-    "all_reduce=auto",
-    "reduce_scatter=auto",
-    "all_gather=auto",
-    "broadcast=auto",
-    "all_to_all=auto",
-    "reduce=auto",
-    "all_reduce=halving_doubling",
-    "all_reduce=ring",
-    "all_reduce=tree",
-    "reduce_scatter=direct",
-    "reduce_scatter=ring",
-    "all_gather=direct",
-    "all_gather=ring",
-    "all_gather=bruck",
-    "broadcast=chain",
-    "broadcast=tree",
-    "all_to_all=direct",
-    "all_to_all=pairwise",
-    "reduce=tree",
-)
+PAYLOAD_RATIO = 1448 / 1514
 ROUNDS = {1 << 20: 15, 16 << 20: 5}
 WARMUPS = 3
+CASES = (
+    "all_reduce=auto,reduce_scatter=auto,all_gather=auto,broadcast=auto,all_to_all=auto,reduce=auto,"
+    "all_reduce=halving_doubling,all_reduce=ring,all_reduce=tree,reduce_scatter=direct,reduce_scatter=ring,"
+    "all_gather=direct,all_gather=ring,all_gather=bruck,broadcast=chain,broadcast=tree,all_to_all=direct,"
+    "all_to_all=pairwise,reduce=tree"
+)
 
 
-def call(group: Communicator, operation: str, buffers: list[np.ndarray], whole: np.ndarray) -> None:
-    """`whole` is the tensor, `buffers` P blocks of it and P more."""
-    ranks = group.size
-    first, second = buffers[:ranks], buffers[ranks:]
-    if operation == "all_reduce":
-        group.all_reduce(whole, op="max")
-    elif operation == "reduce":
-        group.reduce(whole, op="max")
-    elif operation == "broadcast":
-        group.broadcast(whole)
-    elif operation == "all_gather":
-        group.all_gather(first[0], second)
-    elif operation == "reduce_scatter":
-        group.reduce_scatter(first, second[0], op="max")
-    else:
-        group.all_to_all(first, second)
+def serve(me: Rank) -> None:
+    """A rank. An order is a case and a size; a new group serves each."""
 
-
-def measure(group: Communicator, operation: str, size: int) -> list[float]:
-    """Seconds a round, the slowest rank's."""
-    whole = np.ones(size // 4, np.float32)
-    buffers = [np.ones(size // 4 // group.size, np.float32) for _ in range(2 * group.size)]
-    seconds = []
-    for turn in range(WARMUPS + ROUNDS[size]):
-        group.barrier()
-        began = time.perf_counter()
-        call(group, operation, buffers, whole)
-        took = np.array([time.perf_counter() - began])
-        group.all_reduce(took, op="max")
-        if turn >= WARMUPS:
-            seconds.append(float(took[0]))
-    return seconds
-
-
-def main(folder: str, cases: tuple[str, ...]) -> None:
-    os.environ.pop("NETFOLD_SWITCH", None)  # a rack has a switch; this is about what hosts do without it
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    for index, case in enumerate(cases):
+    def run(case: str, size: int, rounds: int) -> tuple[list[float], str, Any]:
         operation = case.partition("=")[0]
-        options = Options(algorithm=case, interface=HOST_INTERFACE)
-        with Communicator(FileStore(f"{folder}/{index}"), rank, size, options=options, join_timeout_s=20) as group:
-            measured = group.group.links.network
-            if rank == 0 and index == 0:
-                print(f"link: {measured.text()}", flush=True)
-            ideal: Links = replace(
-                DEFAULT_LINKS,
-                network=Link(measured.latency_s, RATE_BYTES_PER_S),
-                reduce_bytes_per_s=float("inf"),
-                message_s=0.0,
-                crowding=0.0,
-                restarts=0.0,
-            )
-            for tensor in SIZES:
-                seconds = measure(group, operation, tensor)
-                algorithm = group.group.table.choose(operation, tensor).algorithm
-                limit = predict(operation, algorithm, tensor, Topology.apart(size), ideal)
-                if rank == 0:
-                    middle = statistics.median(seconds)
-                    print(
-                        f"{case:28} {algorithm:16} {tensor >> 20:3} MB  {units.seconds(middle):>8} "
-                        f"({units.seconds(min(seconds))}..{units.seconds(max(seconds))})  "
-                        f"limit {units.seconds(limit):>8}  {100 * (middle / limit - 1):+.1f}%",
-                        flush=True,
-                    )
+        # A rack has a switch; this benchmark is about hosts without it.
+        with me.communicator(f"{case}-{size}", algorithm=case, switch="") as group:
+            call = bind(group, operation, size)
+            seconds = [me.time(call)[0] for _ in range(WARMUPS + rounds)][WARMUPS:]
+            return seconds, group.group.table.choose(operation, size).algorithm, group.group.links.network
+
+    me.serve(run)
+
+
+def bind(group: Communicator, operation: str, size: int) -> Callable[[], object]:
+    whole = np.ones(size // 4, np.float32)
+    first, second = ([np.ones(size // 4 // group.size, np.float32) for _ in range(group.size)] for _ in range(2))
+    calls: dict[str, Callable[[], object]] = {
+        "all_reduce": lambda: group.all_reduce(whole, op="max"),
+        "reduce": lambda: group.reduce(whole, op="max"),
+        "broadcast": lambda: group.broadcast(whole),
+        "all_gather": lambda: group.all_gather(first[0], second),
+        "reduce_scatter": lambda: group.reduce_scatter(first, second[0], op="max"),
+        "all_to_all": lambda: group.all_to_all(first, second),
+    }
+    return calls[operation]
+
+
+def between_hosts(hosts: int = 4, rate: str = "1gbit", cases: str = CASES) -> str:
+    """Collectives between hosts against the limit of the link."""
+    rows = []
+    with driver.ranks_at(Place(hosts, rate), serve) as ranks:
+        for case in cases.split(","):
+            for size, rounds in ROUNDS.items():
+                answers = ranks.ask(case, size, rounds)
+                _, algorithm, measured = answers[0]
+                ideal = replace(
+                    DEFAULT_LINKS,
+                    network=Link(measured.latency_s, parse_link(rate).rate_bits / 8 * PAYLOAD_RATIO),
+                    reduce_bytes_per_s=float("inf"),
+                    message_s=0.0,
+                    crowding=0.0,
+                    restarts=0.0,
+                )
+                limit = predict(case.partition("=")[0], algorithm, size, Topology.apart(hosts), ideal)
+                seconds = driver.slowest(answer[0] for answer in answers)
+                middle = spread(seconds).median
+                around = f"{units.seconds(middle)} ({units.seconds(min(seconds))}..{units.seconds(max(seconds))})"
+                off = f"{100 * (middle / limit - 1):+.1f}%"
+                rows.append([case, algorithm, size >> 20, around, units.seconds(limit), off, measured.text()])
+    return driver.table("case | algorithm | MB | median (least..most) | limit | off | measured link", rows)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], tuple(sys.argv[2:]) or CASES)
+    driver.run(between_hosts)

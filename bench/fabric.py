@@ -1,164 +1,244 @@
-"""The fabric against what it goes over: a stream against plain libfabric, a ring against one over connections.
+"""A fabric (libfabric) against TCP and UDP, and what registered memory brings, between two processes of one machine:
 
-    .venv/bin/python bench/fabric.py [--provider 'tcp;ofi_rxm'] [--rounds 15] [--write]
+    .venv/bin/python bench/fabric.py fabric              # a stream against plain libfabric, a ring against one over TCP
+    .venv/bin/python bench/fabric.py fabric-switch       # in-network all_reduce over a fabric against UDP
+    .venv/bin/python bench/fabric.py registrations       # RMA and the registration cache, for the gradients of EDSR
 
-Paired: in every round both sides are measured one after the other, and the figure is the median of the rounds' ratios,
-with their p5 and p95. The ping-pongs are those of fabric_ping_pong.cpp, which this compiles: the plain one has the form
-of libfabric's own, fi_pingpong, which gives means, and those are lost where other processes take the cores. The rings
-are two groups of the same two processes, called in turn.
+Sides take turns in every round. A ratio is the median of the rounds' ratios, with 5% .. 95%.
 """
 
 from __future__ import annotations
 
-import argparse
-import multiprocessing
+import contextlib
 import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Callable
-from multiprocessing.connection import Connection
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import driver
 import numpy as np
+from driver import Place, Rank, Ranks, cell, take_turns
 
-from netfold import Communicator, FileStore, Options
-from netfold._native import fabric
+from netfold._native import fabric as native
+from netfold.bench.spread import paired_ratios
 
-_SPAWN = multiprocessing.get_context("spawn")
-_HERE = "127.0.0.1"
+HERE = Path(__file__).parent
+ADDRESS = "127.0.0.1"
+UDP = "udp"
 # Bytes, and messages there and back a round.
 PING_PONGS = ((64, 100), (1024, 100), (16 << 10, 60), (64 << 10, 60), (1 << 20, 20), (16 << 20, 3), (64 << 20, 1))
+# Bytes, and calls a round.
 RINGS = ((64 << 10, 200), (1 << 20, 40), (16 << 20, 4), (64 << 20, 1))
-RESULTS = Path(__file__).parent / "results" / "fabric.md"
+SUMS = ((4, 100), (64 << 10, 30), (1 << 20, 8), (16 << 20, 1))
+SWITCH_PROVIDERS = ("tcp;ofi_rxm", "udp;ofi_rxd", "shm")
+CACHE_PROVIDERS = ("tcp;ofi_rxm", "net")
+_RMA = {"NETFOLD_ALGORITHM": "ring", "NETFOLD_INTERFACE": ADDRESS, "NETFOLD_PROBE": "off"}
+# The experiment of MVAPICH2-GDR's talk (default, with a registration cache, with direct paths), on this machine.
+CONFIGURATIONS = {
+    "segments, copied (default of the talk)": {**_RMA, "NETFOLD_RMA_MIN_BYTES": "0"},
+    "direct, registered by each operation": {**_RMA, "NETFOLD_REGISTRATION_CACHE_BYTES": "0"},
+    "direct, with the registration cache": _RMA,
+}
+# Before these steps DDP's buckets are not in their places.
+WARM_STEPS = 4
+BUCKET_MB = 64
+
+
+def add(me: Rank, sides: dict[str, dict[str, Any]]) -> None:
+    """A rank with a group for each side. An order: the seconds of a call, the mean of some."""
+    with contextlib.ExitStack() as stack:
+        groups = {
+            side: stack.enter_context(
+                me.communicator(str(number), timeout_s=20, probe="off", interface=ADDRESS, **options)
+            )
+            for number, (side, options) in enumerate(sides.items())
+        }
+
+        def all_reduce(side: str, size: int, calls: int) -> float:
+            group = groups[side]
+            data = np.full(size // 4, me.rank + 1.0, np.float32)
+            group.all_reduce(data)
+            assert (data == me.size * (me.size + 1) / 2).all(), f"a wrong sum over {side}"
+            seconds = float(np.mean(me.time(lambda: group.all_reduce(data, op="max"), calls)))
+            if group.group.recoveries:
+                assert not group.group.recoveries[0].state, group.group.recoveries[0].state
+            return seconds
+
+        me.serve(all_reduce)
+
+
+def fabric(provider: str = "tcp;ofi_rxm", rounds: int = 15) -> str:
+    """The fabric against what it goes over."""
+    streams = []
+    for size, pairs in ping_pongs(provider, rounds).items():
+        piped, plain = zip(*pairs, strict=True)
+        us = [f"{np.median(of):.1f}" for of in (piped, plain)]
+        streams.append([f"{size:,} bytes", *us, cell(paired_ratios(plain, piped))])
+    rows = []
+    sides = {transport: {"transport": transport, "algorithm": "ring"} for transport in (f"fabric:{provider}", "tcp")}
+    with driver.ranks_at(Place(2), add, sides) as ranks:
+        for size, calls in RINGS:
+            ours, tcp = seconds_of(ranks, list(sides), size, calls, rounds).values()
+            ms = [f"{np.median(of) * 1e3:.2f}" for of in (ours, tcp)]
+            rows.append([f"{size:,} bytes", *ms, cell(paired_ratios(tcp, ours))])
+    return f"""Provider {provider}, libfabric {native.version()}. The ping-pongs are those of fabric_ping_pong.cpp. The
+plain one has the form of libfabric's own fi_pingpong, which gives means; means are of no use where other processes take
+the cores.
+
+{driver.table("ping-pong, one way | stream us | plain libfabric us | speed against plain libfabric", streams)}
+
+{driver.table("all_reduce by a ring, 2 ranks | fabric ms | tcp ms | speed against tcp", rows)}"""
+
+
+def seconds_of(ranks: Ranks, sides: list[str], size: int, calls: int, rounds: int) -> dict[str, list[float]]:
+    return take_turns(sides, rounds, lambda side: max(ranks.ask(side, size, calls)))
 
 
 def ping_pongs(provider: str, rounds: int) -> dict[int, list[tuple[float, float]]]:
-    """By bytes: microseconds one way through a pipe and by plain calls, a round each."""
+    """By bytes: microseconds one way through a stream and by plain calls, for each round."""
+    transport = HERE.parent / "native" / "transport"
+    sources = [path for path in (transport / "fabric").glob("*.cpp") if path.name != "libfabric_stub.cpp"]
+    sources += [HERE / "fabric_ping_pong.cpp", transport / "socket.cpp"]
     with tempfile.TemporaryDirectory() as folder:
-        program = Path(folder) / "ping_pong"
-        native = Path(__file__).parent.parent / "native" / "transport"
-        sources = [path for path in (native / "fabric").glob("*.cpp") if path.name != "libfabric_stub.cpp"]
-        command = [
-            "c++",
-            "-std=c++20",
-            "-O2",
-            f"-I{native / 'include'}",
-            str(Path(__file__).with_suffix("")) + "_ping_pong.cpp",
-        ]
-        command += [*map(str, sources), str(native / "socket.cpp"), "-ldl", "-o", str(program)]
+        program = f"{folder}/ping_pong"
+        command = ["c++", "-std=c++20", "-O2", f"-I{transport / 'include'}", *map(str, sources), "-ldl", "-o", program]
         subprocess.run(command, check=True)
         pairs = [str(number) for pair in PING_PONGS for number in pair]
-        run = subprocess.run([program, provider, str(rounds), *pairs], capture_output=True, text=True, check=True)
+        done = subprocess.run([program, provider, str(rounds), *pairs], capture_output=True, text=True, check=True)
     found: dict[int, list[tuple[float, float]]] = {}
-    for line in run.stdout.splitlines():
-        size, pipe_us, plain_us = line.split()
-        found.setdefault(int(size), []).append((float(pipe_us), float(plain_us)))
+    for line in done.stdout.splitlines():
+        size, stream_us, plain_us = line.split()
+        found.setdefault(int(size), []).append((float(stream_us), float(plain_us)))
     return found
 
 
-def _ring_rank(control: Connection, folder: str, rank: int, provider: str) -> None:
-    groups = {}
-    for transport in ("tcp", f"fabric:{provider}"):
-        options = Options(transport=transport, algorithm="ring", probe="off", interface=_HERE)
-        groups[transport] = Communicator(FileStore(f"{folder}/{transport}"), rank, 2, options=options)
-    while (task := control.recv()) is not None:
-        transport, size, rounds = task
-        group = groups[transport]
-        data = np.ones(size // 4, np.float32)
-        group.all_reduce(data, op="max")
+def fabric_switch(rounds: int = 15) -> str:
+    """In-network aggregation over a fabric, beside UDP."""
+    sides = {UDP: "tcp", **{provider: f"fabric:{provider}" for provider in SWITCH_PROVIDERS}}
+    options = {
+        side: {"transport": transport, "algorithm": "in_network", "rejoin_s": 0} for side, transport in sides.items()
+    }
+    fabrics = tuple(word for provider in SWITCH_PROVIDERS for word in ("--fabric", provider))
+    rows = []
+    with driver.ranks_at(Place(2, switch=True, switch_options=fabrics), add, options) as ranks:
+        for size, calls in SUMS:
+            found = seconds_of(ranks, list(sides), size, calls, rounds)
+            row = [f"{size:,}", f"{np.median(found[UDP]) * 1e3:.3f}"]
+            for provider in SWITCH_PROVIDERS:
+                row += [f"{np.median(found[provider]) * 1e3:.3f}", cell(paired_ratios(found[UDP], found[provider]))]
+            rows.append(row)
+    head = " | ".join(f"{provider} ms | its speed against UDP" for provider in SWITCH_PROVIDERS)
+    return f"""all_reduce of f32 through a switch on the same machine, libfabric {native.version()}.
+
+{driver.table(f"bytes | UDP ms | {head}", rows)}"""
+
+
+def train(me: Rank) -> None:
+    """A rank that trains EDSR. An order: seconds in all_reduce of each step, by netfold's records; hits and misses."""
+    import os
+
+    import torch
+    import torch.distributed as dist
+
+    from netfold.communicator.group import KINDS
+    from netfold.train.models.edsr import large
+
+    torch.manual_seed(0)
+    network = large().module
+    # So small that computing does not hide what is measured.
+    patch = torch.rand(1, 3, 6, 6)
+
+    def run(environment: dict[str, str], steps: int) -> tuple[list[float], int, int]:
+        for name in [name for name in os.environ if name.startswith("NETFOLD_")]:
+            del os.environ[name]
+        os.environ.update(environment)
+        with me.torch_group():
+            ddp = torch.nn.parallel.DistributedDataParallel(
+                network, bucket_cap_mb=BUCKET_MB, gradient_as_bucket_view=True
+            )
+            began_ns = []
+            for _ in range(steps):
+                began_ns.append(time.monotonic_ns())
+                ddp.zero_grad(set_to_none=False)
+                ddp(patch).square().mean().backward()
+            backend: Any = dist.group.WORLD
+            records = backend.netfold.events()
+            records = records[(records["operation"] == KINDS["all_reduce"]) & (records["bytes"] > 1 << 20)]
+            spent = records["finished_ns"] - records["started_ns"]
+            by_step = np.searchsorted(began_ns, records["queued_ns"]) - 1
+            seconds = [float(spent[by_step == step].sum()) / 1e9 for step in range(steps)]
+            hits, misses = (int(records[f"registration_{what}"].sum()) for what in ("hits", "misses"))
+            del ddp
+            return seconds, hits, misses
+
+    me.serve(run)
+
+
+def registering_us(provider: str, size: int, times: int) -> float:
+    """Microseconds to register so many bytes: the time to post a receive into memory that no registration covers."""
+    port, other = (native.StreamMux(provider, [ADDRESS]) for _ in range(2))
+    stream, peer = port.open(native.make_doorbell(), 1), other.open(native.make_doorbell(), 1)
+    stream.connect(other.names, peer.params)
+    peer.connect(port.names, stream.params)
+    memory = np.ones(size, np.uint8)
+    seconds = []
+    for name in range(times):
         began = time.perf_counter()
+        assert stream.post_receive(name, memory.ctypes.data, size)
+        seconds.append(time.perf_counter() - began)
+    return float(np.median(seconds)) * 1e6
+
+
+def registrations(rounds: int = 5, steps: int = 12) -> str:
+    """Registered memory and the direct path, for the gradients of EDSR."""
+    with driver.ranks_at(Place(2), train, deadline_s=7200) as ranks:
+        rows = list(cache_rows(ranks, rounds, steps))
+        attached, later = [], []
         for _ in range(rounds):
-            group.all_reduce(data, op="max")
-        control.send((time.perf_counter() - began) / rounds)
-    for group in groups.values():
-        group.close()
-
-
-class Rings:
-    """Two ranks, with a group over connections and one over the fabric."""
-
-    def __init__(self, provider: str, folder: str) -> None:
-        self._controls, self._processes = [], []
-        for rank in range(2):
-            ours, theirs = _SPAWN.Pipe()
-            process = _SPAWN.Process(target=_ring_rank, args=(theirs, folder, rank, provider), daemon=True)
-            process.start()
-            self._controls.append(ours)
-            self._processes.append(process)
-
-    def seconds(self, transport: str, size: int, rounds: int) -> float:
-        for control in self._controls:
-            control.send((transport, size, rounds))
-        return max(float(control.recv()) for control in self._controls)
-
-    def close(self) -> None:
-        for control, process in zip(self._controls, self._processes, strict=True):
-            control.send(None)
-            process.join()
-
-
-def paired(rounds: int, ours: Callable[[], float], theirs: Callable[[], float]) -> tuple[float, float, list[float]]:
-    """Medians of both, and the quotients theirs / ours: above 1, ours is the quicker. Who begins takes turns."""
-    mine: list[float] = []
-    other: list[float] = []
-    for turn in range(rounds):
-        for side in (ours, theirs) if turn % 2 == 0 else (theirs, ours):
-            (mine if side is ours else other).append(side())
-    quotients = [b / a for a, b in zip(mine, other, strict=True)]
-    return float(np.median(mine)), float(np.median(other)), quotients
-
-
-def spread(quotients: list[float]) -> str:
-    low, middle, high = np.percentile(quotients, (5, 50, 95))
-    return f"{middle:.2f} ({low:.2f}..{high:.2f})"
-
-
-def measure(provider: str, rounds: int) -> list[str]:
-    lines = [
-        f"Provider {provider}, libfabric {fabric.version()}, two processes on one machine, {rounds} rounds.",
-        "",
-        "| ping-pong, one way | pipe us | plain libfabric us | speed against it, median (p5..p95) |",
-        "|---|---|---|---|",
+            answers = ranks.ask({"NETFOLD_PROBE": "off", "NETFOLD_SINGLE_COPY": "off"}, steps)
+            seconds = driver.slowest(answer[0] for answer in answers)
+            attached.append(seconds[WARM_STEPS - 1])
+            later.append(float(np.median(seconds[WARM_STEPS:])))
+    costs = [
+        [f"registering {BUCKET_MB} MB with {each}", f"{registering_us(each, BUCKET_MB << 20, times=15):.1f} us"]
+        for each in CACHE_PROVIDERS
     ]
-    for size, pairs in ping_pongs(provider, rounds).items():
-        mine, other = (float(np.median(side)) for side in zip(*pairs, strict=True))
-        quotients = [plain / pipe for pipe, plain in pairs]
-        lines.append(f"| {size:,} bytes | {mine:.1f} | {other:.1f} | {spread(quotients)} |")
-    lines += [
-        "",
-        "| all_reduce by a ring, 2 ranks | fabric ms | tcp ms | speed against it, median (p5..p95) |",
-        "|---|---|---|---|",
-    ]
-    with tempfile.TemporaryDirectory() as folder:
-        rings = Rings(provider, folder)
-        for size, repeats in RINGS:
+    first_ms, later_ms = (np.median(of) * 1e3 for of in (attached, later))
+    costs.append(
+        [
+            "shared memory of the host: all_reduce of a step's buckets when they are attached, against a later step",
+            f"{first_ms:.1f} ms against {later_ms:.1f} ms, {cell(paired_ratios(attached, later))}",
+        ]
+    )
+    head = "provider | configuration | ms in all_reduce a step | time against the first configuration | hits"
+    return f"""EDSR (32 blocks of 256 features), 163 MB of gradients in buckets of {BUCKET_MB} MB as Horovod's, under
+DDP; libfabric {native.version()}. The time in all_reduce is by netfold's records, once DDP has laid out its buckets.
 
-            def ours(size: int = size, repeats: int = repeats) -> float:
-                return rings.seconds(f"fabric:{provider}", size, repeats)
+{driver.table(head, rows)}
 
-            def theirs(size: int = size, repeats: int = repeats) -> float:
-                return rings.seconds("tcp", size, repeats)
+A bucket misses until it has come from the same address in three steps; from then on every use hits.
 
-            mine, other, quotients = paired(rounds, ours, theirs)
-            lines.append(f"| {size:,} bytes | {mine * 1e3:.2f} | {other * 1e3:.2f} | {spread(quotients)} |")
-            print(lines[-1], file=sys.stderr)
-        rings.close()
-    return lines
+{driver.table("what is cached | costs", costs)}"""
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--provider", default="tcp;ofi_rxm")
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--write", action="store_true", help="replace bench/results/fabric.md")
-    given: Any = parser.parse_args()
-    lines = measure(given.provider, given.rounds)
-    print("\n".join(lines))
-    if given.write:
-        RESULTS.write_text("# The fabric against what it goes over\n\n`bench/fabric.py`\n\n" + "\n".join(lines) + "\n")
+def cache_rows(ranks: Ranks, rounds: int, steps: int) -> Iterator[list[str]]:
+    for provider in CACHE_PROVIDERS:
+
+        def run(name: str, provider: str = provider) -> tuple[float, int, int]:
+            answers = ranks.ask({**CONFIGURATIONS[name], "NETFOLD_TRANSPORT": f"fabric:{provider}"}, steps)
+            seconds = driver.slowest(answer[0] for answer in answers)
+            return float(np.median(seconds[WARM_STEPS:])), *answers[0][1:]
+
+        found = take_turns(list(CONFIGURATIONS), rounds, run, warmups=0)
+        first = [seconds for seconds, _, _ in next(iter(found.values()))]
+        for name, runs in found.items():
+            seconds, hits, misses = (list(each) for each in zip(*runs, strict=True))
+            uses = sum(hits) + sum(misses)
+            hit_ratio = f"{100 * sum(hits) / uses:.0f}%" if uses else "-"
+            yield [provider, name, f"{np.median(seconds) * 1e3:.1f}", cell(paired_ratios(seconds, first)), hit_ratio]
 
 
 if __name__ == "__main__":
-    main()
+    driver.run(fabric, fabric_switch, registrations)

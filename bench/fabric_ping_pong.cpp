@@ -1,13 +1,13 @@
-// What a stream of a port costs over its wire: a ping-pong through a pipe beside the same one of plain libfabric calls,
-// for one provider. bench/fabric.py compiles it and reads what it prints.
+// A ping-pong through a stream of netfold beside a ping-pong of plain libfabric calls, for one provider.
+// bench/fabric.py compiles this program and reads its output.
 //
-// The plain one has the form of libfabric's own fi_pingpong: one tagged message at a time, from registered memory into
-// a posted buffer, both ends polling. The two take turns by blocks of messages between the same two processes, so both
-// meet the same machine; of each message the time there and back is kept, and the median of a block is its figure,
-// which a process that takes a core for a while does not move.
+// The plain ping-pong has the form of libfabric's own fi_pingpong: one tagged message at a time, from registered memory
+// into a posted buffer, both ends polling. Both sides take turns by blocks of messages between the same two processes,
+// so both meet the same machine. The figure of a block is the median over its messages of the time there and back: a
+// process that takes a core for a short time does not change the median.
 //
-//   fabric_ping_pong PROVIDER BLOCKS BYTES MESSAGES [BYTES MESSAGES ...]    prints: bytes, pipe us, plain us; a line a
-//   block
+//   fabric_ping_pong PROVIDER BLOCKS BYTES MESSAGES [BYTES MESSAGES ...]    prints a line a block:
+//   bytes, pipe us, plain us
 #include <sched.h>
 #include <sys/socket.h>
 #include <sys/wait.h>
@@ -25,7 +25,7 @@ namespace fabric = netfold::transport::fabric;
 
 namespace {
 
-constexpr const char* kHere = "127.0.0.1";
+constexpr const char* kAddress = "127.0.0.1";
 constexpr std::size_t kMostBytes = 64 << 20;
 
 std::int64_t now_ns() {
@@ -33,27 +33,27 @@ std::int64_t now_ns() {
       .count();
 }
 
-// Over the socket between the two: what they must know of each other.
+// Exchange set-up data over the socket between both processes.
 void send_control(int socket, const void* data, std::size_t bytes) {
   if (::send(socket, data, bytes, 0) != static_cast<ssize_t>(bytes)) std::abort();
 }
-void hear(int socket, void* data, std::size_t bytes) {
+void receive_control(int socket, void* data, std::size_t bytes) {
   if (::recv(socket, data, bytes, MSG_WAITALL) != static_cast<ssize_t>(bytes)) std::abort();
 }
 std::vector<std::byte> swap_names(int socket, const std::vector<std::byte>& name) {
   std::size_t bytes = name.size();
   send_control(socket, &bytes, sizeof bytes);
   send_control(socket, name.data(), bytes);
-  hear(socket, &bytes, sizeof bytes);
-  std::vector<std::byte> theirs(bytes);
-  hear(socket, theirs.data(), bytes);
-  return theirs;
+  receive_control(socket, &bytes, sizeof bytes);
+  std::vector<std::byte> peer(bytes);
+  receive_control(socket, peer.data(), bytes);
+  return peer;
 }
 
 class Plain {
  public:
   Plain(const std::string& provider, int socket)
-      : endpoint_(fabric::open_endpoint(provider, kHere, 0)), memory_(2 * kMostBytes) {
+      : endpoint_(fabric::open_endpoint(provider, kAddress, 0)), memory_(2 * kMostBytes) {
     if (endpoint_->limits().needs_registration) {
       registration_ = endpoint_->register_memory(memory_.data(), memory_.size(), fabric::Access::messages);
     }
@@ -107,17 +107,17 @@ class Piped {
  public:
   Piped(const std::string& provider, int socket) : memory_(2 * kMostBytes) {
     std::vector<std::unique_ptr<fabric::Endpoint>> rails;
-    rails.push_back(fabric::open_endpoint(provider, kHere, 0));
+    rails.push_back(fabric::open_endpoint(provider, kAddress, 0));
     auto mux = std::make_shared<fabric::StreamMux>(std::move(rails));
     auto* stream = mux->open(std::make_shared<fabric::Doorbell>(), 1);
     auto params = mux->params(stream);
     const std::vector<std::vector<std::byte>> names = {swap_names(socket, mux->names()[0])};
     send_control(socket, &params, sizeof params);
-    hear(socket, &params, sizeof params);
+    receive_control(socket, &params, sizeof params);
     mux->connect(stream, names, params);
     pipe_ = std::make_unique<fabric::FabricPipe>(std::move(mux), stream);
   }
-  // Large ones go as pieces do: lent from where they are, to where they are expected.
+  // Large messages go as chunks do: by RMA from where they are into the posted buffer.
   void send(std::size_t bytes) {
     if (!pipe_->uses_rma(bytes)) return move(memory_.data(), bytes, true);
     const iovec piece{memory_.data(), bytes};
@@ -125,7 +125,7 @@ class Piped {
     }
     ++sent_;
   }
-  // Ahead, as the plain one does.
+  // Post the buffer ahead, as the plain side does.
   void post(std::size_t bytes) {
     if (!pipe_->uses_rma(bytes)) return;
     pipe_->post_receive(expected_++, memory_.data() + kMostBytes, bytes);
@@ -193,14 +193,14 @@ void play(int argc, char** argv, int socket, bool begins) {
           plain.post(bytes);
           std::byte ready{};  // the first buffer is posted at both ends
           send_control(socket, &ready, 1);
-          hear(socket, &ready, 1);
+          receive_control(socket, &ready, 1);
           plain_us = median_us(messages, [&] {
             if (begins) plain.send(bytes);
             plain.receive();
             plain.post(bytes);
             if (!begins) plain.send(bytes);
           });
-          // The buffer that is left over: one message more each way.
+          // One more message each way uses the buffer that is still posted.
           plain.send(bytes);
           plain.receive();
         } else {
@@ -221,9 +221,9 @@ void play(int argc, char** argv, int socket, bool begins) {
     }
   }
   std::fflush(stdout);
-  std::byte over{};  // neither goes before the other is through
+  std::byte over{};  // neither process ends before the other is done
   send_control(socket, &over, 1);
-  hear(socket, &over, 1);
+  receive_control(socket, &over, 1);
 }
 
 }  // namespace

@@ -1,11 +1,11 @@
-"""A recipe's step on one host with nobody to talk to: how long each part takes, and when each bucket is ready.
+"""A recipe's step on one host without communication: how long each part takes, and when each bucket is ready.
 
-    python bench/one_host.py RECIPE FILE
+    .venv/bin/python bench/one_host.py RECIPE FILE
 
 The trainer believes that it is one of two ranks; its group is `Still`, whose every operation is done at once. What is
-left of a step is all that is not communication: layers as timers (`timed_model`), and what the processor does round
+left of a step is all that is not communication: layers as timers (`timed_model`), and what the processor does around
 them (autograd, buckets, the optimizer, the next batch), counted as processor time, so that what else runs on the
-machine does not show. Medians over STEPS steps. The same once more with such steps on all other cores says how much
+machine does not show. Medians over STEPS steps. A second profile, with such steps on all other cores, shows how much
 slower the processor is where cores share the memory's rate.
 """
 
@@ -14,43 +14,41 @@ slower the processor is where cores share the memory's rate.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import statistics
-import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import tomllib
+import driver
 import torch
 import torch.distributed as dist
+from driver import Place, Rank, open_network, start_ranks
+from timed_model import LayerTime, few_held_out, layer_times, recipe_of, timed
 from torch._C import _distributed_c10d as c10d
-
-sys.path.insert(0, str(Path(__file__).parent))
-from timed_model import First, LayerTime, layer_times, timed
 
 from netfold.plan.model import ReadyBucket, TimedLayer, TimedStep
 from netfold.train import Chain, Model, Recipe, Trainer
 from netfold.train.datasets import make_data
+from netfold.train.events import Callback
 from netfold.train.models import make_model
 
 SETTLING, STEPS = 3, 8
-BUCKET_MB = 25
 RANKS = 2
 
 
 class Still(dist.ProcessGroup):
-    """Every operation is done at once: with what this rank gave. Told: bytes, and when."""
+    """Every operation is done at once, with this rank's own values. `note` is called with the bytes."""
 
-    def __init__(self, rank: int, size: int, told: Any) -> None:
+    def __init__(self, rank: int, size: int, note: Any) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg]  # the stubs lack this overload
-        self._told = told
-        # torch reads a group's devices off its backends; the stubs do not know how this one is made.
+        self._note = note
+        # torch reads a group's devices from its backends; the stubs do not know this constructor.
         fake: Any = c10d.FakeProcessGroup
         anchor = fake._create_internal(rank, size, fake.Options())
         self._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.CUSTOM, anchor)
@@ -59,16 +57,16 @@ class Still(dist.ProcessGroup):
         return "still"
 
     def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> Any:
-        self._told("all_reduce", sum(tensor.nbytes for tensor in tensors))
+        self._note("all_reduce", sum(tensor.nbytes for tensor in tensors))
         return _done(tensors)
 
     def broadcast(self, tensors: list[torch.Tensor], opts: Any = None) -> Any:
         return _done(tensors)
 
     def allgather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any = None) -> Any:
-        for parts, mine in zip(outputs, inputs, strict=True):
+        for parts, own in zip(outputs, inputs, strict=True):
             for part in parts:
-                part.copy_(mine)
+                part.copy_(own)
         return _done(outputs)
 
     def barrier(self, opts: Any = None) -> Any:
@@ -82,125 +80,90 @@ def _done(result: Any) -> Any:
     return made._create_work_from_future(future)
 
 
-class Steps:
-    """What happens on the training thread, event by event, and what ends a step."""
+Event = tuple[str, float, float]
+"""What happened on the training thread; an operation's bytes or a timer's seconds; the thread's processor time."""
+
+
+class Steps(Callback):
+    """The events of each step."""
 
     def __init__(self) -> None:
-        self.events: list[tuple[str, float, float]] = []
-        self.steps: list[list[tuple[str, float, float]]] = []
+        self.events: list[Event] = []
+        self.steps: list[list[Event]] = []
         self.process_s: list[float] = []
 
     def note(self, what: str, value: float) -> None:
-        """value: bytes of an operation, seconds of a timer; beside it the thread's processor time until now."""
         self.events.append((what, value, time.thread_time()))
 
-    def on_start(self, event: Any) -> None: ...
     def on_step(self, event: Any) -> None:
         self.note("stepped", event.seconds)
         self.steps.append(self.events)
         self.process_s.append(time.process_time())
         self.events = []
 
-    def on_evaluation(self, event: Any) -> None: ...
-    def on_note(self, event: Any) -> None: ...
-    def on_end(self, event: Any) -> None: ...
+
+def measure(path: str) -> dict[str, Any]:
+    """The profile of the recipe's step, its layers' times, and the recipe's path, as JSON has them."""
+    environment = {"OMP_NUM_THREADS": "1"}
+    with (
+        open_network(Place(1)) as network,
+        start_ranks(network, profiler, path, environment=environment) as alone,
+    ):
+        profile, times = alone.ask()[0]
+        others = [0] * ((os.cpu_count() or 1) - 1)
+        with start_ranks(network, keep_busy, path, hosts=others, environment=environment):
+            crowded, _ = alone.ask()[0]
+    found = replace(profile, crowded=max(1.0, _host_s(crowded) / _host_s(profile)))
+    return {"path": path, "profile": found.to_json(), "times": [asdict(each) for each in times]}
 
 
-def recipe_of(path: str, size: int, steps: int) -> Recipe:
-    """As it is trained here: of its batch, which two ranks share, each rank has the half, however many there are."""
-    table = tomllib.loads(Path(path).read_text())
-    table["training"] = {
-        "steps": steps, "batch": max(1, table["training"].get("batch", 32) // 2), "scaling": "weak"
-    }  # fmt: skip
-    table["parallel"] = {"data": size, "bucket_mb": BUCKET_MB}
-    table["checkpoint"] = {"every": "end"}
-    return Recipe.model_validate(table)
-
-
-def main(path: str, file: str) -> None:
-    torch.set_num_threads(1)
+def profiler(me: Rank, path: str) -> None:
+    """A process that trains alone. An order: the profile of a step, and the layers' times."""
     recipe = recipe_of(path, RANKS, SETTLING + STEPS)
-    share = range(recipe.training.batch)
-    times = layer_times(make_model(recipe.model), make_data(recipe.data).train.batch(share, share))
-    alone = profile(path, recipe, times)
-    with busy(path):
-        crowded = profile(path, recipe, times)
-    found = replace(alone, crowded=max(1.0, _host_s(crowded) / _host_s(alone)))
-    kept = {"path": path, "profile": found.to_json(), "times": [asdict(each) for each in times]}
-    Path(file).write_text(json.dumps(kept))
+    times = layer_times(recipe)
+
+    def profile() -> tuple[TimedStep, list[LayerTime]]:
+        steps = Steps()
+        model = make_model(recipe.model)
+        assert isinstance(model.module, Chain)
+        names = list(model.module.layers)
+        parameters = [sum(each.numel() for each in layer.parameters()) for layer in model.module.layers.values()]
+        train(recipe, timed(model, times, steps.note), steps)
+        return _profile(path, recipe.training.batch, names, parameters, steps), times
+
+    me.serve(profile)
 
 
-def profile(path: str, recipe: Recipe, times: Sequence[LayerTime]) -> TimedStep:
-    steps = Steps()
-    model = make_model(recipe.model)
-    assert isinstance(model.module, Chain)
-    names = list(model.module.layers)
-    parameters = [sum(each.numel() for each in layer.parameters()) for layer in model.module.layers.values()]
-    train(recipe, timed(model, times, steps.note), steps)
-    return _profile(path, recipe.training.batch, names, parameters, steps)
-
-
-def train(recipe: Recipe, model: Model, listener: Any) -> None:
-    """As one of two ranks that talk to nobody."""
+def train(recipe: Recipe, model: Model, callback: Any) -> None:
+    """Train as one of two ranks, without communication."""
     dist.Backend.register_backend(
-        "still", lambda store, rank, size, timeout: Still(rank, size, listener.note), devices=["cpu"]
+        "still", lambda store, rank, size, timeout: Still(rank, size, callback.note), devices=["cpu"]
     )
     dist.init_process_group("still", store=dist.HashStore(), rank=0, world_size=RANKS)
-    data = make_data(recipe.data)
-    few = replace(data, held_out=First(data.held_out, recipe.training.batch * RANKS))
-    Trainer(recipe, model=model, data=few, callbacks=[listener]).fit()
+    few = few_held_out(make_data(recipe.data), recipe.training.batch * RANKS)
+    Trainer(recipe, model=model, data=few, callbacks=[callback]).fit()
     dist.destroy_process_group()
 
 
-@contextlib.contextmanager
-def busy(path: str) -> Iterator[None]:
-    """Inside, every other core does what surrounds the layers of such steps, and nothing else."""
-    command = [sys.executable, __file__, "--busy", path, str(os.getpid())]
-    others = [
-        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
-        for _ in range((os.cpu_count() or 1) - 1)
-    ]
-    try:
-        for other in others:
-            assert other.stdout is not None
-            if not other.stdout.readline():
-                raise RuntimeError(f"{path}: the steps that should keep the other cores busy failed to begin")
-        yield
-    finally:
-        for other in others:
-            other.kill()
-            other.wait()
-
-
-def keep_busy(path: str, asking: int) -> None:
-    """Steps whose layers take no time, until the process `asking` is gone."""
-    torch.set_num_threads(1)
+def keep_busy(me: Rank, path: str) -> None:
+    """A process that trains with layers that take no time, and is ready when steps have begun."""
     recipe = recipe_of(path, RANKS, 1_000_000)
-    model = make_model(recipe.model)
-    share = range(recipe.training.batch)
-    times = layer_times(model, make_data(recipe.data).train.batch(share, share))
-    train(recipe, timed(model, [replace(each, forward_s=0.0, backward_s=0.0) for each in times]), _Begun(asking))
+    times = [replace(each, forward_s=0.0, backward_s=0.0) for each in layer_times(recipe)]
 
+    class Begun(Callback):
+        serving: threading.Thread | None = None
 
-class _Begun:
-    """Says when steps have begun, and ends with the process that asked for them."""
+        def note(self, what: str, value: float) -> None: ...
+        def on_step(self, event: Any) -> None:
+            if self.serving is None:
+                self.serving = threading.Thread(target=self.serve)
+                self.serving.start()
 
-    def __init__(self, asking: int) -> None:
-        self._said = False
-        self._asking = asking
+        def serve(self) -> None:
+            me.serve(lambda: None)
+            os._exit(0)
 
-    def note(self, what: str, value: float) -> None: ...
-    def on_start(self, event: Any) -> None: ...
-    def on_step(self, event: Any) -> None:
-        if not self._said:
-            print("begun", flush=True)
-            self._said = True
-        if os.getppid() != self._asking:
-            raise SystemExit(1)
-
-    def on_evaluation(self, event: Any) -> None: ...
-    def on_note(self, event: Any) -> None: ...
-    def on_end(self, event: Any) -> None: ...
+    train(recipe, timed(make_model(recipe.model), times), Begun())
 
 
 def _host_s(found: TimedStep) -> float:
@@ -277,8 +240,5 @@ def _row(began_s: float, events: list[tuple[str, float, float]], count: int, pro
     return _Row(slept_s, host_s, buckets, vote_bytes, closing_s, update_s, process_s - (last_s - began_s))
 
 
-if __name__ == "__main__":
-    if sys.argv[1] == "--busy":
-        keep_busy(sys.argv[2], int(sys.argv[3]))
-    else:
-        main(sys.argv[1], sys.argv[2])
+if __name__ == "__main__" and not driver.be_rank():
+    Path(sys.argv[2]).write_text(json.dumps(measure(sys.argv[1])))

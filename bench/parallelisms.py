@@ -1,27 +1,22 @@
-"""Every way to split a model, trained on real data, beside one process: python bench/parallelisms.py [--steps N]
+"""Every way to split a model, trained on real data, beside one process: .venv/bin/python bench/parallelisms.py
 
-Three questions of each: is the first step's loss that of one process, within what f32 sums in another order may differ
-by; does the whole run stay as near to one process' as two runs of data parallel over gloo are to each other that differ
-only in which rank takes which part of the batch; and does it reach the same metric. Rewrites
-bench/results/parallelisms.md.
+Three questions of each split: does the first step's loss differ from one process' by no more than f32 sums in another
+order may; does the whole run stay as near to one process' as two runs of data parallel over gloo are to each other that
+differ only in which rank takes which part of the batch; and does it reach the same metric.
 """
 
 from __future__ import annotations
 
-import argparse
-import platform
 import statistics
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+import driver
+from driver import Place, Rank
 
-# What a loss in f32 is rounded by: nearer to each other than this are no two of them.
+# Half of the last bit of a loss in f32: no two losses are closer than this.
 F32_ROUNDING = 2.0**-24
-RESULTS = Path(__file__).parent / "results" / "parallelisms.md"
 Table = dict[str, Any]
 
 GPT: Table = {
@@ -51,7 +46,7 @@ DLRM: Table = {
     "training": {"batch": 512},
     "optimizer": {"name": "adam", "lr": 2e-3},
 }
-# What is trained, and the ways it is split; the first is what gloo is asked for, too.
+# What is trained, and its splits; gloo trains the first one too.
 SPLITS: list[tuple[str, Table, list[tuple[str, Table]]]] = [
     (
         "GPT on Python's source",
@@ -112,39 +107,34 @@ class Trained:
     metric: float
 
 
-def train(rank_recipe: Table, backend: str, turn: int) -> Trained:
-    """What a rank does. turn: by how many places the data's shares are moved on among the ranks."""
-    import torch
-    import torch.distributed as dist
-
+def train(me: Rank, backend: str) -> None:
+    """A rank. An order is a recipe, and by how many places the data's shares move on among the ranks."""
     from netfold.train import Recipe, Trainer
 
-    torch.set_num_threads(1)
-    dist.init_process_group(backend)
-    trainer = Trainer(Recipe.model_validate(rank_recipe))
-    data = trainer.mesh.data
-    trainer.mesh.data = replace(data, rank=(data.rank + turn) % data.size)
-    outcome = trainer.fit()
-    dist.destroy_process_group()
-    return Trained(outcome.losses, outcome.metric)
+    def run(recipe: Table, shift: int) -> Trained:
+        trainer = Trainer(Recipe.model_validate(recipe))
+        data = trainer.mesh.data
+        trainer.mesh.data = replace(data, rank=(data.rank + shift) % data.size)
+        outcome = trainer.fit()
+        return Trained(outcome.losses, outcome.metric)
+
+    with me.torch_group(backend):
+        me.serve(run)
 
 
-def run(recipe: Table, split: Table, steps: int, *, backend: str = "netfold", turn: int = 0) -> Trained:
+def run(recipe: Table, split: Table, steps: int, *, backend: str = "netfold", shift: int = 0) -> Trained:
     training = {**recipe["training"], "steps": steps}
     parallel = {"data": 1, **split}
     if parallel.get("zero", 0) < 2:
         parallel["bucket_mb"] = 25  # not the quickest of this run: sums in the same order every time
     if "accumulate" in parallel:
         training["accumulate"] = parallel.pop("accumulate")
-    ranks = parallel["data"] * parallel.get("pipeline", 1) * parallel.get("tensor", 1)
-    config = LaunchConfig(
-        min_nodes=1, max_nodes=1, nproc_per_node=ranks, max_restarts=0, rdzv_backend="c10d", rdzv_endpoint="localhost:0"
-    )
-    results: dict[int, Trained] = elastic_launch(config, train)(
-        {**recipe, "training": training, "parallel": parallel}, backend, turn
-    )
-    assert len({trained.losses for trained in results.values()}) == 1, "ranks differ in what they say of the loss"
-    return results[0]
+    size = parallel["data"] * parallel.get("pipeline", 1) * parallel.get("tensor", 1)
+    with driver.ranks_at(Place(size), train, backend) as ranks:
+        found = ranks.ask({**recipe, "training": training, "parallel": parallel}, shift)
+    assert len({trained.losses for trained in found}) == 1, "ranks report different losses"
+    trained: Trained = found[0]
+    return trained
 
 
 def apart(one: Trained, other: Trained) -> float:
@@ -153,60 +143,45 @@ def apart(one: Trained, other: Trained) -> float:
     return statistics.fmean(((a - b) / b) ** 2 for a, b in pairs) ** 0.5
 
 
-def measure(name: str, recipe: Table, splits: Sequence[tuple[str, Table]], steps: int) -> list[str]:
+def section(name: str, recipe: Table, splits: list[tuple[str, Table]], steps: int) -> str:
     alone = run(recipe, {}, steps)
-    ways = splits[0][1]
-    gloo = [run(recipe, ways, steps, backend="gloo", turn=turn) for turn in range(3)]
+    gloo = [run(recipe, splits[0][1], steps, backend="gloo", shift=shift) for shift in range(3)]
     orders = ((gloo[0], gloo[1]), (gloo[1], gloo[2]), (gloo[0], gloo[2]))
     yardstick = max(F32_ROUNDING, *(apart(one, other) for one, other in orders))
     metrics = [each.metric for each in gloo]
     off = [apart(each, alone) for each in gloo]
-    lines = [
-        f"## {name}",
-        "",
-        f"One process: loss {alone.losses[0]:.6f} at the first step, {alone.losses[-1]:.4f} at step {steps}, metric "
-        f"{alone.metric:.4f}. gloo, {splits[0][0]}, three orders of ranks: {yardstick:.1e} apart, metric "
-        f"{min(metrics):.4f} to {max(metrics):.4f}; from one process {min(off):.1e} to {max(off):.1e} apart.",
-        "",
-        "| split | first step apart | whole run apart | of gloo's | metric | s |",
-        "|---|---|---|---|---|---|",
-    ]
+    rows = []
     for label, split in splits:
         began = time.perf_counter()
         trained = run(recipe, split, steps)
         seconds = time.perf_counter() - began
         first = abs(trained.losses[0] - alone.losses[0]) / alone.losses[0]
         whole = apart(trained, alone)
-        row = (
-            f"| {label} | {first:.1e} | {whole:.1e} | {whole / yardstick:.2f} | {trained.metric:.4f} | {seconds:.0f} |"
-        )
-        print(row, flush=True)
-        lines.append(row)
-    return [*lines, ""]
+        differences = [f"{first:.1e}", f"{whole:.1e}", f"{whole / yardstick:.2f}"]
+        rows.append([label, *differences, f"{trained.metric:.4f}", f"{seconds:.0f}"])
+        print(*rows[-1], flush=True)
+    return f"""## {name}
+
+One process: loss {alone.losses[0]:.6f} at the first step, {alone.losses[-1]:.4f} at step {steps}, metric
+{alone.metric:.4f}. gloo, {splits[0][0]}, three orders of ranks: {yardstick:.1e} apart, metric {min(metrics):.4f} to
+{max(metrics):.4f}; from one process {min(off):.1e} to {max(off):.1e} apart.
+
+{driver.table("split | first step apart | whole run apart | of gloo's | metric | s", rows)}"""
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--only", help="the rows of models whose name has this word")
-    asked = parser.parse_args()
-    lines = [
-        "# Every way to split a model, beside one process",
-        "",
-        f"`python bench/parallelisms.py --steps {asked.steps}`, {platform.machine()}, 2 cores, torch's CPU build, f32. "
-        "*First step apart*: relative difference of the first loss. *Whole run apart*: root mean square, over all "
-        "steps, of the relative differences of the losses; *of gloo's*: divided by the largest such difference between "
-        "three runs of data parallel over gloo that only differ in which rank takes which part of the batch (at least "
-        f"{F32_ROUNDING:.0e}, the rounding of a loss).",
-        "",
-    ]
-    for name, recipe, splits in SPLITS:
-        if asked.only is None or asked.only in name:
-            lines += measure(name, recipe, splits, asked.steps)
-    if asked.only is None:
-        RESULTS.write_text("\n".join(lines))
-    print("\n".join(lines))
+def parallelisms(steps: int = 60, only: str = "") -> str:
+    """Every way to split a model, beside one process"""
+    sections = [section(*each, steps) for each in SPLITS if only in each[0]]
+    return "\n\n".join(
+        [
+            f"""torch's CPU build, f32. *First step apart*: relative difference of the first loss. *Whole run apart*:
+root mean square, over all steps, of the relative differences of the losses. *Of gloo's*: divided by the largest such
+difference between three runs of data parallel over gloo that only differ in which rank takes which part of the batch
+(at least {F32_ROUNDING:.0e}, the rounding of a loss).""",
+            *sections,
+        ]
+    )
 
 
 if __name__ == "__main__":
-    main()
+    driver.run(parallelisms)

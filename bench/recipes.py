@@ -1,15 +1,14 @@
 """What each recipe of recipes/ reaches from several seeds, as `netfold train` runs it on this machine:
 
-    .venv/bin/python bench/recipes.py [--seeds 0,1,2] [recipe ...]
+    .venv/bin/python bench/recipes.py [RECIPE ...]      # ten minutes a seed for all of them
 
-A recipe is taken as it is, but for the seed. Ten minutes a seed for all of them. A run that does not beat the baseline
-of its metric ends the bench. Each run's results go to bench/results/recipes.json; of all that is there recipes.md is
-made, and recipe_profiles.md: the communication of the stretch of steps that each run records, from the last seed.
+Only the seed of a recipe is changed. A run that does not beat the baseline of its metric ends the bench. The results of
+each run go to bench/results/recipes.json, from which recipes.md and recipe_profiles.md are made. recipe_profiles.md has
+the communication of the steps that each run records, from the last seed.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import statistics
@@ -17,27 +16,26 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import driver
+import typer
 
 from netfold.bench.machine import spoken
 
 RECIPES = sorted((Path(__file__).parents[1] / "recipes").glob("*.toml"))
-RESULTS = Path(__file__).parent / "results"
-KEPT = RESULTS / "recipes.json"
+KEPT = driver.RESULTS / "recipes.json"
 DEADLINE_S = 900
 
-Found = dict[str, dict[str, Any]]
-"""Of a recipe, by seed, as JSON has it: what a run reached, and where."""
 
-
-def run(recipe: Path, seed: int) -> dict[str, Any]:
+def train(recipe: Path, seed: int) -> dict[str, Any]:
     """The run's last evaluation, its metric with baseline, and how long it took from start to end."""
     load = os.getloadavg()[0]
     with tempfile.TemporaryDirectory(prefix="netfold-recipes-") as folder:
         netfold = [sys.executable, "-m", "netfold.cli"]
         command = [*netfold, "train", str(recipe)]
-        settings = (f"training.seed={seed}", f"run.folder={folder}", "run.name=run")
-        command += [word for setting in settings for word in ("--set", setting)]
+        for setting in (f"training.seed={seed}", f"run.folder={folder}", "run.name=run"):
+            command += ["--set", setting]
         ended = subprocess.run(command, timeout=DEADLINE_S, capture_output=True, text=True)
         if ended.returncode:
             raise RuntimeError(f"{recipe.name} from seed {seed} ended with {ended.returncode}:\n{ended.stderr}")
@@ -45,47 +43,26 @@ def run(recipe: Path, seed: int) -> dict[str, Any]:
         report = [*netfold, "profile", "report", str(Path(folder, "run", "profile"))]
         recorded = subprocess.run(report, timeout=DEADLINE_S, capture_output=True, text=True, check=True).stdout
     started = next(line for line in lines if line["kind"] == "started")
-    value = [line for line in lines if line["kind"] == "evaluation"][-1]["values"][started["metric"]["name"]]
-    found = {"metric": started["metric"], "value": value, "seconds": lines[-1]["seconds"], "ranks": started["ranks"]}
-    # Its first words are the command, its last the place of a page: both of a folder that is gone.
-    profile = recorded.partition(": ")[2].partition("\nthe page: ")[0].strip()
-    found |= {"steps": started["steps"], "batch": started["batch"], "profile": profile}
-    found["machine"] = spoken((load, os.getloadavg()[0]))
-    gain = (value - started["metric"]["baseline"]) * (1 if started["metric"]["better"] == "higher" else -1)
+    metric = started["metric"]
+    value = [line for line in lines if line["kind"] == "evaluation"][-1]["values"][metric["name"]]
+    gain = (value - metric["baseline"]) * (1 if metric["better"] == "higher" else -1)
     if not gain > 0:
-        raise RuntimeError(f"{recipe.name} from seed {seed} reaches {value}, no better than {started['metric']}")
-    print(f"{recipe.stem}, seed {seed}: {value:.4f} in {found['seconds']:.0f} s", file=sys.stderr)
-    return found
+        raise RuntimeError(f"{recipe.name} from seed {seed} reaches {value}, no better than {metric}")
+    print(f"{recipe.stem}, seed {seed}: {value:.4f} in {lines[-1]['seconds']:.0f} s", file=sys.stderr)
+    return {
+        "metric": metric,
+        "value": value,
+        "seconds": lines[-1]["seconds"],
+        "ranks": started["ranks"],
+        "steps": started["steps"],
+        "batch": started["batch"],
+        # The report begins with the command and ends with the address of a page: both of a folder that is gone.
+        "profile": recorded.partition(": ")[2].partition("\nthe page: ")[0].strip(),
+        "machine": spoken((load, os.getloadavg()[0])),
+    }
 
 
-def render(kept: dict[str, Found]) -> str:
-    lines = [
-        "What each recipe reaches, as `netfold train` runs it: median (lowest..highest) over the seeds.",
-        "",
-        "| recipe | ranks | steps x batch | metric | baseline | reached | seconds | seeds |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
-    for name, of_seeds in kept.items():
-        runs = list(of_seeds.values())
-        metric, values = runs[0]["metric"], [each["value"] for each in runs]
-        seconds = [each["seconds"] for each in runs]
-        lines.append(
-            f"| {name} | {runs[0]['ranks']} | {runs[0]['steps']} x {runs[0]['batch']} | "
-            f"{metric['name']}{', ' + metric['unit'] if metric['unit'] else ''} | "
-            f"{metric['baseline']:.4g}, {metric['baseline_is']} | "
-            f"{statistics.median(values):.4g} ({min(values):.4g}..{max(values):.4g}) | "
-            f"{statistics.median(seconds):.0f} ({min(seconds):.0f}..{max(seconds):.0f}) | {', '.join(of_seeds)} |"
-        )
-    lines += [
-        "",
-        "`bench/recipes.py`. Seconds from the first step to the end; a recipe's own ranks make a load of 2.",
-        "",
-        *(f"- {name}, seed {seed}: {each['machine']}" for name, of in kept.items() for seed, each in of.items()),
-    ]
-    return "\n".join(lines) + "\n"
-
-
-def profiles(kept: dict[str, Found]) -> str:
+def profiles(kept: dict[str, Any]) -> str:
     lines = ["What each recipe communicates on this machine, in the steps that its run records (11 to 60).", ""]
     for name, of_seeds in kept.items():
         seed, last = max(of_seeds.items())
@@ -93,23 +70,42 @@ def profiles(kept: dict[str, Found]) -> str:
     return "\n".join([*lines, "`bench/recipes.py`"]) + "\n"
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description="What each recipe reaches.")
-    parser.add_argument("recipes", nargs="*", choices=[[], *(path.stem for path in RECIPES)])
-    parser.add_argument("--seeds", default="0,1,2")
-    asked = parser.parse_args()
-    kept: dict[str, Found] = json.loads(KEPT.read_text()) if KEPT.exists() else {}
-    for seed in asked.seeds.split(","):
+def recipes(
+    names: Annotated[list[str] | None, typer.Argument(metavar="[RECIPE]...")] = None, seeds: str = "0,1,2"
+) -> str:
+    """The recipes"""
+    kept: dict[str, Any] = json.loads(KEPT.read_text()) if KEPT.exists() else {}
+    for seed in seeds.split(","):
         for path in RECIPES:
-            if asked.recipes and path.stem not in asked.recipes:
-                continue
-            of_seeds = {**kept.get(path.stem, {}), seed: run(path, int(seed))}
-            kept = dict(sorted({**kept, path.stem: dict(sorted(of_seeds.items()))}.items()))
-            KEPT.write_text(json.dumps(kept, indent=1) + "\n")
-            (RESULTS / "recipes.md").write_text(render(kept))
-            (RESULTS / "recipe_profiles.md").write_text(profiles(kept))
-    print(render(kept))
+            if not names or path.stem in names:
+                of_seeds = {**kept.get(path.stem, {}), seed: train(path, int(seed))}
+                kept = driver.keep(KEPT, {path.stem: dict(sorted(of_seeds.items()))})
+                (driver.RESULTS / "recipe_profiles.md").write_text(profiles(kept))
+    rows = []
+    for name, of_seeds in kept.items():
+        runs = list(of_seeds.values())
+        metric, values, took = runs[0]["metric"], [run["value"] for run in runs], [run["seconds"] for run in runs]
+        rows.append(
+            [
+                *(name, runs[0]["ranks"], f"{runs[0]['steps']} x {runs[0]['batch']}"),
+                metric["name"] + (f", {metric['unit']}" if metric["unit"] else ""),
+                f"{metric['baseline']:.4g}, {metric['baseline_is']}",
+                f"{statistics.median(values):.4g} ({min(values):.4g}..{max(values):.4g})",
+                f"{statistics.median(took):.0f} ({min(took):.0f}..{max(took):.0f})",
+                ", ".join(of_seeds),
+            ]
+        )
+    machines = "\n".join(
+        f"- {name}, seed {seed}: {run['machine']}" for name, of in kept.items() for seed, run in of.items()
+    )
+    return f"""What each recipe reaches, as `netfold train` runs it: median (lowest..highest) over the seeds.
+
+{driver.table("recipe | ranks | steps x batch | metric | baseline | reached | seconds | seeds", rows)}
+
+Seconds from the first step to the end; a recipe's own ranks make a load of 2.
+
+{machines}"""
 
 
 if __name__ == "__main__":
-    main()
+    driver.run(recipes)

@@ -1,6 +1,6 @@
 """Measure what torch and netfold's Python cost a call: a 4-byte all_reduce on 2 ranks, layer by layer, beside gloo.
 
-    .venv/bin/python bench/torch_overhead.py [--python PYTHON ...] [--runs 5] [--rounds 20] [--calls 200] [--write]
+    .venv/bin/python bench/torch_overhead.py [--python PYTHON,...]
 
 Layers of netfold, each a whole all_reduce between the two ranks, entered one layer deeper:
 
@@ -9,35 +9,28 @@ Layers of netfold, each a whole all_reduce between the two ranks, entered one la
 - group    `Group.run_in_place` or `Group.start_in_place`: without netfold's Python for torch;
 - native   the native group's `submit` and `wait` alone.
 
-Layers and gloo take turns within a round, in the other order each time; both ranks leave one start line before a turn.
-A sync call is timed as a whole. Of an async call "submit" is the time until the Work is there, "in all" with its wait.
-`--python` names interpreters of environments with other versions of torch (each with netfold): their runs take turns,
-so that all of them meet the same machine. Variables may stand before it: `--python "TORCH_FR_BUFFER_SIZE=0 PYTHON"`.
-`--write` rewrites bench/results/torch_overhead.md.
+Layers and gloo take turns within a round; both ranks leave one start line before a turn. A sync call is timed as a
+whole. Of an async call "submit" is the time until the Work is there, "in all" includes its wait.
+`--python` names interpreters of environments with other versions of torch (each with netfold): their launches take
+turns, so that all meet the same machine. Variables may stand before an interpreter: "TORCH_FR_BUFFER_SIZE=0 PYTHON".
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
 import shlex
 import subprocess
 import sys
-import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import driver
 import numpy as np
-from own_ranks import run_own_ranks
+from driver import Place, Rank, take_turns
 
-from netfold.bench.start_line import StartLine
-
-RESULT = Path(__file__).parent / "results" / "torch_overhead.md"
 SIDES = ("gloo", "torch", "backend", "group", "native")
-MODES = ("sync", "submit", "in all")
-DEADLINE_S = 600
+MODES = ("sync", "async, submit", "async, in all")
 NS = 1e-9
 
 
@@ -51,7 +44,7 @@ def operations(group: Any) -> Any:
 
 
 def caller(side: str, groups: dict[str, Any], tensor: Any, async_op: bool) -> Any:
-    """A function without arguments: one all_reduce on this side. Async: it returns what waits for it."""
+    """A function without arguments: one all_reduce on this side. Async: the call returns a function that waits."""
     import torch.distributed as dist
     from torch._C._distributed_c10d import AllreduceOptions
 
@@ -97,90 +90,55 @@ def caller(side: str, groups: dict[str, Any], tensor: Any, async_op: bool) -> An
     return submit
 
 
-def serve(rank: int, size: int, folder: str, rounds: int, calls: int) -> None:
-    """A rank: nanoseconds of each call into a file, [side, mode, round, call]."""
+def serve(me: Rank) -> None:
+    """A rank. An order is a turn of a side: median nanoseconds of a call by mode; and torch's version."""
     import torch
     import torch.distributed as dist
 
-    torch.set_num_threads(1)
-    dist.init_process_group("netfold", init_method=f"file://{folder}/store", rank=rank, world_size=size)
-    groups = {"netfold": dist.group.WORLD, "gloo": dist.new_group(backend="gloo")}
-    line = StartLine(Path(folder, "line"), rank, size)
-    took = np.zeros((len(SIDES), len(MODES), rounds + 1, calls), dtype=np.int64)
     tensor = torch.ones(1)
     clock = time.perf_counter_ns
-    for turn in range(rounds + 1):  # the first is not counted
-        for side in SIDES if turn % 2 else SIDES[::-1]:
-            place = SIDES.index(side)
+    with me.torch_group():
+        groups = {"netfold": dist.group.WORLD, "gloo": dist.new_group(backend="gloo")}
+
+        def run(side: str, calls: int) -> tuple[list[float], str]:
+            took = np.zeros((len(MODES), calls), dtype=np.int64)
             for async_op in (False, True):
                 call = caller(side, groups, tensor, async_op)
                 tensor.fill_(1.0)
-                line.cross()
+                me.line.cross()
+                # Two loops: a branch in one loop would be timed with the call.
                 if not async_op:
                     for index in range(calls):
                         began = clock()
                         call()
-                        took[place, 0, turn, index] = clock() - began
+                        took[0, index] = clock() - began
                 else:
                     for index in range(calls):
                         began = clock()
                         wait = call()
                         submitted = clock()
                         wait()
-                        took[place, 1, turn, index] = submitted - began
-                        took[place, 2, turn, index] = clock() - began
-                assert tensor.item() == float(size) ** calls or not torch.isfinite(tensor), f"{side}: {tensor}"
-    np.save(f"{folder}/{rank}.npy", took[:, :, 1:])
-    line.cross()
-    dist.destroy_process_group()
+                        took[1, index] = submitted - began
+                        took[2, index] = clock() - began
+                assert tensor.item() == float(me.size) ** calls or not torch.isfinite(tensor), f"{side}: {tensor}"
+            return np.median(took, axis=1).tolist(), torch.__version__
+
+        me.serve(run)
 
 
-def measure(rounds: int, calls: int) -> dict[str, Any]:
-    """One run with this interpreter's torch: by side and mode the median nanoseconds of each round's calls."""
-    import torch
-
-    size = 2
-    with tempfile.TemporaryDirectory(prefix="netfold-overhead-") as folder:
-        StartLine.draw(Path(folder, "line"), size)
-        run_own_ranks(__file__, size, size, folder, rounds, calls, deadline_s=DEADLINE_S)
-        both = np.stack([np.load(f"{folder}/{rank}.npy") for rank in range(size)])
-    medians = np.median(both, axis=-1).mean(axis=0)  # [side, mode, round]
-    return {"torch": torch.__version__, "medians": medians.tolist()}
-
-
-def render(found: list[tuple[str, str, np.ndarray[Any, Any]]], note: str) -> str:
-    """`found`: torch's version, netfold's commit, medians [side, mode, round] in ns of all runs."""
-    lines = [
-        "# What a call costs",
-        "",
-        "A 4-byte all_reduce on 2 ranks of one machine, microseconds: the median of rounds' medians, and in brackets",
-        "their quartiles. The layers are those of `bench/torch_overhead.py`: torch, as a user calls it; backend, the",
-        "method that torch calls; group, without netfold's Python for torch; native, submit and wait alone.",
-        "",
-        "| torch | netfold | call | gloo | torch | backend | group | native | torch / gloo "
-        "| torch's share | netfold's Python |",
-        "|---|---|---|---:|---:|---:|---:|---:|---:|---:|---:|",
-    ]
-    for version, commit, medians in found:
-        for mode, name in enumerate(MODES):
-            cells = []
-            middle = {}
-            for place, side in enumerate(SIDES):
-                values = medians[place, mode] / 1e3
-                low, middle[side], high = np.percentile(values, (25, 50, 75))
-                cells.append(f"{middle[side]:.1f} [{low:.1f}, {high:.1f}]")
-            ratio = np.median(medians[1, mode] / medians[0, mode])
-            shares = (middle["torch"] - middle["backend"], middle["backend"] - middle["native"])
-            lines.append(
-                f"| {version} | {commit} | {'sync' if name == 'sync' else f'async, {name}'} | {' | '.join(cells)} "
-                f"| {ratio:.2f} | {shares[0]:.1f} | {shares[1]:.1f} |"
-            )
-    lines += ["", note]
-    return "\n".join(lines) + "\n"
+def launch(rounds: int, calls: int, python: str) -> tuple[np.ndarray[Any, Any], str]:
+    """One launch: medians of each round's calls, [side, mode, round] in ns; and torch's version, with variables."""
+    *variables, interpreter = shlex.split(python)
+    environment = dict(variable.split("=", 1) for variable in variables)
+    with driver.ranks_at(Place(2), serve, environment=environment, python=interpreter, deadline_s=600) as ranks:
+        found = take_turns(SIDES, rounds, lambda side: ranks.ask(side, calls))
+    medians = [[np.mean([medians for medians, _ in answers], axis=0) for answers in found[side]] for side in SIDES]
+    version = found[SIDES[0]][0][0][1].partition("+")[0]
+    return np.moveaxis(np.array(medians), 2, 1), " ".join([version, *variables])
 
 
 def commit_of(python: str) -> str:
-    """Of the tree that an environment's netfold stands in; its version where that is no checkout."""
+    """The commit of the tree of an environment's netfold; its version where there is no checkout."""
     script = "import netfold, importlib.metadata as m; print(netfold.__file__); print(m.version('netfold'))"
     where, version = subprocess.run(
         [shlex.split(python)[-1], "-c", script], capture_output=True, text=True, check=True
@@ -191,49 +149,29 @@ def commit_of(python: str) -> str:
     return ended.stdout.strip() or version
 
 
-def main(arguments: list[str]) -> None:
-    if arguments[:1] == ["rank"]:
-        rank, size, folder, rounds, calls = arguments[1:]
-        return serve(int(rank), int(size), folder, int(rounds), int(calls))
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--python", action="append", metavar="PYTHON", help="an environment's; this one by default")
-    parser.add_argument("--runs", type=int, default=5, help="of each interpreter, in turns")
-    parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--calls", type=int, default=200)
-    parser.add_argument("--write", action="store_true")
-    parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)  # a run, printed as JSON
-    asked = parser.parse_args(arguments)
-    if asked.one:
-        print(json.dumps(measure(asked.rounds, asked.calls)))
-        return None
-    pythons = asked.python or [sys.executable]
-    load = [os.getloadavg()[0]]
-    medians: dict[str, list[Any]] = {python: [] for python in pythons}
-    versions = {}
-    for _ in range(asked.runs):
-        for python in pythons:
-            *variables, interpreter = shlex.split(python)
-            command = ["env", *variables, interpreter, "-W", "ignore", __file__, "--one"]
-            command += ["--rounds", str(asked.rounds), "--calls", str(asked.calls)]
-            ended = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, timeout=DEADLINE_S)
-            one = json.loads(ended.stdout.splitlines()[-1])
-            versions[python] = " ".join([one["torch"].partition("+")[0], *variables])
-            medians[python].append(one["medians"])
-    load.append(os.getloadavg()[0])
-    found = [
-        (versions[python], commit_of(python), np.concatenate([np.array(each) for each in medians[python]], axis=-1))
-        for python in pythons
-    ]
-    note = (
-        f"{asked.runs} runs of each environment in turns, {asked.rounds} rounds of {asked.calls} calls a run; "
-        f"{os.cpu_count()} cores, load {load[0]:.1f} to {load[1]:.1f}."
-    )
-    text = render(found, note)
-    print(text)
-    if asked.write:
-        RESULT.write_text(text)
-    return None
+def torch_overhead(python: str = sys.executable, launches: int = 5, rounds: int = 20, calls: int = 200) -> str:
+    """Cost of a call"""
+    rows = []
+    found = take_turns(python.split(","), launches, partial(launch, rounds, calls), warmups=0)
+    for interpreter, runs in found.items():
+        medians = np.concatenate([each for each, _ in runs], axis=-1)
+        for place, mode in enumerate(MODES):
+            cells, middle = [], {}
+            for side, values in zip(SIDES, medians[:, place] / 1e3, strict=True):
+                low, middle[side], high = np.percentile(values, (25, 50, 75))
+                cells.append(f"{middle[side]:.1f} [{low:.1f}, {high:.1f}]")
+            ratio = np.median(medians[1, place] / medians[0, place])
+            shares = (middle["torch"] - middle["backend"], middle["backend"] - middle["native"])
+            costs = [f"{ratio:.2f}", *(f"{share:.1f}" for share in shares)]
+            rows.append([runs[0][1], commit_of(interpreter), mode, *cells, *costs])
+    head = f"torch | netfold | call | {' | '.join(SIDES)} | torch / gloo | torch's share | netfold's Python"
+    return f"""A 4-byte all_reduce on 2 ranks of one machine, microseconds: the median of rounds' medians, and in
+brackets their quartiles. The layers are those of `bench/torch_overhead.py`: torch, as a user calls it; backend, the
+method that torch calls; group, without netfold's Python for torch; native, submit and wait alone. {rounds} rounds of
+{calls} calls a launch.
+
+{driver.table(head, rows)}"""
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    driver.run(torch_overhead)

@@ -54,13 +54,13 @@ def test_a_wheel_holds_the_recipes_and_every_file_that_pages_and_plans_read() ->
 
 
 def test_a_recipe_that_comes_with_netfold_is_found_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from netfold.train.recipe import shipped
+    from netfold.train.recipe import load
 
     monkeypatch.chdir(tmp_path)
-    assert shipped.names() == sorted(file.stem for file in (ROOT / "recipes").glob("*.toml"))
-    assert shipped.find(Path("gpt")).samefile(ROOT / "recipes" / "gpt.toml")
+    assert load.shipped_names() == sorted(file.stem for file in (ROOT / "recipes").glob("*.toml"))
+    assert load.find_shipped(Path("gpt")).samefile(ROOT / "recipes" / "gpt.toml")
     # A file of that name goes first; what has a folder or an ending is a path.
     (tmp_path / "gpt").touch()
-    assert shipped.find(Path("gpt")) == Path("gpt")
+    assert load.find_shipped(Path("gpt")) == Path("gpt")
     for path in ("gtp", "edsr.toml", "recipes/edsr"):
-        assert shipped.find(Path(path)) == Path(path)
+        assert load.find_shipped(Path(path)) == Path(path)

@@ -258,7 +258,7 @@ def seeds() -> dict[str, list[bytes]]:
     """What a corpus begins with: whole inputs of each kind, since mutation finds no format by itself."""
     from netfold.plan.cluster import load as clusters
     from netfold.switch_protocol import control_messages
-    from netfold.train.recipe import shipped
+    from netfold.train.recipe import load
 
     version = {"version": control_messages.VERSION}
     join = {"type": "join", **version, "job": "j", "name": "", "rank": 0, "ranks": [0], "port": 9, "timeout_s": 5.0}
@@ -291,7 +291,7 @@ def seeds() -> dict[str, list[bytes]]:
         "tokens": [
             b"# tenants\nvision " + b"a" * 40 + b"\nspeech " + b"b" * 40 + b" weight=2 names=a-*,b slots=8 memory=1M"
         ],
-        "recipe": [path.read_bytes() for path in map(shipped.find, map(Path, shipped.names()))],
+        "recipe": [path.read_bytes() for path in map(load.find_shipped, map(Path, load.shipped_names()))],
         "cluster": [path.read_bytes() for path in sorted(clusters._PRESETS.glob("*.toml"))[:6]],
         "measured": [
             b'{"links": [{"latency_s": 1e-5, "forward_bytes_per_s": 1e9, "reverse_bytes_per_s": 2e9}]}',

@@ -87,6 +87,6 @@ def test_a_workers_own_host_that_gives_nothing_is_said(tmp_path: Path) -> None:
     for file, c in ((slow, 1), (fast, 2)):
         file.write_text(f'device = "p100"\n{tier}[[tier.aggregator]]\nlink = {c}\nworker = true\n')
     code, text = plan("--cluster", str(slow))
-    assert code == 0 and "on a worker's own host adds nothing" in text
+    assert code == 0 and "on a worker's own host aggregates nothing" in text
     assert "1 aggregator now; one spare host" in text
-    assert "adds nothing" not in plan("--cluster", str(fast))[1]
+    assert "aggregates nothing" not in plan("--cluster", str(fast))[1]

@@ -171,14 +171,14 @@ def test_what_a_core_adds_is_what_was_measured() -> None:
 @pytest.mark.parametrize(
     ("table", "reason"),
     [
-        ({}, "says nothing of its link"),
+        ({}, "has no link"),
         ({"link": 0}, "link is 0"),
         ({"link": "10 GB"}, "a quantity of bytes"),
         ({"link": 1, "port": 2}, "'port' is not known"),
-        ({"link": 1, "hosts": 0}, "no number of hosts"),
+        ({"link": 1, "hosts": 0}, "hosts = 0; it must be a whole number"),
         ({"link": 1, "core_rate": 7}, "has no unit"),
         ({"link": 1, "worker": 1}, "true or false"),
-        ({"link": "a port a worker", "worker": True}, "has no port a worker"),
+        ({"link": "a port a worker", "worker": True}, "has no port for each worker"),
     ],
 )
 def test_an_aggregator_that_cannot_be_is_refused_in_a_sentence(table: dict[str, Any], reason: str) -> None:
@@ -189,7 +189,7 @@ def test_an_aggregator_that_cannot_be_is_refused_in_a_sentence(table: dict[str, 
 
 def test_an_aggregator_beside_switches_that_add_or_inside_a_host_is_refused() -> None:
     tier = FILE["tier"][0] | {"aggregator": [{"link": 1}]}
-    with pytest.raises(ValueError, match="whose switches add themselves"):
+    with pytest.raises(ValueError, match="whose switches aggregate"):
         cluster_of({**FILE, "tier": [tier | {"in_network": True}]}, "ours")
     with pytest.raises(ValueError, match="an aggregator is a host"):
         cluster_of({**FILE, "tier": [tier, FILE["tier"][0] | {"name": "outer", "devices": 64}]}, "ours")
@@ -206,7 +206,7 @@ def test_reductions_in_the_network_are_off_where_nothing_adds_and_refused_where_
     assert not parse_request(asked(FILE, precision="f32"), {}).job.in_network
     assert parse_request(asked(file, precision="f32"), {}).job.in_network
     assert not parse_request(asked(file, precision="f32", in_network=False), {}).job.in_network
-    with pytest.raises(ValueError, match=r"nothing in .* adds up what ranks send"):
+    with pytest.raises(ValueError, match=r"nothing in .* aggregates"):
         parse_request(asked(FILE, precision="f32", in_network=True), {})
 
 

@@ -7,7 +7,6 @@ import pytest
 from netfold.plan.cluster import Cluster, load_cluster
 from netfold.plan.job import Job, Split
 from netfold.plan.model import Layer, Matmul, Pass, ShardSpec, Transformer
-from netfold.plan.slots import Slots
 from netfold.plan.step import FITTED, predict
 from netfold.plan.step.compute import matmul_s
 from netfold.plan.step.memory import waiting
@@ -37,7 +36,7 @@ class _Equal:
 def test_the_bubble_of_equal_stages_is_the_talks(dgx: Cluster, stages: int, microbatches: int) -> None:
     prediction = predict(_Equal(), dgx, Job(microbatches, 1, Split(pipeline=stages), optimizer="sgd"))
     idle = prediction.bubble_s / (prediction.bubble_s + prediction.compute_s)
-    assert idle == pytest.approx(float(Slots(stages, microbatches).idle_part))
+    assert idle == pytest.approx((stages - 1) / (stages + microbatches - 1))
 
 
 @pytest.mark.parametrize(

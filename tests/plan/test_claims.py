@@ -1,14 +1,11 @@
-"""The talks' headline claims: which come out, how far off the others are, and that the committed list is today's."""
+"""The talks' headline claims: the predictions that agree, the error of each other one, and the committed list."""
 
 import json
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
-
-from netfold.cli import app
-from netfold.plan.validate.claims import Claim, claims, claims_markdown
-from netfold.plan.validate.claims.claim import near
+from validation.__main__ import main
+from validation.claims import NEAR, around, claims, claims_markdown
 
 FOUND = {claim.name: claim for claim in claims()}
 
@@ -26,62 +23,60 @@ FOUND = {claim.name: claim for claim in claims()}
         ("SwitchML, scaling in workers", 1.0, 1.01),
     ],
 )
-def test_what_comes_out(name: str, low: float, high: float) -> None:
+def test_a_prediction_agrees_with_the_talk(name: str, low: float, high: float) -> None:
     claim = FOUND[name]
-    assert claim.comes_out and low <= claim.predicted <= high, claim
+    assert claim.agrees and low <= claim.finding.predicted <= high, claim
 
 
 @pytest.mark.parametrize(
     ("name", "low", "high"),
     [
-        # Each is a gain as the talk says, of another size.
+        # Each of these is a gain, as the talk says, but of another size.
         ("EFA over TCP, BERT", 1.02, 1.5),
         ("SHARP, ResNet-50", 0.1, 3),
         ("SwitchML, the model that gains least", 0.5, 10),
         ("SwitchML, the model that gains most", 50, 75),
         ("MPI-Opt over default MPI, 512 GPUs", 27, 45),
-        # Less than the talk says, by what is not counted.
+        # Less than the talk says: some memory is not counted.
         ("ResNet-50 at batch 256, all", 11, 12),
-        # A loss: weights are gathered after the update, and hide behind nothing.
+        # A loss: weights are gathered after the update, and nothing hides that.
         ("The distributed optimizer's gain", 0.95, 1.0),
     ],
 )
-def test_what_does_not_come_out_has_its_direction_and_a_reason(name: str, low: float, high: float) -> None:
+def test_a_prediction_that_differs_has_its_direction_and_a_reason(name: str, low: float, high: float) -> None:
     claim = FOUND[name]
-    assert not claim.comes_out and low <= claim.predicted <= high, claim
-    assert len(claim.why.split()) > 10
+    assert not claim.agrees and low <= claim.finding.predicted <= high, claim
+    assert len(claim.finding.why.split()) > 10
 
 
-def test_every_claim_has_a_name_of_its_own_and_says_what_was_asked() -> None:
-    assert len(FOUND) == 15
-    assert all(claim.asked and claim.words and claim.talk.startswith("seeds/00") for claim in FOUND.values())
+def test_every_claim_has_its_own_name_and_its_question() -> None:
+    assert len(FOUND) == len(claims()) == 15
+    assert all(claim.finding.asked and claim.words and claim.talk.startswith("seeds/00") for claim in FOUND.values())
 
 
-def test_a_claim_comes_out_within_a_fifth_of_what_is_gained_or_lost() -> None:
-    assert near(16.0) == pytest.approx((12.8, 19.2))
-    assert near(2.0, nothing=1.0) == pytest.approx((1.8, 2.2))
-    assert near(87.0, nothing=100.0) == pytest.approx((84.4, 89.6))
-    said = Claim("a", "b", "c", 2.0, 1.79, "x", *near(2.0, 1.0), "d")
-    assert not said.comes_out
+def test_a_prediction_agrees_within_a_fifth_of_the_gain_or_loss() -> None:
+    assert NEAR == 0.2
+    assert around(16.0) == pytest.approx((12.8, 19.2))
+    assert around(2.0, nothing=1.0) == pytest.approx((1.8, 2.2))
+    assert around(87.0, nothing=100.0) == pytest.approx((84.4, 89.6))
+    assert around(67.0, digits=0.5) == pytest.approx((66.5, 67.5))
 
 
 def test_the_committed_claims_are_what_is_predicted_now() -> None:
     committed = (Path(__file__).parents[2] / "bench" / "results" / "plan.md").read_text()
-    assert claims_markdown(list(FOUND.values())) in committed, (
-        "make it again: netfold plan validate --markdown > bench/results/plan.md"
-    )
+    assert claims_markdown(claims()) in committed, "make it again: python bench/validation > bench/results/plan.md"
 
 
-def test_the_verb_has_them_as_json_as_text_and_alone() -> None:
-    done = CliRunner().invoke(app, ["plan", "validate", "--claims", "--json"])
-    assert done.exit_code == 0
-    told = json.loads(done.stdout)
-    assert list(told) == ["claims"]
-    assert {claim["name"]: claim["comes_out"] for claim in told["claims"]}["Idle slots, K=N"] is True
-    shown = CliRunner().invoke(app, ["plan", "validate", "--claims"]).stdout
-    assert "BERT's scaling efficiency: 87%, predicted" in shown and "does not" in shown
+def test_the_script_prints_the_claims_as_json_and_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["--claims", "--json"])
+    told = json.loads(capsys.readouterr().out)
+    assert told["sources"] == []
+    assert {claim["name"]: claim["agrees"] for claim in told["claims"]}["Idle slots, K=N"] is True
+    main(["--claims"])
+    assert "| BERT's scaling efficiency | 87% |" in capsys.readouterr().out
 
 
-def test_claims_beside_runs_of_ones_own_are_refused(tmp_path: Path) -> None:
-    done = CliRunner().invoke(app, ["plan", "validate", "--claims", "--runs", str(tmp_path / "runs.csv")])
-    assert done.exit_code == 2 and "--claims are the talks', and --runs are yours" in done.output
+def test_claims_beside_a_table_of_runs_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["--claims", "--runs", str(tmp_path / "runs.csv")])
+    assert "--claims and --runs exclude each other" in capsys.readouterr().err

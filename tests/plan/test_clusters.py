@@ -39,7 +39,7 @@ def test_a_file_can_say_bursts_and_cores_that_hosts_share(tmp_path: Path) -> Non
     assert astuple(cluster.shared) == pytest.approx((2, 100e-6, 5e-6, 1e-9, 0.5e-9))
     file.write_text(text.replace("cores = 2", ""))
     load_cluster.cache_clear()
-    with pytest.raises(ValueError, match="shared: says nothing of its cores"):
+    with pytest.raises(ValueError, match="shared: has no cores"):
         load_cluster(str(file))
 
 
@@ -73,9 +73,9 @@ def test_a_quantity_is_read_with_its_unit(text: str, kind: str, value: float) ->
     [
         (100, "rate", "has no unit"),
         ("100", "rate", "has no unit"),
-        ("80 GiB", "rate", "is a quantity of bytes, where one of rate is wanted"),
-        ("100 Gbps", "rate", "no unit that is known"),
-        ("fast", "rate", "is no quantity"),
+        ("80 GiB", "rate", "is a quantity of bytes, where one of rate is needed"),
+        ("100 Gbps", "rate", "has an unknown unit"),
+        ("fast", "rate", "is not a quantity"),
     ],
 )
 def test_a_unit_that_is_missing_or_mixed_up_is_a_sentence(value: object, kind: str, said: str) -> None:
@@ -128,12 +128,12 @@ def test_a_file_of_ones_own_is_a_cluster(tmp_path: Path) -> None:
     ("old", "new", "said"),
     [
         ("devices = 64", "devices = 12", "from the inside out"),
-        ("devices = 64", "devices = 0", "no number of devices"),
+        ("devices = 64", "devices = 0", "devices = 0; it must be a whole number"),
         ('rate = "25 GB/s"', 'rate = "0 GB/s"', "rate is 0"),
-        ('rate = "25 GB/s"', "", "says nothing of its rate"),
-        ("oversubscription = 2", "oversubscription = 0.5", "below 1"),
+        ('rate = "25 GB/s"', "", "has no rate"),
+        ("oversubscription = 2", "oversubscription = 0.5", "oversubscription = 0.5; it must be a number not below 1"),
         ("oversubscription = 2", "oversubscribed = 2", "did you mean oversubscription"),
-        ("oversubscription = 2", "under_load = 1.2", "under_load = 1.2 is no part; it must be above 0, and 1 at most"),
+        ("oversubscription = 2", "under_load = 1.2", "under_load = 1.2; it must be a number from 0 to 1"),
         ('device = "a100-80"', 'device = "a100-81"', "did you mean a100-80"),
         ('device = "a100-80"', "device =", "is not TOML"),
         ('device = "a100-80"', _TABLE.replace("2 GiB", "80 GiB"), "reserved = 80 GiB leaves nothing of a memory of 80"),

@@ -38,7 +38,7 @@ def test_a_cut_that_is_best_in_many_ways_is_near_even_shares() -> None:
 
 
 def test_more_runs_than_layers_are_refused() -> None:
-    with pytest.raises(ValueError, match="3 stages of a pipeline are more than its 2 layers"):
+    with pytest.raises(ValueError, match="3 pipeline stages are more than the 2 layers"):
         cut((1.0, 1.0), 3)
 
 
@@ -87,7 +87,7 @@ def test_a_stage_of_a_chain_holds_sends_and_keeps_what_its_own_layers_do() -> No
     assert (first.kept_bytes, last.kept_bytes) == (10, 20 + 30 + 40)
     # What the second layer receives goes from one to the other, and its gradient comes back.
     assert (first.sent_bytes, last.sent_bytes) == (1e6, 0)
-    assert first.send_s == last.send_back_s > 0 == last.send_s == first.send_back_s
+    assert first.send_s == last.alone_s[1] > 0 == last.send_s == first.alone_s[1]
 
 
 def test_pieces_of_an_interleaved_chain_are_runs_of_its_layers() -> None:

@@ -1,4 +1,4 @@
-"""A step played as events: as the closed forms where those are exact, and what they leave out."""
+"""A step simulated as events: equal to the closed forms where these are exact, and the effects that they leave out."""
 
 import random
 from dataclasses import replace
@@ -36,11 +36,11 @@ def test_the_bubble_of_one_piece_a_stage_is_stages_less_one_by_microbatches(sche
     assert ratio == pytest.approx((stages - 1) / microbatches)
 
 
-@pytest.mark.parametrize(("stages", "microbatches", "pieces"), [(2, 4, 2), (4, 8, 2), (4, 4, 4), (8, 32, 2)])
-def test_pieces_divide_the_bubble(stages, microbatches, pieces):
-    split = {"pipeline": stages, "interleave": pieces}
+@pytest.mark.parametrize(("stages", "microbatches", "virtual_stages"), [(2, 4, 2), (4, 8, 2), (4, 4, 4), (8, 32, 2)])
+def test_virtual_stages_divide_the_bubble(stages, microbatches, virtual_stages):
+    split = {"pipeline": stages, "interleave": virtual_stages}
     ratio = bubble(EvenModel(), CLUSTER, job(microbatches, schedule="interleaved", **split))
-    assert ratio == pytest.approx((stages - 1) / (pieces * microbatches))
+    assert ratio == pytest.approx((stages - 1) / (virtual_stages * microbatches))
 
 
 @pytest.mark.parametrize(("schedule", "input_bytes"), [("gpipe", 1e7), ("1f1b", 0.0), ("1f1b", 1e7)])
@@ -78,10 +78,10 @@ def test_messages_of_uneven_stages_take_what_the_closed_form_says(batch, micro_b
     assert said.step_s == pytest.approx(closed.step_s, rel=0.01)
 
 
-@pytest.mark.parametrize(("stages", "microbatches", "pieces"), [(2, 8, 2), (4, 16, 2), (4, 64, 4), (8, 64, 2)])
-def test_interleaved_stages_wait_for_messages_only_while_they_fill_and_drain(stages, microbatches, pieces):
+@pytest.mark.parametrize(("stages", "microbatches", "virtual_stages"), [(2, 8, 2), (4, 16, 2), (4, 64, 4), (8, 64, 2)])
+def test_interleaved_stages_wait_for_messages_only_while_they_fill_and_drain(stages, microbatches, virtual_stages):
     model = EvenModel(input_bytes=1e6)
-    wanted = job(microbatches, schedule="interleaved", pipeline=stages, interleave=pieces)
+    wanted = job(microbatches, schedule="interleaved", pipeline=stages, interleave=virtual_stages)
     assert simulate(model, CLUSTER, wanted, IDEAL).prediction.step_s == pytest.approx(
         predict(model, CLUSTER, wanted).step_s
     )
@@ -165,8 +165,8 @@ def test_without_prefetch_computing_waits_for_all_that_is_gathered_and_reduced(l
 
 def test_pipelines_of_split_weights_get_through():
     model = EvenModel(input_bytes=1e6, layer_parameters=1e7)
-    for schedule, pieces in (("1f1b", 1), ("gpipe", 1), ("interleaved", 2)):
-        wanted = job(64, schedule=schedule, data=4, pipeline=4, interleave=pieces, zero=3)
+    for schedule, virtual_stages in (("1f1b", 1), ("gpipe", 1), ("interleaved", 2)):
+        wanted = job(64, schedule=schedule, data=4, pipeline=4, interleave=virtual_stages, zero=3)
         folded, whole = (simulate(model, CLUSTER, wanted, folded=folded).prediction for folded in (True, False))
         assert folded == whole and folded.exposed_s["data"] > 0
 
@@ -191,19 +191,19 @@ def test_gradients_of_weights_fill_the_bubble_as_published(stages, microbatches)
 
 
 @pytest.mark.parametrize(
-    ("schedule", "pieces"),
+    ("schedule", "virtual_stages"),
     [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 3), ("interleaved", 6), ("zero-bubble", 1)],
 )
 @pytest.mark.parametrize("batch", [4, 10, 16])
 @pytest.mark.parametrize("stage", range(4))
-def test_a_stage_keeps_as_many_microbatches_as_memory_is_reckoned_for(schedule, pieces, batch, stage):
-    wanted = job(batch, schedule=schedule, pipeline=4, interleave=pieces)
+def test_a_stage_keeps_as_many_microbatches_as_memory_is_reckoned_for(schedule, virtual_stages, batch, stage):
+    wanted = job(batch, schedule=schedule, pipeline=4, interleave=virtual_stages)
     ends = WEIGHTS if schedule == "zero-bubble" else BACKWARD
     kept = most = 0
-    for turn in turn_order(schedule, stage, 4, batch, pieces):
+    for turn in turn_order(schedule, stage, 4, batch, virtual_stages):
         kept += (turn.kind == FORWARD) - (turn.kind == ends)
         most = max(most, kept)
-    assert most / pieces == pytest.approx(waiting(stage, batch, wanted))
+    assert most / virtual_stages == pytest.approx(waiting(stage, batch, wanted))
 
 
 @pytest.mark.parametrize("seed", range(60))

@@ -13,18 +13,23 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("schedule", "stages", "microbatches", "pieces"), CASES)
-def test_every_stage_does_everything_once(schedule, stages, microbatches, pieces):
+@pytest.mark.parametrize(("schedule", "stages", "microbatches", "virtual_stages"), CASES)
+def test_every_stage_does_everything_once(schedule, stages, microbatches, virtual_stages):
     kinds = (FORWARD, BACKWARD, WEIGHTS) if schedule == "zero-bubble" else (FORWARD, BACKWARD)
-    wanted = {Turn(kind, piece, each) for kind in kinds for piece in range(pieces) for each in range(microbatches)}
+    wanted = {
+        Turn(kind, virtual_stage, each)
+        for kind in kinds
+        for virtual_stage in range(virtual_stages)
+        for each in range(microbatches)
+    }
     for stage in range(stages):
-        turns = turn_order(schedule, stage, stages, microbatches, pieces)
+        turns = turn_order(schedule, stage, stages, microbatches, virtual_stages)
         assert len(turns) == len(wanted) and set(turns) == wanted
 
 
-@pytest.mark.parametrize(("schedule", "stages", "microbatches", "pieces"), CASES)
-def test_no_stage_waits_for_one_that_waits_for_it(schedule, stages, microbatches, pieces):
-    left = {stage: list(turn_order(schedule, stage, stages, microbatches, pieces)) for stage in range(stages)}
+@pytest.mark.parametrize(("schedule", "stages", "microbatches", "virtual_stages"), CASES)
+def test_no_stage_waits_for_one_that_waits_for_it(schedule, stages, microbatches, virtual_stages):
+    left = {stage: list(turn_order(schedule, stage, stages, microbatches, virtual_stages)) for stage in range(stages)}
     done = set()
 
     def can(stage, turn):
@@ -32,7 +37,7 @@ def test_no_stage_waits_for_one_that_waits_for_it(schedule, stages, microbatches
         if turn.kind == FORWARD:
             return place == 0 or (FORWARD, place - 1, turn.microbatch) in done
         before = {(FORWARD, place, turn.microbatch)} if turn.kind == BACKWARD else {(BACKWARD, place, turn.microbatch)}
-        if turn.kind == BACKWARD and place < stages * pieces - 1:
+        if turn.kind == BACKWARD and place < stages * virtual_stages - 1:
             before.add((BACKWARD, place + 1, turn.microbatch))
         return before <= done
 
@@ -46,27 +51,29 @@ def test_no_stage_waits_for_one_that_waits_for_it(schedule, stages, microbatches
 
 @pytest.mark.torch
 @pytest.mark.parametrize("split", [False, True], ids=["interleaved", "zero-bubble"])
-@pytest.mark.parametrize(("stages", "microbatches", "pieces"), SHAPES)
-def test_orders_of_several_pieces_are_those_of_torch(split, stages, microbatches, pieces):
+@pytest.mark.parametrize(("stages", "microbatches", "virtual_stages"), SHAPES)
+def test_orders_of_several_pieces_are_those_of_torch(split, stages, microbatches, virtual_stages):
     schedules = pytest.importorskip("torch.distributed.pipelining.schedules")
     group = microbatches // max(1, microbatches // stages)
     names = {"FORWARD": FORWARD, "FULL_BACKWARD": BACKWARD, "BACKWARD_INPUT": BACKWARD, "BACKWARD_WEIGHT": WEIGHTS}
     for stage in range(stages):
         factor = 1 if split else 2
-        ahead = schedules._get_warmup_ops(stage, pieces, group, stages, microbatches, multiply_factor=factor)
+        ahead = schedules._get_warmup_ops(stage, virtual_stages, group, stages, microbatches, multiply_factor=factor)
         theirs = schedules._get_1f1b_rank_ops(
-            pieces,
+            virtual_stages,
             stages,
             ahead,
-            microbatches * pieces - ahead,
+            microbatches * virtual_stages - ahead,
             ahead,
             stage,
-            lambda step, stage=stage: (step // group) % pieces * stages + stage,
-            lambda step, stage=stage, ahead=ahead: (pieces - 1 - (step - ahead) // group % pieces) * stages + stage,
+            lambda step, stage=stage: (step // group) % virtual_stages * stages + stage,
+            lambda step, stage=stage, ahead=ahead: (
+                (virtual_stages - 1 - (step - ahead) // group % virtual_stages) * stages + stage
+            ),
             stage if split else 0,
             split,
         )
-        ours = turn_order("zero-bubble" if split else "interleaved", stage, stages, microbatches, pieces)
+        ours = turn_order("zero-bubble" if split else "interleaved", stage, stages, microbatches, virtual_stages)
         wanted = [
             Turn(names[action.computation_type.name], action.stage_index // stages, action.microbatch_index)
             for action in theirs
@@ -82,9 +89,9 @@ def test_the_first_stage_of_1f1b_holds_as_many_microbatches_as_there_are_stages(
 
 
 def test_what_a_schedule_cannot_do_is_said():
-    with pytest.raises(ValueError, match="schedule 1f1b has one piece of the model a stage, not 2; take interleaved"):
+    with pytest.raises(ValueError, match="schedule 1f1b has one virtual stage per rank, not 2; use interleaved"):
         turn_order("1f1b", 0, 4, 8, 2)
-    with pytest.raises(ValueError, match="11 microbatches do not come out even in 2 rounds of 4 stages"):
+    with pytest.raises(ValueError, match="11 microbatches cannot be divided into 2 rounds of 4 stages"):
         turn_order("interleaved", 0, 4, 11, 2)
     with pytest.raises(ValueError, match="schedule='pipedream' is not one of gpipe, 1f1b, interleaved, zero-bubble"):
         turn_order("pipedream", 0, 4, 8)

@@ -35,7 +35,7 @@ def test_activations_of_a_chain_grow_with_the_microbatch_and_recomputation_keeps
 
 
 def test_a_chain_says_what_it_cannot_be_split_by() -> None:
-    with pytest.raises(ValueError, match="take tensor 1"):
+    with pytest.raises(ValueError, match="use tensor 1"):
         CHAIN.layers(ShardSpec(1, tensor=2))
     with pytest.raises(ValueError, match="for transformers"):
         CHAIN.layers(ShardSpec(1, recomputation="selective"))

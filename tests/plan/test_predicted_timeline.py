@@ -63,7 +63,7 @@ def test_a_folded_step_shows_every_rank_what_its_like_does():
 
 
 def test_a_rank_that_is_not_there_is_said():
-    with pytest.raises(ValueError, match="there is no rank 16; there are 16, from 0"):
+    with pytest.raises(ValueError, match="there is no rank 16; ranks are 0 to 15"):
         timeline(played(), [16])
 
 

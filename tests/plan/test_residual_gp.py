@@ -1,13 +1,13 @@
-"""Errors of known runs carried to runs of near shape, and to no others."""
+"""The residual process carries errors of known runs to runs of a similar shape, and to no other run."""
 
 from dataclasses import replace
 
 import pytest
+from validation.calibrate import ResidualGP
+from validation.runs import read_runs
+from validation.sources import DATA
 
 from netfold.plan.job import Split
-from netfold.plan.validate import read_runs
-from netfold.plan.validate.residual_gp import ResidualGP
-from netfold.plan.validate.sources import DATA
 
 RUN = replace(read_runs(DATA / "a100_single_node_gpt.csv")[0], measured_ms=110.0)
 

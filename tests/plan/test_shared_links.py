@@ -1,44 +1,39 @@
-"""Flows that share links: equal parts, taken up anew whenever one comes or goes."""
+"""Flows that share links: equal parts, divided anew whenever a flow begins or ends."""
 
-import heapq
 import random
+from functools import partial
 
 import pytest
 
+from netfold.plan.events.event_queue import EventQueue
 from netfold.plan.events.links import SharedLinks
 
 
 def ends(capacity, flows):
     """When each of `flows` (start, work, uses) ends, in order of start."""
-    due = []
-    links = SharedLinks(capacity, lambda when_s, flow, version: heapq.heappush(due, (when_s, 1, flow, version)))
-    for number, (start_s, _, _) in enumerate(flows):
-        heapq.heappush(due, (start_s, 0, number, 0))
-    ended = {}
-    while due:
-        now_s, is_end, number, version = heapq.heappop(due)
-        if not is_end:
-            assert links.start(now_s, flows[number][1], flows[number][2]) == number
-        elif links.ended(now_s, number, version):
-            ended[number] = now_s
+    events, ended = EventQueue(), {}
+    links = SharedLinks(events, capacity)
+    for number, (start_s, work_s, uses) in enumerate(flows):
+        events.at(start_s, links.start, work_s, uses, partial(lambda flow: ended.update({flow: events.now_s}), number))
+    events.run()
     return [ended[number] for number in range(len(flows))]
 
 
-def test_a_flow_alone_takes_what_its_work_is():
+def test_a_flow_alone_takes_as_long_as_its_work():
     assert ends([1.0], [(2.0, 3.0, ((0, 1.0),)), (9.0, 1.0, ())]) == [5.0, 10.0]
 
 
-def test_two_on_a_link_go_half_as_fast_until_one_has_ended():
+def test_two_flows_on_a_link_have_half_their_rate_until_one_has_ended():
     # Together from 1 to 3, when the second has had its one second of work.
     assert ends([1.0], [(0.0, 3.0, ((0, 1.0),)), (1.0, 1.0, ((0, 1.0),))]) == [4.0, 3.0]
 
 
-def test_a_wide_link_slows_nobody_and_the_narrowest_one_counts():
+def test_a_wide_link_slows_no_flow_and_the_narrowest_one_counts():
     assert ends([2.0], [(0.0, 1.0, ((0, 1.0),)), (0.0, 1.0, ((0, 1.0),))]) == [1.0, 1.0]
     assert ends([1.0, 0.25], [(0.0, 1.0, ((0, 1.0), (1, 1.0)))]) == [4.0]
 
 
-def test_a_flow_that_is_held_elsewhere_stays_so_when_another_ends():
+def test_a_flow_that_another_link_limits_stays_limited_when_a_flow_ends():
     # The first is held to a quarter by link 1 all along; the second has half of link 0 as long as both are there.
     first, second = ends([1.0, 0.25], [(0.0, 1.0, ((0, 1.0), (1, 1.0))), (0.0, 1.0, ((0, 1.0),))])
     assert (first, second) == (4.0, 2.0)

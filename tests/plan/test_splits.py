@@ -77,8 +77,8 @@ def test_zero_3_is_tried_as_far_as_published_runs_agree_and_beyond_where_it_is_a
 @pytest.mark.parametrize(
     ("space", "reason"),
     [
-        (Space(tensor=4, pipeline=3), "the ranks that are fixed make 12"),
-        (Space(pipeline=8), "not shared out evenly by pipeline"),
+        (Space(tensor=4, pipeline=3), "the fixed ranks make 12"),
+        (Space(pipeline=8), "pipeline x interleave does not divide"),
         (Space(tensor=2, pipeline=2, zero=3), "ZeRO 2 and 3 are not for pipelines"),
         (Space(data=32, micro_batch=2), "must be a multiple of data x micro_batch"),
     ],
@@ -173,8 +173,8 @@ def test_what_is_compared_fits_beside_what_tensors_cannot_have() -> None:
     small = replace(CLUSTER, device=replace(CLUSTER.device, name="small", memory_bytes=need + 1, reserved_bytes=2**30))
     (_, there) = compare(tight, MODEL, CLUSTER, (("small", small),))
     assert there.choice is None and there.why == (
-        f"does not fit: small has {need / 2**30:.1f} GB, {need / 2**30 - 1:.1f} GB of them for tensors, and "
-        f"{need / 2**30:.1f} GB are needed at least"
+        f"does not fit: small has {need / 2**30:.1f} GB, {need / 2**30 - 1:.1f} GB of it for tensors, and needs "
+        f"{need / 2**30:.1f} GB"
     )
 
 

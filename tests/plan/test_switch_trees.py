@@ -68,7 +68,7 @@ def test_a_fat_tree_is_as_deep_as_its_ports_make_it(joined: int, levels: int) ->
 def test_eight_bytes_on_128_hosts_take_what_was_published() -> None:
     """2.83 us: Graham et al. 2016, of which the preset's latency is."""
     tier = load_cluster("sharp-hdr").tiers[0]
-    assert 2 * tier.way_up_s(128) == pytest.approx(2.83e-6, rel=0.02)
+    assert 2 * tier.up_latency_s(128) == pytest.approx(2.83e-6, rel=0.02)
 
 
 def test_levels_cost_a_small_reduction_their_latency_twice() -> None:
@@ -96,10 +96,10 @@ rate = "50 GB/s"
     [
         ('nvls = "yes"', "nvls = 'yes'; it must be true or false"),
         ("nvls = true\nin_network = false", "nvls is a reduction in the network, and in_network is false"),
-        ("switch_ports = 40", "says one of switch_ports and switch_latency"),
-        ('switch_latency = "130 ns"', "says one of switch_ports and switch_latency"),
-        ('switch_ports = 3\nswitch_latency = "130 ns"', "switches with 3 ports; 4 is the least"),
-        ('switch_ports = 40\nswitch_latency = "130 GB"', "is a quantity of bytes, where one of time is wanted"),
+        ("switch_ports = 40", "has only one of switch_ports and switch_latency"),
+        ('switch_latency = "130 ns"', "has only one of switch_ports and switch_latency"),
+        ('switch_ports = 3\nswitch_latency = "130 ns"', "at least 4 ports, and these have 3"),
+        ('switch_ports = 40\nswitch_latency = "130 GB"', "is a quantity of bytes, where one of time is needed"),
     ],
 )
 def test_switches_that_cannot_be_are_a_sentence(tmp_path: Path, keys: str, said: str) -> None:

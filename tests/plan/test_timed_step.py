@@ -9,6 +9,7 @@ from netfold.plan.cluster import Cluster, Device, Tier
 from netfold.plan.cluster.cluster import Processors
 from netfold.plan.events import Conditions, simulate, timeline
 from netfold.plan.events.cores import SLICE_S, Cores
+from netfold.plan.events.event_queue import EventQueue
 from netfold.plan.job import Job, Split
 from netfold.plan.model import ReadyBucket, TimedLayer, TimedStep, read_timed_step
 from netfold.plan.model.registry import find_model
@@ -178,20 +179,16 @@ def test_a_profile_comes_back_from_its_file(tmp_path) -> None:  # type: ignore[n
     file.write_text(json.dumps({"profile": MODEL.to_json()}))
     assert read_timed_step(file) == MODEL == find_model(str(file))
     file.write_text("{}")
-    with pytest.raises(ValueError, match=r"step\.json: this is no profile"):
+    with pytest.raises(ValueError, match=r"step\.json: this is not a profile"):
         read_timed_step(file)
     with pytest.raises(ValueError, match="cannot be read"):
         find_model(str(tmp_path / "other.json"))
 
 
 def test_a_core_is_shared_in_slices() -> None:
-    ends: list[tuple[float, int]] = []
-    cores = Cores(1, lambda when_s, number: ends.append((when_s, number)))
-    cores.ask(0.0, 2.5 * SLICE_S)
-    cores.ask(0.0, 0.5 * SLICE_S)
-    done = []
-    for _ in range(4):
-        when_s, number = ends.pop()
-        if cores.ended(when_s, number):
-            done.append((number, when_s))
+    events, done = EventQueue(), []
+    cores = Cores(events, 1)
+    cores.run(2.5 * SLICE_S, lambda: done.append((0, events.now_s)))
+    cores.run(0.5 * SLICE_S, lambda: done.append((1, events.now_s)))
+    events.run()
     assert done == [(1, pytest.approx(1.5 * SLICE_S)), (0, pytest.approx(3 * SLICE_S))]

@@ -64,7 +64,7 @@ def test_recomputation_keeps_what_a_block_receives() -> None:
 
 
 def test_it_says_what_it_cannot_be_split_by() -> None:
-    with pytest.raises(ValueError, match="take tensor 1"):
+    with pytest.raises(ValueError, match="use tensor 1"):
         MODEL.layers(ShardSpec(1, tensor=2))
     with pytest.raises(ValueError, match="for transformers"):
         MODEL.layers(ShardSpec(1, recomputation="selective"))

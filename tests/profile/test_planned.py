@@ -111,7 +111,7 @@ def test_a_bf16_wire_halves_what_travels(tmp_path: Path) -> None:
     ("more", "reason"),
     [
         ({"steps": 0}, "recorded no step of training; call netfold.profile.step"),
-        ({"steps": 3}, "2 of its steps follow one that is alike, and 5 are the least"),
+        ({"steps": 3}, "2 of its steps follow an equal step, and a median needs at least 5"),
     ],
 )
 def test_a_profile_without_training_is_refused_with_a_reason(more: dict[str, int], reason: str, tmp_path: Path) -> None:
@@ -167,8 +167,8 @@ def test_on_more_workers_of_another_network_only_the_weak_curve_is_drawn(folder:
     ("more", "reason"),
     [
         (("--ranks", "64", "--batch", "100"), "a batch of 100 does not come out even over 64 devices"),
-        (("--tensor", "2"), "take tensor 1, recompute none"),
-        (("--pipeline", "2"), "ranks that hold the whole model; take pipeline 1"),
+        (("--tensor", "2"), "use tensor 1, recompute none"),
+        (("--pipeline", "2"), "ranks that hold the whole model; use pipeline 1"),
         (("--precision", "bf16"), "was computed in f32; it does not tell how long bf16 takes"),
         (("--model", "resnet50"), "another one is named; leave one out"),
         (("--batch", "16", "--micro-batch", "2"), "was measured with one pass of 4 samples"),

@@ -105,7 +105,7 @@ def test_real_records_give_clock_bounds_stragglers_and_a_link(transport: str) ->
     # The real records with the times that the cost model gives for a link: the load of the machine has no part in them.
     link = fit(as_over(run, Link(80e-6, 50e6)))
     if transport == "auto":
-        assert link == "no 3 operations of one size ran by an algorithm whose time is one link's (shared_memory)"
+        assert link == "no 3 operations of one size used an algorithm whose time depends on one link (shared_memory)"
     else:
         assert isinstance(link, Fitted), link
         assert link.links.network.latency_s == pytest.approx(80e-6, rel=1e-2)

@@ -73,9 +73,9 @@ def test_a_model_whose_ranks_all_normalise_together_has_the_gradients_of_one_pro
 def test_what_cannot_be_is_refused(found: list[dict[str, Any]]) -> None:
     for rank in found:
         divides, nothing, single = rank["refused"]
-        assert "parallel.batch_norm is 3" in divides and "one of 1, 2, 4 would do" in divides
+        assert "parallel.batch_norm is 3" in divides and "set one of 1, 2, 4" in divides
         assert "no layer of batch norm" in nothing
-        assert "more than one value a channel" in single
+        assert "needs several values per channel" in single
 
 
 def _rank(rank: int, size: int, folder: str) -> dict[str, Any]:

@@ -23,11 +23,10 @@ from invented_run import (
 from rich.console import Console
 
 from netfold.train.callbacks.metrics_file import read_metrics
-from netfold.train.callbacks.overlap import OverlapCallback
+from netfold.train.callbacks.profiling import OverlapCallback
 from netfold.train.callbacks.progress import ProgressCallback
 from netfold.train.callbacks.selection import GuardedCallback, make_callbacks
-from netfold.train.callbacks.tensorboard import TensorBoard
-from netfold.train.callbacks.trackers import MLflow, Wandb
+from netfold.train.callbacks.trackers import MLflow, TensorBoard, Wandb
 from netfold.train.events import Ended, Noted
 
 
@@ -73,8 +72,8 @@ def test_a_listener_that_fails_is_said_once_and_again_when_it_works() -> None:
     assert [note.step for note in notes] == [1, 4]
     assert notes[0].level == "warning"
     assert "Failing failed (OSError: No space left on device)" in notes[0].text
-    # Steps 1, 2 and 3; the note is no thing that it could have been told.
-    assert notes[1].text == "Failing works again; 3 things it was told are missing there"
+    # Steps 1, 2 and 3; a callback does not receive the note about itself.
+    assert notes[1].text == "Failing works again, without 3 earlier events"
     assert failing.told == [stepped(4), stepped(5)]
     assert [event for event in other.told if not isinstance(event, Noted)] == [stepped(step) for step in range(1, 6)]
 
@@ -90,7 +89,7 @@ def test_a_listener_that_is_alone_is_said_on_stderr(capsys: pytest.CaptureFixtur
     guarded.append(GuardedCallback(Failing(OSError("gone")), guarded))
     tell(guarded, [stepped(1), stepped(2)])
     assert capsys.readouterr().err.splitlines() == [
-        "netfold train: step 1: Failing failed (OSError: gone); training goes on without it while it does"
+        "netfold train: step 1: Failing failed (OSError: gone); training continues without it"
     ]
 
 
@@ -266,6 +265,6 @@ def test_a_full_disk_is_said_on_screen_and_the_run_ends_well(
     tell(chosen, [*events[9:], Ended(STEPS, "done", 1.0)])
     said = capsys.readouterr().err
     assert said.count("MetricsFile failed (OSError: [Errno 28] No space left on device)") == 1
-    assert said.count("MetricsFile works again; 4 things it was told are missing there") == 1
+    assert said.count("MetricsFile works again, without 4 earlier events") == 1
     found = read_metrics(tmp_path)
     assert found.is_finished and len(found.steps) < STEPS and (tmp_path / "report.html").exists()

@@ -170,7 +170,7 @@ def test_the_loss_over_masked_tokens_is_the_mean_of_its_parts_losses() -> None:
         ({"name": "edsr-baseline", "scale": 5}, "model.scale is 5; EDSR enlarges by 2, 3 or 4"),
         ({"name": "resnet18", "stem": "tiny"}, "model.stem is 'tiny'"),
         ({"name": "gpt", "width": 30, "heads": 4}, "width 30 is not a multiple of heads 4"),
-        ({"name": "resnet18", "depth": 3}, "model.depth is not an option of resnet18"),
+        ({"name": "resnet18", "depth": 3}, "model.depth is not a key of resnet18"),
         ({"name": "resnet19"}, "did you mean resnet18?"),
     ],
 )

@@ -91,7 +91,7 @@ def test_the_outer_step_is_nesterovs(found: list[dict[str, Any]], lr: float, mom
 
 def test_checkpoints_are_for_ends_of_rounds(found: list[dict[str, Any]]) -> None:
     for rank in found:
-        assert rank["may checkpoint"] == [False, False, True] * 2
+        assert rank["between rounds"] == [False, False, True] * 2
 
 
 def test_running_statistics_become_their_mean(found: list[dict[str, Any]]) -> None:
@@ -157,7 +157,7 @@ def _rank(rank: int, size: int, folder: str) -> dict[str, Any]:
             ),
             "model_bytes": _model_bytes(recipe),
             "twin": {(lr, momentum): _twin(mesh, lr, momentum) for lr, momentum in ((0.7, 0.9), (1.0, 0.0))},
-            "may checkpoint": _may_checkpoint(mesh),
+            "between rounds": _between_rounds(mesh),
             "buffers": _buffers(mesh),
             "resumed": _resumed(mesh),
         }
@@ -244,7 +244,6 @@ def _twin(mesh: Any, lr: float, momentum: float) -> dict[str, Any]:
         for step in range(STEPS):
             for name, w in held.items():
                 local(w).add_(torch.tensor(_moved(name, mesh.data.rank, step)))
-            rounds.moved()
             rounds.end_step(step + 1)
     return {name: local(w).detach().numpy() for name, w in held.items()}
 
@@ -275,7 +274,7 @@ def _steps(update: Any, held: dict[str, Any], mesh: Any, steps: range) -> None:
         update.end_step(step + 1)
 
 
-def _may_checkpoint(mesh: Any) -> list[bool]:
+def _between_rounds(mesh: Any) -> list[bool]:
     """After every step; the third one's update is left out."""
     update, _, held = _update(mesh)
     said = []
@@ -284,7 +283,7 @@ def _may_checkpoint(mesh: Any) -> list[bool]:
             _steps(update, held, mesh, range(step, step + 1))
         else:
             update.end_step(step + 1)
-        said.append(update.may_checkpoint())
+        said.append(update._rounds.between)
     return said
 
 
@@ -301,7 +300,6 @@ def _buffers(mesh: Any) -> dict[str, Any]:
     assert norm.running_mean is not None and norm.num_batches_tracked is not None
     norm.running_mean.copy_(torch.tensor([1.0, 10.0]) * (mesh.data.rank + 1))
     norm.num_batches_tracked.fill_(7)
-    rounds.moved()
     rounds.end_step(1)
     return {"mean": norm.running_mean.tolist(), "count": int(norm.num_batches_tracked)}
 

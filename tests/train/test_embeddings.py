@@ -76,8 +76,8 @@ def test_rows_travel_in_the_precision_of_the_recipe(found: list[dict[str, Any]])
     "asked, said",
     [
         ("no tables", 'parallel.embeddings = "row_wise": the model has no embedding tables'),
-        ("zero", "so would parallel.zero = 1"),
-        ("row", "sample 1 of its batch asks for row 3 of table 1, which has 3"),
+        ("zero", "and parallel.zero = 1 both divide the tables"),
+        ("row", "sample 1 of its batch reads row 3 of table 1, which has 3 rows"),
     ],
 )
 def test_what_cannot_be_shared_out_is_said_in_a_sentence(found: list[dict[str, Any]], asked: str, said: str) -> None:

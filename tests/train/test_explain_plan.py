@@ -22,12 +22,13 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn import functional
 
+from netfold.plan.shared_rules import bucket_ends
 from netfold.train import Batch, Chain, Model, Recipe
 from netfold.train.explain import Plan, explain, size
 from netfold.train.explain.layers import Call, Layer, measure
 from netfold.train.explain.memory import a_parameter, fsdp2, passes_kept
 from netfold.train.explain.render import print_plan
-from netfold.train.explain.traffic import Traffic, buckets, traffic
+from netfold.train.explain.traffic import Traffic, traffic
 from netfold.train.parallel.embeddings import Embeddings
 from netfold.train.recipe.load import load
 from netfold.train.recipe.split import Split, ranks_asked, split
@@ -69,7 +70,7 @@ def test_bytes_a_parameter_follow_zeros_formulas() -> None:
         # At the first, second, third and last of four.
         ("gpipe", 8, [8, 8, 8, 8]),
         ("1f1b", 8, [4, 3, 2, 1]),
-        # Two stages a rank: 4 forward of the first stages, then two for each rank behind, and the one that turns.
+        # Two stages a rank: 4 passes through the first stages, then two for each later rank, and one more.
         ("interleaved", 8, [11, 9, 7, 5]),
         ("interleaved", 4, [8, 8, 7, 5]),
         # Of two stages each, four microbatches.
@@ -94,8 +95,8 @@ def test_what_fsdp2_holds_is_what_was_measured() -> None:
 
 
 def test_buckets_are_closed_once_they_are_full() -> None:
-    assert [buckets([40, 10, 10, 10], limit) for limit in (100, 30, 25, 10)] == [1, 2, 2, 4]
-    assert buckets([], 1) == 0
+    assert [bucket_ends([10, 10, 10, 40], limit) for limit in (100, 30, 25, 10)] == [[4], [3, 4], [3, 4], [1, 2, 3, 4]]
+    assert bucket_ends([10, 10, 40], 30, first_limit=5) == [1, 3] and bucket_ends([], 1) == []
 
 
 def test_two_data_parallel_ranks_by_hand() -> None:
@@ -110,7 +111,7 @@ def test_two_data_parallel_ranks_by_hand() -> None:
     assert memory.activations == 3 * 8 * 16 + 2 * 8 * 4
     assert place.traffic == (
         Traffic("data", "all_reduce", "gradients", 2, 1, 180),
-        Traffic("all", "all_reduce", "the word of all ranks", 2, 1, 40),
+        Traffic("all", "all_reduce", "the step vote", 2, 1, 40),
         Traffic("all", "all_gather", "each rank's own time", 2, 1, 32, 20),
     )
 
@@ -313,11 +314,11 @@ def test_the_plan_is_printed() -> None:
     assert "8 ranks = pipeline 2 x data 2 x tensor 2; batch 16 = 2 data-parallel x 8 samples, in 2 microbatches" in text
     # pipeline 1: ranks 4 and 5, then 6 and 7.
     assert "│ 1        │    4-5 │    6-7 │" in text
-    assert "layer0" in text and "layer2 .. last" in text and "the word of all" in text
+    assert "layer0" in text and "layer2 .. last" in text and "the step vote" in text
     # More ranks than there is room for stand in one column.
     assert "data 0-7" in shown(plan(8))
     alone = shown(plan(1))
-    assert "1 rank = pipeline 1" in alone and "travels" not in alone
+    assert "1 rank = pipeline 1" in alone and "messages" not in alone
 
 
 def test_sizes_are_read_at_a_glance() -> None:
@@ -336,4 +337,4 @@ def test_sizes_are_read_at_a_glance() -> None:
 def test_every_recipe_that_we_bring_has_a_plan(file: Path) -> None:
     asked, _ = load(file)
     found = explain(asked, validate_recipe(asked, ranks_asked(asked.parallel)))
-    assert not found.unknown and "the word of all" in shown(found)
+    assert not found.unknown and "the step vote" in shown(found)

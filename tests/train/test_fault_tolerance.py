@@ -565,7 +565,7 @@ def test_a_run_that_goes_on_has_the_losses_of_one_that_never_stopped() -> None:
             assert metrics[0] == metrics[1]
             assert len(set(whole)) == 8
         assert found["left"] == ["step-000006", "step-000008"], "two are kept"
-    assert FOUND[resumed][0]["noisy True"][3][0] == "info: goes on from the checkpoint of step 3, 24 samples"
+    assert FOUND[resumed][0]["noisy True"][3][0] == "info: continues from the checkpoint of step 3, 24 samples"
 
 
 def test_more_or_fewer_ranks_go_on() -> None:
@@ -616,14 +616,14 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_taken() -> None:
         for harm, reason in reasons.items():
             steps, notes = found[harm]
             assert steps == 4, "from step 4 to step 8"
-            assert reason in notes[0] and "put aside" in notes[0] and "step-000008" in notes[0]
+            assert reason in notes[0] and "was renamed" in notes[0] and "step-000008" in notes[0]
             assert "checkpoint of step 4" in notes[1]
             assert reason in found[f"{harm} stop"] and "fault_tolerance.corrupt_checkpoint" in found[f"{harm} stop"]
 
 
 def test_a_checkpoint_of_another_job_is_refused() -> None:
     for more, optimizer, never, _, less in FOUND[other_model]:
-        assert "it has model.layers.first.norm.bias, which the model has not" in more
+        assert "it has model.layers.first.norm.bias, which the model lacks" in more
         assert "optimizer.name is 'sgd'" in optimizer and "'adam'" in optimizer
         assert "run.resume is 'never'" in never
         assert "it has no model.layers.first.norm.weight" in less
@@ -675,7 +675,7 @@ def test_a_rewind_takes_the_weights_back_and_the_data_on() -> None:
 
     first, second = (found["rewind"] for found in FOUND[not_finite])
     assert first[0].step == second[0].step == 8 and first[0].metric == second[0].metric
-    assert "back to the weights of step 3, on with sample 48" in first[1][0]
+    assert "back to the weights of step 3, and continues with sample 48" in first[1][0]
     assert sorted(first[3] + second[3]) == sorted(Sampler(96, 0).indices(0, 88)), "11 steps, and no sample twice"
 
 

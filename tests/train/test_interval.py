@@ -83,7 +83,7 @@ def test_what_changes_the_steps_of_a_run_that_goes_on_is_refused_with_both_value
 def test_a_recipe_that_says_nothing_of_checkpoints_loses_ten_steps_and_says_so() -> None:
     first, second, step, end = FOUND[killed_by_default][0]
     assert first[:1] == ["info: a checkpoint every 10 steps (checkpoint.every)"]
-    assert second[0].startswith("info: goes on from the checkpoint of step 20") and step == 21
+    assert second[0].startswith("info: continues from the checkpoint of step 20") and step == 21
     assert end == ["info: no checkpoint before the end (checkpoint.every): a restart begins at step 0"]
 
 

@@ -91,5 +91,5 @@ def test_bad_numbers_on_one_copy_are_decided_upon_by_all_ranks_at_the_end_of_the
         assert step == 8 and math.isfinite(metric) and "the step is left out" in notes[0]
         step, metric, notes, numbers = found["rewind"]
         assert step == 8 and math.isfinite(metric) and numbers == [*range(1, 9), *range(5, 9)]
-        assert "back to the weights of step 4, on with sample 64" in notes[0]
+        assert "back to the weights of step 4, and continues with sample 64" in notes[0]
     assert FOUND[not_finite][0]["skip"][1] == FOUND[not_finite][1]["skip"][1]

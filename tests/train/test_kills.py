@@ -70,7 +70,7 @@ def survives(folder: Path, seed: int, kills: int, steps: int, timeout_s: float) 
         metric, uninterrupted, notes = json.loads((folder / f"ended-{rank}").read_text())
         assert metric == uninterrupted, f"{replay}: the same bits as a run that nobody killed"
         if rank == 0:
-            toll = re.search(r"(\d+) restarts of all ranks, (\d+) steps done again, ([\d.]+) s lost", notes[-1])
+            toll = re.search(r"(\d+) restarts of all ranks, (\d+) steps repeated, ([\d.]+) s lost", notes[-1])
             assert toll is not None, notes
             assert int(toll[1]) == kills
             # A life that ends between a step and the listeners' word of it has done one more.

@@ -79,7 +79,7 @@ def test_an_example_is_a_function_of_its_number_and_its_seed(
     [
         ({"name": "fashion-mnist", "root": "{}/none"}, "none: there is no such folder; install Debian's"),
         ({"name": "fashion-mnist", "root": "{}"}, "train-images-idx3-ubyte.gz: No such file"),
-        ({"name": "div2k", "root": "{}"}, "no pictures to train with; they may lie in .*DIV2K_train_HR"),
+        ({"name": "div2k", "root": "{}"}, "no train pictures; they may be in .*DIV2K_train_HR"),
         ({"name": "class-folders", "root": "{}"}, "no folder valid, val or test with held-out pictures"),
         ({"name": "tokens", "train": "{}/none.bin", "vocabulary": 9}, "none.bin: No such file"),
         ({"name": "table", "train": "{}/none.csv", **COLUMNS}, "none.csv: FileNotFoundError"),

@@ -12,7 +12,7 @@ from browser import parse
 from ranks import run_ranks, values
 from torch.nn import functional
 
-from netfold.train.datasets.mosaic import Mosaic
+from netfold.train.datasets.photos import Mosaic
 from netfold.train.resolution import psnr
 
 EDSR: dict[str, Any] = {
@@ -32,7 +32,7 @@ def _runs(rank: int, size: int, folder: str, table: dict[str, Any], runs: str) -
     from netfold.train import Recipe, Trainer
     from netfold.train.callbacks.run_folder import run_folder
     from netfold.train.callbacks.selection import make_callbacks
-    from netfold.train.pictures import render
+    from netfold.train.evaluate import render
 
     torch.set_num_threads(1)
     dist.init_process_group("netfold", init_method=f"file://{folder}/store", rank=rank, world_size=size)

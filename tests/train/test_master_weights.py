@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from netfold.train.optimizers.loss_scale import GROWS_AFTER_STEPS, INITIAL, LossScale
+from netfold.train.optimizer_step import GROWS_AFTER_STEPS, INITIAL, LossScale
 from netfold.train.precision import DTYPES, Precision
 
 LR = 2.0**-12
@@ -25,7 +25,7 @@ def alone() -> Iterator[None]:
 def test_steps_smaller_than_what_bf16_can_tell_add_up() -> None:
     module = nn.Linear(1, 1, bias=False)
     nn.init.ones_(module.weight)
-    Precision("bf16").lend(module)
+    Precision("bf16").use_lower_copies(module)
     optimizer = torch.optim.SGD(module.parameters(), lr=LR)
     for _ in range(64):
         optimizer.zero_grad()
@@ -41,7 +41,7 @@ def test_steps_smaller_than_what_bf16_can_tell_add_up() -> None:
 def test_gradients_of_parts_of_a_batch_are_added_up_in_f32() -> None:
     for precision in ("bf16", "f16"):
         module = nn.Linear(1, 1, bias=False)
-        Precision(precision).lend(module)
+        Precision(precision).use_lower_copies(module)
         # The first part's gradient is 256, each of the others' is 1/2: bf16 would lose all of these, f16 some.
         for value in (256.0, *[0.0625] * 64):
             module(torch.full((1, 1), value, dtype=DTYPES[precision])).sum().backward()
@@ -88,7 +88,7 @@ def test_what_two_layers_share_is_one_lower_copy_and_statistics_stay_f32() -> No
     seen: list[Tensor] = []
     for number in (0, 2):
         module[number].register_forward_pre_hook(lambda layer, _: seen.append(layer.weight))
-    Precision("bf16").lend(module)
+    Precision("bf16").use_lower_copies(module)
     module(torch.randn(4, 3).bfloat16()).float().sum().backward()
     assert seen[0] is seen[1] and seen[0].dtype == torch.bfloat16
     assert torch.equal(module[0].weight, before) and module[0].weight.dtype == torch.float32, "not rounded"
@@ -101,7 +101,7 @@ def test_what_two_layers_share_is_one_lower_copy_and_statistics_stay_f32() -> No
 def test_gradients_are_divided_by_the_loss_scale_in_f32() -> None:
     module = nn.Linear(1, 1, bias=False)
     nn.init.zeros_(module.weight)
-    Precision("f16").lend(module)
+    Precision("f16").use_lower_copies(module)
     # f16's smallest number: divided in f16 it would be 0.
     module(torch.full((1, 1), 2.0**-24, dtype=torch.float16)).sum().backward()
     assert module.weight.grad is not None

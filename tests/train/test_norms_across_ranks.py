@@ -214,7 +214,7 @@ def _clip(mesh: Any) -> dict[str, float]:
     import torch.distributed as dist
     from torch.distributed.tensor import DTensor, Shard
 
-    from netfold.train.optimizers.clip import Clip
+    from netfold.train.optimizer_step import Clip
 
     generator = torch.Generator().manual_seed(3)
     whole = {f"stage{s}.{what}": torch.randn(7, generator=generator).double() for s in range(2) for what in "wn"}
@@ -241,7 +241,7 @@ def _partial(mesh: Any) -> dict[str, Any]:
     import torch
     from torch.distributed.tensor import DTensor, Partial, Replicate
 
-    from netfold.train.optimizers.clip import Clip
+    from netfold.train.optimizer_step import Clip
 
     line = mesh.device_mesh["tensor"]
     held = torch.nn.Parameter(DTensor.from_local(torch.zeros(4), line, [Replicate()]))
@@ -255,7 +255,7 @@ def _whole(mesh: Any) -> dict[str, Any]:
     import torch.distributed as dist
 
     import netfold.torch
-    from netfold.train.optimizers.clip import Clip
+    from netfold.train.optimizer_step import Clip
 
     held = torch.nn.Parameter(torch.zeros(2))
     held.grad = torch.tensor([3.0, 4.0])
@@ -273,7 +273,7 @@ def _apart(mesh: Any) -> float:
     import torch
     from torch.distributed.tensor import DTensor, Shard
 
-    from netfold.train.optimizers.clip import Clip
+    from netfold.train.optimizer_step import Clip
 
     own = mesh.data.rank + 1.0
     cut = DTensor.from_local(torch.zeros(1), mesh.device_mesh["tensor"], [Shard(0)])
@@ -286,7 +286,7 @@ def _apart(mesh: Any) -> float:
 def _not_finite(mesh: Any) -> str:
     import torch
 
-    from netfold.train.optimizers.clip import Clip
+    from netfold.train.optimizer_step import Clip
 
     name = f"stage{mesh.pipeline.rank}"
     held = torch.nn.Parameter(torch.zeros(1))

@@ -12,12 +12,10 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
-from netfold.train.optimizers import kind_of
-from netfold.train.optimizers.lamb import LAMB
-from netfold.train.optimizers.lars import LARS
+from netfold.train.optimizers import kind_of, learning_rate
+from netfold.train.optimizers.layerwise import LAMB, LARS
 from netfold.train.recipe import Optimizer as Asked
 from netfold.train.recipe import Recipe, Schedule
-from netfold.train.schedule import learning_rate
 
 Floats = NDArray[np.float64]
 RNG = np.random.default_rng(5)
@@ -164,12 +162,12 @@ def test_the_rate_grows_with_the_batch_it_was_found_for() -> None:
 @pytest.mark.parametrize(
     ("sections", "said"),
     [
-        ({"parallel": {"zero": 1}}, "parallel.zero is 1.* 0 would do"),
-        ({"parallel": {"batch_norm": 2}}, "parallel.batch_norm is 2.* 1 would do"),
-        ({"parallel": {"embeddings": "row_wise"}}, "parallel.embeddings is 'row_wise'.* 'replicated' would do"),
-        ({"training": {"steps": 8, "evaluate_every": 6}}, "training.evaluate_every is 6.* a multiple of 4 would do"),
-        ({"training": {"steps": 8, "precision": "bf16"}}, "training.precision is 'bf16'.* 'f32' would do"),
-        ({"checkpoint": {"every": 2}}, "checkpoint.every is 2.* a multiple of 4 would do"),
+        ({"parallel": {"zero": 1}}, "parallel.zero is 1.* set 0"),
+        ({"parallel": {"batch_norm": 2}}, "parallel.batch_norm is 2.* set 1"),
+        ({"parallel": {"embeddings": "row_wise"}}, "parallel.embeddings is 'row_wise'.* set 'replicated'"),
+        ({"training": {"steps": 8, "evaluate_every": 6}}, "training.evaluate_every is 6.* set a multiple of 4"),
+        ({"training": {"steps": 8, "precision": "bf16"}}, "training.precision is 'bf16'.* set 'f32'"),
+        ({"checkpoint": {"every": 2}}, "checkpoint.every is 2.* set a multiple of 4"),
     ],
 )
 def test_what_does_not_go_with_training_apart_is_refused(sections: dict[str, dict[str, object]], said: str) -> None:

@@ -15,7 +15,7 @@ from skimage.io import imsave
 
 from netfold.train import BadExampleError
 from netfold.train.datasets import pairs, photos
-from netfold.train.datasets.fashion import read_idx
+from netfold.train.datasets.classes import read_idx
 from netfold.train.datasets.pairs import Pair
 
 
@@ -134,7 +134,7 @@ def test_a_picture_that_vanishes_or_is_garbage_is_named(tmp_path: Path) -> None:
         (found.train, 2, "0003.png"),
         (kinds.train, 4, "coat1.png"),
     ):
-        with pytest.raises(BadExampleError, match=rf"{name}: no picture can be read there"):
+        with pytest.raises(BadExampleError, match=rf"{name}: cannot be read as a picture"):
             examples.batch([number], [0])
     assert len(found.train.batch([0], [0])) == 1
     pictures(tmp_path / "pairs/DIV2K_train_HR", ["0001.png"], 20, 60)
@@ -150,7 +150,7 @@ def test_an_idx_file_that_is_cut_or_of_another_type_is_named(tmp_path: Path) -> 
     other = gzip.compress(bytes((0, 0, 13, 1)) + bytes(8))
     for raw, said in (
         (whole[:-9], "ended before"),
-        (cut, "5 bytes behind"),
+        (cut, "5 bytes after"),
         (other, "begins with 00000d01"),
         (GARBAGE, "x.gz: "),
     ):

@@ -124,7 +124,7 @@ def test_a_run_that_somebody_writes_is_not_gone_on_with(tmp_path: Path) -> None:
     writing = MetricsFile(folder)
     tell([writing], goes_through(asked, 0, 3))
     assert run_folder(asked) == tmp_path / "invented-2"
-    with pytest.raises(BlockingIOError, match=r"another process now: wait for it, or .*run\.name"):
+    with pytest.raises(BlockingIOError, match=r"another process is writing .*: wait for it, or .*run\.name"):
         MetricsFile(folder)
 
 

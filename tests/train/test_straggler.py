@@ -44,6 +44,6 @@ def test_only_ranks_with_the_same_work_are_compared(mesh: Mesh) -> None:
     said = [watch.stepped(0.0, 0.0, 0.0) for _ in range(straggler.WINDOW_STEPS * (straggler.WINDOWS + 1))]
     (sentence,) = filter(None, said)
     assert sentence.startswith(
-        "rank 6 (host6) takes 0.900 s a step for itself, 0.090 s of it waiting for its batch, where the median of 2 "
-        "ranks with the same work takes 0.300 s; look for other work on that host"
+        "rank 6 (host6) takes 0.900 s of its own per step, of which 0.090 s waiting for its batch; the median of 2 "
+        "ranks with equal work takes 0.300 s; look for other work on that host"
     )

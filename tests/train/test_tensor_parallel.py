@@ -112,12 +112,12 @@ def test_a_part_keeps_no_more_memory_than_it_has_elements(found: dict[str, Any])
 @pytest.mark.parametrize(
     "asked, said",
     [
-        ("heads", "layers.block0.attention.query has 2 heads, of which 4 ranks cannot have equally many"),
-        ("inputs", "layers.layer0.linear has 6 inputs, of which 4 ranks cannot have equally many"),
+        ("heads", "layers.block0.attention.query has 2 heads, which 4 ranks cannot divide equally"),
+        ("inputs", "layers.layer0.linear has 6 inputs, which 4 ranks cannot divide equally"),
         ("length", "a sequence of 6 cannot be cut into parallel.tensor = 4 equal parts"),
-        ("no plan", "parallel.tensor = 4: this model does not say how its layers are cut"),
-        ("sequence by rows", 'parallel.sequence is true, and parallel.style is "colwise"'),
-        ("sequence alone", "parallel.sequence is true, and parallel.tensor is 1"),
+        ("no plan", "parallel.tensor = 4: this model has no plan to cut its layers"),
+        ("sequence by rows", 'parallel.sequence is true, but parallel.style is "colwise"'),
+        ("sequence alone", "parallel.sequence is true, but parallel.tensor is 1"),
         ("sequence of features", "a stack of linear layers has no sequence"),
     ],
 )

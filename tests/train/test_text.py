@@ -27,7 +27,7 @@ def test_whole_files_of_source_are_held_out_and_none_that_is_there_twice(
     assert "never" not in train + held
     with pytest.raises(ValueError, match=r"data.held_out is 1.0: of 40 files"):
         data("source", held_out=1.0)
-    with pytest.raises(ValueError, match=r"data.context is 100000; of the text's two parts one has \d+ bytes"):
+    with pytest.raises(ValueError, match=r"data.context is 100000; one part of the text has only \d+ bytes"):
         data("source", context=100_000)
 
 
@@ -87,8 +87,8 @@ def test_a_token_file_that_shrinks_or_lies_is_named_with_the_place(tmp_path: Pat
     with pytest.raises(BadExampleError, match=r"train.bin: token 0 is 7; data.vocabulary is 5"):
         data("tokens", train=str(path), vocabulary=5, context=4)
     path.write_bytes(b"odd")
-    with pytest.raises(BadExampleError, match=r"train.bin: 3 bytes are no whole number of uint16 tokens"):
+    with pytest.raises(BadExampleError, match=r"train.bin: 3 bytes do not divide into uint16 tokens"):
         data("tokens", train=str(path), vocabulary=5)
     path.write_bytes(b"even")
-    with pytest.raises(BadExampleError, match=r"train.bin: 2 tokens, which is no window"):
+    with pytest.raises(BadExampleError, match=r"train.bin: 2 tokens are less than a window"):
         data("tokens", train=str(path), vocabulary=1 << 16)

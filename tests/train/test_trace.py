@@ -196,7 +196,7 @@ class Tied(nn.Module):
 def test_tied_weights_are_one_and_unused_ones_are_noted() -> None:
     found = trace(Tied, "tokens=2x8:int64")
     assert found.parameters == 1600 + 20 and [each.elements for each in found.gradients] == [1600]
-    assert "20 parameters are used by nothing; DDP needs find_unused_parameters=True" in found.notes[0]
+    assert "20 parameters are unused; DDP needs find_unused_parameters=True" in found.notes[0]
 
 
 class Branching(nn.Module):
@@ -238,23 +238,23 @@ def lost() -> nn.Module:
 @pytest.mark.parametrize(
     ("what", "inputs", "reason"),
     [
-        (f"{HERE}:Branching", ("4x8",), r"asks for a number that was computed at .*test_trace.py:\d+, and a trace has"),
-        (f"{HERE}:Chosen", ("4x8",), "asks for a number that was computed"),
-        (f"{HERE}:Unrolled", ("4x8",), "does other things with 8 samples than with 4"),
-        (f"{HERE}:Fixed", ("4x8",), "returns nothing that has a gradient"),
+        (f"{HERE}:Branching", ("4x8",), r"depends on a computed value at .*test_trace.py:\d+, but a trace has"),
+        (f"{HERE}:Chosen", ("4x8",), "depends on a computed value"),
+        (f"{HERE}:Unrolled", ("4x8",), "runs different operations for 8 samples than for 4"),
+        (f"{HERE}:Fixed", ("4x8",), "no output has a gradient"),
         (f"{HERE}:Branching", ("4x9",), r"inputs of 4x9:float32 at .*test_trace.py:\d+: .*\[4, 9\] X \[8, 8\]"),
         (f"{HERE}:Branching", ("4x8", "5x8"), "inputs of 4 and 5 samples; the first dimension is the sample"),
         (f"{HERE}:Branching", (), "give each, such as --input 32x3x224x224"),
-        (f"{HERE}:number", ("4x8",), "what it makes is no torch.nn.Module but int"),
-        (f"{HERE}:lost", ("4x8",), "cannot be made of tensors without memory: weights.pt: No such file"),
+        (f"{HERE}:number", ("4x8",), "returned int and not a torch.nn.Module"),
+        (f"{HERE}:lost", ("4x8",), "cannot be made of fake tensors: weights.pt: No such file"),
         (f"{HERE}:Branchng", ("4x8",), "no attribute 'Branchng'"),
         ("no_such_module:it", ("4x8",), "No module named 'no_such_module'; it must be module:factory"),
         ("gptt", ("4x8",), r"did you mean gpt\?"),
         ("gpt:wdth=8", ("4x8:int64",), r"did you mean width\?"),
-        ("gpt:width=many", ("4x8:int64",), "it must be a whole number"),
-        ("gpt:layers=1,width", ("4x8:int64",), "'width' says no value"),
-        ("gpt", ("4y8",), "'4y8' is no input; write its shape"),
-        ("gpt", ("4x8 GB",), "is no input; write its shape"),
+        ("gpt:width=many", ("4x8:int64",), "it must be a valid integer"),
+        ("gpt:layers=1,width", ("4x8:int64",), "'width' has no value"),
+        ("gpt", ("4y8",), "'4y8' is not an input; write its shape"),
+        ("gpt", ("4x8 GB",), "is not an input; write its shape"),
         ("gpt", ("4x8:int46",), r"there is no dtype 'int46'; did you mean int64\?"),
         ("gpt", ("0x8:int64",), "a dimension is 0"),
     ],
@@ -278,7 +278,7 @@ def test_the_verbs_take_a_module_and_say_what_is_wrong_with_it() -> None:
     code, said = plan("trace", tiny, "--input", "4x32:int64")
     assert code == 0 and "layers.block0.attention.query 1,056" in said and "DDP's buckets" in said
     code, said = plan("--module", tiny, "--cluster", "dgx-a100", "--ranks", "8", "--batch", "64")
-    assert code == 2 and "netfold plan: a module is traced with inputs" in said
+    assert code == 2 and "netfold plan: a trace needs the module's inputs" in said
     code, said = plan("trace", tiny, "--input", "4x32:int64", "--bucket", "25")
     assert code == 2 and "netfold plan trace: --bucket: '25' has no unit" in said
     code, said = plan("--input", "4x8", "--model", "resnet50", "--cluster", "dgx-a100", "--ranks", "8", "--batch", "64")

@@ -30,5 +30,5 @@ def test_hosts_on_which_training_would_fail_are_named_with_what_to_do(capsys: py
     assert not preflight(toy_recipe())
     said = capsys.readouterr().err
     assert "200 files may be open" in said and "ulimit -n 4096" in said
-    last = "training would fail on these hosts, see what to do above; run.check = false tries it anyway"
+    last = "training would fail on these hosts, for the reasons above; run.check = false skips this check"
     assert said.splitlines()[-1] == f"netfold train: {last}"

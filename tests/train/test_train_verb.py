@@ -140,7 +140,7 @@ def test_alone_it_starts_ranks_and_leaves_a_folder_from_which_they_go_on(tmp_pat
     (line,) = [each for each in out.splitlines() if " than 1 (the mean)" in each]
     assert line.startswith("error ") and "; 8 steps in " in line and line.endswith(" s on 2 ranks")
     assert " than 1 (the mean); " not in err
-    assert "netfold train: all ranks start anew, restart 1 of 1\n" in err
+    assert "netfold train: all ranks start again, restart 1 of 1\n" in err
     assert "Traceback" not in err
     # Of each life; findings depend on the machine.
     assert err.count("host checked, nothing is wrong") + err.count("what to do") == 2
@@ -170,7 +170,7 @@ def test_alone_it_starts_ranks_and_leaves_a_folder_from_which_they_go_on(tmp_pat
     assert (again.exit_code, again.stdout) == (0, f"{first}/report.html\n")
     page = (first / "report.html").read_text()
     assert "started, going on after step 4, on 2 ranks" in page
-    assert "what failures cost: 1 restarts of all ranks" in page
+    assert "cost of failures: 1 restarts of all ranks" in page
 
     # That run is finished: the next one of its name has a folder of its own. It is asked to stop, and stops for good.
     second = tmp_path / "runs" / "line-2"
@@ -293,8 +293,8 @@ def test_under_slurm_each_process_is_a_rank(tmp_path: Path, recipe: Path) -> Non
     (first, _, err), (second, _, other) = [ended(each) for each in both]
     assert (first, second, other) == (2, 2, "")
     assert err == (
-        "netfold train: --set training.batch=7: training.batch is 7, which does not divide by parallel.data 2; 6 or 8 "
-        "would do\n"
+        "netfold train: --set training.batch=7: training.batch is 7, which does not divide by parallel.data 2; set 6 "
+        "or 8\n"
     )
 
 
@@ -318,8 +318,8 @@ def test_what_is_wrong_is_said_before_anything_starts(
     assert result.exit_code == 2 and started == []
     assert result.stderr.splitlines() == [
         "netfold train: --set parallel.pipeline=2: parallel.pipeline 2 x parallel.tensor 1 is 2, but there are 3 "
-        "ranks, which is no multiple of it; start 2 or 4",
-        "netfold train: --set model.width=x: model.width is 'x'; it must be a whole number",
+        "ranks, which is not a multiple of it; start 2 or 4",
+        "netfold train: --set model.width=x: model.width is 'x'; it must be a valid integer",
     ]
     result = run.invoke(app, ["train", str(recipe.with_name("lime.toml"))])
     assert result.exit_code == 2 and "there is no such file; in that folder there is" in result.stderr

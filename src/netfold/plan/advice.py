@@ -1,9 +1,9 @@
-"""What a profile suggests, in sentences with numbers. What the cost model says would be is marked as a prediction.
+"""Advice from a profile, in sentences with numbers; results of the cost model are marked as predictions.
 
-A prediction is made of the profile's own operations: `observed` finds the link that they show, the formulas say what an
-operation of each size would take by another algorithm or wire, and what is saved is that part of the time which an
-operation took once all had begun; waiting for late ranks stays. Where no link can be found the reason is said instead.
-The thresholds below are what is worth a sentence; each sentence has the number that passed it.
+A prediction uses the profile's own operations. `profile_link` finds the link that they show, and the formulas give the
+time by another algorithm or wire format. The saving applies to the time after all ranks have begun; waiting for late
+ranks stays. Where no link can be found, the advice gives the reason. The thresholds below select the sentences, and
+each sentence has the number that passed its threshold.
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ from netfold.profile.findings import MB, Advice, Findings, Row, Straggler, submi
 from netfold.profile.run import Run
 from netfold.tuning.cost import FORMULAS, predict
 
-# Of all operations' time: a row below this is not worth a sentence.
+# The least part of all operations' time of a row with advice.
 _WORTH_A_ROW = 0.05
-# Of a rank's communication: what the others waited for a straggler.
+# The least part of a rank's communication that other ranks waited for a straggler.
 _WORTH_A_WAIT = 0.02
-# Of all such waiting, in a job of two: one of them is always the last.
+# The least part of all such waiting in a job of two ranks, where one is always last.
 _MOSTLY = 0.75
-# Of a row's own time: what it waited behind others.
+# The least part of a row's own time that it waited behind other operations.
 _WORTH_A_QUEUE = 0.25
-# Of an operation's time: what another way would save.
+# The least part of an operation's time that another algorithm or format must save.
 _WORTH_A_CHANGE = 0.1
-# A step's messages of a small bucket; and what they may be fused to (DDP's default bucket).
+# The least small messages per step, and the size to fuse them to (DDP's default bucket).
 _MANY_MESSAGES, _FUSED_BYTES = 8, 25 * MB
 _SMALL_BYTES = 128 << 10
-# Of what is sent, at a common path's packets; of all look-ups.
+# The least part of packets sent again, at a common path's packet size. The least part of look-ups that miss.
 _WORTH_A_LOSS, _PACKET_BYTES = 0.001, 1500
 _WORTH_A_MISS, _LEAST_MISSES = 0.1, 10
 
 
 def advise(run: Run, findings: Findings) -> list[Advice]:
-    """findings: what `netfold.profile.analyse` made of `run`. Those that say most of the time come first."""
+    """findings: of `netfold.profile.analyse` for `run`. Advice on most of the time comes first."""
     advice = [Advice(text, False) for text in [submissions_text(findings.submissions)] if text]
     rows = [row for row in findings.rows if not row.submitted_only]
     if not rows:
@@ -47,18 +47,18 @@ def advise(run: Run, findings: Findings) -> list[Advice]:
     advice.append(_where(top, findings))
     advice += _stragglers(findings)
     groups = observe_groups(run)
-    # Small messages tell how busy hosts are, as much as a link: what large ones take is found without them.
+    # Small messages depend on the load of hosts as much as on the link: the link of large ones is found without them.
     links = [fit(each, _SMALL_BYTES) for each in groups]
     known = [(each, link) for each, link in zip(groups, links, strict=True) if isinstance(link, Fitted)]
     reductions = [row for row in rows if row.operation == "all_reduce" and _share(row) >= _WORTH_A_ROW]
     large = [row for row in reductions if row.bytes > _SMALL_BYTES * row.count]
     for row in large:
-        advice += _faster_ways(row, known, len(findings.ranks))
+        advice += _faster_options(row, known, len(findings.ranks))
     of_all = [(each, link) for each in groups if isinstance(link := fit(each), Fitted)]
     advice += _small_messages(findings, of_all)
     if large and not known:
-        reason = links[0] if links else "no operation that all ranks of a group recorded, and that makes them meet"
-        advice.append(Advice(f"what a switch or a narrower wire would bring is not predicted: {reason}", False))
+        reason = links[0] if links else "no operation was recorded by all ranks of a group and synchronises them"
+        advice.append(Advice(f"the gain by a switch or a narrower wire format is not predicted: {reason}", False))
     for row in rows:
         advice += _queueing(row) + _losses(row) + _registration(row)
     return advice
@@ -69,7 +69,7 @@ def _total_s(row: Row) -> float:
 
 
 def _share(row: Row) -> float:
-    """0 where no time is known."""
+    """0 where the time is unknown."""
     return row.share or 0.0
 
 
@@ -86,10 +86,10 @@ def _where(top: Row, findings: Findings) -> Advice:
 
 
 def _stragglers(findings: Findings) -> list[Advice]:
-    """The rank that the others waited for most, if that is twice its share of all such waiting."""
+    """The rank that other ranks waited for most, if that is at least twice its share of all such waiting."""
     late: Straggler | None = max(findings.stragglers, key=lambda each: each.waited_for_s, default=None)
     waited = sum(each.waited_for_s for each in findings.stragglers)
-    # Of operations that overlap each is waited for by itself, so the whole is all their times, and not the clock's.
+    # Overlapping operations are waited for separately, so the whole is the sum of their times and not the wall time.
     took = sum(map(_total_s, findings.rows))
     if late is None or waited == 0 or took <= 0:
         return []
@@ -98,52 +98,50 @@ def _stragglers(findings: Findings) -> list[Advice]:
     if late.waited_for_s < min(_MOSTLY, 2 / len(findings.ranks)) * waited or part < _WORTH_A_WAIT:
         return []
     text = (
-        f"rank {late.rank} ({late.host}) was last in {100 * often:.0f}% of {late.operations} operations; the others "
-        f"waited {units.seconds(late.waited_for_s)} each for it, over all operations: what it does before (its data, "
-        "its cores) makes them wait, not the network"
+        f"rank {late.rank} ({late.host}) was last in {100 * often:.0f}% of {late.operations} operations; each other "
+        f"rank waited {units.seconds(late.waited_for_s)} for it over all operations: its work before them (data, "
+        "cores) causes the wait, not the network"
     )
     return [Advice(text, False)]
 
 
 @dataclass(frozen=True)
-class _Way:
+class _Option:
     words: str
     algorithm: str
     wire: str
     switch: bool
 
 
-def _faster_ways(row: Row, known: list[tuple[ObservedGroup, Fitted]], ranks: int) -> list[Advice]:
-    """Of the group with most of the row's time: a sentence for each way that would save a tenth and more."""
+def _faster_options(row: Row, known: list[tuple[ObservedGroup, Fitted]], ranks: int) -> list[Advice]:
+    """For the group with most of the row's time: a sentence per option that would save at least a tenth."""
     advice = []
     for observed, fitted in known:
         mine = _of_row(row, observed) & (observed.size > _SMALL_BYTES)
         if not mine.any():
             continue
-        for way in _ways(observed, mine):
+        for option in _options(observed, mine):
             before = _predicted(observed, fitted, mine, None)
-            after = _predicted(observed, fitted, mine, way)
-            # What the formulas say of the ratio, of the time that it took: so much of a rank's time would be saved. The
-            # pure time of the group's ranks is that of all of them; a rank that is not in it saves nothing.
+            after = _predicted(observed, fitted, mine, option)
+            # The predicted ratio applies to the measured time. The pure time is that of every rank of the group; a rank
+            # outside the group saves nothing.
             saved = float((observed.pure_s[mine] * (1 - after / before)).sum()) * observed.topology.ranks / ranks
             took_s = _total_s(row)
             if saved < _WORTH_A_CHANGE * took_s:
                 continue
             before_s, after_s = units.seconds(took_s), units.seconds(took_s - saved)
             change = f"{-100 * saved / took_s:+.0f}%"
-            text = f"{_name(row)} {way.words}: {after_s} a rank in place of {before_s} ({change}), "
+            text = f"{_name(row)} {option.words}: {after_s} a rank in place of {before_s} ({change}), "
             text += f"by the cost model {fitted.text()}"
             if row.exposed_s is not None and row.exposed_s < saved:
-                text += (
-                    f"; computing hides all but {units.seconds(row.exposed_s)} of it now, which is all that can be won"
-                )
+                text += f"; computing hides all but {units.seconds(row.exposed_s)} of it now, so no more can be saved"
             advice.append(Advice(text, True))
         break
     return advice
 
 
 def _of_row(row: Row, observed: ObservedGroup) -> Bools:
-    """[n] which operations of the group are in the row, and have a formula of a link."""
+    """[n] the operations of the group that are in the row and have a linear formula."""
     to_bytes = np.inf if row.to_bytes is None else row.to_bytes
     inside = (observed.size > row.above_bytes) & (observed.size <= to_bytes)
     known = [name for kind, name in FORMULAS if kind == row.operation and name not in NO_LINE]
@@ -151,21 +149,21 @@ def _of_row(row: Row, observed: ObservedGroup) -> Bools:
     return mine
 
 
-def _ways(observed: ObservedGroup, mine: Bools) -> list[_Way]:
+def _options(observed: ObservedGroup, mine: Bools) -> list[_Option]:
     algorithms, wires = set(observed.algorithm[mine].tolist()), set(observed.wire[mine].tolist())
-    ways = []
+    options = []
     if "in_network" not in algorithms:
         between = "hierarchical" if observed.topology.has_levels else "in_network"
-        ways.append(_Way("through a switch with a port a host (NETFOLD_SWITCH)", between, "auto", True))
+        options.append(_Option("through a switch with a port a host (NETFOLD_SWITCH)", between, "auto", True))
     if wires == {"f32"} and all(FORMULAS["all_reduce", name].narrow for name in algorithms):
-        ways.append(
-            _Way("with bf16 on the wire (NETFOLD_WIRE_DTYPE; see docs/explanation/numbers.md)", "", "bf16", False)
+        options.append(
+            _Option("with bf16 on the wire (NETFOLD_WIRE_DTYPE; see docs/explanation/numbers.md)", "", "bf16", False)
         )
-    return ways
+    return options
 
 
-def _predicted(observed: ObservedGroup, fitted: Fitted, mine: Bools, way: _Way | None) -> Floats:
-    """[n] seconds of the chosen operations, as they ran or by another way."""
+def _predicted(observed: ObservedGroup, fitted: Fitted, mine: Bools, option: _Option | None) -> Floats:
+    """[n] seconds of the chosen operations, as they ran (None) or with an option."""
     cells = list(
         zip(
             observed.kind[mine].tolist(),
@@ -178,16 +176,16 @@ def _predicted(observed: ObservedGroup, fitted: Fitted, mine: Bools, way: _Way |
     times = {}
     for cell in set(cells):
         kind, algorithm, size, wire = cell
-        if way is not None:
-            algorithm, wire = way.algorithm or algorithm, wire if way.wire == "auto" else way.wire
-        switch = int(way is not None and way.switch)
+        if option is not None:
+            algorithm, wire = option.algorithm or algorithm, wire if option.wire == "auto" else option.wire
+        switch = int(option is not None and option.switch)
         links = replace(fitted.links, switches=(fitted.links.network.bytes_per_s,)) if switch else fitted.links
         times[cell] = predict(kind, algorithm, size, observed.topology, links, wire, switch=switch)
     return np.array([times[cell] for cell in cells])
 
 
 def _small_messages(findings: Findings, known: list[tuple[ObservedGroup, Fitted]]) -> list[Advice]:
-    """Of the small bucket's reductions: how many a step has, and what one of all of them would take."""
+    """Small reductions: how many a step has, and the time of fused ones."""
     if findings.steps is None:
         return []
     advice = []
@@ -201,8 +199,8 @@ def _small_messages(findings: Findings, known: list[tuple[ObservedGroup, Fitted]
         fused = min(_FUSED_BYTES, size * a_step)
         messages = a_step * size / fused if fused else 1.0
         text = (
-            f"a step has {a_step:.0f} {_name(row)}, of {units.size(size)} on average; where they need not be known one "
-            f"by one, fused they would be {units.size(fused)} a message (DDP's bucket_cap_mb, HOROVOD_FUSION_THRESHOLD)"
+            f"a step has {a_step:.0f} {_name(row)}, of {units.size(size)} on average; fused, where their results can "
+            f"wait, messages would have {units.size(fused)} (DDP's bucket_cap_mb, HOROVOD_FUSION_THRESHOLD)"
         )
         for observed, fitted in known:
             mine = _of_row(row, observed)
@@ -226,8 +224,8 @@ def _queueing(row: Row) -> list[Advice]:
     if _share(row) < _WORTH_A_ROW or queue_s < _WORTH_A_QUEUE * took_s:
         return []
     text = (
-        f"{_name(row)} waited {units.seconds(queue_s)} a rank behind other operations before they started, where "
-        f"they took {units.seconds(took_s)}: whatever shortens those shortens this too"
+        f"{_name(row)} waited {units.seconds(queue_s)} a rank behind other operations, and took "
+        f"{units.seconds(took_s)}: whatever shortens the other operations shortens this wait, too"
     )
     return [Advice(text, False)]
 
@@ -239,8 +237,8 @@ def _losses(row: Row) -> list[Advice]:
     if again < _WORTH_A_LOSS:
         return []
     text = (
-        f"{_name(row)} sent {row.retransmissions:.0f} packets a rank again, {100 * again:.2g}% of what it sent at "
-        f"{_PACKET_BYTES} bytes each: the path loses them"
+        f"{_name(row)} sent {row.retransmissions:.0f} packets a rank again, {100 * again:.2g}% of all at "
+        f"{_PACKET_BYTES} bytes each: the path loses packets"
     )
     return [Advice(text, False)]
 
@@ -250,7 +248,7 @@ def _registration(row: Row) -> list[Advice]:
     if misses < _LEAST_MISSES or misses < _WORTH_A_MISS * (hits + misses):
         return []
     text = (
-        f"{_name(row)} found its buffer not registered {misses:.0f} times a rank of {hits + misses:.0f}: buffers that "
-        "stay where they are (DDP's buckets, netfold.empty) are registered once"
+        f"{_name(row)} found its buffer unregistered {misses:.0f} times a rank of {hits + misses:.0f}: buffers that "
+        "keep their address (DDP's buckets, netfold.empty) are registered once"
     )
     return [Advice(text, False)]

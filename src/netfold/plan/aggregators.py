@@ -1,25 +1,23 @@
-"""What one more aggregator would buy: a spare host, or a Linux box with a port a worker. All else stays."""
+"""What one more aggregator would gain: a spare host, or a Linux box with one port per worker. All else stays."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from netfold.plan.cluster import BOX, SPARE_HOST, Aggregator, Cluster, Tier
+from netfold.plan.cluster import BOX, SPARE_HOST, Aggregator, Cluster
 from netfold.plan.model import Model
-from netfold.plan.search import Choice, SearchResult, rank_by_time
-from netfold.plan.step import predict
+from netfold.plan.search import Choice, SearchResult, fastest
 
-# Cores that an offered host adds with, at most: those of a small server. Ports of a box, at most: eight cards of four.
+# A small server aggregates with at most so many cores. A box has at most so many ports: eight cards of four.
 MOST_CORES, MOST_PORTS = 16, 32
 
 
 @dataclass(frozen=True)
 class AggregatorGain:
-    """what: in words. c: its link over a worker's. cores: that add. base_s: a step as it is now.
+    """what: the aggregator, as text. c: its link's rate over a worker's. cores: that aggregate.
 
-    choice: the best way to split with it.
+    base_s: a step as it is now. choice: the best split with the aggregator.
     """
 
     what: str
@@ -34,58 +32,46 @@ class AggregatorGain:
 
     @property
     def saved(self) -> float:
-        """Of a step's time, from 0 to 1."""
+        """The part of a step's time that is saved."""
         return max(0.0, 1 - self.step_s / self.base_s)
 
     @property
     def saves(self) -> bool:
-        """Anything that shows."""
+        """Whether the saving is at least 0.5%."""
         return self.saved >= 0.005
 
 
 def aggregator_gains(model: Model, cluster: Cluster, found: SearchResult) -> tuple[AggregatorGain, ...]:
-    """Of the best way that was found; none where its ranks are inside one host, where no gradients travel between
-    replicas, or where the switches on the way add themselves.
+    """Gains over the best split that was found.
+
+    Empty where its ranks are inside one host, where replicas exchange no gradients, or where the switches aggregate.
     """
     best = found.best
-    index = next((at for at, tier in enumerate(cluster.tiers) if tier.devices >= best.job.split.ranks), -1)
-    tier = cluster.tiers[index]
-    a_host = cluster.node if len(cluster.tiers) > 1 else 1
-    hosts = -(-best.job.split.ranks // a_host)
+    ranks = best.job.split.ranks
+    tier = next((tier for tier in cluster.tiers if tier.devices >= ranks), cluster.tiers[-1])
+    hosts = -(-ranks // cluster.host_devices)
     if hosts < 2 or best.job.split.data == 1 or tier.in_network:
         return ()
-    shortlist = found.shortlist(cluster.device.usable_bytes)
     kinds = [("one spare host with a link like a worker's", SPARE_HOST, 1.0)]
     if hosts <= MOST_PORTS:
         kinds.append(("a Linux box with a port a worker", BOX, float(hosts)))
-    made = []
+    jobs = [replace(choice.job, in_network=True) for choice in found.shortlist(cluster.device.usable_bytes)]
+    gains = []
     for what, host, c in kinds:
-        host = _with_cores(host, a_host * tier.bytes_per_s, hosts)
-        there = _with(cluster, tier, host)
-        ways = [replace(way.job, in_network=True) for way in shortlist]
-        choice = min((Choice(job, predict(model, there, job)) for job in ways), key=rank_by_time)
-        made.append(AggregatorGain(what, c, host.cores, best.prediction.step_s, choice))
-    return tuple(made)
+        # As many cores as the link needs.
+        link_bytes_per_s = host.link_bytes_per_s(cluster.host_devices * tier.bytes_per_s, hosts)
+        host = replace(host, cores=min(MOST_CORES, math.ceil(link_bytes_per_s / host.core_bytes_per_s)))
+        more = cluster.with_tier(tier, replace(tier, aggregators=(*tier.aggregators, host)))
+        gains.append(AggregatorGain(what, c, host.cores, best.prediction.step_s, fastest(model, more, jobs)))
+    return tuple(gains)
 
 
-def idle_workers(cluster: Cluster, ranks: int) -> Sequence[Aggregator]:
-    """Aggregators on workers' own hosts that can take nothing, since their link has nothing left."""
-    a_host = cluster.node if len(cluster.tiers) > 1 else 1
-    hosts = -(-ranks // a_host)
+def useless_aggregators(cluster: Cluster, ranks: int) -> list[Aggregator]:
+    """Aggregators on workers' own hosts whose links have no rate left to aggregate with."""
+    hosts = -(-ranks // cluster.host_devices)
     return [
         each
         for tier in cluster.tiers
         for each in tier.aggregators
-        if each.worker and not each.gives(a_host * tier.bytes_per_s, hosts)
+        if each.worker and not each.gives(cluster.host_devices * tier.bytes_per_s, hosts)
     ]
-
-
-def _with_cores(host: Aggregator, worker_bytes_per_s: float, hosts: int) -> Aggregator:
-    """As many cores as its link needs, and MOST_CORES at most."""
-    link = host.link_bytes_per_s(worker_bytes_per_s, hosts)
-    return replace(host, cores=min(MOST_CORES, math.ceil(link / host.core_bytes_per_s)))
-
-
-def _with(cluster: Cluster, tier: Tier, host: Aggregator) -> Cluster:
-    more = replace(tier, aggregators=(*tier.aggregators, host))
-    return replace(cluster, tiers=tuple(more if each is tier else each for each in cluster.tiers))

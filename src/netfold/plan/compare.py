@@ -1,4 +1,4 @@
-"""The same job elsewhere: on other clusters, or on its own with another network between the nodes."""
+"""The same job on other clusters, or on its own cluster with another network between the nodes."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from dataclasses import dataclass, replace
 from netfold.plan.cluster import Cluster, load_cluster
 from netfold.plan.cluster.networks import networks, with_network
 from netfold.plan.model import Model
-from netfold.plan.search import Choice, SearchResult, rank_by_time
-from netfold.plan.step import predict
+from netfold.plan.search import Choice, SearchResult, fastest
 from netfold.plan.words import suggest
 
 WHAT = ("network", "cluster")
@@ -17,21 +16,21 @@ WHAT = ("network", "cluster")
 
 @dataclass(frozen=True)
 class Variant:
-    """choice: the best way there; None where none fits or comes out even, and then `why` says so.
+    """choice: the best split; None where no split fits or divides evenly, and then `why` has the reason.
 
-    factor: the first variant's step time over this one's; 0 where either is not known.
+    factor: the first variant's step time over this variant's; 0 where either is unknown.
     """
 
     name: str
-    cluster: Cluster
     choice: Choice | None
     why: str = ""
     factor: float = 0.0
 
 
 def parse_comparison(text: str, cluster: Cluster, *, keep_device: bool = False) -> tuple[tuple[str, Cluster], ...]:
-    """`network=tcp,efa` or `cluster=a,b`, as named clusters; keep_device: with the device of `cluster`. Raises
-    ValueError, in a sentence, for anything else.
+    """Named clusters from `network=tcp,efa` or `cluster=a,b`. keep_device: give them the device of `cluster`.
+
+    Raises ValueError, in one sentence, for any other text.
     """
     what, equals, names = text.partition("=")
     each = [name.strip() for name in names.split(",") if name.strip()]
@@ -48,39 +47,33 @@ def parse_comparison(text: str, cluster: Cluster, *, keep_device: bool = False) 
 def compare(
     found: SearchResult, model: Model, cluster: Cluster, others: tuple[tuple[str, Cluster], ...]
 ) -> tuple[Variant, ...]:
-    """The cluster as it is, by its best way, then each other, split as is best there.
+    """The cluster as it is with its best split, then each other cluster with its own best split.
 
-    Ways that are tried elsewhere: of those that were found, the fastest of each mesh and the fastest of all. A network
-    that aggregates is used for it where the cluster's own does not; where both do, as the job says.
+    The splits that are tried elsewhere: the fastest of each mesh and the fastest of all. Where another network
+    aggregates and the cluster's own does not, the job uses that; where both do, the job's own setting decides.
     """
     base = found.best
-    variants = [Variant("as it is", cluster, base, factor=1.0)]
+    variants = [Variant("as it is", base, factor=1.0)]
     for name, other in others:
-        asked = name in networks() and networks()[name].aggregates
-        in_network = other.aggregates and (base.job.in_network or not cluster.aggregates or bool(asked))
+        wanted = name in networks() and networks()[name].aggregates
+        in_network = other.aggregates and (base.job.in_network or not cluster.aggregates or wanted)
         try:
             best = _best(found, model, other, in_network)
         except ValueError as error:
-            variants.append(Variant(name, other, None, str(error)))
+            variants.append(Variant(name, None, str(error)))
             continue
-        variants.append(Variant(name, other, best, factor=base.prediction.step_s / best.prediction.step_s))
+        variants.append(Variant(name, best, factor=base.prediction.step_s / best.prediction.step_s))
     return tuple(variants)
 
 
 def _best(found: SearchResult, model: Model, cluster: Cluster, in_network: bool) -> Choice:
-    """Raises ValueError, in a sentence, where no way fits beside what the device keeps from tensors."""
-    device = cluster.device
-    # Of what was measured memory is not known, and all of it fits.
-    known = math.isfinite(found.least.prediction.memory_bytes)
-    shortlist = found.shortlist(device.usable_bytes if known else math.inf)
-    jobs = [replace(choice.job, in_network=in_network) for choice in shortlist]
-    ways = [Choice(job, predict(model, cluster, job)) for job in jobs]
-    if not ways:
-        there, left, least = (
-            f"{size / 2**30:.1f} GB"
-            for size in (device.memory_bytes, device.usable_bytes, found.least.prediction.memory.total)
+    """Raises ValueError, in one sentence, where no split fits into the memory that the device has for tensors."""
+    device, least = cluster.device, found.least.prediction
+    # The memory of a measured model is unknown, and every split fits.
+    shortlist = found.shortlist(device.usable_bytes if math.isfinite(least.memory_bytes) else math.inf)
+    if not shortlist:
+        has, usable, needed = (
+            f"{size / 2**30:.1f} GB" for size in (device.memory_bytes, device.usable_bytes, least.memory.total)
         )
-        raise ValueError(
-            f"does not fit: {device.name} has {there}, {left} of them for tensors, and {least} are needed at least"
-        )
-    return min(ways, key=rank_by_time)
+        raise ValueError(f"does not fit: {device.name} has {has}, {usable} of it for tensors, and needs {needed}")
+    return fastest(model, cluster, [replace(choice.job, in_network=in_network) for choice in shortlist])

@@ -1,4 +1,4 @@
-"""What is trained how: batch, precision, and the split over ranks."""
+"""What a job trains: batch, precision, and the split over ranks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ PRECISIONS = ("f32", "tf32", "f16", "bf16")
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble")
 WIRES = ("f32", "bf16", "f16")
 RECOMPUTATIONS = ("none", "selective", "full")
-# Bytes of state an element, beside weights and gradients; each in f32.
+# Bytes of state per element, beside weights and gradients; the state is f32.
 OPTIMIZERS = {"sgd": 0, "momentum": 4, "adam": 8}
 
 
@@ -16,9 +16,9 @@ OPTIMIZERS = {"sgd": 0, "momentum": 4, "adam": 8}
 class Split:
     """Ranks by kind of parallelism; tensor ranks are next to each other, then data, then pipeline (as in Megatron-LM).
 
-    interleave: pieces of the model that a stage holds. sequence: tensor ranks split norms and dropouts by tokens
-    (Korthikanti et al. 2022). zero: 0 to 3, what data ranks split: nothing, optimizer state, gradients too, weights too
-    (Rajbhandari et al. 2020).
+    interleave: virtual stages of the model per pipeline rank.
+    sequence: tensor ranks split norms and dropouts by tokens (Korthikanti et al. 2022).
+    zero: what data ranks split: 0 nothing, 1 optimizer state, 2 gradients too, 3 weights too (Rajbhandari et al. 2020).
     """
 
     data: int = 1
@@ -35,7 +35,7 @@ class Split:
     def text(self) -> str:
         said = f"tensor {self.tensor} x pipeline {self.pipeline} x data {self.data}"
         if self.interleave > 1:
-            said += f", {self.interleave} pieces a stage"
+            said += f", {self.interleave} virtual stages"
         if self.sequence:
             said += ", sequence"
         return said + (f", ZeRO-{self.zero}" if self.zero else "")
@@ -43,16 +43,18 @@ class Split:
 
 @dataclass(frozen=True)
 class Job:
-    """global_batch, micro_batch: samples of a step, and of one rank at a time.
+    """global_batch: samples of a step. micro_batch: samples that one rank computes at a time.
 
-    precision: of matmuls and activations. in_network: reductions, of gradients and among tensor ranks, are made in the
-    network where every tier that they cross can. overlap: gradients are reduced beside the last microbatch's backward
-    pass, with ZeRO-2 and 3 beside each one's. bucket_bytes: what it is cut to. gradient_bytes: of a gradient's element,
-    in memory and on the wire. wire: what all_reduce sends gradients of 4 bytes as; bf16 and f16 halve them on their
-    way. scattered: tensor ranks, which hold the same, each send a part of it to the next stage, where it is gathered
-    (Narayanan et al. 2021, section 4.1), as Megatron-LM and DeepSpeed do; else each sends all. prefetch: ZeRO-3 gathers
-    a layer's weights while the one before computes; else computing waits for all that it does.
-    Raises ValueError for words that are none, and for a batch that does not come out even.
+    precision: of matmuls and activations.
+    in_network: the network reduces gradients, and activations among tensor ranks, where every tier that they cross can.
+    overlap: gradients are reduced during the backward pass of the last microbatch; with ZeRO-2 and 3, of each one.
+    bucket_bytes: the size of a bucket of gradients.
+    gradient_bytes: of a gradient's element, in memory and on the wire.
+    wire: the format in which all_reduce sends gradients of 4 bytes; bf16 and f16 halve the bytes.
+    scattered: tensor ranks, which hold the same activations, each send a part to the next stage, which gathers them
+    (Narayanan et al. 2021, section 4.1), as Megatron-LM and DeepSpeed do; else each sends all.
+    prefetch: ZeRO-3 gathers a layer's weights while the layer before computes; else computing waits for every gather.
+    Raises ValueError for an unknown word, and for a batch that cannot be divided evenly.
     """
 
     global_batch: int
@@ -86,7 +88,7 @@ class Job:
             )
         if self.global_batch % (self.micro_batch * self.split.data):
             raise ValueError(
-                f"a global batch of {self.global_batch} does not come out even over {self.split.data} data-parallel "
+                f"a global batch of {self.global_batch} cannot be divided evenly by {self.split.data} data-parallel "
                 f"ranks with microbatches of {self.micro_batch}; "
                 f"it must be a multiple of {self.micro_batch * self.split.data}"
             )

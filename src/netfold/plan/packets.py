@@ -1,16 +1,15 @@
-"""One all_reduce through switches packet by packet: the production protocol on links with a rate, a delay and losses.
+"""One all_reduce through switches, packet by packet: the production protocol on links with a rate, a delay and losses.
 
-Workers and switches are those of netfold.sim, which drives the same native machines as a job does; what is modelled is
-the links alone. A link carries one packet after the other, each way, and loses some. Hosts and switches take no time of
-their own: what they cost is not in these numbers.
+Workers and switches are those of netfold.sim, which drives the same native machines as a job does; only the links are
+modelled. A link carries one packet after the other in each direction, and loses some. Hosts and switches take no time.
 
-Beyond what is simulated packet by packet, it is composed. More bytes: the pace of the middle of the run goes on. More
-workers: each link stands for several, whose losses it has, so that a chunk is as likely to be hit. That a repair is
-lost too is then likelier than it would be, which makes the time too long rather than too short. More levels of
-switches: the delay of one more hop each way.
+Larger cases are composed from the simulated one. More bytes: the pace of the middle of the run continues. More workers:
+each link stands for several links and has the losses of all of them, so a chunk is as likely to be hit. A repair is
+then lost more often than on separate links, so the time is rather too long. More levels of switches: the delay of one
+more hop in each direction.
 
-A job's first all_reduce opens its congestion windows (native/protocol/include/netfold/protocol/worker.hpp). What is
-said here is of a later one: where the windows matter, another goes before, without losses, which is not counted.
+A job's first all_reduce opens its congestion windows (native/protocol/include/netfold/protocol/worker.hpp). The result
+is of a later one: where the windows matter, another all_reduce goes before without losses, and is not counted.
 """
 
 from __future__ import annotations
@@ -25,11 +24,11 @@ from netfold.sim import LOST, Copy, Delivery, Operation, Packet, Record, Simulat
 from netfold.tuning.cost import predict
 from netfold.tuning.topology import DEFAULT_LINKS, Link, Topology
 
-# What a switch has at most below it (native/protocol/include/netfold/protocol/packet.hpp).
+# The most workers or switches below one switch (native/protocol/include/netfold/protocol/packet.hpp).
 MOST_BELOW = 256
-# What is simulated at most, of workers; and of packets, unless asked for more: some seconds.
+# At most so many workers are simulated, and by default so many packets, which takes some seconds.
 MOST_WORKERS, MOST_PACKETS = 256, 200_000
-# Chunks in flight that a worker begins with, kLeastWindow in worker.hpp. It doubles each round trip.
+# Chunks in flight at a worker's start: kLeastWindow in worker.hpp. The window doubles in each round trip.
 _FIRST_WINDOW = 32
 _HEADER_BYTES = 48
 # Ethernet's header, checksum, preamble and gap; IPv4's and UDP's headers.
@@ -38,12 +37,13 @@ _BELOW_BYTES = 14 + 4 + 8 + 12 + 20 + 8
 
 @dataclass(frozen=True)
 class Fabric:
-    """workers: in all. racks: a switch in each, below one root; 1: one switch for all.
+    """workers: in all. racks: one switch in each, below one root; 1: one switch for all workers.
 
-    bytes_per_s: of every link, each way, all headers among them. uplink_bytes_per_s: of a rack's to the root; 0: as the
-    others. latency_s: of one link. loss: of packets, on each link and way. payload_bytes, window_bytes: as the job's;
-    frame_bytes: around a packet of the protocol.
-    Raises ValueError for what no switch takes.
+    bytes_per_s: of every link and direction, including all headers.
+    uplink_bytes_per_s: of a rack's link to the root; 0: as the other links.
+    latency_s: of one link. loss: ratio of packets, on each link and direction.
+    payload_bytes, window_bytes: of the job. frame_bytes: around a packet of the protocol.
+    Raises ValueError for a fabric that no switch supports.
     """
 
     workers: int
@@ -58,20 +58,20 @@ class Fabric:
 
     def __post_init__(self) -> None:
         if self.workers < 2 or self.racks < 1 or self.workers % self.racks:
-            raise ValueError(f"{self.workers} workers cannot be spread evenly over {self.racks} racks; at least 2 are")
+            raise ValueError(f"{self.workers} workers cannot be spread evenly over {self.racks} racks; use at least 2")
         if self.workers // self.racks > MOST_BELOW:
             raise ValueError(
                 f"{self.workers // self.racks} workers are too many for one switch, which takes {MOST_BELOW}; "
                 f"spread them over {-(-self.workers // MOST_BELOW)} racks or more"
             )
         if not 0 <= self.loss < 0.1:
-            raise ValueError(f"a loss of {self.loss:g} is not what packets are carried at; give a ratio below 0.1")
+            raise ValueError(f"a loss of {self.loss:g} is too high; give a ratio from 0 to below 0.1")
         if self.bytes_per_s <= 0 or self.latency_s < 0:
             raise ValueError("a link has a rate above 0 and a latency of 0 or more")
 
     @property
     def levels(self) -> int:
-        """Of switches: how many links there are from a worker to the root."""
+        """Levels of switches: as many links are between a worker and the root."""
         return 1 if self.racks == 1 else 1 + math.ceil(math.log(self.racks, MOST_BELOW) - 1e-12)
 
     @property
@@ -91,10 +91,10 @@ class Fabric:
 
 @dataclass(frozen=True)
 class PacketTime:
-    """time_s: until the last worker has everything. closed_s: by the formula of netfold.tuning.cost, without losses.
+    """time_s: until the last worker has the whole result. closed_s: by netfold.tuning.cost, without losses.
 
-    sent_again: contributions, of those that were needed. timeouts: of all simulated workers. said: what was simulated,
-    and what was composed of that.
+    sent_again: contributions sent again, over those that were needed. timeouts: of all simulated workers.
+    said: what was simulated, and what was composed from that, as text.
     """
 
     time_s: float
@@ -105,17 +105,18 @@ class PacketTime:
 
 
 def all_reduce(fabric: Fabric, size_bytes: float, *, seed: int = 0, most_packets: int = MOST_PACKETS) -> PacketTime:
-    """Of f32. The same seed loses the same packets.
+    """Simulate one all_reduce of f32. The same seed loses the same packets.
 
-    Cost: some 10 us a packet, of which about `most_packets` are simulated, more where many are lost. Losses are rare
-    and their repairs differ: where they matter, look at several seeds.
+    Cost: some 10 us per packet; about `most_packets` are simulated, and more with many losses. Losses are rare and
+    their
+    repairs differ: use several seeds where losses matter.
     """
     small = _smaller(fabric)
     chunks = max(1, math.ceil(size_bytes / fabric.payload_bytes))
     simulated = min(chunks, max(4, most_packets // (2 * small.workers)))
     opening = 2 * min(simulated, fabric.chunk_window) if min(simulated, fabric.chunk_window) > _FIRST_WINDOW else 0
     sizes = [count * fabric.payload_bytes // 4 for count in (opening, simulated) if count]
-    # Before that all have opened their windows: in one round trip after the other, and each chunk by itself.
+    # By then every window is open, even with one chunk per round trip.
     round_trip_s = 2 * fabric.levels * (fabric.latency_s + fabric.wire_bytes / fabric.tensor_bytes_per_s)
     begins_ns = round(1e9 * opening * round_trip_s)
     links = _Links(fabric, small, seed, begins_ns)
@@ -156,12 +157,12 @@ def all_reduce(fabric: Fabric, size_bytes: float, *, seed: int = 0, most_packets
         ),
         sent_again=summary.retransmissions / (fabric.workers * simulated),
         timeouts=summary.timeouts,
-        said=_said(fabric, small, chunks, simulated),
+        said=_describe(fabric, small, chunks, simulated),
     )
 
 
 class _Links:
-    """What becomes of a packet: it waits for those before it on its link, and may be lost there."""
+    """The fate of a packet: it waits for the packets before it on its link, and may be lost there."""
 
     run: Simulation
 
@@ -170,7 +171,8 @@ class _Links:
         self._loses_from_ns = loses_from_ns
         self._free_ns: dict[tuple[int, int], float] = {}
         up = fabric.uplink_bytes_per_s or fabric.bytes_per_s
-        # By whether a worker is at one end of the link: nanoseconds a packet, and the loss of all that it stands for.
+        # By whether a worker is at one end of the link: nanoseconds per packet, and the loss of all links it stands
+        # for.
         self._packet_ns = {
             end: 1e9 * fabric.wire_bytes / rate for end, rate in ((True, fabric.bytes_per_s), (False, up))
         }
@@ -184,14 +186,14 @@ class _Links:
         link, end = (packet.source, packet.to), packet.source >= 0 or packet.to >= 0
         left_ns = max(self._free_ns.get(link, 0.0), now_ns) + self._packet_ns[end]
         self._free_ns[link] = left_ns
-        # A packet that is lost has used the link all the same.
+        # A lost packet has used the link, too.
         if now_ns >= self._loses_from_ns and self._chance.random() < self._loss[end]:
             return LOST
         return Delivery((Copy(extra_delay_ns=round(left_ns - now_ns)),))
 
 
 def _smaller(fabric: Fabric) -> Fabric:
-    """What of it is simulated: all, or fewer racks of as many workers, or of fewer."""
+    """The part of a fabric that is simulated: all of it, or fewer racks, with fewer workers if necessary."""
     if fabric.workers <= MOST_WORKERS and fabric.levels <= 2:
         return fabric
     below = fabric.workers // fabric.racks
@@ -201,20 +203,20 @@ def _smaller(fabric: Fabric) -> Fabric:
 
 
 def _pace_ns(arrivals: list[int], workers: int) -> float:
-    """Nanoseconds a chunk, between a quarter and three quarters of the run: what starts and ends it is left out."""
+    """Nanoseconds per chunk between a quarter and three quarters of the run, without its start and end."""
     by_chunk = arrivals[workers - 1 :: workers]
     first, last = len(by_chunk) // 4, 3 * len(by_chunk) // 4
     return (by_chunk[last] - by_chunk[first]) / max(1, last - first)
 
 
-def _said(fabric: Fabric, small: Fabric, chunks: int, simulated: int) -> str:
+def _describe(fabric: Fabric, small: Fabric, chunks: int, simulated: int) -> str:
     text = f"{small.workers} workers in {small.racks} rack{'s' if small.racks > 1 else ''}, {simulated} packets each"
     if small.workers < fabric.workers:
         text += f"; each stands for {fabric.workers / small.workers:.3g} of {fabric.workers}"
         if fabric.loss:
-            text += ", with the losses of them all, so the time is rather too long"
+            text += ", with the losses of all of them, so the time is rather too long"
     if simulated < chunks:
-        text += f"; the pace of the middle goes on for the other {chunks - simulated}"
+        text += f"; the pace of the middle continues for the other {chunks - simulated}"
     if small.levels < fabric.levels:
         text += f"; {fabric.levels - small.levels} more level of switches, by its delay"
     return text

@@ -1,11 +1,12 @@
-"""The link that a profile's own operations show: a formula solved for what it takes as given.
+"""The link that a profile's own operations show: a cost formula solved for its latency and rate.
 
-A rank that began last waits for nobody, so the shortest of the ranks' times is what an operation itself took; no clocks
-are needed for it. That holds where ranks began near one another: what is sent to a rank that is late waits in sockets,
-and its own part counts as sent when the kernel has it. So of each size the half is taken whose ranks took most alike.
+The rank that began last does not wait, so the shortest of the ranks' times is the time of the operation itself; this
+needs no synchronised clocks. It holds where ranks began at similar times. A rank that is early sends into the sockets
+of a late rank, and its part counts as sent when the kernel has the bytes. So of each size the half of the operations is
+used whose ranks took the most similar times.
 
-A formula is a line in the latency and in the time of a byte: the medians by operation, algorithm and size give its two
-unknowns, by least squares of the relative error. What else it knows (memory, folding) is as built in.
+A formula is linear in the latency and in the time per byte. The medians by operation, algorithm and size give the two
+unknowns, by least squares of the relative error. The other constants (memory, reduction) are the built-in ones.
 """
 
 from __future__ import annotations
@@ -20,25 +21,28 @@ from netfold.profile.run import Run
 from netfold.tuning.cost import FORMULAS, predict
 from netfold.tuning.topology import DEFAULT_LINKS, Link, Links, Topology
 
-# Of one operation, algorithm and size: fewer have no median to speak of.
+# Fewer operations of one algorithm and size give no reliable median.
 _LEAST_OPERATIONS = 3
-# A formula that is further off does not describe these operations: something else than the link takes their time.
+# A formula with a larger error does not describe the operations: something other than the link takes their time.
 _MOST_OFF = 0.25
-# From one size, or several of which the largest is less than so many times the smallest, a rate alone can be found, if
-# the latency that is assumed beside it is no larger part of the time.
+# Where the largest size is less than 1.5 times the smallest, only a rate can be found. The latency is then assumed, and
+# must not be a larger part of the time than 0.1.
 _APART, _MOST_ASSUMED = 1.5, 0.1
-# Of an operation's own time: others that end in its first moments, or begin in its last.
+# Other operations may overlap this part of an operation's time, at its begin and end.
 _MOST_MET = 0.05
 _FREE = Link(0.0, 1e30)
-# Algorithms whose time is no line in the latency and in the time of a byte on one link.
+# Algorithms whose time is not linear in the latency and the time per byte of one link.
 NO_LINE = ("shared_memory", "hierarchical", "split")
 
 
 @dataclass(frozen=True)
 class ObservedGroup:
-    """One group's meetings, [n] each. kind, algorithm, wire: names, wire `auto` for tensors that no wire format is for;
-    size: bytes as in `netfold.tuning.cost`; pure_s: from the last start on; apart_s: how much longer another rank took;
-    alone: no other was under way meanwhile.
+    """The operations of one group, in arrays of [n].
+
+    kind, algorithm, wire: names; wire is `auto` for dtypes without a wire format.
+    size: bytes as in `netfold.tuning.cost`.
+    pure_s: from the last rank's start on. apart_s: how much longer another rank took.
+    alone: no other operation was under way.
     """
 
     kind: Names
@@ -53,8 +57,10 @@ class ObservedGroup:
 
 @dataclass(frozen=True)
 class Fitted:
-    """links: as the cost model takes them; operations: from how many; off: the worst relative error of a median, None
-    where there are no more medians than unknowns; latency_assumed: only one size was there, or about one.
+    """links: for the cost model. operations: how many the fit used.
+
+    off: the largest relative error of a median; None where there are no more medians than unknowns.
+    latency_assumed: there was only one size, or similar sizes.
     """
 
     links: Links
@@ -64,15 +70,15 @@ class Fitted:
 
     def text(self) -> str:
         link = self.links.network
-        latency = f"{link.latency_s * 1e6:.3g} us" if link.latency_s > 0 else "no latency that shows"
+        latency = f"{link.latency_s * 1e6:.3g} us" if link.latency_s > 0 else "no visible latency"
         latency += " (assumed)" if self.latency_assumed else ""
-        checked = "of too few sizes to check" if self.off is None else f"{100 * self.off:.0f}% off at most"
+        checked = "too few sizes to check" if self.off is None else f"at most {100 * self.off:.0f}% off"
         rate = f"{link.bytes_per_s / 1e6:.4g} MB/s"
         return f"with the link that {self.operations} operations show: {latency}, {rate}, {checked}"
 
 
 def observe_groups(run: Run) -> list[ObservedGroup]:
-    """Groups of two ranks and more whose ranks all left records, the one with the most time first."""
+    """Groups of at least two ranks whose ranks all left records; the group with the most time first."""
     columns = columns_of(run)
     found = [
         _observed(run, columns, synchronising_operations(run, columns, matched))
@@ -82,13 +88,13 @@ def observe_groups(run: Run) -> list[ObservedGroup]:
 
 
 def fit(observed: ObservedGroup, above_bytes: int = 0) -> Fitted | str:
-    """The link, from operations of more bytes than that; or why there is none, in half a sentence."""
+    """The link by operations above a size, or the reason why there is none, as a clause."""
     cells: dict[tuple[str, str, str, float], Floats] = {}
     usable = observed.alone & (observed.size > above_bytes) & (observed.pure_s > 0)
     if not (observed.size > above_bytes).any():
-        return f"no operation is of more than {above_bytes} bytes"
+        return f"no operation has more than {above_bytes} bytes"
     if not usable.any():
-        return "no operation ran without another beside it"
+        return "no operation ran alone"
     for kind, algorithm in sorted({*zip(observed.kind.tolist(), observed.algorithm.tolist(), strict=True)}):
         if (kind, algorithm) not in FORMULAS or algorithm in NO_LINE:
             continue
@@ -104,7 +110,7 @@ def fit(observed: ObservedGroup, above_bytes: int = 0) -> Fitted | str:
         if taken == ["?"]:
             return "the backend does not say which algorithm ran"
         return (
-            f"no {_LEAST_OPERATIONS} operations of one size ran by an algorithm whose time is one link's "
+            f"no {_LEAST_OPERATIONS} operations of one size used an algorithm whose time depends on one link "
             f"({', '.join(taken)})"
         )
     medians = np.array([float(np.median(times)) for times in cells.values()])
@@ -115,28 +121,28 @@ def fit(observed: ObservedGroup, above_bytes: int = 0) -> Fitted | str:
     if assumed:
         latency = DEFAULT_LINKS.network.latency_s
         if (relative[:, 1] * latency).max() > _MOST_ASSUMED:
-            return "all operations are of about one size, too small to tell the link's rate from its latency"
+            return "all operations have about one size, which is too small to separate the link's rate from its latency"
         per_byte = _least_squares(relative[:, 2:], 1 - relative[:, 0] - relative[:, 1] * latency)[0]
     else:
         latency, per_byte = _least_squares(relative[:, 1:], 1 - relative[:, 0])
         if latency < 0:
             latency, per_byte = 0.0, _least_squares(relative[:, 2:], 1 - relative[:, 0])[0]
     if per_byte <= 0:
-        return "larger operations take no longer than small ones: the link's rate does not show"
+        return "larger operations take no longer than small ones, so they do not show the link's rate"
     off = float(np.abs(relative @ np.array([1, latency, per_byte]) - 1).max())
     if off > _MOST_OFF:
         names = ", ".join(sorted({cell[1] for cell in cells}))
-        return f"times are {100 * off:.0f}% off the formulas ({names}): something else than the link takes them"
+        return f"times are {100 * off:.0f}% off the formulas ({names}): something other than the link takes the time"
     links = replace(DEFAULT_LINKS, network=Link(float(latency), 1 / float(per_byte)), measured=True)
     checked = len(cells) > (2 if latency > 0 and not assumed else 1)
     return Fitted(links, sum(map(len, cells.values())), off if checked else None, assumed)
 
 
 def _line(topology: Topology, kind: str, algorithm: str, wire: str, size: float) -> tuple[float, float, float]:
-    """Of its formula: seconds without a link, latencies, bytes."""
+    """The terms of a formula: seconds without a link, the factor of the latency, and the bytes."""
 
     def seconds(network: Link) -> float:
-        # Of a switch's own link an operation says nothing: as if it had a port a host.
+        # Operations do not show a switch's own link: assume one port per host.
         links = replace(DEFAULT_LINKS, network=network, switches=(network.bytes_per_s,))
         return predict(kind, algorithm, size, topology, links, wire)
 
@@ -145,7 +151,7 @@ def _line(topology: Topology, kind: str, algorithm: str, wire: str, size: float)
 
 
 def _least_squares(rows: Floats, wanted: Floats) -> Floats:
-    # Latencies are counted in ones and bytes in millions: scaled, lest rounding take the smaller for nothing.
+    # Scale the columns: bytes are some millions of times larger than latencies, and rounding would lose the latencies.
     scale = np.abs(rows).max(axis=0)
     solution, *_ = np.linalg.lstsq(rows / scale, wanted, rcond=None)
     scaled: Floats = solution / scale
@@ -180,7 +186,7 @@ def _observed(run: Run, columns: list[Columns], matched: Matched) -> ObservedGro
 
 
 def _alone(run: Run, trace: int) -> Bools:
-    """[n] of a trace's records: what other operations' times meet of its own is no more than is lost in a fit."""
+    """[n] whether each record of a trace overlaps other operations by no more than a fit tolerates."""
     records = run.traces[trace].operations
     order = np.argsort(records["started_ns"], kind="stable")
     started, finished = records["started_ns"][order], records["finished_ns"][order]
@@ -193,7 +199,7 @@ def _alone(run: Run, trace: int) -> Bools:
 
 
 def _topology(run: Run, matched: Matched, algorithms: set[str]) -> Topology:
-    """Ranks of one host share its memory, unless all of them are on one and go over the network all the same."""
+    """Ranks on one host share its memory, unless all ranks are on one host and use the network all the same."""
     hosts = [run.traces[member].metadata.host for member in matched.members]
     if len(set(hosts)) == 1 and not algorithms & {"shared_memory", "hierarchical"}:
         return Topology.apart(len(hosts))

@@ -41,17 +41,15 @@ def parse_quantity(value: object, kind: str, where: str) -> float:
         raise ValueError(f"{where}: {value!r} has no unit; {wanted}")
     match = _QUANTITY.match(value)
     if match is None:
-        raise ValueError(f"{where}: {value!r} is no quantity; {wanted}")
+        raise ValueError(f"{where}: {value!r} is not a quantity; {wanted}")
     unit = match["unit"]
     if not unit:
         raise ValueError(f"{where}: {value!r} has no unit; {wanted}")
     if unit not in units:
         others = [other for other, (known, _) in _UNITS.items() if unit in known]
-        meaning = (
-            f"is a quantity of {others[0]}, where one of {kind} is wanted" if others else "has no unit that is known"
-        )
+        meaning = f"is a quantity of {others[0]}, where one of {kind} is needed" if others else "has an unknown unit"
         raise ValueError(f"{where}: {value!r} {meaning}; {wanted}")
     quantity = float(match["number"]) * units[unit]
     if quantity == math.inf:
-        raise ValueError(f"{where}: {value!r} is more than there can be; {wanted}")
+        raise ValueError(f"{where}: {value!r} is too large; {wanted}")
     return quantity

@@ -1,11 +1,11 @@
-"""An answer of the planner: the best way to split, what it comes to, and what was asked beside it."""
+"""The planner's result: the best split, its prediction, and the comparisons that the request asked for."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
 from netfold import units
-from netfold.plan.aggregators import AggregatorGain, aggregator_gains, idle_workers
+from netfold.plan.aggregators import AggregatorGain, aggregator_gains, useless_aggregators
 from netfold.plan.cluster import Cluster
 from netfold.plan.compare import Variant, compare, parse_comparison
 from netfold.plan.cost_of_training import Cost, training_cost
@@ -19,13 +19,13 @@ from netfold.plan.search import ZERO_3_RANKS, Choice, SearchResult, search
 from netfold.plan.sensitivity import Gain, sensitivity
 from netfold.plan.step import Prediction, predict
 
-# Ways beside the best that are shown, and points of the front of time and memory.
+# Candidates that are shown, and points of the front of time and memory.
 FEW, FRONT = 5, 8
 
 
 @dataclass(frozen=True)
 class RankedChoice:
-    """One of the best few, and why it is not better than the best."""
+    """One of the best few, and why it is slower than the best."""
 
     choice: Choice
     reason: str
@@ -33,7 +33,7 @@ class RankedChoice:
 
 @dataclass(frozen=True)
 class FailureImpact:
-    """With failures: a checkpoint every interval_s of computing loses least; `goodput` of the time makes progress."""
+    """The best interval of computing between checkpoints, and the part of the time that then makes progress."""
 
     interval_s: float
     goodput: float
@@ -41,11 +41,14 @@ class FailureImpact:
 
 @dataclass(frozen=True)
 class Result:
-    """tried, fitting: ways that were predicted, and that fit. efficiency: throughput a device, against one replica that
-    trains alone, with as many samples of its own. few: the fastest of each mesh. front: none of those that fit is
-    better in both time and memory. offers: what one more aggregator would buy. curves: by scaling. notes: what to be
-    careful with. played: the best way, as events. training_s, training_cost: of the whole training, where its length is
-    known, without failures.
+    """efficiency: throughput per device, over that of one replica alone with as many samples of its own.
+
+    tried, fitting: how many candidates were predicted, and how many fit.
+    best_few: the fastest of each mesh. front: no fitting candidate is better in both time and memory.
+    gains, aggregator_gains: what more of one resource, and one more aggregator, would gain.
+    curves: by scaling. notes: where the result goes beyond what was measured.
+    simulated: the best split as events.
+    training_s, training_cost: of the whole training without failures, where its length is known.
     """
 
     request: Request
@@ -74,10 +77,10 @@ def solve(
     comparisons: tuple[str, ...] = (),
     conditions: Conditions | None = None,
 ) -> Result:
-    """Raises ValueError, in a sentence, where no way comes out even, or none fits: then by how much.
+    """Answer a request. Raises ValueError, in one sentence, where no split divides evenly, or none fits.
 
-    sizes: numbers of devices of a curve. comparisons: as `parse_comparison` reads them. conditions: under which the
-    best way is played as events too.
+    sizes: numbers of devices of a curve. comparisons: texts for `parse_comparison`.
+    conditions: simulate the best split as events, too.
     """
     model, cluster, job, space, devices = asked.model, asked.cluster, asked.job, asked.space, asked.devices
     measured = isinstance(model, Measured)
@@ -102,30 +105,30 @@ def solve(
             scaling: scaling_curve(
                 model, cluster, job, space, devices=devices, sizes=sizes, scaling=scaling, training=asked.training
             )
-            # Of another number of samples a rank a profile says nothing.
+            # A profile is only of its own number of samples per rank.
             for scaling in (("weak",) if measured and sizes else SCALINGS if sizes else ())
         },
         {text: compare(found, model, cluster, clusters) for text, clusters in others.items()},
         notes(asked, best),
         None if conditions is None else simulate(model, cluster, best.job, conditions),
-        None if asked.failures is None else _lasting(asked.failures),
+        None if asked.failures is None else _failure_impact(asked.failures),
         seconds,
         None if seconds is None else training_cost(seconds, devices, cluster, asked.prices),
         training_cost(best.prediction.step_s, devices, cluster, asked.prices),
     )
 
 
-# Beyond them two frameworks' pipelines took different times for one model (bench/results/plan.md).
+# Beyond so many ranks two frameworks' pipelines took different times for one model (bench/results/plan.md).
 _PIPELINE_RANKS = 2000
 
 
 def notes(asked: Request, best: Choice) -> tuple[str, ...]:
-    """Where the answer goes beyond what it was held against."""
+    """Where the result goes beyond the measurements that the model was compared with."""
     said, split = [], best.job.split
     if split.zero == 3 and split.data > ZERO_3_RANKS:
         said.append(
             f"ZeRO-3 over {split.data:,} ranks: published runs agree up to {ZERO_3_RANKS}; beyond, DeepSpeed's of "
-            "early 2021 hid nothing of it and took 1.3 to 1.6 times as long"
+            "early 2021 hid no gather and took 1.3 to 1.6 times as long"
         )
     if split.pipeline > 1 and split.ranks > _PIPELINE_RANKS:
         said.append(
@@ -133,83 +136,81 @@ def notes(asked: Request, best: Choice) -> tuple[str, ...]:
             "Megatron-Turing took 1.26 to 1.31 times as long as predicted"
         )
     if split.tensor > asked.cluster.node:
-        said.append(f"{split.tensor} tensor ranks go beyond a node of {asked.cluster.node}: no published run does that")
-    for each in idle_workers(asked.cluster, split.ranks):
+        said.append(f"{split.tensor} tensor ranks exceed a node of {asked.cluster.node}: no published run does that")
+    for each in useless_aggregators(asked.cluster, split.ranks):
         said.append(
-            f"{each.text()} adds nothing: its link carries the worker's own traffic, and only what it has beyond "
+            f"{each.text()} aggregates nothing: its link carries the worker's own traffic, and only its rate beyond "
             "another worker's link is left (docs/how-to/aggregators.md)"
         )
-    said += _of_profile(asked, best) if isinstance(asked.model, Profiled) else _of_model(asked.model, best.job)
-    return tuple(said)
+    more = _profile_notes(asked, best) if isinstance(asked.model, Profiled) else _model_notes(asked.model, best.job)
+    return (*said, *more)
 
 
-def _lasting(failures: Failures) -> FailureImpact:
+def _failure_impact(failures: Failures) -> FailureImpact:
     interval_s = best_interval_s(failures)
     return FailureImpact(interval_s, expected_goodput(failures, interval_s))
 
 
-def _of_model(model: Model, job: Job) -> list[str]:
+def _model_notes(model: Model, job: Job) -> list[str]:
     if isinstance(model, Chain):
-        return [f"{model.name}: layers are taken as matrix products; nothing measured was held against that"]
+        return [f"{model.name}: layers count as matrix products; this was not compared with measurements"]
     if isinstance(model, Traced):
         return [
             *model.notes,
-            f"{model.name}: traced with {model.samples} samples; its kernels are taken as they are issued one by one, "
-            "and nothing measured was held against that",
+            f"{model.name}: traced with {model.samples} samples; its kernels count as issued one by one, and this was "
+            "not compared with measurements",
         ]
     if isinstance(model, TimedStep):
         return [
-            f"{model.name}: what a rank computes is as it was timed on one host, with {model.samples} samples a rank",
-            "what a rank holds in memory was not measured",
+            f"{model.name}: a rank computes as timed on one host, with {model.samples} samples a rank",
+            "the memory of a rank was not measured",
         ]
     if not isinstance(model, Layered):
         return []
     if not model.measured:
         return [
-            f"{model.name}: convolutions are taken as matrix products; in f32 libraries need half to a quarter of that "
-            f"time (Winograd); {model.name}:measured=true takes a published speed instead"
+            f"{model.name}: convolutions count as matrix products; in f32 libraries need half to a quarter of "
+            f"that time (Winograd); {model.name}:measured=true uses a published speed instead"
         ]
     batch = model.listed.speed.batch
     if job.micro_batch == batch:
         return []
-    return [f"microbatches of {job.micro_batch}: {model.name}'s published speed is of {batch}, smaller ones are slower"]
+    return [f"microbatches of {job.micro_batch}: {model.name}'s published speed is of {batch}; smaller ones are slower"]
 
 
-def _of_profile(asked: Request, best: Choice) -> list[str]:
-    """What was measured, beside what is predicted; and what stays as it was there."""
+def _profile_notes(asked: Request, best: Choice) -> list[str]:
+    """The measured step beside the predicted one, and what the prediction takes over unchanged."""
     model, split = asked.model, best.job.split
     assert isinstance(model, Profiled)
     said = [
-        f"{model.name}: there {model.ranks} ranks took {units.seconds(model.step_s)} a step, of which "
-        f"{units.seconds(model.exposed_s)} waited for communication"
+        f"{model.name}: {model.ranks} ranks took {units.seconds(model.step_s)} a step, and waited "
+        f"{units.seconds(model.exposed_s)} of it for communication"
     ]
     if split.ranks == model.ranks:
         off = best.prediction.step_s / model.step_s - 1
-        said[0] += f"; predicted for as many on {asked.cluster.name}, {100 * off:+.1f}%"
-    share = (
-        "as many samples a rank (1 stands for all of them)" if model.samples == 1 else f"{model.samples} samples a rank"
-    )
-    said.append(f"what a rank computes is as it was measured: on the same device, with {share}")
+        said[0] += f"; predicted for as many on {asked.cluster.name}: {100 * off:+.1f}%"
+    share = "as many samples a rank (1 stands for all)" if model.samples == 1 else f"{model.samples} samples a rank"
+    said.append(f"a rank computes as measured: on the same device, with {share}")
     if split.ranks > model.ranks:
-        said.append("more ranks wait longer for the slowest of them; that is not in it")
-    return [*said, "what a rank holds in memory is not known from a profile", *model.notes]
+        said.append("more ranks wait longer for the slowest of them; the prediction does not include that")
+    return [*said, "a profile does not show the memory of a rank", *model.notes]
 
 
 def efficiency(model: Model, cluster: Cluster, choice: Choice) -> float:
-    """Of scaling out by data parallelism: 1 where replicas cost one another nothing."""
+    """Of scaling out by data parallelism: 1 where replicas cost each other nothing."""
     job, data = choice.job, choice.job.split.data
     alone = replace(job, global_batch=job.global_batch // data, split=replace(job.split, data=1, zero=0))
     return predict(model, cluster, alone).step_s / choice.prediction.step_s
 
 
 def stage_ranks(job: Job) -> list[int]:
-    """The first rank of each pipeline stage: who shows what all do."""
+    """The first rank of each pipeline stage, which shows the work of the whole stage."""
     split = job.split
     return [stage * split.tensor * split.data for stage in range(split.pipeline)]
 
 
 def parts(prediction: Prediction) -> dict[str, float]:
-    """What a step's seconds go to; together they are the step."""
+    """The parts of a step in seconds; together they are the step."""
     found = {"computing": prediction.compute_s}
     found |= {f"communication, {kind}": seconds for kind, seconds in prediction.exposed_s.items() if seconds > 0}
     found |= {"bubble": prediction.bubble_s} if prediction.bubble_s > 0 else {}
@@ -217,7 +218,7 @@ def parts(prediction: Prediction) -> dict[str, float]:
 
 
 def reason(choice: Choice, best: Choice) -> str:
-    """What limits a way; of one that is not the best, what it pays more for."""
+    """What limits the best choice; of another choice, the part that takes most more time than in the best."""
     if choice is best:
         return choice.prediction.limit
     here, there = parts(choice.prediction), parts(best.prediction)
@@ -229,7 +230,7 @@ def reason(choice: Choice, best: Choice) -> str:
 
 
 def _thinned(found: SearchResult) -> tuple[Choice, ...]:
-    """The front's ends, and what lies evenly between them."""
+    """The ends of the front, and evenly spaced points between them."""
     front = found.front
     if len(front) <= FRONT:
         return front

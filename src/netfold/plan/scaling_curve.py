@@ -1,4 +1,4 @@
-"""How a job scales: the best step at each number of devices, the batch staying (strong) or growing with them (weak)."""
+"""How a job scales: the best step for each number of devices, with the same batch (strong) or a growing one (weak)."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from netfold.plan.model import Model
 from netfold.plan.search import Choice, Space, search
 from netfold.plan.training_length import TrainingLength
 
-# The batch that a point is measured by: the job's, or as many samples a device as the job has.
+# The batch of a point: the job's, or as many samples per device as the job has.
 SCALINGS = ("strong", "weak")
 
 
 @dataclass(frozen=True)
 class ScalingPoint:
-    """batch: samples of a step. choice: None where no way comes out even or fits, and then `why` says so.
+    """batch: samples of a step. choice: None where no split divides evenly or fits, and then `why` has the reason.
 
-    efficiency: throughput a device, against that of the curve's first point. training_s: of the whole training; None
-    where its length at this batch is not known.
+    efficiency: throughput per device, over that of the curve's first point.
+    training_s: of the whole training; None where its length at this batch is unknown.
     """
 
     devices: int
@@ -32,8 +32,8 @@ class ScalingPoint:
 
 
 def parse_range(text: str) -> tuple[int, ...]:
-    """`8..1024`: doubling, the end included; `8,24,96`: these. Raises ValueError for anything else."""
-    wrong = ValueError(f"--curve {text}: write a range that is doubled, such as 8..1024, or numbers: 8,24,96")
+    """`8..1024`: doubling, up to and including the end; `8,24,96`: these. Raises ValueError for any other text."""
+    wrong = ValueError(f"--curve {text}: write a doubling range, such as 8..1024, or numbers: 8,24,96")
     low, dots, high = text.partition("..")
     try:
         numbers = sorted({int(each) for each in text.split(",")}) if not dots else _doubled(int(low), int(high))
@@ -55,21 +55,20 @@ def scaling_curve(
     scaling: str,
     training: TrainingLength | None = None,
 ) -> tuple[ScalingPoint, ...]:
-    """A point a size. devices: that the job's batch is meant for.
+    """One point per size. devices: the number of devices that the job's batch is meant for.
 
-    What `space` leaves free is chosen anew at each size; where all of a mesh is fixed, it is the number of
-    data-parallel ranks that grows.
+    The free part of the split is chosen for each size. Where the whole mesh is fixed, data-parallel ranks are added.
     """
     free = replace(space, data=None)
     points = [_point(model, cluster, job, free, size, _batch(job, devices, size, scaling)) for size in sizes]
     first = next((point for point in points if point.choice is not None), None)
     if first is None:
         return tuple(points)
-    base, length = _each(first), training or TrainingLength()
+    base, length = _device_rate(first), training or TrainingLength()
     return tuple(
         replace(
             point,
-            efficiency=_each(point) / base,
+            efficiency=_device_rate(point) / base,
             training_s=length.seconds(point.batch, point.choice.prediction.samples_per_s),
         )
         if point.choice
@@ -98,6 +97,6 @@ def _point(model: Model, cluster: Cluster, job: Job, space: Space, size: int, ba
     return ScalingPoint(size, batch, best)
 
 
-def _each(point: ScalingPoint) -> float:
+def _device_rate(point: ScalingPoint) -> float:
     assert point.choice is not None
     return point.choice.prediction.samples_per_s / point.devices

@@ -1,10 +1,10 @@
-"""Every way to split a job over so many devices that comes out even, and which of them is best."""
+"""Every split of a job over a number of devices that divides evenly, and the best of them."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from netfold.plan.cluster import Cluster
@@ -12,21 +12,21 @@ from netfold.plan.job import RECOMPUTATIONS, Job, Split
 from netfold.plan.model import Model, ShardSpec
 from netfold.plan.step import Prediction, predict
 
-# Bounds of what is tried where nothing is said: samples of a microbatch but the whole of a rank's, pieces of a stage.
-MOST_MICRO_BATCH, MOST_PIECES = 64, 8
-# Ranks that ZeRO-3 is tried over where nothing is said: published runs agree so far (llm-foundry's FSDP); those beyond
-# are DeepSpeed's of early 2021, which hid nothing and took 1.3 to 1.6 times as long as with prefetch.
+# The largest microbatch that is tried, beside the whole of a rank's share, and the most virtual stages per rank.
+MOST_MICRO_BATCH, MOST_VIRTUAL_STAGES = 64, 8
+# ZeRO-3 is tried over at most so many ranks unless it is fixed. Published runs agree so far (llm-foundry's FSDP).
+# Larger runs are DeepSpeed's of early 2021, which hid nothing and took 1.3 to 1.6 times as long as with prefetch.
 ZERO_3_RANKS = 128
-# Ways in all. Where there are more, the search says so and asks for a fixed value.
+# With more candidates the search stops, and asks for a fixed value.
 MAX_CANDIDATES = 60_000
-# Ways that are predicted anew where a cluster changes a little: so many of all, and of each mesh. One beyond them would
-# have to overtake all of these.
+# A cluster that changes a little gets new predictions for the fastest so many candidates of all, and of each mesh. Any
+# other candidate would have to overtake all of these.
 SHORTLIST, OF_A_MESH = 50, 4
 
 
 @dataclass(frozen=True)
 class Space:
-    """What is fixed of a split; None is free."""
+    """The fixed part of a split; None is free."""
 
     tensor: int | None = None
     pipeline: int | None = None
@@ -40,7 +40,7 @@ class Space:
 
 @dataclass(frozen=True)
 class Choice:
-    """One way to split, and what it comes to."""
+    """A job with a split, and its prediction."""
 
     job: Job
     prediction: Prediction
@@ -53,10 +53,9 @@ class Choice:
 
 @dataclass(frozen=True)
 class SearchResult:
-    """ways: all that were predicted, the fastest first; of equal ones, to three digits, the simplest. fitting: those
-    that fit a device's memory.
+    """candidates: all that were predicted, ordered by `rank_by_time`. fitting: those that fit a device's memory.
 
-    front: of those that fit, the ones that none beats in both time and memory.
+    front: the fitting candidates that no other one beats in both time and memory.
     """
 
     candidates: tuple[Choice, ...]
@@ -69,83 +68,85 @@ class SearchResult:
 
     @property
     def least(self) -> Choice:
-        """The one that needs least memory, whether it fits or not."""
-        return min(self.candidates, key=lambda way: way.prediction.memory.total)
+        """The candidate that needs least memory, whether it fits or not."""
+        return min(self.candidates, key=lambda choice: choice.prediction.memory.total)
 
     @property
     def best(self) -> Choice:
-        """Raises ValueError, in a sentence that says by how much, where none fits."""
+        """Raises ValueError where no candidate fits: one sentence that says how much memory is missing."""
         if not self.fitting:
-            raise ValueError(self.too_large())
+            raise ValueError(self._too_large())
         return self.fitting[0]
 
     def best_few(self, count: int) -> tuple[Choice, ...]:
-        """The fastest of each mesh, so that they tell something of one another."""
+        """The fastest of each mesh, so that they differ."""
         meshes: dict[tuple[int, int, int], Choice] = {}
         for choice in self.fitting:
             meshes.setdefault(choice.mesh, choice)
         return tuple(meshes.values())[:count]
 
     def shortlist(self, memory_bytes: float) -> tuple[Choice, ...]:
-        """The fastest that fit so much memory, of all and of each mesh; the fastest first."""
+        """The fastest of all and of each mesh that fit into so much memory; the fastest first."""
         kept: list[Choice] = []
         meshes: Counter[tuple[int, int, int]] = Counter()
-        for way in self.candidates:
-            if way.prediction.memory.total > memory_bytes:
+        for choice in self.candidates:
+            if choice.prediction.memory.total > memory_bytes:
                 continue
-            meshes[way.mesh] += 1
-            if len(kept) < SHORTLIST or meshes[way.mesh] <= OF_A_MESH:
-                kept.append(way)
+            meshes[choice.mesh] += 1
+            if len(kept) < SHORTLIST or meshes[choice.mesh] <= OF_A_MESH:
+                kept.append(choice)
         return tuple(kept)
 
-    def too_large(self) -> str:
-        least = self.least
-        job, found = least.job, least.prediction
+    def _too_large(self) -> str:
+        job, found = self.least.job, self.least.prediction
         need, there = found.memory.total / 2**30, found.memory_bytes / 2**30
         however = f", however split ({self.tried:,} ways)" if self.tried > 1 else ""
         return (
-            f"does not fit{however}: it needs {need:.1f} GB a device at least, which has {there:.1f} GB, "
-            f"{need - there:.1f} GB too little ({describe_split(job)}); try more devices, or devices with more memory"
+            f"does not fit{however}: it needs at least {need:.1f} GB per device, which has {there:.1f} GB, "
+            f"{need - there:.1f} GB too little ({describe_split(job)}); use more devices, or devices with more memory"
         )
 
 
 def search(model: Model, cluster: Cluster, devices: int, job: Job, space: Space | None = None) -> SearchResult:
-    """Predict every way. job: as it is but for the split, the microbatch and the recomputation, which are searched.
+    """Predict every candidate. job: its split, microbatch and recomputation are replaced.
 
-    Raises ValueError, in a sentence, where no way comes out even, or more than MAX_CANDIDATES do.
+    Raises ValueError, in one sentence, where no split divides evenly, or more than MAX_CANDIDATES do.
     """
     space = space or Space()
     if devices > cluster.devices:
         raise ValueError(f"{devices} devices are asked for, and {cluster.name} has {cluster.devices}")
-    ways: list[Choice] = []
+    candidates: list[Choice] = []
     refused = ""
-    for way in _ways(model, devices, job, space):
-        if len(ways) == MAX_CANDIDATES:
+    for candidate in _candidates(model, devices, job, space):
+        if len(candidates) == MAX_CANDIDATES:
             raise ValueError(
-                f"there are more than {MAX_CANDIDATES:,} ways to split over {devices} devices; fix one, such as "
-                f"tensor, "
-                "pipeline or micro_batch"
+                f"there are more than {MAX_CANDIDATES:,} ways to split over {devices} devices; fix one value, such as "
+                "tensor, pipeline or micro_batch"
             )
         try:
-            ways.append(Choice(way, predict(model, cluster, way)))
+            candidates.append(Choice(candidate, predict(model, cluster, candidate)))
         except ValueError as error:
             refused = str(error)
-    if not ways:
+    if not candidates:
         raise ValueError(refused or _none_even(model, devices, job, space))
-    ways.sort(key=rank_by_time)
-    fitting = [way for way in ways if way.prediction.fits]
-    return SearchResult(tuple(ways), tuple(fitting), _front(fitting))
+    candidates.sort(key=rank_by_time)
+    fitting = [choice for choice in candidates if choice.prediction.fits]
+    return SearchResult(tuple(candidates), tuple(fitting), _front(fitting))
+
+
+def fastest(model: Model, cluster: Cluster, jobs: Iterable[Job]) -> Choice:
+    """Predict the jobs on a cluster, and choose by `rank_by_time`."""
+    return min((Choice(job, predict(model, cluster, job)) for job in jobs), key=rank_by_time)
 
 
 def rank_by_time(choice: Choice) -> tuple[float, ...]:
-    """By time; of ways that are as fast to three digits, the simplest first."""
+    """By time; among times that are equal to three digits, the simplest split first."""
     job, step_s = choice.job, choice.prediction.step_s
     effort = (job.split.zero, RECOMPUTATIONS.index(job.recomputation), job.split.interleave)
     return float(f"{step_s:.3g}"), *effort, step_s, choice.prediction.memory.total
 
 
 def describe_split(job: Job) -> str:
-    """A way, in words."""
     said = [job.split.text(), f"microbatches of {job.micro_batch}"]
     if job.recomputation != "none":
         said.append(f"{job.recomputation} recomputation")
@@ -165,36 +166,40 @@ def _front(fitting: list[Choice]) -> tuple[Choice, ...]:
     return tuple(front)
 
 
-def _ways(model: Model, devices: int, job: Job, space: Space) -> Iterator[Job]:
-    for tensor in divisors(devices) if space.tensor is None else [space.tensor]:
+def _candidates(model: Model, devices: int, job: Job, space: Space) -> Iterator[Job]:
+    for tensor in _free(divisors(devices), space.tensor):
         try:
             layers = model.layers(ShardSpec(space.micro_batch or 1, tensor))
         except ValueError:
             continue
         depth = max(layer.count for layer in layers)
-        # A chain of single layers is cut anywhere; equal blocks are shared out evenly.
+        # A chain of single layers is cut anywhere; equal blocks are divided evenly.
         even, depth = (True, depth) if depth > 1 else (False, len(layers))
-        for pipeline in divisors(devices // tensor) if space.pipeline is None else [space.pipeline]:
+        for pipeline in _free(divisors(devices // tensor), space.pipeline):
             data = devices // (tensor * pipeline)
             if tensor * pipeline * data != devices or pipeline > depth or (even and depth % pipeline):
                 continue
             if space.data not in (None, data) or job.global_batch % data:
                 continue
-            yield from _inside(job, space, Split(data, tensor, pipeline), depth if even else pipeline)
+            yield from _of_mesh(job, space, Split(data, tensor, pipeline), depth if even else pipeline)
 
 
-def _inside(job: Job, space: Space, mesh: Split, depth: int) -> Iterator[Job]:
-    """The ways that share a mesh. depth: of equal layers.
+def _free(values: list[int], fixed: int | None) -> list[int]:
+    return values if fixed is None else [fixed]
 
-    What is fixed but means nothing here (pieces without a pipeline, ZeRO without data-parallel ranks) is left out.
+
+def _of_mesh(job: Job, space: Space, mesh: Split, depth: int) -> Iterator[Job]:
+    """The candidates that share a mesh. depth: the number of equal layers.
+
+    A fixed value without effect is ignored: virtual stages without a pipeline, ZeRO without data-parallel ranks.
     """
     local = job.global_batch // mesh.data
     sizes = {2**power for power in range(MOST_MICRO_BATCH.bit_length())} | {local}
-    for micro_batch in sorted(sizes) if space.micro_batch is None else [space.micro_batch]:
+    for micro_batch in _free(sorted(sizes), space.micro_batch):
         if local % micro_batch:
             continue
-        for interleave in _pieces(job, mesh, local // micro_batch, depth, space.interleave):
-            for sequence in _either(mesh.tensor > 1, space.sequence):
+        for interleave in _virtual_stages(job, mesh, local // micro_batch, depth, space.interleave):
+            for sequence in _sequences(mesh, space.sequence):
                 for zero in _zeros(mesh, space.zero):
                     for recomputation in RECOMPUTATIONS if space.recomputation is None else [space.recomputation]:
                         yield replace(
@@ -206,20 +211,20 @@ def _inside(job: Job, space: Space, mesh: Split, depth: int) -> Iterator[Job]:
                         )
 
 
-def _pieces(job: Job, mesh: Split, microbatches: int, depth: int, fixed: int | None) -> list[int]:
-    """Interleaving goes round in groups of as many microbatches as there are stages (Narayanan et al. 2021)."""
+def _virtual_stages(job: Job, mesh: Split, microbatches: int, depth: int, fixed: int | None) -> list[int]:
+    """Interleaving works through groups of as many microbatches as there are stages (Narayanan et al. 2021)."""
     if mesh.pipeline == 1 or job.schedule in ("gpipe", "zero-bubble"):
         return [1]
     even = divisors(depth // mesh.pipeline) if microbatches % mesh.pipeline == 0 else [1]
-    return [each for each in even if (each <= MOST_PIECES if fixed is None else each == fixed)]
+    return [each for each in even if (each <= MOST_VIRTUAL_STAGES if fixed is None else each == fixed)]
 
 
-def _either(means: bool, fixed: bool | None) -> list[bool]:
-    return [False] if not means else [False, True] if fixed is None else [fixed]
+def _sequences(mesh: Split, fixed: bool | None) -> list[bool]:
+    return [False] if mesh.tensor == 1 else [False, True] if fixed is None else [fixed]
 
 
 def _zeros(mesh: Split, fixed: int | None) -> list[int]:
-    """ZeRO 2 and 3 reduce gradients after every microbatch, which a pipeline has many of: nobody runs them together."""
+    """ZeRO 2 and 3 reduce gradients after every microbatch, and a pipeline has many: they are not combined."""
     if mesh.data == 1:
         return [0]
     zeros = [0, 1] if mesh.pipeline > 1 else [0, 1, 2, 3]
@@ -229,7 +234,7 @@ def _zeros(mesh: Split, fixed: int | None) -> list[int]:
 
 
 def _none_even(model: Model, devices: int, job: Job, space: Space) -> str:
-    """Why there is no way at all, in a sentence."""
+    """Why there is no candidate, as one sentence."""
     fixed = {
         name: value
         for name in ("tensor", "pipeline", "data", "micro_batch", "interleave", "zero")
@@ -240,12 +245,12 @@ def _none_even(model: Model, devices: int, job: Job, space: Space) -> str:
     layers = model.layers(ShardSpec(space.micro_batch or 1, space.tensor or 1))
     depth = max(layer.count for layer in layers)
     if devices % mesh:
-        reason = f"the ranks that are fixed make {mesh}, which does not divide {devices} devices"
+        reason = f"the fixed ranks make {mesh}, which does not divide {devices} devices"
     elif space.zero is not None and space.zero > 1 and (space.pipeline or 1) > 1:
         reason = "ZeRO 2 and 3 are not for pipelines, whose every microbatch would reduce gradients"
     elif space.pipeline is not None and depth > 1 and depth % (space.pipeline * (space.interleave or 1)):
-        reason = f"{depth} equal layers are not shared out evenly by pipeline x interleave"
+        reason = f"pipeline x interleave does not divide {depth} equal layers"
     else:
-        reason = f"a batch of {job.global_batch} is not shared out evenly; it must be a multiple of data x micro_batch"
-        reason += " and, interleaved, their microbatches of pipeline" if space.interleave else ""
-    return f"no way to split over {devices} devices comes out even{f' with {asked}' if asked else ''}: {reason}"
+        reason = f"a batch of {job.global_batch} must be a multiple of data x micro_batch"
+        reason += ", and with interleaving the microbatches a multiple of pipeline" if space.interleave else ""
+    return f"no split over {devices} devices divides evenly{f' with {asked}' if asked else ''}: {reason}"

@@ -1,4 +1,4 @@
-"""What more of one thing would buy: bandwidth, latency, arithmetic, memory. All else stays."""
+"""What more of one resource would gain: bandwidth, latency, arithmetic, memory. All else stays."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from netfold.plan.cluster import Cluster, Tier
+from netfold.plan.cluster import Cluster
 from netfold.plan.model import Layered, Measured, Model
-from netfold.plan.search import Choice, SearchResult, describe_split, rank_by_time
+from netfold.plan.search import Choice, SearchResult, describe_split, fastest, rank_by_time
 from netfold.plan.step import predict
 
 
 @dataclass(frozen=True)
 class Gain:
-    """what: `10x the bandwidth of InfiniBand HDR`. step_s: of the way that is best then; kept_s: of the way it is now.
+    """what: such as `10x the bandwidth of InfiniBand HDR`. base_s: a step as it is now.
 
-    choice: the best way then. base_s: as it is now.
+    kept_s: a step with the present split after the change. choice: the best split after the change.
     """
 
     what: str
@@ -34,7 +34,7 @@ class Gain:
 
     @property
     def buys(self) -> bool:
-        """Anything that shows."""
+        """Whether the gain is at least 0.5%."""
         return self.factor >= 1.005
 
     def sentence(self) -> str:
@@ -48,59 +48,50 @@ class Gain:
 
 
 def sensitivity(model: Model, cluster: Cluster, found: SearchResult) -> tuple[Gain, ...]:
-    """Of the best way that was found, the largest gain first. Tiers that the job does not reach are left out."""
+    """Gains over the best split that was found, the largest first. Tiers that the job does not reach are left out."""
     best, shortlist = found.best, found.shortlist(cluster.device.usable_bytes)
-    changes = _of_links(cluster, best.job.split.ranks)
-    # A measured speed is what it is, whatever the device.
+    changes = _link_changes(cluster, best.job.split.ranks)
+    # A measured speed does not depend on the device.
     if not (isinstance(model, Measured) or (isinstance(model, Layered) and model.measured)):
-        changes = _of_device(cluster) + changes
+        changes = _device_changes(cluster) + changes
     gains = [_gain(model, what, changed, shortlist) for what, changed in changes]
     if math.isfinite(cluster.device.memory_bytes):
         gains.append(_more_memory(cluster, found))
     return tuple(sorted(gains, key=lambda gain: -gain.factor))
 
 
-def _of_device(cluster: Cluster) -> list[tuple[str, Cluster]]:
+def _device_changes(cluster: Cluster) -> list[tuple[str, Cluster]]:
     device = cluster.device
+    quick = replace(device, flops={key: 2 * value for key, value in device.flops.items()})
+    wide = replace(device, memory_bytes_per_s=2 * device.memory_bytes_per_s)
     return [
-        (
-            "2x the arithmetic (FLOP/s)",
-            replace(cluster, device=replace(device, flops={key: 2 * value for key, value in device.flops.items()})),
-        ),
-        (
-            "2x the memory's bandwidth",
-            replace(cluster, device=replace(device, memory_bytes_per_s=2 * device.memory_bytes_per_s)),
-        ),
+        ("2x the arithmetic (FLOP/s)", replace(cluster, device=quick)),
+        ("2x the memory's bandwidth", replace(cluster, device=wide)),
     ]
 
 
-def _of_links(cluster: Cluster, ranks: int) -> list[tuple[str, Cluster]]:
-    tiers, changes = cluster.tiers, []
-    for index, tier in enumerate(tiers):
-        if index and tiers[index - 1].devices >= ranks:
+def _link_changes(cluster: Cluster, ranks: int) -> list[tuple[str, Cluster]]:
+    changes = []
+    for index, tier in enumerate(cluster.tiers):
+        if index and cluster.tiers[index - 1].devices >= ranks:
             break
-        wide, quick = replace(tier, bytes_per_s=10 * tier.bytes_per_s), replace(tier, latency_s=tier.latency_s / 10)
-        changes += [
-            (f"10x the bandwidth of {tier.name}", replace(cluster, tiers=_with(tiers, index, wide))),
-            (f"a tenth of the latency of {tier.name}", replace(cluster, tiers=_with(tiers, index, quick))),
-        ]
+        changed = {
+            f"10x the bandwidth of {tier.name}": replace(tier, bytes_per_s=10 * tier.bytes_per_s),
+            f"a tenth of the latency of {tier.name}": replace(tier, latency_s=tier.latency_s / 10),
+        }
         if tier.oversubscription > 1:
-            full = replace(tier, oversubscription=1.0)
-            changes.append((f"no oversubscription of {tier.name}", replace(cluster, tiers=_with(tiers, index, full))))
+            changed[f"no oversubscription of {tier.name}"] = replace(tier, oversubscription=1.0)
+        changes += [(what, cluster.with_tier(tier, other)) for what, other in changed.items()]
     return changes
 
 
-def _with(tiers: Sequence[Tier], index: int, tier: Tier) -> tuple[Tier, ...]:
-    return (*tiers[:index], tier, *tiers[index + 1 :])
-
-
 def _gain(model: Model, what: str, changed: Cluster, shortlist: Sequence[Choice]) -> Gain:
-    ways = [Choice(way.job, predict(model, changed, way.job)) for way in shortlist]
-    best = min(ways, key=rank_by_time)
-    return Gain(what, shortlist[0].prediction.step_s, ways[0].prediction.step_s, best)
+    best = fastest(model, changed, [choice.job for choice in shortlist])
+    kept_s = predict(model, changed, shortlist[0].job).step_s
+    return Gain(what, shortlist[0].prediction.step_s, kept_s, best)
 
 
 def _more_memory(cluster: Cluster, found: SearchResult) -> Gain:
-    base, roomy_bytes = found.best.prediction.step_s, cluster.device.memory_bytes + cluster.device.usable_bytes
-    roomy = min((way for way in found.candidates if way.prediction.memory.total <= roomy_bytes), key=rank_by_time)
-    return Gain("2x the memory", base, base, roomy)
+    base_s, doubled_bytes = found.best.prediction.step_s, cluster.device.memory_bytes + cluster.device.usable_bytes
+    fitting = (choice for choice in found.candidates if choice.prediction.memory.total <= doubled_bytes)
+    return Gain("2x the memory", base_s, base_s, min(fitting, key=rank_by_time))

@@ -1,4 +1,4 @@
-"""How long training takes as a whole: by samples, or to an accuracy that so many epochs reach at each batch size."""
+"""The length of a whole training: in samples, or in epochs to an accuracy by batch size."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class TrainingLength:
-    """samples: of the whole training; 0 where it is not known. dataset: samples of an epoch.
+    """samples: of the whole training; 0 where unknown. dataset: samples of an epoch.
 
-    epochs: (samples of a step, epochs to the accuracy), by batch: what measurements of one's own or others' say.
-    Raises ValueError for a curve without a dataset.
+    epochs: pairs of batch size and epochs to the accuracy, from measurements.
+    Raises ValueError for epochs without a dataset, and for both epochs and samples.
     """
 
     samples: float = 0.0
@@ -20,12 +20,12 @@ class TrainingLength:
 
     def __post_init__(self) -> None:
         if self.epochs and not self.dataset:
-            raise ValueError("training.epochs: how many samples an epoch has is not said; write training.dataset")
+            raise ValueError("training.epochs needs the samples of an epoch; write training.dataset")
         if self.epochs and self.samples:
-            raise ValueError("training.samples and training.epochs say the same in two ways; leave one out")
+            raise ValueError("training.samples and training.epochs both give the length; leave one out")
 
     def epochs_at(self, batch: float) -> float | None:
-        """Between two points of the curve along powers (both axes logarithmic); None beyond its ends."""
+        """Interpolate between two points on logarithmic axes; None beyond the ends of the curve."""
         for (low, at_low), (high, at_high) in zip(self.epochs, self.epochs[1:] or self.epochs, strict=False):
             if low <= batch <= high:
                 part = math.log(batch / low) / math.log(high / low) if high > low else 0.0
@@ -33,7 +33,7 @@ class TrainingLength:
         return None
 
     def seconds(self, batch: float, samples_per_s: float) -> float | None:
-        """Of the whole training; None where its length is not known at this batch."""
+        """Of the whole training; None where the length is unknown at this batch size."""
         if self.epochs:
             epochs = self.epochs_at(batch)
             return None if epochs is None else epochs * self.dataset / samples_per_s

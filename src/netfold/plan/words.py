@@ -1,4 +1,4 @@
-"""Words that somebody may have meant."""
+"""The known word that a mistyped word may stand for."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 
 def suggest(word: str, known: Iterable[str]) -> str:
-    """ "did you mean x?" where something is spelt alike, else all that there is."""
+    """ "did you mean x?" where a known word is spelt alike, else all known words."""
     known = list(known)
     close = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
-    return f"did you mean {close[0]}?" if close else f"there is {', '.join(known)}"
+    return f"did you mean {close[0]}?" if close else f"there are {', '.join(known)}"

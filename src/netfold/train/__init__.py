@@ -1,16 +1,16 @@
-"""Training by recipe, on torch's own parts over netfold: every way to split a model, and what makes them survive.
+"""Training by recipe, on torch's own parts over netfold: all kinds of parallelism, and fault tolerance.
 
     netfold train recipes/edsr.toml                       # starts its ranks, or is one (torchrun, Slurm, mpirun)
 
     recipe = netfold.train.Recipe(model={"name": "gpt"}, data={"name": "source"}, training={"steps": 100})
-    netfold.train.Trainer(recipe).fit()                   # in a world of torch.distributed
+    netfold.train.Trainer(recipe).fit()                   # with torch.distributed initialised
 
-Layers: `recipe` says what is asked, and what is wrong with it; `explain` what it comes to; `launch` and `rank` start
-it; `parallel` makes a model into this rank's part of it (`Replica`), `trainer` is the loop, `fault_tolerance` what it
-lives through, `events` are who is told. Each part works alone in a loop of one's own.
-May use: torch, plan, profile, and the communicator's names for launchers. Nothing imports it but cli and demo.
-Always: what a batch holds is a function of the seed and of the samples before it, never of the ranks.
-Tested by `pytest tests/train`.
+Modules: `recipe` reads and checks a recipe. `explain` plans it. `launch` and `rank` start it. `parallel` turns a model
+into this rank's part of it (`Replica`). `trainer` is the loop. `fault_tolerance` reacts to failures. `callbacks`
+receive `events`. Each part can be used alone, in another loop.
+May use: torch, plan, profile, and bootstrap's names of launchers. Only cli and demo import it.
+Invariant: the contents of a batch depend on the seed and the samples before it, never on the number of ranks.
+Tests: `pytest tests/train`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _PLACES = {
 
 
 def __getattr__(name: str) -> Any:
-    # A recipe is read without torch: what needs it is loaded when it is asked for.
+    # Reading a recipe needs no torch: the modules that import torch are loaded on demand.
     import importlib
 
     for module, names in _PLACES.items():

@@ -1,34 +1,75 @@
-"""The metric over all held-out examples, shared out among the data-parallel ranks."""
+"""Evaluate the held-out examples, and compute pictures of them, divided among the data-parallel ranks.
+
+Batches are as large as training batches, because stages of a pipeline accept no other shape. The last batch is padded
+with repeated examples, which do not count.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
+
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from netfold.train.examples import Data
+from netfold.train.examples import Batch, Data, Panel, Pictures
 from netfold.train.mesh import Mesh
-from netfold.train.model import Model
-from netfold.train.replica import Replica
+from netfold.train.model import Model, Replica
 
 
 def evaluate(replica: Replica, model: Model, data: Data, mesh: Mesh, batch: int) -> dict[str, float]:
-    """The mean of the metric's scores and of the loss over the held-out examples, the same on every rank.
+    """The mean metric and loss over the held-out examples, the same on every rank.
 
-    In batches of `batch` samples a rank, as large as those trained on: stages of a pipeline know no other shape. The
-    last one is filled up with examples that count for nothing. Collective over the world.
+    batch: samples per rank. Collective over the world.
     """
-    total, ranks = len(data.held_out), mesh.data.size
-    # score, loss, samples
+    # The sums of scores and losses, and the number of samples.
     sums = torch.zeros(3, dtype=torch.float64)
-    for first in range(mesh.data.rank * batch, -(-total // (batch * ranks)) * batch * ranks, batch * ranks):
-        indices = [min(index, total - 1) for index in range(first, first + batch)]
-        held = data.held_out.batch(indices, indices)
-        output = replica.outputs(held)
-        count = max(0, min(batch, total - first))
-        if output is not None and count:
+    held_out = data.held_out
+    for _, output, target in _outputs(
+        replica, len(held_out), lambda indices: held_out.batch(indices, indices), mesh, batch
+    ):
+        if output is not None:
             with torch.no_grad():
-                sums[0] += data.metric.score(output[:count], held.target[:count]).double().sum()
-                sums[1] += model.loss(output[:count], held.target[:count]).double() * count
-            sums[2] += count
+                sums[0] += data.metric.score(output, target).double().sum()
+                sums[1] += model.loss(output, target).double() * len(target)
+            sums[2] += len(target)
     dist.all_reduce(sums)
     return {data.metric.name: float(sums[0] / sums[2]), "loss": float(sums[1] / sums[2])}
+
+
+def render(replica: Replica, pictures: Pictures, mesh: Mesh, batch: int) -> Sequence[Panel]:
+    """The pictures' panels on rank 0, and none on other ranks. batch: samples per rank. Collective over the world.
+
+    Cost: a forward pass of all their examples, and an all_reduce of their outputs.
+    """
+    total = len(pictures)
+    outputs: Tensor | None = None
+    # The number of ranks that have computed each example: all ranks of the last stage that hold its copy.
+    times = torch.zeros(total)
+    for first, output, target in _outputs(replica, total, pictures.batch, mesh, batch):
+        if outputs is None:
+            outputs = torch.zeros(total, *target.shape[1:])
+        if output is not None:
+            outputs[first : first + len(target)] = output.float()
+            times[first : first + len(target)] = 1.0
+    assert outputs is not None, "each rank has at least one batch, perhaps of padding only"
+    dist.all_reduce(outputs)
+    dist.all_reduce(times)
+    if dist.get_rank() != 0:
+        return ()
+    return pictures.panels(outputs / times.view(-1, *[1] * (outputs.dim() - 1)))
+
+
+def _outputs(
+    replica: Replica, total: int, make: Callable[[list[int]], Batch], mesh: Mesh, batch: int
+) -> Iterator[tuple[int, Tensor | None, Tensor]]:
+    """(index of the first example, outputs, targets) for each batch of this rank, without the padding.
+
+    The outputs are None before the last stage, and for a batch of padding only.
+    """
+    stride = batch * mesh.data.size
+    for first in range(mesh.data.rank * batch, -(-total // stride) * stride, stride):
+        made = make([min(index, total - 1) for index in range(first, first + batch)])
+        output = replica.outputs(made)
+        count = max(0, min(batch, total - first))
+        yield first, output[:count] if output is not None and count else None, made.target[:count]

@@ -1,4 +1,4 @@
-"""Who is told what happens in a run: the progress on screen, metrics.jsonl, TensorBoard, the page."""
+"""The events of a run, and the interface of a callback that receives them."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from netfold.train.recipe import Recipe
 
 @dataclass(frozen=True)
 class Started:
-    """What a run begins with."""
+    """The start of a run."""
 
     recipe: Recipe
     model: Model
     ranks: int
     rank: int
     step: int
-    """Steps already done: more than 0 where a run goes on from a checkpoint."""
+    """Steps already done: more than 0 if the run continues from a checkpoint."""
     steps: int
     batch: int
-    """Samples a step, of the whole job."""
+    """Samples per step, of the whole job."""
     parameters: int
     """Of the whole model."""
     metric: Metric
-    """What evaluations are told in."""
+    """The metric of evaluations."""
 
 
 @dataclass(frozen=True)
@@ -37,34 +37,34 @@ class Stepped:
     step: int
     """From 1."""
     loss: float
-    """The mean over the global batch; under `diloco` over what this rank's copy of the model has seen of it."""
+    """The mean over the global batch; under `diloco` over the share of this rank's copy of the model."""
     lr: float
     gradient_norm: float | None
-    """Where gradients are clipped."""
+    """None unless gradients are clipped."""
     seconds: float
     data_s: float
-    """Of them, waiting for the batch."""
+    """The part of `seconds` in which the rank waited for its batch."""
     samples: int
-    """Since the start of training, all runs together."""
+    """Since the start of training, over all runs."""
     skipped: bool = False
     """The step's update was left out."""
 
 
 @dataclass(frozen=True)
 class Evaluated:
-    """A look at the held-out examples."""
+    """An evaluation of the held-out examples."""
 
     step: int
     values: Mapping[str, float]
     """The metric by its name, and "loss"."""
     seconds: float
     pictures: Sequence[Panel] = ()
-    """After the last step, where the data has some to show: on rank 0."""
+    """On rank 0 after the last step, if the data has pictures."""
 
 
 @dataclass(frozen=True)
 class Noted:
-    """Something that a person should know: a warning, a choice and its reason, a recovery."""
+    """A message for people: a warning, a choice and its reason, a recovery."""
 
     step: int
     level: str
@@ -80,10 +80,13 @@ class Ended:
     seconds: float
 
 
-class Callback(Protocol):
-    """Called on the training thread of every rank that has one; must return soon, and must not raise.
+Event = Started | Stepped | Evaluated | Noted | Ended
 
-    A class that says this is its base is told of everything, and does nothing about what it does not define.
+
+class Callback(Protocol):
+    """Receives events on the training thread of its rank; must return soon, and must not raise.
+
+    A subclass defines the methods that it needs; the others do nothing.
     """
 
     def on_start(self, event: Started) -> None:
@@ -102,11 +105,11 @@ class Callback(Protocol):
         return
 
 
-HANDLERS = {
+HANDLERS: dict[type[Event], str] = {
     Started: "on_start",
     Stepped: "on_step",
     Evaluated: "on_evaluation",
     Noted: "on_note",
     Ended: "on_end",
 }
-"""By the event, the method of a `Callback` that is called with it."""
+"""The type of an event -> the `Callback` method that receives it."""

@@ -1,4 +1,4 @@
-"""What the layer knows of data: examples by number, and a metric with the value that a trivial predictor reaches."""
+"""The interface of data: examples by number, and a metric with the value of a trivial predictor."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
+import torch
 from torch import Tensor
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Some samples: the first dimension of every tensor is the sample."""
+    """Samples; the first dimension of every tensor is the sample."""
 
     inputs: tuple[Tensor, ...]
     target: Tensor
@@ -20,52 +21,66 @@ class Batch:
         return len(self.target)
 
     def parts(self, count: int) -> list[Batch]:
-        """Cut into `count` equal ones, in order. The samples must divide."""
+        """Cut into `count` equal batches, in order. `count` must divide the number of samples."""
         columns = [tensor.chunk(count) for tensor in (*self.inputs, self.target)]
         return [Batch(tuple(row[:-1]), row[-1]) for row in zip(*columns, strict=True)]
 
 
 class BadExampleError(Exception):
-    """An example that cannot be read: a file that is gone or garbage. The message names it and says why."""
+    """An example that cannot be read, such as a missing or damaged file. The message has its name and the reason."""
 
 
 class Examples(Protocol):
-    """A set of examples, known by number."""
+    """A set of examples with numbers from 0."""
 
     def __len__(self) -> int: ...
 
     def batch(self, indices: Sequence[int], seeds: Sequence[int]) -> Batch:
         """The examples with these numbers, in this order, all of one shape.
 
-        What is drawn for an example (a crop, a flip, a mask) must come from its seed alone: so a batch is the same
-        wherever and whenever it is made. Called from a thread of its own. Raises BadExampleError.
+        An example's random choices (a crop, a flip, a mask) must depend on its seed only, so that a batch is the same
+        on any rank at any time. Called on a separate thread. Raises BadExampleError.
         """
         ...
 
 
+class InMemory:
+    """`Examples` of tensors in memory, without random choices."""
+
+    def __init__(self, *inputs: Tensor, target: Tensor) -> None:
+        self.inputs, self.target = inputs, target
+
+    def __len__(self) -> int:
+        return len(self.target)
+
+    def batch(self, indices: Sequence[int], seeds: Sequence[int]) -> Batch:
+        chosen = torch.tensor(list(indices))
+        return Batch(tuple(each[chosen] for each in self.inputs), self.target[chosen])
+
+
 @dataclass(frozen=True)
 class Metric:
-    """What says whether a model has learnt."""
+    """The measure of a model's success."""
 
     name: str
     unit: str
     better: Literal["higher", "lower"]
     score: Callable[[Tensor, Tensor], Tensor]
-    """(output, target) -> [n], one number a sample; the metric is their mean over all held-out samples."""
+    """(output, target) -> [n], one number per sample; the metric is their mean over all held-out samples."""
     baseline: float
-    """What a trivial predictor reaches on the same held-out samples."""
+    """The metric of a trivial predictor on the same held-out samples."""
     baseline_is: str
-    """That predictor, in words: "bicubic", "the most frequent class"."""
+    """The predictor's name: "bicubic", "the most frequent class"."""
 
 
 @dataclass(frozen=True)
 class Panel:
-    """One picture of a row that is looked at side by side."""
+    """One picture of a row of pictures."""
 
     title: str
     """ "bicubic", "the network" """
     said: str
-    """What it reaches, in words: "27.91 dB"."""
+    """Its metric: "27.91 dB"."""
     pixels: Tensor
     """[3, h, w], u8."""
 
@@ -74,15 +89,15 @@ class Pictures(Protocol):
     """Held-out examples that make pictures."""
 
     def __len__(self) -> int:
-        """How many examples they take."""
+        """The number of examples."""
         ...
 
     def batch(self, indices: Sequence[int]) -> Batch:
-        """These of them, as those trained on. The model's output has the shape of the target."""
+        """These examples, shaped like training examples. The model's output has the shape of the target."""
         ...
 
     def panels(self, outputs: Tensor) -> Sequence[Panel]:
-        """outputs: [len, ...] f32, of all examples in their order."""
+        """outputs: [len, ...] f32, of all examples in order."""
         ...
 
 
@@ -90,7 +105,7 @@ class Pictures(Protocol):
 class Data:
     train: Examples
     held_out: Examples
-    """Never trained on. Of the same shapes as the training examples."""
+    """Not trained on; shaped like training examples."""
     metric: Metric
     pictures: Pictures | None = None
-    """What a run's page shows of the model, where there is something to see."""
+    """Pictures for the run's page."""

@@ -1,17 +1,17 @@
-"""Starts a job's ranks on this machine, through torchrun's own agent, and leaves none of them behind.
+"""Start a job's ranks on this machine with torchrun's agent, and leave none of them behind.
 
 The agent restarts all ranks when one is lost (`fault_tolerance.restarts`). A signal to this process reaches every rank,
-which has `fault_tolerance.grace_s` to leave; a rank also leaves when this process is killed without a word.
+which has `fault_tolerance.grace_s` to leave. A rank also leaves when this process is killed.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import logging
 import math
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -25,31 +25,24 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from netfold.train.fault_tolerance.stop import POLICY_STATUS, STOPPED_STATUS, unwind_on_signals
-from netfold.train.rank import BEGUN, FAILED, JOB, final_status
+from netfold.train.rank import BEGUN, FAILED, JOB, Job, final_status
 from netfold.train.recipe import Recipe
 from netfold.train.recipe.errors import Source
 
 
 def launch(recipe: Recipe, source: Source, ranks: int) -> int:
-    """Run `recipe` on `ranks` processes of this machine to their end; the exit status, 128 + n after signal n.
+    """Run `recipe` on `ranks` processes of this machine; return the exit status, 128 + n after signal n.
 
-    STOPPED_STATUS where they were asked to stop, and have written a checkpoint or had not begun to train. POLICY_STATUS
-    where a policy of the recipe ended the run.
-
-    What a rank has to say it says itself; here only what it could not: which of them failed first, or was killed.
+    STOPPED_STATUS: the ranks were asked to stop, and have written a checkpoint or had not begun to train.
+    POLICY_STATUS: a policy of the recipe ended the run. Ranks print their own errors; this process prints only which
+    rank failed first, or was killed.
     """
     with unwind_on_signals(), _folder() as folder:
-        # With this process's number: a rank that finds another parent has been left alone.
-        job = {
-            "starter": os.getpid(),
-            "command": sys.argv,
-            "recipe": recipe.model_dump(mode="json"),
-            "source": source.as_json(),
-        }
-        (folder / JOB).write_text(json.dumps(job))
+        # A rank whose parent has another process id has lost its starter.
+        (folder / JOB).write_bytes(pickle.dumps(Job(os.getpid(), sys.argv, recipe, source)))
         os.environ["OMP_NUM_THREADS"] = str(recipe.run.threads)
         try:
-            # The agent leaves its own handlers behind.
+            # The inner unwind_on_signals restores the handlers, which the agent does not.
             with _agent_quiet(), unwind_on_signals():
                 elastic_launch(_config(recipe, ranks, folder), sys.executable)("-m", "netfold.train.rank", str(folder))
         except ChildFailedError as error:
@@ -67,7 +60,7 @@ def launch(recipe: Recipe, source: Source, ranks: int) -> int:
 
 @contextlib.contextmanager
 def _folder() -> Iterator[Path]:
-    """For the job's files, gone when this process is, however it went: a shell waits for that and takes it away."""
+    """A folder for the job's files. A shell removes it when this process ends in any way, which closes its stdin."""
     name = tempfile.mkdtemp(prefix="netfold-train-")
     keeper = subprocess.Popen(
         ("sh", "-c", 'cat; rm -rf -- "$1"', "sh", name),
@@ -79,7 +72,6 @@ def _folder() -> Iterator[Path]:
     try:
         yield Path(name)
     finally:
-        # Also closed by the kernel.
         keeper.communicate()
 
 
@@ -90,36 +82,32 @@ def _config(recipe: Recipe, ranks: int, folder: Path) -> LaunchConfig:
         "nproc_per_node": ranks,
         "run_id": uuid.uuid4().hex,
         "rdzv_backend": "c10d",
-        # A free port; all ranks are here, and this machine's name need not resolve.
+        # A free port. All ranks are on this machine, whose name need not resolve.
         "rdzv_endpoint": "127.0.0.1:0",
         "local_addr": "127.0.0.1",
         "max_restarts": recipe.fault_tolerance.restarts,
         "logs_specs": DefaultLogsSpecs(log_dir=str(folder / "agent")),
-        # Longer than the grace: the ranks' own deadline comes first.
+        # Longer than the grace time, which the ranks enforce themselves.
         "shutdown_timeout": math.ceil(recipe.fault_tolerance.grace_s) + 5,
     }
-    # Some older torch knows no such deadline, and waits 30 s.
+    # Some older versions of torch lack shutdown_timeout, and wait 30 s.
     known = {field.name for field in dataclasses.fields(LaunchConfig)}
     return LaunchConfig(**{key: value for key, value in wanted.items() if key in known})  # type: ignore[arg-type]
 
 
 def _ending(error: ChildFailedError, recipe: Recipe, *, hopeless: bool) -> str:
-    rank, failure = error.get_first_failure()
-    how = f"was killed by {failure.signal_name()}" if failure.exitcode < 0 else f"ended with status {failure.exitcode}"
     if hopeless:
         return "no restart would help; see the sentence above"
+    rank, failure = error.get_first_failure()
+    how = f"was killed by {failure.signal_name()}" if failure.exitcode < 0 else f"ended with status {failure.exitcode}"
     restarts = recipe.fault_tolerance.restarts
-    often = (
-        f"after {restarts} restart{'' if restarts == 1 else 's'} (fault_tolerance.restarts)"
-        if restarts
-        else "(no restarts)"
-    )
-    return f"given up {often}: rank {rank} failed first, it {how}"
+    often = f"after {restarts} restart{'' if restarts == 1 else 's'} (fault_tolerance.restarts)"
+    return f"given up {often if restarts else '(no restarts)'}: rank {rank} failed first, it {how}"
 
 
 @contextlib.contextmanager
 def _agent_quiet() -> Iterator[None]:
-    """The agent's own reports on what the ranks say themselves stay away, unless LOGLEVEL asks for them."""
+    """Silence the agent's reports of errors that the ranks print themselves, unless LOGLEVEL asks for them."""
     logger, before = logging.getLogger("torch.distributed.elastic"), {}
     if "LOGLEVEL" not in os.environ:
         names = [name for name in logging.root.manager.loggerDict if name.startswith(logger.name)]

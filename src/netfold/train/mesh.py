@@ -1,11 +1,14 @@
-"""Ranks as a mesh: pipeline x data x tensor. Neighbours share a tensor, which talks most; stages are furthest apart."""
+"""Ranks as a mesh: pipeline x data x tensor. Tensor neighbours, which communicate most, have adjacent rank numbers."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import cast
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from netfold.train.recipe import Parallel
@@ -24,10 +27,10 @@ class Axis:
 
 
 class Mesh:
-    """The job's ranks, each a place on three axes. Axes of one rank are there too: nothing has to ask."""
+    """The job's ranks on three axes. An axis of one rank has a group too, so callers need no special case."""
 
     def __init__(self, parallel: Parallel, device: str = "cpu") -> None:
-        """Collective over the world, which must have pipeline x data x tensor ranks. Makes the groups."""
+        """Make the groups. Collective over the world, which must have pipeline x data x tensor ranks."""
         size = dist.get_world_size()
         data = parallel.data or size // (parallel.pipeline * parallel.tensor)
         self.device_mesh: DeviceMesh = init_device_mesh(
@@ -36,17 +39,11 @@ class Mesh:
         self.pipeline, self.data, self.tensor = (self._axis(name) for name in AXES)
 
     def island(self) -> dist.ProcessGroup:
-        """A new group: the ranks that hold this rank's copy of the model, along pipeline and tensor. Collective over
-        the world."""
-        own = None
-        for ranks in self.device_mesh.mesh.transpose(0, 1).flatten(1).tolist():
-            group = dist.new_group(ranks)
-            own = group if dist.get_rank() in ranks else own
-        assert own is not None
-        return cast(dist.ProcessGroup, own)
+        """A new group of the ranks that hold this rank's copy of the model. Collective over the world."""
+        return own_group(self.device_mesh.mesh.transpose(0, 1).flatten(1).tolist())
 
     def alike(self) -> list[list[int]]:
-        """Ranks of the world by what they hold: a list for each place on the other axes, along the data axis."""
+        """The ranks of the world by what they hold: a list along the data axis for each place on the other axes."""
         whole = self.device_mesh.mesh
         ranks: list[list[int]] = whole.transpose(1, 2).reshape(-1, whole.shape[1]).tolist()
         return ranks
@@ -54,3 +51,23 @@ class Mesh:
     def _axis(self, name: str) -> Axis:
         axis = self.device_mesh[name]
         return Axis(name, axis.get_local_rank(), axis.size(), axis.get_group())
+
+
+def own_group(ranks: Sequence[list[int]]) -> dist.ProcessGroup:
+    """Make a group of each list of ranks, and return the group that holds this rank. Collective over the world."""
+    return cast(dist.ProcessGroup, dist.new_subgroups_by_enumeration(list(ranks))[0])
+
+
+def all_reduce_together(tensors: Sequence[Tensor], group: dist.ProcessGroup, divisor: int = 1) -> None:
+    """Replace each tensor by its sum over the group, divided by `divisor`: one all_reduce for each dtype.
+
+    Collective over the group; needs one copy of the tensors.
+    """
+    for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
+        same = [tensor for tensor in tensors if tensor.dtype == dtype]
+        flat = torch.cat([tensor.flatten() for tensor in same])
+        dist.all_reduce(flat, group=group)
+        if divisor > 1:
+            flat /= divisor
+        for tensor, total in zip(same, torch.split(flat, [tensor.numel() for tensor in same]), strict=True):
+            tensor.copy_(total.view_as(tensor))

@@ -1,4 +1,4 @@
-"""Before training: whether the hosts and the links between them will do (`netfold doctor check`)."""
+"""Before training, check the hosts and the links between them (`netfold doctor check`)."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from netfold.train.recipe import Recipe
 
 
 def preflight(recipe: Recipe) -> bool:
-    """Look at all ranks' hosts; False where the job would fail on them. Rank 0 says what is wrong and what to do.
+    """Check all ranks' hosts; return False if the job would fail. Rank 0 prints what is wrong and what to do.
 
-    The same on every rank, whatever the backend. Collective over the world.
+    The result is the same on every rank, with any backend. Collective over the world.
     """
     gathered = _gathered(recipe)
     findings = apply_rules(gathered)
@@ -33,7 +33,7 @@ def preflight(recipe: Recipe) -> bool:
             hosts = len({facts.boot for facts in gathered.facts})
             console.print(f"{hosts} {'host' if hosts == 1 else 'hosts'} checked, nothing is wrong")
         if fails:
-            sentence = "training would fail on these hosts, see what to do above; run.check = false tries it anyway"
+            sentence = "training would fail on these hosts, for the reasons above; run.check = false skips this check"
             print(f"netfold train: {sentence}", file=sys.stderr, flush=True)
     return not fails
 
@@ -41,10 +41,10 @@ def preflight(recipe: Recipe) -> bool:
 def _gathered(recipe: Recipe) -> PreflightFacts:
     if dist.get_world_size() == 1:
         return check_alone(recipe.run.folder)
-    # torchrun's agent has one store for all lives of a job.
+    # torchrun's agent keeps one store for all restarts of a job.
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     store = PrefixStore(f"netfold/hosts/{attempt}", distributed_c10d._get_default_store())
-    # Links are what is measured: the switch is asked, and not joined.
+    # Only links are measured: the ranks do not join the switch.
     with Communicator(
         TorchStore(store),
         dist.get_rank(),

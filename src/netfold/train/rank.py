@@ -1,7 +1,7 @@
-"""A process as one rank of a job: it joins the others, looks at the hosts, trains, and says how it ended.
+"""One rank of a job: join the group, check the hosts, train, and report the result.
 
-Under torchrun, Slurm or mpirun `netfold train` is this at once. Alone it starts such processes (`launch`), which run
-this file: `python -m netfold.train.rank FOLDER`.
+Under torchrun, Slurm or mpirun `netfold train` calls `train` at once. Otherwise `launch` starts processes that run this
+file: `python -m netfold.train.rank FOLDER`.
 """
 
 from __future__ import annotations
@@ -10,11 +10,13 @@ import contextlib
 import ctypes
 import json
 import os
+import pickle
 import signal
 import sys
 import time
 import traceback
 from collections.abc import MutableMapping
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -28,22 +30,32 @@ if TYPE_CHECKING:
     from netfold.train.trainer import Outcome, Trainer
 
 FAILED, CANNOT, INTERRUPTED = 1, 2, 128 + signal.SIGINT
-# Files in the folder of a job that `launch` has started: what to do, that a rank has begun to train, and the status
-# that no restart would change.
-JOB, BEGUN, FINAL = "job.json", "begun", "final"
-# What another try may find better: a peer or a machine that failed. A wrong shape or a missing key will be so again.
-_PASSING = (RuntimeError, OSError, MemoryError)
+# Files in the folder of a job of `launch`: the job, a mark that a rank has begun to train, and the final status.
+JOB, BEGUN, FINAL = "job", "begun", "final"
+# Errors that a restart may avoid: a peer or a machine failed. A wrong shape or a missing key would occur again.
+_TRANSIENT = (RuntimeError, OSError, MemoryError)
 _PR_SET_PDEATHSIG = 1
 
 
-def train(recipe: Recipe, source: Source, begun: Path | None = None) -> int:
-    """Join the ranks that the launcher has started, train in the run's folder, and print what came of it on rank 0.
+@dataclass(frozen=True)
+class Job:
+    """What `launch` passes to its ranks."""
 
-    Returns the exit status: FAILED, or CANNOT where a restart would fail in the same way; POLICY_STATUS where a policy
-    of the recipe ended the run; STOPPED_STATUS where the job was asked to stop, and has. An error is one sentence on
-    stderr, with the rank and the step, and the place in `source` of the key that it names; it is in torchrun's error
-    file too, where that is asked for. begun: made when training begins; from then on SIGTERM is a request to stop after
-    a step.
+    starter: int
+    """The process id of `launch`."""
+    command: list[str]
+    """The user's command, for the run's environment.json."""
+    recipe: Recipe
+    source: Source
+
+
+def train(recipe: Recipe, source: Source, begun: Path | None = None) -> int:
+    """Join the ranks that the launcher has started, train in the run's folder, and print the result on rank 0.
+
+    Returns the exit status: FAILED, or CANNOT if a restart would fail in the same way; POLICY_STATUS if a policy of the
+    recipe ended the run; STOPPED_STATUS if the job was asked to stop, and has. An error is one sentence on stderr, with
+    the rank, the step, and the place in `source` of a key that it names. torchrun's error file, if any, has it too.
+    begun: a file that is made when training begins; from then on SIGTERM requests a stop after a step.
     """
     import torch
     import torch.distributed as dist
@@ -61,7 +73,7 @@ def train(recipe: Recipe, source: Source, begun: Path | None = None) -> int:
     restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     if rank == 0 and restarts != "0":
         most = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "?")
-        print(f"netfold train: all ranks start anew, restart {restarts} of {most}", file=sys.stderr, flush=True)
+        print(f"netfold train: all ranks start again, restart {restarts} of {most}", file=sys.stderr, flush=True)
     try:
         dist.init_process_group(recipe.run.backend, timeout=timedelta(seconds=recipe.run.timeout_s))
         if recipe.run.check and not preflight(recipe):
@@ -70,11 +82,11 @@ def train(recipe: Recipe, source: Source, begun: Path | None = None) -> int:
         trainer = Trainer(recipe, folder=folder, callbacks=make_callbacks(recipe, folder, rank))
         trainer.stop.listen()
         if begun is not None:
-            # The folder goes when the starter does.
+            # The folder is gone if its process is.
             with contextlib.suppress(FileNotFoundError):
                 begun.touch()
         outcome = trainer.fit()
-        # Rank 0 may be writing its page yet: an agent that sees another one leave early ends it.
+        # Rank 0 may still be writing its page: an agent ends it when another rank leaves early.
         dist.barrier()
         dist.destroy_process_group()
     except KeyboardInterrupt:
@@ -82,26 +94,33 @@ def train(recipe: Recipe, source: Source, begun: Path | None = None) -> int:
             print(f"netfold train: interrupted{_step(trainer)}", file=sys.stderr, flush=True)
         return INTERRUPTED
     except PolicyStopError as error:
-        # All ranks raise it alike.
+        # All ranks raise the same error.
         if rank == 0:
-            _tell(error, place, trainer, source)
+            _report(error, place, trainer, source)
         return POLICY_STATUS
     except Exception as error:
-        _tell(error, place, trainer, source)
-        # To Python a RuntimeError; torch raises it for an operation that it lacks, and it will lack it again.
-        passing = isinstance(error, _PASSING) and not isinstance(error, NotImplementedError)
-        return FAILED if passing else CANNOT
+        _report(error, place, trainer, source)
+        # torch raises NotImplementedError, a RuntimeError, for an operation that it lacks: a restart does not help.
+        transient = isinstance(error, _TRANSIENT) and not isinstance(error, NotImplementedError)
+        return FAILED if transient else CANNOT
     stopped = outcome.reason != "done"
     if rank == 0 and stopped:
-        print(f"netfold train: {_stopped(outcome, trainer)}", file=sys.stderr, flush=True)
+        print(
+            f"netfold train: asked to stop ({outcome.reason}) after step {outcome.step} of {trainer.steps}; a "
+            "checkpoint is written, and the same command continues from it",
+            file=sys.stderr,
+            flush=True,
+        )
     elif rank == 0:
-        print(_came_of(outcome, trainer, time.perf_counter() - began_s), flush=True)
+        print(_result(outcome, trainer, time.perf_counter() - began_s), flush=True)
     return STOPPED_STATUS if stopped else 0
 
 
 def name_local_rank(place: Placement, environment: MutableMapping[str, str]) -> None:
-    """By torch's names, for who chooses a device by them. Not the rank's: torch meets at a port of its own choice where
-    it has those, and we at one that is free (torch/env_rendezvous.py)."""
+    """Set torch's variables of the local rank, by which user code chooses a device.
+
+    RANK stays unset: with it torch would use MASTER_PORT, and netfold uses a free port (torch/env_rendezvous.py).
+    """
     if place.local_rank is not None:
         environment["LOCAL_RANK"] = str(place.local_rank)
     if place.local_size is not None:
@@ -109,22 +128,21 @@ def name_local_rank(place: Placement, environment: MutableMapping[str, str]) -> 
 
 
 def main() -> None:
-    """As one of the processes that `launch` starts; argv[1] is the job's folder."""
+    """Run as one of the processes that `launch` starts; argv[1] is the job's folder."""
     folder = Path(sys.argv[1])
     try:
-        job = json.loads((folder / JOB).read_text())
+        job: Job = pickle.loads((folder / JOB).read_bytes())
     except FileNotFoundError:
-        sys.exit("netfold train: a rank leaves before it has begun: the process that has started it is gone")
-    _leave_with(job["starter"])
-    # What the run's environment.json tells is what its user typed.
-    sys.argv = job["command"]
+        sys.exit("netfold train: a rank leaves before it has begun: the process that started it is gone")
+    _leave_with(job.starter)
+    sys.argv = job.command
     final = final_status(folder)
     if final is not None:
         sys.exit(final)
-    # An earlier life's: no rank begins before all have joined.
+    # The mark of an earlier start; no rank of this one begins before all have joined.
     (folder / BEGUN).unlink(missing_ok=True)
     try:
-        status = train(Recipe.model_validate(job["recipe"]), Source.from_json(job["source"]), folder / BEGUN)
+        status = train(job.recipe, job.source, folder / BEGUN)
     except KeyboardInterrupt:
         status = INTERRUPTED
     if status in (CANNOT, POLICY_STATUS, STOPPED_STATUS):
@@ -134,20 +152,20 @@ def main() -> None:
 
 
 def final_status(folder: Path) -> int | None:
-    """What a rank of the job has left with that no restart would change: CANNOT, POLICY_STATUS or STOPPED_STATUS."""
+    """The exit status of a rank that no restart would change (CANNOT, POLICY_STATUS or STOPPED_STATUS), or None."""
     final = folder / FINAL
     return int(final.read_text()) if final.exists() else None
 
 
 def _leave_with(starter: int) -> None:
-    """SIGTERM for this process when the one that started it is gone, however it went."""
+    """Send SIGTERM to this process when its starter ends in any way."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     if os.getppid() != starter:
         sys.exit(FAILED)
 
 
-def _came_of(outcome: Outcome, trainer: Trainer, seconds: float) -> str:
-    """One line: the metric, the baseline, which is better, how long it took."""
+def _result(outcome: Outcome, trainer: Trainer, seconds: float) -> str:
+    """One line: the metric, its baseline, the better one, and the time."""
     from netfold.train.callbacks.result import metric_words, result
 
     ranks = trainer.mesh.device_mesh.size()
@@ -157,30 +175,23 @@ def _came_of(outcome: Outcome, trainer: Trainer, seconds: float) -> str:
     )
 
 
-def _stopped(outcome: Outcome, trainer: Trainer) -> str:
-    return (
-        f"asked to stop ({outcome.reason}) after step {outcome.step} of {trainer.steps}; a checkpoint is written, and "
-        "the same command goes on from it"
-    )
-
-
-def _tell(error: Exception, place: Placement, trainer: Trainer | None, source: Source) -> None:
+def _report(error: Exception, place: Placement, trainer: Trainer | None, source: Source) -> None:
     if isinstance(error, ValueError):
-        said = "; ".join(source.placed(error))
+        text = "; ".join(source.placed(error))
     else:
-        said = str(error) if isinstance(error, PolicyStopError) else error_sentence(error)
-    sentence = f"rank {place.rank} of {place.size}{_step(trainer)}: {said}"
+        text = str(error) if isinstance(error, PolicyStopError) else error_sentence(error)
+    sentence = f"rank {place.rank} of {place.size}{_step(trainer)}: {text}"
     print(f"netfold train: {sentence}", file=sys.stderr, flush=True)
     if os.environ.get("LOGLEVEL") in ("INFO", "DEBUG"):
         traceback.print_exception(error)
     report = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if report:
-        # What torchrun shows as the reason.
+        # torchrun shows this message as the reason.
         calls = "".join(traceback.format_exception(error))
-        told = {"message": sentence, "extraInfo": {"py_callstack": calls, "timestamp": str(int(time.time()))}}
-        # Gone where the agent is.
+        message = {"message": sentence, "extraInfo": {"py_callstack": calls, "timestamp": str(int(time.time()))}}
+        # The folder is gone if the agent is.
         with contextlib.suppress(FileNotFoundError):
-            Path(report).write_text(json.dumps({"message": told}))
+            Path(report).write_text(json.dumps({"message": message}))
 
 
 def _step(trainer: Trainer | None) -> str:

@@ -1,4 +1,4 @@
-"""Down, up by the baseline, and how near to the truth: what super-resolution's model, data and metric share.
+"""Super-resolution's shared operations: reduce a picture, enlarge by the baseline, and measure the difference.
 
 Pictures are tensors [..., 3, height, width], f32, red-green-blue, in 0..1.
 """
@@ -10,17 +10,17 @@ from torch import Tensor
 from torch.nn import functional
 
 PSNR_BORDER_PIXELS = 4
-# Of equal pictures: finite, so that a mean over pictures is a number.
+# The value for equal pictures: finite, so that a mean over pictures is finite.
 PSNR_AT_MOST_DB = 100.0
 
 
 def to_8_bits(picture: Tensor) -> Tensor:
-    """The picture as a file would keep it: inside 0..1, in steps of 1/255."""
+    """Round a picture as a file does: inside 0..1, in steps of 1/255."""
     return picture.clamp(0.0, 1.0).mul(255.0).round().div(255.0)
 
 
 def smaller(truth: Tensor, scale: int) -> Tensor:
-    """By antialiased bicubic, kept in 8 bits. Sides of `truth` must be multiples of `scale`."""
+    """Reduce by antialiased bicubic, rounded to 8 bits. Sides of `truth` must be multiples of `scale`."""
     height, width = truth.shape[-2:]
     if height % scale or width % scale:
         raise ValueError(
@@ -31,10 +31,10 @@ def smaller(truth: Tensor, scale: int) -> Tensor:
 
 
 def bicubic(low: Tensor, scale: int) -> Tensor:
-    """`scale` times as large by bicubic interpolation: the baseline, and what a network adds its detail to.
+    """Enlarge `scale` times by bicubic interpolation: the baseline, to which a network adds detail.
 
-    Keys's kernel with a = -1/2, as in Pillow and Matlab's imresize: in torch that is the antialiased kernel,
-    which is not widened when it enlarges. torch's other one (a = -3/4) is a weaker baseline.
+    Keys's kernel with a = -1/2, as in Pillow and Matlab's imresize. In torch this is the antialiased kernel, which is
+    not widened when it enlarges. torch's other kernel (a = -3/4) is a weaker baseline.
     """
     height, width = low.shape[-2:]
     return _bicubic(low, height * scale, width * scale)
@@ -43,8 +43,8 @@ def bicubic(low: Tensor, scale: int) -> Tensor:
 def psnr(picture: Tensor, truth: Tensor, *, border_pixels: int = PSNR_BORDER_PIXELS) -> Tensor:
     """Peak signal-to-noise ratio [...] in dB: over red, green and blue together, peak 1, without the border.
 
-    Both are compared as 8-bit pictures. The border is left out, as is usual, because what lies beyond the
-    frame is a guess that says nothing about the method.
+    Both are compared as 8-bit pictures. The border is left out, as is usual, because it depends on a guess about the
+    pixels beyond the frame.
     """
     inside = (..., slice(border_pixels, -border_pixels or None), slice(border_pixels, -border_pixels or None))
     error = (to_8_bits(picture.float())[inside] - to_8_bits(truth)[inside]).double().square().mean((-3, -2, -1))

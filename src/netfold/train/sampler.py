@@ -1,27 +1,30 @@
-"""Which example each step takes: a function of the seed and the number of samples before it, and of nothing else.
+"""Choose the examples of each step, and make a rank's batches one step ahead.
 
-So there is nothing to save but that number, and it means the same to any number of ranks: the global batch of a step
-does not depend on who computes which part of it.
+The choice is a function of the seed and the number of samples before the step. So a checkpoint needs only that number,
+which has the same meaning for any number of ranks: the global batch of a step does not depend on its division.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
 
+from netfold.train.examples import Batch, Examples
+
 
 @dataclass(frozen=True)
 class Sampler:
-    """Every epoch goes through all examples once, in an order of its own; batches run on over its end."""
+    """Every epoch takes all examples once, in its own order; a batch may cross the end of an epoch."""
 
     examples: int
     seed: int
 
     def indices(self, first: int, count: int) -> list[int]:
-        """Of the samples first..first+count-1 since the start of training."""
+        """The examples of samples first..first+count-1 since the start of training."""
         found: list[int] = []
         while len(found) < count:
             epoch, offset = divmod(first + len(found), self.examples)
@@ -29,12 +32,12 @@ class Sampler:
         return found
 
     def seeds(self, first: int, count: int) -> list[int]:
-        """One a sample, for what is drawn for it: the same whoever makes it, another in every epoch."""
+        """One seed for each sample's random choices: the same on any rank, different in every epoch."""
         return [sample_seed(self.seed, sample) for sample in range(first, first + count)]
 
 
 def sample_seed(seed: int, sample: int) -> int:
-    """63 bits that look drawn, of the two (splitmix64's finaliser: Steele, Lea, Flood 2014)."""
+    """A hash of both in 63 bits (splitmix64's finaliser: Steele, Lea, Flood 2014)."""
     value = (seed * 0x9E3779B97F4A7C15 + sample + 1) * 0x9E3779B97F4A7C15 & _WORD
     value = (value ^ value >> 30) * 0xBF58476D1CE4E5B9 & _WORD
     value = (value ^ value >> 27) * 0x94D049BB133111EB & _WORD
@@ -47,10 +50,52 @@ def rank_slice(total: Sequence[int], rank: int, ranks: int) -> Sequence[int]:
     return total[rank * part : (rank + 1) * part]
 
 
-# The last epoch's and the next one's: what a batch over an end of an epoch needs.
+# Two: a batch over the end of an epoch needs the orders of both epochs.
 @functools.lru_cache(maxsize=2)
 def _permutation(examples: int, seed: int, epoch: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
     return np.random.default_rng([seed, epoch]).permutation(examples)
 
 
 _WORD = 2**64 - 1
+
+
+class Prefetcher:
+    """One data-parallel rank's share of each global batch of `batch` samples.
+
+    `Sampler` chooses the samples by the number of samples before, and not by the number of ranks.
+    """
+
+    def __init__(
+        self,
+        examples: Examples,
+        seed: int,
+        batch: int,
+        rank: int,
+        ranks: int,
+        agree: Callable[[Batch, Sequence[int], Sequence[int]], Batch] | None = None,
+    ) -> None:
+        """agree: (a batch, its indices and seeds) -> the batch to train on; `get` calls it on the caller's thread."""
+        self._examples = examples
+        self._order = Sampler(len(examples), seed)
+        self._batch, self._rank, self._ranks, self._agree = batch, rank, ranks, agree
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="netfold-feed")
+        self._ahead: tuple[int, Future[Batch]] | None = None
+
+    def get(self, samples: int) -> Batch:
+        """The share of the batch after `samples` samples; also begins the next one. Raises BadExampleError."""
+        ahead, self._ahead = self._ahead, None
+        future = ahead[1] if ahead is not None and ahead[0] == samples else self._begin(samples)
+        batch = future.result()
+        self._ahead = samples + self._batch, self._begin(samples + self._batch)
+        return batch if self._agree is None else self._agree(batch, *self._numbers(samples))
+
+    def close(self) -> None:
+        self._thread.shutdown(wait=True, cancel_futures=True)
+
+    def _begin(self, samples: int) -> Future[Batch]:
+        return self._thread.submit(lambda: self._examples.batch(*self._numbers(samples)))
+
+    def _numbers(self, samples: int) -> tuple[Sequence[int], Sequence[int]]:
+        """The share's indices and seeds."""
+        indices = rank_slice(self._order.indices(samples, self._batch), self._rank, self._ranks)
+        return indices, rank_slice(self._order.seeds(samples, self._batch), self._rank, self._ranks)

@@ -12,15 +12,13 @@ from netfold import units
 from netfold.bench.figures import chart
 from netfold.bench.figures.figure import Predicted
 from netfold.bench.spread import spread
-from netfold.plan.cluster import Aggregator, Cluster
-from netfold.plan.model.catalogue import find_model
-from netfold.plan.request import parse_request
-from netfold.plan.search import search
+from netfold.plan.link_gains import LINKS as RATIOS
+from netfold.plan.link_gains import gains, measured_request, name_of
 from netfold.tuning import DEFAULT_LINKS, Link, Topology
 from netfold.tuning.cost import Case, given_back_bytes_per_s, ring_bytes_per_s, split_rate
 
 # By c, None for a port a worker.
-LINKS: Mapping[int | None, str] = {1: "c = 1", 2: "c = 2", 4: "c = 4", None: "c = P"}
+LINKS: Mapping[int | None, str] = {c: name_of(c) for c in RATIOS}
 _MODEL = (
     "c is the rate of the switch's link over a worker's; c = P, a port a worker, is the talk's switch. A host that "
     "aggregates has one link, mostly c = 1; a ring carries what this link cannot."
@@ -52,7 +50,7 @@ def by_hosts(size_bytes: int, hosts: Sequence[int], *, rate_bytes_per_s: float) 
 
 def by_model(models: Sequence[str], workers: int) -> Predicted:
     """The speedup of training steps against a ring, on the talk's own cluster."""
-    found = {model: _gains(model, workers) for model in models}
+    found = {model: gains(measured_request(model, "switchml-10g", workers)) for model in models}
     ordered = sorted(models, key=lambda model: found[model][None], reverse=True)
     most = ordered[0]
     percents = ", ".join(f"{100 * (found[most][c] - 1):.0f}% with {name}" for c, name in LINKS.items())
@@ -75,39 +73,3 @@ def _split_s(size_bytes: int, hosts: int, c: int | None, rate_bytes_per_s: float
     given = given_back_bytes_per_s(hosts, (c or hosts) * rate_bytes_per_s, math.inf)
     links = replace(DEFAULT_LINKS, network=Link(0.0, rate_bytes_per_s), switches=(given,))
     return size_bytes / split_rate(Case(size_bytes, Topology.apart(hosts), links, switch=1))
-
-
-def _gains(model: str, workers: int) -> dict[int | None, float]:
-    """By c: samples a second with such a switch over those of host algorithms."""
-    batch = find_model(model).speed.batch
-    asked = parse_request(
-        {
-            "model": f"{model}:measured=true",
-            "cluster": "switchml-10g",
-            "job": {
-                "gpus": workers,
-                "batch": workers * batch,
-                "precision": "f32",
-                "optimizer": "momentum",
-                "overlap": True,
-            },
-            "split": {"tensor": 1, "pipeline": 1, "zero": 0, "recompute": "none", "micro_batch": batch},
-        },
-        {},
-    )
-
-    def samples_per_s(cluster: Cluster, *, in_network: bool) -> float:
-        job = replace(asked.job, in_network=in_network)
-        return search(asked.model, cluster, asked.devices, job, asked.space).best.prediction.samples_per_s
-
-    ring = samples_per_s(asked.cluster, in_network=False)
-    return {c: samples_per_s(_with_host(asked.cluster, c), in_network=True) / ring for c in LINKS}
-
-
-def _with_host(cluster: Cluster, c: int | None) -> Cluster:
-    """The cluster with a host that aggregates in place of each tier's switches. Cores are no limit."""
-    host = Aggregator(c=float(c or 0), ports=c is None, core_bytes_per_s=math.inf)
-    tiers = (
-        replace(tier, in_network=False, aggregators=(host,)) if tier.in_network else tier for tier in cluster.tiers
-    )
-    return replace(cluster, tiers=tuple(tiers))

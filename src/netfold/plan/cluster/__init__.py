@@ -1,4 +1,4 @@
-"""Clusters: a device, tiers of links, aggregators beside them, TOML presets with the sources of their figures."""
+"""Clusters: a device, tiers of links, aggregators, and TOML presets with the sources of their figures."""
 
 from netfold.plan.cluster.aggregator import BOX, SPARE_HOST, Aggregator
 from netfold.plan.cluster.cluster import Cluster, Device, Tier

@@ -1,4 +1,4 @@
-"""Hosts that add up gradients (`netfold switch`): the link that each has, and what its cores add. Pure."""
+"""Hosts that aggregate gradients (`netfold switch`): the link of each, and the rate of its cores. Pure."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ from dataclasses import dataclass
 
 from netfold.tuning.cost import beside_a_worker_bytes_per_s, given_back_bytes_per_s
 
-# Contributions that one core receives and adds in a second, the kernel's work included: 8.4 Gbit/s (5% .. 95%: 6.3 ..
+# Contributions that one core receives and adds per second, including the kernel's work: 8.4 Gbit/s (5% .. 95%: 6.3 ..
 # 9.4) with GRO on and results cut by the link (bench/results/switch_cost.md); rounded down.
 CORE_BYTES_PER_S = 7e9 / 8
 
 
 @dataclass(frozen=True)
 class Aggregator:
-    """`hosts` hosts alike, each with `netfold switch`.
+    """`hosts` equal hosts, each with `netfold switch`.
 
-    c: the rate of its link over the rate of a worker host's link; 0 where bytes_per_s or ports say the rate.
-    bytes_per_s: its link, each way; 0 where c or ports say the rate.
-    ports: it has a port a worker host, as a Linux box that is itself the switch of the hosts (c = P).
-    cores: that add, one thread of `netfold switch` each.
-    core_bytes_per_s: of contributions, that one of these cores adds.
-    worker: it is the host of a worker, whose own traffic takes the same link.
+    c: the rate of its link over the rate of a worker host's link; 0 where bytes_per_s or ports give the rate.
+    bytes_per_s: of its link, per direction; 0 where c or ports give the rate.
+    ports: it has one port per worker host, as a Linux box that is itself the switch of the hosts (c = P).
+    cores: that aggregate, one thread of `netfold switch` each.
+    core_bytes_per_s: contributions that one of these cores adds.
+    worker: it is the host of a worker, whose own traffic uses the same link.
     """
 
     hosts: int = 1
@@ -32,13 +32,13 @@ class Aggregator:
     worker: bool = False
 
     def link_bytes_per_s(self, worker_bytes_per_s: float, workers: int) -> float:
-        """Of one of them; worker_bytes_per_s: of one of `workers` worker hosts."""
+        """Of one of the hosts. worker_bytes_per_s: of one of `workers` worker hosts."""
         if self.ports:
             return workers * worker_bytes_per_s
         return self.bytes_per_s or self.c * worker_bytes_per_s
 
     def gives(self, worker_bytes_per_s: float, workers: int) -> float:
-        """Bytes of tensor a second that all of them give back, while all worker hosts send at once."""
+        """Tensor bytes per second that all of the hosts return, while all worker hosts send at once."""
         link = self.link_bytes_per_s(worker_bytes_per_s, workers)
         added = self.cores * self.core_bytes_per_s
         if self.worker:
@@ -54,7 +54,6 @@ class Aggregator:
         return f"{count} with {link} and {self.cores} core{'s' if self.cores > 1 else ''}{where}"
 
 
-# A spare host with a link like a worker's, and a Linux box in the place of the hosts' switch, a port a worker: what one
-# can add to any cluster.
+# A spare host with a link like a worker's, and a Linux box with one port per worker in place of the hosts' switch.
 SPARE_HOST = Aggregator(c=1.0)
 BOX = Aggregator(ports=True)

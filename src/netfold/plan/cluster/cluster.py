@@ -1,22 +1,25 @@
-"""A cluster as the planner sees it: one kind of device, and what joins devices, tier by tier from the inside out."""
+"""A cluster as the planner sees it: one kind of device, and the tiers of links that join devices, from the inside
+out."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from netfold.plan.cluster.aggregator import Aggregator
 
 
 @dataclass(frozen=True)
 class Device:
-    """flops: peak multiply-adds by dtype, as two operations each, dense; of f32, tf32, f16, bf16 those that it has.
+    """flops: peak FLOP/s by precision (f32, tf32, f16, bf16), dense, a multiply-add as two operations.
 
-    memory_bytes, memory_bytes_per_s: of its own memory. reserved_bytes: of it, what tensors cannot have.
-    multiprocessors: parts that work on tiles of a matmul side by side. sustained: of peak, the clock that its power
-    leaves to matmuls that go on. copy_bytes_per_s: at which a collective passes its buffer through it; 0 where it is
-    not known, and then it is that of V100 and A100. power_w: what it draws at most; 0 where it is not known.
+    memory_bytes, memory_bytes_per_s: of its own memory.
+    multiprocessors: parts that work on tiles of a matmul side by side.
+    sustained: the clock that its power allows for continuous matmuls, as a part of the peak clock.
+    copy_bytes_per_s: at which a collective passes its buffer through the device; 0: that of V100 and A100.
+    power_w: at most; 0 where unknown.
+    reserved_bytes: memory that tensors cannot have.
     """
 
     name: str
@@ -35,7 +38,7 @@ class Device:
         return self.memory_bytes - self.reserved_bytes
 
     def kept_up(self, precision: str) -> float:
-        """FLOP/s at the clock that stays."""
+        """FLOP/s at the sustained clock."""
         return self.sustained * self.peak(precision)
 
     def peak(self, precision: str) -> float:
@@ -47,19 +50,19 @@ class Device:
 
 @dataclass(frozen=True)
 class Tier:
-    """What joins `devices` devices, all of those of the tiers inside among them.
+    """Links that join `devices` devices, including all devices of the tiers inside.
 
     latency_s: of one message between two devices.
-    bytes_per_s: a device and direction, with all devices at it at once.
-    oversubscription: by how much the links above are too few for that; 1 is none.
-    in_network: its own switches reduce on the way, at the rate of their ports (SHARP, a Tofino).
-    nvls: by NVLink's switches, which reduce what ranks load and spread what they store.
-    switch_ports: of one switch, half of them up where there are several levels; 0: one switch joins all.
-    switch_latency_s: that each further level of switches adds to a way up.
-    burst_bytes: what a link lets through at once after a pause, as those do whose rate a token bucket limits; only a
-    timed step, played as events, knows of pauses.
-    under_load: of bytes_per_s, what was measured to be kept up while all devices send across at once (flows that meet
-    in switches and at receivers); 1 where it was not measured.
+    bytes_per_s: per device and direction, with all devices sending at once.
+    oversubscription: by how much the links above are too few for that; 1: not at all.
+    in_network: its switches reduce on the way, at the rate of their ports (SHARP, a Tofino).
+    nvls: NVLink's switches reduce what ranks load, and spread what ranks store.
+    switch_ports: of one switch, half of them upwards where there are several levels; 0: one switch joins all devices.
+    switch_latency_s: of each further level of switches on a path upwards.
+    burst_bytes: what a link lets through at once after a pause, as links with a token bucket do; only a timed step,
+    simulated as events, has pauses.
+    under_load: the measured part of bytes_per_s while all devices send across at once (flows that meet in switches and
+    at receivers); 1 where it was not measured.
     aggregators: hosts beside its devices that reduce (`netfold switch`).
     """
 
@@ -77,33 +80,35 @@ class Tier:
     aggregators: tuple[Aggregator, ...] = ()
 
     def switch_levels(self, joined: int) -> int:
-        """Of a fat tree that joins so many: L levels, the uppermost with all its ports down, join 2 (ports/2)^L."""
+        """Levels of a fat tree over so many devices.
+
+        L levels, with all ports of the top level downwards, join 2 (ports/2)^L devices.
+        """
         if joined <= self.switch_ports or self.switch_ports == 0:
             return 1
         return math.ceil(math.log(joined / 2, self.switch_ports / 2) - 1e-9)
 
-    def way_up_s(self, joined: int) -> float:
-        """From a device to the switch above all of so many, without its bytes; as long comes back."""
+    def up_latency_s(self, joined: int) -> float:
+        """Latency from a device to the switch above all of so many devices; the way down takes as long."""
         return self.latency_s + (self.switch_levels(joined) - 1) * self.switch_latency_s
 
     @property
     def loaded_bytes_per_s(self) -> float:
-        """A device and direction, of its own adapter, while others send too."""
+        """Of a device's own adapter, per direction, while other devices send too."""
         return self.bytes_per_s * self.under_load
 
     @property
     def busy_bytes_per_s(self) -> float:
-        """A device and direction where all send across at once."""
+        """Per device and direction, while all devices send across at once."""
         return self.loaded_bytes_per_s / self.oversubscription
 
 
 @dataclass(frozen=True)
 class Processors:
-    """Cores that all hosts of a cluster share, as those of an emulated rack do.
+    """Cores that all hosts of a cluster share, as in an emulated rack. Times are of one core.
 
-    Of a core, what a collective takes for each of its ranks: operation_s, whatever it is; message_s, for each of its
-    steps; byte_s, for each byte that the rank sends. switch_byte_s: of a switch that is a program, one thread, for each
-    byte of each rank.
+    A collective takes for each of its ranks: operation_s once, message_s for each step, byte_s for each byte that the
+    rank sends. switch_byte_s: of a software switch, one thread, for each byte of each rank.
     """
 
     cores: int
@@ -117,9 +122,9 @@ class Processors:
 class Cluster:
     """tiers: from the inside out; the last one joins everything. sources: where the figures come from.
 
-    price_an_hour: of one device, in any one currency; 0 where it is not known. shared: cores that all hosts have
-    together; None where each has its own, enough of them. Only a timed step, played as events, knows of
-    cores.
+    price_an_hour: of one device, in any one currency; 0 where unknown.
+    shared: cores that all hosts share; None: each host has enough cores of its own. Only a timed step, simulated as
+    events, depends on cores.
     """
 
     name: str
@@ -131,15 +136,23 @@ class Cluster:
 
     @property
     def devices(self) -> int:
-        """As many as there are."""
         return self.tiers[-1].devices
 
     @property
     def aggregates(self) -> bool:
-        """Whether anything in its network adds up what ranks send."""
+        """Whether its network has switches or hosts that aggregate."""
         return any(tier.in_network or tier.aggregators for tier in self.tiers)
 
     @property
     def node(self) -> int:
         """Devices that the innermost tier joins."""
         return self.tiers[0].devices
+
+    @property
+    def host_devices(self) -> int:
+        """Devices of a host: those of the innermost of several tiers, or one."""
+        return self.node if len(self.tiers) > 1 else 1
+
+    def with_tier(self, tier: Tier, other: Tier) -> Cluster:
+        """The cluster with `other` in place of its tier `tier`."""
+        return replace(self, tiers=tuple(other if each is tier else each for each in self.tiers))

@@ -13,11 +13,11 @@ from netfold.tuning.topology import Link
 
 
 def measured_link(path: Path) -> Link:
-    """Of one host and direction.
+    """Read the link of one host and direction from a measurement.
 
-    The doctor measures pairs of hosts: the median of latencies, and of the slower ways' rates. A benchmark of
-    all_reduce gives what a ring of its ranks comes to, one rank a host, of its first side. Raises ValueError, in a
-    sentence, for any other file.
+    The doctor measures pairs of hosts: the link has the median latency, and the median rate of the slower directions.
+    For a benchmark of all_reduce, the link is fitted to a ring of its ranks, one per host, with its first backend.
+    Raises ValueError, in one sentence, for any other file.
     """
     try:
         found = json.loads(path.read_text(encoding="utf-8"))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -10,20 +9,19 @@ from pathlib import Path
 from netfold.plan.cluster.aggregator import Aggregator
 from netfold.plan.cluster.cluster import Cluster, Tier
 from netfold.plan.cluster.load import aggregators_of
-from netfold.plan.quantity import parse_quantity
+from netfold.plan.toml_file import Table, read_toml
 from netfold.plan.words import suggest
 
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
-
 _NETWORKS = Path(__file__).parent / "networks.toml"
+_KEYS = ("source", "rate", "part", "most", "latency", "oversubscription", "in_network", "aggregator")
 
 
 @dataclass(frozen=True)
 class Network:
-    """What changes between nodes; None stays. Rates are of a node. part: of the line's rate. most: a bound."""
+    """What changes between nodes. None: the cluster's own value stays. Rates are per node.
+
+    part: of the line's rate. most_bytes_per_s: an upper bound of the rate.
+    """
 
     name: str
     source: str
@@ -42,15 +40,15 @@ class Network:
 
 @lru_cache(maxsize=1)
 def networks() -> dict[str, Network]:
-    """Those that ship with netfold, by name."""
-    tree = tomllib.loads(_NETWORKS.read_text(encoding="utf-8"))
-    return {name: _network(name, said) for name, said in tree.items()}
+    """The networks that ship with netfold, by name."""
+    tree, _ = read_toml(_NETWORKS)
+    return {name: _network(name, Table(keys, f"network {name}", _KEYS)) for name, keys in tree.items()}
 
 
 def with_network(cluster: Cluster, name: str) -> Cluster:
-    """The cluster with that network in the tiers beyond its nodes; in its only tier, where there is one.
+    """The cluster with that network in the tiers outside its nodes, or in its only tier.
 
-    Raises ValueError for a name that is none.
+    Raises ValueError for an unknown name.
     """
     if name not in networks():
         raise ValueError(f"there is no network {name!r}; {suggest(name, networks())}")
@@ -69,26 +67,23 @@ def _with(tier: Tier, network: Network, sharing: int) -> Tier:
         bytes_per_s=line / sharing,
         latency_s=tier.latency_s if network.latency_s is None else network.latency_s,
         oversubscription=tier.oversubscription if network.oversubscription is None else network.oversubscription,
-        # Where hosts are to add, the tier's own switches do not: what is compared is these hosts.
+        # Hosts that aggregate are compared alone: the tier's own switches then do not aggregate.
         in_network=tier.in_network and not network.aggregators if network.in_network is None else network.in_network,
         aggregators=network.aggregators or (() if network.in_network else tier.aggregators),
-        # What was measured is the old network's.
+        # The rate under load was measured on the old network.
         under_load=tier.under_load if network.bytes_per_s is None else 1.0,
     )
 
 
-def _network(name: str, said: dict[str, object]) -> Network:
-    def quantity(key: str, kind: str) -> float | None:
-        return parse_quantity(said[key], kind, f"network {name}, {key}") if key in said else None
-
+def _network(name: str, table: Table) -> Network:
     return Network(
         name,
-        str(said["source"]),
-        quantity("rate", "rate"),
-        float(str(said.get("part", 1.0))),
-        quantity("most", "rate"),
-        quantity("latency", "time"),
-        float(str(said["oversubscription"])) if "oversubscription" in said else None,
-        bool(said["in_network"]) if "in_network" in said else None,
-        aggregators_of(said.get("aggregator", []), f"network {name}"),
+        str(table.keys["source"]),
+        table.quantity("rate", "rate") if "rate" in table else None,
+        table.number("part", 1.0),
+        table.quantity("most", "rate") if "most" in table else None,
+        table.quantity("latency", "time") if "latency" in table else None,
+        table.number("oversubscription", 1.0) if "oversubscription" in table else None,
+        table.truth("in_network") if "in_network" in table else None,
+        aggregators_of(table),
     )

@@ -1,17 +1,15 @@
-"""A step of training played as events: what closed forms leave out, and when each rank does what.
+"""A step of training simulated as events: effects that closed forms leave out, and the timeline of each rank.
 
-`simulate` takes what the analytical `predict` takes, and gives the same Prediction, with a timeline.
+`simulate` takes the arguments of the analytical `predict` and gives the same Prediction, with a timeline.
 
-  schedule    in which order a stage works off its microbatches
+  schedule    the order in which a stage processes its microbatches
   conditions  jitter, stragglers, shared links, interference
-  mesh        where ranks stand, and which links they share
-  timed_step  a step as one host's profile shows it, on a cluster of many
-  cores       what hosts that share cores do, in turn
-  buckets     what data-parallel ranks do together, and what waits for it
-  build      a step written out: tasks, durations, messages
-  event_loop        the events, in the order of time
-  links       flows that share links
-  simulate    the parts of the step that was played
+  mesh        the places of ranks, and the links that they share
+  buckets     the collectives of data-parallel ranks, and the tasks that wait for them
+  build       a step for the event loop: tasks, durations, messages
+  timed_step  the same for a step profiled on one host
+  event_loop  lanes and stages, on event_queue, links (shared by flows) and cores (shared by hosts)
+  simulate    the parts of the simulated step
   timeline    the same by rank, as a list and as a file for Perfetto
 """
 

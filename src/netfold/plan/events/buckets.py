@@ -1,10 +1,10 @@
-"""What data-parallel ranks do together in a step: which buckets there are, and which task each waits for. Pure.
+"""The collectives of data-parallel ranks in a step: the buckets, and the task that each bucket waits for. Pure.
 
-Without overlap all gradients go after the last pass. With it, the last backward pass of a piece completes one bucket
-after the other. With ZeRO-2 the same happens in every microbatch: ranks keep parts of gradients, so the next pass waits
-until they are reduced. With ZeRO-1 and 2 all weights are gathered after the update. With ZeRO-3 every pass gathers its
-weights bucket by bucket, each while the one before it computes, and every backward pass gives its gradients away
-(Rajbhandari et al. 2020; PyTorch FSDP, Zhao et al. 2023, section 4).
+Without overlap all gradients are reduced after the last pass. With overlap, the last backward pass of a virtual stage
+completes one bucket after the other. With ZeRO-2 the same happens in every microbatch: ranks keep parts of gradients,
+so the next pass waits until they are reduced. With ZeRO-1 and 2 all weights are gathered after the update. With ZeRO-3
+every pass gathers its weights bucket by bucket, each while the bucket before computes, and every backward pass reduces
+its gradients (Rajbhandari et al. 2020; PyTorch FSDP, Zhao et al. 2023, section 4).
 """
 
 from __future__ import annotations
@@ -19,16 +19,17 @@ from netfold.plan.events.schedule import BACKWARD, WEIGHTS, Turn
 from netfold.plan.job import Job
 from netfold.plan.step import Costs, Stage
 
-# Into how many buckets the parameters of a piece are cut at most; beyond that, several go together.
+# The parameters of a virtual stage are cut into at most so many buckets.
 MOST_BUCKETS = 32
 
 
 @dataclass(frozen=True)
 class TaskInfo:
-    """A task in words. part, of parts: a pass that waits for buckets or completes them is several tasks.
+    """One task of a stage: part `part` of the `parts` tasks of a turn, which waits for buckets or completes them.
 
-    computing_s: on a rank as it should be. tensor_s: in collectives among tensor ranks. tables_s: in exchanges of what
-    was looked up in tables that are spread over all ranks.
+    computing_s: on a rank without jitter.
+    tensor_s: in collectives among tensor ranks.
+    tables_s: in exchanges with tables that are spread over all ranks.
     """
 
     turn: Turn
@@ -44,7 +45,7 @@ class TaskInfo:
 
 
 class Bucket(NamedTuple):
-    """operation: as a profile names it. size_bytes: of all of it. seconds: were it alone on its links."""
+    """operation: as a profile names it. seconds: alone on its links."""
 
     operation: str
     size_bytes: float
@@ -53,8 +54,10 @@ class Bucket(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """buckets: in the order in which they go. releases: by task, which are ready when it ends; first: how many are from
-    the beginning. awaited: by task, the bucket that it cannot begin without."""
+    """buckets: in order. releases: by task, the buckets that are ready when the task ends.
+
+    first: how many buckets are ready at the beginning. awaited: by task, the bucket that it waits for.
+    """
 
     buckets: tuple[Bucket, ...] = ()
     releases: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
@@ -63,32 +66,33 @@ class Plan:
 
 
 class BucketPlanner:
-    """Of one stage. share: its parameters, of those of the stage that has most, which `parts` speaks of.
+    """The buckets of one stage.
 
-    updated: the gather of all weights after the update; None where there is none.
+    share: the stage's parameters, over those of the stage with most parameters, which `parts` is of.
+    updated: the gather of all weights after the update; None without one.
     """
 
     def __init__(self, job: Job, stage: Stage, parts: Costs, share: float) -> None:
         self._job = job
         self._gathers = job.split.zero == 3 and job.split.data > 1
-        self._talks = job.split.data > 1 and parts.data_s > 0 and share > 0
+        self._communicates = job.split.data > 1 and parts.data_s > 0 and share > 0
         item_bytes = job.item_bytes if self._gathers else job.gradient_bytes
-        pieces = job.split.interleave
-        self._count = max(1, min(MOST_BUCKETS, math.ceil(stage.parameters * item_bytes / pieces / job.bucket_bytes)))
-        of_a_bucket = share / (self._count * pieces)
-        elements = stage.parameters / (self._count * pieces)
+        interleave = job.split.interleave
+        needed = math.ceil(stage.parameters * item_bytes / interleave / job.bucket_bytes)
+        self._count = max(1, min(MOST_BUCKETS, needed))
+        of_a_bucket = share / (self._count * interleave)
+        elements = stage.parameters / (self._count * interleave)
         operation = "reduce_scatter" if job.split.zero else "all_reduce"
         self._reduced = Bucket(operation, elements * job.gradient_bytes, parts.data_s * of_a_bucket)
         self._gathered = Bucket("all_gather", elements * job.item_bytes, parts.gathered_s * of_a_bucket)
         self._travels, self._backward_s = parts.travels, stage.backward_s
         self.updated: Bucket | None = None
-        if self._talks and job.split.zero in (1, 2):
+        if self._communicates and job.split.zero in (1, 2):
             self.updated = Bucket("all_gather", stage.parameters * job.item_bytes, parts.gathered_s * share)
 
     def shares(self, turn: Turn, *, is_last: bool) -> tuple[float, ...]:
-        """The tasks that a turn is cut into: each one's part of its time. is_last: it completes gradients of its piece
-        that are reduced."""
-        if not self._talks or (self._gathers and turn.kind == WEIGHTS):
+        """The tasks of a turn, each as a part of the turn's time. is_last: the turn completes gradients."""
+        if not self._communicates or (self._gathers and turn.kind == WEIGHTS):
             return (1.0,)
         if self._travels and is_last and self._backward_s > 0:
             left = [1.0, *(each.left_s / self._backward_s for each in self._travels), 0.0]
@@ -96,56 +100,58 @@ class BucketPlanner:
         count = self._count if self._gathers or (self._job.overlap and is_last) else 1
         return (1 / count,) * count
 
-    def plan(self, acts: Sequence[TaskInfo]) -> Plan:
-        if not self._talks:
+    def plan(self, tasks: Sequence[TaskInfo]) -> Plan:
+        if not self._communicates:
             return Plan()
         if self._gathers:
-            return self._plan_of_gathers(acts)
-        last = last_backward_turns([act.turn for act in acts], self._job.split.zero)
+            return self._plan_gathers(tasks)
+        last = last_backward_turns([task.turn for task in tasks], self._job.split.zero)
         if self._job.split.zero == 2:
-            return self._plan_of_microbatches(acts, last)
+            return self._plan_microbatches(tasks, last)
         if not self._job.overlap:
             every = self._count * self._job.split.interleave
-            return Plan((self._reduced,) * every, {len(acts) - 1: tuple(range(every))})
+            return Plan((self._reduced,) * every, {len(tasks) - 1: tuple(range(every))})
+        done = [at for at, task in enumerate(tasks) if task.turn in last]
         if self._travels:
-            sent = tuple(Bucket("all_reduce", each.size_bytes, each.taken_s) for each in self._travels)
-            first = next(at for at, act in enumerate(acts) if act.turn in last)
-            return Plan(sent, {first + number: (number,) for number in range(len(sent))})
-        done = [at for at, act in enumerate(acts) if act.turn in last]
+            buckets = tuple(Bucket("all_reduce", each.size_bytes, each.taken_s) for each in self._travels)
+            return Plan(buckets, {done[0] + number: (number,) for number in range(len(buckets))})
         return Plan((self._reduced,) * len(done), {at: (number,) for number, at in enumerate(done)})
 
-    def _plan_of_microbatches(self, acts: Sequence[TaskInfo], reduced: set[Turn]) -> Plan:
-        """Every microbatch's gradients go, beside its backward pass or after it; the next pass waits for them."""
+    def _plan_microbatches(self, tasks: Sequence[TaskInfo], reduced: set[Turn]) -> Plan:
+        """Reduce the gradients of every microbatch during or after its backward pass; the next pass waits for them."""
         releases: dict[int, tuple[int, ...]] = {}
         awaited: dict[int, int] = {}
         sent = 0
-        for at, act in enumerate(acts):
-            if act.turn not in reduced:
+        for at, task in enumerate(tasks):
+            if task.turn not in reduced:
                 continue
-            more = self._count // act.parts
+            more = self._count // task.parts
             releases[at] = tuple(range(sent, sent + more))
             sent += more
-            if act.is_last and at + 1 < len(acts):
+            if task.is_last and at + 1 < len(tasks):
                 awaited[at + 1] = sent - 1
         return Plan((self._reduced,) * sent, releases, 0, awaited)
 
-    def _plan_of_gathers(self, acts: Sequence[TaskInfo]) -> Plan:
-        """A gather goes when the task before the one that needs it begins; the first of a pass, or all of them without
-        prefetch, when it is that task's turn, since only then it is known which weights come next. Gradients go after
-        it, or before it without prefetch: then nothing is beside anything."""
+    def _plan_gathers(self, tasks: Sequence[TaskInfo]) -> Plan:
+        """A gather starts when the task before the one that needs it begins.
+
+        Only when a pass begins is it known which weights come next. So the first gather of a pass, or every gather
+        without prefetch, starts when the needing task is next. Gradients are reduced after that gather. Without
+        prefetch they are reduced before it: then nothing overlaps.
+        """
         buckets: list[Bucket] = []
         releases: dict[int, tuple[int, ...]] = {}
         awaited: dict[int, int] = {}
         first = 0
-        for ended in range(-1, len(acts)):
+        for ended in range(-1, len(tasks)):
             began = len(buckets)
-            reduced = [self._reduced] if ended >= 0 and acts[ended].turn.kind == BACKWARD else []
+            reduced = [self._reduced] if ended >= 0 and tasks[ended].turn.kind == BACKWARD else []
             if not self._job.prefetch:
                 buckets += reduced
             for needs, is_late in ((ended + 1, True), (ended + 2, False)):
-                if needs >= len(acts) or acts[needs].turn.kind == WEIGHTS:
+                if needs >= len(tasks) or tasks[needs].turn.kind == WEIGHTS:
                     continue
-                if (acts[needs].part == 0 or not self._job.prefetch) == is_late:
+                if (tasks[needs].part == 0 or not self._job.prefetch) == is_late:
                     awaited[needs] = len(buckets)
                     buckets.append(self._gathered)
             if self._job.prefetch:
@@ -159,7 +165,7 @@ class BucketPlanner:
 
 
 def last_backward_turns(turns: Sequence[Turn], zero: int) -> set[Turn]:
-    """By piece, the turn that completes its gradients; with ZeRO-2 those of every microbatch."""
+    """The turns that complete the gradients of each virtual stage; with ZeRO-2, of every microbatch."""
     kind = WEIGHTS if any(turn.kind == WEIGHTS for turn in turns) else BACKWARD
     ends = [turn for turn in turns if turn.kind == kind]
     return set(ends) if zero == 2 else set({turn.virtual_stage: turn for turn in ends}.values())

@@ -1,4 +1,4 @@
-"""What a cluster does that closed forms leave out: jitter, stragglers, shared links, computing slowed by messages."""
+"""Effects that closed forms leave out: jitter, stragglers, shared links, computing slowed by communication."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Conditions:
-    """jitter: how much what a rank computes between two waits for others varies, its standard deviation by its mean.
+    """jitter: the standard deviation of a rank's computing between two waits, over its mean.
 
-    seed: of the jitter; the same seed gives the same step. stragglers: by rank, how many times as long it computes.
-    contention: messages that meet on a link share it. interference: how many times as long a pass takes while gradients
-    are under way beside it; a collective's kernels and a matmul's want the same cores and memory.
+    seed: of the jitter; the same seed gives the same step.
+    stragglers: by rank, how many times as long it computes.
+    contention: messages that meet on a link share it.
+    interference: how many times as long a pass takes while gradients are reduced: the kernels of a collective and of a
+    matmul use the same cores and memory.
     """
 
     jitter: float = 0.0
@@ -28,11 +30,11 @@ class Conditions:
             raise ValueError(f"interference is 1 (none) or more, not {self.interference:g}")
         for rank, factor in self.stragglers.items():
             if not 0 < factor < float("inf"):
-                raise ValueError(f"rank {rank} cannot compute {factor:g} times as long; 1 is as long as the others")
+                raise ValueError(f"rank {rank} cannot compute {factor:g} times as long; 1 is no straggler")
 
     @property
     def symmetric(self) -> bool:
-        """Whether ranks at the same place of the mesh do the same at the same time."""
+        """Whether all replicas of a stage do the same at the same time."""
         return self.jitter == 0 and not self.stragglers
 
 

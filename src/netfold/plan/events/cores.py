@@ -1,50 +1,44 @@
-"""Cores that all hosts share, as those of an emulated rack do: they take turns at what is asked of them.
-
-Round robin, a slice each, as fair schedulers do among equals: who asks for less than a slice waits for his turn once.
-"""
+"""Cores that all hosts share, as in an emulated rack: round robin with one time slice each, as fair schedulers do."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
 
-# Linux' fair scheduler looks at a tick whether a slice is over; there are 250 a second in most kernels.
+from netfold.plan.events.event_queue import EventQueue
+
+# Linux' fair scheduler ends a slice at a tick; most kernels have 250 ticks per second.
 SLICE_S = 4e-3
 
 
 class Cores:
-    """due: told when a slice of which piece of work ends; `ended` must then be called. crowded: how many times as long
-    a slice takes that begins when no core is left: work that moves memory shares its rate.
-    """
+    """crowded: by how much a slice takes longer that begins on the last free core: the work shares the memory's
+    rate."""
 
-    def __init__(self, count: int, due: Callable[[float, int], None], crowded: float = 1.0) -> None:
+    def __init__(self, events: EventQueue, count: int, crowded: float = 1.0) -> None:
+        self._events = events
         self._free = count
-        self._due = due
         self._crowded = crowded
-        self._left_s: list[float] = []
-        self._queue: deque[int] = deque()
+        # Seconds of work left, and what to call at its end.
+        self._queue: deque[tuple[float, Callable[[], None]]] = deque()
 
-    def ask(self, now_s: float, work_s: float) -> int:
-        """The number of this piece of work."""
-        number = len(self._left_s)
-        self._left_s.append(work_s)
-        self._queue.append(number)
-        self._go_on(now_s)
-        return number
+    def run(self, work_s: float, on_end: Callable[[], None]) -> None:
+        """Queue `work_s` seconds of work on one core, and call `on_end` when it is done."""
+        self._queue.append((work_s, on_end))
+        self._begin_slices()
 
-    def ended(self, now_s: float, number: int) -> bool:
-        """A slice is over: True where nothing is left of that work."""
-        self._free += 1
-        self._left_s[number] -= min(SLICE_S, self._left_s[number])
-        is_done = self._left_s[number] <= 0
-        if not is_done:
-            self._queue.append(number)
-        self._go_on(now_s)
-        return is_done
-
-    def _go_on(self, now_s: float) -> None:
+    def _begin_slices(self) -> None:
         while self._free and self._queue:
-            number = self._queue.popleft()
+            left_s, on_end = self._queue.popleft()
             self._free -= 1
-            pace = 1.0 if self._free else self._crowded
-            self._due(now_s + pace * min(SLICE_S, self._left_s[number]), number)
+            slice_s = min(SLICE_S, left_s)
+            took_s = slice_s if self._free else self._crowded * slice_s
+            self._events.at(self._events.now_s + took_s, self._slice_ended, left_s - slice_s, on_end)
+
+    def _slice_ended(self, left_s: float, on_end: Callable[[], None]) -> None:
+        self._free += 1
+        if left_s > 0:
+            self._queue.append((left_s, on_end))
+        self._begin_slices()
+        if left_s <= 0:
+            on_end()

@@ -1,39 +1,49 @@
-"""Links that flows share: each gets an equal part of what its narrowest link has, as long as all of them last.
+"""Links that flows share: every flow has an equal part of its narrowest link.
 
-Fluid: no packets. A flow is work in seconds, were it alone; its rate is 1 at most, and less where a link that it uses
-is asked for more than it can carry.
+The model is fluid, without packets. A flow is a number of seconds of work at its full rate. Its rate is at most 1, and
+less where one of its links has more flows than it can carry. What a flow leaves free on a link is not given to other
+flows.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
-# What a flow uses: links, each with how much of it the flow takes at its full rate.
+from netfold.plan.events.event_queue import EventQueue
+
+# The links of a flow, each with the capacity that the flow takes of the link at its full rate.
 Uses = tuple[tuple[int, float], ...]
 
 
-class SharedLinks:
-    """capacity: by link, what can be taken of it at once. due: told when a flow would end, whenever that changes."""
+@dataclass
+class _Flow:
+    """version: of the end that is scheduled; an end of an older version is void."""
 
-    def __init__(self, capacity: Sequence[float], due: Callable[[float, int, int], None]) -> None:
+    uses: Uses
+    on_end: Callable[[], None]
+    left_s: float
+    since_s: float
+    rate: float = 0.0
+    version: int = 0
+
+
+class SharedLinks:
+    """capacity: by link."""
+
+    def __init__(self, events: EventQueue, capacity: Sequence[float]) -> None:
+        self._events = events
         self._capacity = list(capacity)
         self._load = [0.0] * len(self._capacity)
         self._members: list[set[int]] = [set() for _ in self._capacity]
-        self._due = due
-        self._uses: list[Uses] = []
-        self._left_s: list[float] = []
-        self._rate: list[float] = []
-        self._since_s: list[float] = []
-        self._version: list[int] = []
+        self._flows: dict[int, _Flow] = {}
+        self._started = 0
 
-    def start(self, now_s: float, work_s: float, uses: Uses) -> int:
-        """A flow of its own number, from now on."""
-        flow = len(self._uses)
-        self._uses.append(uses)
-        self._left_s.append(work_s)
-        self._rate.append(0.0)
-        self._since_s.append(now_s)
-        self._version.append(0)
+    def start(self, work_s: float, uses: Uses, on_end: Callable[[], None]) -> None:
+        """Start a flow now, and call `on_end` when its work is done."""
+        number = self._started
+        self._started += 1
+        self._flows[number] = _Flow(uses, on_end, work_s, self._events.now_s)
         load, members, capacity = self._load, self._members, self._capacity
         slower: dict[int, float] = {}
         rate = 1.0
@@ -44,44 +54,44 @@ class SharedLinks:
                 rate = min(rate, share)
                 for other in members[link]:
                     slower[other] = min(share, slower.get(other, 1.0))
-            members[link].add(flow)
-        self._go(now_s, flow, rate)
+            members[link].add(number)
+        self._set_rate(number, rate)
         for other, share in sorted(slower.items()):
-            if share < self._rate[other]:
-                self._go(now_s, other, share)
-        return flow
+            if share < self._flows[other].rate:
+                self._set_rate(other, share)
 
-    def ended(self, now_s: float, flow: int, version: int) -> bool:
-        """What was due has come: True where the flow has really ended, False where that was told anew meanwhile."""
-        if version != self._version[flow]:
-            return False
+    def _ended(self, number: int, version: int) -> None:
+        flow = self._flows.get(number)
+        if flow is None or version != flow.version:
+            return
+        del self._flows[number]
         load, members = self._load, self._members
         faster: set[int] = set()
-        for link, part in self._uses[flow]:
-            members[link].discard(flow)
+        for link, part in flow.uses:
+            members[link].discard(number)
             if load[link] > self._capacity[link]:
                 faster |= members[link]
-            # Not by subtraction alone: what is left of rounding would be a load.
+            # An empty link has load 0: subtraction alone would leave rounding errors as a load.
             load[link] = load[link] - part if members[link] else 0.0
         for other in sorted(faster):
-            rate = self._risen(other)
-            if rate > self._rate[other]:
-                self._go(now_s, other, rate)
-        return True
+            rate = self._possible_rate(self._flows[other])
+            if rate > self._flows[other].rate:
+                self._set_rate(other, rate)
+        flow.on_end()
 
-    def _risen(self, flow: int) -> float:
-        """The rate of a flow after links became freer; no further link is looked at once one holds it where it is."""
-        capacity, load, rate, now = self._capacity, self._load, 1.0, self._rate[flow]
-        for link, _ in self._uses[flow]:
-            if capacity[link] < rate * load[link]:
-                rate = capacity[link] / load[link]
-                if rate <= now:
+    def _possible_rate(self, flow: _Flow) -> float:
+        """The rate of a flow after links became freer, or any rate that is not above its present one."""
+        rate = 1.0
+        for link, _ in flow.uses:
+            if self._capacity[link] < rate * self._load[link]:
+                rate = self._capacity[link] / self._load[link]
+                if rate <= flow.rate:
                     break
         return rate
 
-    def _go(self, now_s: float, flow: int, rate: float) -> None:
-        """At another rate from now on."""
-        self._left_s[flow] -= self._rate[flow] * (now_s - self._since_s[flow])
-        self._rate[flow], self._since_s[flow] = rate, now_s
-        self._version[flow] += 1
-        self._due(now_s + max(0.0, self._left_s[flow]) / rate, flow, self._version[flow])
+    def _set_rate(self, number: int, rate: float) -> None:
+        flow, now_s = self._flows[number], self._events.now_s
+        flow.left_s -= flow.rate * (now_s - flow.since_s)
+        flow.rate, flow.since_s = rate, now_s
+        flow.version += 1
+        self._events.at(now_s + max(0.0, flow.left_s) / rate, self._ended, number, flow.version)

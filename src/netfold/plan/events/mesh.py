@@ -1,4 +1,4 @@
-"""Where the ranks of a split stand, and which links of a cluster their messages share. Pure.
+"""The places of a split's ranks on a cluster, and the links that their messages share. Pure.
 
 Tensor ranks are next to each other, then data, then pipeline: rank = (stage * data + replica) * tensor + part.
 """
@@ -11,10 +11,11 @@ from netfold.plan.job import Split
 
 
 class Mesh:
-    """Lanes of a split on a cluster. A lane: the tensor ranks of one stage and replica.
+    """Lanes of a split on a cluster. A lane is the tensor ranks of one stage and replica.
 
-    folded: one lane stands for all replicas of a stage, which do the same at the same time. contention: off, no link is
-    ever too narrow. capacity: of the links asked for so far, in devices that send at their full rate.
+    folded: one lane stands for all replicas of a stage, which do the same at the same time.
+    contention: without contention every link is wide enough.
+    capacity: of the links used so far, in devices that send at their full rate.
     """
 
     def __init__(self, cluster: Cluster, split: Split, *, folded: bool, contention: bool) -> None:
@@ -22,7 +23,7 @@ class Mesh:
         self._split = split
         self._contention = contention
         self.replicas = 1 if folded else split.data
-        # A folded lane's ranks do what all of its replicas' do.
+        # A folded lane has the ranks of all its replicas.
         self._ranks_a_lane = split.tensor * (split.data // self.replicas)
         self._numbers: dict[tuple[str, int, int], int] = {}
         self.capacity: list[float] = []
@@ -38,7 +39,7 @@ class Mesh:
         return range(lane * self._ranks_a_lane, (lane + 1) * self._ranks_a_lane)
 
     def message(self, lane: int, other: int) -> Uses:
-        """From one lane to another: each rank to its own counterpart, all at once."""
+        """The links of a message from one lane to another: each rank sends to its counterpart, all at once."""
         if not self._contention:
             return ()
         tier = self._tier(self.ranks(lane)[0], self.ranks(other)[0])
@@ -46,7 +47,7 @@ class Mesh:
         return (*ports, *self._uplinks("up", lane, tier), *self._uplinks("down", other, tier))
 
     def gradients(self, stage: int) -> Uses:
-        """Among all replicas of a stage: each rank sends and receives at once."""
+        """The links of a reduction among all replicas of a stage: each rank sends and receives at once."""
         if not self._contention or self._split.data == 1:
             return ()
         each = self._split.data * self._split.tensor
@@ -60,16 +61,16 @@ class Mesh:
         return tuple(taken.items())
 
     def crowding(self, uses: Uses) -> float:
-        """How many times as long a message that takes these links needs, when it has them to itself."""
+        """How many times as long a message with these links takes, when it has the links to itself."""
         return max((taken / self.capacity[link] for link, taken in uses), default=1.0)
 
     def _tier(self, rank: int, other: int) -> int:
-        """The innermost that joins two ranks."""
+        """The index of the innermost tier that joins two ranks."""
         tiers = self._cluster.tiers
         return next(index for index, tier in enumerate(tiers) if rank // tier.devices == other // tier.devices)
 
     def _uplinks(self, way: str, lane: int, tier: int) -> list[tuple[int, float]]:
-        """What a lane takes of the links above the groups that it is in, where those are too few for all of a group."""
+        """The oversubscribed links above a lane's devices, each with the part that the lane takes."""
         ranks = self.ranks(lane)
         uses = []
         for index in range(1, tier + 1):

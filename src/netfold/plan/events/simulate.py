@@ -1,4 +1,4 @@
-"""The parts of a step that was played: the same Prediction as in closed form, of the lane that has most to do."""
+"""Simulate a step: the same Prediction as in closed form, of the lane that computes longest."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from netfold.plan.step import FITTED, Constants, Prediction, costs, limit_of, pr
 
 @dataclass(frozen=True)
 class Simulated:
-    """prediction: of the step as a whole. script, played: every task and when it was; `timeline` has them by rank."""
+    """prediction: of the whole step. built, times: every task and its times; `timeline` lists them by rank."""
 
     job: Job
     prediction: Prediction
@@ -33,43 +33,43 @@ def simulate(
     *,
     folded: bool | None = None,
 ) -> Simulated:
-    """One step. folded: ranks that do the same at the same time are one; by default wherever they do.
+    """Simulate one step. folded: one lane stands for all replicas; by default wherever replicas do the same.
 
-    Cost: of a step of 10,240 ranks, hundredths of a second folded, seconds else. Raises ValueError, in a sentence, for
-    a split or a schedule that cannot be, and for folding where jitter or stragglers tell ranks apart.
+    Cost for 10,240 ranks: hundredths of a second folded, else some seconds. Raises ValueError, in one sentence, for a
+    split or a schedule that is not possible, and for folding where jitter or stragglers make ranks differ.
     """
     conditions = conditions or Conditions()
     takes_turns = isinstance(model, TimedStep) and cluster.shared is not None
     if folded is None:
         folded = conditions.symmetric and not takes_turns
     if folded and takes_turns:
-        raise ValueError(f"hosts of {cluster.name} share cores, so none can stand for others; leave folded out")
+        raise ValueError(f"hosts of {cluster.name} share cores, so one cannot stand for all; leave folded out")
     if folded and not conditions.symmetric:
-        raise ValueError("jitter and stragglers tell ranks apart, so none can stand for others; leave folded out")
+        raise ValueError("jitter and stragglers make ranks differ, so one cannot stand for all; leave folded out")
     outside = [rank for rank in conditions.stragglers if not 0 <= rank < job.split.ranks]
     if outside:
-        raise ValueError(f"there is no rank {outside[0]} to be slow; there are {job.split.ranks}, from 0")
+        raise ValueError(f"there is no rank {outside[0]} to be slow; ranks are 0 to {job.split.ranks - 1}")
     closed = predict(model, cluster, job, constants)
     if isinstance(model, TimedStep):
-        script = build_timed_step(model, cluster, job, conditions, constants, folded=folded)
+        built = build_timed_step(model, cluster, job, conditions, constants, folded=folded)
     else:
-        script = build_step(model, cluster, job, costs(model, cluster, job, constants), conditions, folded=folded)
-    played = run_event_loop(script.step)
-    return Simulated(job, _prediction(closed, job, script, played), script, played)
+        built = build_step(model, cluster, job, costs(model, cluster, job, constants), conditions, folded=folded)
+    times = run_event_loop(built.step)
+    return Simulated(job, _prediction(closed, job, built, times), built, times)
 
 
-def _prediction(closed: Prediction, job: Job, script: BuiltStep, played: EventTimes) -> Prediction:
-    """Of the lane that computes longest; memory and bands are those of the closed form."""
-    lane = max(range(script.step.lanes), key=lambda lane: sum(script.step.seconds[lane]))
-    stage, step_s = lane // script.step.replicas, played.end_s
-    acts = script.task_info[stage]
-    busy_s = sum(ended - began for began, ended in zip(played.began_s[lane], played.ended_s[lane], strict=True))
-    tensor_s, tables_s = sum(act.tensor_s for act in acts), sum(act.tables_s for act in acts)
-    turns_end_s = played.ended_s[lane][-1]
-    update_began_s, update_ended_s = played.update_s[lane]
-    lane_ended_s = max(update_ended_s, played.gather_s[stage][1])
+def _prediction(closed: Prediction, job: Job, built: BuiltStep, times: EventTimes) -> Prediction:
+    """The prediction for the lane that computes longest; memory and bands are those of the closed form."""
+    lane = max(range(built.step.lanes), key=lambda lane: sum(built.step.seconds[lane]))
+    stage, step_s = lane // built.step.replicas, times.end_s
+    tasks = built.task_info[stage]
+    busy_s = sum(ended - began for began, ended in zip(times.began_s[lane], times.ended_s[lane], strict=True))
+    tensor_s, tables_s = sum(task.tensor_s for task in tasks), sum(task.tables_s for task in tasks)
+    turns_end_s = times.ended_s[lane][-1]
+    update_began_s, update_ended_s = times.update_s[lane]
+    lane_ended_s = max(update_ended_s, times.gather_s[stage][1])
     idle_s = turns_end_s - busy_s
-    messages_s, gathers_s = _waited_for(script, played, lane)
+    messages_s, gathers_s = _waited_for(built, times, lane)
     gathers_s = min(idle_s, gathers_s)
     messages_s = min(idle_s - gathers_s, messages_s)
     ratio = step_s / closed.step_s
@@ -97,14 +97,14 @@ def _prediction(closed: Prediction, job: Job, script: BuiltStep, played: EventTi
     )
 
 
-def _waited_for(script: BuiltStep, played: EventTimes, lane: int) -> tuple[float, float]:
-    """Of the time until a lane's last pass ends, what messages between stages and what gathers of weights take: those
-    that nothing else hid.
+def _waited_for(built: BuiltStep, times: EventTimes, lane: int) -> tuple[float, float]:
+    """Seconds until the end of a lane's last pass that messages between stages, and gathers of weights, were not
+    hidden.
 
-    Back from that end: each task began when the one before it on its lane ended, when a message had come, or when the
-    weights had.
+    Follows the step backwards: each task began when the task before it on its lane ended, or when a message or the
+    weights had arrived.
     """
-    step = script.step
+    step = built.step
     givers: list[dict[int, tuple[int, int]]] = [{} for _ in step.tasks]
     for stage, tasks in enumerate(step.tasks):
         for at, task in enumerate(tasks):
@@ -113,9 +113,9 @@ def _waited_for(script: BuiltStep, played: EventTimes, lane: int) -> tuple[float
     messages_s, gathers_s, at = 0.0, 0.0, len(step.tasks[lane // step.replicas]) - 1
     while at >= 0:
         stage, replica = divmod(lane, step.replicas)
-        began_s = played.began_s[lane][at]
-        before_s = played.ended_s[lane][at - 1] if at > 0 else 0.0
-        came_s = {flag: _bucket_end(script, played, stage, flag) for flag in step.tasks[stage][at].needs}
+        began_s = times.began_s[lane][at]
+        before_s = times.ended_s[lane][at - 1] if at > 0 else 0.0
+        came_s = {flag: _bucket_end(built, times, stage, flag) for flag in step.tasks[stage][at].needs}
         message = next((flag for flag in came_s if flag in givers[stage]), None)
         if began_s <= before_s or not came_s:
             at -= 1
@@ -125,12 +125,12 @@ def _waited_for(script: BuiltStep, played: EventTimes, lane: int) -> tuple[float
         else:
             stage, at = givers[stage][message]
             lane = stage * step.replicas + replica
-            if played.sent_s[lane][at] >= 0:
-                messages_s += played.arrived_s[lane][at] - played.sent_s[lane][at]
+            if times.sent_s[lane][at] >= 0:
+                messages_s += times.arrived_s[lane][at] - times.sent_s[lane][at]
     return messages_s, gathers_s
 
 
-def _bucket_end(script: BuiltStep, played: EventTimes, stage: int, flag: int) -> float | None:
-    """None where the flag is not a bucket's."""
-    first = script.step.bucket_flag
-    return None if first is None or flag < first else played.buckets_s[stage][flag - first][1]
+def _bucket_end(built: BuiltStep, times: EventTimes, stage: int, flag: int) -> float | None:
+    """When the bucket of a flag ended; None for a flag that is not a bucket's."""
+    first = built.step.bucket_flag
+    return None if first is None or flag < first else times.buckets_s[stage][flag - first][1]

@@ -1,7 +1,7 @@
-"""A profiled step written out for `play`: layer by layer, its buckets where they went, the word of all ranks.
+"""Build a profiled step for the event loop: layer by layer, with its buckets and the vote of all ranks.
 
-Each rank does on its own what it did alone; buckets go through the formulas of the cluster's links. Where hosts share
-cores, what the processor did round the layers takes its turn there, and so does what collectives ask of it.
+Each rank computes as it did alone; buckets take the times of the formulas on the cluster's links. Where hosts share
+cores, the host work around the layers and the work of collectives take turns on these cores.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from netfold.plan.step.traffic import Group, collective_s
 def build_timed_step(
     model: TimedStep, cluster: Cluster, job: Job, conditions: Conditions, constants: Constants, *, folded: bool
 ) -> BuiltStep:
-    """Raises ValueError, in a sentence, for a split or an order that was not profiled."""
+    """Raises ValueError, in one sentence, for a split or an order that was not profiled."""
     split = job.split
     if split.ranks != split.data or split.zero or job.microbatches > 1 or not job.overlap:
         raise ValueError(
-            f"{model.name}: was profiled in data parallelism, one microbatch a step, its buckets beside the backward "
-            "pass; take data ranks alone, without ZeRO, a microbatch of all samples, and overlap"
+            f"{model.name}: was profiled in data parallelism, with one microbatch per step and overlap; use data ranks "
+            "only, without ZeRO, a microbatch of all samples, and overlap"
         )
     mesh = Mesh(cluster, split, folded=folded, contention=conditions.contention)
-    acts, host_s, releases, closing = _acts(model)
-    # As the ranks' own flags: none is sent to another stage, and each bucket raises one.
+    info, host_s, releases, closing = _task_info(model)
+    # No task sends to another stage: the only flags are those of buckets.
     tasks = [
-        Task((closing,) if at == len(acts) - 1 else (), None, act.turn.kind == FORWARD, releases.get(at, ()))
-        for at, act in enumerate(acts)
+        Task((closing,) if at == len(info) - 1 else (), None, task.turn.kind == FORWARD, releases.get(at, ()))
+        for at, task in enumerate(info)
     ]
     sizes = [bucket.size_bytes for bucket in model.ready]
     group = Group(split.data)
@@ -43,7 +43,7 @@ def build_timed_step(
         return collective_s("all_reduce", size, group, cluster, constants, job.in_network, wire=wire, alongside=1)
 
     took = [seconds(size, job.wire) for size in sizes] + [seconds(model.vote_bytes, "f32")]
-    # What is left without its bytes no pause can save.
+    # A pause saves only the time of bytes.
     least = seconds(1.0, "f32")
     sent_s = [max(0.0, each - least) for each in took]
     shared, rate = cluster.shared, min(tier.bytes_per_s for tier in cluster.tiers)
@@ -54,11 +54,11 @@ def build_timed_step(
         busy = [shared.operation_s + steps * shared.message_s + shared.byte_s * rate * each for each in sent_s]
         if job.in_network:
             switch = [split.data * shared.switch_byte_s * rate * each for each in sent_s]
-    pace = TaskDurations(mesh, conditions, 0)
+    durations = TaskDurations(mesh, conditions, 0)
     step = Step(
         replicas=mesh.replicas,
         tasks=[tasks],
-        seconds=pace.seconds(0, acts),
+        seconds=durations.seconds(0, info),
         flags=len(took),
         send_s=[(0.0, 0.0)] * mesh.lanes,
         send_uses=[((), ())] * mesh.lanes,
@@ -85,32 +85,32 @@ def build_timed_step(
     buckets = tuple(
         Bucket("all_reduce", size, each) for size, each in zip((*sizes, model.vote_bytes), took, strict=True)
     )
-    return BuiltStep(step, mesh, (tuple(acts),), (buckets,), 0, (None,))
+    return BuiltStep(step, mesh, (tuple(info),), (buckets,), 0, (None,))
 
 
-def _acts(model: TimedStep) -> tuple[list[TaskInfo], list[float], dict[int, tuple[int, ...]], int]:
-    """Tasks; what each asks of a core before; which buckets leave after which; and the bucket that the last waits for.
+def _task_info(model: TimedStep) -> tuple[list[TaskInfo], list[float], dict[int, tuple[int, ...]], int]:
+    """Tasks; the core seconds before each; the buckets that each releases; and the bucket that the last task waits for.
 
-    The last task is the close: from the end of the last bucket to the word.
+    The last task closes the step: from the end of the last bucket to the vote of all ranks.
     """
     forward = [(layer.forward_host_s, layer.forward_s) for layer in model.timed]
     backward: list[tuple[float, float]] = []
     releases: dict[int, tuple[int, ...]] = {}
 
-    def leave(through: int) -> None:
+    def release(through: int) -> None:
         for number, bucket in enumerate(model.ready):
             if bucket.layers == through:
                 releases[len(forward) + len(backward)] = (number,)
                 backward.append((bucket.host_s, 0.0))
 
-    leave(0)
+    release(0)
     for through, layer in enumerate(reversed(model.timed), 1):
         backward.append((layer.backward_host_s, layer.backward_s))
-        leave(through)
+        release(through)
     releases[len(forward) + len(backward)] = (len(model.ready),)
     backward.append((model.closing_host_s, 0.0))
-    acts = []
+    info = []
     for kind, parts in ((FORWARD, forward), (BACKWARD, backward)):
         turn = Turn(kind, 0, 0)
-        acts += [TaskInfo(turn, part, len(parts), device_s, 0.0, 0.0) for part, (_, device_s) in enumerate(parts)]
-    return acts, [host_s for host_s, _ in forward + backward], releases, len(model.ready) - 1
+        info += [TaskInfo(turn, part, len(parts), device_s, 0.0, 0.0) for part, (_, device_s) in enumerate(parts)]
+    return info, [host_s for host_s, _ in forward + backward], releases, len(model.ready) - 1

@@ -1,7 +1,7 @@
-"""When each rank does what in a step that was played: as a list, and as a file for ui.perfetto.dev.
+"""The timeline of a simulated step: as a list, and as a file for ui.perfetto.dev.
 
-The file has the shape of `netfold profile export --perfetto`: a process a rank, its operations with group, sequence and
-bytes, arrows through the slices of one call; a measured run can be in the same file.
+The file has the format of `netfold profile export --perfetto`: one process per rank, its operations with group,
+sequence and bytes, and arrows through the slices of one call. A measured run can be in the same file.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from netfold.profile.perfetto import merge_traces, trace_events, work_events, wr
 from netfold.profile.record import RECORD
 from netfold.profile.run import PROGRESS, STEP, GroupName, RankMetadata, Run, Trace
 
-# Kinds of what a rank does with others.
+# Kinds of slices with other ranks.
 _COMMUNICATION = ("tensor", "data", "tables", "send", "receive")
 _NUMBERS = {"all_reduce": 0, "all_gather": 2, "reduce_scatter": 3, "all_to_all": 4, "send": 9, "receive": 10}
-# A record has the bytes of one output: a rank's block of these.
+# The record of these has the bytes of one rank's block.
 _BLOCKS = ("all_gather", "reduce_scatter")
 _GROUPS = ("tensor", "data", "pipeline", "tables")
 
 
 @dataclass(frozen=True)
 class Slice:
-    """kind: forward, backward, weights or optimizer; tensor, data or tables, of collectives; send or receive."""
+    """kind: forward, backward, weights or optimizer; for collectives tensor, data or tables; send or receive."""
 
     rank: int
     kind: str
@@ -45,15 +45,15 @@ class Slice:
 
 
 def timeline(simulated: Simulated, ranks: Iterable[int]) -> list[Slice]:
-    """Rank by rank, each in the order in which things began. Raises ValueError for a rank that the job has not.
+    """The slices of each rank in the order of their begin. Raises ValueError for a rank that is not in the job.
 
-    Collectives of tensor ranks are spread evenly over a pass, which is how layers have them.
+    Collectives of tensor ranks are spread evenly over a pass, as they are over its layers.
     """
     found = []
     for rank in ranks:
         if not 0 <= rank < simulated.job.split.ranks:
-            raise ValueError(f"there is no rank {rank}; there are {simulated.job.split.ranks}, from 0")
-        slices = [*_passes(simulated, rank), *_messages(simulated, rank), *_ends(simulated, rank)]
+            raise ValueError(f"there is no rank {rank}; ranks are 0 to {simulated.job.split.ranks - 1}")
+        slices = [*_passes(simulated, rank), *_messages(simulated, rank), *_reductions(simulated, rank)]
         found += sorted(slices, key=lambda each: (each.start_s, each.end_s))
     return found
 
@@ -67,9 +67,10 @@ def write_timeline(
     clocks: Iterable[ClockOffset] = (),
     step: int = 0,
 ) -> int:
-    """Returns how many events the file has. ValueError as of `timeline`; OSError where it cannot be written.
+    """Write a file, and return its number of events. Raises ValueError as `timeline` does, and OSError.
 
-    beside: a measured run to lay it over, from its step of that number on; clocks: of the run, as `analyse` finds them.
+    beside: a measured run for the same file; the simulated step begins where the measured one of number `step` does.
+    clocks: of the measured run, as `analyse` finds them.
     """
     events = _events(simulated, ranks, path.parent)
     if beside is not None:
@@ -88,63 +89,63 @@ def _events(simulated: Simulated, ranks: Sequence[int], folder: Path) -> Iterato
 
 
 def _passes(simulated: Simulated, rank: int) -> Iterator[Slice]:
-    script, played = simulated.built, simulated.times
-    lane = script.mesh.lane_of(rank)
-    acts = script.task_info[lane // script.mesh.replicas]
+    built, times = simulated.built, simulated.times
+    lane = built.mesh.lane_of(rank)
+    tasks = built.task_info[lane // built.mesh.replicas]
     began_s = 0.0
-    for at, act in enumerate(acts):
-        if act.part == 0:
-            began_s = played.began_s[lane][at]
-        if not act.is_last:
+    for at, task in enumerate(tasks):
+        if task.part == 0:
+            began_s = times.began_s[lane][at]
+        if not task.is_last:
             continue
-        ended_s = played.ended_s[lane][at]
-        yield Slice(rank, act.turn.kind, act.turn.text(), began_s, ended_s)
-        tables_s = act.tables_s * act.parts
+        ended_s = times.ended_s[lane][at]
+        yield Slice(rank, task.turn.kind, task.turn.text(), began_s, ended_s)
+        tables_s = task.tables_s * task.parts
         if tables_s > 0:
-            # What was looked up is there before the layers above begin, its gradients leave after them.
-            start_s = began_s if act.turn.kind == FORWARD else ended_s - tables_s
+            # Looked-up values arrive before the layers above begin; their gradients leave after these layers.
+            start_s = began_s if task.turn.kind == FORWARD else ended_s - tables_s
             yield Slice(rank, "tables", "all_to_all", start_s, start_s + tables_s)
-        talking_s = min(act.tensor_s * act.parts, ended_s - began_s)
-        count = script.collectives if talking_s > 0 else 0
+        tensor_s = min(task.tensor_s * task.parts, ended_s - began_s)
+        count = built.collectives if tensor_s > 0 else 0
         for number in range(count):
-            # Each after its part of the computing.
+            # Each collective follows its part of the computing.
             end_s = began_s + (ended_s - began_s) * (number + 1) / count
-            yield Slice(rank, "tensor", "all_reduce", end_s - talking_s / count, end_s)
+            yield Slice(rank, "tensor", "all_reduce", end_s - tensor_s / count, end_s)
 
 
 def _messages(simulated: Simulated, rank: int) -> Iterator[Slice]:
-    script, played = simulated.built, simulated.times
-    replicas, stages = script.mesh.replicas, simulated.job.split.pipeline
-    stage, replica = divmod(script.mesh.lane_of(rank), replicas)
+    built, times = simulated.built, simulated.times
+    replicas, stages = built.mesh.replicas, simulated.job.split.pipeline
+    stage, replica = divmod(built.mesh.lane_of(rank), replicas)
     for other in {stage, (stage + 1) % stages, (stage - 1) % stages}:
         lane = other * replicas + replica
-        for at, task in enumerate(script.step.tasks[other]):
-            start_s, end_s = played.sent_s[lane][at], played.arrived_s[lane][at]
+        for at, task in enumerate(built.step.tasks[other]):
+            start_s, end_s = times.sent_s[lane][at], times.arrived_s[lane][at]
             if start_s < 0 or task.gives is None or (other != stage and task.gives[0] != stage):
                 continue
-            turn = script.task_info[other][at].turn
+            turn = built.task_info[other][at].turn
             what = "activations" if turn.kind == FORWARD else "gradients"
-            # Gradients are as large as the activations that came the other way.
+            # Gradients are as large as the activations in the other direction.
             sender = other if turn.kind == FORWARD else (other - 1) % stages
             size = simulated.prediction.stages[sender].sent_bytes
             kind = "send" if other == stage else "receive"
             yield Slice(rank, kind, f"{kind} {what} {turn.microbatch}", start_s, end_s, size)
 
 
-def _ends(simulated: Simulated, rank: int) -> Iterator[Slice]:
-    script, played = simulated.built, simulated.times
-    lane = script.mesh.lane_of(rank)
-    stage = lane // script.mesh.replicas
-    for bucket, (start_s, end_s) in zip(script.buckets[stage], played.buckets_s[stage], strict=True):
+def _reductions(simulated: Simulated, rank: int) -> Iterator[Slice]:
+    built, times = simulated.built, simulated.times
+    lane = built.mesh.lane_of(rank)
+    stage = lane // built.mesh.replicas
+    for bucket, (start_s, end_s) in zip(built.buckets[stage], times.buckets_s[stage], strict=True):
         yield Slice(rank, "data", bucket.operation, start_s, end_s, bucket.size_bytes)
-    yield Slice(rank, "optimizer", "optimizer", *played.update_s[lane])
-    gather = script.updated[stage]
+    yield Slice(rank, "optimizer", "optimizer", *times.update_s[lane])
+    gather = built.updated[stage]
     if gather is not None:
-        yield Slice(rank, "data", gather.operation, *played.gather_s[stage], gather.size_bytes)
+        yield Slice(rank, "data", gather.operation, *times.gather_s[stage], gather.size_bytes)
 
 
 def _trace(simulated: Simulated, rank: int, slices: Sequence[Slice]) -> Trace:
-    """As a profile of the rank would have it."""
+    """The trace that a profile of the rank would have."""
     operations = [each for each in slices if not each.is_work]
     records = np.zeros(len(operations), RECORD)
     counts = dict.fromkeys(_GROUPS, 0)

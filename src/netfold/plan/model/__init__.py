@@ -1,4 +1,4 @@
-"""Models by what their layers ask of a rank."""
+"""Models by the work of their layers on one rank."""
 
 from netfold.plan.model.chain import Chain, Link, Product
 from netfold.plan.model.layer_cost import Bucket, Bucketed, Collective, Layer, Matmul, Measured, Model, Pass, ShardSpec

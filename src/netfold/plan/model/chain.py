@@ -1,16 +1,16 @@
-"""Models as a chain of layers, each counted for one sample: convolutions, perceptrons, whatever a recipe trains."""
+"""Models as a chain of layers, each counted for one sample: convolutions, perceptrons, and the models of recipes."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
 
-from netfold.plan.model.layer_cost import Layer, Matmul, Pass, ShardSpec
+from netfold.plan.model.layer_cost import Layer, Matmul, Pass, ShardSpec, check_unsplit
 
 
 @dataclass(frozen=True)
 class Product:
-    """A matrix product of a sample, [rows, k] by [k, n]; a convolution is one, its rows the places of its output."""
+    """A matrix product per sample, [rows, k] by [k, n]. For a convolution, rows are the positions of its output."""
 
     rows: float
     n: int
@@ -19,10 +19,11 @@ class Product:
 
 @dataclass(frozen=True)
 class Link:
-    """One layer, for one sample. elements: activations, in numbers and not in bytes.
+    """One layer, for one sample; activations are counted in elements.
 
-    changed: read and written anew by what is no product (norms, activation functions), in the forward pass. kept: until
-    the backward pass. handed: to the next layer. kernels: launched beside those of the products.
+    changed: read and written in the forward pass by operations other than products (norms, activation functions).
+    kept: until the backward pass. handed: to the next layer.
+    kernels: launched in addition to those of the products.
     """
 
     name: str
@@ -37,7 +38,7 @@ class Link:
 
 @dataclass(frozen=True)
 class Chain:
-    """Layers, one after the other; split by data and by pipeline. Its tensor ranks would need a plan of their own."""
+    """A sequence of layers, for data and pipeline parallelism; tensor ranks cannot split the layers."""
 
     name: str
     links: tuple[Link, ...]
@@ -48,7 +49,7 @@ class Chain:
 
     @property
     def flops(self) -> float:
-        """Forward, and twice that backward where a layer learns."""
+        """Forward, and twice that backward for a layer that is not frozen."""
         return sum(
             2.0 * product.rows * product.n * product.k * (1 if link.frozen else 3)
             for link in self.links
@@ -56,11 +57,7 @@ class Chain:
         )
 
     def layers(self, share: ShardSpec) -> tuple[Layer, ...]:
-        """Raises ValueError for tensor ranks, and for selective recomputation, which is for attention."""
-        if share.tensor > 1:
-            raise ValueError(f"{self.name}: {share.tensor} tensor ranks cannot split it; take tensor 1")
-        if share.recomputation == "selective":
-            raise ValueError(f"{self.name}: selective recomputation is for transformers; take none or full")
+        check_unsplit(self.name, share)
         return _layers(self, share)
 
 

@@ -1,4 +1,4 @@
-"""What a layer asks of one rank for one microbatch: arithmetic, memory traffic, parameters, activations, messages."""
+"""The work of a layer on one rank for one microbatch: arithmetic, memory traffic, parameters, activations, messages."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import Protocol, runtime_checkable
 
 @dataclass(frozen=True)
 class Matmul:
-    """`count` products of [m, k] by [k, n], batched: by one kernel.
+    """`count` products of [m, k] by [k, n], batched in one kernel.
 
-    fused: 0, or how many products of this size one kernel works on whose [m, n] side never leaves it.
+    fused: 0, or the number of products of this size in one kernel that keeps their [m, n] side to itself.
     """
 
     m: int
@@ -28,9 +28,21 @@ class Matmul:
         return 2.0 * self.m * self.n * self.k * self.count * (self.fused or 1.0)
 
 
+def backward_matmuls(matmuls: tuple[Matmul, ...]) -> tuple[Matmul, ...]:
+    """The gradients of both factors of each product."""
+    return tuple(
+        each
+        for matmul in matmuls
+        for each in (
+            Matmul(matmul.m, matmul.k, matmul.n, matmul.count),
+            Matmul(matmul.k, matmul.n, matmul.m, matmul.count),
+        )
+    )
+
+
 @dataclass(frozen=True)
 class Collective:
-    """An operation among the ranks that share a layer. size_bytes: of the whole tensor, as netfold.tuning.cost has it.
+    """An operation among the ranks that share a layer. size_bytes: of the whole tensor, as in netfold.tuning.cost.
 
     group: `tensor`, or `tables` for embeddings that are spread over all ranks.
     """
@@ -42,10 +54,11 @@ class Collective:
 
 @dataclass(frozen=True)
 class Pass:
-    """Forward or backward, of one rank and microbatch.
+    """A forward or backward pass of one rank and microbatch.
 
-    moved_bytes: read and written by kernels that memory bounds. kernels: launched, matmuls among them. measured_s: what
-    all of it takes where that is known, by a profile or a published speed; else 0.
+    moved_bytes: read and written by memory-bound kernels.
+    kernels: all that are launched, including matmuls.
+    measured_s: the time of the whole pass by a profile or a published speed; 0 where unknown.
     """
 
     matmuls: tuple[Matmul, ...] = ()
@@ -61,11 +74,13 @@ class Pass:
 
 @dataclass(frozen=True)
 class Layer:
-    """`count` equal layers, one after the other; every figure is of one of them, on one rank, for one microbatch.
+    """`count` equal layers in a row; every figure is for one of them, on one rank, for one microbatch.
 
-    again: what recomputation repeats before the backward pass. parameters: held by the rank. kept_bytes: activations
-    that stay until the backward pass. input_bytes: what a stage that begins here receives. live_bytes: activations that
-    `again` makes, held beside kept_bytes while this layer's backward pass goes on.
+    again: what recomputation repeats before the backward pass.
+    parameters: held by the rank.
+    kept_bytes: activations that stay until the backward pass.
+    input_bytes: what a stage that begins with this layer receives.
+    live_bytes: activations that `again` makes, held in addition to kept_bytes during this layer's backward pass.
     """
 
     name: str
@@ -81,8 +96,8 @@ class Layer:
 
 @dataclass(frozen=True)
 class Bucket:
-    """Gradients that data-parallel ranks reduce together: of so many elements, ready when the backward pass of the
-    layer with this index ends."""
+    """Gradients that data-parallel ranks reduce together. layer: the index of the layer whose backward pass completes
+    the bucket."""
 
     elements: float
     layer: int
@@ -90,9 +105,9 @@ class Bucket:
 
 @dataclass(frozen=True)
 class ShardSpec:
-    """What part of a model, and how, one rank works on.
+    """The part of a model that one rank computes.
 
-    micro_batch: samples. tensor: ranks that split each layer. sequence: they split what is between the matmuls too.
+    micro_batch: samples. tensor: ranks that split each layer. sequence: they also split the layers between matmuls.
     recomputation: none, selective or full. item_bytes: of an activation.
     """
 
@@ -103,29 +118,37 @@ class ShardSpec:
     item_bytes: int = 2
 
 
+def check_unsplit(name: str, share: ShardSpec) -> None:
+    """Raises ValueError for tensor ranks, which cannot split such a model, and for the recomputation of attention."""
+    if share.tensor > 1:
+        raise ValueError(f"{name}: {share.tensor} tensor ranks cannot split it; use tensor 1")
+    if share.recomputation == "selective":
+        raise ValueError(f"{name}: selective recomputation is for transformers; use none or full")
+
+
 class Model(Hashable, Protocol):
-    """Anything that can say what its layers ask of a rank."""
+    """A model that gives the work of its layers on one rank."""
 
     @property
     def name(self) -> str: ...
 
     @property
     def parameters(self) -> float:
-        """Of all of it."""
+        """Of the whole model."""
         ...
 
     @property
     def flops(self) -> float:
-        """Of one sample, forward and backward, without recomputation: what utilisation is counted by."""
+        """Of one sample, forward and backward, without recomputation, for the utilisation."""
         ...
 
     def layers(self, share: ShardSpec) -> tuple[Layer, ...]:
-        """In order. Stages of a pipeline are cut between layers. Raises ValueError where `share` cannot be."""
+        """In order; pipeline stages are cut between layers. Raises ValueError for a share that is not possible."""
         ...
 
 
 class Measured(ABC):
-    """A model that is a step as it was measured: of ranks that hold all of it, on the device that it ran on.
+    """A measured step of ranks that hold the whole model, on the device of the measurement.
 
     samples: of a rank in a step.
     """
@@ -134,30 +157,30 @@ class Measured(ABC):
     samples: int
 
     def as_it_ran(self, share: ShardSpec) -> None:
-        """Raises ValueError for any share but the one that was measured."""
+        """Raises ValueError for any share but the measured one."""
         if share.tensor > 1 or share.recomputation != "none":
-            raise ValueError(f"{self.name}: was measured in whole layers, as they ran; take tensor 1, recompute none")
+            raise ValueError(f"{self.name}: was measured with whole layers; use tensor 1, recompute none")
         if share.micro_batch != self.samples:
             raise ValueError(
-                f"{self.name}: was measured with one pass of {self.samples} samples a rank and step; the batch must be "
-                "as many for each device"
+                f"{self.name}: was measured with one pass of {self.samples} samples per rank and step; the batch must "
+                "have as many for each device"
             )
 
     @property
     @abstractmethod
     def after_gradients_s(self) -> float:
-        """From the last gradients to the next step."""
+        """Seconds from the last gradients to the next step."""
 
     @property
     def flops(self) -> float:
-        """A clock does not count them, so utilisation is not known; nor is what stays in memory."""
+        """Unknown: a clock does not count operations. So utilisation and memory are unknown, too."""
         return math.nan
 
 
 @runtime_checkable
 class Bucketed(Protocol):
-    """A model that knows which gradients travel together, and when; others are taken to be cut evenly."""
+    """A model that knows its buckets of gradients. The gradients of any other model are cut evenly."""
 
     def buckets(self, bucket_bytes: float, gradient_bytes: int) -> tuple[Bucket, ...]:
-        """In the order in which they travel."""
+        """In the order in which they are sent."""
         ...

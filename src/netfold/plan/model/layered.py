@@ -1,4 +1,4 @@
-"""The catalogue's models as the planner takes them: convolutions and linear layers as matmuls, the rest as memory."""
+"""The catalogue's models for the planner: convolutions and linear layers as matmuls, other layers as memory traffic."""
 
 from __future__ import annotations
 
@@ -8,15 +8,14 @@ from math import prod
 
 from netfold.plan.model.catalogue import Model, find_model
 from netfold.plan.model.catalogue.layers import Layer as Listed
-from netfold.plan.model.layer_cost import Collective, Layer, Matmul, Pass, ShardSpec
+from netfold.plan.model.layer_cost import Collective, Layer, Matmul, Pass, ShardSpec, backward_matmuls
 
 
 @dataclass(frozen=True)
 class Layered:
-    """A model of the catalogue. measured: one device's time is the published one, spread over layers by their FLOPs;
-    else it follows from the device.
+    """A model of the catalogue, for data and pipeline parallelism; tensor ranks cannot split its layers.
 
-    Splits of layers over tensor ranks are not known for these: data and pipeline parallel only.
+    measured: take the published time of one device, spread over layers by their FLOPs; else compute the time.
     """
 
     name: str
@@ -32,7 +31,7 @@ class Layered:
 
     @property
     def flops(self) -> float:
-        """Backward twice the forward pass, less what is frozen."""
+        """The forward pass, and twice that backward for layers that are not frozen."""
         return float(sum(layer.flops * (1 if layer.frozen else 3) for layer in self.listed.layers))
 
     def layers(self, share: ShardSpec) -> tuple[Layer, ...]:
@@ -43,7 +42,7 @@ class Layered:
 @lru_cache(maxsize=256)
 def _layers(model: Layered, share: ShardSpec) -> tuple[Layer, ...]:
     if share.tensor > 1:
-        raise ValueError(f"{model.name}: its layers are not split over tensor ranks; tensor = 1 is the only way")
+        raise ValueError(f"{model.name}: tensor ranks cannot split its layers; use tensor 1")
     listed = model.listed
     a_flop = 0.0
     if model.measured:
@@ -61,26 +60,23 @@ def _layers(model: Layered, share: ShardSpec) -> tuple[Layer, ...]:
     return tuple(made)
 
 
-def _layer(layer: Listed, share: ShardSpec, before: float, a_flop: float, talks: tuple[Collective, ...]) -> Layer:
-    """before: bytes of what comes in. a_flop: seconds of one, where they are known."""
+def _layer(layer: Listed, share: ShardSpec, before: float, a_flop: float, collectives: tuple[Collective, ...]) -> Layer:
+    """before: bytes of the input. a_flop: measured seconds of one FLOP, or 0."""
     batch, item = share.micro_batch, share.item_bytes
     output = _output_bytes(layer, share)
     matmuls = _matmuls(layer, batch)
     parameters = float(sum(layer.counts))
-    # A norm reads what comes in twice and writes it with its ReLU; what is no matmul moves its in- and outputs.
+    # A norm reads its input twice and writes the output with its ReLU. Any other layer moves its input and output.
     moved = 3 * output if not matmuls else output
     work = layer.flops * batch
-    forward = Pass(matmuls, moved, 1 + len(matmuls), talks, measured_s=work * a_flop)
+    forward = Pass(matmuls, moved, 1 + len(matmuls), collectives, measured_s=work * a_flop)
     if layer.frozen:
         backward = Pass()
     else:
-        both = tuple(
-            each
-            for matmul in matmuls
-            for each in (Matmul(matmul.m, matmul.k, matmul.n), Matmul(matmul.k, matmul.n, matmul.m))
-        )
-        backward = Pass(both, 2 * moved + 3 * item * parameters, 2 + len(both), talks, measured_s=2 * work * a_flop)
-    # Where it is recomputed, what comes in is kept, and what goes out is there during its backward pass.
+        both = backward_matmuls(matmuls)
+        moved_back = 2 * moved + 3 * item * parameters
+        backward = Pass(both, moved_back, 2 + len(both), collectives, measured_s=2 * work * a_flop)
+    # With recomputation the input is kept, and the output is held during the backward pass.
     full, kept = share.recomputation == "full", 0.0 if layer.frozen else output
     return Layer(
         layer.name,
@@ -95,7 +91,7 @@ def _layer(layer: Listed, share: ShardSpec, before: float, a_flop: float, talks:
 
 
 def _matmuls(layer: Listed, batch: int) -> tuple[Matmul, ...]:
-    """A kernel of [outputs, inputs, ...] at every place that it is put, as one product."""
+    """A kernel of [outputs, inputs, ...] at all of its positions, as one product."""
     if not layer.flops or not layer.shapes or len(layer.shapes[0]) < 2:
         return ()
     shape = layer.shapes[0]
@@ -104,7 +100,7 @@ def _matmuls(layer: Listed, batch: int) -> tuple[Matmul, ...]:
 
 
 def _output_bytes(layer: Listed, share: ShardSpec) -> float:
-    """What a layer hands on, for a microbatch; a norm's is counted from its two operations an element."""
+    """The output of a layer for a microbatch; a norm's is counted from its two operations per element."""
     if not layer.flops:
         return 0.0
     if layer.shapes and len(layer.shapes[0]) >= 2:

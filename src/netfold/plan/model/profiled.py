@@ -1,4 +1,4 @@
-"""A model as a profile shows it: how long a rank computes, and when which gradients are there."""
+"""A model as a profile shows it: how long a rank computes, and when its gradients are ready."""
 
 from __future__ import annotations
 
@@ -7,18 +7,19 @@ from itertools import pairwise
 
 from netfold.plan.model.layer_cost import Bucket, Layer, Measured, Pass, ShardSpec
 
-# A backward pass takes about twice as long as a forward pass: where its begin does not show, it is put there.
+# A backward pass takes about twice as long as a forward pass. Its begin is assumed there where it does not show.
 _FORWARD = 1 / 3
 
 
 @dataclass(frozen=True)
 class Profiled(Measured):
-    """One rank's step, on the device that it was measured on.
+    """One rank's step on the device of the measurement.
 
-    samples: of a rank in a step. ready_s: when each bucket's gradients were there, in computing since the step began;
-    bucket_bytes: of each on the wire. computed_s: until the last had been reduced; update_s: after that. ranks: that
-    were measured; step_s, exposed_s: a step there, and what of it waited for communication, medians. notes: what else
-    there is to say.
+    samples: of a rank in a step.
+    ready_s: seconds of computing from the begin of the step until each bucket is ready. bucket_bytes: on the wire.
+    computed_s: until the last bucket is reduced. update_s: after that.
+    ranks: of the measurement. step_s, exposed_s: its step, and the part that waited for communication; medians.
+    notes: what was left out of the measurement.
     """
 
     name: str
@@ -39,15 +40,15 @@ class Profiled(Measured):
 
     @property
     def backward_s(self) -> float:
-        """From the first moment on at which the forward pass can have ended."""
+        """From the first moment at which the forward pass can have ended."""
         return self.computed_s - min(_FORWARD * self.computed_s, self.ready_s[0])
 
     def layers(self, share: ShardSpec) -> tuple[Layer, ...]:
-        """A layer a bucket, the last bucket's first. Raises ValueError for anything but the step that was measured."""
+        """One layer per bucket, the last bucket's first. Raises ValueError for any share but the measured one."""
         self.as_it_ran(share)
         first = self.computed_s - self.backward_s
         ends = (first, *self.ready_s, self.computed_s)
-        # Between one bucket and the next; then what is still computed when the last is on its way.
+        # From one bucket to the next; last the computing while the last bucket is reduced.
         took = [max(0.0, there - before) for before, there in pairwise(ends)]
         an_element = self.parameters / sum(self.bucket_bytes)
         made = [
@@ -57,7 +58,7 @@ class Profiled(Measured):
         return (_layer("forward, and after the buckets", took[-1], 0.0, first), *reversed(made))
 
     def buckets(self, bucket_bytes: float, gradient_bytes: int) -> tuple[Bucket, ...]:
-        """Those that travelled, whatever else is asked for."""
+        """The measured buckets, whatever size is asked for."""
         count = len(self.bucket_bytes)
         return tuple(Bucket(size / gradient_bytes, count - number) for number, size in enumerate(self.bucket_bytes))
 

@@ -1,8 +1,7 @@
-"""Models by a name, or by a kind and its dimensions: `gpt3-175b`, `gpt:hidden=12288,layers=96,heads=96`, `resnet50`."""
+"""Models by name, or by kind and dimensions: `gpt3-175b`, `gpt:hidden=12288,layers=96,heads=96`, `resnet50`."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
@@ -13,15 +12,11 @@ from netfold.plan.model.layer_cost import Model
 from netfold.plan.model.layered import Layered
 from netfold.plan.model.timed_step import read_timed_step
 from netfold.plan.model.transformer import Transformer
+from netfold.plan.toml_file import read_toml
 from netfold.plan.words import suggest
 
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
-
 _PRESETS = Path(__file__).parent / "presets.toml"
-# Keys of a transformer, each with what holds where it is not said; None: it must be said.
+# Keys of a transformer with their defaults; None: the key is required.
 _DIMENSIONS: dict[str, int | None] = {
     "hidden": None,
     "layers": None,
@@ -35,20 +30,19 @@ KINDS = {"gpt": _DIMENSIONS, "bert": _DIMENSIONS | {"sequence": 512, "vocabulary
 @lru_cache(maxsize=1)
 def model_presets() -> dict[str, dict[str, Any]]:
     """Name -> kind, dimensions, source."""
-    return tomllib.loads(_PRESETS.read_text(encoding="utf-8"))
+    return read_toml(_PRESETS)[0]
 
 
 def names() -> tuple[str, ...]:
-    """Presets, then the catalogue's; a transformer that both have is the preset's."""
+    """Presets, then the catalogue's models; a name of both is the preset's."""
     presets = tuple(model_presets())
     return (*presets, *(name for name in catalogue.MODELS if name not in presets))
 
 
 def find_model(said: str) -> Model:
-    """A name, or `kind:key=value,...`; a name's keys can be changed: `bert-large:sequence=128`. Or the path of
-    a profile of one host's step (.json).
+    """Find a model by a name, by `kind:key=value,...`, or by the path of a profile of one host's step (.json).
 
-    Raises ValueError, in a sentence, for any other.
+    A name can have keys, too: `bert-large:sequence=128`. Raises ValueError, in one sentence, for any other text.
     """
     if said.endswith(".json"):
         return read_timed_step(Path(said))
@@ -57,15 +51,15 @@ def find_model(said: str) -> Model:
     for part in filter(None, (each.strip() for each in text.split(","))):
         key, equals, value = (each.strip() for each in part.partition("="))
         if not equals:
-            raise ValueError(f"model {said!r}: {part!r} says no value; write it as hidden=12288")
+            raise ValueError(f"model {said!r}: {part!r} has no value; write it as hidden=12288")
         if key in keys:
-            raise ValueError(f"model {said!r}: says {key} twice; leave one out")
+            raise ValueError(f"model {said!r}: has {key} twice; leave one out")
         keys[key] = int(value) if value.isdecimal() else _TRUTHS.get(value, value)
     return model_of(name, keys)
 
 
 def model_of(name: str, keys: Mapping[str, Any]) -> Model:
-    """name: of `names`, or a kind. Raises ValueError, in a sentence, for a name, a key or a value that is none."""
+    """name: one of `names`, or a kind. Raises ValueError, in one sentence, for an unknown name, key or value."""
     presets = model_presets()
     if name in KINDS:
         return _transformer(name, name, {}, keys)
@@ -87,17 +81,15 @@ def _transformer(name: str, kind: str, preset: Mapping[str, Any], keys: Mapping[
     known = KINDS[kind]
     for key, value in keys.items():
         if key not in known:
-            raise ValueError(f"model {name}: {key!r} is no dimension of a {kind}; {suggest(key, known)}")
+            raise ValueError(f"model {name}: {key!r} is not a dimension of a {kind}; {suggest(key, known)}")
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ValueError(f"model {name}: {key} is {value!r}; it must be a whole number, at least 1")
     size = {key: default for key, default in known.items() if default is not None} | dict(preset) | dict(keys)
     missing = [key for key in known if key not in size]
     if missing:
-        raise ValueError(f"model {name}: says nothing of its {' and '.join(missing)}; such as {missing[0]}=24")
+        raise ValueError(f"model {name}: has no {' and no '.join(missing)}; write for example {missing[0]}=24")
     if size["hidden"] % size["heads"]:
-        raise ValueError(
-            f"model {name}: hidden {size['hidden']} is not shared out evenly by {size['heads']} heads; take a multiple"
-        )
+        raise ValueError(f"model {name}: hidden {size['hidden']} is not a multiple of {size['heads']} heads")
     said = f"{name}:{','.join(f'{key}={value}' for key, value in keys.items())}" if keys else name
     return Transformer(said, size["hidden"], size["heads"], size["layers"], size["sequence"], size["vocabulary"])
 
@@ -105,5 +97,5 @@ def _transformer(name: str, kind: str, preset: Mapping[str, Any], keys: Mapping[
 def _layered(name: str, keys: Mapping[str, Any]) -> Layered:
     for key, value in keys.items():
         if key != "measured" or not isinstance(value, bool):
-            raise ValueError(f"model {name}: {key} = {value!r} is not for it; it knows measured=true alone")
+            raise ValueError(f"model {name}: {key} = {value!r} is not known; its only key is measured=true")
     return Layered(name, bool(keys.get("measured", False)))

@@ -1,6 +1,6 @@
-"""A model as one host's profile shows it: what each layer takes, which buckets gradients go in, and when each is ready.
+"""A model as a profile of one host shows it: the time of each layer, the buckets of gradients, and when each is ready.
 
-Measured on one host, with nobody to talk to; so a step of many differs by what they say to each other, and by what they
+The host was measured without communication. A step of many hosts adds their communication and the resources that they
 share. `bench/one_host.py` writes such a profile.
 """
 
@@ -16,7 +16,7 @@ from netfold.plan.model.layer_cost import Bucket, Layer, Measured, Pass, ShardSp
 
 @dataclass(frozen=True)
 class TimedLayer:
-    """forward_s, backward_s: of the device. forward_host_s, backward_host_s: of the processor, before the device's."""
+    """forward_s, backward_s: on the device. forward_host_s, backward_host_s: on the processor, before that."""
 
     name: str
     parameters: int
@@ -28,9 +28,9 @@ class TimedLayer:
 
 @dataclass(frozen=True)
 class ReadyBucket:
-    """Gradients that go together once so many layers, from the last one on, are through their backward pass.
+    """Gradients that are sent together after the backward passes of `layers` layers, counted from the last one.
 
-    host_s: of the processor, from then until they go.
+    host_s: on the processor, from then until they are sent.
     """
 
     size_bytes: int
@@ -40,12 +40,14 @@ class ReadyBucket:
 
 @dataclass(frozen=True)
 class TimedStep(Measured):
-    """samples: of a rank in a step. timed: in order; ready: as they go.
+    """samples: of a rank in a step. timed: layers in order. ready: buckets in the order in which they are sent.
 
-    closing_host_s: of the processor, from the end of the last bucket to the word of all ranks, a small all_reduce of
-    vote_bytes; updating_host_s: from there to the next step; beside_host_s: of its other threads, all step long.
-    crowded: how many times as long the processor takes for all of these while every core of its machine is busy with
-    the like: they share the memory's rate.
+    closing_host_s: on the processor, from the end of the last bucket to the vote of all ranks.
+    vote_bytes: of that vote, a small all_reduce.
+    updating_host_s: on the processor, from the vote to the next step.
+    beside_host_s: of the processor's other threads, during the whole step.
+    crowded: how many times as long the processor takes while every core of its machine does the same work: the cores
+    share the memory's rate.
     """
 
     name: str
@@ -63,7 +65,7 @@ class TimedStep(Measured):
         return float(sum(layer.parameters for layer in self.timed))
 
     def layers(self, share: ShardSpec) -> tuple[Layer, ...]:
-        """Raises ValueError for any share but the one that was measured."""
+        """Raises ValueError for any share but the measured one."""
         self.as_it_ran(share)
         return tuple(
             Layer(
@@ -83,7 +85,7 @@ class TimedStep(Measured):
         return self.closing_host_s + self.updating_host_s
 
     def buckets(self, bucket_bytes: float, gradient_bytes: int) -> tuple[Bucket, ...]:
-        """Those that travelled, whatever else is asked for."""
+        """The measured buckets, whatever size is asked for."""
         return tuple(Bucket(each.size_bytes / gradient_bytes, len(self.timed) - each.layers) for each in self.ready)
 
     def to_json(self) -> dict[str, Any]:
@@ -91,17 +93,17 @@ class TimedStep(Measured):
 
 
 def timed_step_of(data: dict[str, Any]) -> TimedStep:
-    """What `to_json` gave. Raises ValueError, in a sentence, for anything else."""
+    """The inverse of `to_json`. Raises ValueError, in one sentence, for any other object."""
     try:
         timed = tuple(TimedLayer(**each) for each in data["timed"])
         ready = tuple(ReadyBucket(**each) for each in data["ready"])
         return TimedStep(**data | {"timed": timed, "ready": ready})
     except (KeyError, TypeError):
-        raise ValueError("this is no profile of one host's step; bench/one_host.py writes one") from None
+        raise ValueError("this is not a profile of one host's step; bench/one_host.py writes one") from None
 
 
 def read_timed_step(path: Path) -> TimedStep:
-    """What `bench/one_host.py` wrote. Raises ValueError, in a sentence, where the file is none of its."""
+    """Read a file of `bench/one_host.py`. Raises ValueError, in one sentence, for any other file."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
         return timed_step_of(found["profile"] if isinstance(found, dict) and "profile" in found else {})

@@ -1,4 +1,4 @@
-"""A model by what its parts were seen to do: a module that was traced, part by part in order of execution."""
+"""A torch module as a trace shows it, part by part in order of execution."""
 
 from __future__ import annotations
 
@@ -7,13 +7,16 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from itertools import pairwise
 
-from netfold.plan.model.layer_cost import Bucket, Layer, Matmul, Pass, ShardSpec
+from netfold.plan.model.layer_cost import Bucket, Layer, Matmul, Pass, ShardSpec, check_unsplit
+from netfold.plan.shared_rules import bucket_ends
 
 
 @dataclass(frozen=True)
 class TensorSize:
-    """Numbers of a tensor, or of several: floating-point ones, as many bytes each as the job's precision has, and the
-    bytes of all others (indices, masks)."""
+    """The size of one tensor or several.
+
+    elements: of floating-point tensors, each with the bytes of the job's precision. other_bytes: of indices and masks.
+    """
 
     elements: float = 0.0
     other_bytes: float = 0.0
@@ -30,7 +33,7 @@ NONE = TensorSize()
 
 @dataclass(frozen=True)
 class Kernels:
-    """What a pass launches: matrix products, and `count` kernels in all, of which the others move `moved`."""
+    """The kernels of a pass: matrix products, and `count` kernels in all; the other ones move `moved`."""
 
     matmuls: tuple[Matmul, ...] = ()
     moved: TensorSize = NONE
@@ -43,10 +46,10 @@ class Kernels:
 
 @dataclass(frozen=True)
 class Part:
-    """A leaf module, or what a module does itself between two of its leaves; of all samples of a trace together.
+    """A leaf module, or a module's own work between two leaves; for all samples of a trace together.
 
-    kept: until the backward pass. received: what it and all after it need of what was computed before; tensors: how
-    many these are.
+    kept: until the backward pass.
+    received: earlier results that this part and all later ones need. tensors: how many tensors these are.
     """
 
     name: str
@@ -60,22 +63,22 @@ class Part:
 
 @dataclass(frozen=True)
 class Gradient:
-    """Of one parameter. part: the index of the part whose backward pass completes it."""
+    """The gradient of one parameter. part: the index of the part whose backward pass completes it."""
 
     elements: int
     part: int
 
 
-# DDP's first bucket is smaller, so that something travels soon (torch.distributed._DEFAULT_FIRST_BUCKET_BYTES).
+# DDP's first bucket is smaller, so that it is sent early (torch.distributed._DEFAULT_FIRST_BUCKET_BYTES).
 _FIRST_BUCKET_BYTES = 2**20
 
 
 @dataclass(frozen=True, eq=False)
 class Traced:
-    """parts, doubled: of `samples` samples, and of twice as many; what others take lies on the line through both.
+    """parts: for `samples` samples. doubled: for twice as many; other numbers are on the line through both.
 
-    gradients: in the order in which the backward pass completes them. notes: what the trace cannot say.
-    Compared by identity: it is asked for thousands of times, and large.
+    gradients: in the order in which the backward pass completes them. notes: what the trace does not show.
+    Compared by identity: the search hashes it thousands of times, and it is large.
     """
 
     name: str
@@ -91,42 +94,34 @@ class Traced:
 
     @cached_property
     def flops(self) -> float:
-        """Of the products, as they were issued; what a module computes again for itself among them."""
+        """Of the products as issued, including a module's own recomputation."""
         return sum(part.forward.flops + part.backward.flops for part in self.parts) / self.samples
 
     @cached_property
     def blocks(self) -> tuple[range, ...]:
-        """Runs of parts, cut wherever what is handed on is no more than at the places around: at the ends of residual
-        blocks, not inside them."""
+        """Runs of parts, cut where no more is handed on than at the positions around: between residual blocks."""
         return _blocks(self.parts)
 
     def layers(self, share: ShardSpec) -> tuple[Layer, ...]:
-        """Parts together, from one place where little is handed on to the next: what a pipeline can be cut into.
-
-        Raises ValueError for tensor ranks, and for selective recomputation, which is for attention.
-        """
-        if share.tensor > 1:
-            raise ValueError(f"{self.name}: {share.tensor} tensor ranks cannot split it; take tensor 1")
-        if share.recomputation == "selective":
-            raise ValueError(f"{self.name}: selective recomputation is for transformers; take none or full")
+        """One layer per block: a pipeline is cut between blocks."""
+        check_unsplit(self.name, share)
         return _layers(self, share)
 
     def buckets(self, bucket_bytes: float, gradient_bytes: int) -> tuple[Bucket, ...]:
-        """As DDP cuts them from its second step on: in the order in which gradients are complete, each closed by the
-        gradient that fills it."""
+        """DDP's buckets from its second step on: in the order in which gradients are completed."""
         return _buckets(self, bucket_bytes, gradient_bytes)
 
 
 @lru_cache(maxsize=64)
 def _layers(model: Traced, share: ShardSpec) -> tuple[Layer, ...]:
     further = share.micro_batch / model.samples - 1
-    made = {run: _layer(model, run, further, share) for run in set(_alike(model))}
-    return tuple(made[run] for run in _alike(model))
+    made = {run: _layer(model, run, further, share) for run in set(_first_equal(model))}
+    return tuple(made[run] for run in _first_equal(model))
 
 
 @lru_cache(maxsize=64)
-def _alike(model: Traced) -> tuple[range, ...]:
-    """For each block the first one that does the same: most of a deep model's do, and are worked out once."""
+def _first_equal(model: Traced) -> tuple[range, ...]:
+    """For each block the first equal block: a deep model repeats its blocks, and each is computed once."""
     first: dict[tuple[Part, ...], range] = {}
     found = []
     for run in model.blocks:
@@ -185,21 +180,17 @@ def _matmul(low: Matmul, high: Matmul, further: float) -> Matmul:
 @lru_cache(maxsize=64)
 def _buckets(model: Traced, bucket_bytes: float, gradient_bytes: int) -> tuple[Bucket, ...]:
     layer_of = {part: number for number, run in enumerate(model.blocks) for part in run}
-    made: list[Bucket] = []
-    elements, most = 0, float(min(_FIRST_BUCKET_BYTES, bucket_bytes))
-    for number, gradient in enumerate(model.gradients):
-        elements += gradient.elements
-        if elements * gradient_bytes >= most or number + 1 == len(model.gradients):
-            made.append(Bucket(float(elements), layer_of[gradient.part]))
-            elements, most = 0, bucket_bytes
-    return tuple(made)
+    sizes = [gradient.elements * gradient_bytes for gradient in model.gradients]
+    ends = bucket_ends(sizes, bucket_bytes, min(_FIRST_BUCKET_BYTES, bucket_bytes))
+    runs = [model.gradients[begin:end] for begin, end in pairwise([0, *ends])]
+    return tuple(Bucket(float(sum(each.elements for each in run)), layer_of[run[-1].part]) for run in runs)
 
 
 def _blocks(parts: Sequence[Part]) -> tuple[range, ...]:
     sizes = [part.received.elements + part.received.other_bytes for part in parts]
-    # In front of the first there is nothing to cut off.
+    # Nothing is cut off before the first part.
     sizes[0] = float("inf")
-    # The ends of each level stretch of sizes, and whether it lies no higher than what is beside it.
+    # The ends of each run of equal sizes; it is a cut where the sizes on both sides are larger.
     starts = [0, *(index for index in range(1, len(parts)) if sizes[index] != sizes[index - 1]), len(parts)]
     cuts = [0]
     for before, (start, end) in zip([0, *starts], pairwise(starts), strict=False):

@@ -5,21 +5,21 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-from netfold.plan.model.layer_cost import Collective, Layer, Matmul, Pass, ShardSpec
+from netfold.plan.model.layer_cost import Collective, Layer, Matmul, Pass, ShardSpec, backward_matmuls
 
-# Megatron-LM pads a vocabulary so that each tensor rank's part is a multiple of this (arguments.py).
+# Megatron-LM pads a vocabulary so that each tensor rank's part is a multiple of 128 (arguments.py).
 _PAD = 128
-# Bytes an element of the logits: cast to f32 (6), read for the largest, softmax read and written; back the same, less
-# one reading.
+# Bytes per element of the logits: the cast to f32 (6), one read for the maximum, softmax read and written; backward one
+# read less.
 _LOSS_FORWARD, _LOSS_BACKWARD = 14.0, 12.0
 
 
 @dataclass(frozen=True)
 class Transformer:
-    """A stack of equal blocks: attention, then a perceptron of four times the width; word and position embeddings.
+    """Word and position embeddings, and equal blocks of attention and a perceptron of four times the width.
 
-    sequence: tokens of a sample. vocabulary: words, before padding. pads: whether one tensor rank pads it as well.
-    flash: attention is one kernel that keeps no scores, makes them again in its backward pass, and leaves out those of
+    sequence: tokens of a sample. vocabulary: before padding. pads: whether a single tensor rank pads it, too.
+    flash: attention is one kernel that keeps no scores, recomputes them in its backward pass, and leaves out scores of
     later tokens (Dao et al. 2022).
     """
 
@@ -47,7 +47,7 @@ class Transformer:
         return _layers(self, share)
 
     def padded(self, tensor: int) -> int:
-        """Words of the embedding, a multiple that tensor ranks can split."""
+        """The padded vocabulary, which tensor ranks can split."""
         multiple = _PAD * tensor if self.pads or tensor > 1 else 1
         return -(-self.vocabulary // multiple) * multiple
 
@@ -64,7 +64,7 @@ def _tokens_bytes(model: Transformer, share: ShardSpec) -> float:
 
 
 def _embedding(model: Transformer, share: ShardSpec) -> Layer:
-    """Looks words up, adds positions, drops out; the rows that are not a rank's own come by an all_reduce."""
+    """Look-up of words, positions, dropout; an all_reduce brings the rows of other tensor ranks."""
     whole = _tokens_bytes(model, share)
     return Layer(
         name="embedding",
@@ -72,7 +72,7 @@ def _embedding(model: Transformer, share: ShardSpec) -> Layer:
         backward=Pass((), 5.5 * whole, 6),
         again=Pass(),
         parameters=(model.padded(share.tensor) / share.tensor + model.sequence) * model.hidden,
-        # The dropout's mask, a byte an element.
+        # The dropout's mask, one byte per element.
         kept_bytes=whole / share.item_bytes / (share.tensor if share.sequence else 1),
         input_bytes=0.0,
     )
@@ -82,7 +82,7 @@ def _block(model: Transformer, share: ShardSpec) -> Layer:
     h, s, b, t = model.hidden, model.sequence, share.micro_batch, share.tensor
     rows, heads = s * b, b * model.heads // t
     whole = _tokens_bytes(model, share)
-    # Norms, dropouts and additions see all of an activation, or a rank's tokens of it.
+    # Norms, dropouts and additions process a whole activation, or a rank's tokens of it.
     between = whole / (t if share.sequence else 1)
     scores = float(heads * s * s * share.item_bytes)
     width = h // model.heads
@@ -94,18 +94,18 @@ def _block(model: Transformer, share: ShardSpec) -> Layer:
         Matmul(rows, h, 4 * h // t),
     )
     parameters = (12 * h * h + 7 * h) / t + 6 * h
-    # Read and written by each kernel that is no matmul, as Megatron-LM fuses them: norms 2 and 2, bias + dropout +
-    # addition 3.5 and 3.5 of an activation; biases, GELU 13; softmax 2, dropout 2.5 of the scores.
+    # Read and written by each other kernel, as Megatron-LM fuses them. Of an activation: norms 2 and 2, bias + dropout
+    # + addition 3.5 and 3.5, biases and GELU 13. Of the scores: softmax 2, dropout 2.5.
     moved = 11 * between + 13 * whole / t
-    # The same again for what flows back, and a microbatch's gradients are added to those before.
+    # The same for gradients of activations; a microbatch's gradients of weights are added to the earlier ones.
     moved_back = 23 * between + 27 * whole / t + 3 * share.item_bytes * parameters
     shared = _shared(share, whole, 2)
     if model.flash:
         forward = Pass((*linear, _fused(attention, 2)), moved, 17, shared)
-        backward = Pass((*_backward(linear), _fused(attention, 5)), moved_back, 36, shared)
+        backward = Pass((*backward_matmuls(linear), _fused(attention, 5)), moved_back, 36, shared)
     else:
         forward = Pass((*linear, *attention), moved + 4.5 * scores, 20, shared)
-        backward = Pass((*_backward(linear), *_backward(attention)), moved_back + 5.5 * scores, 42, shared)
+        backward = Pass(backward_matmuls((*linear, *attention)), moved_back + 5.5 * scores, 42, shared)
     # Korthikanti et al. 2022, table 2.
     kept = whole / 2 * (10 / (t if share.sequence else 1) + 24 / t)
     kept_scores = 0.0 if model.flash else whole / 2 * 5 * model.heads * s / (h * t)
@@ -115,7 +115,7 @@ def _block(model: Transformer, share: ShardSpec) -> Layer:
     elif share.recomputation == "selective" and not model.flash:
         again, live = Pass(attention, 4.5 * scores, 4), kept_scores
     elif share.recomputation == "full":
-        # Of what the block has, its input is there already.
+        # The input of the block is kept, and not recomputed.
         again, live, kept = forward, kept + kept_scores - between, between
     return Layer(
         name="block",
@@ -131,13 +131,13 @@ def _block(model: Transformer, share: ShardSpec) -> Layer:
 
 
 def _fused(attention: tuple[Matmul, ...], products: int) -> Matmul:
-    """So many products of the scores' size in one kernel, of which half is left out; it moves no scores."""
+    """So many products of the scores' size in one kernel, half of them left out; the kernel moves no scores."""
     scores = attention[0]
     return Matmul(scores.m, scores.n, scores.k, scores.count, products / 2)
 
 
 def _head(model: Transformer, share: ShardSpec) -> Layer:
-    """The last norm, logits by the words' embedding, and the loss, for which logits are cast to 4 bytes."""
+    """The last norm, logits by the word embedding, and the loss, which casts logits to 4 bytes."""
     t, rows = share.tensor, model.sequence * share.micro_batch
     words = model.padded(t) // t
     whole, logits = _tokens_bytes(model, share), float(rows * words)
@@ -145,7 +145,7 @@ def _head(model: Transformer, share: ShardSpec) -> Layer:
     return Layer(
         name="head",
         forward=Pass(matmul, 2 * whole + _LOSS_FORWARD * logits, 14, _shared(share, 4.0 * rows, 3)),
-        backward=Pass(_backward(matmul), 6 * whole + _LOSS_BACKWARD * logits, 8, _shared(share, whole)),
+        backward=Pass(backward_matmuls(matmul), 6 * whole + _LOSS_BACKWARD * logits, 8, _shared(share, whole)),
         again=Pass(),
         parameters=2.0 * model.hidden,
         kept_bytes=2 * whole + 4 * logits,
@@ -154,21 +154,9 @@ def _head(model: Transformer, share: ShardSpec) -> Layer:
 
 
 def _shared(share: ShardSpec, size_bytes: float, count: int = 1) -> tuple[Collective, ...]:
-    """What tensor ranks add up; with sequence parallelism in two halves, an activation gathered and one scattered."""
+    """The collectives of tensor ranks: all_reduces, or with sequence parallelism all_gathers and reduce_scatters."""
     if share.tensor == 1:
         return ()
     if share.sequence:
         return (Collective("all_gather", size_bytes), Collective("reduce_scatter", size_bytes)) * count
     return (Collective("all_reduce", size_bytes),) * count
-
-
-def _backward(matmuls: tuple[Matmul, ...]) -> tuple[Matmul, ...]:
-    """Of each product the gradients of both factors."""
-    return tuple(
-        each
-        for matmul in matmuls
-        for each in (
-            Matmul(matmul.m, matmul.k, matmul.n, matmul.count),
-            Matmul(matmul.k, matmul.n, matmul.m, matmul.count),
-        )
-    )

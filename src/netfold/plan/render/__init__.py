@@ -1,4 +1,4 @@
-"""Answers for people: as text, as JSON, as a page."""
+"""Results as text, as JSON, or as a page."""
 
 from netfold.plan.render.data import as_json
 from netfold.plan.render.page import render_page

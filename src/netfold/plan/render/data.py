@@ -1,4 +1,4 @@
-"""An answer as JSON: seconds, bytes, ratios from 0 to 1."""
+"""A result as JSON: seconds, bytes, ratios from 0 to 1."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ships with netfold, as text: clusters, models, networks. Pure."""
+"""The clusters, models and networks that ship with netfold, as text. Pure."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from netfold.plan.cluster import Cluster, Tier, load_cluster, preset_names
 from netfold.plan.cluster.networks import Network, networks
 from netfold.plan.model import catalogue
 from netfold.plan.model.registry import KINDS, find_model, model_presets, names
-from netfold.plan.render.text import big
 
 
 def render_clusters() -> str:
@@ -20,12 +19,12 @@ def render_models() -> str:
     lines = []
     for name, said in model_presets().items():
         sizes = ", ".join(f"{key} {value}" for key, value in said.items() if key not in ("kind", "source"))
-        lines += [f"{name}: {said['kind']}, {big(find_model(name).parameters)} parameters ({sizes})"]
+        lines += [f"{name}: {said['kind']}, {units.big(find_model(name).parameters)} parameters ({sizes})"]
         lines += [f"  from: {said['source']}"]
     for name in names():
         if name not in model_presets():
             speed = catalogue.find_model(name).speed
-            lines += [f"{name}: {big(find_model(name).parameters)} parameters, layer by layer"]
+            lines += [f"{name}: {units.big(find_model(name).parameters)} parameters, layer by layer"]
             lines += [f"  with :measured=true, {speed.samples_per_s:,.4g} samples a second of a device: {speed.source}"]
     for kind, keys in KINDS.items():
         example = ",".join(f"{key}={'..' if default is None else default}" for key, default in keys.items())

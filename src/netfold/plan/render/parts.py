@@ -6,14 +6,14 @@ from typing import Any
 
 from netfold import units
 from netfold.plan.model import Part, Traced
-from netfold.plan.render.text import aligned, big
+from netfold.plan.render.text import table
 
-# What sizes are said for: weights, gradients and activations in f32.
+# Sizes are of weights, gradients and activations in f32.
 _ITEM_BYTES = 4
 
 
 def render_parts(model: Traced, bucket_bytes: float) -> str:
-    """A line a part, in order of execution; then DDP's buckets, in the order in which they travel."""
+    """One line per part, in order of execution; then DDP's buckets, in the order in which they are sent."""
     rows = [["part", "parameters", "forward", "backward", "kept", "handed in"]]
     rows += [
         [
@@ -29,7 +29,7 @@ def render_parts(model: Traced, bucket_bytes: float) -> str:
     forward, backward = (sum(getattr(part, way).flops for part in model.parts) for way in ("forward", "backward"))
     kept = sum(part.kept.bytes(_ITEM_BYTES) for part in model.parts)
     total = ["together", f"{model.parameters:,.0f}", _flops(forward), _flops(backward), units.size(kept), ""]
-    title = f"{model.name}, {big(model.parameters)} parameters; {model.samples} samples, in f32"
+    title = f"{model.name}, {units.big(model.parameters)} parameters; {model.samples} samples, in f32"
     buckets = [["bucket", "", "gradients complete with"]]
     blocks = model.blocks
     buckets += [
@@ -37,12 +37,13 @@ def render_parts(model: Traced, bucket_bytes: float) -> str:
         for number, bucket in enumerate(model.buckets(bucket_bytes, _ITEM_BYTES), 1)
     ]
     notes = [f"note: {note}" for note in model.notes]
-    travel = "DDP's buckets, in the order in which they travel"
-    return "\n".join([title, *aligned([*rows, total], left=(0,)), "", travel, *aligned(buckets, left=(0, -1)), *notes])
+    travel = "DDP's buckets, in the order in which they are sent"
+    tables = table(title, [*rows, total], left=(0,)), "", table(travel, buckets, left=(0, -1))
+    return "\n".join([*tables, *notes])
 
 
 def as_object(model: Traced, bucket_bytes: float) -> dict[str, Any]:
-    """Of all samples that were traced together; bytes in f32."""
+    """Of all traced samples together; bytes in f32."""
     return {
         "name": model.name,
         "samples": model.samples,

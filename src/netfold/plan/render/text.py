@@ -1,4 +1,4 @@
-"""An answer as text for a terminal. Pure."""
+"""A result as text for a terminal. Pure."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from netfold.plan.search import Choice, describe_split
 from netfold.plan.sensitivity import Gain
 from netfold.plan.step import Prediction
 
-# Bars of the step's parts, at most.
+# The longest bar of a step's parts, in characters.
 _BAR = 24
 
 
 def render_text(answer: Result) -> str:
-    """What was asked, the step, memory, throughput; then other ways, curves, comparisons, what more would buy."""
+    """The request, the step, memory, throughput; then other splits, curves, comparisons, and gains."""
     sections = [_asked(answer), _step(answer)]
     if memory_is_known(answer):
         sections.append(_memory(answer.best))
     sections.append(_together(answer))
     if answer.simulated is not None:
-        sections.append(_played(answer.best.prediction, answer.simulated.prediction))
+        sections.append(_simulated(answer.best.prediction, answer.simulated.prediction))
     if len(answer.best_few) > 1:
         sections.append(_few(answer))
     if len(answer.front) > 1:
@@ -45,18 +45,18 @@ def render_text(answer: Result) -> str:
 
 
 def describe_request(answer: Result) -> str:
-    """What is trained on what."""
+    """The model, the devices and the batch."""
     said, job = answer.request, answer.best.job
-    # What was measured does not say by what weights are updated.
+    # A measured model does not name its optimizer.
     how = job.precision if isinstance(said.model, Measured) else f"{job.precision}, {job.optimizer}"
     return (
-        f"{said.model.name}, {big(said.model.parameters)} parameters, on {said.devices:,} x {said.cluster.device.name} "
-        f"of {said.cluster.name}; a batch of {job.global_batch:,}, {how}"
+        f"{said.model.name}, {units.big(said.model.parameters)} parameters, on {said.devices:,} x "
+        f"{said.cluster.device.name} of {said.cluster.name}; a batch of {job.global_batch:,}, {how}"
     )
 
 
 def describe_aggregators(answer: Result) -> list[str]:
-    """A sentence for each aggregator that there could be."""
+    """A sentence for each possible aggregator."""
     named = sum(each.hosts for tier in answer.request.cluster.tiers for each in tier.aggregators)
     now = f"{named} aggregator{'s' if named > 1 else ''} now;" if named else "no aggregator:"
     return [f"{now} {_offer(each)}" for each in answer.aggregator_gains]
@@ -70,53 +70,31 @@ def _offer(offer: AggregatorGain) -> str:
 
 
 def memory_is_known(answer: Result) -> bool:
-    """Whether it is known what a rank holds in memory."""
+    """Whether the memory of a rank is known."""
     return math.isfinite(answer.best.prediction.memory_bytes)
 
 
 def utilisation_is_known(answer: Result) -> bool:
-    """Whether it is known what part of the devices' peak is used."""
+    """Whether the utilisation of the devices is known."""
     return math.isfinite(answer.best.prediction.mfu)
 
 
-def big(count: float) -> str:
-    """`175 billion`, `1.37 million`."""
-    for size, name in ((1e12, "trillion"), (1e9, "billion"), (1e6, "million")):
-        if count >= size:
-            return f"{count / size:.3g} {name}"
-    return f"{count:,.0f}"
-
-
 def time(seconds: float) -> str:
-    """`137 s`, `12.3 ms`: three digits, of a step, so that two compare."""
+    """`137 s`, `12.3 ms`: always three digits, so that steps can be compared."""
     return f"{seconds:,.0f} s" if seconds >= 99.95 else f"{seconds:#.3g} s" if seconds >= 1 else units.seconds(seconds)
 
 
-def aligned(rows: Sequence[Sequence[str]], left: Sequence[int] = ()) -> list[str]:
-    """Columns side by side, numbers to the right. left: columns of words, from the front or (negative) the end."""
-    words = {column % len(rows[0]) for column in left}
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return [
-        "  "
-        + "  ".join(
-            cell.ljust(width) if column in words else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]
+def table(title: str, rows: Sequence[Sequence[str]], left: Sequence[int] = ()) -> str:
+    """A title with an indented table below it. left: as in `units.aligned`."""
+    return "\n".join([title, *(f"  {line}" for line in units.aligned(rows, left))])
 
 
 def rate(samples_per_s: float) -> str:
     return f"{samples_per_s:.3g}" if samples_per_s < 1000 else f"{samples_per_s:,.0f}"
 
 
-def times(factor: float) -> str:
-    """`1.48x`, `0.013x`."""
-    return f"{factor:.2f}x" if factor >= 0.1 else f"{factor:.2g}x"
-
-
 def money(cost: Cost, prices: Prices) -> str:
-    """`12,300 GPU hours, 24,600 EUR, at most 4,920 kWh`, as far as it is known."""
+    """`12,300 GPU hours, 24,600 EUR, at most 4,920 kWh`; unknown parts are left out."""
     said = [f"{_amount(cost.gpu_hours)} GPU hours"]
     if cost.money is not None:
         amount = _amount(cost.money)
@@ -128,7 +106,7 @@ def money(cost: Cost, prices: Prices) -> str:
 
 def _asked(answer: Result) -> str:
     job = answer.best.job
-    ways = f"the fastest of {answer.fitting:,} that fit, of {answer.tried:,} ways to split" if answer.tried > 1 else ""
+    ways = f"the fastest of {answer.fitting:,} that fit, of {answer.tried:,} splits" if answer.tried > 1 else ""
     return "\n".join(
         line
         for line in (
@@ -150,7 +128,7 @@ def _step(answer: Result) -> str:
         f"a step takes {time(found.step_s)}; about 80 of 100 measured ones lie between "
         f"{time(found.low_s)} and {time(found.high_s)}"
     )
-    return "\n".join([title, *aligned(rows, left=(0, 3))])
+    return table(title, rows, left=(0, 3))
 
 
 def _memory(best: Choice) -> str:
@@ -158,7 +136,7 @@ def _memory(best: Choice) -> str:
     head = ["weights", "gradients", "optimizer", "activations", "together", "of"]
     kinds = (memory.weights, memory.gradients, memory.optimizer, memory.activations, memory.total)
     row = [*map(units.size, kinds), units.size(best.prediction.memory_bytes)]
-    return "\n".join(["memory of the rank that needs most", *aligned([head, row])])
+    return table("memory of the rank that needs most", [head, row])
 
 
 def _together(answer: Result) -> str:
@@ -176,7 +154,7 @@ def _together(answer: Result) -> str:
         assert answer.training_cost is not None
         epochs = asked.training.epochs_at(asked.job.global_batch)
         what = f"to the accuracy, {epochs:.3g} epochs" if epochs is not None else "the whole training"
-        lines.append(f"{what}: {duration(answer.training_s)}; {money(answer.training_cost, asked.prices)}")
+        lines.append(f"{what}: {units.seconds(answer.training_s)}; {money(answer.training_cost, asked.prices)}")
     elif asked.training.epochs:
         low, high = asked.training.epochs[0][0], asked.training.epochs[-1][0]
         lines.append(
@@ -184,41 +162,30 @@ def _together(answer: Result) -> str:
             f"{low:,.0f} to {high:,.0f}"
         )
     elif answer.step_cost.money is not None:
-        per = 1000
-        thousand = Cost(
-            per * answer.step_cost.gpu_hours,
-            per * answer.step_cost.money,
-            None if answer.step_cost.energy_kwh is None else per * answer.step_cost.energy_kwh,
-        )
-        lines.append(f"1,000 steps: {money(thousand, asked.prices)}")
+        lines.append(f"1,000 steps: {money(answer.step_cost.times(1000), asked.prices)}")
     if answer.failure_impact is not None:
         lines.append(failures(answer))
     return "\n".join([*lines, *(f"note: {note}" for note in answer.notes)])
 
 
-def _played(closed: Prediction, played: Prediction) -> str:
+def _simulated(closed: Prediction, events: Prediction) -> str:
     rows = [["", "closed form", "as events"]]
-    here, there = parts(closed), parts(played)
+    here, there = parts(closed), parts(events)
     rows += [[name, *(time(each.get(name, 0.0)) for each in (here, there))] for name in {**here, **there}]
-    rows.append(["together", time(closed.step_s), time(played.step_s)])
-    return "\n".join(["the same step, played as events", *aligned(rows, left=(0,))])
+    rows.append(["together", time(closed.step_s), time(events.step_s)])
+    return table("the same step, simulated as events", rows, left=(0,))
 
 
 def failures(answer: Result) -> str:
-    """What failures leave, in a sentence; there must be any."""
+    """The effect of failures, as a sentence. The result must have a failure_impact."""
     assert answer.failure_impact is not None and answer.request.failures is not None
     goodput, between_s = answer.failure_impact.goodput, answer.request.failures.job_between_s
-    said = f"with a failure every {duration(between_s)}, "
+    said = f"with a failure every {units.seconds(between_s)}, "
     if goodput < 0.01:
-        return said + "nothing is ever done; take fewer devices, or save faster"
-    said += f"a checkpoint every {duration(answer.failure_impact.interval_s)} is best: "
+        return said + "the job makes no progress; use fewer devices, or save faster"
+    said += f"a checkpoint every {units.seconds(answer.failure_impact.interval_s)} is best: "
     said += f"{units.ratio(goodput)} of the time is progress"
-    return said + (f", {duration(answer.training_s / goodput)} in all" if answer.training_s is not None else "")
-
-
-def duration(seconds: float) -> str:
-    """`34.5 days` from two days on; below as everywhere."""
-    return f"{seconds / 86400:.3g} days" if seconds >= 2 * 86400 else units.seconds(seconds)
+    return said + (f", {units.seconds(answer.training_s / goodput)} in all" if answer.training_s is not None else "")
 
 
 def _few(answer: Result) -> str:
@@ -237,7 +204,7 @@ def _few(answer: Result) -> str:
                 way.reason,
             ]
         )
-    return "\n".join(["the best ways, the fastest of each mesh", *aligned(rows, left=(-2, -1))])
+    return table("the best splits, the fastest of each mesh", rows, left=(-2, -1))
 
 
 def _front(answer: Result) -> str:
@@ -246,7 +213,7 @@ def _front(answer: Result) -> str:
         [units.size(each.prediction.memory.total), time(each.prediction.step_s), *_split(each.job)]
         for each in answer.front
     ]
-    return "\n".join(["less memory for more time (no way that fits is better in both)", *aligned(rows, left=(-1,))])
+    return table("less memory for more time (no split that fits is better in both)", rows, left=(-1,))
 
 
 def _curve(scaling: str, points: Sequence[ScalingPoint]) -> str:
@@ -263,9 +230,9 @@ def _curve(scaling: str, points: Sequence[ScalingPoint]) -> str:
         found = point.choice.prediction
         row += [time(found.step_s), rate(found.samples_per_s), units.ratio(point.efficiency), _known(found.mfu)]
         if known:
-            row.append("-" if point.training_s is None else duration(point.training_s))
+            row.append("-" if point.training_s is None else units.seconds(point.training_s))
         rows.append([*row, *_split(point.choice.job)])
-    return "\n".join([f"{scaling} scaling: {what}", *aligned(rows, left=(-1,)), *notes])
+    return "\n".join([table(f"{scaling} scaling: {what}", rows, left=(-1,)), *notes])
 
 
 def _comparison(text: str, variants: Sequence[Variant]) -> str:
@@ -277,8 +244,10 @@ def _comparison(text: str, variants: Sequence[Variant]) -> str:
             continue
         found = each.choice.prediction
         exposed = sum(found.exposed_s.values()) / found.step_s
-        rows.append([each.name, time(found.step_s), times(each.factor), units.ratio(exposed), *_split(each.choice.job)])
-    return "\n".join([f"compared: {text}", *aligned(rows, left=(0, -1)), *notes])
+        rows.append(
+            [each.name, time(found.step_s), units.times(each.factor), units.ratio(exposed), *_split(each.choice.job)]
+        )
+    return "\n".join([table(f"compared: {text}", rows, left=(0, -1)), *notes])
 
 
 def _gains(gains: Sequence[Gain]) -> str:
@@ -292,7 +261,7 @@ def _known(ratio: float) -> str:
     return units.ratio(ratio) if math.isfinite(ratio) else "-"
 
 
-_SPLIT = ("tensor", "pipeline", "data", "micro", "pieces", "ZeRO", "sequence", "recompute")
+_SPLIT = ("tensor", "pipeline", "data", "micro", "virtual", "ZeRO", "sequence", "recompute")
 
 
 def _split(job: Job) -> list[str]:

@@ -1,51 +1,54 @@
-"""Where each key of a TOML text stands, so that an error can name a line. tomllib does not tell."""
+"""The line of each key of a TOML text, so that an error can name the line: tomllib does not report lines."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from typing import TypeVar
 
 Key = tuple[str, ...]
+_Place = TypeVar("_Place")
 
 _STRING = r'"""(?:\\.|[^\\])*?"""|\'\'\'.*?\'\'\'|"(?:\\.|[^"\\\n])*"|\'[^\'\n]*\''
-# One piece of a text. What is none of the others is a piece of one character.
-_PIECE = re.compile(rf"(?P<string>{_STRING})|(?P<comment>\#[^\n]*)|(?P<bare>[A-Za-z0-9_-]+)|.", re.DOTALL)
+# One token of a text; any other character is a token of its own.
+_TOKEN = re.compile(rf"(?P<string>{_STRING})|(?P<comment>\#[^\n]*)|(?P<bare>[A-Za-z0-9_-]+)|.", re.DOTALL)
 
 
 def key_lines(text: str) -> Mapping[Key, int]:
-    """Key, from the root -> its line, from 1. `text` is TOML that has been read without an error.
+    """Key, from the root -> its line, from 1. `text` is TOML that tomllib has read without an error.
 
-    Tables are there by their headers. A key inside an inline table is not: `line_of` finds the table's own.
+    A table has the line of its header. Keys inside an inline table are missing: `line_of` finds the line of the table.
     """
     found: dict[Key, int] = {}
     table: Key = ()
-    # Of the statement that is being read: its key so far, whether it is a [header], and how deep its value's brackets.
+    # The statement that is being read: its key so far, whether it is a [header], and the nesting of its value's
+    # brackets.
     key: list[str] = []
     header, in_value, depth, line = False, False, 0, 1
-    for piece in _PIECE.finditer(text):
-        said = piece.group()
-        if said == "\n" and depth <= 0:
-            # Below 0 after a [[header]].
+    for token in _TOKEN.finditer(text):
+        character = token.group()
+        if character == "\n" and depth <= 0:
+            # The depth is below 0 after a [[header]].
             key, header, in_value, depth = [], False, False, 0
-        elif piece["comment"]:
+        elif token["comment"]:
             pass
         elif in_value:
-            depth += (said in "[{") - (said in "]}") if len(said) == 1 else 0
-        elif said == "[" and not key:
+            depth += (character in "[{") - (character in "]}") if len(character) == 1 else 0
+        elif character == "[" and not key:
             header = True
-        elif said == "]" and header:
+        elif character == "]" and header:
             table, in_value = tuple(key), True
             found.setdefault(table, line)
-        elif said == "=":
+        elif character == "=":
             in_value = True
             for end in range(1, len(key) + 1):
                 found.setdefault((*table, *key[:end]), line)
-        elif piece["string"] or piece["bare"]:
-            key.append(said[1:-1] if piece["string"] else said)
-        line += said.count("\n")
+        elif token["string"] or token["bare"]:
+            key.append(character[1:-1] if token["string"] else character)
+        line += character.count("\n")
     return found
 
 
-def line_of(key: Key, found: Mapping[Key, int]) -> int | None:
-    """The line of the key, or of the closest table round it; None where nothing of it is in the text."""
+def line_of(key: Key, found: Mapping[Key, _Place]) -> _Place | None:
+    """The line, or another place, of the key or of the closest table around it; None where the text has neither."""
     return next((found[key[:end]] for end in range(len(key), 0, -1) if key[:end] in found), None)

@@ -1,7 +1,7 @@
-"""A profile's folder as the planner takes it: the step that its ranks took, and the network that it shows.
+"""A profile's folder as a model for the planner: the step of its ranks, and the network that it shows.
 
-A step's time is what a rank computed and what it waited for communication (`netfold.profile.overlap`). What it computed
-is taken to be the same on any network; the all_reduces are put on another one, each when its gradients were there.
+A step is a rank's computing and its exposed communication (`netfold.profile.overlap`). The computing is assumed to be
+the same on any network; each all_reduce is predicted on another network, from the moment when its gradients are ready.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ from netfold.profile.run import Run, Trace, read_run
 from netfold.tuning.cost import HALVES, INTEGERS
 from netfold.tuning.topology import DEFAULT_LINKS
 
-# Steps that did the same: fewer have no median to speak of.
+# Fewer equal steps give no reliable median.
 _LEAST_STEPS = 5
-# Of a step: what is worth a sentence.
+# The least part of a step that gets a note.
 _WORTH_A_NOTE = 0.02
-# Messages below this tell how busy hosts are, as much as a link (netfold.plan.advice).
+# Smaller messages depend on the load of hosts as much as on the link (netfold.plan.advice).
 _SMALL_BYTES = 128 << 10
-# As many as the presets of ordinary Ethernet join.
+# As many as in the presets of ordinary Ethernet.
 _MOST_HOSTS = 1024
 _ITEM_BYTES = {"f32": 4, "f16": 2, "bf16": 2, "f64": 8}
 
 
 @dataclass(frozen=True)
 class ProfiledJob:
-    """A profile: the step, the device it ran on, and its own network, or why that is not known.
+    """The step of a profile, its device, and its own network, or the reason why the network is unknown.
 
-    gradient_bytes: of an element that is reduced.
+    gradient_bytes: of a reduced element.
     """
 
     model: Profiled
@@ -51,15 +51,15 @@ class ProfiledJob:
     gradient_bytes: int
 
     def of_samples(self, samples: int) -> ProfiledJob:
-        """The same, where a rank's share of a step were so many samples."""
+        """The same profile with so many samples in a rank's share of a step."""
         return replace(self, model=replace(self.model, samples=samples))
 
 
 def read_profile(folder: Path) -> ProfiledJob:
-    """A rank's share of a step is one sample: no profile says how many there were.
+    """Read a folder. A rank's share of a step counts as one sample: a profile does not record samples.
 
-    Raises ValueError, in a sentence: no profile, none of training, ranks of whose operations only the submission is
-    known.
+    Raises ValueError, in one sentence, for a folder without a profile, a profile without training, and operations of
+    which only the submission is known.
     """
     run = read_run(folder)
     size = max(trace.metadata.size for trace in run.traces)
@@ -67,22 +67,22 @@ def read_profile(folder: Path) -> ProfiledJob:
         raise ValueError(f"{folder}: {len(run.traces)} of {size} ranks left records; put all their folders together")
     columns = columns_of(run)
     ranks = [_steps(folder, trace, each) for trace, each in zip(run.traces, columns, strict=True)]
-    # By number, as far as all ranks have them, where all ranks did the same; each with the one before it.
+    # Pairs of consecutive steps, as many as all ranks have, in which all ranks made the same all_reduces.
     together = list(zip(*ranks, strict=False))
     pairs = [each for each in pairwise(together) if len({step.signature for steps in each for step in steps}) == 1]
     if not pairs:
         raise ValueError(
-            f"{folder}: no two steps after each other in which all ranks made the same all_reduces; record a longer "
-            "run of data-parallel training"
+            f"{folder}: no two consecutive steps in which all ranks made the same all_reduces; record a longer run of "
+            "data-parallel training"
         )
     signature = Counter(steps[0].signature for _, steps in pairs).most_common(1)[0][0]
     cycles = [_cycle(before, steps) for before, steps in pairs if steps[0].signature == signature]
     if not signature:
-        raise ValueError(f"{folder}: no all_reduce in its steps; what can be planned is data-parallel training")
+        raise ValueError(f"{folder}: its steps have no all_reduce; only data-parallel training can be planned")
     if len(cycles) < _LEAST_STEPS:
         raise ValueError(
-            f"{folder}: {len(cycles)} of its steps follow one that is alike, and {_LEAST_STEPS} are the least for a "
-            "median; record a longer run"
+            f"{folder}: {len(cycles)} of its steps follow an equal step, and a median needs at least {_LEAST_STEPS}; "
+            "record a longer run"
         )
     ready = np.median(np.array([each.ready_s for each in cycles]), axis=0)
     computed, update, wall, exposed, others = (
@@ -92,7 +92,7 @@ def read_profile(folder: Path) -> ProfiledJob:
     dtypes = {dtype for dtype, _, _ in signature}
     if unknown := dtypes - set(_ITEM_BYTES):
         raise ValueError(
-            f"{folder}: all_reduces of {', '.join(sorted(unknown))} are no gradients; take them out of a step"
+            f"{folder}: all_reduces of {', '.join(sorted(unknown))} are not gradients; move them out of a step"
         )
     widest = max(dtypes, key=lambda dtype: _ITEM_BYTES[dtype])
     model = Profiled(
@@ -115,9 +115,13 @@ def read_profile(folder: Path) -> ProfiledJob:
 
 @dataclass(frozen=True)
 class _Step:
-    """Of one rank. signature: dtype, bytes and wire format of each all_reduce, in the order of submission. ready_s:
-    what was computed before each; computed_s: until the last was done, update_s: after. others_s: of exposed_s, what
-    other operations than all_reduce have."""
+    """One step of one rank.
+
+    signature: dtype, bytes and wire format of each all_reduce, in the order of submission.
+    ready_s: seconds of computing before each all_reduce.
+    computed_s: seconds of computing until the last all_reduce is done. update_s: after that.
+    others_s: the part of exposed_s of operations other than all_reduce.
+    """
 
     signature: tuple[tuple[str, int, str], ...]
     ready_s: Floats
@@ -129,8 +133,9 @@ class _Step:
 
 
 def _cycle(before: Sequence[_Step], steps: Sequence[_Step]) -> _Step:
-    """One step of all ranks, as that of one: means, but for what an all_reduce waits for, which begins when its last
-    rank is there. Who is last shows from the end of the last all_reduce before on, when ranks went on together.
+    """Combine one step of all ranks: means, except for ready_s and computed_s, which depend on the last rank.
+
+    All ranks continued together after the last all_reduce of the step before, so times are compared from there.
     """
     updated = np.array([step.update_s for step in before])
 
@@ -153,11 +158,11 @@ def _steps(folder: Path, trace: Trace, columns: Columns) -> list[_Step]:
             "let a torch optimizer step"
         )
     if exposure.exposed is None or (alone := exposure.of_operations(trace)) is None:
-        raise ValueError(f"{folder}: nobody watched the training thread of rank {about.rank}; record it once more")
+        raise ValueError(f"{folder}: the training thread of rank {about.rank} was not sampled; record it again")
     if not columns.completes.all():
         raise ValueError(
-            f"{folder}: of some operations only the submission was seen (nccl's run on devices), so what a step waits "
-            "for is not known; give the model by its dimensions, or as a module"
+            f"{folder}: only the submission of some operations was recorded (nccl's run on devices), so the exposed "
+            "communication is unknown; give the model by its dimensions, or as a module"
         )
     reductions = (columns.operation == "all_reduce") & ~columns.failed
     order = np.argsort(records["queued_ns"], kind="stable")
@@ -173,7 +178,7 @@ def _steps(folder: Path, trace: Trace, columns: Columns) -> list[_Step]:
         queued = records["queued_ns"][mine]
         done = min(int(ended), int(records["finished_ns"][mine].max())) if len(mine) else int(ended)
         moments = np.array([*queued, done, ended], np.int64)
-        # What is no exposed communication is computing, reading data and waiting for other threads among it.
+        # Everything but exposed communication counts as computing, including reading data and waiting for threads.
         since = exposure.between(exposure.exposed, np.full(len(moments), began), moments)
         spent = (moments - began) / 1e9 - since
         found.append(
@@ -194,7 +199,7 @@ def _steps(folder: Path, trace: Trace, columns: Columns) -> list[_Step]:
 
 
 def _on_the_wire(dtype: str, wire: str) -> float:
-    """Of a tensor's bytes, those that travel."""
+    """The bytes on the wire per byte of a tensor."""
     if dtype != "f32":
         return 1.0
     return 0.5 if wire in HALVES else INTEGERS.get(wire, 1.0)
@@ -204,17 +209,17 @@ def _notes(recorded: int, alike: int, others_s: float, wall_s: float) -> list[st
     found = []
     if recorded > alike:
         found.append(
-            f"{recorded - alike} of {recorded} steps had other all_reduces, or followed such, and are left out"
+            f"{recorded - alike} of {recorded} steps had other all_reduces, or followed such steps, and are left out"
         )
     if others_s > _WORTH_A_NOTE * wall_s:
         found.append(
-            f"{units.seconds(others_s)} of a step went to other operations than all_reduce, and are not predicted"
+            f"{units.seconds(others_s)} of a step were operations other than all_reduce, and are not predicted"
         )
     return found
 
 
 def _device(precision: str) -> Device:
-    """What a profile ran on: it says nothing of it but how long it computes. What folds sums is as built in."""
+    """The device of a profile, which shows only how long it computes. Its reduction rate is the built-in one."""
     unknown = float("nan")
     return Device(
         "the profile's device",
@@ -228,9 +233,9 @@ def _device(precision: str) -> Device:
 def _network(run: Run, name: str, device: Device) -> Cluster | str:
     groups = observe_groups(run)
     if not groups:
-        return "no operation that all ranks of a group recorded"
+        return "no operation was recorded by all ranks of a group"
     if groups[0].topology.has_levels:
-        return "several ranks share each host, and a profile does not tell their links apart"
+        return "several ranks share each host, and a profile does not separate their links"
     found = fit(groups[0], _SMALL_BYTES)
     if not isinstance(found, Fitted):
         return found

@@ -1,4 +1,4 @@
-"""The analytical model: a step's parts in closed form."""
+"""The analytical model: the parts of a step in closed form."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from netfold.plan.step.stages import Costs, Stage, costs
 
 
 def predict(model: Model, cluster: Cluster, job: Job, constants: Constants = FITTED) -> Prediction:
-    """Raises ValueError, in a sentence, for a split that the model or the cluster cannot have.
+    """Predict one step. Raises ValueError, in one sentence, for a split that the model or the cluster cannot have.
 
-    The slowest stage works through all microbatches; what the others take for one is the bubble, divided by the pieces
-    where stages are interleaved (Narayanan et al. 2021, section 2.2). Gradients come last, or beside the last backward
-    pass.
+    The slowest stage works through all microbatches. The time of the other stages for one microbatch is the bubble,
+    divided by the virtual stages where stages are interleaved (Narayanan et al. 2021, section 2.2). Gradients are
+    reduced last, or during the last backward pass.
     """
     split, device = job.split, cluster.device
     parts = costs(model, cluster, job, constants)
@@ -54,7 +54,7 @@ def predict(model: Model, cluster: Cluster, job: Job, constants: Constants = FIT
 
 
 def limit_of(step_s: float, compute_s: float, bubble_s: float, optimizer_s: float, exposed_s: dict[str, float]) -> str:
-    """What most of a step goes to, and what else takes more than a tenth of it."""
+    """The largest part of a step, and every other part above a tenth of it, as text."""
     parts = {"computing": compute_s, "the pipeline's bubble": bubble_s, "the optimizer": optimizer_s}
     parts |= {f"{kind}-parallel communication": seconds for kind, seconds in exposed_s.items()}
     most = max(parts, key=lambda name: parts[name])
@@ -66,20 +66,20 @@ def limit_of(step_s: float, compute_s: float, bubble_s: float, optimizer_s: floa
 
 
 def _filled(stage: Stage, job: Job) -> float:
-    """What a stage makes the others wait for while the pipeline fills and drains.
+    """Seconds that a stage makes other stages wait while the pipeline fills and drains.
 
-    With zero-bubble the gradients of weights wait, and fill as much again (Qi et al. 2024, ZB-H1).
+    With zero-bubble the gradients of weights are postponed, and fill as much idle time (Qi et al. 2024, ZB-H1).
     """
     return stage.total_s - (2 * stage.weights_s if job.schedule == "zero-bubble" else 0.0)
 
 
 def _waited_messages(parts: Costs, slowest: Stage, job: Job) -> float:
-    """Seconds that messages between stages are waited for: once along all pieces, to fill and drain the pipeline.
+    """Seconds that stages wait for messages: once along all virtual stages, while the pipeline fills and drains.
 
-    With 1f1b any n neighbouring stages have n microbatches on their way between them, so they take no less for one than
-    an n-th of a round: their passes and the 2(n-1) messages between them. Where that is more than the slowest stage
-    takes, all microbatches wait for it. Exact for equal stages and a multiple of them in microbatches, where it is
-    2c((p-1)m/p + p-2) for messages of c; where c differs from stage to stage tests hold it against what is played.
+    With 1f1b any n neighbouring stages have n microbatches in flight. One microbatch takes them at least an n-th of a
+    round: their passes and the 2(n-1) messages between them. Where that is more than the slowest stage takes, every
+    microbatch waits. Exact for equal stages and a multiple of them in microbatches: 2c((p-1)m/p + p-2) for messages of
+    c seconds. Where c differs between stages, tests compare with the simulated step.
     """
     split = job.split
     *inner, around = (stage.send_s for stage in parts.stages)
@@ -88,16 +88,16 @@ def _waited_messages(parts: Costs, slowest: Stage, job: Job) -> float:
         return once_s
     pace_s, count = _slowest_round(parts.stages)
     waits_s = pace_s - slowest.total_s
-    # The first and the last microbatch meet nobody; a round that is begun is waited for as a whole.
+    # The first and the last microbatch do not meet other ones. A round that has begun is waited for as a whole.
     waited_s = max(0, parts.microbatches - 2) * waits_s
     return once_s + waited_s + min(waited_s, waits_s * max(0, count - 2) / max(1, count - 1))
 
 
 def _slowest_round(stages: tuple[Stage, ...]) -> tuple[float, int]:
-    """Of all runs of neighbouring stages the one whose round takes most for a microbatch: seconds, and its stages."""
+    """The run of neighbouring stages whose round takes longest per microbatch: seconds, and the number of stages."""
     pace_s, count = max(stage.total_s for stage in stages), 1
     while True:
-        # Which run is furthest behind this pace? Until none is.
+        # Find the run that is furthest behind this pace, until no run is behind.
         behind_s = sent_s = 0.0
         length = 0
         best: tuple[float, int] = (0.0, 0)
@@ -114,14 +114,14 @@ def _slowest_round(stages: tuple[Stage, ...]) -> tuple[float, int]:
 
 
 def _exposed_data(parts: Costs, stage: Stage, job: Job) -> float:
-    """Seconds of data-parallel communication that no computing hides."""
+    """Seconds of data-parallel communication that computing does not hide."""
     if job.split.zero < 3:
-        # ZeRO-1 and 2 gather weights once they are updated, when nothing is left of the step.
+        # ZeRO-1 and 2 gather the updated weights at the end of the step, and nothing hides that.
         reductions = parts.microbatches if job.split.zero == 2 else 1
         return reductions * _exposed_reduction(parts, stage, job) + parts.gathered_s
     if not job.prefetch:
         return parts.microbatches * (2 * parts.gathered_s + parts.data_s)
-    # Of ZeRO-3 a pass hides what the next layer needs; what it needs itself first, nothing hides.
+    # With ZeRO-3 a pass hides the gathers of the next layers. Nothing hides the gather of its first layer.
     forward = max(0.0, parts.gathered_s - stage.forward_s)
     backward = max(0.0, parts.gathered_s + parts.data_s - stage.backward_s)
     first = parts.gathered_s * min(1.0, job.bucket_bytes / max(1.0, stage.parameters * job.item_bytes))
@@ -129,7 +129,7 @@ def _exposed_data(parts: Costs, stage: Stage, job: Job) -> float:
 
 
 def _exposed_reduction(parts: Costs, stage: Stage, job: Job) -> float:
-    """Seconds of one reduction of all gradients that the backward pass beside it does not hide."""
+    """Seconds of one reduction of all gradients that the backward pass does not hide."""
     if not job.overlap:
         return parts.data_s
     if parts.travels:
@@ -137,6 +137,6 @@ def _exposed_reduction(parts: Costs, stage: Stage, job: Job) -> float:
         for travel in parts.travels:
             ended = max(ended, stage.backward_s - travel.left_s) + travel.taken_s
         return max(0.0, ended - stage.backward_s)
-    # The last bucket's gradients are there when the backward pass ends.
+    # The last bucket is ready when the backward pass ends.
     last = parts.data_s * min(1.0, job.bucket_bytes / max(1.0, stage.parameters * job.gradient_bytes))
     return max(last, parts.data_s - stage.backward_s)

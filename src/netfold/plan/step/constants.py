@@ -1,4 +1,4 @@
-"""Constants of the analytical model, each with its meaning; docs/explanation/plan-model.md has their sources."""
+"""Constants of the analytical model; docs/explanation/plan-model.md has their sources."""
 
 from __future__ import annotations
 
@@ -7,19 +7,24 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Constants:
-    """All of them are ratios, or times that hardly depend on the device; rates come from its datasheet.
+    """Ratios, and times that hardly depend on the device; rates come from a device's datasheet.
 
-    matmul_part: of peak FLOP/s, what a large matmul reaches. matmul_depth: multiply-adds an element of the result that
-    its start and end cost. unaligned_part: of peak, where a matmul's rows are not a multiple of 16 bytes long.
-    fused_part: of peak, attention in one kernel.
-    memory_part: of the memory's rate, what kernels bound by it reach. kernel_s: of a kernel that does next to nothing.
-    launch_s: of the host, a kernel, with all that the framework does before it. blend: how far launching and computing
-    hide each other; 1 not at all, infinite wholly. blend_talking: the same where collectives make both wait.
-    collective_s: of a collective, before its first byte. copy_bytes_per_s: at which it passes its buffer through a
-    device, beside what the links take. network_part: of the rate between nodes, what collectives reach.
-    send_bytes_per_s: at most of one message between two pipeline stages. update_bytes: moved an element by Adam, casts
-    and the norm among them. tempo: of what layers take, for all that is in none of these; 1 until measured runs say
-    otherwise. spread: half of the 80% band, of the step.
+    matmul_part: part of peak FLOP/s that a large matmul reaches.
+    matmul_depth: multiply-adds per element of the result that the start and the end of a matmul cost.
+    unaligned_part: part of peak where the rows of a matmul are not a multiple of 16 bytes long.
+    fused_part: part of peak of attention in one kernel.
+    memory_part: part of the memory's rate that memory-bound kernels reach.
+    kernel_s: a kernel that does next to nothing.
+    launch_s: the host's time per kernel, with everything that the framework does before.
+    blend: how far launching and computing hide each other; 1: not at all, infinite: wholly.
+    blend_talking: the same where collectives make both wait.
+    collective_s: a collective before its first byte.
+    copy_bytes_per_s: at which a collective passes its buffer through a device, in addition to the time on links.
+    network_part: part of the rate between nodes that collectives reach.
+    send_bytes_per_s: the highest rate of one message between two pipeline stages.
+    update_bytes: moved per element by Adam, with casts and the norm.
+    tempo: a factor on layers for everything else; 1 until measured runs show another value.
+    spread: half of the 80% band of a step.
     """
 
     matmul_part: float = 0.841

@@ -1,4 +1,4 @@
-"""Where a chain of layers that differ is cut into runs, one for each stage of a pipeline."""
+"""Cut a chain of unequal layers into runs, one for each stage of a pipeline."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ import itertools
 from bisect import bisect_left, bisect_right
 from functools import lru_cache
 
-# Halvings of the interval that the largest run's cost is in; what they and rounding leave is a smaller part of it.
+# Halvings of the interval that contains the largest run's cost. The rest, with rounding, is a smaller part of the cost.
 _HALVINGS, _ROUNDING = 50, 1e-9
 
 
 @lru_cache(maxsize=4096)
 def cut(costs: tuple[float, ...], runs: int) -> tuple[int, ...]:
-    """Where each run begins, and the end: runs + 1 indices. Each run has one layer or more.
+    """Indices where each run begins, and the end: runs + 1 of them. Each run has at least one layer.
 
-    costs: of each layer, at least 0. The largest run costs the least that it can; of the cuts that are left, each
-    run is as near as it can be to an even share of what is left. `netfold train` cuts by the same rule
+    costs: of each layer, at least 0. The largest run costs as little as possible. Among such cuts each run is as near
+    as possible to an even share of the layers that remain. `netfold train` uses the same rule
     (train/parallel/stages.py).
     Cost: 50 passes over the runs. Raises ValueError where there are fewer layers than runs.
     """
     if runs > len(costs):
-        raise ValueError(f"{runs} stages of a pipeline are more than its {len(costs)} layers; as many is the most")
+        raise ValueError(f"{runs} pipeline stages are more than the {len(costs)} layers; use at most {len(costs)}")
     before = list(itertools.accumulate(costs, initial=0.0))
     low, high = max(before[-1] / runs, *costs), before[-1]
     if _farthest(before, runs, low) is not None:
@@ -34,7 +34,7 @@ def cut(costs: tuple[float, ...], runs: int) -> tuple[int, ...]:
         else:
             high = middle
     high *= 1 + _ROUNDING
-    # No run may end before the ones after it could hold all the rest.
+    # A run must not end before the runs after it could hold all remaining layers.
     backwards = [before[-1] - each for each in reversed(before)]
     least = _farthest(backwards, runs, high)
     assert least is not None, "a limit that held forwards holds backwards"
@@ -51,13 +51,12 @@ def cut(costs: tuple[float, ...], runs: int) -> tuple[int, ...]:
 
 
 def _reach(before: list[float], start: int, limit: float) -> int:
-    """The last index to which layers from `start` on cost no more than `limit`."""
+    """The last index up to which layers from `start` cost no more than `limit`."""
     return bisect_right(before, before[start] + limit) - 1
 
 
 def _farthest(before: list[float], runs: int, limit: float) -> list[int] | None:
-    """Where runs end that take as much as `limit` lets them, and leave a layer for each run after; None where layers
-    are left over."""
+    """Ends of runs that are as long as `limit` allows and leave a layer for each later run; None if layers remain."""
     bounds, last = [0], len(before) - 1
     for run in range(1, runs + 1):
         end = min(_reach(before, bounds[-1], limit), last - (runs - run))

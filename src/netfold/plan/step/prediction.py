@@ -1,13 +1,10 @@
-"""What a step of training will take: of time, by what it is spent on, and of memory."""
+"""What a step of training will take: time by what it is spent on, and memory."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from netfold.plan.step.stages import Stage
-
-# What communication is for.
-KINDS = ("tensor", "pipeline", "data", "tables")
 
 
 @dataclass(frozen=True)
@@ -26,11 +23,15 @@ class Memory:
 
 @dataclass(frozen=True)
 class Prediction:
-    """One step. The parts add up to step_s: compute, bubble, optimizer and what communication is exposed, by kind.
+    """One step: compute_s, bubble_s, optimizer_s and all of exposed_s add up to step_s.
 
-    low_s, high_s: the band that about 80 of 100 measured steps lie in. memory: against memory_bytes that a device has.
-    samples_per_s: of all ranks. mfu: arithmetic that the model needs, of the devices' peak. limit: what most of the
-    time goes to, in a sentence. stages: what each pipeline stage does for one microbatch.
+    low_s, high_s: about 80 of 100 measured steps lie between these.
+    exposed_s: communication that computing does not hide, by kind: tensor, pipeline, data, tables.
+    memory_bytes: what a device has for tensors.
+    samples_per_s: of all ranks.
+    mfu: arithmetic that the model needs, over the devices' peak.
+    limit: what most of the time is spent on, as text.
+    stages: the work of each pipeline stage for one microbatch.
     """
 
     step_s: float

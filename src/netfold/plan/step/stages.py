@@ -1,10 +1,11 @@
-"""What a step is put together from: each pipeline stage's work for a microbatch, and what follows once a step.
+"""The parts of a step: each pipeline stage's work for one microbatch, and what follows once per step.
 
-`predict` adds these up in closed form; a simulator can play them as events.
+`predict` adds these parts up in closed form; `netfold.plan.events` simulates them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, pairwise
@@ -21,17 +22,19 @@ from netfold.plan.step.traffic import Group, collective_s, send_s
 
 @dataclass(frozen=True)
 class Stage:
-    """One rank of a pipeline stage, for one microbatch; all of its pieces where they are interleaved.
+    """The work of one rank of a pipeline stage for one microbatch, in all virtual stages that the rank holds.
 
-    forward_s, backward_s: computing, recomputation in the latter. forward_tensor_s, backward_tensor_s: collectives
-    among tensor ranks, which computing waits for. sent_bytes: activations to the next stage, a rank; as many come back
-    as gradients. send_s: what they take, and to gather what tensor ranks sent in parts; of the last stage, to the first
-    one's next piece, and 0 where there is none. send_back_s: of gradients to the stage before. alone_s: both, were no
-    other rank of the stage sending. parameters: held by the rank. kept_bytes: activations of a microbatch. peak_bytes:
-    the most of one microbatch's during its backward pass, what is recomputed of one layer among them. tables_s:
-    exchanges of what was looked up in tables that are spread over all ranks, both ways. weights_s: of backward_s, what
-    computes gradients of weights, which nothing waits for. layer_parameters: of its largest layer, which ZeRO gathers
-    and reduces whole.
+    forward_s, backward_s: computing; the latter with recomputation.
+    forward_tensor_s, backward_tensor_s: collectives among tensor ranks, which computing waits for.
+    sent_bytes: activations that a rank sends to the next stage; as many bytes come back as gradients.
+    send_s: to send them, and to gather the parts that tensor ranks sent; of the last stage: to the first stage's next
+    virtual stage. 0 where nothing is sent.
+    parameters: held by the rank. kept_bytes: activations of a microbatch.
+    tables_s: exchanges with tables that are spread over all ranks, forward and backward.
+    weights_s: the part of backward_s that computes gradients of weights; nothing waits for these.
+    layer_parameters: of the largest layer, which ZeRO gathers and reduces as a whole.
+    peak_bytes: the most activations of one microbatch during its backward pass, with what one layer recomputes.
+    alone_s: to send activations to the next stage, and gradients to the stage before, while no other rank sends.
     """
 
     forward_s: float
@@ -46,19 +49,17 @@ class Stage:
     weights_s: float = 0.0
     layer_parameters: float = 0.0
     peak_bytes: float = 0.0
-    send_back_s: float = 0.0
     alone_s: tuple[float, float] = (0.0, 0.0)
 
     @property
     def total_s(self) -> float:
-        """Forward and backward pass, with what is communicated inside."""
+        """Forward and backward pass with the communication inside them."""
         return self.forward_s + self.backward_s + self.forward_tensor_s + self.backward_tensor_s + self.tables_s
 
 
 @dataclass(frozen=True)
 class Travel:
-    """A bucket of gradients. size_bytes: on the wire. left_s: of the backward pass, what is still to come when it is
-    ready. taken_s: to reduce it."""
+    """A bucket of gradients. left_s: the rest of the backward pass when it is ready. taken_s: to reduce it."""
 
     size_bytes: float
     left_s: float
@@ -67,14 +68,14 @@ class Travel:
 
 @dataclass(frozen=True)
 class Costs:
-    """What a step does beside its microbatches' passes, of the stage with most parameters.
+    """A step's stages, and the work that follows the passes, of the stage with most parameters.
 
-    data_s: to reduce all gradients among data-parallel ranks once, were nothing hidden. Once a step with ZeRO-0 and 1;
-    with ZeRO-2 and 3, whose ranks keep parts of gradients, after every microbatch.
-    gathered_s: to gather all weights once; 0 with ZeRO-0. With ZeRO-1 and 2 once a step, after the update; with ZeRO-3
-    before each forward and each backward pass.
+    data_s: to reduce all gradients among data-parallel ranks once, with nothing hidden: once per step with ZeRO-0 and
+    1, after every microbatch with ZeRO-2 and 3.
+    gathered_s: to gather all weights once; 0 with ZeRO-0. With ZeRO-1 and 2 after the update; with ZeRO-3 before each
+    forward and each backward pass.
     optimizer_s: the update of a rank's weights.
-    travels: bucket by bucket, where the model knows its buckets and a rank holds all of it; together they are data_s.
+    travels: the buckets that make up data_s, where the model knows its buckets and a rank holds the whole model.
     """
 
     stages: tuple[Stage, ...]
@@ -91,7 +92,7 @@ def costs(model: Model, cluster: Cluster, job: Job, constants: Constants = FITTE
     if split.ranks > cluster.devices:
         raise ValueError(f"{split.text()} needs {split.ranks} devices; {cluster.name} has {cluster.devices}")
     if isinstance(model, Measured) and split.pipeline > 1:
-        raise ValueError(f"{model.name}: what was measured are ranks that hold the whole model; take pipeline 1")
+        raise ValueError(f"{model.name}: was measured on ranks that hold the whole model; use pipeline 1")
     share = ShardSpec(job.micro_batch, split.tensor, split.sequence, job.recomputation, job.item_bytes)
     layers = model.layers(share)
     times = _layer_times(model, share, cluster, job.precision, constants, job.in_network)
@@ -100,7 +101,7 @@ def costs(model: Model, cluster: Cluster, job: Job, constants: Constants = FITTE
     before: tuple[object, ...] = ()
     sent = _sent(handed, cluster, job, constants)
     for index, part in enumerate(parts):
-        # Most stages hold the same, and send it as fast.
+        # Most neighbouring stages are equal.
         here = (part, sent[index], sent[index - 1])
         stages.append(stages[-1] if here == before else _stage(part, layers, times, cluster, job, constants, *here[1:]))
         before = here
@@ -123,14 +124,14 @@ def _tables_s(layer: Layer, cluster: Cluster, job: Job, constants: Constants) ->
 
 
 def _part_of_weights(layer: Layer) -> float:
-    """Of a backward pass: half of its matmuls, where they multiply by a weight, and not activations by each other."""
+    """The part of a backward pass that computes gradients of weights: half of the matmuls that multiply by a weight."""
     whole = layer.backward.flops + layer.again.flops
     of_weights = sum(each.flops for each in layer.backward.matmuls if each.count == 1 and not each.fused)
     return of_weights / 2 / whole if whole else 0.0
 
 
 def _update_s(model: Model, parameters: float, cluster: Cluster, job: Job, constants: Constants) -> float:
-    """Of a rank's weights, or of its part of them."""
+    """The update of a rank's weights, or of the rank's part of them with ZeRO."""
     parts = job.split.data if job.split.zero else 1
     if isinstance(model, Measured):
         return model.after_gradients_s / parts
@@ -138,25 +139,25 @@ def _update_s(model: Model, parameters: float, cluster: Cluster, job: Job, const
 
 
 def _updated_bytes(job: Job, constants: Constants) -> float:
-    """An element: what was fitted is Adam's; state that it has and others lack is read and written."""
+    """Bytes per element: the fitted constant is Adam's. State that another optimizer lacks is not read and written."""
     return constants.update_bytes - 2 * (OPTIMIZERS["adam"] - OPTIMIZERS[job.optimizer])
 
 
 def _data_parallel(stage: Stage, cluster: Cluster, job: Job, constants: Constants) -> tuple[float, float]:
-    """Seconds to reduce a stage's gradients, and to gather its weights, once: ZeRO-3 does both layer by layer."""
+    """Seconds to reduce a stage's gradients and to gather its weights, once each; ZeRO-3 does both layer by layer."""
     split = job.split
     group = Group(split.data, split.tensor)
     gradients, weights = stage.parameters * job.gradient_bytes, stage.parameters * job.item_bytes
-    times = max(1.0, stage.parameters / stage.layer_parameters) if job.split.zero == 3 else 1.0
+    layered = split.zero == 3
+    times = max(1.0, stage.parameters / stage.layer_parameters) if layered else 1.0
 
     def taken(operation: str, size_bytes: float) -> float:
-        # Weights that are gathered layer by layer come by one adapter a node: what FSDP's and ZeRO-3's runs show.
-        layered = job.split.zero == 3
+        # FSDP's and ZeRO-3's runs show that weights gathered layer by layer enter a node by one adapter.
         return times * collective_s(
             operation, size_bytes / times, group, cluster, constants, job.in_network, layered, job.wire, split.pipeline
         )
 
-    if job.split.zero == 0:
+    if split.zero == 0:
         return taken("all_reduce", gradients), 0.0
     return taken("reduce_scatter", gradients), taken("all_gather", weights)
 
@@ -189,11 +190,11 @@ class _Times:
 def _layer_times(
     model: Model, share: ShardSpec, cluster: Cluster, precision: str, constants: Constants, in_network: bool
 ) -> tuple[_Times, ...]:
-    """Of each layer, once."""
+    """The times of each layer, once."""
     device, group = cluster.device, Group(share.tensor)
 
     def both(*passes: Pass) -> tuple[float, float]:
-        """Seconds in all that computing and launching take, and what collectives add."""
+        """Seconds of computing and launching together, and the seconds that collectives add."""
         busy = sum(device_s(each, device, precision, share.item_bytes, constants) for each in passes)
         talking = sum(
             collective_s(each.operation, each.size_bytes, group, cluster, constants, in_network)
@@ -208,7 +209,7 @@ def _layer_times(
         return alone, max(0.0, blended(busy + talking, host, constants.blend_talking) - alone)
 
     layers = model.layers(share)
-    # A deep model's layers are the same few, over and over.
+    # A deep model repeats a few layers.
     met: dict[int, _Times] = {}
     for layer in layers:
         if id(layer) not in met:
@@ -229,27 +230,31 @@ def _stage(
     sent: _Sent,
     back: _Sent,
 ) -> Stage:
-    """part: its layers, and how many of each. sent, back: to the next stage, and to the one before."""
+    """part: the stage's layers by index, and how many of each. sent, back: to the next stage, and to the one before."""
+
+    def total(name: str, each: Sequence[object]) -> float:
+        return sum(count * getattr(each[index], name) for index, count in part)
+
     return Stage(
-        sum(count * times[index].forward_s for index, count in part),
-        sum(count * times[index].backward_s for index, count in part),
-        sum(count * times[index].forward_tensor_s for index, count in part),
-        sum(count * times[index].backward_tensor_s for index, count in part),
+        total("forward_s", times),
+        total("backward_s", times),
+        total("forward_tensor_s", times),
+        total("backward_tensor_s", times),
         sent.size_bytes,
         sent.shared_s,
-        sum(count * layers[index].parameters for index, count in part),
-        sum(count * layers[index].kept_bytes for index, count in part),
+        total("parameters", layers),
+        total("kept_bytes", layers),
         sum(count * _tables_s(layers[index], cluster, job, constants) for index, count in part),
-        sum(count * times[index].weights_s for index, count in part),
+        total("weights_s", times),
         max(layers[index].parameters for index, _ in part),
         _peak_bytes(part, layers),
-        back.shared_s,
         (sent.alone_s, back.alone_s),
     )
 
 
 class _Sent(NamedTuple):
-    """What a rank sends to the next stage. shared_s: while all ranks of its stage do; alone_s: while it alone does."""
+    """What a rank sends to the next stage. shared_s: while all ranks of the stage send. alone_s: while it sends
+    alone."""
 
     size_bytes: float
     shared_s: float
@@ -257,7 +262,7 @@ class _Sent(NamedTuple):
 
 
 def _sent(handed: list[float], cluster: Cluster, job: Job, constants: Constants) -> list[_Sent]:
-    """By stage. handed: bytes, before tensor ranks share them."""
+    """By stage. handed: bytes before tensor ranks divide them."""
     split, each = job.split, job.split.tensor * job.split.data
     found = []
     for stage, size in enumerate(handed):
@@ -272,7 +277,7 @@ def _sent(handed: list[float], cluster: Cluster, job: Job, constants: Constants)
 
 
 def _peak_bytes(part: list[tuple[int, float]], layers: tuple[Layer, ...]) -> float:
-    """While a layer is recomputed, what those after it kept of the same microbatch is gone."""
+    """While a layer is recomputed, the layers after it have freed their activations of the same microbatch."""
     kept = peak = 0.0
     for index, count in part:
         kept += count * layers[index].kept_bytes
@@ -284,11 +289,11 @@ def _peak_bytes(part: list[tuple[int, float]], layers: tuple[Layer, ...]) -> flo
 def _cut(
     layers: tuple[Layer, ...], times: tuple[_Times, ...], stages: int, pieces: int
 ) -> tuple[list[list[tuple[int, float]]], list[float]]:
-    """By stage, its layers by index and how many of each; and the bytes that it hands on, 0 where nothing comes after.
+    """By stage: its layers by index with their number; and the bytes that it hands on, 0 where nothing comes after.
 
-    Of repeated layers whole ones, the first stages one more where they do not come out even; what stands before and
-    after them at its end. A list without repeated layers is cut into runs, as even as whole layers can be, and each
-    stage has as many of them as pieces.
+    Repeated layers are divided whole: the first stages get one more where the division has a remainder. Layers before
+    and after the repeated ones are in the first and the last stage. A list without repeated layers is cut into runs
+    that are as even as possible, and each stage has as many runs as virtual stages.
     """
     repeated = [index for index, layer in enumerate(layers) if layer.count > 1]
     if not repeated:
@@ -296,7 +301,7 @@ def _cut(
     first, last = repeated[0], repeated[-1]
     whole = sum(layers[index].count for index in repeated)
     if whole < stages:
-        raise ValueError(f"{stages} stages of a pipeline are more than its {whole} layers; as many is the most")
+        raise ValueError(f"{stages} pipeline stages are more than the {whole} layers; use at most {whole}")
     parts: list[list[tuple[int, float]]] = []
     for stage in range(stages):
         counts = [(index, *divmod(layers[index].count, stages)) for index in range(first, last + 1)]

@@ -1,4 +1,4 @@
-"""How long ranks of a cluster talk: the formulas of netfold.tuning.cost, with the links that a group's ranks have."""
+"""How long ranks of a cluster communicate: the formulas of netfold.tuning.cost, with the links of a group's ranks."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from netfold.tuning.topology import Link, Links, Topology
 
 @dataclass(frozen=True)
 class Group:
-    """`ranks` ranks, each `stride` devices from the one before."""
+    """`ranks` ranks, each `stride` devices after the one before."""
 
     ranks: int
     stride: int = 1
 
     def inside(self, tier: Tier) -> int:
-        """How many of them one instance of a tier has."""
+        """How many of them are in one instance of a tier."""
         return min(self.ranks, max(1, tier.devices // self.stride))
 
 
@@ -36,14 +36,18 @@ def collective_s(
     wire: str = "f32",
     alongside: int = 0,
 ) -> float:
-    """Seconds. The cheapest of: rings through all, as many as leave a node together; rings inside and between nodes; a
-    reduction inside the network, in a node and between nodes, where asked for and the tiers that it crosses can; a
-    reduction by aggregators, all of it or a part with a ring beside it. In an all_to_all every rank sends to every
-    other, and leaves its node by its own adapter.
+    """Seconds of one collective by the cheapest of these:
 
-    one_ring: a single ring through all, which leaves each node by one adapter. wire: what f32 travels as.
-    alongside: how many groups, this one and those on other hosts, use the cluster's aggregators at the same time; 0:
-    this one does not.
+    - one ring through all ranks, which leaves a node by as many adapters as ranks are inside;
+    - rings inside nodes, and a ring or a tree between nodes;
+    - with `in_network`, where all tiers between the ranks can: a reduction in the network, in a node and between nodes;
+    - with `in_network`: a reduction by aggregators, of the whole tensor, or of a part with a ring for the rest.
+
+    In an all_to_all every rank sends to every other rank, and leaves its node by its own adapter.
+    one_ring: one ring through all ranks, which leaves each node by one adapter.
+    wire: the format in which f32 is sent.
+    alongside: how many groups, this one included, use the cluster's aggregators at the same time; 0: this group uses
+    none.
     """
     if group.ranks == 1 or size_bytes == 0:
         return 0.0
@@ -53,11 +57,11 @@ def collective_s(
     if one_ring:
         seconds = predict(operation, "ring", size_bytes, _apart(group.ranks), _links(group, cluster, constants, True))
     else:
-        seconds = min(_ways(operation, size_bytes, group, cluster, constants, in_network, alongside))
+        seconds = min(_candidates(operation, size_bytes, group, cluster, constants, in_network, alongside))
     return constants.collective_s + copied + seconds
 
 
-def _ways(
+def _candidates(
     operation: str,
     size_bytes: float,
     group: Group,
@@ -71,14 +75,14 @@ def _ways(
         return [predict(operation, "pairwise", size_bytes, _apart(group.ranks), links)]
     inner = cluster.tiers[0]
     inside = group.inside(inner)
-    ways = [_along(operation, "ring", size_bytes, group, cluster, constants)]
+    found = [_along(operation, "ring", size_bytes, group, cluster, constants)]
     if operation != "all_reduce":
-        return ways
+        return found
     if inside == group.ranks or inside == 1:
         if not in_network:
-            return ways
+            return found
         return [
-            *ways,
+            *found,
             *_through_switches(size_bytes, group, cluster, constants),
             *_by_aggregators(size_bytes, group, cluster, constants, alongside),
         ]
@@ -90,27 +94,28 @@ def _ways(
     part = size_bytes / inside
     between = [_along("all_reduce", name, part, nodes, cluster, constants) for name in ("ring", "tree")]
     if in_network:
-        # Parts of the tensor stay in between: what is reduced in a node has left it before its sum comes back.
+        # A node reduces its part before the part leaves the node, so both levels add up.
         around = min(around, *_through_switches(size_bytes, within, cluster, constants), float("inf"))
         between += _through_switches(part, nodes, cluster, constants)
         between += _by_aggregators(part, nodes, cluster, constants, alongside)
-    ways.append(around + min(between))
-    return ways
+    found.append(around + min(between))
+    return found
 
 
 def _through_switches(size_bytes: float, group: Group, cluster: Cluster, constants: Constants) -> list[float]:
-    """Seconds of an all_reduce that the tiers on its way make; none where one of them cannot."""
+    """Seconds of an all_reduce by the switches of the tiers between the ranks; empty where a tier cannot reduce."""
     crossed = _crossed(group, cluster)
     if not all(tier.in_network for tier in crossed):
         return []
     if crossed[-1].nvls:
-        # Each rank loads the sum of its part, and stores it to all: a part more each way than all of the tensor.
+        # Each rank loads the sum of its part and stores it to all ranks: one part more than the tensor in each
+        # direction.
         size_bytes *= 1 + 1 / group.ranks
     below = next((tier.devices for tier in reversed(cluster.tiers) if tier.devices < crossed[-1].devices), 1)
     joined = -(-group.ranks * group.stride // below)
     links = _links(group, cluster, constants)
-    network = replace(links.network, latency_s=crossed[-1].way_up_s(joined))
-    # A switch with a port a worker.
+    network = replace(links.network, latency_s=crossed[-1].up_latency_s(joined))
+    # A switch with one port per worker.
     links = replace(links, network=network, switches=(network.bytes_per_s,))
     return [predict("all_reduce", "in_network", size_bytes, _apart(group.ranks), links, switch=1)]
 
@@ -118,19 +123,18 @@ def _through_switches(size_bytes: float, group: Group, cluster: Cluster, constan
 def _by_aggregators(
     size_bytes: float, group: Group, cluster: Cluster, constants: Constants, alongside: int
 ) -> list[float]:
-    """Seconds of an all_reduce among ranks of a host each, by the aggregators of the outermost tier on its way: of all
-    of it, and of a part with a ring beside it; none where there is nobody to add it up.
+    """Seconds of an all_reduce by the aggregators of the outermost tier between ranks on different hosts.
 
-    Between two ranks stand `stride` devices, whose own groups send at the same time.
+    Of the whole tensor, and of a part with a ring for the rest; empty without aggregators. Between two ranks are
+    `stride` devices, whose own groups send at the same time.
     """
     tier = _crossed(group, cluster)[-1]
-    a_host = cluster.node if len(cluster.tiers) > 1 else 1
     devices = group.ranks * group.stride * alongside
-    hosts = -(-devices // a_host)
+    hosts = -(-devices // cluster.host_devices)
     if not tier.aggregators or hosts < 2:
         return []
-    host_bytes_per_s = a_host * constants.network_part * tier.loaded_bytes_per_s
-    given = sum(each.gives(host_bytes_per_s, hosts) for each in tier.aggregators) / a_host
+    host_bytes_per_s = cluster.host_devices * constants.network_part * tier.loaded_bytes_per_s
+    given = sum(each.gives(host_bytes_per_s, hosts) for each in tier.aggregators) / cluster.host_devices
     if not given:
         return []
     links = replace(_links(group, cluster, constants), switches=(given,))
@@ -139,7 +143,7 @@ def _by_aggregators(
 
 
 def _crossed(group: Group, cluster: Cluster) -> list[Tier]:
-    """The tiers that messages between a group's ranks go through."""
+    """The tiers that messages between a group's ranks cross."""
     reach = group.ranks * group.stride
     outermost = next((index for index, tier in enumerate(cluster.tiers) if tier.devices >= reach), -1)
     innermost = next((index for index, tier in enumerate(cluster.tiers) if tier.devices > group.stride), -1)
@@ -161,7 +165,7 @@ def _apart(ranks: int) -> Topology:
 
 @lru_cache(maxsize=4096)
 def _links(group: Group, cluster: Cluster, constants: Constants, one_ring: bool = False) -> Links:
-    """What rings through the group are bound by: at each tier as many ranks leave together as are inside of it."""
+    """The links that bound rings through the group: an instance of a tier is left by all ranks inside together."""
     rate, latency, inside = float("inf"), 0.0, 1
     for tier in cluster.tiers:
         if group.inside(tier) == inside and inside < group.ranks and tier is not cluster.tiers[-1]:
@@ -170,7 +174,7 @@ def _links(group: Group, cluster: Cluster, constants: Constants, one_ring: bool 
             break
         part = constants.network_part if tier is not cluster.tiers[0] else 1.0
         rate = min(rate, (1 if one_ring else inside) * part * tier.busy_bytes_per_s)
-        # Of all hops, those that cross this tier and none outside.
+        # The part of all hops that cross this tier, and no tier outside.
         joined = group.inside(tier)
         hops = group.ranks / inside - (group.ranks / joined if joined < group.ranks else 0)
         latency += tier.latency_s * hops / group.ranks
@@ -180,11 +184,11 @@ def _links(group: Group, cluster: Cluster, constants: Constants, one_ring: bool 
 
 @lru_cache(maxsize=4096)
 def _links_of_pairs(group: Group, cluster: Cluster, constants: Constants) -> Links:
-    """What ranks that each send to every other are bound by: each leaves a tier by its own adapter.
+    """The links that bound ranks that each send to every other rank, by their own adapters.
 
-    Of n bytes a rank, n (P-i)/P go to ranks that the tier's instances inside, of i ranks each, do not have; the tier
-    carries these, all that goes further out among them. The rate is the one at which n (P-1)/P take as long as the
-    busiest tier's bytes do; the latency is the mean over a rank's partners.
+    Of n bytes per rank, n (P-i)/P leave an instance of the tier inside with i of the ranks. The tier carries these,
+    with everything that goes further out. At the rate found, n (P-1)/P take as long as the bytes of the busiest tier.
+    The latency is the mean over a rank's partners.
     """
     others, inside = group.ranks - 1, 1
     rate, latency = float("inf"), 0.0
@@ -200,7 +204,7 @@ def _links_of_pairs(group: Group, cluster: Cluster, constants: Constants) -> Lin
 
 
 def _alone(latency_s: float, bytes_per_s: float) -> Links:
-    """Links that cost nothing but a latency and their bytes."""
+    """Links that cost only a latency and their bytes."""
     return Links(
         network=Link(latency_s, bytes_per_s),
         memory=Link(0.0, float("inf")),
@@ -215,13 +219,13 @@ def _alone(latency_s: float, bytes_per_s: float) -> Links:
 def send_s(
     size_bytes: float, ranks: range, senders: int, cluster: Cluster, constants: Constants
 ) -> tuple[float, float]:
-    """Seconds until all messages of one pipeline stage to another have come, each rank's to its counterpart: while all
-    of them share the links above their nodes, and for one that has these to itself.
+    """Seconds until all messages of a pipeline stage to another have arrived, each rank's at its counterpart.
 
+    First where all of them share the links above their nodes, then for a message that has these links to itself.
     ranks: from the first rank of either stage to the last of either. Where both stages are inside one instance of a
-    tier, none of their messages leaves it; else that of the first or of the last pair does, and is waited for.
-    senders: ranks of a stage. Of k that are in one instance of the tier inside, of d devices, each gets d by k times
-    the oversubscription, and no more than its own adapter has.
+    tier, no message leaves it; else the message of the first or the last pair does, and is waited for.
+    senders: ranks of a stage. Of k senders in one instance of the tier inside, with d devices, each gets d by k times
+    the oversubscription of the links, and at most its own adapter.
     """
     tiers, first, last = cluster.tiers, ranks[0], ranks[-1]
     joins = (index for index, tier in enumerate(tiers) if first // tier.devices == last // tier.devices)

@@ -1,5 +1,4 @@
-"""Who is told of a run, and what they make of it: `selection` says who, `run_folder` where; then a file for each of
-them.
+"""The callbacks of a run, one file each. `selection` chooses them, and `run_folder` chooses where they write.
 
-`metrics_file` is what all else is made from afterwards; `curves`, `overlap` and `result` are what several of them show.
+`metrics_file` is the source of everything that is made afterwards. Several callbacks use `result`.
 """

@@ -1,16 +1,16 @@
-"""metrics.jsonl: all that a run says, a JSON object a line, in the order in which it happened.
+"""metrics.jsonl: all events of a run in order, one JSON object per line.
 
     {"kind": "started", "time": .., "step": 0, "steps": 100, "batch": 8, "ranks": 2, "parameters": .., "metric": {..},
      "recipe": {..}}
     {"kind": "step", "time": .., "step": 1, "loss": .., "lr": .., "seconds": .., "data_s": .., "samples": ..,
-     "samples_per_s": ..}      and where there is one: "gradient_norm", "exposed", "skipped": true, "again": true
+     "samples_per_s": ..}      and if known or true: "gradient_norm", "exposed", "skipped", "again"
     {"kind": "evaluation", "time": .., "step": 50, "values": {"psnr": .., "loss": ..}, "seconds": ..}
     {"kind": "note", "time": .., "step": 50, "level": "warning", "text": ".."}
     {"kind": "ended", "time": .., "step": 100, "reason": "done", "seconds": ..}
 
-A line is one write: a run that is killed leaves all that it said. A run that goes on from step n appends, and what it
-does again has `again`: of one step the last line counts, and none that came before a start at an earlier step.
-`time` is seconds since 1970; a number that is not finite is null.
+Each line is one write, so a killed run leaves all its lines. A run that continues from step n appends; repeated steps
+have `again`. The last line of a step counts, and no line from before a start at an earlier step.
+`time`: seconds since 1970. A number that is not finite is null.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from netfold.train.callbacks.overlap import OverlapCallback
+from netfold.train.callbacks.profiling import OverlapCallback
 from netfold.train.callbacks.result import metric_words
 from netfold.train.events import Callback, Ended, Evaluated, Noted, Started, Stepped
 
@@ -33,14 +33,14 @@ Line = dict[str, Any]
 
 
 class MetricsFile(Callback):
-    """Appends to a run's metrics.jsonl, and holds it: two runs must not write one file.
+    """Append to a run's metrics.jsonl under a file lock.
 
-    Raises BlockingIOError where another process holds it. A full disk raises OSError from each call; what could not be
-    written is missing, and the file stays readable.
+    Raises BlockingIOError if another process has the lock. With a full disk each call raises OSError; the file stays
+    readable, without the lost lines.
     """
 
     def __init__(self, folder: Path, every: int = 1, exposed: OverlapCallback | None = None) -> None:
-        """every: steps between two lines of steps; the last one of a run always has one."""
+        """every: steps between two lines of steps; the last step always has one."""
         self._every, self._exposed = every, exposed
         self._seen = max((line["step"] for line in read_metrics(folder).steps), default=0)
         self._file = (folder / NAME).open("ab", buffering=0)
@@ -48,9 +48,9 @@ class MetricsFile(Callback):
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise BlockingIOError(
-                f"{folder / NAME} is written by another process now: wait for it, or call this run otherwise (run.name)"
+                f"another process is writing {folder / NAME}: wait for it, or give this run another name (run.name)"
             ) from None
-        # The last line of a run that was cut off may have no end.
+        # The last line of a killed run may be incomplete.
         self._torn = _ends_torn(folder / NAME)
         self._steps = self._batch = 0
 
@@ -93,7 +93,7 @@ class MetricsFile(Callback):
         line = {"kind": kind, "time": round(time.time(), 3), "step": step, **what}
         raw = ("\n" * self._torn + json.dumps(_finite(line)) + "\n").encode()
         written = self._file.write(raw)
-        # A full disk takes a part of the line: the next one begins anew.
+        # A full disk may take a part of a line: then the next write begins with a line break.
         self._torn = written != len(raw)
         if self._torn:
             raise OSError(f"{NAME}: {written} of {len(raw)} bytes were written; is the disk full?")
@@ -101,18 +101,18 @@ class MetricsFile(Callback):
 
 @dataclass
 class Metrics:
-    """What a metrics.jsonl says, without what was done again: lines as above, in order."""
+    """The lines of a metrics.jsonl in order, without those that were repeated later."""
 
     starts: list[Line] = field(default_factory=list)
     steps: list[Line] = field(default_factory=list)
     evaluations: list[Line] = field(default_factory=list)
     notes: list[Line] = field(default_factory=list)
     happened: list[Line] = field(default_factory=list)
-    """Starts, notes and ends, as they came."""
+    """Starts, notes and ends, in order."""
     ended: Line | None = None
-    """None where the last start has no end yet: the run goes on, or was killed."""
+    """None: the run goes on, or was killed after its last start."""
     unreadable: int = 0
-    """Lines that were cut off."""
+    """Incomplete lines."""
 
     @property
     def is_finished(self) -> bool:
@@ -120,7 +120,7 @@ class Metrics:
 
 
 def read_metrics(folder: Path) -> Metrics:
-    """Of a run's folder; empty where there is no file yet. Raises OSError."""
+    """Read a run's folder; empty if there is no file yet. Raises OSError."""
     found = Metrics()
     try:
         text = (folder / NAME).read_text(encoding="utf-8", errors="replace")
@@ -152,7 +152,7 @@ def read_metrics(folder: Path) -> Metrics:
 
 
 def is_held(folder: Path) -> bool:
-    """Whether a process writes this run's metrics now."""
+    """Whether a process is writing this run's metrics."""
     try:
         with (folder / NAME).open("rb") as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)

@@ -1,4 +1,4 @@
-"""A run on the screen of rank 0: one live line where there is a terminal, a line now and then where there is none."""
+"""Show a run on the screen of rank 0: one live line in a terminal, otherwise a line every 10 s."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from rich.live import Live
 from rich.text import Text
 
 from netfold import units
-from netfold.train.callbacks.overlap import OverlapCallback
+from netfold.train.callbacks.profiling import OverlapCallback
 from netfold.train.callbacks.result import with_unit
 from netfold.train.events import Callback, Ended, Evaluated, Noted, Started, Stepped
 
 LIVE_S = 0.25
 PLAIN_S = 10.0
 _COLOURS = {"warning": "yellow", "error": "bold red"}
-# Of the mean time of a step: how much the newest one counts.
+# The weight of the newest step in the mean time of a step.
 _NEWEST = 0.1
 
 
 class ProgressCallback(Callback):
-    """Writes to stderr. The time left is that of steps alone; evaluations come on top."""
+    """Writes to stderr. The time left is that of steps, without evaluations."""
 
     def __init__(self, folder: Path, exposed: OverlapCallback | None = None, console: Console | None = None) -> None:
         self._folder, self._exposed = folder, exposed
@@ -36,7 +36,7 @@ class ProgressCallback(Callback):
     def on_start(self, event: Started) -> None:
         self._start, self._shown_s = event, 0.0
         recipe = event.recipe
-        goes_on = f", going on after step {event.step}" if event.step else ""
+        goes_on = f", continuing after step {event.step}" if event.step else ""
         ranks = f"{event.ranks} {'rank' if event.ranks == 1 else 'ranks'}"
         self._print(
             f"{recipe.model.name} on {recipe.data.name}: {event.parameters:,} parameters, {event.steps:,} steps of "
@@ -45,7 +45,7 @@ class ProgressCallback(Callback):
         if self._console.is_terminal:
             self._live = Live(console=self._console, auto_refresh=False, transient=True)
             self._live.start()
-            # A run that an exception ends leaves a terminal that shows its cursor.
+            # An exception must leave a terminal with a visible cursor.
             atexit.register(self._leave)
 
     def on_step(self, event: Stepped) -> None:

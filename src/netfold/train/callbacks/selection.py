@@ -1,4 +1,4 @@
-"""Who is told of a run: chosen by its recipe, and kept from ending it."""
+"""Choose a run's callbacks by its recipe, and keep their errors from ending the run."""
 
 from __future__ import annotations
 
@@ -9,32 +9,25 @@ from pathlib import Path
 
 from netfold.extras import command
 from netfold.train.callbacks.metrics_file import MetricsFile
-from netfold.train.callbacks.overlap import OverlapCallback
-from netfold.train.callbacks.profiling import ProfileCallback
+from netfold.train.callbacks.profiling import OverlapCallback, ProfileCallback
 from netfold.train.callbacks.progress import ProgressCallback
-from netfold.train.callbacks.tensorboard import TensorBoard
-from netfold.train.callbacks.trackers import MLflow, Wandb
-from netfold.train.events import Callback, Ended, Evaluated, Noted, Started, Stepped
+from netfold.train.callbacks.trackers import MLflow, TensorBoard, Tracker, Wandb
+from netfold.train.events import HANDLERS, Callback, Event, Noted
 from netfold.train.recipe import Recipe
 from netfold.train.report.listener import ReportCallback
 
 # By their packages' names, which are their keys in a recipe's `report`.
-_TRACKERS: dict[str, type[TensorBoard | Wandb | MLflow]] = {
-    "tensorboard": TensorBoard,
-    "wandb": Wandb,
-    "mlflow": MLflow,
-}
+_TRACKERS: dict[str, type[Tracker]] = {"tensorboard": TensorBoard, "wandb": Wandb, "mlflow": MLflow}
 
 
 def make_callbacks(recipe: Recipe, folder: Path, rank: int) -> list[Callback]:
-    """For `Trainer`, on the rank of the world that this process is. folder: of `run_folder`.
+    """Make the callbacks of `rank` for a `Trainer`. folder: of `run_folder`.
 
-    Rank 0 has all of them; the others only record what they communicate. None of them ends a run: what one raises is
-    said once. Raises ValueError where a package is missing that the recipe asks for, BlockingIOError where another
-    process writes this run.
+    Rank 0 has all callbacks; other ranks only record their communication. An error of a callback is reported once, and
+    does not end the run. Raises ValueError if a package is missing, BlockingIOError if another process writes this run.
     """
     asked = recipe.report
-    # Profiles first: a step ends before others are told of it.
+    # The profile is first: it must see a step's end before the other callbacks work.
     chosen: list[Callback] = [ProfileCallback(folder, rank)] if asked.profile else []
     if rank == 0:
         exposed = OverlapCallback()
@@ -50,7 +43,7 @@ def make_callbacks(recipe: Recipe, folder: Path, rank: int) -> list[Callback]:
 
 
 def check_packages(recipe: Recipe) -> None:
-    """ValueError where a package is missing that the recipe asks for: to be asked before ranks start, too."""
+    """Raise ValueError if a package that the recipe needs is missing; also called before ranks start."""
     for name in _TRACKERS:
         if getattr(recipe.report, name) and find_spec(name) is None:
             raise ValueError(
@@ -60,44 +53,31 @@ def check_packages(recipe: Recipe) -> None:
 
 
 class GuardedCallback(Callback):
-    """A listener that may fail: its first failure in a row is told to the others, and when it works again.
+    """A callback that may fail. The other callbacks get a note at its first failure in a row, and when it works again.
 
-    It goes on being told: a full disk may have room again.
+    It still receives all events: a full disk may have space again.
     """
 
     def __init__(self, callback: Callback, others: Sequence[Callback]) -> None:
-        """others: who is told, itself perhaps among them; nobody else there: stderr is."""
+        """others: the callbacks that get the notes, perhaps with this one. Without another one stderr gets them."""
         self._callback, self._others = callback, others
         self._failures = 0
 
-    def on_start(self, event: Started) -> None:
-        self._tell("on_start", event)
-
-    def on_step(self, event: Stepped) -> None:
-        self._tell("on_step", event)
-
-    def on_evaluation(self, event: Evaluated) -> None:
-        self._tell("on_evaluation", event)
-
-    def on_note(self, event: Noted) -> None:
-        self._tell("on_note", event)
-
-    def on_end(self, event: Ended) -> None:
-        self._tell("on_end", event)
-
-    def _tell(self, what: str, event: Started | Stepped | Evaluated | Noted | Ended) -> None:
+    def _forward(self, event: Event) -> None:
         name = type(self._callback).__name__
         try:
-            getattr(self._callback, what)(event)
+            getattr(self._callback, HANDLERS[type(event)])(event)
         except Exception as error:
             self._failures += 1
             if self._failures == 1:
                 kind = type(error).__name__
-                self._note(event.step, f"{name} failed ({kind}: {error}); training goes on without it while it does")
+                self._note(event.step, f"{name} failed ({kind}: {error}); training continues without it")
         else:
             failures, self._failures = self._failures, 0
             if failures:
-                self._note(event.step, f"{name} works again; {failures} things it was told are missing there")
+                self._note(event.step, f"{name} works again, without {failures} earlier events")
+
+    on_start = on_step = on_evaluation = on_note = on_end = _forward
 
     def _note(self, step: int, text: str) -> None:
         others = [other for other in self._others if other is not self]

@@ -1,106 +1,152 @@
-"""A run in Weights & Biases or MLflow, where the recipe asks for them (`report.wandb`, `report.mlflow`).
+"""A run in TensorBoard, Weights & Biases or MLflow, as the recipe asks (`report.tensorboard`, `.wandb`, `.mlflow`).
 
-Where they send what they are told is theirs to say: WANDB_MODE=offline, WANDB_PROJECT, MLFLOW_TRACKING_URI
-(a database, for one). Both are told without being waited for. A run that goes on is the same run there.
+TensorBoard: `tensorboard --logdir runs`. wandb and MLflow choose where they send data: WANDB_MODE=offline,
+WANDB_PROJECT, MLFLOW_TRACKING_URI (such as a database). They do not delay training. A run that continues is the same
+run there.
 """
 
 from __future__ import annotations
 
 import importlib
 import json
+from abc import abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from netfold.train.callbacks.curves import of_evaluation, of_step
-from netfold.train.callbacks.overlap import OverlapCallback
+from netfold.train.callbacks.profiling import OverlapCallback
 from netfold.train.events import Callback, Ended, Evaluated, Noted, Started, Stepped
 
+# TensorBoard's interval of writing, which is what a killed run may lose.
+_FLUSH_S = 10
 
-class Wandb(Callback):
-    """The run's name is its folder's; what wandb keeps on disk is in there."""
 
-    def __init__(self, folder: Path, every: int, exposed: OverlapCallback) -> None:
-        """every: steps between two points."""
-        self._wandb = importlib.import_module("wandb")
-        self._folder, self._every, self._exposed = folder, every, exposed
+class Tracker(Callback):
+    """Curves under train/ and held-out/, and notes, in a system outside of netfold."""
+
+    def __init__(self, folder: Path, every: int, overlap: OverlapCallback) -> None:
+        """folder: the run's, whose name is the run's name. every: steps between two points."""
+        self._folder, self._every, self._overlap = folder, every, overlap
         self._batch = 0
-        self._run: Any = None
-        self._wanted = False
+        self._started = False
+
+    @abstractmethod
+    def _begin(self, event: Started) -> None: ...
+
+    @abstractmethod
+    def _log(self, values: Mapping[str, float], step: int) -> None: ...
+
+    @abstractmethod
+    def _write_note(self, event: Noted) -> None: ...
+
+    @abstractmethod
+    def _finish(self, *, done: bool) -> None: ...
 
     def on_start(self, event: Started) -> None:
-        self._batch, self._wanted = event.batch, True
-        kept = _Kept(self._folder / "wandb.json")
-        self._run = self._wandb.init(
+        self._batch, self._started = event.batch, True
+        self._begin(event)
+
+    def on_step(self, event: Stepped) -> None:
+        if event.step % self._every:
+            return
+        values: Mapping[str, float | None] = {
+            "loss": event.loss,
+            "lr": event.lr,
+            "gradient norm": event.gradient_norm,
+            "step seconds": event.seconds,
+            "samples per second": self._batch / event.seconds,
+            "exposed communication": self._overlap.share,
+        }
+        self._log({f"train/{name}": value for name, value in values.items() if value is not None}, event.step)
+
+    def on_evaluation(self, event: Evaluated) -> None:
+        self._log({f"held-out/{name}": value for name, value in event.values.items()}, event.step)
+
+    def on_note(self, event: Noted) -> None:
+        if self._started:
+            self._write_note(event)
+
+    def on_end(self, event: Ended) -> None:
+        # A finished run accepts no notes.
+        self._started = False
+        self._finish(done=event.reason == "done")
+
+
+class TensorBoard(Tracker):
+    """Notes are text. A run that continues replaces the points of repeated steps."""
+
+    def _begin(self, event: Started) -> None:
+        from tensorboard.compat.proto import summary_pb2  # type: ignore[import-untyped]
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._proto: Any = summary_pb2
+        self._writer: Any = SummaryWriter(
+            str(self._folder / "tensorboard"), purge_step=event.step + 1 if event.step else None, flush_secs=_FLUSH_S
+        )
+
+    def _log(self, values: Mapping[str, float], step: int) -> None:
+        # One event for all values: passing it to the writing thread costs more than making it.
+        each = [self._proto.Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
+        self._writer.file_writer.add_summary(self._proto.Summary(value=each), step)
+
+    def _write_note(self, event: Noted) -> None:
+        self._writer.add_text(event.level, event.text, event.step)
+
+    def _finish(self, *, done: bool) -> None:
+        self._writer.close()
+
+
+class Wandb(Tracker):
+    """Warnings and errors are alerts. wandb's own files are in the run's folder."""
+
+    def _begin(self, event: Started) -> None:
+        kept = _RunId(self._folder / "wandb.json")
+        self._run: Any = importlib.import_module("wandb").init(
             name=self._folder.name, dir=str(self._folder), id=kept.known, resume="allow",
             config=event.recipe.model_dump(mode="json"),
         )  # fmt: skip
         kept.keep(self._run.id)
 
-    def on_step(self, event: Stepped) -> None:
-        if event.step % self._every == 0:
-            self._run.log(of_step(event, self._batch, self._exposed.share), step=event.step)
+    def _log(self, values: Mapping[str, float], step: int) -> None:
+        self._run.log(values, step=step)
 
-    def on_evaluation(self, event: Evaluated) -> None:
-        self._run.log(of_evaluation(event), step=event.step)
-
-    def on_note(self, event: Noted) -> None:
-        if self._wanted and event.level != "info":
+    def _write_note(self, event: Noted) -> None:
+        if event.level != "info":
             self._run.alert(title=f"step {event.step}", text=event.text)
 
-    def on_end(self, event: Ended) -> None:
-        # A finished run takes no alert.
-        self._wanted = False
-        self._run.finish(exit_code=0 if event.reason == "done" else 1)
+    def _finish(self, *, done: bool) -> None:
+        self._run.finish(exit_code=0 if done else 1)
 
 
-class MLflow(Callback):
-    """The run's name is its folder's; keys of the recipe are its parameters, what was noted its tags."""
+class MLflow(Tracker):
+    """The recipe's keys are the run's parameters, and notes its tags."""
 
-    def __init__(self, folder: Path, every: int, exposed: OverlapCallback) -> None:
-        """every: steps between two points."""
-        self._mlflow = importlib.import_module("mlflow")
-        self._folder, self._every, self._exposed = folder, every, exposed
-        self._batch = 0
-        self._wanted = False
-
-    def on_start(self, event: Started) -> None:
-        self._batch, self._wanted = event.batch, True
-        kept = _Kept(self._folder / "mlflow.json")
+    def _begin(self, event: Started) -> None:
+        self._mlflow: Any = importlib.import_module("mlflow")
+        kept = _RunId(self._folder / "mlflow.json")
         run = self._mlflow.start_run(run_id=kept.known, run_name=self._folder.name)
-        if kept.known is None:  # a parameter is said once in a run's life
+        if kept.known is None:  # MLflow accepts a parameter once per run.
             self._mlflow.log_params(_flat(event.recipe.model_dump(mode="json")))
         kept.keep(run.info.run_id)
 
-    def on_step(self, event: Stepped) -> None:
-        if event.step % self._every == 0:
-            self._log(of_step(event, self._batch, self._exposed.share), event.step)
+    def _log(self, values: Mapping[str, float], step: int) -> None:
+        self._active().log_metrics(values, step=step, synchronous=False)
 
-    def on_evaluation(self, event: Evaluated) -> None:
-        self._log(of_evaluation(event), event.step)
+    def _write_note(self, event: Noted) -> None:
+        self._active().set_tag(f"{event.level} at step {event.step}", event.text)
 
-    def on_note(self, event: Noted) -> None:
-        if self._wanted:
-            self._active()
-            self._mlflow.set_tag(f"{event.level} at step {event.step}", event.text)
+    def _finish(self, *, done: bool) -> None:
+        self._active().end_run("FINISHED" if done else "KILLED")
 
-    def on_end(self, event: Ended) -> None:
-        self._wanted = False
-        self._active()
-        self._mlflow.end_run("FINISHED" if event.reason == "done" else "KILLED")
-
-    def _active(self) -> None:
-        """Left to itself it would begin a run of another name, or end none and be content."""
+    def _active(self) -> Any:
+        """Raise RuntimeError without an active run, where MLflow would begin a run of another name."""
         if self._mlflow.active_run() is None:
             raise RuntimeError("its run could not be started")
-
-    def _log(self, values: Mapping[str, float], step: int) -> None:
-        self._active()
-        self._mlflow.log_metrics(values, step=step, synchronous=False)
+        return self._mlflow
 
 
-class _Kept:
-    """The tracker's own name for a run, kept in the run's folder for its next start."""
+class _RunId:
+    """A tracker's own id of a run, kept in the run's folder for its next start."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

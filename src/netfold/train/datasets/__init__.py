@@ -1,4 +1,4 @@
-"""Data by name. One file a kind; a new one is a file and a line here."""
+"""Data by name. New data needs a file and a line here."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from netfold.train.recipe.registry import factory
 DATASETS = {
     "class-folders": "netfold.train.datasets.classes:class_folders",
     "div2k": "netfold.train.datasets.div2k:div2k",
-    "fashion-mnist": "netfold.train.datasets.fashion:fashion_mnist",
-    "flights": "netfold.train.datasets.flights:flights",
+    "fashion-mnist": "netfold.train.datasets.classes:fashion_mnist",
+    "flights": "netfold.train.datasets.table:flights",
     "masked-source": "netfold.train.datasets.text:masked_source",
     "photos": "netfold.train.datasets.photos:photos",
     "source": "netfold.train.datasets.text:source",
     "table": "netfold.train.datasets.table:table",
-    "tokens": "netfold.train.datasets.tokens:tokens",
+    "tokens": "netfold.train.datasets.text:tokens",
 }
 
 

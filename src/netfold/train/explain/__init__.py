@@ -1,6 +1,6 @@
-"""A recipe's plan, before anything runs: ranks as a mesh, what each holds and needs, what travels in a step.
+"""A recipe's plan, before anything runs: the mesh of ranks, each rank's layers and memory, the messages of a step.
 
-Arithmetic on what the recipe says and on shapes; `render` prints it.
+The plan is arithmetic on the recipe and on shapes; `render` prints it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from netfold.train.explain.layers import Layer, measure
 from netfold.train.explain.memory import Memory, a_parameter, fsdp2, passes_kept
 from netfold.train.explain.traffic import Traffic, held_by, traffic
-from netfold.train.parallel.buckets import CANDIDATES_MB, START_MB
 from netfold.train.parallel.stages import cut
 from netfold.train.parallel.tensor import styles_of
 from netfold.train.recipe import Recipe
@@ -21,13 +20,13 @@ from netfold.train.recipe.validate import ValidatedRecipe
 
 @dataclass(frozen=True)
 class Place:
-    """The ranks at one place of the pipeline, which hold the same layers."""
+    """The ranks at one place of the pipeline. They hold the same layers."""
 
     ranks: tuple[int, ...]
     stages: tuple[tuple[str, ...], ...]
-    """The names of the layers of each stage that is held."""
+    """The layers' names, for each stage of these ranks."""
     parameters: int
-    """Elements, before ZeRO shares them out; after tensor parallelism and tables have."""
+    """Elements per rank, after tensor parallelism and `embeddings` have divided them, and before ZeRO does."""
     memory: Memory
     """Of one rank."""
     traffic: tuple[Traffic, ...]
@@ -42,14 +41,13 @@ class Plan:
     """Of the whole model."""
     places: tuple[Place, ...]
     notes: tuple[str, ...]
-    """What the tables cannot say."""
+    """Explanations beside the tables."""
     unknown: bool
-    """Activations, and what travels inside layers and between stages, could not be measured; a note says why."""
+    """Activations, and messages inside layers and between stages, could not be measured; a note says why."""
 
 
 def explain(recipe: Recipe, checked: ValidatedRecipe) -> Plan:
-    """Takes over the model that was checked. The memory is that of what is named; torch itself and the data come on
-    top."""
+    """Plan a validated recipe; takes over its model. The memory excludes torch itself and the data."""
     split, model = checked.split, checked.model
     whole = sum(parameter.numel() for parameter in model.module.parameters())
     layers, unknown = measure(
@@ -70,7 +68,7 @@ def explain(recipe: Recipe, checked: ValidatedRecipe) -> Plan:
     steps = training.steps or -(-epochs * len(checked.data.train) // split.batch)
     notes = _notes(recipe, split, places, counted)
     if unknown:
-        notes.append(f"activations, and what travels inside layers and between stages, are not known: {unknown}")
+        notes.append(f"activations, and messages inside layers and between stages, are unknown: {unknown}")
     return Plan(recipe, split, steps, whole, places, tuple(notes), bool(unknown))
 
 
@@ -83,7 +81,7 @@ def _notes(recipe: Recipe, split: Split, places: Sequence[Place], counted: bool)
     found = []
     if split.pipeline > 1:
         by = "operations of matrix products, convolutions and attention" if counted else "parameters"
-        found.append(f"stages are cut by {by} here, an estimate; training times its layers and may cut elsewhere")
+        found.append(f"stages are cut by {by} here, an estimate; training measures its layers and may cut elsewhere")
     held = fsdp2(recipe, split.data)
     if held is not None:
         most = max(place.parameters for place in places)
@@ -92,18 +90,11 @@ def _notes(recipe: Recipe, split: Split, places: Sequence[Place], counted: bool)
             f"weights, gradients and optimizer are ZeRO's formula; torch's FSDP2 has {between} of them between steps "
             f"and {forward} at the end of a forward pass"
         )
-    ddp = split.data > 1 and recipe.parallel.zero < 2 and recipe.diloco is None
-    if ddp and split.pipeline == 1 and recipe.parallel.bucket_mb == "auto":
-        others = ", ".join(f"{each:g}" for each in CANDIDATES_MB[1:])
-        found.append(
-            f"gradients travel in buckets of {START_MB:g} MB at first; the first steps try {others} MB too, where that "
-            "makes more of them (parallel.bucket_mb)"
-        )
     return found
 
 
 def size(count: float) -> str:
-    """12 B, 3.4 kB, 56.7 MB: thousands, as networks count."""
+    """12 B, 3.4 kB, 56.7 MB: in powers of 1000, as for network rates."""
     for unit in ("B", "kB", "MB", "GB"):
         if count < 1000:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"

@@ -1,7 +1,6 @@
-"""What each layer holds and moves, measured on fake tensors: shapes and bytes without memory or arithmetic.
+"""Measure each layer's weights, activations and messages on fake tensors: shapes and bytes without memory.
 
-Tensor parallelism is torch's own, over a group whose other ranks are torch's fake: what it issues is noted and counted,
-whatever the model's plan is made of.
+Tensor parallelism runs over torch's fake process group, and its collectives are recorded, for any plan of the model.
 """
 
 from __future__ import annotations
@@ -19,13 +18,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from netfold.train.examples import Batch
 from netfold.train.model import Chain, Model
+from netfold.train.optimizers.norms import local
 from netfold.train.parallel.embeddings import Embeddings
 from netfold.train.parallel.tensor import cut_along, localise
 from netfold.train.precision import DTYPES, keeps_statistics
+from netfold.train.trace.tracer import matrix_products
 
 Shape = tuple[int, ...]
 
@@ -36,32 +36,32 @@ class Call:
 
     operation: str
     bytes: int
-    """Of the whole tensor that is reduced, gathered or scattered."""
+    """Of the whole tensor."""
     backward: bool
 
 
 @dataclass(frozen=True)
 class Layer:
-    """One layer, as a rank holds it before ZeRO or tables share anything out."""
+    """One layer on one rank, before ZeRO or `parallel.embeddings` divide it."""
 
     name: str
     weights: tuple[Shape, ...]
-    """But those of tables and of batch norms."""
+    """Without tables and batch norms."""
     norms: tuple[int, ...] = ()
-    """Channels of each batch norm; it has a weight and a bias for each, in f32 whatever is computed in."""
+    """Channels of each batch norm. It has a weight and a bias for each channel, always in f32."""
     tables: tuple[Shape, ...] = ()
-    """[rows, width] of each embedding table that `parallel.embeddings` can share out."""
+    """[rows, width] of each embedding table that `parallel.embeddings` can divide."""
     cut_matrices: int = 0
-    """Of the weights, those of two dimensions or more that tensor parallelism has cut."""
+    """The number of weights of two dimensions or more that tensor parallelism has cut."""
     saved_bytes: int | None = None
-    """Kept from the forward to the backward pass of one pass; None: could not be measured."""
+    """Kept from the forward to the backward pass, for one microbatch; None: could not be measured."""
     handed_bytes: tuple[int, ...] = ()
-    """What the next layer is given, tensor by tensor."""
+    """Of each output."""
     handed_back_bytes: tuple[int, ...] = ()
-    """Their gradients, of those that have one."""
+    """Of each output that has a gradient."""
     calls: tuple[Call, ...] = ()
     operations: int = 0
-    """Of a pass forward and backward: in matrix products, convolutions and attention."""
+    """Of a forward and a backward pass: in matrix products, convolutions and attention."""
 
     @property
     def parameters(self) -> int:
@@ -84,11 +84,11 @@ def measure(
     styles: Mapping[str, Any] | None = None,
     fsdp: bool = False,
 ) -> tuple[list[Layer], str]:
-    """Layers of `model` (of fake tensors of `fake`; taken over, cut in place) for passes of `samples` samples, and why
-    activations and collectives in layers could not be measured, or "".
+    """Measure the layers of `model` for passes of `samples` samples. Takes the model over, and cuts it in place.
 
-    styles: how tensor parallelism cuts what. fsdp: ZeRO 2 and 3 have its weights, which stay DTensors. No process group
-    may be there: with tensor > 1 one is made, and taken away again.
+    Returns the layers, and why activations and collectives could not be measured, or "".
+    fake: the mode of the model's fake tensors. styles: the cuts of tensor parallelism. fsdp: ZeRO 2 or 3 keeps cut
+    weights as DTensors. No process group may exist: with tensor > 1 this call makes one, and destroys it.
     """
     layers = list(model.module.layers.items()) if isinstance(model.module, Chain) else [("all", model.module)]
     whole = [_held(name, layer) for name, layer in layers]
@@ -122,7 +122,7 @@ def _mesh(tensor: int) -> Iterator[DeviceMesh | None]:
 
 
 def _lower(module: nn.Module, dtype: torch.dtype) -> None:
-    """What is computed with is of this kind, but where running statistics are kept."""
+    """Cast the parameters, except in modules with running statistics."""
     for part in module.modules():
         if getattr(part, "running_mean", None) is None:
             for name, parameter in part.named_parameters(recurse=False):
@@ -136,7 +136,7 @@ def _held(name: str, layer: nn.Module) -> Layer:
     weights = [weight for weight in layer.parameters() if id(weight) not in apart]
     return Layer(
         name,
-        tuple(tuple(_local(weight).shape) for weight in weights),
+        tuple(tuple(local(weight).shape) for weight in weights),
         tuple(norm.num_features for norm in norms),  # type: ignore[misc]
         tuple(tuple(table.shape) for table in tables),
         sum(weight.ndim > 1 and _is_cut(weight) for weight in weights),
@@ -155,18 +155,18 @@ def _run(
     samples: int,
     dtype: torch.dtype,
 ) -> list[Layer]:
-    # A parameter is there anyway; and what two layers keep is kept once.
+    # Parameters do not count as kept, and a tensor that two layers keep counts once.
     seen = {_storage(parameter) for parameter in model.module.parameters()}
     kept: list[Tensor] = []
 
     def keep(saved: Tensor) -> Tensor:
-        kept.append(_local(saved))
+        kept.append(local(saved))
         return saved
 
     values = tuple(_like(each, samples, dtype) for each in example.inputs)
     found: list[Layer] = []
     for (_, layer), before in zip(layers, held, strict=True):
-        # Each layer has a backward pass of its own, so that what it issues is known to be its.
+        # A separate backward pass for each layer attributes its collectives to the layer.
         given = tuple(value.detach().requires_grad_(value.requires_grad) for value in values)
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda saved: saved), _Watched() as forward:
             returned = layer(*given)
@@ -195,7 +195,7 @@ def _run(
 
 
 class _Watched(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes the collectives that are issued while it is entered, and counts operations."""
+    """Record collectives, and count operations."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -204,18 +204,15 @@ class _Watched(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(each, DTensor) for each in types):
-            # First what it comes to on this rank; that passes here again.
+            # DTensor dispatches the local operation, which reaches this method again.
             return NotImplemented
         name = func.overloadpacket.__name__
         result = func(*args, **(kwargs or {}))
         if func.namespace.startswith("_c10d_functional") and name in _OPERATIONS:
             operation, size = _OPERATIONS[name]
             self.calls.append((operation, size(args[0], result)))
-        elif func.overloadpacket in flop_registry:
-            self.operations += flop_registry[func.overloadpacket](*args, **(kwargs or {}), out_val=result)
-        elif name in _ATTENTION:
-            count, tensors = _ATTENTION[name]
-            self.operations += count(*(each.shape for each in args[:tensors]))
+        else:
+            self.operations += round(sum(each.flops for each in matrix_products(name, args, result) or ()))
         return result
 
 
@@ -224,17 +221,13 @@ def _like(example: Tensor, samples: int, dtype: torch.dtype) -> Tensor:
     return torch.zeros((samples, *example.shape[1:]), dtype=kind)
 
 
-def _local(value: Tensor) -> Tensor:
-    return value.to_local() if isinstance(value, DTensor) else value
-
-
 def _bytes(values: Tensor | Sequence[Tensor]) -> int:
     tensors = [values] if isinstance(values, Tensor) else values
-    return sum(_local(tensor).numel() * tensor.element_size() for tensor in tensors)
+    return sum(local(tensor).numel() * tensor.element_size() for tensor in tensors)
 
 
 def _storage(value: Tensor) -> int:
-    number: int = _local(value).untyped_storage()._cdata
+    number: int = local(value).untyped_storage()._cdata
     return number
 
 
@@ -248,9 +241,4 @@ _OPERATIONS: dict[str, tuple[str, _Size]] = {
     "all_gather_into_tensor": ("all_gather", _made),
     "reduce_scatter_tensor": ("reduce_scatter", _given),
     "all_to_all_single": ("all_to_all", _given),
-}
-# What attention is on a CPU, which torch's own table has not.
-_ATTENTION: dict[str, tuple[Callable[..., int], int]] = {
-    "_scaled_dot_product_flash_attention_for_cpu": (sdpa_flop_count, 3),
-    "_scaled_dot_product_flash_attention_for_cpu_backward": (sdpa_backward_flop_count, 4),
 }

@@ -1,8 +1,8 @@
-"""A plan on the screen."""
+"""Print a recipe's plan."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from rich.console import Console
 from rich.table import Table
@@ -15,14 +15,13 @@ _AXES = ("tensor", "pipeline", "data", "all")
 
 
 def print_plan(plan: Plan, console: Console | None = None) -> None:
-    """Print it: the mesh, what each rank holds and needs, what travels in a step."""
+    """Print the mesh, each rank's layers and memory, and the messages of a step."""
     console = console or Console()
     split, recipe = plan.split, plan.recipe
     cut = [f"batch {split.batch} = {split.data} data-parallel x {split.batch // split.data} samples"]
     cut += [f"in {split.accumulate} parts"] if split.accumulate > 1 else []
-    cut += [f"in {split.microbatches} microbatches of {split.samples} ({recipe.parallel.schedule})"] * (
-        split.pipeline > 1
-    )
+    if split.pipeline > 1:
+        cut.append(f"in {split.microbatches} microbatches of {split.samples} ({recipe.parallel.schedule})")
     lines = [
         f"{recipe.model.name}, {plan.parameters:,} parameters, on {recipe.data.name}; {recipe.training.precision}, "
         f"{recipe.optimizer.name}, {plan.steps} steps over {recipe.run.backend}",
@@ -31,69 +30,56 @@ def print_plan(plan: Plan, console: Console | None = None) -> None:
     ]
     for line in lines:
         console.print(line, highlight=False, soft_wrap=True)
-    for table in (_mesh(plan), _holds(plan), _needs(plan)):
+    for table in (_mesh(plan), _layers(plan), _memory(plan), *([_traffic(plan)] if split.ranks > 1 else [])):
         console.print(table)
-    if split.ranks > 1:
-        console.print(_travels(plan))
     for note in plan.notes:
         console.print(note, highlight=False, soft_wrap=True)
 
 
 def _mesh(plan: Plan) -> Table:
     split = plan.split
-    table = Table(title="which rank is where", title_justify="left")
-    table.add_column("pipeline")
-    # As many columns as a screen has room for; else all of a row in one.
+    # One column for each data-parallel rank if they fit on a screen, else one for all.
     columns = [[data] for data in range(split.data)] if split.data <= COLUMNS else [list(range(split.data))]
-    for column in columns:
-        table.add_column(f"data {_runs(column)}", justify="right")
-    for pipeline in range(split.pipeline):
-        cells = [
-            _runs([rank_at(split, pipeline, data, tensor) for data in column for tensor in range(split.tensor)])
-            for column in columns
+    rows = [
+        [
+            str(pipeline),
+            *(
+                _runs([rank_at(split, pipeline, data, tensor) for data in column for tensor in range(split.tensor)])
+                for column in columns
+            ),
         ]
-        table.add_row(str(pipeline), *cells)
-    return table
+        for pipeline in range(split.pipeline)
+    ]
+    return _table("which rank is where", ["pipeline"], [f"data {_runs(column)}" for column in columns], rows)
 
 
-def _holds(plan: Plan) -> Table:
-    table = Table(title="what a rank holds", title_justify="left")
-    table.add_column("ranks")
-    table.add_column("layers" if plan.split.stages == plan.split.pipeline else "layers of each stage")
-    table.add_column("parameters", justify="right")
-    for place in plan.places:
-        table.add_row(_runs(place.ranks), "; ".join(_names(stage) for stage in place.stages), f"{place.parameters:,}")
-    return table
+def _layers(plan: Plan) -> Table:
+    layers = "layers" if plan.split.stages == plan.split.pipeline else "layers of each stage"
+    rows = [
+        [_runs(place.ranks), "; ".join(_names(stage) for stage in place.stages), f"{place.parameters:,}"]
+        for place in plan.places
+    ]
+    return _table("layers of each rank", ["ranks", layers], ["parameters"], rows)
 
 
-def _needs(plan: Plan) -> Table:
-    table = Table(title="memory that a rank needs", title_justify="left")
-    table.add_column("ranks")
-    for name in ("weights", "gradients", "optimizer", "activations", "together"):
-        table.add_column(name, justify="right")
+def _memory(plan: Plan) -> Table:
+    rows = []
     for place in plan.places:
         memory = place.memory
         parts = (memory.weights, memory.gradients, memory.state, memory.activations)
-        cells = ["?" if each is None else size(each) for each in parts]
-        together = size(memory.total) + (" + ?" if memory.activations is None else "")
-        table.add_row(_runs(place.ranks), *cells, together)
-    return table
+        total = size(memory.total) + (" + ?" if memory.activations is None else "")
+        rows.append([_runs(place.ranks), *("?" if each is None else size(each) for each in parts), total])
+    return _table("memory of a rank", ["ranks"], ["weights", "gradients", "optimizer", "activations", "total"], rows)
 
 
-def _travels(plan: Plan) -> Table:
-    table = Table(title="what travels in a step, of each rank", title_justify="left")
-    for name in ("axis", "operation", "of"):
-        table.add_column(name)
-    table.add_column("ranks")
-    for name in ("among", "calls", "bytes"):
-        table.add_column(name, justify="right")
-    # Places that do the same share a line.
-    rows: dict[Traffic, list[int]] = {}
+def _traffic(plan: Plan) -> Table:
+    # Places with the same traffic share a row.
+    ranks_of: dict[Traffic, list[int]] = {}
     for place in plan.places:
         for each in place.traffic:
-            rows.setdefault(each, []).extend(place.ranks)
-    for each, ranks in sorted(rows.items(), key=lambda row: (_AXES.index(row[0].axis), row[0].of, row[1])):
-        table.add_row(
+            ranks_of.setdefault(each, []).extend(place.ranks)
+    rows = [
+        [
             each.axis,
             each.operation,
             each.of + (f", every {each.every} steps" if each.every > 1 else ""),
@@ -101,12 +87,28 @@ def _travels(plan: Plan) -> Table:
             str(each.ranks),
             str(each.calls),
             "?" if plan.unknown and each.axis == "pipeline" else size(each.bytes),
-        )
+        ]
+        for each, ranks in sorted(ranks_of.items(), key=lambda row: (_AXES.index(row[0].axis), row[0].of, row[1]))
+    ]
+    return _table(
+        "messages of a rank in a step", ["axis", "operation", "of", "ranks"], ["among", "calls", "bytes"], rows
+    )
+
+
+def _table(title: str, words: Sequence[str], numbers: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
+    """A table whose first columns are words, aligned left, and whose last are numbers, aligned right."""
+    table = Table(title=title, title_justify="left")
+    for name in words:
+        table.add_column(name)
+    for name in numbers:
+        table.add_column(name, justify="right")
+    for row in rows:
+        table.add_row(*row)
     return table
 
 
 def _runs(ranks: Sequence[int]) -> str:
-    """0-3, 8: neighbours together."""
+    """ "0-3, 8": consecutive ranks as a range."""
     found: list[list[int]] = []
     for rank in sorted(ranks):
         if found and found[-1][-1] + 1 == rank:

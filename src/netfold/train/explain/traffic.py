@@ -1,20 +1,20 @@
-"""Which collective of what size runs where in a step: what the parts of `parallel` do, counted from shapes."""
+"""The collectives of a step, with their sizes and ranks: what the parts of `parallel` send, counted from shapes."""
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from netfold.plan.shared_rules import bucket_ends
 from netfold.train.explain.layers import Call, Layer, Shape
 from netfold.train.explain.memory import F32_BYTES, computed_bytes
 from netfold.train.fault_tolerance.straggler import WINDOW_STEPS
-from netfold.train.parallel.buckets import START_MB
+from netfold.train.parallel.data_parallel import BUCKET_MB
 from netfold.train.parallel.diloco import BUFFER_BYTES
 from netfold.train.recipe import Recipe
-from netfold.train.recipe.schedules import SPLIT_BACKWARD, stages_of
-from netfold.train.recipe.split import Split
+from netfold.train.recipe.split import SPLIT_BACKWARD, Split, stages_of
 
 F64_BYTES = I64_BYTES = 8
 VOTE_BYTES = 5 * F64_BYTES
@@ -22,25 +22,25 @@ VOTE_BYTES = 5 * F64_BYTES
 
 @dataclass(frozen=True)
 class Traffic:
-    """One kind of operation, of the ranks in one place of the pipeline, over a step."""
+    """One kind of operation in a step, of the ranks in one place of the pipeline."""
 
     axis: str
     operation: str
     of: str
-    """What travels."""
+    """The data that is sent, in words."""
     ranks: int
-    """That take part in one."""
+    """Ranks of one operation."""
     calls: int
-    """A step, of each rank."""
+    """Calls of each rank in a step."""
     bytes: int
-    """A step, of all calls together: of whole tensors, as `netfold explain` takes sizes; of all_to_all and send, what a
-    rank gives."""
+    """Bytes of all calls of a step: of whole tensors, like the sizes of `netfold explain`. For all_to_all and send:
+    bytes that a rank sends."""
     every: int = 1
-    """Steps from one to the next."""
+    """Steps between two such operations."""
 
 
 def traffic(recipe: Recipe, split: Split, stages: Sequence[Sequence[Layer]], pipeline_rank: int) -> list[Traffic]:
-    """Of a rank at this place of the pipeline; `stages` are all of the model's, in order."""
+    """The operations of a rank at this place of the pipeline. stages: all stages of the model, in order."""
     held = held_by(recipe, split, pipeline_rank)
     layers = [layer for number in held for layer in stages[number]]
     passes = split.accumulate * split.microbatches
@@ -54,16 +54,6 @@ def traffic(recipe: Recipe, split: Split, stages: Sequence[Sequence[Layer]], pip
 def held_by(recipe: Recipe, split: Split, pipeline_rank: int) -> tuple[int, ...]:
     """The stages of a rank at this place of the pipeline."""
     return stages_of(pipeline_rank, split.pipeline, split.stages // split.pipeline, recipe.parallel.schedule)
-
-
-def buckets(sizes: Iterable[int], limit: float) -> int:
-    """How many DDP makes of gradients of these bytes: the last one first, each bucket closed once it is full."""
-    count, filled = 0, 0
-    for size in reversed(list(sizes)):
-        filled += size
-        if filled >= limit:
-            count, filled = count + 1, 0
-    return count + (filled > 0)
 
 
 def _inside(layers: Sequence[Layer], split: Split, passes: int) -> list[Traffic]:
@@ -87,7 +77,7 @@ def _kind(call: Call) -> tuple[bool, str]:
 
 
 def _tables(recipe: Recipe, layers: Sequence[Layer], split: Split, passes: int) -> list[Traffic]:
-    # Each sample asks once of every table.
+    # Each sample reads one row of every table.
     tables = [table for layer in layers for table in layer.tables]
     if recipe.parallel.embeddings == "replicated" or split.data == 1 or not tables:
         return []
@@ -96,7 +86,7 @@ def _tables(recipe: Recipe, layers: Sequence[Layer], split: Split, passes: int) 
     rows = split.samples * sum(width for _, width in tables) * computed_bytes(recipe) * passes
     found = [("numbers of rows", ids), ("rows of tables", rows), ("gradients of rows of tables", rows)]
     if recipe.parallel.embeddings == "row_wise":
-        # How many are asked of whom: whole tables are asked equally often by all.
+        # Only tables that are cut by rows need this: every rank reads equally many rows of a whole table.
         found.insert(0, ("counts of rows", split.data * len(tables) * I64_BYTES * passes))
     return [Traffic("data", "all_to_all", of, split.data, groups, size) for of, size in found]
 
@@ -106,7 +96,7 @@ def _norms(recipe: Recipe, layers: Sequence[Layer], passes: int) -> list[Traffic
     if recipe.parallel.batch_norm == 1 or not channels:
         return []
     calls, ranks = len(channels) * passes, recipe.parallel.batch_norm
-    # Forward every rank's means, variances and count; backward two sums a channel.
+    # Forward: every rank's means, variances and count. Backward: two sums per channel.
     forward = sum(2 * count + 1 for count in channels) * ranks * F64_BYTES * passes
     backward = sum(2 * count for count in channels) * F64_BYTES * passes
     return [
@@ -118,7 +108,7 @@ def _norms(recipe: Recipe, layers: Sequence[Layer], passes: int) -> list[Traffic
 def _between(
     recipe: Recipe, stages: Sequence[Sequence[Layer]], held: Sequence[int], split: Split, passes: int
 ) -> list[Traffic]:
-    """What a rank's stages send to the next one and to the one before, where that is another rank's."""
+    """Messages between neighbouring stages of different ranks."""
     if split.pipeline == 1:
         return []
     on = [size for number in held if number + 1 < len(stages) and number + 1 not in held
@@ -132,7 +122,7 @@ def _between(
 
 
 def _replicas(recipe: Recipe, stages: Sequence[Sequence[Layer]], split: Split, passes: int) -> list[Traffic]:
-    """What ranks that hold the same stages do with weights and gradients."""
+    """Weights and gradients that ranks with the same stages exchange."""
     data, zero = split.data, recipe.parallel.zero
     if data == 1:
         return []
@@ -141,30 +131,32 @@ def _replicas(recipe: Recipe, stages: Sequence[Sequence[Layer]], split: Split, p
         return _rounds(recipe, layers, data)
     if zero >= 2:
         return _fsdp(recipe, layers, split, passes)
-    bucket_mb = START_MB if recipe.parallel.bucket_mb == "auto" else recipe.parallel.bucket_mb
+    limit = (recipe.parallel.bucket_mb or BUCKET_MB) * 2**20
     by_stage = [_gradients(recipe, stage) for stage in stages]
     if split.pipeline > 1 and recipe.parallel.schedule in SPLIT_BACKWARD:
-        # All of a rank's, behind the schedule.
+        # All gradients of a rank in one call, after the schedule.
         calls = 1
     else:
-        calls = sum(buckets(sizes, bucket_mb * 2**20) for sizes in by_stage)
+        calls = sum(len(bucket_ends(reversed(sizes), limit)) for sizes in by_stage)
     size = sum(each for sizes in by_stage for each in sizes)
     found = [Traffic("data", "all_reduce", "gradients", data, calls, size)]
     if zero == 1:
-        # From each rank, the weights whose state it has.
+        # Each rank sends the weights that it has updated.
         found.append(Traffic("data", "broadcast", "weights", data, data, size))
     return found
 
 
 def _gradients(recipe: Recipe, layers: Sequence[Layer]) -> list[int]:
-    """Bytes of each gradient that replicas share, f32."""
+    """Bytes of each gradient that data-parallel ranks average, f32."""
     units = (shapes for layer in layers for shapes, _ in _units(recipe, layer))
     return [math.prod(shape) * F32_BYTES for shapes in units for shape in shapes]
 
 
 def _units(recipe: Recipe, layer: Layer) -> list[tuple[list[Shape], int]]:
-    """(weights, bytes of an element) that FSDP2 gathers together: a layer's, and each batch norm's where that is of
-    another kind."""
+    """(shapes, bytes of an element) of weights that FSDP2 gathers together.
+
+    A layer is one unit; each batch norm is its own unit if its dtype differs.
+    """
     shared_out = recipe.parallel.embeddings != "replicated"
     weights = [*layer.weights, *(() if shared_out else layer.tables)]
     norms: list[list[Shape]] = [[(count,), (count,)] for count in layer.norms]
@@ -177,9 +169,9 @@ def _units(recipe: Recipe, layer: Layer) -> list[tuple[list[Shape], int]]:
 
 
 def _fsdp(recipe: Recipe, layers: Sequence[Layer], split: Split, passes: int) -> list[Traffic]:
-    """Each layer by itself: its weights before it computes, its gradients after the last pass."""
+    """FSDP2 gathers each layer's weights before the layer computes, and scatters its gradients after the last pass."""
     units = [unit for layer in layers for unit in _units(recipe, layer)]
-    # Rows are cut into equal runs, the last ones filled up.
+    # Rows are cut into equal runs; the last ones are padded.
     runs = [
         (-(-shape[0] // split.data) * split.data * math.prod(shape[1:]), each)
         for shapes, each in units
@@ -189,8 +181,8 @@ def _fsdp(recipe: Recipe, layers: Sequence[Layer], split: Split, passes: int) ->
     if split.pipeline == 1:
         gathers = passes if recipe.parallel.zero == 2 else 2 * passes
     else:
-        # The schedule keeps what a backward pass has gathered until the next forward pass is through; so whatever the
-        # order, one is saved each time that a forward pass follows a backward pass.
+        # The schedule keeps a backward pass's gathered weights until the next forward pass ends. So in any order, each
+        # forward pass that follows a backward pass saves one gather.
         gathers = 1 if recipe.parallel.zero == 2 else passes + 1
     return [
         Traffic("data", "all_gather", "weights", split.data, len(units) * gathers, size * gathers),
@@ -201,38 +193,36 @@ def _fsdp(recipe: Recipe, layers: Sequence[Layer], split: Split, passes: int) ->
 
 
 def _rounds(recipe: Recipe, layers: Sequence[Layer], data: int) -> list[Traffic]:
-    """Weights in buffers, as parallel/outer.py packs them, and batch norm's two statistics one by one."""
+    """Weights in buffers, as parallel/diloco.py packs them, and batch norm's two statistics one by one."""
     assert recipe.diloco is not None
     sizes = _gradients(recipe, layers)
-    runs, room = 0, 0
+    runs, left = 0, 0
     for size in sizes:
-        if size > room:
-            runs, room = runs + 1, BUFFER_BYTES
-        room -= size
-    norms, every = (
-        [count * F32_BYTES for layer in layers for count in layer.norms for _ in range(2)],
-        recipe.diloco.every,
-    )
+        if size > left:
+            runs, left = runs + 1, BUFFER_BYTES
+        left -= size
+    norms = [count * F32_BYTES for layer in layers for count in layer.norms for _ in range(2)]
+    every = recipe.diloco.every
     return [
-        Traffic("data", "all_reduce", "what was learnt", data, runs, sum(sizes), every),
+        Traffic("data", "all_reduce", "changes of weights", data, runs, sum(sizes), every),
         Traffic("data", "all_reduce", "batch norm's statistics", data, len(norms), sum(norms), every),
     ]
 
 
 def _all(recipe: Recipe, layers: Sequence[Layer], split: Split) -> list[Traffic]:
-    """What the whole job must know, a few numbers each."""
+    """Decisions and checks of the whole job, a few numbers each."""
     if split.ranks == 1:
         return []
     ranks, fsdp = split.ranks, recipe.parallel.zero >= 2 and split.data > 1
-    # Ranks that train apart agree in every step among those that hold one copy of the model.
+    # Under [diloco] the ranks of one copy of the model vote in every step, and all ranks once a round.
     every = 1 if recipe.diloco is None else recipe.diloco.every
     island = ranks if recipe.diloco is None else split.pipeline * split.tensor
     found = []
     if island > 1:
-        found.append(Traffic("all", "all_reduce", "the word of all ranks", island, 1, VOTE_BYTES))
+        found.append(Traffic("all", "all_reduce", "the step vote", island, 1, VOTE_BYTES))
     if recipe.diloco is not None:
-        # A loss a step, and three counts.
-        found.append(Traffic("all", "all_reduce", "the word of a round", ranks, 1, (every + 3) * F64_BYTES, every))
+        # One loss per step, and three counts.
+        found.append(Traffic("all", "all_reduce", "the vote of a round", ranks, 1, (every + 3) * F64_BYTES, every))
     if split.data > 1:
         window = -(-WINDOW_STEPS // every) * every
         found.append(Traffic("all", "all_gather", "each rank's own time", ranks, 1, 2 * F64_BYTES * ranks, window))
@@ -247,7 +237,7 @@ def _all(recipe: Recipe, layers: Sequence[Layer], split: Split) -> list[Traffic]
     if recipe.training.clip is not None and parts:
         found.append(Traffic("all", "all_reduce", "the gradients' norm", island, 1, F64_BYTES))
     if recipe.optimizer.name in ("lars", "lamb"):
-        # Of each layer two: its weights', and its gradient's or its change's.
+        # Two norms per layer: of its weights, and of its gradient or its change.
         matrices = sum(len(shape) > 1 for layer in layers for shape in layer.weights)
         tables = sum(len(layer.tables) for layer in layers)
         by_rows = tables if recipe.parallel.embeddings == "row_wise" else 0

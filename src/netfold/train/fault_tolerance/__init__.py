@@ -1,7 +1,6 @@
-"""What a run lives through.
+"""Failures of a run, and the reaction to each.
 
-`state` names what a checkpoint holds, `atomic_checkpoint` makes a folder whole, `checkpoint` writes it over a group of
-its own, `recovery` says where a run goes on, `recipe_changes` what a recipe may not change silently, `drift` compares
-copies before a checkpoint, and `restart_log` what was trained twice; `policies`, `stop`, `straggler` and `bad_examples`
-each are one thing that goes wrong, and what is done about it.
+`state` names the contents of a checkpoint. `atomic_checkpoint` makes its folder complete or absent. `checkpoint` writes
+it over a group of its own. `recovery` chooses where a run continues, and counts repeated work. `drift` compares
+copies before a checkpoint. `policies`, `stop`, `straggler` and `bad_examples` each handle one kind of failure.
 """

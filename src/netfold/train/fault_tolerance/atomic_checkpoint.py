@@ -1,8 +1,8 @@
-"""A checkpoint's folder is there whole or not at all: written under another name, sealed with a manifest, renamed.
+"""Make a checkpoint's folder complete or absent: write it under another name, add a manifest, rename it.
 
-    step-000120.part/    being written, or left behind by a crash: swept at the next start
-    step-000120/         whole: every rank's file, torch's .metadata, and manifest.json with size and CRC-32 of each
-    step-000120.corrupt/ was whole once, and a file is gone, short or changed: put aside when that was found
+    step-000120.part/    being written, or left by a crash: removed at the next start
+    step-000120/         complete: every rank's file, torch's .metadata, and manifest.json with size and CRC-32 of each
+    step-000120.corrupt/ was complete, but a file is missing, short or changed: renamed when the damage was found
 
 A rename is atomic (POSIX rename); files, manifest and folder are on the disk before it (fsync).
 """
@@ -25,22 +25,22 @@ from torch.futures import Future
 
 MANIFEST = "manifest.json"
 PART, CORRUPT = ".part", ".corrupt"
-# What is read at once for a checksum.
-_PIECE_BYTES = 1 << 20
+# Bytes of one read for a checksum.
+_READ_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
 class Position:
-    """Where a job was when a checkpoint was taken."""
+    """The progress of a job at the time of a checkpoint."""
 
     step: int
     samples: int
     """Taken from the data since the start of training."""
     ranks: int
     taken_s: float
-    """The time of day, seconds since 1970."""
+    """The time of day, in seconds since 1970."""
     numbers: dict[str, float]
-    """Of `Update.state_dict`."""
+    """Of `OptimizerStep.state_dict`."""
     recipe: dict[str, Any]
 
 
@@ -52,7 +52,7 @@ class Manifest:
 
     @classmethod
     def read(cls, folder: Path) -> Manifest:
-        """Raises ValueError, in words, where it cannot be read."""
+        """Raises ValueError, a sentence, if the manifest cannot be read."""
         try:
             found = json.loads((folder / MANIFEST).read_text())
             files = {name: (int(size), int(crc32)) for name, (size, crc32) in found["files"].items()}
@@ -72,7 +72,7 @@ def complete_checkpoints(folder: Path) -> list[Path]:
 
 
 def remove_incomplete(folder: Path) -> list[str]:
-    """Remove what crashes left behind; the names."""
+    """Remove what crashes have left; return the names."""
     left = sorted(folder.glob(f"step-*{PART}"))
     for path in left:
         shutil.rmtree(path)
@@ -80,6 +80,7 @@ def remove_incomplete(folder: Path) -> list[str]:
 
 
 def quarantine(path: Path) -> None:
+    """Rename a damaged checkpoint."""
     aside = path.with_name(path.name + CORRUPT)
     if aside.exists():
         shutil.rmtree(aside)
@@ -87,7 +88,7 @@ def quarantine(path: Path) -> None:
 
 
 def find_damage(folder: Path, manifest: Manifest, rank: int, ranks: int) -> str:
-    """What is wrong with this rank's share of the files, read whole; "" where nothing is."""
+    """Read this rank's share of the files whole; return the first damage, or ""."""
     for name in sorted(manifest.files)[rank::ranks]:
         size, crc32 = manifest.files[name]
         try:
@@ -104,20 +105,20 @@ def find_damage(folder: Path, manifest: Manifest, rank: int, ranks: int) -> str:
 def checksum(path: Path) -> int:
     value = 0
     with path.open("rb") as file:
-        while piece := file.read(_PIECE_BYTES):
-            value = zlib.crc32(piece, value)
+        while data := file.read(_READ_BYTES):
+            value = zlib.crc32(data, value)
     return value
 
 
 @dataclass(frozen=True)
 class _Written(WriteResult):
-    """torch's word for one tensor in a file, with the checksum of that file: so it reaches rank 0 with the rest."""
+    """torch's record of one tensor in a file, with the file's checksum, which so reaches rank 0."""
 
     crc32: int
 
 
 class AtomicCheckpointWriter(FileSystemWriter):
-    """torch's writer of files, and what makes a folder of them whole: the last to finish, rank 0, seals it."""
+    """torch's writer; rank 0, which finishes last, also writes the manifest and renames the folder."""
 
     def __init__(self, folder: Path, position: Position, keep: int) -> None:
         super().__init__(folder / (name_of(position.step) + PART))
@@ -127,8 +128,8 @@ class AtomicCheckpointWriter(FileSystemWriter):
         try:
             results = super().write_data(plan, planner).wait()
         except RuntimeError as error:
-            # torch's zip writer says "unexpected pos" of a full disk; what the disk said is behind it, and would be
-            # lost on the way to the other ranks.
+            # For a full disk torch's zip writer raises "unexpected pos". The disk's own error is its context, which
+            # would not reach the other ranks.
             if isinstance(error.__context__, OSError):
                 raise error.__context__ from None
             raise
@@ -144,14 +145,14 @@ class AtomicCheckpointWriter(FileSystemWriter):
         return sealed
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """On rank 0, when the files of all ranks are complete. Raises OSError; then nothing was sealed."""
+        """Complete the folder, on rank 0, after all ranks have written. Raises OSError, and renames nothing then."""
         super().finish(metadata, results)
         part = Path(self.path)
         sums = {".metadata": checksum(part / ".metadata")}
         for result in (each for of_rank in results for each in of_rank):
             assert isinstance(result, _Written)
             sums[result.storage_data.relative_path] = result.crc32
-        # A file of a rank that this one cannot see is on another disk: FileNotFoundError says so.
+        # If another rank's file is on another disk, `_size` raises FileNotFoundError.
         files = {name: (self._size(part / name), crc32) for name, crc32 in sums.items()}
         with (part / MANIFEST).open("w") as file:
             json.dump({"position": asdict(self._position), "files": files}, file, indent=1)
@@ -161,7 +162,7 @@ class AtomicCheckpointWriter(FileSystemWriter):
         part.rename(self._folder / name_of(self._position.step))
         _sync(self._folder)
         for old in complete_checkpoints(self._folder)[: -self._keep]:
-            # Under a name that a crash in the middle makes a leftover of, and not a checkpoint without a file.
+            # Renamed first: a crash during the removal then leaves no incomplete checkpoint.
             shutil.rmtree(old.rename(old.with_name(old.name + PART)))
 
     def _size(self, path: Path) -> int:

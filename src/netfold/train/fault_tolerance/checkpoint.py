@@ -1,7 +1,7 @@
-"""Checkpoints of a job, through torch.distributed.checkpoint: written beside training, checked before they are loaded.
+"""A job's checkpoints, by torch.distributed.checkpoint: written beside training, checked before they are loaded.
 
-A save copies what a rank holds (the only time that training waits), then a thread writes it. Its messages go over a
-group of its own: they can never meet training's. What one holds is `contents`, how it becomes whole is `sealed`.
+A save copies the rank's state (training waits only for this), then a thread writes the copy. Its messages use a group
+of their own, and so cannot mix with training's. `state` names the contents; `atomic_checkpoint` completes the folder.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ from netfold.train.fault_tolerance.state import Metadata, StateToLoad
 from netfold.train.fault_tolerance.stop import PolicyStopError
 
 T = TypeVar("T")
-# What is saved -> what a rank asks for of it.
+# The metadata of a checkpoint -> the tensors that a rank loads from it.
 WantedOf = Callable[[Metadata], StateToLoad]
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint that could not be written or read. `disk_full`: for want of room, of ranks' quotas too."""
+    """A checkpoint that could not be written or read. disk_full: the reason is a full disk or quota."""
 
     def __init__(self, text: str, disk_full: bool = False) -> None:
         super().__init__(text)
@@ -52,26 +52,30 @@ class CheckpointError(RuntimeError):
 
 
 class CheckpointStopError(PolicyStopError, CheckpointError):
-    """The policy for such a checkpoint is to stop."""
+    """A failed checkpoint whose policy is to stop."""
 
 
 class Checkpoints:
-    """Those of one run, in one folder that all ranks share. All methods are collective over the world but
-    `failed` and `let_finish`."""
+    """The checkpoints of one run, in a folder that all ranks share.
+
+    All methods but `failed` and `let_finish` are collective over the world.
+    """
 
     def __init__(self, folder: Path, recipe: asked.Checkpoint, timeout_s: float) -> None:
-        """Makes the folder, and removes what crashes left in it. `timeout_s`: the longest that a write may take."""
+        """Make the folder, and remove what crashes left in it. timeout_s: the limit of one write."""
         self.folder, self._recipe, self._timeout_s = folder, recipe, timeout_s
         self._group = dist.new_group(timeout=timedelta(seconds=timeout_s))
-        self._under_way: tuple[int, Future[Any]] | None = None
+        self._pending: tuple[int, Future[Any]] | None = None
         if dist.get_rank() == 0:
             folder.mkdir(parents=True, exist_ok=True)
             remove_incomplete(folder)
 
     def save(self, tensors: dict[str, Tensor], position: Position) -> None:
-        """Begin to write one, or write it where checkpoints are not asynchronous; `tensors` are copied before it
-        returns. `wait` comes before the next one, and says what came of this one."""
-        assert self._under_way is None, "wait() comes before the next save()"
+        """Begin to write a checkpoint, or write it if checkpoints are not asynchronous. Copies `tensors`.
+
+        `wait` must be called before the next save; it raises this save's errors.
+        """
+        assert self._pending is None, "wait() must be called before the next save()"
         writer = AtomicCheckpointWriter(self.folder, position, self._recipe.keep)
         future: Any
         if self._recipe.asynchronous:
@@ -82,22 +86,22 @@ class Checkpoints:
                 future.set_result(save(tensors, storage_writer=writer, process_group=self._group))
             except (CheckpointException, Exception) as error:
                 future.set_exception(error)
-        self._under_way = position.step, future
+        self._pending = position.step, future
 
     def let_finish(self, timeout_s: float) -> None:
-        """As the last thing, also of a rank that fails: the one under way may become whole. Raises nothing."""
-        if self._under_way is not None:
-            futures.wait([self._under_way[1]], timeout_s)
+        """Wait for the pending write at the end of the process, also of a rank that fails. Raises nothing."""
+        if self._pending is not None:
+            futures.wait([self._pending[1]], timeout_s)
 
     def failed(self) -> bool:
-        """Whether this rank knows that the one under way has failed: then all will."""
-        return self._under_way is not None and self._under_way[1].done() and bool(self._under_way[1].exception())
+        """Whether the pending write has failed on this rank, and so fails on all ranks."""
+        return self._pending is not None and self._pending[1].done() and bool(self._pending[1].exception())
 
     def wait(self) -> None:
-        """Until the one under way is whole. Raises CheckpointError, on all ranks alike; what it left is removed."""
-        if self._under_way is None:
+        """Wait for the pending write. Raises CheckpointError on all ranks alike, after removing the partial folder."""
+        if self._pending is None:
             return
-        (step, future), self._under_way = self._under_way, None
+        (step, future), self._pending = self._pending, None
         try:
             error = future.exception(self._timeout_s)
         except futures.TimeoutError:
@@ -108,35 +112,43 @@ class Checkpoints:
         if error is not None:
             if dist.get_rank() == 0:
                 shutil.rmtree(self.folder / (name_of(step) + PART), ignore_errors=True)
-            raise _failure(step, self.folder, error) from error
+            raise CheckpointError(
+                f"the checkpoint of step {step} in {self.folder} was not written: {_reasons(error)}; earlier ones are "
+                "unchanged",
+                disk_full=any(
+                    isinstance(each, OSError) and each.errno in (errno.ENOSPC, errno.EDQUOT)
+                    for each in _errors(error).values()
+                ),
+            ) from error
 
     def newest(self, corrupt: str) -> tuple[Path | None, list[str]]:
-        """The newest checkpoint of which every file is as it was written, and what there is to say about others.
+        """(the newest undamaged checkpoint, warnings about damaged ones). Every rank reads a share of the files.
 
-        Every rank reads a share of the files. corrupt "previous": one that is damaged is put aside, and the one before
-        it is tried; "stop": raises CheckpointStopError.
+        corrupt: "previous" renames a damaged checkpoint and tries the one before it; "stop" raises CheckpointStopError.
         """
-        said: list[str] = []
-        for path in reversed(self._agreed(complete_checkpoints(self.folder) if dist.get_rank() == 0 else [])):
+        warnings: list[str] = []
+        paths = [complete_checkpoints(self.folder) if dist.get_rank() == 0 else []]
+        dist.broadcast_object_list(paths, src=0, group=self._group)
+        for path in reversed(paths[0]):
             try:
                 damages = [find_damage(path, Manifest.read(path), dist.get_rank(), dist.get_world_size())]
             except ValueError as error:
                 damages = [str(error)]
-            damages = [each for each in self._everyones(damages[0]) if each]
+            damages = [each for each in self._gather(damages[0]) if each]
             if not damages:
-                return path, said
+                return path, warnings
             if corrupt == "stop":
                 raise CheckpointStopError(
-                    f"checkpoint {path} is damaged: {damages[0]}; remove it to go on from the one before it, or set "
+                    f"checkpoint {path} is damaged: {damages[0]}; remove it to continue from the one before it, or set "
                     'fault_tolerance.corrupt_checkpoint = "previous"'
                 )
             if dist.get_rank() == 0:
                 quarantine(path)
-            said.append(f"checkpoint {path} is damaged and was put aside: {damages[0]}; the one before it is taken")
-        return None, said
+            warnings.append(f"checkpoint {path} is damaged and was renamed: {damages[0]}; the one before it is taken")
+        return None, warnings
 
     def load(self, path: Path, wanted_of: WantedOf) -> Position:
-        """Fill what this rank holds from a checkpoint. Raises ValueError where it is of another model."""
+        """Load this rank's state from a checkpoint. Raises ValueError if the checkpoint is of another model."""
         reader = FileSystemReader(path)
         saved: Metadata = {
             key: meta
@@ -144,11 +156,11 @@ class Checkpoints:
             if isinstance(meta, TensorStorageMetadata)
         }
         wanted = wanted_of(saved)
-        verdicts = self._everyones((wanted.problem(saved), set(wanted.tensors)))
+        verdicts = self._gather((wanted.problem(saved), set(wanted.tensors)))
         problems = [problem for problem, _ in verdicts if problem]
         over = {key for key in saved if key.startswith("model.")}.difference(*(keys for _, keys in verdicts))
         if over and not problems:
-            problems = [f"it has {sorted(over)[0]}, which the model has not"]
+            problems = [f"it has {sorted(over)[0]}, which the model lacks"]
         if problems:
             raise ValueError(
                 f"checkpoint {path} is of another model: {problems[0]}; give run.name another name, or the recipe the "
@@ -162,26 +174,14 @@ class Checkpoints:
         wanted.adopt(position.numbers)
         return position
 
-    def _agreed(self, of_rank_0: T) -> T:
-        box = [of_rank_0]
-        dist.broadcast_object_list(box, src=0, group=self._group)
-        return box[0]
-
-    def _everyones(self, own: T) -> list[T]:
+    def _gather(self, own: T) -> list[T]:
         found: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(found, own, group=self._group)
         return found
 
 
-def _failure(step: int, folder: Path, error: BaseException) -> CheckpointError:
-    return CheckpointError(
-        f"the checkpoint of step {step} in {folder} was not written: {_reasons(error)}; earlier ones are as they were",
-        disk_full=any(_is_full(each) for each in _errors(error).values()),
-    )
-
-
 def _errors(error: BaseException) -> dict[int, BaseException]:
-    """rank -> what went wrong there."""
+    """rank -> its error."""
     if isinstance(error, CheckpointException):
         return {rank: failure[0] for rank, failure in error.failures.items()}
     return {dist.get_rank(): error}
@@ -189,7 +189,3 @@ def _errors(error: BaseException) -> dict[int, BaseException]:
 
 def _reasons(error: BaseException) -> str:
     return ", ".join(f"rank {rank}: {type(each).__name__}: {each}" for rank, each in _errors(error).items())
-
-
-def _is_full(error: BaseException) -> bool:
-    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)

@@ -1,5 +1,7 @@
-"""Weights that every rank of a tensor group has whole (norms, embeddings, heads) are computed by each of them for
-itself: before a checkpoint they are compared, since nothing else would notice that they have drifted apart."""
+"""Compare, before a checkpoint, the weights that every rank of a tensor group holds whole (norms, embeddings, heads).
+
+Each rank updates its own copy, so nothing else would detect that the copies differ.
+"""
 
 from __future__ import annotations
 
@@ -14,19 +16,19 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from netfold.train.mesh import Mesh
+from netfold.train.model import Replica
 from netfold.train.optimizers.norms import local
-from netfold.train.replica import Replica
 
 
 class DriftError(RuntimeError):
-    """Copies of a weight that must be alike are not."""
+    """Copies of a weight that must be equal differ."""
 
 
 def check_replicated(replica: Replica, parameters: Mapping[str, nn.Parameter], mesh: Mesh, step: int) -> None:
-    """Compare the CRC-32 of what the ranks of a tensor group have of each weight that is not cut among them.
+    """Compare the CRC-32 of each weight that is not cut, between the ranks of a tensor group.
 
-    Collective over the world where there are tensor groups: an all_gather of 8 bytes a weight in each, and an
-    all_reduce of 8 bytes. Raises DriftError on all ranks, with the first such weight of each group and its ranks.
+    Collective over the world if there are tensor groups: an all_gather of 8 bytes per weight in each, and an all_reduce
+    of 8 bytes. Raises DriftError on all ranks, with the first such weight of each group and its ranks.
     """
     if mesh.tensor.size == 1:
         return
@@ -41,24 +43,20 @@ def check_replicated(replica: Replica, parameters: Mapping[str, nn.Parameter], m
         return
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, (unlike, socket.gethostname()))
-    groups = mesh.device_mesh.mesh.reshape(-1, mesh.tensor.size).tolist()
-    parts = [_described(ranks, [found[rank][1] for rank in ranks], found[ranks[0]][0]) for ranks in groups]
+    parts = []
+    for ranks in mesh.device_mesh.mesh.reshape(-1, mesh.tensor.size).tolist():
+        if names := found[ranks[0]][0]:
+            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            parts.append(f"{names[0]}{more} on ranks {', '.join(f'{rank} ({found[rank][1]})' for rank in ranks)}")
     raise DriftError(
-        f"step {step}: weights that ranks of a tensor group hold whole are not alike any more: "
-        f"{'; '.join(part for part in parts if part)}; no checkpoint was written. Processors or libraries that compute "
-        "differently, a layer that draws its own numbers, or bad memory can do it: the newest checkpoint is from before"
+        f"step {step}: copies of weights differ between ranks of a tensor group: {'; '.join(parts)}; no checkpoint was "
+        "written. The newest checkpoint is from before. Processors or libraries that compute differently, a layer that "
+        "draws its own random numbers, or bad memory can cause this"
     )
 
 
-def _described(ranks: list[int], hosts: list[str], names: list[str]) -> str:
-    if not names:
-        return ""
-    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-    return f"{names[0]}{more} on ranks {', '.join(f'{r} ({host})' for r, host in zip(ranks, hosts, strict=True))}"
-
-
 def _is_cut(tensor: Tensor) -> bool:
-    """Along the tensor axis."""
+    """Whether the tensor is cut along the tensor axis."""
     if not isinstance(tensor, DTensor):
         return False
     axes = tensor.device_mesh.mesh_dim_names or ()

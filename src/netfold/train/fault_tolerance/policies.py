@@ -1,4 +1,4 @@
-"""What is done about a loss or gradient that is not a number, and what is said of a device that fails."""
+"""Reactions to a loss or gradient that is not finite, and to a device that fails."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ from torch import Tensor, nn
 from netfold.train.examples import BadExampleError, Batch
 from netfold.train.fault_tolerance.stop import PolicyStopError
 from netfold.train.mesh import Mesh
+from netfold.train.model import Replica
+from netfold.train.optimizers.norms import local
 from netfold.train.recipe import FaultTolerance
-from netfold.train.replica import Replica
 
 
 class NonFiniteError(PolicyStopError):
-    """A loss or gradient is not a number, and the policy is to stop, or was tried too often."""
+    """A loss or gradient is not finite, and the policy is to stop, or its limit is reached."""
 
 
 class DeviceError(RuntimeError):
@@ -27,7 +28,7 @@ class DeviceError(RuntimeError):
 
 
 class NonFinite:
-    """Counts the steps whose numbers were bad, and says when they are too many."""
+    """Count the steps with bad numbers, and stop at the recipe's limit."""
 
     def __init__(self, recipe: FaultTolerance) -> None:
         self._recipe = recipe
@@ -35,13 +36,12 @@ class NonFinite:
         self._furthest = 0
 
     def fine(self, step: int) -> None:
-        """A good step. In a row are bad ones until training is past the furthest of them: going back does not end it,
-        or a job would rewind for ever."""
+        """Count a good step. It ends a row only past the furthest bad step; otherwise a job could rewind forever."""
         if step > self._furthest:
             self._in_row = 0
 
     def bad(self, step: int, what: str) -> str:
-        """Collective knowledge: called on all ranks alike. What to do, "skip" or "rewind"; else NonFiniteError."""
+        """Count a bad step; called on all ranks alike. Returns "skip" or "rewind", or raises NonFiniteError."""
         self._in_row += 1
         self._furthest = max(self._furthest, step)
         policy = self._recipe.non_finite
@@ -54,22 +54,23 @@ class NonFinite:
 
 
 def bad_gradients(replica: Replica) -> list[str]:
-    """The parameters here whose gradient holds an infinity or no number. One pass over the gradients."""
-    gradients = {name: _local(each.grad) for name, each in replica.named_parameters() if each.grad is not None}
+    """The parameters of this rank whose gradient is not finite. Cost: one pass over the gradients."""
+    gradients = {name: _values(each.grad) for name, each in replica.named_parameters() if each.grad is not None}
     if not gradients:
         return []
-    # An infinity or no number makes a sum one, too, and sums are quick; a sum that merely overflows is looked into.
+    # A sum is fast, and not finite if an element is not. Each gradient is checked only if the sum is not finite, which
+    # may also be an overflow.
     if math.isfinite(torch.stack([gradient.sum().float() for gradient in gradients.values()]).sum()):
         return []
     return [name for name, gradient in gradients.items() if not torch.isfinite(gradient).all()]
 
 
 def what_is_bad(step: int, loss: Tensor | None, gradients: list[str], group: dist.ProcessGroup | None = None) -> str:
-    """One sentence on all ranks. Collective over the group, by default the world."""
+    """One sentence, the same on all ranks. Collective over the group, by default the world."""
     own = (None if loss is None else float(loss), len(gradients), gradients[:3], socket.gethostname(), dist.get_rank())
     found: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(found, own, group=group)
-    # Gradients are averages by now: where a loss is bad, only its rank's say where it came from.
+    # Gradients are averages already: if a loss is bad, only its rank's gradients identify the cause.
     sources = {rank for value, _, _, _, rank in found if value is not None and not math.isfinite(value)}
     parts = []
     for value, count, names, host, rank in found:
@@ -82,38 +83,40 @@ def what_is_bad(step: int, loss: Tensor | None, gradients: list[str], group: dis
 
 
 def explain_device_error(error: Exception, step: int, batch: Batch | None) -> Exception | None:
-    """The same failure in words that say where and what to try; None where there is nothing to add."""
+    """The same failure with its place and what to try; None if there is nothing to add."""
     if "PeerLost" in f"{type(error).__name__} {error}":
-        return None  # another rank's failure, in its own words
+        return None  # The error has the failed rank's own text.
     rank = f"rank {dist.get_rank()} ({socket.gethostname()}): step {step}"
-    sizes = "" if batch is None else f" with a batch of {', '.join(str(list(each.shape)) for each in _tensors(batch))}"
+    shapes = [] if batch is None else [str(list(each.shape)) for each in (*batch.inputs, batch.target)]
+    sizes = f" with a batch of {', '.join(shapes)}" if shapes else ""
+    first_line = (str(error) or type(error).__name__).splitlines()[0]
     if isinstance(error, BadExampleError):
         return BadExampleError(
             f'{rank}: {error}; repair the data, or fault_tolerance.missing_data = "skip" takes other training examples'
         )
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in str(error):
         return DeviceError(
-            f"{rank}{sizes}: out of memory: {_first_line(error)}; try a larger training.accumulate, a smaller "
+            f"{rank}{sizes}: out of memory: {first_line}; try a larger training.accumulate, a smaller "
             "training.batch, more ranks with parallel.zero = 3, or parallel.pipeline"
         )
     if isinstance(error, torch.AcceleratorError):
         return DeviceError(
-            f"{rank}{sizes}: the device failed: {_first_line(error)}; take the host out of the job, or start it again"
+            f"{rank}{sizes}: the device failed: {first_line}; take the host out of the job, or restart it"
         )
     return None
 
 
 def abort_groups(mesh: Mesh, error: Exception) -> None:
-    """They wait for this rank, which is leaving: their groups end now, with the reason, and not when it is gone."""
+    """Abort this rank's groups with the reason, so that waiting ranks fail at once."""
     groups: list[Any] = [dist.group.WORLD, *(axis.group for axis in (mesh.pipeline, mesh.data, mesh.tensor))]
     for group in groups:
-        # Another backend's ranks notice that the process is gone.
+        # Other backends detect the end of the process.
         if hasattr(group, "netfold"):
             group.netfold.abort(str(error))
 
 
 class Buffers:
-    """A copy of what a forward pass changes beside gradients (running means): a step left out leaves nothing behind."""
+    """A copy of the modules' buffers (running means), which a forward pass changes; restored if a step is left out."""
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._buffers = [buffer for module in modules for buffer in module.buffers()]
@@ -129,14 +132,6 @@ class Buffers:
                 buffer.copy_(copy)
 
 
-def _local(gradient: Tensor) -> Tensor:
-    gradient = gradient.to_local() if hasattr(gradient, "to_local") else gradient
+def _values(gradient: Tensor) -> Tensor:
+    gradient = local(gradient)
     return gradient._values() if gradient.is_sparse else gradient
-
-
-def _tensors(batch: Batch) -> tuple[Tensor, ...]:
-    return (*batch.inputs, batch.target)
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).splitlines()[0] if str(error) else type(error).__name__

@@ -1,10 +1,13 @@
-"""Where a run goes on from, and what it leaves for its next life: checkpoints, and the toll of those that failed."""
+"""Where a run continues, and what it leaves for its next start: checkpoints, and the cost of failures."""
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import time
 from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -13,20 +16,19 @@ import torch.distributed as dist
 from netfold.train.fault_tolerance.atomic_checkpoint import Position
 from netfold.train.fault_tolerance.checkpoint import CheckpointError, Checkpoints, CheckpointStopError
 from netfold.train.fault_tolerance.drift import check_replicated
-from netfold.train.fault_tolerance.recipe_changes import changed as changed_keys
-from netfold.train.fault_tolerance.restart_log import RestartLog
-from netfold.train.fault_tolerance.state import Metadata, StateToLoad, collect_state
+from netfold.train.fault_tolerance.state import StateToLoad, collect_state
 from netfold.train.mesh import Mesh
+from netfold.train.model import Replica
 from netfold.train.optimizer_step import OptimizerStep
 from netfold.train.recipe import Recipe
-from netfold.train.replica import Replica
 
 Note = Callable[[str, str], None]  # (level, text)
 
 
 class Recovery:
-    """The checkpoints of a job as its recipe wants them. Every method is collective over the world, but `failed`,
-    `stepped` and `leave`."""
+    """A job's checkpoints, by its recipe. All methods but `failed`, `stepped` and `leave` are collective over the
+    world.
+    """
 
     def __init__(
         self,
@@ -38,7 +40,7 @@ class Recovery:
         update: OptimizerStep,
         note: Note,
     ) -> None:
-        """`folder` is the run's; all ranks share it."""
+        """folder: the run's, shared by all ranks."""
         self._folder, self._recipe, self._mesh = folder, recipe, mesh
         self._replica, self._optimizer, self._update = replica, optimizer, update
         self._parameters = dict(replica.named_parameters())
@@ -48,36 +50,41 @@ class Recovery:
         self._restart_log = RestartLog(folder / "restarts.json") if dist.get_rank() == 0 else None
 
     def begin(self) -> Position | None:
-        """Take up the newest checkpoint; None where there is none. Raises ValueError, CheckpointError."""
+        """Load the newest checkpoint; None if there is none. Raises ValueError, CheckpointError."""
         position = self.back()
         if position is not None:
-            # torchrun's own restarts go on, whatever was said of earlier runs.
+            # A restart by torchrun continues whatever the recipe says about earlier runs.
             if self._recipe.run.resume == "never" and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
                 raise ValueError(
                     f"run.resume is 'never', and {self._folder} holds checkpoints of an earlier run: give run.name "
                     "another name, or remove them"
                 )
             self._compare(position)
-            self._note("info", f"goes on from the checkpoint of step {position.step}, {position.samples} samples")
+            self._note("info", f"continues from the checkpoint of step {position.step}, {position.samples} samples")
         if self._restart_log is not None:
             self._restart_log.begin(position.step if position else 0, position.taken_s if position else None)
         return position
 
     def back(self) -> Position | None:
-        """To the newest checkpoint that is whole; None where there is none, and then nothing has changed."""
+        """Load the newest complete checkpoint; None if there is none, and then nothing has changed."""
         self.settle()
-        path, said = self._checkpoints.newest(self._recipe.fault_tolerance.corrupt_checkpoint)
-        for text in said:
+        path, problems = self._checkpoints.newest(self._recipe.fault_tolerance.corrupt_checkpoint)
+        for text in problems:
             self._note("warning", text)
         if path is None:
             return None
-        position = self._checkpoints.load(path, self._wanted)
+        position = self._checkpoints.load(
+            path,
+            lambda saved: StateToLoad(saved, self._replica, self._parameters, self._optimizer, self._update),
+        )
         self._saved = position.step
         return position
 
     def save(self, step: int, samples: int) -> None:
-        """A checkpoint of now, unless there is one; begun where checkpoints are asynchronous, else whole. Raises
-        DriftError, CheckpointError."""
+        """Begin to write a checkpoint of this step unless there is one; complete it if it is not asynchronous.
+
+        Raises DriftError, CheckpointError.
+        """
         if step == self._saved:
             return
         self.settle()
@@ -92,7 +99,7 @@ class Recovery:
             self.settle()
 
     def settle(self) -> None:
-        """Wait for the checkpoint under way. Raises CheckpointError; a full disk may be a warning (disk_full)."""
+        """Wait for the checkpoint being written. Raises CheckpointError, unless a full disk is only a warning."""
         try:
             self._checkpoints.wait()
         except CheckpointError as error:
@@ -100,7 +107,7 @@ class Recovery:
                 raise
             if self._recipe.fault_tolerance.disk_full == "stop":
                 raise CheckpointStopError(f"{error}; fault_tolerance.disk_full is 'stop'", disk_full=True) from error
-            self._note("warning", f"{error}; training goes on without it (fault_tolerance.disk_full)")
+            self._note("warning", f"{error}; training continues without it (fault_tolerance.disk_full)")
 
     def failed(self) -> bool:
         return self._checkpoints.failed()
@@ -110,37 +117,33 @@ class Recovery:
             self._restart_log.stepped(step)
 
     def end(self) -> None:
-        """The run is over, or was asked to stop, and its last checkpoint is whole. Says what failures have cost."""
+        """End the run, done or asked to stop, after its last checkpoint. Notes the cost of failures."""
         if self._restart_log is not None:
             self._restart_log.end()
             if self._restart_log.goodput.lost:
                 self._note("info", str(self._restart_log.goodput))
 
     def leave(self) -> None:
-        """Also of a rank that fails. What it was writing may become whole first."""
+        """Close, after waiting up to the grace time for the checkpoint being written; also on a rank that fails."""
         self._checkpoints.let_finish(self._recipe.fault_tolerance.grace_s)
         if self._restart_log is not None:
             self._restart_log.close()
 
-    def _wanted(self, saved: Metadata) -> StateToLoad:
-        return StateToLoad(saved, self._replica, self._parameters, self._optimizer, self._update)
-
     def _compare(self, position: Position) -> None:
-        """What has changed in the recipe since the checkpoint, as far as it changes what is going on."""
-        then = Recipe.model_validate(position.recipe)
-        now = self._recipe
+        """Note or refuse changes of the recipe since the checkpoint."""
+        then, now = Recipe.model_validate(position.recipe), self._recipe
         if then.optimizer.name != now.optimizer.name:
             raise ValueError(
                 f"optimizer.name is {now.optimizer.name!r}, and the checkpoint in {self._folder} was written with "
                 f"{then.optimizer.name!r}: set it back, or give run.name another name"
             )
-        learnt, length = changed_keys(then, now)
-        if learnt and now.run.resume != "changed":
+        steps, length = changed_keys(then, now)
+        if steps and now.run.resume != "changed":
             raise ValueError(
-                f"{'; '.join(learnt)} when the checkpoint in {self._folder} was written: set it back, give run.name "
-                "another name, or say run.resume = 'changed' to go on with it"
+                f"{'; '.join(steps)} when the checkpoint in {self._folder} was written: set it back, give run.name "
+                "another name, or set run.resume = 'changed' to continue with it"
             )
-        for each in learnt + length:
+        for each in steps + length:
             self._note("info", f"changed since the checkpoint: {each}")
         batches = [_batch(recipe, ranks) for recipe, ranks in ((then, position.ranks), (now, dist.get_world_size()))]
         if then.training.batch == now.training.batch and batches[0] != batches[1]:
@@ -152,12 +155,98 @@ class Recovery:
         if then.diloco is None and now.diloco is not None:
             self._note("warning", "diloco is new since the checkpoint: its momentum begins at 0")
         if then.diloco is not None and now.diloco is None:
-            self._note("warning", "diloco is gone since the checkpoint: of the ranks' optimizer states one is taken")
+            self._note("warning", "diloco is gone since the checkpoint: one of the ranks' optimizer states is taken")
         if then.training.precision != "f16" and now.training.precision == "f16":
-            self._note("warning", "training.precision is f16 since the checkpoint: the loss scale begins anew")
+            self._note("warning", "training.precision is f16 since the checkpoint: the loss scale starts again")
+
+
+def changed_keys(then: Recipe, now: Recipe) -> tuple[list[str], list[str]]:
+    """Keys of [optimizer], [schedule], [diloco] and [training] that differ, each as "key is NEW and was OLD".
+
+    Returns those that change steps which the run would have taken, and those that only change its length.
+    """
+    steps: list[str] = []
+    length: list[str] = []
+    keys = [("training", key) for key in ("steps", "epochs", "batch", "scaling", "clip")]
+    sections = ["optimizer", "schedule"] + ["diloco"] * (then.diloco is not None and now.diloco is not None)
+    keys += [(section, key) for section in sections for key in type(getattr(now, section)).model_fields]
+    # With a constant rate the steps do not depend on the length.
+    constant = then.schedule.shape == now.schedule.shape == "constant"
+    for section, key in keys:
+        old, new = (getattr(getattr(recipe, section), key) for recipe in (then, now))
+        if old != new:
+            was, is_now = ("not given" if value is None else repr(value) for value in (old, new))
+            only_length = constant and section == "training" and key in ("steps", "epochs")
+            (length if only_length else steps).append(f"{section}.{key} is {is_now} and was {was}")
+    return steps, length
 
 
 def _batch(recipe: Recipe, ranks: int) -> int:
-    """Samples a step, of the whole job."""
+    """Samples per step, of the whole job."""
     replicas = ranks // (recipe.parallel.pipeline * recipe.parallel.tensor)
     return recipe.training.batch * (replicas if recipe.training.scaling == "weak" else 1)
+
+
+@dataclass(frozen=True)
+class Goodput:
+    began_s: float
+    """The time of day of the first start, in seconds since 1970."""
+    step: int = 0
+    """The last step."""
+    ended: bool = False
+    """The run ended by itself, or was asked to stop: nothing was lost."""
+    lost: int = 0
+    """Starts that ended otherwise."""
+    steps_repeated: int = 0
+    seconds_lost: float = 0.0
+    """From the time of the checkpoint to the time when training continued from it."""
+
+    def __str__(self) -> str:
+        return (
+            f"cost of failures: {self.lost} restarts of all ranks, {self.steps_repeated} steps repeated, "
+            f"{self.seconds_lost:.1f} s lost"
+        )
+
+
+class RestartLog:
+    """The goodput of one run, in a file that rank 0 rewrites after each step and reads at the next start.
+
+    A killed process loses nothing: each write reaches the kernel at once.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.goodput = Goodput(began_s=time.time())
+        self._first = not path.exists()
+        # The file is empty if the disk was full at the first write.
+        if not self._first and (text := path.read_text()):
+            self.goodput = Goodput(**json.loads(text))
+        self._file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+
+    def begin(self, step: int, taken_s: float | None) -> None:
+        """Start at `step`, from a checkpoint taken at that time of day, or from nothing."""
+        goodput = self.goodput
+        if not self._first and not goodput.ended:
+            goodput = replace(
+                goodput,
+                lost=goodput.lost + 1,
+                steps_repeated=goodput.steps_repeated + goodput.step - step,
+                seconds_lost=goodput.seconds_lost + time.time() - (goodput.began_s if taken_s is None else taken_s),
+            )
+        self._write(replace(goodput, step=step, ended=False))
+
+    def stepped(self, step: int) -> None:
+        self._write(replace(self.goodput, step=step))
+
+    def end(self) -> None:
+        self._write(replace(self.goodput, ended=True))
+
+    def close(self) -> None:
+        os.close(self._file)
+
+    def _write(self, goodput: Goodput) -> None:
+        self.goodput = goodput
+        # One write of constant length: a reader never sees half a line. A full disk must not end a job here; the
+        # checkpoints report it.
+        with contextlib.suppress(OSError):
+            os.pwrite(self._file, f"{json.dumps(asdict(goodput)):<255}\n".encode(), 0)

@@ -1,10 +1,10 @@
-"""What a checkpoint holds of a job: every tensor under a name that does not depend on how the job is split.
+"""The contents of a checkpoint: every tensor under a name that does not depend on how the job is split.
 
     model.<parameter>               optimizer.<parameter>.<key>
-    buffer.<buffer>                 update.<what Update.state_dict says>
+    buffer.<buffer>                 update.<key of OptimizerStep.state_dict>
 
-A weight is there once, as the optimizer steps on it: in f32, whatever it is computed with. A part of a tensor is a
-DTensor that says which (`Replica.as_shard`); a rank gives what it holds, and asks for the same.
+A weight is stored once, in f32, as the optimizer steps on it. A part of a tensor is a DTensor with its place
+(`Replica.as_shard`). A rank saves the tensors that it holds, and loads the same.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from netfold.train.model import Replica
 from netfold.train.optimizer_step import OptimizerStep
 from netfold.train.optimizers import local_optimizer
-from netfold.train.replica import Replica
 
 Metadata = Mapping[str, TensorStorageMetadata]
 Parameters = Mapping[str, nn.Parameter]
@@ -26,12 +26,12 @@ Parameters = Mapping[str, nn.Parameter]
 def collect_state(
     replica: Replica, parameters: Parameters, optimizer: torch.optim.Optimizer, update: OptimizerStep, buffers: bool
 ) -> tuple[dict[str, Tensor], dict[str, float]]:
-    """What this rank holds: tensors, borrowed, and the numbers of the update, which are the same on every rank.
+    """(this rank's tensors, borrowed; the numbers of `update`, which are the same on every rank).
 
-    `parameters`: the replica's, listed before training began: fully_shard puts gathered ones in their places for a
-    while, and these are not what the optimizer holds. `buffers`: also the modules' persistent buffers; they differ
-    among data-parallel ranks (running means), so one gives them. Raises TypeError for an optimizer that keeps anything
-    but tensors for a parameter.
+    parameters: the replica's, listed before training began: fully_shard temporarily replaces them by gathered ones,
+    which the optimizer does not hold. buffers: also the modules' persistent buffers. Those (running means) differ
+    between data-parallel ranks, so one of them saves its own. Raises TypeError if the optimizer keeps anything but
+    tensors for a parameter.
     """
     local = local_optimizer(optimizer)
     tensors = {f"model.{name}": replica.as_shard(name, each.detach()) for name, each in parameters.items()}
@@ -39,7 +39,7 @@ def collect_state(
         tensors |= {f"buffer.{name}": buffer for name, buffer in named_buffers(replica)}
     for name, parameter in parameters.items():
         for key, value in local.state.get(parameter, {}).items():
-            # None stands for what the optimizer has not made yet.
+            # None: the optimizer has not made this state yet.
             if value is not None and not isinstance(value, Tensor):
                 raise TypeError(f"the optimizer keeps {key} of {name} as {type(value).__name__}; it must be a tensor")
             if value is not None:
@@ -55,11 +55,10 @@ def collect_state(
 
 
 class StateToLoad:
-    """What this rank asks of a checkpoint: `tensors`, to be filled, then `adopt`.
+    """The tensors that this rank loads from a checkpoint: fill `tensors`, then call `adopt`.
 
-    Parameters and buffers are filled in place, in whatever they are kept in. The optimizer's state is made
-    here, from the checkpoint's own list: so no step has to be taken to have some, and a rank that shares it out asks
-    for what it owns alone.
+    Parameters and buffers are filled in place. The optimizer's state is allocated by the checkpoint's list, so no
+    optimizer step is needed first, and a ZeRO 1 rank loads only the state that it owns.
     """
 
     def __init__(
@@ -76,7 +75,7 @@ class StateToLoad:
         self.tensors |= {f"buffer.{name}": buffer for name, buffer in named_buffers(replica)}
         self._states: dict[nn.Parameter, dict[str, Tensor]] = {}
         self._updates: dict[str, Tensor] = {}
-        owned = _owned(self._optimizer)
+        owned = {id(parameter) for group in self._optimizer.param_groups for parameter in group["params"]}
         of_update = update.wanted(key.removeprefix("update.") for key in saved if key.startswith("update."))
         for key, meta in saved.items():
             kind, _, rest = key.partition(".")
@@ -91,11 +90,11 @@ class StateToLoad:
                 if name in parameters:
                     self._updates[rest] = _empty(replica, name, parameters[name], meta)
                     self.tensors[key] = _part(replica, parameters[name], name, self._updates[rest])
-                elif f"model.{name}" not in saved:  # else it goes with a parameter that another rank holds
+                elif f"model.{name}" not in saved:  # Otherwise it belongs to a parameter of another rank.
                     self._updates[rest] = self.tensors[key] = torch.empty(meta.size, dtype=meta.properties.dtype)
 
     def problem(self, saved: Metadata) -> str:
-        """Why the checkpoint is not of this model, as far as this rank holds it; "" where it is."""
+        """Why the checkpoint does not fit this rank's part of the model, or ""."""
         for key, tensor in self.tensors.items():
             if key not in saved:
                 return f"it has no {key}"
@@ -104,7 +103,7 @@ class StateToLoad:
         return ""
 
     def adopt(self, numbers: Mapping[str, float]) -> None:
-        """Make the filled tensors the job's own."""
+        """Use the filled tensors as the job's state."""
         self._optimizer.state.clear()
         for parameter, state in self._states.items():
             self._optimizer.state[parameter] = state
@@ -112,7 +111,7 @@ class StateToLoad:
 
 
 def named_buffers(replica: Replica) -> list[tuple[str, Tensor]]:
-    """The persistent ones."""
+    """The persistent buffers of the modules."""
     found: list[tuple[str, Tensor]] = []
     for module in replica.modules:
         kept = module.state_dict()
@@ -120,17 +119,12 @@ def named_buffers(replica: Replica) -> list[tuple[str, Tensor]]:
     return found
 
 
-def _owned(optimizer: torch.optim.Optimizer) -> set[int]:
-    """The ids of the parameters that this rank steps on."""
-    return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-
-
 def _part(replica: Replica, parameter: nn.Parameter, name: str, value: Tensor) -> Tensor:
     return replica.as_shard(name, value) if value.shape == parameter.shape else value
 
 
 def _empty(replica: Replica, name: str, parameter: nn.Parameter, meta: TensorStorageMetadata) -> Tensor:
-    """Of this rank's shape where it goes with the parameter's elements, else of the saved one (a count of steps)."""
+    """A tensor of this rank's shape if the saved one has the parameter's shape, else of the saved shape (a count)."""
     if meta.size == replica.as_shard(name, parameter.detach()).shape:
         return torch.zeros_like(parameter, dtype=meta.properties.dtype, requires_grad=False)
     return torch.empty(meta.size, dtype=meta.properties.dtype)

@@ -1,8 +1,8 @@
-"""SIGTERM is a request: the step is finished, a checkpoint is written, and all ranks leave (Slurm, spot instances).
+"""SIGTERM requests a stop: the step is finished, a checkpoint is written, and all ranks leave (Slurm, spot instances).
 
-One rank that is asked is enough: the others hear it in the next word (`step_vote.py`). A second SIGTERM ends the
-process at once, and so does the end of the grace time, with every thread's traceback on stderr. As with any signal in
-Python, the request is seen when the main thread is back from native code.
+A request to one rank is enough: the next step vote tells all ranks. A second SIGTERM ends the process at once. The end
+of the grace time does too, with every thread's traceback on stderr. As with any signal in Python, the main thread sees
+the request when it returns from native code.
 
 Before training there is nothing to save: a process that starts ranks leaves at once (`unwind_on_signals`).
 """
@@ -15,21 +15,21 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
-# What a process leaves with that was asked to stop and is to be started again: sysexits.h's EX_TEMPFAIL.
+# The exit status of a process that was asked to stop and can be started again: sysexits.h's EX_TEMPFAIL.
 STOPPED_STATUS = 75
-# What it leaves with after a PolicyStopError: another try would meet the same again.
+# The exit status after a PolicyStopError: another start would meet the same.
 POLICY_STATUS = 3
 
 
 class PolicyStopError(RuntimeError):
-    """A policy of the recipe ("stop", or a limit) ends the run: no restart is tried. Raised on all ranks alike."""
+    """A policy of the recipe ("stop", or a limit) ends the run without a restart. Raised on all ranks alike."""
 
 
 class StopRequest:
-    """`asked` is True once SIGTERM has come. Of the main thread; on another one there is nothing to see."""
+    """`asked` becomes True after SIGTERM. On another thread than the main one it stays False."""
 
     def __init__(self, grace_s: float) -> None:
         self.asked = False
@@ -38,10 +38,10 @@ class StopRequest:
         self._before: Any = None
 
     def listen(self) -> None:
-        """From now on, to the end of this process.
+        """Handle SIGTERM from now on to the end of this process.
 
-        Where all ranks are asked, one may hear of it by the word, and leave, before its own signal comes: it says
-        nothing new, and must not end a rank that is about to say how it ended.
+        If all ranks are asked, a rank may learn of the stop by the vote and leave before its own signal arrives. The
+        late signal must not end it while it reports how it ended.
         """
         self._listens = threading.current_thread() is threading.main_thread()
         if self._listens:
@@ -53,9 +53,7 @@ class StopRequest:
             self._restores = self._listens
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self.asked:
             faulthandler.cancel_dump_traceback_later()
         if self._restores:
@@ -65,16 +63,16 @@ class StopRequest:
     def _arrived(self, number: int, frame: FrameType | None) -> None:
         self.asked = True
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        # A thread of C that ends the process with status 1: it needs neither the GIL nor the main thread.
+        # A C thread that ends the process with status 1: it needs neither the GIL nor the main thread.
         faulthandler.dump_traceback_later(self._grace_s, exit=True)
 
 
 @contextlib.contextmanager
 def unwind_on_signals() -> Iterator[None]:
-    """Of a process that starts ranks: a signal goes through every `finally`, so no folder and no process is left.
+    """Let a signal unwind a process that starts ranks through every `finally`, so no folder or process is left.
 
     The status is 128 + n after signal n, and STOPPED_STATUS after SIGTERM. While ranks run, the agent's own handlers
-    take this one's place.
+    replace these.
     """
 
     def leave(number: int, _: FrameType | None) -> None:

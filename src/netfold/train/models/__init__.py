@@ -1,4 +1,4 @@
-"""Models by name. One file a family; a new one is a file and a line here."""
+"""Models by name. A new model needs a file and a line here."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MODELS = {
 
 
 def make_model(asked: Factory) -> Model:
-    """Weights are drawn from torch's generator: seed it first."""
+    """Make a model. Its weights come from torch's random generator: seed it first."""
     made = factory(asked, MODELS, "model")()
     if isinstance(made, Model):
         return made

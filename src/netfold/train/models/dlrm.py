@@ -1,7 +1,7 @@
-"""A recommender after DLRM (Naumov et al. 2019): numbers and categories of a sample -> the logit of a yes.
+"""A recommender after DLRM (Naumov et al. 2019): numbers and categories of a sample -> the logit of the target 1.
 
-Numbers go through an MLP, each category reads a row of its table; all these vectors' dot products with each other, and
-the numbers' vector, go through a second MLP.
+An MLP turns the numbers into a vector, and each category reads a row of its table. The dot products of all pairs of
+these vectors, and the numbers' vector, are the input of a second MLP.
 """
 
 from __future__ import annotations
@@ -24,8 +24,7 @@ def dlrm(
 ) -> Model:
     """(f32 [n, numbers], int64 [n, tables]) -> f32 [n]; targets 0 or 1, f32 [n]; the loss is the cross entropy in nats.
 
-    numbers: how many a sample has; rows: of the table of each category; width: of a row; bottom, top: widths of the
-    MLPs' hidden layers.
+    numbers: per sample. rows: of each category's table. width: of a row. bottom, top: widths of hidden layers.
     """
     vectors = 1 + len(rows)
     widths = [width + vectors * (vectors - 1) // 2, *top]
@@ -39,7 +38,7 @@ def dlrm(
     def plan(style: Style, sequence: bool) -> Mapping[str, Any]:
         if sequence:
             raise ValueError("parallel.sequence: a recommender's samples have no sequence; use sequence = false")
-        # The logit is one output, so it stays whole.
+        # The logit's layer has one output, and stays whole.
         return stack_plan([f"layers.features.bottom.{number}.linear" for number in range(len(bottom) + 1)], style) | (
             stack_plan([f"layers.top{number}.linear" for number in range(len(top))], style)
         )

@@ -1,9 +1,8 @@
 """EDSR: residual blocks without batch norm, a skip over all of them, pixel shuffle (Lim et al., CVPRW 2017).
 
-Two skips travel through the chain beside the features: those of the head, which the body's end adds, and the input's
-bicubic enlargement, to which the network adds the detail (as in VDSR, Kim et al., CVPR 2016: the untrained network *is*
-bicubic, since its last convolution starts at 0). So no step is spent on learning to enlarge, and a network that has
-learnt nothing scores as bicubic, not below: what is above is learnt.
+Two tensors pass through the chain beside the features: the head's features, which the end of the body adds, and the
+input's bicubic enlargement, to which the network adds detail (as in VDSR, Kim et al., CVPR 2016). The last convolution
+starts at 0, so the untrained network is bicubic enlargement, and spends no steps on learning it.
 """
 
 from __future__ import annotations
@@ -19,20 +18,20 @@ from netfold.train.resolution import bicubic
 
 
 def baseline(scale: int = 2) -> Model:
-    """The paper's small one: 16 blocks of 64 features, 1.4 million parameters at x2."""
+    """The paper's small model: 16 blocks of 64 features, 1.4 million parameters at x2."""
     return edsr(features=64, blocks=16, scale=scale)
 
 
 def large(scale: int = 2) -> Model:
-    """The paper's best one: 32 blocks of 256 features, residuals scaled by 0.1, 40.7 million parameters at x2."""
+    """The paper's best model: 32 blocks of 256 features, residuals scaled by 0.1, 40.7 million parameters at x2."""
     return edsr(features=256, blocks=32, scale=scale, residual_scale=0.1)
 
 
 def edsr(features: int = 64, blocks: int = 16, scale: int = 2, residual_scale: float = 1.0) -> Model:
-    """Low resolution [n, 3, h, w] -> [n, 3, scale h, scale w], f32, 0..1 (the output may step over either end).
+    """Low resolution [n, 3, h, w] -> [n, 3, scale h, scale w], f32, about 0..1.
 
-    scale: 2, 3 or 4; the data's must be the same. residual_scale: what a block adds is multiplied by it, which keeps
-    many features from growing without end (section 3.3).
+    scale: 2, 3 or 4, equal to the data's. residual_scale: the factor of each block's residual, which keeps many
+    features from growing without bound (section 3.3).
     """
     if scale not in (2, 3, 4):
         raise ValueError(f"model.scale is {scale}; EDSR enlarges by 2, 3 or 4")
@@ -52,16 +51,14 @@ class Head(nn.Module):
 
     def forward(self, low: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         features = self.conv(low)
-        # In f32, whatever the rest is computed in: torch has this kernel in no other, and the output then has the steps
-        # of f32 too.
+        # Always f32: torch has this kernel for f32 only, and the output keeps f32's resolution.
         return features, features, bicubic(low.float(), self.scale)
 
 
 class Block(nn.Module):
-    """x + residual_scale conv(relu(conv(x))). Without a scale the second convolution starts small instead.
+    """x + residual_scale conv(relu(conv(x))). With a scale of 1 the second convolution has small initial weights.
 
-    To start small is enough for few features, and keeps the first steps from blowing up the rounding differences
-    between two runs.
+    These are enough for few features, and keep the first steps from amplifying rounding differences between two runs.
     """
 
     def __init__(self, features: int, residual_scale: float) -> None:
@@ -80,7 +77,7 @@ class Block(nn.Module):
 
 
 class Tail(nn.Module):
-    """The body's last convolution and both skips' ends."""
+    """The body's last convolution, and the additions of both skips."""
 
     def __init__(self, features: int, scale: int) -> None:
         super().__init__()

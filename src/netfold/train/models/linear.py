@@ -1,4 +1,4 @@
-"""Linear layers in a row, with ReLU between them: features [n, ...] -> logits [n, classes]."""
+"""A sequence of linear layers with ReLU between them: features [n, ...] -> logits [n, classes]."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def linear_stack(widths: Sequence[int]) -> Model:
 
 
 class Dense(nn.Module):
-    """[n, ...] -> [n, outputs]; ReLU acts on each output alone, so on any part of them."""
+    """[n, ...] -> [n, outputs]; ReLU acts on each output alone, so also on a rank's part of the outputs."""
 
     def __init__(self, inputs: int, outputs: int, *, relu: bool = True) -> None:
         super().__init__()
@@ -46,13 +46,13 @@ class Dense(nn.Module):
 def stack_plan(
     paths: Sequence[str], style: Style, source: Placement | None = None, result: Placement | None = None
 ) -> dict[str, Any]:
-    """How the linear layers at `paths`, of which each takes what the one before returns, are cut.
+    """The cuts of consecutive linear layers at `paths`.
 
-    source: how the first one's input comes; result: how the last one's output is wanted: `Replicate()`, the default, or
-    `Shard(-1)`. Between them, L layers communicate
-    row: an all_gather of a layer's input forward, a reduce_scatter of its gradient backward, in each layer;
-    column: a reduce_scatter of a layer's output forward, an all_gather of its gradient backward, in each layer;
-    alternating: an all_reduce every two layers, forward and backward. A last one without a partner is colwise.
+    source: the placement of the first input. result: the placement of the last output. Both are `Replicate()`, the
+    default, or `Shard(-1)`. Communication:
+    colwise: in each layer an all_gather of its input forward, and a reduce_scatter of its gradient backward;
+    rowwise: in each layer a reduce_scatter of its output forward, and an all_gather of its gradient backward;
+    alternating: an all_reduce every two layers, forward and backward. A last layer without a partner is colwise.
     """
     whole, cut = Replicate(), Shard(-1)
     first, last = source or whole, result or whole

@@ -1,6 +1,6 @@
-"""ResNet: blocks that add to what they are given (He, Zhang, Ren, Sun, CVPR 2016, table 1).
+"""ResNet: blocks that add to their input (He, Zhang, Ren, Sun, CVPR 2016, table 1).
 
-As it is trained today: in a bottleneck the 3x3 convolution has the stride, not the first 1x1, and a block's last batch
+With today's changes: in a bottleneck the 3x3 convolution has the stride, not the first 1x1, and a block's last batch
 norm starts at 0, so that every block starts as its shortcut (Goyal et al. 2017, section 5.1).
 """
 
@@ -30,8 +30,8 @@ def resnet50(classes: int = 10, channels: int = 3, stem: str = "large") -> Model
 def resnet(blocks: Sequence[int], bottleneck: bool, classes: int, channels: int, stem: str) -> Model:
     """Pictures [n, channels, h, w] f32 of any size -> logits [n, classes]; the target is the class, [n] int64.
 
-    blocks: of each of the four stages. stem: "large" is the paper's for ImageNet, which leaves a 32nd of each side at
-    the end; "small" (one 3x3 convolution, no stride, no pooling: section 4.2) leaves an 8th, at 16 times the cost.
+    blocks: of each of the four stages. stem: "large" is the paper's for ImageNet, with a 32nd of each side at the end;
+    "small" (one 3x3 convolution, no stride, no pooling: section 4.2) has an 8th, at 16 times the cost.
     """
     if stem not in ("large", "small"):
         raise ValueError(f'model.stem is {stem!r}; it is "large" (as for ImageNet) or "small" (for small pictures)')
@@ -81,7 +81,7 @@ class Basic(nn.Module):
 
 
 class Bottleneck(nn.Module):
-    """1x1 down to `features`, 3x3 there, 1x1 up to four times as many."""
+    """1x1 down to `features`, 3x3, 1x1 up to 4 x `features`."""
 
     def __init__(self, inputs: int, features: int, stride: int) -> None:
         super().__init__()
@@ -108,14 +108,14 @@ class Head(nn.Module):
 
 
 def _shortcut(inputs: int, outputs: int, stride: int) -> nn.Module:
-    """The input itself; where the shape changes, projected (the paper's option B)."""
+    """The input itself, or its projection if the shape changes (the paper's option B)."""
     if inputs == outputs and stride == 1:
         return nn.Identity()
     return nn.Sequential(_conv(inputs, outputs, 1, stride), nn.BatchNorm2d(outputs))
 
 
 def _conv(inputs: int, outputs: int, kernel: int, stride: int = 1) -> nn.Conv2d:
-    """Without a bias: a batch norm follows. He et al.'s initial weights (ICCV 2015), by fan-out."""
+    """A convolution without bias, because a batch norm follows. Initial weights: He et al. (ICCV 2015), by fan-out."""
     conv = nn.Conv2d(inputs, outputs, kernel, stride, padding=kernel // 2, bias=False)
     nn.init.kaiming_normal_(conv.weight, mode="fan_out", nonlinearity="relu")
     return conv

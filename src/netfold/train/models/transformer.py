@@ -1,43 +1,54 @@
 """Transformers: GPT (Radford et al. 2019) and BERT (Devlin et al. 2019): tokens [n, s] -> logits [n, s, vocabulary].
 
-Both are the same blocks, layer norm first (Xiong et al. 2020: no long warm-up is needed), and differ in whether a token
-sees those after it. Logits have weights of their own: tied to the embedding's, they would tie the first stage of a
-pipeline to its last.
+Both have the same blocks, layer norm first (Xiong et al. 2020: no long warm-up is needed). In GPT a token does not see
+later tokens. The head has its own weights: weights tied to the embedding's would connect the first and last stage of a
+pipeline.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import PrepareModuleInput, SequenceParallel
 from torch.nn import functional
 
-from netfold.train.model import Chain, Model
-from netfold.train.models.transformer_plan import transformer_plan
+from netfold.train.model import Chain, Model, Style, TensorPlan
+from netfold.train.parallel.tensor import ColwiseLinear, RowwiseLinear, ShardSequence
 
 
 def gpt(
     vocabulary: int = 256, context: int = 128, width: int = 128, heads: int = 4, layers: int = 4, mlp: int = 4
 ) -> Model:
-    """width: features of a token, a multiple of heads; mlp: how many times wider the hidden layer is."""
-    parts: list[tuple[str, nn.Module]] = [("embedding", Embedding(vocabulary, context, width))]
-    parts += [(f"block{number}", Block(width, heads, mlp * width, causal=True)) for number in range(layers)]
-    parts += [("head", Head(vocabulary, width))]
-    return Model(Chain(parts), token_loss, transformer_plan(layers, width // heads))
+    """width: features of a token, a multiple of heads. mlp: the hidden layer's width as a multiple of `width`."""
+    return _transformer(vocabulary, context, width, heads, layers, mlp, causal=True)
 
 
 def bert(
     vocabulary: int = 257, context: int = 128, width: int = 128, heads: int = 4, layers: int = 4, mlp: int = 4
 ) -> Model:
-    """Every token sees all. `vocabulary` counts the mask; the rest is as in `gpt`. The target is -100 where no token is
-    asked for, and asks for equally many in every sequence: so the mean over a batch is that over its equal parts."""
+    """Every token sees all tokens. vocabulary: with the mask. Other options: as in `gpt`.
+
+    The target is -100 at ignored places, equally many in every sequence: so the mean over a batch is the mean over its
+    equal parts.
+    """
+    return _transformer(vocabulary, context, width, heads, layers, mlp, causal=False)
+
+
+def _transformer(
+    vocabulary: int, context: int, width: int, heads: int, layers: int, mlp: int, *, causal: bool
+) -> Model:
     parts: list[tuple[str, nn.Module]] = [("embedding", Embedding(vocabulary, context, width))]
-    parts += [(f"block{number}", Block(width, heads, mlp * width, causal=False)) for number in range(layers)]
+    parts += [(f"block{number}", Block(width, heads, mlp * width, causal)) for number in range(layers)]
     parts += [("head", Head(vocabulary, width))]
     return Model(Chain(parts), token_loss, transformer_plan(layers, width // heads))
 
 
 def token_loss(logits: Tensor, target: Tensor) -> Tensor:
-    """Cross entropy, the mean over all tokens that the target [n, s] asks for (-100: none), in nats."""
+    """Cross entropy in nats, the mean over the places of the target [n, s] that are not -100."""
     return functional.cross_entropy(logits.flatten(0, -2).float(), target.flatten())
 
 
@@ -64,7 +75,7 @@ class Attention(nn.Module):
         self.out = nn.Linear(width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        # As many heads as came out: under tensor parallelism a rank has only some.
+        # The number of heads follows from the output: under tensor parallelism a rank has only some.
         query, key, value = (
             layer(x).unflatten(-1, (-1, self.head_width)).transpose(1, 2)
             for layer in (self.query, self.key, self.value)
@@ -109,3 +120,67 @@ class Head(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         logits: Tensor = self.logits(self.norm(x))
         return logits
+
+
+def transformer_plan(layers: int, head_width: int) -> TensorPlan:
+    """The plan for `parallel.tensor`: attention is cut by heads, the MLP by hidden features.
+
+    Every rank has the whole embedding and head. Collectives of a block, forward / backward:
+    alternating: 2 all_reduce / 2 all_reduce (Shoeybi et al. 2019, section 3);
+      with `sequence`: 2 all_gather and 2 reduce_scatter / the same, as many bytes (Korthikanti et al. 2022), and a
+      small all_reduce backward for each weight and bias of a norm;
+    colwise: 4 all_gather / 2 reduce_scatter and 2 all_reduce. query, key and value count as one layer, because heads
+      are not gathered before attention. The input of each half block is whole, so its gradient is all-reduced;
+    rowwise: 4 reduce_scatter and 2 all_reduce / 6 all_gather. The output of each half block is made whole.
+    """
+
+    def plan(style: Style, sequence: bool) -> Mapping[str, Any]:
+        found: dict[str, Any] = {}
+        for number in range(layers):
+            block = _sequence_block(head_width) if sequence else _block(style, head_width)
+            found.update({f"layers.block{number}.{path}": how for path, how in block.items()})
+        if sequence:
+            found["layers.embedding"] = ShardSequence()
+            found["layers.head.norm"] = SequenceParallel(use_local_output=True)
+            found["layers.head.logits"] = _taken(Shard(1), local=True)
+        return found
+
+    return plan
+
+
+def _block(style: Style, head_width: int) -> dict[str, Any]:
+    whole, cut = Replicate(), Shard(-1)
+    heads: dict[str, Any] = {"unit": head_width, "units": "heads"}
+    if style == "rowwise":
+        return {
+            "attention": _taken(whole, cut),
+            **{f"attention.{name}": RowwiseLinear(cut, cut, **heads) for name in ("query", "key", "value")},
+            "attention.out": RowwiseLinear(cut, whole),
+            "mlp.up": RowwiseLinear(whole, cut),
+            "mlp.down": RowwiseLinear(cut, whole),
+        }
+    second = ColwiseLinear if style == "colwise" else RowwiseLinear
+    return {
+        "attention": _taken(whole),
+        **{f"attention.{name}": ColwiseLinear(whole, cut, **heads) for name in ("query", "key", "value")},
+        "attention.out": second(cut, whole),
+        "mlp.up": ColwiseLinear(whole, cut),
+        "mlp.down": second(cut, whole),
+    }
+
+
+def _sequence_block(head_width: int) -> dict[str, Any]:
+    block = _block("alternating", head_width)
+    return block | {
+        "attention_norm": SequenceParallel(use_local_output=True),
+        "attention": _taken(Shard(1)),
+        "attention.out": RowwiseLinear(Shard(-1), Shard(1)),
+        "mlp_norm": SequenceParallel(use_local_output=True),
+        "mlp": _taken(Shard(1)),
+        "mlp.down": RowwiseLinear(Shard(-1), Shard(1)),
+    }
+
+
+def _taken(source: Any, taken: Any = None, *, local: bool = False) -> PrepareModuleInput:
+    """Prepare an input once for all layers that take it, so that its gradients are added up before communication."""
+    return PrepareModuleInput(input_layouts=source, desired_input_layouts=taken or Replicate(), use_local_output=local)

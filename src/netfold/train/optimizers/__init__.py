@@ -1,78 +1,65 @@
-"""Optimizers by name. torch's own where it has one; LARS and LAMB, which it has not, are here."""
+"""Make a recipe's optimizer and learning rate. The optimizers are torch's, and LARS and LAMB (`layerwise`)."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Mapping
+import math
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.modules.batchnorm import _NormBase
 
 from netfold.train.mesh import Mesh
-from netfold.train.optimizers.lamb import LAMB
-from netfold.train.optimizers.lars import LARS
-from netfold.train.optimizers.layerwise import LayerWise
+from netfold.train.model import Replica
+from netfold.train.optimizers.layerwise import LAMB, LARS, LayerWise
 from netfold.train.optimizers.norms import axes, pieces
-from netfold.train.parallel.zero import shard_optimizer, zero_level
-from netfold.train.recipe import Optimizer, Recipe
-from netfold.train.replica import Replica
+from netfold.train.parallel.data_parallel import shard_optimizer, zero_level
+from netfold.train.recipe import Optimizer, Recipe, Schedule
+
+_UNDECAYED = (nn.Embedding, nn.EmbeddingBag, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.LocalResponseNorm, _NormBase)
 
 
 def make_optimizer(
     replica: Replica, recipe: Recipe, mesh: Mesh, undecayed: Collection[str] = ()
 ) -> torch.optim.Optimizer:
-    """For this rank's parameters; `lr` is set by the trainer before each step.
+    """Make the optimizer of this rank's parameters; the trainer sets `lr` before each step.
 
-    undecayed: names of parameters that `weight_decay` leaves alone (`decay.undecayed` of the whole model), unless
-    `optimizer.decay` is "all".
+    undecayed: names of parameters without weight decay (`undecayed` of the whole model), unless `optimizer.decay` is
+    "all".
     """
     parts = {held: replica.as_shard(name, held.detach()) for name, held in replica.named_parameters()}
     groups = _groups(replica, recipe.optimizer, undecayed)
     kind: Callable[..., torch.optim.Optimizer]
     kind, options = kind_of(recipe.optimizer)
     if kind not in (LARS, LAMB):
-        # One call for all parameters: each on a DTensor costs Python some 15 us, and Adam makes ten a parameter.
+        # foreach makes one call for all parameters. An operation on a DTensor costs about 15 us of Python, and Adam
+        # makes ten per parameter.
         options["foreach"] = zero_level(recipe, mesh) >= 2
     if zero_level(recipe, mesh) == 1:
         sizes = {held: part.numel() // pieces(part) for held, part in parts.items()}
         kind = functools.partial(shard_optimizer, kind=kind, mesh=mesh, sizes=sizes)
     made = kind(groups, **options)
-    _tell_cuts(made, parts)
+    stepping = local_optimizer(made)
+    if isinstance(stepping, LayerWise):
+        cut = {parameter: axes(part) for parameter, part in parts.items()}
+        stepping.cut = {parameter: among for parameter, among in cut.items() if among}
     return made
 
 
-def _groups(replica: Replica, asked: Optimizer, undecayed: Collection[str]) -> list[Any]:
-    """The parameters here: one list, or two groups where some have no weight decay."""
-    held = list(replica.named_parameters())
-    alone = [parameter for name, parameter in held if name in undecayed]
-    if not asked.weight_decay or asked.decay == "all" or not alone:
-        return [parameter for _, parameter in held]
-    rest = [parameter for name, parameter in held if name not in undecayed]
-    groups: list[dict[str, Any]] = [{"params": rest}, {"params": alone, "weight_decay": 0.0}]
-    return [group for group in groups if group["params"]]
-
-
 def local_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """The one whose `state` holds, under the replica's parameters, what this rank owns of the optimizer's state.
+    """The optimizer whose `state` holds this rank's part of the state, under the replica's parameters.
 
-    Of whole parameters' (no ZeRO), of the rows that this rank has (ZeRO 2 and 3: DTensors), or of the parameters that
-    are this rank's to step on and no others (ZeRO 1).
+    Its part: of whole parameters (no ZeRO), of this rank's rows (ZeRO 2 and 3: DTensors), or of the parameters that
+    this rank steps on (ZeRO 1).
     """
     return optimizer.optim if isinstance(optimizer, ZeroRedundancyOptimizer) else optimizer
 
 
-def _tell_cuts(optimizer: torch.optim.Optimizer, parts: Mapping[nn.Parameter, Tensor]) -> None:
-    """An optimizer that wants norms of whole parameters learns which are parts, and of what."""
-    stepping = local_optimizer(optimizer)
-    if isinstance(stepping, LayerWise):
-        cut = {parameter: axes(part) for parameter, part in parts.items()}
-        stepping.cut = {parameter: among for parameter, among in cut.items() if among}
-
-
 def kind_of(asked: Optimizer) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
-    """The class, and its keyword arguments: for who makes it of other parameters."""
+    """The optimizer's class and its keyword arguments."""
     decay = {"lr": asked.lr, "weight_decay": asked.weight_decay}
     if asked.name == "sgd":
         return torch.optim.SGD, {**decay, "momentum": asked.momentum}
@@ -80,3 +67,47 @@ def kind_of(asked: Optimizer) -> tuple[type[torch.optim.Optimizer], dict[str, An
         return LARS, {**decay, "momentum": asked.momentum, "trust": asked.trust}
     adam = {**decay, "betas": asked.betas, "eps": asked.eps}
     return {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW, "lamb": LAMB}[asked.name], adam
+
+
+def undecayed(module: nn.Module) -> frozenset[str]:
+    """Names of parameters without weight decay: of norms and embeddings, and those with fewer than two dimensions.
+
+    As in Megatron-LM and BERT. module: the whole model, not cut. A parameter that several layers share is undecayed if
+    one of them is such a layer; all its names are returned. A bare `nn.Parameter` of two dimensions or more is a
+    weight.
+    """
+    found = {
+        id(parameter)
+        for part in module.modules()
+        for parameter in part.parameters(recurse=False)
+        if parameter.ndim < 2 or isinstance(part, _UNDECAYED)
+    }
+    named = module.named_parameters(remove_duplicate=False)
+    return frozenset(name for name, parameter in named if id(parameter) in found)
+
+
+def learning_rate(lr: float, schedule: Schedule, step: int, steps: int, batch: int) -> float:
+    """The rate at `step` (from 0) of `steps`, for a global batch: a linear rise, then a fall to `final` by the shape.
+
+    A function of the step, so a checkpoint holds no state of it.
+    """
+    if schedule.reference_batch is not None:
+        lr *= batch / schedule.reference_batch
+    if step < schedule.warmup:
+        return lr * (step + 1) / schedule.warmup
+    if schedule.shape == "constant":
+        return lr
+    done = (step - schedule.warmup) / max(1, steps - schedule.warmup)
+    left = 1.0 - done if schedule.shape == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
+    return lr * (schedule.final + (1.0 - schedule.final) * left)
+
+
+def _groups(replica: Replica, asked: Optimizer, undecayed: Collection[str]) -> list[Any]:
+    """This rank's parameters: one list, or two groups if some have no weight decay."""
+    held = list(replica.named_parameters())
+    without = [parameter for name, parameter in held if name in undecayed]
+    if not asked.weight_decay or asked.decay == "all" or not without:
+        return [parameter for _, parameter in held]
+    rest = [parameter for name, parameter in held if name not in undecayed]
+    groups: list[dict[str, Any]] = [{"params": rest}, {"params": without, "weight_decay": 0.0}]
+    return [group for group in groups if group["params"]]

@@ -1,4 +1,4 @@
-"""Norms of whole tensors, parts of which lie on several ranks."""
+"""Norms of whole tensors whose parts are on several ranks."""
 
 from __future__ import annotations
 
@@ -12,13 +12,15 @@ from torch.distributed.tensor import DTensor
 
 
 def local(tensor: Tensor) -> Tensor:
-    """What of a tensor lies here: the same memory."""
+    """This rank's part of a tensor: the same memory."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def axes(tensor: Tensor) -> list[dist.ProcessGroup]:
-    """The groups of ranks among which the whole tensor was cut, one an axis. It must not be a sum that is still to be
-    taken (`settle`)."""
+    """The groups of ranks among which the whole tensor was cut, one for each axis.
+
+    The tensor must not be a partial sum (`settle`).
+    """
     if not isinstance(tensor, DTensor):
         return []
     mesh = tensor.device_mesh
@@ -30,15 +32,15 @@ def axes(tensor: Tensor) -> list[dist.ProcessGroup]:
 
 
 def pieces(tensor: Tensor) -> int:
-    """How many pieces the whole tensor was cut into; as for `axes`."""
+    """The number of pieces of the whole tensor; as for `axes`."""
     return math.prod(axis.size() for axis in axes(tensor))
 
 
 def settle(parameters: Iterable[nn.Parameter]) -> None:
     """Give every gradient the placements of its parameter.
 
-    Under tensor parallelism a rank may hold one that is still a term of a sum: its norm says nothing. Collective over
-    the ranks that share such a parameter; costs nothing where there is none.
+    Under tensor parallelism a gradient may be a partial sum, whose norm is meaningless. Collective over the ranks that
+    hold such a parameter; free if there is none.
     """
     for parameter in parameters:
         gradient = parameter.grad
@@ -49,16 +51,16 @@ def settle(parameters: Iterable[nn.Parameter]) -> None:
 
 
 def square_sum(tensor: Tensor) -> Tensor:
-    """Of the elements that lie here: f64, no dimensions."""
+    """The sum of squares of this rank's elements: f64, no dimensions."""
     norm: Tensor = torch.linalg.vector_norm(local(tensor).detach(), dtype=torch.float64)
     return norm.square()
 
 
 def whole_norms(tensors: Sequence[Tensor], cut: Sequence[Sequence[dist.ProcessGroup]]) -> list[float]:
-    """The 2-norm of each tensor as a whole, the same on every rank that holds a part of it.
+    """The 2-norm of each whole tensor, the same on every rank that holds a part of it.
 
-    cut: among which ranks each was (`axes`). One all_reduce of 8 bytes a tensor for each axis that cuts any, none where
-    none is cut. All ranks of such an axis must call with parts of the same tensors, in the same order.
+    cut: the groups among which each tensor was cut (`axes`). Cost: for each axis that cuts any tensor, one all_reduce
+    of 8 bytes for each such tensor. All ranks of the axis must pass parts of the same tensors, in the same order.
     """
     sums = torch.stack([square_sum(tensor) for tensor in tensors]) if tensors else torch.zeros(0, dtype=torch.float64)
     along: dict[dist.ProcessGroup, list[int]] = {}

@@ -1,30 +1,34 @@
-"""From a whole model to this rank's part of it. One file a kind; here is the order they are put together.
+"""Turn a whole model into this rank's part of it. One file a kind of parallelism; this module fixes their order.
 
-tensor and tables cut layers, pipeline takes a run of layers, then zero or data says how ranks that hold the same share
-the work on it.
+`tensor` and `embeddings` cut layers. `pipeline` then takes runs of layers. `data_parallel` then decides how the ranks
+that hold the same layers divide the work.
 """
 
 from __future__ import annotations
 
-from netfold.train.examples import Examples
+import contextlib
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from netfold.train.examples import Batch, Examples
 from netfold.train.mesh import Mesh
-from netfold.train.model import Model
+from netfold.train.model import Model, Replica
 from netfold.train.parallel import embeddings, tensor
 from netfold.train.parallel.batch_norm import convert_batch_norm
+from netfold.train.parallel.data_parallel import broadcast_buffers, no_sync, reshard, wrap_data_parallel, zero_level
 from netfold.train.parallel.pipeline import Pipelined
 from netfold.train.parallel.pipeline_plan import Plan
 from netfold.train.parallel.shards import Shards
-from netfold.train.parallel.unpipelined import Unpipelined
-from netfold.train.parallel.zero import zero_level
+from netfold.train.precision import Precision
 from netfold.train.recipe import Recipe
-from netfold.train.replica import Replica
 
 
 def parallelise(model: Model, recipe: Recipe, mesh: Mesh, examples: Examples | None = None) -> Replica:
     """This rank's part of `model`, which every rank has made whole and alike. Collective over the world.
 
-    Takes the model over: its modules are cut in place. `examples` are what it will be trained on: a pipeline measures
-    its layers on the first of them.
+    Takes the model over: its modules are cut in place. A pipeline measures its layers on the first of `examples`.
     """
     if recipe.parallel.batch_norm > 1:
         convert_batch_norm(model.module, recipe.parallel.batch_norm, mesh)
@@ -36,3 +40,46 @@ def parallelise(model: Model, recipe: Recipe, mesh: Mesh, examples: Examples | N
     if mesh.pipeline.size > 1:
         return Pipelined(model, recipe, mesh, parts, Plan(model, recipe, mesh, examples))
     return Unpipelined(model, recipe, mesh, parts)
+
+
+class Unpipelined:
+    """A `Replica` that holds every layer: it computes a batch at once, or in parts whose gradients add up."""
+
+    def __init__(self, model: Model, recipe: Recipe, mesh: Mesh, parts: Shards) -> None:
+        self.modules: tuple[nn.Module, ...] = (model.module,)
+        self.notes: list[str] = []
+        self.as_shard = parts.of
+        self._loss = model.loss
+        self._accumulate = recipe.training.accumulate
+        self._precision = Precision(recipe.training.precision)
+        self._mesh = mesh
+        self._wrapped = wrap_data_parallel(model.module, recipe, mesh)
+        self._buffers_differ = False
+
+    def gradients(self, batch: Batch, scale: float = 1.0) -> Tensor:
+        total = torch.zeros(())
+        for number, part in enumerate(batch.parts(self._accumulate)):
+            last = number + 1 == self._accumulate
+            with contextlib.nullcontext() if last else no_sync(self._wrapped):
+                output = self._precision.output(self._wrapped(*self._precision.inputs(part.inputs)))
+                loss = self._loss(output, part.target) / self._accumulate
+                (loss * scale).backward()  # type: ignore[no-untyped-call]
+                total += loss.detach()
+        self._buffers_differ = True
+        return total
+
+    def outputs(self, batch: Batch) -> Tensor:
+        module = self.modules[0]
+        if self._buffers_differ:
+            broadcast_buffers(module, self._mesh)
+            self._buffers_differ = False
+        module.eval()
+        try:
+            with torch.no_grad():
+                return self._precision.output(module(*self._precision.inputs(batch.inputs)))
+        finally:
+            module.train()
+            reshard(module)
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        return self.modules[0].named_parameters()

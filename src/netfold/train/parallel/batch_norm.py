@@ -1,6 +1,6 @@
 """Batch norm over sub-groups of ranks: data-parallel ranks in runs of k normalise as one batch.
 
-torch's own (SyncBatchNorm) is for CUDA alone.
+torch's SyncBatchNorm supports CUDA only.
 """
 
 from __future__ import annotations
@@ -14,25 +14,28 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from netfold.train.mesh import Mesh
-from netfold.train.recipe import constraints
+from netfold.train.mesh import Mesh, own_group
 from netfold.train.recipe.errors import RecipeError
+from netfold.train.recipe.split import check_batch_norm
 
 
 def convert_batch_norm(module: nn.Module, ranks: int, mesh: Mesh) -> None:
-    """Put a SubGroupBatchNorm in the place of every nn.BatchNorm*d inside `module`, over runs of `ranks` data-parallel
-    ranks. Collective over the world: makes groups. Parameters and buffers stay the same objects, names too."""
-    if said := constraints.batch_norm(ranks, mesh.data.size):
-        raise RecipeError(said)
+    """Replace every nn.BatchNorm*d inside `module` by a SubGroupBatchNorm over runs of `ranks` data-parallel ranks.
+
+    Parameters and buffers stay the same objects with the same names. Makes groups: collective over the world.
+    """
+    if problems := check_batch_norm(ranks, mesh.data.size):
+        raise RecipeError(problems)
     found = norms_of(module, ranks)
-    group = _run_of(ranks, mesh)
+    # New groups even if the whole data axis is one run: DDP's pending collectives on the axis's own group must not mix
+    # with a layer's.
+    group = own_group(mesh.device_mesh.mesh.movedim(1, -1).reshape(-1, ranks).tolist())
     for parent, name, child in found:
         setattr(parent, name, SubGroupBatchNorm.of(child, group))
 
 
 def norms_of(module: nn.Module, ranks: int) -> list[tuple[nn.Module, str, _BatchNorm]]:
-    """Each nn.BatchNorm*d inside `module`, with the module and the name that it has there. ValueError where there is
-    none to normalise over `ranks`."""
+    """(parent, name, batch norm) for each nn.BatchNorm*d inside `module`. Raises ValueError if there is none."""
     found: list[tuple[nn.Module, str, _BatchNorm]] = [
         (parent, name, child)
         for parent in module.modules()
@@ -45,20 +48,21 @@ def norms_of(module: nn.Module, ranks: int) -> list[tuple[nn.Module, str, _Batch
 
 
 class SubGroupBatchNorm(_BatchNorm):
-    """Batch norm of the batches of all ranks of a group together; [n, c, ...] f64, f32 or bf16, n its own on each rank.
+    """Batch norm of the batches of all ranks of a group together.
 
-    Means and variances are taken in f32 at least, and merged in f64 (Chan, Golub, LeVeque 1979): one all_gather of
-    2c + 1 numbers a rank forward, one all_reduce of 2c backward. In training every rank of the group must come by, in
-    forward and backward. Weights' gradients are those of this rank's samples: DDP takes their mean. In evaluation, and
-    running statistics: as nn.BatchNorm2d; with the latter off, evaluation normalises by this rank's batch.
-    Raises ValueError where the ranks have one value a channel together.
+    Input: [n, c, ...] f64, f32 or bf16; n may differ between ranks. Means and variances are computed in f32 or more,
+    and merged in f64 (Chan, Golub, LeVeque 1979).
+    Cost: an all_gather of 2c + 1 numbers per rank forward, an all_reduce of 2c backward. In training both passes are
+    collective over the group. Gradients of weight and bias are of this rank's samples: DDP averages them.
+    Evaluation and running statistics are those of nn.BatchNorm2d; without running statistics, evaluation normalises by
+    this rank's batch. Raises ValueError if the ranks together have only one value per channel.
     """
 
     group: dist.ProcessGroup
 
     @classmethod
     def of(cls, norm: _BatchNorm, group: dist.ProcessGroup) -> SubGroupBatchNorm:
-        """With the parameters and buffers of `norm`, which is not to be used any more."""
+        """Take over the parameters and buffers of `norm`, which must not be used any more."""
         made = cls(norm.num_features, norm.eps, norm.momentum, affine=False, track_running_stats=False)
         made.affine, made.track_running_stats, made.training = norm.affine, norm.track_running_stats, norm.training
         made.weight, made.bias = norm.weight, norm.bias
@@ -94,8 +98,10 @@ class SubGroupBatchNorm(_BatchNorm):
 
 
 class _Normalise(torch.autograd.Function):
-    """(x, weight, bias) -> x normalised by the group's statistics; and those: mean, biased variance, values a channel,
-    in f64."""
+    """(x, weight, bias) -> (x normalised by the group's statistics, mean, biased variance, values per channel).
+
+    The statistics are f64.
+    """
 
     @staticmethod
     def forward(
@@ -104,7 +110,7 @@ class _Normalise(torch.autograd.Function):
         wide = x.to(_wide(x))
         mean, variance, count = _merged(wide, group)
         if count <= 1:
-            raise ValueError(f"batch norm in training needs more than one value a channel, and {list(x.shape)} has not")
+            raise ValueError(f"batch norm in training needs several values per channel; {list(x.shape)} has one")
         shift, scale = mean.to(wide.dtype), (variance + eps).rsqrt().to(wide.dtype)
         normal = (wide - _by_channel(shift, x)) * _by_channel(scale, x)
         ctx.save_for_backward(normal, scale, weight, count)
@@ -112,7 +118,7 @@ class _Normalise(torch.autograd.Function):
         output = normal if weight is None else normal * _by_channel(weight.to(wide.dtype), x)
         if bias is not None:
             output = output + _by_channel(bias.to(wide.dtype), x)
-        # What is saved must not be what is returned.
+        # The saved tensor must not be the returned tensor.
         output = output.clone() if output is normal else output
         ctx.mark_non_differentiable(mean, variance, count)
         return output.to(x.dtype), mean, variance, count
@@ -123,7 +129,8 @@ class _Normalise(torch.autograd.Function):
         normal, scale, weight, count = ctx.saved_tensors
         wide = gradient.to(normal.dtype)
         over = [dimension for dimension in range(wide.ndim) if dimension != 1]
-        # of dy, and of dy x the normalised x: the gradients of bias and weight here, and what x's needs of everybody
+        # The sums of dy and of dy times the normalised x: this rank's gradients of bias and weight. Their sums over
+        # the group enter the gradient of x.
         sums = torch.stack([wide.sum(over), (wide * normal).sum(over)])
         all_sums = sums.to(torch.float64, copy=True)
         dist.all_reduce(all_sums, group=ctx.group)
@@ -136,7 +143,7 @@ class _Normalise(torch.autograd.Function):
 
 
 def _merged(x: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor, Tensor]:
-    """Mean and biased variance a channel of the batches of all ranks, [c], and the values a channel, []; all f64."""
+    """Mean [c], biased variance [c] and values per channel [] of the batches of all ranks; f64."""
     channels = x.shape[1]
     here = torch.zeros(2 * channels + 1, dtype=torch.float64, device=x.device)
     if x.numel():
@@ -158,14 +165,3 @@ def _wide(x: Tensor) -> torch.dtype:
 
 def _by_channel(of_channel: Tensor, x: Tensor) -> Tensor:
     return of_channel.view(1, -1, *[1] * (x.ndim - 2))
-
-
-def _run_of(ranks: int, mesh: Mesh) -> dist.ProcessGroup:
-    """This rank's group: `ranks` neighbours on the data axis. New ones even where the whole axis is one run: what DDP
-    has under way on the axis's own group must not mix with what a layer asks for in between."""
-    own = None
-    for line in mesh.device_mesh.mesh.movedim(1, -1).reshape(-1, ranks).tolist():
-        group = dist.new_group(line)
-        own = group if dist.get_rank() in line else own
-    assert own is not None
-    return cast(dist.ProcessGroup, own)

@@ -1,52 +1,72 @@
-"""How the ranks of the data axis, which hold the same layers, share the work on them: one call for a module."""
+"""How the ranks of the data axis, which hold the same layers, divide the work on them.
+
+DDP averages gradients in buckets while the backward pass runs. ZeRO (Rajbhandari et al. 2020) divides what each rank
+would hold whole:
+1: optimizer states, by torch's ZeroRedundancyOptimizer beside DDP. Each rank owns whole parameters.
+2, 3: gradients and weights too, by FSDP2. Each rank holds a run of rows of every parameter (a DTensor), and a layer's
+   weights are gathered before it computes. 3 frees them after the forward pass and gathers them again for the backward
+   pass; 2 keeps them in between. 3 sends half as much again, and needs less memory.
+"""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
+import torch
 import torch.distributed as dist
-from torch import nn
-from torch.distributed.fsdp import FSDPModule
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 from netfold.train.mesh import Mesh
-from netfold.train.parallel.buckets import START_MB, wrap_ddp
+from netfold.train.model import Chain
 from netfold.train.parallel.embeddings import exclude_from_ddp
-from netfold.train.parallel.zero import shard, zero_level
-from netfold.train.precision import Precision
-from netfold.train.recipe import Recipe, constraints
+from netfold.train.parallel.shards import balanced
+from netfold.train.precision import Precision, keeps_statistics
+from netfold.train.recipe import Recipe
 from netfold.train.recipe.errors import RecipeError
+from netfold.train.recipe.split import check_buckets
+
+# torch 2.12 and older have one switch for sending buffers at the start and before each forward pass.
+_BUFFERS_APART = "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
+BUCKET_MB = 64.0
+"""Unless the recipe says otherwise. A larger bucket costs fewer collectives; a smaller one is sent earlier."""
 
 
 def wrap_data_parallel(module: nn.Module, recipe: Recipe, mesh: Mesh, *, averages: bool = True) -> nn.Module:
-    """`module` in the recipe's precision, its gradients averaged over the data axis, in f32, in its backward pass.
+    """`module` in the recipe's precision; its backward pass averages gradients over the data axis, in f32.
 
-    A DDP, or the module itself, cut in place (ZeRO 2 and 3) or with nobody to share with; without `averages` the latter
-    stays as it is, and gradients are this rank's own. Collective over the data
-    axis. Parameters have the names that they had, in `module`. Raises ValueError.
+    Returns a DDP; or the module itself, cut in place (ZeRO 2 and 3) or with one data-parallel rank. Without `averages`
+    and ZeRO 2 or 3, gradients are this rank's own. Parameters keep their names in `module`. Collective over the data
+    axis. Raises ValueError.
     """
-    precision, bucket_mb, zero = (
-        Precision(recipe.training.precision),
-        recipe.parallel.bucket_mb,
-        zero_level(recipe, mesh),
-    )
-    if said := constraints.buckets(recipe.parallel, mesh.data.size):
-        raise RecipeError(said)
+    precision, zero = Precision(recipe.training.precision), zero_level(recipe, mesh)
+    if problems := check_buckets(recipe.parallel, mesh.data.size):
+        raise RecipeError(problems)
     if zero >= 2:
-        return shard(module, mesh, precision, free_after_forward=zero == 3)
+        return _shard(module, mesh, precision, free_after_forward=zero == 3)
     if precision.name != "f32":
-        precision.lend(module)
-    # Ranks that train apart take nobody's gradients.
+        precision.use_lower_copies(module)
+    # Under [diloco] ranks train independently within a round.
     if mesh.data.size > 1 and averages and recipe.diloco is None:
-        exclude_from_ddp(module)
-        return wrap_ddp(module, mesh, START_MB if bucket_mb == "auto" else bucket_mb)
+        return _wrap_ddp(module, mesh, recipe.parallel.bucket_mb or BUCKET_MB)
     return module
 
 
+def zero_level(recipe: Recipe, mesh: Mesh) -> int:
+    """The recipe's ZeRO level; 0 with one data-parallel rank."""
+    return recipe.parallel.zero if mesh.data.size > 1 else 0
+
+
 def broadcast_buffers(module: nn.Module, mesh: Mesh) -> None:
-    """Make the buffers of `module` those of the first data-parallel rank: batch norms have each seen their own
-    share. Collective over the data axis."""
+    """Copy the buffers of the first data-parallel rank: each rank's batch norms have seen only their own share.
+
+    Collective over the data axis.
+    """
     if mesh.data.size > 1:
         for buffer in module.buffers():
             dist.broadcast(buffer, group=mesh.data.group, group_src=0)
@@ -66,3 +86,107 @@ def no_sync(module: nn.Module) -> Iterator[None]:
             module.set_requires_gradient_sync(True)
     else:
         yield
+
+
+def reshard(module: nn.Module) -> None:
+    """Free gathered weights after a forward pass that no backward pass followed (ZeRO 2 keeps them until then).
+
+    Otherwise the next pass would compute with weights from before the optimizer's step.
+    """
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            part.reshard()
+
+
+def shard_optimizer(
+    parameters: Sequence[Any],
+    kind: Callable[..., torch.optim.Optimizer],
+    mesh: Mesh,
+    sizes: Mapping[nn.Parameter, int],
+    **options: Any,
+) -> torch.optim.Optimizer:
+    """ZeRO 1's optimizer: each rank steps on its share of the parameters and broadcasts them.
+
+    parameters: a list, or groups as torch's optimizers take them. sizes: the size to count for each parameter. Ranks
+    with parts of the same parameter must give equal sizes, however many elements each has: then the same data-parallel
+    index owns all parts.
+    """
+    return _ShardedOptimizer(
+        parameters,
+        kind,
+        sizes,
+        process_group=mesh.data.group,
+        # One broadcast per rank instead of one per parameter; its buffer has one dtype.
+        parameters_as_bucket_view=len({parameter.dtype for parameter in sizes}) == 1,
+        **options,
+    )
+
+
+def _wrap_ddp(module: nn.Module, mesh: Mesh, bucket_mb: float) -> DistributedDataParallel:
+    """`module` under DDP over the data axis; collective over it.
+
+    Gradients are views of the buckets, and need no other memory. Buffers are not sent before each forward pass:
+    training does not read batch norm's statistics, and evaluations broadcast them (`broadcast_buffers`).
+    """
+    exclude_from_ddp(module)
+    not_before_forward: dict[str, Any] = {"forward_sync_buffers" if _BUFFERS_APART else "broadcast_buffers": False}
+    ddp = DistributedDataParallel(
+        module,
+        process_group=mesh.data.group,
+        bucket_cap_mb=bucket_mb,
+        gradient_as_bucket_view=True,
+        **not_before_forward,
+    )
+    if not _BUFFERS_APART:
+        broadcast_buffers(module, mesh)
+    return ddp
+
+
+def _shard(module: nn.Module, mesh: Mesh, precision: Precision, *, free_after_forward: bool) -> nn.Module:
+    """Cut the parameters of `module` in place over the data axis; names stay.
+
+    A `Chain` is gathered layer by layer, any other module at once. Every forward and backward pass is collective over
+    the data axis from now on.
+    """
+    layers = list(module.layers.values()) if isinstance(module, Chain) else []
+    # From the inside out. Batch norm computes with f32 weights, whatever the type of its input.
+    norms = [part for part in module.modules() if keeps_statistics(part)] if precision.name != "f32" else []
+    policies = dict.fromkeys([*norms, *layers, module], precision.policy())
+    policies.update(dict.fromkeys(norms, MixedPrecisionPolicy(cast_forward_inputs=False)))
+    for part, policy in policies.items():
+        fully_shard(part, mesh=mesh.device_mesh["data"], reshard_after_forward=free_after_forward, mp_policy=policy)
+    return module
+
+
+class _ShardedOptimizer(ZeroRedundancyOptimizer):
+    def __init__(
+        self,
+        parameters: Sequence[Any],
+        kind: Callable[..., torch.optim.Optimizer],
+        sizes: Mapping[nn.Parameter, int],
+        **options: Any,
+    ) -> None:
+        self._sizes = sizes
+        # torch accepts any function of groups and options that makes an optimizer; its annotation is stricter.
+        super().__init__(parameters, kind, **options)  # type: ignore[arg-type]
+
+    def _partition_parameters(self, params_per_rank: list[list[Tensor]] | None = None) -> list[list[dict[str, Any]]]:
+        """Partition as torch does (the largest first, each to the rank with the least load), by the given sizes."""
+        made: list[list[dict[str, Any]]] = self._partition_parameters_cache  # type: ignore[attr-defined]
+        if made:
+            return made
+        owners = dict(zip(self._sizes, balanced(list(self._sizes.values()), self.world_size), strict=True))
+        # torch's own method takes given shares for a single group only.
+        made.extend([] for _ in range(self.world_size))
+        for group in self.param_groups:
+            shares: list[list[Tensor]] = [[] for _ in range(self.world_size)]
+            for parameter in sorted(group["params"], key=lambda parameter: -self._sizes[parameter]):
+                shares[owners[parameter]].append(parameter)
+            self._partition_param_group(group, shares)  # type: ignore[attr-defined]
+        return made
+
+    def _verify_same_dense_param_type(self) -> None:
+        """Allow parameters of several dtypes (batch norm's under bf16 and f16), which are broadcast one by one.
+
+        torch checks the dtype for its flat buffers, which are not used then.
+        """

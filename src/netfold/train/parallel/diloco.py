@@ -1,5 +1,7 @@
-"""Low-communication data parallel: ranks train apart, and every so many steps take what they learnt as a gradient
-(DiLoCo: Douillard et al. 2023, algorithm 1; with lr 1 and momentum 0 it is local SGD: Stich 2019)."""
+"""Low-communication data parallel: ranks train independently, and use their mean change every k steps as a gradient.
+
+DiLoCo: Douillard et al. 2023, algorithm 1. With lr 1 and momentum 0 it is local SGD (Stich 2019).
+"""
 
 from __future__ import annotations
 
@@ -13,46 +15,44 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from netfold.train.mesh import Axis
+from netfold.train.model import Replica
 from netfold.train.optimizers.norms import local
 from netfold.train.recipe import DiLoCo
-from netfold.train.replica import Replica
 
-# What travels together: few large calls, and not one more copy of the whole model.
+# The largest message: few calls, without a second copy of the whole model.
 BUFFER_BYTES = 64 << 20
 
 
 class DiLoCoRounds:
-    """At the end of every round of `every` steps makes the data-parallel ranks' weights the same again.
+    """Make the data-parallel ranks' weights equal at the end of every round of `every` steps.
 
-    The gradient of a round is where it began less the mean of where the ranks are; SGD with Nesterov's momentum takes
-    it to where the next round begins. Optimizers' states stay each rank's own; buffers (batch norm's) become their
-    mean. Holds two copies of the weights that are here: where the round began, and the momentum.
+    A round's gradient is its initial weights minus the mean of the ranks' weights. SGD with Nesterov momentum then
+    computes the next round's initial weights. Each rank keeps its own optimizer state; floating-point buffers (batch
+    norm's) are averaged. Holds two copies of this rank's weights: the round's initial weights, and the momentum.
     """
 
     def __init__(self, replica: Replica, optimizer: torch.optim.Optimizer, asked: DiLoCo, data: Axis) -> None:
-        """Collective over the data axis: all begin with the weights of its first rank."""
+        """Broadcast the weights of the first data-parallel rank. Collective over the data axis."""
         self._replica, self._optimizer, self._asked, self._data = replica, optimizer, asked, data
         self._buffers = [_Buffer(part) for part in _packed(dict(replica.named_parameters()))]
         for buffer in self._buffers:
             dist.broadcast(buffer.start, group=data.group, group_src=0)
             buffer.put()
         self.between = True
-        """No round is under way: data-parallel ranks hold the same weights."""
-
-    def moved(self) -> None:
-        """This rank's optimizer has taken a step."""
-        self.between = False
+        """No round has begun: data-parallel ranks hold the same weights."""
 
     def end_step(self, number: int) -> None:
-        """Step `number` of the job, from 1, is over, taken or left out: the round may be too. Collective over the data
-        axis at the end of a round, whichever of its ranks have moved."""
+        """End step `number` of the job (from 1), taken or left out; end the round too if it is complete.
+
+        Collective over the data axis at the end of a round.
+        """
         self.between = False
         if number % self._asked.every == 0:
             self.settle()
 
     @torch.no_grad()
     def settle(self) -> None:
-        """End a round that is under way, however short. Collective over the data axis."""
+        """End an unfinished round, however short. Collective over the data axis."""
         if self.between:
             return
         # One buffer at a time, so that there is one gradient at a time.
@@ -71,10 +71,10 @@ class DiLoCoRounds:
         self.between = True
 
     def state_dict(self) -> dict[str, Tensor]:
-        """For a checkpoint between rounds; tensors are borrowed.
+        """The state between rounds, for a checkpoint; tensors are borrowed.
 
-        "outer_start.<name>", "outer_momentum.<name>": where the next round begins, and the momentum, as the parameters
-        that are here. "inner<data rank>_<what>.<name>": the state of this rank's own optimizer, which no other has.
+        "outer_start.<name>", "outer_momentum.<name>": initial weights and momentum of this rank's parameters.
+        "inner<data rank>_<key>.<name>": the state of this rank's own optimizer.
         """
         state: dict[str, Tensor] = {}
         for buffer in self._buffers:
@@ -87,8 +87,10 @@ class DiLoCoRounds:
         return state
 
     def wanted(self, saved: Iterable[str]) -> set[str]:
-        """Of the names in a checkpoint, this rank's: of inner states its own alone. Where there are fewer of these than
-        data-parallel ranks, ranks beyond take the state of others, in turn."""
+        """Select this rank's names from a checkpoint: of inner states only its own.
+
+        With more data-parallel ranks than saved inner states, the further ranks reuse them in order.
+        """
         names = set(saved)
         inner = {name: int(found[1]) for name in names if (found := _INNER.match(name))}
         ranks = 1 + max(inner.values(), default=0)
@@ -96,8 +98,10 @@ class DiLoCoRounds:
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a checkpoint whose weights are loaded; tensors of the optimizer's state are taken over. One
-        without rounds leaves the weights where the next begins, and no momentum."""
+        """Continue from a checkpoint whose weights are loaded; takes over the tensors of the optimizer's state.
+
+        After a checkpoint without rounds, a round begins with the loaded weights and a momentum of 0.
+        """
         self.between = True
         wanted = self.wanted(state)
         for buffer in self._buffers:
@@ -117,13 +121,13 @@ _INNER = re.compile(r"inner(\d+)_(\w+)\.(.+)")
 
 
 def is_diloco_key(name: str) -> bool:
-    """Whether a name in a checkpoint is one that `Rounds.state_dict` gives."""
+    """Whether `DiLoCoRounds.state_dict` gives this name to a checkpoint."""
     return name.startswith("outer_") or _INNER.match(name) is not None
 
 
 @dataclass
 class _Buffer:
-    """Some parameters in one line."""
+    """Some parameters as one flat tensor."""
 
     parameters: Mapping[str, nn.Parameter]
 
@@ -137,26 +141,26 @@ class _Buffer:
 
     @torch.no_grad()
     def put(self) -> None:
-        """Make the parameters what `start` is."""
+        """Copy `start` into the parameters."""
         for name, part in self.views(self.start):
             local(self.parameters[name]).copy_(part)
 
     def views(self, line: Tensor) -> list[tuple[str, Tensor]]:
-        """The parts of a line, with their parameters' names and local shapes."""
+        """(parameter's name, its part of the flat tensor in its local shape)."""
         shapes = {name: local(parameter).shape for name, parameter in self.parameters.items()}
         parts = torch.split(line, [shape.numel() for shape in shapes.values()])
         return [(name, part.view(shape)) for part, (name, shape) in zip(parts, shapes.items(), strict=True)]
 
 
 def _packed(parameters: Mapping[str, nn.Parameter]) -> list[dict[str, nn.Parameter]]:
-    """In runs of one dtype and at most BUFFER_BYTES; a parameter that is larger is one of its own."""
+    """Runs of one dtype and at most BUFFER_BYTES; a larger parameter is a run of its own."""
     runs: list[dict[str, nn.Parameter]] = []
-    room, kind = 0, None
+    left, dtype = 0, None
     for name, parameter in parameters.items():
         size = local(parameter).nbytes
-        if not runs or size > room or parameter.dtype != kind:
+        if not runs or size > left or parameter.dtype != dtype:
             runs.append({})
-            room, kind = BUFFER_BYTES, parameter.dtype
+            left, dtype = BUFFER_BYTES, parameter.dtype
         runs[-1][name] = parameter
-        room -= size
+        left -= size
     return runs

@@ -1,15 +1,15 @@
-"""Embedding tables shared out among the data-parallel ranks, while the layers around them stay data-parallel.
+"""Embedding tables divided among the data-parallel ranks; the layers around them stay data-parallel.
 
-A recommender's tables are most of its weights, and a sample reads one row of each: so rows travel, not gradients of
-whole tables (Naumov et al. 2019, section 4). Each rank has the rows or the tables it owns; forward, an all_to_all of
-what is asked for, then one of the rows found; backward, one of their gradients. No row has two owners, so each is
-updated once.
+A recommender's tables are most of its weights, and a sample reads one row of each. So ranks send rows instead of
+gradients of whole tables (Naumov et al. 2019, section 4). Each rank owns rows or tables. Forward: an all_to_all of row
+numbers, and an all_to_all of the rows. Backward: an all_to_all of their gradients. A row has one owner, which updates
+it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -20,16 +20,17 @@ from torch.nn.parallel import DistributedDataParallel
 
 from netfold.train.mesh import Axis, Mesh
 from netfold.train.model import Model
-from netfold.train.parallel.shards import Shards
-from netfold.train.recipe import Recipe, constraints
+from netfold.train.parallel.shards import Shards, balanced
+from netfold.train.recipe import Recipe
 from netfold.train.recipe.errors import RecipeError
+from netfold.train.recipe.split import check_embeddings
 
 
 class Embeddings(nn.Module):
-    """One embedding table a column: rows asked for, int64 [n, tables] -> f32 [n, tables, width].
+    """One embedding table for each column: row numbers int64 [n, tables] -> f32 [n, tables, width].
 
-    rows: of each table, one or more. Weights start uniform within 1 / sqrt(rows), as DLRM's. This is what
-    `parallel.embeddings` shares out, wherever it is in a model but as the model itself.
+    rows: of each table, at least 1. Initial weights are uniform within 1 / sqrt(rows), as in DLRM.
+    `parallel.embeddings` divides every such module inside a model, but not a model that is itself one.
     """
 
     def __init__(self, rows: Sequence[int], width: int) -> None:
@@ -41,21 +42,21 @@ class Embeddings(nn.Module):
 
     def forward(self, asked: Tensor) -> Tensor:
         if asked.shape[1] != len(self.rows):
-            raise ValueError(f"a sample asks for rows of {asked.shape[1]} tables, and there are {len(self.rows)}")
+            raise ValueError(f"a sample needs rows of {asked.shape[1]} tables, but there are {len(self.rows)}")
         found = [functional.embedding(asked[:, number], weight) for number, weight in _weights(self.tables).items()]
         return torch.stack(found, 1)
 
 
 def shard_embeddings(model: Model, recipe: Recipe, mesh: Mesh, parts: Shards) -> None:
-    """Replace every `Embeddings` in `model` by this rank's part of it, as `parallel.embeddings` says; no communication.
+    """Replace every `Embeddings` in `model` by this rank's part, as `parallel.embeddings` says; no communication.
 
-    `parts` learns of rows; a whole table is the whole, on one rank alone, and nobody else names it. With one
-    data-parallel rank there is nothing to share. Raises ValueError where it cannot be done.
+    `parts` records cut tables; a whole table exists on one rank only. With one data-parallel rank nothing changes.
+    Raises ValueError if the recipe or the model does not allow it.
     """
     kind = recipe.parallel.embeddings
     paths = embeddings_to_shard(model, recipe)
-    if said := constraints.embeddings(recipe.parallel):
-        raise RecipeError(said)
+    if problems := check_embeddings(recipe.parallel):
+        raise RecipeError(problems)
     if mesh.data.size == 1:
         return
     for path in paths:
@@ -69,77 +70,59 @@ def shard_embeddings(model: Model, recipe: Recipe, mesh: Mesh, parts: Shards) ->
 
 
 def embeddings_to_shard(model: Model, recipe: Recipe) -> list[str]:
-    """Of the modules that `parallel.embeddings` asks to share out. ValueError where there is none."""
+    """The paths of the modules that `parallel.embeddings` divides. Raises ValueError if there is none."""
     if recipe.parallel.embeddings == "replicated":
         return []
     paths = [path for path, module in model.module.named_modules() if isinstance(module, Embeddings)]
     if not paths:
         raise ValueError(
             f'parallel.embeddings = "{recipe.parallel.embeddings}": the model has no embedding tables (Embeddings); '
-            "use "
-            'embeddings = "replicated"'
+            'use embeddings = "replicated"'
         )
     return paths
 
 
 def exclude_from_ddp(module: nn.Module) -> None:
-    """Make DDP, which is to wrap `module`, leave parts of tables alone: their gradients are whole where they are."""
+    """Let a DDP around `module` ignore parts of tables: their gradients are complete on their owner."""
     shared = [path for path, part in module.named_modules() if isinstance(part, ShardedEmbeddings)]
     held = [name for name, _ in (*module.named_parameters(), *module.named_buffers())]
     names = [name for name in held if any(name.startswith(f"{path}.") for path in shared)]
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, names)  # type: ignore[no-untyped-call]
 
 
-class _Rule(Protocol):
-    """Who owns which row of which table."""
-
-    def held(self, number: int) -> slice | None:
-        """The rows of a table that this rank has a parameter for, perhaps none of them; None: no such parameter."""
-        ...
-
-    def owners(self, asked: Tensor) -> tuple[Tensor, Tensor]:
-        """[n, tables] -> the ranks that own these rows, and their places among the rows that the owner has of the
-        table; both [n, tables]."""
-        ...
-
-    def arriving(self, leaving: Tensor) -> Tensor:
-        """int64 [ranks, tables], how many rows of which table are asked of which rank here -> [ranks, tables], how many
-        each rank asks of this one. Collective."""
-        ...
-
-
 class _ByTable:
-    """Whole tables: the largest first, each to the rank that has least so far."""
+    """Whole tables: the largest first, each to the rank with the fewest rows so far."""
 
     def __init__(self, whole: Embeddings, axis: Axis) -> None:
-        self._rank = axis.rank
-        load, owners = [0] * axis.size, [0] * len(whole.rows)
-        for number in sorted(range(len(whole.rows)), key=lambda number: -whole.rows[number]):
-            owners[number] = load.index(min(load))
-            load[owners[number]] += whole.rows[number]
-        self._owners = owners
+        self._rank, self._owners = axis.rank, balanced(whole.rows, axis.size)
 
     def held(self, number: int) -> slice | None:
+        """The rows of a table in this rank's parameter, perhaps none; None: this rank has no such parameter."""
         return slice(None) if self._owners[number] == self._rank else None
 
     def owners(self, asked: Tensor) -> tuple[Tensor, Tensor]:
+        """[n, tables] row numbers -> their owners' ranks, and their indices in the owners' parameters; [n, tables]."""
         return asked.new_tensor(self._owners).expand_as(asked), asked
 
     def arriving(self, leaving: Tensor) -> Tensor:
-        # Every rank has as many samples, and each asks once of every table: nothing to exchange.
-        mine = leaving.new_tensor([owner == self._rank for owner in self._owners])
-        return mine * leaving.sum(0).expand_as(leaving)
+        """Rows that this rank requests of each rank -> rows that each rank requests of this one; [ranks, tables]."""
+        # Every rank has equally many samples, and each sample reads one row of every table: nothing to exchange.
+        owned = leaving.new_tensor([owner == self._rank for owner in self._owners])
+        return owned * leaving.sum(0).expand_as(leaving)
 
 
 class _ByRow:
-    """Equal runs of every table's rows, in the order of ranks; DTensor's Shard(0): the last ones may be shorter."""
+    """Equal runs of every table's rows, in the order of ranks, as DTensor's Shard(0): the last may be shorter.
+
+    The methods are those of `_ByTable`; `arriving` is collective.
+    """
 
     def __init__(self, whole: Embeddings, axis: Axis) -> None:
         self._axis = axis
         self._runs = [-(-rows // axis.size) for rows in whole.rows]
 
     def held(self, number: int) -> slice | None:
-        # A parameter even where no row is left: a DTensor is one on every rank of its mesh.
+        # A rank without rows has an empty parameter: a DTensor must exist on every rank of its mesh.
         return slice(self._axis.rank * self._runs[number], (self._axis.rank + 1) * self._runs[number])
 
     def owners(self, asked: Tensor) -> tuple[Tensor, Tensor]:
@@ -150,24 +133,27 @@ class _ByRow:
         return all_to_all_single(leaving, None, None, self._axis.group).view_as(leaving)
 
 
+_Rule = _ByTable | _ByRow
+"""The owner of each row of each table."""
+
+
 class ShardedEmbeddings(nn.Module):
     """This rank's part of `Embeddings`, with the same names.
 
-    Every data-parallel rank calls it alike, with as many samples.
-
-    Raises ValueError where a row is asked for that its table has not.
+    Collective over the data axis; every rank must have equally many samples. Raises ValueError for a row number that a
+    table does not have.
     """
 
     def __init__(self, whole: Embeddings, axis: Axis, rule: _Rule) -> None:
         super().__init__()
         self.rows, self.width, self._axis, self._rule = whole.rows, whole.width, axis, rule
-        # No row, in the dtype and on the device that the module is cast and moved to: for a rank that has no table.
+        # An empty tensor in the module's dtype and on its device, for a rank without tables.
         self.register_buffer("nothing", next(whole.parameters()).detach().new_empty(0, self.width), persistent=False)
         self.tables = nn.ModuleDict()
         for number, weight in _weights(whole.tables).items():
             if (held := rule.held(number)) is not None:
-                mine = weight.detach()[held].clone()
-                self.tables[str(number)] = nn.Embedding(len(mine), self.width, _weight=mine)
+                own = weight.detach()[held].clone()
+                self.tables[str(number)] = nn.Embedding(len(own), self.width, _weight=own)
 
     def forward(self, asked: Tensor) -> Tensor:
         """int64 [n, tables] -> [n, tables, width], as `Embeddings`."""
@@ -175,12 +161,12 @@ class ShardedEmbeddings(nn.Module):
         if len(wrong):
             sample, number = wrong[0].tolist()
             raise ValueError(
-                f"data-parallel rank {self._axis.rank}: sample {sample} of its batch asks for row "
-                f"{int(asked[sample, number])} of table {number}, which has {self.rows[number]}"
+                f"data-parallel rank {self._axis.rank}: sample {sample} of its batch reads row "
+                f"{int(asked[sample, number])} of table {number}, which has {self.rows[number]} rows"
             )
         ranks, tables = self._axis.size, len(self.rows)
         owners, rows = self._rule.owners(asked)
-        # To each rank what it owns, one table after the other: so numbers of rows say which rows these are.
+        # Sorted by owner, then by table: so the numbers of rows identify the tables.
         places = (owners * tables + torch.arange(tables, device=asked.device)).flatten()
         order = places.argsort(stable=True)
         leaving = places.bincount(minlength=ranks * tables).view(ranks, tables)
@@ -188,23 +174,23 @@ class ShardedEmbeddings(nn.Module):
         out, back = leaving.sum(1).tolist(), arriving.sum(1).tolist()
         found = self._look_up(all_to_all_single(rows.flatten()[order], back, out, self._axis.group), arriving)
         if found.requires_grad:
-            # Each rank's loss is the mean over its share; added up by owners, gradients are to be the mean of those.
+            # Each rank's loss is the mean over its share. Owners add up the gradients, which must become their mean.
             found.register_hook(lambda gradient: gradient / ranks)  # type: ignore[no-untyped-call]
         answers = all_to_all_single(found, out, back, self._axis.group)
         return answers[order.argsort()].view(*asked.shape, self.width)
 
     def _look_up(self, rows: Tensor, arriving: Tensor) -> Tensor:
-        """rows: of the table's part here, ordered by who asks, then by table -> [rows, width], in this order."""
+        """rows: indices in this rank's tables, sorted by requesting rank, then by table -> [rows, width]."""
         ranks, tables = arriving.shape
         numbers = torch.arange(tables, device=rows.device).repeat(ranks).repeat_interleave(arriving.flatten())
         order = numbers.argsort(stable=True)
         asked = torch.split(rows[order], arriving.sum(0).tolist())
         found = [functional.embedding(asked[number], weight) for number, weight in _weights(self.tables).items()]
-        # A rank that has no table at all takes part in the exchange of gradients, too.
+        # A rank without tables must take part in the exchange of gradients too.
         nothing = self.get_buffer("nothing").detach().requires_grad_(torch.is_grad_enabled())
         return torch.cat([nothing, *found])[order.argsort()]
 
 
 def _weights(tables: nn.ModuleDict) -> dict[int, Tensor]:
-    """By the number of the table."""
+    """The weights by the number of their table."""
     return {int(number): cast(nn.Embedding, table).weight for number, table in tables.items()}

@@ -1,37 +1,34 @@
-"""Stages on ranks: each holds a run of the chain's layers, and the parts of a batch follow each other through them.
+"""Pipeline parallelism: each rank holds runs of the chain's layers, and microbatches pass through them in order.
 
-Schedules are torch's (torch.distributed.pipelining).
-gpipe (Huang et al. 2019): all forwards, then all backwards.
-1f1b (Narayanan et al. 2019): a backward as soon as there is one: no rank keeps more microbatches than there are stages.
-interleaved (Narayanan et al. 2021): several stages a rank; a shorter bubble, more messages.
-zero-bubble, zero-bubble-v (Qi et al. 2023, ZB-H1, ZB-V): gradients of weights wait, and fill what would be idle time.
+The schedules are torch's (torch.distributed.pipelining):
+gpipe (Huang et al. 2019): all forward passes, then all backward passes.
+1f1b (Narayanan et al. 2019): each backward pass as early as possible, so a rank keeps at most one microbatch a stage.
+interleaved (Narayanan et al. 2021): several stages per rank; a shorter bubble, and more messages.
+zero-bubble, zero-bubble-v (Qi et al. 2023, ZB-H1, ZB-V): gradients of weights are computed in otherwise idle time.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import pipelining
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
-from torch.distributed.tensor import DTensor
 
 from netfold.train.examples import Batch
-from netfold.train.mesh import Mesh
-from netfold.train.model import Chain, Model
-from netfold.train.parallel.data_parallel import broadcast_buffers, wrap_data_parallel
-from netfold.train.parallel.layer_timing import BoundaryTensor
-from netfold.train.parallel.pipeline_plan import Plan
+from netfold.train.mesh import Mesh, all_reduce_together
+from netfold.train.model import Chain, Model, tied_names
+from netfold.train.optimizers.norms import local
+from netfold.train.parallel.data_parallel import broadcast_buffers, reshard, wrap_data_parallel
+from netfold.train.parallel.pipeline_plan import BoundaryTensor, Plan
 from netfold.train.parallel.shards import Shards
-from netfold.train.parallel.tied import Tied
-from netfold.train.parallel.zero import reshard
 from netfold.train.precision import Precision
 from netfold.train.recipe import Recipe
-from netfold.train.recipe.schedules import SEVERAL_A_RANK, SPLIT_BACKWARD, stages_of
+from netfold.train.recipe.split import SEVERAL_A_RANK, SPLIT_BACKWARD, stages_of
 from netfold.train.sampler import sample_seed
 
 SCHEDULES: dict[str, Any] = {
@@ -47,10 +44,10 @@ class Pipelined:
     """A `Replica` of one stage or several."""
 
     def __init__(self, model: Model, recipe: Recipe, mesh: Mesh, parts: Shards, plan: Plan) -> None:
-        """Takes the model over; the layers that other ranks hold are dropped from it."""
+        """Takes the model over, and drops the layers of other ranks from it."""
         assert isinstance(model.module, Chain)
         self.notes: list[str] = [plan.reason]
-        self._parts = parts
+        self.as_shard = parts.of
         self._precision = Precision(recipe.training.precision)
         self._scale = 1.0
         self._plan = plan
@@ -73,16 +70,16 @@ class Pipelined:
         held = {name for module in modules for name in module.layers}
         for name in set(model.module.layers).difference(held):
             del model.module.layers[name]
-        # Under zero-bubble torch adds up the gradients of weights by itself, and DDP never hears of them.
+        # zero-bubble schedules set the gradients of weights themselves, and DDP's hooks never run.
         self._averages = schedule in SPLIT_BACKWARD and mesh.data.size > 1 and recipe.diloco is None
         self._mesh, self._buffers_differ = mesh, False
         stages = [
             _Stage(
-                _shared(module, recipe, mesh),
+                _wrapped(module, recipe, mesh),
                 stage,
                 count,
                 torch.device("cpu"),
-                # Given, so that torch need not find them out by running the stages on memory that nobody has written.
+                # Without these torch would find the shapes by running the stages on uninitialised memory.
                 input_args=_empty(plan.measured.crossings[plan.cut.bounds[stage]]),
                 output_args=_empty(plan.measured.crossings[plan.cut.bounds[stage + 1]]),
                 group=mesh.pipeline.group,
@@ -94,8 +91,8 @@ class Pipelined:
         self._schedule = SCHEDULES[schedule](
             stages if schedule in SEVERAL_A_RANK else stages[0],
             plan.microbatches,
-            loss_fn=self._part_of_the_loss,
-            # The loss is divided instead: torch would divide gradients after an evaluation, too.
+            loss_fn=self._microbatch_loss,
+            # The loss is divided instead: torch would also divide gradients after an evaluation.
             scale_grads=False,
         )
 
@@ -103,13 +100,15 @@ class Pipelined:
         self._scale = scale
         self._check(batch)
         self._buffers_differ = True
-        # Stages draw (dropout) for themselves, and not the same: of the seed that this step has, and the stage.
+        # Stages draw random numbers (dropout) independently: from this step's seed and the rank's place.
         torch.manual_seed(sample_seed(torch.initial_seed(), self._seed))
         losses: list[Tensor] = []
         with _plain_errors():
-            self._schedule.step(*self._taken(batch), target=self._wanted(batch), losses=losses, return_outputs=False)
+            inputs, target = self._inputs_of(batch), self._target(batch)
+            self._schedule.step(*inputs, target=target, losses=losses, return_outputs=False)
         if self._averages:
-            self._average()
+            gradients = [local(weight.grad) for _, weight in self.named_parameters() if weight.grad is not None]
+            all_reduce_together(gradients, self._mesh.data.group, divisor=self._mesh.data.size)
         self._tied.all_reduce_gradients(dict(self.named_parameters()))
         return torch.stack(losses).detach().sum() / scale if self._last else None
 
@@ -122,7 +121,7 @@ class Pipelined:
         self._buffers_differ = False
         try:
             with torch.no_grad(), _plain_errors():
-                output: Tensor | None = self._schedule.eval(*self._taken(batch), target=self._wanted(batch))
+                output: Tensor | None = self._schedule.eval(*self._inputs_of(batch), target=self._target(batch))
         finally:
             for module in self.modules:
                 module.train()
@@ -136,60 +135,45 @@ class Pipelined:
                 found.setdefault(self._tied.names.get(name, name), parameter)
         yield from found.items()
 
-    def as_shard(self, name: str, tensor: Tensor) -> Tensor:
-        return self._parts.of(name, tensor)
-
-    def _part_of_the_loss(self, output: Tensor, target: Tensor) -> Tensor:
+    def _microbatch_loss(self, output: Tensor, target: Tensor) -> Tensor:
         return self._loss(self._precision.output(output), target) * (self._scale / self._plan.microbatches)
 
-    def _taken(self, batch: Batch) -> tuple[Tensor, ...]:
+    def _inputs_of(self, batch: Batch) -> tuple[Tensor, ...]:
         return self._precision.inputs(batch.inputs) if self._first else ()
 
-    def _wanted(self, batch: Batch) -> Tensor | None:
+    def _target(self, batch: Batch) -> Tensor | None:
         return batch.target if self._last else None
 
     def _check(self, batch: Batch) -> None:
-        # Every rank of a pipeline has the same batch, so all say this, and none waits for another.
+        # Every rank of a pipeline has the same batch, so all of them raise, and none waits for another.
         parts = self._plan.microbatches
         due = [((parts * wanted.shape[0], *wanted.shape[1:]), wanted.dtype) for wanted in self._inputs]
         found = [(tuple(tensor.shape), tensor.dtype) for tensor in self._precision.inputs(batch.inputs)]
         if found != due:
             raise ValueError(f"the stages were made for a batch with inputs {due}, not {found}: all must be alike")
 
-    def _average(self) -> None:
-        gradients = [_local(weight.grad) for _, weight in self.named_parameters() if weight.grad is not None]
-        for dtype in {gradient.dtype: None for gradient in gradients}:
-            same = [gradient for gradient in gradients if gradient.dtype == dtype]
-            flat = torch.cat([gradient.flatten() for gradient in same])
-            dist.all_reduce(flat, group=self._mesh.data.group)
-            flat /= self._mesh.data.size
-            for gradient, mean in zip(same, torch.split(flat, [gradient.numel() for gradient in same]), strict=True):
-                gradient.copy_(mean.view_as(gradient))
-
 
 def _check_tied(tied: Tied, recipe: Recipe, mesh: Mesh) -> None:
-    """Raises ValueError where one rank has a weight in two stages, each of which would average its gradient."""
-    if not tied.on_one_rank or mesh.data.size == 1 or recipe.diloco is not None:
-        return
+    """Raise ValueError if one rank has a weight in two stages, each of which would average its gradient."""
     schedule = recipe.parallel.schedule
-    if schedule in SPLIT_BACKWARD:
+    if not tied.on_one_rank or mesh.data.size == 1 or recipe.diloco is not None or schedule in SPLIT_BACKWARD:
         return
     first, second = tied.on_one_rank[0]
     raise ValueError(
-        f"parallel.schedule is {schedule!r}, under which {first} and {second}, which are one weight, lie in two stages "
-        "of one rank: data-parallel ranks would average its gradient twice; take '1f1b' or 'zero-bubble-v'"
+        f"parallel.schedule is {schedule!r}, which places {first} and {second}, one weight, in two stages of one rank: "
+        "data-parallel ranks would average its gradient twice; take '1f1b' or 'zero-bubble-v'"
     )
 
 
-def _shared(module: nn.Module, recipe: Recipe, mesh: Mesh) -> nn.Module:
-    """A stage as it is shared among data-parallel ranks: what the schedule is to run."""
+def _wrapped(module: nn.Module, recipe: Recipe, mesh: Mesh) -> nn.Module:
+    """A stage, wrapped for the data-parallel ranks, as the schedule runs it."""
     apart = recipe.parallel.schedule in SPLIT_BACKWARD or not any(each.requires_grad for each in module.parameters())
     return wrap_data_parallel(module, recipe, mesh, averages=not apart)
 
 
 @contextlib.contextmanager
 def _plain_errors() -> Iterator[None]:
-    """What a layer raised, instead of the page about tensors that torch makes of it: its kind says what can be done."""
+    """Raise a layer's own error instead of torch's: callers decide by its type, and torch's text is a page long."""
     try:
         yield
     except RuntimeError as error:
@@ -199,7 +183,7 @@ def _plain_errors() -> Iterator[None]:
 
 
 class _Stage(pipelining.PipelineStage):
-    """torch 2.13's asks neighbours on one rank (the turn of the "v") for gradients in an evaluation, too."""
+    """torch 2.13's stage, which in an evaluation too asks its neighbour on the same rank (ZB-V) for gradients."""
 
     def get_local_bwd_output(self, mb_index: int) -> tuple[Tensor | None, ...]:
         gradients: tuple[Tensor | None, ...] = ()
@@ -213,9 +197,9 @@ class _Stage(pipelining.PipelineStage):
 
 
 class _Layers(Chain):
-    """A run of layers whose outputs can be sent: of the kinds that were measured, contiguous, with memory of their own.
+    """A run of layers with outputs that can be sent: of the measured dtypes, contiguous, in their own memory.
 
-    FSDP2 computes a tensor that only passes by in the lower precision, too.
+    The cast is needed because FSDP2 also lowers tensors that only pass through a layer.
     """
 
     def __init__(self, chain: Chain, layers: range, results: tuple[BoundaryTensor, ...]) -> None:
@@ -230,17 +214,63 @@ class _Layers(Chain):
 
 
 def _own(value: Tensor) -> Tensor:
-    # torch's split backward cannot let go of a view; what a layer cut by `tensor` returns may still be on its way, and
-    # has no memory to send from.
+    # torch's split backward cannot free a view. A layer cut by `tensor` may return an unfinished collective's result,
+    # which has no memory to send from.
     if value._is_view() or isinstance(value, AsyncCollectiveTensor):
         return value.clone(memory_format=torch.contiguous_format)
     return value.contiguous()
 
 
-def _local(tensor: Tensor) -> Tensor:
-    """What of it lies here, the same memory."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
 def _empty(crossings: tuple[BoundaryTensor, ...]) -> tuple[Tensor, ...]:
     return tuple(crossing.empty() for crossing in crossings)
+
+
+class Tied:
+    """Weights that layers of several stages share, such as the embedding and the head of GPT-2.
+
+    Each rank that needs such a weight has a copy under the first layer's name. Every step adds up the gradients of the
+    copies (Megatron-LM: Shoeybi et al. 2019).
+    """
+
+    def __init__(self, chain: Chain, stage_of: Callable[[str], int], rank_of: Callable[[int], int], mesh: Mesh) -> None:
+        """chain: whole, on every rank. stage_of: a layer's stage. rank_of: a stage's rank on the pipeline axis.
+
+        Makes groups: collective over the world.
+        """
+        self.names: dict[str, str] = {}
+        """Every other name of a shared weight -> the first."""
+        self._groups: list[tuple[dist.ProcessGroup, list[str]]] = []
+        self.on_one_rank: list[tuple[str, str]] = []
+        """Two names of a weight that are in different stages of one rank."""
+        between: dict[tuple[int, ...], list[str]] = {}
+        for names in tied_names(chain):
+            stages = {name: stage_of(name.split(".")[1]) for name in names}
+            if len(set(stages.values())) == 1:
+                continue
+            self.names |= dict.fromkeys(names[1:], names[0])
+            by_rank: dict[int, dict[int, str]] = {}
+            for name, stage in stages.items():
+                by_rank.setdefault(rank_of(stage), {}).setdefault(stage, name)
+            for held in by_rank.values():
+                if len(held) > 1:
+                    self.on_one_rank.append(cast(tuple[str, str], tuple(held.values())[:2]))
+            if len(by_rank) > 1:
+                between.setdefault(tuple(sorted(by_rank)), []).append(names[0])
+        whole = mesh.device_mesh.mesh
+        for ranks, weights in between.items():
+            for line in whole[list(ranks)].reshape(len(ranks), -1).T.tolist():
+                group = dist.new_group(line)
+                if dist.get_rank() in line:
+                    self._groups.append((cast(dist.ProcessGroup, group), weights))
+
+    def all_reduce_gradients(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        """Replace each copy's gradient by the sum over all copies. parameters: this rank's, under their first names.
+
+        Collective over the ranks that have copies: one all_reduce for each set of ranks.
+        """
+        for group, names in self._groups:
+            held = [parameters[name] for name in names]
+            for each in held:
+                if each.grad is None:
+                    each.grad = torch.zeros_like(each)
+            all_reduce_together([local(cast(Tensor, each.grad)) for each in held], group)

@@ -1,9 +1,8 @@
-"""Which part of the whole a parameter here is: what `Replica.as_shard` answers from."""
+"""Which part of a whole parameter this rank holds: the source of `Replica.as_shard`."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Size, Tensor
@@ -11,35 +10,32 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
 
-@dataclass(frozen=True)
-class _Part:
-    mesh: DeviceMesh
-    placements: tuple[Placement, ...]
-    shape: Size
-    """Of the whole."""
-
-
 class Shards:
-    """Parameters that were cut, by their names in the whole model. One that was not is the whole."""
+    """The parameters that were cut, by their names in the whole model. All other parameters are whole."""
 
     def __init__(self) -> None:
-        self._parts: dict[str, _Part] = {}
+        self._parts: dict[str, tuple[DeviceMesh, Sequence[Placement], Size]] = {}
 
     def add(self, name: str, mesh: DeviceMesh, placements: Sequence[Placement], shape: Size) -> None:
-        """`shape` is the whole's: parts of unequal size do not tell it."""
-        self._parts[name] = _Part(mesh, tuple(placements), shape)
+        """shape: of the whole parameter, which parts of unequal size do not determine."""
+        self._parts[name] = mesh, placements, shape
 
     def of(self, name: str, tensor: Tensor) -> Tensor:
-        """`tensor` as the part that parameter `name` is here, sharing its memory. No communication."""
-        part = self._parts.get(name)
-        if part is None or isinstance(tensor, DTensor):
+        """`tensor` as this rank's part of parameter `name`, sharing its memory. No communication."""
+        if name not in self._parts or isinstance(tensor, DTensor):
             return tensor
-        rows = [1]
-        for length in reversed(part.shape[1:]):
-            rows.insert(0, rows[0] * length)
-        # torch takes a DTensor for one with memory of its own, and copies from address 0, where what it was made of
-        # begins in the middle of another tensor's (ZeRO 1's buckets): through DLPack the same memory begins here.
+        mesh, placements, shape = self._parts[name]
+        # torch assumes that a DTensor's local tensor begins its storage, and copies from address 0. ZeRO 1's buckets
+        # break this assumption. DLPack gives a tensor of the same memory whose storage begins here.
         local = torch.from_dlpack(tensor.detach()) if tensor.storage_offset() else tensor  # type: ignore[attr-defined]
-        return DTensor.from_local(
-            local, part.mesh, part.placements, run_check=False, shape=part.shape, stride=tuple(rows)
-        )
+        stride = torch.empty(shape, device="meta").stride()
+        return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
+
+
+def balanced(sizes: Sequence[int], bins: int) -> list[int]:
+    """A bin for each size: the largest size first, each to the bin with the smallest sum so far."""
+    load, chosen = [0] * bins, [0] * len(sizes)
+    for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):
+        chosen[index] = load.index(min(load))
+        load[chosen[index]] += sizes[index]
+    return chosen

@@ -1,4 +1,4 @@
-"""Where a chain of layers is cut into stages: a function of what each layer costs, measured or estimated."""
+"""Cut a chain of layers into stages by the layers' costs, measured or estimated."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Cut:
     bounds: tuple[int, ...]
     """Stage s holds layers bounds[s]..bounds[s+1]-1."""
     costs: tuple[int, ...]
-    """Of each stage, in the unit that layers' were given in."""
+    """Of each stage, in the unit of the layers' costs."""
 
     def __len__(self) -> int:
         return len(self.costs)
@@ -23,7 +23,7 @@ class Cut:
         return range(self.bounds[stage], self.bounds[stage + 1])
 
     def described(self, names: Sequence[str]) -> str:
-        """The cut and why it is this one, in a sentence. `names` are the layers'."""
+        """The cut and its reason, in a sentence. names: of the layers."""
         total = sum(self.costs)
         parts = []
         for stage, cost in enumerate(self.costs):
@@ -32,27 +32,26 @@ class Cut:
             parts.append(f"{run} ({cost / total:.0%})" if total else run)
         over = max(self.costs) * len(self) / total - 1.0 if total else 0.0
         return (
-            f"{self.bounds[-1]} layers in {len(self)} stages: {', '.join(parts)}; in brackets what each costs of a "
+            f"{self.bounds[-1]} layers in {len(self)} stages: {', '.join(parts)}; in brackets each stage's share of a "
             f"pass. No other cut has a smaller largest stage; it is {over:.0%} above an even share"
         )
 
 
 def cut(costs: Sequence[int], stages: int) -> Cut:
-    """The cut into `stages` runs of one layer or more whose largest cost is smallest: exactly, by dynamic programming.
+    """Cut into `stages` runs of at least one layer with the smallest largest cost, exactly, by dynamic programming.
 
     costs: of each layer, forward and backward; integers (nanoseconds, operations), so that sums are exact.
-    A pipeline goes at the pace of its slowest stage. Of all cuts that are best in this, it is the one whose stages are
-    most even (smallest sum of squares). Where a rank holds several stages, its sum is at most so many times the largest
-    stage; to find the smallest such sum is another problem, which does not fall into parts (stages of a rank are not
-    neighbours), and in a schedule that goes in step it would not be what counts.
-    O(stages x layers^2). ValueError if there are fewer layers than stages.
+    The slowest stage sets the pace of a pipeline. Among the best cuts, this one has the smallest sum of squares.
+    Several stages on one rank are not balanced together: they are not neighbours, so the problem has no such
+    recursion, and in a schedule in lockstep the largest stage decides.
+    O(stages x layers^2). Raises ValueError if there are fewer layers than stages.
     """
     layers = len(costs)
     if stages > layers:
-        raise ValueError(f"{stages} stages cannot be cut from {layers} layers: each takes one or more")
+        raise ValueError(f"{stages} stages cannot be cut from {layers} layers: each needs at least one")
     before = list(itertools.accumulate(costs, initial=0))
 
-    # The smallest largest stage, of layers 0..end-1 in `count` stages.
+    # largest[end]: the smallest largest stage of layers 0..end-1, in as many stages as the loop has counted.
     largest: list[float] = [float("inf"), *before[1:]]
     for _ in range(stages - 1):
         largest = [
@@ -61,7 +60,7 @@ def cut(costs: Sequence[int], stages: int) -> Cut:
         ]
     limit = largest[layers]
 
-    # Among those cuts, the smallest sum of squares, and where its last stage begins.
+    # Among these cuts, the smallest sum of squares, and the begin of its last stage.
     squares: list[float] = [0.0] + [float("inf")] * layers
     begins: list[list[int]] = []
     for _ in range(stages):

@@ -1,58 +1,60 @@
-"""What is wrong with a recipe: sentences, each about a key, and where that key was written."""
+"""Errors of a recipe: sentences, each about a key, with the file and line where the key was written."""
 
 from __future__ import annotations
 
 import difflib
 import re
 import traceback
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
+
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
 
 from netfold.plan.request.key_lines import Key, line_of
 from netfold.train.recipe import Recipe
 
-# Not a file's name: .../data.txt.
+# A key in a sentence, but not a part of a file's name such as .../data.txt.
 _KEY = re.compile(rf"(?<![\w/.-])(?:{'|'.join(Recipe.model_fields)})(?:\.[a-z_]+)+")
-# torch's words round what a communication hook's future was given.
+# torch's text around the error of a communication hook's future.
 _CALLBACK = re.compile(r"^Got the following error when running the callback: (.*?)\s+At:\s.*$", re.DOTALL)
 _NETFOLD = Path(__file__).parents[2]
+# For a key of the recipe: its name in a sentence, and the keys that it may hold. None: a value, or no known key.
+KeysOf = Callable[[Key], tuple[str, Sequence[str]] | None]
+
+
+class RecipeError(ValueError):
+    """A recipe that cannot be trained. Each of `problems` is one line: where, which key, what is wrong, what to do."""
+
+    def __init__(self, problems: Sequence[str]) -> None:
+        super().__init__("\n".join(problems))
+        self.problems = tuple(problems)
 
 
 @dataclass(frozen=True)
 class Source:
-    """What a recipe was read from."""
+    """Where the keys of a recipe were written."""
 
     file: Path | None = None
-    """None: it was made in Python."""
+    """None: the recipe was made in Python."""
     lines: Mapping[Key, int] = field(default_factory=dict)
     settings: Mapping[Key, str] = field(default_factory=dict)
-    """Of --set: the key, and the whole of what was said. These came after the file."""
-
-    def as_json(self) -> dict[str, Any]:
-        """For `from_json`, in another process."""
-        return {
-            "file": None if self.file is None else str(self.file),
-            "lines": [[*key, line] for key, line in self.lines.items()],
-            "settings": [[*key, setting] for key, setting in self.settings.items()],
-        }
-
-    @classmethod
-    def from_json(cls, said: Mapping[str, Any]) -> Source:
-        lines, settings = ({tuple(key): last for *key, last in said[name]} for name in ("lines", "settings"))
-        return cls(None if said["file"] is None else Path(said["file"]), lines, settings)
+    """Each --set: its key, and its whole text. Settings override the file."""
 
     def placed(self, error: ValueError) -> list[str]:
-        """The sentences of an error, each with its place before it where it is about a recipe's key."""
+        """The sentences of an error; a sentence about a recipe's key begins with the key's place."""
         if isinstance(error, RecipeError):
             return [self.place(sentence) + sentence for sentence in error.problems]
         sentence = error_sentence(error)
         return [(self.place(sentence) if _KEY.search(sentence) else "") + sentence]
 
     def place(self, sentence: str, key: Key | None = None) -> str:
-        """Where the key stands that the sentence is about: `key`, or else the first of those that the sentence names
-        that was written anywhere. "recipe.toml:12: ", "--set training.batch=3: " or, of no line, "recipe.toml: "."""
+        """Where `key` was written, or else the first key of the sentence that was written anywhere.
+
+        Returns "recipe.toml:12: ", "--set training.batch=3: ", or "recipe.toml: " if there is no line.
+        """
         named = [key] if key is not None else [tuple(text.split(".")) for text in _KEY.findall(sentence)]
         for each in named:
             for key, setting in self.settings.items():
@@ -60,40 +62,85 @@ class Source:
                     return f"--set {setting}: "
             if each in self.lines:
                 return f"{self.file}:{self.lines[each]}: "
-        # A key that is missing, or has its default: the table that it belongs to.
+        # A missing key, or one with its default value: take the line of its table.
         line = next((line for each in named if (line := line_of(each, self.lines)) is not None), None)
         return "" if self.file is None else f"{self.file}: " if line is None else f"{self.file}:{line}: "
 
 
-class RecipeError(ValueError):
-    """A recipe that cannot be trained: one line each of `problems`, which say where, which key, what and what to do."""
-
-    def __init__(self, problems: Sequence[str]) -> None:
-        super().__init__("\n".join(problems))
-        self.problems = tuple(problems)
-
-
 def suggest(word: str, known: Iterable[str]) -> str:
-    """ "did you mean x?" where something is spelt alike, else what there is."""
+    """Return "did you mean x?" if a known word is similar, else the list of known words."""
     known = list(known)
     close = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
-    return f"did you mean {close[0]}?" if close else f"there is {', '.join(known)}"
+    return f"did you mean {close[0]}?" if close else f"there is {', '.join(known)}" if known else "it has none"
+
+
+def recipe_keys(key: Key) -> tuple[str, Sequence[str]] | None:
+    """`KeysOf` of a recipe."""
+    section: type[BaseModel] = Recipe
+    for part in key:
+        found = section.model_fields.get(part)
+        kinds = () if found is None else (found.annotation, *get_args(found.annotation))
+        sections = [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)]
+        if not sections:
+            return None
+        section = sections[0]
+    return f"[{'.'.join(key)}]" if key else "a recipe", list(section.model_fields)
+
+
+def validation_sentences(error: ValidationError, keys_of: KeysOf = recipe_keys) -> list[tuple[Key, str]]:
+    """One (key, text behind the key's name) for each wrong key, in pydantic's order."""
+    found: dict[Key, list[ErrorDetails]] = {}
+    for each in error.errors(include_url=False):
+        key: Key = ()
+        for part in each["loc"]:
+            # Behind a value's key pydantic names the member of a union and places in a list.
+            if not isinstance(part, str) or keys_of(key) is None:
+                break
+            key = (*key, part)
+        found.setdefault(key, []).append(each)
+    return [(key, _problem(key, details, keys_of)) for key, details in found.items()]
+
+
+def _problem(key: Key, details: Sequence[ErrorDetails], keys_of: KeysOf) -> str:
+    first = details[0]
+    if first["type"] == "extra_forbidden":
+        owner, known = keys_of(key[:-1]) or ("", ())
+        return f" is not a key of {owner}; {suggest(key[-1], known)}"
+    if first["type"] == "missing" and len(first["loc"]) == len(key):
+        return " is missing, and has no default"
+    if first["type"] == "value_error":
+        # The sentence of a validator; one about several sections names its keys itself.
+        return f"{': ' if key else ''}{first['ctx']['error']}"
+    if first["type"] in ("model_type", "model_attributes_type", "dict_type"):
+        return f" is {_shown(first['input'])}; it must be a table"
+    messages = list(dict.fromkeys(each["msg"] for each in details))
+    wanted = [message.removeprefix("Input should be ").removeprefix("Input is not ") for message in messages]
+    if any(message in wanted for message in messages):
+        # A message about a part of the value, such as the length of a list.
+        return f" is {_shown(first['input'])}: {'; '.join(messages)}"
+    return f" is {_shown(first['input'])}; it must be {' or '.join(wanted)}"
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return "a table"
+    return str(value).lower() if isinstance(value, bool) else repr(value)
 
 
 def error_text(error: BaseException) -> str:
-    """What it says, without torch's words and stack round what a communication hook raised."""
+    """The error's text, without torch's text and stack around the error of a communication hook."""
     return _CALLBACK.sub(r"\1", str(error))
 
 
 def error_kind(error: BaseException) -> str:
-    """The name of its class; of what a communication hook raised, of which torch keeps words alone, the one in them."""
-    told = _CALLBACK.match(str(error))
-    first = told.group(1).partition(":")[0] if told else ""
+    """The name of the error's class. torch keeps only the text of a hook's error, so its class is read from there."""
+    hook = _CALLBACK.match(str(error))
+    first = hook.group(1).partition(":")[0] if hook else ""
     return first if first.isidentifier() else type(error).__name__
 
 
 def error_sentence(error: BaseException) -> str:
-    """What was raised: netfold's own ValueErrors as they are; others with their type, and the line that raised them."""
+    """The text of netfold's own ValueErrors; other errors with their type, and the line that raised them."""
     text = " ".join(error_text(error).split())
     if isinstance(error, OSError) and error.filename is not None:
         return f"{error.filename}: {error.strerror}"

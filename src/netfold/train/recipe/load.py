@@ -1,6 +1,6 @@
-"""From a file and settings to a recipe, or to sentences that say which key on which line is wrong, and what would do.
+"""Read a recipe from a file and settings, or raise sentences that name each wrong key, its line, and a correction.
 
-What is found here needs neither torch nor the model nor the data; `checked` asks those.
+These checks need no torch, model or data; `validate.py` makes the checks that do.
 """
 
 from __future__ import annotations
@@ -15,82 +15,85 @@ from typing import Any
 from pydantic import ValidationError
 
 from netfold.plan.request.key_lines import Key, key_lines
-from netfold.train.recipe import Recipe, shipped
-from netfold.train.recipe.errors import RecipeError, Source
-from netfold.train.recipe.messages import sentences
+from netfold.train.recipe import Recipe
+from netfold.train.recipe.errors import RecipeError, Source, validation_sentences
 
 if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib
 
-Tree = dict[str, Any]
-
+_TRAIN = Path(__file__).resolve().parent.parent
 _AT = re.compile(r" \(at (?:line (\d+), column \d+|end of document)\)$")
 _SETTING = re.compile(r"\s*([A-Za-z0-9_-]+(?:\.[A-Za-z0-9_-]+)+)\s*=(.*)", re.DOTALL)
 
 
 def load(file: Path, settings: Sequence[str] = ()) -> tuple[Recipe, Source]:
-    """The recipe in `file`, with `settings` ("parallel.pipeline=4") laid over it, and where its keys were written.
+    """Read the recipe in `file`, override it with `settings` ("parallel.pipeline=4"), and record the keys' places.
 
-    `file` may be the name of a shipped recipe. A run without a name gets the file's. Raises RecipeError, which lists
-    everything that is wrong.
+    `file` may be the name of a shipped recipe. A run without a name takes the file's name. Raises RecipeError with all
+    problems.
     """
-    file = shipped.find(file)
+    file = find_shipped(file)
     text = _text(file)
     try:
         tree = tomllib.loads(text)
     except RecursionError:
-        raise RecipeError([f"{file}: lists or tables lie inside each other too deeply to be read"]) from None
-    except ValueError as error:  # TOMLDecodeError is one; a number of thousands of digits is another
-        raise RecipeError([_not_toml(file, text, str(error))]) from None
-    said: dict[Key, str] = {}
-    for setting in settings:
-        said[_lay_over(tree, setting)] = setting
-    source = Source(file, key_lines(text), said)
+        raise RecipeError([f"{file}: lists or tables are nested too deeply"]) from None
+    except ValueError as error:  # A TOMLDecodeError, or a number of thousands of digits.
+        at = _AT.search(str(error))
+        line = int(at[1]) if at and at[1] else len(text.splitlines())
+        raise RecipeError([f"{file}:{line}: this is not TOML: {_AT.sub('', str(error))}; see toml.io"]) from None
+    source = Source(file, key_lines(text), {_override(tree, setting): setting for setting in settings})
     try:
-        # A date becomes text: JSON, as which the recipe reaches the ranks, has none.
+        # A date becomes text: the recipe must be writable as JSON, which has no dates.
         recipe = Recipe.model_validate(json.loads(json.dumps(tree, default=str)))
     except ValidationError as error:
-        raise RecipeError([source.place(words, key or None) + words for key, words in sentences(error)]) from None
+        found = [(key, ".".join(key) + words) for key, words in validation_sentences(error)]
+        raise RecipeError([source.place(words, key or None) + words for key, words in found]) from None
     if recipe.run.name is None:
         recipe = recipe.model_copy(update={"run": recipe.run.model_copy(update={"name": file.stem})})
     return recipe, source
+
+
+def shipped_folder() -> Path:
+    """The folder of the shipped recipes: inside an installed package, or at the root of a checkout."""
+    inside = _TRAIN / "recipes"
+    return inside if inside.is_dir() else _TRAIN.parents[2] / "recipes"
+
+
+def shipped_names() -> list[str]:
+    """["bert", "dlrm", ...], sorted."""
+    return sorted(path.stem for path in shipped_folder().glob("*.toml"))
+
+
+def find_shipped(asked: Path) -> Path:
+    """The shipped recipe of that name; `asked` itself if it exists, has a folder or an ending, or no recipe has it."""
+    if asked.exists() or asked.name != str(asked) or asked.suffix:
+        return asked
+    shipped = shipped_folder() / f"{asked}.toml"
+    return shipped if shipped.is_file() else asked
 
 
 def _text(file: Path) -> str:
     try:
         return file.read_text(encoding="utf-8")
     except FileNotFoundError:
-        near = sorted(str(path) for path in file.parent.glob("*.toml"))
-        there = f"in that folder there is {', '.join(near)}" if near else "give the path of a recipe, a TOML file"
-        ours = "" if near else f", or the name of one that comes with netfold: {', '.join(shipped.names())}"
-        raise RecipeError([f"{file}: there is no such file; {there}{ours}"]) from None
+        near = ", ".join(sorted(str(path) for path in file.parent.glob("*.toml")))
+        shipped = f"give a TOML file's path, or a shipped name: {', '.join(shipped_names())}"
+        instead = f"in that folder there is {near}" if near else shipped
+        raise RecipeError([f"{file}: there is no such file; {instead}"]) from None
     except OSError as error:
         raise RecipeError([f"{file}: cannot be read: {error.strerror}; give the path of a recipe"]) from None
     except UnicodeDecodeError as error:
-        raise RecipeError([f"{file}: is not text in UTF-8 (byte {error.start}); save it as that"]) from None
+        raise RecipeError([f"{file}: byte {error.start} is not UTF-8; save the file as UTF-8"]) from None
 
 
-def _not_toml(file: Path, text: str, said: str) -> str:
-    at = _AT.search(said)
-    reason = said[: at.start()] if at else said
-    line = int(at[1]) if at and at[1] else len(text.splitlines())
-    fix = {
-        "Invalid value": "text needs quotes, and true and false are small",
-        "Expected '=' after a key in a key/value pair": "a line is key = value, a table [name]",
-        "Cannot overwrite a value": "a key may be given once",
-    }.get(reason, "see toml.io for the format")
-    if reason.startswith("Cannot declare"):
-        reason, fix = "this table was begun above", "put its keys together"
-    return f"{file}:{line}: this is not TOML: {reason[:1].lower()}{reason[1:]}; {fix}"
-
-
-def _lay_over(tree: Tree, setting: str) -> Key:
-    """Put one setting's value in the place of the file's; returns its key."""
+def _override(tree: dict[str, Any], setting: str) -> Key:
+    """Replace the file's value by the setting's; return its key."""
     asked = _SETTING.fullmatch(setting)
     if asked is None:
-        raise RecipeError([f"--set {setting}: this is no setting; write section.key=value, as parallel.pipeline=4"])
+        raise RecipeError([f"--set {setting}: write section.key=value, such as parallel.pipeline=4"])
     key, value = tuple(asked[1].split(".")), asked[2].strip()
     table = tree
     for end, part in enumerate(key[:-1], 1):
@@ -100,7 +103,7 @@ def _lay_over(tree: Tree, setting: str) -> Key:
     if value:
         table[key[-1]] = _value(setting, value)
     else:
-        # The way to go from steps to epochs: no value, no key.
+        # An empty value removes the key: this is how a recipe changes from steps to epochs.
         table.pop(key[-1], None)
     return key
 
@@ -111,8 +114,7 @@ def _value(setting: str, text: str) -> Any:
     except tomllib.TOMLDecodeError as error:
         if text[0] not in "[{\"'" and "\n" not in text:
             return text
-        reason = _AT.sub("", str(error))
-        raise RecipeError([f"--set {setting}: its value is not TOML: {reason[:1].lower()}{reason[1:]}"]) from None
+        raise RecipeError([f"--set {setting}: the value is not TOML: {_AT.sub('', str(error))}"]) from None
     if len(read) > 1:
-        raise RecipeError([f"--set {setting}: these are several; give each a --set of its own"])
+        raise RecipeError([f"--set {setting}: give each setting its own --set"])
     return read["value"]

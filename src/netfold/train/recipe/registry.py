@@ -1,4 +1,4 @@
-"""Factories by name: what netfold brings, and "module:factory" of one's own; their options held against signatures."""
+"""Find factories by netfold's names or "module:factory", and check their options against their signatures."""
 
 from __future__ import annotations
 
@@ -10,50 +10,54 @@ import typing
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from pydantic import ConfigDict, TypeAdapter, ValidationError
-from pydantic.errors import PydanticUserError
+from pydantic import ConfigDict, TypeAdapter, ValidationError, with_config
+from typing_extensions import NotRequired, Required, TypedDict
 
 from netfold.extras import missing_extra
+from netfold.plan.request.key_lines import Key
 from netfold.train.recipe import Factory
-from netfold.train.recipe.errors import RecipeError, suggest
-from netfold.train.recipe.messages import wanted
+from netfold.train.recipe.errors import RecipeError, suggest, validation_sentences
 
 
 def factory(asked: Factory, known: Mapping[str, str], kind: str) -> Callable[..., Any]:
-    """The callable that `asked` names, with its options, as its annotations want them (text for a Path): call it.
+    """The callable that `asked` names, bound to its options as its annotations want them (text becomes a Path).
 
-    `kind` is the recipe's table, "model" or "data". Raises RecipeError: a name that there is not, and every option
-    that is unknown, missing, or of another type than the annotation says.
+    kind: the recipe's table, "model" or "data". Raises RecipeError for an unknown name, and for every option that is
+    unknown, missing, or of another type than its annotation.
     """
     found = _find(asked, known, kind)
     parameters = inspect.signature(found).parameters
     hints = _hints(found)
-    problems: list[str] = []
-    options: dict[str, Any] = {}
+    named = {
+        name: each for name, each in parameters.items() if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)
+    }
+    fields = {
+        name: (Required if each.default is each.empty else NotRequired)[hints.get(name, Any)]
+        for name, each in named.items()
+    }
     open_ended = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
-    names = [name for name, each in parameters.items() if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)]
-    for name, value in asked.options.items():
-        if name not in names and not open_ended:
-            there = suggest(name, names) if names else "it has none"
-            problems.append(f"{kind}.{name} is not an option of {asked.name}; {there}")
-            continue
-        try:
-            options[name] = _fitting(value, hints[name]) if name in hints else value
-        except ValidationError as error:
-            must = " or ".join(dict.fromkeys(wanted(each) for each in error.errors(include_url=False)))
-            problems.append(f"{kind}.{name} is {value!r}; it must be {must}")
-    problems += [
-        f"{kind}.{name} is missing; {asked.name} has no default for it"
-        for name in names
-        if parameters[name].default is inspect.Parameter.empty and name not in asked.options
-    ]
-    if problems:
-        raise RecipeError(problems)
+    config = ConfigDict(extra="allow" if open_ended else "forbid", strict=True, arbitrary_types_allowed=True)
+    adapter = TypeAdapter(with_config(config)(TypedDict("Options", fields)))  # type: ignore[operator]
+
+    def keys_of(key: Key) -> tuple[str, list[str]] | None:
+        return None if key else (asked.name, list(named))
+
+    try:
+        text = json.dumps(asked.options)
+    except TypeError:
+        # A recipe that was made in Python may hold objects.
+        text = ""
+    try:
+        # Validated as JSON, a list may become a tuple and text a path, but no other type is converted.
+        options = adapter.validate_json(text) if text else adapter.validate_python(asked.options)
+    except ValidationError as error:
+        problems = validation_sentences(error, keys_of)
+        raise RecipeError([f"{kind}.{'.'.join(key)}{words}" for key, words in problems]) from None
     return functools.partial(found, **options)
 
 
 def arguments(made: Callable[..., Any]) -> dict[str, Any]:
-    """All that a callable of `factory` will be called with, defaults too."""
+    """All arguments that a callable of `factory` will be called with, defaults too."""
     bound = inspect.signature(made).bind()
     bound.apply_defaults()
     return dict(bound.arguments)
@@ -63,18 +67,16 @@ def _find(asked: Factory, known: Mapping[str, str], kind: str) -> Callable[..., 
     place = known.get(asked.name, asked.name)
     if ":" not in place:
         raise RecipeError(
-            [f"{kind}.name is {asked.name!r}; {suggest(asked.name, known)} (one of your own is written module:factory)"]
+            [f"{kind}.name is {asked.name!r}; {suggest(asked.name, known)} (your own: write module:factory)"]
         )
     module, _, name = place.partition(":")
     try:
         found = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
-        lacking = missing_extra(error, "train")
-        if lacking is not None:
-            raise RecipeError([f"{kind}.name is {asked.name!r}: {lacking}"]) from error
-        raise RecipeError([f"{kind}.name is {asked.name!r}: {error}; it must be module:factory"]) from error
+        problem = missing_extra(error, "train") or f"{error}; it must be module:factory"
+        raise RecipeError([f"{kind}.name is {asked.name!r}: {problem}"]) from error
     if not callable(found):
-        raise RecipeError([f"{kind}.name is {asked.name!r}, which is no function but {type(found).__name__}"])
+        raise RecipeError([f"{kind}.name is {asked.name!r}, which is {type(found).__name__} and not a function"])
     made: Callable[..., Any] = found
     return made
 
@@ -83,19 +85,5 @@ def _hints(found: Any) -> dict[str, Any]:
     try:
         return typing.get_type_hints(found.__init__ if inspect.isclass(found) else found)
     except (NameError, TypeError):
-        # Annotations that mean nothing at run time say nothing about options.
+        # Annotations that have no meaning at run time do not restrict options.
         return {}
-
-
-def _fitting(value: Any, hint: Any) -> Any:
-    try:
-        adapter = TypeAdapter(hint, config=ConfigDict(arbitrary_types_allowed=True))
-    except PydanticUserError:
-        adapter = TypeAdapter(hint)
-    try:
-        text = json.dumps(value)
-    except TypeError:
-        # An object, of a recipe made in Python.
-        return adapter.validate_python(value, strict=True)
-    # By way of JSON, a list may be a tuple and text a path, and yet nothing else is taken for what it is not.
-    return adapter.validate_json(text, strict=True)

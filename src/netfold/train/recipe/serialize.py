@@ -1,7 +1,6 @@
-"""A recipe written down with all its defaults, so that what was run can be read, and run again.
+"""Write a recipe with all its defaults as TOML, so that a run can be read and repeated.
 
-Python reads TOML and does not write it; a recipe's tables hold text, numbers, lists and tables of these, and that much
-is written here.
+Python reads TOML and does not write it; a recipe's tables hold text, numbers, lists and tables of these.
 """
 
 from __future__ import annotations
@@ -23,16 +22,16 @@ NAME = "recipe.toml"
 
 
 def to_toml(recipe: Recipe) -> str:
-    """TOML that loads to an equal recipe. ValueError where an option of a factory is nothing that TOML can say."""
+    """TOML that loads to an equal recipe. Raises ValueError if TOML cannot express an option of a factory."""
     lines = []
     for section, keys in recipe.model_dump().items():
         if keys is None:
             continue
         lines.append(f"[{section}]")
-        made_by_name = isinstance(getattr(recipe, section), Factory)
+        has_factory = isinstance(getattr(recipe, section), Factory)
         for key, value in keys.items():
-            # A key of ours that is None is one that was not given; a factory's own None means something to it.
-            if value is not None or made_by_name:
+            # A section's key that is None was not given; a factory may give its own None a meaning.
+            if value is not None or has_factory:
                 lines.append(f"{_key(key)} = {_value(value, f'{section}.{key}')}")
         lines.append("")
     return "\n".join(lines)
@@ -45,7 +44,7 @@ def read_resolved(folder: Path) -> Recipe:
 
 def _value(value: Any, where: str) -> str:
     if isinstance(value, bool):
-        return "true" if value else "false"
+        return str(value).lower()
     if isinstance(value, (int, float)):
         return repr(value)
     if isinstance(value, (str, Path)):
@@ -54,7 +53,7 @@ def _value(value: Any, where: str) -> str:
         return f"[{', '.join(_value(each, where) for each in value)}]"
     if isinstance(value, Mapping):
         return f"{{{', '.join(f'{_key(str(key))} = {_value(each, where)}' for key, each in value.items())}}}"
-    raise ValueError(f"{where} is {value!r}, which a recipe file cannot say: use text, numbers, lists and tables")
+    raise ValueError(f"{where} is {value!r}, which a recipe file cannot hold: use text, numbers, lists and tables")
 
 
 def _key(key: str) -> str:
@@ -62,5 +61,5 @@ def _key(key: str) -> str:
 
 
 def _text(text: str) -> str:
-    # JSON's escapes are TOML's, but for DEL, and for what JSON writes as two halves.
+    # JSON's escapes are TOML's, except for DEL and for characters that JSON writes as surrogate pairs.
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")

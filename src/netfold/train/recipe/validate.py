@@ -1,6 +1,6 @@
-"""What can be said of a recipe only with its model and data at hand: both are made, and held against the split.
+"""Check a recipe by making its model and its data, and checking both against the split.
 
-The model is made of fake tensors (torch's FakeTensorMode), so it costs no memory; the data is made really.
+The model is made of fake tensors (torch's FakeTensorMode), which need no memory; the data is real.
 """
 
 from __future__ import annotations
@@ -9,11 +9,14 @@ import re
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from netfold.train.datasets import DATASETS, make_data
 from netfold.train.examples import BadExampleError, Batch, Data
@@ -24,12 +27,11 @@ from netfold.train.parallel.batch_norm import norms_of
 from netfold.train.parallel.pipeline_plan import check_chain
 from netfold.train.recipe import Factory, Recipe
 from netfold.train.recipe.errors import RecipeError, error_sentence, suggest
-from netfold.train.recipe.index_tracking import IndexTracker
 from netfold.train.recipe.registry import arguments, factory
 from netfold.train.recipe.split import Split, split
 
 Made = TypeVar("Made")
-# In torch's warning of a target of another shape: the target's, then the output's.
+# In torch's warning about a target of another shape: the target's shape, then the output's.
 _SHAPE = re.compile(r"torch\.Size\((\[[^]]*\])\)")
 EXAMPLES_TRIED = 8
 NUMBERS_TRIED = 1 << 21
@@ -37,19 +39,19 @@ NUMBERS_TRIED = 1 << 21
 
 @dataclass(frozen=True)
 class ValidatedRecipe:
-    """A recipe that nothing is known against."""
+    """A recipe that has passed all checks."""
 
     split: Split
     model: Model
-    """Of fake tensors of `fake`, where it could be made so."""
+    """Of fake tensors of `fake`, or of real tensors if `fake` is None."""
     fake: FakeTensorMode | None
     data: Data
     example: Batch
-    """Of the training examples: two samples."""
+    """Two samples of the training examples."""
 
 
 def validate_recipe(recipe: Recipe, ranks: int) -> ValidatedRecipe:
-    """Make what the recipe names, for so many ranks. Raises RecipeError with everything that is wrong."""
+    """Make the recipe's model and data, for `ranks` ranks. Raises RecipeError with all problems."""
     problems = _backend(recipe.run.backend)
     shares = _collected(problems, lambda: split(recipe, ranks))
     model, fake = _collected(problems, lambda: _model(recipe.model)) or (None, None)
@@ -73,14 +75,14 @@ def _collected(problems: list[str], make: Callable[[], Made]) -> Made | None:
 
 
 def _model(asked: Factory) -> tuple[Model, FakeTensorMode | None]:
-    # What is wrong with name and options is said here, once.
+    # Check name and options first, so that their problems are reported once.
     factory(asked, MODELS, "model")
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     try:
         with mode:
             return make_model(asked), mode
     except Exception:
-        # It may want real numbers (a file of weights); and if it is wrong, then of real ones too, in plainer words.
+        # The model may need real values (a file of weights). If the model is wrong, real tensors give a clearer error.
         return _made(make_model, asked, "model"), None
 
 
@@ -99,7 +101,7 @@ def _backend(name: str) -> list[str]:
     if dist.is_backend_available(name.lower()):
         return []
     there = [each for each in dist.Backend.backend_list if each != "undefined" and dist.is_backend_available(each)]
-    return [f"run.backend is {name!r}, which this torch has not; {suggest(name, there)}"]
+    return [f"run.backend is {name!r}, which this torch lacks; {suggest(name, there)}"]
 
 
 def _example(recipe: Recipe, data: Data) -> Batch:
@@ -107,7 +109,7 @@ def _example(recipe: Recipe, data: Data) -> Batch:
     for which, examples in (("training", data.train), ("held-out", data.held_out)):
         if len(examples) == 0:
             raise RecipeError([f"data.name {name!r} has no {which} examples; look at its options"])
-    # Where an unreadable one is left out, a later one may be read.
+    # With "skip", training replaces an unreadable example, so a later one may serve.
     tries = min(len(data.train), EXAMPLES_TRIED) if recipe.fault_tolerance.missing_data == "skip" else 1
     for index in range(tries):
         try:
@@ -120,10 +122,10 @@ def _example(recipe: Recipe, data: Data) -> Batch:
 
 
 def _fit(recipe: Recipe, model: Model, fake: FakeTensorMode | None, data: Data, example: Batch) -> list[str]:
-    """Whether the model takes what the data gives, and its loss what comes out."""
+    """Check that the model accepts the data's inputs, and the loss the model's outputs."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        # torch only warns of a target of another shape, and learns the wrong thing.
+        # torch only warns about a target of another shape, and trains on broadcast values.
         warnings.filterwarnings("error", message="Using a target size")
         try:
             if fake is not None:
@@ -132,32 +134,32 @@ def _fit(recipe: Recipe, model: Model, fake: FakeTensorMode | None, data: Data, 
                 except (ValueError, UserWarning):
                     raise
                 except Exception:
-                    # What fake tensors cannot do may still be right: the real ones decide.
+                    # An operation that fake tensors do not support may be correct: real tensors decide.
                     pass
             real = make_model(recipe.model)
             return _loss(recipe, _computed(recipe, real, [*example.inputs, example.target]))
         except RecipeError as error:
             return list(error.problems)
         except Exception as error:
-            names = f"model.name {recipe.model.name!r} does not take what data.name {recipe.data.name!r} gives"
-            return [f"{_differing(recipe)}{names}: {_in_plain_words(error)}"]
+            names = f"model.name {recipe.model.name!r} does not fit data.name {recipe.data.name!r}"
+            return [f"{_differing(recipe)}{names}: {_explained(error)}"]
 
 
-def _in_plain_words(error: Exception) -> str:
+def _explained(error: Exception) -> str:
     shapes = _SHAPE.findall(str(error)) if isinstance(error, UserWarning) else []
     if len(shapes) != 2:
         return error_sentence(error)
     target, output = shapes
-    return f"the loss is given outputs of shape {output} and targets of shape {target}"
+    return f"the loss gets outputs of shape {output} and targets of shape {target}"
 
 
 def _computed(recipe: Recipe, model: Model, numbers: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The loss of a batch (inputs, then the target). RecipeError where it cannot be cut as it will be."""
+    """The loss of a batch (inputs, then the target). Raises RecipeError if sequences cannot be cut as planned."""
     ranks = recipe.parallel.tensor
     try:
         styles = tensor.styles_of(model, recipe.parallel)
     except ValueError:
-        styles = {}  # `_parts` has said why
+        styles = {}  # `_parts` reports this.
     with tensor.sequences_checked(model.module, styles, ranks):
         *inputs, target = numbers
         return model.loss(model.module(*inputs), target)
@@ -165,15 +167,15 @@ def _computed(recipe: Recipe, model: Model, numbers: Sequence[torch.Tensor]) -> 
 
 def _fake_loss(recipe: Recipe, model: Model, fake: FakeTensorMode, batch: Batch) -> torch.Tensor:
     real = [*batch.inputs, batch.target]
-    with fake, IndexTracker(model.module) as followed:
+    with fake, IndexTracker(model.module) as tracker:
         like = [torch.empty_like(each, device="cpu") for each in real]
         for each, value in zip(like, real, strict=True):
-            followed.tell(each, value)
+            tracker.track(each, value)
         return _computed(recipe, model, like)
 
 
 def _many(data: Data, example: Batch) -> Batch:
-    """Where a model looks up what the data gives: as many examples as are read in a moment, evenly spread."""
+    """For data with indices: a larger batch of evenly chosen examples, up to NUMBERS_TRIED numbers."""
     numbers = sum(each[0].numel() for each in example.inputs if not each.is_floating_point())
     if numbers == 0:
         return example
@@ -182,12 +184,12 @@ def _many(data: Data, example: Batch) -> Batch:
     try:
         return data.train.batch(chosen, chosen)
     except BadExampleError:
-        # What is done about it is for training to say (fault_tolerance.missing_data).
+        # Training handles unreadable examples (fault_tolerance.missing_data).
         return example
 
 
 def _differing(recipe: Recipe) -> str:
-    """Options that model and data both have, and not alike: what is asked of the one is often what the other lacks."""
+    """The options of model and data with equal names and different values, which are often the cause of an error."""
     model, data = (
         arguments(factory(asked, known, kind))
         for asked, known, kind in ((recipe.model, MODELS, "model"), (recipe.data, DATASETS, "data"))
@@ -204,7 +206,7 @@ def _loss(recipe: Recipe, loss: torch.Tensor) -> list[str]:
 
 
 def _parts(recipe: Recipe, model: Model) -> list[str]:
-    """Whether the model can be put together as the ranks will: each part says what it cannot do."""
+    """Check that each kind of parallelism can be applied to the model."""
     parallel, problems = recipe.parallel, []
     asked: list[Callable[[], object]] = [lambda: embeddings.embeddings_to_shard(model, recipe)]
     if parallel.tensor > 1:
@@ -217,7 +219,55 @@ def _parts(recipe: Recipe, model: Model) -> list[str]:
         try:
             each()
         except RecipeError:
-            pass  # of the recipe alone: the split has said it
+            pass  # `split` reports problems of the recipe alone.
         except ValueError as error:
             problems.append(error_sentence(error))
     return problems
+
+
+class IndexTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Follow integers through a pass of fake tensors; enter it inside the fake mode.
+
+    A fake tensor has no values, so a table with too few rows would pass unnoticed. Integers that are computed only from
+    known integers are computed for real too. Raises ValueError for a row that a table lacks, and for a class beyond the
+    last one.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._names = {id(parameter): name for name, parameter in module.named_parameters()}
+        # Also keeps the fake tensor alive, so that its id stays unique.
+        self._known: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def track(self, fake: Tensor, real: Tensor) -> None:
+        """Record the values of `fake` if they are integers."""
+        if not real.is_floating_point():
+            self._known[id(fake)] = fake, real
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = func.overloadpacket.__name__
+        if name in ("embedding", "_embedding_bag"):
+            self._check(args[1], args[0].shape[0], self._names.get(id(args[0]), "a table"), "rows")
+        elif name in ("nll_loss_forward", "nll_loss2d_forward"):
+            self._check(args[1], args[0].shape[1 if args[0].ndim > 1 else 0], "the loss", "classes", args[4])
+        result = func(*args, **kwargs)
+        given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
+        whole = isinstance(result, Tensor) and not result.is_floating_point() and not result.is_complex()
+        drawn = torch.Tag.nondeterministic_seeded in func.tags or "empty" in name or func._schema.is_mutable
+        if whole and not drawn and all(id(each) in self._known for each in given):
+            real_args, real_kwargs = tree_map_only(Tensor, lambda each: self._known[id(each)][1], (args, kwargs))
+            with unset_fake_temporarily():
+                self.track(result, func(*real_args, **real_kwargs))
+        return result
+
+    def _check(self, asked: Tensor, count: int, where: str, what: str, ignored: int | None = None) -> None:
+        if id(asked) not in self._known:
+            return
+        with unset_fake_temporarily():
+            numbers = self._known[id(asked)][1]
+            beyond = (numbers < 0) | (numbers >= count)
+            wrong = numbers[beyond if ignored is None else beyond & (numbers != ignored)]
+            worst = int(wrong.max()) if wrong.numel() else None
+        if worst is not None:
+            raise ValueError(f"{where} has {count} {what}, and number {worst} is used")

@@ -1,11 +1,11 @@
-"""A torch module as the planner takes it: what each of its leaf modules asks for, in order of execution.
+"""A torch module as the planner's model: the work of each leaf module, in order of execution.
 
-    model = traced(parse_module("package.module:factory"), [parse_input("32x3x224x224")])
+    model = trace_module(parse_module("package.module:factory"), [parse_input("32x3x224x224")])
 
-It runs once forward and back on fake tensors, which have a shape and no memory: nothing is allocated or computed. So
-its forward pass may not ask for a number (`if x.sum() > 0`), and custom kernels need a fake version of their own.
+The module runs forward and backward on fake tensors, which have a shape and no memory. So its forward pass must not
+depend on values (`if x.sum() > 0`), and custom kernels need a fake implementation.
 
-    asked    modules and inputs as people write them    watch    what runs, part by part
+    module_spec    parse modules and inputs    tracer    record the operations of each part    traced    make the model
 """
 
 from netfold.train.trace.module_spec import Input, TraceError, parse_input, parse_module

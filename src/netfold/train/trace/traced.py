@@ -1,4 +1,4 @@
-"""A module, run once forward and back on fake tensors, as the planner's model."""
+"""Run a module forward and backward on fake tensors, and make the planner's model of it."""
 
 from __future__ import annotations
 
@@ -20,40 +20,40 @@ from netfold.train.model import Model
 from netfold.train.trace.module_spec import Input, TraceError
 from netfold.train.trace.tracer import OnAnAccelerator, Ran, TraceMode, tensors
 
-# torch's errors where an operation's result, or its size, depends on numbers: of fake tensors, and of meta tensors.
-_WANTS_NUMBERS = ("DataDependent", "DynamicOutputShape", "UnsupportedFakeTensor", "GuardOnDataDependent")
-_SAYS_SO = ("data-dependent", "meta tensors", ".numpy() is not supported", ".tolist() is not supported")
+# torch's errors for operations whose result or size depends on values: of fake tensors, and of meta tensors.
+_NEEDS_VALUES = ("DataDependent", "DynamicOutputShape", "UnsupportedFakeTensor", "GuardOnDataDependent")
+_NEEDS_VALUES_TEXTS = ("data-dependent", "meta tensors", ".numpy() is not supported", ".tolist() is not supported")
 
 
 def trace_module(make: Callable[[], Any], inputs: Sequence[Input], name: str = "") -> Traced:
-    """What `make` makes (a module, or netfold.train's Model), in a step on `inputs`; name: the class's, if it is not
-    said.
+    """Trace a step of the module that `make` returns (a module, or netfold.train's Model) on `inputs`.
 
-    Everything that a forward pass returns and that has a gradient is gone back from; of an output with a `loss`, that
-    alone. Raises TraceError, in a sentence: no module, inputs that it does not take, values that it asks for.
+    name: of the traced model; by default its class's. The backward pass starts from every output with a gradient, or
+    only from an output's `loss` if it has one. Raises TraceError, a sentence, for a wrong module or input, and for a
+    forward pass that depends on values.
     """
     if not inputs:
-        raise TraceError("a module is traced with inputs: give each, such as --input 32x3x224x224")
+        raise TraceError("a trace needs the module's inputs: give each, such as --input 32x3x224x224")
     counts = sorted({each.shape[0] for each in inputs})
     if len(counts) > 1:
         raise TraceError(
-            f"inputs of {' and '.join(map(str, counts))} samples; the first dimension is the sample, and as long in all"
+            f"inputs of {' and '.join(map(str, counts))} samples; the first dimension is the sample, equal in all"
         )
     with warnings.catch_warnings(), _quiet():
-        # What libraries say of their own future is not about a plan.
+        # Deprecation warnings of libraries do not concern a plan.
         warnings.simplefilter("ignore")
-        # What a CPU's own library does in one kernel (an LSTM) is taken apart: it is no accelerator's.
+        # Without mkldnn an LSTM is several kernels, as on accelerators.
         with torch.backends.mkldnn.flags(enabled=False), FakeTensorMode(allow_non_fake_inputs=True):
-            with _left_unset():
-                module = _made(make)
+            with _no_initialisation():
+                module = _make(make)
             name = name or type(module).__name__
             once, twice = (_run(module, inputs, times, name) for times in (1, 2))
     parts, place = _parts(once)
     more, _ = _parts(twice)
     if [_outline(each) for each in parts] != [_outline(each) for each in more]:
         raise TraceError(
-            f"{name}: does other things with {2 * counts[0]} samples than with {counts[0]}, so nothing can be said of "
-            "other microbatches; trace it with more samples"
+            f"{name}: runs different operations for {2 * counts[0]} samples than for {counts[0]}, so other "
+            "microbatches cannot be predicted; trace it with more samples"
         )
     gradients = tuple(Gradient(each.numel(), place[at]) for each, at in once.gradients)
     return Traced(name, counts[0], parts, more, gradients, tuple(_notes(name, once)))
@@ -61,7 +61,7 @@ def trace_module(make: Callable[[], Any], inputs: Sequence[Input], name: str = "
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Fake tensors log what they raise, with its stack; here it becomes a sentence."""
+    """Silence the log of fake tensors' errors and stacks: the caller raises a sentence instead."""
     log = logging.getLogger(FakeTensorMode.__module__)
     before, log.disabled = log.disabled, True
     try:
@@ -71,8 +71,8 @@ def _quiet() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _left_unset() -> Iterator[None]:
-    """Nobody looks at a weight's first numbers, and some rules for them (trunc_normal_) ask for numbers themselves."""
+def _no_initialisation() -> Iterator[None]:
+    """Skip the initialisation of weights: a trace ignores values, and some rules (trunc_normal_) depend on them."""
     rules = {name: rule for name, rule in vars(nn.init).items() if name.endswith("_") and not name.startswith("_")}
     try:
         for name in rules:
@@ -83,11 +83,11 @@ def _left_unset() -> Iterator[None]:
             setattr(nn.init, name, rule)
 
 
-def _made(make: Callable[[], Any]) -> nn.Module:
+def _make(make: Callable[[], Any]) -> nn.Module:
     made = make()
     module = made.module if isinstance(made, Model) else made
     if not isinstance(module, nn.Module):
-        raise TraceError(f"what it makes is no torch.nn.Module but {type(made).__name__}; return the module")
+        raise TraceError(f"the factory returned {type(made).__name__} and not a torch.nn.Module; return the module")
     return module.train()
 
 
@@ -107,7 +107,7 @@ def _run(module: nn.Module, inputs: Sequence[Input], times: int, name: str) -> T
     except Exception as error:
         _explain(error, name, inputs)
     if not ends:
-        raise TraceError(f"{name}: returns nothing that has a gradient, so there is nothing to train")
+        raise TraceError(f"{name}: no output has a gradient, so there is nothing to train")
     module.zero_grad()
     return watch
 
@@ -119,7 +119,7 @@ def _ends(returned: Any) -> list[Tensor]:
 
 
 def _parts(watch: TraceMode) -> tuple[tuple[Part, ...], dict[int, int]]:
-    """Without stretches in which nothing was done; and of each place in what was seen, the part it belongs to."""
+    """(parts without idle stretches; the index of the part for each index of `watch.seen`)."""
     made: list[Part] = []
     place: dict[int, int] = {}
     left = sum(watch.unused.values())
@@ -149,33 +149,33 @@ def _notes(name: str, watch: TraceMode) -> list[str]:
     found = []
     if watch.custom:
         found.append(
-            f"{name}: {', '.join(sorted(watch.custom))}: kernels that are not torch's count by the bytes they move, "
-            "and not by their arithmetic"
+            f"{name}: {', '.join(sorted(watch.custom))}: custom kernels are counted by the bytes that they move, "
+            "without their arithmetic"
         )
     if watch.unused:
         found.append(
-            f"{name}: {sum(watch.unused.values()):,} parameters are used by nothing; DDP needs "
-            "find_unused_parameters=True for it, and then keeps to another order of buckets"
+            f"{name}: {sum(watch.unused.values()):,} parameters are unused; DDP needs find_unused_parameters=True for "
+            "them, and then uses another order of buckets"
         )
     return found
 
 
 def _explain(error: Exception, name: str, inputs: Sequence[Input]) -> NoReturn:
-    """Raise what went wrong in a trace, as a sentence."""
+    """Raise a trace's error as a sentence."""
     what = " ".join(str(error).split()).partition(" Exception raised from")[0]
     kind = type(error).__name__
     place = _place(error)
-    if kind.startswith(_WANTS_NUMBERS) or any(each in what for each in _SAYS_SO):
+    if kind.startswith(_NEEDS_VALUES) or any(each in what for each in _NEEDS_VALUES_TEXTS):
         raise TraceError(
-            f"{name}: asks for a number that was computed{place}, and a trace has shapes alone; trace what does not "
-            "depend on it, or give the model by its dimensions"
+            f"{name}: depends on a computed value{place}, but a trace has only shapes; trace a part that does not, or "
+            "give the model by its dimensions"
         ) from error
     shapes = ", ".join(each.text for each in inputs)
-    raise TraceError(f"{name}: does not go through with inputs of {shapes}{place}: {kind}: {what[:300]}") from error
+    raise TraceError(f"{name}: fails with inputs of {shapes}{place}: {kind}: {what[:300]}") from error
 
 
 def _place(error: Exception) -> str:
-    """Where outside of torch it was."""
+    """The innermost line outside of torch, or ""."""
     torch_s = Path(torch.__file__).parent
     here = Path(__file__).parent
     for frame in reversed(traceback.extract_tb(error.__traceback__)):

@@ -1,7 +1,7 @@
-"""What runs while a module is traced: every operation with its shapes, told apart by the module that it belongs to.
+"""Record every operation of a traced module with its shapes, and attribute it to a part of the module.
 
-A forward operation belongs to the innermost module that is being called. One of the backward pass belongs to where the
-node of the graph was made that is running: nodes are numbered as they are made, so each module has a range of them.
+A forward operation belongs to the innermost module being called. A backward operation belongs to the part that made the
+running node of the autograd graph: nodes are numbered in the order of their creation, so each part has a range.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from netfold.plan.model import Matmul, TensorSize
 from netfold.plan.model.traced import NONE
 
-# Of a node that adds to a parameter's gradient: made once, numbered as the last of all.
+# The number of nodes that add to a parameter's gradient: they are made once, and numbered last.
 _ACCUMULATES = 2**64 - 1
-# They read as much as they write, and not the whole of what they look in.
-_LOOKS_UP = ("embedding", "index", "index_select", "gather")
-_MAKES_ROOM = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
+# Operations that read as much as they write, and not their whole source.
+_LOOKUPS = ("embedding", "index", "index_select", "gather")
+_ALLOCATIONS = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
 _OURS = ("aten", "prim", "prims")
 
 
 @dataclass
 class Ran:
-    """Of one pass of one part."""
+    """The operations of one pass of one part."""
 
     matmuls: list[Matmul] = field(default_factory=list)
     moved: TensorSize = NONE
@@ -40,14 +40,13 @@ class Ran:
 
 @dataclass
 class TracedPart:
-    """A part: a stretch of the forward pass inside one module. node: the number of the first node made in it."""
+    """A stretch of the forward pass inside one module. node: the number of the first node that it made."""
 
     module: str
     node: int
     forward: Ran = field(default_factory=Ran)
     backward: Ran = field(default_factory=Ran)
     kept: TensorSize = NONE
-
     parameters: int = 0
 
     @property
@@ -56,35 +55,35 @@ class TracedPart:
 
 
 class TraceMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """seen: parts, in order. gradients: parameters as the backward pass completes them, each with the part that did.
-
-    custom: operations that are not torch's. unused: elements of parameters that nothing has read, by storage.
-    `hooked` is entered around a forward and a backward pass.
-    """
+    """Record a forward and a backward pass, inside `hooked`."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.seen: list[TracedPart] = []
+        """Parts, in order."""
         self.gradients: list[tuple[Tensor, int]] = []
+        """(parameter, index of the part that completed its gradient), in the order of the backward pass."""
         self.custom: set[str] = set()
+        """Operations that are not torch's."""
         self._module = module
         self._path: list[str] = []
         self._at = 0
         self._aside = False
-        # By storage: the size, the part that made it and the last one that read it. Storages are held, since one that
-        # is freed gives its number away.
+        # By storage: the size, the part that made it and the last part that read it. Storages are kept alive, because
+        # torch would give the number of a freed one to another.
         self._storages: dict[int, tuple[Tensor, TensorSize]] = {}
         self._made: dict[int, int] = {}
         self._read: dict[int, int] = {}
-        # Parameters and buffers are there anyway.
+        # Parameters and buffers do not count as kept.
         self._kept = {self._hold(tensor) for tensor in (*module.parameters(), *module.buffers())}
         self.unused: dict[int, int] = {}
+        """Elements of parameters that nothing has read, by storage."""
         for tensor in module.parameters():
             self.unused[_number(tensor)] = self.unused.get(_number(tensor), 0) + tensor.numel()
 
     @contextlib.contextmanager
     def hooked(self) -> Iterator[None]:
-        """Who is called, what is saved and which gradients are there is told to this watch meanwhile."""
+        """Inside, record calls of modules, saved tensors, completed gradients and operations."""
         handles: list[Any] = []
         for name, module in self._module.named_modules():
             handles.append(module.register_forward_pre_hook(lambda *_, name=name: self._enter(name)))
@@ -102,7 +101,7 @@ class TraceMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextlib.contextmanager
     def aside(self) -> Iterator[None]:
-        """What runs meanwhile is none of the module's."""
+        """Inside, ignore all operations."""
         self._aside = True
         try:
             yield
@@ -110,7 +109,7 @@ class TraceMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._aside = False
 
     def received(self) -> list[tuple[TensorSize, int]]:
-        """For each part, what it and those after it read of what was made before; how many tensors these are."""
+        """For each part: the size and number of earlier tensors that the part or a later part reads."""
         found = [(NONE, 0) for _ in self.seen]
         for number, made in self._made.items():
             for part in range(made + 1, self._read.get(number, made) + 1):
@@ -135,20 +134,20 @@ class TraceMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         name = func.overloadpacket.__name__
         if func.namespace not in _OURS:
             self.custom.add(f"{func.namespace}::{name}")
-        # A view moves nothing, and neither does room that is only made.
+        # Views and allocations move nothing.
         writes = any(each.alias_info is not None and each.alias_info.is_write for each in func._schema.arguments)
-        if name in _MAKES_ROOM or not made or (not fresh and not writes):
+        if name in _ALLOCATIONS or not made or (not fresh and not writes):
             return result
         ran.count += 1
-        if products := _PRODUCTS.get(name):
-            ran.matmuls += products(args, result)
+        if (products := matrix_products(name, args, result)) is not None:
+            ran.matmuls += products
         else:
-            sources = made if name in _LOOKS_UP else given
+            sources = made if name in _LOOKUPS else given
             ran.moved = sum((_bulk(each) for each in (*sources, *made)), ran.moved)
         return result
 
     def _part(self) -> tuple[Ran, bool]:
-        """Where what runs now belongs, and whether that is a forward pass."""
+        """The record of the running operation, and whether it is in a forward pass."""
         node: Any = torch._C._current_autograd_node()
         if node is None:
             return self.seen[self._at].forward, True
@@ -163,7 +162,7 @@ class TraceMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._begin()
 
     def _leave(self) -> None:
-        # What is computed again in the backward pass belongs to the node that wants it.
+        # A recomputation in the backward pass belongs to the node that needs it.
         if torch._C._current_autograd_node() is None:
             self._path.pop()
             if self._path:
@@ -192,9 +191,9 @@ class TraceMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class OnAnAccelerator(TorchFunctionMode):
-    """Dropout as accelerators run it: one kernel that keeps a byte an element, and inside attention nothing at all.
+    """Run dropout as on an accelerator: one kernel that keeps a byte per element, and none inside attention.
 
-    On a CPU torch keeps the mask as floating-point numbers, and takes attention with a dropout apart.
+    On a CPU torch keeps a floating-point mask, and runs attention with dropout as separate operations.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -209,7 +208,7 @@ class OnAnAccelerator(TorchFunctionMode):
 
 
 def tensors(values: Any) -> list[Tensor]:
-    """All in it, however lists, tuples, dictionaries and dataclasses are nested."""
+    """All tensors inside nested lists, tuples, dictionaries and dataclasses."""
     if isinstance(values, Tensor):
         return [values]
     if is_dataclass(values) and not isinstance(values, type):
@@ -219,6 +218,12 @@ def tensors(values: Any) -> list[Tensor]:
     if isinstance(values, (list, tuple)):
         return [tensor for each in values for tensor in tensors(each)]
     return []
+
+
+def matrix_products(name: str, args: Any, result: Any) -> list[Matmul] | None:
+    """The matrix products of a torch operation; None if it is another kind of operation."""
+    products = _PRODUCTS.get(name)
+    return products(args, result) if products else None
 
 
 def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
@@ -242,7 +247,7 @@ def _mm(left: Tensor, right: Tensor) -> list[Matmul]:
 
 
 def _convolved(x: Sequence[int], weight: Sequence[int], out: Sequence[int], transposed: bool, groups: int) -> Matmul:
-    """A kernel at every place that it is put: of the output, or of the input where it is transposed."""
+    """A kernel at every place of the output, or of the input if the convolution is transposed."""
     places = x[0] * math.prod((x if transposed else out)[2:])
     return Matmul(places, weight[0] // groups, math.prod(weight[1:]), groups)
 
@@ -260,11 +265,11 @@ def _convolution_backward(args: Any, _: Any) -> list[Matmul]:
 
 
 def _attention(query: Tensor, key: Tensor, products: int) -> list[Matmul]:
-    """Products of the scores' size in one kernel, which moves no scores; a causal mask is not counted off."""
+    """Products of the scores' size in one kernel, which moves no scores; a causal mask does not reduce the count."""
     return [Matmul(query.shape[-2], key.shape[-2], query.shape[-1], math.prod(query.shape[:-2]), float(products))]
 
 
-# Operations that are matrix products, by torch's name: which, from arguments and result.
+# torch's name of an operation -> its matrix products, from arguments and result.
 _PRODUCTS: dict[str, Callable[[Any, Any], list[Matmul]]] = {
     "mm": lambda args, _: _mm(args[0], args[1]),
     "bmm": lambda args, _: _mm(args[0], args[1]),
@@ -273,6 +278,6 @@ _PRODUCTS: dict[str, Callable[[Any, Any], list[Matmul]]] = {
     "convolution": _convolution,
     "convolution_backward": _convolution_backward,
     "_scaled_dot_product_flash_attention_for_cpu": lambda args, _: _attention(args[0], args[1], 2),
-    # Scores are computed again: five products where there were two (Dao et al. 2022).
+    # The backward pass computes the scores again: five products instead of two (Dao et al. 2022).
     "_scaled_dot_product_flash_attention_for_cpu_backward": lambda args, _: _attention(args[1], args[2], 5),
 }

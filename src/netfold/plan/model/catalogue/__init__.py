@@ -1,4 +1,4 @@
-"""Models as a training step sees them: gradients in order, work a layer, and how long one accelerator takes.
+"""Models for a training step: gradients in order, arithmetic per layer, and the time of one accelerator.
 
 A new model is a file that lists its layers, a line in `_LAYERS` and a line in speeds.py.
 """
@@ -9,11 +9,10 @@ from functools import cache, partial
 
 from netfold.plan.model.catalogue import dlrm as recommender
 from netfold.plan.model.catalogue.bert import bert
-from netfold.plan.model.catalogue.edsr import edsr
 from netfold.plan.model.catalogue.inception import googlenet, inception3, inception4
 from netfold.plan.model.catalogue.layers import Layer
 from netfold.plan.model.catalogue.mask_rcnn import mask_rcnn
-from netfold.plan.model.catalogue.plain import alexnet, resnet, vgg
+from netfold.plan.model.catalogue.plain import alexnet, edsr, resnet, vgg
 from netfold.plan.model.catalogue.speeds import PUBLISHED, SIBLINGS, Speed
 
 __all__ = ["ITEM_BYTES", "MODELS", "SWITCHML_MODELS", "Exchange", "Layer", "Model", "Speed", "find_model"]
@@ -38,7 +37,7 @@ _LAYERS: dict[str, Callable[[], list[Layer]]] = {
 }
 MODELS = tuple(_LAYERS)
 
-# Everything travels as f32.
+# All values are sent as f32.
 ITEM_BYTES = 4
 
 # The nine of SwitchML's figure of speed-ups (Sapio et al. 2021), by tf_cnn_benchmarks' names.
@@ -49,9 +48,9 @@ SWITCHML_MODELS = (
 
 @dataclass(frozen=True)
 class Exchange:
-    """An all_to_all of values that others looked up for a rank's samples, f32.
+    """An all_to_all of the values that other ranks looked up for a rank's samples, f32.
 
-    before: the layer that needs them; what its backward pass yields for them goes back by another all_to_all.
+    before: the layer that needs the values. Their gradients go back by another all_to_all.
     """
 
     values_a_sample: int
@@ -60,7 +59,7 @@ class Exchange:
 
 @dataclass(frozen=True)
 class Model:
-    """layers: in the order of the forward pass, as far as there is one."""
+    """layers: in the order of the forward pass; parallel paths follow one another."""
 
     name: str
     layers: tuple[Layer, ...]
@@ -73,7 +72,7 @@ class Model:
 
     @property
     def gradients(self) -> list[int]:
-        """Elements of each parameter tensor that learns, in order."""
+        """Elements of each parameter tensor that is not frozen, in order."""
         return [count for layer in self.layers if not layer.frozen for count in layer.counts]
 
     @property
@@ -101,7 +100,7 @@ _EXCHANGES = {"dlrm": Exchange(recommender.TABLES * recommender.WIDTH, before=re
 
 @cache
 def find_model(name: str) -> Model:
-    """Raises ValueError for a name that is none; `MODELS` has them all."""
+    """Raises ValueError for a name that is not in `MODELS`."""
     if name not in _LAYERS:
         raise ValueError(f"model {name!r} is not known; there are {', '.join(MODELS)}")
     layers = tuple(_LAYERS[name]())

@@ -5,7 +5,7 @@ from netfold.plan.model.catalogue.layers import Layer, attention, embedding, lay
 
 WORDS = 30522
 POSITIONS = 512
-# What most of pre-training is done with, and what our times are of.
+# The sequence length of most of pre-training, and of the published speeds.
 TOKENS = 128
 
 

@@ -1,8 +1,8 @@
 """DLRM (Naumov et al. 2019) with the sizes that MLPerf trains on Criteo's terabyte.
 
-The two perceptrons are data parallel: their gradients are added up. The embedding tables are model parallel, spread
-over the ranks: what each rank looks up for everybody's samples goes through an all_to_all in the forward pass, and its
-gradient back through another; the tables themselves (some 100 GB) send nothing and are not part of the replay.
+The two perceptrons are data parallel: their gradients are reduced. The embedding tables are spread over the ranks. An
+all_to_all in the forward pass sends the values that each rank looked up to the ranks of the samples, and another one
+sends their gradients back. The tables (some 100 GB) send nothing and are not part of the replay.
 """
 
 from itertools import pairwise
@@ -14,7 +14,7 @@ WIDTH = 128
 _BOTTOM = (13, 512, 256, WIDTH)
 # All pairs of the 26 vectors and the bottom's output, and that output itself.
 _TOP = ((TABLES + 1) * TABLES // 2 + WIDTH, 1024, 1024, 512, 256, 1)
-# The first layer that needs what was looked up.
+# The first layer that needs the looked-up values.
 FIRST_AFTER_LOOKUP = "interaction"
 
 

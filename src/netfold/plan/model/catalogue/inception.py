@@ -1,6 +1,6 @@
 """GoogLeNet and Inception v3, as torchvision defines them, and Inception v4 (Szegedy et al. 2016).
 
-`heads`: the auxiliary classifiers that some train with. tf_cnn_benchmarks, whose times we take, trains without.
+heads: auxiliary classifiers. tf_cnn_benchmarks, the source of the published speeds, trains without them.
 """
 
 from netfold.plan.model.catalogue.layers import Layer, Stack

@@ -1,7 +1,7 @@
-"""Layers as what they hold and what they compute: parameter tensors in order, and arithmetic. Pure.
+"""Layers by their parameter tensors, in order, and their arithmetic. Pure.
 
-A `Stack` puts layers on each other and keeps the shape of what flows between them, so that a model is written down as
-its paper says it, and nothing is counted by hand.
+A `Stack` appends layers and tracks the shape of the activations between them. So a model is written as in its paper,
+and nothing is counted by hand.
 """
 
 from collections.abc import Callable
@@ -15,9 +15,9 @@ _MULTIPLY_ADD = 2
 
 @dataclass(frozen=True)
 class Layer:
-    """shapes: of its parameters, in a framework's order; flops: of one sample's forward pass, a multiply-add as two.
+    """shapes: of its parameters, in a framework's order. flops: of one sample's forward pass, a multiply-add as two.
 
-    frozen: its parameters do not learn, so that it has no gradients and nothing to do in the backward pass.
+    frozen: its parameters do not change, so it has no gradients and no backward pass.
     """
 
     name: str
@@ -32,13 +32,13 @@ class Layer:
 
 
 def linear(name: str, inputs: int, outputs: int, *, bias: bool = True, rows: int = 1) -> Layer:
-    """[outputs, inputs] and a bias, on so many rows a sample (tokens, regions)."""
+    """[outputs, inputs] and a bias, on so many rows per sample (tokens, regions)."""
     shapes = ((outputs, inputs), (outputs,)) if bias else ((outputs, inputs),)
     return Layer(name, shapes, _MULTIPLY_ADD * rows * inputs * outputs)
 
 
 def embedding(name: str, entries: int, width: int) -> Layer:
-    """A table that is looked up; its gradient is dense, as torch's is unless one asks for a sparse one."""
+    """A look-up table with a dense gradient, as torch's default is."""
     return Layer(name, ((entries, width),), 0)
 
 
@@ -47,14 +47,14 @@ def layer_norm(name: str, width: int, *, rows: int) -> Layer:
 
 
 def attention(name: str, tokens: int, width: int) -> Layer:
-    """Scores of all pairs of tokens, and values weighed by them: arithmetic without parameters."""
+    """Scores of all pairs of tokens, and values weighted by them: arithmetic without parameters."""
     return Layer(name, (), 2 * _MULTIPLY_ADD * tokens * tokens * width)
 
 
 class Stack:
-    """Convolutions and what stands around them. `size`: height and width of what the next layer sees.
+    """Convolutions and the layers around them. size: height and width of the next layer's input.
 
-    rows: how often a sample passes here (regions of a detector; else 1). frozen: as of the layers put on from now on.
+    rows: how many inputs a sample has here (regions of a detector; else 1). frozen: of the layers appended from now on.
     """
 
     def __init__(
@@ -82,14 +82,14 @@ class Stack:
         self.size = _sizes(self.size, (high, wide), stride, _pair(padding), floor)
         shape = (outputs, self.channels // groups, high, wide)
         flops = _MULTIPLY_ADD * self.rows * prod(shape) * prod(self.size)
-        self._put(name, (shape, (outputs,)) if bias else (shape,), flops)
+        self._append(name, (shape, (outputs,)) if bias else (shape,), flops)
         self.channels = outputs
         return self
 
     def upconv(self, outputs: int, kernel: int) -> Self:
         """A transposed convolution with stride `kernel`: [channels, outputs, kernel, kernel] and a bias."""
         shape = (self.channels, outputs, kernel, kernel)
-        self._put("upconv", (shape, (outputs,)), _MULTIPLY_ADD * self.rows * prod(shape) * prod(self.size))
+        self._append("upconv", (shape, (outputs,)), _MULTIPLY_ADD * self.rows * prod(shape) * prod(self.size))
         self.size = (self.size[0] * kernel, self.size[1] * kernel)
         self.channels = outputs
         return self
@@ -97,17 +97,17 @@ class Stack:
     def norm(self) -> Self:
         """Batch norm: a scale and a shift for each channel."""
         flops = _MULTIPLY_ADD * self.rows * self.channels * prod(self.size)
-        self._put("norm", ((self.channels,), (self.channels,)), flops)
+        self._append("norm", ((self.channels,), (self.channels,)), flops)
         return self
 
     def conv_norm(
         self, outputs: int, kernel: int | tuple[int, int], stride: int = 1, padding: int | tuple[int, int] = 0
     ) -> Self:
-        """A convolution without a bias, and batch norm: what most of these models are made of."""
+        """A convolution without a bias, and batch norm: the most frequent pair in these models."""
         return self.conv(outputs, kernel, stride, padding, bias=False).norm()
 
     def pool(self, kernel: int, stride: int, padding: int = 0, *, round_up: bool = False) -> Self:
-        """Changes the size and nothing else. round_up: a window that is not full counts too."""
+        """Changes only the size. round_up: a partial window counts, too."""
         rounding = ceil if round_up else floor
         self.size = _sizes(self.size, (kernel, kernel), stride, _pair(padding), rounding)
         return self
@@ -123,27 +123,27 @@ class Stack:
         return self
 
     def linear(self, outputs: int) -> Self:
-        """On all that is there, flattened."""
+        """On the flattened input."""
         inputs = self.channels * prod(self.size)
         layer = linear("linear", inputs, outputs, rows=self.rows)
-        self._put(layer.name, layer.shapes, layer.flops)
+        self._append(layer.name, layer.shapes, layer.flops)
         self.channels, self.size = outputs, (1, 1)
         return self
 
     def fork(self) -> "Stack":
-        """Another path from here, whose layers come after those that are there."""
+        """Another path from here; its layers follow the present ones in the list."""
         other = Stack(self.channels, *self.size, layers=self.layers, rows=self.rows)
         other.frozen = self.frozen
         return other
 
     def beside(self, *paths: "Callable[[Stack], Stack]") -> Self:
-        """Several paths from here, whose outputs lie behind each other as channels."""
+        """Several paths from here; their outputs are concatenated as channels."""
         ends = [path(self.fork()) for path in paths]
         assert len({end.size for end in ends}) == 1, f"paths of different sizes: {[end.size for end in ends]}"
         self.channels, self.size = sum(end.channels for end in ends), ends[0].size
         return self
 
-    def _put(self, name: str, shapes: tuple[tuple[int, ...], ...], flops: int) -> None:
+    def _append(self, name: str, shapes: tuple[tuple[int, ...], ...], flops: int) -> None:
         self.layers.append(Layer(f"{name}{len(self.layers)}", shapes, flops, self.frozen))
 
 

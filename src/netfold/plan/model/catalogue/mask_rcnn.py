@@ -1,6 +1,6 @@
 """Mask R-CNN (He et al. 2017) with ResNet-50 and a feature pyramid, as torchvision defines it for COCO's 91 classes.
 
-Batch norm is frozen, and so are the first convolution and the first stage: they are part of the model and send nothing.
+Batch norm, the first convolution and the first stage are frozen: they are part of the model and have no gradients.
 Its work is counted at 800 x 1344 pixels with 512 regions an image, a quarter of which get a mask.
 """
 
@@ -49,7 +49,7 @@ def _proposals(level: Stack) -> list[Layer]:
 
 
 def _shared(runs: list[list[Layer]]) -> list[Layer]:
-    """The same layers run on several inputs: their parameters once, their work added up."""
+    """The same layers on several inputs: their parameters count once, their arithmetic is added up."""
     return [
         Layer(f"proposals.{same[0].name}", same[0].shapes, sum(layer.flops for layer in same))
         for same in zip(*runs, strict=True)

@@ -1,4 +1,4 @@
-"""AlexNet, VGG and ResNet, as torchvision defines them, for ImageNet's 1000 classes."""
+"""AlexNet, VGG and ResNet, as torchvision defines them, for ImageNet's 1000 classes; and EDSR."""
 
 from netfold.plan.model.catalogue.layers import Layer, Stack
 
@@ -35,6 +35,20 @@ def resnet(depth: int) -> list[Layer]:
         for block in range(blocks):
             bottleneck(image, 64 << stage, stride=2 if stage > 0 and block == 0 else 1)
     return image.pool_to(1).linear(_CLASSES).layers
+
+
+def edsr(blocks: int, width: int) -> list[Layer]:
+    """EDSR (Lim et al. 2017) to four times the size, on its patches of 48 x 48.
+
+    Residual blocks without batch norm, then twice a convolution to four times the channels, shuffled to pixels.
+    """
+    image = Stack(3, 48, 48).conv(width, 3, 1, 1)
+    for _ in range(blocks):
+        image.conv(width, 3, 1, 1).conv(width, 3, 1, 1)
+    image.conv(width, 3, 1, 1)
+    for _ in range(2):
+        image.conv(4 * width, 3, 1, 1).shuffle_up(2)
+    return image.conv(3, 3, 1, 1).layers
 
 
 def bottleneck(image: Stack, width: int, stride: int, *, norm: bool = True) -> None:

@@ -1,6 +1,6 @@
 """How fast one accelerator trains each model: published numbers, each with its source.
 
-Where we know of none, a model runs at a sibling's FLOP/s: it is `derived` then, and the table says so.
+A model without a published number runs at the FLOP/s of a similar model: its speed is `derived`, and tables say so.
 """
 
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Speed:
-    """samples_per_s: of one accelerator in training, the update included; batch: samples in a step of one rank."""
+    """samples_per_s: of one accelerator in training, including the update. batch: samples of one rank's step."""
 
     samples_per_s: float
     batch: int
@@ -29,13 +29,13 @@ PUBLISHED = {
     "inception3": Speed(142, 64, _TENSORFLOW),
     "bert-large": Speed(40.32, 32, f"{_NVIDIA} 19.07: one V100, f32, 128 tokens"),
     "mask-rcnn": Speed(9.29, 4, f"{_NVIDIA} 19.02: one V100, f32"),
-    # Measured with a batch of 32768, which is the whole job's: a rank of several takes a part of it.
+    # Measured with a batch of 32768, which is the whole job's: each of several ranks has a part of it.
     "dlrm": Speed(494_000, 4096, f"{_NVIDIA}, April 2020: one V100, f32, measured with a batch of 32768"),
-    # The slides tell neither batch nor patch; both are Lim et al.'s here (2017).
+    # The slides give neither batch nor patch; both are from Lim et al. (2017).
     "edsr": Speed(11.34, 16, "a talk on EDSR with MVAPICH2-GDR and PyTorch 1.8: one V100; the batch is Lim et al.'s"),
 }
 
-# At whose FLOP/s, and with whose batch.
+# The similar model whose FLOP/s and batch a model takes.
 SIBLINGS = {
     "vgg11": "vgg16",
     "vgg19": "vgg16",

@@ -28,7 +28,7 @@ def best_few(answer: Result) -> str:
         Column("memory", attrgetter("choice.prediction.memory.total"), units.size),
         Column("MFU", attrgetter("choice.prediction.mfu"), units.ratio),
         Column("micro", attrgetter("choice.job.micro_batch"), meaning="samples of a microbatch"),
-        Column("pieces", attrgetter("choice.job.split.interleave"), meaning="virtual stages that a stage holds"),
+        Column("virtual", attrgetter("choice.job.split.interleave"), meaning="virtual stages per pipeline rank"),
         Column("ZeRO", attrgetter("choice.job.split.zero")),
         Column(
             "sequence",
