@@ -84,11 +84,11 @@ class Row:
     def number(self, key: str) -> int:
         return int(self.note(key))
 
-    def split(self, **more: int | bool) -> Split:
+    def split(self, *, sequence: bool = False) -> Split:
         """The degrees DP, TP, PP and VP of `parallelism`; a degree is 1 where it is missing."""
         degrees = {kind: int(count) for kind, count in re.findall(r"\b([DTPV]P)(\d+)", self.parallelism)}
         data, tensor, pipeline, interleave = (degrees.get(kind, 1) for kind in ("DP", "TP", "PP", "VP"))
-        return replace(Split(data, tensor, pipeline, interleave), **more)
+        return Split(data, tensor, pipeline, interleave, sequence)
 
     def gpt(self) -> Transformer:
         size = self.model.split()[-1]

@@ -41,7 +41,7 @@ def render_page(answer: Result) -> str:
         searched = f", the fastest of {answer.fitting:,} splits that fit, of {answer.tried:,} tried"
     measured = "All of it is predicted, nothing measured."
     if isinstance(asked.model, Measured):
-        measured = "A rank's computing was measured; all else is predicted."
+        measured = "Computing was measured; all else is predicted."
     notes = "".join(f'<p class="quiet">Note: {escape(note)}.</p>' for note in answer.notes)
     events = "" if answer.simulated is None else simulated_table(found, answer.simulated.prediction)
     return render_layout(
