@@ -58,6 +58,19 @@ def test_a_result_is_a_table_json_or_csv() -> None:
     assert ran("show", "--output", "html")[0] == 2
 
 
+@pytest.mark.parametrize(("columns", "width"), [(None, 160), ("80", 160), ("200", 200), ("wide", 160)])
+def test_a_table_in_a_pipe_is_no_narrower_than_160_columns(
+    columns: str | None, width: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """GNU readline sets COLUMNS=80 in the environment of the processes that its process starts."""
+    monkeypatch.delenv("COLUMNS", raising=False)
+    if columns is not None:
+        monkeypatch.setenv("COLUMNS", columns)
+    widths: list[int] = []
+    Output("table", tmp_path / "result.txt").show(lambda console: widths.append(console.width))
+    assert widths == [width]
+
+
 def test_a_file_gets_the_form_of_its_suffix_and_the_table_is_printed(tmp_path: Path) -> None:
     file = tmp_path / "result.json"
     assert ran("show", "-o", str(file)) == (0, "table\n", f"wrote {file}\n")

@@ -33,7 +33,7 @@ WORDS = {
 FOUND = re.compile(r"\b(?:" + "|".join(f"(?:{word})" for word in WORDS) + r")\b", re.IGNORECASE)
 
 # Files that are not rewritten yet.
-NOT_COVERED = ("tests/",)
+NOT_COVERED = ("bench/results/", "tests/")
 
 # The same word with another meaning.
 ALLOWED = {

@@ -97,7 +97,7 @@ def test_a_line_that_was_cut_off_costs_itself_alone(tmp_path: Path) -> None:
     tell([writer], goes_through(asked, 3, 5))
     found = read_metrics(tmp_path)
     assert [line["step"] for line in found.steps] == [1, 2, 3, 4, 5] and found.unreadable == 1
-    assert "were cut off, and are missing here: 1." in write_report(tmp_path).read_text()
+    assert "Incomplete lines of metrics.jsonl, not shown here: 1." in write_report(tmp_path).read_text()
 
 
 def test_a_full_disk_is_an_error_and_the_file_stays_readable(tmp_path: Path) -> None:

@@ -57,7 +57,7 @@ def test_an_option_that_no_file_can_say_is_named() -> None:
     asked = Recipe.model_validate(
         {"model": {"name": "gpt", "layers": None}, "data": {"name": "d"}, "training": {"steps": 1}}
     )
-    with pytest.raises(ValueError, match=r"^model\.layers is None, which a recipe file cannot say"):
+    with pytest.raises(ValueError, match=r"^model\.layers is None, which a recipe file cannot hold"):
         to_toml(asked)
 
 
@@ -75,7 +75,7 @@ def test_a_run_is_called_as_its_recipe_says_or_its_file_or_its_model(tmp_path: P
     assert run_name(unnamed, Path("recipes/edsr.toml")) == "edsr"
     assert run_name(unnamed) == "gpt"
     for name in ("a/b", "..", "."):
-        with pytest.raises(ValueError, match=r"run\.name is .*run\.folder's"):
+        with pytest.raises(ValueError, match=r"run\.name is .*, which is not a folder's name"):
             run_name(recipe(tmp_path, run={"name": name}))
 
 

@@ -25,7 +25,7 @@ def test_whole_files_of_source_are_held_out_and_none_that_is_there_twice(
     assert sum(content in held for content in contents) == 8
     assert all((content in held) != (content in train) for content in contents)
     assert "never" not in train + held
-    with pytest.raises(ValueError, match=r"data.held_out is 1.0: of 40 files"):
+    with pytest.raises(ValueError, match=r"data.held_out is 1.0: it leaves none of 40 files"):
         data("source", held_out=1.0)
     with pytest.raises(ValueError, match=r"data.context is 100000; one part of the text has only \d+ bytes"):
         data("source", context=100_000)

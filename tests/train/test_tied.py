@@ -147,4 +147,4 @@ def test_one_process_goes_on_from_a_pipelines_checkpoint_of_a_shared_weight() ->
 def test_shared_weights_that_would_part_are_refused() -> None:
     tensor, interleaved = FOUND[refused][0]
     assert "layers.layer0.linear.weight and layers.layer1.linear.weight are one weight" in tensor
-    assert "lie in two stages of one rank" in interleaved and "'1f1b'" in interleaved
+    assert "one weight, in two stages of one rank" in interleaved and "'1f1b'" in interleaved

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     # A text, or a function that prints the table.
     Table = str | Callable[[Console], object]
 
-# The width in columns of a table that goes to a file or to a pipe, where COLUMNS does not say otherwise.
+# The least width in columns of a table that goes to a file or to a pipe. A larger COLUMNS widens the table. A smaller one
+# is a terminal's: GNU readline sets it for the children of its process.
 _PIPED_WIDTH = 160
 
 
@@ -128,5 +129,6 @@ def _write(value: Table, stream: TextIO) -> None:
         return
     from rich.console import Console
 
-    piped = not stream.isatty() and "COLUMNS" not in os.environ
-    value(Console(file=stream, width=_PIPED_WIDTH if piped else None))
+    columns = os.environ.get("COLUMNS", "")
+    piped = max(_PIPED_WIDTH, int(columns) if columns.isdecimal() else 0)
+    value(Console(file=stream, width=None if stream.isatty() else piped))

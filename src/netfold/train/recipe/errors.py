@@ -113,7 +113,8 @@ def _problem(key: Key, details: Sequence[ErrorDetails], keys_of: KeysOf) -> str:
         return f"{': ' if key else ''}{first['ctx']['error']}"
     if first["type"] in ("model_type", "model_attributes_type", "dict_type"):
         return f" is {_shown(first['input'])}; it must be a table"
-    messages = list(dict.fromkeys(each["msg"] for each in details))
+    # pydantic names Python's class of a path.
+    messages = list(dict.fromkeys(each["msg"].removesuffix(" for <class 'pathlib.Path'>") for each in details))
     wanted = [message.removeprefix("Input should be ").removeprefix("Input is not ") for message in messages]
     if any(message in wanted for message in messages):
         # A message about a part of the value, such as the length of a list.
