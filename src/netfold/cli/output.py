@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     # A text, or a function that prints the table.
     Table = str | Callable[[Console], object]
 
-# The least width in columns of a table that goes to a file or to a pipe. A larger COLUMNS widens the table. A smaller one
-# is a terminal's: GNU readline sets it for the children of its process.
+# The least width in columns of a table that goes to a file or to a pipe. A larger COLUMNS widens the table. A smaller
+# one is a terminal's: GNU readline sets it for the children of its process.
 _PIPED_WIDTH = 160
 
 
