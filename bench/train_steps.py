@@ -62,7 +62,7 @@ class Turns:
 
 
 RECIPE_TURNS = Turns(BACKENDS, steps=4, settling=2, rounds=4)
-# A new group's first four large operations do not overlap, because each cuts the next: a step of most models.
+# A new group's first eight large operations do not overlap, because each cuts the next: two steps of most models.
 LINK_TURNS = Turns(tuple(SIDES), steps=8, settling=4, rounds=2, at_most=8, budget_s=10.0)
 
 

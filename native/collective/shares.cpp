@@ -1,7 +1,6 @@
 #include <netfold/collective/shares.hpp>
 
 #include <algorithm>
-#include <functional>
 #include <numeric>
 
 namespace netfold::collective {
@@ -12,19 +11,18 @@ __extension__ using Wide = unsigned __int128;
 // The rates of so many first operations replace the known rates: those were measured in milliseconds. Later rates are
 // averaged with the known ones.
 constexpr std::uint64_t kSure = 3;
-// The rates have drifted where a path's part changes by more than kWhole / kDrift. A rate that changes and moves no
-// part is noise, or concerns a path that has no part: it does not restart the trials.
-constexpr std::uint32_t kDrift = 16;
-// The paths begin to go together only if that is faster than alone by 1 / kWorth, and end when it is no faster: equal
-// rates would otherwise change the parts, and so restart the trials, again and again.
+// A rate that changes by more than 1 / kDrift has drifted.
+constexpr std::uint64_t kDrift = 5;
+// The paths go together only if that is faster than alone by 1 / kWorth.
 constexpr std::uint64_t kWorth = 32;
 
 std::uint64_t scaled(std::uint64_t value, std::uint64_t times, std::uint64_t over) {
   return static_cast<std::uint64_t>(Wide{value} * times / std::max<std::uint64_t>(1, over));
 }
 
-bool is_drift(std::uint32_t before, std::uint32_t after) {
-  return std::max(before, after) - std::min(before, after) > Shares::kWhole / kDrift;
+bool is_drift(std::uint64_t before, std::uint64_t after) {
+  const std::uint64_t difference = before > after ? before - after : after - before;
+  return difference * kDrift > before;
 }
 
 }  // namespace
@@ -54,7 +52,7 @@ std::vector<std::uint32_t> Shares::balanced() const {
     together += paths_[path].beside;
     switches += paths_[path].alone;
   }
-  const bool joins = together - (joined_ ? 0 : together / kWorth) > std::max(switches, host.alone);
+  const bool joins = together - together / kWorth > std::max(switches, host.alone);
   std::vector<std::uint32_t> parts(paths_.size());
   if (!joins && host.alone >= switches) {
     parts.back() = kWhole;
@@ -95,13 +93,16 @@ std::vector<std::uint32_t> Shares::parts() const {
 }
 
 void Shares::learn(std::span<const Rates> paths) {
-  const std::vector<std::uint32_t> before = balanced();
+  bool drifted = false;
   const bool host_did_all = std::all_of(paths.begin(), paths.end() - 1,
                                         [](const Rates& rates) { return rates.beside == 0 && rates.alone == 0; });
   const auto update = [&](std::uint64_t& known_rate, std::uint64_t rate) {
     if (rate == 0) return;
     const bool is_far = rate / 2 > known_rate || known_rate / 2 > rate;
-    known_rate = std::max<std::uint64_t>(1, operations_ < kSure || is_far ? rate : (known_rate + rate) / 2);
+    const std::uint64_t next =
+        std::max<std::uint64_t>(1, operations_ < kSure || is_far ? rate : (known_rate + rate) / 2);
+    drifted |= is_drift(known_rate, next);
+    known_rate = next;
   };
   for (std::size_t path = 0; path < paths_.size(); ++path) {
     Rates& known = paths_[path];
@@ -119,10 +120,8 @@ void Shares::learn(std::span<const Rates> paths) {
     }
   }
   skip();
-  const std::vector<std::uint32_t> after = balanced();
-  joined_ = after.back() != 0 && after.back() != kWhole;
-  if (!std::ranges::equal(before, after, std::not_fn(is_drift))) {
-    learn_until_ = operations_ + kFirst;
+  if (drifted) {
+    learn_until_ = operations_ + kEvery / 2;
     between_trials_ = kFirstTrial;
     next_trial_ = std::min(next_trial_, operations_ + between_trials_);
   }

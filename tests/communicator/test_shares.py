@@ -175,21 +175,3 @@ def test_fixed_parts_stay() -> None:
 def test_invalid_shares_are_refused(arguments: tuple[list[int], int, int, list[int]]) -> None:
     with pytest.raises(ValueError, match=r"rates above 0|fixed parts"):
         shares.Shares(*arguments)
-
-
-@pytest.mark.parametrize("c", [1, 2, 4, 8])
-def test_noise_does_not_make_most_operations_wait_for_an_agreement(c: float) -> None:
-    """A busy host's rates differ by a third between operations. An operation that teaches overlaps with none."""
-    net = Net(8, [c])
-    noise = random.Random(3)
-    taught = 0
-    for _ in range(8):
-        split = begun(net, net.through)
-        for _ in range(60):
-            _, rates = net.run(split.parts)
-            taught += split.learns
-            if split.learns:
-                split.learn([tuple(int(rate * noise.uniform(0.85, 1.15)) for rate in path) for path in rates])
-            else:
-                split.skip()
-    assert taught / (8 * 60) < 0.22

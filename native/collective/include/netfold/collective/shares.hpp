@@ -11,10 +11,10 @@
 // of a rank's link, the switches use sum(R_i) of the link, or half of it where that sum reaches L, and a ring the rest.
 //
 // Some operations are trials, each time kTrialGrowth times as many operations apart. In turn the switches get more,
-// then less, then nothing. So one kind of path ends first, and its rest shows the other's rate alone. Rates that move a
-// part by a sixteenth of the whole restart the trials. The rest of a host algorithm can only raise its known rate alone:
-// its connections need some time to use the whole link. A lower rate is learned when the host algorithm does everything;
-// a rate that is too high leads to that, at the cost of one operation in a ring's time.
+// then less, then nothing. So one kind of path ends first, and its rest shows the other's rate alone. A rate that
+// changed by a fifth restarts the trials. The rest of a host algorithm can only raise its known rate alone: its
+// connections need some time to use the whole link. A lower rate is learned when the host algorithm does everything; a
+// rate that is too high leads to that, at the cost of one operation in a ring's time.
 //
 // A value: no clock, no socket; integers only, so that every rank computes the same parts from the same numbers.
 #pragma once
@@ -38,10 +38,8 @@ class Shares {
   static constexpr std::uint32_t kLastTrial = 512;
   // A trial moves 1 / kTrialPart of a switch's part to the other path, and kWhole / kLeastPart at least.
   static constexpr std::uint32_t kTrialPart = 4;
-  // One operation in kEvery updates the rates; so do the first kFirst, kFirst after a part moved, and trials. An
-  // operation that updates the rates overlaps with no other, so it costs a busy group some of its time.
-  static constexpr std::uint64_t kEvery = 16;
-  static constexpr std::uint64_t kFirst = 4;
+  // One operation in so many updates the rates; so do the first ones, those after a rate changed, and trials.
+  static constexpr std::uint64_t kEvery = 8;
 
   // switches, host, link: rates in bytes a second of each switch, a host algorithm and a rank's link; above 0.
   // fixed: parts that never change, by switch, at most kWhole in all; the host algorithm has the rest. Or empty.
@@ -77,9 +75,8 @@ class Shares {
  private:
   std::vector<Rates> paths_;
   std::vector<std::uint32_t> fixed_;
-  bool joined_ = false;  // the paths went together by the latest rates
   std::uint64_t operations_ = 0;
-  std::uint64_t learn_until_ = kFirst;
+  std::uint64_t learn_until_ = kEvery;
   std::uint64_t trials_ = 0;
   std::uint64_t next_trial_ = kFirstTrial;
   std::uint64_t between_trials_ = kFirstTrial;
