@@ -1,4 +1,4 @@
-"""What jobs on one switch cost each other, and how soon a busy switch answers; no root needed:
+"""Jobs that share one switch: the cost of one for another, and the delay of a busy switch's answers; no root needed:
 
 .venv/bin/python bench/busy_switch.py jobs                  # a job alone, and beside others that behave badly
 .venv/bin/python bench/busy_switch.py switch-questions      # about a minute
@@ -111,7 +111,7 @@ def flood(me: Rank, port: int) -> None:
 
 
 def jobs(rounds: int = 9, cases: str = ",".join(["alone", *FLOODS, *NEIGHBOURS])) -> str:
-    """What a job costs another on one switch."""
+    """The cost of a job for another job on the same switch."""
     times: dict[str, list[float]] = {}
     with (
         open_network(Place(2, switch=True)) as network,

@@ -55,7 +55,7 @@ _launches = 0
 
 @dataclass(frozen=True)
 class Place:
-    """Where ranks run."""
+    """The hosts and links on which ranks run."""
 
     ranks: int = 2
     rate: str = ""

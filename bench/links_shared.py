@@ -150,7 +150,7 @@ def beside_each_other(rate: str, hosts: int, c: float, calls: int) -> dict[tuple
 
 
 def links_shared(calls: int = 24, rate: str = "200mbit", hosts: int = 4, cs: str = "1,4") -> str:
-    """What shares a switch's link."""
+    """Traffic that shares a switch's link."""
     rows, verdicts = [], []
     for c in map(float, cs.split(",")):
         of = beside_each_other(rate, hosts, c, calls)

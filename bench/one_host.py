@@ -81,7 +81,7 @@ def _done(result: Any) -> Any:
 
 
 Event = tuple[str, float, float]
-"""What happened on the training thread; an operation's bytes or a timer's seconds; the thread's processor time."""
+"""An event on the training thread; an operation's bytes or a timer's seconds; the thread's processor time."""
 
 
 class Steps(Callback):

@@ -88,7 +88,7 @@ over a switch: in plain data parallel, or by DiLoCo.
 
 {driver.table(head, rows)}
 
-Which byte follows which, alone: {baseline:.3f} bits{unreached}. {seeds} seeds, interleaved; AdamW with a cosine and 16
+A table of byte pairs alone gives {baseline:.3f} bits{unreached}. {seeds} seeds, interleaved; AdamW with a cosine and 16
 steps of warm-up, the same rate for all; DiLoCo: outer rate 0.7, momentum 0.9, which is meant for many more rounds. A
 step took {of_step.p5:.0f} to {of_step.p95:.0f} ms: four ranks shared these cores, and no network was slow; losses and
 bytes do not depend on the time. torch {version("torch")}."""

@@ -46,7 +46,7 @@ DLRM: Table = {
     "training": {"batch": 512},
     "optimizer": {"name": "adam", "lr": 2e-3},
 }
-# What is trained, and its splits; gloo trains the first one too.
+# The models and their splits; gloo trains the first one too.
 SPLITS: list[tuple[str, Table, list[tuple[str, Table]]]] = [
     (
         "GPT on Python's source",

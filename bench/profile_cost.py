@@ -122,7 +122,7 @@ def serve(me: Rank, backend: str, kind: str) -> None:
 
 
 def profile_cost(pairs: int = 10) -> str:
-    """What a recording costs."""
+    """The cost of a recording."""
     rows = []
     for backend in GOALS:
         for kind in KINDS:

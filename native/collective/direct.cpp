@@ -139,7 +139,7 @@ std::vector<int> Direct::awaited() const {
   for (const Outgoing& message : outgoing_) {
     if (!message.done()) ranks.push_back(message.peer());
   }
-  if (is_paced_ && !ranks.empty()) ranks.resize(1);  // it has not begun to send to the others
+  if (is_paced_ && !ranks.empty()) ranks.resize(1);  // a paced exchange has sent to one rank only
   return ranks;
 }
 

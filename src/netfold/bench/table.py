@@ -29,7 +29,7 @@ def render_table(rows: Sequence[Row]) -> str:
 
 
 def aligned(rows: Sequence[Sequence[str]], left: Sequence[int] = ()) -> list[str]:
-    """Return the rows with columns of equal width: those of index `left` to the left, the others to the right."""
+    """Return the rows with columns of equal width: columns in `left` aligned left, all other columns right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     kept = {index % len(widths) for index in left}
     return [

@@ -86,7 +86,7 @@ Event = Started | Stepped | Evaluated | Noted | Ended
 class Callback(Protocol):
     """Receives events on the training thread of its rank; must return soon, and must not raise.
 
-    A subclass defines the methods that it needs; the others do nothing.
+    A subclass defines the methods that it needs. A method that it leaves out does nothing.
     """
 
     def on_start(self, event: Started) -> None:

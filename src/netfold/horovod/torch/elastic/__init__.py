@@ -116,15 +116,16 @@ class State:
         """Do nothing: a netfold job keeps its ranks."""
 
     def save(self) -> None:
-        raise NotImplementedError
+        """Copy the current values. A subclass defines it; so with `restore` and `sync`, as in Horovod."""
+        raise NotImplementedError(f"{type(self).__name__} needs a method save")
 
     def restore(self) -> None:
         """Return to the last commit."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} needs a method restore")
 
     def sync(self) -> None:
         """Copy rank 0's values to every rank."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} needs a method sync")
 
     def reset(self) -> None:
         """Subclasses may override this. `run` calls it after it has joined the job again."""
