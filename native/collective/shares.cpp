@@ -1,6 +1,7 @@
 #include <netfold/collective/shares.hpp>
 
 #include <algorithm>
+#include <functional>
 #include <numeric>
 
 namespace netfold::collective {
@@ -8,11 +9,12 @@ namespace {
 
 __extension__ using Wide = unsigned __int128;
 
-// The rates of so many first operations replace the known rates: those were measured in milliseconds. Later rates are
-// averaged with the known ones.
-constexpr std::uint64_t kSure = 3;
-// A rate that changes by more than 1 / kDrift has drifted.
-constexpr std::uint64_t kDrift = 5;
+// A rate that differs from the known one by more than 1 / kDoubt is in doubt: the next operation learns too, and a trial
+// is repeated.
+constexpr std::uint64_t kDoubt = 5;
+// The rates have drifted where a path's part changes by more than kWhole / kDrift. A rate that changes and moves no
+// part does not restart the trials: it is noise, or of a path that has no part.
+constexpr std::uint32_t kDrift = 16;
 // The paths go together only if that is faster than alone by 1 / kWorth.
 constexpr std::uint64_t kWorth = 32;
 
@@ -20,9 +22,33 @@ std::uint64_t scaled(std::uint64_t value, std::uint64_t times, std::uint64_t ove
   return static_cast<std::uint64_t>(Wide{value} * times / std::max<std::uint64_t>(1, over));
 }
 
-bool is_drift(std::uint64_t before, std::uint64_t after) {
-  const std::uint64_t difference = before > after ? before - after : after - before;
-  return difference * kDrift > before;
+// rates: as of `Shares::paths`. The host algorithm gets what is left by the switches; a part that is too small to pay
+// goes to the host algorithm, and the host algorithm's to the switch with the largest part.
+std::vector<std::uint32_t> in_proportion(std::span<const std::uint64_t> rates) {
+  constexpr std::uint32_t kLeast = Shares::kWhole / Shares::kLeastPart;
+  const std::uint64_t all = std::accumulate(rates.begin(), rates.end(), std::uint64_t{0});
+  std::vector<std::uint32_t> parts(rates.size());
+  std::uint32_t left = Shares::kWhole;
+  for (std::size_t path = 0; path + 1 < rates.size(); ++path) {
+    parts[path] = static_cast<std::uint32_t>(scaled(Shares::kWhole, rates[path], all));
+    if (parts[path] < kLeast) parts[path] = 0;
+    left -= parts[path];
+  }
+  (left >= kLeast ? parts.back() : *std::max_element(parts.begin(), parts.end() - 1)) += left;
+  return parts;
+}
+
+// Moves a part of the host algorithm to a switch, or back where `wanted` is negative; at most what there is.
+void give(std::vector<std::uint32_t>& parts, std::size_t path, std::int32_t wanted) {
+  const auto most = static_cast<std::int32_t>(parts.back());
+  const auto least = -static_cast<std::int32_t>(parts[path]);
+  const auto moved = static_cast<std::uint32_t>(std::clamp(wanted, least, most));
+  parts[path] += moved;
+  parts.back() -= moved;
+}
+
+bool is_drift(std::uint32_t before, std::uint32_t after) {
+  return std::max(before, after) - std::min(before, after) > Shares::kWhole / kDrift;
 }
 
 }  // namespace
@@ -37,6 +63,11 @@ Shares::Shares(std::vector<std::uint64_t> switches, std::uint64_t host, std::uin
                       .alone = std::max<std::uint64_t>(1, scaled(each, std::min(all, link), all))});
   }
   paths_.push_back({.beside = std::max<std::uint64_t>(1, scaled(host, link - used, link)), .alone = host});
+  for (const Rates& path : paths_) {
+    samples_.emplace_back();
+    samples_.back().beside.assume(path.beside);
+    samples_.back().alone.assume(path.alone);
+  }
 }
 
 std::vector<std::uint32_t> Shares::balanced() const {
@@ -48,79 +79,89 @@ std::vector<std::uint32_t> Shares::balanced() const {
   const Rates& host = paths_.back();
   std::uint64_t together = host.beside;
   std::uint64_t switches = 0;
+  std::vector<std::uint64_t> alone;
   for (std::size_t path = 0; path + 1 < paths_.size(); ++path) {
     together += paths_[path].beside;
     switches += paths_[path].alone;
+    alone.push_back(paths_[path].alone);
   }
-  const bool joins = together - together / kWorth > std::max(switches, host.alone);
+  if (together - together / kWorth > std::max(switches, host.alone)) return joined();
+  if (host.alone < switches) {
+    alone.push_back(0);
+    return in_proportion(alone);
+  }
   std::vector<std::uint32_t> parts(paths_.size());
-  if (!joins && host.alone >= switches) {
-    parts.back() = kWhole;
-    return parts;
-  }
-  std::uint32_t left = kWhole;
-  for (std::size_t path = 0; path + 1 < paths_.size(); ++path) {
-    parts[path] = static_cast<std::uint32_t>(joins ? scaled(kWhole, paths_[path].beside, together)
-                                                   : scaled(kWhole, paths_[path].alone, switches));
-    if (parts[path] < kWhole / kLeastPart) parts[path] = 0;
-    left -= parts[path];
-  }
-  if (joins && left >= kWhole / kLeastPart) {
-    parts.back() = left;
-  } else {
-    *std::max_element(parts.begin(), parts.end() - 1) += left;
-  }
+  parts.back() = kWhole;
   return parts;
+}
+
+std::vector<std::uint32_t> Shares::joined() const {
+  std::vector<std::uint64_t> beside;
+  for (const Rates& path : paths_) beside.push_back(path.beside);
+  return in_proportion(beside);
 }
 
 std::vector<std::uint32_t> Shares::parts() const {
   std::vector<std::uint32_t> parts = balanced();
   if (!is_trial()) return parts;
-  std::uint32_t& host = parts.back();
-  if (host > 0 && host < kWhole && trials_ % 3 == 2) {
-    std::fill(parts.begin(), parts.end(), 0);
-    host = kWhole;
+  const std::uint32_t host = parts.back();
+  if (host == kWhole) {
+    parts = joined();
+    for (std::size_t path = 0; path + 1 < parts.size(); ++path) {
+      if (parts[path] == 0) give(parts, path, kWhole / kLeastPart);
+    }
     return parts;
   }
-  const bool more = host == kWhole || (host > 0 && trials_ % 3 == 0);  // to the switches
+  if (host > 0 && trials_ % 3 == 2) {
+    std::fill(parts.begin(), parts.end(), 0);
+    parts.back() = kWhole;
+    return parts;
+  }
+  const bool more = host > 0 && trials_ % 3 == 0;  // to the switches
   for (std::size_t path = 0; path + 1 < parts.size(); ++path) {
-    const std::uint32_t wanted = std::max(parts[path] / kTrialPart, kWhole / kLeastPart);
-    const std::uint32_t moved = std::min(wanted, more ? host : parts[path]);
-    parts[path] += more ? moved : -moved;
-    host -= more ? moved : -moved;
+    const auto moved = static_cast<std::int32_t>(std::max(parts[path] / kTrialPart, kWhole / kLeastPart));
+    give(parts, path, more ? moved : -moved);
   }
   return parts;
 }
 
 void Shares::learn(std::span<const Rates> paths) {
-  bool drifted = false;
+  const std::vector<std::uint32_t> before = balanced();
   const bool host_did_all = std::all_of(paths.begin(), paths.end() - 1,
                                         [](const Rates& rates) { return rates.beside == 0 && rates.alone == 0; });
-  const auto update = [&](std::uint64_t& known_rate, std::uint64_t rate) {
+  bool in_doubt = false;
+  const auto update = [&](std::uint64_t& known_rate, Samples& samples, std::uint64_t rate) {
     if (rate == 0) return;
-    const bool is_far = rate / 2 > known_rate || known_rate / 2 > rate;
-    const std::uint64_t next =
-        std::max<std::uint64_t>(1, operations_ < kSure || is_far ? rate : (known_rate + rate) / 2);
-    drifted |= is_drift(known_rate, next);
-    known_rate = next;
+    in_doubt |= std::max(rate, known_rate) - std::min(rate, known_rate) > known_rate / kDoubt;
+    if (rate / 2 > known_rate) samples.assume(rate);
+    samples.add(rate);
+    known_rate = samples.median();
   };
   for (std::size_t path = 0; path < paths_.size(); ++path) {
     Rates& known = paths_[path];
+    PathSamples& samples = samples_[path];
     Rates measured = paths[path];
     // Just after the switches have ended, the host algorithm's connections are still as slow as beside them.
     if (path + 1 == paths_.size() && !host_did_all && measured.alone < known.alone) measured.alone = 0;
-    update(known.beside, measured.beside);
+    update(known.beside, samples.beside, measured.beside);
     // No path is slower alone than beside others: such a rest was too short to measure.
-    update(known.alone, measured.alone == 0 ? 0 : std::max(measured.alone, measured.beside));
+    update(known.alone, samples.alone, measured.alone == 0 ? 0 : std::max(measured.alone, measured.beside));
     if (known.beside <= known.alone) continue;
     if (measured.beside == 0) {
-      known.beside = known.alone;
+      samples.beside.assume(known.beside = known.alone);
     } else {
-      known.alone = known.beside;
+      samples.alone.assume(known.alone = known.beside);
     }
   }
-  skip();
-  if (drifted) {
+  if (in_doubt && repeated_ + 1 < Samples::kKept) {
+    ++repeated_;
+    learn_until_ = std::max(learn_until_, ++operations_ + 1);
+  } else {
+    repeated_ = 0;
+    skip();
+  }
+  const std::vector<std::uint32_t> after = balanced();
+  if (!std::equal(before.begin(), before.end(), after.begin(), std::not_fn(is_drift))) {
     learn_until_ = operations_ + kEvery / 2;
     between_trials_ = kFirstTrial;
     next_trial_ = std::min(next_trial_, operations_ + between_trials_);

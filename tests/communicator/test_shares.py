@@ -150,6 +150,26 @@ def test_a_link_that_changes_is_noticed_within_twenty_operations(before: float, 
     assert sorted(times[20:])[10] <= 1.1 * net.best_s(), split.paths
 
 
+@pytest.mark.parametrize(("ranks", "c"), [(3, 1.5), (4, 2), (8, 4)])
+def test_pauses_of_single_operations_do_not_take_the_switch_its_part(ranks: int, c: float) -> None:
+    """15% of the operations take 1.2 to 2.5 times as long, whatever path they use."""
+    took = best = 0.0
+    for seed in range(12):
+        pauses = random.Random(seed)
+        net = Net(ranks, [c], noise=0.02, random=random.Random(seed + 1))
+        split = begun(net, net.through)
+        for _ in range(60):
+            longer = pauses.uniform(1.2, 2.5) if pauses.random() < 0.15 else 1.0
+            seconds, heard = net.run(split.parts)
+            took += seconds * longer
+            best += net.best_s() * longer
+            if split.learns:
+                split.learn([(int(beside / longer), int(alone / longer)) for beside, alone in heard])
+            else:
+                split.skip()
+    assert took <= 1.06 * best, took / best
+
+
 def test_a_slow_part_of_the_ring_does_not_hide_that_it_is_faster_alone() -> None:
     """As with 8 hosts at 200 Mbit/s, one of them the switch. Rates: bytes a second beside the other path, and alone."""
     found = shares.Shares([3_300_000], 13_500_000, 23_500_000)

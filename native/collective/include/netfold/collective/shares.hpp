@@ -10,15 +10,23 @@
 // Until operations have shown other rates (`learn`): with R_i the rate at which switch i returns results and L the rate
 // of a rank's link, the switches use sum(R_i) of the link, or half of it where that sum reaches L, and a ring the rest.
 //
-// Some operations are trials, each time kTrialGrowth times as many operations apart. In turn the switches get more,
-// then less, then nothing. So one kind of path ends first, and its rest shows the other's rate alone. A rate that
-// changed by a fifth restarts the trials. The rest of a host algorithm can only raise its known rate alone: its
-// connections need some time to use the whole link. A lower rate is learned when the host algorithm does everything; a
-// rate that is too high leads to that, at the cost of one operation in a ring's time.
+// Some operations are trials, each time kTrialGrowth times as many operations apart. While the paths go together, the
+// switches get in turn more, then less, then nothing. So one kind of path ends first, and its rest shows the other's
+// rate alone. While the host algorithm does everything, a trial lets the paths go together: a small part through a
+// switch would show its latency rather than its rate. Rates that move a part by a sixteenth of the whole restart the
+// trials. The rest of a host algorithm can only raise its known rate alone: its connections need some time to use the
+// whole link. A lower rate is learned when the host algorithm does everything; a rate that is too high leads to that,
+// at the cost of one operation in a ring's time.
+//
+// The median of the last three measurements of a rate counts: a pause of one rank or one connection makes every rate of
+// an operation low. A rate that is more than twice the known one counts at once, since nothing makes a path faster than
+// it is.
 //
 // A value: no clock, no socket; integers only, so that every rank computes the same parts from the same numbers.
 #pragma once
 
+#include <algorithm>
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <span>
@@ -56,6 +64,8 @@ class Shares {
   bool is_trial() const { return fixed_.empty() && operations_ >= next_trial_; }
   // Parts of an operation that is no trial.
   std::vector<std::uint32_t> balanced() const;
+  // Parts in proportion to the rates beside each other, whether that is faster or not.
+  std::vector<std::uint32_t> joined() const;
 
   // The rates of a path in bytes a second. 0: it had no part, or its time was too short to measure.
   struct Rates {
@@ -73,10 +83,40 @@ class Shares {
   std::uint64_t operations() const { return operations_; }
 
  private:
+  // The last measurements of a rate.
+  class Samples {
+   public:
+    static constexpr std::size_t kKept = 3;
+    // Forgets what was measured.
+    void assume(std::uint64_t rate) {
+      last_.fill(rate);
+      added_ = 0;
+    }
+    // The first one replaces what was assumed.
+    void add(std::uint64_t rate) {
+      if (added_ == 0) last_.fill(rate);
+      last_[added_++ % kKept] = rate;
+    }
+    std::uint64_t median() const {
+      auto sorted = last_;
+      std::sort(sorted.begin(), sorted.end());
+      return sorted[kKept / 2];
+    }
+
+   private:
+    std::array<std::uint64_t, kKept> last_ = {};
+    std::size_t added_ = 0;
+  };
+  struct PathSamples {
+    Samples beside, alone;
+  };
+
   std::vector<Rates> paths_;
+  std::vector<PathSamples> samples_;
   std::vector<std::uint32_t> fixed_;
   std::uint64_t operations_ = 0;
   std::uint64_t learn_until_ = kEvery;
+  std::size_t repeated_ = 0;  // measurements in a row that were in doubt
   std::uint64_t trials_ = 0;
   std::uint64_t next_trial_ = kFirstTrial;
   std::uint64_t between_trials_ = kFirstTrial;
