@@ -187,8 +187,11 @@ def measure(names: Sequence[str], places: dict[str, Place], turns: Turns, file: 
 
 
 def machines(kept: dict[str, Any]) -> str:
-    # Files of older runs have the load alone.
-    return "\n".join(f"- {name}: {found.get('machine') or found['load']}" for name, found in kept.items())
+    # Files of older runs have the load alone, before and after.
+    return "\n".join(
+        f"- {name}: {found.get('machine') or 'load {:.1f} to {:.1f}'.format(*found['load'])}"
+        for name, found in kept.items()
+    )
 
 
 def train_steps(names: Names = None) -> str:
