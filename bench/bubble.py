@@ -1,10 +1,10 @@
-"""How much of a pipeline's time its ranks are idle, beside the schedules' formulas; and what a measured cut gains:
+"""How much of a pipeline's time its ranks are idle, beside the formulas; and the gain of a cut by measured cost:
 
     .venv/bin/python bench/bubble.py
 
 Stages sleep: a forward, a gradient of the inputs and a gradient of the weights take a rank `unit_ms` each for a
-microbatch, however many stages it holds, so that more ranks than cores can run at once. Idle is what remains of the
-ranks' time in a step beside the sleep, the schedule's and the messages' own cost included. Then a GPT with a heavy
+microbatch, however many stages it holds, so that more ranks than cores can run at once. Idle time is a step's time
+minus the sleep: it includes the cost of the schedule and of the messages. Then a GPT with a heavy
 head is cut into two stages, of as many layers each and by measured cost: the step, and the processor time of the rank
 that takes more of it, which is the step's time where each rank has a core to itself. Schedules and cuts take turns.
 """
@@ -33,7 +33,7 @@ FORMULAS = {
 }
 INTERLEAVE = 2
 RANKS = (2, 4)
-TIMES_RANKS = (1, 2, 4)  # microbatches, as many times the ranks
+MICROBATCHES_PER_RANK = (1, 2, 4)
 WIDTH = 8
 GPT = {"name": "gpt", "vocabulary": 4096, "width": 128, "layers": 4, "context": 128}
 CUTS = ("by layers", "by cost")
@@ -48,7 +48,7 @@ def formula(schedule: str, ranks: int, microbatches: int) -> float:
 def idle_of_order(order: dict[int, list[Any]], stages: int) -> float:
     """Idle time over all time of torch's own order of actions, by their dependencies; messages take no time."""
     each = len(order) / stages
-    # torch does all of the first stage's backward where the gradients of its weights are due.
+    # The first stage needs no gradients of its inputs: torch runs its whole backward pass at BACKWARD_WEIGHT.
     takes = {
         "FORWARD": lambda stage: 1,
         "FULL_BACKWARD": lambda stage: 2,
@@ -233,7 +233,7 @@ def bubble(rounds: int = 7, unit_ms: int = 20) -> str:
     """The bubble of a pipeline"""
     rows = []
     for size in RANKS:
-        for microbatches in (times * size for times in TIMES_RANKS):
+        for microbatches in (times * size for times in MICROBATCHES_PER_RANK):
             with driver.ranks_at(Place(size), sleep_in_stages, microbatches, unit_ms / 1e3) as ranks:
                 orders = {schedule: ranks.ask("idle", schedule)[0] for schedule in FORMULAS}
                 idle = take_turns(list(FORMULAS), rounds, lambda schedule: idle_ratio(ranks.ask, schedule))

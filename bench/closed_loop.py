@@ -53,7 +53,7 @@ PATHS: dict[str, tuple[str, dict[str, str]]] = {
     "in-network, bf16": ("netfold", {"NETFOLD_ALGORITHM": "all_reduce=in_network", "NETFOLD_WIRE_DTYPE": "bf16"}),
 }
 WIRES = {path: settings.get("NETFOLD_WIRE_DTYPE", "f32") for path, (_, settings) in PATHS.items()}
-# Links are measured with all that comes before a collective's first byte in them.
+# The measured latency already contains a collective's start-up.
 CONSTANTS = replace(FITTED, collective_s=0.0)
 # Bytes of the tensor, and calls: one size shows what a call costs, and two show a rate.
 PAIR_CALLS = {64: 60, 2 << 20: 5, 8 << 20: 4}
@@ -75,8 +75,10 @@ def choose(path: str, switch: str) -> str:
 
 
 def all_reduce(me: Rank, switch: str, switch_pid: int) -> None:
-    """A rank of two, one a host, or of four, two a host that use the network too: these show what a ring's further
-    steps cost a core. An order: by size, what a call takes by one path."""
+    """A rank of two (one per host), or of four (two per host, which use the network too).
+
+    The four show the core time of a ring's further steps. An order: by size, what a call takes by one path.
+    """
     import torch
     import torch.distributed as dist
 

@@ -38,7 +38,8 @@ CONDITIONS = {
     "links shared, jitter, a straggler": Conditions(jitter=0.05, stragglers={4321: 1.2}),
 }
 SIZE = 16 << 20
-# The rack's: its rate counts of a frame the Ethernet header and what is in it. At 16 MB a hop's latency hardly counts.
+# The rack's: its rate includes a frame's Ethernet header and payload, not preamble and gap. At 16 MB a hop's latency
+# hardly counts.
 RACK: dict[str, Any] = {"workers": 4, "bytes_per_s": 25e6, "latency_s": 50e-6, "frame_bytes": 14 + 20 + 8}
 ALL_PACKETS = 10**9
 FLAT = ((16, 1), (256, 1), (1024, 8), (4096, 16), (16_384, 64), (60_000, 240), (102_400, 400))

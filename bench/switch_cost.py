@@ -47,7 +47,7 @@ GOAL_TIMES = 1.3  # of the other tree's
 
 @dataclass(frozen=True)
 class PacketPath:
-    """What cuts the switch's super-packets: its links (tx-udp-segmentation) or its kernel; and its ports' GRO."""
+    """uso: links cut the switch's super-packets (tx-udp-segmentation), else its kernel does. gro: its ports use GRO."""
 
     name: str
     uso: bool

@@ -62,7 +62,8 @@ class Turns:
 
 
 RECIPE_TURNS = Turns(BACKENDS, steps=4, settling=2, rounds=4)
-# A new group's first eight large operations do not overlap, because each cuts the next: two steps of most models.
+# A new group's first eight large operations do not overlap, because each decides how the next one is split: these are
+# two steps of most models.
 LINK_TURNS = Turns(tuple(SIDES), steps=8, settling=4, rounds=2, at_most=8, budget_s=10.0)
 
 
@@ -91,7 +92,7 @@ def train(me: Rank, times: dict[str, list[dict[str, Any]]]) -> None:
     from netfold.train.models import make_model
 
     def run(name: str, side: str, steps: int, settling: int) -> list[float]:
-        # Of smaller tensors as many buckets as of whole ones.
+        # A model with smaller tensors gets smaller buckets in proportion, so that their number stays.
         recipe = recipe_of(path_of(name), me.size, settling + steps, 25 / CATALOGUE.get(name, 1))
         data = make_data(recipe.data)
         if name in CATALOGUE:  # its output means nothing, and is no picture

@@ -38,6 +38,8 @@ GUESSES = {
 _KINDS = 32
 # The deviation of a run's logarithm from the best model. Errors above _HUBER deviations weigh less.
 _NOISE, _HUBER = 0.1, 1.5
+# Gauss-Newton on logarithms: the step of numeric slopes, most rounds, the smallest change that counts, and the largest
+# change of a round.
 _STEP, _ROUNDS, _DONE, _LARGEST = 0.02, 12, 0.003, 0.4
 # Deviations of logarithms, from the runs on one node: of errors that belong to a shape, and of a run from its shape's.
 _SHAPES, _RUNS = 0.07, 0.03
@@ -83,7 +85,7 @@ def fit(
     measured = np.log([seconds for _, _, seconds in runs])
     weight = (len(runs) if informative is None else informative) / len(runs) / noise**2
     precision = np.eye(len(runs)) if correlations is None else np.linalg.inv(correlations)
-    stiffness = 1 / np.array([priors[name] for name in names]) ** 2
+    prior_precision = 1 / np.array([priors[name] for name in names]) ** 2
 
     def moved(by: Floats) -> Constants:
         return replace(constants, **dict(zip(names, (start * np.exp(by)).tolist(), strict=True)))
@@ -93,35 +95,37 @@ def fit(
         found: Floats = np.log([predict(model, cluster, job, with_these).step_s for model, job, _ in runs]) - measured
         return found
 
-    def bounded(left: Floats) -> tuple[Floats, Floats]:
+    def bounded(errors_now: Floats) -> tuple[Floats, Floats]:
         """Errors whose squares are Huber's, and their slopes."""
-        size = np.maximum(1, np.abs(left) / (_HUBER * noise))
+        size = np.maximum(1, np.abs(errors_now) / (_HUBER * noise))
         far = np.sqrt(2 * size - 1)
-        return left * far / size, 1 / far
+        return errors_now * far / size, 1 / far
 
-    def cost(by: Floats, left: Floats) -> float:
-        held, _ = bounded(left)
-        return float(weight * held @ precision @ held + (stiffness * by**2).sum())
+    def cost(by: Floats, errors_now: Floats) -> float:
+        bounded_errors, _ = bounded(errors_now)
+        return float(weight * bounded_errors @ precision @ bounded_errors + (prior_precision * by**2).sum())
 
     by = np.zeros(len(names))
-    left = errors(by)
+    errors_now = errors(by)
     for _ in range(_ROUNDS):
-        slopes = np.stack([(errors(by + _STEP * axis) - left) / _STEP for axis in np.eye(len(names))], axis=1)
-        held, bends = bounded(left)
-        pulls = weight * (bends[:, None] * slopes).T @ precision
-        curvature = pulls @ (bends[:, None] * slopes) + np.diag(stiffness)
-        wanted = np.clip(-np.linalg.solve(curvature, pulls @ held + stiffness * by), -_LARGEST, _LARGEST)
-        before = cost(by, left)
+        slopes = np.stack([(errors(by + _STEP * axis) - errors_now) / _STEP for axis in np.eye(len(names))], axis=1)
+        bounded_errors, huber_slopes = bounded(errors_now)
+        gradient = weight * (huber_slopes[:, None] * slopes).T @ precision
+        curvature = gradient @ (huber_slopes[:, None] * slopes) + np.diag(prior_precision)
+        wanted = np.clip(
+            -np.linalg.solve(curvature, gradient @ bounded_errors + prior_precision * by), -_LARGEST, _LARGEST
+        )
+        before = cost(by, errors_now)
         for part in (1.0, 0.5, 0.25, 0.125):
             there = errors(by + part * wanted)
             if cost(by + part * wanted, there) < before:
                 break
         else:
             break
-        by, left = by + part * wanted, there
+        by, errors_now = by + part * wanted, there
         if np.abs(part * wanted).max() < _DONE:
             break
-    return Fitted(moved(by), cost(by, left))
+    return Fitted(moved(by), cost(by, errors_now))
 
 
 class ResidualGP:
@@ -142,8 +146,8 @@ class ResidualGP:
 
     def doubts(self, runs: Sequence[Run]) -> list[float]:
         """The deviation of each run's error, as a part of the deviation without any known run."""
-        near = _covariance(_places(runs), self._known)
-        explained = np.einsum("ij,jk,ik->i", near, self._precision, near)
+        covariance_with_known = _covariance(_places(runs), self._known)
+        explained = np.einsum("ij,jk,ik->i", covariance_with_known, self._precision, covariance_with_known)
         found: list[float] = np.sqrt(1 - np.clip(explained, 0, _SHAPES**2) / (_SHAPES**2 + _RUNS**2)).tolist()
         return found
 

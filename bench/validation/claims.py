@@ -14,14 +14,13 @@ from typing import Any
 from netfold.plan.cluster import Cluster, load_cluster
 from netfold.plan.job import Job, Split
 from netfold.plan.link_gains import LINKS, best_choice, gains, measured_request, name_of, with_host_aggregators
-from netfold.plan.model import Chain, Link, Product
+from netfold.plan.model import Chain, ChainLayer, Product
 from netfold.plan.model.catalogue import SWITCHML_MODELS
 from netfold.plan.request import Request, parse_request, read_job
 from netfold.plan.scaling_curve import scaling_curve
 from netfold.plan.step import FITTED, Prediction, predict
 from netfold.plan.step.traffic import Group, collective_s
-from netfold.tuning import DEFAULT_LINKS, Topology
-from netfold.tuning import Link as NetworkLink
+from netfold.tuning import DEFAULT_LINKS, Link, Topology
 from netfold.tuning.cost import predict as predict_operation
 from validation.sources import DATA, SOURCES
 
@@ -32,7 +31,10 @@ _OVERLAPPED = {"optimizer": "momentum", "overlap": True}
 
 @dataclass(frozen=True)
 class Finding:
-    """A prediction for one claim. asked: the question. why: why it does not agree, or what it depends on."""
+    """A prediction for one claim.
+
+    asked: the question. why: the reason of a disagreement, or the prediction's conditions.
+    """
 
     predicted: float
     asked: str
@@ -173,7 +175,7 @@ def _sharp() -> list[Finding]:
     resnet = Question("resnet50", "sharp-hdr", 128, 128 * 256, job, {"micro_batch": 256})
 
     def gain(**job: Any) -> float:
-        """Percent, by reductions in the network."""
+        """By how many percent reductions in the network raise the throughput."""
         with_it, without = (resnet.best(in_network=way, **job).samples_per_s for way in (True, False))
         return 100 * (with_it / without - 1)
 
@@ -183,7 +185,7 @@ def _sharp() -> list[Finding]:
 
     def small_us(nodes: int, *, switch: bool) -> float:
         """Through memory inside nodes, and one rank of each node between them by the best algorithm."""
-        network = NetworkLink(tier.up_latency_s(nodes) if switch else tier.latency_s, tier.bytes_per_s)
+        network = Link(tier.up_latency_s(nodes) if switch else tier.latency_s, tier.bytes_per_s)
         links = replace(DEFAULT_LINKS, network=network, switches=(tier.bytes_per_s,))
         ranks = Topology.even(nodes * ranks_a_node, nodes)
         return 1e6 * predict_operation("all_reduce", "hierarchical", size, ranks, links, switch=int(switch))
@@ -213,7 +215,7 @@ def _nvidia() -> list[Finding]:
     """NVIDIA, Hot Chips 2020: scaling out training."""
 
     def idle(stages: int, microbatches: int) -> Finding:
-        layer = Link("layer", (Product(4096, 4096, 4096),), 4096 * 4096, changed=0.0, kept=1.0, handed=1.0)
+        layer = ChainLayer("layer", (Product(4096, 4096, 4096),), 4096 * 4096, changed=0.0, kept=1.0, handed=1.0)
         model, job = Chain("equal layers", (layer,) * stages), Job(microbatches, 1, Split(pipeline=stages))
         found = predict(model, load_cluster("dgx-a100"), job)
         counted = f"{stages} stages, {microbatches} microbatch{'es' if microbatches > 1 else ''}"

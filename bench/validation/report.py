@@ -27,9 +27,9 @@ _TARGET_PRIORS = {
 # The deviation of a run's logarithm. The error that runs of one target share is in `tempo`.
 _NOISE = 0.08
 _RECOMPUTATIONS = ("none", "full")
-# Memory's answer about recomputation stands unless another one costs this much less (ten times as likely): one slow run
-# could be noise.
-_CLEARLY = 4.6
+# The setting that memory suggests is kept unless the fit of another one costs this much less (ten times the
+# likelihood): one slow run could be noise.
+_COST_MARGIN = 4.6
 # At most this part of the calibration runs counts as disturbed; with more outliers the target itself is slow.
 _DISTURBED = 0.25
 # The fewest shapes that can be left out one by one, and the factor by which their errors have to shrink.
@@ -88,7 +88,7 @@ def calibrated(
     """
     tried = {what: _fit(runs, cluster, what, constants) for what in _RECOMPUTATIONS}
     best = min(tried, key=lambda what: tried[what].cost)
-    if tried[likely].cost <= tried[best].cost + _CLEARLY:
+    if tried[likely].cost <= tried[best].cost + _COST_MARGIN:
         best = likely
     fitted = tried[best].constants
     plain = [run for run in runs if _off(run, cluster, best, fitted) <= OUTLIER]

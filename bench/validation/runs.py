@@ -25,11 +25,11 @@ COLUMNS = (
     "pipeline parallelism",
     "iteration time (ms)",
 )
-# GPT-2's vocabulary. The table does not say whether one tensor rank pads it; the times say no
+# GPT-2's vocabulary. The table does not say whether one tensor rank pads it; the measured times fit only without
 # (docs/explanation/plan-model.md).
 _VOCABULARY = 50257
-# Gradients are summed in 16 bits, and every tensor rank sends all of an activation to the next stage: the times of data
-# ranks and of stages say so.
+# Gradients are summed in 16 bits, and every tensor rank sends all of an activation to the next stage: the measured
+# times of data ranks and of stages fit only so.
 _GRADIENT_BYTES, _SCATTERED = 2, False
 # Predicted memory may be too high by this part. One run close to a device's memory says nothing about all runs.
 _MEMORY_ERROR = 0.05

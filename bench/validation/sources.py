@@ -50,7 +50,7 @@ _MPT = {
     "MPT-30b": (7168, 56, 48),
     "MPT-70b": (8192, 64, 80),
 }
-# Half of the band of memory, which is arithmetic; of bus bandwidth from 16 MiB on, and below: the planner's aims.
+# Half widths of the bands that count as agreement: memory, bus bandwidth from 16 MiB on, bus bandwidth below.
 _MEMORY_BAND, _LARGE_BAND, _SMALL_BAND = 0.05, 0.05, 0.15
 # The single-node table has 8 pairs of width and tensor degree with 4 microbatch sizes each; 7 pairs are fitted.
 _KINDS_LEFT = 28
@@ -321,8 +321,10 @@ def fit_law(runs: Sequence[tuple[int, float]], resolution: float) -> Law:
 
 _NONE = "none of its rows"
 # A rule and no number, but it was chosen with these rows in sight.
-_ONE_RING = "no number; that ZeRO-3 gathers by one ring was decided on these and the other source's rows"
-_NO_PREFETCH = f"{_ONE_RING}; that nothing hid it in early 2021 on these, with what its makers said since"
+_ONE_RING = "no number; the choice of one ring for ZeRO-3's gathers was made with these rows and the other source's"
+_NO_PREFETCH = (
+    f"{_ONE_RING}; the assumption that nothing hid it in early 2021 rests on these and on what its makers said since"
+)
 _MEGATRON = "cli99/llm-analysis figures/megatron-lm-2nd-table-2.png"
 _SHIPPED = "all compute constants; here without the width and tensor degree that are predicted"
 _LINKS = "collective_s, copy_bytes_per_s and latencies inside nodes"

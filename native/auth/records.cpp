@@ -111,8 +111,8 @@ bool RecordUnprotector::unprotect(std::span<std::byte> record) {
     auto* const to = security_ == Security::encrypt ? bytes_of(payload) : nullptr;
     good = good && library.update_decrypt(cipher, to, &done, bytes_of(payload), static_cast<int>(bytes)) == 1;
   }
-  unsigned char nothing[kBlockBytes];
-  return good && library.finish_decrypt(cipher, nothing, &done) == 1;
+  unsigned char unused_output[kBlockBytes];
+  return good && library.finish_decrypt(cipher, unused_output, &done) == 1;
 }
 
 }  // namespace netfold::auth

@@ -1,3 +1,4 @@
+// Conversions and checks that the bindings of engine, group and switch path share.
 #pragma once
 
 #include <nanobind/nanobind.h>

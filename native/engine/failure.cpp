@@ -2,7 +2,6 @@
 #include <netfold/engine/engine.hpp>
 
 #include <algorithm>
-#include <cstdio>
 #include <utility>
 
 namespace netfold::engine {
@@ -14,10 +13,8 @@ using transport::ShmNode;
 Failure Group::timed_out(const Operation& operation) const {
   Failure failure{.kind = Failure::Kind::timeout, .expired = {operation.call_.sequence, operation.timeout_ns_}};
   const bool started = operation.algorithm_ != nullptr;
-  char timeout[48];
-  std::snprintf(timeout, sizeof timeout, " within its timeout of %.1f s",
-                static_cast<double>(operation.timeout_ns_) / 1e9);
-  failure.text = operation.describe(rank()) + (started ? " did not finish" : " did not start") + timeout;
+  failure.text =
+      operation.describe(rank()) + (started ? " did not finish " : " did not start ") + operation.within_timeout();
   if (!started) {
     failure.text += ": the operations before it are not done";
     return failure;

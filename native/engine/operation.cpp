@@ -53,4 +53,10 @@ std::string Operation::describe(int rank) const {
   return text + ", after " + waited + ",";
 }
 
+std::string Operation::within_timeout() const {
+  char text[48];
+  std::snprintf(text, sizeof text, "within its timeout of %.1f s", static_cast<double>(timeout_ns_) / 1e9);
+  return text;
+}
+
 }  // namespace netfold::engine

@@ -11,8 +11,7 @@ from netfold.plan.cluster import Cluster
 from netfold.plan.cluster.networks import with_network
 from netfold.plan.events import IDEAL, Conditions, simulate, timeline
 from netfold.plan.job import Job, Split
-from netfold.plan.model import Chain, Layered, Product, Transformer
-from netfold.plan.model import Link as ChainLink
+from netfold.plan.model import Chain, ChainLayer, Layered, Product, Transformer
 from netfold.plan.step import FITTED, Prediction, predict
 from netfold.plan.step.memory import memory_of
 from netfold.plan.step.traffic import Group, collective_s
@@ -142,7 +141,7 @@ def test_a_block_that_is_recomputed_never_takes_less_than_the_head_after_it() ->
 def test_a_chain_that_is_recomputed_holds_one_link_whole() -> None:
     # Three links of 1,000, 5,000 and 2,000 numbers; each keeps its input, of 0, 100 and 200 numbers; 2 bytes each.
     links = tuple(
-        ChainLink(str(kept), (Product(64, 64, 64),), 4096, changed=0.0, kept=kept, handed=handed)
+        ChainLayer(str(kept), (Product(64, 64, 64),), 4096, changed=0.0, kept=kept, handed=handed)
         for kept, handed in ((1000.0, 100.0), (5000.0, 200.0), (2000.0, 300.0))
     )
     found = predict(Chain("three", links), cluster(), Job(1, 1, recomputation="full")).memory.activations

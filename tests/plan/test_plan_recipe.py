@@ -9,21 +9,21 @@ from typer.testing import CliRunner
 
 from netfold.cli import app
 from netfold.cli.plan_sources import recipe_model
-from netfold.plan.model import Chain, Link, Product, ShardSpec
+from netfold.plan.model import Chain, ChainLayer, Product, ShardSpec
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 CHAIN = Chain(
     "two",
     (
-        Link("first", (Product(4.0, 8, 16),), 128, changed=32, kept=32, handed=32),
-        Link("second", (Product(4.0, 2, 8),), 16, changed=8, kept=8, handed=8),
+        ChainLayer("first", (Product(4.0, 8, 16),), 128, changed=32, kept=32, handed=32),
+        ChainLayer("second", (Product(4.0, 2, 8),), 16, changed=8, kept=8, handed=8),
     ),
 )
 
 
 def test_a_chain_counts_every_product_three_times_and_what_is_frozen_once() -> None:
     assert CHAIN.parameters == 144 and CHAIN.flops == 3 * 2 * (4 * 8 * 16 + 4 * 2 * 8)
-    frozen = Chain("frozen", (Link("first", (Product(4.0, 8, 16),), 128, 32, 32, 32, frozen=True),))
+    frozen = Chain("frozen", (ChainLayer("first", (Product(4.0, 8, 16),), 128, 32, 32, 32, frozen=True),))
     assert frozen.flops == 2 * 4 * 8 * 16
 
 

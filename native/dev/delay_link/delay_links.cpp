@@ -21,8 +21,8 @@ namespace {
 
 // The largest super-packet, with the kernel's header before it.
 constexpr std::size_t kFrameBytes = (64u << 10) + 256;
-// Frames of one direction in a row, before the next direction is served.
-constexpr int kBatch = 64;
+// At most so many frames are read from one direction before the next direction is served.
+constexpr int kBatchFrames = 64;
 // Waking up takes about so long, so the thread polls for frames that are due within it.
 constexpr std::int64_t kPollNs = 15'000;
 // sizeof(virtio_net_hdr); linux/virtio_net.h does not compile as C++.
@@ -162,7 +162,7 @@ void DelayLinks::run() {
 }
 
 void DelayLinks::receive(Direction& direction) {
-  for (int i = 0; i < kBatch; ++i) {
+  for (int i = 0; i < kBatchFrames; ++i) {
     const ssize_t got = read(direction.from, buffer_.data(), buffer_.size());
     if (got <= 0) return;  // no more frames, or the interface is down
     const auto bytes = static_cast<std::size_t>(got);

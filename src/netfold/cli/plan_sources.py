@@ -13,7 +13,7 @@ from netfold.extras import need
 
 if TYPE_CHECKING:
     from netfold.plan.cluster import Cluster, Device
-    from netfold.plan.model import Link, Model, Traced
+    from netfold.plan.model import ChainLayer, Model, Traced
     from netfold.plan.request.profile import ProfiledJob
     from netfold.train.explain.layers import Layer
 
@@ -119,9 +119,9 @@ def recipe_model(path: Path, settings: Sequence[str]) -> tuple[Model, dict[str, 
     return Chain(recipe.model.name, links), {"job": job, "split": parts}
 
 
-def _measured(layer: Layer, samples: int, item_bytes: int) -> Link:
+def _measured(layer: Layer, samples: int, item_bytes: int) -> ChainLayer:
     """A layer that was measured on fake tensors. Its arithmetic is spread over its matrices in proportion to size."""
-    from netfold.plan.model import Link, Product
+    from netfold.plan.model import ChainLayer, Product
 
     matrices = [shape for shape in layer.weights if len(shape) > 1]
     elements = sum(math.prod(shape) for shape in matrices)
@@ -130,7 +130,7 @@ def _measured(layer: Layer, samples: int, item_bytes: int) -> Link:
     products = tuple(Product(rows, shape[0], math.prod(shape[1:])) for shape in matrices if layer.operations)
     saved = (layer.saved_bytes or 0) / samples / item_bytes
     handed = sum(layer.handed_bytes) / samples / item_bytes
-    return Link(layer.name, products, layer.parameters, saved, saved, handed, kernels=len(layer.weights) + 2)
+    return ChainLayer(layer.name, products, layer.parameters, saved, saved, handed, kernels=len(layer.weights) + 2)
 
 
 def _profile_model(folder: Path, job: Mapping[str, Any], has_cluster: bool) -> tuple[ProfiledJob, dict[str, Any]]:

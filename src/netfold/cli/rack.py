@@ -34,7 +34,7 @@ def run(
     switch_rate: SwitchRate = None,
     switch: Annotated[bool, typer.Option(help="Run an aggregator.")] = True,
     leaves: Annotated[
-        bool, typer.Option("--leaves", help="Run one more in each rack's switch, below the one at the core.")
+        bool, typer.Option("--leaves", help="Also run an aggregator in each rack, as a child of the one at the core.")
     ] = False,
 ) -> None:
     """Run COMMAND once on every host, with RANK, WORLD_SIZE, MASTER_ADDR, NETFOLD_SWITCH, ... set.

@@ -43,7 +43,9 @@ class Search(ABC, Generic[State, Event]):
 
     def __init__(self, first: State) -> None:
         self.states = [first]  # in order of discovery
-        self._came: list[tuple[int, Any]] = [(-1, None)]  # by state: its predecessor, and the event between them
+        self._reached_from: list[tuple[int, Any]] = [
+            (-1, None)
+        ]  # by state: its predecessor, and the event between them
 
     @abstractmethod
     def events(self, state: State) -> Iterable[Event]:
@@ -83,7 +85,7 @@ class Search(ABC, Generic[State, Event]):
                         number = numbers.setdefault(self.key(new), len(states))
                         if number == len(states):
                             states.append(new)
-                            self._came.append((at, event))
+                            self._reached_from.append((at, event))
                         self.on_transition(at, event, number)
                     event = None  # an error that `events` raises from here on is the state's
                 at += 1
@@ -98,6 +100,6 @@ class Search(ABC, Generic[State, Event]):
         """Return the events from the first state to the one of that number."""
         steps = []
         while state > 0:
-            state, event = self._came[state]
+            state, event = self._reached_from[state]
             steps.append(self.text(event))
         return steps[::-1]

@@ -27,7 +27,7 @@ _VALIDITY = datetime.timedelta(days=36500)
 def server_context(state_dir: Path | None) -> tuple[ssl.SSLContext, str]:
     """Make a TLS 1.3 context with the certificate of `state_dir`; return it and the certificate's fingerprint.
 
-    A missing certificate is made. None: it lasts as long as the process.
+    A missing certificate is made. state_dir: None: the certificate lasts as long as the process.
     Raises ValueError where the file is not private or holds no certificate, OSError where it can be neither read nor
     written; no file is left half written.
     """

@@ -22,36 +22,36 @@ class RootPath:
         self._parent = parent
         self._request: asyncio.Future[control_messages.Message] | None = None  # to the parent, for workers
 
-    async def answer(self, below: object) -> control_messages.Message:
-        """Answer a peer that reached this switch through the switches `below`; a worker has none below.
+    async def answer(self, asking: object) -> control_messages.Message:
+        """Answer a peer that reached this switch through the switches `asking`; for a worker there are none.
 
         Raises RefusedError where the parents form a cycle or the tree is too deep, ProtocolError for a malformed list.
         """
-        if not isinstance(below, list) or not all(isinstance(switch, int) for switch in below):
+        if not isinstance(asking, list) or not all(isinstance(switch, int) for switch in asking):
             raise control_messages.ProtocolError("path without the switches that ask")
-        if self._incarnation in below:
+        if self._incarnation in asking:
             raise RefusedError(
                 "loop", "the parents of these switches go in a circle, and this one is in it: look at each --parent"
             )
-        if len(below) >= MAX_DEPTH:
+        if len(asking) >= MAX_DEPTH:
             raise RefusedError("bound", f"a tree has at most {MAX_DEPTH} levels of switches")
-        answer: control_messages.Message = {"type": "path", "version": control_messages.VERSION}
+        reply: control_messages.Message = {"type": "path", "version": control_messages.VERSION}
         switches: list[list[object]] = [[self._incarnation, ""]]
         if self._parent is None:
-            return {**answer, "switches": switches, "error": ""}
+            return {**reply, "switches": switches, "error": ""}
         try:
-            above = await self._ask(self._parent, below)
+            above = await self._ask(self._parent, asking)
         except ParentError as error:
             if error.loop:
                 raise RefusedError("loop", str(error)) from None
-            return {**answer, "switches": switches, "error": str(error)}
+            return {**reply, "switches": switches, "error": str(error)}
         (parent, _), *rest = above["switches"]
         switches += [[parent, self._parent.full_endpoint], *rest]
-        return {**answer, "switches": switches, "error": above["error"]}
+        return {**reply, "switches": switches, "error": above["error"]}
 
-    async def _ask(self, parent: Parent, below: list[int]) -> control_messages.Message:
-        if below:
-            return await parent.path([*below, self._incarnation])
+    async def _ask(self, parent: Parent, asking: list[int]) -> control_messages.Message:
+        if asking:
+            return await parent.path([*asking, self._incarnation])
         # All workers of a job ask at once; they share one request.
         if self._request is None or self._request.done():
             self._request = asyncio.ensure_future(parent.path([self._incarnation]))

@@ -1,6 +1,6 @@
 """Models by the work of their layers on one rank."""
 
-from netfold.plan.model.chain import Chain, Link, Product
+from netfold.plan.model.chain import Chain, ChainLayer, Product
 from netfold.plan.model.layer_cost import Bucket, Bucketed, Collective, Layer, Matmul, Measured, Model, Pass, ShardSpec
 from netfold.plan.model.layered import Layered
 from netfold.plan.model.profiled import Profiled
@@ -12,12 +12,12 @@ __all__ = [
     "Bucket",
     "Bucketed",
     "Chain",
+    "ChainLayer",
     "Collective",
     "Gradient",
     "Kernels",
     "Layer",
     "Layered",
-    "Link",
     "Matmul",
     "Measured",
     "Model",

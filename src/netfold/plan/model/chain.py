@@ -18,11 +18,11 @@ class Product:
 
 
 @dataclass(frozen=True)
-class Link:
+class ChainLayer:
     """One layer, for one sample; activations are counted in elements.
 
-    changed: read and written in the forward pass by operations other than products (norms, activation functions).
-    kept: until the backward pass. handed: to the next layer.
+    changed: elements that operations other than products (norms, activation functions) read and write in the forward
+    pass. kept: elements kept until the backward pass. handed: elements that the next layer receives.
     kernels: launched in addition to those of the products.
     """
 
@@ -41,7 +41,7 @@ class Chain:
     """A sequence of layers, for data and pipeline parallelism; tensor ranks cannot split the layers."""
 
     name: str
-    links: tuple[Link, ...]
+    links: tuple[ChainLayer, ...]
 
     @property
     def parameters(self) -> float:
@@ -70,13 +70,13 @@ def _layers(chain: Chain, share: ShardSpec) -> tuple[Layer, ...]:
     return tuple(made)
 
 
-def _layer(link: Link, share: ShardSpec, received: float) -> Layer:
-    a_sample = share.micro_batch * share.item_bytes
+def _layer(link: ChainLayer, share: ShardSpec, received: float) -> Layer:
+    bytes_per_element = share.micro_batch * share.item_bytes
     matmuls = tuple(
         Matmul(max(1, round(product.rows * share.micro_batch)), product.n, product.k) for product in link.products
     )
-    forward = Pass(matmuls, 2 * link.changed * a_sample, len(matmuls) + link.kernels)
-    backward = Pass(matmuls * 2, 4 * link.changed * a_sample, 2 * (len(matmuls) + link.kernels))
+    forward = Pass(matmuls, 2 * link.changed * bytes_per_element, len(matmuls) + link.kernels)
+    backward = Pass(matmuls * 2, 4 * link.changed * bytes_per_element, 2 * (len(matmuls) + link.kernels))
     again, kept = Pass(), link.kept
     if share.recomputation == "full":
         again, kept = forward, received
@@ -86,7 +86,7 @@ def _layer(link: Link, share: ShardSpec, received: float) -> Layer:
         backward=Pass() if link.frozen else backward,
         again=again,
         parameters=float(link.parameters),
-        kept_bytes=kept * a_sample,
-        input_bytes=received * a_sample,
-        live_bytes=max(0.0, link.kept - kept) * a_sample,
+        kept_bytes=kept * bytes_per_element,
+        input_bytes=received * bytes_per_element,
+        live_bytes=max(0.0, link.kept - kept) * bytes_per_element,
     )

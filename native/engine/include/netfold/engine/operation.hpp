@@ -32,6 +32,8 @@ class Operation {
   friend class Transfers;
   // Name rank, call, call site and time since submission: the beginning of an error text.
   std::string describe(int rank) const;
+  // For the text of an error: "within its timeout of 2.5 s".
+  std::string within_timeout() const;
 
   collective::Call call_;
   std::uint64_t id_ = 0;
