@@ -42,10 +42,10 @@ def pair() -> tuple[socket.socket, socket.socket]:
         return one, listener.accept()[0]
 
 
-def play(build: Any = build) -> tuple[probe.Choice, probe.Choice]:
+def play(build: Any = build) -> tuple[probe.TableChoice, probe.TableChoice]:
     """Run the probe at both ends of one connection; returns both ends' choices."""
     leader, follower = pair()
-    found: list[probe.Choice] = []
+    found: list[probe.TableChoice] = []
     topology = Topology.apart(2)
     other = threading.Thread(
         target=lambda: found.append(probe.agree([follower, None], 1, topology, build, soon())), daemon=True
@@ -137,8 +137,8 @@ def test_a_malformed_frame_is_refused() -> None:
 
 def test_a_choice_is_the_same_after_encoding_and_decoding() -> None:
     links = dataclasses.replace(DEFAULT_LINKS, measured=True)
-    choice = probe.Choice(ChoiceTable((Row("barrier", 0, "direct", "auto", "x"),)), links, Topology((0, 0, 1)))
-    assert probe.Choice.from_json(choice.to_json()) == choice
+    choice = probe.TableChoice(ChoiceTable((Row("barrier", 0, "direct", "auto", "x"),)), links, Topology((0, 0, 1)))
+    assert probe.TableChoice.from_json(choice.to_json()) == choice
 
 
 def join(rank: int, size: int, folder: str, words: list[str]) -> tuple[bool, str, int]:

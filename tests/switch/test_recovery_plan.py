@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from netfold.communicator.recovery_plan import Plan, ReceiveState, chunks_of, make_plan, pack, unpack
+from netfold.communicator.recovery_plan import ReceiveState, ResendPlan, chunks_of, make_plan, pack, unpack
 
 Job = tuple[int, dict[int, ReceiveState]]
 
@@ -82,7 +82,7 @@ def test_a_bitmap_survives_its_encoding(bits: int) -> None:
 
 def test_ranks_that_have_a_chunk_take_turns() -> None:
     plan = make_plan({0: ReceiveState(0, 8, 0), 1: ReceiveState(8, 8, 0), 2: ReceiveState(8, 8, 0)}, 8)
-    assert plan == Plan(base=0, end=8, held=0xFF, fetches={0: {1: 0b01010101, 2: 0b10101010}})
+    assert plan == ResendPlan(base=0, end=8, held=0xFF, fetches={0: {1: 0b01010101, 2: 0b10101010}})
 
 
 @pytest.mark.parametrize(

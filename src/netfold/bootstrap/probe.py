@@ -55,7 +55,7 @@ class ByteStream(Protocol):
 
 
 @dataclass(frozen=True)
-class Choice:
+class TableChoice:
     """A table, and what it was made from."""
 
     table: ChoiceTable
@@ -67,7 +67,7 @@ class Choice:
         return json.dumps(parts).encode()
 
     @classmethod
-    def from_json(cls, text: bytes) -> Choice:
+    def from_json(cls, text: bytes) -> TableChoice:
         parts = json.loads(text)
         return cls(
             ChoiceTable.from_json(parts["table"]), Links.from_json(parts["links"]), Topology(tuple(parts["nodes"]))
@@ -83,7 +83,7 @@ def agree(
     *,
     rails: int = 1,
     switches: tuple[float, ...] = (),
-) -> Choice:
+) -> TableChoice:
     """Rank 0 measures and chooses; every rank returns rank 0's choice.
 
     build: makes the table, at rank 0.
@@ -102,7 +102,7 @@ def agree(
         elsewhere = [other for other in streams if topology.nodes[other] != topology.nodes[0]]
         peer = (elsewhere or list(streams))[0]
         links = replace(_measure(streams, peer, rails), switches=switches)
-        choice = Choice(build(links), links, topology)
+        choice = TableChoice(build(links), links, topology)
         frame = choice.to_json()
         for peer in streams:
             streams[peer].sendall(_FRAME.pack(_TABLE, len(frame)) + frame)
@@ -114,7 +114,7 @@ def agree(
         ) from None
 
 
-def _follow(leader: ByteStream) -> Choice:
+def _follow(leader: ByteStream) -> TableChoice:
     leader.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     while True:
         kind, size = _FRAME.unpack(receive_exactly(leader, _FRAME.size))
@@ -122,7 +122,7 @@ def _follow(leader: ByteStream) -> Choice:
             raise RendezvousError(f"rank 0 sent a frame of {size} bytes; at most {MAX_TABLE_BYTES} make sense", rank=0)
         data = receive_exactly(leader, size)
         if kind == _TABLE:
-            return Choice.from_json(data)
+            return TableChoice.from_json(data)
         leader.sendall(data[:1])
 
 

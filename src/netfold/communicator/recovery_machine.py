@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from netfold.communicator.recovery_plan import Plan, ReceiveState, chunks_of, make_plan, unpack
+from netfold.communicator.recovery_plan import ReceiveState, ResendPlan, chunks_of, make_plan, unpack
 
 # For all ranks to join, from when the last of them has been asked.
 JOIN_S = 20.0
@@ -178,7 +178,7 @@ class Planned:
     """For the log: the plan goes out now."""
 
     generation: int
-    plan: Plan
+    plan: ResendPlan
     promised: bool
 
 

@@ -28,7 +28,7 @@ class ReceiveState:
 
 
 @dataclass(frozen=True)
-class Plan:
+class ResendPlan:
     """Bit i stands for chunk base + i in all maps."""
 
     base: int
@@ -41,7 +41,7 @@ class Plan:
     """By rank that lacks something: by source, the chunks to fetch from it."""
 
 
-def make_plan(states: Mapping[int, ReceiveState], window: int) -> Plan:
+def make_plan(states: Mapping[int, ReceiveState], window: int) -> ResendPlan:
     """Plan from the state of each rank. Ranks that have a chunk share the work of passing it on.
 
     window: W, the chunks that each rank keeps.
@@ -61,7 +61,7 @@ def make_plan(states: Mapping[int, ReceiveState], window: int) -> Plan:
             f"{window}, or has begun none from {end} on"
         )
     fetches = {rank: _sources(has, held & ~chunks, rank) for rank, chunks in has.items()}
-    return Plan(base, end, held, {rank: sources for rank, sources in fetches.items() if sources})
+    return ResendPlan(base, end, held, {rank: sources for rank, sources in fetches.items() if sources})
 
 
 def _sources(has: Mapping[int, int], lacking: int, rank: int) -> dict[int, int]:

@@ -72,7 +72,7 @@ class SharedMemory(NamedTuple):
     copies: str = ""  # a sentence that says so
 
 
-class Choice(NamedTuple):
+class ChosenTable(NamedTuple):
     """The choice table, and what it was made from."""
 
     table: ChoiceTable
@@ -94,7 +94,7 @@ class Connections:
     mesh: Mesh
     fabric: Fabric
     memory: SharedMemory
-    choice: Choice
+    choice: ChosenTable
     workers: tuple[int, ...]  # the ranks that join switches
     accesses: list[SwitchAccess]  # by switch
     memberships: list[Membership]  # by switch; none on a rank that is no worker
@@ -217,7 +217,7 @@ def _choose(
     options: Options,
     rank: int,
     deadline: float,
-) -> Choice:
+) -> ChosenTable:
     """Measure links where that is wanted; every rank gets rank 0's table."""
     job, size, topology = agreement.job, len(memory.nodes), Topology(memory.nodes)
     measures = job.switch is not None and job.algorithm == "auto" and topology.node_count > 1 and job.probe
@@ -238,13 +238,13 @@ def _choose(
         return build(links, measuring=measures and not links.switches)
 
     if not job.probe or size == 1 or is_shared(memory):
-        return Choice(build(DEFAULT_LINKS), DEFAULT_LINKS, topology, build, measures)
+        return ChosenTable(build(DEFAULT_LINKS), DEFAULT_LINKS, topology, build, measures)
     probed: Sequence[Any] = mesh.streams
     if options.fabric is not None:
         probed = fabric.byte_streams(over.streams[0], mesh.streams, options.fabric)
     known = capacity.cached_rates(mesh.hosts, job.switch) if measures and job.switch is not None else ()
     found = probe.agree(probed, rank, topology, build_first, deadline, rails=agreement.interfaces.rails, switches=known)
-    return Choice(found.table, found.links, found.topology, build, measures)
+    return ChosenTable(found.table, found.links, found.topology, build, measures)
 
 
 def _join_switches(

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from netfold.plan.cluster import BOX, SPARE_HOST, Aggregator, Cluster
 from netfold.plan.model import Model
-from netfold.plan.search import Choice, SearchResult, fastest
+from netfold.plan.search import PredictedJob, SearchResult, fastest
 
 # A small server aggregates with at most so many cores. A box has at most so many ports: eight cards of four.
 MOST_CORES, MOST_PORTS = 16, 32
@@ -24,7 +24,7 @@ class AggregatorGain:
     c: float
     cores: int
     base_s: float
-    choice: Choice
+    choice: PredictedJob
 
     @property
     def step_s(self) -> float:

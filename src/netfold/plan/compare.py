@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from netfold.plan.cluster import Cluster, load_cluster
 from netfold.plan.cluster.networks import networks, with_network
 from netfold.plan.model import Model
-from netfold.plan.search import Choice, SearchResult, fastest
+from netfold.plan.search import PredictedJob, SearchResult, fastest
 from netfold.plan.words import suggest
 
 WHAT = ("network", "cluster")
@@ -22,7 +22,7 @@ class Variant:
     """
 
     name: str
-    choice: Choice | None
+    choice: PredictedJob | None
     why: str = ""
     factor: float = 0.0
 
@@ -66,7 +66,7 @@ def compare(
     return tuple(variants)
 
 
-def _best(found: SearchResult, model: Model, cluster: Cluster, in_network: bool) -> Choice:
+def _best(found: SearchResult, model: Model, cluster: Cluster, in_network: bool) -> PredictedJob:
     """Raises ValueError, in one sentence, where no split fits into the memory that the device has for tensors."""
     device, least = cluster.device, found.least.prediction
     # The memory of a measured model is unknown, and every split fits.

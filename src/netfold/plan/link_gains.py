@@ -14,7 +14,7 @@ from dataclasses import replace
 from netfold.plan.cluster import Aggregator, Cluster
 from netfold.plan.model.catalogue import find_model
 from netfold.plan.request import Request, parse_request
-from netfold.plan.search import Choice, search
+from netfold.plan.search import PredictedJob, search
 
 # c; None is one port per worker.
 LINKS: tuple[int | None, ...] = (1, 2, 4, None)
@@ -41,7 +41,7 @@ def with_host_aggregators(cluster: Cluster, c: int | None) -> Cluster:
     return replace(cluster, tiers=tuple(tiers))
 
 
-def best_choice(request: Request, cluster: Cluster | None = None, *, in_network: bool | None = None) -> Choice:
+def best_choice(request: Request, cluster: Cluster | None = None, *, in_network: bool | None = None) -> PredictedJob:
     """The fastest split of a request. cluster, in_network: in place of the request's own. Raises ValueError."""
     job = request.job if in_network is None else replace(request.job, in_network=in_network)
     return search(request.model, cluster or request.cluster, request.devices, job, request.space).best

@@ -15,7 +15,7 @@ from netfold.plan.job import Job
 from netfold.plan.model import Chain, Layered, Measured, Model, Profiled, TimedStep, Traced
 from netfold.plan.request import Request
 from netfold.plan.scaling_curve import SCALINGS, ScalingPoint, scaling_curve
-from netfold.plan.search import ZERO_3_RANKS, Choice, SearchResult, search
+from netfold.plan.search import ZERO_3_RANKS, PredictedJob, SearchResult, search
 from netfold.plan.sensitivity import Gain, sensitivity
 from netfold.plan.step import Prediction, predict
 
@@ -27,7 +27,7 @@ FEW, FRONT = 5, 8
 class RankedChoice:
     """One of the best few, and why it is slower than the best."""
 
-    choice: Choice
+    choice: PredictedJob
     reason: str
 
 
@@ -52,12 +52,12 @@ class Result:
     """
 
     request: Request
-    best: Choice
+    best: PredictedJob
     efficiency: float
     tried: int
     fitting: int
     best_few: tuple[RankedChoice, ...]
-    front: tuple[Choice, ...]
+    front: tuple[PredictedJob, ...]
     gains: tuple[Gain, ...]
     aggregator_gains: tuple[AggregatorGain, ...]
     curves: dict[str, tuple[ScalingPoint, ...]]
@@ -122,7 +122,7 @@ def solve(
 _PIPELINE_RANKS = 2000
 
 
-def notes(asked: Request, best: Choice) -> tuple[str, ...]:
+def notes(asked: Request, best: PredictedJob) -> tuple[str, ...]:
     """Where the result goes beyond the measurements that the model was compared with."""
     said, split = [], best.job.split
     if split.zero == 3 and split.data > ZERO_3_RANKS:
@@ -178,7 +178,7 @@ def _model_notes(model: Model, job: Job) -> list[str]:
     return [f"microbatches of {job.micro_batch}: {model.name}'s published speed is of {batch}; smaller ones are slower"]
 
 
-def _profile_notes(asked: Request, best: Choice) -> list[str]:
+def _profile_notes(asked: Request, best: PredictedJob) -> list[str]:
     """The measured step beside the predicted one, and what the prediction takes over unchanged."""
     model, split = asked.model, best.job.split
     assert isinstance(model, Profiled)
@@ -196,7 +196,7 @@ def _profile_notes(asked: Request, best: Choice) -> list[str]:
     return [*said, "a profile does not show the memory of a rank", *model.notes]
 
 
-def efficiency(model: Model, cluster: Cluster, choice: Choice) -> float:
+def efficiency(model: Model, cluster: Cluster, choice: PredictedJob) -> float:
     """Of scaling out by data parallelism: 1 where replicas cost each other nothing."""
     job, data = choice.job, choice.job.split.data
     alone = replace(job, global_batch=job.global_batch // data, split=replace(job.split, data=1, zero=0))
@@ -217,7 +217,7 @@ def parts(prediction: Prediction) -> dict[str, float]:
     return found | {"optimizer": prediction.optimizer_s}
 
 
-def reason(choice: Choice, best: Choice) -> str:
+def reason(choice: PredictedJob, best: PredictedJob) -> str:
     """What limits the best choice; of another choice, the part that takes most more time than in the best."""
     if choice is best:
         return choice.prediction.limit
@@ -229,7 +229,7 @@ def reason(choice: Choice, best: Choice) -> str:
     return f"{name} takes {100 * more[name] / best.prediction.step_s:.1f}% of a step more"
 
 
-def _thinned(found: SearchResult) -> tuple[Choice, ...]:
+def _thinned(found: SearchResult) -> tuple[PredictedJob, ...]:
     """The ends of the front, and evenly spaced points between them."""
     front = found.front
     if len(front) <= FRONT:

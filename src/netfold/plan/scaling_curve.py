@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from netfold.plan.cluster import Cluster
 from netfold.plan.job import Job
 from netfold.plan.model import Model
-from netfold.plan.search import Choice, Space, search
+from netfold.plan.search import PredictedJob, Space, search
 from netfold.plan.training_length import TrainingLength
 
 # The batch of a point: the job's, or as many samples per device as the job has.
@@ -25,7 +25,7 @@ class ScalingPoint:
 
     devices: int
     batch: int
-    choice: Choice | None
+    choice: PredictedJob | None
     why: str = ""
     efficiency: float = 0.0
     training_s: float | None = None

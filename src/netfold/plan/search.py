@@ -39,7 +39,7 @@ class Space:
 
 
 @dataclass(frozen=True)
-class Choice:
+class PredictedJob:
     """A job with a split, and its prediction."""
 
     job: Job
@@ -58,36 +58,36 @@ class SearchResult:
     front: the fitting candidates that no other one beats in both time and memory.
     """
 
-    candidates: tuple[Choice, ...]
-    fitting: tuple[Choice, ...]
-    front: tuple[Choice, ...]
+    candidates: tuple[PredictedJob, ...]
+    fitting: tuple[PredictedJob, ...]
+    front: tuple[PredictedJob, ...]
 
     @property
     def tried(self) -> int:
         return len(self.candidates)
 
     @property
-    def least(self) -> Choice:
+    def least(self) -> PredictedJob:
         """The candidate that needs least memory, whether it fits or not."""
         return min(self.candidates, key=lambda choice: choice.prediction.memory.total)
 
     @property
-    def best(self) -> Choice:
+    def best(self) -> PredictedJob:
         """Raises ValueError where no candidate fits: one sentence that says how much memory is missing."""
         if not self.fitting:
             raise ValueError(self._too_large())
         return self.fitting[0]
 
-    def best_few(self, count: int) -> tuple[Choice, ...]:
+    def best_few(self, count: int) -> tuple[PredictedJob, ...]:
         """The fastest of each mesh, so that they differ."""
-        meshes: dict[tuple[int, int, int], Choice] = {}
+        meshes: dict[tuple[int, int, int], PredictedJob] = {}
         for choice in self.fitting:
             meshes.setdefault(choice.mesh, choice)
         return tuple(meshes.values())[:count]
 
-    def shortlist(self, memory_bytes: float) -> tuple[Choice, ...]:
+    def shortlist(self, memory_bytes: float) -> tuple[PredictedJob, ...]:
         """The fastest of all and of each mesh that fit into so much memory; the fastest first."""
-        kept: list[Choice] = []
+        kept: list[PredictedJob] = []
         meshes: Counter[tuple[int, int, int]] = Counter()
         for choice in self.candidates:
             if choice.prediction.memory.total > memory_bytes:
@@ -115,7 +115,7 @@ def search(model: Model, cluster: Cluster, devices: int, job: Job, space: Space 
     space = space or Space()
     if devices > cluster.devices:
         raise ValueError(f"{devices} devices are asked for, and {cluster.name} has {cluster.devices}")
-    candidates: list[Choice] = []
+    candidates: list[PredictedJob] = []
     refused = ""
     for candidate in _candidates(model, devices, job, space):
         if len(candidates) == MAX_CANDIDATES:
@@ -124,7 +124,7 @@ def search(model: Model, cluster: Cluster, devices: int, job: Job, space: Space 
                 "tensor, pipeline or micro_batch"
             )
         try:
-            candidates.append(Choice(candidate, predict(model, cluster, candidate)))
+            candidates.append(PredictedJob(candidate, predict(model, cluster, candidate)))
         except ValueError as error:
             refused = str(error)
     if not candidates:
@@ -134,12 +134,12 @@ def search(model: Model, cluster: Cluster, devices: int, job: Job, space: Space 
     return SearchResult(tuple(candidates), tuple(fitting), _front(fitting))
 
 
-def fastest(model: Model, cluster: Cluster, jobs: Iterable[Job]) -> Choice:
+def fastest(model: Model, cluster: Cluster, jobs: Iterable[Job]) -> PredictedJob:
     """Predict the jobs on a cluster, and choose by `rank_by_time`."""
-    return min((Choice(job, predict(model, cluster, job)) for job in jobs), key=rank_by_time)
+    return min((PredictedJob(job, predict(model, cluster, job)) for job in jobs), key=rank_by_time)
 
 
-def rank_by_time(choice: Choice) -> tuple[float, ...]:
+def rank_by_time(choice: PredictedJob) -> tuple[float, ...]:
     """By time; among times that are equal to three digits, the simplest split first."""
     job, step_s = choice.job, choice.prediction.step_s
     effort = (job.split.zero, RECOMPUTATIONS.index(job.recomputation), job.split.interleave)
@@ -158,8 +158,8 @@ def divisors(number: int) -> list[int]:
     return sorted({*small, *(number // each for each in small)})
 
 
-def _front(fitting: list[Choice]) -> tuple[Choice, ...]:
-    front: list[Choice] = []
+def _front(fitting: list[PredictedJob]) -> tuple[PredictedJob, ...]:
+    front: list[PredictedJob] = []
     for choice in fitting:
         if not front or choice.prediction.memory.total < 0.999 * front[-1].prediction.memory.total:
             front.append(choice)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from netfold.plan.cluster import Cluster
 from netfold.plan.model import Layered, Measured, Model
-from netfold.plan.search import Choice, SearchResult, describe_split, fastest, rank_by_time
+from netfold.plan.search import PredictedJob, SearchResult, describe_split, fastest, rank_by_time
 from netfold.plan.step import predict
 
 
@@ -22,7 +22,7 @@ class Gain:
     what: str
     base_s: float
     kept_s: float
-    choice: Choice
+    choice: PredictedJob
 
     @property
     def step_s(self) -> float:
@@ -85,7 +85,7 @@ def _link_changes(cluster: Cluster, ranks: int) -> list[tuple[str, Cluster]]:
     return changes
 
 
-def _gain(model: Model, what: str, changed: Cluster, shortlist: Sequence[Choice]) -> Gain:
+def _gain(model: Model, what: str, changed: Cluster, shortlist: Sequence[PredictedJob]) -> Gain:
     best = fastest(model, changed, [choice.job for choice in shortlist])
     kept_s = predict(model, changed, shortlist[0].job).step_s
     return Gain(what, shortlist[0].prediction.step_s, kept_s, best)

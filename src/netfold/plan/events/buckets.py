@@ -53,7 +53,7 @@ class Bucket(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Plan:
+class BucketSchedule:
     """buckets: in order. releases: by task, the buckets that are ready when the task ends.
 
     first: how many buckets are ready at the beginning. awaited: by task, the bucket that it waits for.
@@ -100,9 +100,9 @@ class BucketPlanner:
         count = self._count if self._gathers or (self._job.overlap and is_last) else 1
         return (1 / count,) * count
 
-    def plan(self, tasks: Sequence[TaskInfo]) -> Plan:
+    def plan(self, tasks: Sequence[TaskInfo]) -> BucketSchedule:
         if not self._communicates:
-            return Plan()
+            return BucketSchedule()
         if self._gathers:
             return self._plan_gathers(tasks)
         last = last_backward_turns([task.turn for task in tasks], self._job.split.zero)
@@ -110,14 +110,14 @@ class BucketPlanner:
             return self._plan_microbatches(tasks, last)
         if not self._job.overlap:
             every = self._count * self._job.split.interleave
-            return Plan((self._reduced,) * every, {len(tasks) - 1: tuple(range(every))})
+            return BucketSchedule((self._reduced,) * every, {len(tasks) - 1: tuple(range(every))})
         done = [at for at, task in enumerate(tasks) if task.turn in last]
         if self._travels:
             buckets = tuple(Bucket("all_reduce", each.size_bytes, each.taken_s) for each in self._travels)
-            return Plan(buckets, {done[0] + number: (number,) for number in range(len(buckets))})
-        return Plan((self._reduced,) * len(done), {at: (number,) for number, at in enumerate(done)})
+            return BucketSchedule(buckets, {done[0] + number: (number,) for number in range(len(buckets))})
+        return BucketSchedule((self._reduced,) * len(done), {at: (number,) for number, at in enumerate(done)})
 
-    def _plan_microbatches(self, tasks: Sequence[TaskInfo], reduced: set[Turn]) -> Plan:
+    def _plan_microbatches(self, tasks: Sequence[TaskInfo], reduced: set[Turn]) -> BucketSchedule:
         """Reduce the gradients of every microbatch during or after its backward pass; the next pass waits for them."""
         releases: dict[int, tuple[int, ...]] = {}
         awaited: dict[int, int] = {}
@@ -130,9 +130,9 @@ class BucketPlanner:
             sent += more
             if task.is_last and at + 1 < len(tasks):
                 awaited[at + 1] = sent - 1
-        return Plan((self._reduced,) * sent, releases, 0, awaited)
+        return BucketSchedule((self._reduced,) * sent, releases, 0, awaited)
 
-    def _plan_gathers(self, tasks: Sequence[TaskInfo]) -> Plan:
+    def _plan_gathers(self, tasks: Sequence[TaskInfo]) -> BucketSchedule:
         """A gather starts when the task before the one that needs it begins.
 
         Only when a pass begins is it known which weights come next. So the first gather of a pass, or every gather
@@ -161,7 +161,7 @@ class BucketPlanner:
                 first = len(released)
             elif released:
                 releases[ended] = released
-        return Plan(tuple(buckets), releases, first, awaited)
+        return BucketSchedule(tuple(buckets), releases, first, awaited)
 
 
 def last_backward_turns(turns: Sequence[Turn], zero: int) -> set[Turn]:

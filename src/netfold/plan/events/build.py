@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from netfold.plan.cluster import Cluster
-from netfold.plan.events.buckets import Bucket, BucketPlanner, Plan, TaskInfo, last_backward_turns
+from netfold.plan.events.buckets import Bucket, BucketPlanner, BucketSchedule, TaskInfo, last_backward_turns
 from netfold.plan.events.conditions import Conditions
 from netfold.plan.events.event_loop import Step, Task
 from netfold.plan.events.links import Uses
@@ -51,7 +51,7 @@ def build_step(
     bucket_flag = 2 * split.interleave * parts.microbatches
     uses = [mesh.gradients(stage) for stage in range(split.pipeline)]
     info: list[tuple[TaskInfo, ...]] = []
-    plans: list[Plan] = []
+    plans: list[BucketSchedule] = []
     updated: list[Bucket | None] = []
     tasks: list[list[Task]] = []
     for index, (stage, share) in enumerate(zip(parts.stages, shares, strict=True)):
@@ -146,7 +146,7 @@ def _task_info(turns: Sequence[Turn], stage: Stage, job: Job, planner: BucketPla
     return tuple(found)
 
 
-def _tasks(info: Sequence[TaskInfo], plan: Plan, stage: int, job: Job, bucket_flag: int) -> list[Task]:
+def _tasks(info: Sequence[TaskInfo], plan: BucketSchedule, stage: int, job: Job, bucket_flag: int) -> list[Task]:
     split = job.split
     end = split.pipeline * split.interleave - 1
     tasks = []

@@ -11,7 +11,7 @@ from netfold.plan.model import Traced
 from netfold.plan.render.parts import as_object as parts_object
 from netfold.plan.result import Result, parts
 from netfold.plan.scaling_curve import ScalingPoint
-from netfold.plan.search import Choice, describe_split
+from netfold.plan.search import PredictedJob, describe_split
 
 
 def as_json(answer: Result) -> str:
@@ -77,7 +77,7 @@ def as_object(answer: Result) -> dict[str, Any]:
     return as_plain
 
 
-def choice_object(choice: Choice) -> dict[str, Any]:
+def choice_object(choice: PredictedJob) -> dict[str, Any]:
     found = choice.prediction
     return {
         "split": describe_split(choice.job),

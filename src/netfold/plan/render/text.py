@@ -13,7 +13,7 @@ from netfold.plan.job import Job
 from netfold.plan.model import Measured
 from netfold.plan.result import Result, parts
 from netfold.plan.scaling_curve import ScalingPoint
-from netfold.plan.search import Choice, describe_split
+from netfold.plan.search import PredictedJob, describe_split
 from netfold.plan.sensitivity import Gain
 from netfold.plan.step import Prediction
 
@@ -131,7 +131,7 @@ def _step(answer: Result) -> str:
     return table(title, rows, left=(0, 3))
 
 
-def _memory(best: Choice) -> str:
+def _memory(best: PredictedJob) -> str:
     memory = best.prediction.memory
     head = ["weights", "gradients", "optimizer", "activations", "together", "of"]
     kinds = (memory.weights, memory.gradients, memory.optimizer, memory.activations, memory.total)

@@ -9,7 +9,7 @@ from netfold.page.chart import legend, stack
 from netfold.page.escape import escape
 from netfold.plan.render.text import time
 from netfold.plan.result import parts
-from netfold.plan.search import Choice
+from netfold.plan.search import PredictedJob
 
 _INKS = {
     "computing": "computing",
@@ -26,14 +26,14 @@ _INKS = {
 }
 
 
-def step_bar(best: Choice) -> str:
+def step_bar(best: PredictedJob) -> str:
     """A step's time by parts."""
     whole = best.prediction.step_s
     texts = {name: f"{name} {time(each)}, {units.ratio(each / whole)}" for name, each in parts(best.prediction).items()}
     return stack(parts(best.prediction), whole, _INKS, "a step's time") + _legend(texts)
 
 
-def memory_bar(best: Choice) -> str:
+def memory_bar(best: PredictedJob) -> str:
     """A device's memory by parts."""
     memory, available = best.prediction.memory, best.prediction.memory_bytes
     sizes = {
@@ -48,7 +48,7 @@ def memory_bar(best: Choice) -> str:
     return drawn + _legend({name: f"{name} {units.size(size)}" for name, size in sizes.items()}) + left
 
 
-def step_bars(choices: Sequence[tuple[str, Choice]]) -> str:
+def step_bars(choices: Sequence[tuple[str, PredictedJob]]) -> str:
     """A bar for each (name, choice), as long as its step takes."""
     longest = max(choice.prediction.step_s for _, choice in choices)
     rows = "".join(

@@ -13,7 +13,7 @@ from netfold.page.table import Column, table
 from netfold.plan.render.text import rate, time, utilisation_is_known
 from netfold.plan.result import Result
 from netfold.plan.scaling_curve import ScalingPoint
-from netfold.plan.search import Choice, describe_split
+from netfold.plan.search import PredictedJob, describe_split
 
 _SCALING = {"strong": ("0", "strong: the batch stays"), "weak": ("1", "weak: the batch grows with the devices")}
 _Curves = dict[str, list[ScalingPoint]]
@@ -68,7 +68,7 @@ def _table(name: str, points: Sequence[ScalingPoint], *, utilised: bool) -> str:
     """utilised: whether the utilisation of the devices is known."""
 
     def of_choice(
-        title: str, value: Callable[[Choice], Any], text: Callable[[Any], str] = str, *, prose: bool = False
+        title: str, value: Callable[[PredictedJob], Any], text: Callable[[Any], str] = str, *, prose: bool = False
     ) -> Column[ScalingPoint]:
         found = lambda point: None if point.choice is None else value(point.choice)
         return Column(title, found, text, unknown="see below", prose=prose)

@@ -12,7 +12,7 @@ from netfold.plan.job import Job
 from netfold.plan.render.page.bars import step_bars
 from netfold.plan.render.text import time
 from netfold.plan.result import RankedChoice, Result, parts
-from netfold.plan.search import Choice, describe_split
+from netfold.plan.search import PredictedJob, describe_split
 from netfold.plan.sensitivity import Gain
 from netfold.plan.step import Prediction
 
@@ -53,7 +53,7 @@ def front(answer: Result) -> str:
     across = Axis("memory of a device", min(sizes) - margin, max(sizes) + margin, lambda value: f"{value:g} GB")
     chart = Chart(across, Axis("time of a step", 0, 1.05 * max(seconds for _, seconds in points), units.seconds))
     chart.line("0", points, dots=True)
-    columns: tuple[Column[Choice], ...] = (
+    columns: tuple[Column[PredictedJob], ...] = (
         Column("memory", attrgetter("prediction.memory.total"), units.size),
         Column("step", attrgetter("prediction.step_s"), time),
         Column("split", lambda choice: describe_split(choice.job), prose=True),
