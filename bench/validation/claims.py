@@ -13,13 +13,13 @@ from typing import Any
 
 from netfold.plan.cluster import Cluster, load_cluster
 from netfold.plan.job import Job, Split
-from netfold.plan.link_gains import LINKS, best_choice, gains, measured_request, name_of, with_host_aggregators
 from netfold.plan.model import Chain, ChainLayer, Product
 from netfold.plan.model.catalogue import SWITCHML_MODELS
 from netfold.plan.request import Request, parse_request, read_job
-from netfold.plan.scaling_curve import scaling_curve
 from netfold.plan.step import FITTED, Prediction, predict
 from netfold.plan.step.traffic import Group, collective_s
+from netfold.plan.variants.link_gains import LINKS, best_choice, gains, measured_request, name_of, with_host_aggregators
+from netfold.plan.variants.scaling_curve import scaling_curve
 from netfold.tuning import DEFAULT_LINKS, Link, Topology
 from netfold.tuning.cost import predict as predict_operation
 from validation.sources import DATA, SOURCES

@@ -10,12 +10,12 @@ import pytest
 from typer.testing import CliRunner
 
 from netfold.cli import app
-from netfold.plan.aggregators import MOST_CORES, MOST_PORTS, aggregator_gains
 from netfold.plan.cluster import load_cluster
 from netfold.plan.cluster.networks import with_network
 from netfold.plan.job import Job, Split
 from netfold.plan.model.registry import find_model
 from netfold.plan.search import Space, search
+from netfold.plan.variants.aggregators import MOST_CORES, MOST_PORTS, aggregator_gains
 
 
 def test_what_is_offered_lies_between_what_there_is_and_a_port_a_worker() -> None:

@@ -99,7 +99,7 @@ def predict(
     from netfold.plan.render import as_json, render_page, render_text
     from netfold.plan.request import parse_request, read_job
     from netfold.plan.result import solve, stage_ranks
-    from netfold.plan.scaling_curve import parse_range
+    from netfold.plan.variants.scaling_curve import parse_range
 
     with exit_on("plan", ValueError):
         tree, where = read_job(file) if file is not None else ({}, {})

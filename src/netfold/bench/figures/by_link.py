@@ -12,8 +12,8 @@ from netfold import units
 from netfold.bench.figures import chart
 from netfold.bench.figures.figure import Predicted
 from netfold.bench.spread import spread
-from netfold.plan.link_gains import LINKS as RATIOS
-from netfold.plan.link_gains import gains, measured_request, name_of
+from netfold.plan.variants.link_gains import LINKS as RATIOS
+from netfold.plan.variants.link_gains import gains, measured_request, name_of
 from netfold.tuning import DEFAULT_LINKS, Link, Topology
 from netfold.tuning.cost import Case, given_back_bytes_per_s, ring_bytes_per_s, split_rate
 

@@ -10,8 +10,8 @@ from netfold.page.escape import to_plain
 from netfold.plan.model import Traced
 from netfold.plan.render.parts import as_object as parts_object
 from netfold.plan.result import Result, parts
-from netfold.plan.scaling_curve import ScalingPoint
 from netfold.plan.search import PredictedJob, describe_split
+from netfold.plan.variants.scaling_curve import ScalingPoint
 
 
 def as_json(answer: Result) -> str:

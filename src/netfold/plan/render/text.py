@@ -6,16 +6,16 @@ import math
 from collections.abc import Sequence
 
 from netfold import units
-from netfold.plan.aggregators import AggregatorGain
-from netfold.plan.compare import Variant
 from netfold.plan.cost_of_training import Cost, Prices
 from netfold.plan.job import Job
 from netfold.plan.model import Measured
 from netfold.plan.result import Result, parts
-from netfold.plan.scaling_curve import ScalingPoint
 from netfold.plan.search import PredictedJob, describe_split
-from netfold.plan.sensitivity import Gain
 from netfold.plan.step import Prediction
+from netfold.plan.variants.aggregators import AggregatorGain
+from netfold.plan.variants.compare import Variant
+from netfold.plan.variants.scaling_curve import ScalingPoint
+from netfold.plan.variants.sensitivity import Gain
 
 # The longest bar of a step's parts, in characters.
 _BAR = 24

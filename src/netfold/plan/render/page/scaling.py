@@ -12,8 +12,8 @@ from netfold.page.escape import items
 from netfold.page.table import Column, table
 from netfold.plan.render.text import rate, time, utilisation_is_known
 from netfold.plan.result import Result
-from netfold.plan.scaling_curve import ScalingPoint
 from netfold.plan.search import PredictedJob, describe_split
+from netfold.plan.variants.scaling_curve import ScalingPoint
 
 _SCALING = {"strong": ("0", "strong: the batch stays"), "weak": ("1", "weak: the batch grows with the devices")}
 _Curves = dict[str, list[ScalingPoint]]
