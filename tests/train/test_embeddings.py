@@ -76,7 +76,6 @@ def test_rows_travel_in_the_precision_of_the_recipe(found: list[dict[str, Any]])
     "asked, said",
     [
         ("no tables", 'parallel.embeddings = "row_wise": the model has no embedding tables'),
-        ("zero", "and parallel.zero = 1 both divide the tables"),
         ("row", "sample 1 of its batch reads row 3 of table 1, which has 3 rows"),
     ],
 )
@@ -261,6 +260,5 @@ def _refused() -> dict[str, str]:
 
     return {
         "refused, no tables": refused(_recipe("row_wise"), linear_stack([8, 8])),
-        "refused, zero": refused(_recipe("row_wise", parallel={"embeddings": "row_wise", "zero": 1})),
         "refused, row": refused(_recipe("row_wise")),
     }

@@ -37,10 +37,13 @@ def said(tmp_path: Path, text: str, *settings: str) -> list[str]:
 def uneven(tmp_path: Path, ranks: int, *settings: str) -> list[str]:
     file = tmp_path / "mine.toml"
     file.write_text(RECIPE)
-    recipe, source = load(file, settings)
     with pytest.raises(RecipeError) as error:
-        split(recipe, ranks)
-    return [problem.replace(f"{tmp_path}/", "") for problem in source.placed(error.value)]
+        recipe, source = load(file, settings)
+        try:
+            split(recipe, ranks)
+        except RecipeError as uneven:
+            raise RecipeError(source.placed(uneven)) from None
+    return [problem.replace(f"{tmp_path}/", "") for problem in error.value.problems]
 
 
 @pytest.mark.parametrize(
@@ -170,32 +173,38 @@ def test_a_wrong_setting_is_told_as_itself(tmp_path: Path, setting: str, sentenc
         (
             2,
             ["parallel.pipeline=2", "training.accumulate=2"],
-            "--set training.accumulate=2: training.accumulate is 2, but a pipeline cuts a batch into "
-            "microbatches: leave it out and set parallel.microbatches = 4",
+            "--set training.accumulate=2: training.accumulate = 2 does not go with parallel.pipeline = 2: a pipeline "
+            "cuts a batch into microbatches; leave it out, set parallel.microbatches = 4",
         ),
         (
             4,
             ["parallel.pipeline=4", "parallel.microbatches=2"],
-            "--set parallel.microbatches=2: parallel.microbatches is 2, but parallel.schedule = '1f1b' needs at least "
-            "one for each of 4 stages: set 4 or more, or take 'gpipe'",
+            '--set parallel.microbatches=2: parallel.microbatches = 2 does not go with parallel.schedule = "1f1b": it '
+            "needs at least one for each of 4 stages; set 4 or more, or take 'gpipe'",
         ),
         (
             2,
             ["parallel.zero=3", "parallel.bucket_mb=4.0"],
-            "--set parallel.bucket_mb=4.0: parallel.bucket_mb is 4, but with parallel.zero = 3 a layer's gradients "
-            "are sent together, whatever their size: leave one of the two out",
+            "--set parallel.bucket_mb=4.0: parallel.bucket_mb = 4.0 does not go with parallel.zero = 3: a layer's "
+            "gradients are sent together, whatever their size; leave one of the two out",
         ),
         (
             2,
             ["parallel.sequence=true"],
-            "--set parallel.sequence=true: parallel.sequence is true, but parallel.tensor is 1 cuts nothing; set "
-            "tensor = 2 or more",
+            "--set parallel.sequence=true: parallel.sequence = true does not go with parallel.tensor = 1: nothing is "
+            "cut; set tensor = 2 or more",
+        ),
+        (
+            2,
+            ["parallel.sequence=true", "parallel.tensor=2", "parallel.style=colwise"],
+            '--set parallel.sequence=true: parallel.sequence = true does not go with parallel.style = "colwise": the '
+            'sequence is cut between pairs of layers; set style = "alternating"',
         ),
         (
             2,
             ["parallel.embeddings=row_wise", "parallel.zero=1"],
-            '--set parallel.embeddings=row_wise: parallel.embeddings = "row_wise" and '
-            "parallel.zero = 1 both divide the tables; set zero = 0",
+            '--set parallel.embeddings=row_wise: parallel.embeddings = "row_wise" does not go with parallel.zero = 1: '
+            "both divide the tables; set zero = 0",
         ),
         (3, [], "mine.toml:9: training.batch is 16, which does not divide by parallel.data 3; set 15 or 18"),
         (

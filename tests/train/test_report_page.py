@@ -65,7 +65,7 @@ def test_every_number_of_the_metrics_is_in_the_page_that_a_browser_shows(tmp_pat
         "ended: done",
     ]
     recipe_shown = page.one("pre").text
-    assert 'name = "gpt"' in recipe_shown and "width = 32" in recipe_shown
+    assert '"name": "gpt"' in recipe_shown and '"width": 32' in recipe_shown
 
 
 @needs_chromium

@@ -116,8 +116,6 @@ def test_a_part_keeps_no_more_memory_than_it_has_elements(found: dict[str, Any])
         ("inputs", "layers.layer0.linear has 6 inputs, which 4 ranks cannot divide equally"),
         ("length", "a sequence of 6 cannot be cut into parallel.tensor = 4 equal parts"),
         ("no plan", "parallel.tensor = 4: this model has no plan to cut its layers"),
-        ("sequence by rows", 'parallel.sequence is true, but parallel.style is "colwise"'),
-        ("sequence alone", "parallel.sequence is true, but parallel.tensor is 1"),
         ("sequence of features", "a stack of linear layers has no sequence"),
     ],
 )
@@ -357,7 +355,6 @@ def _refused() -> dict[str, str]:
     from netfold.train.recipe import Parallel
 
     mesh = Mesh(Parallel(tensor=4))
-    alone = Mesh(Parallel(tensor=1))
 
     def refused(model: Model, mesh: Mesh = mesh, inputs: Any = None, **parallel: Any) -> str:
         with pytest.raises(ValueError) as caught:
@@ -371,7 +368,5 @@ def _refused() -> dict[str, str]:
         "refused, inputs": refused(linear_stack([6, 8, 8]), tensor=4, style="rowwise"),
         "refused, length": refused(whole, inputs=torch.zeros(2, 6, dtype=torch.long), tensor=4, sequence=True),
         "refused, no plan": refused(Model(whole.module, whole.loss), tensor=4),
-        "refused, sequence by rows": refused(gpt(16, 8, 16, 4, 1), tensor=4, sequence=True, style="colwise"),
-        "refused, sequence alone": refused(gpt(16, 8, 16, 4, 1), alone, tensor=1, sequence=True),
         "refused, sequence of features": refused(linear_stack([8, 8, 8]), tensor=4, sequence=True),
     }

@@ -91,12 +91,12 @@ def test_it_agrees_to_the_digit_with_what_a_recipes_chain_measures(
         assert (sum(part.parameters for part in parts), flops) == (layer.parameters, layer.operations), layer.name
         kept = sum((part.kept for part in parts), TensorSize()).bytes(4)
         assert layer.saved_bytes is not None
-        # A chain's last layer has the loss in it; and where there are statistics, a trace leaves them out.
+        # A chain's last layer has the loss in it.
         less = layer.saved_bytes - kept
         if layer is layers[-1]:
             assert less == learnt or learnt is None
         else:
-            assert less == sum(8 * channels for channels in layer.norms), layer.name
+            assert less == 0, layer.name
 
 
 def zeros(said: str) -> Tensor:

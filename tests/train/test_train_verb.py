@@ -154,7 +154,7 @@ def test_alone_it_starts_ranks_and_leaves_a_folder_from_which_they_go_on(tmp_pat
             "metrics.jsonl",
             "profile",
             "profile.html",
-            "recipe.toml",
+            "recipe.json",
         ),
         *("report.html", "restarts.json", "tensorboard"),
     ]

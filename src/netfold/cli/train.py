@@ -75,37 +75,35 @@ def report(folder: Annotated[Path, typer.Argument(help="The folder of a run: run
 
 def _run(recipe: Path, settings: Sequence[str], explain: bool, ranks_here: int | None) -> None:
     from netfold.bootstrap.launchers import is_launched, placement
-    from netfold.train.recipe.errors import RecipeError
+    from netfold.train.recipe.errors import RecipeError, Source
     from netfold.train.recipe.load import load
     from netfold.train.recipe.split import ranks_asked, split
 
     # As `python -m` does, so that a recipe can name a module:factory in the working directory.
     sys.path.insert(0, "")
     place: Placement | None = None
+    source = Source()
     try:
         place = placement() if is_launched() else None
         if place is not None and ranks_here is not None:
             raise ValueError(f"--ranks {ranks_here}: a launcher has started {place.size} ranks already; leave it out")
         asked, source = load(recipe, settings)
-        try:
-            ranks = place.size if place is not None else ranks_here or ranks_asked(asked.parallel)
-            if place is None or explain:
-                from netfold.train.recipe.validate import validate_recipe
+        ranks = place.size if place is not None else ranks_here or ranks_asked(asked.parallel)
+        if place is None or explain:
+            from netfold.train.recipe.validate import validate_recipe
 
-                checked = validate_recipe(asked, ranks)
-            else:
-                # A rank makes model and data to train, and finds all further problems itself.
-                split(asked, ranks)
-            if not explain:
-                from netfold.train.callbacks.selection import check_packages
+            checked = validate_recipe(asked, ranks)
+        else:
+            # A rank makes model and data to train, and finds all further problems itself.
+            split(asked, ranks)
+        if not explain:
+            from netfold.train.callbacks.selection import check_packages
 
-                check_packages(asked)
-        except ValueError as error:
-            raise RecipeError(source.placed(error)) from None
+            check_packages(asked)
     except ValueError as error:
         # Every rank finds the same problems; rank 0 prints them.
         if place is None or place.rank == 0:
-            print_problems("train", error)
+            print_problems("train", RecipeError(source.placed(error)))
         raise typer.Exit(CANNOT) from None
     if explain:
         from netfold.train.explain import explain as explained

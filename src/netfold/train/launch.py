@@ -7,7 +7,6 @@ which has `fault_tolerance.grace_s` to leave. A rank also leaves when this proce
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import logging
 import math
 import os
@@ -41,9 +40,13 @@ def launch(recipe: Recipe, source: Source, ranks: int) -> int:
         # A rank whose parent has another process id has lost its starter.
         (folder / JOB).write_bytes(pickle.dumps(Job(os.getpid(), sys.argv, recipe, source)))
         os.environ["OMP_NUM_THREADS"] = str(recipe.run.threads)
+        # Longer than the grace time, which the ranks enforce themselves.
+        os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(math.ceil(recipe.fault_tolerance.grace_s) + 5)
         try:
+            # The agent would report errors that the ranks print themselves.
+            logging.disable(logging.NOTSET if "LOGLEVEL" in os.environ else logging.ERROR)
             # The inner unwind_on_signals restores the handlers, which the agent does not.
-            with _agent_quiet(), unwind_on_signals():
+            with unwind_on_signals():
                 elastic_launch(_config(recipe, ranks, folder), sys.executable)("-m", "netfold.train.rank", str(folder))
         except ChildFailedError as error:
             final = final_status(folder)
@@ -55,6 +58,8 @@ def launch(recipe: Recipe, source: Source, ranks: int) -> int:
             early = stopped.sigval == signal.SIGTERM and not (folder / BEGUN).exists()
             in_order = early or final_status(folder) == STOPPED_STATUS
             return STOPPED_STATUS if in_order else 128 + int(stopped.sigval)
+        finally:
+            logging.disable(logging.NOTSET)
     return 0
 
 
@@ -76,23 +81,18 @@ def _folder() -> Iterator[Path]:
 
 
 def _config(recipe: Recipe, ranks: int, folder: Path) -> LaunchConfig:
-    wanted = {
-        "min_nodes": 1,
-        "max_nodes": 1,
-        "nproc_per_node": ranks,
-        "run_id": uuid.uuid4().hex,
-        "rdzv_backend": "c10d",
+    return LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=ranks,
+        run_id=uuid.uuid4().hex,
+        rdzv_backend="c10d",
         # A free port. All ranks are on this machine, whose name need not resolve.
-        "rdzv_endpoint": "127.0.0.1:0",
-        "local_addr": "127.0.0.1",
-        "max_restarts": recipe.fault_tolerance.restarts,
-        "logs_specs": DefaultLogsSpecs(log_dir=str(folder / "agent")),
-        # Longer than the grace time, which the ranks enforce themselves.
-        "shutdown_timeout": math.ceil(recipe.fault_tolerance.grace_s) + 5,
-    }
-    # Some older versions of torch lack shutdown_timeout, and wait 30 s.
-    known = {field.name for field in dataclasses.fields(LaunchConfig)}
-    return LaunchConfig(**{key: value for key, value in wanted.items() if key in known})  # type: ignore[arg-type]
+        rdzv_endpoint="127.0.0.1:0",
+        local_addr="127.0.0.1",
+        max_restarts=recipe.fault_tolerance.restarts,
+        logs_specs=DefaultLogsSpecs(log_dir=str(folder / "agent")),
+    )
 
 
 def _ending(error: ChildFailedError, recipe: Recipe, *, hopeless: bool) -> str:
@@ -103,19 +103,3 @@ def _ending(error: ChildFailedError, recipe: Recipe, *, hopeless: bool) -> str:
     restarts = recipe.fault_tolerance.restarts
     often = f"after {restarts} restart{'' if restarts == 1 else 's'} (fault_tolerance.restarts)"
     return f"given up {often if restarts else '(no restarts)'}: rank {rank} failed first, it {how}"
-
-
-@contextlib.contextmanager
-def _agent_quiet() -> Iterator[None]:
-    """Silence the agent's reports of errors that the ranks print themselves, unless LOGLEVEL asks for them."""
-    logger, before = logging.getLogger("torch.distributed.elastic"), {}
-    if "LOGLEVEL" not in os.environ:
-        names = [name for name in logging.root.manager.loggerDict if name.startswith(logger.name)]
-        for each in (logging.getLogger(name) for name in names):
-            before[each] = each.level
-            each.setLevel(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        for each, level in before.items():
-            each.setLevel(level)

@@ -41,8 +41,7 @@ from netfold.train.optimizer_step import OptimizerStep
 from netfold.train.optimizers import learning_rate, make_optimizer, undecayed
 from netfold.train.parallel import parallelise
 from netfold.train.recipe import Recipe
-from netfold.train.recipe.errors import RecipeError, error_kind, error_text
-from netfold.train.recipe.split import check_rewind
+from netfold.train.recipe.errors import error_kind, error_text
 from netfold.train.sampler import Prefetcher, sample_seed
 from netfold.train.step_vote import StepVote, merge_votes, vote
 
@@ -76,8 +75,6 @@ class Trainer:
         folder: Path | None = None,
         callbacks: Sequence[Callback] = (),
     ) -> None:
-        if problems := check_rewind(recipe):
-            raise RecipeError(problems)
         if recipe.fault_tolerance.non_finite == "rewind" and folder is None:
             raise ValueError(
                 "fault_tolerance.non_finite is 'rewind', but without a folder there are no checkpoints: give a folder"

@@ -1,6 +1,6 @@
 """A run's folder: its recipe, its environment, its results.
 
-    RUN/recipe.toml        the recipe with all defaults; it can be run again
+    RUN/recipe.json        the recipe with all defaults; it can be run again
     RUN/environment.json   versions, hosts, cores, settings: one entry for each start
     RUN/metrics.jsonl      steps, evaluations, notes (metrics_file.py)
     RUN/report.html        the page (report/), and profile.html of RUN/profile
@@ -28,7 +28,7 @@ import torch.distributed as dist
 
 from netfold.train.callbacks.metrics_file import is_held, read_metrics
 from netfold.train.recipe import Recipe
-from netfold.train.recipe.serialize import NAME, read_resolved, to_toml
+from netfold.train.recipe.load import RESOLVED, read_resolved
 
 ENVIRONMENT = "environment.json"
 _PACKAGES = ("netfold", "torch", "numpy", "pydantic")
@@ -46,7 +46,7 @@ def run_folder(recipe: Recipe, file: Path | None = None) -> Path:
     """
     size = dist.get_world_size() if dist.is_initialized() else 1
     rank = dist.get_rank() if size > 1 else 0
-    name, written = run_name(recipe, file), to_toml(recipe)
+    name, written = run_name(recipe, file), recipe.model_dump_json(indent=1)
     facts: list[Any] = [rank_facts(rank)] * size
     if size > 1:
         dist.all_gather_object(facts, facts[0])
@@ -74,7 +74,7 @@ def run_name(recipe: Recipe, file: Path | None = None) -> str:
 
 def _begin(recipe: Recipe, name: str, written: str, facts: list[Any]) -> Path:
     folder = _choose(recipe, name)
-    _replace(folder / NAME, written)
+    _replace(folder / RESOLVED, written)
     path = folder / ENVIRONMENT
     starts = json.loads(path.read_text(encoding="utf-8"))["starts"] if path.exists() else []
     starts.append({"time": round(time.time(), 3), **environment(facts)})

@@ -8,9 +8,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from netfold.plan.shared_rules import waiting_passes
+from netfold.plan.step.prediction import Memory
 from netfold.train.explain.layers import Layer, measure
-from netfold.train.explain.memory import Memory, a_parameter, fsdp2, passes_kept
-from netfold.train.explain.traffic import Traffic, held_by, traffic
+from netfold.train.explain.traffic import F32_BYTES, Traffic, computed_bytes, stages_held, traffic
 from netfold.train.parallel.stages import cut
 from netfold.train.parallel.tensor import styles_of
 from netfold.train.recipe import Recipe
@@ -28,7 +29,7 @@ class Place:
     parameters: int
     """Elements per rank, after tensor parallelism and `embeddings` have divided them, and before ZeRO does."""
     memory: Memory
-    """Of one rank."""
+    """Of one rank; activations at the largest moment of a step."""
     traffic: tuple[Traffic, ...]
 
 
@@ -63,62 +64,66 @@ def explain(recipe: Recipe, checked: ValidatedRecipe) -> Plan:
     counted = any(layer.operations for layer in layers)
     bounds = cut([layer.operations if counted else layer.parameters for layer in layers], split.stages)
     stages = [[layers[number] for number in bounds.layers(stage)] for stage in range(split.stages)]
-    places = tuple(_place(recipe, split, stages, number, bool(unknown)) for number in range(split.pipeline))
+    places = tuple(_place(recipe, split, stages, number) for number in range(split.pipeline))
     epochs, training = recipe.training.epochs or 0, recipe.training
     steps = training.steps or -(-epochs * len(checked.data.train) // split.batch)
-    notes = _notes(recipe, split, places, counted)
+    notes = []
+    if split.pipeline > 1:
+        by = "operations of matrix products, convolutions and attention" if counted else "parameters"
+        notes.append(f"stages are cut by {by} here, an estimate; training measures its layers and may cut elsewhere")
     if unknown:
         notes.append(f"activations, and messages inside layers and between stages, are unknown: {unknown}")
     return Plan(recipe, split, steps, whole, places, tuple(notes), bool(unknown))
 
 
-def rank_at(split: Split, pipeline: int, data: int, tensor: int) -> int:
-    """The number of the rank at this place of the mesh."""
-    return (pipeline * split.data + data) * split.tensor + tensor
-
-
-def _notes(recipe: Recipe, split: Split, places: Sequence[Place], counted: bool) -> list[str]:
-    found = []
-    if split.pipeline > 1:
-        by = "operations of matrix products, convolutions and attention" if counted else "parameters"
-        found.append(f"stages are cut by {by} here, an estimate; training measures its layers and may cut elsewhere")
-    held = fsdp2(recipe, split.data)
-    if held is not None:
-        most = max(place.parameters for place in places)
-        between, forward = (f"{each:g} bytes a parameter ({size(each * most)})" for each in held)
-        found.append(
-            f"weights, gradients and optimizer are ZeRO's formula; torch's FSDP2 has {between} of them between steps "
-            f"and {forward} at the end of a forward pass"
-        )
-    return found
-
-
-def size(count: float) -> str:
-    """12 B, 3.4 kB, 56.7 MB: in powers of 1000, as for network rates."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 1000:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1000
-    return f"{count:.1f} TB"
-
-
-def _place(recipe: Recipe, split: Split, stages: Sequence[Sequence[Layer]], number: int, unknown: bool) -> Place:
-    held = [stages[stage] for stage in held_by(recipe, split, number)]
+def _place(recipe: Recipe, split: Split, stages: Sequence[Sequence[Layer]], number: int) -> Place:
+    held = [stages[stage] for stage in stages_held(recipe, split, number)]
     layers = [layer for stage in held for layer in stage]
     tables = sum(layer.table_parameters for layer in layers) if recipe.parallel.embeddings != "replicated" else 0
     rest = sum(layer.parameters for layer in layers) - tables
     each, alone = a_parameter(recipe, split.data), a_parameter(recipe, 1)
     table = tables / split.data
-    activations = None
-    if not unknown:
-        a_pass = sum(layer.saved_bytes or 0 for layer in layers) / len(held)
-        activations = a_pass * passes_kept(recipe, split, number)
+    kept = sum(layer.saved_bytes or 0 for layer in layers) / len(held) * passes_kept(recipe, split, number)
     memory = Memory(
         each.weights * rest + alone.weights * table,
         each.gradients * rest + alone.gradients * table,
-        each.state * rest + alone.state * table,
-        activations,
+        each.optimizer * rest + alone.optimizer * table,
+        kept,
     )
-    ranks = tuple(rank_at(split, number, d, t) for d in range(split.data) for t in range(split.tensor))
+    a_place = split.data * split.tensor
     names = tuple(tuple(layer.name for layer in stage) for stage in held)
-    return Place(ranks, names, rest + -(-tables // split.data), memory, tuple(traffic(recipe, split, stages, number)))
+    sent = tuple(traffic(recipe, split, stages, number))
+    ranks = tuple(range(number * a_place, (number + 1) * a_place))
+    return Place(ranks, names, rest + -(-tables // split.data), memory, sent)
+
+
+def a_parameter(recipe: Recipe, data: int) -> Memory:
+    """Bytes per parameter of the model on one of `data` data-parallel ranks, without activations."""
+    optimizer, zero, lower = recipe.optimizer, recipe.parallel.zero, computed_bytes(recipe)
+    moments = 2 if optimizer.name in ("adam", "adamw", "lamb") else 1 if optimizer.momentum else 0
+    if recipe.diloco is not None:
+        # The weights at the start of the round, and the outer optimizer's momentum.
+        moments += 2 if recipe.diloco.momentum else 1
+    state = moments * F32_BYTES
+    if zero >= 2 and data > 1:
+        # A rank of FSDP2 holds weight, gradient and state of its rows in f32 (bench/results/train_memory.md). ZeRO 2
+        # also keeps whole weights in the type of computation, from the forward to the backward pass.
+        return Memory(F32_BYTES / data + (lower if zero == 2 else 0), F32_BYTES / data, state / data, 0.0)
+    weights = F32_BYTES + (lower if lower != F32_BYTES else 0)
+    return Memory(weights, F32_BYTES, state / (data if zero == 1 else 1), 0.0)
+
+
+def passes_kept(recipe: Recipe, split: Split, pipeline_rank: int) -> int:
+    """The largest number of forward passes through one stage of a rank whose backward passes are still to come.
+
+    Passes that wait for the gradients of weights in zero-bubble schedules are not counted.
+    """
+    schedule = recipe.parallel.schedule
+    return waiting_passes(
+        # torch runs ZB-H1 as an interleaved schedule with a split backward pass; the planner's "zero-bubble" is ZB-V.
+        {"zero-bubble": "interleaved", "zero-bubble-v": "zero-bubble"}.get(schedule, schedule),
+        pipeline_rank,
+        pipeline=split.pipeline,
+        interleave=split.stages // split.pipeline,
+        microbatches=split.microbatches,
+    )

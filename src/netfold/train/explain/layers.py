@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,27 +17,18 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from netfold.plan.model import Pass
 from netfold.train.examples import Batch
 from netfold.train.model import Chain, Model
 from netfold.train.optimizers.norms import local
 from netfold.train.parallel.embeddings import Embeddings
 from netfold.train.parallel.tensor import cut_along, localise
 from netfold.train.precision import DTYPES, keeps_statistics
-from netfold.train.trace.tracer import matrix_products
+from netfold.train.trace.tracer import Ran, TracedPart, TraceMode, tensors
 
 Shape = tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Call:
-    """A collective inside a layer, in each pass of a microbatch."""
-
-    operation: str
-    bytes: int
-    """Of the whole tensor."""
-    backward: bool
+_NOTHING = Pass()
 
 
 @dataclass(frozen=True)
@@ -59,18 +50,28 @@ class Layer:
     """Of each output."""
     handed_back_bytes: tuple[int, ...] = ()
     """Of each output that has a gradient."""
-    calls: tuple[Call, ...] = ()
-    operations: int = 0
-    """Of a forward and a backward pass: in matrix products, convolutions and attention."""
+    forward: Pass = _NOTHING
+    """Of a microbatch: matrix products, and collectives inside the layer."""
+    backward: Pass = _NOTHING
+
+    def shapes(self, *, norms: bool = True, tables: bool = True) -> list[Shape]:
+        """Of all parameters."""
+        channels = [(count,) for count in self.norms for _ in range(2)]
+        return [*self.weights, *(self.tables if tables else ()), *(channels if norms else ())]
 
     @property
     def parameters(self) -> int:
         """Elements."""
-        return sum(map(math.prod, self.weights)) + 2 * sum(self.norms) + self.table_parameters
+        return sum(map(math.prod, self.shapes()))
 
     @property
     def table_parameters(self) -> int:
         return sum(map(math.prod, self.tables))
+
+    @property
+    def operations(self) -> int:
+        """Of a forward and a backward pass: in matrix products, convolutions and attention."""
+        return round(self.forward.flops + self.backward.flops)
 
 
 def measure(
@@ -124,7 +125,7 @@ def _mesh(tensor: int) -> Iterator[DeviceMesh | None]:
 def _lower(module: nn.Module, dtype: torch.dtype) -> None:
     """Cast the parameters, except in modules with running statistics."""
     for part in module.modules():
-        if getattr(part, "running_mean", None) is None:
+        if not keeps_statistics(part):
             for name, parameter in part.named_parameters(recurse=False):
                 setattr(part, name, nn.Parameter(parameter.detach().to(dtype)))
 
@@ -155,90 +156,39 @@ def _run(
     samples: int,
     dtype: torch.dtype,
 ) -> list[Layer]:
-    # Parameters do not count as kept, and a tensor that two layers keep counts once.
-    seen = {_storage(parameter) for parameter in model.module.parameters()}
-    kept: list[Tensor] = []
+    def like(each: Tensor, kind: torch.dtype) -> Tensor:
+        return torch.zeros((samples, *each.shape[1:]), dtype=kind)
 
-    def keep(saved: Tensor) -> Tensor:
-        kept.append(local(saved))
-        return saved
-
-    values = tuple(_like(each, samples, dtype) for each in example.inputs)
-    found: list[Layer] = []
-    for (_, layer), before in zip(layers, held, strict=True):
-        # A separate backward pass for each layer attributes its collectives to the layer.
-        given = tuple(value.detach().requires_grad_(value.requires_grad) for value in values)
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda saved: saved), _Watched() as forward:
-            returned = layer(*given)
-            values = returned if isinstance(returned, tuple) else (returned,)
-            if len(found) + 1 == len(layers):
-                (output,) = values
-                values = (model.loss(output, _like(example.target, samples, example.target.dtype)),)
-        fresh = {_storage(each): each.untyped_storage().nbytes() for each in kept if _storage(each) not in seen}
-        seen |= set(fresh)
-        back = [value for value in values if value.requires_grad]
-        with _Watched() as backward:
-            torch.autograd.backward(back, [torch.ones_like(value) for value in back])
-        calls = [Call(name, size, False) for name, size in forward.calls]
-        calls += [Call(name, size, True) for name, size in backward.calls]
-        found.append(
-            replace(
-                before,
-                saved_bytes=sum(fresh.values()),
-                handed_bytes=tuple(_bytes(value) for value in values),
-                handed_back_bytes=tuple(_bytes(value) for value in back),
-                calls=tuple(calls),
-                operations=forward.operations + backward.operations,
-            )
+    inputs = [like(each, dtype if each.is_floating_point() else each.dtype) for each in example.inputs]
+    target = like(example.target, example.target.dtype)
+    outputs: dict[str, list[Tensor]] = {}
+    watch = TraceMode(model.module)
+    with watch.hooked():
+        for name, layer in layers:
+            layer.register_forward_hook(lambda *given, name=name: outputs.update({name: tensors(given[-1])}))
+        torch.autograd.backward(model.loss(model.module(*inputs), target))
+    parts: dict[str, list[TracedPart]] = {name: [] for name, _ in layers}
+    name = layers[0][0]
+    for part in watch.seen:
+        # A chain's own work belongs to the layer before, and so does the loss.
+        path = part.module.split(".")
+        name = path[1] if isinstance(model.module, Chain) and path[0] == "layers" else name
+        parts[name].append(part)
+    return [
+        replace(
+            layer,
+            saved_bytes=sum(part.kept_bytes for part in parts[layer.name]),
+            handed_bytes=tuple(local(each).nbytes for each in outputs[layer.name]),
+            handed_back_bytes=tuple(local(each).nbytes for each in outputs[layer.name] if each.requires_grad),
+            forward=_pass([part.forward for part in parts[layer.name]]),
+            backward=_pass([part.backward for part in parts[layer.name]]),
         )
-    return found
+        for layer in held
+    ]
 
 
-class _Watched(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Record collectives, and count operations."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.calls: list[tuple[str, int]] = []
-        self.operations = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(issubclass(each, DTensor) for each in types):
-            # DTensor dispatches the local operation, which reaches this method again.
-            return NotImplemented
-        name = func.overloadpacket.__name__
-        result = func(*args, **(kwargs or {}))
-        if func.namespace.startswith("_c10d_functional") and name in _OPERATIONS:
-            operation, size = _OPERATIONS[name]
-            self.calls.append((operation, size(args[0], result)))
-        else:
-            self.operations += round(sum(each.flops for each in matrix_products(name, args, result) or ()))
-        return result
-
-
-def _like(example: Tensor, samples: int, dtype: torch.dtype) -> Tensor:
-    kind = dtype if example.is_floating_point() else example.dtype
-    return torch.zeros((samples, *example.shape[1:]), dtype=kind)
-
-
-def _bytes(values: Tensor | Sequence[Tensor]) -> int:
-    tensors = [values] if isinstance(values, Tensor) else values
-    return sum(local(tensor).numel() * tensor.element_size() for tensor in tensors)
-
-
-def _storage(value: Tensor) -> int:
-    number: int = local(value).untyped_storage()._cdata
-    return number
-
-
-_Size = Callable[[Tensor, Tensor], int]
-_given: _Size = lambda given, _: _bytes(given)
-_made: _Size = lambda _, made: _bytes(made)
-# torch's name -> the operation, and the bytes of the whole tensor.
-_OPERATIONS: dict[str, tuple[str, _Size]] = {
-    "all_reduce": ("all_reduce", _given),
-    "all_reduce_": ("all_reduce", _given),
-    "all_gather_into_tensor": ("all_gather", _made),
-    "reduce_scatter_tensor": ("reduce_scatter", _given),
-    "all_to_all_single": ("all_to_all", _given),
-}
+def _pass(ran: Sequence[Ran]) -> Pass:
+    return Pass(
+        tuple(matmul for each in ran for matmul in each.matmuls),
+        collectives=tuple(call for each in ran for call in each.collectives),
+    )

@@ -28,8 +28,6 @@ from netfold.train.parallel.embeddings import exclude_from_ddp
 from netfold.train.parallel.shards import balanced
 from netfold.train.precision import Precision, keeps_statistics
 from netfold.train.recipe import Recipe
-from netfold.train.recipe.errors import RecipeError
-from netfold.train.recipe.split import check_buckets
 
 # torch 2.12 and older have one switch for sending buffers at the start and before each forward pass.
 _BUFFERS_APART = "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
@@ -45,8 +43,6 @@ def wrap_data_parallel(module: nn.Module, recipe: Recipe, mesh: Mesh, *, average
     axis. Raises ValueError.
     """
     precision, zero = Precision(recipe.training.precision), zero_level(recipe, mesh)
-    if problems := check_buckets(recipe.parallel, mesh.data.size):
-        raise RecipeError(problems)
     if zero >= 2:
         return _shard(module, mesh, precision, free_after_forward=zero == 3)
     if precision.name != "f32":

@@ -22,8 +22,6 @@ from netfold.train.mesh import Axis, Mesh
 from netfold.train.model import Model
 from netfold.train.parallel.shards import Shards, balanced
 from netfold.train.recipe import Recipe
-from netfold.train.recipe.errors import RecipeError
-from netfold.train.recipe.split import check_embeddings
 
 
 class Embeddings(nn.Module):
@@ -55,8 +53,6 @@ def shard_embeddings(model: Model, recipe: Recipe, mesh: Mesh, parts: Shards) ->
     """
     kind = recipe.parallel.embeddings
     paths = embeddings_to_shard(model, recipe)
-    if problems := check_embeddings(recipe.parallel):
-        raise RecipeError(problems)
     if mesh.data.size == 1:
         return
     for path in paths:

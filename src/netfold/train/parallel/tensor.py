@@ -26,7 +26,6 @@ from netfold.train.parallel.shards import Shards
 from netfold.train.precision import SubstituteParameters
 from netfold.train.recipe import Parallel
 from netfold.train.recipe.errors import RecipeError
-from netfold.train.recipe.split import check_sequence
 
 
 class _Linear(ParallelStyle):
@@ -119,8 +118,6 @@ def cut(model: Model, parallel: Parallel, mesh: Mesh, parts: Shards) -> None:
 
 def styles_of(model: Model, parallel: Parallel) -> Mapping[str, Any]:
     """The style of each module that is cut, by the module's path. Raises ValueError if it cannot be cut so."""
-    if problems := check_sequence(parallel):
-        raise RecipeError(problems)
     if parallel.tensor == 1:
         return {}
     if model.tensor_plan is None:

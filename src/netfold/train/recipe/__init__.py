@@ -6,6 +6,9 @@ this module need no model, data or torch; `validate.py` makes the checks that do
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterator
+from operator import attrgetter
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -215,28 +218,65 @@ class Recipe(Section):
         return interval if self.diloco is None else -(-interval // self.diloco.every) * self.diloco.every
 
     @model_validator(mode="after")
-    def _diloco_allows(self) -> Recipe:
-        if self.diloco is None:
-            return self
-        for key, value, only in (
-            ("parallel.zero", self.parallel.zero, 0),
-            ("parallel.batch_norm", self.parallel.batch_norm, 1),
-            ("parallel.embeddings", self.parallel.embeddings, "replicated"),
-            ("training.precision", self.training.precision, "f32"),
-        ):
-            if value != only:
-                raise ValueError(
-                    f"{key} is {value!r}, but with [diloco] data-parallel ranks train independently, in f32, and share "
-                    f"nothing in a step; set {only!r}, or leave [diloco] out"
-                )
-        every = self.diloco.every
-        for key, steps in (
-            ("training.evaluate_every", self.training.evaluate_every),
-            ("checkpoint.every", self.checkpoint.every),
-        ):
-            if isinstance(steps, int) and steps % every:
-                raise ValueError(
-                    f"{key} is {steps}, in the middle of a round of diloco.every = {every} steps, where data-parallel "
-                    f"ranks hold different weights; set a multiple of {every}"
-                )
+    def _fits_together(self) -> Recipe:
+        found = []
+        for key, other, advice in self._conflicts():
+            value, others = (json.dumps(attrgetter(each)(self)) for each in (key, other))
+            found.append(f"{key} = {value} does not go with {other} = {others}: {advice}")
+        if found:
+            raise ValueError("\n".join(found))
         return self
+
+    def _conflicts(self) -> Iterator[tuple[str, str, str]]:
+        """Two keys whose values exclude each other, and what to do. Numbers of ranks are checked by `split`."""
+        training, parallel, diloco = self.training, self.parallel, self.diloco
+        ranks, schedule, microbatches = parallel.pipeline, parallel.schedule, parallel.microbatches
+        if parallel.zero >= 2 and parallel.bucket_mb is not None:
+            advice = "a layer's gradients are sent together, whatever their size; leave one of the two out"
+            yield "parallel.bucket_mb", "parallel.zero", advice
+        if parallel.embeddings != "replicated" and parallel.zero:
+            yield "parallel.embeddings", "parallel.zero", "both divide the tables; set zero = 0"
+        if parallel.sequence and parallel.tensor == 1:
+            yield "parallel.sequence", "parallel.tensor", "nothing is cut; set tensor = 2 or more"
+        elif parallel.sequence and parallel.style != "alternating":
+            advice = 'the sequence is cut between pairs of layers; set style = "alternating"'
+            yield "parallel.sequence", "parallel.style", advice
+        if self.fault_tolerance.non_finite == "rewind" and self.checkpoint.every == "end":
+            advice = "there are no checkpoints to go back to; set checkpoint.every to a number of steps"
+            yield "fault_tolerance.non_finite", "checkpoint.every", advice
+        is_split = schedule in ("zero-bubble", "zero-bubble-v")
+        if ranks > 1:
+            if training.accumulate > 1:
+                parts = training.accumulate * (microbatches or ranks)
+                advice = f"a pipeline cuts a batch into microbatches; leave it out, set parallel.microbatches = {parts}"
+                yield "training.accumulate", "parallel.pipeline", advice
+            if is_split and parallel.zero >= 2:
+                advice = "FSDP would miss gradients that are computed later; set zero = 1, or take 'interleaved'"
+                yield "parallel.schedule", "parallel.zero", advice
+            if is_split and parallel.embeddings != "replicated":
+                advice = "the schedule averages all gradients, and tables have one owner; take 'interleaved'"
+                yield "parallel.schedule", "parallel.embeddings", advice
+            if schedule == "zero-bubble-v" and parallel.interleave != 2:
+                yield "parallel.interleave", "parallel.schedule", "it needs 2; leave it out, or take 'zero-bubble'"
+            if schedule == "1f1b" and microbatches is not None and microbatches < ranks:
+                advice = f"it needs at least one for each of {ranks} stages; set {ranks} or more, or take 'gpipe'"
+                yield "parallel.microbatches", "parallel.schedule", advice
+            rounds = max(1, (microbatches or ranks) // ranks)
+            if schedule in ("interleaved", "zero-bubble") and microbatches is not None and microbatches % rounds:
+                advice = f"{ranks} ranks cannot divide them; set {ranks * rounds} or {ranks * (rounds + 1)}"
+                yield "parallel.microbatches", "parallel.schedule", advice
+        if diloco is not None:
+            for key, only in (
+                ("parallel.zero", 0),
+                ("parallel.batch_norm", 1),
+                ("parallel.embeddings", "replicated"),
+                ("training.precision", "f32"),
+            ):
+                if attrgetter(key)(self) != only:
+                    advice = "data-parallel ranks train independently, in f32, and share nothing in a step"
+                    yield key, "diloco.every", f"{advice}; set {only!r}, or leave [diloco] out"
+            for key in ("training.evaluate_every", "checkpoint.every"):
+                steps = attrgetter(key)(self)
+                if isinstance(steps, int) and steps % diloco.every:
+                    advice = "in the middle of a round data-parallel ranks hold different weights"
+                    yield key, "diloco.every", f"{advice}; set a multiple of {diloco.every}"

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from netfold.plan.request.key_lines import Key, line_of
+from netfold.plan.words import suggest
 from netfold.train.recipe import Recipe
 
 # A key in a sentence, but not a part of a file's name such as .../data.txt.
@@ -21,8 +21,15 @@ _KEY = re.compile(rf"(?<![\w/.-])(?:{'|'.join(Recipe.model_fields)})(?:\.[a-z_]+
 # torch's text around the error of a communication hook's future.
 _CALLBACK = re.compile(r"^Got the following error when running the callback: (.*?)\s+At:\s.*$", re.DOTALL)
 _NETFOLD = Path(__file__).parents[2]
-# For a key of the recipe: its name in a sentence, and the keys that it may hold. None: a value, or no known key.
-KeysOf = Callable[[Key], tuple[str, Sequence[str]] | None]
+# For the key of each table: its name in a sentence, and the keys that it may hold.
+Tables = Mapping[Key, tuple[str, Sequence[str]]]
+_SECTIONS = {
+    name: (get_args(field.annotation) or (field.annotation,))[0] for name, field in Recipe.model_fields.items()
+}
+RECIPE_TABLES: Tables = {
+    (): ("a recipe", list(_SECTIONS)),
+    **{(name,): (f"[{name}]", list(section.model_fields)) for name, section in _SECTIONS.items()},
+}
 
 
 class RecipeError(ValueError):
@@ -67,65 +74,45 @@ class Source:
         return "" if self.file is None else f"{self.file}: " if line is None else f"{self.file}:{line}: "
 
 
-def suggest(word: str, known: Iterable[str]) -> str:
-    """Return "did you mean x?" if a known word is similar, else the list of known words."""
-    known = list(known)
-    close = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
-    return f"did you mean {close[0]}?" if close else f"there is {', '.join(known)}" if known else "it has none"
-
-
-def recipe_keys(key: Key) -> tuple[str, Sequence[str]] | None:
-    """`KeysOf` of a recipe."""
-    section: type[BaseModel] = Recipe
-    for part in key:
-        found = section.model_fields.get(part)
-        kinds = () if found is None else (found.annotation, *get_args(found.annotation))
-        sections = [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)]
-        if not sections:
-            return None
-        section = sections[0]
-    return f"[{'.'.join(key)}]" if key else "a recipe", list(section.model_fields)
-
-
-def validation_sentences(error: ValidationError, keys_of: KeysOf = recipe_keys) -> list[tuple[Key, str]]:
-    """One (key, text behind the key's name) for each wrong key, in pydantic's order."""
+def validation_sentences(error: ValidationError, tables: Tables = RECIPE_TABLES) -> list[tuple[Key, str]]:
+    """(key, sentence) for each wrong key, in pydantic's order. A sentence about several keys has the key ()."""
     found: dict[Key, list[ErrorDetails]] = {}
     for each in error.errors(include_url=False):
         key: Key = ()
         for part in each["loc"]:
             # Behind a value's key pydantic names the member of a union and places in a list.
-            if not isinstance(part, str) or keys_of(key) is None:
-                break
-            key = (*key, part)
+            if key in tables:
+                key = (*key, str(part))
         found.setdefault(key, []).append(each)
-    return [(key, _problem(key, details, keys_of)) for key, details in found.items()]
+    return [
+        (key, ".".join(key) + words)
+        for key, details in found.items()
+        for words in _problem(key, details, tables).splitlines()
+    ]
 
 
-def _problem(key: Key, details: Sequence[ErrorDetails], keys_of: KeysOf) -> str:
+def _problem(key: Key, details: Sequence[ErrorDetails], tables: Tables) -> str:
+    """The text behind the key's name."""
     first = details[0]
     if first["type"] == "extra_forbidden":
-        owner, known = keys_of(key[:-1]) or ("", ())
-        return f" is not a key of {owner}; {suggest(key[-1], known)}"
+        owner, known = tables[key[:-1]]
+        return f" is not a key of {owner}; {suggest(key[-1], known) if known else 'it has none'}"
     if first["type"] == "missing" and len(first["loc"]) == len(key):
         return " is missing, and has no default"
     if first["type"] == "value_error":
-        # The sentence of a validator; one about several sections names its keys itself.
+        # The sentences of a validator; those about several sections name their keys themselves.
         return f"{': ' if key else ''}{first['ctx']['error']}"
+    shown = "a table" if isinstance(first["input"], Mapping) else repr(first["input"])
+    shown = shown.lower() if isinstance(first["input"], bool) else shown
     if first["type"] in ("model_type", "model_attributes_type", "dict_type"):
-        return f" is {_shown(first['input'])}; it must be a table"
+        return f" is {shown}; it must be a table"
     # pydantic names Python's class of a path.
     messages = list(dict.fromkeys(each["msg"].removesuffix(" for <class 'pathlib.Path'>") for each in details))
     wanted = [message.removeprefix("Input should be ").removeprefix("Input is not ") for message in messages]
     if any(message in wanted for message in messages):
         # A message about a part of the value, such as the length of a list.
-        return f" is {_shown(first['input'])}: {'; '.join(messages)}"
-    return f" is {_shown(first['input'])}; it must be {' or '.join(wanted)}"
-
-
-def _shown(value: Any) -> str:
-    if isinstance(value, Mapping):
-        return "a table"
-    return str(value).lower() if isinstance(value, bool) else repr(value)
+        return f" is {shown}: {'; '.join(messages)}"
+    return f" is {shown}; it must be {' or '.join(wanted)}"
 
 
 def error_text(error: BaseException) -> str:

@@ -23,6 +23,8 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
+RESOLVED = "recipe.json"
+"""In a run's folder: the recipe with all defaults."""
 _TRAIN = Path(__file__).resolve().parent.parent
 _AT = re.compile(r" \(at (?:line (\d+), column \d+|end of document)\)$")
 _SETTING = re.compile(r"\s*([A-Za-z0-9_-]+(?:\.[A-Za-z0-9_-]+)+)\s*=(.*)", re.DOTALL)
@@ -31,29 +33,36 @@ _SETTING = re.compile(r"\s*([A-Za-z0-9_-]+(?:\.[A-Za-z0-9_-]+)+)\s*=(.*)", re.DO
 def load(file: Path, settings: Sequence[str] = ()) -> tuple[Recipe, Source]:
     """Read the recipe in `file`, override it with `settings` ("parallel.pipeline=4"), and record the keys' places.
 
-    `file` may be the name of a shipped recipe. A run without a name takes the file's name. Raises RecipeError with all
-    problems.
+    `file` is TOML, or a run's recipe.json, or the name of a shipped recipe. A run without a name takes the file's name.
+    Raises RecipeError with all problems.
     """
     file = find_shipped(file)
     text = _text(file)
+    is_json = file.suffix == ".json"
     try:
-        tree = tomllib.loads(text)
+        tree = json.loads(text) if is_json else tomllib.loads(text)
     except RecursionError:
         raise RecipeError([f"{file}: lists or tables are nested too deeply"]) from None
-    except ValueError as error:  # A TOMLDecodeError, or a number of thousands of digits.
+    except ValueError as error:  # Not TOML, or a number of thousands of digits.
         at = _AT.search(str(error))
         line = int(at[1]) if at and at[1] else len(text.splitlines())
-        raise RecipeError([f"{file}:{line}: this is not TOML: {_AT.sub('', str(error))}; see toml.io"]) from None
-    source = Source(file, key_lines(text), {_override(tree, setting): setting for setting in settings})
+        kind, see = ("JSON", "") if is_json else ("TOML", "; see toml.io")
+        raise RecipeError([f"{file}:{line}: this is not {kind}: {_AT.sub('', str(error))}{see}"]) from None
+    source = Source(file, {} if is_json else key_lines(text), {_override(tree, each): each for each in settings})
     try:
         # A date becomes text: the recipe must be writable as JSON, which has no dates.
         recipe = Recipe.model_validate(json.loads(json.dumps(tree, default=str)))
     except ValidationError as error:
-        found = [(key, ".".join(key) + words) for key, words in validation_sentences(error)]
-        raise RecipeError([source.place(words, key or None) + words for key, words in found]) from None
+        found = validation_sentences(error)
+        raise RecipeError([source.place(sentence, key or None) + sentence for key, sentence in found]) from None
     if recipe.run.name is None:
         recipe = recipe.model_copy(update={"run": recipe.run.model_copy(update={"name": file.stem})})
     return recipe, source
+
+
+def read_resolved(folder: Path) -> Recipe:
+    """The recipe of a run's folder. Raises OSError, or ValueError if the file is not a recipe of this version."""
+    return Recipe.model_validate_json((folder / RESOLVED).read_text(encoding="utf-8"))
 
 
 def shipped_folder() -> Path:
@@ -69,10 +78,8 @@ def shipped_names() -> list[str]:
 
 def find_shipped(asked: Path) -> Path:
     """The shipped recipe of that name; `asked` itself if it exists, has a folder or an ending, or no recipe has it."""
-    if asked.exists() or asked.name != str(asked) or asked.suffix:
-        return asked
-    shipped = shipped_folder() / f"{asked}.toml"
-    return shipped if shipped.is_file() else asked
+    is_name = not asked.exists() and asked.name == str(asked) and not asked.suffix and asked.name in shipped_names()
+    return shipped_folder() / f"{asked}.toml" if is_name else asked
 
 
 def _text(file: Path) -> str:
@@ -83,10 +90,9 @@ def _text(file: Path) -> str:
         shipped = f"give a TOML file's path, or a shipped name: {', '.join(shipped_names())}"
         instead = f"in that folder there is {near}" if near else shipped
         raise RecipeError([f"{file}: there is no such file; {instead}"]) from None
-    except OSError as error:
-        raise RecipeError([f"{file}: cannot be read: {error.strerror}; give the path of a recipe"]) from None
-    except UnicodeDecodeError as error:
-        raise RecipeError([f"{file}: byte {error.start} is not UTF-8; save the file as UTF-8"]) from None
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else f"byte {error.start} is not UTF-8"
+        raise RecipeError([f"{file}: cannot be read: {reason}; give a recipe, a text file"]) from None
 
 
 def _override(tree: dict[str, Any], setting: str) -> Key:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import functools
-import importlib
 import inspect
 import json
+import pkgutil
 import typing
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -14,9 +14,9 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError, with_config
 from typing_extensions import NotRequired, Required, TypedDict
 
 from netfold.extras import missing_extra
-from netfold.plan.request.key_lines import Key
+from netfold.plan.words import suggest
 from netfold.train.recipe import Factory
-from netfold.train.recipe.errors import RecipeError, suggest, validation_sentences
+from netfold.train.recipe.errors import RecipeError, validation_sentences
 
 
 def factory(asked: Factory, known: Mapping[str, str], kind: str) -> Callable[..., Any]:
@@ -38,21 +38,16 @@ def factory(asked: Factory, known: Mapping[str, str], kind: str) -> Callable[...
     open_ended = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
     config = ConfigDict(extra="allow" if open_ended else "forbid", strict=True, arbitrary_types_allowed=True)
     adapter = TypeAdapter(with_config(config)(TypedDict("Options", fields)))  # type: ignore[operator]
-
-    def keys_of(key: Key) -> tuple[str, list[str]] | None:
-        return None if key else (asked.name, list(named))
-
     try:
-        text = json.dumps(asked.options)
-    except TypeError:
-        # A recipe that was made in Python may hold objects.
-        text = ""
-    try:
-        # Validated as JSON, a list may become a tuple and text a path, but no other type is converted.
-        options = adapter.validate_json(text) if text else adapter.validate_python(asked.options)
+        try:
+            # Validated as JSON, a list may become a tuple and text a path, but no other type is converted.
+            options = adapter.validate_json(json.dumps(asked.options))
+        except TypeError:
+            # A recipe that was made in Python may hold objects.
+            options = adapter.validate_python(asked.options)
     except ValidationError as error:
-        problems = validation_sentences(error, keys_of)
-        raise RecipeError([f"{kind}.{'.'.join(key)}{words}" for key, words in problems]) from None
+        problems = validation_sentences(error, {(): (asked.name, list(named))})
+        raise RecipeError([f"{kind}.{sentence}" for _, sentence in problems]) from None
     return functools.partial(found, **options)
 
 
@@ -69,9 +64,8 @@ def _find(asked: Factory, known: Mapping[str, str], kind: str) -> Callable[..., 
         raise RecipeError(
             [f"{kind}.name is {asked.name!r}; {suggest(asked.name, known)} (your own: write module:factory)"]
         )
-    module, _, name = place.partition(":")
     try:
-        found = getattr(importlib.import_module(module), name)
+        found = pkgutil.resolve_name(place)
     except (ImportError, AttributeError) as error:
         problem = missing_extra(error, "train") or f"{error}; it must be module:factory"
         raise RecipeError([f"{kind}.name is {asked.name!r}: {problem}"]) from error

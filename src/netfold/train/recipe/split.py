@@ -1,11 +1,8 @@
-"""How a recipe divides ranks and samples: whole numbers, or sentences about what does not divide or fit together.
-
-Pure arithmetic on the recipe. `split` makes all checks before a process starts; each part of `parallel` makes its own
-check again, for callers that use the part alone.
-"""
+"""How a recipe divides ranks and samples: whole numbers, or sentences about what does not divide."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from netfold.train.recipe import Parallel, Recipe
@@ -35,9 +32,14 @@ class Split:
         return self.pipeline * self.data * self.tensor
 
     @property
+    def passes(self) -> int:
+        """Passes through a rank's layers in a step."""
+        return self.accumulate * self.microbatches
+
+    @property
     def samples(self) -> int:
         """Samples of one pass through a rank's layers."""
-        return self.batch // (self.data * self.accumulate * self.microbatches)
+        return self.batch // (self.data * self.passes)
 
 
 def ranks_asked(parallel: Parallel) -> int:
@@ -57,7 +59,7 @@ def stages_of(rank: int, ranks: int, each: int, schedule: str) -> tuple[int, ...
 
 
 def split(recipe: Recipe, ranks: int) -> Split:
-    """Divide `ranks` ranks and the batch. Raises RecipeError with everything that does not divide or fit together."""
+    """Divide `ranks` ranks and the batch. Raises RecipeError with everything that does not divide."""
     parallel, training = recipe.parallel, recipe.training
     problems: list[str] = []
     replica = parallel.pipeline * parallel.tensor
@@ -67,35 +69,14 @@ def split(recipe: Recipe, ranks: int) -> Split:
         # The other checks then use the recipe's own number of data-parallel ranks.
         data = parallel.data or 1
     microbatches = (parallel.microbatches or parallel.pipeline) if parallel.pipeline > 1 else 1
-    parts = training.accumulate * microbatches * (data if training.scaling == "strong" else 1)
-    if training.batch % parts:
-        problems.append(_batch(recipe, data, microbatches, parts))
-    problems += check_batch_norm(parallel.batch_norm, data) + _check_pipeline(recipe, microbatches)
-    problems += check_buckets(parallel, data) + check_embeddings(parallel) + check_sequence(parallel)
-    problems += check_rewind(recipe)
+    factors = {"parallel.data": data} if training.scaling == "strong" else {}
+    factors |= {"training.accumulate": training.accumulate, "parallel.microbatches": microbatches}
+    problems += _batch(training.batch, factors) + check_batch_norm(parallel.batch_norm, data)
     if problems:
         raise RecipeError(problems)
     batch = training.batch * (data if training.scaling == "weak" else 1)
     stages = parallel.pipeline * stages_a_rank(parallel)
     return Split(parallel.pipeline, data, parallel.tensor, stages, microbatches, training.accumulate, batch)
-
-
-def check_buckets(parallel: Parallel, data: int) -> list[str]:
-    if parallel.zero < 2 or data == 1 or parallel.bucket_mb is None:
-        return []
-    return [
-        f"parallel.bucket_mb is {parallel.bucket_mb:g}, but with parallel.zero = {parallel.zero} a layer's gradients "
-        "are sent together, whatever their size: leave one of the two out"
-    ]
-
-
-def check_embeddings(parallel: Parallel) -> list[str]:
-    if parallel.embeddings == "replicated" or not parallel.zero:
-        return []
-    return [
-        f'parallel.embeddings = "{parallel.embeddings}" and parallel.zero = {parallel.zero} both divide the tables; '
-        "set zero = 0"
-    ]
 
 
 def check_batch_norm(ranks: int, data: int) -> list[str]:
@@ -106,64 +87,6 @@ def check_batch_norm(ranks: int, data: int) -> list[str]:
         f"parallel.batch_norm is {ranks}, which does not divide the {data} data-parallel ranks (parallel.data); "
         f"set one of {divisors}"
     ]
-
-
-def check_sequence(parallel: Parallel) -> list[str]:
-    if not parallel.sequence:
-        return []
-    if parallel.tensor == 1:
-        return ["parallel.sequence is true, but parallel.tensor is 1 cuts nothing; set tensor = 2 or more"]
-    if parallel.style == "alternating":
-        return []
-    return [
-        f'parallel.sequence is true, but parallel.style is "{parallel.style}": the sequence is cut between pairs '
-        'of layers; set style = "alternating"'
-    ]
-
-
-def check_rewind(recipe: Recipe) -> list[str]:
-    if recipe.fault_tolerance.non_finite != "rewind" or recipe.checkpoint.every != "end":
-        return []
-    return ["fault_tolerance.non_finite is 'rewind', but there are no checkpoints to go back to: set checkpoint.every"]
-
-
-def _check_pipeline(recipe: Recipe, microbatches: int) -> list[str]:
-    parallel, accumulate = recipe.parallel, recipe.training.accumulate
-    if parallel.pipeline == 1:
-        return []
-    schedule, ranks, found = parallel.schedule, parallel.pipeline, []
-    if accumulate > 1:
-        found.append(
-            f"training.accumulate is {accumulate}, but a pipeline cuts a batch into microbatches: "
-            f"leave it out and set parallel.microbatches = {microbatches * accumulate}"
-        )
-    if schedule in SPLIT_BACKWARD and parallel.zero >= 2:
-        found.append(
-            f"parallel.schedule is {schedule!r}, which cannot go with parallel.zero = {parallel.zero}: FSDP "
-            "would miss the gradients of weights, which are computed later; set zero = 1, or take 'interleaved'"
-        )
-    if schedule in SPLIT_BACKWARD and parallel.embeddings != "replicated":
-        found.append(
-            f"parallel.schedule is {schedule!r}, which averages all gradients, but parallel.embeddings = "
-            f"{parallel.embeddings!r} leaves tables to their owners: take 'interleaved'"
-        )
-    if schedule == "zero-bubble-v" and parallel.interleave != 2:
-        found.append(
-            f"parallel.interleave is {parallel.interleave}, but parallel.schedule = 'zero-bubble-v' needs 2: "
-            "leave it out, or take 'zero-bubble'"
-        )
-    if schedule == "1f1b" and microbatches < ranks:
-        found.append(
-            f"parallel.microbatches is {microbatches}, but parallel.schedule = '1f1b' needs at least one for each of "
-            f"{ranks} stages: set {ranks} or more, or take 'gpipe'"
-        )
-    rounds = max(1, microbatches // ranks)
-    if schedule in ("interleaved", "zero-bubble") and microbatches % rounds:
-        found.append(
-            f"parallel.microbatches is {microbatches}, which parallel.schedule = {schedule!r} cannot divide "
-            f"over {ranks} ranks: set {ranks * rounds} or {ranks * (rounds + 1)}"
-        )
-    return found
 
 
 def _ranks(parallel: Parallel, ranks: int, replica: int) -> str:
@@ -182,14 +105,14 @@ def _ranks(parallel: Parallel, ranks: int, replica: int) -> str:
     )
 
 
-def _batch(recipe: Recipe, data: int, microbatches: int, parts: int) -> str:
-    training = recipe.training
-    factors = [f"parallel.data {data}"] if training.scaling == "strong" else []
-    factors += [f"training.accumulate {training.accumulate}"] if training.accumulate > 1 else []
-    factors += [f"parallel.microbatches {microbatches}"] if microbatches > 1 else []
-    below = training.batch // parts * parts
+def _batch(batch: int, factors: dict[str, int]) -> list[str]:
+    parts = math.prod(factors.values())
+    if batch % parts == 0:
+        return []
+    named = [f"{key} {factor}" for key, factor in factors.items() if factor > 1]
+    below = batch // parts * parts
     multiples = " or ".join(str(each) for each in (below, below + parts) if each)
-    return (
-        f"training.batch is {training.batch}, which does not divide by {' x '.join(factors)}"
-        f"{f' = {parts}' if len(factors) > 1 else ''}; set {multiples}"
-    )
+    return [
+        f"training.batch is {batch}, which does not divide by {' x '.join(named)}"
+        f"{f' = {parts}' if len(named) > 1 else ''}; set {multiples}"
+    ]

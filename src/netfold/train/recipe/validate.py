@@ -5,7 +5,6 @@ The model is made of fake tensors (torch's FakeTensorMode), which need no memory
 
 from __future__ import annotations
 
-import re
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from netfold.plan.words import suggest
 from netfold.train.datasets import DATASETS, make_data
 from netfold.train.examples import BadExampleError, Batch, Data
 from netfold.train.model import Model
@@ -26,13 +26,11 @@ from netfold.train.parallel import embeddings, tensor
 from netfold.train.parallel.batch_norm import norms_of
 from netfold.train.parallel.pipeline_plan import check_chain
 from netfold.train.recipe import Factory, Recipe
-from netfold.train.recipe.errors import RecipeError, error_sentence, suggest
+from netfold.train.recipe.errors import RecipeError, error_sentence
 from netfold.train.recipe.registry import arguments, factory
 from netfold.train.recipe.split import Split, split
 
 Made = TypeVar("Made")
-# In torch's warning about a target of another shape: the target's shape, then the output's.
-_SHAPE = re.compile(r"torch\.Size\((\[[^]]*\])\)")
 EXAMPLES_TRIED = 8
 NUMBERS_TRIED = 1 << 21
 
@@ -75,20 +73,18 @@ def _collected(problems: list[str], make: Callable[[], Made]) -> Made | None:
 
 
 def _model(asked: Factory) -> tuple[Model, FakeTensorMode | None]:
-    # Check name and options first, so that their problems are reported once.
-    factory(asked, MODELS, "model")
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     try:
         with mode:
             return make_model(asked), mode
+    except RecipeError:
+        raise
     except Exception:
         # The model may need real values (a file of weights). If the model is wrong, real tensors give a clearer error.
         return _made(make_model, asked, "model"), None
 
 
 def _made(make: Callable[[Factory], Made], asked: Factory, kind: str) -> Made:
-    known = MODELS if kind == "model" else DATASETS
-    factory(asked, known, kind)
     try:
         return make(asked)
     except RecipeError:
@@ -115,63 +111,76 @@ def _example(recipe: Recipe, data: Data) -> Batch:
         try:
             return data.train.batch([index, index], [0, 1])
         except Exception as error:
-            if index + 1 < tries and isinstance(error, BadExampleError):
-                continue
-            raise RecipeError([f"data.name {name!r} cannot give an example: {error_sentence(error)}"]) from error
+            if index + 1 == tries or not isinstance(error, BadExampleError):
+                raise RecipeError([f"data.name {name!r} cannot give an example: {error_sentence(error)}"]) from error
     raise AssertionError("there is at least one example")
+
+
+def _parts(recipe: Recipe, model: Model) -> list[str]:
+    """Check that each kind of parallelism can be applied to the model."""
+    parallel, problems = recipe.parallel, []
+    asked: list[Callable[[], object]] = [lambda: embeddings.embeddings_to_shard(model, recipe)]
+    if parallel.tensor > 1:
+        asked.append(lambda: tensor.styles_of(model, parallel))
+    if parallel.pipeline > 1:
+        asked.append(lambda: check_chain(model, parallel))
+    if parallel.batch_norm > 1:
+        asked.append(lambda: norms_of(model.module, parallel.batch_norm))
+    for each in asked:
+        try:
+            each()
+        except ValueError as error:
+            problems.append(error_sentence(error))
+    return problems
 
 
 def _fit(recipe: Recipe, model: Model, fake: FakeTensorMode | None, data: Data, example: Batch) -> list[str]:
     """Check that the model accepts the data's inputs, and the loss the model's outputs."""
+    name = recipe.model.name
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         # torch only warns about a target of another shape, and trains on broadcast values.
         warnings.filterwarnings("error", message="Using a target size")
         try:
-            if fake is not None:
-                try:
-                    return _loss(recipe, _fake_loss(recipe, model, fake, _many(data, example)))
-                except (ValueError, UserWarning):
-                    raise
-                except Exception:
-                    # An operation that fake tensors do not support may be correct: real tensors decide.
-                    pass
-            real = make_model(recipe.model)
-            return _loss(recipe, _computed(recipe, real, [*example.inputs, example.target]))
+            shape = _shape_of_loss(recipe, model, fake, data, example)
         except RecipeError as error:
             return list(error.problems)
         except Exception as error:
-            names = f"model.name {recipe.model.name!r} does not fit data.name {recipe.data.name!r}"
-            return [f"{_differing(recipe)}{names}: {_explained(error)}"]
+            names = f"model.name {name!r} does not fit data.name {recipe.data.name!r}"
+            return [f"{_differing(recipe)}{names}: {error_sentence(error)}"]
+    return [f"model.name {name!r} has a loss of shape {shape}; it must return the mean, one number"] if shape else []
 
 
-def _explained(error: Exception) -> str:
-    shapes = _SHAPE.findall(str(error)) if isinstance(error, UserWarning) else []
-    if len(shapes) != 2:
-        return error_sentence(error)
-    target, output = shapes
-    return f"the loss gets outputs of shape {output} and targets of shape {target}"
+def _shape_of_loss(recipe: Recipe, model: Model, fake: FakeTensorMode | None, data: Data, example: Batch) -> list[int]:
+    if fake is not None:
+        batch = _many(data, example)
+        real = [*batch.inputs, batch.target]
+        try:
+            with fake, IndexTracker(model.module) as tracker:
+                like = [torch.empty_like(each, device="cpu") for each in real]
+                for each, value in zip(like, real, strict=True):
+                    tracker.track(each, value)
+                return _computed(recipe, model, like)
+        except (ValueError, UserWarning):
+            raise
+        except Exception:
+            # An operation that fake tensors do not support may be correct: real tensors decide.
+            pass
+    return _computed(recipe, make_model(recipe.model), [*example.inputs, example.target])
 
 
-def _computed(recipe: Recipe, model: Model, numbers: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The loss of a batch (inputs, then the target). Raises RecipeError if sequences cannot be cut as planned."""
-    ranks = recipe.parallel.tensor
+def _computed(recipe: Recipe, model: Model, numbers: Sequence[Tensor]) -> list[int]:
+    """The shape of the loss of a batch (inputs, then the target).
+
+    Raises RecipeError if sequences cannot be cut as planned.
+    """
     try:
         styles = tensor.styles_of(model, recipe.parallel)
     except ValueError:
         styles = {}  # `_parts` reports this.
-    with tensor.sequences_checked(model.module, styles, ranks):
+    with tensor.sequences_checked(model.module, styles, recipe.parallel.tensor):
         *inputs, target = numbers
-        return model.loss(model.module(*inputs), target)
-
-
-def _fake_loss(recipe: Recipe, model: Model, fake: FakeTensorMode, batch: Batch) -> torch.Tensor:
-    real = [*batch.inputs, batch.target]
-    with fake, IndexTracker(model.module) as tracker:
-        like = [torch.empty_like(each, device="cpu") for each in real]
-        for each, value in zip(like, real, strict=True):
-            tracker.track(each, value)
-        return _computed(recipe, model, like)
+        return list(model.loss(model.module(*inputs), target).shape)
 
 
 def _many(data: Data, example: Batch) -> Batch:
@@ -196,33 +205,6 @@ def _differing(recipe: Recipe) -> str:
     )
     both = [name for name in model if name in data and model[name] != data[name]]
     return "".join(f"model.{name} is {model[name]!r}, but data.{name} is {data[name]!r}: " for name in both)
-
-
-def _loss(recipe: Recipe, loss: torch.Tensor) -> list[str]:
-    if loss.dim() == 0:
-        return []
-    shape = list(loss.shape)
-    return [f"model.name {recipe.model.name!r} has a loss of shape {shape}; it must return the mean, one number"]
-
-
-def _parts(recipe: Recipe, model: Model) -> list[str]:
-    """Check that each kind of parallelism can be applied to the model."""
-    parallel, problems = recipe.parallel, []
-    asked: list[Callable[[], object]] = [lambda: embeddings.embeddings_to_shard(model, recipe)]
-    if parallel.tensor > 1:
-        asked.append(lambda: tensor.styles_of(model, parallel))
-    if parallel.pipeline > 1:
-        asked.append(lambda: check_chain(model, parallel))
-    if parallel.batch_norm > 1:
-        asked.append(lambda: norms_of(model.module, parallel.batch_norm))
-    for each in asked:
-        try:
-            each()
-        except RecipeError:
-            pass  # `split` reports problems of the recipe alone.
-        except ValueError as error:
-            problems.append(error_sentence(error))
-    return problems
 
 
 class IndexTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]

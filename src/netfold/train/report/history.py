@@ -14,7 +14,7 @@ from netfold.page.table import Column, table
 from netfold.train.callbacks.metrics_file import NAME, Line, Metrics
 from netfold.train.callbacks.result import with_unit
 from netfold.train.callbacks.run_folder import ENVIRONMENT
-from netfold.train.recipe.serialize import NAME as RECIPE
+from netfold.train.recipe.load import RESOLVED as RECIPE
 
 
 def history(metrics: Metrics) -> str:

@@ -2,27 +2,34 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import is_dataclass, replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from netfold.plan.model import Gradient, Kernels, Part, Traced
+from netfold.plan.model import Gradient, Part, Traced
 from netfold.train.model import Model
+from netfold.train.recipe.errors import error_sentence
 from netfold.train.trace.module_spec import Input, TraceError
-from netfold.train.trace.tracer import OnAnAccelerator, Ran, TraceMode, tensors
+from netfold.train.trace.tracer import OnAnAccelerator, TraceMode, tensors
 
 # torch's errors for operations whose result or size depends on values: of fake tensors, and of meta tensors.
 _NEEDS_VALUES = ("DataDependent", "DynamicOutputShape", "UnsupportedFakeTensor", "GuardOnDataDependent")
 _NEEDS_VALUES_TEXTS = ("data-dependent", "meta tensors", ".numpy() is not supported", ".tolist() is not supported")
+# A trace ignores the values of weights, and some rules (trunc_normal_) depend on values.
+_NO_INITIALISATION: dict[str, Any] = {
+    name: lambda tensor, *_, **__: tensor
+    for name in vars(nn.init)
+    if name.endswith("_") and not name.startswith("_")
+}  # fmt: skip
 
 
 def trace_module(make: Callable[[], Any], inputs: Sequence[Input], name: str = "") -> Traced:
@@ -39,13 +46,14 @@ def trace_module(make: Callable[[], Any], inputs: Sequence[Input], name: str = "
         raise TraceError(
             f"inputs of {' and '.join(map(str, counts))} samples; the first dimension is the sample, equal in all"
         )
-    with warnings.catch_warnings(), _quiet():
+    # Fake tensors log errors with stacks; here they become a sentence.
+    log = logging.getLogger(FakeTensorMode.__module__)
+    with warnings.catch_warnings(), mock.patch.object(log, "disabled", True):
         # Deprecation warnings of libraries do not concern a plan.
         warnings.simplefilter("ignore")
         # Without mkldnn an LSTM is several kernels, as on accelerators.
         with torch.backends.mkldnn.flags(enabled=False), FakeTensorMode(allow_non_fake_inputs=True):
-            with _no_initialisation():
-                module = _make(make)
+            module = _make(make, name or "the module")
             name = name or type(module).__name__
             once, twice = (_run(module, inputs, times, name) for times in (1, 2))
     parts, place = _parts(once)
@@ -59,32 +67,12 @@ def trace_module(make: Callable[[], Any], inputs: Sequence[Input], name: str = "
     return Traced(name, counts[0], parts, more, gradients, tuple(_notes(name, once)))
 
 
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Silence the log of fake tensors' errors and stacks: the caller raises a sentence instead."""
-    log = logging.getLogger(FakeTensorMode.__module__)
-    before, log.disabled = log.disabled, True
+def _make(make: Callable[[], Any], name: str) -> nn.Module:
     try:
-        yield
-    finally:
-        log.disabled = before
-
-
-@contextlib.contextmanager
-def _no_initialisation() -> Iterator[None]:
-    """Skip the initialisation of weights: a trace ignores values, and some rules (trunc_normal_) depend on them."""
-    rules = {name: rule for name, rule in vars(nn.init).items() if name.endswith("_") and not name.startswith("_")}
-    try:
-        for name in rules:
-            setattr(nn.init, name, lambda tensor, *_, **__: tensor)
-        yield
-    finally:
-        for name, rule in rules.items():
-            setattr(nn.init, name, rule)
-
-
-def _make(make: Callable[[], Any]) -> nn.Module:
-    made = make()
+        with mock.patch.multiple(nn.init, **_NO_INITIALISATION):
+            made = make()
+    except Exception as error:
+        raise TraceError(f"{name} cannot be made of fake tensors: {error_sentence(error)}") from error
     module = made.module if isinstance(made, Model) else made
     if not isinstance(module, nn.Module):
         raise TraceError(f"the factory returned {type(made).__name__} and not a torch.nn.Module; return the module")
@@ -100,12 +88,11 @@ def _run(module: nn.Module, inputs: Sequence[Input], times: int, name: str) -> T
         with watch.hooked(), OnAnAccelerator():
             returned = module(*positional, **named)
             ends = _ends(returned)
-            with watch.aside():
-                given_back = [torch.ones_like(each) for each in ends]
             if ends:
-                torch.autograd.backward(ends, given_back)
+                # A trace does not count allocations.
+                torch.autograd.backward(ends, [torch.empty_like(each) for each in ends])
     except Exception as error:
-        _explain(error, name, inputs)
+        raise TraceError(_sentence(error, name, inputs)) from error
     if not ends:
         raise TraceError(f"{name}: no output has a gradient, so there is nothing to train")
     module.zero_grad()
@@ -114,8 +101,11 @@ def _run(module: nn.Module, inputs: Sequence[Input], times: int, name: str) -> T
 
 def _ends(returned: Any) -> list[Tensor]:
     loss = getattr(returned, "loss", None)
-    found = [loss] if isinstance(loss, Tensor) else tensors(returned)
-    return [each for each in found if each.requires_grad]
+    if isinstance(loss, Tensor):
+        returned = loss
+    elif is_dataclass(returned):
+        returned = dict(vars(returned))
+    return [each for each in tensors(returned) if each.requires_grad]
 
 
 def _parts(watch: TraceMode) -> tuple[tuple[Part, ...], dict[int, int]]:
@@ -125,7 +115,7 @@ def _parts(watch: TraceMode) -> tuple[tuple[Part, ...], dict[int, int]]:
     left = sum(watch.unused.values())
     for index, (seen, (received, count)) in enumerate(zip(watch.seen, watch.received(), strict=True)):
         if seen.worked:
-            forward, backward = _kernels(seen.forward), _kernels(seen.backward)
+            forward, backward = seen.forward.kernels, seen.backward.kernels
             parameters = seen.parameters + left
             left = 0
             made.append(Part(seen.module or "itself", forward, backward, parameters, seen.kept, received, count))
@@ -135,10 +125,6 @@ def _parts(watch: TraceMode) -> tuple[tuple[Part, ...], dict[int, int]]:
     if made and left:
         made[-1] = replace(made[-1], parameters=made[-1].parameters + left)
     return tuple(made), place
-
-
-def _kernels(ran: Ran) -> Kernels:
-    return Kernels(tuple(ran.matmuls), ran.moved, ran.count)
 
 
 def _outline(part: Part) -> tuple[object, ...]:
@@ -160,26 +146,19 @@ def _notes(name: str, watch: TraceMode) -> list[str]:
     return found
 
 
-def _explain(error: Exception, name: str, inputs: Sequence[Input]) -> NoReturn:
-    """Raise a trace's error as a sentence."""
+def _sentence(error: Exception, name: str, inputs: Sequence[Input]) -> str:
+    """A trace's error, with the innermost line outside of torch."""
     what = " ".join(str(error).split()).partition(" Exception raised from")[0]
     kind = type(error).__name__
-    place = _place(error)
+    ours = (Path(torch.__file__).parent, Path(__file__).parent)
+    place = ""
+    for frame in traceback.extract_tb(error.__traceback__):
+        path = Path(frame.filename)
+        if path.is_absolute() and not any(path.is_relative_to(each) for each in ours):
+            place = f" at {frame.filename}:{frame.lineno}"
     if kind.startswith(_NEEDS_VALUES) or any(each in what for each in _NEEDS_VALUES_TEXTS):
-        raise TraceError(
+        return (
             f"{name}: depends on a computed value{place}, but a trace has only shapes; trace a part that does not, or "
             "give the model by its dimensions"
-        ) from error
-    shapes = ", ".join(each.text for each in inputs)
-    raise TraceError(f"{name}: fails with inputs of {shapes}{place}: {kind}: {what[:300]}") from error
-
-
-def _place(error: Exception) -> str:
-    """The innermost line outside of torch, or ""."""
-    torch_s = Path(torch.__file__).parent
-    here = Path(__file__).parent
-    for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        path = Path(frame.filename)
-        if path.is_absolute() and not path.is_relative_to(torch_s) and not path.is_relative_to(here):
-            return f" at {frame.filename}:{frame.lineno}"
-    return ""
+        )
+    return f"{name}: fails with inputs of {', '.join(each.text for each in inputs)}{place}: {kind}: {what[:300]}"

@@ -9,24 +9,35 @@ from __future__ import annotations
 import bisect
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-from netfold.plan.model import Matmul, TensorSize
+from netfold.plan.model import Collective, Kernels, Matmul, TensorSize
 from netfold.plan.model.traced import NONE
+from netfold.train.optimizers.norms import local
 
 # The number of nodes that add to a parameter's gradient: they are made once, and numbered last.
 _ACCUMULATES = 2**64 - 1
 # Operations that read as much as they write, and not their whole source.
 _LOOKUPS = ("embedding", "index", "index_select", "gather")
 _ALLOCATIONS = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
-_OURS = ("aten", "prim", "prims")
+_OURS = ("aten", "prim", "prims", "_c10d_functional", "_c10d_functional_autograd")
+# torch's name of a collective -> netfold's.
+_COLLECTIVES = {
+    "all_reduce": "all_reduce",
+    "all_reduce_": "all_reduce",
+    "all_gather_into_tensor": "all_gather",
+    "reduce_scatter_tensor": "reduce_scatter",
+    "all_to_all_single": "all_to_all",
+}
 
 
 @dataclass
@@ -34,8 +45,13 @@ class Ran:
     """The operations of one pass of one part."""
 
     matmuls: list[Matmul] = field(default_factory=list)
+    collectives: list[Collective] = field(default_factory=list)
     moved: TensorSize = NONE
     count: int = 0
+
+    @property
+    def kernels(self) -> Kernels:
+        return Kernels(tuple(self.matmuls), self.moved, self.count)
 
 
 @dataclass
@@ -47,6 +63,7 @@ class TracedPart:
     forward: Ran = field(default_factory=Ran)
     backward: Ran = field(default_factory=Ran)
     kept: TensorSize = NONE
+    kept_bytes: int = 0
     parameters: int = 0
 
     @property
@@ -68,7 +85,6 @@ class TraceMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._module = module
         self._path: list[str] = []
         self._at = 0
-        self._aside = False
         # By storage: the size, the part that made it and the last part that read it. Storages are kept alive, because
         # torch would give the number of a freed one to another.
         self._storages: dict[int, tuple[Tensor, TensorSize]] = {}
@@ -86,7 +102,8 @@ class TraceMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Inside, record calls of modules, saved tensors, completed gradients and operations."""
         handles: list[Any] = []
         for name, module in self._module.named_modules():
-            handles.append(module.register_forward_pre_hook(lambda *_, name=name: self._enter(name)))
+            # First, since hooks of tensor parallelism communicate.
+            handles.append(module.register_forward_pre_hook(lambda *_, name=name: self._enter(name), prepend=True))
             handles.append(module.register_forward_hook(lambda *_: self._leave()))
         for parameter in self._module.parameters():
             if parameter.requires_grad:
@@ -99,15 +116,6 @@ class TraceMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for handle in handles:
                 handle.remove()
 
-    @contextlib.contextmanager
-    def aside(self) -> Iterator[None]:
-        """Inside, ignore all operations."""
-        self._aside = True
-        try:
-            yield
-        finally:
-            self._aside = False
-
     def received(self) -> list[tuple[TensorSize, int]]:
         """For each part: the size and number of earlier tensors that the part or a later part reads."""
         found = [(NONE, 0) for _ in self.seen]
@@ -118,11 +126,19 @@ class TraceMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return found
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(each, DTensor) for each in types):
+            # DTensor dispatches the local operation, which reaches this method again.
+            return NotImplemented
         result = func(*args, **(kwargs or {}))
-        if func.namespace == "prim" or self._aside:
+        if func.namespace == "prim":
             return result
+        name = func.overloadpacket.__name__
         given, made = tensors((args, kwargs or {})), tensors(result)
         ran, forward = self._part()
+        if func.namespace.startswith("_c10d_functional") and name in _COLLECTIVES:
+            # The whole tensor is the result of an all_gather, and what all others are given.
+            whole = result if name == "all_gather_into_tensor" else args[0]
+            ran.collectives.append(Collective(_COLLECTIVES[name], whole.nbytes))
         numbers = [self._hold(each) for each in given]
         fresh = [each for each in made if self._hold(each) not in numbers]
         if forward:
@@ -131,7 +147,6 @@ class TraceMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self.seen[self._at].parameters += self.unused.pop(number, 0)
             for each in fresh:
                 self._made[_number(each)] = self._at
-        name = func.overloadpacket.__name__
         if func.namespace not in _OURS:
             self.custom.add(f"{func.namespace}::{name}")
         # Views and allocations move nothing.
@@ -181,11 +196,13 @@ class TraceMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if number not in self._kept and torch._C._current_autograd_node() is None:
             self._kept.add(number)
             self.seen[self._at].kept += self._storages[number][1]
+            self.seen[self._at].kept_bytes += local(saved).untyped_storage().nbytes()
         return saved
 
     def _hold(self, tensor: Tensor) -> int:
         number = _number(tensor)
         if number not in self._storages:
+            tensor = local(tensor)
             self._storages[number] = tensor, _bulk(tensor, tensor.untyped_storage().nbytes())
         return number
 
@@ -208,16 +225,8 @@ class OnAnAccelerator(TorchFunctionMode):
 
 
 def tensors(values: Any) -> list[Tensor]:
-    """All tensors inside nested lists, tuples, dictionaries and dataclasses."""
-    if isinstance(values, Tensor):
-        return [values]
-    if is_dataclass(values) and not isinstance(values, type):
-        return tensors([getattr(values, each.name) for each in fields(values)])
-    if isinstance(values, Mapping):
-        return tensors(list(values.values()))
-    if isinstance(values, (list, tuple)):
-        return [tensor for each in values for tensor in tensors(each)]
-    return []
+    """All tensors inside nested lists, tuples and dictionaries, and other types that torch's pytree knows."""
+    return [each for each in tree_leaves(values) if isinstance(each, Tensor)]
 
 
 def matrix_products(name: str, args: Any, result: Any) -> list[Matmul] | None:
@@ -231,7 +240,7 @@ def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool
 
 
 def _number(tensor: Tensor) -> int:
-    number: int = tensor.untyped_storage()._cdata
+    number: int = local(tensor).untyped_storage()._cdata
     return number
 
 
