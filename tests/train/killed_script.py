@@ -19,6 +19,7 @@ import torch.distributed as dist
 from surviving import Heard, run
 
 from netfold.train import events as said
+from netfold.train.callbacks.metrics_file import MetricsFile, read_metrics
 
 EVERY = 10
 
@@ -61,9 +62,12 @@ def main() -> None:
     victim, after_s = draw.randrange(2), draw.uniform(0.0, 0.5)
     dying = Dying(folder / f"{attempt}-{rank}", after_s if attempt < kills and rank == victim else None)
     training, saving = {"steps": steps}, {"every": EVERY}
-    ended = run(folder / "run", heard=dying, forward=dying.seen, training=training, checkpoint=saving)
+    (folder / "run").mkdir(exist_ok=True)
+    others = [MetricsFile(folder / "run")] if rank == 0 else []
+    ended = run(folder / "run", heard=dying, forward=dying.seen, others=others, training=training, checkpoint=saving)
     alone = run(None, training=training)
-    (folder / f"ended-{rank}").write_text(json.dumps([ended.metric, alone.metric, dying.notes]))
+    cost = read_metrics(folder / "run").cost_of_failures
+    (folder / f"ended-{rank}").write_text(json.dumps([ended.metric, alone.metric, cost]))
     dist.destroy_process_group()
 
 

@@ -79,7 +79,7 @@ def toy_recipe(**sections: dict[str, Any]) -> Recipe:
 
 
 @dataclass
-class Heard:
+class Heard(said.Callback):
     """A listener that keeps what it is told, and may do something after a step."""
 
     after: Callable[[int], None] | None = None
@@ -87,14 +87,10 @@ class Heard:
     steps: list[said.Stepped] = field(default_factory=list)
     reason: str = ""
 
-    def on_start(self, event: said.Started) -> None: ...
-
     def on_step(self, event: said.Stepped) -> None:
         self.steps.append(event)
         if self.after is not None:
             self.after(event.step)
-
-    def on_evaluation(self, event: said.Evaluated) -> None: ...
 
     def on_note(self, event: said.Noted) -> None:
         self.notes.append(f"{event.level}: {event.text}")
@@ -122,6 +118,7 @@ def run(
     heard: Heard | None = None,
     change: Callable[[Sequence[int], Tensor], None] | None = None,
     forward: Callable[[list[int]], None] | None = None,
+    others: Sequence[said.Callback] = (),
     **sections: dict[str, Any],
 ) -> Outcome:
     """One life of a toy job, in the world that is there. InterruptedRunError is swallowed: it ends the life."""
@@ -131,7 +128,7 @@ def run(
         model=toy_model(noisy, forward),
         data=toy_data(change),
         folder=folder,
-        callbacks=[heard or Heard()],
+        callbacks=[*others, heard or Heard()],
     )
     try:
         return trainer.fit()

@@ -151,7 +151,7 @@ def test_tensorboard_shows_each_step_once_though_the_run_was_cut_off(tmp_path: P
     for step in (1, 10, 11, 20):
         assert losses[step] == pytest.approx(stepped(step, int(step > 10)).loss, rel=1e-6)
     assert [event.step for event in read.Scalars("held-out/bits per byte")] == [5, 10, 15, 20]
-    assert len(read.Scalars("train/gradient norm")) == STEPS - 2
+    assert len(read.Scalars("train/gradient_norm")) == STEPS - 2
     assert "warning/text_summary" in read.Tags()["tensors"]
 
 
@@ -201,8 +201,10 @@ def test_wandb_is_told_in_its_own_words_and_a_run_that_goes_on_is_the_same(
             {
                 "train/loss": stepped(1).loss,
                 "train/lr": stepped(1).lr,
-                "train/step seconds": stepped(1).seconds,
-                "train/samples per second": BATCH / stepped(1).seconds,
+                "train/seconds": stepped(1).seconds,
+                "train/data_s": stepped(1).data_s,
+                "train/samples": BATCH,
+                "train/samples_per_s": BATCH / stepped(1).seconds,
             },
         ),
         {"step": 1},

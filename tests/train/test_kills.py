@@ -67,13 +67,13 @@ def survives(folder: Path, seed: int, kills: int, steps: int, timeout_s: float) 
     assert reached == steps, f"{replay}: ended at step {reached}"
 
     for rank in range(SIZE):
-        metric, uninterrupted, notes = json.loads((folder / f"ended-{rank}").read_text())
+        metric, uninterrupted, cost = json.loads((folder / f"ended-{rank}").read_text())
         assert metric == uninterrupted, f"{replay}: the same bits as a run that nobody killed"
         if rank == 0:
-            toll = re.search(r"(\d+) restarts of all ranks, (\d+) steps repeated, ([\d.]+) s lost", notes[-1])
-            assert toll is not None, notes
+            toll = re.search(r"(\d+) restarts of all ranks, (\d+) steps repeated, ([\d.]+) s lost", cost)
+            assert toll is not None, cost
             assert int(toll[1]) == kills
-            # A life that ends between a step and the listeners' word of it has done one more.
+            # A process that is killed between two callbacks of a step has written one more.
             assert repeated <= int(toll[2]) <= repeated + kills
             assert float(toll[3]) > 0
 

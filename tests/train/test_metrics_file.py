@@ -73,6 +73,8 @@ def test_of_a_step_that_was_done_again_the_last_line_counts_and_says_so(tmp_path
         *(evaluated(step, 1).values["loss"] for step in (15, 20)),
     ]
     assert len(found.starts) == 2 and len(found.notes) == 2 and found.is_finished
+    # It continued after step 10: steps 11 to 13 were done twice.
+    assert found.cost_of_failures.startswith("cost of failures: 1 restarts of all ranks, 3 steps repeated, ")
 
 
 def test_steps_beyond_a_new_start_do_not_count_even_before_they_are_done_again(tmp_path: Path) -> None:

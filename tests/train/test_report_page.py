@@ -14,13 +14,11 @@ from invented_run import BITS, STEPS, a_run_that_was_cut_off_and_went_on, evalua
 from ranks import run_command
 
 from netfold.train import Recipe
-from netfold.train.callbacks.metrics_file import MetricsFile, read_metrics
-from netfold.train.callbacks.result import metric_words, result
+from netfold.train.callbacks.metrics_file import MetricsFile, metric_words, read_metrics, result
 from netfold.train.callbacks.run_folder import run_folder
 from netfold.train.events import Ended, Noted
 from netfold.train.examples import Panel
-from netfold.train.report import write_report
-from netfold.train.report.listener import ReportCallback
+from netfold.train.report import ReportCallback, write_report
 
 HOSTILE = "</script><script>document.title='taken'</script>\"'><img src=x onerror=document.title='taken'>&amp;]]>"
 
@@ -176,8 +174,8 @@ def test_a_page_is_written_seldom_if_writing_takes_long_and_always_at_the_end(
         now_s[0] += 0.5
         return folder
 
-    monkeypatch.setattr("netfold.train.report.listener.write_report", slow)
-    monkeypatch.setattr("netfold.train.report.listener.time.monotonic", lambda: now_s[0])
+    monkeypatch.setattr("netfold.train.report.write_report", slow)
+    monkeypatch.setattr("netfold.train.report.time.monotonic", lambda: now_s[0])
     page = ReportCallback(tmp_path)
     for at_s, times in ((100.0, 1), (150.0, 1), (200.4, 1), (200.6, 2)):
         now_s[0] = at_s

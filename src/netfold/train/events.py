@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from netfold.train.examples import Metric, Panel
 from netfold.train.model import Model
@@ -83,26 +82,17 @@ class Ended:
 Event = Started | Stepped | Evaluated | Noted | Ended
 
 
-class Callback(Protocol):
+class Callback:
     """Receives events on the training thread of its rank; must return soon, and must not raise.
 
     A subclass defines the methods that it needs. A method that it leaves out does nothing.
     """
 
-    def on_start(self, event: Started) -> None:
-        return
-
-    def on_step(self, event: Stepped) -> None:
-        return
-
-    def on_evaluation(self, event: Evaluated) -> None:
-        return
-
-    def on_note(self, event: Noted) -> None:
-        return
-
-    def on_end(self, event: Ended) -> None:
-        return
+    def on_start(self, event: Started) -> None: ...
+    def on_step(self, event: Stepped) -> None: ...
+    def on_evaluation(self, event: Evaluated) -> None: ...
+    def on_note(self, event: Noted) -> None: ...
+    def on_end(self, event: Ended) -> None: ...
 
 
 HANDLERS: dict[type[Event], str] = {

@@ -8,26 +8,25 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import json
 import os
 import pickle
 import signal
 import sys
 import time
 import traceback
-from collections.abc import MutableMapping
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from netfold.bootstrap.launchers import Placement, placement
+from netfold.bootstrap.launchers import placement
 from netfold.train.fault_tolerance.stop import POLICY_STATUS, STOPPED_STATUS, PolicyStopError
 from netfold.train.recipe import Recipe
 from netfold.train.recipe.errors import Source, error_sentence
+from netfold.units import plural
 
 if TYPE_CHECKING:
-    from netfold.train.trainer import Outcome, Trainer
+    from netfold.train.trainer import Trainer
 
 FAILED, CANNOT, INTERRUPTED = 1, 2, 128 + signal.SIGINT
 # Files in the folder of a job of `launch`: the job, a mark that a rank has begun to train, and the final status.
@@ -54,12 +53,13 @@ def train(recipe: Recipe, source: Source, begun: Path | None = None) -> int:
 
     Returns the exit status: FAILED, or CANNOT if a restart would fail in the same way; POLICY_STATUS if a policy of the
     recipe ended the run; STOPPED_STATUS if the job was asked to stop, and has. An error is one sentence on stderr, with
-    the rank, the step, and the place in `source` of a key that it names. torchrun's error file, if any, has it too.
+    the rank, the step, and the place in `source` of a key that it names. torchrun's error file, if any, has the error.
     begun: a file that is made when training begins; from then on SIGTERM requests a stop after a step.
     """
     import torch
     import torch.distributed as dist
 
+    from netfold.train.callbacks.metrics_file import metric_words, result
     from netfold.train.callbacks.run_folder import run_folder
     from netfold.train.callbacks.selection import make_callbacks
     from netfold.train.preflight import preflight
@@ -68,12 +68,15 @@ def train(recipe: Recipe, source: Source, begun: Path | None = None) -> int:
     began_s = time.perf_counter()
     torch.set_num_threads(recipe.run.threads)
     place = placement()
-    name_local_rank(place, os.environ)
     rank, trainer = place.rank, None
+    # torch's variables of the local rank, by which user code chooses a device. RANK stays unset: with it torch would
+    # use MASTER_PORT, and netfold uses a free port (torch/env_rendezvous.py).
+    for name, value in {"LOCAL_RANK": place.local_rank, "LOCAL_WORLD_SIZE": place.local_size}.items():
+        if value is not None:
+            os.environ[name] = str(value)
     restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     if rank == 0 and restarts != "0":
-        most = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "?")
-        print(f"netfold train: all ranks start again, restart {restarts} of {most}", file=sys.stderr, flush=True)
+        _print(f"all ranks start again, restart {restarts} of {os.environ.get('TORCHELASTIC_MAX_RESTARTS', '?')}")
     try:
         dist.init_process_group(recipe.run.backend, timeout=timedelta(seconds=recipe.run.timeout_s))
         if recipe.run.check and not preflight(recipe):
@@ -91,40 +94,26 @@ def train(recipe: Recipe, source: Source, begun: Path | None = None) -> int:
         dist.destroy_process_group()
     except KeyboardInterrupt:
         if rank == 0:
-            print(f"netfold train: interrupted{_step(trainer)}", file=sys.stderr, flush=True)
+            _print(f"interrupted{_step(trainer)}")
         return INTERRUPTED
-    except PolicyStopError as error:
-        # All ranks raise the same error.
-        if rank == 0:
-            _report(error, place, trainer, source)
-        return POLICY_STATUS
     except Exception as error:
-        _report(error, place, trainer, source)
+        by_policy = isinstance(error, PolicyStopError)
+        if rank == 0 or not by_policy:  # All ranks raise a policy's error.
+            _report(error, f"rank {rank} of {place.size}{_step(trainer)}", source)
         # torch raises NotImplementedError, a RuntimeError, for an operation that it lacks: a restart does not help.
         transient = isinstance(error, _TRANSIENT) and not isinstance(error, NotImplementedError)
-        return FAILED if transient else CANNOT
+        return POLICY_STATUS if by_policy else FAILED if transient else CANNOT
     stopped = outcome.reason != "done"
     if rank == 0 and stopped:
-        print(
-            f"netfold train: asked to stop ({outcome.reason}) after step {outcome.step} of {trainer.steps}; a "
-            "checkpoint is written, and the same command continues from it",
-            file=sys.stderr,
-            flush=True,
+        _print(
+            f"asked to stop ({outcome.reason}) after step {outcome.step} of {trainer.steps}; a checkpoint is written, "
+            "and the same command continues from it"
         )
     elif rank == 0:
-        print(_result(outcome, trainer, time.perf_counter() - began_s), flush=True)
+        took_s, ranks = time.perf_counter() - began_s, plural(place.size, "rank")
+        found = result(metric_words(trainer.data.metric), outcome.metric)
+        print(f"{found}; {outcome.step} steps in {took_s:.1f} s on {ranks}", flush=True)
     return STOPPED_STATUS if stopped else 0
-
-
-def name_local_rank(place: Placement, environment: MutableMapping[str, str]) -> None:
-    """Set torch's variables of the local rank, by which user code chooses a device.
-
-    RANK stays unset: with it torch would use MASTER_PORT, and netfold uses a free port (torch/env_rendezvous.py).
-    """
-    if place.local_rank is not None:
-        environment["LOCAL_RANK"] = str(place.local_rank)
-    if place.local_size is not None:
-        environment["LOCAL_WORLD_SIZE"] = str(place.local_size)
 
 
 def main() -> None:
@@ -164,34 +153,24 @@ def _leave_with(starter: int) -> None:
         sys.exit(FAILED)
 
 
-def _result(outcome: Outcome, trainer: Trainer, seconds: float) -> str:
-    """One line: the metric, its baseline, the better one, and the time."""
-    from netfold.train.callbacks.result import metric_words, result
+def _report(error: Exception, where: str, source: Source) -> None:
+    """Print the error as one sentence, and leave it in torchrun's error file. Called while the error is handled."""
+    from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-    ranks = trainer.mesh.device_mesh.size()
-    return (
-        f"{result(metric_words(trainer.data.metric), outcome.metric)}; {outcome.step} steps in {seconds:.1f} s on "
-        f"{ranks} rank{'' if ranks == 1 else 's'}"
-    )
-
-
-def _report(error: Exception, place: Placement, trainer: Trainer | None, source: Source) -> None:
     if isinstance(error, ValueError):
         text = "; ".join(source.placed(error))
     else:
         text = str(error) if isinstance(error, PolicyStopError) else error_sentence(error)
-    sentence = f"rank {place.rank} of {place.size}{_step(trainer)}: {text}"
-    print(f"netfold train: {sentence}", file=sys.stderr, flush=True)
+    _print(f"{where}: {text}")
     if os.environ.get("LOGLEVEL") in ("INFO", "DEBUG"):
         traceback.print_exception(error)
-    report = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if report:
-        # torchrun shows this message as the reason.
-        calls = "".join(traceback.format_exception(error))
-        message = {"message": sentence, "extraInfo": {"py_callstack": calls, "timestamp": str(int(time.time()))}}
-        # The folder is gone if the agent is.
-        with contextlib.suppress(FileNotFoundError):
-            Path(report).write_text(json.dumps({"message": message}))
+    # The file's folder is gone if the agent is.
+    with contextlib.suppress(FileNotFoundError):
+        get_error_handler().record_exception(error)
+
+
+def _print(text: str) -> None:
+    print(f"netfold train: {text}", file=sys.stderr, flush=True)
 
 
 def _step(trainer: Trainer | None) -> str:

@@ -191,7 +191,6 @@ class Trainer:
         self._save()
         if self.recovery is not None:
             self.recovery.settle()
-            self.recovery.end()
         return Outcome(self.step, tuple(losses), values.get(self.data.metric.name, math.nan), reason)
 
     def _begin(self) -> None:
@@ -264,8 +263,6 @@ class Trainer:
             self._non_finite.fine(self.step)
         seconds = time.perf_counter() - began_s
         self._notify(Stepped(self.step, result.loss, lr, norm, seconds, data_s, self.samples, skipped))
-        if self.recovery is not None:
-            self.recovery.stepped(self.step)
         for text in self._replacer.new_messages() if self._replacer is not None else ():
             self._note("warning", f"{text}; another example is taken instead (fault_tolerance.missing_data)")
         if self._straggler is not None:

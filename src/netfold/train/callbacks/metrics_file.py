@@ -24,9 +24,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from pydantic_core import to_json
+
 from netfold.train.callbacks.profiling import OverlapCallback
-from netfold.train.callbacks.result import metric_words
 from netfold.train.events import Callback, Ended, Evaluated, Noted, Started, Stepped
+from netfold.train.examples import Metric
 
 NAME = "metrics.jsonl"
 Line = dict[str, Any]
@@ -51,52 +53,47 @@ class MetricsFile(Callback):
                 f"another process is writing {folder / NAME}: wait for it, or give this run another name (run.name)"
             ) from None
         # The last line of a killed run may be incomplete.
-        self._torn = _ends_torn(folder / NAME)
+        self._torn = (folder / NAME).read_bytes()[-1:] not in (b"", b"\n")
         self._steps = self._batch = 0
 
     def on_start(self, event: Started) -> None:
         self._steps, self._batch = event.steps, event.batch
         self._write(
             "started", event.step, steps=event.steps, batch=event.batch, ranks=event.ranks,
-            parameters=event.parameters, metric=metric_words(event.metric), recipe=event.recipe.model_dump(mode="json"),
+            parameters=event.parameters, metric=metric_words(event.metric), recipe=event.recipe,
         )  # fmt: skip
 
     def on_step(self, event: Stepped) -> None:
         if event.step % self._every and event.step != self._steps:
             return
-        more: Line = {}
-        if event.gradient_norm is not None:
-            more["gradient_norm"] = event.gradient_norm
-        if self._exposed is not None and self._exposed.share is not None:
-            more["exposed"] = self._exposed.share
-        if event.skipped:
-            more["skipped"] = True
-        if event.step <= self._seen:
-            more["again"] = True
+        again = {"again": True} if event.step <= self._seen else {}
         self._seen = max(self._seen, event.step)
-        self._write(
-            "step", event.step, loss=event.loss, lr=event.lr, seconds=event.seconds, data_s=event.data_s,
-            samples=event.samples, samples_per_s=self._batch / event.seconds, **more,
-        )  # fmt: skip
+        self._write("step", **step_values(event, self._batch, self._exposed), **again)
 
     def on_evaluation(self, event: Evaluated) -> None:
-        self._write("evaluation", event.step, values=dict(event.values), seconds=event.seconds)
+        self._write("evaluation", event.step, values=event.values, seconds=event.seconds)
 
     def on_note(self, event: Noted) -> None:
-        self._write("note", event.step, level=event.level, text=event.text)
+        self._write("note", **vars(event))
 
     def on_end(self, event: Ended) -> None:
-        self._write("ended", event.step, reason=event.reason, seconds=event.seconds)
+        self._write("ended", **vars(event))
         fcntl.flock(self._file, fcntl.LOCK_UN)
 
     def _write(self, kind: str, step: int, **what: Any) -> None:
         line = {"kind": kind, "time": round(time.time(), 3), "step": step, **what}
-        raw = ("\n" * self._torn + json.dumps(_finite(line)) + "\n").encode()
+        raw = b"\n" * self._torn + to_json(line, inf_nan_mode="null") + b"\n"
         written = self._file.write(raw)
         # A full disk may take a part of a line: then the next write begins with a line break.
         self._torn = written != len(raw)
         if self._torn:
             raise OSError(f"{NAME}: {written} of {len(raw)} bytes were written; is the disk full?")
+
+
+def step_values(event: Stepped, batch: int, overlap: OverlapCallback | None) -> dict[str, Any]:
+    """The numbers of a step, those that are known: the event's, the rate, and the estimate of `overlap`."""
+    values = {**vars(event), "samples_per_s": batch / event.seconds, "exposed": overlap and overlap.share}
+    return {name: value for name, value in values.items() if value is not None and value is not False}
 
 
 @dataclass
@@ -113,10 +110,37 @@ class Metrics:
     """None: the run goes on, or was killed after its last start."""
     unreadable: int = 0
     """Incomplete lines."""
+    restarts: int = 0
+    """Starts after one that did not end by itself, and was not asked to stop."""
+    steps_repeated: int = 0
+    seconds_lost: float = 0.0
+    """From the time of the step that each restart continued from (or of the first start) to the restart."""
 
     @property
     def is_finished(self) -> bool:
         return self.ended is not None and self.ended["reason"] == "done"
+
+    @property
+    def cost_of_failures(self) -> str:
+        """A sentence; "" without restarts."""
+        if not self.restarts:
+            return ""
+        return (
+            f"cost of failures: {self.restarts} restarts of all ranks, {self.steps_repeated} steps repeated, "
+            f"{self.seconds_lost:.1f} s lost"
+        )
+
+    def _start(self, line: Line) -> None:
+        done = self.steps[-1]["step"] if self.steps else 0
+        _forget_after(self.steps, line["step"])
+        _forget_after(self.evaluations, line["step"])
+        if self.starts and (self.ended is None or self.ended["reason"] not in ("done", "SIGTERM")):
+            self.restarts += 1
+            self.steps_repeated += max(0, done - line["step"])
+            since = self.steps[-1] if self.steps else self.starts[0]
+            self.seconds_lost += line["time"] - since["time"]
+        self.starts.append(line)
+        self.ended = None
 
 
 def read_metrics(folder: Path) -> Metrics:
@@ -126,7 +150,7 @@ def read_metrics(folder: Path) -> Metrics:
         text = (folder / NAME).read_text(encoding="utf-8", errors="replace")
     except FileNotFoundError:
         return found
-    for row in text.splitlines():
+    for row in text.split("\n"):
         try:
             line = json.loads(row)
             kind, step = line["kind"], line["step"]
@@ -136,11 +160,11 @@ def read_metrics(folder: Path) -> Metrics:
         if kind in ("started", "note", "ended"):
             found.happened.append(line)
         if kind == "started":
-            _forget_after(found, step)
-            found.starts.append(line)
-            found.ended = None
+            found._start(line)
         elif kind == "step":
-            _forget_after(found, step - 1)
+            # Training may also go back to a checkpoint without a new start.
+            _forget_after(found.steps, step - 1)
+            _forget_after(found.evaluations, step - 1)
             found.steps.append(line)
         elif kind == "evaluation":
             found.evaluations.append(line)
@@ -163,23 +187,29 @@ def is_held(folder: Path) -> bool:
     return False
 
 
-def _forget_after(found: Metrics, step: int) -> None:
-    for lines in (found.steps, found.evaluations):
-        while lines and lines[-1]["step"] > step:
-            lines.pop()
+def _forget_after(lines: list[Line], step: int) -> None:
+    while lines and lines[-1]["step"] > step:
+        lines.pop()
 
 
-def _ends_torn(path: Path) -> bool:
-    with path.open("rb") as file:
-        if file.seek(0, 2) == 0:
-            return False
-        file.seek(-1, 2)
-        return file.read(1) != b"\n"
+def metric_words(metric: Metric) -> dict[str, Any]:
+    """The fields of a metric, without its function."""
+    return {name: value for name, value in vars(metric).items() if name != "score"}
 
 
-def _finite(value: Any) -> Any:
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {name: _finite(each) for name, each in value.items()}
-    return value
+def with_unit(value: float, unit: str) -> str:
+    """Four digits, because differences are small compared with the values."""
+    return f"{value:.4g} {unit}".rstrip()
+
+
+def result(metric: Mapping[str, Any], value: float | None) -> str:
+    """`psnr 28.41 dB, 0.31 dB better than 28.1 dB (bicubic)`. metric: `metric_words`. value: None for NaN."""
+    name, unit, baseline = metric["name"], metric["unit"], metric["baseline"]
+    base = f"{with_unit(baseline, unit)} ({metric['baseline_is']})"
+    if value is None or math.isnan(value):
+        return f"{name} is not a number; the baseline is {base}"
+    gain = (value - baseline) * (1 if metric["better"] == "higher" else -1)
+    if gain == 0:
+        return f"{name} {with_unit(value, unit)}, no better than {base}"
+    far = f"{abs(gain):.3g} {unit}".rstrip()
+    return f"{name} {with_unit(value, unit)}, {far} {'better' if gain > 0 else 'worse'} than {base}"

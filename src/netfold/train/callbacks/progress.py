@@ -11,8 +11,8 @@ from rich.live import Live
 from rich.text import Text
 
 from netfold import units
+from netfold.train.callbacks.metrics_file import read_metrics, with_unit
 from netfold.train.callbacks.profiling import OverlapCallback
-from netfold.train.callbacks.result import with_unit
 from netfold.train.events import Callback, Ended, Evaluated, Noted, Started, Stepped
 
 LIVE_S = 0.25
@@ -37,10 +37,9 @@ class ProgressCallback(Callback):
         self._start, self._shown_s = event, 0.0
         recipe = event.recipe
         goes_on = f", continuing after step {event.step}" if event.step else ""
-        ranks = f"{event.ranks} {'rank' if event.ranks == 1 else 'ranks'}"
         self._print(
             f"{recipe.model.name} on {recipe.data.name}: {event.parameters:,} parameters, {event.steps:,} steps of "
-            f"{event.batch:,} samples, {ranks}{goes_on}; in {self._folder}"
+            f"{event.batch:,} samples, {units.plural(event.ranks, 'rank')}{goes_on}; in {self._folder}"
         )
         if self._console.is_terminal:
             self._live = Live(console=self._console, auto_refresh=False, transient=True)
@@ -49,8 +48,8 @@ class ProgressCallback(Callback):
             atexit.register(self._leave)
 
     def on_step(self, event: Stepped) -> None:
-        before = self._step_s
-        self._step_s = event.seconds if before is None else before + _NEWEST * (event.seconds - before)
+        before = event.seconds if self._step_s is None else self._step_s
+        self._step_s = before + _NEWEST * (event.seconds - before)
         now_s = time.monotonic()
         if now_s - self._shown_s < (LIVE_S if self._live else PLAIN_S):
             return
@@ -75,7 +74,8 @@ class ProgressCallback(Callback):
 
     def on_end(self, event: Ended) -> None:
         self._leave()
-        assert self._start is not None
+        if cost := read_metrics(self._folder).cost_of_failures:
+            self._print(cost)
         took = f"after step {event.step:,}, in {units.seconds(event.seconds)}"
         self._print(f"done {took}" if event.reason == "done" else f"ended {took}: {event.reason}", "bold")
         self._print(f"the page: {self._folder / 'report.html'}")
@@ -84,11 +84,11 @@ class ProgressCallback(Callback):
         assert self._start is not None
         start = self._start
         share = None if self._exposed is None else self._exposed.share
-        parts = [f"step {event.step:,}/{start.steps:,}", f"loss {event.loss:.4g}", f"lr {event.lr:.2e}"]
-        parts.append(f"{start.batch / step_s:.4g} samples/s")
-        parts.append(f"exposed {'-' if share is None else f'~{share:.0%}'}")
-        parts.append(f"{units.seconds((start.steps - event.step) * step_s)} left")
-        return "  ".join(parts)
+        return (
+            f"step {event.step:,}/{start.steps:,}  loss {event.loss:.4g}  lr {event.lr:.2e}  "
+            f"{start.batch / step_s:.4g} samples/s  exposed {'-' if share is None else f'~{share:.0%}'}  "
+            f"{units.seconds((start.steps - event.step) * step_s)} left"
+        )
 
     def _print(self, text: str, style: str = "") -> None:
         self._console.print(Text(text, style=style))

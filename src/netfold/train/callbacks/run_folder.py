@@ -12,15 +12,16 @@ an unfinished run that no process is writing.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import platform
+import re
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
-from importlib.metadata import PackageNotFoundError, version
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +33,8 @@ from netfold.train.recipe.load import RESOLVED, read_resolved
 
 ENVIRONMENT = "environment.json"
 _PACKAGES = ("netfold", "torch", "numpy", "pydantic")
-# Parts of the names of settings whose values are secret.
-_SECRET = ("TOKEN", "SECRET", "KEY", "PASSWORD")
+# Names of settings whose values are secret.
+_SECRET = re.compile("TOKEN|SECRET|KEY|PASSWORD")
 _GIT_TIMEOUT_S = 5.0
 
 
@@ -47,13 +48,15 @@ def run_folder(recipe: Recipe, file: Path | None = None) -> Path:
     size = dist.get_world_size() if dist.is_initialized() else 1
     rank = dist.get_rank() if size > 1 else 0
     name, written = run_name(recipe, file), recipe.model_dump_json(indent=1)
-    facts: list[Any] = [rank_facts(rank)] * size
+    ranks: list[Any] = [_rank_facts(rank)] * size
     if size > 1:
-        dist.all_gather_object(facts, facts[0])
-    chosen: list[str] = ["", ""]
+        dist.all_gather_object(ranks, ranks[0])
+    chosen: list[Any] = [None, ""]
     if rank == 0:
         try:
-            chosen[0] = str(_begin(recipe, name, written, facts))
+            chosen[0] = _choose(recipe, name)
+            _replace(chosen[0] / RESOLVED, written)
+            _add_start(chosen[0] / ENVIRONMENT, ranks)
         except OSError as error:
             chosen[1] = f"no folder for the run could be made in {recipe.run.folder} (run.folder): {error}"
     if size > 1:
@@ -72,37 +75,24 @@ def run_name(recipe: Recipe, file: Path | None = None) -> str:
     return name
 
 
-def _begin(recipe: Recipe, name: str, written: str, facts: list[Any]) -> Path:
-    folder = _choose(recipe, name)
-    _replace(folder / RESOLVED, written)
-    path = folder / ENVIRONMENT
-    starts = json.loads(path.read_text(encoding="utf-8"))["starts"] if path.exists() else []
-    starts.append({"time": round(time.time(), 3), **environment(facts)})
-    _replace(path, json.dumps({"starts": starts}, indent=1))
-    return folder
-
-
 def _choose(recipe: Recipe, name: str) -> Path:
     """The newest folder of this name if its run continues, else a new folder with the next number."""
-    parent = recipe.run.folder.absolute()
     # A restart by torchrun continues, whatever the recipe says about earlier runs.
-    is_restart = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
-    number, newest = 1, None
-    while (there := _numbered(parent, name, number)).exists():
-        number, newest = number + 1, there
-    if newest is not None and (is_restart or recipe.run.resume != "never") and _goes_on(newest, recipe):
-        return newest
-    while True:
+    continues = recipe.run.resume != "never" or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+    newest: Path | None = None
+    for number in itertools.count(1):
+        folder = recipe.run.folder.absolute() / (name if number == 1 else f"{name}-{number}")
+        if folder.exists():
+            newest = folder
+            continue
+        if newest is not None and continues and _goes_on(newest, recipe):
+            return newest
         try:
-            there.mkdir(parents=True)
-            return there
+            folder.mkdir(parents=True)
+            return folder
         except FileExistsError:  # Another run of this name was faster.
-            number += 1
-            there = _numbered(parent, name, number)
-
-
-def _numbered(parent: Path, name: str, number: int) -> Path:
-    return parent / (name if number == 1 else f"{name}-{number}")
+            newest = None
+    raise AssertionError("there is always a next number")
 
 
 def _goes_on(folder: Path, recipe: Recipe) -> bool:
@@ -122,64 +112,41 @@ def _replace(path: Path, text: str) -> None:
     os.replace(new, path)
 
 
-def rank_facts(rank: int) -> dict[str, Any]:
+def _add_start(path: Path, ranks: list[dict[str, Any]]) -> None:
+    """Add the environment of this start to the file. Secret settings appear without their value."""
+    starts = json.loads(path.read_text(encoding="utf-8"))["starts"] if path.exists() else []
+    versions = {name: import_module(name).__version__ for name in _PACKAGES}
+    names = [name for name in sorted(os.environ) if re.match("NETFOLD_|OMP_NUM_THREADS$", name)]
+    starts.append(
+        {
+            "time": round(time.time(), 3),
+            "versions": {"python": platform.python_version(), **versions},
+            "command": [os.path.basename(sys.argv[0]), *sys.argv[1:]],
+            "commit": _commit(),
+            "settings": {name: "(set, not shown)" if _SECRET.search(name) else os.environ[name] for name in names},
+            "ranks": ranks,
+        }
+    )
+    _replace(path, json.dumps({"starts": starts}, indent=1))
+
+
+def _rank_facts(rank: int) -> dict[str, Any]:
     """Facts about this process's host, which all ranks gather."""
+    cpu = re.search(r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
     return {
         "rank": rank,
         "host": socket.gethostname(),
         "cores": len(os.sched_getaffinity(0)),
-        "cpu": _cpu(),
+        "cpu": cpu[1] if cpu is not None else platform.machine(),
         "kernel": platform.release(),
     }
 
 
-def environment(ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The environment at a run's start, as JSON. ranks: `rank_facts` of each.
-
-    Secret settings appear without their value.
-    """
-    return {
-        "versions": {"python": platform.python_version(), **{name: _version(name) for name in _PACKAGES}},
-        "command": [os.path.basename(sys.argv[0]), *sys.argv[1:]] if sys.argv else [],
-        "commit": _commit(),
-        "settings": _settings(),
-        "ranks": list(ranks),
-    }
-
-
-def _settings() -> dict[str, str]:
-    chosen = {name: value for name, value in sorted(os.environ.items()) if name.startswith("NETFOLD_")}
-    if "OMP_NUM_THREADS" in os.environ:
-        chosen["OMP_NUM_THREADS"] = os.environ["OMP_NUM_THREADS"]
-    return {
-        name: "(set, not shown)" if any(word in name for word in _SECRET) else value for name, value in chosen.items()
-    }
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "not installed"
-
-
-def _cpu() -> str:
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8") as file:
-            return next((line.partition(":")[2].strip() for line in file if line.startswith("model name")), "?")
-    except OSError:
-        return "?"
-
-
 def _commit() -> str | None:
     """The commit of the current folder, marked if files differ; None outside a repository."""
+    command = ["git", "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty= and changes"]
     try:
-        commit = _git("rev-parse", "HEAD")
-        return commit and commit + (" and changes" if _git("status", "--porcelain", "-uno") else "")
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=_GIT_TIMEOUT_S)
+        return done.stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return None
-
-
-def _git(*arguments: str) -> str | None:
-    done = subprocess.run(["git", *arguments], capture_output=True, text=True, timeout=_GIT_TIMEOUT_S)
-    return done.stdout.strip() if done.returncode == 0 else None

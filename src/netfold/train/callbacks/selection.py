@@ -14,7 +14,7 @@ from netfold.train.callbacks.progress import ProgressCallback
 from netfold.train.callbacks.trackers import MLflow, TensorBoard, Tracker, Wandb
 from netfold.train.events import HANDLERS, Callback, Event, Noted
 from netfold.train.recipe import Recipe
-from netfold.train.report.listener import ReportCallback
+from netfold.train.report import ReportCallback
 
 # By their packages' names, which are their keys in a recipe's `report`.
 _TRACKERS: dict[str, type[Tracker]] = {"tensorboard": TensorBoard, "wandb": Wandb, "mlflow": MLflow}
@@ -30,12 +30,10 @@ def make_callbacks(recipe: Recipe, folder: Path, rank: int) -> list[Callback]:
     # The profile is first: it must see a step's end before the other callbacks work.
     chosen: list[Callback] = [ProfileCallback(folder, rank)] if asked.profile else []
     if rank == 0:
+        check_packages(recipe)
         exposed = OverlapCallback()
         chosen += [exposed, MetricsFile(folder, asked.every, exposed)]
-        check_packages(recipe)
-        for name, tracker in _TRACKERS.items():
-            if getattr(asked, name):
-                chosen.append(tracker(folder, asked.every, exposed))
+        chosen += [kind(folder, asked.every, exposed) for name, kind in _TRACKERS.items() if getattr(asked, name)]
         chosen += [ReportCallback(folder), ProgressCallback(folder, exposed)]
     guarded: list[GuardedCallback] = []
     guarded += [GuardedCallback(each, guarded) for each in chosen]

@@ -8,12 +8,11 @@ run there.
 from __future__ import annotations
 
 import importlib
-import json
-from abc import abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from netfold.train.callbacks.metrics_file import step_values
 from netfold.train.callbacks.profiling import OverlapCallback
 from netfold.train.events import Callback, Ended, Evaluated, Noted, Started, Stepped
 
@@ -22,7 +21,7 @@ _FLUSH_S = 10
 
 
 class Tracker(Callback):
-    """Curves under train/ and held-out/, and notes, in a system outside of netfold."""
+    """Curves under train/ and held-out/, named as in metrics.jsonl, and notes, in a system outside of netfold."""
 
     def __init__(self, folder: Path, every: int, overlap: OverlapCallback) -> None:
         """folder: the run's, whose name is the run's name. every: steps between two points."""
@@ -30,16 +29,9 @@ class Tracker(Callback):
         self._batch = 0
         self._started = False
 
-    @abstractmethod
     def _begin(self, event: Started) -> None: ...
-
-    @abstractmethod
     def _log(self, values: Mapping[str, float], step: int) -> None: ...
-
-    @abstractmethod
     def _write_note(self, event: Noted) -> None: ...
-
-    @abstractmethod
     def _finish(self, *, done: bool) -> None: ...
 
     def on_start(self, event: Started) -> None:
@@ -47,17 +39,9 @@ class Tracker(Callback):
         self._begin(event)
 
     def on_step(self, event: Stepped) -> None:
-        if event.step % self._every:
-            return
-        values: Mapping[str, float | None] = {
-            "loss": event.loss,
-            "lr": event.lr,
-            "gradient norm": event.gradient_norm,
-            "step seconds": event.seconds,
-            "samples per second": self._batch / event.seconds,
-            "exposed communication": self._overlap.share,
-        }
-        self._log({f"train/{name}": value for name, value in values.items() if value is not None}, event.step)
+        if event.step % self._every == 0:
+            values = step_values(event, self._batch, self._overlap)
+            self._log({f"train/{name}": value for name, value in values.items() if name != "step"}, event.step)
 
     def on_evaluation(self, event: Evaluated) -> None:
         self._log({f"held-out/{name}": value for name, value in event.values.items()}, event.step)
@@ -71,6 +55,13 @@ class Tracker(Callback):
         self._started = False
         self._finish(done=event.reason == "done")
 
+    def _run_id(self, new: str | None = None) -> str | None:
+        """The tracker's own id of this run: `new`, or the one of an earlier start; None at the first start."""
+        path = self._folder / f"{type(self).__name__.lower()}.id"
+        if new is not None:
+            path.write_text(new)
+        return path.read_text() if path.exists() else None
+
 
 class TensorBoard(Tracker):
     """Notes are text. A run that continues replaces the points of repeated steps."""
@@ -80,9 +71,8 @@ class TensorBoard(Tracker):
         from torch.utils.tensorboard import SummaryWriter
 
         self._proto: Any = summary_pb2
-        self._writer: Any = SummaryWriter(
-            str(self._folder / "tensorboard"), purge_step=event.step + 1 if event.step else None, flush_secs=_FLUSH_S
-        )
+        purged = event.step + 1 if event.step else None
+        self._writer: Any = SummaryWriter(str(self._folder / "tensorboard"), purge_step=purged, flush_secs=_FLUSH_S)
 
     def _log(self, values: Mapping[str, float], step: int) -> None:
         # One event for all values: passing it to the writing thread costs more than making it.
@@ -100,12 +90,11 @@ class Wandb(Tracker):
     """Warnings and errors are alerts. wandb's own files are in the run's folder."""
 
     def _begin(self, event: Started) -> None:
-        kept = _RunId(self._folder / "wandb.json")
         self._run: Any = importlib.import_module("wandb").init(
-            name=self._folder.name, dir=str(self._folder), id=kept.known, resume="allow",
+            name=self._folder.name, dir=str(self._folder), id=self._run_id(), resume="allow",
             config=event.recipe.model_dump(mode="json"),
         )  # fmt: skip
-        kept.keep(self._run.id)
+        self._run_id(self._run.id)
 
     def _log(self, values: Mapping[str, float], step: int) -> None:
         self._run.log(values, step=step)
@@ -123,11 +112,12 @@ class MLflow(Tracker):
 
     def _begin(self, event: Started) -> None:
         self._mlflow: Any = importlib.import_module("mlflow")
-        kept = _RunId(self._folder / "mlflow.json")
-        run = self._mlflow.start_run(run_id=kept.known, run_name=self._folder.name)
-        if kept.known is None:  # MLflow accepts a parameter once per run.
-            self._mlflow.log_params(_flat(event.recipe.model_dump(mode="json")))
-        kept.keep(run.info.run_id)
+        known = self._run_id()
+        run = self._mlflow.start_run(run_id=known, run_name=self._folder.name)
+        if known is None:  # MLflow accepts a parameter once per run.
+            sections = event.recipe.model_dump(mode="json", exclude_none=True).items()
+            self._mlflow.log_params({f"{name}.{key}": value for name, keys in sections for key, value in keys.items()})
+        self._run_id(run.info.run_id)
 
     def _log(self, values: Mapping[str, float], step: int) -> None:
         self._active().log_metrics(values, step=step, synchronous=False)
@@ -143,22 +133,3 @@ class MLflow(Tracker):
         if self._mlflow.active_run() is None:
             raise RuntimeError("its run could not be started")
         return self._mlflow
-
-
-class _RunId:
-    """A tracker's own id of a run, kept in the run's folder for its next start."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self.known: str | None = json.loads(path.read_text())["id"] if path.exists() else None
-
-    def keep(self, name: str) -> None:
-        self._path.write_text(json.dumps({"id": name}))
-
-
-def _flat(value: Mapping[str, Any], before: str = "") -> dict[str, Any]:
-    """{"model": {"name": "gpt"}} -> {"model.name": "gpt"}"""
-    found: dict[str, Any] = {}
-    for key, each in value.items():
-        found.update(_flat(each, f"{before}{key}.") if isinstance(each, Mapping) else {f"{before}{key}": each})
-    return found

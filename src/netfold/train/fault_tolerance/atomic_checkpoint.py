@@ -15,7 +15,7 @@ import shutil
 import zlib
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata
@@ -27,6 +27,8 @@ MANIFEST = "manifest.json"
 PART, CORRUPT = ".part", ".corrupt"
 # Bytes of one read for a checksum.
 _READ_BYTES = 1 << 20
+# The bytes of a file, and their CRC-32.
+Checksum = tuple[int, int]
 
 
 @dataclass(frozen=True)
@@ -36,29 +38,19 @@ class Position:
     step: int
     samples: int
     """Taken from the data since the start of training."""
-    ranks: int
-    taken_s: float
-    """The time of day, in seconds since 1970."""
     numbers: dict[str, float]
     """Of `OptimizerStep.state_dict`."""
     recipe: dict[str, Any]
 
 
-@dataclass(frozen=True)
-class Manifest:
-    position: Position
-    files: dict[str, tuple[int, int]]
-    """name -> (bytes, CRC-32)."""
-
-    @classmethod
-    def read(cls, folder: Path) -> Manifest:
-        """Raises ValueError, a sentence, if the manifest cannot be read."""
-        try:
-            found = json.loads((folder / MANIFEST).read_text())
-            files = {name: (int(size), int(crc32)) for name, (size, crc32) in found["files"].items()}
-            return cls(Position(**found["position"]), files)
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"{folder / MANIFEST} cannot be read: {error}") from error
+def read_manifest(folder: Path) -> tuple[Position, dict[str, Checksum]]:
+    """(the checkpoint's position, the checksum of each file). Raises OSError, or ValueError for another content."""
+    found = json.loads((folder / MANIFEST).read_text())
+    try:
+        files = {name: (int(size), int(crc32)) for name, (size, crc32) in found["files"].items()}
+        return Position(**found["position"]), files
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{type(error).__name__}: {error}") from error
 
 
 def name_of(step: int) -> str:
@@ -67,16 +59,14 @@ def name_of(step: int) -> str:
 
 def complete_checkpoints(folder: Path) -> list[Path]:
     """The checkpoints in a folder, oldest first."""
-    found = [path for path in folder.glob("step-*") if not path.suffix and path.name.removeprefix("step-").isdigit()]
+    found = [path for path in folder.glob("step-*") if path.name.removeprefix("step-").isdigit()]
     return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
 
 
-def remove_incomplete(folder: Path) -> list[str]:
-    """Remove what crashes have left; return the names."""
-    left = sorted(folder.glob(f"step-*{PART}"))
-    for path in left:
+def remove_incomplete(folder: Path) -> None:
+    """Remove what crashes have left."""
+    for path in folder.glob(f"step-*{PART}"):
         shutil.rmtree(path)
-    return [path.name for path in left]
 
 
 def quarantine(path: Path) -> None:
@@ -87,34 +77,37 @@ def quarantine(path: Path) -> None:
     path.rename(aside)
 
 
-def find_damage(folder: Path, manifest: Manifest, rank: int, ranks: int) -> str:
+def find_damage(folder: Path, rank: int, ranks: int) -> str:
     """Read this rank's share of the files whole; return the first damage, or ""."""
-    for name in sorted(manifest.files)[rank::ranks]:
-        size, crc32 = manifest.files[name]
-        try:
-            found = (folder / name).stat().st_size
-            if found != size:
-                return f"{name} has {found} bytes, not {size}"
-            if checksum(folder / name) != crc32:
+    name = MANIFEST
+    try:
+        _, files = read_manifest(folder)
+        for name in sorted(files)[rank::ranks]:
+            (size, crc32), wanted = checksum(folder / name), files[name]
+            if size != wanted[0]:
+                return f"{name} has {size} bytes, not {wanted[0]}"
+            if crc32 != wanted[1]:
                 return f"{name} has changed: its checksum is not the manifest's"
-        except OSError as error:
-            return f"{name} cannot be read: {error.strerror}"
+    except OSError as error:
+        return f"{name} cannot be read: {error.strerror}"
+    except ValueError as error:
+        return f"{name} cannot be read: {error}"
     return ""
 
 
-def checksum(path: Path) -> int:
-    value = 0
+def checksum(path: Path) -> Checksum:
+    size = crc32 = 0
     with path.open("rb") as file:
         while data := file.read(_READ_BYTES):
-            value = zlib.crc32(data, value)
-    return value
+            size, crc32 = size + len(data), zlib.crc32(data, crc32)
+    return size, crc32
 
 
 @dataclass(frozen=True)
 class _Written(WriteResult):
     """torch's record of one tensor in a file, with the file's checksum, which so reaches rank 0."""
 
-    crc32: int
+    checksum: Checksum
 
 
 class AtomicCheckpointWriter(FileSystemWriter):
@@ -133,27 +126,24 @@ class AtomicCheckpointWriter(FileSystemWriter):
             if isinstance(error.__context__, OSError):
                 raise error.__context__ from None
             raise
-        names = {result.storage_data.relative_path for result in results}
+        names = {each.storage_data.relative_path for each in results}
         sums = {name: checksum(Path(self.path) / name) for name in names}
-        sealed: Future[list[WriteResult]] = Future()
-        sealed.set_result(
-            [
-                _Written(each.index, each.size_in_bytes, each.storage_data, sums[each.storage_data.relative_path])
-                for each in results
-            ]
-        )
-        return sealed
+        written: Future[list[WriteResult]] = Future()
+        written.set_result([_Written(**vars(each), checksum=sums[each.storage_data.relative_path]) for each in results])
+        return written
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Complete the folder, on rank 0, after all ranks have written. Raises OSError, and renames nothing then."""
         super().finish(metadata, results)
         part = Path(self.path)
-        sums = {".metadata": checksum(part / ".metadata")}
-        for result in (each for of_rank in results for each in of_rank):
-            assert isinstance(result, _Written)
-            sums[result.storage_data.relative_path] = result.crc32
-        # If another rank's file is on another disk, `_size` raises FileNotFoundError.
-        files = {name: (self._size(part / name), crc32) for name, crc32 in sums.items()}
+        files = {".metadata": checksum(part / ".metadata")}
+        for of_rank in cast(list[list[_Written]], results):
+            files |= {each.storage_data.relative_path: each.checksum for each in of_rank}
+        for name in files:
+            if not (part / name).exists():
+                raise FileNotFoundError(
+                    f"{part / name} was written by another rank and is not here: all hosts must share {self._folder}"
+                )
         with (part / MANIFEST).open("w") as file:
             json.dump({"position": asdict(self._position), "files": files}, file, indent=1)
             file.flush()
@@ -164,14 +154,6 @@ class AtomicCheckpointWriter(FileSystemWriter):
         for old in complete_checkpoints(self._folder)[: -self._keep]:
             # Renamed first: a crash during the removal then leaves no incomplete checkpoint.
             shutil.rmtree(old.rename(old.with_name(old.name + PART)))
-
-    def _size(self, path: Path) -> int:
-        try:
-            return path.stat().st_size
-        except FileNotFoundError:
-            raise FileNotFoundError(
-                f"{path} was written by another rank and is not here: all hosts must share {self._folder}"
-            ) from None
 
 
 def _sync(folder: Path) -> None:

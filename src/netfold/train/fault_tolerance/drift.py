@@ -27,32 +27,30 @@ class DriftError(RuntimeError):
 def check_replicated(replica: Replica, parameters: Mapping[str, nn.Parameter], mesh: Mesh, step: int) -> None:
     """Compare the CRC-32 of each weight that is not cut, between the ranks of a tensor group.
 
-    Collective over the world if there are tensor groups: an all_gather of 8 bytes per weight in each, and an all_reduce
-    of 8 bytes. Raises DriftError on all ranks, with the first such weight of each group and its ranks.
+    Collective over the world if there are tensor groups: an all_gather of the names and checksums. Raises DriftError on
+    all ranks, with the first such weight of each group and its ranks.
     """
     if mesh.tensor.size == 1:
         return
-    whole = [name for name, each in parameters.items() if not _is_cut(replica.as_shard(name, each.detach()))]
-    sums = torch.tensor([_checksum(parameters[name]) for name in whole], dtype=torch.int64)
-    rows = [torch.empty_like(sums) for _ in range(mesh.tensor.size)]
-    dist.all_gather(rows, sums, group=mesh.tensor.group)
-    unlike = [name for name, *each in zip(whole, *(row.tolist() for row in rows), strict=True) if len(set(each)) > 1]
-    count = torch.tensor([len(unlike)], dtype=torch.int64)
-    dist.all_reduce(count)
-    if not count:
-        return
+    own = {
+        name: zlib.crc32(local(each.detach()).contiguous().cpu().view(torch.uint8).numpy().tobytes())
+        for name, each in parameters.items()
+        if not _is_cut(replica.as_shard(name, each.detach()))
+    }
     found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, (unlike, socket.gethostname()))
+    dist.all_gather_object(found, (own, socket.gethostname()))
     parts = []
     for ranks in mesh.device_mesh.mesh.reshape(-1, mesh.tensor.size).tolist():
-        if names := found[ranks[0]][0]:
-            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-            parts.append(f"{names[0]}{more} on ranks {', '.join(f'{rank} ({found[rank][1]})' for rank in ranks)}")
-    raise DriftError(
-        f"step {step}: copies of weights differ between ranks of a tensor group: {'; '.join(parts)}; no checkpoint was "
-        "written. The newest checkpoint is from before. Processors or libraries that compute differently, a layer that "
-        "draws its own random numbers, or bad memory can cause this"
-    )
+        unlike = [name for name in found[ranks[0]][0] if len({found[rank][0][name] for rank in ranks}) > 1]
+        if unlike:
+            more = f" and {len(unlike) - 1} more" if len(unlike) > 1 else ""
+            parts.append(f"{unlike[0]}{more} on ranks {', '.join(f'{rank} ({found[rank][1]})' for rank in ranks)}")
+    if parts:
+        raise DriftError(
+            f"step {step}: copies of weights differ between ranks of a tensor group: {'; '.join(parts)}; no checkpoint "
+            "was written. The newest checkpoint is from before. Processors or libraries that compute differently, a "
+            "layer that draws its own random numbers, or bad memory can cause this"
+        )
 
 
 def _is_cut(tensor: Tensor) -> bool:
@@ -61,7 +59,3 @@ def _is_cut(tensor: Tensor) -> bool:
         return False
     axes = tensor.device_mesh.mesh_dim_names or ()
     return any(axis == "tensor" and not kind.is_replicate() for axis, kind in zip(axes, tensor.placements, strict=True))
-
-
-def _checksum(parameter: nn.Parameter) -> int:
-    return zlib.crc32(local(parameter.detach()).contiguous().cpu().view(torch.uint8).numpy().tobytes())

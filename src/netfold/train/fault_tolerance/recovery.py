@@ -1,32 +1,67 @@
-"""Where a run continues, and what it leaves for its next start: checkpoints, and the cost of failures."""
+"""A run's checkpoints, by torch.distributed.checkpoint: written beside training, checked before they are loaded."""
 
 from __future__ import annotations
 
-import contextlib
-import json
+import errno
 import os
-import time
+import shutil
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from concurrent import futures
+from concurrent.futures import Future
+from datetime import timedelta
 from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import async_save, save
 
-from netfold.train.fault_tolerance.atomic_checkpoint import Position
-from netfold.train.fault_tolerance.checkpoint import CheckpointError, Checkpoints, CheckpointStopError
+from netfold.train.fault_tolerance.atomic_checkpoint import (
+    PART,
+    AtomicCheckpointWriter,
+    Position,
+    complete_checkpoints,
+    find_damage,
+    name_of,
+    quarantine,
+    read_manifest,
+    remove_incomplete,
+)
 from netfold.train.fault_tolerance.drift import check_replicated
-from netfold.train.fault_tolerance.state import StateToLoad, collect_state
+from netfold.train.fault_tolerance.state import Metadata, allocate_state, collect_state
+from netfold.train.fault_tolerance.stop import PolicyStopError
 from netfold.train.mesh import Mesh
 from netfold.train.model import Replica
 from netfold.train.optimizer_step import OptimizerStep
 from netfold.train.recipe import Recipe
 
+T = TypeVar("T")
 Note = Callable[[str, str], None]  # (level, text)
+# Changed, these keys change the steps that a run would have taken.
+_STEPS = ("optimizer.", "schedule.", "diloco.", "training.batch", "training.scaling", "training.clip")
+# These do too, unless the learning rate is constant.
+_LENGTH = ("training.steps", "training.epochs")
+# These change the samples of a step.
+_SAMPLES = ("data.", "model.", "training.seed")
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint that could not be written or read."""
+
+
+class CheckpointStopError(PolicyStopError, CheckpointError):
+    """A failed checkpoint whose policy is to stop."""
 
 
 class Recovery:
-    """A job's checkpoints, by its recipe. All methods but `failed`, `stepped` and `leave` are collective over the
+    """Saves a run's state, and continues from it.
+
+    A save copies the rank's state (training waits only for this), then a thread writes the copy. Its messages use a
+    group of their own, and so cannot mix with training's. All methods but `failed` and `leave` are collective over the
     world.
     """
 
@@ -40,14 +75,15 @@ class Recovery:
         update: OptimizerStep,
         note: Note,
     ) -> None:
-        """folder: the run's, shared by all ranks."""
-        self._folder, self._recipe, self._mesh = folder, recipe, mesh
-        self._replica, self._optimizer, self._update = replica, optimizer, update
-        self._parameters = dict(replica.named_parameters())
-        self._note = note
+        """folder: the run's, shared by all ranks. Removes what crashes left in it. Collective over the world."""
+        self._folder, self._recipe, self._mesh, self._note = folder / "checkpoints", recipe, mesh, note
+        self._parts = replica, dict(replica.named_parameters()), optimizer, update
+        self._group = dist.new_group(timeout=timedelta(seconds=recipe.run.timeout_s))
         self._saved: int | None = None
-        self._checkpoints = Checkpoints(folder / "checkpoints", recipe.checkpoint, recipe.run.timeout_s)
-        self._restart_log = RestartLog(folder / "restarts.json") if dist.get_rank() == 0 else None
+        self._pending: tuple[int, Future[Any]] | None = None
+        if dist.get_rank() == 0:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            remove_incomplete(self._folder)
 
     def begin(self) -> Position | None:
         """Load the newest checkpoint; None if there is none. Raises ValueError, CheckpointError."""
@@ -59,24 +95,31 @@ class Recovery:
                     f"run.resume is 'never', and {self._folder} holds checkpoints of an earlier run: give run.name "
                     "another name, or remove them"
                 )
-            self._compare(position)
+            for level, text in compare_recipes(Recipe.model_validate(position.recipe), self._recipe, self._folder):
+                self._note(level, text)
             self._note("info", f"continues from the checkpoint of step {position.step}, {position.samples} samples")
-        if self._restart_log is not None:
-            self._restart_log.begin(position.step if position else 0, position.taken_s if position else None)
         return position
 
     def back(self) -> Position | None:
-        """Load the newest complete checkpoint; None if there is none, and then nothing has changed."""
+        """Load the newest undamaged checkpoint; None if there is none, and then nothing has changed."""
         self.settle()
-        path, problems = self._checkpoints.newest(self._recipe.fault_tolerance.corrupt_checkpoint)
-        for text in problems:
-            self._note("warning", text)
+        path = self._newest()
         if path is None:
             return None
-        position = self._checkpoints.load(
-            path,
-            lambda saved: StateToLoad(saved, self._replica, self._parameters, self._optimizer, self._update),
-        )
+        position, _ = read_manifest(path)
+        reader = FileSystemReader(path)
+        saved = {
+            key: meta
+            for key, meta in reader.read_metadata().state_dict_metadata.items()
+            if isinstance(meta, TensorStorageMetadata)
+        }
+        tensors, updates = allocate_state(saved, *self._parts)
+        self._check_model(path, saved, {key: tensor.shape for key, tensor in tensors.items()})
+        try:
+            load(tensors, storage_reader=reader, process_group=self._group)
+        except CheckpointException as error:
+            raise CheckpointError(f"checkpoint {path} cannot be loaded: {_reasons(error)}") from error
+        self._parts[-1].load_state_dict({**updates, **position.numbers})
         self._saved = position.step
         return position
 
@@ -88,165 +131,142 @@ class Recovery:
         if step == self._saved:
             return
         self.settle()
-        check_replicated(self._replica, self._parameters, self._mesh, step)
-        tensors, numbers = collect_state(
-            self._replica, self._parameters, self._optimizer, self._update, buffers=self._mesh.data.rank == 0
-        )
-        recipe = self._recipe.model_dump(mode="json")
-        self._checkpoints.save(tensors, Position(step, samples, dist.get_world_size(), time.time(), numbers, recipe))
-        self._saved = step
+        replica, parameters, *_ = self._parts
+        check_replicated(replica, parameters, self._mesh, step)
+        tensors, numbers = collect_state(*self._parts, buffers=self._mesh.data.rank == 0)
+        position = Position(step, samples, numbers, self._recipe.model_dump(mode="json"))
+        writer = AtomicCheckpointWriter(self._folder, position, self._recipe.checkpoint.keep)
+        future: Any = Future()
+        if self._recipe.checkpoint.asynchronous:
+            future = async_save(tensors, storage_writer=writer, process_group=self._group)
+        else:
+            try:
+                future.set_result(save(tensors, storage_writer=writer, process_group=self._group))
+            except (CheckpointException, Exception) as error:
+                future.set_exception(error)
+        self._pending, self._saved = (step, future), step
         if not self._recipe.checkpoint.asynchronous:
             self.settle()
 
     def settle(self) -> None:
-        """Wait for the checkpoint being written. Raises CheckpointError, unless a full disk is only a warning."""
+        """Wait for the checkpoint being written, and remove it if it has failed.
+
+        Raises CheckpointError on all ranks alike, unless the disk is full and the policy is to warn.
+        """
+        if self._pending is None:
+            return
+        (step, future), self._pending = self._pending, None
+        timeout_s = self._recipe.run.timeout_s
         try:
-            self._checkpoints.wait()
-        except CheckpointError as error:
-            if not error.disk_full:
-                raise
-            if self._recipe.fault_tolerance.disk_full == "stop":
-                raise CheckpointStopError(f"{error}; fault_tolerance.disk_full is 'stop'", disk_full=True) from error
-            self._note("warning", f"{error}; training continues without it (fault_tolerance.disk_full)")
+            error = future.exception(timeout_s)
+        except futures.TimeoutError:
+            raise CheckpointError(
+                f"rank {dist.get_rank()}: the checkpoint of step {step} is not written after {timeout_s:.0f} s; "
+                f"is {self._folder} on a slow disk? run.timeout_s is the limit"
+            ) from None
+        if error is None:
+            return
+        if dist.get_rank() == 0:
+            shutil.rmtree(self._folder / (name_of(step) + PART), ignore_errors=True)
+        text = (
+            f"the checkpoint of step {step} in {self._folder} was not written: {_reasons(error)}; earlier ones are "
+            "unchanged"
+        )
+        reasons = _errors(error).values()
+        if not any(isinstance(each, OSError) and each.errno in (errno.ENOSPC, errno.EDQUOT) for each in reasons):
+            raise CheckpointError(text) from error
+        if self._recipe.fault_tolerance.disk_full == "stop":
+            raise CheckpointStopError(f"{text}; fault_tolerance.disk_full is 'stop'") from error
+        self._note("warning", f"{text}; training continues without it (fault_tolerance.disk_full)")
 
     def failed(self) -> bool:
-        return self._checkpoints.failed()
-
-    def stepped(self, step: int) -> None:
-        if self._restart_log is not None:
-            self._restart_log.stepped(step)
-
-    def end(self) -> None:
-        """End the run, done or asked to stop, after its last checkpoint. Notes the cost of failures."""
-        if self._restart_log is not None:
-            self._restart_log.end()
-            if self._restart_log.goodput.lost:
-                self._note("info", str(self._restart_log.goodput))
+        """Whether the pending write has failed on this rank, and so fails on all ranks."""
+        return self._pending is not None and self._pending[1].done() and bool(self._pending[1].exception())
 
     def leave(self) -> None:
-        """Close, after waiting up to the grace time for the checkpoint being written; also on a rank that fails."""
-        self._checkpoints.let_finish(self._recipe.fault_tolerance.grace_s)
-        if self._restart_log is not None:
-            self._restart_log.close()
+        """Wait up to the grace time for the checkpoint being written, also on a rank that fails. Raises nothing."""
+        if self._pending is not None:
+            futures.wait([self._pending[1]], self._recipe.fault_tolerance.grace_s)
 
-    def _compare(self, position: Position) -> None:
-        """Note or refuse changes of the recipe since the checkpoint."""
-        then, now = Recipe.model_validate(position.recipe), self._recipe
-        if then.optimizer.name != now.optimizer.name:
+    def _newest(self) -> Path | None:
+        """The newest undamaged checkpoint. Every rank reads a share of the files; damage is handled by the policy."""
+        paths = [complete_checkpoints(self._folder) if dist.get_rank() == 0 else []]
+        dist.broadcast_object_list(paths, src=0, group=self._group)
+        for path in reversed(paths[0]):
+            damage = next(filter(None, self._gather(find_damage(path, dist.get_rank(), dist.get_world_size()))), "")
+            if not damage:
+                return path
+            if self._recipe.fault_tolerance.corrupt_checkpoint == "stop":
+                raise CheckpointStopError(
+                    f"checkpoint {path} is damaged: {damage}; remove it to continue from the one before it, or set "
+                    'fault_tolerance.corrupt_checkpoint = "previous"'
+                )
+            if dist.get_rank() == 0:
+                quarantine(path)
+            self._note("warning", f"checkpoint {path} is damaged and was renamed: {damage}; the one before it is taken")
+        return None
+
+    def _check_model(self, path: Path, saved: Metadata, wanted: dict[str, torch.Size]) -> None:
+        """Raise ValueError on all ranks if the checkpoint does not hold the tensors of the model, and no others."""
+        problems = [
+            f"{key} is {list(saved[key].size)} there and {list(shape)} here" if key in saved else f"it has no {key}"
+            for key, shape in wanted.items()
+            if key not in saved or saved[key].size != shape
+        ]
+        of_ranks = self._gather((problems[:1], set(wanted)))
+        problems = [problem for found, _ in of_ranks for problem in found]
+        over = {key for key in saved if key.startswith("model.")}.difference(*(keys for _, keys in of_ranks))
+        problems += [f"it has {key}, which the model lacks" for key in sorted(over)]
+        if problems:
             raise ValueError(
-                f"optimizer.name is {now.optimizer.name!r}, and the checkpoint in {self._folder} was written with "
-                f"{then.optimizer.name!r}: set it back, or give run.name another name"
+                f"checkpoint {path} is of another model: {problems[0]}; give run.name another name, or the recipe the "
+                "model that it was written for"
             )
-        steps, length = changed_keys(then, now)
-        if steps and now.run.resume != "changed":
-            raise ValueError(
-                f"{'; '.join(steps)} when the checkpoint in {self._folder} was written: set it back, give run.name "
-                "another name, or set run.resume = 'changed' to continue with it"
-            )
-        for each in steps + length:
-            self._note("info", f"changed since the checkpoint: {each}")
-        batches = [_batch(recipe, ranks) for recipe, ranks in ((then, position.ranks), (now, dist.get_world_size()))]
-        if then.training.batch == now.training.batch and batches[0] != batches[1]:
-            self._note("info", f"a step takes {batches[1]} samples since the checkpoint, and took {batches[0]}")
-        changed = [key for key in ("data", "model") if getattr(then, key) != getattr(now, key)]
-        changed += ["training.seed"] if then.training.seed != now.training.seed else []
-        if changed:
-            self._note("warning", f"{', '.join(changed)} changed since the checkpoint: samples may come twice or never")
-        if then.diloco is None and now.diloco is not None:
-            self._note("warning", "diloco is new since the checkpoint: its momentum begins at 0")
-        if then.diloco is not None and now.diloco is None:
-            self._note("warning", "diloco is gone since the checkpoint: one of the ranks' optimizer states is taken")
-        if then.training.precision != "f16" and now.training.precision == "f16":
-            self._note("warning", "training.precision is f16 since the checkpoint: the loss scale starts again")
+
+    def _gather(self, own: T) -> list[T]:
+        found: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(found, own, group=self._group)
+        return found
 
 
-def changed_keys(then: Recipe, now: Recipe) -> tuple[list[str], list[str]]:
-    """Keys of [optimizer], [schedule], [diloco] and [training] that differ, each as "key is NEW and was OLD".
+def compare_recipes(then: Recipe, now: Recipe, folder: Path) -> list[tuple[str, str]]:
+    """Notes (level, text) on the keys of the recipe that have changed since the checkpoint.
 
-    Returns those that change steps which the run would have taken, and those that only change its length.
+    Raises ValueError for another optimizer; and, unless run.resume is "changed", for keys that change the steps which
+    the run would have taken. A section that only one of the recipes has changes nothing that the run has done.
     """
+    advice = f"when the checkpoint in {folder} was written: set it back, give run.name another name"
+    old, new = (
+        {f"{section}.{key}": value for section, keys in recipe if keys is not None for key, value in keys}
+        for recipe in (then, now)
+    )
     steps: list[str] = []
-    length: list[str] = []
-    keys = [("training", key) for key in ("steps", "epochs", "batch", "scaling", "clip")]
-    sections = ["optimizer", "schedule"] + ["diloco"] * (then.diloco is not None and now.diloco is not None)
-    keys += [(section, key) for section in sections for key in type(getattr(now, section)).model_fields]
-    # With a constant rate the steps do not depend on the length.
+    notes: list[tuple[str, str]] = []
     constant = then.schedule.shape == now.schedule.shape == "constant"
-    for section, key in keys:
-        old, new = (getattr(getattr(recipe, section), key) for recipe in (then, now))
-        if old != new:
-            was, is_now = ("not given" if value is None else repr(value) for value in (old, new))
-            only_length = constant and section == "training" and key in ("steps", "epochs")
-            (length if only_length else steps).append(f"{section}.{key} is {is_now} and was {was}")
-    return steps, length
+    for key in dict.fromkeys([*old, *new]):
+        was, is_now = ("not given" if each.get(key) is None else repr(each[key]) for each in (old, new))
+        text = f"{key} is {is_now} and was {was}"
+        if was == is_now or not key.startswith((*_STEPS, *_LENGTH, *_SAMPLES)):
+            continue
+        if key == "optimizer.name":
+            raise ValueError(f"{text} {advice}")
+        if key.startswith(_SAMPLES):
+            notes.append(("warning", f"{text} when the checkpoint was written: samples may come twice or never"))
+            continue
+        notes.append(("info", f"changed since the checkpoint: {text}"))
+        if key in old and key in new and not (constant and key in _LENGTH):
+            steps.append(text)
+    if steps and now.run.resume != "changed":
+        raise ValueError(f"{'; '.join(steps)} {advice}, or set run.resume = 'changed' to continue with it")
+    return notes
 
 
-def _batch(recipe: Recipe, ranks: int) -> int:
-    """Samples per step, of the whole job."""
-    replicas = ranks // (recipe.parallel.pipeline * recipe.parallel.tensor)
-    return recipe.training.batch * (replicas if recipe.training.scaling == "weak" else 1)
+def _errors(error: BaseException) -> dict[int, BaseException]:
+    """rank -> its error."""
+    if isinstance(error, CheckpointException):
+        return {rank: failure[0] for rank, failure in error.failures.items()}
+    return {dist.get_rank(): error}
 
 
-@dataclass(frozen=True)
-class Goodput:
-    began_s: float
-    """The time of day of the first start, in seconds since 1970."""
-    step: int = 0
-    """The last step."""
-    ended: bool = False
-    """The run ended by itself, or was asked to stop: nothing was lost."""
-    lost: int = 0
-    """Starts that ended otherwise."""
-    steps_repeated: int = 0
-    seconds_lost: float = 0.0
-    """From the time of the checkpoint to the time when training continued from it."""
-
-    def __str__(self) -> str:
-        return (
-            f"cost of failures: {self.lost} restarts of all ranks, {self.steps_repeated} steps repeated, "
-            f"{self.seconds_lost:.1f} s lost"
-        )
-
-
-class RestartLog:
-    """The goodput of one run, in a file that rank 0 rewrites after each step and reads at the next start.
-
-    A killed process loses nothing: each write reaches the kernel at once.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self.goodput = Goodput(began_s=time.time())
-        self._first = not path.exists()
-        # The file is empty if the disk was full at the first write.
-        if not self._first and (text := path.read_text()):
-            self.goodput = Goodput(**json.loads(text))
-        self._file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-
-    def begin(self, step: int, taken_s: float | None) -> None:
-        """Start at `step`, from a checkpoint taken at that time of day, or from nothing."""
-        goodput = self.goodput
-        if not self._first and not goodput.ended:
-            goodput = replace(
-                goodput,
-                lost=goodput.lost + 1,
-                steps_repeated=goodput.steps_repeated + goodput.step - step,
-                seconds_lost=goodput.seconds_lost + time.time() - (goodput.began_s if taken_s is None else taken_s),
-            )
-        self._write(replace(goodput, step=step, ended=False))
-
-    def stepped(self, step: int) -> None:
-        self._write(replace(self.goodput, step=step))
-
-    def end(self) -> None:
-        self._write(replace(self.goodput, ended=True))
-
-    def close(self) -> None:
-        os.close(self._file)
-
-    def _write(self, goodput: Goodput) -> None:
-        self.goodput = goodput
-        # One write of constant length: a reader never sees half a line. A full disk must not end a job here; the
-        # checkpoints report it.
-        with contextlib.suppress(OSError):
-            os.pwrite(self._file, f"{json.dumps(asdict(goodput)):<255}\n".encode(), 0)
+def _reasons(error: BaseException) -> str:
+    return ", ".join(f"rank {rank}: {type(each).__name__}: {each}" for rank, each in _errors(error).items())

@@ -5,6 +5,8 @@
 
 A weight is stored once, in f32, as the optimizer steps on it. A part of a tensor is a DTensor with its place
 (`Replica.as_shard`). A rank saves the tensors that it holds, and loads the same.
+
+torch's get_state_dict does not fit: it knows neither the stages of a pipeline, nor ZeRO 1, nor `OptimizerStep`.
 """
 
 from __future__ import annotations
@@ -33,98 +35,72 @@ def collect_state(
     between data-parallel ranks, so one of them saves its own. Raises TypeError if the optimizer keeps anything but
     tensors for a parameter.
     """
-    local = local_optimizer(optimizer)
-    tensors = {f"model.{name}": replica.as_shard(name, each.detach()) for name, each in parameters.items()}
-    if buffers:
-        tensors |= {f"buffer.{name}": buffer for name, buffer in named_buffers(replica)}
-    for name, parameter in parameters.items():
-        for key, value in local.state.get(parameter, {}).items():
-            # None: the optimizer has not made this state yet.
-            if value is not None and not isinstance(value, Tensor):
-                raise TypeError(f"the optimizer keeps {key} of {name} as {type(value).__name__}; it must be a tensor")
-            if value is not None:
-                tensors[f"optimizer.{name}.{key}"] = _part(replica, parameter, name, value)
+    tensors = _model_and_optimizer(replica, parameters, optimizer, buffers)
     numbers: dict[str, float] = {}
     for key, value in update.state_dict().items():
         if isinstance(value, Tensor):
-            name = key.partition(".")[2]
-            tensors[f"update.{key}"] = _part(replica, parameters[name], name, value) if name in parameters else value
+            tensors[f"update.{key}"] = _part(replica, parameters, key.partition(".")[2], value)
         else:
             numbers[key] = value
     return tensors, numbers
 
 
-class StateToLoad:
-    """The tensors that this rank loads from a checkpoint: fill `tensors`, then call `adopt`.
+def allocate_state(
+    saved: Metadata, replica: Replica, parameters: Parameters, optimizer: torch.optim.Optimizer, update: OptimizerStep
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """(the tensors that this rank loads from a checkpoint, those of them that `update.load_state_dict` takes).
 
-    Parameters and buffers are filled in place. The optimizer's state is allocated by the checkpoint's list, so no
-    optimizer step is needed first, and a ZeRO 1 rank loads only the state that it owns.
+    Parameters, buffers and the optimizer's state are loaded in place. The checkpoint's list says which state the
+    optimizer has, so no optimizer step is needed first. A ZeRO 1 rank loads only the state that it owns.
     """
-
-    def __init__(
-        self,
-        saved: Metadata,
-        replica: Replica,
-        parameters: Parameters,
-        optimizer: torch.optim.Optimizer,
-        update: OptimizerStep,
-    ) -> None:
-        """`parameters`: as for `collect_state`."""
-        self._optimizer, self._update = local_optimizer(optimizer), update
-        self.tensors = {f"model.{name}": replica.as_shard(name, each.detach()) for name, each in parameters.items()}
-        self.tensors |= {f"buffer.{name}": buffer for name, buffer in named_buffers(replica)}
-        self._states: dict[nn.Parameter, dict[str, Tensor]] = {}
-        self._updates: dict[str, Tensor] = {}
-        owned = {id(parameter) for group in self._optimizer.param_groups for parameter in group["params"]}
-        of_update = update.wanted(key.removeprefix("update.") for key in saved if key.startswith("update."))
-        for key, meta in saved.items():
-            kind, _, rest = key.partition(".")
-            if kind == "optimizer":
-                name, _, of_state = rest.rpartition(".")
-                if name in parameters and id(parameters[name]) in owned:
-                    value = _empty(replica, name, parameters[name], meta)
-                    self._states.setdefault(parameters[name], {})[of_state] = value
-                    self.tensors[key] = _part(replica, parameters[name], name, value)
-            elif kind == "update" and rest in of_update:
-                name = rest.partition(".")[2]
-                if name in parameters:
-                    self._updates[rest] = _empty(replica, name, parameters[name], meta)
-                    self.tensors[key] = _part(replica, parameters[name], name, self._updates[rest])
-                elif f"model.{name}" not in saved:  # Otherwise it belongs to a parameter of another rank.
-                    self._updates[rest] = self.tensors[key] = torch.empty(meta.size, dtype=meta.properties.dtype)
-
-    def problem(self, saved: Metadata) -> str:
-        """Why the checkpoint does not fit this rank's part of the model, or ""."""
-        for key, tensor in self.tensors.items():
-            if key not in saved:
-                return f"it has no {key}"
-            if saved[key].size != tensor.shape:
-                return f"{key} is {list(saved[key].size)} there and {list(tensor.shape)} here"
-        return ""
-
-    def adopt(self, numbers: Mapping[str, float]) -> None:
-        """Use the filled tensors as the job's state."""
-        self._optimizer.state.clear()
-        for parameter, state in self._states.items():
-            self._optimizer.state[parameter] = state
-        self._update.load_state_dict({**self._updates, **numbers})
+    local = local_optimizer(optimizer)
+    local.state.clear()
+    owned = {id(parameter) for group in local.param_groups for parameter in group["params"]}
+    of_update = update.wanted(key.removeprefix("update.") for key in saved if key.startswith("update."))
+    updates: dict[str, Tensor] = {}
+    for key, meta in saved.items():
+        kind, _, rest = key.partition(".")
+        if kind == "optimizer":
+            name, _, of_state = rest.rpartition(".")
+            if name in parameters and id(parameters[name]) in owned:
+                local.state[parameters[name]][of_state] = _empty(replica, parameters, name, meta)
+        elif kind == "update" and rest in of_update:
+            name = rest.partition(".")[2]
+            # A name that the model has and this rank does not is that of another rank's parameter.
+            if name in parameters or f"model.{name}" not in saved:
+                updates[rest] = _empty(replica, parameters, name, meta)
+    tensors = _model_and_optimizer(replica, parameters, optimizer, buffers=True)
+    tensors |= {
+        f"update.{key}": _part(replica, parameters, key.partition(".")[2], value) for key, value in updates.items()
+    }
+    return tensors, updates
 
 
-def named_buffers(replica: Replica) -> list[tuple[str, Tensor]]:
-    """The persistent buffers of the modules."""
-    found: list[tuple[str, Tensor]] = []
-    for module in replica.modules:
-        kept = module.state_dict()
-        found += [(name, buffer) for name, buffer in module.named_buffers() if name in kept]
-    return found
+def _model_and_optimizer(
+    replica: Replica, parameters: Parameters, optimizer: torch.optim.Optimizer, buffers: bool
+) -> dict[str, Tensor]:
+    """The tensors whose names begin with "model.", "buffer." and "optimizer."."""
+    tensors = {f"model.{name}": replica.as_shard(name, each.detach()) for name, each in parameters.items()}
+    for module in replica.modules if buffers else ():
+        persistent = module.state_dict()
+        tensors |= {f"buffer.{name}": each for name, each in module.named_buffers() if name in persistent}
+    for name, parameter in parameters.items():
+        for key, value in local_optimizer(optimizer).state.get(parameter, {}).items():
+            # None: the optimizer has not made this state yet.
+            if value is not None and not isinstance(value, Tensor):
+                raise TypeError(f"the optimizer keeps {key} of {name} as {type(value).__name__}; it must be a tensor")
+            if value is not None:
+                tensors[f"optimizer.{name}.{key}"] = _part(replica, parameters, name, value)
+    return tensors
 
 
-def _part(replica: Replica, parameter: nn.Parameter, name: str, value: Tensor) -> Tensor:
-    return replica.as_shard(name, value) if value.shape == parameter.shape else value
+def _part(replica: Replica, parameters: Parameters, name: str, value: Tensor) -> Tensor:
+    """`value` as a part of the whole if it has the shape of parameter `name`; else (a count) as it is."""
+    return replica.as_shard(name, value) if name in parameters and value.shape == parameters[name].shape else value
 
 
-def _empty(replica: Replica, name: str, parameter: nn.Parameter, meta: TensorStorageMetadata) -> Tensor:
-    """A tensor of this rank's shape if the saved one has the parameter's shape, else of the saved shape (a count)."""
-    if meta.size == replica.as_shard(name, parameter.detach()).shape:
-        return torch.zeros_like(parameter, dtype=meta.properties.dtype, requires_grad=False)
+def _empty(replica: Replica, parameters: Parameters, name: str, meta: TensorStorageMetadata) -> Tensor:
+    """A tensor of this rank's shape if the saved one has the shape of parameter `name`, else of the saved shape."""
+    if name in parameters and meta.size == replica.as_shard(name, parameters[name].detach()).shape:
+        return torch.zeros_like(parameters[name], dtype=meta.properties.dtype, requires_grad=False)
     return torch.empty(meta.size, dtype=meta.properties.dtype)

@@ -29,36 +29,34 @@ class PolicyStopError(RuntimeError):
 
 
 class StopRequest:
-    """`asked` becomes True after SIGTERM. On another thread than the main one it stays False."""
+    """`asked` becomes True after SIGTERM while this is entered. On another thread than the main one it stays False."""
 
     def __init__(self, grace_s: float) -> None:
         self.asked = False
         self._grace_s = grace_s
-        self._listens = self._restores = False
+        self._entered = 0
         self._before: Any = None
 
+    def __enter__(self) -> StopRequest:
+        self._entered += 1
+        if self._entered == 1 and threading.current_thread() is threading.main_thread():
+            self._before = signal.signal(signal.SIGTERM, self._arrived) or signal.SIG_DFL
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._entered -= 1
+        if self.asked:
+            faulthandler.cancel_dump_traceback_later()
+        if self._entered == 0 and self._before is not None:
+            signal.signal(signal.SIGTERM, self._before)
+
     def listen(self) -> None:
-        """Handle SIGTERM from now on to the end of this process.
+        """Enter, and never leave.
 
         If all ranks are asked, a rank may learn of the stop by the vote and leave before its own signal arrives. The
         late signal must not end it while it reports how it ended.
         """
-        self._listens = threading.current_thread() is threading.main_thread()
-        if self._listens:
-            self._before = signal.signal(signal.SIGTERM, self._arrived)
-
-    def __enter__(self) -> StopRequest:
-        if not self._listens:
-            self.listen()
-            self._restores = self._listens
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self.asked:
-            faulthandler.cancel_dump_traceback_later()
-        if self._restores:
-            self._listens = self._restores = False
-            signal.signal(signal.SIGTERM, self._before or signal.SIG_DFL)
+        self.__enter__()
 
     def _arrived(self, number: int, frame: FrameType | None) -> None:
         self.asked = True

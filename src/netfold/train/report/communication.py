@@ -12,7 +12,7 @@ from netfold.plan.advice import advise
 from netfold.profile.analyse import analyse
 from netfold.profile.overlap import each_step
 from netfold.profile.page import advice, limitations, render_page, text
-from netfold.profile.run import Run, RunError, Trace, read_run
+from netfold.profile.run import RunError, read_run
 from netfold.train.callbacks.profiling import NAME
 
 PAGE = "profile.html"
@@ -26,7 +26,7 @@ def communication(folder: Path) -> str:
             "<code>netfold profile run</code> records the whole job elsewhere.</p>"
         )
     try:
-        run = _steps_alone(read_run(folder / NAME))
+        run = read_run(folder / NAME)
     except RunError as error:
         return f"<p>No profile: {escape(error)}</p>"
     findings = analyse(run)
@@ -38,21 +38,4 @@ def communication(folder: Path) -> str:
     return (
         f"<p>{steps}{escape(text.headline(findings))}</p>{limitations(findings)}{facts_of(text.facts(findings))}"
         f'{advice(findings)}<p><a href="{PAGE}">All of the profile</a></p>'
-    )
-
-
-def _steps_alone(run: Run) -> Run:
-    """Drop the records from before the first step: a recording begins with the earlier operations of its groups."""
-    return replace(run, traces=[_from_first_step(trace) for trace in run.traces])
-
-
-def _from_first_step(trace: Trace) -> Trace:
-    if not len(trace.steps):
-        return trace
-    began_ns, ended_ns = trace.steps["began_ns"][0], trace.steps["ended_ns"][-1]
-    operations, progress = trace.operations, trace.progress
-    return replace(
-        trace,
-        operations=operations[(operations["queued_ns"] >= began_ns) & (operations["queued_ns"] < ended_ns)],
-        progress=progress[(progress["at_ns"] >= began_ns) & (progress["at_ns"] <= ended_ns)],
     )

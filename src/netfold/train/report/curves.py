@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from netfold import units
 from netfold.page.chart import Axis, Chart, legend
-from netfold.train.callbacks.metrics_file import Line, Metrics
-from netfold.train.callbacks.result import with_unit
+from netfold.train.callbacks.metrics_file import Metrics, with_unit
 
 # Of more points than this, neighbours share a place, and the lowest and the highest of them are drawn.
 _MOST_PLACES = 400
@@ -22,12 +20,6 @@ _LEVELS = {
 }
 
 Points = list[tuple[int, float | None]]
-
-
-def columns(lines: Sequence[Line]) -> dict[str, list[Any]]:
-    """Convert lines of one kind to one list for each key; None where a line lacks the key."""
-    names = dict.fromkeys(name for line in lines for name in line if name != "kind")
-    return {name: [line.get(name) for line in lines] for name in names}
 
 
 def curves(metrics: Metrics) -> str:

@@ -11,8 +11,7 @@ from typing import Any
 from netfold import units
 from netfold.page.escape import escape, terms
 from netfold.page.table import Column, table
-from netfold.train.callbacks.metrics_file import NAME, Line, Metrics
-from netfold.train.callbacks.result import with_unit
+from netfold.train.callbacks.metrics_file import NAME, Line, Metrics, with_unit
 from netfold.train.callbacks.run_folder import ENVIRONMENT
 from netfold.train.recipe.load import RESOLVED as RECIPE
 
@@ -26,11 +25,11 @@ def history(metrics: Metrics) -> str:
         Column("level", lambda line: line.get("level", "")),
         Column("what", _text, prose=True),
     )
-    lost = ""
+    found = table("notes", "Starts, choices, warnings and recoveries.", columns, metrics.happened)
     if metrics.unreadable:
-        lost = f'<p class="quiet">Incomplete lines of {NAME}, not shown here: {metrics.unreadable:,}.</p>'
-    notes = table("notes", "Starts, choices, warnings and recoveries.", columns, metrics.happened)
-    return notes + lost + _evaluations(metrics)
+        found += f'<p class="quiet">Incomplete lines of {NAME}, not shown here: {metrics.unreadable:,}.</p>'
+    found += f"<p>{metrics.cost_of_failures}</p>" if metrics.restarts else ""
+    return found + (_evaluations(metrics) if metrics.evaluations else "")
 
 
 def _text(line: Line) -> str:
@@ -43,17 +42,15 @@ def _text(line: Line) -> str:
 
 
 def _evaluations(metrics: Metrics) -> str:
-    if not metrics.evaluations:
-        return ""
     metric = metrics.starts[-1]["metric"]
 
     def value(name: str, line: Line) -> Any:
         return line["values"].get(name)
 
     def text(name: str, number: float) -> str:
-        return with_unit(number, metric["unit"]) if name == metric["name"] else f"{number:.4g}"
+        return with_unit(number, metric["unit"] if name == metric["name"] else "")
 
-    names = [metric["name"], *(name for name in metrics.evaluations[-1]["values"] if name != metric["name"])]
+    names = dict.fromkeys([metric["name"], *metrics.evaluations[-1]["values"]])
     columns: list[Column[Line]] = [Column("step", itemgetter("step"), units.count)]
     for name in names:
         of_name, in_words = functools.partial(value, name), functools.partial(text, name)
@@ -80,12 +77,10 @@ def _environment(start: dict[str, Any]) -> str:
     hosts: dict[str, list[dict[str, Any]]] = {}
     for rank in start["ranks"]:
         hosts.setdefault(rank["host"], []).append(rank)
-    pairs = [
-        *start["versions"].items(),
-        ("command", " ".join(start["command"])),
-        ("commit", start["commit"] or "none: not in a git work tree"),
-    ]
-    for host, ranks in hosts.items():
-        machine = f"{ranks[0]['cores']} cores, {ranks[0]['cpu']}; Linux {ranks[0]['kernel']}"
-        pairs.append((host, f"{len(ranks)} of the ranks; {machine}"))
-    return terms([*pairs, *start["settings"].items()])
+    machines = {
+        host: f"{len(ranks)} of the ranks; {ranks[0]['cores']} cores, {ranks[0]['cpu']}; Linux {ranks[0]['kernel']}"
+        for host, ranks in hosts.items()
+    }
+    command, commit = " ".join(start["command"]), start["commit"] or "none: not in a git work tree"
+    pairs = {**start["versions"], "command": command, "commit": commit, **machines, **start["settings"]}
+    return terms(pairs.items())
