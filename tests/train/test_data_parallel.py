@@ -295,7 +295,7 @@ def _one(recipe: Table) -> Learnt:
     heard = Heard()
     trainer = heard.trainer = Trainer(Recipe.model_validate(recipe), callbacks=[heard])
     if recipe["training"]["steps"] == SCALED["training"]["steps"]:
-        trainer.update.load_state_dict({"loss_scale": TOO_LARGE, "loss_scale_good_steps": 0})
+        trainer.update.load_state_dict({**trainer.update.state_dict(), "scale": TOO_LARGE})
     group = trainer.mesh.data.group
     # Of a group's records the newest are kept: their numbers go on.
     before = netfold.torch.events(group)["sequence"].max(initial=0)
