@@ -191,7 +191,7 @@ def test_buckets_of_a_size_are_refused_where_layers_travel() -> None:
         wrap_data_parallel(small_network().module, recipe, mesh)
 
 
-def begins(rank: int, size: int, folder: str, apart: bool) -> list[float]:
+def begins(rank: int, size: int, folder: str) -> list[float]:
     """A buffer after the start and after a forward pass."""
     import types
 
@@ -202,7 +202,6 @@ def begins(rank: int, size: int, folder: str, apart: bool) -> list[float]:
     from netfold.train.parallel import data_parallel
 
     dist.init_process_group("netfold", init_method=f"file://{folder}/store", rank=rank, world_size=size)
-    data_parallel._BUFFERS_APART = apart
     module = nn.BatchNorm1d(1)
     module.running_mean.fill_(rank + 1.0)
     data = types.SimpleNamespace(group=dist.group.WORLD, size=size)
@@ -215,9 +214,8 @@ def begins(rank: int, size: int, folder: str, apart: bool) -> list[float]:
     return found
 
 
-@pytest.mark.parametrize("apart", [True, False], ids=["torch 2.13", "torch 2.12"])
-def test_buffers_are_rank_0s_at_the_start_and_ones_own_afterwards(apart: bool) -> None:
-    assert values(run_ranks(begins, 2, apart)) == [[1.0, 0.81], [1.0, 2.71]]
+def test_buffers_are_rank_0s_at_the_start_and_ones_own_afterwards() -> None:
+    assert values(run_ranks(begins, 2)) == [[1.0, 0.81], [1.0, 2.71]]
 
 
 def learnt(cases: dict[str, Table], ranks: int) -> list[dict[str, Learnt]]:

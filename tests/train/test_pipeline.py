@@ -480,7 +480,7 @@ def test_stages_draw_by_the_seed_and_each_for_itself() -> None:
 
 def test_zero_bubble_refuses_a_stage_whose_gradients_torch_would_lose() -> None:
     for rank in world():
-        assert "a stage (both to both) returns a tensor that depends on its weights only" in rank["refused"]
+        assert "a layer (both) returns a tensor that depends on its weights only" in rank["refused"]
 
 
 def test_what_keeps_layers_from_being_measured_is_heard_by_every_rank() -> None:

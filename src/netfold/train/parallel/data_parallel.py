@@ -10,9 +10,7 @@ would hold whole:
 
 from __future__ import annotations
 
-import contextlib
-import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -31,8 +29,6 @@ from netfold.train.recipe import Recipe
 from netfold.train.recipe.errors import RecipeError
 from netfold.train.recipe.split import check_buckets
 
-# torch 2.12 and older have one switch for sending buffers at the start and before each forward pass.
-_BUFFERS_APART = "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
 BUCKET_MB = 64.0
 """Unless the recipe says otherwise. A larger bucket costs fewer collectives; a smaller one is sent earlier."""
 
@@ -49,8 +45,7 @@ def wrap_data_parallel(module: nn.Module, recipe: Recipe, mesh: Mesh, *, average
         raise RecipeError(problems)
     if zero >= 2:
         return _shard(module, mesh, precision, free_after_forward=zero == 3)
-    if precision.name != "f32":
-        precision.use_lower_copies(module)
+    precision.use_lower_copies(module)
     # Under [diloco] ranks train independently within a round.
     if mesh.data.size > 1 and averages and recipe.diloco is None:
         return _wrap_ddp(module, mesh, recipe.parallel.bucket_mb or BUCKET_MB)
@@ -72,20 +67,12 @@ def broadcast_buffers(module: nn.Module, mesh: Mesh) -> None:
             dist.broadcast(buffer, group=mesh.data.group, group_src=0)
 
 
-@contextlib.contextmanager
-def no_sync(module: nn.Module) -> Iterator[None]:
-    """Inside, backward passes add up gradients on this rank alone; the next one outside sends their sum."""
+def send_gradients(module: nn.Module, on: bool) -> None:
+    """Whether the next backward passes send their gradients' sums, or add them up on this rank alone."""
     if isinstance(module, DistributedDataParallel):
-        with module.no_sync():
-            yield
+        module.require_backward_grad_sync = on
     elif isinstance(module, FSDPModule):
-        module.set_requires_gradient_sync(False)
-        try:
-            yield
-        finally:
-            module.set_requires_gradient_sync(True)
-    else:
-        yield
+        module.set_requires_gradient_sync(on)
 
 
 def reshard(module: nn.Module) -> None:
@@ -129,16 +116,11 @@ def _wrap_ddp(module: nn.Module, mesh: Mesh, bucket_mb: float) -> DistributedDat
     training does not read batch norm's statistics, and evaluations broadcast them (`broadcast_buffers`).
     """
     exclude_from_ddp(module)
-    not_before_forward: dict[str, Any] = {"forward_sync_buffers" if _BUFFERS_APART else "broadcast_buffers": False}
     ddp = DistributedDataParallel(
-        module,
-        process_group=mesh.data.group,
-        bucket_cap_mb=bucket_mb,
-        gradient_as_bucket_view=True,
-        **not_before_forward,
+        module, process_group=mesh.data.group, bucket_cap_mb=bucket_mb, gradient_as_bucket_view=True
     )
-    if not _BUFFERS_APART:
-        broadcast_buffers(module, mesh)
+    # From now on: the constructor has sent them. Torch 2.12 and older have no argument that says so.
+    ddp.broadcast_buffers = False
     return ddp
 
 
