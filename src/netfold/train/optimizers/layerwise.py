@@ -8,7 +8,7 @@ phi(x) = x.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -38,12 +38,8 @@ class LayerWise(Optimizer, ABC):
         return {**super().__getstate__(), "cut": self.cut}
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Collective over the ranks that hold parts of a parameter."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+    def step(self) -> None:  # type: ignore[override]
+        """Collective over the ranks that hold parts of a parameter. Takes no closure."""
         held = {w: group for group in self.param_groups for w in group["params"]}
         settle(held)
         directions = {w: self._direction(w, group) for w, group in held.items() if w.grad is not None}
@@ -52,7 +48,6 @@ class LayerWise(Optimizer, ABC):
             weight, other = norms.get(w, (0.0, 0.0))
             rate = self._rate(weight, other, held[w]) if weight > 0 and other > 0 else 1.0
             self._move(w, direction, rate, held[w])
-        return loss
 
     def _norms(
         self, held: Mapping[Tensor, Any], directions: Mapping[Tensor, Tensor]
