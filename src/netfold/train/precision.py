@@ -1,8 +1,8 @@
 """The type of computation: f32, or bf16 or f16 with weights kept in f32 (Micikevicius et al. 2018).
 
 Parameters are f32, and so are their gradients: sums over parts of a batch and over ranks are f32. If a rank holds whole
-weights (no ZeRO, and ZeRO 1), layers compute with lower copies that live from the forward to the backward pass. If
-weights are cut (ZeRO 2 and 3), FSDP2 casts the gathered weights, and reduces in f32.
+weights (no ZeRO), layers compute with lower copies that live from the forward to the backward pass. If
+weights are cut (ZeRO), FSDP2 casts the gathered weights, and reduces in f32.
 """
 
 from __future__ import annotations

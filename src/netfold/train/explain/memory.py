@@ -20,7 +20,7 @@ class Memory:
     """In f32, and the bf16 or f16 copies for computation."""
     gradients: float
     state: float
-    """Of the optimizer; in ZeRO 2 and 3 with the f32 weights, if computation is in another type."""
+    """Of the optimizer; in ZeRO with the f32 weights, if computation is in another type."""
     activations: float | None = None
     """At the largest moment of a step; None: unknown."""
 
@@ -43,30 +43,31 @@ def planned_optimizer(optimizer: Optimizer) -> str:
 
 def a_parameter(recipe: Recipe, data: int) -> Memory:
     """Bytes per parameter of the model on one rank; ZeRO divides them among `data` ranks."""
-    # Gradients are f32, and so are the weights that the optimizer steps on, which ZeRO 1 leaves whole on every rank.
+    # Gradients are f32, and so are the weights that the optimizer steps on. ZeRO 1 is ZeRO 2.
+    zero = max(recipe.parallel.zero, 2) if recipe.parallel.zero else 0
     weights, state = computed_bytes(recipe), OPTIMIZERS[planned_optimizer(recipe.optimizer)]
-    if recipe.training.precision != "f32" and recipe.parallel.zero >= 2:
+    if recipe.training.precision != "f32" and zero:
         state += F32_BYTES
     elif recipe.training.precision != "f32":
         weights += F32_BYTES
     if recipe.diloco is not None:
         # The weights at the start of the round, and the outer optimizer's momentum.
         state += F32_BYTES * (2 if recipe.diloco.momentum else 1)
-    return Memory(*zero_bytes(weights, F32_BYTES, state, zero=recipe.parallel.zero, data=data))
+    return Memory(*zero_bytes(weights, F32_BYTES, state, zero=zero, data=data))
 
 
 def fsdp2(recipe: Recipe, data: int) -> tuple[float, float] | None:
     """Bytes per parameter of weights, gradients and state in torch's FSDP2: between steps, and after a forward pass.
 
     None if FSDP2 is not used. A rank holds weight, gradient and state of its rows in f32, and no lower copies beside
-    them (bench/results/train_memory.md). Only ZeRO 2 keeps whole weights, in the type of computation, from the forward
-    to the backward pass, when there are no gradients.
+    them (bench/results/train_memory.md). Only ZeRO 1 and 2 keep whole weights, in the type of computation, from the
+    forward to the backward pass, when there are no gradients.
     """
     zero = recipe.parallel.zero
-    if zero < 2 or data == 1:
+    if not zero or data == 1:
         return None
     kept = F32_BYTES + OPTIMIZERS[planned_optimizer(recipe.optimizer)]
-    return (kept + F32_BYTES) / data, kept / data + (computed_bytes(recipe) if zero == 2 else 0)
+    return (kept + F32_BYTES) / data, kept / data + (computed_bytes(recipe) if zero < 3 else 0)
 
 
 def passes_kept(recipe: Recipe, split: Split, pipeline_rank: int) -> int:

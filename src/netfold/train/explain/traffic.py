@@ -129,7 +129,7 @@ def _replicas(recipe: Recipe, stages: Sequence[Sequence[Layer]], split: Split, p
     layers = [layer for stage in stages for layer in stage]
     if recipe.diloco is not None:
         return _rounds(recipe, layers, data)
-    if zero >= 2:
+    if zero:
         return _fsdp(recipe, layers, split, passes)
     limit = (recipe.parallel.bucket_mb or BUCKET_MB) * 2**20
     by_stage = [_gradients(recipe, stage) for stage in stages]
@@ -139,11 +139,7 @@ def _replicas(recipe: Recipe, stages: Sequence[Sequence[Layer]], split: Split, p
     else:
         calls = sum(len(bucket_ends(reversed(sizes), limit)) for sizes in by_stage)
     size = sum(each for sizes in by_stage for each in sizes)
-    found = [Traffic("data", "all_reduce", "gradients", data, calls, size)]
-    if zero == 1:
-        # Each rank sends the weights that it has updated.
-        found.append(Traffic("data", "broadcast", "weights", data, data, size))
-    return found
+    return [Traffic("data", "all_reduce", "gradients", data, calls, size)]
 
 
 def _gradients(recipe: Recipe, layers: Sequence[Layer]) -> list[int]:
@@ -179,11 +175,11 @@ def _fsdp(recipe: Recipe, layers: Sequence[Layer], split: Split, passes: int) ->
     ]
     size = sum(count * each for count, each in runs)
     if split.pipeline == 1:
-        gathers = passes if recipe.parallel.zero == 2 else 2 * passes
+        gathers = passes if recipe.parallel.zero < 3 else 2 * passes
     else:
         # The schedule keeps a backward pass's gathered weights until the next forward pass ends. So in any order, each
         # forward pass that follows a backward pass saves one gather.
-        gathers = 1 if recipe.parallel.zero == 2 else passes + 1
+        gathers = 1 if recipe.parallel.zero < 3 else passes + 1
     return [
         Traffic("data", "all_gather", "weights", split.data, len(units) * gathers, size * gathers),
         Traffic(
@@ -213,7 +209,7 @@ def _all(recipe: Recipe, layers: Sequence[Layer], split: Split) -> list[Traffic]
     """Decisions and checks of the whole job, a few numbers each."""
     if split.ranks == 1:
         return []
-    ranks, fsdp = split.ranks, recipe.parallel.zero >= 2 and split.data > 1
+    ranks, fsdp = split.ranks, recipe.parallel.zero > 0 and split.data > 1
     # Under [diloco] the ranks of one copy of the model vote in every step, and all ranks once a round.
     every = 1 if recipe.diloco is None else recipe.diloco.every
     island = ranks if recipe.diloco is None else split.pipeline * split.tensor
@@ -232,6 +228,9 @@ def _all(recipe: Recipe, layers: Sequence[Layer], split: Split) -> list[Traffic]
         found.append(Traffic("all", "all_reduce", "which examples cannot be read", copy, 1, size))
     if recipe.training.precision == "f16":
         found.append(Traffic("all", "all_reduce", "whether gradients overflow", ranks, 1, 4))
+        if fsdp:
+            # DTensor makes another one over the mesh of the first gradient.
+            found.append(Traffic("data", "all_reduce", "whether gradients overflow", split.data, 1, 4))
     parts = split.pipeline * split.tensor > 1 or fsdp
     parts |= recipe.parallel.embeddings != "replicated" and split.data > 1
     if recipe.training.clip is not None and parts:

@@ -17,7 +17,6 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from netfold.train.model import Replica
 from netfold.train.optimizer_step import OptimizerStep
-from netfold.train.optimizers import local_optimizer
 
 Metadata = Mapping[str, TensorStorageMetadata]
 Parameters = Mapping[str, nn.Parameter]
@@ -33,12 +32,11 @@ def collect_state(
     between data-parallel ranks, so one of them saves its own. Raises TypeError if the optimizer keeps anything but
     tensors for a parameter.
     """
-    local = local_optimizer(optimizer)
     tensors = {f"model.{name}": replica.as_shard(name, each.detach()) for name, each in parameters.items()}
     if buffers:
         tensors |= {f"buffer.{name}": buffer for name, buffer in named_buffers(replica)}
     for name, parameter in parameters.items():
-        for key, value in local.state.get(parameter, {}).items():
+        for key, value in optimizer.state.get(parameter, {}).items():
             # None: the optimizer has not made this state yet.
             if value is not None and not isinstance(value, Tensor):
                 raise TypeError(f"the optimizer keeps {key} of {name} as {type(value).__name__}; it must be a tensor")
@@ -58,7 +56,7 @@ class StateToLoad:
     """The tensors that this rank loads from a checkpoint: fill `tensors`, then call `adopt`.
 
     Parameters and buffers are filled in place. The optimizer's state is allocated by the checkpoint's list, so no
-    optimizer step is needed first, and a ZeRO 1 rank loads only the state that it owns.
+    optimizer step is needed first.
     """
 
     def __init__(
@@ -70,7 +68,7 @@ class StateToLoad:
         update: OptimizerStep,
     ) -> None:
         """`parameters`: as for `collect_state`."""
-        self._optimizer, self._update = local_optimizer(optimizer), update
+        self._optimizer, self._update = optimizer, update
         self.tensors = {f"model.{name}": replica.as_shard(name, each.detach()) for name, each in parameters.items()}
         self.tensors |= {f"buffer.{name}": buffer for name, buffer in named_buffers(replica)}
         self._states: dict[nn.Parameter, dict[str, Tensor]] = {}

@@ -30,8 +30,7 @@ class LayerWise(Optimizer, ABC):
     def __init__(self, params: ParamsT, defaults: dict[str, Any]) -> None:
         super().__init__(params, defaults)
         self.cut: Mapping[Tensor, Sequence[dist.ProcessGroup]] = {}
-        """The groups among which a parameter was cut: for plain tensors that are parts (a DTensor has its own mesh),
-        also for parameters that other ranks step on. All ranks of a group must have the same list."""
+        """The groups among which a parameter was cut, for plain tensors that are parts (a DTensor has its own mesh)."""
 
     def __getstate__(self) -> dict[str, Any]:
         # torch's own method omits unknown attributes; a copy would take parts for wholes. Groups cannot be copied.
@@ -53,12 +52,11 @@ class LayerWise(Optimizer, ABC):
         self, held: Mapping[Tensor, Any], directions: Mapping[Tensor, Tensor]
     ) -> dict[Tensor, tuple[float, float]]:
         """(norm of the weights, norm of the direction) of every layer."""
-        layers = [w for w in dict.fromkeys([*self.cut, *held]) if w.ndim > 1]
-        # An empty tensor for parameters that other ranks step on, and for missing gradients.
-        weights = [w if w in held else local(w).new_zeros(0) for w in layers]
+        layers = [w for w in held if w.ndim > 1]
+        # An empty tensor for missing gradients.
         others = [directions[w] if w in directions else local(w).new_zeros(0) for w in layers]
         cut = [self.cut[w] if w in self.cut else axes(w) for w in layers]
-        norms = whole_norms([*weights, *others], [*cut, *cut])
+        norms = whole_norms([*layers, *others], [*cut, *cut])
         return dict(zip(layers, zip(norms[: len(layers)], norms[len(layers) :], strict=True), strict=True))
 
     @abstractmethod

@@ -41,7 +41,7 @@ def parallelise(model: Model, recipe: Recipe, mesh: Mesh, examples: Examples | N
     parts = Shards()
     tensor.cut(model, recipe.parallel, mesh, parts)
     embeddings.shard_embeddings(model, recipe, mesh, parts)
-    if zero_level(recipe, mesh) < 2:
+    if not zero_level(recipe, mesh):
         tensor.localise(model.module)
     plan = Plan(model, recipe, mesh, examples) if mesh.pipeline.size > 1 else None
     divisions = mesh.data.size * (recipe.training.accumulate if plan is None else plan.microbatches)

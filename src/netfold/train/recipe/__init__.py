@@ -98,7 +98,7 @@ class Parallel(Section):
     data: PositiveInt | None = None
     """Without it: the number of ranks divided by pipeline x tensor."""
     zero: Literal[0, 1, 2, 3] = 0
-    """Data-parallel ranks split: 1 the optimizer's state, 2 gradients too, 3 weights too (Rajbhandari 2020)."""
+    """Data-parallel ranks split: 1 and 2 the optimizer's state and gradients, 3 weights too (Rajbhandari 2020)."""
     bucket_mb: PositiveFloat | None = None
     """MiB of gradients that are sent together. Without it: 64."""
     batch_norm: PositiveInt = 1

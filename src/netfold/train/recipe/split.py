@@ -81,7 +81,7 @@ def split(recipe: Recipe, ranks: int) -> Split:
 
 
 def check_buckets(parallel: Parallel, data: int) -> list[str]:
-    if parallel.zero < 2 or data == 1 or parallel.bucket_mb is None:
+    if not parallel.zero or data == 1 or parallel.bucket_mb is None:
         return []
     return [
         f"parallel.bucket_mb is {parallel.bucket_mb:g}, but with parallel.zero = {parallel.zero} a layer's gradients "
@@ -137,10 +137,10 @@ def _check_pipeline(recipe: Recipe, microbatches: int) -> list[str]:
             f"training.accumulate is {accumulate}, but a pipeline cuts a batch into microbatches: "
             f"leave it out and set parallel.microbatches = {microbatches * accumulate}"
         )
-    if schedule in SPLIT_BACKWARD and parallel.zero >= 2:
+    if schedule in SPLIT_BACKWARD and parallel.zero:
         found.append(
             f"parallel.schedule is {schedule!r}, which cannot go with parallel.zero = {parallel.zero}: FSDP "
-            "would miss the gradients of weights, which are computed later; set zero = 1, or take 'interleaved'"
+            "would miss the gradients of weights, which are computed later; set zero = 0, or take 'interleaved'"
         )
     if schedule in SPLIT_BACKWARD and parallel.embeddings != "replicated":
         found.append(
