@@ -42,22 +42,16 @@ class LayerWise(Optimizer, ABC):
         held = {w: group for group in self.param_groups for w in group["params"]}
         settle(held)
         directions = {w: self._direction(w, group) for w, group in held.items() if w.grad is not None}
-        norms = self._norms(held, directions)
-        for w, direction in directions.items():
-            weight, other = norms.get(w, (0.0, 0.0))
-            rate = self._rate(weight, other, held[w]) if weight > 0 and other > 0 else 1.0
-            self._move(w, direction, rate, held[w])
-
-    def _norms(
-        self, held: Mapping[Tensor, Any], directions: Mapping[Tensor, Tensor]
-    ) -> dict[Tensor, tuple[float, float]]:
-        """(norm of the weights, norm of the direction) of every layer."""
         layers = [w for w in held if w.ndim > 1]
         # An empty tensor for missing gradients.
         others = [directions[w] if w in directions else local(w).new_zeros(0) for w in layers]
         cut = [self.cut[w] if w in self.cut else axes(w) for w in layers]
-        norms = whole_norms([*layers, *others], [*cut, *cut])
-        return dict(zip(layers, zip(norms[: len(layers)], norms[len(layers) :], strict=True), strict=True))
+        found = whole_norms([*layers, *others], [*cut, *cut])
+        norms = dict(zip(layers, zip(found[: len(layers)], found[len(layers) :], strict=True), strict=True))
+        for w, direction in directions.items():
+            weight, other = norms.get(w, (0.0, 0.0))
+            rate = self._rate(weight, other, held[w]) if weight > 0 and other > 0 else 1.0
+            self._move(w, direction, rate, held[w])
 
     @abstractmethod
     def _direction(self, w: Tensor, group: dict[str, Any]) -> Tensor:

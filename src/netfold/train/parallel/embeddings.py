@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from netfold.train.mesh import Axis, Mesh
 from netfold.train.model import Model
-from netfold.train.parallel.shards import Shards, balanced
+from netfold.train.parallel.shards import Shards
 from netfold.train.recipe import Recipe
 from netfold.train.recipe.errors import RecipeError
 from netfold.train.recipe.split import check_embeddings
@@ -102,7 +102,7 @@ class ShardedEmbeddings(nn.Module):
         super().__init__()
         self.rows, self.width, self._axis, self._by_row = whole.rows, whole.width, axis, by_row
         # Of each table: the first of the ranks that hold it, and the rows that each of them holds.
-        self._firsts = [0] * len(self.rows) if by_row else balanced(self.rows, axis.size)
+        self._firsts = [0] * len(self.rows) if by_row else _balanced(self.rows, axis.size)
         self._runs = [-(-rows // axis.size) for rows in self.rows] if by_row else list(self.rows)
         # An empty tensor in the module's dtype and on its device, for a rank without tables.
         self.register_buffer("nothing", next(whole.parameters()).detach().new_empty(0, self.width), persistent=False)
@@ -162,3 +162,12 @@ class ShardedEmbeddings(nn.Module):
 def _weights(tables: nn.ModuleDict) -> dict[int, Tensor]:
     """The weights by the number of their table."""
     return {int(number): cast(nn.Embedding, table).weight for number, table in tables.items()}
+
+
+def _balanced(sizes: Sequence[int], bins: int) -> list[int]:
+    """A bin for each size: the largest size first, each to the bin with the smallest sum so far."""
+    load, chosen = [0] * bins, [0] * len(sizes)
+    for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):
+        chosen[index] = load.index(min(load))
+        load[chosen[index]] += sizes[index]
+    return chosen

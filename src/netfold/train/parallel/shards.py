@@ -27,12 +27,3 @@ class Shards:
         mesh, placements, shape = self._parts[name]
         stride = torch.empty(shape, device="meta").stride()
         return DTensor.from_local(tensor, mesh, placements, run_check=False, shape=shape, stride=stride)
-
-
-def balanced(sizes: Sequence[int], bins: int) -> list[int]:
-    """A bin for each size: the largest size first, each to the bin with the smallest sum so far."""
-    load, chosen = [0] * bins, [0] * len(sizes)
-    for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):
-        chosen[index] = load.index(min(load))
-        load[chosen[index]] += sizes[index]
-    return chosen
