@@ -54,7 +54,7 @@ class Held(Callback):
     def on_step(self, event: Any) -> None:
         found = self._storages()
         self.after_step, self.grown = sum(found.values()), own_bytes() - self.before
-        if self._trainer.recipe.parallel.zero < 2:
+        if not self._trainer.recipe.parallel.zero:
             # DDP's buckets, of which gradients are views, stay when `zero_grad` drops the views.
             self._buckets = storages(parameter.grad for _, parameter in self._trainer.replica.named_parameters())
 
@@ -63,9 +63,7 @@ class Held(Callback):
             self.after_forward = sum({**self._buckets, **self._storages()}.values())
 
     def _storages(self) -> dict[int, int]:
-        from netfold.train.optimizers import local_optimizer
-
-        optimizer = local_optimizer(self._trainer.optimizer)
+        optimizer = self._trainer.optimizer
         # What the module has now, which may be gathered, and what the optimizer steps on.
         parameters = [*self._trainer.replica.modules[0].parameters()]
         parameters += [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -132,12 +130,12 @@ most. The first lines of the script say what is counted. Load does not change wh
 
 {driver.table("ranks d | ZeRO | paper | after a step | end of forward | process grew by", rows)}
 
-ZeRO 0 and 1 are the paper's: 2 bytes of bf16 weight, 2 of gradient, 12 of f32 weight and moments. ZeRO 1 shares the 12
-bytes out as whole parameters, so the fullest rank is a little above the mean.
+ZeRO 0 holds f32 weights, gradients and moments, and from the forward to the backward pass a bf16 copy of the weights.
 
-ZeRO 2 is not the paper's: FSDP2 has no bf16 weights beside f32 ones. Of its rows a rank holds 4 bytes of weight, 4 of
-gradient (reduced in bf16, kept in f32) and 8 of moments: 16/d between steps, with ZeRO 2 as with 3. The paper's 2 whole
-bytes of bf16 weight exist from the forward to the backward pass alone, when there are no gradients: 2 + 12/d. In the
+ZeRO 1 and 2 are not the paper's: FSDP2 has no bf16 weights beside f32 ones. Of its rows a rank holds 4 bytes of weight,
+4 of gradient (reduced in bf16, kept in f32) and 8 of moments: 16/d between steps, with ZeRO 1 and 2 as with 3. The
+paper's 2 whole bytes of bf16 weight exist from the forward to the backward pass alone, when there are no gradients:
+2 + 12/d. In the
 backward pass each layer's gathered weights go as its gradients come: a rank never holds more than 2 + 16/d and one
 layer's whole gradients. ZeRO 3 has one layer gathered at a time, and none at the end of the forward pass: 12/d.
 

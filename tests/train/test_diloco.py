@@ -239,12 +239,12 @@ def _twin(mesh: Any, lr: float, momentum: float) -> dict[str, Any]:
         DiLoCo(every=EVERY, lr=lr, momentum=momentum),
         mesh.data,
     )
-    diloco.BUFFER_BYTES = whole
     with torch.no_grad():
         for step in range(STEPS):
             for name, w in held.items():
                 local(w).add_(torch.tensor(_moved(name, mesh.data.rank, step)))
             rounds.end_step(step + 1)
+    diloco.BUFFER_BYTES = whole
     return {name: local(w).detach().numpy() for name, w in held.items()}
 
 

@@ -25,6 +25,7 @@ BLOCKS = ("all_gather", "reduce_scatter", "all_to_all")
 RECIPES: dict[str, Table] = {
     "data": changed(GPT, training={"accumulate": 2, "clip": 1.0}, parallel={"bucket_mb": 0.01}),
     "zero 1 in bf16": changed(GPT, training={"precision": "bf16"}, parallel={"zero": 1}),
+    "zero 3 in f16": changed(GPT, training={"precision": "f16"}, parallel={"zero": 3}),
     "zero 2": changed(GPT, training={"accumulate": 2}, parallel={"zero": 2}),
     "zero 3 of lars, tensor": changed(
         GPT, training={"accumulate": 2, "clip": 1.0}, optimizer={"name": "lars"}, parallel={"zero": 3, "tensor": 2}

@@ -9,10 +9,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from netfold.train.optimizer_step import GROWS_AFTER_STEPS, INITIAL, LossScale
+from netfold.train.optimizer_step import OptimizerStep
 from netfold.train.precision import DTYPES, Precision
 
 LR = 2.0**-12
+# Of torch.amp.GradScaler.
+INITIAL = 2.0**16
+GROWS_AFTER_STEPS = 2000
 
 
 @pytest.fixture
@@ -110,21 +113,47 @@ def test_gradients_are_divided_by_the_loss_scale_in_f32() -> None:
     assert module.weight.item() == -(2.0**-40)
 
 
+def scaled(*gradients: Tensor) -> tuple[OptimizerStep, list[bool]]:
+    """Step once on each gradient, which is that of one f16 run: whether steps were skipped."""
+    from surviving import toy_recipe
+
+    from netfold.train.mesh import Mesh
+
+    class Held:
+        def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+            return iter([("weight", weight)])
+
+    weight = nn.Parameter(torch.zeros(3))
+    recipe = toy_recipe(training={"precision": "f16"})
+    step = OptimizerStep(Held(), torch.optim.SGD([weight], lr=1.0), recipe, Mesh(recipe.parallel))  # type: ignore[arg-type]
+    skipped = []
+    for gradient in gradients:
+        weight.grad = gradient.clone()
+        step.step(1.0)
+        skipped.append(step.skipped)
+    return step, skipped
+
+
 def test_the_loss_scale_falls_at_once_and_rises_after_many_good_steps(alone: None) -> None:
-    scale, good, bad = LossScale(), [torch.ones(3)], [torch.ones(3), torch.tensor([1.0, float("inf")])]
-    assert not scale.overflowed(good)
-    assert scale.overflowed(bad) and scale.overflowed([torch.tensor([float("nan")], dtype=torch.float16)])
-    assert scale.value == INITIAL / 4
-    scale.load_state_dict({**scale.state_dict(), "loss_scale_good_steps": GROWS_AFTER_STEPS - 1})
-    assert not scale.overflowed(good)
-    assert scale.value == INITIAL / 2
-    again = LossScale()
-    again.load_state_dict(scale.state_dict())
-    assert again.state_dict() == scale.state_dict() == {"loss_scale": INITIAL / 2, "loss_scale_good_steps": 0}
+    good, bad = torch.ones(3), torch.tensor([1.0, float("inf"), 1.0])
+    step, skipped = scaled(good, bad, torch.full((3,), float("nan")))
+    assert skipped == [False, True, True]
+    assert step.loss_scale == INITIAL / 4
+    step.load_state_dict({**step.state_dict(), "_growth_tracker": GROWS_AFTER_STEPS - 1})
+    (parameter,) = step.optimizer.param_groups[0]["params"]
+    parameter.grad = good
+    step.step(1.0)
+    assert step.loss_scale == INITIAL / 2
+    again, _ = scaled()
+    again.load_state_dict(step.state_dict())
+    assert again.state_dict() == step.state_dict()
+    assert again.loss_scale == INITIAL / 2
 
 
 def test_gradients_that_overflow_without_a_scale_end_training_with_what_to_try(alone: None) -> None:
-    scale = LossScale()
-    scale.load_state_dict({"loss_scale": 1.0, "loss_scale_good_steps": 5})
+    step, _ = scaled()
+    step.load_state_dict({**step.state_dict(), "scale": 1.0})
+    (parameter,) = step.optimizer.param_groups[0]["params"]
+    parameter.grad = torch.full((3,), float("inf"))
     with pytest.raises(ArithmeticError, match=r'loss scale of 1.*try training.precision = "bf16"'):
-        scale.overflowed([torch.tensor([float("inf")])])
+        step.step(1.0)

@@ -20,7 +20,7 @@ SPLITS: dict[str, dict[str, Any]] = {
     "data x pipeline, ZeRO 1": {"data": 2, "pipeline": 2, "microbatches": 4, "zero": 1},
     "data x pipeline, ZeRO 2": {"data": 2, "pipeline": 2, "microbatches": 4, "zero": 2},
     "data x pipeline, ZeRO 3, interleaved": {"data": 2, "pipeline": 2, "zero": 3, "schedule": "interleaved"},
-    "data x pipeline, ZeRO 1, zero bubble": {"data": 2, "pipeline": 2, "zero": 1, "schedule": "zero-bubble"},
+    "data x pipeline, zero bubble": {"data": 2, "pipeline": 2, "schedule": "zero-bubble"},
     "pipeline x tensor": {"pipeline": 2, "tensor": 2, "microbatches": 4},
     "pipeline x tensor by rows, zero bubble": {
         "pipeline": 2,

@@ -18,6 +18,7 @@ SPLITS: dict[str, tuple[int, int, dict[str, Any]]] = {
     # layers, ranks, parallel
     "pipeline": (2, 2, {"pipeline": 2}),
     "pipeline x data": (2, 4, {"pipeline": 2, "data": 2}),
+    "zero 2": (2, 2, {"data": 2, "zero": 2}),
     "pipeline x zero 1": (2, 4, {"pipeline": 2, "data": 2, "zero": 1}),
     "pipeline x zero 3": (2, 4, {"pipeline": 2, "data": 2, "zero": 3}),
     "interleaved": (4, 2, {"pipeline": 2, "schedule": "interleaved"}),

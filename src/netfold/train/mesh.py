@@ -9,6 +9,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._utils import _flatten_dense_tensors, _take_tensors, _unflatten_dense_tensors
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from netfold.train.recipe import Parallel
@@ -59,16 +60,20 @@ def own_group(ranks: Sequence[list[int]]) -> dist.ProcessGroup:
     return cast(dist.ProcessGroup, groups_of(list(ranks))[0])
 
 
+def in_runs(tensors: Sequence[Tensor], limit_bytes: int) -> list[list[Tensor]]:
+    """The tensors in runs of one dtype and at most `limit_bytes`; a larger tensor is a run of its own."""
+    runs: list[list[Tensor]] = list(_take_tensors(tensors, limit_bytes))  # type: ignore[no-untyped-call]
+    return runs
+
+
 def all_reduce_together(tensors: Sequence[Tensor], group: dist.ProcessGroup, divisor: int = 1) -> None:
     """Replace each tensor by its sum over the group, divided by `divisor`: one all_reduce for each dtype.
 
     Collective over the group; needs one copy of the tensors.
     """
-    for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
-        same = [tensor for tensor in tensors if tensor.dtype == dtype]
-        flat = torch.cat([tensor.flatten() for tensor in same])
+    for same in in_runs(tensors, 2**63):
+        flat: Tensor = _flatten_dense_tensors(same)  # type: ignore[no-untyped-call]
         dist.all_reduce(flat, group=group)
         if divisor > 1:
             flat /= divisor
-        for tensor, total in zip(same, torch.split(flat, [tensor.numel() for tensor in same]), strict=True):
-            tensor.copy_(total.view_as(tensor))
+        torch._foreach_copy_(same, _unflatten_dense_tensors(flat, same))  # type: ignore[no-untyped-call]

@@ -65,7 +65,7 @@ class Model:
 
 
 class EqualWeights:
-    """A loss that, while `on`, checks that it weights all samples equally, so that training may divide a batch.
+    """A loss that checks that it weights all samples equally, so that training may divide a batch.
 
     Ranks, microbatches and parts of a batch are averaged with equal weights. A mean over unequal numbers of items per
     sample (such as tokens that are not padding) would silently weight a token by the other samples of its part.
@@ -77,13 +77,11 @@ class EqualWeights:
         self._loss = loss
         self._calls = 0
         self._one: tuple[Tensor, Tensor] | None = None
-        self.on = False
 
     def __call__(self, output: Tensor, target: Tensor) -> Tensor:
-        if self.on:
-            self._calls += 1
-            if self._calls <= CALLS_TRIED or self._calls % EVERY == 0:
-                self._check(output.detach(), target)
+        self._calls += 1
+        if self._calls <= CALLS_TRIED or self._calls % EVERY == 0:
+            self._check(output.detach(), target)
         return self._loss(output, target)
 
     def _check(self, output: Tensor, target: Tensor) -> None:
@@ -120,7 +118,7 @@ class Replica(Protocol):
     """One for each stage on this rank. Together, all ranks' modules have the parameter names of the whole model."""
 
     notes: list[str]
-    """Choices and their reasons, for people. The reader empties the list."""
+    """Choices and their reasons, for people."""
 
     as_shard: Callable[[str, Tensor], Tensor]
     """(name, tensor) -> the tensor as a part of the whole: a DTensor, or the tensor itself if it is whole or a DTensor.

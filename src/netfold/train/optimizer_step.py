@@ -1,9 +1,8 @@
 """Everything between the backward pass and the next batch: unscale, clip, step, and DiLoCo's rounds.
 
 Clipping: by the norm of the whole model's gradient (Pascanu, Mikolov, Bengio 2013). Loss scaling keeps small gradients
-above f16's rounding to zero (Micikevicius et al. 2018, section 3.2). Its constants are those of
-torch.amp.GradScaler. GradScaler itself does not fit: it refuses f16 gradients, which it would divide in f16 (here they
-are f32: `Precision.use_lower_copies`), and each rank would decide alone whether a step overflowed.
+above f16's rounding to zero (Micikevicius et al. 2018, section 3.2). It is torch's ShardedGradScaler: one all_reduce of
+4 bytes over the world, so that all ranks leave the same steps out.
 """
 
 from __future__ import annotations
@@ -15,16 +14,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 from netfold.train.mesh import Mesh
 from netfold.train.model import Replica
 from netfold.train.optimizers.norms import local, pieces, settle, square_sum
 from netfold.train.parallel.diloco import DiLoCoRounds, is_diloco_key
 from netfold.train.recipe import Recipe
-
-INITIAL = 2.0**16
-GROWS_AFTER_STEPS = 2000
 
 
 class OptimizerStep:
@@ -40,8 +36,8 @@ class OptimizerStep:
     ) -> None:
         """island: `Mesh.island`, which `diloco` needs; made here if not given. Collective over the world."""
         self.optimizer = optimizer
-        self._replica = replica
-        self._scale = LossScale() if recipe.training.precision == "f16" else None
+        # Its default group is that of the time of import.
+        self._scaler = ShardedGradScaler("cpu", enabled=recipe.training.precision == "f16", process_group=None)
         limit, diloco = recipe.training.clip, recipe.diloco
         if diloco is not None and island is None:
             island = mesh.island()
@@ -53,27 +49,29 @@ class OptimizerStep:
     @property
     def loss_scale(self) -> float:
         """The factor of the next losses before their backward pass, and so of the gradients that `step` takes."""
-        return 1.0 if self._scale is None else self._scale.value
+        return float(self._scaler.scale(torch.ones(())))
 
     def step(self, lr: float) -> float | None:
         """Apply the parameters' gradients. Returns their norm before clipping, or None without clipping.
 
-        Under `diloco` the norm is that of this rank's copy of the model.
+        Under `diloco` the norm is that of this rank's copy of the model. Raises ArithmeticError on all ranks if
+        gradients overflow at a loss scale of 1.
         """
         scale = self.loss_scale
-        if self._scale is not None:
-            held = (parameter.grad for _, parameter in self._replica.named_parameters())
-            gradients = [gradient for gradient in held if gradient is not None]
-            self.skipped = self._scale.overflowed(gradients)
-            if self.skipped:
-                return None
-            for gradient in gradients:
-                local(gradient).mul_(1.0 / scale)
+        self._scaler.unscale_(self.optimizer)
         norm = self._clip.clip() if self._clip is not None else None
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        self.optimizer.step()
-        return norm
+        self._scaler.step(self.optimizer)
+        self._scaler.update()
+        # torch halves the scale after an overflow, and only then.
+        self.skipped = self.loss_scale < scale
+        if self.loss_scale < 1.0:
+            raise ArithmeticError(
+                "gradients overflow f16 at a loss scale of 1: the loss diverges, or the model needs a larger "
+                'range; try training.precision = "bf16" or a smaller optimizer.lr'
+            )
+        return None if self.skipped else norm
 
     def end_step(self, number: int) -> None:
         """End step `number` of the job (from 1), applied or left out; under `diloco` also a complete round."""
@@ -90,8 +88,7 @@ class OptimizerStep:
 
         A parameter's tensor is "<what>.<the parameter's name>".
         """
-        scale = {} if self._scale is None else self._scale.state_dict()
-        return scale if self._rounds is None else {**scale, **self._rounds.state_dict()}
+        return self._scaler.state_dict() | (self._rounds.state_dict() if self._rounds is not None else {})
 
     def wanted(self, saved: Iterable[str]) -> set[str]:
         """Select the tensors of a checkpoint that `load_state_dict` needs on this rank."""
@@ -101,8 +98,8 @@ class OptimizerStep:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load after the weights. State that the checkpoint lacks (other precision, no `diloco`) stays initial."""
-        if self._scale is not None and "loss_scale" in state:
-            self._scale.load_state_dict(state)
+        if "scale" in state:
+            self._scaler.load_state_dict(state)
         if self._rounds is not None:
             self._rounds.load_state_dict(state)
 
@@ -148,43 +145,3 @@ class Clip:
             for gradient in gradients.values():
                 local(gradient).mul_(self._limit / norm)
         return norm
-
-
-class LossScale:
-    """The factor that losses are multiplied by: doubled after 2000 good steps in a row, halved by an overflow."""
-
-    def __init__(self) -> None:
-        self.value = INITIAL
-        """A power of two: dividing by it is exact."""
-        self._good_steps = 0
-
-    def overflowed(self, gradients: Iterable[Tensor]) -> bool:
-        """Whether any rank's gradients hold a number that is not finite; also sets the next step's scale.
-
-        Collective over the world: one all_reduce of one number, so all ranks leave the same steps out. Raises
-        ArithmeticError on all ranks if gradients overflow at a scale of 1.
-        """
-        parts = [part for part in map(local, gradients) if part.numel()]
-        # The largest magnitude is infinite or NaN exactly if one element is; unlike a sum, it cannot overflow.
-        largest = torch.nn.utils.get_total_norm(parts, float("inf"))
-        found = torch.logical_not(torch.isfinite(largest)).to(torch.int32).reshape(1)
-        dist.all_reduce(found, op=dist.ReduceOp.MAX)
-        overflowed = bool(found)
-        if overflowed:
-            self.value, self._good_steps = self.value / 2, 0
-            if self.value < 1.0:
-                raise ArithmeticError(
-                    "gradients overflow f16 at a loss scale of 1: the loss diverges, or the model needs a larger "
-                    'range; try training.precision = "bf16" or a smaller optimizer.lr'
-                )
-        else:
-            self._good_steps += 1
-            if self._good_steps == GROWS_AFTER_STEPS:
-                self.value, self._good_steps = self.value * 2, 0
-        return overflowed
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"loss_scale": self.value, "loss_scale_good_steps": self._good_steps}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.value, self._good_steps = float(state["loss_scale"]), int(state["loss_scale_good_steps"])

@@ -11,7 +11,7 @@ import contextlib
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -35,7 +35,7 @@ from netfold.train.fault_tolerance.recovery import Recovery
 from netfold.train.fault_tolerance.stop import StopRequest
 from netfold.train.fault_tolerance.straggler import Straggler, StragglerError
 from netfold.train.mesh import Mesh
-from netfold.train.model import EqualWeights, Model
+from netfold.train.model import Model
 from netfold.train.models import make_model
 from netfold.train.optimizer_step import OptimizerStep
 from netfold.train.optimizers import learning_rate, make_optimizer, undecayed
@@ -84,16 +84,10 @@ class Trainer:
         self.mesh = Mesh(recipe.parallel)
         self.data = data or make_data(recipe.data)
         torch.manual_seed(recipe.training.seed)
-        made = model or make_model(recipe.model)
-        parts = (recipe.parallel.microbatches or 2) if recipe.parallel.pipeline > 1 else recipe.training.accumulate
-        # A loss over one undivided batch needs no check.
-        loss = EqualWeights(made.loss) if self.mesh.data.size * parts > 1 else None
-        self.model = made if loss is None else replace(made, loss=loss)
+        self.model = model or make_model(recipe.model)
         self._parameters = sum(parameter.numel() for parameter in self.model.module.parameters())
         without_decay = undecayed(self.model.module)
         self.replica = parallelise(self.model, recipe, self.mesh, self.data.train)
-        if loss is not None:
-            loss.on = True  # Only now: `parallelise` may have measured the time of the loss.
         self.optimizer = make_optimizer(self.replica, recipe, self.mesh, without_decay)
         self._island = self.mesh.island() if recipe.diloco is not None else None
         self.update = OptimizerStep(self.replica, self.optimizer, recipe, self.mesh, self._island)
@@ -105,7 +99,7 @@ class Trainer:
         self.samples = 0
         """The position in the data: samples taken so far, whatever the batch was in earlier runs."""
         self._batch: Batch | None = None
-        self._early_notes: list[tuple[str, str]] = []
+        self._early_notes = [("info", text) for text in self.replica.notes]
         self._started = False
         self._replacer: BadExampleReplacer | None = None
         if recipe.fault_tolerance.missing_data == "skip":
@@ -212,9 +206,6 @@ class Trainer:
         self._started = True
         for level, text in self._early_notes:
             self._note(level, text)
-        for text in self.replica.notes:
-            self._note("info", text)
-        self.replica.notes.clear()
 
     def _one_step(self, batches: Prefetcher) -> StepVote:
         began_s = time.perf_counter()
@@ -240,22 +231,11 @@ class Trainer:
             checkpoint_failed=self.recovery is not None and self.recovery.failed(),
             group=self._island,
         )
-        norm: float | None = None
-        if result.not_finite:
-            problem = what_is_bad(self.step + 1, loss, bad, self._island)
-            if self._island is not None:
-                # Other islands do not know of it, and wait for no rank before the end of the round.
-                self._round_problems.append(problem)
-                if self._buffers is not None:
-                    self._buffers.restore()
-                skipped = True
-            else:
-                skipped = self._leave_out(problem)
-            if not skipped:
-                return result
-        else:
-            norm = self.update.step(lr)
-            skipped = self.update.skipped
+        norm, skipped = None, True
+        if not result.not_finite:
+            norm, skipped = self.update.step(lr), self.update.skipped
+        elif not self._leave_out(what_is_bad(self.step + 1, loss, bad, self._island)):
+            return result  # Training is back at a checkpoint.
         self.step += 1
         self.update.end_step(self.step)
         self.samples += self.batch
@@ -267,8 +247,11 @@ class Trainer:
             self._note("warning", f"{text}; another example is taken instead (fault_tolerance.missing_data)")
         if self._straggler is not None:
             slow = self._straggler.stepped(began_s, data_s, gradients_s, may_compare=self._all_ranks_vote())
+            if slow is not None and self.recipe.fault_tolerance.straggler == "stop":
+                self._save()
+                raise StragglerError(f"step {self.step}: {slow}; fault_tolerance.straggler is 'stop'")
             if slow is not None:
-                self._slow(slow)
+                self._note("warning", slow)
         return result
 
     def _all_ranks_vote(self) -> bool:
@@ -288,18 +271,28 @@ class Trainer:
             dist.all_gather_object(found, self._round_problems)
             self._round_problems = []
             self.update.settle()
-            self._leave_out("; ".join(dict.fromkeys(text for texts in found for text in texts)))
+            # The round's steps are counted already.
+            self._react("; ".join(dict.fromkeys(text for texts in found for text in texts)), self.step, samples=0)
         else:
             self._non_finite.fine(self.step)
         return votes
 
     def _leave_out(self, problem: str) -> bool:
         """Handle a step with bad numbers. True: it counts as done. False: training is back at the last checkpoint."""
-        # Under [diloco] this is called after the round, whose steps are counted already.
-        counted = self._island is not None
-        if self._non_finite.bad(self.step + (0 if counted else 1), problem) == "skip":
-            if self._buffers is not None and not counted:
-                self._buffers.restore()
+        if self._buffers is not None:
+            self._buffers.restore()
+        if self._island is not None:
+            # Other islands do not know of it, and wait for no rank before the end of the round.
+            self._round_problems.append(problem)
+            return True
+        return self._react(problem, self.step + 1, samples=self.batch)
+
+    def _react(self, problem: str, step: int, *, samples: int) -> bool:
+        """Follow fault_tolerance.non_finite, on all ranks alike; returns as `_leave_out`.
+
+        samples: those of the bad step, if they are not counted yet.
+        """
+        if self._non_finite.bad(step, problem) == "skip":
             self._note("warning", f"{problem}; the step is left out (fault_tolerance.non_finite)")
             return True
         position = self.recovery.back() if self.recovery is not None else None
@@ -307,7 +300,7 @@ class Trainer:
             raise NonFiniteError(f"{problem}; there is no checkpoint yet to go back to (checkpoint.every)")
         # Weights go back, but the data continues after the bad batch, which would cause the same again (as in PaLM,
         # Chowdhery 2022, section 5.1).
-        self.samples += 0 if counted else self.batch
+        self.samples += samples
         self._note(
             "warning",
             f"{problem}; training goes back to the weights of step {position.step}, and continues with sample "
@@ -315,12 +308,6 @@ class Trainer:
         )
         self.step = position.step
         return False
-
-    def _slow(self, text: str) -> None:
-        if self.recipe.fault_tolerance.straggler == "stop":
-            self._save()
-            raise StragglerError(f"step {self.step}: {text}; fault_tolerance.straggler is 'stop'")
-        self._note("warning", text)
 
     def _save(self) -> None:
         if self.recovery is not None:

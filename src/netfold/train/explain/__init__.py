@@ -59,7 +59,7 @@ def explain(recipe: Recipe, checked: ValidatedRecipe) -> Plan:
         precision=recipe.training.precision,
         tensor=split.tensor,
         styles=styles_of(model, recipe.parallel),
-        fsdp=recipe.parallel.zero >= 2 and split.data > 1,
+        fsdp=recipe.parallel.zero > 0 and split.data > 1,
     )
     counted = any(layer.operations for layer in layers)
     bounds = cut([layer.operations if counted else layer.parameters for layer in layers], split.stages)
@@ -105,12 +105,12 @@ def a_parameter(recipe: Recipe, data: int) -> Memory:
         # The weights at the start of the round, and the outer optimizer's momentum.
         moments += 2 if recipe.diloco.momentum else 1
     state = moments * F32_BYTES
-    if zero >= 2 and data > 1:
-        # A rank of FSDP2 holds weight, gradient and state of its rows in f32 (bench/results/train_memory.md). ZeRO 2
-        # also keeps whole weights in the type of computation, from the forward to the backward pass.
-        return Memory(F32_BYTES / data + (lower if zero == 2 else 0), F32_BYTES / data, state / data, 0.0)
+    if zero and data > 1:
+        # A rank of FSDP2 holds weight, gradient and state of its rows in f32 (bench/results/train_memory.md). ZeRO 1
+        # and 2 also keep whole weights in the type of computation, from the forward to the backward pass.
+        return Memory(F32_BYTES / data + (lower if zero < 3 else 0), F32_BYTES / data, state / data, 0.0)
     weights = F32_BYTES + (lower if lower != F32_BYTES else 0)
-    return Memory(weights, F32_BYTES, state / (data if zero == 1 else 1), 0.0)
+    return Memory(weights, F32_BYTES, state, 0.0)
 
 
 def passes_kept(recipe: Recipe, split: Split, pipeline_rank: int) -> int:

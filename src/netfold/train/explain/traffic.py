@@ -123,7 +123,7 @@ def _replicas(recipe: Recipe, stages: Sequence[Sequence[Layer]], split: Split) -
     if recipe.diloco is not None:
         yield from _rounds(layers, data, recipe.diloco.every)
         return
-    if zero >= 2:
+    if zero:
         yield from _fsdp(recipe, layers, split)
         return
     limit = (recipe.parallel.bucket_mb or BUCKET_MB) * 2**20
@@ -134,9 +134,6 @@ def _replicas(recipe: Recipe, stages: Sequence[Sequence[Layer]], split: Split) -
     calls = 1 if together else sum(len(bucket_ends(reversed(each), limit)) for each in sizes)
     total = sum(map(sum, sizes))
     yield Traffic("data", "all_reduce", "gradients", data, calls, total)
-    if zero == 1:
-        # Each rank sends the weights that it has updated.
-        yield Traffic("data", "broadcast", "weights", data, data, total)
 
 
 def _gradients(layers: Sequence[Layer], shared_out: bool = False) -> list[int]:
@@ -166,11 +163,11 @@ def _fsdp(recipe: Recipe, layers: Sequence[Layer], split: Split) -> Iterator[Tra
     ]
     zero = recipe.parallel.zero
     if split.pipeline == 1:
-        gathers = split.passes if zero == 2 else 2 * split.passes
+        gathers = split.passes if zero < 3 else 2 * split.passes
     else:
         # The schedule keeps a backward pass's gathered weights until the next forward pass ends. So in any order, each
         # forward pass that follows a backward pass saves one gather.
-        gathers = 1 if zero == 2 else split.passes + 1
+        gathers = 1 if zero < 3 else split.passes + 1
     gathered, scattered = (sum(size * count for size, count in elements), sum(count for _, count in elements))
     yield Traffic("data", "all_gather", "weights", split.data, len(units) * gathers, gathered * gathers)
     yield Traffic("data", "reduce_scatter", "gradients", split.data, len(units), scattered * F32_BYTES)
@@ -192,7 +189,7 @@ def _rounds(layers: Sequence[Layer], data: int, every: int) -> Iterator[Traffic]
 def _all(recipe: Recipe, layers: Sequence[Layer], split: Split) -> Iterator[Traffic]:
     """Decisions and checks of the whole job, a few numbers each."""
     ranks, copy, every = split.ranks, split.pipeline * split.tensor, 1
-    fsdp = recipe.parallel.zero >= 2 and split.data > 1
+    fsdp = recipe.parallel.zero > 0 and split.data > 1
     # Under [diloco] the ranks of one copy of the model vote in every step, and all ranks once a round.
     island = ranks
     if recipe.diloco is not None:

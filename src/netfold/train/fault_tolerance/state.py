@@ -6,7 +6,7 @@
 A weight is stored once, in f32, as the optimizer steps on it. A part of a tensor is a DTensor with its place
 (`Replica.as_shard`). A rank saves the tensors that it holds, and loads the same.
 
-torch's get_state_dict does not fit: it knows neither the stages of a pipeline, nor ZeRO 1, nor `OptimizerStep`.
+torch's get_state_dict does not fit: it knows neither the stages of a pipeline nor `OptimizerStep`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from netfold.train.model import Replica
 from netfold.train.optimizer_step import OptimizerStep
-from netfold.train.optimizers import local_optimizer
 
 Metadata = Mapping[str, TensorStorageMetadata]
 Parameters = Mapping[str, nn.Parameter]
@@ -51,19 +50,17 @@ def allocate_state(
     """(the tensors that this rank loads from a checkpoint, those of them that `update.load_state_dict` takes).
 
     Parameters, buffers and the optimizer's state are loaded in place. The checkpoint's list says which state the
-    optimizer has, so no optimizer step is needed first. A ZeRO 1 rank loads only the state that it owns.
+    optimizer has, so no optimizer step is needed first.
     """
-    local = local_optimizer(optimizer)
-    local.state.clear()
-    owned = {id(parameter) for group in local.param_groups for parameter in group["params"]}
+    optimizer.state.clear()
     of_update = update.wanted(key.removeprefix("update.") for key in saved if key.startswith("update."))
     updates: dict[str, Tensor] = {}
     for key, meta in saved.items():
         kind, _, rest = key.partition(".")
         if kind == "optimizer":
             name, _, of_state = rest.rpartition(".")
-            if name in parameters and id(parameters[name]) in owned:
-                local.state[parameters[name]][of_state] = _empty(replica, parameters, name, meta)
+            if name in parameters:
+                optimizer.state[parameters[name]][of_state] = _empty(replica, parameters, name, meta)
         elif kind == "update" and rest in of_update:
             name = rest.partition(".")[2]
             # A name that the model has and this rank does not is that of another rank's parameter.
@@ -85,7 +82,7 @@ def _model_and_optimizer(
         persistent = module.state_dict()
         tensors |= {f"buffer.{name}": each for name, each in module.named_buffers() if name in persistent}
     for name, parameter in parameters.items():
-        for key, value in local_optimizer(optimizer).state.get(parameter, {}).items():
+        for key, value in optimizer.state.get(parameter, {}).items():
             # None: the optimizer has not made this state yet.
             if value is not None and not isinstance(value, Tensor):
                 raise TypeError(f"the optimizer keeps {key} of {name} as {type(value).__name__}; it must be a tensor")

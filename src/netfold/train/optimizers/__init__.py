@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.modules.batchnorm import _NormBase
 
 from netfold.train.mesh import Mesh
 from netfold.train.model import Replica
 from netfold.train.optimizers.layerwise import LAMB, LARS, LayerWise
-from netfold.train.optimizers.norms import axes, pieces
-from netfold.train.parallel.data_parallel import shard_optimizer, zero_level
+from netfold.train.optimizers.norms import axes
+from netfold.train.parallel.data_parallel import zero_level
 from netfold.train.recipe import Optimizer, Recipe, Schedule
 
 _UNDECAYED = (nn.Embedding, nn.EmbeddingBag, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.LocalResponseNorm, _NormBase)
@@ -30,32 +28,15 @@ def make_optimizer(
     undecayed: names of parameters without weight decay (`undecayed` of the whole model), unless `optimizer.decay` is
     "all".
     """
-    parts = {held: replica.as_shard(name, held.detach()) for name, held in replica.named_parameters()}
-    groups = _groups(replica, recipe.optimizer, undecayed)
-    kind: Callable[..., torch.optim.Optimizer]
     kind, options = kind_of(recipe.optimizer)
     if kind not in (LARS, LAMB):
         # foreach makes one call for all parameters. An operation on a DTensor costs about 15 us of Python, and Adam
         # makes ten per parameter.
-        options["foreach"] = zero_level(recipe, mesh) >= 2
-    if zero_level(recipe, mesh) == 1:
-        sizes = {held: part.numel() // pieces(part) for held, part in parts.items()}
-        kind = functools.partial(shard_optimizer, kind=kind, mesh=mesh, sizes=sizes)
-    made = kind(groups, **options)
-    stepping = local_optimizer(made)
-    if isinstance(stepping, LayerWise):
-        cut = {parameter: axes(part) for parameter, part in parts.items()}
-        stepping.cut = {parameter: among for parameter, among in cut.items() if among}
+        options["foreach"] = zero_level(recipe, mesh) > 0
+    made = kind(_groups(replica, recipe.optimizer, undecayed), **options)
+    if isinstance(made, LayerWise):
+        made.cut = {held: axes(replica.as_shard(name, held.detach())) for name, held in replica.named_parameters()}
     return made
-
-
-def local_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """The optimizer whose `state` holds this rank's part of the state, under the replica's parameters.
-
-    Its part: of whole parameters (no ZeRO), of this rank's rows (ZeRO 2 and 3: DTensors), or of the parameters that
-    this rank steps on (ZeRO 1).
-    """
-    return optimizer.optim if isinstance(optimizer, ZeroRedundancyOptimizer) else optimizer
 
 
 def kind_of(asked: Optimizer) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:

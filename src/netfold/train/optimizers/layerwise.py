@@ -8,7 +8,7 @@ phi(x) = x.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -30,41 +30,28 @@ class LayerWise(Optimizer, ABC):
     def __init__(self, params: ParamsT, defaults: dict[str, Any]) -> None:
         super().__init__(params, defaults)
         self.cut: Mapping[Tensor, Sequence[dist.ProcessGroup]] = {}
-        """The groups among which a parameter was cut: for plain tensors that are parts (a DTensor has its own mesh),
-        also for parameters that other ranks step on. All ranks of a group must have the same list."""
+        """The groups among which a parameter was cut, for plain tensors that are parts (a DTensor has its own mesh)."""
 
     def __getstate__(self) -> dict[str, Any]:
         # torch's own method omits unknown attributes; a copy would take parts for wholes. Groups cannot be copied.
         return {**super().__getstate__(), "cut": self.cut}
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Collective over the ranks that hold parts of a parameter."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+    def step(self) -> None:  # type: ignore[override]
+        """Collective over the ranks that hold parts of a parameter. Takes no closure."""
         held = {w: group for group in self.param_groups for w in group["params"]}
         settle(held)
         directions = {w: self._direction(w, group) for w, group in held.items() if w.grad is not None}
-        norms = self._norms(held, directions)
+        layers = [w for w in held if w.ndim > 1]
+        # An empty tensor for missing gradients.
+        others = [directions[w] if w in directions else local(w).new_zeros(0) for w in layers]
+        cut = [self.cut[w] if w in self.cut else axes(w) for w in layers]
+        found = whole_norms([*layers, *others], [*cut, *cut])
+        norms = dict(zip(layers, zip(found[: len(layers)], found[len(layers) :], strict=True), strict=True))
         for w, direction in directions.items():
             weight, other = norms.get(w, (0.0, 0.0))
             rate = self._rate(weight, other, held[w]) if weight > 0 and other > 0 else 1.0
             self._move(w, direction, rate, held[w])
-        return loss
-
-    def _norms(
-        self, held: Mapping[Tensor, Any], directions: Mapping[Tensor, Tensor]
-    ) -> dict[Tensor, tuple[float, float]]:
-        """(norm of the weights, norm of the direction) of every layer."""
-        layers = [w for w in dict.fromkeys([*self.cut, *held]) if w.ndim > 1]
-        # An empty tensor for parameters that other ranks step on, and for missing gradients.
-        weights = [w if w in held else local(w).new_zeros(0) for w in layers]
-        others = [directions[w] if w in directions else local(w).new_zeros(0) for w in layers]
-        cut = [self.cut[w] if w in self.cut else axes(w) for w in layers]
-        norms = whole_norms([*weights, *others], [*cut, *cut])
-        return dict(zip(layers, zip(norms[: len(layers)], norms[len(layers) :], strict=True), strict=True))
 
     @abstractmethod
     def _direction(self, w: Tensor, group: dict[str, Any]) -> Tensor:

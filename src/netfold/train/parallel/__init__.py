@@ -6,18 +6,24 @@ that hold the same layers divide the work.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
 from netfold.train.examples import Batch, Examples
 from netfold.train.mesh import Mesh
-from netfold.train.model import Model, Replica
+from netfold.train.model import EqualWeights, Model, Replica
 from netfold.train.parallel import embeddings, tensor
 from netfold.train.parallel.batch_norm import convert_batch_norm
-from netfold.train.parallel.data_parallel import broadcast_buffers, no_sync, reshard, wrap_data_parallel, zero_level
+from netfold.train.parallel.data_parallel import (
+    broadcast_buffers,
+    reshard,
+    send_gradients,
+    wrap_data_parallel,
+    zero_level,
+)
 from netfold.train.parallel.pipeline import Pipelined
 from netfold.train.parallel.pipeline_plan import Plan
 from netfold.train.parallel.shards import Shards
@@ -35,10 +41,14 @@ def parallelise(model: Model, recipe: Recipe, mesh: Mesh, examples: Examples | N
     parts = Shards()
     tensor.cut(model, recipe.parallel, mesh, parts)
     embeddings.shard_embeddings(model, recipe, mesh, parts)
-    if zero_level(recipe, mesh) < 2:
+    if not zero_level(recipe, mesh):
         tensor.localise(model.module)
-    if mesh.pipeline.size > 1:
-        return Pipelined(model, recipe, mesh, parts, Plan(model, recipe, mesh, examples))
+    plan = Plan(model, recipe, mesh, examples) if mesh.pipeline.size > 1 else None
+    divisions = mesh.data.size * (recipe.training.accumulate if plan is None else plan.microbatches)
+    if divisions > 1:
+        model = replace(model, loss=EqualWeights(model.loss))
+    if plan is not None:
+        return Pipelined(model, recipe, mesh, parts, plan)
     return Unpipelined(model, recipe, mesh, parts)
 
 
@@ -59,12 +69,11 @@ class Unpipelined:
     def gradients(self, batch: Batch, scale: float = 1.0) -> Tensor:
         total = torch.zeros(())
         for number, part in enumerate(batch.parts(self._accumulate)):
-            last = number + 1 == self._accumulate
-            with contextlib.nullcontext() if last else no_sync(self._wrapped):
-                output = self._precision.output(self._wrapped(*self._precision.inputs(part.inputs)))
-                loss = self._loss(output, part.target) / self._accumulate
-                (loss * scale).backward()  # type: ignore[no-untyped-call]
-                total += loss.detach()
+            send_gradients(self._wrapped, number + 1 == self._accumulate)
+            output = self._precision.output(self._wrapped(*self._precision.inputs(part.inputs)))
+            loss = self._loss(output, part.target) / self._accumulate
+            (loss * scale).backward()  # type: ignore[no-untyped-call]
+            total += loss.detach()
         self._buffers_differ = True
         return total
 

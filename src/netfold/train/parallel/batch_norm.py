@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from netfold.train.mesh import Mesh, own_group
@@ -26,22 +25,18 @@ def convert_batch_norm(module: nn.Module, ranks: int, mesh: Mesh) -> None:
     """
     if problems := check_batch_norm(ranks, mesh.data.size):
         raise RecipeError(problems)
-    found = norms_of(module, ranks)
+    norms = norms_of(module, ranks)
     # New groups even if the whole data axis is one run: DDP's pending collectives on the axis's own group must not mix
     # with a layer's.
     group = own_group(mesh.device_mesh.mesh.movedim(1, -1).reshape(-1, ranks).tolist())
-    for parent, name, child in found:
-        setattr(parent, name, SubGroupBatchNorm.of(child, group))
+    for norm in norms:
+        SubGroupBatchNorm.of(norm, group)
 
 
-def norms_of(module: nn.Module, ranks: int) -> list[tuple[nn.Module, str, _BatchNorm]]:
-    """(parent, name, batch norm) for each nn.BatchNorm*d inside `module`. Raises ValueError if there is none."""
-    found: list[tuple[nn.Module, str, _BatchNorm]] = [
-        (parent, name, child)
-        for parent in module.modules()
-        for name, child in parent.named_children()
-        if isinstance(child, (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d))
-    ]
+def norms_of(module: nn.Module, ranks: int) -> list[_BatchNorm]:
+    """Every nn.BatchNorm*d inside `module`. Raises ValueError if there is none."""
+    kinds = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+    found: list[_BatchNorm] = [part for part in module.modules() if isinstance(part, kinds)]
     if not found:
         raise ValueError(f"parallel.batch_norm is {ranks}, but the model has no layer of batch norm; leave it at 1")
     return found
@@ -62,14 +57,11 @@ class SubGroupBatchNorm(_BatchNorm):
 
     @classmethod
     def of(cls, norm: _BatchNorm, group: dist.ProcessGroup) -> SubGroupBatchNorm:
-        """Take over the parameters and buffers of `norm`, which must not be used any more."""
-        made = cls(norm.num_features, norm.eps, norm.momentum, affine=False, track_running_stats=False)
-        made.affine, made.track_running_stats, made.training = norm.affine, norm.track_running_stats, norm.training
-        made.weight, made.bias = norm.weight, norm.bias
-        made.running_mean, made.running_var = norm.running_mean, norm.running_var
-        made.num_batches_tracked = norm.num_batches_tracked
-        made.group = group
-        return made
+        """Make `norm` itself such a layer, as fully_shard does: its names, tensors and hooks stay."""
+        norm.__class__ = cls
+        assert isinstance(norm, cls)
+        norm.group = group
+        return norm
 
     def _check_input_dim(self, input: Tensor) -> None:
         if input.ndim < 2:
@@ -78,10 +70,7 @@ class SubGroupBatchNorm(_BatchNorm):
     def forward(self, input: Tensor) -> Tensor:
         self._check_input_dim(input)
         if not self.training:
-            return functional.batch_norm(
-                input, self.running_mean, self.running_var, self.weight, self.bias,
-                training=self.running_mean is None, eps=self.eps,
-            )  # fmt: skip
+            return super().forward(input)
         output, mean, variance, count = cast(
             tuple[Tensor, Tensor, Tensor, Tensor],
             _Normalise.apply(input, self.weight, self.bias, self.eps, self.group),  # type: ignore[no-untyped-call]
@@ -114,12 +103,12 @@ class _Normalise(torch.autograd.Function):
         shift, scale = mean.to(wide.dtype), (variance + eps).rsqrt().to(wide.dtype)
         normal = (wide - _by_channel(shift, x)) * _by_channel(scale, x)
         ctx.save_for_backward(normal, scale, weight, count)
-        ctx.group, ctx.needs_bias = group, bias is not None
-        output = normal if weight is None else normal * _by_channel(weight.to(wide.dtype), x)
-        if bias is not None:
-            output = output + _by_channel(bias.to(wide.dtype), x)
-        # The saved tensor must not be the returned tensor.
-        output = output.clone() if output is normal else output
+        ctx.group = group
+        if weight is None or bias is None:
+            # The saved tensor must not be the returned tensor.
+            output = normal.clone()
+        else:
+            output = normal * _by_channel(weight.to(wide.dtype), x) + _by_channel(bias.to(wide.dtype), x)
         ctx.mark_non_differentiable(mean, variance, count)
         return output.to(x.dtype), mean, variance, count
 
@@ -137,8 +126,7 @@ class _Normalise(torch.autograd.Function):
         means = (all_sums / count).to(wide.dtype)
         gradient_x = wide - _by_channel(means[0], wide) - normal * _by_channel(means[1], wide)
         gradient_x *= _by_channel(scale if weight is None else scale * weight.to(wide.dtype), wide)
-        gradient_weight = None if weight is None else sums[1].to(weight.dtype)
-        gradient_bias = sums[0].to(weight.dtype) if ctx.needs_bias else None
+        gradient_bias, gradient_weight = (None, None) if weight is None else sums.to(weight.dtype)
         return gradient_x.to(gradient.dtype), gradient_weight, gradient_bias, None, None
 
 

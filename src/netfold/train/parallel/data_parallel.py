@@ -1,36 +1,24 @@
 """How the ranks of the data axis, which hold the same layers, divide the work on them.
 
 DDP averages gradients in buckets while the backward pass runs. ZeRO (Rajbhandari et al. 2020) divides what each rank
-would hold whole:
-1: optimizer states, by torch's ZeroRedundancyOptimizer beside DDP. Each rank owns whole parameters.
-2, 3: gradients and weights too, by FSDP2. Each rank holds a run of rows of every parameter (a DTensor), and a layer's
-   weights are gathered before it computes. 3 frees them after the forward pass and gathers them again for the backward
-   pass; 2 keeps them in between. 3 sends half as much again, and needs less memory.
+would hold whole, by FSDP2: each rank holds a run of rows of every parameter (a DTensor), its gradient and its optimizer
+state. A layer's weights are gathered before it computes. 1 and 2 keep them from the forward to the backward pass. 3
+frees them in between and gathers them again: it sends half as much again, and needs less memory.
 """
 
 from __future__ import annotations
 
-import contextlib
-import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
-
-import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 from netfold.train.mesh import Mesh
-from netfold.train.model import Chain
+from netfold.train.model import Chain, tied_names
 from netfold.train.parallel.embeddings import exclude_from_ddp
-from netfold.train.parallel.shards import balanced
 from netfold.train.precision import Precision, keeps_statistics
 from netfold.train.recipe import Recipe
 
-# torch 2.12 and older have one switch for sending buffers at the start and before each forward pass.
-_BUFFERS_APART = "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
 BUCKET_MB = 64.0
 """Unless the recipe says otherwise. A larger bucket costs fewer collectives; a smaller one is sent earlier."""
 
@@ -38,15 +26,14 @@ BUCKET_MB = 64.0
 def wrap_data_parallel(module: nn.Module, recipe: Recipe, mesh: Mesh, *, averages: bool = True) -> nn.Module:
     """`module` in the recipe's precision; its backward pass averages gradients over the data axis, in f32.
 
-    Returns a DDP; or the module itself, cut in place (ZeRO 2 and 3) or with one data-parallel rank. Without `averages`
-    and ZeRO 2 or 3, gradients are this rank's own. Parameters keep their names in `module`. Collective over the data
-    axis. Raises ValueError.
+    Returns a DDP; or the module itself, cut in place (ZeRO) or with one data-parallel rank. Without `averages` and
+    ZeRO, gradients are this rank's own. Parameters keep their names in `module`. Collective over the data axis. Raises
+    ValueError.
     """
     precision, zero = Precision(recipe.training.precision), zero_level(recipe, mesh)
-    if zero >= 2:
+    if zero:
         return _shard(module, mesh, precision, free_after_forward=zero == 3)
-    if precision.name != "f32":
-        precision.use_lower_copies(module)
+    precision.use_lower_copies(module)
     # Under [diloco] ranks train independently within a round.
     if mesh.data.size > 1 and averages and recipe.diloco is None:
         return _wrap_ddp(module, mesh, recipe.parallel.bucket_mb or BUCKET_MB)
@@ -68,54 +55,22 @@ def broadcast_buffers(module: nn.Module, mesh: Mesh) -> None:
             dist.broadcast(buffer, group=mesh.data.group, group_src=0)
 
 
-@contextlib.contextmanager
-def no_sync(module: nn.Module) -> Iterator[None]:
-    """Inside, backward passes add up gradients on this rank alone; the next one outside sends their sum."""
+def send_gradients(module: nn.Module, on: bool) -> None:
+    """Whether the next backward passes send their gradients' sums, or add them up on this rank alone."""
     if isinstance(module, DistributedDataParallel):
-        with module.no_sync():
-            yield
+        module.require_backward_grad_sync = on
     elif isinstance(module, FSDPModule):
-        module.set_requires_gradient_sync(False)
-        try:
-            yield
-        finally:
-            module.set_requires_gradient_sync(True)
-    else:
-        yield
+        module.set_requires_gradient_sync(on)
 
 
 def reshard(module: nn.Module) -> None:
-    """Free gathered weights after a forward pass that no backward pass followed (ZeRO 2 keeps them until then).
+    """Free gathered weights after a forward pass that no backward pass followed (ZeRO 1 and 2 keep them until then).
 
     Otherwise the next pass would compute with weights from before the optimizer's step.
     """
     for part in module.modules():
         if isinstance(part, FSDPModule):
             part.reshard()
-
-
-def shard_optimizer(
-    parameters: Sequence[Any],
-    kind: Callable[..., torch.optim.Optimizer],
-    mesh: Mesh,
-    sizes: Mapping[nn.Parameter, int],
-    **options: Any,
-) -> torch.optim.Optimizer:
-    """ZeRO 1's optimizer: each rank steps on its share of the parameters and broadcasts them.
-
-    parameters: a list, or groups as torch's optimizers take them. sizes: the size to count for each parameter. Ranks
-    with parts of the same parameter must give equal sizes, however many elements each has: then the same data-parallel
-    index owns all parts.
-    """
-    return _ShardedOptimizer(
-        parameters,
-        kind,
-        sizes,
-        process_group=mesh.data.group,
-        # One broadcast per rank instead of one per parameter; its buffer has one dtype.
-        parameters_as_bucket_view=len({parameter.dtype for parameter in sizes}) == 1,
-        **options,
-    )
 
 
 def _wrap_ddp(module: nn.Module, mesh: Mesh, bucket_mb: float) -> DistributedDataParallel:
@@ -125,16 +80,11 @@ def _wrap_ddp(module: nn.Module, mesh: Mesh, bucket_mb: float) -> DistributedDat
     training does not read batch norm's statistics, and evaluations broadcast them (`broadcast_buffers`).
     """
     exclude_from_ddp(module)
-    not_before_forward: dict[str, Any] = {"forward_sync_buffers" if _BUFFERS_APART else "broadcast_buffers": False}
     ddp = DistributedDataParallel(
-        module,
-        process_group=mesh.data.group,
-        bucket_cap_mb=bucket_mb,
-        gradient_as_bucket_view=True,
-        **not_before_forward,
+        module, process_group=mesh.data.group, bucket_cap_mb=bucket_mb, gradient_as_bucket_view=True
     )
-    if not _BUFFERS_APART:
-        broadcast_buffers(module, mesh)
+    # From now on: the constructor has sent them. Torch 2.12 and older have no argument that says so.
+    ddp.broadcast_buffers = False
     return ddp
 
 
@@ -144,7 +94,11 @@ def _shard(module: nn.Module, mesh: Mesh, precision: Precision, *, free_after_fo
     A `Chain` is gathered layer by layer, any other module at once. Every forward and backward pass is collective over
     the data axis from now on.
     """
-    layers = list(module.layers.values()) if isinstance(module, Chain) else []
+    layers = []
+    if isinstance(module, Chain):
+        # A weight that layers share must not be cut twice: the module itself cuts it.
+        shared = {name.split(".")[1] for names in tied_names(module) for name in names}
+        layers = [layer for name, layer in module.layers.items() if name not in shared]
     # From the inside out. Batch norm computes with f32 weights, whatever the type of its input.
     norms = [part for part in module.modules() if keeps_statistics(part)] if precision.name != "f32" else []
     policies = dict.fromkeys([*norms, *layers, module], precision.policy())
@@ -152,37 +106,3 @@ def _shard(module: nn.Module, mesh: Mesh, precision: Precision, *, free_after_fo
     for part, policy in policies.items():
         fully_shard(part, mesh=mesh.device_mesh["data"], reshard_after_forward=free_after_forward, mp_policy=policy)
     return module
-
-
-class _ShardedOptimizer(ZeroRedundancyOptimizer):
-    def __init__(
-        self,
-        parameters: Sequence[Any],
-        kind: Callable[..., torch.optim.Optimizer],
-        sizes: Mapping[nn.Parameter, int],
-        **options: Any,
-    ) -> None:
-        self._sizes = sizes
-        # torch accepts any function of groups and options that makes an optimizer; its annotation is stricter.
-        super().__init__(parameters, kind, **options)  # type: ignore[arg-type]
-
-    def _partition_parameters(self, params_per_rank: list[list[Tensor]] | None = None) -> list[list[dict[str, Any]]]:
-        """Partition as torch does (the largest first, each to the rank with the least load), by the given sizes."""
-        made: list[list[dict[str, Any]]] = self._partition_parameters_cache  # type: ignore[attr-defined]
-        if made:
-            return made
-        owners = dict(zip(self._sizes, balanced(list(self._sizes.values()), self.world_size), strict=True))
-        # torch's own method takes given shares for a single group only.
-        made.extend([] for _ in range(self.world_size))
-        for group in self.param_groups:
-            shares: list[list[Tensor]] = [[] for _ in range(self.world_size)]
-            for parameter in sorted(group["params"], key=lambda parameter: -self._sizes[parameter]):
-                shares[owners[parameter]].append(parameter)
-            self._partition_param_group(group, shares)  # type: ignore[attr-defined]
-        return made
-
-    def _verify_same_dense_param_type(self) -> None:
-        """Allow parameters of several dtypes (batch norm's under bf16 and f16), which are broadcast one by one.
-
-        torch checks the dtype for its flat buffers, which are not used then.
-        """

@@ -7,20 +7,20 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
-from netfold.train.mesh import Axis
+from netfold.train.mesh import Axis, all_reduce_together, in_runs
 from netfold.train.model import Replica
 from netfold.train.optimizers.norms import local
 from netfold.train.recipe import DiLoCo
 
 # The largest message: few calls, without a second copy of the whole model.
 BUFFER_BYTES = 64 << 20
+_INNER = re.compile(r"inner(\d+)_(\w+)\.(.+)")
 
 
 class DiLoCoRounds:
@@ -34,10 +34,13 @@ class DiLoCoRounds:
     def __init__(self, replica: Replica, optimizer: torch.optim.Optimizer, asked: DiLoCo, data: Axis) -> None:
         """Broadcast the weights of the first data-parallel rank. Collective over the data axis."""
         self._replica, self._optimizer, self._asked, self._data = replica, optimizer, asked, data
-        self._buffers = [_Buffer(part) for part in _packed(dict(replica.named_parameters()))]
-        for buffer in self._buffers:
-            dist.broadcast(buffer.start, group=data.group, group_src=0)
-            buffer.put()
+        self._weights = {name: local(held.detach()) for name, held in replica.named_parameters()}
+        for weight in self._weights.values():
+            dist.broadcast(weight, group=data.group, group_src=0)
+        self._starts = {name: weight.clone() for name, weight in self._weights.items()}
+        self._outer = torch.optim.SGD(
+            list(self._starts.values()), asked.lr, asked.momentum, nesterov=asked.momentum > 0
+        )
         self.between = True
         """No round has begun: data-parallel ranks hold the same weights."""
 
@@ -55,14 +58,17 @@ class DiLoCoRounds:
         """End an unfinished round, however short. Collective over the data axis."""
         if self.between:
             return
-        # One buffer at a time, so that there is one gradient at a time.
-        for buffer in self._buffers:
-            gradient = buffer.start - buffer.now()
-            dist.all_reduce(gradient, group=self._data.group)
-            gradient /= self._data.size
-            buffer.momentum.mul_(self._asked.momentum).add_(gradient)
-            buffer.start.sub_(gradient.add_(buffer.momentum, alpha=self._asked.momentum), alpha=self._asked.lr)
-            buffer.put()
+        weights = dict(zip(self._starts.values(), self._weights.values(), strict=True))
+        # One run at a time, so that there are few gradients at a time. SGD leaves out tensors without a gradient.
+        for starts in in_runs(list(weights), BUFFER_BYTES):
+            gradients = [start - weights[start] for start in starts]
+            all_reduce_together(gradients, self._data.group, divisor=self._data.size)
+            for start, gradient in zip(starts, gradients, strict=True):
+                start.grad = gradient
+            self._outer.step()
+            self._outer.zero_grad()
+        for start, weight in weights.items():
+            weight.copy_(start)
         for module in self._replica.modules:
             for held in module.buffers():
                 if held.is_floating_point():
@@ -77,10 +83,11 @@ class DiLoCoRounds:
         "inner<data rank>_<key>.<name>": the state of this rank's own optimizer.
         """
         state: dict[str, Tensor] = {}
-        for buffer in self._buffers:
-            state |= {f"outer_start.{name}": part for name, part in buffer.views(buffer.start)}
-            state |= {f"outer_momentum.{name}": part for name, part in buffer.views(buffer.momentum)}
         for name, parameter in self._replica.named_parameters():
+            start = state[f"outer_start.{name}"] = self._starts[name]
+            momentum = self._outer.state.get(start, {}).get("momentum_buffer")
+            if momentum is not None:
+                state[f"outer_momentum.{name}"] = momentum
             for what, value in self._optimizer.state.get(parameter, {}).items():
                 if isinstance(value, Tensor):
                     state[f"inner{self._data.rank}_{what}.{name}"] = value
@@ -93,74 +100,28 @@ class DiLoCoRounds:
         """
         names = set(saved)
         inner = {name: int(found[1]) for name in names if (found := _INNER.match(name))}
-        ranks = 1 + max(inner.values(), default=0)
-        return {name for name in names if inner.get(name, self._data.rank % ranks) == self._data.rank % ranks}
+        own = self._data.rank % (1 + max(inner.values(), default=0))
+        return {name for name in names if inner.get(name, own) == own}
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a checkpoint whose weights are loaded; takes over the tensors of the optimizer's state.
+        """Continue from a checkpoint whose weights are loaded; takes over the tensors of the optimizers' states.
 
         After a checkpoint without rounds, a round begins with the loaded weights and a momentum of 0.
         """
         self.between = True
-        wanted = self.wanted(state)
-        for buffer in self._buffers:
-            buffer.start, buffer.momentum = buffer.now(), torch.zeros_like(buffer.momentum)
-            for kind, line in ("outer_start", buffer.start), ("outer_momentum", buffer.momentum):
-                for name, part in buffer.views(line):
-                    if f"{kind}.{name}" in wanted:
-                        part.copy_(local(state[f"{kind}.{name}"]))
+        self._outer.state.clear()
+        for name, start in self._starts.items():
+            start.copy_(local(state.get(f"outer_start.{name}", self._weights[name])))
+            if f"outer_momentum.{name}" in state:
+                self._outer.state[start]["momentum_buffer"] = local(state[f"outer_momentum.{name}"])
         parameters = dict(self._replica.named_parameters())
-        for key in wanted:
+        for key in self.wanted(state):
             found = _INNER.match(key)
             if found is not None and found[3] in parameters:
                 self._optimizer.state[parameters[found[3]]][found[2]] = state[key]
 
 
-_INNER = re.compile(r"inner(\d+)_(\w+)\.(.+)")
-
-
 def is_diloco_key(name: str) -> bool:
     """Whether `DiLoCoRounds.state_dict` gives this name to a checkpoint."""
     return name.startswith("outer_") or _INNER.match(name) is not None
-
-
-@dataclass
-class _Buffer:
-    """Some parameters as one flat tensor."""
-
-    parameters: Mapping[str, nn.Parameter]
-
-    def __post_init__(self) -> None:
-        self.start = self.now()
-        self.momentum = torch.zeros_like(self.start)
-
-    @torch.no_grad()
-    def now(self) -> Tensor:
-        return torch.cat([local(parameter).flatten() for parameter in self.parameters.values()])
-
-    @torch.no_grad()
-    def put(self) -> None:
-        """Copy `start` into the parameters."""
-        for name, part in self.views(self.start):
-            local(self.parameters[name]).copy_(part)
-
-    def views(self, line: Tensor) -> list[tuple[str, Tensor]]:
-        """(parameter's name, its part of the flat tensor in its local shape)."""
-        shapes = {name: local(parameter).shape for name, parameter in self.parameters.items()}
-        parts = torch.split(line, [shape.numel() for shape in shapes.values()])
-        return [(name, part.view(shape)) for part, (name, shape) in zip(parts, shapes.items(), strict=True)]
-
-
-def _packed(parameters: Mapping[str, nn.Parameter]) -> list[dict[str, nn.Parameter]]:
-    """Runs of one dtype and at most BUFFER_BYTES; a larger parameter is a run of its own."""
-    runs: list[dict[str, nn.Parameter]] = []
-    left, dtype = 0, None
-    for name, parameter in parameters.items():
-        size = local(parameter).nbytes
-        if not runs or size > left or parameter.dtype != dtype:
-            runs.append({})
-            left, dtype = BUFFER_BYTES, parameter.dtype
-        runs[-1][name] = parameter
-        left -= size
-    return runs

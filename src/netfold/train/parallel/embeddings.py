@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from netfold.train.mesh import Axis, Mesh
 from netfold.train.model import Model
-from netfold.train.parallel.shards import Shards, balanced
+from netfold.train.parallel.shards import Shards
 from netfold.train.recipe import Recipe
 
 
@@ -51,16 +51,15 @@ def shard_embeddings(model: Model, recipe: Recipe, mesh: Mesh, parts: Shards) ->
     `parts` records cut tables; a whole table exists on one rank only. With one data-parallel rank nothing changes.
     Raises ValueError if the recipe or the model does not allow it.
     """
-    kind = recipe.parallel.embeddings
+    by_row = recipe.parallel.embeddings == "row_wise"
     paths = embeddings_to_shard(model, recipe)
     if mesh.data.size == 1:
         return
     for path in paths:
         whole = model.module.get_submodule(path)
         assert isinstance(whole, Embeddings)
-        rule: _Rule = (_ByTable if kind == "table_wise" else _ByRow)(whole, mesh.data)
-        model.module.set_submodule(path, ShardedEmbeddings(whole, mesh.data, rule))
-        if kind == "row_wise":
+        model.module.set_submodule(path, ShardedEmbeddings(whole, mesh.data, by_row=by_row))
+        if by_row:
             for number, weight in _weights(whole.tables).items():
                 parts.add(f"{path}.tables.{number}.weight", mesh.device_mesh["data"], [Shard(0)], weight.shape)
 
@@ -86,69 +85,29 @@ def exclude_from_ddp(module: nn.Module) -> None:
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, names)  # type: ignore[no-untyped-call]
 
 
-class _ByTable:
-    """Whole tables: the largest first, each to the rank with the fewest rows so far."""
-
-    def __init__(self, whole: Embeddings, axis: Axis) -> None:
-        self._rank, self._owners = axis.rank, balanced(whole.rows, axis.size)
-
-    def held(self, number: int) -> slice | None:
-        """The rows of a table in this rank's parameter, perhaps none; None: this rank has no such parameter."""
-        return slice(None) if self._owners[number] == self._rank else None
-
-    def owners(self, asked: Tensor) -> tuple[Tensor, Tensor]:
-        """[n, tables] row numbers -> their owners' ranks, and their indices in the owners' parameters; [n, tables]."""
-        return asked.new_tensor(self._owners).expand_as(asked), asked
-
-    def arriving(self, leaving: Tensor) -> Tensor:
-        """Rows that this rank requests of each rank -> rows that each rank requests of this one; [ranks, tables]."""
-        # Every rank has equally many samples, and each sample reads one row of every table: nothing to exchange.
-        owned = leaving.new_tensor([owner == self._rank for owner in self._owners])
-        return owned * leaving.sum(0).expand_as(leaving)
-
-
-class _ByRow:
-    """Equal runs of every table's rows, in the order of ranks, as DTensor's Shard(0): the last may be shorter.
-
-    The methods are those of `_ByTable`; `arriving` is collective.
-    """
-
-    def __init__(self, whole: Embeddings, axis: Axis) -> None:
-        self._axis = axis
-        self._runs = [-(-rows // axis.size) for rows in whole.rows]
-
-    def held(self, number: int) -> slice | None:
-        # A rank without rows has an empty parameter: a DTensor must exist on every rank of its mesh.
-        return slice(self._axis.rank * self._runs[number], (self._axis.rank + 1) * self._runs[number])
-
-    def owners(self, asked: Tensor) -> tuple[Tensor, Tensor]:
-        runs = asked.new_tensor(self._runs)
-        return asked // runs, asked % runs
-
-    def arriving(self, leaving: Tensor) -> Tensor:
-        return all_to_all_single(leaving, None, None, self._axis.group).view_as(leaving)
-
-
-_Rule = _ByTable | _ByRow
-"""The owner of each row of each table."""
-
-
 class ShardedEmbeddings(nn.Module):
     """This rank's part of `Embeddings`, with the same names.
 
+    by_row: equal runs of every table's rows, in the order of ranks, as DTensor's Shard(0); the last may be shorter.
+    Otherwise whole tables: the largest first, each to the rank with the fewest rows so far.
     Collective over the data axis; every rank must have equally many samples. Raises ValueError for a row number that a
     table does not have.
     """
 
-    def __init__(self, whole: Embeddings, axis: Axis, rule: _Rule) -> None:
+    def __init__(self, whole: Embeddings, axis: Axis, *, by_row: bool) -> None:
         super().__init__()
-        self.rows, self.width, self._axis, self._rule = whole.rows, whole.width, axis, rule
+        self.rows, self.width, self._axis, self._by_row = whole.rows, whole.width, axis, by_row
+        # Of each table: the first of the ranks that hold it, and the rows that each of them holds.
+        self._firsts = [0] * len(self.rows) if by_row else _balanced(self.rows, axis.size)
+        self._runs = [-(-rows // axis.size) for rows in self.rows] if by_row else list(self.rows)
         # An empty tensor in the module's dtype and on its device, for a rank without tables.
         self.register_buffer("nothing", next(whole.parameters()).detach().new_empty(0, self.width), persistent=False)
         self.tables = nn.ModuleDict()
         for number, weight in _weights(whole.tables).items():
-            if (held := rule.held(number)) is not None:
-                own = weight.detach()[held].clone()
+            place, run = axis.rank - self._firsts[number], self._runs[number]
+            # A rank without rows has an empty parameter: a DTensor must exist on every rank of its mesh.
+            if by_row or place == 0:
+                own = weight.detach()[place * run : (place + 1) * run].clone()
                 self.tables[str(number)] = nn.Embedding(len(own), self.width, _weight=own)
 
     def forward(self, asked: Tensor) -> Tensor:
@@ -161,12 +120,13 @@ class ShardedEmbeddings(nn.Module):
                 f"{int(asked[sample, number])} of table {number}, which has {self.rows[number]} rows"
             )
         ranks, tables = self._axis.size, len(self.rows)
-        owners, rows = self._rule.owners(asked)
+        runs = asked.new_tensor(self._runs)
+        owners, rows = asked.new_tensor(self._firsts) + asked // runs, asked % runs
         # Sorted by owner, then by table: so the numbers of rows identify the tables.
         places = (owners * tables + torch.arange(tables, device=asked.device)).flatten()
         order = places.argsort(stable=True)
         leaving = places.bincount(minlength=ranks * tables).view(ranks, tables)
-        arriving = self._rule.arriving(leaving)
+        arriving = self._arriving(leaving)
         out, back = leaving.sum(1).tolist(), arriving.sum(1).tolist()
         found = self._look_up(all_to_all_single(rows.flatten()[order], back, out, self._axis.group), arriving)
         if found.requires_grad:
@@ -174,6 +134,14 @@ class ShardedEmbeddings(nn.Module):
             found.register_hook(lambda gradient: gradient / ranks)  # type: ignore[no-untyped-call]
         answers = all_to_all_single(found, out, back, self._axis.group)
         return answers[order.argsort()].view(*asked.shape, self.width)
+
+    def _arriving(self, leaving: Tensor) -> Tensor:
+        """Rows that this rank requests of each rank -> rows that each rank requests of this one; [ranks, tables]."""
+        if self._by_row:
+            return all_to_all_single(leaving, None, None, self._axis.group).view_as(leaving)
+        # Every rank has equally many samples, and each sample reads one row of every table: nothing to exchange.
+        owned = leaving.new_tensor([first == self._axis.rank for first in self._firsts])
+        return owned * leaving.sum(0).expand_as(leaving)
 
     def _look_up(self, rows: Tensor, arriving: Tensor) -> Tensor:
         """rows: indices in this rank's tables, sorted by requesting rank, then by table -> [rows, width]."""
@@ -190,3 +158,12 @@ class ShardedEmbeddings(nn.Module):
 def _weights(tables: nn.ModuleDict) -> dict[int, Tensor]:
     """The weights by the number of their table."""
     return {int(number): cast(nn.Embedding, table).weight for number, table in tables.items()}
+
+
+def _balanced(sizes: Sequence[int], bins: int) -> list[int]:
+    """A bin for each size: the largest size first, each to the bin with the smallest sum so far."""
+    load, chosen = [0] * bins, [0] * len(sizes)
+    for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):
+        chosen[index] = load.index(min(load))
+        load[chosen[index]] += sizes[index]
+    return chosen

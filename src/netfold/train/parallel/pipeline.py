@@ -20,11 +20,11 @@ from torch.distributed import pipelining
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 from netfold.train.examples import Batch
-from netfold.train.mesh import Mesh, all_reduce_together
+from netfold.train.mesh import Mesh, all_reduce_together, own_group
 from netfold.train.model import Chain, Model, tied_names
 from netfold.train.optimizers.norms import local
 from netfold.train.parallel.data_parallel import broadcast_buffers, reshard, wrap_data_parallel
-from netfold.train.parallel.pipeline_plan import BoundaryTensor, Plan
+from netfold.train.parallel.pipeline_plan import Plan
 from netfold.train.parallel.shards import Shards
 from netfold.train.precision import Precision
 from netfold.train.recipe import Recipe
@@ -45,47 +45,51 @@ class Pipelined:
 
     def __init__(self, model: Model, recipe: Recipe, mesh: Mesh, parts: Shards, plan: Plan) -> None:
         """Takes the model over, and drops the layers of other ranks from it."""
-        assert isinstance(model.module, Chain)
+        chain = model.module
+        assert isinstance(chain, Chain)
         self.notes: list[str] = [plan.reason]
         self.as_shard: Callable[[str, Tensor], Tensor] = parts.of
         self._precision = Precision(recipe.training.precision)
         self._scale = 1.0
-        self._plan = plan
-        self._inputs = plan.measured.crossings[0]
-        self._seed = mesh.pipeline.rank
+        self._plan, self._mesh, self._buffers_differ = plan, mesh, False
         schedule, count, ranks = recipe.parallel.schedule, len(plan.cut), mesh.pipeline.size
-        here = stages_of(mesh.pipeline.rank, ranks, count // ranks, schedule)
-        names = list(model.module.layers)
-        stages_by_layer = {names[layer]: stage for stage in range(count) for layer in plan.cut.layers(stage)}
-        ranks_by_stage = {
-            stage: rank for rank in range(ranks) for stage in stages_of(rank, ranks, count // ranks, schedule)
-        }
-        self._tied = Tied(model.module, stages_by_layer.__getitem__, ranks_by_stage.__getitem__, mesh)
-        _check_tied(self._tied, recipe, mesh)
-        modules = tuple(
-            _Layers(model.module, plan.cut.layers(stage), plan.measured.crossings[plan.cut.bounds[stage + 1]])
-            for stage in here
-        )
-        self.modules: tuple[nn.Module, ...] = modules
-        held = {name for module in modules for name in module.layers}
-        for name in set(model.module.layers).difference(held):
-            del model.module.layers[name]
-        # zero-bubble schedules set the gradients of weights themselves, and DDP's hooks never run.
-        self._averages = schedule in SPLIT_BACKWARD and mesh.data.size > 1 and recipe.diloco is None
-        self._mesh, self._buffers_differ = mesh, False
-        stages = [
-            _Stage(
-                _wrapped(module, recipe, mesh),
-                stage,
-                count,
-                torch.device("cpu"),
-                # Without these torch would find the shapes by running the stages on uninitialised memory.
-                input_args=_empty(plan.measured.crossings[plan.cut.bounds[stage]]),
-                output_args=_empty(plan.measured.crossings[plan.cut.bounds[stage + 1]]),
-                group=mesh.pipeline.group,
+        places = [stages_of(rank, ranks, count // ranks, schedule) for rank in range(ranks)]
+        here = places[mesh.pipeline.rank]
+        names = list(chain.layers)
+        stage_of = {names[layer]: stage for stage in range(count) for layer in plan.cut.layers(stage)}
+        rank_of = {stage: rank for rank, stages in enumerate(places) for stage in stages}
+        self._tied = Tied(chain, stage_of, rank_of, mesh)
+        averages = mesh.data.size > 1 and recipe.diloco is None
+        if self._tied.on_one_rank and averages and schedule not in SPLIT_BACKWARD:
+            raise ValueError(
+                f"parallel.schedule is {schedule!r}, which places {' and '.join(self._tied.on_one_rank[0])}, one "
+                "weight, in two stages of one rank: data-parallel ranks would average its gradient twice; take '1f1b' "
+                "or 'zero-bubble-v'"
             )
-            for stage, module in zip(here, modules, strict=True)
-        ]
+        crossings = plan.measured.crossings
+        modules = [_Layers(chain, plan.cut.layers(stage), crossings[plan.cut.bounds[stage + 1]]) for stage in here]
+        self.modules: tuple[nn.Module, ...] = tuple(modules)
+        held = {name for module in modules for name in module.layers}
+        for name in set(names).difference(held):
+            del chain.layers[name]
+        # zero-bubble schedules set the gradients of weights themselves, and DDP's hooks never run.
+        self._averages = averages and schedule in SPLIT_BACKWARD
+        stages = []
+        for stage, module in zip(here, modules, strict=True):
+            # DDP refuses a module without weights to train.
+            by_hand = schedule in SPLIT_BACKWARD or not any(each.requires_grad for each in module.parameters())
+            stages.append(
+                _Stage(
+                    wrap_data_parallel(module, recipe, mesh, averages=not by_hand),
+                    stage,
+                    count,
+                    torch.device("cpu"),
+                    # Without these torch would find the shapes by running the stages on uninitialised memory.
+                    input_args=crossings[plan.cut.bounds[stage]],
+                    output_args=crossings[plan.cut.bounds[stage + 1]],
+                    group=mesh.pipeline.group,
+                )
+            )
         self._first, self._last = 0 in here, count - 1 in here
         self._loss = model.loss
         self._schedule = SCHEDULES[schedule](
@@ -101,7 +105,7 @@ class Pipelined:
         self._check(batch)
         self._buffers_differ = True
         # Stages draw random numbers (dropout) independently: from this step's seed and the rank's place.
-        torch.manual_seed(sample_seed(torch.initial_seed(), self._seed))
+        torch.manual_seed(sample_seed(torch.initial_seed(), self._mesh.pipeline.rank))
         losses: list[Tensor] = []
         with _plain_errors():
             inputs, target = self._inputs_of(batch), self._target(batch)
@@ -147,28 +151,12 @@ class Pipelined:
     def _check(self, batch: Batch) -> None:
         # Every rank of a pipeline has the same batch, so all of them raise, and none waits for another.
         parts = self._plan.microbatches
-        due = [((parts * wanted.shape[0], *wanted.shape[1:]), wanted.dtype) for wanted in self._inputs]
+        due = [
+            ((parts * wanted.shape[0], *wanted.shape[1:]), wanted.dtype) for wanted in self._plan.measured.crossings[0]
+        ]
         found = [(tuple(tensor.shape), tensor.dtype) for tensor in self._precision.inputs(batch.inputs)]
         if found != due:
             raise ValueError(f"the stages were made for a batch with inputs {due}, not {found}: all must be alike")
-
-
-def _check_tied(tied: Tied, recipe: Recipe, mesh: Mesh) -> None:
-    """Raise ValueError if one rank has a weight in two stages, each of which would average its gradient."""
-    schedule = recipe.parallel.schedule
-    if not tied.on_one_rank or mesh.data.size == 1 or recipe.diloco is not None or schedule in SPLIT_BACKWARD:
-        return
-    first, second = tied.on_one_rank[0]
-    raise ValueError(
-        f"parallel.schedule is {schedule!r}, which places {first} and {second}, one weight, in two stages of one rank: "
-        "data-parallel ranks would average its gradient twice; take '1f1b' or 'zero-bubble-v'"
-    )
-
-
-def _wrapped(module: nn.Module, recipe: Recipe, mesh: Mesh) -> nn.Module:
-    """A stage, wrapped for the data-parallel ranks, as the schedule runs it."""
-    apart = recipe.parallel.schedule in SPLIT_BACKWARD or not any(each.requires_grad for each in module.parameters())
-    return wrap_data_parallel(module, recipe, mesh, averages=not apart)
 
 
 @contextlib.contextmanager
@@ -202,7 +190,7 @@ class _Layers(Chain):
     The cast is needed because FSDP2 also lowers tensors that only pass through a layer.
     """
 
-    def __init__(self, chain: Chain, layers: range, results: tuple[BoundaryTensor, ...]) -> None:
+    def __init__(self, chain: Chain, layers: range, results: tuple[Tensor, ...]) -> None:
         super().__init__(chain.part(layers.start, layers.stop).layers.items())
         self._results = tuple(result.dtype for result in results)
 
@@ -221,10 +209,6 @@ def _own(value: Tensor) -> Tensor:
     return value.contiguous()
 
 
-def _empty(crossings: tuple[BoundaryTensor, ...]) -> tuple[Tensor, ...]:
-    return tuple(crossing.empty() for crossing in crossings)
-
-
 class Tied:
     """Weights that layers of several stages share, such as the embedding and the head of GPT-2.
 
@@ -232,7 +216,7 @@ class Tied:
     copies (Megatron-LM: Shoeybi et al. 2019).
     """
 
-    def __init__(self, chain: Chain, stage_of: Callable[[str], int], rank_of: Callable[[int], int], mesh: Mesh) -> None:
+    def __init__(self, chain: Chain, stage_of: Mapping[str, int], rank_of: Mapping[int, int], mesh: Mesh) -> None:
         """chain: whole, on every rank. stage_of: a layer's stage. rank_of: a stage's rank on the pipeline axis.
 
         Makes groups: collective over the world.
@@ -240,28 +224,24 @@ class Tied:
         self.names: dict[str, str] = {}
         """Every other name of a shared weight -> the first."""
         self._groups: list[tuple[dist.ProcessGroup, list[str]]] = []
-        self.on_one_rank: list[tuple[str, str]] = []
-        """Two names of a weight that are in different stages of one rank."""
+        self.on_one_rank: list[list[str]] = []
+        """Names of a weight that are in different stages of one rank."""
         between: dict[tuple[int, ...], list[str]] = {}
         for names in tied_names(chain):
-            stages = {name: stage_of(name.split(".")[1]) for name in names}
-            if len(set(stages.values())) == 1:
-                continue
-            self.names |= dict.fromkeys(names[1:], names[0])
+            # The first name in each stage, by rank.
             by_rank: dict[int, dict[int, str]] = {}
-            for name, stage in stages.items():
-                by_rank.setdefault(rank_of(stage), {}).setdefault(stage, name)
-            for held in by_rank.values():
-                if len(held) > 1:
-                    self.on_one_rank.append(cast(tuple[str, str], tuple(held.values())[:2]))
+            for name in names:
+                stage = stage_of[name.split(".")[1]]
+                by_rank.setdefault(rank_of[stage], {}).setdefault(stage, name)
+            if sum(map(len, by_rank.values())) > 1:
+                self.names |= dict.fromkeys(names[1:], names[0])
+            self.on_one_rank += [list(held.values()) for held in by_rank.values() if len(held) > 1]
             if len(by_rank) > 1:
                 between.setdefault(tuple(sorted(by_rank)), []).append(names[0])
-        whole = mesh.device_mesh.mesh
         for ranks, weights in between.items():
-            for line in whole[list(ranks)].reshape(len(ranks), -1).T.tolist():
-                group = dist.new_group(line)
-                if dist.get_rank() in line:
-                    self._groups.append((cast(dist.ProcessGroup, group), weights))
+            group = own_group(mesh.device_mesh.mesh[list(ranks)].flatten(1).T.tolist())
+            if mesh.pipeline.rank in ranks:
+                self._groups.append((group, weights))
 
     def all_reduce_gradients(self, parameters: Mapping[str, nn.Parameter]) -> None:
         """Replace each copy's gradient by the sum over all copies. parameters: this rank's, under their first names.

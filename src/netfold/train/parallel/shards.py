@@ -25,17 +25,5 @@ class Shards:
         if name not in self._parts or isinstance(tensor, DTensor):
             return tensor
         mesh, placements, shape = self._parts[name]
-        # torch assumes that a DTensor's local tensor begins its storage, and copies from address 0. ZeRO 1's buckets
-        # break this assumption. DLPack gives a tensor of the same memory whose storage begins here.
-        local = torch.from_dlpack(tensor.detach()) if tensor.storage_offset() else tensor  # type: ignore[attr-defined]
         stride = torch.empty(shape, device="meta").stride()
-        return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
-
-
-def balanced(sizes: Sequence[int], bins: int) -> list[int]:
-    """A bin for each size: the largest size first, each to the bin with the smallest sum so far."""
-    load, chosen = [0] * bins, [0] * len(sizes)
-    for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):
-        chosen[index] = load.index(min(load))
-        load[chosen[index]] += sizes[index]
-    return chosen
+        return DTensor.from_local(tensor, mesh, placements, run_check=False, shape=shape, stride=stride)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+import math
+import operator
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 
@@ -51,34 +53,23 @@ def cut(costs: Sequence[int], stages: int) -> Cut:
         raise ValueError(f"{stages} stages cannot be cut from {layers} layers: each needs at least one")
     before = list(itertools.accumulate(costs, initial=0))
 
-    # largest[end]: the smallest largest stage of layers 0..end-1, in as many stages as the loop has counted.
-    largest: list[float] = [float("inf"), *before[1:]]
-    for _ in range(stages - 1):
-        largest = [
-            min((max(largest[last], before[end] - before[last]) for last in range(end)), default=float("inf"))
-            for end in range(layers + 1)
-        ]
-    limit = largest[layers]
+    def best(price: Callable[[int], float], combine: Callable[[float, float], float]) -> tuple[float, tuple[int, ...]]:
+        """The smallest combined price of the stages, and their bounds. price: of a stage, by its cost."""
+        # found[end]: the same for layers 0..end-1, in as many stages as the loop has counted.
+        found: list[tuple[float, tuple[int, ...]]] = [(0, (0,))] + [(math.inf, ())] * layers
+        for _ in range(stages):
+            found = [
+                min(
+                    (
+                        (combine(value, price(before[end] - before[last])), (*bounds, end))
+                        for last, (value, bounds) in enumerate(found[:end])
+                    ),
+                    default=(math.inf, ()),
+                )
+                for end in range(layers + 1)
+            ]
+        return found[layers]
 
-    # Among these cuts, the smallest sum of squares, and the begin of its last stage.
-    squares: list[float] = [0.0] + [float("inf")] * layers
-    begins: list[list[int]] = []
-    for _ in range(stages):
-        best = [
-            min(
-                (
-                    (squares[last] + (before[end] - before[last]) ** 2, last)
-                    for last in range(end)
-                    if before[end] - before[last] <= limit
-                ),
-                default=(float("inf"), 0),
-            )
-            for end in range(layers + 1)
-        ]
-        squares = [value for value, _ in best]
-        begins.append([last for _, last in best])
-    bounds = [layers]
-    for begin in reversed(begins):
-        bounds.append(begin[bounds[-1]])
-    bounds.reverse()
-    return Cut(tuple(bounds), tuple(before[end] - before[first] for first, end in itertools.pairwise(bounds)))
+    limit, _ = best(lambda cost: cost, max)
+    _, bounds = best(lambda cost: cost**2 if cost <= limit else math.inf, operator.add)
+    return Cut(bounds, tuple(before[end] - before[first] for first, end in itertools.pairwise(bounds)))

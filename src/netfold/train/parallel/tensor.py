@@ -12,18 +12,25 @@ The model says how each layer is cut (`Model.tensor_plan`), in the styles below 
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
-from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleOutput,
+    RowwiseParallel,
+    parallelize_module,
+)
 
 from netfold.train.mesh import Mesh
 from netfold.train.model import Model, tied_names
 from netfold.train.parallel.shards import Shards
-from netfold.train.precision import SubstituteParameters
+from netfold.train.precision import substitute_parameters
 from netfold.train.recipe import Parallel
 from netfold.train.recipe.errors import RecipeError
 
@@ -64,16 +71,19 @@ class RowwiseLinear(_Linear, RowwiseParallel):
     """
 
 
-class ShardSequence(ParallelStyle):
+class ShardSequence(PrepareModuleOutput):
     """Cut a module's output, [n, s, ...] and whole on every rank, to this rank's part of the sequence.
 
     No communication; an all_gather of its gradient. From here on, operations on single tokens (norms, skips) are not
     repeated on every rank (Korthikanti et al. 2022, section 4.2).
     """
 
+    def __init__(self) -> None:
+        super().__init__(output_layouts=Replicate(), desired_output_layouts=Shard(1))
+
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        module.register_forward_hook(lambda _module, _inputs, output: self._cut(output, device_mesh))
-        return module
+        module.register_forward_hook(lambda _module, _inputs, whole: self.check(whole, device_mesh.size()))
+        return super()._apply(module, device_mesh)
 
     @staticmethod
     def check(whole: Tensor, ranks: int) -> None:
@@ -85,11 +95,6 @@ class ShardSequence(ParallelStyle):
                     "equal parts; change its length (context) or parallel.tensor"
                 ]
             )
-
-    def _cut(self, whole: Tensor, mesh: DeviceMesh) -> Tensor:
-        self.check(whole, mesh.size())
-        cut = DTensor.from_local(whole, mesh, [Replicate()], run_check=False).redistribute(placements=[Shard(1)])
-        return cut.to_local()
 
 
 def cut(model: Model, parallel: Parallel, mesh: Mesh, parts: Shards) -> None:
@@ -174,27 +179,15 @@ def localise(module: nn.Module) -> None:
         for name, held in cut.items():
             layer.register_parameter(name, nn.Parameter(held.to_local().detach(), held.requires_grad))
         if cut:
-            _AsDTensors(cut).attach(layer)
+            specs = {name: (held.device_mesh, held.placements, held.shape, held.stride()) for name, held in cut.items()}
+            substitute_parameters(layer, functools.partial(_as_dtensors, specs))
 
 
-class _AsDTensors(SubstituteParameters):
-    """A layer's local parameters as DTensors, while the layer computes."""
-
-    def __init__(self, cut: Mapping[str, DTensor]) -> None:
-        super().__init__()
-        self._specs = {
-            name: (part.device_mesh, part.placements, part.shape, part.stride()) for name, part in cut.items()
-        }
-
-    def tensors(self, module: nn.Module) -> Iterable[tuple[nn.Module, str, Tensor]]:
-        for name, (mesh, placements, shape, stride) in self._specs.items():
-            # The parameter may be hidden by a copy in a lower precision (`Precision.use_lower_copies`).
-            held = getattr(module, name)
-            yield (
-                module,
-                name,
-                DTensor.from_local(held, mesh, placements, run_check=False, shape=shape, stride=stride),
-            )
+def _as_dtensors(specs: Mapping[str, Any], layer: nn.Module) -> Iterable[tuple[nn.Module, str, Tensor]]:
+    for name, (mesh, placements, shape, stride) in specs.items():
+        # The parameter may be hidden by a copy in a lower precision (`Precision.use_lower_copies`).
+        local = getattr(layer, name)
+        yield layer, name, DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
 def _check(path: str, module: nn.Module, style: Any, ranks: int) -> None:

@@ -101,7 +101,7 @@ class Parallel(Section):
     data: PositiveInt | None = None
     """Without it: the number of ranks divided by pipeline x tensor."""
     zero: Literal[0, 1, 2, 3] = 0
-    """Data-parallel ranks split: 1 the optimizer's state, 2 gradients too, 3 weights too (Rajbhandari 2020)."""
+    """Data-parallel ranks split: 1 and 2 the optimizer's state and gradients, 3 weights too (Rajbhandari 2020)."""
     bucket_mb: PositiveFloat | None = None
     """MiB of gradients that are sent together. Without it: 64."""
     batch_norm: PositiveInt = 1
@@ -231,7 +231,7 @@ class Recipe(Section):
         """Two keys whose values exclude each other, and what to do. Numbers of ranks are checked by `split`."""
         training, parallel, diloco = self.training, self.parallel, self.diloco
         ranks, schedule, microbatches = parallel.pipeline, parallel.schedule, parallel.microbatches
-        if parallel.zero >= 2 and parallel.bucket_mb is not None:
+        if parallel.zero and parallel.bucket_mb is not None:
             advice = "a layer's gradients are sent together, whatever their size; leave one of the two out"
             yield "parallel.bucket_mb", "parallel.zero", advice
         if parallel.embeddings != "replicated" and parallel.zero:
@@ -250,8 +250,8 @@ class Recipe(Section):
                 parts = training.accumulate * (microbatches or ranks)
                 advice = f"a pipeline cuts a batch into microbatches; leave it out, set parallel.microbatches = {parts}"
                 yield "training.accumulate", "parallel.pipeline", advice
-            if is_split and parallel.zero >= 2:
-                advice = "FSDP would miss gradients that are computed later; set zero = 1, or take 'interleaved'"
+            if is_split and parallel.zero:
+                advice = "FSDP would miss gradients that are computed later; set zero = 0, or take 'interleaved'"
                 yield "parallel.schedule", "parallel.zero", advice
             if is_split and parallel.embeddings != "replicated":
                 advice = "the schedule averages all gradients, and tables have one owner; take 'interleaved'"
