@@ -118,7 +118,7 @@ def test_a_part_keeps_no_more_memory_than_it_has_elements(found: dict[str, Any])
         ("no plan", "parallel.tensor = 4: this model has no plan to cut its layers"),
         ("sequence by rows", 'parallel.sequence is true, but parallel.style is "colwise"'),
         ("sequence alone", "parallel.sequence is true, but parallel.tensor is 1"),
-        ("sequence of features", "samples have no sequence"),
+        ("sequence of features", "a stack of linear layers has no sequence"),
     ],
 )
 def test_what_cannot_be_cut_is_said_in_a_sentence(found: dict[str, Any], asked: str, said: str) -> None:

@@ -45,7 +45,7 @@ def stacks_plan(*stacks: Sequence[str]) -> TensorPlan:
 
     def plan(style: Style, sequence: bool) -> dict[str, Any]:
         if sequence:
-            raise ValueError("parallel.sequence: this model's samples have no sequence; use sequence = false")
+            raise ValueError("parallel.sequence: a stack of linear layers has no sequence; use sequence = false")
         return {path: cut for paths in stacks for path, cut in stack_plan(paths, style).items()}
 
     return plan
