@@ -19,8 +19,6 @@ from torch.nn import functional
 from netfold.train.datasets.super_resolution import SUFFIXES, read_picture
 from netfold.train.examples import BadExampleError, Batch, Data, InMemory, Metric
 
-_HELD_OUT = ("valid", "val", "test")
-
 
 def class_folders(root: str, size: int = 64) -> Data:
     """root/train/<class>/... and root/valid/<class>/... (or val, or test): pictures of `size` x `size` pixels.
@@ -31,9 +29,9 @@ def class_folders(root: str, size: int = 64) -> Data:
     Metric: accuracy. Baseline: the training part's most frequent class.
     """
     folder = Path(root)
-    part = next((name for name in _HELD_OUT if (folder / name).is_dir()), None)
+    part = next((name for name in ("valid", "val", "test") if (folder / name).is_dir()), None)
     if part is None:
-        raise BadExampleError(f"{folder}: no folder {' or '.join(_HELD_OUT)} with held-out pictures")
+        raise BadExampleError(f"{folder}: no folder valid, val or test with held-out pictures")
     train, held = _files(folder / "train"), _files(folder / part)
     classes = sorted({path.parent.name for path in train})
     if unknown := sorted({path.parent.name for path in held} - set(classes)):

@@ -156,11 +156,12 @@ def mosaic(pair: Pair, scale: int, patch: int) -> Pictures:
             "network": network.reshape(3, rows * step * scale, columns * step * scale),
             "truth": inside(middle.truth),
         }
-        said = {name: f"{float(psnr(picture, shown['truth'])):.2f} dB" for name, picture in shown.items()}
-        return [
-            Panel(name, said[name] if name != "truth" else "", picture.clamp(0, 1).mul(255).round().to(torch.uint8))
-            for name, picture in shown.items()
-        ]
+        truth = shown["truth"]
+        said = {
+            name: f"{float(psnr(picture, truth)):.2f} dB" for name, picture in shown.items() if picture is not truth
+        }
+        pixels = {name: picture.clamp(0, 1).mul(255).round().to(torch.uint8) for name, picture in shown.items()}
+        return [Panel(name, said.get(name, ""), pixels[name]) for name in shown]
 
     return Pictures(_stacked(_tiles(middle, scale, patch, step)), panels)
 
