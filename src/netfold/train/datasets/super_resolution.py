@@ -149,7 +149,7 @@ def mosaic(pair: Pair, scale: int, patch: int) -> Pictures:
         return picture[..., edge : picture.shape[-2] - edge, edge : picture.shape[-1] - edge]
 
     def panels(outputs: Tensor) -> list[Panel]:
-        network = inside(outputs).unflatten(0, (rows, columns)).permute(2, 0, 3, 1, 4)
+        network = inside(outputs).reshape(rows, columns, 3, step * scale, step * scale).permute(2, 0, 3, 1, 4)
         shown = {
             "low resolution": inside(functional.interpolate(middle.low[None], scale_factor=scale, mode="nearest")[0]),
             "bicubic": inside(bicubic(middle.low, scale)),

@@ -63,7 +63,7 @@ class Block(nn.Module):
             steps += [_convolution(features, self.outputs, 1, relu=False)]
         else:
             steps = [_convolution(inputs, features, 3, stride), _convolution(features, features, 3, relu=False)]
-        nn.init.zeros_(steps[-1].get_submodule("norm").weight)
+        nn.init.zeros_(steps[-1].get_parameter("norm.weight"))
         self.body = nn.Sequential(*steps)
         same = inputs == self.outputs and stride == 1
         self.shortcut = nn.Identity() if same else _convolution(inputs, self.outputs, 1, stride, relu=False)
