@@ -69,7 +69,8 @@ class Block(nn.Module):
         self.shortcut = nn.Identity() if same else _convolution(inputs, self.outputs, 1, stride, relu=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return functional.relu(self.shortcut(x) + self.body(x))
+        detail = self.body(x)
+        return functional.relu(self.shortcut(x) + detail)
 
 
 def _convolution(inputs: int, outputs: int, kernel: int, stride: int = 1, *, relu: bool = True) -> nn.Sequential:
