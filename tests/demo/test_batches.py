@@ -7,7 +7,7 @@ import torch
 
 from netfold.demo.batches import batch, share
 from netfold.demo.settings import Job, Run, Training, permuted_orders, straight
-from netfold.train.datasets.pairs import Pair
+from netfold.train.datasets.super_resolution import Pair
 
 pytestmark = pytest.mark.torch
 

@@ -11,7 +11,7 @@ from netfold.demo import figures, report
 from netfold.demo.agreement import compare
 from netfold.demo.experiment import Experiment, HeldOut, Outcome
 from netfold.demo.settings import SCALE, Run, Training, straight
-from netfold.train.datasets.pairs import Pair
+from netfold.train.datasets.super_resolution import Pair
 from netfold.train.resolution import bicubic, psnr, smaller, to_8_bits
 
 pytestmark = pytest.mark.torch

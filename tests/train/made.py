@@ -1,4 +1,4 @@
-"""Each kind of data, small, in a folder of a test's own; and batches held against each other."""
+"""Small data of each kind in a test's folder, and comparisons of batches."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from netfold.train import Batch, Data
 from netfold.train.datasets import make_data, text
 from netfold.train.recipe import Factory
 
-# Nobody else's: an error that names them is about the file that was spoilt.
+# Not the beginning of any file format that is read.
 GARBAGE = b"this is no picture, no table and no archive"
 
 FASHION = Path("/usr/share/datasets/fashion-mnist")
@@ -79,7 +79,7 @@ def idx(array: np.ndarray) -> bytes:
 
 
 def fashion(root: Path) -> Path:
-    """Pictures of class c are about 80 c everywhere: the nearest mean is right, but for one that is labelled wrong."""
+    """Pictures of class c are about 80 c everywhere, so the nearest mean is right, except for one wrong label."""
     draw = np.random.default_rng(5)
     root.mkdir()
     for part, count in (("train", 30), ("t10k", 10)):
@@ -94,7 +94,7 @@ def fashion(root: Path) -> Path:
 
 
 def python(root: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A standard library of 40 files, of which one is there twice and one is no text of its own."""
+    """A standard library of 40 files, a copy of one of them, and a test, which is left out."""
     (root / "json").mkdir(parents=True)
     (root / "test").mkdir()
     for number in range(40):

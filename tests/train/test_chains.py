@@ -1,4 +1,4 @@
-"""The models: what they hold is what is published, and a chain cut anywhere is the whole one."""
+"""The models: published numbers of parameters, and equal outputs wherever a chain is cut."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor
 
 from netfold.train import Chain
 from netfold.train.models import make_model
-from netfold.train.models.transformer import token_loss
+from netfold.train.models.linear import class_loss
 from netfold.train.recipe import Factory
 from netfold.train.resolution import bicubic
 
@@ -25,21 +25,21 @@ def chain(name: str, **options: object) -> Chain:
 @pytest.mark.parametrize(
     ("asked", "published"),
     [
-        # Lim et al. 2017, table 1, says 1.5M and 43M, of x4; their code makes these, and x2 has a smaller end.
+        # Lim et al. 2017, table 1: 1.5M and 43M at x4. These are the numbers of their code; x2 has a smaller tail.
         ({"name": "edsr-baseline", "scale": 4}, 1_517_571),
         ({"name": "edsr-large", "scale": 4}, 43_089_923),
         ({"name": "edsr-baseline"}, 1_369_859),
         ({"name": "edsr-large"}, 40_729_603),
-        # As torchvision counts them.
+        # torchvision's numbers.
         ({"name": "resnet18", "classes": 1000}, 11_689_512),
         ({"name": "resnet50", "classes": 1000}, 25_557_032),
-        # GPT-2's own, and logits that share nothing with the embedding.
+        # GPT-2's number, and separate weights of the logits.
         ({"name": "gpt", **GPT2_SMALL}, 124_439_808 + 50257 * 768),
-        # BERT-base's own without its pooler and the embedding of two segments, and logits as above.
+        # BERT-base's number without the pooler and the two segments, and separate weights of the logits.
         ({"name": "bert", **BERT_BASE}, 109_482_240 - (768 * 768 + 768) - 2 * 768 + 30522 * 768),
     ],
 )
-def test_a_model_has_as_many_parameters_as_is_published(asked: dict[str, object], published: int) -> None:
+def test_a_model_has_the_published_number_of_parameters(asked: dict[str, object], published: int) -> None:
     with torch.device("meta"):
         module = make_model(Factory.model_validate(asked)).module
     assert sum(parameter.numel() for parameter in module.parameters()) == published
@@ -70,13 +70,13 @@ def test_a_model_has_as_many_parameters_as_is_published(asked: dict[str, object]
     ],
     ids=lambda value: value["name"] if isinstance(value, dict) else None,
 )
-def test_a_chain_cut_anywhere_is_the_whole_one(
+def test_the_parts_of_a_chain_have_the_output_and_the_names_of_the_whole_chain(
     asked: dict[str, object], inputs: Tensor, shape: tuple[int, ...]
 ) -> None:
     torch.manual_seed(1)
     whole = make_model(Factory.model_validate(asked)).module.eval()
     assert isinstance(whole, Chain)
-    # EDSR's last convolution starts at 0, which would hide all before it.
+    # EDSR's last convolution starts at 0 and would hide the layers before it.
     with torch.no_grad():
         for parameter in whole.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.01)
@@ -90,14 +90,14 @@ def test_a_chain_cut_anywhere_is_the_whole_one(
     assert names == [name for name, _ in whole.named_parameters()]
 
 
-def test_an_untrained_edsr_is_bicubic_and_its_skips_reach_the_end() -> None:
+def test_an_untrained_edsr_is_bicubic_and_both_skips_reach_its_output() -> None:
     edsr, low = chain("edsr", features=8, blocks=2), torch.rand(2, 3, 9, 11)
     enlarged = torch.nn.functional.interpolate(low, scale_factor=2, mode="bicubic", antialias=True)
     assert enlarged.shape == (2, 3, 18, 22) and torch.equal(edsr(low), enlarged)
     assert torch.equal(enlarged, bicubic(low, 2))
     features, skip, large = edsr.part(0, 1)(low)
     assert torch.equal(features, skip) and torch.equal(large, enlarged)
-    # With a silent body the picture still depends on the head's features.
+    # If the body's output is 0, the output still depends on the head's features.
     tail = edsr.layers["tail"]
     torch.nn.init.ones_(tail.last.weight)
     for parameter in tail.body.parameters():
@@ -118,13 +118,13 @@ def drawn(*shape: int) -> Tensor:
     ("asked", "inputs"),
     [
         ({"name": "edsr", "features": 8, "blocks": 1}, drawn(2, 3, 8, 8)),
-        # Of few numbers batch norm takes the difference, which half the bits are too few for.
+        # Batch norm of few numbers would subtract nearly equal numbers, for which 16 bits are too few.
         ({"name": "resnet18"}, drawn(8, 3, 64, 64)),
         ({"name": "bert", "width": 16, "heads": 2, "layers": 1}, drawn(2, 8).mul(257).long()),
     ],
     ids=["edsr", "resnet18", "bert"],
 )
-def test_a_model_computes_in_half_the_bits(asked: dict[str, object], inputs: Tensor, dtype: torch.dtype) -> None:
+def test_a_model_computes_in_16_bits(asked: dict[str, object], inputs: Tensor, dtype: torch.dtype) -> None:
     torch.manual_seed(1)
     module = make_model(Factory.model_validate(asked)).module
     whole = module(inputs)
@@ -134,7 +134,7 @@ def test_a_model_computes_in_half_the_bits(asked: dict[str, object], inputs: Ten
     assert all(parameter.grad is not None and parameter.grad.dtype == dtype for parameter in module.parameters())
 
 
-def test_a_scaled_residual_adds_a_tenth_of_what_an_unscaled_one_would() -> None:
+def test_a_block_multiplies_its_residual_by_residual_scale() -> None:
     torch.manual_seed(1)
     block = chain("edsr", features=8, blocks=1, residual_scale=0.1).layers["block0"]
     x = torch.rand(1, 8, 5, 5)
@@ -143,7 +143,7 @@ def test_a_scaled_residual_adds_a_tenth_of_what_an_unscaled_one_would() -> None:
         assert torch.allclose(block(x, x, x)[0], x + 0.1 * detail, atol=1e-6)
 
 
-def test_a_gpt_sees_nothing_of_what_comes_and_a_bert_does() -> None:
+def test_outputs_of_a_gpt_do_not_depend_on_later_tokens_and_those_of_a_bert_do() -> None:
     torch.manual_seed(1)
     one = torch.randint(256, (1, 8))
     other = one.clone()
@@ -155,25 +155,25 @@ def test_a_gpt_sees_nothing_of_what_comes_and_a_bert_does() -> None:
         assert not torch.allclose(bert(one)[:, :5], bert(other)[:, :5])
 
 
-def test_the_loss_over_masked_tokens_is_the_mean_of_its_parts_losses() -> None:
+def test_the_loss_of_masked_tokens_is_the_mean_of_the_losses_of_single_samples() -> None:
     torch.manual_seed(1)
     logits, target = torch.randn(4, 6, 9, dtype=torch.float64), torch.full((4, 6), -100)
     for row in range(4):
         target[row, torch.randperm(6)[:2]] = torch.randint(9, (2,))
-    parts = [token_loss(logits[row : row + 1], target[row : row + 1]) for row in range(4)]
-    assert torch.allclose(token_loss(logits, target), torch.stack(parts).mean(), rtol=1e-6)
+    parts = [class_loss(logits[row : row + 1], target[row : row + 1]) for row in range(4)]
+    assert torch.allclose(class_loss(logits, target), torch.stack(parts).mean(), rtol=1e-6)
 
 
 @pytest.mark.parametrize(
     ("asked", "said"),
     [
-        ({"name": "edsr-baseline", "scale": 5}, "model.scale is 5; EDSR enlarges by 2, 3 or 4"),
-        ({"name": "resnet18", "stem": "tiny"}, "model.stem is 'tiny'"),
+        ({"name": "edsr-baseline", "scale": 5}, "model.scale is 5; it must be 2, 3 or 4"),
+        ({"name": "resnet18", "stem": "tiny"}, "model.stem is 'tiny'; it must be 'large' or 'small'"),
         ({"name": "gpt", "width": 30, "heads": 4}, "width 30 is not a multiple of heads 4"),
         ({"name": "resnet18", "depth": 3}, "model.depth is not a key of resnet18"),
         ({"name": "resnet19"}, "did you mean resnet18?"),
     ],
 )
-def test_an_option_that_cannot_be_is_named(asked: dict[str, object], said: str) -> None:
+def test_an_error_of_an_option_names_it(asked: dict[str, object], said: str) -> None:
     with pytest.raises(ValueError, match=said.replace(".", r"\.")):
         make_model(Factory.model_validate(asked))

@@ -228,9 +228,9 @@ def source(context: int) -> Any:
 
 
 def photos() -> Any:
-    from netfold.train.datasets import photos
+    from netfold.train.datasets import super_resolution
 
-    return briefly(photos.photos(patch=12))
+    return briefly(super_resolution.photos(patch=12))
 
 
 def briefly(data: Any) -> Any:

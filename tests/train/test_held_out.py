@@ -1,4 +1,4 @@
-"""What is measured on held-out examples is one model's, and a loss that training may share out."""
+"""Evaluation: one model's statistics on all ranks, and a loss that weights all samples equally."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ pytestmark = pytest.mark.torch
 
 
 def statistics(rank: int, folder: Path, world: World) -> Any:
-    """Batch norm's buffers after a run, of which the last thing was a look at held-out examples."""
+    """Batch norm's buffers after a run, whose last act was an evaluation."""
     from surviving import toy_data, toy_model, toy_recipe
 
     from netfold.train import Trainer
@@ -31,7 +31,7 @@ def statistics(rank: int, folder: Path, world: World) -> Any:
 
 
 def unequal(rank: int, folder: Path, world: World) -> Any:
-    """Of every third sample only the first of three numbers counts, as in a mean over what is not padding."""
+    """Losses where every third sample has only one number that counts, as in a mean over tokens without padding."""
     import torch
     from surviving import First, Heard, toy_recipe
     from torch import nn
@@ -61,7 +61,7 @@ def unequal(rank: int, folder: Path, world: World) -> Any:
     for name, ranks, sections in (
         ("alone", 1, {}),
         ("accumulated", 1, {"training": {"accumulate": 4}}),
-        ("one a part", 1, {"training": {"accumulate": 8}}),
+        ("one sample per part", 1, {"training": {"accumulate": 8}}),
         ("data", 2, {"parallel": {"data": 2}}),
         ("pipeline", 2, {"parallel": {"pipeline": 2}}),
     ):
@@ -93,10 +93,10 @@ def test_batch_norm_is_evaluated_with_the_same_statistics_on_every_data_parallel
         assert any(held.values())
 
 
-def test_a_loss_in_which_samples_do_not_weigh_alike_is_an_error_where_a_batch_is_shared_out() -> None:
+def test_a_loss_with_unequal_weights_of_samples_is_an_error_if_a_batch_is_divided() -> None:
     by_rank = FOUND[unequal]
-    assert len(by_rank[0]["alone over all"]) == 8, "one rank that takes a batch whole shares nothing out"
-    for name, ranks in (("accumulated", (0,)), ("one a part", (0,)), ("data", (0, 1)), ("pipeline", (1,))):
+    assert len(by_rank[0]["alone over all"]) == 8, "one rank with whole batches divides nothing"
+    for name, ranks in (("accumulated", (0,)), ("one sample per part", (0,)), ("data", (0, 1)), ("pipeline", (1,))):
         said = [by_rank[rank][f"{name} over all"] for rank in ranks]
         assert any("ValueError: the model's loss of " in str(each) for each in said), (name, said)
         for rank in ranks:

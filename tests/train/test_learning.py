@@ -1,4 +1,4 @@
-"""Every recipe, as it is in recipes/: what it asks for can be made, and a minute of it beats what is trivial."""
+"""Every recipe in recipes/: its model and data can be made, and a minute of training beats the baseline."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ else:
     import tomli as tomllib
 
 RECIPES = Path(__file__).parents[2] / "recipes"
-# By how much a recipe's metric must beat the baseline, in the metric's unit: well below what
-# docs/reference/train/models.md records, and far above what a model that has learnt nothing reaches.
+# By how much a recipe's metric must beat the baseline, in the metric's unit: well below the gain in
+# docs/reference/train/models.md, and far above that of an untrained model.
 MARGINS = {
     "bert": 0.05,
     "dlrm": 0.02,
@@ -42,7 +42,7 @@ def read(name: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", MARGINS)
-def test_a_recipe_names_what_there_is_with_options_that_it_takes(name: str) -> None:
+def test_the_options_of_a_recipe_fit_its_model_and_its_data(name: str) -> None:
     recipe = Recipe.model_validate(read(name))
     factory(recipe.model, MODELS, "model")
     factory(recipe.data, DATASETS, "data")

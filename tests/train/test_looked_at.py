@@ -1,4 +1,4 @@
-"""A run with everybody who can be told: what two ranks leave in a folder."""
+"""A run of two ranks with all callbacks: the contents of its folder, and its pictures."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 from browser import parse
+from made import everything
 from ranks import run_ranks, values
 from torch.nn import functional
 
-from netfold.train.datasets.photos import Mosaic
-from netfold.train.resolution import psnr
+from netfold.train.datasets.super_resolution import Pair, mosaic
 
 EDSR: dict[str, Any] = {
     "model": {"name": "netfold.train.models.edsr:edsr", "features": 4, "blocks": 1},
@@ -43,12 +43,13 @@ def _runs(rank: int, size: int, folder: str, table: dict[str, Any], runs: str) -
         outcome = trainer.fit()
         pictures = trainer.data.pictures
         assert pictures is not None
-        # 36 tiles in batches of 5 a rank: the last batch is filled up.
+        # 36 tiles in batches of 5 per rank: the last batch is padded.
         panels = render(trainer.replica, pictures, trainer.mesh, 5)
         far = -1
         if rank == 0:
             with torch.no_grad():
-                alone = pictures.panels(trainer.replica.modules[0](*pictures.batch(range(len(pictures))).inputs))
+                numbers = range(len(pictures.examples))
+                alone = pictures.panels(trainer.replica.modules[0](*pictures.examples.batch(numbers, numbers).inputs))
             far = int((panels[2].pixels.int() - alone[2].pixels.int()).abs().max())
         return str(chosen), outcome.metric, far, len(panels)
     finally:
@@ -69,7 +70,7 @@ def test_all_ranks_agree_on_the_folder(left: tuple[Path, list[Any]]) -> None:
     assert [rank["rank"] for rank in start["ranks"]] == list(range(RANKS))
 
 
-def test_metrics_are_those_of_the_outcome_and_exposed_communication_is_a_share(left: tuple[Path, list[Any]]) -> None:
+def test_the_metrics_file_has_the_metric_of_the_outcome_and_exposed_shares(left: tuple[Path, list[Any]]) -> None:
     from netfold.train.callbacks.metrics_file import read_metrics
 
     folder, found = left
@@ -81,13 +82,13 @@ def test_metrics_are_those_of_the_outcome_and_exposed_communication_is_a_share(l
     assert metrics.notes == []
 
 
-def test_a_stretch_of_steps_is_recorded_on_every_rank_and_is_on_the_page(left: tuple[Path, list[Any]]) -> None:
+def test_every_rank_records_steps_for_the_page(left: tuple[Path, list[Any]]) -> None:
     from netfold.profile.run import read_run
 
     folder, _ = left
     run = read_run(folder / "profile")
     assert [trace.metadata.rank for trace in run.traces] == list(range(RANKS))
-    # 12 steps: from the end of the 3rd on.
+    # Of 12 steps, recording starts at the end of the third.
     assert [len(trace.steps) for trace in run.traces] == [9] * RANKS
     assert all(len(trace.operations) for trace in run.traces)
     assert "9 steps were recorded" in (folder / "report.html").read_text()
@@ -97,9 +98,9 @@ def test_a_stretch_of_steps_is_recorded_on_every_rank_and_is_on_the_page(left: t
     assert 0 < findings["overall"]["wall_s"] < 1.05 * sum(spans_s) / RANKS
 
 
-def test_the_picture_that_ranks_make_together_is_that_of_one(left: tuple[Path, list[Any]]) -> None:
+def test_the_picture_of_two_ranks_is_equal_to_that_of_one_rank(left: tuple[Path, list[Any]]) -> None:
     folder, found = left
-    # Batches of another size may round differently: by a shade, where a value lies between two.
+    # Batches of another size may round differently, by one step of 255.
     assert 0 <= found[0][2] <= 1 and [each[3] for each in found] == [4, 0]
     panels = json.loads((folder / "pictures" / "pictures.json").read_text())["panels"]
     assert [panel["title"] for panel in panels] == ["low resolution", "bicubic", "network", "truth"]
@@ -107,25 +108,24 @@ def test_the_picture_that_ranks_make_together_is_that_of_one(left: tuple[Path, l
 
 
 @pytest.mark.parametrize(("scale", "patch", "height", "width"), [(2, 24, 150, 225), (3, 12, 20, 31), (4, 10, 11, 64)])
-def test_tiles_come_together_where_they_were_cut(scale: int, patch: int, height: int, width: int) -> None:
-    # A value of its own in every pixel.
+def test_the_mosaic_puts_each_tile_where_it_was_cut(scale: int, patch: int, height: int, width: int) -> None:
+    # A distinct value in every pixel.
     low = torch.arange(3 * height * width, dtype=torch.float32).view(3, height, width) / (3 * height * width)
     truth = functional.interpolate(low[None], scale_factor=scale, mode="bilinear")[0]
-    mosaic = Mosaic((low, truth), scale, patch, psnr)
-    outputs = mosaic.batch(range(len(mosaic))).target
-    repeated, bicubic, network, shown = mosaic.panels(outputs)
+    found = mosaic(Pair(low, truth), scale, patch)
+    repeated, bicubic, network, shown = found.panels(everything(found.examples).target)
     assert torch.equal(network.pixels, shown.pixels) and network.said == "100.00 dB"
     assert repeated.pixels.shape == bicubic.pixels.shape == shown.pixels.shape
-    # It is the middle of the photograph.
+    # The mosaic is the middle of the photograph.
     rows, columns = shown.pixels.shape[1:]
     top, left_ = (truth.shape[1] - rows) // 2 // scale * scale, (truth.shape[2] - columns) // 2 // scale * scale
     middle = truth[:, top : top + rows, left_ : left_ + columns].mul(255).round().to(torch.uint8)
     assert torch.equal(shown.pixels, middle)
 
 
-def test_the_bicubic_panel_is_what_the_baseline_is_made_of() -> None:
+def test_the_bicubic_panel_is_the_enlargement_that_the_baseline_measures() -> None:
     low = torch.rand(3, 40, 40, generator=torch.Generator().manual_seed(3))
     truth = functional.interpolate(low[None], scale_factor=2, mode="bicubic", antialias=True)[0].clamp(0, 1)
-    mosaic = Mosaic((low, truth), 2, 24, psnr)
-    _, bicubic, _, shown = mosaic.panels(mosaic.batch(range(len(mosaic))).target)
+    found = mosaic(Pair(low, truth), 2, 24)
+    _, bicubic, _, shown = found.panels(everything(found.examples).target)
     assert torch.equal(bicubic.pixels, shown.pixels)

@@ -1,4 +1,4 @@
-"""Examples that one rank cannot read: ranks that share samples take the same others."""
+"""Examples that one rank cannot read: ranks that share samples use the same replacements."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ pytestmark = pytest.mark.torch
 
 
 def unlike_disks(rank: int, folder: Path, world: World) -> Any:
-    """Losses and what each rank said, where other ranks cannot read two examples: none, the last stage's, all."""
+    """Losses, notes and samples of each rank if none, some or all ranks cannot read two examples."""
     from surviving import Heard, run
 
     from netfold.train import BadExampleError
     from netfold.train.sampler import Sampler, sample_seed
 
     seen = Sampler(96, 0).indices(0, 64)
-    # An example of the second step; and the one that the first rank would take in its place.
+    # An example of the second step, and its first replacement.
     instead = sample_seed(Sampler(96, 0).seeds(10, 1)[0], 0) % 96
     found: dict[str, Any] = {"gone": [seen[10], instead]}
     for name, gone in (
@@ -53,12 +53,12 @@ def unlike_disks(rank: int, folder: Path, world: World) -> Any:
 FOUND = Cases(2, 100, [unlike_disks])
 
 
-def test_stages_that_cannot_read_the_same_examples_are_still_given_the_same() -> None:
+def test_stages_that_cannot_read_different_examples_train_on_the_same_replacements() -> None:
     first, second = FOUND[unlike_disks]
     assert first["one"][0] == first["both"][0] == second["one"][0] != first["none"][0]
     assert first["in turn"][0] == first["twice"][0] != first["one"][0]
-    assert first["one"][2] == first["both"][2], "what the first stage has seen"
+    assert first["one"][2] == first["both"][2], "samples of the first stage"
     lost, instead = first["gone"]
     taken = [number for row in first["one"][2] for number in row]
     assert instead in taken and taken.count(lost) == 0
-    assert any(f"/data/{lost}.png" in note for note in second["one"][1]), "it is told by the rank that cannot read it"
+    assert any(f"/data/{lost}.png" in note for note in second["one"][1]), "the failing rank notes it"

@@ -1,4 +1,4 @@
-"""Pictures: which are held out, what is the middle of one, which small one belongs to which large one."""
+"""Pictures: held-out photographs, folders of pairs and classes, IDX files, and errors of damaged files."""
 
 from __future__ import annotations
 
@@ -14,67 +14,66 @@ from made import GARBAGE, class_folders, data, div2k, everything, fashion, idx, 
 from skimage.io import imsave
 
 from netfold.train import BadExampleError
-from netfold.train.datasets import pairs, photos
+from netfold.train.datasets import super_resolution
 from netfold.train.datasets.classes import read_idx
-from netfold.train.datasets.pairs import Pair
+from netfold.train.datasets.super_resolution import HELD_OUT, TRAINING, Pair, photograph
 
 
 @pytest.fixture(scope="module")
 def photographs() -> dict[str, Pair]:
-    return {name: photos.photograph(name, 2) for name in (*photos.TRAINING, *photos.HELD_OUT)}
+    return {name: photograph(name, 2) for name in (*TRAINING, *HELD_OUT)}
 
 
-def test_photographs_that_are_held_out_are_no_others() -> None:
-    folder = Path(photos.skimage.__file__).parent / "data"
+def test_no_held_out_photograph_is_a_training_photograph() -> None:
+    folder = Path(super_resolution.skimage.__file__).parent / "data"
     train, held = (
-        {hashlib.sha256((folder / name).read_bytes()).digest() for name in names}
-        for names in (photos.TRAINING, photos.HELD_OUT)
+        {hashlib.sha256((folder / name).read_bytes()).digest() for name in names} for names in (TRAINING, HELD_OUT)
     )
-    assert len(train) == len(photos.TRAINING) and len(held) == len(photos.HELD_OUT) and not train & held
-    assert not set(photos.TRAINING) & set(photos.HELD_OUT)
+    assert len(train) == len(TRAINING) and len(held) == len(HELD_OUT) and not train & held
+    assert not set(TRAINING) & set(HELD_OUT)
 
 
-def test_both_views_of_the_motorcycle_are_on_one_side() -> None:
+def test_both_views_of_the_motorcycle_are_in_the_same_part() -> None:
     views = {"motorcycle_left.png", "motorcycle_right.png"}
-    assert views <= set(photos.TRAINING) or views <= set(photos.HELD_OUT)
+    assert views <= set(TRAINING) or views <= set(HELD_OUT)
 
 
-def test_every_photograph_has_three_channels_and_sides_that_the_small_one_divides(
+def test_every_photograph_has_three_channels_and_scale_times_the_sides_of_its_low_resolution(
     photographs: dict[str, Pair],
 ) -> None:
     for name, (low, truth) in photographs.items():
         assert truth.shape[0] == 3 and truth.shape[1:] == tuple(2 * side for side in low.shape[1:]), name
         assert 0 <= truth.min() < truth.max() <= 1, name
-    # Of its 500 rows two are too many for thirds.
-    low, truth = photos.photograph("motorcycle_left.png", 3)
+    # 500 rows are cut to 498, a multiple of 3.
+    low, truth = photograph("motorcycle_left.png", 3)
     assert truth.shape[1:] == (498, 741) and low.shape[1:] == (166, 247)
 
 
-def test_no_training_photograph_holds_the_pixels_of_a_held_out_one(photographs: dict[str, Pair]) -> None:
+def test_no_training_photograph_is_similar_to_a_held_out_photograph(photographs: dict[str, Pair]) -> None:
     def thumbnail(name: str) -> torch.Tensor:
         small = torch.nn.functional.interpolate(photographs[name].truth[None], size=(16, 16), mode="area").flatten()
         return small - small.mean()
 
     thumbnails = {name: thumbnail(name) for name in photographs}
-    for trained, held_out in itertools.product(photos.TRAINING, photos.HELD_OUT):
+    for trained, held_out in itertools.product(TRAINING, HELD_OUT):
         likeness = torch.nn.functional.cosine_similarity(thumbnails[trained], thumbnails[held_out], dim=0)
         assert likeness < 0.9, (trained, held_out)
 
 
-def test_bicubic_is_the_baseline_and_the_truth_is_beyond_it(tmp_path: Path) -> None:
+def test_the_baseline_is_the_psnr_of_bicubic_enlargement(tmp_path: Path) -> None:
     found = data("div2k", root=str(div2k(tmp_path)), patch=12, tiles=4)
     held = everything(found.held_out)
     enlarged = torch.nn.functional.interpolate(held.inputs[0], scale_factor=2, mode="bicubic", antialias=True)
     assert found.metric.baseline == pytest.approx(float(found.metric.score(enlarged, held.target).mean()))
     assert found.metric.score(held.target, held.target).min() > 90
-    # One pixel of 16 x 16 inside (24 less the border), three colours, off by 51/255: 10 log10(3 x 256 x 25 / 3).
+    # One pixel of the 16 x 16 inside the border differs.
     off = held.target[:1].clone()
     off[0, :, 9, 9] = (held.target[0, :, 9, 9] + 0.2) if (held.target[0, :, 9, 9] < 0.8).all() else 0.0
     expected = -10 * torch.log10(((off - held.target[:1]) ** 2).sum() / (3 * 16 * 16))
     assert float(found.metric.score(off, held.target[:1])) == pytest.approx(float(expected), abs=1e-3)
 
 
-def test_small_pictures_that_are_there_are_taken_and_others_made(tmp_path: Path) -> None:
+def test_low_resolution_files_are_used_and_missing_ones_are_made(tmp_path: Path) -> None:
     made = data("div2k", root=str(div2k(tmp_path)), patch=20, repeat=1, tiles=2)
     assert len(made.train) == 3 and len(made.held_out) == 2
     low, truth = (tensor[0] for tensor in (made.train.batch([0], [7]).inputs[0], made.train.batch([0], [7]).target))
@@ -85,29 +84,29 @@ def test_small_pictures_that_are_there_are_taken_and_others_made(tmp_path: Path)
     given = made.train.batch([0, 1], [7, 8])
     assert given.inputs[0][0].max() == 0 and given.inputs[0][1].max() > 0 and torch.equal(given.target[0], truth)
     imsave(black / "0002x2.png", np.zeros((20, 24, 3), np.uint8), check_contrast=False)
-    with pytest.raises(BadExampleError, match=r"0002x2.png: 24 x 20 pixels.* not 0002.png's 50 x 41"):
+    with pytest.raises(BadExampleError, match=r"0002x2.png: 24 x 20 pixels; 0002.png made 2 times smaller has 25 x 20"):
         made.train.batch([1], [8])
 
 
 @pytest.mark.parametrize("layout", ["train/HR", "train"])
-def test_pictures_in_folders_of_other_names_are_found(layout: str, tmp_path: Path) -> None:
+def test_other_folder_layouts_are_found(layout: str, tmp_path: Path) -> None:
     for part in ("train", "valid"):
         pictures(tmp_path / layout.replace("train", part), ["a.png", "b.png"], 30, 30)
     assert len(data("div2k", root=str(tmp_path), patch=12, repeat=3, tiles=2).train) == 6
 
 
-def test_held_out_squares_are_the_middle_and_classes_are_numbered_by_name(tmp_path: Path) -> None:
+def test_held_out_pictures_are_middle_squares_and_classes_are_numbered_by_name(tmp_path: Path) -> None:
     found = data("class-folders", root=str(class_folders(tmp_path)), size=20)
     held = everything(found.held_out)
     assert held.target.tolist() == [0, 1, 1, 1] and everything(found.train).target.tolist() == [0, 0, 0, 1, 1]
-    first = pairs.read_picture(tmp_path / "valid" / "boot" / "validboot0.png")
+    first = super_resolution.read_picture(tmp_path / "valid" / "boot" / "validboot0.png")
     assert torch.allclose(held.inputs[0][0], first[:, :, 2:22] * 2 - 1, atol=1e-5)
-    # Boots are the most frequent in training, and a quarter of what is held out.
+    # Boots are the most frequent class in training, and a quarter of the held-out pictures.
     assert found.metric.baseline == 0.25
     assert found.metric.score(torch.eye(2)[[0, 1, 0, 1]], held.target).tolist() == [True, True, False, True]
 
 
-def test_the_nearest_class_mean_is_counted_on_pictures_it_was_not_made_of(tmp_path: Path) -> None:
+def test_the_baseline_of_fashion_mnist_is_measured_on_held_out_pictures(tmp_path: Path) -> None:
     assert data("fashion-mnist", root=str(fashion(tmp_path / "f"))).metric.baseline == 0.9
     found = data("fashion-mnist", root=str(tmp_path / "f"), held_out=5)
     assert len(found.held_out) == 5 and found.metric.baseline == 0.8
@@ -115,14 +114,14 @@ def test_the_nearest_class_mean_is_counted_on_pictures_it_was_not_made_of(tmp_pa
 
 
 @needs_fashion_mnist
-def test_fashion_mnist_is_as_its_authors_made_it() -> None:
+def test_installed_fashion_mnist_has_its_published_sizes() -> None:
     found = data("fashion-mnist")
     assert (len(found.train), len(found.held_out)) == (60000, 10000)
     assert torch.bincount(everything(found.held_out).target).tolist() == [1000] * 10
     assert found.metric.baseline == pytest.approx(0.677, abs=0.002)
 
 
-def test_a_picture_that_vanishes_or_is_garbage_is_named(tmp_path: Path) -> None:
+def test_an_error_of_a_missing_damaged_or_small_picture_names_it(tmp_path: Path) -> None:
     found = data("div2k", root=str(div2k(tmp_path / "pairs")), patch=12, tiles=2)
     kinds = data("class-folders", root=str(class_folders(tmp_path / "kinds")), size=8)
     (tmp_path / "pairs/DIV2K_train_HR/0002.png").unlink()
@@ -142,7 +141,7 @@ def test_a_picture_that_vanishes_or_is_garbage_is_named(tmp_path: Path) -> None:
         found.train.batch([0], [0])
 
 
-def test_an_idx_file_that_is_cut_or_of_another_type_is_named(tmp_path: Path) -> None:
+def test_an_error_of_an_idx_file_names_it_and_the_reason(tmp_path: Path) -> None:
     path, whole = tmp_path / "x.gz", idx(np.arange(6, dtype=np.uint8).reshape(2, 3))
     path.write_bytes(whole)
     assert read_idx(path).tolist() == [[0, 1, 2], [3, 4, 5]]
@@ -150,7 +149,7 @@ def test_an_idx_file_that_is_cut_or_of_another_type_is_named(tmp_path: Path) -> 
     other = gzip.compress(bytes((0, 0, 13, 1)) + bytes(8))
     for raw, said in (
         (whole[:-9], "ended before"),
-        (cut, "5 bytes after"),
+        (cut, r"cannot reshape array of size 5 into shape \(2,3\)"),
         (other, "begins with 00000d01"),
         (GARBAGE, "x.gz: "),
     ):

@@ -346,7 +346,8 @@ def failed_on_one_stage(rank: int) -> tuple[str, float]:
     from torch import nn
 
     from netfold.train import Chain, Model, Recipe, Trainer
-    from netfold.train.models.transformer import gpt, token_loss
+    from netfold.train.models.linear import class_loss
+    from netfold.train.models.transformer import gpt
 
     class Breaks(nn.Module):
         def __init__(self) -> None:
@@ -364,7 +365,7 @@ def failed_on_one_stage(rank: int) -> tuple[str, float]:
     named = [(key, nn.Sequential(layer, Breaks()) if "block" in key else layer) for key, layer in layers.items()]
     recipe = Recipe.model_validate(changed(GPT, parallel={"pipeline": 4}))
     data = data_of(recipe)
-    trainer = Trainer(recipe, model=Model(Chain(named), token_loss), data=data)
+    trainer = Trainer(recipe, model=Model(Chain(named), class_loss), data=data)
     began = time.monotonic()
     try:
         trainer.fit()

@@ -1,4 +1,4 @@
-"""Tables and flights: what a row becomes is learnt from training rows alone."""
+"""Tables and flights: only training rows determine how values are coded."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from netfold.train.datasets import table as flights
 
 
 @pytest.mark.parametrize("suffix", [".csv", ".csv.gz", ".parquet"])
-def test_categories_that_training_has_not_seen_are_0(suffix: str, tmp_path: Path) -> None:
+def test_unknown_and_missing_categories_are_0(suffix: str, tmp_path: Path) -> None:
     seen = table(tmp_path / f"seen{suffix}", ROWS)
     new = pandas.DataFrame({"age": [20.0, 50.0], "shop": ["a", "never"], "size": [3, 2], "bought": [0, 1], "unread": 1})
     found = data("table", train=seen, held_out=table(tmp_path / f"new{suffix}", new), **COLUMNS)
@@ -29,10 +29,10 @@ def test_categories_that_training_has_not_seen_are_0(suffix: str, tmp_path: Path
     assert found.metric.baseline == pytest.approx(math.log(2))
 
 
-def test_the_rate_by_columns_is_a_tables_baseline(tmp_path: Path) -> None:
+def test_the_baseline_of_a_table_is_the_rate_by_its_columns(tmp_path: Path) -> None:
     path = table(tmp_path / "rows.csv", ROWS)
     found = data("table", train=path, baseline=["shop"], **COLUMNS)
-    # 18 rows to train on, half of them bought: 5 of 5 of shop b's... and 0 of 5 of a's; held out: b, missing.
+    # Half of the 18 training rows are bought: 9 of 9 of shop b, 0 of 4 without a shop. Held out: one of each.
     b, missing = (9 + 0.5) / (9 + 1), (0 + 0.5) / (4 + 1)
     assert len(found.train) == 18 and everything(found.held_out).inputs[1][:, 0].tolist() == [2, 0]
     assert found.metric.baseline == pytest.approx(-(math.log(b) + math.log(1 - missing)) / 2)
@@ -41,7 +41,7 @@ def test_the_rate_by_columns_is_a_tables_baseline(tmp_path: Path) -> None:
         data("table", train=path, baseline=["age"], **COLUMNS)
 
 
-def test_a_table_that_cannot_be_split_or_read_alike_is_refused(tmp_path: Path) -> None:
+def test_tables_with_repeated_columns_other_types_or_too_few_rows_are_refused(tmp_path: Path) -> None:
     path = table(tmp_path / "rows.csv", ROWS)
     with pytest.raises(ValueError, match=r"column 'bought' is named twice"):
         data("table", train=path, dense=["age", "bought"], categorical=["shop"], target="bought")
@@ -54,8 +54,8 @@ def test_a_table_that_cannot_be_split_or_read_alike_is_refused(tmp_path: Path) -
         data("table", train=table(tmp_path / "empty.csv", ROWS[:0]), **COLUMNS)
 
 
-def test_a_column_has_one_type_however_long_the_file_is(tmp_path: Path) -> None:
-    # Numbers for longer than pandas reads in one piece, then a word: 7 and "7" would be two categories.
+def test_a_column_of_a_long_file_has_one_type(tmp_path: Path) -> None:
+    # pandas reads a long file in blocks. The first has only numbers: 7 and "7" would be two categories.
     length = 300_000
     rows = pandas.DataFrame({"shop": ["7"] * length + ["b", "7"], "bought": [0, 1] * (length // 2 + 1)})
     found = data(
@@ -91,27 +91,27 @@ def flights_folder(folder: Path) -> Path:
 
 
 def test_flights_are_held_out_by_whole_days_and_the_weather_is_their_hours(tmp_path: Path) -> None:
-    found = flights.flights_in(flights_folder(tmp_path / "data"))
+    found = data("flights", root=str(flights_folder(tmp_path / "data")))
     # 30 days, 4 flights each; days 10, 20, 30 are held out; one flight was cancelled.
     assert (len(found.train), len(found.held_out)) == (27 * 4 - 1, 3 * 4)
     dense, categorical = everything(found.train).inputs
     assert dense.shape[1] == len(flights.DENSE) and categorical.shape[1] == len(flights.CATEGORICAL)
     carrier, hour = categorical[:, 0], categorical[:, 5]
     assert torch.equal(everything(found.train).target, (carrier == 1).float()), (
-        "AA is late: 16 minutes, and UA is not: 15"
+        "AA's delay of 16 minutes is late, UA's of 15 minutes is not"
     )
-    # No weather is known for the fifth hour: the mean stands there, 0. The rest rises with day and hour.
+    # The fifth hour has no weather, so it has the mean, 0. Other temperatures rise with day and hour.
     temperature = dense[:, flights.DENSE.index("temp")]
     assert (temperature[hour == 5] == 0).all() and len(temperature[hour < 5].unique()) > 50
     assert float(temperature[:26].diff().mean()) > 0
 
 
-def test_the_real_flights_are_a_years() -> None:
+def test_the_installed_flights_have_all_months_and_weekdays_in_both_parts() -> None:
     found = data("flights")
     assert len(found.train) + len(found.held_out) == 327_346
     assert 0.45 < found.metric.baseline < 0.56
     categorical = everything(found.held_out).inputs[1]
-    # Every month and weekday is on both sides; what training has not seen is rare.
+    # Few held-out categories are unknown.
     assert categorical[:, 3].unique().tolist() == list(range(1, 13)) and categorical[:, 4].unique().tolist() == [
         *range(1, 8)
     ]

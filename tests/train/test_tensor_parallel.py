@@ -143,7 +143,7 @@ def _counts() -> dict[str, Any]:
 
     from netfold.train.mesh import Mesh
     from netfold.train.model import Chain, Model
-    from netfold.train.models.linear import Dense, linear_stack, stack_plan
+    from netfold.train.models.linear import dense, linear_stack, stack_plan
     from netfold.train.models.transformer import gpt
     from netfold.train.parallel.shards import Shards
     from netfold.train.parallel.tensor import cut, localise
@@ -161,7 +161,7 @@ def _counts() -> dict[str, Any]:
         # A stack between other layers: what it takes and gives is as its neighbours have it, and has a gradient.
         ends = Replicate() if style == "alternating" else Shard(-1)
         paths = [f"layers.{number}.linear" for number in range(LAYERS)]
-        layers: list[tuple[str, nn.Module]] = [(str(number), Dense(8, 8)) for number in range(LAYERS)]
+        layers: list[tuple[str, nn.Module]] = [(str(number), dense(8, 8)) for number in range(LAYERS)]
         plan = functools.partial(_plan_between, stack_plan, paths, ends)
         stack = ready(Model(Chain(layers), torch.sub, plan), style)
         x = torch.ones(4, 8 if style == "alternating" else 2, requires_grad=True)

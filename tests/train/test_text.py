@@ -1,4 +1,4 @@
-"""Text: whole files are held out, every sequence has as many masks, tokens are read where they lie."""
+"""Text and token files: held-out files, masks, windows, and errors of damaged files."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from netfold.train import BadExampleError
 from netfold.train.datasets import text
 
 
-def test_whole_files_of_source_are_held_out_and_none_that_is_there_twice(
+def test_held_out_source_files_are_whole_and_in_no_training_text(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     root = python(tmp_path, monkeypatch)
@@ -27,11 +27,13 @@ def test_whole_files_of_source_are_held_out_and_none_that_is_there_twice(
     assert "never" not in train + held
     with pytest.raises(ValueError, match=r"data.held_out is 1.0: it leaves none of 40 files"):
         data("source", held_out=1.0)
-    with pytest.raises(ValueError, match=r"data.context is 100000; one part of the text has only \d+ bytes"):
+    with pytest.raises(ValueError, match=r"data.context is 100000; one part of the text has fewer than 100001 tokens"):
         data("source", context=100_000)
 
 
-def test_every_example_has_exactly_as_many_masks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_example_has_the_same_number_of_masks_at_random_places(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     python(tmp_path, monkeypatch)
     masked, plain = data("masked-source", context=20, masked=0.15), data("source", context=20)
     batch, whole = masked.train.batch(range(50), range(100, 150)), plain.train.batch(range(50), range(50))
@@ -39,7 +41,7 @@ def test_every_example_has_exactly_as_many_masks(tmp_path: Path, monkeypatch: py
     assert asked.sum(1).tolist() == [3] * 50 and torch.equal(asked, batch.inputs[0] == text.MASK)
     assert torch.equal(torch.where(asked, batch.target, batch.inputs[0]), whole.inputs[0])
     assert len({tuple(row.nonzero().flatten().tolist()) for row in asked}) > 40
-    # A model that knows finds all; one that names the right byte only where nothing is asked finds nothing.
+    # Right bytes everywhere score 1. Right bytes only at places without a mask score 0.
     logits = torch.nn.functional.one_hot(whole.inputs[0], 257).float()
     assert masked.metric.score(logits, batch.target).tolist() == [1.0] * 50
     wrong = torch.nn.functional.one_hot(torch.where(asked, (whole.inputs[0] + 1) % 256, whole.inputs[0]), 257)
@@ -48,7 +50,7 @@ def test_every_example_has_exactly_as_many_masks(tmp_path: Path, monkeypatch: py
         data("masked-source", context=20, masked=0.01)
 
 
-def test_text_that_is_all_one_row_of_letters_costs_a_bigram_nothing(
+def test_the_baselines_of_a_text_that_repeats_itself_are_nearly_perfect(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for number in range(20):
@@ -59,14 +61,14 @@ def test_text_that_is_all_one_row_of_letters_costs_a_bigram_nothing(
 
 
 @pytest.mark.parametrize("dtype", ["uint16", "uint32"])
-def test_tokens_are_read_where_they_lie(dtype: str, tmp_path: Path) -> None:
+def test_windows_of_a_token_file_are_adjacent_and_the_last_hundredth_is_held_out(dtype: str, tmp_path: Path) -> None:
     np.arange(2000, dtype=dtype).tofile(tmp_path / "train.bin")
     found = data("tokens", train=str(tmp_path / "train.bin"), vocabulary=2000, context=4, dtype=dtype)
     batch = found.train.batch([0, 493], [1, 2])
     assert batch.inputs[0].tolist() == [[0, 1, 2, 3], [1972, 1973, 1974, 1975]] and batch.target[1, -1] == 1976
-    # The last hundredth, 20 tokens: four windows and the token behind each.
+    # The last hundredth are 20 tokens: four windows, and the token after each.
     assert everything(found.held_out).inputs[0][:, 0].tolist() == [1980, 1984, 1988, 1992]
-    # Each of 1980 tokens came once and counts twice; those held out did not come.
+    # Each of 1980 training tokens occurs once and counts twice. The held-out tokens count once.
     assert found.metric.baseline == pytest.approx(math.log2(1980 * 2 + 20))
     np.full(50, 3, dtype).tofile(tmp_path / "val.bin")
     held = data(
@@ -76,7 +78,7 @@ def test_tokens_are_read_where_they_lie(dtype: str, tmp_path: Path) -> None:
     assert len(held) == 5 and everything(held).inputs[0].unique().tolist() == [3]
 
 
-def test_a_token_file_that_shrinks_or_lies_is_named_with_the_place(tmp_path: Path) -> None:
+def test_an_error_of_a_token_file_names_the_file_and_the_token(tmp_path: Path) -> None:
     path = tmp_path / "train.bin"
     np.arange(2000, dtype="<u2").tofile(path)
     found = data("tokens", train=str(path), vocabulary=2000, context=4)
@@ -90,5 +92,5 @@ def test_a_token_file_that_shrinks_or_lies_is_named_with_the_place(tmp_path: Pat
     with pytest.raises(BadExampleError, match=r"train.bin: 3 bytes do not divide into uint16 tokens"):
         data("tokens", train=str(path), vocabulary=5)
     path.write_bytes(b"even")
-    with pytest.raises(BadExampleError, match=r"train.bin: 2 tokens are less than a window"):
+    with pytest.raises(ValueError, match=r"data.context is 128; .*train.bin has fewer than 129 tokens"):
         data("tokens", train=str(path), vocabulary=1 << 16)

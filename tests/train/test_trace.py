@@ -54,7 +54,7 @@ def test_resnet_50_is_cut_between_its_blocks_of_which_one_tensor_goes_on(resnet5
     starts = {resnet50.parts[block.start].name: resnet50.parts[block.start] for block in resnet50.blocks}
     for stage, count in enumerate((3, 4, 6, 3)):
         for number in range(count):
-            assert starts[f"layers.stage{stage}_block{number}.conv1"].tensors == 1
+            assert starts[f"layers.stage{stage}_block{number}.body.0.conv"].tensors == 1
 
 
 def test_resnet_50s_buckets_are_those_that_torch_makes_of_its_gradients(resnet50: Traced) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from netfold.demo.settings import SCALE, Training
-from netfold.train.datasets.pairs import Crops, Pair
+from netfold.train.datasets.super_resolution import Crops, Pair
 from netfold.train.sampler import Sampler
 
 

@@ -21,8 +21,7 @@ from netfold.demo.batches import batch
 from netfold.demo.settings import SCALE, Job, Run, Training, permuted_orders, straight
 from netfold.demo.worker import RankResult, result_path, weights_path
 from netfold.rack.processes import exit_on_signals
-from netfold.train.datasets.pairs import Pair
-from netfold.train.datasets.photos import HELD_OUT, TRAINING, photograph
+from netfold.train.datasets.super_resolution import HELD_OUT, TRAINING, Pair, photograph
 from netfold.train.models.edsr import edsr
 from netfold.train.resolution import bicubic, psnr, to_8_bits
 

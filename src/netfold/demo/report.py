@@ -19,7 +19,7 @@ from netfold.demo.table import COLUMNS, notes, rows
 from netfold.page.escape import escape, items, terms
 from netfold.page.layout import render_layout
 from netfold.page.table import text_table
-from netfold.train.datasets.photos import HELD_OUT, TRAINING
+from netfold.train.datasets.super_resolution import HELD_OUT, TRAINING
 
 # The style sheet shows crops this many times as large, so that single pixels are visible.
 CROP_ZOOM = 3

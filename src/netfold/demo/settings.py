@@ -6,8 +6,9 @@ import itertools
 import json
 import random
 from dataclasses import asdict, dataclass
+from typing import Final
 
-SCALE = 2
+SCALE: Final = 2
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from netfold.demo.experiment import Experiment, Outcome
 from netfold.demo.settings import SCALE, Training
-from netfold.train.datasets.photos import HELD_OUT
+from netfold.train.datasets.super_resolution import HELD_OUT
 from netfold.train.resolution import PSNR_BORDER_PIXELS
 
 COLUMNS = ("", "PSNR", "images/s", "on the wire\na worker-step", "in collectives\na worker-step")

@@ -27,8 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 from netfold.demo.batches import batch, share
 from netfold.demo.clock import CollectiveClock
 from netfold.demo.settings import SCALE, Job, Run, Training
-from netfold.train.datasets.pairs import Pair
-from netfold.train.datasets.photos import TRAINING, photograph
+from netfold.train.datasets.super_resolution import TRAINING, Pair, photograph
 from netfold.train.models.edsr import edsr
 
 # Steps before the measurement: DDP rebuilds its buckets after the first step; memory and caches become steady.

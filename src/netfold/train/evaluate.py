@@ -6,17 +6,18 @@ with repeated examples, which do not count.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from netfold.train.examples import Batch, Data, Panel, Pictures
+from netfold.train.examples import Data, Examples, Panel, Pictures
 from netfold.train.mesh import Mesh
 from netfold.train.model import Model, Replica
 
 
+@torch.no_grad()
 def evaluate(replica: Replica, model: Model, data: Data, mesh: Mesh, batch: int) -> dict[str, float]:
     """The mean metric and loss over the held-out examples, the same on every rank.
 
@@ -24,15 +25,10 @@ def evaluate(replica: Replica, model: Model, data: Data, mesh: Mesh, batch: int)
     """
     # The sums of scores and losses, and the number of samples.
     sums = torch.zeros(3, dtype=torch.float64)
-    held_out = data.held_out
-    for _, output, target in _outputs(
-        replica, len(held_out), lambda indices: held_out.batch(indices, indices), mesh, batch
-    ):
+    for _, output, target in _outputs(replica, data.held_out, mesh, batch):
         if output is not None:
-            with torch.no_grad():
-                sums[0] += data.metric.score(output, target).double().sum()
-                sums[1] += model.loss(output, target).double() * len(target)
-            sums[2] += len(target)
+            loss = model.loss(output, target).double() * len(target)
+            sums += torch.stack([data.metric.score(output, target).double().sum(), loss, loss.new_tensor(len(target))])
     dist.all_reduce(sums)
     return {data.metric.name: float(sums[0] / sums[2]), "loss": float(sums[1] / sums[2])}
 
@@ -42,34 +38,34 @@ def render(replica: Replica, pictures: Pictures, mesh: Mesh, batch: int) -> Sequ
 
     Cost: a forward pass of all their examples, and an all_reduce of their outputs.
     """
-    total = len(pictures)
-    outputs: Tensor | None = None
+    total = len(pictures.examples)
+    sums: Tensor | None = None
     # The number of ranks that have computed each example: all ranks of the last stage that hold its copy.
     times = torch.zeros(total)
-    for first, output, target in _outputs(replica, total, pictures.batch, mesh, batch):
-        if outputs is None:
-            outputs = torch.zeros(total, *target.shape[1:])
+    for first, output, target in _outputs(replica, pictures.examples, mesh, batch):
+        if sums is None:
+            sums = torch.zeros(total, *target.shape[1:])
         if output is not None:
-            outputs[first : first + len(target)] = output.float()
+            sums[first : first + len(target)] = output.float()
             times[first : first + len(target)] = 1.0
-    assert outputs is not None, "each rank has at least one batch, perhaps of padding only"
-    dist.all_reduce(outputs)
+    assert sums is not None, "each rank has at least one batch, perhaps of padding only"
+    dist.all_reduce(sums)
     dist.all_reduce(times)
-    if dist.get_rank() != 0:
-        return ()
-    return pictures.panels(outputs / times.view(-1, *[1] * (outputs.dim() - 1)))
+    return pictures.panels(sums / times.view(-1, *[1] * (sums.dim() - 1))) if dist.get_rank() == 0 else ()
 
 
 def _outputs(
-    replica: Replica, total: int, make: Callable[[list[int]], Batch], mesh: Mesh, batch: int
+    replica: Replica, examples: Examples, mesh: Mesh, batch: int
 ) -> Iterator[tuple[int, Tensor | None, Tensor]]:
     """(index of the first example, outputs, targets) for each batch of this rank, without the padding.
 
     The outputs are None before the last stage, and for a batch of padding only.
     """
-    stride = batch * mesh.data.size
+    total, stride = len(examples), batch * mesh.data.size
     for first in range(mesh.data.rank * batch, -(-total // stride) * stride, stride):
-        made = make([min(index, total - 1) for index in range(first, first + batch)])
+        # An example's number is also the seed of its random choices.
+        numbers = [min(index, total - 1) for index in range(first, first + batch)]
+        made = examples.batch(numbers, numbers)
         output = replica.outputs(made)
         count = max(0, min(batch, total - first))
         yield first, output[:count] if output is not None and count else None, made.target[:count]

@@ -85,20 +85,14 @@ class Panel:
     """[3, h, w], u8."""
 
 
-class Pictures(Protocol):
-    """Held-out examples that make pictures."""
+@dataclass(frozen=True)
+class Pictures:
+    """Held-out examples that make a row of pictures."""
 
-    def __len__(self) -> int:
-        """The number of examples."""
-        ...
-
-    def batch(self, indices: Sequence[int]) -> Batch:
-        """These examples, shaped like training examples. The model's output has the shape of the target."""
-        ...
-
-    def panels(self, outputs: Tensor) -> Sequence[Panel]:
-        """outputs: [len, ...] f32, of all examples in order."""
-        ...
+    examples: Examples
+    """Shaped like training examples. The model's output has the shape of the target."""
+    panels: Callable[[Tensor], Sequence[Panel]]
+    """The outputs of all examples in order, [n, ...] f32 -> the pictures."""
 
 
 @dataclass(frozen=True)

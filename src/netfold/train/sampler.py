@@ -15,6 +15,8 @@ import numpy as np
 
 from netfold.train.examples import Batch, Examples
 
+_WORD = 2**64 - 1
+
 
 @dataclass(frozen=True)
 class Sampler:
@@ -44,26 +46,14 @@ def sample_seed(seed: int, sample: int) -> int:
     return (value ^ value >> 31) >> 1
 
 
-def rank_slice(total: Sequence[int], rank: int, ranks: int) -> Sequence[int]:
-    """A rank's run of a batch: equal parts, in the order of ranks."""
-    part = len(total) // ranks
-    return total[rank * part : (rank + 1) * part]
-
-
 # Two: a batch over the end of an epoch needs the orders of both epochs.
 @functools.lru_cache(maxsize=2)
 def _permutation(examples: int, seed: int, epoch: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
     return np.random.default_rng([seed, epoch]).permutation(examples)
 
 
-_WORD = 2**64 - 1
-
-
 class Prefetcher:
-    """One data-parallel rank's share of each global batch of `batch` samples.
-
-    `Sampler` chooses the samples by the number of samples before, and not by the number of ranks.
-    """
+    """One data-parallel rank's share of each global batch of `batch` samples: an equal run, in the order of ranks."""
 
     def __init__(
         self,
@@ -75,18 +65,16 @@ class Prefetcher:
         agree: Callable[[Batch, Sequence[int], Sequence[int]], Batch] | None = None,
     ) -> None:
         """agree: (a batch, its indices and seeds) -> the batch to train on; `get` calls it on the caller's thread."""
-        self._examples = examples
-        self._order = Sampler(len(examples), seed)
-        self._batch, self._rank, self._ranks, self._agree = batch, rank, ranks, agree
+        self._examples, self._sampler, self._agree = examples, Sampler(len(examples), seed), agree
+        self._batch, self._share, self._rank = batch, batch // ranks, rank
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="netfold-feed")
-        self._ahead: tuple[int, Future[Batch]] | None = None
+        self._ahead: dict[int, Future[Batch]] = {}
 
     def get(self, samples: int) -> Batch:
         """The share of the batch after `samples` samples; also begins the next one. Raises BadExampleError."""
-        ahead, self._ahead = self._ahead, None
-        future = ahead[1] if ahead is not None and ahead[0] == samples else self._begin(samples)
-        batch = future.result()
-        self._ahead = samples + self._batch, self._begin(samples + self._batch)
+        ahead = self._ahead.pop(samples, None) or self._begin(samples)
+        batch = ahead.result()
+        self._ahead = {samples + self._batch: self._begin(samples + self._batch)}
         return batch if self._agree is None else self._agree(batch, *self._numbers(samples))
 
     def close(self) -> None:
@@ -95,7 +83,7 @@ class Prefetcher:
     def _begin(self, samples: int) -> Future[Batch]:
         return self._thread.submit(lambda: self._examples.batch(*self._numbers(samples)))
 
-    def _numbers(self, samples: int) -> tuple[Sequence[int], Sequence[int]]:
+    def _numbers(self, samples: int) -> tuple[list[int], list[int]]:
         """The share's indices and seeds."""
-        indices = rank_slice(self._order.indices(samples, self._batch), self._rank, self._ranks)
-        return indices, rank_slice(self._order.seeds(samples, self._batch), self._rank, self._ranks)
+        first = samples + self._rank * self._share
+        return self._sampler.indices(first, self._share), self._sampler.seeds(first, self._share)

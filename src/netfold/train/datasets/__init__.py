@@ -8,11 +8,11 @@ from netfold.train.recipe.registry import factory
 
 DATASETS = {
     "class-folders": "netfold.train.datasets.classes:class_folders",
-    "div2k": "netfold.train.datasets.div2k:div2k",
+    "div2k": "netfold.train.datasets.super_resolution:div2k",
     "fashion-mnist": "netfold.train.datasets.classes:fashion_mnist",
     "flights": "netfold.train.datasets.table:flights",
     "masked-source": "netfold.train.datasets.text:masked_source",
-    "photos": "netfold.train.datasets.photos:photos",
+    "photos": "netfold.train.datasets.super_resolution:photos",
     "source": "netfold.train.datasets.text:source",
     "table": "netfold.train.datasets.table:table",
     "tokens": "netfold.train.datasets.text:tokens",

@@ -1,4 +1,4 @@
-"""Pictures and their classes: accuracy, folders with one folder per class, and Fashion-MNIST."""
+"""Pictures and their classes: folders with one folder per class, and Fashion-MNIST."""
 
 from __future__ import annotations
 
@@ -6,19 +6,18 @@ import gzip
 import zlib
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from pydantic import PositiveInt
 from torch import Tensor
 from torch.nn import functional
 
-from netfold.train.datasets.pairs import SUFFIXES, read_picture
+from netfold.train.datasets.super_resolution import SUFFIXES, read_picture
 from netfold.train.examples import BadExampleError, Batch, Data, InMemory, Metric
-
-_HELD_OUT = ("valid", "val", "test")
-_DTYPE_U8 = 0x08
 
 
 def class_folders(root: str, size: int = 64) -> Data:
@@ -30,56 +29,45 @@ def class_folders(root: str, size: int = 64) -> Data:
     Metric: accuracy. Baseline: the training part's most frequent class.
     """
     folder = Path(root)
-    part = next((name for name in _HELD_OUT if (folder / name).is_dir()), None)
+    part = next((name for name in ("valid", "val", "test") if (folder / name).is_dir()), None)
     if part is None:
-        raise BadExampleError(
-            f"{folder}: no folder {', '.join(_HELD_OUT[:-1])} or {_HELD_OUT[-1]} with held-out pictures"
-        )
-    train, held = _labelled(folder / "train"), _labelled(folder / part)
-    classes = sorted({name for _, name in train})
-    if unknown := sorted({name for _, name in held} - set(classes)):
+        raise BadExampleError(f"{folder}: no folder valid, val or test with held-out pictures")
+    train, held = _files(folder / "train"), _files(folder / part)
+    classes = sorted({path.parent.name for path in train})
+    if unknown := sorted({path.parent.name for path in held} - set(classes)):
         raise BadExampleError(f"{folder / part / unknown[0]}: a class that {folder / 'train'} does not have")
-    frequent = Counter(name for _, name in train).most_common(1)[0][0]
-    baseline = sum(name == frequent for _, name in held) / len(held)
+    frequent = Counter(path.parent.name for path in train).most_common(1)[0][0]
+    baseline = sum(path.parent.name == frequent for path in held) / len(held)
     return Data(
-        Pictures(train, classes, size, drawn=True),
-        Pictures(held, classes, size, drawn=False),
-        accuracy(baseline, "the most frequent class"),
+        PictureFiles(train, classes, size, drawn=True),
+        PictureFiles(held, classes, size, drawn=False),
+        _accuracy(baseline, "the most frequent class"),
     )
 
 
-def accuracy(baseline: float, baseline_is: str) -> Metric:
-    """The share of samples whose largest logit is the target's."""
-    return Metric("accuracy", "", "higher", _right, baseline, baseline_is)
+@dataclass(frozen=True)
+class PictureFiles:
+    """Examples of files, whose folders are their classes."""
 
-
-def nearest_mean(pictures: Tensor, classes: Tensor, held: Tensor, held_classes: Tensor) -> float:
-    """The accuracy of choosing the class with the nearest mean training picture. Pictures [n, ...] f32, classes [n]."""
-    means = torch.stack([pictures[classes == label].mean(0).flatten() for label in range(int(classes.max()) + 1)])
-    return float((torch.cdist(held.flatten(1), means).argmin(1) == held_classes).double().mean())
-
-
-class Pictures:
-    """Examples of files with their classes."""
-
-    def __init__(self, files: Sequence[tuple[Path, str]], classes: Sequence[str], size: int, drawn: bool) -> None:
-        """drawn: choose the square by the example's seed; otherwise the middle square."""
-        self.files, self.classes, self.size, self.drawn = files, classes, size, drawn
+    files: Sequence[Path]
+    classes: Sequence[str]
+    size: int
+    drawn: bool
+    """Choose the square by the example's seed; otherwise the middle square."""
 
     def __len__(self) -> int:
         return len(self.files)
 
     def batch(self, indices: Sequence[int], seeds: Sequence[int]) -> Batch:
-        pictures = [self._one(self.files[index][0], seed) for index, seed in zip(indices, seeds, strict=True)]
-        target = torch.tensor([self.classes.index(self.files[index][1]) for index in indices])
+        pictures = [self._square(self.files[index], seed) for index, seed in zip(indices, seeds, strict=True)]
+        target = torch.tensor([self.classes.index(self.files[index].parent.name) for index in indices])
         return Batch((torch.stack(pictures),), target)
 
-    def _one(self, path: Path, seed: int) -> Tensor:
+    def _square(self, path: Path, seed: int) -> Tensor:
         picture = read_picture(path)
         height, width = picture.shape[1:]
         side = min(height, width)
-        top, left = (height - side) // 2, (width - side) // 2
-        mirrored = False
+        top, left, mirrored = (height - side) // 2, (width - side) // 2, False
         if self.drawn:
             draw = np.random.default_rng(seed)
             side = max(1, round(side * draw.uniform(0.6, 1.0)))
@@ -90,26 +78,13 @@ class Pictures:
         return (resized.flip(2) if mirrored else resized) * 2.0 - 1.0
 
 
-def _right(logits: Tensor, target: Tensor) -> Tensor:
-    return logits.argmax(1) == target
-
-
-def _labelled(folder: Path) -> list[tuple[Path, str]]:
-    files = [(path, path.parent.name) for path in sorted(folder.glob("*/*")) if path.suffix.lower() in SUFFIXES]
-    if not files:
-        raise BadExampleError(f"{folder}: no pictures; they must be in {folder / '<class>'}/, one folder per class")
-    return files
-
-
-def fashion_mnist(root: str = "/usr/share/datasets/fashion-mnist", held_out: int | None = None) -> Data:
+def fashion_mnist(root: str = "/usr/share/datasets/fashion-mnist", held_out: PositiveInt | None = None) -> Data:
     """Fashion-MNIST: 70 000 grey pictures of ten kinds of clothes (Xiao, Rasul, Vollgraf 2017), as Debian packs it.
 
     Examples: [1, 28, 28] f32, with mean 0 and deviation 1 over the training part; the class, 0..9. About 220 MB.
     Held out are the 10 000 test pictures, or the first `held_out` of them. Reads the four gzipped IDX files in `root`.
     Metric: accuracy. Baseline: the class with the nearest mean picture.
     """
-    if held_out is not None and held_out < 1:
-        raise ValueError(f"data.held_out is {held_out}; at least one picture must be held out")
     folder = Path(root)
     if not folder.is_dir():
         raise BadExampleError(
@@ -120,11 +95,12 @@ def fashion_mnist(root: str = "/usr/share/datasets/fashion-mnist", held_out: int
     held, held_classes = (tensor[:held_out] for tensor in _part(folder, "t10k"))
     mean, deviation = pictures.mean(), pictures.std()
     pictures, held = (pictures - mean) / deviation, (held - mean) / deviation
-    baseline = nearest_mean(pictures, classes, held, held_classes)
+    means = torch.stack([pictures[classes == label].mean(0).flatten() for label in range(int(classes.max()) + 1)])
+    right = torch.cdist(held.flatten(1), means).argmin(1) == held_classes
     return Data(
         InMemory(pictures, target=classes),
         InMemory(held, target=held_classes),
-        accuracy(baseline, "the nearest class mean"),
+        _accuracy(float(right.double().mean()), "the nearest class mean"),
     )
 
 
@@ -132,15 +108,24 @@ def read_idx(path: Path) -> NDArray[np.uint8]:
     """Read a gzipped IDX file of bytes: 0, 0, type, number of dimensions, their sizes (big-endian u32), the bytes."""
     try:
         raw = gzip.decompress(path.read_bytes())
-    except (OSError, EOFError, zlib.error) as error:
+        if len(raw) < 4 or raw[:3] != bytes((0, 0, 8)):
+            raise ValueError(f"it begins with {raw[:4].hex()}; an IDX file of bytes begins with 000008")
+        shape = np.frombuffer(raw, ">u4", raw[3], offset=4)
+        return np.frombuffer(raw, np.uint8, offset=4 + 4 * raw[3]).reshape(shape)
+    except (OSError, EOFError, ValueError, zlib.error) as error:
         raise BadExampleError(f"{path}: {getattr(error, 'strerror', None) or error}") from error
-    if len(raw) < 4 or raw[:3] != bytes((0, 0, _DTYPE_U8)):
-        raise BadExampleError(f"{path}: it begins with {raw[:4].hex()}; an IDX file of bytes begins with 000008")
-    begin = 4 + 4 * raw[3]
-    shape = [int.from_bytes(raw[at : at + 4], "big") for at in range(4, begin, 4)]
-    if len(raw) != begin + int(np.prod(shape)):
-        raise BadExampleError(f"{path}: {len(raw) - begin} bytes after a header with the shape {shape}")
-    return np.frombuffer(raw, np.uint8, offset=begin).reshape(shape)
+
+
+def _accuracy(baseline: float, baseline_is: str) -> Metric:
+    """The share of samples whose largest logit is the target's."""
+    return Metric("accuracy", "", "higher", lambda logits, target: logits.argmax(1) == target, baseline, baseline_is)
+
+
+def _files(folder: Path) -> list[Path]:
+    files = [path for path in sorted(folder.glob("*/*")) if path.suffix.lower() in SUFFIXES]
+    if not files:
+        raise BadExampleError(f"{folder}: no pictures; they must be in {folder / '<class>'}/, one folder per class")
+    return files
 
 
 def _part(folder: Path, name: str) -> tuple[Tensor, Tensor]:

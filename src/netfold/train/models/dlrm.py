@@ -7,15 +7,14 @@ these vectors, and the numbers' vector, are the input of a second MLP.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from netfold.train.model import Chain, Model, Style
-from netfold.train.models.linear import Dense, stack_plan
+from netfold.train.model import Chain, Model
+from netfold.train.models.linear import dense, named, stacks_plan
 from netfold.train.parallel.embeddings import Embeddings
 
 
@@ -31,18 +30,14 @@ def dlrm(
     layers: list[tuple[str, nn.Module]] = [
         ("features", Features([numbers, *bottom, width], Embeddings(rows, width))),
         ("interaction", Interaction()),
-        *((f"top{number}", Dense(*widths[number : number + 2])) for number in range(len(top))),
-        ("logit", Logit(widths[-1])),
+        *((f"top{number}", dense(*pair)) for number, pair in enumerate(itertools.pairwise(widths))),
+        ("logit", named(linear=nn.Linear(widths[-1], 1), flatten=nn.Flatten(0))),
     ]
-
-    def plan(style: Style, sequence: bool) -> Mapping[str, Any]:
-        if sequence:
-            raise ValueError("parallel.sequence: a recommender's samples have no sequence; use sequence = false")
-        # The logit's layer has one output, and stays whole.
-        return stack_plan([f"layers.features.bottom.{number}.linear" for number in range(len(bottom) + 1)], style) | (
-            stack_plan([f"layers.top{number}.linear" for number in range(len(top))], style)
-        )
-
+    # The logit's layer has one output, and stays whole.
+    plan = stacks_plan(
+        [f"layers.features.bottom.{number}.linear" for number in range(len(bottom) + 1)],
+        [f"layers.top{number}.linear" for number in range(len(top))],
+    )
     return Model(Chain(layers), functional.binary_cross_entropy_with_logits, plan)
 
 
@@ -51,7 +46,7 @@ class Features(nn.Module):
 
     def __init__(self, widths: Sequence[int], tables: Embeddings) -> None:
         super().__init__()
-        self.bottom = nn.Sequential(*(Dense(*pair) for pair in itertools.pairwise(widths)))
+        self.bottom = nn.Sequential(*(dense(*pair) for pair in itertools.pairwise(widths)))
         self.tables = tables
 
     def forward(self, numbers: Tensor, asked: Tensor) -> Tensor:
@@ -65,13 +60,3 @@ class Interaction(nn.Module):
         count = vectors.shape[1]
         first, second = torch.tril_indices(count, count, -1, device=vectors.device)
         return torch.cat([vectors[:, 0], (vectors @ vectors.mT)[:, first, second]], 1)
-
-
-class Logit(nn.Module):
-    def __init__(self, inputs: int) -> None:
-        super().__init__()
-        self.linear = nn.Linear(inputs, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        logit: Tensor = self.linear(x).squeeze(-1)
-        return logit

@@ -7,7 +7,7 @@ starts at 0, so the untrained network is bicubic enlargement, and spends no step
 
 from __future__ import annotations
 
-from typing import cast
+from typing import Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -16,25 +16,25 @@ from torch.nn import functional
 from netfold.train.model import Chain, Model
 from netfold.train.resolution import bicubic
 
+Scale = Literal[2, 3, 4]
 
-def baseline(scale: int = 2) -> Model:
+
+def baseline(scale: Scale = 2) -> Model:
     """The paper's small model: 16 blocks of 64 features, 1.4 million parameters at x2."""
     return edsr(features=64, blocks=16, scale=scale)
 
 
-def large(scale: int = 2) -> Model:
+def large(scale: Scale = 2) -> Model:
     """The paper's best model: 32 blocks of 256 features, residuals scaled by 0.1, 40.7 million parameters at x2."""
     return edsr(features=256, blocks=32, scale=scale, residual_scale=0.1)
 
 
-def edsr(features: int = 64, blocks: int = 16, scale: int = 2, residual_scale: float = 1.0) -> Model:
+def edsr(features: int = 64, blocks: int = 16, scale: Scale = 2, residual_scale: float = 1.0) -> Model:
     """Low resolution [n, 3, h, w] -> [n, 3, scale h, scale w], f32, about 0..1.
 
-    scale: 2, 3 or 4, equal to the data's. residual_scale: the factor of each block's residual, which keeps many
+    scale: equal to the data's. residual_scale: the factor of each block's residual, which keeps many
     features from growing without bound (section 3.3).
     """
-    if scale not in (2, 3, 4):
-        raise ValueError(f"model.scale is {scale}; EDSR enlarges by 2, 3 or 4")
     layers: list[tuple[str, nn.Module]] = [("head", Head(features, scale))]
     layers += [(f"block{number}", Block(features, residual_scale)) for number in range(blocks)]
     layers += [("tail", Tail(features, scale))]

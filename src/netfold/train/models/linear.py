@@ -2,45 +2,53 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import itertools
+from collections import OrderedDict
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.tensor import Placement, Replicate, Shard
 from torch.nn import functional
 
-from netfold.train.model import Chain, Model, Style
+from netfold.train.model import Chain, Model, Style, TensorPlan
 from netfold.train.parallel.tensor import ColwiseLinear, RowwiseLinear
 
 
 def linear_stack(widths: Sequence[int]) -> Model:
-    """widths: of the features of a sample, of each hidden layer, and the number of classes.
+    """widths: of the features of a sample, of each hidden layer, and the number of classes; targets int64 [n]."""
+    pairs = list(itertools.pairwise(widths))
+    layers = [(f"layer{number}", dense(*pair, relu=number < len(pairs) - 1)) for number, pair in enumerate(pairs)]
+    return Model(Chain(layers), class_loss, stacks_plan([f"layers.{name}.linear" for name, _ in layers]))
 
-    Targets are classes, int64 [n]; the loss is the cross entropy in nats.
-    """
-    names = [f"layer{number}" for number in range(len(widths) - 1)]
-    last = len(names) - 1
-    layers = [(name, Dense(*widths[i : i + 2], relu=i < last)) for i, name in enumerate(names)]
 
-    def plan(style: Style, sequence: bool) -> Mapping[str, Any]:
+def class_loss(logits: Tensor, target: Tensor) -> Tensor:
+    """Cross entropy in nats: the mean over the classes [...] in `target` that are not -100. Logits [..., classes]."""
+    return functional.cross_entropy(logits.flatten(0, -2).float(), target.flatten())
+
+
+def dense(inputs: int, outputs: int, *, relu: bool = True) -> nn.Sequential:
+    """[n, ...] -> [n, outputs]. ReLU acts on each output alone, so also on a rank's part of the outputs."""
+    steps = named(flatten=nn.Flatten(), linear=nn.Linear(inputs, outputs))
+    if relu:
+        steps.add_module("relu", nn.ReLU())
+    return steps
+
+
+def named(**layers: nn.Module) -> nn.Sequential:
+    """These layers in sequence, under their names."""
+    return nn.Sequential(OrderedDict(layers))
+
+
+def stacks_plan(*stacks: Sequence[str]) -> TensorPlan:
+    """The plan of a model whose cut layers are `stacks`, each of consecutive linear layers at these paths."""
+
+    def plan(style: Style, sequence: bool) -> dict[str, Any]:
         if sequence:
             raise ValueError("parallel.sequence: a stack of linear layers has no sequence; use sequence = false")
-        return stack_plan([f"layers.{name}.linear" for name in names], style)
+        return {path: cut for paths in stacks for path, cut in stack_plan(paths, style).items()}
 
-    return Model(Chain(layers), functional.cross_entropy, plan)
-
-
-class Dense(nn.Module):
-    """[n, ...] -> [n, outputs]; ReLU acts on each output alone, so also on a rank's part of the outputs."""
-
-    def __init__(self, inputs: int, outputs: int, *, relu: bool = True) -> None:
-        super().__init__()
-        self.linear = nn.Linear(inputs, outputs)
-        self.relu = relu
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.linear(x.flatten(1))
-        return functional.relu(x) if self.relu else x
+    return plan
 
 
 def stack_plan(
@@ -54,18 +62,11 @@ def stack_plan(
     rowwise: in each layer a reduce_scatter of its output forward, and an all_gather of its gradient backward;
     alternating: an all_reduce every two layers, forward and backward. A last layer without a partner is colwise.
     """
-    whole, cut = Replicate(), Shard(-1)
-    first, last = source or whole, result or whole
-    plan: dict[str, Any] = {}
-    for number, path in enumerate(paths):
-        takes = first if number == 0 else cut
-        gives = last if number == len(paths) - 1 else cut
-        if style == "colwise":
-            plan[path] = ColwiseLinear(takes, gives)
-        elif style == "rowwise":
-            plan[path] = RowwiseLinear(takes, gives)
-        elif number % 2:
-            plan[path] = RowwiseLinear(cut, last if number == len(paths) - 1 else whole)
-        else:
-            plan[path] = ColwiseLinear(first if number == 0 else whole, gives)
-    return plan
+    colwise = [style == "colwise" or (style == "alternating" and number % 2 == 0) for number in range(len(paths))]
+    # Between two layers activations are cut, but whole before each pair of alternating layers.
+    between = [Replicate() if style == "alternating" and first else Shard(-1) for first in colwise[1:]]
+    places = itertools.pairwise([source or Replicate(), *between, result or Replicate()])
+    return {
+        path: (ColwiseLinear if first else RowwiseLinear)(*ends)
+        for path, first, ends in zip(paths, colwise, places, strict=True)
+    }

@@ -12,12 +12,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import PrepareModuleInput, SequenceParallel
 from torch.nn import functional
 
 from netfold.train.model import Chain, Model, Style, TensorPlan
+from netfold.train.models.linear import class_loss, named
 from netfold.train.parallel.tensor import ColwiseLinear, RowwiseLinear, ShardSequence
+
+_PROJECTIONS = ("query", "key", "value")
 
 
 def gpt(
@@ -43,13 +46,10 @@ def _transformer(
 ) -> Model:
     parts: list[tuple[str, nn.Module]] = [("embedding", Embedding(vocabulary, context, width))]
     parts += [(f"block{number}", Block(width, heads, mlp * width, causal)) for number in range(layers)]
-    parts += [("head", Head(vocabulary, width))]
-    return Model(Chain(parts), token_loss, transformer_plan(layers, width // heads))
-
-
-def token_loss(logits: Tensor, target: Tensor) -> Tensor:
-    """Cross entropy in nats, the mean over the places of the target [n, s] that are not -100."""
-    return functional.cross_entropy(logits.flatten(0, -2).float(), target.flatten())
+    logits = nn.Linear(width, vocabulary, bias=False)
+    nn.init.normal_(logits.weight, std=0.02)
+    parts += [("head", named(norm=nn.LayerNorm(width), logits=logits))]
+    return Model(Chain(parts), class_loss, transformer_plan(layers, width // heads))
 
 
 class Embedding(nn.Module):
@@ -85,41 +85,18 @@ class Attention(nn.Module):
         return mixed_out
 
 
-class Mlp(nn.Module):
-    def __init__(self, width: int, hidden: int) -> None:
-        super().__init__()
-        self.up = nn.Linear(width, hidden)
-        self.down = nn.Linear(hidden, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        down: Tensor = self.down(functional.gelu(self.up(x)))
-        return down
-
-
 class Block(nn.Module):
     def __init__(self, width: int, heads: int, hidden: int, causal: bool) -> None:
         super().__init__()
         self.attention_norm = nn.LayerNorm(width)
         self.attention = Attention(width, heads, causal)
         self.mlp_norm = nn.LayerNorm(width)
-        self.mlp = Mlp(width, hidden)
+        self.mlp = named(up=nn.Linear(width, hidden), gelu=nn.GELU(), down=nn.Linear(hidden, width))
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attention(self.attention_norm(x))
         after: Tensor = x + self.mlp(self.mlp_norm(x))
         return after
-
-
-class Head(nn.Module):
-    def __init__(self, vocabulary: int, width: int) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.logits = nn.Linear(width, vocabulary, bias=False)
-        nn.init.normal_(self.logits.weight, std=0.02)
-
-    def forward(self, x: Tensor) -> Tensor:
-        logits: Tensor = self.logits(self.norm(x))
-        return logits
 
 
 def transformer_plan(layers: int, head_width: int) -> TensorPlan:
@@ -133,54 +110,35 @@ def transformer_plan(layers: int, head_width: int) -> TensorPlan:
       are not gathered before attention. The input of each half block is whole, so its gradient is all-reduced;
     rowwise: 4 reduce_scatter and 2 all_reduce / 6 all_gather. The output of each half block is made whole.
     """
+    whole, cut = Replicate(), Shard(-1)
 
     def plan(style: Style, sequence: bool) -> Mapping[str, Any]:
-        found: dict[str, Any] = {}
-        for number in range(layers):
-            block = _sequence_block(head_width) if sequence else _block(style, head_width)
-            found.update({f"layers.block{number}.{path}": how for path, how in block.items()})
+        first: Any = RowwiseLinear if style == "rowwise" else ColwiseLinear
+        second: Any = ColwiseLinear if style == "colwise" else RowwiseLinear
+        between = Shard(1) if sequence else whole
+        # Query, key and value take one input, prepared once, so that its gradients are added up before communication.
+        taken = cut if style == "rowwise" else whole
+        block = {
+            "attention": _prepared(between, taken),
+            **{f"attention.{name}": first(taken, cut, unit=head_width, units="heads") for name in _PROJECTIONS},
+            "attention.out": second(cut, between),
+            "mlp.up": first(whole, cut),
+            "mlp.down": second(cut, between),
+        }
+        outside: dict[str, Any] = {}
         if sequence:
-            found["layers.embedding"] = ShardSequence()
-            found["layers.head.norm"] = SequenceParallel(use_local_output=True)
-            found["layers.head.logits"] = _taken(Shard(1), local=True)
-        return found
+            block |= {"mlp": _prepared(between, whole), "attention_norm": _norm(), "mlp_norm": _norm()}
+            outside = {"embedding": ShardSequence(), "head.norm": _norm()}
+            outside["head.logits"] = _prepared(between, whole, local=True)
+        blocks = {f"block{number}.{path}": how for number in range(layers) for path, how in block.items()}
+        return {f"layers.{path}": how for path, how in (blocks | outside).items()}
 
     return plan
 
 
-def _block(style: Style, head_width: int) -> dict[str, Any]:
-    whole, cut = Replicate(), Shard(-1)
-    heads: dict[str, Any] = {"unit": head_width, "units": "heads"}
-    if style == "rowwise":
-        return {
-            "attention": _taken(whole, cut),
-            **{f"attention.{name}": RowwiseLinear(cut, cut, **heads) for name in ("query", "key", "value")},
-            "attention.out": RowwiseLinear(cut, whole),
-            "mlp.up": RowwiseLinear(whole, cut),
-            "mlp.down": RowwiseLinear(cut, whole),
-        }
-    second = ColwiseLinear if style == "colwise" else RowwiseLinear
-    return {
-        "attention": _taken(whole),
-        **{f"attention.{name}": ColwiseLinear(whole, cut, **heads) for name in ("query", "key", "value")},
-        "attention.out": second(cut, whole),
-        "mlp.up": ColwiseLinear(whole, cut),
-        "mlp.down": second(cut, whole),
-    }
+def _prepared(source: Placement, taken: Placement, *, local: bool = False) -> PrepareModuleInput:
+    return PrepareModuleInput(input_layouts=source, desired_input_layouts=taken, use_local_output=local)
 
 
-def _sequence_block(head_width: int) -> dict[str, Any]:
-    block = _block("alternating", head_width)
-    return block | {
-        "attention_norm": SequenceParallel(use_local_output=True),
-        "attention": _taken(Shard(1)),
-        "attention.out": RowwiseLinear(Shard(-1), Shard(1)),
-        "mlp_norm": SequenceParallel(use_local_output=True),
-        "mlp": _taken(Shard(1)),
-        "mlp.down": RowwiseLinear(Shard(-1), Shard(1)),
-    }
-
-
-def _taken(source: Any, taken: Any = None, *, local: bool = False) -> PrepareModuleInput:
-    """Prepare an input once for all layers that take it, so that its gradients are added up before communication."""
-    return PrepareModuleInput(input_layouts=source, desired_input_layouts=taken or Replicate(), use_local_output=local)
+def _norm() -> SequenceParallel:
+    return SequenceParallel(use_local_output=True)

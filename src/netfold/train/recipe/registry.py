@@ -77,7 +77,7 @@ def _find(asked: Factory, known: Mapping[str, str], kind: str) -> Callable[..., 
 
 def _hints(found: Any) -> dict[str, Any]:
     try:
-        return typing.get_type_hints(found.__init__ if inspect.isclass(found) else found)
+        return typing.get_type_hints(found.__init__ if inspect.isclass(found) else found, include_extras=True)
     except (NameError, TypeError):
         # Annotations that have no meaning at run time do not restrict options.
         return {}
