@@ -22,17 +22,9 @@ MAY_INCLUDE = {
     "engine": {"collective", "protocol", "transport", "auth", "kernels"},
     "dataplane": {"protocol", "transport", "auth"},
     "dev/delay_link": {"transport"},
-    "bind": {
-        "kernels",
-        "transport",
-        "auth",
-        "protocol",
-        "model_check",
-        "collective",
-        "engine",
-        "dataplane",
-        "delay_link",
-    },
+    "bind": {"kernels", "transport", "auth", "protocol", "collective", "engine", "dataplane"},
+    # The bindings' conversions include protocol.
+    "dev/bind": {"model_check", "delay_link", "protocol"},
 }
 
 
