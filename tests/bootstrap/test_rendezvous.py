@@ -70,6 +70,21 @@ def everyone(size: int, rails: int = 1) -> list[list[list[list[int]]]]:
     ]
 
 
+def test_candidate_addresses_are_listed_while_another_thread_records_one_that_worked() -> None:
+    class Endpoints(list[list[tuple[str, int]]]):
+        """While rank 0's addresses are looked up, another thread records one that worked for rank 2."""
+
+        def __getitem__(self, rank: Any) -> Any:
+            if rank == 0:
+                addresses.used[2, 0] = ("10.0.0.2", 7)
+            return super().__getitem__(rank)
+
+    by_rank = Endpoints([[("10.1.0.9", port), ("10.0.0.2", port)] for port in (5, 6, 7)])
+    addresses = rendezvous.PeerAddresses(Interfaces(("10.0.0.9",), named=False), by_rank)
+    addresses.used[0, 0] = ("10.1.0.9", 5)
+    assert addresses.candidates(1, 0) == [("10.1.0.9", 6), ("10.0.0.2", 6)]
+
+
 @pytest.mark.parametrize("size", [1, 2, 5])
 def test_every_rank_is_connected_with_every_other(size: int) -> None:
     assert values(run_threads(mesh, size, [SECRET] * size)) == everyone(size)

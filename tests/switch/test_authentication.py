@@ -335,6 +335,17 @@ def test_a_job_starts_with_keys_if_and_only_if_it_has_keys() -> None:
             made.plane.begin(job=JOB + 1, **shape, keys=([bytes(16)] * 2, bytes(16)))
 
 
+def test_a_second_begin_of_a_job_is_refused_and_the_job_keeps_its_results() -> None:
+    with job() as made:
+        made.greet()
+        made.begin()
+        made.adds(0)
+        with pytest.raises(ValueError, match="begin: the job has begun; another epoch needs a new job"):
+            made.begin()
+        made.send(0, auth.with_mac(made.key(0), made.contribution(0, 0, 1.0)))
+        assert made.answer(0), "a late duplicate is answered from the kept result"
+
+
 # Whole jobs.
 
 
