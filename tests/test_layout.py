@@ -42,7 +42,7 @@ def test_native_components_include_only_what_they_may() -> None:
     assert components == set(MAY_INCLUDE)
 
 
-def test_only_bind_knows_python() -> None:
+def test_only_bind_includes_python() -> None:
     for source in (ROOT / "native").rglob("*.[ch]pp"):
         if source.parent.name != "bind":
             assert not re.search(r"#include <(nanobind|Python)", source.read_text()), source
@@ -71,14 +71,14 @@ def test_every_environment_variable_is_on_the_page() -> None:
     assert not missing, missing
 
 
-def test_every_package_says_what_it_is() -> None:
+def test_every_package_has_a_docstring() -> None:
     for package in (ROOT / "src" / "netfold").iterdir():
         if (package / "__init__.py").exists():
             text = (package / "__init__.py").read_text()
             assert text.startswith('"""') and len(text.split('"""')[1]) > 80, package
 
 
-def test_files_of_tests_have_names_of_their_own() -> None:
+def test_test_files_have_unique_names() -> None:
     # pytest imports them by these alone.
     names = [path.name for path in (ROOT / "tests").rglob("test_*.py")]
     assert sorted(names) == sorted(set(names))

@@ -76,7 +76,7 @@ def warm(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 
 @pytest.mark.parametrize("name", SHORT)
-def test_a_short_schedule_costs_nothing(name: str, tmp_path: Path) -> None:
+def test_a_short_schedule_costs_no_step_and_no_sum(name: str, tmp_path: Path) -> None:
     schedule = SHORT[name]
     record = arena.run(schedule, tmp_path)
     assert problems(schedule, record) == []

@@ -150,13 +150,13 @@ def failed_before(record: Record) -> None:
         (failed_before, "lost step: rank 0 failed at 9.0 s"),
     ],
 )
-def test_a_death_that_is_not_told_in_time_is_caught(plant: Callable[[Record], None], found: str) -> None:
+def test_an_unreported_death_of_a_rank_is_caught(plant: Callable[[Record], None], found: str) -> None:
     record = good_with_a_death()
     plant(record)
     assert any(problem.startswith(found) for problem in problems(DIES, record)), problems(DIES, record)
 
 
-def test_a_fault_that_halts_the_ranks_explains_its_own_time_and_no_more() -> None:
+def test_a_halting_fault_excuses_delays_only_during_its_own_time() -> None:
     stop = Fault("stop rank", ("rank", 1), 2.5, 3.0)
     schedule = dataclasses.replace(SCHEDULE, faults=(stop,))
     record = good()

@@ -232,7 +232,7 @@ def test_a_rank_that_left_the_group_is_noticed_with_its_reason() -> None:
     assert "rank 0 closed the group" in outcome.text or "it closed the group" in outcome.text, outcome.text
 
 
-def test_with_reconnect_0_a_broken_connection_ends_the_group() -> None:
+def test_without_reconnecting_a_broken_connection_ends_the_group() -> None:
     outcome = lost("dies", Options(transport="tcp", reconnect_s=0), dies=(0,))[1]
     assert outcome.error == "PeerLost"
     assert "it died or left the group: see its own output" in outcome.text

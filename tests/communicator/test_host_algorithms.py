@@ -275,7 +275,7 @@ def tree_directions(ranks: int, ways: int) -> int:
 
 
 @pytest.mark.parametrize("size", range(1, 9))
-def test_every_algorithm_gives_the_bits_and_sends_the_bytes_that_it_states(size: int) -> None:
+def test_every_algorithm_gives_its_documented_bits_and_bytes(size: int) -> None:
     totals: dict[tuple[str, int], int] = {}
     for found in values(run_threads(every_call, size, timeout_s=100)):
         for name, count, sent, _ in found:
@@ -336,7 +336,7 @@ def narrow(rank: int, size: int, folder: str) -> None:
 
 
 @pytest.mark.parametrize("size", [2, 3, 5, 8])
-def test_a_narrower_wire_rounds_where_it_says_and_all_ranks_get_the_same_bits(size: int) -> None:
+def test_a_narrower_wire_rounds_at_documented_places_and_all_ranks_get_the_same_bits(size: int) -> None:
     values(run_threads(narrow, size))
 
 

@@ -162,7 +162,7 @@ def off_on_one(rank: int, size: int, folder: str) -> tuple[bool, str]:
         return group.group.peer_memory is None, group.group.why("all_to_all", 1 << 20)
 
 
-def test_off_on_one_rank_is_off_for_all_and_names_that_rank() -> None:
+def test_single_copy_disabled_on_one_rank_is_disabled_for_all_and_the_log_names_that_rank() -> None:
     for without, why in values(run_threads(off_on_one, 3)):
         assert without and "since rank 2 has NETFOLD_SINGLE_COPY=off" in why
 

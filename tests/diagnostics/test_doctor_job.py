@@ -22,7 +22,7 @@ from netfold import Communicator, FileStore, Options
 from netfold.diagnostics import Transfer, diagnose, find_ranks
 
 
-def test_a_rank_that_has_not_called_is_named_with_what_it_did_last() -> None:
+def test_a_rank_that_has_not_called_is_named_with_its_last_operation() -> None:
     (verdict,) = diagnose([waiting(0, 2), waiting(1, 2), rank(2)], NOW)
     assert verdict.at_fault == (2,)
     assert verdict.findings == (
@@ -38,7 +38,7 @@ def test_a_rank_in_an_earlier_operation_is_named() -> None:
     assert "rank 1 is still in broadcast #4, while others have been in #5" in verdict.findings[0]
 
 
-def test_a_rank_that_is_through_already_keeps_nobody() -> None:
+def test_a_finished_rank_is_not_blamed() -> None:
     (verdict,) = diagnose([waiting(0), waiting(1), rank(2, done_sequence=5)], NOW)
     assert verdict.at_fault == ()
 
@@ -49,7 +49,7 @@ def test_different_calls_at_the_same_place_are_shown_side_by_side() -> None:
     assert "rank 0 all_reduce of 4000 bytes f32 (sum) by ring; rank 1 all_reduce of 8 bytes" in finding
 
 
-def test_who_waits_for_a_message_of_one_that_is_elsewhere_names_it() -> None:
+def test_a_rank_that_waits_for_a_message_names_the_sender_in_another_operation() -> None:
     receive = Transfer("receive", 1, 7, 4096, NOW - 3 * S, "train.py:9")
     (verdict,) = diagnose([rank(0, transfer=receive), rank(1), rank(2)], NOW)
     assert verdict.at_fault == (1,)
@@ -72,7 +72,7 @@ def test_a_stopped_process_and_an_absent_rank_are_named() -> None:
     assert any(finding.startswith("rank 2 of 3: no process of this machine") for finding in verdict.findings)
 
 
-def test_a_failure_is_told_and_groups_are_kept_apart() -> None:
+def test_failures_are_shown_by_group() -> None:
     verdicts = diagnose([rank(0, failure="rank 0: all_reduce #4 failed: rank 2 died"), rank(0, job="b", size=1)], NOW)
     assert [verdict.job for verdict in verdicts] == ["a", "b"]
     assert "rank 0 has failed: rank 0: all_reduce #4 failed: rank 2 died" in verdicts[0].findings
@@ -176,7 +176,7 @@ def waits_for_a_message(number: int, size: int, folder: str, transport: str) -> 
 
 @pytest.mark.native
 @pytest.mark.parametrize("transport", ["auto", "tcp"])
-def test_a_message_that_is_waited_for_is_seen_from_outside_and_by_others(transport: str) -> None:
+def test_an_awaited_message_is_shown_by_the_doctor_and_by_other_ranks(transport: str) -> None:
     found, seen = values(run_ranks(waits_for_a_message, 2, transport, timeout_s=40))[0]
     assert (found.kind, found.peer, found.tag, found.bytes) == ("receive", 1, 7, 1 << 20)
     assert found.site.startswith(f"{__file__}:")
@@ -185,7 +185,7 @@ def test_a_message_that_is_waited_for_is_seen_from_outside_and_by_others(transpo
 
 @pytest.mark.native
 @pytest.mark.parametrize(("states", "seen"), [("DDS", "S"), ("DDDDDDDDDD", "D")])
-def test_a_process_waits_for_a_disk_only_where_that_lasts(
+def test_only_a_lasting_disk_wait_counts_as_the_process_state(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, states: str, seen: str
 ) -> None:
     letters = iter(states)
@@ -215,7 +215,7 @@ def looks_at_itself(number: int, size: int, folder: str) -> tuple[int, int]:
         return len(find_ranks(os.getpid())), group.size
 
 
-def test_a_page_is_found_beside_a_descriptor_that_only_looked_like_one() -> None:
+def test_a_status_segment_is_found_beside_an_empty_descriptor_of_its_name() -> None:
     assert values(run_ranks(looks_at_itself, 1)) == [(1, 1)]
 
 

@@ -89,7 +89,7 @@ def trained(rank: int, size: int, folder: str, ports: list[int]) -> list[dict[st
     return found
 
 
-def test_training_that_fails_twice_ends_where_one_that_never_fails_does() -> None:
+def test_training_with_two_failures_ends_with_the_parameters_of_training_without() -> None:
     ranks = values(run_ranks(trained, 2, [free_port(), free_port()], timeout_s=120))
     for whole, broken in ranks:
         assert whole["resets"] == [] and broken["resets"] == [2, 8], "back to the last commit each time"

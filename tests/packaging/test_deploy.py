@@ -29,7 +29,7 @@ CONTAINERFILE = (ROOT / "deploy" / "Containerfile").read_text().replace("\\\n", 
     shutil.which("systemd-analyze") is None,
     reason="the unit is rated by systemd-analyze, which is not here (Debian: systemd)",
 )
-def test_systemd_rates_the_unit_as_well_confined(tmp_path: Path) -> None:
+def test_systemd_rates_the_units_exposure_as_low(tmp_path: Path) -> None:
     unit = tmp_path / "netfold-switch.service"
     unit.write_text(UNIT)
     command = ["systemd-analyze", "security", "--no-pager", "--offline=yes", "--threshold=20", str(unit)]

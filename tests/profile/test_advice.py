@@ -59,7 +59,7 @@ def predictions(run: Run) -> list[str]:
 SIZES = [MB] * 5 + [4 * MB] * 5 + [16 * MB] * 5
 
 
-def test_the_link_is_found_again_in_the_operations_and_late_ranks_do_not_hide_it() -> None:
+def test_the_link_is_fitted_to_the_operations_despite_late_ranks() -> None:
     (group,) = observe_groups(run_of(SIZES))
     assert group.pure_s[:1] == pytest.approx([ring_s(MB)], rel=1e-4)
     found = fit(group)
@@ -78,7 +78,7 @@ def test_every_algorithm_between_hosts_shows_the_same_link(algorithm: str) -> No
     assert found.links.network.bytes_per_s == pytest.approx(100e6, rel=1e-3)
 
 
-def test_of_one_size_the_rate_is_found_if_the_latency_is_a_small_part_of_it() -> None:
+def test_operations_of_one_size_give_the_rate_if_latency_is_a_small_part() -> None:
     found = fit(observe_groups(run_of([16 * MB] * 5))[0])
     assert isinstance(found, Fitted) and found.latency_assumed and found.off is None
     # 60 us are assumed where 100 are: 6 * 40 us of 255 ms are 0.1% of the rate.

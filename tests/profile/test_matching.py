@@ -19,7 +19,7 @@ def places(matching: Matching) -> list[list[list[int]]]:
     return [group.places.tolist() for group in matching.groups]
 
 
-def test_sequence_numbers_match_whatever_the_order_in_which_operations_ended() -> None:
+def test_sequence_numbers_match_operations_in_any_order_of_completion() -> None:
     one = make_trace(0, 2, [Op(0, 9, sequence=1), Op(1, 5, sequence=2)])
     other = make_trace(1, 2, [Op(1, 5, sequence=2), Op(0, 9, sequence=1)])
     found = matched(one, other)
@@ -35,7 +35,7 @@ def test_records_of_only_some_ranks_are_left_out_and_counted() -> None:
     assert found.left_out == {"that not all ranks of the group have": 3}
 
 
-def test_a_number_that_stands_for_two_operations_matches_nothing() -> None:
+def test_a_repeated_sequence_number_matches_nothing() -> None:
     one = make_trace(0, 2, [Op(0, 1), Op(1, 2, operation="broadcast")])
     other = make_trace(1, 2, [Op(0, 1), Op(1, 2, operation="all_reduce")])
     assert places(matched(one, other)) == [[[0, 0]]]

@@ -86,7 +86,7 @@ def ring_bytes(rank: int, count: int) -> int:
 
 
 @pytest.mark.native
-def test_a_ring_sends_the_fewest_bytes_there_can_be() -> None:
+def test_a_ring_sends_the_minimum_of_bytes() -> None:
     for rank, (events, began, ended, _) in enumerate(values(run_threads(observe, SIZE, "ring", None, COUNTS))):
         fields(events, len(COUNTS), "ring")
         times(events[: len(COUNTS)], began, ended)

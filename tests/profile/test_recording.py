@@ -314,7 +314,7 @@ def in_a_script(rank: int, size: int, folder: str, run_folder: str) -> Any:
     return [thread.name for thread in threading.enumerate() if thread.name == "netfold records"]
 
 
-def test_a_stretch_of_a_script_is_recorded(tmp_path: Path) -> None:
+def test_a_marked_part_of_a_script_is_recorded(tmp_path: Path) -> None:
     assert values(run_ranks(in_a_script, 2, str(tmp_path / "run"))) == [[], []]
     traces = read_run(tmp_path / "run").traces
     assert [trace.metadata.size for trace in traces] == [2, 2]

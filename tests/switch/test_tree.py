@@ -90,7 +90,7 @@ def test_two_racks_add_the_sums_of_their_leaves_in_order() -> None:
         assert int(chunks["root"][1]) == 2 * int(chunks["root"][0]), "a leaf sends its sum, and not its workers' parts"
 
 
-def test_three_levels_and_workers_at_each_of_them() -> None:
+def test_a_tree_of_three_levels_with_workers_at_each_is_correct() -> None:
     with running_tree("root", "middle<root", "left<middle", "right<root") as tree:
         order = ["left", "right", "left", "middle", "right", "root", "middle", "left"]
         found = values(run_threads(add, 8, [tree[name].endpoint for name in order]))

@@ -602,5 +602,5 @@ def the_record_of_each_operation_can_be_read(dist: Any, rank: int, size: int) ->
 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("mode", MODES)
-def test_case(mode: str, name: str) -> None:
+def test_each_case_passes_on_every_rank(mode: str, name: str) -> None:
     check(__name__, MODES, mode, name)

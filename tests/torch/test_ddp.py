@@ -367,5 +367,5 @@ def an_error_in_the_reducer_is_raised_and_a_new_group_can_be_made(dist: Any, ran
 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("mode", MODES)
-def test_case(mode: str, name: str) -> None:
+def test_each_case_passes_on_every_rank(mode: str, name: str) -> None:
     check(__name__, tuple(MODES), mode, name)

@@ -64,5 +64,5 @@ def test_restarted_workers_connect_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.soak
-def test_fifty_restarts_in_a_row(tmp_path: Path) -> None:
+def test_fifty_restarts_in_a_row_reconnect(tmp_path: Path) -> None:
     restarted(tmp_path, 50, 1200)

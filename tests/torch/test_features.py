@@ -71,7 +71,7 @@ def lost(features: tuple[str, ...]) -> dict[str, str]:
     return {feature: text for feature, text in failed.items() if gloo[feature] == "ok"}
 
 
-def test_features_that_only_torch_uses_work_where_they_work_over_gloo() -> None:
+def test_features_used_only_by_torch_work_where_they_work_over_gloo() -> None:
     assert lost(FEATURES) == {}
 
 

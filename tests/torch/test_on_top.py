@@ -166,5 +166,5 @@ def checkpoints_are_saved_and_loaded(dist: Any, rank: int, size: int, folder: st
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_case(name: str) -> None:
+def test_each_case_passes_on_every_rank(name: str) -> None:
     check(__name__, MODES, "auto", name)

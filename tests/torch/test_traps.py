@@ -161,5 +161,5 @@ def trap_9_cpp_waits_for_the_work_of_a_call_inside_a_coalescing_manager(dist: An
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_case(name: str) -> None:
+def test_each_case_passes_on_every_rank(name: str) -> None:
     check(__name__, MODES, "auto", name)

@@ -58,5 +58,5 @@ def train(rank: int, size: int, folder: str) -> None:
     dist.destroy_process_group()
 
 
-def test_ddp_and_functional_collectives_go_by_the_device() -> None:
+def test_ddp_and_functional_collectives_use_the_device_path() -> None:
     values(run_ranks(train, 2, timeout_s=100))

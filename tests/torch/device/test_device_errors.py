@@ -45,7 +45,7 @@ def test_every_rank_reports_that_pinned_memory_is_short() -> None:
         says(outcomes, rank, "NetfoldError", "rank 1: the host gave no 122880 bytes", "NETFOLD_PINNED_BYTES")
 
 
-def test_slots_too_small_for_the_group() -> None:
+def test_slots_too_small_for_the_group_are_an_error() -> None:
     outcomes = on_devices(reduce_once, 2, intra_host="off", pinned_bytes=900)
     says(outcomes, 0, "ValueError", "300 bytes of pinned memory a slot are too few", "NETFOLD_PINNED_BYTES")
 
@@ -94,7 +94,7 @@ def one_on_the_cpu(group: Any, device_api: Any) -> None:
     group.allreduce([tensor], reduce_options()).wait()
 
 
-def test_ranks_whose_tensors_are_on_different_kinds_of_devices() -> None:
+def test_tensors_on_different_kinds_of_devices_are_an_error_on_every_rank() -> None:
     outcomes = on_devices(one_on_the_cpu, 2, **OFF)
     says(outcomes, 0, "Mismatch", "this rank's tensor is on cuda:0", "not some on the CPU")
     assert outcomes[1].error == "Mismatch", outcomes
@@ -105,7 +105,7 @@ def other_kind(device_api: Any) -> None:
         device_api.kind = "xpu"
 
 
-def test_kinds_of_devices_that_no_collective_can_join() -> None:
+def test_mixed_kinds_of_devices_are_refused_for_collectives() -> None:
     outcomes = on_devices(reduce_once, 2, before=other_kind, **OFF)
     for rank in range(2):
         says(outcomes, rank, "NetfoldError", "a collective takes tensors on devices of one kind")
@@ -148,7 +148,7 @@ def no_receiver(group: Any, device_api: Any) -> None:
         group.send([device_api.tensor(torch.ones(10))], 1, 0).wait()
 
 
-def test_a_send_from_a_device_that_fails() -> None:
+def test_a_send_from_a_failed_device_is_an_error_on_both_ranks() -> None:
     outcomes = on_devices(no_receiver, 2, **OFF)
     says(outcomes, 0, "NetfoldError", "rank 0: send to rank 1 from cuda:0 failed: the device fell off the bus")
 

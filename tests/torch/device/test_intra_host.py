@@ -70,7 +70,7 @@ def sums(group: Any, device_api: Any) -> None:
 
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("world", WORLDS)
-def test_sums_inside_and_between_hosts(world: str, order: Any) -> None:
+def test_sums_inside_and_between_hosts_are_correct(world: str, order: Any) -> None:
     options, hosts = WORLDS[world]
     values(on_devices(sums, len(hosts), order, hosts=hosts, **options))
 
