@@ -1,4 +1,4 @@
-"""Its place puts this folder on the path, so that tests of every package can say `from ranks import run_ranks`."""
+"""Settings for all tests. This file also puts its folder on the path: tests can `from ranks import run_ranks`."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""A package that is not installed costs one sentence with the command that installs it."""
+"""A missing package is reported in one sentence with the command that installs it."""
 
 from __future__ import annotations
 

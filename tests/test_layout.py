@@ -1,4 +1,4 @@
-"""The layout: who may import whom, in both layers, and pages that list what there is."""
+"""The layout: import rules of both layers, and pages that list variables and packages."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MAY_INCLUDE = {
     "protocol": {"kernels"},
     "dev/model_check": {"protocol"},
     "collective": {"protocol", "transport", "auth", "kernels"},
-    # The vocabulary behind collective's own headers.
+    # Headers that the headers of collective include.
     "engine": {"collective", "protocol", "transport", "auth", "kernels"},
     "dataplane": {"protocol", "transport", "auth"},
     "dev/delay_link": {"transport"},
@@ -79,6 +79,6 @@ def test_every_package_has_a_docstring() -> None:
 
 
 def test_test_files_have_unique_names() -> None:
-    # pytest imports them by these alone.
+    # pytest imports a test file by its name, without its folder.
     names = [path.name for path in (ROOT / "tests").rglob("test_*.py")]
     assert sorted(names) == sorted(set(names))

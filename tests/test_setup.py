@@ -1,4 +1,4 @@
-"""tools/setup and tools/pip-install with commands that only record or fail: nothing is installed here."""
+"""tools/setup and tools/pip-install with stubs of commands that record or fail; no test installs anything."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Machine:
             assert found is not None, name
             (self.bin / name).symlink_to(found)
         parts = self.parts
-        # Python's three checks are told apart by what the one-liners say.
+        # The text of a one-liner shows which of Python's three checks it is.
         self.stub(
             "python3",
             f'case "$2" in *version_info*) test -e {parts}/python3;; *ensurepip*) test -e {parts}/python3-venv;; '
@@ -151,7 +151,7 @@ def test_an_unreachable_apt_archive_is_reported_with_the_reason(machine: Machine
     assert run.returncode == 1
     assert reason in sentence(run)
     assert sentence(run).endswith("apt-get install -y --no-install-recommends g++")
-    assert len(machine.log.read_text().splitlines()) == 2  # asked once, and not once more for each package
+    assert len(machine.log.read_text().splitlines()) == 2  # called once, and not once more for each package
 
 
 def test_one_unknown_package_does_not_prevent_the_others(machine: Machine) -> None:

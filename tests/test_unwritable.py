@@ -1,4 +1,4 @@
-"""Where the home or the working directory cannot be written: a sentence, or no matter at all."""
+"""With an unwritable home or working directory netfold works, or prints one sentence."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-# Of the kernel's, where not even root can make a folder; it is no home either.
+# A folder of the kernel, in which not even root can make a folder.
 UNWRITABLE = "/proc/self"
 TIMEOUT_S = 120
 

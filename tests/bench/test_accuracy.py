@@ -155,7 +155,7 @@ def test_measured_errors_are_within_the_documented_bounds():
         assert errors["bf16"][kind]["greatest"] < 2.0**-6
     assert errors["f16"]["normal"]["greatest"] < 2.0**-9
     assert errors["f16"]["12 decades, mixed"]["greatest"] == math.inf
-    # One factor for all: what is far below the greatest is gone. Blocks with scales of their own keep it.
+    # With one factor for all, values far below the greatest round to zero. Blocks with their own scales keep them.
     assert errors["SwitchML"]["12 decades, by layer"]["gone"] > 0.2 > errors["i8"]["12 decades, by layer"]["gone"]
     assert errors["SwitchML"]["one outlier"]["gone"] > 0.9 > 0.1 > errors["i8"]["one outlier"]["gone"]
     for form in ("f32", "i32", "i8"):

@@ -1,4 +1,4 @@
-"""Sizes, patterns, spreads, rows and tables, without a worker."""
+"""Sizes, test data, spreads, rows and tables, without a worker process."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""The talks' figures: what is said of canned rounds, the page and its data, how time is shared out; one measured."""
+"""The talks' figures: texts for canned rounds, the page and its data, the division of time, and one measured figure."""
 
 import csv
 import io
@@ -128,7 +128,7 @@ def of_efficiency(ours: float) -> Measurements:
     return replace(few, rows=many.rows + few.rows)
 
 
-# Of each figure rounds that keep up with the talk, and rounds that fall short of it, with what is to be said then.
+# For each figure: rounds that reach the talk's numbers, rounds that do not, and the text for the latter.
 KEPT_UP: dict[str, Measurements] = {
     "speedup": of_speedup(1.5),
     "hosts": of_hosts(1.0),

@@ -1,4 +1,4 @@
-"""Single all_reduces in a rack: groups of some hosts, changes between two runner, and failures."""
+"""Single all_reduces in a rack: groups of some hosts, changes between two runs, and failures."""
 
 import os
 import re

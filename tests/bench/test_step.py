@@ -1,4 +1,4 @@
-"""A step as acts, buckets against torch's own, and the replay in virtual time; no worker."""
+"""A step as a list of acts, buckets against torch's own, and the replay in virtual time."""
 
 from collections.abc import Callable
 from itertools import pairwise

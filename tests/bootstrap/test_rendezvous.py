@@ -119,7 +119,7 @@ def hello(
     return struct.pack(">8sB16sIIIBBB32s", b"netfold4", *said, bytes(32))
 
 
-STRANGERS: dict[str, list[bytes]] = {
+UNAUTHENTICATED_PEERS: dict[str, list[bytes]] = {
     "says nothing and goes": [],
     "speaks HTTP": [b"GET / HTTP/1.1\r\nHost: rank\r\n\r\n" + bytes(200)],
     "sends half a hello": [b"netfold4\x00\x00"],
@@ -160,9 +160,9 @@ def _mesh_with_visitor(rank: int, size: int, folder: str, words: list[bytes]) ->
     return mesh(rank, size, folder, [SECRET] * size)
 
 
-@pytest.mark.parametrize("stranger", STRANGERS)
-def test_an_unauthenticated_peer_is_dropped_and_the_group_forms(stranger: str) -> None:
-    assert values(run_threads(_mesh_with_visitor, 3, STRANGERS[stranger])) == everyone(3)
+@pytest.mark.parametrize("peer", UNAUTHENTICATED_PEERS)
+def test_an_unauthenticated_peer_is_dropped_and_the_group_forms(peer: str) -> None:
+    assert values(run_threads(_mesh_with_visitor, 3, UNAUTHENTICATED_PEERS[peer])) == everyone(3)
 
 
 def _mesh_with_a_silent_visitor(rank: int, size: int, folder: str) -> Any:

@@ -1,4 +1,4 @@
-"""What strangers send: run by itself in a network namespace, with the standard library and msgpack alone.
+"""Hostile packets and connections: run by itself in a network namespace, with the standard library and msgpack alone.
 
 hostile.py icmp KIND VICTIM SECONDS PAIR...      PAIR: udp|tcp:PORT:PEER:PORT, of the packet that is quoted
 hostile.py garbage udp|tcp SECONDS SEED ADDRESS:PORT...

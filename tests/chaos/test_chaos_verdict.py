@@ -1,4 +1,4 @@
-"""The verdict catches each thing that a run may not show, planted into the record of a run without fault. No root."""
+"""The verdict catches each violation that is planted into the record of a correct run. No root."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def silent(record: Record) -> None:
     record.ranks[0].failure = None
 
 
-def heard_late(record: Record) -> None:
+def learned_late(record: Record) -> None:
     record.ranks[0].failure = Failure("PeerLost", "rank 2 is gone", KILLED_S + NAMED_S + 0.1)
 
 
@@ -146,7 +146,7 @@ def failed_before(record: Record) -> None:
     [
         (unnamed, "unnamed: rank 0 says"),
         (silent, "unnamed: rank 0 raised nothing"),
-        (heard_late, "unnamed: rank 0 heard of it after 5.1 s"),
+        (learned_late, "unnamed: rank 0 learned of it after 5.1 s"),
         (failed_before, "lost step: rank 0 failed at 9.0 s"),
     ],
 )

@@ -30,7 +30,7 @@ SETS = (
     "all_reduce=tree,broadcast=direct,all_gather=direct,all_to_all=direct,reduce_scatter=direct",
     "all_gather=halving_doubling,reduce_scatter=halving_doubling,barrier=bruck,gather=tree,scatter=tree",
 )
-FOLDS: dict[str, Callable[..., Any]] = {
+REFERENCES: dict[str, Callable[..., Any]] = {
     "ring": by_ring,
     "halving_doubling": by_halving,
     "tree": by_tree,
@@ -84,7 +84,9 @@ def check_all_reduce(group: Communicator, algorithm: str, op: str, dtype: str, c
     parts = [contribution(rank, count, dtype) for rank in range(group.size)]
     mine = parts[group.rank].copy()
     group.all_reduce(mine, op=op)
-    np.testing.assert_array_equal(mine, FOLDS[algorithm](op, parts), strict=True, err_msg=f"{algorithm} {op} {count}")
+    np.testing.assert_array_equal(
+        mine, REFERENCES[algorithm](op, parts), strict=True, err_msg=f"{algorithm} {op} {count}"
+    )
 
 
 def check_reduce(group: Communicator, algorithm: str, op: str, dtype: str, count: int) -> None:
@@ -332,7 +334,7 @@ def narrow(rank: int, size: int, folder: str) -> None:
                     parts = [contribution(other, count, "float32") for other in range(size)]
                     mine = parts[rank].copy()
                     group.all_reduce(mine)
-                    np.testing.assert_array_equal(mine, FOLDS[algorithm]("sum", parts, wire), strict=True)
+                    np.testing.assert_array_equal(mine, REFERENCES[algorithm]("sum", parts, wire), strict=True)
 
 
 @pytest.mark.parametrize("size", [2, 3, 5, 8])

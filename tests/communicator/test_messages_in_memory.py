@@ -191,8 +191,8 @@ def sleeps_while_rank_1_dies(rank: int, size: int, folder: str, call: str) -> tu
             else:
                 group.receive(large, 1)
     except PeerLost as error:
-        heard = time.monotonic()
-        return heard - _dead(folder), f"{error.rank}"
+        noticed = time.monotonic()
+        return noticed - _dead(folder), f"{error.rank}"
     finally:
         group.close()
 

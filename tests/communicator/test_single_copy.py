@@ -264,7 +264,7 @@ def dies(rank: int, size: int, folder: str, operation: str, victim: int) -> Any:
 @pytest.mark.parametrize("operation", ["all_to_all", "all_gather", "gather", "scatter", "broadcast"])
 @pytest.mark.parametrize("victim", [1, 2])
 def test_a_rank_killed_during_a_read_is_named_and_no_wrong_data_kept(operation: str, victim: int) -> None:
-    """Rank 1 is the root: who lends in a scatter, who reads in a gather."""
+    """Rank 1 is the root: in a scatter it exports memory, in a gather it reads."""
     began = time.monotonic()
     for rank, outcome in enumerate(run_ranks(dies, 3, operation, victim, dies=[victim])):
         if rank == victim:
@@ -276,7 +276,7 @@ def test_a_rank_killed_during_a_read_is_named_and_no_wrong_data_kept(operation: 
 
 
 def gives_up(rank: int, size: int, folder: str) -> str:
-    """Rank 0 lends, aborts, and writes to its buffers; rank 1 comes when that has happened."""
+    """Rank 0 exports its buffers, aborts, and writes to them; rank 1 calls after that."""
     group = join(rank, size, folder)
     flag = Path(folder, "aborted")
     try:

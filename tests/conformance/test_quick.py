@@ -1,4 +1,4 @@
-"""A handful of PyTorch's own tests, of which each stands for many; `make conformance` runs them all."""
+"""A few representative tests of PyTorch's own suite; `make conformance` runs all of them."""
 
 from __future__ import annotations
 

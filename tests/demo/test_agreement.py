@@ -1,4 +1,4 @@
-"""The comparison of losses: what passes as rounding, and what does not."""
+"""The comparison of losses: rounding passes, and larger differences fail."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""The batches and the shares: which patches are trained on, by whom."""
+"""Batches and shares: which rank trains on which patches."""
 
 import itertools
 

@@ -1,4 +1,4 @@
-"""Who keeps a job: verdicts on pictures made by hand, and on real processes."""
+"""Which rank a job waits for: findings from synthetic ranks, and from real processes."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_a_rank_that_waits_for_a_message_names_the_sender_in_another_operation()
         "rank 1 is in no operation meanwhile",
     )
     assert dict(verdict.lines)[0].startswith("in a receive of 4096 bytes from rank 1 with tag 7")
-    # Both in messages: neither is outside, and the tags stand side by side.
+    # Both ranks are in messages, so the finding shows both tags.
     crossed = [rank(0, transfer=receive), rank(1, transfer=Transfer("send", 0, 8, 4096, NOW - S, "")), rank(2)]
     (verdict,) = diagnose(crossed, NOW)
     assert verdict.at_fault == ()
@@ -95,7 +95,7 @@ with Communicator(FileStore(sys.argv[1]), 0, 1) as group:
 
 
 def test_a_process_of_another_pid_namespace_is_seen_from_the_host(tmp_path: Path) -> None:
-    """As in a container: there it has another number than here."""
+    """Run in a PID namespace, as in a container: the process has another number there."""
     apart = ["unshare", "--user", "--map-root-user", "--pid", "--fork", "--mount-proc"]
     if shutil.which("unshare") is None or subprocess.run([*apart, "true"], capture_output=True).returncode != 0:
         pytest.skip("this user may make no PID namespace")
@@ -113,13 +113,13 @@ def test_a_process_of_another_pid_namespace_is_seen_from_the_host(tmp_path: Path
 
 
 def hang(number: int, size: int, folder: str, transport: str) -> tuple[list[tuple[int, str]], tuple[int, ...]]:
-    """Rank 2 comes late; rank 0 looks meanwhile."""
+    """Rank 2 calls late; rank 0 runs the doctor meanwhile."""
     # In a ring, which a slow machine's links may suggest, rank 1 would wait for rank 0 alone.
     options = Options(transport=transport, algorithm="all_reduce=direct" if transport == "tcp" else None)
     with Communicator(FileStore(folder), number, size, options=options, timeout_s=20, join_timeout_s=20) as group:
         buffer = np.ones(1000, np.float32)
         group.all_reduce(buffer)
-        for _ in range(5):  # messages are counted apart, and must not make rank 2 look further than it is
+        for _ in range(5):  # messages have their own count, and must not make rank 2 seem further ahead
             if number == 2:
                 group.send(buffer, 0)
             elif number == 0:

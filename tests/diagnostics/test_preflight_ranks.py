@@ -1,4 +1,4 @@
-"""A check over a real group, and alone; the switch is asked and keeps nothing."""
+"""A check by a real group and by a single rank; the switch is queried and keeps nothing."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def _check(rank: int, size: int, folder: str, endpoint: str) -> object:
 def test_every_rank_sees_every_link_and_the_switch() -> None:
     with running_switch() as switch:
         found = values(run_ranks(_check, 4, switch.endpoint))
-        # It was asked by four, and joined by none.
+        # Four ranks queried the switch, and none joined.
         assert not [line for line in switch.log().splitlines() if "joined" in line]
     gathered, findings = found[0]
     assert all(each == found[0] for each in found)

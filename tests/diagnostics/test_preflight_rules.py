@@ -1,4 +1,4 @@
-"""Each finding from facts that are made up: where all is well there is none, and what is wrong is named."""
+"""Findings from synthetic facts: a healthy job has none, and each fault is named."""
 
 from __future__ import annotations
 
@@ -206,7 +206,7 @@ def test_shortages_of_one_host_are_reported() -> None:
 def test_a_round_robin_tournament_measures_each_pair_once() -> None:
     for players in range(2, 12):
         met = [tuple(sorted(pair)) for partners in rounds(players) for pair in partners.items()]
-        assert len(met) == 2 * len(set(met)) == players * (players - 1)  # each pair once, named by both
+        assert len(met) == 2 * len(set(met)) == players * (players - 1)  # each pair once, from both sides
         for partners in rounds(players):
             assert all(partners[other] == one for one, other in partners.items())
     assert len(rounds(100)) == 31

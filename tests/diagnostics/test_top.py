@@ -1,4 +1,4 @@
-"""A running job seen from outside: by hand, and real ones with known rates, a known last rank and known overlap."""
+"""A running job seen from outside: synthetic samples, and real jobs with known rates, last rank and overlap."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from netfold.diagnostics.sampler import _Group, _Member
 
 MS = 1_000_000
 MB = 1 << 20
-STEPS = 8  # from one look whether to stop to the next
+STEPS = 8  # between two checks for the end of the job
 
 
 def test_a_rank_that_has_not_called_the_others_operation_is_behind() -> None:
@@ -67,7 +67,7 @@ def test_exposed_time_is_time_in_netfold_and_its_share_of_sleep_elsewhere(
 
 def test_excess_sleep_of_one_sample_is_subtracted_from_the_next() -> None:
     member = _Member(rank(0), 1)
-    # CPU that a thread uses inside netfold hides no sleep of later.
+    # CPU time of a thread inside netfold hides no later sleep.
     assert member.exposed(40 * MS, 40 * MS, 40 * MS, 0) == 40 * MS
     jitter = [-4, 4, -4, 4, -4, 4]  # of a thread that always computes
     assert sum(member.exposed(40 * MS, 40 * MS, 0, each * MS) for each in jitter) == 0
@@ -121,7 +121,7 @@ def test_a_narrow_terminal_has_fewer_columns_and_whole_numbers(width: int) -> No
 
 
 def job(number: int, size: int, _: str, folder: str, step: Callable[..., None]) -> Any:
-    """Steps until the test has seen enough; what the rank's event records add up to, and what its page says."""
+    """Run steps until the test stops the job; return the sums of the rank's event records and of its status segment."""
     with Communicator(FileStore(folder), number, size, timeout_s=60, join_timeout_s=60) as group:
         flag = np.zeros(1, np.int32)
         Path(folder, f"pid{number}").write_text(str(os.getpid()))
@@ -163,7 +163,7 @@ def running(folder: Path, size: int, step: Callable[..., None], **env: str) -> I
 
 
 def picture_of(watch: Sampler, operations: int) -> Snapshot:
-    """A picture of so many operations on each rank at least: of few, one that is cut by a look would weigh too much."""
+    """A frame of at least that many operations per rank: of fewer, one that a sample cuts would weigh too much."""
     deadline = time.monotonic() + seconds(60)
     interval_s = 2.0
     while True:

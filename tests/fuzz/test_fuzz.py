@@ -1,4 +1,4 @@
-"""The packet parsers under sanitizers: the kept inputs always; `make test-fuzz` looks for new ones."""
+"""The packet parsers under sanitizers: the corpus always, and new inputs by `make test-fuzz`."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""The Python parsers of untrusted bytes: kept inputs, changed ones, and, by `make test-fuzz`, new ones by atheris."""
+"""The Python parsers of untrusted bytes: the corpus, mutations of it, and new inputs of atheris (`make test-fuzz`)."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_a_bounded_run_of_atheris_finds_no_broken_invariant(name: str, tmp_path:
     assert " cov: " in run.stderr, "atheris saw no line of the parser"
 
 
-# What the first hunts found, each mended.
+# Faults that the first runs found, each corrected.
 
 DEEP = "a = " + "[" * 5000 + "]" * 5000
 

@@ -640,7 +640,7 @@ TRAINING: dict[str, Case] = {
 
 
 def _run(rank: int, size: int, folder: str, which: str) -> dict[str, str]:
-    """All cases, one after the other in one job; after a failure the rest is not run."""
+    """Run all cases in one job, and stop after a failure."""
     torch.set_num_threads(1)
     cases = OPERATIONS if which == "operations" else TRAINING
     found = dict.fromkeys(cases, "not run, since a case before it failed")
@@ -665,6 +665,6 @@ def world(which: str, size: int) -> list[dict[str, str]]:
 
 
 def check(which: str, size: int, name: str) -> None:
-    """Fails with the first rank's own traceback."""
+    """Fail with the first rank's traceback."""
     for rank, found in enumerate(world(which, size)):
         assert not found[name], f"rank {rank}: {found[name]}"

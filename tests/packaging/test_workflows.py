@@ -1,4 +1,4 @@
-""".github: checked by GitHub's own schemas and by zizmor, as in `make check`; and what neither of them asks for."""
+""".github: checked by GitHub's own schemas and by zizmor, as in `make check`, and by further rules."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one more aggregator would buy, in numbers, in words and in JSON."""
+"""The gain of one more aggregator, in numbers, in words and in JSON."""
 
 from __future__ import annotations
 

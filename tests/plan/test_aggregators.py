@@ -1,5 +1,5 @@
-"""Aggregators with a link of their own: what they give back by bytes counted by hand, what a cluster says of them, and
-what one more would buy."""
+"""Aggregators with their own links: times against hand-counted bytes, their keys in a cluster file, and the gain of one
+more."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_a_cluster_without_aggregators_uses_a_ring() -> None:
     assert all_reduce_s(hosts(8), 8) == pytest.approx(ring)
     named = hosts(8, linked(8))
     assert collective_s("all_reduce", N, Group(8), named, BYTES_ALONE) == pytest.approx(ring)
-    # What is no gradient does not go through aggregators: other groups use them.
+    # Only gradients use aggregators; other groups do not.
     assert collective_s("all_reduce", N, Group(8), named, BYTES_ALONE, True) == pytest.approx(ring)
 
 

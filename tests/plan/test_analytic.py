@@ -1,4 +1,4 @@
-"""A predicted step: its parts add up, its memory is the papers', and what cannot be is a sentence."""
+"""A predicted step: its parts add up, its memory equals the papers', and impossible jobs are refused in a sentence."""
 
 from dataclasses import replace
 

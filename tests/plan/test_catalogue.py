@@ -1,4 +1,4 @@
-"""The models' layers against what is published of them; no worker."""
+"""The layers of the models against published numbers."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Clusters: presets that load, quantities with their units, and sentences for what is not sound."""
+"""Clusters: presets load, quantities have units, and invalid clusters are refused in a sentence."""
 
 from dataclasses import astuple
 from pathlib import Path

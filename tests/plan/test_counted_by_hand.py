@@ -1,4 +1,4 @@
-"""What a step sends, keeps and waits for, beside bytes that were counted by hand: a few ranks, round figures."""
+"""The bytes, memory and waiting time of a step against values counted by hand: few ranks, round numbers."""
 
 from dataclasses import replace
 from typing import Any
@@ -85,7 +85,7 @@ def test_zero_2_hides_reductions_behind_the_backward_pass_of_their_microbatch() 
 
 
 def test_weight_gathers_of_zero_1_and_2_are_not_hidden() -> None:
-    # They are there to gather once the update has ended, when the backward pass is over.
+    # The gather starts after the update, when no backward pass can hide it.
     for level, reductions in ((1, 1), (2, 4)):
         quiet = replace(STATE, moved_bytes=1e11)
         job = zero_job(level, overlap=True, bucket_bytes=6.4e6)
@@ -166,7 +166,7 @@ def test_memory_of_zero_3_counts_a_gathered_layer_beside_recomputed_activations(
     ahead = Job(4, 1, Split(data=4, zero=3), recomputation="full")
     found = predict(model, cluster(), ahead).memory.activations
     assert found == pytest.approx(kept + recomputed + 2 * 2 * block + 4 * block)
-    # Without prefetch the next layer's weights are not there, and gradients come only as activations go.
+    # Without prefetch the next layer's weights are absent, and gradients appear only as activations are freed.
     found = predict(model, cluster(), replace(ahead, prefetch=False)).memory.activations
     assert found == pytest.approx(kept + max(recomputed, 4 * block) + 2 * block)
 

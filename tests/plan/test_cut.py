@@ -1,4 +1,4 @@
-"""Where layers that differ are cut into stages, and what a pipeline of them takes: beside every cut there is."""
+"""How unequal layers are cut into stages, and the time of such a pipeline: compared with every possible cut."""
 
 import itertools
 import random
@@ -32,7 +32,7 @@ def test_no_other_cut_has_a_smaller_largest_part() -> None:
 
 
 def test_of_several_best_cuts_the_one_nearest_even_shares_is_chosen() -> None:
-    # The first layer is the largest run, wherever the others are cut.
+    # The first layer is the largest part, wherever the other layers are cut.
     assert cut((10.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0), 3) == (0, 1, 4, 7)
     assert cut((1.0,) * 8, 4) == (0, 2, 4, 6, 8)
 

@@ -1,4 +1,4 @@
-"""What closed forms leave out: jitter, stragglers, links that are shared, computing that messages slow down."""
+"""Effects that closed forms omit: jitter, stragglers, shared links, and computing that messages slow down."""
 
 import math
 

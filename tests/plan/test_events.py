@@ -1,4 +1,4 @@
-"""A step simulated as events: equal to the closed forms where these are exact, and the effects that they leave out."""
+"""A step simulated as events: equal to the closed forms where these are exact, with the effects that they omit."""
 
 import random
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Clusters of one's own: links as netfold measured them, and files that cannot be."""
+"""Clusters from measured links, and invalid files."""
 
 from __future__ import annotations
 

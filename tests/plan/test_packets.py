@@ -1,4 +1,4 @@
-"""An all_reduce packet by packet: the formula where nothing is lost, what losses cost, and what is composed."""
+"""An all_reduce simulated packet by packet: equal to the formula without losses, and the cost of losses."""
 
 from statistics import mean, median
 

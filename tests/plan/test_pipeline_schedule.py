@@ -1,4 +1,4 @@
-"""In which order a stage works: complete, possible, and as torch's own schedules have it."""
+"""The order of a stage's work: complete, free of deadlocks, and equal to torch's own schedules."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The page of a plan: whole, without a network, and the same numbers as the answer."""
+"""The page of a plan: complete without a network, with the numbers of the result."""
 
 from __future__ import annotations
 

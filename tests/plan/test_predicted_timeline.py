@@ -1,4 +1,4 @@
-"""When each rank does what: as it was played, and as a profile's export has it."""
+"""The timeline of every rank: as simulated, and in the format of a profile's export."""
 
 import json
 from collections import defaultdict

@@ -1,4 +1,4 @@
-"""Questions to the planner: files, options, and what is said where something is wrong."""
+"""Requests to the planner: files, options, and the texts of errors."""
 
 from __future__ import annotations
 

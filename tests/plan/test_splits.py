@@ -1,4 +1,4 @@
-"""The search over splits, and what follows from it: fronts, curves, gains, comparisons."""
+"""The search over splits, and its products: fronts, curves, gains, comparisons."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_every_split_uses_all_devices_and_divides_evenly() -> None:
 def test_the_best_split_fits_and_no_fitting_split_is_faster() -> None:
     best = found().best.prediction
     assert best.fits
-    # Of ways that are equal to three digits, the simplest is taken.
+    # The simplest of the splits that are equal to three digits is chosen.
     assert all(way.prediction.step_s >= 0.99 * best.step_s for way in found().candidates if way.prediction.fits)
 
 

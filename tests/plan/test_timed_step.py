@@ -1,4 +1,4 @@
-"""A step as one host's profile shows it, played on many: what is said of it can be reckoned by hand."""
+"""A step from one host's profile, simulated on several hosts: its times can be computed by hand."""
 
 import json
 from dataclasses import replace
@@ -56,7 +56,8 @@ def test_a_single_rank_takes_the_profiled_time() -> None:
 
 
 def test_a_bucket_that_ends_during_the_backward_pass_is_hidden() -> None:
-    # The first: 8 ms of a ring of two, while the second layer back takes 22 ms. The step waits for the last bucket and for the vote.
+    # The first: 8 ms of a ring of two, while the second layer back takes 22 ms. The step waits for the last bucket and
+    # for the vote.
     last_s, vote_s = 2 * LATENCY_S + 4000 / RATE, 2 * LATENCY_S + 40 / RATE
     assert step_s(rack(2)) == pytest.approx(ALONE_S - 0.001 + last_s + vote_s, rel=1e-6)
 
@@ -94,7 +95,7 @@ def test_an_idle_link_passes_a_burst_at_once() -> None:
 
 def test_hosts_that_share_cores_take_turns() -> None:
     own, two = step_s(rack(4)), step_s(rack(4, shared=Processors(2)))
-    # Nobody computes while all update: four on two cores.
+    # All four hosts update at the same time, on two cores.
     assert two > own + MODEL.updating_host_s
     assert two < own + 4 * (ALONE_S - 0.09) / 2
 

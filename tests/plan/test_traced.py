@@ -1,4 +1,4 @@
-"""Models that were traced, as the planner takes them: cut into blocks, into buckets, and put between two batches."""
+"""Traced models in the planner: cut into blocks and buckets, and interpolated between two batch sizes."""
 
 from __future__ import annotations
 

@@ -427,9 +427,9 @@ def test_a_killed_rank_leaves_its_records(tmp_path: Path) -> None:
 
 
 def again_and_in_a_child(rank: int, size: int, folder: str) -> Any:
-    for life in range(2):
-        with Communicator(FileStore(f"{folder}/{life}"), 0, 1) as group:
-            group.all_reduce(np.ones(life + 1, np.float32))
+    for number in range(2):
+        with Communicator(FileStore(f"{folder}/{number}"), 0, 1) as group:
+            group.all_reduce(np.ones(number + 1, np.float32))
     child = os.fork()
     if child == 0:
         code = 1

@@ -1,4 +1,4 @@
-"""DDP with gradients as i8: what rounding takes from one step comes with the next."""
+"""DDP with gradients as i8: the residual adds the rounding error of one step to the next."""
 
 from __future__ import annotations
 

@@ -114,7 +114,7 @@ def the_first_step_in_f32_is_that_of_one_process_within_the_bound(dist: Any, ran
     most. Both are compared with each other, so the bound is twice gamma(B) sum |terms|.
 
     With a bf16 wire (unit roundoff u = 2^-8) a rank's gradient g_r is rounded once before and the result once after
-    the fold, in f32: ((1 + u)^2 (1 + v)^(P-1) - 1) sum |g_r| / P more, where |g_r| / P is at most the sum of the
+    the reduction, in f32: ((1 + u)^2 (1 + v)^(P-1) - 1) sum |g_r| / P more, where |g_r| / P is at most the sum of the
     magnitudes of that rank's terms, times 1 + gamma(B).
     """
     import torch

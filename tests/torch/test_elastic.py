@@ -1,4 +1,4 @@
-"""torchrun starts a job's workers again with the store of those that failed: no attempt may meet keys of another's."""
+"""torchrun restarts a job's workers with the store of the failed attempt; no attempt may read another's keys."""
 
 from __future__ import annotations
 

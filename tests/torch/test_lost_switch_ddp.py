@@ -1,4 +1,4 @@
-"""DistributedDataParallel through a switch that is killed: the training of one that was not."""
+"""DistributedDataParallel through a killed switch gives the parameters of training without a kill."""
 
 from __future__ import annotations
 

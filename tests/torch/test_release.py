@@ -1,5 +1,5 @@
-"""A torch that is too old is refused with a sentence, a newer one than was tested is told of; a CUDA build works on the
-CPU where no driver is."""
+"""Too old a torch is refused with a sentence, and a torch newer than the tested one gets a warning. A CUDA build works
+on the CPU of a host without a driver."""
 
 from __future__ import annotations
 

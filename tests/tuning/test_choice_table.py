@@ -28,7 +28,7 @@ ALGORITHMS = ("auto", *SUPPORTS, "all_reduce=ring,broadcast=chain")
 
 
 def tables() -> list[ChoiceTable]:
-    """Every table that can be asked for."""
+    """Every table that options can request."""
     found = []
     for ranks, switch, algorithm, wire in itertools.product((1, 2, 64), (None, SWITCH), ALGORITHMS, WIRES):
         try:
@@ -176,7 +176,7 @@ def test_auto_chooses_the_fastest_for_the_switchs_link(ranks: int, c: float) -> 
         assert row.algorithm == "split"
         assert f"NETFOLD_SWITCH={SWITCH} gives" in row.reason and f"c = {c:.2g} of a rank's link" in row.reason
     else:
-        assert row.algorithm not in ("in_network", "split")  # each sends all of it to the other, as fast as it can
+        assert row.algorithm not in ("in_network", "split")  # each rank sends its whole tensor to the other
 
 
 def test_an_unmeasured_switch_is_assumed_to_have_a_workers_link() -> None:
@@ -247,7 +247,7 @@ def test_the_algorithm_between_hosts_can_be_named() -> None:
             assert (row.algorithm, row.between) == ("hierarchical", "in_network")
             assert row.reason == f"NETFOLD_ALGORITHM={asked}"
         assert table.workers(hosts) == hosts.leaders
-    # Where the named one does not do an operation, what is cheapest does.
+    # The fastest algorithm runs the operations that the named one lacks.
     table = build_table(ranks=64, switch=None, topology=hosts, algorithm="hierarchical:ring")
     assert table.choose("all_gather", 1).between == "ring"
     assert table.choose("broadcast", 1).between != "ring"
@@ -322,7 +322,7 @@ def test_pairs_name_an_algorithm_for_an_operation_each() -> None:
 
 
 def test_bruck_needs_equal_blocks_and_is_chosen_only_on_request() -> None:
-    slow = dataclasses.replace(DEFAULT_LINKS, message_s=1e-3)  # where it would be cheapest
+    slow = dataclasses.replace(DEFAULT_LINKS, message_s=1e-3)  # where it would be fastest
     table = build_table(ranks=64, switch=None, links=slow)
     assert {row.algorithm for row in table.rows if row.operation == "all_to_all"} <= {"direct", "pairwise"}
     by_name = [each for each in candidates("all_to_all", 64, Topology.apart(64), slow) if each.algorithm == "bruck"]

@@ -1,4 +1,4 @@
-"""The cost model: formulas against arithmetic done by hand, and a link out of samples."""
+"""The cost model: formulas against hand-counted values, and a link fitted to samples."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ STEPS = dataclasses.replace(
     restarts=0.0,
 )
 BYTES = dataclasses.replace(STEPS, network=Link(latency_s=0.0, bytes_per_s=1.0))
-FOLDS = dataclasses.replace(STEPS, network=Link(latency_s=0.0, bytes_per_s=1e30), reduce_bytes_per_s=1.0)
+REDUCTIONS = dataclasses.replace(STEPS, network=Link(latency_s=0.0, bytes_per_s=1e30), reduce_bytes_per_s=1.0)
 
 
 def seconds(links: Links, operation: str, algorithm: str, ranks: int, size: float = 1 << 20) -> float:
@@ -30,7 +30,7 @@ def seconds(links: Links, operation: str, algorithm: str, ranks: int, size: floa
 @pytest.mark.parametrize(
     ("operation", "algorithm", "ranks", "steps", "sent", "folded"),
     [
-        # steps; bytes sent by the busiest rank and bytes folded, in parts of the tensor
+        # steps; bytes sent by the busiest rank and bytes reduced, as parts of the tensor
         ("all_reduce", "direct", 4, 1, 3, 3),
         ("all_reduce", "ring", 4, 6, 1.5, 0.75),
         ("all_reduce", "halving_doubling", 8, 6, 1.75, 0.875),
@@ -49,7 +49,7 @@ def seconds(links: Links, operation: str, algorithm: str, ranks: int, size: floa
         ("all_to_all", "bruck", 8, 3, 1.5, 0),
         ("broadcast", "direct", 4, 1, 3, 0),
         ("reduce", "direct", 4, 1, 3, 3),
-        # behind one link like a rank's, which takes what all send
+        # behind one link like a rank's, which carries the bytes of all ranks
         ("all_reduce", "in_network", 64, 2, 64, 0),
         ("reduce", "in_network", 64, 2, 64, 0),
         ("broadcast", "in_network", 64, 2, 64, 0),
@@ -63,7 +63,7 @@ def test_a_formula_has_the_steps_bytes_and_reductions_of_its_algorithm(
 ) -> None:
     assert seconds(STEPS, operation, algorithm, ranks) == pytest.approx(steps)
     assert seconds(BYTES, operation, algorithm, ranks) / (1 << 20) == pytest.approx(sent)
-    assert seconds(FOLDS, operation, algorithm, ranks) / (1 << 20) == pytest.approx(folded, abs=1e-9)
+    assert seconds(REDUCTIONS, operation, algorithm, ranks) / (1 << 20) == pytest.approx(folded, abs=1e-9)
 
 
 @pytest.mark.parametrize(

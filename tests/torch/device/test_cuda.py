@@ -70,7 +70,7 @@ def late(values: Any, device: Any) -> Any:
 
 
 def collectives(rank: int, size: int, folder: str, intra_host: str) -> str:
-    """Nothing here has the host wait for the device before the last line of each check."""
+    """The host waits for the device only in the last line of each check."""
     import netfold.torch
 
     device = world(rank, size, folder, intra_host=intra_host)

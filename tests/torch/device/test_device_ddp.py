@@ -1,5 +1,4 @@
-"""torch's own C++ over Works and Futures of device memory: DDP and functional collectives, on devices that are not
-there but for the way that tensors go."""
+"""torch's own C++ over Works and Futures of device memory: DDP and functional collectives on fake devices."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What goes wrong with devices is a sentence, on every rank, and soon."""
+"""A device's failure is an error of one sentence on every rank, within seconds."""
 
 from __future__ import annotations
 
@@ -369,7 +369,7 @@ def launches_alone(group: Any, device_api: Any) -> tuple[str, float]:
 
 
 def test_a_kernel_waits_for_another_rank_until_the_deadline_of_its_operation() -> None:
-    """It was left to NCCL's timeout, after which torch ends the process."""
+    """A former fault: only NCCL's timeout ended it, and torch then ends the process."""
     (said, took), _ = values(on_devices(launches_alone, 2, "late", intra_host="nccl"))
     assert said.startswith("CollectiveTimeout: rank 0: all_reduce on cuda:0 is not done at its deadline"), said
     assert 0.5 <= took < seconds(5)

@@ -1,4 +1,4 @@
-"""The i32 wire's arithmetic by torch: bit by bit the native floor's."""
+"""The i32 wire's arithmetic in torch equals the native layer's, bit for bit."""
 
 from __future__ import annotations
 

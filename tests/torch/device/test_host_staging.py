@@ -1,4 +1,4 @@
-"""Collectives on a device's memory through the host, on devices that do everything at the worst moment."""
+"""Collectives on a device's memory through the host, on fake devices that run actions as late or early as they can."""
 
 from __future__ import annotations
 

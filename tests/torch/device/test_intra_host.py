@@ -1,4 +1,4 @@
-"""Sums among the devices of a host, and between hosts: by reaching each other's memory, and by what stands for NCCL."""
+"""Sums among the devices of a host, and between hosts: by peer memory, and by a stand-in for NCCL."""
 
 from __future__ import annotations
 
