@@ -16,7 +16,7 @@ OF_THE_SYSTEM = ("bash", "cat", "cut", "dirname", "env", "grep", "mktemp", "rm",
 
 
 class Machine:
-    """A PATH of stubs. A part is there when its file is in `parts`; apt-get, told to install it, puts it there."""
+    """A PATH of stubs. A part is installed when its file is in `parts`; the stub of apt-get puts it there."""
 
     def __init__(self, folder: Path) -> None:
         self.bin, self.parts, self.log = folder / "bin", folder / "parts", folder / "apt.log"
@@ -229,7 +229,7 @@ def test_scripts_that_people_start_are_executable() -> None:
 
 
 def ci(folder: Path, make: str, budget_s: int = 3600, python: str = "exit 0") -> subprocess.CompletedProcess[str]:
-    """Run CI's script with a `make` that prints its target and does what `make` says; `python`: what .venv's does."""
+    """Run CI's script with stubs. make: cases of the stub `make`, which prints its target. python: .venv's Python."""
     script = folder / ".ci" / "run"
     script.parent.mkdir()
     script.write_text((ROOT / ".ci" / "run").read_text().replace("budget_s=3600", f"budget_s={budget_s}"))

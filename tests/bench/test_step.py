@@ -232,7 +232,7 @@ def test_transfers_that_fit_behind_computing_are_hidden_except_the_last_bucket(
     millisecond = 10**6
     trial = trial_of(monkeypatch, tmp_path, model, transfer_ns=millisecond)
     assert trial.burst(0) == [compute_ns + millisecond]
-    # A network that is slower than everything: from the first start on it is the step.
+    # With a network slower than all computing, the step lasts from the first transfer to the last.
     program = build_program(model)
     second = 10**9
     first_start_ns = 0
@@ -272,7 +272,7 @@ def test_every_element_of_a_replay_is_checked(monkeypatch: pytest.MonkeyPatch, t
     trial = trial_of(monkeypatch, tmp_path, model, transfer_ns=0)
     trial.burst(7)
     assert trial.wrong_elements(7) == 0
-    # Of another round: every one.
+    # In the values of another round, every element is wrong.
     elements = sum(transfer.count for transfer in build_program(model, shrink=1000).transfers)
     assert trial.wrong_elements(8) == elements
 
@@ -301,7 +301,7 @@ def test_a_waiting_timer_uses_no_core() -> None:
     moments = [started_ns + step * 10_000_000 for step in range(1, 11)]
     late_ns = [replay_module._sleep_until(moment) for moment in moments]
     assert min(late_ns) >= 0 and time.monotonic_ns() >= moments[-1]
-    # On a machine that does nothing else it is some 60 us; here others may have the core.
+    # On an idle machine about 60 us; here another process may have the core.
     assert sorted(late_ns)[2] < 5_000_000
     assert time.process_time_ns() - cpu_ns < 50_000_000
 

@@ -293,7 +293,7 @@ class Arena:
         ]:
             lines = (self._folder / f"{name}.log").read_text(errors="replace").splitlines()
             for number, line in enumerate(lines):
-                # A rank tells of the error that ends it with one; a daemon has none to tell of.
+                # A rank prints a traceback of the error that ends it; a daemon must print none.
                 if ("Traceback" in line and not _tells_why_it_ends(lines, number)) or "never retrieved" in line:
                     found.append(
                         f"{name}: {lines[number - 1][:100] if number else ''} | {_last_of(lines, number)[:300]}"

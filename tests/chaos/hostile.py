@@ -30,7 +30,7 @@ ICMP = {
 }
 PROTOCOL = {"udp": 17, "tcp": 6}
 UDP_A_SECOND, TCP_A_SECOND, COPIES_A_SECOND = 2000, 40, 1000
-# An address of the rack's subnet that nobody has.
+# An unused address of the rack's subnet.
 NOBODY = socket.inet_aton("10.77.0.250")
 
 

@@ -1,6 +1,6 @@
 """Ranks of different hosts that wait query each other's status: hopeless waits end, and errors have the status.
 
-A rank may wait for another than the rank at fault, from which no message would ever reach it.
+The awaited rank need not be the rank at fault, so the fault may reach the waiting rank by no message.
 """
 
 from __future__ import annotations

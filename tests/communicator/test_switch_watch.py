@@ -83,7 +83,7 @@ def test_a_switch_without_replies_is_lost_within_five_seconds() -> None:
 
 
 def test_a_switch_that_replies_is_lost_if_packets_do_not_pass() -> None:
-    # Cut on the way there: the switch waits for this rank. On the way back: for nobody.
+    # If packets to the switch are cut, it waits for this rank; if packets from it are cut, it waits for no rank.
     for answers in (waits_for(RANK), waits_for(0, RANK), waits_for()):
         lost = run(100, stuck, answers)
         assert lost is not None

@@ -1,4 +1,4 @@
-"""What `netfold doctor fabric` says of this host's providers."""
+"""`netfold doctor fabric`: its report on this host's providers."""
 
 from __future__ import annotations
 

@@ -194,7 +194,7 @@ def test_the_switch_echoes_no_packet_without_the_nonce() -> None:
             with contextlib.suppress(BlockingIOError):
                 while port.recv(100):
                     answers += 1
-            assert answers < 32, "a few, whoever asks"
+            assert answers < 32, "the switch sends a bounded number of replies"
 
 
 def test_a_pause_between_two_clock_readings_stays_within_the_stated_error(

@@ -40,7 +40,7 @@ def free_port() -> int:
 
 
 def train(rank: int, size: int, faults: dict[int, str]) -> dict[str, Any]:
-    """Fails at the given numbers of batches, each once: in the way that the word says."""
+    """Fail once at each of the given numbers of batches, in the given way."""
     data = torch.arange(EXAMPLES, dtype=torch.float32)
     torch.manual_seed(rank)
     model = nn.Linear(1, 1)

@@ -1,4 +1,4 @@
-"""`netfold._native_dev`: an editable build has it, no wheel has it, and each user says so where it is absent."""
+"""`netfold._native_dev`: an editable build has it, no wheel has it, and without it each user prints a sentence."""
 
 from __future__ import annotations
 

@@ -31,13 +31,13 @@ def test_a_prediction_agrees_with_the_talk(name: str, low: float, high: float) -
 @pytest.mark.parametrize(
     ("name", "low", "high"),
     [
-        # Each of these is a gain, as the talk says, but of another size.
+        # Each of these is a gain, as in the talk, but of another size.
         ("EFA over TCP, BERT", 1.02, 1.5),
         ("SHARP, ResNet-50", 0.1, 3),
         ("SwitchML, the model that gains least", 0.5, 10),
         ("SwitchML, the model that gains most", 50, 75),
         ("MPI-Opt over default MPI, 512 GPUs", 27, 45),
-        # Less than the talk says: some memory is not counted.
+        # Less than in the talk: some memory is not counted.
         ("ResNet-50 at batch 256, all", 11, 12),
         # A loss: weights are gathered after the update, and nothing hides that.
         ("The distributed optimizer's gain", 0.95, 1.0),

@@ -98,7 +98,7 @@ in_network = true
 """
     found = asked(JOB.replace('cluster = "dgx-a100"\n', "") + own, tmp_path)
     assert found.cluster.tiers[0].bytes_per_s == 1.25e9
-    assert found.job.in_network, "who has aggregation in the network means it to be used"
+    assert found.job.in_network, "a cluster with aggregation uses it by default"
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""A profile as the planner takes it: a run whose link and whose every millisecond are known gives them back."""
+"""A profile as input of the planner: a run with a known link and known times gives both back."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the terminal shows, and what other programs read, of one small run."""
+"""One small run as a table, and as JSON and CSV."""
 
 from __future__ import annotations
 

@@ -179,7 +179,7 @@ def test_a_comparison_never_says_that_submissions_became_faster() -> None:
 
 
 def test_a_run_on_a_device_is_no_gain_over_a_run_on_the_host() -> None:
-    """gloo's times against nccl's submissions: nothing is said of which is faster."""
+    """gloo's times against nccl's submissions: the comparison names no faster run."""
     host = nccl(gloo=True)
     device = nccl()
     found = compare(host, device)

@@ -418,7 +418,7 @@ def forgeries(packet: bytes, generator: np.random.Generator) -> Iterator[bytes]:
 
 
 def datagram(source: int, to: int, packet: bytes) -> bytes:
-    """From one port of this host to another, whoever owns it. The kernel fills in the IP checksum; UDP's may be 0."""
+    """Return an IP packet between two ports of this host. The kernel fills in the IP checksum; UDP's may be 0."""
     ip = struct.pack(">BBHHHBBH4s4s", 0x45, 0, 28 + len(packet), 0, 0, 64, 17, 0, *[socket.inet_aton("127.0.0.1")] * 2)
     return ip + struct.pack(">HHHH", source, to, 8 + len(packet), 0) + packet
 

@@ -123,7 +123,7 @@ def test_the_switch_stops_reading_from_a_member_that_never_reads() -> None:
         with contextlib.suppress(OSError):  # a timeout: the switch reads no more
             while sent < UNREAD_BYTES:
                 sent += stream.send(BLOCK)
-        assert sent < UNREAD_BYTES, "the switch has read all questions, though nobody reads the answers"
+        assert sent < UNREAD_BYTES, "the switch has read all queries, although the peer reads no reply"
         found = usage(switch)
         assert found[0] <= count + FEW
         assert found[1] <= rss_bytes + MORE_BYTES

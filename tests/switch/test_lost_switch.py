@@ -1,6 +1,6 @@
 """A lost switch costs no step: every operation ends with the same result on all ranks.
 
-The group warns once, goes on by host algorithms, and returns to the switch when it is back.
+The group warns once, continues by host algorithms, and returns to the switch when it is back.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Every collective of torch.distributed over netfold, each against what torch's own arithmetic says.
+"""Every collective of torch.distributed over netfold, against torch's own arithmetic on one process.
 
 A world of processes a mode (auto, ring, a switch) runs all cases in order and says what it found; a test is a case.
 """
@@ -179,7 +179,7 @@ def complex_tensors_add_by_their_parts(dist: Any, rank: int, size: int) -> None:
         dist.all_reduce(tensor)
         same(tensor, torch.stack(parts).sum(0))
         # torch may only remember that values are negated: what counts is what they read as. torch 2.14 and newer hand
-        # the backend a copy of such a tensor, whose sum nobody gets, over gloo as well.
+        # the backend a copy of such a tensor, whose sum is lost, over gloo as well.
         if BY_DISPATCHER:
             continue
         negated = parts[rank].clone().conj().imag

@@ -35,7 +35,7 @@ def batch(rank: int) -> Any:
 
 
 def trained_alone(size: int, steps: int) -> list[Any]:
-    """The parameters after `steps` of SGD on everybody's samples."""
+    """The parameters after `steps` of SGD on the samples of all ranks."""
     import torch
 
     model = network()

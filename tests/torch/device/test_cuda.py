@@ -1,4 +1,4 @@
-"""On a GPU: skipped where torch finds none. `make test-cuda` says what ran."""
+"""Tests on a GPU, skipped where torch finds none. `make test-cuda` lists the tests that ran."""
 
 from __future__ import annotations
 

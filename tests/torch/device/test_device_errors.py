@@ -226,7 +226,7 @@ def cannot_abort(group: Any, device_api: Any) -> None:
 
 
 def test_a_device_failure_reaches_all_ranks_if_nccl_cannot_be_aborted() -> None:
-    """An error of the abort ended the driver's thread before it had told those who waited."""
+    """A former fault: an error of the abort ended the driver's thread before it had notified the waiting threads."""
     outcomes = on_devices(cannot_abort, 2, intra_host="nccl")
     says(outcomes, 1, "NetfoldError", "rank 1: all_reduce on cuda:1 failed", "illegal memory access")
 
@@ -305,12 +305,12 @@ def leaves_while_others_gather(group: Any, device_api: Any) -> None:
 
 
 def test_a_rank_that_leaves_does_not_end_the_kernels_of_other_ranks() -> None:
-    """Closing a group was an abort of NCCL, in the midst of another rank's last all-gather."""
+    """A former fault: closing a group aborted NCCL during another rank's last all-gather."""
     values(on_devices(leaves_while_others_gather, 2, "late", intra_host="nccl"))
 
 
 def closes_before_its_device_is_done(group: Any, device_api: Any) -> None:
-    """A sum that nobody waited for, and that the device has begun, is made by the time that the group is closed."""
+    """A started sum without a waiting caller is complete when the group is closed."""
     tensor = device_api.tensor(distinct(group.rank(), 60_000))
     device_api.lingers = True
     work = group.allreduce([tensor], reduce_options())

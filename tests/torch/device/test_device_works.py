@@ -244,7 +244,7 @@ def lets_go(group: Any, device_api: Any) -> None:
 
 @pytest.mark.parametrize("intra_host", ["off", "auto"])
 def test_a_finished_call_is_released_before_the_next_call(intra_host: str) -> None:
-    """The threads kept the last tensor, a bucket of a model maybe, for as long as nobody called again."""
+    """A former fault: the threads kept the last tensor, such as a bucket, until the next call."""
     values(on_devices(lets_go, 2, intra_host=intra_host, pinned_bytes=120 << 10))
 
 

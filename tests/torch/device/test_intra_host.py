@@ -32,7 +32,7 @@ COUNT = 60_001
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is tested is several pieces long."""
+    """Short chunks: every tensor of these tests has several."""
     monkeypatch.setattr(ipc, "HALF_BYTES", 128 << 10)
     monkeypatch.setattr(ipc.IpcReducer, "chunk_bytes", 128 << 10)
     monkeypatch.setattr(intra_host.NcclReducer, "chunk_bytes", 128 << 10)

@@ -1,4 +1,4 @@
-"""What is said of GPUs where there are none."""
+"""Reports on GPUs of a host without any."""
 
 from __future__ import annotations
 
