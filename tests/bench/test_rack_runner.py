@@ -49,7 +49,7 @@ def test_configurations_on_a_subset_of_hosts_are_correct_and_use_their_options()
     assert found["1024 bytes"].sent_bytes == SIZE // 1024 * (1024 + 48)
     ring, switch, gloo = (found[label].sent_bytes for label in ("ring", "switch 3", "gloo"))
     assert ring is not None and switch is not None and gloo is None
-    again = found["switch 3"].again  # packets, on a machine that was late to answer
+    again = found["switch 3"].again  # retransmitted packets, on a machine that replied late
     assert 4 / 3 * SIZE < ring < 1.4 * SIZE and SIZE < switch < 1.01 * SIZE + 8880 * (1 + again)
 
 

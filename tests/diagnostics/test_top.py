@@ -51,12 +51,12 @@ def test_a_rank_of_another_host_is_behind_when_no_local_rank_is() -> None:
 @pytest.mark.parametrize(
     ("under_way", "inside", "slept", "exposed"),
     [
-        (40, 0, 0, 0),  # computes all the while
-        (40, 40, 40, 40),  # waits all the while, asleep
-        (40, 40, 0, 40),  # and so it is for one that runs the operation itself
+        (40, 0, 0, 0),  # computes all the time
+        (40, 40, 40, 40),  # sleeps in the operation all the time
+        (40, 40, 0, 40),  # the same for a thread that drives the operation itself
         (40, 10, 10, 10),
-        (20, 0, 20, 10),  # asleep elsewhere, and half of the time something was under way
-        (0, 0, 40, 0),  # asleep, and nothing was
+        (20, 0, 20, 10),  # sleeps elsewhere, with an operation in progress for half of the time
+        (0, 0, 40, 0),  # sleeps, with no operation in progress
     ],
 )
 def test_exposed_time_is_time_in_netfold_and_its_share_of_sleep_elsewhere(

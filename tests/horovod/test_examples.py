@@ -1,4 +1,4 @@
-"""The examples, as a reader would start them: each compares itself with training in a single process."""
+"""The examples, started by their documented commands. Each compares itself with training in one process."""
 
 from __future__ import annotations
 

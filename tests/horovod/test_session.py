@@ -30,7 +30,7 @@ def same(got: Any, expected: Any) -> None:
 
 
 class Immutable:
-    """Another framework's array, as the array API standard shows it; only read."""
+    """A read-only array of another framework, by the array API standard."""
 
     def __init__(self, held: Any) -> None:
         self._held = np.array(held)

@@ -1,4 +1,4 @@
-"""netfold.horovod.torch: how a job begins, what it does when an operation fails, and how it ends."""
+"""netfold.horovod.torch: the start of a job, its recovery from failed operations, and its end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The catalogue's models as the planner takes them."""
+"""The catalogue's models in the planner."""
 
 import pytest
 

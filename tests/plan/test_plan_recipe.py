@@ -1,4 +1,4 @@
-"""A recipe as the planner sees it."""
+"""Recipes as input of the planner."""
 
 from __future__ import annotations
 

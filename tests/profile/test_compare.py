@@ -1,4 +1,4 @@
-"""Two runs beside one another, against the talk's numbers and against noise that is known."""
+"""Comparisons of two runs, against the talk's numbers and against known noise."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ METADATA = {
 
 
 def ns(time_us: float) -> int:
-    """As Perfetto reads a time: a double of microseconds, times 1000, cut off."""
+    """Read a time as Perfetto does: a double of microseconds, times 1000, truncated."""
     return int(time_us * 1000)
 
 

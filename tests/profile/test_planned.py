@@ -147,7 +147,7 @@ def test_the_verb_shows_measured_values_beside_predictions(folder: Path) -> None
     assert code == 0, said
     assert f"{RANKS} ranks took" in said and "predicted for as many on" in said
     assert "on the same device, with as many samples a rank" in said
-    # Neither is known, and neither is made up.
+    # Neither value is known, so neither is invented.
     assert "memory of the rank" not in said and "utilisation" not in said
 
 

@@ -1,4 +1,4 @@
-"""Analysis of what the engine really recorded."""
+"""Analysis of real records of the engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who began last, and what others waited, against traces whose answer is worked out by hand."""
+"""Which rank began last, and how long others waited, against traces with hand-counted results."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_two_ranks_that_begin_last_together_are_not_named() -> None:
 
 
 def test_without_a_clock_bound_ranks_are_not_compared() -> None:
-    """What failed is evidence of nothing."""
+    """A failed operation is no evidence of a straggler."""
     found = waits(
         make_trace(0, 2, [Op(0, 9, error="timeout")]),
         make_trace(1, 2, [Op(5, 9, error="timeout")], clock_ms=10),

@@ -1,4 +1,4 @@
-"""The table's numbers: sizes, bandwidths, means and what is not known, worked out by hand."""
+"""The table's numbers: sizes, bandwidths, means and unknown values, counted by hand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The builder of runs that other tests stand on, against what a rank's own writer leaves."""
+"""The builder of synthetic runs, against the files of a rank's own writer."""
 
 from __future__ import annotations
 

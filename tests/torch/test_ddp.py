@@ -1,4 +1,4 @@
-"""DistributedDataParallel over netfold, unchanged: against training on one process, and where things go wrong.
+"""DistributedDataParallel over netfold: against training on one process, and with failures.
 
 A world of processes a mode runs all cases in order and says what it found; a test is a case.
 """

@@ -1,4 +1,4 @@
-"""What only the carrier for torch older than 2.14 does."""
+"""The ProcessGroup for torch older than 2.14."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What torch has on top of process groups, unchanged over netfold: hooks, ZeRO, FSDP2, tensor parallelism, checkpoints.
+"""torch's features above process groups, over netfold: hooks, ZeRO, FSDP2, tensor parallelism, checkpoints.
 
 DistributedDataParallel itself is in test_ddp.py.
 """

@@ -1,4 +1,4 @@
-"""What torch.distributed documents around the collectives: coalescing, meshes, threads, timeouts, ends, devices."""
+"""Documented behaviour of torch.distributed beside the collectives: coalescing, meshes, threads, timeouts, ends."""
 
 from __future__ import annotations
 

@@ -110,7 +110,7 @@ def test_small_messages_go_direct_and_large_ones_round_the_ring() -> None:
 
 @pytest.mark.parametrize("ranks", [2, 3, 5, 8, 64])
 def test_the_choice_is_nowhere_much_slower_than_the_fastest(ranks: int) -> None:
-    """Rows start at powers of two and where they save 2%: in between, one more doubling's worth of difference."""
+    """Rows start at powers of two where they save 2%; between them the difference is at most that of one doubling."""
     table = build_table(ranks=ranks, switch=None)
     for operation in OPERATIONS:
         for size in (0, 100, 3000, 40_000, 600_000, 10 << 20, 1 << 30):
