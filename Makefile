@@ -31,7 +31,7 @@ $(VENV)/.netfold: $(VENV)/.tools $(NATIVE) pyproject.toml
 	@CMAKE_BUILD_PARALLEL_LEVEL=$(JOBS) $(INSTALL) --no-build-isolation --no-deps -e .
 	@touch $@
 
-build: $(VENV)/.netfold ## build the native floor and install netfold into .venv
+build: $(VENV)/.netfold ## build the native layer and install netfold into .venv
 
 demo: build ## the main job: train EDSR over a software switch, then with gloo, and compare (about two minutes)
 	@$(VENV)/bin/netfold demo

@@ -17,6 +17,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import zipfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -150,6 +151,8 @@ def _build(interpreter: Interpreter, processor: str, fabric: Path) -> Path:
     command += ["-w", out, "-C", f"build-dir={OBJECTS / processor}", "-C", "wheel.py-api=cp312", ROOT]
     subprocess.run([str(word) for word in command], check=True, env=environment)
     [wheel] = out.glob("netfold-*.whl")
+    if any("_native_dev" in name for name in zipfile.ZipFile(wheel).namelist()):
+        sys.exit(f"wheels: {wheel.name} has the development module, which is not to be published")
     return wheel
 
 

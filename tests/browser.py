@@ -1,4 +1,4 @@
-"""A page as a headless Chromium shows it: the document after its scripts ran, and what is written in it."""
+"""Open a page in a headless Chromium: the document after its scripts ran, and its text."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CHROMIUM = next(
     (found for name in ("chromium", "chromium-browser", "google-chrome") if (found := shutil.which(name))), None
 )
 needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="no chromium (Debian: apt-get install chromium)")
-# Nothing here takes seconds; a machine that compiles meanwhile may.
+# Opening takes less than a second on an idle machine; a busy machine may need longer.
 TIMEOUT_S = 60
 _VOID = {"meta", "br", "link", "img", "input", "hr", "source", "wbr", "col"}
 

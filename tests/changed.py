@@ -1,4 +1,4 @@
-"""Production's source with a text changed, compiled or executed: what mutants are made of."""
+"""Mutants: production's source with one text changed, compiled or executed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Its place puts this folder on the path, so that tests of every package can say `from ranks import run_ranks`."""
+"""Settings for all tests. This file also puts its folder on the path: tests can `from ranks import run_ranks`."""
 
 import os
 import signal
@@ -65,7 +65,7 @@ def pytest_runtest_teardown(item, nextitem):
 
 def pytest_terminal_summary(terminalreporter):
     """What each mutant of the protocol's machines breaks, and the shortest trace: shown by green runs, too."""
-    caught = [report for report in terminalreporter.stats.get("passed", []) if "without_its_check" in report.nodeid]
+    caught = [report for report in terminalreporter.stats.get("passed", []) if "without_a_check" in report.nodeid]
     if caught:
         terminalreporter.section("mutants of the protocol's machines, and the shortest trace that catches each")
         for report in caught:

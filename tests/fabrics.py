@@ -1,4 +1,4 @@
-"""Whether this host has what tests of a fabric go over: asked here and nowhere else."""
+"""Whether this host has the library and the MPIs that tests of a fabric need."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from netfold.bench.mpi_peers import have_peer
 
 
 def need_libfabric() -> str:
-    """Its version. Without one there is nothing to go over: the tests of this module, or this test, skip and say so."""
+    """Return libfabric's version. Without libfabric, skip this test, or the tests of this module, with the reason."""
     try:
         return str(fabric.version())
     except fabric.FabricError as error:

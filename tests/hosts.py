@@ -1,4 +1,4 @@
-"""Several hosts on one machine: ranks that do not find each other's memory."""
+"""Simulate several hosts on one machine: ranks that do not find each other's memory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _exchange = shm_discovery._exchange
 
 
 def apart(layout: tuple[int, ...]) -> tuple[Any, str, Callable[..., None]]:
-    """For `setattr`: with it a rank reaches those of its host only. `layout`: a number for each rank's host."""
+    """The arguments of `setattr` that let a rank share memory only within its host. layout: the host of each rank."""
 
     def exchange_apart(rank: int, size: int, sockets: Any, *rest: Any) -> None:
         streams = [stream and _Hidden(stream, layout[peer] != layout[rank]) for peer, stream in enumerate(sockets)]
@@ -21,7 +21,7 @@ def apart(layout: tuple[int, ...]) -> tuple[Any, str, Callable[..., None]]:
 
 
 class _Hidden:
-    """A connection over which a rank tells a wrong path to who is on another host."""
+    """A connection on which a rank sends a wrong path to ranks of other hosts."""
 
     def __init__(self, stream: Any, hidden: bool) -> None:
         self._stream = stream

@@ -1,4 +1,4 @@
-"""Somebody on the way between ranks, who reads, changes, repeats, leaves out and cuts."""
+"""A man in the middle between ranks, who reads, changes, repeats and drops bytes, and cuts connections."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Any
 
 from netfold import FileStore
 
-# An attack waits for so many bytes at once: they are a tensor's, and no message of the handshake.
+# An attack waits for this many bytes at once: they belong to a tensor, and not to the handshake.
 _LONG = 16 << 10
 
 
 class Interceptor:
-    """Somebody between rank 0 and the ranks that connect to it: records all bytes, and does one thing when told to."""
+    """A man in the middle between rank 0 and the ranks that connect to it: records all bytes, attacks on request."""
 
     def __init__(self, host: str, port: int) -> None:
         self._to = host, port
@@ -23,7 +23,7 @@ class Interceptor:
         self.port = self._listener.getsockname()[1]
         self.captured: list[bytes] = []
         self.connections = 0
-        self.attack = ""  # flip, repeat, leave out or cut: done once, then empty again
+        self.attack = ""  # flip, repeat, leave out or cut: done once, then reset to empty
         self.done = threading.Event()
         self._lock = threading.Lock()
         threading.Thread(target=self._serve, daemon=True).start()

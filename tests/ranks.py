@@ -127,7 +127,7 @@ def run_ranks(
 
 
 def run_threads(function: Callable[..., Any], size: int, *args: Any, timeout_s: float = 30.0) -> list[Outcome]:
-    """As run_ranks, in threads of this process: quick, for what neither imports torch nor dies."""
+    """As run_ranks, in threads of this process: faster, for ranks that neither import torch nor die."""
     outcomes: dict[int, Outcome] = {}
 
     def enter(rank: int, folder: str) -> None:
@@ -178,7 +178,7 @@ def run_scripts(
 
 
 def values(outcomes: list[Outcome]) -> list[Any]:
-    """What the ranks returned; the first error fails the test with its own traceback."""
+    """Return the values of all ranks; the first error fails the test with its traceback."""
     for rank, outcome in enumerate(outcomes):
         assert not outcome.error, f"rank {rank}: {outcome.error}: {outcome.text}"
     return [outcome.value for outcome in outcomes]
@@ -219,7 +219,7 @@ class Daemon:
 
     def send_signal(self, number: int) -> None:
         if self.poll() is None:
-            # It may have ended, and been reaped by the process it was forked off, which tells us only afterwards.
+            # It may have ended: the process from which it was forked reaps it, and reports the exit code later.
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, number)
 

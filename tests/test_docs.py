@@ -53,7 +53,7 @@ def test_every_link_leads_to_a_file_and_a_heading(page: Path) -> None:
     assert not broken
 
 
-def test_files_that_sources_name_in_docs_exist() -> None:
+def test_doc_files_named_in_sources_exist() -> None:
     names = subprocess.run(
         [
             "git",
@@ -156,7 +156,7 @@ def free_port() -> int:
 @pytest.mark.jobs
 @pytest.mark.torch
 @pytest.mark.parametrize("page", TUTORIALS, ids=lambda page: page.stem)
-def test_a_tutorials_commands_run(page: Path, tmp_path: Path) -> None:
+def test_the_commands_of_a_tutorial_run(page: Path, tmp_path: Path) -> None:
     script = script_of(page, tmp_path)
     if not script:
         pytest.skip("every block of this page needs a second machine")

@@ -1,4 +1,4 @@
-"""A package that is not installed costs one sentence with the command that installs it."""
+"""A missing package is reported in one sentence with the command that installs it."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_a_command_that_meets_a_missing_package_says_so_in_one_line(tmp_path: Pa
 
 
 @pytest.mark.parametrize("module", ["netfold.torch", "netfold.horovod.torch"])
-def test_what_needs_torch_says_what_to_install(module: str, tmp_path: Path) -> None:
+def test_modules_that_need_torch_name_the_command_that_installs_it(module: str, tmp_path: Path) -> None:
     run = ran(tmp_path, "torch", "-c", f"import {module}")
     assert run.stderr.splitlines()[-1] == (
         f"ModuleNotFoundError: {module} needs torch, which is not installed: pip install 'netfold[torch]'"
@@ -86,7 +86,7 @@ def test_every_package_is_brought_by_the_extra_that_is_named() -> None:
         assert any(pattern.match(each) for each in requirements), (module, extra)
 
 
-def test_other_faults_of_an_import_stay_themselves() -> None:
+def test_other_import_errors_are_not_about_extras() -> None:
     assert missing_extra(ModuleNotFoundError("No module named 'torch.foo'", name="torch.foo")) is None
     assert missing_extra(ModuleNotFoundError("No module named 'mine'", name="mine")) is None
     assert missing_extra(ValueError("torch")) is None

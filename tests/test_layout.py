@@ -1,4 +1,4 @@
-"""The layout: who may import whom, in both layers, and pages that list what there is."""
+"""The layout: import rules of both layers, and pages that list variables and packages."""
 
 from __future__ import annotations
 
@@ -18,21 +18,13 @@ MAY_INCLUDE = {
     "protocol": {"kernels"},
     "dev/model_check": {"protocol"},
     "collective": {"protocol", "transport", "auth", "kernels"},
-    # The vocabulary behind collective's own headers.
+    # Headers that the headers of collective include.
     "engine": {"collective", "protocol", "transport", "auth", "kernels"},
     "dataplane": {"protocol", "transport", "auth"},
     "dev/delay_link": {"transport"},
-    "bind": {
-        "kernels",
-        "transport",
-        "auth",
-        "protocol",
-        "model_check",
-        "collective",
-        "engine",
-        "dataplane",
-        "delay_link",
-    },
+    "bind": {"kernels", "transport", "auth", "protocol", "collective", "engine", "dataplane"},
+    # The bindings' conversions include protocol.
+    "dev/bind": {"model_check", "delay_link", "protocol"},
 }
 
 
@@ -50,7 +42,7 @@ def test_native_components_include_only_what_they_may() -> None:
     assert components == set(MAY_INCLUDE)
 
 
-def test_only_bind_knows_python() -> None:
+def test_only_bind_includes_python() -> None:
     for source in (ROOT / "native").rglob("*.[ch]pp"):
         if source.parent.name != "bind":
             assert not re.search(r"#include <(nanobind|Python)", source.read_text()), source
@@ -79,14 +71,14 @@ def test_every_environment_variable_is_on_the_page() -> None:
     assert not missing, missing
 
 
-def test_every_package_says_what_it_is() -> None:
+def test_every_package_has_a_docstring() -> None:
     for package in (ROOT / "src" / "netfold").iterdir():
         if (package / "__init__.py").exists():
             text = (package / "__init__.py").read_text()
             assert text.startswith('"""') and len(text.split('"""')[1]) > 80, package
 
 
-def test_files_of_tests_have_names_of_their_own() -> None:
-    # pytest imports them by these alone.
+def test_test_files_have_unique_names() -> None:
+    # pytest imports a test file by its name, without its folder.
     names = [path.name for path in (ROOT / "tests").rglob("test_*.py")]
     assert sorted(names) == sorted(set(names))

@@ -1,4 +1,4 @@
-"""What an installed package promises: one version, and the files that its code reads beside it."""
+"""An installed package has one version, and the files that its code reads."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_a_recipe_that_comes_with_netfold_is_found_by_its_name(tmp_path: Path, m
     monkeypatch.chdir(tmp_path)
     assert load.shipped_names() == sorted(file.stem for file in (ROOT / "recipes").glob("*.toml"))
     assert load.find_shipped(Path("gpt")).samefile(ROOT / "recipes" / "gpt.toml")
-    # A file of that name goes first; what has a folder or an ending is a path.
+    # A file of that name has precedence; a name with a folder or a suffix is a path.
     (tmp_path / "gpt").touch()
     assert load.find_shipped(Path("gpt")) == Path("gpt")
     for path in ("gtp", "edsr.toml", "recipes/edsr"):

@@ -1,4 +1,4 @@
-"""tools/setup and tools/pip-install with commands that only record or fail: nothing is installed here."""
+"""tools/setup and tools/pip-install with stubs of commands that record or fail; no test installs anything."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ OF_THE_SYSTEM = ("bash", "cat", "cut", "dirname", "env", "grep", "mktemp", "rm",
 
 
 class Machine:
-    """A PATH of stubs. A part is there when its file is in `parts`; apt-get, told to install it, puts it there."""
+    """A PATH of stubs. A part is installed when its file is in `parts`; the stub of apt-get puts it there."""
 
     def __init__(self, folder: Path) -> None:
         self.bin, self.parts, self.log = folder / "bin", folder / "parts", folder / "apt.log"
@@ -28,7 +28,7 @@ class Machine:
             assert found is not None, name
             (self.bin / name).symlink_to(found)
         parts = self.parts
-        # Python's three checks are told apart by what the one-liners say.
+        # The text of a one-liner shows which of Python's three checks it is.
         self.stub(
             "python3",
             f'case "$2" in *version_info*) test -e {parts}/python3;; *ensurepip*) test -e {parts}/python3-venv;; '
@@ -89,7 +89,7 @@ def sentence(run: subprocess.CompletedProcess[str]) -> str:
     return line
 
 
-def test_where_nothing_is_missing_apt_is_not_asked(machine: Machine) -> None:
+def test_without_a_missing_package_apt_is_not_called(machine: Machine) -> None:
     run = machine.has(*ALL).apt("exit 1").set_up()
     assert (run.returncode, run.stdout, run.stderr) == (0, "", "")
     assert machine.log.read_text() == ""
@@ -117,7 +117,7 @@ def test_a_browser_and_a_fuzzer_are_installed_only_when_they_are_asked_for(machi
     assert machine.log.read_text().splitlines()[-1].endswith(" chromium clang libclang-rt-dev")
 
 
-def test_a_user_who_is_not_root_gets_the_one_command(machine: Machine) -> None:
+def test_a_user_without_root_gets_the_command_to_run(machine: Machine) -> None:
     machine.has("python3", "python3-venv", "g++", "libfabric-dev").apt("exit 1").user(1000)
     run = machine.set_up()
     assert run.returncode == 1
@@ -130,7 +130,7 @@ def test_a_user_who_is_not_root_gets_the_one_command(machine: Machine) -> None:
     assert machine.log.read_text() == ""
 
 
-def test_where_only_optional_parts_are_missing_work_goes_on(machine: Machine) -> None:
+def test_missing_optional_packages_do_not_fail_the_setup(machine: Machine) -> None:
     machine.has(*ALL[:4], "dataset-fashion-mnist").apt("exit 1").user(1000)
     run = machine.set_up()
     assert run.returncode == 0
@@ -144,17 +144,17 @@ def test_without_apt_the_packages_are_named(machine: Machine) -> None:
     assert "there is no apt-get here" in sentence(run)
 
 
-def test_an_apt_that_cannot_reach_its_archive_is_told_with_its_reason(machine: Machine) -> None:
+def test_an_unreachable_apt_archive_is_reported_with_the_reason(machine: Machine) -> None:
     reason = "E: Failed to fetch http://archive/g++  Could not connect to 127.0.0.1:9 (127.0.0.1). - connect (111)"
     machine.has(*ALL[:3], *ALL[4:]).apt(f"echo '{reason}' >&2; exit 100")
     run = machine.set_up()
     assert run.returncode == 1
     assert reason in sentence(run)
     assert sentence(run).endswith("apt-get install -y --no-install-recommends g++")
-    assert len(machine.log.read_text().splitlines()) == 2  # asked once, and not once more for each package
+    assert len(machine.log.read_text().splitlines()) == 2  # called once, and not once more for each package
 
 
-def test_one_package_that_apt_does_not_know_keeps_no_other_away(machine: Machine) -> None:
+def test_one_unknown_package_does_not_prevent_the_others(machine: Machine) -> None:
     machine.has(*ALL[:3]).apt(
         'case "$packages" in *fashion*) echo "E: Unable to locate package dataset-fashion-mnist" >&2; exit 100;; '
         f"*) cd {machine.parts} && mkdir $packages;; esac"
@@ -188,21 +188,21 @@ def pip_install(machine: Machine, venv: Path, pip: str, venv_made: str = "") -> 
         ("NameResolutionError: Temporary failure in name resolution", "Temporary failure in name resolution"),
     ],
 )
-def test_a_proxy_that_refuses_is_one_sentence(machine: Machine, tmp_path: Path, line: str, reason: str) -> None:
+def test_a_refusing_proxy_is_reported_in_one_sentence(machine: Machine, tmp_path: Path, line: str, reason: str) -> None:
     run = pip_install(machine, tmp_path / "venv", f'echo "WARNING: {line}" >&2; echo "ERROR: No match" >&2; exit 1')
     assert run.returncode == 1
     assert f"could not reach a package index ({reason})" in sentence(run)
     assert "http_proxy" in sentence(run)
 
 
-def test_a_build_that_fails_shows_what_the_compiler_said(machine: Machine, tmp_path: Path) -> None:
+def test_a_failed_build_shows_the_compilers_output(machine: Machine, tmp_path: Path) -> None:
     run = pip_install(machine, tmp_path / "venv", "echo 'kernel.cpp:7: error: no such name'; exit 1")
     first, last = run.stderr.splitlines()
     assert first == "kernel.cpp:7: error: no such name"
     assert "pip install torch==2.13.0 failed for the reason above" in last
 
 
-def test_an_environment_that_was_left_half_made_is_made_new(machine: Machine, tmp_path: Path) -> None:
+def test_an_incomplete_environment_is_made_anew(machine: Machine, tmp_path: Path) -> None:
     venv = tmp_path / "venv"
     (venv / "bin").mkdir(parents=True)
     (venv / "bin" / "python").write_text("#!/bin/bash\necho 'No module named pip' >&2; exit 1\n")
@@ -212,7 +212,7 @@ def test_an_environment_that_was_left_half_made_is_made_new(machine: Machine, tm
     assert (tmp_path / "asked").read_text().endswith("install torch==2.13.0\n")
 
 
-def test_an_environment_that_cannot_be_made_leaves_nothing(machine: Machine, tmp_path: Path) -> None:
+def test_a_failed_environment_leaves_no_folder(machine: Machine, tmp_path: Path) -> None:
     venv = tmp_path / "venv"
     run = pip_install(machine, venv, "exit 0", f"mkdir {venv}; echo 'Error: ensurepip is not available'; exit 1")
     assert run.returncode == 1
@@ -220,7 +220,7 @@ def test_an_environment_that_cannot_be_made_leaves_nothing(machine: Machine, tmp
     assert not venv.exists()
 
 
-def test_every_script_for_people_is_executable() -> None:
+def test_scripts_that_people_start_are_executable() -> None:
     for name in ("tools/setup", "tools/pip-install", "tools/test-bare", ".ci/run"):
         assert os.access(ROOT / name, os.X_OK), name
 
@@ -229,7 +229,7 @@ def test_every_script_for_people_is_executable() -> None:
 
 
 def ci(folder: Path, make: str, budget_s: int = 3600, python: str = "exit 0") -> subprocess.CompletedProcess[str]:
-    """Run CI's script with a `make` that prints its target and does what `make` says; `python`: what .venv's does."""
+    """Run CI's script with stubs. make: cases of the stub `make`, which prints its target. python: .venv's Python."""
     script = folder / ".ci" / "run"
     script.parent.mkdir()
     script.write_text((ROOT / ".ci" / "run").read_text().replace("budget_s=3600", f"budget_s={budget_s}"))
@@ -252,7 +252,7 @@ def ci(folder: Path, make: str, budget_s: int = 3600, python: str = "exit 0") ->
 SUMMARY = "6000 passed, 69 skipped in 512.34s (0:08:32)"
 
 
-def test_ci_ends_with_pytests_summary_and_says_what_it_left_out(tmp_path: Path) -> None:
+def test_ci_ends_with_pytests_summary_and_the_skipped_parts(tmp_path: Path) -> None:
     run = ci(tmp_path, f"test) echo '{SUMMARY}';;")
     assert run.returncode == 0, run.stdout + run.stderr
     assert run.stdout.splitlines()[-1] == SUMMARY
@@ -263,7 +263,7 @@ def test_ci_ends_with_pytests_summary_and_says_what_it_left_out(tmp_path: Path) 
     assert "ci: LEFT OUT: test-soak, test-bare, test-image, test-cuda: never run here" in run.stdout
 
 
-def test_ci_leaves_out_what_does_not_fit_the_hour_and_goes_on(tmp_path: Path) -> None:
+def test_ci_skips_parts_that_do_not_fit_the_hour(tmp_path: Path) -> None:
     run = ci(tmp_path, f"test) echo '{SUMMARY}';;", budget_s=700)
     assert run.returncode == 0, run.stdout + run.stderr
     for target in ("check", "test", "test-jobs", "sanitize", "test-rack"):
@@ -273,14 +273,14 @@ def test_ci_leaves_out_what_does_not_fit_the_hour_and_goes_on(tmp_path: Path) ->
     assert run.stdout.splitlines()[-1] == SUMMARY
 
 
-def test_ci_leaves_out_a_torch_that_cannot_be_tested_here(tmp_path: Path) -> None:
+def test_ci_skips_a_torch_that_cannot_be_tested_here(tmp_path: Path) -> None:
     run = ci(tmp_path, f"test) echo '{SUMMARY}';;", python="echo 'pip does not find it here: no such release'; exit 3")
     assert run.returncode == 0, run.stdout + run.stderr
     assert "ci: LEFT OUT: test-torch with torch 2.15.0: pip does not find it here: no such release\n" in run.stdout
     assert "made test-torch" not in run.stdout
 
 
-def test_ci_fails_where_it_cannot_find_out_whether_a_torch_can_be_tested(tmp_path: Path) -> None:
+def test_ci_fails_if_the_check_for_a_torch_fails(tmp_path: Path) -> None:
     run = ci(tmp_path, f"test) echo '{SUMMARY}';;", python="exit 1")
     assert run.returncode == 1
     assert "ci: FAILED: test-torch: whether torch 2.15.0 can be tested here is not known\n" in run.stdout
@@ -288,14 +288,14 @@ def test_ci_fails_where_it_cannot_find_out_whether_a_torch_can_be_tested(tmp_pat
     assert "made test-ecosystem\n" in run.stdout
 
 
-def test_ci_leaves_out_a_suite_that_the_end_of_the_hour_cut_off(tmp_path: Path) -> None:
+def test_ci_skips_a_suite_that_the_end_of_the_hour_interrupted(tmp_path: Path) -> None:
     run = ci(tmp_path, f"test) echo '{SUMMARY}';; test-rack) exit 124;;")  # the status of timeout's
     assert run.returncode == 0, run.stdout + run.stderr
     assert "ci: LEFT OUT: test-rack: was not done after" in run.stdout
     assert run.stdout.splitlines()[-1] == SUMMARY
 
 
-def test_ci_fails_with_what_failed_and_runs_the_rest(tmp_path: Path) -> None:
+def test_ci_runs_the_rest_after_a_failure_and_fails(tmp_path: Path) -> None:
     lines = "echo 'FAILED tests/test_x.py::test_it - assert 1 == 2'; echo '1 failed, 5 passed in 1.00s'; exit 2"
     run = ci(tmp_path, f"check) exit 3;; test) {lines};;")
     assert run.returncode == 1
@@ -317,7 +317,7 @@ def repeating_ci(folder: Path, pytest: str) -> subprocess.CompletedProcess[str]:
     return ci(folder, f"test) {failure};;", python=python)
 
 
-def test_ci_names_a_test_as_unstable_that_failed_once_and_passes_twice_alone(tmp_path: Path) -> None:
+def test_ci_reports_a_test_that_fails_once_and_passes_twice_alone_as_unstable(tmp_path: Path) -> None:
     run = repeating_ci(tmp_path, "exit 0")
     assert run.returncode == 0, run.stdout + run.stderr
     assert run.stdout.count("repeated -m pytest -q tests/test_x.py::test_it[a b]\n") == 2

@@ -1,4 +1,4 @@
-"""Where the home or the working directory cannot be written: a sentence, or no matter at all."""
+"""With an unwritable home or working directory netfold works, or prints one sentence."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-# Of the kernel's, where not even root can make a folder; it is no home either.
+# A folder of the kernel, in which not even root can make a folder.
 UNWRITABLE = "/proc/self"
 TIMEOUT_S = 120
 
@@ -24,7 +24,7 @@ def netfold(*arguments: str, home: str = UNWRITABLE) -> subprocess.CompletedProc
     )
 
 
-def test_nothing_is_kept_in_the_home() -> None:
+def test_no_file_is_written_to_the_home() -> None:
     script = (
         "import numpy, tempfile; from netfold import Communicator, FileStore; "
         "folder = tempfile.TemporaryDirectory(); group = Communicator(FileStore(folder.name), 0, 1); "
@@ -46,7 +46,7 @@ def test_nothing_is_kept_in_the_home() -> None:
     ["profile run -- true", "demo --quick", "bench figures --redraw"],
     ids=lambda value: value.replace(" ", "-"),
 )
-def test_a_folder_that_cannot_be_made_is_one_sentence(arguments: str) -> None:
+def test_an_unwritable_folder_is_an_error_of_one_sentence(arguments: str) -> None:
     run = netfold(*arguments.split())
     assert run.returncode == 2, run.stderr
     (line,) = run.stderr.splitlines()

@@ -30,11 +30,9 @@ NB_MODULE(_native, m) {
   bind_transport(m);
   bind_auth(m);
   bind_protocol(m);
-  bind_model_check(m);
   bind_fabric(m);
   bind_engine(m);
   bind_failover(m);
   bind_shares(m);
   bind_dataplane(m);
-  bind_delay_link(m);
 }

@@ -84,6 +84,8 @@ void JobPort::set_worker_fabric_address(std::uint16_t worker, const std::vector<
 }
 
 void JobPort::begin(std::unique_ptr<JobSession> session, bool has_keys) {
+  // A second session would drop the results that workers may still ask for.
+  if (session_) throw std::invalid_argument("begin: the job has begun; another epoch needs a new job");
   const bool was_opened_with_keys = !workers_.empty() && workers_[0].hello_authenticator.has_value();
   if (was_opened_with_keys != has_keys) throw std::invalid_argument("begin: keys are for a job that has them");
   if (session->workers.size() != workers_.size()) {

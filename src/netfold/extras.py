@@ -1,15 +1,18 @@
 """Name the extra of netfold that installs a missing package, in a sentence with the command to run.
 
-A plain `pip install netfold` has the switch and the command line. torch and the products' packages are extras. May
-import: the standard library. Always: the table below names only packages of pyproject.toml (checked by a test).
+A plain `pip install netfold` has the switch and the command line. torch and the products' packages are extras. Only a
+checkout's build has `netfold._native_dev`. May import: the standard library, and that module. Always: the table below
+names only packages of pyproject.toml (checked by a test).
 
 Tests: `pytest tests/test_extras.py`
 """
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterable
 from importlib.util import find_spec
+from types import ModuleType
 
 # By import name, the extra that installs it. Of several extras, the one whose users need the package first.
 EXTRAS = {
@@ -48,6 +51,16 @@ def need_at_import(what: str, module: str) -> None:
     """Raise ModuleNotFoundError with the command to run, where `module` is missing. what: the module that needs it."""
     if find_spec(module) is None:
         raise ModuleNotFoundError(f"{what} needs {module}, which is not installed: {command(module)}", name=module)
+
+
+def native_dev(what: str) -> ModuleType:
+    """Import `netfold._native_dev`. MissingExtraError where this netfold comes from a wheel. what: the subject."""
+    try:
+        return importlib.import_module("netfold._native_dev")
+    except ModuleNotFoundError:
+        raise MissingExtraError(
+            f"{what} needs netfold._native_dev, which no wheel has: run `make build` in a checkout of netfold"
+        ) from None
 
 
 def missing_extra(error: Exception, extra: str | None = None) -> str | None:

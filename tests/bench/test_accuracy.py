@@ -29,7 +29,7 @@ def parts_of(kind, count=1000):
     return [part(kind, rank, count) for rank in range(RANKS)]
 
 
-def test_fixed_point_keeps_a_unit_of_the_profiled_range_and_the_largest_sum_just_fits():
+def test_fixed_point_error_is_within_a_unit_and_the_largest_sum_does_not_overflow():
     parts = parts_of("normal")
     largest = float(max(np.abs(each).max() for each in parts))
     exact = np.sum(np.array(parts, np.float64), 0)
@@ -40,7 +40,7 @@ def test_fixed_point_keeps_a_unit_of_the_profiled_range_and_the_largest_sum_just
     assert summed(fixed_point(largest, RANKS), [-each for each in same]) == pytest.approx(-4 * largest)
 
 
-def test_a_factor_too_large_wraps_and_one_too_small_leaves_nothing():
+def test_too_large_a_scaling_factor_overflows_and_too_small_a_factor_rounds_to_zero():
     same = [np.full(3, 1.0, np.float32)] * RANKS
     assert summed(fixed_point(1.0, RANKS, 1), same)[0] < 0
     assert summed(fixed_point(1.0, RANKS, 4), same)[0] == 0
@@ -48,7 +48,7 @@ def test_a_factor_too_large_wraps_and_one_too_small_leaves_nothing():
     assert (summed(fixed_point(1.0, RANKS, -29), same) > 0).all()
 
 
-def test_f16_in_the_switch_rounds_to_f16_before_and_after_and_the_largest_sum_just_fits():
+def test_switch_f16_rounds_inputs_and_results_to_f16_and_the_largest_sum_does_not_overflow():
     parts = parts_of("normal")
     largest = float(max(np.abs(each).max() for each in parts))
     exact = np.sum(np.array(parts, np.float64), 0)
@@ -63,7 +63,7 @@ def test_f16_in_the_switch_rounds_to_f16_before_and_after_and_the_largest_sum_ju
     assert summed(half_in_switch(largest, RANKS), same)[0] == pytest.approx(4 * largest, rel=1e-3)
 
 
-def test_conversion_to_integers_is_x86s():
+def test_out_of_range_values_convert_to_the_least_integer_as_on_x86():
     given = np.array([0.5, 1.5, -2.5, 2**31 - 1, 2.0**31, -(2.0**31), -(2.0**40), np.inf, -np.inf, np.nan])
     least = -(2**31)
     assert to_i32(given).tolist() == [0, 2, -2, 2**31 - 1, least, least, least, least, least, least]
@@ -78,14 +78,14 @@ def test_an_error_is_measured_against_the_exact_sum():
     assert (lost.greatest, lost.gone) == (math.inf, 0.5)
 
 
-def test_each_special_value_is_reported_and_so_are_its_neighbours():
+def test_the_report_covers_each_special_value_and_its_neighbours():
     with np.errstate(over="ignore", invalid="ignore"):
         found = specials_in(np.sum([special_part(rank) for rank in range(RANKS)], 0, dtype=np.float32))
     assert list(found.values()) == ["Inf", "-Inf", "NaN", "NaN", "Inf", "4", "4"]
     assert list(found)[: len(SPECIALS)] == list(SPECIALS)
 
 
-def test_each_kind_of_tensor_is_what_its_name_says():
+def test_each_kind_of_tensor_has_the_values_of_its_name():
     wide = np.abs(part("12 decades, mixed", 0, 1 << 16))
     assert wide.max() / wide[wide > 0].min() > 1e11
     assert 0.2 < (np.abs(part("tiny", 0, 1000)) < np.finfo(np.float32).tiny).mean() < 0.8
@@ -106,7 +106,7 @@ def trained(task, form, seed, loss, **more):
     }
 
 
-def test_the_tables_have_every_format_and_name_diverged_and_disagreeing_trainings():
+def test_tables_list_every_format_and_mark_diverged_and_disagreeing_trainings():
     trainings = [
         trained(task, form, seed, seed + 1.0) for task, form, seed in itertools.product(TASKS, FORMATS, (0, 1))
     ]
@@ -133,7 +133,7 @@ def test_the_tables_have_every_format_and_name_diverged_and_disagreeing_training
 
 @pytest.mark.jobs
 @pytest.mark.torch
-def test_a_short_run_measures_everything_and_finds_what_formats_promise(tmp_path: Path):
+def test_a_short_run_measures_every_format_within_its_error_bound(tmp_path: Path):
     result = CliRunner().invoke(app, ["accuracy", str(tmp_path), "--quick", "--timeout", "150s"])
     assert result.exit_code == 0, result.output
     text = (tmp_path / "accuracy.md").read_text()
@@ -143,7 +143,7 @@ def test_a_short_run_measures_everything_and_finds_what_formats_promise(tmp_path
 
 @pytest.mark.jobs
 @pytest.mark.torch
-def test_errors_lie_within_the_bounds_of_the_page_on_numbers():
+def test_measured_errors_are_within_the_documented_bounds():
     quick = Settings.quick()
     found = measure_accuracy(Settings(elements=quick.elements, steps=2, seeds=(), factors=()), lambda line: None, 150)
     errors = found["errors"]
@@ -155,7 +155,7 @@ def test_errors_lie_within_the_bounds_of_the_page_on_numbers():
         assert errors["bf16"][kind]["greatest"] < 2.0**-6
     assert errors["f16"]["normal"]["greatest"] < 2.0**-9
     assert errors["f16"]["12 decades, mixed"]["greatest"] == math.inf
-    # One factor for all: what is far below the greatest is gone. Blocks with scales of their own keep it.
+    # With one factor for all, values far below the greatest round to zero. Blocks with their own scales keep them.
     assert errors["SwitchML"]["12 decades, by layer"]["gone"] > 0.2 > errors["i8"]["12 decades, by layer"]["gone"]
     assert errors["SwitchML"]["one outlier"]["gone"] > 0.9 > 0.1 > errors["i8"]["one outlier"]["gone"]
     for form in ("f32", "i32", "i8"):
@@ -164,6 +164,6 @@ def test_errors_lie_within_the_bounds_of_the_page_on_numbers():
         assert arrived["ones elsewhere"] == "4"
 
 
-def test_a_run_past_its_deadline_is_an_error():
+def test_a_run_past_its_deadline_raises_an_error():
     with pytest.raises(AccuracyError, match=r"had not ended after 0\.5 s"):
         measure_accuracy(Settings.quick(), lambda line: None, 0.5)

@@ -1,4 +1,4 @@
-"""Sizes, patterns, spreads, rows and tables, without a worker."""
+"""Sizes, test data, spreads, rows and tables, without a worker process."""
 
 import json
 
@@ -20,25 +20,27 @@ from netfold.rack.processes import Process
 
 
 @pytest.mark.parametrize(("text", "size_bytes"), [("4", 4), ("64K", 65536), ("16M", 1 << 24), ("1G", 1 << 30)])
-def test_suffixes_are_powers_of_two_and_sizes_print_as_they_are_read(text: str, size_bytes: int) -> None:
+def test_size_suffixes_are_powers_of_two_and_sizes_survive_a_round_trip_through_text(
+    text: str, size_bytes: int
+) -> None:
     assert parse_size(text) == size_bytes
     assert format_size(size_bytes) == text
 
 
 @pytest.mark.parametrize("text", ["", "M", "4m", "1.5M", "-4", "4MB"])
-def test_a_size_that_is_not_understood_is_refused_with_examples(text: str) -> None:
+def test_a_malformed_size_is_refused_with_examples(text: str) -> None:
     with pytest.raises(ValueError, match="64K"):
         parse_size(text)
 
 
-def test_a_sweep_multiplies_up_to_the_end_and_not_beyond() -> None:
+def test_a_sweep_multiplies_sizes_up_to_its_end() -> None:
     assert sweep(4, 64, 4) == [4, 16, 64]
     assert sweep(4, 63, 4) == [4, 16]
     assert sweep(8, 8, 2) == [8]
 
 
 @pytest.mark.parametrize(("begin", "end", "factor"), [(0, 8, 2), (8, 4, 2), (4, 8, 1)])
-def test_a_sweep_that_would_not_end_or_not_begin_is_refused(begin: int, end: int, factor: int) -> None:
+def test_an_endless_or_empty_sweep_is_refused(begin: int, end: int, factor: int) -> None:
     with pytest.raises(ValueError):
         sweep(begin, end, factor)
 
@@ -73,7 +75,7 @@ def test_every_reduction_and_every_part_of_it_is_exact_in_its_dtype(redop: str, 
 
 
 @pytest.mark.parametrize("redop", ["sum", "avg", "prod"])
-def test_a_rank_that_is_left_out_or_taken_twice_shows_in_a_third_of_the_elements(redop: str) -> None:
+def test_an_omitted_or_duplicated_rank_changes_a_third_of_the_elements(redop: str) -> None:
     pattern = MessageData.of(redop, 4, DTYPES["f32"].exact_below)
     sent = np.stack([pattern.sent(rank, 2) for rank in range(4)])
     reduce = np.multiply if redop == "prod" else np.add
@@ -86,14 +88,14 @@ def test_a_rank_that_is_left_out_or_taken_twice_shows_in_a_third_of_the_elements
         assert np.mean(twice != right) > (0.2 if redop == "prod" else 1 / 3)
 
 
-def test_the_numbers_are_whole_steps_of_shared_exponents() -> None:
+def test_test_values_are_multiples_of_a_shared_power_of_two() -> None:
     for ranks in (2, 5, 1 << 10):
         pattern = MessageData.of("sum", ranks, DTYPES["f32"].exact_below)
         e, h = int(pattern.largest).bit_length(), (ranks - 1).bit_length()
         assert e + h <= 30
 
 
-def test_an_element_beyond_its_error_bound_is_wrong_and_so_is_a_nan() -> None:
+def test_elements_beyond_the_error_bound_and_nans_count_as_wrong() -> None:
     assert byte_bound(4, 31) == pytest.approx(4, rel=0.01)
     period = np.array([1.0, 5.0, 9.0], np.float32)
     buffer = np.zeros(8, np.float32)
@@ -123,43 +125,43 @@ def test_lists_of_dtypes_and_reductions_are_read_and_unknown_ones_are_named() ->
         parse_redops("median")
 
 
-def test_a_dtype_too_narrow_to_check_is_refused() -> None:
+def test_a_dtype_too_narrow_for_the_check_is_refused() -> None:
     with pytest.raises(ValueError, match="wider"):
         modulus(DTYPES["bf16"].exact_below, 64)
 
 
 @pytest.mark.parametrize("p", [7, 31, 65521])
-def test_within_a_period_every_element_differs_and_so_do_ranks_and_rounds(p: int) -> None:
+def test_elements_differ_within_a_period_and_between_ranks_and_rounds(p: int) -> None:
     assert len(set(contribution(3, 5, p).tolist())) == p
     assert not np.any(contribution(3, 5, p) == contribution(4, 5, p))
     assert not np.any(contribution(3, 5, p) == contribution(3, 6, p))
 
 
 @pytest.mark.parametrize("shift", [1, 32, 352, 1024, 4096, 65536])
-def test_a_message_shifted_by_a_packet_or_a_page_is_wrong_everywhere(shift: int) -> None:
+def test_a_message_shifted_by_a_packet_or_a_page_differs_in_every_element(shift: int) -> None:
     p = modulus(DTYPES["f32"].exact_below, 4)
     row = contribution(0, 0, p)
     assert not np.any(row == np.roll(row, shift))
 
 
-def test_percentiles_are_those_of_numpy() -> None:
+def test_percentiles_equal_numpys() -> None:
     values = [5.0, 1.0, 4.0, 2.0, 8.0, 9.0, 1.5]
     of = spread(values)
     assert [of.p5, of.p25, of.median, of.p75, of.p95] == pytest.approx(np.percentile(values, [5, 25, 50, 75, 95]))
     assert of.n == 7
 
 
-def test_a_spread_of_one_value_is_that_value() -> None:
+def test_the_spread_of_one_value_has_that_value_at_both_ends() -> None:
     assert (spread([3.0]).p5, spread([3.0]).median, spread([3.0]).p95) == (3.0, 3.0, 3.0)
 
 
-def test_ratios_are_paired_by_round_so_that_what_slows_a_round_cancels() -> None:
+def test_ratios_are_paired_by_round_so_that_a_slow_round_cancels() -> None:
     ours, peer = [100, 200, 100], [150, 300, 150]
     of = spread(paired_ratios(peer, ours))
     assert (of.p5, of.median, of.p95) == (1.5, 1.5, 1.5)
 
 
-def test_every_case_has_a_turn_in_every_round_and_each_is_first_equally_often() -> None:
+def test_each_round_runs_every_case_and_each_case_is_first_equally_often() -> None:
     turns = list(interleave("ABC", 5, warmups=1))
     assert [number for number, _ in turns] == [number for number in range(-1, 5) for _ in "ABC"]
     rounds = ["".join(case for at, case in turns if at == number) for number in range(-1, 5)]
@@ -169,7 +171,7 @@ def test_every_case_has_a_turn_in_every_round_and_each_is_first_equally_often() 
 
 @pytest.mark.parametrize("dtype", [name for name in DTYPES if name != "bf16"])
 @pytest.mark.parametrize(("count", "start"), [(5, 0), (23, 3), (700, 13)])
-def test_a_filled_buffer_matches_its_own_values_and_no_shifted_ones(dtype: str, count: int, start: int) -> None:
+def test_a_filled_buffer_matches_its_expected_values_and_no_shifted_values(dtype: str, count: int, start: int) -> None:
     period = encode(contribution(2, 5, 7), dtype)
     buffer = np.zeros(count, period.dtype)
     fill(buffer, period, start)
@@ -181,7 +183,7 @@ def test_a_filled_buffer_matches_its_own_values_and_no_shifted_ones(dtype: str, 
 
 
 @pytest.mark.torch
-def test_the_bits_of_bf16_are_those_that_torch_gives_the_same_numbers() -> None:
+def test_bf16_bits_equal_torchs_conversion() -> None:
     import torch
 
     numbers = contribution(3, 1, 31)
@@ -200,7 +202,7 @@ def test_the_expected_segments_cover_the_whole_receive_buffer(name: str) -> None
         assert sum(piece.count for piece in pieces) == collective.receive_count(count, 3)
 
 
-def test_bus_bandwidth_factors_are_those_of_nccl_tests() -> None:
+def test_bus_bandwidth_factors_equal_nccl_tests() -> None:
     factors = {name: one.bus_factor(4) for name, one in COLLECTIVES.items()}
     assert factors == {
         "all_reduce": 1.5,
@@ -227,7 +229,7 @@ def test_a_backend_named_twice_has_two_labels() -> None:
     assert unique_labels(["gloo", "netfold", "gloo"]) == ["gloo", "netfold", "gloo#2"]
 
 
-def test_two_mpis_never_share_processes_and_torch_backends_do() -> None:
+def test_torch_backends_share_processes_and_two_mpis_do_not() -> None:
     backends = ["gloo", "netfold:shared", "communicator:shared", "mpi:intel", "mpi:intel:out", "mpi:mpich"]
     names = [parse_backend(backend) for backend in backends]
     assert [name.world for name in names] == ["torch", "torch", "communicator", "intel", "intel", "mpich"]
@@ -235,12 +237,12 @@ def test_two_mpis_never_share_processes_and_torch_backends_do() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "mpi", "mpi:lam", "mpi:intel:shared", "gloo:shared", "netfold:out", "a:b:c"])
-def test_a_backend_name_that_is_not_understood_is_refused(text: str) -> None:
+def test_a_malformed_backend_name_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="not understood"):
         parse_backend(text)
 
 
-def test_a_netfold_backends_name_takes_an_algorithm_a_wire_format_and_shared_in_any_order() -> None:
+def test_algorithm_wire_format_and_shared_may_follow_netfold_in_any_order() -> None:
     for text in ("netfold:shared:ring:bf16", "netfold:bf16:ring:shared", "netfold:ring:shared:bf16"):
         name = parse_backend(text)
         assert (name.kind, name.variant, name.algorithm, name.wire) == ("netfold", "shared", "ring", "bf16")
@@ -249,14 +251,14 @@ def test_a_netfold_backends_name_takes_an_algorithm_a_wire_format_and_shared_in_
     assert parse_backend("netfold:shared").options() is None
 
 
-def test_an_unknown_part_of_a_backends_name_is_answered_with_the_known_ones() -> None:
+def test_an_unknown_part_of_a_backend_name_is_refused_with_the_known_parts() -> None:
     with pytest.raises(ValueError, match=r"'star' is none of shared; the algorithms .*halving_doubling.* i32, i8"):
         parse_backend("netfold:star")
     with pytest.raises(ValueError, match=r"it says both ring and tree"):
         parse_backend("netfold:ring:tree")
 
 
-def test_the_smaller_a_message_the_more_calls_a_round() -> None:
+def test_smaller_messages_have_more_calls_a_round() -> None:
     calls = [calls_a_round(size_bytes) for size_bytes in (4, 64 << 10, 1 << 20, 64 << 20)]
     assert calls == sorted(calls, reverse=True)
     assert calls[-1] == 1
@@ -273,7 +275,7 @@ def test_the_smaller_a_message_the_more_calls_a_round() -> None:
         ({"dtype": "f8"}, "f32, f64"),
     ],
 )
-def test_a_run_that_would_measure_nothing_is_refused(changed: dict[str, object], complaint: str) -> None:
+def test_a_run_without_a_measurement_is_refused(changed: dict[str, object], complaint: str) -> None:
     asked: dict[str, object] = {"collective": "all_reduce", "backends": ["gloo"], "sizes": [4], **changed}
     with pytest.raises(ValueError, match=complaint):
         Trials(**asked)  # type: ignore[arg-type]
@@ -326,14 +328,14 @@ def test_each_row_has_its_ratio_to_the_first_other_backend() -> None:
     assert (peer.ratio.peer, peer.ratio.spread.median) == ("netfold", 0.5)
 
 
-def test_a_breakdown_has_parts_only_where_there_are_event_records() -> None:
+def test_only_backends_with_event_records_have_a_breakdown() -> None:
     ours, peer = make_rows(PLACE, TRIALS, RESULT)
     assert ours.breakdown is not None and peer.breakdown is not None
     assert (ours.breakdown.python_ns, ours.breakdown.queue_ns, ours.breakdown.wire_ns) == (35, 1, 65)
     assert (peer.breakdown.call_ns, peer.breakdown.python_ns) == (8100, None)
 
 
-def test_a_single_backend_has_no_ratio_and_still_a_table() -> None:
+def test_the_table_of_a_single_backend_has_no_ratio() -> None:
     trials = Trials("all_reduce", ["gloo"], sizes=[1 << 20], rounds=3)
     result = Result({}, [SizeResult(1 << 20, 1 << 18, [Measured([10**6], 0)])])
     (row,) = make_rows(PLACE, trials, result)
@@ -341,7 +343,7 @@ def test_a_single_backend_has_no_ratio_and_still_a_table() -> None:
     assert render_table([row]).splitlines()[1].split()[-4:] == ["-", "-", "-", "-"]
 
 
-def test_a_backend_that_refuses_has_its_sentence_below_the_table_and_no_ratio() -> None:
+def test_the_refusal_of_a_backend_is_below_the_table_and_its_ratio_is_absent() -> None:
     refusal = Measured([], None, refused="there is no such thing yet")
     result = Result({}, [SizeResult(1 << 20, 1 << 18, [refusal, Measured([10**6], 0)])])
     rows = make_rows(PLACE, Trials("send_recv", ["netfold", "gloo"], [1 << 20]), result)
@@ -350,14 +352,14 @@ def test_a_backend_that_refuses_has_its_sentence_below_the_table_and_no_ratio() 
     assert render_table(rows).splitlines()[-1].endswith("netfold: there is no such thing yet")
 
 
-def test_a_table_has_a_line_a_row_under_its_header() -> None:
+def test_a_table_has_one_line_for_each_row_below_the_header() -> None:
     lines = render_table(make_rows(PLACE, TRIALS, RESULT)).splitlines()
     assert lines[0].split()[:6] == ["size(B)", "count", "type", "redop", "backend", "algorithm"]
     assert len({len(line) for line in lines[:3]}) == 1
     assert "Python" in lines[3]
 
 
-def test_a_run_as_json_says_what_it_was_measured_on() -> None:
+def test_the_json_of_a_run_describes_the_machine() -> None:
     processes: dict[str, Process] = {}
     ranks = Ranks(processes, PLACE.workers, PLACE.deadline_s, Lines())
     ranks.versions, ranks.congestion_control = {"torch": "2.13.0"}, "bbr"
@@ -372,7 +374,7 @@ def test_a_run_as_json_says_what_it_was_measured_on() -> None:
 
 @pytest.mark.torch
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_shared_tensors_are_views_of_what_netfold_empty_made(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shared_tensors_are_views_of_arrays_from_netfold_empty(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 
     from netfold.bench.backends.torch_backend import TorchBackend

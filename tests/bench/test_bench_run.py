@@ -37,7 +37,7 @@ def run(place: BenchEnvironment, trials: Trials) -> list[Row]:
     return make_rows(place, trials, *measure(place, trials))
 
 
-def test_gloo_beside_itself_is_right_in_every_element_and_has_all_its_rounds() -> None:
+def test_gloo_against_gloo_is_correct_in_every_element_and_round() -> None:
     trials = Trials("all_reduce", ["gloo", "gloo"], sizes=[4, 1 << 20], rounds=4, warmups=1, breakdown=True)
     rows = run(BenchEnvironment(2, deadline_s=120), trials)
     assert [(row.backend, row.size_bytes) for row in rows] == [
@@ -52,7 +52,7 @@ def test_gloo_beside_itself_is_right_in_every_element_and_has_all_its_rounds() -
     assert not workers_alive()
 
 
-def test_every_dtype_is_right_in_every_element() -> None:
+def test_every_dtype_is_correct_in_every_element() -> None:
     place = BenchEnvironment(2, deadline_s=120)
     with start_runner(place, ["torch"]) as runner:
         for dtype in ("f64", "f16", "bf16", "i32", "i64"):
@@ -61,7 +61,7 @@ def test_every_dtype_is_right_in_every_element() -> None:
             assert (row.wrong, row.refused) == (0, None), dtype
 
 
-def test_every_reduction_is_right_in_every_element_of_every_dtype() -> None:
+def test_every_reduction_of_every_dtype_is_correct_in_every_element() -> None:
     backends = ["netfold", "netfold:ring", "gloo", "communicator:halving_doubling"]
     with start_runner(BenchEnvironment(3, switch=False, deadline_s=120), ["torch", "communicator"]) as runner:
         for dtype in DTYPES:
@@ -79,7 +79,7 @@ def test_every_reduction_is_right_in_every_element_of_every_dtype() -> None:
                 assert (row.refused, row.wrong) == (None, 0), row
 
 
-def test_a_backend_runs_by_the_algorithm_and_in_the_wire_format_of_its_name() -> None:
+def test_a_backend_uses_the_algorithm_and_wire_format_of_its_name() -> None:
     backends = [f"netfold:in_network:{wire}" for wire in ("f32", "bf16", "f16", "i32", "i8")]
     backends += ["communicator:i32:halving_doubling", "netfold:tree", "netfold:shared:i8"]
     trials = Trials("all_reduce", backends, [70000 * 4], rounds=2, warmups=0)
@@ -93,7 +93,7 @@ def test_a_backend_runs_by_the_algorithm_and_in_the_wire_format_of_its_name() ->
     assert rows[1].wire_bytes < 0.6 * rows[0].wire_bytes
 
 
-def test_a_backend_that_cannot_do_what_its_name_says_refuses_and_the_run_goes_on() -> None:
+def test_a_backend_with_an_impossible_algorithm_is_reported_and_the_run_continues() -> None:
     place = BenchEnvironment(2, switch=False, deadline_s=120)
     backends = ["gloo", "netfold:in_network", "communicator:in_network", "netfold:ring", "netfold:i32"]
     with start_runner(place, ["torch", "communicator"]) as runner:
@@ -109,7 +109,7 @@ def test_a_backend_that_cannot_do_what_its_name_says_refuses_and_the_run_goes_on
         assert gloo is None and ring is not None and "not by ring" in ring
 
 
-def test_every_collective_is_right_on_every_backend_that_needs_no_launcher() -> None:
+def test_every_collective_is_correct_on_every_backend_without_a_launcher() -> None:
     place = BenchEnvironment(3, switch=False, deadline_s=120)
     backends = ["netfold", "gloo", "communicator"]
     with start_runner(place, ["torch", "communicator"]) as runner:
@@ -126,7 +126,7 @@ def test_every_collective_is_right_on_every_backend_that_needs_no_launcher() -> 
 
 
 @pytest.mark.parametrize("mpi", ["openmpi", "intel", "mpich"])
-def test_every_collective_is_right_on_an_mpi_in_place_and_out_of_place(mpi: str) -> None:
+def test_every_collective_is_correct_on_an_mpi_in_place_and_out_of_place(mpi: str) -> None:
     if not have_peer(mpi):
         pytest.skip(f"mpi:{mpi} is not here (make bench-peers)")
     place = BenchEnvironment(3, deadline_s=60)
@@ -142,7 +142,7 @@ def test_every_collective_is_right_on_an_mpi_in_place_and_out_of_place(mpi: str)
     assert not workers_alive()
 
 
-def test_an_mpi_that_is_not_installed_is_named_with_the_command_that_installs_it(
+def test_the_error_for_a_missing_mpi_has_the_command_that_installs_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -151,7 +151,7 @@ def test_an_mpi_that_is_not_installed_is_named_with_the_command_that_installs_it
         launch_mpi("mpich", 2, [])
 
 
-def test_netfold_beside_gloo_is_right_and_its_small_calls_are_broken_down() -> None:
+def test_netfold_against_gloo_is_correct_and_small_calls_have_a_breakdown() -> None:
     trials = Trials("all_reduce", ["netfold", "gloo"], sizes=[4, 1 << 20], rounds=2, warmups=1, breakdown=True)
     small, _, large, _ = run(BenchEnvironment(2, switch=True, deadline_s=120), trials)
     assert (small.wrong, large.wrong) == (0, 0)
@@ -159,14 +159,14 @@ def test_netfold_beside_gloo_is_right_and_its_small_calls_are_broken_down() -> N
     assert 0 < small.breakdown.wire_ns < small.breakdown.call_ns
 
 
-def test_ddp_steps_are_timed_and_leave_all_ranks_the_same_parameters() -> None:
+def test_all_ranks_have_equal_parameters_after_timed_ddp_steps() -> None:
     with start_runner(BenchEnvironment(2, switch=False, deadline_s=60), ["torch"]) as runner:
         ours, peer = runner.measure_ddp(["netfold", "gloo"], rounds=2, steps=1, width=256)
     assert (len(ours.times_ns), len(peer.times_ns)) == (2, 2)
     assert (ours.wrong, peer.wrong) == (0, 0)
 
 
-def test_a_failing_worker_is_an_error_with_its_output_and_no_process_remains() -> None:
+def test_the_error_for_a_failed_worker_has_its_output_and_all_processes_end() -> None:
     with pytest.raises(BenchError, match=r"rank \d failed(.|\n)*no-such-backend"):
         measure(
             BenchEnvironment(2, deadline_s=60), Trials("all_reduce", ["gloo", "no-such-backend"], sizes=[4], rounds=1)
@@ -182,7 +182,7 @@ def test_the_deadline_ends_a_run() -> None:
     assert not workers_alive()
 
 
-def test_wrong_elements_are_counted_and_make_the_verb_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_elements_are_counted_and_the_command_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # torch's fake backend leaves every buffer as it is; this file registers it wherever Python starts.
     (tmp_path / "sitecustomize.py").write_text("import torch.testing._internal.distributed.fake_pg\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
@@ -209,7 +209,7 @@ def test_wrong_elements_are_counted_and_make_the_verb_fail(tmp_path: Path, monke
     assert json.loads(done.stdout)["rows"][0]["wrong"] > 3 * 2 * (1 << 18) * 0.99
 
 
-def test_the_verb_takes_several_dtypes_and_reductions_and_skips_sizes_without_an_element() -> None:
+def test_the_command_takes_several_dtypes_and_reductions_and_skips_sizes_below_one_element() -> None:
     words = ["all-reduce", "--backend", "gloo", "--ranks", "2", "-b", "4", "-e", "8", "-f", "2", "-n", "1", "-w", "0"]
     done = CliRunner().invoke(app, [*words, "-d", "f32,f64", "--op", "prod,max", "--output", "json"])
     assert done.exit_code == 0, done.stderr
@@ -222,7 +222,7 @@ def test_the_verb_takes_several_dtypes_and_reductions_and_skips_sizes_without_an
     ]
 
 
-def test_a_command_line_that_cannot_be_measured_is_one_sentence() -> None:
+def test_an_invalid_command_line_is_an_error_of_one_sentence() -> None:
     done = CliRunner().invoke(app, ["all-reduce", "--backend", "gloo", "-b", "4MB"])
     assert done.exit_code == 2
     assert done.stderr.startswith("netfold bench all-reduce: size '4MB'")
@@ -247,7 +247,7 @@ def test_a_racks_links_are_probed_for_round_trip_and_headers() -> None:
 
 @pytest.mark.rack
 @pytest.mark.skipif(LACK is not None, reason=str(LACK))
-def test_in_a_rack_gloos_ring_moves_the_bytes_that_a_ring_moves() -> None:
+def test_a_ring_of_gloo_in_a_rack_moves_the_bytes_of_the_formula() -> None:
     size_bytes, workers = 1 << 20, 3
     trials = Trials("all_reduce", ["gloo", "gloo"], [size_bytes], rounds=2, warmups=1)
     rows = run(BenchEnvironment(workers, rack_rate="1gbit", deadline_s=120), trials)
@@ -262,7 +262,7 @@ def test_in_a_rack_gloos_ring_moves_the_bytes_that_a_ring_moves() -> None:
 @pytest.mark.rack
 @pytest.mark.skipif(LACK is not None, reason=str(LACK))
 @pytest.mark.parametrize("mpi", ["openmpi", "intel", "mpich"])
-def test_in_a_rack_an_mpis_ranks_are_on_hosts_of_their_own_and_share_no_memory(mpi: str) -> None:
+def test_the_ranks_of_an_mpi_in_a_rack_share_no_memory(mpi: str) -> None:
     if not have_peer(mpi):
         pytest.skip(f"mpi:{mpi} is not here (make bench-peers)")
     size_bytes, workers = 1 << 20, 3

@@ -1,4 +1,4 @@
-"""The talks' figures: what is said of canned rounds, the page and its data, how time is shared out; one measured."""
+"""The talks' figures: texts for canned rounds, the page and its data, the division of time, and one measured figure."""
 
 import csv
 import io
@@ -128,7 +128,7 @@ def of_efficiency(ours: float) -> Measurements:
     return replace(few, rows=many.rows + few.rows)
 
 
-# Of each figure rounds that keep up with the talk, and rounds that fall short of it, with what is to be said then.
+# For each figure: rounds that reach the talk's numbers, rounds that do not, and the text for the latter.
 KEPT_UP: dict[str, Measurements] = {
     "speedup": of_speedup(1.5),
     "hosts": of_hosts(1.0),
@@ -173,14 +173,14 @@ def test_times_in_a_table_are_medians_with_their_spread_and_ratios_are_paired() 
 
 
 @pytest.mark.parametrize("name", FIGURES)
-def test_what_falls_short_of_the_talk_is_said_and_nothing_else_is(name: str) -> None:
+def test_only_results_below_the_talks_numbers_are_reported_as_shortfalls(name: str) -> None:
     taken, sentence = FELL_SHORT[name]
     assert any(said.startswith(sentence) for said in FIGURES[name].tell(taken).short)
     start = sentence[: len("Not flat")]
     assert not any(said.startswith(start) for said in FIGURES[name].tell(KEPT_UP[name]).short)
 
 
-def test_the_page_says_all_that_a_figure_tells(tmp_path: Path) -> None:
+def test_the_page_has_every_text_of_a_figure(tmp_path: Path) -> None:
     taken = replace(KEPT_UP["hosts"], cut=["The time sufficed for 4 rounds of 30."])
     page = run.write(tmp_path, {"hosts": taken}).read_text()
     told = hosts.tell(taken)
@@ -195,7 +195,7 @@ def test_the_page_says_all_that_a_figure_tells(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["hosts", "speedup"])
-def test_beside_the_talks_switch_stands_what_other_links_would_give(name: str, tmp_path: Path) -> None:
+def test_the_figure_also_shows_predictions_for_other_switch_links(name: str, tmp_path: Path) -> None:
     predicted = FIGURES[name].tell(KEPT_UP[name]).predicted
     assert predicted is not None and "<svg" in predicted.picture
     page = run.write(tmp_path, {name: KEPT_UP[name]}).read_text()
@@ -205,7 +205,7 @@ def test_beside_the_talks_switch_stands_what_other_links_would_give(name: str, t
     assert all(len(row) == len(predicted.header) for row in predicted.table)
 
 
-def test_times_by_the_switchs_link_are_bytes_counted_by_hand() -> None:
+def test_predicted_times_by_switch_link_equal_hand_counted_bytes() -> None:
     # 8 MB at 8 MB/s: a second with a port a worker. Of 8 hosts: 1.75 by a ring, 1.6 with c = 1, 1.27 with c = 4.
     found = by_link.by_hosts(8_000_000, [2, 8], rate_bytes_per_s=8e6)
     assert found.header == ["hosts", "c = 1, ms", "c = 2, ms", "c = 4, ms", "c = P, ms", "a ring alone, ms"]
@@ -253,7 +253,7 @@ def test_redraw_makes_the_page_from_the_data_alone(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "text", [None, "[]", "{", '{"format": 99, "figures": {}}', '{"format": 1, "figures": {"hosts": {"x": 1}}}']
 )
-def test_a_folder_without_figures_is_one_sentence(tmp_path: Path, text: str | None) -> None:
+def test_a_folder_without_figures_is_an_error_of_one_sentence(tmp_path: Path, text: str | None) -> None:
     if text is not None:
         (tmp_path / run.DATA).write_text(text)
     done = CliRunner().invoke(app, ["figures", str(tmp_path), "--redraw"])
@@ -269,7 +269,7 @@ def test_figures_are_listed_and_an_unknown_one_is_refused(tmp_path: Path) -> Non
     assert refused.exit_code == 2 and "figure 'speed' is not known; there are speedup" in refused.stderr
 
 
-def test_without_root_nothing_is_touched_and_the_figures_that_need_it_are_named(
+def test_without_root_no_file_changes_and_the_error_names_the_figures_that_need_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(run, "why_unavailable", lambda *, loss: "a rack needs root")
@@ -296,7 +296,9 @@ def take(name: str) -> Callable[[Share, Measurements], None]:
     return measure
 
 
-def test_a_figure_that_fails_is_said_and_the_others_are_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_figure_is_reported_and_the_other_figures_are_drawn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
 
     def fail(share: Share, taken: Measurements) -> None:
         taken.rows.append({"series": "half a round"})
@@ -310,7 +312,9 @@ def test_a_figure_that_fails_is_said_and_the_others_are_drawn(tmp_path: Path, mo
     assert run.read(tmp_path)["hosts"].rows == []
 
 
-def test_a_figure_by_itself_takes_no_longer_than_among_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_single_figure_has_the_same_time_limit_as_in_a_full_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     shares: list[float] = []
 
     def measure(share: Share, taken: Measurements) -> None:
@@ -323,7 +327,7 @@ def test_a_figure_by_itself_takes_no_longer_than_among_all(tmp_path: Path, monke
     assert shares == [pytest.approx(1000 * part, rel=0.01)]
 
 
-def test_wrong_elements_are_on_the_page_and_fail_the_verb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_elements_are_on_the_page_and_the_command_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
     def measure(share: Share, taken: Measurements) -> None:
         take("tree")(share, taken)
@@ -335,7 +339,7 @@ def test_wrong_elements_are_on_the_page_and_fail_the_verb(tmp_path: Path, monkey
     assert "7 elements were wrong." in (tmp_path / run.PAGE).read_text()
 
 
-def test_what_is_measured_when_a_signal_comes_is_kept_and_older_figures_too(
+def test_a_signal_keeps_finished_measurements_and_older_figures(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
 
@@ -352,7 +356,7 @@ def test_what_is_measured_when_a_signal_comes_is_kept_and_older_figures_too(
     assert (tmp_path / run.PAGE).read_text().count("<svg") == 3
 
 
-def test_wrong_elements_of_the_round_that_warms_up_count_too() -> None:
+def test_wrong_elements_of_the_warm_up_round_count() -> None:
     taken = Measurements()
     for number in (-1, 0):
         taken.add(GLOO, 2, number, Timing([0.5, 0.1, 0.2], wrong=3, again=0, sent_bytes=None, error=None))
@@ -368,7 +372,7 @@ class Clock:
         return self.now_s
 
 
-def test_time_that_a_figure_leaves_goes_to_those_after_it() -> None:
+def test_unused_time_of_a_figure_goes_to_the_later_figures() -> None:
     clock = Clock()
     left = []
     for share, used_s in zip(Share(100, clock).split([1, 2, 1]), (10, 80, 0), strict=True):
@@ -377,7 +381,7 @@ def test_time_that_a_figure_leaves_goes_to_those_after_it() -> None:
     assert left == [25, 60, 10]
 
 
-def test_time_that_is_up_leaves_nothing_and_never_less() -> None:
+def test_the_remaining_time_is_never_below_zero() -> None:
     clock = Clock()
     shares = Share(100, clock).split([1, 1])
     next(shares)
@@ -385,7 +389,7 @@ def test_time_that_is_up_leaves_nothing_and_never_less() -> None:
     assert next(shares).left_s == 0
 
 
-def test_rounds_end_before_one_that_would_not_fit() -> None:
+def test_no_round_starts_that_would_pass_the_deadline() -> None:
     clock = Clock()
     share = Share(35, clock)
     played = []
@@ -396,7 +400,7 @@ def test_rounds_end_before_one_that_would_not_fit() -> None:
     assert played == [-1, 0, 1, 2, 3] and share.rounds_played == 4
 
 
-def test_the_least_rounds_are_played_though_the_time_is_up() -> None:
+def test_the_minimum_of_rounds_runs_even_past_the_deadline() -> None:
     clock = Clock()
     share = Share(1, clock)
     for _ in share.rounds():
@@ -404,12 +408,12 @@ def test_the_least_rounds_are_played_though_the_time_is_up() -> None:
     assert share.rounds_played == LEAST_ROUNDS
 
 
-def test_no_more_rounds_than_planned() -> None:
+def test_at_most_the_planned_rounds_run() -> None:
     share = Share(1e9, Clock())
     assert list(share.rounds(most=4)) == [-1, 0, 1, 2, 3]
 
 
-def test_a_share_is_split_into_parts_and_what_one_leaves_the_next_has() -> None:
+def test_unused_time_of_one_part_goes_to_the_next_part() -> None:
     clock = Clock()
     left = []
     for part in Share(90, clock).split([1, 1, 1]):
@@ -418,7 +422,7 @@ def test_a_share_is_split_into_parts_and_what_one_leaves_the_next_has() -> None:
     assert left == [30, 40, 70]
 
 
-def test_an_efficiency_is_computing_over_the_step() -> None:
+def test_efficiency_is_computing_time_over_step_time() -> None:
     told = efficiency.tell(of_efficiency(0.8))
     assert [row[:2] for row in told.table] == [["edsr", "2"], ["edsr", "8"]]
     assert [cell.split(" ")[0] for cell in told.table[1][2:]] == ["80.0%", "50.0%"]
@@ -436,7 +440,7 @@ def with_mpi(taken: Measurements, slower: float) -> Measurements:
 
 
 @pytest.mark.parametrize(("name", "ratio"), [("hosts", "4.00"), ("latency", "12.00")])
-def test_an_mpi_has_a_line_a_column_of_its_own_and_one_of_ratios(name: str, ratio: str) -> None:
+def test_an_mpi_adds_a_line_a_column_and_a_column_of_ratios(name: str, ratio: str) -> None:
     told = FIGURES[name].tell(with_mpi(KEPT_UP[name], 2.0))
     assert all(len(row) == len(told.header) for row in told.table)
     assert told.header[-1] == "MPI (mpich) / in the network" and "MPI (mpich)" in told.picture
@@ -447,19 +451,19 @@ def test_an_mpi_has_a_line_a_column_of_its_own_and_one_of_ratios(name: str, rati
     assert "There is no MPI here to compare with (make bench-peers)." in without.short
 
 
-def test_that_an_mpi_spins_is_said_of_more_hosts_than_cores_alone() -> None:
+def test_the_note_on_busy_waiting_mpis_appears_only_with_more_hosts_than_cores() -> None:
     taken = with_mpi(of_latency(5e-5), 1.0)
     assert "spin while they wait. Among 4, 16 hosts, more than the 2 cores," in describe_mpi(taken, [2, 4, 16])
     taken.circumstances = {**CIRCUMSTANCES, "machine": {"cores": 16}}
     assert describe_mpi(taken, [2, 4, 16]).endswith("each on its own core.")
 
 
-def test_where_an_mpi_is_quicker_the_page_says_so() -> None:
+def test_the_page_reports_where_an_mpi_is_faster() -> None:
     short = latency.tell(with_mpi(of_latency(5e-5), 0.1)).short
     assert "Slower than MPI (mpich) at 8 B among 2 hosts: 0.60 of its speed." in short
 
 
-def test_the_mpi_of_a_figure_is_the_first_that_is_here(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_figure_uses_the_first_installed_mpi(monkeypatch: pytest.MonkeyPatch) -> None:
     here = {"openmpi", "intel"}
     monkeypatch.setattr(mpi_peers, "have_peer", here.__contains__)
     assert mpi_peers.find_mpi() == "openmpi"
@@ -474,12 +478,12 @@ def test_the_mpi_of_a_figure_is_the_first_that_is_here(monkeypatch: pytest.Monke
         mpi_peers.with_mpi_named("mpi")
 
 
-def test_models_are_in_the_order_of_what_was_gained() -> None:
+def test_models_are_sorted_by_speedup() -> None:
     assert [row[0] for row in speedup.tell(of_speedup(1.5)).table] == ["vgg16", "resnet50"]
     assert [row[0] for row in speedup.tell(of_speedup(1.1)).table] == ["resnet50", "vgg16"]
 
 
-def test_so_many_steps_are_replayed_as_fit_and_never_fewer_than_the_least() -> None:
+def test_the_number_of_replayed_steps_fits_the_time_and_has_a_minimum() -> None:
     # 2 backends, 0.5 s a step, 1.6 times as long with transfers: 40 s hold 25, of which 5 are no rounds.
     assert fitting_rounds(40, 0.5) == 20
     assert fitting_rounds(0, 0.5) == fitting_rounds(-3, 0.5) == LEAST_ROUNDS
@@ -489,7 +493,7 @@ def test_so_many_steps_are_replayed_as_fit_and_never_fewer_than_the_least() -> N
 @pytest.mark.rack
 @pytest.mark.torch
 @pytest.mark.skipif(LACK is not None, reason=str(LACK))
-def test_a_figure_measured_in_a_rack_is_right_in_every_element_and_can_be_told() -> None:
+def test_a_figure_measured_in_a_rack_is_correct_in_every_element_and_is_drawn() -> None:
     taken = Measurements(circumstances=dict(CIRCUMSTANCES))
     hosts.measure(Share(0, time.monotonic), taken, counts=(2, 3), size_bytes=64 << 10)
     assert taken.wrong == 0

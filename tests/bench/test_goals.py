@@ -38,7 +38,7 @@ def asked(section: str, **what: object) -> list[float | None]:
     return [goal.at_least for goal in matching]
 
 
-def test_the_goals_are_those_that_netfold_set_itself() -> None:
+def test_the_goals_equal_the_documented_goals() -> None:
     assert asked("all-reduce", size_bytes=64 * MB, peers=("gloo",)) == [4.0, 4.0, None]
     assert asked("all-reduce", size_bytes=64 * MB, peers=MPIS) == [1.3, 1.3, 0.9]
     assert asked("all-reduce", size_bytes=MB, ours="netfold") == [4.0, 4.0, None]
@@ -65,13 +65,13 @@ def test_a_trial_is_run_once_for_all_goals_that_share_it_and_without_absent_back
 PLACE_OF_TWO = next(goal.place for goal in all_goals(quick=True) if goal.place.workers == 2)
 
 
-def test_the_best_peer_counts_and_ratios_are_paired_by_round() -> None:
+def test_goals_compare_with_the_best_peer_by_ratios_paired_by_round() -> None:
     verdict = evaluate_goal(GOAL, rows(netfold=[1, 2, 1], mpi_openmpi=[9, 9, 9], mpi_mpich=[1.5, 3, 1.5]))
     assert (verdict.peer, verdict.met) == ("mpi:mpich", True)
     assert verdict.ratio.startswith("1.50 (1.50..1.50")
 
 
-def test_a_goal_that_is_missed_is_marked() -> None:
+def test_a_missed_goal_is_marked() -> None:
     verdict = evaluate_goal(GOAL, rows(netfold=[1, 1], mpi_openmpi=[1.29, 1.29]))
     assert verdict.met is False
     assert "**missed**" in render_verdicts([verdict])[-1]
@@ -82,7 +82,7 @@ def test_a_goal_without_a_number_is_only_reported() -> None:
     assert verdict.met is None and verdict.goal == "-"
 
 
-def test_a_goal_that_could_not_be_measured_has_its_reason_in_one_table_line() -> None:
+def test_an_unmeasured_goal_has_its_reason_in_one_table_line() -> None:
     refused = rows(netfold=[1], mpi_mpich=[1])
     refused["netfold"] = dataclasses.replace(refused["netfold"], time_ns=None, refused="not | yet\nmore")
     lines = render_verdicts(
@@ -92,7 +92,7 @@ def test_a_goal_that_could_not_be_measured_has_its_reason_in_one_table_line() ->
     assert len({line.count("|") for line in lines}) == 1
 
 
-def test_the_alpha_beta_limit_is_log_steps_and_the_fewest_bytes() -> None:
+def test_the_alpha_beta_limit_has_log_p_steps_and_the_fewest_bytes() -> None:
     wire = LinkMeasurement(round_trip_s=100e-6, rate_bits=10**9, mss=1448, stream_bits=0)
     # 2 log2(4) steps of 50 us; 1.5 bytes a byte at 1448 of every 1514 bytes.
     assert lower_bound_s(wire, "all_reduce", 10**6, 4) == pytest.approx(4 * 50e-6 + 1.5e6 * 8 / 1e9 * 1514 / 1448)

@@ -20,13 +20,13 @@ LINK = 25e6 * PAYLOAD / PACKET
         (2, 1, 1.0),  # a ring of two moves no more than a switch
     ],
 )
-def test_the_bound_is_where_the_switch_and_the_links_end_together(hosts: int, c: float, of_ring: float) -> None:
+def test_the_bound_is_the_split_at_which_switch_and_ring_end_together(hosts: int, c: float, of_ring: float) -> None:
     place = LinkSetup("200mbit", hosts, c, 16 << 20)
     ring_s = (16 << 20) / LINK * 2 * (hosts - 1) / hosts
     assert place.bound_s == pytest.approx(ring_s * of_ring)
 
 
-def test_a_switch_that_would_take_long_is_not_measured_alone() -> None:
+def test_a_slow_switch_is_not_measured_alone() -> None:
     assert LinkSetup("1gbit", 8, 1).backends == ("auto", "ring")
     assert LinkSetup("1gbit", 8, 2).backends == ("auto", "ring", "in_network")
 
@@ -34,7 +34,7 @@ def test_a_switch_that_would_take_long_is_not_measured_alone() -> None:
 @pytest.mark.parametrize(
     ("auto", "ring", "switch", "met"), [(1.0, 1.0, 4.0, True), (1.06, 1.0, 4.0, False), (1.0, 2.0, 0.9, False)]
 )
-def test_auto_must_come_close_to_the_better_of_the_two_and_to_the_bound(
+def test_auto_meets_its_goals_near_the_better_algorithm_and_the_bound(
     auto: float, ring: float, switch: float, met: bool
 ) -> None:
     place = LinkSetup("200mbit", 2, 1, size=int(LINK))  # whose bound is a second
@@ -52,7 +52,7 @@ def test_an_invalid_rate_is_named() -> None:
 
 
 @pytest.mark.rack
-def test_a_rack_is_measured_and_told_as_json() -> None:
+def test_the_json_of_a_measured_rack_has_every_rate() -> None:
     asked = ("--hosts", "2", "-c", "1", "--size", "4M", "-n", "2", "--output", "json")
     done = run_command("bench", "links", *asked, timeout_s=120)
     assert done.returncode in (0, 1), done.stderr

@@ -1,4 +1,4 @@
-"""Single all_reduces in a rack: groups of some hosts, changes between two runner, and failures."""
+"""Single all_reduces in a rack: groups of some hosts, changes between two runs, and failures."""
 
 import os
 import re
@@ -29,7 +29,7 @@ DEADLINE_S = 120
 SIZE = 1 << 18
 
 
-def test_configurations_on_some_of_the_hosts_are_right_in_every_element_and_take_their_options() -> None:
+def test_configurations_on_a_subset_of_hosts_are_correct_and_use_their_options() -> None:
     with Rack(3, "1gbit", mtu=9000) as rack:
         rack.start_switch(lambda line: None)
         with start_rack_runner(rack, DEADLINE_S) as runner:
@@ -49,7 +49,7 @@ def test_configurations_on_some_of_the_hosts_are_right_in_every_element_and_take
     assert found["1024 bytes"].sent_bytes == SIZE // 1024 * (1024 + 48)
     ring, switch, gloo = (found[label].sent_bytes for label in ("ring", "switch 3", "gloo"))
     assert ring is not None and switch is not None and gloo is None
-    again = found["switch 3"].again  # packets, on a machine that was late to answer
+    again = found["switch 3"].again  # retransmitted packets, on a machine that replied late
     assert 4 / 3 * SIZE < ring < 1.4 * SIZE and SIZE < switch < 1.01 * SIZE + 8880 * (1 + again)
 
 
@@ -69,7 +69,7 @@ def test_sums_of_normal_values_are_measured_by_their_error() -> None:
     assert whole.wrong > SIZE // 4
 
 
-def test_loss_and_congestion_control_are_the_ones_set_last() -> None:
+def test_the_last_loss_and_congestion_control_are_in_force() -> None:
     if "cubic" not in congestion_controls():
         pytest.skip("this kernel has no cubic")
     other = next(each for each in congestion_controls() if each != "cubic")
@@ -115,7 +115,7 @@ def cpu_s(pid: int) -> float:
     return sum(int(ticks) for ticks in fields[11:13]) / os.sysconf("SC_CLK_TCK")
 
 
-def test_an_mpis_ranks_are_right_in_every_element_and_sleep_during_gloos_turn() -> None:
+def test_the_ranks_of_an_mpi_are_correct_and_sleep_during_gloos_turn() -> None:
     if not (mpi := find_mpi()):
         pytest.skip("no MPI is here (make bench-peers)")
     with Rack(3, "100mbit") as rack, start_rack_runner(rack, DEADLINE_S, mpi) as runner:
@@ -145,7 +145,7 @@ def test_an_mpis_ranks_are_right_in_every_element_and_sleep_during_gloos_turn() 
     assert len(shared | {os.stat("/dev/shm").st_dev}) == 4
 
 
-def test_an_mpi_whose_rank_is_killed_is_an_error() -> None:
+def test_a_killed_rank_of_an_mpi_is_an_error() -> None:
     if not (mpi := find_mpi()):
         pytest.skip("no MPI is here (make bench-peers)")
     with (
@@ -159,7 +159,7 @@ def test_an_mpi_whose_rank_is_killed_is_an_error() -> None:
         runner.turn(configuration, SIZE, 0)
 
 
-def test_a_configuration_that_cannot_be_made_is_an_error_with_the_reason() -> None:
+def test_an_impossible_configuration_is_an_error_with_the_reason() -> None:
     with (
         Rack(2, "1gbit") as rack,
         pytest.raises(BenchError, match=r"wrong: .*no_such"),
@@ -168,7 +168,7 @@ def test_a_configuration_that_cannot_be_made_is_an_error_with_the_reason() -> No
         runner.open([Configuration("wrong", 2, {"algorithm": "no_such"})])
 
 
-def test_a_rank_that_is_killed_is_an_error_and_the_deadline_too() -> None:
+def test_a_killed_rank_and_a_passed_deadline_are_errors() -> None:
     with Rack(2, "1gbit") as rack:
         with (
             pytest.raises(BenchError, match="rank 1 ended with exit code"),

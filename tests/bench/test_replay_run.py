@@ -20,7 +20,7 @@ pytestmark = pytest.mark.torch
 
 
 @pytest.mark.jobs
-def test_steps_take_what_they_compute_and_little_more_where_the_network_is_memory() -> None:
+def test_over_shared_memory_a_step_takes_little_more_than_its_computing() -> None:
     replay = Replay(["resnet50"], ["netfold", "gloo", "communicator"], rounds=4, shrink=100)
     with start_runner(BenchEnvironment(2, switch=False, deadline_s=120), ["torch", "communicator"]) as runner:
         rows = measure_models(runner, replay)
@@ -30,14 +30,14 @@ def test_steps_take_what_they_compute_and_little_more_where_the_network_is_memor
         assert (row.wrong, row.refused, len(row.times_ns)) == (0, None, 4)
         assert row.compute_ns == compute_ns and row.alone_ns is not None and row.alone_ns >= compute_ns
         assert min(row.times_ns) >= compute_ns
-        # 1 MB a step: a millisecond or two of 292; the rest is for a machine that does something else too.
+        # 1 MB a step takes one or two of 292 milliseconds; the rest of the bound is for a busy machine.
         assert min(row.times_ns) < 1.3 * compute_ns
         assert row.efficiency is not None and row.efficiency.p95 <= 1
         assert row.late_ns is not None and row.late_ns.n == 2 * 5 * 5
 
 
 @pytest.mark.jobs
-def test_a_recommenders_exchanges_are_right_through_a_switch_and_through_gloo() -> None:
+def test_the_exchanges_of_a_recommender_are_correct_over_a_switch_and_over_gloo() -> None:
     replay = Replay(["dlrm"], ["netfold", "gloo"], rounds=3, shrink=64)
     with start_runner(BenchEnvironment(3, switch=True, deadline_s=120), ["torch"]) as runner:
         rows = measure_models(runner, replay)
@@ -46,7 +46,7 @@ def test_a_recommenders_exchanges_are_right_through_a_switch_and_through_gloo() 
 
 
 @pytest.mark.jobs
-def test_the_verbs_json_has_everything_and_its_table_says_what_it_stands_for() -> None:
+def test_the_json_of_the_command_is_complete_and_the_table_names_the_emulated_network() -> None:
     arguments = [
         "model",
         "edsr-baseline",
@@ -72,7 +72,7 @@ def test_the_verbs_json_has_everything_and_its_table_says_what_it_stands_for() -
     assert ours["step_ns"]["median"] >= ours["compute_ns"] == build_program(find_model("edsr-baseline")).compute_ns
 
 
-def test_an_mpi_is_not_replayed_and_says_why() -> None:
+def test_an_mpi_is_not_replayed_and_the_reason_is_reported() -> None:
     if not have_peer("mpich"):
         pytest.skip("mpi:mpich is not here (make bench-peers)")
     replay = Replay(["edsr-baseline"], ["gloo", "mpi:mpich"], rounds=1, shrink=10)
@@ -83,7 +83,7 @@ def test_an_mpi_is_not_replayed_and_says_why() -> None:
 
 
 @pytest.mark.jobs
-def test_wrong_sums_make_the_verb_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_sums_make_the_command_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # torch's fake backend leaves every buffer as it is; this file registers it wherever Python starts.
     (tmp_path / "sitecustomize.py").write_text("import torch.testing._internal.distributed.fake_pg\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
@@ -104,7 +104,7 @@ def test_models_are_listed_and_an_unknown_one_is_refused() -> None:
 
 @pytest.mark.rack
 @pytest.mark.skipif(LACK is not None, reason=str(LACK))
-def test_in_a_rack_vggs_gradients_take_as_long_as_the_links_that_the_run_stands_for() -> None:
+def test_vgg_gradients_in_a_rack_take_the_time_of_the_emulated_links() -> None:
     replay = Replay(["vgg16"], ["gloo"], rounds=2, shrink=100, compute_scale=4)
     place = BenchEnvironment(2, rack_rate="200mbit", switch=False, deadline_s=120)
     with start_runner(place, ["torch"]) as runner:

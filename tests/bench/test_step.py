@@ -1,4 +1,4 @@
-"""A step as acts, buckets against torch's own, and the replay in virtual time; no worker."""
+"""A step as a list of acts, buckets against torch's own, and the replay in virtual time."""
 
 from collections.abc import Callable
 from itertools import pairwise
@@ -47,7 +47,7 @@ def test_a_bucket_is_full_once_it_has_reached_its_size() -> None:
 @pytest.mark.torch
 @pytest.mark.parametrize("bucket_bytes", [2 * MIB, BUCKET_BYTES])
 @pytest.mark.parametrize("name", MODELS)
-def test_buckets_are_those_that_torch_would_cut(name: str, bucket_bytes: int) -> None:
+def test_buckets_equal_torchs(name: str, bucket_bytes: int) -> None:
     import torch
     import torch.distributed as dist
 
@@ -60,7 +60,7 @@ def test_buckets_are_those_that_torch_would_cut(name: str, bucket_bytes: int) ->
 
 
 @pytest.mark.torch
-def test_buckets_are_those_that_ddp_sends_from_its_second_step_on(tmp_path: Path) -> None:
+def test_buckets_equal_those_of_ddp_from_its_second_step_on(tmp_path: Path) -> None:
     import torch
     import torch.distributed as dist
     from torch.nn.parallel import DistributedDataParallel
@@ -83,7 +83,7 @@ def test_buckets_are_those_that_ddp_sends_from_its_second_step_on(tmp_path: Path
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_a_step_computes_as_long_as_published_and_sends_every_gradient_once(name: str) -> None:
+def test_a_step_takes_the_published_computing_time_and_sends_every_gradient_once(name: str) -> None:
     model = find_model(name)
     program = build_program(model)
     assert program.compute_ns == pytest.approx(model.speed.batch / model.speed.samples_per_s * 1e9, abs=2)
@@ -96,7 +96,7 @@ def test_a_step_computes_as_long_as_published_and_sends_every_gradient_once(name
         assert program.acts.index(Start(transfer)) < program.acts.index(Await(transfer))
 
 
-def test_backward_takes_twice_as_long_as_forward_and_a_bucket_starts_when_its_last_gradient_is_there() -> None:
+def test_backward_takes_twice_as_long_as_forward_and_a_bucket_starts_with_its_last_gradient() -> None:
     # 1, 2 and 3 units of work; f32 gradients of 1, 2 and 3 MiB.
     layers = [Layer(name, ((units * MIB // 4,),), units) for name, units in (("a", 1), ("b", 2), ("c", 3))]
     program = build_program(model_of(*layers, samples_per_s=1 / 18), bucket_bytes=4 * MIB)
@@ -106,7 +106,7 @@ def test_backward_takes_twice_as_long_as_forward_and_a_bucket_starts_when_its_la
     assert [transfer.count * 4 for transfer in program.transfers] == [3 * MIB, 3 * MIB]
 
 
-def test_shrinking_divides_what_is_sent_and_changes_no_moment() -> None:
+def test_shrinking_divides_the_sent_bytes_and_changes_no_time() -> None:
     model = find_model("resnet50")
     whole, small = build_program(model), build_program(model, shrink=50)
     assert small.acts == whole.acts
@@ -128,7 +128,7 @@ def test_a_frozen_layer_has_no_backward_pass_and_no_gradient() -> None:
     assert [transfer.count for transfer in program.transfers] == [7]
 
 
-def test_looked_up_rows_are_awaited_before_the_layer_that_needs_them_and_their_gradients_go_back_after() -> None:
+def test_looked_up_rows_arrive_before_their_layer_and_their_gradients_leave_after_it() -> None:
     layers = [Layer("bottom", ((1,),), 1), Layer("top", ((1,),), 1)]
     program = build_program(model_of(*layers, batch=3, samples_per_s=3 / 6, exchange=Exchange(10, before="top")))
     second = 10**9
@@ -213,7 +213,9 @@ def trial_of(
     return StepTrial(backend, StartLine(line, 0, 1), 0, 1, build_program(model, shrink=1000, **options))
 
 
-def test_with_an_instant_network_a_step_takes_what_it_computes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_with_an_instant_network_a_step_takes_its_computing_time(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     for name in ("resnet50", "mask-rcnn", "dlrm"):
         trial = trial_of(monkeypatch, tmp_path, find_model(name), transfer_ns=0)
         compute_ns = build_program(find_model(name)).compute_ns
@@ -222,7 +224,7 @@ def test_with_an_instant_network_a_step_takes_what_it_computes(monkeypatch: pyte
         assert set(trial.late_ns) == {0}
 
 
-def test_transfers_that_fit_behind_computing_are_hidden_and_the_last_bucket_is_not(
+def test_transfers_that_fit_behind_computing_are_hidden_except_the_last_bucket(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     model = find_model("resnet50")
@@ -230,7 +232,7 @@ def test_transfers_that_fit_behind_computing_are_hidden_and_the_last_bucket_is_n
     millisecond = 10**6
     trial = trial_of(monkeypatch, tmp_path, model, transfer_ns=millisecond)
     assert trial.burst(0) == [compute_ns + millisecond]
-    # A network that is slower than everything: from the first start on it is the step.
+    # With a network slower than all computing, the step lasts from the first transfer to the last.
     program = build_program(model)
     second = 10**9
     first_start_ns = 0
@@ -265,19 +267,17 @@ def test_a_host_that_wakes_late_starts_transfers_late_and_does_not_delay_the_acc
     assert trial.late_ns == [late_ns] * len(gradient_buckets(model))
 
 
-def test_a_replays_sums_are_checked_in_every_element(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_every_element_of_a_replay_is_checked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     model = find_model("resnet50")
     trial = trial_of(monkeypatch, tmp_path, model, transfer_ns=0)
     trial.burst(7)
     assert trial.wrong_elements(7) == 0
-    # Of another round: every one.
+    # In the values of another round, every element is wrong.
     elements = sum(transfer.count for transfer in build_program(model, shrink=1000).transfers)
     assert trial.wrong_elements(8) == elements
 
 
-def test_a_single_wrong_element_and_a_bucket_in_anothers_place_are_found(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_single_wrong_element_and_swapped_buckets_are_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def spoil_one(buffers: list[Buffer]) -> None:
         buffers[1].values[3] = -1
 
@@ -294,14 +294,14 @@ def test_a_single_wrong_element_and_a_bucket_in_anothers_place_are_found(
     assert trial.wrong_elements(0) > 1000
 
 
-def test_the_timer_sleeps_to_a_moment_without_a_core() -> None:
+def test_a_waiting_timer_uses_no_core() -> None:
     import time
 
     started_ns, cpu_ns = time.monotonic_ns(), time.process_time_ns()
     moments = [started_ns + step * 10_000_000 for step in range(1, 11)]
     late_ns = [replay_module._sleep_until(moment) for moment in moments]
     assert min(late_ns) >= 0 and time.monotonic_ns() >= moments[-1]
-    # On a machine that does nothing else it is some 60 us; here others may have the core.
+    # On an idle machine about 60 us; here another process may have the core.
     assert sorted(late_ns)[2] < 5_000_000
     assert time.process_time_ns() - cpu_ns < 50_000_000
 
@@ -310,7 +310,7 @@ def replayed(times_ns: list[int], wrong: int = 0) -> Replayed:
     return Replayed(Measured(times_ns, wrong), alone_ns=292_000_000, late_ns=[50_000, 70_000])
 
 
-def test_a_row_holds_exposed_time_efficiency_and_images_a_second() -> None:
+def test_a_row_has_exposed_time_efficiency_and_images_per_second() -> None:
     replay = Replay(["resnet50"], ["netfold", "gloo"], rounds=3)
     compute_ns = build_program(find_model("resnet50")).compute_ns
     backends = [replayed([compute_ns + 10**7] * 3), replayed([2 * compute_ns] * 3, wrong=4)]
@@ -324,7 +324,7 @@ def test_a_row_holds_exposed_time_efficiency_and_images_a_second() -> None:
     assert (ours.gradient_bytes, ours.buckets, ours.batch) == (25_557_032 * 4, 5, 64)
 
 
-def test_a_backend_that_refuses_has_its_sentence_below_the_table() -> None:
+def test_the_refusal_of_a_backend_is_below_the_table() -> None:
     replay = Replay(["resnet50"], ["netfold", "mpi:mpich"])
     refusal = Replayed(Measured([], None, refused="an MPI does not do that"), None, [])
     rows = make_step_rows(BenchEnvironment(2), replay, "resnet50", [replayed([3 * 10**8]), refusal])
@@ -351,9 +351,7 @@ def test_a_backend_that_refuses_has_its_sentence_below_the_table() -> None:
         ),
     ],
 )
-def test_a_run_says_which_network_it_stands_for(
-    place: BenchEnvironment, options: dict[str, Any], sentence: str
-) -> None:
+def test_a_run_names_the_emulated_network(place: BenchEnvironment, options: dict[str, Any], sentence: str) -> None:
     assert describe_network(place, Replay(["vgg16"], ["gloo"], **options)) == sentence
 
 
@@ -361,6 +359,6 @@ def test_a_run_says_which_network_it_stands_for(
     "wrong",
     [{"models": []}, {"backends": []}, {"models": ["lenet"]}, {"rounds": 0}, {"shrink": 0}, {"compute_scale": 0.0}],
 )
-def test_a_replay_that_cannot_be_is_refused(wrong: dict[str, Any]) -> None:
+def test_an_impossible_replay_is_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValueError):
         Replay(**{"models": ["resnet50"], "backends": ["gloo"], **wrong})

@@ -46,7 +46,7 @@ INTEL_2 = {
 }  # fmt: skip
 
 
-def test_torchrun() -> None:
+def test_torchruns_variables_give_the_store_and_the_rank() -> None:
     assert placement(TORCHRUN) == Placement(3, 8, 1, 2, "node0", 29500, "x7 port 29500 ranks 8 restart 2")
 
 
@@ -58,7 +58,7 @@ def test_a_restart_is_another_job() -> None:
     assert placement(TORCHRUN).job != placement(TORCHRUN | {"TORCHELASTIC_RESTART_COUNT": "3"}).job
 
 
-def test_slurm_gives_host_and_port_by_its_job() -> None:
+def test_slurm_jobs_derive_host_and_port_from_the_job_id() -> None:
     here = placement(SLURM)
     assert (here.rank, here.size, here.local_rank, here.local_size, here.host) == (5, 7, 1, 2, "gpu07")
     assert 20000 <= here.port < 32000
@@ -67,7 +67,7 @@ def test_slurm_gives_host_and_port_by_its_job() -> None:
     assert placement(SLURM | {"MASTER_PORT": "4000", "MASTER_ADDR": "other"}).host == "other"
 
 
-def test_the_size_is_that_of_slurms_step_where_the_allocation_has_more() -> None:
+def test_the_size_is_that_of_the_slurm_step_and_not_of_the_allocation() -> None:
     more = SLURM | {"SLURM_NTASKS": "16", "SLURM_STEP_NUM_TASKS": "7"}
     assert placement(more) == placement(SLURM)
     assert placement(more | {"PMI_RANK": "5", "PMI_SIZE": "7", "PMI_FD": "4"}) == placement(SLURM)
@@ -85,7 +85,7 @@ def test_a_batch_script_of_slurm_is_not_a_rank() -> None:
 @pytest.mark.parametrize(
     ("tasks", "node", "count"), [("4(x2),3", 0, 4), ("4(x2),3", 1, 4), ("4(x2),3", 2, 3), ("4(x2),3", 3, None)]
 )
-def test_slurms_list_of_tasks(tasks: str, node: int, count: int | None) -> None:
+def test_a_slurm_list_of_tasks_is_expanded(tasks: str, node: int, count: int | None) -> None:
     assert placement(SLURM | {"SLURM_STEP_TASKS_PER_NODE": tasks, "SLURM_NODEID": str(node)}).local_size == count
 
 
@@ -99,11 +99,11 @@ def test_slurms_list_of_tasks(tasks: str, node: int, count: int | None) -> None:
         ("a.b-c[003]", "a.b-c003"),
     ],
 )
-def test_slurms_list_of_nodes(nodes: str, first: str) -> None:
+def test_a_slurm_list_of_nodes_is_expanded(nodes: str, first: str) -> None:
     assert first_host(nodes) == first
 
 
-def test_open_mpi_on_one_host_needs_nothing_else() -> None:
+def test_open_mpi_on_one_host_needs_no_further_variable() -> None:
     here = placement(OPEN_MPI)
     assert (here.rank, here.size, here.local_rank, here.local_size, here.host) == (1, 2, 1, 2, "127.0.0.1")
     assert placement(OPEN_MPI | {"PMIX_NAMESPACE": "prterun-node0-4243@1"}).port != here.port
@@ -116,12 +116,12 @@ def test_open_mpis_job_name_gives_the_host_of_mpirun_where_rank_0_runs() -> None
     assert placement(first).port == placement(OPEN_MPI_2).port
 
 
-def test_a_rank_0_on_another_host_than_mpirun_is_told_to_set_master_addr() -> None:
+def test_rank_0_on_another_host_than_mpirun_must_set_master_addr() -> None:
     with pytest.raises(ValueError, match=r"rank 0 is on gpu-1 and mpirun on gpu-0, .* mpirun -x MASTER_ADDR=gpu-1"):
         placement(OPEN_MPI_2 | {"OMPI_COMM_WORLD_RANK": "0"})
 
 
-def test_pmi_inside_a_slurm_allocation_is_not_slurms_own_step() -> None:
+def test_pmi_inside_a_slurm_allocation_is_not_a_slurm_step() -> None:
     here = placement(SLURM | PMI)
     assert (here.rank, here.size, here.host) == (0, 4, "127.0.0.1")
 
@@ -170,7 +170,7 @@ def nothing_was_asked_before(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pmi, "_finalizing", {os.getpid()})  # these proxies are gone when this process ends
 
 
-def test_mpich_on_one_host_asks_only_for_the_job_name() -> None:
+def test_mpich_on_one_host_queries_only_the_job_name() -> None:
     with hydra(1) as fds:
         here = placement(PMI | {"PMI_FD": fds[0]})
         assert placement(PMI | {"PMI_FD": fds[0]}) == here
@@ -199,7 +199,7 @@ def test_two_mpiruns_in_one_allocation_of_slurm_are_two_jobs() -> None:
     assert asked.job.startswith("kvs_22749_0_360390924_vm ")
 
 
-def test_a_slurm_step_with_pmi_variables_is_read_as_slurms() -> None:
+def test_a_slurm_step_with_pmi_variables_is_a_slurm_step() -> None:
     srun = {"PMI_RANK": "5", "PMI_SIZE": "7", "PMI_FD": "4", "PMI_JOBID": "123456.0"}
     assert placement(SLURM | srun) == placement(SLURM)
 
@@ -238,5 +238,5 @@ def test_missing_or_wrong_variables_are_named(environment: dict[str, str], words
         placement(environment)
 
 
-def test_a_lone_process_was_not_launched() -> None:
+def test_a_process_without_a_launcher_has_no_launch() -> None:
     assert not is_launched({"SLURM_JOB_ID": "1"}) and is_launched(PMI)

@@ -58,7 +58,7 @@ def play(build: Any = build) -> tuple[probe.TableChoice, probe.TableChoice]:
     return own, found[0]
 
 
-def test_both_ends_hold_the_same_table_made_from_what_was_measured() -> None:
+def test_both_ends_have_the_same_table_made_from_the_measurements() -> None:
     own, other = play()
     assert own == other
     assert own.links.measured and own.links.network != DEFAULT_LINKS.network
@@ -91,7 +91,7 @@ class Link:
         self.sizes.append(len(data))
 
 
-def test_a_slow_link_does_not_pass_the_budget_by_much(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_probe_of_a_slow_link_stays_near_its_time_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     """A follower takes 4 ms for the smallest ping: two sizes suffice for a line, and no third is tried."""
     link = Link(monkeypatch, lambda size, before: 0.004)
     samples = probe._ping(link)  # type: ignore[arg-type]
@@ -100,7 +100,7 @@ def test_a_slow_link_does_not_pass_the_budget_by_much(monkeypatch: pytest.Monkey
     assert link.now_s <= probe.BUDGET_S + 2 * 0.004  # the warm-up, and the second size that it needs
 
 
-def test_the_first_long_message_does_not_count_for_the_link(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_long_message_is_not_part_of_the_links_rate(monkeypatch: pytest.MonkeyPatch) -> None:
     """Found over tcp;ofi_rxm: one late acknowledgement made the probe measure 1 MB/s."""
     link = Link(monkeypatch, lambda size, before: (0.04 if before == 0 else 0) + 20e-6 + size / 1e9)
     samples = probe._ping(link)  # type: ignore[arg-type]
@@ -148,7 +148,7 @@ def join(rank: int, size: int, folder: str, words: list[str]) -> tuple[bool, str
         return group.group.links.measured, group.group.why("all_reduce", 1 << 20), group.group.table.hash16
 
 
-def test_all_ranks_of_a_group_have_one_table_and_can_say_why() -> None:
+def test_all_ranks_of_a_group_have_one_table_with_reasons() -> None:
     first, *others = values(run_threads(join, 4, ["on"] * 4))
     assert first[0] and others == [first] * 3
     assert "for 1048576 bytes the model says" in first[1] and "(measured: " in first[1]

@@ -70,12 +70,27 @@ def everyone(size: int, rails: int = 1) -> list[list[list[list[int]]]]:
     ]
 
 
+def test_candidate_addresses_are_listed_while_another_thread_records_one_that_worked() -> None:
+    class Endpoints(list[list[tuple[str, int]]]):
+        """While rank 0's addresses are looked up, another thread records one that worked for rank 2."""
+
+        def __getitem__(self, rank: Any) -> Any:
+            if rank == 0:
+                addresses.used[2, 0] = ("10.0.0.2", 7)
+            return super().__getitem__(rank)
+
+    by_rank = Endpoints([[("10.1.0.9", port), ("10.0.0.2", port)] for port in (5, 6, 7)])
+    addresses = rendezvous.PeerAddresses(Interfaces(("10.0.0.9",), named=False), by_rank)
+    addresses.used[0, 0] = ("10.1.0.9", 5)
+    assert addresses.candidates(1, 0) == [("10.1.0.9", 6), ("10.0.0.2", 6)]
+
+
 @pytest.mark.parametrize("size", [1, 2, 5])
 def test_every_rank_is_connected_with_every_other(size: int) -> None:
     assert values(run_threads(mesh, size, [SECRET] * size)) == everyone(size)
 
 
-def test_over_several_interfaces_there_is_a_connection_for_each() -> None:
+def test_each_interface_has_its_own_connection() -> None:
     hosts = ("127.0.0.1", "127.0.0.2")
     assert values(run_threads(mesh, 3, [SECRET] * 3, 10.0, hosts)) == everyone(3, 2)
 
@@ -104,7 +119,7 @@ def hello(
     return struct.pack(">8sB16sIIIBBB32s", b"netfold4", *said, bytes(32))
 
 
-STRANGERS: dict[str, list[bytes]] = {
+UNAUTHENTICATED_PEERS: dict[str, list[bytes]] = {
     "says nothing and goes": [],
     "speaks HTTP": [b"GET / HTTP/1.1\r\nHost: rank\r\n\r\n" + bytes(200)],
     "sends half a hello": [b"netfold4\x00\x00"],
@@ -145,9 +160,9 @@ def _mesh_with_visitor(rank: int, size: int, folder: str, words: list[bytes]) ->
     return mesh(rank, size, folder, [SECRET] * size)
 
 
-@pytest.mark.parametrize("stranger", STRANGERS)
-def test_an_unauthenticated_peer_is_dropped_and_the_group_forms(stranger: str) -> None:
-    assert values(run_threads(_mesh_with_visitor, 3, STRANGERS[stranger])) == everyone(3)
+@pytest.mark.parametrize("peer", UNAUTHENTICATED_PEERS)
+def test_an_unauthenticated_peer_is_dropped_and_the_group_forms(peer: str) -> None:
+    assert values(run_threads(_mesh_with_visitor, 3, UNAUTHENTICATED_PEERS[peer])) == everyone(3)
 
 
 def _mesh_with_a_silent_visitor(rank: int, size: int, folder: str) -> Any:
@@ -187,7 +202,7 @@ def _forward(rank: int, size: int, folder: str) -> Any:
         return stream.recv(1)
 
 
-def test_a_proof_reflected_to_its_maker_proves_nothing() -> None:
+def test_a_proof_reflected_to_its_sender_is_refused() -> None:
     rank0, reflector = run_threads(_forward, 2)
     assert rank0.error == "RendezvousError"
     assert reflector.value == b"", "the connection must be closed"
@@ -217,7 +232,7 @@ def test_absent_ranks_are_named_at_the_deadline() -> None:
         assert f"rank {rank}: rank 1, 3 of 4 did not come in time; did every rank start" in outcomes[rank].text
 
 
-def test_without_rank_0_the_other_ranks_name_it() -> None:
+def test_an_absent_rank_0_is_named_by_the_other_ranks() -> None:
     outcomes = run_threads(join, 2, [{"absent": True}, {}], 0.5)
     assert "rank 1: rank 0 did not publish the job in time" in outcomes[1].text
 
@@ -260,7 +275,7 @@ def test_a_rank_without_a_switch_is_refused_where_others_have_one() -> None:
     assert outcomes[0].error in ("RendezvousError", "SwitchError")
 
 
-def test_an_interface_that_does_not_exist_is_named_beside_those_that_do() -> None:
+def test_the_error_for_an_unknown_interface_lists_the_existing_interfaces() -> None:
     outcomes = run_threads(join, 1, [{"interface": "nosuch0"}], 1.0)
     assert outcomes[0].error == "RendezvousError"
     assert "NETFOLD_INTERFACE=nosuch0" in outcomes[0].text

@@ -77,7 +77,7 @@ def test_a_connection_cut_in_transit_never_makes_a_wrong_sum(security: str) -> N
         assert outcome.value == "right" or outcome.error == "PeerLost", outcome
 
 
-PATTERN = b"no stranger may read these bytes"
+PATTERN = b"no attacker may read these bytes"
 
 
 def _captured(rank: int, size: int, folder: str, security: str) -> bytes:

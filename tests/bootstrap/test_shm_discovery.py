@@ -45,7 +45,7 @@ def nodes(rank: int, size: int, folder: str, apart: set[int]) -> tuple[tuple[int
         (3, {0, 1, 2}, (0, 1, 2)),
     ],
 )
-def test_ranks_that_reach_each_other_form_the_same_node_on_all(
+def test_ranks_that_reach_each_others_memory_agree_on_their_node(
     size: int, apart: set[int], expected: tuple[int, ...]
 ) -> None:
     for found, why in values(run_threads(nodes, size, apart)):

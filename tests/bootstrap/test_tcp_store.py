@@ -132,11 +132,11 @@ def test_a_full_store_and_a_malformed_request_end_only_their_connection(monkeypa
     monkeypatch.setattr(tcp_store, "MAX_BYTES", 1000)
     port = free_port()
     first, second = pair(port)
-    with socket.create_connection(("127.0.0.1", port)) as stranger:
-        stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
-        stranger.settimeout(5)
+    with socket.create_connection(("127.0.0.1", port)) as client:
+        client.sendall(b"GET / HTTP/1.1\r\n\r\n")
+        client.settimeout(5)
         with contextlib.suppress(ConnectionResetError):
-            assert stranger.recv(10) == b""
+            assert client.recv(10) == b""
     with pytest.raises(RendezvousError):
         second.set("large", bytes(2000))
     first.set("small", b"1")

@@ -1,10 +1,10 @@
-"""Faults on the real thing: switches, DDP ranks and a rack of network namespaces, each sum checked in full. Needs root.
+"""Inject faults into real switches and DDP ranks in a rack of network namespaces; check every sum. Needs root.
 
     python tests/chaos [--schedules 20] [--seconds 30] [--first 0] [--write]      # make chaos SCHEDULES=20 SECONDS=30
     python tests/chaos --seed N [--seconds 30]                                    # one again;  make chaos SEED=N
 
-Schedule N is the seed N: which job, which faults, when. Every failed one prints the command that runs it again. The
-exit code is 1 when one failed, 2 when nothing could be tried here.
+Schedule N is made from the seed N: its job, its faults and their times. A failed schedule prints the command that
+repeats it. The exit code is 1 after a failure, and 2 where this machine cannot run any schedule.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The rack, switches and ranks of one schedule, and what happens to them: `run` returns the record of it."""
+"""The rack, switches and ranks of one schedule: `run` runs the schedule and returns its record."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ RATE, DELAY = "1gbit", "50us"
 # Of a quiet machine, in seconds.
 START_S = 30.0
 WARM_STEPS = 5
-# After the last fault: the group goes back to its switches, whose next look may be so far away.
+# After the last fault: the longest time until the group tries to return to its switches.
 SETTLE_S = 5.0
 END_S = 30.0
 _POLL_S = 0.02
-# Beyond the last cause: a bound on time must not grow without end on a machine that is far behind.
+# The largest factor: the bounds on time stay finite on an overloaded machine.
 SLOWDOWN_MOST = 4.0
 
 
@@ -41,11 +41,11 @@ class StartError(RuntimeError):
 
 
 class HostileError(RuntimeError):
-    """What sends hostile packets failed itself: what it should have tried was not tried."""
+    """The sender of hostile packets failed itself, so its attack was not tried."""
 
 
 def run(schedule: Schedule, folder: Path, *, run_rank: Callable[[str, str], None] = job.run_rank) -> Record:
-    """Build the schedule's arena, let its faults happen, and end the job. run_rank: what a rank does.
+    """Build the schedule's arena, inject its faults, and end the job. run_rank: the function of a rank.
 
     Raises StartError, with what the processes said.
     """
@@ -55,14 +55,14 @@ def run(schedule: Schedule, folder: Path, *, run_rank: Callable[[str, str], None
 
 
 class Arena:
-    """Hosts of the rack: those of the ranks, one a switch, and one of a stranger."""
+    """Hosts of the rack: those of the ranks, one a switch, and one of a hostile process."""
 
     def __init__(self, schedule: Schedule, folder: Path, run_rank: Callable[[str, str], None]) -> None:
         self.schedule, self._folder, self._run_rank = schedule, folder, run_rank
         shape = schedule.shape
         self._first_switch = shape.host_count
-        self.stranger = shape.host_count + len(shape.parents)
-        self.rack = Rack(self.stranger + 1, RATE, delay=DELAY)
+        self.hostile_host = shape.host_count + len(shape.parents)
+        self.rack = Rack(self.hostile_host + 1, RATE, delay=DELAY)
         self._stack = contextlib.ExitStack()
         self._switches: list[Process] = []
         self._ranks: list[Process] = []
@@ -79,7 +79,7 @@ class Arena:
     def __exit__(self, *about: object) -> None:
         self._stack.close()
 
-    # What faults ask.
+    # Queries of faults.
 
     def number(self, place: tuple[str, int]) -> int:
         """The rack's host that a place is."""
@@ -293,7 +293,7 @@ class Arena:
         ]:
             lines = (self._folder / f"{name}.log").read_text(errors="replace").splitlines()
             for number, line in enumerate(lines):
-                # A rank tells of the error that ends it with one; a daemon has none to tell of.
+                # A rank prints a traceback of the error that ends it; a daemon must print none.
                 if ("Traceback" in line and not _tells_why_it_ends(lines, number)) or "never retrieved" in line:
                     found.append(
                         f"{name}: {lines[number - 1][:100] if number else ''} | {_last_of(lines, number)[:300]}"

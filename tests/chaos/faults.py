@@ -135,7 +135,7 @@ def wrong_token(arena: Arena, fault: Fault) -> Undo:
 
 
 def _hostile(arena: Arena, *words: str) -> Undo:
-    process = arena.rack.popen(arena.stranger, [sys.executable, str(HOSTILE), *words])
+    process = arena.rack.popen(arena.hostile_host, [sys.executable, str(HOSTILE), *words])
     return lambda: arena.end_hostile(process)
 
 

@@ -1,4 +1,4 @@
-"""What strangers send: run by itself in a network namespace, with the standard library and msgpack alone.
+"""Hostile packets and connections: run by itself in a network namespace, with the standard library and msgpack alone.
 
 hostile.py icmp KIND VICTIM SECONDS PAIR...      PAIR: udp|tcp:PORT:PEER:PORT, of the packet that is quoted
 hostile.py garbage udp|tcp SECONDS SEED ADDRESS:PORT...
@@ -30,7 +30,7 @@ ICMP = {
 }
 PROTOCOL = {"udp": 17, "tcp": 6}
 UDP_A_SECOND, TCP_A_SECOND, COPIES_A_SECOND = 2000, 40, 1000
-# An address of the rack's subnet that nobody has.
+# An unused address of the rack's subnet.
 NOBODY = socket.inet_aton("10.77.0.250")
 
 

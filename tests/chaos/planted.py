@@ -1,4 +1,4 @@
-"""What tests of the harness run in its processes: a rank with three defects, and a look at clocks and /dev/shm."""
+"""Functions for the harness's own tests: a rank with three defects, and a report of clocks and /dev/shm."""
 
 from __future__ import annotations
 

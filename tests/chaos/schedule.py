@@ -100,7 +100,7 @@ REST_S = 3.0
 
 @dataclass(frozen=True)
 class Fault:
-    """From `at_s` on, for `for_s` seconds. place: what it befalls and which one; how, amount: as its Kind says."""
+    """From `at_s` on, for `for_s` seconds. place: the kind and the number of the place; how, amount: as in its Kind."""
 
     kind: str
     place: tuple[str, int]

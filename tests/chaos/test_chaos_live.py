@@ -1,4 +1,4 @@
-"""Short schedules on the real thing, and one with planted defects. Needs root and network namespaces."""
+"""Short schedules on real processes, and one with planted defects. Needs root and network namespaces."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LACK = why_unavailable(loss=True, delay=True)
 pytestmark = [pytest.mark.rack, pytest.mark.skipif(LACK is not None, reason=str(LACK))]
 
 SECONDS = 8.0
-# Each kind of fault that changes the machine in another way, once: nothing of the harness is left untried.
+# Each kind of fault once, so that every part of the harness runs.
 SHORT = {
     "a switch that dies, in a tree, with tokens": Schedule(
         1,
@@ -38,7 +38,7 @@ SHORT = {
         ),
         2,
     ),
-    "cuts and strangers, side by side": Schedule(
+    "cuts and hostile packets, side by side": Schedule(
         2,
         SECONDS,
         SHAPES[3],
@@ -76,7 +76,7 @@ def warm(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 
 @pytest.mark.parametrize("name", SHORT)
-def test_a_short_schedule_costs_nothing(name: str, tmp_path: Path) -> None:
+def test_a_short_schedule_costs_no_step_and_no_sum(name: str, tmp_path: Path) -> None:
     schedule = SHORT[name]
     record = arena.run(schedule, tmp_path)
     assert problems(schedule, record) == []

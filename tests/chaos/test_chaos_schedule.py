@@ -10,7 +10,7 @@ SEEDS = range(300)
 SECONDS = 30.0
 
 
-def test_one_seed_is_one_schedule_and_another_seed_another() -> None:
+def test_equal_seeds_give_equal_schedules_and_other_seeds_give_others() -> None:
     assert draw(7, SECONDS) == draw(7, SECONDS)
     assert len({draw(seed, SECONDS).faults for seed in SEEDS}) == len(SEEDS)
 
@@ -53,6 +53,6 @@ def test_a_schedule_of_chosen_kinds_has_no_other() -> None:
     }
 
 
-def test_a_fault_says_when_where_how_long_and_how() -> None:
+def test_the_text_of_a_fault_has_time_place_duration_and_variant() -> None:
     fault = Fault("cut switch", ("switch", 1), 3.0, 2.5, "udp, in")
     assert str(fault) == "  3.0 s: cut switch at switch 1 for 2.5 s (udp, in)"

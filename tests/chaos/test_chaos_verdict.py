@@ -1,4 +1,4 @@
-"""The verdict catches each thing that a run may not show, planted into the record of a run without fault. No root."""
+"""The verdict catches each violation that is planted into the record of a correct run. No root."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def silent(record: Record) -> None:
     record.ranks[0].failure = None
 
 
-def heard_late(record: Record) -> None:
+def learned_late(record: Record) -> None:
     record.ranks[0].failure = Failure("PeerLost", "rank 2 is gone", KILLED_S + NAMED_S + 0.1)
 
 
@@ -146,17 +146,17 @@ def failed_before(record: Record) -> None:
     [
         (unnamed, "unnamed: rank 0 says"),
         (silent, "unnamed: rank 0 raised nothing"),
-        (heard_late, "unnamed: rank 0 heard of it after 5.1 s"),
+        (learned_late, "unnamed: rank 0 learned of it after 5.1 s"),
         (failed_before, "lost step: rank 0 failed at 9.0 s"),
     ],
 )
-def test_a_death_that_is_not_told_in_time_is_caught(plant: Callable[[Record], None], found: str) -> None:
+def test_an_unreported_death_of_a_rank_is_caught(plant: Callable[[Record], None], found: str) -> None:
     record = good_with_a_death()
     plant(record)
     assert any(problem.startswith(found) for problem in problems(DIES, record)), problems(DIES, record)
 
 
-def test_a_fault_that_halts_the_ranks_explains_its_own_time_and_no_more() -> None:
+def test_a_halting_fault_excuses_delays_only_during_its_own_time() -> None:
     stop = Fault("stop rank", ("rank", 1), 2.5, 3.0)
     schedule = dataclasses.replace(SCHEDULE, faults=(stop,))
     record = good()

@@ -1,4 +1,4 @@
-"""What a run of a schedule must show. Pure: a record becomes a list of problems."""
+"""The rules for the record of a run. Pure: a record becomes a list of problems."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class Record:
 
 
 def problems(schedule: Schedule, record: Record) -> list[str]:
-    """All that a run showed and may not; none for a run without fault."""
+    """Return every violation that a run shows; none for a correct run."""
     return [
         *_wrong_sums(record),
         *_hangs(schedule, record),
@@ -156,7 +156,7 @@ def _unnamed(schedule: Schedule, record: Record) -> list[str]:
             continue
         waited_s = log.failure.said_s - record.killed_s
         if waited_s > most_s:
-            found.append(f"unnamed: rank {rank} heard of it after {waited_s:.1f} s, at most {most_s:.1f} s")
+            found.append(f"unnamed: rank {rank} learned of it after {waited_s:.1f} s, at most {most_s:.1f} s")
         if f"rank {schedule.dies}" not in log.failure.text:
             found.append(f"unnamed: rank {rank} says {log.failure.text!r}, and not rank {schedule.dies}")
     return found

@@ -68,11 +68,11 @@ def cases_of(label: str) -> list[Case]:
 
 def fold_of(label: str) -> Any:
     algorithm, wire, _ = ALGORITHMS[label]
-    fold = by_ring if algorithm == "ring" else by_rank
+    reference = by_ring if algorithm == "ring" else by_rank
 
     def of(op: str, parts: Any) -> Any:
         travels = wire != "auto" and parts[0].dtype == np.float32 and len(parts) > 1
-        return fold(op, parts, wire if travels else "f32")
+        return reference(op, parts, wire if travels else "f32")
 
     return of
 
@@ -102,15 +102,15 @@ def reduce_everything(rank: int, size: int, folder: str, switch: str) -> dict[st
     return found
 
 
-def _reduce(group: Communicator, fold: Any, op: str, dtype: str, count: int) -> tuple[str, str]:
+def _reduce(group: Communicator, reference: Any, op: str, dtype: str, count: int) -> tuple[str, str]:
     """Rank 0 compares its result with the stated order; the other ranks' digests are compared with rank 0's."""
     mine = contribution(group.rank, count, dtype)
     group.all_reduce(mine, op=op)
-    wrong = "" if group.rank else _difference(mine, fold(op, contributions(group.size, count, dtype)))
+    wrong = "" if group.rank else _difference(mine, reference(op, contributions(group.size, count, dtype)))
     return wrong, hashlib.sha256(mine.tobytes()).hexdigest()
 
 
-def _back_to_back(group: Communicator, fold: Any) -> tuple[str, str]:
+def _back_to_back(group: Communicator, reference: Any) -> tuple[str, str]:
     """Run many operations of changing length back to back, and check the results at the end.
 
     Returns the first difference from the stated order (rank 0 only) and a digest of all results.
@@ -126,7 +126,7 @@ def _back_to_back(group: Communicator, fold: Any) -> tuple[str, str]:
         if group.rank:
             break
         parts = [part[:count] + np.float32(index) for part in contributions(group.size, 3002, "float32")]
-        wrong = _difference(got, fold("sum", parts))
+        wrong = _difference(got, reference("sum", parts))
         if wrong:
             return f"operation {index} of {count}: {wrong}", digest
     return "", digest
@@ -211,8 +211,8 @@ def test_a_wire_format_loses_no_more_than_its_roundings(size: int, algorithm: st
     """
     parts = [contribution(rank, 4099, "float32") for rank in range(size)]
     parts = [np.where(np.abs(part) < 0.5, np.float32(0.5), part) for part in parts]
-    fold = by_ring if algorithm == "ring" else by_rank
-    got = fold("sum", parts, wire).astype(np.float64)
+    reference = by_ring if algorithm == "ring" else by_rank
+    got = reference("sum", parts, wire).astype(np.float64)
     exact = np.sum([part.astype(np.float64) for part in parts], axis=0)
     magnitude = np.sum([np.abs(part).astype(np.float64) for part in parts], axis=0)
     u, v = UNIT_ROUNDOFF[wire], UNIT_ROUNDOFF["f32"]

@@ -57,13 +57,13 @@ def numbers(rank: int, size: int, folder: str) -> None:
                 group.broadcast(moved, 1)
                 np.testing.assert_array_equal(moved, parts[1], strict=True)
             bools = [contribution(r, count, "uint8") % 3 == 0 for r in range(size)]
-            for op, fold in (
+            for op, reference in (
                 ("max", np.logical_or), ("bor", np.logical_or), ("min", np.logical_and), ("band", np.logical_and),
                 ("product", np.logical_and), ("bxor", np.logical_xor),
             ):  # fmt: skip
                 mine = bools[rank].copy()
                 group.all_reduce(mine, op=op)
-                np.testing.assert_array_equal(mine, fold(*bools), strict=True)
+                np.testing.assert_array_equal(mine, reference(*bools), strict=True)
             np.testing.assert_array_equal(group.all_gather(bools[rank]), np.stack(bools), strict=True)
 
 

@@ -90,5 +90,5 @@ def test_an_unmeasured_rate_is_not_reported(monkeypatch: pytest.MonkeyPatch) -> 
     assert before.look(0) is None, "the group has no shares yet"
 
 
-def test_a_fifth_is_of_the_older_rate() -> None:
+def test_the_threshold_of_a_fifth_is_relative_to_the_older_rate() -> None:
     assert drifted([100.0, 100.0, 100.0, 0.0], [120.0, 121.0, 79.0, 0.0]) == [1, 2]

@@ -1,4 +1,4 @@
-"""Connections between hosts that break while both ends live: made again, with no byte lost, repeated or invented."""
+"""Connections between hosts that break while both ends live are made again; no byte is lost, repeated or changed."""
 
 from __future__ import annotations
 
@@ -232,7 +232,7 @@ def test_a_rank_that_left_the_group_is_noticed_with_its_reason() -> None:
     assert "rank 0 closed the group" in outcome.text or "it closed the group" in outcome.text, outcome.text
 
 
-def test_with_reconnect_0_a_broken_connection_ends_the_group() -> None:
+def test_without_reconnecting_a_broken_connection_ends_the_group() -> None:
     outcome = lost("dies", Options(transport="tcp", reconnect_s=0), dies=(0,))[1]
     assert outcome.error == "PeerLost"
     assert "it died or left the group: see its own output" in outcome.text
@@ -251,22 +251,22 @@ def test_bytes_that_cannot_be_retransmitted_are_an_error() -> None:
 
 
 def _severs_while_it_receives(
-    rank: int, size: int, folder: str, severing: threading.Event, over: threading.Event
+    rank: int, size: int, folder: str, disconnecting: threading.Event, over: threading.Event
 ) -> bool:
     """Whether a message from rank 2 came while rank 0 gave up its connection to rank 1, which does not notice."""
     with Communicator(FileStore(folder), rank, size, options=APART, timeout_s=30) as group:
         group.barrier()
-        came = severed = 0.0
+        came = disconnected = 0.0
         if rank == 0:
 
-            def sever() -> None:
-                nonlocal severed
+            def disconnect() -> None:
+                nonlocal disconnected
                 time.sleep(0.1)  # by then the receive's thread drives the group
-                severing.set()
+                disconnecting.set()
                 assert group.group._native.disconnect(0, 1, 0, -1) == (pytest.approx(0, abs=1000), 0)
-                severed = time.monotonic()
+                disconnected = time.monotonic()
 
-            thread = threading.Thread(target=sever)
+            thread = threading.Thread(target=disconnect)
             thread.start()
             message = np.zeros(3)
             group.receive(message, 2)
@@ -277,11 +277,11 @@ def _severs_while_it_receives(
         elif rank == 1:
             over.wait(20)  # makes no call, so it does not notice
         else:
-            severing.wait(20)
+            disconnecting.wait(20)
             time.sleep(0.02)
             group.send(np.full(3, 5.0), 0)
         group.barrier()
-        return came < severed - 0.05
+        return came < disconnected - 0.05
 
 
 def test_a_connection_that_is_given_up_delays_nothing_else() -> None:

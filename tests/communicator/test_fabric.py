@@ -293,7 +293,7 @@ def test_a_provider_that_is_not_there_is_an_error_on_every_rank_and_never_anothe
 
 
 def test_ranks_with_different_fabrics_are_refused() -> None:
-    """At once, through the store, and not at the deadline."""
+    """The error comes at once, through the store, and not at the deadline."""
     for rank, (took_s, said) in enumerate(values(run_threads(refused, 3, ("tcp", "net", "tcp")))):
         assert took_s < seconds(SOON_S)
         other = 0 if rank == 1 else 1
@@ -303,7 +303,7 @@ def test_ranks_with_different_fabrics_are_refused() -> None:
 
 @pytest.mark.parametrize("last", ["", "this host has no such device"])
 def test_a_rank_that_leaves_during_start_up_is_not_awaited(last: str) -> None:
-    """Its greeting never comes over the fabric. Its connection ends, or carries its reason."""
+    """The greeting of that rank never comes over the fabric. Its connection ends, or carries its reason."""
     port = port_of("tcp", LOOPBACK)
     ours, theirs = socket.socketpair()
     mine = port.open(fabric.make_doorbell(), 1)
@@ -323,13 +323,13 @@ def test_a_rank_that_leaves_during_start_up_is_not_awaited(last: str) -> None:
 
 
 def test_bytes_of_an_unauthenticated_peer_change_nothing() -> None:
-    port, stranger = (fabric.StreamMux("strict+tcp", list(LOOPBACK)) for _ in range(2))
-    bell = fabric.make_doorbell()
-    ours, peer = port.open(bell, 2), port.open(bell, 2)
+    port, intruder = (fabric.StreamMux("strict+tcp", list(LOOPBACK)) for _ in range(2))
+    doorbell = fabric.make_doorbell()
+    ours, peer = port.open(doorbell, 2), port.open(doorbell, 2)
     ours.connect(port.names, peer.params)
     peer.connect(port.names, ours.params)
     tag, *terms = peer.params
-    guess = stranger.open(fabric.make_doorbell(), 1)
+    guess = intruder.open(fabric.make_doorbell(), 1)
     guess.connect(port.names, (tag ^ 1, *terms))
     before = port.counters["rejected"]
     longest_ns = int(seconds(TIMEOUT_S) * 1e9)

@@ -22,7 +22,7 @@ from ranks import Outcome, run_ranks, run_threads, values
 from netfold import Communicator, FileStore, Options
 from netfold.communicator import PeerLost
 
-# Longest time until a failure that involves no timeout is raised.
+# The longest time from a failure without a timeout to its error.
 SOON_S = 3.0
 TIMEOUT_S = 1.0
 
@@ -336,7 +336,7 @@ def forks(rank: int, size: int, folder: str) -> str:
             except Exception as error:
                 os.write(writer, f"{type(error).__name__}: {error}".encode())
             finally:
-                group.close()  # must not wait for a thread that the child does not have
+                group.close()  # must not wait for a thread that only the parent has
                 os._exit(0)
         os.close(writer)
         said = os.read(reader, 4096).decode()
@@ -520,7 +520,7 @@ def test_a_rank_that_is_killed_in_any_operation_is_named_by_all_others(victim: i
             assert took < seconds(SOON_S), f"{algorithm}, rank {rank}: {text}"
 
 
-def give_and_abort(rank: int, size: int, folder: str, algorithm: str, heard: threading.Event) -> str:
+def give_and_abort(rank: int, size: int, folder: str, algorithm: str, rank_1_failed: threading.Event) -> str:
     """Rank 0 posts its data and aborts. Rank 1 has the data and waits for rank 2, which calls after rank 1's error."""
     options = Options(algorithm=f"all_reduce={algorithm}")
     group = Communicator(FileStore(folder), rank, size, options=options, timeout_s=20, join_timeout_s=20)
@@ -531,11 +531,11 @@ def give_and_abort(rank: int, size: int, folder: str, algorithm: str, heard: thr
             group.group.abort("enough")
             return "enough"
         if rank == 2:
-            assert heard.wait(seconds(15)), "rank 1 waits for rank 2 and hears nothing of rank 0"
+            assert rank_1_failed.wait(seconds(15)), "rank 1 waits for rank 2 and never gets the error of rank 0"
         with pytest.raises(PeerLost, match="enough") as raised:
-            group.all_reduce(np.ones(10, np.float32))  # rank 2 has all data, and may succeed
+            group.all_reduce(np.ones(10, np.float32))  # rank 2 has all data, so its call may succeed
             group.barrier()
-        heard.set()
+        rank_1_failed.set()
         assert raised.value.rank == 0
         return str(raised.value)
     finally:

@@ -202,7 +202,7 @@ def test_every_operation_is_correct_on_uneven_hosts(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("between", ["direct", "ring", "halving_doubling", "tree", "chain", "bruck", "pairwise"])
 @pytest.mark.parametrize("layout", [(1, 0, 0, 2, 1), (0, 1, 2, 2, 3, 4)], ids=str)
-def test_every_algorithm_runs_between_hosts_for_what_it_can_do(
+def test_every_algorithm_runs_between_hosts_for_its_operations(
     monkeypatch: pytest.MonkeyPatch, layout: tuple[int, ...], between: str
 ) -> None:
     able = {name for name in SUPPORTS[between] if (name, between) not in BY_NAME_ONLY}

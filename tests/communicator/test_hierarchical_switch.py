@@ -145,8 +145,8 @@ def dies(rank: int, size: int, folder: str, endpoint: str, layout: tuple[int, ..
         except Exception as error:
             found = type(error).__name__, getattr(error, "rank", None), str(error), time.monotonic() - began
         # Keep the group open until all survivors have their error, since closing it would be another reason.
-        Path(folder, f"heard{rank}").touch()
-        others = [Path(folder, f"heard{other}") for other in range(size) if other != victim]
+        Path(folder, f"failed{rank}").touch()
+        others = [Path(folder, f"failed{other}") for other in range(size) if other != victim]
         while not all(other.exists() for other in others) and time.monotonic() - began < seconds(20):
             time.sleep(0.01)
         return found
@@ -230,7 +230,7 @@ def test_a_rank_that_never_calls_is_named_across_hosts(monkeypatch: pytest.Monke
         error, named, text, took = found[rank]
         assert error in ("CollectiveTimeout", "PeerLost"), text
         assert TIMEOUT_S * 0.9 < took < TIMEOUT_S + seconds(SOON_S)
-        # A rank that waits in memory for its host's worker cannot know whom the switch waits for.
+        # A rank that waits in memory for its host's worker cannot know for which rank the switch waits.
         own_worker = {2: 0, 3: 1}.get(rank)
         assert named == absent or (absent in (0, 1) and named == own_worker), (rank, text)
 

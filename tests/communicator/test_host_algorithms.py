@@ -30,7 +30,7 @@ SETS = (
     "all_reduce=tree,broadcast=direct,all_gather=direct,all_to_all=direct,reduce_scatter=direct",
     "all_gather=halving_doubling,reduce_scatter=halving_doubling,barrier=bruck,gather=tree,scatter=tree",
 )
-FOLDS: dict[str, Callable[..., Any]] = {
+REFERENCES: dict[str, Callable[..., Any]] = {
     "ring": by_ring,
     "halving_doubling": by_halving,
     "tree": by_tree,
@@ -84,7 +84,9 @@ def check_all_reduce(group: Communicator, algorithm: str, op: str, dtype: str, c
     parts = [contribution(rank, count, dtype) for rank in range(group.size)]
     mine = parts[group.rank].copy()
     group.all_reduce(mine, op=op)
-    np.testing.assert_array_equal(mine, FOLDS[algorithm](op, parts), strict=True, err_msg=f"{algorithm} {op} {count}")
+    np.testing.assert_array_equal(
+        mine, REFERENCES[algorithm](op, parts), strict=True, err_msg=f"{algorithm} {op} {count}"
+    )
 
 
 def check_reduce(group: Communicator, algorithm: str, op: str, dtype: str, count: int) -> None:
@@ -275,7 +277,7 @@ def tree_directions(ranks: int, ways: int) -> int:
 
 
 @pytest.mark.parametrize("size", range(1, 9))
-def test_every_algorithm_gives_the_bits_and_sends_the_bytes_that_it_states(size: int) -> None:
+def test_every_algorithm_gives_its_documented_bits_and_bytes(size: int) -> None:
     totals: dict[tuple[str, int], int] = {}
     for found in values(run_threads(every_call, size, timeout_s=100)):
         for name, count, sent, _ in found:
@@ -332,11 +334,11 @@ def narrow(rank: int, size: int, folder: str) -> None:
                     parts = [contribution(other, count, "float32") for other in range(size)]
                     mine = parts[rank].copy()
                     group.all_reduce(mine)
-                    np.testing.assert_array_equal(mine, FOLDS[algorithm]("sum", parts, wire), strict=True)
+                    np.testing.assert_array_equal(mine, REFERENCES[algorithm]("sum", parts, wire), strict=True)
 
 
 @pytest.mark.parametrize("size", [2, 3, 5, 8])
-def test_a_narrower_wire_rounds_where_it_says_and_all_ranks_get_the_same_bits(size: int) -> None:
+def test_a_narrower_wire_rounds_at_documented_places_and_all_ranks_get_the_same_bits(size: int) -> None:
     values(run_threads(narrow, size))
 
 

@@ -1,5 +1,5 @@
-"""Every operation through the switch: each gives what the host algorithms give, to the last bit, in each of its forms,
-and ranks that call different things hear of it, with both sides' words."""
+"""Every operation through the switch, in each of its forms, has the bits of the host algorithms. Ranks that make
+different calls get an error that names both calls."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def switch() -> Iterator[RunningSwitch]:
 
 @pytest.fixture
 def short_packets(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Packets as over Ethernet: many an operation."""
+    """Short packets, as over Ethernet: an operation has many."""
     monkeypatch.setattr(control_messages, "PAYLOAD_CANDIDATES", (1408,))
 
 
@@ -326,7 +326,7 @@ def test_first_ranks_lead_their_hosts_whichever_rank_is_the_root(
     monkeypatch: pytest.MonkeyPatch, switch: RunningSwitch, layout: tuple[int, ...]
 ) -> None:
     monkeypatch.setattr(*apart(layout))
-    # Use the switch between hosts, whatever the cost model says for so few.
+    # Use the switch between hosts, whatever the cost model predicts for so few ranks.
     monkeypatch.setattr("netfold.tuning.choice_table.best_between", lambda operation, case: "in_network")
     from netfold.tuning.choice_table import build_table
 

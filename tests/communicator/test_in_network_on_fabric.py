@@ -1,5 +1,5 @@
-"""A job's packets over libfabric: the sums of UDP, on a provider that takes every liberty; whom a switch believes; and
-what becomes of a job when packets, wires, switches and workers are lost."""
+"""A job's packets over libfabric: sums as over UDP on the strict provider, authentication of hellos, and losses of
+packets, providers, switches and workers."""
 
 from __future__ import annotations
 
@@ -297,7 +297,7 @@ class Job:
         return {reason for reason, count in self.plane.counters(self.JOB)["drops"].items() if count}
 
     def drops_hellos(self, reason: str, port: FabricPort, **how: Any) -> None:
-        """The packets arrive, and count as nothing else."""
+        """The packets arrive, and no other counter grows."""
         before, deadline = self.drops(), time.monotonic() + 10
         was = self.plane.counters(self.JOB)["drops"][reason]
         while self.plane.counters(self.JOB)["drops"][reason] == was:

@@ -73,7 +73,7 @@ def _interrupted(rank: int, size: int, folder: str, options: dict[str, str]) -> 
     """
     signal.signal(signal.SIGINT, signal.default_int_handler)
     for number, (name, wait) in enumerate(WAITS.items()):
-        over, heard = Path(folder, f"over-{number}"), Path(folder, f"heard-{number}")
+        over, noticed = Path(folder, f"over-{number}"), Path(folder, f"noticed-{number}")
         with join(rank, size, f"{folder}/{number}", **options) as group:
             group.barrier()
             if rank == 1:
@@ -81,7 +81,7 @@ def _interrupted(rank: int, size: int, folder: str, options: dict[str, str]) -> 
                 with pytest.raises(Exception, match=r"rank 0: .* was interrupted by a signal"):
                     for _ in range(5):
                         WAITS["barrier" if "receive" in name else name](group)
-                heard.touch()
+                noticed.touch()
                 continue
             sender = signal_soon(by_another_thread=number % 2 == 1)
             began = time.monotonic()
@@ -93,7 +93,7 @@ def _interrupted(rank: int, size: int, folder: str, options: dict[str, str]) -> 
             assert took < 0.5 + seconds(SOON_S), f"{name}: {took}"
             with pytest.raises(Exception, match=r"this group failed before: rank 0: .* was interrupted by a signal"):
                 group.barrier()
-            until(heard)  # rank 1 may ask for the reason
+            until(noticed)  # rank 1 may ask for the reason
 
 
 @pytest.mark.native
@@ -111,11 +111,11 @@ def _check_interrupted(options: dict[str, str]) -> None:
 
 def _handled(rank: int, size: int, folder: str, transport: str) -> list[float]:
     """Rank 0's handler sends a message over the waiting group, and returns. Rank 1 calls only then."""
-    heard: list[int] = []
+    noticed: list[int] = []
     with join(rank, size, folder, transport=transport) as group:
 
         def handle(number: int, _: Any) -> None:
-            heard.append(number)
+            noticed.append(number)
             group.send(np.full(3, 7.0), 1)
 
         value = np.arange(100_000) + rank
@@ -124,7 +124,7 @@ def _handled(rank: int, size: int, folder: str, transport: str) -> list[float]:
             sender = signal_soon()
             group.all_reduce(value)
             sender.join()
-            assert heard == [signal.SIGINT]
+            assert noticed == [signal.SIGINT]
         else:
             message = np.zeros(3)
             group.receive(message, 0)

@@ -1,6 +1,6 @@
 """Ranks of different hosts that wait query each other's status: hopeless waits end, and errors have the status.
 
-A rank may wait for another than the rank at fault, from which no message would ever reach it.
+The awaited rank need not be the rank at fault, so the fault may reach the waiting rank by no message.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def _one_gives_up(rank: int, size: int, folder: str) -> float:
         group.barrier()
         began = time.monotonic()
         if rank == 2:
-            while not Path(folder, "heard").exists():
+            while not Path(folder, "learned").exists():
                 time.sleep(0.05)
                 assert time.monotonic() - began < TIMEOUT_S
             return 0.0
@@ -71,7 +71,7 @@ def _one_gives_up(rank: int, size: int, folder: str) -> float:
             group.all_gather(np.full(4, float(rank)), outs, timeout_s=1.0 if rank == 1 else None)
         finally:
             if rank == 0:
-                Path(folder, "heard").touch()
+                Path(folder, "learned").touch()
                 Path(folder, "after").write_text(str(time.monotonic() - began))
         return 0.0
 

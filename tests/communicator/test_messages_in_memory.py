@@ -191,8 +191,8 @@ def sleeps_while_rank_1_dies(rank: int, size: int, folder: str, call: str) -> tu
             else:
                 group.receive(large, 1)
     except PeerLost as error:
-        heard = time.monotonic()
-        return heard - _dead(folder), f"{error.rank}"
+        noticed = time.monotonic()
+        return noticed - _dead(folder), f"{error.rank}"
     finally:
         group.close()
 
@@ -241,7 +241,7 @@ def is_stopped_in_the_middle(rank: int, size: int, folder: str) -> None:
             np.testing.assert_array_equal(into, message(size_bytes, 1, number))
 
 
-def test_a_rank_that_is_stopped_goes_on_where_it_was() -> None:
+def test_a_stopped_rank_continues_after_sigcont() -> None:
     values(run_ranks(is_stopped_in_the_middle, 2))
 
 

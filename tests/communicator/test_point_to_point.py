@@ -286,7 +286,7 @@ def unwatched(rank: int, size: int, folder: str) -> None:
         deadline = time.monotonic() + seconds(SOON_S)
         while not operation.done and time.monotonic() < deadline:
             time.sleep(0.005)
-        assert operation.done, "the engine thread takes up what nobody waits for"
+        assert operation.done, "the engine thread drives an operation without a waiting thread"
         np.testing.assert_array_equal(buffer, message(1_000_000, 0, 0))
 
 

@@ -191,7 +191,7 @@ def test_a_write_to_a_closed_endpoint_is_an_error_and_changes_nothing() -> None:
     ours.connect(receiver.names, theirs.params)
     theirs.connect(sender.names, ours.params)
     into, values_of = np.zeros(COUNT, np.float32), np.ones(COUNT, np.float32)
-    lent = (values_of.ctypes.data, values_of.nbytes)
+    exported = (values_of.ctypes.data, values_of.nbytes)
     over = threading.Event()
 
     def drive() -> None:
@@ -205,15 +205,15 @@ def test_a_write_to_a_closed_endpoint_is_an_error_and_changes_nothing() -> None:
             assert theirs.post_receive(name, into.ctypes.data, into.nbytes)
             theirs.receive(1, 0)
             if name == 7:
-                assert ours.put(*lent, name, 2_000_000_000)
+                assert ours.put(*exported, name, 2_000_000_000)
                 assert len(theirs.receive(into.nbytes, 2_000_000_000)) == into.nbytes
                 into[:] = 0
             else:
-                assert not ours.put(*lent, 9, 50_000_000)  # no receive is posted for that tag
+                assert not ours.put(*exported, 9, 50_000_000)  # no receive is posted for that tag
                 receiver.force_close("the test closes it")
                 # The sender has its memory back once the kernel has the bytes; a later operation raises the error.
                 with pytest.raises(fabric.FabricError, match=r"provider tcp;ofi_rxm: .*failed: "):
-                    ours.put(*lent, name, 2_000_000_000)
+                    ours.put(*exported, name, 2_000_000_000)
                     for _ in range(2000):
                         ours.send(b"more", 1_000_000)
                         ours.flush(1_000_000)

@@ -162,7 +162,7 @@ def off_on_one(rank: int, size: int, folder: str) -> tuple[bool, str]:
         return group.group.peer_memory is None, group.group.why("all_to_all", 1 << 20)
 
 
-def test_off_on_one_rank_is_off_for_all_and_names_that_rank() -> None:
+def test_single_copy_disabled_on_one_rank_is_disabled_for_all_and_the_log_names_that_rank() -> None:
     for without, why in values(run_threads(off_on_one, 3)):
         assert without and "since rank 2 has NETFOLD_SINGLE_COPY=off" in why
 
@@ -264,7 +264,7 @@ def dies(rank: int, size: int, folder: str, operation: str, victim: int) -> Any:
 @pytest.mark.parametrize("operation", ["all_to_all", "all_gather", "gather", "scatter", "broadcast"])
 @pytest.mark.parametrize("victim", [1, 2])
 def test_a_rank_killed_during_a_read_is_named_and_no_wrong_data_kept(operation: str, victim: int) -> None:
-    """Rank 1 is the root: who lends in a scatter, who reads in a gather."""
+    """Rank 1 is the root: in a scatter it exports memory, in a gather it reads."""
     began = time.monotonic()
     for rank, outcome in enumerate(run_ranks(dies, 3, operation, victim, dies=[victim])):
         if rank == victim:
@@ -276,7 +276,7 @@ def test_a_rank_killed_during_a_read_is_named_and_no_wrong_data_kept(operation: 
 
 
 def gives_up(rank: int, size: int, folder: str) -> str:
-    """Rank 0 lends, aborts, and writes to its buffers; rank 1 comes when that has happened."""
+    """Rank 0 exports its buffers, aborts, and writes to them; rank 1 calls after that."""
     group = join(rank, size, folder)
     flag = Path(folder, "aborted")
     try:

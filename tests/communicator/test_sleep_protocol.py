@@ -1,4 +1,4 @@
-"""The engine's sleep protocol as a state machine, searched in full: no request is ever slept through.
+"""The engine's sleep protocol as a state machine, searched in full: no sleeping engine misses a request.
 
 What native/engine does, a step at a time: a step is what happens under one lock or in one system call. Three
 threads make a request each: one waits for its request, one waits later, one never waits. A request's data arrive at any
@@ -26,7 +26,7 @@ class State:
     done: frozenset[int] = frozenset()
     driver: str = "none"  # none, engine, or the number of a thread
     wake: bool = False  # the group's doorbell
-    bell: bool = False  # the engine thread's own
+    doorbell: bool = False  # the engine thread's own
     sleeps: bool = False  # Inbox::State::engine_sleeps
     engine: str = "top"
     watched: frozenset[int] = frozenset()  # by the engine's sleep
@@ -41,7 +41,7 @@ class State:
         return replace(self, threads=tuple(at if i == number else old for i, old in enumerate(self.threads)))
 
     def turn(self) -> tuple[State, bool]:
-        """A driver's turn, and whether anything moved: taking up a request is no movement, as in the engine."""
+        """One turn of a driver, and whether it made progress. As in the engine, taking up a request is no progress."""
         posted = self.posted | self.inbox
         ended = posted & self.arrived
         return replace(self, inbox=frozenset(), posted=posted - ended, done=self.done | ended), bool(ended)
@@ -72,7 +72,7 @@ def _thread(state: State, number: int, fault: str) -> Iterator[State]:
         if free and number != NEVER_WAITS and len(new.inbox) == 1:
             yield _take_over(new, number)
         elif state.driver == "none":
-            yield replace(new, bell=fault != "no bell").thread(number, after)
+            yield replace(new, doorbell=fault != "no doorbell").thread(number, after)
         else:
             yield replace(new, wake=True).thread(number, after)
     elif at == "away":
@@ -87,7 +87,7 @@ def _thread(state: State, number: int, fault: str) -> Iterator[State]:
     elif at == "blocked" and number in state.done:
         yield state.thread(number, "end")
     elif at == "turn":
-        # One that does not wait yet drives for a single turn.
+        # A thread that does not wait yet drives for one turn.
         new, moved = state.turn()
         leaves = number in new.done or number == WAITS_LATER
         yield new.thread(number, "leave" if leaves else "turn" if moved else "list")
@@ -104,14 +104,14 @@ def _thread(state: State, number: int, fault: str) -> Iterator[State]:
         )
     elif at == "leave":
         rings = state.has_work and fault != "leaves in silence"
-        left = replace(state, driver="none", bell=state.bell or rings)
+        left = replace(state, driver="none", doorbell=state.doorbell or rings)
         yield left.thread(number, "end" if number in state.done else "away")
 
 
 def _engine(state: State, fault: str) -> Iterator[State]:
     mine = state.driver == "engine"
     if state.engine == "top":
-        new = replace(state, bell=False)
+        new = replace(state, doorbell=False)
         if mine or (state.driver == "none" and state.has_work):
             yield replace(new, driver="engine", wake=False, engine="turn")
         else:
@@ -133,7 +133,7 @@ def _engine(state: State, fault: str) -> Iterator[State]:
     elif state.engine == "park":
         yield replace(state, sleeps=mine, engine="asleep")
     elif state.engine == "asleep" and (
-        state.bell or (state.wake and mine) or (mine and state.watched & state.arrived & state.posted)
+        state.doorbell or (state.wake and mine) or (mine and state.watched & state.arrived & state.posted)
     ):
         yield replace(state, engine="awake")
     elif state.engine == "asleep" and not mine and state.watched:
@@ -165,7 +165,7 @@ def test_no_request_is_ever_missed_by_a_sleeping_engine() -> None:
     assert not lost, lost[0]
 
 
-@pytest.mark.parametrize("fault", ["clears again", "no bell", "leaves in silence"])
+@pytest.mark.parametrize("fault", ["clears again", "no doorbell", "leaves in silence"])
 def test_the_search_finds_each_fault(fault: str) -> None:
     """`clears again`: the engine clears the doorbell before its last look, as it did once."""
     assert search(fault)[1]

@@ -1,4 +1,4 @@
-"""Small operations of a caller who does not wait: tried once on its thread, and left to the engine's when not done."""
+"""Small operations whose caller does not wait: its thread tries once, then the engine's thread takes over."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def start_all_reduce(group: Communicator, buffer: Any) -> Any:
 
 
 def ends(operation: Any) -> bool:
-    """Nobody waits for it: who drives it is another."""
+    """The caller does not wait, so another thread drives the operation."""
     deadline = time.monotonic() + seconds(SOON_S)
     while not operation.done and time.monotonic() < deadline:
         time.sleep(0.001)

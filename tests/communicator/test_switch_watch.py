@@ -1,4 +1,4 @@
-"""When a rank holds its switch to be lost: a pure machine, driven by a simulated clock."""
+"""When a rank counts its switch as lost: a pure machine, driven by a simulated clock."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def run(
     delay_s: float = 0.01,
     urgent: bool = False,
 ) -> tuple[float, Lost] | None:
-    """Tick for so long; when the switch was held to be lost, and why."""
+    """Tick for that long; return when the switch counted as lost, and why."""
     watch = SwitchWatch(RANK, 0.0)
     asked: tuple[float, Query] | None = None
     now = 0.0
@@ -83,7 +83,7 @@ def test_a_switch_without_replies_is_lost_within_five_seconds() -> None:
 
 
 def test_a_switch_that_replies_is_lost_if_packets_do_not_pass() -> None:
-    # Cut on the way there: the switch waits for this rank. On the way back: for nobody.
+    # If packets to the switch are cut, it waits for this rank; if packets from it are cut, it waits for no rank.
     for answers in (waits_for(RANK), waits_for(0, RANK), waits_for()):
         lost = run(100, stuck, answers)
         assert lost is not None
@@ -102,7 +102,7 @@ def test_a_rank_that_was_stopped_does_not_blame_the_switch() -> None:
     while (action := watch.poll(now, 7)) is None:
         now += TICK_S
     assert action == Query(7)
-    # Stopped for a minute with the question open; the answer waits in the socket, and is read a tick later.
+    # Stopped for a minute during an open query; the reply waits in the socket, and is read one tick later.
     assert watch.poll(now + 60, 7) is None
     watch.answer([0])
     assert not isinstance(watch.poll(now + 60 + TICK_S, 7), Lost)
@@ -130,7 +130,7 @@ def test_the_switch_is_queried_every_tick_after_a_rank_left() -> None:
     st.lists(st.tuples(st.floats(0.01, 30.0), st.booleans(), st.booleans(), st.sets(st.integers(0, 3))), max_size=60)
 )
 def test_a_switch_is_lost_only_after_bad_replies_or_none(ticks: list[tuple[float, bool, bool, set[int]]]) -> None:
-    """Any ticks, however long, with any answers: what was said of the loss had happened."""
+    """With any ticks and any answers, the stated reason of a loss is true."""
     watch = SwitchWatch(RANK, 0.0)
     now, chunk, bad, ticks_open = 0.0, 0, 0, 0
     asked: Query | None = None
@@ -141,7 +141,7 @@ def test_a_switch_is_lost_only_after_bad_replies_or_none(ticks: list[tuple[float
         if asked is not None and answers:
             if asked.chunk == chunk and not moves:
                 bad = bad + 1 if not missing or RANK in missing else 0
-            # As its owner does: the answer is given before the chunk is looked at.
+            # As Membership does: pass the reply before polling the chunk.
             watch.answer(sorted(missing) if asked.chunk is not None else None)
             asked, ticks_open = None, 0
         action = watch.poll(now, chunk)

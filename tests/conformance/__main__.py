@@ -1,9 +1,9 @@
-"""PyTorch's own suite for process groups over gloo and over netfold: what passes there, and where they differ.
+"""PyTorch's own suite for process groups over gloo and over netfold: passed tests, and differences.
 
     python tests/conformance [--world-size 2 --world-size 3 ...] [--write] [TEST ...]     # or: make conformance
 
 Every run is a process of its own (suite.py), with folders of its own, and starts again behind a test that took it down.
-Exit code 1 when something that passes over gloo does not pass over netfold and is not explained below.
+Exit code 1 when a test passes over gloo, does not pass over netfold, and is not explained below.
 """
 
 from __future__ import annotations
@@ -74,12 +74,12 @@ def differences(gloo: Rows, netfold: Rows) -> list[str]:
 
 
 def unexplained(gloo: Rows, netfold: Rows) -> list[str]:
-    """What passes over gloo alone, without a reason why."""
+    """Return the tests that pass only over gloo, without an explanation."""
     return [test for test in differences(gloo, netfold) if gloo[test]["outcome"] == "passed" and test not in EXPLAINED]
 
 
 def reason(row: dict[str, Any]) -> str:
-    """The line of a failure that says most."""
+    """Return the most informative line of a failure."""
     lines = [line.strip() for line in row["why"].splitlines() if "Error" in line or "terminated" in line]
     return (lines[-1] if lines else row["why"].strip())[:160]
 

@@ -1,4 +1,4 @@
-"""A handful of PyTorch's own tests, of which each stands for many; `make conformance` runs them all."""
+"""A few representative tests of PyTorch's own suite; `make conformance` runs all of them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ TESTS = (
 
 
 @pytest.mark.jobs
-def test_what_stands_for_the_suite_passes() -> None:
+def test_a_sample_of_torchs_suite_passes() -> None:
     pytest.importorskip("expecttest", reason="PyTorch's suite imports it")
     ended = subprocess.run(
         [sys.executable, str(SUITE), "netfold", "2", "gloo", *TESTS], capture_output=True, text=True, timeout=150

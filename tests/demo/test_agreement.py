@@ -1,4 +1,4 @@
-"""The comparison of losses: what passes as rounding, and what does not."""
+"""The comparison of losses: rounding passes, and larger differences fail."""
 
 import numpy as np
 import pytest
@@ -18,11 +18,11 @@ GLOO = np.linspace(0.03, 0.02, STEPS)
 PERMUTED = [list(GLOO + _rounding_noise(seed)) for seed in (1, 2, 3)]
 
 
-def test_one_more_sample_of_the_same_noise_passes() -> None:
+def test_another_sample_of_the_same_noise_passes() -> None:
     assert compare(list(GLOO + _rounding_noise(4)), list(GLOO), PERMUTED).within_rounding
 
 
-def test_losses_that_start_off_a_hundred_times_too_far_fail_even_if_they_come_back() -> None:
+def test_losses_that_differ_a_hundredfold_at_the_start_fail_even_if_they_converge() -> None:
     wrong = GLOO + _rounding_noise(4)
     wrong[3] += 1000 * SMALLEST_DIFFERENCE
     wrong[4:12] += 400 * SMALLEST_DIFFERENCE
@@ -37,7 +37,7 @@ def test_equal_losses_have_the_smallest_ratio_and_pass() -> None:
     assert not agreement.difference.any()
 
 
-def test_with_two_workers_where_gloo_never_differs_equal_losses_pass_and_others_fail() -> None:
+def test_without_noise_in_gloo_equal_losses_pass_and_others_fail() -> None:
     assert compare(list(GLOO), list(GLOO), [list(GLOO)]).ratio == 1
     assert not compare(list(GLOO + 1e-6), list(GLOO), [list(GLOO)]).within_rounding
 

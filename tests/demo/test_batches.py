@@ -1,4 +1,4 @@
-"""The batches and the shares: which patches are trained on, by whom."""
+"""Batches and shares: which rank trains on which patches."""
 
 import itertools
 
@@ -13,14 +13,14 @@ pytestmark = pytest.mark.torch
 
 
 @pytest.mark.parametrize("order", list(itertools.permutations(range(4))))
-def test_shares_cover_the_batch_once_under_any_permutation(order: tuple[int, ...]) -> None:
+def test_the_ranks_shares_cover_the_batch_once_under_any_permutation(order: tuple[int, ...]) -> None:
     training = Training(workers=4)
     taken = [index for rank in range(4) for index in share(training, order, rank)]
     assert sorted(taken) == list(range(training.patches))
 
 
 @pytest.mark.parametrize("workers", [2, 3, 4, 5, 6, 9])
-def test_permuted_orders_are_permutations_all_different_and_never_the_straight_one(workers: int) -> None:
+def test_permuted_orders_are_different_permutations_and_never_the_identity(workers: int) -> None:
     orders = permuted_orders(workers, 3)
     assert len(orders) == (1 if workers == 2 else 3)
     assert len({*orders, straight(workers)}) == len(orders) + 1
@@ -47,7 +47,7 @@ def test_a_patch_depends_on_seed_step_and_index_but_not_on_the_rank() -> None:
     assert len({tuple(patch.flatten().tolist()) for patch in whole_low}) == training.patches
 
 
-def test_low_resolution_and_truth_of_a_patch_show_the_same_place() -> None:
+def test_the_low_and_high_resolution_patches_show_the_same_place() -> None:
     training = Training(workers=4, patch_pixels=8)
     low, truth = batch(training, [_numbered_pair()], 3, range(training.patches))
     assert low.shape == (16, 3, 8, 8)
@@ -67,6 +67,6 @@ def test_one_worker_is_refused_with_the_reason() -> None:
         Training(workers=1)
 
 
-def test_fewer_steps_than_the_learning_rate_rises_over_are_refused() -> None:
+def test_fewer_steps_than_the_warm_up_are_refused() -> None:
     with pytest.raises(ValueError, match="steps: 20, expected more than"):
         Training(steps=20)

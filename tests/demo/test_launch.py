@@ -1,4 +1,4 @@
-"""Workers that fail: the demo says which and shows what it wrote, and leaves no process behind."""
+"""Failing workers: the demo names the worker, shows its output, and ends all processes."""
 
 import json
 import sys

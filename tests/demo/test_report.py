@@ -1,4 +1,4 @@
-"""The page: whole without a network, and true to the story."""
+"""The page of the demo: complete without a network, with the numbers of the experiment."""
 
 import re
 from pathlib import Path

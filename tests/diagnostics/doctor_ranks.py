@@ -1,4 +1,4 @@
-"""Ranks as a status page would show them, made by hand."""
+"""Synthetic ranks, as a status segment shows them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `netfold doctor fabric` says of this host's providers."""
+"""`netfold doctor fabric`: its report on this host's providers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from netfold.diagnostics import fabric as looked_at
 need_libfabric()
 
 
-def test_each_provider_is_usable_or_says_why_not() -> None:
+def test_each_unusable_provider_has_a_reason() -> None:
     said = json.loads(CliRunner().invoke(app, ["doctor", "fabric", "--output", "json"]).output)
     found = {each["name"]: each for each in said["providers"]}
     assert found["tcp;ofi_rxm"]["why_not"] == ""
@@ -26,14 +26,14 @@ def test_each_provider_is_usable_or_says_why_not() -> None:
     )
 
 
-def test_a_provider_that_cannot_open_says_so_in_its_own_words(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_providers_own_error_is_shown_where_it_cannot_open(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(looked_at, "_LOOPBACK", "203.0.113.1")
     found = {each.name: each for each in looked_at.providers()}
     assert "Cannot assign requested address" in found["tcp;ofi_rxm"].why_not
     assert found["shm"].why_not == ""
 
 
-def test_without_a_library_the_reason_is_all_that_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_libfabric_only_the_reason_is_printed(monkeypatch: pytest.MonkeyPatch) -> None:
     def absent() -> str:
         raise fabric.FabricError("libfabric cannot be opened; install it")
 

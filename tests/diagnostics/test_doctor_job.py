@@ -1,4 +1,4 @@
-"""Who keeps a job: verdicts on pictures made by hand, and on real processes."""
+"""Which rank a job waits for: findings from synthetic ranks, and from real processes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from netfold import Communicator, FileStore, Options
 from netfold.diagnostics import Transfer, diagnose, find_ranks
 
 
-def test_a_rank_that_has_not_called_is_named_with_what_it_did_last() -> None:
+def test_a_rank_that_has_not_called_is_named_with_its_last_operation() -> None:
     (verdict,) = diagnose([waiting(0, 2), waiting(1, 2), rank(2)], NOW)
     assert verdict.at_fault == (2,)
     assert verdict.findings == (
@@ -38,7 +38,7 @@ def test_a_rank_in_an_earlier_operation_is_named() -> None:
     assert "rank 1 is still in broadcast #4, while others have been in #5" in verdict.findings[0]
 
 
-def test_a_rank_that_is_through_already_keeps_nobody() -> None:
+def test_a_finished_rank_is_not_blamed() -> None:
     (verdict,) = diagnose([waiting(0), waiting(1), rank(2, done_sequence=5)], NOW)
     assert verdict.at_fault == ()
 
@@ -49,7 +49,7 @@ def test_different_calls_at_the_same_place_are_shown_side_by_side() -> None:
     assert "rank 0 all_reduce of 4000 bytes f32 (sum) by ring; rank 1 all_reduce of 8 bytes" in finding
 
 
-def test_who_waits_for_a_message_of_one_that_is_elsewhere_names_it() -> None:
+def test_a_rank_that_waits_for_a_message_names_the_sender_in_another_operation() -> None:
     receive = Transfer("receive", 1, 7, 4096, NOW - 3 * S, "train.py:9")
     (verdict,) = diagnose([rank(0, transfer=receive), rank(1), rank(2)], NOW)
     assert verdict.at_fault == (1,)
@@ -58,7 +58,7 @@ def test_who_waits_for_a_message_of_one_that_is_elsewhere_names_it() -> None:
         "rank 1 is in no operation meanwhile",
     )
     assert dict(verdict.lines)[0].startswith("in a receive of 4096 bytes from rank 1 with tag 7")
-    # Both in messages: neither is outside, and the tags stand side by side.
+    # Both ranks are in messages, so the finding shows both tags.
     crossed = [rank(0, transfer=receive), rank(1, transfer=Transfer("send", 0, 8, 4096, NOW - S, "")), rank(2)]
     (verdict,) = diagnose(crossed, NOW)
     assert verdict.at_fault == ()
@@ -72,7 +72,7 @@ def test_a_stopped_process_and_an_absent_rank_are_named() -> None:
     assert any(finding.startswith("rank 2 of 3: no process of this machine") for finding in verdict.findings)
 
 
-def test_a_failure_is_told_and_groups_are_kept_apart() -> None:
+def test_failures_are_shown_by_group() -> None:
     verdicts = diagnose([rank(0, failure="rank 0: all_reduce #4 failed: rank 2 died"), rank(0, job="b", size=1)], NOW)
     assert [verdict.job for verdict in verdicts] == ["a", "b"]
     assert "rank 0 has failed: rank 0: all_reduce #4 failed: rank 2 died" in verdicts[0].findings
@@ -95,7 +95,7 @@ with Communicator(FileStore(sys.argv[1]), 0, 1) as group:
 
 
 def test_a_process_of_another_pid_namespace_is_seen_from_the_host(tmp_path: Path) -> None:
-    """As in a container: there it has another number than here."""
+    """Run in a PID namespace, as in a container: the process has another number there."""
     apart = ["unshare", "--user", "--map-root-user", "--pid", "--fork", "--mount-proc"]
     if shutil.which("unshare") is None or subprocess.run([*apart, "true"], capture_output=True).returncode != 0:
         pytest.skip("this user may make no PID namespace")
@@ -113,13 +113,13 @@ def test_a_process_of_another_pid_namespace_is_seen_from_the_host(tmp_path: Path
 
 
 def hang(number: int, size: int, folder: str, transport: str) -> tuple[list[tuple[int, str]], tuple[int, ...]]:
-    """Rank 2 comes late; rank 0 looks meanwhile."""
+    """Rank 2 calls late; rank 0 runs the doctor meanwhile."""
     # In a ring, which a slow machine's links may suggest, rank 1 would wait for rank 0 alone.
     options = Options(transport=transport, algorithm="all_reduce=direct" if transport == "tcp" else None)
     with Communicator(FileStore(folder), number, size, options=options, timeout_s=20, join_timeout_s=20) as group:
         buffer = np.ones(1000, np.float32)
         group.all_reduce(buffer)
-        for _ in range(5):  # messages are counted apart, and must not make rank 2 look further than it is
+        for _ in range(5):  # messages have their own count, and must not make rank 2 seem further ahead
             if number == 2:
                 group.send(buffer, 0)
             elif number == 0:
@@ -176,7 +176,7 @@ def waits_for_a_message(number: int, size: int, folder: str, transport: str) -> 
 
 @pytest.mark.native
 @pytest.mark.parametrize("transport", ["auto", "tcp"])
-def test_a_message_that_is_waited_for_is_seen_from_outside_and_by_others(transport: str) -> None:
+def test_an_awaited_message_is_shown_by_the_doctor_and_by_other_ranks(transport: str) -> None:
     found, seen = values(run_ranks(waits_for_a_message, 2, transport, timeout_s=40))[0]
     assert (found.kind, found.peer, found.tag, found.bytes) == ("receive", 1, 7, 1 << 20)
     assert found.site.startswith(f"{__file__}:")
@@ -185,7 +185,7 @@ def test_a_message_that_is_waited_for_is_seen_from_outside_and_by_others(transpo
 
 @pytest.mark.native
 @pytest.mark.parametrize(("states", "seen"), [("DDS", "S"), ("DDDDDDDDDD", "D")])
-def test_a_process_waits_for_a_disk_only_where_that_lasts(
+def test_only_a_lasting_disk_wait_counts_as_the_process_state(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, states: str, seen: str
 ) -> None:
     letters = iter(states)
@@ -215,7 +215,7 @@ def looks_at_itself(number: int, size: int, folder: str) -> tuple[int, int]:
         return len(find_ranks(os.getpid())), group.size
 
 
-def test_a_page_is_found_beside_a_descriptor_that_only_looked_like_one() -> None:
+def test_a_status_segment_is_found_beside_an_empty_descriptor_of_its_name() -> None:
     assert values(run_ranks(looks_at_itself, 1)) == [(1, 1)]
 
 

@@ -1,4 +1,4 @@
-"""A check over a real group, and alone; the switch is asked and keeps nothing."""
+"""A check by a real group and by a single rank; the switch is queried and keeps nothing."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def _check(rank: int, size: int, folder: str, endpoint: str) -> object:
 def test_every_rank_sees_every_link_and_the_switch() -> None:
     with running_switch() as switch:
         found = values(run_ranks(_check, 4, switch.endpoint))
-        # It was asked by four, and joined by none.
+        # Four ranks queried the switch, and none joined.
         assert not [line for line in switch.log().splitlines() if "joined" in line]
     gathered, findings = found[0]
     assert all(each == found[0] for each in found)
@@ -69,7 +69,7 @@ def _measure(rank: int, size: int, folder: str, endpoint: str) -> object:
         return gathered.capacities, [finding.where for finding in advise(gathered)]
 
 
-def test_what_each_switch_takes_is_measured_by_itself_and_nothing_is_held_afterwards() -> None:
+def test_each_switch_is_measured_alone_and_holds_no_job_afterwards() -> None:
     with running_switch() as first, running_switch() as second:
         endpoints = [first.endpoint, second.endpoint]
         found = values(run_ranks(_measure, 3, ",".join(endpoints)))
@@ -89,7 +89,7 @@ def test_a_switch_that_does_not_answer_is_not_measured() -> None:
     assert all(list(capacities) == [] for capacities, _ in found)
 
 
-def test_a_switch_that_refuses_the_measurement_is_told_of_on_every_rank() -> None:
+def test_every_rank_reports_a_switch_that_refuses_the_measurement() -> None:
     with running_switch("--max-workers", "2") as switch:
         found = values(run_ranks(_measure, 3, switch.endpoint))
     assert all(each == found[0] for each in found)
@@ -97,7 +97,7 @@ def test_a_switch_that_refuses_the_measurement_is_told_of_on_every_rank() -> Non
     assert "a job has at most 2 workers here" in capacity.error and notes == []
 
 
-def test_a_fabric_that_this_host_has_not_is_found_before_the_job() -> None:
+def test_a_missing_fabric_is_reported_before_the_job() -> None:
     environment = {**os.environ, "NETFOLD_TRANSPORT": "fabric:nosuch"}
     run = run_command("doctor", "check", "--output", "json", env=environment)
     assert run.returncode == 1, run.stderr
@@ -106,7 +106,7 @@ def test_a_fabric_that_this_host_has_not_is_found_before_the_job() -> None:
     assert finding["level"] == "fails"
 
 
-def test_ranks_that_do_not_come_together_are_told_why_in_a_sentence() -> None:
+def test_ranks_that_cannot_form_a_group_get_the_reason_in_a_sentence() -> None:
     environment = {**os.environ, "NETFOLD_TRANSPORT": "fabric:nosuch", "RANK": "0", "WORLD_SIZE": "1"}
     environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     run = run_command("doctor", "check", env=environment)
@@ -114,7 +114,7 @@ def test_ranks_that_do_not_come_together_are_told_why_in_a_sentence() -> None:
     assert run.stderr.startswith("netfold doctor check: rank 0 cannot use the fabric 'nosuch'"), run.stderr
 
 
-def test_alone_it_says_that_nothing_listens_where_the_switch_should_be() -> None:
+def test_a_preflight_of_one_rank_reports_an_absent_switch() -> None:
     environment = {**os.environ, "NETFOLD_SWITCH": "127.0.0.1:9"}
     run = run_command("doctor", "check", "--output", "json", env=environment)
     assert run.returncode == 1, run.stderr
@@ -150,7 +150,7 @@ def behind_a_firewall(switch: str) -> Iterator[str]:
         thread.join()
 
 
-def test_a_switch_that_udp_does_not_reach_is_told_from_one_that_is_absent(tmp_path: Path) -> None:
+def test_a_switch_beyond_udp_is_distinguished_from_an_absent_switch(tmp_path: Path) -> None:
     """With a token and TLS, as on a network that needs a firewall."""
     token = "a" * 31 + "1"
     files = {"tokens": f"vision {token}\n", "token": token}
@@ -171,7 +171,7 @@ def test_a_switch_that_udp_does_not_reach_is_told_from_one_that_is_absent(tmp_pa
     assert finding["remedy"].startswith("let UDP pass")
 
 
-def test_the_switch_sends_nothing_back_to_whoever_does_not_know_the_number() -> None:
+def test_the_switch_echoes_no_packet_without_the_nonce() -> None:
     with running_switch() as switch, socket.create_connection(switch.address, 10) as stream:
         control_messages.send(stream, {"type": "quota", "version": control_messages.VERSION, "udp": True})
         place = control_messages.receive(stream)["udp"]
@@ -194,10 +194,10 @@ def test_the_switch_sends_nothing_back_to_whoever_does_not_know_the_number() -> 
             with contextlib.suppress(BlockingIOError):
                 while port.recv(100):
                     answers += 1
-            assert answers < 32, "a few, whoever asks"
+            assert answers < 32, "the switch sends a bounded number of replies"
 
 
-def test_a_pause_between_two_clocks_readings_stays_within_the_error_that_is_stated(
+def test_a_pause_between_two_clock_readings_stays_within_the_stated_error(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Found beside other work: a thread that lost its core between the readings was off by the time of the pause."""

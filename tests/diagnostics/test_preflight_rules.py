@@ -1,4 +1,4 @@
-"""Each finding from facts that are made up: where all is well there is none, and what is wrong is named."""
+"""Findings from synthetic facts: a healthy job has none, and each fault is named."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ def relinked(gathered: PreflightFacts, change: Any) -> PreflightFacts:
     return replace(gathered, links=[change(link) for link in gathered.links])
 
 
-def test_where_all_is_well_nothing_is_found() -> None:
+def test_a_healthy_job_has_no_finding() -> None:
     assert apply_rules(hosts(4)) == []
     assert apply_rules(PreflightFacts([WELL], [], [0], [""])) == []
 
 
-def test_another_netfold_fails_and_another_kernel_warns() -> None:
+def test_a_different_netfold_version_fails_and_a_different_kernel_warns() -> None:
     (finding,) = apply_rules(hosts(3, versions={1: {"netfold": "0.2.0", "torch": "2.13.0"}}))
     assert finding.level is Level.FAIL
     assert "0.1.0 on rank 0, 2; 0.2.0 on rank 1" in finding.what
@@ -64,7 +64,7 @@ def test_a_variable_that_differs_is_named_with_both_values() -> None:
     assert apply_rules(hosts(2, environment={1: {"NETFOLD_INTERFACE": "eth1"}})) == []
 
 
-def test_a_rank_whose_every_link_is_slow_is_blamed_once() -> None:
+def test_a_rank_with_only_slow_links_is_named_once() -> None:
     def slower(link: PairLink) -> PairLink:
         return replace(link, forward_bytes_per_s=GIGABIT / 10) if link.one == 1 else link
 
@@ -77,7 +77,7 @@ def test_a_rank_whose_every_link_is_slow_is_blamed_once() -> None:
     assert "sends at 100 Mbit/s; others at 1000 Mbit/s" in finding.what
 
 
-def test_one_slow_way_is_that_ways_fault() -> None:
+def test_one_slow_direction_is_reported_alone() -> None:
     def slower(link: PairLink) -> PairLink:
         return replace(link, reverse_bytes_per_s=GIGABIT / 10) if (link.one, link.other) == (1, 3) else link
 
@@ -85,7 +85,7 @@ def test_one_slow_way_is_that_ways_fault() -> None:
     assert finding.where == "rank 3 (d) -> rank 1 (b)"
 
 
-def test_between_two_hosts_a_link_is_held_against_the_speed_of_their_interfaces() -> None:
+def test_a_link_between_two_hosts_is_compared_with_the_speed_of_their_interfaces() -> None:
     """There is no other link to compare it with. An interface's speed is 0 where it is not known."""
 
     def fallen(link: PairLink) -> PairLink:
@@ -104,7 +104,7 @@ def test_between_two_hosts_a_link_is_held_against_the_speed_of_their_interfaces(
     assert [each.where for each in apply_rules(fast)] == ["rank 0 (a) -> rank 1 (b)"], "a gigabit of 10"
 
 
-def test_where_all_links_are_slower_than_the_interfaces_it_is_said_once() -> None:
+def test_links_that_are_all_slower_than_the_interfaces_are_reported_once() -> None:
     gigabit = dict.fromkeys(range(4), 1000)
     (finding,) = apply_rules(
         relinked(
@@ -116,7 +116,7 @@ def test_where_all_links_are_slower_than_the_interfaces_it_is_said_once() -> Non
     assert finding.what == "12 of 12 ways run at half of their interfaces' speed or less, usually at 100 Mbit/s"
 
 
-def test_a_slow_pair_is_named_once_where_the_others_and_the_interfaces_both_show_it() -> None:
+def test_a_slow_pair_is_named_once_although_two_rules_find_it() -> None:
     gigabit = dict.fromkeys(range(4), 1000)
 
     def slower(link: PairLink) -> PairLink:
@@ -135,14 +135,14 @@ def test_an_interface_that_negotiated_100_mbit_is_named() -> None:
     assert apply_rules(hosts(2, speed_mbit={0: 0, 1: 10_000})) == []
 
 
-def test_udp_that_does_not_pass_fails_with_what_to_do() -> None:
+def test_blocked_udp_fails_with_a_remedy() -> None:
     cut = [SwitchQuota("10.0.0.9:7171", jobs=4, workers=8, memory_bytes=1 << 30, udp_error="no UDP packet came back")]
     (finding,) = apply_rules(hosts(2, switches={0: cut, 1: [replace(cut[0], udp_error="")]}))
     assert (finding.level, finding.where, finding.what) == (Level.FAIL, "rank 0", "no UDP packet came back")
     assert "UDP" in finding.remedy
 
 
-def test_a_detour_and_a_wrong_clock_are_found() -> None:
+def test_a_routing_detour_and_a_wrong_clock_are_reported() -> None:
     def far(link: PairLink) -> PairLink:
         return replace(link, latency_s=2e-3) if (link.one, link.other) == (0, 2) else link
 
@@ -154,7 +154,7 @@ def test_a_detour_and_a_wrong_clock_are_found() -> None:
     assert "2000 us" in found[0].what and "+7.0 s" in found[1].what
 
 
-def test_a_switch_that_is_gone_or_full_fails_with_its_own_words() -> None:
+def test_an_absent_or_full_switch_fails_with_the_switchs_text() -> None:
     gone = [SwitchQuota("10.0.0.9:7171", error="refused the connection")]
     (finding,) = apply_rules(hosts(2, switches={0: gone, 1: gone}))
     assert finding.level is Level.FAIL and finding.where == "rank 0, 1" and "refused" in finding.what
@@ -166,7 +166,7 @@ def test_a_switch_that_is_gone_or_full_fails_with_its_own_words() -> None:
     assert len(apply_rules(hosts(2, switches={0: small, 1: small}))) == 1
 
 
-def test_a_window_that_the_switchs_kernel_cuts_is_a_warning_with_the_number() -> None:
+def test_a_window_cut_by_the_switchs_kernel_is_a_warning_with_its_size() -> None:
     room = SwitchQuota(
         "10.0.0.9:7171", jobs=4, workers=8, memory_bytes=1 << 30, buffer_bytes=425_984, window_bytes=1 << 20
     )
@@ -178,7 +178,7 @@ def test_a_window_that_the_switchs_kernel_cuts_is_a_warning_with_the_number() ->
     assert apply_rules(hosts(2, switches={0: [whole], 1: [whole]})) == []
 
 
-def test_threads_of_a_switch_that_the_job_leaves_idle_are_worth_knowing() -> None:
+def test_idle_threads_of_a_switch_are_a_note() -> None:
     room = SwitchQuota("10.0.0.9:7171", jobs=4, workers=8, memory_bytes=1 << 30, threads=2)
     (finding,) = apply_rules(hosts(2, switches={0: [room], 1: [room]}))
     assert (finding.level, finding.what) == (Level.NOTE, "has 2 threads, and a group of this job uses 1")
@@ -186,7 +186,7 @@ def test_threads_of_a_switch_that_the_job_leaves_idle_are_worth_knowing() -> Non
     assert apply_rules(hosts(2, switches={0: [room] * 2, 1: [room] * 2})) == []
 
 
-def test_what_one_host_lacks_for_its_ranks() -> None:
+def test_shortages_of_one_host_are_reported() -> None:
     def together(**changes: Any) -> list[str]:
         facts = [replace(WELL, rank=rank, **changes) for rank in range(4)]
         return [finding.what for finding in apply_rules(PreflightFacts(facts, [], [0] * 4, [""] * 4))]
@@ -203,10 +203,10 @@ def test_what_one_host_lacks_for_its_ranks() -> None:
     assert "do not share memory" in apply_rules(apart)[0].what
 
 
-def test_in_a_tournament_everybody_meets_everybody_once() -> None:
+def test_a_round_robin_tournament_measures_each_pair_once() -> None:
     for players in range(2, 12):
         met = [tuple(sorted(pair)) for partners in rounds(players) for pair in partners.items()]
-        assert len(met) == 2 * len(set(met)) == players * (players - 1)  # each pair once, named by both
+        assert len(met) == 2 * len(set(met)) == players * (players - 1)  # each pair once, from both sides
         for partners in rounds(players):
             assert all(partners[other] == one for one, other in partners.items())
     assert len(rounds(100)) == 31
@@ -218,7 +218,7 @@ def noted(gathered: PreflightFacts) -> tuple[str, str]:
     return finding.what, finding.remedy
 
 
-def test_without_a_switch_a_spare_host_is_offered_at_what_the_formulas_say() -> None:
+def test_without_a_switch_the_advice_has_the_formulas_gain_of_a_spare_host() -> None:
     what, remedy = noted(hosts(8))
     # n/b over 1/8 + (1 - 1/8) 8/14 of it each, where a ring takes 14/8.
     assert "(1000 Mbit/s)" in what and "91% of a ring's time, 20% through it" in what
@@ -226,7 +226,7 @@ def test_without_a_switch_a_spare_host_is_offered_at_what_the_formulas_say() -> 
     assert list(advise(hosts(2))) == [] and list(advise(replace(hosts(8), link_bytes_per_s=0.0))) == []
 
 
-def test_a_switch_is_worth_what_its_link_is_and_one_more_like_it_is_offered() -> None:
+def test_the_advice_has_the_gain_of_the_switch_and_of_a_second_one() -> None:
     def measured(*of_link: float) -> PreflightFacts:
         return replace(hosts(8), capacities=[Capacity(f"s:{c}", GIGABIT * c / 8) for c in of_link])
 
@@ -239,7 +239,7 @@ def test_a_switch_is_worth_what_its_link_is_and_one_more_like_it_is_offered() ->
     assert "57% of a ring's time, 100% through the switch" in what and remedy == "one more would buy nothing"
 
 
-def test_a_switch_that_could_not_be_measured_warns_and_is_worth_nothing_known() -> None:
+def test_an_unmeasured_switch_is_a_warning_without_a_gain() -> None:
     gathered = replace(hosts(4), capacities=[Capacity("s:1", 5.0), Capacity("s:2", error="it is gone")])
     (finding,) = apply_rules(gathered)
     assert finding.level is Level.WARN and finding.where == "switch s:2" and "it is gone" in finding.what

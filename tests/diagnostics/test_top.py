@@ -1,4 +1,4 @@
-"""A running job seen from outside: by hand, and real ones with known rates, a known last rank and known overlap."""
+"""A running job seen from outside: synthetic samples, and real jobs with known rates, last rank and overlap."""
 
 from __future__ import annotations
 
@@ -28,22 +28,22 @@ from netfold.diagnostics.sampler import _Group, _Member
 
 MS = 1_000_000
 MB = 1 << 20
-STEPS = 8  # from one look whether to stop to the next
+STEPS = 8  # between two checks for the end of the job
 
 
-def test_who_has_not_called_what_others_wait_in_is_behind() -> None:
+def test_a_rank_that_has_not_called_the_others_operation_is_behind() -> None:
     assert ranks_behind([rank(0), rank(1), rank(2)]) == []
     assert ranks_behind([waiting(0, 2), waiting(1, 2), rank(2)]) == [2]
     assert ranks_behind([waiting(0, 1), waiting(1, sequence=4), rank(2, done_sequence=5)]) == [1]
     assert ranks_behind([waiting(0, 1), waiting(1, 2), waiting(2, 0)]) == [], "all have called: values are on their way"
 
 
-def test_a_rank_that_looks_for_an_operation_that_it_has_not_shown_is_not_behind() -> None:
+def test_a_rank_that_drives_an_unpublished_operation_is_not_behind() -> None:
     looking = replace(rank(2).counters, is_under_way=True)
     assert ranks_behind([waiting(0, 2), waiting(1, 2), rank(2, counters=looking)]) == []
 
 
-def test_a_rank_of_another_host_is_behind_when_others_wait_for_it_and_nobody_here_is() -> None:
+def test_a_rank_of_another_host_is_behind_when_no_local_rank_is() -> None:
     assert ranks_behind([waiting(0, 2), waiting(1, 0)]) == [2]
     assert ranks_behind([waiting(0, 1, 2), rank(1)]) == [1]
 
@@ -51,30 +51,30 @@ def test_a_rank_of_another_host_is_behind_when_others_wait_for_it_and_nobody_her
 @pytest.mark.parametrize(
     ("under_way", "inside", "slept", "exposed"),
     [
-        (40, 0, 0, 0),  # computes all the while
-        (40, 40, 40, 40),  # waits all the while, asleep
-        (40, 40, 0, 40),  # and so it is for one that runs the operation itself
+        (40, 0, 0, 0),  # computes all the time
+        (40, 40, 40, 40),  # sleeps in the operation all the time
+        (40, 40, 0, 40),  # the same for a thread that drives the operation itself
         (40, 10, 10, 10),
-        (20, 0, 20, 10),  # asleep elsewhere, and half of the time something was under way
-        (0, 0, 40, 0),  # asleep, and nothing was
+        (20, 0, 20, 10),  # sleeps elsewhere, with an operation in progress for half of the time
+        (0, 0, 40, 0),  # sleeps, with no operation in progress
     ],
 )
-def test_exposed_is_time_inside_netfold_and_its_part_of_sleep_elsewhere(
+def test_exposed_time_is_time_in_netfold_and_its_share_of_sleep_elsewhere(
     under_way: int, inside: int, slept: int, exposed: int
 ) -> None:
     assert _Member(rank(0), 1).exposed(40 * MS, under_way * MS, inside * MS, slept * MS) == exposed * MS
 
 
-def test_sleep_that_one_look_shows_too_much_is_taken_from_the_next() -> None:
+def test_excess_sleep_of_one_sample_is_subtracted_from_the_next() -> None:
     member = _Member(rank(0), 1)
-    # CPU that a thread uses inside netfold hides no sleep of later.
+    # CPU time of a thread inside netfold hides no later sleep.
     assert member.exposed(40 * MS, 40 * MS, 40 * MS, 0) == 40 * MS
     jitter = [-4, 4, -4, 4, -4, 4]  # of a thread that always computes
     assert sum(member.exposed(40 * MS, 40 * MS, 0, each * MS) for each in jitter) == 0
     assert member.exposed(40 * MS, 40 * MS, 0, 30 * MS) == 30 * MS
 
 
-def test_of_ranks_that_are_not_seen_one_is_last_when_the_switch_names_nobody_here() -> None:
+def test_a_remote_rank_is_last_when_the_switch_names_no_local_rank() -> None:
     """Judged 10 times in the interval; ranks 0 and 1 of 4 were last twice and once."""
 
     def after(number: int, last: int) -> _Member:
@@ -103,7 +103,7 @@ def shown(one: Snapshot, width: int) -> str:
     return console.file.getvalue()
 
 
-def test_a_picture_says_rates_shares_and_who_waits_for_whom() -> None:
+def test_a_frame_has_rates_shares_and_waiting_ranks() -> None:
     lines = shown(picture(), 200).splitlines()
     assert lines[2].split()[:10] == ["0", "1000", "49.6", "52.1", "M", "104", "M", "3", "82%", "~12%"]
     assert "in all_reduce of 4000 bytes f32 (sum) by ring #5 for 2.0 s; waits for rank 2" in lines[2]
@@ -111,7 +111,7 @@ def test_a_picture_says_rates_shares_and_who_waits_for_whom() -> None:
 
 
 @pytest.mark.parametrize("width", [25, 30, 40, 60, 80, 100])
-def test_a_narrow_terminal_has_fewer_columns_and_no_number_is_cut(width: int) -> None:
+def test_a_narrow_terminal_has_fewer_columns_and_whole_numbers(width: int) -> None:
     text = shown(picture(absent=(1, 5)), width)
     assert max(len(line.rstrip()) for line in text.splitlines()) <= width
     assert "…" not in text
@@ -121,7 +121,7 @@ def test_a_narrow_terminal_has_fewer_columns_and_no_number_is_cut(width: int) ->
 
 
 def job(number: int, size: int, _: str, folder: str, step: Callable[..., None]) -> Any:
-    """Steps until the test has seen enough; what the rank's event records add up to, and what its page says."""
+    """Run steps until the test stops the job; return the sums of the rank's event records and of its status segment."""
     with Communicator(FileStore(folder), number, size, timeout_s=60, join_timeout_s=60) as group:
         flag = np.zeros(1, np.int32)
         Path(folder, f"pid{number}").write_text(str(os.getpid()))
@@ -163,7 +163,7 @@ def running(folder: Path, size: int, step: Callable[..., None], **env: str) -> I
 
 
 def picture_of(watch: Sampler, operations: int) -> Snapshot:
-    """A picture of so many operations on each rank at least: of few, one that is cut by a look would weigh too much."""
+    """A frame of at least that many operations per rank: of fewer, one that a sample cuts would weigh too much."""
     deadline = time.monotonic() + seconds(60)
     interval_s = 2.0
     while True:
@@ -180,7 +180,7 @@ def every_20_ms(group: Communicator) -> None:
 
 
 @pytest.mark.native
-def test_known_rates_are_seen_from_outside_and_the_counters_are_the_events_sums(tmp_path: Path) -> None:
+def test_top_shows_known_rates_and_counters_equal_to_the_event_sums(tmp_path: Path) -> None:
     with running(tmp_path, 3, every_20_ms, NETFOLD_TRANSPORT="tcp") as (pid, _), closing(Sampler(pid)) as watch:
         seen = picture_of(watch, 30)
         rates = [line.operations_per_s for line in seen.lines]
@@ -213,7 +213,7 @@ def late_overlapping_waiting(group: Communicator) -> None:
 
 @pytest.mark.native
 @pytest.mark.parametrize("transport", ["auto", "tcp"])
-def test_the_late_rank_is_slowest_and_only_who_waits_is_exposed(tmp_path: Path, transport: str) -> None:
+def test_the_late_rank_is_the_slowest_and_only_waiting_ranks_are_exposed(tmp_path: Path, transport: str) -> None:
     env = {"NETFOLD_TRANSPORT": transport}
     with running(tmp_path, 3, late_overlapping_waiting, **env) as (pid, _), closing(Sampler(pid)) as watch:
         (seen,) = watch.snapshot(2.0)
@@ -226,7 +226,7 @@ def test_the_late_rank_is_slowest_and_only_who_waits_is_exposed(tmp_path: Path, 
 
 
 @pytest.mark.native
-def test_with_a_switch_the_switch_says_who_is_last(tmp_path: Path) -> None:
+def test_with_a_switch_the_last_rank_is_the_one_that_the_switch_names(tmp_path: Path) -> None:
     with running_switch() as switch:
         env = {"NETFOLD_SWITCH": switch.endpoint, "NETFOLD_ALGORITHM": "in_network", "NETFOLD_TRANSPORT": "tcp"}
         with running(tmp_path, 3, late_overlapping_waiting, **env) as (pid, _), closing(Sampler(pid)) as watch:
@@ -236,7 +236,7 @@ def test_with_a_switch_the_switch_says_who_is_last(tmp_path: Path) -> None:
 
 
 @pytest.mark.native
-def test_a_watch_shows_nothing_any_more_when_the_job_has_ended(tmp_path: Path) -> None:
+def test_top_shows_no_rank_after_the_job_has_ended(tmp_path: Path) -> None:
     with running(tmp_path, 2, every_20_ms) as (pid, _), closing(Sampler(pid)) as watch:
         assert len(watch.snapshot(0.2)) == 1
         (tmp_path / "enough").touch()
@@ -250,7 +250,7 @@ def netfold(*words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=seconds(60))
 
 
-def test_the_command_shows_one_picture_and_says_when_there_is_nothing(tmp_path: Path) -> None:
+def test_the_command_shows_one_frame_or_reports_that_no_job_runs(tmp_path: Path) -> None:
     nobody = netfold("top", "--pid", "1", "--once", "--interval", "100ms")
     assert (
         nobody.returncode == 0 and nobody.stdout == "no group of netfold on this machine that this user may look at\n"

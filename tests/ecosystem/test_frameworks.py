@@ -117,7 +117,7 @@ def run(case: Example, backend: str) -> tuple[str, str, str]:
             while (left := processes_of(env[MARK])) and time.monotonic() < deadline:
                 psutil.wait_procs(left, timeout=0.2)
             files = set(os.listdir("/dev/shm")) - before
-            while files and time.monotonic() < deadline:  # others on this machine have files there for moments
+            while files and time.monotonic() < deadline:  # other processes may have files there for a moment
                 time.sleep(0.5)
                 files &= set(os.listdir("/dev/shm"))
         except subprocess.TimeoutExpired:

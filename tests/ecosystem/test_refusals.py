@@ -1,4 +1,4 @@
-"""Where a framework refuses the name `netfold`: once it takes the name, the line of its example can go."""
+"""Frameworks that refuse the name `netfold`. If a test here fails, the example needs its workaround no more."""
 
 from __future__ import annotations
 

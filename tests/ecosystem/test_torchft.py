@@ -57,7 +57,7 @@ class TestTorchft:
         with concurrent.futures.ThreadPoolExecutor(self.size) as pool:
             return [each.result(60) for each in [pool.submit(function, rank) for rank in ranks]]
 
-    def test_its_own_checks_of_collectives_pass(self) -> None:
+    def test_torchfts_checks_of_collectives_pass(self) -> None:
         store, groups = self.groups()
         pytest.importorskip("parameterized", reason="torchft's tests need it")
         theirs = pytest.importorskip("torchft.process_group_test")
@@ -95,7 +95,7 @@ class TestTorchft:
         for group in groups:
             group.abort(errored=False)
 
-    def test_its_own_suite_for_process_groups_passes(self) -> None:
+    def test_torchfts_suite_for_process_groups_passes(self) -> None:
         """The nightly's, collectives and what follows the loss of a rank, in the class that it has for gloo."""
         kind = self.kind()
         theirs = pytest.importorskip("torchft.process_group_test")

@@ -27,16 +27,16 @@ from typing import Any
 from targets import corpus
 
 ANSWER_S = 5.0
-# A target that holds more breaks a promise.
+# A target that uses more memory breaks an invariant.
 MEMORY_MB = 1024
 
 
 class InvariantError(Exception):
-    """A parser raised what it does not document; the cause is that error."""
+    """A parser raised an undocumented error, which is the cause."""
 
 
 def control_message(data: bytes) -> None:
-    """A message behind its length, and what is asked of a first one."""
+    """A message behind its length, and the checks of a first message."""
     from netfold.switch_protocol import control_messages
 
     with contextlib.suppress(control_messages.ProtocolError):
@@ -49,7 +49,7 @@ def control_message(data: bytes) -> None:
 
 
 def handshake(data: bytes) -> None:
-    """What a stranger says to a listener, and then hangs up."""
+    """Bytes that a peer sends to a listener before it closes the connection."""
     from netfold.bootstrap.handshake import Hello, accept
 
     async def opened() -> Hello | None:
@@ -59,15 +59,15 @@ def handshake(data: bytes) -> None:
         except (EOFError, OSError):
             return None
 
-    stream, stranger = socket.socketpair()
-    with stream, stranger:
-        stranger.sendall(data[:4096])
-        stranger.shutdown(socket.SHUT_WR)
-        assert _loop().run_until_complete(opened()) is None, "a stranger was let in"
+    stream, peer = socket.socketpair()
+    with stream, peer:
+        peer.sendall(data[:4096])
+        peer.shutdown(socket.SHUT_WR)
+        assert _loop().run_until_complete(opened()) is None, "an unauthenticated peer was accepted"
 
 
 def switch(data: bytes) -> None:
-    """Messages that a stranger sends to a switch, each behind its length; the connection ends after them."""
+    """Messages that a peer sends to a switch, each behind its length; the connection ends after them."""
     _of_switch().serve(data)
 
 
@@ -82,10 +82,10 @@ def store(data: bytes) -> None:
     server._changed = threading.Condition()
     # A get may wait for its own timeout.
     server._changed.wait_for = lambda ready, timeout=None: _wait_for(ready, timeout)  # type: ignore[method-assign]
-    stream, stranger = socket.socketpair()
-    with stranger:
-        stranger.sendall(control_messages.encode({"type": "hello", "job": "job"}) + data[:16384])
-        stranger.shutdown(socket.SHUT_WR)
+    stream, peer = socket.socketpair()
+    with peer:
+        peer.sendall(control_messages.encode({"type": "hello", "job": "job"}) + data[:16384])
+        peer.shutdown(socket.SHUT_WR)
         server._serve(stream)
     assert server._bytes == sum(len(key) + len(value) for key, value in server._values.items()) + sum(
         map(len, server._counters)
@@ -170,7 +170,7 @@ TARGETS: dict[str, Callable[[bytes], None]] = {
 
 
 def check(name: str, data: bytes) -> None:
-    """Run a target. InvariantError where anything comes out of it."""
+    """Run a target. InvariantError where it raises."""
     try:
         TARGETS[name](data)
     except Exception as error:
@@ -196,9 +196,9 @@ class _Switch:
         async def make() -> Any:
             return Switch("127.0.0.1", 0, limits=Limits(jobs=4, workers=8, memory_bytes=1 << 24))
 
-        self.trouble: list[dict[str, Any]] = []
+        self.errors: list[dict[str, Any]] = []
         self.switch = _loop().run_until_complete(make())
-        _loop().set_exception_handler(lambda _, about: self.trouble.append(about))
+        _loop().set_exception_handler(lambda _, about: self.errors.append(about))
 
     def serve(self, data: bytes) -> None:
         logging.disable(logging.CRITICAL)  # a line for each input; other tests of this process want their lines
@@ -206,8 +206,8 @@ class _Switch:
             _loop().run_until_complete(asyncio.wait_for(self._serve(data), ANSWER_S))
         finally:
             logging.disable(logging.NOTSET)
-        assert not self.trouble, self.trouble
-        assert not self.switch._ledger.jobs, "a stranger left a job behind"
+        assert not self.errors, self.errors
+        assert not self.switch._ledger.jobs, "an unauthenticated peer left a job"
 
     async def _serve(self, data: bytes) -> None:
         from netfold.switch.acceptor import Connection
@@ -220,7 +220,7 @@ class _Switch:
 
 
 class _Writer:
-    """What a switch needs of a StreamWriter, to nobody."""
+    """The part of a StreamWriter that a switch uses, without a peer."""
 
     def __init__(self) -> None:
         self.transport = self
@@ -255,7 +255,7 @@ def framed(*messages: dict[str, Any]) -> bytes:
 
 
 def seeds() -> dict[str, list[bytes]]:
-    """What a corpus begins with: whole inputs of each kind, since mutation finds no format by itself."""
+    """The seeds of a corpus: whole inputs of each kind, since mutation alone finds no format."""
     from netfold.plan.cluster import load as clusters
     from netfold.switch_protocol import control_messages
     from netfold.train.recipe import load

@@ -2,8 +2,8 @@
 
     .venv/bin/python tests/fuzz/targets.py SECONDS [NAME...]     fuzz each target, and keep new inputs in the corpus
 
-libFuzzer comes with clang (Debian: clang and libclang-rt-dev). Without it the kept inputs still run, compiled by c++
-under the same sanitizers; nothing new is looked for.
+libFuzzer comes with clang (Debian: clang and libclang-rt-dev). Without it the corpus still runs, compiled by c++ under
+the same sanitizers, and no new inputs are searched.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 NATIVE = HERE.parents[1] / "native"
-MEMORY_MB = 2048  # a target that holds more of it breaks a promise
+MEMORY_MB = 2048  # a target that uses more memory breaks an invariant
 NAMES = ("packet", "switch_job", "leaf", "worker")
 # The whole parser with its checks, but the kernels as they were built: theirs are tests of their own.
 SOURCES = sorted((NATIVE / "protocol").glob("*.cpp"))
@@ -72,12 +72,12 @@ def make(name: str, folder: Path, compiler: str | None, parsers: list[Path]) -> 
 
 
 def fuzz(name: str, program: Path, seconds: int, found: Path) -> subprocess.CompletedProcess[str]:
-    """Fuzz for that long, beginning with the kept inputs; new ones, and one that breaks a promise, go to `found`."""
+    """Fuzz for that long from the corpus; new inputs, and one that breaks an invariant, go to `found`."""
     found.mkdir(parents=True, exist_ok=True)
     command = [str(program), f"-max_total_time={seconds}", "-seed=1", "-max_len=1024", "-use_value_profile=1"]
     command += [f"-artifact_prefix={found}/", str(found), str(corpus(name))]
     # libFuzzer's own limit reads ru_maxrss, which a process inherits from whoever started it: a test process that once
-    # held 2 GB ended every hunt as out of memory. The sanitizer's limit reads what is resident now.
+    # held 2 GB ended every run as out of memory. The sanitizer's limit reads the present RSS.
     command += ["-rss_limit_mb=0"]
     environment = os.environ | {"ASAN_OPTIONS": f"hard_rss_limit_mb={MEMORY_MB}"}
     return subprocess.run(command, capture_output=True, text=True, timeout=seconds + 60, env=environment)

@@ -1,4 +1,4 @@
-"""The packet parsers under sanitizers: the kept inputs always; `make test-fuzz` looks for new ones."""
+"""The packet parsers under sanitizers: the corpus always, and new inputs by `make test-fuzz`."""
 
 import os
 import subprocess
@@ -16,7 +16,7 @@ def checked_parsers(tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_kept_inputs_break_no_promise(name, checked_parsers, tmp_path):
+def test_corpus_inputs_break_no_invariant(name, checked_parsers, tmp_path):
     inputs = sorted(map(str, corpus(name).iterdir()))
     assert inputs
     run = subprocess.run(
@@ -40,7 +40,7 @@ def fuzzed_parsers(compiler, tmp_path_factory):
 
 @pytest.mark.fuzz
 @pytest.mark.parametrize("name", NAMES)
-def test_a_bounded_hunt_finds_no_broken_promise(name, compiler, fuzzed_parsers, tmp_path):
+def test_a_bounded_fuzz_run_finds_no_broken_invariant(name, compiler, fuzzed_parsers, tmp_path):
     run = fuzz(name, make(name, tmp_path, compiler, fuzzed_parsers), SECONDS, tmp_path / "found")
     assert run.returncode == 0, run.stderr[-4000:]
 
@@ -58,7 +58,7 @@ sys.exit(run.stderr[-2000:] if run.returncode else 0)
 
 
 @pytest.mark.fuzz
-def test_a_hunt_counts_its_own_memory_only(compiler, fuzzed_parsers, tmp_path):
+def test_a_fuzz_run_counts_only_its_own_memory(compiler, fuzzed_parsers, tmp_path):
     with open("/proc/meminfo") as meminfo:
         available_mb = next(int(line.split()[1]) // 1024 for line in meminfo if line.startswith("MemAvailable"))
     if available_mb < 2 * MEMORY_MB:

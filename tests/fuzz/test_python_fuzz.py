@@ -1,4 +1,4 @@
-"""The Python parsers of untrusted bytes: kept inputs, changed ones, and, by `make test-fuzz`, new ones by atheris."""
+"""The Python parsers of untrusted bytes: the corpus, mutations of it, and new inputs of atheris (`make test-fuzz`)."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ EXAMPLES = 100
 
 
 @pytest.mark.parametrize("name", TARGETS)
-def test_kept_inputs_of_a_python_parser_break_no_promise(name: str) -> None:
+def test_corpus_inputs_of_a_python_parser_break_no_invariant(name: str) -> None:
     kept = sorted(corpus(name).iterdir())
     assert kept
     for path in kept:
@@ -36,7 +36,7 @@ def test_kept_inputs_of_a_python_parser_break_no_promise(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", TARGETS)
-def test_changed_inputs_of_a_python_parser_break_no_promise(name: str) -> None:
+def test_mutated_inputs_of_a_python_parser_break_no_invariant(name: str) -> None:
     kept = [path.read_bytes() for path in sorted(corpus(name).iterdir())]
 
     # Of an input the part up to one place, some bytes, and the same or another input from another place on.
@@ -52,7 +52,7 @@ def test_changed_inputs_of_a_python_parser_break_no_promise(name: str) -> None:
     changed()
 
 
-def test_a_target_that_raises_what_it_does_not_document_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_undocumented_exception_of_a_target_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(TARGETS, "tokens", lambda data: [][data[0]])
     with pytest.raises(InvariantError, match="IndexError"):
         check("tokens", b"\1")
@@ -60,7 +60,7 @@ def test_a_target_that_raises_what_it_does_not_document_is_found(monkeypatch: py
 
 @pytest.mark.fuzz
 @pytest.mark.parametrize("name", TARGETS)
-def test_a_bounded_hunt_by_atheris_finds_no_broken_promise(name: str, tmp_path: Path) -> None:
+def test_a_bounded_run_of_atheris_finds_no_broken_invariant(name: str, tmp_path: Path) -> None:
     if importlib.util.find_spec("atheris") is None:
         pytest.skip("atheris is not installed here (`make test-fuzz` installs it where it has a wheel)")
     command = [sys.executable, str(HERE / "python_targets.py"), name, str(SECONDS), str(tmp_path / "found")]
@@ -69,12 +69,12 @@ def test_a_bounded_hunt_by_atheris_finds_no_broken_promise(name: str, tmp_path: 
     assert " cov: " in run.stderr, "atheris saw no line of the parser"
 
 
-# What the first hunts found, each mended.
+# Faults that the first runs found, each corrected.
 
 DEEP = "a = " + "[" * 5000 + "]" * 5000
 
 
-def test_a_recipe_of_lists_within_lists_is_refused(tmp_path: Path) -> None:
+def test_a_deeply_nested_recipe_is_refused(tmp_path: Path) -> None:
     (tmp_path / "deep.toml").write_text(DEEP)
     with pytest.raises(RecipeError, match="too deeply"):
         load(tmp_path / "deep.toml")
@@ -86,14 +86,14 @@ def test_a_recipe_with_a_number_of_thousands_of_digits_is_refused(tmp_path: Path
         load(tmp_path / "long.toml")
 
 
-def test_a_cluster_of_lists_within_lists_is_refused(tmp_path: Path) -> None:
+def test_a_deeply_nested_cluster_is_refused(tmp_path: Path) -> None:
     (tmp_path / "deep.toml").write_text(DEEP)
     with pytest.raises(ValueError, match="too deeply"):
         load_cluster(str(tmp_path / "deep.toml"))
 
 
 @pytest.mark.parametrize("change", [{"price_an_hour": 10**400}, {"tier": [{"devices": 10**400}]}])
-def test_a_number_of_a_cluster_that_no_float_holds_is_refused(change: dict[str, object]) -> None:
+def test_a_cluster_number_beyond_every_float_is_refused(change: dict[str, object]) -> None:
     tier = {"name": "t", "devices": 8, "latency": "1 us", "rate": "1 GB/s"}
     tree = {"device": "a100-80", "tier": [tier]}
     assert cluster_of(tree, "c").tiers[0].devices == 8
@@ -131,7 +131,7 @@ def test_a_profile_with_a_field_of_another_type_is_refused(field: str, value: ob
 
 
 @pytest.mark.parametrize("name", ["run.json", "rank-0000/metadata.json"])
-def test_a_profile_of_lists_within_lists_is_refused(name: str, tmp_path: Path) -> None:
+def test_a_deeply_nested_profile_is_refused(name: str, tmp_path: Path) -> None:
     (tmp_path / "rank-0000").mkdir()
     (tmp_path / "rank-0000" / "metadata.json").write_bytes(seeds()["profile"][0].split(b"\n----\n")[1])
     (tmp_path / name).write_text("[" * 100_000)
@@ -160,7 +160,7 @@ def test_a_run_json_that_is_no_object_is_refused(tmp_path: Path) -> None:
         {"type": "get", "key": "k", "timeout_s": "1"},
     ],
 )
-def test_a_store_ends_a_connection_that_asks_for_the_impossible(
+def test_a_store_closes_a_connection_with_an_oversized_request(
     request_: dict[str, object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     raised: list[object] = []

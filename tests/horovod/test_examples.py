@@ -1,4 +1,4 @@
-"""The examples, as a reader would start them: each compares itself with training in a single process."""
+"""The examples, started by their documented commands. Each compares itself with training in one process."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_a_horovod_script_for_torch_learns() -> None:
 
 
 @pytest.mark.torch
-def test_torchrun_starts_it_beside_its_own_store() -> None:
+def test_torchrun_starts_a_horovod_job_beside_its_own_store() -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     done = subprocess.run(
         [*command, "examples/numpy_mlp.py"], cwd=ROOT, capture_output=True, text=True, timeout=seconds(90)

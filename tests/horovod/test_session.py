@@ -30,7 +30,7 @@ def same(got: Any, expected: Any) -> None:
 
 
 class Immutable:
-    """Another framework's array, as the array API standard shows it; only read."""
+    """A read-only array of another framework, by the array API standard."""
 
     def __init__(self, held: Any) -> None:
         self._held = np.array(held)
@@ -135,7 +135,7 @@ def test_a_tree_is_reduced_in_few_messages(size: int) -> None:
     assert values(run_threads(grouped, size)) == [2] * size, "one a dtype"
 
 
-def test_no_fused_message_is_beyond_its_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_fused_message_exceeds_its_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fusion, "FUSION_BYTES", 1024)
     # f64: 300 elements alone, and the empty array; f32: one element, then 2000 alone, then 35 and 5.
     assert values(run_threads(grouped, 2)) == [5, 5]
@@ -157,7 +157,7 @@ def parameters(rank: int, size: int, folder: str) -> None:
 
 
 @RANKS
-def test_parameters_become_the_roots(size: int) -> None:
+def test_broadcast_parameters_equal_the_roots(size: int) -> None:
     values(run_threads(parameters, size))
 
 
@@ -215,7 +215,7 @@ def optimizers(rank: int, size: int, folder: str) -> None:
             hvd.DistributedOptimizer(object(), session=job)
 
 
-def test_an_optimizer_sees_the_ranks_average() -> None:
+def test_an_optimizer_gets_the_average_over_ranks() -> None:
     values(run_threads(optimizers, 2))
 
 

@@ -1,4 +1,4 @@
-"""netfold.horovod.torch: how a job begins, what it does when an operation fails, and how it ends."""
+"""netfold.horovod.torch: the start of a job, its recovery from failed operations, and its end."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def free_port() -> int:
 
 
 def train(rank: int, size: int, faults: dict[int, str]) -> dict[str, Any]:
-    """Fails at the given numbers of batches, each once: in the way that the word says."""
+    """Fail once at each of the given numbers of batches, in the given way."""
     data = torch.arange(EXAMPLES, dtype=torch.float32)
     torch.manual_seed(rank)
     model = nn.Linear(1, 1)
@@ -89,7 +89,7 @@ def trained(rank: int, size: int, folder: str, ports: list[int]) -> list[dict[st
     return found
 
 
-def test_training_that_fails_twice_ends_where_one_that_never_fails_does() -> None:
+def test_training_with_two_failures_ends_with_the_parameters_of_training_without() -> None:
     ranks = values(run_ranks(trained, 2, [free_port(), free_port()], timeout_s=120))
     for whole, broken in ranks:
         assert whole["resets"] == [] and broken["resets"] == [2, 8], "back to the last commit each time"

@@ -1,4 +1,4 @@
-"""netfold.horovod.torch: operations, join, process sets; beside values computed here, on 2 and 4 ranks."""
+"""netfold.horovod.torch: operations, join, process sets; against values computed here, on 2 and 4 ranks."""
 
 from __future__ import annotations
 

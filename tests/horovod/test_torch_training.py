@@ -1,4 +1,4 @@
-"""netfold.horovod.torch: the optimizer, joined by what trains with it; beside training in a single process."""
+"""netfold.horovod.torch: the optimizer and training with it, against training in one process."""
 
 from __future__ import annotations
 

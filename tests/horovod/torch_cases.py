@@ -101,7 +101,7 @@ def factors_before_and_after(rank: int, size: int) -> None:
 
 
 def names_in_another_order(rank: int, size: int) -> None:
-    """Every rank submits the same names in an order of its own, twice: described, and known."""
+    """Every rank submits the same names in its own order, twice: the second time the names are known."""
     for _ in range(2):
         order = [(7 * (rank + 1) * i + rank) % 29 for i in range(29)]
         handles = {i: hvd.allreduce_async(part(rank + 50 * i, i % 5 + 1), name=f"n{i}", op=hvd.Sum) for i in order}
@@ -416,7 +416,7 @@ def synchronize_before_the_step(rank: int, size: int) -> None:
 
 
 def gradients_that_are_not_everywhere(rank: int, size: int) -> None:
-    """A rank that did not use a layer gives zeros for it; one that used nothing at all, too."""
+    """A rank that used no layer, or not all layers, contributes zeros for the unused ones."""
     used, unused = nn.Linear(2, 1, bias=False), nn.Linear(2, 1, bias=False)
     model = nn.ModuleDict({"used": used, "unused": unused})
     hvd.broadcast_parameters(model.state_dict(), 0)
@@ -576,7 +576,7 @@ def batch_norm_over_all_ranks(rank: int, size: int) -> None:
             mine = torch.split(whole, counts)[rank].clone().requires_grad_()
             got = layer(mine)
             close(got.detach(), torch.split(alone(whole).detach(), counts)[rank], 1e-9)
-            alone.num_batches_tracked -= 1  # the line above looked once more
+            alone.num_batches_tracked -= 1  # the line above made one more forward pass
             (got * torch.split(upstream, counts)[rank]).sum().backward()
             close(mine.grad, torch.split(inputs.grad, counts)[rank], 1e-9)  # type: ignore[arg-type]
             if affine:
@@ -640,7 +640,7 @@ TRAINING: dict[str, Case] = {
 
 
 def _run(rank: int, size: int, folder: str, which: str) -> dict[str, str]:
-    """All cases, one after the other in one job; after a failure the rest is not run."""
+    """Run all cases in one job, and stop after a failure."""
     torch.set_num_threads(1)
     cases = OPERATIONS if which == "operations" else TRAINING
     found = dict.fromkeys(cases, "not run, since a case before it failed")
@@ -665,6 +665,6 @@ def world(which: str, size: int) -> list[dict[str, str]]:
 
 
 def check(which: str, size: int, name: str) -> None:
-    """Fails with the first rank's own traceback."""
+    """Fail with the first rank's traceback."""
     for rank, found in enumerate(world(which, size)):
         assert not found[name], f"rank {rank}: {found[name]}"

@@ -1,6 +1,6 @@
 """Recovery with one check missing, each made from the production source, and the search that must catch it.
 
-A mutant is a text that stands exactly once in a source, and what stands there instead, as in mutants.py. Of
+A mutant replaces a text that occurs exactly once in a source, as in mutants.py. Of
 recovery_machine.py and recovery_plan.py the changed text is executed beside production; failover.cpp is compiled and
 called by ctypes.
 
@@ -43,7 +43,7 @@ DEATH = RecoveryScope(losses=1, deaths=1, operations="1")
 
 @dataclass(frozen=True)
 class Mutant:
-    """What is changed, where it shows, and how the search's words for it begin."""
+    """The changed texts, the scope that shows the fault, and the beginning of the search's report."""
 
     scope: RecoveryScope
     breaks: str
@@ -51,7 +51,7 @@ class Mutant:
 
 
 MUTANTS = {
-    # --- what ranks say to each other ---
+    # --- messages between ranks ---
     "plan-of-some": Mutant(
         RecoveryScope(ranks=3, operations="1"),
         FAILS,
@@ -82,7 +82,7 @@ MUTANTS = {
     "announcement-is-not-remembered": Mutant(
         BACK, UNKNOWN, ((MACHINE, "round_.promised = round_.states[self.rank].promised", "round_.promised = False"),)
     ),
-    # As it was: a membership that was lost before this rank was through stood by, and could be promised.
+    # A former fault: a membership that was lost before this rank had joined stood by, and could be promised.
     "lost-before-it-stands-by": Mutant(
         BACK,
         UNKNOWN,
@@ -91,7 +91,7 @@ MUTANTS = {
             (MACHINE, "if generation != 0 and generation not in self.lost and", "if generation != 0 and"),
         ),
     ),
-    # As it was: the leader's own join, when it began late, set the number of the attempt that answers are counted for.
+    # A former fault: a late join of the leader itself set the attempt for which replies are counted.
     "attempts-are-mixed": Mutant(
         ATTEMPTS,
         UNKNOWN,
@@ -135,7 +135,7 @@ MUTANTS = {
         MEETS,
         ((PLAN, "end = min(state.end", "end = max(state.end"),),
     ),
-    # --- by which way operations go ---
+    # --- the path of operations ---
     "frozen-goes-on": Mutant(ONE, LEAVES, ((FAILOVER, "    current_.frozen = true;\n", ""),)),
     "begun-starts-anew": Mutant(
         ONE, USED, ((FAILOVER, "operation.first_chunk < end ? Mode::host : Mode::undecided", "Mode::undecided"),)

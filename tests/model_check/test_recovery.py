@@ -18,7 +18,7 @@ pytestmark = pytest.mark.native
 
 
 @pytest.mark.parametrize("name", RECOVERY_QUICK)
-def test_every_promise_holds_in_scope(name: str) -> None:
+def test_every_invariant_holds_in_scope(name: str) -> None:
     scope = RECOVERY_QUICK[name]
     report = search_recovery(scope)
     print(sentence(scope, report))
@@ -40,7 +40,7 @@ def test_recovery_without_a_check_is_caught(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "scope", sorted({mutant.scope for mutant in MUTANTS.values()} - set(RECOVERY_QUICK.values()), key=str), ids=str
 )
-def test_production_holds_where_mutants_break(scope: RecoveryScope) -> None:
+def test_production_passes_the_scopes_that_mutants_fail(scope: RecoveryScope) -> None:
     report = search_recovery(scope)
     assert (report.broken, report.exhausted) == ("", True)
 

@@ -11,7 +11,7 @@ pytestmark = pytest.mark.native
 
 
 @pytest.mark.parametrize("name", QUICK)
-def test_every_promise_holds_in_scope(name):
+def test_every_invariant_holds_in_scope(name):
     report = search(QUICK[name])
     print(sentence(QUICK[name], report))
     assert report.broken == ""

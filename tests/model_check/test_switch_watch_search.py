@@ -60,7 +60,7 @@ MUTANTS = {
 }
 
 
-def test_a_switch_counts_as_lost_exactly_when_it_is_of_no_use() -> None:
+def test_a_switch_counts_as_lost_exactly_when_it_is_unusable() -> None:
     report = search_switch_watch()
     print(sentence(report))
     assert report.broken == ""

@@ -72,7 +72,7 @@ def narrow(values, dtype):
     return values
 
 
-def fold(op, dtype, sources):
+def reduced(op, dtype, sources):
     """Reduce as reduce.hpp defines it, in NumPy."""
     combine = {
         "sum": np.add,
@@ -157,7 +157,7 @@ def test_reduce_equals_numpy_for_every_size_and_source_count(op, dtype, isa):
         for source_count in SOURCE_COUNTS:
             sources = [distinct(dtype, count, seed) for seed in range(source_count)]
             context = f"{op} {dtype} {isa} count={count} sources={source_count}"
-            expected = fold(op, dtype, sources)
+            expected = reduced(op, dtype, sources)
             assert_same_bits(reduce(op, dtype, sources, isa), expected, context)
 
             in_place = sources[0].copy()
@@ -218,7 +218,7 @@ def test_reduce_gives_numpys_bits_for_any_bit_pattern(op, dtype, isa):
         noise = rng.integers(0, 1 << (bits.itemsize * 8), (source_count, 5000), bits.dtype)
         sources = [np.concatenate(pair).view(memory) for pair in zip(grid, noise, strict=True)]
         actual = reduce(op, dtype, sources, isa)
-        assert_same_bits(actual, fold(op, dtype, sources), f"{op} {dtype} {isa} sources={source_count}")
+        assert_same_bits(actual, reduced(op, dtype, sources), f"{op} {dtype} {isa} sources={source_count}")
 
 
 @pytest.mark.parametrize("isa", ISAS)

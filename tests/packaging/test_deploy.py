@@ -29,7 +29,7 @@ CONTAINERFILE = (ROOT / "deploy" / "Containerfile").read_text().replace("\\\n", 
     shutil.which("systemd-analyze") is None,
     reason="the unit is rated by systemd-analyze, which is not here (Debian: systemd)",
 )
-def test_systemd_rates_the_unit_as_well_confined(tmp_path: Path) -> None:
+def test_systemd_rates_the_units_exposure_as_low(tmp_path: Path) -> None:
     unit = tmp_path / "netfold-switch.service"
     unit.write_text(UNIT)
     command = ["systemd-analyze", "security", "--no-pager", "--offline=yes", "--threshold=20", str(unit)]
@@ -48,7 +48,7 @@ def test_the_unit_raises_the_bound_of_receive_buffers_and_never_lowers_it(tmp_pa
 
 
 def health_check() -> list[str]:
-    """The image's command, with this Python in the place of the image's netfold."""
+    """The command of the image, run by this Python."""
     (command,) = re.findall(r"^HEALTHCHECK .* CMD (\[.*\])$", CONTAINERFILE, re.M)
     binary, *arguments = json.loads(command)
     assert binary == "/opt/netfold/bin/netfold"
@@ -60,7 +60,7 @@ def test_the_health_check_follows_the_switch_and_fails_once_it_is_killed() -> No
     control_messages.parse_endpoint(address, what=variable)
     with socket.create_server(("127.0.0.1", 0)) as free:
         address = f"127.0.0.1:{free.getsockname()[1]}"
-    # A proxy of the environment is none between the check and its own host.
+    # The health check uses no proxy to reach its own host.
     environment = {**os.environ, variable: address, "http_proxy": "http://127.0.0.1:9"}
 
     def check() -> subprocess.CompletedProcess[str]:

@@ -34,7 +34,7 @@ def wanted() -> list[Requirement]:
 
 
 @pytest.mark.parametrize("python", ["3.10", "3.11", "3.12", "3.13"])
-def test_the_lock_has_what_pyproject_asks_for(python: str) -> None:
+def test_the_lock_satisfies_pyproject(python: str) -> None:
     environment = {"python_version": python, "python_full_version": f"{python}.0", "sys_platform": "linux"}
     locked = {}
     for pin in pins():
@@ -50,7 +50,7 @@ def test_the_lock_has_what_pyproject_asks_for(python: str) -> None:
         assert version in requirement.specifier, f"{requirement} is locked at {version}: make lock"
 
 
-def test_every_package_of_the_lock_has_a_hash_and_none_an_address() -> None:
+def test_every_package_of_the_lock_has_a_hash_and_no_address() -> None:
     packages = re.split(r"\n(?=[A-Za-z0-9])", LOCK)[1:]
     assert len(packages) == len(pins())
     for package in packages:

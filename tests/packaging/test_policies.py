@@ -20,7 +20,7 @@ PAGES = ["SECURITY.md", "CONTRIBUTING.md", "docs/reference/versions.md", "README
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_every_link_of_a_page_leads_somewhere(page: str) -> None:
+def test_every_link_of_a_page_has_a_target(page: str) -> None:
     path = ROOT / page
     for target in re.findall(r"\]\(([^)]+)\)", path.read_text()):
         if "://" in target:
@@ -34,7 +34,7 @@ def test_every_link_of_a_page_leads_somewhere(page: str) -> None:
             assert anchor in slugs, f"{page} points to {target}, which has {slugs}"
 
 
-def test_commands_that_contributors_are_told_to_run_are_there() -> None:
+def test_make_targets_in_contributing_exist() -> None:
     targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M)
     told = re.findall(r"(?:`|^    )make ([a-z-]+)", (ROOT / "CONTRIBUTING.md").read_text(), re.M)
     assert told and set(told) <= set(targets), set(told) - set(targets)

@@ -1,4 +1,4 @@
-""".github: checked by GitHub's own schemas and by zizmor, as in `make check`; and what neither of them asks for."""
+""".github: checked by GitHub's own schemas and by zizmor, as in `make check`, and by further rules."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ def jobs() -> list[tuple[str, dict[str, Any], dict[str, Any]]]:
     return [(name, text, job) for name, text in texts.items() for job in text["jobs"].values()]
 
 
-def test_workflows_are_what_github_takes() -> None:
+def test_workflows_match_githubs_schema() -> None:
     check = tool("check-jsonschema")
     run(check, "--builtin-schema", "vendor.github-workflows", *map(str, WORKFLOWS))
     run(check, "--builtin-schema", "vendor.dependabot", ".github/dependabot.yml")
 
 
-def test_no_workflow_lets_a_stranger_in() -> None:
+def test_zizmor_finds_no_hole_in_the_workflows() -> None:
     run(tool("zizmor"), "--offline", ".github")
 
 
@@ -57,7 +57,7 @@ def test_one_action_has_one_commit_everywhere() -> None:
     assert len({name for name, _, _ in pins}) == len(pins), pins
 
 
-def test_every_job_has_a_bound_and_no_permission_that_is_not_written_down() -> None:
+def test_every_job_has_a_timeout_and_explicit_permissions() -> None:
     for name, workflow, job in jobs():
         assert job["timeout-minutes"] <= 90, name
         assert "concurrency" in workflow, name
@@ -65,7 +65,7 @@ def test_every_job_has_a_bound_and_no_permission_that_is_not_written_down() -> N
         assert granted in ({}, {"contents": "read"}), f"{name} grants {granted} to all its jobs"
 
 
-def test_commands_of_this_repository_that_workflows_run_are_there() -> None:
+def test_repository_commands_in_workflows_exist() -> None:
     targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M)
     for name, _, job in jobs():
         for step in job["steps"]:

@@ -25,11 +25,11 @@ from netfold.page.table import text_table
         (Axis("", 0, 4, named={1: "one", 3: "three"}), [1, 3]),
     ],
 )
-def test_ticks_are_round_and_few(axis: Axis, ticks: list[float]) -> None:
+def test_axis_ticks_are_few_round_numbers(axis: Axis, ticks: list[float]) -> None:
     assert [place for place, _ in axis.labels()] == pytest.approx([axis.at(tick) for tick in ticks])
 
 
-def test_a_value_beyond_the_ends_is_drawn_at_the_end() -> None:
+def test_a_value_beyond_the_axis_is_drawn_at_its_end() -> None:
     assert [Axis("", 1, 100, base=10).at(value) for value in (0, 10, 1e6)] == [0, SIDE / 2, SIDE]
 
 
@@ -42,7 +42,7 @@ def test_an_unknown_value_interrupts_a_line_and_a_lone_point_is_a_dot() -> None:
     assert drawn.one("div", class_="legend").text == "a line"
 
 
-def test_texts_of_a_chart_a_bar_and_a_table_are_no_markup() -> None:
+def test_texts_of_charts_bars_and_tables_are_escaped() -> None:
     bad = "<b>\"'&"
     chart = Chart(Axis(bad, 0, 1, lambda _: bad), Axis(bad, 0, 1, lambda _: bad))
     chart.line("0", [(0, 0.5)], bad)

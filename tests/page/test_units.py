@@ -24,7 +24,7 @@ def test_sizes_are_powers_of_2_and_rates_are_powers_of_10() -> None:
     assert [units.size_range(*ends) for ends in ranges] == ["up to 128 KB", "128 KB to 16 MB", "above 64 MB"]
 
 
-def test_ratios_counts_and_factors() -> None:
+def test_ratios_counts_and_factors_have_their_formats() -> None:
     assert [units.ratio(value) for value in (0, 1e-6, 0.0013, 0.042, 0.38, 1)] == [
         "0 %", "< 0.01 %", "0.13 %", "4.2 %", "38 %", "100 %",
     ]  # fmt: skip

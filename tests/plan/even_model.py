@@ -1,4 +1,4 @@
-"""A model of equal layers and a cluster of round figures, so that a step can be reckoned by hand."""
+"""A model of equal layers and a cluster of round numbers, so that a step can be computed by hand."""
 
 from dataclasses import dataclass
 
@@ -31,7 +31,7 @@ class EvenModel:
     def layers(self, share: ShardSpec) -> tuple[Layer, ...]:
         shared = () if share.tensor == 1 else (Collective("all_reduce", 1e6),) * 2
         forward = Pass((), self.moved_bytes, 1, shared)
-        # Next to nothing; but all of it by weights, which is what a backward pass is halved by.
+        # Very little arithmetic, all of it products with weights; so half of a backward pass is gradients of weights.
         matmuls = (Matmul(1, 1, 1),) if self.weights else ()
         backward = Pass(matmuls, 2 * self.moved_bytes, 1, shared)
         return (Layer("even", forward, backward, Pass(), self.layer_parameters, 1e6, self.input_bytes, self.depth),)

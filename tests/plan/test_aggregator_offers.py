@@ -1,4 +1,4 @@
-"""What one more aggregator would buy, in numbers, in words and in JSON."""
+"""The gain of one more aggregator, in numbers, in words and in JSON."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from netfold.plan.search import Space, search
 from netfold.plan.variants.aggregators import MOST_CORES, MOST_PORTS, aggregator_gains
 
 
-def test_what_is_offered_lies_between_what_there_is_and_a_port_a_worker() -> None:
+def test_offers_lie_between_the_present_link_and_one_port_for_each_worker() -> None:
     model, cluster = find_model("vgg16:measured=true"), load_cluster("ethernet-1g")
     found = search(
         model, cluster, 8, Job(512, 64, Split(8), precision="f32", optimizer="momentum", overlap=True), Space()
@@ -43,7 +43,7 @@ def test_what_is_offered_lies_between_what_there_is_and_a_port_a_worker() -> Non
     assert aggregator_gains(model, with_one, again)[0].step_s == pytest.approx(both.best.prediction.step_s)
 
 
-def test_a_box_has_no_more_ports_than_cards_have() -> None:
+def test_an_offered_box_has_at_most_the_ports_of_its_cards() -> None:
     model, cluster = find_model("vgg16:measured=true"), load_cluster("ethernet-1g")
     job = Job(64 * (MOST_PORTS + 1), 64, precision="f32", optimizer="momentum")
     for workers, count in ((MOST_PORTS, 2), (MOST_PORTS + 1, 1)):
@@ -52,7 +52,7 @@ def test_a_box_has_no_more_ports_than_cards_have() -> None:
         assert len(aggregator_gains(model, cluster, found)) == count
 
 
-def test_nothing_is_offered_where_switches_add_or_nothing_travels() -> None:
+def test_nothing_is_offered_beside_a_reducing_switch_or_for_one_worker() -> None:
     model = find_model("vgg16:measured=true")
     job = Job(512, 64, Split(8), precision="f32", optimizer="momentum", in_network=True)
     tofino = load_cluster("switchml-10g")
@@ -69,7 +69,7 @@ def plan(*arguments: str) -> tuple[int, str]:
     return result.exit_code, result.output
 
 
-def test_the_answer_says_what_one_more_would_buy_in_words_and_in_json() -> None:
+def test_text_and_json_have_the_gain_of_one_more_aggregator() -> None:
     code, text = plan("--cluster", "ethernet-1g")
     assert code == 0 and "what one more aggregator would buy" in text
     assert "no aggregator: one spare host with a link like a worker's (c = 1, 1 core) would save" in text
@@ -81,7 +81,7 @@ def test_the_answer_says_what_one_more_would_buy_in_words_and_in_json() -> None:
     assert box["c"] == 8 and box["saved"] > spare["saved"] > 0
 
 
-def test_a_workers_own_host_that_gives_nothing_is_said(tmp_path: Path) -> None:
+def test_an_aggregator_on_a_workers_host_without_gain_is_reported(tmp_path: Path) -> None:
     slow, fast = tmp_path / "slow.toml", tmp_path / "fast.toml"
     tier = '[[tier]]\nname = "Ethernet"\ndevices = 8\nlatency = "60 us"\nrate = "1 Gbit/s"\n'
     for file, c in ((slow, 1), (fast, 2)):

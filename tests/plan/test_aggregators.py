@@ -1,5 +1,5 @@
-"""Aggregators with a link of their own: what they give back by bytes counted by hand, what a cluster says of them, and
-what one more would buy."""
+"""Aggregators with their own links: times against hand-counted bytes, their keys in a cluster file, and the gain of one
+more."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_a_part_through_the_switch_ends_with_the_ring_beside_it(workers: int, c:
     assert N / B <= found < 2 * (workers - 1) / workers * N / B or c >= workers
 
 
-def test_four_and_eight_workers_by_numbers() -> None:
+def test_aggregator_times_of_four_and_eight_workers_equal_hand_counted_values() -> None:
     # P = 8, c = 1: S = b/8, H = 8/14 b; S + H (1 - 1/8) = 0.125 + 0.5 = 0.625 b.
     assert all_reduce_s(hosts(8, linked(1)), 8) == pytest.approx(1 / 0.625)
     # P = 4, c = 2: S = b/2, H = 4/6 b; 1/2 + 1/3 = 5/6 b.
@@ -72,7 +72,7 @@ def test_four_and_eight_workers_by_numbers() -> None:
 
 
 @pytest.mark.parametrize("workers", [4, 8])
-def test_spare_hosts_come_to_what_byteps_calls_the_least(workers: int) -> None:
+def test_spare_hosts_reach_the_minimum_that_byteps_states(workers: int) -> None:
     # Jiang et al., OSDI 2020, section 4: 2n(n-1) / (n^2 + kn - 2k) of M/B, with n workers and k spare machines.
     for k in (1, 2, 4):
         least = 2 * workers * (workers - 1) / (workers**2 + k * workers - 2 * k)
@@ -85,7 +85,7 @@ def test_spare_hosts_with_links_like_the_workers_add_up() -> None:
     assert all_reduce_s(hosts(8, linked(1), linked(3)), 8) == pytest.approx(all_reduce_s(hosts(8, linked(4)), 8))
 
 
-def test_cores_bound_what_a_switch_gives() -> None:
+def test_cores_bound_the_rate_of_a_switch() -> None:
     # Eight ports of b, and one core that adds 2 b of contributions: as a link of 2 b.
     slow = Aggregator(ports=True, core_bytes_per_s=2 * B)
     assert all_reduce_s(hosts(8, slow), 8) == pytest.approx(all_reduce_s(hosts(8, linked(2)), 8))
@@ -93,16 +93,16 @@ def test_cores_bound_what_a_switch_gives() -> None:
     assert all_reduce_s(hosts(8, four), 8) == pytest.approx(1.0)
 
 
-def test_a_cluster_that_names_none_or_does_not_ask_goes_in_a_ring() -> None:
+def test_a_cluster_without_aggregators_uses_a_ring() -> None:
     ring = 2 * 7 / 8 * N / B
     assert all_reduce_s(hosts(8), 8) == pytest.approx(ring)
     named = hosts(8, linked(8))
     assert collective_s("all_reduce", N, Group(8), named, BYTES_ALONE) == pytest.approx(ring)
-    # What is no gradient does not go through aggregators: other groups use them.
+    # Only gradients use aggregators; other groups do not.
     assert collective_s("all_reduce", N, Group(8), named, BYTES_ALONE, True) == pytest.approx(ring)
 
 
-def test_devices_of_a_host_and_groups_alongside_share_the_aggregator() -> None:
+def test_devices_of_a_host_and_concurrent_groups_share_the_aggregator() -> None:
     # Four hosts of two devices: each of the two groups between hosts moves half of the tensor over half of the link,
     # and the aggregator's link is shared alike.
     assert all_reduce_s(hosts(4, linked(2), node=2), 8) == pytest.approx(all_reduce_s(hosts(4, linked(2)), 4))
@@ -161,7 +161,7 @@ def test_a_cluster_file_names_its_aggregators_and_their_links() -> None:
     assert two.link_bytes_per_s(1e9 / 8, 8) == 2e9 / 8 and box.link_bytes_per_s(1e9 / 8, 8) == 1e9
 
 
-def test_what_a_core_adds_is_what_was_measured() -> None:
+def test_the_rate_of_a_core_equals_the_measurement() -> None:
     text = (Path(__file__).parents[2] / "bench" / "results" / "switch_cost.md").read_text()
     row = next(line for line in text.splitlines() if line.startswith("| this tree | GRO on, results cut by the link |"))
     low, high = (float(each) for each in row.split("|")[4].split(".."))
@@ -181,13 +181,13 @@ def test_what_a_core_adds_is_what_was_measured() -> None:
         ({"link": "a port a worker", "worker": True}, "has no port for each worker"),
     ],
 )
-def test_an_aggregator_that_cannot_be_is_refused_in_a_sentence(table: dict[str, Any], reason: str) -> None:
+def test_an_impossible_aggregator_is_refused_in_a_sentence(table: dict[str, Any], reason: str) -> None:
     with pytest.raises(ValueError, match="cluster ours, tier Ethernet, aggregator") as error:
         said(table)
     assert reason in str(error.value) and "\n" not in str(error.value)
 
 
-def test_an_aggregator_beside_switches_that_add_or_inside_a_host_is_refused() -> None:
+def test_an_aggregator_beside_reducing_switches_or_inside_a_host_is_refused() -> None:
     tier = FILE["tier"][0] | {"aggregator": [{"link": 1}]}
     with pytest.raises(ValueError, match="whose switches aggregate"):
         cluster_of({**FILE, "tier": [tier | {"in_network": True}]}, "ours")
@@ -201,7 +201,7 @@ def asked(cluster: str | dict[str, Any], **job: Any) -> dict[str, Any]:
     return {"model": "vgg16:measured=true", "cluster": cluster, "job": {"gpus": 8, "batch": 512, **job}}
 
 
-def test_reductions_in_the_network_are_off_where_nothing_adds_and_refused_where_asked_for() -> None:
+def test_in_network_reduction_without_a_reducing_switch_is_off_and_refused_on_request() -> None:
     file = {**FILE, "tier": [FILE["tier"][0] | {"aggregator": [{"link": 1}]}]}
     assert not parse_request(asked(FILE, precision="f32"), {}).job.in_network
     assert parse_request(asked(file, precision="f32"), {}).job.in_network

@@ -1,4 +1,4 @@
-"""A predicted step: its parts add up, its memory is the papers', and what cannot be is a sentence."""
+"""A predicted step: its parts add up, its memory equals the papers', and impossible jobs are refused in a sentence."""
 
 from dataclasses import replace
 
@@ -33,7 +33,7 @@ class _Equal:
 
 
 @pytest.mark.parametrize(("stages", "microbatches"), [(1, 4), (4, 4), (8, 8), (8, 32), (64, 64)])
-def test_the_bubble_of_equal_stages_is_the_talks(dgx: Cluster, stages: int, microbatches: int) -> None:
+def test_the_bubble_of_equal_stages_equals_the_talks_formula(dgx: Cluster, stages: int, microbatches: int) -> None:
     prediction = predict(_Equal(), dgx, Job(microbatches, 1, Split(pipeline=stages), optimizer="sgd"))
     idle = prediction.bubble_s / (prediction.bubble_s + prediction.compute_s)
     assert idle == pytest.approx((stages - 1) / (stages + microbatches - 1))
@@ -56,7 +56,7 @@ def test_the_parts_of_a_step_add_up(dgx: Cluster, job: Job) -> None:
     assert 0 < found.mfu < 1 and found.samples_per_s == pytest.approx(64 / found.step_s)
 
 
-def test_recomputing_takes_a_third_of_the_arithmetic_more(dgx: Cluster) -> None:
+def test_recomputing_adds_a_third_of_the_arithmetic(dgx: Cluster) -> None:
     nothing, all_of_it = (
         predict(GPT, dgx, Job(4, 4, Split(tensor=8), recomputation=word)) for word in ("none", "full")
     )
@@ -64,7 +64,7 @@ def test_recomputing_takes_a_third_of_the_arithmetic_more(dgx: Cluster) -> None:
     assert all_of_it.memory.activations < nothing.memory.activations / 10
 
 
-def test_activations_are_korthikantis(dgx: Cluster) -> None:
+def test_activation_bytes_equal_korthikantis_formula(dgx: Cluster) -> None:
     """Table 2 and section 4.2.3, of blocks; embeddings and logits come on top."""
     job = Job(64, 1, Split(tensor=8, pipeline=8, interleave=3))
     model = Transformer("GPT 175B", 12288, 96, 96, 2048)
@@ -75,7 +75,7 @@ def test_activations_are_korthikantis(dgx: Cluster) -> None:
     assert waiting(0, job.microbatches, job) == pytest.approx(8 * (1 + 7 / 24))
 
 
-def test_layers_that_do_not_come_out_even_make_the_first_stages_longer(dgx: Cluster) -> None:
+def test_an_uneven_division_of_layers_makes_the_first_stages_longer(dgx: Cluster) -> None:
     odd = replace(GPT, depth=50)
     stages = predict(odd, dgx, Job(8, 1, Split(tensor=8, pipeline=4))).stages
     block = odd.layers(ShardSpec(1, 8))[1].parameters
@@ -90,13 +90,13 @@ def test_more_stages_than_layers_are_refused(dgx: Cluster) -> None:
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-def test_a_schedule_decides_how_many_microbatches_wait(schedule: str) -> None:
+def test_the_schedule_bounds_the_microbatches_in_flight(schedule: str) -> None:
     job = Job(32, 1, Split(pipeline=4), schedule=schedule)
     assert [waiting(index, 32, job) for index in range(4)] == ([32] * 4 if schedule == "gpipe" else [4, 3, 2, 1])
 
 
 @pytest.mark.parametrize(("level", "part"), [(0, (1, 1, 1)), (1, (1, 1, 8)), (2, (1, 8, 8)), (3, (8, 8, 8))])
-def test_zero_splits_state_from_its_level_on(dgx: Cluster, level: int, part: tuple[int, int, int]) -> None:
+def test_zero_splits_state_from_its_level(dgx: Cluster, level: int, part: tuple[int, int, int]) -> None:
     whole = predict(GPT, dgx, Job(8, 1, Split(data=8))).memory
     split = predict(GPT, dgx, Job(8, 1, Split(data=8, zero=level))).memory
     assert (split.weights, split.gradients, split.optimizer) == pytest.approx(
@@ -111,7 +111,7 @@ def test_eighteen_bytes_a_parameter_with_adam_in_16_bits(dgx: Cluster) -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 8, 64])
-def test_bytes_a_parameter_are_zeros(dgx: Cluster, ranks: int) -> None:
+def test_bytes_per_parameter_equal_the_zero_papers(dgx: Cluster, ranks: int) -> None:
     """16 with Adam in 16 bits; 4 + 12/d, 2 + 14/d, 16/d (Rajbhandari et al. 2020, figure 1)."""
     for level, (whole, shared) in enumerate(((16, 0), (4, 12), (2, 14), (0, 16))):
         memory = predict(GPT, dgx, Job(64, 1, Split(data=ranks, zero=level), gradient_bytes=2)).memory
@@ -119,7 +119,7 @@ def test_bytes_a_parameter_are_zeros(dgx: Cluster, ranks: int) -> None:
         assert held == pytest.approx(whole + shared / ranks, rel=1e-3), level
 
 
-def test_an_unaligned_matmul_costs_more(dgx: Cluster) -> None:
+def test_an_unaligned_matmul_takes_longer(dgx: Cluster) -> None:
     aligned, unaligned = (matmul_s(Matmul(8192, words, 2048), dgx.device, "f16", 2, FITTED) for words in (50304, 50257))
     assert unaligned > 2 * aligned
 
@@ -151,11 +151,11 @@ def test_reductions_in_the_network_send_half(dgx: Cluster) -> None:
         (Job(5, 1, Split(tensor=5)), "64 heads cannot be split over 5 tensor ranks"),
     ],
 )
-def test_a_split_that_cannot_be_is_a_sentence(dgx: Cluster, job: Job, said: str) -> None:
+def test_an_impossible_split_is_refused_in_a_sentence(dgx: Cluster, job: Job, said: str) -> None:
     with pytest.raises(ValueError, match=said):
         predict(GPT, dgx, job)
 
 
-def test_a_batch_that_does_not_come_out_even_is_a_sentence() -> None:
+def test_an_indivisible_batch_is_refused_in_a_sentence() -> None:
     with pytest.raises(ValueError, match="must be a multiple of 32"):
         Job(24, 4, Split(data=8))

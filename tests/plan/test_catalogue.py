@@ -1,4 +1,4 @@
-"""The models' layers against what is published of them; no worker."""
+"""The layers of the models against published numbers."""
 
 import pytest
 
@@ -38,11 +38,11 @@ MULTIPLY_ADDS = {
 
 
 @pytest.mark.parametrize(("name", "parameters"), [*TORCHVISION.items(), *TRANSFORMERS.items()])
-def test_a_models_layers_add_up_to_its_published_parameters(name: str, parameters: int) -> None:
+def test_the_layers_of_a_model_have_its_published_parameter_count(name: str, parameters: int) -> None:
     assert find_model(name).parameters == parameters
 
 
-def test_with_auxiliary_heads_the_inceptions_have_torchvisions_parameters() -> None:
+def test_inceptions_with_auxiliary_heads_have_torchvisions_parameter_count() -> None:
     # torchvision's documentation counts Inception v3 with its head, and GoogLeNet without; its GoogLeNet() has two.
     assert sum(sum(layer.counts) for layer in inception3(heads=True)) == 27_161_264
     assert sum(sum(layer.counts) for layer in googlenet(heads=True)) == 13_004_888
@@ -61,12 +61,12 @@ def test_with_auxiliary_heads_the_inceptions_have_torchvisions_parameters() -> N
         ("edsr", 43),
     ],
 )
-def test_a_count_that_is_published_rounded_is_met_to_its_last_digit(name: str, millions: float) -> None:
+def test_a_rounded_published_count_matches_to_its_last_digit(name: str, millions: float) -> None:
     digits = len(str(millions).partition(".")[2]) if isinstance(millions, float) else 0
     assert round(find_model(name).parameters / 1e6, digits) == millions
 
 
-def test_dlrms_perceptrons_have_the_sizes_that_the_mlperf_reference_is_run_with() -> None:
+def test_the_perceptrons_of_dlrm_have_the_sizes_of_the_mlperf_reference() -> None:
     # --arch-mlp-bot 13-512-256-128 --arch-mlp-top 479-1024-1024-512-256-1: the interaction of 27 vectors is 479 wide.
     sizes = [(13, 512), (512, 256), (256, 128), (479, 1024), (1024, 1024), (1024, 512), (512, 256), (256, 1)]
     model = find_model("dlrm")
@@ -75,11 +75,11 @@ def test_dlrms_perceptrons_have_the_sizes_that_the_mlperf_reference_is_run_with(
 
 
 @pytest.mark.parametrize(("name", "multiply_adds"), MULTIPLY_ADDS.items())
-def test_a_models_work_is_what_is_published_within_a_percent(name: str, multiply_adds: float) -> None:
+def test_the_flops_of_a_model_are_within_a_percent_of_the_published_count(name: str, multiply_adds: float) -> None:
     assert find_model(name).flops / 2 == pytest.approx(multiply_adds, rel=0.011)
 
 
-def test_berts_work_is_two_flops_a_parameter_and_token_and_what_attention_adds() -> None:
+def test_the_flops_of_bert_are_two_per_parameter_and_token_plus_attention() -> None:
     model = find_model("bert-large")
     matrices = 24 * 12 * 1024 * 1024
     pairs = 24 * 2 * TOKENS * TOKENS * 1024
@@ -93,7 +93,7 @@ def test_a_frozen_layer_counts_as_parameters_and_sends_nothing() -> None:
     assert model.parameters - sum(model.gradients) == frozen
 
 
-def test_every_model_has_a_speed_with_a_source_and_a_derived_one_is_its_siblings_per_flop() -> None:
+def test_every_model_has_a_speed_with_a_source_and_derived_speeds_scale_a_sibling_by_flops() -> None:
     assert set(PUBLISHED) | set(SIBLINGS) == set(MODELS) and not set(PUBLISHED) & set(SIBLINGS)
     for name in MODELS:
         model = find_model(name)
@@ -103,11 +103,11 @@ def test_every_model_has_a_speed_with_a_source_and_a_derived_one_is_its_siblings
     assert vgg19.compute_s == pytest.approx(64 / vgg19.speed.samples_per_s)
 
 
-def test_switchmls_nine_are_among_the_models() -> None:
+def test_the_nine_models_of_switchml_are_in_the_catalogue() -> None:
     assert len(set(SWITCHML_MODELS)) == 9 and set(SWITCHML_MODELS) < set(MODELS)
 
 
-def test_an_unknown_model_is_refused_with_the_names_there_are() -> None:
+def test_an_unknown_model_is_refused_with_the_known_names() -> None:
     with pytest.raises(ValueError, match=r"there are alexnet, .*resnet50"):
         find_model("resnet18")
 
@@ -122,7 +122,7 @@ def test_sizes_follow_strides_paddings_and_roundings() -> None:
     assert image.fork().conv(4, 3, 1, 1).shuffle_up(2).channels == 1
 
 
-def test_work_is_a_multiply_add_a_weight_and_place() -> None:
+def test_convolution_flops_are_one_multiply_add_for_each_weight_and_position() -> None:
     image = Stack(6, 10, 12).conv(4, 3, 1, 1, groups=2)
     (layer,) = image.layers
     assert layer.shapes == ((4, 3, 3, 3), (4,))

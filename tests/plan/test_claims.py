@@ -31,13 +31,13 @@ def test_a_prediction_agrees_with_the_talk(name: str, low: float, high: float) -
 @pytest.mark.parametrize(
     ("name", "low", "high"),
     [
-        # Each of these is a gain, as the talk says, but of another size.
+        # Each of these is a gain, as in the talk, but of another size.
         ("EFA over TCP, BERT", 1.02, 1.5),
         ("SHARP, ResNet-50", 0.1, 3),
         ("SwitchML, the model that gains least", 0.5, 10),
         ("SwitchML, the model that gains most", 50, 75),
         ("MPI-Opt over default MPI, 512 GPUs", 27, 45),
-        # Less than the talk says: some memory is not counted.
+        # Less than in the talk: some memory is not counted.
         ("ResNet-50 at batch 256, all", 11, 12),
         # A loss: weights are gathered after the update, and nothing hides that.
         ("The distributed optimizer's gain", 0.95, 1.0),
@@ -49,7 +49,7 @@ def test_a_prediction_that_differs_has_its_direction_and_a_reason(name: str, low
     assert len(claim.finding.why.split()) > 10
 
 
-def test_every_claim_has_its_own_name_and_its_question() -> None:
+def test_every_claim_has_a_unique_name_and_a_request() -> None:
     assert len(FOUND) == len(claims()) == 15
     assert all(claim.finding.asked and claim.words and claim.talk.startswith("seeds/00") for claim in FOUND.values())
 
@@ -62,12 +62,12 @@ def test_a_prediction_agrees_within_a_fifth_of_the_gain_or_loss() -> None:
     assert around(67.0, digits=0.5) == pytest.approx((66.5, 67.5))
 
 
-def test_the_committed_claims_are_what_is_predicted_now() -> None:
+def test_the_committed_claims_equal_the_present_predictions() -> None:
     committed = (Path(__file__).parents[2] / "bench" / "results" / "plan.md").read_text()
     assert claims_markdown(claims()) in committed, "make it again: python bench/validation > bench/results/plan.md"
 
 
-def test_the_script_prints_the_claims_as_json_and_alone(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_script_prints_only_the_claims_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     main(["--claims", "--json"])
     told = json.loads(capsys.readouterr().out)
     assert told["sources"] == []

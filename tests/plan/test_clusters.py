@@ -1,4 +1,4 @@
-"""Clusters: presets that load, quantities with their units, and sentences for what is not sound."""
+"""Clusters: presets load, quantities have units, and invalid clusters are refused in a sentence."""
 
 from dataclasses import astuple
 from pathlib import Path
@@ -16,7 +16,7 @@ def test_every_preset_loads_and_names_its_sources(name: str) -> None:
     assert all(tier.bytes_per_s > 0 and tier.latency_s > 0 for tier in cluster.tiers)
 
 
-def test_a_file_can_say_bursts_and_cores_that_hosts_share(tmp_path: Path) -> None:
+def test_a_cluster_file_may_have_bursts_and_shared_cores(tmp_path: Path) -> None:
     file = tmp_path / "rack.toml"
     text = """
         device = "p100"
@@ -43,12 +43,12 @@ def test_a_file_can_say_bursts_and_cores_that_hosts_share(tmp_path: Path) -> Non
         load_cluster(str(file))
 
 
-def test_the_talks_and_the_issue_name_their_machines() -> None:
+def test_clusters_of_the_talks_and_of_the_issue_name_their_machines() -> None:
     wanted = {"dgx-a100", "dgx-1", "p3dn-efa", "p3dn-tcp", "edsr-v100", "switchml-10g", "switchml-100g", "sharp-hdr"}
     assert wanted <= set(preset_names())
 
 
-def test_a_name_that_is_none_suggests_the_nearest() -> None:
+def test_an_unknown_name_is_refused_with_the_nearest_name() -> None:
     with pytest.raises(ValueError, match="did you mean dgx-a100"):
         load_cluster("dgx-a10")
 
@@ -78,7 +78,7 @@ def test_a_quantity_is_read_with_its_unit(text: str, kind: str, value: float) ->
         ("fast", "rate", "is not a quantity"),
     ],
 )
-def test_a_unit_that_is_missing_or_mixed_up_is_a_sentence(value: object, kind: str, said: str) -> None:
+def test_a_missing_or_wrong_unit_is_refused_in_a_sentence(value: object, kind: str, said: str) -> None:
     with pytest.raises(ValueError, match=f"here: .*{said}"):
         parse_quantity(value, kind, "here")
 
@@ -108,13 +108,13 @@ reserved = "2 GiB"
 """
 
 
-def test_what_tensors_cannot_have_is_not_usable(tmp_path: Path) -> None:
+def test_reserved_memory_is_not_usable_for_tensors(tmp_path: Path) -> None:
     (tmp_path / "ours.toml").write_text(_SOUND.replace('device = "a100-80"', _TABLE))
     device = load_cluster(str(tmp_path / "ours.toml")).device
     assert device.usable_bytes == device.memory_bytes - 2 * 2**30 == 78 * 2**30
 
 
-def test_a_file_of_ones_own_is_a_cluster(tmp_path: Path) -> None:
+def test_a_users_file_is_a_cluster(tmp_path: Path) -> None:
     (tmp_path / "ours.toml").write_text(_SOUND)
     cluster = load_cluster(str(tmp_path / "ours.toml"))
     assert (cluster.name, cluster.devices, cluster.node) == ("ours", 64, 8)
@@ -139,7 +139,7 @@ def test_a_file_of_ones_own_is_a_cluster(tmp_path: Path) -> None:
         ('device = "a100-80"', _TABLE.replace("2 GiB", "80 GiB"), "reserved = 80 GiB leaves nothing of a memory of 80"),
     ],
 )
-def test_an_impossible_cluster_is_a_sentence(tmp_path: Path, old: str, new: str, said: str) -> None:
+def test_an_impossible_cluster_is_refused_in_a_sentence(tmp_path: Path, old: str, new: str, said: str) -> None:
     path = tmp_path / f"bad{abs(hash(new))}.toml"
     path.write_text(_SOUND.replace(old, new))
     with pytest.raises(ValueError, match=said):

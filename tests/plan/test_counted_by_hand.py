@@ -1,4 +1,4 @@
-"""What a step sends, keeps and waits for, beside bytes that were counted by hand: a few ranks, round figures."""
+"""The bytes, memory and waiting time of a step against values counted by hand: few ranks, round numbers."""
 
 from dataclasses import replace
 from typing import Any
@@ -20,7 +20,7 @@ from netfold.plan.step.traffic import Group, collective_s
 BYTES_ALONE = replace(FITTED, collective_s=0.0, copy_bytes_per_s=float("inf"))
 
 
-def test_all_to_all_between_nodes_leaves_by_each_ranks_own_adapter() -> None:
+def test_all_to_all_between_nodes_uses_each_ranks_own_adapter() -> None:
     # Four ranks on two nodes give n bytes each, a quarter to every rank: n/2 leave a rank for the other node, over its
     # adapter of 10 GB/s, however many adapters are beside it.
     n, nodes = 4e9, cluster(node=2)
@@ -33,7 +33,7 @@ def test_all_to_all_between_nodes_leaves_by_each_ranks_own_adapter() -> None:
     assert collective_s("all_to_all", n, Group(4, 8), cluster(node=8), BYTES_ALONE) == pytest.approx(3 / 4 * n / 10e9)
 
 
-def test_all_to_all_through_three_tiers_takes_what_the_busiest_takes() -> None:
+def test_all_to_all_through_three_tiers_takes_the_time_of_the_busiest_tier() -> None:
     # Eight ranks: two a node, two nodes a rack, two racks. 6/8 of n leave a rank's node, 4/8 its rack, where half of
     # the links are missing: 4/8 at 5 GB/s is more than 6/8 at 10.
     inner = cluster(node=2)
@@ -43,7 +43,7 @@ def test_all_to_all_through_three_tiers_takes_what_the_busiest_takes() -> None:
     assert found == pytest.approx(max(6 / 8 * n / 10e9, 4 / 8 * n / 5e9))
 
 
-def test_all_to_all_waits_for_the_latency_of_the_partners_that_it_has() -> None:
+def test_all_to_all_pays_the_latency_of_its_partners_tiers() -> None:
     # Of three partners one is in the node and two are beyond it; two exchanges are under way at a time.
     near, far = 1e-6, 10e-6
     there = cluster(node=2)
@@ -74,7 +74,7 @@ def test_zero_2_reduces_gradients_after_every_microbatch_and_zero_1_once() -> No
     assert data_s(zero_job(2)) == pytest.approx(4 * REDUCED_S + GATHERED_S)
 
 
-def test_zero_2_hides_of_each_microbatch_what_its_backward_pass_is_long_enough_for() -> None:
+def test_zero_2_hides_reductions_behind_the_backward_pass_of_their_microbatch() -> None:
     for moved_bytes, left_s in ((0.5e9, REDUCED_S - 0.0237), (2e9, REDUCED_S / 10)):
         # A backward pass of 24 ms hides as much; one of 95 ms all but the last of ten buckets.
         model = replace(STATE, moved_bytes=moved_bytes)
@@ -83,8 +83,8 @@ def test_zero_2_hides_of_each_microbatch_what_its_backward_pass_is_long_enough_f
         assert said.exposed_s["data"] == pytest.approx(4 * left_s + GATHERED_S, rel=0.01)
 
 
-def test_weights_that_zero_1_and_2_gather_hide_behind_nothing() -> None:
-    # They are there to gather once the update has ended, when the backward pass is over.
+def test_weight_gathers_of_zero_1_and_2_are_not_hidden() -> None:
+    # The gather starts after the update, when no backward pass can hide it.
     for level, reductions in ((1, 1), (2, 4)):
         quiet = replace(STATE, moved_bytes=1e11)
         job = zero_job(level, overlap=True, bucket_bytes=6.4e6)
@@ -94,7 +94,7 @@ def test_weights_that_zero_1_and_2_gather_hide_behind_nothing() -> None:
 
 @pytest.mark.parametrize("level", [1, 2])
 @pytest.mark.parametrize("overlap", [False, True])
-def test_a_step_of_zero_1_and_2_played_takes_what_the_closed_form_says(level: int, overlap: bool) -> None:
+def test_a_simulated_step_of_zero_1_and_2_takes_the_closed_forms_time(level: int, overlap: bool) -> None:
     job = zero_job(level, overlap=overlap, bucket_bytes=6.4e8)
     longer = replace(STATE, moved_bytes=2e9)
     closed = predict(longer, cluster(), job, BYTES_ALONE)
@@ -108,7 +108,7 @@ def test_a_step_of_zero_1_and_2_played_takes_what_the_closed_form_says(level: in
         assert gathered.end_s == pytest.approx(said.prediction.step_s) and gathered.size_bytes == 3.2e9
 
 
-def test_recomputing_a_block_holds_the_activations_of_one_block_beside_what_is_kept_of_all() -> None:
+def test_recomputing_blocks_holds_one_blocks_activations_and_every_blocks_input() -> None:
     """Korthikanti et al. 2022, table 2: a block has sbh (34 + 5as/h) bytes of activations, of which 2sbh are its input.
 
     Kept of each of 4 blocks: its input. While the last of them is recomputed for its backward pass, all that it has.
@@ -130,7 +130,7 @@ def test_recomputing_a_block_holds_the_activations_of_one_block_beside_what_is_k
     assert first.activations == pytest.approx(2 * (sbh + 2 * 2 * sbh) + one_block)
 
 
-def test_a_block_that_is_recomputed_never_takes_less_than_the_head_after_it() -> None:
+def test_a_recomputed_block_never_needs_less_memory_than_the_head_after_it() -> None:
     # A vocabulary so large that logits, in 2 and 4 bytes, are more than a block.
     s, h = 1024, 1024
     model = Transformer("wordy", h, 16, 2, s, vocabulary=128 * 2048)
@@ -138,7 +138,7 @@ def test_a_block_that_is_recomputed_never_takes_less_than_the_head_after_it() ->
     assert found == pytest.approx(s * h * (1 + 2 * 2 + 2 * 2) + 4 * s * 128 * 2048)
 
 
-def test_a_chain_that_is_recomputed_holds_one_link_whole() -> None:
+def test_a_recomputed_chain_holds_all_activations_of_one_link() -> None:
     # Three links of 1,000, 5,000 and 2,000 numbers; each keeps its input, of 0, 100 and 200 numbers; 2 bytes each.
     links = tuple(
         ChainLayer(str(kept), (Product(64, 64, 64),), 4096, changed=0.0, kept=kept, handed=handed)
@@ -149,14 +149,14 @@ def test_a_chain_that_is_recomputed_holds_one_link_whole() -> None:
     assert found == pytest.approx(2 * (0 + 100 + (5000 - 100)))
 
 
-def test_recomputing_a_layer_of_the_catalogue_keeps_what_comes_in() -> None:
+def test_recomputing_a_catalogue_layer_keeps_its_input() -> None:
     # Layer by layer what comes in is what the layer before kept: nothing is saved, and the arithmetic is done again.
     none, full = (predict(Layered("resnet50"), cluster(), Job(32, 32, recomputation=word)) for word in ("none", "full"))
     assert full.compute_s > none.compute_s
     assert full.memory.activations >= 0.9 * none.memory.activations
 
 
-def test_a_layer_that_zero_3_gathers_is_whole_beside_what_is_recomputed() -> None:
+def test_memory_of_zero_3_counts_a_gathered_layer_beside_recomputed_activations() -> None:
     # Four ranks, blocks of 12h^2 + 13h weights in 2 bytes and gradients in 4.
     s, h, a = 1024, 1024, 16
     model = Transformer("small", h, a, 4, s, vocabulary=128)
@@ -165,12 +165,12 @@ def test_a_layer_that_zero_3_gathers_is_whole_beside_what_is_recomputed() -> Non
     ahead = Job(4, 1, Split(data=4, zero=3), recomputation="full")
     found = predict(model, cluster(), ahead).memory.activations
     assert found == pytest.approx(kept + recomputed + 2 * 2 * block + 4 * block)
-    # Without prefetch the next layer's weights are not there, and gradients come only as activations go.
+    # Without prefetch the next layer's weights are absent, and gradients appear only as activations are freed.
     found = predict(model, cluster(), replace(ahead, prefetch=False)).memory.activations
     assert found == pytest.approx(kept + max(recomputed, 4 * block) + 2 * block)
 
 
-def test_every_published_run_fits_the_devices_that_it_ran_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_published_run_fits_its_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     found = []
 
     def noted(*asked: Any) -> Prediction:
@@ -210,7 +210,7 @@ NEAR_S, FAR_S = 1e9 / 100e9, 1e9 / 10e9
         ({"pipeline": 2, "interleave": 4, "data": 2}, 2, 0, 7),
     ],
 )
-def test_messages_between_stages_take_the_link_that_joins_these_two(
+def test_messages_between_two_stages_use_the_link_between_them(
     split: dict[str, Any], node: int, near: int, far: int
 ) -> None:
     schedule = "interleaved" if "interleave" in split else "gpipe"
@@ -225,7 +225,9 @@ def test_messages_between_stages_take_the_link_that_joins_these_two(
 
 @pytest.mark.parametrize("microbatches", [8, 16, 64])
 @pytest.mark.parametrize("node", [2, 4])
-def test_one_forward_one_backward_waits_for_links_of_two_kinds_as_played(microbatches: int, node: int) -> None:
+def test_one_forward_one_backward_over_two_kinds_of_links_takes_the_simulated_time(
+    microbatches: int, node: int
+) -> None:
     # The larger messages take longer between nodes than a stage computes for a microbatch.
     job = Job(microbatches, 1, Split(pipeline=8))
     for size in (1e7, 1e8):
@@ -241,7 +243,7 @@ def loaded(under_load: float) -> Cluster:
     return replace(there, tiers=(there.tiers[0], replace(there.tiers[1], under_load=under_load)))
 
 
-def test_a_tier_keeps_up_under_load_what_was_measured_of_its_rate() -> None:
+def test_a_tier_under_load_has_its_measured_share_of_the_rate() -> None:
     # All_reduce of n over two nodes of two: 3/2 of n through two adapters of a node. All_to_all: n/2 through one.
     n = 4e9
     for part in (1.0, 0.8, 0.5):
@@ -265,7 +267,7 @@ def test_a_tier_keeps_up_under_load_what_was_measured_of_its_rate() -> None:
         ({"data": 8}, 4),
     ],
 )
-def test_messages_of_a_stage_share_the_links_above_their_node(split: dict[str, Any], times: int) -> None:
+def test_messages_of_a_stage_share_the_links_above_its_node(split: dict[str, Any], times: int) -> None:
     # Stages of one or two ranks: the last of four or two stages in a node sends beyond it.
     ranks = split["data"] * split.get("tensor", 1)
     stages = max(2, 8 // ranks)
@@ -280,7 +282,7 @@ def test_messages_of_a_stage_share_the_links_above_their_node(split: dict[str, A
         assert said.prediction.step_s == pytest.approx(closed.step_s, rel=1e-4), folded
 
 
-def test_another_network_in_place_of_one_that_was_measured_under_load_has_its_own() -> None:
+def test_a_replaced_network_does_not_inherit_the_measured_share_under_load() -> None:
     assert with_network(loaded(0.5), "infiniband-hdr").tiers[1].under_load == 1.0
     # The same links, with another protocol or with more above them.
     for name in ("tcp", "full-bisection"):

@@ -1,4 +1,4 @@
-"""Where layers that differ are cut into stages, and what a pipeline of them takes: beside every cut there is."""
+"""How unequal layers are cut into stages, and the time of such a pipeline: compared with every possible cut."""
 
 import itertools
 import random
@@ -18,7 +18,7 @@ def largest(costs: tuple[float, ...], bounds: tuple[int, ...]) -> float:
     return max(sum(costs[first:last]) for first, last in itertools.pairwise(bounds))
 
 
-def test_no_other_cut_has_a_smaller_largest_run() -> None:
+def test_no_other_cut_has_a_smaller_largest_part() -> None:
     chance = random.Random(7)
     for _ in range(300):
         count = chance.randint(1, 9)
@@ -31,13 +31,13 @@ def test_no_other_cut_has_a_smaller_largest_run() -> None:
         assert largest(costs, bounds) == pytest.approx(best), (costs, runs)
 
 
-def test_a_cut_that_is_best_in_many_ways_is_near_even_shares() -> None:
-    # The first layer is the largest run, wherever the others are cut.
+def test_of_several_best_cuts_the_one_nearest_even_shares_is_chosen() -> None:
+    # The first layer is the largest part, wherever the other layers are cut.
     assert cut((10.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0), 3) == (0, 1, 4, 7)
     assert cut((1.0,) * 8, 4) == (0, 2, 4, 6, 8)
 
 
-def test_more_runs_than_layers_are_refused() -> None:
+def test_more_parts_than_layers_are_refused() -> None:
     with pytest.raises(ValueError, match="3 pipeline stages are more than the 2 layers"):
         cut((1.0, 1.0), 3)
 
@@ -80,7 +80,7 @@ def test_the_slowest_stage_of_a_chain_has_whole_layers() -> None:
         )
 
 
-def test_a_stage_of_a_chain_holds_sends_and_keeps_what_its_own_layers_do() -> None:
+def test_a_stage_of_a_chain_has_the_memory_and_messages_of_its_own_layers() -> None:
     job = Job(8, 1, Split(pipeline=2))
     first, last = predict(Uneven((3.0, 1.0, 1.0, 1.0)), cluster(), job).stages
     assert (first.parameters, last.parameters) == (100, 200 + 300 + 400)
@@ -90,7 +90,7 @@ def test_a_stage_of_a_chain_holds_sends_and_keeps_what_its_own_layers_do() -> No
     assert first.send_s == last.alone_s[1] > 0 == last.send_s == first.alone_s[1]
 
 
-def test_pieces_of_an_interleaved_chain_are_runs_of_its_layers() -> None:
+def test_virtual_stages_of_an_interleaved_chain_are_consecutive_layers() -> None:
     # Four runs of 1, 2, 3, 4 seconds: the first rank has the first and the third.
     job = Job(8, 1, Split(pipeline=2, interleave=2), schedule="interleaved")
     first, last = predict(Uneven((1.0, 2.0, 3.0, 4.0)), cluster(), job).stages
@@ -98,7 +98,7 @@ def test_pieces_of_an_interleaved_chain_are_runs_of_its_layers() -> None:
     assert (first.sent_bytes, last.sent_bytes) == (3e6, 2e6)
 
 
-def test_a_pipeline_of_the_catalogue_is_as_slow_as_its_slowest_run_of_layers() -> None:
+def test_a_pipeline_of_a_catalogue_model_is_as_slow_as_its_slowest_stage() -> None:
     model = Layered("resnet50")
     for stages in (2, 4, 8):
         found = predict(model, cluster(), Job(32, 4, Split(pipeline=stages)))

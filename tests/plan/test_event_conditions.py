@@ -1,4 +1,4 @@
-"""What closed forms leave out: jitter, stragglers, links that are shared, computing that messages slow down."""
+"""Effects that closed forms omit: jitter, stragglers, shared links, and computing that messages slow down."""
 
 import math
 
@@ -21,7 +21,7 @@ def test_the_same_seed_gives_the_same_step_and_another_seed_another():
     assert step_s(Conditions(jitter=0.1, seed=3)) != step_s(Conditions(jitter=0.1, seed=4))
 
 
-def test_jitter_costs_more_the_more_of_it_there_is():
+def test_more_jitter_makes_a_step_longer():
     calm, little, much = (step_s(Conditions(jitter=jitter)) for jitter in (0.0, 0.05, 0.3))
     assert calm < little < much
 
@@ -31,7 +31,7 @@ def test_jitter_of_one_rank_alone_averages_out():
     assert step_s(Conditions(jitter=0.2), job=job) == pytest.approx(step_s(IDEAL, job=job), rel=0.02)
 
 
-def test_two_replicas_wait_for_the_slower_of_two_normal_sums():
+def test_two_replicas_take_the_expected_maximum_of_two_normal_sums():
     # Of 1024 microbatches each a sum is normal: the larger of two is its deviation / sqrt(pi) above the mean.
     job, jitter = Job(2048, 1, Split(data=2)), 0.5
     computing = simulate(EVEN, CLUSTER, job, IDEAL).prediction.compute_s
@@ -49,12 +49,12 @@ def test_a_straggler_of_a_replica_slows_all():
     assert slow.compute_s == pytest.approx(1.5 * calm.compute_s)
 
 
-def test_a_straggler_that_is_faster_helps_nobody():
+def test_a_faster_rank_shortens_no_step():
     job = Job(32, 1, Split(data=4))
     assert step_s(Conditions(stragglers={2: 0.5}), job=job) == pytest.approx(step_s(Conditions(), job=job))
 
 
-def test_links_that_are_too_few_slow_the_messages_between_stages():
+def test_too_few_links_slow_the_messages_between_stages():
     model, job = EvenModel(input_bytes=1e7), Job(16, 1, Split(data=8, pipeline=4), schedule="gpipe")
     narrow = cluster(oversubscription=4.0)
     alone, shared = (
@@ -64,7 +64,7 @@ def test_links_that_are_too_few_slow_the_messages_between_stages():
     assert step_s(Conditions(), model, cluster(), job) == pytest.approx(step_s(IDEAL, model, cluster(), job))
 
 
-def test_a_collective_that_has_its_links_to_itself_takes_as_long_as_the_closed_form_says():
+def test_a_collective_on_unshared_links_takes_the_closed_forms_time():
     job = Job(16, 1, Split(data=16))
     for oversubscription in (1.0, 4.0):
         at = cluster(oversubscription=oversubscription)
@@ -72,7 +72,7 @@ def test_a_collective_that_has_its_links_to_itself_takes_as_long_as_the_closed_f
         assert step_s(Conditions(), model, at, job) == pytest.approx(step_s(IDEAL, model, at, job))
 
 
-def test_gradients_under_way_share_ports_with_activations():
+def test_gradients_in_transit_share_ports_with_activations():
     # Interleaved, so that a piece's gradients go out while others still pass activations on.
     model = EvenModel(input_bytes=5e7, layer_parameters=3e7)
     split = Split(data=8, pipeline=4, interleave=4)
@@ -80,7 +80,7 @@ def test_gradients_under_way_share_ports_with_activations():
     assert step_s(Conditions(), model, CLUSTER, job) > step_s(IDEAL, model, CLUSTER, job)
 
 
-def test_overlap_hides_gradients_and_interference_takes_some_of_it_back():
+def test_overlap_hides_gradients_and_interference_reduces_the_gain():
     model = EvenModel(layer_parameters=2e7)
     split = Split(data=8)
     one_after_the_other = step_s(IDEAL, model, job=Job(32, 1, split))
@@ -89,7 +89,7 @@ def test_overlap_hides_gradients_and_interference_takes_some_of_it_back():
     assert hidden < disturbed < one_after_the_other
 
 
-def test_impossible_conditions_are_said():
+def test_impossible_conditions_are_refused_in_a_sentence():
     with pytest.raises(ValueError, match="jitter is a ratio of 0 or more, not -1"):
         Conditions(jitter=-1)
     with pytest.raises(ValueError, match=r"interference is 1 \(none\) or more, not 0\.5"):

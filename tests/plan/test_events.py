@@ -1,4 +1,4 @@
-"""A step simulated as events: equal to the closed forms where these are exact, and the effects that they leave out."""
+"""A step simulated as events: equal to the closed forms where these are exact, with the effects that they omit."""
 
 import random
 from dataclasses import replace
@@ -31,7 +31,7 @@ def bubble(model, at, job):
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 @pytest.mark.parametrize(("stages", "microbatches"), [(2, 1), (4, 4), (4, 16), (8, 32), (8, 4)])
-def test_the_bubble_of_one_piece_a_stage_is_stages_less_one_by_microbatches(schedule, stages, microbatches):
+def test_the_bubble_is_stages_minus_one_over_microbatches(schedule, stages, microbatches):
     ratio = bubble(EvenModel(), CLUSTER, job(microbatches, schedule=schedule, pipeline=stages))
     assert ratio == pytest.approx((stages - 1) / microbatches)
 
@@ -45,7 +45,7 @@ def test_virtual_stages_divide_the_bubble(stages, microbatches, virtual_stages):
 
 @pytest.mark.parametrize(("schedule", "input_bytes"), [("gpipe", 1e7), ("1f1b", 0.0), ("1f1b", 1e7)])
 @pytest.mark.parametrize("split", [{}, {"data": 8}, {"pipeline": 4, "data": 2}, {"pipeline": 8, "tensor": 2}])
-def test_an_even_step_takes_what_the_closed_form_says(schedule, input_bytes, split):
+def test_an_even_step_takes_the_closed_forms_time(schedule, input_bytes, split):
     # Of nodes as large as a stage, so that all messages go between nodes.
     model, at, wanted = EvenModel(input_bytes=input_bytes), cluster(node=2), job(16, schedule=schedule, **split)
     said, closed = simulate(model, at, wanted, IDEAL).prediction, predict(model, at, wanted)
@@ -56,7 +56,7 @@ def test_an_even_step_takes_what_the_closed_form_says(schedule, input_bytes, spl
 
 
 @pytest.mark.parametrize(("stages", "microbatches"), [(2, 2), (2, 16), (4, 4), (4, 64), (8, 64), (16, 256)])
-def test_one_forward_one_backward_waits_for_messages_all_along(stages, microbatches):
+def test_one_forward_one_backward_waits_for_messages_in_every_phase(stages, microbatches):
     # Stage s has p - s microbatches on their way, too few to hide both messages of each: 2 (p-1)/p of one a microbatch,
     # and 2 (p-2) to fill and drain. Found here, for stages that take the same.
     wanted, nodes_of_one = job(microbatches, pipeline=stages), cluster(node=1)
@@ -70,7 +70,7 @@ def test_one_forward_one_backward_waits_for_messages_all_along(stages, microbatc
 
 @pytest.mark.parametrize(("batch", "micro_batch"), [(3, 1), (12, 1), (16, 4), (30, 2), (64, 1)])
 @pytest.mark.parametrize("split", [{"pipeline": 3}, {"pipeline": 4, "tensor": 4}, {"pipeline": 8, "tensor": 8}])
-def test_messages_of_uneven_stages_take_what_the_closed_form_says(batch, micro_batch, split):
+def test_messages_of_uneven_stages_take_the_closed_forms_time(batch, micro_batch, split):
     # The first and the last stage have words on top, few enough that messages are not hidden behind them.
     model, slow = Transformer("gpt", 2048, 16, 24, 1024, vocabulary=1024), cluster()
     wanted = job(batch, micro_batch=micro_batch, **split)
@@ -98,7 +98,7 @@ def test_interleaved_stages_wait_for_messages_only_while_they_fill_and_drain(sta
     ],
 )
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-def test_a_transformer_takes_within_five_percent_of_the_closed_form(schedule, batch, split):
+def test_a_transformers_time_is_within_five_percent_of_the_closed_form(schedule, batch, split):
     wanted = job(batch, schedule=schedule, **split)
     said = simulate(GPT, A100, wanted, IDEAL).prediction.step_s
     assert said == pytest.approx(predict(GPT, A100, wanted).step_s, rel=0.05)
@@ -106,7 +106,7 @@ def test_a_transformer_takes_within_five_percent_of_the_closed_form(schedule, ba
 
 @pytest.mark.parametrize("name", ["resnet50", "vgg16", "dlrm", "bert-large"])
 @pytest.mark.parametrize("overlap", [False, True])
-def test_a_model_of_the_catalogue_takes_within_five_percent_of_the_closed_form(name, overlap):
+def test_a_catalogue_models_time_is_within_five_percent_of_the_closed_form(name, overlap):
     wanted = job(512, micro_batch=32, overlap=overlap, data=16)
     said, closed = simulate(Layered(name), A100, wanted, IDEAL).prediction, predict(Layered(name), A100, wanted)
     assert said.step_s == pytest.approx(closed.step_s, rel=0.05)
@@ -116,7 +116,7 @@ def test_a_model_of_the_catalogue_takes_within_five_percent_of_the_closed_form(n
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("contention", [False, True])
 @pytest.mark.parametrize("oversubscription", [1.0, 4.0])
-def test_replicas_folded_into_one_take_as_long_as_all_of_them(overlap, contention, oversubscription):
+def test_one_simulated_replica_takes_the_time_of_all_replicas(overlap, contention, oversubscription):
     model = EvenModel(input_bytes=1e7, layer_parameters=1e8)
     at = cluster(oversubscription=oversubscription, latency_s=1e-5)
     wanted = job(64, overlap=overlap, tensor=2, pipeline=4, data=8)
@@ -136,7 +136,7 @@ def test_the_parts_of_a_step_add_up(conditions, overlap):
 
 
 @pytest.mark.parametrize("layer_parameters", [1e6, 1e7])
-def test_weights_that_come_while_others_compute_cost_what_the_closed_form_says(layer_parameters):
+def test_prefetched_weights_take_the_closed_forms_time(layer_parameters):
     model = EvenModel(layer_parameters=layer_parameters)
     wanted = job(64, bucket_bytes=2e6, data=8, zero=3)
     said, closed = simulate(model, CLUSTER, wanted, IDEAL).prediction, predict(model, CLUSTER, wanted)
@@ -144,7 +144,7 @@ def test_weights_that_come_while_others_compute_cost_what_the_closed_form_says(l
     assert said.compute_s == pytest.approx(closed.compute_s)
 
 
-def test_weights_that_take_longer_than_computing_are_all_that_counts():
+def test_a_step_with_slow_weight_gathers_takes_the_time_of_the_gathers():
     model = EvenModel(layer_parameters=1e9, moved_bytes=1e6)
     wanted = job(64, data=8, zero=3)
     parts, said = costs(model, CLUSTER, wanted), simulate(model, CLUSTER, wanted, IDEAL).prediction
@@ -154,7 +154,7 @@ def test_weights_that_take_longer_than_computing_are_all_that_counts():
 
 
 @pytest.mark.parametrize("layer_parameters", [1e6, 1e7])
-def test_without_prefetch_computing_waits_for_all_that_is_gathered_and_reduced(layer_parameters):
+def test_without_prefetch_computing_waits_for_all_gathers_and_reductions(layer_parameters):
     model = EvenModel(layer_parameters=layer_parameters)
     wanted = replace(job(64, bucket_bytes=2e6, data=8, zero=3), prefetch=False)
     said, closed = simulate(model, CLUSTER, wanted, IDEAL).prediction, predict(model, CLUSTER, wanted)
@@ -163,7 +163,7 @@ def test_without_prefetch_computing_waits_for_all_that_is_gathered_and_reduced(l
     assert said.step_s == pytest.approx(closed.step_s, rel=0.01)
 
 
-def test_pipelines_of_split_weights_get_through():
+def test_pipelines_with_sharded_weights_finish():
     model = EvenModel(input_bytes=1e6, layer_parameters=1e7)
     for schedule, virtual_stages in (("1f1b", 1), ("gpipe", 1), ("interleaved", 2)):
         wanted = job(64, schedule=schedule, data=4, pipeline=4, interleave=virtual_stages, zero=3)
@@ -173,7 +173,7 @@ def test_pipelines_of_split_weights_get_through():
 
 @pytest.mark.parametrize("layer_parameters", [1e6, 1e7, 1e8])
 @pytest.mark.parametrize("split", [{"data": 8}, {"data": 4, "pipeline": 2}])
-def test_gradients_beside_the_last_backward_pass_cost_what_the_closed_form_says(layer_parameters, split):
+def test_gradients_beside_the_last_backward_pass_take_the_closed_forms_time(layer_parameters, split):
     model = EvenModel(layer_parameters=layer_parameters)
     wanted = job(64, overlap=True, bucket_bytes=1e7, **split)
     said, closed = simulate(model, CLUSTER, wanted, IDEAL).prediction, predict(model, CLUSTER, wanted)
@@ -181,7 +181,7 @@ def test_gradients_beside_the_last_backward_pass_cost_what_the_closed_form_says(
 
 
 @pytest.mark.parametrize(("stages", "microbatches"), [(2, 8), (4, 16), (8, 32)])
-def test_gradients_of_weights_fill_the_bubble_as_published(stages, microbatches):
+def test_weight_gradients_fill_the_bubble_as_in_the_zero_bubble_paper(stages, microbatches):
     # Forward, gradients of inputs and of weights take as long as each other: (p-1) of one of them is left of 3 (p-1).
     thirds = EvenModel(weights=True)
     wanted = job(microbatches, schedule="zero-bubble", pipeline=stages)
@@ -196,7 +196,7 @@ def test_gradients_of_weights_fill_the_bubble_as_published(stages, microbatches)
 )
 @pytest.mark.parametrize("batch", [4, 10, 16])
 @pytest.mark.parametrize("stage", range(4))
-def test_a_stage_keeps_as_many_microbatches_as_memory_is_reckoned_for(schedule, virtual_stages, batch, stage):
+def test_a_stage_holds_the_number_of_microbatches_of_the_memory_model(schedule, virtual_stages, batch, stage):
     wanted = job(batch, schedule=schedule, pipeline=4, interleave=virtual_stages)
     ends = WEIGHTS if schedule == "zero-bubble" else BACKWARD
     kept = most = 0
@@ -207,7 +207,7 @@ def test_a_stage_keeps_as_many_microbatches_as_memory_is_reckoned_for(schedule, 
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_any_step_gets_through_and_its_parts_add_up(seed):
+def test_every_step_finishes_and_its_parts_add_up(seed):
     chance = random.Random(seed)
     schedule = chance.choice(["gpipe", "1f1b", "interleaved", "zero-bubble"])
     stages, data = chance.choice([1, 2, 4]), chance.choice([1, 2, 3])

@@ -44,7 +44,7 @@ def test_a_simulated_run_makes_the_expected_progress(failures, times):
 
 
 @pytest.mark.parametrize("failures", CASES)
-def test_no_interval_is_better_than_the_best(failures):
+def test_no_other_checkpoint_interval_is_better_than_the_best(failures):
     best = best_interval_s(failures)
     most = expected_goodput(failures, best)
     assert all(expected_goodput(failures, factor * best) < most for factor in (0.5, 0.9, 0.99, 1.01, 1.1, 2.0))
@@ -72,7 +72,7 @@ def test_the_best_interval_is_found_for_any_checkpoint(ratio):
     assert math.log1p(-at) + at + ratio == pytest.approx(0, abs=1e-6 * max(1, ratio)) or 1 - at < 1e-12
 
 
-def test_more_ranks_leave_less():
+def test_goodput_falls_with_more_ranks():
     left = []
     for ranks in (64, 1024, 16_384):
         failures = Failures(between_s=5 * 365 * DAY, ranks=ranks, checkpoint_s=60, restart_s=600)

@@ -1,4 +1,4 @@
-"""The catalogue's models as the planner takes them."""
+"""The catalogue's models in the planner."""
 
 import pytest
 
@@ -10,7 +10,7 @@ from netfold.plan.step import predict
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_its_matmuls_have_the_layers_arithmetic(name: str) -> None:
+def test_the_matmuls_of_a_layer_have_its_flops(name: str) -> None:
     model = Layered(name)
     listed = find_model(name).layers
     for layer, one in zip(listed, model.layers(ShardSpec(3)), strict=True):
@@ -33,7 +33,7 @@ def test_resnet_50_keeps_about_12_gb_at_a_batch_of_256() -> None:
     assert found.memory.activations == pytest.approx(12e9, rel=0.1)
 
 
-def test_a_switch_that_adds_makes_a_model_of_many_parameters_faster() -> None:
+def test_in_network_reduction_speeds_up_a_model_with_many_parameters() -> None:
     cluster, model = load_cluster("switchml-10g"), Layered("vgg16", measured=True)
     split = Split(data=8)
     ring, switch = (

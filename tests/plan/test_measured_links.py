@@ -1,4 +1,4 @@
-"""Clusters of one's own: links as netfold measured them, and files that cannot be."""
+"""Clusters from measured links, and invalid files."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def written(found: object, folder: Path) -> Path:
     return file
 
 
-def test_the_doctors_links_give_a_hosts_median_which_its_devices_share(tmp_path: Path) -> None:
+def test_links_of_the_doctor_give_a_median_per_host_shared_by_its_devices(tmp_path: Path) -> None:
     file = written(doctor((40e-6, 1e9, 2e9), (60e-6, 1.2e9, 1.1e9), (50e-6, 3e9, 3e9)), tmp_path)
     tier = {"name": "network", "devices": 16, "measured": str(file)}
     found = cluster_of({"device": DEVICE, "tier": [INSIDE, tier]}, "mine").tiers[1]
@@ -48,7 +48,7 @@ def test_the_doctors_links_give_a_hosts_median_which_its_devices_share(tmp_path:
 
 
 @pytest.mark.parametrize("ranks", [2, 8])
-def test_a_benchmark_of_a_ring_gives_back_the_link_that_made_its_times(ranks: int, tmp_path: Path) -> None:
+def test_the_link_fitted_to_ring_times_equals_the_link_that_made_them(ranks: int, tmp_path: Path) -> None:
     link = measured_link(written(bench(ranks, 30e-6, 1e9), tmp_path))
     assert link.latency_s == pytest.approx(30e-6, rel=0.01) and link.bytes_per_s == pytest.approx(1e9, rel=0.01)
 
@@ -68,7 +68,7 @@ def test_a_benchmark_of_a_ring_gives_back_the_link_that_made_its_times(ranks: in
         (doctor((50e-6, 0.0, 0.0)), "makes a link of 50 us, 0 MB/s, which there is not"),
     ],
 )
-def test_what_no_link_can_be_read_from_is_told(found: object, reason: str, tmp_path: Path) -> None:
+def test_a_file_without_link_measurements_is_refused_in_a_sentence(found: object, reason: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError) as error:
         measured_link(written(found, tmp_path))
     assert reason in str(error.value) and str(tmp_path) in str(error.value)
@@ -92,7 +92,7 @@ def test_what_no_link_can_be_read_from_is_told(found: object, reason: str, tmp_p
         ({"tier": [INSIDE | {"rate": "10 ms"}]}, "is a quantity of time"),
     ],
 )
-def test_an_impossible_cluster_is_a_sentence(change: dict[str, Any], reason: str) -> None:
+def test_an_impossible_cluster_is_refused_in_a_sentence(change: dict[str, Any], reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
         cluster_of({"device": DEVICE, "tier": [INSIDE]} | change, "mine")
 
@@ -122,12 +122,12 @@ def test_a_measured_link_is_a_cluster_by_its_file_and_a_device(tmp_path: Path) -
         ("mesured=links.json", "there is no cluster 'mesured=links.json'"),
     ],
 )
-def test_a_measured_cluster_that_is_none_is_a_sentence(said: str, reason: str, tmp_path: Path) -> None:
+def test_an_invalid_measured_cluster_is_refused_in_a_sentence(said: str, reason: str, tmp_path: Path) -> None:
     file = written(doctor((50e-6, 1e9, 1e9)), tmp_path)
     with pytest.raises(ValueError, match=reason):
         load_cluster(said.format(file=file))
 
 
-def test_a_file_that_is_not_there_is_told() -> None:
+def test_a_missing_file_is_refused_in_a_sentence() -> None:
     with pytest.raises(ValueError, match="cannot be read"):
         load_cluster("nowhere/mine.toml")

@@ -1,4 +1,4 @@
-"""In which order a stage works: complete, possible, and as torch's own schedules have it."""
+"""The order of a stage's work: complete, free of deadlocks, and equal to torch's own schedules."""
 
 import pytest
 
@@ -14,7 +14,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("schedule", "stages", "microbatches", "virtual_stages"), CASES)
-def test_every_stage_does_everything_once(schedule, stages, microbatches, virtual_stages):
+def test_every_stage_runs_each_microbatch_once(schedule, stages, microbatches, virtual_stages):
     kinds = (FORWARD, BACKWARD, WEIGHTS) if schedule == "zero-bubble" else (FORWARD, BACKWARD)
     wanted = {
         Turn(kind, virtual_stage, each)
@@ -28,7 +28,7 @@ def test_every_stage_does_everything_once(schedule, stages, microbatches, virtua
 
 
 @pytest.mark.parametrize(("schedule", "stages", "microbatches", "virtual_stages"), CASES)
-def test_no_stage_waits_for_one_that_waits_for_it(schedule, stages, microbatches, virtual_stages):
+def test_no_two_stages_wait_for_each_other(schedule, stages, microbatches, virtual_stages):
     left = {stage: list(turn_order(schedule, stage, stages, microbatches, virtual_stages)) for stage in range(stages)}
     done = set()
 
@@ -52,7 +52,7 @@ def test_no_stage_waits_for_one_that_waits_for_it(schedule, stages, microbatches
 @pytest.mark.torch
 @pytest.mark.parametrize("split", [False, True], ids=["interleaved", "zero-bubble"])
 @pytest.mark.parametrize(("stages", "microbatches", "virtual_stages"), SHAPES)
-def test_orders_of_several_pieces_are_those_of_torch(split, stages, microbatches, virtual_stages):
+def test_orders_of_virtual_stages_equal_torchs(split, stages, microbatches, virtual_stages):
     schedules = pytest.importorskip("torch.distributed.pipelining.schedules")
     group = microbatches // max(1, microbatches // stages)
     names = {"FORWARD": FORWARD, "FULL_BACKWARD": BACKWARD, "BACKWARD_INPUT": BACKWARD, "BACKWARD_WEIGHT": WEIGHTS}
@@ -88,7 +88,7 @@ def test_the_first_stage_of_1f1b_holds_as_many_microbatches_as_there_are_stages(
     assert [turn.kind for turn in turn_order("1f1b", 3, 4, 8)[:4]] == [FORWARD, BACKWARD, FORWARD, BACKWARD]
 
 
-def test_what_a_schedule_cannot_do_is_said():
+def test_an_impossible_schedule_is_refused_in_a_sentence():
     with pytest.raises(ValueError, match="schedule 1f1b has one virtual stage per rank, not 2; use interleaved"):
         turn_order("1f1b", 0, 4, 8, 2)
     with pytest.raises(ValueError, match="11 microbatches cannot be divided into 2 rounds of 4 stages"):

@@ -1,4 +1,4 @@
-"""The page of a plan: whole, without a network, and the same numbers as the answer."""
+"""The page of a plan: complete without a network, with the numbers of the result."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ def found() -> Result:
     return solve(parse_request(tree, {}), sizes=(8, 16, 32), comparisons=("network=tcp,in-network",))
 
 
-def test_a_page_fetches_nothing_and_lets_no_other_script_run() -> None:
+def test_a_page_loads_nothing_and_blocks_other_scripts() -> None:
     page = render_page(found())
     assert "default-src 'none'" in page and "http" not in re.sub(r"http-equiv", "", page)
     assert "<EUR>" not in page and "&lt;EUR&gt;" in page
 
 
-def test_a_page_carries_the_answer_whole() -> None:
+def test_a_page_contains_the_whole_result() -> None:
     text = parse(render_page(found())).one("script", id="answer").text
     assert json.loads(text) == json.loads(as_json(found()))
 
 
-def test_a_page_has_a_section_for_everything_that_was_asked() -> None:
+def test_a_page_has_a_section_for_each_part_of_the_request() -> None:
     titles = [each.text for each in parse(render_page(found())).all("h2")]
     assert titles == [
         "Where a step's time goes",
@@ -53,13 +53,13 @@ def test_a_page_has_a_section_for_everything_that_was_asked() -> None:
     ]
 
 
-def test_bars_of_a_step_are_as_wide_as_its_parts() -> None:
+def test_the_widths_of_a_steps_bars_are_proportional_to_its_parts() -> None:
     bar = parse(render_page(found())).all("div", class_="stack")[0]
     widths = [float(each.attributes["style"].removeprefix("width:").removesuffix("%")) for each in bar.all("i")]
     assert sum(widths) == pytest.approx(100, abs=0.05)
 
 
-def test_text_and_page_say_the_same_step() -> None:
+def test_text_and_page_show_the_same_step() -> None:
     headline = parse(render_page(found())).one("h1").text
     step = headline.removeprefix("A step takes ").split(":")[0]
     assert f"a step takes {step};" in render_text(found())
@@ -67,7 +67,7 @@ def test_text_and_page_say_the_same_step() -> None:
 
 @needs_chromium
 @pytest.mark.parametrize("width", [1280, 500])
-def test_a_page_is_no_wider_than_the_window_and_no_script_fails(width: int, tmp_path: Path) -> None:
+def test_a_page_fits_the_window_and_no_script_fails(width: int, tmp_path: Path) -> None:
     said = "document.body.dataset.wide = document.documentElement.scrollWidth > window.innerWidth;"
     document = opened(render_page(found()), tmp_path, then=said, width=width)
     assert document.one("body").attributes["data-wide"] == "false"

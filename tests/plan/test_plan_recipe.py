@@ -1,4 +1,4 @@
-"""A recipe as the planner sees it."""
+"""Recipes as input of the planner."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ CHAIN = Chain(
 )
 
 
-def test_a_chain_counts_every_product_three_times_and_what_is_frozen_once() -> None:
+def test_a_chain_counts_products_of_trained_layers_three_times_and_of_frozen_layers_once() -> None:
     assert CHAIN.parameters == 144 and CHAIN.flops == 3 * 2 * (4 * 8 * 16 + 4 * 2 * 8)
     frozen = Chain("frozen", (ChainLayer("first", (Product(4.0, 8, 16),), 128, 32, 32, 32, frozen=True),))
     assert frozen.flops == 2 * 4 * 8 * 16
 
 
-def test_activations_of_a_chain_grow_with_the_microbatch_and_recomputation_keeps_what_comes_in() -> None:
+def test_activations_of_a_chain_grow_with_the_microbatch_and_recomputation_keeps_inputs() -> None:
     assert [layer.kept_bytes for layer in CHAIN.layers(ShardSpec(3))] == [3 * 32 * 2, 3 * 8 * 2]
     full = CHAIN.layers(ShardSpec(3, recomputation="full"))
     assert [layer.kept_bytes for layer in full] == [layer.input_bytes for layer in full] == [0, 3 * 32 * 2]
     assert all(layer.again == layer.forward for layer in full)
 
 
-def test_a_chain_says_what_it_cannot_be_split_by() -> None:
+def test_a_chain_names_the_splits_it_lacks() -> None:
     with pytest.raises(ValueError, match="use tensor 1"):
         CHAIN.layers(ShardSpec(1, tensor=2))
     with pytest.raises(ValueError, match="for transformers"):
@@ -50,7 +50,7 @@ def test_a_recipe_becomes_a_model_and_a_job() -> None:
 
 
 @pytest.mark.torch
-def test_a_recipe_that_is_none_is_told_with_its_line(tmp_path: Path) -> None:
+def test_an_invalid_recipe_is_refused_with_its_line(tmp_path: Path) -> None:
     file = tmp_path / "mine.toml"
     file.write_text((RECIPES / "gpt.toml").read_text().replace("batch = 32", "batsh = 32"))
     result = CliRunner().invoke(app, ["plan", "--recipe", str(file), "--cluster", "dgx-a100"])

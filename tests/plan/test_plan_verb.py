@@ -18,7 +18,7 @@ def plan(*arguments: str) -> tuple[int, str]:
     return result.exit_code, result.output
 
 
-def test_one_way_is_predicted_alone_where_all_is_fixed() -> None:
+def test_a_fully_fixed_split_is_the_only_prediction() -> None:
     fixed = ("--tensor", "2", "--pipeline", "2", "--micro-batch", "1", "--interleave", "1", "--zero", "0")
     code, said = plan(*ASKED, *fixed, "--no-sequence", "--recompute", "full")
     assert code == 0, said
@@ -36,14 +36,14 @@ def test_one_way_is_predicted_alone_where_all_is_fixed() -> None:
         assert part in said
 
 
-def test_what_is_free_is_searched_and_the_best_few_are_told_with_reasons() -> None:
+def test_free_dimensions_are_searched_and_the_best_splits_are_listed_with_reasons() -> None:
     code, said = plan(*ASKED)
     assert code == 0 and "that fit, of" in said
     assert "the best splits, the fastest of each mesh" in said and "of a step more" in said
     assert "less memory for more time" in said and "what more would buy" in said
 
 
-def test_json_carries_what_the_text_says() -> None:
+def test_json_has_the_numbers_of_the_text() -> None:
     code, said = plan(
         *ASKED, "--output", "json", "--curve", "8,16", "--compare", "network=tcp", "--price", "2", "--samples", "1e6"
     )
@@ -58,7 +58,7 @@ def test_json_carries_what_the_text_says() -> None:
     assert found["training_cost"]["money"] == pytest.approx(2 * found["training_cost"]["gpu_hours"])
 
 
-def test_options_go_before_the_file_and_problems_name_where_they_were_said(tmp_path: Path) -> None:
+def test_options_override_the_file_and_errors_name_option_or_line(tmp_path: Path) -> None:
     file = tmp_path / "job.toml"
     file.write_text('model = "megatron-1b7"\ncluster = "dgx-a100"\n[job]\ngpus = 16\nbatch = 60\n')
     code, said = plan(str(file), "--batch", "64", "--recompute", "full")
@@ -73,7 +73,7 @@ def test_options_go_before_the_file_and_problems_name_where_they_were_said(tmp_p
     ]
 
 
-def test_a_model_that_cannot_fit_says_by_how_much_in_one_line() -> None:
+def test_the_error_for_a_model_too_large_has_the_missing_bytes_in_one_line() -> None:
     code, said = plan("--model", "megatron-1t", "--cluster", "dgx-a100", "--ranks", "16", "--batch", "16")
     assert code == 2 and len(said.splitlines()) == 1
     assert "megatron-1t does not fit, however split" in said and "GB too little" in said
@@ -90,12 +90,12 @@ def test_time_to_accuracy_comes_from_a_curve_in_the_file(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(("verb", "word"), [("clusters", "dgx-a100"), ("models", "gpt3-175b"), ("networks", "tcp")])
-def test_what_ships_is_listed_with_its_sources(verb: str, word: str) -> None:
+def test_shipped_models_and_clusters_are_listed_with_sources(verb: str, word: str) -> None:
     code, said = plan(verb)
     assert code == 0 and f"{word}:" in said and "  from: " in said
 
 
-def test_what_goes_beyond_published_runs_is_said() -> None:
+def test_predictions_beyond_published_runs_are_marked() -> None:
     asked = ("--model", "gpt3-175b", "--cluster", "dgx-a100", "--ranks", "256", "--batch", "256", "--micro-batch", "1")
     assert "note: ZeRO-3 over 256 ranks" in plan(*asked, "--tensor", "1", "--pipeline", "1", "--zero", "3")[1]
     assert "note: 16 tensor ranks exceed a node of 8" in plan(*asked, "--tensor", "16", "--pipeline", "2")[1]
@@ -106,7 +106,7 @@ def test_what_goes_beyond_published_runs_is_said() -> None:
     assert "note:" not in plan(*asked, "--tensor", "8", "--pipeline", "8", "--recompute", "full")[1]
 
 
-def test_a_step_is_played_as_events_and_its_timeline_written(tmp_path: Path) -> None:
+def test_a_step_is_simulated_as_events_and_its_timeline_is_written(tmp_path: Path) -> None:
     fixed = ("--tensor", "2", "--pipeline", "2", "--micro-batch", "1", "--interleave", "1", "--zero", "0")
     file = tmp_path / "step.json"
     code, said = plan(*ASKED, *fixed, "--jitter", "0.05", "--straggler", "3=1.5", "--timeline", str(file))
@@ -119,7 +119,7 @@ def test_a_step_is_played_as_events_and_its_timeline_written(tmp_path: Path) -> 
     assert code == 2 and "there is no rank 99" in said
 
 
-def test_failures_cost_time_and_say_how_often_to_save(tmp_path: Path) -> None:
+def test_failures_cost_time_and_give_a_checkpoint_interval(tmp_path: Path) -> None:
     file = tmp_path / "job.toml"
     failing = '[failures]\nhours_between = 8000\ncheckpoint = "60 s"\nrestart = "300 s"\n'
     asked = 'model = "megatron-1b7"\ncluster = "dgx-a100"\n[job]\ngpus = 16\nbatch = 64\n[training]\nsamples = 1e8\n'

@@ -1,4 +1,4 @@
-"""When each rank does what: as it was played, and as a profile's export has it."""
+"""The timeline of every rank: as simulated, and in the format of a profile's export."""
 
 import json
 from collections import defaultdict
@@ -24,7 +24,7 @@ def played(conditions=IDEAL, **how):
     return simulate(MODEL, cluster(latency_s=1e-5), JOB, conditions, **how)
 
 
-def test_a_rank_does_one_thing_after_the_other_and_all_of_it():
+def test_a_ranks_timeline_has_every_event_and_none_overlap():
     step = played()
     slices = timeline(step, range(16))
     for rank in range(16):
@@ -36,7 +36,7 @@ def test_a_rank_does_one_thing_after_the_other_and_all_of_it():
     assert max(each.end_s for each in slices) == pytest.approx(step.prediction.step_s)
 
 
-def test_what_is_computed_adds_up_to_what_was_predicted():
+def test_computing_on_the_timeline_adds_up_to_the_prediction():
     step = played()
     lane = max(range(4), key=lambda lane: sum(step.built.step.seconds[lane]))
     mine = timeline(step, [step.built.mesh.ranks(lane)[0]])
@@ -46,7 +46,7 @@ def test_what_is_computed_adds_up_to_what_was_predicted():
     assert passes - tensor == pytest.approx(step.prediction.compute_s)
 
 
-def test_nothing_is_received_before_it_is_sent_nor_used_before_it_has_come():
+def test_messages_are_received_after_their_send_and_used_after_their_receipt():
     slices = timeline(played(Conditions(jitter=0.2)), [0, 4])
     sent = {each.name.removeprefix("send "): each for each in slices if each.rank == 0 and each.kind == "send"}
     come = {each.name.removeprefix("receive "): each for each in slices if each.rank == 4 and each.kind == "receive"}
@@ -57,12 +57,12 @@ def test_nothing_is_received_before_it_is_sent_nor_used_before_it_has_come():
         assert come[what].end_s <= forward[f"forward {microbatch}"].start_s
 
 
-def test_a_folded_step_shows_every_rank_what_its_like_does():
+def test_a_step_simulated_for_one_replica_shows_every_rank():
     folded, whole = (timeline(played(folded=folded), [1, 7, 15]) for folded in (True, False))
     assert folded == whole
 
 
-def test_a_rank_that_is_not_there_is_said():
+def test_an_absent_rank_is_refused_in_a_sentence():
     with pytest.raises(ValueError, match="there is no rank 16; ranks are 0 to 15"):
         timeline(played(), [16])
 
@@ -78,7 +78,7 @@ def slices_of(events):
     return spans
 
 
-def test_the_file_has_the_shape_of_a_profile(tmp_path):
+def test_the_timeline_file_has_the_format_of_a_profile(tmp_path):
     file = tmp_path / "step.json"
     count = write_timeline(played(), [0, 1, 4, 6], file)
     trace = json.loads(file.read_text())
@@ -94,7 +94,7 @@ def test_the_file_has_the_shape_of_a_profile(tmp_path):
     assert joined and all("bind_id" in event for event in joined), "tensor ranks 0 and 1 met in every call"
 
 
-def test_it_lies_over_a_measured_run(tmp_path):
+def test_a_predicted_timeline_can_be_shown_over_a_measured_run(tmp_path):
     own = RankMetadata(
         0, 2, "host", 1, "event records", {"operation": {"0": "all_reduce"}}, {"1": GroupName("g", "netfold", [0, 1])}
     )
@@ -130,7 +130,7 @@ def test_it_lies_over_a_measured_run(tmp_path):
         Job(32, 1, Split(data=2, tensor=2, pipeline=4, interleave=2), schedule="interleaved", overlap=True),
     ],
 )
-def test_every_kind_of_step_can_be_shown(tmp_path, job):
+def test_every_kind_of_step_has_a_timeline(tmp_path, job):
     file = tmp_path / "step.json"
     write_timeline(simulate(MODEL, cluster(), job), range(16), file)
     spans = slices_of(json.loads(file.read_text())["traceEvents"])

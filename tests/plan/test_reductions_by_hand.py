@@ -29,7 +29,7 @@ def test_two_direct_halves_take_two_steps_and_as_many_bytes_as_a_ring(ranks: int
 
 
 @pytest.mark.parametrize("ranks", [2, 8, 512])
-def test_arithmetic_in_switches_takes_two_steps_and_the_tensor_once(ranks: int) -> None:
+def test_in_network_reduction_takes_two_steps_and_sends_the_tensor_once(ranks: int) -> None:
     assert _seconds("all_reduce", "in_network", ranks, latency_s=1.0) == 2
     assert _seconds("all_reduce", "in_network", ranks, bytes_per_s=1.0) == 1
 

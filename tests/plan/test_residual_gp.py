@@ -12,12 +12,12 @@ from netfold.plan.job import Split
 RUN = replace(read_runs(DATA / "a100_single_node_gpt.csv")[0], measured_ms=110.0)
 
 
-def test_an_error_is_carried_to_the_same_shape_almost_whole() -> None:
+def test_an_error_is_applied_almost_whole_to_a_run_of_the_same_shape() -> None:
     (factor,) = ResidualGP([RUN] * 4, [100.0] * 4).factors([RUN])
     assert factor == pytest.approx(1.1, rel=0.01)
 
 
-def test_an_error_is_not_carried_to_another_shape() -> None:
+def test_an_error_is_not_applied_to_a_run_of_another_shape() -> None:
     far = replace(RUN, job=replace(RUN.job, split=Split(tensor=8)), model=replace(RUN.model, hidden=12288))
     (factor,) = ResidualGP([RUN] * 4, [100.0] * 4).factors([far])
     assert factor == pytest.approx(1.0, abs=1e-3)

@@ -19,7 +19,7 @@ def ends(capacity, flows):
     return [ended[number] for number in range(len(flows))]
 
 
-def test_a_flow_alone_takes_as_long_as_its_work():
+def test_a_flow_alone_takes_its_bytes_over_the_rate():
     assert ends([1.0], [(2.0, 3.0, ((0, 1.0),)), (9.0, 1.0, ())]) == [5.0, 10.0]
 
 
@@ -28,7 +28,7 @@ def test_two_flows_on_a_link_have_half_their_rate_until_one_has_ended():
     assert ends([1.0], [(0.0, 3.0, ((0, 1.0),)), (1.0, 1.0, ((0, 1.0),))]) == [4.0, 3.0]
 
 
-def test_a_wide_link_slows_no_flow_and_the_narrowest_one_counts():
+def test_the_narrowest_link_limits_a_flow():
     assert ends([2.0], [(0.0, 1.0, ((0, 1.0),)), (0.0, 1.0, ((0, 1.0),))]) == [1.0, 1.0]
     assert ends([1.0, 0.25], [(0.0, 1.0, ((0, 1.0), (1, 1.0)))]) == [4.0]
 
@@ -40,7 +40,7 @@ def test_a_flow_that_another_link_limits_stays_limited_when_a_flow_ends():
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_no_link_carries_more_than_it_can_and_all_work_is_done(seed):
+def test_no_link_exceeds_its_rate_and_every_flow_ends(seed):
     chance = random.Random(seed)
     capacity = [chance.choice([0.5, 1.0, 3.0]) for _ in range(4)]
     flows = sorted(

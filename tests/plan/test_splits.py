@@ -1,4 +1,4 @@
-"""The search over splits, and what follows from it: fronts, curves, gains, comparisons."""
+"""The search over splits, and its products: fronts, curves, gains, comparisons."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def found() -> SearchResult:
     return search(MODEL, CLUSTER, 32, JOB)
 
 
-def test_every_way_uses_all_devices_and_comes_out_even() -> None:
+def test_every_split_uses_all_devices_and_divides_evenly() -> None:
     assert found().tried > 500
     for way in found().candidates:
         split = way.job.split
@@ -39,14 +39,14 @@ def test_every_way_uses_all_devices_and_comes_out_even() -> None:
     assert len({way.job for way in found().candidates}) == found().tried
 
 
-def test_the_best_fits_and_no_way_that_fits_is_faster() -> None:
+def test_the_best_split_fits_and_no_fitting_split_is_faster() -> None:
     best = found().best.prediction
     assert best.fits
-    # Of ways that are equal to three digits, the simplest is taken.
+    # The simplest of the splits that are equal to three digits is chosen.
     assert all(way.prediction.step_s >= 0.99 * best.step_s for way in found().candidates if way.prediction.fits)
 
 
-def test_no_way_that_fits_beats_one_of_the_front_in_time_and_memory() -> None:
+def test_no_fitting_split_beats_the_pareto_front_in_time_and_memory() -> None:
     front = found().front
     assert front[0] is found().best
     for kept in front:
@@ -55,7 +55,7 @@ def test_no_way_that_fits_beats_one_of_the_front_in_time_and_memory() -> None:
             assert not (quicker and way.prediction.memory.total < 0.999 * kept.prediction.memory.total)
 
 
-def test_what_is_fixed_stays_and_what_means_nothing_is_left_out() -> None:
+def test_fixed_dimensions_stay_and_meaningless_combinations_are_omitted() -> None:
     ways = search(
         MODEL, CLUSTER, 32, JOB, Space(tensor=4, pipeline=1, zero=1, interleave=3, recomputation="full")
     ).candidates
@@ -64,7 +64,7 @@ def test_what_is_fixed_stays_and_what_means_nothing_is_left_out() -> None:
     assert {way.job.recomputation for way in ways} == {"full"} and {way.job.split.zero for way in ways} == {1}
 
 
-def test_zero_3_is_tried_as_far_as_published_runs_agree_and_beyond_where_it_is_asked_for() -> None:
+def test_zero_3_is_searched_within_the_validated_range_and_beyond_it_on_request() -> None:
     def levels(space: Space) -> set[tuple[int, int]]:
         ways = search(MODEL, CLUSTER, 256, Job(256), space).candidates
         return {(way.job.split.data, way.job.split.zero) for way in ways}
@@ -83,19 +83,19 @@ def test_zero_3_is_tried_as_far_as_published_runs_agree_and_beyond_where_it_is_a
         (Space(data=32, micro_batch=2), "must be a multiple of data x micro_batch"),
     ],
 )
-def test_a_split_that_does_not_come_out_even_says_why(space: Space, reason: str) -> None:
+def test_an_uneven_split_is_refused_with_the_reason(space: Space, reason: str) -> None:
     with pytest.raises(ValueError) as error:
         search(MODEL, CLUSTER, 32, JOB, space)
     assert reason in str(error.value) and "\n" not in str(error.value)
 
 
-def test_a_model_that_fits_nowhere_says_by_how_much() -> None:
+def test_the_error_for_a_model_that_fits_no_split_has_the_missing_bytes() -> None:
     large = search(find_model("megatron-1t"), CLUSTER, 8, Job(8))
     with pytest.raises(ValueError, match=r"does not fit, however split .* GB too little"):
         _ = large.best
 
 
-def test_memory_twice_as_large_never_costs_and_all_gains_come_in_order() -> None:
+def test_twice_the_memory_makes_no_step_slower_and_gains_are_sorted() -> None:
     gains = sensitivity(MODEL, CLUSTER, found())
     factors = [gain.factor for gain in gains]
     assert factors == sorted(factors, reverse=True) and factors[0] > 1
@@ -103,17 +103,17 @@ def test_memory_twice_as_large_never_costs_and_all_gains_come_in_order() -> None
     assert {gain.what for gain in gains} >= {"2x the memory", "10x the bandwidth of NVSwitch"}
 
 
-def test_twice_the_arithmetic_never_buys_more_than_twice() -> None:
+def test_twice_the_flops_give_at_most_twice_the_speed() -> None:
     (gain,) = [gain for gain in sensitivity(MODEL, CLUSTER, found()) if "arithmetic" in gain.what]
     assert 1 < gain.factor <= 2 and "buys" in gain.sentence()
 
 
-def test_a_job_inside_a_node_is_asked_nothing_about_the_links_beyond() -> None:
+def test_a_job_inside_one_node_ignores_the_links_between_nodes() -> None:
     inside = sensitivity(MODEL, CLUSTER, search(MODEL, CLUSTER, 8, Job(8)))
     assert not [gain for gain in inside if "InfiniBand" in gain.what]
 
 
-def test_a_curve_begins_at_an_efficiency_of_one_and_says_where_nothing_fits() -> None:
+def test_a_scaling_curve_begins_at_efficiency_1_and_marks_sizes_that_do_not_fit() -> None:
     sizes = parse_range("1..16")
     assert sizes == (1, 2, 4, 8, 16)
     points = scaling_curve(MODEL, CLUSTER, Job(16), Space(), devices=16, sizes=sizes, scaling="strong")
@@ -125,12 +125,12 @@ def test_a_curve_begins_at_an_efficiency_of_one_and_says_where_nothing_fits() ->
 
 
 @pytest.mark.parametrize("text", ["8..", "16..8", "a,b", "0..4", "0"])
-def test_a_range_that_is_none_is_refused(text: str) -> None:
+def test_an_invalid_range_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="write a doubling range"):
         parse_range(text)
 
 
-def test_a_slower_network_is_never_faster_and_reaches_only_beyond_nodes() -> None:
+def test_a_slower_network_never_makes_a_step_faster_and_affects_only_traffic_between_nodes() -> None:
     slow = with_network(CLUSTER, "ethernet-1")
     assert slow.tiers[0] == CLUSTER.tiers[0] and slow.tiers[1].bytes_per_s == pytest.approx(0.94e9 / 8 / 8)
     variants = compare(found(), MODEL, CLUSTER, parse_comparison("network=ethernet-1,ethernet-10", CLUSTER))
@@ -138,7 +138,7 @@ def test_a_slower_network_is_never_faster_and_reaches_only_beyond_nodes() -> Non
     assert variants[1].factor <= variants[2].factor <= 1.01
 
 
-def test_a_network_that_aggregates_is_used_and_one_that_is_none_is_told() -> None:
+def test_an_aggregating_network_is_used_and_an_unknown_network_is_refused() -> None:
     (_, there) = compare(found(), MODEL, CLUSTER, parse_comparison("network=in-network", CLUSTER))
     assert there.choice is not None and there.choice.job.in_network
     with pytest.raises(ValueError, match=r"did you mean tcp\?"):
@@ -147,20 +147,20 @@ def test_a_network_that_aggregates_is_used_and_one_that_is_none_is_told() -> Non
         parse_comparison("netwrk=tcp", CLUSTER)
 
 
-def test_who_asked_for_no_aggregation_gets_none_elsewhere_but_where_it_is_what_is_compared() -> None:
+def test_disabled_aggregation_stays_disabled_except_in_a_comparison_of_it() -> None:
     able = with_network(CLUSTER, "in-network")
     without = search(MODEL, able, 32, replace(JOB, in_network=False), Space(tensor=1, pipeline=1))
     variants = compare(without, MODEL, able, parse_comparison("network=infiniband-edr,in-network", able))
     assert [each.choice is not None and each.choice.job.in_network for each in variants] == [False, False, True]
 
 
-def test_where_a_device_is_too_small_the_least_that_is_needed_is_told() -> None:
+def test_for_a_device_too_small_the_needed_memory_is_reported() -> None:
     tight = search(MODEL, CLUSTER, 32, JOB, Space(tensor=2, pipeline=1, zero=0))
     (_, there) = compare(tight, MODEL, CLUSTER, parse_comparison("cluster=edsr-v100", CLUSTER))
     assert there.choice is None and "does not fit: v100-16 has 16.0 GB" in there.why
 
 
-def test_what_is_compared_fits_beside_what_tensors_cannot_have() -> None:
+def test_compared_splits_fit_beside_the_reserved_memory() -> None:
     # Of 80 GiB, 60 are not for tensors: what the search rejects is not offered elsewhere either.
     full = replace(CLUSTER, device=replace(CLUSTER.device, reserved_bytes=60 * 2**30))
     ways = search(MODEL, full, 32, JOB, Space(pipeline=1))
@@ -182,7 +182,7 @@ def test_every_network_names_its_source() -> None:
     assert all(network.source for network in networks().values())
 
 
-def test_epochs_between_two_batches_lie_between_theirs_and_beyond_them_are_unknown() -> None:
+def test_epochs_are_interpolated_between_batches_and_unknown_beyond_them() -> None:
     training = TrainingLength(dataset=1000, epochs=((32.0, 4.0), (128.0, 16.0)))
     assert training.epochs_at(64) == pytest.approx(8.0)
     assert training.epochs_at(16) is None and training.seconds(256, 10.0) is None
@@ -190,7 +190,7 @@ def test_epochs_between_two_batches_lie_between_theirs_and_beyond_them_are_unkno
     assert TrainingLength(samples=500).seconds(7, 100.0) == 5.0 and TrainingLength().seconds(7, 100.0) is None
 
 
-def test_money_is_by_the_hour_and_energy_by_what_devices_draw() -> None:
+def test_money_is_charged_by_the_hour_and_energy_by_device_power() -> None:
     spent = training_cost(3600.0, 10, CLUSTER, Prices(gpu_hour=2.0, kwh=0.5))
     assert spent.gpu_hours == 10 and spent.energy_kwh == 4.0 and spent.money == 22.0
     unknown = replace(CLUSTER, device=replace(CLUSTER.device, power_w=0.0))

@@ -23,29 +23,29 @@ def _bus_gb_per_s(cluster: Cluster, ranks: int, *, in_network: bool) -> float:
 
 # H100 with NVLS at 2 to 4 GiB: github.com/NVIDIA/nccl/issues/1455; 8 of H200 have 475, nccl-tests/issues/272.
 @pytest.mark.parametrize(("ranks", "measured"), [(4, 370), (5, 420), (6, 440), (7, 460), (8, 480)])
-def test_nvlinks_switches_reduce_as_fast_as_measured(ranks: int, measured: float) -> None:
+def test_predicted_nvlink_switch_reductions_match_measurements(ranks: int, measured: float) -> None:
     assert _bus_gb_per_s(load_cluster("dgx-h100"), ranks, in_network=True) == pytest.approx(measured, rel=0.05)
 
 
-def test_a_ring_inside_a_node_of_h100_is_as_fast_as_measured() -> None:
+def test_a_predicted_ring_inside_an_h100_node_matches_measurements() -> None:
     """365 to 370, the same source."""
     assert _bus_gb_per_s(load_cluster("dgx-h100"), 8, in_network=False) == pytest.approx(367, rel=0.06)
 
 
-def test_what_is_not_asked_for_or_cannot_be_stays_a_ring() -> None:
+def test_without_a_request_or_capability_the_algorithm_is_a_ring() -> None:
     h100, a100 = load_cluster("dgx-h100"), load_cluster("dgx-a100")
     assert _bus_gb_per_s(h100, 8, in_network=False) < _bus_gb_per_s(h100, 8, in_network=True)
     assert _bus_gb_per_s(a100, 8, in_network=True) == _bus_gb_per_s(a100, 8, in_network=False)
 
 
 @pytest.mark.parametrize("operation", ["all_gather", "reduce_scatter"])
-def test_halves_of_an_all_reduce_gain_nothing_by_switches(operation: str) -> None:
+def test_reduce_scatter_and_all_gather_gain_nothing_by_switches(operation: str) -> None:
     cluster = load_cluster("dgx-h100")
     ring, switch = (collective_s(operation, GIB, Group(8), cluster, FITTED, word) for word in (False, True))
     assert ring == switch
 
 
-def test_tensor_ranks_and_gradients_across_nodes_use_them() -> None:
+def test_tensor_parallel_ranks_and_gradients_across_nodes_use_switch_reductions() -> None:
     cluster, model = load_cluster("dgx-h100"), Transformer("GPT", 4096, 32, 8, 2048)
     ring, switch = (predict(model, cluster, Job(64, 1, Split(4, 8), in_network=word)) for word in (False, True))
     assert switch.exposed_s["tensor"] < ring.exposed_s["tensor"]
@@ -61,11 +61,11 @@ def test_tensor_ranks_and_gradients_across_nodes_use_them() -> None:
 @pytest.mark.parametrize(
     ("joined", "levels"), [(2, 1), (40, 1), (41, 2), (800, 2), (801, 3), (1500, 3), (16000, 3), (16001, 4)]
 )
-def test_a_fat_tree_is_as_deep_as_its_ports_make_it(joined: int, levels: int) -> None:
+def test_the_depth_of_a_fat_tree_follows_from_its_ports(joined: int, levels: int) -> None:
     assert load_cluster("sharp-hdr").tiers[0].switch_levels(joined) == levels
 
 
-def test_eight_bytes_on_128_hosts_take_what_was_published() -> None:
+def test_eight_bytes_on_128_hosts_take_the_published_time() -> None:
     """2.83 us: Graham et al. 2016, of which the preset's latency is."""
     tier = load_cluster("sharp-hdr").tiers[0]
     assert 2 * tier.up_latency_s(128) == pytest.approx(2.83e-6, rel=0.02)
@@ -102,7 +102,7 @@ rate = "50 GB/s"
         ('switch_ports = 40\nswitch_latency = "130 GB"', "is a quantity of bytes, where one of time is needed"),
     ],
 )
-def test_switches_that_cannot_be_are_a_sentence(tmp_path: Path, keys: str, said: str) -> None:
+def test_impossible_switches_are_refused_in_a_sentence(tmp_path: Path, keys: str, said: str) -> None:
     (tmp_path / "ours.toml").write_text(_TIER + keys)
     with pytest.raises(ValueError, match=said):
         load_cluster(str(tmp_path / "ours.toml"))

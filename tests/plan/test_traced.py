@@ -1,4 +1,4 @@
-"""Models that were traced, as the planner takes them: cut into blocks, into buckets, and put between two batches."""
+"""Traced models in the planner: cut into blocks and buckets, and interpolated between two batch sizes."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ MODEL = Traced(
 )
 
 
-def test_it_is_cut_where_the_least_is_handed_on() -> None:
+def test_a_traced_model_is_cut_where_the_fewest_bytes_pass() -> None:
     assert [(block.start, block.stop) for block in MODEL.blocks] == [(0, 1), (1, 4), (4, 6), (6, 7)]
     sent = [layer.input_bytes for layer in MODEL.layers(ShardSpec(4))]
     assert sent == [0, 64 * 4 * 2, 64 * 4 * 2, 64 * 4 * 2]
 
 
-def test_another_number_of_samples_lies_on_the_line_through_both() -> None:
+def test_costs_at_other_batch_sizes_are_linear_in_samples() -> None:
     once, thrice = MODEL.layers(ShardSpec(4)), MODEL.layers(ShardSpec(12))
     assert [each.forward.matmuls[0].m for each in once] == [4] * 4
     assert thrice[0].forward.matmuls == (Matmul(12, 64, 64),)
@@ -52,25 +52,25 @@ def test_another_number_of_samples_lies_on_the_line_through_both() -> None:
     assert thrice[0].kept_bytes == 64 * 12 * 2 + 8 * 12
 
 
-def test_what_is_no_floating_point_number_is_as_large_in_any_precision() -> None:
+def test_integers_have_the_same_size_in_every_precision() -> None:
     halves, whole = (MODEL.layers(ShardSpec(4, item_bytes=item))[0].kept_bytes for item in (2, 4))
     assert halves == 64 * 4 * 2 + 8 * 4 and whole == 64 * 4 * 4 + 8 * 4
 
 
-def test_recomputation_keeps_what_a_block_receives() -> None:
+def test_recomputation_keeps_a_blocks_input() -> None:
     layers = MODEL.layers(ShardSpec(4, recomputation="full"))
     assert [layer.kept_bytes for layer in layers] == [0, 64 * 4 * 2, 64 * 4 * 2, 64 * 4 * 2]
     assert all(layer.again == layer.forward for layer in layers)
 
 
-def test_it_says_what_it_cannot_be_split_by() -> None:
+def test_a_traced_model_names_the_splits_it_lacks() -> None:
     with pytest.raises(ValueError, match="use tensor 1"):
         MODEL.layers(ShardSpec(1, tensor=2))
     with pytest.raises(ValueError, match="for transformers"):
         MODEL.layers(ShardSpec(1, recomputation="selective"))
 
 
-def test_buckets_close_with_the_gradient_that_fills_them_the_first_one_early() -> None:
+def test_a_bucket_closes_with_the_gradient_that_fills_it_and_the_first_bucket_is_smaller() -> None:
     big = 2**18  # a megabyte of f32
     parts = tuple(part(f"{number}", 4, 64, big) for number in range(6))
     gradients = tuple(Gradient(big, number) for number in reversed(range(6)))
@@ -79,7 +79,7 @@ def test_buckets_close_with_the_gradient_that_fills_them_the_first_one_early() -
     assert found == [(1, 5), (3, 2), (2, 0)]
 
 
-def test_the_last_bucket_is_what_nothing_hides_and_played_it_takes_as_long() -> None:
+def test_the_last_bucket_is_exposed_by_the_closed_form_and_in_simulation() -> None:
     big = 2**22
     parts = tuple(part(f"{number}", 4, 64, big) for number in range(6))
     gradients = tuple(Gradient(big, number) for number in reversed(range(6)))
@@ -92,6 +92,6 @@ def test_the_last_bucket_is_what_nothing_hides_and_played_it_takes_as_long() -> 
         assert played.step_s == pytest.approx(found.step_s, rel=1e-9)
 
 
-def test_layers_of_one_width_are_cut_anywhere() -> None:
+def test_layers_of_equal_width_may_be_cut_anywhere() -> None:
     parts = tuple(part(f"{number}", 4, 64 if number else 0) for number in range(5))
     assert len(Traced("five", 4, parts, parts, ()).blocks) == 5

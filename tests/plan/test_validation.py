@@ -25,13 +25,13 @@ def _source(begins: str) -> Source:
     return next(source for source in SOURCES if source.name.startswith(begins))
 
 
-def test_shipped_constants_are_what_the_fit_gives() -> None:
+def test_shipped_constants_equal_the_fit() -> None:
     fitted = fit_shipped([(run.model, run.job, run.measured_s) for run in RUNS[::3]], load_cluster("dgx-a100"))
     for name in GUESSES:
         assert getattr(FITTED, name) == pytest.approx(getattr(fitted, name), rel=0.05), name
 
 
-def test_one_node_is_within_a_tenth_and_its_band_is_honest() -> None:
+def test_predictions_within_one_node_are_within_a_tenth_and_inside_their_band() -> None:
     found = validate(RUNS, load_cluster("dgx-a100")).score
     assert found.mean_error < 0.06
     assert 0.7 < found.covered < 0.9
@@ -49,7 +49,7 @@ def test_one_node_is_within_a_tenth_and_its_band_is_honest() -> None:
         ("llm-foundry", 0.10, None),
     ],
 )
-def test_sources_that_nothing_was_fitted_to_are_within_the_aim(begins: str, mean: float, worst: float | None) -> None:
+def test_unfitted_sources_are_within_the_target_error(begins: str, mean: float, worst: float | None) -> None:
     found = score(_source(begins).compare())
     assert found.mean_error <= mean
     assert worst is None or found.worst_error <= worst
@@ -61,27 +61,27 @@ def test_bus_bandwidth_is_within_a_twentieth_from_16_mb_on() -> None:
         assert abs(case.error) <= (0.05 if large else 0.15), case.name
 
 
-def test_edsr_follows_from_its_first_five_rows_for_all_three_libraries() -> None:
+def test_edsr_times_of_all_three_libraries_follow_from_the_first_five_rows() -> None:
     cases = _source("EDSR").compare()
     for library in {case.name.rsplit(",", 1)[0] for case in cases}:
         errors = [abs(case.error) for case in cases if case.name.startswith(library + ",")]
         assert len(errors) == 5 and sum(errors) / 5 <= 0.05 and max(errors) <= 0.12
 
 
-def test_the_committed_table_is_what_is_predicted_now() -> None:
+def test_the_committed_table_equals_the_present_predictions() -> None:
     committed = (Path(__file__).parents[2] / "bench" / "results" / "plan.md").read_text()
     quick = [source for source in SOURCES if source.name.startswith(("Megatron", "Korthikanti", "vTrain", "EDSR"))]
     for section in sources_markdown([(source, source.compare()) for source in quick]).split("\n## ")[1:]:
         assert section.strip() in committed, "make it again: python bench/validation > bench/results/plan.md"
 
 
-def test_a_law_of_exact_runs_is_exact() -> None:
+def test_a_law_fitted_to_exact_runs_is_exact() -> None:
     law = fit_law([(count, count / (0.5 + 0.125 * power)) for power, count in enumerate((1, 2, 4, 8))], 1e-9)
     assert law.samples_per_s(1024) == pytest.approx(1024 / 1.75)
 
 
 def test_a_calibrated_target_is_found_again() -> None:
-    """Runs a fifth slower than any constant says, of a target that recomputes everything."""
+    """Runs a fifth slower than the constants predict, of a target that recomputes everything."""
     cluster, slower = load_cluster("dgx-a100"), replace(FITTED, tempo=1.2)
     picked = [run for run in RUNS if run.model.hidden == 2048 and run.job.micro_batch == 8][:20]
     made = [
@@ -96,7 +96,7 @@ def test_a_calibrated_target_is_found_again() -> None:
     assert constants.spread < FITTED.spread
 
 
-def test_ten_runs_of_a_target_bring_the_others_nearer() -> None:
+def test_calibration_on_ten_runs_of_a_target_improves_the_others() -> None:
     cluster, without, with_them = load_cluster("dgx-a100"), [], []
     for seed in range(4):
         order = random.Random(seed).sample(RUNS, len(RUNS))
@@ -107,7 +107,7 @@ def test_ten_runs_of_a_target_bring_the_others_nearer() -> None:
     assert sum(with_them) / 4 < 0.06
 
 
-def test_one_setting_of_recomputation_is_taken_for_all_runs_of_a_table() -> None:
+def test_all_runs_of_a_table_share_one_recomputation_setting() -> None:
     """Width 8192 on one node does not fit unless all is recomputed, so its small neighbours recompute too."""
     cluster = load_cluster("dgx-a100")
     large = replace(RUNS[0], model=replace(RUNS[0].model, hidden=8192, heads=64))
@@ -116,7 +116,7 @@ def test_one_setting_of_recomputation_is_taken_for_all_runs_of_a_table() -> None
     assert all(slow.predicted > 1.1 * quick.predicted for quick, slow in zip(alone.cases, beside.cases, strict=False))
 
 
-def test_one_run_that_something_held_up_spoils_no_other() -> None:
+def test_one_delayed_run_does_not_affect_the_calibration_of_others() -> None:
     cluster, with_it, without = load_cluster("dgx-a100"), [], []
     for seed in range(3):
         order = random.Random(seed).sample(RUNS, len(RUNS))
@@ -160,7 +160,7 @@ def test_scores_of_a_table_made_by_hand() -> None:
         (f"{HEAD}\n{LINE.replace('8,32,', '8,33,')}\n", "line 2: a global batch of 33 cannot be divided evenly"),
     ],
 )
-def test_a_table_that_is_not_sound_is_a_sentence(tmp_path: Path, text: str, said: str) -> None:
+def test_an_invalid_table_is_refused_in_a_sentence(tmp_path: Path, text: str, said: str) -> None:
     path = tmp_path / "runs.csv"
     path.write_text(text)
     with pytest.raises(ValueError, match=said):
@@ -177,13 +177,13 @@ def test_the_script_prints_measured_and_predicted_in_milliseconds(
     assert row["measured"] == 219.7 and row["predicted"] == pytest.approx(219.7, rel=0.3)
 
 
-def test_a_run_that_the_cluster_cannot_have_names_its_line(tmp_path: Path) -> None:
+def test_a_run_beyond_the_cluster_is_refused_with_its_line(tmp_path: Path) -> None:
     path = tmp_path / "runs.csv"
     path.write_text(f"{HEAD.replace(',', ' , ')}\n{LINE}\n8,8,1,1536,12,24,1024,8,1,1,100\n")
     with pytest.raises(ValueError, match="line 3: GPT 1536x24: 12 heads cannot be split over 8 tensor ranks"):
         validate(read_runs(path), load_cluster("dgx-a100"))
 
 
-def test_too_many_runs_to_calibrate_with_are_refused() -> None:
+def test_too_many_calibration_runs_are_refused() -> None:
     with pytest.raises(ValueError, match="11 calibration runs are more than 10"):
         validate(RUNS[:1], load_cluster("dgx-a100"), RUNS[:11])

@@ -1,4 +1,4 @@
-"""A DDP job as anybody writes one; it knows nothing of profiles. `ddp_job.py BACKEND STEPS`."""
+"""An ordinary DDP job without a line about profiles. `ddp_job.py BACKEND STEPS`."""
 
 import sys
 
@@ -16,7 +16,7 @@ for _ in range(steps):
     optimizer.zero_grad()
     model(torch.ones(4, 100) * (rank + 1)).sum().backward()
     optimizer.step()
-# Sizes that nothing else here has.
+# Sizes that no other operation of this job has.
 for elements in (7, 77, 777):
     dist.all_reduce(torch.ones(elements, dtype=torch.float64))
 dist.broadcast(torch.ones(33, dtype=torch.int32), 0)

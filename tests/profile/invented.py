@@ -30,7 +30,7 @@ NAMES: Mapping[str, Mapping[str, str]] = {
     "error": {"0": "none", "4": "timeout"},
 }
 STEP_NS = 20_000_000
-# So far a rank's clock is ahead of the first rank's.
+# How far a rank's clock is ahead of the first rank's.
 AHEAD_NS = 7_000_000_000_000
 SIZES = (4 << 10, 1 << 20, 24 << 20, 80 << 20)
 
@@ -99,7 +99,7 @@ def clocks(ranks: int) -> list[ClockOffset]:
 
 
 def rows() -> list[Row]:
-    """A distinct number in every field, so that none can stand in another's place."""
+    """A distinct number in every field, so that swapped fields show."""
     found = []
     for index, name in enumerate(("all_reduce", "all_gather", "barrier")):
         for place, to_bytes in enumerate((*BUCKETS, None)):

@@ -1,4 +1,4 @@
-"""Advice against runs whose link, whose times and whose right answer are known."""
+"""Advice against runs with a known link, known times and a known right answer."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from netfold.profile.run import Run
 from netfold.tuning.cost import predict
 from netfold.tuning.topology import DEFAULT_LINKS, Link, Links, Topology
 
-# 100 us, 100 MB/s. Folding is as built in: 4 GB/s.
+# 100 us, 100 MB/s. Reductions run at the built-in 4 GB/s.
 # A switch has a port a host.
 LINKS = replace(DEFAULT_LINKS, network=Link(100e-6, 100e6), switches=(100e6,))
 RANKS = 4
 
 
 def ring_s(size: float) -> float:
-    """2(P-1) latencies, 2n(P-1)/P sent, n(P-1)/P folded."""
+    """2(P-1) latencies, 2n(P-1)/P sent, n(P-1)/P reduced."""
     return 6 * 100e-6 + 1.5 * size / 100e6 + 0.75 * size / 4e9
 
 
@@ -59,7 +59,7 @@ def predictions(run: Run) -> list[str]:
 SIZES = [MB] * 5 + [4 * MB] * 5 + [16 * MB] * 5
 
 
-def test_the_link_is_found_again_in_the_operations_and_late_ranks_do_not_hide_it() -> None:
+def test_the_link_is_fitted_to_the_operations_despite_late_ranks() -> None:
     (group,) = observe_groups(run_of(SIZES))
     assert group.pure_s[:1] == pytest.approx([ring_s(MB)], rel=1e-4)
     found = fit(group)
@@ -78,7 +78,7 @@ def test_every_algorithm_between_hosts_shows_the_same_link(algorithm: str) -> No
     assert found.links.network.bytes_per_s == pytest.approx(100e6, rel=1e-3)
 
 
-def test_of_one_size_the_rate_is_found_if_the_latency_is_a_small_part_of_it() -> None:
+def test_operations_of_one_size_give_the_rate_if_latency_is_a_small_part() -> None:
     found = fit(observe_groups(run_of([16 * MB] * 5))[0])
     assert isinstance(found, Fitted) and found.latency_assumed and found.off is None
     # 60 us are assumed where 100 are: 6 * 40 us of 255 ms are 0.1% of the rate.
@@ -235,7 +235,7 @@ def one(*ops: Op, source: str = "event records") -> list[str]:
 
 
 def test_advice_on_queueing_losses_and_registrations_has_their_numbers() -> None:
-    """10 ms in the queue where 20 were taken; 30 packets of 1500 bytes are 0.45% of 10 MB."""
+    """10 ms in the queue beside 20 ms of work; 30 packets of 1500 bytes are 0.45% of 10 MB."""
     queued = one(Op(0, 10), Op(10, 20, queued_ms=0))
     assert any("waited 10 ms a rank behind other operations" in text and "took 20 ms" in text for text in queued)
     lost = one(Op(0, 10, wire_bytes=10_000_000, retransmissions=30))
@@ -270,7 +270,7 @@ def test_the_first_sentence_says_where_the_time_goes() -> None:
 
 
 def test_small_messages_of_a_busy_host_do_not_keep_the_link_from_being_found() -> None:
-    """4 KB in 30 ms, fifty times what a ring takes: no ground for small ones, and none against large ones."""
+    """4 KB in 30 ms, fifty times a ring's time: no advice on small messages, and none against large ones."""
     run = run_of(SIZES)
     traces = []
     for trace in run.traces:

@@ -22,8 +22,10 @@ def clocks_of(run: Run) -> ClockSync:
 
 
 def simulated(offset_ms: list, count: int = 60, every_ms: float = 50, seed: int = 1, hosts: list | None = None) -> Run:
-    """Barriers in a row. Everybody begins within 1 ms and ends 20 to 200 us after the last; offset_ms: functions of the
-    true time in ms, what a rank's clock shows more than the truth."""
+    """Consecutive barriers. All ranks begin within 1 ms and end 20 to 200 us after the last.
+
+    offset_ms: by rank, a function of the true time in ms: how far the rank's clock is ahead.
+    """
     rng = np.random.default_rng(seed)
     ops: list[list[Op]] = [[] for _ in offset_ms]
     for index in range(count):
@@ -65,7 +67,7 @@ def test_two_operations_bound_two_clocks_from_both_sides() -> None:
 )
 @settings(max_examples=40, deadline=None)
 def test_the_truth_lies_within_the_bound_of_any_constant_offsets(offsets: list[float], seed: int) -> None:
-    """Who was last ends within 200 us of its start; 100 ppm of the 3 s that all of it takes are 300 us more."""
+    """The last rank ends within 200 us of its start; 100 ppm of the 3 s that all of it takes are 300 us more."""
     run = simulated([lambda t: 0.0, *(lambda t, o=o: o for o in offsets)], seed=seed)
     clocks = clocks_of(run)
     assert clocks.contradiction_ns == 0

@@ -1,4 +1,4 @@
-"""Two runs beside one another, against the talk's numbers and against noise that is known."""
+"""Comparisons of two runs, against the talk's numbers and against known noise."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def talk(side: int) -> Run:
     return make_run(make_trace(0, 1, ops), command=["edsr", "default" if side == 0 else "optimised"])
 
 
-def test_the_talks_table_with_its_loss_shown_as_one() -> None:
+def test_a_comparison_of_the_talks_times_shows_its_slower_size() -> None:
     """The talk prints "~ 0" for 320 -> 342 ms. It is a loss of 22 / 320 = 6.9%. Its totals, 7179 and 3918 ms and 45.4%,
     are not the sums of its rows: 392 + 320 + 1321 + 5145 = 7178, 391 + 342 + 619 + 2587 = 3939, and
     3239 / 7178 = 45.1%. Ours are sums."""

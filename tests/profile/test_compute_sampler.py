@@ -1,4 +1,4 @@
-"""The watcher of the training thread: what it does in known shapes, as the share of time that it computed."""
+"""The sampler of the training thread, against threads whose share of computing is known."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ def lines(watcher: Any) -> np.ndarray[Any, Any]:
     taken = np.frombuffer(watcher.take(), PROGRESS)
     assert (np.diff(taken["at_ns"]) > 0).all()
     assert (np.diff(taken["busy_ns"]) >= 0).all()
-    assert (np.diff(taken["busy_ns"]) <= np.diff(taken["at_ns"])).all(), "nobody computes for longer than time passes"
+    assert (np.diff(taken["busy_ns"]) <= np.diff(taken["at_ns"])).all(), "more computing than time"
     return taken
 
 
 class Stretch:
-    """Wall and CPU time of what the main thread does within, and how much of it the watcher took for computing."""
+    """Wall and CPU time of the main thread in the block, and the part that the sampler counted as computing."""
 
     def __enter__(self) -> Stretch:
         self.cpu_ns = -time.thread_time_ns()
@@ -134,7 +134,7 @@ def test_a_thread_that_waits_in_an_operation_does_not_compute(asynchronous: bool
     options: dict[str, Any] = {"transport": "tcp", "probe": "off", "spin_us": 10_000_000 if spins else 0}
     wall_ns, in_call_ns, cpu_ns, busy_ns = values(run_ranks(waits, 2, options, asynchronous))[0]
     assert in_call_ns > 300 * MS
-    # Who waits for an operation that was only started may find the engine's thread in it, which then spins instead.
+    # A thread that waits for a started operation may find the engine's thread driving it, which then spins instead.
     if spins and not asynchronous:
         assert cpu_ns > MS, "it span, as far as other processes let it, which is what must not count"
     # Outside of the call the thread computes or waits for its core.

@@ -1,4 +1,4 @@
-"""The estimate of exposed communication while a job runs, against stretches whose shape is known."""
+"""The estimate of exposed communication while a job runs, against intervals with known computing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Records of different ranks that are one operation, and those of which that cannot be said."""
+"""Which records of different ranks belong to one operation, and which cannot be matched."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def places(matching: Matching) -> list[list[list[int]]]:
     return [group.places.tolist() for group in matching.groups]
 
 
-def test_sequence_numbers_match_whatever_the_order_in_which_operations_ended() -> None:
+def test_sequence_numbers_match_operations_in_any_order_of_completion() -> None:
     one = make_trace(0, 2, [Op(0, 9, sequence=1), Op(1, 5, sequence=2)])
     other = make_trace(1, 2, [Op(1, 5, sequence=2), Op(0, 9, sequence=1)])
     found = matched(one, other)
@@ -35,7 +35,7 @@ def test_records_of_only_some_ranks_are_left_out_and_counted() -> None:
     assert found.left_out == {"that not all ranks of the group have": 3}
 
 
-def test_a_number_that_stands_for_two_operations_matches_nothing() -> None:
+def test_a_repeated_sequence_number_matches_nothing() -> None:
     one = make_trace(0, 2, [Op(0, 1), Op(1, 2, operation="broadcast")])
     other = make_trace(1, 2, [Op(0, 1), Op(1, 2, operation="all_reduce")])
     assert places(matched(one, other)) == [[[0, 0]]]
@@ -58,7 +58,7 @@ def test_groups_match_by_name_and_need_records_of_all_ranks() -> None:
 
 
 def test_groups_of_one_name_and_different_ranks_are_different_and_of_unknown_ranks_none() -> None:
-    """A mesh's rows are all called after the mesh; and of "one of several groups" nobody knows which it is."""
+    """All rows of a mesh have the name of the mesh, and "one of several groups" does not tell which."""
     rows = [{"row": [0, 1]}, {"row": [0, 1]}, {"row": [2, 3]}, {"row": [2, 3]}]
     found = matched(*(make_trace(rank, 4, [Op(0, 1, group="row")], groups=row) for rank, row in enumerate(rows)))
     assert [(group.group.ranks, group.members) for group in found.groups] == [((0, 1), (0, 1)), ((2, 3), (2, 3))]
@@ -126,7 +126,7 @@ def test_only_operations_that_need_all_ranks_are_synchronising() -> None:
 
 
 def test_a_submission_is_not_synchronising() -> None:
-    """Of nccl's operations a record may end before the operation has: nothing follows for who had begun."""
+    """A record of nccl may end before its operation, so it does not bound the start on other ranks."""
     traces = []
     for rank in range(2):
         trace = make_trace(rank, 2, [Op(0, 1)], source=PROFILER)

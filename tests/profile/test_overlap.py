@@ -1,4 +1,4 @@
-"""Communication that computing hides, and what it does not hide, against traces whose answer is worked out by hand."""
+"""Communication that computing hides, and exposed communication, against traces with hand-counted results."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_without_progress_lines_exposed_time_is_unknown() -> None:
     assert mean_overlap(alone, [find_overlap(bare)]).overlap_ratio is None
     found = step_times(alone, [find_overlap(bare)])
     assert found is not None and found.exposed_s is None
-    # With a watched rank beside it (30 ms, 15 of them hidden) the ratio is that rank's alone.
+    # With a sampled rank beside it (30 ms, 15 of them hidden) the ratio is only that rank's.
     watched = make_trace(0, 2, [Op(0, 30)], progress_ms=[(0, 0), (30, 15)])
     whole = mean_overlap(make_run(watched, bare), [find_overlap(watched), find_overlap(bare)])
     assert whole.communication_s == pytest.approx(20 * MS)

@@ -37,7 +37,7 @@ METADATA = {
 
 
 def ns(time_us: float) -> int:
-    """As Perfetto reads a time: a double of microseconds, times 1000, cut off."""
+    """Read a time as Perfetto does: a double of microseconds, times 1000, truncated."""
     return int(time_us * 1000)
 
 
@@ -181,7 +181,7 @@ def test_a_group_without_a_name_matches_no_other_rank() -> None:
     assert not any(each.any() for each in number_calls(Run(Path(), {}, nameless)))
 
 
-def test_lanes_hold_no_two_at_once_and_are_no_more_than_needed() -> None:
+def test_lanes_have_no_overlapping_slices_and_are_as_few_as_possible() -> None:
     random = np.random.default_rng(7)
     began = np.sort(random.integers(0, 1000, 400))
     ended = began + random.integers(0, 40, 400)
@@ -192,7 +192,7 @@ def test_lanes_hold_no_two_at_once_and_are_no_more_than_needed() -> None:
     assert set(row.tolist()) == set(range(at_once))
 
 
-def test_times_come_back_to_the_nanosecond(tmp_path: Path) -> None:
+def test_times_survive_export_to_the_nanosecond(tmp_path: Path) -> None:
     """Slices that touch: cut off the wrong way, one would begin before the other ended, and be dropped."""
     edges = np.cumsum(np.random.default_rng(3).integers(1, 10**7, 4000))
     operations = np.zeros(len(edges) - 1, RECORD)
@@ -239,7 +239,7 @@ def test_events_are_made_one_at_a_time() -> None:
     assert next(events)["name"] == "process_name"
 
 
-def test_a_disk_that_fails_leaves_what_was_there(tmp_path: Path) -> None:
+def test_a_failing_disk_keeps_the_former_file(tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
     path.write_text("as before")
     broken = run()

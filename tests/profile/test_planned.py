@@ -1,4 +1,4 @@
-"""A profile as the planner takes it: a run whose link and whose every millisecond are known gives them back."""
+"""A profile as input of the planner: a run with a known link and known times gives both back."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_run(make_run(*map(trained, range(RANKS))), tmp_path_factory.mktemp("profile") / "RUN")
 
 
-def test_a_step_gives_back_when_buckets_were_ready_what_was_computed_and_the_update(folder: Path) -> None:
+def test_a_replayed_step_reproduces_bucket_times_computing_and_the_update(folder: Path) -> None:
     model = read_profile(folder).model
     assert model.ready_s == pytest.approx([each / 1e3 for each in READY_MS], rel=1e-3)
     assert model.bucket_bytes == SIZES and model.parameters == sum(SIZES) / 4
@@ -72,7 +72,7 @@ def test_a_step_gives_back_when_buckets_were_ready_what_was_computed_and_the_upd
     assert model.exposed_s == pytest.approx(waited_ms() / 1e3, rel=1e-3)
 
 
-def test_on_its_own_network_it_takes_what_was_measured(folder: Path) -> None:
+def test_the_prediction_for_the_measured_network_equals_the_measurement(folder: Path) -> None:
     seen = read_profile(folder)
     assert isinstance(seen.network, Cluster)
     assert seen.network.tiers[0].bytes_per_s == pytest.approx(100e6, rel=0.01)
@@ -82,7 +82,7 @@ def test_on_its_own_network_it_takes_what_was_measured(folder: Path) -> None:
     assert found.optimizer_s == pytest.approx(UPDATE_MS / 1e3, rel=1e-3)
 
 
-def test_ten_times_the_network_leaves_what_the_last_bucket_takes(folder: Path) -> None:
+def test_with_ten_times_the_network_only_the_last_bucket_is_exposed(folder: Path) -> None:
     seen = read_profile(folder)
     assert isinstance(seen.network, Cluster)
     tier = replace(seen.network.tiers[0], bytes_per_s=1e9)
@@ -92,13 +92,13 @@ def test_ten_times_the_network_leaves_what_the_last_bucket_takes(folder: Path) -
     assert found.exposed_s["data"] == pytest.approx(ring_ms(SIZES[-1], links) / 1e3, rel=0.1)
 
 
-def test_the_slowest_rank_of_each_step_is_what_computing_takes(tmp_path: Path) -> None:
+def test_computing_time_is_that_of_the_slowest_rank_of_each_step(tmp_path: Path) -> None:
     ranks = [trained(0), trained(1), trained(2), trained(3, slow_ms=7.0)]
     model = read_profile(write_run(make_run(*ranks), tmp_path / "RUN")).model
     assert model.computed_s == pytest.approx((COMPUTED_MS + 7) / 1e3, rel=1e-3)
 
 
-def test_a_bf16_wire_halves_what_travels(tmp_path: Path) -> None:
+def test_a_bf16_wire_halves_the_sent_bytes(tmp_path: Path) -> None:
     traces = []
     for rank in range(RANKS):
         trace = trained(rank)
@@ -128,7 +128,7 @@ def test_missing_ranks_are_reported(tmp_path: Path) -> None:
         read_profile(folder)
 
 
-def test_an_unknown_network_is_requested_with_the_reason(tmp_path: Path) -> None:
+def test_an_unknown_network_must_be_given_and_the_reason_is_printed(tmp_path: Path) -> None:
     traces = [trained(rank, source=PROFILER) for rank in range(RANKS)]
     folder = str(write_run(make_run(*traces), tmp_path / "RUN"))
     code, said = plan("--profile", folder)
@@ -147,11 +147,11 @@ def test_the_verb_shows_measured_values_beside_predictions(folder: Path) -> None
     assert code == 0, said
     assert f"{RANKS} ranks took" in said and "predicted for as many on" in said
     assert "on the same device, with as many samples a rank" in said
-    # Neither is known, and neither is made up.
+    # Neither value is known, so neither is invented.
     assert "memory of the rank" not in said and "utilisation" not in said
 
 
-def test_on_more_workers_of_another_network_only_the_weak_curve_is_drawn(folder: Path, tmp_path: Path) -> None:
+def test_for_more_workers_on_another_network_only_weak_scaling_is_drawn(folder: Path, tmp_path: Path) -> None:
     page = tmp_path / "page.html"
     asked = ("--profile", str(folder), "--cluster", "ethernet-10g", "--ranks", "64", "--batch", "2048")
     code, said = plan(*asked, "--curve", "4..64", "--compare", "cluster=ethernet-1g", "-o", str(page))
@@ -175,6 +175,6 @@ def test_on_more_workers_of_another_network_only_the_weak_curve_is_drawn(folder:
         (("--batch", "16", "--micro-batch", "2"), "was measured with one pass of 4 samples"),
     ],
 )
-def test_an_unanswerable_question_is_one_sentence(more: tuple[str, ...], reason: str, folder: Path) -> None:
+def test_an_unanswerable_request_is_refused_in_one_sentence(more: tuple[str, ...], reason: str, folder: Path) -> None:
     code, said = plan("--profile", str(folder), *more)
     assert code == 2 and reason in said, said

@@ -1,4 +1,4 @@
-"""The page in a browser: every number as found, no script that fails, whatever a run holds."""
+"""The page in a browser: the numbers of the findings, and no failing script, for every kind of run."""
 
 from __future__ import annotations
 
@@ -271,7 +271,7 @@ def test_invalid_utf_8_and_values_that_are_not_finite_can_be_written() -> None:
 
 
 def bare(**changes: object) -> Findings:
-    """Nothing that an empty run has not."""
+    """The page of an empty run."""
     nothing: dict[str, object] = {
         "rows": [], "overall": Overlap(0.0, 0.0, None, None), "steps": None, "stragglers": [], "clocks": [],
         "advice": [],

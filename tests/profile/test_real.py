@@ -1,4 +1,4 @@
-"""Analysis of what the engine really recorded."""
+"""Analysis of real records of the engine."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def run_of(found: list[Any], clocks_ns: list[int]) -> Run:
 @pytest.mark.native
 @pytest.mark.parametrize("transport", ["tcp", "auto"])
 def test_real_records_give_clock_bounds_stragglers_and_a_link(transport: str) -> None:
-    """All ranks have one clock in truth: with others put on, the offsets found must undo them, within what is said."""
+    """All ranks have one clock. With invented offsets added, the found offsets undo them within the stated bounds."""
     clocks = [0, 7_000_000_000_000, -3_000_000_000]
     found = values(run_ranks(work, SIZE, transport, timeout_s=60))
     run = run_of(found, clocks)

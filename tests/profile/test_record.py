@@ -1,4 +1,4 @@
-"""The event record: NumPy reads what the native engine wrote, and what it says of real operations is so."""
+"""The event record: NumPy reads the records of the native engine, and their fields are right for real operations."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def ring_bytes(rank: int, count: int) -> int:
 
 
 @pytest.mark.native
-def test_a_ring_sends_the_fewest_bytes_there_can_be() -> None:
+def test_a_ring_sends_the_minimum_of_bytes() -> None:
     for rank, (events, began, ended, _) in enumerate(values(run_threads(observe, SIZE, "ring", None, COUNTS))):
         fields(events, len(COUNTS), "ring")
         times(events[: len(COUNTS)], began, ended)
@@ -109,7 +109,7 @@ def test_in_the_network_a_rank_sends_its_tensor_once() -> None:
             packets = math.ceil(4 * count / payload)
             chunks += packets
             assert event["wire_bytes"] == (packets + event["retransmissions"]) * (payload + protocol.HEADER_BYTES)
-            assert 0 <= event["slowest_rank"] < SIZE, "the switch sees who came last"
+            assert 0 <= event["slowest_rank"] < SIZE, "the switch sees the last rank"
     assert contributions == chunks + SIZE, "and a packet a rank for the barrier at the end"
 
 

@@ -1,4 +1,4 @@
-"""Recording a job: what stands in its run is what the job did, and a job that is recorded does what it did before."""
+"""Recording a job: the run has the job's operations, and the recording does not change the job."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def test_a_ddp_job_is_recorded_without_a_line_of_code(backend: str, ranks: int, 
     )
     assert done.returncode == 0, done.stderr
     assert f"{ranks} ranks in {folder}; `netfold profile report {folder}`" in done.stderr
-    assert "USDT" not in done.stderr and done.stdout == "", "the profiler says nothing of itself"
+    assert "USDT" not in done.stderr and done.stdout == "", "the profiler prints nothing"
     found = read_run(folder)
     assert found.description["command"][-3:] == [str(HERE / "ddp_job.py"), backend, str(STEPS)]
     assert [trace.metadata.rank for trace in found.traces] == list(range(ranks))
@@ -144,7 +144,7 @@ def test_a_ddp_job_is_recorded_without_a_line_of_code(backend: str, ranks: int, 
         assert seen[-4:] == [*(("all_reduce", "f64", 8 * n) for n in (7, 77, 777)), ("broadcast", "i32", 132)]
         assert len(trace.steps) == STEPS - 1
         check_times(trace)
-    assert len({tuple(operations(trace)) for trace in found.traces}) == 1, "every rank says the same of each number"
+    assert len({tuple(operations(trace)) for trace in found.traces}) == 1, "the ranks' records differ"
     assert len({group.name for trace in found.traces for group in trace.metadata.groups.values()}) == 1
     planned = read_profile(folder).model
     assert (planned.ranks, planned.parameters, planned.bucket_bytes) == (ranks, 1000, (4000,))
@@ -314,7 +314,7 @@ def in_a_script(rank: int, size: int, folder: str, run_folder: str) -> Any:
     return [thread.name for thread in threading.enumerate() if thread.name == "netfold records"]
 
 
-def test_a_stretch_of_a_script_is_recorded(tmp_path: Path) -> None:
+def test_a_marked_part_of_a_script_is_recorded(tmp_path: Path) -> None:
     assert values(run_ranks(in_a_script, 2, str(tmp_path / "run"))) == [[], []]
     traces = read_run(tmp_path / "run").traces
     assert [trace.metadata.size for trace in traces] == [2, 2]
@@ -362,7 +362,7 @@ def test_without_a_recording_nothing_is_loaded(tmp_path: Path) -> None:
             names = [thread.name for thread in threading.enumerate()]
             assert "netfold records" not in names, names
             from netfold._native import engine
-            engine.ComputeSampler(threading.main_thread().ident, os.getpid()).stop()  # nobody else watches
+            engine.ComputeSampler(threading.main_thread().ident, os.getpid()).stop()  # no other sampler is running
         assert "netfold.torch.profiler_source" not in sys.modules
         """,
     )
@@ -427,9 +427,9 @@ def test_a_killed_rank_leaves_its_records(tmp_path: Path) -> None:
 
 
 def again_and_in_a_child(rank: int, size: int, folder: str) -> Any:
-    for life in range(2):
-        with Communicator(FileStore(f"{folder}/{life}"), 0, 1) as group:
-            group.all_reduce(np.ones(life + 1, np.float32))
+    for number in range(2):
+        with Communicator(FileStore(f"{folder}/{number}"), 0, 1) as group:
+            group.all_reduce(np.ones(number + 1, np.float32))
     child = os.fork()
     if child == 0:
         code = 1
@@ -666,7 +666,7 @@ STOPPED = """
         stopper.start()
         stopper.join()
     else:
-        # The handler raises while who writes is waited for.
+        # The handler raises during the wait for the writer.
         writes, writing = profile._write_or_fail, threading.Event()
         def slowly():
             writing.set()

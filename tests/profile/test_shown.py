@@ -1,4 +1,4 @@
-"""What the terminal shows, and what other programs read, of one small run."""
+"""One small run as a table, and as JSON and CSV."""
 
 from __future__ import annotations
 
@@ -55,12 +55,12 @@ def test_the_table_has_all_findings() -> None:
     ]
 
 
-def test_over_a_fabric_the_share_of_tensors_that_it_knew_is_shown() -> None:
+def test_over_a_fabric_the_ratio_of_registration_hits_is_shown() -> None:
     lines = render_table(analyse(make_run(make_trace(0, 1, [Op(0, 1, registration=(3, 1))])))).splitlines()
     assert lines[2].endswith("registered") and lines[3].endswith(" 75%")
 
 
-def test_what_a_fabric_kept_registered_is_shown_of_all_ranks_together() -> None:
+def test_registrations_at_the_end_are_shown_as_a_sum_over_ranks() -> None:
     assert "evicted" not in render_table(analyse(small()))
     kept = {"ranges": 2, "bytes": 3 * MB, "evictions": 5}
     traces = [replace(each, metadata=replace(each.metadata, registrations=kept)) for each in small().traces]

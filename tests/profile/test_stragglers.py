@@ -1,4 +1,4 @@
-"""Who began last, and what others waited, against traces whose answer is worked out by hand."""
+"""Which rank began last, and how long others waited, against traces with hand-counted results."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_the_last_rank_is_named_with_the_waits_of_the_other_ranks() -> None:
 def test_a_delay_within_the_clock_error_names_no_rank() -> None:
     """Two hosts, 10 s apart. The two operations in the middle end at once after they began, on both: by
     `finished_0 - started_1` and back clocks are known to 0.5 ms (0.5 + 0.5 apart, the middle exact). In the last one
-    rank 1 begins 0.4 ms after rank 0: less than is known. In the first it begins 5 ms after: that is said."""
+    rank 1 begins 0.4 ms after rank 0: less than the clocks' error. In the first it begins 5 ms after: reported."""
     first = [Op(0, 9), Op(20, 20.5), Op(30, 30.5), Op(40, 49)]
     second = [Op(5, 9), Op(20, 20.5), Op(30, 30.5), Op(40.4, 49)]
     found = waits(make_trace(0, 2, first), make_trace(1, 2, second, clock_ms=10_000))
@@ -68,7 +68,7 @@ def test_two_ranks_that_begin_last_together_are_not_named() -> None:
 
 
 def test_without_a_clock_bound_ranks_are_not_compared() -> None:
-    """What failed is evidence of nothing."""
+    """A failed operation is no evidence of a straggler."""
     found = waits(
         make_trace(0, 2, [Op(0, 9, error="timeout")]),
         make_trace(1, 2, [Op(5, 9, error="timeout")], clock_ms=10),

@@ -123,7 +123,7 @@ def test_the_table_shows_submissions_and_how_to_get_times() -> None:
     assert "communicated 0.01 s (10%), not counting 8 submitted operations" in both.splitlines()[0]
 
 
-def test_json_and_csv_have_nothing_where_times_would_be() -> None:
+def test_json_and_csv_of_submissions_have_no_times() -> None:
     whole = json.loads(as_json(advised(nccl())))
     (row,) = whole["rows"]
     assert row["submitted_only"] is True and [row[name] for name in TIMES] == [None] * len(TIMES)
@@ -179,7 +179,7 @@ def test_a_comparison_never_says_that_submissions_became_faster() -> None:
 
 
 def test_a_run_on_a_device_is_no_gain_over_a_run_on_the_host() -> None:
-    """gloo's times against nccl's submissions: nothing is said of which is faster."""
+    """gloo's times against nccl's submissions: the comparison names no faster run."""
     host = nccl(gloo=True)
     device = nccl()
     found = compare(host, device)

@@ -1,4 +1,4 @@
-"""The table's numbers: sizes, bandwidths, means and what is not known, worked out by hand."""
+"""The table's numbers: sizes, bandwidths, means and unknown values, counted by hand."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def rows_of(*traces: Trace, buckets: list[int] | None = None) -> dict[tuple[str,
     return {(row.operation, row.above_bytes): row for row in findings.rows}
 
 
-def test_one_row_by_hand() -> None:
+def test_one_row_equals_hand_counted_values() -> None:
     """Two ranks, all_reduces of 1 MB: rank 0 takes 10, 20 and 30 ms, rank 1 20, 20 and 40 (the last two queued 5 ms).
 
     A rank's: 3 operations, 3 MB, 70 ms ((60 + 80) / 2), 5 ms in the queue ((0 + 10) / 2). Mean 140 / 6. The 50th
@@ -72,7 +72,7 @@ def test_buckets_include_their_upper_ends_and_one_is_above_all() -> None:
         ("send", 1, 1),
     ],
 )
-def test_sizes_and_bus_factors_are_nccl_tests(operation: str, whole: int, factor: float) -> None:
+def test_sizes_and_bus_factors_equal_nccl_tests(operation: str, whole: int, factor: float) -> None:
     """A record of 1 MB in a group of 4 in a job of 6: the group's P counts."""
     groups = {"four": range(4)}
     row = rows_of(make_trace(0, 6, [Op(0, 1, MB, operation, group="four")], groups=groups))[operation, 128 * KB]
@@ -109,7 +109,7 @@ def test_values_that_a_backend_does_not_report_are_none() -> None:
     assert other.algorithms == {"?": 1}
 
 
-def test_rows_come_by_time_and_their_shares_add_up() -> None:
+def test_rows_are_sorted_by_time_and_their_shares_add_up() -> None:
     findings = analyse(training())
     assert [(row.operation, row.above_bytes) for row in findings.rows] == [
         ("all_reduce", 0),

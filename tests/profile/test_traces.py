@@ -1,4 +1,4 @@
-"""The builder of runs that other tests stand on, against what a rank's own writer leaves."""
+"""The builder of synthetic runs, against the files of a rank's own writer."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def test_names_are_numbered_as_the_native_engine_does() -> None:
     assert all(engine.DTYPES[name] == index for index, name in enumerate(DTYPES))
 
 
-def test_a_run_comes_back_from_disk_as_it_was_made(tmp_path: Path) -> None:
+def test_a_run_survives_being_written_and_read(tmp_path: Path) -> None:
     made = training(3, 5)
     read = read_run(write_run(made, tmp_path / "run"))
     assert read.description == {"command": ["python", "train.py"]}

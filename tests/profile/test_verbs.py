@@ -1,4 +1,4 @@
-"""`netfold profile report` and `compare`, as they are typed."""
+"""The commands `netfold profile report` and `netfold profile compare`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs made by hand: traces whose right answer fits in a comment. Times are milliseconds of the first rank's clock."""
+"""Synthetic runs, small enough to state the right answer in a comment. Times are ms of the first rank's clock."""
 
 from __future__ import annotations
 
@@ -72,11 +72,11 @@ def make_trace(
     coverage_gaps: Sequence[str] = (),
     lost: int = 0,
 ) -> Trace:
-    """progress_ms: (at, computed so far). clock_ms: what this rank's clock shows more than the first rank's.
+    """progress_ms: (at, computed so far). clock_ms: how far this rank's clock is ahead of the first rank's.
 
     backends: by name of a group; else netfold, or gloo for the profiler's records. host: one of its own where None.
-    groups: name -> ranks, `world` of all where None; a group's number in the records is another one on every rank, as
-    in life.
+    groups: name -> ranks, `world` of all where None; the records of every rank give a group another number, as
+    real ranks do.
     """
     named = dict(groups or {"world": range(size)})
     number = {name: 1000 * (rank + 1) + index for index, name in enumerate(named)}
@@ -184,5 +184,5 @@ def training(size: int = 4, steps: int = 20, *, late: int | None = None, seed: i
 
 
 def _ns(at_ms: float, clock_ms: float) -> int:
-    """A host has been up for a while when a job begins: no time is 0."""
+    """No time is 0, because a host has been up for some time when a job begins."""
     return round((at_ms + clock_ms) * 1e6) + 100_000_000_000

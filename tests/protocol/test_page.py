@@ -57,7 +57,7 @@ def test_a_header_field_lies_where_the_page_says(row):
     assert after[:offset] + after[offset + size :] == before[:offset] + before[offset + size :]
 
 
-def test_the_headers_fields_fill_it():
+def test_the_fields_of_the_header_cover_it():
     end = 0
     for offset, size, *_ in table("offset"):
         assert (int(offset), end % int(size)) == (end, 0), "no hole, and every field aligned"

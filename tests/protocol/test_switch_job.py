@@ -216,7 +216,7 @@ def test_missing_names_the_workers_that_have_not_contributed():
     contribute(switch, 1, 0, 1, 1)
     contribute(switch, 3, 0, 1, 1)
     assert switch.missing(0) == []
-    assert switch.missing(4) == [0, 1, 2, 3]  # the slot's next tenant
+    assert switch.missing(4) == [0, 1, 2, 3]  # the slot's next chunk
     assert switch.missing(8) == []  # unknown: no worker can be that far
     contribute(switch, 1, 4, 1, 1)
     assert switch.missing(0) == []

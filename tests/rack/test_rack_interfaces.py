@@ -170,7 +170,7 @@ def gain_of_a_second_link(**how: str) -> float:
                 assert sent[1] < 10_000, "the interface that was not named"
             else:
                 assert 0.45 < sent[0] / sum(sent) < 0.55, sent
-                assert "c0" in texts[0] and "c1" in texts[0], "the log says which"
+                assert "c0" in texts[0] and "c1" in texts[0], "the log names both interfaces"
     print(f"20 MB over one link: {seconds['c0']:.3f} s, over two: {seconds['c0,c1']:.3f} s")
     return float(seconds["c0"] / seconds["c0,c1"])
 
@@ -225,8 +225,8 @@ UNTIL_STOPPED = """
 
 
 def test_a_firewall_that_forgets_its_connections_costs_no_byte(tmp_path: Path) -> None:
-    """Every packet of a connection is answered by a reset, for half a second. (Were new ones refused, too, a rank would
-    look dead: a closed port says so at once.)"""
+    """Every packet of a connection is answered by a reset, for half a second. (If new ones were refused, too, the rank
+    would look dead, as if its port were closed.)"""
     reject = """table inet cut {
       chain in {
         type filter hook input priority 0; policy accept;

@@ -82,7 +82,7 @@ def test_every_link_is_shaped_at_both_ends_and_created_inside_the_racks_namespac
         assert any(word.startswith("nf-0a1b-") for word in step.argv), step
 
 
-def test_losses_happen_where_packets_are_single_and_only_if_requested() -> None:
+def test_losses_are_applied_to_single_packets_and_only_on_request() -> None:
     def words(loss_ratio: float) -> list[str]:
         return [" ".join(step.argv) for step in build_steps("0a1b", Layout(2, Link(10**9, loss_ratio)))]
 

@@ -26,7 +26,7 @@ def spawn_here(argv: Sequence[str]) -> Process:
     return spawn(argv, os.environ)
 
 
-def test_success_of_all_processes_is_success() -> None:
+def test_exit_codes_of_0_give_exit_code_0() -> None:
     assert supervise([python("pass"), python("pass")]).exit_code == 0
 
 
@@ -37,7 +37,7 @@ def test_the_first_failure_ends_all_processes_and_is_the_exit_code() -> None:
     assert [process.poll() for process in processes] == [-signal.SIGTERM, 7, -signal.SIGTERM]
 
 
-def test_death_by_a_signal_has_a_shells_exit_code() -> None:
+def test_a_process_killed_by_a_signal_has_the_exit_code_of_a_shell() -> None:
     assert supervise([python("import os; os.kill(os.getpid(), 9)")]).exit_code == 128 + 9
 
 

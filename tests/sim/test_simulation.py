@@ -123,7 +123,7 @@ def test_a_ratio_of_1_is_refused():
     ],
     ids=str,
 )
-def test_a_packet_has_its_fate(fate, counts, arrivals):
+def test_a_packet_is_delivered_according_to_its_fate(fate, counts, arrivals):
     from netfold.sim.network import Network
 
     clock = Clock()
@@ -153,7 +153,7 @@ def test_an_operation_that_one_worker_never_calls_is_refused():
         Simulation(**JOB, deliveries=ListedDeliveries([]), calls_ns=calls_ns)
 
 
-def test_an_honest_packet_cannot_be_injected():
+def test_an_unmarked_packet_cannot_be_injected():
     with pytest.raises(ValueError, match="must_drop"):
         Simulation(**JOB, deliveries=ListedDeliveries([]), injected=[(0, Packet(0, -1, bytes(56)))])
 

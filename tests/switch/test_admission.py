@@ -27,7 +27,7 @@ from netfold.switch_protocol import control_messages
 def add(
     rank: int, size: int, folder: str, endpoint: str, count: int = 1000, turns: int = 1, join_timeout_s: float = 30.0
 ) -> float:
-    """All-reduce through the switch; what the last element came to."""
+    """All-reduce through the switch; return the last element."""
     buffer = np.zeros(0)
     for turn in range(turns):
         with Communicator(
@@ -48,7 +48,7 @@ def expected(size: int, count: int = 1000) -> list[float]:
 
 
 def serves(switch: RunningSwitch) -> None:
-    """A job of two, from joining to leaving."""
+    """Run a job of two ranks, from join to leave."""
     assert values(run_threads(add, 2, switch.endpoint)) == expected(2)
 
 

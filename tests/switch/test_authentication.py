@@ -32,7 +32,7 @@ FLAGS = protocol.FLAGS
 
 
 class Job:
-    """A job on a DataPlane, its workers played by sockets: every packet is made by hand."""
+    """A job on a DataPlane whose workers are sockets of the test."""
 
     def __init__(self, *, window: int = 16, payload_bytes: int = 8, workers: int = WORKERS) -> None:
         self.plane = DataPlane()
@@ -40,7 +40,7 @@ class Job:
         self.secrets = [packet_keys.draw_secret() for _ in range(workers)]
         self.result_secret = packet_keys.draw_secret()
         self.nonces = [secrets.randbits(64) for _ in range(workers)]
-        self.sockets = [stranger() for _ in range(workers)]
+        self.sockets = [open_socket() for _ in range(workers)]
         self.counters = [0] * workers
         keys = [self.hello_key(worker) for worker in range(workers)]
         self.address = ("127.0.0.1", self.plane.open(JOB, INCARNATION, "127.0.0.1", self.nonces, keys, 1 << 20))
@@ -85,7 +85,7 @@ class Job:
         return bytes(header.pack())
 
     def contribution(self, worker: int, chunk: int, value: float, **fields: int) -> bytes:
-        """Without its tag."""
+        """Return the packet without its MAC."""
         self.counters[worker] += 1
         header = self.header(
             worker, **{"chunk": chunk, "packet_number": self.counters[worker], "elements": 1, **fields}
@@ -100,7 +100,7 @@ class Job:
         return counters
 
     def drops(self, total: int) -> dict[str, int]:
-        """Those by reason, once there are so many."""
+        """Wait for `total` drops; return the drops by reason."""
         deadline = time.monotonic() + seconds(10)
         while sum((counters := self.counted())["drops"].values()) < total:
             assert time.monotonic() < deadline, counters
@@ -110,13 +110,13 @@ class Job:
         return found
 
     def answer(self, worker: int) -> bytes:
-        """What came, its tag checked and taken off."""
+        """Receive a packet, check its MAC, and return it without the MAC."""
         packet = self.sockets[worker].recv(65536)
         assert auth.with_mac(self.result_key, packet[:-16]) == packet
         return packet[:-16]
 
     def adds(self, chunk: int) -> None:
-        """The job's own packets are taken, and the sum is theirs."""
+        """Send the workers' own contributions to `chunk`, and check their sum."""
         for worker in range(len(self.sockets)):
             self.send(worker, auth.with_mac(self.key(worker), self.contribution(worker, chunk, 1.5 + worker)))
         for worker in range(len(self.sockets)):
@@ -128,7 +128,7 @@ class Job:
             assert value == sum(1.5 + each for each in range(len(self.sockets)))
 
 
-def stranger() -> socket.socket:
+def open_socket() -> socket.socket:
     made = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
     made.bind(("127.0.0.1", 0))
     made.settimeout(5)
@@ -218,7 +218,7 @@ def test_a_packet_of_an_earlier_epoch_is_dropped() -> None:
 
 
 def test_a_replayed_packet_counts_once() -> None:
-    with job() as made, stranger() as other:
+    with job() as made, open_socket() as other:
         made.greet()
         made.begin()
         captured = auth.with_mac(made.key(0), made.contribution(0, 0, 1.5))
@@ -236,7 +236,7 @@ def test_a_replayed_packet_counts_once() -> None:
 
 
 def test_a_replayed_hello_does_not_take_its_workers_address() -> None:
-    with job() as made, stranger() as other:
+    with job() as made, open_socket() as other:
         for worker in range(2):
             other.sendto(made.hello(worker), made.address)
         assert made.drops(2) == {"source": 2}
@@ -335,6 +335,17 @@ def test_a_job_starts_with_keys_if_and_only_if_it_has_keys() -> None:
             made.plane.begin(job=JOB + 1, **shape, keys=([bytes(16)] * 2, bytes(16)))
 
 
+def test_a_second_begin_of_a_job_is_refused_and_the_job_keeps_its_results() -> None:
+    with job() as made:
+        made.greet()
+        made.begin()
+        made.adds(0)
+        with pytest.raises(ValueError, match="begin: the job has begun; another epoch needs a new job"):
+            made.begin()
+        made.send(0, auth.with_mac(made.key(0), made.contribution(0, 0, 1.0)))
+        assert made.answer(0), "a late duplicate is answered from the kept result"
+
+
 # Whole jobs.
 
 
@@ -407,7 +418,7 @@ def forgeries(packet: bytes, generator: np.random.Generator) -> Iterator[bytes]:
 
 
 def datagram(source: int, to: int, packet: bytes) -> bytes:
-    """From one port of this host to another, whoever owns it. The kernel fills in the IP checksum; UDP's may be 0."""
+    """Return an IP packet between two ports of this host. The kernel fills in the IP checksum; UDP's may be 0."""
     ip = struct.pack(">BBHHHBBH4s4s", 0x45, 0, 28 + len(packet), 0, 0, 64, 17, 0, *[socket.inet_aton("127.0.0.1")] * 2)
     return ip + struct.pack(">HHHH", source, to, 8 + len(packet), 0) + packet
 
@@ -441,7 +452,7 @@ def test_a_flood_of_forged_packets_from_the_jobs_addresses_changes_no_sum(
                     continue
                 start = (captured[0] & 15) * 4
                 source, to = struct.unpack_from(">HH", captured, start)
-                # Take its first packet: loopback carries a GSO run as one datagram.
+                # Use the first packet: loopback carries a GSO run as one datagram.
                 packet = captured[start + 8 :][:packet_bytes]
                 if port not in (source, to) or len(packet) < packet_bytes:
                     continue

@@ -43,7 +43,7 @@ def decrypted(key: bytes, packet: bytes) -> bytes:
 
 
 class EncryptedJob:
-    """A job on a DataPlane, its workers played by sockets."""
+    """A job on a DataPlane whose workers are sockets of the test."""
 
     def __init__(self, payload_bytes: int) -> None:
         self.plane = DataPlane()
@@ -93,7 +93,7 @@ class EncryptedJob:
         return header + struct.pack(f"<{count}f", *(value + place for place in range(count)))
 
     def unauthenticated(self, count: int) -> None:
-        """Wait until so many packets were dropped for their tag, and no other for anything."""
+        """Wait for that many packets with a wrong MAC, and check that no packet was dropped for another reason."""
         deadline = time.monotonic() + seconds(10)
         while sum((drops := self.plane.counters(JOB)["drops"]).values()) < count:
             assert time.monotonic() < deadline, drops

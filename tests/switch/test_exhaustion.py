@@ -35,15 +35,15 @@ UNREAD_BYTES = 64 << 20
 
 
 def usage(switch: RunningSwitch) -> tuple[int, int]:
-    """Descriptors, and resident bytes."""
+    """Descriptors, and bytes of memory."""
     status = Path(f"/proc/{switch.process.pid}/status").read_text()
-    resident = next(int(line.split()[1]) << 10 for line in status.splitlines() if line.startswith("VmRSS:"))
-    return len(os.listdir(f"/proc/{switch.process.pid}/fd")), resident
+    rss_bytes = next(int(line.split()[1]) << 10 for line in status.splitlines() if line.startswith("VmRSS:"))
+    return len(os.listdir(f"/proc/{switch.process.pid}/fd")), rss_bytes
 
 
 @contextlib.contextmanager
 def descriptors(count: int) -> Iterator[None]:
-    """This process may have so many."""
+    """Raise this process's limit of descriptors."""
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     if before[1] != resource.RLIM_INFINITY and before[1] < count:
         pytest.skip(f"a process may have {before[1]} descriptors here, and this takes {count}")
@@ -55,7 +55,7 @@ def descriptors(count: int) -> Iterator[None]:
 
 
 def settled(switch: RunningSwitch, most: int) -> tuple[int, int]:
-    """Its usage once it has at most so many descriptors; what it has then, or after 20 s."""
+    """The switch's usage once it has at most `most` descriptors, or after 20 s."""
     until = time.monotonic() + seconds(20)
     while (found := usage(switch))[0] > most and time.monotonic() < until:
         time.sleep(0.05)
@@ -72,7 +72,7 @@ def test_unauthenticated_peers_stay_within_their_bound(first_message: bytes) -> 
     with descriptors(CONNECTIONS + 200), contextlib.ExitStack() as stack:
         switch = stack.enter_context(running_switch())
         serves(switch)
-        count, resident = usage(switch)
+        count, rss_bytes = usage(switch)
         highest = 0
         for number in range(CONNECTIONS):
             stream = stack.enter_context(socket.create_connection(switch.address, seconds(10)))
@@ -82,7 +82,7 @@ def test_unauthenticated_peers_stay_within_their_bound(first_message: bytes) -> 
                 highest = max(highest, usage(switch)[0])
         found = settled(switch, count + each * MAX_UNAUTHENTICATED + FEW)
         assert max(found[0], highest) <= count + each * MAX_UNAUTHENTICATED + FEW
-        assert found[1] <= resident + MORE_BYTES
+        assert found[1] <= rss_bytes + MORE_BYTES
         # Check the test itself: it opened more connections than the bound.
         assert highest >= count + MAX_UNAUTHENTICATED // 2
         serves(switch)
@@ -91,7 +91,7 @@ def test_unauthenticated_peers_stay_within_their_bound(first_message: bytes) -> 
 def test_jobs_that_never_start_stay_within_their_bound_and_release_everything() -> None:
     with running_switch("--max-jobs", str(MOST_JOBS)) as switch:
         serves(switch)
-        count, resident = usage(switch)
+        count, rss_bytes = usage(switch)
         with contextlib.ExitStack() as stack:
             admitted = 0
             for number in range(JOBS):
@@ -106,7 +106,7 @@ def test_jobs_that_never_start_stay_within_their_bound_and_release_everything() 
             # Each job has a connection and a port.
             found = settled(switch, count + 2 * MOST_JOBS + FEW)
             assert found[0] <= count + 2 * MOST_JOBS + FEW
-            assert found[1] <= resident + MORE_BYTES
+            assert found[1] <= rss_bytes + MORE_BYTES
         assert settled(switch, count + FEW)[0] <= count + FEW
         serves(switch)
 
@@ -117,16 +117,16 @@ def test_the_switch_stops_reading_from_a_member_that_never_reads() -> None:
         stream.settimeout(seconds(5))
         stream.sendall(control_messages.encode(JOIN))
         assert control_messages.receive(stream)["type"] == "admitted"
-        count, resident = usage(switch)
+        count, rss_bytes = usage(switch)
         sent = 0
         stream.settimeout(seconds(1))
         with contextlib.suppress(OSError):  # a timeout: the switch reads no more
             while sent < UNREAD_BYTES:
                 sent += stream.send(BLOCK)
-        assert sent < UNREAD_BYTES, "the switch has read all questions, though nobody reads the answers"
+        assert sent < UNREAD_BYTES, "the switch has read all queries, although the peer reads no reply"
         found = usage(switch)
         assert found[0] <= count + FEW
-        assert found[1] <= resident + MORE_BYTES
+        assert found[1] <= rss_bytes + MORE_BYTES
         serves(switch)
 
 

@@ -191,7 +191,7 @@ def test_a_failing_rank_sends_its_error_to_all_ranks() -> None:
 
 
 def leaves_early(rank: int, size: int, folder: str, endpoint: str) -> float:
-    """Rank r takes part in r operations fewer of a group's own barriers' worth: none; it leaves after the last sum."""
+    """Each rank leaves after its last sum."""
     with join(rank, size, folder, endpoint) as group:
         buffer = np.full(300_000, rank + 1.0, np.float32)
         group.all_reduce(buffer)
@@ -208,7 +208,7 @@ def test_ranks_that_leave_after_their_last_operation_cause_no_error() -> None:
 
 
 def works_until(rank: int, size: int, folder: str, endpoint: str, over: threading.Event) -> dict[str, Any]:
-    """Exact sums until `over`; how many, and the group's counters."""
+    """Check exact sums until `over`; return their number and the group's counters."""
     turns = 0
     with join(rank, size, folder, endpoint) as group:
         while True:
@@ -297,11 +297,11 @@ def test_foreign_packets_change_no_sum_and_no_other_job() -> None:
                 ports = [int(port) for port in switch.wait_for(r"data port (\d+)", count=2)]
                 lengths = [int(each) + protocol.HEADER_BYTES for each in re.findall(r"x (\d+) bytes", switch.log())]
                 deadline = time.monotonic() + 2.0
-                with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as stranger:
+                with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sender:
                     while time.monotonic() < deadline:
                         for packet in hostile_packets(generator, lengths[0]):
                             for port in ports:
-                                stranger.sendto(packet, ("127.0.0.1", port))
+                                sender.sendto(packet, ("127.0.0.1", port))
                         time.sleep(0.01)
             finally:
                 over.set()
@@ -326,14 +326,14 @@ def test_replayed_packets_of_the_job_itself_change_no_sum() -> None:
             try:
                 port = int(switch.wait_for(r"data port (\d+)")[0])
                 deadline = time.monotonic() + 2.0
-                with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as stranger:
+                with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sender:
                     while time.monotonic() < deadline:
                         packets = captured(port, 0.2, 50)
                         for packet in packets:
-                            stranger.sendto(packet, ("127.0.0.1", port))
+                            sender.sendto(packet, ("127.0.0.1", port))
                             worse = bytearray(packet)
                             worse[-1] ^= 1
-                            stranger.sendto(bytes(worse), ("127.0.0.1", port))
+                            sender.sendto(bytes(worse), ("127.0.0.1", port))
                         sent.extend(packets)
             finally:
                 over.set()
@@ -359,13 +359,13 @@ def test_packets_from_other_addresses_change_no_sum_at_a_worker() -> None:
             while len(ports) < 2 and time.monotonic() < deadline:
                 ports[:] = _own_udp_ports()
                 time.sleep(0.02)
-            with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as stranger:
+            with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sender:
                 generator = np.random.default_rng(1)
                 stop = time.monotonic() + 1.0
                 while time.monotonic() < stop:
                     for packet in hostile_packets(generator, 8944):
                         for port in ports:
-                            stranger.sendto(packet, ("127.0.0.1", port))
+                            sender.sendto(packet, ("127.0.0.1", port))
                     time.sleep(0.01)
         finally:
             over.set()

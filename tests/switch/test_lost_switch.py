@@ -1,6 +1,6 @@
 """A lost switch costs no step: every operation ends with the same result on all ranks.
 
-The group warns once, goes on by host algorithms, and returns to the switch when it is back.
+The group warns once, continues by host algorithms, and returns to the switch when it is back.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def join(
 
 @dataclasses.dataclass(frozen=True)
 class Stream:
-    """Operations of a group: sizes in elements, how many are under way at once, of what kind."""
+    """The operations of a group: sizes in elements, the number in progress at once, and their kind."""
 
     seed: int
     size: int
@@ -111,7 +111,7 @@ class Stream:
             while under_way:
                 results.append(taken(under_way))
             through(rank)
-            # A rank that leaves takes along the results that only it has kept.
+            # Only a rank that stays can forward the results that no other rank kept.
             Path(folder, f"through{rank}").touch()
             deadline = time.monotonic() + seconds(TIMEOUT_S)
             while any(not Path(folder, f"through{other}").exists() for other in range(size)):

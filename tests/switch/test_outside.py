@@ -431,7 +431,7 @@ def test_unauthenticated_peers_do_not_fill_the_log() -> None:
     assert len(lines("unauthenticated", 1000)) == RateLimit.BURST
 
 
-def test_the_units_command_exists() -> None:
+def test_the_command_of_the_systemd_unit_exists() -> None:
     unit = (ROOT / "deploy/netfold-switch.service").read_text()
     (start,) = re.findall(r"^ExecStart=(.*)$", unit, re.M)
     (options,) = re.findall(r'^Environment="NETFOLD_SWITCH_OPTIONS=(.*)"$', unit, re.M)
@@ -461,7 +461,7 @@ def test_systemd_accepts_the_unit(tmp_path: Path) -> None:
     assert "netfold-switch.service" not in ended.stderr, ended.stderr
 
 
-def test_the_containers_command_exists() -> None:
+def test_the_command_of_the_container_exists() -> None:
     text = (ROOT / "deploy/Containerfile").read_text()
     (entry,) = re.findall(r"^ENTRYPOINT (\[.*\])$", text, re.M)
     (command,) = re.findall(r"^CMD (\[.*\])$", text, re.M)

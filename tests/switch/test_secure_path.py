@@ -174,7 +174,7 @@ def _downgraded(rank: int, size: int, folder: str, options: Options, port: int) 
         turn = 3
         # Both ranks take the same number of turns, until no rank uses the switch.
         while True:
-            assert add(group, turn), "a wrong sum although nobody touched it"
+            assert add(group, turn), "a wrong sum without an attack"
             left = np.array([group.group.membership is not None], np.int32)
             group.all_reduce(left)
             turn += 1

@@ -63,7 +63,7 @@ def add(rank: int, size: int, folder: str, homes: list[str]) -> bytes:
         return buffer.tobytes()
 
 
-def fold(*ranks: Any) -> Any:
+def summed(*ranks: Any) -> Any:
     """One switch: f32, in order."""
     terms = [numbers(each) if isinstance(each, int) else each for each in ranks]
     total = terms[0].copy()
@@ -82,7 +82,7 @@ TWO_RACKS = ("root", "left<root", "right<root")
 def test_two_racks_add_the_sums_of_their_leaves_in_order() -> None:
     with running_tree(*TWO_RACKS) as tree:
         found = values(run_threads(add, 8, two_racks(tree)))
-        assert found == [fold(fold(0, 1, 2, 3), fold(4, 5, 6, 7)).tobytes()] * 8
+        assert found == [summed(summed(0, 1, 2, 3), summed(4, 5, 6, 7)).tobytes()] * 8
         for name in tree:
             tree[name].wait_for(r"job \w+ closed after")
         chunks = {name: re.findall(r": (\d+) chunks from (\d+) contributions", tree[name].log())[0] for name in tree}
@@ -90,13 +90,13 @@ def test_two_racks_add_the_sums_of_their_leaves_in_order() -> None:
         assert int(chunks["root"][1]) == 2 * int(chunks["root"][0]), "a leaf sends its sum, and not its workers' parts"
 
 
-def test_three_levels_and_workers_at_each_of_them() -> None:
+def test_a_tree_of_three_levels_with_workers_at_each_is_correct() -> None:
     with running_tree("root", "middle<root", "left<middle", "right<root") as tree:
         order = ["left", "right", "left", "middle", "right", "root", "middle", "left"]
         found = values(run_threads(add, 8, [tree[name].endpoint for name in order]))
         # Each switch reduces its children in the order of their lowest rank.
-        middle = fold(fold(0, 2, 7), 3, 6)
-        assert found == [fold(middle, fold(1, 4), 5).tobytes()] * 8
+        middle = summed(summed(0, 2, 7), 3, 6)
+        assert found == [summed(middle, summed(1, 4), 5).tobytes()] * 8
 
 
 def add_with_memory(rank: int, size: int, folder: str, homes: list[str]) -> tuple[bytes, tuple[int, ...]]:
@@ -126,8 +126,8 @@ def test_a_job_below_one_leaf_does_not_use_the_parent() -> None:
     with running_tree(*TWO_RACKS) as tree:
         homes = two_racks(tree, 4)
         found = values(run_threads(either, 6, homes, tree["right"].endpoint))
-        assert found[:4] == [fold(fold(0, 1), fold(2, 3)).tobytes()] * 4
-        assert found[4:] == [fold(0, 1).tobytes()] * 2
+        assert found[:4] == [summed(summed(0, 1), summed(2, 3)).tobytes()] * 4
+        assert found[4:] == [summed(0, 1).tobytes()] * 2
         assert len(tree["right"].wait_for(r"job \w+ closed after", count=2)) == 2
         assert len(tree["root"].wait_for(r"job \w+ closed after")) == 1
 
@@ -283,7 +283,7 @@ def test_after_a_leafs_death_its_ranks_join_its_parent() -> None:
             buffer = numbers(rank)
             group.all_reduce(buffer)
             assert group.group.membership is not None
-            assert first == fold(fold(0, 1), fold(2, 3)).tobytes()
+            assert first == summed(summed(0, 1), summed(2, 3)).tobytes()
             return buffer.tobytes(), group.group.membership.endpoint
 
     dead = threading.Event()
@@ -300,7 +300,7 @@ def test_after_a_leafs_death_its_ranks_join_its_parent() -> None:
         killer.start()
         found = values(run_threads(twice, 4, two_racks(tree, 4), dead))
         killer.join()
-        assert [each for each, _ in found] == [fold(0, 1, fold(2, 3)).tobytes()] * 4
+        assert [each for each, _ in found] == [summed(0, 1, summed(2, 3)).tobytes()] * 4
         root, right = tree["root"].endpoint, tree["right"].endpoint
         assert [endpoint for _, endpoint in found] == [root, root, right, right]
 
@@ -351,7 +351,7 @@ def test_invalid_parent_options_are_refused(options: tuple[str, ...], says: str)
 def test_a_missing_parent_is_reported_only_to_jobs_that_need_it() -> None:
     with running_switch("--parent", "127.0.0.1:1") as left, running_switch() as right:
         left.wait_for(r"the parent switch at 127\.0\.0\.1:1 cannot be reached: Connection refused; until it is there")
-        assert values(run_threads(add, 2, [left.endpoint] * 2)) == [fold(0, 1).tobytes()] * 2
+        assert values(run_threads(add, 2, [left.endpoint] * 2)) == [summed(0, 1).tobytes()] * 2
         for rank, outcome in enumerate(run_threads(add, 2, [left.endpoint, right.endpoint])):
             assert outcome.error == "SwitchError"
             assert f"rank {rank}: " in outcome.text
@@ -385,15 +385,15 @@ def test_a_leaf_joins_with_its_own_token_over_tls_and_without_one_it_is_refused(
         link = ("--parent", root.endpoint, "--parent-token-file", ours)
         left, right = (stack.enter_context(running_switch(*link)) for _ in range(2))
         homes = [left.endpoint, right.endpoint]
-        assert values(run_threads(add, 2, homes)) == [fold(0, 1).tobytes()] * 2
+        assert values(run_threads(add, 2, homes)) == [summed(0, 1).tobytes()] * 2
         assert ours not in left.log() and token not in left.log() + right.log() + root.log()
         without = stack.enter_context(running_switch("--parent", root.endpoint))
         for outcome in run_threads(add, 2, [left.endpoint, without.endpoint]):
             assert outcome.error == "SwitchError"
             assert "refused: this switch requires a token, and none came" in outcome.text
         other = root.endpoint.partition("#")[0] + "#" + "0" * 64
-        stranger = stack.enter_context(running_switch("--parent", other))
-        stranger.wait_for(r"is another switch: its certificate's fingerprint is")
+        misled = stack.enter_context(running_switch("--parent", other))
+        misled.wait_for(r"is another switch: its certificate's fingerprint is")
 
 
 def test_a_leaf_with_absent_ranks_is_reported_to_all_ranks() -> None:

@@ -1,4 +1,4 @@
-"""A training script as anyone has it: torch and nothing else. `torchrun plain_script.py RESULT_FOLDER`."""
+"""An ordinary training script that imports only torch. `torchrun plain_script.py RESULT_FOLDER`."""
 
 import json
 import os

@@ -119,7 +119,7 @@ def probe(backend: str, names: list[str] | None = None, *, deadline_factor: floa
     import torch.distributed  # noqa: F401 - once, for all ranks
 
     for module in sorted({module for each in chosen for module in each.imports}):
-        with contextlib.suppress(ImportError):  # the feature itself tells of it
+        with contextlib.suppress(ImportError):  # the feature itself reports it
             importlib.import_module(module)
     found = {}
     for each in chosen:

@@ -1,4 +1,4 @@
-"""What netfold need not pass of `probe.py` though gloo may, by torch's version, with the reason."""
+"""Features of `probe.py` that may fail over netfold, by torch's version, with the reason."""
 
 from __future__ import annotations
 

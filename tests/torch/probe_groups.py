@@ -119,7 +119,7 @@ def reconfigure(world: World) -> None:
     if not hasattr(dist.distributed_c10d, "_reconfigure"):
         raise AbsentError("no reconfigure")
     world.init(enable_reconfigure=True)
-    assert dist.distributed_c10d._supports_reconfigure(), "the backend says that it cannot"
+    assert dist.distributed_c10d._supports_reconfigure(), "the backend reports no support"
     handle = dist.distributed_c10d._get_reconfigure_handle()
     store = dist.distributed_c10d._get_default_store()
     store.set(f"handle {world.rank}", handle)

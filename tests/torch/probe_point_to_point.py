@@ -51,7 +51,7 @@ def recv_any_source(world: World) -> None:
 
 @feature()
 def tags(world: World) -> None:
-    """Messages are told apart by their tags, whatever their order."""
+    """Messages are matched by tags, in any order."""
     import torch
     import torch.distributed as dist
 
@@ -120,7 +120,7 @@ def wait_with_a_timeout(world: World) -> None:
     dist.all_reduce(tensor, group=other)
     same(tensor, everyone(world.size).sum(0))
     if world.rank == 1:
-        dist.all_reduce(torch.ones(4))  # nobody is left alone
+        dist.all_reduce(torch.ones(4))  # no rank leaves early
 
 
 @feature()

@@ -109,7 +109,7 @@ def ddp_no_sync(world: World) -> None:
 
 @feature(imports=DDP)
 def ddp_buffers(world: World) -> None:
-    """Rank 0's buffers are everybody's before each forward pass."""
+    """All ranks have rank 0's buffers before each forward pass."""
     import torch
 
     model = torch.nn.Sequential(torch.nn.Linear(12, 8), torch.nn.BatchNorm1d(8))

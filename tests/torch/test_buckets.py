@@ -1,4 +1,4 @@
-"""DDP's buckets move to shared memory in place: unseen by the script, but for the log and the time a step takes."""
+"""DDP's buckets move to shared memory in place; the script sees only a log line and shorter steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every collective of torch.distributed over netfold, each against what torch's own arithmetic says.
+"""Every collective of torch.distributed over netfold, against torch's own arithmetic on one process.
 
 A world of processes a mode (auto, ring, a switch) runs all cases in order and says what it found; a test is a case.
 """
@@ -179,7 +179,7 @@ def complex_tensors_add_by_their_parts(dist: Any, rank: int, size: int) -> None:
         dist.all_reduce(tensor)
         same(tensor, torch.stack(parts).sum(0))
         # torch may only remember that values are negated: what counts is what they read as. torch 2.14 and newer hand
-        # the backend a copy of such a tensor, whose sum nobody gets, over gloo as well.
+        # the backend a copy of such a tensor, whose sum is lost, over gloo as well.
         if BY_DISPATCHER:
             continue
         negated = parts[rank].clone().conj().imag
@@ -602,5 +602,5 @@ def the_record_of_each_operation_can_be_read(dist: Any, rank: int, size: int) ->
 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("mode", MODES)
-def test_case(mode: str, name: str) -> None:
+def test_each_case_passes_on_every_rank(mode: str, name: str) -> None:
     check(__name__, MODES, mode, name)

@@ -1,4 +1,4 @@
-"""DDP with gradients as i8: what rounding takes from one step comes with the next."""
+"""DDP with gradients as i8: the residual adds the rounding error of one step to the next."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def infinite(rank: int) -> list[float]:
     return found
 
 
-def test_gradients_travel_as_bytes_and_nothing_is_lost_over_many_steps() -> None:
+def test_gradients_are_sent_as_i8_and_their_mean_error_vanishes_over_many_steps() -> None:
     from netfold._native import engine
 
     for found in values(run_ranks(run, SIZE, timeout_s=120)):

@@ -1,4 +1,4 @@
-"""DistributedDataParallel over netfold, unchanged: against training on one process, and where things go wrong.
+"""DistributedDataParallel over netfold: against training on one process, and with failures.
 
 A world of processes a mode runs all cases in order and says what it found; a test is a case.
 """
@@ -114,7 +114,7 @@ def the_first_step_in_f32_is_that_of_one_process_within_the_bound(dist: Any, ran
     most. Both are compared with each other, so the bound is twice gamma(B) sum |terms|.
 
     With a bf16 wire (unit roundoff u = 2^-8) a rank's gradient g_r is rounded once before and the result once after
-    the fold, in f32: ((1 + u)^2 (1 + v)^(P-1) - 1) sum |g_r| / P more, where |g_r| / P is at most the sum of the
+    the reduction, in f32: ((1 + u)^2 (1 + v)^(P-1) - 1) sum |g_r| / P more, where |g_r| / P is at most the sum of the
     magnitudes of that rank's terms, times 1 + gamma(B).
     """
     import torch
@@ -367,5 +367,5 @@ def an_error_in_the_reducer_is_raised_and_a_new_group_can_be_made(dist: Any, ran
 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("mode", MODES)
-def test_case(mode: str, name: str) -> None:
+def test_each_case_passes_on_every_rank(mode: str, name: str) -> None:
     check(__name__, tuple(MODES), mode, name)

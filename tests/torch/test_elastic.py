@@ -1,4 +1,4 @@
-"""torchrun starts a job's workers again with the store of those that failed: no attempt may meet keys of another's."""
+"""torchrun restarts a job's workers with the store of the failed attempt; no attempt may read another's keys."""
 
 from __future__ import annotations
 
@@ -64,5 +64,5 @@ def test_restarted_workers_connect_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.soak
-def test_fifty_restarts_in_a_row(tmp_path: Path) -> None:
+def test_fifty_restarts_in_a_row_reconnect(tmp_path: Path) -> None:
     restarted(tmp_path, 50, 1200)

@@ -1,6 +1,6 @@
-"""What torch.distributed offers works over netfold where it works over gloo (`probe.py`), but for what is explained.
+"""Features of torch.distributed work over netfold where they work over gloo (`probe.py`), with explained exceptions.
 
-Here are the features that no other test asks for; `make test-torch` runs all of them."""
+This file tests the features without another test; `make test-torch` runs all of them."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def results(backend: str, *features: str) -> dict[str, str]:
 
 
 def lost(features: tuple[str, ...]) -> dict[str, str]:
-    """What fails over netfold without an explanation, and does not fail over gloo."""
+    """The features that fail over netfold without an explanation, and work over gloo."""
     import torch
     from probe_explained import explained
 
@@ -71,7 +71,7 @@ def lost(features: tuple[str, ...]) -> dict[str, str]:
     return {feature: text for feature, text in failed.items() if gloo[feature] == "ok"}
 
 
-def test_features_that_only_torch_uses_work_where_they_work_over_gloo() -> None:
+def test_features_used_only_by_torch_work_where_they_work_over_gloo() -> None:
     assert lost(FEATURES) == {}
 
 

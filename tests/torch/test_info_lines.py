@@ -1,4 +1,4 @@
-"""What a framework that logs at info (Ray, for one) sees of a job: one line, whatever groups the job makes."""
+"""A framework that logs at info, such as Ray, sees one line of a job with any groups."""
 
 from __future__ import annotations
 

@@ -36,5 +36,5 @@ def check(tensor: Any, expected: list[int]) -> None:
     assert int(tensor.count_nonzero()) == len(PLACES), "and nothing elsewhere"
 
 
-def test_tensors_of_more_than_2_gib() -> None:
+def test_tensors_of_more_than_2_gib_are_reduced() -> None:
     values(run_ranks(large, 2, timeout_s=600))

@@ -1,4 +1,4 @@
-"""What only the carrier for torch older than 2.14 does."""
+"""The ProcessGroup for torch older than 2.14."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 pytestmark = pytest.mark.torch
 
 
-def test_a_synchronous_all_gather_of_nccl_past_the_groups_methods_returns_a_work_that_is_done(
+def test_a_direct_synchronous_all_gather_of_nccl_returns_a_completed_work(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """NCCL's method returns None for a synchronous call, and the operator must return a box (FSDP2 calls it)."""

@@ -1,4 +1,4 @@
-"""DistributedDataParallel through a switch that is killed: the training of one that was not."""
+"""DistributedDataParallel through a killed switch gives the parameters of training without a kill."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def trains(rank: int, size: int, folder: str, pid: int) -> tuple[list[float], by
 
 
 @pytest.mark.parametrize("wire", ["i32", "auto"])
-def test_training_through_a_killed_switch_is_the_training_without_a_kill(wire: str) -> None:
+def test_training_through_a_killed_switch_gives_the_parameters_of_training_without(wire: str) -> None:
     runs: list[list[Any]] = []
     for killed in (False, True):
         with running_switch() as switch:

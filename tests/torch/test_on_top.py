@@ -1,4 +1,4 @@
-"""What torch has on top of process groups, unchanged over netfold: hooks, ZeRO, FSDP2, tensor parallelism, checkpoints.
+"""torch's features above process groups, over netfold: hooks, ZeRO, FSDP2, tensor parallelism, checkpoints.
 
 DistributedDataParallel itself is in test_ddp.py.
 """
@@ -35,7 +35,7 @@ def batch(rank: int) -> Any:
 
 
 def trained_alone(size: int, steps: int) -> list[Any]:
-    """The parameters after `steps` of SGD on everybody's samples."""
+    """The parameters after `steps` of SGD on the samples of all ranks."""
     import torch
 
     model = network()
@@ -166,5 +166,5 @@ def checkpoints_are_saved_and_loaded(dist: Any, rank: int, size: int, folder: st
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_case(name: str) -> None:
+def test_each_case_passes_on_every_rank(name: str) -> None:
     check(__name__, MODES, "auto", name)

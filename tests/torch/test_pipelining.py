@@ -106,11 +106,11 @@ def a_pipeline_in_each_of_two_groups(dist: Any, rank: int, size: int) -> None:
     check_schedule(dist, rank % 2, 2, "Schedule1F1B", 1, group=groups[rank // 2])
 
 
-def test_the_worlds_size_is_what_the_cases_expect() -> None:
+def test_the_world_size_equals_that_of_the_cases() -> None:
     assert SIZE == 4
 
 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("mode", MODES)
-def test_case(mode: str, name: str) -> None:
+def test_each_case_passes_on_every_rank(mode: str, name: str) -> None:
     check(__name__, MODES, mode, name)

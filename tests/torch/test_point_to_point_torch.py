@@ -323,5 +323,5 @@ def a_mismatch_ends_the_group_on_both_sides(dist: Any, rank: int, size: int) -> 
 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("mode", MODES)
-def test_case(mode: str, name: str) -> None:
+def test_each_case_passes_on_every_rank(mode: str, name: str) -> None:
     check(__name__, MODES, mode, name)

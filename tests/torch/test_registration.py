@@ -1,4 +1,4 @@
-"""What `import torch` does with netfold installed: nothing heavy, and a backend is there."""
+"""What `import torch` does with netfold installed: it registers a backend, and loads nothing heavy."""
 
 from __future__ import annotations
 

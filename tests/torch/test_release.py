@@ -1,5 +1,5 @@
-"""A torch that is too old is refused with a sentence, a newer one than was tested is told of; a CUDA build works on the
-CPU where no driver is."""
+"""Too old a torch is refused with a sentence, and a torch newer than the tested one gets a warning. A CUDA build works
+on the CPU of a host without a driver."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def unasked() -> None:
 
 
 @pytest.mark.parametrize("version", ["2.8.1+cpu", "1.13.1", "2.0.0a0+git1234"])
-def test_a_torch_that_is_too_old_is_refused_when_a_group_is_made(version, monkeypatch) -> None:
+def test_making_a_group_with_too_old_a_torch_is_refused(version, monkeypatch) -> None:
     monkeypatch.setattr(torch, "__version__", version)
     with pytest.raises(RuntimeError) as error:
         dist.init_process_group("netfold", store=dist.HashStore(), rank=0, world_size=1)
@@ -42,7 +42,7 @@ def test_a_newer_torch_than_the_tested_works_and_rank_0_warns_once(monkeypatch) 
         release.check_release(1)
 
 
-def test_the_bound_is_that_of_the_package() -> None:
+def test_the_oldest_torch_equals_the_packages_requirement() -> None:
     requirements = importlib.metadata.requires("netfold") or []
     bounds = [each.split(";")[0].strip() for each in requirements if each.startswith("torch>=")]
     assert set(bounds) == {"torch>=" + ".".join(map(str, release.OLDEST))}

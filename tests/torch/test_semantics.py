@@ -1,4 +1,4 @@
-"""What torch.distributed documents around the collectives: coalescing, meshes, threads, timeouts, ends, devices."""
+"""Documented behaviour of torch.distributed beside the collectives: coalescing, meshes, threads, timeouts, ends."""
 
 from __future__ import annotations
 
@@ -383,5 +383,5 @@ def operations_show_in_torchs_profiler(dist: Any, rank: int, size: int, folder: 
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_case(name: str) -> None:
+def test_each_case_passes_on_every_rank(name: str) -> None:
     check(__name__, MODES, "auto", name)

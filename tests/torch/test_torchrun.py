@@ -1,4 +1,4 @@
-"""A plain torch script that says init_process_group("netfold") and knows nothing else of netfold, under torchrun."""
+"""A plain torch script under torchrun, in which only init_process_group("netfold") names netfold."""
 
 from __future__ import annotations
 
@@ -78,5 +78,5 @@ def test_a_rank_that_raises_ends_the_run_and_other_ranks_get_its_error(
     ended, _ = failed
     assert ended.returncode != 0
     assert "PeerLost: rank 0: all_reduce #" in ended.stderr or "PeerLost: rank 1: all_reduce #" in ended.stderr
-    heard = [line for line in ended.stderr.splitlines() if "PeerLost" in line]
-    assert any("ZeroDivisionError: the learning rate fell to nothing" in line for line in heard), ended.stderr
+    reports = [line for line in ended.stderr.splitlines() if "PeerLost" in line]
+    assert any("ZeroDivisionError: the learning rate fell to nothing" in line for line in reports), ended.stderr

@@ -1,4 +1,4 @@
-"""What torch does to a backend written in Python, trap by trap: one case holds the way around each."""
+"""Traps of torch for a backend in Python: one case for each workaround."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def trap_2_a_future_fails_by_a_callback_that_raised(dist: Any, rank: int, size: 
     import torch
 
     group = dist.new_group(timeout=timedelta(seconds=3))  # in which the group comes together, too
-    if rank == 0:  # the others never call
+    if rank == 0:  # the other ranks never call
         future = dist.all_reduce(torch.ones(4), async_op=True, group=group).get_future()
         began = time.monotonic()
         try:
@@ -161,5 +161,5 @@ def trap_9_cpp_waits_for_the_work_of_a_call_inside_a_coalescing_manager(dist: An
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_case(name: str) -> None:
+def test_each_case_passes_on_every_rank(name: str) -> None:
     check(__name__, MODES, "auto", name)

@@ -1,4 +1,4 @@
-"""Work and Future, single-handed: an operation that ends just when somebody looks."""
+"""Work and Future without a group: an operation that ends exactly while a thread checks it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _ids = itertools.count(1 << 60)  # far from the engine's own
 
 
 class Operation:
-    """As the native one, but it ends when the test says so."""
+    """As the native operation, but the test decides when it ends."""
 
     def __init__(self, *, looks: int = 1 << 30) -> None:
         self.id = next(_ids)
@@ -29,7 +29,7 @@ class Operation:
 
     @property
     def done(self) -> bool:
-        """Also true from the `looks`-th look on."""
+        """True from the `looks`-th check on."""
         self._looks -= 1
         return self._done or self._looks < 0
 
@@ -57,8 +57,8 @@ def make(*operations: Operation, finish: Any = None) -> NetfoldWork:
 
 
 def test_a_future_requested_while_the_last_operation_settles_is_resolved_once() -> None:
-    """Found by reading: the asker and the completion thread both resolved it; the second raised, and its thread ended
-    without a word."""
+    """A former fault: the caller's thread and the completion thread both resolved the Future. The second raised, and
+    its thread ended silently."""
     operation = Operation()
     work = make(operation, finish=lambda: None)  # staged, and so watched from the start
     settle = work._settle
@@ -74,7 +74,7 @@ def test_a_future_requested_while_the_last_operation_settles_is_resolved_once() 
 
 
 def test_a_future_is_not_resolved_before_staged_results_are_copied_back() -> None:
-    """Found by reading: the count of pending operations fell to zero before the copy was made."""
+    """A former fault: the count of pending operations was zero before the copy was made."""
     operation = Operation()
     copied: list[bool] = []
     work = make(operation, finish=lambda: copied.append(True))
@@ -93,7 +93,7 @@ def test_a_future_is_not_resolved_before_staged_results_are_copied_back() -> Non
 
 
 def test_an_operation_that_ends_during_its_submission_is_settled() -> None:
-    """Found by reading: not done at the first look, done at the second; nobody copied the result back."""
+    """A former fault: the operation ended between two checks, and no thread copied the result back."""
     copied: list[bool] = []
     work = make(Operation(looks=1), finish=lambda: copied.append(True))
     assert work.get_future().wait() == ["result"]
@@ -101,7 +101,7 @@ def test_an_operation_that_ends_during_its_submission_is_settled() -> None:
 
 
 def test_an_error_while_results_are_copied_back_is_raised_by_every_wait() -> None:
-    """Found with a tensor whose elements share memory: it ended the completion thread, and the Future hung."""
+    """A former fault: a tensor whose elements share memory ended the completion thread, and the Future hung."""
 
     def fail() -> None:
         raise RuntimeError("no room")

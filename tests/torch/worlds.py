@@ -1,5 +1,5 @@
-"""A world of processes that import torch is dear: one runs all cases of a test file in all modes, and each test asks
-for its own."""
+"""One world of processes runs all cases of a test file in all modes, because importing torch takes seconds. Each test
+checks its own case."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def _run(rank: int, size: int, folder: str, module: str, modes: tuple[str, ...],
 
 
 def _run_cases(cases: dict[str, Case], dist: Any, rank: int, size: int, folder: str) -> dict[str, str]:
-    """After a failure the group is no good: the rest is not run."""
+    """Stop after a failure, since the group has failed."""
     found = dict.fromkeys(cases, "not run, since a case before it failed")
     for name, function in cases.items():
         try:
@@ -76,6 +76,6 @@ def world(module: str, modes: tuple[str, ...]) -> list[Found]:
 
 
 def check(module: str, modes: tuple[str, ...], mode: str, name: str) -> None:
-    """Fails with the first rank's own traceback."""
+    """Fail with the first rank's traceback."""
     for rank, found in enumerate(world(module, modes)):
         assert not found[mode][name], f"rank {rank}: {found[mode][name]}"

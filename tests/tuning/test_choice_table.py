@@ -28,7 +28,7 @@ ALGORITHMS = ("auto", *SUPPORTS, "all_reduce=ring,broadcast=chain")
 
 
 def tables() -> list[ChoiceTable]:
-    """Every table that can be asked for."""
+    """Every table that options can request."""
     found = []
     for ranks, switch, algorithm, wire in itertools.product((1, 2, 64), (None, SWITCH), ALGORITHMS, WIRES):
         try:
@@ -109,8 +109,8 @@ def test_small_messages_go_direct_and_large_ones_round_the_ring() -> None:
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 5, 8, 64])
-def test_the_choice_is_nowhere_much_dearer_than_the_cheapest(ranks: int) -> None:
-    """Rows start at powers of two and where they save 2%: in between, one more doubling's worth of difference."""
+def test_the_choice_is_nowhere_much_slower_than_the_fastest(ranks: int) -> None:
+    """Rows start at powers of two where they save 2%; between them the difference is at most that of one doubling."""
     table = build_table(ranks=ranks, switch=None)
     for operation in OPERATIONS:
         for size in (0, 100, 3000, 40_000, 600_000, 10 << 20, 1 << 30):
@@ -124,7 +124,7 @@ def test_the_choice_is_nowhere_much_dearer_than_the_cheapest(ranks: int) -> None
 @pytest.mark.parametrize(
     "topology", [Topology.apart(4), Topology.apart(300), Topology((0, 0, 1)), Topology.even(64, 4)]
 )
-def test_what_ranks_know_different_sizes_of_has_one_row(topology: Topology) -> None:
+def test_an_operation_with_different_sizes_per_rank_has_one_row(topology: Topology) -> None:
     table = build_table(ranks=topology.ranks, switch=None, topology=topology)
     for operation in ("gather", "scatter", "barrier"):
         (row,) = [row for row in table.rows if row.operation == operation]
@@ -146,7 +146,7 @@ def test_every_reason_of_a_choice_by_cost_gives_the_predicted_times() -> None:
     assert "assumed: 60 us, 118 MB/s" in row.reason
 
 
-def test_the_row_in_force_is_the_last_one_reached_whatever_the_order_of_rows() -> None:
+def test_the_last_row_that_the_size_reaches_applies_in_any_order_of_rows() -> None:
     rows = [Row("all_reduce", size, f"from {size}", "auto", "test") for size in (0, 100, 10_000)]
     for order in itertools.permutations(rows):
         table = ChoiceTable(order)
@@ -160,7 +160,7 @@ PORTS = dataclasses.replace(DEFAULT_LINKS, switches=(DEFAULT_LINKS.network.bytes
 
 @pytest.mark.parametrize("c", [0.25, 0.5, 1, 2, 4, 8])
 @pytest.mark.parametrize("ranks", [2, 4, 8])
-def test_auto_takes_what_the_switchs_link_makes_quickest(ranks: int, c: float) -> None:
+def test_auto_chooses_the_fastest_for_the_switchs_link(ranks: int, c: float) -> None:
     rate = DEFAULT_LINKS.network.bytes_per_s
     links = dataclasses.replace(DEFAULT_LINKS, switches=(min(c, ranks) * rate / ranks,))
     table = build_table(ranks=ranks, switch=SWITCH, links=links)
@@ -176,10 +176,10 @@ def test_auto_takes_what_the_switchs_link_makes_quickest(ranks: int, c: float) -
         assert row.algorithm == "split"
         assert f"NETFOLD_SWITCH={SWITCH} gives" in row.reason and f"c = {c:.2g} of a rank's link" in row.reason
     else:
-        assert row.algorithm not in ("in_network", "split")  # each sends all of it to the other, as fast as it can
+        assert row.algorithm not in ("in_network", "split")  # each rank sends its whole tensor to the other
 
 
-def test_a_switch_of_which_nothing_is_known_is_taken_for_a_host_like_the_others() -> None:
+def test_an_unmeasured_switch_is_assumed_to_have_a_workers_link() -> None:
     row = build_table(ranks=8, switch=SWITCH).choose("all_reduce", 16 << 20)
     assert row.algorithm == "split" and "assumed, a link as a rank's for each: c = 1 of" in row.reason
     two = build_table(ranks=8, switch=f"{SWITCH},b:7171").choose("all_reduce", 16 << 20)
@@ -187,7 +187,7 @@ def test_a_switch_of_which_nothing_is_known_is_taken_for_a_host_like_the_others(
 
 
 @pytest.mark.parametrize("hosts", [8, 4])
-def test_while_a_switch_is_measured_all_sums_go_through_it(hosts: int) -> None:
+def test_during_the_measurement_of_a_switch_all_sums_use_it(hosts: int) -> None:
     topology = Topology.even(8, hosts)
     table = build_table(ranks=8, switch=SWITCH, topology=topology, measuring=True)
     row = table.choose("all_reduce", 1)
@@ -198,7 +198,7 @@ def test_while_a_switch_is_measured_all_sums_go_through_it(hosts: int) -> None:
 THROUGH = ("all_reduce", "reduce", "broadcast", "reduce_scatter", "all_gather", "barrier")
 
 
-def test_a_switch_is_a_candidate_for_what_it_does_and_is_taken_where_it_is_quicker() -> None:
+def test_a_switch_is_a_candidate_for_its_operations_and_chosen_where_faster() -> None:
     assert set(SUPPORTS["in_network"]) == set(THROUGH)
     for ranks, operation, size in itertools.product((2, 4, 16, 64), THROUGH[1:], (0, 1000, 100_000, 16 << 20)):
         found = candidates(operation, size, Topology.apart(ranks), PORTS, switch=SWITCH)
@@ -218,7 +218,7 @@ def test_a_switch_is_a_candidate_for_what_it_does_and_is_taken_where_it_is_quick
     assert "predicted for " in table.choose("broadcast", 16 << 20).reason
 
 
-def test_one_rank_a_host_joins_and_takes_the_switch_between_hosts_where_it_is_quicker() -> None:
+def test_one_rank_a_host_joins_the_switch_which_is_chosen_between_hosts_where_faster() -> None:
     hosts = Topology.even(64, 16)
     table = build_table(ranks=64, switch=SWITCH, topology=hosts, links=PORTS)
     assert table.workers(hosts) == hosts.leaders
@@ -229,7 +229,7 @@ def test_one_rank_a_host_joins_and_takes_the_switch_between_hosts_where_it_is_qu
         assert row.reason.startswith("in_network between hosts; predicted for ")
 
 
-def test_where_every_rank_was_told_to_join_none_speaks_for_its_host_through_the_switch() -> None:
+def test_if_every_rank_joins_the_switch_no_operation_uses_it_between_hosts() -> None:
     hosts = Topology.even(64, 16)
     for asked in ("in_network", "broadcast=in_network", "broadcast=in_network,reduce=hierarchical"):
         table = build_table(ranks=64, switch=SWITCH, topology=hosts, algorithm=asked)
@@ -238,7 +238,7 @@ def test_where_every_rank_was_told_to_join_none_speaks_for_its_host_through_the_
         assert table.choose("all_reduce", 1).algorithm == "in_network"
 
 
-def test_what_goes_between_hosts_can_be_named() -> None:
+def test_the_algorithm_between_hosts_can_be_named() -> None:
     hosts = Topology.even(64, 16)
     for asked in ("all_reduce=hierarchical:in_network", "hierarchical:in_network"):
         table = build_table(ranks=64, switch=SWITCH, topology=hosts, algorithm=asked)
@@ -247,7 +247,7 @@ def test_what_goes_between_hosts_can_be_named() -> None:
             assert (row.algorithm, row.between) == ("hierarchical", "in_network")
             assert row.reason == f"NETFOLD_ALGORITHM={asked}"
         assert table.workers(hosts) == hosts.leaders
-    # Where the named one does not do an operation, what is cheapest does.
+    # The fastest algorithm runs the operations that the named one lacks.
     table = build_table(ranks=64, switch=None, topology=hosts, algorithm="hierarchical:ring")
     assert table.choose("all_gather", 1).between == "ring"
     assert table.choose("broadcast", 1).between != "ring"
@@ -262,13 +262,13 @@ def test_what_goes_between_hosts_can_be_named() -> None:
         ("hierarchical:in_network", "NETFOLD_ALGORITHM=hierarchical:in_network needs an aggregator"),
     ],
 )
-def test_what_can_not_go_between_hosts_is_refused(asked: str, sentence: str) -> None:
+def test_an_algorithm_that_cannot_run_between_hosts_is_refused(asked: str, sentence: str) -> None:
     with pytest.raises(ValueError) as refused:
         build_table(ranks=8, switch=None, topology=Topology.even(8, 4), algorithm=asked)
     assert sentence in str(refused.value)
 
 
-def test_ranks_of_one_host_take_the_switch_for_sums_alone() -> None:
+def test_ranks_of_one_host_use_the_switch_only_for_sums() -> None:
     table = build_table(ranks=4, switch=SWITCH, topology=Topology.even(4, 1))
     assert {operation: table.choose(operation, 1 << 20).algorithm for operation in THROUGH} == {
         **dict.fromkeys(THROUGH, "shared_memory"),
@@ -276,7 +276,7 @@ def test_ranks_of_one_host_take_the_switch_for_sums_alone() -> None:
     }
 
 
-def test_the_ring_may_be_asked_for_although_there_is_a_switch() -> None:
+def test_a_ring_can_be_requested_although_there_is_a_switch() -> None:
     row = build_table(ranks=4, switch=SWITCH, algorithm="ring").choose("all_reduce", 1)
     assert (row.algorithm, row.reason) == ("ring", "NETFOLD_ALGORITHM=ring")
 
@@ -296,13 +296,13 @@ def test_a_narrow_wire_leaves_the_switchs_other_operations_as_they_are() -> None
         assert wires == {**dict.fromkeys(THROUGH, "auto"), "all_reduce": "bf16"}
 
 
-def test_a_group_of_one_needs_nobody() -> None:
+def test_a_group_of_one_rank_uses_the_local_algorithm() -> None:
     for switch in (None, SWITCH):
         table = build_table(ranks=1, switch=switch)
         assert {row.algorithm for row in table.rows} == {"local"}
 
 
-def test_an_algorithm_is_taken_where_it_can_be_and_the_other_rows_say_that_it_cannot() -> None:
+def test_a_requested_algorithm_is_chosen_where_possible_and_other_rows_have_the_reason() -> None:
     table = build_table(ranks=4, switch=None, algorithm="tree")
     for operation in ("all_reduce", "reduce", "broadcast"):
         row = table.choose(operation, 1)
@@ -321,15 +321,15 @@ def test_pairs_name_an_algorithm_for_an_operation_each() -> None:
     assert table.choose("all_gather", 1).reason.startswith("predicted for ")
 
 
-def test_bruck_exchanges_equal_blocks_and_so_is_never_chosen_unasked() -> None:
-    slow = dataclasses.replace(DEFAULT_LINKS, message_s=1e-3)  # where it would be cheapest
+def test_bruck_needs_equal_blocks_and_is_chosen_only_on_request() -> None:
+    slow = dataclasses.replace(DEFAULT_LINKS, message_s=1e-3)  # where it would be fastest
     table = build_table(ranks=64, switch=None, links=slow)
     assert {row.algorithm for row in table.rows if row.operation == "all_to_all"} <= {"direct", "pairwise"}
     by_name = [each for each in candidates("all_to_all", 64, Topology.apart(64), slow) if each.algorithm == "bruck"]
     assert "by name only" in by_name[0].note
 
 
-def test_what_there_is_no_machine_for_is_not_offered() -> None:
+def test_operations_without_an_implementation_are_not_candidates() -> None:
     for each in candidates("all_reduce", 1 << 20, Topology.even(8, 2)):
         if "all_reduce" not in SUPPORTS[each.algorithm]:
             assert each.seconds is None and each.note == "not built in"
@@ -357,7 +357,7 @@ def test_shared_memory_needs_one_host_and_hierarchical_several(monkeypatch: pyte
         build_table(ranks=8, switch=None, algorithm="shared_memory", topology=Topology.even(8, 2))
 
 
-def test_a_narrow_wire_excludes_what_has_none_and_counts_half_the_bytes() -> None:
+def test_a_narrow_wire_excludes_algorithms_without_it_and_halves_the_bytes() -> None:
     table = build_table(ranks=4, switch=None, wire="bf16")
     assert {row.wire for row in table.rows if row.operation == "all_reduce"} == {"bf16"}
     assert "direct" not in {row.algorithm for row in table.rows if row.operation == "all_reduce"}
@@ -415,12 +415,12 @@ ALL = (
         ),
     ],
 )
-def test_what_cannot_be_done_is_refused_in_a_sentence(asked: dict[str, str], sentence: str) -> None:
+def test_an_impossible_algorithm_is_refused_in_a_sentence(asked: dict[str, str], sentence: str) -> None:
     with pytest.raises(ValueError) as refused:
         build_table(ranks=4, switch=None, **asked)
     assert str(refused.value) == sentence
 
 
-def test_an_operation_that_does_not_exist_is_an_error_that_lists_those_that_do() -> None:
+def test_an_unknown_operation_is_refused_with_the_known_operations() -> None:
     with pytest.raises(KeyError, match="no operation 'all_scatter'; there are all_reduce, broadcast"):
         build_table(ranks=4, switch=None).choose("all_scatter", 1)

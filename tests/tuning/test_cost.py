@@ -1,4 +1,4 @@
-"""The cost model: formulas against arithmetic done by hand, and a link out of samples."""
+"""The cost model: formulas against hand-counted values, and a link fitted to samples."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ STEPS = dataclasses.replace(
     restarts=0.0,
 )
 BYTES = dataclasses.replace(STEPS, network=Link(latency_s=0.0, bytes_per_s=1.0))
-FOLDS = dataclasses.replace(STEPS, network=Link(latency_s=0.0, bytes_per_s=1e30), reduce_bytes_per_s=1.0)
+REDUCTIONS = dataclasses.replace(STEPS, network=Link(latency_s=0.0, bytes_per_s=1e30), reduce_bytes_per_s=1.0)
 
 
 def seconds(links: Links, operation: str, algorithm: str, ranks: int, size: float = 1 << 20) -> float:
@@ -30,7 +30,7 @@ def seconds(links: Links, operation: str, algorithm: str, ranks: int, size: floa
 @pytest.mark.parametrize(
     ("operation", "algorithm", "ranks", "steps", "sent", "folded"),
     [
-        # steps; bytes sent by the busiest rank and bytes folded, in parts of the tensor
+        # steps; bytes sent by the busiest rank and bytes reduced, as parts of the tensor
         ("all_reduce", "direct", 4, 1, 3, 3),
         ("all_reduce", "ring", 4, 6, 1.5, 0.75),
         ("all_reduce", "halving_doubling", 8, 6, 1.75, 0.875),
@@ -49,7 +49,7 @@ def seconds(links: Links, operation: str, algorithm: str, ranks: int, size: floa
         ("all_to_all", "bruck", 8, 3, 1.5, 0),
         ("broadcast", "direct", 4, 1, 3, 0),
         ("reduce", "direct", 4, 1, 3, 3),
-        # behind one link like a rank's, which takes what all send
+        # behind one link like a rank's, which carries the bytes of all ranks
         ("all_reduce", "in_network", 64, 2, 64, 0),
         ("reduce", "in_network", 64, 2, 64, 0),
         ("broadcast", "in_network", 64, 2, 64, 0),
@@ -58,12 +58,12 @@ def seconds(links: Links, operation: str, algorithm: str, ranks: int, size: floa
         ("barrier", "in_network", 64, 2, 0, 0),
     ],
 )
-def test_a_formula_has_the_steps_bytes_and_folds_of_its_algorithm(
+def test_a_formula_has_the_steps_bytes_and_reductions_of_its_algorithm(
     operation: str, algorithm: str, ranks: int, steps: float, sent: float, folded: float
 ) -> None:
     assert seconds(STEPS, operation, algorithm, ranks) == pytest.approx(steps)
     assert seconds(BYTES, operation, algorithm, ranks) / (1 << 20) == pytest.approx(sent)
-    assert seconds(FOLDS, operation, algorithm, ranks) / (1 << 20) == pytest.approx(folded, abs=1e-9)
+    assert seconds(REDUCTIONS, operation, algorithm, ranks) / (1 << 20) == pytest.approx(folded, abs=1e-9)
 
 
 @pytest.mark.parametrize(
@@ -78,7 +78,7 @@ def test_a_formula_has_the_steps_bytes_and_folds_of_its_algorithm(
         ("barrier", 0.0),
     ],
 )
-def test_a_hierarchical_operation_sends_what_one_rank_a_host_would(operation: str, sent: float) -> None:
+def test_a_hierarchical_operation_sends_the_bytes_of_one_rank_a_host(operation: str, sent: float) -> None:
     memory = dataclasses.replace(BYTES, memory=Link(latency_s=0.0, bytes_per_s=1e30))
     pairs = Topology((0, 1, 0, 1))
     size = 1 << 20
@@ -106,7 +106,7 @@ def test_a_switch_takes_one_tensor_a_host_where_ranks_share_memory() -> None:
         (2, 1, 2.0, 1.0),
     ],
 )
-def test_a_switch_behind_a_link_takes_what_that_takes_and_a_ring_the_rest(
+def test_a_split_gives_the_switch_the_part_for_its_link_and_the_ring_the_rest(
     hosts: int, c: float, alone: float, together: float
 ) -> None:
     size = 1 << 20
@@ -126,7 +126,7 @@ def test_switches_side_by_side_add_up_to_a_ranks_link() -> None:
     assert predict("all_reduce", "in_network", size, hosts, measured, switch=2) / size == pytest.approx(8 / 3)
 
 
-def test_pipelines_approach_one_tensor_a_link_and_pay_a_piece_a_hop() -> None:
+def test_pipelines_approach_one_tensor_per_link_plus_one_chunk_per_hop() -> None:
     large = 1 << 30
     for operation, algorithm, tensors in (
         ("broadcast", "chain", 1),
@@ -144,7 +144,7 @@ def test_a_small_tree_is_binomial() -> None:
     assert seconds(STEPS, "all_reduce", "tree", 9, 1024) == 8
 
 
-def test_who_shares_a_port_or_changes_partners_pays_for_it() -> None:
+def test_sharing_a_port_and_changing_partners_cost_time() -> None:
     crowded = dataclasses.replace(BYTES, crowding=0.1)
     assert seconds(crowded, "all_gather", "direct", 4) == pytest.approx(1.2 * seconds(BYTES, "all_gather", "direct", 4))
     assert seconds(crowded, "all_gather", "ring", 4) == seconds(BYTES, "all_gather", "ring", 4)
@@ -160,7 +160,7 @@ def test_ranks_of_one_host_share_its_link_except_in_a_ring() -> None:
     assert predict("all_gather", "ring", size, topology, BYTES) == pytest.approx(alone)
 
 
-def test_every_machine_that_moves_tensors_has_a_formula_with_a_source() -> None:
+def test_every_algorithm_has_a_formula_with_a_source() -> None:
     for algorithm, operations in SUPPORTS.items():
         for operation in set(operations) & set(OPERATIONS) if algorithm != "local" else ():
             assert len(FORMULAS[operation, algorithm].source.split()) > 3, (operation, algorithm)
@@ -196,7 +196,7 @@ def test_a_burst_that_passes_at_once_does_not_hide_the_rate() -> None:
     assert found.latency_s == pytest.approx(25e-6, rel=0.01)
 
 
-def test_a_fit_wants_two_sizes_and_bears_a_line_that_falls() -> None:
+def test_a_fit_needs_two_sizes_and_accepts_a_falling_line() -> None:
     with pytest.raises(ValueError, match="two sizes or more"):
         fit_link([(64, 1e-5), (64, 2e-5)])
     found = fit_link([(1, 2e-5), (1 << 20, 1e-5)])
@@ -214,7 +214,7 @@ def test_ranks_are_spread_over_hosts_in_order() -> None:
         Topology.even(2, 3)
 
 
-def test_a_link_that_lets_much_through_at_once_is_judged_by_what_came_after() -> None:
+def test_a_link_with_a_burst_is_fitted_to_the_bytes_after_the_burst() -> None:
     # As a link of 200 Mbit/s answered: 128 KB pass at once, and only one message was larger.
     link = fit_link([(1, 16e-6), (32 << 10, 26e-6), (256 << 10, 10.3e-3)])
     assert 20e6 < link.bytes_per_s < 26e6

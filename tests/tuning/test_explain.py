@@ -22,7 +22,7 @@ def wide_and_clean(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
-def test_all_candidates_are_printed_the_chosen_one_marked_and_the_reason_below() -> None:
+def test_explain_prints_all_candidates_with_the_choice_marked_and_the_reason_below() -> None:
     code, said = explain("all-reduce", "--size", "16M", "--ranks", "4")
     assert code == 0
     for algorithm in ("direct", "ring *", "halving_doubling", "tree", "in_network"):
@@ -31,7 +31,7 @@ def test_all_candidates_are_printed_the_chosen_one_marked_and_the_reason_below()
     assert said.splitlines()[-1].startswith("* ring, wire auto: predicted for ")
 
 
-def test_the_size_of_the_reason_is_said_to_be_an_example_of_a_range_that_has_the_asked_one() -> None:
+def test_the_size_in_the_reason_is_marked_as_an_example_of_its_range() -> None:
     for size, size_bytes in (("4", 4), ("4M", 4 << 20), ("64M", 64 << 20)):
         said = explain("all-reduce", "--size", size, "--ranks", "2")[1].splitlines()[-1]
         (found,) = re.findall(r"for (\d+) bytes, an example of (\d+) (?:to (\d+) bytes|bytes and more):", said)
@@ -58,7 +58,7 @@ def test_the_transport_is_named_with_its_reason(monkeypatch: pytest.MonkeyPatch)
     assert "ranks of one host do not share memory: NETFOLD_TRANSPORT=tcp" in said
 
 
-def test_what_was_asked_for_is_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_reason_for_a_requested_algorithm_is_the_request(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NETFOLD_ALGORITHM", "all_reduce=tree")
     assert "* tree, wire auto: NETFOLD_ALGORITHM=all_reduce=tree" in explain("all-reduce", "--size", "1M")[1]
 
@@ -70,7 +70,7 @@ def test_what_was_asked_for_is_the_reason(monkeypatch: pytest.MonkeyPatch) -> No
         (("all-reduce", "--ranks", "2", "--hosts", "3"), "2 ranks cannot be on 3 hosts"),
     ],
 )
-def test_what_makes_no_sense_is_refused(arguments: tuple[str, ...], sentence: str) -> None:
+def test_impossible_arguments_are_refused(arguments: tuple[str, ...], sentence: str) -> None:
     code, said = explain(*arguments)
     assert code == 2 and sentence in said
 
@@ -82,12 +82,14 @@ def test_what_makes_no_sense_is_refused(arguments: tuple[str, ...], sentence: st
         ("10.0.0.7:7171#" + "a" * 64, "are authenticated (AES-GMAC, 16 bytes each)"),
     ],
 )
-def test_it_says_whether_packets_are_authenticated(monkeypatch: pytest.MonkeyPatch, switch: str, sentence: str) -> None:
+def test_explain_reports_whether_packets_are_authenticated(
+    monkeypatch: pytest.MonkeyPatch, switch: str, sentence: str
+) -> None:
     monkeypatch.setenv("NETFOLD_SWITCH", switch)
     assert sentence in explain("all-reduce")[1].splitlines()[-1]
 
 
-def test_a_switch_that_is_no_address_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_malformed_switch_address_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NETFOLD_SWITCH", "10.0.0.7:7171#abc")
     code, said = explain("all-reduce")
     assert code == 2 and "64 hexadecimal digits" in said

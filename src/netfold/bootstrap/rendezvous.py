@@ -180,7 +180,8 @@ class PeerAddresses:
             return [used, *(each for each in endpoints if each != used)]
         if self.interfaces.named:
             return [endpoints[rail]]
-        working = {self.endpoints[other].index(used) for (other, _), used in self.used.items()}
+        # A copy: another thread of this rank may connect meanwhile, and enter the address that worked.
+        working = {self.endpoints[other].index(used) for (other, _), used in self.used.copy().items()}
         return sorted(endpoints, key=lambda each: endpoints.index(each) not in working)
 
     def record_failures(self, errors: Iterable[str]) -> None:

@@ -105,23 +105,20 @@ class Membership:
             raise SwitchError(str(error)) from None
 
     def _join(self, message: Message, window_bytes: int, fabric: str | None, deadline: float) -> None:
-        client, name = self._client, self._client.name
+        client = self._client
         try:
             # Packets leave from the control connection's address: the switch accepts them from no other host.
             path = open_path(fabric, client.local_host, window_bytes)
             client.send_first({**message, **path.join_fields()})
             admitted = client.expect("admitted", deadline, is_first=True)
-            if self.authenticated and "secret" not in admitted:
-                raise SwitchError(f"{name} speaks TLS and gave no keys for packets")
+            packet_keys.check_admitted(admitted, pinned=self.authenticated, encrypt=message.get("encrypt", False))
             self.encrypts = bool(admitted.get("encrypt", False))
-            if message.get("encrypt", False) and not self.encrypts:
-                raise SwitchError(f"{name} does not encrypt packets, and NETFOLD_SECURITY=encrypt: upgrade it")
             ready = path.connect(client.remote_host, admitted, deadline)
-        except PathError as error:
+        except PathError:
             # A switch that has ended the job answers none of its packets, and has sent the reason as a refusal.
             with contextlib.suppress(OSError, EOFError, ProtocolError):
                 client.expect("refused", time.monotonic() - GRACE_S)
-            raise SwitchError(f"{name} {error}") from None
+            raise
         self._port = path.port
         client.send({"type": "ready", **ready})
         start = client.expect("start", deadline)

@@ -9,7 +9,7 @@
   parent_sender  what a leaf sends to its parent: native/protocol's ParentSender
 
 native/dev/model_check's header search.hpp describes the machines, the network and time, what is checked in every state,
-and why that is enough. May import netfold._native.model_check and sim's diagrams; recovery also
+and why that is enough. May import netfold._native_dev, netfold.extras and sim's diagrams; recovery also
 communicator.recovery_machine, and switch_watch communicator.switch_watch. Invariants: a report says whether its scope
 was exhausted; a broken promise comes with the shortest trace and the command that replays it.
 
@@ -22,8 +22,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from netfold._native import model_check as native
 from netfold._native import protocol
+from netfold.extras import native_dev
 from netfold.sim import SWITCH, diagram
 from netfold.sim.network import address_of
 
@@ -74,7 +74,7 @@ class Scope:
 
 def search(scope: Scope) -> Any:
     """Search `scope`; return native/dev/model_check's Report. Raises ValueError for an impossible scope."""
-    return native.search(**scope._arguments())
+    return _native().search(**scope._arguments())
 
 
 def search_validation(workers: int = HELLO_WORKERS) -> Any:
@@ -82,14 +82,14 @@ def search_validation(workers: int = HELLO_WORKERS) -> Any:
 
     Returns a report as `search` does.
     """
-    return native.search_validation(workers)
+    return _native().search_validation(workers)
 
 
 def replay(scope: Scope, steps: Sequence[str]) -> list[Any]:
     """Do the steps of a trace again; return a record for each. Raises ValueError that names an impossible step."""
     arguments = scope._arguments()
     del arguments["max_states"]
-    return native.replay(**arguments, steps=list(steps))  # type: ignore[no-any-return]
+    return _native().replay(**arguments, steps=list(steps))  # type: ignore[no-any-return]
 
 
 def sentence(scope: Scope, report: Any) -> str:
@@ -126,6 +126,10 @@ def draw(scope: Scope, records: Sequence[Any]) -> list[diagram.Line]:
             )
         )
     return lines
+
+
+def _native() -> Any:
+    return native_dev("netfold.model_check").model_check
 
 
 def _lane(name: str) -> int:

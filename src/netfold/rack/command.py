@@ -5,6 +5,8 @@ import shutil
 import subprocess
 from collections.abc import Sequence
 
+from netfold.extras import MissingExtraError, native_dev
+
 # These commands wait only for the kernel; one that takes this long hangs.
 COMMAND_TIMEOUT_S = 20
 
@@ -24,6 +26,11 @@ def why_unavailable(*, loss: bool, delay: bool = False) -> str | None:
             return f"a rack needs the tool `{tool}`; try `apt-get install {_PACKAGES[tool]}`"
     if delay and not os.path.exists("/dev/net/tun"):
         return "a delay needs the kernel's TAP interfaces (/dev/net/tun, CONFIG_TUN); without them leave --delay out"
+    if delay:
+        try:
+            native_dev("a link with delay")
+        except MissingExtraError as error:
+            return f"{error}; without it leave --delay out"
     return None
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from netfold.extras import native_dev
 from netfold.rack.command import RackError
 from netfold.rack.topology import End
 
@@ -23,10 +24,8 @@ class DelayLinks:
 
     def add(self, one: End, other: End, delay_ns: int) -> None:
         """Make both interfaces, down, and delay frames between them by `delay_ns`. Raises RackError."""
-        from netfold._native import delay_link
-
         if self._native is None:
-            self._native = delay_link.DelayLinks()
+            self._native = native_dev("a link with delay").delay_link.DelayLinks()
         try:
             self._numbers[one] = self._native.add(*_path(one), *_path(other), delay_ns)
         except OSError as error:

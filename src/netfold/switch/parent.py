@@ -1,14 +1,13 @@
 """The parent switch: a leaf joins it as a worker, once for each job.
 
 A `Link` is the membership of one job. It has its own control connection and data port, as a worker has. It does what
-communicator/membership.py does for a worker, on the daemon's event loop.
+communicator/membership.py does for a worker, on the daemon's event loop. Both share the checks of certificates, replies
+and keys (switch_protocol).
 """
 
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import hmac
 import ipaddress
 import os
 import ssl
@@ -17,24 +16,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from netfold._native import auth
 from netfold.switch.control_io import TIMEOUTS, enable_keepalive, read, send, send_nowait
 from netfold.switch_protocol import control_messages, packet_keys
-from netfold.switch_protocol.data_path import PathError, open_path
+from netfold.switch_protocol.control_messages import ReplyError
+from netfold.switch_protocol.data_path import open_path
+from netfold.switch_protocol.pinned_tls import FingerprintError, check_fingerprint, client_context
 
 # Timeout of connecting to the parent, and of its reply to a request.
 PARENT_S = 5.0
 
 
-class ParentError(Exception):
-    """Why the parent cannot be reached or what it refused, as a sentence.
-
-    loop: the parent is below this switch.
-    """
-
-    def __init__(self, text: str, *, loop: bool = False) -> None:
-        super().__init__(text)
-        self.loop = loop
+class ParentError(ReplyError):
+    """Why the parent cannot be reached or what it refused, as a whole sentence."""
 
 
 class Parent:
@@ -68,10 +61,10 @@ class Parent:
         """
         stream = await self.connect()
         try:
-            await stream.send(
-                {"type": "path", "version": control_messages.VERSION, "below": list(below), **self.token()}
-            )
+            await stream.send_first({"type": "path", "below": list(below)})
             answer = await stream.expect("path", PARENT_S)
+        except ReplyError as error:
+            raise self.error(str(error), loop=error.loop) from None
         finally:
             stream.close()
         self.last_error = ""
@@ -80,13 +73,7 @@ class Parent:
     async def connect(self) -> Stream:
         """Open a control connection, and check the certificate before the first byte is sent. Raises ParentError."""
         host, port, fingerprint = self._address
-        context = None
-        if fingerprint is not None:
-            context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-            context.minimum_version = ssl.TLSVersion.TLSv1_3
-            # Trust rests on the fingerprint alone; authority and name mean nothing.
-            context.check_hostname = False
-            context.verify_mode = ssl.CERT_NONE
+        context = None if fingerprint is None else client_context()
         try:
             opening = asyncio.open_connection(host, port, ssl=context, limit=control_messages.MAX_MESSAGE_BYTES)
             reader, writer = await asyncio.wait_for(opening, PARENT_S)
@@ -97,16 +84,13 @@ class Parent:
                 raise self.error(f"failed the TLS handshake: {error.reason}") from None
             raise self.error(f"cannot be reached: {os.strerror(error.errno) if error.errno else error}") from None
         if fingerprint is not None:
-            certificate = writer.get_extra_info("ssl_object").getpeercert(binary_form=True)
-            found = hashlib.sha256(certificate or b"").hexdigest()
-            if not hmac.compare_digest(found, fingerprint):
+            try:
+                check_fingerprint(writer.get_extra_info("ssl_object").getpeercert(binary_form=True), fingerprint)
+            except FingerprintError as error:
                 writer.transport.abort()
-                raise self.error(f"is another switch: its certificate's fingerprint is {found}")
+                raise self.error(f"is another switch: {error}") from None
         enable_keepalive(writer.get_extra_info("socket"))
-        return Stream(self, reader, writer)
-
-    def token(self) -> dict[str, str]:
-        return {} if self._token is None else {"token": self._token}
+        return Stream(reader, writer, self._token)
 
     def error(self, what: str, *, loop: bool = False) -> ParentError:
         self.last_error = f"the parent switch at {self.endpoint} {what}"
@@ -116,8 +100,9 @@ class Parent:
 class Stream:
     """A control connection to the parent."""
 
-    def __init__(self, parent: Parent, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._parent, self._reader, self._writer = parent, reader, writer
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, token: str | None) -> None:
+        self._reader, self._writer, self._token = reader, writer, token
+        self.pinned = writer.get_extra_info("ssl_object") is not None  # the parent proved its fingerprint
 
     async def read(self) -> control_messages.Message:
         """Read one message. Raises EOFError, OSError or ProtocolError where there is none."""
@@ -126,28 +111,21 @@ class Stream:
     async def expect(self, kind: str, seconds: float) -> control_messages.Message:
         """Read the reply of type `kind` to a first message.
 
-        Raises ParentError for a refusal, another reply, or none within `seconds`.
+        Raises ReplyError for a refusal, another reply, or none within `seconds`.
         """
         try:
             message = await asyncio.wait_for(self.read(), seconds)
+            control_messages.check_reply(message, kind, us="this switch")
+            return message
         except TIMEOUTS:
-            raise self._parent.error(f"did not answer within {seconds:.0f} s") from None
+            raise ReplyError(f"did not answer within {seconds:.0f} s") from None
         except (asyncio.IncompleteReadError, OSError, control_messages.ProtocolError) as error:
-            hint = (
-                "" if self._parent.full_endpoint.count("#") else "; does it want TLS: --parent host:port#fingerprint?"
-            )
-            raise self._parent.error(f"is no netfold switch, or it stopped: {error}{hint}") from None
-        # Up to control protocol 5 a refusal has no version field; its text names the version.
-        if "version" in message or message["type"] == kind:
-            problem = control_messages.version_problem(message, them="it", us="this switch")
-            if problem:
-                raise self._parent.error(f"cannot be joined: {problem}")
-        if message["type"] == "refused":
-            loop = bool(message.get("loop"))
-            raise self._parent.error(f"refused: {message.get('reason')}", loop=loop)
-        if message["type"] != kind:
-            raise self._parent.error(f"sent {message['type']!r} where {kind!r} was expected")
-        return message
+            hint = "" if self.pinned else "; does it want TLS: --parent host:port#fingerprint?"
+            raise ReplyError(f"is no netfold switch, or it stopped: {error}{hint}") from None
+
+    async def send_first(self, message: control_messages.Message) -> None:
+        """Send the first message of the connection: the version and the token are added."""
+        await self.send(control_messages.first_message(message, self._token))
 
     async def send(self, message: control_messages.Message) -> None:
         await send(self._writer, message)
@@ -192,25 +170,16 @@ class Link:
         host, port = listens
         # A switch that listens on all addresses names the one that it uses towards the parent.
         endpoint = control_messages.format_endpoint(local if ipaddress.ip_address(host).is_unspecified else host, port)
-        try:
-            path = open_path(provider, local, int(join["window_bytes"]))
-        except PathError as error:
-            raise self.parent.error(str(error)) from None
-        own = {"endpoint": endpoint, **path.join_fields(), **self.parent.token()}
-        await stream.send({**join, "type": "join", "version": control_messages.VERSION, **own})
-        admitted = await stream.expect("admitted", max(PARENT_S, deadline - time.monotonic()))
-        if "secret" in admitted and auth.unavailable_reason():
-            raise self.parent.error(
-                f"requires packet authentication, which is unavailable on this host: {auth.unavailable_reason()}"
-            )
-        if join["encrypt"] and not (admitted.get("encrypt") and "secret" in admitted):
-            raise self.parent.error("does not encrypt packets, and the job requires it (NETFOLD_SECURITY)")
-        self._admitted = admitted
-        self.identity = int(admitted["job_id"]), int(admitted["incarnation"]), int(admitted["worker"])
         loop = asyncio.get_running_loop()
         try:
+            path = open_path(provider, local, int(join["window_bytes"]))
+            await stream.send_first({**join, "type": "join", "endpoint": endpoint, **path.join_fields()})
+            admitted = await stream.expect("admitted", max(PARENT_S, deadline - time.monotonic()))
+            packet_keys.check_admitted(admitted, pinned=stream.pinned, encrypt=join["encrypt"])
+            self._admitted = admitted
+            self.identity = int(admitted["job_id"]), int(admitted["incarnation"]), int(admitted["worker"])
             self.ready_fields = await loop.run_in_executor(None, path.connect, remote, admitted, deadline)
-        except PathError as error:
+        except ReplyError as error:
             raise self.parent.error(str(error)) from None
         self.port = path.port
         self.payload_bytes = int(self.ready_fields["payload_bytes"])

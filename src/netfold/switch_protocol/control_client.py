@@ -2,7 +2,8 @@
 
 Membership (communicator/membership.py) keeps such a connection for as long as a job; `query_quota` and
 `query_path_to_root` (communicator/switch_tree.py) ask one question and close it. A switch connects to its parent from
-its own event loop instead (switch/parent.py).
+its own event loop instead (switch/parent.py). What both say and accept is in `control_messages`, `pinned_tls`,
+`packet_keys` and `data_path`.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import NamedTuple
 from netfold._native import auth, protocol
 from netfold.errors import SwitchError
 from netfold.switch_protocol import control_messages
-from netfold.switch_protocol.control_messages import Message, ProtocolError, format_endpoint, parse_switch
+from netfold.switch_protocol.control_messages import Message, ReplyError, format_endpoint, parse_switch
 from netfold.switch_protocol.data_path import ReceiveBuffer
 from netfold.switch_protocol.pinned_tls import FingerprintError, PinnedStream
 
@@ -47,7 +48,7 @@ class ControlClient:
         self.name = name
         self.authenticated = isinstance(stream, PinnedStream)  # whether the switch proved its fingerprint
         self._stream = stream
-        self._token = {} if token is None else {"token": token}
+        self._token = token
         self._send_lock = threading.Lock()
 
     @property
@@ -64,7 +65,7 @@ class ControlClient:
 
     def send_first(self, message: Message) -> None:
         """Send the first message of a connection: the version and the token are added."""
-        self.send({"version": control_messages.VERSION, **message, **self._token})
+        self.send(control_messages.first_message(message, self._token))
 
     def set_blocking(self) -> None:
         """Let `receive` and `send` wait without a timeout from here on."""
@@ -74,21 +75,10 @@ class ControlClient:
         return control_messages.receive(self._stream)
 
     def expect(self, kind: str, deadline: float, *, is_first: bool = False) -> Message:
-        """Receive a message of this kind. SwitchError where the switch refused, ProtocolError for another kind.
-
-        is_first: the message replies to a first message, so it carries a version.
-        """
+        """Receive a message of this kind. Raises TimeoutError, and as `control_messages.check_reply` does."""
         self._stream.settimeout(max(0.01, deadline + GRACE_S - time.monotonic()))
         message = control_messages.receive(self._stream)
-        # Up to control protocol 5 a refusal has no version, but its reason has one.
-        if is_first and ("version" in message or message["type"] == kind):
-            problem = control_messages.version_problem(message, them="it", us="this worker")
-            if problem:
-                raise SwitchError(f"{self.name} cannot be joined: {problem}")
-        if message["type"] == "refused":
-            raise SwitchError(f"{self.name} refused: {message.get('reason')}")
-        if message["type"] != kind:
-            raise ProtocolError(f"expected {kind!r}, got {message['type']!r}")
+        control_messages.check_reply(message, kind, us="this worker", is_first=is_first)
         return message
 
     def leave(self, message: Message) -> None:
@@ -174,6 +164,9 @@ def connected(access: SwitchAccess, endpoint: str, timeout_s: float) -> Iterator
             f"{name} did not answer within {timeout_s:.1f} s: either it is no netfold switch, or not all of the "
             f"{len(access.workers)} ranks joined"
         ) from None
+    except ReplyError as error:
+        client.close()
+        raise SwitchError(f"{name} {error}") from None
     except (EOFError, OSError, KeyError, TypeError, ValueError) as error:
         client.close()
         hint = "" if fingerprint else "; one with --token-file speaks TLS: NETFOLD_SWITCH=host:port#fingerprint"

@@ -106,6 +106,17 @@ class ProtocolError(ValueError):
     """The peer sent bytes that are not a control message."""
 
 
+class ReplyError(Exception):
+    """The switch refused a request, or this process cannot use its reply. The text is a sentence without its subject.
+
+    loop: the switch's parents form a circle.
+    """
+
+    def __init__(self, text: str, *, loop: bool = False) -> None:
+        super().__init__(text)
+        self.loop = loop
+
+
 def encode(message: Message) -> bytes:
     body: bytes = msgpack.packb(message)
     return _LENGTH.pack(len(body)) + body
@@ -134,6 +145,28 @@ def version_problem(message: Message, *, them: str, us: str) -> str:
         return f"{them} does not say which control protocol it speaks, and {own}: run the same netfold on both sides"
     older = them if version < VERSION else us
     return f"{them} speaks control protocol {version}, {own}: upgrade netfold where {older} runs"
+
+
+def first_message(message: Message, token: str | None) -> Message:
+    """The first message of a connection to a switch: `message` with the version, and with the token if there is one."""
+    return {"version": VERSION, **message, **({} if token is None else {"token": token})}
+
+
+def check_reply(message: Message, kind: str, *, us: str, is_first: bool = True) -> None:
+    """Check a switch's reply, which should have the type `kind`. Raises ReplyError, or ProtocolError for another type.
+
+    us: what to call this process, such as "this worker".
+    is_first: the message replies to a first message, so it carries a version.
+    """
+    # Up to control protocol 5 a refusal has no version field; its text names the version.
+    if is_first and ("version" in message or message["type"] == kind):
+        problem = version_problem(message, them="it", us=us)
+        if problem:
+            raise ReplyError(f"cannot be joined: {problem}")
+    if message["type"] == "refused":
+        raise ReplyError(f"refused: {message.get('reason')}", loop=bool(message.get("loop")))
+    if message["type"] != kind:
+        raise ProtocolError(f"expected {kind!r}, got {message['type']!r}")
 
 
 def length_of(prefix: bytes) -> int:

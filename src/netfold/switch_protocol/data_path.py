@@ -63,8 +63,8 @@ class ReceiveBuffer:
         )
 
 
-class PathError(Exception):
-    """Packets do not pass, or this host has no such fabric. The text is a sentence without its subject."""
+class PathError(control_messages.ReplyError):
+    """Packets do not pass, or this host has no such fabric."""
 
 
 class DataPath(Protocol):

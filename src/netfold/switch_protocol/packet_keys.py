@@ -13,12 +13,30 @@ from collections.abc import Mapping
 from typing import Any
 
 from netfold._native import auth
+from netfold.switch_protocol.control_messages import ReplyError
 
 SECRET_BYTES = 32
 
 
 def draw_secret() -> bytes:
     return secrets.token_bytes(SECRET_BYTES)
+
+
+def check_admitted(admitted: Mapping[str, Any], *, pinned: bool, encrypt: bool) -> None:
+    """Raise ReplyError where packets would lack the promised protection, or this host cannot give it.
+
+    pinned: the switch proved its fingerprint, so it has keys for packets.
+    encrypt: the job requires that values in packets are encrypted.
+    """
+    has_keys = "secret" in admitted
+    if pinned and not has_keys:
+        raise ReplyError("speaks TLS and gave no keys for packets")
+    if has_keys and auth.unavailable_reason():
+        raise ReplyError(
+            f"requires packet authentication, which is unavailable on this host: {auth.unavailable_reason()}"
+        )
+    if encrypt and not (has_keys and admitted.get("encrypt")):
+        raise ReplyError("does not encrypt packets, and the job requires it (NETFOLD_SECURITY=encrypt): upgrade it")
 
 
 def hello_key_of(admitted: Mapping[str, Any]) -> bytes | None:

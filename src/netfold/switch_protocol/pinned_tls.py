@@ -20,6 +20,22 @@ class FingerprintError(ValueError):
     """The switch's certificate is not the pinned one."""
 
 
+def client_context() -> ssl.SSLContext:
+    """A TLS context for a switch: no authority and no name, since trust rests on the fingerprint alone."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE
+    return context
+
+
+def check_fingerprint(certificate: bytes | None, fingerprint: str) -> None:
+    """Raise FingerprintError where the switch's certificate (DER) has another fingerprint."""
+    found = hashlib.sha256(certificate or b"").hexdigest()
+    if not hmac.compare_digest(found, fingerprint.lower()):
+        raise FingerprintError(f"its certificate's fingerprint is {found}, not {fingerprint.lower()}")
+
+
 class PinnedStream:
     """TLS over `stream`, which it owns. fingerprint: hexadecimal SHA-256 of the whole certificate."""
 
@@ -28,14 +44,9 @@ class PinnedStream:
 
         Raises FingerprintError, ssl.SSLError, EOFError, OSError.
         """
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-        context.minimum_version = ssl.TLSVersion.TLSv1_3
-        # No authority and no name: trust rests on the fingerprint alone.
-        context.check_hostname = False
-        context.verify_mode = ssl.CERT_NONE
         self._stream = stream
         self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
-        self._session = context.wrap_bio(self._incoming, self._outgoing)
+        self._session = client_context().wrap_bio(self._incoming, self._outgoing)
         self._session_lock = threading.Lock()  # guards the session and its memory buffers
         self._send_lock = threading.Lock()  # keeps the order of the session's output
         while True:
@@ -46,10 +57,7 @@ class PinnedStream:
                 self._flush()
                 self._receive()
         self._flush()
-        certificate = self._session.getpeercert(binary_form=True)
-        found = hashlib.sha256(certificate or b"").hexdigest()
-        if not hmac.compare_digest(found, fingerprint.lower()):
-            raise FingerprintError(f"its certificate's fingerprint is {found}, not {fingerprint.lower()}")
+        check_fingerprint(self._session.getpeercert(binary_form=True), fingerprint)
 
     def sendall(self, data: bytes) -> None:
         with self._send_lock:

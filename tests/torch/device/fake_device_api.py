@@ -1,9 +1,9 @@
-"""Devices that are not there. A stream here is a list of things to do, and nothing is done before somebody must know.
+"""Fake devices. A stream is a list of actions, and no action runs before the host needs its result.
 
-`late`: each copy and each kernel is done at the last moment, when the host asks for an event behind it. What should
-have waited for an event, and does not, then reads what was there before. `early`: everything is done at once, which
-shows who writes over what is still needed. A number seeds a mixture. Memory is the CPU's, and a device's own by being
-listed; ranks are threads of one process, and a rank's device is its device_api.
+`late`: each copy and each kernel runs at the last moment, when the host queries an event behind it. A read that does
+not wait for its event then finds the old values. `early`: every action runs at once, which reveals writes over values
+that are still needed. A number seeds a mixture. Memory is the CPU's; a list says which tensors are a device's. Ranks
+are threads of one process, and a rank's device is its device_api.
 
 Two rules of CUDA that cost a job dearly are checked at each call. No thread may call while its current device is not
 the tensor's: a thread has none until it chooses one (in CUDA it has device 0, and its first call makes a context
@@ -84,7 +84,7 @@ class FakeStream:
 
 
 class FakeFuture(torch.futures.Future[Any]):
-    """As torch's with `devices`, for those who wait in Python."""
+    """As torch's Future with `devices`, for waiting in Python."""
 
     def __init__(self, device_api: FakeLayer, parent: FakeFuture | None = None) -> None:
         super().__init__()
@@ -115,19 +115,19 @@ class FakeHost:
     """What the devices of one machine have in common: memory that is exported, and which of it may be opened."""
 
     def __init__(self) -> None:
-        self.lock = threading.RLock()  # the collector may close memory in the midst of it
+        self.lock = threading.RLock()  # the garbage collector may close memory meanwhile
         self.exported: list[Export] = []
         self.communicators: list[Communicator] = []
         self.is_over = threading.Event()  # for ranks to tell each other, beside the group
         self.closed: list[int] = []
-        self._free: set[int] = set()  # memory that its owner holds no more
+        self._free: set[int] = set()  # memory that its owner has freed
 
     def let_go(self, memory: Tensor) -> None:
         self._free.add(memory.data_ptr())
         self.reuse()
 
     def reuse(self) -> None:
-        """Memory that was exported, that its owner has let go of and that has no user left, is another tensor's."""
+        """Exported memory that its owner has freed, and that has no reader left, belongs to another tensor."""
         with self.lock:
             used = {each.memory.data_ptr() for each in self.exported if each.users > 0}
             for each in self.exported:
@@ -136,7 +136,7 @@ class FakeHost:
 
 
 class Export:
-    """A handle of exported memory. As torch's it counts one user, whoever opens it how often."""
+    """A handle of exported memory. Like torch's, it counts one user, however often it is opened."""
 
     def __init__(self, memory: Tensor) -> None:
         self.memory = memory
@@ -162,11 +162,11 @@ class FakeLayer:
         self.device = torch.device(_KIND, number)
         self.lock = threading.RLock()
         self.host = host if host is not None else FakeHost()
-        self.broken = ""  # what the device says to everybody from now on
+        self.broken = ""  # the error of every call from now on
         self.hangs = False
-        self.lingers = False  # all-gathers of NCCL's have given other ranks what they need, and do not end here
+        self.lingers = False  # NCCL's all-gathers have sent their data, and do not end on this rank
         self.capturing: Capture | None = None
-        self.refuses = ""  # what it says to who opens another's memory
+        self.refuses = ""  # the error of opening another rank's memory
         self.hidden: set[int] = set()  # the numbers of devices that this process does not see
         self.pinned_left = 1 << 30
         self.takes_everything = False  # whatever tensor comes is one of the device's
@@ -188,7 +188,7 @@ class FakeLayer:
         return made
 
     def compute(self, work: Callable[[], Any]) -> None:
-        """A kernel of the caller's, in the current stream."""
+        """Add a kernel of the caller to the current stream."""
         self._launch(self.current_stream(self.device), work)
 
     @contextlib.contextmanager
@@ -207,7 +207,7 @@ class FakeLayer:
                 self.force(stream, stream.given)
 
     def value(self, tensor: Tensor) -> Tensor:
-        """What the caller's stream finds there, as `tensor.cpu()` would."""
+        """The values that the caller's stream would read, as by `tensor.cpu()`."""
         stream = self.current_stream(self.device)
         give_up = time.monotonic() + seconds(20)
         while True:  # others' kernels may be waited for
@@ -371,7 +371,7 @@ class FakeLayer:
         return isinstance(self.order, int) and self._random.random() < 0.3
 
     def go_on(self) -> None:
-        """Something came: how much of what there is to do is done now."""
+        """After a new action: run as many of the pending actions as the mode says."""
         if self.order == "early":
             self.synchronize()
         elif self.order != "late":
@@ -381,7 +381,7 @@ class FakeLayer:
                     self.force(stream, stream.done + 1)
 
     def force(self, stream: FakeStream, position: int) -> bool:
-        """Do what is to do up to there; False where a kernel in between waits for another rank's."""
+        """Run the actions up to that point; False where a kernel between waits for another rank's."""
         while stream.done < position:
             work = stream.to_do[0]
             if self.force(work.stream, work.position) if isinstance(work, FakeEvent) else work() is not WAITS:
@@ -393,7 +393,7 @@ class FakeLayer:
 
 
 class Communicator:
-    """What the members of an NCCL communicator have in common."""
+    """The shared state of the members of an NCCL communicator."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -406,7 +406,7 @@ class Communicator:
 
 
 class FakeNccl:
-    """A collective is done once all ranks' streams have come to it; who leaves before takes away what others read."""
+    """A collective is done once all ranks' streams have reached it. A rank that leaves earlier removes its data."""
 
     def __init__(self, device_api: FakeLayer, among: Communicator, store: Any, rank: int) -> None:
         self._device_api, self._among, self._store, self._rank = device_api, among, store, rank

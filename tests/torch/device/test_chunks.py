@@ -1,4 +1,4 @@
-"""How a collective is cut: the same by every rank, at blocks of the i32 wire, within a slot."""
+"""Every rank cuts a collective into the same chunks: at blocks of the i32 wire, each within a slot."""
 
 from __future__ import annotations
 

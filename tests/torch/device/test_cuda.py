@@ -1,4 +1,4 @@
-"""On a GPU: skipped where torch finds none. `make test-cuda` says what ran."""
+"""Tests on a GPU, skipped where torch finds none. `make test-cuda` lists the tests that ran."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def late(values: Any, device: Any) -> Any:
 
 
 def collectives(rank: int, size: int, folder: str, intra_host: str) -> str:
-    """Nothing here has the host wait for the device before the last line of each check."""
+    """The host waits for the device only in the last line of each check."""
     import netfold.torch
 
     device = world(rank, size, folder, intra_host=intra_host)
@@ -169,7 +169,7 @@ def test_a_window_is_not_reused_while_another_rank_reads_it() -> None:
 
 
 @pytest.mark.usefixtures("two_gpus")
-def test_nccl_inside_the_host() -> None:
+def test_collectives_inside_a_host_use_nccl() -> None:
     said = values(run_ranks(collectives, SIZE, "nccl", timeout_s=180))
     assert all("by NCCL among the 2 ranks" in each for each in said), said
 
@@ -260,7 +260,7 @@ def messages(rank: int, size: int, folder: str) -> None:
     dist.destroy_process_group()
 
 
-def test_messages() -> None:
+def test_messages_between_gpus_arrive() -> None:
     values(run_ranks(messages, SIZE, timeout_s=120))
 
 

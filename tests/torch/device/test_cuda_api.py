@@ -1,4 +1,4 @@
-"""The device API of torch.cuda, over stand-ins for torch.cuda and for the driver: what it asks of them, no more."""
+"""The device API of torch.cuda, over stand-ins for torch.cuda and for the driver: which calls it makes."""
 
 from __future__ import annotations
 

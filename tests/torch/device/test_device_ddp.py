@@ -1,5 +1,4 @@
-"""torch's own C++ over Works and Futures of device memory: DDP and functional collectives, on devices that are not
-there but for the way that tensors go."""
+"""torch's own C++ over Works and Futures of device memory: DDP and functional collectives on fake devices."""
 
 from __future__ import annotations
 
@@ -58,5 +57,5 @@ def train(rank: int, size: int, folder: str) -> None:
     dist.destroy_process_group()
 
 
-def test_ddp_and_functional_collectives_go_by_the_device() -> None:
+def test_ddp_and_functional_collectives_use_the_device_path() -> None:
     values(run_ranks(train, 2, timeout_s=100))

@@ -1,4 +1,4 @@
-"""What goes wrong with devices is a sentence, on every rank, and soon."""
+"""A device's failure is an error of one sentence on every rank, within seconds."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_every_rank_reports_that_pinned_memory_is_short() -> None:
         says(outcomes, rank, "NetfoldError", "rank 1: the host gave no 122880 bytes", "NETFOLD_PINNED_BYTES")
 
 
-def test_slots_too_small_for_the_group() -> None:
+def test_slots_too_small_for_the_group_are_an_error() -> None:
     outcomes = on_devices(reduce_once, 2, intra_host="off", pinned_bytes=900)
     says(outcomes, 0, "ValueError", "300 bytes of pinned memory a slot are too few", "NETFOLD_PINNED_BYTES")
 
@@ -94,7 +94,7 @@ def one_on_the_cpu(group: Any, device_api: Any) -> None:
     group.allreduce([tensor], reduce_options()).wait()
 
 
-def test_ranks_whose_tensors_are_on_different_kinds_of_devices() -> None:
+def test_tensors_on_different_kinds_of_devices_are_an_error_on_every_rank() -> None:
     outcomes = on_devices(one_on_the_cpu, 2, **OFF)
     says(outcomes, 0, "Mismatch", "this rank's tensor is on cuda:0", "not some on the CPU")
     assert outcomes[1].error == "Mismatch", outcomes
@@ -105,7 +105,7 @@ def other_kind(device_api: Any) -> None:
         device_api.kind = "xpu"
 
 
-def test_kinds_of_devices_that_no_collective_can_join() -> None:
+def test_mixed_kinds_of_devices_are_refused_for_collectives() -> None:
     outcomes = on_devices(reduce_once, 2, before=other_kind, **OFF)
     for rank in range(2):
         says(outcomes, rank, "NetfoldError", "a collective takes tensors on devices of one kind")
@@ -148,7 +148,7 @@ def no_receiver(group: Any, device_api: Any) -> None:
         group.send([device_api.tensor(torch.ones(10))], 1, 0).wait()
 
 
-def test_a_send_from_a_device_that_fails() -> None:
+def test_a_send_from_a_failed_device_is_an_error_on_both_ranks() -> None:
     outcomes = on_devices(no_receiver, 2, **OFF)
     says(outcomes, 0, "NetfoldError", "rank 0: send to rank 1 from cuda:0 failed: the device fell off the bus")
 
@@ -226,7 +226,7 @@ def cannot_abort(group: Any, device_api: Any) -> None:
 
 
 def test_a_device_failure_reaches_all_ranks_if_nccl_cannot_be_aborted() -> None:
-    """An error of the abort ended the driver's thread before it had told those who waited."""
+    """A former fault: an error of the abort ended the driver's thread before it had notified the waiting threads."""
     outcomes = on_devices(cannot_abort, 2, intra_host="nccl")
     says(outcomes, 1, "NetfoldError", "rank 1: all_reduce on cuda:1 failed", "illegal memory access")
 
@@ -305,12 +305,12 @@ def leaves_while_others_gather(group: Any, device_api: Any) -> None:
 
 
 def test_a_rank_that_leaves_does_not_end_the_kernels_of_other_ranks() -> None:
-    """Closing a group was an abort of NCCL, in the midst of another rank's last all-gather."""
+    """A former fault: closing a group aborted NCCL during another rank's last all-gather."""
     values(on_devices(leaves_while_others_gather, 2, "late", intra_host="nccl"))
 
 
 def closes_before_its_device_is_done(group: Any, device_api: Any) -> None:
-    """A sum that nobody waited for, and that the device has begun, is made by the time that the group is closed."""
+    """A started sum without a waiting caller is complete when the group is closed."""
     tensor = device_api.tensor(distinct(group.rank(), 60_000))
     device_api.lingers = True
     work = group.allreduce([tensor], reduce_options())
@@ -369,7 +369,7 @@ def launches_alone(group: Any, device_api: Any) -> tuple[str, float]:
 
 
 def test_a_kernel_waits_for_another_rank_until_the_deadline_of_its_operation() -> None:
-    """It was left to NCCL's timeout, after which torch ends the process."""
+    """A former fault: only NCCL's timeout ended it, and torch then ends the process."""
     (said, took), _ = values(on_devices(launches_alone, 2, "late", intra_host="nccl"))
     assert said.startswith("CollectiveTimeout: rank 0: all_reduce on cuda:0 is not done at its deadline"), said
     assert 0.5 <= took < seconds(5)

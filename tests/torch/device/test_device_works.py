@@ -119,7 +119,7 @@ def messages(group: Any, device_api: Any) -> list[int]:
 
 
 @pytest.mark.parametrize("order", ORDERS)
-def test_messages_from_devices_to_devices(order: Any) -> None:
+def test_messages_between_devices_arrive(order: Any) -> None:
     assert values(on_devices(messages, 2, order, **OFF)) == [[1], [0]]
 
 
@@ -203,7 +203,7 @@ def coalesced(group: Any, device_api: Any) -> None:
 
 
 @pytest.mark.parametrize("order", ORDERS)
-def test_several_operations_at_once(order: Any) -> None:
+def test_several_operations_may_be_in_progress(order: Any) -> None:
     values(on_devices(coalesced, 2, order, **OFF))
 
 
@@ -244,11 +244,11 @@ def lets_go(group: Any, device_api: Any) -> None:
 
 @pytest.mark.parametrize("intra_host", ["off", "auto"])
 def test_a_finished_call_is_released_before_the_next_call(intra_host: str) -> None:
-    """The threads kept the last tensor, a bucket of a model maybe, for as long as nobody called again."""
+    """A former fault: the threads kept the last tensor, such as a bucket, until the next call."""
     values(on_devices(lets_go, 2, intra_host=intra_host, pinned_bytes=120 << 10))
 
 
-def test_every_kind_of_tensor() -> None:
+def test_every_kind_of_tensor_is_reduced() -> None:
     values(on_devices(kinds_of_tensors, 2, "late", **OFF))
 
 

@@ -1,4 +1,4 @@
-"""The i32 wire's arithmetic by torch: bit by bit the native floor's."""
+"""The i32 wire's arithmetic in torch equals the native layer's, bit for bit."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_headroom_equals_the_native_one() -> None:
     assert [fixed_point.headroom_bits(ranks) for ranks in (1, 2, 3, 4, 5, 8, 9)] == [0, 1, 2, 2, 3, 3, 4]
 
 
-def test_no_elements_are_no_blocks() -> None:
+def test_no_elements_make_no_blocks() -> None:
     none = torch.zeros(0)
     assert len(fixed_point.magnitudes(none)) == 0
     exponents = fixed_point.exponents(fixed_point.magnitudes(none))

@@ -1,4 +1,4 @@
-"""Collectives on a device's memory through the host, on devices that do everything at the worst moment."""
+"""Collectives on a device's memory through the host, on fake devices that run actions as late or early as they can."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def every_collective(group: Any, device_api: Any) -> None:
     assert torch.equal(rest.pop(0), distinct(0, COUNT) + 3 * rank)
     for each in range(size):
         assert torch.equal(rest.pop(0), distinct(each, COUNT)[: 7 * rank + 1000 * each] + rank), each
-    assert device_api.used <= device_api.kept, "memory that could be given to somebody else while it is read"
+    assert device_api.used <= device_api.kept, "memory that the allocator could reuse while it is read"
 
 
 @pytest.mark.parametrize("order", ORDERS)

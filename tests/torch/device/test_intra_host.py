@@ -1,4 +1,4 @@
-"""Sums among the devices of a host, and between hosts: by reaching each other's memory, and by what stands for NCCL."""
+"""Sums among the devices of a host, and between hosts: by peer memory, and by a stand-in for NCCL."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ COUNT = 60_001
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is tested is several pieces long."""
+    """Short chunks: every tensor of these tests has several."""
     monkeypatch.setattr(ipc, "HALF_BYTES", 128 << 10)
     monkeypatch.setattr(ipc.IpcReducer, "chunk_bytes", 128 << 10)
     monkeypatch.setattr(intra_host.NcclReducer, "chunk_bytes", 128 << 10)
@@ -70,7 +70,7 @@ def sums(group: Any, device_api: Any) -> None:
 
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("world", WORLDS)
-def test_sums_inside_and_between_hosts(world: str, order: Any) -> None:
+def test_sums_inside_and_between_hosts_are_correct(world: str, order: Any) -> None:
     options, hosts = WORLDS[world]
     values(on_devices(sums, len(hosts), order, hosts=hosts, **options))
 

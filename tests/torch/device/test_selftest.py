@@ -1,4 +1,4 @@
-"""What is said of GPUs where there are none."""
+"""Reports on GPUs of a host without any."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
 
 
-def test_doctor_says_plainly_that_there_is_no_gpu() -> None:
+def test_doctor_reports_that_there_is_no_gpu() -> None:
     ended = CliRunner().invoke(app, ["doctor", "gpu"])
     assert ended.exit_code == 1
     assert ended.output.startswith("no GPU: IPC disabled because torch "), ended.output

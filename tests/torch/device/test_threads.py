@@ -28,7 +28,7 @@ def use_everything(group: Any, device_api: Any) -> None:
     work = group.allreduce([tensor], reduce_options())
     future = work.get_future()
     send = group.send([device_api.tensor(distinct(group.rank(), COUNT))], other, 3)
-    # Not contiguous, and nobody waits: a thread that serves all groups copies it in.
+    # Not contiguous, and no caller waits: a thread that serves all groups copies it.
     receive = group.recv([came[:1]], other, 4)
     group.send([device_api.tensor(torch.full((300,), 3.0 + group.rank()))], other, 4)
     swapped = device_api.tensor(torch.zeros(COUNT))
@@ -78,7 +78,7 @@ def test_works_under_way_end_no_capture_of_another_thread(intra_host: str) -> No
 
 
 def unsafe_call(group: Any, device_api: Any) -> str:
-    """What the fake device_api holds against a thread in the default mode."""
+    """Calls that the fake device_api refuses for a thread in the default mode."""
     with device_api.on(device_api.device):
         event = device_api._default.record_event()
     said: list[str] = []

@@ -92,11 +92,11 @@ class DataPlane {
   std::size_t receive_buffer_bytes(std::uint32_t job);
   // Sends the job's sums through `port`, whose hello the parent accepted, to the parent's data port `to`.
   void connect_parent(std::uint32_t job, std::unique_ptr<transport::Datagrams> port, transport::Datagrams::Peer to);
-  // Allocates the slots and accepts contributions, once all workers are verified.
+  // Allocates the slots and accepts contributions, once all workers are verified. A job begins once.
   // `keys`: exactly for a job that was opened with hello keys. `parent_keys`: where packets to the parent carry a MAC.
   // `security`: of packets with keys, here and at the parent.
   // A config with a parent needs connect_parent first, and a config without one must not have it.
-  // Throws std::invalid_argument, naming the workers whose hello did not come.
+  // Throws std::invalid_argument for a job that has begun, and naming the workers whose hello did not come.
   void begin(const protocol::JobConfig& config, const std::optional<JobKeys>& keys,
              const std::optional<ParentKeys>& parent_keys, auth::Security security = auth::Security::authenticate);
   void close(std::uint32_t job);

@@ -1,10 +1,10 @@
-// netfold._native.model_check: the search over the protocol's machines, and its traces.
+// netfold._native_dev.model_check: the search over the protocol's machines, and its traces.
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 #include <netfold/model_check/search.hpp>
 
 #include "convert.hpp"
-#include "module.hpp"
+#include "dev_module.hpp"
 
 namespace nb = nanobind;
 using namespace nb::literals;

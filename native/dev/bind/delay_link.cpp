@@ -1,8 +1,8 @@
-// netfold._native.delay_link: links with delay and faults, for an emulated rack.
+// netfold._native_dev.delay_link: links with delay and faults, for an emulated rack.
 #include <nanobind/stl/string.h>
 #include <netfold/delay_link/delay_links.hpp>
 
-#include "module.hpp"
+#include "dev_module.hpp"
 
 namespace nb = nanobind;
 using namespace nb::literals;

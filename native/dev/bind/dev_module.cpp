@@ -1,0 +1,9 @@
+// netfold._native_dev: what development of netfold needs and no wheel has.
+#include "dev_module.hpp"
+
+NB_MODULE(_native_dev, m) {
+  m.doc() = "The search over the protocol's machines, and links with delay for an emulated rack. Not in wheels.";
+  nanobind::set_leak_warnings(false);  // as in _native
+  bind_model_check(m);
+  bind_delay_link(m);
+}
