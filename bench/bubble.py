@@ -23,7 +23,7 @@ from driver import Place, Rank, cell, take_turns
 
 from netfold.train.recipe import Recipe
 
-# By schedule: idle time over all time, of N ranks, K microbatches, v stages a rank.
+# By schedule: idle time over all time, of N ranks, K microbatches, v stages per rank.
 FORMULAS = {
     "gpipe": "(N-1) / (N-1 + K)",
     "1f1b": "(N-1) / (N-1 + K)",

@@ -206,7 +206,7 @@ def join(endpoint: str) -> None:
 
 
 def ask_beside(network: Network, jobs: int) -> dict[str, Any]:
-    """Milliseconds of every question beside busy jobs, and the operations a second of all jobs."""
+    """Milliseconds of every question beside busy jobs, and the operations per second of all jobs."""
     questions: dict[str, Callable[[], object]] = {
         "/metrics": lambda: page("/metrics"),
         "/healthz": lambda: page("/healthz"),

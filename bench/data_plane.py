@@ -204,7 +204,7 @@ def data_plane(rounds: int = 15, workers: int = 8, python: str = "") -> str:
     for dtype in DTYPES if python else ():
         times = paired_ratios(*(of(name, dtype, 1, "gbit_a_cpu_s") for name in (THIS, OTHER)))
         verdict = "met" if spread(times).median >= GOAL_TIMES else "missed"
-        goals.append(f"- {dtype}: {cell(times)} times the other tree's a CPU-second; goal {GOAL_TIMES}: {verdict}")
+        goals.append(f"- {dtype}: {cell(times)} times the other tree's per CPU-second; goal {GOAL_TIMES}: {verdict}")
     head = "tree | wire | one thread, a CPU-second | one thread, a second | two threads, a second | two over one"
     return f"""{workers} workers, windows of {WINDOW} packets of {PAYLOAD} bytes each, over loopback, in time slices:
 nothing else runs while the planes do. Contributions in Gbit/s: medians (5% .. 95%).

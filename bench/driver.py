@@ -296,7 +296,7 @@ class Rank:
 
     @contextlib.contextmanager
     def torch_group(self, backend: str = "netfold", **options: Any) -> Iterator[None]:
-        """A new default group of torch inside the block, with one thread a rank."""
+        """A new default group of torch inside the block, with one thread per rank."""
         import torch
         import torch.distributed as dist
 

@@ -29,7 +29,7 @@ ADDRESS = "127.0.0.1"
 UDP = "udp"
 # Bytes, and messages there and back a round.
 PING_PONGS = ((64, 100), (1024, 100), (16 << 10, 60), (64 << 10, 60), (1 << 20, 20), (16 << 20, 3), (64 << 20, 1))
-# Bytes, and calls a round.
+# Bytes, and calls per round.
 RINGS = ((64 << 10, 200), (1 << 20, 40), (16 << 20, 4), (64 << 20, 1))
 SUMS = ((4, 100), (64 << 10, 30), (1 << 20, 8), (16 << 20, 1))
 SWITCH_PROVIDERS = ("tcp;ofi_rxm", "udp;ofi_rxd", "shm")

@@ -4,9 +4,9 @@
 
 all_reduce of 64 MB between two processes on one GPU, by IPC and staged through pinned host memory; the slowest rank's
 time from a synchronised start to a synchronised end; every result is checked. Then DDP steps of ResNet-50 and EDSR (the
-paper's large one), one rank a GPU, or two ranks where there is one GPU: over netfold, NCCL and gloo. The table has a
-sentence for a side that cannot run (NCCL takes one rank a GPU). Without a GPU nothing is written, and the exit code is
-2.
+paper's large one), one rank per GPU, or two ranks where there is one GPU: over netfold, NCCL and gloo. The table has a
+sentence for a side that cannot run (NCCL takes one rank per GPU). Without a GPU nothing is written, and the exit code
+is 2.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def train(me: Rank) -> None:
         if not dist.is_nccl_available():
             refused = "this torch has no NCCL"
         elif gpus < me.size:
-            refused = f"NCCL takes one rank a GPU; here are {me.size} ranks on {gpus}"
+            refused = f"NCCL takes one rank per GPU; here are {me.size} ranks on {gpus}"
         else:
             groups["nccl"] = dist.new_group(backend="nccl")
         prepared: dict[tuple[str, str], Any] = {}

@@ -70,9 +70,9 @@ def horovod_step(rounds: int = 30, steps: int = 10, width: int = 512, ranks: int
         [side, cell(found[side], ".2f", 1e3), cell(paired_ratios(found[side], found["ddp"]), ".3f")] for side in SIDES
     ]
     parameters = sum(each.numel() for each in network(width).parameters())
-    return f"""{ranks} ranks, {parameters} parameters; {steps} steps a round. `alone` communicates nothing.
+    return f"""{ranks} ranks, {parameters} parameters; {steps} steps per round. `alone` communicates nothing.
 
-{driver.table("side | ms a step | time over ddp", rows)}"""
+{driver.table("side | ms per step | time over ddp", rows)}"""
 
 
 if __name__ == "__main__":

@@ -38,7 +38,7 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
 
 
 def train(me: Rank) -> None:
-    """A rank. An order is a run: bits per byte, bytes sent, calls, seconds a step; the baseline and the parameters."""
+    """A rank. An order is a run: bits per byte, bytes sent, calls, seconds per step, the baseline, the parameters."""
     import netfold.torch
     from netfold._native import engine
     from netfold.train import Recipe, Trainer
@@ -82,7 +82,7 @@ def outer(seeds: int = 3) -> str:
     baseline, parameters = every[0][4:]
     unreached = ", which so few steps do not reach" if min(run[0] for run in every) > baseline else ""
     of_step = spread([1e3 * run[3] for run in every])
-    head = "ranks | bits per byte, held out: median | lowest .. highest | bytes sent a rank a step | of plain | calls"
+    head = "ranks | bits per byte, held out: median | lowest .. highest | bytes per rank and step | of plain | calls"
     return f"""A GPT of {parameters} parameters learns Python's source for {STEPS} steps on {RANKS} data-parallel ranks,
 over a switch: in plain data parallel, or by DiLoCo.
 

@@ -30,7 +30,7 @@ RANKS = 10_240
 # Parameters: 117 billion.
 MODEL = Transformer("GPT", 12288, 96, 64, 2048)
 MICROBATCHES = 32
-# tensor, pipeline, virtual stages a rank.
+# tensor, pipeline, virtual stages per rank.
 SPLITS = ((8, 16, 1), (8, 32, 1), (8, 16, 4), (4, 16, 1))
 CONDITIONS = {
     "calm": IDEAL,

@@ -19,7 +19,7 @@ import numpy as np
 from driver import Place, Rank, cell, take_turns
 
 RANKS = 2
-KINDS = {"small": "10 all_reduces of 1 KB a step", "ddp": "DDP, 3 MB of gradients"}
+KINDS = {"small": "10 all_reduces of 1 KB per step", "ddp": "DDP, 3 MB of gradients"}
 GOALS = {"netfold": 1.0, "gloo": 3.0}  # percent
 CALLS, ELEMENTS = 10, 256
 CALLS_A_SECOND = 1000
@@ -84,7 +84,7 @@ def make_ddp() -> Callable[[], int]:
 
 
 def serve(me: Rank, backend: str, kind: str) -> None:
-    """A rank. An order is a window, recorded or not: seconds of wall and CPU a step, and calls a second."""
+    """A rank. An order is a window, recorded or not: seconds of wall and CPU a step, and calls per second."""
     import torch
     import torch.distributed as dist
 
@@ -135,7 +135,7 @@ def profile_cost(pairs: int = 10) -> str:
             calls_a_s, ms = f"{np.median(off[:, 2]):.0f}", f"{1e3 * np.median(off[:, 0]):.2f}"
             added = (cell(wall, "+.1f"), cell(cpu, "+.2f"))
             rows.append([backend, KINDS[kind], calls_a_s, ms, *added, f"{GOALS[backend]:.0f}%"])
-    head = "backend | step | calls a second | ms a step, off | wall time added, % | CPU added, % of a step | goal"
+    head = "backend | step | calls per second | ms per step, off | wall time added, % | CPU added, % of a step | goal"
     return f"""Recorded windows beside others, in the same processes: {RANKS} ranks, windows of some {WINDOW_S} s;
 medians of pairs (5% .. 95%). CPU: of the ranks' processes, all their threads, over the wall time of a step that is not
 recorded. torch {version("torch")}.

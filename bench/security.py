@@ -150,7 +150,7 @@ contribution and for the result, by the switch for each contribution and once fo
 cores time for that. Where nothing is shaped the cores are the limit, and the whole cost shows. What one MAC takes,
 which is also what checking one takes (medians of 31 runs of 4000, lowest .. highest):
 
-{driver.table("packet without its MAC, bytes | ns | ns a byte", mac_costs())}"""
+{driver.table("packet without its MAC, bytes | ns | ns per byte", mac_costs())}"""
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What the switch costs its host: contributions in Gbit/s a CPU-second of its thread and of the softirqs it causes.
+"""What the switch costs its host: contributions in Gbit/s per CPU-second of its thread and of the softirqs it causes.
 
     .venv/bin/python bench/switch_cost.py [--python PYTHON]      # as root, two cores
 
@@ -233,7 +233,7 @@ def switch_cost(rounds: int = 10, hosts: int = 8, python: str = "") -> str:
         ratio = f"{cell(times)} times the other tree's contributions a CPU-second"
         goals.append(f"- {path.name}: {ratio}; goal {GOAL_TIMES}: {verdict}")
     head = (
-        "switch | packets | contributions, Gbit/s a CPU-second | 5% .. 95% | of the thread alone | softirq's share "
+        "switch | packets | contributions, Gbit/s per CPU-second | 5% .. 95% | of the thread alone | softirq's share "
         "| Gbit/s as it ran | datagrams a receive | sent again | wrong"
     )
     shares_head = " | ".join(["", *(f"{name}: {path.name}" for name, path in found)])

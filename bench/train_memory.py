@@ -92,7 +92,7 @@ def own_bytes() -> int:
 
 
 def train(me: Rank) -> None:
-    """A rank. An order trains a model: parameters; bytes a parameter after a step, after a forward pass, grown by."""
+    """A rank. An order trains a model: parameters; bytes per parameter after a step, after a forward pass, grown by."""
     from timed_model import few_held_out
 
     def run(model: dict[str, Any], zero: int) -> tuple[int, float, float, float]:
@@ -139,7 +139,7 @@ paper's 2 whole bytes of bf16 weight exist from the forward to the backward pass
 backward pass each layer's gathered weights go as its gradients come: a rank never holds more than 2 + 16/d and one
 layer's whole gradients. ZeRO 3 has one layer gathered at a time, and none at the end of the forward pass: 12/d.
 
-The processes grew by {least:.1f} to {most:.1f} bytes a parameter more than was counted, some
+The processes grew by {least:.1f} to {most:.1f} bytes per parameter more than was counted, some
 {least * parameters / 1e6:.0f} to {most * parameters / 1e6:.0f} MB: activations, the engine's and FSDP2's buffers."""
 
 

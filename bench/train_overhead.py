@@ -148,7 +148,7 @@ class Alternating(Callback):
 
 
 def train(me: Rank, case: str, blocks: int) -> None:
-    """A rank. The order is the whole run: seconds a step, [blocks + 1 by hand, blocks of the layer's] x clocks."""
+    """A rank. The order is the whole run: seconds per step, [blocks + 1 by hand, blocks of the layer's] x clocks."""
     import torch
     import torch.distributed as dist
     from timed_model import few_held_out
@@ -205,7 +205,7 @@ def train_overhead(blocks: int = 100, ranks: str = "1,2") -> str:
             goal = GOALS[case]
             rows.append([*cells, "-" if goal is None else f"{goal:.0f}%"])
     head = (
-        "step | ranks | ms a step by hand | wall time added | 90% interval | ms "
+        "step | ranks | ms per step by hand | wall time added | 90% interval | ms "
         "| CPU of the training thread added | 90% interval | ms | goal"
     )
     return f"""Over the same loop by hand, in the same processes: {blocks} blocks of some {BLOCK_S:g} s each, medians of

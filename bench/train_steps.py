@@ -10,7 +10,7 @@ has the same share of samples whatever the number of hosts. The seconds go to be
 train_steps_by_link.json, and the page shows all that is there.
 
 By link, of bert, edsr, resnet50 and vgg16, the rack's switch is a host behind a link of c times a worker's, c of 1, 2
-and 4, or in the place of the hosts' switch, with a port a worker (c = P). VGG-16 is no recipe: its layers and their
+and 4, or in the place of the hosts' switch, with a port per worker (c = P). VGG-16 is no recipe: its layers and their
 times are from the planner's catalogue, and its tensors are a 25th of their size.
 """
 
@@ -215,7 +215,7 @@ def train_steps(names: Names = None) -> str:
     return f"""Milliseconds a step, the slowest rank's: median (5% .. 95%) of {turns.rounds * turns.steps} steps in
 {turns.rounds} turns of each backend in the same processes; ratio: gloo's over netfold's, step by step. Every rank has
 half of the recipe's batch, whatever the number of ranks. On this machine ranks really compute; in the rack a layer's
-computing is a timer of what it took here, and netfold has the rack's switch, with a port a host. Buckets of 25 MB on
+computing is a timer of what it took here, and netfold has the rack's switch, with a port per host. Buckets of 25 MB on
 both sides.
 
 {driver.table("recipe | where | netfold ms | gloo ms | ratio", rows)}
@@ -246,7 +246,7 @@ def train_steps_by_link(names: Names = None) -> str:
     smaller = ", ".join(f"{name}'s tensors are 1/{by} of their size" for name, by in CATALOGUE.items())
     head = f" | where | c | steps | computing, ms | {' | '.join(f'{side}, ms' for side in SIDES)}"
     turns = LINK_TURNS
-    return f"""c: the rate of the switch's link over a worker's; P: a port a worker. Milliseconds a step, the slowest
+    return f"""c: the rate of the switch's link over a worker's; P: a port per worker. Milliseconds a step, the slowest
 rank's: median (5% .. 95%); ratios step by step. Each side has {turns.rounds} to {turns.at_most} turns in the same
 processes, as many as {turns.budget_s:.0f} s suffice for, each with a new group; *steps*: how many of a turn count,
 after how many that do not. In the rack a layer's computing is a timer of what it took here; of a model of the planner's

@@ -77,7 +77,7 @@ void bind_shares(nb::module_& m) {
             new (self) Shares(std::move(switches), host, link, std::move(fixed));
           },
           "switches"_a, "host"_a, "link"_a, "fixed"_a = std::vector<std::uint32_t>{},
-          "Rates in tensor bytes a second: of each switch, of a host algorithm, of a rank's link.")
+          "Rates in tensor bytes per second: of each switch, of a host algorithm, of a rank's link.")
       .def_prop_ro("parts", &Shares::parts)
       .def_prop_ro("balanced", &Shares::balanced)
       .def_prop_ro("learns", &Shares::learns)
@@ -89,7 +89,7 @@ void bind_shares(nb::module_& m) {
             for (const Shares::Rates& path : self.paths()) paths.emplace_back(path.beside, path.alone);
             return paths;
           },
-          "(bytes a second beside the other paths, alone) of each switch and, last, of the host algorithm.")
+          "(bytes per second beside the other paths, alone) of each switch and, last, of the host algorithm.")
       .def("skip", &Shares::skip)
       .def(
           "learn",

@@ -60,7 +60,7 @@ void Hierarchical::plan_all_reduce() {
   bool is_even = true;
   for (std::size_t host = 0; host < hosts_.size(); ++host) is_even &= hosts_.ranks(host).size() == ranks;
   const Buffer& tensor = call_.outputs[0];
-  // A switch adds for one rank a host. Otherwise every rank has a part of the tensor to itself.
+  // A switch adds for one rank per host. Otherwise every rank has a part of the tensor to itself.
   if (!is_even || goes_by_switch()) {
     inside(Kind::reduce, 0, {}, {tensor});
     between(Kind::all_reduce, 0, {}, {tensor});

@@ -355,7 +355,7 @@ void Worker::begin_trial() {
   trial_rounds_ = 0;
 }
 
-// With w chunks of ours and q of others in flight, a link of C chunks a second answers after (w + q) / C. So the ratio
+// With w chunks of ours and q of others in flight, a link of C chunks per second answers after (w + q) / C. So the ratio
 // of the round trip's relative decrease to the window's relative decrease is w / (w + q): our share.
 std::uint64_t Worker::end_trial() {
   const std::uint64_t before = trial_window_;

@@ -206,7 +206,7 @@ def test_the_figure_also_shows_predictions_for_other_switch_links(name: str, tmp
 
 
 def test_predicted_times_by_switch_link_equal_hand_counted_bytes() -> None:
-    # 8 MB at 8 MB/s: a second with a port a worker. Of 8 hosts: 1.75 by a ring, 1.6 with c = 1, 1.27 with c = 4.
+    # 8 MB at 8 MB/s: a second with a port per worker. Of 8 hosts: 1.75 by a ring, 1.6 with c = 1, 1.27 with c = 4.
     found = by_link.by_hosts(8_000_000, [2, 8], rate_bytes_per_s=8e6)
     assert found.header == ["hosts", "c = 1, ms", "c = 2, ms", "c = 4, ms", "c = P, ms", "a ring alone, ms"]
     assert found.table[1] == ["8", "1600", "1474", "1273", "1000", "1750"]
@@ -484,7 +484,7 @@ def test_models_are_sorted_by_speedup() -> None:
 
 
 def test_the_number_of_replayed_steps_fits_the_time_and_has_a_minimum() -> None:
-    # 2 backends, 0.5 s a step, 1.6 times as long with transfers: 40 s hold 25, of which 5 are no rounds.
+    # 2 backends, 0.5 s per step, 1.6 times as long with transfers: 40 s hold 25, of which 5 are no rounds.
     assert fitting_rounds(40, 0.5) == 20
     assert fitting_rounds(0, 0.5) == fitting_rounds(-3, 0.5) == LEAST_ROUNDS
     assert fitting_rounds(1e6, 0.5) == MOST_ROUNDS

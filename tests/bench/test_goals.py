@@ -94,7 +94,7 @@ def test_an_unmeasured_goal_has_its_reason_in_one_table_line() -> None:
 
 def test_the_alpha_beta_limit_has_log_p_steps_and_the_fewest_bytes() -> None:
     wire = LinkMeasurement(round_trip_s=100e-6, rate_bits=10**9, mss=1448, stream_bits=0)
-    # 2 log2(4) steps of 50 us; 1.5 bytes a byte at 1448 of every 1514 bytes.
+    # 2 log2(4) steps of 50 us; 1.5 bytes per byte at 1448 of every 1514 bytes.
     assert lower_bound_s(wire, "all_reduce", 10**6, 4) == pytest.approx(4 * 50e-6 + 1.5e6 * 8 / 1e9 * 1514 / 1448)
     assert lower_bound_s(wire, "all_gather", 10**6, 4) == pytest.approx(2 * 50e-6 + 0.75e6 * 8 / 1e9 * 1514 / 1448)
     against = dataclasses.replace(GOAL, against_limit=True, at_least=1 / 1.1)

@@ -44,7 +44,7 @@ def test_configurations_on_a_subset_of_hosts_are_correct_and_use_their_options()
                 configuration.label: runner.turn(configuration, SIZE, 7, calls=2) for configuration in configurations
             }
     assert all((turn.wrong, len(turn.took_s)) == (0, 2) and min(turn.took_s) > 0 for turn in found.values())
-    # A header of 48 bytes a packet; a path of MTU 9000 would have given packets of 8880.
+    # A header of 48 bytes per packet; a path of MTU 9000 would have given packets of 8880.
     assert found["512 bytes"].sent_bytes == SIZE // 512 * (512 + 48)
     assert found["1024 bytes"].sent_bytes == SIZE // 1024 * (1024 + 48)
     ring, switch, gloo = (found[label].sent_bytes for label in ("ring", "switch 3", "gloo"))

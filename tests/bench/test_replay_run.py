@@ -30,7 +30,7 @@ def test_over_shared_memory_a_step_takes_little_more_than_its_computing() -> Non
         assert (row.wrong, row.refused, len(row.times_ns)) == (0, None, 4)
         assert row.compute_ns == compute_ns and row.alone_ns is not None and row.alone_ns >= compute_ns
         assert min(row.times_ns) >= compute_ns
-        # 1 MB a step takes one or two of 292 milliseconds; the rest of the bound is for a busy machine.
+        # 1 MB per step takes one or two of 292 milliseconds; the rest of the bound is for a busy machine.
         assert min(row.times_ns) < 1.3 * compute_ns
         assert row.efficiency is not None and row.efficiency.p95 <= 1
         assert row.late_ns is not None and row.late_ns.n == 2 * 5 * 5

@@ -334,7 +334,7 @@ def test_ranks_listen_in_the_ports_they_are_given() -> None:
     first = free_ports(3)
     found = values(run_ranks(in_ports, 3, first))[0]
     assert sorted(found) == [f"127.0.0.1:{first + number}" for number in range(3)]
-    assert set(values(run_threads(in_ports, 3, first))[0]) == {f"127.0.0.1:{first}"}, "one port a process is enough"
+    assert set(values(run_threads(in_ports, 3, first))[0]) == {f"127.0.0.1:{first}"}, "one port per process is enough"
 
 
 def test_a_range_without_a_free_port_is_named() -> None:

@@ -146,7 +146,7 @@ def let_in_by_rank(end: tuple[str, int], draw: random.Random) -> bool:
         with contextlib.suppress(OSError):
             while part := stream.recv(100):
                 said += part
-        # "+" alone begins the proof; behind the proof of 64 bytes a second one lets in.
+        # "+" alone begins the proof; behind the proof of 64 bytes per second one lets in.
         return len(said) > 65
 
 

@@ -1,7 +1,7 @@
 """A rank of the job under test: torch's DistributedDataParallel over netfold, each sum checked in every element.
 
 Every element of a step's tensors is another whole number on another rank, small enough that f32 adds them exactly. A
-line a step goes to a file, and one for an error:
+line per step goes to a file, and one for an error:
 
     step NUMBER BEGAN ENDED WRONG         seconds of CLOCK_MONOTONIC; how many elements were wrong
     error SAID KIND TEXT                  a JSON string each

@@ -30,7 +30,7 @@ class Shape:
 
 SHAPES = (
     Shape("one switch", (0, 1, 2), (None,), ((0,),) * 3),
-    Shape("two ranks a host", (0, 0, 1, 1), (None,), ((0,),) * 4),
+    Shape("two ranks per host", (0, 0, 1, 1), (None,), ((0,),) * 4),
     Shape("two-level tree", (0, 1, 2), (None, 0, 0), ((1,), (1,), (2,))),
     Shape("side by side", (0, 1, 2), (None, None), ((0, 1),) * 3),
 )

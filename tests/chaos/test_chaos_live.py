@@ -54,7 +54,7 @@ SHORT = {
         ),
         None,
     ),
-    "two ranks a host": Schedule(
+    "two ranks per host": Schedule(
         3,
         SECONDS,
         SHAPES[1],

@@ -49,7 +49,7 @@ def test_the_kernel_takes_the_lowest_index_of_equal_values_in_any_order(order: t
         ("min_loc", pairs([5, 1, nan, 1, 0.0, nan, nan, 1], [4, 9, 3, 2, 4, 6, 9, 0], "f8")),
         ("max_loc", pairs([5, 2, nan, inf, 0.0, nan, nan, 3], [4, 1, 3, 0, 4, 6, 9, 0], "f8")),
     ):
-        total = np.zeros(8, np.complex128)  # 16 bytes an element
+        total = np.zeros(8, np.complex128)  # 16 bytes per element
         kernels.reduce(op, "f64_i64", total, [sources[i].view(np.complex128) for i in order], isa)
         got = total.view(expected.dtype)
         np.testing.assert_array_equal(got["index"], expected["index"])

@@ -171,7 +171,7 @@ def test_pauses_of_single_operations_do_not_take_the_switch_its_part(ranks: int,
 
 
 def test_a_slow_part_of_the_ring_does_not_hide_that_it_is_faster_alone() -> None:
-    """As with 8 hosts at 200 Mbit/s, one of them the switch. Rates: bytes a second beside the other path, and alone."""
+    """As with 8 hosts at 200 Mbit/s, one of them the switch. Rates: bytes/s beside the other path, and alone."""
     found = shares.Shares([3_300_000], 13_500_000, 23_500_000)
     found.learn([(2_600_000, 0), (6_100_000, 6_600_000)])
     assert found.balanced == [0, shares.WHOLE]

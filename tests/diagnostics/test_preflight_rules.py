@@ -32,7 +32,7 @@ WELL = Facts(
 
 
 def hosts(count: int, **changes: dict[int, Any]) -> PreflightFacts:
-    """One rank a host; `changes`: field -> rank -> value. Links of a gigabit, 50 us."""
+    """One rank per host; `changes`: field -> rank -> value. Links of a gigabit, 50 us."""
     facts = []
     for rank in range(count):
         own = {name: by[rank] for name, by in changes.items() if rank in by}

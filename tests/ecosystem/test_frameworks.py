@@ -69,7 +69,7 @@ def why_missing(package: str) -> str:
 
 @contextlib.contextmanager
 def settings() -> Iterator[dict[str, str]]:
-    """Offline, without telemetry, one thread a rank, and with every file that a framework leaves in one folder."""
+    """Offline, without telemetry, one thread per rank, and with every file that a framework leaves in one folder."""
     # Ray's sockets have this path in their names, and 107 bytes for it.
     with tempfile.TemporaryDirectory(prefix="eco", dir="/tmp") as folder:
         kept = {

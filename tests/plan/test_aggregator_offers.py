@@ -73,7 +73,7 @@ def test_text_and_json_have_the_gain_of_one_more_aggregator() -> None:
     code, text = plan("--cluster", "ethernet-1g")
     assert code == 0 and "what one more aggregator would buy" in text
     assert "no aggregator: one spare host with a link like a worker's (c = 1, 1 core) would save" in text
-    assert "a Linux box with a port a worker (c = 8, " in text
+    assert "a Linux box with a port per worker (c = 8, " in text
     code, text = plan("--cluster", "ethernet-1g", "--output", "json")
     found = json.loads(text)
     spare, box = found["aggregators"]

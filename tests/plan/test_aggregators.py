@@ -44,7 +44,7 @@ def linked(c: float, count: int = 1) -> Aggregator:
 
 
 def busiest_s(workers: int, c: float, part: float) -> float:
-    """Of n bytes a worker, `part` goes through a switch with a link of c: seconds of the busiest link."""
+    """Of n bytes per worker, `part` goes through a switch with a link of c: seconds of the busiest link."""
     ring = 2 * (workers - 1) / workers * (1 - part) * N
     worker_sends, switch_receives = part * N + ring, workers * part * N
     return max(worker_sends / B, switch_receives / (c * B))
@@ -65,7 +65,7 @@ def test_aggregator_times_of_four_and_eight_workers_equal_hand_counted_values() 
     assert all_reduce_s(hosts(8, linked(1)), 8) == pytest.approx(1 / 0.625)
     # P = 4, c = 2: S = b/2, H = 4/6 b; 1/2 + 1/3 = 5/6 b.
     assert all_reduce_s(hosts(4, linked(2)), 4) == pytest.approx(6 / 5)
-    # A port a worker takes all of it: n bytes each way.
+    # A port per worker takes all of it: n bytes each way.
     ports = Aggregator(ports=True, core_bytes_per_s=FREE)
     assert all_reduce_s(hosts(4, ports), 4) == pytest.approx(1.0)
     assert all_reduce_s(hosts(8, ports), 8) == pytest.approx(1.0)
@@ -152,7 +152,7 @@ def test_a_cluster_file_names_its_aggregators_and_their_links() -> None:
     (tier,) = said(
         {"link": 2, "hosts": 3},
         {"link": "10 Gbit/s", "cores": 4, "core_rate": "9 Gbit/s"},
-        {"link": "a port a worker"},
+        {"link": "a port per worker"},
         {"link": 4, "worker": True},
     ).tiers
     two, wide, box, own = tier.aggregators
@@ -178,7 +178,7 @@ def test_the_rate_of_a_core_equals_the_measurement() -> None:
         ({"link": 1, "hosts": 0}, "hosts = 0; it must be a whole number"),
         ({"link": 1, "core_rate": 7}, "has no unit"),
         ({"link": 1, "worker": 1}, "true or false"),
-        ({"link": "a port a worker", "worker": True}, "has no port for each worker"),
+        ({"link": "a port per worker", "worker": True}, "has no port for each worker"),
     ],
 )
 def test_an_impossible_aggregator_is_refused_in_a_sentence(table: dict[str, Any], reason: str) -> None:

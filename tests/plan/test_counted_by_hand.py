@@ -194,7 +194,7 @@ NEAR_S, FAR_S = 1e9 / 100e9, 1e9 / 10e9
 @pytest.mark.parametrize(
     ("split", "node", "near", "far"),
     [
-        # Two stages a node: only the second one's messages leave it.
+        # Two stages per node: only the second one's messages leave it.
         ({"pipeline": 4}, 2, 2, 1),
         ({"pipeline": 4}, 4, 3, 0),
         ({"pipeline": 8}, 4, 6, 1),

@@ -30,7 +30,7 @@ def test_a_fully_fixed_split_is_the_only_prediction() -> None:
         "bubble",
         "optimizer",
         "activations",
-        "samples a second",
+        "samples per second",
         "what limits it",
     ):
         assert part in said

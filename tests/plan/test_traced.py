@@ -12,7 +12,7 @@ from netfold.plan.step import predict
 
 
 def part(name: str, samples: int, received: int, parameters: int = 64 * 64) -> Part:
-    """A product by a weight, whose gradient is another one; it receives so many numbers a sample."""
+    """A product by a weight, whose gradient is another one; it receives so many numbers per sample."""
     forward = Kernels((Matmul(samples, 64, 64),), TensorSize(100.0 + samples), 2)
     backward = Kernels((Matmul(samples, 64, 64), Matmul(64, 64, samples)), TensorSize(2.0 * samples), 3)
     return Part(

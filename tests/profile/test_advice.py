@@ -17,7 +17,7 @@ from netfold.tuning.cost import predict
 from netfold.tuning.topology import DEFAULT_LINKS, Link, Links, Topology
 
 # 100 us, 100 MB/s. Reductions run at the built-in 4 GB/s.
-# A switch has a port a host.
+# A switch has a port per host.
 LINKS = replace(DEFAULT_LINKS, network=Link(100e-6, 100e6), switches=(100e6,))
 RANKS = 4
 
@@ -100,11 +100,11 @@ def test_a_switch_is_predicted_by_the_formulas_on_that_link() -> None:
         each.text for each in advise(run, findings) if each.prediction and each.text.startswith("all_reduce of 8 MB")
     ]
     assert switch.startswith(
-        "all_reduce of 8 MB to 16 MB through a switch with a port a host (NETFOLD_SWITCH): 859 ms a rank in place of "
-        "1.3 s (-34%), by the cost model with the link that 10 operations show: 100 us, 100 MB/s, too few sizes to "
+        "all_reduce of 8 MB to 16 MB through a switch with a port per host (NETFOLD_SWITCH): 859 ms per rank in place "
+        "of 1.3 s (-34%), by the cost model with the link that 10 operations show: 100 us, 100 MB/s, too few sizes to "
         "check"
     )
-    assert "with bf16 on the wire" in narrow and "659 ms a rank in place of 1.3 s (-49%)" in narrow
+    assert "with bf16 on the wire" in narrow and "659 ms per rank in place of 1.3 s (-49%)" in narrow
 
 
 def test_a_saving_is_limited_to_exposed_time() -> None:
@@ -200,7 +200,7 @@ def test_a_straggler_is_named_with_what_it_cost() -> None:
 
 
 def small_messages(steps: int, **more) -> Run:
-    """20 all_reduces of 64 KB a step."""
+    """20 all_reduces of 64 KB per step."""
     run = run_of([64 * KB] * 20 * steps + [16 * MB] * 3, late_ms=0.0, **more)
     ends = run.traces[0].operations["finished_ns"][::20][1 : steps + 1] / 1e6 - 100_000
     begins = run.traces[0].operations["started_ns"][::20][:steps] / 1e6 - 100_000
@@ -215,7 +215,7 @@ def test_many_small_messages_are_compared_with_one_fused_message() -> None:
     (text,) = [text for text in predictions(small_messages(10)) if "a step has" in text]
     assert text.startswith("a step has 20 all_reduce of up to 128 KB, of 64 KB on average")
     assert "messages would have 1.25 MB" in text
-    assert "20.5 ms a step in place of 31.9 ms by ring" in text
+    assert "20.5 ms per step in place of 31.9 ms by ring" in text
 
 
 def test_small_messages_without_a_link_are_an_observation() -> None:
@@ -237,9 +237,9 @@ def one(*ops: Op, source: str = "event records") -> list[str]:
 def test_advice_on_queueing_losses_and_registrations_has_their_numbers() -> None:
     """10 ms in the queue beside 20 ms of work; 30 packets of 1500 bytes are 0.45% of 10 MB."""
     queued = one(Op(0, 10), Op(10, 20, queued_ms=0))
-    assert any("waited 10 ms a rank behind other operations" in text and "took 20 ms" in text for text in queued)
+    assert any("waited 10 ms per rank behind other operations" in text and "took 20 ms" in text for text in queued)
     lost = one(Op(0, 10, wire_bytes=10_000_000, retransmissions=30))
-    assert any("sent 30 packets a rank again, 0.45% of all" in text for text in lost)
+    assert any("sent 30 packets per rank again, 0.45% of all" in text for text in lost)
     missed = one(Op(0, 10, registration=(60, 20)))
     assert any("unregistered 20 times a rank of 80" in text for text in missed)
 
@@ -261,11 +261,11 @@ def test_the_first_sentence_says_where_the_time_goes() -> None:
         )
     )
     assert advice_of(run)[0].text == (
-        "75% of the operations' time (30 ms a rank) is all_reduce of 16 MB to 32 MB; 30 ms of it is exposed, 86% of "
+        "75% of the operations' time (30 ms per rank) is all_reduce of 16 MB to 32 MB; 30 ms of it is exposed, 86% of "
         "all that computing does not hide"
     )
     bare = make_run(make_trace(0, 1, [Op(0, 30, 32 * MB)], source=PROFILER))
-    assert advice_of(bare)[0].text == "100% of the operations' time (30 ms a rank) is all_reduce of 16 MB to 32 MB"
+    assert advice_of(bare)[0].text == "100% of the operations' time (30 ms per rank) is all_reduce of 16 MB to 32 MB"
     assert advice_of(make_run(make_trace(0, 1))) == []
 
 

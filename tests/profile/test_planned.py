@@ -146,7 +146,7 @@ def test_the_verb_shows_measured_values_beside_predictions(folder: Path) -> None
     code, said = plan("--profile", str(folder))
     assert code == 0, said
     assert f"{RANKS} ranks took" in said and "predicted for as many on" in said
-    assert "on the same device, with as many samples a rank" in said
+    assert "on the same device, with as many samples per rank" in said
     # Neither value is known, so neither is invented.
     assert "memory of the rank" not in said and "utilisation" not in said
 
@@ -156,7 +156,7 @@ def test_for_more_workers_on_another_network_only_weak_scaling_is_drawn(folder: 
     asked = ("--profile", str(folder), "--cluster", "ethernet-10g", "--ranks", "64", "--batch", "2048")
     code, said = plan(*asked, "--curve", "4..64", "--compare", "cluster=ethernet-1g", "-o", str(page))
     assert code == 0, said
-    assert "weak scaling" in said and "strong scaling" not in said and "with 32 samples a rank" in said
+    assert "weak scaling" in said and "strong scaling" not in said and "with 32 samples per rank" in said
     assert "Computing was measured; all else is predicted." in " ".join(unescape(page.read_text()).split())
     code, said = plan(*asked, "--events", "--output", "json")
     answer = json.loads(said)

@@ -179,7 +179,7 @@ def test_a_link_that_slows_down_during_a_job_costs_a_few_operations(before: str,
     earlier = over_ring(first[-JUDGED:])
     print(f"{before} to {after}: {earlier:.3f} before, {slow} slow turns, then {ratio:.3f} of a ring")
     assert ratio < 1.15, (change, turns)
-    assert "rates of a large all_reduce drifted" in log, "one line a minute, which may be of an earlier change"
+    assert "rates of a large all_reduce drifted" in log, "one line per minute, which may be of an earlier change"
 
 
 ENDS: dict[str, Callable[[Rack, Process], None]] = {

@@ -92,7 +92,7 @@ def test_with_a_wrong_measured_rate_all_ranks_still_choose_alike(
         assert links.switches == (min(rate, links.network.bytes_per_s),) and not reasons
     else:
         assert links.switches == () and len(reasons) == 1
-        assert f"was not measured: {rate:g} bytes a second is no rate" in reasons[0]
+        assert f"was not measured: {rate:g} bytes per second is no rate" in reasons[0]
 
 
 def test_ranks_with_different_measurements_use_rank_0s(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -189,7 +189,7 @@ def _fitted(recipe: dict[str, Any]) -> dict[str, Any]:
     made = len(netfold.torch.events(trainer.mesh.data.group))
     outcome = trainer.fit()
     events = netfold.torch.events(trainer.mesh.data.group)[made:]
-    # Of weights or gradients: the trainer's own words about losses, 16 bytes a step, are f64.
+    # Of weights or gradients: the trainer's own words about losses, 16 bytes per step, are f64.
     events = events[(events["operation"] == engine.KINDS["all_reduce"]) & (events["dtype"] == engine.DTYPES["f32"])]
     names = {number: name for name, number in engine.ALGORITHMS.items()}
     return {

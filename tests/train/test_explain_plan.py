@@ -75,7 +75,7 @@ def test_bytes_a_parameter_are_those_of_ddp_and_of_fsdp2() -> None:
         # At the first, second, third and last of four.
         ("gpipe", 8, [8, 8, 8, 8]),
         ("1f1b", 8, [4, 3, 2, 1]),
-        # Two stages a rank: 4 passes through the first stages, then two for each later rank, and one more.
+        # Two stages per rank: 4 passes through the first stages, then two for each later rank, and one more.
         ("interleaved", 8, [11, 9, 7, 5]),
         ("interleaved", 4, [8, 8, 7, 5]),
         # Of two stages each, four microbatches.
@@ -104,7 +104,7 @@ def test_two_data_parallel_ranks_by_hand() -> None:
     assert place.ranks == (0, 1) and place.stages == (("layer0", "layer1", "last"),) and place.parameters == 45
     memory = place.memory
     assert (memory.weights, memory.gradients, memory.optimizer) == (180, 180, 360)
-    # 8 samples a rank: each layer keeps its input, 4 numbers a sample, and the loss an output and a target.
+    # 8 samples per rank: each layer keeps its input, 4 numbers per sample, and the loss an output and a target.
     assert memory.activations == 3 * 8 * 16 + 2 * 8 * 4
     assert place.traffic == (
         Traffic("data", "all_reduce", "gradients", 2, 1, 180),
@@ -118,7 +118,7 @@ def test_a_pipeline_by_hand() -> None:
     first, last = found.places
     assert (first.ranks, first.stages, first.parameters) == ((0,), (("layer0",),), 20)
     assert (last.ranks, last.stages, last.parameters) == ((1,), (("layer1", "last"),), 25)
-    # 4 samples a microbatch, 4 numbers of 4 bytes each; 1F1B keeps two passes at the first stage, one at the last.
+    # 4 samples per microbatch, 4 numbers of 4 bytes each; 1F1B keeps two passes at the first stage, one at the last.
     assert first.memory.activations == 2 * 64 and last.memory.activations == 2 * 64 + 2 * 16
     assert first.traffic[0] == Traffic("pipeline", "send", "activations", 2, 4, 4 * 64)
     assert last.traffic[0] == Traffic("pipeline", "send", "gradients of activations", 2, 4, 4 * 64)
@@ -164,7 +164,7 @@ def test_what_ranks_with_the_same_layers_exchange(
 
 def test_tables_and_batch_norm_by_hand() -> None:
     asked = recipe(parallel={"data": 4, "embeddings": "row_wise", "batch_norm": 2})
-    # 4 samples a rank ask two tables for rows of 8 numbers; one norm of 3 channels.
+    # 4 samples per rank ask two tables for rows of 8 numbers; one norm of 3 channels.
     layer = Layer("tables", ((5, 2),), (3,), ((100, 8), (25, 8)), 0, 0, (0,), (0,))
     assert (layer.parameters, layer.table_parameters) == (1016, 1000)
     found = traffic(asked, Split(1, 4, 1, 1, 1, 1, 16), [[layer]], 0)

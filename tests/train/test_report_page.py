@@ -103,7 +103,7 @@ def test_each_quantity_has_a_chart_with_words_and_the_baseline_a_line(tmp_path: 
     page = parse(write_report(cut_off_and_gone_on(recipe(tmp_path))).read_text())
     charts = page.one("section", id="curves").all("div", class_="chart")
     assert [chart.attributes["aria-label"].split(" by step")[0] for chart in charts] == [
-        *("loss", "bits per byte, bit", "learning rate", "time of a step", "samples a second", "gradients' norm"),
+        *("loss", "bits per byte, bit", "learning rate", "time of a step", "samples per second", "gradients' norm"),
     ]
     loss, bits, *_ = charts
     assert [len(chart.all("line", class_="level")) for chart in charts] == [0, 1, 0, 0, 0, 0]

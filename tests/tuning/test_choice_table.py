@@ -154,7 +154,7 @@ def test_the_last_row_that_the_size_reaches_applies_in_any_order_of_rows() -> No
             assert table.choose("all_reduce", size).algorithm == f"from {expected}"
 
 
-# A switch with a port a worker.
+# A switch with a port per worker.
 PORTS = dataclasses.replace(DEFAULT_LINKS, switches=(DEFAULT_LINKS.network.bytes_per_s,))
 
 

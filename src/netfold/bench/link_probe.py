@@ -1,7 +1,7 @@
 """Measures a rack's links by plain TCP, and computes the least time that a collective can take over them.
 
 That is the alpha-beta limit (Hockney 1994; Thakur, Rabenseifner, Gropp 2005, table 1): the fewest steps that any
-algorithm needs, each with half a round trip, and the fewest bytes a rank.
+algorithm needs, each with half a round trip, and the fewest bytes per rank.
 """
 
 import math

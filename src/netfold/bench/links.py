@@ -40,7 +40,7 @@ class LinkSetup:
 
     rate: str
     hosts: int
-    c: float  # the switch's link over a worker's; `hosts` or more: a port a worker; 0: host 0 is the switch
+    c: float  # the switch's link over a worker's; `hosts` or more: a port per worker; 0: host 0 is the switch
     size: int = 16 << 20  # bytes
     loss: str = "0%"  # on every link
 

@@ -41,7 +41,7 @@ _FIRST_BYTES, _MOST_BYTES, _GROWTH = 32 << 10, 4 << 20, 4
 _WARM_UP_BYTES = 4 << 10
 CACHE_TTL_S = 3600.0
 
-# Of this process, by hosts and switches: bytes a second of each switch, and when they were measured.
+# Of this process, by hosts and switches: bytes per second of each switch, and when they were measured.
 _cache: dict[tuple[frozenset[str], str], tuple[tuple[float, ...], float]] = {}
 
 # Runs one operation and waits for it: kind, dtype, reduce, memory.
@@ -170,7 +170,7 @@ def _usable(measurement: Measurement, links: Links, switch: str) -> tuple[float,
     """The rates, capped at a rank's link, which bounds what ranks can measure. Empty and logged if there are none."""
     why_not = measurement.why_not
     if not why_not and not all(math.isfinite(rate) and rate > 0 for rate in measurement.rates):
-        why_not = f"{', '.join(f'{rate:g}' for rate in measurement.rates)} bytes a second is no rate"
+        why_not = f"{', '.join(f'{rate:g}' for rate in measurement.rates)} bytes per second is no rate"
     if not why_not:
         return tuple(min(rate, links.network.bytes_per_s) for rate in measurement.rates)
     named = ", ".join(each.strip().partition("#")[0] for each in switch.split(","))

@@ -1,4 +1,4 @@
-"""One listening port a process: other ranks connect to it to form a group, to reconnect, and to send requests.
+"""One listening port per process: other ranks connect to it to form a group, to reconnect, and to send requests.
 
 A thread with an asyncio loop accepts connections as long as a group is registered. Every peer is authenticated before
 any other byte is read (handshake.py). Handshakes run side by side, each with its own timeout, so that an

@@ -28,7 +28,7 @@ from netfold.switch_protocol import control_messages
 PORTS = 8
 # Connections of one store, a thread each: one a rank, and one more for each concurrent request. More are closed.
 MAX_CONNECTIONS = 1024
-# All values together. An address and a job's description are below 1 KB a rank.
+# All values together. An address and a job's description are below 1 KB per rank.
 MAX_BYTES = 64 << 20
 # Bound of a counter's absolute value: what control messages can carry.
 MAX_COUNT = 1 << 62

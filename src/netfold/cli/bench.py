@@ -289,7 +289,7 @@ def links(
             for place in places:
                 found[place] = measure(place, rounds)
                 typer.echo(table({place: found[place]})[-1], err=True)
-    last = f"{rounds} rounds a rack, after some that are not timed; {spoken((load, os.getloadavg()[0]))}"
+    last = f"{rounds} rounds per rack, after some that are not timed; {spoken((load, os.getloadavg()[0]))}"
     rows = [asdict(place) | asdict(taken) | {"bound_s": place.bound_s} for place, taken in found.items()]
     output.show("\n".join([*table(found), "", last]), json=lambda: rows, csv=lambda: rows)
     if not all(taken.met(place) for place, taken in found.items()):

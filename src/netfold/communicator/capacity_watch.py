@@ -48,7 +48,7 @@ class CapacityWatch:
         self._lock = threading.Lock()
         self._measured = False
         self._operations = 0
-        # By path, bytes a second: the rates that the next group begins with, and the rates logged last.
+        # By path, bytes per second: the rates that the next group begins with, and the rates logged last.
         self._known: list[int] = []
         self._reported: list[int] = []
         self._reported_at = 0.0

@@ -1,6 +1,6 @@
 """What a group's ranks do for each other beside operations: make broken connections again, and report their status.
 
-One thread a process sleeps until the engine has an event. Each event is handled on a thread of its own, through the
+One thread per process sleeps until the engine has an event. Each event is handled on a thread of its own, through the
 other ranks' listeners:
 
     broken   a connection broke. The rank that had connected connects again, and the other rank asks for that. Both ends

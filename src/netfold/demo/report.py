@@ -151,7 +151,7 @@ def _made(story: Experiment, seconds: float) -> dict[str, str]:
         f"{story.parameters:,} parameters, {4 * story.parameters / 2**20:.2f} MB of gradients a step; "
         "adds to the bicubic enlargement",
         "training": f"{training.steps} steps of {training.patches} patches, L1 loss, Adam, peak learning rate "
-        f"{training.learning_rate:g}, seed {training.seed}, 1 thread a worker",
+        f"{training.learning_rate:g}, seed {training.seed}, 1 thread per worker",
         "trained on": ", ".join(TRAINING),
         "held out": ", ".join(HELD_OUT),
     }

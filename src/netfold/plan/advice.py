@@ -154,7 +154,7 @@ def _options(observed: ObservedGroup, mine: Bools) -> list[_Option]:
     options = []
     if "in_network" not in algorithms:
         between = "hierarchical" if observed.topology.has_levels else "in_network"
-        options.append(_Option("through a switch with a port a host (NETFOLD_SWITCH)", between, "auto", True))
+        options.append(_Option("through a switch with a port per host (NETFOLD_SWITCH)", between, "auto", True))
     if wires == {"f32"} and all(FORMULAS["all_reduce", name].narrow for name in algorithms):
         options.append(
             _Option("with bf16 on the wire (NETFOLD_WIRE_DTYPE; see docs/explanation/numbers.md)", "", "bf16", False)
@@ -237,7 +237,7 @@ def _losses(row: Row) -> list[Advice]:
     if again < _WORTH_A_LOSS:
         return []
     text = (
-        f"{_name(row)} sent {row.retransmissions:.0f} packets a rank again, {100 * again:.2g}% of all at "
+        f"{_name(row)} sent {row.retransmissions:.0f} packets per rank again, {100 * again:.2g}% of all at "
         f"{_PACKET_BYTES} bytes each: the path loses packets"
     )
     return [Advice(text, False)]

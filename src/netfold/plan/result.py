@@ -162,7 +162,7 @@ def _model_notes(model: Model, job: Job) -> list[str]:
         ]
     if isinstance(model, TimedStep):
         return [
-            f"{model.name}: a rank computes as timed on one host, with {model.samples} samples a rank",
+            f"{model.name}: a rank computes as timed on one host, with {model.samples} samples per rank",
             "the memory of a rank was not measured",
         ]
     if not isinstance(model, Layered):
@@ -189,7 +189,7 @@ def _profile_notes(asked: Request, best: PredictedJob) -> list[str]:
     if split.ranks == model.ranks:
         off = best.prediction.step_s / model.step_s - 1
         said[0] += f"; predicted for as many on {asked.cluster.name}: {100 * off:+.1f}%"
-    share = "as many samples a rank (1 stands for all)" if model.samples == 1 else f"{model.samples} samples a rank"
+    share = "as many samples per rank (1 stands for all)" if model.samples == 1 else f"{model.samples} samples per rank"
     said.append(f"a rank computes as measured: on the same device, with {share}")
     if split.ranks > model.ranks:
         said.append("more ranks wait longer for the slowest of them; the prediction does not include that")

@@ -31,7 +31,7 @@ def waiting_passes(schedule: str, index: int, *, pipeline: int, interleave: int,
     """The largest number of forward passes through one stage of a rank whose backward passes are still to come.
 
     schedule: "gpipe", "1f1b", "interleaved", or "zero-bubble". index: the rank's place on the pipeline axis.
-    interleave: stages a rank. gpipe keeps all microbatches. 1f1b keeps as many as there are stages from here on
+    interleave: stages per rank. gpipe keeps all microbatches. 1f1b keeps as many as there are stages from here on
     (Narayanan et al. 2021, section 2.2). An interleaved schedule keeps its warm-up: interleave - 1 groups of
     microbatches, two for each later rank, and one more (Korthikanti et al. 2022, section 4.2.3). zero-bubble keeps as
     many microbatches as there are ranks (Qi et al. 2023); passes that wait for gradients of weights are not counted.

@@ -14,7 +14,7 @@ from netfold.profile.findings import Findings, Row
 
 
 def as_json(findings: Findings) -> str:
-    """The fields of `Findings` by name; in seconds, bytes, and bytes a second."""
+    """The fields of `Findings` by name; in seconds, bytes, and bytes per second."""
     return json.dumps(asdict(findings), indent=1)
 
 

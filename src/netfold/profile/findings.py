@@ -1,6 +1,6 @@
 """The results of a profile as plain values. The page, the terminal, JSON and CSV show these and compute nothing.
 
-Times are in seconds, sizes in bytes, bandwidths in bytes a second. "A rank's" means the mean over ranks.
+Times are in seconds, sizes in bytes, bandwidths in bytes per second. "A rank's" means the mean over ranks.
 """
 
 from __future__ import annotations

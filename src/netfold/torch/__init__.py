@@ -99,7 +99,7 @@ def compress_gradients(model: DistributedDataParallel) -> GradientCompression:
 
     Error feedback: each rank adds the rounding error of a step to the gradient of its next step.
     Gradients of other dtypes are averaged uncompressed. On one rank nothing is compressed.
-    Cost: 4 bytes a parameter, and one more group of the model's ranks. Other collectives are not compressed.
+    Cost: 4 bytes per parameter, and one more group of the model's ranks. Other collectives are not compressed.
     Checkpoints do not hold the rounding errors: a restart drops those of one step.
 
     Returns the rounding errors, by parameter.

@@ -212,7 +212,7 @@ def _rows(
     operation: str, overrides: Overrides, topology: Topology, links: Links, switch: str | None, wire: str
 ) -> list[Row]:
     wire_note = "" if wire == "auto" else f"; f32 tensors travel as {wire} (NETFOLD_WIRE_DTYPE)"
-    # On several ranks a host, one rank of each host joins the switch. An override may have all ranks join instead;
+    # On several ranks per host, one rank of each host joins the switch. An override may have all ranks join instead;
     # then no hierarchical operation uses the switch.
     by_host = topology.has_levels and not any(map(overrides.names, BY_SWITCH))
     between_hosts = switch if by_host or not topology.has_levels else None

@@ -267,7 +267,7 @@ def _in_network(case: Case) -> float:
 @_formula(
     "all_reduce",
     "split",
-    "one part through the switch and the rest in a ring, so that both end at once: S + H (1 - S/b) bytes a second, "
+    "one part through the switch and the rest in a ring, so that both end at once: S + H (1 - S/b) bytes per second, "
     "with S of the switch, H of the ring and b of the link",
     narrow=True,
 )
@@ -294,7 +294,7 @@ def beside_a_worker_bytes_per_s(
 ) -> float:
     """As `given_back_bytes_per_s`, for a switch on a worker's host, in a split.
 
-    b is the rate of any other worker's link, c b the rate of this host's link. With S bytes a second through the
+    b is the rate of any other worker's link, c b the rate of this host's link. With S bytes per second through the
     switch, any other worker's link carries S each way, and S' of the ring: S + S' = b. This host's link carries
     (P-1) S, the contributions of the other workers, and the same S': (P-1) S + S' = c b. So S = (c - 1) b / (P - 2),
     which is 0 unless this link is faster than the others. With two workers, each sends as many bytes in a ring as
@@ -434,7 +434,7 @@ for _operation in _INTRA_HOST:
     _formula(
         _operation,
         "hierarchical",
-        "inside a host through memory; between hosts as one rank a host",
+        "inside a host through memory; between hosts as one rank per host",
         narrow=_operation == "all_reduce",
     )(_hierarchical(_operation))
 

@@ -22,7 +22,7 @@ def render(settings: Settings, found: Mapping[str, Any], machine: str) -> str:
         "SwitchML's switch, with the same arithmetic. "
         "[docs/explanation/numbers.md](../../docs/explanation/numbers.md#measured) explains the tables.",
         "## Sums against f64",
-        f"{settings.elements} elements a rank. In each field: the greatest error over the greatest exact sum; the "
+        f"{settings.elements} elements per rank. In each field: the greatest error over the greatest exact sum; the "
         "root mean square of the errors over that of the exact sums; the part of the elements whose error is half of "
         "their value or more. SwitchML's factor is found from the same tensor. *mixed*: every element has a magnitude "
         "of its own; *by layer*: 4096 consecutive elements share one; *outlier*: one of 1e9 among normal values; "

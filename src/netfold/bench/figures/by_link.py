@@ -1,4 +1,4 @@
-"""Predictions of two figures for a switch behind a link of its own: c = 1, 2, 4, and the talk's port a worker.
+"""Predictions of two figures for a switch behind a link of its own: c = 1, 2, 4, and the talk's port per worker.
 
 c is the rate of the switch's link over the rate of a worker's link. Everything here comes from the cost model
 (docs/how-to/aggregators.md); `bench/train_steps.py --links` measures training steps by c.
@@ -17,10 +17,10 @@ from netfold.plan.variants.link_gains import gains, measured_request, name_of
 from netfold.tuning import DEFAULT_LINKS, Link, Topology
 from netfold.tuning.cost import Case, given_back_bytes_per_s, ring_bytes_per_s, split_rate
 
-# By c, None for a port a worker.
+# By c, None for a port per worker.
 LINKS: Mapping[int | None, str] = {c: name_of(c) for c in RATIOS}
 _MODEL = (
-    "c is the rate of the switch's link over a worker's; c = P, a port a worker, is the talk's switch. A host that "
+    "c is the rate of the switch's link over a worker's; c = P, a port per worker, is the talk's switch. A host that "
     "aggregates has one link, mostly c = 1; a ring carries what this link cannot."
 )
 
@@ -43,8 +43,8 @@ def by_hosts(size_bytes: int, hosts: Sequence[int], *, rate_bytes_per_s: float) 
         ["hosts", *(f"{name}, ms" for name in columns)],
         [[str(x), *(f"{values[at]:.0f}" for values in columns.values())] for at, x in enumerate(hosts)],
         f"{_MODEL} {max(hosts)} hosts take longer than {min(hosts)} by these factors: {grown}, "
-        f"{ring[-1] / ring[0]:.2f} by a ring alone. The time is constant only with a port a worker. By bytes, without "
-        "latencies and without the hosts' computing.",
+        f"{ring[-1] / ring[0]:.2f} by a ring alone. The time is constant only with a port per worker. By bytes, "
+        "without latencies and without the hosts' computing.",
     )
 
 

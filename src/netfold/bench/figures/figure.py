@@ -156,7 +156,7 @@ def describe_mpi(taken: Measurements, hosts: Sequence[int]) -> str:
     mpi = taken.settings.get("mpi", "")
     if not mpi:
         return "There is no MPI here to compare with (make bench-peers)."
-    text = f"MPI is {mpi}, one rank a host, by TCP alone; its ranks spin while they wait"
+    text = f"MPI is {mpi}, one rank per host, by TCP alone; its ranks spin while they wait"
     crowded = [str(count) for count in hosts if count > taken.cores]
     if not crowded:
         return f"{text}, each on its own core."

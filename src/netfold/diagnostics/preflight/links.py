@@ -44,7 +44,7 @@ class PairLink:
 def measure_links(communicator: Communicator, players: Sequence[int]) -> list[PairLink]:
     """Measure all pairs of `players`. Collective over the communicator. Returns the pairs that this rank leads.
 
-    players: one rank a host, in ascending order. Cost: PAIR_S a round, players - 1 rounds, at most MAX_ROUNDS.
+    players: one rank per host, in ascending order. Cost: PAIR_S a round, players - 1 rounds, at most MAX_ROUNDS.
     """
     links = []
     for number, partners in enumerate(rounds(len(players))):

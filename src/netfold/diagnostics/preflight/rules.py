@@ -32,7 +32,7 @@ _CLOCK_S = 1.0
 _SWITCH_LEAST_BYTES = 1 << 20
 
 
-# One direction of a link: bytes a second, sender, receiver.
+# One direction of a link: bytes per second, sender, receiver.
 _Direction: TypeAlias = "tuple[float, int, int]"
 
 

@@ -48,7 +48,7 @@ class Aggregator:
     def text(self) -> str:
         """`2 aggregators, each with a link of 1x a worker's and 1 core`."""
         link = f"a link of {self.c:g}x a worker's" if self.c else f"a link of {8 * self.bytes_per_s / 1e9:g} Gbit/s"
-        link = "a port a worker" if self.ports else link
+        link = "a port per worker" if self.ports else link
         count = "an aggregator" if self.hosts == 1 else f"{self.hosts} aggregators, each"
         where = " on a worker's own host" if self.worker else ""
         return f"{count} with {link} and {self.cores} core{'s' if self.cores > 1 else ''}{where}"

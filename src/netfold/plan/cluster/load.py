@@ -26,7 +26,7 @@ _TIER = (
 )
 _AGGREGATOR = ("link", "hosts", "cores", "core_rate", "worker")
 # The value of `link` for a link of as many ports as there are workers.
-_PORTS = "a port a worker"
+_PORTS = "a port per worker"
 # The prefix of a measured cluster's name. It has this many hosts, as the Ethernet presets have, unless it says hosts=.
 _MEASURED, _MEASURED_HOSTS = "measured=", 1024
 

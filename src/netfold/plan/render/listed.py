@@ -25,7 +25,9 @@ def render_models() -> str:
         if name not in model_presets():
             speed = catalogue.find_model(name).speed
             lines += [f"{name}: {units.big(find_model(name).parameters)} parameters, layer by layer"]
-            lines += [f"  with :measured=true, {speed.samples_per_s:,.4g} samples a second of a device: {speed.source}"]
+            lines += [
+                f"  with :measured=true, {speed.samples_per_s:,.4g} samples per second of a device: {speed.source}"
+            ]
     for kind, keys in KINDS.items():
         example = ",".join(f"{key}={'..' if default is None else default}" for key, default in keys.items())
         lines.append(f"any other: {kind}:{example}")

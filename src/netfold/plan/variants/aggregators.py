@@ -54,7 +54,7 @@ def aggregator_gains(model: Model, cluster: Cluster, found: SearchResult) -> tup
         return ()
     kinds = [("one spare host with a link like a worker's", SPARE_HOST, 1.0)]
     if hosts <= MOST_PORTS:
-        kinds.append(("a Linux box with a port a worker", BOX, float(hosts)))
+        kinds.append(("a Linux box with a port per worker", BOX, float(hosts)))
     jobs = [replace(choice.job, in_network=True) for choice in found.shortlist(cluster.device.usable_bytes)]
     gains = []
     for what, host, c in kinds:

@@ -2,7 +2,7 @@
 
 The schedules are torch's (torch.distributed.pipelining):
 gpipe (Huang et al. 2019): all forward passes, then all backward passes.
-1f1b (Narayanan et al. 2019): each backward pass as early as possible, so a rank keeps at most one microbatch a stage.
+1f1b (Narayanan et al. 2019): each backward pass as early as possible, so a rank keeps at most one microbatch per stage.
 interleaved (Narayanan et al. 2021): several stages per rank; a shorter bubble, and more messages.
 zero-bubble, zero-bubble-v (Qi et al. 2023, ZB-H1, ZB-V): gradients of weights are computed in otherwise idle time.
 """

@@ -134,7 +134,7 @@ def _facts(metrics: Metrics) -> list[tuple[str, str]]:
     if steps:
         seconds = [line["seconds"] for line in steps]
         median = statistics.median_high(seconds)
-        found.append((units.seconds(median), f"a step, the median: {start['batch'] / median:.4g} samples a second"))
+        found.append((units.seconds(median), f"a step, the median: {start['batch'] / median:.4g} samples per second"))
         took = sum(seconds) * (done / len(steps)) + sum(line["seconds"] for line in metrics.evaluations)
         found.append((units.seconds(took), "in steps and evaluations that count"))
     return found

@@ -66,7 +66,7 @@ def curves(metrics: Metrics) -> str:
         chart(title, "", others=held_out(metric["name"]), level=baseline),
         chart("learning rate", "lr", zero=True),
         chart("time of a step", "seconds", units.seconds, zero=True),
-        chart("samples a second", "samples_per_s", zero=True),
+        chart("samples per second", "samples_per_s", zero=True),
         chart("gradients' norm", "gradient_norm"),
         chart("exposed communication, about", "exposed", units.ratio, zero=True),
     ]

@@ -73,7 +73,7 @@ class Hierarchical final : public CallSequence {
   void start(const Stage& stage);
 
   int rank() const { return paths_.mesh.rank(); }
-  // A switch adds for one rank a host, always the same: the first rank, which joined the switch.
+  // A switch adds for one rank per host, always the same: the first rank, which joined the switch.
   bool goes_by_switch() const {
     return call_.between == AlgorithmId::in_network || call_.between == AlgorithmId::split;
   }

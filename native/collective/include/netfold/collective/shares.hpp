@@ -49,7 +49,7 @@ class Shares {
   // One operation in so many updates the rates; so do the first ones, those after a rate changed, and trials.
   static constexpr std::uint64_t kEvery = 8;
 
-  // switches, host, link: rates in bytes a second of each switch, a host algorithm and a rank's link; above 0.
+  // switches, host, link: rates in bytes per second of each switch, a host algorithm and a rank's link; above 0.
   // fixed: parts that never change, by switch, at most kWhole in all; the host algorithm has the rest. Or empty.
   // Precondition: there is at least one switch.
   Shares(std::vector<std::uint64_t> switches, std::uint64_t host, std::uint64_t link, std::vector<std::uint32_t> fixed);
@@ -67,7 +67,7 @@ class Shares {
   // Parts in proportion to the rates beside each other, whether that is faster or not.
   std::vector<std::uint32_t> joined() const;
 
-  // The rates of a path in bytes a second. 0: it had no part, or its time was too short to measure.
+  // The rates of a path in bytes per second. 0: it had no part, or its time was too short to measure.
   struct Rates {
     std::uint64_t beside = 0;  // beside the other paths
     std::uint64_t alone = 0;

@@ -1,7 +1,7 @@
 // Copies among ranks that share memory: broadcast, all_gather, gather, scatter, all_to_all; and barrier.
 //
 // Few bytes from a rank (<= 16 KB for all its readers): they lie in the rank's post, and the readers copy them from
-// there (one step). More bytes go through the slots of the rank's stream, 256 KB a round. In broadcast, all_gather and
+// there (one step). More bytes go through the slots of the rank's stream, 256 KB per round. In broadcast, all_gather and
 // gather every reader copies the whole slot; in scatter and all_to_all a slot has a part for each reader. Ranks may
 // differ in this, as they may differ in bytes. Where the buffer lies in shared memory, or ranks may read each other's
 // memory, the readers copy straight from the buffer, once. A reader that cannot read the buffer after all (a device's

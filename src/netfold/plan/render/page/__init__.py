@@ -46,7 +46,7 @@ def render_page(answer: Result) -> str:
     events = "" if answer.simulated is None else simulated_table(found, answer.simulated.prediction)
     return render_layout(
         title=f"netfold plan: {asked.model.name} on {asked.devices:,} devices",
-        headline=f"A step takes {time(found.step_s)}: {rate(found.samples_per_s)} samples a second.",
+        headline=f"A step takes {time(found.step_s)}: {rate(found.samples_per_s)} samples per second.",
         opening=f"""<p class="command">{escape(describe_request(answer))}</p>
 <p>{escape(f"Split: {describe_split(best.job)}{searched}. What limits it: {found.limit}. {measured}")}</p>
 {notes}""",

@@ -33,9 +33,9 @@ def _throughput(curves: _Curves) -> str:
     first = min(every, key=attrgetter("devices"))
     ideal = sorted((point.devices, _rate(first) * point.devices / first.devices) for point in every)
     values = [_rate(point) for point in every] + [value for _, value in ideal]
-    chart = Chart(_devices(every), Axis.holding("samples a second", min(values), max(values), rate, 10))
+    chart = Chart(_devices(every), Axis.holding("samples per second", min(values), max(values), rate, 10))
     chart.line("quiet", [ideal[0], ideal[-1]], "as many times as fast as there are devices", kind="dashed")
-    return _drawn(chart, curves, _rate, "samples a second")
+    return _drawn(chart, curves, _rate, "samples per second")
 
 
 def _efficiency(curves: _Curves) -> str:
