@@ -195,19 +195,21 @@ def test_during_the_measurement_of_a_switch_all_sums_use_it(hosts: int) -> None:
     assert table.workers(topology) == topology.leaders
 
 
-THROUGH = ("all_reduce", "reduce", "broadcast", "reduce_scatter", "all_gather", "barrier")
+SWITCH_OPERATIONS = ("all_reduce", "reduce", "broadcast", "reduce_scatter", "all_gather", "barrier")
 
 
 def test_a_switch_is_a_candidate_for_its_operations_and_chosen_where_faster() -> None:
-    assert set(SUPPORTS["in_network"]) == set(THROUGH)
-    for ranks, operation, size in itertools.product((2, 4, 16, 64), THROUGH[1:], (0, 1000, 100_000, 16 << 20)):
+    assert set(SUPPORTS["in_network"]) == set(SWITCH_OPERATIONS)
+    for ranks, operation, size in itertools.product(
+        (2, 4, 16, 64), SWITCH_OPERATIONS[1:], (0, 1000, 100_000, 16 << 20)
+    ):
         found = candidates(operation, size, Topology.apart(ranks), PORTS, switch=SWITCH)
         able = {each.algorithm: each.seconds for each in found if each.seconds is not None}
         assert "in_network" in able
         row = build_table(ranks=ranks, switch=SWITCH, links=PORTS).choose(operation, size)
         assert able[row.algorithm] <= 1.35 * min(able.values()), (ranks, operation, size)  # type: ignore[operator]
     table = build_table(ranks=16, switch=SWITCH, links=PORTS)
-    assert {operation: table.choose(operation, 16 << 20).algorithm for operation in THROUGH} == {
+    assert {operation: table.choose(operation, 16 << 20).algorithm for operation in SWITCH_OPERATIONS} == {
         "all_reduce": "in_network",
         "reduce": "in_network",
         "broadcast": "in_network",
@@ -270,8 +272,8 @@ def test_an_algorithm_that_cannot_run_between_hosts_is_refused(asked: str, sente
 
 def test_ranks_of_one_host_use_the_switch_only_for_sums() -> None:
     table = build_table(ranks=4, switch=SWITCH, topology=Topology.even(4, 1))
-    assert {operation: table.choose(operation, 1 << 20).algorithm for operation in THROUGH} == {
-        **dict.fromkeys(THROUGH, "shared_memory"),
+    assert {operation: table.choose(operation, 1 << 20).algorithm for operation in SWITCH_OPERATIONS} == {
+        **dict.fromkeys(SWITCH_OPERATIONS, "shared_memory"),
         "all_reduce": "in_network",
     }
 
@@ -293,7 +295,7 @@ def test_a_narrow_wire_leaves_the_switchs_other_operations_as_they_are() -> None
     for topology in (Topology.apart(4), Topology.even(4, 2)):
         table = build_table(ranks=4, switch=SWITCH, algorithm="in_network", wire="bf16", topology=topology)
         wires = {row.operation: row.wire for row in table.rows if row.algorithm == "in_network"}
-        assert wires == {**dict.fromkeys(THROUGH, "auto"), "all_reduce": "bf16"}
+        assert wires == {**dict.fromkeys(SWITCH_OPERATIONS, "auto"), "all_reduce": "bf16"}
 
 
 def test_a_group_of_one_rank_uses_the_local_algorithm() -> None:
