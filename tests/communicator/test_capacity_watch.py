@@ -45,10 +45,12 @@ def test_the_next_group_begins_with_a_rate_that_drifted_by_a_fifth(
         assert turns.look() == [4.7e6, 6e6]
         assert capacity.cached_rates(ENDS, SWITCH) == () and not caplog.records
         turns.operation(1_000_000)
+        assert turns.look() == [4.7e6, 6e6], "one operation may have paused"
+        turns.operation(1_000_000)
         assert turns.look() == [1e6, 6e6]
     assert capacity.cached_rates(ENDS, SWITCH) == (1e6, 6e6)
     (record,) = caplog.records
-    assert "the switch at s:1 4 MB/s then, 1 now (2 s ago, when the group was made)" in record.getMessage()
+    assert "the switch at s:1 4 MB/s then, 1 now (3 s ago, when the group was made)" in record.getMessage()
     assert "s:2" not in record.getMessage() and "0000" not in record.getMessage()
 
 
@@ -62,11 +64,11 @@ def test_one_log_line_a_minute_has_all_changes_since_the_last(
             turns.look()
         assert len(caplog.records) == 1
         turns.now += 1
-        turns.operation(8_000_000, host=28_000_000)  # the estimate moves by half of the change
+        turns.operation(8_000_000, host=30_000_000)  # more than twice the known rate counts at once
         turns.look()
     assert len(caplog.records) == 2
     said = caplog.records[1].getMessage()
-    assert "the switch at s:1 2 MB/s then" in said and "the host algorithm 14 MB/s then, 21 now" in said
+    assert "the switch at s:1 2 MB/s then" in said and "the host algorithm 14 MB/s then, 30 now" in said
     assert "in the last such line" in said
     assert capacity.cached_rates(ENDS, SWITCH)[0] == turns.look()[0], "the first rate does not wait for the log"
 

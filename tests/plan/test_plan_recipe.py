@@ -54,7 +54,7 @@ def test_an_invalid_recipe_is_refused_with_its_line(tmp_path: Path) -> None:
     file = tmp_path / "mine.toml"
     file.write_text((RECIPES / "gpt.toml").read_text().replace("batch = 32", "batsh = 32"))
     result = CliRunner().invoke(app, ["plan", "--recipe", str(file), "--cluster", "dgx-a100"])
-    assert result.exit_code == 2 and "did you mean batch?" in result.output and "mine.toml:12" in result.output
+    assert result.exit_code == 2 and "did you mean batch?" in result.output and "mine.toml:13" in result.output
 
 
 def test_a_recipe_beside_a_model_is_refused() -> None:

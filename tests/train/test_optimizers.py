@@ -162,15 +162,18 @@ def test_the_rate_grows_with_the_batch_it_was_found_for() -> None:
 @pytest.mark.parametrize(
     ("sections", "said"),
     [
-        ({"parallel": {"zero": 1}}, "parallel.zero is 1.* set 0"),
-        ({"parallel": {"batch_norm": 2}}, "parallel.batch_norm is 2.* set 1"),
-        ({"parallel": {"embeddings": "row_wise"}}, "parallel.embeddings is 'row_wise'.* set 'replicated'"),
-        ({"training": {"steps": 8, "evaluate_every": 6}}, "training.evaluate_every is 6.* set a multiple of 4"),
-        ({"training": {"steps": 8, "precision": "bf16"}}, "training.precision is 'bf16'.* set 'f32'"),
-        ({"checkpoint": {"every": 2}}, "checkpoint.every is 2.* set a multiple of 4"),
+        ({"parallel": {"zero": 1}}, "parallel.zero = 1 does not go with diloco.every.* set 0"),
+        ({"parallel": {"batch_norm": 2}}, "parallel.batch_norm = 2 does not .* set 1"),
+        ({"parallel": {"embeddings": "row_wise"}}, 'parallel.embeddings = "row_wise" does not .* set .replicated'),
+        (
+            {"training": {"steps": 8, "evaluate_every": 6}},
+            "training.evaluate_every = 6 does not .* set a multiple of 4",
+        ),
+        ({"training": {"steps": 8, "precision": "bf16"}}, 'training.precision = "bf16" does not .* set .f32'),
+        ({"checkpoint": {"every": 2}}, "checkpoint.every = 2 does not .* set a multiple of 4"),
     ],
 )
-def test_what_does_not_go_with_training_apart_is_refused(sections: dict[str, dict[str, object]], said: str) -> None:
+def test_settings_that_exclude_diloco_are_refused(sections: dict[str, dict[str, object]], said: str) -> None:
     whole = {"model": {"name": "gpt"}, "data": {"name": "source"}, "training": {"steps": 8}, **sections}
     assert Recipe.model_validate(whole).diloco is None
     with pytest.raises(ValueError, match=said):

@@ -500,13 +500,17 @@ def test_a_stage_that_fails_ends_the_others_and_is_named() -> None:
 @pytest.mark.parametrize(
     ("parallel", "training", "said"),
     [
-        ({"pipeline": 4, "microbatches": 3}, {}, "parallel.microbatches is 3, but parallel.schedule = '1f1b' needs"),
+        (
+            {"pipeline": 4, "microbatches": 3},
+            {},
+            'parallel.microbatches = 3 does not go with parallel.schedule = "1f1b": it needs',
+        ),
         (
             {"pipeline": 4, "microbatches": 6, "schedule": "gpipe"},
             {},
             "batch is 16, which does not divide by parallel.data 2 x parallel.microbatches 6",
         ),
-        ({"pipeline": 4, "schedule": "interleaved", "microbatches": 9}, {}, "over 4 ranks: set 8 or 12"),
+        ({"pipeline": 4, "schedule": "interleaved", "microbatches": 9}, {}, "4 ranks cannot divide them; set 8 or 12"),
         (
             {"pipeline": 4, "schedule": "interleaved", "interleave": 3},
             {},
@@ -518,19 +522,19 @@ def test_a_stage_that_fails_ends_the_others_and_is_named() -> None:
             "16 stages, but the model has 8 layers: make it 8 or less",
         ),
         ({"pipeline": 4}, {"accumulate": 2}, "set parallel.microbatches = 8"),
-        ({"pipeline": 4, "schedule": "zero-bubble", "zero": 1}, {}, "cannot go with parallel.zero = 1"),
-        ({"pipeline": 2, "schedule": "zero-bubble-v", "interleave": 3}, {}, "parallel.interleave is 3, but"),
+        ({"pipeline": 4, "schedule": "zero-bubble", "zero": 1}, {}, "does not go with parallel.zero = 1"),
+        ({"pipeline": 2, "schedule": "zero-bubble-v", "interleave": 3}, {}, "parallel.interleave = 3 does not go with"),
         ({"pipeline": 4}, {}, "was given no examples"),
     ],
 )
-def test_what_cannot_be_is_said_in_a_sentence(parallel: Any, training: Any, said: str) -> None:
+def test_an_impossible_pipeline_is_refused_in_a_sentence(parallel: Any, training: Any, said: str) -> None:
     from netfold.train import Recipe
     from netfold.train.models import make_model
     from netfold.train.parallel.pipeline_plan import Plan
 
-    recipe = Recipe.model_validate(changed(GPT, parallel=parallel, training={"batch": 16, **training}))
     mesh: Any = SimpleNamespace(data=SimpleNamespace(size=2))
     with pytest.raises(ValueError, match=re.escape(said)):
+        recipe = Recipe.model_validate(changed(GPT, parallel=parallel, training={"batch": 16, **training}))
         Plan(make_model(recipe.model), recipe, mesh, None)
 
 

@@ -205,6 +205,9 @@ def _all(recipe: Recipe, layers: Sequence[Layer], split: Split) -> Iterator[Traf
         yield Traffic("all", "all_reduce", "which examples cannot be read", copy, 1, examples)
     if recipe.training.precision == "f16":
         yield Traffic("all", "all_reduce", "whether gradients overflow", ranks, 1, 4)
+        if fsdp:
+            # DTensor makes another one over the mesh of the first gradient.
+            yield Traffic("data", "all_reduce", "whether gradients overflow", split.data, 1, 4)
     if recipe.training.clip is not None and (copy > 1 or fsdp or recipe.parallel.embeddings != "replicated"):
         yield Traffic("all", "all_reduce", "the gradients' norm", island, 1, F64_BYTES)
     if recipe.optimizer.name in ("lars", "lamb"):
