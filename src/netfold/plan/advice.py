@@ -78,7 +78,7 @@ def _name(row: Row) -> str:
 
 
 def _where(top: Row, findings: Findings) -> Advice:
-    text = f"{100 * _share(top):.0f}% of the operations' time ({units.seconds(_total_s(top))} a rank) is {_name(top)}"
+    text = f"{100 * _share(top):.0f}% of the operations' time ({units.seconds(_total_s(top))} per rank) is {_name(top)}"
     if top.exposed_s is not None and findings.overall.exposed_s:
         part = 100 * top.exposed_s / findings.overall.exposed_s
         text += f"; {units.seconds(top.exposed_s)} of it is exposed, {part:.0f}% of all that computing does not hide"
@@ -131,7 +131,7 @@ def _faster_options(row: Row, known: list[tuple[ObservedGroup, Fitted]], ranks: 
                 continue
             before_s, after_s = units.seconds(took_s), units.seconds(took_s - saved)
             change = f"{-100 * saved / took_s:+.0f}%"
-            text = f"{_name(row)} {option.words}: {after_s} a rank in place of {before_s} ({change}), "
+            text = f"{_name(row)} {option.words}: {after_s} per rank in place of {before_s} ({change}), "
             text += f"by the cost model {fitted.text()}"
             if row.exposed_s is not None and row.exposed_s < saved:
                 text += f"; computing hides all but {units.seconds(row.exposed_s)} of it now, so no more can be saved"
@@ -211,7 +211,7 @@ def _small_messages(findings: Findings, known: list[tuple[ObservedGroup, Fitted]
                     predict(row.operation, usual, each, observed.topology, fitted.links) for each in (size, fused)
                 )
                 before, after = units.seconds(a_step * now), units.seconds(messages * then)
-                text += f": {after} a step in place of {before} by {usual}, by the cost model {fitted.text()}"
+                text += f": {after} per step in place of {before} by {usual}, by the cost model {fitted.text()}"
                 advice.append(Advice(text, True))
                 break
         else:
@@ -224,7 +224,7 @@ def _queueing(row: Row) -> list[Advice]:
     if _share(row) < _WORTH_A_ROW or queue_s < _WORTH_A_QUEUE * took_s:
         return []
     text = (
-        f"{_name(row)} waited {units.seconds(queue_s)} a rank behind other operations, and took "
+        f"{_name(row)} waited {units.seconds(queue_s)} per rank behind other operations, and took "
         f"{units.seconds(took_s)}: whatever shortens the other operations shortens this wait, too"
     )
     return [Advice(text, False)]

@@ -183,7 +183,7 @@ def _profile_notes(asked: Request, best: PredictedJob) -> list[str]:
     model, split = asked.model, best.job.split
     assert isinstance(model, Profiled)
     said = [
-        f"{model.name}: {model.ranks} ranks took {units.seconds(model.step_s)} a step, and waited "
+        f"{model.name}: {model.ranks} ranks took {units.seconds(model.step_s)} per step, and waited "
         f"{units.seconds(model.exposed_s)} of it for communication"
     ]
     if split.ranks == model.ranks:

@@ -51,7 +51,7 @@ def _cluster(cluster: Cluster) -> str:
 
 def _tier(tier: Tier) -> str:
     said = (
-        f"{tier.name} joins {tier.devices:,}: {units.rate(tier.bytes_per_s)} a device each way, "
+        f"{tier.name} joins {tier.devices:,}: {units.rate(tier.bytes_per_s)} per device each way, "
         f"{units.seconds(tier.latency_s)}"
     )
     said += f", {tier.oversubscription:g} times oversubscribed" if tier.oversubscription > 1 else ""
@@ -67,11 +67,11 @@ def _tier(tier: Tier) -> str:
 def _network(network: Network) -> list[str]:
     changes = []
     if network.bytes_per_s is not None:
-        changes.append(f"{units.rate(network.bytes_per_s)} a node each way")
+        changes.append(f"{units.rate(network.bytes_per_s)} per node each way")
     if network.part != 1:
         changes.append(f"{units.ratio(network.part)} of the line")
     if network.most_bytes_per_s is not None:
-        changes.append(f"{units.rate(network.most_bytes_per_s)} a node at most")
+        changes.append(f"{units.rate(network.most_bytes_per_s)} per node at most")
     if network.latency_s is not None:
         changes.append(units.seconds(network.latency_s))
     if network.oversubscription is not None:

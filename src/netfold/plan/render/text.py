@@ -143,7 +143,7 @@ def _together(answer: Result) -> str:
     found, asked = answer.best.prediction, answer.request
     used = f"; model FLOP/s utilisation {units.ratio(found.mfu)}" if utilisation_is_known(answer) else ""
     lines = [
-        f"{rate(found.samples_per_s)} samples per second, {rate(found.samples_per_s / asked.devices)} a device{used}",
+        f"{rate(found.samples_per_s)} samples per second, {rate(found.samples_per_s / asked.devices)} per device{used}",
     ]
     if answer.best.job.split.data > 1:
         lines.append(

@@ -75,7 +75,7 @@ def _facts(answer: Result) -> list[tuple[str, str]]:
     if utilisation_is_known(answer):
         facts.append((units.ratio(found.mfu), "of the devices' peak goes into the model (MFU)"))
     if memory_is_known(answer):
-        facts.append((units.size(found.memory.total), f"of {units.size(found.memory_bytes)} a device"))
+        facts.append((units.size(found.memory.total), f"of {units.size(found.memory_bytes)} per device"))
     if answer.best.job.split.data > 1:
         facts.append((units.ratio(answer.efficiency), "scaling efficiency, against a replica alone"))
     if answer.training_s is not None and answer.training_cost is not None:
