@@ -1,4 +1,4 @@
-"""What the switch costs its host: contributions in Gbit/s per CPU-second of its thread and of the softirqs it causes.
+"""The CPU cost of a switch: contributions in Gbit/s per CPU-second of its thread and of the softirqs it causes.
 
     .venv/bin/python bench/switch_cost.py [--python PYTHON]      # as root, two cores
 

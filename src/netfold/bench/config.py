@@ -17,7 +17,7 @@ CALLS = ((1 << 10, 128), (SMALL_BYTES, 32), (4 << 20, 4))
 
 @dataclass(frozen=True)
 class BenchEnvironment:
-    """Where a benchmark runs: on this machine or, with rack_rate, on a rack with one rank per host.
+    """The place of a benchmark: this machine or, with rack_rate, a rack with one rank per host.
 
     Raises ValueError for values that leave nothing to run.
     """
