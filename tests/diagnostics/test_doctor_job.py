@@ -1,4 +1,4 @@
-"""Which rank a job waits for: findings from synthetic ranks, and from real processes."""
+"""The rank that a job waits for: findings from synthetic ranks, and from real processes."""
 
 from __future__ import annotations
 

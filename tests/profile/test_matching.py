@@ -1,4 +1,4 @@
-"""Which records of different ranks belong to one operation, and which cannot be matched."""
+"""Matching of the records of different ranks to operations, and records without a match."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which rank began last, and how long others waited, against traces with hand-counted results."""
+"""The rank that began last, and the time that others waited, against traces with hand-counted results."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ class Layer:
     handed_back_bytes: tuple[int, ...] = ()
     """Of each output that has a gradient."""
     forward: Pass = _NOTHING
-    """Of a microbatch: matrix products, and collectives inside the layer."""
+    """Matrix products of a microbatch, and collectives inside the layer."""
     backward: Pass = _NOTHING
 
     def shapes(self, *, norms: bool = True, tables: bool = True) -> list[Shape]:
@@ -70,7 +70,7 @@ class Layer:
 
     @property
     def operations(self) -> int:
-        """Of a forward and a backward pass: in matrix products, convolutions and attention."""
+        """Operations of a forward and a backward pass in matrix products, convolutions and attention."""
         return round(self.forward.flops + self.backward.flops)
 
 

@@ -151,7 +151,8 @@ class Recovery:
     def settle(self) -> None:
         """Wait for the checkpoint being written, and remove it if it has failed.
 
-        Raises CheckpointError on all ranks alike, unless the disk is full and the policy is to warn.
+        Raises CheckpointError on all ranks alike, unless the disk is full and the policy is to warn; after
+        run.timeout_s on this rank alone.
         """
         if self._pending is None:
             return

@@ -46,7 +46,8 @@ class Shares {
   static constexpr std::uint32_t kLastTrial = 512;
   // A trial moves 1 / kTrialPart of a switch's part to the other path, and kWhole / kLeastPart at least.
   static constexpr std::uint32_t kTrialPart = 4;
-  // One operation in so many updates the rates; so do the first ones, those after a rate changed, and trials.
+  // One operation in so many updates the rates; so do the first ones, those after a part moved or a rate was in doubt, and
+  // trials.
   static constexpr std::uint64_t kEvery = 8;
 
   // switches, host, link: rates in bytes per second of each switch, a host algorithm and a rank's link; above 0.
@@ -64,8 +65,6 @@ class Shares {
   bool is_trial() const { return fixed_.empty() && operations_ >= next_trial_; }
   // Parts of an operation that is no trial.
   std::vector<std::uint32_t> balanced() const;
-  // Parts in proportion to the rates beside each other, whether that is faster or not.
-  std::vector<std::uint32_t> joined() const;
 
   // The rates of a path in bytes per second. 0: it had no part, or its time was too short to measure.
   struct Rates {
@@ -83,6 +82,9 @@ class Shares {
   std::uint64_t operations() const { return operations_; }
 
  private:
+  // Parts in proportion to the rates beside each other, whether that is faster or not.
+  std::vector<std::uint32_t> joined() const;
+
   // The last measurements of a rate.
   class Samples {
    public:
