@@ -112,6 +112,13 @@ def test_the_first_long_message_is_not_part_of_the_links_rate(monkeypatch: pytes
     assert fitted.latency_s == pytest.approx(10e-6, rel=0.3)  # one-way
 
 
+def test_a_delay_of_every_small_ping_leaves_a_positive_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Found on a busy host: after pings of one byte that each took 10 ms, one of 32 KiB took 0.1 ms."""
+    link = Link(monkeypatch, lambda size, before: 0.01 if size < 100 else 1e-4)
+    fitted = probe.fit_link(probe._ping(link))  # type: ignore[arg-type]
+    assert 1e8 < fitted.bytes_per_s < 1e12
+
+
 def leave(sockets: list[socket.socket | None], rank: int) -> str:
     with pytest.raises(RendezvousError) as left:
         probe.agree(sockets, rank, Topology.apart(2), build, soon())

@@ -201,6 +201,14 @@ def test_a_fit_needs_two_sizes_and_accepts_a_falling_line() -> None:
         fit_link([(64, 1e-5), (64, 2e-5)])
     found = fit_link([(1, 2e-5), (1 << 20, 1e-5)])
     assert found.latency_s > 0 and found.bytes_per_s > 0
+    with pytest.raises(ValueError, match="more than 0 s, not -1e-05 s"):
+        fit_link([(1, 2e-5), (1 << 20, -1e-5)])
+
+
+def test_equal_times_of_two_sizes_give_no_rate_beyond_the_larger_size() -> None:
+    """Least squares leave a slope of 1e-26 s per byte here, by rounding."""
+    found = fit_link([(1, 5e-3), (32 << 10, 5e-5), (256 << 10, 5e-5), (1 << 20, 5e-5)])
+    assert found.bytes_per_s == pytest.approx((1 << 20) / 5e-5)
 
 
 def test_links_survive_json() -> None:

@@ -145,12 +145,15 @@ def _measure(streams: dict[int, ByteStream], peer: int, rails: int) -> Links:
 
 
 def _ping(stream: ByteStream) -> list[tuple[int, float]]:
-    """Samples of (bytes, one-way seconds). A round trip carries the bytes in one direction, one byte in the other."""
+    """Samples of (bytes, one-way seconds). A round trip carries the bytes in one direction, one byte in the other.
+
+    The byte back takes half of the quickest round trip of any size, since all pings of one byte may have been delayed.
+    """
     stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    samples: list[tuple[int, float]] = []
+    round_trips: list[tuple[int, float]] = []
     _round_trip(stream, _WARM_UP_BYTES)
     left_s = BUDGET_S
-    least_s = back_s = 0.0
+    least_s = 0.0
     for number, (size, repetitions) in enumerate(_PINGS):
         expected_s = _GROWTH * least_s
         for repetition in range(repetitions):
@@ -162,10 +165,9 @@ def _ping(stream: ByteStream) -> list[tuple[int, float]]:
             least_s = expected_s = took_s if repetition == 0 else min(least_s, took_s)
             # A ping that was delayed by other work uses up only the time of the fastest.
             left_s -= least_s
-            if size == 1:
-                back_s = least_s / 2
-            samples.append((size, took_s - back_s))
-    return samples
+            round_trips.append((size, took_s))
+    back_s = min(took_s for _, took_s in round_trips) / 2
+    return [(size, took_s - back_s) for size, took_s in round_trips]
 
 
 def _round_trip(stream: ByteStream, size: int) -> float:
