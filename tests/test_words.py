@@ -38,7 +38,6 @@ NOT_COVERED = (
     "tests/communicator/test_shares.py",
     "tests/fuzz/corpus/",
     "tests/test_words.py",
-    "tests/train/",
 )
 
 # The same word with another meaning.

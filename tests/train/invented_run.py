@@ -35,24 +35,24 @@ def started(asked: Recipe, step: int = 0) -> Started:
     return Started(asked, model, 4, 0, step, STEPS, BATCH, 12_345, BITS)
 
 
-def stepped(step: int, life: int = 0) -> Stepped:
-    """A value of its own in every field and every step; in a later life of the run, others."""
-    at = step + 100 * life
+def stepped(step: int, attempt: int = 0) -> Stepped:
+    """A value of its own in every field and every step; in a later attempt of the run, others."""
+    at = step + 100 * attempt
     norm = None if step < 3 else 1.0 + at / 64
     return Stepped(step, 5.0 - at / 128, 1e-3 / at, norm, 0.03 + at / 1024, at / 65536, step * BATCH)
 
 
-def evaluated(step: int, life: int = 0) -> Evaluated:
-    at = step + 100 * life
+def evaluated(step: int, attempt: int = 0) -> Evaluated:
+    at = step + 100 * attempt
     return Evaluated(step, {"bits per byte": 8.0 - at / 32, "loss": 5.5 - at / 64}, 0.25 + at / 256)
 
 
-def goes_through(asked: Recipe, first: int, last: int, life: int = 0) -> list[Any]:
+def goes_through(asked: Recipe, first: int, last: int, attempt: int = 0) -> list[Any]:
     """What is told of steps first+1..last, without an end."""
     events: list[Any] = [started(asked, first)]
     for step in range(first + 1, last + 1):
-        events.append(stepped(step, life))
-        events += [evaluated(step, life)] * (step % EVERY == 0)
+        events.append(stepped(step, attempt))
+        events += [evaluated(step, attempt)] * (step % EVERY == 0)
     return events
 
 
@@ -61,7 +61,11 @@ def a_run_that_was_cut_off_and_went_on(asked: Recipe) -> list[list[Any]]:
     bad = stepped(7)
     first = [bad_one(event, bad) for event in goes_through(asked, 0, 13)]
     first.insert(9, Noted(7, "warning", "the loss of step 7 is <nan>: the step was left out"))
-    second = [*goes_through(asked, 10, STEPS, life=1), Noted(STEPS, "info", "all is well"), Ended(STEPS, "done", 12.5)]
+    second = [
+        *goes_through(asked, 10, STEPS, attempt=1),
+        Noted(STEPS, "info", "all is well"),
+        Ended(STEPS, "done", 12.5),
+    ]
     return [first, second]
 
 

@@ -1,4 +1,4 @@
-"""Trains a toy job under torchrun; in each life but the last one rank kills itself at a random moment.
+"""Trains a toy job under torchrun; in each attempt but the last one rank kills itself at a random moment.
 
 killed_script.py FOLDER SEED KILLS STEPS
 """
@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from surviving import Heard, run
+from surviving import Recorder, run
 
 from netfold.train import events as said
 from netfold.train.callbacks.metrics_file import MetricsFile, read_metrics
@@ -24,8 +24,8 @@ from netfold.train.callbacks.metrics_file import MetricsFile, read_metrics
 EVERY = 10
 
 
-class Dying(Heard):
-    """Says where each life began, and ends it."""
+class Dying(Recorder):
+    """Record where each attempt began, and end it."""
 
     def __init__(self, log: Path, dies_after_s: float | None) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ def main() -> None:
     training, saving = {"steps": steps}, {"every": EVERY}
     (folder / "run").mkdir(exist_ok=True)
     others = [MetricsFile(folder / "run")] if rank == 0 else []
-    ended = run(folder / "run", heard=dying, forward=dying.seen, others=others, training=training, checkpoint=saving)
+    ended = run(folder / "run", recorder=dying, forward=dying.seen, others=others, training=training, checkpoint=saving)
     alone = run(None, training=training)
     cost = read_metrics(folder / "run").cost_of_failures
     (folder / f"ended-{rank}").write_text(json.dumps([ended.metric, alone.metric, cost]))

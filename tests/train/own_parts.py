@@ -51,7 +51,7 @@ def numbers(
     dies_at: int | None = None,
     nan_at: int | None = None,
 ) -> Data:
-    """Sums of random numbers. At a sample the data may break, end its process in the first life, or be no number."""
+    """Sums of random numbers. At a sample the data may break, end its process in the first attempt, or be no number."""
     if folder is not None:
         (folder / "numbers.txt").read_text()
     assert isinstance(folder, Path | None)

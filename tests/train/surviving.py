@@ -79,7 +79,7 @@ def toy_recipe(**sections: dict[str, Any]) -> Recipe:
 
 
 @dataclass
-class Heard(said.Callback):
+class Recorder(said.Callback):
     """A listener that keeps what it is told, and may do something after a step."""
 
     after: Callable[[int], None] | None = None
@@ -115,20 +115,20 @@ def run(
     folder: Path | None,
     *,
     noisy: bool = True,
-    heard: Heard | None = None,
+    recorder: Recorder | None = None,
     change: Callable[[Sequence[int], Tensor], None] | None = None,
     forward: Callable[[list[int]], None] | None = None,
     others: Sequence[said.Callback] = (),
     **sections: dict[str, Any],
 ) -> Outcome:
-    """One life of a toy job, in the world that is there. InterruptedRunError is swallowed: it ends the life."""
+    """Run a toy job once, in the current world. InterruptedRunError ends the run, and is not raised."""
     torch.manual_seed(5)  # of the weights
     trainer = Trainer(
         toy_recipe(**sections),
         model=toy_model(noisy, forward),
         data=toy_data(change),
         folder=folder,
-        callbacks=[*others, heard or Heard()],
+        callbacks=[*others, recorder or Recorder()],
     )
     try:
         return trainer.fit()

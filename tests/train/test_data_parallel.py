@@ -278,8 +278,8 @@ def _one(recipe: Table) -> Learnt:
     from netfold.train import Recipe, Trainer
     from netfold.train.precision import DTYPES
 
-    heard = Heard()
-    trainer = heard.trainer = Trainer(Recipe.model_validate(recipe), callbacks=[heard])
+    recorder = Recorder()
+    trainer = recorder.trainer = Trainer(Recipe.model_validate(recipe), callbacks=[recorder])
     if recipe["training"]["steps"] == SCALED["training"]["steps"]:
         trainer.update.load_state_dict({**trainer.update.state_dict(), "scale": TOO_LARGE})
     group = trainer.mesh.data.group
@@ -304,16 +304,16 @@ def _one(recipe: Table) -> Learnt:
         losses=outcome.losses,
         metric=outcome.metric,
         weights=weights,
-        notes=heard.notes,
-        skipped=heard.skipped,
-        changed=heard.changed,
+        notes=recorder.notes,
+        skipped=recorder.skipped,
+        changed=recorder.changed,
         sums_a_step=sums / outcome.step,
         buffers={name: buffer.numpy() for name, buffer in trainer.replica.modules[0].named_buffers()},
         loss_scale=trainer.update.loss_scale,
     )
 
 
-class Heard:
+class Recorder:
     """What the trainer says, and whether each step changed a weight."""
 
     trainer: Any

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.torch
 def drifting(rank: int, folder: Path, world: World) -> dict[str, Any]:
     """A GPT on tensor 2 x data 2; on rank 1 a norm's weight moves by its last bit after step 4."""
     import torch
-    from surviving import Heard
+    from surviving import Recorder
     from training import TINY_GPT, changed
 
     from netfold.train import Recipe, Trainer
@@ -39,7 +39,7 @@ def drifting(rank: int, folder: Path, world: World) -> dict[str, Any]:
 
         with world(4):
             asked = Recipe.model_validate(changed(recipe, parallel={"tensor": 2, "data": 2, "zero": zero}))
-            trainer = Trainer(asked, data=data, folder=folder / name, callbacks=[Heard(after)])
+            trainer = Trainer(asked, data=data, folder=folder / name, callbacks=[Recorder(after)])
             running.append(trainer)
             try:
                 trainer.fit()

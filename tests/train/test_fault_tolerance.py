@@ -31,22 +31,22 @@ SAVING = {"every": 3}
 
 def resumed(rank: int, folder: Path, world: World) -> dict[str, Any]:
     """Lives of one job: uninterrupted; broken off after step 5 and gone on with, on two ranks and on one."""
-    from surviving import Heard, interrupt_at, run
+    from surviving import Recorder, interrupt_at, run
 
     found: dict[str, Any] = {}
     for noisy in (True, False):
         with world(2):
             whole = run(None, noisy=noisy)
-            run(folder / f"{noisy}", noisy=noisy, checkpoint=SAVING, heard=Heard(interrupt_at(5)))
+            run(folder / f"{noisy}", noisy=noisy, checkpoint=SAVING, recorder=Recorder(interrupt_at(5)))
             if rank == 0:
                 shutil.copytree(folder / f"{noisy}", folder / "fewer", dirs_exist_ok=True)
-            heard = Heard()
-            again = run(folder / f"{noisy}", noisy=noisy, checkpoint=SAVING, heard=heard)
-        found[f"noisy {noisy}"] = whole.losses, again.losses, (whole.metric, again.metric), heard.notes
+            recorder = Recorder()
+            again = run(folder / f"{noisy}", noisy=noisy, checkpoint=SAVING, recorder=recorder)
+        found[f"noisy {noisy}"] = whole.losses, again.losses, (whole.metric, again.metric), recorder.notes
     with world(1) as here:
         if here:
             found["2 to 1"] = run(folder / "fewer", noisy=False, checkpoint=SAVING).losses
-            run(folder / "more", noisy=False, checkpoint=SAVING, heard=Heard(interrupt_at(5)))
+            run(folder / "more", noisy=False, checkpoint=SAVING, recorder=Recorder(interrupt_at(5)))
     with world(2):
         found["1 to 2"] = run(folder / "more", noisy=False, checkpoint=SAVING).losses
     found["left"] = sorted(path.name for path in (folder / "True" / "checkpoints").iterdir())
@@ -55,14 +55,14 @@ def resumed(rank: int, folder: Path, world: World) -> dict[str, Any]:
 
 def resharded(rank: int, folder: Path, world: World) -> dict[str, Any]:
     """ZeRO 0, 1, 2 and 3, each taking up what another has written."""
-    from surviving import Heard, interrupt_at, run
+    from surviving import Recorder, interrupt_at, run
 
     found: dict[str, Any] = {}
     with world(2):
         found["whole"] = run(None, noisy=False).losses
         for before, after in ((0, 3), (3, 0), (0, 1), (1, 0), (1, 2), (3, 3), (2, 2), (1, 1)):
             into = folder / f"{before} to {after}"
-            run(into, noisy=False, checkpoint=SAVING, heard=Heard(interrupt_at(5)), parallel={"zero": before})
+            run(into, noisy=False, checkpoint=SAVING, recorder=Recorder(interrupt_at(5)), parallel={"zero": before})
             found[into.name] = run(into, noisy=False, checkpoint=SAVING, parallel={"zero": after}).losses
     return found
 
@@ -70,7 +70,7 @@ def resharded(rank: int, folder: Path, world: World) -> dict[str, Any]:
 def update_kept(rank: int, folder: Path, world: World) -> dict[str, Any]:
     """An update with a memory of its own: a tensor a parameter, one beside them, and a number."""
     import torch
-    from surviving import Heard, interrupt_at, run
+    from surviving import Recorder, interrupt_at, run
     from torch.distributed.tensor import DTensor
 
     from netfold.train import trainer
@@ -112,7 +112,7 @@ def update_kept(rank: int, folder: Path, world: World) -> dict[str, Any]:
 
         run(None, noisy=False)
         found["whole"] = ends_with()
-        run(folder, noisy=False, checkpoint=SAVING, heard=Heard(interrupt_at(5)))
+        run(folder, noisy=False, checkpoint=SAVING, recorder=Recorder(interrupt_at(5)))
         if rank == 0:
             shutil.copytree(folder, folder.with_name("sharded"))
         run(folder, noisy=False, checkpoint=SAVING)
@@ -124,7 +124,7 @@ def update_kept(rank: int, folder: Path, world: World) -> dict[str, Any]:
 
 def weak(rank: int, folder: Path, world: World) -> list[list[int]]:
     """The samples that each step took on this rank: two ranks of 8, then one of 8."""
-    from surviving import Heard, interrupt_at, run
+    from surviving import Recorder, interrupt_at, run
 
     lives: list[list[int]] = []
     training = {"scaling": "weak", "epochs": 1, "steps": None}
@@ -135,7 +135,7 @@ def weak(rank: int, folder: Path, world: World) -> list[list[int]]:
             forward=lives.append,
             training=training,
             checkpoint={"every": 2},
-            heard=Heard(interrupt_at(3)),
+            recorder=Recorder(interrupt_at(3)),
         )
         lives.append([])
     with world(1) as here:
@@ -146,7 +146,7 @@ def weak(rank: int, folder: Path, world: World) -> list[list[int]]:
 
 def damaged(rank: int, folder: Path, world: World) -> dict[str, Any]:
     """A checkpoint that somebody has touched, in each way, under each policy."""
-    from surviving import Heard, run
+    from surviving import Recorder, run
 
     from netfold.train.fault_tolerance.recovery import CheckpointError
 
@@ -180,8 +180,8 @@ def damaged(rank: int, folder: Path, world: World) -> dict[str, Any]:
                 run(into, noisy=False, fault_tolerance={"corrupt_checkpoint": "stop"})
             except CheckpointError as error:
                 found[f"{name} stop"] = str(error)
-            heard = Heard()
-            found[name] = len(run(into, noisy=False, heard=heard).losses), heard.notes
+            recorder = Recorder()
+            found[name] = len(run(into, noisy=False, recorder=recorder).losses), recorder.notes
     return found
 
 
@@ -273,7 +273,7 @@ def crashed(rank: int, folder: Path, world: World) -> list[str]:
 
 def full(rank: int, folder: Path, world: World) -> dict[str, Any]:
     """No room: a tiny disk where this process may mount one, else a disk that says so."""
-    from surviving import Heard, run
+    from surviving import Recorder, run
 
     from netfold.train.fault_tolerance import atomic_checkpoint
     from netfold.train.fault_tolerance.recovery import CheckpointError
@@ -302,13 +302,15 @@ def full(rank: int, folder: Path, world: World) -> dict[str, Any]:
 
                     patch.setattr(atomic_checkpoint.FileSystemWriter, "write_data", no_room)
 
-            heard = Heard(fill)
+            recorder = Recorder(fill)
             saving = {"every": 3, "asynchronous": policy == "stop"}
             try:
-                ended = run(into, noisy=False, heard=heard, fault_tolerance={"disk_full": policy}, checkpoint=saving)
-                found[policy] = ended.step, ended.reason, heard.notes
+                ended = run(
+                    into, noisy=False, recorder=recorder, fault_tolerance={"disk_full": policy}, checkpoint=saving
+                )
+                found[policy] = ended.step, ended.reason, recorder.notes
             except CheckpointError as error:
-                found[policy] = str(error), type(error).__name__, heard.notes
+                found[policy] = str(error), type(error).__name__, recorder.notes
             here.barrier()
             found[f"{policy} left"] = sorted(path.name for path in (into / "checkpoints").iterdir())
             here.barrier()
@@ -331,7 +333,7 @@ def flat(rows: list[list[int]]) -> list[int]:
 
 def not_finite(rank: int, folder: Path, world: World) -> dict[str, Any]:
     """One example is no number: it is in the batch of one step, on one of the ranks."""
-    from surviving import Heard, run
+    from surviving import Recorder, run
 
     from netfold.train.fault_tolerance.policies import NonFiniteError
     from netfold.train.sampler import Sampler
@@ -351,18 +353,23 @@ def not_finite(rank: int, folder: Path, world: World) -> dict[str, Any]:
     with world(2):
         # All in step 6: rank 1's last but one, or rank 0's second, whose running means are those that ranks share.
         for policy, place in (("stop", 46), ("skip", 41), ("rewind", 46)):
-            heard = Heard()
+            recorder = Recorder()
             seen: list[list[int]] = []
             try:
                 ended = run(
                     folder / policy,
-                    heard=heard,
+                    recorder=recorder,
                     change=spoilt(place),
                     forward=seen.append,
                     checkpoint=SAVING,
                     fault_tolerance={"non_finite": policy},
                 )
-                found[policy] = ended, heard.notes, [step.step for step in heard.steps if step.skipped], flat(seen)
+                found[policy] = (
+                    ended,
+                    recorder.notes,
+                    [step.step for step in recorder.steps if step.skipped],
+                    flat(seen),
+                )
             except NonFiniteError as error:
                 found[policy] = str(error)
 
@@ -411,8 +418,8 @@ def gradients_not_finite(rank: int, folder: Path, world: World) -> tuple[str, li
 
 
 def vanished(rank: int, folder: Path, world: World) -> dict[str, Any]:
-    """Two examples cannot be read; with "stop" one rank meets one, and the other one hears of it."""
-    from surviving import Heard, run
+    """Two examples cannot be read; with "stop" one rank meets one, and the other rank gets its error."""
+    from surviving import Recorder, run
 
     from netfold.train import BadExampleError
     from netfold.train.sampler import Sampler
@@ -428,17 +435,17 @@ def vanished(rank: int, folder: Path, world: World) -> dict[str, Any]:
     for size in (2, 1):
         with world(size) as here:
             if here:
-                heard = Heard()
+                recorder = Recorder()
                 seen: list[list[int]] = []
                 run(
                     None,
                     noisy=False,
-                    heard=heard,
+                    recorder=recorder,
                     change=change,
                     forward=seen.append,
                     fault_tolerance={"missing_data": "skip"},
                 )
-                found[f"skip {size}"] = seen, heard.notes
+                found[f"skip {size}"] = seen, recorder.notes
     with world(2):
         began_s = time.monotonic()
         try:
@@ -474,7 +481,7 @@ def out_of_memory(rank: int, folder: Path, world: World) -> Any:
 
 def straggling(rank: int, folder: Path, world: World) -> dict[str, Any]:
     """Rank 1 takes its time in the forward pass; then for its batches."""
-    from surviving import Heard, run
+    from surviving import Recorder, run
 
     from netfold.train.fault_tolerance import straggler
 
@@ -482,16 +489,16 @@ def straggling(rank: int, folder: Path, world: World) -> dict[str, Any]:
     with world(2), pytest.MonkeyPatch.context() as patch:
         patch.setattr(straggler, "WINDOW_STEPS", 2)
         for policy in ("warn", "stop"):
-            heard = Heard()
+            recorder = Recorder()
             try:
                 run(
                     folder / policy,
-                    heard=heard,
+                    recorder=recorder,
                     fault_tolerance={"straggler": policy, "straggler_ratio": 3.0},
                     training={"steps": 8},
                     forward=lambda numbers: time.sleep(0.2 * rank),
                 )
-                found[policy] = heard.notes
+                found[policy] = recorder.notes
             except straggler.StragglerError as error:
                 found[policy] = str(error), sorted(path.name for path in (folder / policy / "checkpoints").iterdir())
     return found
@@ -499,7 +506,7 @@ def straggling(rank: int, folder: Path, world: World) -> dict[str, Any]:
 
 def asked_to_stop(rank: int, folder: Path, world: World) -> dict[str, Any]:
     """SIGTERM for one rank, in the middle of a step."""
-    from surviving import Heard, run
+    from surviving import Recorder, run
 
     before = signal.getsignal(signal.SIGTERM)
     calls = 0
@@ -512,15 +519,15 @@ def asked_to_stop(rank: int, folder: Path, world: World) -> dict[str, Any]:
 
     with world(2):
         whole = run(None)
-        heard = Heard()
-        first = run(folder, heard=heard, forward=forward)
+        recorder = Recorder()
+        first = run(folder, recorder=recorder, forward=forward)
         left = sorted(path.name for path in (folder / "checkpoints").iterdir())
         second = run(folder)
     return {
         "whole": whole,
         "first": first,
         "second": second,
-        "reason": heard.reason,
+        "reason": recorder.reason,
         "left": left,
         "handler is back": signal.getsignal(signal.SIGTERM) == before,
     }
@@ -528,7 +535,7 @@ def asked_to_stop(rank: int, folder: Path, world: World) -> dict[str, Any]:
 
 def lost_switch(rank: int, folder: Path, world: World) -> Any:
     """The switch that sums the gradients is killed after step 4."""
-    from surviving import Heard, run
+    from surviving import Recorder, run
 
     endpoint, pid = os.environ["SURVIVE_SWITCH"], int(os.environ["SURVIVE_SWITCH_PID"])
 
@@ -541,7 +548,7 @@ def lost_switch(rank: int, folder: Path, world: World) -> Any:
             patch.setenv(name, value)
         with world(2):
             alive = run(None)
-            killed = run(folder, heard=Heard(kill), checkpoint=SAVING)
+            killed = run(folder, recorder=Recorder(kill), checkpoint=SAVING)
     return alive, killed
 
 
@@ -701,25 +708,25 @@ def test_another_example_stands_in_for_one_that_vanished_the_same_on_any_number_
 
 
 def test_a_file_that_vanished_ends_the_job_on_all_ranks_at_once() -> None:
-    (other, heard, other_s), (kind, text, own_s) = (found["stop"] for found in FOUND[vanished])
+    (other, reported, other_s), (kind, text, own_s) = (found["stop"] for found in FOUND[vanished])
     assert kind == "BadExampleError" and text.startswith("rank 1 (")
     assert "step 2: /data/" in text and "fault_tolerance.missing_data" in text
-    assert other in ("PeerLost", "RuntimeError") and "/data/" in heard, heard
+    assert other in ("PeerLost", "RuntimeError") and "/data/" in reported, reported
     assert max(other_s, own_s) < seconds(20)
 
 
 def test_out_of_memory_says_where_and_what_to_try_and_the_others_hear_it() -> None:
-    (other, heard, other_s), (kind, text, own_s) = (found[0] for found in FOUND[out_of_memory])
+    (other, reported, other_s), (kind, text, own_s) = (found[0] for found in FOUND[out_of_memory])
     assert kind == "DeviceError" and "step 1 with a batch of [4, 8], [4, 1]: out of memory" in text
     assert "training.accumulate" in text
-    assert other in ("PeerLost", "RuntimeError") and "out of memory" in heard, heard
+    assert other in ("PeerLost", "RuntimeError") and "out of memory" in reported, reported
     assert max(other_s, own_s) < seconds(20)
 
 
 def test_a_device_that_fails_is_named() -> None:
-    (other, heard, _), (kind, text, _) = (found[1] for found in FOUND[out_of_memory])
+    (other, reported, _), (kind, text, _) = (found[1] for found in FOUND[out_of_memory])
     assert kind == "DeviceError" and text.startswith("rank 1 (") and "the device failed: an illegal memory" in text
-    assert other in ("PeerLost", "RuntimeError") and "an illegal memory access" in heard
+    assert other in ("PeerLost", "RuntimeError") and "an illegal memory access" in reported
 
 
 def test_a_straggler_is_named_once_and_ends_the_job_where_that_is_asked() -> None:

@@ -33,7 +33,7 @@ def statistics(rank: int, folder: Path, world: World) -> Any:
 def unequal(rank: int, folder: Path, world: World) -> Any:
     """Losses where every third sample has only one number that counts, as in a mean over tokens without padding."""
     import torch
-    from surviving import First, Heard, toy_recipe
+    from surviving import First, Recorder, toy_recipe
     from torch import nn
 
     from netfold.train import Batch, Chain, Data, Metric, Model, Trainer
@@ -73,7 +73,7 @@ def unequal(rank: int, folder: Path, world: World) -> Any:
                 model = Model(Chain([("first", First(False, None)), ("last", nn.Linear(12, 3))]), loss)
                 data = Data(Padded(), Padded(), metric)
                 try:
-                    trainer = Trainer(toy_recipe(**sections), model=model, data=data, callbacks=[Heard()])
+                    trainer = Trainer(toy_recipe(**sections), model=model, data=data, callbacks=[Recorder()])
                     found[f"{name} {kind}"] = trainer.fit().losses
                 except Exception as error:
                     found[f"{name} {kind}"] = f"{type(error).__name__}: {error}"

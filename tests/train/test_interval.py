@@ -13,14 +13,14 @@ pytestmark = pytest.mark.torch
 
 def killed_by_default(rank: int, folder: Path, world: World) -> list[Any]:
     """A recipe that says nothing of checkpoints is broken off after step 25 of 40, and started again."""
-    from surviving import Heard, interrupt_at, run
+    from surviving import Recorder, interrupt_at, run
 
-    first, second = Heard(interrupt_at(25)), Heard()
+    first, second = Recorder(interrupt_at(25)), Recorder()
     with world(1):
-        for heard in (first, second):
-            run(folder, heard=heard, training={"steps": 40}, checkpoint={"asynchronous": False})
-        end = Heard()
-        run(folder / "end", heard=end, checkpoint={"every": "end"})
+        for recorder in (first, second):
+            run(folder, recorder=recorder, training={"steps": 40}, checkpoint={"asynchronous": False})
+        end = Recorder()
+        run(folder / "end", recorder=end, checkpoint={"every": "end"})
     return [first.notes, second.notes, second.steps[0].step, end.notes]
 
 
@@ -28,13 +28,13 @@ def gone_on_with(rank: int, folder: Path, world: World) -> list[Any]:
     """Other keys than those of the checkpoint of step 3; under "auto", then under "changed"."""
     import shutil
 
-    from surviving import Heard, interrupt_at, run
+    from surviving import Recorder, interrupt_at, run
 
     found: list[Any] = []
     with world(1):
-        run(folder / "8", noisy=False, checkpoint={"every": 3}, heard=Heard(interrupt_at(5)))
+        run(folder / "8", noisy=False, checkpoint={"every": 3}, recorder=Recorder(interrupt_at(5)))
         constant = {"schedule": {"shape": "constant"}, "checkpoint": {"every": 3}}
-        run(folder / "longer", noisy=False, heard=Heard(interrupt_at(5)), **constant)
+        run(folder / "longer", noisy=False, recorder=Recorder(interrupt_at(5)), **constant)
         for changes in CHANGES:
             into = folder / str(len(found))
             shutil.copytree(folder / "8", into)
@@ -42,12 +42,12 @@ def gone_on_with(rank: int, folder: Path, world: World) -> list[Any]:
                 run(into, noisy=False, **changes)
                 found.append("not refused")
             except ValueError as error:
-                heard = Heard()
-                run(into, noisy=False, heard=heard, run={"resume": "changed"}, **changes)
-                found.append((str(error), heard.notes))
-        heard = Heard()
-        run(folder / "longer", noisy=False, heard=heard, training={"steps": 9}, schedule={"shape": "constant"})
-        found.append(heard.notes)
+                recorder = Recorder()
+                run(into, noisy=False, recorder=recorder, run={"resume": "changed"}, **changes)
+                found.append((str(error), recorder.notes))
+        recorder = Recorder()
+        run(folder / "longer", noisy=False, recorder=recorder, training={"steps": 9}, schedule={"shape": "constant"})
+        found.append(recorder.notes)
     return found
 
 

@@ -16,7 +16,7 @@ OUTER = {"every": 4, "lr": 1.0, "momentum": 0.0}
 
 def calls(rank: int, folder: Path, world: World) -> Any:
     """Collectives of the world and of the data axis so far, after each step; and the losses."""
-    from surviving import Heard, toy_data, toy_model, toy_recipe
+    from surviving import Recorder, toy_data, toy_model, toy_recipe
 
     import netfold.torch
     from netfold.train import Trainer
@@ -27,17 +27,17 @@ def calls(rank: int, folder: Path, world: World) -> Any:
         groups = [here.group.WORLD, trainer.mesh.data.group]
         counted.append(sum(len(netfold.torch.events(group)) for group in groups))
 
-    heard = Heard(count)
+    recorder = Recorder(count)
     with world(2) as here:
         recipe = toy_recipe(diloco=OUTER, training={"steps": 10, "clip": 1.0}, fault_tolerance={"missing_data": "stop"})
-        trainer = Trainer(recipe, model=toy_model(noisy=False), data=toy_data(), callbacks=[heard])
+        trainer = Trainer(recipe, model=toy_model(noisy=False), data=toy_data(), callbacks=[recorder])
         losses = trainer.fit().losses
-    return counted, losses, [step.loss for step in heard.steps]
+    return counted, losses, [step.loss for step in recorder.steps]
 
 
 def not_finite(rank: int, folder: Path, world: World) -> dict[str, Any]:
     """A sample of step 6, on rank 1, is no number: in the middle of the second round."""
-    from surviving import Heard, run
+    from surviving import Recorder, run
 
     from netfold.train.fault_tolerance.policies import NonFiniteError
     from netfold.train.sampler import Sampler
@@ -50,19 +50,19 @@ def not_finite(rank: int, folder: Path, world: World) -> dict[str, Any]:
     found: dict[str, Any] = {}
     with world(2):
         for policy in ("stop", "skip", "rewind"):
-            heard = Heard()
+            recorder = Recorder()
             try:
                 ended = run(
                     folder / policy,
-                    heard=heard,
+                    recorder=recorder,
                     change=change,
                     diloco=OUTER,
                     checkpoint={"every": 4},
                     fault_tolerance={"non_finite": policy},
                 )
-                found[policy] = ended.step, ended.metric, heard.notes, [step.step for step in heard.steps]
+                found[policy] = ended.step, ended.metric, recorder.notes, [step.step for step in recorder.steps]
             except NonFiniteError as error:
-                found[policy] = str(error), len(heard.steps)
+                found[policy] = str(error), len(recorder.steps)
     return found
 
 

@@ -55,9 +55,9 @@ def survives(folder: Path, seed: int, kills: int, steps: int, timeout_s: float) 
             for number, row in enumerate(line["samples"] for line in log if "samples" in line):
                 first = (start + number) * BATCH + rank * BATCH // SIZE
                 assert row == order.indices(first, BATCH // SIZE), (
-                    f"{replay}: life {attempt}, rank {rank}, row {number}"
+                    f"{replay}: attempt {attempt}, rank {rank}, row {number}"
                 )
-        assert len(starts) == 1, f"{replay}: life {attempt} began at steps {starts}"
+        assert len(starts) == 1, f"{replay}: attempt {attempt} began at steps {starts}"
         start = starts.pop()
         # What is lost is at most the steps since the last checkpoint, and those since the one before while the last
         # was being written.

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.torch
 
 def unlike_disks(rank: int, folder: Path, world: World) -> Any:
     """Losses, notes and samples of each rank if none, some or all ranks cannot read two examples."""
-    from surviving import Heard, run
+    from surviving import Recorder, run
 
     from netfold.train import BadExampleError
     from netfold.train.sampler import Sampler, sample_seed
@@ -36,17 +36,17 @@ def unlike_disks(rank: int, folder: Path, world: World) -> Any:
                     raise BadExampleError(f"/data/{index}.png: No such file")
 
         with world(2):
-            heard, numbers = Heard(), list[list[int]]()
+            recorder, numbers = Recorder(), list[list[int]]()
             ended = run(
                 None,
                 noisy=False,
-                heard=heard,
+                recorder=recorder,
                 change=change,
                 forward=numbers.append,
                 parallel={"pipeline": 2},
                 fault_tolerance={"missing_data": "skip"},
             )
-            found[name] = ended.losses, heard.notes, numbers
+            found[name] = ended.losses, recorder.notes, numbers
     return found
 
 

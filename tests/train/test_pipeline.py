@@ -341,7 +341,7 @@ def failed_to_be_measured() -> str:
 
 
 def failed_on_one_stage(rank: int) -> tuple[str, float]:
-    """A layer of rank 2 raises in the second step: what each rank hears, and after how long."""
+    """A layer of rank 2 raises in the second step: the error of each rank, and its delay."""
     import torch.distributed as dist
     from torch import nn
 
@@ -370,10 +370,10 @@ def failed_on_one_stage(rank: int) -> tuple[str, float]:
     try:
         trainer.fit()
     except Exception as error:
-        heard = f"{type(error).__name__}: {error}"
+        error_text = f"{type(error).__name__}: {error}"
         took = time.monotonic() - began
         dist.destroy_process_group()
-        return heard, took
+        return error_text, took
     return "", 0.0
 
 
@@ -490,11 +490,11 @@ def test_what_keeps_layers_from_being_measured_is_heard_by_every_rank() -> None:
 
 
 def test_a_stage_that_fails_ends_the_others_and_is_named() -> None:
-    heard = [rank["failed"] for rank in world()]
-    assert heard[2][0] == "FloatingPointError: this layer breaks here"
+    errors = [rank["failed"] for rank in world()]
+    assert errors[2][0] == "FloatingPointError: this layer breaks here"
     for rank in (0, 1, 3):
-        assert re.search(r"rank 2\b", heard[rank][0]), heard[rank][0]
-    assert max(took for _, took in heard) < 20.0
+        assert re.search(r"rank 2\b", errors[rank][0]), errors[rank][0]
+    assert max(took for _, took in errors) < 20.0
 
 
 @pytest.mark.parametrize(

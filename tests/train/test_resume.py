@@ -1,7 +1,7 @@
 """A job goes on under another split than the one that it was left with: one world of four ranks runs all cases.
 
-A case is a function of (rank, folder, world), as in `test_survive`. A life trains a few steps and ends with a
-checkpoint; the next one goes on from it.
+A case is a function of (rank, folder, world), as in `test_fault_tolerance`. An attempt trains a few steps and ends
+with a checkpoint; the next attempt goes on from it.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class Clicks:
         return Batch((self._numbers[chosen], self._asked[chosen]), (self._asked[chosen].sum(1) % 2).float())
 
 
-def life(world: World, folder: Path | None, recipe: Table, split: Split, steps: int, look: Any = None) -> Any:
+def train_once(world: World, folder: Path | None, recipe: Table, split: Split, steps: int, look: Any = None) -> Any:
     """Up to step `steps`, on as many ranks as the split has: the losses, or what `look` makes of the trainer then;
     None on the other ranks."""
     from netfold.train import Data, Metric, Recipe, Trainer
@@ -115,22 +115,22 @@ def life(world: World, folder: Path | None, recipe: Table, split: Split, steps: 
 
 
 def in_turn(world: World, folder: Path, recipe: Table, splits: Sequence[Split]) -> tuple[float, ...]:
-    """The losses of lives one after the other."""
+    """The losses of several attempts, in order."""
     losses: tuple[float, ...] = ()
     for number, split in enumerate(splits, 1):
-        losses += life(world, folder, recipe, split, SAVED_AT * number) or ()
+        losses += train_once(world, folder, recipe, split, SAVED_AT * number) or ()
     return losses
 
 
 def every_split(rank: int, folder: Path, world: World) -> Any:
-    """Losses of a run on one rank that never stopped, and of lives under one split after the other."""
+    """Losses of a run on one rank that never stopped, and of attempts under several splits in turn."""
     found: dict[str, Any] = {}
     for name, recipe, splits in (
         ("f32", GPT, CHAIN),
         ("bf16", changed(GPT, training={"precision": "bf16"}), LOWER_CHAIN),
         ("tables", DLRM, TABLES),
     ):
-        whole = life(world, None, recipe, ALONE, SAVED_AT * len(splits))
+        whole = train_once(world, None, recipe, ALONE, SAVED_AT * len(splits))
         found[name] = whole, in_turn(world, folder / name, recipe, splits)
     return found
 
@@ -145,10 +145,10 @@ def same_split(rank: int, folder: Path, world: World) -> Any:
         ("diloco", (2, {"data": 2}), {"diloco": {"every": SAVED_AT}}),
     ):
         recipe = changed(GPT, checkpoint={"every": SAVED_AT}, **changes)
-        whole = life(world, folder / name, recipe, split, 2 * SAVED_AT)
+        whole = train_once(world, folder / name, recipe, split, 2 * SAVED_AT)
         if rank == 0:
             shutil.rmtree(folder / name / "checkpoints" / f"step-{2 * SAVED_AT:06d}")
-        found[name] = whole, life(world, folder / name, recipe, split, 2 * SAVED_AT)
+        found[name] = whole, train_once(world, folder / name, recipe, split, 2 * SAVED_AT)
     return found
 
 
@@ -170,7 +170,7 @@ def carried_over(rank: int, folder: Path, world: World) -> Any:
     ):  # fmt: skip
         into = folder / f"{before} to {after}"
         # The second has no step left to do: it looks at what it has loaded.
-        found[into.name] = [life(world, into, recipe, splits[each], SAVED_AT, _held) for each in (before, after)]
+        found[into.name] = [train_once(world, into, recipe, splits[each], SAVED_AT, _held) for each in (before, after)]
     return found
 
 
@@ -207,12 +207,12 @@ def outer_elsewhere(rank: int, folder: Path, world: World) -> Any:
         saved = FileSystemReader(path).read_metadata().state_dict_metadata
         wants.extend(trainer.update.wanted(key.removeprefix("update.") for key in saved if key.startswith("update.")))
 
-    life(world, folder / "two", apart, (2, {"data": 2}), SAVED_AT, look)
+    train_once(world, folder / "two", apart, (2, {"data": 2}), SAVED_AT, look)
     if rank == 0:
         shutil.copytree(folder / "two", folder / "together")
-    fewer = life(world, folder / "two", apart, ALONE, 2 * SAVED_AT)
-    together = life(world, folder / "together", GPT, (2, {"data": 2}), 2 * SAVED_AT)
-    again = life(world, folder / "together", apart, (2, {"data": 2}), 3 * SAVED_AT)
+    fewer = train_once(world, folder / "two", apart, ALONE, 2 * SAVED_AT)
+    together = train_once(world, folder / "together", GPT, (2, {"data": 2}), 2 * SAVED_AT)
+    again = train_once(world, folder / "together", apart, (2, {"data": 2}), 3 * SAVED_AT)
     return {key.partition("_")[0] for key in wants}, fewer, together, again
 
 
@@ -233,14 +233,14 @@ def test_under_the_same_split_a_run_goes_on_to_the_bit() -> None:
 
 def test_f32_weights_and_optimizer_states_outlive_every_split_bit_for_bit() -> None:
     for change in FOUND[carried_over][0]:
-        lives = []
+        kept = []
         for number in (0, 1):
             held: dict[str, int] = {}
             for rank in FOUND[carried_over]:
                 for key, checksum in (rank[change][number] or {}).items():
                     assert held.setdefault(key, checksum) == checksum, f"{change}: ranks differ in {key}"
-            lives.append(held)
-        assert lives[0] == lives[1] and any("exp_avg" in key for key in lives[0]), change
+            kept.append(held)
+        assert kept[0] == kept[1] and any("exp_avg" in key for key in kept[0]), change
 
 
 def test_ranks_that_train_apart_read_their_own_state_and_go_on_with_others() -> None:

@@ -136,13 +136,13 @@ def test_alone_it_starts_ranks_and_leaves_a_folder_from_which_they_go_on(tmp_pat
     killed = settings(data__dies_at=55, training__steps=8, report__tensorboard="true", report__profile="true")
     status, out, err = ended(start([*command, *killed], env))
     assert status == 0, err
-    # Only rank 0 tells the result, and the life that was cut short told none.
+    # Only rank 0 tells the result, and the interrupted attempt reported none.
     (line,) = [each for each in out.splitlines() if " than 1 (the mean)" in each]
     assert line.startswith("error ") and "; 8 steps in " in line and line.endswith(" s on 2 ranks")
     assert " than 1 (the mean); " not in err
     assert "netfold train: all ranks start again, restart 1 of 1\n" in err
     assert "Traceback" not in err
-    # Of each life; findings depend on the machine.
+    # Of each attempt; findings depend on the machine.
     assert err.count("host checked, nothing is wrong") + err.count("what to do") == 2
     assert jobs_left(tmp_path) == 0
     first = tmp_path / "runs" / "line"
