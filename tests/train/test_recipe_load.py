@@ -105,6 +105,13 @@ def test_text_that_is_no_toml_is_told_with_its_line(tmp_path: Path, text: str, s
     assert found.startswith(sentence)
 
 
+def test_text_that_is_not_json_is_an_error_with_its_line(tmp_path: Path) -> None:
+    file = tmp_path / "recipe.json"
+    file.write_text('{"model":\n{"name": gpt}}\n\n')
+    with pytest.raises(RecipeError, match=r"recipe.json:2: this is not JSON: Expecting value$"):
+        load(file)
+
+
 def test_a_file_that_is_not_there_is_told_with_those_that_are(tmp_path: Path) -> None:
     (tmp_path / "gpt.toml").write_text(RECIPE)
     with pytest.raises(RecipeError, match=r"gtp\.toml: there is no such file; in that folder there is .*gpt\.toml$"):

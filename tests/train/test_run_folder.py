@@ -23,6 +23,7 @@ HARD: dict[str, Any] = {
         "table": {"deep": {"a key with spaces": [True, False]}, "empty": {}},
         "none": [],
         "a.dotted key": "x",
+        "infinite": float("inf"),
     },
     "data": {"name": "photos", "scale": 3},
     "training": {"epochs": 2, "clip": 0.5, "precision": "f32"},

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from netfold.demo.settings import SCALE, Training
-from netfold.train.datasets.super_resolution import Crops, Pair
+from netfold.train.datasets.super_resolution import Pair, crops
 from netfold.train.sampler import Sampler
 
 
@@ -24,7 +24,7 @@ def share(training: Training, order: Sequence[int], rank: int) -> range:
 def batch(training: Training, photographs: Sequence[Pair], step: int, indices: range) -> tuple[Tensor, Tensor]:
     """Low resolution [n, 3, p, p] and truth [n, 3, 2p, 2p] of the patches `indices` of a step."""
     count = len(photographs)
-    crops = Crops(photographs.__getitem__, count, SCALE, training.patch_pixels, count)
+    examples = crops(photographs.__getitem__, count, SCALE, training.patch_pixels, count)
     order, first = Sampler(count, training.seed), step * training.patches + indices.start
-    made = crops.batch(order.indices(first, len(indices)), order.seeds(first, len(indices)))
+    made = examples.batch(order.indices(first, len(indices)), order.seeds(first, len(indices)))
     return made.inputs[0], made.target

@@ -38,20 +38,16 @@ def render(replica: Replica, pictures: Pictures, mesh: Mesh, batch: int) -> Sequ
 
     Cost: a forward pass of all their examples, and an all_reduce of their outputs.
     """
-    total = len(pictures.examples)
-    sums: Tensor | None = None
-    # The number of ranks that have computed each example: all ranks of the last stage that hold its copy.
-    times = torch.zeros(total)
+    found: Tensor | None = None
     for first, output, target in _outputs(replica, pictures.examples, mesh, batch):
-        if sums is None:
-            sums = torch.zeros(total, *target.shape[1:])
+        if found is None:
+            found = torch.zeros(len(pictures.examples), *target.shape[1:])
         if output is not None:
-            sums[first : first + len(target)] = output.float()
-            times[first : first + len(target)] = 1.0
-    assert sums is not None, "each rank has at least one batch, perhaps of padding only"
-    dist.all_reduce(sums)
-    dist.all_reduce(times)
-    return pictures.panels(sums / times.view(-1, *[1] * (sums.dim() - 1))) if dist.get_rank() == 0 else ()
+            found[first : first + len(target)] = output.float()
+    assert found is not None, "each rank has at least one batch, perhaps of padding only"
+    dist.all_reduce(found)
+    # Each example was computed by all ranks of one tensor group.
+    return pictures.panels(found / mesh.tensor.size) if dist.get_rank() == 0 else ()
 
 
 def _outputs(

@@ -59,6 +59,23 @@ class InMemory:
 
 
 @dataclass(frozen=True)
+class OneByOne:
+    """`Examples` that a function makes one at a time."""
+
+    count: int
+    make: Callable[[int, int], Sequence[Tensor]]
+    """(number, seed) -> the inputs and the target of an example. May raise BadExampleError."""
+
+    def __len__(self) -> int:
+        return self.count
+
+    def batch(self, indices: Sequence[int], seeds: Sequence[int]) -> Batch:
+        samples = map(self.make, indices, seeds)
+        *inputs, target = (torch.stack(column) for column in zip(*samples, strict=True))
+        return Batch(tuple(inputs), target)
+
+
+@dataclass(frozen=True)
 class Metric:
     """The measure of a model's success."""
 

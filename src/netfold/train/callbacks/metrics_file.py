@@ -60,7 +60,7 @@ class MetricsFile(Callback):
         self._steps, self._batch = event.steps, event.batch
         self._write(
             "started", event.step, steps=event.steps, batch=event.batch, ranks=event.ranks,
-            parameters=event.parameters, metric=metric_words(event.metric), recipe=event.recipe,
+            parameters=event.parameters, metric=metric_words(event.metric), recipe=event.recipe.model_dump(),
         )  # fmt: skip
 
     def on_step(self, event: Stepped) -> None:

@@ -6,7 +6,6 @@ import gzip
 import zlib
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from netfold.train.datasets.super_resolution import SUFFIXES, read_picture
-from netfold.train.examples import BadExampleError, Batch, Data, InMemory, Metric
+from netfold.train.examples import BadExampleError, Data, Examples, InMemory, Metric, OneByOne
 
 
 def class_folders(root: str, size: int = 64) -> Data:
@@ -39,43 +38,34 @@ def class_folders(root: str, size: int = 64) -> Data:
     frequent = Counter(path.parent.name for path in train).most_common(1)[0][0]
     baseline = sum(path.parent.name == frequent for path in held) / len(held)
     return Data(
-        PictureFiles(train, classes, size, drawn=True),
-        PictureFiles(held, classes, size, drawn=False),
+        picture_files(train, classes, size, drawn=True),
+        picture_files(held, classes, size, drawn=False),
         _accuracy(baseline, "the most frequent class"),
     )
 
 
-@dataclass(frozen=True)
-class PictureFiles:
-    """Examples of files, whose folders are their classes."""
+def picture_files(files: Sequence[Path], classes: Sequence[str], size: int, *, drawn: bool) -> Examples:
+    """Examples of files, whose folders are their classes.
 
-    files: Sequence[Path]
-    classes: Sequence[str]
-    size: int
-    drawn: bool
-    """Choose the square by the example's seed; otherwise the middle square."""
+    drawn: choose the square by the example's seed; otherwise the middle square.
+    """
 
-    def __len__(self) -> int:
-        return len(self.files)
-
-    def batch(self, indices: Sequence[int], seeds: Sequence[int]) -> Batch:
-        pictures = [self._square(self.files[index], seed) for index, seed in zip(indices, seeds, strict=True)]
-        target = torch.tensor([self.classes.index(self.files[index].parent.name) for index in indices])
-        return Batch((torch.stack(pictures),), target)
-
-    def _square(self, path: Path, seed: int) -> Tensor:
-        picture = read_picture(path)
+    def example(number: int, seed: int) -> tuple[Tensor, Tensor]:
+        picture = read_picture(files[number])
         height, width = picture.shape[1:]
         side = min(height, width)
         top, left, mirrored = (height - side) // 2, (width - side) // 2, False
-        if self.drawn:
+        if drawn:
             draw = np.random.default_rng(seed)
             side = max(1, round(side * draw.uniform(0.6, 1.0)))
             top, left = int(draw.integers(height - side + 1)), int(draw.integers(width - side + 1))
             mirrored = bool(draw.integers(2))
         square = picture[:, top : top + side, left : left + side]
-        resized = functional.interpolate(square[None], size=(self.size, self.size), mode="bilinear", antialias=True)[0]
-        return (resized.flip(2) if mirrored else resized) * 2.0 - 1.0
+        resized = functional.interpolate(square[None], size=(size, size), mode="bilinear", antialias=True)[0]
+        scaled = (resized.flip(2) if mirrored else resized) * 2.0 - 1.0
+        return scaled, torch.tensor(classes.index(files[number].parent.name))
+
+    return OneByOne(len(files), example)
 
 
 def fashion_mnist(root: str = "/usr/share/datasets/fashion-mnist", held_out: PositiveInt | None = None) -> Data:

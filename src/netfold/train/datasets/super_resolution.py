@@ -6,10 +6,9 @@ Training examples are random crops, held-out examples are tiles. Metric: PSNR. B
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Annotated, NamedTuple, TypeVar
+from typing import Annotated, NamedTuple
 
 import numpy as np
 import skimage
@@ -19,7 +18,7 @@ from skimage.io import imread
 from torch import Tensor
 from torch.nn import functional
 
-from netfold.train.examples import BadExampleError, Batch, Data, InMemory, Metric, Panel, Pictures
+from netfold.train.examples import BadExampleError, Data, Examples, InMemory, Metric, OneByOne, Panel, Pictures
 from netfold.train.resolution import PSNR_BORDER_PIXELS, bicubic, psnr, smaller
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".tif", ".tiff")
@@ -40,17 +39,16 @@ HELD_OUT = ("astronaut.png", "camera.png", "chelsea.png", "coffee.png")
 _SHOWN = "chelsea.png"
 # The largest number of patches in each direction: a picture of this size is cheap compared with an evaluation.
 _SHOWN_PATCHES = 6
-T = TypeVar("T")
 Scale = Annotated[int, Field(ge=2)]
 
 
 class Pair(NamedTuple):
-    """A picture in two sizes, f32, 0..1."""
+    """A picture, or tiles of equal size, in two sizes: f32, 0..1."""
 
     low: Tensor
-    """[3, h, w]"""
+    """[..., 3, h, w]"""
     truth: Tensor
-    """[3, scale h, scale w]"""
+    """[..., 3, scale h, scale w]"""
 
 
 def photos(scale: Scale = 2, patch: int = 24, patches: PositiveInt = 4096, tiles: PositiveInt | None = None) -> Data:
@@ -59,11 +57,11 @@ def photos(scale: Scale = 2, patch: int = 24, patches: PositiveInt = 4096, tiles
     tiles: held-out tiles to evaluate, evenly chosen; without it all.
     """
     _check(scale, patch)
-    train, held = ([photograph(name, scale, patch) for name in names] for names in (TRAINING, HELD_OUT))
-    found = [tile for pair in held for tile in _tiles(pair, scale, patch, patch)]
-    kept = _evenly(found, len(found) if tiles is None else tiles)
-    crops = Crops(train.__getitem__, len(train), scale, patch, patches)
-    return _data(crops, kept, scale, mosaic(held[HELD_OUT.index(_SHOWN)], scale, patch))
+    train = [photograph(name, scale, patch) for name in TRAINING]
+    held = _joined(_tiles(photograph(name, scale, patch), scale, patch, patch) for name in HELD_OUT)
+    examples = crops(train.__getitem__, len(train), scale, patch, patches)
+    shown = mosaic(photograph(_SHOWN, scale, patch), scale, patch)
+    return _data(examples, _some(held, tiles or len(held.low)), scale, shown)
 
 
 @functools.cache
@@ -87,48 +85,34 @@ def div2k(root: str, scale: Scale = 2, patch: int = 48, repeat: PositiveInt = 20
     """
     _check(scale, patch)
     train, valid = _files(Path(root), "train", scale), _files(Path(root), "valid", scale)
+    chosen, kept = _evenly(len(valid), tiles), []
+    for place, number in enumerate(chosen):
+        share = tiles * (place + 1) // len(chosen) - tiles * place // len(chosen)
+        kept.append(_some(_tiles(read_pair(*valid[number], scale, patch), scale, patch, patch), share))
 
     def pair(number: int) -> Pair:
         return read_pair(*train[number], scale, patch)
 
-    kept: list[Pair] = []
-    chosen = _evenly(valid, tiles)
-    for place, files in enumerate(chosen):
-        share = tiles * (place + 1) // len(chosen) - tiles * place // len(chosen)
-        found = _tiles(read_pair(*files, scale, patch), scale, patch, patch)
-        # Copies, because a view would keep the whole picture in memory.
-        kept += [Pair(low.clone(), truth.clone()) for low, truth in _evenly(found, share)]
-    return _data(Crops(pair, len(train), scale, patch, repeat * len(train)), kept, scale)
+    return _data(crops(pair, len(train), scale, patch, repeat * len(train)), _joined(kept), scale)
 
 
-@dataclass(frozen=True)
-class Crops:
-    """Examples of patches: the number selects the picture, the seed the place, rotation and mirroring."""
+def crops(pair: Callable[[int], Pair], pictures: int, scale: int, patch: int, count: int) -> Examples:
+    """`count` patches: the number selects the picture, the seed the place, rotation and mirroring.
 
-    pair: Callable[[int], Pair]
-    """The picture of a number below `pictures`, from memory or a file."""
-    pictures: int
-    scale: int
-    patch: int
-    length: int
-    """The number of examples."""
+    pair: the picture of a number below `pictures`, from memory or a file.
+    """
 
-    def __len__(self) -> int:
-        return self.length
-
-    def batch(self, indices: Sequence[int], seeds: Sequence[int]) -> Batch:
-        crops = [self._one(self.pair(index % self.pictures), seed) for index, seed in zip(indices, seeds, strict=True)]
-        return Batch((torch.stack([low for low, _ in crops]),), torch.stack([truth for _, truth in crops]))
-
-    def _one(self, pair: Pair, seed: int) -> Pair:
-        draw = np.random.default_rng(seed)
-        top, left = (int(draw.integers(extent - self.patch + 1)) for extent in pair.low.shape[-2:])
-        low, truth = _cut(pair, top, left, self.patch, self.patch, self.scale)
+    def crop(number: int, seed: int) -> Pair:
+        picture, draw = pair(number % pictures), np.random.default_rng(seed)
+        top, left = (int(draw.integers(extent - patch + 1)) for extent in picture.low.shape[-2:])
+        low, truth = _cut(picture, top, left, patch, patch, scale)
         if draw.integers(2):
             low, truth = low.flip(2), truth.flip(2)
         if draw.integers(2):
-            low, truth = low.transpose(1, 2), truth.transpose(1, 2)
+            low, truth = low.mT, truth.mT
         return Pair(low, truth)
+
+    return OneByOne(count, crop)
 
 
 def mosaic(pair: Pair, scale: int, patch: int) -> Pictures:
@@ -143,27 +127,20 @@ def mosaic(pair: Pair, scale: int, patch: int) -> Pictures:
     height, width = (count * step + 2 * margin for count in (rows, columns))
     top, left = (pair.low.shape[1] - height) // 2, (pair.low.shape[2] - width) // 2
     middle = _cut(pair, top, left, height, width, scale)
-
-    def inside(picture: Tensor) -> Tensor:
-        edge = margin * scale
-        return picture[..., edge : picture.shape[-2] - edge, edge : picture.shape[-1] - edge]
+    tiles = _tiles(middle, scale, patch, step)
 
     def panels(outputs: Tensor) -> list[Panel]:
-        network = inside(outputs).reshape(rows, columns, 3, step * scale, step * scale).permute(2, 0, 3, 1, 4)
-        shown = {
-            "low resolution": inside(functional.interpolate(middle.low[None], scale_factor=scale, mode="nearest")[0]),
-            "bicubic": inside(bicubic(middle.low, scale)),
-            "network": network.reshape(3, rows * step * scale, columns * step * scale),
-            "truth": inside(middle.truth),
-        }
-        truth = shown["truth"]
-        said = {
-            name: f"{float(psnr(picture, truth)):.2f} dB" for name, picture in shown.items() if picture is not truth
-        }
-        pixels = {name: picture.clamp(0, 1).mul(255).round().to(torch.uint8) for name, picture in shown.items()}
-        return [Panel(name, said.get(name, ""), pixels[name]) for name in shown]
+        repeated = functional.interpolate(middle.low[None], scale_factor=scale, mode="nearest")[0]
+        low, enlarged, truth, network = (
+            functional.pad(each, [-margin * scale] * 4)  # without the edges
+            for each in (repeated, bicubic(middle.low, scale), middle.truth, outputs)
+        )
+        network = network.unflatten(0, (rows, columns)).permute(2, 0, 3, 1, 4).flatten(3, 4).flatten(1, 2)
+        shown = {"low resolution": low, "bicubic": enlarged, "network": network, "truth": truth}
+        said = {name: f"{float(psnr(picture, truth)):.2f} dB" for name, picture in shown.items()} | {"truth": ""}
+        return [Panel(name, said[name], each.clamp(0, 1).mul(255).round().byte()) for name, each in shown.items()]
 
-    return Pictures(_stacked(_tiles(middle, scale, patch, step)), panels)
+    return Pictures(InMemory(tiles.low, target=tiles.truth), panels)
 
 
 def read_picture(path: Path) -> Tensor:
@@ -225,35 +202,39 @@ def _files(root: Path, part: str, scale: int) -> list[tuple[Path, Path]]:
     raise BadExampleError(f"{root}: no {part} pictures; they may be in {', '.join(map(str, places))}")
 
 
-def _data(train: Crops, kept: Sequence[Pair], scale: int, shown: Pictures | None = None) -> Data:
+def _data(train: Examples, kept: Pair, scale: int, shown: Pictures | None = None) -> Data:
     """The metric's baseline is the bicubic enlargement of the held-out tiles `kept`."""
-    baseline = torch.stack([psnr(bicubic(low, scale), truth) for low, truth in kept]).mean()
-    return Data(train, _stacked(kept), Metric("psnr", "dB", "higher", psnr, float(baseline), "bicubic"), shown)
+    baseline = float(psnr(bicubic(kept.low, scale), kept.truth).mean())
+    metric = Metric("psnr", "dB", "higher", psnr, baseline, "bicubic")
+    return Data(train, InMemory(kept.low, target=kept.truth), metric, shown)
 
 
-def _stacked(pairs: Sequence[Pair]) -> InMemory:
-    """Examples of pairs of equal size; copies them."""
-    return InMemory(torch.stack([low for low, _ in pairs]), target=torch.stack([truth for _, truth in pairs]))
+def _tiles(pair: Pair, scale: int, side: int, step: int) -> Pair:
+    """Tiles [n, ...] of a picture, every `step` pixels, without the rest at the right and at the bottom."""
 
+    def tiles(picture: Tensor, by: int) -> Tensor:
+        windows = picture.unfold(1, side * by, step * by).unfold(2, side * by, step * by)
+        return windows.permute(1, 2, 0, 3, 4).flatten(0, 1)
 
-def _tiles(pair: Pair, scale: int, side: int, step: int) -> list[Pair]:
-    """Tiles of a picture, every `step` pixels, without the rest at the right and at the bottom."""
-    height, width = pair.low.shape[1:]
-    return [
-        _cut(pair, top, left, side, side, scale)
-        for top in range(0, height - side + 1, step)
-        for left in range(0, width - side + 1, step)
-    ]
+    return Pair(tiles(pair.low, 1), tiles(pair.truth, scale))
 
 
 def _cut(pair: Pair, top: int, left: int, height: int, width: int, scale: int) -> Pair:
-    low, truth = (
-        picture[:, top * by : (top + height) * by, left * by : (left + width) * by]
-        for picture, by in zip(pair, (1, scale), strict=True)
-    )
-    return Pair(low, truth)
+    low = pair.low[:, top : top + height, left : left + width]
+    top, left, height, width = (pixels * scale for pixels in (top, left, height, width))
+    return Pair(low, pair.truth[:, top : top + height, left : left + width])
 
 
-def _evenly(found: Sequence[T], count: int) -> list[T]:
-    """`count` of these, evenly spaced; all of them if `count` is larger."""
-    return [found[number * len(found) // count] for number in range(count)] if count < len(found) else list(found)
+def _joined(tiles: Iterable[Pair]) -> Pair:
+    return Pair(*map(torch.cat, zip(*tiles, strict=True)))
+
+
+def _some(tiles: Pair, count: int) -> Pair:
+    """A copy of `count` tiles, evenly spaced."""
+    chosen = _evenly(len(tiles.low), count)
+    return Pair(tiles.low[chosen], tiles.truth[chosen])
+
+
+def _evenly(total: int, count: int) -> list[int]:
+    """`count` of the numbers below `total`, evenly spaced; all of them if `count` is larger."""
+    return [number * total // min(count, total) for number in range(min(count, total))]

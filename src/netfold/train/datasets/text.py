@@ -8,7 +8,6 @@ import math
 import os
 import sysconfig
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,7 +18,7 @@ from pydantic import PositiveInt
 from torch import Tensor
 from torch.nn import functional
 
-from netfold.train.examples import BadExampleError, Batch, Data, Metric
+from netfold.train.examples import BadExampleError, Data, Examples, Metric, OneByOne
 
 MASK = 256
 IGNORE_INDEX = -100
@@ -67,7 +66,7 @@ def masked_source(context: int = 128, masked: float = 0.15, held_out: float = 0.
     around = (train[:-2].astype(np.int64) * 256 + train[2:]) * 256 + train[1:-1]
     guess = np.bincount(around, minlength=256**3).reshape(256, 256, 256).argmax(2)
     # `evaluate` uses a held-out example's number as its seed. The text's first byte has only one neighbour.
-    asked = np.concatenate([number * context + examples.masked_places(number) for number in range(len(examples))])
+    asked = np.concatenate([number * context + _places(number, context, count) for number in range(len(examples))])
     asked = asked[asked > 0]
     baseline = float((guess[held[asked - 1], held[asked + 1]] == held[asked]).mean())
     metric = Metric("masked accuracy", "", "higher", _found, baseline, "the byte most often between its two neighbours")
@@ -96,49 +95,43 @@ def tokens(
     else:
         held_file, held_first = TokenFile(Path(held_out), stored, vocabulary), 0
         end = len(file)
-    examples = Windows(file.read, range(0, end - context, context), context, name=train)
+    examples = _windows(file.read, range(0, end - context, context), context, train)
     every = range(held_first, len(held_file) - context, context)
-    held = Windows(held_file.read, every[:: max(1, len(every) // windows)][:windows], context, name=held_out or train)
+    starts = every[:: max(1, len(every) // windows)][:windows]
+    held = _windows(held_file.read, starts, context, held_out or train)
     counts = 1.0 + np.bincount(file.read(0, min(end, _COUNTED_TOKENS)), minlength=vocabulary)
     cost = -np.log2(counts / counts.sum())
-    baseline = float(np.mean([cost[held_file.read(first + 1, context)].mean() for first in held.starts]))
+    baseline = float(np.mean([cost[held_file.read(first + 1, context)].mean() for first in starts]))
     return Data(examples, held, Metric("bits per token", "bit", "lower", bits, baseline, "how often each token comes"))
 
 
-@dataclass(frozen=True)
-class Windows:
-    """Examples of adjacent tokens. Without masks, the target is the input shifted by one place."""
+def _windows(
+    read: Callable[[int, int], NDArray[Any]], starts: Sequence[int], context: int, name: str, masks: int = 0
+) -> Examples:
+    """Examples of adjacent tokens. Without masks, the target is the input shifted by one place.
 
-    read: Callable[[int, int], NDArray[Any]]
-    """(first, count) -> tokens first..first+count-1."""
-    starts: Sequence[int]
-    context: int
-    masks: int = 0
-    """Tokens of each example that are replaced by MASK, and are the target."""
-    name: str = "one part of the text"
+    read: (first, count) -> tokens first..first+count-1.
+    masks: tokens of each example that are replaced by MASK, and are the target.
+    """
+    if not starts:
+        raise ValueError(f"data.context is {context}; {name} has fewer than {context + 1} tokens")
 
-    def __post_init__(self) -> None:
-        if not self.starts:
-            raise ValueError(f"data.context is {self.context}; {self.name} has fewer than {self.context + 1} tokens")
-
-    def __len__(self) -> int:
-        return len(self.starts)
-
-    def batch(self, indices: Sequence[int], seeds: Sequence[int]) -> Batch:
-        rows = np.stack([self.read(self.starts[index], self.context + 1) for index in indices])
-        found = torch.from_numpy(rows.astype(np.int64))
-        inputs, target = found[:, :-1].contiguous(), found[:, 1:].contiguous()
-        if self.masks:
+    def example(number: int, seed: int) -> tuple[Tensor, Tensor]:
+        found = torch.from_numpy(read(starts[number], context + 1).astype(np.int64))
+        inputs, target = found[:-1], found[1:]
+        if masks:
+            places = _places(seed, context, masks)
             target = torch.full_like(inputs, IGNORE_INDEX)
-            for row, seed in enumerate(seeds):
-                places = self.masked_places(seed)
-                target[row, places] = inputs[row, places]
-                inputs[row, places] = MASK
-        return Batch((inputs,), target)
+            target[places] = inputs[places]
+            inputs[places] = MASK
+        return inputs, target
 
-    def masked_places(self, seed: int) -> NDArray[np.int64]:
-        """The masked places [masks] of an example with this seed."""
-        return np.random.default_rng(seed).permutation(self.context)[: self.masks]
+    return OneByOne(len(starts), example)
+
+
+def _places(seed: int, context: int, masks: int) -> NDArray[np.int64]:
+    """The masked places [masks] of an example with this seed."""
+    return np.random.default_rng(seed).permutation(context)[:masks]
 
 
 class TokenFile:
@@ -184,11 +177,10 @@ def _found(logits: Tensor, target: Tensor) -> Tensor:
     return ((logits.argmax(-1) == target) & asked).sum(1) / asked.sum(1)
 
 
-def _of_bytes(text: NDArray[np.uint8], context: int, masks: int = 0) -> Windows:
+def _of_bytes(text: NDArray[np.uint8], context: int, masks: int = 0) -> Examples:
     """Windows that overlap by one byte."""
-    return Windows(
-        lambda first, count: text[first : first + count], range(0, len(text) - context, context), context, masks
-    )
+    starts = range(0, len(text) - context, context)
+    return _windows(lambda first, count: text[first : first + count], starts, context, "one part of the text", masks)
 
 
 def _two_parts(held_out: float) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:

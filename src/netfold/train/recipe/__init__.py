@@ -194,6 +194,9 @@ class Run(Section):
 class Recipe(Section):
     """A whole job. See the sections for keys and defaults."""
 
+    # A factory's option may be infinite: recipe.json then has Infinity, which Python reads as JSON.
+    model_config = ConfigDict(ser_json_inf_nan="constants")
+
     model: Factory
     data: Factory
     training: Training

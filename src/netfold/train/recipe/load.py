@@ -43,11 +43,12 @@ def load(file: Path, settings: Sequence[str] = ()) -> tuple[Recipe, Source]:
         tree = json.loads(text) if is_json else tomllib.loads(text)
     except RecursionError:
         raise RecipeError([f"{file}: lists or tables are nested too deeply"]) from None
-    except ValueError as error:  # Not TOML, or a number of thousands of digits.
+    except ValueError as error:  # Another syntax, or a number of thousands of digits.
         at = _AT.search(str(error))
-        line = int(at[1]) if at and at[1] else len(text.splitlines())
+        line = getattr(error, "lineno", None) or (int(at[1]) if at and at[1] else len(text.splitlines()))
         kind, see = ("JSON", "") if is_json else ("TOML", "; see toml.io")
-        raise RecipeError([f"{file}:{line}: this is not {kind}: {_AT.sub('', str(error))}{see}"]) from None
+        reason = _AT.sub("", getattr(error, "msg", None) or str(error))
+        raise RecipeError([f"{file}:{line}: this is not {kind}: {reason}{see}"]) from None
     source = Source(file, {} if is_json else key_lines(text), {_override(tree, each): each for each in settings})
     try:
         # A date becomes text: the recipe must be writable as JSON, which has no dates.

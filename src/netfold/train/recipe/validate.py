@@ -5,8 +5,9 @@ The model is made of fake tensors (torch's FakeTensorMode), which need no memory
 
 from __future__ import annotations
 
+import contextlib
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -25,7 +26,7 @@ from netfold.train.models import MODELS, make_model
 from netfold.train.parallel import embeddings, tensor
 from netfold.train.parallel.batch_norm import norms_of
 from netfold.train.parallel.pipeline_plan import check_chain
-from netfold.train.recipe import Factory, Recipe
+from netfold.train.recipe import Recipe
 from netfold.train.recipe.errors import RecipeError, error_sentence
 from netfold.train.recipe.registry import arguments, factory
 from netfold.train.recipe.split import Split, split
@@ -50,105 +51,88 @@ class ValidatedRecipe:
 
 def validate_recipe(recipe: Recipe, ranks: int) -> ValidatedRecipe:
     """Make the recipe's model and data, for `ranks` ranks. Raises RecipeError with all problems."""
-    problems = _backend(recipe.run.backend)
-    shares = _collected(problems, lambda: split(recipe, ranks))
-    model, fake = _collected(problems, lambda: _model(recipe.model)) or (None, None)
-    data = _collected(problems, lambda: _made(make_data, recipe.data, "data"))
-    example = _collected(problems, lambda: _example(recipe, data)) if data is not None else None
-    if model is not None:
-        problems += _parts(recipe, model)
+    model_is, data_is = f"model.name {recipe.model.name!r}", f"data.name {recipe.data.name!r}"
+    problems = Problems()
+    problems.collect("", lambda: _check_backend(recipe.run.backend))
+    shares = problems.collect("", lambda: split(recipe, ranks))
+    model, fake = problems.collect(f"{model_is} cannot be made: ", lambda: _model(recipe)) or (None, None)
+    data = problems.collect(f"{data_is} cannot be made: ", lambda: make_data(recipe.data))
+    example = None
+    if data is not None:
+        example = problems.collect(f"{data_is} cannot give an example: ", lambda: _example(recipe, data))
+    for check in _parallelism(recipe, model) if model is not None else ():
+        problems.collect("", check)
     if model is not None and data is not None and example is not None:
-        problems += _fit(recipe, model, fake, data, example)
+        text = f"{_differing(recipe)}{model_is} does not fit {data_is}: "
+        problems.collect(text, lambda: _check_loss(recipe, model, fake, data, example))
     if problems or shares is None or model is None or data is None or example is None:
         raise RecipeError(problems)
     return ValidatedRecipe(shares, model, fake, data, example)
 
 
-def _collected(problems: list[str], make: Callable[[], Made]) -> Made | None:
-    try:
-        return make()
-    except RecipeError as error:
-        problems += error.problems
+class Problems(list[str]):
+    def collect(self, text: str, make: Callable[[], Made]) -> Made | None:
+        """Return the result of `make`, or add its error's sentence after `text` (a RecipeError has its own ones)."""
+        try:
+            return make()
+        except RecipeError as error:
+            self.extend(error.problems)
+        except Exception as error:
+            self.append(text + error_sentence(error))
         return None
 
 
-def _model(asked: Factory) -> tuple[Model, FakeTensorMode | None]:
+def _check_backend(name: str) -> None:
+    if not dist.is_backend_available(name.lower()):
+        there = [each for each in dist.Backend.backend_list if each != "undefined" and dist.is_backend_available(each)]
+        raise RecipeError([f"run.backend is {name!r}, which this torch lacks; {suggest(name, there)}"])
+
+
+def _model(recipe: Recipe) -> tuple[Model, FakeTensorMode | None]:
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     try:
         with mode:
-            return make_model(asked), mode
+            return make_model(recipe.model), mode
     except RecipeError:
         raise
     except Exception:
         # The model may need real values (a file of weights). If the model is wrong, real tensors give a clearer error.
-        return _made(make_model, asked, "model"), None
-
-
-def _made(make: Callable[[Factory], Made], asked: Factory, kind: str) -> Made:
-    try:
-        return make(asked)
-    except RecipeError:
-        raise
-    except Exception as error:
-        raise RecipeError([f"{kind}.name {asked.name!r} cannot be made: {error_sentence(error)}"]) from error
-
-
-def _backend(name: str) -> list[str]:
-    if dist.is_backend_available(name.lower()):
-        return []
-    there = [each for each in dist.Backend.backend_list if each != "undefined" and dist.is_backend_available(each)]
-    return [f"run.backend is {name!r}, which this torch lacks; {suggest(name, there)}"]
+        return make_model(recipe.model), None
 
 
 def _example(recipe: Recipe, data: Data) -> Batch:
-    name = recipe.data.name
     for which, examples in (("training", data.train), ("held-out", data.held_out)):
         if len(examples) == 0:
-            raise RecipeError([f"data.name {name!r} has no {which} examples; look at its options"])
+            raise RecipeError([f"data.name {recipe.data.name!r} has no {which} examples; look at its options"])
     # With "skip", training replaces an unreadable example, so a later one may serve.
     tries = min(len(data.train), EXAMPLES_TRIED) if recipe.fault_tolerance.missing_data == "skip" else 1
-    for index in range(tries):
-        try:
+    for index in range(tries - 1):
+        with contextlib.suppress(BadExampleError):
             return data.train.batch([index, index], [0, 1])
-        except Exception as error:
-            if index + 1 == tries or not isinstance(error, BadExampleError):
-                raise RecipeError([f"data.name {name!r} cannot give an example: {error_sentence(error)}"]) from error
-    raise AssertionError("there is at least one example")
+    return data.train.batch([tries - 1, tries - 1], [0, 1])
 
 
-def _parts(recipe: Recipe, model: Model) -> list[str]:
-    """Check that each kind of parallelism can be applied to the model."""
-    parallel, problems = recipe.parallel, []
-    asked: list[Callable[[], object]] = [lambda: embeddings.embeddings_to_shard(model, recipe)]
+def _parallelism(recipe: Recipe, model: Model) -> Iterator[Callable[[], object]]:
+    """Checks that raise ValueError if a kind of parallelism cannot be applied to the model."""
+    parallel = recipe.parallel
+    yield lambda: embeddings.embeddings_to_shard(model, recipe)
     if parallel.tensor > 1:
-        asked.append(lambda: tensor.styles_of(model, parallel))
+        yield lambda: tensor.styles_of(model, parallel)
     if parallel.pipeline > 1:
-        asked.append(lambda: check_chain(model, parallel))
+        yield lambda: check_chain(model, parallel)
     if parallel.batch_norm > 1:
-        asked.append(lambda: norms_of(model.module, parallel.batch_norm))
-    for each in asked:
-        try:
-            each()
-        except ValueError as error:
-            problems.append(error_sentence(error))
-    return problems
+        yield lambda: norms_of(model.module, parallel.batch_norm)
 
 
-def _fit(recipe: Recipe, model: Model, fake: FakeTensorMode | None, data: Data, example: Batch) -> list[str]:
-    """Check that the model accepts the data's inputs, and the loss the model's outputs."""
-    name = recipe.model.name
+def _check_loss(recipe: Recipe, model: Model, fake: FakeTensorMode | None, data: Data, example: Batch) -> None:
+    """Raise an error unless the model accepts the data's inputs, and its loss is one number."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         # torch only warns about a target of another shape, and trains on broadcast values.
         warnings.filterwarnings("error", message="Using a target size")
-        try:
-            shape = _shape_of_loss(recipe, model, fake, data, example)
-        except RecipeError as error:
-            return list(error.problems)
-        except Exception as error:
-            names = f"model.name {name!r} does not fit data.name {recipe.data.name!r}"
-            return [f"{_differing(recipe)}{names}: {error_sentence(error)}"]
-    return [f"model.name {name!r} has a loss of shape {shape}; it must return the mean, one number"] if shape else []
+        if shape := _shape_of_loss(recipe, model, fake, data, example):
+            name = recipe.model.name
+            raise RecipeError([f"model.name {name!r} has a loss of shape {shape}; it must return the mean, one number"])
 
 
 def _shape_of_loss(recipe: Recipe, model: Model, fake: FakeTensorMode | None, data: Data, example: Batch) -> list[int]:
@@ -177,7 +161,7 @@ def _computed(recipe: Recipe, model: Model, numbers: Sequence[Tensor]) -> list[i
     try:
         styles = tensor.styles_of(model, recipe.parallel)
     except ValueError:
-        styles = {}  # `_parts` reports this.
+        styles = {}  # `_parallelism` reports this.
     with tensor.sequences_checked(model.module, styles, recipe.parallel.tensor):
         *inputs, target = numbers
         return list(model.loss(model.module(*inputs), target).shape)
