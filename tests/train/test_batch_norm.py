@@ -14,20 +14,20 @@ def found() -> list[dict[str, Any]]:
     return values(run_ranks(_rank, 4, timeout_s=150))
 
 
-def test_two_ranks_normalise_as_one_whose_batch_is_both(found: list[dict[str, Any]]) -> None:
+def test_two_ranks_normalise_as_one_rank_with_both_batches(found: list[dict[str, Any]]) -> None:
     """f64, samples that differ in number: outputs, gradients of x, weight and bias, running statistics."""
     for rank in found:
         for case in "images", "rows", "unaffine", "cumulative":
             assert max(rank[case].values()) < 1e-12, f"{case}: {rank[case]}"
 
 
-def test_the_two_runs_know_nothing_of_each_other(found: list[dict[str, Any]]) -> None:
+def test_two_runs_of_ranks_are_independent(found: list[dict[str, Any]]) -> None:
     assert found[0]["running"] == found[1]["running"]
     assert found[2]["running"] == found[3]["running"]
     assert found[0]["running"] != found[2]["running"]
 
 
-def test_the_gradient_is_that_of_finite_differences(found: list[dict[str, Any]]) -> None:
+def test_the_gradient_equals_finite_differences(found: list[dict[str, Any]]) -> None:
     """Of every element, through the outputs of both ranks. f64, central, step 1e-6: errors of 1e-9."""
     for rank in found:
         assert rank["finite differences"] < 1e-7
@@ -40,7 +40,7 @@ def test_a_variance_far_smaller_than_the_mean_is_not_lost(found: list[dict[str, 
         assert rank["far from 0"] < 5e-3
 
 
-def test_bf16_comes_back_as_bf16_and_is_normalised_in_f32(found: list[dict[str, Any]]) -> None:
+def test_bf16_input_gives_bf16_output_and_is_normalised_in_f32(found: list[dict[str, Any]]) -> None:
     for rank in found:
         assert rank["bf16"]["dtypes"] == ["torch.bfloat16", "torch.bfloat16", "torch.float32"]
         # The output's rounding alone: half a unit of 2^-8 of values up to 4.
@@ -52,12 +52,12 @@ def test_a_rank_without_samples_takes_part(found: list[dict[str, Any]]) -> None:
         assert rank["empty"] < 1e-12
 
 
-def test_evaluation_asks_nobody_and_takes_the_running_statistics(found: list[dict[str, Any]]) -> None:
+def test_evaluation_uses_the_running_statistics_without_communication(found: list[dict[str, Any]]) -> None:
     for rank in found:
         assert rank["evaluation"] == {"difference": 0.0, "calls": 0, "unchanged": True}
 
 
-def test_names_and_parameters_stay_when_layers_are_put_in_place(found: list[dict[str, Any]]) -> None:
+def test_replacing_layers_keeps_names_and_parameters(found: list[dict[str, Any]]) -> None:
     for rank in found:
         assert rank["kept"]
 
@@ -70,7 +70,7 @@ def test_a_model_whose_ranks_all_normalise_together_has_the_gradients_of_one_pro
         assert rank["trained"] < 1e-12
 
 
-def test_what_cannot_be_is_refused(found: list[dict[str, Any]]) -> None:
+def test_invalid_settings_are_errors(found: list[dict[str, Any]]) -> None:
     for rank in found:
         divides, nothing, single = rank["refused"]
         assert "parallel.batch_norm is 3" in divides and "set one of 1, 2, 4" in divides

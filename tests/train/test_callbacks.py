@@ -34,7 +34,7 @@ def kinds(chosen: Any) -> list[str]:
     return [type(each._callback).__name__ for each in chosen]
 
 
-def test_the_recipe_chooses_who_is_told_and_other_ranks_only_record(tmp_path: Path) -> None:
+def test_the_recipe_chooses_the_callbacks_and_other_ranks_only_profile(tmp_path: Path) -> None:
     some = {"tensorboard": True, "profile": True}
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
@@ -52,7 +52,7 @@ def test_the_recipe_chooses_who_is_told_and_other_ranks_only_record(tmp_path: Pa
 
 
 @pytest.mark.parametrize("tracker", ["wandb", "mlflow", "tensorboard"])
-def test_a_tracker_that_is_not_installed_is_named_with_its_key(
+def test_a_missing_tracker_package_is_an_error_with_its_key(
     tmp_path: Path, tracker: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("netfold.train.callbacks.selection.find_spec", lambda name: None)
@@ -61,7 +61,7 @@ def test_a_tracker_that_is_not_installed_is_named_with_its_key(
         make_callbacks(recipe(tmp_path, report={"tensorboard": False, tracker: True}), tmp_path, 0)
 
 
-def test_a_listener_that_fails_is_said_once_and_again_when_it_works() -> None:
+def test_a_failing_callback_is_noted_once_and_again_when_it_works() -> None:
     failing, other = Failing(OSError("No space left on device")), Failing(None)
     guarded: list[GuardedCallback] = []
     guarded += [GuardedCallback(failing, guarded), GuardedCallback(other, guarded)]
@@ -78,13 +78,13 @@ def test_a_listener_that_fails_is_said_once_and_again_when_it_works() -> None:
     assert [event for event in other.told if not isinstance(event, Noted)] == [stepped(step) for step in range(1, 6)]
 
 
-def test_where_everybody_fails_nothing_is_raised() -> None:
+def test_nothing_is_raised_if_all_callbacks_fail() -> None:
     guarded: list[GuardedCallback] = []
     guarded += [GuardedCallback(Failing(OSError("gone")), guarded) for _ in range(3)]
     tell(guarded, [stepped(1), evaluated(1)])
 
 
-def test_a_listener_that_is_alone_is_said_on_stderr(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_failure_of_a_single_callback_is_printed_on_stderr(capsys: pytest.CaptureFixture[str]) -> None:
     guarded: list[GuardedCallback] = []
     guarded.append(GuardedCallback(Failing(OSError("gone")), guarded))
     tell(guarded, [stepped(1), stepped(2)])
@@ -93,7 +93,7 @@ def test_a_listener_that_is_alone_is_said_on_stderr(capsys: pytest.CaptureFixtur
     ]
 
 
-def test_without_a_terminal_progress_is_plain_lines_now_and_then(tmp_path: Path) -> None:
+def test_without_a_terminal_progress_is_a_plain_line_every_10_seconds(tmp_path: Path) -> None:
     exposed = OverlapCallback()
     exposed.share = 0.125
     text = io.StringIO()
@@ -114,7 +114,7 @@ def test_without_a_terminal_progress_is_plain_lines_now_and_then(tmp_path: Path)
     assert len(lines) == 9 and lines[8].endswith("report.html")
 
 
-def test_what_is_not_known_of_communication_is_a_dash(tmp_path: Path) -> None:
+def test_an_unknown_share_of_communication_is_a_dash(tmp_path: Path) -> None:
     text = io.StringIO()
     tell(
         [ProgressCallback(tmp_path, OverlapCallback(), Console(file=text, width=200))],
@@ -123,7 +123,7 @@ def test_what_is_not_known_of_communication_is_a_dash(tmp_path: Path) -> None:
     assert "  exposed -  " in text.getvalue()
 
 
-def test_on_a_terminal_one_line_lives_and_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_a_terminal_one_line_is_updated_and_then_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("netfold.train.callbacks.progress.LIVE_S", 0.0)
     text = io.StringIO()
     console = Console(file=text, width=60, force_terminal=True, color_system=None)
@@ -136,7 +136,7 @@ def test_on_a_terminal_one_line_lives_and_goes(tmp_path: Path, monkeypatch: pyte
     assert "ended after step 4, in 1 s: SIGTERM" in shown
 
 
-def test_tensorboard_shows_each_step_once_though_the_run_was_cut_off(tmp_path: Path) -> None:
+def test_tensorboard_shows_each_step_of_a_resumed_run_once(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     asked = recipe(tmp_path)
@@ -180,7 +180,7 @@ def as_package(calls: Calls, *names: str) -> ModuleType:
     return package
 
 
-def test_wandb_is_told_in_its_own_words_and_a_run_that_goes_on_is_the_same(
+def test_wandb_gets_its_own_calls_and_a_resumed_run_keeps_its_id(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked, exposed = recipe(tmp_path), OverlapCallback()
@@ -214,7 +214,7 @@ def test_wandb_is_told_in_its_own_words_and_a_run_that_goes_on_is_the_same(
     assert run.of("finish") == [((), {"exit_code": 0})]
 
 
-def test_mlflow_is_told_in_its_own_words_and_a_run_that_goes_on_is_the_same(
+def test_mlflow_gets_its_own_calls_and_a_resumed_run_keeps_its_id(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = recipe(tmp_path)
@@ -233,7 +233,7 @@ def test_mlflow_is_told_in_its_own_words_and_a_run_that_goes_on_is_the_same(
     assert calls.of("end_run") == [(("FINISHED",), {})]
 
 
-def test_an_mlflow_that_never_starts_a_run_is_told_of_once_and_begins_no_other(
+def test_an_mlflow_without_a_run_is_noted_once_and_begins_no_other_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     calls = Calls()
@@ -248,7 +248,7 @@ def test_an_mlflow_that_never_starts_a_run_is_told_of_once_and_begins_no_other(
     assert not calls.of("log_metrics") and not calls.of("end_run")
 
 
-def test_a_full_disk_is_said_on_screen_and_the_run_ends_well(
+def test_a_full_disk_is_shown_on_screen_and_the_run_finishes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     asked = recipe(tmp_path)

@@ -91,7 +91,7 @@ def together() -> list[dict[str, Learnt]]:
 
 @pytest.mark.parametrize("zero", ZEROS)
 @pytest.mark.parametrize("precision", ["f32", "bf16"])
-def test_two_ranks_learn_the_bits_that_one_learns_from_two_parts(
+def test_two_ranks_learn_the_same_bits_as_one_rank_with_two_parts(
     precision: str, zero: int, alone: dict[str, Learnt], together: list[dict[str, Learnt]]
 ) -> None:
     expected = alone[precision]
@@ -106,7 +106,7 @@ def test_two_ranks_learn_the_bits_that_one_learns_from_two_parts(
 
 
 @pytest.mark.parametrize("zero", ZEROS)
-def test_two_ranks_learn_what_one_learns_from_the_whole_batch(
+def test_two_ranks_learn_the_same_as_one_rank_with_the_whole_batch(
     zero: int, alone: dict[str, Learnt], together: list[dict[str, Learnt]]
 ) -> None:
     expected = alone["whole"].losses
@@ -120,7 +120,7 @@ def test_two_ranks_learn_what_one_learns_from_the_whole_batch(
 
 
 @pytest.mark.parametrize("zero", ZEROS)
-def test_in_f16_two_ranks_learn_what_one_learns_but_for_its_smallest_numbers(
+def test_in_f16_two_ranks_learn_the_same_except_for_the_smallest_numbers(
     zero: int, alone: dict[str, Learnt], together: list[dict[str, Learnt]]
 ) -> None:
     expected, plain = alone["f16"], together[0]["f16 zero 0"]
@@ -134,7 +134,7 @@ def test_in_f16_two_ranks_learn_what_one_learns_but_for_its_smallest_numbers(
         assert found.losses == pytest.approx(expected.losses, rel=1e-5)
 
 
-def test_a_step_that_overflows_is_left_out_by_all_ranks_and_said(together: list[dict[str, Learnt]]) -> None:
+def test_all_ranks_leave_out_and_note_a_step_that_overflows(together: list[dict[str, Learnt]]) -> None:
     expected = together[0]["scaled zero 0"]
     assert 0 < sum(expected.skipped) < len(expected.skipped), "the scale it began with overflows, a smaller one not"
     assert expected.loss_scale == TOO_LARGE / 2 ** sum(expected.skipped)
@@ -148,7 +148,7 @@ def test_a_step_that_overflows_is_left_out_by_all_ranks_and_said(together: list[
 
 
 @pytest.mark.parametrize("zero", [0, 2, 3])
-def test_gradients_that_are_accumulated_travel_once_a_step(zero: int, together: list[dict[str, Learnt]]) -> None:
+def test_accumulated_gradients_are_sent_once_per_step(zero: int, together: list[dict[str, Learnt]]) -> None:
     for rank in together:
         once, twice = rank[f"f32 zero {zero}"], rank[f"accumulated zero {zero}"]
         assert twice.sums_a_step == once.sums_a_step > 0
@@ -202,7 +202,7 @@ def begins(rank: int, size: int, folder: str) -> list[float]:
     return found
 
 
-def test_buffers_are_rank_0s_at_the_start_and_ones_own_afterwards() -> None:
+def test_buffers_start_as_those_of_rank_0_and_then_differ() -> None:
     assert values(run_ranks(begins, 2)) == [[1.0, 0.81], [1.0, 2.71]]
 
 

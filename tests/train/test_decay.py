@@ -48,7 +48,7 @@ FOUND = Cases(2, 150, [one_step])
 MATRICES = ["layers.first.linear.weight", "layers.last.weight"]
 
 
-def test_norms_and_biases_do_not_decay_unless_that_is_asked_for() -> None:
+def test_norms_and_biases_do_not_decay_by_default() -> None:
     for found in FOUND[one_step]:
         assert len(found) == 18
         for case, moved in found.items():
@@ -58,7 +58,7 @@ def test_norms_and_biases_do_not_decay_unless_that_is_asked_for() -> None:
                 assert set(MATRICES) < set(moved) and "layers.first.norm.weight" in moved, case
 
 
-def test_embeddings_do_not_decay_nor_what_shares_their_weight() -> None:
+def test_embeddings_and_layers_that_share_their_weight_do_not_decay() -> None:
     module = nn.ModuleDict(
         {
             "words": nn.Embedding(5, 3),

@@ -22,7 +22,7 @@ def found() -> list[dict[str, Any]]:
         return values(run_ranks(_rank, 2, env=env, timeout_s=150))
 
 
-def test_averaging_models_in_every_step_is_plain_data_parallel(found: list[dict[str, Any]]) -> None:
+def test_averaging_models_in_every_step_equals_plain_data_parallel(found: list[dict[str, Any]]) -> None:
     """SGD with momentum is linear in gradients: the mean of steps is the step of the mean. f32, losses about 5."""
     for rank in found:
         plain, averaged = rank["plain"], rank["every 1"]
@@ -31,7 +31,7 @@ def test_averaging_models_in_every_step_is_plain_data_parallel(found: list[dict[
         assert averaged["norm"] == pytest.approx(plain["norm"], rel=1e-6)
 
 
-def test_a_round_travels_once_in_as_many_steps(found: list[dict[str, Any]]) -> None:
+def test_a_round_communicates_once(found: list[dict[str, Any]]) -> None:
     for rank in found:
         plain, one, four = rank["plain"], rank["every 1"], rank["every 4"]
         # 8 steps: each of the model's f32 gradients, or 8 rounds of one call, or 2.
@@ -42,7 +42,7 @@ def test_a_round_travels_once_in_as_many_steps(found: list[dict[str, Any]]) -> N
         assert {algorithm for kind in (plain, one, four) for algorithm in kind["algorithms"]} == {"in_network"}
 
 
-def test_ranks_that_train_apart_learn_and_end_with_one_model(found: list[dict[str, Any]]) -> None:
+def test_diloco_ranks_learn_and_end_with_one_model(found: list[dict[str, Any]]) -> None:
     for rank in found:
         losses = rank["every 4"]["losses"]
         assert losses[-1] < losses[0]
@@ -51,14 +51,14 @@ def test_ranks_that_train_apart_learn_and_end_with_one_model(found: list[dict[st
     assert found[0]["every 4"]["norm"] == found[1]["every 4"]["norm"]
 
 
-def test_a_last_round_that_is_short_ends_all_the_same(found: list[dict[str, Any]]) -> None:
+def test_a_short_last_round_ends_with_an_average(found: list[dict[str, Any]]) -> None:
     assert found[0]["short"]["norm"] == found[1]["short"]["norm"]
     for rank in found:
         # 5 steps of rounds of 4: two all_reduces.
         assert rank["short"]["calls"] == 2
 
 
-def test_the_norm_that_is_clipped_is_told_and_is_each_ranks_own(found: list[dict[str, Any]]) -> None:
+def test_the_clipped_norm_is_reported_and_is_each_ranks_own(found: list[dict[str, Any]]) -> None:
     first, second = (rank["short"]["gradient norms"] for rank in found)
     assert len(first) == len(second) == 5
     assert all(a > 0 and b > 0 and a != b for a, b in zip(first, second, strict=True))
@@ -73,7 +73,7 @@ def test_a_weak_scaling_batch_grows_with_the_ranks(found: list[dict[str, Any]]) 
 
 
 @pytest.mark.parametrize(("lr", "momentum"), [(0.7, 0.9), (1.0, 0.0)])
-def test_the_outer_step_is_nesterovs(found: list[dict[str, Any]], lr: float, momentum: float) -> None:
+def test_the_outer_step_is_nesterov_momentum(found: list[dict[str, Any]], lr: float, momentum: float) -> None:
     """Against Douillard et al. 2023, algorithm 1, in NumPy; two rounds of inner steps that are given."""
     for name, shape in SHAPES.items():
         start, velocity = _start(name, 0), np.zeros(shape)
@@ -89,7 +89,7 @@ def test_the_outer_step_is_nesterovs(found: list[dict[str, Any]], lr: float, mom
             np.testing.assert_allclose(rank["twin"][lr, momentum][name], start, rtol=0, atol=1e-6)
 
 
-def test_checkpoints_are_for_ends_of_rounds(found: list[dict[str, Any]]) -> None:
+def test_checkpoints_are_written_only_at_ends_of_rounds(found: list[dict[str, Any]]) -> None:
     for rank in found:
         assert rank["between rounds"] == [False, False, True] * 2
 
@@ -99,7 +99,7 @@ def test_running_statistics_become_their_mean(found: list[dict[str, Any]]) -> No
         assert rank["buffers"] == {"mean": [1.5, 15.0], "count": 7}
 
 
-def test_a_job_goes_on_from_the_end_of_a_round_as_if_it_had_not_stopped(found: list[dict[str, Any]]) -> None:
+def test_a_job_resumed_at_the_end_of_a_round_equals_an_uninterrupted_one(found: list[dict[str, Any]]) -> None:
     """Bit by bit, though each rank's Adam has a state of its own, and the checkpoint's general part is rank 0's."""
     assert found[0]["resumed"]["states_differ"]
     for rank in found:

@@ -55,7 +55,7 @@ WEIGHT = "layers.block0.attention_norm.weight"
 FOUND = Cases(4, 150, [drifting])
 
 
-def test_a_replicated_weight_that_has_drifted_is_named_on_all_ranks_and_not_saved() -> None:
+def test_a_drifted_replicated_weight_is_an_error_on_all_ranks_and_not_saved() -> None:
     for found in FOUND[drifting]:
         assert found["alike"] == "trained" and found["alike left"] == ["step-000002", "step-000004"]
         for kind in ("zero 0", "zero 3"):

@@ -37,7 +37,7 @@ def found() -> Iterator[list[dict[str, Any]]]:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_shared_tables_learn_what_whole_ones_do(found: list[dict[str, Any]], case: str) -> None:
+def test_divided_tables_learn_the_same_as_whole_tables(found: list[dict[str, Any]], case: str) -> None:
     for rank in found:
         difference, moved = rank[case]
         assert difference <= BOUND
@@ -45,18 +45,18 @@ def test_shared_tables_learn_what_whole_ones_do(found: list[dict[str, Any]], cas
 
 
 @pytest.mark.parametrize("kind, forward", [("table_wise", 2), ("row_wise", 3)])
-def test_rows_travel_and_gradients_of_rows(found: list[dict[str, Any]], kind: str, forward: int) -> None:
+def test_only_rows_and_their_gradients_are_sent(found: list[dict[str, Any]], kind: str, forward: int) -> None:
     # Rows in whole tables: what is asked, what is found. Of cut tables, first how much is asked of whom.
     assert all(rank[f"counts, {kind}"] == [{"all_to_all": forward}, {"all_to_all": 1}] for rank in found)
 
 
-def test_whole_tables_are_owned_once_and_weigh_alike(found: list[dict[str, Any]]) -> None:
+def test_each_whole_table_has_one_owner_and_owners_have_equal_load(found: list[dict[str, Any]]) -> None:
     owned = [rank["owned"] for rank in found]
     assert sorted(itertools.chain(*owned)) == list(range(len(ROWS)))
     assert [sum(ROWS[number] for number in numbers) for numbers in owned] == [105, 16, 3, 0]
 
 
-def test_a_recipe_trains_alike_however_its_tables_are_held(found: list[dict[str, Any]]) -> None:
+def test_a_recipe_trains_the_same_for_every_division_of_its_tables(found: list[dict[str, Any]]) -> None:
     assert all(rank["losses"] == found[0]["losses"] for rank in found)
     replicated, *shared = found[0]["losses"]
     assert len(shared) == 3
@@ -65,7 +65,7 @@ def test_a_recipe_trains_alike_however_its_tables_are_held(found: list[dict[str,
     assert len(set(replicated)) == STEPS + 1
 
 
-def test_rows_travel_in_the_precision_of_the_recipe(found: list[dict[str, Any]]) -> None:
+def test_rows_are_sent_in_the_precision_of_the_recipe(found: list[dict[str, Any]]) -> None:
     # bf16 keeps 8 bits: a logit of less than one, and with it the loss, is off by 2^-8 at most in each of a few layers.
     replicated, *shared = found[0]["in bf16"]
     for learnt in shared:
@@ -79,7 +79,9 @@ def test_rows_travel_in_the_precision_of_the_recipe(found: list[dict[str, Any]])
         ("row", "sample 1 of its batch reads row 3 of table 1, which has 3 rows"),
     ],
 )
-def test_what_cannot_be_shared_out_is_said_in_a_sentence(found: list[dict[str, Any]], asked: str, said: str) -> None:
+def test_tables_that_cannot_be_divided_are_an_error_in_one_sentence(
+    found: list[dict[str, Any]], asked: str, said: str
+) -> None:
     assert all(said in rank[f"refused, {asked}"] for rank in found)
 
 

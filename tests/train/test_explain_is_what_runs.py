@@ -66,7 +66,7 @@ def recorded() -> list[dict[str, Found]]:
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_a_step_communicates_what_the_plan_says(name: str) -> None:
+def test_a_step_communicates_as_planned(name: str) -> None:
     assert not plan(name).unknown
     for place in plan(name).places:
         expected: Found = {}

@@ -50,7 +50,7 @@ def plan(ranks: int, **sections: dict[str, Any]) -> Plan:
     return explain(asked, validate_recipe(asked, ranks))
 
 
-def test_bytes_a_parameter_are_those_of_ddp_and_of_fsdp2() -> None:
+def test_bytes_per_parameter_equal_those_of_ddp_and_fsdp2() -> None:
     # Adam in mixed precision: 16, 4 + 12/d, 2 + 14/d, 16/d (Rajbhandari et al. 2020, figure 1); here gradients are f32,
     # which is 2 more. ZeRO 1 is ZeRO 2, and FSDP2 keeps no lower copies between steps.
     for zero, expected in enumerate([18, 2 + 16 / 4, 2 + 16 / 4, 16 / 4]):
@@ -83,7 +83,9 @@ def test_bytes_a_parameter_are_those_of_ddp_and_of_fsdp2() -> None:
         ("zero-bubble-v", 2, [4, 4, 4, 4]),
     ],
 )
-def test_passes_that_wait_for_their_backward_pass(schedule: str, microbatches: int, kept: list[int]) -> None:
+def test_the_number_of_passes_that_wait_for_their_backward_pass(
+    schedule: str, microbatches: int, kept: list[int]
+) -> None:
     asked = recipe(parallel={"pipeline": 4, "schedule": schedule, "microbatches": microbatches})
     shares = split(asked, 4)
     assert [passes_kept(asked, shares, rank) for rank in range(4)] == kept
@@ -96,7 +98,7 @@ def test_buckets_are_closed_once_they_are_full() -> None:
     assert bucket_ends([10, 10, 40], 30, first_limit=5) == [1, 3] and bucket_ends([], 1) == []
 
 
-def test_two_data_parallel_ranks_by_hand() -> None:
+def test_two_data_parallel_ranks_against_numbers_found_by_hand() -> None:
     found = plan(2, parallel={"data": 2}, optimizer={"name": "adam"})
     # Two layers of 4 x 4 + 4, and the last of 4 + 1.
     assert found.parameters == 45 and not found.unknown
@@ -113,7 +115,7 @@ def test_two_data_parallel_ranks_by_hand() -> None:
     )
 
 
-def test_a_pipeline_by_hand() -> None:
+def test_a_pipeline_against_numbers_found_by_hand() -> None:
     found = plan(2, parallel={"pipeline": 2, "microbatches": 4})
     first, last = found.places
     assert (first.ranks, first.stages, first.parameters) == ((0,), (("layer0",),), 20)
@@ -124,7 +126,7 @@ def test_a_pipeline_by_hand() -> None:
     assert last.traffic[0] == Traffic("pipeline", "send", "gradients of activations", 2, 4, 4 * 64)
 
 
-def test_stages_in_turn_send_round_the_ranks() -> None:
+def test_interleaved_stages_send_around_the_ring_of_ranks() -> None:
     parallel = {"pipeline": 2, "schedule": "interleaved", "microbatches": 4}
     found = plan(2, model={"layers": 4}, parallel=parallel)
     assert [place.stages for place in found.places] == [(("layer0",), ("layer2",)), (("layer1",), ("last",))]
@@ -152,7 +154,7 @@ def test_stages_in_turn_send_round_the_ranks() -> None:
         ({"diloco": {"every": 10}}, [("all_reduce", 1, 180)]),
     ],
 )
-def test_what_ranks_with_the_same_layers_exchange(
+def test_ranks_with_the_same_layers_exchange_gradients(
     sections: dict[str, dict[str, Any]], expected: list[tuple[str, int, int]]
 ) -> None:
     sections = {**sections, "parallel": {"data": 2, **sections.get("parallel", {})}}
@@ -162,7 +164,7 @@ def test_what_ranks_with_the_same_layers_exchange(
     assert all(each.every == (10 if "diloco" in sections else 1) for each in found)
 
 
-def test_tables_and_batch_norm_by_hand() -> None:
+def test_tables_and_batch_norm_against_numbers_found_by_hand() -> None:
     asked = recipe(parallel={"data": 4, "embeddings": "row_wise", "batch_norm": 2})
     # 4 samples per rank ask two tables for rows of 8 numbers; one norm of 3 channels.
     layer = Layer("tables", ((5, 2),), (3,), ((100, 8), (25, 8)), 0, 0, (0,), (0,))
@@ -198,7 +200,7 @@ def test_tables_and_norms_are_found_in_a_model() -> None:
     assert layer.operations == 2 * 3 * 6 * 32
 
 
-def test_a_model_that_fake_tensors_cannot_run_is_said_to_be_unknown() -> None:
+def test_a_model_that_fake_tensors_cannot_run_is_shown_as_unknown() -> None:
     class Odd(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -286,7 +288,7 @@ def _counted(rank: int, size: int, folder: str, styles: dict[str, Any], expected
     assert not dist.is_initialized()
 
 
-def test_what_a_rank_keeps_is_its_part() -> None:
+def test_a_rank_keeps_only_its_part() -> None:
     fake, example = FakeTensorMode(), Batch((torch.zeros(2, 8),), torch.zeros(2, 8))
     found = []
     for tensor, precision in ((1, "f32"), (2, "f32"), (1, "bf16")):
@@ -320,7 +322,7 @@ def test_the_plan_is_printed() -> None:
     assert "1 rank = pipeline 1" in alone and "messages" not in alone
 
 
-def test_sizes_are_read_at_a_glance() -> None:
+def test_sizes_are_printed_with_units() -> None:
     assert [size(count) for count in (0, 999, 1500, 2.5e6, 3e9, 4e12)] == [
         "0 B", "999 B", "1.5 kB", "2.5 MB", "3.0 GB", "4.0 TB",
     ]  # fmt: skip
@@ -333,7 +335,7 @@ def test_sizes_are_read_at_a_glance() -> None:
         for file in sorted((Path(__file__).parents[2] / "recipes").glob("*.toml"))
     ],
 )
-def test_every_recipe_that_we_bring_has_a_plan(file: Path) -> None:
+def test_every_shipped_recipe_has_a_plan(file: Path) -> None:
     asked, _ = load(file)
     found = explain(asked, validate_recipe(asked, ranks_asked(asked.parallel)))
     assert not found.unknown and "the step vote" in shown(found)

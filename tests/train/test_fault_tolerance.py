@@ -564,7 +564,7 @@ FOUND = Cases(2, 100, [
 ], beside_a_switch)  # fmt: skip
 
 
-def test_a_run_that_goes_on_has_the_losses_of_one_that_never_stopped() -> None:
+def test_a_resumed_run_has_the_losses_of_an_uninterrupted_one() -> None:
     for found in FOUND[resumed]:
         for kind in ("noisy True", "noisy False"):
             whole, again, metrics, _ = found[kind]
@@ -575,7 +575,7 @@ def test_a_run_that_goes_on_has_the_losses_of_one_that_never_stopped() -> None:
     assert FOUND[resumed][0]["noisy True"][3][0] == "info: continues from the checkpoint of step 3, 24 samples"
 
 
-def test_more_or_fewer_ranks_go_on() -> None:
+def test_a_run_resumes_on_more_or_fewer_ranks() -> None:
     found = FOUND[resumed][0]
     whole = found["noisy False"][0]
     # Five steps of f32, the same sums in another order.
@@ -583,7 +583,7 @@ def test_more_or_fewer_ranks_go_on() -> None:
     assert found["1 to 2"] == pytest.approx(whole[3:], rel=1e-5)
 
 
-def test_a_run_without_zero_goes_on_with_it_and_back() -> None:
+def test_a_run_without_zero_resumes_with_it_and_back() -> None:
     for found in FOUND[resharded]:
         whole = found["whole"]
         assert len(found) == 9
@@ -592,7 +592,7 @@ def test_a_run_without_zero_goes_on_with_it_and_back() -> None:
                 assert losses == pytest.approx(whole[3:], rel=1e-5), change
 
 
-def test_what_the_update_keeps_goes_on_too() -> None:
+def test_the_state_of_the_optimizer_step_is_resumed() -> None:
     for found in FOUND[update_kept]:
         whole = found["whole"]
         assert found["again"] == whole and whole["count"] == 8 and whole["loss.scale"] == [256.0, 256.0]
@@ -600,7 +600,7 @@ def test_what_the_update_keeps_goes_on_too() -> None:
             assert values_of == pytest.approx(whole[name], rel=1e-4, abs=1e-6), name
 
 
-def test_a_batch_of_another_size_goes_on_with_the_next_sample() -> None:
+def test_a_run_resumed_with_another_batch_continues_with_the_next_sample() -> None:
     from netfold.train.sampler import Sampler
 
     first, second = FOUND[weak]
@@ -612,7 +612,7 @@ def test_a_batch_of_another_size_goes_on_with_the_next_sample() -> None:
     assert flat(first[cut + 1 :]) == order.indices(32, 64)
 
 
-def test_a_damaged_checkpoint_is_named_and_the_one_before_it_taken() -> None:
+def test_a_damaged_checkpoint_is_noted_and_the_previous_one_is_loaded() -> None:
     reasons = {
         "cut": "__0_0.distcp has 100 bytes, not",
         "change": "__0_0.distcp has changed: its checksum",
@@ -628,7 +628,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_taken() -> None:
             assert reason in found[f"{harm} stop"] and "fault_tolerance.corrupt_checkpoint" in found[f"{harm} stop"]
 
 
-def test_a_checkpoint_of_another_job_is_refused() -> None:
+def test_a_checkpoint_of_another_job_is_an_error() -> None:
     for more, optimizer, never, _, less in FOUND[other_model]:
         assert "it has model.layers.first.norm.bias, which the model lacks" in more
         assert "optimizer.name is 'sgd'" in optimizer and "'adam'" in optimizer
@@ -636,18 +636,18 @@ def test_a_checkpoint_of_another_job_is_refused() -> None:
         assert "it has no model.layers.first.norm.weight" in less
 
 
-def test_a_recipe_that_would_rewind_needs_checkpoints() -> None:
+def test_a_recipe_with_rewind_needs_checkpoints() -> None:
     assert all("set checkpoint.every" in found[3] for found in FOUND[other_model])
 
 
-def test_a_crash_at_any_moment_of_writing_leaves_whole_checkpoints_alone() -> None:
+def test_a_crash_while_writing_leaves_complete_checkpoints_unchanged() -> None:
     found = FOUND[crashed][0]
     assert found[-1] == "whole step-000002"
     assert {"crashed step-000001", "crashed step-000002"} == set(found[:-1]), "before and after the rename"
     assert len(found) > 8
 
 
-def test_a_full_disk_costs_a_checkpoint_or_ends_the_job_by_policy() -> None:
+def test_a_full_disk_skips_a_checkpoint_or_ends_the_job_by_policy() -> None:
     for found in FOUND[full]:
         step, reason, notes = found["warn"]
         assert (step, reason) == (8, "done")
@@ -658,7 +658,7 @@ def test_a_full_disk_costs_a_checkpoint_or_ends_the_job_by_policy() -> None:
         assert found["warn left"] == found["stop left"] == ["step-000003"], "what was half written is gone"
 
 
-def test_a_loss_that_is_no_number_stops_the_job_in_words() -> None:
+def test_a_loss_that_is_not_finite_stops_the_job_with_an_explanation() -> None:
     for found in FOUND[not_finite]:
         assert found["stop"].startswith("step 6: not finite: rank 1 (")
         assert "loss nan" in found["stop"] and "layers.first.linear.weight" in found["stop"]
@@ -668,7 +668,7 @@ def test_a_loss_that_is_no_number_stops_the_job_in_words() -> None:
         assert large == [], "large numbers are numbers"
 
 
-def test_a_step_left_out_leaves_nothing_behind() -> None:
+def test_a_skipped_step_changes_no_state() -> None:
     for found in FOUND[not_finite]:
         ended, notes, skipped, _ = found["skip"]
         assert ended.step == 8 and skipped == [6]
@@ -677,7 +677,7 @@ def test_a_step_left_out_leaves_nothing_behind() -> None:
         assert "rank 0 (" in notes[0] and "the step is left out" in notes[0]
 
 
-def test_a_rewind_takes_the_weights_back_and_the_data_on() -> None:
+def test_a_rewind_restores_the_weights_and_continues_with_later_data() -> None:
     from netfold.train.sampler import Sampler
 
     first, second = (found["rewind"] for found in FOUND[not_finite])
@@ -686,7 +686,7 @@ def test_a_rewind_takes_the_weights_back_and_the_data_on() -> None:
     assert sorted(first[3] + second[3]) == sorted(Sampler(96, 0).indices(0, 88)), "11 steps, and no sample twice"
 
 
-def test_so_many_bad_steps_in_a_row_end_the_job_under_any_policy() -> None:
+def test_the_limit_of_bad_steps_in_a_row_ends_the_job_under_any_policy() -> None:
     for found in FOUND[not_finite]:
         assert found["limit skip"].startswith("step 7:") and "3 in a row" in found["limit skip"]
         assert found["limit rewind"].startswith("step 6:") and "3 in a row" in found["limit rewind"], (
@@ -694,7 +694,7 @@ def test_so_many_bad_steps_in_a_row_end_the_job_under_any_policy() -> None:
         )
 
 
-def test_another_example_stands_in_for_one_that_vanished_the_same_on_any_number_of_ranks() -> None:
+def test_a_missing_example_is_replaced_by_the_same_one_on_any_number_of_ranks() -> None:
     from netfold.train.sampler import Sampler
 
     first, second = FOUND[vanished]
@@ -707,7 +707,7 @@ def test_another_example_stands_in_for_one_that_vanished_the_same_on_any_number_
     assert len(notes) == 2 and "/data/" in notes[0]
 
 
-def test_a_file_that_vanished_ends_the_job_on_all_ranks_at_once() -> None:
+def test_a_missing_file_ends_the_job_on_all_ranks_at_once() -> None:
     (other, reported, other_s), (kind, text, own_s) = (found["stop"] for found in FOUND[vanished])
     assert kind == "BadExampleError" and text.startswith("rank 1 (")
     assert "step 2: /data/" in text and "fault_tolerance.missing_data" in text
@@ -715,7 +715,7 @@ def test_a_file_that_vanished_ends_the_job_on_all_ranks_at_once() -> None:
     assert max(other_s, own_s) < seconds(20)
 
 
-def test_out_of_memory_says_where_and_what_to_try_and_the_others_hear_it() -> None:
+def test_an_out_of_memory_error_has_place_and_advice_on_all_ranks() -> None:
     (other, reported, other_s), (kind, text, own_s) = (found[0] for found in FOUND[out_of_memory])
     assert kind == "DeviceError" and "step 1 with a batch of [4, 8], [4, 1]: out of memory" in text
     assert "training.accumulate" in text
@@ -723,20 +723,20 @@ def test_out_of_memory_says_where_and_what_to_try_and_the_others_hear_it() -> No
     assert max(other_s, own_s) < seconds(20)
 
 
-def test_a_device_that_fails_is_named() -> None:
+def test_a_failed_device_is_named() -> None:
     (other, reported, _), (kind, text, _) = (found[1] for found in FOUND[out_of_memory])
     assert kind == "DeviceError" and text.startswith("rank 1 (") and "the device failed: an illegal memory" in text
     assert other in ("PeerLost", "RuntimeError") and "an illegal memory access" in reported
 
 
-def test_a_straggler_is_named_once_and_ends_the_job_where_that_is_asked() -> None:
+def test_a_straggler_is_noted_once_or_ends_the_job_by_policy() -> None:
     for found in FOUND[straggling]:
         assert len(found["warn"]) == 1 and "rank 1 (" in found["warn"][0] and "rank 0" not in found["warn"][0]
         text, left = found["stop"]
         assert text.startswith("step 6: rank 1 (") and left == ["step-000006"]
 
 
-def test_sigterm_for_one_rank_stops_all_after_the_same_step_and_loses_nothing() -> None:
+def test_sigterm_to_one_rank_stops_all_ranks_after_the_same_step_without_loss() -> None:
     for each in FOUND[asked_to_stop]:
         assert each["first"].reason == each["reason"] == "SIGTERM" and each["first"].step == 5
         assert each["left"] == ["step-000005"]
@@ -745,6 +745,6 @@ def test_sigterm_for_one_rank_stops_all_after_the_same_step_and_loses_nothing() 
         assert each["handler is back"]
 
 
-def test_a_switch_killed_in_the_middle_of_training_costs_nothing() -> None:
+def test_a_switch_killed_during_training_changes_no_result() -> None:
     for alive, killed in FOUND[lost_switch]:
         assert killed == alive and killed.step == 8

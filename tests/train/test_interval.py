@@ -70,7 +70,7 @@ SAID = [
 FOUND = Cases(1, 100, [killed_by_default, gone_on_with])
 
 
-def test_what_changes_the_steps_of_a_run_that_goes_on_is_refused_with_both_values_or_accepted_and_printed() -> None:
+def test_a_change_of_steps_of_a_resumed_run_is_an_error_with_both_values_or_a_note() -> None:
     *changed, longer = FOUND[gone_on_with][0]
     for sentence, found in zip(SAID, changed, strict=True):
         assert found != "not refused", sentence
@@ -80,7 +80,7 @@ def test_what_changes_the_steps_of_a_run_that_goes_on_is_refused_with_both_value
     assert "info: changed since the checkpoint: training.steps is 9 and was 8" in longer
 
 
-def test_a_recipe_that_says_nothing_of_checkpoints_loses_ten_steps_and_says_so() -> None:
+def test_by_default_a_run_has_a_checkpoint_every_10_steps_and_notes_it() -> None:
     first, second, step, end = FOUND[killed_by_default][0]
     assert first[:1] == ["info: a checkpoint every 10 steps (checkpoint.every)"]
     assert second[0].startswith("info: continues from the checkpoint of step 20") and step == 21

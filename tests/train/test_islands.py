@@ -77,13 +77,13 @@ def test_within_a_round_no_rank_waits_for_another_copy_of_the_model() -> None:
         assert counted[4] > counted[2], "at the end of the round"
 
 
-def test_the_losses_of_a_run_are_the_means_over_all_ranks_though_each_tells_its_own() -> None:
+def test_the_losses_of_an_outcome_are_means_over_all_ranks() -> None:
     (_, losses, first), (_, others, second) = FOUND[calls]
     assert losses == others and len(losses) == 10 and first != second
     assert losses == pytest.approx([(a + b) / 2 for a, b in zip(first, second, strict=True)])
 
 
-def test_bad_numbers_on_one_copy_are_decided_upon_by_all_ranks_at_the_end_of_the_round() -> None:
+def test_all_ranks_react_to_bad_numbers_of_one_copy_at_the_end_of_the_round() -> None:
     for found in FOUND[not_finite]:
         text, steps = found["stop"]
         assert text.startswith("step 6: not finite: rank 1 (") and steps == 8

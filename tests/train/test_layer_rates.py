@@ -37,7 +37,7 @@ def found() -> list[dict[Any, Any]]:
 
 @pytest.mark.parametrize("split", SPLITS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_layers_parts_learn_what_the_layer_does_on_one_process(
+def test_the_parts_of_a_layer_learn_the_same_as_the_layer_on_one_process(
     found: list[dict[Any, Any]], kind: str, split: str
 ) -> None:
     for rank in found:
@@ -46,24 +46,24 @@ def test_a_layers_parts_learn_what_the_layer_does_on_one_process(
         assert off < 100 * of_one_bit < 1e-8
 
 
-def test_norms_take_one_all_reduce_an_axis(found: list[dict[Any, Any]]) -> None:
+def test_norms_need_one_all_reduce_per_axis(found: list[dict[Any, Any]]) -> None:
     # Of each layer two norms of 8 bytes.
     for rank in found:
         assert rank["unequal"]["norms"] == {"tensor": [16] * STEPS, "data": [16] * STEPS}
 
 
-def test_parts_of_unequal_size_learn_what_they_learn_whole(found: list[dict[Any, Any]]) -> None:
+def test_parts_of_unequal_size_learn_the_same_as_the_whole(found: list[dict[Any, Any]]) -> None:
     for rank in found:
         assert rank["unequal"]["off"] < 1e-13
 
 
-def test_f32_masters_of_bf16_parts_learn_what_those_of_the_whole_do(found: list[dict[Any, Any]]) -> None:
+def test_f32_master_weights_of_bf16_parts_learn_the_same_as_those_of_the_whole(found: list[dict[Any, Any]]) -> None:
     for rank in found:
         # f32, and the same bf16 gradients: only what comes of norms that were summed in another order.
         assert rank["unequal, bf16"]["off"] < 1e-6
 
 
-def test_a_layer_without_a_gradient_on_one_rank_leaves_nobody_waiting(found: list[dict[Any, Any]]) -> None:
+def test_a_layer_without_a_gradient_on_one_rank_makes_no_rank_wait(found: list[dict[Any, Any]]) -> None:
     for number, rank in enumerate(found):
         # lr trust |w| / |g| g of the whole: eight weights of 1, four gradients of 3, and 0 in the other rank's four.
         moved = 0.0 if number % 2 else 0.5 * 0.1 * (8**0.5 / 6) * 3

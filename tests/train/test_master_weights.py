@@ -25,7 +25,7 @@ def alone() -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def test_steps_smaller_than_what_bf16_can_tell_add_up() -> None:
+def test_steps_below_the_resolution_of_bf16_add_up() -> None:
     module = nn.Linear(1, 1, bias=False)
     nn.init.ones_(module.weight)
     Precision("bf16").use_lower_copies(module)
@@ -41,7 +41,7 @@ def test_steps_smaller_than_what_bf16_can_tell_add_up() -> None:
     assert module.weight.dtype == torch.float32
 
 
-def test_gradients_of_parts_of_a_batch_are_added_up_in_f32() -> None:
+def test_gradients_of_parts_of_a_batch_are_added_in_f32() -> None:
     for precision in ("bf16", "f16"):
         module = nn.Linear(1, 1, bias=False)
         Precision(precision).use_lower_copies(module)
@@ -84,7 +84,7 @@ def _averaged(rank: int, size: int, folder: str) -> dict[str, float]:
     return found
 
 
-def test_what_two_layers_share_is_one_lower_copy_and_statistics_stay_f32() -> None:
+def test_two_layers_with_one_weight_have_one_lower_copy_and_statistics_stay_f32() -> None:
     module = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 3))
     module[2].weight = module[0].weight
     before = module[0].weight.detach().clone()
@@ -150,7 +150,7 @@ def test_the_loss_scale_falls_at_once_and_rises_after_many_good_steps(alone: Non
     assert again.loss_scale == INITIAL / 2
 
 
-def test_gradients_that_overflow_without_a_scale_end_training_with_what_to_try(alone: None) -> None:
+def test_gradients_that_overflow_without_a_scale_end_training_with_advice(alone: None) -> None:
     step, _ = scaled()
     step.load_state_dict({**step.state_dict(), "scale": 1.0})
     (parameter,) = step.optimizer.param_groups[0]["params"]

@@ -26,7 +26,7 @@ from netfold.train.events import Ended, Stepped
 from netfold.train.report import write_report
 
 
-def test_every_number_that_was_told_is_read_back(tmp_path: Path) -> None:
+def test_every_number_of_an_event_is_read_back(tmp_path: Path) -> None:
     asked = recipe(tmp_path)
     tell([MetricsFile(tmp_path)], [*goes_through(asked, 0, STEPS), Ended(STEPS, "done", 3.5)])
     found = read_metrics(tmp_path)
@@ -45,7 +45,7 @@ def test_every_number_that_was_told_is_read_back(tmp_path: Path) -> None:
     assert [line["values"] for line in found.evaluations] == [evaluated(step).values for step in (5, 10, 15, 20)]
 
 
-def test_a_run_that_is_killed_leaves_every_line_it_said(tmp_path: Path) -> None:
+def test_a_killed_run_leaves_all_its_lines(tmp_path: Path) -> None:
     asked = recipe(tmp_path)
     child = os.fork()
     if child == 0:
@@ -57,7 +57,7 @@ def test_a_run_that_is_killed_leaves_every_line_it_said(tmp_path: Path) -> None:
     assert found.ended is None and not found.is_finished
 
 
-def test_of_a_step_that_was_done_again_the_last_line_counts_and_says_so(tmp_path: Path) -> None:
+def test_the_last_line_of_a_repeated_step_counts_and_is_marked(tmp_path: Path) -> None:
     asked = recipe(tmp_path)
     for events in a_run_that_was_cut_off_and_went_on(asked):
         writer = MetricsFile(tmp_path)
@@ -77,7 +77,7 @@ def test_of_a_step_that_was_done_again_the_last_line_counts_and_says_so(tmp_path
     assert found.cost_of_failures.startswith("cost of failures: 1 restarts of all ranks, 3 steps repeated, ")
 
 
-def test_steps_beyond_a_new_start_do_not_count_even_before_they_are_done_again(tmp_path: Path) -> None:
+def test_steps_after_a_new_start_do_not_count_even_before_they_are_repeated(tmp_path: Path) -> None:
     asked = recipe(tmp_path)
     for first, last in ((0, 13), (6, 8)):
         writer = MetricsFile(tmp_path)
@@ -88,7 +88,7 @@ def test_steps_beyond_a_new_start_do_not_count_even_before_they_are_done_again(t
     assert [line["step"] for line in found.evaluations] == [5]
 
 
-def test_a_line_that_was_cut_off_costs_itself_alone(tmp_path: Path) -> None:
+def test_an_incomplete_line_loses_no_other_line(tmp_path: Path) -> None:
     asked = recipe(tmp_path)
     writer = MetricsFile(tmp_path)
     tell([writer], goes_through(asked, 0, 4))
@@ -121,7 +121,7 @@ def test_a_full_disk_is_an_error_and_the_file_stays_readable(tmp_path: Path) -> 
     assert [line["step"] for line in found.steps] == [1, 2, 4] and found.unreadable == 1
 
 
-def test_only_json_is_written_and_the_last_step_always(tmp_path: Path) -> None:
+def test_only_json_is_written_and_always_the_last_step(tmp_path: Path) -> None:
     asked = recipe(tmp_path)
     tell([MetricsFile(tmp_path, every=6)], a_run_that_was_cut_off_and_went_on(asked)[0])
     nan = Stepped(STEPS, float("nan"), 1e-3, float("inf"), 0.5, 0.0, STEPS * BATCH)

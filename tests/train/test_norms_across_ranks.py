@@ -19,7 +19,7 @@ def found() -> list[dict[str, Any]]:
     return values(run_ranks(_rank, 4, timeout_s=150))
 
 
-def test_cut_over_two_axes_lars_and_lamb_learn_what_they_learn_whole(found: list[dict[str, Any]]) -> None:
+def test_lars_and_lamb_learn_the_same_when_cut_over_two_axes(found: list[dict[str, Any]]) -> None:
     for rank in found:
         for kind in "LARS", "LAMB":
             # f64: sums of a norm's squares in another order.
@@ -27,18 +27,18 @@ def test_cut_over_two_axes_lars_and_lamb_learn_what_they_learn_whole(found: list
             assert rank[kind]["moved"] > 1e-3
 
 
-def test_all_parameters_norms_take_one_all_reduce_an_axis_that_cuts_any(found: list[dict[str, Any]]) -> None:
+def test_all_norms_need_one_all_reduce_per_axis_that_cuts_a_parameter(found: list[dict[str, Any]]) -> None:
     for rank in found:
         assert rank["LARS"]["calls"] == rank["LAMB"]["calls"] == {"data": STEPS, "tensor": STEPS, "pipeline": 0}
 
 
-def test_under_fsdp_they_learn_what_they_learn_whole(found: list[dict[str, Any]]) -> None:
+def test_lars_and_lamb_learn_the_same_under_fsdp(found: list[dict[str, Any]]) -> None:
     for rank in found:
         assert rank["fsdp"]["LARS"] < 1e-13
         assert rank["fsdp"]["LAMB"] < 1e-13
 
 
-def test_inside_zero_redundancy_optimizer_they_learn_what_they_learn_whole(found: list[dict[str, Any]]) -> None:
+def test_lars_and_lamb_learn_the_same_inside_zero_redundancy_optimizer(found: list[dict[str, Any]]) -> None:
     for rank in found:
         assert rank["zero"] == {"LARS": 0.0, "LAMB": 0.0}
 
@@ -56,17 +56,17 @@ def test_a_gradient_that_is_a_term_of_a_sum_is_summed_first(found: list[dict[str
         assert rank["partial"] == {"norm": 4.0, "gradient": [1.0] * 4}
 
 
-def test_what_all_ranks_hold_whole_is_clipped_without_asking(found: list[dict[str, Any]]) -> None:
+def test_parameters_that_all_ranks_hold_whole_are_clipped_without_communication(found: list[dict[str, Any]]) -> None:
     for rank in found:
         assert rank["whole"] == {"norm": 5.0, "gradient": [1.5, 2.0], "calls": 0}
 
 
-def test_ranks_that_train_apart_have_a_norm_each(found: list[dict[str, Any]]) -> None:
+def test_diloco_ranks_have_a_norm_each(found: list[dict[str, Any]]) -> None:
     # Rank (data, tensor) has gradient 3 (data + 1) cut over tensor in two, and 4 (data + 1) whole on both.
     assert [rank["apart"] for rank in found] == [(18 + 16) ** 0.5, (18 + 16) ** 0.5, 136**0.5, 136**0.5]
 
 
-def test_a_norm_that_is_no_number_stays_none(found: list[dict[str, Any]]) -> None:
+def test_a_norm_that_is_not_a_number_stays_so(found: list[dict[str, Any]]) -> None:
     for rank in found:
         assert rank["not_finite"] == "nan"
 

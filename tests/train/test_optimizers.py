@@ -74,13 +74,13 @@ def test_lamb_is_the_papers_algorithm() -> None:
         np.testing.assert_allclose(found[index], told, rtol=1e-12)
 
 
-def test_a_bias_under_lamb_is_one_under_adam() -> None:
+def test_lamb_treats_a_bias_as_adam_does() -> None:
     by_lamb = learned(lambda w: LAMB(w, lr=0.03, eps=1e-8, weight_decay=0.1))
     by_adam = learned(lambda w: torch.optim.Adam(w, lr=0.03, eps=1e-8))
     np.testing.assert_allclose(by_lamb[1], by_adam[1], rtol=1e-12)
 
 
-def test_the_state_goes_on_where_it_was() -> None:
+def test_the_state_of_an_optimizer_is_restored() -> None:
     """As torch saves and loads it."""
     for kind in LARS, LAMB:
         w = torch.ones(2, 2, requires_grad=True)
@@ -107,16 +107,14 @@ def test_the_state_goes_on_where_it_was() -> None:
         ("lamb", LAMB, {"betas": (0.8, 0.9), "eps": 1e-5}),
     ],
 )
-def test_each_name_is_an_optimizer_that_gets_its_keys(
-    name: Any, kind: type[torch.optim.Optimizer], options: dict[str, Any]
-) -> None:
+def test_each_optimizer_gets_its_keys(name: Any, kind: type[torch.optim.Optimizer], options: dict[str, Any]) -> None:
     asked = Asked(name=name, lr=0.3, momentum=0.7, betas=(0.8, 0.9), eps=1e-5, weight_decay=0.01, trust=0.02)
     assert kind_of(asked) == (kind, {"lr": 0.3, "weight_decay": 0.01, **options})
     made = kind([torch.ones(2, 2, requires_grad=True)], **kind_of(asked)[1])
     assert {key: made.param_groups[0][key] for key in options} == options
 
 
-def test_a_copy_that_would_take_parts_for_wholes_is_not_made() -> None:
+def test_copying_an_optimizer_of_parts_is_an_error() -> None:
     w = torch.ones(2, 2, requires_grad=True)
     optimizer = LARS([w])
     assert copy.deepcopy(optimizer).cut == {}
@@ -129,7 +127,7 @@ def test_a_copy_that_would_take_parts_for_wholes_is_not_made() -> None:
         dist.destroy_process_group()
 
 
-def test_settings_that_cannot_be_are_refused() -> None:
+def test_invalid_settings_of_an_optimizer_are_errors() -> None:
     w = [torch.ones(2, 2, requires_grad=True)]
     with pytest.raises(ValueError, match="trust=0"):
         LARS(w, trust=0)
@@ -137,7 +135,7 @@ def test_settings_that_cannot_be_are_refused() -> None:
         LAMB(w, betas=(0.9, 1.0))
 
 
-def test_the_rate_rises_in_a_line_and_then_falls_by_its_shape() -> None:
+def test_the_rate_rises_linearly_and_then_falls_by_its_shape() -> None:
     cosine = Schedule(shape="cosine", warmup=4, final=0.1)
     # 4 steps up; then of 8 steps: half a wave from 1 to 0.1, whose middle is 0.55.
     assert [learning_rate(2.0, cosine, step, 12, 32) for step in range(5)] == [0.5, 1.0, 1.5, 2.0, 2.0]
@@ -173,7 +171,7 @@ def test_the_rate_grows_with_the_batch_it_was_found_for() -> None:
         ({"checkpoint": {"every": 2}}, "checkpoint.every = 2 does not .* set a multiple of 4"),
     ],
 )
-def test_settings_that_exclude_diloco_are_refused(sections: dict[str, dict[str, object]], said: str) -> None:
+def test_settings_that_exclude_diloco_are_errors(sections: dict[str, dict[str, object]], said: str) -> None:
     whole = {"model": {"name": "gpt"}, "data": {"name": "source"}, "training": {"steps": 8}, **sections}
     assert Recipe.model_validate(whole).diloco is None
     with pytest.raises(ValueError, match=said):

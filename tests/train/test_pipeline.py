@@ -420,7 +420,7 @@ def joined(parts: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", TRAINED)
-def test_stages_learn_what_one_process_does(name: str) -> None:
+def test_stages_learn_the_same_as_one_process(name: str) -> None:
     plain, found = world()[0]["plain"], [rank[name] for rank in world()]
     assert all(rank["losses"] == found[0]["losses"] and rank["metric"] == found[0]["metric"] for rank in found)
     # f32, some steps: sums of the same gradients in another order.
@@ -433,7 +433,7 @@ def test_stages_learn_what_one_process_does(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", COMPARED)
-def test_gradients_are_those_of_the_whole_batch(name: str) -> None:
+def test_gradients_equal_those_of_the_whole_batch(name: str) -> None:
     alone, found = world()[0]["alone"][COMPARED[name][0]], [rank[name] for rank in world()]
     gradients = joined([rank["gradients"] for rank in found])
     assert gradients.keys() == alone["total"].keys()
@@ -455,7 +455,7 @@ def test_gradients_are_those_of_the_whole_batch(name: str) -> None:
     assert np.concatenate(outputs) == pytest.approx(alone["output"], rel=1e-11, abs=1e-12)
 
 
-def test_ranks_that_train_apart_keep_their_own_gradients() -> None:
+def test_diloco_ranks_keep_their_own_gradients() -> None:
     first, second = (
         [rank["diloco"]["gradients"] for rank in world() if rank["diloco"]["data"] == data] for data in (0, 1)
     )
@@ -465,31 +465,31 @@ def test_ranks_that_train_apart_keep_their_own_gradients() -> None:
         assert (first[key] + second[key]) / 2 == pytest.approx(mean, rel=1e-9, abs=1e-12)
 
 
-def test_the_cut_is_told_with_its_reason() -> None:
+def test_the_cut_is_noted_with_its_reason() -> None:
     choices = {rank["edsr, 4 stages"]["choices"] for rank in world()}
     assert len(choices) == 1
     ((told,),) = choices
     assert re.match(r"8 layers in 4 stages: head.*, .*tail \(\d+%\); in brackets", told), told
 
 
-def test_stages_draw_by_the_seed_and_each_for_itself() -> None:
+def test_random_numbers_depend_on_the_seed_and_differ_between_stages() -> None:
     first, again, other = world()[3]["dropout"]
     assert first == again != other
     # Of 16000 draws; stages that drew alike would keep a half. Four standard deviations.
     assert first == pytest.approx(1 / 16, abs=4 * (15 / 256 / 16000) ** 0.5)
 
 
-def test_zero_bubble_refuses_a_stage_whose_gradients_torch_would_lose() -> None:
+def test_a_stage_whose_gradients_zero_bubble_would_lose_is_an_error() -> None:
     for rank in world():
         assert "a layer (both) returns a tensor that depends on its weights only" in rank["refused"]
 
 
-def test_what_keeps_layers_from_being_measured_is_heard_by_every_rank() -> None:
+def test_an_error_of_timing_layers_reaches_every_rank() -> None:
     said = "the layers could not be measured on rank 0: BadExampleError: photo 3 is gone"
     assert [rank["unmeasured"] for rank in world()] == [said] * RANKS
 
 
-def test_a_stage_that_fails_ends_the_others_and_is_named() -> None:
+def test_a_failed_stage_ends_the_other_ranks_and_is_named() -> None:
     errors = [rank["failed"] for rank in world()]
     assert errors[2][0] == "FloatingPointError: this layer breaks here"
     for rank in (0, 1, 3):
@@ -527,7 +527,7 @@ def test_a_stage_that_fails_ends_the_others_and_is_named() -> None:
         ({"pipeline": 4}, {}, "was given no examples"),
     ],
 )
-def test_an_impossible_pipeline_is_refused_in_a_sentence(parallel: Any, training: Any, said: str) -> None:
+def test_an_impossible_pipeline_is_an_error_in_one_sentence(parallel: Any, training: Any, said: str) -> None:
     from netfold.train import Recipe
     from netfold.train.models import make_model
     from netfold.train.parallel.pipeline_plan import Plan
@@ -538,7 +538,7 @@ def test_an_impossible_pipeline_is_refused_in_a_sentence(parallel: Any, training
         Plan(make_model(recipe.model), recipe, mesh, None)
 
 
-def test_a_model_that_is_no_chain_cannot_be_cut() -> None:
+def test_a_model_other_than_a_chain_cannot_be_cut() -> None:
     from torch import nn
 
     from netfold.train import Model, Recipe

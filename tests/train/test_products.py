@@ -71,7 +71,7 @@ def losses(ranks: int) -> dict[tuple[str, str], tuple[float, ...]]:
 
 
 @pytest.mark.parametrize("name", [*SPLITS, *APART])
-def test_a_product_learns_what_one_process_does(name: str) -> None:
+def test_a_product_of_parallelisms_learns_the_same_as_one_process(name: str) -> None:
     alone = losses(1)["plain" if name in APART else "momentum", "f32"]
     # Sums of the same f32 terms in another order; losses are about 5.
     assert losses(4)[name, "f32"] == pytest.approx(alone, rel=2e-6)
@@ -79,6 +79,6 @@ def test_a_product_learns_what_one_process_does(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", IN_BF16)
-def test_a_product_in_bf16_learns_what_one_process_does_in_bf16(name: str) -> None:
+def test_a_product_in_bf16_learns_the_same_as_one_process_in_bf16(name: str) -> None:
     # A bf16 number is rounded by 2^-9 of itself at most, each on its own; the mean over 512 tokens by far less.
     assert losses(4)[name, "bf16"] == pytest.approx(losses(1)["momentum", "bf16"], rel=2.0**-9)

@@ -69,18 +69,18 @@ def said(ranks: int = 1, **sections: dict[str, Any]) -> list[str]:
         ),
     ],
 )
-def test_a_model_that_is_not_there_or_is_asked_wrongly_is_told(model: dict[str, Any], sentence: str) -> None:
+def test_an_unknown_model_or_a_wrong_option_is_an_error(model: dict[str, Any], sentence: str) -> None:
     (found,) = said(model=model)
     assert found.endswith(sentence)
 
 
-def test_what_a_users_own_code_raises_is_told_with_its_line() -> None:
+def test_an_error_of_the_users_code_has_its_line() -> None:
     (found,) = said(model={"name": "own_parts:unmade", "depth": 3})
     assert found.startswith("model.name 'own_parts:unmade' cannot be made: KeyError: 3 (")
     assert "own_parts.py:" in found
 
 
-def test_every_option_that_is_wrong_is_told() -> None:
+def test_every_wrong_option_is_an_error() -> None:
     assert said(model={"width": 1.5, "layer": 2}, data={"name": "own_parts:numbers", "counts": 3}) == [
         "model.width is 1.5; it must be a valid integer",
         "model.layer is not a key of own_parts:line; did you mean layers?",
@@ -88,7 +88,7 @@ def test_every_option_that_is_wrong_is_told() -> None:
     ]
 
 
-def test_data_that_is_not_there_or_does_not_fit_is_told(tmp_path: Path) -> None:
+def test_missing_data_or_data_that_does_not_fit_is_an_error(tmp_path: Path) -> None:
     gone = tmp_path / "gone"
     assert said(data={"folder": str(gone)}) == [
         f"data.name 'own_parts:numbers' cannot be made: {gone}/numbers.txt: No such file or directory"
@@ -140,7 +140,7 @@ ROWS = [17, 4, 105, 13, 8, 20]
         ),
     ],
 )
-def test_a_model_and_data_that_do_not_fit_each_other_are_told(
+def test_a_model_and_data_that_do_not_fit_are_an_error(
     model: dict[str, Any], data: dict[str, Any], sentence: str
 ) -> None:
     (found,) = said(model=model, data=data)
@@ -230,13 +230,13 @@ def test_data_whose_package_is_not_installed_names_the_extra(monkeypatch: pytest
         ),
     ],
 )
-def test_a_split_that_the_model_does_not_bear_is_told(
+def test_a_split_that_the_model_does_not_support_is_an_error(
     sections: dict[str, dict[str, Any]], ranks: int, sentence: str
 ) -> None:
     assert said(ranks, **sections) == [sentence]
 
 
-def test_a_rewind_without_checkpoints_is_told_with_its_line() -> None:
+def test_a_rewind_without_checkpoints_is_an_error_with_its_line() -> None:
     gpt = Path(__file__).parents[2] / "recipes" / "gpt.toml"
     with pytest.raises(RecipeError) as error:
         load(gpt, ["fault_tolerance.non_finite=rewind", "checkpoint.every=end"])
@@ -248,7 +248,7 @@ def test_a_rewind_without_checkpoints_is_told_with_its_line() -> None:
     load(gpt, ["fault_tolerance.non_finite=rewind", "checkpoint.every=2"])
 
 
-def test_a_recipe_that_nothing_is_known_against_passes(tmp_path: Path) -> None:
+def test_a_valid_recipe_passes(tmp_path: Path) -> None:
     (tmp_path / "numbers.txt").write_text("")
     # Text is a path where the factory's annotation wants one.
     tables = {**OWN, "data": {**OWN["data"], "folder": str(tmp_path)}, "parallel": {"pipeline": 3}}
@@ -257,13 +257,13 @@ def test_a_recipe_that_nothing_is_known_against_passes(tmp_path: Path) -> None:
     assert found.split.data == 2 and len(found.example) == 2 and found.fake is not None
 
 
-def test_options_are_the_ones_that_the_factory_is_called_with() -> None:
+def test_arguments_are_those_of_the_call_of_the_factory() -> None:
     made = factory(Factory.model_validate({"name": "own_parts:line", "width": 8}), {}, "model")
     assert arguments(made) == {"width": 8, "layers": 3, "heads": 4, "planned": False}
     assert made.func is line
 
 
-def test_a_sentence_of_another_part_gets_the_line_of_the_first_key_that_was_written() -> None:
+def test_a_sentence_gets_the_line_of_its_first_key_in_the_file() -> None:
     source = Source(Path("r.toml"), {("parallel",): 3, ("parallel", "zero"): 5}, {("run", "name"): "run.name=x"})
     # As the ranks get it.
     source = pickle.loads(pickle.dumps(source))
@@ -277,7 +277,7 @@ def test_a_sentence_of_another_part_gets_the_line_of_the_first_key_that_was_writ
     assert source.place("run.name is x") == "--set run.name=x: "
 
 
-def test_torchs_words_round_a_lost_peer_are_left_out() -> None:
+def test_the_text_of_torch_around_a_hooks_error_is_left_out() -> None:
     wrapped = "Got the following error when running the callback: PeerLost: rank 1 is gone\n\nAt:\n  /x/work.py(3): f\n"
     assert error_sentence(RuntimeError(wrapped)) == "PeerLost: rank 1 is gone"
     assert error_kind(RuntimeError(wrapped)) == "PeerLost"

@@ -75,13 +75,13 @@ def uneven(tmp_path: Path, ranks: int, *settings: str) -> list[str]:
         ("[diloco]\nlr = 1", "mine.toml:10: diloco.every is missing, and has no default"),
     ],
 )
-def test_a_wrong_key_or_value_is_told_with_its_line_and_what_would_do(
+def test_a_wrong_key_or_value_is_an_error_with_its_line_and_a_correction(
     tmp_path: Path, added: str, sentence: str
 ) -> None:
     assert said(tmp_path, f"{RECIPE}{added}\n") == [sentence]
 
 
-def test_everything_that_is_wrong_is_told_at_once(tmp_path: Path) -> None:
+def test_all_errors_are_reported_together(tmp_path: Path) -> None:
     text = RECIPE.replace("16", "0").replace('[data]\nname = "source"\n', "")
     assert said(tmp_path, text, "parallel.zero=4", "schedule.final=2") == [
         "mine.toml: data is missing, and has no default",
@@ -100,7 +100,7 @@ def test_everything_that_is_wrong_is_told_at_once(tmp_path: Path) -> None:
         ("a = 1\na = 2\n", "mine.toml:2: this is not TOML: Cannot overwrite a value"),
     ],
 )
-def test_text_that_is_no_toml_is_told_with_its_line(tmp_path: Path, text: str, sentence: str) -> None:
+def test_text_that_is_not_toml_is_an_error_with_its_line(tmp_path: Path, text: str, sentence: str) -> None:
     (found,) = said(tmp_path, text)
     assert found.startswith(sentence)
 
@@ -112,7 +112,7 @@ def test_text_that_is_not_json_is_an_error_with_its_line(tmp_path: Path) -> None
         load(file)
 
 
-def test_a_file_that_is_not_there_is_told_with_those_that_are(tmp_path: Path) -> None:
+def test_the_error_of_a_missing_file_lists_the_files_beside_it(tmp_path: Path) -> None:
     (tmp_path / "gpt.toml").write_text(RECIPE)
     with pytest.raises(RecipeError, match=r"gtp\.toml: there is no such file; in that folder there is .*gpt\.toml$"):
         load(tmp_path / "gtp.toml")
@@ -120,7 +120,7 @@ def test_a_file_that_is_not_there_is_told_with_those_that_are(tmp_path: Path) ->
         load(tmp_path)
 
 
-def test_settings_lie_over_the_file(tmp_path: Path) -> None:
+def test_settings_override_the_file(tmp_path: Path) -> None:
     file = tmp_path / "mine.toml"
     file.write_text(RECIPE)
     settings = ["training.steps=", "training.epochs=2", "parallel.schedule=gpipe", "optimizer.betas=[0, 0.5]"]
@@ -145,7 +145,7 @@ def test_settings_lie_over_the_file(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_a_wrong_setting_is_told_as_itself(tmp_path: Path, setting: str, sentence: str) -> None:
+def test_an_error_of_a_setting_quotes_the_setting(tmp_path: Path, setting: str, sentence: str) -> None:
     (found,) = said(tmp_path, RECIPE, setting)
     assert sentence in found
 
@@ -222,13 +222,13 @@ def test_a_wrong_setting_is_told_as_itself(tmp_path: Path, setting: str, sentenc
         ),
     ],
 )
-def test_ranks_and_samples_that_do_not_come_out_even_are_told(
+def test_ranks_and_samples_that_do_not_divide_are_an_error(
     tmp_path: Path, ranks: int, settings: list[str], sentence: str
 ) -> None:
     assert uneven(tmp_path, ranks, *settings) == [sentence]
 
 
-def test_ranks_and_samples_are_shared_out(tmp_path: Path) -> None:
+def test_ranks_and_samples_are_divided(tmp_path: Path) -> None:
     file = tmp_path / "mine.toml"
     file.write_text(RECIPE)
     recipe, _ = load(file, ["parallel.pipeline=2", "parallel.tensor=2", "parallel.schedule=interleaved"])
@@ -240,7 +240,7 @@ def test_ranks_and_samples_are_shared_out(tmp_path: Path) -> None:
     assert (shares.data, shares.batch, shares.samples) == (3, 48, 8)
 
 
-def test_keys_are_found_on_their_lines_in_every_form_that_toml_has() -> None:
+def test_the_line_of_a_key_is_found_in_every_form_of_toml() -> None:
     text = (
         "# name = 1\n"
         '[model] # [data]\n"na.me" = """\nsteps = 3\n[x]\n"""\n'
@@ -262,7 +262,7 @@ def test_keys_are_found_on_their_lines_in_every_form_that_toml_has() -> None:
     assert line_of(("many", "x", "q"), found) == 15 and line_of(("a",), found) is None
 
 
-def test_every_recipe_that_we_bring_can_be_read() -> None:
+def test_every_shipped_recipe_can_be_read() -> None:
     recipes = sorted((Path(__file__).parents[2] / "recipes").glob("*.toml"))
     assert recipes
     for file in recipes:

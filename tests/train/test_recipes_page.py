@@ -66,7 +66,7 @@ def test_every_key_is_on_the_page_with_its_default() -> None:
     assert [key for key, _, _ in rows] == list(keys())
 
 
-def test_the_plan_on_the_page_is_the_one_that_is_printed() -> None:
+def test_the_plan_in_the_docs_is_the_printed_plan() -> None:
     page = PAGE.read_text()
     (printed,) = PLAN.findall(page)
     assert printed == plan_of(page), "python tests/train/test_recipes_page.py puts the new plan into the page"

@@ -37,7 +37,7 @@ def no_errors(page: Element) -> None:
 
 
 @needs_chromium
-def test_every_number_of_the_metrics_is_in_the_page_that_a_browser_shows(tmp_path: Path) -> None:
+def test_a_browser_shows_every_number_of_the_metrics(tmp_path: Path) -> None:
     folder = cut_off_and_gone_on(recipe(tmp_path))
     page = opened(write_report(folder).read_text(), tmp_path)
     no_errors(page)
@@ -90,7 +90,7 @@ def test_the_page_needs_no_network_and_no_other_file_but_its_profile(tmp_path: P
     assert not re.search(r"https?:|\bsrc=|\bhref=|url\(|@import", text)
 
 
-def test_the_verb_makes_a_page_again(tmp_path: Path) -> None:
+def test_the_command_writes_the_page_again(tmp_path: Path) -> None:
     folder = cut_off_and_gone_on(recipe(tmp_path))
     made = write_report(folder).read_text()
     (folder / "report.html").unlink()
@@ -99,7 +99,7 @@ def test_the_verb_makes_a_page_again(tmp_path: Path) -> None:
     assert (folder / "report.html").read_text() == made
 
 
-def test_each_quantity_has_a_chart_with_words_and_the_baseline_a_line(tmp_path: Path) -> None:
+def test_each_quantity_has_a_chart_with_a_description_and_the_baseline_a_line(tmp_path: Path) -> None:
     page = parse(write_report(cut_off_and_gone_on(recipe(tmp_path))).read_text())
     charts = page.one("section", id="curves").all("div", class_="chart")
     assert [chart.attributes["aria-label"].split(" by step")[0] for chart in charts] == [
@@ -114,7 +114,7 @@ def test_each_quantity_has_a_chart_with_words_and_the_baseline_a_line(tmp_path: 
     assert all(len(chart.all("line", class_="note")) == 2 for chart in charts)
 
 
-def test_a_run_that_goes_on_says_so_and_one_that_failed_says_why(tmp_path: Path) -> None:
+def test_the_page_says_that_a_run_continues_or_why_it_failed(tmp_path: Path) -> None:
     asked = recipe(tmp_path)
     folder = run_folder(asked)
     writer = MetricsFile(folder)
@@ -130,7 +130,7 @@ def test_a_run_that_goes_on_says_so_and_one_that_failed_says_why(tmp_path: Path)
     assert page.one("h1").text.endswith("(after step 5).")
 
 
-def test_the_result_says_which_way_is_better() -> None:
+def test_the_result_depends_on_the_better_direction() -> None:
     lower, higher = metric_words(BITS), metric_words(replace(BITS, better="higher"))
     assert result(lower, 5.0) == "bits per byte 5 bit, 0.25 bit better than 5.25 bit (how often each byte comes)"
     assert "0.25 bit worse than" in result(higher, 5.0)
@@ -196,7 +196,7 @@ def test_a_long_run_keeps_its_extremes_and_a_small_page(tmp_path: Path) -> None:
     assert thinned == sorted(thinned)
 
 
-def test_of_a_run_of_very_many_steps_the_page_carries_some_and_says_so(
+def test_the_page_of_a_very_long_run_has_some_steps_and_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = cut_off_and_gone_on(recipe(tmp_path))

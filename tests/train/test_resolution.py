@@ -19,7 +19,7 @@ def test_psnr_of_one_grey_level_off_everywhere_is_48_13_db() -> None:
     assert float(psnr(truth + 1 / 255, truth)) == pytest.approx(20 * math.log10(255), abs=1e-4)
 
 
-def test_psnr_is_one_number_a_picture() -> None:
+def test_psnr_is_one_number_per_picture() -> None:
     truth = torch.full((2, 3, 20, 30), 100 / 255)
     made = truth + torch.tensor([1 / 255, 5 / 255]).view(2, 1, 1, 1)
     assert psnr(made, truth).tolist() == [float(psnr(made[0], truth[0])), float(psnr(made[1], truth[1]))]
@@ -30,7 +30,7 @@ def test_psnr_of_equal_pictures_is_100_db_so_that_a_mean_stays_finite() -> None:
     assert psnr(_ramp(16, 16), _ramp(16, 16)) == 100.0
 
 
-def test_psnr_does_not_look_at_the_border() -> None:
+def test_psnr_leaves_out_the_border() -> None:
     truth = torch.full((3, 20, 30), 100 / 255)
     wrong = truth + 1 / 255
     wrong[:, :PSNR_BORDER_PIXELS] = wrong[:, -PSNR_BORDER_PIXELS:] = 0.0
@@ -39,7 +39,7 @@ def test_psnr_does_not_look_at_the_border() -> None:
     assert psnr(wrong, truth, border_pixels=0) < 20
 
 
-def test_psnr_takes_values_outside_a_picture_as_its_ends() -> None:
+def test_psnr_clamps_values_outside_0_to_1() -> None:
     assert psnr(torch.full((3, 16, 16), 1.7), torch.ones(3, 16, 16)) == 100.0
 
 
@@ -50,7 +50,7 @@ def test_a_smaller_picture_has_both_sides_divided_and_keeps_8_bits(scale: int, h
     assert torch.equal((low * 255).round() / 255, low)
 
 
-def test_a_picture_with_an_odd_side_is_refused() -> None:
+def test_a_picture_with_an_odd_side_is_an_error() -> None:
     with pytest.raises(ValueError, match="13 x 20 pixels cannot be made 2 times smaller"):
         smaller(_ramp(13, 20), 2)
 

@@ -220,18 +220,18 @@ FOUND = Cases(4, 80, [every_split, same_split, carried_over, outer_elsewhere])
 
 
 @pytest.mark.parametrize(("kind", "rounding"), [("f32", 1e-5), ("bf16", 2e-3), ("tables", 1e-5)])
-def test_a_run_goes_on_under_every_other_split(kind: str, rounding: float) -> None:
+def test_a_run_resumes_under_every_other_split(kind: str, rounding: float) -> None:
     whole, losses = FOUND[every_split][0][kind]
     assert losses == pytest.approx(whole, rel=rounding)
 
 
-def test_under_the_same_split_a_run_goes_on_to_the_bit() -> None:
+def test_a_run_resumed_under_the_same_split_has_the_same_bits() -> None:
     for found in FOUND[same_split][:2]:
         for name, (whole, losses) in found.items():
             assert whole is None or (losses == whole[SAVED_AT:] and len(set(whole)) == 2 * SAVED_AT), name
 
 
-def test_f32_weights_and_optimizer_states_outlive_every_split_bit_for_bit() -> None:
+def test_a_change_of_split_keeps_every_bit_of_weights_and_optimizer_states() -> None:
     for change in FOUND[carried_over][0]:
         kept = []
         for number in (0, 1):
@@ -243,7 +243,7 @@ def test_f32_weights_and_optimizer_states_outlive_every_split_bit_for_bit() -> N
         assert kept[0] == kept[1] and any("exp_avg" in key for key in kept[0]), change
 
 
-def test_ranks_that_train_apart_read_their_own_state_and_go_on_with_others() -> None:
+def test_diloco_ranks_load_their_own_state_and_resume_under_other_splits() -> None:
     for number, (wants, fewer, together, again) in enumerate(FOUND[outer_elsewhere][:2]):
         assert wants == {"outer", f"inner{number}"}
         for losses in ([fewer] if number == 0 else []) + [together, again]:

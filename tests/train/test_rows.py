@@ -41,7 +41,7 @@ def test_the_baseline_of_a_table_is_the_rate_by_its_columns(tmp_path: Path) -> N
         data("table", train=path, baseline=["age"], **COLUMNS)
 
 
-def test_tables_with_repeated_columns_other_types_or_too_few_rows_are_refused(tmp_path: Path) -> None:
+def test_tables_with_repeated_columns_other_types_or_too_few_rows_are_errors(tmp_path: Path) -> None:
     path = table(tmp_path / "rows.csv", ROWS)
     with pytest.raises(ValueError, match=r"column 'bought' is named twice"):
         data("table", train=path, dense=["age", "bought"], categorical=["shop"], target="bought")

@@ -39,7 +39,7 @@ def run_through(folder: Path, asked: Recipe, reason: str = "done") -> None:
 
 
 @pytest.mark.parametrize("table", [HARD, {"model": {"name": "gpt"}, "data": {"name": "d"}, "training": {"steps": 1}}])
-def test_a_recipe_that_is_written_down_loads_to_an_equal_one(tmp_path: Path, table: dict[str, Any]) -> None:
+def test_a_written_recipe_loads_to_an_equal_one(tmp_path: Path, table: dict[str, Any]) -> None:
     asked = Recipe.model_validate({**table, "run": {"folder": str(tmp_path), "name": "x"}})
     folder = run_folder(asked)
     assert read_resolved(folder) == load(folder / RESOLVED)[0] == asked
@@ -48,7 +48,7 @@ def test_a_recipe_that_is_written_down_loads_to_an_equal_one(tmp_path: Path, tab
     assert written["training"]["batch"] == 32 and written["fault_tolerance"]["grace_s"] == 30.0
 
 
-def test_every_recipe_of_ours_is_written_down_whole() -> None:
+def test_every_shipped_recipe_is_written_completely() -> None:
     paths = sorted((Path(__file__).parents[2] / "recipes").glob("*.toml"))
     assert paths
     for path in paths:
@@ -56,7 +56,7 @@ def test_every_recipe_of_ours_is_written_down_whole() -> None:
         assert Recipe.model_validate_json(asked.model_dump_json()) == asked
 
 
-def test_a_run_is_called_as_its_recipe_says_or_its_file_or_its_model(tmp_path: Path) -> None:
+def test_a_run_is_named_by_its_recipe_its_file_or_its_model(tmp_path: Path) -> None:
     assert run_name(recipe(tmp_path), Path("recipes/edsr.toml")) == "invented"
     unnamed = recipe(tmp_path, run={"folder": str(tmp_path)})
     assert run_name(unnamed, Path("recipes/edsr.toml")) == "edsr"
@@ -66,7 +66,7 @@ def test_a_run_is_called_as_its_recipe_says_or_its_file_or_its_model(tmp_path: P
             run_name(recipe(tmp_path, run={"name": name}))
 
 
-def test_a_finished_run_is_left_alone_and_an_unfinished_one_goes_on(tmp_path: Path) -> None:
+def test_a_finished_run_stays_and_an_unfinished_one_continues(tmp_path: Path) -> None:
     asked = recipe(tmp_path)
     first = run_folder(asked)
     assert first == tmp_path / "invented"
@@ -82,19 +82,19 @@ def test_a_finished_run_is_left_alone_and_an_unfinished_one_goes_on(tmp_path: Pa
     assert run_folder(asked) == tmp_path / "invented-3"
 
 
-def test_a_run_of_another_model_or_of_other_data_has_a_folder_of_its_own(tmp_path: Path) -> None:
+def test_a_run_of_another_model_or_other_data_has_its_own_folder(tmp_path: Path) -> None:
     first = run_folder(recipe(tmp_path))
     assert run_folder(recipe(tmp_path, parallel={"pipeline": 2}, training={"steps": 40})) == first
     assert run_folder(recipe(tmp_path, model={"name": "gpt", "width": 64})) == tmp_path / "invented-2"
     assert run_folder(recipe(tmp_path, data={"name": "photos"})) == tmp_path / "invented-3"
 
 
-def test_a_folder_that_is_no_runs_is_left_alone(tmp_path: Path) -> None:
+def test_a_folder_of_no_run_stays_unchanged(tmp_path: Path) -> None:
     (tmp_path / "invented").mkdir()
     assert run_folder(recipe(tmp_path)) == tmp_path / "invented-2"
 
 
-def test_never_resumed_means_a_new_folder_but_for_ranks_that_are_started_anew(
+def test_resume_never_makes_a_new_folder_except_for_restarted_ranks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = recipe(tmp_path, run={"folder": str(tmp_path), "name": "invented", "resume": "never"})
@@ -105,7 +105,7 @@ def test_never_resumed_means_a_new_folder_but_for_ranks_that_are_started_anew(
     assert run_folder(asked) == second
 
 
-def test_a_run_that_somebody_writes_is_not_gone_on_with(tmp_path: Path) -> None:
+def test_a_run_that_a_process_is_writing_is_not_continued(tmp_path: Path) -> None:
     asked = recipe(tmp_path)
     folder = run_folder(asked)
     writing = MetricsFile(folder)
@@ -115,13 +115,13 @@ def test_a_run_that_somebody_writes_is_not_gone_on_with(tmp_path: Path) -> None:
         MetricsFile(folder)
 
 
-def test_a_folder_that_cannot_be_made_is_said_with_its_key(tmp_path: Path) -> None:
+def test_the_error_of_a_folder_that_cannot_be_made_has_its_key(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(RuntimeError, match=r"run\.folder.*Not a directory"):
         run_folder(recipe(tmp_path, run={"folder": str(tmp_path / "file"), "name": "x"}))
 
 
-def test_the_environment_says_where_and_no_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_names_the_hosts_and_no_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NETFOLD_TOKEN_FILE", "/hidden/place")
     monkeypatch.setenv("NETFOLD_ALGORITHM", "ring")
     monkeypatch.setenv("SOME_PASSWORD", "xyzzy")

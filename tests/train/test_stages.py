@@ -38,7 +38,7 @@ def test_a_heavy_last_layer_gets_a_stage_of_its_own() -> None:
     assert cut([1, 1, 1, 1, 4], 2) == Cut((0, 4, 5), (4, 4))
 
 
-def test_the_cut_says_what_it_is_and_how_far_from_even() -> None:
+def test_the_text_of_a_cut_has_the_stages_and_their_balance() -> None:
     assert cut([1, 2, 1, 4], 2).described(["embedding", "block0", "block1", "head"]) == (
         "4 layers in 2 stages: embedding to block1 (50%), head (50%); in brackets each stage's share of a pass. "
         "No other cut has a smaller largest stage; it is 0% above an even share"

@@ -41,12 +41,12 @@ def asked(grace_s: float, times: int, then: str) -> tuple[int, list[str], str, f
     return ended.returncode, ended.stdout.splitlines(), ended.stderr, time.monotonic() - began_s
 
 
-def test_a_process_that_is_asked_goes_on_and_leaves_in_order() -> None:
+def test_a_process_that_gets_sigterm_finishes_its_step_and_leaves() -> None:
     status, printed, _, _ = asked(20.0, 1, "leaves")
     assert (status, printed) == (0, ["asked True", "left in order"])
 
 
-def test_a_signal_that_comes_after_the_word_does_not_end_a_rank_that_is_leaving() -> None:
+def test_a_signal_after_the_vote_does_not_end_a_leaving_rank() -> None:
     # None of its own has come while it trained.
     status, printed, _, _ = asked(20.0, 0, "listens")
     assert (status, printed) == (0, ["left in order"])

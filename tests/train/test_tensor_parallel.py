@@ -30,7 +30,7 @@ def found() -> Iterator[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("style", STYLES)
-def test_a_stack_of_linear_layers_communicates_what_the_talk_says(found: dict[str, Any], style: str) -> None:
+def test_a_stack_of_linear_layers_communicates_as_published(found: dict[str, Any], style: str) -> None:
     forward, backward = {
         "colwise": ({"all_gather": LAYERS}, {"reduce_scatter": LAYERS}),
         "rowwise": ({"reduce_scatter": LAYERS}, {"all_gather": LAYERS}),
@@ -40,7 +40,7 @@ def test_a_stack_of_linear_layers_communicates_what_the_talk_says(found: dict[st
 
 
 @pytest.mark.parametrize("style", STYLES)
-def test_a_whole_model_saves_what_its_ends_do_not_need(found: dict[str, Any], style: str) -> None:
+def test_a_whole_model_saves_the_communication_of_its_ends(found: dict[str, Any], style: str) -> None:
     # Samples ask for no gradient, and every rank computes the loss of the whole output.
     forward, backward = {
         "colwise": ({"all_gather": LAYERS}, {"reduce_scatter": LAYERS - 1}),
@@ -51,7 +51,7 @@ def test_a_whole_model_saves_what_its_ends_do_not_need(found: dict[str, Any], st
 
 
 @pytest.mark.parametrize("style", STYLES)
-def test_a_block_of_a_transformer_communicates_once_a_half_or_once_a_layer(found: dict[str, Any], style: str) -> None:
+def test_a_transformer_block_communicates_once_per_half_or_once_per_layer(found: dict[str, Any], style: str) -> None:
     forward, backward = {
         "colwise": ({"all_gather": 4}, {"reduce_scatter": 2, "all_reduce": 2}),
         "rowwise": ({"reduce_scatter": 4, "all_reduce": 2}, {"all_gather": 6}),
@@ -85,23 +85,23 @@ SHARDED = [f"gpt, {how}, tensor 2 x fully_shard 2" for how in ("alternating", "s
 
 
 @pytest.mark.parametrize("case", CASES + SHARDED)
-def test_ranks_learn_what_one_process_learns(found: dict[str, Any], case: str) -> None:
+def test_tensor_ranks_learn_the_same_as_one_process(found: dict[str, Any], case: str) -> None:
     difference, moved = found[case]
     assert difference <= BOUND
     assert moved > 1e-3
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_outputs_are_those_of_the_whole_model(found: dict[str, Any], case: str) -> None:
+def test_outputs_equal_those_of_the_whole_model(found: dict[str, Any], case: str) -> None:
     assert found[f"outputs, {case}"] <= BOUND
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_what_every_tensor_rank_has_stays_the_same_bits(found: dict[str, Any], case: str) -> None:
+def test_replicated_weights_stay_equal_on_all_tensor_ranks(found: dict[str, Any], case: str) -> None:
     assert found[f"replicated, {case}"] == "same"
 
 
-def test_parts_are_put_together_again_whatever_they_belong_to(found: dict[str, Any]) -> None:
+def test_parts_of_weights_and_optimizer_states_are_joined(found: dict[str, Any]) -> None:
     assert found["momentum as parts"] <= BOUND
 
 
@@ -119,7 +119,7 @@ def test_a_part_keeps_no_more_memory_than_it_has_elements(found: dict[str, Any])
         ("sequence of features", "a stack of linear layers has no sequence"),
     ],
 )
-def test_what_cannot_be_cut_is_said_in_a_sentence(found: dict[str, Any], asked: str, said: str) -> None:
+def test_a_model_that_cannot_be_cut_is_an_error_in_one_sentence(found: dict[str, Any], asked: str, said: str) -> None:
     assert said in found[f"refused, {asked}"]
 
 

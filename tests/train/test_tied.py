@@ -119,7 +119,7 @@ def refused(rank: int, folder: Path, world: World) -> list[str]:
 FOUND = Cases(4, 200, [every_split, refused])
 
 
-def test_a_weight_shared_across_stages_learns_as_it_does_in_one_process() -> None:
+def test_a_weight_shared_across_stages_learns_the_same_as_in_one_process() -> None:
     alone = {layers: FOUND[every_split][0][f"alone {layers}"] for layers in (2, 4)}
     for rank, found in enumerate(FOUND[every_split]):
         for name, (layers, ranks, _) in SPLITS.items():
@@ -140,12 +140,12 @@ def test_copies_of_a_shared_weight_have_the_same_bits() -> None:
         assert len(copies) >= 2 and all(copy == copies[0] for copy in copies), name
 
 
-def test_one_process_goes_on_from_a_pipelines_checkpoint_of_a_shared_weight() -> None:
+def test_one_process_resumes_from_a_pipelines_checkpoint_of_a_shared_weight() -> None:
     losses, _, _ = FOUND[every_split][0]["gone on"]
     assert losses == pytest.approx(FOUND[every_split][0]["alone 2"][0][3:], rel=1e-4)
 
 
-def test_shared_weights_that_would_part_are_refused() -> None:
+def test_shared_weights_that_would_differ_are_an_error() -> None:
     tensor, interleaved = FOUND[refused][0]
     assert "layers.layer0.linear.weight and layers.layer1.linear.weight are one weight" in tensor
     assert "one weight, in two stages of one rank" in interleaved and "'1f1b'" in interleaved

@@ -50,14 +50,14 @@ def test_resnet_50_has_its_published_parameters_and_the_catalogues_arithmetic(re
     assert resnet50.flops == 3 * forward - first
 
 
-def test_resnet_50_is_cut_between_its_blocks_of_which_one_tensor_goes_on(resnet50: Traced) -> None:
+def test_resnet_50_is_cut_between_blocks_with_one_tensor_at_each_cut(resnet50: Traced) -> None:
     starts = {resnet50.parts[block.start].name: resnet50.parts[block.start] for block in resnet50.blocks}
     for stage, count in enumerate((3, 4, 6, 3)):
         for number in range(count):
             assert starts[f"layers.stage{stage}_block{number}.body.0.conv"].tensors == 1
 
 
-def test_resnet_50s_buckets_are_those_that_torch_makes_of_its_gradients(resnet50: Traced) -> None:
+def test_the_buckets_of_resnet_50_are_those_of_torch(resnet50: Traced) -> None:
     gradients = [torch.empty(each.elements, device="meta") for each in resnet50.gradients]
     limits = [dist._DEFAULT_FIRST_BUCKET_BYTES, 25 * 2**20]
     torchs, _ = dist._compute_bucket_assignment_by_size(gradients, limits)
@@ -74,7 +74,7 @@ def test_resnet_50s_buckets_are_those_that_torch_makes_of_its_gradients(resnet50
         ("resnet18", {}, "4x3x32x32", "4:int64", None),
     ],
 )
-def test_it_agrees_to_the_digit_with_what_a_recipes_chain_measures(
+def test_a_trace_equals_the_measured_layers_of_a_recipe(
     name: str, options: dict[str, Any], given: str, target: str, learnt: int | None
 ) -> None:
     asked = Factory.model_validate({"name": name} | options)
@@ -104,7 +104,7 @@ def zeros(said: str) -> Tensor:
     return torch.zeros(asked.shape, dtype=asked.dtype)
 
 
-def test_gradients_come_in_the_order_in_which_a_real_backward_pass_completes_them() -> None:
+def test_traced_gradients_have_the_order_of_a_real_backward_pass() -> None:
     torch.manual_seed(0)
     asked = Factory.model_validate({"name": "gpt", "layers": 2, "width": 16, "heads": 2, "context": 8})
     found = trace(lambda: make_model(asked), "2x8:int64")
@@ -116,13 +116,13 @@ def test_gradients_come_in_the_order_in_which_a_real_backward_pass_completes_the
     assert [each.elements for each in found.gradients] == order
 
 
-def test_what_it_says_of_more_samples_is_what_a_trace_of_them_says() -> None:
+def test_a_trace_scaled_to_more_samples_equals_a_trace_of_them() -> None:
     few, many = (trace("gpt:layers=1", f"{samples}x32:int64") for samples in (2, 6))
     for one, other in zip(few.layers(ShardSpec(6)), many.layers(ShardSpec(6)), strict=True):
         assert (one.forward, one.backward, one.kept_bytes) == (other.forward, other.backward, other.kept_bytes)
 
 
-def test_nothing_is_allocated() -> None:
+def test_a_trace_allocates_no_memory() -> None:
     # Eight terabytes.
     found = trace(lambda: nn.Linear(1_000_000, 2_000_000), "4x1000000")
     assert found.parameters == 2e12 + 2e6
@@ -140,7 +140,7 @@ class Dropped(nn.Module):
         return mixed
 
 
-def test_dropout_keeps_a_byte_an_element_and_inside_attention_nothing() -> None:
+def test_dropout_keeps_one_byte_per_element_and_none_inside_attention() -> None:
     found = {part.name: part for part in trace(Dropped, "8x64").parts}
     assert found["dropout"].kept == TensorSize(other_bytes=8 * 64)
     (attention,) = found["itself"].forward.matmuls
@@ -159,7 +159,7 @@ class Deep(nn.Module):
         return x
 
 
-def test_checkpointing_keeps_less_and_computes_again() -> None:
+def test_activation_checkpointing_keeps_less_and_computes_more() -> None:
     plain, again = (trace(lambda again=again: Deep(again), "8x64") for again in (False, True))
     kept = [sum((part.kept for part in model.parts), TensorSize()).elements for model in (plain, again)]
     # Of each block what it is given.
@@ -193,7 +193,7 @@ class Tied(nn.Module):
         return {"logits": self.words(tokens) @ self.words.weight.t()}
 
 
-def test_tied_weights_are_one_and_unused_ones_are_noted() -> None:
+def test_tied_weights_count_once_and_unused_weights_are_noted() -> None:
     found = trace(Tied, "tokens=2x8:int64")
     assert found.parameters == 1600 + 20 and [each.elements for each in found.gradients] == [1600]
     assert "20 parameters are unused; DDP needs find_unused_parameters=True" in found.notes[0]
@@ -259,7 +259,9 @@ def lost() -> nn.Module:
         ("gpt", ("0x8:int64",), "a dimension is 0"),
     ],
 )
-def test_what_cannot_be_traced_is_a_sentence(what: str, inputs: tuple[str, ...], reason: str) -> None:
+def test_a_model_that_cannot_be_traced_is_an_error_in_one_sentence(
+    what: str, inputs: tuple[str, ...], reason: str
+) -> None:
     with pytest.raises(TraceError, match=reason):
         trace(what, *inputs)
 
@@ -269,7 +271,7 @@ def plan(*arguments: str) -> tuple[int, str]:
     return result.exit_code, " ".join(result.output.split())
 
 
-def test_the_verbs_take_a_module_and_say_what_is_wrong_with_it() -> None:
+def test_the_commands_accept_a_module_and_report_its_errors() -> None:
     tiny = "gpt:layers=1,width=32,vocabulary=64"
     code, said = plan(
         "--module", tiny, "--input", "4x32:int64", "--cluster", "dgx-a100", "--ranks", "8", "--batch", "64"

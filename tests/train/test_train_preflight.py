@@ -26,7 +26,7 @@ def few_files(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("one_rank", "few_files")
-def test_hosts_on_which_training_would_fail_are_named_with_what_to_do(capsys: pytest.CaptureFixture[str]) -> None:
+def test_hosts_on_which_training_would_fail_are_named_with_advice(capsys: pytest.CaptureFixture[str]) -> None:
     assert not preflight(toy_recipe())
     said = capsys.readouterr().err
     assert "200 files may be open" in said and "ulimit -n 4096" in said

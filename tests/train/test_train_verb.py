@@ -129,7 +129,7 @@ def until_caught(process: subprocess.Popen[str], number: signal.Signals, timeout
 
 
 @pytest.mark.jobs
-def test_alone_it_starts_ranks_and_leaves_a_folder_from_which_they_go_on(tmp_path: Path, recipe: Path) -> None:
+def test_the_command_starts_ranks_and_resumes_from_their_folder(tmp_path: Path, recipe: Path) -> None:
     env = environment(tmp_path)
     command = [*VERB, str(recipe), *settings(parallel__data=2, checkpoint__every=2, checkpoint__asynchronous="false")]
     # A rank is killed when it reads the batch of step 6, in step 5: all start anew, and go on after step 4.
@@ -196,7 +196,7 @@ def test_alone_it_starts_ranks_and_leaves_a_folder_from_which_they_go_on(tmp_pat
 
 
 @pytest.mark.jobs
-def test_what_no_restart_cures_is_told_in_one_sentence_and_ends_the_job(tmp_path: Path, recipe: Path) -> None:
+def test_an_error_that_a_restart_would_repeat_ends_the_job_with_one_sentence(tmp_path: Path, recipe: Path) -> None:
     status, _, err = ended(start([*VERB, str(recipe), "--set", "data.breaks_at=20"], environment(tmp_path)))
     assert status == 1
     said = [line for line in err.splitlines() if line.startswith("netfold train: ")]
@@ -207,7 +207,7 @@ def test_what_no_restart_cures_is_told_in_one_sentence_and_ends_the_job(tmp_path
 
 
 @pytest.mark.jobs
-def test_a_policy_that_stops_the_run_has_a_status_of_its_own_one_sentence_and_no_restart(
+def test_a_policy_that_stops_the_run_has_its_own_status_one_sentence_and_no_restart(
     tmp_path: Path, recipe: Path
 ) -> None:
     command = [*VERB, str(recipe), *settings(parallel__data=2, data__nan_at=20, fault_tolerance__restarts=3)]
@@ -220,7 +220,7 @@ def test_a_policy_that_stops_the_run_has_a_status_of_its_own_one_sentence_and_no
 
 
 @pytest.mark.jobs
-def test_a_signal_to_the_verb_leaves_no_process_behind(tmp_path: Path, recipe: Path) -> None:
+def test_a_signal_to_the_command_leaves_no_process(tmp_path: Path, recipe: Path) -> None:
     long = ["--set", "training.steps=100000000"]
     sent, counts = (signal.SIGTERM, signal.SIGINT, signal.SIGKILL), (2, 1, 1)
     verbs = [
@@ -250,7 +250,7 @@ def test_a_signal_to_the_verb_leaves_no_process_behind(tmp_path: Path, recipe: P
 
 
 @pytest.mark.jobs
-def test_sigterm_before_training_is_a_request_to_be_started_again(tmp_path: Path, recipe: Path) -> None:
+def test_sigterm_before_training_has_the_status_of_a_stopped_run(tmp_path: Path, recipe: Path) -> None:
     env = environment(tmp_path)
     starting, training = (start([*VERB, str(recipe), *settings(training__steps=100_000_000)], env) for _ in range(2))
     # The one is still loading torch, the other's rank is; or they train already, and the answer is the same.
@@ -307,7 +307,7 @@ def test_under_open_mpi_each_process_is_a_rank(tmp_path: Path, recipe: Path) -> 
     assert out.count(TRAINED) == 1 and out.rstrip().endswith("on 2 ranks")
 
 
-def test_what_is_wrong_is_said_before_anything_starts(
+def test_errors_are_reported_before_a_rank_starts(
     tmp_path: Path, recipe: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     started: list[object] = []

@@ -6,7 +6,7 @@ import pytest
 from training import TINY_GPT, changed, trained
 
 
-def test_two_ranks_learn_what_one_does() -> None:
+def test_two_ranks_learn_the_same_as_one() -> None:
     (alone,), (outcomes,) = trained([TINY_GPT], 1), trained([changed(TINY_GPT, parallel={"data": 2})], 2)
     assert all(outcome == outcomes[0] for outcome in outcomes)
     # Four steps of f32: sums of the same gradients in another order. Losses are about 5.

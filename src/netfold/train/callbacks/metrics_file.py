@@ -132,8 +132,7 @@ class Metrics:
 
     def _start(self, line: Line) -> None:
         done = self.steps[-1]["step"] if self.steps else 0
-        _forget_after(self.steps, line["step"])
-        _forget_after(self.evaluations, line["step"])
+        self._forget_after(line["step"])
         if self.starts and (self.ended is None or self.ended["reason"] not in ("done", "SIGTERM")):
             self.restarts += 1
             self.steps_repeated += max(0, done - line["step"])
@@ -141,6 +140,11 @@ class Metrics:
             self.seconds_lost += line["time"] - since["time"]
         self.starts.append(line)
         self.ended = None
+
+    def _forget_after(self, step: int) -> None:
+        for lines in (self.steps, self.evaluations):
+            while lines and lines[-1]["step"] > step:
+                lines.pop()
 
 
 def read_metrics(folder: Path) -> Metrics:
@@ -163,8 +167,7 @@ def read_metrics(folder: Path) -> Metrics:
             found._start(line)
         elif kind == "step":
             # Training may also go back to a checkpoint without a new start.
-            _forget_after(found.steps, step - 1)
-            _forget_after(found.evaluations, step - 1)
+            found._forget_after(step - 1)
             found.steps.append(line)
         elif kind == "evaluation":
             found.evaluations.append(line)
@@ -185,11 +188,6 @@ def is_held(folder: Path) -> bool:
     except BlockingIOError:
         return True
     return False
-
-
-def _forget_after(lines: list[Line], step: int) -> None:
-    while lines and lines[-1]["step"] > step:
-        lines.pop()
 
 
 def metric_words(metric: Metric) -> dict[str, Any]:

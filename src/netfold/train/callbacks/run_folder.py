@@ -55,7 +55,7 @@ def run_folder(recipe: Recipe, file: Path | None = None) -> Path:
     if rank == 0:
         try:
             chosen[0] = _choose(recipe, name)
-            _replace(chosen[0] / RESOLVED, written)
+            write_whole(chosen[0] / RESOLVED, written)
             _add_start(chosen[0] / ENVIRONMENT, ranks)
         except OSError as error:
             chosen[1] = f"no folder for the run could be made in {recipe.run.folder} (run.folder): {error}"
@@ -105,8 +105,8 @@ def _goes_on(folder: Path, recipe: Recipe) -> bool:
     return same and not read_metrics(folder).is_finished and not is_held(folder)
 
 
-def _replace(path: Path, text: str) -> None:
-    """Write a file completely or not at all."""
+def write_whole(path: Path, text: str) -> None:
+    """Write a file completely or not at all. Raises OSError."""
     new = path.with_name(path.name + ".new")
     new.write_text(text, encoding="utf-8")
     os.replace(new, path)
@@ -127,7 +127,7 @@ def _add_start(path: Path, ranks: list[dict[str, Any]]) -> None:
             "ranks": ranks,
         }
     )
-    _replace(path, json.dumps({"starts": starts}, indent=1))
+    write_whole(path, json.dumps({"starts": starts}, indent=1))
 
 
 def _rank_facts(rank: int) -> dict[str, Any]:

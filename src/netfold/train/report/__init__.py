@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import base64
 import json
-import os
 import statistics
 import time
 from collections.abc import Sequence
@@ -20,6 +19,7 @@ from netfold import units
 from netfold.page.escape import escape
 from netfold.page.layout import render_layout
 from netfold.train.callbacks.metrics_file import NAME, Metrics, read_metrics, result
+from netfold.train.callbacks.run_folder import write_whole
 from netfold.train.events import Callback, Ended, Evaluated, Started
 from netfold.train.examples import Panel
 from netfold.train.report.communication import communication
@@ -67,11 +67,8 @@ def write_report(folder: Path) -> Path:
     Raises ValueError if there is no run or the run has not begun, OSError if a file cannot be written.
     Cost: reading metrics.jsonl, about 20 microseconds a line, and the profile.
     """
-    page = folder / PAGE
-    new = page.with_name(PAGE + ".new")
-    new.write_text(_render(folder), encoding="utf-8")
-    os.replace(new, page)
-    return page
+    write_whole(folder / PAGE, _render(folder))
+    return folder / PAGE
 
 
 def _render(folder: Path) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from netfold.profile.overlap import each_step
 from netfold.profile.page import advice, limitations, render_page, text
 from netfold.profile.run import RunError, read_run
 from netfold.train.callbacks.profiling import NAME
+from netfold.train.callbacks.run_folder import write_whole
 
 PAGE = "profile.html"
 
@@ -31,9 +31,7 @@ def communication(folder: Path) -> str:
         return f"<p>No profile: {escape(error)}</p>"
     findings = analyse(run)
     findings = replace(findings, advice=advise(run, findings))
-    new = folder / f"{PAGE}.new"
-    new.write_text(render_page(findings, run, each_step=each_step(run)), encoding="utf-8")
-    os.replace(new, folder / PAGE)
+    write_whole(folder / PAGE, render_page(findings, run, each_step=each_step(run)))
     steps = f"{findings.steps.count} steps were recorded. " if findings.steps is not None else ""
     return (
         f"<p>{steps}{escape(text.headline(findings))}</p>{limitations(findings)}{facts_of(text.facts(findings))}"

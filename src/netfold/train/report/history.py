@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 from operator import itemgetter
 from pathlib import Path
@@ -43,20 +42,22 @@ def _text(line: Line) -> str:
 
 def _evaluations(metrics: Metrics) -> str:
     metric = metrics.starts[-1]["metric"]
-
-    def value(name: str, line: Line) -> Any:
-        return line["values"].get(name)
-
-    def text(name: str, number: float) -> str:
-        return with_unit(number, metric["unit"] if name == metric["name"] else "")
-
-    names = dict.fromkeys([metric["name"], *metrics.evaluations[-1]["values"]])
+    units_of = {metric["name"]: metric["unit"]}
+    for name in metrics.evaluations[-1]["values"]:
+        units_of.setdefault(name, "")
     columns: list[Column[Line]] = [Column("step", itemgetter("step"), units.count)]
-    for name in names:
-        of_name, in_words = functools.partial(value, name), functools.partial(text, name)
-        columns.append(Column(name, of_name, in_words, unknown="it was not a number"))
+    columns += [_value_column(name, unit) for name, unit in units_of.items()]
     columns.append(Column("took", itemgetter("seconds"), units.seconds))
     return table("evaluations", "Each evaluation of the held-out samples.", columns, metrics.evaluations)
+
+
+def _value_column(name: str, unit: str) -> Column[Line]:
+    return Column(
+        name,
+        lambda line: line["values"].get(name),
+        lambda number: with_unit(number, unit),
+        unknown="it was not a number",
+    )
 
 
 def provenance(folder: Path) -> str:
