@@ -79,9 +79,7 @@ def test_rows_are_sent_in_the_precision_of_the_recipe(found: list[dict[str, Any]
         ("row", "sample 1 of its batch reads row 3 of table 1, which has 3 rows"),
     ],
 )
-def test_tables_that_cannot_be_divided_are_an_error_in_one_sentence(
-    found: list[dict[str, Any]], asked: str, said: str
-) -> None:
+def test_tables_that_cannot_be_divided_are_an_error(found: list[dict[str, Any]], asked: str, said: str) -> None:
     assert all(said in rank[f"refused, {asked}"] for rank in found)
 
 

@@ -83,9 +83,7 @@ def test_bytes_per_parameter_equal_those_of_ddp_and_fsdp2() -> None:
         ("zero-bubble-v", 2, [4, 4, 4, 4]),
     ],
 )
-def test_the_number_of_passes_that_wait_for_their_backward_pass(
-    schedule: str, microbatches: int, kept: list[int]
-) -> None:
+def test_the_number_of_passes_before_their_backward_pass(schedule: str, microbatches: int, kept: list[int]) -> None:
     asked = recipe(parallel={"pipeline": 4, "schedule": schedule, "microbatches": microbatches})
     shares = split(asked, 4)
     assert [passes_kept(asked, shares, rank) for rank in range(4)] == kept

@@ -259,9 +259,7 @@ def lost() -> nn.Module:
         ("gpt", ("0x8:int64",), "a dimension is 0"),
     ],
 )
-def test_a_model_that_cannot_be_traced_is_an_error_in_one_sentence(
-    what: str, inputs: tuple[str, ...], reason: str
-) -> None:
+def test_a_model_that_cannot_be_traced_is_an_error(what: str, inputs: tuple[str, ...], reason: str) -> None:
     with pytest.raises(TraceError, match=reason):
         trace(what, *inputs)
 
