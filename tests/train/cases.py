@@ -1,6 +1,6 @@
-"""Cases that share one world of ranks: each is a function of (rank, folder, world), and has a test of what it returned.
+"""Cases that share one world of ranks. A case is a function of (rank, folder, world); a test checks its results.
 
-`world(size)` makes ranks 0..size-1 a job of their own for a while.
+`world(size)` makes ranks 0..size-1 a job of their own within a `with` block.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ Case = Callable[[int, Path, World], Any]
 
 
 class Cases:
-    """What `cases` returned on each of `ranks` ranks.
+    """The results of `cases` on each of `ranks` ranks.
 
-    They run when the first is asked for, within `around`, which gives them their environment.
+    All cases run at the first access, within `around`, which returns their environment variables.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class Cases:
         self._found: list[dict[str, tuple[Any, str]]] = []
 
     def __getitem__(self, case: Case) -> list[Any]:
-        """By rank. Fails with the traceback of a rank on which it failed."""
+        """The results of a case by rank. Fails with the traceback of a rank on which the case failed."""
         if not self._found:
             with self._around() as env:
                 self._found = values(run_ranks(_run, self._ranks, self._cases, env=env, timeout_s=self._timeout_s))
@@ -47,11 +47,11 @@ class Cases:
 
 
 def _run(rank: int, size: int, folder: str, cases: Sequence[Case]) -> dict[str, tuple[Any, str]]:
-    """case -> (what it returned, or the traceback of what it raised)."""
+    """case -> (its result, the traceback of its error)."""
     import torch
 
     torch.set_num_threads(1)
-    # Ranks outside a smaller world wait for it where the next begins. `run_ranks` has the deadline of all.
+    # Ranks outside a smaller world wait at the begin of the next one. `run_ranks` has the deadline of all cases.
     os.environ["NETFOLD_JOIN_TIMEOUT_S"] = "1500"
     found: dict[str, tuple[Any, str]] = {}
     took: dict[str, float] = {}
@@ -68,7 +68,7 @@ def _run(rank: int, size: int, folder: str, cases: Sequence[Case]) -> dict[str, 
 
 
 def _worlds(rank: int, stores: Path) -> World:
-    """Ranks of a smaller world have torch.distributed, the others None. `stores` is a folder of these worlds' alone."""
+    """Ranks of the smaller world get torch.distributed, other ranks None. stores: a folder only for these worlds."""
     import torch.distributed as dist
 
     numbers = itertools.count()

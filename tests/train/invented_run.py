@@ -1,4 +1,4 @@
-"""A run that nobody trained: what a trainer would tell its listeners."""
+"""An invented run: the events that a trainer would send to its callbacks."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def started(asked: Recipe, step: int = 0) -> Started:
 
 
 def stepped(step: int, attempt: int = 0) -> Stepped:
-    """A value of its own in every field and every step; in a later attempt of the run, others."""
+    """A distinct value in every field of every step and of every attempt."""
     at = step + 100 * attempt
     norm = None if step < 3 else 1.0 + at / 64
     return Stepped(step, 5.0 - at / 128, 1e-3 / at, norm, 0.03 + at / 1024, at / 65536, step * BATCH)
@@ -48,7 +48,7 @@ def evaluated(step: int, attempt: int = 0) -> Evaluated:
 
 
 def goes_through(asked: Recipe, first: int, last: int, attempt: int = 0) -> list[Any]:
-    """What is told of steps first+1..last, without an end."""
+    """The events of steps first+1..last, without an end."""
     events: list[Any] = [started(asked, first)]
     for step in range(first + 1, last + 1):
         events.append(stepped(step, attempt))
@@ -57,7 +57,7 @@ def goes_through(asked: Recipe, first: int, last: int, attempt: int = 0) -> list
 
 
 def a_run_that_was_cut_off_and_went_on(asked: Recipe) -> list[list[Any]]:
-    """Killed after step 13, gone on with after step 10. Its numbers, notes and a loss that is none."""
+    """The events of a run that is killed after step 13 and resumed after step 10, with a note and a loss of NaN."""
     bad = stepped(7)
     first = [bad_one(event, bad) for event in goes_through(asked, 0, 13)]
     first.insert(9, Noted(7, "warning", "the loss of step 7 is <nan>: the step was left out"))
@@ -82,7 +82,7 @@ def tell(listeners: Sequence[Callback], events: Sequence[Any]) -> None:
 
 
 class Failing(Callback):
-    """Raises from every call while `error` is there."""
+    """Raise `error` in every call, unless it is None."""
 
     def __init__(self, error: Exception | None) -> None:
         self.error = error

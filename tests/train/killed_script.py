@@ -1,4 +1,4 @@
-"""Trains a toy job under torchrun; in each attempt but the last one rank kills itself at a random moment.
+"""Train a toy job under torchrun. In each attempt except the last, one rank kills itself at a random moment.
 
 killed_script.py FOLDER SEED KILLS STEPS
 """

@@ -17,7 +17,7 @@ from netfold.train import Batch, Data
 from netfold.train.datasets import make_data, text
 from netfold.train.recipe import Factory
 
-# Not the beginning of any file format that is read.
+# No supported file format begins with these bytes.
 GARBAGE = b"this is no picture, no table and no archive"
 
 FASHION = Path("/usr/share/datasets/fashion-mnist")
@@ -79,7 +79,7 @@ def idx(array: np.ndarray) -> bytes:
 
 
 def fashion(root: Path) -> Path:
-    """Pictures of class c are about 80 c everywhere, so the nearest mean is right, except for one wrong label."""
+    """Pictures of class c have values of about 80 c, so the nearest mean is right, except for one wrong label."""
     draw = np.random.default_rng(5)
     root.mkdir()
     for part, count in (("train", 30), ("t10k", 10)):
@@ -94,7 +94,7 @@ def fashion(root: Path) -> Path:
 
 
 def python(root: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A standard library of 40 files, a copy of one of them, and a test, which is left out."""
+    """Make a standard library of 40 files, a copy of one of them, and a test, which is left out."""
     (root / "json").mkdir(parents=True)
     (root / "test").mkdir()
     for number in range(40):

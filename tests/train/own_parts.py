@@ -1,4 +1,4 @@
-"""A model and data of a user's own, as "own_parts:line" and "own_parts:numbers": small, and quick to import."""
+"""A user's model and data, as "own_parts:line" and "own_parts:numbers": small, and quick to import."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from netfold.train import Batch, Chain, Data, Metric, Model
 
 
 def line(width: int = 4, layers: int = 3, heads: int = 4, planned: bool = False) -> Model:
-    """Linear layers in a row: [n, width] -> [n, 1]."""
+    """Linear layers in sequence: [n, width] -> [n, 1]."""
     parts: list[tuple[str, nn.Module]] = [(f"layer{number}", nn.Linear(width, width)) for number in range(layers - 1)]
     return Model(Chain([*parts, ("last", nn.Linear(width, 1))]), functional.mse_loss, alternate if planned else None)
 
@@ -51,7 +51,7 @@ def numbers(
     dies_at: int | None = None,
     nan_at: int | None = None,
 ) -> Data:
-    """Sums of random numbers. At a sample the data may break, end its process in the first attempt, or be no number."""
+    """Sums of random numbers. A sample may raise an error, kill its process in the first attempt, or be NaN."""
     if folder is not None:
         (folder / "numbers.txt").read_text()
     assert isinstance(folder, Path | None)

@@ -1,4 +1,4 @@
-"""A model and data of a moment's work, for tests of what goes wrong: every sample carries its number."""
+"""A small model and its data, for tests of failures. Every sample contains its number."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ EXAMPLES = 96
 
 
 class Numbers:
-    """Example i: [i, features of i] -> a function of them. `change` may spoil a batch, or raise."""
+    """Example i: [i, features of i] -> a function of the features. `change` may change a batch, or raise an error."""
 
     def __init__(self, change: Callable[[Sequence[int], Tensor], None] | None = None) -> None:
         generator = torch.Generator().manual_seed(7)
@@ -37,7 +37,7 @@ class Numbers:
 
 
 class First(nn.Module):
-    """Takes the number off, tells who listens, and draws: dropout and running means are things that a run can lose."""
+    """Pass the numbers of the samples to `forward`. Has dropout and running means, which a run could lose."""
 
     def __init__(self, noisy: bool, forward: Callable[[list[int]], None] | None) -> None:
         super().__init__()
@@ -80,7 +80,7 @@ def toy_recipe(**sections: dict[str, Any]) -> Recipe:
 
 @dataclass
 class Recorder(said.Callback):
-    """A listener that keeps what it is told, and may do something after a step."""
+    """A callback that records events, and calls `after` after each step."""
 
     after: Callable[[int], None] | None = None
     notes: list[str] = field(default_factory=list)
@@ -100,7 +100,7 @@ class Recorder(said.Callback):
 
 
 class InterruptedRunError(Exception):
-    """A test ends a run in the middle, on every rank after the same step."""
+    """The error by which a test ends a run, on every rank after the same step."""
 
 
 def interrupt_at(step: int) -> Callable[[int], None]:

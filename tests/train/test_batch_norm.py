@@ -1,4 +1,4 @@
-"""Runs of ranks normalise as one batch: the same as torch's batch norm of that batch on one; two runs of two ranks."""
+"""Two groups of two ranks: each normalises as torch's batch norm does on one process with the group's whole batch."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from ranks import run_ranks, values
 
 @pytest.fixture(scope="module")
 def found() -> list[dict[str, Any]]:
-    """What each of the ranks saw."""
+    """The results of each rank."""
     return values(run_ranks(_rank, 4, timeout_s=150))
 
 
 def test_two_ranks_normalise_as_one_rank_with_both_batches(found: list[dict[str, Any]]) -> None:
-    """f64, samples that differ in number: outputs, gradients of x, weight and bias, running statistics."""
+    """In f64, with unequal numbers of samples: outputs, gradients of x, weight and bias, running statistics."""
     for rank in found:
         for case in "images", "rows", "unaffine", "cumulative":
             assert max(rank[case].values()) < 1e-12, f"{case}: {rank[case]}"
@@ -28,7 +28,7 @@ def test_two_runs_of_ranks_are_independent(found: list[dict[str, Any]]) -> None:
 
 
 def test_the_gradient_equals_finite_differences(found: list[dict[str, Any]]) -> None:
-    """Of every element, through the outputs of both ranks. f64, central, step 1e-6: errors of 1e-9."""
+    """For every element, through the outputs of both ranks. Central differences in f64, step 1e-6: errors of 1e-9."""
     for rank in found:
         assert rank["finite differences"] < 1e-7
 
@@ -43,7 +43,7 @@ def test_a_variance_far_smaller_than_the_mean_is_not_lost(found: list[dict[str, 
 def test_bf16_input_gives_bf16_output_and_is_normalised_in_f32(found: list[dict[str, Any]]) -> None:
     for rank in found:
         assert rank["bf16"]["dtypes"] == ["torch.bfloat16", "torch.bfloat16", "torch.float32"]
-        # The output's rounding alone: half a unit of 2^-8 of values up to 4.
+        # Only the output is rounded: by half a unit of 2^-8 of values up to 4.
         assert rank["bf16"]["difference"] <= 4 * 2.0**-9
 
 
@@ -65,7 +65,7 @@ def test_replacing_layers_keeps_names_and_parameters(found: list[dict[str, Any]]
 def test_a_model_whose_ranks_all_normalise_together_has_the_gradients_of_one_process(
     found: list[dict[str, Any]],
 ) -> None:
-    """Through `parallelise` and DDP, four ranks in one run."""
+    """Through `parallelise` and DDP, with four ranks in one group."""
     for rank in found:
         assert rank["trained"] < 1e-12
 
@@ -114,7 +114,7 @@ def _rank(rank: int, size: int, folder: str) -> dict[str, Any]:
 
 
 def _batches(shape: tuple[int, ...], samples: tuple[int, int] = (5, 2)) -> tuple[Any, Any, slice]:
-    """x and a gradient for the outputs of this rank's run, f64, and which samples are this rank's."""
+    """x and a gradient of the outputs of this rank's group, f64, and the samples of this rank."""
     import torch
     import torch.distributed as dist
 
@@ -125,7 +125,7 @@ def _batches(shape: tuple[int, ...], samples: tuple[int, int] = (5, 2)) -> tuple
 
 
 def _compared(norm: Any, shape: tuple[int, ...], group: Any, samples: tuple[int, int] = (5, 2)) -> dict[str, float]:
-    """The greatest differences from torch's layer on both ranks' samples, after two steps."""
+    """The largest differences from torch's layer on both ranks' samples, after two steps."""
     import copy
 
     import torch
@@ -269,7 +269,7 @@ def _kept(mesh: Any) -> bool:
 
 
 def _trained(mesh: Any) -> float:
-    """The greatest difference of a gradient."""
+    """The largest difference of a gradient."""
     import torch
     from torch.nn import functional
 

@@ -1,4 +1,4 @@
-"""Who is told: chosen by the recipe; what fails ends nothing; what each one shows."""
+"""Callbacks: the recipe chooses them, a failing one does not end the run, and each shows its part of the events."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def test_on_a_terminal_one_line_is_updated_and_then_removed(tmp_path: Path, monk
     tell([progress], [*goes_through(recipe(tmp_path), 0, 4), Ended(4, "SIGTERM", 1.0)])
     shown = text.getvalue()
     assert "step 1/20" in shown and "step 4/20" in shown
-    # The line is cut and not wrapped, and the cursor that was hidden is there again.
+    # The line is cut and not wrapped, and the hidden cursor is shown again.
     assert "…" in shown and shown.rindex("\x1b[?25h") > shown.rindex("\x1b[?25l")
     assert "ended after step 4, in 1 s: SIGTERM" in shown
 
@@ -156,7 +156,7 @@ def test_tensorboard_shows_each_step_of_a_resumed_run_once(tmp_path: Path) -> No
 
 
 class Calls:
-    """Stands in for a package of a tracker: remembers what was called with what."""
+    """A fake package of a tracker, which records its calls and their arguments."""
 
     def __init__(self, **answers: Any) -> None:
         self.made: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []
@@ -189,7 +189,7 @@ def test_wandb_gets_its_own_calls_and_a_resumed_run_keeps_its_id(
     calls = Calls(init=run)
     monkeypatch.setitem(sys.modules, "wandb", as_package(calls, "init"))
     for events in a_run_that_was_cut_off_and_went_on(asked):
-        # A finished run takes no alert: the real one raises.
+        # A finished run accepts no alert: the real package raises an error.
         late = [Noted(STEPS, "warning", "another failed at the end")] if isinstance(events[-1], Ended) else []
         tell([Wandb(tmp_path, 1, exposed)], [*events, *late])
     (_, first), (_, second) = calls.of("init")

@@ -25,7 +25,7 @@ def chain(name: str, **options: object) -> Chain:
 @pytest.mark.parametrize(
     ("asked", "published"),
     [
-        # Lim et al. 2017, table 1: 1.5M and 43M at x4. These are the numbers of their code; x2 has a smaller tail.
+        # Lim et al. 2017, table 1: 1.5M and 43M at x4. These numbers are from the authors' code; x2 has a smaller tail.
         ({"name": "edsr-baseline", "scale": 4}, 1_517_571),
         ({"name": "edsr-large", "scale": 4}, 43_089_923),
         ({"name": "edsr-baseline"}, 1_369_859),
@@ -33,7 +33,7 @@ def chain(name: str, **options: object) -> Chain:
         # torchvision's numbers.
         ({"name": "resnet18", "classes": 1000}, 11_689_512),
         ({"name": "resnet50", "classes": 1000}, 25_557_032),
-        # GPT-2's number, and separate weights of the logits.
+        # GPT-2's number plus separate weights of the logits.
         ({"name": "gpt", **GPT2_SMALL}, 124_439_808 + 50257 * 768),
         # BERT-base's number without the pooler and the two segments, and separate weights of the logits.
         ({"name": "bert", **BERT_BASE}, 109_482_240 - (768 * 768 + 768) - 2 * 768 + 30522 * 768),

@@ -1,8 +1,8 @@
-"""Data parallel, ZeRO and precision: two ranks learn, bit for bit, what one rank learns that adds up two parts.
+"""Data parallel, ZeRO and precision: two ranks learn the same bits as one rank that accumulates two parts.
 
-Why the same bits: one rank's parts are the ranks' shares, and both ways a gradient is fl(g0/2 + g1/2): halving is
-exact, the sum of two has no order, and what an optimizer does with it is done element by element, however the elements
-are shared out. Only f16 has numbers so small, next to the gradients here, that halving rounds them.
+The parts of one rank are the shares of two ranks, and both compute a gradient as fl(g0/2 + g1/2). Halving is exact, a
+sum of two terms has no order, and the optimizer works element by element under every division of the elements. Only
+f16 has gradients here that are so small that halving rounds them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ ZEROS = (0, 1, 2, 3)
 GPT = changed(
     {**TINY_GPT, "data": {"name": f"{__name__}:source", "context": TINY_GPT["data"]["context"]}},
     model={"layers": 2, "width": 16},
-    # Evaluated in mid-run: what ZeRO 2 has gathered for it must not be what the next step computes with.
+    # Evaluated in mid-run: the next step must not compute with weights that ZeRO 2 gathered for the evaluation.
     training={"evaluate_every": 2, "accumulate": 2},
     optimizer={"name": "adamw", "lr": 0.01},
 )
@@ -34,7 +34,7 @@ LARGER = changed(
     data={"context": 8},
 )
 TOO_LARGE = 2.0**20
-# Not Adam, which makes a whole step of a gradient that is nothing but rounding (a key's bias has no other).
+# Not Adam, which makes a whole step of a gradient that is only rounding, such as that of a key's bias.
 HALF = changed(GPT, training={"precision": "f16"}, optimizer={"name": "sgd", "lr": 0.1})
 SCALED = changed(HALF, training={"steps": 6})
 
@@ -44,13 +44,13 @@ class Learnt:
     losses: tuple[float, ...]
     metric: float
     weights: dict[str, np.ndarray[Any, Any]]
-    """f32, whole, rounded to what is computed in."""
+    """Whole, in f32, rounded to the precision of computation."""
     notes: list[str]
     skipped: list[bool]
     changed: list[bool]
-    """Whether a step changed a weight that is here."""
+    """Whether a step changed a weight of this rank."""
     sums_a_step: float
-    """all_reduces and reduce_scatters over the data axis."""
+    """The number of all_reduce and reduce_scatter calls over the data axis."""
     buffers: dict[str, np.ndarray[Any, Any]]
     loss_scale: float
 
@@ -112,10 +112,10 @@ def test_two_ranks_learn_the_same_as_one_rank_with_the_whole_batch(
     expected = alone["whole"].losses
     for rank in together:
         found = rank[f"f32 zero {zero}"].losses
-        # A mean of terms of one sign: each of n - 1 additions rounds by 2**-24 of what is there at most, either way.
+        # A mean of terms of one sign: each of n - 1 additions rounds by at most 2**-24 of the sum so far, up or down.
         terms = GPT["training"]["batch"] * GPT["data"]["context"]
         assert found[0] == pytest.approx(expected[0], rel=2 * terms * 2**-24)
-        # From then on weights differ too, by the order of sums: as in one process that adds up parts.
+        # Later the weights differ too, by the order of sums, as in one process that accumulates parts.
         assert found == pytest.approx(expected, rel=1e-4)
 
 
@@ -152,7 +152,7 @@ def test_accumulated_gradients_are_sent_once_per_step(zero: int, together: list[
     for rank in together:
         once, twice = rank[f"f32 zero {zero}"], rank[f"accumulated zero {zero}"]
         assert twice.sums_a_step == once.sums_a_step > 0
-        # The same gradients, added up in another order: four parts instead of two.
+        # The same gradients, added in another order: four parts instead of two.
         assert twice.losses == pytest.approx(once.losses[: len(twice.losses)], rel=1e-5)
 
 
@@ -234,7 +234,7 @@ def photos() -> Any:
 
 
 def briefly(data: Any) -> Any:
-    """Measured on a few of the held-out examples alone; not as many as divide by anything."""
+    """Evaluated on only some of the held-out examples, whose number no batch divides."""
     return dataclasses.replace(data, held_out=Few(data.held_out))
 
 
@@ -283,11 +283,11 @@ def _one(recipe: Table) -> Learnt:
     if recipe["training"]["steps"] == SCALED["training"]["steps"]:
         trainer.update.load_state_dict({**trainer.update.state_dict(), "scale": TOO_LARGE})
     group = trainer.mesh.data.group
-    # Of a group's records the newest are kept: their numbers go on.
+    # A group keeps only its newest records; their numbers continue.
     before = netfold.torch.events(group)["sequence"].max(initial=0)
     outcome = trainer.fit()
     events = netfold.torch.events(group)
-    # The word of all ranks on a loss goes over the same group.
+    # The step vote uses the same group.
     events = events[(events["sequence"] > before) & (events["bytes"] > 100)]
     sums = int(np.isin(events["operation"], [OPERATIONS.index("all_reduce"), OPERATIONS.index("reduce_scatter")]).sum())
 
@@ -314,7 +314,7 @@ def _one(recipe: Table) -> Learnt:
 
 
 class Recorder:
-    """What the trainer says, and whether each step changed a weight."""
+    """Record the trainer's notes, and whether each step changed a weight."""
 
     trainer: Any
 

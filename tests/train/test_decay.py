@@ -1,4 +1,4 @@
-"""Weight decay acts on weights: not on norms, biases and embeddings, however they are shared out."""
+"""Weight decay acts on weights and not on norms, biases and embeddings, under every division of parameters."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.torch
 
 
 def one_step(rank: int, folder: Path, world: World) -> Any:
-    """Which parameters end elsewhere than without weight decay, after a step on two ranks."""
+    """The parameters that weight decay changes, after a step on two ranks."""
     import torch
     from surviving import toy_data, toy_model, toy_recipe
     from torch.distributed.tensor import DTensor

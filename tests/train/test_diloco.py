@@ -1,4 +1,4 @@
-"""Ranks that train apart and average what they learnt, over a switch; two data-parallel ranks."""
+"""DiLoCo over a switch: two data-parallel ranks train independently and average their changes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ STEPS, EVERY = 6, 3
 
 @pytest.fixture(scope="module")
 def found() -> list[dict[str, Any]]:
-    """What each of the ranks saw."""
+    """The results of each rank."""
     with running_switch() as switch:
         env = {"NETFOLD_SWITCH": switch.endpoint, "NETFOLD_ALGORITHM": "in_network"}
         return values(run_ranks(_rank, 2, env=env, timeout_s=150))
@@ -68,13 +68,13 @@ def test_the_clipped_norm_is_reported_and_is_each_ranks_own(found: list[dict[str
 def test_a_weak_scaling_batch_grows_with_the_ranks(found: list[dict[str, Any]]) -> None:
     for rank in found:
         assert rank["short"]["batch"] == 2 * TINY_GPT["training"]["batch"]
-        # found for 16 samples, and 32 are taken
+        # The rate was found for 16 samples; the batch is 32.
         assert rank["short"]["rates"] == pytest.approx([0.2] * 5)
 
 
 @pytest.mark.parametrize(("lr", "momentum"), [(0.7, 0.9), (1.0, 0.0)])
 def test_the_outer_step_is_nesterov_momentum(found: list[dict[str, Any]], lr: float, momentum: float) -> None:
-    """Against Douillard et al. 2023, algorithm 1, in NumPy; two rounds of inner steps that are given."""
+    """Against Douillard et al. 2023, algorithm 1, in NumPy, for two rounds of given inner steps."""
     for name, shape in SHAPES.items():
         start, velocity = _start(name, 0), np.zeros(shape)
         for round_ in range(STEPS // EVERY):
@@ -100,7 +100,7 @@ def test_running_statistics_become_their_mean(found: list[dict[str, Any]]) -> No
 
 
 def test_a_job_resumed_at_the_end_of_a_round_equals_an_uninterrupted_one(found: list[dict[str, Any]]) -> None:
-    """Bit by bit, though each rank's Adam has a state of its own, and the checkpoint's general part is rank 0's."""
+    """All bits are equal. Each rank's Adam has its own state, and the checkpoint's common part is rank 0's."""
     assert found[0]["resumed"]["states_differ"]
     for rank in found:
         assert rank["resumed"]["same"]
@@ -121,7 +121,7 @@ class Held:
 
 
 def _start(name: str, rank: int) -> Any:
-    """Only rank 0's counts."""
+    """Only rank 0's values count."""
     return np.random.default_rng([rank, 1000, len(name)]).normal(size=SHAPES[name])
 
 
@@ -189,7 +189,7 @@ def _fitted(recipe: dict[str, Any]) -> dict[str, Any]:
     made = len(netfold.torch.events(trainer.mesh.data.group))
     outcome = trainer.fit()
     events = netfold.torch.events(trainer.mesh.data.group)[made:]
-    # Of weights or gradients: the trainer's own words about losses, 16 bytes per step, are f64.
+    # Only of weights or gradients: the step votes, 16 bytes per step, are f64.
     events = events[(events["operation"] == engine.KINDS["all_reduce"]) & (events["dtype"] == engine.DTYPES["f32"])]
     names = {number: name for name, number in engine.ALGORITHMS.items()}
     return {
@@ -214,7 +214,7 @@ def _model_bytes(recipe: dict[str, Any]) -> int:
 
 
 def _parameters(mesh: Any) -> dict[str, Any]:
-    """One of f64 and one DTensor among them; other ranks begin elsewhere."""
+    """Parameters, one of f64 and one a DTensor, with other initial values on other ranks."""
     import torch
     from torch.distributed.tensor import DTensor, Replicate
 
@@ -249,7 +249,7 @@ def _twin(mesh: Any, lr: float, momentum: float) -> dict[str, Any]:
 
 
 def _update(mesh: Any) -> tuple[Any, Any, dict[str, Any]]:
-    """An Update of rounds of 3, of Adam; and its weights."""
+    """An OptimizerStep with rounds of 3 and Adam, and its weights."""
     import torch
 
     from netfold.train.optimizer_step import OptimizerStep
@@ -275,7 +275,7 @@ def _steps(update: Any, held: dict[str, Any], mesh: Any, steps: range) -> None:
 
 
 def _between_rounds(mesh: Any) -> list[bool]:
-    """After every step; the third one's update is left out."""
+    """The weights after every step; the third step's update is left out."""
     update, _, held = _update(mesh)
     said = []
     for step in range(STEPS):
@@ -312,7 +312,7 @@ def _resumed(mesh: Any) -> dict[str, bool]:
 
     update, optimizer, held = _update(mesh)
     _steps(update, held, mesh, range(EVERY))
-    # As a checkpoint has it: every rank gives what it holds, and of what has one name there is one.
+    # As in a checkpoint: every rank contributes its tensors, and each name occurs once.
     own = copy.deepcopy((update.state_dict(), optimizer.state_dict(), {n: w.detach() for n, w in held.items()}))
     given: list[Any] = [None] * mesh.data.size
     dist.all_gather_object(given, own)

@@ -1,4 +1,4 @@
-"""Every module of the room can be the first that somebody imports: none needs another to have come before."""
+"""Every module of the package can be imported first: none needs an earlier import of another."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.torch
 def test_any_module_may_be_imported_first() -> None:
     paths = (path.relative_to(ROOT).with_suffix("").parts for path in sorted(ROOT.glob("train/**/*.py")))
     names = [".".join(("netfold", *parts)).removesuffix(".__init__") for parts in paths]
-    # What others have made is loaded once for all.
+    # Third-party packages are loaded once for all cases.
     for name in names:
         import_module(name)
     failed = []

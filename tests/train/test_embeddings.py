@@ -1,4 +1,4 @@
-"""A recommender with its tables shared out learns what it learns with all of them on every rank."""
+"""A recommender with divided tables learns the same as with all tables on every rank."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ranks import run_ranks, values
 # Carriers, origins, destinations. There are fewer tables than ranks, and fewer rows than ranks in one of them.
 ROWS = (16, 3, 105)
 STEPS, BATCH = 3, 64
-# As in test_tensor_parallel: f64, sums of at most 256 terms in another order, some twenty of them after each other.
+# As in test_tensor_parallel: f64, sums of at most 256 terms in another order, about twenty of them in sequence.
 BOUND = 256 * 20 * 10 * 2.0**-53
 CASES = [
     "table_wise, data 4",
@@ -32,7 +32,7 @@ CASES = [
 
 @pytest.fixture(scope="module")
 def found() -> Iterator[list[dict[str, Any]]]:
-    """What each of four ranks has found."""
+    """The results of each of four ranks."""
     yield values(run_ranks(_world, 4, timeout_s=240))
 
 
@@ -46,11 +46,11 @@ def test_divided_tables_learn_the_same_as_whole_tables(found: list[dict[str, Any
 
 @pytest.mark.parametrize("kind, forward", [("table_wise", 2), ("row_wise", 3)])
 def test_only_rows_and_their_gradients_are_sent(found: list[dict[str, Any]], kind: str, forward: int) -> None:
-    # Rows in whole tables: what is asked, what is found. Of cut tables, first how much is asked of whom.
+    # Whole tables: the requested numbers, then the rows. Cut tables: first the number of requests to each rank.
     assert all(rank[f"counts, {kind}"] == [{"all_to_all": forward}, {"all_to_all": 1}] for rank in found)
 
 
-def test_each_whole_table_has_one_owner_and_owners_have_equal_load(found: list[dict[str, Any]]) -> None:
+def test_each_whole_table_has_one_owner(found: list[dict[str, Any]]) -> None:
     owned = [rank["owned"] for rank in found]
     assert sorted(itertools.chain(*owned)) == list(range(len(ROWS)))
     assert [sum(ROWS[number] for number in numbers) for numbers in owned] == [105, 16, 3, 0]
@@ -66,7 +66,7 @@ def test_a_recipe_trains_the_same_for_every_division_of_its_tables(found: list[d
 
 
 def test_rows_are_sent_in_the_precision_of_the_recipe(found: list[dict[str, Any]]) -> None:
-    # bf16 keeps 8 bits: a logit of less than one, and with it the loss, is off by 2^-8 at most in each of a few layers.
+    # bf16 keeps 8 bits: in each of a few layers a logit below 1, and so the loss, has an error of at most 2^-8.
     replicated, *shared = found[0]["in bf16"]
     for learnt in shared:
         assert learnt == pytest.approx(replicated, abs=4 * 2.0**-8)
@@ -99,7 +99,7 @@ def _world(rank: int, size: int, folder: str) -> dict[str, Any]:
 
 
 class _Flights:
-    """The first flights of 2013 from New York: was one late by a quarter of an hour?"""
+    """The first flights of 2013 from New York, and whether each was late by a quarter of an hour."""
 
     def __init__(self, count: int) -> None:
         import torch

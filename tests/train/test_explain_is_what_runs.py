@@ -1,4 +1,4 @@
-"""What a plan says travels in a step, against what the engine recorded in one: as many calls, of as many bytes."""
+"""The calls and bytes that a plan predicts for a step, against those that the engine recorded."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ DLRM: Table = {
     "optimizer": {"name": "sgd", "lr": 0.1},
 }
 BLOCKS = ("all_gather", "reduce_scatter", "all_to_all")
-# Buckets of 0.01 MB are several.
+# 0.01 MB makes several buckets.
 RECIPES: dict[str, Table] = {
     "data": changed(GPT, training={"accumulate": 2, "clip": 1.0}, parallel={"bucket_mb": 0.01}),
     "zero 1 in bf16": changed(GPT, training={"precision": "bf16"}, parallel={"zero": 1}),
@@ -52,7 +52,7 @@ def plan(name: str) -> Any:
 
 @functools.cache
 def recorded() -> list[dict[str, Found]]:
-    """[rank][recipe]. Stages are cut where the plan cuts them."""
+    """[rank][recipe]. Stages are cut at the places of the plan."""
     bounds = {}
     for name in RECIPES:
         places = plan(name).places
@@ -78,7 +78,7 @@ def test_a_step_communicates_as_planned(name: str) -> None:
         for rank, mine in zip(place.ranks, found, strict=True):
             alike = {key: count for key, count in mine.items() if key[0] != "all_to_all"}
             assert alike == {key: count for key, count in expected.items() if key[0] != "all_to_all"}, f"rank {rank}"
-        # Which rows are asked of whom differs; how often does not.
+        # The requested rows differ between ranks; the number of calls does not.
         exchanges = [mine.get(("all_to_all", RANKS), (0, 0))[0] for mine in found]
         assert exchanges == [expected.get(("all_to_all", RANKS), (0, 0))[0]] * len(found)
 
@@ -100,7 +100,7 @@ def _record(rank: int, size: int, folder: str, recipes: dict[str, Table], bounds
     kinds = {number: name for name, number in engine.KINDS.items()}
 
     class Third:
-        """Counts what the groups did in the third step: DDP has laid out its buckets by then."""
+        """Record the groups' calls in the third step, after DDP has made its final buckets."""
 
         def __init__(self) -> None:
             self.began_ns, self.found = 0, dict[tuple[str, int], tuple[int, int]]()
@@ -110,7 +110,7 @@ def _record(rank: int, size: int, folder: str, recipes: dict[str, Table], bounds
                 for record in netfold.torch.events(group):
                     kind, size = kinds[int(record["operation"])], group.size()
                     if record["queued_ns"] > self.began_ns and kind not in ("receive", "recv"):
-                        # Of what is cut into a block for each rank, the record has a block.
+                        # For data that is cut into one block per rank, the record has one block.
                         whole = int(record["bytes"]) * (size if kind in BLOCKS else 1)
                         calls, bytes_ = self.found.get((kind, size), (0, 0))
                         self.found[kind, size] = calls + 1, bytes_ + whole
@@ -120,7 +120,7 @@ def _record(rank: int, size: int, folder: str, recipes: dict[str, Table], bounds
             return lambda event: None
 
     class Few:
-        """So many held-out examples as a step takes: they are not what is looked at."""
+        """As many held-out examples as one step takes; they are not the subject of the test."""
 
         def __init__(self, examples: Any) -> None:
             self.batch = examples.batch
@@ -130,7 +130,7 @@ def _record(rank: int, size: int, folder: str, recipes: dict[str, Table], bounds
 
     torch.set_num_threads(1)
     dist.init_process_group("netfold", init_method=f"file://{folder}/store", rank=rank, world_size=size)
-    # Of earlier recipes too: DTensor takes a mesh for an equal one that it has met before, groups and all.
+    # Also groups of earlier recipes: DTensor reuses an equal mesh that it has seen before, with its groups.
     groups: set[Any] = set()
     made: dict[str, Any] = {}
     found: dict[str, Found] = {}

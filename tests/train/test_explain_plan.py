@@ -72,13 +72,13 @@ def test_bytes_per_parameter_equal_those_of_ddp_and_fsdp2() -> None:
 @pytest.mark.parametrize(
     ("schedule", "microbatches", "kept"),
     [
-        # At the first, second, third and last of four.
+        # For the first, second, third and last of four stages.
         ("gpipe", 8, [8, 8, 8, 8]),
         ("1f1b", 8, [4, 3, 2, 1]),
         # Two stages per rank: 4 passes through the first stages, then two for each later rank, and one more.
         ("interleaved", 8, [11, 9, 7, 5]),
         ("interleaved", 4, [8, 8, 7, 5]),
-        # Of two stages each, four microbatches.
+        # Two stages per rank, four microbatches.
         ("zero-bubble-v", 8, [8, 8, 8, 8]),
         ("zero-bubble-v", 2, [4, 4, 4, 4]),
     ],
@@ -98,7 +98,7 @@ def test_buckets_are_closed_once_they_are_full() -> None:
 
 def test_two_data_parallel_ranks_against_numbers_found_by_hand() -> None:
     found = plan(2, parallel={"data": 2}, optimizer={"name": "adam"})
-    # Two layers of 4 x 4 + 4, and the last of 4 + 1.
+    # Two layers of 4 x 4 + 4 parameters, and the last of 4 + 1.
     assert found.parameters == 45 and not found.unknown
     (place,) = found.places
     assert place.ranks == (0, 1) and place.stages == (("layer0", "layer1", "last"),) and place.parameters == 45
@@ -138,16 +138,16 @@ def test_interleaved_stages_send_around_the_ring_of_ranks() -> None:
 @pytest.mark.parametrize(
     ("sections", "expected"),
     [
-        # Runs of rows are equal: the last layer's one row is two.
+        # Each rank has equally many rows: the last layer's single row is padded to two.
         ({"parallel": {"zero": 1}}, [("all_gather", 3, 200), ("reduce_scatter", 3, 200)]),
         ({"parallel": {"zero": 2}}, [("all_gather", 3, 200), ("reduce_scatter", 3, 200)]),
-        # Gathered twice in each of four parts: before its forward pass, and before its backward pass.
+        # Gathered twice for each of four parts: before the forward pass, and before the backward pass.
         (
             {"parallel": {"zero": 3}, "training": {"accumulate": 4}},
             [("all_gather", 24, 8 * 200), ("reduce_scatter", 3, 200)],
         ),
         ({"training": {"precision": "bf16"}}, [("all_reduce", 1, 180)]),
-        # Of 64 bytes: the last layer and the one before, then the first.
+        # Buckets of 64 bytes: the last layer and the one before it, then the first layer.
         ({"parallel": {"bucket_mb": 64 / 2**20}}, [("all_reduce", 2, 180)]),
         ({"diloco": {"every": 10}}, [("all_reduce", 1, 180)]),
     ],
@@ -164,7 +164,7 @@ def test_ranks_with_the_same_layers_exchange_gradients(
 
 def test_tables_and_batch_norm_against_numbers_found_by_hand() -> None:
     asked = recipe(parallel={"data": 4, "embeddings": "row_wise", "batch_norm": 2})
-    # 4 samples per rank ask two tables for rows of 8 numbers; one norm of 3 channels.
+    # 4 samples per rank read rows of 8 numbers from two tables; one norm has 3 channels.
     layer = Layer("tables", ((5, 2),), (3,), ((100, 8), (25, 8)), 0, 0, (0,), (0,))
     assert (layer.parameters, layer.table_parameters) == (1016, 1000)
     found = traffic(asked, Split(1, 4, 1, 1, 1, 1, 16), [[layer]], 0)
@@ -173,7 +173,7 @@ def test_tables_and_batch_norm_against_numbers_found_by_hand() -> None:
         Traffic("data", "all_to_all", "numbers of rows", 4, 1, 4 * 2 * 8),
         Traffic("data", "all_to_all", "rows of tables", 4, 1, 4 * 2 * 8 * 4),
         Traffic("data", "all_to_all", "gradients of rows of tables", 4, 1, 4 * 2 * 8 * 4),
-        # Of 2 ranks, 2 x 3 numbers and a count each, in f64; backward 2 x 3 sums.
+        # Each of 2 ranks sends 2 x 3 numbers and a count, in f64; backward 2 x 3 sums.
         Traffic("data", "all_gather", "batch norm's statistics", 2, 1, 112),
         Traffic("data", "all_reduce", "batch norm's gradients", 2, 1, 48),
         Traffic("data", "all_reduce", "gradients", 4, 1, 64),
@@ -215,7 +215,7 @@ def test_a_model_that_fake_tensors_cannot_run_is_shown_as_unknown() -> None:
     assert (layer.parameters, layer.saved_bytes) == (5, None)
 
 
-# As transformers are cut along the sequence: gathered before a pair of layers, scattered after it.
+# The cut of transformers along the sequence: gathered before a pair of layers, scattered after it.
 SEQUENCE = {
     "layers.layer0": ColwiseParallel(input_layouts=Shard(1)),
     "layers.layer1": RowwiseParallel(output_layouts=Shard(1)),
@@ -227,7 +227,7 @@ WHOLE = 16 * 4 * 8 * 4
 @pytest.mark.parametrize(
     ("styles", "expected"),
     [
-        # Row-wise, then column-wise: one all_reduce forward and one backward for both, and none of what comes first.
+        # Row-wise, then column-wise: one all_reduce forward and one backward for both, and none for the first input.
         (
             {"layers.layer1": ColwiseParallel(), "layers.layer2": RowwiseParallel()},
             [("all_reduce", WHOLE, True), ("all_reduce", WHOLE, False)],
@@ -240,7 +240,7 @@ WHOLE = 16 * 4 * 8 * 4
             {f"layers.layer{n}": ColwiseParallel(output_layouts=Replicate()) for n in (1, 2)},
             [("all_gather", WHOLE, False), ("all_reduce", WHOLE, True)] * 2,
         ),
-        # Made ready once for a layer: its gradient is added up there.
+        # The input is prepared once per layer, where its gradient is summed.
         (
             {
                 "layers.layer1": PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Replicate()),
@@ -249,7 +249,7 @@ WHOLE = 16 * 4 * 8 * 4
             },
             [("all_reduce", WHOLE, False), ("all_reduce", WHOLE, True)],
         ),
-        # Along the sequence a rank has half of it: what is gathered is twice what it was given.
+        # A rank has half of the sequence, so a gathered tensor is twice as large.
         (
             SEQUENCE,
             [("all_gather", 2 * WHOLE, False), ("reduce_scatter", 2 * WHOLE, False), ("all_gather", 2 * WHOLE, True)],
@@ -259,7 +259,7 @@ WHOLE = 16 * 4 * 8 * 4
 def test_collectives_of_tensor_parallelism_are_counted(
     styles: dict[str, Any], expected: list[tuple[str, int, bool]]
 ) -> None:
-    # In a process of its own: torch caches what it found for a mesh, with the names of groups that have gone since.
+    # In a separate process: torch caches results for a mesh, with the names of groups that no longer exist.
     values(run_ranks(_counted, 1, styles, expected))
 
 
@@ -278,7 +278,7 @@ def _counted(rank: int, size: int, folder: str, styles: dict[str, Any], expected
         for call in made.collectives
     ]
     assert not why and calls == expected
-    # A rank has half of what is cut, but the biases that are added once.
+    # A rank has half of each cut tensor, and whole biases that are added once.
     rows = sum(isinstance(style, ColwiseParallel) for style in styles.values())
     columns = sum(isinstance(style, RowwiseParallel) for style in styles.values())
     linears = 5 if "layers.layer1.0" in styles else 4
@@ -299,7 +299,7 @@ def test_a_rank_keeps_only_its_part() -> None:
         found.append([layer.saved_bytes for layer in layers])
     # 4 samples: the input of 8; the hidden 32, or a rank's 16; output and target of the loss.
     assert found[:2] == [[4 * 8 * 4, 4 * 32 * 4 + 2 * 4 * 8 * 4], [4 * 8 * 4, 4 * 16 * 4 + 2 * 4 * 8 * 4]]
-    # In bf16 half of it, but the loss: it is taken of f32, to which the target belongs.
+    # Half as much in bf16, except for the loss and its target, which are f32.
     assert found[2][0] == 4 * 8 * 2
 
 

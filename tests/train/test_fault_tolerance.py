@@ -1,7 +1,7 @@
-"""Checkpoints, and everything that can go wrong but the death of a rank: one world of two processes runs all cases.
+"""Checkpoints, and every failure except the loss of a rank: one world of two processes runs all cases.
 
-A case is a function of (rank, folder, world); `world(size)` makes ranks 0..size-1 a job of their own for a while. What
-it returns on each rank is what its test looks at.
+A case is a function of (rank, folder, world); `world(size)` makes ranks 0..size-1 a job of their own. Its test
+checks the results of each rank.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ SAVING = {"every": 3}
 
 
 def resumed(rank: int, folder: Path, world: World) -> dict[str, Any]:
-    """Lives of one job: uninterrupted; broken off after step 5 and gone on with, on two ranks and on one."""
+    """Attempts of one job: uninterrupted; interrupted after step 5 and resumed, on two ranks and on one."""
     from surviving import Recorder, interrupt_at, run
 
     found: dict[str, Any] = {}
@@ -54,7 +54,7 @@ def resumed(rank: int, folder: Path, world: World) -> dict[str, Any]:
 
 
 def resharded(rank: int, folder: Path, world: World) -> dict[str, Any]:
-    """ZeRO 0, 1, 2 and 3, each taking up what another has written."""
+    """ZeRO 0, 1, 2 and 3, each resuming from the checkpoint of another."""
     from surviving import Recorder, interrupt_at, run
 
     found: dict[str, Any] = {}
@@ -68,7 +68,7 @@ def resharded(rank: int, folder: Path, world: World) -> dict[str, Any]:
 
 
 def update_kept(rank: int, folder: Path, world: World) -> dict[str, Any]:
-    """An update with a memory of its own: a tensor a parameter, one beside them, and a number."""
+    """An optimizer step with its own state: a tensor per parameter, one more tensor, and a number."""
     import torch
     from surviving import Recorder, interrupt_at, run
     from torch.distributed.tensor import DTensor
@@ -123,7 +123,7 @@ def update_kept(rank: int, folder: Path, world: World) -> dict[str, Any]:
 
 
 def weak(rank: int, folder: Path, world: World) -> list[list[int]]:
-    """The samples that each step took on this rank: two ranks of 8, then one of 8."""
+    """The samples of each step on this rank: two ranks of 8, then one rank of 8."""
     from surviving import Recorder, interrupt_at, run
 
     lives: list[list[int]] = []
@@ -145,7 +145,7 @@ def weak(rank: int, folder: Path, world: World) -> list[list[int]]:
 
 
 def damaged(rank: int, folder: Path, world: World) -> dict[str, Any]:
-    """A checkpoint that somebody has touched, in each way, under each policy."""
+    """A damaged checkpoint, for each kind of damage and each policy."""
     from surviving import Recorder, run
 
     from netfold.train.fault_tolerance.recovery import CheckpointError
@@ -186,7 +186,7 @@ def damaged(rank: int, folder: Path, world: World) -> dict[str, Any]:
 
 
 def other_model(rank: int, folder: Path, world: World) -> list[str]:
-    """A run's folder meets a recipe that it is not of."""
+    """A run's folder is resumed with a recipe of another job."""
     from surviving import run
 
     found = []
@@ -210,7 +210,7 @@ def other_model(rank: int, folder: Path, world: World) -> list[str]:
 
 
 def crashed(rank: int, folder: Path, world: World) -> list[str]:
-    """The writer is ended at each of its calls to the disk in turn; what is left then."""
+    """The remaining files if the writer is killed at each of its calls to the disk in turn."""
     import torch
     from torch.distributed.checkpoint import save
 
@@ -272,7 +272,7 @@ def crashed(rank: int, folder: Path, world: World) -> list[str]:
 
 
 def full(rank: int, folder: Path, world: World) -> dict[str, Any]:
-    """No room: a tiny disk where this process may mount one, else a disk that says so."""
+    """A full disk: a tiny one if this process may mount it, otherwise a simulated error."""
     from surviving import Recorder, run
 
     from netfold.train.fault_tolerance import atomic_checkpoint
@@ -286,7 +286,7 @@ def full(rank: int, folder: Path, world: World) -> dict[str, Any]:
             here.barrier()
 
             def fill(step: int, into: Path = into, mounted: bool = mounted, patch: pytest.MonkeyPatch = patch) -> None:
-                # After the first checkpoint is whole: the later ones have no room.
+                # After the first checkpoint is complete: the later ones have no space.
                 deadline = time.monotonic() + seconds(20)
                 while step == 4 and not (into / "checkpoints" / "step-000003").exists():
                     assert time.monotonic() < deadline
@@ -318,7 +318,7 @@ def full(rank: int, folder: Path, world: World) -> dict[str, Any]:
 
 
 def tiny_disk(at: Path, stack: contextlib.ExitStack) -> bool:
-    """A disk of 100 kB until the stack ends; False where this process may not mount one."""
+    """Mount a disk of 100 kB until the stack ends; return False if this process may not."""
     at.mkdir(parents=True)
     mount = ["mount", "-t", "tmpfs", "-o", "size=100k", "tmpfs", str(at)]
     if subprocess.run(mount, capture_output=True).returncode:
@@ -332,7 +332,7 @@ def flat(rows: list[list[int]]) -> list[int]:
 
 
 def not_finite(rank: int, folder: Path, world: World) -> dict[str, Any]:
-    """One example is no number: it is in the batch of one step, on one of the ranks."""
+    """One example is NaN, in the batch of one step on one of the ranks."""
     from surviving import Recorder, run
 
     from netfold.train.fault_tolerance.policies import NonFiniteError
@@ -341,7 +341,7 @@ def not_finite(rank: int, folder: Path, world: World) -> dict[str, Any]:
     order = Sampler(96, 0).indices(0, 96)
 
     def spoilt(*places: int) -> Callable[[Any, Any], None]:
-        """Samples at these places of the order are no numbers."""
+        """Make the samples at these places of the order NaN."""
         poisoned = {order[place] for place in places}
 
         def change(indices: Any, features: Any) -> None:
@@ -351,7 +351,7 @@ def not_finite(rank: int, folder: Path, world: World) -> dict[str, Any]:
 
     found: dict[str, Any] = {}
     with world(2):
-        # All in step 6: rank 1's last but one, or rank 0's second, whose running means are those that ranks share.
+        # All in step 6: rank 1's last but one, or rank 0's second. Ranks share rank 0's running means.
         for policy, place in (("stop", 46), ("skip", 41), ("rewind", 46)):
             recorder = Recorder()
             seen: list[list[int]] = []
@@ -373,7 +373,7 @@ def not_finite(rank: int, folder: Path, world: World) -> dict[str, Any]:
             except NonFiniteError as error:
                 found[policy] = str(error)
 
-        # Three batches running; and three with good ones between, in each of which a rewound job takes heart.
+        # Three bad batches in sequence; then three with good ones between, which a job repeats after a rewind.
         for policy, batches in (("skip", (4, 5, 6)), ("rewind", (4, 7, 10))):
             try:
                 run(
@@ -388,7 +388,7 @@ def not_finite(rank: int, folder: Path, world: World) -> dict[str, Any]:
 
 
 def gradients_not_finite(rank: int, folder: Path, world: World) -> tuple[str, list[str]]:
-    """The loss is a number, its gradient is not; then numbers whose sum is too large for f32."""
+    """The loss is finite, its gradient is not; then numbers whose sum is too large for f32."""
     import torch
     from surviving import run, toy_model
 
@@ -401,7 +401,7 @@ def gradients_not_finite(rank: int, folder: Path, world: World) -> tuple[str, li
     large = bad_gradients(model.module)  # type: ignore[arg-type]
 
     class Spoilt(trainer.OptimizerStep):
-        """The last layer's gradient is spoilt on the way to rank 1."""
+        """The last layer's gradient is changed on its way to rank 1."""
 
         def __init__(self, replica: Any, *others: Any) -> None:
             super().__init__(replica, *others)
@@ -456,7 +456,7 @@ def vanished(rank: int, folder: Path, world: World) -> dict[str, Any]:
 
 
 def out_of_memory(rank: int, folder: Path, world: World) -> Any:
-    """Rank 1's model asks for more than there is; then its device fails."""
+    """Rank 1's model allocates more memory than exists; then its device fails."""
     import torch
     from surviving import run
 
@@ -480,7 +480,7 @@ def out_of_memory(rank: int, folder: Path, world: World) -> Any:
 
 
 def straggling(rank: int, folder: Path, world: World) -> dict[str, Any]:
-    """Rank 1 takes its time in the forward pass; then for its batches."""
+    """Rank 1 is slow in the forward pass; then in making its batches."""
     from surviving import Recorder, run
 
     from netfold.train.fault_tolerance import straggler
@@ -505,7 +505,7 @@ def straggling(rank: int, folder: Path, world: World) -> dict[str, Any]:
 
 
 def asked_to_stop(rank: int, folder: Path, world: World) -> dict[str, Any]:
-    """SIGTERM for one rank, in the middle of a step."""
+    """One rank gets SIGTERM in the middle of a step."""
     from surviving import Recorder, run
 
     before = signal.getsignal(signal.SIGTERM)
@@ -607,7 +607,7 @@ def test_a_run_resumed_with_another_batch_continues_with_the_next_sample() -> No
     cut = first.index([])
     two_ranks = [a + b for a, b in zip(first[:cut], second[:cut], strict=True)]
     order = Sampler(96, 0)
-    # Broken off after step 3, the checkpoint is of step 2: 32 samples. The third step's are seen again, then the rest.
+    # Interrupted after step 3, with a checkpoint of step 2: 32 samples. The third step is repeated.
     assert flat(two_ranks) == order.indices(0, 48)
     assert flat(first[cut + 1 :]) == order.indices(32, 64)
 

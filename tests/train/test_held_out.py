@@ -12,7 +12,7 @@ pytestmark = pytest.mark.torch
 
 
 def statistics(rank: int, folder: Path, world: World) -> Any:
-    """Batch norm's buffers after a run, whose last act was an evaluation."""
+    """Batch norm's buffers after a run, which ends with an evaluation."""
     from surviving import toy_data, toy_model, toy_recipe
 
     from netfold.train import Trainer

@@ -1,4 +1,4 @@
-"""How much a killed run has to do again, and what may change when it goes on: one process, several lives."""
+"""The interval of checkpoints, and the keys that may change in a resumed run: one process, several attempts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ pytestmark = pytest.mark.torch
 
 
 def killed_by_default(rank: int, folder: Path, world: World) -> list[Any]:
-    """A recipe that says nothing of checkpoints is broken off after step 25 of 40, and started again."""
+    """A recipe without [checkpoint] is interrupted after step 25 of 40, and started again."""
     from surviving import Recorder, interrupt_at, run
 
     first, second = Recorder(interrupt_at(25)), Recorder()
@@ -25,7 +25,7 @@ def killed_by_default(rank: int, folder: Path, world: World) -> list[Any]:
 
 
 def gone_on_with(rank: int, folder: Path, world: World) -> list[Any]:
-    """Other keys than those of the checkpoint of step 3; under "auto", then under "changed"."""
+    """Keys other than those of the checkpoint of step 3; under "auto", then under "changed"."""
     import shutil
 
     from surviving import Recorder, interrupt_at, run

@@ -1,4 +1,4 @@
-"""Ranks that train apart ([diloco]) wait for each other at the end of a round alone, whatever goes wrong before it."""
+"""[diloco] ranks wait for each other only at the end of a round, whatever fails before it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def calls(rank: int, folder: Path, world: World) -> Any:
 
 
 def not_finite(rank: int, folder: Path, world: World) -> dict[str, Any]:
-    """A sample of step 6, on rank 1, is no number: in the middle of the second round."""
+    """A sample of step 6 on rank 1 is NaN, in the middle of the second round."""
     from surviving import Recorder, run
 
     from netfold.train.fault_tolerance.policies import NonFiniteError

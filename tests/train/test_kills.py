@@ -1,4 +1,4 @@
-"""Ranks are killed at random moments; torchrun starts all anew, and training goes on from the last checkpoint."""
+"""Ranks are killed at random moments; torchrun restarts all ranks, and training resumes from the last checkpoint."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SCRIPT = Path(__file__).with_name("killed_script.py")
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
-    """Of a log whose writer was killed: a line without its end was not written."""
+    """The complete lines of a log whose writer was killed."""
     text = path.read_text() if path.exists() else ""
     return [json.loads(line) for line in text.split("\n")[:-1]]
 
@@ -73,7 +73,7 @@ def survives(folder: Path, seed: int, kills: int, steps: int, timeout_s: float) 
             toll = re.search(r"(\d+) restarts of all ranks, (\d+) steps repeated, ([\d.]+) s lost", cost)
             assert toll is not None, cost
             assert int(toll[1]) == kills
-            # A process that is killed between two callbacks of a step has written one more.
+            # A process that is killed between two callbacks of a step has written one more line.
             assert repeated <= int(toll[2]) <= repeated + kills
             assert float(toll[3]) > 0
 

@@ -1,4 +1,4 @@
-"""LARS and LAMB where ranks hold plain tensors that are parts: a layer's rate is that of the whole; on four ranks."""
+"""LARS and LAMB on four ranks that hold parts as plain tensors: the rate of a layer is that of the whole layer."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ SPLITS: dict[str, dict[str, Any]] = {
     "tables by rows": {"embeddings": "row_wise"},
     "tables by rows x tensor": {"data": 2, "tensor": 2, "embeddings": "row_wise"},
 }
-# Nothing divides: pieces differ in size.
+# The number of ranks divides no size, so parts differ in size.
 SHAPES = {"first": (7, 5), "bias": (5,), "last": (3, 6)}
 
 
 @pytest.fixture(scope="module")
 def found() -> list[dict[Any, Any]]:
-    """What each of the ranks saw."""
+    """The results of each rank."""
     return values(run_ranks(_rank, 4, timeout_s=240))
 
 
@@ -42,12 +42,12 @@ def test_the_parts_of_a_layer_learn_the_same_as_the_layer_on_one_process(
 ) -> None:
     for rank in found:
         off, of_one_bit = rank[kind, split]
-        # Sums of some hundreds of f64 in another order, several times a step. A rate of a part's own is off by 1e-3.
+        # Sums of some hundreds of f64 in another order, several per step. A part's own rate would differ by 1e-3.
         assert off < 100 * of_one_bit < 1e-8
 
 
 def test_norms_need_one_all_reduce_per_axis(found: list[dict[Any, Any]]) -> None:
-    # Of each layer two norms of 8 bytes.
+    # Two norms of 8 bytes per layer.
     for rank in found:
         assert rank["unequal"]["norms"] == {"tensor": [16] * STEPS, "data": [16] * STEPS}
 
@@ -59,7 +59,7 @@ def test_parts_of_unequal_size_learn_the_same_as_the_whole(found: list[dict[Any,
 
 def test_f32_master_weights_of_bf16_parts_learn_the_same_as_those_of_the_whole(found: list[dict[Any, Any]]) -> None:
     for rank in found:
-        # f32, and the same bf16 gradients: only what comes of norms that were summed in another order.
+        # f32, and the same bf16 gradients: only norms were summed in another order.
         assert rank["unequal, bf16"]["off"] < 1e-6
 
 
@@ -147,11 +147,11 @@ def _learnt(kind: str, split: str) -> tuple[float, float]:
     torch.manual_seed(3)
     model = make_model(recipe.model)
     if recipe.model.name == "gpt":
-        # Its own makes logits f32.
+        # The model's own loss makes logits f32.
         model = dataclasses.replace(model, loss=lambda logits, target: functional.cross_entropy(logits.mT, target))
     for weight in model.module.parameters():
         if weight.ndim > 1:
-            # Parts whose own norms would say something else, along either dimension.
+            # Parts whose own norms would give another rate, along either dimension.
             weight.data[: len(weight) // 2] *= 4
             weight.data[:, : weight.shape[1] // 2] *= 4
     of, options = kind_of(recipe.optimizer)
@@ -196,7 +196,7 @@ class _Held:
 
 
 def _unequal(mesh: Any, precision: str = "f32") -> dict[str, Any]:
-    """By LAMB; bf16 is what layers compute in, and the optimizer steps on f32.
+    """Steps of LAMB; layers compute in bf16, and the optimizer steps on f32.
 
     The first layer is cut over tensor, the last one, by rows, over data.
     """
@@ -248,7 +248,7 @@ def _unequal(mesh: Any, precision: str = "f32") -> dict[str, Any]:
 
 
 def _all_reduces(mesh: Any, axis: str) -> list[int]:
-    """The bytes of each that there was."""
+    """The bytes of each call."""
     import netfold.torch
     from netfold._native import engine
 

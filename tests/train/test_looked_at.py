@@ -26,7 +26,7 @@ RANKS = 2
 
 
 def _runs(rank: int, size: int, folder: str, table: dict[str, Any], runs: str) -> Any:
-    """The folder, the outcome's metric, and on rank 0 how far its picture is from that of one rank alone."""
+    """The folder, the outcome's metric, and on rank 0 the difference of its picture from that of one rank alone."""
     import torch.distributed as dist
 
     from netfold.train import Recipe, Trainer

@@ -1,4 +1,4 @@
-"""f32 weights and gradients beside lower copies, and the loss scale: what rounding would lose is kept."""
+"""f32 weights and gradients beside lower copies, and the loss scale: they keep changes that rounding would lose."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_steps_below_the_resolution_of_bf16_add_up() -> None:
         assert output.dtype == torch.bfloat16
         output.sum().backward()
         optimizer.step()
-    # Near 1, bf16's numbers are 2**-8 apart downwards: none of the steps would have moved it.
+    # Below 1, bf16's numbers are 2**-8 apart: no step would change a bf16 weight.
     assert module.weight.item() == 1.0 - 64 * LR
     assert module.weight.dtype == torch.float32
 
@@ -60,7 +60,7 @@ def test_gradients_of_ranks_are_averaged_in_f32() -> None:
 
 
 def _averaged(rank: int, size: int, folder: str) -> dict[str, float]:
-    """The gradient of a weight, 256 on one rank and 1/4 on the other."""
+    """The mean gradient of a weight that is 256 on one rank and 1/4 on the other."""
     from surviving import toy_recipe
     from torch.distributed.tensor import DTensor
 
@@ -114,7 +114,7 @@ def test_gradients_are_divided_by_the_loss_scale_in_f32() -> None:
 
 
 def scaled(*gradients: Tensor) -> tuple[OptimizerStep, list[bool]]:
-    """Step once on each gradient, which is that of one f16 run: whether steps were skipped."""
+    """Step once on each gradient of an f16 run; return whether each step was skipped."""
     from surviving import toy_recipe
 
     from netfold.train.mesh import Mesh

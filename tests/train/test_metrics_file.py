@@ -1,4 +1,4 @@
-"""metrics.jsonl: every number comes back, whatever became of the process that wrote it."""
+"""metrics.jsonl: every number is read back, also after the writing process was killed."""
 
 from __future__ import annotations
 
@@ -67,13 +67,13 @@ def test_the_last_line_of_a_repeated_step_counts_and_is_marked(tmp_path: Path) -
     assert [line["step"] for line in found.steps] == list(range(1, STEPS + 1))
     assert [line["loss"] for line in found.steps[10:]] == [stepped(step, 1).loss for step in range(11, STEPS + 1)]
     assert [line["step"] for line in found.steps if line.get("again")] == [11, 12, 13]
-    # It was looked at before step 13 and after: of step 10 there is one line, as it was not done again.
+    # Evaluations are before step 13 and after it. Step 10 has one line, because it was not repeated.
     assert [line["values"]["loss"] for line in found.evaluations] == [
         *(evaluated(step).values["loss"] for step in (5, 10)),
         *(evaluated(step, 1).values["loss"] for step in (15, 20)),
     ]
     assert len(found.starts) == 2 and len(found.notes) == 2 and found.is_finished
-    # It continued after step 10: steps 11 to 13 were done twice.
+    # The run continued after step 10: steps 11 to 13 were done twice.
     assert found.cost_of_failures.startswith("cost of failures: 1 restarts of all ranks, 3 steps repeated, ")
 
 

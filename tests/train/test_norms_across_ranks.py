@@ -1,4 +1,4 @@
-"""Norms are those of whole parameters and of the whole gradient, however they are cut; over four ranks."""
+"""Norms on four ranks are those of whole parameters and of the whole gradient, under every cut."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import pytest
 from ranks import run_ranks, values
 
 STEPS = 3
-# Nothing divides: pieces differ in size, and some ranks have none of the three rows.
+# The number of ranks divides no size: parts differ in size, and some ranks have none of the three rows.
 SHAPES = ((7, 5), (5,), (3, 6))
 
 
 @pytest.fixture(scope="module")
 def found() -> list[dict[str, Any]]:
-    """What each of the ranks saw."""
+    """The results of each rank."""
     return values(run_ranks(_rank, 4, timeout_s=150))
 
 
@@ -52,7 +52,7 @@ def test_a_clipped_norm_counts_every_element_of_shards_and_stages_once(found: li
 
 def test_a_gradient_that_is_a_term_of_a_sum_is_summed_first(found: list[dict[str, Any]]) -> None:
     for rank in found:
-        # Each of the two ranks of the axis holds ones in 4 places: their sum is twos.
+        # Each of the two ranks of the axis holds ones in 4 places, whose sums are twos.
         assert rank["partial"] == {"norm": 4.0, "gradient": [1.0] * 4}
 
 

@@ -1,4 +1,4 @@
-"""LARS, LAMB and the schedule, against the papers' words in NumPy and against numbers worked out by hand."""
+"""LARS, LAMB and the schedule, against the papers' algorithms in NumPy and against numbers computed by hand."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from netfold.train.recipe import Recipe, Schedule
 
 Floats = NDArray[np.float64]
 RNG = np.random.default_rng(5)
-# A layer, a bias, and a layer that starts at 0, as last layers do.
+# A layer, a bias, and a layer that starts at 0, as a last layer does.
 WEIGHTS = [RNG.normal(size=(5, 3)), RNG.normal(size=4), np.zeros((2, 3))]
 GRADIENTS = [[RNG.normal(size=w.shape) for w in WEIGHTS] for _ in range(4)]
 
@@ -81,7 +81,7 @@ def test_lamb_treats_a_bias_as_adam_does() -> None:
 
 
 def test_the_state_of_an_optimizer_is_restored() -> None:
-    """As torch saves and loads it."""
+    """Save and load a state as torch does."""
     for kind in LARS, LAMB:
         w = torch.ones(2, 2, requires_grad=True)
         optimizer = kind([w], lr=0.1)

@@ -1,4 +1,4 @@
-"""Pipelines of four ranks and of two beside two, every schedule, against a plain loop in one process."""
+"""Pipelines of four ranks and of two times two, under every schedule, against a plain loop in one process."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ COMPARED = {
     "gpt, 4 stages, zero-bubble": ("gpt", {"pipeline": 2, "schedule": "zero-bubble"}),
     "tensor, 1f1b": ("mlp", {"pipeline": 2, "tensor": 2}),
     "tensor, zero-bubble": ("mlp", {"pipeline": 2, "tensor": 2, "schedule": "zero-bubble", "interleave": 1}),
-    # Tensors of one part each: what data-parallel ranks average by hand.
+    # Tensors of one part each, which the test averages over data-parallel ranks.
     "tensor of 1, zero-bubble": ("mlp", {"pipeline": 2, "schedule": "zero-bubble", "interleave": 1}),
     "nothing to learn in the first stage": ("fixed", {"pipeline": 4}),
     "odd, 1f1b": ("odd", {"pipeline": 4}),
@@ -58,7 +58,7 @@ ROWS = 16
 
 
 def model_and_examples(name: str) -> tuple[Any, Any]:
-    """In f64, the same on every rank."""
+    """A model in f64, the same on every rank."""
     import torch
     from torch import nn
     from torch.nn import functional
@@ -68,7 +68,7 @@ def model_and_examples(name: str) -> tuple[Any, Any]:
     from netfold.train.models.transformer import gpt
 
     class First(nn.Module):
-        """Returns a view that is not contiguous, and hands integers on."""
+        """Return a view that is not contiguous, and pass integers on."""
 
         def __init__(self) -> None:
             super().__init__()
@@ -78,7 +78,7 @@ def model_and_examples(name: str) -> tuple[Any, Any]:
             return self.linear(x)[:, 1:], ids
 
     class Shift(nn.Module):
-        """Has no weights."""
+        """A layer without weights."""
 
         def forward(self, x: Any, ids: Any) -> Any:
             return functional.relu(x).t().t(), ids
@@ -97,7 +97,7 @@ def model_and_examples(name: str) -> tuple[Any, Any]:
         model = Model(model.module, lambda out, target: functional.cross_entropy(out.flatten(0, 1), target.flatten()))
     elif name == "edsr":
         model = edsr(features=6, blocks=6)
-        # As it is made, the last convolution hides all others from the loss.
+        # The last convolution starts at 0, and would hide all others from the loss.
         nn.init.normal_(model.module.layers["tail"].last.weight)
     elif name == "mlp":
         blocks = [nn.Sequential(nn.Linear(8, 12), nn.ReLU(), nn.Linear(12, 8)) for _ in range(3)]
@@ -131,7 +131,7 @@ def model_and_examples(name: str) -> tuple[Any, Any]:
 
 
 def data_of(recipe: Any) -> Any:
-    """The recipe's, with few held-out examples."""
+    """The recipe's data, with few held-out examples."""
     from netfold.train import Data
     from netfold.train.datasets import make_data
 
@@ -151,7 +151,7 @@ def arrays(named: Any) -> dict[str, Any]:
 
 
 def in_a_plain_loop(recipe: Any, data: Any) -> dict[str, Any]:
-    """What a recipe says, without anything of the layer but its order of samples."""
+    """A plain training loop of a recipe, which uses nothing of netfold.train except the order of samples."""
     import torch
 
     from netfold.train.models import make_model
@@ -176,7 +176,7 @@ def in_a_plain_loop(recipe: Any, data: Any) -> dict[str, Any]:
 
 
 def gradients_in_one_process(name: str) -> dict[str, Any]:
-    """Of the mean over a whole batch, by sample: what they add up to, and what their magnitudes do."""
+    """The gradients of the mean over a batch, sample by sample: their sums, and the sums of their magnitudes."""
     import torch
 
     model, examples = model_and_examples(name)
@@ -200,7 +200,7 @@ def gradients_in_one_process(name: str) -> dict[str, Any]:
 
 
 def gradients_in_stages(name: str, parallel: dict[str, Any], **sections: Any) -> dict[str, Any]:
-    """This rank's part; twice with an evaluation between, which must leave no trace."""
+    """The gradients of this rank's part, computed twice. The evaluation between must not change them."""
     import torch
     from torch.distributed.tensor import DTensor
 
@@ -243,7 +243,7 @@ def gradients_in_stages(name: str, parallel: dict[str, Any], **sections: Any) ->
 
 
 def kept_by_four_dropouts() -> list[float]:
-    """A layer a stage that keeps half: the share that all of them keep, for two seeds, the first one twice."""
+    """Dropout in each stage keeps half: the share that all stages keep, for two seeds and the first one again."""
     import torch
     from torch import nn
     from torch.nn import functional
@@ -282,7 +282,7 @@ def kept_by_four_dropouts() -> list[float]:
 
 
 def refused_by_zero_bubble() -> str:
-    """A chain whose third layer returns what depends on its weights alone, for the fourth to add."""
+    """A chain whose third layer returns a tensor that depends only on its weights; the fourth layer adds it."""
     import torch
     from torch import nn
     from torch.nn import functional
@@ -361,7 +361,7 @@ def failed_on_one_stage(rank: int) -> tuple[str, float]:
             return x
 
     layers = dict(gpt(width=32, layers=4, context=32).module.layers.items())
-    # With every block a layer that breaks where rank 2 holds it.
+    # Each block gets a layer that fails on rank 2.
     named = [(key, nn.Sequential(layer, Breaks()) if "block" in key else layer) for key, layer in layers.items()]
     recipe = Recipe.model_validate(changed(GPT, parallel={"pipeline": 4}))
     data = data_of(recipe)
@@ -411,7 +411,7 @@ def world() -> list[Any]:
 
 
 def joined(parts: list[dict[str, Any]]) -> dict[str, Any]:
-    """The whole model's, of what the ranks hold; those that hold the same must agree to the last bit."""
+    """The whole model's values from the ranks' values. Ranks with the same value must agree in every bit."""
     whole: dict[str, Any] = {}
     for part in parts:
         for name, array in part.items():
@@ -423,7 +423,7 @@ def joined(parts: list[dict[str, Any]]) -> dict[str, Any]:
 def test_stages_learn_the_same_as_one_process(name: str) -> None:
     plain, found = world()[0]["plain"], [rank[name] for rank in world()]
     assert all(rank["losses"] == found[0]["losses"] and rank["metric"] == found[0]["metric"] for rank in found)
-    # f32, some steps: sums of the same gradients in another order.
+    # A few steps in f32: sums of the same gradients in another order.
     assert found[0]["losses"] == pytest.approx(plain["losses"], rel=1e-5)
     assert found[0]["metric"] == pytest.approx(plain["metric"], rel=1e-5)
     weights = joined([rank["weights"] for rank in found])
@@ -475,7 +475,7 @@ def test_the_cut_is_noted_with_its_reason() -> None:
 def test_random_numbers_depend_on_the_seed_and_differ_between_stages() -> None:
     first, again, other = world()[3]["dropout"]
     assert first == again != other
-    # Of 16000 draws; stages that drew alike would keep a half. Four standard deviations.
+    # Of 16000 numbers; stages with equal numbers would keep a half. Four standard deviations.
     assert first == pytest.approx(1 / 16, abs=4 * (15 / 256 / 16000) ** 0.5)
 
 

@@ -1,4 +1,4 @@
-"""Kinds of parallelism put together on one mesh, each beside one process that has the whole batch."""
+"""Combinations of parallelism on one mesh, each against one process with the whole batch."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SPLITS: dict[str, dict[str, Any]] = {
         "schedule": "zero-bubble-v",
     },
 }
-# What crosses between two kinds is cast by both.
+# Both kinds cast the tensors that pass between them.
 IN_BF16 = (
     "data x tensor, ZeRO 1",
     "data x tensor, ZeRO 3",
@@ -37,7 +37,7 @@ IN_BF16 = (
     "data x pipeline, ZeRO 2",
     "pipeline x tensor",
 )
-# With plain SGD and every step averaged, ranks that train apart learn what those do that add up gradients.
+# With plain SGD and an average in every step, DiLoCo ranks learn the same as ranks that sum gradients.
 APART = {"data x tensor, apart": {"data": 2, "tensor": 2}, "data x pipeline, apart": {"data": 2, "pipeline": 2}}
 
 
@@ -53,7 +53,7 @@ def recipes(precision: str) -> dict[str, dict[str, Any]]:
 
 @functools.cache
 def losses(ranks: int) -> dict[tuple[str, str], tuple[float, ...]]:
-    """By name and precision, of every recipe in one world; one rank: the whole batch, with momentum or not."""
+    """The losses of every recipe by name and precision. One rank has the whole batch, with or without momentum."""
     if ranks == 1:
         names = [("momentum", "f32"), ("plain", "f32"), ("momentum", "bf16")]
         asked = [

@@ -1,4 +1,4 @@
-"""What a recipe names is made and held against the split before any process starts."""
+"""A recipe's model and data are made and checked against the split before any process starts."""
 
 from __future__ import annotations
 
@@ -265,7 +265,7 @@ def test_arguments_are_those_of_the_call_of_the_factory() -> None:
 
 def test_a_sentence_gets_the_line_of_its_first_key_in_the_file() -> None:
     source = Source(Path("r.toml"), {("parallel",): 3, ("parallel", "zero"): 5}, {("run", "name"): "run.name=x"})
-    # As the ranks get it.
+    # The ranks get a pickled copy.
     source = pickle.loads(pickle.dumps(source))
     assert source.placed(ValueError("parallel.pipeline 2 and parallel.zero 3 do not go together")) == [
         "r.toml:5: parallel.pipeline 2 and parallel.zero 3 do not go together"

@@ -1,4 +1,4 @@
-"""A recipe that is wrong is told so in a sentence with its line, before anything starts."""
+"""A wrong recipe is an error in one sentence with its line, before a process starts."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ batch = 16
 
 
 def said(tmp_path: Path, text: str, *settings: str) -> list[str]:
-    """The sentences, with the file's folder left out."""
+    """The sentences of the error, without the file's folder."""
     file = tmp_path / "mine.toml"
     file.write_text(text)
     with pytest.raises(RecipeError) as error:
@@ -128,7 +128,7 @@ def test_settings_override_the_file(tmp_path: Path) -> None:
     assert (recipe.training.steps, recipe.training.epochs, recipe.parallel.schedule) == (None, 2, "gpipe")
     assert recipe.model.name == "bert" and recipe.model.options == {"width": 64}
     assert recipe.optimizer.betas == (0.0, 0.5) and recipe.diloco is not None and recipe.run.folder == Path("/x/y")
-    # The run is called as the file, unless it says a name.
+    # The run has the file's name, unless the recipe sets one.
     assert recipe.run.name == "mine" and load(file, ["run.name=other"])[0].run.name == "other"
 
 

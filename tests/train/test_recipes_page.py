@@ -25,7 +25,7 @@ PLAN = re.compile(r"```text\n(.*?)```", re.DOTALL)
 
 
 def plan_of(page: str) -> str:
-    """What --explain prints for the page's recipe."""
+    """The output of --explain for the page's recipe."""
     (recipe,) = re.findall(r"```toml\n(.*?)```", page, re.DOTALL)
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "mine.toml"
@@ -38,7 +38,7 @@ def plan_of(page: str) -> str:
 
 
 def keys() -> dict[str, Any]:
-    """Every key with its default; Ellipsis where it must be given."""
+    """Every key with its default; Ellipsis if it is required."""
     found = {}
     for name, section in Recipe.model_fields.items():
         kinds = (section.annotation, *get_args(section.annotation))

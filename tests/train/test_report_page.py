@@ -1,4 +1,4 @@
-"""The page of a run, in a browser: every number of metrics.jsonl, whatever the run's texts hold."""
+"""The page of a run in a browser: every number of metrics.jsonl, and no harm by hostile texts."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_each_quantity_has_a_chart_with_a_description_and_the_baseline_a_line(tm
     ]
     loss, bits, *_ = charts
     assert [len(chart.all("line", class_="level")) for chart in charts] == [0, 1, 0, 0, 0, 0]
-    # What has no number breaks the line: step 7's loss.
+    # Step 7's loss is not a number, so it interrupts the line.
     line = loss.one("path", class_="ink-0").attributes["d"]
     assert line.count("M") == 2 and line.count("L") == STEPS - 3
     assert bits.one("path", class_="ink-1").attributes["d"].count("L") == 3

@@ -1,4 +1,4 @@
-"""A job goes on under another split than the one that it was left with: one world of four ranks runs all cases.
+"""A job is resumed under another split: one world of four ranks runs all cases.
 
 A case is a function of (rank, folder, world), as in `test_fault_tolerance`. An attempt trains a few steps and ends
 with a checkpoint; the next attempt goes on from it.
@@ -50,7 +50,7 @@ CHAIN: list[Split] = [
     (2, {"pipeline": 2, "schedule": "zero-bubble"}),
     ALONE,
 ]
-# Of what keeps f32 weights beside lower ones, and what does not, each after the other.
+# Splits with f32 weights beside lower ones, and splits without, in turn.
 LOWER_CHAIN = [CHAIN[index] for index in (0, 3, 4, 1, 8)]
 TABLES: list[Split] = [(2, {"embeddings": kind}) for kind in ("replicated", "row_wise", "table_wise", "replicated")]
 
@@ -75,7 +75,7 @@ class Tokens:
 
 
 class Clicks:
-    """Numbers, a row of each table, and what came of it."""
+    """Numbers, a row of each table, and a target of 0 or 1."""
 
     def __init__(self, count: int) -> None:
         import torch
@@ -123,7 +123,7 @@ def in_turn(world: World, folder: Path, recipe: Table, splits: Sequence[Split]) 
 
 
 def every_split(rank: int, folder: Path, world: World) -> Any:
-    """Losses of a run on one rank that never stopped, and of attempts under several splits in turn."""
+    """Losses of an uninterrupted run on one rank, and of attempts under several splits in turn."""
     found: dict[str, Any] = {}
     for name, recipe, splits in (
         ("f32", GPT, CHAIN),
@@ -136,7 +136,7 @@ def every_split(rank: int, folder: Path, world: World) -> Any:
 
 
 def same_split(rank: int, folder: Path, world: World) -> Any:
-    """Losses of a run, and of the one that goes on from the middle of it."""
+    """Losses of a run, and of a run that resumes from its middle."""
     found: dict[str, Any] = {}
     for name, split, changes in (
         ("pipeline", (2, {"pipeline": 2}), {"training": {"precision": "bf16"}}),
@@ -153,7 +153,7 @@ def same_split(rank: int, folder: Path, world: World) -> Any:
 
 
 def carried_over(rank: int, folder: Path, world: World) -> Any:
-    """What a job in bf16 holds when it ends, and what one of another split holds that takes up its checkpoint."""
+    """The state of a job in bf16 at its end, and the state of a job under another split that loads its checkpoint."""
     splits: dict[str, Split] = {
         "zero 0": (2, {"data": 2}),
         "zero 1": (2, {"zero": 1}),
@@ -169,7 +169,7 @@ def carried_over(rank: int, folder: Path, world: World) -> Any:
         ("pipeline x zero 1", "tensor x zero 3"), ("tensor x zero 3", "zero 1"), ("zero 1", "zero 0"),
     ):  # fmt: skip
         into = folder / f"{before} to {after}"
-        # The second has no step left to do: it looks at what it has loaded.
+        # The second job has no step left: its state is the loaded one.
         found[into.name] = [train_once(world, into, recipe, splits[each], SAVED_AT, _held) for each in (before, after)]
     return found
 
@@ -196,7 +196,7 @@ def _held(trainer: Any) -> dict[str, int]:
 
 
 def outer_elsewhere(rank: int, folder: Path, world: World) -> Any:
-    """Ranks that train apart: what each wants of a checkpoint of two; then one rank, and two that do not, go on."""
+    """The state that each of two DiLoCo ranks loads; then one rank, and two without DiLoCo, resume their checkpoint."""
     from torch.distributed.checkpoint.filesystem import FileSystemReader
 
     apart = changed(GPT, diloco={"every": SAVED_AT})

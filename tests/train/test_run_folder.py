@@ -1,4 +1,4 @@
-"""A run's folder: which one it is, and what it begins with."""
+"""A run's folder: its choice, and its first files."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_a_written_recipe_loads_to_an_equal_one(tmp_path: Path, table: dict[str,
     asked = Recipe.model_validate({**table, "run": {"folder": str(tmp_path), "name": "x"}})
     folder = run_folder(asked)
     assert read_resolved(folder) == load(folder / RESOLVED)[0] == asked
-    # All of its defaults are there: another version's would change nothing.
+    # All defaults are written, so the defaults of another version change nothing.
     written = json.loads((folder / RESOLVED).read_text())
     assert written["training"]["batch"] == 32 and written["fault_tolerance"]["grace_s"] == 30.0
 

@@ -1,4 +1,4 @@
-"""Where a chain is cut: against every cut there is."""
+"""The cut of a chain into stages, against every possible cut."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from netfold.train.parallel.stages import Cut, cut
 
 
 def every_cut(costs: list[int], stages: int) -> list[tuple[int, ...]]:
-    """The costs of the stages, of every cut."""
+    """The costs of the stages for every cut."""
     inner = itertools.combinations(range(1, len(costs)), stages - 1)
     return [
         tuple(sum(costs[first:end]) for first, end in itertools.pairwise((0, *between, len(costs))))

@@ -1,4 +1,4 @@
-"""What becomes of a process that was asked to stop and does not, or is asked again."""
+"""Processes that get SIGTERM once or twice, and do or do not stop."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ print("left in order", flush=True)
 
 
 def asked(grace_s: float, times: int, then: str) -> tuple[int, list[str], str, float]:
-    """Its status (a signal's is negative), what it printed, and how long it took."""
+    """The process's status (negative after a signal), its output, and its duration."""
     began_s = time.monotonic()
     ended = subprocess.run(
         [sys.executable, "-c", SCRIPT, str(grace_s), str(times), then],
@@ -47,7 +47,7 @@ def test_a_process_that_gets_sigterm_finishes_its_step_and_leaves() -> None:
 
 
 def test_a_signal_after_the_vote_does_not_end_a_leaving_rank() -> None:
-    # None of its own has come while it trained.
+    # This rank itself got no signal while it trained.
     status, printed, _, _ = asked(20.0, 0, "listens")
     assert (status, printed) == (0, ["left in order"])
     status, printed, _, _ = asked(20.0, 1, "listens")

@@ -1,4 +1,4 @@
-"""Which ranks are held against each other when one seems slow."""
+"""The ranks that are compared to find a straggler."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SECONDS = (0.10, 0.11, 0.12, 0.13, 0.30, 0.31, 0.90, 0.33)
 
 @pytest.fixture
 def mesh(monkeypatch: pytest.MonkeyPatch) -> Iterator[Mesh]:
-    """A world of 8 ranks of which this is one, and whose others say SECONDS."""
+    """A world of 8 ranks, in which the other ranks report SECONDS."""
 
     def all_gather(rows: list[Tensor], _own: Tensor) -> None:
         for row, own_s in zip(rows, SECONDS, strict=True):

@@ -1,4 +1,4 @@
-"""Layers cut within themselves learn what one process learns, and communicate what the talk says."""
+"""Cut layers learn the same as one process, and communicate as published."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ STEPS = 3
 
 @pytest.fixture(scope="module")
 def found() -> Iterator[dict[str, Any]]:
-    """What four ranks have found, all of them the same."""
+    """The results of four ranks, which are equal."""
     results = values(run_ranks(_world, 4, timeout_s=240))
     assert all(result == results[0] for result in results)
     yield results[0]
@@ -41,7 +41,7 @@ def test_a_stack_of_linear_layers_communicates_as_published(found: dict[str, Any
 
 @pytest.mark.parametrize("style", STYLES)
 def test_a_whole_model_saves_the_communication_of_its_ends(found: dict[str, Any], style: str) -> None:
-    # Samples ask for no gradient, and every rank computes the loss of the whole output.
+    # Samples need no gradient, and every rank computes the loss of the whole output.
     forward, backward = {
         "colwise": ({"all_gather": LAYERS}, {"reduce_scatter": LAYERS - 1}),
         "rowwise": ({"reduce_scatter": LAYERS - 1, "all_reduce": 1}, {"all_gather": LAYERS - 1}),
@@ -61,7 +61,7 @@ def test_a_transformer_block_communicates_once_per_half_or_once_per_layer(found:
 
 
 def test_sequence_parallel_halves_an_all_reduce_into_two(found: dict[str, Any]) -> None:
-    # Norms act on a part of the sequence each: weight and bias of two norms have summands for gradients.
+    # Each rank's norms act on a part of the sequence: the gradients of two norms' weights and biases are summed.
     forward, backward = {"all_gather": 2, "reduce_scatter": 2}, {"all_gather": 2, "reduce_scatter": 2, "all_reduce": 4}
     assert found["counts of a block, sequence"] == [forward, backward]
 
@@ -79,7 +79,7 @@ CASES = [
     for how in hows
     for ranks in ("tensor 2 x data 2", "tensor 4")
 ]
-# ZeRO 3 with nobody to share with.
+# ZeRO 3 with one data-parallel rank.
 CASES.append("gpt, sequence, tensor 4 x zero 3")
 SHARDED = [f"gpt, {how}, tensor 2 x fully_shard 2" for how in ("alternating", "sequence")]
 
@@ -158,7 +158,7 @@ def _counts() -> dict[str, Any]:
         return model.module
 
     for style in STYLES:
-        # A stack between other layers: what it takes and gives is as its neighbours have it, and has a gradient.
+        # A stack between other layers: its input and output have its neighbours' placements, and gradients.
         ends = Replicate() if style == "alternating" else Shard(-1)
         paths = [f"layers.{number}.linear" for number in range(LAYERS)]
         layers: list[tuple[str, nn.Module]] = [(str(number), dense(8, 8)) for number in range(LAYERS)]
@@ -182,8 +182,8 @@ def _counts() -> dict[str, Any]:
 
 
 def _sent_bytes(records: list[tuple[str, int]], ranks: int = 4) -> int:
-    """What a rank must send, at the least (a ring does not more: Patarasuk & Yuan 2009)."""
-    # Of an all_gather and a reduce_scatter the record has a rank's part, of an all_reduce the whole.
+    """The bytes that a rank must send at least, which a ring achieves (Patarasuk & Yuan 2009)."""
+    # The record of an all_gather or reduce_scatter has a rank's part, that of an all_reduce the whole.
     times = {"all_gather": ranks, "reduce_scatter": ranks, "all_reduce": 2}
     return sum(times[name] * size * (ranks - 1) // ranks for name, size in records)
 
@@ -193,7 +193,7 @@ def _plan_between(plan: Any, paths: Any, ends: Any, style: Any, _sequence: bool)
 
 
 def _counted(module: Any, inputs: Any, group: Any) -> list[dict[str, int]]:
-    """Collectives by kind, forward and backward: as torch dispatches them, and as the group has carried them out."""
+    """Collectives by kind, forward and backward: as torch dispatches them, and as the group executed them."""
     from torch.distributed.tensor.debug import CommDebugMode
 
     found, begun = [], len(_operations(group))
@@ -215,7 +215,7 @@ def _counted(module: Any, inputs: Any, group: Any) -> list[dict[str, int]]:
 
 
 def _operations(group: Any) -> list[tuple[str, int]]:
-    """The group's records: what was done, with how many bytes of a rank's own."""
+    """The group's records: operations, and a rank's bytes of each."""
     import netfold.torch
     from netfold._native import engine
 
@@ -225,7 +225,7 @@ def _operations(group: Any) -> list[tuple[str, int]]:
 
 @dataclass
 class _Learnt:
-    """By name; and what the last batch gives after it was learnt from."""
+    """Parameters by name, and the outputs of the last batch after the last step."""
 
     weights: dict[str, Any]
     momentum: dict[str, Any]
@@ -291,7 +291,7 @@ def _optimizer(parameters: Any) -> Any:
 
 
 def _parallel(model: Any, recipe: Any, mesh: Any, batches: Any) -> _Learnt:
-    """Weights and momentum put together from all ranks' parts; whether what is not cut is the same on all of them."""
+    """Weights and momentum joined from all ranks' parts, and whether uncut tensors are equal on all ranks."""
     import torch
     import torch.distributed as dist
     from torch.distributed.tensor import DTensor, Shard
@@ -320,7 +320,7 @@ def _parallel(model: Any, recipe: Any, mesh: Any, batches: Any) -> _Learnt:
 
 
 def _sharded(model: Any, recipe: Any, mesh: Any, batches: Any) -> _Learnt:
-    """The same with fully_shard over the data-parallel ranks, on layers that are cut already."""
+    """The same with fully_shard over the data-parallel ranks, on layers that are already cut."""
     from torch.distributed.fsdp import fully_shard
 
     from netfold.train.parallel.shards import Shards
@@ -338,7 +338,7 @@ def _whole(parts: dict[str, Any]) -> dict[str, Any]:
 
 
 def _difference(found: dict[str, Any], expected: dict[str, Any]) -> float:
-    """The largest, of any element; f64 weights of about 1."""
+    """The largest difference of an element; f64 weights of about 1."""
     assert found.keys() == expected.keys()
     return max(float((found[name] - expected[name]).abs().max()) for name in expected)
 

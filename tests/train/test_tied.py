@@ -1,4 +1,4 @@
-"""Weights that layers share, in every split: copies on several stages learn as the one weight does in one process."""
+"""Shared weights under every split: copies on several stages learn the same as one weight in one process."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SPLITS: dict[str, tuple[int, int, dict[str, Any]]] = {
     "pipeline x zero 3": (2, 4, {"pipeline": 2, "data": 2, "zero": 3}),
     "interleaved": (4, 2, {"pipeline": 2, "schedule": "interleaved"}),
     "zero-bubble": (4, 4, {"pipeline": 2, "data": 2, "schedule": "zero-bubble"}),
-    # First and last stage lie on one rank.
+    # The first and last stage are on one rank.
     "zero-bubble-v": (4, 4, {"pipeline": 2, "data": 2, "schedule": "zero-bubble-v", "microbatches": 4}),
 }
 
@@ -36,14 +36,14 @@ class Layer(nn.Module):
 
     def forward(self, rows: Tensor) -> Tensor:
         if self._is_first:
-            # Of the number of the sample a hundredth: tanh is to tell them apart.
+            # A hundredth of the sample's number, so that tanh has distinct values.
             rows = torch.cat([rows[:, :1] / 100, rows[:, 1:]], 1)
         rows = self.linear(rows).tanh()
         return rows.sum(1, keepdim=True) if self._is_last else rows
 
 
 def tied_model(layers: int) -> Any:
-    """The first and the last layer share a weight; of 3, one more layer follows that does not."""
+    """The first and the last layer share a weight. With 3 layers, one more follows without it."""
     from netfold.train import Chain, Model
 
     torch.manual_seed(3)
@@ -61,7 +61,7 @@ def tied_model(layers: int) -> Any:
 
 
 def learnt(layers: int, parallel: dict[str, Any], folder: Path | None = None, steps: int = 6) -> Any:
-    """The losses, and what the copies of the shared weight are here at the end."""
+    """The losses, and this rank's copies of the shared weight at the end."""
     from surviving import toy_data, toy_recipe
     from torch.distributed.tensor import DTensor
 
@@ -88,7 +88,7 @@ def every_split(rank: int, folder: Path, world: World) -> Any:
         with world(ranks) as here:
             if here:
                 found[name] = learnt(layers, parallel)
-    # A checkpoint of a pipeline, which one process goes on from.
+    # A checkpoint of a pipeline, from which one process resumes.
     with world(2) as here:
         if here:
             learnt(2, {"pipeline": 2}, folder, steps=3)

@@ -1,4 +1,4 @@
-"""Modules without memory: what a trace says of them, against what is published, what recipes measure, and torch."""
+"""Traces of modules without memory, against published numbers, measurements of recipes, and torch."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_resnet_50_has_its_published_parameters_and_the_catalogues_arithmetic(re
     assert forward / 2 == pytest.approx(4.09e9, rel=0.01)
     products = sum(layer.forward.flops for layer in Layered("resnet50").layers(ShardSpec(1)))
     assert forward == products
-    # Nothing flows back into the pictures: the first convolution has no gradient of its input.
+    # Pictures need no gradient: the first convolution computes none for its input.
     first = resnet50.parts[0].forward.flops / 2
     assert resnet50.flops == 3 * forward - first
 
@@ -91,7 +91,7 @@ def test_a_trace_equals_the_measured_layers_of_a_recipe(
         assert (sum(part.parameters for part in parts), flops) == (layer.parameters, layer.operations), layer.name
         kept = sum((part.kept for part in parts), TensorSize()).bytes(4)
         assert layer.saved_bytes is not None
-        # A chain's last layer has the loss in it.
+        # The last layer of a chain includes the loss.
         less = layer.saved_bytes - kept
         if layer is layers[-1]:
             assert less == learnt or learnt is None
@@ -162,9 +162,9 @@ class Deep(nn.Module):
 def test_activation_checkpointing_keeps_less_and_computes_more() -> None:
     plain, again = (trace(lambda again=again: Deep(again), "8x64") for again in (False, True))
     kept = [sum((part.kept for part in model.parts), TensorSize()).elements for model in (plain, again)]
-    # Of each block what it is given.
+    # The input of each block.
     assert kept[1] == 3 * 8 * 64 < kept[0]
-    # torch stops when it has what it wants: the last product of a block is not repeated.
+    # torch stops as soon as it has the needed tensors: the last product of a block is not repeated.
     assert again.flops - plain.flops == 3 * 2 * 64 * 256
 
 
@@ -180,7 +180,7 @@ class Recurrent(nn.Module):
 
 def test_a_recurrent_layer_is_counted_step_by_step() -> None:
     found = trace(Recurrent, "4x10x16")
-    # Four gates, of what comes in and of what was before, at each of ten steps.
+    # Four gates, each of the input and of the previous state, in each of ten steps.
     assert sum(part.forward.flops for part in found.parts) == 2 * 4 * 10 * 4 * 32 * (16 + 32)
 
 

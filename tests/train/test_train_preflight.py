@@ -1,4 +1,4 @@
-"""What the look at the hosts, before training, says and ends."""
+"""The check of the hosts before training: its messages, and the jobs that it refuses."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def one_rank() -> Iterator[None]:
 
 @pytest.fixture
 def few_files(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As `ulimit -n 200` would say. Other tests of this process may have as many open."""
+    """The limits under `ulimit -n 200`. Other tests of this process may have as many open files."""
     monkeypatch.setattr(resource, "getrlimit", lambda which: (200, 200))
 
 

@@ -47,7 +47,7 @@ restarts = 1
 tensorboard = false
 profile = false
 """
-# Of 4 steps on 2 ranks, whoever started them.
+# The results of 4 steps on 2 ranks, under every launcher.
 TRAINED = " than 1 (the mean); 4 steps in "
 
 
@@ -59,7 +59,7 @@ def recipe(tmp_path: Path) -> Path:
 
 
 def environment(tmp_path: Path, **variables: str) -> dict[str, str]:
-    """This one's without a launcher, with temporary files where the test can see them."""
+    """This process's environment without a launcher, with temporary files in a folder of the test."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("NETFOLD_", "SLURM_", "OMPI_"))}
     folder = tmp_path / "tmp"
     folder.mkdir(exist_ok=True)
@@ -73,7 +73,7 @@ def start(command: Sequence[str], env: dict[str, str]) -> subprocess.Popen[str]:
 
 
 def ended(process: subprocess.Popen[str], timeout_s: float = 120) -> tuple[int, str, str]:
-    """Exit status, stdout and stderr; nothing may hang."""
+    """Exit status, stdout and stderr of a process, which must end in time."""
     try:
         out, err = process.communicate(timeout=seconds(timeout_s))
     except subprocess.TimeoutExpired:
@@ -84,7 +84,7 @@ def ended(process: subprocess.Popen[str], timeout_s: float = 120) -> tuple[int, 
 
 
 def ranks_of(process: subprocess.Popen[str], count: int, timeout_s: float = 60) -> list[psutil.Process]:
-    """The ranks that the verb has started, once all are there."""
+    """The ranks of the command, as soon as all exist."""
     deadline = time.monotonic() + seconds(timeout_s)
     while time.monotonic() < deadline and process.poll() is None:
         found = [each for each in psutil.Process(process.pid).children() if "netfold.train.rank" in each.cmdline()]
@@ -116,7 +116,7 @@ def until_step(process: subprocess.Popen[str], folder: Path, step: int, timeout_
 
 
 def until_caught(process: subprocess.Popen[str], number: signal.Signals, timeout_s: float = 60) -> None:
-    """Until it has a handler of its own for that signal."""
+    """Wait until the process has a handler for this signal."""
     deadline = time.monotonic() + seconds(timeout_s)
     while time.monotonic() < deadline and process.poll() is None:
         status = Path(f"/proc/{process.pid}/status").read_text()
@@ -132,17 +132,17 @@ def until_caught(process: subprocess.Popen[str], number: signal.Signals, timeout
 def test_the_command_starts_ranks_and_resumes_from_their_folder(tmp_path: Path, recipe: Path) -> None:
     env = environment(tmp_path)
     command = [*VERB, str(recipe), *settings(parallel__data=2, checkpoint__every=2, checkpoint__asynchronous="false")]
-    # A rank is killed when it reads the batch of step 6, in step 5: all start anew, and go on after step 4.
+    # A rank is killed when it reads the batch of step 6, in step 5: all ranks restart, and resume after step 4.
     killed = settings(data__dies_at=55, training__steps=8, report__tensorboard="true", report__profile="true")
     status, out, err = ended(start([*command, *killed], env))
     assert status == 0, err
-    # Only rank 0 tells the result, and the interrupted attempt reported none.
+    # Only rank 0 prints the result, and the interrupted attempt printed none.
     (line,) = [each for each in out.splitlines() if " than 1 (the mean)" in each]
     assert line.startswith("error ") and "; 8 steps in " in line and line.endswith(" s on 2 ranks")
     assert " than 1 (the mean); " not in err
     assert "netfold train: all ranks start again, restart 1 of 1\n" in err
     assert "Traceback" not in err
-    # Of each attempt; findings depend on the machine.
+    # For each attempt; findings depend on the machine.
     assert err.count("host checked, nothing is wrong") + err.count("what to do") == 2
     assert jobs_left(tmp_path) == 0
     first = tmp_path / "runs" / "line"
@@ -164,7 +164,7 @@ def test_the_command_starts_ranks_and_resumes_from_their_folder(tmp_path: Path, 
     assert [step["step"] for step in metrics.steps] == list(range(1, 9))
     starts = json.loads((first / "environment.json").read_text())["starts"]
     assert [start["command"][1:] for start in starts] == [["train", str(recipe), *(*command[5:], *killed)]] * 2
-    # Made again from the folder alone, the page tells how it went.
+    # The page can be written again from the folder alone.
     (first / "report.html").unlink()
     again = CliRunner().invoke(app, ["train", "report", str(first)])
     assert (again.exit_code, again.stdout) == (0, f"{first}/report.html\n")
@@ -172,7 +172,7 @@ def test_the_command_starts_ranks_and_resumes_from_their_folder(tmp_path: Path, 
     assert "started, going on after step 4, on 2 ranks" in page
     assert "cost of failures: 1 restarts of all ranks" in page
 
-    # That run is finished: the next one of its name has a folder of its own. It is asked to stop, and stops for good.
+    # That run is finished, so the next one of its name has another folder. SIGTERM stops the next run.
     second = tmp_path / "runs" / "line-2"
     endless = start([*command, *settings(training__steps=100_000_000)], env)
     ranks = ranks_of(endless, 2)
@@ -187,7 +187,7 @@ def test_the_command_starts_ranks_and_resumes_from_their_folder(tmp_path: Path, 
     stopped = metrics.steps[-1]["step"]
     assert f"asked to stop (SIGTERM) after step {stopped} of 100000000; a checkpoint is written" in err
 
-    # The same goes on where it stopped.
+    # The same command resumes the stopped run.
     status, out, err = ended(start([*command, *settings(training__steps=stopped + 4, run__resume="changed")], env))
     assert status == 0 and f"; {stopped + 4} steps in " in out, err
     metrics = read_metrics(second)
@@ -234,7 +234,7 @@ def test_a_signal_to_the_command_leaves_no_process(tmp_path: Path, recipe: Path)
         until_step(verbs[0], tmp_path / "runs" / "SIGTERM", 1)
         for verb, number in zip(verbs, sent, strict=True):
             verb.send_signal(number)
-        # Asked to stop while it trains; a shell's way to say which signal it was; the last one could say nothing.
+        # SIGTERM while it trains; then a shell's status for the signal; after SIGKILL there is no output.
         assert [ended(verb)[0] for verb in verbs] == [STOPPED_STATUS, 128 + signal.SIGINT, -signal.SIGKILL]
         _, alive = psutil.wait_procs(ranks, timeout=seconds(60))
         assert not alive
@@ -242,7 +242,7 @@ def test_a_signal_to_the_command_leaves_no_process(tmp_path: Path, recipe: Path)
         for rank in ranks:
             if rank.is_running():
                 rank.kill()
-    # Though after SIGKILL the verb could not take the job's folder away.
+    # Also after SIGKILL, when the command itself cannot remove the job's folder.
     deadline = time.monotonic() + seconds(10)
     while jobs_left(tmp_path) and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -253,7 +253,7 @@ def test_a_signal_to_the_command_leaves_no_process(tmp_path: Path, recipe: Path)
 def test_sigterm_before_training_has_the_status_of_a_stopped_run(tmp_path: Path, recipe: Path) -> None:
     env = environment(tmp_path)
     starting, training = (start([*VERB, str(recipe), *settings(training__steps=100_000_000)], env) for _ in range(2))
-    # The one is still loading torch, the other's rank is; or they train already, and the answer is the same.
+    # The first command still loads torch; a rank of the second does. If they train already, the status is the same.
     until_caught(starting, signal.SIGTERM)
     starting.terminate()
     ranks = ranks_of(training, 1)
@@ -278,17 +278,17 @@ def test_under_torchrun_each_process_is_a_rank(tmp_path: Path, recipe: Path) -> 
 def test_under_slurm_each_process_is_a_rank(tmp_path: Path, recipe: Path) -> None:
     def task(rank: int) -> dict[str, str]:
         slurm = {"PROCID": str(rank), "NTASKS": "2", "LOCALID": str(rank), "NODEID": "0", "TASKS_PER_NODE": "2"}
-        # What srun gives; the job's number is this process's, so that two test runs do not meet on one port.
+        # The variables of srun. The job's number is this process's, so that two test runs use different ports.
         slurm |= {"JOB_ID": str(os.getpid()), "STEP_ID": "0", "STEP_NODELIST": "localhost"}
         return environment(tmp_path, **{f"SLURM_{name}": value for name, value in slurm.items()})
 
-    # That the port is taken which they would meet at stops nobody.
+    # A port that is already in use does not stop them.
     with socket.create_server(("127.0.0.1", placement(task(0)).port)):
         both = [start([*VERB, str(recipe)], task(rank)) for rank in range(2)]
         (first, out, err), (second, silent, other) = [ended(each) for each in both]
     assert (first, second) == (0, 0), err + other
     assert out.count(TRAINED) == 1 and out.rstrip().endswith("on 2 ranks") and silent == ""
-    # What is wrong is said once, by rank 0, and before torch is loaded.
+    # Rank 0 reports the error, once, before torch is loaded.
     both = [start([*VERB, str(recipe), "--set", "training.batch=7"], task(rank)) for rank in range(2)]
     (first, _, err), (second, _, other) = [ended(each) for each in both]
     assert (first, second, other) == (2, 2, "")

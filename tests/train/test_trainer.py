@@ -1,4 +1,4 @@
-"""The loop: what a job learns does not depend on how many ranks share the work."""
+"""The training loop: the result does not depend on the number of ranks."""
 
 from __future__ import annotations
 

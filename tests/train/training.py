@@ -1,4 +1,4 @@
-"""Recipes trained in a world of processes. Importing torch is dear: one world trains several, one after the other."""
+"""Train recipes in a world of processes. Importing torch takes seconds, so one world trains several recipes in turn."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ranks import run_ranks, values
 
 Table = dict[str, Any]
 
-# Small enough for a test, and real: Python's own source.
+# Small enough for a test, with real data: Python's source.
 TINY_GPT: Table = {
     "model": {"name": "gpt", "width": 32, "heads": 4, "layers": 4, "context": 32},
     "data": {"name": "source", "context": 32, "held_out": 0.002},
@@ -19,14 +19,14 @@ TINY_GPT: Table = {
 
 
 def changed(recipe: Table, **sections: Table) -> Table:
-    """The recipe with keys of some sections set anew: changed(TINY_GPT, parallel={"data": 2})."""
+    """The recipe with other values for some keys: changed(TINY_GPT, parallel={"data": 2})."""
     return {**recipe, **{name: {**recipe.get(name, {}), **keys} for name, keys in sections.items()}}
 
 
 def trained(
     recipes: Sequence[Table], ranks: int, *, backend: str = "netfold", timeout_s: float = 150
 ) -> list[list[Any]]:
-    """What `Trainer.fit` returned: [recipe][rank]."""
+    """The outcomes of `Trainer.fit`: [recipe][rank]."""
     found = values(run_ranks(_train, ranks, list(recipes), backend, timeout_s=timeout_s))
     return [list(outcomes) for outcomes in zip(*found, strict=True)]
 

@@ -135,7 +135,7 @@ def mosaic(pair: Pair, scale: int, patch: int) -> Pictures:
             functional.pad(each, [-margin * scale] * 4)  # without the edges
             for each in (repeated, bicubic(middle.low, scale), middle.truth, outputs)
         )
-        network = network.unflatten(0, (rows, columns)).permute(2, 0, 3, 1, 4).flatten(3, 4).flatten(1, 2)
+        network = network.reshape(rows, columns, *network.shape[1:]).permute(2, 0, 3, 1, 4).flatten(3, 4).flatten(1, 2)
         shown = {"low resolution": low, "bicubic": enlarged, "network": network, "truth": truth}
         said = {name: f"{float(psnr(picture, truth)):.2f} dB" for name, picture in shown.items()} | {"truth": ""}
         return [Panel(name, said[name], each.clamp(0, 1).mul(255).round().byte()) for name, each in shown.items()]
