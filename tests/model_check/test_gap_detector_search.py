@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from changed import change_file, load
 
-from netfold.model_check.gap_detector import PACKETS, THRESHOLD, search_arrivals, sentence
+from model_check.gap_detector import PACKETS, THRESHOLD, search_arrivals, sentence
 
 pytestmark = pytest.mark.native
 

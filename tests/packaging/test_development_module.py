@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from model_check import Scope, replay, search, search_validation
+from model_check.__main__ import main
 from netfold.extras import MissingExtraError
-from netfold.model_check import Scope, replay, search, search_validation
-from netfold.model_check.__main__ import main
 from netfold.rack.command import why_unavailable
 from netfold.rack.delay_links import DelayLinks
 from netfold.rack.topology import End
@@ -39,6 +39,11 @@ def test_cmake_builds_the_development_components_only_where_asked() -> None:
         assert name in conditional and text.count(name) == 1, name
 
 
+def test_of_the_package_only_extras_names_the_development_module() -> None:
+    sources = (ROOT / "src" / "netfold").rglob("*.py")
+    assert [source.name for source in sources if "_native_dev" in source.read_text()] == ["extras.py"]
+
+
 def test_the_runtime_module_has_nothing_of_the_development_module() -> None:
     import netfold._native
     import netfold._native_dev
@@ -51,7 +56,7 @@ def test_the_runtime_module_has_nothing_of_the_development_module() -> None:
 @pytest.mark.usefixtures("no_development_module")
 def test_the_model_check_without_the_development_module_says_what_to_do(capsys: pytest.CaptureFixture[str]) -> None:
     for action in (lambda: search(Scope()), search_validation, lambda: replay(Scope(), [])):
-        with pytest.raises(MissingExtraError, match=f"netfold.model_check {ABSENT}"):
+        with pytest.raises(MissingExtraError, match=f"model_check {ABSENT}"):
             action()
     with pytest.raises(SystemExit):
         main(["--quick"])

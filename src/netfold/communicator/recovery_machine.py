@@ -1,7 +1,7 @@
 """What one rank does about a lost switch: a pure state machine, without clock, thread or socket.
 
 Its owner calls a method for each event, one at a time, and carries out the returned actions in order. The owner is
-recovery.py; for the search, netfold/model_check/recovery.py. recovery.py explains the messages.
+recovery.py; for the search, tools/model_check/recovery.py. recovery.py explains the messages.
 
     event                          effect
     handle_loss                    the membership is frozen; the leader asks all, another rank reports to the leader

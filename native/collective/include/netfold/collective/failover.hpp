@@ -3,7 +3,7 @@
 //
 // A pure state machine: a value without socket, clock, thread or payload. A SwitchPath (switch_path.hpp) owns one and
 // carries out its decisions: it freezes channels, starts operations on them and runs host algorithms. The search over
-// recovery (netfold/model_check/recovery.py) drives the same class.
+// recovery (tools/model_check/recovery.py) drives the same class.
 //
 // A rank has a current membership and at most one that stands by, each named by its generation.
 //

@@ -39,7 +39,7 @@
 //              there are bounds: on the timeouts of each worker, and on the requests to each leaf to send sums again.
 //              Clocks stand still but at a timeout. A worker's state is then its whole machine. A leaf's results from
 //              the root have successive numbers: another search covers what its sender does about skipped ones
-//              (netfold/model_check/parent_sender.py). Not together with `last`.
+//              (tools/model_check/parent_sender.py). Not together with `last`.
 //
 // Safety. A worker is given the exact sum of every worker's contribution to a chunk in that generation, once, and never
 // the sum of a chunk on which workers disagree. No mismatch is reported for a chunk on which all agree, and none names

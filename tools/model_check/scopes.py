@@ -1,7 +1,7 @@
 """The named scopes of `search` and of the search over recovery."""
 
-from netfold.model_check import Scope
-from netfold.model_check.recovery_rank import RecoveryScope
+from model_check import Scope
+from model_check.recovery_rank import RecoveryScope
 
 # Searched by `make test`, in seconds. The comments say what each scope covers.
 QUICK = {

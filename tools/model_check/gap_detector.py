@@ -17,8 +17,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from model_check.breadth_first import BrokenError, Report, Search
 from netfold._native import protocol
-from netfold.model_check.breadth_first import BrokenError, Report, Search
 
 THRESHOLD: int = protocol.REORDER_THRESHOLD
 # The bound of `make test`: large enough for every kind of jump, and every window of packets that arrived.

@@ -20,8 +20,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from model_check.breadth_first import BrokenError, Report, Search
 from netfold._native import protocol
-from netfold.model_check.breadth_first import BrokenError, Report, Search
 
 THRESHOLD: int = protocol.REORDER_THRESHOLD
 

@@ -39,8 +39,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
-from netfold.model_check.breadth_first import BrokenError, Report, Search
-from netfold.model_check.recovery_rank import DEAD, FAILED, LEADER, LIVING, Event, Machines, Rank, RecoveryScope
+from model_check.breadth_first import BrokenError, Report, Search
+from model_check.recovery_rank import DEAD, FAILED, LEADER, LIVING, Event, Machines, Rank, RecoveryScope
 
 STUCK = "no events lead from here to a state where every living rank has finished or knows of a failure"
 

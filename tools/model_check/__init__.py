@@ -1,5 +1,7 @@
 """Exhaustive search of small scopes over the production machines: the interface to native/dev/model_check.
 
+A tool of development: it needs netfold._native_dev, which a checkout builds and no wheel has.
+
   scopes         the named scopes: those that CI searches, and those of `make model-check`
   breadth_first  the harness of the searches in Python:
   recovery       recovery from a lost switch, by production's communicator/recovery_machine.py and native/collective's
@@ -35,7 +37,7 @@ HELLO_WORKERS = 3
 
 @dataclass(frozen=True)
 class Scope:
-    """What is searched. Each field is an option of `python -m netfold.model_check`."""
+    """What is searched. Each field is an option of `python -m model_check`."""
 
     workers: int = 2
     leaves: str = ""  # workers below each leaf, as "1,1"; "": all workers at one switch
@@ -56,7 +58,7 @@ class Scope:
             for field in fields(self)
             if getattr(self, field.name) != field.default
         ]
-        return " ".join(["python -m netfold.model_check", *options])
+        return " ".join(["PYTHONPATH=tools python -m model_check", *options])
 
     def _arguments(self) -> dict[str, Any]:
         arguments: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
@@ -129,7 +131,7 @@ def draw(scope: Scope, records: Sequence[Any]) -> list[diagram.Line]:
 
 
 def _native() -> Any:
-    return native_dev("netfold.model_check").model_check
+    return native_dev("model_check").model_check
 
 
 def _lane(name: str) -> int:
