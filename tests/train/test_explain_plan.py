@@ -330,7 +330,7 @@ def test_sizes_are_read_at_a_glance() -> None:
     "file",
     [
         pytest.param(file, id=file.stem, marks=[needs_fashion_mnist] if "fashion-mnist" in file.read_text() else [])
-        for file in sorted((Path(__file__).parents[2] / "recipes").glob("*.toml"))
+        for file in sorted((Path(__file__).parents[2] / "examples" / "recipes").glob("*.toml"))
     ],
 )
 def test_every_recipe_that_we_bring_has_a_plan(file: Path) -> None:

@@ -256,7 +256,7 @@ def test_keys_are_found_on_their_lines_in_every_form_that_toml_has() -> None:
 
 
 def test_every_recipe_that_we_bring_can_be_read() -> None:
-    recipes = sorted((Path(__file__).parents[2] / "recipes").glob("*.toml"))
+    recipes = sorted((Path(__file__).parents[2] / "examples" / "recipes").glob("*.toml"))
     assert recipes
     for file in recipes:
         assert re.fullmatch(r"[a-z0-9-]+", load(file)[0].run.name or "")

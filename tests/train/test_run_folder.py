@@ -48,7 +48,7 @@ def test_a_recipe_that_is_written_down_loads_to_an_equal_one(tmp_path: Path, tab
 
 
 def test_every_recipe_of_ours_is_written_down_whole() -> None:
-    paths = sorted((Path(__file__).parents[2] / "recipes").glob("*.toml"))
+    paths = sorted((Path(__file__).parents[2] / "examples" / "recipes").glob("*.toml"))
     assert paths
     for path in paths:
         asked, _ = load(path)

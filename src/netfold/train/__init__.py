@@ -1,6 +1,6 @@
 """Training by recipe, on torch's own parts over netfold: all kinds of parallelism, and fault tolerance.
 
-    netfold train recipes/edsr.toml                       # starts its ranks, or is one (torchrun, Slurm, mpirun)
+    netfold train edsr                                    # starts its ranks, or is one (torchrun, Slurm, mpirun)
 
     recipe = netfold.train.Recipe(model={"name": "gpt"}, data={"name": "source"}, training={"steps": 100})
     netfold.train.Trainer(recipe).fit()                   # with torch.distributed initialised
