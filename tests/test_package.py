@@ -39,7 +39,10 @@ def test_the_command_prints_the_version() -> None:
 
 def test_a_wheel_holds_the_recipes_and_every_file_that_pages_and_plans_read() -> None:
     packages = PROJECT["tool"]["scikit-build"]["wheel"]["packages"]
-    assert packages == {"netfold": "src/netfold", "netfold/train/recipes": "examples/recipes"}
+    python = {"netfold": "src/netfold", "netfold_demo": "examples/netfold_demo"}
+    assert packages == {**python, "netfold/train/recipes": "examples/recipes"}
+    (editable,) = PROJECT["tool"]["scikit-build"]["overrides"]
+    assert editable["wheel"]["packages"] == python
     assert "exclude" not in PROJECT["tool"]["scikit-build"]["wheel"]
     # Files that git ignores are left out of a wheel: none that the code reads may be among them.
     read = [file for kind in ("css", "js", "toml", "csv") for file in (ROOT / "src").rglob(f"*.{kind}")]
