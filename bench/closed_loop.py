@@ -39,7 +39,7 @@ from netfold.plan.step import FITTED
 from netfold.rack.link import BURST_BYTES
 from netfold.tuning.fit import fit_link
 
-RECIPES = Path(__file__).parents[1] / "recipes"
+RECIPES = Path(__file__).parents[1] / "examples" / "recipes"
 KEPT = driver.RESULTS / "closed_loop.json"
 HOSTS, RATES = (2, 4, 8), ("200mbit", "1gbit")
 # By path: torch's backend and its environment; the switch's address is the rack's.

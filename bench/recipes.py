@@ -1,4 +1,4 @@
-"""What each recipe of recipes/ reaches from several seeds, as `netfold train` runs it on this machine:
+"""What each recipe of examples/recipes reaches from several seeds, as `netfold train` runs it on this machine:
 
     .venv/bin/python bench/recipes.py [RECIPE ...]      # ten minutes a seed for all of them
 
@@ -23,7 +23,7 @@ import typer
 
 from netfold.bench.machine import spoken
 
-RECIPES = sorted((Path(__file__).parents[1] / "recipes").glob("*.toml"))
+RECIPES = sorted((Path(__file__).parents[1] / "examples" / "recipes").glob("*.toml"))
 KEPT = driver.RESULTS / "recipes.json"
 DEADLINE_S = 900
 

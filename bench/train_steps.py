@@ -33,7 +33,7 @@ from netfold.bench.spread import paired_ratios, spread
 from netfold.plan.model.catalogue import find_model
 from netfold.rack.link import parse_link
 
-RECIPES = Path(__file__).parents[1] / "recipes"
+RECIPES = Path(__file__).parents[1] / "examples" / "recipes"
 # By its name a side's backend, and its environment.
 SIDES: dict[str, tuple[str, dict[str, str]]] = {
     "netfold": ("netfold", {}),

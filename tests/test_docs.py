@@ -65,6 +65,7 @@ def test_doc_files_named_in_sources_exist() -> None:
             "native",
             "tests",
             "bench",
+            "examples",
             "tools",
             "*.md",
             ":!tests/fuzz/corpus",

@@ -65,14 +65,15 @@ def test_every_environment_variable_is_on_the_page() -> None:
     fields = re.findall(r"^    (\w+): [\w |]+ = None$", options, re.M)
     assert fields, "options.py has changed its shape"
     used = {f"NETFOLD_{field.upper()}" for field in fields}
-    for source in [*(ROOT / "src").rglob("*.py"), *(ROOT / "native").rglob("*.cpp")]:
+    folders = ((ROOT / "src", "*.py"), (ROOT / "examples" / "netfold_demo", "*.py"), (ROOT / "native", "*.cpp"))
+    for source in [file for folder, kind in folders for file in folder.rglob(kind)]:
         used |= set(re.findall(r"[\"(](NETFOLD_[A-Z_]+)\b", source.read_text()))
     missing = sorted(name for name in used if f"`{name}`" not in page)
     assert not missing, missing
 
 
 def test_every_package_has_a_docstring() -> None:
-    for package in (ROOT / "src" / "netfold").iterdir():
+    for package in [*(ROOT / "src" / "netfold").iterdir(), ROOT / "examples" / "netfold_demo"]:
         if (package / "__init__.py").exists():
             text = (package / "__init__.py").read_text()
             assert text.startswith('"""') and len(text.split('"""')[1]) > 80, package

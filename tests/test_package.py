@@ -39,11 +39,14 @@ def test_the_command_prints_the_version() -> None:
 
 def test_a_wheel_holds_the_recipes_and_every_file_that_pages_and_plans_read() -> None:
     packages = PROJECT["tool"]["scikit-build"]["wheel"]["packages"]
-    assert packages == {"netfold": "src/netfold", "netfold/train/recipes": "recipes"}
+    python = {"netfold": "src/netfold", "netfold_demo": "examples/netfold_demo"}
+    assert packages == {**python, "netfold/train/recipes": "examples/recipes"}
+    (editable,) = PROJECT["tool"]["scikit-build"]["overrides"]
+    assert editable["wheel"]["packages"] == python
     assert "exclude" not in PROJECT["tool"]["scikit-build"]["wheel"]
     # Files that git ignores are left out of a wheel: none that the code reads may be among them.
     read = [file for kind in ("css", "js", "toml", "csv") for file in (ROOT / "src").rglob(f"*.{kind}")]
-    read += (ROOT / "recipes").glob("*.toml")
+    read += (ROOT / "examples" / "recipes").glob("*.toml")
     assert read
     if not (ROOT / ".git").exists():
         pytest.skip("this is no git checkout")
@@ -57,8 +60,8 @@ def test_a_recipe_that_comes_with_netfold_is_found_by_its_name(tmp_path: Path, m
     from netfold.train.recipe import load
 
     monkeypatch.chdir(tmp_path)
-    assert load.shipped_names() == sorted(file.stem for file in (ROOT / "recipes").glob("*.toml"))
-    assert load.find_shipped(Path("gpt")).samefile(ROOT / "recipes" / "gpt.toml")
+    assert load.shipped_names() == sorted(file.stem for file in (ROOT / "examples" / "recipes").glob("*.toml"))
+    assert load.find_shipped(Path("gpt")).samefile(ROOT / "examples" / "recipes" / "gpt.toml")
     # A file of that name has precedence; a name with a folder or a suffix is a path.
     (tmp_path / "gpt").touch()
     assert load.find_shipped(Path("gpt")) == Path("gpt")

@@ -208,7 +208,7 @@ def products(environment: Environment, row: Row) -> None:
     (folder / "job.py").write_text(JOB)
     netfold = ["-m", "netfold.cli"]
     torchrun = ["torchrun", "--standalone", "--nproc-per-node", "2", "job.py"]
-    recipe = str(ROOT / "recipes" / "gpt.toml")
+    recipe = str(ROOT / "examples" / "recipes" / "gpt.toml")
     sides = ["--backend", "netfold", "--backend", "gloo", "--ranks", "2"]
     short = ["--set", "training.steps=4", "--set", f"run.folder={folder}/runs"]
     commands = {

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from netfold.demo.agreement import SMALLEST_DIFFERENCE, compare
+from netfold_demo.agreement import SMALLEST_DIFFERENCE, compare
 
 STEPS = 30
 

@@ -5,9 +5,9 @@ import itertools
 import pytest
 import torch
 
-from netfold.demo.batches import batch, share
-from netfold.demo.settings import Job, Run, Training, permuted_orders, straight
 from netfold.train.datasets.super_resolution import Pair
+from netfold_demo.batches import batch, share
+from netfold_demo.settings import Job, Run, Training, permuted_orders, straight
 
 pytestmark = pytest.mark.torch
 

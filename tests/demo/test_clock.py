@@ -2,7 +2,7 @@
 
 import pytest
 
-from netfold.demo.clock import union_ns
+from netfold_demo.clock import union_ns
 
 pytestmark = pytest.mark.torch
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from load import seconds
 
-from netfold.demo import launch
-from netfold.demo.settings import Job, Run, Training
+from netfold_demo import launch
+from netfold_demo.settings import Job, Run, Training
 
 JOB_STEPS = 2
 

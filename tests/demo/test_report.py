@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 import torch
 
-from netfold.demo import figures, report
-from netfold.demo.agreement import compare
-from netfold.demo.experiment import Experiment, HeldOut, Outcome
-from netfold.demo.settings import SCALE, Run, Training, straight
 from netfold.train.datasets.super_resolution import Pair
 from netfold.train.resolution import bicubic, psnr, smaller, to_8_bits
+from netfold_demo import figures, report
+from netfold_demo.agreement import compare
+from netfold_demo.experiment import Experiment, HeldOut, Outcome
+from netfold_demo.settings import SCALE, Run, Training, straight
 
 pytestmark = pytest.mark.torch
 

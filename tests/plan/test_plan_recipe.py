@@ -11,7 +11,7 @@ from netfold.cli import app
 from netfold.cli.plan_sources import recipe_model
 from netfold.plan.model import Chain, ChainLayer, Product, ShardSpec
 
-RECIPES = Path(__file__).parents[2] / "recipes"
+RECIPES = Path(__file__).parents[2] / "examples" / "recipes"
 CHAIN = Chain(
     "two",
     (

@@ -330,7 +330,7 @@ def test_sizes_are_printed_with_units() -> None:
     "file",
     [
         pytest.param(file, id=file.stem, marks=[needs_fashion_mnist] if "fashion-mnist" in file.read_text() else [])
-        for file in sorted((Path(__file__).parents[2] / "recipes").glob("*.toml"))
+        for file in sorted((Path(__file__).parents[2] / "examples" / "recipes").glob("*.toml"))
     ],
 )
 def test_every_shipped_recipe_has_a_plan(file: Path) -> None:

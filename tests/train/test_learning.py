@@ -1,4 +1,4 @@
-"""Every recipe in recipes/: its model and data can be made, and a minute of training beats the baseline."""
+"""Every recipe in examples/recipes: its model and data can be made, and a minute of training beats the baseline."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-RECIPES = Path(__file__).parents[2] / "recipes"
+RECIPES = Path(__file__).parents[2] / "examples" / "recipes"
 # By how much a recipe's metric must beat the baseline, in the metric's unit: well below the gain in
 # docs/reference/train/models.md, and far above that of an untrained model.
 MARGINS = {

@@ -237,7 +237,7 @@ def test_a_split_that_the_model_does_not_support_is_an_error(
 
 
 def test_a_rewind_without_checkpoints_is_an_error_with_its_line() -> None:
-    gpt = Path(__file__).parents[2] / "recipes" / "gpt.toml"
+    gpt = Path(__file__).parents[2] / "examples" / "recipes" / "gpt.toml"
     with pytest.raises(RecipeError) as error:
         load(gpt, ["fault_tolerance.non_finite=rewind", "checkpoint.every=end"])
     assert list(error.value.problems) == [

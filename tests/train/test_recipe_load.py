@@ -263,7 +263,7 @@ def test_the_line_of_a_key_is_found_in_every_form_of_toml() -> None:
 
 
 def test_every_shipped_recipe_can_be_read() -> None:
-    recipes = sorted((Path(__file__).parents[2] / "recipes").glob("*.toml"))
+    recipes = sorted((Path(__file__).parents[2] / "examples" / "recipes").glob("*.toml"))
     assert recipes
     for file in recipes:
         assert re.fullmatch(r"[a-z0-9-]+", load(file)[0].run.name or "")

@@ -49,7 +49,7 @@ def test_a_written_recipe_loads_to_an_equal_one(tmp_path: Path, table: dict[str,
 
 
 def test_every_shipped_recipe_is_written_completely() -> None:
-    paths = sorted((Path(__file__).parents[2] / "recipes").glob("*.toml"))
+    paths = sorted((Path(__file__).parents[2] / "examples" / "recipes").glob("*.toml"))
     assert paths
     for path in paths:
         asked, _ = load(path)

@@ -33,9 +33,9 @@ def demo(
 
     need("netfold demo", NEEDED, "demo")
 
-    from netfold.demo import experiment, render, report
-    from netfold.demo.launch import LaunchError
-    from netfold.demo.settings import SMALLEST, Training
+    from netfold_demo import experiment, render, report
+    from netfold_demo.launch import LaunchError
+    from netfold_demo.settings import SMALLEST, Training
 
     started_s = time.monotonic()
     chosen = {"workers": ranks, "steps": steps}

@@ -67,9 +67,9 @@ def read_resolved(folder: Path) -> Recipe:
 
 
 def shipped_folder() -> Path:
-    """The folder of the shipped recipes: inside an installed package, or at the root of a checkout."""
+    """The folder of the shipped recipes: inside an installed package, or in a checkout's examples."""
     inside = _TRAIN / "recipes"
-    return inside if inside.is_dir() else _TRAIN.parents[2] / "recipes"
+    return inside if inside.is_dir() else _TRAIN.parents[2] / "examples" / "recipes"
 
 
 def shipped_names() -> list[str]:

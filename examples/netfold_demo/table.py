@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from netfold.demo.experiment import Experiment, Outcome
-from netfold.demo.settings import SCALE, Training
 from netfold.train.datasets.super_resolution import HELD_OUT
 from netfold.train.resolution import PSNR_BORDER_PIXELS
+from netfold_demo.experiment import Experiment, Outcome
+from netfold_demo.settings import SCALE, Training
 
 COLUMNS = ("", "PSNR", "images/s", "on the wire\na worker-step", "in collectives\na worker-step")
 

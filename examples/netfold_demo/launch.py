@@ -12,8 +12,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from netfold.demo.settings import Job
 from netfold.rack.processes import DRAIN_S, Process, follow, spawn, stop
+from netfold_demo.settings import Job
 
 # The switch must print its address within this time.
 SWITCH_START_S = 30.0
@@ -24,7 +24,7 @@ SWITCH_SAYS = "netfold switch listening on "
 SWITCH = (sys.executable, "-m", "netfold.cli", "switch", "--listen", "127.0.0.1:0")
 # The begin of rank 0's line about a step; see worker.py.
 STEP_STARTS = '{"run": '
-WORKER = (sys.executable, "-m", "netfold.demo.worker")
+WORKER = (sys.executable, "-m", "netfold_demo.worker")
 
 
 class LaunchError(RuntimeError):

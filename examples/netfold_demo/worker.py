@@ -1,4 +1,4 @@
-"""The program of each rank: `python -m netfold.demo.worker JOB`, plain torch.distributed code.
+"""The program of each rank: `python -m netfold_demo.worker JOB`, plain torch.distributed code.
 
 JOB is `settings.Job` as JSON; RANK and WORLD_SIZE are in the environment. Rank 0 writes one JSON line for each step on
 stdout. At the end of a run every rank writes `<run>.rank<r>.json` into the job's folder, and rank 0 also the trained
@@ -24,11 +24,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from netfold.demo.batches import batch, share
-from netfold.demo.clock import CollectiveClock
-from netfold.demo.settings import SCALE, Job, Run, Training
 from netfold.train.datasets.super_resolution import TRAINING, Pair, photograph
 from netfold.train.models.edsr import edsr
+from netfold_demo.batches import batch, share
+from netfold_demo.clock import CollectiveClock
+from netfold_demo.settings import SCALE, Job, Run, Training
 
 # Steps before the measurement: DDP rebuilds its buckets after the first step; memory and caches become steady.
 SETTLING_STEPS = 5

@@ -11,11 +11,11 @@ from PIL import Image
 from torch import Tensor
 
 from netfold import units
-from netfold.demo.agreement import Agreement
-from netfold.demo.experiment import Experiment, HeldOut
-from netfold.demo.settings import SCALE
 from netfold.page.chart import Axis, Chart
 from netfold.train.resolution import psnr
+from netfold_demo.agreement import Agreement
+from netfold_demo.experiment import Experiment, HeldOut
+from netfold_demo.settings import SCALE
 
 # Side of a crop in pixels of the truth, and the grid on which crops may lie.
 CROP_PIXELS = 80

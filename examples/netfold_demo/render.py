@@ -9,9 +9,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from netfold.demo.experiment import Experiment
-from netfold.demo.settings import Run
-from netfold.demo.table import COLUMNS, notes, rows
+from netfold_demo.experiment import Experiment
+from netfold_demo.settings import Run
+from netfold_demo.table import COLUMNS, notes, rows
 
 
 class Steps:

@@ -15,15 +15,15 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from netfold.demo import launch
-from netfold.demo.agreement import Agreement, compare
-from netfold.demo.batches import batch
-from netfold.demo.settings import SCALE, Job, Run, Training, permuted_orders, straight
-from netfold.demo.worker import RankResult, result_path, weights_path
 from netfold.rack.processes import exit_on_signals
 from netfold.train.datasets.super_resolution import HELD_OUT, TRAINING, Pair, photograph
 from netfold.train.models.edsr import edsr
 from netfold.train.resolution import bicubic, psnr, to_8_bits
+from netfold_demo import launch
+from netfold_demo.agreement import Agreement, compare
+from netfold_demo.batches import batch
+from netfold_demo.settings import SCALE, Job, Run, Training, permuted_orders, straight
+from netfold_demo.worker import RankResult, result_path, weights_path
 
 # Enough steps for rounding to grow from the last bit to 1000 times that. Later, all differences grow alike.
 COMPARED_STEPS = 20

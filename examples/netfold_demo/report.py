@@ -11,15 +11,15 @@ from pathlib import Path
 import torch
 
 from netfold.bench.machine import describe_machine, describe_versions
-from netfold.demo import figures
-from netfold.demo.agreement import ALLOWED_RATIO
-from netfold.demo.experiment import Experiment, HeldOut
-from netfold.demo.settings import SCALE
-from netfold.demo.table import COLUMNS, notes, rows
 from netfold.page.escape import escape, items, terms
 from netfold.page.layout import render_layout
 from netfold.page.table import text_table
 from netfold.train.datasets.super_resolution import HELD_OUT, TRAINING
+from netfold_demo import figures
+from netfold_demo.agreement import ALLOWED_RATIO
+from netfold_demo.experiment import Experiment, HeldOut
+from netfold_demo.settings import SCALE
+from netfold_demo.table import COLUMNS, notes, rows
 
 # The style sheet shows crops this many times as large, so that single pixels are visible.
 CROP_ZOOM = 3

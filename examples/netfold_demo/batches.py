@@ -10,9 +10,9 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from netfold.demo.settings import SCALE, Training
 from netfold.train.datasets.super_resolution import Pair, crops
 from netfold.train.sampler import Sampler
+from netfold_demo.settings import SCALE, Training
 
 
 def share(training: Training, order: Sequence[int], rank: int) -> range:
