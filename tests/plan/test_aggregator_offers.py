@@ -15,7 +15,7 @@ from netfold.plan.cluster.networks import with_network
 from netfold.plan.job import Job, Split
 from netfold.plan.model.registry import find_model
 from netfold.plan.search import Space, search
-from netfold.plan.variants.aggregators import MOST_CORES, MOST_PORTS, aggregator_gains
+from netfold.plan.variants.hardware import MOST_CORES, MOST_PORTS, aggregator_gains
 
 
 def test_offers_lie_between_the_present_link_and_one_port_for_each_worker() -> None:

@@ -5,8 +5,7 @@ from functools import partial
 
 import pytest
 
-from netfold.plan.events.event_queue import EventQueue
-from netfold.plan.events.links import SharedLinks
+from netfold.plan.events.resources import EventQueue, SharedLinks
 
 
 def ends(capacity, flows):

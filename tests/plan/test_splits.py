@@ -9,14 +9,13 @@ import pytest
 
 from netfold.plan.cluster import load_cluster
 from netfold.plan.cluster.networks import networks, with_network
-from netfold.plan.cost_of_training import Prices, training_cost
 from netfold.plan.job import Job
 from netfold.plan.model.registry import find_model
 from netfold.plan.search import SearchResult, Space, search
-from netfold.plan.training_length import TrainingLength
+from netfold.plan.training import Prices, TrainingLength, training_cost
 from netfold.plan.variants.compare import compare, parse_comparison
+from netfold.plan.variants.hardware import sensitivity
 from netfold.plan.variants.scaling_curve import parse_range, scaling_curve
-from netfold.plan.variants.sensitivity import sensitivity
 
 MODEL = find_model("megatron-7b5")
 CLUSTER = load_cluster("dgx-a100")

@@ -8,8 +8,7 @@ import pytest
 from netfold.plan.cluster import Cluster, Device, Tier
 from netfold.plan.cluster.cluster import Processors
 from netfold.plan.events import Conditions, simulate, timeline
-from netfold.plan.events.cores import SLICE_S, Cores
-from netfold.plan.events.event_queue import EventQueue
+from netfold.plan.events.resources import SLICE_S, Cores, EventQueue
 from netfold.plan.job import Job, Split
 from netfold.plan.model import ReadyBucket, TimedLayer, TimedStep, read_timed_step
 from netfold.plan.model.registry import find_model

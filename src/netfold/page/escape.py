@@ -58,6 +58,11 @@ def to_plain(value: Any) -> Any:
     return value if is_known(value) else None
 
 
+def pick(value: object, *names: str) -> dict[str, Any]:
+    """Select attributes of a value for JSON, by name."""
+    return {name: getattr(value, name) for name in names}
+
+
 def is_known(value: object) -> bool:
     """False for None and for a number that is not finite."""
     return value is not None and not (isinstance(value, (float, np.floating)) and not math.isfinite(value))

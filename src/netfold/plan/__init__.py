@@ -3,7 +3,7 @@
 `cluster` and `model` describe what there is, and `job` what is trained. `step` predicts a step in closed form, `events`
 simulates one, `packets` simulates an all_reduce through switches, and `failures` gives the goodput of a long run.
 `search` tries every split. `variants` predicts the same request with something changed;
-`cost_of_training` and `training_length` are of a whole training. `request` reads a request, `result` answers it, and
+`training` has the length and the cost of a whole training. `request` reads a request, `result` answers it, and
 `render` prints the result as text, JSON or a page. `profile_link` finds the link of a profile's operations, and
 `advice` gives advice from it. `shared_rules` are rules that netfold.train uses, too. `bench/validation` compares
 predictions with published measurements.

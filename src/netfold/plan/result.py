@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 
 from netfold import units
 from netfold.plan.cluster import Cluster
-from netfold.plan.cost_of_training import Cost, training_cost
 from netfold.plan.events import Conditions, Simulated, simulate
 from netfold.plan.failures import Failures, best_interval_s, expected_goodput
 from netfold.plan.job import Job
@@ -14,10 +13,10 @@ from netfold.plan.model import Chain, Layered, Measured, Model, Profiled, TimedS
 from netfold.plan.request import Request
 from netfold.plan.search import ZERO_3_RANKS, PredictedJob, SearchResult, search
 from netfold.plan.step import Prediction, predict
-from netfold.plan.variants.aggregators import AggregatorGain, aggregator_gains, useless_aggregators
+from netfold.plan.training import Cost, training_cost
 from netfold.plan.variants.compare import Variant, compare, parse_comparison
+from netfold.plan.variants.hardware import AggregatorGain, Gain, aggregator_gains, sensitivity, useless_aggregators
 from netfold.plan.variants.scaling_curve import SCALINGS, ScalingPoint, scaling_curve
-from netfold.plan.variants.sensitivity import Gain, sensitivity
 
 # Candidates that are shown, and points of the front of time and memory.
 FEW, FRONT = 5, 8

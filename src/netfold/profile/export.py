@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, fields
 from typing import Any
 
+from netfold.page.escape import pick
 from netfold.profile.compare import Change, Comparison
 from netfold.profile.findings import Findings, Row
 
@@ -36,8 +37,7 @@ def comparison_as_json(found: Comparison) -> str:
 
 
 def _change(change: Change) -> dict[str, Any]:
-    properties = ("improvement", "per_step_s", "improvement_per_step", "verdict")
-    return asdict(change) | {name: getattr(change, name) for name in properties}
+    return asdict(change) | pick(change, "improvement", "per_step_s", "improvement_per_step", "verdict")
 
 
 def _cell(value: Any) -> Any:

@@ -1,10 +1,10 @@
 """Record a process of a job while it trains, into the folder of its rank.
 
-A `Recording` has sources of operations, a sampler of the training thread, and one thread that writes the new records
-every half second and at the end. The sources are netfold's groups (by their event records) and, for other backends,
-netfold/torch/profiler_source.py. A recording begins armed. It writes nothing before the process is in a group, since
-the group tells the process's rank. A process without a group, such as a launcher or a worker that loads data, leaves no
-files.
+A `Recording` has a sampler of the training thread, and one thread that writes the new records every half second and at
+the end. The records are of netfold's groups (their event records) and, for other backends, of torch's profiler
+(`netfold.torch.profiler_source`, if torch is loaded when the recording starts). A recording begins armed. It writes
+nothing before the process is in a group, since the group tells the process's rank. A process without a group, such as a
+launcher or a worker that loads data, leaves no files.
 
 States: armed -> writing -> ended, and from armed or writing to failed (a disk is full, a folder was removed). A failure
 prints one sentence on stderr, ends the recording, and does not end the training. The child of a fork has no recording.
@@ -31,12 +31,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from netfold.profile.record import Records, records_of
 from netfold.profile.run import FORMAT, PROGRESS, STEP, GroupName, RankMetadata, RankWriter
+
+if TYPE_CHECKING:
+    from netfold.torch.profiler_source import TorchSource
 
 VARIABLE = "NETFOLD_PROFILE"
 # The prefix of a launcher's file (netfold.profile.launch).
@@ -75,37 +78,10 @@ class Identity:
 
 @dataclass
 class Batch:
-    """The records of a source since the last call of `take`."""
+    """The records of other backends since the last call of `TorchSource.take`."""
 
     operations: list[Records] = field(default_factory=list)
     lost: int = 0
-
-
-class Source(Protocol):
-    """A source of other backends' operations. `begin` and `end` are called on the main thread if possible."""
-
-    name: str
-
-    def begin(self) -> None: ...
-
-    def identity(self) -> Identity | None:
-        """None if this process is not in a group yet."""
-
-    def boundary(self) -> None:
-        """The training thread is between two steps."""
-
-    def take(self, names: Names) -> Batch: ...
-
-    def groups(self) -> Mapping[str, GroupName]: ...
-
-    def coverage_gaps(self) -> list[str]: ...
-
-    def versions(self) -> Mapping[str, str]: ...
-
-    def end(self) -> None: ...
-
-    def forget(self) -> None:
-        """End in the child of a fork, without records: they belong to the parent."""
 
 
 class Names:
@@ -146,7 +122,7 @@ class Recording:
         self._writer: RankWriter | None = None
         self._about: RankMetadata | None = None
         self._sampler: Any = None
-        self._sources: list[Source] = []
+        self._torch: TorchSource | None = None
         self._names: Names | None = None
         self._ended = threading.Event()
         self._stopped = False
@@ -157,7 +133,7 @@ class Recording:
         self._steps: collections.deque[tuple[int, int]] = collections.deque(maxlen=_STEPS_KEPT)
         self._marked_by_hand = False
         self._lost = 0
-        self._read: set[str] = set()  # the kinds of sources that had operations
+        self._read: set[str] = set()  # `event records`, `torch profiler`: which had operations
         self._closed: dict[str, GroupName] = {}  # groups that were closed
 
     def start(self) -> Recording:
@@ -178,7 +154,10 @@ class Recording:
             member.read_up_to = member.read(0)[0]  # earlier operations belong to no recording
         _current = self
         if "torch" in sys.modules:
-            self._add_torch()
+            # By name: profile is below torch in the layers, and torch may be absent.
+            source = importlib.import_module("netfold.torch.profiler_source").TorchSource(self)
+            source.begin()
+            self._torch = source
         self._thread = threading.Thread(target=self._run, name="netfold records", daemon=True)
         self._thread.start()
         atexit.register(self.stop)
@@ -196,8 +175,8 @@ class Recording:
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
         try:
-            for source in self._sources:
-                source.end()
+            if self._torch is not None:
+                self._torch.end()
         except Exception as error:
             self._fail(error)
         with self._lock:
@@ -218,7 +197,7 @@ class Recording:
         self._at_boundary()
 
     def optimizer_stepped(self) -> None:
-        """Mark the boundary after an optimizer step, unless `step` was called. A source calls it."""
+        """Mark the boundary after an optimizer step, unless `step` was called. `TorchSource` calls it."""
         if not self._marked_by_hand:
             self._at_boundary()
 
@@ -228,8 +207,8 @@ class Recording:
         self._ended.set()
         self._stopped = True
         atexit.unregister(self.stop)
-        for source in self._sources:
-            source.forget()
+        if self._torch is not None:
+            self._torch.forget()
         self._sampler = self._writer = None
 
     def __enter__(self) -> Recording:
@@ -239,24 +218,18 @@ class Recording:
         self.stop()
 
     def _at_boundary(self) -> None:
-        # After another thread has ended the recording, a source may still have work on this thread.
+        # After another thread has ended the recording, torch's profiler may still have work on this thread.
         if not self._ended.is_set():
             now = time.perf_counter_ns()
             if self._boundary_ns is not None:
                 self._steps.append((self._boundary_ns, now))
             self._boundary_ns = now
         try:
-            for source in self._sources:
-                source.boundary()
+            if self._torch is not None:
+                self._torch.boundary()
         except Exception as error:
             if not self._failed:
                 self._fail(error)
-
-    def _add_torch(self) -> None:
-        # By name: profile is below torch in the layers, and torch may be absent.
-        source = importlib.import_module("netfold.torch.profiler_source").TorchSource(self)
-        source.begin()
-        self._sources.append(source)
 
     def _run(self) -> None:
         wait_s = _ARMED_S
@@ -277,12 +250,9 @@ class Recording:
             self._closed[str(member.number)] = member.group
 
     def _identity(self) -> Identity | None:
-        for source in self._sources:
-            if (who := source.identity()) is not None:
-                return who
-        for member in _members.values():
-            return Identity(member.rank, member.size)
-        return None
+        if self._torch is not None and (who := self._torch.identity()) is not None:
+            return who
+        return next((Identity(member.rank, member.size) for member in _members.values()), None)
 
     def _refuse_rank(self, who: Identity) -> None:
         if (self.folder / f"rank-{who.rank:04}").exists():
@@ -303,9 +273,9 @@ class Recording:
     def _fail(self, error: Exception) -> None:
         self._failed = True
         print(f"netfold: profiling ends here, training goes on: {error}", file=sys.stderr, flush=True)
-        for source in self._sources:
-            with contextlib.suppress(Exception):
-                source.end()
+        with contextlib.suppress(Exception):
+            if self._torch is not None:
+                self._torch.end()
 
     def _open(self) -> bool:
         who = self._identity()
@@ -342,17 +312,17 @@ class Recording:
             self._lost += total - since - len(records)
             member.read_up_to = total
             most = max(most, len(records))
-        coverage_gaps = []
+        coverage_gaps: list[str] = []
         versions = {"netfold": _version(), "python": platform.python_version()}
-        for source in self._sources:
-            batch = source.take(self._names)
+        if self._torch is not None:
+            batch = self._torch.take(self._names)
             for records in batch.operations:
-                self._read.add(source.name)
+                self._read.add(self._torch.name)
                 self._writer.append("operations", records)
             self._lost += batch.lost
-            groups.update(source.groups())
-            coverage_gaps += source.coverage_gaps()
-            versions.update(source.versions())
+            groups |= self._torch.groups()
+            coverage_gaps += self._torch.coverage_gaps()
+            versions |= self._torch.versions()
         if (progress := np.frombuffer(self._sampler.take(), PROGRESS)).size:
             self._writer.append("progress", progress)
         if not self._sampler.sees_queue:

@@ -39,7 +39,7 @@ _ABANDONED = (
 
 
 class TorchSource:
-    """See `netfold.profile.recording.Source`."""
+    """The operations of other backends, for a recording, which calls `begin` and `end` on the main thread if it can."""
 
     name = "torch profiler"
 

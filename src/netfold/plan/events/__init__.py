@@ -8,7 +8,8 @@
   buckets     the collectives of data-parallel ranks, and the tasks that wait for them
   build       a step for the event loop: tasks, durations, messages
   timed_step  the same for a step profiled on one host
-  event_loop  lanes and stages, on event_queue, links (shared by flows) and cores (shared by hosts)
+  event_loop  lanes and stages
+  resources   the clock, links that flows share, and cores that hosts share
   simulate    the parts of the simulated step
   timeline    the same by rank, as a list and as a file for Perfetto
 """

@@ -13,8 +13,8 @@ from netfold.plan.cluster import Cluster
 from netfold.plan.events.buckets import Bucket, BucketPlanner, BucketSchedule, TaskInfo, last_backward_turns
 from netfold.plan.events.conditions import Conditions
 from netfold.plan.events.event_loop import Step, Task
-from netfold.plan.events.links import Uses
 from netfold.plan.events.mesh import Mesh
+from netfold.plan.events.resources import Uses
 from netfold.plan.events.schedule import BACKWARD, FORWARD, WEIGHTS, Turn, turn_order
 from netfold.plan.job import Job
 from netfold.plan.model import Layer, Model, ShardSpec

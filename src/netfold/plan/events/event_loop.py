@@ -12,9 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
-from netfold.plan.events.cores import Cores
-from netfold.plan.events.event_queue import EventQueue
-from netfold.plan.events.links import SharedLinks, Uses
+from netfold.plan.events.resources import Cores, EventQueue, SharedLinks, Uses
 
 
 class Task(NamedTuple):

@@ -6,7 +6,7 @@ Tensor ranks are next to each other, then data, then pipeline: rank = (stage * d
 from __future__ import annotations
 
 from netfold.plan.cluster import Cluster
-from netfold.plan.events.links import Uses
+from netfold.plan.events.resources import Uses
 from netfold.plan.job import Split
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from netfold import units
+from netfold.page.escape import pick
 from netfold.plan.model import Part, Traced
 from netfold.plan.render.text import table
 
@@ -45,9 +46,7 @@ def render_parts(model: Traced, bucket_bytes: float) -> str:
 def as_object(model: Traced, bucket_bytes: float) -> dict[str, Any]:
     """Of all traced samples together; bytes in f32."""
     return {
-        "name": model.name,
-        "samples": model.samples,
-        "parameters": model.parameters,
+        **pick(model, "name", "samples", "parameters"),
         "flops_a_sample": model.flops,
         "parts": [_part(part) for part in model.parts],
         "blocks": [[block.start, block.stop] for block in model.blocks],
@@ -61,8 +60,7 @@ def as_object(model: Traced, bucket_bytes: float) -> dict[str, Any]:
 
 def _part(part: Part) -> dict[str, Any]:
     return {
-        "name": part.name,
-        "parameters": part.parameters,
+        **pick(part, "name", "parameters"),
         "forward_flops": part.forward.flops,
         "backward_flops": part.backward.flops,
         "forward_kernels": part.forward.count,

@@ -6,16 +6,15 @@ import math
 from collections.abc import Sequence
 
 from netfold import units
-from netfold.plan.cost_of_training import Cost, Prices
 from netfold.plan.job import Job
 from netfold.plan.model import Measured
 from netfold.plan.result import Result, parts
 from netfold.plan.search import PredictedJob, describe_split
 from netfold.plan.step import Prediction
-from netfold.plan.variants.aggregators import AggregatorGain
+from netfold.plan.training import Cost, Prices, training_cost
 from netfold.plan.variants.compare import Variant
+from netfold.plan.variants.hardware import AggregatorGain, Gain
 from netfold.plan.variants.scaling_curve import ScalingPoint
-from netfold.plan.variants.sensitivity import Gain
 
 # The longest bar of a step's parts, in characters.
 _BAR = 24
@@ -105,17 +104,10 @@ def money(cost: Cost, prices: Prices) -> str:
 
 
 def _asked(answer: Result) -> str:
-    job = answer.best.job
-    ways = f"the fastest of {answer.fitting:,} that fit, of {answer.tried:,} splits" if answer.tried > 1 else ""
-    return "\n".join(
-        line
-        for line in (
-            describe_request(answer),
-            f"split: {describe_split(job)}",
-            ways,
-        )
-        if line
-    )
+    lines = [describe_request(answer), f"split: {describe_split(answer.best.job)}"]
+    if answer.tried > 1:
+        lines.append(f"the fastest of {answer.fitting:,} that fit, of {answer.tried:,} splits")
+    return "\n".join(lines)
 
 
 def _step(answer: Result) -> str:
@@ -162,7 +154,8 @@ def _together(answer: Result) -> str:
             f"{low:,.0f} to {high:,.0f}"
         )
     elif answer.step_cost.money is not None:
-        lines.append(f"1,000 steps: {money(answer.step_cost.times(1000), asked.prices)}")
+        thousand = training_cost(1000 * found.step_s, asked.devices, asked.cluster, asked.prices)
+        lines.append(f"1,000 steps: {money(thousand, asked.prices)}")
     if answer.failure_impact is not None:
         lines.append(failures(answer))
     return "\n".join([*lines, *(f"note: {note}" for note in answer.notes)])

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from netfold.plan.cluster import Cluster, Device, cluster_of, load_cluster
-from netfold.plan.cost_of_training import Prices
 from netfold.plan.failures import Failures
 from netfold.plan.job import OPTIMIZERS, PRECISIONS, RECOMPUTATIONS, SCHEDULES, WIRES, Job
 from netfold.plan.model import Model
@@ -17,7 +16,7 @@ from netfold.plan.quantity import parse_quantity
 from netfold.plan.request.key_lines import Key, key_lines, line_of
 from netfold.plan.search import Space
 from netfold.plan.toml_file import read_toml
-from netfold.plan.training_length import TrainingLength
+from netfold.plan.training import Prices, TrainingLength
 from netfold.plan.words import suggest
 
 

@@ -9,7 +9,7 @@ from netfold.plan.cluster import Cluster
 from netfold.plan.job import Job
 from netfold.plan.model import Model
 from netfold.plan.search import PredictedJob, Space, search
-from netfold.plan.training_length import TrainingLength
+from netfold.plan.training import TrainingLength
 
 # The batch of a point: the job's, or as many samples per device as the job has.
 SCALINGS = ("strong", "weak")

@@ -3,11 +3,18 @@
 heads: auxiliary classifiers. tf_cnn_benchmarks, the source of the published speeds, trains without them.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 from netfold.plan.model.catalogue.layers import Layer, Stack
 
 _CLASSES = 1000
-_FLAT, _TALL = (1, 7), (7, 1)
-_ALONG, _ACROSS = (0, 3), (3, 0)
+# Kernel, stride and padding of convolutions that keep the size.
+_SAME_3, _SAME_5 = (3, 1, 1), (5, 1, 2)
+_FLAT_3, _TALL_3 = ((1, 3), 1, (0, 1)), ((3, 1), 1, (1, 0))
+_FLAT_7, _TALL_7 = ((1, 7), 1, (0, 3)), ((7, 1), 1, (3, 0))
+
+_Path = Callable[[Stack], Stack]
 
 
 def googlenet(*, heads: bool = False) -> list[Layer]:
@@ -36,10 +43,10 @@ def googlenet(*, heads: bool = False) -> list[Layer]:
 
 def _google_block(image: Stack, one: int, into3: int, three: int, into5: int, five: int, pooled: int) -> None:
     image.beside(
-        lambda path: path.conv_norm(one, 1),
-        lambda path: path.conv_norm(into3, 1).conv_norm(three, 3, 1, 1),
-        lambda path: path.conv_norm(into5, 1).conv_norm(five, 3, 1, 1),
-        lambda path: path.conv_norm(pooled, 1),
+        _convs((one, 1)),
+        _convs((into3, 1), (three, *_SAME_3)),
+        _convs((into5, 1), (five, *_SAME_3)),
+        _convs((pooled, 1)),
     )
 
 
@@ -49,120 +56,76 @@ def inception3(*, heads: bool = False) -> list[Layer]:
     image.conv_norm(32, 3, 2).conv_norm(32, 3).conv_norm(64, 3, 1, 1).pool(3, 2)
     image.conv_norm(80, 1).conv_norm(192, 3).pool(3, 2)
     for pooled in (32, 64, 64):
-        _v3_a(image, pooled)
-    image.beside(
-        lambda path: path.conv_norm(384, 3, 2),
-        lambda path: path.conv_norm(64, 1).conv_norm(96, 3, 1, 1).conv_norm(96, 3, 2),
-        lambda path: path.pool(3, 2),
-    )
+        image.beside(
+            _convs((64, 1)),
+            _convs((48, 1), (64, *_SAME_5)),
+            _convs((64, 1), (96, *_SAME_3), (96, *_SAME_3)),
+            _convs((pooled, 1)),
+        )
+    image.beside(_convs((384, 3, 2)), _convs((64, 1), (96, *_SAME_3), (96, 3, 2)), _pool)
     for inner in (128, 160, 160, 192):
-        _v3_c(image, inner)
+        image.beside(
+            _convs((192, 1)),
+            _convs((inner, 1), (inner, *_FLAT_7), (192, *_TALL_7)),
+            _convs((inner, 1), (inner, *_TALL_7), (inner, *_FLAT_7), (inner, *_TALL_7), (192, *_FLAT_7)),
+            _convs((192, 1)),
+        )
     if heads:
         image.fork().pool(5, 3).conv_norm(128, 1).conv_norm(768, 5).linear(_CLASSES)
-    image.beside(
-        lambda path: path.conv_norm(192, 1).conv_norm(320, 3, 2),
-        lambda path: (
-            path.conv_norm(192, 1).conv_norm(192, _FLAT, 1, _ALONG).conv_norm(192, _TALL, 1, _ACROSS)
-        ).conv_norm(192, 3, 2),
-        lambda path: path.pool(3, 2),
-    )
+    image.beside(_convs((192, 1), (320, 3, 2)), _convs((192, 1), (192, *_FLAT_7), (192, *_TALL_7), (192, 3, 2)), _pool)
     for _ in range(2):
-        image.beside(
-            lambda path: path.conv_norm(320, 1),
-            lambda path: _cross(path.conv_norm(384, 1), 384),
-            lambda path: _cross(path.conv_norm(448, 1).conv_norm(384, 3, 1, 1), 384),
-            lambda path: path.conv_norm(192, 1),
-        )
+        image.beside(_convs((320, 1)), _cross(384, (384, 1)), _cross(384, (448, 1), (384, *_SAME_3)), _convs((192, 1)))
     return image.pool_to(1).linear(_CLASSES).layers
-
-
-def _v3_a(image: Stack, pooled: int) -> None:
-    image.beside(
-        lambda path: path.conv_norm(64, 1),
-        lambda path: path.conv_norm(48, 1).conv_norm(64, 5, 1, 2),
-        lambda path: path.conv_norm(64, 1).conv_norm(96, 3, 1, 1).conv_norm(96, 3, 1, 1),
-        lambda path: path.conv_norm(pooled, 1),
-    )
-
-
-def _v3_c(image: Stack, inner: int) -> None:
-    image.beside(
-        lambda path: path.conv_norm(192, 1),
-        lambda path: path.conv_norm(inner, 1).conv_norm(inner, _FLAT, 1, _ALONG).conv_norm(192, _TALL, 1, _ACROSS),
-        lambda path: (
-            path.conv_norm(inner, 1)
-            .conv_norm(inner, _TALL, 1, _ACROSS)
-            .conv_norm(inner, _FLAT, 1, _ALONG)
-            .conv_norm(inner, _TALL, 1, _ACROSS)
-            .conv_norm(192, _FLAT, 1, _ALONG)
-        ),
-        lambda path: path.conv_norm(192, 1),
-    )
 
 
 def inception4() -> list[Layer]:
     """299 x 299."""
     image = Stack(3, 299, 299)
     image.conv_norm(32, 3, 2).conv_norm(32, 3).conv_norm(64, 3, 1, 1)
-    image.beside(lambda path: path.pool(3, 2), lambda path: path.conv_norm(96, 3, 2))
-    image.beside(
-        lambda path: path.conv_norm(64, 1).conv_norm(96, 3),
-        lambda path: (
-            path.conv_norm(64, 1).conv_norm(64, _FLAT, 1, _ALONG).conv_norm(64, _TALL, 1, _ACROSS).conv_norm(96, 3)
-        ),
-    )
-    image.beside(lambda path: path.conv_norm(192, 3, 2), lambda path: path.pool(3, 2))
+    image.beside(_pool, _convs((96, 3, 2)))
+    image.beside(_convs((64, 1), (96, 3)), _convs((64, 1), (64, *_FLAT_7), (64, *_TALL_7), (96, 3)))
+    image.beside(_convs((192, 3, 2)), _pool)
     for _ in range(4):
         image.beside(
-            lambda path: path.conv_norm(96, 1),
-            lambda path: path.conv_norm(64, 1).conv_norm(96, 3, 1, 1),
-            lambda path: path.conv_norm(64, 1).conv_norm(96, 3, 1, 1).conv_norm(96, 3, 1, 1),
-            lambda path: path.conv_norm(96, 1),
+            _convs((96, 1)),
+            _convs((64, 1), (96, *_SAME_3)),
+            _convs((64, 1), (96, *_SAME_3), (96, *_SAME_3)),
+            _convs((96, 1)),
         )
-    image.beside(
-        lambda path: path.conv_norm(384, 3, 2),
-        lambda path: path.conv_norm(192, 1).conv_norm(224, 3, 1, 1).conv_norm(256, 3, 2),
-        lambda path: path.pool(3, 2),
-    )
+    image.beside(_convs((384, 3, 2)), _convs((192, 1), (224, *_SAME_3), (256, 3, 2)), _pool)
     for _ in range(7):
-        _v4_b(image)
-    image.beside(
-        lambda path: path.conv_norm(192, 1).conv_norm(192, 3, 2),
-        lambda path: (
-            path.conv_norm(256, 1).conv_norm(256, _FLAT, 1, _ALONG).conv_norm(320, _TALL, 1, _ACROSS)
-        ).conv_norm(320, 3, 2),
-        lambda path: path.pool(3, 2),
-    )
+        image.beside(
+            _convs((384, 1)),
+            _convs((192, 1), (224, *_FLAT_7), (256, *_TALL_7)),
+            _convs((192, 1), (192, *_TALL_7), (224, *_FLAT_7), (224, *_TALL_7), (256, *_FLAT_7)),
+            _convs((128, 1)),
+        )
+    image.beside(_convs((192, 1), (192, 3, 2)), _convs((256, 1), (256, *_FLAT_7), (320, *_TALL_7), (320, 3, 2)), _pool)
     for _ in range(3):
         image.beside(
-            lambda path: path.conv_norm(256, 1),
-            lambda path: _cross(path.conv_norm(384, 1), 256),
-            lambda path: _cross(
-                path.conv_norm(384, 1).conv_norm(448, (3, 1), 1, (1, 0)).conv_norm(512, (1, 3), 1, (0, 1)), 256
-            ),
-            lambda path: path.conv_norm(256, 1),
+            _convs((256, 1)),
+            _cross(256, (384, 1)),
+            _cross(256, (384, 1), (448, *_TALL_3), (512, *_FLAT_3)),
+            _convs((256, 1)),
         )
     return image.pool_to(1).linear(_CLASSES).layers
 
 
-def _v4_b(image: Stack) -> None:
-    image.beside(
-        lambda path: path.conv_norm(384, 1),
-        lambda path: path.conv_norm(192, 1).conv_norm(224, _FLAT, 1, _ALONG).conv_norm(256, _TALL, 1, _ACROSS),
-        lambda path: (
-            path.conv_norm(192, 1)
-            .conv_norm(192, _TALL, 1, _ACROSS)
-            .conv_norm(224, _FLAT, 1, _ALONG)
-            .conv_norm(224, _TALL, 1, _ACROSS)
-            .conv_norm(256, _FLAT, 1, _ALONG)
-        ),
-        lambda path: path.conv_norm(128, 1),
-    )
+def _convs(*each: tuple[Any, ...]) -> _Path:
+    """A path of convolutions with batch norm, each with the arguments of `Stack.conv_norm`."""
+
+    def path(stack: Stack) -> Stack:
+        for arguments in each:
+            stack.conv_norm(*arguments)
+        return stack
+
+    return path
 
 
-def _cross(path: Stack, outputs: int) -> Stack:
-    """1 x 3 beside 3 x 1, of one input."""
-    return path.beside(
-        lambda flat: flat.conv_norm(outputs, (1, 3), 1, (0, 1)),
-        lambda tall: tall.conv_norm(outputs, (3, 1), 1, (1, 0)),
-    )
+def _cross(outputs: int, *before: tuple[Any, ...]) -> _Path:
+    """A path of convolutions, then 1 x 3 beside 3 x 1 of their output."""
+    return lambda path: _convs(*before)(path).beside(_convs((outputs, *_FLAT_3)), _convs((outputs, *_TALL_3)))
+
+
+def _pool(path: Stack) -> Stack:
+    return path.pool(3, 2)

@@ -69,9 +69,7 @@ def render_page(answer: Result) -> str:
 
 def _facts(answer: Result) -> list[tuple[str, str]]:
     found, asked = answer.best.prediction, answer.request
-    facts = [
-        (time(found.step_s), f"a step; about 80 of 100 lie between {time(found.low_s)} and {time(found.high_s)}"),
-    ]
+    facts = [(time(found.step_s), f"a step; about 80 of 100 lie between {time(found.low_s)} and {time(found.high_s)}")]
     if utilisation_is_known(answer):
         facts.append((units.ratio(found.mfu), "of the devices' peak goes into the model (MFU)"))
     if memory_is_known(answer):

@@ -14,7 +14,7 @@ from netfold.plan.render.text import time
 from netfold.plan.result import RankedChoice, Result, parts
 from netfold.plan.search import PredictedJob, describe_split
 from netfold.plan.step import Prediction
-from netfold.plan.variants.sensitivity import Gain
+from netfold.plan.variants.hardware import Gain
 
 
 def best_few(answer: Result) -> str:

@@ -1,9 +1,13 @@
-"""The length of a whole training: in samples, or in epochs to an accuracy by batch size."""
+"""A whole training: its length in samples, or in epochs to an accuracy, and its cost in money and energy."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+
+from netfold.plan.cluster import Cluster
+
+_HOUR_S = 3600.0
 
 
 @dataclass(frozen=True)
@@ -38,3 +42,28 @@ class TrainingLength:
             epochs = self.epochs_at(batch)
             return None if epochs is None else epochs * self.dataset / samples_per_s
         return self.samples / samples_per_s if self.samples else None
+
+
+@dataclass(frozen=True)
+class Prices:
+    """Of a device for an hour and of a kilowatt-hour in addition, in any one currency; 0 where unknown."""
+
+    gpu_hour: float = 0.0
+    kwh: float = 0.0
+    currency: str = ""
+
+
+@dataclass(frozen=True)
+class Cost:
+    """money: None without a price. energy_kwh: at the devices' highest power; None where their power is unknown."""
+
+    gpu_hours: float
+    money: float | None
+    energy_kwh: float | None
+
+
+def training_cost(seconds: float, devices: int, cluster: Cluster, prices: Prices) -> Cost:
+    hours = devices * seconds / _HOUR_S
+    energy = hours * cluster.device.power_w / 1000 if cluster.device.power_w else None
+    money = hours * prices.gpu_hour + (energy or 0.0) * prices.kwh
+    return Cost(hours, money if money > 0 else None, energy)

@@ -1,19 +1,44 @@
-"""Links that flows share: every flow has an equal part of its narrowest link.
+"""The simulated clock, and what lanes share: the links of flows, and the cores of hosts.
 
-The model is fluid, without packets. A flow is a number of seconds of work at its full rate. Its rate is at most 1, and
-less where one of its links has more flows than it can carry. What a flow leaves free on a link is not given to other
-flows.
+Links are a fluid model, without packets. A flow is a number of seconds of work at its full rate. Every flow has an
+equal part of its narrowest link: its rate is at most 1, and less where one of its links has more flows than it can
+carry. What a flow leaves free on a link is not given to other flows.
+
+Cores that all hosts share, as in an emulated rack, work round robin with one time slice each, as fair schedulers do.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-
-from netfold.plan.events.event_queue import EventQueue
+from heapq import heappop, heappush
+from typing import Any
 
 # The links of a flow, each with the capacity that the flow takes of the link at its full rate.
 Uses = tuple[tuple[int, float], ...]
+# Linux' fair scheduler ends a slice at a tick; most kernels have 250 ticks per second.
+SLICE_S = 4e-3
+
+
+class EventQueue:
+    """now_s: the time of the action that runs. Actions of equal times run in the order in which they were added."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self._heap: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
+        self._added = 0
+
+    def at(self, when_s: float, action: Callable[..., None], *arguments: Any) -> None:
+        """Call `action` with the arguments at a time that is not before now."""
+        self._added += 1
+        heappush(self._heap, (when_s, self._added, action, arguments))
+
+    def run(self) -> None:
+        """Run all actions, and those that they add."""
+        while self._heap:
+            self.now_s, _, action, arguments = heappop(self._heap)
+            action(*arguments)
 
 
 @dataclass
@@ -95,3 +120,36 @@ class SharedLinks:
         flow.rate, flow.since_s = rate, now_s
         flow.version += 1
         self._events.at(now_s + max(0.0, flow.left_s) / rate, self._ended, number, flow.version)
+
+
+class Cores:
+    """crowded: by how much a slice takes longer that begins on the last free core: the work shares the memory's
+    rate."""
+
+    def __init__(self, events: EventQueue, count: int, crowded: float = 1.0) -> None:
+        self._events = events
+        self._free = count
+        self._crowded = crowded
+        # Seconds of work left, and what to call at its end.
+        self._queue: deque[tuple[float, Callable[[], None]]] = deque()
+
+    def run(self, work_s: float, on_end: Callable[[], None]) -> None:
+        """Queue `work_s` seconds of work on one core, and call `on_end` when it is done."""
+        self._queue.append((work_s, on_end))
+        self._begin_slices()
+
+    def _begin_slices(self) -> None:
+        while self._free and self._queue:
+            left_s, on_end = self._queue.popleft()
+            self._free -= 1
+            slice_s = min(SLICE_S, left_s)
+            took_s = slice_s if self._free else self._crowded * slice_s
+            self._events.at(self._events.now_s + took_s, self._slice_ended, left_s - slice_s, on_end)
+
+    def _slice_ended(self, left_s: float, on_end: Callable[[], None]) -> None:
+        self._free += 1
+        if left_s > 0:
+            self._queue.append((left_s, on_end))
+        self._begin_slices()
+        if left_s <= 0:
+            on_end()

@@ -1,4 +1,7 @@
-"""What more of one resource would gain: bandwidth, latency, arithmetic, memory. All else stays."""
+"""What more hardware would gain, all else as it is: more bandwidth, arithmetic or memory, or one more aggregator.
+
+An aggregator is a spare host, or a Linux box with one port per worker.
+"""
 
 from __future__ import annotations
 
@@ -6,27 +9,36 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from netfold.plan.cluster import Cluster
+from netfold.plan.cluster import BOX, SPARE_HOST, Aggregator, Cluster
 from netfold.plan.model import Layered, Measured, Model
 from netfold.plan.search import PredictedJob, SearchResult, describe_split, fastest, rank_by_time
 from netfold.plan.step import predict
 
+# A small server aggregates with at most so many cores. A box has at most so many ports: eight cards of four.
+MOST_CORES, MOST_PORTS = 16, 32
+
 
 @dataclass(frozen=True)
-class Gain:
-    """what: such as `10x the bandwidth of InfiniBand HDR`. base_s: a step as it is now.
-
-    kept_s: a step with the present split after the change. choice: the best split after the change.
-    """
+class _Change:
+    """what: the change, as text. base_s: a step as it is now. choice: the best split after the change."""
 
     what: str
     base_s: float
-    kept_s: float
     choice: PredictedJob
 
     @property
     def step_s(self) -> float:
         return self.choice.prediction.step_s
+
+
+@dataclass(frozen=True)
+class Gain(_Change):
+    """More of a resource, such as `10x the bandwidth of InfiniBand HDR`.
+
+    kept_s: a step with the present split after the change.
+    """
+
+    kept_s: float
 
     @property
     def factor(self) -> float:
@@ -47,6 +59,24 @@ class Gain:
         return f"{self.what} buys {self.factor:.2f}x, split as {describe_split(self.choice.job)}{now}"
 
 
+@dataclass(frozen=True)
+class AggregatorGain(_Change):
+    """One more aggregator. c: its link's rate over a worker's. cores: that aggregate."""
+
+    c: float
+    cores: int
+
+    @property
+    def saved(self) -> float:
+        """The part of a step's time that is saved."""
+        return max(0.0, 1 - self.step_s / self.base_s)
+
+    @property
+    def saves(self) -> bool:
+        """Whether the saving is at least 0.5%."""
+        return self.saved >= 0.005
+
+
 def sensitivity(model: Model, cluster: Cluster, found: SearchResult) -> tuple[Gain, ...]:
     """Gains over the best split that was found, the largest first. Tiers that the job does not reach are left out."""
     best, shortlist = found.best, found.shortlist(cluster.device.usable_bytes)
@@ -58,6 +88,42 @@ def sensitivity(model: Model, cluster: Cluster, found: SearchResult) -> tuple[Ga
     if math.isfinite(cluster.device.memory_bytes):
         gains.append(_more_memory(cluster, found))
     return tuple(sorted(gains, key=lambda gain: -gain.factor))
+
+
+def aggregator_gains(model: Model, cluster: Cluster, found: SearchResult) -> tuple[AggregatorGain, ...]:
+    """Gains over the best split that was found.
+
+    Empty where its ranks are inside one host, where replicas exchange no gradients, or where the switches aggregate.
+    """
+    best = found.best
+    ranks = best.job.split.ranks
+    tier = next((tier for tier in cluster.tiers if tier.devices >= ranks), cluster.tiers[-1])
+    hosts = -(-ranks // cluster.host_devices)
+    if hosts < 2 or best.job.split.data == 1 or tier.in_network:
+        return ()
+    kinds = [("one spare host with a link like a worker's", SPARE_HOST, 1.0)]
+    if hosts <= MOST_PORTS:
+        kinds.append(("a Linux box with a port per worker", BOX, float(hosts)))
+    jobs = [replace(choice.job, in_network=True) for choice in found.shortlist(cluster.device.usable_bytes)]
+    gains = []
+    for what, host, c in kinds:
+        # As many cores as the link needs.
+        link_bytes_per_s = host.link_bytes_per_s(cluster.host_devices * tier.bytes_per_s, hosts)
+        host = replace(host, cores=min(MOST_CORES, math.ceil(link_bytes_per_s / host.core_bytes_per_s)))
+        more = cluster.with_tier(tier, replace(tier, aggregators=(*tier.aggregators, host)))
+        gains.append(AggregatorGain(what, best.prediction.step_s, fastest(model, more, jobs), c, host.cores))
+    return tuple(gains)
+
+
+def useless_aggregators(cluster: Cluster, ranks: int) -> list[Aggregator]:
+    """Aggregators on workers' own hosts whose links have no rate left to aggregate with."""
+    hosts = -(-ranks // cluster.host_devices)
+    return [
+        each
+        for tier in cluster.tiers
+        for each in tier.aggregators
+        if each.worker and not each.gives(cluster.host_devices * tier.bytes_per_s, hosts)
+    ]
 
 
 def _device_changes(cluster: Cluster) -> list[tuple[str, Cluster]]:
@@ -88,10 +154,10 @@ def _link_changes(cluster: Cluster, ranks: int) -> list[tuple[str, Cluster]]:
 def _gain(model: Model, what: str, changed: Cluster, shortlist: Sequence[PredictedJob]) -> Gain:
     best = fastest(model, changed, [choice.job for choice in shortlist])
     kept_s = predict(model, changed, shortlist[0].job).step_s
-    return Gain(what, shortlist[0].prediction.step_s, kept_s, best)
+    return Gain(what, shortlist[0].prediction.step_s, best, kept_s)
 
 
 def _more_memory(cluster: Cluster, found: SearchResult) -> Gain:
     base_s, doubled_bytes = found.best.prediction.step_s, cluster.device.memory_bytes + cluster.device.usable_bytes
     fitting = (choice for choice in found.candidates if choice.prediction.memory.total <= doubled_bytes)
-    return Gain("2x the memory", base_s, base_s, min(fitting, key=rank_by_time))
+    return Gain("2x the memory", base_s, min(fitting, key=rank_by_time), base_s)
