@@ -125,7 +125,7 @@ def train(me: Rank, backend: str) -> None:
 def run(recipe: Table, split: Table, steps: int, *, backend: str = "netfold", shift: int = 0) -> Trained:
     training = {**recipe["training"], "steps": steps}
     parallel = {"data": 1, **split}
-    if parallel.get("zero", 0) < 2:
+    if not parallel.get("zero"):
         parallel["bucket_mb"] = 25  # not the quickest of this run: sums in the same order every time
     if "accumulate" in parallel:
         training["accumulate"] = parallel.pop("accumulate")
