@@ -23,7 +23,7 @@ from netfold.communicator.group import ANY_SOURCE, region
 
 native = pytest.mark.native
 
-# native/transport/shm/shm_node.hpp, shm_pipe.hpp, native/collective/point_to_point.hpp
+# netfold/transport/shm/shm_node.hpp, shm_pipe.hpp, netfold/collective/point_to_point.hpp
 RING_BYTES = 1 << 20
 STEP_BYTES = 16 << 10
 HEADER_BYTES = 32

@@ -25,7 +25,7 @@ from netfold.communicator.group import ANY_SOURCE, region
 
 native = pytest.mark.native
 
-# native/collective/point_to_point.hpp
+# netfold/collective/point_to_point.hpp
 EAGER_BYTES = 128 << 10
 CREDIT_BYTES = 1 << 20
 PIECE_BYTES = 1 << 20

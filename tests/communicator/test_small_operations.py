@@ -16,7 +16,7 @@ from netfold.communicator.group import region
 
 pytestmark = pytest.mark.native
 
-# native/engine/group.hpp
+# netfold/engine/group.hpp
 TRY_BYTES = 16 << 10
 SOON_S = 3.0
 

@@ -12,7 +12,7 @@ from model_check.breadth_first import BrokenError
 from netfold._native import failover as native
 
 LEADER = 0
-# Modes of an operation, and what `Failover` returns (native/collective/failover.hpp).
+# Modes of an operation, and what `Failover` returns (netfold/collective/failover.hpp).
 CHANNEL, UNDECIDED, HOST = range(3)
 STANDING, ADOPTED, UNKNOWN = 2, 2, 3
 LIVING, FAILED, DEAD = range(3)

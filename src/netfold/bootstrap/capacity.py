@@ -8,7 +8,7 @@ equal part; operations then find the parts. Four hosts at 200 Mbit/s, switches b
 first operation took 0.26 s, the second 0.24, those from the fourth on 0.21; a ring 0.27.
 
 A process does not measure the same hosts and switches again within an hour. Operations correct the measured rates
-(native/collective/shares.hpp).
+(netfold/collective/shares.hpp).
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ log = logging.getLogger("netfold")
 BUDGET_S = 0.05
 # A measurement that takes so much longer is given up: a switch pauses, or the path is too slow to be of use.
 DEADLINE_S = 2.0
-# From so many bytes on a split operation measures its paths (native/collective/split.hpp).
+# From so many bytes on a split operation measures its paths (netfold/collective/split.hpp).
 _LEARN_BYTES = 1 << 20
-# An operation uses all switches from so many bytes for each (native/collective/sharded.hpp), else one switch.
+# An operation uses all switches from so many bytes for each (netfold/collective/sharded.hpp), else one switch.
 _LEAST_PART_BYTES = 64 << 10
 # The last size predicts the time of the next, so the next is at most _GROWTH times as large.
 _FIRST_BYTES, _MOST_BYTES, _GROWTH = 32 << 10, 4 << 20, 4

@@ -2,7 +2,7 @@
 
 A handshake gives two sets of keys. `control` is for Python's messages over the connection. `mesh` is for the native
 layer, which takes over the socket later, so that no cipher state is handed on. The records are those of
-native/auth/records.hpp; docs/explanation/security.md says what they protect from.
+netfold/auth/records.hpp; docs/explanation/security.md says what they protect from.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Compare the rates of a group's paths in use with the rates known when the group was made.
 
 A path is one of the group's switches, or the host algorithm beside them. Split operations measure their paths
-(native/collective/shares.hpp). Each rank that joined a switch reads these rates five times a second. A rate that
+(netfold/collective/shares.hpp). Each rank that joined a switch reads these rates five times a second. A rate that
 differs by a fifth from the known one replaces it for the next group of this process, and rank 0 logs it.
 """
 

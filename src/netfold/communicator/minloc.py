@@ -2,7 +2,7 @@
 
 Users hold two arrays, as `argmin` returns them: no array library beside NumPy has structured elements, and DLPack has
 none. In a message a pair is 16 bytes: an f64 or i64 and an i64 index. Every narrower type fits in one of the two
-without loss, so there are two pair types (native/kernels/types.hpp).
+without loss, so there are two pair types (netfold/kernels/types.hpp).
 """
 
 from __future__ import annotations

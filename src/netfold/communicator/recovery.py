@@ -5,7 +5,7 @@ The worker that joined first leads. All messages go to the other ranks' listener
     lost          to the leader: the switch of the membership with that `generation` is lost
     freeze        to all: from here on the rank accepts nothing from the switch; its reply says which results it has
     recover       to each rank, its part of the leader's one plan (recovery_plan.py): fetch missing results from ranks
-                  that kept them (`fetch`), and do the rest by host algorithms (native/collective/switch_path.hpp)
+                  that kept them (`fetch`), and do the rest by host algorithms (netfold/collective/switch_path.hpp)
     abort         from the leader: the group has ended, and why
     path_to_root  the leader's switch, or one above it, listens again: which switches are above the rank now
     rejoin        there is a tree of all: each rank joins, under a name for this attempt, and lets the membership stand

@@ -211,7 +211,7 @@ Action = (
 
 
 class SwitchPath(Protocol):
-    """This rank's path to the switch (native/collective/switch_path.hpp)."""
+    """This rank's path to the switch (netfold/collective/switch_path.hpp)."""
 
     def freeze(self, generation: int) -> tuple[int, int, bytes, bool] | None:
         """Stop it; base, end, held and promised. None: no such membership."""

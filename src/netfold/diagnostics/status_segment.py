@@ -1,4 +1,4 @@
-"""Read the status segments (native/engine/status.hpp) of this machine's processes through /proc.
+"""Read the status segments (netfold/engine/status.hpp) of this machine's processes through /proc.
 
 A segment is a memfd, found by its descriptor in /proc/PID/fd, so processes in containers are included. `pid` is always
 the process's number in this PID namespace; in its container the process has another.

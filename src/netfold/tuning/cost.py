@@ -17,9 +17,9 @@ from netfold.tuning.topology import Links, Topology
 # As in native/collective (pipelined_plan.cpp, tree.hpp).
 _MIN_PIECE_BYTES, _MAX_PIECE_BYTES = 16 << 10, 256 << 10
 BINOMIAL_BYTES = 16 << 10
-# Of shared memory (native/transport/shm/shm_node.hpp): the most bytes that one synchronisation passes.
+# Of shared memory (netfold/transport/shm/shm_node.hpp): the most bytes that one synchronisation passes.
 POST_BYTES, CHUNK_BYTES = 16 << 10, 256 << 10
-# Elements that share a scale in the integer formats (native/kernels/block_quantise.hpp).
+# Elements that share a scale in the integer formats (netfold/kernels/block_quantise.hpp).
 BLOCK_ELEMENTS = 128
 # Wire formats with half the bytes of f32; and integer formats, with their part of f32's bytes.
 HALVES = ("bf16", "f16")
