@@ -1,9 +1,9 @@
-"""How much of a pipeline's time its ranks are idle, beside the formulas; and the gain of a cut by measured cost:
+"""A pipeline's idle time beside the formulas, and the gain of a cut by measured cost:
 
     .venv/bin/python bench/bubble.py
 
-Stages sleep: a forward, a gradient of the inputs and a gradient of the weights take a rank `unit_ms` each for a
-microbatch, however many stages it holds, so that more ranks than cores can run at once. Idle time is a step's time
+Stages sleep, so that more ranks than cores can run at once: a forward, a gradient of the inputs and a gradient of the
+weights take a rank `unit_ms` each for a microbatch, however many stages it holds. Idle time is a step's time
 minus the sleep: it includes the cost of the schedule and of the messages. Then a GPT with a heavy
 head is cut into two stages, of as many layers each and by measured cost: the step, and the processor time of the rank
 that takes more of it, which is the step's time where each rank has a core to itself. Schedules and cuts take turns.
@@ -117,7 +117,8 @@ def sleepers(ranks: int, schedule: str, unit_s: float, slept: list[float]) -> An
         def __init__(self, seconds: float, first: bool) -> None:
             super().__init__()
             self.seconds, self.weight = seconds, nn.Parameter(torch.ones(WIDTH))
-            # Then autograd asks for the gradient of the input, as in a stage of several layers.
+            # With a parameter before it, the first layer too has to compute its input's gradient, as in a stage of
+            # several layers.
             self.before = nn.Parameter(torch.ones(WIDTH)) if first else None
 
         def forward(self, x: Any) -> Any:
@@ -267,8 +268,8 @@ A GPT of 4 blocks of 128 features over 4096 tokens, in 2 stages (1f1b, 8 microba
 
 By layers over by cost, step by step in turn, {3 * rounds} pairs: the step {step}, the busier rank's processor time
 {busy}. Where other programs load the machine, the two ranks share what is left of it, and a step does not show how long
-one rank waits for the other. Beyond that of 4 sleeping ranks, the load is other programs' work, which delays every
-wake-up. torch {version("torch")}."""
+one rank waits for the other. Four sleeping ranks add little load; what is beyond that is other programs' work, which
+delays every wake-up. torch {version("torch")}."""
 
 
 if __name__ == "__main__":

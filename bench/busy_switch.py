@@ -233,7 +233,7 @@ def ask_beside(network: Network, jobs: int) -> dict[str, Any]:
 
 
 def switch_questions(jobs: str = "0,8,64") -> str:
-    """How long a switch with busy jobs takes to answer."""
+    """The time that a switch with busy jobs takes to answer."""
     options = ("--metrics", METRICS, "--max-jobs", "128", "--memory", "4G", "--log", "warning")
     rows = []
     with open_network(Place(switch=True, switch_options=options)) as network:

@@ -4,9 +4,9 @@
 
 Without names: all but edsr-large, whose 163 MB of gradients take ten minutes more.
 
-All_reduces between two hosts, by each path at each rate, come first. Then for each recipe: its step on one host without
-communication (`one_host.py`); from both the predictions for 2, 4 and 8 hosts, by `netfold.plan.events`, which are
-written down; and only then the runs. Paths take turns in the same processes. Results of other recipes stay in
+All_reduces between two hosts, by each path at each rate, come first. Then for each recipe its step on one host without
+communication (`one_host.py`). From both, `netfold.plan.events` predicts the steps on 2, 4 and 8 hosts. The predictions
+are written down before the first run. Paths take turns in the same processes. Results of other recipes stay in
 bench/results/closed_loop.json.
 """
 
@@ -55,7 +55,7 @@ PATHS: dict[str, tuple[str, dict[str, str]]] = {
 WIRES = {path: settings.get("NETFOLD_WIRE_DTYPE", "f32") for path, (_, settings) in PATHS.items()}
 # The measured latency already contains a collective's start-up.
 CONSTANTS = replace(FITTED, collective_s=0.0)
-# Bytes of the tensor, and calls: one size shows what a call costs, and two show a rate.
+# Bytes of the tensor, and calls: the smallest size shows what a call costs, the larger two show a rate.
 PAIR_CALLS = {64: 60, 2 << 20: 5, 8 << 20: 4}
 PAIR_SETTLING = 2
 # Seconds to measure one place, all paths together: as many steps as fit, within the bounds.
@@ -114,7 +114,7 @@ def all_reduce(me: Rank, switch: str, switch_pid: int) -> None:
 def train(me: Rank, switch: str, alone: dict[str, Any]) -> None:
     """A rank that trains with the layers' timers. An order: the seconds of each step by one path.
 
-    A step is the time between the ends of two steps: all ranks have met in the step vote by then.
+    A step's time runs from the previous step's vote, in which all ranks meet, to its own.
     """
     from timed_model import LayerTime, recipe_of, timed
     from timed_model import train as train_in_group
@@ -183,7 +183,7 @@ def cluster(path: str, hosts: int, measured: Sequence[dict[str, float]]) -> Clus
     # The quickest call shows the link's rate. The median shows the latency, which is mostly the processors'.
     took = [call["seconds"], *(each["quickest_s"] for each in two[1:])]
     link = fit_link([(round(size / 2), seconds / 2) for size, seconds in zip(sent, took, strict=True)])
-    # A ring of four ranks takes six steps. The switch always takes two.
+    # A ring of two ranks takes two steps and one of four takes six: four more. The switch always takes two.
     message_s = 0.0 if "in-network" in path else max(0.0, four["core_s"] - call["core_s"]) / 4
     message_s = min(message_s, call["core_s"] / 2)
     of_rank, of_switch = (
@@ -219,7 +219,8 @@ def cluster(path: str, hosts: int, measured: Sequence[dict[str, float]]) -> Clus
 
 
 def measured(alone: dict[str, Any], hosts: int, rate: str, predicted: dict[str, float]) -> dict[str, list[float]]:
-    """By path, rank 0's seconds of each step. Long steps are few, in one turn; short steps are many, in two."""
+    """By path, rank 0's seconds of each step. Where steps are long, few are measured, in one turn;
+    where they are short, more are, in two."""
     steps = max(FEWEST, min(MOST, int(PLACE_S / sum(predicted.values()))))
     # DDP lays its buckets out when a second step begins, which is little of a long step.
     settling = 1 if steps == FEWEST else 2

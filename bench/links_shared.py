@@ -1,4 +1,4 @@
-"""What shares the links of a switch and its workers: a second job that comes and goes, and a TCP flow. As root:
+"""Other traffic on the links of a switch and its workers: a second job that comes and goes, and a TCP flow. As root:
 
     .venv/bin/python bench/links_shared.py links-shared      # some four minutes
     .venv/bin/python bench/links_shared.py shares            # some six minutes

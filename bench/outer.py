@@ -1,4 +1,4 @@
-"""What DiLoCo costs in loss, and saves in bytes:
+"""The cost of DiLoCo in loss, and its saving in bytes:
 
     .venv/bin/python bench/outer.py
 

@@ -38,8 +38,8 @@ CONDITIONS = {
     "links shared, jitter, a straggler": Conditions(jitter=0.05, stragglers={4321: 1.2}),
 }
 SIZE = 16 << 20
-# The rack's: its rate includes a frame's Ethernet header and payload, not preamble and gap. At 16 MB a hop's latency
-# hardly counts.
+# The links of the rack: their rate includes a frame's Ethernet header and payload, not preamble and gap. At 16 MB the
+# latency of a hop hardly counts.
 RACK: dict[str, Any] = {"workers": 4, "bytes_per_s": 25e6, "latency_s": 50e-6, "frame_bytes": 14 + 20 + 8}
 ALL_PACKETS = 10**9
 FLAT = ((16, 1), (256, 1), (1024, 8), (4096, 16), (16_384, 64), (60_000, 240), (102_400, 400))
@@ -135,7 +135,7 @@ tree.md) and simulated packet by packet; medians, of {seeds} seeds.
 8 hosts in 2 racks, a switch in each and one above, no losses: measured {tree_ms:.0f} ms, simulated
 {1e3 * tree.time_s:.0f} ms, {1e3 * tree.time_s / tree_ms - 1:+.1%}.
 
-64 KB, links of 100 Gbit/s and 1 us, no losses: what is simulated stands for the rest.
+64 KB, links of 100 Gbit/s and 1 us, no losses: a part of the packets is simulated and scaled up to all.
 
 {driver.table("workers | racks | levels of switches | us | the formula: us | simulated | s it took", flat)}"""
 

@@ -1,4 +1,4 @@
-"""What recording costs the job that is recorded:
+"""The cost of recording for the job that is recorded:
 
     .venv/bin/python bench/profile_cost.py
 

@@ -178,7 +178,7 @@ between hosts crosses the uplink once and sends almost twice as much.
 
 
 def wires(rounds: int = 10, hosts: int = 4, rate: str = "200mbit") -> str:
-    """What each wire format takes between hosts."""
+    """The time of each wire format between hosts."""
     sides = {wire: {**IN_NETWORK, "wire_dtype": wire} for wire in WIRES}
     with driver.ranks_at(Place(hosts, rate, switch=True), add, sides) as ranks:
         sums = take_turns(WIRES, rounds, lambda side: ask(ranks, side))

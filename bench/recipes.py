@@ -1,4 +1,4 @@
-"""What each recipe of examples/recipes reaches from several seeds, as `netfold train` runs it on this machine:
+"""The result of each recipe of examples/recipes from several seeds, as `netfold train` runs it on this machine:
 
     .venv/bin/python bench/recipes.py [RECIPE ...]      # ten minutes a seed for all of them
 
@@ -98,7 +98,7 @@ def recipes(
     machines = "\n".join(
         f"- {name}, seed {seed}: {run['machine']}" for name, of in kept.items() for seed, run in of.items()
     )
-    return f"""What each recipe reaches, as `netfold train` runs it: median (lowest..highest) over the seeds.
+    return f"""The result of each recipe, as `netfold train` runs it: median (lowest..highest) over the seeds.
 
 {driver.table("recipe | ranks | steps x batch | metric | baseline | reached | seconds | seeds", rows)}
 

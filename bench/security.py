@@ -1,4 +1,4 @@
-"""What NETFOLD_SECURITY costs an all_reduce, between ranks and through the switch; as root:
+"""The cost of NETFOLD_SECURITY in an all_reduce, between ranks and through the switch; as root:
 
     .venv/bin/python bench/security.py
 
@@ -113,7 +113,7 @@ def mac_costs() -> list[list[str]]:
 
 
 def security(rounds: int = 15, rate: str = "1gbit") -> str:
-    """What authentication and encryption cost."""
+    """The cost of authentication and encryption."""
     rows = []
     for link, ranks, with_switch in (
         (rate, 2, False),

@@ -1,4 +1,4 @@
-"""What a small all_reduce and a barrier take through the switch, beside gloo, on one machine's loopback:
+"""The time of a small all_reduce and of a barrier through the switch, beside gloo, on one machine's loopback:
 
     .venv/bin/python bench/small_messages.py
 

@@ -8,9 +8,9 @@ this tree.
 A rack with unshaped links of MTU 1500. The switch and all that the kernel does to bring it packets have core 0 to
 themselves (its ports' NAPI threads are pinned there, and packets steered there); workers have core 1. So the time that
 core 0 is not idle is the switch's cost, GRO and the bridge included. Contributions are always single packets on their
-links. Three paths take turns: the switch hands its link super-packets, as to a card that cuts them (USO), with GRO at
-its ports on, and off; or its kernel cuts them, too. Afterwards each runs once more under `perf`, for where the time
-goes.
+links. Three paths take turns: (1) the switch hands its link super-packets, as to a card that cuts them (USO), with GRO
+at its ports; (2) the same without GRO; (3) its kernel cuts them, with GRO. Afterwards each runs once more under `perf`,
+for where the time goes.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ ELSEWHERE = "everything else on the core"
 
 
 def serve(me: Rank) -> None:
-    """A rank. An order is one round: seconds, and wrong elements."""
+    """A rank. Each order runs one round and returns its seconds and its number of wrong elements."""
     os.sched_setaffinity(0, {WORKER_CPU})
     add_once = CheckedSum(me, SIZE)
     with me.communicator("job") as group:
@@ -123,7 +123,7 @@ def inside(namespace: str, *argv: str) -> None:
 
 
 def seconds(cpu: int) -> tuple[float, float]:
-    """Seconds that a core has not been idle, nor taken away from this machine; and of these, those in softirqs."""
+    """Seconds of a core without idle, I/O wait and steal time; and of these, those in softirqs."""
     for line in Path("/proc/stat").read_text().splitlines():
         name, *ticks = line.split()
         if name == f"cpu{cpu}":
@@ -204,11 +204,11 @@ def bench_of(python: str, hosts: int) -> Iterator[Bench]:
 
 
 def switch_cost(rounds: int = 10, hosts: int = 8, python: str = "") -> str:
-    """What a switch's host pays"""
+    """The CPU cost of a switch"""
     os.sched_setaffinity(0, {WORKER_CPU})
     pythons = {THIS: sys.executable, **({OTHER: python} if python else {})}
     with ExitStack() as stack:
-        benches = {name: stack.enter_context(bench_of(python, hosts)) for name, python in pythons.items()}
+        benches = {name: stack.enter_context(bench_of(each, hosts)) for name, each in pythons.items()}
         cases: list[Case] = [(name, path) for path in PATHS for name in benches]
         found = take_turns(cases, rounds, lambda case: benches[case[0]].round(case[1]))
         samples = {case: benches[case[0]].samples(case[1]) for case in cases}

@@ -1,4 +1,4 @@
-"""What the training layer costs a step, over the same loop written by hand:
+"""The cost of the training layer in a step, over the same loop written by hand:
 
     .venv/bin/python bench/train_overhead.py      # about six minutes
 
@@ -189,7 +189,7 @@ def train(me: Rank, case: str, blocks: int) -> None:
 
 
 def train_overhead(blocks: int = 100, ranks: str = "1,2") -> str:
-    """What the training layer costs"""
+    """The cost of the training layer"""
     rows = []
     for case in CASES:
         for size in map(int, ranks.split(",")):

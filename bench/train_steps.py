@@ -1,4 +1,4 @@
-"""What a step of each recipe takes over netfold and over gloo: here, and between the hosts of an emulated rack.
+"""The time of a step of each recipe over netfold and over gloo: here, and between the hosts of an emulated rack.
 
     .venv/bin/python bench/train_steps.py train-steps [RECIPE ...]            # all: fifty minutes; the rack needs root
     .venv/bin/python bench/train_steps.py train-steps-by-link [NAME ...]      # by the switch's link: 25 minutes
@@ -49,7 +49,7 @@ Names = Annotated[list[str] | None, typer.Argument(metavar="[NAME]...")]
 
 @dataclass(frozen=True)
 class Turns:
-    """How many steps of each side count."""
+    """The number of steps of each side that count."""
 
     sides: tuple[str, ...]
     steps: int
@@ -62,8 +62,8 @@ class Turns:
 
 
 RECIPE_TURNS = Turns(BACKENDS, steps=4, settling=2, rounds=4)
-# A new group's first eight large operations do not overlap, because each decides how the next one is split: these are
-# two steps of most models.
+# A new group's first eight large operations do not overlap, because each decides how the next one is split. That is
+# about two steps of most models.
 LINK_TURNS = Turns(tuple(SIDES), steps=8, settling=4, rounds=2, at_most=8, budget_s=10.0)
 
 
@@ -83,7 +83,10 @@ LINKS = [(8, "1gbit", c) for c in (1, 2, 4, None)] + [(4, "200mbit", c) for c in
 
 
 def train(me: Rank, times: dict[str, list[dict[str, Any]]]) -> None:
-    """A rank. An order trains a model by one side: the seconds of each step. times: of the layers; empty: compute."""
+    """A rank. Each order trains a model by one side and returns the seconds of each step.
+
+    times: of the layers, which then sleep; empty: the layers compute.
+    """
     import torch
     from timed_model import LayerTime, recipe_of, timed
     from timed_model import train as train_in_group
@@ -118,7 +121,7 @@ def path_of(name: str) -> Path:
 
 
 def catalogue_model(name: str) -> Any:
-    """The catalogue's parameters, so much smaller, in layers that only `timed` can run."""
+    """The catalogue's parameters, smaller by the factor in CATALOGUE, in layers that only `timed` can run."""
     import torch
     from torch import nn
 
@@ -250,7 +253,8 @@ def train_steps_by_link(names: Names = None) -> str:
 rank's: median (5% .. 95%); ratios step by step. Each side has {turns.rounds} to {turns.at_most} turns in the same
 processes, as many as {turns.budget_s:.0f} s suffice for, each with a new group; *steps*: how many of a turn count,
 after how many that do not. In the rack a layer's computing is a timer of what it took here; of a model of the planner's
-catalogue, of its published speed: {smaller}. Buckets of 25 MB, of smaller tensors as many.
+catalogue, of its published speed: {smaller}. Buckets of 25 MB; of smaller tensors smaller ones, so that
+their number is the same.
 
 {driver.table(f"{head} | ring / netfold | gloo / netfold", rows)}
 

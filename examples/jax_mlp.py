@@ -25,7 +25,7 @@ BOUND = 10 / (1 - MOMENTUM) * STEPS * RATE * BATCH * 2.0**-24
 
 
 class Transformation(NamedTuple):
-    """What optax calls a GradientTransformation."""
+    """A GradientTransformation of optax."""
 
     init: Any
     update: Any

@@ -64,7 +64,7 @@ def pytest_runtest_teardown(item, nextitem):
 
 
 def pytest_terminal_summary(terminalreporter):
-    """What each mutant of the protocol's machines breaks, and the shortest trace: shown by green runs, too."""
+    """The rule that each mutant of the protocol's machines breaks, and the shortest trace: shown by green runs, too."""
     caught = [report for report in terminalreporter.stats.get("passed", []) if "without_a_check" in report.nodeid]
     if caught:
         terminalreporter.section("mutants of the protocol's machines, and the shortest trace that catches each")

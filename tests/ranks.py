@@ -40,7 +40,7 @@ _FORKS.set_forkserver_preload([*_OF_RANKS, *_OF_SWITCHES])
 
 @dataclass
 class Outcome:
-    """What one rank returned, or the type's name and text of what it raised. None and '' when it was killed."""
+    """The value that a rank returned, or the type's name and text of its exception. None and '' when it was killed."""
 
     value: Any = None
     error: str = ""

@@ -1,4 +1,4 @@
-"""What all verbs of `netfold` share: --output and -o, times and rates with units, errors for mistyped commands."""
+"""Common to all verbs of `netfold`: --output and -o, times and rates with units, errors for mistyped commands."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ what gloo passes and netfold does not, without an explanation (`EXPLAINED` in `t
 
 @dataclass
 class Row:
-    """What was found for one version; a cell a part."""
+    """The findings for one version; a cell a part."""
 
     version: str
     commit: str  # what the wheel was built of
@@ -272,7 +272,7 @@ def write(row: Row, minutes: float) -> None:
 
 
 def why_not(version: str) -> str | None:
-    """Why this version cannot be tested here, in a sentence; None where it can."""
+    """Return why this version cannot be tested here, in a sentence; None where it can."""
     needed_gb = SMALL_NEEDED_GB if version == SMALL else NEEDED_GB
     free_gb = shutil.disk_usage(ROOT).free / 1e9
     if free_gb < needed_gb:

@@ -31,17 +31,17 @@ GUESSES = {
     "memory_part": (0.7, 0.1),
     "launch_s": (43e-6, 0.5),
     "blend": (4.0, 0.3),
-    "blend_talking": (2.0, 0.3),
+    "blend_collective": (2.0, 0.3),
     "update_bytes": (30.0, 0.5),
 }
 # The runs on one node have 32 kinds of layer (width, tensor degree, microbatch); all other runs repeat these.
 _KINDS = 32
 # The deviation of a run's logarithm from the best model. Errors above _HUBER deviations weigh less.
 _NOISE, _HUBER = 0.1, 1.5
-# Gauss-Newton on logarithms: the step of numeric slopes, most rounds, the smallest change that counts, and the largest
+# Gauss-Newton on logarithms: the step of numeric slopes, the most rounds, the change at which it ends, and the largest
 # change of a round.
 _STEP, _ROUNDS, _DONE, _LARGEST = 0.02, 12, 0.003, 0.4
-# Deviations of logarithms, from the runs on one node: of errors that belong to a shape, and of a run from its shape's.
+# Deviations of logarithms, from the runs on one node: between shapes, and between runs of one shape.
 _SHAPES, _RUNS = 0.07, 0.03
 # Doublings of width, tensor degree, microbatch and stages after which an error has faded by a factor of e^(1/2).
 _REACH = (0.5, 0.5, 0.5, 4.0)
@@ -77,7 +77,7 @@ def fit(
     """runs: model, job, measured seconds. priors: the deviation of each constant that may move.
 
     noise: the deviation of a run's logarithm from the best model.
-    informative: as how many independent runs the runs count; None: all of them.
+    informative: the number of independent runs that these are worth; None: all of them.
     correlations: [n, n], of the runs' errors; None: the errors are independent.
     """
     names = list(priors)
@@ -144,8 +144,8 @@ class ResidualGP:
         found: list[float] = np.exp(_covariance(_places(runs), self._known) @ self._weights).tolist()
         return found
 
-    def doubts(self, runs: Sequence[Run]) -> list[float]:
-        """The deviation of each run's error, as a part of the deviation without any known run."""
+    def deviations(self, runs: Sequence[Run]) -> list[float]:
+        """The deviation of each run's error, divided by the deviation without any known run."""
         covariance_with_known = _covariance(_places(runs), self._known)
         explained = np.einsum("ij,jk,ik->i", covariance_with_known, self._precision, covariance_with_known)
         found: list[float] = np.sqrt(1 - np.clip(explained, 0, _SHAPES**2) / (_SHAPES**2 + _RUNS**2)).tolist()

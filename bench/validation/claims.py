@@ -24,7 +24,7 @@ from netfold.tuning import DEFAULT_LINKS, Link, Topology
 from netfold.tuning.cost import predict as predict_operation
 from validation.sources import DATA, SOURCES
 
-# A prediction agrees within this part of what is gained or lost.
+# A prediction agrees if it differs by at most this part of the gain or loss that the talk names.
 NEAR = 0.2
 _OVERLAPPED = {"optimizer": "momentum", "overlap": True}
 
@@ -67,7 +67,8 @@ class Claim:
 
 @dataclass(frozen=True)
 class Question:
-    """A data-parallel job by the keys of a job's file (docs/reference/plan/index.md); `split` may fix more of it."""
+    """A data-parallel job by the keys of a job's file (docs/reference/plan/index.md); `split` may fix
+    more degrees of the parallel split."""
 
     model: str
     cluster: str
@@ -184,7 +185,7 @@ def _sharp() -> list[Finding]:
     few = tier.switch_ports
 
     def small_us(nodes: int, *, switch: bool) -> float:
-        """Through memory inside nodes, and one rank of each node between them by the best algorithm."""
+        """Microseconds: shared memory inside a node, the best algorithm between one rank of each node."""
         network = Link(tier.up_latency_s(nodes) if switch else tier.latency_s, tier.bytes_per_s)
         links = replace(DEFAULT_LINKS, network=network, switches=(tier.bytes_per_s,))
         ranks = Topology.even(nodes * ranks_a_node, nodes)
@@ -222,7 +223,8 @@ def _nvidia() -> list[Finding]:
         predicted = 100 * found.bubble_s / (found.bubble_s + found.compute_s)
         return Finding(predicted, f"equal layers on dgx-a100, {counted}")
 
-    # Microbatches of 4 on fewer devices, too: a larger one would fit beside a split state, but not beside a whole one.
+    # Microbatches of 4 on fewer devices, too: a larger one would fit with a sharded
+    # optimizer state, but not with a whole one.
     job = {"precision": "f16", "overlap": True}
     updated = Question("bert-large:sequence=128", "dgx-a100", 1024, 4096, job, {"micro_batch": 4})
     steps = {
@@ -353,8 +355,8 @@ def claims_markdown(found: Sequence[Claim]) -> str:
         "## The talks' claims",
         "",
         f"{sum(claim.agrees for claim in found)} of {len(found)} predictions agree with the talk: a gain or a loss",
-        f"within {near}, a flat curve within {near}, a bound kept, idle slots to the talk's digits. Nothing was fitted",
-        "to the claims.",
+        f"within {near}, a flat curve within {near}, a bound kept, idle slots equal in the talk's digits. Nothing was",
+        "fitted to the claims.",
         "",
         "| claim | the talk | predicted | agrees | |",
         "|---|---:|---:|---|---|",

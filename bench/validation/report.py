@@ -22,9 +22,9 @@ _TARGET_PRIORS = {
     "launch_s": 0.1,
     "network_part": 0.4,
     "send_bytes_per_s": 0.5,
-    "tempo": 0.07,
+    "layer_factor": 0.07,
 }
-# The deviation of a run's logarithm. The error that runs of one target share is in `tempo`.
+# The deviation of a run's logarithm. The error that runs of one target share is in `layer_factor`.
 _NOISE = 0.08
 _RECOMPUTATIONS = ("none", "full")
 # The setting that memory suggests is kept unless the fit of another one costs this much less (ten times the
@@ -66,14 +66,14 @@ def validate(runs: Sequence[Run], cluster: Cluster, calibration: Sequence[Run] =
             "and not predicted; give fewer"
         )
     constants, recomputation = FITTED, recomputed([*runs, *calibration], cluster)
-    factors, doubts = [1.0] * len(runs), [1.0] * len(runs)
+    factors, widths = [1.0] * len(runs), [1.0] * len(runs)
     if calibration:
         constants, recomputation = calibrated(calibration, cluster, recomputation)
         known = [_case(run, cluster, constants, recomputation).predicted for run in calibration]
         residual = ResidualGP(calibration, known)
-        factors, doubts = residual.factors(runs), residual.doubts(runs)
+        factors, widths = residual.factors(runs), residual.deviations(runs)
     cases = [
-        _case(run, cluster, constants, recomputation, *more) for run, *more in zip(runs, factors, doubts, strict=True)
+        _case(run, cluster, constants, recomputation, *more) for run, *more in zip(runs, factors, widths, strict=True)
     ]
     return Report(cluster.name, tuple(cases), score(cases), constants, len(calibration), recomputation)
 
@@ -102,15 +102,15 @@ def calibrated(
 
 
 def _case(
-    run: Run, cluster: Cluster, constants: Constants, recomputation: str, factor: float = 1.0, doubt: float = 1.0
+    run: Run, cluster: Cluster, constants: Constants, recomputation: str, factor: float = 1.0, width: float = 1.0
 ) -> Case:
-    """In ms. recomputation: of the table; a run that does not fit without recomputation needs it all the same.
+    """In ms. recomputation: of the table; a run that does not fit without recomputation is recomputed in any case.
 
-    factor: by which similar runs correct the prediction. doubt: the width of the band as a part of the full band.
+    factor: by which similar runs correct the prediction. width: of the band, as a part of the full band.
     """
     job = replace(run.job, recomputation="full" if recomputation == "full" else recomputed([run], cluster))
     case = step_case(f"line {run.line}, {run.model.name}", run.measured_ms, predict(run.model, cluster, job, constants))
-    middle, half = 1e3 * factor * case.predicted, 1e3 * factor * doubt * (case.high - case.predicted)
+    middle, half = 1e3 * factor * case.predicted, 1e3 * factor * width * (case.high - case.predicted)
     return Case(case.name, "ms", case.measured, middle, middle - half, middle + half, run.request)
 
 

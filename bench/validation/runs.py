@@ -93,7 +93,7 @@ def _run(path: Path, line: int, row: dict[str, str | None]) -> Run:
 
 
 def recomputed(runs: Sequence[Run], cluster: Cluster) -> str:
-    """What the runs recompute, as far as memory says: nothing where every run then fits into a device, else everything.
+    """The recomputation of the runs, by their memory: nothing where every run then fits into a device, else everything.
 
     A table of many splits has one setting, and leaves out splits that do not fit. Raises ValueError with the line of a
     run that the cluster cannot have.

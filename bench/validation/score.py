@@ -1,4 +1,4 @@
-"""How good predictions are: errors, rank correlation, regret and coverage of the 80% band."""
+"""The quality of predictions: errors, rank correlation, regret and coverage of the 80% band."""
 
 from __future__ import annotations
 

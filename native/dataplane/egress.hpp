@@ -1,4 +1,4 @@
-// What one job sends to its workers: every result to all of them, and results once more to workers that ask again.
+// The packets of one job to its workers: every result to all of them, and results once more to workers that ask again.
 //
 // Results stand in a ring of as many slots as the job has; a worker's queue is a position in the ring, so a result
 // costs one entry for all workers. A slot may have a new tenant by the time that it is sent: its frame is then still a

@@ -21,7 +21,7 @@
 
 namespace netfold::dataplane {
 
-// What a job needs in its epoch. Allocates all memory; made by the commanding thread, not between two batches.
+// The state of a job in its epoch. Allocates all memory; made by the commanding thread, not between two batches.
 struct JobSession {
   JobSession(const protocol::JobConfig& config, const std::optional<JobKeys>& keys,
              const std::optional<ParentKeys>& parent_keys, auth::Security security);

@@ -15,7 +15,7 @@ namespace netfold::dataplane {
 
 class ParentPort {
  public:
-  // What one epoch needs. Allocates all memory.
+  // The state of one epoch. Allocates all memory.
   struct Session {
     Session(const protocol::SwitchJob& machine, const std::optional<ParentKeys>& keys, auth::Security security);
 

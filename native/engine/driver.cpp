@@ -1,4 +1,4 @@
-// What a group's driver does at each poll: start, poll and complete operations in their order.
+// A group's driver at each poll: start, poll and complete operations in their order.
 #include <netfold/collective/registry.hpp>
 #include <netfold/collective/split.hpp>
 #include <netfold/engine/engine.hpp>

@@ -66,17 +66,17 @@ class Options:
     """on or off: whether a new group measures its links. off: built-in figures, and the same choice of algorithms in
     every run."""
     intra_host: str | None = None
-    """How the ranks of a host sum GPU tensors before data leaves the host. auto: through each other's GPU memory where
-    all can; nccl; off: not at all, each rank goes through host memory."""
+    """Sums of GPU tensors among the ranks of a host, before data leaves it. auto: through each other's GPU memory
+    where all can; nccl; off: not at all, each rank goes through host memory."""
     pinned_bytes: int | None = None
     """Pinned host memory of a group for collectives on GPU memory."""
     rma_min_bytes: int | None = None
     """Chunks from this size on are written directly to the other rank's memory, over a fabric that can do so
     (docs/how-to/fabric.md). 0: none."""
     registration_cache_entries: int | None = None
-    """How many memory ranges a process keeps registered with a fabric. 0: none beyond an operation."""
+    """The number of memory ranges that a process keeps registered with a fabric. 0: none beyond an operation."""
     registration_cache_bytes: int | None = None
-    """How many bytes a process keeps registered with a fabric. 0: none beyond an operation."""
+    """The number of bytes that a process keeps registered with a fabric. 0: none beyond an operation."""
     spin_us: int | None = None
     """Microseconds of polling before a waiting thread sleeps. Default for shared memory: 200 where the ranks of a
     machine have a core each, else 1000, yielding; for sockets 0."""

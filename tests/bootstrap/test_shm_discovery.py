@@ -1,4 +1,4 @@
-"""Which ranks share memory, found by trying."""
+"""The ranks that share memory, found by trying."""
 
 from __future__ import annotations
 

@@ -102,7 +102,7 @@ class Arena:
         return self._ranks[index if kind == "rank" else self.schedule.shape.hosts.index(index)]
 
     def ports(self, place: tuple[str, int], protocol: str) -> list[int]:
-        """Where it takes packets, or listens."""
+        """The address where it takes packets, or listens."""
         return sorted({mine for mine, _, _, listens in self._sockets(place, protocol) if listens or protocol == "udp"})
 
     def flows(self, place: tuple[str, int]) -> list[str]:
@@ -329,7 +329,7 @@ class Arena:
 
 
 def read_record(path: Path, zero_s: float) -> RankRecord:
-    """What a rank wrote (job.py), with times since `zero_s`."""
+    """The lines that a rank wrote (job.py), with times since `zero_s`."""
     record = RankRecord()
     for line in path.read_text().splitlines() if path.exists() else []:
         kind, _, rest = line.partition(" ")

@@ -91,7 +91,7 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def commit() -> str:
-    """What is checked out, to be asked before a run."""
+    """The commit that is checked out, to be asked before a run."""
     asked = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True)
     return asked.stdout.strip()
 

@@ -54,7 +54,9 @@ ICMP_KINDS = (
 
 @dataclass(frozen=True)
 class Kind:
-    """What a kind of fault may be. for_s: least and most; hows: its variants; amounts: least and most of its figure.
+    """The values that a kind of fault may have.
+
+    for_s: least and most; hows: its variants; amounts: least and most of its figure.
 
     halts: whether no step can end meanwhile, whatever netfold does, since ranks cannot reach each other.
     """

@@ -1,4 +1,4 @@
-"""Which arrays can be sent, and as which dtype: NumPy's, and any framework's by DLPack or the buffer protocol."""
+"""Arrays that can be sent, and their dtypes: NumPy's, and any framework's by DLPack or the buffer protocol."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How CapacityWatch logs, keeps and reports a path's rate, with a simulated clock."""
+"""CapacityWatch logs, keeps and reports a path's rate, with a simulated clock."""
 
 from __future__ import annotations
 

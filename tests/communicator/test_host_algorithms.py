@@ -36,7 +36,7 @@ REFERENCES: dict[str, Callable[..., Any]] = {
     "tree": by_tree,
     "direct": by_rank,
 }
-SCATTER_FOLDS: dict[str, Callable[..., Any]] = {
+SCATTER_REDUCTIONS: dict[str, Callable[..., Any]] = {
     "ring": by_ring_scatter,
     "halving_doubling": by_halving_scatter,
     "direct": lambda op, parts, owner: by_rank(op, parts),
@@ -125,7 +125,7 @@ def check_reduce_scatter(group: Communicator, algorithm: str, op: str, dtype: st
         parts = [contribution(rank * size + group.rank, counts[group.rank], dtype) for rank in range(size)]
         into = np.empty(counts[group.rank], dtype)
         group.reduce_scatter(buffers, into, op=op)
-        expected = SCATTER_FOLDS[algorithm](op, parts, group.rank)
+        expected = SCATTER_REDUCTIONS[algorithm](op, parts, group.rank)
         np.testing.assert_array_equal(into, expected, strict=True, err_msg=f"{algorithm} {op} {count}")
         for was, buffer in zip(before, buffers, strict=True):
             np.testing.assert_array_equal(buffer, was)

@@ -41,7 +41,7 @@ def start(mpi: str, ranks: int, *arguments: str, script: Path = SCRIPT) -> subpr
 
 
 def output(process: subprocess.Popen[str]) -> str:
-    """What a launcher that succeeded printed. After DEADLINE_S, kill the launcher and its ranks."""
+    """Return the output of a launcher that succeeded. After DEADLINE_S, kill the launcher and its ranks."""
     try:
         printed, errors = process.communicate(timeout=seconds(DEADLINE_S))
     except subprocess.TimeoutExpired:

@@ -660,7 +660,7 @@ def test_receives_may_be_posted_before_the_sends() -> None:
 
 
 def keeps_one_receive_pending(rank: int, size: int, folder: str) -> int:
-    """How many buffers of later works are still held after their wait."""
+    """Count the buffers of later works that are still held after their wait."""
     with join(rank, size, folder) as group:
         pending = np.zeros(4, np.float32)
         first = group.receive(pending, 1 - rank, tag=7, asynchronous=True)

@@ -69,20 +69,20 @@ class Net:
         def rate(count: float, seconds: float) -> int:
             return int(count / seconds / slower) if seconds > now / 16 else 0
 
-        heard = []
+        rates = []
         for way, end in enumerate(ends):
             others_s, rest = marks[way != len(self.c)]
             if others_s == 0:
                 rest = given
             before = given[way] - (rest[way] if end > others_s else 0)
-            heard.append((rate(before, min(end, others_s)), rate(given[way] - before, end - others_s)))
-        return now, heard
+            rates.append((rate(before, min(end, others_s)), rate(given[way] - before, end - others_s)))
+        return now, rates
 
 
 def once(net: Net, split: shares.Shares) -> float:
-    seconds, heard = net.run(split.parts)
+    seconds, rates = net.run(split.parts)
     if split.learns:
-        split.learn(heard)
+        split.learn(rates)
     else:
         split.skip()
     return seconds
@@ -160,11 +160,11 @@ def test_pauses_of_single_operations_do_not_take_the_switch_its_part(ranks: int,
         split = begun(net, net.through)
         for _ in range(60):
             longer = pauses.uniform(1.2, 2.5) if pauses.random() < 0.15 else 1.0
-            seconds, heard = net.run(split.parts)
+            seconds, rates = net.run(split.parts)
             took += seconds * longer
             best += net.best_s() * longer
             if split.learns:
-                split.learn([(int(beside / longer), int(alone / longer)) for beside, alone in heard])
+                split.learn([(int(beside / longer), int(alone / longer)) for beside, alone in rates])
             else:
                 split.skip()
     assert took <= 1.06 * best, took / best

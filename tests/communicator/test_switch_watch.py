@@ -1,4 +1,4 @@
-"""When a rank counts its switch as lost: a pure machine, driven by a simulated clock."""
+"""A rank counts its switch as lost: a pure machine, driven by a simulated clock."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ Rows = dict[str, dict[str, Any]]
 
 
 def run(backend: str, world_size: int, chosen_as: str, tests: list[str]) -> Rows:
-    """What became of each test."""
+    """The outcome of each test."""
     rows: Rows = {}
     names = tests or listed(world_size, chosen_as)
     while names:

@@ -99,7 +99,7 @@ def _offer_monitored_barrier(dist: Any) -> None:
 
 
 class _Line(unittest.TestResult):
-    """What became of one test."""
+    """The outcome of one test."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -19,7 +19,7 @@ HERE = Path(__file__).parent
 NATIVE = HERE.parents[1] / "native"
 MEMORY_MB = 2048  # a target that uses more memory breaks an invariant
 NAMES = ("packet", "switch_job", "leaf", "worker")
-# The whole parser with its checks, but the kernels as they were built: theirs are tests of their own.
+# The whole parser with its checks. Kernels have tests of their own, and are linked as they were built.
 SOURCES = sorted((NATIVE / "protocol").glob("*.cpp"))
 FLAGS = ["-std=c++20", "-O1", "-g", "-fno-omit-frame-pointer", "-fno-sanitize-recover=all"]
 FLAGS += [f"-I{NATIVE / folder / 'include'}" for folder in ("protocol", "kernels")]
@@ -97,7 +97,7 @@ def main(seconds: str, *names: str) -> int:
             if run.returncode != 0:
                 print(run.stderr, file=sys.stderr)
                 return 1
-            # Keep as few as reach every line that any of them reaches.
+            # Keep the fewest inputs that cover the same lines.
             kept = Path(folder) / "kept"
             kept.mkdir()
             merge = [str(program), "-merge=1", "-use_counters=0", str(kept), str(corpus(name)), str(found)]

@@ -1,4 +1,4 @@
-"""What every rank checks of netfold.horovod.torch; test_torch_operations.py and test_torch_training.py run these."""
+"""Checks of netfold.horovod.torch on every rank; test_torch_operations.py and test_torch_training.py run these."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How unequal layers are cut into stages, and the time of such a pipeline: compared with every possible cut."""
+"""Cuts of unequal layers into stages, and the time of such a pipeline: compared with every possible cut."""
 
 import itertools
 import random

@@ -9,7 +9,7 @@ from netfold.plan.events.resources import EventQueue, SharedLinks
 
 
 def ends(capacity, flows):
-    """When each of `flows` (start, work, uses) ends, in order of start."""
+    """Return when each of `flows` (start, work, uses) ends, in order of start."""
     events, ended = EventQueue(), {}
     links = SharedLinks(events, capacity)
     for number, (start_s, work_s, uses) in enumerate(flows):

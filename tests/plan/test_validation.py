@@ -82,7 +82,7 @@ def test_a_law_fitted_to_exact_runs_is_exact() -> None:
 
 def test_a_calibrated_target_is_found_again() -> None:
     """Runs a fifth slower than the constants predict, of a target that recomputes everything."""
-    cluster, slower = load_cluster("dgx-a100"), replace(FITTED, tempo=1.2)
+    cluster, slower = load_cluster("dgx-a100"), replace(FITTED, layer_factor=1.2)
     picked = [run for run in RUNS if run.model.hidden == 2048 and run.job.micro_batch == 8][:20]
     made = [
         replace(

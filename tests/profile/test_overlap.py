@@ -20,7 +20,7 @@ def test_idle_time_is_exposed_and_divided_among_operations_under_way() -> None:
     computing   |----5----|----5----|---10----|              0..10: 10, 10..20: 5, 20..30: 5, 30..40: 10, 40..50: 0
 
     Communication 30 ms. Exposed: 5 in 10..20 (A alone), 5 in 20..30 (A and B, half each), 0 in 30..40: 10 ms.
-    A: 5 + 2.5, B: 2.5. The 10 ms after 40 without computing are no communication, and none of it.
+    A: 5 + 2.5, B: 2.5. From 40 on nothing communicates, so the idle 10 ms are not exposed.
     """
     trace = make_trace(
         0,
@@ -40,7 +40,7 @@ def test_idle_time_is_exposed_and_divided_among_operations_under_way() -> None:
     assert whole.overlap_ratio == pytest.approx(2 / 3)
     steps = step_times(run, [exposure])
     assert steps is not None and steps.count == 2
-    # 0..25: 15 ms of communication, 5 + 2.5 exposed; 25..50: 15 and 2.5. Percentiles 50, 5, 95 of two are on the line.
+    # 0..25: 15 ms of communication, 5 + 2.5 exposed; 25..50: 15 and 2.5. Two values: percentiles are interpolated.
     assert steps.wall_s == pytest.approx((25 * MS, 25 * MS, 25 * MS))
     assert steps.communication_s == pytest.approx((15 * MS, 15 * MS, 15 * MS))
     assert steps.exposed_s == pytest.approx((5 * MS, 2.75 * MS, 7.25 * MS))

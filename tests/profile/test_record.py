@@ -42,7 +42,7 @@ def observe(rank: int, size: int, folder: str, algorithm: str, endpoint: str | N
 
 
 def fields(events: Any, count: int, algorithm: str) -> None:
-    """What must hold of any all_reduce of f32 by max."""
+    """The facts that must hold of any all_reduce of f32 by max."""
     assert (events["operation"][:count] == engine.KINDS["all_reduce"]).all()
     assert events["operation"][count] == engine.KINDS["barrier"]
     events = events[:count]

@@ -193,7 +193,7 @@ def test_every_time_of_a_row_may_be_unknown() -> None:
 
 
 def test_in_a_group_of_gloo_and_nccl_each_operation_is_its_own_backends(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What init_process_group() makes without a backend: CPU tensors by gloo, CUDA tensors by nccl."""
+    """init_process_group() without a backend: CPU tensors by gloo, CUDA tensors by nccl."""
     monkeypatch.setattr(profiler_records, "other_groups", list)
     source = profiler_source.TorchSource(Recording("unused"))
     source._records.known = {"0": GroupName("default", "gloo and nccl", [0, 1])}

@@ -314,7 +314,8 @@ def _skipped():
 def _passed_over():
     worker, sends = _flight(24)
     found = []
-    # Chunk 0 waits for another worker, and no number is missing; a repair takes no longer than the longest timeout.
+    # Chunk 0 waits for another worker and no number is missing. It counts as lost only when it is older than the
+    # longest timeout, which bounds a repair.
     for number, when_ns in [*((number, 1 * MS) for number in range(1, 20)), (20, 5 * MS), (21, 200 * MS)]:
         _numbered(worker, sends[number], number, when_ns)
         found.append(_again(worker, when_ns))

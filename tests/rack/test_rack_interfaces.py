@@ -155,8 +155,8 @@ SEND_MUCH = """
 
 
 def gain_of_a_second_link(**how: str) -> float:
-    """How much sooner 20 MB are there over two links of 200 Mbit/s; shaped, so that only this ratio hangs on the
-    machine."""
+    """Measure how much sooner 20 MB are there over two links of 200 Mbit/s; shaped, so that only this ratio
+    depends on the machine."""
     with hosts(2) as there:
         master, _ = there.cable(0, 1, "200mbit")
         there.cable(0, 1, "200mbit")

@@ -432,7 +432,7 @@ def busy(switch: MortalSwitch) -> None:
 
 
 def returns(algorithms: list[int]) -> int:
-    """How often the group returned to the switch from host algorithms."""
+    """Count how often the group returned to the switch from host algorithms."""
     return sum(before != IN_NETWORK and after == IN_NETWORK for before, after in itertools.pairwise(algorithms))
 
 

@@ -216,7 +216,7 @@ def _rank(each: Feature, world: World, writer: Connection) -> None:
 
 
 def compare(backend: str, other: str, names: list[str], deadline_factor: float) -> dict[str, Any]:
-    """What both do. Lost: works over `other` alone and is not explained. Unneeded: is explained, and works."""
+    """The functions of both. Lost: works over `other` alone and is not explained. Unneeded: is explained, and works."""
     import torch
     from probe_explained import EXPLAINED, explained
 

@@ -75,7 +75,7 @@ def flight_recorder(world: World) -> None:
 
 @feature(environment=RECORDED)
 def flight_recorder_states(world: World) -> None:
-    """What is done is marked as completed."""
+    """An operation that is done is marked as completed."""
     entries = recorded(world).get("entries") or []
     states = [entry["state"] for entry in entries if "reduce" in entry["profiling_name"]]
     assert states == ["completed"] * 3, states

@@ -293,7 +293,7 @@ def pipelining(world: World) -> None:
 
 
 def checkpointed(world: World, save: Any) -> None:
-    """What `save(state, folder)` wrote is loaded into another model."""
+    """A checkpoint of `save(state, folder)` is loaded into another model."""
     import torch
     import torch.distributed as dist
     import torch.distributed.checkpoint as dcp

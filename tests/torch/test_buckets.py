@@ -96,7 +96,7 @@ def test_over_a_fabric_repeated_buckets_stay_registered() -> None:
 
 
 def short_of_room(rank: int, size: int, folder: str, how: str) -> tuple[list[str], int]:
-    """What is logged where /dev/shm is of no use, and how many buckets moved."""
+    """Return what is logged where /dev/shm is of no use, and how many buckets moved."""
     import ctypes
     import logging
 

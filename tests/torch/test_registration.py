@@ -1,4 +1,4 @@
-"""What `import torch` does with netfold installed: it registers a backend, and loads nothing heavy."""
+"""`import torch` with netfold installed: it registers a backend, and loads nothing heavy."""
 
 from __future__ import annotations
 

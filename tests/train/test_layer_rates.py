@@ -130,8 +130,8 @@ class _Drawn:
 
 
 def _learnt(kind: str, split: str) -> tuple[float, float]:
-    """How far a parameter of this rank is, at most, from that of one process; and how far those of one process are from
-    its own where each weight begins with its last bit changed."""
+    """Measure how far a parameter of this rank is, at most, from that of one process; and how far those of one
+    process are from its own where each weight begins with its last bit changed."""
     import torch
     from torch.distributed.tensor import DTensor
     from torch.nn import functional

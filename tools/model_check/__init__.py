@@ -37,7 +37,7 @@ HELLO_WORKERS = 3
 
 @dataclass(frozen=True)
 class Scope:
-    """What is searched. Each field is an option of `python -m model_check`."""
+    """The scope of a search. Each field is an option of `python -m model_check`."""
 
     workers: int = 2
     leaves: str = ""  # workers below each leaf, as "1,1"; "": all workers at one switch

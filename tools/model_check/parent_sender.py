@@ -32,7 +32,7 @@ Flight = tuple[int, int, bool]
 
 @dataclass(frozen=True)
 class SenderScope:
-    """What is searched."""
+    """The scope of a search."""
 
     slots: int = 3  # each has one sum at a time, and another after its result
     sends: int = 3  # packets that the socket takes

@@ -55,7 +55,7 @@ class RecoveryReport(Report):
 
 @dataclass(frozen=True)
 class _View:
-    """What the search needs of a rank's state: what other ranks see of it, and what may happen to it."""
+    """The part of a rank's state that the search needs: other ranks' view of it, and the events that it may get."""
 
     status: int
     finished: bool

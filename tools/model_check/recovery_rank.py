@@ -22,7 +22,7 @@ Event = tuple[Any, ...]  # its kind, the rank that it happens to, and its argume
 
 @dataclass(frozen=True)
 class RecoveryScope:
-    """What is searched."""
+    """The scope of a search."""
 
     ranks: int = 2
     window: int = 1
@@ -69,7 +69,7 @@ class Channel:
 
 
 class Path:
-    """What a SwitchPath does (native/collective/switch_path.cpp), without payload: the machine's path to the switch."""
+    """A SwitchPath (native/collective/switch_path.cpp), without payload: the machine's path to the switch."""
 
     def __init__(self, scope: RecoveryScope, failover: Any) -> None:
         self.chunks = scope.chunks
@@ -297,7 +297,7 @@ class Rank:
         self.path.finish(operation)
 
     def _go_on(self) -> None:
-        """What operations do by themselves: finish, begin a step, contribute."""
+        """The steps of operations by themselves: finish, begin a step, contribute."""
         path = self.path
         for operation in path.by_channel():
             if path.delivered[operation] == (1 << path.chunks[operation]) - 1:

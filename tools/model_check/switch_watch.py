@@ -37,7 +37,7 @@ Event = tuple[Any, ...]
 
 
 class _Past(NamedTuple):
-    """What has happened, as far as the promises need it. Times are sums of ticks, each at most TICK_S."""
+    """The past, as far as the promises need it. Times are sums of ticks, each at most TICK_S."""
 
     open_s: float = -1.0  # since the open query was sent; -1: none is open
     about: str = ""  # of the open query: alive, chunk, or former: a chunk that has its result by now

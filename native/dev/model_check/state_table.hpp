@@ -186,7 +186,7 @@ class StateTable {
   // Checks and records the number of a worker's packet.
   bool check_number(WorkerState& worker, std::uint64_t chunk, std::uint64_t packet_number, bool again,
                     const Allowed& allowed, Step& step) const;
-  // Which retransmissions a result, or a NACK, allows.
+  // The retransmissions that a result, or a NACK, allows.
   Allowed allowed_by(const Packet& packet, const SentNumbers& numbers, bool timed_out) const;
   // Whether every chunk that the NACK names, and that has no result, was sent again.
   bool resends_named(const Packet& nack, const SentNumbers& before, const SentNumbers& after) const;

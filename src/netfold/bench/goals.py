@@ -1,4 +1,4 @@
-"""What netfold claims, as data: which backend is how much faster than which peers, and where. Pure."""
+"""The claims of netfold as data: a backend, its gain over peers, and the place. Pure."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

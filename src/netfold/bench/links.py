@@ -1,4 +1,4 @@
-"""What a switch behind a link of its own is worth: all_reduce by `auto`, by a ring, through the switch alone.
+"""The worth of a switch behind a link of its own: all_reduce by `auto`, by a ring, through the switch alone.
 
 The racks have a switch that is a host at the core, behind a link of c times a worker's link; c = P: in the switch's
 place, with a port for each worker. The backends take turns, round by round, after as many rounds as `auto` needs to

@@ -24,7 +24,7 @@ class PeerMissingError(ValueError):
 
 @dataclass(frozen=True)
 class Mpi:
-    """How an MPI's ranks are started. No process is pinned to a core, as those of other backends are not.
+    """The way in which an MPI's ranks are started. No process is pinned to a core, as those of other backends are not.
 
     The hosts of a rack are one machine, so an MPI would share memory between them; `over_tcp` restricts it to TCP.
     """

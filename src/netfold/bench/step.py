@@ -51,7 +51,7 @@ def replay_models(place: BenchEnvironment, replay: Replay) -> tuple[list[StepRow
 
 
 def measure_models(runner: Runner, replay: Replay) -> list[StepRow]:
-    """Return a row a model and backend, in the replay's order. The backends of a model are interleaved by round.
+    """Return a row for each model and backend, in the replay's order. The backends of a model are interleaved by round.
 
     The runner's worlds must include those of all backends. A step takes the model's computing time and the transfer
     time that is not hidden behind it. Each backend plays rounds + warmups + 4 steps a model. Raises BenchError.

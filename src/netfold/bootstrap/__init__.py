@@ -1,4 +1,4 @@
-"""What ranks do before they are a group: find each other, authenticate, and measure their links.
+"""Ranks before they are a group: find each other, authenticate, and measure their links.
 
 `launchers`, `pmi`, `store` and `tcp_store` find the ranks. `rendezvous` makes authenticated connections, with
 `addresses`, `listener`, `handshake`, `security` and `secure_stream`. `shm_discovery` and `peer_memory` find ranks that

@@ -66,7 +66,7 @@ class Measurement:
     rates: tuple[float, ...] = ()
     """Bytes of tensor a second that each switch returns; empty where the measurement was given up."""
     why_not: str = ""
-    """Why it was given up."""
+    """The reason why it was given up."""
 
 
 def measure(

@@ -65,7 +65,7 @@ def describe_port(port: Any) -> str:
 
 
 def preview_transport(options: Options, store_host: str | None = None) -> tuple[str, str]:
-    """What a group with these options would use on this host instead of TCP, and why it cannot.
+    """Return the fabric that a group with these options would use on this host instead of TCP, and why it cannot.
 
     One of the two is empty; both are for TCP. Opens the port of a fabric.
     """

@@ -37,7 +37,7 @@ _YES, _NO = b"+", b"-"
 
 @dataclass(frozen=True)
 class Hello:
-    """Which rank connects to which, and for what purpose. In the order of _HELLO's fields."""
+    """The rank that connects, the one it connects to, and the purpose. In the order of _HELLO's fields."""
 
     purpose: int
     token: bytes  # 16 bytes

@@ -162,7 +162,7 @@ def agree(store: Store, rank: int, size: int, options: Options, deadline: float)
 
 @dataclass
 class PeerAddresses:
-    """Where the other ranks listen, and which of their addresses worked."""
+    """The addresses where other ranks listen, and which of their addresses worked."""
 
     interfaces: Interfaces
     endpoints: list[list[tuple[str, int]]]  # by rank

@@ -14,7 +14,7 @@ from netfold.switch_protocol import control_messages
 
 
 def why_not_secure(options: Options) -> str:
-    """Why this process cannot give the security of `options`, resolved; empty where it can."""
+    """Return why this process cannot give the security of `options`, resolved; empty where it can."""
     if options.security == SECURITIES[0]:
         return ""
     setting = f"NETFOLD_SECURITY={options.security}"
@@ -30,7 +30,7 @@ def why_not_secure(options: Options) -> str:
 
 
 def why_no_switch(security: str, switch: str | None) -> str:
-    """Why packets may not go to `switch`, as NETFOLD_SWITCH names it, under that security; empty where they may."""
+    """Return why packets may not go to `switch`, as in NETFOLD_SWITCH, under that security; empty where they may."""
     if switch is None or security == SECURITIES[0]:
         return ""
     for endpoint in control_messages.switches_of(switch):

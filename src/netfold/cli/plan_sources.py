@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Source:
-    """What a recipe, a module or a profile tells about a job.
+    """The description of a job by a recipe, a module or a profile.
 
     job: keys by the sections of a job's file, for keys that neither the file nor an option has.
     device, network: of a profile only.

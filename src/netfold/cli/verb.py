@@ -1,4 +1,4 @@
-"""What all verbs share: exit codes, errors as lines, times and rates as options, a default subcommand."""
+"""Parts that all verbs share: exit codes, errors as lines, times and rates as options, a default subcommand."""
 
 from __future__ import annotations
 

@@ -297,7 +297,7 @@ class Collectives:
         return regions, views
 
     def _rows(self, kind: str, view: ArrayView, rows: Sequence[int] | None) -> Sequence[int]:
-        """How many rows of the array are for each rank."""
+        """The number of the array's rows for each rank."""
         total = view.shape[0] if view.shape else 1
         if rows is None:
             if total % self.size:

@@ -1,4 +1,4 @@
-"""What a group's ranks do for each other beside operations: make broken connections again, and report their status.
+"""The service of a group's ranks to each other beside operations: make broken connections again, report status.
 
 One thread per process sleeps until the engine has an event. Each event is handled on a thread of its own, through the
 other ranks' listeners:

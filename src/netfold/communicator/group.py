@@ -213,7 +213,7 @@ class Group:
         self.wait(self.submit(kind, dtype=dtype, reduce=reduce, outputs=output, timeout_s=left_s, wait_here=True))
 
     def lost_switches(self) -> str:
-        """Which switches are lost and what runs instead, in words; empty where none is."""
+        """Say which switches are lost and what runs instead; empty where none is."""
         return "; ".join(recovery.state for recovery in self.recoveries if recovery.state)
 
     @property

@@ -142,7 +142,7 @@ class Membership:
 
     @property
     def protection(self) -> str:
-        """How packets are protected, in words."""
+        """The protection of packets, in words."""
         return "encrypted" if self.encrypts else "authenticated" if self.authenticated else "not authenticated"
 
     def attach(self, native: Any, rows: Sequence[tuple[int, int, int]], table_hash: int) -> None:

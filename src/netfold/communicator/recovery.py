@@ -1,6 +1,6 @@
 """Recovery from a lost switch without a lost step: the messages between ranks, and the way back to a switch.
 
-The worker that joined first leads. All messages go to the other ranks' listeners, so a rank answers whatever it does:
+The worker of the lowest rank leads. All messages go to the other ranks' listeners, so a rank answers whatever it does:
 
     lost          to the leader: the switch of the membership with that `generation` is lost
     freeze        to all: from here on the rank accepts nothing from the switch; its reply says which results it has

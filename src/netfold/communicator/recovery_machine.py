@@ -1,4 +1,4 @@
-"""What one rank does about a lost switch: a pure state machine, without clock, thread or socket.
+"""One rank's part in the recovery from a lost switch: a pure state machine, without clock, thread or socket.
 
 Its owner calls a method for each event, one at a time, and carries out the returned actions in order. The owner is
 recovery.py; for the search, tools/model_check/recovery.py. recovery.py explains the messages.
@@ -54,7 +54,7 @@ class Freeze:
 
 @dataclass(frozen=True)
 class FrozenState:
-    """What a rank has: see ReceiveState. promised: the leader has promised this membership."""
+    """The chunks that a rank has: see ReceiveState. promised: the leader has promised this membership."""
 
     base: int
     end: int

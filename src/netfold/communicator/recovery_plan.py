@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class ReceiveState:
-    """What one rank has: bit i of `held` for chunk base + i. The rank has begun the chunks below `end`."""
+    """The chunks of one rank: bit i of `held` for chunk base + i. The rank has begun the chunks below `end`."""
 
     base: int
     end: int
@@ -36,7 +36,7 @@ class ResendPlan:
     end: int
     """The lowest chunk that some rank has not begun."""
     held: int
-    """What some rank has."""
+    """The chunks that some rank has."""
     fetches: Mapping[int, Mapping[int, int]]
     """By rank that lacks something: by source, the chunks to fetch from it."""
 

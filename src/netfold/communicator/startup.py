@@ -37,7 +37,7 @@ _SPIN_US, _CROWDED_SPIN_US = 200, 1000
 
 
 class Agreement(NamedTuple):
-    """What the ranks agreed on through the store, and where this rank listens."""
+    """The agreement of the ranks through the store, and the address where this rank listens."""
 
     store: Store  # this generation's own part of it
     job: Job
@@ -56,7 +56,7 @@ class Mesh(NamedTuple):
 
 
 class Fabric(NamedTuple):
-    """What replaces TCP between ranks; empty for TCP."""
+    """The fabric that replaces TCP between ranks; empty for TCP."""
 
     streams: Sequence[list[Any]] = ()  # by lane and rank
     port: Any = None
@@ -64,7 +64,7 @@ class Fabric(NamedTuple):
 
 
 class SharedMemory(NamedTuple):
-    """Which ranks share memory."""
+    """The ranks that share memory."""
 
     nodes: tuple[int, ...]  # by rank, the number of its node
     node: Node | None  # this rank's own, None where the rank is alone on its node
@@ -328,7 +328,7 @@ def native_rows(table: ChoiceTable) -> list[tuple[int, int, int, int, int]]:
 
 
 def describe_interfaces(mesh: Mesh) -> tuple[str, ...]:
-    """Which ranks are reached over which interface, in words. Before `start_native`."""
+    """Say in words which ranks are reached over which interface. Before `start_native`."""
     peers: dict[str, list[int]] = {}
     for peer, row in enumerate(mesh.sockets[0]):
         for stream in row:

@@ -37,7 +37,7 @@ class PathToRoot(NamedTuple):
     endpoints: tuple[str, ...]
     """Their addresses, as NETFOLD_SWITCH names them."""
     error: str
-    """Why the last switch did not report what is above it, or ""."""
+    """The reason why the last switch did not report what is above it, or ""."""
 
     @classmethod
     def parse(cls, reply: Message, endpoint: str) -> PathToRoot:

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-# Several of the protocol's longest timers.
+# Longer than several of the protocol's longest timeouts.
 QUIET_S = 1.0
 ALIVE_S = 1.0
 ANSWER_S = 3.0

@@ -1,4 +1,4 @@
-"""What training will take, by the formulas that choose algorithms at run time (`netfold.tuning`).
+"""Predict the time and memory of training, by the formulas that choose algorithms at run time (`netfold.tuning`).
 
 `cluster` and `model` describe what there is, and `job` what is trained. `step` predicts a step in closed form, `events`
 simulates one, `packets` simulates an all_reduce through switches, and `failures` gives the goodput of a long run.

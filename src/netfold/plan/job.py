@@ -1,4 +1,4 @@
-"""What a job trains: batch, precision, and the split over ranks."""
+"""A job of training: batch, precision, and the split over ranks."""
 
 from __future__ import annotations
 

@@ -122,7 +122,7 @@ _PIPELINE_RANKS = 2000
 
 
 def notes(asked: Request, best: PredictedJob) -> tuple[str, ...]:
-    """Where the result goes beyond the measurements that the model was compared with."""
+    """Say where the result goes beyond the measurements that the model was compared with."""
     said, split = [], best.job.split
     if split.zero == 3 and split.data > ZERO_3_RANKS:
         said.append(
@@ -217,7 +217,7 @@ def parts(prediction: Prediction) -> dict[str, float]:
 
 
 def reason(choice: PredictedJob, best: PredictedJob) -> str:
-    """What limits the best choice; of another choice, the part that takes most more time than in the best."""
+    """The part that limits the best choice; of another choice, the part that takes most more time than in the best."""
     if choice is best:
         return choice.prediction.limit
     here, there = parts(choice.prediction), parts(best.prediction)

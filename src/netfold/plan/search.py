@@ -234,7 +234,7 @@ def _zeros(mesh: Split, fixed: int | None) -> list[int]:
 
 
 def _none_even(model: Model, devices: int, job: Job, space: Space) -> str:
-    """Why there is no candidate, as one sentence."""
+    """Return why there is no candidate, as one sentence."""
     fixed = {
         name: value
         for name in ("tensor", "pipeline", "data", "micro_batch", "interleave", "zero")

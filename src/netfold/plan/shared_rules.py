@@ -46,7 +46,7 @@ def waiting_passes(schedule: str, index: int, *, pipeline: int, interleave: int,
 
 
 def bucket_ends(sizes: Iterable[float], limit: float, first_limit: float | None = None) -> list[int]:
-    """Where DDP closes its buckets: for each bucket the index behind its last gradient.
+    """Return where DDP closes its buckets: for each bucket the index behind its last gradient.
 
     sizes: bytes of each gradient, in the order in which the backward pass completes them. limit: bytes; the gradient
     that reaches the limit closes the bucket. first_limit: the first bucket's limit, where it differs.

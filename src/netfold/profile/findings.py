@@ -61,7 +61,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Overlap:
-    """How much communication was hidden by computing: a rank's values, of the whole profile or of one step.
+    """Communication that was hidden by computing: a rank's values, of the whole profile or of one step.
 
     Submissions to a device do not count as communication. With submissions only, communication_s and exposed_s are
     None.
@@ -124,7 +124,7 @@ def ranks_text(ranks: Sequence[int]) -> str:
 
 
 def submissions_text(submissions: Mapping[str, int]) -> str:
-    """What is unknown of `Findings.submissions`, and how to measure it; empty without submissions."""
+    """Say what is unknown of `Findings.submissions`, and how to measure it; empty without submissions."""
     if not submissions:
         return ""
     return (

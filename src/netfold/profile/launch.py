@@ -130,7 +130,7 @@ def _refuse_used(folder: Path) -> None:
 
 
 def _not_of_this_run(mark: Path) -> str:
-    """Why the launcher of the file does not belong to this job; empty if it belongs to this job."""
+    """Return why the launcher of the file does not belong to this job; empty if it belongs to this job."""
     try:
         age_s = time.time() - mark.stat().st_mtime
         identity = json.loads(mark.read_text())

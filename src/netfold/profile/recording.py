@@ -133,7 +133,7 @@ class Recording:
         self._steps: collections.deque[tuple[int, int]] = collections.deque(maxlen=_STEPS_KEPT)
         self._marked_by_hand = False
         self._lost = 0
-        self._read: set[str] = set()  # `event records`, `torch profiler`: which had operations
+        self._read: set[str] = set()  # `event records`, `torch profiler`: the sources that had operations
         self._closed: dict[str, GroupName] = {}  # groups that were closed
 
     def start(self) -> Recording:
@@ -259,7 +259,7 @@ class Recording:
             raise ValueError(f"{self.folder} holds a profile of rank {who.rank} already; name another folder")
 
     def _write_or_fail(self) -> bool:
-        """True if there were so many records that the next write should come soon."""
+        """Write new records; return whether there were so many that the next write should come soon."""
         if self._failed:
             return False
         try:

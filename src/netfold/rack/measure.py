@@ -25,7 +25,8 @@ STREAM_BYTES = (1 << 20, 64 << 20)
 DATAGRAMS_S = 2.0
 DATAGRAMS = (2_000, 40_000)
 DATAGRAM_BYTES = 1000
-# Datagrams leave in super-packets of this many, at half the rate, so a missing one was lost and met no full queue.
+# Datagrams leave in super-packets of this many, at half the rate: that fills no queue, so a missing one was lost
+# on the link.
 BATCH = 16
 # Headers of a packet on the link: Ethernet 14, IPv4 20, TCP 20 and 12 of timestamps (which the MSS excludes).
 HEADER_BYTES = 66
@@ -69,7 +70,7 @@ def measure(rack: Rack, host: int, other: int | None, rate_bits: int) -> Measure
         outcome = supervise(processes, 3 * _TIMEOUT_S)
         if outcome.exit_code != 0:
             output = "\n".join(process.communicate()[0] for process in processes)
-            raise RackError(f"the measurement from host {host} to {address} failed; it said: {output}")
+            raise RackError(f"the measurement from host {host} to {address} failed; its output: {output}")
         return Measurement(**json.loads(result.read_text()))
 
 

@@ -54,7 +54,7 @@ def follow(process: Process, on_line: Callable[[str], None]) -> threading.Thread
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a group of processes ended."""
+    """The end of a group of processes."""
 
     exit_code: int  # the first that was not 0, in a shell's form; 124 after the deadline, as timeout(1)
     first_failed: int | None = None  # index of the process

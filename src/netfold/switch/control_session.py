@@ -21,7 +21,7 @@ from netfold.switch_protocol.data_path import ReceiveBuffer
 
 
 class ControlSession:
-    """What a connection may ask of this switch.
+    """The requests that a connection may make of this switch.
 
     listens: host and port of this switch.
     buffer: the socket buffer that a job of this switch gets.

@@ -98,7 +98,7 @@ class JobLifecycle:
         await self.begin_when_ready(job)
 
     async def begin_when_ready(self, job: Job) -> None:
-        """When all members and the path to the parent are ready: begin at the root; below it tell the parent."""
+        """Begin at the root, below it tell the parent, once all members and the path to the parent are ready."""
         if job.started or len(job.members) < job.size or any(m.payload_bytes == 0 for m in job.members.values()):
             return
         payloads = [member.payload_bytes for member in job.members.values()]

@@ -65,7 +65,7 @@ class Ledger:
             )
 
     def available(self, tenant: Tenant) -> dict[str, int]:
-        """What `tenant` could still get; slots: -1 where the tenant has no bound on them."""
+        """Return what `tenant` could still get; slots: -1 where the tenant has no bound on them."""
         quota, own = self._quotas[tenant], self._jobs_of(tenant)
         return {
             "jobs": quota.jobs - len(own),

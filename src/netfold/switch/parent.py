@@ -27,7 +27,7 @@ PARENT_S = 5.0
 
 
 class ParentError(ReplyError):
-    """Why the parent cannot be reached or what it refused, as a whole sentence."""
+    """The reason why the parent cannot be reached or its refusal, as a whole sentence."""
 
 
 class Parent:

@@ -26,7 +26,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Quota:
-    """What all jobs of one tenant may have together.
+    """The limits of all jobs of one tenant together.
 
     slots: None for as many as the memory holds.
     """

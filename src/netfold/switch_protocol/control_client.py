@@ -94,7 +94,7 @@ class ControlClient:
         self._stream.close()
 
     def udp_error(self, test: Message) -> str:
-        """Why no packet comes back from the switch's UDP port; empty where one does. test: `udp` of a quota reply."""
+        """Return why the switch's UDP port sends no packet back; empty where it does. test: `udp` of a quota reply."""
         own, peer, port = self._stream.getsockname(), self._stream.getpeername(), int(test["port"])
         # As long as the shortest packets that a job can have, from the address that they would come from.
         packet = bytes(test["nonce"]).ljust(control_messages.PAYLOAD_CANDIDATES[-1] + protocol.HEADER_BYTES, b"\0")
@@ -116,7 +116,7 @@ class ControlClient:
 
 @dataclass(frozen=True)
 class SwitchAccess:
-    """How a rank reaches a switch and joins it, the first time and again after a loss."""
+    """All that a rank needs to reach a switch and join it, the first time and again after a loss."""
 
     endpoint: str  # of the rank's own switch, as NETFOLD_SWITCH names it
     token_file: str | None  # sent only to a switch whose certificate has the fingerprint that the endpoint names
@@ -177,7 +177,7 @@ def connected(access: SwitchAccess, endpoint: str, timeout_s: float) -> Iterator
 
 
 class AvailableQuota(NamedTuple):
-    """What a switch can still grant to a holder of this token."""
+    """The quota that a switch can still grant to a holder of this token."""
 
     jobs: int
     workers: int

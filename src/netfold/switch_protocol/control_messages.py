@@ -133,7 +133,7 @@ def decode(body: bytes) -> Message:
 
 
 def version_problem(message: Message, *, them: str, us: str) -> str:
-    """Why this first message's version does not fit, and which side to upgrade; "" where it fits.
+    """Return why this first message's version does not fit, and which side to upgrade; "" where it fits.
 
     them, us: what to call the sender and this process, such as "the worker" and "this switch".
     """

@@ -42,7 +42,7 @@ class ReceiveBuffer:
     granted_bytes: int
     """As the kernel reports it: twice what was asked for, since it includes the kernel's overhead. 0: not known."""
     window_bytes: int
-    """What each worker should have in flight."""
+    """The bytes that each worker should have in flight."""
 
     def held_bytes(self, workers: int) -> int:
         """Bytes that each of `workers` can have in flight without loss."""
@@ -51,7 +51,7 @@ class ReceiveBuffer:
         return min(self.window_bytes, self.granted_bytes // (2 * workers))
 
     def window_shortfall(self, workers: int, payload_bytes: int = protocol.ETHERNET_PAYLOAD_BYTES) -> str:
-        """Why the window of `workers` is smaller than it should be, and what to set; else empty."""
+        """Return why the window of `workers` is smaller than it should be, and what to set; else empty."""
         chunks = window_chunks(self.held_bytes(workers), payload_bytes)
         wanted = window_chunks(self.window_bytes, payload_bytes)
         if chunks >= wanted:

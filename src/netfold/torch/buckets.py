@@ -40,7 +40,7 @@ _backward = graph._engine_run_backward.__code__
 
 
 def shm_shortage(wanted_bytes: int) -> str | None:
-    """Why /dev/shm cannot take `wanted_bytes` and keep an eighth of its size free; None if it can."""
+    """Return why /dev/shm cannot take `wanted_bytes` and keep an eighth of its size free; None if it can."""
     try:
         stat = os.statvfs("/dev/shm")
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Which releases of torch the backend runs under. May import: torch, for its version."""
+"""The releases of torch under which the backend runs. May import: torch, for its version."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ class Model:
     """(output, target) -> the mean over the samples, f32, no dimensions. The mean over a batch must be the mean of the
     means over its equal parts: every sample has the same weight. The trainer checks this (`EqualWeights`)."""
     tensor_plan: TensorPlan | None = None
-    """How the layers are cut for `parallel.tensor`; without a plan they cannot be cut."""
+    """The cut of each layer for `parallel.tensor`; without a plan they cannot be cut."""
 
 
 class EqualWeights:

@@ -38,7 +38,7 @@ _PR_SET_PDEATHSIG = 1
 
 @dataclass(frozen=True)
 class Job:
-    """What `launch` passes to its ranks."""
+    """The values that `launch` passes to its ranks."""
 
     starter: int
     """The process id of `launch`."""

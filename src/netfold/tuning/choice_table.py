@@ -328,7 +328,7 @@ def _times(
 
 
 def _why_not(operation: str, algorithm: str, topology: Topology, switch: str | None, wire: str) -> str | None:
-    """Why `auto` cannot choose `algorithm`; None if it can."""
+    """Return the reason why `auto` cannot choose `algorithm`; None if it can."""
     if operation not in SUPPORTS.get(algorithm, ()):
         return "not built in"
     if (operation, algorithm) in BY_NAME_ONLY:

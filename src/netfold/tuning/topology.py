@@ -1,4 +1,4 @@
-"""Which ranks share a host's memory, and the links between hosts."""
+"""The ranks that share a host's memory, and the links between hosts."""
 
 from __future__ import annotations
 

@@ -112,7 +112,7 @@ class FakeFuture(torch.futures.Future[Any]):
 
 
 class FakeHost:
-    """What the devices of one machine have in common: memory that is exported, and which of it may be opened."""
+    """State that the devices of one machine share: memory that is exported, and which of it may be opened."""
 
     def __init__(self) -> None:
         self.lock = threading.RLock()  # the garbage collector may close memory meanwhile

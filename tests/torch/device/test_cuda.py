@@ -24,7 +24,7 @@ ELEMENTS = 3_000_001
 
 @pytest.fixture(autouse=True)
 def gpus() -> int:
-    """How many there are. Asked here alone: a rank that did so at import could hide none from itself later."""
+    """The number of devices. Asked here alone: a rank that did so at import could hide none from itself later."""
     if not torch.cuda.is_available():
         pytest.skip("no GPU: torch finds no CUDA device here")
     return int(torch.cuda.device_count())

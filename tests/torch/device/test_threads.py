@@ -1,4 +1,4 @@
-"""What netfold's calls leave on the threads that make them: the current device, and other threads' captures."""
+"""State that netfold's calls leave on the threads that make them: the current device, and other threads' captures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every rank of the accuracy benchmark does, as commands of `netfold.bench.rank`.
+"""The work of every rank of the accuracy benchmark, as commands of `netfold.bench.rank`.
 
 The variable NETFOLD_SWITCH names the switch through which every sum goes.
 """

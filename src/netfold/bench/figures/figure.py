@@ -152,7 +152,7 @@ def mpi_series(taken: Measurements) -> list[str]:
 
 
 def describe_mpi(taken: Measurements, hosts: Sequence[int]) -> str:
-    """What the times of the MPI measure among so many hosts, or that there is no MPI."""
+    """Say what the times of the MPI measure among so many hosts, or that there is no MPI."""
     mpi = taken.settings.get("mpi", "")
     if not mpi:
         return "There is no MPI here to compare with (make bench-peers)."

@@ -27,7 +27,7 @@ class Capacity:
     bytes_per_s: float = 0.0
     """Bytes of tensor that the switch returns while one rank of each host sends; 0 if not measured."""
     error: str = ""
-    """Why it was not measured."""
+    """The reason why it was not measured."""
 
 
 def measure_switches(communicator: Communicator, facts: Sequence[Facts]) -> list[Capacity]:

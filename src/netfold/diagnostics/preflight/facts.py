@@ -41,12 +41,12 @@ class SwitchQuota:
     memory_bytes: int = 0
     slots: int = -1
     udp_error: str = ""
-    """Why UDP packets do not reach a switch that responds over TCP; empty if they would go over a fabric."""
+    """The reason why UDP packets do not reach a switch that responds over TCP; empty if they would go over a fabric."""
     buffer_bytes: int = 0
     """The kernel's receive buffer for a job's packets; 0 if unknown, or if packets go over a fabric."""
     window_bytes: int = 0
     threads: int = 1
-    """Threads that handle packets. A group uses as many of them as the times it names the switch."""
+    """Threads that handle packets. A group that names the switch n times uses n of them."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class Facts:
     fabric: str = ""
     """Description of the fabric that NETFOLD_TRANSPORT names in place of TCP; empty if it names none."""
     fabric_error: str = ""
-    """Why this host cannot use that fabric."""
+    """The reason why this host cannot use that fabric."""
     speed_mbit: int = 0
     """Of the first interface, as reported by its driver; 0 if unknown, or for a virtual interface."""
 

@@ -1,4 +1,4 @@
-"""What Horovod scripts ask of the build, and its timeline."""
+"""Horovod's questions about the build, and its timeline."""
 
 from __future__ import annotations
 

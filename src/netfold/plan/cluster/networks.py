@@ -18,7 +18,7 @@ _KEYS = ("source", "rate", "part", "most", "latency", "oversubscription", "in_ne
 
 @dataclass(frozen=True)
 class Network:
-    """What changes between nodes. None: the cluster's own value stays. Rates are per node.
+    """The changes between nodes. None: the cluster's own value stays. Rates are per node.
 
     part: of the line's rate. most_bytes_per_s: an upper bound of the rate.
     """

@@ -31,7 +31,7 @@ class Task(NamedTuple):
 
 @dataclass(frozen=True)
 class Hosts:
-    """What lanes do on cores that they share, in seconds of one core.
+    """The work of lanes on cores that they share, in seconds of one core.
 
     tasks_s: by stage, before each task.
     buckets_s: by stage, for each bucket on each lane, while the bucket is under way. switch_s: the same on a switch.

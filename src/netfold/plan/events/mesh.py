@@ -61,7 +61,7 @@ class Mesh:
         return tuple(taken.items())
 
     def crowding(self, uses: Uses) -> float:
-        """How many times as long a message with these links takes, when it has the links to itself."""
+        """The factor by which a message with these links takes longer, when it has the links to itself."""
         return max((taken / self.capacity[link] for link, taken in uses), default=1.0)
 
     def _tier(self, rank: int, other: int) -> int:

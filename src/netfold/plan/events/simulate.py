@@ -131,6 +131,6 @@ def _waited_for(built: BuiltStep, times: EventTimes, lane: int) -> tuple[float, 
 
 
 def _bucket_end(built: BuiltStep, times: EventTimes, stage: int, flag: int) -> float | None:
-    """When the bucket of a flag ended; None for a flag that is not a bucket's."""
+    """Return when the bucket of a flag ended; None for a flag that is not a bucket's."""
     first = built.step.bucket_flag
     return None if first is None or flag < first else times.buckets_s[stage][flag - first][1]

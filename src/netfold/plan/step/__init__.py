@@ -1,4 +1,4 @@
-"""What a step takes: `predict` computes it in closed form, in less than a millisecond."""
+"""The time and memory of a step: `predict` computes it in closed form, in less than a millisecond."""
 
 from netfold.plan.step.analytic import limit_of, predict
 from netfold.plan.step.constants import FITTED, Constants

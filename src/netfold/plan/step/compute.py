@@ -1,4 +1,4 @@
-"""How long one device computes: matmuls by their shape, memory-bound kernels by bytes, launches by their number."""
+"""The computing time of a device: matmuls by their shape, memory-bound kernels by bytes, launches by their number."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a step of training will take: time by what it is spent on, and memory."""
+"""The prediction for a step of training: time by its use, and memory."""
 
 from __future__ import annotations
 

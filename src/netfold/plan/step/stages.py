@@ -206,7 +206,7 @@ def _layer_times(
         alone = blended(busy, host, constants.blend)
         if not talking:
             return alone, 0.0
-        return alone, max(0.0, blended(busy + talking, host, constants.blend_talking) - alone)
+        return alone, max(0.0, blended(busy + talking, host, constants.blend_collective) - alone)
 
     layers = model.layers(share)
     # A deep model repeats a few layers.
@@ -216,7 +216,7 @@ def _layer_times(
             forward, forward_tensor = both(layer.forward)
             backward, backward_tensor = both(layer.again, layer.backward)
             found = (forward, backward, forward_tensor, backward_tensor, backward * _part_of_weights(layer))
-            met[id(layer)] = _Times(*(constants.tempo * seconds for seconds in found))
+            met[id(layer)] = _Times(*(constants.layer_factor * seconds for seconds in found))
     return tuple(met[id(layer)] for layer in layers)
 
 
@@ -253,7 +253,7 @@ def _stage(
 
 
 class _Sent(NamedTuple):
-    """What a rank sends to the next stage. shared_s: while all ranks of the stage send. alone_s: while it sends
+    """A rank's messages to the next stage. shared_s: while all ranks of the stage send. alone_s: while it sends
     alone."""
 
     size_bytes: float

@@ -1,4 +1,4 @@
-"""How long ranks of a cluster communicate: the formulas of netfold.tuning.cost, with the links of a group's ranks."""
+"""The time of communication in a cluster: the formulas of netfold.tuning.cost, with the links of a group's ranks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Group:
     stride: int = 1
 
     def inside(self, tier: Tier) -> int:
-        """How many of them are in one instance of a tier."""
+        """The number of them in one instance of a tier."""
         return min(self.ranks, max(1, tier.devices // self.stride))
 
 

@@ -1,4 +1,4 @@
-"""What more hardware would gain, all else as it is: more bandwidth, arithmetic or memory, or one more aggregator.
+"""The gain from more hardware, all else as it is: more bandwidth, arithmetic or memory, or one more aggregator.
 
 An aggregator is a spare host, or a Linux box with one port per worker.
 """

@@ -1,4 +1,4 @@
-"""How a job scales: the best step for each number of devices, with the same batch (strong) or a growing one (weak)."""
+"""Scaling of a job: the best step for each number of devices, with the same batch (strong) or a growing one (weak)."""
 
 from __future__ import annotations
 

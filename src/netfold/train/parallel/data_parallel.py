@@ -1,4 +1,4 @@
-"""How the ranks of the data axis, which hold the same layers, divide the work on them.
+"""Divide the work among the ranks of the data axis, which hold the same layers.
 
 DDP averages gradients in buckets while the backward pass runs. ZeRO (Rajbhandari et al. 2020) divides what each rank
 would hold whole, by FSDP2: each rank holds a run of rows of every parameter (a DTensor), its gradient and its optimizer

@@ -1,4 +1,4 @@
-"""Which part of a whole parameter this rank holds: the source of `Replica.as_shard`."""
+"""The part of a whole parameter that this rank holds: the source of `Replica.as_shard`."""
 
 from __future__ import annotations
 

@@ -115,7 +115,7 @@ class Parallel(Section):
     """Stages per rank if the schedule is interleaved, zero-bubble or zero-bubble-v (which needs 2)."""
     tensor: PositiveInt = 1
     style: Literal["alternating", "colwise", "rowwise"] = "alternating"
-    """How a linear layer's weights are cut, in torch's names. alternating: one all-reduce every two layers."""
+    """The cut of linear layers' weights, in torch's names. alternating: one all-reduce every two layers."""
     sequence: bool = False
     """Cut activations along the sequence between the layers that `tensor` cuts."""
     embeddings: Literal["replicated", "table_wise", "row_wise"] = "replicated"
@@ -147,7 +147,7 @@ class FaultTolerance(Section):
     """The policy for each kind of failure."""
 
     restarts: Annotated[int, Field(ge=0)] = 3
-    """How often all ranks are started again after one was lost (if netfold starts them itself)."""
+    """The number of times that all ranks are started again after one was lost (if netfold starts them itself)."""
     grace_s: PositiveFloat = 30.0
     """Seconds after SIGTERM within which the ranks write a checkpoint and leave."""
     non_finite: Literal["stop", "skip", "rewind"] = "stop"

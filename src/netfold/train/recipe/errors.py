@@ -42,7 +42,7 @@ class RecipeError(ValueError):
 
 @dataclass(frozen=True)
 class Source:
-    """Where the keys of a recipe were written."""
+    """The place where each key of a recipe was written."""
 
     file: Path | None = None
     """None: the recipe was made in Python."""
@@ -58,7 +58,7 @@ class Source:
         return [(self.place(sentence) if _KEY.search(sentence) else "") + sentence]
 
     def place(self, sentence: str, key: Key | None = None) -> str:
-        """Where `key` was written, or else the first key of the sentence that was written anywhere.
+        """Return where `key` was written, or else the first key of the sentence that was written anywhere.
 
         Returns "recipe.toml:12: ", "--set training.batch=3: ", or "recipe.toml: " if there is no line.
         """

@@ -1,4 +1,4 @@
-"""How a recipe divides ranks and samples: whole numbers, or sentences about what does not divide."""
+"""The division of ranks and samples by a recipe: whole numbers, or sentences about what does not divide."""
 
 from __future__ import annotations
 

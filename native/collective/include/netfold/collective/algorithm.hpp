@@ -9,7 +9,7 @@
 
 namespace netfold::collective {
 
-// What a sleeping driver waits for.
+// Events that a sleeping driver waits for.
 struct WaitSet {
   std::vector<pollfd> fds;
   std::int64_t wake_ns = -1;  // absolute, or -1

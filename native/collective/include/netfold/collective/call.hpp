@@ -1,4 +1,4 @@
-// What a rank asked for and how a call can fail: the types that the algorithms and the engine share.
+// A rank's call and its failures: the types that the algorithms and the engine share.
 #pragma once
 
 #include <netfold/kernels/types.hpp>
@@ -110,9 +110,9 @@ struct Call {
   }
   // outputs[0]; a send's inputs[0]; empty for a barrier.
   Buffer tensor() const;
-  // What the rank at `self` gives to `peer`, which may be itself; null where it gives nothing.
+  // The bytes that the rank at `self` gives to `peer`, which may be itself; null where it gives nothing.
   const Buffer* given_to(int self, int peer) const;
-  // Where the rank at `self` stores what it takes from `peer` unchanged; null where it takes nothing, or reduces it.
+  // The place where the rank at `self` stores bytes from `peer` unchanged; null where it takes nothing, or reduces it.
   const Buffer* taken_from(int self, int peer) const;
   // Copies the block that stays on the rank at `self`, in calls that have one.
   void copy_own_block(int self) const;

@@ -1,4 +1,4 @@
-// What ranks agree on about a call, beside its size, before the switch adds a value: 16 bits of every packet.
+// The facts of a call, beside its size, on which ranks agree before the switch adds a value: 16 bits of every packet.
 //
 // A switch compares these bits and does not read them. On the wire they are combined (exclusive or) with the hash of
 // the choice table, which is the same on every rank of a group. So two calls with different signatures always differ in

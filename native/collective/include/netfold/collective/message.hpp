@@ -63,7 +63,7 @@ class Outgoing {
   // All bytes are sent and the pipe has returned their memory.
   bool done() const { return all_sent() && is_returned_; }
   int peer() const { return peer_; }
-  // What to wait for while it is not done.
+  // Events to wait for while it is not done.
   short events() const { return all_sent() ? 0 : POLLOUT; }
   // Returns bytes moved.
   std::size_t advance(transport::Mesh& mesh, Failure& failure);

@@ -1,4 +1,4 @@
-// What ring, halving-doubling, trees, chain and Bruck share: streams of chunks to and from a few peers.
+// The common part of ring, halving-doubling, trees, chain and Bruck: streams of chunks to and from a few peers.
 //
 // An algorithm is a plan: its constructor opens streams and lists, in order, the chunks of each stream. A chunk may
 // wait for a mark: "so many chunks of that stream are complete". A received chunk is stored in place or reduced with an

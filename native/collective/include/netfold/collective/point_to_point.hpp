@@ -71,7 +71,7 @@ class PointToPoint {
   void wait_for(WaitSet& set) const;
   // Whether an awaited rank shares memory: a running rank then answers within microseconds.
   bool waits_for_memory() const;
-  // What an unfinished call waits for: "rank 2 to send with tag 7; ...".
+  // The event that an unfinished call waits for: "rank 2 to send with tag 7; ...".
   std::string awaited(const Call& call) const;
 
   // Sends every peer the reason why this rank leaves. Best effort: one try, never blocks.

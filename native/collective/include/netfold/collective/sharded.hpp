@@ -31,7 +31,7 @@ class Sharded final : public Algorithm {
   std::vector<int> awaited() const override;
   bool awaited_may_wait() const override;
 
-  // What a path carries.
+  // The part that a path carries.
   struct Part {
     std::size_t path = 0;
     std::unique_ptr<Call> call;

@@ -1,4 +1,4 @@
-// What collectives among ranks that share memory have in common: posts, streams, and the check of the other ranks.
+// The common part of collectives among ranks that share memory: posts, streams, and the check of the other ranks.
 //
 // Every rank posts what it is about to do, with the header that messages carry between hosts, so that a rank in another
 // call is reported before a wrong value is read. Few bytes of data lie in the post itself. Longer data go through a

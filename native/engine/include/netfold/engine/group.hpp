@@ -144,7 +144,7 @@ class Group {
   std::uint32_t collectives_submitted() const { return inbox_.lock()->next_sequence - 1; }
   // How call `sequence` of this rank was made (MessageHeader::summary), if it is one of the last Inbox::kRecentCalls.
   std::optional<std::string> recent_call(std::uint32_t sequence) const;
-  // What this rank does, for ranks that wait for it: a sentence without its subject.
+  // The present activity of this rank, for ranks that wait for it: a sentence without its subject.
   std::string last_seen() const { return status_.describe(); }
   // Of each channel to a switch, by the order of attaching, as of the driver's last poll.
   std::vector<Traffic> traffic() const { return inbox_.lock()->traffic; }

@@ -1,4 +1,4 @@
-// What the threads of a group share, under one lock: work for the driver, the driver's role, and what the driver
+// The state that threads of a group share, under one lock: work for the driver, the driver's role, and what the driver
 // publishes.
 #pragma once
 

@@ -13,7 +13,7 @@ namespace netfold::engine {
 // Owns the entry. Every member does nothing where the segment has no entry left.
 class StatusPublisher {
  public:
-  // What a group has under way.
+  // The operations that a group has under way.
   struct UnderWay {
     bool switch_is_lost = false;
     std::size_t collectives = 0;  // under way and queued
@@ -41,7 +41,7 @@ class StatusPublisher {
   void begin_operation(std::int64_t now);
   void end_operation(std::int64_t now);
 
-  // What this rank does, for ranks that wait for it: a sentence without its subject. From any thread.
+  // The present activity of this rank, for ranks that wait for it: a sentence without its subject. From any thread.
   std::string describe() const;
 
  private:

@@ -63,7 +63,7 @@ class Mesh {
 
   static constexpr std::int64_t kCancelNs = 100'000'000;
 
-  // Where the bytes sent to a peer stopped: it decides what may be sent next.
+  // The place in the stream where sending to a peer stopped: it decides what may be sent next.
   enum class StreamPosition : std::uint8_t { between_messages, between_chunks, inside };
   void set_stream_position(int peer, StreamPosition position) { positions_[static_cast<std::size_t>(peer)] = position; }
   StreamPosition stream_position(int peer) const { return positions_[static_cast<std::size_t>(peer)]; }

@@ -1,4 +1,4 @@
-"""How fast one accelerator trains each model: published numbers, each with its source.
+"""The speed at which one accelerator trains each model: published numbers, each with its source.
 
 A model without a published number runs at the FLOP/s of a similar model: its speed is `derived`, and tables say so.
 """

@@ -95,7 +95,7 @@ def comparisons(answer: Result) -> str:
 
 
 def gains(answer: Result) -> str:
-    """What more of one resource would bring."""
+    """The gain from more of one resource."""
     if not answer.gains:
         return ""
     columns: tuple[Column[Gain], ...] = (

@@ -51,7 +51,7 @@ class Registration {
  public:
   virtual ~Registration() = default;
   virtual void* descriptor() const = 0;
-  // What the peer needs to write to `data` within the memory: RemoteBuffer's fields.
+  // The address for the peer to write to `data` within the memory: RemoteBuffer's fields.
   virtual std::uint64_t key() const = 0;
   virtual std::uint64_t address(const std::byte* data) const = 0;
 };

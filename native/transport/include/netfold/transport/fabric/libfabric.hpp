@@ -9,7 +9,7 @@
 
 namespace netfold::transport::fabric {
 
-// What a provider offers, or why netfold cannot use it.
+// The offer of a provider, or the reason why netfold cannot use it.
 struct Provider {
   std::string name;
   std::string version;

@@ -71,14 +71,14 @@ class StreamMux : public std::enable_shared_from_this<StreamMux> {
   // The default of Settings::rma_min_bytes.
   static constexpr std::size_t kRmaMinBytes = 64 << 10;
 
-  // What the peer must know of a stream of this rank.
+  // The facts that the peer must know of a stream of this rank.
   struct StreamParams {
     std::uint64_t tag = 0;
     std::uint32_t window = 0;         // segments
     std::uint32_t segment_bytes = 0;  // of the longest segment
     std::uint64_t rma_min_bytes = 0;  // of the shortest part that may be written; 0: none
   };
-  // What a stream has sent in all.
+  // The bytes that a stream has sent in all.
   struct FinalCounts {
     std::uint32_t segments = 0;
     std::uint32_t writes = 0;

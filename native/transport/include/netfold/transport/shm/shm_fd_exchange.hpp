@@ -30,7 +30,8 @@ class ShmFdExchange {
   // Maps and unmaps what peers have sent, and tells peers which regions this rank has removed. Runs in every call with
   // long tensors: a descriptor that waits in a socket keeps memory alive that its owner has freed.
   void exchange();
-  // Where a part of the peer's region is mapped here; nullptr where the region was never offered or cannot be mapped.
+  // The address where a part of the peer's region is mapped here; nullptr where the region was never offered
+  // or cannot be mapped.
   std::byte* mapped(int position, std::uint64_t id, std::size_t offset, std::size_t bytes);
 
  private:
