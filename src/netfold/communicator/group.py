@@ -186,7 +186,7 @@ class Group:
         )
 
     def _log_start(self, connections: Connections) -> None:
-        agreement, failed = connections.agreement, connections.mesh.peer_addresses.failed
+        agreement, failed = connections.agreement, list(connections.mesh.peer_addresses.failed)
         if self._no_switch and self.rank == 0:
             log.warning("rank 0 of %d: %s", self.size, self._no_switch)
         if self._copies:
