@@ -332,12 +332,6 @@ class Group:
         return self._failures.error(operation)
 
     @property
-    def failure_kind(self) -> str | None:
-        """The kind of the failure that ended this group, one of `engine.FAILURES`. None while the group works."""
-        failure = self._native.failure
-        return None if failure is None else str(engine.FAILURES[failure[0]])
-
-    @property
     def failure(self) -> NetfoldError | None:
         """The failure that ended this group, for callers without an operation under way. None while the group works."""
         failure = self._native.failure
