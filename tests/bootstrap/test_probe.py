@@ -23,6 +23,9 @@ from netfold.tuning import DEFAULT_LINKS, ChoiceTable, Links, Row, Topology, bui
 pytestmark = pytest.mark.native
 
 
+HOSTS = frozenset({"10.0.0.1", "10.0.0.2"})
+
+
 @pytest.fixture(autouse=True)
 def forget(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(probe, "_measured", {})
@@ -48,10 +51,10 @@ def play(build: Any = build) -> tuple[probe.TableChoice, probe.TableChoice]:
     found: list[probe.TableChoice] = []
     topology = Topology.apart(2)
     other = threading.Thread(
-        target=lambda: found.append(probe.agree([follower, None], 1, topology, build, soon())), daemon=True
+        target=lambda: found.append(probe.agree([follower, None], 1, topology, build, soon(), hosts=HOSTS)), daemon=True
     )
     other.start()
-    own = probe.agree([None, leader], 0, topology, build, soon())
+    own = probe.agree([None, leader], 0, topology, build, soon(), hosts=HOSTS)
     other.join(seconds(60))
     leader.close()
     follower.close()
@@ -121,7 +124,7 @@ def test_a_delay_of_every_small_ping_leaves_a_positive_rate(monkeypatch: pytest.
 
 def leave(sockets: list[socket.socket | None], rank: int) -> str:
     with pytest.raises(RendezvousError) as left:
-        probe.agree(sockets, rank, Topology.apart(2), build, soon())
+        probe.agree(sockets, rank, Topology.apart(2), build, soon(), hosts=HOSTS)
     return str(left.value)
 
 
@@ -144,7 +147,7 @@ def test_a_malformed_frame_is_refused() -> None:
 
 def test_a_choice_is_the_same_after_encoding_and_decoding() -> None:
     links = dataclasses.replace(DEFAULT_LINKS, measured=True)
-    choice = probe.TableChoice(ChoiceTable((Row("barrier", 0, "direct", "auto", "x"),)), links, Topology((0, 0, 1)))
+    choice = probe.TableChoice(ChoiceTable((Row("barrier", 0, "direct", "auto", "x"),)), links)
     assert probe.TableChoice.from_json(choice.to_json()) == choice
 
 

@@ -85,6 +85,13 @@ def test_candidate_addresses_are_listed_while_another_thread_records_one_that_wo
     assert addresses.candidates(1, 0) == [("10.1.0.9", 6), ("10.0.0.2", 6)]
 
 
+def test_a_failed_try_is_listed_once_however_often_it_is_recorded() -> None:
+    addresses = rendezvous.PeerAddresses(Interfaces(("10.0.0.9",), named=False), [])
+    addresses.record_failures(["rank 2 did not answer", "rank 1 did not answer", "rank 2 did not answer"])
+    addresses.record_failures(["rank 1 did not answer", "rank 3 did not answer"])
+    assert list(addresses.failed) == [f"rank {rank} did not answer" for rank in (2, 1, 3)]
+
+
 @pytest.mark.parametrize("size", [1, 2, 5])
 def test_every_rank_is_connected_with_every_other(size: int) -> None:
     assert values(run_threads(mesh, size, [SECRET] * size)) == everyone(size)

@@ -74,7 +74,7 @@ MUTANTS = {
             (MACHINE, "if self._fetched < len(task.fetches):", "if False:"),
             (
                 MACHINE,
-                "if self._freeze(task.generation).receive_state().from_chunk(task.base) != task.held:",
+                "if self._freeze(task.generation).from_chunk(task.base) != task.held:",
                 "if False:",
             ),
         ),

@@ -5,7 +5,8 @@ import pytest
 from model_check import Scope, draw, replay, search, search_validation, sentence
 from model_check.__main__ import main
 from model_check.scopes import LARGE, QUICK
-from netfold.sim import SWITCH, diagram
+from netfold.sim import diagram
+from netfold.sim.network import SWITCH
 
 pytestmark = pytest.mark.native
 

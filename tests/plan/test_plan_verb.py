@@ -68,8 +68,8 @@ def test_options_override_the_file_and_errors_name_option_or_line(tmp_path: Path
     assert said.splitlines() == [
         "netfold plan: --precision bf17: job.precision is 'bf17'; it must be one of f32, tf32, f16, bf16; did you mean "
         "bf16?",
-        "netfold plan: --cluster dgx-a10: there is no cluster 'dgx-a10'; did you mean dgx-a100?, or give a file's path "
-        "(.toml)",
+        "netfold plan: --cluster dgx-a10: there is no cluster 'dgx-a10'; did you mean dgx-a100? (or give a .toml "
+        "file's path)",
     ]
 
 

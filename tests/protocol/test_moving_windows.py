@@ -15,7 +15,10 @@ import pytest
 from changed import build, change_file, load
 
 from netfold._native import protocol
-from netfold.sim import LATENCY_NS, LOST, Copy, Delivery, Operation, Simulation, SimulationError, harness
+from netfold.sim import harness
+from netfold.sim.harness import Operation
+from netfold.sim.network import LATENCY_NS, LOST, Copy, Delivery
+from netfold.sim.simulation import Simulation, SimulationError
 
 pytestmark = pytest.mark.native
 

@@ -15,7 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from netfold._native import protocol
-from netfold.sim import (
+from netfold.sim import values
+from netfold.sim.harness import Identity, Operation
+from netfold.sim.network import (
     DELIVERED,
     GUARDED_BITS,
     LATENCY_NS,
@@ -24,15 +26,11 @@ from netfold.sim import (
     SWITCH,
     Copy,
     Delivery,
-    Identity,
     ListedDeliveries,
-    Operation,
     Packet,
-    Scenario,
-    Simulation,
-    values,
 )
-from netfold.sim.simulation import Timer
+from netfold.sim.scenario import Scenario
+from netfold.sim.simulation import Simulation, Timer
 
 pytestmark = pytest.mark.native
 

@@ -5,7 +5,9 @@ from itertools import pairwise
 import pytest
 from flows import SECOND_NS, Bbr, Bottleneck, Cubic
 
-from netfold.sim import LOST, SWITCH, Copy, Delivery, Operation, Simulation
+from netfold.sim.harness import Operation
+from netfold.sim.network import LOST, SWITCH, Copy, Delivery
+from netfold.sim.simulation import Simulation
 
 pytestmark = pytest.mark.native
 

@@ -6,9 +6,11 @@ from hypothesis import strategies as st
 from test_simulated_network import deliveries, jobs, reorderings, schedules
 
 from netfold._native import protocol
-from netfold.sim import DELIVERED, LOST, SWITCH, ListedDeliveries, Operation, Scenario, Simulation, SimulationError
 from netfold.sim.__main__ import main
-from netfold.sim.network import address_of
+from netfold.sim.harness import Operation
+from netfold.sim.network import DELIVERED, LOST, SWITCH, ListedDeliveries, address_of
+from netfold.sim.scenario import Scenario
+from netfold.sim.simulation import Simulation, SimulationError
 
 pytestmark = pytest.mark.native
 

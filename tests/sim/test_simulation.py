@@ -7,25 +7,24 @@ import sys
 import pytest
 from load import seconds
 
-from netfold.sim import (
+from netfold.sim import values
+from netfold.sim.__main__ import main
+from netfold.sim.clock import Clock
+from netfold.sim.harness import Harness, Operation
+from netfold.sim.network import (
     DELIVERED,
     LATENCY_NS,
     LOST,
     REFUSED,
     Copy,
     Delivery,
-    Harness,
     ListedDeliveries,
-    Operation,
+    Network,
     Packet,
     Ratios,
-    Scenario,
-    Simulation,
-    SimulationError,
-    values,
 )
-from netfold.sim.__main__ import main
-from netfold.sim.clock import Clock
+from netfold.sim.scenario import Scenario
+from netfold.sim.simulation import Simulation, SimulationError
 
 pytestmark = pytest.mark.native
 
@@ -124,7 +123,6 @@ def test_a_ratio_of_1_is_refused():
     ids=str,
 )
 def test_a_packet_is_delivered_according_to_its_fate(fate, counts, arrivals):
-    from netfold.sim.network import Network
 
     clock = Clock()
     network = Network(clock, lambda packet: fate)

@@ -49,17 +49,17 @@ def test_a_window_fills_the_free_memory_and_no_more(workers: int, payload: int) 
     def granted(window: int) -> int:
         return int(protocol.job_memory_bytes(workers, window, payload))
 
-    ample = fitting_window(workers, payload, 1 << 20, 1 << 40, None, 8)
+    ample = fitting_window(workers, payload, 1 << 20, 1 << 40, None)
     assert ample == (1 << 20) // (payload + protocol.HEADER_BYTES)
-    assert fitting_window(workers, payload, 1 << 20, granted(ample), None, 8) == ample
+    assert fitting_window(workers, payload, 1 << 20, granted(ample), None) == ample
     # Slots are powers of two: where one more would double the memory, the window is half the slots.
     for left in (granted(8), granted(8) + 1, granted(23) - 1, granted(ample) - 1):
-        window = fitting_window(workers, payload, 1 << 20, left, None, 8)
+        window = fitting_window(workers, payload, 1 << 20, left, None)
         assert granted(window) <= left < granted(window + 1)
-    assert fitting_window(workers, payload, 1 << 20, granted(8) - 1, None, 8) == 0
-    assert fitting_window(workers, payload, 1 << 20, 1 << 40, 20, 8) == 8
-    assert fitting_window(workers, payload, 1 << 20, 1 << 40, 15, 8) == 0
-    assert fitting_window(workers, payload, 1, 1 << 40, None, 8) == 8, "less than that is mostly waiting"
+    assert fitting_window(workers, payload, 1 << 20, granted(8) - 1, None) == 0
+    assert fitting_window(workers, payload, 1 << 20, 1 << 40, 20) == 8
+    assert fitting_window(workers, payload, 1 << 20, 1 << 40, 15) == 0
+    assert fitting_window(workers, payload, 1, 1 << 40, None) == 8, "less than that is mostly waiting"
 
 
 def lines(folder: Path) -> str:

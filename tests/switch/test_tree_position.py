@@ -8,7 +8,7 @@ import pytest
 
 from netfold.communicator.switch_tree import PathToRoot, common_tree
 from netfold.errors import SwitchError
-from netfold.switch.tree import MAX_DEPTH, Child, TreePosition, single_switch, tree_position
+from netfold.switch.tree import MAX_DEPTH, Child, TreePosition, tree_position
 
 ROOT, MIDDLE, LEFT, RIGHT = 90, 80, 70, 60
 # Workers 0 and 3 below the left leaf, 1 below the right one, 2 at the middle, 4 at the root.
@@ -29,8 +29,7 @@ def test_every_switch_finds_its_children_in_the_order_of_their_lowest_worker(me:
 
 
 def test_a_switch_with_all_workers_has_no_leaves_and_no_parent() -> None:
-    assert tree_position(7, [[7]] * 3) == single_switch(3)
-    assert [child.name for child in single_switch(3).children] == [0, 1, 2]
+    assert tree_position(7, [[7]] * 3) == TreePosition((Child((0,)), Child((1,)), Child((2,))))
 
 
 @pytest.mark.parametrize(

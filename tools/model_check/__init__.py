@@ -26,8 +26,8 @@ from typing import Any
 
 from netfold._native import protocol
 from netfold.extras import native_dev
-from netfold.sim import SWITCH, diagram
-from netfold.sim.network import address_of
+from netfold.sim import diagram
+from netfold.sim.network import SWITCH, address_of
 
 __all__ = ["HELLO_WORKERS", "Scope", "draw", "replay", "search", "search_validation", "sentence"]
 

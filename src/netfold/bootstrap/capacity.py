@@ -13,7 +13,6 @@ A process does not measure the same hosts and switches again within an hour. Ope
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import time
@@ -24,6 +23,7 @@ from typing import Any
 import numpy as np
 
 from netfold._native import shares
+from netfold.bootstrap.probe import TableChoice
 from netfold.tuning import ChoiceTable, Links, Row, ring_bytes_per_s
 
 log = logging.getLogger("netfold")
@@ -141,7 +141,7 @@ def agree(
     hosts: frozenset[str],
     switch: str,
     lost: Callable[[], str],
-) -> tuple[ChoiceTable, Links]:
+) -> TableChoice:
     """Measure the switches. Rank 0 chooses from the rates, and every rank returns rank 0's choice.
 
     lost: as in `measure`.
@@ -152,18 +152,16 @@ def agree(
     encoded = np.zeros(0, np.uint8)
     if rank == 0:
         links = replace(links, switches=_usable(measurement, links, switch))
-        text = json.dumps({"table": build(links).to_json(), "links": links.to_json()}).encode()
-        encoded = np.frombuffer(text, np.uint8).copy()
+        encoded = np.frombuffer(TableChoice(build(links), links).to_json(), np.uint8).copy()
     size = np.array([len(encoded)], np.int64)
     run("broadcast", "i64", "sum", size)
     if rank != 0:
         encoded = np.zeros(int(size[0]), np.uint8)
     run("broadcast", "u8", "sum", encoded)
-    parts = json.loads(encoded.tobytes())
-    table, links = ChoiceTable.from_json(parts["table"]), Links.from_json(parts["links"])
-    if links.switches:
-        cache_rates(hosts, switch, links.switches)
-    return table, links
+    choice = TableChoice.from_json(encoded.tobytes())
+    if choice.links.switches:
+        cache_rates(hosts, switch, choice.links.switches)
+    return choice
 
 
 def _usable(measurement: Measurement, links: Links, switch: str) -> tuple[float, ...]:

@@ -273,21 +273,11 @@ def _receives(stream: Any, expected: bytes) -> Callable[[int], bool]:
     return receives
 
 
-def byte_streams(
-    lane: Sequence[Any], sockets: Sequence[socket.socket | None], provider: str
-) -> list[FabricByteStream | None]:
-    """By rank, a stream that Python uses before the native engine takes over the streams."""
-    return [
-        None if connection is None else FabricByteStream(stream, connection, provider)
-        for stream, connection in zip(lane, sockets, strict=True)
-    ]
-
-
 class FabricByteStream:
-    """A fabric stream with the methods of a socket that the probe uses."""
+    """A fabric stream with the methods of a socket that the probe uses, before the native engine takes it over."""
 
-    def __init__(self, stream: Any, connection: socket.socket, provider: str) -> None:
-        self._stream, self._connection, self._provider = stream, connection, provider
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
         self._timeout_ns = 0
 
     def settimeout(self, seconds: float) -> None:
@@ -295,12 +285,6 @@ class FabricByteStream:
 
     def setsockopt(self, *option: int) -> None:
         """Has no effect: a fabric stream sends at once."""
-
-    def getsockname(self) -> tuple[str, int]:
-        return f"{self._provider} {self._connection.getsockname()[0]}", 0
-
-    def getpeername(self) -> tuple[str, int]:
-        return f"{self._provider} {self._connection.getpeername()[0]}", 0
 
     def sendall(self, data: bytes) -> None:
         if self._stream.send(data, self._timeout_ns) < len(data) or not self._stream.flush(self._timeout_ns):

@@ -15,8 +15,8 @@ import socket
 import struct
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Protocol
+from dataclasses import replace
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -48,30 +48,23 @@ class ByteStream(Protocol):
 
     def settimeout(self, seconds: float, /) -> None: ...
     def setsockopt(self, level: int, option: int, value: int, /) -> None: ...
-    def getsockname(self) -> tuple[str, int]: ...
-    def getpeername(self) -> tuple[str, int]: ...
     def sendall(self, data: bytes, /) -> None: ...
     def recv(self, count: int, /) -> bytes: ...
 
 
-@dataclass(frozen=True)
-class TableChoice:
+class TableChoice(NamedTuple):
     """A table, and what it was made from."""
 
     table: ChoiceTable
     links: Links
-    topology: Topology
 
     def to_json(self) -> bytes:
-        parts = {"table": self.table.to_json(), "links": self.links.to_json(), "nodes": self.topology.nodes}
-        return json.dumps(parts).encode()
+        return json.dumps({"table": self.table.to_json(), "links": self.links.to_json()}).encode()
 
     @classmethod
     def from_json(cls, text: bytes) -> TableChoice:
         parts = json.loads(text)
-        return cls(
-            ChoiceTable.from_json(parts["table"]), Links.from_json(parts["links"]), Topology(tuple(parts["nodes"]))
-        )
+        return cls(ChoiceTable.from_json(parts["table"]), Links.from_json(parts["links"]))
 
 
 def agree(
@@ -81,12 +74,14 @@ def agree(
     build: Callable[[Links], ChoiceTable],
     deadline: float,
     *,
+    hosts: frozenset[str],
     rails: int = 1,
     switches: tuple[float, ...] = (),
 ) -> TableChoice:
     """Rank 0 measures and chooses; every rank returns rank 0's choice.
 
     build: makes the table, at rank 0.
+    hosts: the ends of all connections. The links between these hosts are measured once.
     switches: the rates that rank 0 knows (Links.switches).
     Cost: about 30 ms, and 40 ms more over a fabric, the first time between these hosts.
     Raises RendezvousError that names the rank that left.
@@ -101,8 +96,8 @@ def agree(
         # A rank on another host; where all are on one, any rank, since algorithms over the mesh use its loopback.
         elsewhere = [other for other in streams if topology.nodes[other] != topology.nodes[0]]
         peer = (elsewhere or list(streams))[0]
-        links = replace(_measure(streams, peer, rails), switches=switches)
-        choice = TableChoice(build(links), links, topology)
+        links = replace(_measure(streams[peer], hosts, rails), switches=switches)
+        choice = TableChoice(build(links), links)
         frame = choice.to_json()
         for peer in streams:
             streams[peer].sendall(_FRAME.pack(_TABLE, len(frame)) + frame)
@@ -126,7 +121,7 @@ def _follow(leader: ByteStream) -> TableChoice:
         leader.sendall(data[:1])
 
 
-def _measure(streams: dict[int, ByteStream], peer: int, rails: int) -> Links:
+def _measure(stream: ByteStream, hosts: frozenset[str], rails: int) -> Links:
     memory_bytes_per_s, reduce_bytes_per_s = _local_rates()
     links = replace(
         DEFAULT_LINKS,
@@ -134,11 +129,8 @@ def _measure(streams: dict[int, ByteStream], peer: int, rails: int) -> Links:
         reduce_bytes_per_s=reduce_bytes_per_s,
         measured=True,
     )
-    hosts = frozenset(
-        name for stream in streams.values() for name in (stream.getsockname()[0], stream.getpeername()[0])
-    )
     if hosts not in _measured:
-        _measured[hosts] = fit_link(_ping(streams[peer]))
+        _measured[hosts] = fit_link(_ping(stream))
     # Transfers are striped over all rails, which are assumed to be as fast as the measured one.
     network = _measured[hosts]
     return replace(links, network=replace(network, bytes_per_s=network.bytes_per_s * rails))

@@ -167,7 +167,8 @@ class PeerAddresses:
     interfaces: Interfaces
     endpoints: list[list[tuple[str, int]]]  # by rank
     used: dict[tuple[int, int], tuple[str, int]] = field(default_factory=dict)  # by rank and rail
-    failed: list[str] = field(default_factory=list)  # failed tries, in words
+    # Failed tries, in words, each once. Several threads may record the same one.
+    failed: dict[str, None] = field(default_factory=dict)
 
     def candidates(self, peer: int, rail: int) -> list[tuple[str, int]]:
         """Addresses to try, in order: first one that worked for this rank, then those that worked for others.
@@ -185,7 +186,7 @@ class PeerAddresses:
         return sorted(endpoints, key=lambda each: endpoints.index(each) not in working)
 
     def record_failures(self, errors: Iterable[str]) -> None:
-        self.failed.extend(error for error in dict.fromkeys(errors) if error not in self.failed)
+        self.failed.update(dict.fromkeys(errors))
 
     def source(self, rail: int) -> tuple[str, int] | None:
         """The address to connect from: the interface that the user named, else None for the routing table's choice."""

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from netfold._native import auth
+from netfold.switch_protocol.control_messages import ProtectedSocket
 
 # For the native layer: the security, the secret of sent bytes and that of received bytes.
 Secrets = tuple[str, bytes, bytes]
@@ -32,13 +33,11 @@ class Session:
     mesh: Secrets
 
 
-class SecureStream(socket.socket):
+class SecureStream(ProtectedSocket):
     """Takes over `stream` and sends records over it. For one thread at a time."""
 
     def __init__(self, stream: socket.socket, session: Session) -> None:
-        timeout_s = stream.gettimeout()
-        super().__init__(stream.family, stream.type, stream.proto, fileno=stream.detach())
-        self.settimeout(timeout_s)
+        super().__init__(stream)
         self.session = session
         security, send, receive = session.control
         self._protector = auth.RecordProtector(security, send)
@@ -87,12 +86,6 @@ class SecureStream(socket.socket):
             raise ForgedRecordError
         return super().detach()
 
-    def send(self, *_: Any) -> int:
-        raise NotImplementedError("a SecureStream is written by sendall")
-
-    def recv_into(self, *_: Any) -> int:
-        raise NotImplementedError("a SecureStream is read by recv")
-
 
 def secure_stream(stream: socket.socket, session: Session | None) -> socket.socket:
     """Protect the stream with the keys of its handshake. session: None for plain bytes."""
@@ -102,6 +95,3 @@ def secure_stream(stream: socket.socket, session: Session | None) -> socket.sock
 def mesh_secrets(stream: socket.socket) -> Secrets | None:
     """The secrets that the native layer uses for this connection; None for plain bytes."""
     return stream.session.mesh if isinstance(stream, SecureStream) else None
-
-
-__all__ = ["ForgedRecordError", "Secrets", "SecureStream", "Session", "mesh_secrets", "secure_stream"]

@@ -17,24 +17,12 @@ from netfold.communicator.group import REDUCE_OPS, Region, region
 
 Array: TypeAlias = "np.ndarray[Any, Any]"
 
-# Looked up by equality, so that the other byte order is not found.
+# Looked up by equality, so that the other byte order is not found. NumPy's codes count bytes.
 _NAMES: dict[Any, str] = {
-    np.dtype(numpy_name): name
-    for numpy_name, name in (
-        ("float32", "f32"),
-        ("float64", "f64"),
-        ("float16", "f16"),
-        ("int8", "i8"),
-        ("int16", "i16"),
-        ("int32", "i32"),
-        ("int64", "i64"),
-        ("uint8", "u8"),
-        ("uint16", "u16"),
-        ("uint32", "u32"),
-        ("uint64", "u64"),
-        ("bool", "bool"),
-        ("complex64", "c64"),
-        ("complex128", "c128"),
+    np.dtype("bool" if name == "bool" else f"{name[0]}{int(name[1:]) // 8}"): name
+    for name in (
+        *("f32", "f64", "f16", "i8", "i16", "i32", "i64", "u8", "u16", "u32", "u64"),
+        *("bool", "c64", "c128"),
     )
 }
 _TRANSFER_DTYPES = {"bool": "u8", "c64": "f32", "c128": "f64"}

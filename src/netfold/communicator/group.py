@@ -186,7 +186,7 @@ class Group:
         )
 
     def _log_start(self, connections: Connections) -> None:
-        agreement, failed = connections.agreement, connections.mesh.peer_addresses.failed
+        agreement, failed = connections.agreement, list(connections.mesh.peer_addresses.failed)
         if self._no_switch and self.rank == 0:
             log.warning("rank 0 of %d: %s", self.size, self._no_switch)
         if self._copies:
@@ -330,12 +330,6 @@ class Group:
     def error(self, operation: Any) -> NetfoldError:
         """The exception for a failed operation, with the ranks that it waited for where these are known."""
         return self._failures.error(operation)
-
-    @property
-    def failure_kind(self) -> str | None:
-        """The kind of the failure that ended this group, one of `engine.FAILURES`. None while the group works."""
-        failure = self._native.failure
-        return None if failure is None else str(engine.FAILURES[failure[0]])
 
     @property
     def failure(self) -> NetfoldError | None:

@@ -24,7 +24,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from netfold._native.transport import DataPort
-from netfold.communicator.switch_tree import PathToRoot, agree_on_tree, query_path_to_root
+from netfold.communicator.switch_tree import agree_on_tree, path_message
 from netfold.communicator.switch_watch import Lost, Query, SwitchWatch
 from netfold.errors import RendezvousError, SwitchError
 from netfold.switch_protocol import control_messages, packet_keys
@@ -332,14 +332,9 @@ def join_for_host(
 
 
 def _join_tree(access: SwitchAccess, job: str, streams: Mapping[int, socket.socket], deadline: float) -> Membership:
-    path: PathToRoot | SwitchError
-    try:
-        path = query_path_to_root(access, _left(deadline))
-    except SwitchError as error:
-        path = error  # the other workers are told before it is raised
-    paths = agree_on_tree(path, access.rank, access.workers, streams, deadline)
-    assert isinstance(path, PathToRoot)
-    return Membership.join(access, job=job, paths=paths, timeout_s=_left(deadline), endpoint=path.endpoints[0])
+    own = path_message(access, _left(deadline))
+    paths = agree_on_tree(own, access.rank, access.workers, streams, deadline)
+    return Membership.join(access, job=job, paths=paths, timeout_s=_left(deadline), endpoint=own["endpoints"][0])
 
 
 def _left(deadline: float) -> float:

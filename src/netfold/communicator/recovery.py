@@ -41,7 +41,7 @@ from netfold.communicator.connection_manager import GroupMonitor
 from netfold.communicator.membership import Membership
 from netfold.communicator.recovery_machine import Action, FrozenState, RecoveryMachine
 from netfold.communicator.recovery_plan import chunks_of, pack, unpack
-from netfold.communicator.switch_tree import PathToRoot, common_tree, query_path_to_root
+from netfold.communicator.switch_tree import path_message, tree_of
 from netfold.errors import RendezvousError, SwitchError
 from netfold.switch_protocol import control_messages
 from netfold.switch_protocol.control_client import SwitchAccess
@@ -106,7 +106,7 @@ class Recovery:
         self._rank = membership.rank
         self._workers = membership.workers
         self._access = access
-        self._path: PathToRoot | None = None  # as this rank reported it last
+        self._endpoint: str | None = None  # the first switch of the path that this rank reported last
         self._job = job
         self._rejoin_s = rejoin_s
         self._capacity = capacity
@@ -356,11 +356,10 @@ class Recovery:
         self._run_event(lambda: self._machine.handle_tree(tree))
 
     def _handle_path_to_root(self, _: int, __: Message) -> tuple[Message, None]:
-        try:
-            self._path = query_path_to_root(self._access, _QUERY_PATH_S)
-        except SwitchError as error:
-            return {"type": "path_to_root", "refused": str(error)}, None
-        return {"type": "path_to_root", **self._path._asdict()}, None
+        message = path_message(self._access, _QUERY_PATH_S)
+        if "refused" not in message:
+            self._endpoint = message["endpoints"][0]
+        return message, None
 
     def _gather_tree(self) -> list[list[int]] | None:
         """The tree of all workers; None where there is none yet."""
@@ -382,21 +381,17 @@ class Recovery:
         if len(replies) < len(self._workers):
             return None  # the group has ended
         try:
-            for reply in replies.values():
-                if "refused" in reply:
-                    raise SwitchError(str(reply["refused"]))
-            paths = [PathToRoot(*(replies[rank][name] for name in PathToRoot._fields)) for rank in self._workers]
-            return common_tree(paths, self._workers)
+            return tree_of(replies, self._workers)
         except SwitchError as error:
             log.info("rank %d: no switch has the group again: %s", self._rank, error)
             return None
 
     def _join(self, attempt: int, paths: machine.Tree) -> None:
         try:
-            assert self._path is not None, "the leader asks for a path before it asks to join"
+            assert self._endpoint is not None, "the leader asks for a path before it asks to join"
             digest = hashlib.sha256(b"%d again " % attempt + self._job).hexdigest()[:32]
             membership = Membership.join(
-                self._access, job=digest, paths=paths, timeout_s=_JOIN_S, endpoint=self._path.endpoints[0]
+                self._access, job=digest, paths=paths, timeout_s=_JOIN_S, endpoint=self._endpoint
             )
         except SwitchError as error:
             why = str(error)

@@ -53,16 +53,10 @@ class Freeze:
 
 
 @dataclass(frozen=True)
-class FrozenState:
-    """The chunks that a rank has: see ReceiveState. promised: the leader has promised this membership."""
+class FrozenState(ReceiveState):
+    """The chunks that a rank has. promised: the leader has promised this membership."""
 
-    base: int
-    end: int
-    held: int
     promised: bool
-
-    def receive_state(self) -> ReceiveState:
-        return ReceiveState(self.base, self.end, self.held)
 
 
 @dataclass(frozen=True)
@@ -332,8 +326,7 @@ class RecoveryMachine:
         if len(round_.states) < len(self.workers):
             return []
         try:
-            states = {rank: state.receive_state() for rank, state in round_.states.items()}
-            plan = make_plan(states, self._windows.get(generation, 0))
+            plan = make_plan(round_.states, self._windows.get(generation, 0))
         except ValueError as error:
             text = f"{self.lost[generation]}, and the ranks' states contradict each other: {error}"
             return [Fail("switch_lost", -1, text)]
@@ -420,7 +413,7 @@ class RecoveryMachine:
         if self._fetched < len(task.fetches):
             source, bits = task.fetches[self._fetched]
             return [Fetch(source, task.generation, tuple(chunks_of(bits, task.base)))], False
-        if self._freeze(task.generation).receive_state().from_chunk(task.base) != task.held:
+        if self._freeze(task.generation).from_chunk(task.base) != task.held:
             return [Fail("switch_lost", -1, "this rank has other results than the plan of recovery says")], False
         self._path.fall_back(task.generation, task.end, task.promised)
         self._members.discard(task.generation)

@@ -240,11 +240,14 @@ def _choose(
     if not job.probe or size == 1 or is_shared(memory):
         return ChosenTable(build(DEFAULT_LINKS), DEFAULT_LINKS, topology, build, measures)
     probed: Sequence[Any] = mesh.streams
+    hosts = mesh.hosts
     if options.fabric is not None:
-        probed = fabric.byte_streams(over.streams[0], mesh.streams, options.fabric)
+        probed = [None if stream is None else fabric.FabricByteStream(stream) for stream in over.streams[0]]
+        hosts = frozenset(f"{options.fabric} {host}" for host in hosts)
     known = capacity.cached_rates(mesh.hosts, job.switch) if measures and job.switch is not None else ()
-    found = probe.agree(probed, rank, topology, build_first, deadline, rails=agreement.interfaces.rails, switches=known)
-    return ChosenTable(found.table, found.links, found.topology, build, measures)
+    rails = agreement.interfaces.rails
+    found = probe.agree(probed, rank, topology, build_first, deadline, hosts=hosts, rails=rails, switches=known)
+    return ChosenTable(*found, topology, build, measures)
 
 
 def _join_switches(

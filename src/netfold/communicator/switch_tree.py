@@ -98,82 +98,71 @@ def common_tree(paths: Sequence[PathToRoot], ranks: Sequence[int]) -> list[list[
     )
 
 
+def path_message(access: SwitchAccess, timeout_s: float) -> Message:
+    """A worker's path as a message for another worker; with `refused`, why there is none."""
+    try:
+        return {"type": "path_to_root", **query_path_to_root(access, timeout_s)._asdict()}
+    except SwitchError as error:
+        return {"type": "path_to_root", "refused": str(error)}
+
+
+def tree_of(messages: Mapping[int, Message], workers: Sequence[int]) -> list[list[int]]:
+    """`common_tree` of all workers' path messages, by rank. SwitchError also where one has `refused`."""
+    for worker in workers:
+        if "refused" in messages[worker]:
+            raise SwitchError(str(messages[worker]["refused"]))
+    paths = [PathToRoot(*(messages[worker][name] for name in PathToRoot._fields)) for worker in workers]
+    return common_tree(paths, workers)
+
+
 def agree_on_tree(
-    path: PathToRoot | SwitchError,
-    rank: int,
-    workers: Sequence[int],
-    streams: Mapping[int, socket.socket],
-    deadline: float,
+    own: Message, rank: int, workers: Sequence[int], streams: Mapping[int, socket.socket], deadline: float
 ) -> list[list[int]]:
     """The tree of all `workers`, the same on each of them.
 
-    path: this worker's own, or why it has none.
+    own: this worker's `path_message`.
     streams: connections to the other workers.
     Raises SwitchError on all workers where one failed; on that one, its own error.
     """
     first = workers[0]
-    if rank == first:
-        return _gather(path, rank, workers, streams, deadline)
     within_s = max(0.0, deadline - time.monotonic())
-    message: Message = {"type": "path_to_root"}
-    if isinstance(path, SwitchError):
-        message["refused"] = str(path)
+    if rank == first:
+        # All paths, and to all workers the tree or the first error.
+        messages = {peer: _receive(streams[peer], peer, deadline, within_s) for peer in workers[1:]}
+        reply = _reply({rank: own, **messages}, rank, workers)
+        for peer in workers[1:]:
+            with contextlib.suppress(OSError):  # the others notice at the join that this worker is gone
+                control_messages.send(streams[peer], reply)
+        if "refused" in reply:
+            raise SwitchError(reply["refused"])
     else:
-        message.update(path._asdict())
-    with contextlib.suppress(OSError):  # the receive below notices that the first worker is gone
-        control_messages.send(streams[first], message)
-    if isinstance(path, SwitchError):
-        raise path
-    reply = _receive(streams[first], first, rank, deadline + _GRACE_S, within_s)
-    if "refused" in reply:
-        raise SwitchError(f"rank {rank}: {reply['refused']}")
+        with contextlib.suppress(OSError):  # the receive below notices that the first worker is gone
+            control_messages.send(streams[first], own)
+        if "refused" in own:
+            raise SwitchError(own["refused"])
+        reply = _receive(streams[first], first, deadline + _GRACE_S, within_s)
+        if "refused" in reply:
+            raise SwitchError(f"rank {rank}: {reply['refused']}")
     tree: list[list[int]] = reply["paths"]
     return tree
 
 
-def _gather(
-    path: PathToRoot | SwitchError,
-    rank: int,
-    workers: Sequence[int],
-    streams: Mapping[int, socket.socket],
-    deadline: float,
-) -> list[list[int]]:
-    """At the first worker: gather all paths, and send all workers the tree, or the first error."""
-    within_s = max(0.0, deadline - time.monotonic())
-    failure = path if isinstance(path, SwitchError) else None
-    paths = [] if isinstance(path, SwitchError) else [path]
-    for peer in workers[1:]:
-        try:
-            message = _receive(streams[peer], peer, rank, deadline, within_s)
-            if "refused" in message:
-                raise SwitchError(f"rank {rank}: {message['refused']}")
-            paths.append(PathToRoot(tuple(message["ids"]), tuple(message["endpoints"]), message["error"]))
-        except SwitchError as error:
-            failure = failure or error
-    tree: list[list[int]] = []
-    if failure is None:
-        try:
-            tree = common_tree(paths, workers)
-        except SwitchError as error:
-            failure = SwitchError(f"rank {rank}: {error}")
-    reply: Message = {"paths": tree} if failure is None else {"refused": str(failure)}
-    for peer in workers[1:]:
-        with contextlib.suppress(OSError):  # the others notice at the join that this worker is gone
-            control_messages.send(streams[peer], {"type": "tree", **reply})
-    if failure is not None:
-        raise failure
-    return tree
+def _reply(messages: Mapping[int, Message], rank: int, workers: Sequence[int]) -> Message:
+    if "refused" in messages[rank]:
+        return {"type": "tree", "refused": messages[rank]["refused"]}
+    try:
+        return {"type": "tree", "paths": tree_of(messages, workers)}
+    except SwitchError as error:
+        return {"type": "tree", "refused": f"rank {rank}: {error}"}
 
 
-def _receive(stream: socket.socket, peer: int, rank: int, deadline: float, within_s: float) -> Message:
+def _receive(stream: socket.socket, peer: int, deadline: float, within_s: float) -> Message:
+    """The peer's message; with `refused` where none comes."""
     stream.settimeout(max(0.01, deadline - time.monotonic()))
     try:
         return control_messages.receive(stream)
     except TimeoutError:
-        raise SwitchError(
-            f"rank {rank}: rank {peer} did not join within {within_s:.0f} s: it has not said what is above it"
-        ) from None
+        why = f"rank {peer} did not join within {within_s:.0f} s: it has not said what is above it"
     except (EOFError, OSError, ProtocolError) as error:
-        raise SwitchError(
-            f"rank {rank}: rank {peer} did not say which switches it is below ({error}); see its own output"
-        ) from None
+        why = f"rank {peer} did not say which switches it is below ({error}); see its own output"
+    return {"type": "path_to_root", "refused": why}

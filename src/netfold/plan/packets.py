@@ -20,7 +20,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from netfold.sim import LOST, Copy, Delivery, Operation, Packet, Record, Simulation
+from netfold.sim.harness import Operation
+from netfold.sim.network import LOST, Copy, Delivery, Packet
+from netfold.sim.simulation import Record, Simulation
 from netfold.tuning.cost import predict
 from netfold.tuning.topology import DEFAULT_LINKS, Link, Topology
 

@@ -21,7 +21,7 @@ from netfold.switch.job import Job, Member, RefusedError, listed
 from netfold.switch.ledger import DEFAULT_TENANT, Ledger
 from netfold.switch.parent import Link, Parent
 from netfold.switch.tokens import Tenant, Tokens
-from netfold.switch.tree import Child, TreePosition, single_switch, tree_position
+from netfold.switch.tree import Child, TreePosition, tree_position
 from netfold.switch_protocol import control_messages, packet_keys
 from netfold.switch_protocol.data_path import ReceiveBuffer, without_strict
 
@@ -292,7 +292,7 @@ class Admission:
     def _position(self, join: Join) -> TreePosition:
         size, paths = len(join.ranks), join.paths
         if paths is None:
-            return single_switch(size)
+            return tree_position(self._incarnation, [[self._incarnation]] * size)
         if (
             not isinstance(paths, list)
             or len(paths) != size

@@ -1,4 +1,4 @@
-"""One control connection, from its first message to its end: a worker of a job, or a peer with one request."""
+"""Control connections, each from its first message to its end: a worker of a job, or a peer with one request."""
 
 from __future__ import annotations
 
@@ -20,56 +20,54 @@ from netfold.switch_protocol import control_messages
 from netfold.switch_protocol.data_path import ReceiveBuffer
 
 
-class ControlSession:
-    """The requests that a connection may make of this switch.
+class ControlSessions:
+    """Serve the control connections of one switch.
 
-    listens: host and port of this switch.
     buffer: the socket buffer that a job of this switch gets.
+    listens: host and port of this switch.
     """
 
     def __init__(
         self,
-        connection: Connection,
-        *,
         admission: Admission,
         ledger: Ledger,
         jobs: JobLifecycle,
         root_path: RootPath,
-        listens: tuple[str, int],
         buffer: ReceiveBuffer,
+        listens: tuple[str, int],
     ) -> None:
-        self._connection = connection
         self._admission, self._ledger, self._jobs, self._root_path = admission, ledger, jobs, root_path
-        self._listens, self._buffer = listens, buffer
+        self._buffer = buffer
+        self.listens = listens
 
-    async def run(self) -> None:
-        """Serve the connection to its end; a refusal is counted, logged and sent."""
-        address = self._connection.address
+    async def serve(self, connection: Connection) -> None:
+        """Serve a connection to its end; a refusal is counted, logged and sent."""
+        address = connection.address
         try:
-            await self._serve()
+            await self._serve(connection)
         except RefusedError as refusal:
             self._ledger.refusals[refusal.kind] += 1
             event(logging.WARNING, "refused", f"refused {address}: {refusal}", peer=address, reason=refusal.kind)
             loop = {"loop": True} if refusal.kind == "loop" else {}
             refused = {"type": "refused", "version": control_messages.VERSION, "reason": str(refusal), **loop}
-            await send(self._connection.writer, refused)
+            await send(connection.writer, refused)
         except (control_messages.ProtocolError, asyncio.IncompleteReadError, OSError, *TIMEOUTS) as error:
             what = f"dropped connection from {address} before it joined: {error or type(error).__name__}"
             event(logging.WARNING, "unauthenticated", what, peer=address)
 
-    async def _serve(self) -> None:
-        first = await read(self._connection.reader)
+    async def _serve(self, connection: Connection) -> None:
+        first = await read(connection.reader)
         # The version comes before the type: another version may not have this type.
         check_version(first)
         if first["type"] == "path":
             self._admission.tenant(first)
-            await send(self._connection.writer, await self._root_path.answer(first.get("below")))
+            await send(connection.writer, await self._root_path.answer(first.get("below")))
         elif first["type"] == "quota":
-            await self._serve_quota(first)
+            await self._serve_quota(connection, first)
         else:
-            await self._serve_member(*self._join(first))
+            await self._serve_member(connection, *self._join(connection, first))
 
-    async def _serve_quota(self, message: control_messages.Message) -> None:
+    async def _serve_quota(self, connection: Connection, message: control_messages.Message) -> None:
         """Answer what the asking tenant could have at this moment; nothing is reserved."""
         tenant = self._admission.tenant(message)
         if self._ledger.draining:
@@ -82,7 +80,6 @@ class ControlSession:
             "buffer_bytes": self._buffer.granted_bytes,
             "window_bytes": self._buffer.window_bytes,
         }
-        connection = self._connection
         if message.get("udp") is not True:
             await send(connection.writer, quota)
             return
@@ -99,8 +96,7 @@ class ControlSession:
 
     # --- a worker, or a switch below this one ---
 
-    def _join(self, message: control_messages.Message) -> tuple[Job, Member]:
-        connection = self._connection
+    def _join(self, connection: Connection, message: control_messages.Message) -> tuple[Job, Member]:
         try:
             job, member = self._admission.admit(message, connection.writer, connection.address, self._on_opened)
         except (RefusedError, control_messages.ProtocolError) as refusal:
@@ -117,15 +113,15 @@ class ControlSession:
     def _on_opened(self, job: Job) -> None:
         self._jobs.open(job)
         if job.link is not None:
-            job.parent_task = self._jobs.spawn(TreeSession(job, job.link, self._jobs, self._listens).run())
+            job.parent_task = self._jobs.spawn(TreeSession(job, job.link, self._jobs, self.listens).run())
 
-    async def _serve_member(self, job: Job, member: Member) -> None:
+    async def _serve_member(self, connection: Connection, job: Job, member: Member) -> None:
         """Tell the member that it is admitted and handle its messages until it leaves."""
         reason = "its connection was lost"
         leave: control_messages.Message = {}
         try:
-            await send(self._connection.writer, self._admitted(job, member))
-            while (message := await read(self._connection.reader))["type"] != "leave":
+            await send(connection.writer, self._admitted(job, member))
+            while (message := await read(connection.reader))["type"] != "leave":
                 await self._handle(job, member, message)
             leave = message
             reason = str(leave.get("reason", ""))[:512] or "it left"

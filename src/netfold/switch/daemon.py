@@ -14,10 +14,10 @@ from typing import Any
 from netfold._native import auth
 from netfold._native.dataplane import DataPlane
 from netfold._native.transport import granted_receive_buffer
-from netfold.switch.acceptor import Acceptor, Connection
+from netfold.switch.acceptor import Acceptor
 from netfold.switch.admission import Admission
 from netfold.switch.certificate import server_context
-from netfold.switch.control_session import ControlSession
+from netfold.switch.control_session import ControlSessions
 from netfold.switch.fabrics import Fabrics
 from netfold.switch.job_lifecycle import JobLifecycle
 from netfold.switch.ledger import DEFAULT_TENANT, Ledger
@@ -85,7 +85,6 @@ class Switch:
         # Whether data packets carry a MAC.
         self.authenticated = tokens is not None
         self._fabrics = Fabrics(fabrics, host)
-        self._acceptor = Acceptor(host, port, context, self._on_connection)
         tenants = [DEFAULT_TENANT] if tokens is None else tokens.tenants
         if cores and len(cores) != threads:
             raise ValueError(f"{threads} threads on {len(cores)} cores: name one core for each")
@@ -97,18 +96,21 @@ class Switch:
         self.buffer = ReceiveBuffer(granted, limits.window_bytes)
         self.incarnation = secrets.randbits(32)
         self._parent = parent
-        self._admission = Admission(
+        admission = Admission(
             self._ledger, self.incarnation, tokens, parent, self._fabrics, tagged=self.authenticated, host=host
         )
         self._jobs = JobLifecycle(self._ledger, self.incarnation)
         self._root_path = RootPath(self.incarnation, parent)
-        self._listens = (host, port)
+        self._sessions = ControlSessions(
+            admission, self._ledger, self._jobs, self._root_path, self.buffer, (host, port)
+        )
+        self._acceptor = Acceptor(host, port, context, self._sessions.serve)
         self._started_s = time.monotonic()
 
     async def start(self) -> str:
         """Bind and listen; return what workers take as NETFOLD_SWITCH. Raises OSError where the port is unavailable."""
-        self._listens = self._acceptor.start()
-        endpoint = control_messages.format_endpoint(*self._listens)
+        self._sessions.listens = self._acceptor.start()
+        endpoint = control_messages.format_endpoint(*self._sessions.listens)
         self._log_buffer()
         if self.fingerprint is None:
             what = f"no tokens and no TLS: whoever reaches {endpoint} may join, and packets are not authenticated"
@@ -187,14 +189,3 @@ class Switch:
             "parent": parent,
             **ledger.status(counters),
         }
-
-    async def _on_connection(self, connection: Connection) -> None:
-        await ControlSession(
-            connection,
-            admission=self._admission,
-            ledger=self._ledger,
-            jobs=self._jobs,
-            root_path=self._root_path,
-            listens=self._listens,
-            buffer=self.buffer,
-        ).run()

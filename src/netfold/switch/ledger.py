@@ -101,9 +101,7 @@ class Ledger:
         )
         free_slots = None if quota.slots is None else quota.slots - sum(other.slots for other in own)
         has_parent = job.link is not None
-        window = fitting_window(
-            job.size, payload, job.window_bytes, free_bytes, free_slots, MIN_WINDOW_CHUNKS, has_parent, job.encrypts
-        )
+        window = fitting_window(job.size, payload, job.window_bytes, free_bytes, free_slots, has_parent, job.encrypts)
         if window == 0:
             least = protocol.job_memory_bytes(job.size, MIN_WINDOW_CHUNKS, payload, has_parent, job.encrypts)
             raise RefusedError(

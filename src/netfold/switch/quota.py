@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from netfold._native import protocol
 from netfold.switch.tokens import Tenant
+from netfold.switch_protocol.data_path import MIN_WINDOW_CHUNKS, window_chunks
 
 
 @dataclass(frozen=True)
@@ -65,11 +66,10 @@ def fitting_window(
     window_bytes: int,
     memory_bytes: int,
     slots: int | None,
-    least: int,
     has_parent: bool = False,
     encrypts: bool = False,
 ) -> int:
-    """Return the chunks that a worker may have in flight; 0 where not even `least` fit.
+    """Return the chunks that a worker may have in flight; 0 where not even MIN_WINDOW_CHUNKS fit.
 
     The window fills `window_bytes`; it is smaller where memory or slots are short. It is then half a power of two,
     since slots are allocated in powers of two.
@@ -80,10 +80,10 @@ def fitting_window(
         memory = protocol.job_memory_bytes(workers, window, payload_bytes, has_parent, encrypts)
         return bool(memory <= memory_bytes and (slots is None or protocol.job_slots(window) <= slots))
 
-    window: int = max(least, window_bytes // (payload_bytes + protocol.HEADER_BYTES))
+    window = window_chunks(window_bytes, payload_bytes)
     if fits(window):
         return window
     window = 1 << window.bit_length() - 1
-    while window >= least and not fits(window):
+    while window >= MIN_WINDOW_CHUNKS and not fits(window):
         window //= 2
-    return window if window >= least else 0
+    return window if window >= MIN_WINDOW_CHUNKS else 0

@@ -67,8 +67,3 @@ def tree_position(me: int, paths: Sequence[Sequence[int]]) -> TreePosition:
             below.setdefault(path[level - 1], []).append(worker)
     children = [*direct, *(Child(tuple(workers), switch) for switch, workers in below.items())]
     return TreePosition(tuple(sorted(children, key=lambda child: child.name)), above[me])
-
-
-def single_switch(workers: int) -> TreePosition:
-    """Return the position of a switch to which all workers contribute directly."""
-    return TreePosition(tuple(Child((worker,)) for worker in range(workers)))

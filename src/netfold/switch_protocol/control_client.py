@@ -37,7 +37,7 @@ class UnreachableError(Exception):
 class ControlClient:
     """One open control connection. One thread may receive while any number of threads send."""
 
-    def __init__(self, stream: socket.socket | PinnedStream, endpoint: str, name: str, token: str | None) -> None:
+    def __init__(self, stream: socket.socket, endpoint: str, name: str, token: str | None) -> None:
         """stream: connected and authenticated; owned from here on.
 
         endpoint: the switch's host:port, without the fingerprint.
@@ -206,12 +206,8 @@ def query_quota(
         with connected(SwitchAccess(endpoint, token_file, rank, (rank,)), endpoint, timeout_s) as client:
             client.send_first({"type": "quota", **({"udp": True} if udp else {})})
             reply = client.expect("quota", deadline, is_first=True)
-            jobs, workers, memory_bytes, slots = (int(reply[name]) for name in AvailableQuota._fields[:4])
             quota = AvailableQuota(
-                jobs,
-                workers,
-                memory_bytes,
-                slots,
+                *(int(reply[name]) for name in ("jobs", "workers", "memory_bytes", "slots")),
                 client.udp_error(reply["udp"]) if "udp" in reply else "",
                 int(reply.get("buffer_bytes", 0)),
                 int(reply.get("window_bytes", 0)),
@@ -239,20 +235,18 @@ def _connect(name: str, host: str, port: int, address: str, timeout_s: float) ->
         raise UnreachableError(f"{name} cannot be reached: {error.strerror or error}") from None
 
 
-def _authenticate(name: str, stream: socket.socket, fingerprint: str | None) -> socket.socket | PinnedStream:
+def _authenticate(name: str, stream: socket.socket, fingerprint: str | None) -> socket.socket:
     """TLS with a switch that has the fingerprint; the plain stream where none is named."""
     if fingerprint is None:
         return stream
     try:
         return PinnedStream(stream, fingerprint)
     except FingerprintError as error:
-        stream.close()
         raise SwitchError(
             f"{name} is not the one that NETFOLD_SWITCH names: {error}. Either it was started again without "
             "--state-dir, or somebody else answers there; nothing was sent"
         ) from None
     except (EOFError, OSError) as error:  # ssl.SSLError is an OSError
-        stream.close()
         what = error.reason if isinstance(error, ssl.SSLError) else error
         raise SwitchError(
             f"{name} did not shake hands ({what}): is it a netfold switch, started with --token-file? One that is open "

@@ -61,6 +61,7 @@ from __future__ import annotations
 import ipaddress
 import os
 import re
+import socket
 import stat
 import struct
 from pathlib import Path
@@ -100,6 +101,21 @@ class Stream(Protocol):
 
     def sendall(self, data: bytes, /) -> None: ...
     def recv(self, count: int, /) -> bytes: ...
+
+
+class ProtectedSocket(socket.socket):
+    """The base class of sockets that take over `stream` and protect its bytes, by `sendall` and `recv` alone."""
+
+    def __init__(self, stream: socket.socket) -> None:
+        timeout_s = stream.gettimeout()
+        super().__init__(stream.family, stream.type, stream.proto, fileno=stream.detach())
+        self.settimeout(timeout_s)
+
+    def send(self, *_: Any) -> int:
+        raise NotImplementedError(f"a {type(self).__name__} is written by sendall")
+
+    def recv_into(self, *_: Any) -> int:
+        raise NotImplementedError(f"a {type(self).__name__} is read by recv")
 
 
 class ProtocolError(ValueError):

@@ -12,6 +12,9 @@ import hmac
 import socket
 import ssl
 import threading
+from typing import Any
+
+from netfold.switch_protocol.control_messages import ProtectedSocket
 
 _RECEIVE_BYTES = 1 << 16
 
@@ -36,42 +39,39 @@ def check_fingerprint(certificate: bytes | None, fingerprint: str) -> None:
         raise FingerprintError(f"its certificate's fingerprint is {found}, not {fingerprint.lower()}")
 
 
-class PinnedStream:
-    """TLS over `stream`, which it owns. fingerprint: hexadecimal SHA-256 of the whole certificate."""
+class PinnedStream(ProtectedSocket):
+    """TLS over `stream`, which it takes over. fingerprint: hexadecimal SHA-256 of the whole certificate."""
 
     def __init__(self, stream: socket.socket, fingerprint: str) -> None:
         """Do the handshake and compare fingerprints before any data is sent.
 
-        Raises FingerprintError, ssl.SSLError, EOFError, OSError.
+        Raises FingerprintError, ssl.SSLError, EOFError, OSError; the stream is then closed.
         """
-        self._stream = stream
+        super().__init__(stream)
         self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
         self._session = client_context().wrap_bio(self._incoming, self._outgoing)
         self._session_lock = threading.Lock()  # guards the session and its memory buffers
         self._send_lock = threading.Lock()  # keeps the order of the session's output
-        while True:
-            try:
-                self._session.do_handshake()
-                break
-            except ssl.SSLWantReadError:
-                self._flush()
-                self._receive()
-        self._flush()
-        check_fingerprint(self._session.getpeercert(binary_form=True), fingerprint)
+        try:
+            self._shake_hands()
+            check_fingerprint(self._session.getpeercert(binary_form=True), fingerprint)
+        except BaseException:
+            self.close()
+            raise
 
-    def sendall(self, data: bytes) -> None:
+    def sendall(self, data: Any, flags: int = 0) -> None:
         with self._send_lock:
             with self._session_lock:
                 self._session.write(data)
                 encrypted = self._outgoing.read()
-            self._stream.sendall(encrypted)
+            super().sendall(encrypted, flags)
 
-    def recv(self, count: int) -> bytes:
+    def recv(self, bufsize: int, flags: int = 0) -> bytes:
         """Receive at least one byte, or b"" at the end."""
         while True:
             try:
                 with self._session_lock:
-                    return self._session.read(count)
+                    return self._session.read(bufsize)
             except ssl.SSLWantReadError:
                 pass
             except (ssl.SSLZeroReturnError, ssl.SSLEOFError):
@@ -83,25 +83,17 @@ class PinnedStream:
             except EOFError:
                 return b""
 
-    def settimeout(self, seconds: float | None) -> None:
-        self._stream.settimeout(seconds)
-
-    def getpeername(self) -> tuple[str, int]:
-        name: tuple[str, int] = self._stream.getpeername()
-        return name
-
-    def getsockname(self) -> tuple[str, int]:
-        name: tuple[str, int] = self._stream.getsockname()
-        return name
-
-    def shutdown(self, how: int) -> None:
-        self._stream.shutdown(how)
-
-    def close(self) -> None:
-        self._stream.close()
+    def _shake_hands(self) -> None:
+        while True:
+            try:
+                self._session.do_handshake()
+                return self._flush()
+            except ssl.SSLWantReadError:
+                self._flush()
+                self._receive()
 
     def _receive(self) -> None:
-        data = self._stream.recv(_RECEIVE_BYTES)
+        data = super().recv(_RECEIVE_BYTES)
         if not data:
             raise EOFError("the connection was closed")
         with self._session_lock:
@@ -112,4 +104,4 @@ class PinnedStream:
             with self._session_lock:
                 encrypted = self._outgoing.read()
             if encrypted:
-                self._stream.sendall(encrypted)
+                super().sendall(encrypted)

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
     from torch.nn.parallel import DistributedDataParallel
 
-    from netfold.communicator import Group, Options
+    from netfold.communicator import Options
     from netfold.profile import Records
     from netfold.torch.compression import GradientCompression
     from netfold.torch.operations import Operations
@@ -113,12 +113,12 @@ def compress_gradients(model: DistributedDataParallel) -> GradientCompression:
 
 def events(group: dist.ProcessGroup | None = None) -> Records:
     """Return the newest event records of a group (`netfold.profile.RECORD`), oldest first."""
-    return _group(group).events()
+    return _operations(group).netfold.events()
 
 
 def why(group: dist.ProcessGroup | None = None, *, operation: str = "all_reduce", size_bytes: int = 1 << 24) -> str:
     """Name the algorithm that runs `operation` of `size_bytes` in this group, and the reason."""
-    return _group(group).why(operation, size_bytes)
+    return _operations(group).netfold.why(operation, size_bytes)
 
 
 def device_paths(group: dist.ProcessGroup | None = None) -> str:
@@ -143,10 +143,6 @@ def monitored_barrier(
     """
     seconds = timeout if timeout is None or not isinstance(timeout, (int, float)) else timedelta(seconds=timeout)
     _operations(group).run_monitored_barrier(seconds, wait_all_ranks)
-
-
-def _group(group: dist.ProcessGroup | None) -> Group:
-    return _operations(group).netfold
 
 
 def _operations(group: dist.ProcessGroup | None) -> Operations:

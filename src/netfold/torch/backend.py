@@ -20,7 +20,7 @@ from torch._C import _distributed_c10d as _c10d
 from torch._C._distributed_c10d import Store
 from torch.distributed import distributed_c10d
 
-from netfold.communicator import Group
+from netfold.communicator import CollectiveTimeout, Group, PeerLost
 from netfold.torch.device.device_api import DeviceApi
 from netfold.torch.operations import Operations, operations_of
 
@@ -106,11 +106,9 @@ class NetfoldBackend(Operations, _c10d.Backend):
         return False
 
     def get_error(self) -> Any:
-        kind = self.netfold.failure_kind
         kinds = _c10d.ErrorType
-        return {None: kinds.SUCCESS, "timeout": kinds.TIMEOUT, "peer_lost": kinds.REMOTE_ERROR}.get(
-            kind, kinds.COMM_ERROR
-        )
+        known = {type(None): kinds.SUCCESS, CollectiveTimeout: kinds.TIMEOUT, PeerLost: kinds.REMOTE_ERROR}
+        return known.get(type(self.netfold.failure), kinds.COMM_ERROR)
 
     def monitored_barrier(self, opts: Any = None, wait_all_ranks: bool = False) -> None:
         """See `netfold.torch.monitored_barrier`."""

@@ -31,16 +31,6 @@ DTYPE_NAMES = {
     torch.uint32: "u32",
     torch.uint64: "u64",
 }
-_NAMES = {
-    dist.ReduceOp.SUM: "sum",
-    dist.ReduceOp.AVG: "sum",
-    dist.ReduceOp.PRODUCT: "product",
-    dist.ReduceOp.MIN: "min",
-    dist.ReduceOp.MAX: "max",
-    dist.ReduceOp.BAND: "band",
-    dist.ReduceOp.BOR: "bor",
-    dist.ReduceOp.BXOR: "bxor",
-}
 _BITWISE = ("band", "bor", "bxor")
 
 
@@ -53,7 +43,10 @@ class Reduction(NamedTuple):
 
 
 # Every call looks up here: a ReduceOp hashes by its kind and equals its kind.
-_REDUCTIONS = {ReduceOp(op): Reduction(name, op == dist.ReduceOp.AVG) for op, name in _NAMES.items()}
+_REDUCTIONS = {
+    ReduceOp(getattr(dist.ReduceOp, name.upper())): Reduction(name)
+    for name in ("sum", "product", "min", "max", *_BITWISE)
+} | {ReduceOp(dist.ReduceOp.AVG): Reduction("sum", average=True)}
 
 # Native codes for the fast path of Operations.allreduce. A ReduceOp's hash is the number of its kind, which is
 # unique; a comparison of ReduceOps would cost as much as the native call.

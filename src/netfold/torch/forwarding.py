@@ -45,6 +45,7 @@ class NetfoldWorkBase(dist.Work):
     """A Work of netfold. Subclasses define `make_future` in place of torch's `get_future`."""
 
     _operations: Sequence[Any] = ()  # the native operations to wait for
+    _result: Any  # the Future's value
 
     def synchronize(self) -> None:
         self.wait()
@@ -66,6 +67,16 @@ class NetfoldWorkBase(dist.Work):
     def make_future(self) -> torch.futures.Future[Any]:
         """The Future of this Work's result."""
         raise NotImplementedError
+
+    def result(self) -> Any:
+        return self._result
+
+    def _value(self, _: Any) -> Any:
+        """Return the result, or raise the error. The callback of a Future."""
+        error = self.exception()
+        if error is not None:
+            raise error
+        return self._result
 
     def boxed(self) -> Any:
         # torch's box of a Python Work keeps only the C++ half, whose wait() never returns.

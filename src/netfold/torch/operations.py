@@ -23,13 +23,12 @@ from torch._C._distributed_c10d import AllreduceOptions, Store
 
 from netfold._native import engine
 from netfold.communicator import Group
-from netfold.communicator.group import KINDS, Region
+from netfold.communicator.group import ANY_SOURCE, KINDS, Region
 from netfold.torch import calls, monitored_barriers, sparse
 from netfold.torch.buckets import RegisteredBuckets, SharedBuckets
 from netfold.torch.calls import Prepared, copy_call
 from netfold.torch.device.device_api import DeviceApi
 from netfold.torch.device.driver import DeviceDriver
-from netfold.torch.device.transfers import ReceiveWork
 from netfold.torch.device.work import CoalescedWork, DeviceWork
 from netfold.torch.transfers import Transfers
 from netfold.torch.work import CompletedWork, NetfoldWork
@@ -272,13 +271,13 @@ class Operations:
     # --- point to point --------------------------------------------------------------------------------------------
 
     def send(self, tensors: list[Tensor], to: int, tag: int = 0) -> Work | None:
-        return self._handed_out(self._transfers.send(tensors, to, tag))
+        return self._handed_out(self._transfers.transfer("send", tensors, to, tag))
 
     def recv(self, tensors: list[Tensor], source: int, tag: int = 0) -> Work | None:
-        return self._handed_out(self._transfers.receive(tensors, source, tag))
+        return self._handed_out(self._transfers.transfer("receive", tensors, source, tag))
 
     def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> Work | None:
-        return self._handed_out(self._transfers.receive(tensors, None, tag))
+        return self._handed_out(self._transfers.transfer("receive", tensors, ANY_SOURCE, tag))
 
     # --- submission ------------------------------------------------------------------------------------------------
 
@@ -375,13 +374,12 @@ class Operations:
             raise RuntimeError("a coalescing manager is already open in this thread for this group")
         self._coalesced.works = []
 
-    def end_coalescing(self) -> NetfoldWork | CoalescedWork:
+    def end_coalescing(self) -> CoalescedWork:
         """Return one Work for all operations since `start_coalescing`."""
         works, self._coalesced.works = self._coalesced.works, None
         if works is None:
             raise RuntimeError("no coalescing manager is open in this thread for this group")
-        on_host = [work for work in works if isinstance(work, HostWork) and not isinstance(work, ReceiveWork)]
-        return coalesce(self.netfold, on_host) if len(on_host) == len(works) else CoalescedWork(works)
+        return CoalescedWork(works)
 
 
 def _region(tensor: Tensor) -> Region:
@@ -392,17 +390,6 @@ class _Coalesced(threading.local):
     """The Works of the coalescing manager that is open in this thread; None if none is open."""
 
     works: list[Work] | None = None
-
-
-def coalesce(group: Group, works: list[HostWork]) -> NetfoldWork:
-    """Make one Work of several. Its result is the list of their results."""
-
-    def finish() -> None:
-        for work in works:
-            work.wait()  # the operations are done; this copies staged results back
-
-    operations = [operation for work in works for operation in work._operations]
-    return NetfoldWork(group, operations, [work.result() for work in works], finish=finish)
 
 
 def operations_of(group: dist.ProcessGroup) -> Operations | None:

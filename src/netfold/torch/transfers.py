@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from netfold.communicator import Group
-from netfold.communicator.group import ANY_SOURCE, DTYPES, KINDS
+from netfold.communicator.group import DTYPES, KINDS
 from netfold.torch.calls import DTYPE_CODES, with_memory
 from netfold.torch.device.device_api import DeviceApi
 from netfold.torch.device.transfers import DeviceTransfers, SendWork
@@ -24,7 +24,6 @@ Tensor = torch.Tensor
 
 # The dtype on the wire of other tensors (bool, complex, float8).
 _BYTES = DTYPES["u8"]
-_SEND, _RECEIVE = KINDS["send"], KINDS["receive"]
 # With this many operations under way, remove those that have ended and whose Works were dropped.
 _SWEEP_AT = 64
 
@@ -39,31 +38,24 @@ class Transfers:
         self._under_way: dict[int, tuple[Any, Tensor]] = {}
         self._sweep_at = _SWEEP_AT
 
-    def send(self, tensors: Sequence[Tensor], to: int, tag: int) -> Work | SendWork:
-        return self._transfer(_SEND, tensors, to, tag)
-
-    def receive(self, tensors: Sequence[Tensor], source: int | None, tag: int) -> Work | SendWork:
-        return self._transfer(_RECEIVE, tensors, ANY_SOURCE if source is None else source, tag)
-
-    def _transfer(self, kind: int, tensors: Sequence[Tensor], peer: int, tag: int) -> Work | SendWork:
+    def transfer(self, kind: str, tensors: Sequence[Tensor], peer: int, tag: int) -> Work | SendWork:
+        """Start a "send" or "receive"."""
         if len(tensors) != 1:
-            raise ValueError(f"{_names(kind)}: takes one tensor, not {len(tensors)}")
+            raise ValueError(f"{kind}: takes one tensor, not {len(tensors)}")
         (tensor,) = tensors
         if self._device is not None and tensor.layout is torch.strided and self._device.takes(tensor):
-            if kind == _SEND:
+            if kind == "send":
                 return self._device.send(tensor, peer, tag)
             return self._device.receive(tensor, peer, tag)
         if not tensor.is_cpu or tensor.layout is not torch.strided:
-            raise ValueError(
-                f"{_names(kind)}: netfold takes dense CPU tensors, this one is {tensor.layout} on {tensor.device}"
-            )
+            raise ValueError(f"{kind}: netfold takes dense CPU tensors, this one is {tensor.layout} on {tensor.device}")
         staged = with_memory(tensor).contiguous()
-        if kind == _SEND and self._device is not None:
+        if kind == "send" and self._device is not None:
             queued = self._device.send_queued(tensor, staged, peer, tag)
             if queued is not None:
                 return queued
-        operation = self.start(kind, tensor, staged, peer, tag)
-        if kind == _RECEIVE and staged.data_ptr() != tensor.data_ptr():
+        operation = self.start(KINDS[kind], tensor, staged, peer, tag)
+        if kind == "receive" and staged.data_ptr() != tensor.data_ptr():
             # The copy back runs on completion, as for collectives.
             finish = lambda: tensor.copy_(staged)
             return TransferWork(self, operation, tensors, keep=(tensor, staged), finish=finish)
@@ -94,10 +86,6 @@ class Transfers:
     def ended(self, operation: Any) -> None:
         with self._lock:
             self._under_way.pop(operation.id, None)
-
-
-def _names(kind: int) -> str:
-    return "send" if kind == _SEND else "receive"
 
 
 class CompletedTransfer(CompletedWork):

@@ -95,9 +95,6 @@ class NetfoldWork(NetfoldWorkBase):
                 return self._group.error(operation)
         return self._finish_error
 
-    def result(self) -> Any:
-        return self._result
-
     def source_rank(self) -> int:
         return self._group.rank
 
@@ -121,13 +118,6 @@ class NetfoldWork(NetfoldWorkBase):
         elif watch:
             _completions.watch(self)
         return self._visible
-
-    def _value(self, _: Any) -> Any:
-        """Return the result, or raise the error. The callback of a Future."""
-        error = self.exception()
-        if error is not None:
-            raise error
-        return self._result
 
     def _settle(self) -> None:
         """Run `finish` once. Its exception becomes the Work's error."""
@@ -174,9 +164,6 @@ class CompletedWork(NetfoldWorkBase):
 
     def exception(self) -> Any:
         return None
-
-    def result(self) -> Any:
-        return self._result
 
     def make_future(self) -> torch.futures.Future[Any]:
         return resolved_future(self._result)

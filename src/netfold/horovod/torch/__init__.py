@@ -20,7 +20,7 @@ from netfold.extras import need_at_import
 
 need_at_import("netfold.horovod.torch", "torch")
 
-from netfold.horovod.torch import elastic, operations, world
+from netfold.horovod.torch import elastic, operations, queries, world
 from netfold.horovod.torch.compression import Compression
 from netfold.horovod.torch.execution import Handle
 from netfold.horovod.torch.functions import (
@@ -32,20 +32,7 @@ from netfold.horovod.torch.functions import (
 from netfold.horovod.torch.negotiation import HorovodInternalError
 from netfold.horovod.torch.operations import *  # noqa: F403 - the names that it lists
 from netfold.horovod.torch.optimizer import DistributedOptimizer
-from netfold.horovod.torch.queries import (
-    ccl_built,
-    cuda_built,
-    ddl_built,
-    gloo_built,
-    gloo_enabled,
-    mpi_built,
-    mpi_enabled,
-    mpi_threads_supported,
-    nccl_built,
-    rocm_built,
-    start_timeline,
-    stop_timeline,
-)
+from netfold.horovod.torch.queries import *  # noqa: F403
 from netfold.horovod.torch.sync_batch_norm import SyncBatchNorm
 from netfold.horovod.torch.world import *  # noqa: F403
 
@@ -59,18 +46,6 @@ __all__ = [
     "broadcast_object",
     "broadcast_optimizer_state",
     "broadcast_parameters",
-    "ccl_built",
-    "cuda_built",
-    "ddl_built",
     "elastic",
-    "gloo_built",
-    "gloo_enabled",
-    "mpi_built",
-    "mpi_enabled",
-    "mpi_threads_supported",
-    "nccl_built",
-    "rocm_built",
-    "start_timeline",
-    "stop_timeline",
 ]
-__all__ += operations.__all__ + world.__all__
+__all__ += operations.__all__ + queries.__all__ + world.__all__

@@ -6,15 +6,28 @@ import torch
 
 from netfold.horovod.torch.world import world
 
+__all__ = [
+    "ccl_built",
+    "cuda_built",
+    "ddl_built",
+    "gloo_built",
+    "gloo_enabled",
+    "mpi_built",
+    "mpi_enabled",
+    "mpi_threads_supported",
+    "nccl_built",
+    "rocm_built",
+    "start_timeline",
+    "stop_timeline",
+]
 
-def mpi_enabled() -> bool:
-    """False: mpirun can start ranks, but netfold's own transports carry their data."""
+
+def _is_built() -> bool:
+    """False: netfold's own transports carry the data, also that of ranks that mpirun started."""
     return False
 
 
-def mpi_built() -> bool:
-    """False: see `mpi_enabled`."""
-    return False
+mpi_enabled = mpi_built = gloo_enabled = gloo_built = ddl_built = ccl_built = _is_built
 
 
 def mpi_threads_supported() -> bool:
@@ -22,29 +35,9 @@ def mpi_threads_supported() -> bool:
     raise ValueError("there is no MPI to ask: netfold has transports of its own")
 
 
-def gloo_enabled() -> bool:
-    """False: netfold's own transports do what gloo does in Horovod."""
-    return False
-
-
-def gloo_built() -> bool:
-    """False: see `gloo_enabled`."""
-    return False
-
-
 def nccl_built() -> int:
     """0: this interface copies tensors of GPUs through the host."""
     return 0
-
-
-def ddl_built() -> bool:
-    """False."""
-    return False
-
-
-def ccl_built() -> bool:
-    """False."""
-    return False
 
 
 def cuda_built() -> bool:

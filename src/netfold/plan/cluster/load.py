@@ -46,8 +46,7 @@ def load_cluster(name: str, device: Device | None = None) -> Cluster:
     if name.endswith(".toml") or "/" in name:
         return _read(Path(name))
     if name not in preset_names():
-        known = suggest(name, preset_names())
-        raise ValueError(f"there is no cluster {name!r}; {known}, or give a file's path (.toml)")
+        raise ValueError(f"there is no cluster {name!r}; {suggest(name, preset_names())} (or give a .toml file's path)")
     return _read(_PRESETS / f"{name}.toml")
 
 

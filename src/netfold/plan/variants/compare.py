@@ -35,7 +35,7 @@ def parse_comparison(text: str, cluster: Cluster, *, keep_device: bool = False) 
     what, equals, names = text.partition("=")
     each = [name.strip() for name in names.split(",") if name.strip()]
     if not equals or what not in WHAT:
-        raise ValueError(f"--compare {text}: {suggest(what, WHAT)}; write network=tcp,in-network or cluster=a,b")
+        raise ValueError(f"--compare {text}: {suggest(what, WHAT)} (write network=tcp,in-network or cluster=a,b)")
     if not each:
         raise ValueError(f"--compare {text}: names nothing; write {what}=one,other")
     if what == "cluster":

@@ -27,12 +27,6 @@ log = logging.getLogger("netfold")
 Tensor = torch.Tensor
 
 _POLL_S = 0.005
-_REDUCTIONS: dict[str, Any] = {
-    "sum": dist.ReduceOp.SUM,
-    "product": dist.ReduceOp.PRODUCT,
-    "min": dist.ReduceOp.MIN,
-    "max": dist.ReduceOp.MAX,
-}
 
 # Handles of netfold's streams that are not in use, by the device's index.
 _free_streams: dict[int, list[int]] = collections.defaultdict(list)
@@ -193,7 +187,7 @@ class _Nccl:
 
     def reduce_scatter(self, stream: torch.cuda.Stream, output: Tensor, source: Tensor, reduce: str) -> None:
         options = dist.ReduceScatterOptions()
-        options.reduceOp = _REDUCTIONS[reduce]
+        options.reduceOp = getattr(dist.ReduceOp, reduce.upper())
         with torch.cuda.stream(stream):
             self._group._reduce_scatter_base(output, source, options).wait()
 

@@ -26,9 +26,7 @@ Tensor = torch.Tensor
 MIN_BYTES = 64 << 10
 _NCCL_BYTES = 16 << 20
 # The dtypes of `arithmetic.DTYPES` for which NCCL has a datatype (ncclDataType_t): all but int16.
-_NCCL_DTYPES = frozenset({
-    torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int8, torch.int32, torch.int64, torch.uint8,
-})  # fmt: skip
+_NCCL_DTYPES = arithmetic.DTYPES - {torch.int16}
 
 
 class IntraHostReducer(Protocol):

@@ -77,9 +77,6 @@ class DeviceWork(NetfoldWorkBase):
     def exception(self) -> Any:
         return self._failure
 
-    def result(self) -> Any:
-        return self._result
-
     def source_rank(self) -> int:
         return self._rank
 
@@ -95,11 +92,6 @@ class DeviceWork(NetfoldWorkBase):
 
     def _new_future(self) -> torch.futures.Future[Any]:
         return self._device_api.future(self._device)
-
-    def _value(self, _: Any) -> Any:
-        if self._failure is not None:
-            raise self._failure
-        return self._result
 
     def _settle(self) -> None:
         with self._lock:
@@ -120,11 +112,12 @@ class DeviceWork(NetfoldWorkBase):
 
 
 class CoalescedWork(NetfoldWorkBase):
-    """The Work of a coalescing manager that included device memory."""
+    """The Work of a coalescing manager: of all operations that began in it. Its result is the list of their results."""
 
     def __init__(self, works: Sequence[Any]) -> None:
         super().__init__()
         self._works = works
+        self._result = [work.result() for work in works]
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         for work in self._works:
@@ -136,9 +129,6 @@ class CoalescedWork(NetfoldWorkBase):
 
     def exception(self) -> Any:
         return next((work.exception() for work in self._works if work.exception() is not None), None)
-
-    def result(self) -> Any:
-        return [work.result() for work in self._works]
 
     def make_future(self) -> torch.futures.Future[Any]:
         futures = [work.get_future() for work in self._works]
