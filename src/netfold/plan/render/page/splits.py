@@ -9,7 +9,7 @@ from netfold.page.table import Column, of_largest, table
 from netfold.plan.job import Job
 from netfold.plan.render.page.bars import step_bars
 from netfold.plan.render.text import time
-from netfold.plan.result import RankedChoice, Result, parts
+from netfold.plan.result import Result, parts, reason
 from netfold.plan.search import PredictedJob, describe_split
 from netfold.plan.step import Prediction
 from netfold.plan.variants.hardware import Gain
@@ -17,27 +17,27 @@ from netfold.plan.variants.hardware import Gain
 
 def best_few(answer: Result) -> str:
     """The fastest choice of each mesh."""
-    ways = answer.best_few
-    if len(ways) == 1:
+    choices = answer.best_few
+    if len(choices) == 1:
         return ""
-    columns: tuple[Column[RankedChoice], ...] = (
-        Column("mesh", lambda way: _mesh(way.choice.job), meaning="ranks: tensor x pipeline x data"),
-        Column("step", "choice.prediction.step_s", time),
-        Column("memory", "choice.prediction.memory.total", units.size),
-        Column("MFU", "choice.prediction.mfu", units.ratio),
-        Column("micro", "choice.job.micro_batch", meaning="samples of a microbatch"),
-        Column("virtual", "choice.job.split.interleave", meaning="virtual stages per pipeline rank"),
-        Column("ZeRO", "choice.job.split.zero"),
+    columns: tuple[Column[PredictedJob], ...] = (
+        Column("mesh", lambda choice: _mesh(choice.job), meaning="ranks: tensor x pipeline x data"),
+        Column("step", "prediction.step_s", time),
+        Column("memory", "prediction.memory.total", units.size),
+        Column("MFU", "prediction.mfu", units.ratio),
+        Column("micro", "job.micro_batch", meaning="samples of a microbatch"),
+        Column("virtual", "job.split.interleave", meaning="virtual stages per pipeline rank"),
+        Column("ZeRO", "job.split.zero"),
         Column(
             "sequence",
-            lambda way: "yes" if way.choice.job.split.sequence else "no",
+            lambda choice: "yes" if choice.job.split.sequence else "no",
             meaning="whether tensor ranks split norms and dropouts by tokens",
         ),
-        Column("recompute", "choice.job.recomputation"),
-        Column("what limits it", "reason", prose=True),
+        Column("recompute", "job.recomputation"),
+        Column("what limits it", lambda choice: reason(choice, answer.best), prose=True),
     )
     caption = "The fastest choice of each mesh, and the part of a step that is longer than in the best choice."
-    return step_bars([(_mesh(way.choice.job), way.choice) for way in ways]) + table("few", caption, columns, ways)
+    return step_bars([(_mesh(choice.job), choice) for choice in choices]) + table("few", caption, columns, choices)
 
 
 def front(answer: Result) -> str:
