@@ -114,7 +114,7 @@ def measure(path: str) -> dict[str, Any]:
         with start_ranks(network, keep_busy, path, hosts=others, environment=environment):
             crowded, _ = alone.ask()[0]
     found = replace(profile, crowded=max(1.0, _host_s(crowded) / _host_s(profile)))
-    return {"path": path, "profile": found.to_json(), "times": [asdict(each) for each in times]}
+    return {"path": path, "profile": asdict(found), "times": [asdict(each) for each in times]}
 
 
 def profiler(me: Rank, path: str) -> None:

@@ -3,7 +3,8 @@
 `sources` predicts each published table and `claims` the talks' numbers; `bench/results/plan.md` is the result.
 `runs` reads a table of measured steps and `report` predicts it; `calibrate` fits constants to a few of these runs.
 `score` has the errors.
-May import NumPy and `netfold.plan`. No source is predicted by constants that saw its rows, unless its `fitted` says so.
+May import NumPy, `netfold.plan` and `netfold.page`. No source is predicted by constants that saw its rows, unless its
+`fitted` says so.
 
 Run: `python bench/validation --help`. Tests: `.venv/bin/pytest tests/plan/test_validation.py tests/plan/test_claims.py`
 """

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from netfold.page.escape import to_plain
 from netfold.plan.cluster import load_cluster
 from validation.claims import claims, claims_markdown
 from validation.report import runs_markdown, validate
@@ -47,26 +46,18 @@ def _text(asked: argparse.Namespace) -> str:
     if asked.runs:
         known = read_runs(asked.calibrate) if asked.calibrate else []
         report = validate(read_runs(asked.runs), load_cluster(asked.cluster), known)
-        return _as_json(asdict(report)) if asked.json else runs_markdown(report)
+        return _as_json(report) if asked.json else runs_markdown(report)
     found = [] if asked.claims else [(source, source.compare()) for source in SOURCES]
     said = claims()
     if asked.json:
-        sources = [{"source": source.name, "rows": [asdict(case) for case in cases]} for source, cases in found]
-        return _as_json({"sources": sources, "claims": [claim.to_json() for claim in said]})
+        sources = [{"source": source.name, "rows": cases} for source, cases in found]
+        return _as_json({"sources": sources, "claims": [{**vars(claim), "agrees": claim.agrees} for claim in said]})
     return (f"{sources_markdown(found)}\n" if found else "") + claims_markdown(said)
 
 
 def _as_json(tree: object) -> str:
     """JSON has no infinity: a bound that is infinite becomes null."""
-
-    def finite(value: object) -> object:
-        if isinstance(value, dict):
-            return {str(key): finite(each) for key, each in value.items()}
-        if isinstance(value, (list, tuple)):
-            return [finite(each) for each in value]
-        return None if isinstance(value, float) and not math.isfinite(value) else value
-
-    return json.dumps(finite(tree), indent=1) + "\n"
+    return json.dumps(to_plain(tree), indent=1) + "\n"
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ A question is a preset cluster, a model by name and a split. No constant is fitt
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from math import inf
 from typing import Any
@@ -60,9 +60,6 @@ class Claim:
     @property
     def agrees(self) -> bool:
         return self.low <= self.finding.predicted <= self.high
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self) | {"agrees": self.agrees}
 
 
 @dataclass(frozen=True)

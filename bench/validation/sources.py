@@ -81,6 +81,10 @@ class Row:
             raise ValueError(f"{self.model}, {self.metric}: the notes {self.notes!r} have no {key}=")
         return found[1]
 
+    @property
+    def is_zero(self) -> bool:
+        return self.parallelism.startswith("ZeRO")
+
     def number(self, key: str) -> int:
         return int(self.note(key))
 
@@ -139,130 +143,101 @@ def _single_node(_: Sequence[Row]) -> list[Case]:
     return cases
 
 
-def _megatron_table(rows: Sequence[Row]) -> list[Case]:
+def _megatron_table(row: Row) -> Case:
     """Narayanan et al. 2021, table 2: FLOP/s by a formula that includes recomputation; the step time follows."""
-    cases = []
-    for row in rows:
-        model, ranks, batch = row.gpt(), int(row.workers), row.number("B")
-        # Section 5.1: 96 B s l h^2 (1 + s/6h + V/16lh), with full recomputation.
-        h, s, depth = model.hidden, model.sequence, model.depth
-        flops = 96.0 * batch * s * depth * h * h * (1 + s / (6 * h) + model.vocabulary / (16 * depth * h))
-        split = Split(data=ranks, zero=3) if row.parallelism.startswith("ZeRO") else row.split()
-        # DeepSpeed of early 2021 waited for each gather on the device (github.com/deepspeedai/DeepSpeed, 1188).
-        job = Job(batch, row.number("mb"), split, "f16", recomputation="full", gradient_bytes=2, prefetch=False)
-        prediction = predict(model, load_cluster("dgx-a100"), job)
-        cases.append(step_case(f"{row.model}, {ranks}: {split.text()}", flops / (ranks * row.value * 1e12), prediction))
-    return cases
+    model, ranks, batch = row.gpt(), int(row.workers), row.number("B")
+    # Section 5.1: 96 B s l h^2 (1 + s/6h + V/16lh), with full recomputation.
+    h, s, depth = model.hidden, model.sequence, model.depth
+    flops = 96.0 * batch * s * depth * h * h * (1 + s / (6 * h) + model.vocabulary / (16 * depth * h))
+    split = Split(data=ranks, zero=3) if row.is_zero else row.split()
+    # DeepSpeed of early 2021 waited for each gather on the device (github.com/deepspeedai/DeepSpeed, 1188).
+    job = Job(batch, row.number("mb"), split, "f16", recomputation="full", gradient_bytes=2, prefetch=False)
+    prediction = predict(model, load_cluster("dgx-a100"), job)
+    return step_case(f"{row.model}, {ranks}: {split.text()}", flops / (ranks * row.value * 1e12), prediction)
 
 
-def _megatron_pipelines(rows: Sequence[Row]) -> list[Case]:
-    return _megatron_table([row for row in rows if not row.parallelism.startswith("ZeRO")])
-
-
-def _megatron_zero(rows: Sequence[Row]) -> list[Case]:
-    return _megatron_table([row for row in rows if row.parallelism.startswith("ZeRO")])
-
-
-def _recomputation(rows: Sequence[Row]) -> list[Case]:
+def _recomputation(row: Row) -> Case:
     """Korthikanti et al. 2022, table 5: full recomputation, or selective with sequence parallelism."""
-    cases = []
-    for row in rows:
-        selective = "selective" in row.notes
-        job = Job(
-            row.number("B"),
-            row.number("mb"),
-            row.split(sequence=selective),
-            precision="f16",
-            recomputation="selective" if selective else "full",
-        )
-        prediction = predict(row.gpt(), load_cluster("dgx-a100"), job)
-        cases.append(step_case(f"{row.model}, {row.notes}", row.value, prediction))
-    return cases
+    selective = "selective" in row.notes
+    job = Job(
+        row.number("B"),
+        row.number("mb"),
+        row.split(sequence=selective),
+        precision="f16",
+        recomputation="selective" if selective else "full",
+    )
+    prediction = predict(row.gpt(), load_cluster("dgx-a100"), job)
+    return step_case(f"{row.model}, {row.notes}", row.value, prediction)
 
 
-def _memory(rows: Sequence[Row]) -> list[Case]:
+def _memory(row: Row) -> Case:
     """Korthikanti et al. 2022, figure 1: activations of the first stage; weights and state of transformer blocks alone.
 
     The figure shows the paper's formulas (section 4) for activations that are kept. `memory_of` adds one recomputed
     block.
     """
-    cases = []
-    for row in rows:
-        model = row.gpt()
-        selective = "seq-par" in row.notes
-        pipeline = int(row.workers) // 8
-        interleave = 3 if model.depth % (3 * pipeline) == 0 and 1 < pipeline < model.depth // 2 else 1
-        split = Split(tensor=8, pipeline=pipeline, interleave=interleave, sequence=selective)
-        micro = 4 if pipeline == 1 else 1
-        job = Job(8 * micro * pipeline, micro, split, "f16", recomputation="selective" if selective else "none")
-        stages = predict(model, load_cluster("dgx-a100"), job).stages
-        if row.metric == "memory_activations":
-            found = waiting(0, job.microbatches, job) * stages[0].kept_bytes
-        else:
-            # A stage without embeddings: the figure leaves them out.
-            held = min(range(len(stages)), key=lambda index: stages[index].parameters)
-            parts = memory_of(stages[held], held, job.microbatches, job)
-            found = parts.weights + parts.gradients + parts.optimizer
-        name = f"{row.model}: {row.metric.removeprefix('memory_')}{', selective' if selective else ''}"
-        cases.append(banded_case(name, "GiB", row.value, found / 2**30, _MEMORY_BAND))
-    return cases
+    model = row.gpt()
+    selective = "seq-par" in row.notes
+    pipeline = int(row.workers) // 8
+    interleave = 3 if model.depth % (3 * pipeline) == 0 and 1 < pipeline < model.depth // 2 else 1
+    split = Split(tensor=8, pipeline=pipeline, interleave=interleave, sequence=selective)
+    micro = 4 if pipeline == 1 else 1
+    job = Job(8 * micro * pipeline, micro, split, "f16", recomputation="selective" if selective else "none")
+    stages = predict(model, load_cluster("dgx-a100"), job).stages
+    if row.metric == "memory_activations":
+        found = waiting(0, job.microbatches, job) * stages[0].kept_bytes
+    else:
+        # A stage without embeddings: the figure leaves them out.
+        held = min(range(len(stages)), key=lambda index: stages[index].parameters)
+        parts = memory_of(stages[held], held, job.microbatches, job)
+        found = parts.weights + parts.gradients + parts.optimizer
+    name = f"{row.model}: {row.metric.removeprefix('memory_')}{', selective' if selective else ''}"
+    return banded_case(name, "GiB", row.value, found / 2**30, _MEMORY_BAND)
 
 
-def _weak_scaling(rows: Sequence[Row]) -> list[Case]:
+def _weak_scaling(row: Row) -> Case:
     """The figures of Megatron-LM's repository: full recomputation; the batch is one microbatch of each replica."""
-    cases = []
-    for row in rows:
-        model = Transformer(row.model, row.number("h"), row.number("heads"), row.number("L"), 1024)
-        split, v100 = row.split(), "V100" in row.hardware
-        micro = 8 if v100 else 16
-        job = Job(micro * split.data, micro, split, "f16", recomputation="full", gradient_bytes=2)
-        prediction = predict(model, load_cluster("dgx-2" if v100 else "dgx-a100"), job)
-        cases.append(step_case(f"{row.model}, {row.workers} x {row.hardware}", row.value / 1e3, prediction))
-    return cases
+    model = Transformer(row.model, row.number("h"), row.number("heads"), row.number("L"), 1024)
+    split, v100 = row.split(), "V100" in row.hardware
+    micro = 8 if v100 else 16
+    job = Job(micro * split.data, micro, split, "f16", recomputation="full", gradient_bytes=2)
+    prediction = predict(model, load_cluster("dgx-2" if v100 else "dgx-a100"), job)
+    return step_case(f"{row.model}, {row.workers} x {row.hardware}", row.value / 1e3, prediction)
 
 
-def _turing(rows: Sequence[Row]) -> list[Case]:
+def _turing(row: Row) -> Case:
     """Smith et al. 2022, section 2.4: 530 billion parameters with DeepSpeed's pipeline."""
-    cases = []
-    for row in rows:
-        job = Job(row.number("B"), 1, row.split(), recomputation="full")
-        prediction = predict(row.gpt(), load_cluster("dgx-a100"), job)
-        cases.append(step_case(f"{row.model}, {row.workers}", row.value, prediction))
-    return cases
+    job = Job(row.number("B"), 1, row.split(), recomputation="full")
+    prediction = predict(row.gpt(), load_cluster("dgx-a100"), job)
+    return step_case(f"{row.model}, {row.workers}", row.value, prediction)
 
 
-def _foundry(rows: Sequence[Row]) -> list[Case]:
+def _foundry(row: Row) -> Case:
     """llm-foundry: MPT models of 125 million to 70 billion parameters with FSDP on 8 to 128 A100."""
-    cases = []
-    for row in rows:
-        ranks, batch, sequence = int(row.workers), row.number("gbs"), row.number("seq")
-        model = Transformer(row.model, *_MPT[row.model], sequence, vocabulary=50368, flash=True)
-        job = Job(
-            batch,
-            row.number("mb"),
-            Split(data=ranks, zero=3),
-            recomputation="full" if row.note("ckpt") == "True" else "none",
-            gradient_bytes=2,
-        )
-        cluster = load_cluster("dgx-a100" if "80gb" in row.hardware else "a100-roce")
-        # The table has tokens per second and device.
-        measured_s = batch * sequence / (row.value * ranks)
-        name = f"{row.model}, {ranks} x {row.hardware}, {sequence} tokens"
-        cases.append(step_case(name, measured_s, predict(model, cluster, job)))
-    return cases
+    ranks, batch, sequence = int(row.workers), row.number("gbs"), row.number("seq")
+    model = Transformer(row.model, *_MPT[row.model], sequence, vocabulary=50368, flash=True)
+    job = Job(
+        batch,
+        row.number("mb"),
+        Split(data=ranks, zero=3),
+        recomputation="full" if row.note("ckpt") == "True" else "none",
+        gradient_bytes=2,
+    )
+    cluster = load_cluster("dgx-a100" if "80gb" in row.hardware else "a100-roce")
+    # The table has tokens per second and device.
+    measured_s = batch * sequence / (row.value * ranks)
+    name = f"{row.model}, {ranks} x {row.hardware}, {sequence} tokens"
+    return step_case(name, measured_s, predict(model, cluster, job))
 
 
-def _bus_bandwidth(rows: Sequence[Row]) -> list[Case]:
+def _bus_bandwidth(row: Row) -> Case:
     """nccl-tests of all_reduce within a node, in GB/s: 2(P-1)/P of the bytes over the time."""
-    cases = []
-    for row in rows:
-        size, ranks = int(row.model.split()[1]), int(row.workers)
-        cluster = load_cluster("dgx-1" if row.hardware == "V100" else "dgx-a100")
-        seconds = collective_s("all_reduce", size, Group(ranks), cluster, FITTED)
-        busbw = 2 * (ranks - 1) / ranks * size / seconds / 1e9
-        name = f"all_reduce of {size} bytes, {ranks} x {row.hardware}"
-        cases.append(banded_case(name, "GB/s", row.value, busbw, _LARGE_BAND if size >= 16 << 20 else _SMALL_BAND))
-    return cases
+    size, ranks = int(row.model.split()[1]), int(row.workers)
+    cluster = load_cluster("dgx-1" if row.hardware == "V100" else "dgx-a100")
+    seconds = collective_s("all_reduce", size, Group(ranks), cluster, FITTED)
+    busbw = 2 * (ranks - 1) / ranks * size / seconds / 1e9
+    name = f"all_reduce of {size} bytes, {ranks} x {row.hardware}"
+    return banded_case(name, "GB/s", row.value, busbw, _LARGE_BAND if size >= 16 << 20 else _SMALL_BAND)
 
 
 def _edsr(rows: Sequence[Row]) -> list[Case]:
@@ -319,6 +294,15 @@ def fit_law(runs: Sequence[tuple[int, float]], resolution: float) -> Law:
     return Law(float(alone), doubling, _EIGHTY * max(_REPEATS, float(np.sqrt((off**2).sum() / (len(runs) - 2)))))
 
 
+def _each(case: Callable[[Row], Case]) -> Callable[[Sequence[Row]], list[Case]]:
+    """The cases of a source whose rows are predicted one by one."""
+    return lambda rows: list(map(case, rows))
+
+
+def _megatron(*, zero: bool) -> Callable[[Sequence[Row]], list[Case]]:
+    return lambda rows: [_megatron_table(row) for row in rows if row.is_zero == zero]
+
+
 _NONE = "none of its rows"
 # A rule and no number, but it was chosen with these rows in sight.
 _ONE_RING = "no number; the choice of one ring for ZeRO-3's gathers was made with these rows and the other source's"
@@ -331,14 +315,14 @@ _LINKS = "collective_s, copy_bytes_per_s and latencies inside nodes"
 
 SOURCES = (
     Source("GPT on one node, 2-8 A100", "none", _SHIPPED, _single_node),
-    Source("Megatron-LM, tensor and pipeline, 384-2240 A100", _MEGATRON, _NONE, _megatron_pipelines),
-    Source("Megatron-LM's table, ZeRO-3, 384-2240 A100", _MEGATRON, _NO_PREFETCH, _megatron_zero),
-    Source("Korthikanti, table 5, 8-512 A100", "calculon-ai/calculon", _NONE, _recomputation),
-    Source("Megatron-LM's figures, 1-1024 A100 and V100", "NVIDIA/Megatron-LM", _NONE, _weak_scaling),
-    Source("Megatron-Turing, 2240-3360 A100", "cli99/llm-analysis examples", _NONE, _turing),
-    Source("llm-foundry, FSDP, 8-128 A100", "mosaicml/llm-foundry", _ONE_RING, _foundry),
-    Source("Korthikanti, figure 1, memory", "calculon validation.py", _NONE, _memory),
-    Source("vTrain's nccl-tests, 2-8 A100 and V100", "VIA-Research/vTrain", _LINKS, _bus_bandwidth),
+    Source("Megatron-LM, tensor and pipeline, 384-2240 A100", _MEGATRON, _NONE, _megatron(zero=False)),
+    Source("Megatron-LM's table, ZeRO-3, 384-2240 A100", _MEGATRON, _NO_PREFETCH, _megatron(zero=True)),
+    Source("Korthikanti, table 5, 8-512 A100", "calculon-ai/calculon", _NONE, _each(_recomputation)),
+    Source("Megatron-LM's figures, 1-1024 A100 and V100", "NVIDIA/Megatron-LM", _NONE, _each(_weak_scaling)),
+    Source("Megatron-Turing, 2240-3360 A100", "cli99/llm-analysis examples", _NONE, _each(_turing)),
+    Source("llm-foundry, FSDP, 8-128 A100", "mosaicml/llm-foundry", _ONE_RING, _each(_foundry)),
+    Source("Korthikanti, figure 1, memory", "calculon validation.py", _NONE, _each(_memory)),
+    Source("vTrain's nccl-tests, 2-8 A100 and V100", "VIA-Research/vTrain", _LINKS, _each(_bus_bandwidth)),
     Source("EDSR, 32-512 V100, from 1-16", "EDSR with MVAPICH2", "two numbers per library, of its first five rows", _edsr),
 )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from netfold.diagnostics import Counters, Rank
+from netfold.diagnostics.status_segment import Counters, Rank
 
 S = 1_000_000_000
 NOW = 100 * S

@@ -19,7 +19,8 @@ from load import seconds
 from ranks import run_ranks, values
 
 from netfold import Communicator, FileStore, Options
-from netfold.diagnostics import Transfer, diagnose, find_ranks
+from netfold.diagnostics.job import diagnose
+from netfold.diagnostics.status_segment import Transfer, find_ranks
 
 
 def test_a_rank_that_has_not_called_is_named_with_its_last_operation() -> None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from netfold.diagnostics.preflight import Capacity, Facts, Level, PairLink, PreflightFacts, advise, apply_rules
-from netfold.diagnostics.preflight.facts import SwitchQuota
-from netfold.diagnostics.preflight.links import rounds
+from netfold.diagnostics.preflight import PreflightFacts, advise, apply_rules
+from netfold.diagnostics.preflight.capacity import Capacity
+from netfold.diagnostics.preflight.facts import Facts, SwitchQuota
+from netfold.diagnostics.preflight.links import PairLink, rounds
+from netfold.diagnostics.preflight.rules import Level
 
 GIGABIT = 1e9 / 8
 WELL = Facts(

@@ -23,8 +23,9 @@ from ranks import Outcome, run_ranks, running_switch, values
 from rich.console import Console
 
 from netfold import Communicator, FileStore
-from netfold.diagnostics import RankRates, Sampler, Slowest, Snapshot, View, find_ranks, ranks_behind
-from netfold.diagnostics.sampler import _Group, _Member
+from netfold.diagnostics.sampler import RankRates, Sampler, Slowest, Snapshot, _Group, _Member, ranks_behind
+from netfold.diagnostics.status_segment import find_ranks
+from netfold.diagnostics.top import View
 
 MS = 1_000_000
 MB = 1 << 20

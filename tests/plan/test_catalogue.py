@@ -44,8 +44,11 @@ def test_the_layers_of_a_model_have_its_published_parameter_count(name: str, par
 
 def test_inceptions_with_auxiliary_heads_have_torchvisions_parameter_count() -> None:
     # torchvision's documentation counts Inception v3 with its head, and GoogLeNet without; its GoogLeNet() has two.
-    assert sum(sum(layer.counts) for layer in inception3(heads=True)) == 27_161_264
-    assert sum(sum(layer.counts) for layer in googlenet(heads=True)) == 13_004_888
+    deep = Stack(768, 17, 17).pool(5, 3).conv_norm(128, 1).conv_norm(768, 5).linear(1000)
+    assert sum(sum(layer.counts) for layer in [*inception3(), *deep.layers]) == 27_161_264
+    heads = [Stack(channels, 4, 4).conv_norm(128, 1).linear(1024).linear(1000) for channels in (512, 528)]
+    layers = [*googlenet(), *(layer for head in heads for layer in head.layers)]
+    assert sum(sum(layer.counts) for layer in layers) == 13_004_888
     # The head of Inception v3: a convolution to 128, one of 5 x 5 to 768, a classifier.
     head = 768 * 128 + 2 * 128 + 128 * 768 * 25 + 2 * 768 + 768 * 1000 + 1000
     assert find_model("inception3").parameters == 27_161_264 - head
@@ -123,7 +126,7 @@ def test_sizes_follow_strides_paddings_and_roundings() -> None:
 
 
 def test_convolution_flops_are_one_multiply_add_for_each_weight_and_position() -> None:
-    image = Stack(6, 10, 12).conv(4, 3, 1, 1, groups=2)
+    image = Stack(3, 10, 12).conv(4, 3, 1, 1)
     (layer,) = image.layers
     assert layer.shapes == ((4, 3, 3, 3), (4,))
     assert layer.flops == 2 * (4 * 3 * 3 * 3) * (10 * 12)

@@ -1,7 +1,7 @@
 """A step from one host's profile, simulated on several hosts: its times can be computed by hand."""
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 
@@ -177,7 +177,7 @@ def test_hosts_that_share_cores_cannot_be_folded_into_one() -> None:
 
 def test_a_profile_survives_its_file(tmp_path) -> None:  # type: ignore[no-untyped-def]
     file = tmp_path / "step.json"
-    file.write_text(json.dumps({"profile": MODEL.to_json()}))
+    file.write_text(json.dumps({"profile": asdict(MODEL)}))
     assert read_timed_step(file) == MODEL == find_model(str(file))
     file.write_text("{}")
     with pytest.raises(ValueError, match=r"step\.json: this is not a profile"):

@@ -17,7 +17,7 @@ from traces import KB, MB, PROFILER, Op, make_run, make_trace
 from netfold._native import engine
 from netfold.plan.advice import advise
 from netfold.profile.analyse import analyse
-from netfold.profile.columns import completes, submitted_to
+from netfold.profile.columns import completes, submissions
 from netfold.profile.compare import compare
 from netfold.profile.export import as_csv, as_json, comparison_as_json
 from netfold.profile.findings import Findings, Row
@@ -210,5 +210,5 @@ def test_in_a_group_of_gloo_and_nccl_each_operation_is_its_own_backends(monkeypa
     (operations,) = source.take(names).operations
     about = RankMetadata(0, 2, "a", 1, PROFILER, names.by_number(), source.groups())
     trace = Trace(about, operations, np.zeros(0, STEP), np.zeros(0, PROGRESS))
-    assert completes(trace).tolist() == [False, True] and submitted_to(trace) == {"nccl": 1}
+    assert completes(trace).tolist() == [False, True] and submissions(make_run(trace)) == {"nccl": 1}
     assert analyse(make_run(trace)).backends == ["gloo", "nccl"]

@@ -26,7 +26,8 @@ def job(
 
     from rich.table import Table
 
-    from netfold.diagnostics import diagnose, find_ranks
+    from netfold.diagnostics.job import diagnose
+    from netfold.diagnostics.status_segment import find_ranks
 
     ranks = find_ranks()
     if pid is not None:

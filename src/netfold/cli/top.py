@@ -11,7 +11,8 @@ from netfold.cli.output import STDOUT_TABLE, Output, with_output
 from netfold.cli.verb import time_option
 
 if TYPE_CHECKING:
-    from netfold.diagnostics import Snapshot, View
+    from netfold.diagnostics.sampler import Snapshot
+    from netfold.diagnostics.top import View
 
 
 @with_output("json")
@@ -32,7 +33,8 @@ def top(
     from rich.console import Console
     from rich.live import Live
 
-    from netfold.diagnostics import Sampler, View
+    from netfold.diagnostics.sampler import Sampler
+    from netfold.diagnostics.top import View
 
     console = Console()
     with (

@@ -9,23 +9,3 @@ Always: everything but preflight only reads; a process that hangs, is stopped or
 
 Tests: `.venv/bin/pytest tests/diagnostics`
 """
-
-from netfold.diagnostics.job import Verdict, diagnose
-from netfold.diagnostics.sampler import RankRates, Sampler, Slowest, Snapshot, ranks_behind
-from netfold.diagnostics.status_segment import Counters, Rank, Transfer, find_ranks
-from netfold.diagnostics.top import View
-
-__all__ = [
-    "Counters",
-    "Rank",
-    "RankRates",
-    "Sampler",
-    "Slowest",
-    "Snapshot",
-    "Transfer",
-    "Verdict",
-    "View",
-    "diagnose",
-    "find_ranks",
-    "ranks_behind",
-]

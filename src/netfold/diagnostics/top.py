@@ -12,16 +12,8 @@ from netfold.diagnostics.sampler import RankRates, Snapshot
 # On a narrow terminal, _SPARE lists the columns in the order of removal, and `doing` moves below the table.
 _COLUMNS = ("rank", "process", "op/s", "tensor B/s", "wire B/s", "again", "under way", "exposed", "switch")
 _SPARE = ("process", "switch", "again", "wire B/s", "tensor B/s", "under way")
-_WIDTHS = {
-    "rank": 4,
-    "process": 8,
-    "op/s": 7,
-    "tensor B/s": 10,
-    "wire B/s": 8,
-    "again": 5,
-    "under way": 9,
-    "exposed": 7,
-}
+# Columns whose cells may be wider than their name.
+_WIDTHS = {"process": 8, "op/s": 7}
 _DOING_WIDTH = 40
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 from typing import Any, Generic, TypeVar
 
 from netfold.page.escape import attribute, escape, is_known, terms, to_plain
@@ -22,21 +22,24 @@ Bar = tuple[float, float, float | None]
 class Column(Generic[Item]):
     """A column of a table.
 
-    value: of one item; None if unknown.
+    value: of one item, or the name of its attribute (`choice.step_s`); None if unknown.
     text: the value in words.
     meaning: for the list below the table; empty if the title is enough.
     unknown: why the value is unknown, for all items or for one item.
-    bar: of one item.
+    bar: of one item; True: from 0 to the value, as wide as the cell for the largest value.
     prose: the cells are sentences, which wrap.
     """
 
     title: str
-    value: Callable[[Item], Any]
+    value: Callable[[Item], Any] | str
     text: Callable[[Any], str] = str
     meaning: str = ""
     unknown: str | Callable[[Item], str] = ""
-    bar: Callable[[Item], Bar | None] | None = None
+    bar: Callable[[Item], Bar | None] | bool = False
     prose: bool = False
+
+    def value_of(self, item: Item) -> Any:
+        return attrgetter(self.value)(item) if isinstance(self.value, str) else self.value(item)
 
 
 def table(name: str, caption: str, columns: Sequence[Column[Item]], items: Sequence[Item], *, heads: int = 1) -> str:
@@ -50,9 +53,10 @@ def table(name: str, caption: str, columns: Sequence[Column[Item]], items: Seque
         f'<th scope="col"{attribute("class", kind)}>{escape(column.title)}</th>'
         for column, kind in zip(columns, kinds, strict=True)
     )
+    bars = [of_largest(items, column.value_of) if column.bar is True else column.bar for column in columns]
+    cells = list(zip(columns, kinds, bars, strict=True))
     rows = "".join(
-        f"<tr>{''.join(_cell(column, item, kind, notes) for column, kind in zip(columns, kinds, strict=True))}</tr>"
-        for item in items
+        f"<tr>{''.join(_cell(column, item, kind, bar, notes) for column, kind, bar in cells)}</tr>" for item in items
     )
     return (
         f'<div class="wide" tabindex="0" role="region" aria-labelledby="{name}-caption"><table id="{name}" '
@@ -83,8 +87,10 @@ def of_largest(items: Sequence[Item], value: Callable[[Item], float | None]) -> 
     return bar
 
 
-def _cell(column: Column[Item], item: Item, kind: str, notes: dict[str, int]) -> str:
-    value = column.value(item)
+def _cell(
+    column: Column[Item], item: Item, kind: str, bar: Callable[[Item], Bar | None] | bool, notes: dict[str, int]
+) -> str:
+    value = column.value_of(item)
     if is_known(value):
         text = escape(column.text(value))
         # A column of counts by name is sorted by their sums.
@@ -96,7 +102,7 @@ def _cell(column: Column[Item], item: Item, kind: str, notes: dict[str, int]) ->
         text, exact = f'<span class="unknown">not known<sup>{number}</sup></span>', ""
     if kind == "name":
         return f'<th scope="row"{exact}>{text}</th>'
-    return f"<td{attribute('class', kind)}{exact}>{text}{_bar(column.bar(item)) if column.bar is not None else ''}</td>"
+    return f"<td{attribute('class', kind)}{exact}>{text}{_bar(bar(item)) if callable(bar) else ''}</td>"
 
 
 def _bar(bar: Bar | None) -> str:

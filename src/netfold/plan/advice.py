@@ -8,12 +8,14 @@ each sentence has the number that passed its threshold.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from netfold import units
-from netfold.plan.profile_link import NO_LINE, Fitted, ObservedGroup, fit, observe_groups
+from netfold.plan.profile_link import NO_LINE, SMALL_BYTES, Fitted, ObservedGroup, fit, observe_groups
 from netfold.profile.columns import Bools, Floats
 from netfold.profile.findings import MB, Advice, Findings, Row, Straggler, submissions_text
 from netfold.profile.run import Run
@@ -31,7 +33,6 @@ _WORTH_A_QUEUE = 0.25
 _WORTH_A_CHANGE = 0.1
 # The least small messages per step, and the size to fuse them to (DDP's default bucket).
 _MANY_MESSAGES, _FUSED_BYTES = 8, 25 * MB
-_SMALL_BYTES = 128 << 10
 # The least part of packets sent again, at a common path's packet size. The least part of look-ups that miss.
 _WORTH_A_LOSS, _PACKET_BYTES = 0.001, 1500
 _WORTH_A_MISS, _LEAST_MISSES = 0.1, 10
@@ -39,7 +40,7 @@ _WORTH_A_MISS, _LEAST_MISSES = 0.1, 10
 
 def advise(run: Run, findings: Findings) -> list[Advice]:
     """findings: of `netfold.profile.analyse` for `run`. Advice on most of the time comes first."""
-    advice = [Advice(text, False) for text in [submissions_text(findings.submissions)] if text]
+    advice = [Advice(text) for text in [submissions_text(findings.submissions)] if text]
     rows = [row for row in findings.rows if not row.submitted_only]
     if not rows:
         return advice
@@ -47,20 +48,19 @@ def advise(run: Run, findings: Findings) -> list[Advice]:
     advice.append(_where(top, findings))
     advice += _stragglers(findings)
     groups = observe_groups(run)
-    # Small messages depend on the load of hosts as much as on the link: the link of large ones is found without them.
-    links = [fit(each, _SMALL_BYTES) for each in groups]
+    links = [fit(each, SMALL_BYTES) for each in groups]
     known = [(each, link) for each, link in zip(groups, links, strict=True) if isinstance(link, Fitted)]
     reductions = [row for row in rows if row.operation == "all_reduce" and _share(row) >= _WORTH_A_ROW]
-    large = [row for row in reductions if row.bytes > _SMALL_BYTES * row.count]
+    large = [row for row in reductions if row.bytes > SMALL_BYTES * row.count]
     for row in large:
         advice += _faster_options(row, known, len(findings.ranks))
     of_all = [(each, link) for each in groups if isinstance(link := fit(each), Fitted)]
     advice += _small_messages(findings, of_all)
     if large and not known:
         reason = links[0] if links else "no operation was recorded by all ranks of a group and synchronises them"
-        advice.append(Advice(f"the gain by a switch or a narrower wire format is not predicted: {reason}", False))
+        advice.append(Advice(f"the gain by a switch or a narrower wire format is not predicted: {reason}"))
     for row in rows:
-        advice += _queueing(row) + _losses(row) + _registration(row)
+        advice += [*_queueing(row), *_losses(row), *_registration(row)]
     return advice
 
 
@@ -82,27 +82,25 @@ def _where(top: Row, findings: Findings) -> Advice:
     if top.exposed_s is not None and findings.overall.exposed_s:
         part = 100 * top.exposed_s / findings.overall.exposed_s
         text += f"; {units.seconds(top.exposed_s)} of it is exposed, {part:.0f}% of all that computing does not hide"
-    return Advice(text, False)
+    return Advice(text)
 
 
-def _stragglers(findings: Findings) -> list[Advice]:
+def _stragglers(findings: Findings) -> Iterator[Advice]:
     """The rank that other ranks waited for most, if that is at least twice its share of all such waiting."""
     late: Straggler | None = max(findings.stragglers, key=lambda each: each.waited_for_s, default=None)
     waited = sum(each.waited_for_s for each in findings.stragglers)
     # Overlapping operations are waited for separately, so the whole is the sum of their times and not the wall time.
     took = sum(map(_total_s, findings.rows))
     if late is None or waited == 0 or took <= 0:
-        return []
+        return
     often = late.last / late.operations
     part = late.waited_for_s / took
-    if late.waited_for_s < min(_MOSTLY, 2 / len(findings.ranks)) * waited or part < _WORTH_A_WAIT:
-        return []
-    text = (
-        f"rank {late.rank} ({late.host}) was last in {100 * often:.0f}% of {late.operations} operations; each other "
-        f"rank waited {units.seconds(late.waited_for_s)} for it over all operations: its work before them (data, "
-        "cores) causes the wait, not the network"
-    )
-    return [Advice(text, False)]
+    if late.waited_for_s >= min(_MOSTLY, 2 / len(findings.ranks)) * waited and part >= _WORTH_A_WAIT:
+        yield Advice(
+            f"rank {late.rank} ({late.host}) was last in {100 * often:.0f}% of {late.operations} operations; each "
+            f"other rank waited {units.seconds(late.waited_for_s)} for it over all operations: its work before them "
+            "(data, cores) causes the wait, not the network"
+        )
 
 
 @dataclass(frozen=True)
@@ -113,11 +111,10 @@ class _Option:
     switch: bool
 
 
-def _faster_options(row: Row, known: list[tuple[ObservedGroup, Fitted]], ranks: int) -> list[Advice]:
+def _faster_options(row: Row, known: list[tuple[ObservedGroup, Fitted]], ranks: int) -> Iterator[Advice]:
     """For the group with most of the row's time: a sentence per option that would save at least a tenth."""
-    advice = []
     for observed, fitted in known:
-        mine = _of_row(row, observed) & (observed.size > _SMALL_BYTES)
+        mine = _of_row(row, observed) & (observed.size > SMALL_BYTES)
         if not mine.any():
             continue
         for option in _options(observed, mine):
@@ -135,9 +132,8 @@ def _faster_options(row: Row, known: list[tuple[ObservedGroup, Fitted]], ranks: 
             text += f"by the cost model {fitted.text()}"
             if row.exposed_s is not None and row.exposed_s < saved:
                 text += f"; computing hides all but {units.seconds(row.exposed_s)} of it now, so no more can be saved"
-            advice.append(Advice(text, True))
+            yield Advice(text, prediction=True)
         break
-    return advice
 
 
 def _of_row(row: Row, observed: ObservedGroup) -> Bools:
@@ -164,18 +160,10 @@ def _options(observed: ObservedGroup, mine: Bools) -> list[_Option]:
 
 def _predicted(observed: ObservedGroup, fitted: Fitted, mine: Bools, option: _Option | None) -> Floats:
     """[n] seconds of the chosen operations, as they ran (None) or with an option."""
-    cells = list(
-        zip(
-            observed.kind[mine].tolist(),
-            observed.algorithm[mine].tolist(),
-            observed.size[mine].tolist(),
-            observed.wire[mine].tolist(),
-            strict=True,
-        )
-    )
+    cells = observed.cells(mine)
     times = {}
     for cell in set(cells):
-        kind, algorithm, size, wire = cell
+        kind, algorithm, wire, size = cell
         if option is not None:
             algorithm, wire = option.algorithm or algorithm, wire if option.wire == "auto" else option.wire
         switch = int(option is not None and option.switch)
@@ -184,14 +172,13 @@ def _predicted(observed: ObservedGroup, fitted: Fitted, mine: Bools, option: _Op
     return np.array([times[cell] for cell in cells])
 
 
-def _small_messages(findings: Findings, known: list[tuple[ObservedGroup, Fitted]]) -> list[Advice]:
+def _small_messages(findings: Findings, known: list[tuple[ObservedGroup, Fitted]]) -> Iterator[Advice]:
     """Small reductions: how many a step has, and the time of fused ones."""
     if findings.steps is None:
-        return []
-    advice = []
+        return
     for row in findings.rows:
         a_step = row.count / findings.steps.count
-        if row.operation != "all_reduce" or row.to_bytes is None or row.to_bytes > _SMALL_BYTES:
+        if row.operation != "all_reduce" or row.to_bytes is None or row.to_bytes > SMALL_BYTES:
             continue
         if a_step < _MANY_MESSAGES or _share(row) < _WORTH_A_ROW:
             continue
@@ -212,43 +199,34 @@ def _small_messages(findings: Findings, known: list[tuple[ObservedGroup, Fitted]
                 )
                 before, after = units.seconds(a_step * now), units.seconds(messages * then)
                 text += f": {after} per step in place of {before} by {usual}, by the cost model {fitted.text()}"
-                advice.append(Advice(text, True))
+                yield Advice(text, prediction=True)
                 break
         else:
-            advice.append(Advice(text, False))
-    return advice
+            yield Advice(text)
 
 
-def _queueing(row: Row) -> list[Advice]:
+def _queueing(row: Row) -> Iterator[Advice]:
     took_s, queue_s = _total_s(row), row.queue_s or 0.0
-    if _share(row) < _WORTH_A_ROW or queue_s < _WORTH_A_QUEUE * took_s:
-        return []
-    text = (
-        f"{_name(row)} waited {units.seconds(queue_s)} per rank behind other operations, and took "
-        f"{units.seconds(took_s)}: whatever shortens the other operations shortens this wait, too"
-    )
-    return [Advice(text, False)]
+    if _share(row) >= _WORTH_A_ROW and queue_s >= _WORTH_A_QUEUE * took_s:
+        yield Advice(
+            f"{_name(row)} waited {units.seconds(queue_s)} per rank behind other operations, and took "
+            f"{units.seconds(took_s)}: whatever shortens the other operations shortens this wait, too"
+        )
 
 
-def _losses(row: Row) -> list[Advice]:
-    if not row.retransmissions or not row.wire_bytes:
-        return []
-    again = row.retransmissions * _PACKET_BYTES / row.wire_bytes
-    if again < _WORTH_A_LOSS:
-        return []
-    text = (
-        f"{_name(row)} sent {row.retransmissions:.0f} packets per rank again, {100 * again:.2g}% of all at "
-        f"{_PACKET_BYTES} bytes each: the path loses packets"
-    )
-    return [Advice(text, False)]
+def _losses(row: Row) -> Iterator[Advice]:
+    again = (row.retransmissions or 0.0) * _PACKET_BYTES / (row.wire_bytes or math.inf)
+    if again >= _WORTH_A_LOSS:
+        yield Advice(
+            f"{_name(row)} sent {row.retransmissions:.0f} packets per rank again, {100 * again:.2g}% of all at "
+            f"{_PACKET_BYTES} bytes each: the path loses packets"
+        )
 
 
-def _registration(row: Row) -> list[Advice]:
+def _registration(row: Row) -> Iterator[Advice]:
     hits, misses = row.registration_hits or 0.0, row.registration_misses or 0.0
-    if misses < _LEAST_MISSES or misses < _WORTH_A_MISS * (hits + misses):
-        return []
-    text = (
-        f"{_name(row)} found its buffer unregistered {misses:.0f} times a rank of {hits + misses:.0f}: buffers that "
-        "keep their address (DDP's buckets, netfold.empty) are registered once"
-    )
-    return [Advice(text, False)]
+    if misses >= _LEAST_MISSES and misses >= _WORTH_A_MISS * (hits + misses):
+        yield Advice(
+            f"{_name(row)} found its buffer unregistered {misses:.0f} times a rank of {hits + misses:.0f}: buffers "
+            "that keep their address (DDP's buckets, netfold.empty) are registered once"
+        )

@@ -21,6 +21,8 @@ from netfold.profile.run import Run
 from netfold.tuning.cost import FORMULAS, predict
 from netfold.tuning.topology import DEFAULT_LINKS, Link, Links, Topology
 
+# Smaller messages depend on the load of hosts as much as on the link, which is found without them.
+SMALL_BYTES = 128 << 10
 # Fewer operations of one algorithm and size give no reliable median.
 _LEAST_OPERATIONS = 3
 # A formula with a larger error does not describe the operations: something other than the link takes their time.
@@ -53,6 +55,11 @@ class ObservedGroup:
     apart_s: Floats
     alone: Bools
     topology: Topology
+
+    def cells(self, these: Bools) -> list[tuple[str, str, str, float]]:
+        """Kind, algorithm, wire and size of the operations `these`."""
+        columns = (self.kind, self.algorithm, self.wire, self.size)
+        return list(zip(*(column[these].tolist() for column in columns), strict=True))
 
 
 @dataclass(frozen=True)
@@ -95,16 +102,13 @@ def fit(observed: ObservedGroup, above_bytes: int = 0) -> Fitted | str:
         return f"no operation has more than {above_bytes} bytes"
     if not usable.any():
         return "no operation ran alone"
-    for kind, algorithm in sorted({*zip(observed.kind.tolist(), observed.algorithm.tolist(), strict=True)}):
-        if (kind, algorithm) not in FORMULAS or algorithm in NO_LINE:
-            continue
-        mine = usable & (observed.kind == kind) & (observed.algorithm == algorithm)
-        for wire in np.unique(observed.wire[mine]):
-            for size in np.unique(observed.size[mine]):
-                these = mine & (observed.wire == wire) & (observed.size == size)
-                if these.sum() >= _LEAST_OPERATIONS:
-                    near = these & (observed.apart_s <= np.median(observed.apart_s[these]))
-                    cells[kind, algorithm, str(wire), float(size)] = observed.pure_s[near]
+    places: dict[tuple[str, str, str, float], list[int]] = {}
+    for place, cell in zip(np.flatnonzero(usable).tolist(), observed.cells(usable), strict=True):
+        places.setdefault(cell, []).append(place)
+    for cell, these in sorted(places.items()):
+        if cell[:2] in FORMULAS and cell[1] not in NO_LINE and len(these) >= _LEAST_OPERATIONS:
+            near = observed.apart_s[these] <= np.median(observed.apart_s[these])
+            cells[cell] = observed.pure_s[these][near]
     if not cells:
         taken = sorted({str(name) for name in observed.algorithm})
         if taken == ["?"]:

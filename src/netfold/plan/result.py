@@ -23,14 +23,6 @@ FEW, FRONT = 5, 8
 
 
 @dataclass(frozen=True)
-class RankedChoice:
-    """One of the best few, and why it is slower than the best."""
-
-    choice: PredictedJob
-    reason: str
-
-
-@dataclass(frozen=True)
 class FailureImpact:
     """The best interval of computing between checkpoints, and the part of the time that then makes progress."""
 
@@ -55,7 +47,7 @@ class Result:
     efficiency: float
     tried: int
     fitting: int
-    best_few: tuple[RankedChoice, ...]
+    best_few: tuple[PredictedJob, ...]
     front: tuple[PredictedJob, ...]
     gains: tuple[Gain, ...]
     aggregator_gains: tuple[AggregatorGain, ...]
@@ -96,7 +88,7 @@ def solve(
         efficiency(model, cluster, best),
         found.tried,
         len(found.fitting),
-        tuple(RankedChoice(choice, reason(choice, best)) for choice in found.best_few(FEW)),
+        found.best_few(FEW),
         _thinned(found),
         sensitivity(model, cluster, found),
         aggregator_gains(model, cluster, found),

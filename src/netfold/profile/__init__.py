@@ -31,8 +31,8 @@ def step() -> None:
     Does nothing without a recording.
     """
     recording = sys.modules.get("netfold.profile.recording")
-    if recording is not None:
-        recording.step()
+    if recording is not None and (current := recording.current()) is not None:
+        current.step()
 
 
 class _Callable(ModuleType):

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import shlex
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
 from netfold.profile.clock_sync import ClockSync, synchronise_clocks
-from netfold.profile.columns import columns_of, submitted_to
+from netfold.profile.columns import columns_of, submissions
 from netfold.profile.findings import BUCKETS, ClockOffset, Findings, ranks_text
 from netfold.profile.matching import Matching, match
 from netfold.profile.overlap import RankOverlap, find_overlap, mean_overlap, step_times
@@ -54,14 +53,6 @@ def analyse(run: Run, buckets: Sequence[int] = BUCKETS) -> Findings:
     reported = dict.fromkeys(text for about in abouts for text in about.coverage_gaps)
     gaps = [*reported, *found.limitations(), *_gaps(run, found.clocks, matching, clocks, exposures)]
     return replace(found, coverage_gaps=gaps)
-
-
-def submissions(run: Run) -> dict[str, int]:
-    """Count the operations of all ranks of which only the submission was recorded, by backend."""
-    found: Counter[str] = Counter()
-    for trace in run.traces:
-        found.update(submitted_to(trace))
-    return dict(found)
 
 
 def title_of(run: Run) -> str:

@@ -80,13 +80,14 @@ def completes(trace: Trace) -> Bools:
     return np.array([_completes(trace.metadata, int(number)) for number in numbers], np.bool_)[inverse]
 
 
-def submitted_to(trace: Trace) -> dict[str, int]:
-    """Count a rank's records that are submissions only, by backend; `?` if the group is unknown."""
+def submissions(run: Run) -> dict[str, int]:
+    """Count the records of all ranks that are submissions only, by backend; `?` if the group is unknown."""
     found: Counter[str] = Counter()
-    for number, count in zip(*np.unique(trace.operations["group"], return_counts=True), strict=True):
-        if not _completes(trace.metadata, int(number)):
-            group = trace.metadata.groups.get(str(number))
-            found["?" if group is None else group.backend] += int(count)
+    for trace in run.traces:
+        for number, count in zip(*np.unique(trace.operations["group"], return_counts=True), strict=True):
+            if not _completes(trace.metadata, int(number)):
+                group = trace.metadata.groups.get(str(number))
+                found["?" if group is None else group.backend] += int(count)
     return dict(found)
 
 

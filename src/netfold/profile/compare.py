@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from netfold.profile.analyse import submissions, title_of
-from netfold.profile.columns import Bools, Floats, columns_of
+from netfold.profile.analyse import title_of
+from netfold.profile.columns import Bools, Floats, columns_of, submissions
 from netfold.profile.findings import BUCKETS, bucket_ends, submissions_text
 from netfold.profile.matching import match
 from netfold.profile.run import Run, Trace

@@ -140,7 +140,7 @@ class Advice:
     """One sentence of advice, with numbers."""
 
     text: str
-    prediction: bool  # by the cost model, not measured
+    prediction: bool = False  # by the cost model, not measured
 
 
 @dataclass(frozen=True)

@@ -95,16 +95,17 @@ def mean_overlap(run: Run, exposures: list[RankOverlap]) -> Overlap:
     """
     if not run.traces:
         return Overlap(0.0, 0.0, None, None)
-    sums = [
-        (float(each.communicated[-1]), None if each.exposed is None else float(each.exposed[-1]))
-        for each in exposures
-        if each.communicated is not None
+    wall_s = float(np.mean([_wall_s(trace) for trace in run.traces]))
+    return _overlap(wall_s, [(each.communicated, each.exposed) for each in exposures], -1)
+
+
+def _overlap(wall_s: float, of_ranks: list[tuple[Floats | None, Floats | None]], at: int) -> Overlap:
+    """of_ranks: communication, and its exposed part; seconds, of which number `at` counts. None: unknown."""
+    ranks = [
+        (float(communicated[at]), None if exposed is None else float(exposed[at]))
+        for communicated, exposed in of_ranks
+        if communicated is not None
     ]
-    return _overlap(float(np.mean([_wall_s(trace) for trace in run.traces])), sums)
-
-
-def _overlap(wall_s: float, ranks: list[tuple[float, float | None]]) -> Overlap:
-    """ranks: (communication, exposed part; None if not watched), in seconds."""
     if not ranks:
         return Overlap(wall_s, None, None, None)
     watched = [(communication, exposed) for communication, exposed in ranks if exposed is not None]
@@ -136,12 +137,8 @@ def each_step(run: Run) -> list[Overlap]:
     overlaps = []
     for number in range(max((len(wall) for wall, _, _ in ranks), default=0)):
         there = [rank for rank in ranks if len(rank[0]) > number]
-        sums = [
-            (float(communication[number]), None if exposed is None else float(exposed[number]))
-            for _, communication, exposed in there
-            if communication is not None
-        ]
-        overlaps.append(_overlap(float(np.mean([wall[number] for wall, _, _ in there])), sums))
+        wall_s = float(np.mean([wall[number] for wall, _, _ in there]))
+        overlaps.append(_overlap(wall_s, [each[1:] for each in there], number))
     return overlaps
 
 

@@ -361,12 +361,6 @@ def members() -> list[Member]:
     return list(_members.values())
 
 
-def step() -> None:
-    """Mark the boundary between two steps, on the training thread. Does nothing without a recording."""
-    if _current is not None:
-        _current.step()
-
-
 def start_if_requested() -> None:
     """Record this process if the environment requests it. Never raises; prints errors on stderr."""
     folder = os.environ.get(VARIABLE)

@@ -60,23 +60,17 @@ def assign_rows(columns: Sequence[Columns], buckets: Sequence[int]) -> RowIndex:
     """
     if not buckets or buckets[0] < 1 or any(one >= next_ for one, next_ in pairwise(buckets)):
         raise ValueError(f"buckets are upper ends of sizes, ascending, at least one: not {list(buckets)}")
-    numbers = [np.searchsorted(np.asarray(buckets, np.float64), each.bytes, side="left") for each in columns]
-    keys = sorted(
-        {
-            (str(name), int(bucket), bool(submitted))
-            for each, number in zip(columns, numbers, strict=True)
-            for name in np.unique(each.operation)
-            for submitted in (False, True)
-            for bucket in np.unique(number[(each.operation == name) & (each.completes != submitted)])
-        }
-    )
-    of_trace = []
-    for each, number in zip(columns, numbers, strict=True):
-        row = np.empty(len(each), np.int64)
-        for index, (name, bucket, submitted) in enumerate(keys):
-            row[(each.operation == name) & (number == bucket) & (each.completes != submitted)] = index
-        of_trace.append(row)
-    return RowIndex(keys, of_trace)
+    names = sorted({str(name) for each in columns for name in np.unique(each.operation)})
+    ends = len(buckets) + 1
+    # Each key as one number, in the order of keys.
+    numbers = [
+        (np.searchsorted(np.array(names, np.str_), each.operation) * ends + np.searchsorted(buckets, each.bytes)) * 2
+        + ~each.completes
+        for each in columns
+    ]
+    used = sorted({number for each in numbers for number in np.unique(each).tolist()})
+    keys = [(names[number // 2 // ends], number // 2 % ends, number % 2 == 1) for number in used]
+    return RowIndex(keys, [np.searchsorted(used, each) for each in numbers])
 
 
 def summarise(

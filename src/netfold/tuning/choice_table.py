@@ -6,7 +6,7 @@ import functools
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 from netfold import units
 from netfold._native import engine, kernels
@@ -119,15 +119,15 @@ def candidates(
     wire: str = "auto",
 ) -> list[Candidate]:
     """List all algorithms with a formula for `operation`, by predicted time; those that cannot run come last."""
+    choice = _Choice(operation, topology, links, switch, wire)
     result = []
     for algorithm in algorithms_of(operation):
-        why_not = _why_not(operation, algorithm, topology, switch, wire)
+        why_not = choice.why_not(algorithm)
         if why_not is None or (operation, algorithm) in BY_NAME_ONLY:
-            seconds = predict(operation, algorithm, size_bytes, topology, links, wire, switch=_count(switch))
             note = why_not or FORMULAS[operation, algorithm].source
             if algorithm == "hierarchical":
-                note += f": {best_between(operation, case_of(size_bytes, topology, links, wire, _count(switch)))}"
-            result.append(Candidate(algorithm, seconds, note))
+                note += f": {best_between(operation, choice.case(size_bytes))}"
+            result.append(Candidate(algorithm, choice.seconds(algorithm, size_bytes), note))
         else:
             result.append(Candidate(algorithm, None, why_not))
     return sorted(result, key=lambda each: (each.seconds is None, each.seconds))
@@ -167,30 +167,29 @@ def build_table(
             f"NETFOLD_WIRE_DTYPE=i8 takes at most {kernels.max_byte_contributions} ranks, not {ranks}: a byte that "
             f"holds the sum of {ranks} contributions leaves too few levels for each; bf16 and i32 take any number"
         )
-    for operation in OPERATIONS:
-        requested = overrides.algorithm(operation)
-        if requested in BY_SWITCH and operation in SUPPORTS[requested]:
-            _refuse(operation, requested, overrides, topology, switch, _wire_of(operation, wire))
+    # Only all_reduce uses the requested wire dtype. Other operations would lose bits.
+    choices = [
+        _Choice(operation, topology, links, switch, wire if operation == "all_reduce" else "auto")
+        for operation in OPERATIONS
+    ]
+    for choice in choices:
+        requested = overrides.algorithm(choice.operation)
+        if requested in BY_SWITCH and choice.operation in SUPPORTS[requested]:
+            choice.refuse(requested, overrides.setting(choice.operation))
     if ranks == 1:
         return ChoiceTable(tuple(Row(operation, 0, "local", "auto", "a group of one rank") for operation in OPERATIONS))
     rows = []
-    for operation in OPERATIONS:
-        operation_wire = _wire_of(operation, wire)
-        if measuring and operation == "all_reduce" and switch is not None:
-            rows.append(_through_switch(topology, switch, operation_wire, "to measure its capacity"))
+    for choice in choices:
+        if measuring and choice.operation == "all_reduce" and switch is not None:
+            rows.append(_through_switch(choice, "to measure its capacity"))
         else:
-            rows += _rows(operation, overrides, topology, links, switch, operation_wire)
+            rows += _rows(choice, overrides)
     return ChoiceTable(tuple(rows))
 
 
 def table_without_switch(workers: int, *, wire: str, links: Links = DEFAULT_LINKS) -> ChoiceTable:
     """Make the table that replaces a lost switch among the ranks that had joined it."""
     return build_table(ranks=workers, switch=None, wire=wire, links=links)
-
-
-def _wire_of(operation: str, wire: str) -> str:
-    """The wire dtype of an operation: only all_reduce uses the requested one. Others would lose bits."""
-    return wire if operation == "all_reduce" else "auto"
 
 
 def check_words(*, ranks: int, switch: str | None, algorithm: str, wire: str) -> None:
@@ -208,81 +207,114 @@ def check_words(*, ranks: int, switch: str | None, algorithm: str, wire: str) ->
     raise first
 
 
-def _rows(
-    operation: str, overrides: Overrides, topology: Topology, links: Links, switch: str | None, wire: str
-) -> list[Row]:
+@dataclass(frozen=True)
+class _Choice:
+    """An operation, and the inputs of the choice of its algorithm."""
+
+    operation: str
+    topology: Topology
+    links: Links
+    switch: str | None  # NETFOLD_SWITCH
+    wire: str
+
+    def case(self, size: float) -> Case:
+        return case_of(size, self.topology, self.links, self.wire, _count(self.switch))
+
+    def seconds(self, algorithm: str, size: float) -> float:
+        count = _count(self.switch)
+        return predict(self.operation, algorithm, size, self.topology, self.links, self.wire, switch=count)
+
+    def why_not(self, algorithm: str) -> str | None:
+        """Return the reason why `auto` cannot choose `algorithm`; None if it can."""
+        if self.operation not in SUPPORTS.get(algorithm, ()):
+            return "not built in"
+        if (self.operation, algorithm) in BY_NAME_ONLY:
+            return BY_NAME_ONLY[self.operation, algorithm]
+        if algorithm in BY_SWITCH and self.switch is None:
+            return "no NETFOLD_SWITCH"
+        if algorithm == "shared_memory" and self.topology.node_count > 1:
+            return f"the ranks are on {self.topology.node_count} hosts"
+        if algorithm == "hierarchical" and not self.topology.has_levels:
+            return "needs several hosts and several ranks on one"
+        if self.wire in HALVES and not FORMULAS[self.operation, algorithm].narrow:
+            return f"cannot convert tensors to {self.wire}"
+        return None
+
+    def refuse(self, requested: str, setting: str) -> None:
+        """Raise ValueError if the requested algorithm cannot run the operation. setting: the request."""
+        if requested in BY_SWITCH and self.switch is None:
+            raise ValueError(f"{setting} needs an aggregator: start `netfold switch` and set NETFOLD_SWITCH=host:port")
+        if self.wire in HALVES and not FORMULAS[self.operation, requested].narrow:
+            able = [name for name in algorithms_of(self.operation) if FORMULAS[self.operation, name].narrow]
+            needs = f"NETFOLD_WIRE_DTYPE={self.wire} needs {' or '.join(able)}"
+            raise ValueError(f"{setting} sends tensors as they are; {needs}")
+        why_not = self.why_not(requested)
+        if why_not is not None and (self.operation, requested) not in BY_NAME_ONLY:
+            raise ValueError(f"{setting} cannot be: {why_not}")
+
+
+def _rows(choice: _Choice, overrides: Overrides) -> list[Row]:
+    operation, topology, wire = choice.operation, choice.topology, choice.wire
     wire_note = "" if wire == "auto" else f"; f32 tensors travel as {wire} (NETFOLD_WIRE_DTYPE)"
     # On several ranks per host, one rank of each host joins the switch. An override may have all ranks join instead;
     # then no hierarchical operation uses the switch.
     by_host = topology.has_levels and not any(map(overrides.names, BY_SWITCH))
-    between_hosts = switch if by_host or not topology.has_levels else None
+    between_hosts = choice if by_host or not topology.has_levels else replace(choice, switch=None)
     requested = overrides.algorithm(operation)
     suffix = ""
     if requested is not None:
         setting = overrides.setting(operation)
         if operation in SUPPORTS[requested]:
-            _refuse(operation, requested, overrides, topology, switch, wire)
+            choice.refuse(requested, setting)
             between = overrides.between(operation)
             if between is not None and operation in SUPPORTS[between]:
-                return [_between(operation, between, overrides, topology, between_hosts, wire, wire_note)]
+                replace(between_hosts, topology=Topology.apart(topology.node_count)).refuse(between, setting)
+                return [Row(operation, 0, "hierarchical", wire, setting + wire_note, between)]
             if requested == "hierarchical":
-                starts = _starts(operation, ["hierarchical"], topology, links, between_hosts, wire)
                 return [
                     Row(operation, size, name, wire, f"{setting}: {between} between hosts{wire_note}", between)
-                    for size, name, between in starts
+                    for size, name, between in _starts(between_hosts, ["hierarchical"])
                 ]
             return [Row(operation, 0, requested, wire, setting + wire_note)]
         suffix = f"; {setting} does not do {operation}"
-    if operation == "all_reduce" and switch is not None and topology.node_count == 1:
+    if operation == "all_reduce" and choice.switch is not None and topology.node_count == 1:
         reason = "the ranks share a host, where shared memory would be faster, but NETFOLD_SWITCH names a switch"
-        return [_through_switch(topology, switch, wire, reason + wire_note)]
-    if topology.node_count == 1 and _why_not(operation, "shared_memory", topology, switch, wire) is None:
+        return [_through_switch(choice, reason + wire_note)]
+    if topology.node_count == 1 and choice.why_not("shared_memory") is None:
         return [Row(operation, 0, "shared_memory", wire, "all ranks share memory" + suffix)]
     # With two hosts, each sends as many bytes in a ring as through a switch, so `split` gains nothing.
     excluded = BY_SWITCH if by_host else ("split",) if topology.node_count < 3 else ()
-    able = [
-        name
-        for name in algorithms_of(operation)
-        if _why_not(operation, name, topology, switch, wire) is None and name not in excluded
-    ]
-    return _by_cost(operation, able, topology, links, between_hosts, wire, wire_note + suffix)
+    able = [name for name in algorithms_of(operation) if choice.why_not(name) is None and name not in excluded]
+    return _by_cost(between_hosts, able, wire_note + suffix)
 
 
-def _between(
-    operation: str, between: str, overrides: Overrides, topology: Topology, switch: str | None, wire: str, note: str
-) -> Row:
-    """The row of a hierarchical operation whose algorithm between hosts was requested."""
-    _refuse(operation, between, overrides, Topology.apart(topology.node_count), switch, wire)
-    return Row(operation, 0, "hierarchical", wire, f"{overrides.setting(operation)}{note}", between)
+def _through_switch(choice: _Choice, why: str) -> Row:
+    reason = f"NETFOLD_SWITCH={choice.switch}: {why}"
+    if choice.topology.has_levels:
+        reason = f"in_network between hosts; {reason}"
+        return Row("all_reduce", 0, "hierarchical", choice.wire, reason, "in_network")
+    return Row("all_reduce", 0, "in_network", choice.wire, reason)
 
 
-def _through_switch(topology: Topology, switch: str, wire: str, why: str) -> Row:
-    reason = f"NETFOLD_SWITCH={switch}: {why}"
-    if topology.has_levels:
-        return Row("all_reduce", 0, "hierarchical", wire, f"in_network between hosts; {reason}", "in_network")
-    return Row("all_reduce", 0, "in_network", wire, reason)
-
-
-def about_switch(ranks: int, links: Links, switch: str) -> str:
-    """Describe the rate of the switch, and the switch's part in a large all_reduce of `ranks`."""
-    case = Case(0, Topology.apart(ranks), links, _count(switch))
-    network = links.network.bytes_per_s
+def _about_switch(choice: _Choice) -> str:
+    """Describe the rate of the switch, and the switch's part in a large all_reduce of one rank per host."""
+    hosts, links = choice.topology.node_count, choice.links
+    case = Case(0, Topology.apart(hosts), links, _count(choice.switch))
     known = "measured" if links.switches else "assumed, a link as a rank's for each"
-    of_link = case.through_switch * ranks / network
+    of_link = case.through_switch * hosts / links.network.bytes_per_s
     return (
-        f"NETFOLD_SWITCH={switch} gives {case.through_switch / 1e6:.3g} MB/s ({known}: c = {of_link:.2g} of a rank's "
-        f"link for {ranks}); with a ring beside it {split_rate(case) / 1e6:.3g} MB/s, {switch_part(case):.0%} through "
-        "the switch"
+        f"NETFOLD_SWITCH={choice.switch} gives {case.through_switch / 1e6:.3g} MB/s ({known}: c = {of_link:.2g} of a "
+        f"rank's link for {hosts}); with a ring beside it {split_rate(case) / 1e6:.3g} MB/s, {switch_part(case):.0%} "
+        "through the switch"
     )
 
 
-def _by_cost(
-    operation: str, able: list[str], topology: Topology, links: Links, switch: str | None, wire: str, suffix: str
-) -> list[Row]:
+def _by_cost(choice: _Choice, able: list[str], suffix: str) -> list[Row]:
     """Rows of the cheapest algorithm at every size of the grid. Adjacent sizes with one algorithm share a row."""
+    operation, wire = choice.operation, choice.wire
     if len(able) == 1:
         return [Row(operation, 0, able[0], wire, "the only algorithm that can run it here" + suffix)]
-    starts = _starts(operation, able, topology, links, switch, wire)
+    starts = _starts(choice, able)
     rows = []
     for index, (size, name, between) in enumerate(starts):
         # The reason shows the times at a size inside the row: four times its start, if that is inside.
@@ -290,70 +322,27 @@ def _by_cost(
         shown = _TYPICAL_BYTES if operation in UNSIZED else min(max(4 * size, 1024), after - 1)
         sizes = f"{size} to {after - 1} bytes" if index + 1 < len(starts) else f"{size} bytes and more"
         example = f"{shown} bytes" if operation in UNSIZED else f"{shown} bytes, an example of {sizes}"
-        reason = f"predicted for {example}: {_times(operation, shown, able, topology, links, switch, wire)}"
+        times = sorted((choice.seconds(name, shown), name) for name in able)
+        predicted = ", ".join(f"{name} {units.seconds(seconds)}" for seconds, name in times)
+        reason = f"predicted for {example}: {predicted} ({choice.links.text()})"
         if between != "local":
             reason = f"{between} between hosts; {reason}"
-        if operation == "all_reduce" and switch is not None and {name, between} & set(BY_SWITCH):
-            reason = f"{about_switch(topology.node_count, links, switch)}; {reason}"
+        if operation == "all_reduce" and choice.switch is not None and {name, between} & set(BY_SWITCH):
+            reason = f"{_about_switch(choice)}; {reason}"
         rows.append(Row(operation, size, name, wire, reason + suffix, between))
     return rows
 
 
-def _starts(
-    operation: str, able: list[str], topology: Topology, links: Links, switch: str | None, wire: str
-) -> list[tuple[int, str, str]]:
+def _starts(choice: _Choice, able: list[str]) -> list[tuple[int, str, str]]:
     """List (size, algorithm, algorithm between hosts) for each size from which another choice is the cheapest."""
     starts: list[tuple[int, str, str]] = []
-    for size in (0,) if operation in UNSIZED else _GRID:
-        predicted = _TYPICAL_BYTES if operation in UNSIZED else size
-        case = case_of(predicted, topology, links, wire, _count(switch))
-        times = {name: predict(operation, name, predicted, topology, links, wire, switch=case.switch) for name in able}
+    for size in (0,) if choice.operation in UNSIZED else _GRID:
+        predicted = _TYPICAL_BYTES if choice.operation in UNSIZED else size
+        times = {name: choice.seconds(name, predicted) for name in able}
         best = min(times, key=lambda name: times[name])
         if starts and times[best] >= _WORTH_A_ROW * times[starts[-1][1]]:
             best = starts[-1][1]
-        between = best_between(operation, case) if best == "hierarchical" else "local"
+        between = best_between(choice.operation, choice.case(predicted)) if best == "hierarchical" else "local"
         if not starts or (best, between) != starts[-1][1:]:
             starts.append((size, best, between))
     return starts
-
-
-def _times(
-    operation: str, size: int, able: list[str], topology: Topology, links: Links, switch: str | None, wire: str
-) -> str:
-    times = sorted(
-        (predict(operation, name, size, topology, links, wire, switch=_count(switch)), name) for name in able
-    )
-    text = ", ".join(f"{name} {units.seconds(seconds)}" for seconds, name in times)
-    return f"{text} ({links.text()})"
-
-
-def _why_not(operation: str, algorithm: str, topology: Topology, switch: str | None, wire: str) -> str | None:
-    """Return the reason why `auto` cannot choose `algorithm`; None if it can."""
-    if operation not in SUPPORTS.get(algorithm, ()):
-        return "not built in"
-    if (operation, algorithm) in BY_NAME_ONLY:
-        return BY_NAME_ONLY[operation, algorithm]
-    if algorithm in BY_SWITCH and switch is None:
-        return "no NETFOLD_SWITCH"
-    if algorithm == "shared_memory" and topology.node_count > 1:
-        return f"the ranks are on {topology.node_count} hosts"
-    if algorithm == "hierarchical" and not topology.has_levels:
-        return "needs several hosts and several ranks on one"
-    if wire in HALVES and not FORMULAS[operation, algorithm].narrow:
-        return f"cannot convert tensors to {wire}"
-    return None
-
-
-def _refuse(
-    operation: str, requested: str, overrides: Overrides, topology: Topology, switch: str | None, wire: str
-) -> None:
-    """Raise ValueError if the requested algorithm cannot run the operation."""
-    setting = overrides.setting(operation)
-    if requested in BY_SWITCH and switch is None:
-        raise ValueError(f"{setting} needs an aggregator: start `netfold switch` and set NETFOLD_SWITCH=host:port")
-    if wire in HALVES and not FORMULAS[operation, requested].narrow:
-        able = [name for name in algorithms_of(operation) if FORMULAS[operation, name].narrow]
-        raise ValueError(f"{setting} sends tensors as they are; NETFOLD_WIRE_DTYPE={wire} needs {' or '.join(able)}")
-    why_not = _why_not(operation, requested, topology, switch, wire)
-    if why_not is not None and (operation, requested) not in BY_NAME_ONLY:
-        raise ValueError(f"{setting} cannot be: {why_not}")

@@ -369,7 +369,7 @@ def _shared_memory_barrier(case: Case) -> float:
 # Algorithms that need a switch.
 BY_SWITCH = ("in_network", "split")
 # Algorithms for ranks that share a host, which one rank of each host cannot use.
-_NOT_BETWEEN = ("shared_memory", "hierarchical")
+NOT_BETWEEN = ("shared_memory", "hierarchical")
 # Never chosen by cost, with the reason.
 BY_NAME_ONLY = {
     ("all_to_all", "bruck"): "by name only: no rank can know that all blocks are equal",
@@ -380,7 +380,7 @@ BY_NAME_ONLY = {
 def best_between(operation: str, case: Case) -> str:
     """The cheapest algorithm between hosts for a hierarchical `operation`."""
     hosts = case.topology.node_count
-    excluded = {*_NOT_BETWEEN, *(() if case.switch else BY_SWITCH), *(("split",) if hosts < 3 else ())}
+    excluded = {*NOT_BETWEEN, *(() if case.switch else BY_SWITCH), *(("split",) if hosts < 3 else ())}
     able = [name for name in algorithms_of(operation) if name not in excluded and (operation, name) not in BY_NAME_ONLY]
     narrow = [name for name in able if case.wire not in HALVES or FORMULAS[operation, name].narrow]
     return min(narrow, key=lambda name: FORMULAS[operation, name].seconds(_hosts(operation, case)))

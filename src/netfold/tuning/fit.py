@@ -31,17 +31,10 @@ def fit_link(samples: Sequence[tuple[int, float]]) -> Link:
         raise ValueError(f"a message takes more than 0 s, not {min(quickest.values()):.3g} s")
     large = [size for size in quickest if size >= _LARGE_BYTES]
     counted = large if len(large) >= 2 else sorted(quickest)[-2:]
-    _, per_byte = _line({size: quickest[size] for size in counted})
+    sizes, times = np.array(counted, np.float64), np.array([quickest[size] for size in counted])
+    (_, per_byte), *_ = np.linalg.lstsq(np.stack([1 / times, sizes / times], axis=1), np.ones(len(times)), rcond=None)
     least, most = min(quickest), max(quickest)
     slowest = quickest[most] / most
     if per_byte <= _LEAST_PART * slowest:  # so fast that noise hides it: the largest message bounds it
         per_byte = slowest
-    return Link(max(_LEAST_LATENCY_S, quickest[least] - least * per_byte), 1 / per_byte)
-
-
-def _line(quickest: dict[int, float]) -> tuple[float, float]:
-    sizes = np.array(list(quickest), np.float64)
-    times = np.array(list(quickest.values()), np.float64)
-    rows = np.stack([1 / times, sizes / times], axis=1)
-    (latency, per_byte), *_ = np.linalg.lstsq(rows, np.ones(len(times)), rcond=None)
-    return float(latency), float(per_byte)
+    return Link(max(_LEAST_LATENCY_S, float(quickest[least] - least * per_byte)), float(1 / per_byte))

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-# Algorithms that a hierarchical operation cannot use between hosts.
-_NOT_BETWEEN = ("auto", "hierarchical", "shared_memory")
+from netfold.tuning.cost import NOT_BETWEEN
 
 
 @dataclass(frozen=True)
@@ -51,7 +50,7 @@ def parse_overrides(text: str, supports: Mapping[str, Sequence[str]], operations
             raise ValueError(
                 f"NETFOLD_ALGORITHM={text!r} is not one of {', '.join(known)}, nor operation=algorithm,..."
             )
-        _check_between(text, algorithm, between, [name for name in known if name not in _NOT_BETWEEN])
+        _check_between(text, algorithm, between, known[1:])
         return Overrides(None if text == "auto" else text, {})
     of: dict[str, str] = {}
     for pair in text.split(","):
@@ -70,7 +69,7 @@ def parse_overrides(text: str, supports: Mapping[str, Sequence[str]], operations
             raise ValueError(
                 f"NETFOLD_ALGORITHM={text!r}: there is no {operation} by {algorithm}; there are {', '.join(able)}"
             )
-        _check_between(text, algorithm, between, [name for name in able if name not in _NOT_BETWEEN])
+        _check_between(text, algorithm, between, able)
         of[operation] = value
     return Overrides(None, of)
 
@@ -78,6 +77,7 @@ def parse_overrides(text: str, supports: Mapping[str, Sequence[str]], operations
 def _check_between(text: str, algorithm: str, between: str, able: list[str]) -> None:
     if not between:
         return
+    able = [name for name in able if name not in NOT_BETWEEN]
     if algorithm != "hierarchical":
         raise ValueError(
             f"NETFOLD_ALGORITHM={text!r}: only hierarchical takes an algorithm between hosts: hierarchical:{between}"

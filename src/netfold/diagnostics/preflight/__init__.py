@@ -10,25 +10,8 @@ Tested by `pytest tests/diagnostics`.
 """
 
 from netfold.diagnostics.preflight.advice import advise
-from netfold.diagnostics.preflight.capacity import Capacity
-from netfold.diagnostics.preflight.facts import Facts, facts_here
 from netfold.diagnostics.preflight.gather import PreflightFacts, check_alone, check_ranks
-from netfold.diagnostics.preflight.links import PairLink
 from netfold.diagnostics.preflight.render import failed, print_report
-from netfold.diagnostics.preflight.rules import Finding, Level, apply_rules
+from netfold.diagnostics.preflight.rules import apply_rules
 
-__all__ = [
-    "Capacity",
-    "Facts",
-    "Finding",
-    "Level",
-    "PairLink",
-    "PreflightFacts",
-    "advise",
-    "apply_rules",
-    "check_alone",
-    "check_ranks",
-    "facts_here",
-    "failed",
-    "print_report",
-]
+__all__ = ["PreflightFacts", "advise", "apply_rules", "check_alone", "check_ranks", "failed", "print_report"]

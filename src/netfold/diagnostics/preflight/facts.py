@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import importlib.metadata
-import json
 import os
 import platform
 import resource
 import shutil
 import socket
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -84,25 +84,20 @@ class Facts:
     speed_mbit: int = 0
     """Of the first interface, as reported by its driver; 0 if unknown, or for a virtual interface."""
 
-    def to_json(self) -> bytes:
-        return json.dumps(asdict(self)).encode()
-
     @classmethod
-    def from_json(cls, text: bytes) -> Facts:
-        values = json.loads(text)
-        values["switches"] = [SwitchQuota(**quota) for quota in values["switches"]]
-        return cls(**values)
+    def from_json(cls, values: Mapping[str, Any]) -> Facts:
+        return cls(**{**values, "switches": [SwitchQuota(**quota) for quota in values["switches"]]})
 
 
-def facts_here(rank: int = 0, *, folder: Path | None = None, store_host: str | None = None) -> Facts:
+def facts_here(rank: int = 0, *, folder: Path | None = None) -> Facts:
     """Collect the facts of this process.
 
     folder: where the job will write.
     Queries each switch of NETFOLD_SWITCH over TCP and UDP, for at most SWITCH_S and 1 s each.
     """
     options = Options().resolved()
-    names, error, mtu, speed_mbit = _interfaces(options, store_host)
-    fabric, fabric_error = preview_transport(options, store_host) if not error else ("", "")
+    names, error, mtu, speed_mbit = _interfaces(options)
+    fabric, fabric_error = preview_transport(options) if not error else ("", "")
     disk = _existing(folder or Path.cwd())
     return Facts(
         rank=rank,
@@ -138,9 +133,9 @@ def _quota(endpoint: str, options: Options, rank: int) -> SwitchQuota:
     return SwitchQuota(bare, "", *(quota if by_udp else quota._replace(buffer_bytes=0, window_bytes=0)))
 
 
-def _interfaces(options: Options, store_host: str | None) -> tuple[list[str], str, int, int]:
+def _interfaces(options: Options) -> tuple[list[str], str, int, int]:
     try:
-        hosts = own_interfaces(options, store_host).hosts
+        hosts = own_interfaces(options, None).hosts
     except (NetfoldError, ValueError) as error:
         return [], str(error), 0, 0
     stats = psutil.net_if_stats()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import TypeAlias
@@ -65,19 +65,15 @@ def apply_rules(gathered: PreflightFacts) -> list[Finding]:
 
 def _versions(gathered: PreflightFacts) -> Iterator[Finding]:
     for name in gathered.facts[0].versions:
-        difference = _differ(gathered.facts, [facts.versions.get(name, "absent") for facts in gathered.facts])
-        if difference:
-            # Two versions of netfold have different protocols; differences of other packages may be harmless.
-            level = Level.FAIL if name in ("netfold", "torch") else Level.WARN
-            what = f"{name} is not the same: {difference}"
-            yield Finding(level, "all ranks", what, "install the same version everywhere")
-    kernels = _differ(gathered.facts, [facts.kernel for facts in gathered.facts])
-    if kernels:
-        yield Finding(Level.WARN, "all ranks", f"kernels differ: {kernels}", "expect hosts of different speed")
-    difference = _differ(gathered.facts, [facts.congestion for facts in gathered.facts])
-    if difference:
-        remedy = "set net.ipv4.tcp_congestion_control alike: flows of different kinds do not share a link fairly"
-        yield Finding(Level.WARN, "all ranks", f"TCP's congestion control is not the same: {difference}", remedy)
+        versions = {facts.rank: facts.versions.get(name, "absent") for facts in gathered.facts}
+        # Two versions of netfold have different protocols; differences of other packages may be harmless.
+        level = Level.FAIL if name in ("netfold", "torch") else Level.WARN
+        yield from _alike(versions, f"{name} is not the same", "install the same version everywhere", level)
+    kernels = {facts.rank: facts.kernel for facts in gathered.facts}
+    yield from _alike(kernels, "kernels differ", "expect hosts of different speed")
+    congestion = {facts.rank: facts.congestion for facts in gathered.facts}
+    remedy = "set net.ipv4.tcp_congestion_control alike: flows of different kinds do not share a link fairly"
+    yield from _alike(congestion, "TCP's congestion control is not the same", remedy)
 
 
 # Variables that may differ between hosts.
@@ -86,11 +82,8 @@ _OF_THE_HOST = ("NETFOLD_INTERFACE", "NETFOLD_SWITCH", "NETFOLD_LOG", "NETFOLD_P
 
 def _environment(gathered: PreflightFacts) -> Iterator[Finding]:
     for name in sorted({name for facts in gathered.facts for name in facts.environment} - {*_OF_THE_HOST}):
-        difference = _differ(gathered.facts, [facts.environment.get(name, "unset") for facts in gathered.facts])
-        if difference:
-            yield Finding(
-                Level.WARN, "all ranks", f"{name} is not the same: {difference}", "set it alike on every host"
-            )
+        values = {facts.rank: facts.environment.get(name, "unset") for facts in gathered.facts}
+        yield from _alike(values, f"{name} is not the same", "set it alike on every host")
 
 
 def _interfaces(gathered: PreflightFacts) -> Iterator[Finding]:
@@ -98,17 +91,13 @@ def _interfaces(gathered: PreflightFacts) -> Iterator[Finding]:
         if facts.interface_error:
             see = "see docs/reference/environment.md, NETFOLD_INTERFACE"
             yield Finding(Level.FAIL, _who(facts), facts.interface_error, see)
-    hosts = _hosts(gathered.facts)
-    if len(hosts) > 1:
-        difference = _differ(hosts, [str(facts.mtu) for facts in hosts])
-        if difference:
-            remedy = "set one MTU on all interfaces of this network: packets that do not fit are lost without an error"
-            what = f"the MTU of the first interface is not the same: {difference}"
-            yield Finding(Level.WARN, "all hosts", what, remedy)
+    mtus = {facts.rank: str(facts.mtu) for facts, _ in by_host(gathered.facts)}
+    remedy = "set one MTU on all interfaces of this network: packets that do not fit are lost without an error"
+    yield from _alike(mtus, "the MTU of the first interface is not the same", remedy, where="all hosts")
 
 
 def _speeds(gathered: PreflightFacts) -> Iterator[Finding]:
-    hosts = [facts for facts in _hosts(gathered.facts) if facts.speed_mbit > 0]
+    hosts = [facts for facts, _ in by_host(gathered.facts) if facts.speed_mbit > 0]
     fastest = max((facts.speed_mbit for facts in hosts), default=0)
     for facts in hosts:
         if facts.speed_mbit <= _FALLEN_MBIT:
@@ -161,10 +150,8 @@ def _cores(gathered: PreflightFacts) -> Iterator[Finding]:
 
 
 def _fabrics(gathered: PreflightFacts) -> Iterator[Finding]:
-    for error in sorted({facts.fabric_error for facts in gathered.facts if facts.fabric_error}):
-        ranks = [facts.rank for facts in gathered.facts if facts.fabric_error == error]
-        remedy = "name one that netfold doctor fabric lists, or unset NETFOLD_TRANSPORT"
-        yield Finding(Level.FAIL, f"rank {listed(ranks)}", error, remedy)
+    remedy = "name one that netfold doctor fabric lists, or unset NETFOLD_TRANSPORT"
+    yield from _errors({facts.rank: facts.fabric_error for facts in gathered.facts}, remedy)
 
 
 def _switches(gathered: PreflightFacts) -> Iterator[Finding]:
@@ -172,14 +159,10 @@ def _switches(gathered: PreflightFacts) -> Iterator[Finding]:
         quotas = {
             facts.rank: quota for facts in gathered.facts for quota in facts.switches if quota.endpoint == endpoint
         }
-        for error in sorted({quota.error for quota in quotas.values() if quota.error}):
-            ranks = [rank for rank, quota in quotas.items() if quota.error == error]
-            remedy = "start it, or unset NETFOLD_SWITCH to use host algorithms"
-            yield Finding(Level.FAIL, f"rank {listed(ranks)}", error, remedy)
-        for error in sorted({quota.udp_error for quota in quotas.values() if quota.udp_error}):
-            ranks = [rank for rank, quota in quotas.items() if quota.udp_error == error]
-            remedy = "let UDP pass both ways between these hosts and the switch, or unset NETFOLD_SWITCH to use host"
-            yield Finding(Level.FAIL, f"rank {listed(ranks)}", error, f"{remedy} algorithms")
+        instead = "or unset NETFOLD_SWITCH to use host algorithms"
+        yield from _errors({rank: quota.error for rank, quota in quotas.items()}, f"start it, {instead}")
+        remedy = f"let UDP pass both ways between these hosts and the switch, {instead}"
+        yield from _errors({rank: quota.udp_error for rank, quota in quotas.items()}, remedy)
         known = [quota for quota in quotas.values() if not quota.error]
         if not known:
             continue
@@ -212,9 +195,8 @@ def _capacities(gathered: PreflightFacts) -> Iterator[Finding]:
 
 def _links(gathered: PreflightFacts) -> Iterator[Finding]:
     """Find links that are slower than the others, or than their interfaces."""
-    boot = {facts.rank: facts.boot for facts in gathered.facts}
     # Skip links over the loopback: their rate depends on the machine's cores.
-    links = [link for link in gathered.links if boot[link.one] != boot[link.other]]
+    links = [link for link in gathered.links if gathered.facts[link.one].boot != gathered.facts[link.other].boot]
     directions = [
         direction
         for link in links
@@ -233,8 +215,7 @@ def _links(gathered: PreflightFacts) -> Iterator[Finding]:
 
 
 def _slower_than_interfaces(gathered: PreflightFacts, directions: Sequence[_Direction]) -> Iterator[Finding]:
-    speed = {facts.rank: facts.speed_mbit for facts in gathered.facts}
-    host = {facts.rank: facts.host for facts in gathered.facts}
+    speed = [facts.speed_mbit for facts in gathered.facts]
     # The slower end bounds a link. The bound is 0 if the speed of an end is unknown.
     bounds = [
         (rate, sender, receiver, min(speed[sender], speed[receiver], _MOST_MBIT) * 1e6 / 8)
@@ -253,34 +234,32 @@ def _slower_than_interfaces(gathered: PreflightFacts, directions: Sequence[_Dire
         what = f"{rate_of(rate)}; the interfaces at its ends run at {rate_of(bound)}"
         if bound < min(speed[sender], speed[receiver]) * 1e6 / 8:
             what = f"{rate_of(rate)}; the interfaces at its ends run at {rate_of(bound)} and more"
-        where = f"rank {sender} ({host[sender]}) -> rank {receiver} ({host[receiver]})"
+        where = f"{_who(gathered.facts[sender])} -> {_who(gathered.facts[receiver])}"
         yield Finding(Level.WARN, where, what, remedy)
 
 
 def _slower_than_others(
     gathered: PreflightFacts, links: Sequence[PairLink], slow: Sequence[_Direction], usual: float
 ) -> Iterator[Finding]:
-    host = {facts.rank: facts.host for facts in gathered.facts}
     slow_ranks = _ranks_with_slow_links_only([(sender, receiver) for _, sender, receiver in slow], links)
     for rank in slow_ranks:
         own = sorted(rate for rate, *pair in slow if rank in pair)
         verbs = {"sends" if pair[0] == rank else "receives" for _, *pair in slow if rank in pair}
         rates = f"{rate_of(statistics.median(own))}; others at {rate_of(usual)}"
         what = f"{' and '.join(sorted(verbs, reverse=True))} at {rates}"
-        yield Finding(Level.WARN, f"rank {rank} ({host[rank]})", what, "check its cable, port and other traffic")
+        yield Finding(Level.WARN, _who(gathered.facts[rank]), what, "check its cable, port and other traffic")
     for rate, sender, receiver in slow:
         if sender not in slow_ranks and receiver not in slow_ranks:
             what = f"{rate_of(rate)}; others have {rate_of(usual)}"
-            where = f"rank {sender} ({host[sender]}) -> rank {receiver} ({host[receiver]})"
+            where = f"{_who(gathered.facts[sender])} -> {_who(gathered.facts[receiver])}"
             yield Finding(Level.WARN, where, what, "check the path between these two")
 
 
 def _farther_than_others(gathered: PreflightFacts, links: Sequence[PairLink]) -> Iterator[Finding]:
-    host = {facts.rank: facts.host for facts in gathered.facts}
     latency = statistics.median(link.latency_s for link in links)
     for link in links:
         if link.latency_s > max(_LATE * latency, latency + _LATE_LEAST_S):
-            where = f"rank {link.one} ({host[link.one]}) - rank {link.other} ({host[link.other]})"
+            where = f"{_who(gathered.facts[link.one])} - {_who(gathered.facts[link.other])}"
             what = f"{link.latency_s * 1e6:.0f} us one way; others have {latency * 1e6:.0f}"
             yield Finding(Level.WARN, where, what, "is there another switch or a detour between them?")
 
@@ -298,27 +277,37 @@ def _ranks_with_slow_links_only(slow: Sequence[tuple[int, int]], links: Sequence
 
 
 def _clocks(gathered: PreflightFacts) -> Iterator[Finding]:
-    host = {facts.rank: facts.host for facts in gathered.facts}
     for link in gathered.links:
         # Compare with the first host only, so that one wrong clock is one finding.
         if link.one == gathered.links[0].one and abs(link.clock_s) > _CLOCK_S + link.latency_s:
-            what = f"its clock is {link.clock_s:+.1f} s from that of rank {link.one} ({host[link.one]})"
+            what = f"its clock is {link.clock_s:+.1f} s from that of {_who(gathered.facts[link.one])}"
             remedy = "set it (chrony, systemd-timesyncd): logs and certificates depend on it, profiles do not"
-            yield Finding(Level.WARN, f"rank {link.other} ({host[link.other]})", what, remedy)
+            yield Finding(Level.WARN, _who(gathered.facts[link.other]), what, remedy)
 
 
-def _differ(facts: Sequence[Facts], values: Sequence[str]) -> str:
-    """Describe values that differ: "1.0 on rank 0, 2; 1.1 on rank 1"; empty if all are equal."""
+def _alike(
+    values: Mapping[int, str], what: str, remedy: str, level: Level = Level.WARN, *, where: str = "all ranks"
+) -> Iterator[Finding]:
+    """Find values that differ between ranks: "1.0 on rank 0, 2; 1.1 on rank 1"."""
+    by_value = _ranks_by_value(values)
+    if len(by_value) > 1:
+        differences = "; ".join(f"{value} on rank {listed(ranks)}" for value, ranks in by_value.items())
+        yield Finding(level, where, f"{what}: {differences}", remedy)
+
+
+def _errors(errors: Mapping[int, str], remedy: str) -> Iterator[Finding]:
+    """Each error once, with its ranks. An empty text is no error."""
+    for error, ranks in sorted(_ranks_by_value(errors).items()):
+        if error:
+            yield Finding(Level.FAIL, f"rank {listed(ranks)}", error, remedy)
+
+
+def _ranks_by_value(values: Mapping[int, str]) -> dict[str, list[int]]:
+    """values: by rank."""
     by_value: dict[str, list[int]] = {}
-    for each, value in zip(facts, values, strict=True):
-        by_value.setdefault(value, []).append(each.rank)
-    if len(by_value) < 2:
-        return ""
-    return "; ".join(f"{value} on rank {listed(ranks)}" for value, ranks in by_value.items())
-
-
-def _hosts(facts: Sequence[Facts]) -> list[Facts]:
-    return [each for each, _ in by_host(facts)]
+    for rank, value in values.items():
+        by_value.setdefault(value, []).append(rank)
+    return by_value
 
 
 def _who(facts: Facts) -> str:

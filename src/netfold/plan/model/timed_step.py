@@ -7,7 +7,7 @@ share. `bench/one_host.py` writes such a profile.
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -88,12 +88,9 @@ class TimedStep(Measured):
         """The measured buckets, whatever size is asked for."""
         return tuple(Bucket(each.size_bytes / gradient_bytes, len(self.timed) - each.layers) for each in self.ready)
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 def timed_step_of(data: dict[str, Any]) -> TimedStep:
-    """The inverse of `to_json`. Raises ValueError, in one sentence, for any other object."""
+    """The inverse of `dataclasses.asdict`. Raises ValueError, in one sentence, for any other object."""
     try:
         timed = tuple(TimedLayer(**each) for each in data["timed"])
         ready = tuple(ReadyBucket(**each) for each in data["ready"])

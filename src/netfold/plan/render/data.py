@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import math
 from typing import Any
 
-from netfold.page.escape import pick, to_plain
+from netfold.page.escape import is_known, pick, to_plain
 from netfold.plan.model import Traced
 from netfold.plan.render.parts import as_object as parts_object
-from netfold.plan.result import Result, parts
+from netfold.plan.result import Result, parts, reason
 from netfold.plan.search import PredictedJob, describe_split
 
 
@@ -27,7 +26,7 @@ def as_object(answer: Result) -> dict[str, Any]:
         **pick(answer, "tried", "fitting"),
         "best": choice_object(answer.best),
         "efficiency": answer.efficiency,
-        "best_few": [choice_object(way.choice) | {"reason": way.reason} for way in answer.best_few],
+        "best_few": [choice_object(choice) | {"reason": reason(choice, answer.best)} for choice in answer.best_few],
         "front": [choice_object(choice) for choice in answer.front],
         "sensitivity": [
             pick(gain, "what", "factor", "step_s", "kept_s")
@@ -69,7 +68,7 @@ def choice_object(choice: PredictedJob) -> dict[str, Any]:
         **pick(found, "step_s", "low_s", "high_s"),
         "parts_s": parts(found),
         "memory": {"total": found.memory.total, "of": found.memory_bytes, "parts": found.memory}
-        if math.isfinite(found.memory_bytes)
+        if is_known(found.memory_bytes)
         else None,
         **pick(found, "fits", "samples_per_s", "mfu", "limit"),
     }

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 from netfold import units
+from netfold.page.escape import is_known
 from netfold.plan.job import Job
 from netfold.plan.model import Measured
-from netfold.plan.result import Result, parts
+from netfold.plan.result import Result, parts, reason
 from netfold.plan.search import PredictedJob, describe_split
 from netfold.plan.step import Prediction
 from netfold.plan.training import Cost, Prices, training_cost
@@ -23,7 +23,7 @@ _BAR = 24
 def render_text(answer: Result) -> str:
     """The request, the step, memory, throughput; then other splits, curves, comparisons, and gains."""
     sections = [_asked(answer), _step(answer)]
-    if memory_is_known(answer):
+    if is_known(answer.best.prediction.memory_bytes):
         sections.append(_memory(answer.best))
     sections.append(_together(answer))
     if answer.simulated is not None:
@@ -66,16 +66,6 @@ def _offer(offer: AggregatorGain) -> str:
     if not offer.saves:
         return f"{what} would save nothing of a step of {time(offer.base_s)}"
     return f"{what} would save {units.ratio(offer.saved)}: {time(offer.step_s)} in place of {time(offer.base_s)}"
-
-
-def memory_is_known(answer: Result) -> bool:
-    """Whether the memory of a rank is known."""
-    return math.isfinite(answer.best.prediction.memory_bytes)
-
-
-def utilisation_is_known(answer: Result) -> bool:
-    """Whether the utilisation of the devices is known."""
-    return math.isfinite(answer.best.prediction.mfu)
 
 
 def time(seconds: float) -> str:
@@ -133,7 +123,7 @@ def _memory(best: PredictedJob) -> str:
 
 def _together(answer: Result) -> str:
     found, asked = answer.best.prediction, answer.request
-    used = f"; model FLOP/s utilisation {units.ratio(found.mfu)}" if utilisation_is_known(answer) else ""
+    used = f"; model FLOP/s utilisation {units.ratio(found.mfu)}" if is_known(found.mfu) else ""
     lines = [
         f"{rate(found.samples_per_s)} samples per second, {rate(found.samples_per_s / asked.devices)} per device{used}",
     ]
@@ -184,8 +174,8 @@ def failures(answer: Result) -> str:
 def _few(answer: Result) -> str:
     best = answer.best.prediction.step_s
     rows = [["step", "", "memory", "MFU", *_SPLIT, ""]]
-    for way in answer.best_few:
-        found = way.choice.prediction
+    for choice in answer.best_few:
+        found = choice.prediction
         more = found.step_s / best - 1
         rows.append(
             [
@@ -193,8 +183,8 @@ def _few(answer: Result) -> str:
                 f"+{100 * more:.1f}%" if more > 0 else "",
                 units.size(found.memory.total),
                 units.ratio(found.mfu),
-                *_split(way.choice.job),
-                way.reason,
+                *_split(choice.job),
+                reason(choice, answer.best),
             ]
         )
     return table("the best splits, the fastest of each mesh", rows, left=(-2, -1))
@@ -221,7 +211,8 @@ def _curve(scaling: str, points: Sequence[ScalingPoint]) -> str:
             rows.append([*row, *("-" for _ in rows[0][2:])])
             continue
         found = point.choice.prediction
-        row += [time(found.step_s), rate(found.samples_per_s), units.ratio(point.efficiency), _known(found.mfu)]
+        row += [time(found.step_s), rate(found.samples_per_s), units.ratio(point.efficiency)]
+        row.append(units.ratio(found.mfu) if is_known(found.mfu) else "-")
         if known:
             row.append("-" if point.training_s is None else units.seconds(point.training_s))
         rows.append([*row, *_split(point.choice.job)])
@@ -248,10 +239,6 @@ def _gains(gains: Sequence[Gain]) -> str:
     nothing = [gain.what for gain in gains if not gain.buys]
     lines += [f"{', '.join(nothing)}: nothing"] if nothing else []
     return "\n".join(["what more would buy", *(f"  {line}" for line in lines)])
-
-
-def _known(ratio: float) -> str:
-    return units.ratio(ratio) if math.isfinite(ratio) else "-"
 
 
 _SPLIT = ("tensor", "pipeline", "data", "micro", "virtual", "ZeRO", "sequence", "recompute")

@@ -19,7 +19,7 @@ from netfold import units
 from netfold.plan.cluster import Cluster, Device, Tier
 from netfold.plan.job import PRECISIONS
 from netfold.plan.model import Profiled
-from netfold.plan.profile_link import Fitted, fit, observe_groups
+from netfold.plan.profile_link import SMALL_BYTES, Fitted, fit, observe_groups
 from netfold.profile.columns import Columns, Floats, Integers, columns_of
 from netfold.profile.overlap import find_overlap
 from netfold.profile.run import Run, Trace, read_run
@@ -30,8 +30,6 @@ from netfold.tuning.topology import DEFAULT_LINKS
 _LEAST_STEPS = 5
 # The least part of a step that gets a note.
 _WORTH_A_NOTE = 0.02
-# Smaller messages depend on the load of hosts as much as on the link (netfold.plan.advice).
-_SMALL_BYTES = 128 << 10
 # As many as in the presets of ordinary Ethernet.
 _MOST_HOSTS = 1024
 _ITEM_BYTES = {"f32": 4, "f16": 2, "bf16": 2, "f64": 8}
@@ -236,7 +234,7 @@ def _network(run: Run, name: str, device: Device) -> Cluster | str:
         return "no operation was recorded by all ranks of a group"
     if groups[0].topology.has_levels:
         return "several ranks share each host, and a profile does not separate their links"
-    found = fit(groups[0], _SMALL_BYTES)
+    found = fit(groups[0], SMALL_BYTES)
     if not isinstance(found, Fitted):
         return found
     link = found.links.network

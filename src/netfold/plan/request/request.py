@@ -118,16 +118,11 @@ def _number(value: Any) -> str:
     return "" if fits else "a number, more than 0"
 
 
-def _truth(value: Any) -> str:
-    return "" if isinstance(value, bool) else "true or false"
+def _is_a(kind: type, must: str) -> _Check:
+    return lambda value: "" if isinstance(value, kind) else must
 
 
-def _text(value: Any) -> str:
-    return "" if isinstance(value, str) else "text, in quotes"
-
-
-def _table(value: Any) -> str:
-    return "" if isinstance(value, Mapping) else "a table"
+_truth, _text, _table = _is_a(bool, "true or false"), _is_a(str, "text, in quotes"), _is_a(Mapping, "a table")
 
 
 def _one_of(*words: Any) -> _Check:

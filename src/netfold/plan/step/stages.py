@@ -135,12 +135,9 @@ def _update_s(model: Model, parameters: float, cluster: Cluster, job: Job, const
     parts = job.split.data if job.split.zero else 1
     if isinstance(model, Measured):
         return model.after_gradients_s / parts
-    return moved_s(parameters / parts * _updated_bytes(job, constants), cluster.device, constants)
-
-
-def _updated_bytes(job: Job, constants: Constants) -> float:
-    """Bytes per element: the fitted constant is Adam's. State that another optimizer lacks is not read and written."""
-    return constants.update_bytes - 2 * (OPTIMIZERS["adam"] - OPTIMIZERS[job.optimizer])
+    # The fitted constant is Adam's. State that another optimizer lacks is not read and written.
+    an_element = constants.update_bytes - 2 * (OPTIMIZERS["adam"] - OPTIMIZERS[job.optimizer])
+    return moved_s(parameters / parts * an_element, cluster.device, constants)
 
 
 def _data_parallel(stage: Stage, cluster: Cluster, job: Job, constants: Constants) -> tuple[float, float]:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from operator import attrgetter
 
 import numpy as np
 
 from netfold import units
 from netfold.page.chart import SIDE, Axis, Chart
-from netfold.page.table import Bar, Column, of_largest, table
+from netfold.page.table import Bar, Column, table
 from netfold.profile.columns import Floats, completes
 from netfold.profile.findings import Row
 from netfold.profile.record import Records
@@ -31,44 +30,40 @@ def _size(row: Row) -> str:
     return units.size_range(row.above_bytes, row.to_bytes)
 
 
-def _of(title: str, field: str, text: Callable[[float], str], meaning: str, unknown: str = "") -> Column[Row]:
-    return Column(title, attrgetter(field), text, meaning, unknown)
-
-
 COLUMNS: tuple[Column[Row], ...] = (
-    Column("operation", attrgetter("name")),
+    Column("operation", "name"),
     Column("size", _size),
-    _of("count", "count", units.count, "operations of one rank (the mean over ranks)"),
-    _of("bytes", "bytes", units.size, "of all their tensors, of one rank"),
-    _of("total", "total_s", units.seconds, "time from start to end, summed, of one rank", _SUBMITTED),
-    _of("share", "share", units.ratio, "of the total time of all rows", _SUBMITTED),
-    _of("mean", "mean_s", units.seconds, "time of one operation, over all ranks", _SUBMITTED),
-    _of("p50", "p50_s", units.seconds, "half of all ranks' operations took no longer", _SUBMITTED),
-    _of("p99", "p99_s", units.seconds, "99 of 100 took no longer", _SUBMITTED),
-    _of("algbw", "algbw", units.rate, "bytes over total time (here a GB is 10⁹ bytes)", _SUBMITTED),
-    _of("busbw", "busbw", units.rate, "algbw times nccl-tests' factor: the rate that a link must carry", _SUBMITTED),
+    Column("count", "count", units.count, "operations of one rank (the mean over ranks)"),
+    Column("bytes", "bytes", units.size, "of all their tensors, of one rank"),
+    Column("total", "total_s", units.seconds, "time from start to end, summed, of one rank", _SUBMITTED),
+    Column("share", "share", units.ratio, "of the total time of all rows", _SUBMITTED),
+    Column("mean", "mean_s", units.seconds, "time of one operation, over all ranks", _SUBMITTED),
+    Column("p50", "p50_s", units.seconds, "half of all ranks' operations took no longer", _SUBMITTED),
+    Column("p99", "p99_s", units.seconds, "99 of 100 took no longer", _SUBMITTED),
+    Column("algbw", "algbw", units.rate, "bytes over total time (here a GB is 10⁹ bytes)", _SUBMITTED),
+    Column("busbw", "busbw", units.rate, "algbw times nccl-tests' factor: the rate that a link must carry", _SUBMITTED),
     Column(
         "exposed",
-        attrgetter("exposed_s"),
+        "exposed_s",
         units.seconds,
         "part of the total in which the training thread did not compute, of one rank",
         _submitted_or("the training thread was not watched"),
     ),
-    _of("queue", "queue_s", units.seconds, "between submission and start, summed, of one rank", _SUBMITTED),
+    Column("queue", "queue_s", units.seconds, "between submission and start, summed, of one rank", _SUBMITTED),
     Column(
         "skew",
-        attrgetter("skew_s"),
+        "skew_s",
         units.seconds,
         "between a rank's own start and the last rank's, summed, of one rank",
         _submitted_or("the ranks' starts could not be compared"),
     ),
-    Column("algorithms", attrgetter("algorithms"), units.counts, "operations by algorithm, over all ranks"),
-    Column("wire formats", attrgetter("wires"), units.counts, "operations by number format, over all ranks"),
-    _of("wire bytes", "wire_bytes", units.size, "sent by one rank, with headers and retransmissions", _BACKEND),
-    _of("resent", "retransmissions", units.count, "retransmissions of one rank", _BACKEND),
-    _of("registered", "registration_hits", units.count, "buffers of one rank already registered", _BACKEND),
-    _of("not registered", "registration_misses", units.count, "buffers of one rank registered first", _BACKEND),
-    _of("errors", "errors", units.count, "operations that failed, over all ranks"),
+    Column("algorithms", "algorithms", units.counts, "operations by algorithm, over all ranks"),
+    Column("wire formats", "wires", units.counts, "operations by number format, over all ranks"),
+    Column("wire bytes", "wire_bytes", units.size, "sent by one rank, with headers and retransmissions", _BACKEND),
+    Column("resent", "retransmissions", units.count, "retransmissions of one rank", _BACKEND),
+    Column("registered", "registration_hits", units.count, "buffers of one rank already registered", _BACKEND),
+    Column("not registered", "registration_misses", units.count, "buffers of one rank registered first", _BACKEND),
+    Column("errors", "errors", units.count, "operations that failed, over all ranks"),
 )
 
 
@@ -86,11 +81,11 @@ def pictures(each: Sequence[Row]) -> str:
     low, high = _decades(each)
     columns: tuple[Column[Row], ...] = (
         Column("operation", lambda row: f"{row.operation}, {_size(row)}"),
-        Column("share", attrgetter("share"), units.ratio, bar=of_largest(each, attrgetter("share"))),
-        Column("busbw", attrgetter("busbw"), units.rate, bar=of_largest(each, attrgetter("busbw"))),
+        Column("share", "share", units.ratio, bar=True),
+        Column("busbw", "busbw", units.rate, bar=True),
         Column(
             "time of one: p50 to p99",
-            attrgetter("p50_s", "p99_s"),
+            lambda row: (row.p50_s, row.p99_s),
             lambda times: " to ".join(map(units.seconds, times)),
             bar=lambda row: _spread(row, low, high),
         ),

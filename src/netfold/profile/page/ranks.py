@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from operator import attrgetter
 
 from netfold import units
-from netfold.page.table import Column, of_largest, table
+from netfold.page.table import Column, table
 from netfold.profile.findings import ClockOffset, Straggler
 
 # A job of thousands of ranks would otherwise fill most of the page.
@@ -22,24 +21,18 @@ def straggler_table(each: Sequence[Straggler]) -> str:
         )
     by_wait = sorted(each, key=lambda late: -late.waited_for_s)[:MOST_ROWS]
     columns: tuple[Column[Straggler], ...] = (
-        Column("rank", attrgetter("rank"), units.count),
-        Column("host", attrgetter("host")),
+        Column("rank", "rank", units.count),
+        Column("host", "host"),
         Column(
             "waits for it",
-            attrgetter("waited_for_s"),
+            "waited_for_s",
             units.seconds,
             "time that other ranks waited where this rank was the last to begin, the mean over them",
-            bar=of_largest(each, attrgetter("waited_for_s")),
+            bar=True,
         ),
-        Column(
-            "its waits",
-            attrgetter("waited_s"),
-            units.seconds,
-            "time that this rank waited for other ranks",
-            bar=of_largest(each, attrgetter("waited_s")),
-        ),
-        Column("last to begin", attrgetter("last"), units.count, "number of operations"),
-        Column("of operations", attrgetter("operations"), units.count, "that no rank can finish before all began"),
+        Column("its waits", "waited_s", units.seconds, "time that this rank waited for other ranks", bar=True),
+        Column("last to begin", "last", units.count, "number of operations"),
+        Column("of operations", "operations", units.count, "that no rank can finish before all began"),
     )
     caption = (
         "Operations that no rank can finish before all have begun. The rank with the longest waits for it is first."
@@ -51,11 +44,9 @@ def clock_table(each: Sequence[ClockOffset]) -> str:
     if not each:
         return "<p>Not known: no records compare the ranks' clocks.</p>"
     columns: tuple[Column[ClockOffset], ...] = (
-        Column("rank", attrgetter("rank"), units.count),
-        Column("offset", attrgetter("offset_ns"), _ns, "is added to this rank's times, for times of the first rank"),
-        Column(
-            "error at most", attrgetter("bound_ns"), _ns, "of the offset", "no two operations bound it from both sides"
-        ),
+        Column("rank", "rank", units.count),
+        Column("offset", "offset_ns", _ns, "is added to this rank's times, for times of the first rank"),
+        Column("error at most", "bound_ns", _ns, "of the offset", "no two operations bound it from both sides"),
     )
     caption = "Each rank's clock against the first rank's." + _first(min(len(each), MOST_ROWS), len(each))
     return table("clocks", caption, columns, each[:MOST_ROWS])

@@ -1,6 +1,6 @@
 """GoogLeNet and Inception v3, as torchvision defines them, and Inception v4 (Szegedy et al. 2016).
 
-heads: auxiliary classifiers. tf_cnn_benchmarks, the source of the published speeds, trains without them.
+Without auxiliary classifiers: tf_cnn_benchmarks, the source of the published speeds, trains without them.
 """
 
 from collections.abc import Callable
@@ -17,7 +17,7 @@ _FLAT_7, _TALL_7 = ((1, 7), 1, (0, 3)), ((7, 1), 1, (3, 0))
 _Path = Callable[[Stack], Stack]
 
 
-def googlenet(*, heads: bool = False) -> list[Layer]:
+def googlenet() -> list[Layer]:
     """With batch norm, 224 x 224. The "5 x 5" path has 3 x 3 convolutions, as torchvision's does."""
     image = Stack(3, 224, 224)
     image.conv_norm(64, 7, 2, 3).pool(3, 2, round_up=True)
@@ -26,18 +26,13 @@ def googlenet(*, heads: bool = False) -> list[Layer]:
     _google_block(image, 128, 128, 192, 32, 96, 64)
     image.pool(3, 2, round_up=True)
     _google_block(image, 192, 96, 208, 16, 48, 64)
-    first = image.fork()
     _google_block(image, 160, 112, 224, 24, 64, 64)
     _google_block(image, 128, 128, 256, 24, 64, 64)
     _google_block(image, 112, 144, 288, 32, 64, 64)
-    second = image.fork()
     _google_block(image, 256, 160, 320, 32, 128, 128)
     image.pool(2, 2, round_up=True)
     _google_block(image, 256, 160, 320, 32, 128, 128)
     _google_block(image, 384, 192, 384, 48, 128, 128)
-    if heads:
-        for head in (first, second):
-            head.pool_to(4).conv_norm(128, 1).linear(1024).linear(_CLASSES)
     return image.pool_to(1).linear(_CLASSES).layers
 
 
@@ -50,7 +45,7 @@ def _google_block(image: Stack, one: int, into3: int, three: int, into5: int, fi
     )
 
 
-def inception3(*, heads: bool = False) -> list[Layer]:
+def inception3() -> list[Layer]:
     """299 x 299."""
     image = Stack(3, 299, 299)
     image.conv_norm(32, 3, 2).conv_norm(32, 3).conv_norm(64, 3, 1, 1).pool(3, 2)
@@ -70,8 +65,6 @@ def inception3(*, heads: bool = False) -> list[Layer]:
             _convs((inner, 1), (inner, *_TALL_7), (inner, *_FLAT_7), (inner, *_TALL_7), (192, *_FLAT_7)),
             _convs((192, 1)),
         )
-    if heads:
-        image.fork().pool(5, 3).conv_norm(128, 1).conv_norm(768, 5).linear(_CLASSES)
     image.beside(_convs((192, 1), (320, 3, 2)), _convs((192, 1), (192, *_FLAT_7), (192, *_TALL_7), (192, 3, 2)), _pool)
     for _ in range(2):
         image.beside(_convs((320, 1)), _cross(384, (384, 1)), _cross(384, (448, 1), (384, *_SAME_3)), _convs((192, 1)))

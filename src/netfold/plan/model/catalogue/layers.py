@@ -31,10 +31,9 @@ class Layer:
         return [prod(shape) for shape in self.shapes]
 
 
-def linear(name: str, inputs: int, outputs: int, *, bias: bool = True, rows: int = 1) -> Layer:
+def linear(name: str, inputs: int, outputs: int, *, rows: int = 1) -> Layer:
     """[outputs, inputs] and a bias, on so many rows per sample (tokens, regions)."""
-    shapes = ((outputs, inputs), (outputs,)) if bias else ((outputs, inputs),)
-    return Layer(name, shapes, _MULTIPLY_ADD * rows * inputs * outputs)
+    return Layer(name, ((outputs, inputs), (outputs,)), _MULTIPLY_ADD * rows * inputs * outputs)
 
 
 def embedding(name: str, entries: int, width: int) -> Layer:
@@ -74,15 +73,13 @@ class Stack:
         padding: int | tuple[int, int] = 0,
         *,
         bias: bool = True,
-        groups: int = 1,
-        name: str = "conv",
     ) -> Self:
-        """[outputs, channels / groups, kernel, kernel] and a bias."""
+        """[outputs, channels, kernel, kernel] and a bias."""
         high, wide = _pair(kernel)
         self.size = _sizes(self.size, (high, wide), stride, _pair(padding), floor)
-        shape = (outputs, self.channels // groups, high, wide)
+        shape = (outputs, self.channels, high, wide)
         flops = _MULTIPLY_ADD * self.rows * prod(shape) * prod(self.size)
-        self._append(name, (shape, (outputs,)) if bias else (shape,), flops)
+        self._append("conv", (shape, (outputs,)) if bias else (shape,), flops)
         self.channels = outputs
         return self
 

@@ -9,23 +9,14 @@ The `<script type="application/json" id="answer">` has the whole result.
 from __future__ import annotations
 
 from netfold import units
-from netfold.page.escape import escape, items
+from netfold.page.escape import escape, is_known, items
 from netfold.page.layout import render_layout
 from netfold.plan.model import Measured
 from netfold.plan.render.data import as_object
 from netfold.plan.render.page.bars import memory_bar, step_bar
 from netfold.plan.render.page.scaling import scaling
 from netfold.plan.render.page.splits import best_few, comparisons, front, gains, simulated_table
-from netfold.plan.render.text import (
-    describe_aggregators,
-    describe_request,
-    failures,
-    memory_is_known,
-    money,
-    rate,
-    time,
-    utilisation_is_known,
-)
+from netfold.plan.render.text import describe_aggregators, describe_request, failures, money, rate, time
 from netfold.plan.result import Result
 from netfold.plan.search import describe_split
 
@@ -54,7 +45,7 @@ def render_page(answer: Result) -> str:
         sections=[
             ("step", "Where a step's time goes", step_bar(best)),
             ("events", "The step as events", events),
-            ("memory", "Memory of the rank that needs most", memory_bar(best) if memory_is_known(answer) else ""),
+            ("memory", "Memory of the rank that needs most", memory_bar(best) if is_known(found.memory_bytes) else ""),
             ("ways", "Ways to split it", best_few(answer)),
             ("less", "Less memory for more time", front(answer)),
             ("scaling", "Scaling out", scaling(answer)),
@@ -70,9 +61,9 @@ def render_page(answer: Result) -> str:
 def _facts(answer: Result) -> list[tuple[str, str]]:
     found, asked = answer.best.prediction, answer.request
     facts = [(time(found.step_s), f"a step; about 80 of 100 lie between {time(found.low_s)} and {time(found.high_s)}")]
-    if utilisation_is_known(answer):
+    if is_known(found.mfu):
         facts.append((units.ratio(found.mfu), "of the devices' peak goes into the model (MFU)"))
-    if memory_is_known(answer):
+    if is_known(found.memory_bytes):
         facts.append((units.size(found.memory.total), f"of {units.size(found.memory_bytes)} per device"))
     if answer.best.job.split.data > 1:
         facts.append((units.ratio(answer.efficiency), "scaling efficiency, against a replica alone"))

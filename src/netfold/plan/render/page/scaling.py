@@ -8,9 +8,9 @@ from typing import Any
 
 from netfold import units
 from netfold.page.chart import Axis, Chart
-from netfold.page.escape import items
+from netfold.page.escape import is_known, items
 from netfold.page.table import Column, table
-from netfold.plan.render.text import rate, time, utilisation_is_known
+from netfold.plan.render.text import rate, time
 from netfold.plan.result import Result
 from netfold.plan.search import PredictedJob, describe_split
 from netfold.plan.variants.scaling_curve import ScalingPoint
@@ -24,7 +24,7 @@ def scaling(answer: Result) -> str:
     fitting = {name: [point for point in points if point.choice] for name, points in answer.curves.items()}
     curves = {name: points for name, points in fitting.items() if len(points) > 1}
     figures = f'<div class="charts">{_throughput(curves)}{_efficiency(curves)}</div>' if curves else ""
-    known = utilisation_is_known(answer)
+    known = is_known(answer.best.prediction.mfu)
     return figures + "".join(_table(name, points, utilised=known) for name, points in answer.curves.items())
 
 

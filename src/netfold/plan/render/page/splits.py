@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from operator import attrgetter
-
 from netfold import units
 from netfold.page.chart import Axis, Chart
 from netfold.page.escape import escape, items
@@ -11,7 +9,7 @@ from netfold.page.table import Column, of_largest, table
 from netfold.plan.job import Job
 from netfold.plan.render.page.bars import step_bars
 from netfold.plan.render.text import time
-from netfold.plan.result import RankedChoice, Result, parts
+from netfold.plan.result import Result, parts, reason
 from netfold.plan.search import PredictedJob, describe_split
 from netfold.plan.step import Prediction
 from netfold.plan.variants.hardware import Gain
@@ -19,27 +17,27 @@ from netfold.plan.variants.hardware import Gain
 
 def best_few(answer: Result) -> str:
     """The fastest choice of each mesh."""
-    ways = answer.best_few
-    if len(ways) == 1:
+    choices = answer.best_few
+    if len(choices) == 1:
         return ""
-    columns: tuple[Column[RankedChoice], ...] = (
-        Column("mesh", lambda way: _mesh(way.choice.job), meaning="ranks: tensor x pipeline x data"),
-        Column("step", attrgetter("choice.prediction.step_s"), time),
-        Column("memory", attrgetter("choice.prediction.memory.total"), units.size),
-        Column("MFU", attrgetter("choice.prediction.mfu"), units.ratio),
-        Column("micro", attrgetter("choice.job.micro_batch"), meaning="samples of a microbatch"),
-        Column("virtual", attrgetter("choice.job.split.interleave"), meaning="virtual stages per pipeline rank"),
-        Column("ZeRO", attrgetter("choice.job.split.zero")),
+    columns: tuple[Column[PredictedJob], ...] = (
+        Column("mesh", lambda choice: _mesh(choice.job), meaning="ranks: tensor x pipeline x data"),
+        Column("step", "prediction.step_s", time),
+        Column("memory", "prediction.memory.total", units.size),
+        Column("MFU", "prediction.mfu", units.ratio),
+        Column("micro", "job.micro_batch", meaning="samples of a microbatch"),
+        Column("virtual", "job.split.interleave", meaning="virtual stages per pipeline rank"),
+        Column("ZeRO", "job.split.zero"),
         Column(
             "sequence",
-            lambda way: "yes" if way.choice.job.split.sequence else "no",
+            lambda choice: "yes" if choice.job.split.sequence else "no",
             meaning="whether tensor ranks split norms and dropouts by tokens",
         ),
-        Column("recompute", attrgetter("choice.job.recomputation")),
-        Column("what limits it", attrgetter("reason"), prose=True),
+        Column("recompute", "job.recomputation"),
+        Column("what limits it", lambda choice: reason(choice, answer.best), prose=True),
     )
     caption = "The fastest choice of each mesh, and the part of a step that is longer than in the best choice."
-    return step_bars([(_mesh(way.choice.job), way.choice) for way in ways]) + table("few", caption, columns, ways)
+    return step_bars([(_mesh(choice.job), choice) for choice in choices]) + table("few", caption, columns, choices)
 
 
 def front(answer: Result) -> str:
@@ -54,8 +52,8 @@ def front(answer: Result) -> str:
     chart = Chart(across, Axis("time of a step", 0, 1.05 * max(seconds for _, seconds in points), units.seconds))
     chart.line("0", points, dots=True)
     columns: tuple[Column[PredictedJob], ...] = (
-        Column("memory", attrgetter("prediction.memory.total"), units.size),
-        Column("step", attrgetter("prediction.step_s"), time),
+        Column("memory", "prediction.memory.total", units.size),
+        Column("step", "prediction.step_s", time),
         Column("split", lambda choice: describe_split(choice.job), prose=True),
     )
     first, last = each[0].prediction, each[-1].prediction
@@ -99,14 +97,14 @@ def gains(answer: Result) -> str:
     if not answer.gains:
         return ""
     columns: tuple[Column[Gain], ...] = (
-        Column("with", attrgetter("what")),
+        Column("with", "what"),
         Column(
             "as fast",
-            attrgetter("factor"),
+            "factor",
             units.times,
             bar=of_largest(answer.gains, lambda gain: max(0.0, gain.factor - 1)),
         ),
-        Column("step", attrgetter("step_s"), time),
+        Column("step", "step_s", time),
         Column("split as now", lambda gain: gain.base_s / gain.kept_s, units.times),
         Column("best split then", lambda gain: describe_split(gain.choice.job), prose=True),
     )
