@@ -14,9 +14,9 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves
 
 from netfold.plan.words import suggest
 from netfold.train.datasets import DATASETS, make_data
@@ -138,13 +138,12 @@ def _check_loss(recipe: Recipe, model: Model, fake: FakeTensorMode | None, data:
 def _shape_of_loss(recipe: Recipe, model: Model, fake: FakeTensorMode | None, data: Data, example: Batch) -> list[int]:
     if fake is not None:
         batch = _many(data, example)
-        real = [*batch.inputs, batch.target]
+        real = [each.cpu() for each in (*batch.inputs, batch.target)]
         try:
-            with fake, IndexTracker(model.module) as tracker:
-                like = [torch.empty_like(each, device="cpu") for each in real]
-                for each, value in zip(like, real, strict=True):
-                    tracker.track(each, value)
-                return _computed(recipe, model, like)
+            with fake:
+                like = [torch.empty_like(each) if each.is_floating_point() else each for each in real]
+                with IndexCheck(model.module):
+                    return _computed(recipe, model, like)
         except (ValueError, UserWarning):
             raise
         except Exception:
@@ -191,49 +190,39 @@ def _differing(recipe: Recipe) -> str:
     return "".join(f"model.{name} is {model[name]!r}, but data.{name} is {data[name]!r}: " for name in both)
 
 
-class IndexTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Follow integers through a pass of fake tensors; enter it inside the fake mode.
+class IndexCheck(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Check integers in a pass of fake tensors; enter it inside the fake mode, and give the pass real integers.
 
     A fake tensor has no values, so a table with too few rows would pass unnoticed. Integers that are computed only from
-    known integers are computed for real too. Raises ValueError for a row that a table lacks, and for a class beyond the
-    last one.
+    real integers stay real. Raises ValueError for a row that a table lacks, and for a class beyond the last one.
     """
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._names = {id(parameter): name for name, parameter in module.named_parameters()}
-        # Also keeps the fake tensor alive, so that its id stays unique.
-        self._known: dict[int, tuple[Tensor, Tensor]] = {}
-
-    def track(self, fake: Tensor, real: Tensor) -> None:
-        """Record the values of `fake` if they are integers."""
-        if not real.is_floating_point():
-            self._known[id(fake)] = fake, real
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = func.overloadpacket.__name__
         if name in ("embedding", "_embedding_bag"):
-            self._check(args[1], args[0].shape[0], self._names.get(id(args[0]), "a table"), "rows")
+            _check_numbers(args[1], args[0].shape[0], self._names.get(id(args[0]), "a table"), "rows")
         elif name in ("nll_loss_forward", "nll_loss2d_forward"):
-            self._check(args[1], args[0].shape[1 if args[0].ndim > 1 else 0], "the loss", "classes", args[4])
+            _check_numbers(args[1], args[0].shape[1 if args[0].ndim > 1 else 0], "the loss", "classes", args[4])
         result = func(*args, **kwargs)
-        given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
         whole = isinstance(result, Tensor) and not result.is_floating_point() and not result.is_complex()
         drawn = torch.Tag.nondeterministic_seeded in func.tags or "empty" in name or func._schema.is_mutable
-        if whole and not drawn and all(id(each) in self._known for each in given):
-            real_args, real_kwargs = tree_map_only(Tensor, lambda each: self._known[id(each)][1], (args, kwargs))
+        if whole and not drawn and not any(isinstance(each, FakeTensor) for each in tree_leaves((args, kwargs))):
             with unset_fake_temporarily():
-                self.track(result, func(*real_args, **real_kwargs))
+                return func(*args, **kwargs)
         return result
 
-    def _check(self, asked: Tensor, count: int, where: str, what: str, ignored: int | None = None) -> None:
-        if id(asked) not in self._known:
-            return
-        with unset_fake_temporarily():
-            numbers = self._known[id(asked)][1]
-            beyond = (numbers < 0) | (numbers >= count)
-            wrong = numbers[beyond if ignored is None else beyond & (numbers != ignored)]
-            worst = int(wrong.max()) if wrong.numel() else None
-        if worst is not None:
-            raise ValueError(f"{where} has {count} {what}, and number {worst} is used")
+
+def _check_numbers(asked: Tensor, count: int, where: str, what: str, ignored: int | None = None) -> None:
+    if isinstance(asked, FakeTensor):
+        return
+    with unset_fake_temporarily():
+        beyond = (asked < 0) | (asked >= count)
+        wrong = asked[beyond if ignored is None else beyond & (asked != ignored)]
+        worst = int(wrong.max()) if wrong.numel() else None
+    if worst is not None:
+        raise ValueError(f"{where} has {count} {what}, and number {worst} is used")
