@@ -185,7 +185,6 @@ def cut_gpt(me: Rank) -> None:
     from netfold.train.models import make_model
     from netfold.train.parallel.pipeline import Pipelined
     from netfold.train.parallel.pipeline_plan import Plan
-    from netfold.train.parallel.shards import Shards
     from netfold.train.parallel.stages import Cut
 
     recipe = Recipe.model_validate(
@@ -205,7 +204,7 @@ def cut_gpt(me: Rank) -> None:
             if name == "by layers":
                 bounds, costs = (0, len(names) // 2, len(names)), plan.measured.costs_ns
                 plan.cut = Cut(bounds, tuple(sum(costs[first:end]) for first, end in itertools.pairwise(bounds)))
-            replicas[name] = Pipelined(model, recipe, mesh, Shards(), plan)
+            replicas[name] = Pipelined(model, recipe, mesh, plan)
             total = sum(plan.cut.costs)
             ends = [(names[layers[0]], names[layers[-1]]) for layers in map(plan.cut.layers, range(2))]
             cuts[name] = " + ".join(

@@ -116,9 +116,6 @@ class Held:
     def named_parameters(self) -> Iterator[tuple[str, Any]]:
         return iter(self.parameters.items())
 
-    def as_shard(self, name: str, tensor: Any) -> Any:
-        return tensor
-
 
 def _start(name: str, rank: int) -> Any:
     """Only rank 0's values count."""
@@ -227,15 +224,14 @@ def _parameters(mesh: Any) -> dict[str, Any]:
 def _twin(mesh: Any, lr: float, momentum: float) -> dict[str, Any]:
     import torch
 
-    from netfold.train.optimizers.norms import local
     from netfold.train.parallel import diloco
     from netfold.train.recipe import DiLoCo
+    from netfold.train.shards import local
 
     held = _parameters(mesh)
     whole, diloco.BUFFER_BYTES = diloco.BUFFER_BYTES, 40
     rounds = diloco.DiLoCoRounds(
         Held(held),
-        torch.optim.SGD(list(held.values())),
         DiLoCo(every=EVERY, lr=lr, momentum=momentum),
         mesh.data,
     )
@@ -294,9 +290,7 @@ def _buffers(mesh: Any) -> dict[str, Any]:
     from netfold.train.recipe import DiLoCo
 
     norm = torch.nn.BatchNorm1d(2)
-    rounds = DiLoCoRounds(
-        Held(dict(norm.named_parameters()), (norm,)), torch.optim.SGD(norm.parameters()), DiLoCo(every=1), mesh.data
-    )
+    rounds = DiLoCoRounds(Held(dict(norm.named_parameters()), (norm,)), DiLoCo(every=1), mesh.data)
     assert norm.running_mean is not None and norm.num_batches_tracked is not None
     norm.running_mean.copy_(torch.tensor([1.0, 10.0]) * (mesh.data.rank + 1))
     norm.num_batches_tracked.fill_(7)
@@ -310,30 +304,33 @@ def _resumed(mesh: Any) -> dict[str, bool]:
     import torch
     import torch.distributed as dist
 
-    update, optimizer, held = _update(mesh)
+    update, _, held = _update(mesh)
     _steps(update, held, mesh, range(EVERY))
     # As in a checkpoint: every rank contributes its tensors, and each name occurs once.
-    own = copy.deepcopy((update.state_dict(), optimizer.state_dict(), {n: w.detach() for n, w in held.items()}))
     given: list[Any] = [None] * mesh.data.size
-    dist.all_gather_object(given, own)
-    saved = {key: value for state, *_ in reversed(given) for key, value in state.items()}
-    _, of_optimizer, weights = given[0]
+    own = {kind: [state[w] for w in held.values()] for kind, state in update.states().items()}
+    dist.all_gather_object(given, (own, {name: w.detach() for name, w in held.items()}))
+    saved = {kind: states for own, _ in reversed(given) for kind, states in own.items()}
+    weights = given[0][1]
 
-    def again(state: dict[str, Any]) -> tuple[Any, Any, dict[str, Any]]:
+    def again(saved: dict[str, Any]) -> tuple[Any, Any, dict[str, Any]]:
         new, new_optimizer, new_held = _update(mesh)
         with torch.no_grad():
             for name, w in new_held.items():
                 w.copy_(weights[name])
-        new_optimizer.load_state_dict(copy.deepcopy(of_optimizer))
-        new.load_state_dict(copy.deepcopy(state))
+        for kind, state in new.states(saved).items():
+            for w, of_w in zip(new_held.values(), saved[kind], strict=True):
+                state[w].update(copy.deepcopy(of_w))
+        new.load_state_dict(update.state_dict())
         return new, new_optimizer, new_held
 
     _steps(update, held, mesh, range(EVERY, STEPS))
     new, _, new_held = again(saved)
     _steps(new, new_held, mesh, range(EVERY, STEPS))
-    _, fewer, fewer_held = again({key: value for key, value in saved.items() if not key.startswith("inner1")})
+    _, fewer, fewer_held = again({kind: states for kind, states in saved.items() if kind != "inner1"})
+    first = saved["inner0"][0]["exp_avg"]
     return {
         "same": all(torch.equal(w, new_held[name]) for name, w in held.items()),
-        "states_differ": not torch.equal(saved["inner0_exp_avg.first"], saved["inner1_exp_avg.first"]),
-        "in turn": torch.equal(fewer.state[fewer_held["first"]]["exp_avg"], saved["inner0_exp_avg.first"]),
+        "states_differ": not torch.equal(first, saved["inner1"][0]["exp_avg"]),
+        "in turn": torch.equal(fewer.state[fewer_held["first"]]["exp_avg"], first),
     }

@@ -147,6 +147,7 @@ def _learnt() -> dict[str, Any]:
     from netfold.train.mesh import Mesh
     from netfold.train.models import make_model
     from netfold.train.parallel import parallelise
+    from netfold.train.shards import as_shard
 
     flights = _Flights(STEPS * BATCH)
     batches = [flights.batch(range(step * BATCH, (step + 1) * BATCH), ()) for step in range(STEPS)]
@@ -175,7 +176,7 @@ def _learnt() -> dict[str, Any]:
             optimizer.step()
         weights = {}
         for name, parameter in replica.named_parameters():
-            part = replica.as_shard(name, parameter.detach())
+            part = as_shard(parameter, parameter.detach())
             weights[name] = part.full_tensor() if isinstance(part, DTensor) else part
         held: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(held, weights)
@@ -195,13 +196,12 @@ def _counts() -> dict[str, Any]:
     from netfold.train.mesh import Mesh
     from netfold.train.models import make_model
     from netfold.train.parallel.embeddings import shard_embeddings
-    from netfold.train.parallel.shards import Shards
 
     found = {}
     for kind in ("table_wise", "row_wise"):
         recipe = _recipe(kind)
         model = make_model(recipe.model)
-        shard_embeddings(model, recipe, Mesh(recipe.parallel), Shards())
+        shard_embeddings(model, recipe, Mesh(recipe.parallel))
         with CommDebugMode() as forward:
             loss = model.module(torch.zeros(4, 2), torch.zeros(4, len(ROWS), dtype=torch.long)).sum()
         with CommDebugMode() as backward:
@@ -249,12 +249,11 @@ def _refused() -> dict[str, str]:
     from netfold.train.models import make_model
     from netfold.train.models.linear import linear_stack
     from netfold.train.parallel.embeddings import shard_embeddings
-    from netfold.train.parallel.shards import Shards
 
     def refused(recipe: Any, model: Any = None) -> str:
         model = model or make_model(recipe.model)
         with pytest.raises(ValueError) as caught:
-            shard_embeddings(model, recipe, Mesh(recipe.parallel), Shards())
+            shard_embeddings(model, recipe, Mesh(recipe.parallel))
             model.module(torch.zeros(2, 2), torch.tensor([[0] * len(ROWS), [0, 3, 0]]))
         return str(caught.value)
 

@@ -140,6 +140,7 @@ def _learnt(kind: str, split: str) -> tuple[float, float]:
     from netfold.train.models import make_model
     from netfold.train.optimizers import kind_of, make_optimizer
     from netfold.train.parallel import parallelise
+    from netfold.train.shards import as_shard
 
     recipe = _recipe(kind, DLRM if "tables" in split else GPT, SPLITS[split])
     examples = _Drawn(recipe.model.name)
@@ -179,7 +180,7 @@ def _learnt(kind: str, split: str) -> tuple[float, float]:
         optimizer.step()
     off = 0.0
     for name, held in replica.named_parameters():
-        part = replica.as_shard(name, held.detach())
+        part = as_shard(held, held.detach())
         part = part.full_tensor() if isinstance(part, DTensor) else part
         off = max(off, float((part - expected[name]).norm()))
     return off, of_one_bit
@@ -188,8 +189,8 @@ def _learnt(kind: str, split: str) -> tuple[float, float]:
 class _Held:
     """A replica of given parameters."""
 
-    def __init__(self, parameters: dict[str, Any], parts: Any) -> None:
-        self.parameters, self.as_shard = parameters, parts.of
+    def __init__(self, parameters: dict[str, Any]) -> None:
+        self.parameters = parameters
 
     def named_parameters(self) -> Iterator[tuple[str, Any]]:
         return iter(self.parameters.items())
@@ -204,11 +205,9 @@ def _unequal(mesh: Any, precision: str = "f32") -> dict[str, Any]:
     from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
     from netfold.train.optimizers import kind_of, make_optimizer
-    from netfold.train.parallel.shards import Shards
+    from netfold.train.shards import as_shard, local, plain_part
 
-    parts, axes = Shards(), {"first": "tensor", "last": "data"}
-    for name, axis in axes.items():
-        parts.add(name, mesh.device_mesh[axis], [Shard(0)], torch.Size(SHAPES[name]))
+    axes = {"first": "tensor", "last": "data"}
 
     def drawn(seed: int) -> dict[str, Any]:
         generator = torch.Generator().manual_seed(seed)
@@ -216,15 +215,15 @@ def _unequal(mesh: Any, precision: str = "f32") -> dict[str, Any]:
 
     def put(tensors: dict[str, Any]) -> dict[str, Any]:
         cut = {
-            name: distribute_tensor(tensors[name], mesh.device_mesh[axis], [Shard(0)], src_data_rank=None).to_local()
+            name: distribute_tensor(tensors[name], mesh.device_mesh[axis], [Shard(0)], src_data_rank=None)
             for name, axis in axes.items()
         }
-        return {name: cut.get(name, tensor).clone() for name, tensor in tensors.items()}
+        return {**{name: tensor.clone() for name, tensor in tensors.items()}, **cut}
 
-    held = {name: torch.nn.Parameter(tensor) for name, tensor in put(drawn(0)).items()}
+    held = {name: plain_part(w) if name in axes else torch.nn.Parameter(w) for name, w in put(drawn(0)).items()}
     whole = {name: torch.nn.Parameter(tensor) for name, tensor in drawn(0).items()}
     recipe = _recipe("lamb", {"name": "given"}, {"tensor": 2}, precision)
-    replica = _Held(held, parts)
+    replica = _Held(held)
     optimizer = make_optimizer(replica, recipe, mesh)  # type: ignore[arg-type]
     kind, options = kind_of(recipe.optimizer)
     alone: Any = kind(whole.values(), **options)
@@ -233,7 +232,7 @@ def _unequal(mesh: Any, precision: str = "f32") -> dict[str, Any]:
         gradients = drawn(1 + step)
         for tensors, given in ((whole, gradients), (held, put(gradients))):
             for name, gradient in given.items():
-                tensors[name].grad = gradient
+                tensors[name].grad = local(gradient)
         before = {axis: len(_all_reduces(mesh, axis)) for axis in norms}
         optimizer.step()
         alone.step()
@@ -241,7 +240,7 @@ def _unequal(mesh: Any, precision: str = "f32") -> dict[str, Any]:
             sizes += _all_reduces(mesh, axis)[before[axis] :]
     off = 0.0
     for name, w in held.items():
-        part = parts.of(name, w.detach())
+        part = as_shard(w, w.detach())
         part = part.full_tensor() if isinstance(part, DTensor) else part
         off = max(off, float((part - whole[name].detach()).abs().max()))
     return {"off": off, "norms": norms}
@@ -259,12 +258,14 @@ def _all_reduces(mesh: Any, axis: str) -> list[int]:
 
 def _no_gradient(mesh: Any) -> float:
     import torch
+    from torch.distributed.tensor import DTensor, Shard
 
     from netfold.train.optimizers import LARS
+    from netfold.train.shards import plain_part
 
-    w = torch.nn.Parameter(torch.ones(2, 2, dtype=torch.float64))
+    part = torch.ones(2, 2, dtype=torch.float64)
+    w = plain_part(DTensor.from_local(part, mesh.device_mesh["tensor"], [Shard(0)], run_check=False))
     optimizer = LARS([w], lr=0.5, trust=0.1)
-    optimizer.cut = {w: [mesh.tensor.group]}
     if mesh.tensor.rank == 0:
         w.grad = torch.full_like(w, 3.0)
     optimizer.step()

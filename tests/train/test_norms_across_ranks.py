@@ -74,14 +74,11 @@ def test_a_norm_that_is_not_a_number_stays_so(found: list[dict[str, Any]]) -> No
 class Held:
     """A replica of given parameters."""
 
-    def __init__(self, parameters: dict[str, Any], parts: dict[str, Any] | None = None) -> None:
-        self.parameters, self.parts = parameters, parts or {}
+    def __init__(self, parameters: dict[str, Any]) -> None:
+        self.parameters = parameters
 
     def named_parameters(self) -> Iterator[tuple[str, Any]]:
         return iter(self.parameters.items())
-
-    def as_shard(self, name: str, tensor: Any) -> Any:
-        return self.parts.get(name, tensor)
 
 
 def _rank(rank: int, size: int, folder: str) -> dict[str, Any]:

@@ -208,9 +208,10 @@ def gradients_in_stages(name: str, parallel: dict[str, Any], **sections: Any) ->
     from netfold.train.mesh import Mesh
     from netfold.train.parallel import parallelise
     from netfold.train.parallel.tensor import ColwiseLinear, RowwiseLinear
+    from netfold.train.shards import as_shard
 
-    def whole(replica: Any, name: str, tensor: Any) -> Any:
-        part = replica.as_shard(name, tensor)
+    def whole(weight: Any) -> Any:
+        part = as_shard(weight, weight.grad)
         return part.full_tensor() if isinstance(part, DTensor) else part
 
     recipe = Recipe.model_validate(changed(GPT, parallel=parallel, training={"batch": ROWS}, **sections))
@@ -230,7 +231,7 @@ def gradients_in_stages(name: str, parallel: dict[str, Any], **sections: Any) ->
             weight.grad = None
         loss = replica.gradients(batch)
         output = replica.outputs(Batch(batch.inputs, batch.target))
-        found.append(arrays((name, whole(replica, name, weight.grad)) for name, weight in replica.named_parameters()))
+        found.append(arrays((name, whole(weight)) for name, weight in replica.named_parameters()))
     assert all(np.array_equal(found[0][name], found[1][name]) for name in found[0])
     return {
         "gradients": found[0],

@@ -183,7 +183,7 @@ def _held(trainer: Any) -> dict[str, int]:
     from netfold.train.fault_tolerance.state import collect_state
 
     parameters = dict(trainer.replica.named_parameters())
-    tensors, _ = collect_state(trainer.replica, parameters, trainer.optimizer, trainer.update, buffers=False)
+    tensors = collect_state(trainer.replica, parameters, trainer.update.states(), buffers=False)
     for name, each in parameters.items():
         given = tensors.get(f"model.{name}")
         if given is not None:
@@ -205,7 +205,7 @@ def outer_elsewhere(rank: int, folder: Path, world: World) -> Any:
     def look(trainer: Any) -> None:
         path = folder / "two" / "checkpoints" / f"step-{SAVED_AT:06d}"
         saved = FileSystemReader(path).read_metadata().state_dict_metadata
-        wants.extend(trainer.update.wanted(key.removeprefix("update.") for key in saved if key.startswith("update.")))
+        wants.extend(trainer.update.states({key.partition(".")[0] for key in saved}))
 
     train_once(world, folder / "two", apart, (2, {"data": 2}), SAVED_AT, look)
     if rank == 0:
@@ -213,7 +213,7 @@ def outer_elsewhere(rank: int, folder: Path, world: World) -> Any:
     fewer = train_once(world, folder / "two", apart, ALONE, 2 * SAVED_AT)
     together = train_once(world, folder / "together", GPT, (2, {"data": 2}), 2 * SAVED_AT)
     again = train_once(world, folder / "together", apart, (2, {"data": 2}), 3 * SAVED_AT)
-    return {key.partition("_")[0] for key in wants}, fewer, together, again
+    return set(wants), fewer, together, again
 
 
 FOUND = Cases(4, 80, [every_split, same_split, carried_over, outer_elsewhere])

@@ -145,7 +145,6 @@ def _counts() -> dict[str, Any]:
     from netfold.train.model import Chain, Model
     from netfold.train.models.linear import dense, linear_stack, stack_plan
     from netfold.train.models.transformer import gpt
-    from netfold.train.parallel.shards import Shards
     from netfold.train.parallel.tensor import cut, localise
     from netfold.train.recipe import Parallel
 
@@ -153,7 +152,7 @@ def _counts() -> dict[str, Any]:
     mesh = Mesh(Parallel(tensor=4))
 
     def ready(model: Model, style: Any, sequence: bool = False) -> Any:
-        cut(model, Parallel(tensor=4, style=style, sequence=sequence), mesh, Shards())
+        cut(model, Parallel(tensor=4, style=style, sequence=sequence), mesh)
         localise(model.module)
         return model.module
 
@@ -297,6 +296,7 @@ def _parallel(model: Any, recipe: Any, mesh: Any, batches: Any) -> _Learnt:
     from torch.distributed.tensor import DTensor, Shard
 
     from netfold.train.parallel import parallelise
+    from netfold.train.shards import as_shard
 
     replica = parallelise(model, recipe, mesh)
     optimizer = _optimizer([parameter for _, parameter in replica.named_parameters()])
@@ -307,7 +307,7 @@ def _parallel(model: Any, recipe: Any, mesh: Any, batches: Any) -> _Learnt:
     weights, momentum, same = {}, {}, "same"
     for name, parameter in replica.named_parameters():
         for into, tensor in ((weights, parameter.detach()), (momentum, optimizer.state[parameter]["momentum_buffer"])):
-            part = replica.as_shard(name, tensor)
+            part = as_shard(parameter, tensor)
             into[name] = part.full_tensor() if isinstance(part, DTensor) else part
             if not (isinstance(part, DTensor) and isinstance(part.placements[0], Shard)):
                 everywhere: list[Any] = [None] * dist.get_world_size()
@@ -323,10 +323,9 @@ def _sharded(model: Any, recipe: Any, mesh: Any, batches: Any) -> _Learnt:
     """The same with fully_shard over the data-parallel ranks, on layers that are already cut."""
     from torch.distributed.fsdp import fully_shard
 
-    from netfold.train.parallel.shards import Shards
     from netfold.train.parallel.tensor import cut
 
-    cut(model, recipe.parallel, mesh, Shards())
+    cut(model, recipe.parallel, mesh)
     for layer in (*model.module.layers.values(), model.module):
         fully_shard(layer, mesh=mesh.device_mesh["data"])
     learnt = _alone(model, batches)
@@ -350,7 +349,6 @@ def _refused() -> dict[str, str]:
     from netfold.train.model import Model
     from netfold.train.models.linear import linear_stack
     from netfold.train.models.transformer import gpt
-    from netfold.train.parallel.shards import Shards
     from netfold.train.parallel.tensor import cut
     from netfold.train.recipe import Parallel
 
@@ -358,7 +356,7 @@ def _refused() -> dict[str, str]:
 
     def refused(model: Model, mesh: Mesh = mesh, inputs: Any = None, **parallel: Any) -> str:
         with pytest.raises(ValueError) as caught:
-            cut(model, Parallel(**parallel), mesh, Shards())
+            cut(model, Parallel(**parallel), mesh)
             model.module(inputs)
         return str(caught.value)
 

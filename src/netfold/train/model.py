@@ -120,11 +120,6 @@ class Replica(Protocol):
     notes: list[str]
     """Choices and their reasons, for people."""
 
-    as_shard: Callable[[str, Tensor], Tensor]
-    """(name, tensor) -> the tensor as a part of the whole: a DTensor, or the tensor itself if it is whole or a DTensor.
-
-    The tensor has the shape that parameter `name` has on this rank (the parameter itself, or its momentum)."""
-
     def gradients(self, batch: Batch, scale: float = 1.0) -> Tensor | None:
         """Compute forward and backward of this rank's share of a batch.
 

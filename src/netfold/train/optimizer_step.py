@@ -9,18 +9,22 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 from netfold.train.mesh import Mesh
 from netfold.train.model import Replica
-from netfold.train.optimizers.norms import local, pieces, settle, square_sum
-from netfold.train.parallel.diloco import DiLoCoRounds, is_diloco_key
+from netfold.train.parallel.diloco import DiLoCoRounds
 from netfold.train.recipe import Recipe
+from netfold.train.shards import local, pieces, settle, square_sum
+
+# kind -> parameter -> key -> tensor
+States = Mapping[str, Mapping[Tensor, dict[str, Any]]]
 
 
 class OptimizerStep:
@@ -42,7 +46,8 @@ class OptimizerStep:
         if diloco is not None and island is None:
             island = mesh.island()
         self._clip = Clip(replica, limit, mesh, island=island) if limit is not None else None
-        self._rounds = DiLoCoRounds(replica, optimizer, diloco, mesh.data) if diloco is not None else None
+        self._rounds = DiLoCoRounds(replica, diloco, mesh.data) if diloco is not None else None
+        self._data_rank = mesh.data.rank
         self.skipped = False
         """The last step left weights unchanged, because its gradients overflowed."""
 
@@ -83,25 +88,33 @@ class OptimizerStep:
         if self._rounds is not None:
             self._rounds.settle()
 
-    def state_dict(self) -> dict[str, Any]:
-        """State beside the optimizer's own, for a checkpoint: name -> tensor or number.
+    def states(self, saved: Collection[str] | None = None) -> States:
+        """The states of parameters in a checkpoint, by their kind.
 
-        A parameter's tensor is "<what>.<the parameter's name>".
+        saved: the kinds of a checkpoint to load. Under `diloco` each data-parallel rank has a kind of its own. With
+        more ranks than saved kinds, the further ranks reuse them in order; without `diloco` all ranks load the first.
         """
-        return self._scaler.state_dict() | (self._rounds.state_dict() if self._rounds is not None else {})
+        rank = self._data_rank if self._rounds is not None else 0
+        apart = self._rounds is not None if saved is None else "inner0" in saved
+        if saved is not None and apart:
+            rank %= sum(kind.startswith("inner") for kind in saved)
+        states: dict[str, Mapping[Tensor, dict[str, Any]]] = {
+            f"inner{rank}" if apart else "optimizer": self.optimizer.state
+        }
+        if self._rounds is not None:
+            states["outer"] = self._rounds.state
+        return states
 
-    def wanted(self, saved: Iterable[str]) -> set[str]:
-        """Select the tensors of a checkpoint that `load_state_dict` needs on this rank."""
-        names = set(saved)
-        rounds = {name for name in names if is_diloco_key(name)}
-        return names - rounds | (self._rounds.wanted(rounds) if self._rounds is not None else set())
+    def state_dict(self) -> dict[str, float]:
+        """Numbers for a checkpoint, the same on every rank."""
+        return self._scaler.state_dict()
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load after the weights. State that the checkpoint lacks (other precision, no `diloco`) stays initial."""
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        """Load after the weights and `states`. A checkpoint of another precision has no scale: it stays initial."""
         if "scale" in state:
             self._scaler.load_state_dict(state)
         if self._rounds is not None:
-            self._rounds.load_state_dict(state)
+            self._rounds.begin()
 
 
 class Clip:
@@ -118,7 +131,7 @@ class Clip:
         island: the ranks of this rank's copy of the model (`Mesh.island`), if each copy has its own gradients and norm.
         """
         self._replica, self._limit, self._group = replica, limit, island
-        here = {name: pieces(replica.as_shard(name, held.detach())) for name, held in replica.named_parameters()}
+        here = {name: pieces(held) for name, held in replica.named_parameters()}
         everywhere: list[tuple[int, dict[str, int]]] = [(0, {})] * dist.get_world_size()
         dist.all_gather_object(everywhere, (mesh.data.rank, here))
         together = [held for rank, held in everywhere if island is None or rank == mesh.data.rank]

@@ -116,7 +116,7 @@ class Trainer:
         self.stop = StopRequest(recipe.fault_tolerance.grace_s)
         self.recovery: Recovery | None = None
         if folder is not None:
-            self.recovery = Recovery(folder, recipe, self.mesh, self.replica, self.optimizer, self.update, self._note)
+            self.recovery = Recovery(folder, recipe, self.mesh, self.replica, self.update, self._note)
 
     @property
     def steps(self) -> int:

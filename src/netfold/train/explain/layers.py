@@ -21,10 +21,10 @@ from torch.distributed.tensor import DTensor
 from netfold.plan.model import Pass
 from netfold.train.examples import Batch
 from netfold.train.model import Chain, Model
-from netfold.train.optimizers.norms import local
 from netfold.train.parallel.embeddings import Embeddings
 from netfold.train.parallel.tensor import cut_along, localise
 from netfold.train.precision import DTYPES, keeps_statistics
+from netfold.train.shards import local
 from netfold.train.trace.tracer import Ran, TracedPart, TraceMode, tensors
 
 Shape = tuple[int, ...]

@@ -12,19 +12,17 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch import nn
 
 from netfold.train.mesh import Mesh
-from netfold.train.model import Replica
-from netfold.train.optimizers.norms import local
+from netfold.train.shards import axes, local
 
 
 class DriftError(RuntimeError):
     """Copies of a weight that must be equal differ."""
 
 
-def check_replicated(replica: Replica, parameters: Mapping[str, nn.Parameter], mesh: Mesh, step: int) -> None:
+def check_replicated(parameters: Mapping[str, nn.Parameter], mesh: Mesh, step: int) -> None:
     """Compare the CRC-32 of each weight that is not cut, between the ranks of a tensor group.
 
     Collective over the world if there are tensor groups: an all_gather of the names and checksums. Raises DriftError on
@@ -35,7 +33,7 @@ def check_replicated(replica: Replica, parameters: Mapping[str, nn.Parameter], m
     own = {
         name: zlib.crc32(local(each.detach()).contiguous().cpu().view(torch.uint8).numpy().tobytes())
         for name, each in parameters.items()
-        if not _is_cut(replica.as_shard(name, each.detach()))
+        if mesh.tensor.group not in axes(each)
     }
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, (own, socket.gethostname()))
@@ -51,11 +49,3 @@ def check_replicated(replica: Replica, parameters: Mapping[str, nn.Parameter], m
             "was written. The newest checkpoint is from before. Processors or libraries that compute differently, a "
             "layer that draws its own random numbers, or bad memory can cause this"
         )
-
-
-def _is_cut(tensor: Tensor) -> bool:
-    """Whether the tensor is cut along the tensor axis."""
-    if not isinstance(tensor, DTensor):
-        return False
-    axes = tensor.device_mesh.mesh_dim_names or ()
-    return any(axis == "tensor" and not kind.is_replicate() for axis, kind in zip(axes, tensor.placements, strict=True))

@@ -15,8 +15,8 @@ from netfold.train.examples import BadExampleError, Batch
 from netfold.train.fault_tolerance.stop import PolicyStopError
 from netfold.train.mesh import Mesh
 from netfold.train.model import Replica
-from netfold.train.optimizers.norms import local
 from netfold.train.recipe import FaultTolerance
+from netfold.train.shards import local
 
 
 class NonFiniteError(PolicyStopError):

@@ -71,13 +71,12 @@ class Recovery:
         recipe: Recipe,
         mesh: Mesh,
         replica: Replica,
-        optimizer: torch.optim.Optimizer,
         update: OptimizerStep,
         note: Note,
     ) -> None:
         """folder: the run's, shared by all ranks. Removes what crashes left in it. Collective over the world."""
         self._folder, self._recipe, self._mesh, self._note = folder / "checkpoints", recipe, mesh, note
-        self._parts = replica, dict(replica.named_parameters()), optimizer, update
+        self._parts, self._update = (replica, dict(replica.named_parameters())), update
         self._group = dist.new_group(timeout=timedelta(seconds=recipe.run.timeout_s))
         self._saved: int | None = None
         self._pending: tuple[int, Future[Any]] | None = None
@@ -113,13 +112,14 @@ class Recovery:
             for key, meta in reader.read_metadata().state_dict_metadata.items()
             if isinstance(meta, TensorStorageMetadata)
         }
-        tensors, updates = allocate_state(saved, *self._parts)
+        kinds = {key.partition(".")[0] for key in saved}
+        tensors = allocate_state(saved, *self._parts, self._update.states(kinds))
         self._check_model(path, saved, {key: tensor.shape for key, tensor in tensors.items()})
         try:
             load(tensors, storage_reader=reader, process_group=self._group)
         except CheckpointException as error:
             raise CheckpointError(f"checkpoint {path} cannot be loaded: {_reasons(error)}") from error
-        self._parts[-1].load_state_dict({**updates, **position.numbers})
+        self._update.load_state_dict(position.numbers)
         self._saved = position.step
         return position
 
@@ -131,10 +131,10 @@ class Recovery:
         if step == self._saved:
             return
         self.settle()
-        replica, parameters, *_ = self._parts
-        check_replicated(replica, parameters, self._mesh, step)
-        tensors, numbers = collect_state(*self._parts, buffers=self._mesh.data.rank == 0)
-        position = Position(step, samples, numbers, self._recipe.model_dump(mode="json"))
+        _, parameters = self._parts
+        check_replicated(parameters, self._mesh, step)
+        tensors = collect_state(*self._parts, self._update.states(), buffers=self._mesh.data.rank == 0)
+        position = Position(step, samples, self._update.state_dict(), self._recipe.model_dump(mode="json"))
         writer = AtomicCheckpointWriter(self._folder, position, self._recipe.checkpoint.keep)
         future: Any = Future()
         if self._recipe.checkpoint.asynchronous:

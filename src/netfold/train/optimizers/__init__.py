@@ -12,8 +12,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from netfold.train.mesh import Mesh
 from netfold.train.model import Replica
-from netfold.train.optimizers.layerwise import LAMB, LARS, LayerWise
-from netfold.train.optimizers.norms import axes
+from netfold.train.optimizers.layerwise import LAMB, LARS
 from netfold.train.parallel.data_parallel import zero_level
 from netfold.train.recipe import Optimizer, Recipe, Schedule
 
@@ -33,10 +32,7 @@ def make_optimizer(
         # foreach makes one call for all parameters. An operation on a DTensor costs about 15 us of Python, and Adam
         # makes ten per parameter.
         options["foreach"] = zero_level(recipe, mesh) > 0
-    made = kind(_groups(replica, recipe.optimizer, undecayed), **options)
-    if isinstance(made, LayerWise):
-        made.cut = {held: axes(replica.as_shard(name, held.detach())) for name, held in replica.named_parameters()}
-    return made
+    return kind(_groups(replica, recipe.optimizer, undecayed), **options)
 
 
 def kind_of(asked: Optimizer) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:

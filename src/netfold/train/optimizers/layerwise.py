@@ -8,15 +8,14 @@ phi(x) = x.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer, ParamsT
 
-from netfold.train.optimizers.norms import axes, local, settle, whole_norms
+from netfold.train.shards import axes, local, settle, whole_norms
 
 
 class LayerWise(Optimizer, ABC):
@@ -27,14 +26,11 @@ class LayerWise(Optimizer, ABC):
     parameter. The all_reduce does not depend on which parameters have a gradient: a part without one adds 0, and stays.
     """
 
-    def __init__(self, params: ParamsT, defaults: dict[str, Any]) -> None:
-        super().__init__(params, defaults)
-        self.cut: Mapping[Tensor, Sequence[dist.ProcessGroup]] = {}
-        """The groups among which a parameter was cut, for plain tensors that are parts (a DTensor has its own mesh)."""
-
     def __getstate__(self) -> dict[str, Any]:
-        # torch's own method omits unknown attributes; a copy would take parts for wholes. Groups cannot be copied.
-        return {**super().__getstate__(), "cut": self.cut}
+        for group in self.param_groups:
+            if any(axes(w) and not isinstance(w, DTensor) for w in group["params"]):
+                raise TypeError(f"{type(self).__name__} holds parts of parameters, which a copy would take for wholes")
+        return super().__getstate__()
 
     @torch.no_grad()
     def step(self) -> None:  # type: ignore[override]
@@ -45,7 +41,7 @@ class LayerWise(Optimizer, ABC):
         layers = [w for w in held if w.ndim > 1]
         # An empty tensor for missing gradients.
         others = [directions[w] if w in directions else local(w).new_zeros(0) for w in layers]
-        cut = [self.cut[w] if w in self.cut else axes(w) for w in layers]
+        cut = [axes(w) for w in layers]
         found = whole_norms([*layers, *others], [*cut, *cut])
         norms = dict(zip(layers, zip(found[: len(layers)], found[len(layers) :], strict=True), strict=True))
         for w, direction in directions.items():

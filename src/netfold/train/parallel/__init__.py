@@ -6,7 +6,7 @@ that hold the same layers divide the work.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
@@ -26,7 +26,6 @@ from netfold.train.parallel.data_parallel import (
 )
 from netfold.train.parallel.pipeline import Pipelined
 from netfold.train.parallel.pipeline_plan import Plan
-from netfold.train.parallel.shards import Shards
 from netfold.train.precision import Precision
 from netfold.train.recipe import Recipe
 
@@ -38,9 +37,8 @@ def parallelise(model: Model, recipe: Recipe, mesh: Mesh, examples: Examples | N
     """
     if recipe.parallel.batch_norm > 1:
         convert_batch_norm(model.module, recipe.parallel.batch_norm, mesh)
-    parts = Shards()
-    tensor.cut(model, recipe.parallel, mesh, parts)
-    embeddings.shard_embeddings(model, recipe, mesh, parts)
+    tensor.cut(model, recipe.parallel, mesh)
+    embeddings.shard_embeddings(model, recipe, mesh)
     if not zero_level(recipe, mesh):
         tensor.localise(model.module)
     plan = Plan(model, recipe, mesh, examples) if mesh.pipeline.size > 1 else None
@@ -48,17 +46,16 @@ def parallelise(model: Model, recipe: Recipe, mesh: Mesh, examples: Examples | N
     if divisions > 1:
         model = replace(model, loss=EqualWeights(model.loss))
     if plan is not None:
-        return Pipelined(model, recipe, mesh, parts, plan)
-    return Unpipelined(model, recipe, mesh, parts)
+        return Pipelined(model, recipe, mesh, plan)
+    return Unpipelined(model, recipe, mesh)
 
 
 class Unpipelined:
     """A `Replica` that holds every layer: it computes a batch at once, or in parts whose gradients add up."""
 
-    def __init__(self, model: Model, recipe: Recipe, mesh: Mesh, parts: Shards) -> None:
+    def __init__(self, model: Model, recipe: Recipe, mesh: Mesh) -> None:
         self.modules: tuple[nn.Module, ...] = (model.module,)
         self.notes: list[str] = []
-        self.as_shard: Callable[[str, Tensor], Tensor] = parts.of
         self._loss = model.loss
         self._accumulate = recipe.training.accumulate
         self._precision = Precision(recipe.training.precision)

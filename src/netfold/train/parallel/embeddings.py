@@ -14,14 +14,14 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import all_to_all_single
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
-from netfold.train.mesh import Axis, Mesh
+from netfold.train.mesh import Mesh
 from netfold.train.model import Model
-from netfold.train.parallel.shards import Shards
 from netfold.train.recipe import Recipe
+from netfold.train.shards import plain_part
 
 
 class Embeddings(nn.Module):
@@ -45,11 +45,10 @@ class Embeddings(nn.Module):
         return torch.stack(found, 1)
 
 
-def shard_embeddings(model: Model, recipe: Recipe, mesh: Mesh, parts: Shards) -> None:
+def shard_embeddings(model: Model, recipe: Recipe, mesh: Mesh) -> None:
     """Replace every `Embeddings` in `model` by this rank's part, as `parallel.embeddings` says; no communication.
 
-    `parts` records cut tables; a whole table exists on one rank only. With one data-parallel rank nothing changes.
-    Raises ValueError if the recipe or the model does not allow it.
+    With one data-parallel rank nothing changes. Raises ValueError if the recipe or the model does not allow it.
     """
     by_row = recipe.parallel.embeddings == "row_wise"
     paths = embeddings_to_shard(model, recipe)
@@ -58,10 +57,7 @@ def shard_embeddings(model: Model, recipe: Recipe, mesh: Mesh, parts: Shards) ->
     for path in paths:
         whole = model.module.get_submodule(path)
         assert isinstance(whole, Embeddings)
-        model.module.set_submodule(path, ShardedEmbeddings(whole, mesh.data, by_row=by_row))
-        if by_row:
-            for number, weight in _weights(whole.tables).items():
-                parts.add(f"{path}.tables.{number}.weight", mesh.device_mesh["data"], [Shard(0)], weight.shape)
+        model.module.set_submodule(path, ShardedEmbeddings(whole, mesh, by_row=by_row))
 
 
 def embeddings_to_shard(model: Model, recipe: Recipe) -> list[str]:
@@ -94,8 +90,9 @@ class ShardedEmbeddings(nn.Module):
     table does not have.
     """
 
-    def __init__(self, whole: Embeddings, axis: Axis, *, by_row: bool) -> None:
+    def __init__(self, whole: Embeddings, mesh: Mesh, *, by_row: bool) -> None:
         super().__init__()
+        axis = mesh.data
         self.rows, self.width, self._axis, self._by_row = whole.rows, whole.width, axis, by_row
         # Of each table: the first of the ranks that hold it, and the rows that each of them holds.
         self._firsts = [0] * len(self.rows) if by_row else _balanced(self.rows, axis.size)
@@ -104,11 +101,14 @@ class ShardedEmbeddings(nn.Module):
         self.register_buffer("nothing", next(whole.parameters()).detach().new_empty(0, self.width), persistent=False)
         self.tables = nn.ModuleDict()
         for number, weight in _weights(whole.tables).items():
-            place, run = axis.rank - self._firsts[number], self._runs[number]
-            # A rank without rows has an empty parameter: a DTensor must exist on every rank of its mesh.
-            if by_row or place == 0:
-                own = weight.detach()[place * run : (place + 1) * run].clone()
-                self.tables[str(number)] = nn.Embedding(len(own), self.width, _weight=own)
+            table = cast(nn.Embedding, whole.tables[str(number)])
+            if by_row:
+                # A rank without rows has an empty parameter: a DTensor must exist on every rank of its mesh.
+                rows = distribute_tensor(weight, mesh.device_mesh["data"], [Shard(0)], src_data_rank=None)
+                table.weight = plain_part(rows)
+                table.num_embeddings = len(table.weight)
+            if by_row or self._firsts[number] == axis.rank:
+                self.tables[str(number)] = table
 
     def forward(self, asked: Tensor) -> Tensor:
         """int64 [n, tables] -> [n, tables, width], as `Embeddings`."""

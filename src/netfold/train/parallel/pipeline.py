@@ -10,7 +10,7 @@ zero-bubble, zero-bubble-v (Qi et al. 2023, ZB-H1, ZB-V): gradients of weights a
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, cast
 
 import torch
@@ -22,14 +22,13 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from netfold.train.examples import Batch
 from netfold.train.mesh import Mesh, all_reduce_together, own_group
 from netfold.train.model import Chain, Model, tied_names
-from netfold.train.optimizers.norms import local
 from netfold.train.parallel.data_parallel import broadcast_buffers, reshard, wrap_data_parallel
 from netfold.train.parallel.pipeline_plan import Plan
-from netfold.train.parallel.shards import Shards
 from netfold.train.precision import Precision
 from netfold.train.recipe import Recipe
 from netfold.train.recipe.split import SEVERAL_A_RANK, SPLIT_BACKWARD, stages_of
 from netfold.train.sampler import sample_seed
+from netfold.train.shards import local
 
 SCHEDULES: dict[str, Any] = {
     "gpipe": pipelining.ScheduleGPipe,
@@ -43,12 +42,11 @@ SCHEDULES: dict[str, Any] = {
 class Pipelined:
     """A `Replica` of one stage or several."""
 
-    def __init__(self, model: Model, recipe: Recipe, mesh: Mesh, parts: Shards, plan: Plan) -> None:
+    def __init__(self, model: Model, recipe: Recipe, mesh: Mesh, plan: Plan) -> None:
         """Takes the model over, and drops the layers of other ranks from it."""
         chain = model.module
         assert isinstance(chain, Chain)
         self.notes: list[str] = [plan.reason]
-        self.as_shard: Callable[[str, Tensor], Tensor] = parts.of
         self._precision = Precision(recipe.training.precision)
         self._scale = 1.0
         self._plan, self._mesh, self._buffers_differ = plan, mesh, False

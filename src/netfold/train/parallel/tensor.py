@@ -29,10 +29,10 @@ from torch.distributed.tensor.parallel import (
 
 from netfold.train.mesh import Mesh
 from netfold.train.model import Model, tied_names
-from netfold.train.parallel.shards import Shards
 from netfold.train.precision import substitute_parameters
 from netfold.train.recipe import Parallel
 from netfold.train.recipe.errors import RecipeError
+from netfold.train.shards import as_shard, plain_part
 
 
 class _Linear(ParallelStyle):
@@ -97,12 +97,12 @@ class ShardSequence(PrepareModuleOutput):
             )
 
 
-def cut(model: Model, parallel: Parallel, mesh: Mesh, parts: Shards) -> None:
+def cut(model: Model, parallel: Parallel, mesh: Mesh) -> None:
     """Cut `model`'s layers in place, by its plan, among the ranks of the tensor axis; no communication.
 
     A weight that is cut becomes a DTensor on `mesh.device_mesh["tensor"]`: every rank keeps its own part of the weight
-    that it has made. `parts` records the part. Activations stay plain tensors. fully_shard accepts such a module; for
-    DDP, or one data-parallel rank, `localise` it. Raises ValueError if the model cannot be cut so.
+    that it has made. Activations stay plain tensors. fully_shard accepts such a module; for DDP, or one data-parallel
+    rank, `localise` it. Raises ValueError if the model cannot be cut so.
     """
     styles = styles_of(model, parallel)
     if mesh.tensor.size == 1:
@@ -116,9 +116,6 @@ def cut(model: Model, parallel: Parallel, mesh: Mesh, parts: Shards) -> None:
                 f"parallel.tensor = {mesh.tensor.size}: {names[0]} and {names[1]} are one weight, which a cut would "
                 "make two; use tensor = 1, or a tensor_plan that leaves both layers whole"
             )
-    for name, parameter in model.module.named_parameters():
-        if isinstance(parameter, DTensor):
-            parts.add(name, axis, parameter.placements, parameter.shape)
 
 
 def styles_of(model: Model, parallel: Parallel) -> Mapping[str, Any]:
@@ -175,19 +172,18 @@ def localise(module: nn.Module) -> None:
     device mesh does the same, but only with several data-parallel ranks, and only for a whole module.
     """
     for layer in module.modules():
-        cut = {name: held for name, held in layer.named_parameters(recurse=False) if isinstance(held, DTensor)}
-        for name, held in cut.items():
-            layer.register_parameter(name, nn.Parameter(held.to_local().detach(), held.requires_grad))
+        whole = {name: held for name, held in layer.named_parameters(recurse=False) if isinstance(held, DTensor)}
+        cut = {name: plain_part(held) for name, held in whole.items()}
+        for name, part in cut.items():
+            layer.register_parameter(name, part)
         if cut:
-            specs = {name: (held.device_mesh, held.placements, held.shape, held.stride()) for name, held in cut.items()}
-            substitute_parameters(layer, functools.partial(_as_dtensors, specs))
+            substitute_parameters(layer, functools.partial(_as_dtensors, cut))
 
 
-def _as_dtensors(specs: Mapping[str, Any], layer: nn.Module) -> Iterable[tuple[nn.Module, str, Tensor]]:
-    for name, (mesh, placements, shape, stride) in specs.items():
+def _as_dtensors(cut: Mapping[str, Tensor], layer: nn.Module) -> Iterable[tuple[nn.Module, str, Tensor]]:
+    for name, part in cut.items():
         # The parameter may be hidden by a copy in a lower precision (`Precision.use_lower_copies`).
-        local = getattr(layer, name)
-        yield layer, name, DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
+        yield layer, name, as_shard(part, getattr(layer, name))
 
 
 def _check(path: str, module: nn.Module, style: Any, ranks: int) -> None:
