@@ -1,6 +1,8 @@
 """Sizes, test data, spreads, rows and tables, without a worker process."""
 
 import json
+from collections import deque
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -8,7 +10,8 @@ import pytest
 from netfold.bench.backends import parse_backend, unique_labels
 from netfold.bench.collectives import COLLECTIVES, REDOPS, expected, parse_redops
 from netfold.bench.config import BenchEnvironment, Measured, Result, SizeResult, Trials, calls_a_round
-from netfold.bench.ranks import Lines, Ranks
+from netfold.bench.launch import Worlds
+from netfold.bench.ranks import Ranks
 from netfold.bench.report import describe_run, make_rows, total_wrong
 from netfold.bench.runner import Runner
 from netfold.bench.sizes import DTYPES, format_size, parse_dtypes, parse_size, sweep
@@ -16,7 +19,6 @@ from netfold.bench.spread import interleave, paired_ratios, spread
 from netfold.bench.table import render_table
 from netfold.bench.test_data import MessageData, byte_bound, contribution, encode, fill, mismatches, modulus
 from netfold.bench.trial import make_message_data
-from netfold.rack.processes import Process
 
 
 @pytest.mark.parametrize(("text", "size_bytes"), [("4", 4), ("64K", 65536), ("16M", 1 << 24), ("1G", 1 << 30)])
@@ -359,11 +361,10 @@ def test_a_table_has_one_line_for_each_row_below_the_header() -> None:
     assert "Python" in lines[3]
 
 
-def test_the_json_of_a_run_describes_the_machine() -> None:
-    processes: dict[str, Process] = {}
-    ranks = Ranks(processes, PLACE.workers, PLACE.deadline_s, Lines())
-    ranks.versions, ranks.congestion_control = {"torch": "2.13.0"}, "bbr"
-    result = Result(Runner(PLACE, ranks).describe(), RESULT.sizes)
+def test_the_json_of_a_run_describes_the_machine(tmp_path: Path) -> None:
+    ranks = Ranks("torch", tmp_path, PLACE.deadline_s, deque(), print)
+    ranks.ready = [{"versions": {"torch": "2.13.0"}, "congestion_control": "bbr"}]
+    result = Result(Runner(PLACE, Worlds({"torch": ranks}, 0.0)).describe(), RESULT.sizes)
     told = json.loads(json.dumps(describe_run(PLACE, TRIALS, result, make_rows(PLACE, TRIALS, result))))
     assert told["machine"]["tcp_congestion_control"] == "bbr"
     assert {"cpu", "cores", "kernel", "load"} <= told["machine"].keys()

@@ -11,8 +11,8 @@ from dataclasses import asdict, dataclass
 
 from netfold.bench.backends import BackendName
 from netfold.bench.config import BenchEnvironment
-from netfold.bench.launch import start_ranks
-from netfold.bench.ranks import BenchError, Ranks
+from netfold.bench.launch import Worlds, start_worlds
+from netfold.bench.ranks import BenchError
 from netfold.bench.runner import refusal_of
 from netfold.rack import Rack
 from netfold.rack.command import run
@@ -67,17 +67,16 @@ class Timing:
 class RackRunner:
     """A rank on every host of a rack, and one more of the MPI, if there is one."""
 
-    def __init__(self, rack: Rack, ranks: Ranks) -> None:
-        self.rack = rack
-        self.versions = ranks.versions
-        self.congestion_control = ranks.congestion_control
-        self._ranks = ranks
+    def __init__(self, worlds: Worlds) -> None:
+        self.versions = worlds.versions
+        self.congestion_control = worlds.congestion_control
+        self._worlds = worlds
 
     def open(self, configurations: Sequence[Configuration]) -> None:
         """Make a group for each. Every host takes part in this, also one that is not in the group."""
         for configuration in configurations:
             name = configuration.backend()
-            if refusal := refusal_of(self._ranks.tell(name.world, "open", **asdict(name))):
+            if refusal := refusal_of(self._worlds.tell(name.world, "open", **asdict(name))):
                 raise BenchError(f"{configuration.label}: {refusal}")
 
     def turn(
@@ -91,7 +90,7 @@ class RackRunner:
         """
         world, label = configuration.backend().world, configuration.label
         what = {"size_bytes": size_bytes, "number": number, "calls": calls, "values": values}
-        answers = self._ranks.tell(world, "turn", configuration.workers, label=label, **what)
+        answers = self._worlds.tell(world, "turn", configuration.workers, label=label, **what)
         errors = [answer["error"] for answer in answers if answer["error"] is not None]
         return Timing(
             took_s=[max(took) for took in zip(*(answer["took_s"] for answer in answers), strict=True)],
@@ -110,8 +109,8 @@ def start_rack_runner(rack: Rack, deadline_s: float, mpi: str = "") -> Iterator[
     where one fails, or at the deadline; PeerMissingError where the MPI is not installed.
     """
     place = BenchEnvironment(rack.hosts, deadline_s=deadline_s)
-    with start_ranks(place, ["torch", mpi] if mpi else ["torch"], rack) as ranks:
-        yield RackRunner(rack, ranks)
+    with start_worlds(place, ["torch", mpi] if mpi else ["torch"], rack) as worlds:
+        yield RackRunner(worlds)
 
 
 def set_loss(rack: Rack, loss_ratio: float) -> None:

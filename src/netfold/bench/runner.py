@@ -15,6 +15,7 @@ from netfold.bench.config import (
     SMALL_BYTES,
     BenchEnvironment,
     Measured,
+    Message,
     Replay,
     Replayed,
     Result,
@@ -22,9 +23,9 @@ from netfold.bench.config import (
     Trials,
     calls_a_round,
 )
-from netfold.bench.launch import start_ranks
+from netfold.bench.launch import Worlds, start_worlds
 from netfold.bench.machine import describe_machine, describe_versions
-from netfold.bench.ranks import BenchError, Message, Ranks
+from netfold.bench.ranks import BenchError
 from netfold.bench.spread import interleave
 from netfold.rack import Rack
 
@@ -49,27 +50,27 @@ def start_comparison(place: BenchEnvironment, backends: Sequence[str]) -> Iterat
 
 @contextlib.contextmanager
 def start_runner(place: BenchEnvironment, worlds: Sequence[str], rack: Rack | None = None) -> Iterator["Runner"]:
-    """Start a runner for any number of trials. Its ranks end with the block. `rack`, errors: as start_ranks."""
-    with start_ranks(place, worlds, rack) as ranks:
-        yield Runner(place, ranks)
+    """Start a runner for any number of trials. Its ranks end with the block. `rack`, errors: as start_worlds."""
+    with start_worlds(place, worlds, rack) as started:
+        yield Runner(place, started)
 
 
 class Runner:
     """Measures on ranks that were started once."""
 
-    def __init__(self, place: BenchEnvironment, ranks: Ranks) -> None:
+    def __init__(self, place: BenchEnvironment, worlds: Worlds) -> None:
         self.place = place
-        self._ranks = ranks
+        self._worlds = worlds
         self._refusals: dict[str, str | None] = {}  # by the label of a backend that was opened; None: it works
 
     @property
     def versions(self) -> dict[str, str]:
-        return self._ranks.versions
+        return self._worlds.versions
 
     def describe(self) -> dict[str, Any]:
         """Return the record of a result, for JSON: machine and load (1 minute), versions with the commit, launches."""
-        load = (self._ranks.load_before, os.getloadavg()[0])
-        control = {"tcp_congestion_control": self._ranks.congestion_control}
+        load = (self._worlds.load_before, os.getloadavg()[0])
+        control = {"tcp_congestion_control": self._worlds.congestion_control}
         return {
             "machine": {**describe_machine(), **control, "load": load},
             "versions": describe_versions(self.versions),
@@ -150,7 +151,7 @@ class Runner:
     def _prepare(self, name: BackendName, command: str, **arguments: Any) -> list[Message]:
         """Return the ranks' answers, of which each may be a refusal; one refusal where the backend cannot be opened."""
         if name.label not in self._refusals:
-            answers = self._ranks.tell(name.world, "open", **asdict(name))
+            answers = self._worlds.tell(name.world, "open", **asdict(name))
             self._refusals[name.label] = refusal_of(answers)
         refusal = self._refusals[name.label]
         return self._tell(name, command, **arguments) if refusal is None else [{"refused": refusal}]
@@ -182,7 +183,7 @@ class Runner:
             self._tell(name, "release")
 
     def _tell(self, name: BackendName, command: str, **arguments: Any) -> list[Message]:
-        return self._ranks.tell(name.world, command, label=name.label, **arguments)
+        return self._worlds.tell(name.world, command, label=name.label, **arguments)
 
 
 def refusal_of(answers: Sequence[Message]) -> str | None:

@@ -8,7 +8,7 @@ from typing import Any
 from netfold.bench.accuracy.formats import FIXED, FORMATS
 from netfold.bench.accuracy.settings import TASKS, Settings
 from netfold.bench.config import BenchEnvironment
-from netfold.bench.launch import start_ranks
+from netfold.bench.launch import start_worlds
 from netfold.bench.ranks import BenchError
 
 
@@ -23,10 +23,10 @@ def measure_accuracy(settings: Settings, say: Callable[[str], None], deadline_s:
     """
     place = BenchEnvironment(settings.ranks, switch=True, deadline_s=deadline_s)
     try:
-        with start_ranks(place, ["torch"]) as ranks:
+        with start_worlds(place, ["torch"]) as worlds:
 
             def tell(what: str, **arguments: Any) -> Any:
-                return ranks.tell("torch", "accuracy", what=what, **arguments)[0]["found"]
+                return worlds.tell("torch", "accuracy", what=what, **arguments)[0]["found"]
 
             def train(task: str, form: str, seed: int, power: int = 0) -> dict[str, Any]:
                 what = {"task": task, "form": form, "seed": seed, "power": power}
