@@ -11,7 +11,7 @@ from netfold.bench.mpi_peers import launch_mpi
 from netfold.rack import Rack
 from netfold.rack.aggregator import aggregator_argv, start_aggregator
 from netfold.rack.command import run
-from netfold.rack.names import HOST_INTERFACE, host_namespace, port_name, switch_namespace
+from netfold.rack.names import HOST_INTERFACE
 from netfold.rack.processes import Process, spawn, stop
 from netfold.rack.remote_shell import named, remote_shell
 
@@ -82,20 +82,11 @@ class Network:
         launch = launch_mpi(mpi, self.hosts, argv, addresses, shell)
         return self.rack.popen(0, named(0, launch.argv), launch.environment)
 
-    def link_ends(self) -> Iterator[tuple[int, str, str]]:
-        """Yield both ends of every host's link: the host, the namespace, the interface; the switch's end comes first.
-
-        The rack must have one switch.
-        """
-        assert self.rack is not None
-        for host in range(self.hosts):
-            yield host, switch_namespace(self.rack.rack_id), port_name(host)
-            yield host, host_namespace(self.rack.rack_id, host), HOST_INTERFACE
-
     def remove_shaping(self) -> None:
         """Let every link carry what the machine can."""
-        for _, namespace, interface in self.link_ends():
-            run(["tc", "-netns", namespace, "qdisc", "del", "dev", interface, "root"])
+        assert self.rack is not None
+        for end in self.rack.link_ends():
+            run(["tc", "-netns", end.namespace, "qdisc", "del", "dev", end.device, "root"])
 
 
 @contextlib.contextmanager
