@@ -15,9 +15,12 @@ import itertools
 import json
 import os
 import shlex
+import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -41,32 +44,23 @@ DEADLINE_S = 900.0
 
 Side = TypeVar("Side")
 Answer = TypeVar("Answer")
-_launches = 0
 
 
-@contextlib.contextmanager
 def start_ranks(
     network: Network,
     function: Callable[..., None],
     *arguments: Any,
-    hosts: Sequence[int] | None = None,
-    environment: Mapping[str, str] | None = None,
     python: str = sys.executable,
     deadline_s: float = DEADLINE_S,
-) -> Iterator[Ranks]:
+    **options: Any,
+) -> AbstractContextManager[Ranks]:
     """Start ranks that run `function(rank, *arguments)` of the running script, and wait until all serve orders.
 
-    hosts: the host of each rank; None: as the place of `network` says.
+    options: hosts and environment, as of netfold.bench.ranks.start_ranks.
     """
-    global _launches
-    _launches += 1
-    name = function.__name__
+    name, echo = function.__name__, partial(print, file=sys.stderr)
     argv = [python, "-W", "ignore", os.path.abspath(sys.argv[0]), "rank", name]
-    echo = partial(print, file=sys.stderr)
-    with ranks.start_ranks(
-        network, name, argv, arguments, deadline_s=deadline_s, hosts=hosts, environment=environment, say=echo
-    ) as started:
-        yield started
+    return ranks.start_ranks(network, name, argv, arguments, deadline_s=deadline_s, say=echo, **options)
 
 
 @contextlib.contextmanager
@@ -117,12 +111,12 @@ class Rank:
 class CheckedSum:
     """all_reduces of `size_bytes` of f32, every element checked.
 
-    Values are whole numbers up to `period` + 3, whose sum must be exact in the wire format; they differ in every call.
+    Values are whole numbers below 4096, and differ in every call.
     """
 
-    def __init__(self, rank: Rank, size_bytes: int, period: int = 4093) -> None:
+    def __init__(self, rank: Rank, size_bytes: int) -> None:
         self._rank = rank
-        self._pattern = (np.arange(size_bytes // 4) % period).astype(np.float32)
+        self._pattern = (np.arange(size_bytes // 4) % 4093).astype(np.float32)
         self._tensor = np.empty_like(self._pattern)
         self._calls = itertools.count()
 
@@ -151,10 +145,9 @@ def take_turns(
     """
     found: dict[Side, list[Answer]] = {side: [] for side in sides}
     until = time.monotonic() + budget_s
-    for turn, side in interleave(sides, max(rounds, at_most), warmups):
-        begins = all(len(answers) == turn for answers in found.values())
-        if turn >= rounds and begins and time.monotonic() > until:
-            break
+    numbers = range(-warmups, max(rounds, at_most))
+    affordable = itertools.takewhile(lambda number: number < rounds or time.monotonic() <= until, numbers)
+    for turn, side in interleave(sides, affordable):
         answer = measure(side)
         if turn >= 0:
             found[side].append(answer)
@@ -170,6 +163,16 @@ def cpu_seconds(pid: int | None) -> float:
     """CPU seconds of all threads of a process so far; 0.0 for no process."""
     threads = [] if pid is None else Path(f"/proc/{pid}/task").glob("*/schedstat")
     return sum(int(thread.read_text().split()[0]) for thread in threads) / 1e9
+
+
+def run_cpp(sources: Iterable[Path], include: Path, *arguments: object) -> list[list[str]]:
+    """Compile a C++ program, run it, and return the words of each line that it prints."""
+    with tempfile.TemporaryDirectory(prefix="netfold-bench-") as folder:
+        program = f"{folder}/program"
+        command = ["c++", "-std=c++20", "-O2", f"-I{include}", *map(str, sources), "-ldl", "-o", program]
+        subprocess.run(command, check=True)
+        done = subprocess.run([program, *map(str, arguments)], capture_output=True, text=True, check=True)
+    return [line.split() for line in done.stdout.splitlines()]
 
 
 def cell(values: Iterable[float], form: str = ".2f", scale: float = 1.0, apart: str = " (") -> str:
@@ -228,8 +231,8 @@ def _command(measure: Callable[..., str]) -> Callable[..., None]:
             body = measure(**settings)
         shown = ", ".join(f"{name} {value}" for name, value in settings.items() if value is not None)
         line = shlex.join(["bench/" + Path(sys.argv[0]).name, *sys.argv[1:]])
-        head = f"`{line}` ({shown or 'no options'}); ranks were started {_launches} times."
-        text = f"# {title}\n\n{head} {spoken((load, os.getloadavg()[0]))}\n\n{body.strip()}\n"
+        head = f"`{line}` ({shown or 'no options'}); ranks were started {ranks.launches} times."
+        text = f"# {title}\n\n{head} {spoken(load)}\n\n{body.strip()}\n"
         output.write_text(text)
         print(text)
 

@@ -167,7 +167,7 @@ def measure(names: Sequence[str], places: dict[str, Place], turns: Turns, file: 
                     budget_s=turns.budget_s,
                 )
                 seconds[name][where] = {side: [*chain(*steps)] for side, steps in found.items()}
-    machine = spoken((load, os.getloadavg()[0]))
+    machine = spoken(load)
     return driver.keep(
         file,
         {

@@ -133,11 +133,3 @@ class SizeResult:
     size_bytes: int
     count: int
     backends: list[Measured]
-
-
-@dataclass(frozen=True)
-class Result:
-    """The measurements of one request, and `Runner.describe()` at the end of them."""
-
-    described: dict[str, Any]
-    sizes: list[SizeResult]

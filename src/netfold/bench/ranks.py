@@ -69,26 +69,20 @@ class Ranks:
 
         Raises BenchError where a rank fails or ends, and after the deadline.
         """
-        self.send(*order, first=first)
-        return self.answers(first)
-
-    def send(self, *order: Any, first: int | None = None) -> None:
-        for connection in self._connections[:first]:
+        asked = self._connections[:first]
+        for connection in asked:
             # A rank that is gone shows as an ended process, with its reason.
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):
                 connection.send(order)
-
-    def answers(self, first: int | None = None) -> list[Any]:
-        asked = self._connections[:first]
         found: dict[Connection, Any] = {}
         while True:
-            for connection in wait([each for each in asked if each not in found], _POLL_S):
-                assert isinstance(connection, Connection)
-                answer = self._receive(connection)
+            for ready in wait([each for each in asked if each not in found], _POLL_S):
+                assert isinstance(ready, Connection)
+                answer = self._receive(ready)
                 if answer is _ENDED:
                     time.sleep(_POLL_S)
                 else:
-                    found[connection] = answer
+                    found[ready] = answer
             if len(found) == len(asked):
                 return [found[connection] for connection in asked]
             self._watch()
