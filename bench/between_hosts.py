@@ -8,16 +8,17 @@ its headers, and nothing else. Times are the slowest rank's.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import driver
-import numpy as np
 from driver import Place, Rank
 
-from netfold import Communicator, units
+from netfold import units
+from netfold.bench.backends.communicator_backend import CommunicatorBackend
+from netfold.bench.collectives import COLLECTIVES
 from netfold.bench.spread import spread
+from netfold.bench.trial import Call
 from netfold.rack.link import parse_link
 from netfold.tuning import DEFAULT_LINKS, Link, Topology
 from netfold.tuning.cost import predict
@@ -41,25 +42,14 @@ def serve(me: Rank) -> None:
         operation = case.partition("=")[0]
         # A rack has a switch; this benchmark is about hosts without it.
         with me.communicator(f"{case}-{size}", algorithm=case, switch="") as group:
-            call = bind(group, operation, size)
+            backend, collective = CommunicatorBackend(group), COLLECTIVES[operation]
+            buffers = Call(backend, collective, size // 4, me.size, "f32")
+            buffers.send.values.fill(1)
+            call = backend.bind(collective, "max", buffers.send, buffers.receive)
             seconds = [me.time(call)[0] for _ in range(WARMUPS + rounds)][WARMUPS:]
             return seconds, group.group.table.choose(operation, size).algorithm, group.group.links.network
 
     me.serve(run)
-
-
-def bind(group: Communicator, operation: str, size: int) -> Callable[[], object]:
-    whole = np.ones(size // 4, np.float32)
-    first, second = ([np.ones(size // 4 // group.size, np.float32) for _ in range(group.size)] for _ in range(2))
-    calls: dict[str, Callable[[], object]] = {
-        "all_reduce": lambda: group.all_reduce(whole, op="max"),
-        "reduce": lambda: group.reduce(whole, op="max"),
-        "broadcast": lambda: group.broadcast(whole),
-        "all_gather": lambda: group.all_gather(first[0], second),
-        "reduce_scatter": lambda: group.reduce_scatter(first, second[0], op="max"),
-        "all_to_all": lambda: group.all_to_all(first, second),
-    }
-    return calls[operation]
 
 
 def between_hosts(hosts: int = 4, rate: str = "1gbit", cases: str = CASES) -> str:

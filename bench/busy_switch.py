@@ -21,7 +21,7 @@ from typing import Any
 
 import driver
 import numpy as np
-from driver import Network, Place, Rank, open_network, start_ranks
+from driver import CheckedSum, Network, Place, Rank, open_network, start_ranks
 
 from netfold import Communicator, FileStore, Options
 from netfold._native import protocol
@@ -51,16 +51,13 @@ GOALS_MS = {"/metrics": 100.0, "/healthz": 100.0, "join": 1000.0}
 
 def measured(me: Rank) -> None:
     """A rank of the job that is measured. An order: seconds of each of CALLS all_reduces."""
-    whole = np.arange(COUNT, dtype=np.float32) % 1000
+    add_once = CheckedSum(me, 4 * COUNT)
     with me.communicator("job") as group:
 
         def run() -> list[float]:
-            seconds = []
-            for _ in range(WARMUPS + CALLS):
-                buffer = whole + me.rank
-                seconds += me.time(lambda buffer=buffer: group.all_reduce(buffer))  # type: ignore[misc]
-                assert (buffer == 2 * whole + 1).all()
-            return seconds[WARMUPS:]
+            seconds, wrong = zip(*(add_once(group.all_reduce) for _ in range(WARMUPS + CALLS)), strict=True)
+            assert not any(wrong)
+            return list(seconds[WARMUPS:])
 
         me.serve(run)
 

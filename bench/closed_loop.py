@@ -295,7 +295,7 @@ def closed_loop(names: Annotated[list[str] | None, typer.Argument(metavar="[RECI
             for rate in RATES
             for hosts in HOSTS
         }
-        record["machine"] = spoken((load, os.getloadavg()[0]))
+        record["machine"] = spoken(load)
         kept = driver.keep(KEPT, {recipe: record})
     return render(kept)
 

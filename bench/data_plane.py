@@ -80,7 +80,7 @@ class Planes:
     """The planes of one process, and the sockets of their workers."""
 
     def __init__(self, ranks: Ranks, workers: int, dtype: str) -> None:
-        self.ranks, self.pid = ranks, ranks.processes[0].pid
+        self.ranks, self.pid = ranks, next(iter(ranks.processes.values())).pid
         self.workers, self.chunk, self.contributions = workers, 0, 0
         (ports,), (self.threads,) = ranks.ask("ports"), ranks.ask("threads")
         self.sockets = [[self._socket(port) for _ in range(workers)] for port in ports]

@@ -15,15 +15,13 @@ import itertools
 import json
 import os
 import shlex
-import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from multiprocessing.connection import Client, Connection, wait
+from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -31,253 +29,57 @@ import numpy as np
 import typer
 
 from netfold import Communicator, FileStore, Options
+from netfold.bench import ranks
 from netfold.bench.machine import spoken
+from netfold.bench.network import Network, Place, open_network
+from netfold.bench.ranks import Ranks
 from netfold.bench.spread import interleave, spread
 from netfold.bench.start_line import StartLine
 from netfold.bench.table import markdown
-from netfold.rack import Rack
-from netfold.rack.aggregator import aggregator_argv, start_aggregator
-from netfold.rack.command import run as run_command
-from netfold.rack.names import HOST_INTERFACE, host_namespace, port_name, switch_namespace
-from netfold.rack.processes import Process, exit_on_signals, follow, spawn, stop
+from netfold.rack.processes import exit_on_signals
 
 RESULTS = Path(__file__).parent / "results"
 # For one start of ranks: an absent rank must not leave the benchmark waiting.
 DEADLINE_S = 900.0
-# For ranks to close their groups after the last order.
-CLOSING_S = 10.0
-_POLL_S = 0.2
 
 Side = TypeVar("Side")
 Answer = TypeVar("Answer")
-_launches = 0
 
 
-@dataclass(frozen=True)
-class Place:
-    """The hosts and links on which ranks run."""
-
-    ranks: int = 2
-    rate: str = ""
-    """The rate of every host's link in an emulated rack, which needs root; "": this machine, without a rack."""
-    hosts: int = 0
-    """Hosts of the rack, over which ranks are spread evenly; 0: one for each rank."""
-    loss: str = "0%"
-    """Packets that each link loses, each way."""
-    racks: int = 1
-    uplink: str | None = None
-    """The rate between a rack and the core, where there are several racks."""
-    switch: bool = False
-    """Start a switch; ranks get its address in NETFOLD_SWITCH."""
-    switch_options: tuple[str, ...] = ()
-    switch_rate: str | None = None
-    """The rate of the link of the switch; None: the switch has a port for each host."""
-
-
-@dataclass
-class Network:
-    """A place while it exists: its rack, its switch, and how a process is started on a host."""
-
-    place: Place
-    rack: Rack | None = None
-    switch: Process | None = None
-    switch_address: str = ""
-    switch_lines: deque[str] = field(default_factory=lambda: deque(maxlen=1000))
-    """The last lines of the switch's log."""
-    _processes: list[Process] = field(default_factory=list)
-
-    @property
-    def hosts(self) -> int:
-        return self.place.hosts or self.place.ranks
-
-    def spawn(self, host: int, argv: Sequence[str], environment: Mapping[str, str]) -> Process:
-        if self.rack is not None:
-            return self.rack.popen(host, argv, {"NETFOLD_INTERFACE": HOST_INTERFACE, **environment})
-        switch = {"NETFOLD_SWITCH": self.switch_address} if self.switch_address else {}
-        return self.spawn_here(argv, {**switch, **environment})
-
-    def spawn_here(self, argv: Sequence[str], environment: Mapping[str, str] | None = None) -> Process:
-        """Start a process on this machine that ends with the network."""
-        self._processes.append(spawn(argv, {**os.environ, **(environment or {})}))
-        return self._processes[-1]
-
-    def link_ends(self) -> Iterator[tuple[int, str, str]]:
-        """Yield both ends of every host's link: the host, the namespace, the interface; the switch's end comes first.
-
-        The rack must have one switch.
-        """
-        assert self.rack is not None
-        for host in range(self.hosts):
-            yield host, switch_namespace(self.rack.rack_id), port_name(host)
-            yield host, host_namespace(self.rack.rack_id, host), HOST_INTERFACE
-
-    def remove_shaping(self) -> None:
-        """Let every link carry what the machine can."""
-        for _, namespace, interface in self.link_ends():
-            run_command(["tc", "-netns", namespace, "qdisc", "del", "dev", interface, "root"])
-
-
-@contextlib.contextmanager
-def open_network(place: Place) -> Iterator[Network]:
-    """Build the rack of `place`, if it has one, and start its switch. Nothing is left after the block."""
-    with contextlib.ExitStack() as stack:
-        network = Network(place)
-        stack.callback(stop, network._processes)
-        if place.rate:
-            network.rack = stack.enter_context(
-                Rack(
-                    network.hosts,
-                    place.rate,
-                    place.loss,
-                    racks=place.racks,
-                    uplink=place.uplink,
-                    switch_rate=place.switch_rate,
-                )
-            )
-            if place.switch:
-                network.switch = network.rack.start_switch(network.switch_lines.append)
-                network.switch_address = str(network.rack.switch_address)
-        elif place.switch:
-            argv = [*aggregator_argv("127.0.0.1:0"), *place.switch_options]
-            started = start_aggregator(network.spawn_here, argv, network.switch_lines.append)
-            network.switch, network.switch_address = started.process, started.address
-        yield network
-
-
-class Ranks:
-    """The ranks of one job, in the benchmark's process.
-
-    folder: which all ranks share; it is removed with them.
-    """
-
-    def __init__(self, folder: Path, processes: Sequence[Process], deadline_s: float) -> None:
-        self.folder = folder
-        self.processes = processes
-        self._connections: list[Connection] = []
-        self._deadline = time.monotonic() + deadline_s
-
-    def ask(self, *order: Any) -> list[Any]:
-        """Send `order` to every rank, and return the answers by rank.
-
-        Raises RuntimeError where a rank ends, and TimeoutError after the deadline.
-        """
-        self.send(*order)
-        return self.answers()
-
-    def send(self, *order: Any) -> None:
-        for connection in self._connections:
-            connection.send(order)
-
-    def answers(self) -> list[Any]:
-        found: dict[Connection, Any] = {}
-        while missing := [each for each in self._connections if each not in found]:
-            self._check_deadline()
-            for connection in wait(missing, _POLL_S):
-                assert isinstance(connection, Connection)
-                try:
-                    found[connection] = connection.recv()
-                except (EOFError, ConnectionResetError):
-                    rank = self._connections.index(connection)
-                    raise RuntimeError(f"rank {rank} ended before it answered; see its output above") from None
-        return [found[connection] for connection in self._connections]
-
-    def _connect(self, server: socket.socket, arguments: Sequence[Any]) -> None:
-        by_rank: dict[int, Connection] = {}
-        while len(by_rank) < len(self.processes):
-            self._check_deadline()
-            for rank, process in enumerate(self.processes):
-                if rank not in by_rank and process.poll() is not None:
-                    raise RuntimeError(f"rank {rank} ended with {process.returncode} before it was ready; see above")
-            with contextlib.suppress(TimeoutError):
-                connection = Connection(server.accept()[0].detach())
-                by_rank[connection.recv()] = connection
-        self._connections = [by_rank[rank] for rank in sorted(by_rank)]
-        self.ask(*arguments)
-
-    def _close(self) -> None:
-        for connection in self._connections:
-            connection.close()
-        until = time.monotonic() + CLOSING_S
-        for process in self.processes:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(max(0.0, until - time.monotonic()))
-
-    def _check_deadline(self) -> None:
-        if time.monotonic() > self._deadline:
-            raise TimeoutError("the ranks did not answer before the deadline; see their output above")
-
-
-@contextlib.contextmanager
 def start_ranks(
     network: Network,
     function: Callable[..., None],
     *arguments: Any,
-    hosts: Sequence[int] | None = None,
-    environment: Mapping[str, str] | None = None,
     python: str = sys.executable,
     deadline_s: float = DEADLINE_S,
-) -> Iterator[Ranks]:
+    **options: Any,
+) -> AbstractContextManager[Ranks]:
     """Start ranks that run `function(rank, *arguments)` of the running script, and wait until all serve orders.
 
-    hosts: the host of each rank; None: as the place of `network` says.
-    arguments, orders, answers: anything that pickle takes.
+    options: hosts and environment, as of netfold.bench.ranks.start_ranks.
     """
-    global _launches
-    _launches += 1
-    if hosts is None:
-        size = network.place.ranks
-        hosts = [rank * network.hosts // size for rank in range(size)]
-    with (
-        tempfile.TemporaryDirectory(prefix="netfold-bench-") as name,
-        socket.socket(socket.AF_UNIX) as server,
-    ):
-        server.bind(f"{name}/orders")
-        server.listen(len(hosts))
-        server.settimeout(_POLL_S)
-        StartLine.draw(Path(name, "line"), len(hosts))
-        argv = [python, "-W", "ignore", os.path.abspath(sys.argv[0]), "rank", function.__name__, name]
-        processes = []
-        try:
-            for rank, host in enumerate(hosts):
-                own = {"RANK": str(rank), "WORLD_SIZE": str(len(hosts)), **(environment or {})}
-                processes.append(network.spawn(host, argv, own))
-                follow(processes[-1], lambda line, rank=rank: print(f"rank {rank}| {line}", file=sys.stderr))  # type: ignore[misc]
-            ranks = Ranks(Path(name), processes, deadline_s)
-            ranks._connect(server, arguments)
-            yield ranks
-            ranks._close()
-        finally:
-            stop(processes)
+    name, echo = function.__name__, partial(print, file=sys.stderr)
+    argv = [python, "-W", "ignore", os.path.abspath(sys.argv[0]), "rank", name]
+    return ranks.start_ranks(network, name, argv, arguments, deadline_s=deadline_s, say=echo, **options)
 
 
 @contextlib.contextmanager
 def ranks_at(place: Place, function: Callable[..., None], *arguments: Any, **options: Any) -> Iterator[Ranks]:
     """`open_network` and `start_ranks` in one."""
-    with open_network(place) as network, start_ranks(network, function, *arguments, **options) as ranks:
-        yield ranks
+    with open_network(place) as network, start_ranks(network, function, *arguments, **options) as started:
+        yield started
 
 
 class Rank:
     """A rank of a job, in its own process."""
 
-    def __init__(self, folder: str) -> None:
+    def __init__(self, folder: str, orders: ranks.Orders) -> None:
         self.rank, self.size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         self.folder = Path(folder)
         self.line = StartLine(self.folder / "line", self.rank, self.size)
-        self._orders = Client(f"{folder}/orders")
-        self._orders.send(self.rank)
-        self.arguments: tuple[Any, ...] = self._orders.recv()
+        self.serve = orders.serve
+        self.arguments = orders.begin(self.rank)
         self._torch_groups = itertools.count()
-
-    def serve(self, answer: Callable[..., Any]) -> None:
-        """Send the benchmark `answer(*order)` for every order, until the benchmark ends the job."""
-        self._orders.send(None)
-        while True:
-            try:
-                order = self._orders.recv()
-            except (EOFError, ConnectionResetError):
-                return
-            self._orders.send(answer(*order))
 
     def time(self, call: Callable[[], Any], calls: int = 1) -> list[float]:
         """Cross the start line with all ranks, and return the seconds of each of `calls` calls."""
@@ -296,11 +98,9 @@ class Rank:
 
     @contextlib.contextmanager
     def torch_group(self, backend: str = "netfold", **options: Any) -> Iterator[None]:
-        """A new default group of torch inside the block, with one thread per rank."""
-        import torch
+        """A new default group of torch inside the block."""
         import torch.distributed as dist
 
-        torch.set_num_threads(1)
         store = dist.FileStore(f"{self.folder}/torch-{next(self._torch_groups)}", self.size)
         dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.size, **options)
         yield
@@ -311,12 +111,12 @@ class Rank:
 class CheckedSum:
     """all_reduces of `size_bytes` of f32, every element checked.
 
-    Values are whole numbers up to `period` + 3, whose sum must be exact in the wire format; they differ in every call.
+    Values are whole numbers below 4096, and differ in every call.
     """
 
-    def __init__(self, rank: Rank, size_bytes: int, period: int = 4093) -> None:
+    def __init__(self, rank: Rank, size_bytes: int) -> None:
         self._rank = rank
-        self._pattern = (np.arange(size_bytes // 4) % period).astype(np.float32)
+        self._pattern = (np.arange(size_bytes // 4) % 4093).astype(np.float32)
         self._tensor = np.empty_like(self._pattern)
         self._calls = itertools.count()
 
@@ -345,10 +145,9 @@ def take_turns(
     """
     found: dict[Side, list[Answer]] = {side: [] for side in sides}
     until = time.monotonic() + budget_s
-    for turn, side in interleave(sides, max(rounds, at_most), warmups):
-        begins = all(len(answers) == turn for answers in found.values())
-        if turn >= rounds and begins and time.monotonic() > until:
-            break
+    numbers = range(-warmups, max(rounds, at_most))
+    affordable = itertools.takewhile(lambda number: number < rounds or time.monotonic() <= until, numbers)
+    for turn, side in interleave(sides, affordable):
         answer = measure(side)
         if turn >= 0:
             found[side].append(answer)
@@ -364,6 +163,16 @@ def cpu_seconds(pid: int | None) -> float:
     """CPU seconds of all threads of a process so far; 0.0 for no process."""
     threads = [] if pid is None else Path(f"/proc/{pid}/task").glob("*/schedstat")
     return sum(int(thread.read_text().split()[0]) for thread in threads) / 1e9
+
+
+def run_cpp(sources: Iterable[Path], include: Path, *arguments: object) -> list[list[str]]:
+    """Compile a C++ program, run it, and return the words of each line that it prints."""
+    with tempfile.TemporaryDirectory(prefix="netfold-bench-") as folder:
+        program = f"{folder}/program"
+        command = ["c++", "-std=c++20", "-O2", f"-I{include}", *map(str, sources), "-ldl", "-o", program]
+        subprocess.run(command, check=True)
+        done = subprocess.run([program, *map(str, arguments)], capture_output=True, text=True, check=True)
+    return [line.split() for line in done.stdout.splitlines()]
 
 
 def cell(values: Iterable[float], form: str = ".2f", scale: float = 1.0, apart: str = " (") -> str:
@@ -389,8 +198,10 @@ def be_rank() -> bool:
     """Be the rank that `start_ranks` wants of this process. Returns whether it wants one."""
     if sys.argv[1:2] != ["rank"]:
         return False
-    rank = Rank(sys.argv[3])
-    getattr(sys.modules["__main__"], sys.argv[2])(rank, *rank.arguments)
+    _, _, function, folder, deadline_s = sys.argv
+    with ranks.connect(folder, deadline_s) as orders:
+        rank = Rank(folder, orders)
+        getattr(sys.modules["__main__"], function)(rank, *rank.arguments)
     return True
 
 
@@ -420,8 +231,8 @@ def _command(measure: Callable[..., str]) -> Callable[..., None]:
             body = measure(**settings)
         shown = ", ".join(f"{name} {value}" for name, value in settings.items() if value is not None)
         line = shlex.join(["bench/" + Path(sys.argv[0]).name, *sys.argv[1:]])
-        head = f"`{line}` ({shown or 'no options'}); ranks were started {_launches} times."
-        text = f"# {title}\n\n{head} {spoken((load, os.getloadavg()[0]))}\n\n{body.strip()}\n"
+        head = f"`{line}` ({shown or 'no options'}); ranks were started {ranks.launches} times."
+        text = f"# {title}\n\n{head} {spoken(load)}\n\n{body.strip()}\n"
         output.write_text(text)
         print(text)
 

@@ -10,8 +10,7 @@ Sides take turns in every round. A ratio is the median of the rounds' ratios, wi
 from __future__ import annotations
 
 import contextlib
-import subprocess
-import tempfile
+import itertools
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -101,15 +100,10 @@ def ping_pongs(provider: str, rounds: int) -> dict[int, list[tuple[float, float]
     transport = HERE.parent / "native" / "transport"
     sources = [path for path in (transport / "fabric").glob("*.cpp") if path.name != "libfabric_stub.cpp"]
     sources += [HERE / "fabric_ping_pong.cpp", transport / "socket.cpp"]
-    with tempfile.TemporaryDirectory() as folder:
-        program = f"{folder}/ping_pong"
-        command = ["c++", "-std=c++20", "-O2", f"-I{transport / 'include'}", *map(str, sources), "-ldl", "-o", program]
-        subprocess.run(command, check=True)
-        pairs = [str(number) for pair in PING_PONGS for number in pair]
-        done = subprocess.run([program, provider, str(rounds), *pairs], capture_output=True, text=True, check=True)
     found: dict[int, list[tuple[float, float]]] = {}
-    for line in done.stdout.splitlines():
-        size, stream_us, plain_us = line.split()
+    for size, stream_us, plain_us in driver.run_cpp(
+        sources, transport / "include", provider, rounds, *itertools.chain(*PING_PONGS)
+    ):
         found.setdefault(int(size), []).append((float(stream_us), float(plain_us)))
     return found
 

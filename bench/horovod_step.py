@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import socket
 import statistics
 from collections.abc import Callable
 
@@ -60,10 +59,7 @@ def serve(me: Rank, width: int) -> None:
 
 def horovod_step(rounds: int = 30, steps: int = 10, width: int = 512, ranks: int = 2) -> str:
     """A step by Horovod's interface beside a step by DDP"""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}  # as a launcher sets for hvd.init()
-    with driver.ranks_at(Place(ranks), serve, width, environment=environment) as job:
+    with driver.ranks_at(Place(ranks), serve, width) as job:
         # DDP lays buckets out in the first rounds.
         found = take_turns(SIDES, rounds, lambda side: max(job.ask(side, steps)), warmups=2)
     rows = [

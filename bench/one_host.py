@@ -104,14 +104,10 @@ class Steps(Callback):
 
 def measure(path: str) -> dict[str, Any]:
     """The profile of the recipe's step, its layers' times, and the recipe's path, as JSON has them."""
-    environment = {"OMP_NUM_THREADS": "1"}
-    with (
-        open_network(Place(1)) as network,
-        start_ranks(network, profiler, path, environment=environment) as alone,
-    ):
+    with open_network(Place(1)) as network, start_ranks(network, profiler, path) as alone:
         profile, times = alone.ask()[0]
         others = [0] * ((os.cpu_count() or 1) - 1)
-        with start_ranks(network, keep_busy, path, hosts=others, environment=environment):
+        with start_ranks(network, keep_busy, path, hosts=others):
             crowded, _ = alone.ask()[0]
     found = replace(profile, crowded=max(1.0, _host_s(crowded) / _host_s(profile)))
     return {"path": path, "profile": asdict(found), "times": [asdict(each) for each in times]}

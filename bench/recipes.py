@@ -58,7 +58,7 @@ def train(recipe: Path, seed: int) -> dict[str, Any]:
         "batch": started["batch"],
         # The report begins with the command and ends with the address of a page: both of a folder that is gone.
         "profile": recorded.partition(": ")[2].partition("\nthe page: ")[0].strip(),
-        "machine": spoken((load, os.getloadavg()[0])),
+        "machine": spoken(load),
     }
 
 

@@ -10,7 +10,6 @@ machine can; then over TCP on this machine's loopback. Times are the slowest ran
 from __future__ import annotations
 
 import secrets
-import subprocess
 import sys
 import tempfile
 import time
@@ -99,14 +98,10 @@ def measure(place: Place, shaped: bool, with_switch: bool, rounds: int) -> dict[
 
 def mac_costs() -> list[list[str]]:
     """A row for each packet: bytes, nanoseconds to compute a MAC (median, lowest .. highest), nanoseconds a byte."""
-    with tempfile.TemporaryDirectory() as folder:
-        program, auth = f"{folder}/auth_cost", ROOT / "native/auth"
-        sources = [ROOT / "bench/auth_cost.cpp", auth / "packet_authenticator.cpp", auth / "libcrypto.cpp"]
-        command = ["c++", "-std=c++20", "-O2", f"-I{auth / 'include'}", *map(str, sources), "-o", program, "-ldl"]
-        subprocess.run(command, check=True)
-        output = subprocess.run([program, *map(str, PACKETS)], check=True, capture_output=True, text=True).stdout
+    auth = ROOT / "native/auth"
+    sources = [ROOT / "bench/auth_cost.cpp", auth / "packet_authenticator.cpp", auth / "libcrypto.cpp"]
     rows = []
-    for size, *ns in map(str.split, output.splitlines()):
+    for size, *ns in driver.run_cpp(sources, auth / "include", *PACKETS):
         middle, low, high = map(float, ns)
         rows.append([size, f"{middle:.0f} ({low:.0f} .. {high:.0f})", f"{middle / int(size):.3f}"])
     return rows

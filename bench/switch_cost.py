@@ -36,6 +36,7 @@ from netfold.bench.spread import paired_ratios, spread
 from netfold.rack.aggregator import aggregator_argv
 from netfold.rack.command import run
 from netfold.rack.names import SWITCH_ADDRESS, SWITCH_PORT, switch_namespace
+from netfold.rack.topology import End
 
 SIZE = 16 << 20
 CALLS = 6  # all_reduces a round, so that a round is long against the clock of /proc/stat
@@ -89,14 +90,15 @@ def serve(me: Rank) -> None:
 
 def take_path(network: Network, path: PacketPath) -> None:
     """Make packets take `path` from now on."""
+    assert network.rack is not None
     # The switch's end of each link comes first, then the host's.
-    for (_, namespace, device), of_switch in zip(network.link_ends(), itertools.cycle((True, False)), strict=False):
+    for end, of_switch in zip(network.rack.link_ends(), itertools.cycle((True, False)), strict=False):
         offload = "on" if of_switch and path.uso else "off"
-        inside(namespace, "ethtool", "-K", device, "tso", offload, "tx-udp-segmentation", offload)
+        inside(end.namespace, "ethtool", "-K", end.device, "tso", offload, "tx-udp-segmentation", offload)
         if of_switch:
-            inside(namespace, "ethtool", "-K", device, "gro", "on" if path.gro else "off")
+            inside(end.namespace, "ethtool", "-K", end.device, "gro", "on" if path.gro else "off")
             if path.gro:  # without GRO a veth has no NAPI
-                write_device(namespace, device, "threaded", "1")
+                write_device(end, "threaded", "1")
     for process in Path("/proc").glob("[0-9]*"):
         try:
             if re.fullmatch(r"napi/h\d+-\d+", (process / "comm").read_text().strip()):
@@ -108,14 +110,13 @@ def take_path(network: Network, path: PacketPath) -> None:
 def steer(network: Network) -> None:
     """Remove shaping, and handle every packet on its receiver's core."""
     network.remove_shaping()
-    for (_, namespace, device), cpu in zip(
-        network.link_ends(), itertools.cycle((SWITCH_CPU, WORKER_CPU)), strict=False
-    ):
-        write_device(namespace, device, "queues/rx-0/rps_cpus", f"{1 << cpu:x}")
+    assert network.rack is not None
+    for end, cpu in zip(network.rack.link_ends(), itertools.cycle((SWITCH_CPU, WORKER_CPU)), strict=False):
+        write_device(end, "queues/rx-0/rps_cpus", f"{1 << cpu:x}")
 
 
-def write_device(namespace: str, device: str, name: str, value: str) -> None:
-    inside(namespace, "sh", "-c", f"echo {value} > /sys/class/net/{device}/{name}")
+def write_device(end: End, name: str, value: str) -> None:
+    inside(end.namespace, "sh", "-c", f"echo {value} > /sys/class/net/{end.device}/{name}")
 
 
 def inside(namespace: str, *argv: str) -> None:

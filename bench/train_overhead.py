@@ -193,7 +193,7 @@ def train_overhead(blocks: int = 100, ranks: str = "1,2") -> str:
     rows = []
     for case in CASES:
         for size in map(int, ranks.split(",")):
-            with driver.ranks_at(Place(size), train, case, blocks, environment={"OMP_NUM_THREADS": "1"}) as job:
+            with driver.ranks_at(Place(size), train, case, blocks) as job:
                 by_hand, layer = (np.mean(of, axis=0) for of in zip(*job.ask(), strict=True))
             beside = (by_hand[:-1] + by_hand[1:]) / 2
             cells = [case, str(size), f"{1e3 * np.median(by_hand[:, 0]):.2f}"]

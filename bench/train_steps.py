@@ -25,7 +25,7 @@ from typing import Annotated, Any
 
 import driver
 import typer
-from driver import Place, Rank, cell, open_network, start_ranks, take_turns
+from driver import Place, Rank, cell, take_turns
 
 from netfold.bench.machine import spoken
 from netfold.bench.program import backward_flops
@@ -159,11 +159,7 @@ def measure(names: Sequence[str], places: dict[str, Place], turns: Turns, file: 
         times = {name: ranks.ask(name)[0] for name in names}
     seconds: dict[str, dict[str, dict[str, list[float]]]] = {name: {} for name in names}
     for where, at in places.items():
-        environment = {} if at.rate else {"GLOO_SOCKET_IFNAME": "lo"}
-        with (
-            open_network(at) as network,
-            start_ranks(network, train, times if at.rate else {}, environment=environment) as ranks,
-        ):
+        with driver.ranks_at(at, train, times if at.rate else {}) as ranks:
             for name in names:
                 found = take_turns(
                     turns.sides,
@@ -174,7 +170,7 @@ def measure(names: Sequence[str], places: dict[str, Place], turns: Turns, file: 
                     budget_s=turns.budget_s,
                 )
                 seconds[name][where] = {side: [*chain(*steps)] for side, steps in found.items()}
-    machine = spoken((load, os.getloadavg()[0]))
+    machine = spoken(load)
     return driver.keep(
         file,
         {

@@ -1,14 +1,16 @@
 """Sizes, test data, spreads, rows and tables, without a worker process."""
 
 import json
+from collections import deque
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from netfold.bench.backends import parse_backend, unique_labels
 from netfold.bench.collectives import COLLECTIVES, REDOPS, expected, parse_redops
-from netfold.bench.config import BenchEnvironment, Measured, Result, SizeResult, Trials, calls_a_round
-from netfold.bench.ranks import Lines, Ranks
+from netfold.bench.config import BenchEnvironment, Measured, SizeResult, Trials, calls_a_round
+from netfold.bench.ranks import Ranks
 from netfold.bench.report import describe_run, make_rows, total_wrong
 from netfold.bench.runner import Runner
 from netfold.bench.sizes import DTYPES, format_size, parse_dtypes, parse_size, sweep
@@ -16,7 +18,6 @@ from netfold.bench.spread import interleave, paired_ratios, spread
 from netfold.bench.table import render_table
 from netfold.bench.test_data import MessageData, byte_bound, contribution, encode, fill, mismatches, modulus
 from netfold.bench.trial import make_message_data
-from netfold.rack.processes import Process
 
 
 @pytest.mark.parametrize(("text", "size_bytes"), [("4", 4), ("64K", 65536), ("16M", 1 << 24), ("1G", 1 << 30)])
@@ -162,7 +163,7 @@ def test_ratios_are_paired_by_round_so_that_a_slow_round_cancels() -> None:
 
 
 def test_each_round_runs_every_case_and_each_case_is_first_equally_often() -> None:
-    turns = list(interleave("ABC", 5, warmups=1))
+    turns = list(interleave("ABC", range(-1, 5)))
     assert [number for number, _ in turns] == [number for number in range(-1, 5) for _ in "ABC"]
     rounds = ["".join(case for at, case in turns if at == number) for number in range(-1, 5)]
     assert {"".join(sorted(one)) for one in rounds} == {"ABC"}
@@ -288,21 +289,16 @@ def test_an_environment_without_workers_is_refused() -> None:
 
 PLACE = BenchEnvironment(workers=4, rack_rate="1gbit")
 TRIALS = Trials("all_reduce", ["netfold", "gloo"], sizes=[1 << 20], rounds=3, breakdown=True)
-RESULT = Result(
-    {"machine": {"tcp_congestion_control": "bbr"}, "versions": {"torch": "2.13.0"}, "launches": 1},
-    [
-        SizeResult(
-            1 << 20,
-            1 << 18,
-            [
-                Measured(
-                    [10**6, 2 * 10**6, 10**6], 0, [[600, 400], [500, 500]], [9000, 9200], [[30, 1, 60], [40, 1, 70]]
-                ),
-                Measured([2 * 10**6, 3 * 10**6, 2 * 10**6], 5, [[900, 900], [900, 900]], [8000, 8200]),
-            ],
-        )
-    ],
-)
+RESULT = [
+    SizeResult(
+        1 << 20,
+        1 << 18,
+        [
+            Measured([10**6, 2 * 10**6, 10**6], 0, [[600, 400], [500, 500]], [9000, 9200], [[30, 1, 60], [40, 1, 70]]),
+            Measured([2 * 10**6, 3 * 10**6, 2 * 10**6], 5, [[900, 900], [900, 900]], [8000, 8200]),
+        ],
+    )
+]
 
 
 def test_rows_hold_the_columns_of_nccl_tests() -> None:
@@ -337,7 +333,7 @@ def test_only_backends_with_event_records_have_a_breakdown() -> None:
 
 def test_the_table_of_a_single_backend_has_no_ratio() -> None:
     trials = Trials("all_reduce", ["gloo"], sizes=[1 << 20], rounds=3)
-    result = Result({}, [SizeResult(1 << 20, 1 << 18, [Measured([10**6], 0)])])
+    result = [SizeResult(1 << 20, 1 << 18, [Measured([10**6], 0)])]
     (row,) = make_rows(PLACE, trials, result)
     assert row.ratio is None
     assert render_table([row]).splitlines()[1].split()[-4:] == ["-", "-", "-", "-"]
@@ -345,7 +341,7 @@ def test_the_table_of_a_single_backend_has_no_ratio() -> None:
 
 def test_the_refusal_of_a_backend_is_below_the_table_and_its_ratio_is_absent() -> None:
     refusal = Measured([], None, refused="there is no such thing yet")
-    result = Result({}, [SizeResult(1 << 20, 1 << 18, [refusal, Measured([10**6], 0)])])
+    result = [SizeResult(1 << 20, 1 << 18, [refusal, Measured([10**6], 0)])]
     rows = make_rows(PLACE, Trials("send_recv", ["netfold", "gloo"], [1 << 20]), result)
     assert [row.time_ns is None for row in rows] == [True, False]
     assert rows[1].ratio is None
@@ -359,12 +355,12 @@ def test_a_table_has_one_line_for_each_row_below_the_header() -> None:
     assert "Python" in lines[3]
 
 
-def test_the_json_of_a_run_describes_the_machine() -> None:
-    processes: dict[str, Process] = {}
-    ranks = Ranks(processes, PLACE.workers, PLACE.deadline_s, Lines())
-    ranks.versions, ranks.congestion_control = {"torch": "2.13.0"}, "bbr"
-    result = Result(Runner(PLACE, ranks).describe(), RESULT.sizes)
-    told = json.loads(json.dumps(describe_run(PLACE, TRIALS, result, make_rows(PLACE, TRIALS, result))))
+def test_the_json_of_a_run_describes_the_machine(tmp_path: Path) -> None:
+    ranks = Ranks("torch", tmp_path, PLACE.deadline_s, deque(), print)
+    ranks.ready = [{"versions": {"torch": "2.13.0"}, "congestion_control": "bbr"}]
+    described = Runner(PLACE, {"torch": ranks}, 0.0).describe()
+    told = json.loads(json.dumps(describe_run(described, TRIALS, make_rows(PLACE, TRIALS, RESULT))))
+    assert told["place"]["rack_rate"] == "1gbit"
     assert told["machine"]["tcp_congestion_control"] == "bbr"
     assert {"cpu", "cores", "kernel", "load"} <= told["machine"].keys()
     assert {"netfold", "commit", "python", "torch"} <= told["versions"].keys()

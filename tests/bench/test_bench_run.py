@@ -34,7 +34,8 @@ def workers_alive() -> list[str]:
 
 
 def run(place: BenchEnvironment, trials: Trials) -> list[Row]:
-    return make_rows(place, trials, *measure(place, trials))
+    (result,), _ = measure(place, trials)
+    return make_rows(place, trials, result)
 
 
 def test_gloo_against_gloo_is_correct_in_every_element_and_round() -> None:

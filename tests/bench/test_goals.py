@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from netfold.bench.config import BenchEnvironment, Measured, Result, SizeResult, Trials
+from netfold.bench.config import BenchEnvironment, Measured, SizeResult, Trials
 from netfold.bench.goals import MB, MPIS, SECTIONS, Goal, all_goals, places, trials_at
 from netfold.bench.link_probe import LinkMeasurement, lower_bound_s
 from netfold.bench.report import Row, make_rows
@@ -20,7 +20,7 @@ def rows(**times_ms: list[float]) -> dict[str, Row]:
     """Rows of one trial, from each backend's rounds; `_` in a name stands for `:`."""
     backends = [name.replace("_", ":") for name in times_ms]
     measured = [Measured([round(t * 1e6) for t in times], wrong=0) for times in times_ms.values()]
-    result = Result({}, [SizeResult(MB, MB // 4, measured)])
+    result = [SizeResult(MB, MB // 4, measured)]
     return {row.backend: row for row in make_rows(PLACE, Trials("all_reduce", backends, [MB]), result)}
 
 

@@ -139,7 +139,7 @@ def test_the_ranks_of_an_mpi_are_correct_and_sleep_during_gloos_turn() -> None:
     assert errors.error is not None and 0 < errors.error < 1e-6
     # No all_reduce sends less than a ring: a much shorter time than the link's would mean shared memory.
     assert found[1].median_s > 0.8 * 4 / 3 * (1 << 20) * 8 / 100e6
-    assert mpi in runner.versions and "torch" in runner.versions
+    assert mpi in runner.runner.versions and "torch" in runner.runner.versions
     assert used_s < 0.1 * took_s
     # Each host has a /dev/shm of its own, different from the machine's, where shared memory would outlive the ranks.
     assert len(shared | {os.stat("/dev/shm").st_dev}) == 4

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from load import slowdown
 
 from netfold.bench import replay as replay_module
 from netfold.bench.backends import Buffer
@@ -175,10 +176,11 @@ class Link:
         self.buffers.append(Buffer(values, values))
         return self.buffers[-1]
 
-    def bind(self, collective: Collective, send: Buffer, receive: Buffer) -> Callable[[], object]:
-        raise NotImplementedError
+    def bind(
+        self, collective: Collective, redop: str, send: Buffer, receive: Buffer, *, asynchronous: bool = False
+    ) -> Callable[[], Any]:
+        assert asynchronous and redop == "sum"
 
-    def start(self, collective: Collective, send: Buffer, receive: Buffer) -> Callable[[], Any]:
         def begin() -> Any:
             self._free_ns = done_ns = max(self._free_ns, self._clock.now_ns) + self._transfer_ns
 
@@ -208,7 +210,6 @@ def trial_of(
     clock = Clock(late_ns)
     monkeypatch.setattr(replay_module, "time", clock)
     line = folder / "line"
-    StartLine.draw(line, 1)
     backend = Link(clock, transfer_ns, spoil)
     return StepTrial(backend, StartLine(line, 0, 1), 0, 1, build_program(model, shrink=1000, **options))
 
@@ -302,7 +303,7 @@ def test_a_waiting_timer_uses_no_core() -> None:
     late_ns = [replay_module._sleep_until(moment) for moment in moments]
     assert min(late_ns) >= 0 and time.monotonic_ns() >= moments[-1]
     # On an idle machine about 60 us; here another process may have the core.
-    assert sorted(late_ns)[2] < 5_000_000
+    assert sorted(late_ns)[2] < 5_000_000 * slowdown()
     assert time.process_time_ns() - cpu_ns < 50_000_000
 
 

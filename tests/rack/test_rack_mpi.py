@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from fabrics import need_mpi
 
-from netfold.bench.launch import start_mpi
+from netfold.bench.network import Network, Place
 from netfold.rack import Rack
 from netfold.rack.command import why_unavailable
 
@@ -28,5 +28,5 @@ def test_ranks_of_two_hosts_join_by_hydras_pmi(mpi: str, tmp_path: Path) -> None
     paths = f"PYTHONPATH={TESTS / 'communicator'}{os.pathsep}{TESTS}"
     with Rack(2, "1gbit", "0%", delay="0us") as rack:
         script = str(TESTS / "communicator" / "mpi_ranks.py")
-        ranks = start_mpi(rack, mpi, tmp_path, ["env", *without, paths, sys.executable, script])
+        ranks = Network(Place(2), rack).spawn_mpi(mpi, ["env", *without, paths, sys.executable, script], tmp_path)
         assert ranks.wait(90) == 0

@@ -1,7 +1,7 @@
 """The request and the measurements of a benchmark, as plain values that become JSON."""
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 from netfold.bench.backends import parse_backends
 from netfold.bench.collectives import parse_collective, parse_redops
@@ -9,6 +9,8 @@ from netfold.bench.program import BUCKET_BYTES
 from netfold.bench.sizes import parse_dtype
 from netfold.plan.model.catalogue import find_model
 
+# A rank's answer.
+Message: TypeAlias = dict[str, Any]
 SMALL_BYTES = 64 << 10
 # (bytes, calls): a round of messages up to this size is that many calls back to back, and its time is their mean.
 # The time of a single small call would depend on how evenly the ranks leave the start line.
@@ -131,11 +133,3 @@ class SizeResult:
     size_bytes: int
     count: int
     backends: list[Measured]
-
-
-@dataclass(frozen=True)
-class Result:
-    """The measurements of one request, and `Runner.describe()` at the end of them."""
-
-    described: dict[str, Any]
-    sizes: list[SizeResult]

@@ -100,7 +100,7 @@ def measure(setup: LinkSetup, rounds: int) -> LinkResult:
         try:
             with start_runner(place, ["communicator"], rack) as runner:
                 trials = Trials("all_reduce", backends, [setup.size], rounds=rounds, warmups=WARM_ROUNDS)
-                measured = dict(zip(setup.backends, runner.measure(trials).sizes[0].backends, strict=True))
+                measured = dict(zip(setup.backends, runner.measure(trials)[0].backends, strict=True))
                 row, part = runner.choice(_BACKENDS["auto"], setup.size)
         except BenchError as error:
             raise RackError(str(error)) from None

@@ -28,12 +28,12 @@ def describe_versions(others: Mapping[str, str]) -> dict[str, str]:
     return {**ours, **others}
 
 
-def spoken(load: tuple[float, float]) -> str:
-    """Return the sentence below a table: machine, versions, load before and after. Cores: the whole machine's."""
+def spoken(load_before: float) -> str:
+    """Return the sentence below a table: machine, versions, load before and now. Cores: the whole machine's."""
     machine, versions = describe_machine(), describe_versions({})
     return (
-        f"{os.cpu_count()} cores of {machine['cpu']} for all of it, Linux {machine['kernel']}, load {load[0]:.1f} to "
-        f"{load[1]:.1f}; netfold {versions['netfold']}, commit {versions['commit']}."
+        f"{os.cpu_count()} cores of {machine['cpu']} for all of it, Linux {machine['kernel']}, load {load_before:.1f} "
+        f"to {os.getloadavg()[0]:.1f}; netfold {versions['netfold']}, commit {versions['commit']}."
     )
 
 

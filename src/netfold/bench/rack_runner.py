@@ -11,13 +11,12 @@ from dataclasses import asdict, dataclass
 
 from netfold.bench.backends import BackendName
 from netfold.bench.config import BenchEnvironment
-from netfold.bench.launch import start_ranks
-from netfold.bench.ranks import BenchError, Ranks
-from netfold.bench.runner import refusal_of
+from netfold.bench.ranks import BenchError
+from netfold.bench.runner import Runner, refusal_of, start_runner
 from netfold.rack import Rack
 from netfold.rack.command import run
 from netfold.rack.link import Link, loss_rules
-from netfold.rack.names import HOST_INTERFACE, SUBNET, SUBNET_BITS, host_namespace, port_name, switch_namespace
+from netfold.rack.names import HOST_INTERFACE, SUBNET, SUBNET_BITS, host_namespace
 
 
 @dataclass(frozen=True)
@@ -67,17 +66,14 @@ class Timing:
 class RackRunner:
     """A rank on every host of a rack, and one more of the MPI, if there is one."""
 
-    def __init__(self, rack: Rack, ranks: Ranks) -> None:
-        self.rack = rack
-        self.versions = ranks.versions
-        self.congestion_control = ranks.congestion_control
-        self._ranks = ranks
+    def __init__(self, runner: Runner) -> None:
+        self.runner = runner
 
     def open(self, configurations: Sequence[Configuration]) -> None:
         """Make a group for each. Every host takes part in this, also one that is not in the group."""
         for configuration in configurations:
             name = configuration.backend()
-            if refusal := refusal_of(self._ranks.tell(name.world, "open", **asdict(name))):
+            if refusal := refusal_of(self.runner.tell(name.world, "open", **asdict(name))):
                 raise BenchError(f"{configuration.label}: {refusal}")
 
     def turn(
@@ -91,7 +87,7 @@ class RackRunner:
         """
         world, label = configuration.backend().world, configuration.label
         what = {"size_bytes": size_bytes, "number": number, "calls": calls, "values": values}
-        answers = self._ranks.tell(world, "turn", configuration.workers, label=label, **what)
+        answers = self.runner.tell(world, "turn", configuration.workers, label=label, **what)
         errors = [answer["error"] for answer in answers if answer["error"] is not None]
         return Timing(
             took_s=[max(took) for took in zip(*(answer["took_s"] for answer in answers), strict=True)],
@@ -110,8 +106,8 @@ def start_rack_runner(rack: Rack, deadline_s: float, mpi: str = "") -> Iterator[
     where one fails, or at the deadline; PeerMissingError where the MPI is not installed.
     """
     place = BenchEnvironment(rack.hosts, deadline_s=deadline_s)
-    with start_ranks(place, ["torch", mpi] if mpi else ["torch"], rack) as ranks:
-        yield RackRunner(rack, ranks)
+    with start_runner(place, ["torch", mpi] if mpi else ["torch"], rack) as runner:
+        yield RackRunner(runner)
 
 
 def set_loss(rack: Rack, loss_ratio: float) -> None:
@@ -120,13 +116,9 @@ def set_loss(rack: Rack, loss_ratio: float) -> None:
     The rack must have been lossy from the start: such a link cuts packets first, so a loss takes a single one.
     """
     link = Link(rack.link.rate_bits, loss_ratio)
-    for host in range(rack.hosts):
-        for namespace, interface in (
-            (switch_namespace(rack.rack_id), port_name(host)),
-            (host_namespace(rack.rack_id, host), HOST_INTERFACE),
-        ):
-            rules = f"delete table netdev loss_{interface}\n{loss_rules(interface, link)}"
-            run(["ip", "netns", "exec", namespace, "nft", "-f", "-"], rules)
+    for end in rack.link_ends():
+        rules = f"delete table netdev loss_{end.device}\n{loss_rules(end.device, link)}"
+        run(["ip", "netns", "exec", end.namespace, "nft", "-f", "-"], rules)
 
 
 def set_congestion_control(rack: Rack, name: str) -> None:

@@ -1,28 +1,23 @@
 """One rank of one world: `python -m netfold.bench.rank WORLD FOLDER DEADLINE_S`.
 
-WORLD: `torch`, `communicator`, or an MPI's name. The rank connects to FOLDER/control and obeys one command at a time.
-Between commands it sleeps in recv(), so a backend without the turn uses no CPU.
+WORLD: `torch`, `communicator`, or an MPI's name. The rank obeys one command at a time.
 """
 
-import json
 import os
-import signal
-import socket
 import statistics
 import sys
 import time
-import traceback
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from netfold.bench.backends import Backend, BackendName, RefusedError, World, algorithm_of
-from netfold.bench.config import SMALL_BYTES
+from netfold.bench.config import SMALL_BYTES, Message
 from netfold.bench.machine import congestion_control
 from netfold.bench.program import build_program
-from netfold.bench.ranks import Message
+from netfold.bench.ranks import connect
 from netfold.bench.replay import StepTrial
-from netfold.bench.start_line import StartLine, line_path
+from netfold.bench.start_line import StartLine
 from netfold.bench.trial import Trial
 from netfold.bench.turn import run_turn
 from netfold.plan.model.catalogue import find_model
@@ -36,51 +31,30 @@ if TYPE_CHECKING:
 # bytes are up to 5% more, for TCP and UDP alike. In a rack with loss they are exact: packets are cut before the veth.
 WIRE_ROUNDS = 3
 WIRE_SETTLE_S = 0.05
-# The launcher stops a rank at the deadline. If the launcher is gone, the kernel does, so many seconds later.
-_GRACE_S = 10
 
 
 def main(world_name: str, folder: str, deadline_s: str) -> None:
-    signal.alarm(int(float(deadline_s)) + _GRACE_S)
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
-        connection.connect(f"{folder}/control")
-        stream = connection.makefile("rwb")
-
-        def send(message: Message) -> None:
-            stream.write(json.dumps(message).encode() + b"\n")
-            stream.flush()
-
-        who = world_name
-        try:
-            world = _make_world(world_name, folder)
-            who = f"{world_name} rank {world.rank}"
-            rank = Rank(world, world_name, Path(folder))
-            hello = {"world": world_name, "rank": world.rank, "versions": world.versions}
-            send({**hello, "congestion_control": congestion_control()})
-            for line in stream:
-                command = json.loads(line)
-                if command["do"] == "end":
-                    break
-                send(rank.obey(command))
-            world.close()
-        except Exception:
-            send({"who": who, "traceback": traceback.format_exc()})
-            raise
+    with connect(folder, deadline_s) as orders:
+        world = _make_world(world_name, folder)
+        orders.begin(world.rank)
+        ready = {"versions": world.versions, "congestion_control": congestion_control()}
+        orders.serve(Rank(world, Path(folder)).obey, ready)
+        world.close()
 
 
 class Rank:
     """The commands, each a method `_NAME`. An answer is plain values; a refusal by a backend is an answer too."""
 
-    def __init__(self, world: World, world_name: str, folder: Path) -> None:
+    def __init__(self, world: World, folder: Path) -> None:
         self._world = world
         self._backends: dict[str, Backend] = {}
         self._names: dict[str, BackendName] = {}
         self._trials: dict[str, Any] = {}
         self._accuracy_state: Accuracy | None = None
-        self._line = cache(lambda ranks: StartLine(line_path(folder, world_name, ranks), world.rank, ranks))
+        self._line = cache(lambda ranks: StartLine(folder / f"{ranks}.line", world.rank, ranks))
 
-    def obey(self, command: Message) -> Message:
-        return cast(Message, getattr(self, f"_{command.pop('do')}")(**command))
+    def obey(self, command: str, arguments: dict[str, Any]) -> Message:
+        return cast(Message, getattr(self, f"_{command}")(**arguments))
 
     def _open(self, **fields: Any) -> Message:
         name = BackendName(**fields)

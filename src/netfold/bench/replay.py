@@ -36,7 +36,9 @@ class StepTrial(CheckedCalls):
             count = collective.whole_count(elements * ITEM_BYTES, ITEM_BYTES, ranks)
             self.calls.append(Call(backend, collective, count, ranks, _DTYPE, start))
             start += count
-        self._starts = [backend.start(call.collective, call.send, call.receive) for call in self.calls]
+        self._starts = [
+            backend.bind(call.collective, "sum", call.send, call.receive, asynchronous=True) for call in self.calls
+        ]
 
     def run_once(self) -> None:
         """Make every transfer once, untimed: connections are made, and a backend that cannot do this raises."""

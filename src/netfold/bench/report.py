@@ -8,7 +8,7 @@ from typing import Any
 
 from netfold.bench.backends import unique_labels
 from netfold.bench.collectives import parse_collective
-from netfold.bench.config import BenchEnvironment, Measured, Replay, Result, SizeResult, Trials
+from netfold.bench.config import BenchEnvironment, Measured, Replay, SizeResult, Trials
 from netfold.bench.spread import Spread, paired_ratios, spread
 
 
@@ -61,8 +61,8 @@ class Row:
     tolerance: float  # an element counts as wrong where its error is larger
 
 
-def make_rows(place: BenchEnvironment, trials: Trials, result: Result) -> list[Row]:
-    return [_row(place, trials, size, index) for size in result.sizes for index in range(len(trials.backends))]
+def make_rows(place: BenchEnvironment, trials: Trials, sizes: Sequence[SizeResult]) -> list[Row]:
+    return [_row(place, trials, size, index) for size in sizes for index in range(len(trials.backends))]
 
 
 def total_wrong(rows: Sequence[Any]) -> int:
@@ -71,13 +71,15 @@ def total_wrong(rows: Sequence[Any]) -> int:
 
 
 def describe_run(
-    place: BenchEnvironment, trials: Trials | Replay, result: Result, rows: Sequence[Any], **more: Any
+    described: dict[str, Any], trials: Trials | Replay, rows: Sequence[Any], **more: Any
 ) -> dict[str, Any]:
-    """Return everything about a run, for JSON: times in ns, bandwidths in bytes/s, goodput in bits/s."""
+    """Return everything about a run, for JSON: times in ns, bandwidths in bytes/s, goodput in bits/s.
+
+    described: by `Runner.describe`.
+    """
     return {
         "command": sys.argv,
-        **result.described,
-        "place": asdict(place),
+        **described,
         "config": asdict(trials),
         **more,
         "rows": [asdict(row) for row in rows],

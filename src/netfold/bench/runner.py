@@ -6,7 +6,9 @@ sleep in a read.
 
 import contextlib
 import os
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -15,61 +17,83 @@ from netfold.bench.config import (
     SMALL_BYTES,
     BenchEnvironment,
     Measured,
+    Message,
     Replay,
     Replayed,
-    Result,
     SizeResult,
     Trials,
     calls_a_round,
 )
-from netfold.bench.launch import start_ranks
 from netfold.bench.machine import describe_machine, describe_versions
-from netfold.bench.ranks import BenchError, Message, Ranks
+from netfold.bench.network import Network, Place, open_network
+from netfold.bench.ranks import BenchError, Ranks, start_ranks
 from netfold.bench.spread import interleave
+from netfold.extras import need
 from netfold.rack import Rack
 
 __all__ = ["BenchError", "Runner", "measure", "start_runner"]
 
 
-def measure(place: BenchEnvironment, *trials: Trials) -> list[Result]:
-    """Run benchmarks of the same backends, one after the other. Raises BenchError, ValueError, RackError."""
+def measure(place: BenchEnvironment, *trials: Trials) -> tuple[list[list[SizeResult]], dict[str, Any]]:
+    """Run benchmarks of the same backends, one after the other; return their results, and `Runner.describe()`.
+
+    Raises BenchError, ValueError, RackError.
+    """
     with start_comparison(place, trials[0].backends) as runner:
-        return [runner.measure(each) for each in trials]
+        return [runner.measure(each) for each in trials], runner.describe()
 
 
-@contextlib.contextmanager
-def start_comparison(place: BenchEnvironment, backends: Sequence[str]) -> Iterator["Runner"]:
+def start_comparison(place: BenchEnvironment, backends: Sequence[str]) -> AbstractContextManager["Runner"]:
     """Start a runner for these backends; without netfold among them, no aggregator."""
     names = parse_backends(backends)
     if not any(name.is_netfold for name in names):
         place = replace(place, switch=False)
-    with start_runner(place, [name.world for name in names]) as runner:
-        yield runner
+    return start_runner(place, [name.world for name in names])
 
 
 @contextlib.contextmanager
 def start_runner(place: BenchEnvironment, worlds: Sequence[str], rack: Rack | None = None) -> Iterator["Runner"]:
-    """Start a runner for any number of trials. Its ranks end with the block. `rack`, errors: as start_ranks."""
-    with start_ranks(place, worlds, rack) as ranks:
-        yield Runner(place, ranks)
+    """Start the ranks of all worlds, for any number of trials. No rank is left when the block is done.
+
+    rack: one that stands, with its aggregators; None: `place` says which one to build, if any.
+    Raises BenchError; ValueError (PeerMissingError, MissingExtraError) where a world cannot be had; RackError where the
+    rack or the switch cannot be started.
+    """
+    if "torch" in worlds:
+        need("a backend of torch", ["torch"], "torch")
+    load = os.getloadavg()[0]
+    rate = place.rack_rate or ""
+    switch = True if rate and place.switch is None else place.switch
+    where = Place(place.workers, rate, loss=place.rack_loss, delay=place.rack_delay, switch=switch)
+    with contextlib.ExitStack() as stack:
+        network = Network(where, rack) if rack is not None else stack.enter_context(open_network(where))
+        ranks = {}
+        for world in dict.fromkeys(worlds):
+            argv = [sys.executable, "-m", "netfold.bench.rank", world]
+            ranks[world] = stack.enter_context(start_ranks(network, world, argv, deadline_s=place.deadline_s))
+        yield Runner(place, ranks, load)
 
 
 class Runner:
-    """Measures on ranks that were started once."""
+    """Measures on ranks that were started once.
 
-    def __init__(self, place: BenchEnvironment, ranks: Ranks) -> None:
+    ranks: by world. One world has the turn; the other ranks sleep in a read meanwhile.
+    versions, congestion_control: as the ranks reported them.
+    """
+
+    def __init__(self, place: BenchEnvironment, ranks: Mapping[str, Ranks], load_before: float) -> None:
         self.place = place
+        ready: list[Message] = [each.ready[0] for each in ranks.values()]
+        self.versions: dict[str, str] = {name: of for each in ready for name, of in each["versions"].items()}
+        self.congestion_control: str = ready[0]["congestion_control"]
         self._ranks = ranks
+        self._load_before = load_before
         self._refusals: dict[str, str | None] = {}  # by the label of a backend that was opened; None: it works
-
-    @property
-    def versions(self) -> dict[str, str]:
-        return self._ranks.versions
 
     def describe(self) -> dict[str, Any]:
         """Return the record of a result, for JSON: machine and load (1 minute), versions with the commit, launches."""
-        load = (self._ranks.load_before, os.getloadavg()[0])
-        control = {"tcp_congestion_control": self._ranks.congestion_control}
+        load = (self._load_before, os.getloadavg()[0])
+        control = {"tcp_congestion_control": self.congestion_control}
         return {
             "machine": {**describe_machine(), **control, "load": load},
             "versions": describe_versions(self.versions),
@@ -77,10 +101,13 @@ class Runner:
             "place": asdict(self.place),
         }
 
-    def measure(self, trials: Trials) -> Result:
+    def tell(self, world: str, command: str, first: int | None = None, /, **arguments: Any) -> list[Message]:
+        """Send one command to a world's `first` ranks (None: all); return their answers in the order of ranks."""
+        return self._ranks[world].ask(command, arguments, first=first)
+
+    def measure(self, trials: Trials) -> list[SizeResult]:
         """Measure every size on every backend, interleaved round by round."""
-        sizes = [self._measure_size(trials, size_bytes) for size_bytes in trials.sizes]
-        return Result(self.describe(), sizes)
+        return [self._measure_size(trials, size_bytes) for size_bytes in trials.sizes]
 
     def measure_ddp(self, backends: Sequence[str], rounds: int, steps: int, width: int) -> list[Measured]:
         """Measure training steps of a small model, with layers of this width, on each torch backend."""
@@ -150,7 +177,7 @@ class Runner:
     def _prepare(self, name: BackendName, command: str, **arguments: Any) -> list[Message]:
         """Return the ranks' answers, of which each may be a refusal; one refusal where the backend cannot be opened."""
         if name.label not in self._refusals:
-            answers = self._ranks.tell(name.world, "open", **asdict(name))
+            answers = self.tell(name.world, "open", **asdict(name))
             self._refusals[name.label] = refusal_of(answers)
         refusal = self._refusals[name.label]
         return self._tell(name, command, **arguments) if refusal is None else [{"refused": refusal}]
@@ -165,7 +192,7 @@ class Runner:
         breakdown: bool = False,
     ) -> None:
         """Play all rounds of backends that have been prepared; `measured` by label."""
-        for number, name in interleave(names, rounds, warmups):
+        for number, name in interleave(names, range(-warmups, rounds)):
             one = measured[name.label]
             check = one.wrong is not None
             answers = self._tell(name, "burst", round_index=number + warmups, check=check, breakdown=breakdown)
@@ -182,7 +209,7 @@ class Runner:
             self._tell(name, "release")
 
     def _tell(self, name: BackendName, command: str, **arguments: Any) -> list[Message]:
-        return self._ranks.tell(name.world, command, label=name.label, **arguments)
+        return self.tell(name.world, command, label=name.label, **arguments)
 
 
 def refusal_of(answers: Sequence[Message]) -> str | None:

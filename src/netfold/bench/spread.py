@@ -1,9 +1,10 @@
 """Rounds of several cases, and what their values come to: a median, percentiles, paired ratios. Pure."""
 
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
+
+import numpy as np
 
 Case = TypeVar("Case")
 
@@ -28,19 +29,10 @@ class Spread:
 
 def spread(values: Sequence[float]) -> Spread:
     """Return the spread of one or more values. Raises ValueError for none."""
-    ordered = sorted(values)
-    if not ordered:
+    if not values:
         raise ValueError("a spread of no values; run at least one round")
-    p5, p25, median, p75, p95 = (percentile(ordered, percent) for percent in (5, 25, 50, 75, 95))
-    return Spread(median, p5, p25, p75, p95, len(ordered))
-
-
-def percentile(ordered: Sequence[float], percent: float) -> float:
-    """Interpolate between the two nearest ranks, as NumPy's default; `ordered` ascends."""
-    position = (len(ordered) - 1) * percent / 100
-    low = math.floor(position)
-    high = math.ceil(position)
-    return ordered[low] + (ordered[high] - ordered[low]) * (position - low)
+    p5, p25, median, p75, p95 = np.percentile(values, (5, 25, 50, 75, 95)).tolist()
+    return Spread(median, p5, p25, p75, p95, len(values))
 
 
 def paired_ratios(numerators: Sequence[float], denominators: Sequence[float]) -> list[float]:
@@ -48,12 +40,13 @@ def paired_ratios(numerators: Sequence[float], denominators: Sequence[float]) ->
     return [a / b for a, b in zip(numerators, denominators, strict=True)]
 
 
-def interleave(cases: Sequence[Case], rounds: int, warmups: int = 0) -> Iterator[tuple[int, Case]]:
-    """Yield (round, case): every case in every round, and another case first in each. Warm-ups have rounds below 0.
+def interleave(cases: Sequence[Case], rounds: Iterable[int]) -> Iterator[tuple[int, Case]]:
+    """Yield (round, case): every case in every round, and another case first in each.
 
+    rounds: their numbers, ascending; those below 0 are warm-ups.
     So a disturbance of the machine affects all cases alike, and each is first equally often (the first one meets colder
     caches).
     """
-    for number in range(-warmups, rounds):
+    for number in rounds:
         for place in range(len(cases)):
             yield number, cases[(number + place) % len(cases)]

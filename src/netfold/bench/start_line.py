@@ -19,17 +19,14 @@ class StartLine:
     """
 
     def __init__(self, path: Path, rank: int, size: int) -> None:
-        with path.open("r+b") as file:
+        # The first rank makes the file, of zeros.
+        with path.open("a+b") as file:
+            file.truncate(size * _SLOT_BYTES)
             self._memory = mmap.mmap(file.fileno(), size * _SLOT_BYTES)
         self._slots = memoryview(self._memory).cast("q")
         self._rank = rank
         self._size = size
         self._crossed = 0
-
-    @staticmethod
-    def draw(path: Path, size: int) -> None:
-        """Create the file, for `size` ranks."""
-        path.write_bytes(bytes(size * _SLOT_BYTES))
 
     def cross(self) -> None:
         """Wait until every rank has crossed as often as this one."""
@@ -38,8 +35,3 @@ class StartLine:
         for other in range(self._size):
             while self._slots[other] < self._crossed:
                 os.sched_yield()
-
-
-def line_path(folder: Path, world: str, ranks: int) -> Path:
-    """Return the file of the start line for the first so many ranks of a world."""
-    return folder / f"{world}-{ranks}.line"

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from netfold.bench.backends import unique_labels
-from netfold.bench.config import BenchEnvironment, Replay, Replayed, Result
+from netfold.bench.config import BenchEnvironment, Replay, Replayed
 from netfold.bench.program import Program, build_program
 from netfold.bench.report import Ratio, describe_run, ratio_of, total_wrong
 from netfold.bench.runner import Runner, start_comparison
@@ -45,9 +45,8 @@ def replay_models(place: BenchEnvironment, replay: Replay) -> tuple[list[StepRow
     """Run from start to end; return rows, and everything for JSON. Raises BenchError, ValueError, RackError."""
     with start_comparison(place, replay.backends) as runner:
         rows = measure_models(runner, replay)
-        result = Result(runner.describe(), [])
         stands_for = describe_network(place, replay)
-        return rows, describe_run(runner.place, replay, result, rows, stands_for=stands_for)
+        return rows, describe_run(runner.describe(), replay, rows, stands_for=stands_for)
 
 
 def measure_models(runner: Runner, replay: Replay) -> list[StepRow]:

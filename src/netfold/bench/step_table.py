@@ -4,8 +4,9 @@ from collections.abc import Sequence
 
 from netfold.bench.program import gradient_buckets
 from netfold.bench.step import StepRow
-from netfold.bench.table import RATIO_HEADER, aligned, ratio_cells
+from netfold.bench.table import RATIO_HEADER, ratio_cells
 from netfold.plan.model.catalogue import MODELS, find_model
+from netfold.units import aligned
 
 _HEADER = (
     *("model", "backend", "batch", "compute(ms)", "step(ms)", "p5..p95", "exposed(ms)", "efficiency", "samples/s"),

@@ -120,9 +120,8 @@ def _run_stage(
         worlds = [name.world for trials in stage for name in parse_backends(trials.backends)]
         with start_runner(place, worlds) as runner:
             for trials in stage:
-                result = runner.measure(trials)
-                rows = make_rows(place, trials, result)
-                document = describe_run(place, trials, result, rows)
+                rows = make_rows(place, trials, runner.measure(trials))
+                document = describe_run(runner.describe(), trials, rows)
                 for goal in [goal for goal in left if _key(goal) == (trials.collective, trials.sizes[0])]:
                     least_s = lower_bound_s(wire, *_key(goal), place.workers) if wire else None
                     by_backend = {row.backend: row for row in rows}

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Sequence
 
 from netfold.bench.report import Breakdown, Ratio, Row
 from netfold.bench.spread import Spread
+from netfold.units import aligned
 
 _HEADER = (
     *("size(B)", "count", "type", "redop", "backend", "algorithm", "wire"),
@@ -26,19 +27,6 @@ def render_table(rows: Sequence[Row]) -> str:
             )
     lines += [f"# {row.size_bytes} B, {row.backend}: {row.refused}" for row in rows if row.refused is not None]
     return "\n".join(lines)
-
-
-def aligned(rows: Sequence[Sequence[str]], left: Sequence[int] = ()) -> list[str]:
-    """Return the rows with columns of equal width: columns in `left` aligned left, all other columns right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    kept = {index % len(widths) for index in left}
-    return [
-        "  ".join(
-            cell.ljust(width) if column in kept else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]
 
 
 def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:

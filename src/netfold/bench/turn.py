@@ -10,7 +10,7 @@ import numpy.typing as npt
 from netfold.bench.accuracy import tensors
 from netfold.bench.backends import Backend
 from netfold.bench.collectives import COLLECTIVES
-from netfold.bench.ranks import Message
+from netfold.bench.config import Message
 from netfold.bench.start_line import StartLine
 
 # No two neighbours are alike, nor the same places of two packets. The sums of all ranks stay exact in f32.
@@ -32,10 +32,10 @@ def run_turn(
     array = cast(tensors.Floats, buffer.values)
     all_reduce = backend.bind(COLLECTIVES["all_reduce"], "sum", buffer, buffer)
     answer: Message = {"took_s": [], "wrong": 0, "error": None}
-    line.cross()
     # Each call has values of its own, so an old result is a wrong one.
     for call in range(number, number + calls):
         np.copyto(array, normal[rank] if normal else _whole_numbers(count) + np.float32(rank + call))
+        line.cross()
         began = time.perf_counter()
         all_reduce()
         answer["took_s"].append(time.perf_counter() - began)

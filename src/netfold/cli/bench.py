@@ -95,11 +95,11 @@ def _bench(
             for one_redop in (parse_redops(redop) if collective.reduces else ["sum"])
         ]
         with exit_on_signals():
-            results = measure(place, *trials)
+            results, described = measure(place, *trials)
     rows = [row for each, result in zip(trials, results, strict=True) for row in make_rows(place, each, result)]
-    described = describe_run(place, trials[0], results[-1], rows)
-    described["config"] |= {"dtype": dtype, "redop": redop}
-    output.show(render_table(rows), json=lambda: described, csv=lambda: described["rows"])
+    run = describe_run(described, trials[0], rows)
+    run["config"] |= {"dtype": dtype, "redop": redop}
+    output.show(render_table(rows), json=lambda: run, csv=lambda: run["rows"])
     if total_wrong(rows) > 0 or all(row.refused is not None for row in rows):
         raise typer.Exit(FAILED)
 
@@ -214,9 +214,10 @@ def accuracy(
     import os
 
     from netfold.bench.accuracy.report import render
-    from netfold.bench.accuracy.run import AccuracyError, measure_accuracy
+    from netfold.bench.accuracy.run import measure_accuracy
     from netfold.bench.accuracy.settings import Settings
-    from netfold.bench.machine import describe_machine, describe_versions
+    from netfold.bench.machine import spoken
+    from netfold.bench.ranks import BenchError
     from netfold.rack import RackError
     from netfold.rack.processes import exit_on_signals
 
@@ -225,18 +226,12 @@ def accuracy(
     load = os.getloadavg()[0]
     with (
         exit_on("bench accuracy", RackError),
-        exit_on("bench accuracy", AccuracyError, code=FAILED),
+        exit_on("bench accuracy", BenchError, code=FAILED),
         exit_on_signals(),
     ):
         found = measure_accuracy(settings, typer.echo, timeout)
-    machine, versions = describe_machine(), describe_versions({})
-    where = (
-        f"{machine['cores']} cores of {machine['cpu']}, Linux {machine['kernel']}, load {load:.1f} to "
-        f"{os.getloadavg()[0]:.1f}; netfold {versions['netfold']}, commit {versions['commit']}, Python "
-        f"{versions['python']}."
-    )
     folder.mkdir(parents=True, exist_ok=True)
-    text = render(settings, found, where)
+    text = render(settings, found, spoken(load))
     (folder / "accuracy.md").write_text(text)
     typer.echo(text)
     if not all(each["agree"] for each in (*found["trainings"], *found["sweep"])):
@@ -289,7 +284,7 @@ def links(
             for place in places:
                 found[place] = measure(place, rounds)
                 typer.echo(table({place: found[place]})[-1], err=True)
-    last = f"{rounds} rounds per rack, after some that are not timed; {spoken((load, os.getloadavg()[0]))}"
+    last = f"{rounds} rounds per rack, after some that are not timed; {spoken(load)}"
     rows = [asdict(place) | asdict(taken) | {"bound_s": place.bound_s} for place, taken in found.items()]
     output.show("\n".join([*table(found), "", last]), json=lambda: rows, csv=lambda: rows)
     if not all(taken.met(place) for place, taken in found.items()):

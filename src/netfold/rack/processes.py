@@ -19,6 +19,7 @@ TERM_GRACE_S = 3.0
 # A process can leave a child that holds its output open; wait at most this long for its lines.
 DRAIN_S = 1.0
 _POLL_S = 0.02
+_STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def spawn(argv: Sequence[str], environment: Mapping[str, str]) -> Process:
@@ -79,6 +80,17 @@ def supervise(processes: Sequence[Process], deadline_s: float | None = None) -> 
         time.sleep(_POLL_S)
 
 
+@contextlib.contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Block the signals of `exit_on_signals` during the block, so that clean-up is complete."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _STOPPING)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@uninterrupted()
 def stop(processes: Sequence[Process]) -> None:
     """End the processes that still run, with their process groups: SIGTERM, then SIGKILL after TERM_GRACE_S."""
     for process in processes:
@@ -105,19 +117,6 @@ def exit_on_signals() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-@contextlib.contextmanager
-def uninterrupted() -> Iterator[None]:
-    """Block the signals of `exit_on_signals` during the block, so that clean-up is complete."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, _STOPPING)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-_STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def _wait(processes: Sequence[Process], limit_s: float) -> None:

@@ -104,18 +104,22 @@ class Rack:
         reorder_ns: the longest time that a packet is held back.
         Raises RackError where the link has no delay.
         """
-        namespace = names.host_namespace(self.rack_id, host)
-        end, far = End(namespace, names.HOST_INTERFACE), self._switch_end(host)
-        for each in (end, far):
+        ends = self.link_ends()[2 * host : 2 * host + 2]
+        for each in ends:
             run(single_packets_command(each.namespace, each.device))
-        self._delay_links.disturb(end, duplicate_ratio, reorder_ratio, reorder_ns, seed)
+        self._delay_links.disturb(ends[1], duplicate_ratio, reorder_ratio, reorder_ns, seed)
 
-    def _switch_end(self, host: int) -> End:
-        if self.layout.uplink is None:
-            namespace = names.switch_namespace(self.rack_id)
-        else:
-            namespace = names.rack_namespace(self.rack_id, self.layout.rack_of(host))
-        return End(namespace, names.port_name(host))
+    def link_ends(self) -> list[End]:
+        """Return both ends of every host's link, by host; the switch's end comes first."""
+        ends = []
+        for host in range(self.hosts):
+            if self.layout.uplink is None:
+                namespace = names.switch_namespace(self.rack_id)
+            else:
+                namespace = names.rack_namespace(self.rack_id, self.layout.rack_of(host))
+            ends.append(End(namespace, names.port_name(host)))
+            ends.append(End(names.host_namespace(self.rack_id, host), names.HOST_INTERFACE))
+        return ends
 
     def popen_switch(self, argv: Sequence[str], environment: Mapping[str, str] | None = None) -> Process:
         """Start `argv` in the aggregator's namespace."""

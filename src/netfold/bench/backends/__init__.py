@@ -59,15 +59,14 @@ class Backend(Protocol):
         """Allocate a buffer of the kind that users of this backend have. Raises RefusedError for a dtype it lacks."""
         ...
 
-    def bind(self, collective: Collective, redop: str, send: Buffer, receive: Buffer) -> Callable[[], object]:
-        """Return the blocking call on these buffers, ready to be timed; `send` is `receive` where it runs in place.
+    def bind(
+        self, collective: Collective, redop: str, send: Buffer, receive: Buffer, *, asynchronous: bool = False
+    ) -> Callable[[], Any]:
+        """Return the call on these buffers, ready to be timed; `send` is `receive` where it runs in place.
 
         redop: one of collectives.REDOPS, for collectives that reduce. Raises RefusedError for one it lacks.
+        asynchronous: of all_reduce and all_to_all, the call that only starts it and returns a Pending.
         """
-        ...
-
-    def start(self, collective: Collective, send: Buffer, receive: Buffer) -> Callable[[], Pending]:
-        """Return the call that starts all_reduce or all_to_all on these buffers. Raises RefusedError."""
         ...
 
     def records(self) -> Any | None:

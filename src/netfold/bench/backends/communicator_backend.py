@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 import netfold
-from netfold.bench.backends import BackendName, Buffer, Pending, RefusedError, ping_pong, refusing, shared_empty
+from netfold.bench.backends import BackendName, Buffer, RefusedError, ping_pong, refusing, shared_empty
 from netfold.bench.collectives import ROOT, Collective, partner
 from netfold.bench.sizes import parse_dtype
 
@@ -28,7 +28,7 @@ class CommunicatorWorld:
         store = netfold.FileStore(os.path.join(self._folder, f"store{self._stores}"))
         with refusing(name):
             self._open.append(netfold.Communicator(store, self.rank, self.size, options=name.options()))
-        return CommunicatorBackend(self._open[-1], name)
+        return CommunicatorBackend(self._open[-1], shared=name.variant == "shared")
 
     def close(self) -> None:
         for communicator in self._open:
@@ -38,25 +38,24 @@ class CommunicatorWorld:
 class CommunicatorBackend:
     in_place = True
 
-    def __init__(self, communicator: netfold.Communicator, name: BackendName) -> None:
+    def __init__(self, communicator: netfold.Communicator, *, shared: bool = False) -> None:
         self.communicator = communicator
-        self.name = name
+        self._shared = shared
 
     def empty(self, count: int, dtype: str) -> Buffer:
         if dtype == "bf16":
             raise RefusedError("NumPy has no bf16")
-        if self.name.variant == "shared":
-            array = shared_empty(count, dtype)
-        else:
-            array = np.empty(count, parse_dtype(dtype).torch_name)
+        array = shared_empty(count, dtype) if self._shared else np.empty(count, parse_dtype(dtype).torch_name)
         return Buffer(array, array)
 
-    def bind(self, collective: Collective, redop: str, send: Buffer, receive: Buffer) -> Callable[[], object]:
+    def bind(
+        self, collective: Collective, redop: str, send: Buffer, receive: Buffer, *, asynchronous: bool = False
+    ) -> Callable[[], Any]:
         group, out, ours = self.communicator, receive.native, send.native
         op = "product" if redop == "prod" else redop
         match collective.name:
             case "all_reduce":
-                return lambda: group.all_reduce(out, op=op)
+                return lambda: group.all_reduce(out, op=op, asynchronous=asynchronous)
             case "reduce":
                 return lambda: group.reduce(out, ROOT, op=op)
             case "broadcast":
@@ -75,7 +74,7 @@ class CommunicatorBackend:
                 return lambda: group.reduce_scatter(our_parts, out, op=op)
             case "all_to_all":
                 our_parts, out_parts = np.split(ours, group.size), np.split(out, group.size)
-                return lambda: group.all_to_all(our_parts, out_parts)
+                return lambda: group.all_to_all(our_parts, out_parts, asynchronous=asynchronous)
             case "ping_pong":
                 return ping_pong(
                     partner(group.rank, group.size),
@@ -87,17 +86,6 @@ class CommunicatorBackend:
                 return group.barrier
             case _:
                 raise RefusedError("send_recv is not measured through Communicator yet")
-
-    def start(self, collective: Collective, send: Buffer, receive: Buffer) -> Callable[[], Pending]:
-        group, out, ours = self.communicator, receive.native, send.native
-        match collective.name:
-            case "all_reduce":
-                return lambda: group.all_reduce(out, asynchronous=True)
-            case "all_to_all":
-                our_parts, out_parts = np.split(ours, group.size), np.split(out, group.size)
-                return lambda: group.all_to_all(our_parts, out_parts, asynchronous=True)
-            case _:
-                raise RefusedError(f"{collective.name} is not replayed")
 
     def records(self) -> Any | None:
         return self.communicator.group.events()

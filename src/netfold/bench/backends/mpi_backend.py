@@ -7,7 +7,7 @@ import mpi4py
 import numpy as np
 from mpi4py import MPI
 
-from netfold.bench.backends import BackendName, Buffer, Pending, RefusedError, ping_pong
+from netfold.bench.backends import BackendName, Buffer, RefusedError, ping_pong
 from netfold.bench.collectives import ROOT, Collective, partner
 from netfold.bench.sizes import parse_dtype
 
@@ -42,9 +42,15 @@ class MpiBackend:
         array = np.empty(count, parse_dtype(dtype).torch_name)
         return Buffer(array, array)
 
-    def bind(self, collective: Collective, redop: str, send: Buffer, receive: Buffer) -> Callable[[], object]:
+    def bind(
+        self, collective: Collective, redop: str, send: Buffer, receive: Buffer, *, asynchronous: bool = False
+    ) -> Callable[[], Any]:
         comm, out, ours = self.comm, receive.native, send.native
         alone = send is receive
+        if asynchronous:
+            raise RefusedError(
+                "an MPI moves on only in its own calls, and a training step makes none while the accelerator computes"
+            )
         if collective.reduces and redop not in _OPS:
             raise RefusedError(f"MPI has no {redop}")
         op = _OPS.get(redop, MPI.SUM)
@@ -81,11 +87,6 @@ class MpiBackend:
                 )
             case _:
                 return comm.Barrier
-
-    def start(self, collective: Collective, send: Buffer, receive: Buffer) -> Callable[[], Pending]:
-        raise RefusedError(
-            "an MPI moves on only in its own calls, and a training step makes none while the accelerator computes"
-        )
 
     def records(self) -> Any | None:
         return None

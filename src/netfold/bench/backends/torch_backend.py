@@ -8,7 +8,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from netfold.bench.backends import BackendName, Buffer, Pending, RefusedError, ping_pong, refusing, shared_empty
+from netfold.bench.backends import BackendName, Buffer, ping_pong, refusing, shared_empty
 from netfold.bench.collectives import ROOT, Collective, partner
 from netfold.bench.sizes import parse_dtype
 from netfold.switch_protocol import control_messages
@@ -75,12 +75,14 @@ class TorchBackend:
         bits = tensor.view(torch.uint16) if kind is torch.bfloat16 else tensor
         return Buffer(bits.numpy(), tensor)
 
-    def bind(self, collective: Collective, redop: str, send: Buffer, receive: Buffer) -> Callable[[], object]:
+    def bind(
+        self, collective: Collective, redop: str, send: Buffer, receive: Buffer, *, asynchronous: bool = False
+    ) -> Callable[[], Any]:
         group, out, ours = self.group, receive.native, send.native
         rank, size, op = dist.get_rank(group), dist.get_world_size(group), _OPS[redop]
         match collective.name:
             case "all_reduce":
-                return lambda: dist.all_reduce(out, op, group=group)
+                return lambda: dist.all_reduce(out, op, group=group, async_op=asynchronous)
             case "reduce":
                 return lambda: dist.reduce(out, ROOT, op, group=group)
             case "broadcast":
@@ -96,7 +98,7 @@ class TorchBackend:
             case "reduce_scatter":
                 return lambda: dist.reduce_scatter_tensor(out, ours, op, group=group)
             case "all_to_all":
-                return lambda: dist.all_to_all_single(out, ours, group=group)
+                return lambda: dist.all_to_all_single(out, ours, group=group, async_op=asynchronous)
             case "send_recv":
                 return self._exchange(out, ours, (rank + 1) % size, (rank - 1) % size)
             case "ping_pong":
@@ -108,16 +110,6 @@ class TorchBackend:
                 )
             case _:
                 return lambda: dist.barrier(group=group)
-
-    def start(self, collective: Collective, send: Buffer, receive: Buffer) -> Callable[[], Pending]:
-        group, out, ours = self.group, receive.native, send.native
-        match collective.name:
-            case "all_reduce":
-                return lambda: dist.all_reduce(out, group=group, async_op=True)
-            case "all_to_all":
-                return lambda: dist.all_to_all_single(out, ours, group=group, async_op=True)
-            case _:
-                raise RefusedError(f"{collective.name} is not replayed")
 
     def _exchange(self, out: torch.Tensor, ours: torch.Tensor, to: int, source: int) -> Callable[[], object]:
         def exchange() -> None:

@@ -3,8 +3,8 @@
 from netfold.bench.config import BenchEnvironment
 from netfold.bench.figures import chart
 from netfold.bench.figures.budget import Share
-from netfold.bench.figures.figure import GLOO, Figure, FigureText, Measurements, deadline_s, in_percent, in_rate
-from netfold.bench.figures.replay import BACKENDS, NETFOLD, note, replay
+from netfold.bench.figures.figure import GLOO, Figure, FigureText, Measurements, deadline_s, in_percent, in_rate, note
+from netfold.bench.figures.replay import BACKENDS, NETFOLD, replay
 from netfold.bench.runner import start_runner
 from netfold.bench.spread import Spread, spread
 

@@ -7,7 +7,8 @@ from typing import Any, TypeVar
 
 from netfold.bench.figures.budget import MOST_ROUNDS, Share
 from netfold.bench.rack_runner import Configuration, RackRunner, Timing, start_rack_runner
-from netfold.bench.spread import Spread, paired_ratios, spread
+from netfold.bench.runner import Runner
+from netfold.bench.spread import Spread, interleave, paired_ratios, spread
 from netfold.rack import Rack
 from netfold.rack.link import parse_link
 
@@ -115,7 +116,12 @@ def in_rack(rack: Rack, share: Share, taken: Measurements, mpi: str = "") -> Ite
         rack.start_leaves(lambda line: None)
     with start_rack_runner(rack, deadline_s(share), mpi) as runner:
         yield runner
-        taken.circumstances |= {"versions": runner.versions, "tcp_congestion_control": runner.congestion_control}
+        note(taken, runner.runner)
+
+
+def note(taken: Measurements, runner: Runner) -> None:
+    """Note the ranks' versions and congestion control."""
+    taken.circumstances |= {"versions": runner.versions, "tcp_congestion_control": runner.congestion_control}
 
 
 def run_cases(
@@ -125,9 +131,8 @@ def run_cases(
 
     turn: receives the number of the round, -1 for the warm-up. of: the part of the figure, for the text.
     """
-    for number in share.rounds():
-        for place in range(len(cases)):
-            turn(cases[(number + place) % len(cases)], number)
+    for number, case in interleave(cases, share.rounds()):
+        turn(case, number)
     if share.rounds_played < MOST_ROUNDS:
         taken.cut.append(f"The time sufficed for {share.rounds_played} rounds of {MOST_ROUNDS}{of}.")
 

@@ -45,9 +45,3 @@ def replay(
                     "wrong": (row.wrong or 0) if number == 0 else 0,
                 }
             )
-
-
-def note(taken: Measurements, runner: Runner) -> None:
-    """Note the ranks' versions and congestion control."""
-    control = runner.describe()["machine"]["tcp_congestion_control"]
-    taken.circumstances |= {"versions": runner.versions, "tcp_congestion_control": control}

@@ -3,8 +3,18 @@
 from netfold.bench.config import BenchEnvironment
 from netfold.bench.figures import by_link, chart
 from netfold.bench.figures.budget import Share
-from netfold.bench.figures.figure import GLOO, Figure, FigureText, Measurements, deadline_s, in_ms, in_rate, in_times
-from netfold.bench.figures.replay import NETFOLD, note, replay
+from netfold.bench.figures.figure import (
+    GLOO,
+    Figure,
+    FigureText,
+    Measurements,
+    deadline_s,
+    in_ms,
+    in_rate,
+    in_times,
+    note,
+)
+from netfold.bench.figures.replay import NETFOLD, replay
 from netfold.bench.runner import start_runner
 from netfold.plan.model.catalogue import find_model
 
