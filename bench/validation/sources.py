@@ -323,7 +323,9 @@ SOURCES = (
     Source("llm-foundry, FSDP, 8-128 A100", "mosaicml/llm-foundry", _ONE_RING, _each(_foundry)),
     Source("Korthikanti, figure 1, memory", "calculon validation.py", _NONE, _each(_memory)),
     Source("vTrain's nccl-tests, 2-8 A100 and V100", "VIA-Research/vTrain", _LINKS, _each(_bus_bandwidth)),
-    Source("EDSR, 32-512 V100, from 1-16", "EDSR with MVAPICH2", "two numbers per library, of its first five rows", _edsr),
+    Source(
+        "EDSR, 32-512 V100, from 1-16", "EDSR with MVAPICH2", "two numbers per library, of its first five rows", _edsr
+    ),
 )
 
 
