@@ -229,7 +229,7 @@ def _command(measure: Callable[..., str]) -> Callable[..., None]:
         load = os.getloadavg()[0]
         with exit_on_signals():
             body = measure(**settings)
-        shown = ", ".join(f"{name} {value}" for name, value in settings.items() if value is not None)
+        shown = ", ".join(f"{name} {value}" for name, value in settings.items() if value not in (None, ""))
         line = shlex.join(["bench/" + Path(sys.argv[0]).name, *sys.argv[1:]])
         head = f"`{line}` ({shown or 'no options'}); ranks were started {ranks.launches} times."
         text = f"# {title}\n\n{head} {spoken(load)}\n\n{body.strip()}\n"

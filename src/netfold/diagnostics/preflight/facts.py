@@ -145,7 +145,7 @@ def _interfaces(options: Options) -> tuple[list[str], str, int, int]:
         known = stats.get(name)
         mtus.append(known.mtu if known else 0)
         speeds.append(known.speed if known and _has_hardware(name) else 0)
-        speed = f", {known.speed} Mbit/s" if known and known.speed else ""
+        speed = f", {speeds[-1]} Mbit/s" if speeds[-1] else ""
         described.append(f"{name} ({host}), MTU {mtus[-1]}{speed}")
     return described, "", mtus[0], speeds[0]
 

@@ -46,7 +46,7 @@ def _layers(model: Layered, share: ShardSpec) -> tuple[Layer, ...]:
     listed = model.listed
     a_flop = 0.0
     if model.measured:
-        a_flop = share.micro_batch / listed.speed.samples_per_s / (model.flops * share.micro_batch)
+        a_flop = 1 / (listed.speed.samples_per_s * model.flops)
     tables: dict[str, tuple[Collective, ...]] = {}
     if listed.exchange is not None:
         size = float(listed.exchange.values_a_sample * share.micro_batch * share.item_bytes)
@@ -66,8 +66,9 @@ def _layer(layer: Listed, share: ShardSpec, before: float, a_flop: float, collec
     output = _output_bytes(layer, share)
     matmuls = _matmuls(layer, batch)
     parameters = float(sum(layer.counts))
-    # A norm reads its input twice and writes the output with its ReLU. Any other layer moves its input and output.
-    moved = 3 * output if not matmuls else output
+    # A layer without matmuls is a norm: it reads its input twice and writes the output with its ReLU. A matmul's operands
+    # are counted with it; what follows it (a bias, an activation) moves the output once more.
+    moved = output if matmuls else 3 * output
     work = layer.flops * batch
     forward = Pass(matmuls, moved, 1 + len(matmuls), collectives, measured_s=work * a_flop)
     if layer.frozen:

@@ -1,4 +1,4 @@
-// The list of algorithms. A new algorithm is a file of its own and a line in registry.cpp.
+// The list of algorithms. ARCHITECTURE.md names the places of a new one.
 #pragma once
 
 #include <netfold/collective/algorithm.hpp>
