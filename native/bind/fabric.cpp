@@ -171,8 +171,8 @@ void bind_fabric(nb::module_& m) {
   nb::class_<fabric::Doorbell>(f, "Doorbell", "Wakes the driver of the streams that were opened with it.");
   f.def("make_doorbell", [] { return std::make_shared<fabric::Doorbell>(); });
 
-  nb::class_<netfold::transport::Pipe::RegistrationLease>(f, "RegistrationLease",
-                                                          "Keeps the registration of memory while it lives.");
+  nb::class_<netfold::transport::Pipe::RegistrationUses>(f, "RegistrationLease",
+                                                         "Keeps the registration of memory while it lives.");
   nb::class_<StreamMux>(f, "StreamMux", "This process's endpoint on a fabric, one rail for each interface.")
       .def(nb::new_([](const std::string& provider, const std::vector<std::string>& hosts) {
              nb::gil_scoped_release release;

@@ -21,9 +21,9 @@ void Direct::receive_from(int position, const Buffer& buffer) {
 void Direct::gather_contributions(const Buffer& own) {
   const int me = team_.position();
   const std::size_t all = own.bytes * static_cast<std::size_t>(team_.size() - 1);
-  if (goes_by_rma(own.bytes)) registered_scratch_ = mesh_.scratch(team_.rank(me == 0 ? 1 : 0), all);
-  if (registered_scratch_ == nullptr) scratch_ = std::make_unique_for_overwrite<std::byte[]>(all);
-  std::byte* next = registered_scratch_ != nullptr ? registered_scratch_->data() : scratch_.get();
+  if (goes_by_rma(own.bytes)) scratch_ = mesh_.scratch(team_.rank(me == 0 ? 1 : 0), all);
+  if (scratch_ == nullptr) scratch_ = std::make_unique_for_overwrite<std::byte[]>(all);
+  std::byte* next = scratch_.get();
   for (int position = 0; position < team_.size(); ++position) {
     if (position == me) {
       sources_.push_back(own.data);

@@ -21,8 +21,6 @@
 #include <netfold/collective/message.hpp>
 #include <netfold/collective/team.hpp>
 
-#include <memory>
-
 namespace netfold::collective {
 
 class Direct final : public Algorithm {
@@ -61,8 +59,7 @@ class Direct final : public Algorithm {
   std::size_t sent_ = 0;      // all messages below are sent
   std::size_t received_ = 0;  // all messages below are received
   TensorRegistrations tensor_registrations_;
-  std::unique_ptr<std::byte[]> scratch_;
-  std::unique_ptr<transport::Pipe::Scratch> registered_scratch_;  // replaces scratch_, where a fabric writes there
+  transport::Pipe::Scratch scratch_;
   std::vector<const void*> sources_;  // to reduce, in rank order; empty where nothing is reduced
 };
 
