@@ -85,7 +85,7 @@ inline constexpr std::uint8_t kStepOfAverage = 0x80;
 //   send                 [1], to `root`              none
 //   receive              none                        [1], from `root` or kAnySource
 //
-// An all_reduce's input is the residual of the i8 wire format (quantised.hpp); it is written too.
+// An all_reduce's input is the residual of the i8 wire format (quantised.cpp); it is written too.
 // An output may equal an input exactly; partial overlap is not allowed.
 struct Call {
   Kind kind = Kind::barrier;
