@@ -15,9 +15,9 @@ void require(bool holds, const Call& call, const std::string& what) {
 
 bool reduces(Kind kind) { return kind == Kind::all_reduce || kind == Kind::reduce || kind == Kind::reduce_scatter; }
 
-std::unique_ptr<Algorithm> make_in_network(const Call& call, const Paths& paths, Team team) {
+std::unique_ptr<Algorithm> make_in_network(const Call& call, const Paths& paths, Team) {
   const auto make = [&](const Call& part, std::size_t shard) {
-    return std::make_unique<FailoverOperation>(part, *paths.switch_paths[shard], team.position(), team.size());
+    return std::make_unique<FailoverOperation>(part, *paths.switch_paths[shard]);
   };
   if (paths.switch_paths.size() == 1) return make(call, 0);
   return std::make_unique<Sharded>(call, paths.switch_paths.size(), make);

@@ -61,7 +61,7 @@ class Split final : public Algorithm {
     parts_ = std::make_unique<Sharded>(call, parts, [&](Call& part, std::size_t path) -> std::unique_ptr<Algorithm> {
       if (path < switches_) {
         part.algorithm = AlgorithmId::in_network;
-        return std::make_unique<FailoverOperation>(part, *paths.switch_paths[path], team_.position(), team_.size());
+        return std::make_unique<FailoverOperation>(part, *paths.switch_paths[path]);
       }
       part.algorithm = AlgorithmId::ring;
       return make_algorithm(part, paths, team_);

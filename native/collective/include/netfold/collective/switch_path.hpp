@@ -20,8 +20,8 @@
 // carries it out.
 #pragma once
 
+#include <netfold/collective/channel.hpp>
 #include <netfold/collective/failover.hpp>
-#include <netfold/collective/in_network.hpp>
 #include <netfold/collective/team.hpp>
 
 #include <memory>
@@ -88,18 +88,21 @@ class SwitchPath {
   std::vector<FailoverOperation*> operations_;  // in order of start
 };
 
-// One operation of the queue.
+// One operation of the queue: one operation on the channel, or a host algorithm in its place.
+//
+// On the channel: one step. Bytes sent by a rank for n bytes of tensor: n and a header a packet, for any number of
+// ranks (a ring's all_reduce sends 2n(P-1)/P). contribution_map.hpp says what each operation is to the switch.
 class FailoverOperation final : public Algorithm {
  public:
-  // Precondition: path.can_start(). Borrows both. The call's root and buffers are indexed by `position` of `ranks`.
-  FailoverOperation(const Call& call, SwitchPath& path, int position, int ranks);
+  // Precondition: path.can_start(). Borrows both. The call's root and buffers are indexed by position in the path's team.
+  FailoverOperation(const Call& call, SwitchPath& path);
   ~FailoverOperation() override;
   Progress poll(std::int64_t now_ns) override;
   void wait_for(WaitSet& set) const override;
   std::vector<int> awaited() const override;
   bool awaited_may_wait() const override { return step_ != nullptr && step_->awaited_may_wait(); }
   std::uint64_t settled_bytes() const override {
-    return in_network_ == nullptr ? counts_.wire_bytes : counts_before_.wire_bytes + in_network_->settled_bytes();
+    return token_ ? counts_before_.wire_bytes + on_channel().result_bytes : counts_.wire_bytes;
   }
 
  private:
@@ -107,6 +110,8 @@ class FailoverOperation final : public Algorithm {
   using Mode = Failover::Mode;
 
   Mode mode() const { return path_.failover_.mode(number_); }
+  // Precondition: token_.
+  const Channel::Active& on_channel() const { return path_.channel_->active(*token_); }
   void enter_channel();
   void leave_channel();
   void send_announcement();
@@ -118,18 +123,16 @@ class FailoverOperation final : public Algorithm {
   void deliver_part();
   void run(AlgorithmId algorithm);
   void finish();
-  // Sets the counts to those of ended steps plus those of `step`.
-  void set_counts(const Algorithm& step);
+  // Sets the counts to those of ended steps plus those of the present step.
+  void set_counts(const Counts& of_step);
 
   const Call& call_;
   SwitchPath& path_;
-  const int position_;
-  const int ranks_;
   const ContributionMap map_;
   std::uint64_t number_ = 0;  // in the queue
-  std::unique_ptr<InNetwork> in_network_;
-  bool is_whole_ = false;  // no element has a result on any rank: a host algorithm runs the whole call
-  bool is_done_ = false;   // the whole call has run
+  std::optional<int> token_;  // of its operation on the channel
+  bool is_whole_ = false;     // no element has a result on any rank: a host algorithm runs the whole call
+  bool is_done_ = false;      // the whole call has run
   // The elements without a result on any rank, and those of them that are being reduced now, one after another in
   // scratch.
   std::vector<Range> rest_;
