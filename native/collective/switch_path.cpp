@@ -15,12 +15,12 @@ constexpr std::size_t kGatherElements = 4096;
 
 }  // namespace
 
-SwitchPath::SwitchPath(std::unique_ptr<Channel> channel, transport::Mesh& fallback, std::vector<Row> rows,
+SwitchPath::SwitchPath(std::unique_ptr<Channel> channel, transport::Mesh& fallback, std::vector<Choice> choices,
                        std::uint16_t table)
     : failover_(channel->generation()),
       channel_(std::move(channel)),
       fallback_(fallback),
-      rows_(std::move(rows)),
+      choices_(std::move(choices)),
       table_(table),
       team_(channel_->ranks(), fallback.rank()) {}
 
@@ -65,14 +65,6 @@ void SwitchPath::fall_back(std::uint64_t generation, std::uint64_t end, bool pro
 void SwitchPath::stand_by(std::unique_ptr<Channel> channel) {
   next_ = std::move(channel);
   failover_.stand_by(next_->generation());
-}
-
-AlgorithmId SwitchPath::choose(Kind kind, std::size_t bytes) const {
-  AlgorithmId chosen = AlgorithmId::direct;
-  for (const Row& row : rows_) {
-    if (row.kind == kind && row.min_bytes <= bytes) chosen = row.algorithm;
-  }
-  return chosen;
 }
 
 FailoverOperation::FailoverOperation(const Call& call, SwitchPath& path)
@@ -168,7 +160,7 @@ bool FailoverOperation::start_next_part() {
   if (is_whole_) {
     if (std::exchange(is_done_, true)) return false;
     step_call_ = call_;
-    run(path_.choose(call_.kind, call_.choice_bytes()));
+    run(choose(path_.choices_, call_.kind, call_.choice_bytes()).algorithm);
     return true;
   }
   deliver_part();
@@ -199,7 +191,7 @@ bool FailoverOperation::start_next_part() {
                     .sequence = call_.sequence,
                     .step_of = call_.step(),
                     .outputs = {values}};
-  run(path_.choose(Kind::all_reduce, values.bytes));
+  run(choose(path_.choices_, Kind::all_reduce, values.bytes).algorithm);
   return true;
 }
 

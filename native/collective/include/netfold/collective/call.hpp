@@ -125,6 +125,17 @@ struct Call {
   std::size_t choice_bytes() const;
 };
 
+// A row of a choice table. The rows of one kind ascend by `min_bytes`, and the first has 0.
+struct Choice {
+  Kind kind = Kind::barrier;
+  std::uint64_t min_bytes = 0;  // for operations of at least this size
+  AlgorithmId algorithm = AlgorithmId::direct;
+  int wire = -1;                             // DType; -1: the tensor's
+  AlgorithmId between = AlgorithmId::local;  // of a hierarchical algorithm: between hosts
+};
+// The table's row for such a call.
+Choice choose(const std::vector<Choice>& table, Kind kind, std::uint64_t bytes);
+
 // A collective that passed its deadline on the rank that gave up first. Both values are the same on every rank that
 // waited for the same reason.
 struct Expired {

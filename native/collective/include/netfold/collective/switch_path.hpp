@@ -34,15 +34,10 @@ class FailoverOperation;
 
 class SwitchPath {
  public:
-  // A row of the choice table without the switch: calls from `min_bytes` on run by `algorithm`. Rows are ascending and
-  // begin at 0.
-  struct Row {
-    Kind kind = Kind::all_reduce;
-    std::uint64_t min_bytes = 0;
-    AlgorithmId algorithm = AlgorithmId::direct;
-  };
-  // Borrows the mesh. `table`: the hash of the rows.
-  SwitchPath(std::unique_ptr<Channel> channel, transport::Mesh& fallback, std::vector<Row> rows, std::uint16_t table);
+  // Borrows the mesh. `choices`: the choice table without the switch, of which only the algorithms count; `table`: its
+  // hash.
+  SwitchPath(std::unique_ptr<Channel> channel, transport::Mesh& fallback, std::vector<Choice> choices,
+             std::uint16_t table);
 
   bool can_start() const;
   const Channel& channel() const { return *channel_; }
@@ -75,14 +70,12 @@ class SwitchPath {
  private:
   friend class FailoverOperation;
 
-  AlgorithmId choose(Kind kind, std::size_t bytes) const;
-
   Failover failover_;
   std::uint64_t started_ = 0;         // operations so far
   std::unique_ptr<Channel> channel_;  // stays after a loss: other ranks may ask for kept results
   std::unique_ptr<Channel> next_;
   transport::Mesh& fallback_;
-  std::vector<Row> rows_;
+  std::vector<Choice> choices_;
   std::uint16_t table_;
   Team team_;
   std::vector<FailoverOperation*> operations_;  // in order of start
