@@ -82,7 +82,7 @@ class Shares {
   void skip();
 
   // The known rates, in the same order.
-  std::span<const Rates> paths() const { return paths_; }
+  std::vector<Rates> paths() const;
   std::uint64_t operations() const { return operations_; }
 
  private:
@@ -117,8 +117,7 @@ class Shares {
     Samples beside, alone;
   };
 
-  std::vector<Rates> paths_;
-  std::vector<PathSamples> samples_;
+  std::vector<PathSamples> samples_;  // the median of each counts
   std::vector<std::uint32_t> fixed_;
   std::uint64_t operations_ = 0;
   std::uint64_t learn_until_ = kEvery;
