@@ -1,14 +1,13 @@
 #include <arpa/inet.h>
 #include <fcntl.h>
-#include <pthread.h>
 #include <sys/eventfd.h>
 #include <sys/random.h>
 #include <sys/timerfd.h>
 #include <unistd.h>
+#include <netfold/transport/process_wide.hpp>
 #include <netfold/transport/socket.hpp>
 
 #include <cstring>
-#include <mutex>
 #include <stdexcept>
 #include <system_error>
 #include <vector>
@@ -16,14 +15,11 @@
 namespace netfold::transport {
 namespace {
 
-// The descriptors of all ProcessFds. Locked across a fork, so that the child finds the list complete.
+// The descriptors of all ProcessFds.
 struct ProcessFds {
   std::mutex mutex;
   std::vector<int> fds;
 
-  ProcessFds() {
-    pthread_atfork([] { all().mutex.lock(); }, [] { all().mutex.unlock(); }, [] { all().replace_in_child(); });
-  }
   // Puts /dev/null in the place of each descriptor. The numbers stay in use, so that a late close of one of them in the
   // child closes no other descriptor.
   void replace_in_child() {
@@ -31,16 +27,10 @@ struct ProcessFds {
     for (const int fd : fds) ::dup3(null_device, fd, O_CLOEXEC);
     ::close(null_device);
     fds.clear();
-    mutex.unlock();
   }
-  // Never destroyed: threads of a dying process may still use the list.
-  static ProcessFds& all() {
-    static auto* const fds = new ProcessFds;
-    return *fds;
-  }
+  static ProcessFds& all() { return process_wide<ProcessFds, &ProcessFds::mutex, &ProcessFds::replace_in_child>(); }
 };
 
-// Made when the library is loaded: a child of a fork during the first use would wait for the thread that makes it.
 [[maybe_unused]] const auto& made_at_load = ProcessFds::all();
 
 }  // namespace
