@@ -90,8 +90,8 @@ std::optional<std::uint64_t> hello(DataPort& self, std::uint32_t job, std::uint3
       if (left_ns <= 0) break;
       const auto hint = port.wait_hint(false);
       pollfd wait{hint.fd, hint.events, 0};
-      const timespec timeout{.tv_sec = 0,
-                             .tv_nsec = hint.poll_after_ns < 0 ? left_ns : std::min(left_ns, hint.poll_after_ns)};
+      const auto timeout =
+          transport::timespec_of(hint.poll_after_ns < 0 ? left_ns : std::min(left_ns, hint.poll_after_ns));
       ::ppoll(&wait, hint.fd < 0 ? 0 : 1, &timeout, nullptr);
     }
   }

@@ -7,7 +7,6 @@
 #include <netfold/transport/process_wide.hpp>
 #include <netfold/transport/socket.hpp>
 
-#include <cstring>
 #include <stdexcept>
 #include <system_error>
 #include <vector>
@@ -101,8 +100,7 @@ Fd make_timer() {
 }
 
 void set_timer(const Fd& timer, std::int64_t delay_ns) {
-  const itimerspec once{.it_interval = {},
-                        .it_value = {.tv_sec = delay_ns / 1'000'000'000, .tv_nsec = delay_ns % 1'000'000'000}};
+  const itimerspec once{.it_interval = {}, .it_value = timespec_of(delay_ns)};
   timerfd_settime(timer.get(), 0, &once, nullptr);
 }
 
@@ -138,24 +136,19 @@ std::uint16_t Address::port() const {
   return ntohs(reinterpret_cast<const sockaddr_in*>(&storage)->sin_port);
 }
 
-std::string Address::text() const {
-  char host[INET6_ADDRSTRLEN] = "?";
-  if (storage.ss_family == AF_INET6) {
-    inet_ntop(AF_INET6, &reinterpret_cast<const sockaddr_in6*>(&storage)->sin6_addr, host, sizeof host);
-    return "[" + std::string(host) + "]:" + std::to_string(port());
-  }
-  inet_ntop(AF_INET, &reinterpret_cast<const sockaddr_in*>(&storage)->sin_addr, host, sizeof host);
-  return std::string(host) + ":" + std::to_string(port());
+std::string_view Address::host() const {
+  const auto bytes_of = [](const auto& host) {
+    return std::string_view(reinterpret_cast<const char*>(&host), sizeof host);
+  };
+  if (storage.ss_family == AF_INET6) return bytes_of(reinterpret_cast<const sockaddr_in6*>(&storage)->sin6_addr);
+  return bytes_of(reinterpret_cast<const sockaddr_in*>(&storage)->sin_addr);
 }
 
-bool Address::operator==(const Address& other) const {
-  if (storage.ss_family != other.storage.ss_family || port() != other.port()) return false;
-  if (storage.ss_family == AF_INET6) {
-    return std::memcmp(&reinterpret_cast<const sockaddr_in6*>(&storage)->sin6_addr,
-                       &reinterpret_cast<const sockaddr_in6*>(&other.storage)->sin6_addr, sizeof(in6_addr)) == 0;
-  }
-  return reinterpret_cast<const sockaddr_in*>(&storage)->sin_addr.s_addr ==
-         reinterpret_cast<const sockaddr_in*>(&other.storage)->sin_addr.s_addr;
+std::string Address::text() const {
+  char host_text[INET6_ADDRSTRLEN] = "?";
+  inet_ntop(storage.ss_family, host().data(), host_text, sizeof host_text);
+  const std::string name = storage.ss_family == AF_INET6 ? "[" + std::string(host_text) + "]" : host_text;
+  return name + ":" + std::to_string(port());
 }
 
 namespace {
