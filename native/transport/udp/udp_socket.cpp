@@ -104,11 +104,6 @@ UdpSocket::WaitHint UdpSocket::wait_hint(bool wants_room) {
   return {.fd = fd_.get(), .events = static_cast<short>(POLLIN | (wants_room ? POLLOUT : 0))};
 }
 
-const std::string& UdpSocket::path_error() const {
-  static const std::string none;  // UDP does not report losses
-  return none;
-}
-
 void UdpSocket::note_refusal(int error, const Address& to) {
   if (++counters_.send_errors > 1 && error == counters_.last_send_errno) return;
   counters_.last_send_errno = error;
