@@ -1,9 +1,4 @@
 // netfold._native.fabric: endpoints on a fabric, and their streams until a group takes them.
-#include <nanobind/stl/shared_ptr.h>
-#include <nanobind/stl/string.h>
-#include <nanobind/stl/tuple.h>
-#include <nanobind/stl/unique_ptr.h>
-#include <nanobind/stl/vector.h>
 #include <poll.h>
 #include <netfold/engine/event.hpp>
 #include <netfold/transport/fabric/libfabric.hpp>
@@ -12,16 +7,12 @@
 #include <algorithm>
 
 #include "convert.hpp"
-#include "module.hpp"
 #include "transport.hpp"
 
-namespace nb = nanobind;
-using namespace nb::literals;
 using netfold::engine::now_ns;
 namespace fabric = netfold::transport::fabric;
 using fabric::FabricPipe;
 using fabric::StreamMux;
-using Release = nb::call_guard<nb::gil_scoped_release>;
 
 namespace {
 

@@ -1,9 +1,4 @@
 // netfold._native.engine.Group: groups of ranks, and the calls on them. Every wait releases the GIL.
-#include <nanobind/stl/optional.h>
-#include <nanobind/stl/shared_ptr.h>
-#include <nanobind/stl/string.h>
-#include <nanobind/stl/tuple.h>
-#include <nanobind/stl/vector.h>
 #include <netfold/transport/tcp/tcp_pipe.hpp>
 
 #include <algorithm>
@@ -13,14 +8,11 @@
 #include "convert.hpp"
 #include "engine.hpp"
 
-namespace nb = nanobind;
-using namespace nb::literals;
 using namespace netfold;
 using engine::Engine;
 using engine::Group;
 using engine::Operation;
 using kernels::DType;
-using Release = nb::call_guard<nb::gil_scoped_release>;
 
 namespace {
 

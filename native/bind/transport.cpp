@@ -1,9 +1,6 @@
 // netfold._native.transport: ports for packets, as far as joining a switch needs them from Python.
 #include "transport.hpp"
 
-#include <nanobind/stl/optional.h>
-#include <nanobind/stl/string.h>
-#include <nanobind/stl/vector.h>
 #include <poll.h>
 #include <netfold/engine/event.hpp>
 #include <netfold/protocol/packet.hpp>
@@ -11,10 +8,7 @@
 
 #include "auth.hpp"
 #include "convert.hpp"
-#include "module.hpp"
 
-namespace nb = nanobind;
-using namespace nb::literals;
 using netfold::engine::now_ns;
 namespace auth = netfold::auth;
 namespace fabric = netfold::transport::fabric;
