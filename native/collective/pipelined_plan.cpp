@@ -68,8 +68,9 @@ void PipelinedPlan::finish_plan() {
     }
     in.slot_bytes = wire_bytes_of(staged);
     in.slots = uses_rma(in.peer, staged) ? kAhead : 1;
-    if (in.slots > 1) in.staging = mesh_.scratch(in.peer, in.slots * in.slot_bytes);
-    if (in.staging == nullptr) in.staging = std::make_unique_for_overwrite<std::byte[]>(in.slots * in.slot_bytes);
+    const std::size_t staging = in.slots * in.slot_bytes;
+    if (in.slots > 1) in.staging = mesh_.scratch(in.peer, staging);
+    if (in.staging == nullptr && staging > 0) in.staging = std::make_unique_for_overwrite<std::byte[]>(staging);
     in.expected = MessageHeader::of(call_, bytes);
     largest = std::max(largest, staged);
   }
