@@ -43,17 +43,14 @@ void encrypt_counter_mode(const unsigned char* in, unsigned char* out, std::size
 
 }  // namespace
 
-void PacketAuthenticator::FreeCipher::operator()(void* cipher) const { crypto().free_cipher(cipher); }
-void PacketAuthenticator::FreeGcm::operator()(void* gcm) const { crypto().free_gcm(gcm); }
-
 PacketAuthenticator::PacketAuthenticator(const Key& key, Security security) : security_(security) {
   if (!unavailable_reason().empty()) throw std::runtime_error(unavailable_reason());
   const Crypto& library = crypto();
-  cipher_.reset(library.new_cipher());
+  cipher_ = CryptoHandle(library.new_cipher(), library.free_cipher);
   if (!cipher_ || library.init(cipher_.get(), library.aes_128_ecb(), nullptr, bytes_of(key.data()), nullptr) != 1) {
     throw std::runtime_error("OpenSSL's libcrypto offers no AES-128; its configuration may forbid it");
   }
-  gcm_.reset(library.new_gcm(cipher_.get(), encrypt_block));
+  gcm_ = CryptoHandle(library.new_gcm(cipher_.get(), encrypt_block), library.free_gcm);
   if (!gcm_) throw std::bad_alloc();
 }
 

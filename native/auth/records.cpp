@@ -28,13 +28,11 @@ Secret derive_secret(const Secret& from, const char* what) {
 
 }  // namespace
 
-void RecordKey::FreeCipher::operator()(void* cipher) const { crypto().free_cipher(cipher); }
-
 RecordKey::RecordKey(Security security, const Secret& secret, bool decrypts, std::uint64_t records_per_key)
     : security_(security), decrypts_(decrypts), records_per_key_(records_per_key), secret_(secret) {
   if (!unavailable_reason().empty()) throw std::runtime_error(unavailable_reason());
   if (security == Security::none) throw std::invalid_argument("a stream without security has no records");
-  cipher_.reset(crypto().new_cipher());
+  cipher_ = CryptoHandle(crypto().new_cipher(), crypto().free_cipher);
   if (!cipher_ || init(crypto().aes_128_gcm(), nullptr, nullptr) != 1) {
     throw std::runtime_error("OpenSSL's libcrypto offers no AES-128-GCM; its configuration may forbid it");
   }

@@ -1,14 +1,7 @@
 // netfold._native.arrays: the memory behind any framework's array (DLPack or the buffer protocol), without a copy.
-#include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
-#include <nanobind/stl/string.h>
-
-#include <string>
 
 #include "module.hpp"
-
-namespace nb = nanobind;
-using namespace nb::literals;
 
 namespace {
 

@@ -1,17 +1,13 @@
 // netfold._native.auth: authentication of packets, and the records of a secure stream.
 #include "auth.hpp"
 
-#include <nanobind/stl/string.h>
 #include <netfold/protocol/packet.hpp>
 #include <netfold/transport/tcp/record_stream.hpp>
 
 #include <cstring>
 
 #include "convert.hpp"
-#include "module.hpp"
 
-namespace nb = nanobind;
-using namespace nb::literals;
 namespace auth = netfold::auth;
 
 namespace {

@@ -1,6 +1,5 @@
 #include <map>
 #include <unordered_map>
-#include <utility>
 #include <vector>
 
 #include "engine.hpp"

@@ -1,9 +1,5 @@
 // netfold._native.failover: the decisions of a SwitchPath, for the search over recovery.
 // netfold._native.shares: how an all_reduce is split between switches and a host algorithm.
-#include <nanobind/nanobind.h>
-#include <nanobind/stl/optional.h>
-#include <nanobind/stl/tuple.h>
-#include <nanobind/stl/vector.h>
 #include <netfold/collective/failover.hpp>
 #include <netfold/collective/shares.hpp>
 
@@ -11,10 +7,7 @@
 #include <numeric>
 
 #include "convert.hpp"
-#include "module.hpp"
 
-namespace nb = nanobind;
-using namespace nb::literals;
 using netfold::collective::Failover;
 using netfold::collective::Shares;
 

@@ -1,36 +1,34 @@
 // Conversions that several bindings need.
 #pragma once
 
-#include <nanobind/nanobind.h>
 #include <nanobind/operators.h>
 #include <netfold/protocol/switch_job.hpp>
 
 #include <cstddef>
 #include <cstdint>
-#include <optional>
 #include <span>
-#include <tuple>
-#include <vector>
 
-inline nanobind::bytes to_bytes(std::span<const std::byte> data) {
-  return nanobind::bytes(reinterpret_cast<const char*>(data.data()), data.size());
+#include "module.hpp"
+
+inline nb::bytes to_bytes(std::span<const std::byte> data) {
+  return nb::bytes(reinterpret_cast<const char*>(data.data()), data.size());
 }
 
 // Borrows `bytes`.
-inline std::span<const std::byte> bytes_of(const nanobind::bytes& bytes) {
+inline std::span<const std::byte> bytes_of(const nb::bytes& bytes) {
   return {reinterpret_cast<const std::byte*>(bytes.c_str()), bytes.size()};
 }
 
-inline std::vector<std::byte> copy_of(const nanobind::bytes& bytes) {
+inline std::vector<std::byte> copy_of(const nb::bytes& bytes) {
   const auto data = bytes_of(bytes);
   return {data.begin(), data.end()};
 }
 
 // A machine is a value: `copy`, `==` and, with its canonical bytes, `canonical`.
 template <class Machine>
-void bind_value(nanobind::class_<Machine>& machine) {
+void bind_value(nb::class_<Machine>& machine) {
   machine.def("copy", [](const Machine& self) { return Machine(self); });
-  machine.def(nanobind::self == nanobind::self);
+  machine.def(nb::self == nb::self);
   if constexpr (requires(const Machine& self, std::vector<std::byte>& out) { self.append_canonical(out); }) {
     machine.def("canonical", [](const Machine& self) {
       std::vector<std::byte> out;
@@ -43,19 +41,19 @@ void bind_value(nanobind::class_<Machine>& machine) {
 // The result of `action`, which runs without the GIL.
 template <class Action>
 auto without_gil(Action action) {
-  const nanobind::gil_scoped_release released;
+  const nb::gil_scoped_release released;
   return action();
 }
 
 // A keyword argument that several functions take. Throws nb::key_error for a missing one.
 template <class Value>
-Value field(const nanobind::kwargs& fields, const char* name) {
-  return nanobind::cast<Value>(fields[name]);
+Value field(const nb::kwargs& fields, const char* name) {
+  return nb::cast<Value>(fields[name]);
 }
 
 // Counters by the name of the reason, `none` left out.
-inline nanobind::dict drops_of(const std::uint64_t (&drops)[netfold::protocol::kDropCount]) {
-  nanobind::dict out;
+inline nb::dict drops_of(const std::uint64_t (&drops)[netfold::protocol::kDropCount]) {
+  nb::dict out;
   for (int i = 1; i < netfold::protocol::kDropCount; ++i) {
     out[netfold::protocol::name(static_cast<netfold::protocol::Drop>(i))] = drops[i];
   }

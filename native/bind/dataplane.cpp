@@ -1,23 +1,15 @@
 // netfold._native.dataplane: a switch's packet path, controlled by netfold.switch.
-#include <nanobind/stl/optional.h>
-#include <nanobind/stl/string.h>
-#include <nanobind/stl/tuple.h>
-#include <nanobind/stl/vector.h>
 #include <netfold/dataplane/data_plane.hpp>
 #include <netfold/transport/fabric/strict_endpoint.hpp>
 
 #include "auth.hpp"
 #include "convert.hpp"
-#include "module.hpp"
 #include "transport.hpp"
 
-namespace nb = nanobind;
-using namespace nb::literals;
 namespace auth = netfold::auth;
 namespace dataplane = netfold::dataplane;
 namespace fabric = netfold::transport::fabric;
 using dataplane::DataPlane;
-using Release = nb::call_guard<nb::gil_scoped_release>;
 
 namespace {
 

@@ -2,11 +2,6 @@
 #include "engine.hpp"
 
 #include <fcntl.h>
-#include <nanobind/stl/optional.h>
-#include <nanobind/stl/shared_ptr.h>
-#include <nanobind/stl/string.h>
-#include <nanobind/stl/tuple.h>
-#include <nanobind/stl/vector.h>
 #include <pthread.h>
 #include <netfold/collective/registry.hpp>
 #include <netfold/engine/sampler.hpp>
@@ -16,17 +11,13 @@
 #include <cstring>
 
 #include "convert.hpp"
-#include "module.hpp"
 
-namespace nb = nanobind;
-using namespace nb::literals;
 using namespace netfold;
 using engine::ComputeSampler;
 using engine::Engine;
 using engine::Group;
 using engine::Operation;
 using transport::PeerMemory;
-using Release = nb::call_guard<nb::gil_scoped_release>;
 
 namespace {
 

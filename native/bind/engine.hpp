@@ -1,15 +1,9 @@
 // Conversions and checks that the bindings of engine, group and switch path share.
 #pragma once
 
-#include <nanobind/nanobind.h>
 #include <netfold/engine/engine.hpp>
 
-#include <memory>
-#include <optional>
-#include <string>
-#include <tuple>
-#include <vector>
-
+#include "module.hpp"
 #include "transport.hpp"
 
 // kind, rank at fault, text.
@@ -25,7 +19,7 @@ Enum checked(int value, int count, const char* what) {
   if (value >= 0 && value < count) return static_cast<Enum>(value);
   const std::string text =
       std::string(what) + " " + std::to_string(value) + " does not exist, expected 0 to " + std::to_string(count - 1);
-  throw nanobind::value_error(text.c_str());
+  throw nb::value_error(text.c_str());
 }
 inline auto kind_of(int value) {
   using namespace netfold::collective;
@@ -49,7 +43,7 @@ void raise_pending();
 
 // The channel of a membership of a switch; its fields are keyword arguments (Shard.stand_by). Takes the port.
 std::unique_ptr<netfold::collective::Channel> channel_of(const netfold::engine::Group& group, DataPort& port,
-                                                         const nanobind::kwargs& membership);
+                                                         const nb::kwargs& membership);
 
 // Where the user's program made the present call: "/path/train.py:88", or nullptr where the stack has no Python frame
 // (a hook of a C++ thread). Needs the GIL. The text is never freed: there is one for each line that calls. Cost: 0.1 us
@@ -58,5 +52,5 @@ const char* call_site();
 // Skip frames of files below `folder`.
 void hide_from_call_sites(const std::string& folder);
 
-void bind_group(nanobind::module_& engine);
-void bind_switch_path(nanobind::module_& engine);
+void bind_group(nb::module_& engine);
+void bind_switch_path(nb::module_& engine);

@@ -1,9 +1,4 @@
 // netfold._native.fabric: endpoints on a fabric, and their streams until a group takes them.
-#include <nanobind/stl/shared_ptr.h>
-#include <nanobind/stl/string.h>
-#include <nanobind/stl/tuple.h>
-#include <nanobind/stl/unique_ptr.h>
-#include <nanobind/stl/vector.h>
 #include <poll.h>
 #include <netfold/engine/event.hpp>
 #include <netfold/transport/fabric/libfabric.hpp>
@@ -12,16 +7,12 @@
 #include <algorithm>
 
 #include "convert.hpp"
-#include "module.hpp"
 #include "transport.hpp"
 
-namespace nb = nanobind;
-using namespace nb::literals;
 using netfold::engine::now_ns;
 namespace fabric = netfold::transport::fabric;
 using fabric::FabricPipe;
 using fabric::StreamMux;
-using Release = nb::call_guard<nb::gil_scoped_release>;
 
 namespace {
 
@@ -171,8 +162,8 @@ void bind_fabric(nb::module_& m) {
   nb::class_<fabric::Doorbell>(f, "Doorbell", "Wakes the driver of the streams that were opened with it.");
   f.def("make_doorbell", [] { return std::make_shared<fabric::Doorbell>(); });
 
-  nb::class_<netfold::transport::Pipe::RegistrationLease>(f, "RegistrationLease",
-                                                          "Keeps the registration of memory while it lives.");
+  nb::class_<netfold::transport::Pipe::RegistrationUses>(f, "RegistrationLease",
+                                                         "Keeps the registration of memory while it lives.");
   nb::class_<StreamMux>(f, "StreamMux", "This process's endpoint on a fabric, one rail for each interface.")
       .def(nb::new_([](const std::string& provider, const std::vector<std::string>& hosts) {
              nb::gil_scoped_release release;

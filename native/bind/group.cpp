@@ -1,9 +1,4 @@
 // netfold._native.engine.Group: groups of ranks, and the calls on them. Every wait releases the GIL.
-#include <nanobind/stl/optional.h>
-#include <nanobind/stl/shared_ptr.h>
-#include <nanobind/stl/string.h>
-#include <nanobind/stl/tuple.h>
-#include <nanobind/stl/vector.h>
 #include <netfold/transport/tcp/tcp_pipe.hpp>
 
 #include <algorithm>
@@ -13,14 +8,11 @@
 #include "convert.hpp"
 #include "engine.hpp"
 
-namespace nb = nanobind;
-using namespace nb::literals;
 using namespace netfold;
 using engine::Engine;
 using engine::Group;
 using engine::Operation;
 using kernels::DType;
-using Release = nb::call_guard<nb::gil_scoped_release>;
 
 namespace {
 
@@ -80,11 +72,11 @@ std::unique_ptr<transport::Mesh> make_mesh(int rank, const Connections& fds, con
   return std::make_unique<transport::Mesh>(rank, std::move(pipes));
 }
 
-// (operation, min_bytes, algorithm, wire format, algorithm between hosts), see engine::Choice.
+// (operation, min_bytes, algorithm, wire format, algorithm between hosts), see collective::Choice.
 using TableRow = std::tuple<int, std::uint64_t, int, int, int>;
 
-std::vector<engine::Choice> table_of(const std::vector<TableRow>& rows) {
-  std::vector<engine::Choice> table;
+std::vector<collective::Choice> table_of(const std::vector<TableRow>& rows) {
+  std::vector<collective::Choice> table;
   for (const auto& [kind, min_bytes, algorithm, wire, between] : rows) {
     if (wire >= 0) checked<DType>(wire, kernels::kDTypeCount, "wire format");
     table.push_back({kind_of(kind), min_bytes, algorithm_of(algorithm), wire, algorithm_of(between)});
@@ -125,13 +117,9 @@ std::shared_ptr<Group> make_group(int rank, const Connections& fds, const Connec
   return Engine::instance().add_group(std::move(options), std::move(mesh), std::move(lane), std::move(fallback_meshes));
 }
 
-void attach(Group& self, DataPort& port, const std::vector<std::tuple<int, std::uint64_t, int>>& rows,
-            std::uint16_t table_hash, const nb::kwargs& membership) {
-  std::vector<collective::SwitchPath::Row> table;
-  for (const auto& [kind, min_bytes, algorithm] : rows) {
-    table.push_back({kind_of(kind), min_bytes, algorithm_of(algorithm)});
-  }
-  self.attach(channel_of(self, port, membership), std::move(table), table_hash);
+void attach(Group& self, DataPort& port, const std::vector<TableRow>& table, std::uint16_t table_hash,
+            const nb::kwargs& membership) {
+  self.attach(channel_of(self, port, membership), table_of(table), table_hash);
 }
 
 bool wait(Group& group, const Operation& operation, std::int64_t timeout_ns) {
@@ -213,9 +201,9 @@ bool reconnect(Group& self, int lane, int peer, int rail, int reconnects, int fd
 
 void bind_group(nb::module_& e) {
   nb::class_<Group>(e, "Group")
-      .def("attach", &attach, "port"_a, nb::kw_only(), "rows"_a, "table_hash"_a, "membership"_a,
+      .def("attach", &attach, "port"_a, nb::kw_only(), "table"_a, "table_hash"_a, "membership"_a,
            "Attach a switch by a membership, whose keywords are those of Shard.stand_by.\n\n"
-           "rows: (operation, min_bytes, algorithm) while the switch is lost. table_hash: their hash.")
+           "table: the choice table while the switch is lost, as of set_table. table_hash: its hash.")
       .def(
           "set_table",
           [](Group& self, const std::vector<TableRow>& table, std::uint16_t hash) {

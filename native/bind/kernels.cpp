@@ -4,25 +4,15 @@
 // An array is C-contiguous memory whose element size is the named dtype's. Its own dtype does not matter (bf16 comes as
 // uint16), and it needs no alignment. `isa`: the instruction set to run; the default is the process's active one.
 // Misuse raises ValueError before the kernel writes anything.
-#include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
-#include <nanobind/stl/optional.h>
-#include <nanobind/stl/string.h>
-#include <nanobind/stl/vector.h>
 
 #include <netfold/kernels/byte_quantise.hpp>
 #include <netfold/kernels/copy.hpp>
 #include <netfold/kernels/isa.hpp>
 
-#include <optional>
-#include <string>
-#include <vector>
-
+#include "module.hpp"
 // Private to the component, and included here alone: comparing instruction sets needs tables other than the active one.
 #include "../kernels/tables.hpp"
-
-namespace nb = nanobind;
-using namespace nb::literals;
 
 namespace {
 

@@ -23,8 +23,8 @@ void translate(const std::exception_ptr& thrown, void*) {
 NB_MODULE(_native, m) {
   m.doc() = "The native layer of netfold. Not a public interface: use netfold, netfold.torch or the netfold command.";
   // Daemon threads of an ending interpreter hold groups: nobody could act on such a warning.
-  nanobind::set_leak_warnings(false);
-  nanobind::register_exception_translator(translate);  // registered first, so asked last
+  nb::set_leak_warnings(false);
+  nb::register_exception_translator(translate);  // registered first, so asked last
   bind_arrays(m);
   bind_kernels(m);
   bind_transport(m);

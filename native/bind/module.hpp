@@ -1,14 +1,25 @@
+// What every file of the bindings begins with.
 #pragma once
 
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
 
-void bind_arrays(nanobind::module_& m);
-void bind_kernels(nanobind::module_& m);
-void bind_transport(nanobind::module_& m);
-void bind_protocol(nanobind::module_& m);
-void bind_auth(nanobind::module_& m);
-void bind_engine(nanobind::module_& m);
-void bind_failover(nanobind::module_& m);
-void bind_shares(nanobind::module_& m);
-void bind_fabric(nanobind::module_& m);
-void bind_dataplane(nanobind::module_& m);
+namespace nb = nanobind;
+using namespace nb::literals;
+// Of a function that runs without the GIL.
+using Release = nb::call_guard<nb::gil_scoped_release>;
+
+void bind_arrays(nb::module_& m);
+void bind_kernels(nb::module_& m);
+void bind_transport(nb::module_& m);
+void bind_protocol(nb::module_& m);
+void bind_auth(nb::module_& m);
+void bind_engine(nb::module_& m);
+void bind_failover(nb::module_& m);
+void bind_shares(nb::module_& m);
+void bind_fabric(nb::module_& m);
+void bind_dataplane(nb::module_& m);

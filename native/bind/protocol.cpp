@@ -1,17 +1,10 @@
 // netfold._native.protocol: the production state machines, for netfold.sim.
-#include <nanobind/stl/optional.h>
-#include <nanobind/stl/string.h>
-#include <nanobind/stl/tuple.h>
-#include <nanobind/stl/vector.h>
 #include <netfold/protocol/parent_sender.hpp>
 #include <netfold/protocol/switch_job.hpp>
 #include <netfold/protocol/worker.hpp>
 
 #include "convert.hpp"
-#include "module.hpp"
 
-namespace nb = nanobind;
-using namespace nb::literals;
 using namespace netfold::protocol;
 namespace kernels = netfold::kernels;
 

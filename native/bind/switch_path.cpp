@@ -1,9 +1,4 @@
 // netfold._native.engine.Shard: a group's path to one of its switches, for recovery.
-#include <nanobind/stl/optional.h>
-#include <nanobind/stl/shared_ptr.h>
-#include <nanobind/stl/string.h>
-#include <nanobind/stl/tuple.h>
-#include <nanobind/stl/vector.h>
 
 #include <type_traits>
 
@@ -11,8 +6,6 @@
 #include "convert.hpp"
 #include "engine.hpp"
 
-namespace nb = nanobind;
-using namespace nb::literals;
 using namespace netfold;
 using collective::SwitchPath;
 using engine::Group;

@@ -1,9 +1,6 @@
 // netfold._native.transport: ports for packets, as far as joining a switch needs them from Python.
 #include "transport.hpp"
 
-#include <nanobind/stl/optional.h>
-#include <nanobind/stl/string.h>
-#include <nanobind/stl/vector.h>
 #include <poll.h>
 #include <netfold/engine/event.hpp>
 #include <netfold/protocol/packet.hpp>
@@ -11,10 +8,7 @@
 
 #include "auth.hpp"
 #include "convert.hpp"
-#include "module.hpp"
 
-namespace nb = nanobind;
-using namespace nb::literals;
 using netfold::engine::now_ns;
 namespace auth = netfold::auth;
 namespace fabric = netfold::transport::fabric;
@@ -90,8 +84,8 @@ std::optional<std::uint64_t> hello(DataPort& self, std::uint32_t job, std::uint3
       if (left_ns <= 0) break;
       const auto hint = port.wait_hint(false);
       pollfd wait{hint.fd, hint.events, 0};
-      const timespec timeout{.tv_sec = 0,
-                             .tv_nsec = hint.poll_after_ns < 0 ? left_ns : std::min(left_ns, hint.poll_after_ns)};
+      const auto timeout =
+          transport::timespec_of(hint.poll_after_ns < 0 ? left_ns : std::min(left_ns, hint.poll_after_ns));
       ::ppoll(&wait, hint.fd < 0 ? 0 : 1, &timeout, nullptr);
     }
   }

@@ -64,6 +64,14 @@ std::uint64_t layout_of(const std::vector<Buffer>& blocks) {
   return hash;
 }
 
+Choice choose(const std::vector<Choice>& table, Kind kind, std::uint64_t bytes) {
+  Choice chosen{.kind = kind};
+  for (const Choice& row : table) {
+    if (row.kind == kind && row.min_bytes <= bytes) chosen = row;
+  }
+  return chosen;
+}
+
 std::uint8_t Call::step() const {
   const bool averages = average || (step_of & kStepOfAverage) != 0;
   return static_cast<std::uint8_t>((1 + static_cast<int>(kind)) | (averages ? kStepOfAverage : 0));

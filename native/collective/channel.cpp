@@ -2,7 +2,6 @@
 #include <netfold/collective/channel.hpp>
 
 #include <algorithm>
-#include <cerrno>
 #include <cstring>
 #include <system_error>
 
@@ -145,7 +144,7 @@ bool Channel::accept(std::span<const std::byte> bytes, std::int64_t now_ns) {
   if (active == nullptr) return true;  // the operation was given up
   active->map->deliver(received.first, received.header.count, received.values.data());
   active->result_bytes += machine_.packet_bytes() + mac_bytes_;
-  active->last_rank = rank_of(received.header.worker);
+  active->counts.slowest_rank = rank_of(received.header.worker);
   if (received.finished) active->finished = true;
   return true;
 }
@@ -258,8 +257,8 @@ bool Channel::send(std::int64_t now_ns) {
                                   .packet_bytes = packet_bytes};
     const std::size_t sent = port_->send({&run, 1});
     for (std::size_t i = 0; i < sent; ++i) {
-      owners_[i]->wire_bytes += packet_bytes;
-      owners_[i]->retransmissions += again_[i] ? 1 : 0;
+      owners_[i]->counts.wire_bytes += packet_bytes;
+      owners_[i]->counts.retransmissions += again_[i] ? 1 : 0;
     }
     for (std::size_t i = sent; i < count; ++i) machine_.not_sent(chunks_[i]);
     moved |= sent > 0;

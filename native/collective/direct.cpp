@@ -1,146 +1,199 @@
-#include <netfold/collective/direct.hpp>
+// Direct exchange: every rank sends what other ranks need straight to them, all at once; reductions follow locally.
+//
+// One step. Bytes sent by a rank of P, for n bytes of tensor:
+//
+//   all_reduce, all_gather      (P-1)n
+//   reduce_scatter, all_to_all  (P-1)n/P
+//   broadcast, scatter          the root (P-1)n
+//   gather, reduce              n to the root
+//   barrier                     a header to every rank
+//
+// Best for small messages (one latency), and a simple reference for all sizes. Reductions add in rank order, so every
+// rank gets the same bits.
+//
+// The pairwise all_to_all is this exchange with one partner a step, in P-1 steps: in step s a rank sends to the rank s
+// positions ahead and receives from the rank s positions behind. So all ranks never send to one rank together, which
+// would cause losses at a switch's port. A rank sends the next block when the socket has this block and the previous
+// block has arrived: the latency of one step overlaps the next step. The messages and their headers are the same, so
+// ranks whose sizes differ may choose different algorithms of the two.
+#include <netfold/collective/message.hpp>
 #include <netfold/kernels/reduce.hpp>
 
 #include <algorithm>
 
+#include "algorithms.hpp"
+
 namespace netfold::collective {
+namespace {
 
-Direct::Direct(const Call& call, transport::Mesh& mesh, Team team)
-    : call_(call), mesh_(mesh), team_(std::move(team)), is_paced_(call.algorithm == AlgorithmId::pairwise) {
-  plan();
-}
+class Direct final : public Algorithm {
+ public:
+  // A reduction allocates scratch of (P-1) times the output.
+  Direct(const Call& call, transport::Mesh& mesh, Team team)
+      : call_(call), mesh_(mesh), team_(std::move(team)), is_paced_(call.algorithm == AlgorithmId::pairwise) {
+    plan();
+  }
 
-void Direct::send_to(int position, const Buffer& buffer) {
-  outgoing_.emplace_back(call_, team_.rank(position), buffer.data, buffer.bytes, Among::only);
-}
-
-void Direct::receive_from(int position, const Buffer& buffer) {
-  incoming_.emplace_back(call_, team_.rank(position), buffer.data, buffer.bytes, Among::only);
-}
-
-void Direct::gather_contributions(const Buffer& own) {
-  const int me = team_.position();
-  const std::size_t all = own.bytes * static_cast<std::size_t>(team_.size() - 1);
-  if (goes_by_rma(own.bytes)) registered_scratch_ = mesh_.scratch(team_.rank(me == 0 ? 1 : 0), all);
-  if (registered_scratch_ == nullptr) scratch_ = std::make_unique_for_overwrite<std::byte[]>(all);
-  std::byte* next = registered_scratch_ != nullptr ? registered_scratch_->data() : scratch_.get();
-  for (int position = 0; position < team_.size(); ++position) {
-    if (position == me) {
-      sources_.push_back(own.data);
-      continue;
+  Progress poll(std::int64_t) override {
+    bool moved = send();
+    if (!begun_) {
+      begun_ = true;
+      call_.copy_own_block(team_.position());  // the other ranks need not wait for this
     }
-    sources_.push_back(next);
-    receive_from(position, {next, own.bytes});
-    next += own.bytes;
+    moved |= receive();
+    if (failure_) return Progress::failed;
+    if (sent_ < outgoing_.size() || received_ < incoming_.size()) return moved ? Progress::moved : Progress::idle;
+    counts_.registrations = tensor_registrations_.registrations();
+    finish();
+    return Progress::done;
   }
-}
 
-void Direct::plan() {
-  const int me = team_.position();
-  const auto is_large = [&](const Buffer& buffer) { return goes_by_rma(buffer.bytes); };
-  if (std::ranges::any_of(call_.inputs, is_large) || std::ranges::any_of(call_.outputs, is_large)) {
-    tensor_registrations_.acquire(call_, mesh_);
-  }
-  // Start with the next rank, so that the ranks do not all send to rank 0 first.
-  for (int step = 1; step < team_.size(); ++step) {
-    const int to = team_.wrapped(me + step);
-    const int from = team_.wrapped(me - step);
-    if (call_.kind == Kind::barrier) {
-      send_to(to, {});
-      receive_from(from, {});
+  void wait_for(WaitSet& set) const override {
+    for (std::size_t i = sent_; i < window_end(outgoing_.size()); ++i) {
+      if (!outgoing_[i].done()) mesh_.wait_for(outgoing_[i].peer(), outgoing_[i].events(), set.fds);
+      if (is_paced_) break;
     }
-    if (const Buffer* given = call_.given_to(me, to)) send_to(to, *given);
-    if (const Buffer* taken = call_.taken_from(me, from)) receive_from(from, *taken);
+    for (std::size_t i = received_; i < window_end(incoming_.size()); ++i) {
+      if (!incoming_[i].done()) mesh_.wait_for(incoming_[i].peer(), POLLIN, set.fds);
+    }
   }
-  const bool reduces = call_.kind == Kind::all_reduce || call_.kind == Kind::reduce_scatter ||
-                       (call_.kind == Kind::reduce && me == call_.root);
-  if (reduces) gather_contributions(*call_.given_to(me, me));
-}
 
-bool Direct::goes_by_rma(std::size_t bytes) const {
-  const int other = team_.position() == 0 ? 1 : 0;
-  return team_.size() > 1 && mesh_.uses_rma(team_.rank(other), std::min(bytes, kRmaChunkBytes));
-}
+  std::vector<int> awaited() const override {
+    std::vector<int> ranks;
+    for (const Incoming& message : incoming_) {
+      if (!message.done()) ranks.push_back(message.peer());
+    }
+    if (!ranks.empty()) return ranks;
+    for (const Outgoing& message : outgoing_) {
+      if (!message.done()) ranks.push_back(message.peer());
+      if (is_paced_ && !ranks.empty()) break;  // a paced exchange has sent to one rank only
+    }
+    return ranks;
+  }
 
-bool Direct::send() {
-  bool moved = false;
-  for (std::size_t i = sent_; i < window_end(outgoing_.size()); ++i) {
-    Outgoing& message = outgoing_[i];
-    const std::size_t bytes = message.advance(mesh_, failure_);
-    counts_.wire_bytes += bytes;
-    moved |= bytes > 0;
-    if (failure_) {
-      // Where no message is expected from the peer, its abort is read here or not at all.
-      const auto is_from_peer = [&](const Incoming& other) { return other.peer() == message.peer(); };
-      if (std::none_of(incoming_.begin(), incoming_.end(), is_from_peer)) {
-        failure_ = read_last_abort(mesh_, message.peer(), call_, std::move(failure_));
+ private:
+  // Of a paced exchange: blocks that a rank sends, and receives, at a time.
+  static constexpr std::size_t kAtOnce = 2;
+
+  void plan() {
+    const int me = team_.position();
+    const auto is_large = [&](const Buffer& buffer) { return goes_by_rma(buffer.bytes); };
+    if (std::ranges::any_of(call_.inputs, is_large) || std::ranges::any_of(call_.outputs, is_large)) {
+      tensor_registrations_.acquire(call_, mesh_);
+    }
+    // Start with the next rank, so that the ranks do not all send to rank 0 first.
+    for (int step = 1; step < team_.size(); ++step) {
+      const int to = team_.wrapped(me + step);
+      const int from = team_.wrapped(me - step);
+      if (call_.kind == Kind::barrier) {
+        send_to(to, {});
+        receive_from(from, {});
       }
-      break;
+      if (const Buffer* given = call_.given_to(me, to)) send_to(to, *given);
+      if (const Buffer* taken = call_.taken_from(me, from)) receive_from(from, *taken);
     }
-    if (is_paced_ && !message.done()) break;
+    const bool reduces = call_.kind == Kind::all_reduce || call_.kind == Kind::reduce_scatter ||
+                         (call_.kind == Kind::reduce && me == call_.root);
+    if (reduces) gather_contributions(*call_.given_to(me, me));
   }
-  while (sent_ < outgoing_.size() && outgoing_[sent_].done()) ++sent_;
-  return moved;
-}
 
-// Reads after a failed send too: the peer's abort says more than the broken connection.
-bool Direct::receive() {
-  bool moved = false;
-  for (std::size_t i = received_; i < window_end(incoming_.size()); ++i) {
-    if (incoming_[i].done()) continue;
-    Failure reported;
-    moved |= incoming_[i].advance(mesh_, reported) > 0;
-    const bool is_last = reported || (failure_ && !is_paced_);
-    if (reported) failure_ = std::move(reported);
-    if (is_last) break;
+  void send_to(int position, const Buffer& buffer) {
+    outgoing_.emplace_back(call_, team_.rank(position), buffer.data, buffer.bytes, Among::only);
   }
-  while (received_ < incoming_.size() && incoming_[received_].done()) ++received_;
-  return moved;
-}
 
-Progress Direct::poll(std::int64_t) {
-  bool moved = send();
-  if (!begun_) {
-    begun_ = true;
-    call_.copy_own_block(team_.position());  // the other ranks need not wait for this
+  void receive_from(int position, const Buffer& buffer) {
+    incoming_.emplace_back(call_, team_.rank(position), buffer.data, buffer.bytes, Among::only);
   }
-  moved |= receive();
-  if (failure_) return Progress::failed;
-  if (sent_ < outgoing_.size() || received_ < incoming_.size()) return moved ? Progress::moved : Progress::idle;
-  counts_.registrations = tensor_registrations_.registrations();
-  finish();
-  return Progress::done;
-}
 
-void Direct::finish() {
-  if (sources_.empty()) return;
-  const Buffer& out = call_.outputs[0];
-  const std::size_t count = out.bytes / kernels::element_bytes(call_.dtype);
-  kernels::reduce(call_.reduce, call_.dtype, out.data, sources_.data(), sources_.size(), count);
-  if (call_.average) divide(call_.dtype, out, team_.size());
-}
+  // Receives every other rank's contribution into scratch; `own` stays where it is.
+  void gather_contributions(const Buffer& own) {
+    const int me = team_.position();
+    const std::size_t all = own.bytes * static_cast<std::size_t>(team_.size() - 1);
+    if (goes_by_rma(own.bytes)) scratch_ = mesh_.scratch(team_.rank(me == 0 ? 1 : 0), all);
+    if (scratch_ == nullptr) scratch_ = std::make_unique_for_overwrite<std::byte[]>(all);
+    std::byte* next = scratch_.get();
+    for (int position = 0; position < team_.size(); ++position) {
+      if (position == me) {
+        sources_.push_back(own.data);
+        continue;
+      }
+      sources_.push_back(next);
+      receive_from(position, {next, own.bytes});
+      next += own.bytes;
+    }
+  }
 
-void Direct::wait_for(WaitSet& set) const {
-  for (std::size_t i = sent_; i < window_end(outgoing_.size()); ++i) {
-    if (!outgoing_[i].done()) mesh_.wait_for(outgoing_[i].peer(), outgoing_[i].events(), set.fds);
-    if (is_paced_) break;
+  bool goes_by_rma(std::size_t bytes) const {
+    const int other = team_.position() == 0 ? 1 : 0;
+    return team_.size() > 1 && mesh_.uses_rma(team_.rank(other), std::min(bytes, kRmaChunkBytes));
   }
-  for (std::size_t i = received_; i < window_end(incoming_.size()); ++i) {
-    if (!incoming_[i].done()) mesh_.wait_for(incoming_[i].peer(), POLLIN, set.fds);
-  }
-}
 
-std::vector<int> Direct::awaited() const {
-  std::vector<int> ranks;
-  for (const Incoming& message : incoming_) {
-    if (!message.done()) ranks.push_back(message.peer());
+  // Messages below this index may travel now; of those to send, a paced exchange tries one at a time.
+  std::size_t window_end(std::size_t messages) const {
+    return is_paced_ ? std::min(messages, received_ + kAtOnce) : messages;
   }
-  if (!ranks.empty()) return ranks;
-  for (const Outgoing& message : outgoing_) {
-    if (!message.done()) ranks.push_back(message.peer());
+  bool send() {
+    bool moved = false;
+    for (std::size_t i = sent_; i < window_end(outgoing_.size()); ++i) {
+      Outgoing& message = outgoing_[i];
+      const std::size_t bytes = message.advance(mesh_, failure_);
+      counts_.wire_bytes += bytes;
+      moved |= bytes > 0;
+      if (failure_) {
+        // Where no message is expected from the peer, its abort is read here or not at all.
+        const auto is_from_peer = [&](const Incoming& other) { return other.peer() == message.peer(); };
+        if (std::none_of(incoming_.begin(), incoming_.end(), is_from_peer)) {
+          failure_ = read_last_abort(mesh_, message.peer(), call_, std::move(failure_));
+        }
+        break;
+      }
+      if (is_paced_ && !message.done()) break;
+    }
+    while (sent_ < outgoing_.size() && outgoing_[sent_].done()) ++sent_;
+    return moved;
   }
-  if (is_paced_ && !ranks.empty()) ranks.resize(1);  // a paced exchange has sent to one rank only
-  return ranks;
+
+  // Reads after a failed send too: the peer's abort says more than the broken connection.
+  bool receive() {
+    bool moved = false;
+    for (std::size_t i = received_; i < window_end(incoming_.size()); ++i) {
+      if (incoming_[i].done()) continue;
+      Failure reported;
+      moved |= incoming_[i].advance(mesh_, reported) > 0;
+      const bool is_last = reported || (failure_ && !is_paced_);
+      if (reported) failure_ = std::move(reported);
+      if (is_last) break;
+    }
+    while (received_ < incoming_.size() && incoming_[received_].done()) ++received_;
+    return moved;
+  }
+
+  void finish() {
+    if (sources_.empty()) return;
+    const Buffer& out = call_.outputs[0];
+    const std::size_t count = out.bytes / kernels::element_bytes(call_.dtype);
+    kernels::reduce(call_.reduce, call_.dtype, out.data, sources_.data(), sources_.size(), count);
+    if (call_.average) divide(call_.dtype, out, team_.size());
+  }
+
+  const Call& call_;
+  transport::Mesh& mesh_;
+  Team team_;
+  const bool is_paced_;
+  bool begun_ = false;
+  std::vector<Outgoing> outgoing_;  // by step
+  std::vector<Incoming> incoming_;
+  std::size_t sent_ = 0;      // all messages below are sent
+  std::size_t received_ = 0;  // all messages below are received
+  TensorRegistrations tensor_registrations_;
+  transport::Pipe::Scratch scratch_;
+  std::vector<const void*> sources_;  // to reduce, in rank order; empty where nothing is reduced
+};
+
+}  // namespace
+
+std::unique_ptr<Algorithm> make_direct(const Call& call, const Paths& paths, Team team) {
+  return std::make_unique<Direct>(call, paths.mesh, std::move(team));
 }
 
 }  // namespace netfold::collective

@@ -1,4 +1,5 @@
 #include <netfold/collective/failover.hpp>
+#include <netfold/protocol/canonical.hpp>
 
 #include <algorithm>
 #include <cstdlib>
@@ -91,22 +92,13 @@ Failover::Operation& Failover::at(std::uint64_t number) {
 }
 
 void Failover::append_canonical(std::vector<std::byte>& out) const {
-  const auto append = [&](std::uint64_t value) {
-    for (int shift = 0; shift < 64; shift += 8) out.push_back(static_cast<std::byte>(value >> shift & 0xff));
-  };
-  for (const Membership& membership : {current_, standing_}) {
-    append(membership.generation);
-    append(membership.frozen);
-  }
-  append(down_);
-  append(promised_);
-  append(announced_);
-  append(lost_.size());
-  for (const std::uint64_t generation : lost_) append(generation);
+  using protocol::append_values;
+  for (const Membership& membership : {current_, standing_})
+    append_values(out, membership.generation, membership.frozen);
+  append_values(out, down_, promised_, announced_, lost_.size());
+  for (const std::uint64_t generation : lost_) append_values(out, generation);
   for (const Operation& operation : operations_) {
-    append(operation.number);
-    append(static_cast<std::uint64_t>(operation.mode));
-    append(operation.first_chunk);
+    append_values(out, operation.number, operation.mode, operation.first_chunk);
   }
 }
 

@@ -187,7 +187,7 @@ void TensorRegistrations::acquire(const Call& call, transport::Mesh& mesh) {
 
 Algorithm::Registrations TensorRegistrations::registrations() const {
   Algorithm::Registrations all;
-  for (const auto& lease : leases_) all += {lease->hits(), lease->misses()};
+  for (const auto& lease : leases_) all += {lease->hits, lease->misses};
   return all;
 }
 

@@ -68,9 +68,9 @@ void PipelinedPlan::finish_plan() {
     }
     in.slot_bytes = wire_bytes_of(staged);
     in.slots = uses_rma(in.peer, staged) ? kAhead : 1;
-    if (in.slots > 1) in.scratch = mesh_.scratch(in.peer, in.slots * in.slot_bytes);
-    if (in.scratch == nullptr) in.staging.resize(in.slots * in.slot_bytes);
-    in.stage = in.scratch != nullptr ? in.scratch->data() : in.staging.data();
+    const std::size_t staging = in.slots * in.slot_bytes;
+    if (in.slots > 1) in.staging = mesh_.scratch(in.peer, staging);
+    if (in.staging == nullptr && staging > 0) in.staging = std::make_unique_for_overwrite<std::byte[]>(staging);
     in.expected = MessageHeader::of(call_, bytes);
     largest = std::max(largest, staged);
   }
@@ -227,7 +227,7 @@ bool PipelinedPlan::may_read(const In& in) const {
 std::byte* PipelinedPlan::target(In& in, std::size_t number) {
   const Receive& chunk = in.chunks[number];
   const bool in_place = chunk.operand == nullptr && !converts_;
-  return in_place ? chunk.into : in.stage + number % in.slots * in.slot_bytes;
+  return in_place ? chunk.into : in.staging.get() + number % in.slots * in.slot_bytes;
 }
 
 // Whether a chunk's buffer overlaps an earlier chunk that is not stored yet. RMA may write chunks out of order.
@@ -328,7 +328,7 @@ void PipelinedPlan::store(In& in) {
   const Receive& chunk = in.chunks[in.next];
   const std::size_t count = chunk.bytes / element_bytes_;
   if (chunk.operand == nullptr) {
-    if (converts_) kernels::convert(call_.dtype, chunk.into, call_.wire, in.staging.data(), count);
+    if (converts_) kernels::convert(call_.dtype, chunk.into, call_.wire, in.staging.get(), count);
     return;  // without a conversion it was received in place
   }
   const std::byte* arrived = target(in, in.next);

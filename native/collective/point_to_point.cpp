@@ -233,7 +233,7 @@ void PointToPoint::finish_input(int from) {
     const auto found = peer.accepted.find(header.id);
     found->second.received += header.bytes;
     if (found->second.received < found->second.bytes) return;
-    finish(from, found->second.ticket, sizeof header, found->second.lease.get());
+    finish(from, found->second.ticket, sizeof header, found->second.lease);
     peer.accepted.erase(found);
   } else if (header.type == Type::abort) {
     const bool blames_us = header.tag == lane_->rank();
@@ -259,11 +259,10 @@ void PointToPoint::return_credit(int to, std::size_t bytes) {
   peer.frames.push_back({header});
 }
 
-void PointToPoint::finish(int peer, Ticket ticket, std::uint64_t wire_bytes,
-                          const transport::Pipe::RegistrationLease* lease) {
+void PointToPoint::finish(int peer, Ticket ticket, std::uint64_t wire_bytes, const Lease& lease) {
   --at(peer).outstanding;
   Done done{.ticket = ticket, .peer = peer, .wire_bytes = wire_bytes, .registrations = {}};
-  if (lease != nullptr) done.registrations = {lease->hits(), lease->misses()};
+  if (lease != nullptr) done.registrations = {lease->hits, lease->misses};
   done_.push_back(done);
 }
 

@@ -1,21 +1,10 @@
-#include <netfold/collective/binomial_blocks.hpp>
-#include <netfold/collective/bruck.hpp>
-#include <netfold/collective/direct.hpp>
-#include <netfold/collective/halving_doubling.hpp>
-#include <netfold/collective/hierarchical.hpp>
-#include <netfold/collective/quantised.hpp>
-#include <netfold/collective/registry.hpp>
-#include <netfold/collective/ring.hpp>
 #include <netfold/collective/sharded.hpp>
-#include <netfold/collective/shm_call_check.hpp>
-#include <netfold/collective/shm_copy.hpp>
-#include <netfold/collective/shm_reduce.hpp>
-#include <netfold/collective/split.hpp>
-#include <netfold/collective/tree.hpp>
 #include <netfold/kernels/reduce.hpp>
 
 #include <algorithm>
 #include <stdexcept>
+
+#include "algorithms.hpp"
 
 namespace netfold::collective {
 namespace {
@@ -24,20 +13,58 @@ void require(bool holds, const Call& call, const std::string& what) {
   if (!holds) throw std::invalid_argument(std::string(name(call.kind)) + ": " + what);
 }
 
-std::unique_ptr<Algorithm> in_network(const Call& call, std::span<const std::unique_ptr<SwitchPath>> switch_paths,
-                                      int position, int ranks) {
-  if (switch_paths.size() == 1) return std::make_unique<FailoverOperation>(call, *switch_paths[0], position, ranks);
-  return std::make_unique<Sharded>(call, switch_paths.size(), [&](Call& part, std::size_t shard) {
-    return std::make_unique<FailoverOperation>(part, *switch_paths[shard], position, ranks);
-  });
+bool reduces(Kind kind) { return kind == Kind::all_reduce || kind == Kind::reduce || kind == Kind::reduce_scatter; }
+
+std::unique_ptr<Algorithm> make_in_network(const Call& call, const Paths& paths, Team) {
+  const auto make = [&](const Call& part, std::size_t shard) {
+    return std::make_unique<FailoverOperation>(part, *paths.switch_paths[shard]);
+  };
+  if (paths.switch_paths.size() == 1) return make(call, 0);
+  return std::make_unique<Sharded>(call, paths.switch_paths.size(), make);
 }
+
+std::unique_ptr<Algorithm> make_shared_memory(const Call& call, const Paths& paths, Team team) {
+  return (reduces(call.kind) ? make_shm_reduce : make_shm_copy)(call, paths, std::move(team));
+}
+
+std::unique_ptr<Algorithm> make_trees(const Call& call, const Paths& paths, Team team) {
+  const bool has_blocks = call.kind == Kind::gather || call.kind == Kind::scatter;
+  return (has_blocks ? make_binomial_blocks : make_tree)(call, paths, std::move(team));
+}
+
+constexpr std::uint32_t kinds(auto... each) { return (std::uint32_t{0} | ... | (1u << static_cast<int>(each))); }
+constexpr std::uint32_t kCollectives =
+    kinds(Kind::all_reduce, Kind::broadcast, Kind::all_gather, Kind::reduce_scatter, Kind::all_to_all, Kind::reduce,
+          Kind::gather, Kind::scatter, Kind::barrier);
+
+// By AlgorithmId.
+struct Entry {
+  std::uint32_t kinds;  // that it can run, by bit
+  Make* make;
+};
+constexpr Entry kEntries[kAlgorithmCount] = {
+    {kCollectives, make_direct},                                                   // local
+    {kCollectives, make_direct},                                                   // direct
+    {kinds(Kind::all_reduce, Kind::reduce_scatter, Kind::all_gather), make_ring},  // ring
+    {kinds(Kind::all_reduce, Kind::reduce, Kind::broadcast, Kind::reduce_scatter, Kind::all_gather, Kind::barrier),
+     make_in_network},                                                                         // in_network
+    {kCollectives, make_shared_memory},                                                        // shared_memory
+    {kinds(Kind::all_reduce, Kind::reduce_scatter, Kind::all_gather), make_halving_doubling},  // halving_doubling
+    {kinds(Kind::all_reduce, Kind::reduce, Kind::broadcast, Kind::gather, Kind::scatter), make_trees},  // tree
+    {kCollectives, make_hierarchical},                                                                  // hierarchical
+    {kinds(Kind::all_gather, Kind::all_to_all, Kind::barrier), make_bruck},                             // bruck
+    {kinds(Kind::all_to_all), make_direct},                                                             // pairwise
+    {kinds(Kind::broadcast), make_tree},                                                                // chain
+    {kinds(), make_direct},                 // point_to_point
+    {kinds(Kind::all_reduce), make_split},  // split
+};
+const Entry& entry_of(AlgorithmId algorithm) { return kEntries[static_cast<std::size_t>(algorithm)]; }
 
 }  // namespace
 
 void validate(const Call& call, int rank, int ranks) {
   const auto count = static_cast<std::size_t>(ranks);
   const bool is_root = rank == call.root;
-  const bool reduces = call.kind == Kind::all_reduce || call.kind == Kind::reduce || call.kind == Kind::reduce_scatter;
   if (is_transfer(call.kind)) {
     const bool sends = call.kind == Kind::send;
     const std::string peer = std::string("rank ") + std::to_string(call.root);
@@ -51,7 +78,7 @@ void validate(const Call& call, int rank, int ranks) {
   }
   require(call.root >= 0 && call.root < ranks, call,
           "root " + std::to_string(call.root) + " is not a rank of this group of " + std::to_string(ranks));
-  if (reduces) {
+  if (reduces(call.kind)) {
     require(kernels::is_defined(call.reduce, call.dtype), call,
             std::string(kernels::name(call.reduce)) + " is not defined for " + kernels::name(call.dtype));
     require(!call.average || kernels::is_float(call.dtype), call,
@@ -102,32 +129,7 @@ void validate(const Call& call, int rank, int ranks) {
 }
 
 bool supports(AlgorithmId algorithm, Kind kind) {
-  const auto is_one_of = [&](auto... kinds) { return ((kind == kinds) || ...); };
-  switch (algorithm) {
-    case AlgorithmId::local:
-    case AlgorithmId::direct:
-    case AlgorithmId::shared_memory:
-    case AlgorithmId::hierarchical:
-      return !is_transfer(kind);
-    case AlgorithmId::ring:
-    case AlgorithmId::halving_doubling:
-      return is_one_of(Kind::all_reduce, Kind::reduce_scatter, Kind::all_gather);
-    case AlgorithmId::in_network:
-      return is_one_of(Kind::all_reduce, Kind::reduce, Kind::broadcast, Kind::reduce_scatter, Kind::all_gather,
-                       Kind::barrier);
-    case AlgorithmId::tree:
-      return is_one_of(Kind::all_reduce, Kind::reduce, Kind::broadcast, Kind::gather, Kind::scatter);
-    case AlgorithmId::chain:
-      return kind == Kind::broadcast;
-    case AlgorithmId::bruck:
-      return is_one_of(Kind::all_gather, Kind::all_to_all, Kind::barrier);
-    case AlgorithmId::pairwise:
-      return kind == Kind::all_to_all;
-    case AlgorithmId::split:
-      return kind == Kind::all_reduce;
-    default:
-      return false;
-  }
+  return (entry_of(algorithm).kinds >> static_cast<int>(kind) & 1) != 0;
 }
 
 void validate_choice(const Call& call) {
@@ -144,9 +146,7 @@ void validate_choice(const Call& call) {
 }
 
 std::unique_ptr<Algorithm> make_algorithm(const Call& call, const Paths& paths) {
-  if (call.is_quantised() && paths.mesh.size() > 1 && call.elements() > 0) {
-    return std::make_unique<Quantised>(call, paths);
-  }
+  if (call.is_quantised() && paths.mesh.size() > 1 && call.elements() > 0) return make_quantised(call, paths);
   auto algorithm = make_algorithm(call, paths, Team::everyone(paths.mesh));
   switch (call.algorithm) {
     case AlgorithmId::local:
@@ -157,43 +157,14 @@ std::unique_ptr<Algorithm> make_algorithm(const Call& call, const Paths& paths) 
       return algorithm;
     default:
       if (algorithm == nullptr || paths.node == nullptr) return algorithm;
-      return std::make_unique<ShmCallCheck>(call, paths.mesh, *paths.node, std::move(algorithm));
+      return make_shm_call_check(call, paths, std::move(algorithm));
   }
 }
 
 std::unique_ptr<Algorithm> make_algorithm(const Call& call, const Paths& paths, Team team) {
-  if (team.size() == 1 || call.algorithm == AlgorithmId::direct) {
-    return std::make_unique<Direct>(call, paths.mesh, std::move(team));
-  }
-  if (call.kind == Kind::all_reduce && call.elements() == 0) return nullptr;
-  switch (call.algorithm) {
-    case AlgorithmId::ring:
-      return std::make_unique<Ring>(call, paths.mesh, std::move(team));
-    case AlgorithmId::halving_doubling:
-      return std::make_unique<HalvingDoubling>(call, paths.mesh, std::move(team));
-    case AlgorithmId::tree:
-      if (call.kind == Kind::gather || call.kind == Kind::scatter) {
-        return std::make_unique<BinomialBlocks>(call, paths.mesh, std::move(team));
-      }
-      [[fallthrough]];
-    case AlgorithmId::chain:
-      return std::make_unique<Tree>(call, paths.mesh, std::move(team));
-    case AlgorithmId::bruck:
-      return std::make_unique<Bruck>(call, paths.mesh, std::move(team));
-    case AlgorithmId::in_network:
-      return in_network(call, paths.switch_paths, team.position(), team.size());
-    case AlgorithmId::split:
-      return std::make_unique<Split>(call, paths, std::move(team));
-    case AlgorithmId::shared_memory:
-      if (call.kind == Kind::all_reduce || call.kind == Kind::reduce || call.kind == Kind::reduce_scatter) {
-        return std::make_unique<ShmReduce>(call, paths.mesh, *paths.node);
-      }
-      return std::make_unique<ShmCopy>(call, paths.mesh, *paths.node);
-    case AlgorithmId::hierarchical:
-      return std::make_unique<Hierarchical>(call, paths);
-    default:
-      return std::make_unique<Direct>(call, paths.mesh, std::move(team));
-  }
+  const bool is_direct = team.size() == 1 || call.algorithm == AlgorithmId::direct;
+  if (!is_direct && call.kind == Kind::all_reduce && call.elements() == 0) return nullptr;
+  return (is_direct ? make_direct : entry_of(call.algorithm).make)(call, paths, std::move(team));
 }
 
 }  // namespace netfold::collective

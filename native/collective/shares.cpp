@@ -58,16 +58,19 @@ Shares::Shares(std::vector<std::uint64_t> switches, std::uint64_t host, std::uin
     : fixed_(std::move(fixed)) {
   const std::uint64_t all = std::accumulate(switches.begin(), switches.end(), std::uint64_t{0});
   const std::uint64_t used = all >= link ? link / 2 : all;
-  for (const std::uint64_t each : switches) {
-    paths_.push_back({.beside = std::max<std::uint64_t>(1, scaled(each, used, all)),
-                      .alone = std::max<std::uint64_t>(1, scaled(each, std::min(all, link), all))});
-  }
-  paths_.push_back({.beside = std::max<std::uint64_t>(1, scaled(host, link - used, link)), .alone = host});
-  for (const Rates& path : paths_) {
+  const auto add = [this](std::uint64_t beside, std::uint64_t alone) {
     samples_.emplace_back();
-    samples_.back().beside.assume(path.beside);
-    samples_.back().alone.assume(path.alone);
-  }
+    samples_.back().beside.assume(std::max<std::uint64_t>(1, beside));
+    samples_.back().alone.assume(std::max<std::uint64_t>(1, alone));
+  };
+  for (const std::uint64_t each : switches) add(scaled(each, used, all), scaled(each, std::min(all, link), all));
+  add(scaled(host, link - used, link), host);
+}
+
+std::vector<Shares::Rates> Shares::paths() const {
+  std::vector<Rates> paths;
+  for (const PathSamples& path : samples_) paths.push_back({path.beside.median(), path.alone.median()});
+  return paths;
 }
 
 std::vector<std::uint32_t> Shares::balanced() const {
@@ -76,28 +79,29 @@ std::vector<std::uint32_t> Shares::balanced() const {
     parts.push_back(kWhole - std::accumulate(fixed_.begin(), fixed_.end(), 0U));
     return parts;
   }
-  const Rates& host = paths_.back();
+  const std::vector<Rates> known = paths();
+  const Rates& host = known.back();
   std::uint64_t together = host.beside;
   std::uint64_t switches = 0;
   std::vector<std::uint64_t> alone;
-  for (std::size_t path = 0; path + 1 < paths_.size(); ++path) {
-    together += paths_[path].beside;
-    switches += paths_[path].alone;
-    alone.push_back(paths_[path].alone);
+  for (std::size_t path = 0; path + 1 < known.size(); ++path) {
+    together += known[path].beside;
+    switches += known[path].alone;
+    alone.push_back(known[path].alone);
   }
   if (together - together / kWorth > std::max(switches, host.alone)) return joined();
   if (host.alone < switches) {
     alone.push_back(0);
     return in_proportion(alone);
   }
-  std::vector<std::uint32_t> parts(paths_.size());
+  std::vector<std::uint32_t> parts(known.size());
   parts.back() = kWhole;
   return parts;
 }
 
 std::vector<std::uint32_t> Shares::joined() const {
   std::vector<std::uint64_t> beside;
-  for (const Rates& path : paths_) beside.push_back(path.beside);
+  for (const PathSamples& path : samples_) beside.push_back(path.beside.median());
   return in_proportion(beside);
 }
 
@@ -130,27 +134,26 @@ void Shares::learn(std::span<const Rates> paths) {
   const bool host_did_all = std::all_of(paths.begin(), paths.end() - 1,
                                         [](const Rates& rates) { return rates.beside == 0 && rates.alone == 0; });
   bool in_doubt = false;
-  const auto update = [&](std::uint64_t& known_rate, Samples& samples, std::uint64_t rate) {
+  const auto update = [&](Samples& samples, std::uint64_t rate) {
     if (rate == 0) return;
-    in_doubt |= std::max(rate, known_rate) - std::min(rate, known_rate) > known_rate / kDoubt;
-    if (rate / 2 > known_rate) samples.assume(rate);
+    const std::uint64_t known = samples.median();
+    in_doubt |= std::max(rate, known) - std::min(rate, known) > known / kDoubt;
+    if (rate / 2 > known) samples.assume(rate);
     samples.add(rate);
-    known_rate = samples.median();
   };
-  for (std::size_t path = 0; path < paths_.size(); ++path) {
-    Rates& known = paths_[path];
-    PathSamples& samples = samples_[path];
+  for (std::size_t path = 0; path < samples_.size(); ++path) {
+    auto& [beside, alone] = samples_[path];
     Rates measured = paths[path];
     // Just after the switches have ended, the host algorithm's connections are still as slow as beside them.
-    if (path + 1 == paths_.size() && !host_did_all && measured.alone < known.alone) measured.alone = 0;
-    update(known.beside, samples.beside, measured.beside);
+    if (path + 1 == samples_.size() && !host_did_all && measured.alone < alone.median()) measured.alone = 0;
+    update(beside, measured.beside);
     // No path is slower alone than beside others: such a rest was too short to measure.
-    update(known.alone, samples.alone, measured.alone == 0 ? 0 : std::max(measured.alone, measured.beside));
-    if (known.beside <= known.alone) continue;
+    update(alone, measured.alone == 0 ? 0 : std::max(measured.alone, measured.beside));
+    if (beside.median() <= alone.median()) continue;
     if (measured.beside == 0) {
-      samples.beside.assume(known.beside = known.alone);
+      beside.assume(alone.median());
     } else {
-      samples.alone.assume(known.alone = known.beside);
+      alone.assume(beside.median());
     }
   }
   if (in_doubt && repeated_ + 1 < Samples::kKept) {

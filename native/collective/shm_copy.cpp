@@ -1,8 +1,21 @@
-#include <netfold/collective/shm_copy.hpp>
+// Copies among ranks that share memory: broadcast, all_gather, gather, scatter, all_to_all; and barrier.
+//
+// Few bytes from a rank (<= 16 KB for all its readers): they lie in the rank's post, and the readers copy them from
+// there (one step). More bytes go through the slots of the rank's stream, 256 KB per round. In broadcast, all_gather and
+// gather every reader copies the whole slot; in scatter and all_to_all a slot has a part for each reader. Ranks may
+// differ in this, as they may differ in bytes. Where the buffer lies in shared memory, or ranks may read each other's
+// memory, the readers copy straight from the buffer, once. A reader that cannot read the buffer after all (a device's
+// memory) asks for slots.
+//
+// Bytes on the wire: none. Memory traffic: each reader copies each byte once; with slots, the owner copies each byte
+// into a slot first.
+#include <netfold/collective/shm_collective.hpp>
 #include <netfold/kernels/copy.hpp>
 
 #include <algorithm>
 #include <cstring>
+
+#include "algorithms.hpp"
 
 namespace netfold::collective {
 namespace {
@@ -17,191 +30,222 @@ constexpr std::size_t kChunkBytes = 1 << 20;
 // faster. Measured in docs/explanation/algorithms.md.
 constexpr std::size_t kExportBytes = 512 << 10;
 
-}  // namespace
-
-ShmCopy::ShmCopy(const Call& call, transport::Mesh& mesh, transport::ShmNode& node)
-    : ShmCollective(call, mesh, node),
-      streams_(call.choice_bytes() >= kernels::kBeyondCaches),
-      collected_(index(node.size())),
-      copied_(index(node.size())),
-      by_slots_(index(node.size())),
-      complete_(index(node.size())) {
-  if (gives()) {
-    own_.rounds = rounds_for(given());
-    if (call.kind == Kind::all_gather || call.kind == Kind::gather) own_.header.bytes = given().bytes;
-  }
-  for (int position = 0; position < size_; ++position) complete_[index(position)] = !takes_from(position);
-  if (!gives() || call.kind == Kind::broadcast) complete_[index(self_)] = true;
-}
-
-bool ShmCopy::reads(Stream, int reader) const { return call_.kind != Kind::gather || reader == call_.root; }
-
-bool ShmCopy::copy_own() {
-  const Buffer& to = into(self_);
-  const Buffer& from = *call_.given_to(self_, self_);
-  std::size_t& copied = copied_[index(self_)];
-  const std::size_t bytes = std::min(kChunkBytes, to.bytes - copied);
-  copy(to.data + copied, from.data + copied, bytes, streams_);
-  copied += bytes;
-  complete_[index(self_)] = copied == to.bytes;
-  return true;
-}
-
-ShmCopy::Part ShmCopy::part(std::uint32_t round, int reader, std::size_t bytes) const {
-  const std::size_t most = has_table() ? part_bytes_ : Node::kSlotBytes;
-  const std::size_t first = std::min(bytes, most * round);
-  return {has_table() ? part_bytes_ * index(reader) : 0, first, std::min(most, bytes - first)};
-}
-
-bool ShmCopy::needs_post(int position) const { return takes_from(position) || call_.kind == Kind::barrier; }
-
-void ShmCopy::write_post(std::byte* data) {
-  if (!gives()) return;
-  if (has_table()) data = write_table(data);
-  if (own_.rounds > 0) return export_buffers(data, has_table() ? call_.inputs : std::span(&given(), 1));
-  if (has_table()) return write_inputs(data);
-  copy(data, given().data, given().bytes, false);
-}
-
-void ShmCopy::export_buffers(std::byte* data, std::span<const Buffer> buffers) {
-  refer(data, buffers, kStream);
-  if (own_.refers != Refers::not_at_all || node_.memory() == nullptr) return;
-  std::size_t widest = 0;
-  for (const Buffer& buffer : buffers) widest = std::max(widest, buffer.bytes);
-  if (pays_to_export(widest)) refer_by_address(data, buffers);
-}
-
-bool ShmCopy::pays_to_export(std::size_t bytes) const {
-  if (call_.kind == Kind::broadcast) return size_ == 2 && bytes < kExportBytes;
-  // The kernel's copies do not bypass the caches.
-  if (call_.kind == Kind::all_gather && size_ > 2 && streams_) return false;
-  return size_ == 2 || call_.kind == Kind::all_to_all || bytes >= kExportBytes;
-}
-
-std::uint64_t ShmCopy::expected_bytes(int position) const {
-  return call_.kind == Kind::broadcast || call_.kind == Kind::barrier ? 0 : into(position).bytes;
-}
-
-bool ShmCopy::advance() {
-  bool moved = own_.refers == Refers::not_at_all ? offer() : wait_for_readers();
-  // Each rank starts with the rank after it, so that the ranks do not all read from the same rank.
-  for (int i = 1; i <= size_ && !failure_; ++i) {
-    const int source = (self_ + i) % size_;
-    const Announcement& announcement = others_[index(source)];
-    if (complete_[index(source)]) continue;
-    if (source == self_) {
-      moved |= copy_own();
-    } else if (announcement.rounds == 0) {
-      moved |= copy_post(source);
-    } else if (announcement.refers == Refers::not_at_all || by_slots_[index(source)]) {
-      moved |= collect(source);
-    } else {
-      moved |= copy_referred(source);
+class ShmCopy final : public ShmCollective {
+ public:
+  ShmCopy(const Call& call, transport::Mesh& mesh, transport::ShmNode& node)
+      : ShmCollective(call, mesh, node),
+        streams_(call.choice_bytes() >= kernels::kBeyondCaches),
+        collected_(index(node.size())),
+        copied_(index(node.size())),
+        by_slots_(index(node.size())),
+        complete_(index(node.size())) {
+    if (gives()) {
+      own_.rounds = rounds_for(given());
+      if (call.kind == Kind::all_gather || call.kind == Kind::gather) own_.header.bytes = given().bytes;
     }
+    for (int position = 0; position < size_; ++position) complete_[index(position)] = !takes_from(position);
+    if (!gives() || call.kind == Kind::broadcast) complete_[index(self_)] = true;
   }
-  return moved;
-}
 
-bool ShmCopy::copy_post(int source) {
-  const std::byte* from = post_data(source) + table_bytes();
-  for (int i = 0; has_table() && i < self_; ++i) {
-    std::uint64_t bytes = 0;
-    std::memcpy(&bytes, post_data(source) + index(i) * sizeof bytes, sizeof bytes);
-    from += round_up(bytes, kLine);
+ private:
+  struct Part {
+    std::size_t in_slot = 0;
+    std::size_t first = 0;  // of the buffer
+    std::size_t bytes = 0;
+  };
+  // What `reader` takes of a round, where it takes `bytes` in all.
+  Part part(std::uint32_t round, int reader, std::size_t bytes) const {
+    const std::size_t most = has_table() ? part_bytes_ : Node::kSlotBytes;
+    const std::size_t first = std::min(bytes, most * round);
+    return {has_table() ? part_bytes_ * index(reader) : 0, first, std::min(most, bytes - first)};
   }
-  copy(into(source).data, from, into(source).bytes, false);
-  return complete_[index(source)] = true;
-}
 
-bool ShmCopy::copy_referred(int source) {
-  const std::size_t first = copied_[index(source)];
-  const std::size_t bytes = std::min(kChunkBytes, into(source).bytes - first);
-  if (bytes > 0) {
-    if (!begin_use(source)) return false;
-    const bool read = read_chunk(source, first, bytes);
-    node_.end_use(source);
-    if (!read) return false;
+  // Every rank that gives anything gives something to the root.
+  bool gives() const { return call_.given_to(self_, call_.root) != nullptr; }
+  // What this rank gives to all readers, where it has no block for each.
+  const Buffer& given() const { return *call_.given_to(self_, call_.root); }
+  bool takes_from(int source) const { return call_.taken_from(self_, source) != nullptr; }
+  // Where the data from `source` go.
+  const Buffer& into(int source) const { return *call_.taken_from(self_, source); }
+  // Refers to what this rank gives, if the other ranks can read it in place.
+  void export_buffers(std::byte* data, std::span<const Buffer> buffers) {
+    refer(data, buffers, kStream);
+    if (own_.refers != Refers::not_at_all || node_.memory() == nullptr) return;
+    std::size_t widest = 0;
+    for (const Buffer& buffer : buffers) widest = std::max(widest, buffer.bytes);
+    if (pays_to_export(widest)) refer_by_address(data, buffers);
   }
-  copied_[index(source)] += bytes;
-  if (copied_[index(source)] < into(source).bytes) return true;
-  take(kStream, source, others_[index(source)].rounds);
-  node_.ring_doorbell();
-  return complete_[index(source)] = true;
-}
 
-bool ShmCopy::read_chunk(int source, std::size_t first, std::size_t bytes) {
-  const Buffer& to = into(source);
-  const std::size_t number = has_table() ? index(self_) : 0;
-  if (others_[index(source)].refers == Refers::to_regions) {
-    const std::byte* from = referred(source, number, to.bytes);
-    if (failure_) return false;
-    copy(to.data + first, from + first, bytes, streams_);
+  // Whether one copy of so many bytes for a reader takes less time than two, where both are possible.
+  bool pays_to_export(std::size_t bytes) const {
+    if (call_.kind == Kind::broadcast) return size_ == 2 && bytes < kExportBytes;
+    // The kernel's copies do not bypass the caches.
+    if (call_.kind == Kind::all_gather && size_ > 2 && streams_) return false;
+    return size_ == 2 || call_.kind == Kind::all_to_all || bytes >= kExportBytes;
+  }
+
+  bool copy_own() {
+    const Buffer& to = into(self_);
+    const Buffer& from = *call_.given_to(self_, self_);
+    std::size_t& copied = copied_[index(self_)];
+    const std::size_t bytes = std::min(kChunkBytes, to.bytes - copied);
+    copy(to.data + copied, from.data + copied, bytes, streams_);
+    copied += bytes;
+    complete_[index(self_)] = copied == to.bytes;
     return true;
   }
-  using Read = transport::PeerMemory::Read;
-  const Read got = node_.memory()->read(source, to.data + first, referred_address(source, number) + first, bytes);
-  if (got == Read::all) return true;
-  if (got == Read::gone) {
-    lose(source);
-  } else {
-    by_slots_[index(source)] = true;
-    ask_for_slots(kStream, source);
-  }
-  return false;
-}
 
-bool ShmCopy::wait_for_readers() {
-  if (offered_ == own_.rounds) return false;
-  bool all = true;
-  for (int position = 0; position < size_; ++position) {
-    if (position == self_ || !reads(kStream, position)) continue;
-    if (is_asked_for_slots(kStream, position)) {
-      // A rank that has read the buffer has taken all rounds already.
-      own_.refers = Refers::not_at_all;
-      return offer();
+  bool copy_post(int source) {
+    const std::byte* from = post_data(source) + table_bytes();
+    for (int i = 0; has_table() && i < self_; ++i) {
+      std::uint64_t bytes = 0;
+      std::memcpy(&bytes, post_data(source) + index(i) * sizeof bytes, sizeof bytes);
+      from += round_up(bytes, kLine);
     }
-    all &= has_taken(kStream, position, own_.rounds);
+    copy(into(source).data, from, into(source).bytes, false);
+    return complete_[index(source)] = true;
   }
-  if (all) offered_ = own_.rounds;
-  return all;
-}
 
-bool ShmCopy::offer() {
-  if (offered_ == own_.rounds || !slot_is_free(kStream, offered_)) return false;
-  std::byte* to = slot(kStream, self_, offered_);
-  for (int reader = 0; reader < size_; ++reader) {
-    if (has_table() && reader == self_) continue;
-    const Buffer& from = has_table() ? call_.inputs[index(reader)] : given();
-    const Part range = part(offered_, reader, from.bytes);
-    copy(to + range.in_slot, from.data + range.first, range.bytes, false);
-    if (!has_table()) break;  // the same for all readers
+  // Copies a chunk of what the source refers to.
+  bool copy_referred(int source) {
+    const std::size_t first = copied_[index(source)];
+    const std::size_t bytes = std::min(kChunkBytes, into(source).bytes - first);
+    if (bytes > 0) {
+      if (!begin_use(source)) return false;
+      const bool read = read_chunk(source, first, bytes);
+      node_.end_use(source);
+      if (!read) return false;
+    }
+    copied_[index(source)] += bytes;
+    if (copied_[index(source)] < into(source).bytes) return true;
+    take(kStream, source, others_[index(source)].rounds);
+    node_.ring_doorbell();
+    return complete_[index(source)] = true;
   }
-  publish(kStream, ++offered_);
-  return true;
-}
 
-bool ShmCopy::collect(int source) {
-  std::uint32_t& collected = collected_[index(source)];
-  if (published(kStream, source) <= collected) return false;
-  const Buffer& to = into(source);
-  const Part range = part(collected, self_, to.bytes);
-  copy(to.data + range.first, slot(kStream, source, collected) + range.in_slot, range.bytes, streams_);
-  take(kStream, source, ++collected);
-  complete_[index(source)] = collected == others_[index(source)].rounds;
-  node_.ring_doorbell();
-  return true;
-}
+  bool read_chunk(int source, std::size_t first, std::size_t bytes) {
+    const Buffer& to = into(source);
+    const std::size_t number = has_table() ? index(self_) : 0;
+    if (others_[index(source)].refers == Refers::to_regions) {
+      const std::byte* from = referred(source, number, to.bytes);
+      if (failure_) return false;
+      copy(to.data + first, from + first, bytes, streams_);
+      return true;
+    }
+    using Read = transport::PeerMemory::Read;
+    const Read got = node_.memory()->read(source, to.data + first, referred_address(source, number) + first, bytes);
+    if (got == Read::all) return true;
+    if (got == Read::gone) {
+      lose(source);
+    } else {
+      by_slots_[index(source)] = true;
+      ask_for_slots(kStream, source);
+    }
+    return false;
+  }
 
-bool ShmCopy::done() const {
-  return offered_ == own_.rounds && std::find(complete_.begin(), complete_.end(), false) == complete_.end();
-}
+  bool offer() {
+    if (offered_ == own_.rounds || !slot_is_free(kStream, offered_)) return false;
+    std::byte* to = slot(kStream, self_, offered_);
+    for (int reader = 0; reader < size_; ++reader) {
+      if (has_table() && reader == self_) continue;
+      const Buffer& from = has_table() ? call_.inputs[index(reader)] : given();
+      const Part range = part(offered_, reader, from.bytes);
+      copy(to + range.in_slot, from.data + range.first, range.bytes, false);
+      if (!has_table()) break;  // the same for all readers
+    }
+    publish(kStream, ++offered_);
+    return true;
+  }
 
-bool ShmCopy::waits_for(int position) const {
-  if (!complete_[index(position)]) return true;
-  if (offered_ == own_.rounds) return false;
-  // A rank that has taken everything may have left the group while other ranks still read.
-  if (node_.segment(position).done.load(std::memory_order_acquire) < node_.last_stream_call()) return true;
-  return reads(kStream, position) && !has_taken(kStream, position, own_.rounds);
+  // Replaces offer() where other ranks read this rank's buffer in place.
+  bool wait_for_readers() {
+    if (offered_ == own_.rounds) return false;
+    bool all = true;
+    for (int position = 0; position < size_; ++position) {
+      if (position == self_ || !reads(kStream, position)) continue;
+      if (is_asked_for_slots(kStream, position)) {
+        // A rank that has read the buffer has taken all rounds already.
+        own_.refers = Refers::not_at_all;
+        return offer();
+      }
+      all &= has_taken(kStream, position, own_.rounds);
+    }
+    if (all) offered_ = own_.rounds;
+    return all;
+  }
+
+  bool collect(int source) {
+    std::uint32_t& collected = collected_[index(source)];
+    if (published(kStream, source) <= collected) return false;
+    const Buffer& to = into(source);
+    const Part range = part(collected, self_, to.bytes);
+    copy(to.data + range.first, slot(kStream, source, collected) + range.in_slot, range.bytes, streams_);
+    take(kStream, source, ++collected);
+    complete_[index(source)] = collected == others_[index(source)].rounds;
+    node_.ring_doorbell();
+    return true;
+  }
+
+  bool needs_post(int position) const override { return takes_from(position) || call_.kind == Kind::barrier; }
+  void write_post(std::byte* data) override {
+    if (!gives()) return;
+    if (has_table()) data = write_table(data);
+    if (own_.rounds > 0) return export_buffers(data, has_table() ? call_.inputs : std::span(&given(), 1));
+    if (has_table()) return write_inputs(data);
+    copy(data, given().data, given().bytes, false);
+  }
+
+  std::uint64_t expected_bytes(int position) const override {
+    return call_.kind == Kind::broadcast || call_.kind == Kind::barrier ? 0 : into(position).bytes;
+  }
+
+  bool advance() override {
+    bool moved = own_.refers == Refers::not_at_all ? offer() : wait_for_readers();
+    // Each rank starts with the rank after it, so that the ranks do not all read from the same rank.
+    for (int i = 1; i <= size_ && !failure_; ++i) {
+      const int source = (self_ + i) % size_;
+      const Announcement& announcement = others_[index(source)];
+      if (complete_[index(source)]) continue;
+      if (source == self_) {
+        moved |= copy_own();
+      } else if (announcement.rounds == 0) {
+        moved |= copy_post(source);
+      } else if (announcement.refers == Refers::not_at_all || by_slots_[index(source)]) {
+        moved |= collect(source);
+      } else {
+        moved |= copy_referred(source);
+      }
+    }
+    return moved;
+  }
+
+  bool done() const override {
+    return offered_ == own_.rounds && std::find(complete_.begin(), complete_.end(), false) == complete_.end();
+  }
+
+  bool waits_for(int position) const override {
+    if (!complete_[index(position)]) return true;
+    if (offered_ == own_.rounds) return false;
+    // A rank that has taken everything may have left the group while other ranks still read.
+    if (node_.segment(position).done.load(std::memory_order_acquire) < node_.last_stream_call()) return true;
+    return reads(kStream, position) && !has_taken(kStream, position, own_.rounds);
+  }
+
+  bool reads(Stream, int reader) const override { return call_.kind != Kind::gather || reader == call_.root; }
+
+  const bool streams_;                    // the call is so large that its copies bypass the caches
+  std::uint32_t offered_ = 0;             // rounds
+  std::vector<std::uint32_t> collected_;  // rounds, by position
+  std::vector<std::size_t> copied_;       // bytes read in place, and of this rank's own block; by position
+  std::vector<bool> by_slots_;            // this rank has asked that position for slots
+  std::vector<bool> complete_;            // by position
+};
+
+}  // namespace
+
+std::unique_ptr<Algorithm> make_shm_copy(const Call& call, const Paths& paths, Team) {
+  return std::make_unique<ShmCopy>(call, paths.mesh, *paths.node);
 }
 
 }  // namespace netfold::collective

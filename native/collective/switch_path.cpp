@@ -15,12 +15,12 @@ constexpr std::size_t kGatherElements = 4096;
 
 }  // namespace
 
-SwitchPath::SwitchPath(std::unique_ptr<Channel> channel, transport::Mesh& fallback, std::vector<Row> rows,
+SwitchPath::SwitchPath(std::unique_ptr<Channel> channel, transport::Mesh& fallback, std::vector<Choice> choices,
                        std::uint16_t table)
     : failover_(channel->generation()),
       channel_(std::move(channel)),
       fallback_(fallback),
-      rows_(std::move(rows)),
+      choices_(std::move(choices)),
       table_(table),
       team_(channel_->ranks(), fallback.rank()) {}
 
@@ -67,55 +67,43 @@ void SwitchPath::stand_by(std::unique_ptr<Channel> channel) {
   failover_.stand_by(next_->generation());
 }
 
-AlgorithmId SwitchPath::choose(Kind kind, std::size_t bytes) const {
-  AlgorithmId chosen = AlgorithmId::direct;
-  for (const Row& row : rows_) {
-    if (row.kind == kind && row.min_bytes <= bytes) chosen = row.algorithm;
-  }
-  return chosen;
-}
-
-FailoverOperation::FailoverOperation(const Call& call, SwitchPath& path, int position, int ranks)
-    : call_(call), path_(path), position_(position), ranks_(ranks), map_(call, position, ranks) {
+FailoverOperation::FailoverOperation(const Call& call, SwitchPath& path)
+    : call_(call), path_(path), map_(call, path.team_.position(), path.team_.size()) {
   if (map_.elements() == 0) return;  // nothing to do, and not in the queue
   number_ = path_.started_++;
   path_.operations_.reserve(path_.operations_.size() + 1);
-  const Mode mode = path_.failover_.start(number_);
-  try {
-    if (mode == Mode::channel) enter_channel();
-  } catch (...) {  // out of memory
-    path_.failover_.finish(number_);
-    throw;
-  }
+  if (path_.failover_.start(number_) == Mode::channel) enter_channel();
   path_.operations_.push_back(this);
 }
 
 FailoverOperation::~FailoverOperation() {
   if (map_.elements() == 0) return;
+  if (token_) path_.channel_->release(*token_);
   std::erase(path_.operations_, this);
   path_.failover_.finish(number_);
 }
 
 void FailoverOperation::enter_channel() {
-  in_network_ = std::make_unique<InNetwork>(call_, *path_.channel_, map_);
-  path_.failover_.entered(number_, path_.channel_->active(in_network_->token()).first_chunk);
+  token_ = path_.channel_->start(call_, map_);
+  path_.failover_.entered(number_, on_channel().first_chunk);
 }
 
 void FailoverOperation::leave_channel() {
-  if (in_network_ == nullptr) return;
+  if (!token_) return;
   if (mode() == Mode::host) {
-    rest_ = path_.channel_->missing(in_network_->token());
+    rest_ = path_.channel_->missing(*token_);
     staging_.resize(kGatherElements * kernels::element_bytes(map_.wire()));
     zeros_.resize(staging_.size());
   }
-  set_counts(*in_network_);
+  set_counts(on_channel().counts);
   counts_before_ = counts_;
-  in_network_.reset();
+  path_.channel_->release(*token_);
+  token_.reset();
 }
 
-void FailoverOperation::set_counts(const Algorithm& step) {
+void FailoverOperation::set_counts(const Counts& of_step) {
   counts_ = counts_before_;
-  counts_ += step.counts();
+  counts_ += of_step;
 }
 
 void FailoverOperation::send_announcement() {
@@ -172,7 +160,7 @@ bool FailoverOperation::start_next_part() {
   if (is_whole_) {
     if (std::exchange(is_done_, true)) return false;
     step_call_ = call_;
-    run(path_.choose(call_.kind, call_.choice_bytes()));
+    run(choose(path_.choices_, call_.kind, call_.choice_bytes()).algorithm);
     return true;
   }
   deliver_part();
@@ -203,13 +191,13 @@ bool FailoverOperation::start_next_part() {
                     .sequence = call_.sequence,
                     .step_of = call_.step(),
                     .outputs = {values}};
-  run(path_.choose(Kind::all_reduce, values.bytes));
+  run(choose(path_.choices_, Kind::all_reduce, values.bytes).algorithm);
   return true;
 }
 
 void FailoverOperation::finish() {
-  const bool has_result = call_.kind != Kind::reduce || position_ == call_.root;
-  if (call_.average && has_result) divide(call_.dtype, call_.outputs[0], ranks_);
+  const bool has_result = call_.kind != Kind::reduce || path_.team_.position() == call_.root;
+  if (call_.average && has_result) divide(call_.dtype, call_.outputs[0], path_.team_.size());
 }
 
 Progress FailoverOperation::poll(std::int64_t now_ns) {
@@ -217,10 +205,13 @@ Progress FailoverOperation::poll(std::int64_t now_ns) {
   bool moved = false;
   for (;;) {
     if (mode() == Mode::channel) {
-      const Progress progress = in_network_->poll(now_ns);
-      set_counts(*in_network_);
-      if (progress == Progress::failed) return fail(in_network_->failure());
-      if (progress == Progress::done) finish();
+      const Progress progress = path_.channel_->poll(now_ns);
+      set_counts(on_channel().counts);
+      if (on_channel().finished) {
+        finish();
+        return Progress::done;
+      }
+      if (progress == Progress::failed) return fail(path_.channel_->failure());
       return progress == Progress::idle && moved ? Progress::moved : progress;
     }
     if (step_ == nullptr) {
@@ -233,7 +224,7 @@ Progress FailoverOperation::poll(std::int64_t now_ns) {
       }
     }
     const Progress progress = step_->poll(now_ns);
-    set_counts(*step_);
+    set_counts(step_->counts());
     if (progress == Progress::failed) return fail(step_->failure());
     if (progress != Progress::done) return moved ? Progress::moved : progress;
     moved = true;
@@ -245,7 +236,7 @@ Progress FailoverOperation::poll(std::int64_t now_ns) {
 
 void FailoverOperation::wait_for(WaitSet& set) const {
   if (step_ != nullptr) return step_->wait_for(set);
-  if (in_network_ != nullptr) in_network_->wait_for(set);
+  if (token_) path_.channel_->wait_for(set);
 }
 
 std::vector<int> FailoverOperation::awaited() const { return step_ != nullptr ? step_->awaited() : std::vector<int>{}; }

@@ -8,13 +8,24 @@
 #include <functional>
 #include <future>
 #include <mutex>
+#include <utility>
 
 namespace netfold::dataplane {
 
 class CommandQueue {
  public:
   // Runs `command` on the serving thread and waits for its end; throws what the command threw.
-  void run(const std::function<void()>& command);
+  void run(const std::function<void()>& command) {
+    std::packaged_task<void()> task(std::ref(command));
+    std::future<void> done = task.get_future();
+    {
+      std::lock_guard lock(mutex_);
+      pending_.push_back(std::move(task));
+      has_pending_.store(true, std::memory_order_relaxed);
+    }
+    wake();
+    done.get();
+  }
   // Makes fd() readable; from any thread.
   void wake() { signal(wake_); }
 
@@ -22,7 +33,18 @@ class CommandQueue {
   int fd() const { return wake_.get(); }
   void clear_wake() { clear(wake_); }
   bool has_pending() const { return has_pending_.load(std::memory_order_relaxed); }
-  void serve();
+  void serve() {
+    for (;;) {
+      std::packaged_task<void()> task;
+      {
+        std::lock_guard lock(mutex_);
+        if (pending_.empty()) return has_pending_.store(false, std::memory_order_relaxed);
+        task = std::move(pending_.front());
+        pending_.pop_front();
+      }
+      task();
+    }
+  }
 
  private:
   transport::Fd wake_ = transport::make_event();

@@ -2,7 +2,6 @@
 #include <poll.h>
 #include <netfold/engine/engine.hpp>
 
-#include <exception>
 #include <future>
 #include <utility>
 

@@ -1,6 +1,5 @@
 // A group's driver at each poll: start, poll and complete operations in their order.
 #include <netfold/collective/registry.hpp>
-#include <netfold/collective/split.hpp>
 #include <netfold/engine/engine.hpp>
 
 #include <algorithm>
@@ -130,7 +129,7 @@ bool Group::mesh_is_taken() const {
 bool Group::updates_shares(const Operation& operation) const {
   // A quantised operation is two calls in a row, and each may update the shares.
   return is_split(operation) &&
-         (operation.call_.is_quantised() || collective::Split::updates_shares(operation.call_, *shares_));
+         (operation.call_.is_quantised() || shares_->learns_from(operation.call_.choice_bytes()));
 }
 
 bool Group::can_start(const Operation& operation) const {

@@ -56,17 +56,17 @@ Group::Group(Engine& engine, Options options, std::unique_ptr<transport::Mesh> m
 
 void Group::set_interrupts(Interrupts given) { interrupts = given; }
 
-void Group::attach(std::unique_ptr<collective::Channel> channel, std::vector<collective::SwitchPath::Row> rows,
+void Group::attach(std::unique_ptr<collective::Channel> channel, std::vector<collective::Choice> choices,
                    std::uint16_t table) {
   const auto inbox = inbox_.lock();
   inbox->traffic.push_back({.generation = channel->generation()});
   auto& fallback = *fallback_meshes_.at(switch_paths_.size());
   switch_paths_.push_back(
-      std::make_unique<collective::SwitchPath>(std::move(channel), fallback, std::move(rows), table));
+      std::make_unique<collective::SwitchPath>(std::move(channel), fallback, std::move(choices), table));
   status_.joined_switch();
 }
 
-void Group::set_table(std::vector<Choice> table, std::uint16_t hash) {
+void Group::set_table(std::vector<collective::Choice> table, std::uint16_t hash) {
   const auto inbox = inbox_.lock();
   options_.table = std::move(table);
   options_.table_hash = hash;
@@ -90,12 +90,10 @@ void Group::share(std::unique_ptr<transport::ShmNode> node) {
   transfers_.lane().share(*node_);
 }
 
-Choice Group::choose(collective::Kind kind, kernels::DType dtype, kernels::ReduceOp reduce, std::uint64_t bytes) const {
+collective::Choice Group::choose(collective::Kind kind, kernels::DType dtype, kernels::ReduceOp reduce,
+                                 std::uint64_t bytes) const {
   using kernels::DType;
-  Choice chosen{.kind = kind};
-  for (const Choice& row : options_.table) {
-    if (row.kind == kind && row.min_bytes <= bytes) chosen = row;
-  }
+  collective::Choice chosen = collective::choose(options_.table, kind, bytes);
   // Another wire format is for f32 tensors; other tensors travel as they are. Integers with a shared scale can only be
   // summed.
   const bool as_integers = chosen.wire == static_cast<int>(DType::i32) || chosen.wire == static_cast<int>(DType::i8);
@@ -112,7 +110,7 @@ std::shared_ptr<Operation> Group::submit(collective::Call call, std::int64_t tim
   auto operation = std::make_shared<Operation>();
   const std::uint64_t bytes = call.tensor().bytes;
   const std::uint64_t all_bytes = call.choice_bytes();
-  const Choice choice = choose(call.kind, call.dtype, call.reduce, all_bytes);
+  const collective::Choice choice = choose(call.kind, call.dtype, call.reduce, all_bytes);
   const bool is_transfer = collective::is_transfer(call.kind);
   call.algorithm = is_transfer ? AlgorithmId::point_to_point : choice.algorithm;
   call.between = choice.between;

@@ -30,11 +30,7 @@ inline void pause(bool yields) {
 
 // Sleep until a descriptor of `set` is ready or the time `set.wake_ns`. False: a signal ended the sleep.
 inline bool sleep_until_ready(collective::WaitSet& set) {
-  timespec timeout{};
-  if (set.wake_ns >= 0) {
-    const std::int64_t left = std::max<std::int64_t>(0, set.wake_ns - now_ns());
-    timeout = {.tv_sec = left / 1'000'000'000, .tv_nsec = left % 1'000'000'000};
-  }
+  const timespec timeout = transport::timespec_of(std::max<std::int64_t>(0, set.wake_ns - now_ns()));
   return ppoll(set.fds.data(), set.fds.size(), set.wake_ns < 0 ? nullptr : &timeout, nullptr) >= 0 || errno != EINTR;
 }
 

@@ -1,7 +1,7 @@
-#include <pthread.h>
 #include <sys/mman.h>
 #include <unistd.h>
 #include <netfold/engine/status.hpp>
+#include <netfold/transport/process_wide.hpp>
 
 #include <algorithm>
 #include <cstddef>
@@ -10,19 +10,8 @@
 
 namespace netfold::engine {
 
-StatusSegment& StatusSegment::instance() {
-  // Never destroyed: threads of an exiting process may still use it.
-  static auto* segment = [] {
-    // The lock is held over a fork: no thread of the child could release a lock that another thread of the parent held.
-    pthread_atfork([] { instance().mutex_.lock(); }, [] { instance().mutex_.unlock(); },
-                   [] { instance().mutex_.unlock(); });
-    return new StatusSegment;
-  }();
-  return *segment;
-}
+StatusSegment& StatusSegment::instance() { return transport::process_wide<StatusSegment, &StatusSegment::mutex_>(); }
 
-// Create the instance when the library is loaded: after a fork during its creation the child would wait forever for a
-// thread of the parent.
 [[maybe_unused]] static const auto& made_at_load = StatusSegment::instance();
 
 void StatusSegment::make() {

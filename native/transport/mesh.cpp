@@ -27,7 +27,7 @@ bool Mesh::has_unsent() const {
   return any([](const Pipe& pipe) { return pipe.has_unsent(); });
 }
 
-std::unique_ptr<Pipe::RegistrationLease> Mesh::lease(std::byte* data, std::size_t bytes) {
+Pipe::RegistrationLease Mesh::lease(std::byte* data, std::size_t bytes) {
   for (const auto& pipe : pipes_) {
     if (pipe == nullptr) continue;
     if (auto lease = pipe->lease(data, bytes)) return lease;  // all pipes share one StreamMux

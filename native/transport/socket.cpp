@@ -1,14 +1,12 @@
 #include <arpa/inet.h>
 #include <fcntl.h>
-#include <pthread.h>
 #include <sys/eventfd.h>
 #include <sys/random.h>
 #include <sys/timerfd.h>
 #include <unistd.h>
+#include <netfold/transport/process_wide.hpp>
 #include <netfold/transport/socket.hpp>
 
-#include <cstring>
-#include <mutex>
 #include <stdexcept>
 #include <system_error>
 #include <vector>
@@ -16,14 +14,11 @@
 namespace netfold::transport {
 namespace {
 
-// The descriptors of all ProcessFds. Locked across a fork, so that the child finds the list complete.
+// The descriptors of all ProcessFds.
 struct ProcessFds {
   std::mutex mutex;
   std::vector<int> fds;
 
-  ProcessFds() {
-    pthread_atfork([] { all().mutex.lock(); }, [] { all().mutex.unlock(); }, [] { all().replace_in_child(); });
-  }
   // Puts /dev/null in the place of each descriptor. The numbers stay in use, so that a late close of one of them in the
   // child closes no other descriptor.
   void replace_in_child() {
@@ -31,16 +26,10 @@ struct ProcessFds {
     for (const int fd : fds) ::dup3(null_device, fd, O_CLOEXEC);
     ::close(null_device);
     fds.clear();
-    mutex.unlock();
   }
-  // Never destroyed: threads of a dying process may still use the list.
-  static ProcessFds& all() {
-    static auto* const fds = new ProcessFds;
-    return *fds;
-  }
+  static ProcessFds& all() { return process_wide<ProcessFds, &ProcessFds::mutex, &ProcessFds::replace_in_child>(); }
 };
 
-// Made when the library is loaded: a child of a fork during the first use would wait for the thread that makes it.
 [[maybe_unused]] const auto& made_at_load = ProcessFds::all();
 
 }  // namespace
@@ -111,8 +100,7 @@ Fd make_timer() {
 }
 
 void set_timer(const Fd& timer, std::int64_t delay_ns) {
-  const itimerspec once{.it_interval = {},
-                        .it_value = {.tv_sec = delay_ns / 1'000'000'000, .tv_nsec = delay_ns % 1'000'000'000}};
+  const itimerspec once{.it_interval = {}, .it_value = timespec_of(delay_ns)};
   timerfd_settime(timer.get(), 0, &once, nullptr);
 }
 
@@ -148,24 +136,19 @@ std::uint16_t Address::port() const {
   return ntohs(reinterpret_cast<const sockaddr_in*>(&storage)->sin_port);
 }
 
-std::string Address::text() const {
-  char host[INET6_ADDRSTRLEN] = "?";
-  if (storage.ss_family == AF_INET6) {
-    inet_ntop(AF_INET6, &reinterpret_cast<const sockaddr_in6*>(&storage)->sin6_addr, host, sizeof host);
-    return "[" + std::string(host) + "]:" + std::to_string(port());
-  }
-  inet_ntop(AF_INET, &reinterpret_cast<const sockaddr_in*>(&storage)->sin_addr, host, sizeof host);
-  return std::string(host) + ":" + std::to_string(port());
+std::string_view Address::host() const {
+  const auto bytes_of = [](const auto& host) {
+    return std::string_view(reinterpret_cast<const char*>(&host), sizeof host);
+  };
+  if (storage.ss_family == AF_INET6) return bytes_of(reinterpret_cast<const sockaddr_in6*>(&storage)->sin6_addr);
+  return bytes_of(reinterpret_cast<const sockaddr_in*>(&storage)->sin_addr);
 }
 
-bool Address::operator==(const Address& other) const {
-  if (storage.ss_family != other.storage.ss_family || port() != other.port()) return false;
-  if (storage.ss_family == AF_INET6) {
-    return std::memcmp(&reinterpret_cast<const sockaddr_in6*>(&storage)->sin6_addr,
-                       &reinterpret_cast<const sockaddr_in6*>(&other.storage)->sin6_addr, sizeof(in6_addr)) == 0;
-  }
-  return reinterpret_cast<const sockaddr_in*>(&storage)->sin_addr.s_addr ==
-         reinterpret_cast<const sockaddr_in*>(&other.storage)->sin_addr.s_addr;
+std::string Address::text() const {
+  char host_text[INET6_ADDRSTRLEN] = "?";
+  inet_ntop(storage.ss_family, host().data(), host_text, sizeof host_text);
+  const std::string name = storage.ss_family == AF_INET6 ? "[" + std::string(host_text) + "]" : host_text;
+  return name + ":" + std::to_string(port());
 }
 
 namespace {

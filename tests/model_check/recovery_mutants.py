@@ -25,6 +25,7 @@ from netfold.communicator import recovery_machine, recovery_plan
 
 ROOT = Path(__file__).parents[2]
 COLLECTIVE = ROOT / "native" / "collective"
+PROTOCOL = ROOT / "native" / "protocol"
 FAILOVER, MACHINE, PLAN = "failover.cpp", "recovery_machine.py", "recovery_plan.py"
 
 FAILS = "a rank fails while all live"
@@ -169,7 +170,7 @@ def machines(mutant: Mutant, folder: Path) -> Machines:
         return Machines(recovery=changed["RecoveryMachine"])
     (folder / FAILOVER).write_text(texts[FAILOVER])
     sources = [folder / FAILOVER, Path(__file__).with_name("failover_abi.cpp")]
-    library = load(folder / "failover.so", sources, [COLLECTIVE / "include"], "-O1")
+    library = load(folder / "failover.so", sources, [COLLECTIVE / "include", PROTOCOL / "include"], "-O1")
     return Machines(failover=_failover(library), recovery=changed["RecoveryMachine"])
 
 

@@ -17,6 +17,7 @@ LOCKED = {
     "descriptors": NATIVE / "transport" / "socket.cpp",
     "status": NATIVE / "engine" / "status.cpp",
 }
+PROCESS_WIDE = NATIVE / "transport" / "include" / "netfold" / "transport" / "process_wide.hpp"
 INCLUDES = [
     NATIVE / folder / "include" for folder in ("transport", "engine", "collective", "protocol", "kernels", "auth")
 ]
@@ -48,6 +49,9 @@ def test_a_child_of_fork_can_use_objects_that_threads_of_its_parent_had_locked(
 
 @pytest.mark.parametrize("what", LOCKED)
 def test_without_a_lock_over_the_fork_a_child_hangs(what: str, objects: dict[str, Path], tmp_path: Path) -> None:
-    (handlers,) = re.findall(r"pthread_atfork\(.*?\}\);", LOCKED[what].read_text(), re.DOTALL)
-    mutant = compiled(change_file(LOCKED[what], handlers, "", tmp_path), tmp_path / "mutant.o")
+    (handlers,) = re.findall(r"pthread_atfork\(.*?\}\);", PROCESS_WIDE.read_text(), re.DOTALL)
+    folder = tmp_path / "netfold" / "transport"
+    folder.mkdir(parents=True)
+    change_file(PROCESS_WIDE, handlers, "", folder)
+    mutant = build(tmp_path / "mutant.o", [LOCKED[what]], [tmp_path, *INCLUDES], "-O1", "-c")
     assert ended({**objects, what: mutant}, what, 3, tmp_path) == 1

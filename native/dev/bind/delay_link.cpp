@@ -1,11 +1,8 @@
 // netfold._native_dev.delay_link: links with delay and faults, for an emulated rack.
-#include <nanobind/stl/string.h>
 #include <netfold/delay_link/delay_links.hpp>
 
 #include "dev_module.hpp"
 
-namespace nb = nanobind;
-using namespace nb::literals;
 using netfold::delay_link::DelayLinks;
 
 void bind_delay_link(nb::module_& m) {
@@ -25,6 +22,6 @@ void bind_delay_link(nb::module_& m) {
           [](DelayLinks& self, std::size_t link, double duplicate_ratio, double reorder_ratio, std::int64_t reorder_ns,
              std::uint64_t seed) { self.set_faults(link, {duplicate_ratio, reorder_ratio, reorder_ns}, seed); },
           "link"_a, "duplicate_ratio"_a, "reorder_ratio"_a, "reorder_ns"_a, "seed"_a)
-      .def("stop", &DelayLinks::stop, nb::call_guard<nb::gil_scoped_release>())
+      .def("stop", &DelayLinks::stop, Release())
       .def("dropped", &DelayLinks::dropped);
 }

@@ -3,7 +3,7 @@
 
 NB_MODULE(_native_dev, m) {
   m.doc() = "The search over the protocol's machines, and links with delay for an emulated rack. Not in wheels.";
-  nanobind::set_leak_warnings(false);  // as in _native
+  nb::set_leak_warnings(false);  // as in _native
   bind_model_check(m);
   bind_delay_link(m);
 }

@@ -1,6 +1,6 @@
 #pragma once
 
-#include <nanobind/nanobind.h>
+#include "module.hpp"
 
-void bind_model_check(nanobind::module_& m);
-void bind_delay_link(nanobind::module_& m);
+void bind_model_check(nb::module_& m);
+void bind_delay_link(nb::module_& m);

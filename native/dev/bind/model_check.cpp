@@ -1,13 +1,9 @@
 // netfold._native_dev.model_check: the search over the protocol's machines, and its traces.
-#include <nanobind/stl/string.h>
-#include <nanobind/stl/vector.h>
 #include <netfold/model_check/search.hpp>
 
 #include "convert.hpp"
 #include "dev_module.hpp"
 
-namespace nb = nanobind;
-using namespace nb::literals;
 using namespace netfold::model_check;
 
 namespace {

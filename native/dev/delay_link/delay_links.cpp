@@ -85,9 +85,7 @@ Fd open_tap(const Interface& end) {
 }  // namespace
 
 DelayLinks::DelayLinks() : buffer_(kFrameBytes), epoll_(epoll_create1(EPOLL_CLOEXEC)), wake_(transport::make_event()) {
-  epoll_event event{};
-  event.events = EPOLLIN;
-  event.data.u64 = UINT64_MAX;
+  epoll_event event{.events = EPOLLIN, .data = {.u64 = UINT64_MAX}};
   if (!epoll_ || epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, wake_.get(), &event) != 0) {
     throw DelayLinkError(std::string("no descriptors for links: ") + std::strerror(errno));
   }
@@ -100,9 +98,7 @@ std::size_t DelayLinks::add(const Interface& one, const Interface& other, std::i
   const int from = taps_.emplace_back(open_tap(one)).get();
   const int to = taps_.emplace_back(open_tap(other)).get();
   for (const auto& [in, out] : {std::pair{from, to}, std::pair{to, from}}) {
-    epoll_event event{};
-    event.events = EPOLLIN;
-    event.data.u64 = directions_.size();
+    epoll_event event{.events = EPOLLIN, .data = {.u64 = directions_.size()}};
     if (epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, in, &event) != 0) {
       throw DelayLinkError(std::string("a link cannot be watched: ") + std::strerror(errno));
     }
@@ -146,11 +142,9 @@ void DelayLinks::run() {
       release(direction, before_ns);
       if (!direction.queue.empty()) next_ns = std::min(next_ns, direction.queue.front().due_ns);
     }
-    timespec wait{};
     const std::int64_t left_ns = next_ns == INT64_MAX ? INT64_MAX : std::max<std::int64_t>(0, next_ns - now_ns());
     const std::int64_t sleep_ns = left_ns == INT64_MAX ? 0 : std::max<std::int64_t>(0, left_ns - kPollNs);
-    wait.tv_sec = sleep_ns / 1'000'000'000;
-    wait.tv_nsec = sleep_ns % 1'000'000'000;
+    const timespec wait = transport::timespec_of(sleep_ns);
     const int count = epoll_pwait2(epoll_.get(), events.data(), static_cast<int>(events.size()),
                                    left_ns == INT64_MAX ? nullptr : &wait, nullptr);
     for (int i = 0; i < count; ++i) {

@@ -8,63 +8,25 @@
 
 namespace netfold::transport::fabric {
 
-class StreamMux::MuxLease final : public Pipe::RegistrationLease {
- public:
-  MuxLease(std::shared_ptr<StreamMux> mux, RegistrationCache::Lease* lease) : mux_(std::move(mux)), lease_(lease) {}
-  ~MuxLease() override {
-    if (mux_->pid_ != getpid()) return;  // a child of fork: the registration belongs to its parent
-    std::lock_guard lock(mux_->mutex_);
-    mux_->cache_.end_lease(lease_);
-  }
-  MuxLease(const MuxLease&) = delete;
-  MuxLease& operator=(const MuxLease&) = delete;
-  std::uint32_t hits() const override {
-    std::lock_guard lock(mux_->mutex_);
-    return lease_->hits;
-  }
-  std::uint32_t misses() const override {
-    std::lock_guard lock(mux_->mutex_);
-    return lease_->misses;
-  }
-
- private:
-  std::shared_ptr<StreamMux> mux_;
-  RegistrationCache::Lease* lease_;
-};
-
-std::unique_ptr<Pipe::RegistrationLease> StreamMux::lease(std::byte* data, std::size_t bytes,
-                                                          RegistrationCache::Lifetime lifetime) {
-  std::lock_guard lock(mutex_);
-  return std::make_unique<MuxLease>(shared_from_this(), cache_.add_lease(data, bytes, lifetime));
+Pipe::RegistrationLease StreamMux::lease(std::byte* data, std::size_t bytes, RegistrationCache::Lifetime lifetime) {
+  RegistrationCache::Lease* made = locked([&] { return cache_.add_lease(data, bytes, lifetime); });
+  const auto end = [mux = shared_from_this()](RegistrationCache::Lease* lease) {
+    if (mux->pid_ != getpid()) return;  // a child of fork: the registration belongs to its parent
+    mux->locked([&] { mux->cache_.end_lease(lease); });
+  };
+  const std::shared_ptr<RegistrationCache::Lease> held(made, end);
+  return {held, &held->uses};
 }
 
-// Returns its block to the mux, which unmaps the longest unused blocks beyond kScratchBytes.
-class StreamMux::MuxScratch final : public Pipe::Scratch {
- public:
-  MuxScratch(std::shared_ptr<StreamMux> mux, ScratchBlock block) : mux_(std::move(mux)), block_(std::move(block)) {}
-  ~MuxScratch() override {
-    std::lock_guard lock(mux_->mutex_);
-    auto& unused = mux_->scratch_;
-    unused.push_back(std::move(block_));
-    std::size_t bytes = 0;
-    for (const auto& block : unused) bytes += block.memory.bytes();
-    for (; bytes > kScratchBytes; unused.erase(unused.begin())) {
-      bytes -= unused.front().memory.bytes();
-      mux_->cache_.end_lease(unused.front().lease);
-    }
-  }
-  MuxScratch(const MuxScratch&) = delete;
-  MuxScratch& operator=(const MuxScratch&) = delete;
-  std::byte* data() const override { return block_.memory.data(); }
+Pipe::Scratch StreamMux::scratch(std::size_t bytes) {
+  ScratchBlock block = locked([&] { return take_scratch(std::bit_ceil(bytes)); });
+  std::byte* const data = block.memory.data();
+  return {data, [mux = shared_from_this(), block = std::move(block)](std::byte*) mutable {
+            mux->locked([&] { mux->keep_scratch(std::move(block)); });
+          }};
+}
 
- private:
-  std::shared_ptr<StreamMux> mux_;
-  ScratchBlock block_;
-};
-
-std::unique_ptr<Pipe::Scratch> StreamMux::scratch(std::size_t bytes) {
-  std::lock_guard lock(mutex_);
-  bytes = std::bit_ceil(bytes);
+StreamMux::ScratchBlock StreamMux::take_scratch(std::size_t bytes) {
   const auto fits = [&](const ScratchBlock& block) { return block.memory.bytes() == bytes; };
   const auto found = std::find_if(scratch_.rbegin(), scratch_.rend(), fits);
   ScratchBlock block;
@@ -76,7 +38,18 @@ std::unique_ptr<Pipe::Scratch> StreamMux::scratch(std::size_t bytes) {
     if (!block.memory) throw Error("no memory for a fabric's scratch: " + std::to_string(bytes) + " bytes");
     block.lease = cache_.add_lease(block.memory.data(), bytes, RegistrationCache::Lifetime::internal);
   }
-  return std::make_unique<MuxScratch>(shared_from_this(), std::move(block));
+  return block;
+}
+
+// Unmaps the longest unused blocks beyond kScratchBytes.
+void StreamMux::keep_scratch(ScratchBlock block) {
+  scratch_.push_back(std::move(block));
+  std::size_t bytes = 0;
+  for (const auto& unused : scratch_) bytes += unused.memory.bytes();
+  for (; bytes > kScratchBytes; scratch_.erase(scratch_.begin())) {
+    bytes -= scratch_.front().memory.bytes();
+    cache_.end_lease(scratch_.front().lease);
+  }
 }
 
 }  // namespace netfold::transport::fabric

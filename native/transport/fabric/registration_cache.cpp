@@ -1,6 +1,8 @@
 #include <netfold/transport/fabric/registration_cache.hpp>
 
 #include <algorithm>
+#include <tuple>
+#include <utility>
 
 namespace netfold::transport::fabric {
 namespace {
@@ -24,7 +26,9 @@ void RegistrationCache::limit(const Limits& limits) {
 }
 
 RegistrationCache::Lease* RegistrationCache::add_lease(std::byte* data, std::size_t bytes, Lifetime lifetime) {
-  return &leases_.emplace(Range{data, bytes}, Lease{.data = data, .bytes = bytes, .lifetime = lifetime})->second;
+  const auto made = leases_.emplace(std::piecewise_construct, std::forward_as_tuple(Range{data, bytes}),
+                                    std::forward_as_tuple(data, bytes, lifetime));
+  return &made->second;
 }
 
 void RegistrationCache::end_lease(Lease* lease) {
@@ -57,10 +61,10 @@ RegistrationCache::Entry* RegistrationCache::acquire(std::byte* data, std::size_
   const std::size_t wanted = operation != nullptr ? operation->bytes : bytes;
   auto entry = find(data, bytes);
   Lease* internal = operation == nullptr ? find_lease(data, bytes, Lifetime::internal) : nullptr;
-  if (internal == nullptr && (operation == nullptr || operation->hits + operation->misses == 0)) {
+  if (internal == nullptr && (operation == nullptr || operation->uses.hits + operation->uses.misses == 0)) {
     const bool is_hit = entry != entries_.end();
     ++(is_hit ? counters_.hits : counters_.misses);
-    if (operation != nullptr) ++(is_hit ? operation->hits : operation->misses);
+    if (operation != nullptr) ++(is_hit ? operation->uses.hits : operation->uses.misses);
   }
   if (entry == entries_.end()) {
     Lease* lease = find_lease(first, wanted, Lifetime::persistent);

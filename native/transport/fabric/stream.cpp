@@ -1,5 +1,3 @@
-#include <sys/eventfd.h>
-#include <unistd.h>
 #include <netfold/transport/fabric/stream.hpp>
 
 namespace netfold::transport::fabric {

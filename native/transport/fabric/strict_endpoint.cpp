@@ -7,7 +7,6 @@
 #include <algorithm>
 #include <charconv>
 #include <chrono>
-#include <cstring>
 #include <deque>
 #include <map>
 #include <random>
@@ -25,6 +24,13 @@ constexpr std::size_t kWriteBytes = 512 << 10;
 constexpr std::size_t kHeld = 6;
 // The longest delay of a completion on a rail that loses everything. Its sender may give up that rail before.
 constexpr std::chrono::milliseconds kLate{2500};
+
+struct Strictness {
+  std::uint64_t seed = 1;
+  std::uint64_t fails = 0;  // after this many sends, every send fails with a completion; 0: never
+  std::uint64_t loses = 0;  // after this many sends, every send is lost but completes; 0: never
+  std::uint64_t drops = 0;  // one in this many sends is lost in the same way; 0: none
+};
 
 [[noreturn]] void broken(const std::string& rule) { throw std::logic_error("strict fabric: " + rule); }
 
@@ -238,10 +244,6 @@ std::size_t StrictEndpoint::poll(std::span<Completion> into) {
 
 }  // namespace
 
-std::unique_ptr<Endpoint> make_strict(std::unique_ptr<Endpoint> below, const Strictness& strictness) {
-  return std::make_unique<StrictEndpoint>(std::move(below), strictness);
-}
-
 std::unique_ptr<Endpoint> open_named_endpoint(const std::string& name, const std::string& host, int rail) {
   const auto plus = name.find('+');
   if (!name.starts_with("strict") || plus == std::string::npos) return open_endpoint(name, host, rail);
@@ -271,7 +273,8 @@ std::unique_ptr<Endpoint> open_named_endpoint(const std::string& name, const std
     strictness.fails = strictness.loses = strictness.drops = 0;
   }
   strictness.seed += static_cast<std::uint64_t>(rail);
-  return make_strict(open_endpoint(name.substr(plus + 1), host, rail, Numbers::always), strictness);
+  return std::make_unique<StrictEndpoint>(open_endpoint(name.substr(plus + 1), host, rail, Numbers::always),
+                                          strictness);
 }
 
 }  // namespace netfold::transport::fabric

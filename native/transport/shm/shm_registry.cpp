@@ -1,25 +1,15 @@
 #include <fcntl.h>
-#include <pthread.h>
 #include <sys/mman.h>
 #include <unistd.h>
+#include <netfold/transport/process_wide.hpp>
 #include <netfold/transport/shm/shm_registry.hpp>
 
 #include <algorithm>
 
 namespace netfold::transport {
 
-ShmRegistry& ShmRegistry::instance() {
-  // Never destroyed: buffers of a dying process may outlive its statics.
-  static auto* registry = [] {
-    // Locked across a fork: a child must not find the lock held by a thread that the child does not have.
-    pthread_atfork([] { instance().mutex_.lock(); }, [] { instance().mutex_.unlock(); },
-                   [] { instance().mutex_.unlock(); });
-    return new ShmRegistry;
-  }();
-  return *registry;
-}
+ShmRegistry& ShmRegistry::instance() { return process_wide<ShmRegistry, &ShmRegistry::mutex_>(); }
 
-// Made when the library is loaded: a child of a fork during the first use would wait for the thread that makes it.
 [[maybe_unused]] static const auto& made_at_load = ShmRegistry::instance();
 
 void ShmRegistry::add(std::byte* address, std::size_t bytes, Fd fd) {

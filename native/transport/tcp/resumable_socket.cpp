@@ -1,8 +1,8 @@
 #include <fcntl.h>
 #include <linux/sockios.h>
 #include <netinet/tcp.h>
-#include <pthread.h>
 #include <sys/ioctl.h>
+#include <netfold/transport/process_wide.hpp>
 #include <netfold/transport/tcp/resumable_socket.hpp>
 
 #include <algorithm>
@@ -38,18 +38,8 @@ struct SpareBlocks {
   }
 };
 
-SpareBlocks& spare_blocks() {
-  // Never destroyed: threads of a dying process may still use the blocks.
-  static auto* blocks = [] {
-    // Locked across a fork: a child must not find the lock held by a thread that the child does not have.
-    pthread_atfork([] { spare_blocks().mutex.lock(); }, [] { spare_blocks().mutex.unlock(); },
-                   [] { spare_blocks().mutex.unlock(); });
-    return new SpareBlocks;
-  }();
-  return *blocks;
-}
+SpareBlocks& spare_blocks() { return process_wide<SpareBlocks, &SpareBlocks::mutex>(); }
 
-// Made when the library is loaded: a child of a fork during the first use would wait for the thread that makes it.
 [[maybe_unused]] const auto& made_at_load = spare_blocks();
 
 }  // namespace

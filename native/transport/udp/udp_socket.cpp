@@ -92,23 +92,16 @@ void UdpSocket::Destination::set_source(const Address& local) {
 
 // Hashes the fields that Address::operator== compares.
 std::size_t UdpSocket::Hash::operator()(const Address& address) const {
+  // Of IPv6, the lower half differs between the hosts of one network.
   std::size_t host = 0;
-  if (address.storage.ss_family == AF_INET) {
-    host = reinterpret_cast<const sockaddr_in&>(address.storage).sin_addr.s_addr;
-  } else {
-    // The lower half differs between the hosts of one network.
-    std::memcpy(&host, reinterpret_cast<const sockaddr_in6&>(address.storage).sin6_addr.s6_addr + 8, sizeof host);
-  }
+  const std::string_view bytes = address.host();
+  const std::size_t count = std::min(sizeof host, bytes.size());
+  std::memcpy(&host, bytes.data() + bytes.size() - count, count);
   return host * 0x9e3779b97f4a7c15u ^ address.port();
 }
 
 UdpSocket::WaitHint UdpSocket::wait_hint(bool wants_room) {
   return {.fd = fd_.get(), .events = static_cast<short>(POLLIN | (wants_room ? POLLOUT : 0))};
-}
-
-const std::string& UdpSocket::path_error() const {
-  static const std::string none;  // UDP does not report losses
-  return none;
 }
 
 void UdpSocket::note_refusal(int error, const Address& to) {

@@ -32,7 +32,7 @@ log = logging.getLogger("netfold")
 BUDGET_S = 0.05
 # A measurement that takes so much longer is given up: a switch pauses, or the path is too slow to be of use.
 DEADLINE_S = 2.0
-# From so many bytes on a split operation measures its paths (netfold/collective/split.hpp).
+# From so many bytes on a split operation measures its paths (netfold/collective/shares.hpp).
 _LEARN_BYTES = 1 << 20
 # An operation uses all switches from so many bytes for each (netfold/collective/sharded.hpp), else one switch.
 _LEAST_PART_BYTES = 64 << 10

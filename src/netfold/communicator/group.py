@@ -172,8 +172,7 @@ class Group:
         if membership.window_shortfall and self.rank == membership.workers[0]:
             log.warning("the switch at %s: %s", membership.endpoint, membership.window_shortfall)
         table = table_without_switch(len(membership.workers), wire=job.wire, links=self.links)
-        rows = [(KINDS[row.operation], row.min_bytes, engine.ALGORITHMS[row.algorithm]) for row in table.rows]
-        membership.attach(self._native, rows, table.hash16)
+        membership.attach(self._native, startup.native_rows(table), table.hash16)
         return Recovery(
             self._monitor,
             membership,

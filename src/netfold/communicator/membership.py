@@ -145,9 +145,9 @@ class Membership:
         """The protection of packets, in words."""
         return "encrypted" if self.encrypts else "authenticated" if self.authenticated else "not authenticated"
 
-    def attach(self, native: Any, rows: Sequence[tuple[int, int, int]], table_hash: int) -> None:
-        """Give the data port to a native group that has none. rows, table_hash: of the table without a switch."""
-        native.attach(self._port, **self._attach_arguments, rows=rows, table_hash=table_hash)
+    def attach(self, native: Any, table: Sequence[tuple[int, int, int, int, int]], table_hash: int) -> None:
+        """Give the data port to a native group that has none. table, table_hash: without a switch, and its hash."""
+        native.attach(self._port, **self._attach_arguments, table=table, table_hash=table_hash)
         self._port = None
 
     def stand_by(self, native: Any) -> None:

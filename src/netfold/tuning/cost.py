@@ -14,7 +14,7 @@ from functools import partial
 
 from netfold.tuning.topology import Links, Topology
 
-# As in native/collective (pipelined_plan.cpp, tree.hpp).
+# As in native/collective (pipelined_plan.cpp, tree.cpp).
 _MIN_PIECE_BYTES, _MAX_PIECE_BYTES = 16 << 10, 256 << 10
 BINOMIAL_BYTES = 16 << 10
 # Of shared memory (netfold/transport/shm/shm_node.hpp): the most bytes that one synchronisation passes.

@@ -15,7 +15,6 @@
 
 #include <array>
 #include <cstddef>
-#include <memory>
 #include <span>
 #include <string>
 #include <vector>
@@ -60,15 +59,9 @@ class PacketAuthenticator {
  private:
   bool decrypt(const Nonce& nonce, std::span<const std::byte> packet, std::size_t header_bytes, std::byte* out);
 
-  struct FreeCipher {
-    void operator()(void* cipher) const;
-  };
-  struct FreeGcm {
-    void operator()(void* gcm) const;
-  };
   Security security_;
-  std::unique_ptr<void, FreeCipher> cipher_;
-  std::unique_ptr<void, FreeGcm> gcm_;  // uses cipher_
+  CryptoHandle cipher_{nullptr, nullptr};
+  CryptoHandle gcm_{nullptr, nullptr};  // uses cipher_
 };
 
 }  // namespace netfold::auth

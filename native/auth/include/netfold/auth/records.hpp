@@ -35,6 +35,8 @@ inline constexpr std::size_t kMaxRecordPayload = 64 << 10;
 inline constexpr std::uint64_t kRecordsPerKey = 1 << 20;
 
 using Secret = std::array<std::byte, kSecretBytes>;
+// An object of libcrypto, and the function that frees it.
+using CryptoHandle = std::unique_ptr<void, void (*)(void*)>;
 
 // The secrets of both directions of a connection, at one of its ends.
 struct StreamSecrets {
@@ -59,14 +61,11 @@ class RecordKey {
   int init(const void* type, const std::byte* key, const std::byte* nonce);
   void derive();
 
-  struct FreeCipher {
-    void operator()(void* cipher) const;
-  };
   const bool decrypts_;
   const std::uint64_t records_per_key_;
   Secret secret_;
   std::uint64_t number_ = 0;
-  std::unique_ptr<void, FreeCipher> cipher_;
+  CryptoHandle cipher_{nullptr, nullptr};
 };
 
 class RecordProtector : RecordKey {

@@ -85,7 +85,7 @@ inline constexpr std::uint8_t kStepOfAverage = 0x80;
 //   send                 [1], to `root`              none
 //   receive              none                        [1], from `root` or kAnySource
 //
-// An all_reduce's input is the residual of the i8 wire format (quantised.hpp); it is written too.
+// An all_reduce's input is the residual of the i8 wire format (quantised.cpp); it is written too.
 // An output may equal an input exactly; partial overlap is not allowed.
 struct Call {
   Kind kind = Kind::barrier;
@@ -124,6 +124,17 @@ struct Call {
   // or gathered by all; of an all_to_all what this rank gives. 0 where the ranks know different sizes.
   std::size_t choice_bytes() const;
 };
+
+// A row of a choice table. The rows of one kind ascend by `min_bytes`, and the first has 0.
+struct Choice {
+  Kind kind = Kind::barrier;
+  std::uint64_t min_bytes = 0;  // for operations of at least this size
+  AlgorithmId algorithm = AlgorithmId::direct;
+  int wire = -1;                             // DType; -1: the tensor's
+  AlgorithmId between = AlgorithmId::local;  // of a hierarchical algorithm: between hosts
+};
+// The table's row for such a call.
+Choice choose(const std::vector<Choice>& table, Kind kind, std::uint64_t bytes);
 
 // A collective that passed its deadline on the rank that gave up first. Both values are the same on every rank that
 // waited for the same reason.

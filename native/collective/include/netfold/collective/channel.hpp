@@ -57,11 +57,9 @@ class Channel {
     const Call* call = nullptr;
     const ContributionMap* map = nullptr;
     bool finished = false;
-    std::uint64_t first_chunk = 0;  // where the operation begins in the sequence of chunks
-    std::uint64_t wire_bytes = 0;
+    std::uint64_t first_chunk = 0;   // where the operation begins in the sequence of chunks
     std::uint64_t result_bytes = 0;  // of packets whose results have arrived, each counted once
-    std::uint32_t retransmissions = 0;
-    int last_rank = -1;  // the rank whose contribution came last, of the newest result
+    Algorithm::Counts counts;        // slowest_rank: whose contribution came last, of the newest result
   };
   const Active& active(int token) const { return active_[static_cast<std::size_t>(token)]; }
   void release(int token) { active_[static_cast<std::size_t>(token)] = Active{}; }

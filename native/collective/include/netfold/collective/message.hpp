@@ -14,7 +14,6 @@
 #include <netfold/collective/algorithm.hpp>
 #include <netfold/transport/mesh.hpp>
 
-#include <memory>
 #include <span>
 
 namespace netfold::collective {
@@ -57,7 +56,6 @@ enum class Among : std::uint8_t { several, only };
 // One whole message to a peer, from borrowed memory.
 class Outgoing {
  public:
-  Outgoing() = default;
   Outgoing(const Call& call, int peer, const std::byte* data, std::size_t bytes, Among among = Among::several)
       : peer_(peer), data_(data), bytes_(bytes), among_(among), header_(MessageHeader::of(call, bytes)) {}
   // All bytes are sent and the pipe has returned their memory.
@@ -87,7 +85,6 @@ class Outgoing {
 // The header of a message from a peer.
 class IncomingHeader {
  public:
-  IncomingHeader() = default;
   // `early`: bytes of the message that have been read already.
   IncomingHeader(const Call& call, int peer, std::size_t bytes, std::span<const std::byte> early = {})
       : peer_(peer), early_(early.begin(), early.end()), expected_(MessageHeader::of(call, bytes)) {}
@@ -112,7 +109,6 @@ class IncomingHeader {
 // One whole message from a peer, into borrowed memory.
 class Incoming {
  public:
-  Incoming() = default;
   Incoming(const Call& call, int peer, std::byte* data, std::size_t bytes, Among among = Among::several)
       : header_(call, peer, bytes), data_(data), bytes_(bytes), among_(among) {}
   bool done() const { return header_.done() && received_ == bytes_; }
@@ -142,7 +138,7 @@ class TensorRegistrations {
   Algorithm::Registrations registrations() const;
 
  private:
-  std::vector<std::unique_ptr<transport::Pipe::RegistrationLease>> leases_;
+  std::vector<transport::Pipe::RegistrationLease> leases_;
 };
 
 // The failure of two ranks whose calls differ; the text names both calls.

@@ -10,7 +10,6 @@
 
 #include <deque>
 #include <map>
-#include <memory>
 #include <optional>
 #include <string>
 #include <utility>
@@ -46,7 +45,7 @@ class MessageMatcher {
     std::size_t bytes = 0;
     std::size_t received = 0;  // bytes
     std::size_t posted = 0;    // bytes that are posted for RMA, or need no posting
-    std::shared_ptr<transport::Pipe::RegistrationLease> lease;
+    transport::Pipe::RegistrationLease lease;
     std::uint64_t order = 0;
   };
   // A message that arrived before its receive was posted. It has no values if it is only announced.

@@ -123,9 +123,7 @@ class PipelinedPlan : public Algorithm {
     std::size_t received = 0;  // bytes of the next chunk, its marker included
     std::size_t posted = 0;    // chunks that are posted, or need no posting
     ChunkMarker marker = ChunkMarker::chunk;
-    std::vector<std::byte> staging;                     // slots of chunks that are not received in place
-    std::unique_ptr<transport::Pipe::Scratch> scratch;  // replaces staging, where the pipe provides it
-    std::byte* stage = nullptr;                         // the memory of either
+    transport::Pipe::Scratch staging;  // slots of chunks that are not received in place; the pipe's, if it has any
     std::size_t slots = 1;
     std::size_t slot_bytes = 0;
     std::optional<IncomingHeader> unexpected;  // what came instead of the header or of a chunk

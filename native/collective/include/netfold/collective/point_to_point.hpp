@@ -84,7 +84,7 @@ class PointToPoint {
  private:
   using Receive = MessageMatcher::Receive;
   using Message = MessageMatcher::Message;
-  using Lease = std::shared_ptr<transport::Pipe::RegistrationLease>;
+  using Lease = transport::Pipe::RegistrationLease;
 
   struct Send {
     Ticket ticket = 0;
@@ -161,8 +161,7 @@ class PointToPoint {
   void handle(int peer, const FrameHeader& header);
   void finish_input(int peer);
   void return_credit(int peer, std::size_t bytes);
-  void finish(int peer, Ticket ticket, std::uint64_t wire_bytes,
-              const transport::Pipe::RegistrationLease* lease = nullptr);
+  void finish(int peer, Ticket ticket, std::uint64_t wire_bytes, const Lease& lease = nullptr);
   void broken(int peer, const std::string& what);
 
   // point_to_point_io.cpp: the streams, and peers that are gone.

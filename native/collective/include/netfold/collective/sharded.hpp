@@ -1,5 +1,5 @@
 // One operation over several paths at once: channels of several switches, or of the threads of one switch; or these and
-// a host algorithm (split.hpp).
+// a host algorithm (split.cpp).
 //
 // Every block of the call is cut into a part for each path. Each path carries its part as a call of the same kind:
 // parts of an all_gather are all_gathers of smaller blocks. A rank sends as many bytes, in as many steps, as over one

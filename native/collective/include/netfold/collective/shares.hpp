@@ -49,6 +49,8 @@ class Shares {
   // One operation in so many updates the rates; so do the first ones, those after a part moved or a rate was in doubt, and
   // trials.
   static constexpr std::uint64_t kEvery = 8;
+  // Smaller operations give no rates: they are mostly latency, and fit whole into buffers on the path.
+  static constexpr std::size_t kLearnBytes = 1 << 20;
 
   // switches, host, link: rates in bytes per second of each switch, a host algorithm and a rank's link; above 0.
   // fixed: parts that never change, by switch, at most kWhole in all; the host algorithm has the rest. Or empty.
@@ -61,6 +63,8 @@ class Shares {
   bool learns() const {
     return fixed_.empty() && (operations_ < learn_until_ || operations_ % kEvery == 0 || is_trial());
   }
+  // The same of an operation of that size. The operation after it is cut by these rates.
+  bool learns_from(std::size_t bytes) const { return bytes >= kLearnBytes && learns(); }
   // Whether the next operation is a trial.
   bool is_trial() const { return fixed_.empty() && operations_ >= next_trial_; }
   // Parts of an operation that is no trial.
@@ -78,7 +82,7 @@ class Shares {
   void skip();
 
   // The known rates, in the same order.
-  std::span<const Rates> paths() const { return paths_; }
+  std::vector<Rates> paths() const;
   std::uint64_t operations() const { return operations_; }
 
  private:
@@ -113,8 +117,7 @@ class Shares {
     Samples beside, alone;
   };
 
-  std::vector<Rates> paths_;
-  std::vector<PathSamples> samples_;
+  std::vector<PathSamples> samples_;  // the median of each counts
   std::vector<std::uint32_t> fixed_;
   std::uint64_t operations_ = 0;
   std::uint64_t learn_until_ = kEvery;

@@ -20,8 +20,8 @@
 // carries it out.
 #pragma once
 
+#include <netfold/collective/channel.hpp>
 #include <netfold/collective/failover.hpp>
-#include <netfold/collective/in_network.hpp>
 #include <netfold/collective/team.hpp>
 
 #include <memory>
@@ -34,15 +34,10 @@ class FailoverOperation;
 
 class SwitchPath {
  public:
-  // A row of the choice table without the switch: calls from `min_bytes` on run by `algorithm`. Rows are ascending and
-  // begin at 0.
-  struct Row {
-    Kind kind = Kind::all_reduce;
-    std::uint64_t min_bytes = 0;
-    AlgorithmId algorithm = AlgorithmId::direct;
-  };
-  // Borrows the mesh. `table`: the hash of the rows.
-  SwitchPath(std::unique_ptr<Channel> channel, transport::Mesh& fallback, std::vector<Row> rows, std::uint16_t table);
+  // Borrows the mesh. `choices`: the choice table without the switch, of which only the algorithms count; `table`: its
+  // hash.
+  SwitchPath(std::unique_ptr<Channel> channel, transport::Mesh& fallback, std::vector<Choice> choices,
+             std::uint16_t table);
 
   bool can_start() const;
   const Channel& channel() const { return *channel_; }
@@ -75,31 +70,32 @@ class SwitchPath {
  private:
   friend class FailoverOperation;
 
-  AlgorithmId choose(Kind kind, std::size_t bytes) const;
-
   Failover failover_;
   std::uint64_t started_ = 0;         // operations so far
   std::unique_ptr<Channel> channel_;  // stays after a loss: other ranks may ask for kept results
   std::unique_ptr<Channel> next_;
   transport::Mesh& fallback_;
-  std::vector<Row> rows_;
+  std::vector<Choice> choices_;
   std::uint16_t table_;
   Team team_;
   std::vector<FailoverOperation*> operations_;  // in order of start
 };
 
-// One operation of the queue.
+// One operation of the queue: one operation on the channel, or a host algorithm in its place.
+//
+// On the channel: one step. Bytes sent by a rank for n bytes of tensor: n and a header a packet, for any number of
+// ranks (a ring's all_reduce sends 2n(P-1)/P). contribution_map.hpp says what each operation is to the switch.
 class FailoverOperation final : public Algorithm {
  public:
-  // Precondition: path.can_start(). Borrows both. The call's root and buffers are indexed by `position` of `ranks`.
-  FailoverOperation(const Call& call, SwitchPath& path, int position, int ranks);
+  // Precondition: path.can_start(). Borrows both. The call's root and buffers are indexed by position in the path's team.
+  FailoverOperation(const Call& call, SwitchPath& path);
   ~FailoverOperation() override;
   Progress poll(std::int64_t now_ns) override;
   void wait_for(WaitSet& set) const override;
   std::vector<int> awaited() const override;
   bool awaited_may_wait() const override { return step_ != nullptr && step_->awaited_may_wait(); }
   std::uint64_t settled_bytes() const override {
-    return in_network_ == nullptr ? counts_.wire_bytes : counts_before_.wire_bytes + in_network_->settled_bytes();
+    return token_ ? counts_before_.wire_bytes + on_channel().result_bytes : counts_.wire_bytes;
   }
 
  private:
@@ -107,6 +103,8 @@ class FailoverOperation final : public Algorithm {
   using Mode = Failover::Mode;
 
   Mode mode() const { return path_.failover_.mode(number_); }
+  // Precondition: token_.
+  const Channel::Active& on_channel() const { return path_.channel_->active(*token_); }
   void enter_channel();
   void leave_channel();
   void send_announcement();
@@ -118,18 +116,16 @@ class FailoverOperation final : public Algorithm {
   void deliver_part();
   void run(AlgorithmId algorithm);
   void finish();
-  // Sets the counts to those of ended steps plus those of `step`.
-  void set_counts(const Algorithm& step);
+  // Sets the counts to those of ended steps plus those of the present step.
+  void set_counts(const Counts& of_step);
 
   const Call& call_;
   SwitchPath& path_;
-  const int position_;
-  const int ranks_;
   const ContributionMap map_;
   std::uint64_t number_ = 0;  // in the queue
-  std::unique_ptr<InNetwork> in_network_;
-  bool is_whole_ = false;  // no element has a result on any rank: a host algorithm runs the whole call
-  bool is_done_ = false;   // the whole call has run
+  std::optional<int> token_;  // of its operation on the channel
+  bool is_whole_ = false;     // no element has a result on any rank: a host algorithm runs the whole call
+  bool is_done_ = false;      // the whole call has run
   // The elements without a result on any rank, and those of them that are being reduced now, one after another in
   // scratch.
   std::vector<Range> rest_;

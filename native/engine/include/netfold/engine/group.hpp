@@ -59,15 +59,6 @@ struct Interrupts {
   bool (*interrupts_wait)() = nullptr;
 };
 
-// A row of the choice table. The rows of one kind ascend by `min_bytes`, and the first has 0.
-struct Choice {
-  collective::Kind kind = collective::Kind::barrier;
-  std::uint64_t min_bytes = 0;  // for operations of at least this size
-  collective::AlgorithmId algorithm = collective::AlgorithmId::direct;
-  int wire = -1;                                                     // DType; -1: the tensor's
-  collective::AlgorithmId between = collective::AlgorithmId::local;  // of a hierarchical algorithm: between hosts
-};
-
 class Group {
  public:
   struct Options {
@@ -76,7 +67,7 @@ class Group {
     int spin_us = 0;
     bool spins_for_sockets = false;  // else only while an operation uses shared memory
     bool yields = false;             // at each pause
-    std::vector<Choice> table;
+    std::vector<collective::Choice> table;
     std::uint16_t table_hash = 0;
     std::vector<int> nodes;  // the host of each rank, by a number
   };
@@ -89,12 +80,12 @@ class Group {
   static void set_interrupts(Interrupts interrupts);
 
   // Attach a switch; before the first operation, once for each fallback mesh. An operation in the network uses all
-  // attached switches at once. `rows`: the choice while this switch is lost; `table`: their hash.
-  void attach(std::unique_ptr<collective::Channel> channel, std::vector<collective::SwitchPath::Row> rows,
+  // attached switches at once. `choices`: the choice table while this switch is lost; `table`: its hash.
+  void attach(std::unique_ptr<collective::Channel> channel, std::vector<collective::Choice> choices,
               std::uint16_t table);
   // Replace the table, or the rates and parts of `split`. Every rank does so between the same two operations, before
   // the first that uses them. Clears the event records: they do not hold the operations that led to a table.
-  void set_table(std::vector<Choice> table, std::uint16_t hash);
+  void set_table(std::vector<collective::Choice> table, std::uint16_t hash);
   void set_shares(collective::Shares shares);
   // As of the last operation; nullopt: none were set.
   std::optional<collective::Shares> shares() const { return inbox_.lock()->shares; }
@@ -116,7 +107,8 @@ class Group {
   bool wait(const Operation& operation, std::int64_t timeout_ns);
 
   // The choice table's row for such a call.
-  Choice choose(collective::Kind kind, kernels::DType dtype, kernels::ReduceOp reduce, std::uint64_t bytes) const;
+  collective::Choice choose(collective::Kind kind, kernels::DType dtype, kernels::ReduceOp reduce,
+                            std::uint64_t bytes) const;
 
   // Fail everything under way and to come, unless the group failed before. From any thread.
   void fail(collective::Failure failure);

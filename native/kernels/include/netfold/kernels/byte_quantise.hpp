@@ -14,7 +14,7 @@
 //
 // The random numbers are a hash of (operation, worker, element): the same program gives the same bits on every machine.
 //
-// Non-finite values are not allowed; an operation that meets one is sent as i32 (collective/quantised.hpp).
+// Non-finite values are not allowed; an operation that meets one is sent as i32 (collective/quantised.cpp).
 //
 // Assumes the default floating-point environment: round to nearest, no flush to zero.
 #pragma once

@@ -14,7 +14,6 @@
 #include <span>
 #include <string>
 #include <type_traits>
-#include <utility>
 
 namespace netfold::transport {
 
@@ -69,7 +68,7 @@ class Datagrams {
   // The size of the memory that holds arrived packets until they are received.
   virtual std::size_t receive_buffer_bytes() const = 0;
   // Why sent packets do not arrive any more, where that is known; else empty.
-  virtual const std::string& path_error() const = 0;
+  const std::string& path_error() const { return path_error_; }
 
   struct Counters {
     std::uint64_t receive_calls = 0;
@@ -82,6 +81,7 @@ class Datagrams {
 
  protected:
   Counters counters_;
+  std::string path_error_;
 };
 
 // A reference to a callable that lives at least as long as the call that gets it.

@@ -46,8 +46,8 @@ class Mesh {
   Io put(int peer, std::span<const iovec> pieces, std::uint64_t name) { return pipe(peer).put(pieces, name); }
   std::size_t bytes_in_flight(int peer) const { return leads_to(peer) ? pipe(peer).bytes_in_flight() : 0; }
   // Serves parts to and from every peer.
-  std::unique_ptr<Pipe::RegistrationLease> lease(std::byte* data, std::size_t bytes);
-  std::unique_ptr<Pipe::Scratch> scratch(int peer, std::size_t bytes) { return pipe(peer).scratch(bytes); }
+  Pipe::RegistrationLease lease(std::byte* data, std::size_t bytes);
+  Pipe::Scratch scratch(int peer, std::size_t bytes) { return pipe(peer).scratch(bytes); }
   // Takes back posted memory and parts in flight of all pipes. Blocks up to kCancelNs, then closes by force.
   void cancel();
 

@@ -4,6 +4,7 @@
 #include <poll.h>
 #include <sys/uio.h>
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -25,22 +26,16 @@ class Pipe {
     bool is_ours = false;              // the fault is on this side, and the peer may be well
   };
 
-  // A promise that memory stays mapped as it is until the object ends. The owner of the memory makes it, or an
+  // The first use of leased memory counts as a hit where a fabric had it registered, else as a miss.
+  struct RegistrationUses {
+    std::atomic<std::uint32_t> hits{0};
+    std::atomic<std::uint32_t> misses{0};
+  };
+  // A promise that memory stays mapped as it is until the last reference ends. The owner of the memory makes it, or an
   // operation that borrowed the memory.
-  class RegistrationLease {
-   public:
-    virtual ~RegistrationLease() = default;
-    // The first use of the memory counts as a hit where a fabric had it registered, else as a miss.
-    virtual std::uint32_t hits() const = 0;
-    virtual std::uint32_t misses() const = 0;
-  };
-
-  // Memory to receive into that a fabric has registered already. It returns to its pipe when the object ends.
-  class Scratch {
-   public:
-    virtual ~Scratch() = default;
-    virtual std::byte* data() const = 0;
-  };
+  using RegistrationLease = std::shared_ptr<RegistrationUses>;
+  // Memory to receive into that a fabric has registered already. It returns to its pipe when the last reference ends.
+  using Scratch = std::shared_ptr<std::byte[]>;
 
   virtual ~Pipe() = default;
   // Moves as many bytes as go at once. 0 bytes and not closed: try again later.
@@ -84,9 +79,9 @@ class Pipe {
   // Whether `cancel` cannot succeed any more.
   virtual bool must_force_close() { return false; }
   // A lease of memory for `put` and `post_receive`; null where leases make no difference.
-  virtual std::unique_ptr<RegistrationLease> lease(std::byte*, std::size_t) { return nullptr; }
+  virtual RegistrationLease lease(std::byte*, std::size_t) { return nullptr; }
   // At least this many bytes; null where all memory is equally good.
-  virtual std::unique_ptr<Scratch> scratch(std::size_t) { return nullptr; }
+  virtual Scratch scratch(std::size_t) { return nullptr; }
 
   // Whether the fixed cost of a message is so high that few long ones are better; the same at both ends.
   virtual bool prefers_large_chunks() const { return false; }

@@ -8,6 +8,7 @@
 #include <cerrno>
 #include <cstdint>
 #include <string>
+#include <string_view>
 #include <utility>
 
 namespace netfold::transport {
@@ -62,9 +63,11 @@ struct Address {
   static Address parse(const std::string& host, std::uint16_t port);
   static Address local_of(int fd);
   std::uint16_t port() const;
+  // The host's bytes in network order: 4 of IPv4, 16 of IPv6.
+  std::string_view host() const;
   std::string text() const;
   const sockaddr* get() const { return reinterpret_cast<const sockaddr*>(&storage); }
-  bool operator==(const Address& other) const;
+  bool operator==(const Address& other) const { return port() == other.port() && host() == other.host(); }
 };
 
 // Throws std::system_error of errno, with `what` in front.
@@ -75,6 +78,7 @@ inline bool is_temporary(int error) { return error == EAGAIN || error == EINTR; 
 // Random bits of the kernel. Throws std::system_error.
 std::uint64_t random_bits();
 std::int64_t clock_ns(clockid_t clock);
+inline timespec timespec_of(std::int64_t ns) { return {.tv_sec = ns / 1'000'000'000, .tv_nsec = ns % 1'000'000'000}; }
 // The steady clock.
 inline std::int64_t now_ns() { return clock_ns(CLOCK_MONOTONIC); }
 

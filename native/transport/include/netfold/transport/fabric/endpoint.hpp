@@ -15,6 +15,7 @@
 #include <cstdint>
 #include <memory>
 #include <span>
+#include <stdexcept>
 #include <string>
 #include <vector>
 
@@ -63,13 +64,8 @@ enum class Access : std::uint8_t {
 };
 
 // A fabric's error: one sentence with the provider's own reason.
-class Error : public std::exception {
- public:
-  explicit Error(std::string text) : text_(std::move(text)) {}
-  const char* what() const noexcept override { return text_.c_str(); }
-
- private:
-  std::string text_;
+struct Error : std::runtime_error {
+  using std::runtime_error::runtime_error;
 };
 
 class Endpoint {

@@ -65,7 +65,6 @@ class FabricDatagrams final : public Datagrams {
   WaitHint wait_hint(bool wants_room) override;
   bool needs_polling() const override { return true; }
   std::size_t receive_buffer_bytes() const override { return receive_buffers_.size() * packet_bytes_; }
-  const std::string& path_error() const override { return path_error_; }
 
  private:
   // Failed sends in succession that set path_error().
@@ -126,7 +125,6 @@ class FabricDatagrams final : public Datagrams {
   std::size_t silent_peers_ = 0;  // without has_sent
   std::int64_t poll_interval_ns_ = kFirstIntervalNs;
   int failed_sends_ = 0;
-  std::string path_error_;
   int pid_;
 };
 

@@ -46,8 +46,8 @@ class FabricPipe final : public Pipe {
   bool cancel() override;
   bool must_force_close() override { return is_gone_; }
   void force_close() override;
-  std::unique_ptr<Scratch> scratch(std::size_t bytes) override { return mux_->scratch(bytes); }
-  std::unique_ptr<RegistrationLease> lease(std::byte* data, std::size_t bytes) override {
+  Scratch scratch(std::size_t bytes) override { return mux_->scratch(bytes); }
+  RegistrationLease lease(std::byte* data, std::size_t bytes) override {
     return mux_->lease(data, bytes, RegistrationCache::Lifetime::operation);
   }
 

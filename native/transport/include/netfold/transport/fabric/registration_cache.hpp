@@ -27,6 +27,7 @@
 #pragma once
 
 #include <netfold/transport/fabric/endpoint.hpp>
+#include <netfold/transport/pipe.hpp>
 
 #include <list>
 #include <map>
@@ -50,12 +51,11 @@ class RegistrationCache {
   enum class Lifetime : std::uint8_t { operation, persistent, internal };
 
   struct Lease {
-    std::byte* data = nullptr;
-    std::size_t bytes = 0;
-    Lifetime lifetime = Lifetime::operation;
-    // Of an `operation` lease: one of these is 1 once it was used.
-    std::uint32_t hits = 0;
-    std::uint32_t misses = 0;
+    Lease(std::byte* from, std::size_t count, Lifetime of) : data(from), bytes(count), lifetime(of) {}
+    std::byte* data;
+    std::size_t bytes;
+    Lifetime lifetime;
+    Pipe::RegistrationUses uses;  // of an `operation` lease: one of these is 1 once it was used
   };
   struct Entry {
     std::byte* data = nullptr;

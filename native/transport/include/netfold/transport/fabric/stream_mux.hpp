@@ -140,10 +140,9 @@ class StreamMux : public std::enable_shared_from_this<StreamMux> {
   }
   // Closes the endpoint: all streams fail with this reason, and the provider uses no memory any more.
   void force_close(const std::string& why);
-  std::unique_ptr<Pipe::RegistrationLease> lease(std::byte* data, std::size_t bytes,
-                                                 RegistrationCache::Lifetime lifetime);
+  Pipe::RegistrationLease lease(std::byte* data, std::size_t bytes, RegistrationCache::Lifetime lifetime);
   // Registered memory of at least `bytes` bytes. The mux keeps unused scratch memory, up to kScratchBytes.
-  std::unique_ptr<Pipe::Scratch> scratch(std::size_t bytes);
+  Pipe::Scratch scratch(std::size_t bytes);
 
   // Why no more bytes are sent; empty while the stream works.
   std::string failure(const Stream* stream) const {
@@ -169,8 +168,6 @@ class StreamMux : public std::enable_shared_from_this<StreamMux> {
   Counters counters() const;
 
  private:
-  class MuxLease;
-  class MuxScratch;
   // Scratch memory; the cache has a lease of it while it lives.
   struct ScratchBlock {
     Mapping memory;
@@ -187,6 +184,8 @@ class StreamMux : public std::enable_shared_from_this<StreamMux> {
     std::lock_guard lock(mutex_);
     return function();
   }
+  ScratchBlock take_scratch(std::size_t bytes);
+  void keep_scratch(ScratchBlock block);
   Slab* take_slab(std::uint32_t window);
   bool progress();
   void progress_if_due();

@@ -16,18 +16,9 @@
 
 namespace netfold::transport::fabric {
 
-struct Strictness {
-  std::uint64_t seed = 1;
-  std::uint64_t fails = 0;  // after this many sends, every send fails with a completion; 0: never
-  std::uint64_t loses = 0;  // after this many sends, every send is lost but completes; 0: never
-  std::uint64_t drops = 0;  // one in this many sends is lost in the same way; 0: none
-};
-
-std::unique_ptr<Endpoint> make_strict(std::unique_ptr<Endpoint> below, const Strictness& strictness);
-
 // Opens an endpoint by the name that users give. Throws Error.
 // name: a provider of libfabric (libfabric.hpp), or strict+PROVIDER. strict:seed=7:fails=100+PROVIDER sets fields of
-//   Strictness; rail=1 limits faults to that rail.
+//   Strictness (strict_endpoint.cpp); rail=1 limits faults to that rail.
 std::unique_ptr<Endpoint> open_named_endpoint(const std::string& name, const std::string& host, int rail);
 
 }  // namespace netfold::transport::fabric

@@ -52,7 +52,6 @@ class UdpSocket final : public Datagrams {
   bool receive(const Take& take) override;
   WaitHint wait_hint(bool wants_room) override;
   std::size_t receive_buffer_bytes() const override { return receive_buffer_bytes_; }
-  const std::string& path_error() const override;
 
  private:
   struct Hash {

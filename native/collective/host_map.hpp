@@ -1,0 +1,94 @@
+// The ranks of a group by host, and the ranks' buffers laid out in memory host by host.
+#pragma once
+
+#include <netfold/collective/call.hpp>
+
+#include <algorithm>
+#include <map>
+#include <optional>
+#include <span>
+#include <vector>
+
+namespace netfold::collective {
+
+class HostMap {
+ public:
+  // `nodes`: the host of each rank, by any number. Hosts are numbered by their first ranks. `rank`: this one.
+  HostMap(std::span<const int> nodes, int rank) : rank_(rank) {
+    std::map<int, std::size_t> numbers;
+    for (std::size_t i = 0; i < nodes.size(); ++i) {
+      const auto [entry, is_new] = numbers.try_emplace(nodes[i], ranks_.size());
+      if (is_new) ranks_.emplace_back();
+      ranks_[entry->second].push_back(static_cast<int>(i));
+    }
+    own_ = host_of(rank);
+  }
+
+  std::size_t size() const { return ranks_.size(); }
+  std::size_t own() const { return own_; }                  // the number of this rank's host
+  std::size_t position() const { return position(rank_); }  // of this rank on its host
+  // Ranks of a host, ascending.
+  const std::vector<int>& ranks(std::size_t host) const { return ranks_[host]; }
+  const std::vector<int>& own_ranks() const { return ranks_[own_]; }
+  std::size_t host_of(int rank) const {
+    const auto has_rank = [&](const std::vector<int>& host) { return std::ranges::find(host, rank) != host.end(); };
+    return static_cast<std::size_t>(std::ranges::find_if(ranks_, has_rank) - ranks_.begin());
+  }
+
+  // Of a rank of this host.
+  std::size_t position(int rank) const {
+    return static_cast<std::size_t>(std::ranges::find(own_ranks(), rank) - own_ranks().begin());
+  }
+
+  // The buffers of this host's ranks.
+  std::vector<Buffer> of_own_host(const std::vector<Buffer>& of_ranks) const {
+    std::vector<Buffer> buffers;
+    for (const int rank : own_ranks()) buffers.push_back(of_ranks[static_cast<std::size_t>(rank)]);
+    return buffers;
+  }
+
+  // A buffer for each rank. The buffers of a host are contiguous, and so are those of all hosts, in order.
+  struct Blocks {
+    std::vector<Buffer> of_rank;
+    std::vector<Buffer> of_host;
+    Buffer whole;
+  };
+  // Buffers of the given sizes in `memory`.
+  Blocks laid_out(const std::vector<Buffer>& sizes, std::byte* memory) const {
+    Blocks blocks{.of_rank = sizes, .of_host = {}, .whole = {memory, 0}};
+    for (const auto& host : ranks_) {
+      Buffer of_host{memory + blocks.whole.bytes, 0};
+      for (const int rank : host) {
+        Buffer& buffer = blocks.of_rank[static_cast<std::size_t>(rank)];
+        buffer.data = of_host.data + of_host.bytes;
+        of_host.bytes += buffer.bytes;
+      }
+      blocks.of_host.push_back(of_host);
+      blocks.whole.bytes += of_host.bytes;
+    }
+    return blocks;
+  }
+
+  // The given buffers, where they are laid out like this already.
+  std::optional<Blocks> in_place(const std::vector<Buffer>& buffers) const {
+    std::byte* first = nullptr;
+    for (const auto& host : ranks_) {
+      for (const int rank : host) {
+        const Buffer& buffer = buffers[static_cast<std::size_t>(rank)];
+        if (first == nullptr && buffer.bytes > 0) first = buffer.data;
+      }
+    }
+    Blocks blocks = laid_out(buffers, first);
+    for (std::size_t i = 0; i < buffers.size(); ++i) {
+      if (buffers[i].bytes > 0 && buffers[i].data != blocks.of_rank[i].data) return std::nullopt;
+    }
+    return blocks;
+  }
+
+ private:
+  std::vector<std::vector<int>> ranks_;
+  int rank_;
+  std::size_t own_;
+};
+
+}  // namespace netfold::collective
