@@ -207,11 +207,11 @@ def query_quota(
             client.send_first({"type": "quota", **({"udp": True} if udp else {})})
             reply = client.expect("quota", deadline, is_first=True)
             quota = AvailableQuota(
-                *(int(reply[name]) for name in ("jobs", "workers", "memory_bytes", "slots")),
-                client.udp_error(reply["udp"]) if "udp" in reply else "",
-                int(reply.get("buffer_bytes", 0)),
-                int(reply.get("window_bytes", 0)),
-                max(1, int(reply.get("threads", 1))),
+                **{name: int(reply[name]) for name in ("jobs", "workers", "memory_bytes", "slots")},
+                udp_error=client.udp_error(reply["udp"]) if "udp" in reply else "",
+                buffer_bytes=int(reply.get("buffer_bytes", 0)),
+                window_bytes=int(reply.get("window_bytes", 0)),
+                threads=max(1, int(reply.get("threads", 1))),
             )
             client.close()
     except UnreachableError as error:

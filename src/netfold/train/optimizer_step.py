@@ -98,7 +98,7 @@ class OptimizerStep:
         apart = self._rounds is not None if saved is None else "inner0" in saved
         if saved is not None and apart:
             rank %= sum(kind.startswith("inner") for kind in saved)
-        states: dict[str, Mapping[Tensor, dict[str, Any]]] = {
+        states: dict[str, Mapping[Any, dict[str, Any]]] = {
             f"inner{rank}" if apart else "optimizer": self.optimizer.state
         }
         if self._rounds is not None:

@@ -66,8 +66,8 @@ def _layer(layer: Listed, share: ShardSpec, before: float, a_flop: float, collec
     output = _output_bytes(layer, share)
     matmuls = _matmuls(layer, batch)
     parameters = float(sum(layer.counts))
-    # A layer without matmuls is a norm: it reads its input twice and writes the output with its ReLU. A matmul's operands
-    # are counted with it; what follows it (a bias, an activation) moves the output once more.
+    # A layer without matmuls is a norm: it reads its input twice and writes the output with its ReLU. A matmul's
+    # operands are counted with it; a bias or an activation behind it moves the output once more.
     moved = output if matmuls else 3 * output
     work = layer.flops * batch
     forward = Pass(matmuls, moved, 1 + len(matmuls), collectives, measured_s=work * a_flop)
