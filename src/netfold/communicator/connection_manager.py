@@ -113,7 +113,7 @@ class GroupMonitor:
         broken = self.native.disconnect(lane, peer, rail, request["reconnects"] if is_requested else -1)
         failure = self.failure
         if is_requested and failure is None:
-            _manager.start_task(partial(self.reconnect, lane, peer, rail))
+            manager.start_task(partial(self.reconnect, lane, peer, rail))
             return {"type": "will_reconnect"}, None
         if is_requested or broken is None:
             return {"type": "ended", "failure": failure, "expired": self.native.expired}, None
@@ -283,6 +283,7 @@ class _ConnectionManager:
         self._pid = os.getpid()
 
     def add(self, group: int, monitor: GroupMonitor) -> None:
+        """Handle the events of a native group, by its id, until `remove`."""
         if self._pid != os.getpid():
             self._reset()  # threads do not survive a fork
         with self._lock:
@@ -343,14 +344,5 @@ class _ConnectionManager:
             thread.join(_END_S)
 
 
-_manager = _ConnectionManager()
-atexit.register(_manager.stop)
-
-
-def watch_group(group: int, monitor: GroupMonitor) -> None:
-    """Handle the events of a native group, by its id, until `unwatch_group`."""
-    _manager.add(group, monitor)
-
-
-def unwatch_group(group: int) -> None:
-    _manager.remove(group)
+manager = _ConnectionManager()
+atexit.register(manager.stop)

@@ -137,7 +137,7 @@ class Group:
         watch = CapacityWatch(lambda: native.shares, rank=self.rank, hosts=hosts, switch=job.switch or "")
         for number in range(len(connections.memberships)):
             self.recoveries.append(self._attach_switch(number, connections, watch))
-        connection_manager.watch_group(self._id, self._monitor)
+        connection_manager.manager.add(self._id, self._monitor)
         if job.switch is None or not connections.workers:
             return
         choice = connections.choice
@@ -430,7 +430,7 @@ def _announce_end(group_id: int, monitor: GroupMonitor, recoveries: Sequence[Rec
     why, fault = ("it closed the group", -1) if failure is None else (failure[2], failure[1])
     for recovery in recoveries:
         recovery.close(why, fault)
-    connection_manager.unwatch_group(group_id)
+    connection_manager.manager.remove(group_id)
     native = monitor.native
     listener.deregister(monitor.registered_group, failure, int(native.collectives_submitted), native.expired)
 

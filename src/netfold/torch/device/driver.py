@@ -171,8 +171,8 @@ class DeviceDriver:
             try:
                 if job is not None:
                     self._begin(job)
-                elif self._busy():
-                    self._step()
+                elif self._paths is not None and self._paths.staged.busy:
+                    self._paths.staged.step()
                 self._hand_over()
             except Exception as error:
                 self._failed = True
@@ -183,10 +183,6 @@ class DeviceDriver:
 
     def _busy(self) -> bool:
         return self._paths is not None and self._paths.staged.busy
-
-    def _step(self) -> None:
-        assert self._paths is not None
-        self._paths.staged.step()
 
     def _hand_over(self) -> None:
         """Finish the jobs whose events have passed. Sleep briefly if there is nothing else to do.
