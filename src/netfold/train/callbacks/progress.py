@@ -12,7 +12,6 @@ from rich.text import Text
 
 from netfold import units
 from netfold.train.callbacks.metrics_file import read_metrics, with_unit
-from netfold.train.callbacks.profiling import OverlapCallback
 from netfold.train.events import Callback, Ended, Evaluated, Noted, Started, Stepped
 
 LIVE_S = 0.25
@@ -25,8 +24,8 @@ _NEWEST = 0.1
 class ProgressCallback(Callback):
     """Writes to stderr. The time left is that of steps, without evaluations."""
 
-    def __init__(self, folder: Path, exposed: OverlapCallback | None = None, console: Console | None = None) -> None:
-        self._folder, self._exposed = folder, exposed
+    def __init__(self, folder: Path, console: Console | None = None) -> None:
+        self._folder = folder
         self._console = console or Console(stderr=True, highlight=False, soft_wrap=True)
         self._live: Live | None = None
         self._start: Started | None = None
@@ -82,11 +81,10 @@ class ProgressCallback(Callback):
 
     def _line(self, event: Stepped, step_s: float) -> str:
         assert self._start is not None
-        start = self._start
-        share = None if self._exposed is None else self._exposed.share
+        start, exposed = self._start, "-" if event.exposed is None else f"~{event.exposed:.0%}"
         return (
             f"step {event.step:,}/{start.steps:,}  loss {event.loss:.4g}  lr {event.lr:.2e}  "
-            f"{start.batch / step_s:.4g} samples/s  exposed {'-' if share is None else f'~{share:.0%}'}  "
+            f"{start.batch / step_s:.4g} samples/s  exposed {exposed}  "
             f"{units.seconds((start.steps - event.step) * step_s)} left"
         )
 
