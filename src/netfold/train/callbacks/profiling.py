@@ -20,8 +20,8 @@ class ProfileCallback(Callback):
     Does nothing if the whole process is recorded already (`netfold profile run`).
     """
 
-    def __init__(self, folder: Path, rank: int) -> None:
-        self._folder, self._rank = folder / NAME, rank
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder / NAME
         self._first = self._last = 0
         self._recording: recording.Recording | None = None
 
@@ -29,7 +29,7 @@ class ProfileCallback(Callback):
         left = event.steps - event.step
         self._first = event.step + min(_SKIPPED, left // 4)
         self._last = min(self._first + _STEPS, event.steps)
-        if self._rank == 0 and recording.current() is None:
+        if event.rank == 0 and recording.current() is None:
             # Remove an earlier start's profile, which may have more ranks. No rank records before all have done a step.
             shutil.rmtree(self._folder, ignore_errors=True)
 

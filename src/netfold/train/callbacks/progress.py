@@ -28,7 +28,6 @@ class ProgressCallback(Callback):
         self._folder = folder
         self._console = console or Console(stderr=True, highlight=False, soft_wrap=True)
         self._live: Live | None = None
-        self._start: Started | None = None
         self._shown_s = 0.0
         self._step_s: float | None = None
 
@@ -60,7 +59,6 @@ class ProgressCallback(Callback):
             self._print(line)
 
     def on_evaluation(self, event: Evaluated) -> None:
-        assert self._start is not None
         metric = self._start.metric
         value = event.values[metric.name]
         self._print(
@@ -80,7 +78,6 @@ class ProgressCallback(Callback):
         self._print(f"the page: {self._folder / 'report.html'}")
 
     def _line(self, event: Stepped, step_s: float) -> str:
-        assert self._start is not None
         start, exposed = self._start, "-" if event.exposed is None else f"~{event.exposed:.0%}"
         return (
             f"step {event.step:,}/{start.steps:,}  loss {event.loss:.4g}  lr {event.lr:.2e}  "

@@ -28,7 +28,7 @@ def make_callbacks(recipe: Recipe, folder: Path, rank: int) -> list[Callback]:
     """
     asked = recipe.report
     # The profile is first: it must see a step's end before the other callbacks work.
-    chosen: list[Callback] = [ProfileCallback(folder, rank)] if asked.profile else []
+    chosen: list[Callback] = [ProfileCallback(folder)] if asked.profile else []
     if rank == 0:
         check_packages(recipe)
         chosen.append(MetricsFile(folder, asked.every))
