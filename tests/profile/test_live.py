@@ -83,6 +83,24 @@ def test_other_waiting_time_is_subtracted(monkeypatch: pytest.MonkeyPatch) -> No
     assert found == pytest.approx(0.25)
 
 
+def test_an_early_call_returns_the_last_estimate_and_its_waiting_time_counts_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rows = np.zeros(1, RECORD)
+    rows["started_ns"], rows["finished_ns"] = 5_000 * MS, 6_000 * MS
+    group = Member(1, GroupName("world", "netfold"), 0, 2, lambda since: (1, rows.tobytes()))
+    monkeypatch.setattr("netfold.profile.live.members", lambda: [group])
+    clock, running = Clock(monkeypatch), LiveOverlap()
+    clock.sleeps(100)
+    assert running.exposed_share(0.05, every_s=0.2) is None
+    clock.sleeps(100)
+    assert running.exposed_share(0.01, every_s=0.2) == pytest.approx(0.7)
+    clock.computes(100)
+    assert running.exposed_share(every_s=0.2) == pytest.approx(0.7)
+    clock.computes(100)
+    assert running.exposed_share(every_s=0.2) == 0
+
+
 def test_busy_time_counts_computing_and_not_sleep() -> None:
     """Time in the queue for a core counts as computing and sleep does not, so these bounds hold under any load."""
     busy = LiveOverlap()._busy

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,8 @@ def stepped(step: int, attempt: int = 0) -> Stepped:
     """A distinct value in every field of every step and of every attempt."""
     at = step + 100 * attempt
     norm = None if step < 3 else 1.0 + at / 64
-    return Stepped(step, 5.0 - at / 128, 1e-3 / at, norm, 0.03 + at / 1024, at / 65536, step * BATCH)
+    seconds = 0.03 + at / 1024
+    return Stepped(step, 5.0 - at / 128, 1e-3 / at, norm, seconds, at / 65536, step * BATCH, BATCH / seconds)
 
 
 def evaluated(step: int, attempt: int = 0) -> Evaluated:
@@ -72,7 +74,7 @@ def a_run_that_was_cut_off_and_went_on(asked: Recipe) -> list[list[Any]]:
 def bad_one(event: Any, bad: Stepped) -> Any:
     if event != bad:
         return event
-    return Stepped(bad.step, math.nan, bad.lr, math.inf, bad.seconds, bad.data_s, bad.samples, skipped=True)
+    return replace(bad, loss=math.nan, gradient_norm=math.inf, skipped=True)
 
 
 def tell(listeners: Sequence[Callback], events: Sequence[Any]) -> None:

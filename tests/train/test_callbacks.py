@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -23,7 +24,6 @@ from invented_run import (
 from rich.console import Console
 
 from netfold.train.callbacks.metrics_file import read_metrics
-from netfold.train.callbacks.profiling import OverlapCallback
 from netfold.train.callbacks.progress import ProgressCallback
 from netfold.train.callbacks.selection import GuardedCallback, make_callbacks
 from netfold.train.callbacks.trackers import MLflow, TensorBoard, Wandb
@@ -39,11 +39,10 @@ def test_the_recipe_chooses_the_callbacks_and_other_ranks_only_profile(tmp_path:
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
     assert kinds(make_callbacks(recipe(tmp_path, report=some), tmp_path / "a", 0)) == [
-        *("ProfileCallback", "OverlapCallback", "MetricsFile", "TensorBoard", "ReportCallback", "ProgressCallback"),
+        *("ProfileCallback", "MetricsFile", "TensorBoard", "ReportCallback", "ProgressCallback"),
     ]
     assert kinds(make_callbacks(recipe(tmp_path, report=some), tmp_path / "a", 1)) == ["ProfileCallback"]
     assert kinds(make_callbacks(recipe(tmp_path), tmp_path / "b", 0)) == [
-        "OverlapCallback",
         "MetricsFile",
         "ReportCallback",
         "ProgressCallback",
@@ -94,11 +93,11 @@ def test_the_failure_of_a_single_callback_is_printed_on_stderr(capsys: pytest.Ca
 
 
 def test_without_a_terminal_progress_is_a_plain_line_every_10_seconds(tmp_path: Path) -> None:
-    exposed = OverlapCallback()
-    exposed.share = 0.125
     text = io.StringIO()
-    progress = ProgressCallback(tmp_path, exposed, Console(file=text, width=200))
-    tell([progress], goes_through(recipe(tmp_path), 0, STEPS))
+    progress = ProgressCallback(tmp_path, Console(file=text, width=200))
+    events = goes_through(recipe(tmp_path), 0, STEPS)
+    events[1] = replace(events[1], exposed=0.125)
+    tell([progress], events)
     tell([progress], [Noted(20, "warning", "rank 3 is [slow]"), Ended(STEPS, "done", 61.0)])
     lines = text.getvalue().splitlines()
     assert lines[0].startswith("gpt on source: 12,345 parameters, 20 steps of 16 samples, 4 ranks; in ")
@@ -117,7 +116,7 @@ def test_without_a_terminal_progress_is_a_plain_line_every_10_seconds(tmp_path: 
 def test_an_unknown_share_of_communication_is_a_dash(tmp_path: Path) -> None:
     text = io.StringIO()
     tell(
-        [ProgressCallback(tmp_path, OverlapCallback(), Console(file=text, width=200))],
+        [ProgressCallback(tmp_path, Console(file=text, width=200))],
         goes_through(recipe(tmp_path), 0, 1),
     )
     assert "  exposed -  " in text.getvalue()
@@ -127,7 +126,7 @@ def test_on_a_terminal_one_line_is_updated_and_then_removed(tmp_path: Path, monk
     monkeypatch.setattr("netfold.train.callbacks.progress.LIVE_S", 0.0)
     text = io.StringIO()
     console = Console(file=text, width=60, force_terminal=True, color_system=None)
-    progress = ProgressCallback(tmp_path, OverlapCallback(), console)
+    progress = ProgressCallback(tmp_path, console)
     tell([progress], [*goes_through(recipe(tmp_path), 0, 4), Ended(4, "SIGTERM", 1.0)])
     shown = text.getvalue()
     assert "step 1/20" in shown and "step 4/20" in shown
@@ -141,7 +140,7 @@ def test_tensorboard_shows_each_step_of_a_resumed_run_once(tmp_path: Path) -> No
 
     asked = recipe(tmp_path)
     for events in a_run_that_was_cut_off_and_went_on(asked):
-        board = TensorBoard(tmp_path, 1, OverlapCallback())
+        board = TensorBoard(tmp_path, 1)
         tell([board], events)
         board._writer.close()
     read = EventAccumulator(str(tmp_path / "tensorboard"))
@@ -183,7 +182,7 @@ def as_package(calls: Calls, *names: str) -> ModuleType:
 def test_wandb_gets_its_own_calls_and_a_resumed_run_keeps_its_id(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked, exposed = recipe(tmp_path), OverlapCallback()
+    asked = recipe(tmp_path)
     run = Calls()
     run.id = "abc123"  # type: ignore[attr-defined]
     calls = Calls(init=run)
@@ -191,7 +190,7 @@ def test_wandb_gets_its_own_calls_and_a_resumed_run_keeps_its_id(
     for events in a_run_that_was_cut_off_and_went_on(asked):
         # A finished run accepts no alert: the real package raises an error.
         late = [Noted(STEPS, "warning", "another failed at the end")] if isinstance(events[-1], Ended) else []
-        tell([Wandb(tmp_path, 1, exposed)], [*events, *late])
+        tell([Wandb(tmp_path, 1)], [*events, *late])
     (_, first), (_, second) = calls.of("init")
     assert (first["id"], second["id"], second["resume"]) == (None, "abc123", "allow")
     assert first["config"] == asked.model_dump(mode="json") and first["dir"] == str(tmp_path)
@@ -223,7 +222,7 @@ def test_mlflow_gets_its_own_calls_and_a_resumed_run_keeps_its_id(
     names = ("start_run", "active_run", "log_params", "log_metrics", "set_tag", "end_run")
     monkeypatch.setitem(sys.modules, "mlflow", as_package(calls, *names))
     for events in a_run_that_was_cut_off_and_went_on(asked):
-        tell([MLflow(tmp_path, 1, OverlapCallback())], events)
+        tell([MLflow(tmp_path, 1)], events)
     assert [named["run_id"] for _, named in calls.of("start_run")] == [None, "f00d"]
     ((parameters,), _), *more = calls.of("log_params")
     assert not more and parameters["model.width"] == 32 and parameters["training.batch"] == BATCH
@@ -240,7 +239,7 @@ def test_an_mlflow_without_a_run_is_noted_once_and_begins_no_other_run(
     package = as_package(calls, "active_run", "log_metrics", "end_run")
     monkeypatch.setitem(sys.modules, "mlflow", package)
     tell(
-        [GuardedCallback(MLflow(tmp_path, 1, OverlapCallback()), [])],
+        [GuardedCallback(MLflow(tmp_path, 1), [])],
         a_run_that_was_cut_off_and_went_on(recipe(tmp_path))[-1],
     )
     (said,) = capsys.readouterr().err.splitlines()

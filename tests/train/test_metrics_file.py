@@ -40,7 +40,7 @@ def test_every_number_of_an_event_is_read_back(tmp_path: Path) -> None:
     for step, line in enumerate(found.steps, start=1):
         told = {name: value for name, value in asdict(stepped(step)).items() if value not in (None, False)}
         assert {name: line[name] for name in told} == told
-        assert set(line) == {*told, "kind", "time", "samples_per_s"}
+        assert set(line) == {*told, "kind", "time"}
         assert line["samples_per_s"] == BATCH / told["seconds"]
     assert [line["values"] for line in found.evaluations] == [evaluated(step).values for step in (5, 10, 15, 20)]
 
@@ -124,7 +124,7 @@ def test_a_full_disk_is_an_error_and_the_file_stays_readable(tmp_path: Path) -> 
 def test_only_json_is_written_and_always_the_last_step(tmp_path: Path) -> None:
     asked = recipe(tmp_path)
     tell([MetricsFile(tmp_path, every=6)], a_run_that_was_cut_off_and_went_on(asked)[0])
-    nan = Stepped(STEPS, float("nan"), 1e-3, float("inf"), 0.5, 0.0, STEPS * BATCH)
+    nan = Stepped(STEPS, float("nan"), 1e-3, float("inf"), 0.5, 0.0, STEPS * BATCH, BATCH / 0.5)
     tell([MetricsFile(tmp_path, every=6)], [*goes_through(asked, 13, 13), nan])
 
     def refuse(constant: str) -> None:

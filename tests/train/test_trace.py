@@ -193,6 +193,31 @@ class Tied(nn.Module):
         return {"logits": self.words(tokens) @ self.words.weight.t()}
 
 
+class Turned(nn.Module):
+    """A layer that only turns its weight, which is no work."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(5, 16))
+
+    def forward(self) -> Tensor:
+        return self.weight.t()
+
+
+class Around(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.turned, self.last = Turned(), nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(x @ self.turned())
+
+
+def test_the_weight_of_a_layer_that_does_no_work_counts() -> None:
+    found = trace(Around, "2x16")
+    assert found.parameters == 80 + 18 and not found.notes
+
+
 def test_tied_weights_count_once_and_unused_weights_are_noted() -> None:
     found = trace(Tied, "tokens=2x8:int64")
     assert found.parameters == 1600 + 20 and [each.elements for each in found.gradients] == [1600]

@@ -26,14 +26,23 @@ class LiveOverlap:
         self._schedstat = Path(f"/proc/self/task/{threading.get_native_id()}/schedstat")
         self._read_up_to = {member.number: member.read(0)[0] for member in members()}
         self._at_ns, self._busy_ns = time.perf_counter_ns(), self._busy()
+        self._waited_s = 0.0
+        self._share: float | None = None
 
-    def exposed_share(self, waited_s: float = 0.0) -> float | None:
-        """Return the exposed share of the time since the last call, 0 to 1.
+    def exposed_share(self, waited_s: float = 0.0, *, every_s: float = 0.0) -> float | None:
+        """Return the exposed share of the time since the last estimate, 0 to 1.
 
-        waited_s: the time in which the thread waited for other things than communication.
-        None if there is no netfold group, or if the kernel does not report a thread's time. Groups keep their newest
-        8192 operations; older ones do not count.
+        waited_s: the time since the last call in which the thread waited for other things than communication.
+        every_s: the shortest time of an estimate; an earlier call returns the last estimate again.
+        None before the first estimate, if there is no netfold group, or if the kernel does not report a thread's time.
+        Groups keep their newest 8192 operations; older ones do not count.
         """
+        self._waited_s += waited_s
+        if time.perf_counter_ns() - self._at_ns >= 1e9 * every_s:
+            self._share, self._waited_s = self._estimate(self._waited_s), 0.0
+        return self._share
+
+    def _estimate(self, waited_s: float) -> float | None:
         at_ns, busy_ns = time.perf_counter_ns(), self._busy()
         records = self._records()
         passed_ns, busy = at_ns - self._at_ns, None

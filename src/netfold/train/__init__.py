@@ -15,6 +15,7 @@ Tests: `pytest tests/train`.
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 from netfold.train.recipe import Recipe
@@ -26,18 +27,11 @@ if TYPE_CHECKING:
 
 __all__ = ["BadExampleError", "Batch", "Chain", "Data", "Examples", "Metric", "Model", "Outcome", "Recipe", "Trainer"]
 
-_PLACES = {
-    "examples": ("Batch", "Data", "Examples", "Metric", "BadExampleError"),
-    "model": ("Chain", "Model"),
-    "trainer": ("Outcome", "Trainer"),
-}
+_PLACES = dict.fromkeys(("Chain", "Model"), "model") | dict.fromkeys(("Outcome", "Trainer"), "trainer")
 
 
 def __getattr__(name: str) -> Any:
     # Reading a recipe needs no torch: the modules that import torch are loaded on demand.
-    import importlib
-
-    for module, names in _PLACES.items():
-        if name in names:
-            return getattr(importlib.import_module(f"netfold.train.{module}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"netfold.train.{_PLACES.get(name, 'examples')}"), name)

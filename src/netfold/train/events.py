@@ -45,6 +45,9 @@ class Stepped:
     """The part of `seconds` in which the rank waited for its batch."""
     samples: int
     """Since the start of training, over all runs."""
+    samples_per_s: float
+    exposed: float | None = None
+    """An estimate of the share of exposed communication in the newest steps; None if unknown."""
     skipped: bool = False
     """The step's update was left out."""
 

@@ -67,17 +67,14 @@ def launch(recipe: Recipe, source: Source, ranks: int) -> int:
 def _folder() -> Iterator[Path]:
     """A folder for the job's files. A shell removes it when this process ends in any way, which closes its stdin."""
     name = tempfile.mkdtemp(prefix="netfold-train-")
-    keeper = subprocess.Popen(
+    with subprocess.Popen(
         ("sh", "-c", 'cat; rm -rf -- "$1"', "sh", name),
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
         start_new_session=True,
-    )
-    try:
+    ):
         yield Path(name)
-    finally:
-        keeper.communicate()
 
 
 def _config(recipe: Recipe, ranks: int, folder: Path) -> LaunchConfig:

@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from netfold.profile.live import LiveOverlap
 from netfold.train.datasets import make_data
 from netfold.train.evaluate import evaluate, render
 from netfold.train.events import HANDLERS, Callback, Ended, Evaluated, Event, Noted, Started, Stepped
@@ -44,6 +45,9 @@ from netfold.train.recipe import Recipe
 from netfold.train.recipe.errors import error_kind, error_text
 from netfold.train.sampler import Prefetcher, sample_seed
 from netfold.train.step_vote import StepVote, merge_votes, vote
+
+# The shortest time that an estimate of exposed communication is of.
+_OVERLAP_EVERY_S = 0.5
 
 
 @dataclass(frozen=True)
@@ -99,6 +103,8 @@ class Trainer:
         self.samples = 0
         """The position in the data: samples taken so far, whatever the batch was in earlier runs."""
         self._batch: Batch | None = None
+        # Observes the thread that makes it, which must be the training thread.
+        self._overlap = LiveOverlap()
         self._early_notes = [("info", text) for text in self.replica.notes]
         self._started = False
         self._replacer: BadExampleReplacer | None = None
@@ -242,7 +248,8 @@ class Trainer:
         if not skipped and self._island is None:
             self._non_finite.fine(self.step)
         seconds = time.perf_counter() - began_s
-        self._notify(Stepped(self.step, result.loss, lr, norm, seconds, data_s, self.samples, skipped))
+        rate, exposed = self.batch / seconds, self._overlap.exposed_share(data_s, every_s=_OVERLAP_EVERY_S)
+        self._notify(Stepped(self.step, result.loss, lr, norm, seconds, data_s, self.samples, rate, exposed, skipped))
         for text in self._replacer.new_messages() if self._replacer is not None else ():
             self._note("warning", f"{text}; another example is taken instead (fault_tolerance.missing_data)")
         if self._straggler is not None:

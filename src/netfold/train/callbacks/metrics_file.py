@@ -26,7 +26,6 @@ from typing import Any
 
 from pydantic_core import to_json
 
-from netfold.train.callbacks.profiling import OverlapCallback
 from netfold.train.events import Callback, Ended, Evaluated, Noted, Started, Stepped
 from netfold.train.examples import Metric
 
@@ -41,9 +40,9 @@ class MetricsFile(Callback):
     readable, without the lost lines.
     """
 
-    def __init__(self, folder: Path, every: int = 1, exposed: OverlapCallback | None = None) -> None:
+    def __init__(self, folder: Path, every: int = 1) -> None:
         """every: steps between two lines of steps; the last step always has one."""
-        self._every, self._exposed = every, exposed
+        self._every = every
         self._seen = max((line["step"] for line in read_metrics(folder).steps), default=0)
         self._file = (folder / NAME).open("ab", buffering=0)
         try:
@@ -54,10 +53,10 @@ class MetricsFile(Callback):
             ) from None
         # The last line of a killed run may be incomplete.
         self._torn = (folder / NAME).read_bytes()[-1:] not in (b"", b"\n")
-        self._steps = self._batch = 0
+        self._steps = 0
 
     def on_start(self, event: Started) -> None:
-        self._steps, self._batch = event.steps, event.batch
+        self._steps = event.steps
         self._write(
             "started", event.step, steps=event.steps, batch=event.batch, ranks=event.ranks,
             parameters=event.parameters, metric=metric_words(event.metric), recipe=event.recipe.model_dump(),
@@ -68,7 +67,7 @@ class MetricsFile(Callback):
             return
         again = {"again": True} if event.step <= self._seen else {}
         self._seen = max(self._seen, event.step)
-        self._write("step", **step_values(event, self._batch, self._exposed), **again)
+        self._write("step", **step_values(event), **again)
 
     def on_evaluation(self, event: Evaluated) -> None:
         self._write("evaluation", event.step, values=event.values, seconds=event.seconds)
@@ -90,10 +89,9 @@ class MetricsFile(Callback):
             raise OSError(f"{NAME}: {written} of {len(raw)} bytes were written; is the disk full?")
 
 
-def step_values(event: Stepped, batch: int, overlap: OverlapCallback | None) -> dict[str, Any]:
-    """The numbers of a step, those that are known: the event's, the rate, and the estimate of `overlap`."""
-    values = {**vars(event), "samples_per_s": batch / event.seconds, "exposed": overlap and overlap.share}
-    return {name: value for name, value in values.items() if value is not None and value is not False}
+def step_values(event: Stepped) -> dict[str, Any]:
+    """The numbers of a step, those that are known."""
+    return {name: value for name, value in vars(event).items() if value is not None and value is not False}
 
 
 @dataclass

@@ -1,20 +1,17 @@
-"""Record the communication of some steps for the run's page, and estimate its exposed share while a job runs."""
+"""Record the communication of some steps for the run's page."""
 
 from __future__ import annotations
 
 import shutil
-import time
 from pathlib import Path
 
 from netfold import profile
 from netfold.profile import recording
-from netfold.profile.live import LiveOverlap
 from netfold.train.events import Callback, Ended, Started, Stepped
 
 NAME = "profile"
 # The first steps are slower: they make buffers, and measure links.
 _SKIPPED, _STEPS = 10, 50
-_EVERY_S = 0.5
 
 
 class ProfileCallback(Callback):
@@ -23,8 +20,8 @@ class ProfileCallback(Callback):
     Does nothing if the whole process is recorded already (`netfold profile run`).
     """
 
-    def __init__(self, folder: Path, rank: int) -> None:
-        self._folder, self._rank = folder / NAME, rank
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder / NAME
         self._first = self._last = 0
         self._recording: recording.Recording | None = None
 
@@ -32,7 +29,7 @@ class ProfileCallback(Callback):
         left = event.steps - event.step
         self._first = event.step + min(_SKIPPED, left // 4)
         self._last = min(self._first + _STEPS, event.steps)
-        if self._rank == 0 and recording.current() is None:
+        if event.rank == 0 and recording.current() is None:
             # Remove an earlier start's profile, which may have more ranks. No rank records before all have done a step.
             shutil.rmtree(self._folder, ignore_errors=True)
 
@@ -52,25 +49,3 @@ class ProfileCallback(Callback):
         if self._recording is not None:
             self._recording.stop()
             self._recording = None
-
-
-class OverlapCallback(Callback):
-    """Updates `share`, which other callbacks read."""
-
-    def __init__(self) -> None:
-        self.share: float | None = None
-        """Of the time of the newest steps (0.5 s or more). None: in the first 0.5 s, or without a netfold group."""
-        self._running: LiveOverlap | None = None
-        self._began_s = self._data_s = 0.0
-
-    def on_step(self, event: Stepped) -> None:
-        now_s = time.perf_counter()
-        if self._running is None:
-            # LiveOverlap observes the thread that makes it, which must be the training thread.
-            self._running, self._began_s = LiveOverlap(), now_s
-            return
-        self._data_s += event.data_s
-        if now_s - self._began_s < _EVERY_S:
-            return
-        self.share = self._running.exposed_share(self._data_s)
-        self._began_s, self._data_s = now_s, 0.0

@@ -12,7 +12,6 @@ from rich.text import Text
 
 from netfold import units
 from netfold.train.callbacks.metrics_file import read_metrics, with_unit
-from netfold.train.callbacks.profiling import OverlapCallback
 from netfold.train.events import Callback, Ended, Evaluated, Noted, Started, Stepped
 
 LIVE_S = 0.25
@@ -25,11 +24,10 @@ _NEWEST = 0.1
 class ProgressCallback(Callback):
     """Writes to stderr. The time left is that of steps, without evaluations."""
 
-    def __init__(self, folder: Path, exposed: OverlapCallback | None = None, console: Console | None = None) -> None:
-        self._folder, self._exposed = folder, exposed
+    def __init__(self, folder: Path, console: Console | None = None) -> None:
+        self._folder = folder
         self._console = console or Console(stderr=True, highlight=False, soft_wrap=True)
         self._live: Live | None = None
-        self._start: Started | None = None
         self._shown_s = 0.0
         self._step_s: float | None = None
 
@@ -61,7 +59,6 @@ class ProgressCallback(Callback):
             self._print(line)
 
     def on_evaluation(self, event: Evaluated) -> None:
-        assert self._start is not None
         metric = self._start.metric
         value = event.values[metric.name]
         self._print(
@@ -81,12 +78,10 @@ class ProgressCallback(Callback):
         self._print(f"the page: {self._folder / 'report.html'}")
 
     def _line(self, event: Stepped, step_s: float) -> str:
-        assert self._start is not None
-        start = self._start
-        share = None if self._exposed is None else self._exposed.share
+        start, exposed = self._start, "-" if event.exposed is None else f"~{event.exposed:.0%}"
         return (
             f"step {event.step:,}/{start.steps:,}  loss {event.loss:.4g}  lr {event.lr:.2e}  "
-            f"{start.batch / step_s:.4g} samples/s  exposed {'-' if share is None else f'~{share:.0%}'}  "
+            f"{start.batch / step_s:.4g} samples/s  exposed {exposed}  "
             f"{units.seconds((start.steps - event.step) * step_s)} left"
         )
 

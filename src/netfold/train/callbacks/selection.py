@@ -9,7 +9,7 @@ from pathlib import Path
 
 from netfold.extras import command
 from netfold.train.callbacks.metrics_file import MetricsFile
-from netfold.train.callbacks.profiling import OverlapCallback, ProfileCallback
+from netfold.train.callbacks.profiling import ProfileCallback
 from netfold.train.callbacks.progress import ProgressCallback
 from netfold.train.callbacks.trackers import MLflow, TensorBoard, Tracker, Wandb
 from netfold.train.events import HANDLERS, Callback, Event, Noted
@@ -28,13 +28,12 @@ def make_callbacks(recipe: Recipe, folder: Path, rank: int) -> list[Callback]:
     """
     asked = recipe.report
     # The profile is first: it must see a step's end before the other callbacks work.
-    chosen: list[Callback] = [ProfileCallback(folder, rank)] if asked.profile else []
+    chosen: list[Callback] = [ProfileCallback(folder)] if asked.profile else []
     if rank == 0:
         check_packages(recipe)
-        exposed = OverlapCallback()
-        chosen += [exposed, MetricsFile(folder, asked.every, exposed)]
-        chosen += [kind(folder, asked.every, exposed) for name, kind in _TRACKERS.items() if getattr(asked, name)]
-        chosen += [ReportCallback(folder), ProgressCallback(folder, exposed)]
+        chosen.append(MetricsFile(folder, asked.every))
+        chosen += [kind(folder, asked.every) for name, kind in _TRACKERS.items() if getattr(asked, name)]
+        chosen += [ReportCallback(folder), ProgressCallback(folder)]
     guarded: list[GuardedCallback] = []
     guarded += [GuardedCallback(each, guarded) for each in chosen]
     return list(guarded)

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from netfold.train.callbacks.metrics_file import step_values
-from netfold.train.callbacks.profiling import OverlapCallback
 from netfold.train.events import Callback, Ended, Evaluated, Noted, Started, Stepped
 
 # TensorBoard's interval of writing, which is what a killed run may lose.
@@ -23,10 +22,9 @@ _FLUSH_S = 10
 class Tracker(Callback):
     """Curves under train/ and held-out/, named as in metrics.jsonl, and notes, in a system outside of netfold."""
 
-    def __init__(self, folder: Path, every: int, overlap: OverlapCallback) -> None:
+    def __init__(self, folder: Path, every: int) -> None:
         """folder: the run's, whose name is the run's name. every: steps between two points."""
-        self._folder, self._every, self._overlap = folder, every, overlap
-        self._batch = 0
+        self._folder, self._every = folder, every
         self._started = False
 
     def _begin(self, event: Started) -> None: ...
@@ -35,13 +33,13 @@ class Tracker(Callback):
     def _finish(self, *, done: bool) -> None: ...
 
     def on_start(self, event: Started) -> None:
-        self._batch, self._started = event.batch, True
+        self._started = True
         self._begin(event)
 
     def on_step(self, event: Stepped) -> None:
         if event.step % self._every == 0:
-            values = step_values(event, self._batch, self._overlap)
-            self._log({f"train/{name}": value for name, value in values.items() if name != "step"}, event.step)
+            values = step_values(event).items()
+            self._log({f"train/{name}": value for name, value in values if name != "step"}, event.step)
 
     def on_evaluation(self, event: Evaluated) -> None:
         self._log({f"held-out/{name}": value for name, value in event.values.items()}, event.step)

@@ -135,17 +135,14 @@ def _held(name: str, layer: nn.Module) -> Layer:
     tables = [weight for part in layer.modules() if isinstance(part, Embeddings) for weight in part.parameters()]
     apart = {id(weight) for weight in (*tables, *(weight for norm in norms for weight in norm.parameters()))}
     weights = [weight for weight in layer.parameters() if id(weight) not in apart]
+    dtensors = [weight for weight in weights if isinstance(weight, DTensor)]
     return Layer(
         name,
         tuple(tuple(local(weight).shape) for weight in weights),
         tuple(norm.num_features for norm in norms),  # type: ignore[misc]
         tuple(tuple(table.shape) for table in tables),
-        sum(weight.ndim > 1 and _is_cut(weight) for weight in weights),
+        sum(weight.ndim > 1 and any(not each.is_replicate() for each in weight.placements) for weight in dtensors),
     )
-
-
-def _is_cut(weight: Tensor) -> bool:
-    return isinstance(weight, DTensor) and not all(each.is_replicate() for each in weight.placements)
 
 
 def _run(

@@ -6,9 +6,12 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import torch
+
 from netfold.plan.shared_rules import bucket_ends
 from netfold.train.explain.layers import Layer
 from netfold.train.fault_tolerance.straggler import WINDOW_STEPS
+from netfold.train.mesh import in_runs
 from netfold.train.parallel.data_parallel import BUCKET_MB
 from netfold.train.parallel.diloco import BUFFER_BYTES
 from netfold.train.recipe import Recipe
@@ -127,19 +130,17 @@ def _replicas(recipe: Recipe, stages: Sequence[Sequence[Layer]], split: Split) -
         yield from _fsdp(recipe, layers, split)
         return
     limit = (recipe.parallel.bucket_mb or BUCKET_MB) * 2**20
+    # Each table is on one rank, or cut.
     shared_out = recipe.parallel.embeddings != "replicated"
-    sizes = [_gradients(stage, shared_out) for stage in stages]
+    sizes = [
+        [math.prod(shape) * F32_BYTES for layer in stage for shape in layer.shapes(tables=not shared_out)]
+        for stage in stages
+    ]
     # A split backward pass sends all gradients of a rank in one call, after the schedule.
     together = split.pipeline > 1 and recipe.parallel.schedule in SPLIT_BACKWARD
     calls = 1 if together else sum(len(bucket_ends(reversed(each), limit)) for each in sizes)
     total = sum(map(sum, sizes))
     yield Traffic("data", "all_reduce", "gradients", data, calls, total)
-
-
-def _gradients(layers: Sequence[Layer], shared_out: bool = False) -> list[int]:
-    """Bytes of each gradient that data-parallel ranks average, f32. shared_out: each table is on one rank, or cut."""
-    shapes = [shape for layer in layers for shape in layer.shapes(tables=not shared_out)]
-    return [math.prod(shape) * F32_BYTES for shape in shapes]
 
 
 def _fsdp(recipe: Recipe, layers: Sequence[Layer], split: Split) -> Iterator[Traffic]:
@@ -150,11 +151,8 @@ def _fsdp(recipe: Recipe, layers: Sequence[Layer], split: Split) -> Iterator[Tra
     item = computed_bytes(recipe)
     units: list[tuple[int, list[tuple[int, ...]]]] = []
     for layer in layers:
-        if item == F32_BYTES:
-            units.append((item, layer.shapes()))
-        else:
-            units.append((item, layer.shapes(norms=False)))
-            units += [(F32_BYTES, [(count,), (count,)]) for count in layer.norms]
+        units.append((item, layer.shapes(norms=item == F32_BYTES)))
+        units += [(F32_BYTES, [(count,), (count,)]) for count in layer.norms if item != F32_BYTES]
     units = [(each, shapes) for each, shapes in units if shapes]
     # Rows are cut into equal runs; the last ones are padded.
     elements = [
@@ -175,14 +173,10 @@ def _fsdp(recipe: Recipe, layers: Sequence[Layer], split: Split) -> Iterator[Tra
 
 def _rounds(layers: Sequence[Layer], data: int, every: int) -> Iterator[Traffic]:
     """Weights in buffers, as parallel/diloco.py packs them, and batch norm's two statistics one by one."""
-    sizes = _gradients(layers)
-    runs, left = 0, 0
-    for size in sizes:
-        if size > left:
-            runs, left = runs + 1, BUFFER_BYTES
-        left -= size
+    weights = [torch.empty(shape, device="meta") for layer in layers for shape in layer.shapes()]
+    runs, total = len(in_runs(weights, BUFFER_BYTES)), sum(weight.nbytes for weight in weights)
     norms = [count * F32_BYTES for layer in layers for count in layer.norms for _ in range(2)]
-    yield Traffic("data", "all_reduce", "changes of weights", data, runs, sum(sizes), every)
+    yield Traffic("data", "all_reduce", "changes of weights", data, runs, total, every)
     yield Traffic("data", "all_reduce", "batch norm's statistics", data, len(norms), sum(norms), every)
 
 

@@ -87,15 +87,9 @@ def _axis(title: str, values: Sequence[float], text: Callable[[float], str], zer
 
 
 def _thinned(points: Points) -> Points:
-    together = -(-len(points) // _MOST_PLACES)
-    if together <= 1:
-        return points
+    together = max(1, -(-len(points) // _MOST_PLACES))
     kept: Points = []
     for first in range(0, len(points), together):
-        place = [(step, value) for step, value in points[first : first + together] if value is not None]
-        if not place:
-            kept.append((points[first][0], None))
-            continue
-        ends = {min(place, key=lambda each: each[1]), max(place, key=lambda each: each[1])}
-        kept += sorted(ends)
+        known = [(value, step) for step, value in points[first : first + together] if value is not None]
+        kept += sorted({(step, value) for value, step in (min(known), max(known))}) if known else [points[first]]
     return kept

@@ -42,9 +42,7 @@ def _text(line: Line) -> str:
 
 def _evaluations(metrics: Metrics) -> str:
     metric = metrics.starts[-1]["metric"]
-    units_of = {metric["name"]: metric["unit"]}
-    for name in metrics.evaluations[-1]["values"]:
-        units_of.setdefault(name, "")
+    units_of = dict.fromkeys(metrics.evaluations[-1]["values"], "") | {metric["name"]: metric["unit"]}
     columns: list[Column[Line]] = [Column("step", itemgetter("step"), units.count)]
     columns += [_value_column(name, unit) for name, unit in units_of.items()]
     columns.append(Column("took", itemgetter("seconds"), units.seconds))

@@ -56,14 +56,13 @@ def trace_module(make: Callable[[], Any], inputs: Sequence[Input], name: str = "
             module = _make(make, name or "the module")
             name = name or type(module).__name__
             once, twice = (_run(module, inputs, times, name) for times in (1, 2))
-    parts, place = _parts(once)
-    more, _ = _parts(twice)
+    parts, more = _parts(once), _parts(twice)
     if [_outline(each) for each in parts] != [_outline(each) for each in more]:
         raise TraceError(
             f"{name}: runs different operations for {2 * counts[0]} samples than for {counts[0]}, so other "
             "microbatches cannot be predicted; trace it with more samples"
         )
-    gradients = tuple(Gradient(each.numel(), place[at]) for each, at in once.gradients)
+    gradients = tuple(Gradient(each.numel(), min(at, len(parts) - 1)) for each, at in once.gradients)
     return Traced(name, counts[0], parts, more, gradients, tuple(_notes(name, once)))
 
 
@@ -108,23 +107,19 @@ def _ends(returned: Any) -> list[Tensor]:
     return [each for each in tensors(returned) if each.requires_grad]
 
 
-def _parts(watch: TraceMode) -> tuple[tuple[Part, ...], dict[int, int]]:
-    """(parts without idle stretches; the index of the part for each index of `watch.seen`)."""
-    made: list[Part] = []
-    place: dict[int, int] = {}
-    left = sum(watch.unused.values())
-    for index, (seen, (received, count)) in enumerate(zip(watch.seen, watch.received(), strict=True)):
-        if seen.worked:
-            forward, backward = seen.forward.kernels, seen.backward.kernels
-            parameters = seen.parameters + left
-            left = 0
-            made.append(Part(seen.module or "itself", forward, backward, parameters, seen.kept, received, count))
-        else:
-            left += seen.parameters
-        place[index] = max(0, len(made) - 1)
-    if made and left:
-        made[-1] = replace(made[-1], parameters=made[-1].parameters + left)
-    return tuple(made), place
+def _parts(watch: TraceMode) -> tuple[Part, ...]:
+    """Parameters that no working part has read count in the first part."""
+    made = [
+        Part(
+            each.module or "itself", each.forward.kernels, each.backward.kernels, each.parameters, each.kept, *received
+        )
+        for each, received in zip(watch.seen, watch.received(), strict=True)
+        if each.worked
+    ]
+    left = sum(watch.unused.values()) + sum(each.parameters for each in watch.seen if not each.worked)
+    if made:
+        made[0] = replace(made[0], parameters=made[0].parameters + left)
+    return tuple(made)
 
 
 def _outline(part: Part) -> tuple[object, ...]:

@@ -77,7 +77,7 @@ class TraceMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, module: nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.seen: list[TracedPart] = []
-        """Parts, in order."""
+        """Parts, in order. Only the last one may be idle."""
         self.gradients: list[tuple[Tensor, int]] = []
         """(parameter, index of the part that completed its gradient), in the order of the backward pass."""
         self.custom: set[str] = set()
@@ -100,21 +100,18 @@ class TraceMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     @contextlib.contextmanager
     def hooked(self) -> Iterator[None]:
         """Inside, record calls of modules, saved tensors, completed gradients and operations."""
-        handles: list[Any] = []
-        for name, module in self._module.named_modules():
-            # First, since hooks of tensor parallelism communicate.
-            handles.append(module.register_forward_pre_hook(lambda *_, name=name: self._enter(name), prepend=True))
-            handles.append(module.register_forward_hook(lambda *_: self._leave()))
-        for parameter in self._module.parameters():
-            if parameter.requires_grad:
-                hook = parameter.register_post_accumulate_grad_hook
-                handles.append(hook(lambda each: self.gradients.append((each, self._at))))  # type: ignore[no-untyped-call]
-        try:
+        with contextlib.ExitStack() as hooks:
+            for name, module in self._module.named_modules():
+                # First, since hooks of tensor parallelism communicate.
+                enter = module.register_forward_pre_hook(lambda *_, name=name: self._enter(name), prepend=True)
+                hooks.enter_context(enter)
+                hooks.enter_context(module.register_forward_hook(lambda *_: self._leave()))
+            for parameter in self._module.parameters():
+                if parameter.requires_grad:
+                    hook = parameter.register_post_accumulate_grad_hook
+                    hooks.enter_context(hook(lambda each: self.gradients.append((each, self._at))))  # type: ignore[no-untyped-call]
             with torch.autograd.graph.saved_tensors_hooks(self._keep, lambda saved: saved), self:
                 yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
     def received(self) -> list[tuple[TensorSize, int]]:
         """For each part: the size and number of earlier tensors that the part or a later part reads."""
@@ -186,7 +183,9 @@ class TraceMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _begin(self) -> None:
         node = torch._C._autograd._get_sequence_nr()
         if self.seen and not self.seen[-1].worked:
-            self.seen[-1] = TracedPart(self._path[-1], self.seen[-1].node)
+            # It may have read a parameter through a view.
+            idle = self.seen[-1]
+            self.seen[-1] = TracedPart(self._path[-1], idle.node, parameters=idle.parameters)
         else:
             self.seen.append(TracedPart(self._path[-1], node))
         self._at = len(self.seen) - 1
