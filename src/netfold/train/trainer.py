@@ -89,8 +89,8 @@ class Trainer:
         without_decay = undecayed(self.model.module)
         self.replica = parallelise(self.model, recipe, self.mesh, self.data.train)
         self.optimizer = make_optimizer(self.replica, recipe, self.mesh, without_decay)
-        self._island = self.mesh.island() if recipe.diloco is not None else None
-        self.update = OptimizerStep(self.replica, self.optimizer, recipe, self.mesh, self._island)
+        self.update = OptimizerStep(self.replica, self.optimizer, recipe, self.mesh)
+        self._island = self.update.island
         self._round: list[StepVote] = []
         self._round_problems: list[str] = []
         """Under [diloco]: this island's votes of the round's steps, and the reasons of steps that were left out."""
