@@ -203,11 +203,11 @@ def gradients_in_stages(name: str, parallel: dict[str, Any], **sections: Any) ->
     """The gradients of this rank's part, computed twice. The evaluation between must not change them."""
     import torch
     from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
     from netfold.train import Batch, Recipe
     from netfold.train.mesh import Mesh
     from netfold.train.parallel import parallelise
-    from netfold.train.parallel.tensor import ColwiseLinear, RowwiseLinear
     from netfold.train.shards import as_shard
 
     def whole(weight: Any) -> Any:
@@ -219,7 +219,7 @@ def gradients_in_stages(name: str, parallel: dict[str, Any], **sections: Any) ->
     model, examples = model_and_examples(name)
     if name == "mlp":
         paths = [f"layers.{block}" for block in model.module.layers]
-        plan = {f"{path}.0": ColwiseLinear() for path in paths} | {f"{path}.2": RowwiseLinear() for path in paths}
+        plan = {f"{path}.0": ColwiseParallel() for path in paths} | {f"{path}.2": RowwiseParallel() for path in paths}
         model = dataclasses.replace(model, tensor_plan=lambda style, sequence: plan)
     before = torch.get_rng_state()
     replica = parallelise(model, recipe, mesh, examples)

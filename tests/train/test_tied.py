@@ -53,9 +53,9 @@ def tied_model(layers: int) -> Any:
     chain = Chain([(f"layer{number}", each) for number, each in enumerate(made)])
 
     def plan(style: str, sequence: bool) -> dict[str, Any]:
-        from netfold.train.parallel.tensor import ColwiseLinear
+        from torch.distributed.tensor.parallel import ColwiseParallel
 
-        return {"layers.layer0.linear": ColwiseLinear()}
+        return {"layers.layer0.linear": ColwiseParallel()}
 
     return Model(chain, functional.mse_loss, plan)
 

@@ -21,7 +21,7 @@ from netfold.train.mesh import Mesh
 from netfold.train.model import Replica
 from netfold.train.parallel.diloco import DiLoCoRounds
 from netfold.train.recipe import Recipe
-from netfold.train.shards import local, pieces, settle, square_sum
+from netfold.train.shards import axes, local, settle, square_sum
 
 # kind -> parameter -> key -> tensor
 States = Mapping[str, Mapping[Tensor, dict[str, Any]]]
@@ -30,22 +30,15 @@ States = Mapping[str, Mapping[Tensor, dict[str, Any]]]
 class OptimizerStep:
     """Steps one optimizer. All methods but the dictionaries of the state are collective over the world."""
 
-    def __init__(
-        self,
-        replica: Replica,
-        optimizer: torch.optim.Optimizer,
-        recipe: Recipe,
-        mesh: Mesh,
-        island: dist.ProcessGroup | None = None,
-    ) -> None:
-        """island: `Mesh.island`, which `diloco` needs; made here if not given. Collective over the world."""
+    def __init__(self, replica: Replica, optimizer: torch.optim.Optimizer, recipe: Recipe, mesh: Mesh) -> None:
+        """Collective over the world."""
         self.optimizer = optimizer
         # Its default group is that of the time of import.
         self._scaler = ShardedGradScaler("cpu", enabled=recipe.training.precision == "f16", process_group=None)
         limit, diloco = recipe.training.clip, recipe.diloco
-        if diloco is not None and island is None:
-            island = mesh.island()
-        self._clip = Clip(replica, limit, mesh, island=island) if limit is not None else None
+        self.island = mesh.island() if diloco is not None else None
+        """Under `diloco` the ranks of this rank's copy of the model, which train independently within a round."""
+        self._clip = Clip(replica, limit, mesh, island=self.island) if limit is not None else None
         self._rounds = DiLoCoRounds(replica, diloco, mesh.data) if diloco is not None else None
         self._data_rank = mesh.data.rank
         self.skipped = False
@@ -131,7 +124,8 @@ class Clip:
         island: the ranks of this rank's copy of the model (`Mesh.island`), if each copy has its own gradients and norm.
         """
         self._replica, self._limit, self._group = replica, limit, island
-        here = {name: pieces(held) for name, held in replica.named_parameters()}
+        # The number of pieces of each whole parameter.
+        here = {name: math.prod(axis.size() for axis in axes(held)) for name, held in replica.named_parameters()}
         everywhere: list[tuple[int, dict[str, int]]] = [(0, {})] * dist.get_world_size()
         dist.all_gather_object(everywhere, (mesh.data.rank, here))
         together = [held for rank, held in everywhere if island is None or rank == mesh.data.rank]

@@ -7,13 +7,15 @@ weights are cut (ZeRO), FSDP2 casts the gathered weights, and reduces in f32.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import contextlib
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils.hooks import RemovableHandle
 
 DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
@@ -39,21 +41,18 @@ class Precision:
         """
         if self.name == "f32":
             return []
-        parts = [part for part in module.modules() if not keeps_statistics(part)]
-        for part in parts:
-            for buffer in part.buffers(recurse=False):
-                if buffer.is_floating_point():
-                    buffer.data = buffer.data.to(self.dtype)
+        lower: dict[str, nn.Parameter] = {}
+        for path, part in module.named_modules(remove_duplicate=False):
+            if not keeps_statistics(part):
+                lower |= dict(part.named_parameters(path, recurse=False, remove_duplicate=False))
+                for buffer in part.buffers(recurse=False):
+                    if buffer.is_floating_point():
+                        buffer.data = buffer.data.to(self.dtype)
 
-        def copies(_module: nn.Module) -> Iterable[tuple[nn.Module, str, Tensor]]:
+        def copies(_module: nn.Module) -> dict[str, Tensor]:
             # A parameter that two modules share is copied once.
-            made: dict[nn.Parameter, Tensor] = {}
-            for part in parts:
-                for name, parameter in part.named_parameters(recurse=False):
-                    if parameter.is_floating_point():
-                        if parameter not in made:
-                            made[parameter] = parameter.to(self.dtype)
-                        yield part, name, made[parameter]
+            made = {each: each.to(self.dtype) for each in dict.fromkeys(lower.values()) if each.is_floating_point()}
+            return {name: made.get(each, each) for name, each in lower.items()}
 
         return substitute_parameters(module, copies)
 
@@ -75,31 +74,23 @@ class Precision:
 
 
 def substitute_parameters(
-    module: nn.Module, tensors: Callable[[nn.Module], Iterable[tuple[nn.Module, str, Tensor]]]
+    module: nn.Module, tensors: Callable[[nn.Module], dict[str, Tensor]]
 ) -> list[RemovableHandle]:
-    """Hide parameters of `module` by other tensors whenever it computes. The parameters stay registered.
+    """Replace parameters of `module` by other tensors whenever it computes.
 
-    tensors: the module -> (a part of the module, its parameter's name, the tensor) for each substitute of one pass. A
-    substitute that is attached later is in place earlier. Returns the hooks.
+    tensors: the module -> the substitutes of one pass, by the parameters' names. A substitute that is attached later is
+    in place earlier. Returns the hooks.
     """
-    hidden: list[tuple[nn.Module, str, Any]] = []
-
-    def hide(module: nn.Module, _inputs: Any) -> None:
-        for part, name, tensor in tensors(module):
-            # An attribute of the object hides a parameter of the same name. Another substitute may be there already.
-            hidden.append((part, name, part.__dict__.get(name)))
-            part.__dict__[name] = tensor
-
-    def restore(_module: nn.Module, _inputs: Any, _output: Any) -> None:
-        while hidden:
-            part, name, before = hidden.pop()
-            part.__dict__.pop(name, None)
-            if before is not None:
-                part.__dict__[name] = before
-
+    replaced = contextlib.ExitStack()
     return [
-        module.register_forward_pre_hook(hide, prepend=True),
-        module.register_forward_hook(restore, always_call=True),
+        module.register_forward_pre_hook(
+            # Restored in reverse order: a part of the module may have several names.
+            lambda module, _: replaced.enter_context(
+                _reparametrize_module(module, tensors(module), stack_weights=True)
+            ),
+            prepend=True,
+        ),
+        module.register_forward_hook(lambda *_: replaced.close(), always_call=True),
     ]
 
 

@@ -5,7 +5,6 @@ A parameter that is cut is a DTensor, or a plain tensor with the same `_spec` (`
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -49,11 +48,6 @@ def axes(parameter: Tensor) -> list[dist.ProcessGroup]:
     ]
 
 
-def pieces(parameter: Tensor) -> int:
-    """The number of pieces of the whole parameter."""
-    return math.prod(axis.size() for axis in axes(parameter))
-
-
 def settle(parameters: Iterable[nn.Parameter]) -> None:
     """Give every gradient the placements of its parameter.
 
@@ -74,16 +68,16 @@ def square_sum(tensor: Tensor) -> Tensor:
     return norm.square()
 
 
-def whole_norms(tensors: Sequence[Tensor], cut: Sequence[Sequence[dist.ProcessGroup]]) -> list[float]:
+def whole_norms(tensors: Sequence[Tensor], parameters: Sequence[Tensor]) -> list[float]:
     """The 2-norm of each whole tensor, the same on every rank that holds a part of it.
 
-    cut: the groups among which each tensor was cut (`axes`). Cost: for each axis that cuts any tensor, one all_reduce
+    parameters: for each tensor one that is cut alike. Cost: for each axis that cuts any tensor, one all_reduce
     of 8 bytes for each such tensor. All ranks of the axis must pass parts of the same tensors, in the same order.
     """
     sums = torch.stack([square_sum(tensor) for tensor in tensors]) if tensors else torch.zeros(0, dtype=torch.float64)
     along: dict[dist.ProcessGroup, list[int]] = {}
-    for index, groups in enumerate(cut):
-        for group in groups:
+    for index, parameter in enumerate(parameters):
+        for group in axes(parameter):
             along.setdefault(group, []).append(index)
     for group, indices in along.items():
         chosen = torch.tensor(indices, device=sums.device)

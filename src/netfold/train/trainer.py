@@ -16,6 +16,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from netfold.profile.live import LiveOverlap
 from netfold.train.datasets import make_data
@@ -24,7 +25,6 @@ from netfold.train.events import HANDLERS, Callback, Ended, Evaluated, Event, No
 from netfold.train.examples import Batch, Data, Panel
 from netfold.train.fault_tolerance.bad_examples import BadExampleReplacer
 from netfold.train.fault_tolerance.policies import (
-    Buffers,
     NonFinite,
     NonFiniteError,
     abort_groups,
@@ -93,8 +93,8 @@ class Trainer:
         without_decay = undecayed(self.model.module)
         self.replica = parallelise(self.model, recipe, self.mesh, self.data.train)
         self.optimizer = make_optimizer(self.replica, recipe, self.mesh, without_decay)
-        self._island = self.mesh.island() if recipe.diloco is not None else None
-        self.update = OptimizerStep(self.replica, self.optimizer, recipe, self.mesh, self._island)
+        self.update = OptimizerStep(self.replica, self.optimizer, recipe, self.mesh)
+        self._island = self.update.island
         self._round: list[StepVote] = []
         self._round_problems: list[str] = []
         """Under [diloco]: this island's votes of the round's steps, and the reasons of steps that were left out."""
@@ -113,7 +113,10 @@ class Trainer:
             shared = self.mesh.pipeline.size * self.mesh.tensor.size > 1
             self._replacer = BadExampleReplacer(self.data.train, self.mesh.island() if shared else None)
         self._non_finite = NonFinite(recipe.fault_tolerance)
-        self._buffers = Buffers(self.replica.modules) if recipe.fault_tolerance.non_finite == "skip" else None
+        skips = recipe.fault_tolerance.non_finite == "skip"
+        self._buffers = [buffer for each in self.replica.modules for buffer in each.buffers() if skips]
+        self._buffers_before: list[Tensor] = []
+        """Running means, and their values before the step, which are restored if the step is left out."""
         self._straggler: Straggler | None = None
         if self.mesh.data.size > 1:
             self._straggler = Straggler(self.replica.modules, recipe.fault_tolerance, self.mesh)
@@ -224,8 +227,7 @@ class Trainer:
         )
         lr = learning_rate(self.recipe.optimizer.lr, self.recipe.schedule, self.step, self.steps, self.batch)
         self.optimizer.zero_grad()
-        if self._buffers is not None:
-            self._buffers.save()
+        self._buffers_before = [buffer.clone() for buffer in self._buffers]
         loss = self.replica.gradients(batch, self.update.loss_scale)
         gradients_s = time.perf_counter()
         # f16 scales its losses until gradients overflow: OptimizerStep handles that.
@@ -286,8 +288,8 @@ class Trainer:
 
     def _leave_out(self, problem: str) -> bool:
         """Handle a step with bad numbers. True: it counts as done. False: training is back at the last checkpoint."""
-        if self._buffers is not None:
-            self._buffers.restore()
+        if self._buffers:
+            torch._foreach_copy_(self._buffers, self._buffers_before)
         if self._island is not None:
             # Other islands do not know of it, and wait for no rank before the end of the round.
             self._round_problems.append(problem)

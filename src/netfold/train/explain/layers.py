@@ -16,7 +16,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor
 
 from netfold.plan.model import Pass
 from netfold.train.examples import Batch
@@ -24,7 +23,7 @@ from netfold.train.model import Chain, Model
 from netfold.train.parallel.embeddings import Embeddings
 from netfold.train.parallel.tensor import cut_along, localise
 from netfold.train.precision import DTYPES, keeps_statistics
-from netfold.train.shards import local
+from netfold.train.shards import axes, local
 from netfold.train.trace.tracer import Ran, TracedPart, TraceMode, tensors
 
 Shape = tuple[int, ...]
@@ -135,13 +134,12 @@ def _held(name: str, layer: nn.Module) -> Layer:
     tables = [weight for part in layer.modules() if isinstance(part, Embeddings) for weight in part.parameters()]
     apart = {id(weight) for weight in (*tables, *(weight for norm in norms for weight in norm.parameters()))}
     weights = [weight for weight in layer.parameters() if id(weight) not in apart]
-    dtensors = [weight for weight in weights if isinstance(weight, DTensor)]
     return Layer(
         name,
         tuple(tuple(local(weight).shape) for weight in weights),
         tuple(norm.num_features for norm in norms),  # type: ignore[misc]
         tuple(tuple(table.shape) for table in tables),
-        sum(weight.ndim > 1 and any(not each.is_replicate() for each in weight.placements) for weight in dtensors),
+        sum(weight.ndim > 1 and bool(axes(weight)) for weight in weights),
     )
 
 

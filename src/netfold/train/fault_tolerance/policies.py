@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import math
 import socket
-from collections.abc import Iterable
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from netfold.train.examples import BadExampleError, Batch
 from netfold.train.fault_tolerance.stop import PolicyStopError
@@ -113,23 +112,6 @@ def abort_groups(mesh: Mesh, error: Exception) -> None:
         # Other backends detect the end of the process.
         if hasattr(group, "netfold"):
             group.netfold.abort(str(error))
-
-
-class Buffers:
-    """A copy of the modules' buffers (running means), which a forward pass changes; restored if a step is left out."""
-
-    def __init__(self, modules: Iterable[nn.Module]) -> None:
-        self._buffers = [buffer for module in modules for buffer in module.buffers()]
-        self._copies = [torch.empty_like(buffer) for buffer in self._buffers]
-
-    def save(self) -> None:
-        for copy, buffer in zip(self._copies, self._buffers, strict=True):
-            copy.copy_(buffer)
-
-    def restore(self) -> None:
-        with torch.no_grad():
-            for copy, buffer in zip(self._copies, self._buffers, strict=True):
-                buffer.copy_(copy)
 
 
 def _values(gradient: Tensor) -> Tensor:

@@ -9,10 +9,10 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.tensor import Placement, Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from torch.nn import functional
 
 from netfold.train.model import Chain, Model, Style, TensorPlan
-from netfold.train.parallel.tensor import ColwiseLinear, RowwiseLinear
 
 
 def linear_stack(widths: Sequence[int]) -> Model:
@@ -67,6 +67,6 @@ def stack_plan(
     between = [Replicate() if style == "alternating" and first else Shard(-1) for first in colwise[1:]]
     places = itertools.pairwise([source or Replicate(), *between, result or Replicate()])
     return {
-        path: (ColwiseLinear if first else RowwiseLinear)(*ends)
-        for path, first, ends in zip(paths, colwise, places, strict=True)
+        path: (ColwiseParallel if first else RowwiseParallel)(input_layouts=start, output_layouts=end)
+        for path, first, (start, end) in zip(paths, colwise, places, strict=True)
     }

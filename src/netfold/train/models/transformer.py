@@ -13,14 +13,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import Placement, Replicate, Shard
-from torch.distributed.tensor.parallel import PrepareModuleInput, SequenceParallel
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    PrepareModuleOutput,
+    RowwiseParallel,
+    SequenceParallel,
+)
 from torch.nn import functional
 
 from netfold.train.model import Chain, Model, Style, TensorPlan
 from netfold.train.models.linear import class_loss, named
-from netfold.train.parallel.tensor import ColwiseLinear, RowwiseLinear, ShardSequence
-
-_PROJECTIONS = ("query", "key", "value")
+from netfold.train.parallel.tensor import in_units
 
 
 def gpt(
@@ -113,23 +117,31 @@ def transformer_plan(layers: int, head_width: int) -> TensorPlan:
     whole, cut = Replicate(), Shard(-1)
 
     def plan(style: Style, sequence: bool) -> Mapping[str, Any]:
-        first: Any = RowwiseLinear if style == "rowwise" else ColwiseLinear
-        second: Any = ColwiseLinear if style == "colwise" else RowwiseLinear
+        first = RowwiseParallel if style == "rowwise" else ColwiseParallel
+        second = ColwiseParallel if style == "colwise" else RowwiseParallel
         between = Shard(1) if sequence else whole
         # Query, key and value take one input, prepared once, so that its gradients are added up before communication.
         taken = cut if style == "rowwise" else whole
         block = {
             "attention": _prepared(between, taken),
-            **{f"attention.{name}": first(taken, cut, unit=head_width, units="heads") for name in _PROJECTIONS},
-            "attention.out": second(cut, between),
-            "mlp.up": first(whole, cut),
-            "mlp.down": second(cut, between),
+            **{
+                f"attention.{name}": in_units(first(input_layouts=taken, output_layouts=cut), head_width, "heads")
+                for name in ("query", "key", "value")
+            },
+            "attention.out": second(input_layouts=cut, output_layouts=between),
+            "mlp.up": first(input_layouts=whole, output_layouts=cut),
+            "mlp.down": second(input_layouts=cut, output_layouts=between),
         }
         outside: dict[str, Any] = {}
         if sequence:
             block |= {"mlp": _prepared(between, whole), "attention_norm": _norm(), "mlp_norm": _norm()}
-            outside = {"embedding": ShardSequence(), "head.norm": _norm()}
-            outside["head.logits"] = _prepared(between, whole, local=True)
+            # From the embedding on, operations on single tokens (norms, skips) are not repeated on every rank
+            # (Korthikanti et al. 2022, section 4.2). The cut needs no communication; its gradient is gathered.
+            outside = {
+                "embedding": PrepareModuleOutput(output_layouts=whole, desired_output_layouts=between),
+                "head.norm": _norm(),
+                "head.logits": _prepared(between, whole, local=True),
+            }
         blocks = {f"block{number}.{path}": how for number in range(layers) for path, how in block.items()}
         return {f"layers.{path}": how for path, how in (blocks | outside).items()}
 

@@ -41,8 +41,7 @@ class LayerWise(Optimizer, ABC):
         layers = [w for w in held if w.ndim > 1]
         # An empty tensor for missing gradients.
         others = [directions[w] if w in directions else local(w).new_zeros(0) for w in layers]
-        cut = [axes(w) for w in layers]
-        found = whole_norms([*layers, *others], [*cut, *cut])
+        found = whole_norms([*layers, *others], [*layers, *layers])
         norms = dict(zip(layers, zip(found[: len(layers)], found[len(layers) :], strict=True), strict=True))
         for w, direction in directions.items():
             weight, other = norms.get(w, (0.0, 0.0))

@@ -17,13 +17,7 @@ from netfold.train.mesh import Mesh
 from netfold.train.model import EqualWeights, Model, Replica
 from netfold.train.parallel import embeddings, tensor
 from netfold.train.parallel.batch_norm import convert_batch_norm
-from netfold.train.parallel.data_parallel import (
-    broadcast_buffers,
-    reshard,
-    send_gradients,
-    wrap_data_parallel,
-    zero_level,
-)
+from netfold.train.parallel.data_parallel import evaluating, send_gradients, wrap_data_parallel, zero_level
 from netfold.train.parallel.pipeline import Pipelined
 from netfold.train.parallel.pipeline_plan import Plan
 from netfold.train.precision import Precision
@@ -75,17 +69,9 @@ class Unpipelined:
         return total
 
     def outputs(self, batch: Batch) -> Tensor:
-        module = self.modules[0]
-        if self._buffers_differ:
-            broadcast_buffers(module, self._mesh)
+        with evaluating(self.modules, self._mesh, buffers_differ=self._buffers_differ):
             self._buffers_differ = False
-        module.eval()
-        try:
-            with torch.no_grad():
-                return self._precision.output(module(*self._precision.inputs(batch.inputs)))
-        finally:
-            module.train()
-            reshard(module)
+            return self._precision.output(self.modules[0](*self._precision.inputs(batch.inputs)))
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         return self.modules[0].named_parameters()

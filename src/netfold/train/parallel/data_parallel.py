@@ -8,6 +8,10 @@ frees them in between and gathers them again: it sends half as much again, and n
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator, Sequence
+
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -45,14 +49,28 @@ def zero_level(recipe: Recipe, mesh: Mesh) -> int:
     return recipe.parallel.zero if mesh.data.size > 1 else 0
 
 
-def broadcast_buffers(module: nn.Module, mesh: Mesh) -> None:
-    """Copy the buffers of the first data-parallel rank: each rank's batch norms have seen only their own share.
+@contextlib.contextmanager
+def evaluating(modules: Sequence[nn.Module], mesh: Mesh, *, buffers_differ: bool) -> Iterator[None]:
+    """Inside, the modules are in evaluation mode, and compute without gradients.
 
-    Collective over the data axis.
+    buffers_differ: copy those of the first data-parallel rank, because each rank's batch norms have seen only their own
+    share. Collective over the data axis then.
     """
-    if mesh.data.size > 1:
-        for buffer in module.buffers():
+    for module in modules:
+        for buffer in module.buffers() if buffers_differ and mesh.data.size > 1 else ():
             dist.broadcast(buffer, group=mesh.data.group, group_src=0)
+        module.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for module in modules:
+            module.train()
+            # ZeRO 1 and 2 keep gathered weights until a backward pass. Without one, the next pass would compute with
+            # weights from before the optimizer's step.
+            for part in module.modules():
+                if isinstance(part, FSDPModule):
+                    part.reshard()
 
 
 def send_gradients(module: nn.Module, on: bool) -> None:
@@ -63,21 +81,11 @@ def send_gradients(module: nn.Module, on: bool) -> None:
         module.set_requires_gradient_sync(on)
 
 
-def reshard(module: nn.Module) -> None:
-    """Free gathered weights after a forward pass that no backward pass followed (ZeRO 1 and 2 keep them until then).
-
-    Otherwise the next pass would compute with weights from before the optimizer's step.
-    """
-    for part in module.modules():
-        if isinstance(part, FSDPModule):
-            part.reshard()
-
-
 def _wrap_ddp(module: nn.Module, mesh: Mesh, bucket_mb: float) -> DistributedDataParallel:
     """`module` under DDP over the data axis; collective over it.
 
     Gradients are views of the buckets, and need no other memory. Buffers are not sent before each forward pass:
-    training does not read batch norm's statistics, and evaluations broadcast them (`broadcast_buffers`).
+    training does not read batch norm's statistics, and evaluations broadcast them (`evaluating`).
     """
     exclude_from_ddp(module)
     ddp = DistributedDataParallel(

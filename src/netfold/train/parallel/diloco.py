@@ -5,8 +5,11 @@ DiLoCo: Douillard et al. 2023, algorithm 1. With lr 1 and momentum 0 it is local
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from netfold.train.mesh import Axis, all_reduce_together, in_runs
 from netfold.train.model import Replica
@@ -35,7 +38,9 @@ class DiLoCoRounds:
         # The round's initial weights -> the weights.
         self._weights = {weight.clone(): weight for weight in weights}
         self._outer = torch.optim.SGD(list(self._weights), asked.lr, asked.momentum, nesterov=asked.momentum > 0)
-        self.state = {held: self._outer.state[start] for held, start in zip(parameters, self._weights, strict=True)}
+        self.state: dict[Tensor, dict[str, Any]] = {
+            held: self._outer.state[start] for held, start in zip(parameters, self._weights, strict=True)
+        }
         """Of the outer optimizer, for each parameter. Between rounds the weights are the round's initial weights."""
         self.between = True
         """No round has begun: data-parallel ranks hold the same weights."""

@@ -22,7 +22,7 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from netfold.train.examples import Batch
 from netfold.train.mesh import Mesh, all_reduce_together, own_group
 from netfold.train.model import Chain, Model, tied_names
-from netfold.train.parallel.data_parallel import broadcast_buffers, reshard, wrap_data_parallel
+from netfold.train.parallel.data_parallel import evaluating, wrap_data_parallel
 from netfold.train.parallel.pipeline_plan import Plan
 from netfold.train.precision import Precision
 from netfold.train.recipe import Recipe
@@ -116,18 +116,9 @@ class Pipelined:
 
     def outputs(self, batch: Batch) -> Tensor | None:
         self._check(batch)
-        for module in self.modules:
-            if self._buffers_differ:
-                broadcast_buffers(module, self._mesh)
-            module.eval()
-        self._buffers_differ = False
-        try:
-            with torch.no_grad(), _plain_errors():
-                output: Tensor | None = self._schedule.eval(*self._inputs_of(batch), target=self._target(batch))
-        finally:
-            for module in self.modules:
-                module.train()
-                reshard(module)
+        with evaluating(self.modules, self._mesh, buffers_differ=self._buffers_differ), _plain_errors():
+            self._buffers_differ = False
+            output: Tensor | None = self._schedule.eval(*self._inputs_of(batch), target=self._target(batch))
         return self._precision.output(output) if output is not None else None
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:

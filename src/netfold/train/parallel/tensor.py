@@ -6,19 +6,19 @@ output. *Rowwise* (the talk's column-wise): a rank has some columns of the store
 computes a summand of the output. A colwise layer before a rowwise layer needs no communication between the two
 (Shoeybi et al. 2019, section 3).
 
-The model says how each layer is cut (`Model.tensor_plan`), in the styles below or in torch's.
+The model says how each layer is cut (`Model.tensor_plan`), in torch's styles. A colwise layer cuts weight and bias; a
+rowwise layer's bias is whole, and added once.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -35,66 +35,13 @@ from netfold.train.recipe.errors import RecipeError
 from netfold.train.shards import as_shard, plain_part
 
 
-class _Linear(ParallelStyle):
-    """The arguments that netfold adds to torch's two styles of linear layers."""
+def in_units(style: ParallelStyle, outputs: int, name: str) -> ParallelStyle:
+    """Let `style` cut a linear layer's outputs only between units of so many `outputs`, such as heads.
 
-    def __init__(
-        self,
-        source: Placement | None = None,
-        result: Placement | None = None,
-        *,
-        unit: int = 1,
-        units: str = "outputs",
-    ) -> None:
-        super().__init__(input_layouts=source, output_layouts=result)  # type: ignore[call-arg]
-        self.unit, self.units = unit, units
-
-
-class ColwiseLinear(_Linear, ColwiseParallel):
-    """A linear layer's weight and bias cut along the outputs.
-
-    source: the input's placement, `Replicate()` (whole) or `Shard(-1)` (an all_gather, and a reduce_scatter of its
-    gradient).
-    result: the output's placement, `Shard(-1)` or `Replicate()` (an all_gather).
-    unit: outputs that must stay together on one rank, such as those of a head. units: the name to count them by.
+    name: of the units, for errors.
     """
-
-
-class RowwiseLinear(_Linear, RowwiseParallel):
-    """A linear layer's weight cut along the inputs; its bias is whole, and added once.
-
-    source: the input's placement, `Shard(-1)` or `Replicate()` (each rank takes its share; an all_gather of its
-    gradient).
-    result: the output's placement, `Replicate()` (an all_reduce), or `Shard` of a dimension (a reduce_scatter, and an
-    all_gather of the gradient).
-    unit, units: as in `ColwiseLinear`, if the result is cut along the outputs.
-    """
-
-
-class ShardSequence(PrepareModuleOutput):
-    """Cut a module's output, [n, s, ...] and whole on every rank, to this rank's part of the sequence.
-
-    No communication; an all_gather of its gradient. From here on, operations on single tokens (norms, skips) are not
-    repeated on every rank (Korthikanti et al. 2022, section 4.2).
-    """
-
-    def __init__(self) -> None:
-        super().__init__(output_layouts=Replicate(), desired_output_layouts=Shard(1))
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        module.register_forward_hook(lambda _module, _inputs, whole: self.check(whole, device_mesh.size()))
-        return super()._apply(module, device_mesh)
-
-    @staticmethod
-    def check(whole: Tensor, ranks: int) -> None:
-        """Raise RecipeError if DTensor would cut unequal parts: the local tensors must be equal in size."""
-        if whole.shape[1] % ranks:
-            raise RecipeError(
-                [
-                    f"parallel.sequence: a sequence of {whole.shape[1]} cannot be cut into parallel.tensor = {ranks} "
-                    "equal parts; change its length (context) or parallel.tensor"
-                ]
-            )
+    style.unit = outputs, name  # type: ignore[attr-defined]
+    return style
 
 
 def cut(model: Model, parallel: Parallel, mesh: Mesh) -> None:
@@ -107,6 +54,7 @@ def cut(model: Model, parallel: Parallel, mesh: Mesh) -> None:
     styles = styles_of(model, parallel)
     if mesh.tensor.size == 1:
         return
+    check_sequences(model.module, styles, mesh.tensor.size)
     axis = mesh.device_mesh["tensor"]
     shared = tied_names(model.module)
     cut_along(model.module, styles, axis)
@@ -138,23 +86,24 @@ def styles_of(model: Model, parallel: Parallel) -> Mapping[str, Any]:
     return styles
 
 
-@contextlib.contextmanager
-def sequences_checked(module: nn.Module, styles: Mapping[str, Any], ranks: int) -> Iterator[None]:
-    """Inside, check the outputs of the whole `module` against its future cuts along the sequence.
+def check_sequences(module: nn.Module, styles: Mapping[str, Any], ranks: int) -> None:
+    """From now on a pass raises RecipeError if a module's output cannot be cut equally along the sequence.
 
-    styles: of `styles_of`. Raises as ShardSequence.check does.
+    module: the whole. styles: of `styles_of`. The local tensors must be equal in size, but DTensor would cut any.
     """
 
-    def look(_layer: nn.Module, _inputs: Any, output: Tensor) -> None:
-        ShardSequence.check(output, ranks)
+    def check(_module: nn.Module, _inputs: Any, whole: Tensor) -> None:
+        if whole.shape[1] % ranks:
+            raise RecipeError(
+                [
+                    f"parallel.sequence: a sequence of {whole.shape[1]} cannot be cut into parallel.tensor = {ranks} "
+                    "equal parts; change its length (context) or parallel.tensor"
+                ]
+            )
 
-    cut = [path for path, style in styles.items() if isinstance(style, ShardSequence)]
-    hooks = [module.get_submodule(path).register_forward_hook(look) for path in cut]
-    try:
-        yield
-    finally:
-        for each in hooks:
-            each.remove()
+    for path, style in styles.items():
+        if isinstance(style, PrepareModuleOutput) and style.desired_output_layouts == (Shard(1),):
+            module.get_submodule(path).register_forward_hook(check)
 
 
 def cut_along(module: nn.Module, styles: Mapping[str, Any], axis: DeviceMesh) -> None:
@@ -180,20 +129,19 @@ def localise(module: nn.Module) -> None:
             substitute_parameters(layer, functools.partial(_as_dtensors, cut))
 
 
-def _as_dtensors(cut: Mapping[str, Tensor], layer: nn.Module) -> Iterable[tuple[nn.Module, str, Tensor]]:
-    for name, part in cut.items():
-        # The parameter may be hidden by a copy in a lower precision (`Precision.use_lower_copies`).
-        yield layer, name, as_shard(part, getattr(layer, name))
+def _as_dtensors(cut: Mapping[str, Tensor], layer: nn.Module) -> dict[str, Tensor]:
+    # The parameter may be replaced by a copy in a lower precision (`Precision.use_lower_copies`).
+    return {name: as_shard(part, getattr(layer, name)) for name, part in cut.items()}
 
 
 def _check(path: str, module: nn.Module, style: Any, ranks: int) -> None:
     """Raise ValueError if the parts would be unequal: the local tensors must be equal in size."""
     if not isinstance(module, nn.Linear):
         return
-    row, column = isinstance(style, ColwiseParallel), isinstance(style, RowwiseParallel)
-    outputs = row or (column and style.output_layouts == (Shard(-1),))
-    unit, units = (style.unit, style.units) if isinstance(style, ColwiseLinear | RowwiseLinear) else (1, "outputs")
-    for asked, count, what in ((outputs, module.out_features // unit, units), (column, module.in_features, "inputs")):
+    rowwise = isinstance(style, RowwiseParallel)
+    outputs = isinstance(style, ColwiseParallel) or (rowwise and style.output_layouts == (Shard(-1),))
+    unit, units = getattr(style, "unit", (1, "outputs"))
+    for asked, count, what in ((outputs, module.out_features // unit, units), (rowwise, module.in_features, "inputs")):
         if asked and count % ranks:
             raise ValueError(
                 f"parallel.tensor = {ranks}: {path} has {count} {what}, which {ranks} ranks cannot divide equally; "

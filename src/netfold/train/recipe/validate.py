@@ -157,13 +157,11 @@ def _computed(recipe: Recipe, model: Model, numbers: Sequence[Tensor]) -> list[i
 
     Raises RecipeError if sequences cannot be cut as planned.
     """
-    try:
+    with contextlib.suppress(ValueError):  # `_parallelism` reports this.
         styles = tensor.styles_of(model, recipe.parallel)
-    except ValueError:
-        styles = {}  # `_parallelism` reports this.
-    with tensor.sequences_checked(model.module, styles, recipe.parallel.tensor):
-        *inputs, target = numbers
-        return list(model.loss(model.module(*inputs), target).shape)
+        tensor.check_sequences(model.module, styles, recipe.parallel.tensor)
+    *inputs, target = numbers
+    return list(model.loss(model.module(*inputs), target).shape)
 
 
 def _many(data: Data, example: Batch) -> Batch:
